@@ -1,0 +1,196 @@
+"""Model sizes: the configuration of a Llama-family model, its presets, and its exact number of parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of low rotary frequencies."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-family model: grouped-query attention, RoPE, SwiGLU, RMSNorm; Qwen's biases and norms by choice.
+
+    ``window`` is Mistral's sliding window (None: full causal attention). ``init_scale`` is the standard deviation of fresh
+    weights.
+    """
+
+    name: str
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    ffn_width: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    init_scale: float = 0.02
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly; "
+                f"use a number of KV heads that divides {self.num_heads}"
+            )
+
+    def param_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Path of every weight to its (region and dims, shape). The blocks' weights are stacked: ``l`` leads their dims.
+
+        >>> preset("tiny").param_shapes()["blocks.ffn.gate"]
+        ('ffn l d m', (4, 64, 128))
+        """
+        l, d, m, v = self.num_layers, self.width, self.ffn_width, self.vocab_size
+        n, k, h = self.num_heads, self.num_kv_heads, self.head_width
+        block = {
+            "attention_norm.scale": ("stream d", (d,)),
+            "attention.q": ("attention d n h", (d, n, h)),
+            "attention.k": ("attention d k h", (d, k, h)),
+            "attention.v": ("attention d k h", (d, k, h)),
+            "attention.o": ("attention n h d", (n, h, d)),
+            "ffn_norm.scale": ("stream d", (d,)),
+            "ffn.gate": ("ffn d m", (d, m)),
+            "ffn.up": ("ffn d m", (d, m)),
+            "ffn.down": ("ffn m d", (m, d)),
+        }
+        if self.qkv_bias:
+            block |= {f"attention.{x}_bias": (f"attention {w} h", (y, h)) for x, w, y in (("q", "n", n), ("k", "k", k), ("v", "k", k))}
+        if self.qk_norm:
+            block |= {f"attention.{x}_norm.scale": ("attention h", (h,)) for x in "qk"}
+        shapes = {"embedding": ("vocab v d", (v, d)), "norm.scale": ("stream d", (d,))}
+        shapes |= {} if self.tied else {"head": ("vocab v d", (v, d))}
+        for path, (dims, shape) in block.items():
+            region, _, letters = dims.partition(" ")
+            shapes["blocks." + path] = (f"{region} l {letters}", (l, *shape))
+        return shapes
+
+    @property
+    def num_params(self) -> int:
+        """The exact number of parameters; tied embeddings are counted once."""
+        total = 0
+        for _, shape in self.param_shapes().values():
+            size = 1
+            for n in shape:
+                size *= n
+            total += size
+        return total
+
+
+def _model(name, vocab, width, layers, heads, kv_heads, ffn, head_width=None, **more) -> ModelConfig:
+    return ModelConfig(name, vocab, width, layers, heads, kv_heads, head_width or width // heads, ffn, **more)
+
+
+_LLAMA3 = dict(rope_theta=500_000.0)
+_LLAMA31 = dict(rope_theta=500_000.0, rope_scaling=RopeScaling())
+_LLAMA32 = dict(rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0), tied=True)
+_QWEN2 = dict(rope_theta=1e6, norm_eps=1e-6, qkv_bias=True)
+_QWEN3 = dict(rope_theta=1e6, norm_eps=1e-6, qk_norm=True, head_width=128)
+
+PRESETS: dict[str, ModelConfig] = {
+    c.name: c
+    for c in (
+        # sizes for lessons: every dim divides by 8, so that any mesh of 8 devices can be tried
+        _model("tiny", 264, 64, 4, 16, 8, 128),
+        _model("tiny-tied", 264, 64, 4, 8, 8, 128, tied=True),
+        _model("small", 4096, 256, 8, 8, 8, 768),
+        _model("gpt2-scale", 50_304, 768, 12, 12, 12, 2048, tied=True),
+        _model("llama2-7b", 32_000, 4096, 32, 32, 32, 11_008),
+        _model("llama2-13b", 32_000, 5120, 40, 40, 40, 13_824),
+        _model("llama2-70b", 32_000, 8192, 80, 64, 8, 28_672),
+        _model("llama3-8b", 128_256, 4096, 32, 32, 8, 14_336, **_LLAMA3),
+        _model("llama3-70b", 128_256, 8192, 80, 64, 8, 28_672, **_LLAMA3),
+        _model("llama3.1-8b", 128_256, 4096, 32, 32, 8, 14_336, **_LLAMA31),
+        _model("llama3.1-70b", 128_256, 8192, 80, 64, 8, 28_672, **_LLAMA31),
+        _model("llama3.1-405b", 128_256, 16_384, 126, 128, 8, 53_248, **_LLAMA31),
+        _model("llama3.2-1b", 128_256, 2048, 16, 32, 8, 8192, **_LLAMA32),
+        _model("llama3.2-3b", 128_256, 3072, 28, 24, 8, 8192, **_LLAMA32),
+        _model("mistral-7b", 32_000, 4096, 32, 32, 8, 14_336, window=4096),
+        _model("qwen2.5-0.5b", 151_936, 896, 24, 14, 2, 4864, tied=True, **_QWEN2),
+        _model("qwen2.5-1.5b", 151_936, 1536, 28, 12, 2, 8960, tied=True, **_QWEN2),
+        _model("qwen2.5-3b", 151_936, 2048, 36, 16, 2, 11_008, tied=True, **_QWEN2),
+        _model("qwen2.5-7b", 152_064, 3584, 28, 28, 4, 18_944, **_QWEN2),
+        _model("qwen2.5-14b", 152_064, 5120, 48, 40, 8, 13_824, **_QWEN2),
+        _model("qwen2.5-32b", 152_064, 5120, 64, 40, 8, 27_648, **_QWEN2),
+        _model("qwen2.5-72b", 152_064, 8192, 80, 64, 8, 29_568, **_QWEN2),
+        _model("qwen3-0.6b", 151_936, 1024, 28, 16, 8, 3072, tied=True, **_QWEN3),
+        _model("qwen3-1.7b", 151_936, 2048, 28, 16, 8, 6144, tied=True, **_QWEN3),
+        _model("qwen3-4b", 151_936, 2560, 36, 32, 8, 9728, tied=True, **_QWEN3),
+        _model("qwen3-8b", 151_936, 4096, 36, 32, 8, 12_288, **_QWEN3),
+        _model("qwen3-14b", 151_936, 5120, 40, 40, 8, 17_408, **_QWEN3),
+        _model("qwen3-32b", 151_936, 5120, 64, 64, 8, 25_600, **_QWEN3),
+    )
+}
+"""Public models as their authors' published configurations give them (Meta, Mistral AI and Qwen model cards, 2023 to 2025)."""
+
+
+def preset(name: str) -> ModelConfig:
+    """A preset by name, or a Hugging Face ``config.json`` by path."""
+    if name.endswith(".json"):
+        return from_hugging_face(name)
+    if name not in PRESETS:
+        raise ValueError(f"unknown model '{name}'; the presets are {', '.join(PRESETS)}, or give the path of a config.json")
+    return PRESETS[name]
+
+
+def from_hugging_face(path: str) -> ModelConfig:
+    """Read a Llama, Mistral, Qwen2 or Qwen3 ``config.json``; refuse what the model cannot do, naming the key."""
+    try:
+        raw = json.loads(pathlib.Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"cannot read a model configuration from '{path}': {error}") from error
+    kind = raw.get("model_type")
+    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+        raise ValueError(f"model_type '{kind}' in '{path}' is not one of llama, mistral, qwen2, qwen3")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is")
+    if raw.get("mlp_bias") or (kind == "llama" and raw.get("attention_bias")):
+        raise ValueError(f"'{path}' asks for biases in the feed-forward or the output projection, which are not implemented")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        raise ValueError(f"rope type '{rope_type}' in '{path}' is not implemented; default and llama3 are")
+    scaling = None
+    if rope_type == "llama3":
+        scaling = RopeScaling(
+            rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+        )
+    heads = raw["num_attention_heads"]
+    return ModelConfig(
+        name=pathlib.Path(path).parent.name or kind,
+        vocab_size=raw["vocab_size"],
+        width=raw["hidden_size"],
+        num_layers=raw["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        head_width=raw.get("head_dim") or raw["hidden_size"] // heads,
+        ffn_width=raw["intermediate_size"],
+        rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        rope_scaling=scaling,
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        tied=raw.get("tie_word_embeddings", False),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+        window=raw.get("sliding_window") if kind == "mistral" or raw.get("use_sliding_window") else None,
+        init_scale=raw.get("initializer_range", 0.02),
+    )
+
+
+def describe(config: ModelConfig) -> dict:
+    """The configuration as plain data, with its number of parameters."""
+    return dataclasses.asdict(config) | {"params": config.num_params, "active_params": config.num_params}

@@ -1,0 +1,90 @@
+"""Meshes: simulated, real and abstract, in link order."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from llmpar.notation import AXES, Layout, MeshShape, parse_mesh, product
+
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+
+
+def use_devices(simulated: int = 8) -> list[jax.Device]:
+    """The accelerators of this machine or, where there is none, ``simulated`` CPU devices. Call it before other JAX work.
+
+    Raises ValueError when JAX has started already with fewer CPU devices: the number is fixed from its first use on.
+    """
+    if _COUNT_FLAG not in os.environ.get("XLA_FLAGS", "") and "JAX_NUM_CPU_DEVICES" not in os.environ:
+        try:
+            jax.config.update("jax_num_cpu_devices", simulated)
+        except RuntimeError:
+            pass  # JAX runs already; what it has may be enough
+    devices = ordered_devices()
+    if devices[0].platform == "cpu" and len(devices) < simulated:
+        raise ValueError(
+            f"{simulated} simulated devices were asked for but JAX has started with {len(devices)}, and the number is fixed "
+            f"at its first use; call use_devices() first in a fresh process, or set XLA_FLAGS={_COUNT_FLAG}={simulated}"
+        )
+    return devices
+
+
+def ordered_devices() -> list[jax.Device]:
+    """All devices, host by host. (An id is not a position: process k's ids may start at 2048·k.)"""
+    return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+
+
+def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
+    """A mesh of all six axes over real or simulated devices, slow links outermost; sizes of one cost nothing.
+
+    Uses the first devices when the product is smaller than their number. On a whole accelerator the devices are laid out
+    along its links; several slices (pods) split the outermost axis that their number divides, as slow links should.
+    """
+    devices = ordered_devices() if devices is None else devices
+    shape = parse_mesh(shape, len(devices))
+    sizes = tuple(shape.sizes.values())
+    chosen, num_slices = devices[: shape.size], len({getattr(d, "slice_index", 0) for d in devices})
+    if shape.reshape or shape.size < len(devices) or devices[0].platform == "cpu":
+        grid = np.array(chosen).reshape(sizes)
+    elif num_slices > 1:
+        outer = next((i for i, n in enumerate(sizes) if n % num_slices == 0), None)
+        if outer is None:
+            raise ValueError(f"no axis of mesh '{shape}' is a multiple of the {num_slices} slices; make dp={num_slices}")
+        across = [num_slices if i == outer else 1 for i in range(len(sizes))]
+        within = [n // across[i] for i, n in enumerate(sizes)]
+        grid = mesh_utils.create_hybrid_device_mesh(within, across, devices)
+    else:
+        grid = mesh_utils.create_device_mesh(sizes, devices)
+    return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def abstract_mesh(shape: str | MeshShape) -> AbstractMesh:
+    """A mesh without devices: enough to trace and to lower a program for any number of them."""
+    shape = parse_mesh(shape)
+    return AbstractMesh(tuple(shape.sizes.values()), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec(layout: Layout) -> PartitionSpec:
+    """The layout as JAX writes it: per dim the axes that cut it."""
+    return PartitionSpec(*[d.axes or None for d in layout.dims])
+
+
+def sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
+    """The layout on the devices of ``mesh``."""
+    return NamedSharding(mesh, spec(layout))
+
+
+def shard_bytes(layout: Layout, shape: tuple[int, ...], itemsize: int, sizes: dict[str, int]) -> int:
+    """Bytes that one device holds of a value of ``shape``."""
+    return product(layout.shard_shape(shape, sizes)) * itemsize
+
+
+def groups(shape: MeshShape, *axes: str) -> np.ndarray:
+    """Device positions of the groups that communicate over ``axes``: one row a group, [num_groups, group_size]."""
+    names = list(AXES)
+    grid = np.arange(shape.size).reshape(tuple(shape.sizes.values()))
+    return np.moveaxis(grid, [names.index(a) for a in axes], range(-len(axes), 0)).reshape(-1, product(shape.sizes[a] for a in axes))

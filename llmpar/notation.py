@@ -1,0 +1,344 @@
+"""Layouts, arrows and mesh strings: the notation everything else is written in.
+
+    layout   b/dp,fsdp s/sp d +tp     dim b cut by dp and fsdp, s cut by sp, d whole, an unfinished sum over tp
+    arrow    b s d +tp -> b s/tp d    one reduce-scatter over tp
+    mesh     dp=2 fsdp=-1 tp=4        sizes of the named axes, at most one to be inferred
+
+One letter is a tensor dim, a word is a mesh axis. In the model's text the axes are not known yet. There a layout opens with
+the *region* that a value lives in, and a ``+`` names the dim that was summed over:
+
+    attention b s d +n -> stream b s d
+
+A :class:`~llmpar.plan.Plan` knows which axes cut each dim in each region and turns that *logical* arrow into a physical one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+
+AXES = {
+    "pp": "pipeline stages",
+    "dp": "data parallel replicas",
+    "fsdp": "data parallel with sharded state",
+    "ep": "experts; batch for dense layers",
+    "sp": "sequence (Megatron calls it context parallelism)",
+    "tp": "tensor parallelism",
+}
+"""The mesh axes, slow links outermost, fast links innermost."""
+
+DIMS = {
+    "b": "batch", "s": "query positions", "t": "key positions", "d": "model width", "n": "query heads", "k": "KV heads",
+    "r": "query heads per KV head", "h": "head width", "m": "feed-forward width", "e": "experts", "v": "vocabulary",
+    "l": "layers", "u": "microbatches",
+}  # fmt: skip
+"""The tensor dims."""
+
+POSITIONAL = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "tp", "sp")}
+"""Axis order of unnamed mesh strings: three numbers as in EasyLM (dp, fsdp, mp), four as in LWM (dp, fsdp, tp, sp)."""
+
+
+class NotationError(ValueError):
+    """A text that is not a layout, an arrow or a mesh: the message shows it with a caret under the bad token."""
+
+    def __init__(self, text: str, start: int, end: int, why: str):
+        super().__init__(f"{why}\n  {text}\n  {' ' * start}{'^' * max(1, end - start)}")
+
+
+# --------------------------------------------------------------------------------------------------------------- layouts
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dim of a layout and the mesh axes that cut it, outermost first."""
+
+    name: str
+    axes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + ("/" + ",".join(self.axes) if self.axes else "")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a value lives: its dims, the axes that cut them, and the sums that are not finished yet.
+
+    ``sums`` holds mesh axes in a physical layout and dims in a logical one (which has a ``region``).
+    """
+
+    dims: tuple[Dim, ...]
+    sums: tuple[str, ...] = ()
+    region: str = ""
+
+    def __str__(self) -> str:
+        words = [self.region] * bool(self.region) + [str(d) for d in self.dims] + ["+" + s for s in self.sums]
+        return " ".join(words) or "whole"
+
+    @property
+    def letters(self) -> str:
+        """The dims' names in order, as one string: ``"bsd"``."""
+        return "".join(d.name for d in self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that cuts a dim, in the order of the dims."""
+        return tuple(a for d in self.dims for a in d.axes)
+
+    def cut(self, name: str) -> tuple[str, ...]:
+        """The axes that cut dim ``name``; ``()`` when it is whole or absent."""
+        return next((d.axes for d in self.dims if d.name == name), ())
+
+    def shard_shape(self, shape: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
+        """The shape that one device holds of a value of ``shape`` on a mesh with these axis ``sizes``."""
+        if len(shape) != len(self.dims):
+            raise ValueError(f"layout '{self}' has {len(self.dims)} dims but the shape {shape} has {len(shape)}")
+        out = []
+        for dim, size in zip(self.dims, shape, strict=True):
+            parts = product(sizes[a] for a in dim.axes)
+            if size % parts:
+                raise ValueError(f"dim {dim.name} = {size} in '{self}' is not a multiple of {'·'.join(dim.axes)} = {parts}")
+            out.append(size // parts)
+        return tuple(out)
+
+    def _repr_svg_(self) -> str:
+        from llmpar import draw  # a layout draws itself in a notebook; nothing else on this floor knows pictures
+
+        return draw.layout_svg(self)
+
+
+_TOKEN = re.compile(r"\S+")
+
+
+@functools.cache
+def parse_layout(text: str) -> Layout:
+    """Read ``"b/dp,fsdp s/sp d +tp"`` (or ``"stream b s d +m"``, or ``"whole"``). Raises :class:`NotationError`."""
+    return _layout(text, 0, len(text))
+
+
+def _layout(text: str, start: int, end: int) -> Layout:
+    region, dims, sums, used = "", [], [], {}
+
+    def fail(at: int, token: str, why: str):
+        raise NotationError(text, at, at + len(token), why)
+
+    def claim(axis: str, owner: str, at: int) -> str:
+        if axis not in AXES:
+            fail(at, axis, f"unknown mesh axis '{axis}'; the axes are {' '.join(AXES)}")
+        if axis in used:
+            fail(at, axis, f"axis '{axis}' already {used[axis]}; an axis is used once in a layout")
+        used[axis] = owner
+        return axis
+
+    for match in _TOKEN.finditer(text, start, end):
+        token, at = match.group(), match.start()
+        if token.startswith("+"):
+            name = token[1:]
+            if name in DIMS:
+                sums.append(name)
+            else:
+                sums.append(claim(name, "carries an unfinished sum", at + 1))
+            continue
+        name, slash, axes = token.partition("/")
+        if len(name) > 1 and not slash:
+            if name == "whole" or region or dims:
+                if name != "whole" or dims or len(_TOKEN.findall(text[start:end])) > 1 + bool(region):
+                    fail(at, token, f"'{token}' is neither a one-letter dim nor in the place of a region (first)")
+            else:
+                region = name
+            continue
+        if name not in DIMS:
+            fail(at, name or token, f"unknown dim '{name}'; the dims are {' '.join(DIMS)}")
+        if name in (d.name for d in dims):
+            fail(at, token, f"dim '{name}' appears twice")
+        cuts, position = [], at + len(name) + 1
+        for axis in axes.split(",") if slash else ():
+            cuts.append(claim(axis, f"cuts '{name}'", position))
+            position += len(axis) + 1
+        if sums:
+            fail(at, token, "dims come before unfinished sums")
+        dims.append(Dim(name, tuple(cuts)))
+    return Layout(tuple(dims), tuple(sums), region)
+
+
+# ---------------------------------------------------------------------------------------------------------------- arrows
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one arrow does on a set of mesh axes: a collective (or a local slice), and the dims that it gathers or cuts."""
+
+    kind: str
+    axes: tuple[str, ...]
+    gathers: str = ""
+    cuts: str = ""
+
+    def __str__(self) -> str:
+        where = {"all-gather": f" on {self.gathers}", "reduce-scatter": f" on {self.cuts}", "slice": f" on {self.cuts}"}
+        where["all-to-all"] = f" {self.gathers} to {self.cuts}"
+        return f"{self.kind} over {','.join(self.axes)}{where.get(self.kind, '')}"
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A movement across devices, from one layout of a value to another."""
+
+    before: Layout
+    after: Layout
+
+    def __str__(self) -> str:
+        return f"{self.before} -> {self.after}"
+
+    @functools.cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """The collectives that carry the arrow out, in order: gather, exchange, scatter, reduce (so that sums over
+        several axes are reduced on the smallest piece: reduce-scatter first, all-reduce on the shard), slice."""
+        found: dict[tuple[str, str, str], list[str]] = {}
+        before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(self.before.sums, "+")
+        after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(self.after.sums, "+")
+        for axis in sorted(before.keys() | after.keys(), key=list(AXES).index):
+            old, new = before.get(axis, ""), after.get(axis, "")
+            if old == new:
+                continue
+            if new == "+":
+                raise ValueError(f"arrow '{self}' would start an unfinished sum over {axis}: only computing does that")
+            kind = "slice" if not old else ("reduce-scatter" if new else "all-reduce") if old == "+" else (
+                "all-to-all" if new else "all-gather"
+            )  # fmt: skip
+            found.setdefault((kind, old.strip("+"), new), []).append(axis)
+        order = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
+        moves = [Move(kind, tuple(axes), old, new) for (kind, old, new), axes in found.items()]
+        for move in moves:
+            self._check_nesting(move)
+        return tuple(sorted(moves, key=lambda m: order.index(m.kind)))
+
+    def _check_nesting(self, move: Move) -> None:
+        """Cutting and gathering act on a dim's innermost axes: the outer ones must stay where they are."""
+        for dim, layout in ((move.gathers, self.before), (move.cuts, self.after)):
+            axes = layout.cut(dim)
+            if dim and axes[len(axes) - len(move.axes) :] != move.axes:
+                raise ValueError(
+                    f"arrow '{self}' moves {','.join(move.axes)} on dim {dim}, but only the innermost axes of "
+                    f"{dim}/{','.join(axes)} can move without reordering its blocks"
+                )
+
+
+@functools.cache
+def parse_arrow(text: str) -> Arrow:
+    """Read ``"b s d +tp -> b s/tp d"``. Raises :class:`NotationError` with a caret under the bad token."""
+    left, arrow, _ = text.partition("->")
+    if not arrow or text.count("->") > 1:
+        raise NotationError(text, len(left.rstrip()), len(text), "an arrow has one '->' between two layouts")
+    before, after = _layout(text, 0, len(left)), _layout(text, len(left) + 2, len(text))
+    if before.dims and after.dims and sorted(before.letters) != sorted(after.letters):
+        raise NotationError(
+            text, len(left) + 2, len(text), f"the dims on both sides differ: '{before.letters}' and '{after.letters}'"
+        )
+    return Arrow(before, after)
+
+
+# ---------------------------------------------------------------------------------------------------------------- meshes
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The sizes of the six mesh axes. ``reshape`` (a leading ``!``) keeps devices in plain row-major order."""
+
+    pp: int = 1
+    dp: int = 1
+    fsdp: int = 1
+    ep: int = 1
+    sp: int = 1
+    tp: int = 1
+    reshape: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, in link order."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return product(self.sizes.values())
+
+    def __str__(self) -> str:
+        named = " ".join(f"{a}={n}" for a, n in self.sizes.items() if n > 1)
+        return ("!" if self.reshape else "") + (named or "dp=1")
+
+
+def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshShape:
+    """Read ``"dp=2 fsdp=-1 tp=4"``, ``"dp:2,fsdp:-1,tp:4"``, ``"1,64,4,1"`` (dp,fsdp,tp,sp) or ``"1,-1,4"`` (dp,fsdp,tp).
+
+    One axis may be ``-1``: the rest of ``num_devices``. The product may be smaller than ``num_devices``, never larger.
+    """
+    if isinstance(text, MeshShape):
+        return text
+    body = text.strip()
+    reshape = body.startswith("!")
+    offset = text.index(body) + reshape if body else 0
+    sizes: dict[str, int] = {}
+    tokens = [(m.group(), m.start()) for m in re.finditer(r"[^\s,]+", text[offset:])]
+    if not tokens:
+        raise NotationError(text, 0, 1, "an empty mesh; write for instance 'dp=2 fsdp=2 tp=2'")
+    positional = all(re.fullmatch(r"-?\d+", token) for token, _ in tokens)
+    if positional and len(tokens) not in POSITIONAL:
+        raise NotationError(
+            text, offset, len(text),
+            f"{len(tokens)} unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2 tp=4'",
+        )  # fmt: skip
+    for index, (token, at) in enumerate(tokens):
+        at += offset
+        name, _, value = token.replace(":", "=").partition("=")
+        if positional:
+            name, value = POSITIONAL[len(tokens)][index], token
+        name = {"mp": "tp"}.get(name, name)
+        if name not in AXES:
+            raise NotationError(text, at, at + len(token), f"unknown mesh axis '{name}'; the axes are {' '.join(AXES)}")
+        if name in sizes:
+            raise NotationError(text, at, at + len(token), f"axis '{name}' is given twice")
+        if not re.fullmatch(r"-1|0*[1-9]\d*", value):
+            raise NotationError(text, at, at + len(token), f"the size of '{name}' must be a positive number or -1")
+        if value == "-1" and -1 in sizes.values():
+            raise NotationError(text, at, at + len(token), "two axes are -1; only one can be inferred")
+        sizes[name] = int(value)
+    return _fit(text, sizes, num_devices, reshape)
+
+
+def _fit(text: str, sizes: dict[str, int], num_devices: int | None, reshape: bool) -> MeshShape:
+    free = next((a for a, n in sizes.items() if n == -1), None)
+    known = product(n for n in sizes.values() if n != -1)
+    if free and num_devices is None:
+        raise ValueError(f"mesh '{text}' leaves {free} to be inferred, which needs the number of devices")
+    if free and num_devices % known == 0:
+        sizes = sizes | {free: num_devices // known}
+    elif free or (num_devices is not None and known > num_devices):
+        need = f"a multiple of {known} devices" if free else f"{known} devices"
+        suggestion = nearest_mesh(sizes, num_devices)
+        raise ValueError(f"mesh '{text}' needs {need} but {num_devices} are present; try '{suggestion}'")
+    return MeshShape(**sizes, reshape=reshape)
+
+
+def nearest_mesh(sizes: dict[str, int], num_devices: int) -> MeshShape:
+    """The mesh over the same axes that fills ``num_devices`` and changes the asked ``sizes`` least (-1 may be anything)."""
+    options: list[dict[str, int]] = [{}]
+    for axis in sizes:
+        options = [o | {axis: n} for o in options for n in divisors(num_devices // product(o.values()))]
+    full = [o for o in options if product(o.values()) == num_devices]
+
+    def distance(option: dict[str, int]) -> float:
+        return sum(abs(math.log2(n / sizes[a])) if sizes[a] > 0 else 0.1 * (n == 1) for a, n in option.items())
+
+    return MeshShape(**min(full, key=distance))
+
+
+def divisors(n: int) -> list[int]:
+    """Every divisor of ``n``, ascending."""
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def product(numbers) -> int:
+    """The product of some integers; 1 for none."""
+    return functools.reduce(lambda a, b: a * b, numbers, 1)
+

@@ -1,0 +1,262 @@
+"""One model text, three readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's partitioner.
+
+The model calls five methods and never names a mesh axis:
+
+    par.weight(p)          a parameter, as it is needed for computing
+    par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
+    par.max(x, arrow)      the same for a maximum, through which no gradient flows
+    par.index(layout)      which block of a dim this device holds
+    par.layers(f, x, ws)   a stack of blocks
+
+In `Manual` every arrow becomes the named collective and is written to a ledger. Autodiff writes the backward collectives:
+all-gather and reduce-scatter are each other's transpose, and the transpose of "from here on, devices differ" (`lax.pcast`,
+free in the forward pass) is the all-reduce that Megatron calls f (Shoeybi et al. 2019, section 3). shard_map's
+varying-axes check is what makes those transposes right; it stays on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from llmpar.mesh import sharding
+from llmpar.notation import Arrow, Layout, Move, parse_layout, product
+
+WEIGHT, MOVED = "weight", "moved"
+"""Names under which remat policies know gathered weights and the results of communication."""
+
+
+class Solo:
+    """One device: moves do nothing. The reference that every test compares with."""
+
+    def __init__(self, plan):
+        self.plan = plan
+        self.dtype = jnp.dtype(plan.dtype)
+
+    def weight(self, param):
+        """The parameter in the computing dtype."""
+        return param[...].astype(self.dtype)
+
+    def move(self, x, arrow: str):
+        """``x`` itself: it is where it should be."""
+        return x
+
+    def max(self, x, arrow: str):
+        """``x`` itself, behind a stop_gradient."""
+        return lax.stop_gradient(x)
+
+    def index(self, layout: str):
+        """0: the one block that there is."""
+        return 0
+
+    @contextlib.contextmanager
+    def repeated(self, times: int):
+        """What is traced inside runs ``times`` times."""
+        yield
+
+    def layers(self, block, x, stack):
+        """Run ``block(x, weights)`` once per layer: a scan over the leading dim of ``stack``, rematerialised as planned."""
+        plan = self.plan
+        if plan.remat == "block":
+            keep = plan.zero == 3 and plan.regather == "keep"
+            names = jax.checkpoint_policies.save_only_these_names(WEIGHT)
+            block = jax.checkpoint(block, policy=names if keep else None, prevent_cse=False)
+        elif plan.zero == 3 and plan.regather == "again" and plan.live("fsdp"):
+            block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=False)
+        length = jax.tree.leaves(stack)[0].shape[0]
+        with self.repeated(length):
+            return lax.scan(lambda x, w: (block(x, w), None), x, stack, unroll=plan.unroll or length)[0]
+
+    def chunked(self, f, xs, num_chunks: int):
+        """Sum ``f`` over ``num_chunks`` pieces of ``xs`` along dim 1; the backward pass recomputes a piece but repeats no
+        communication. Bounds the memory of what ``f`` makes of a piece, such as logits."""
+        policy = jax.checkpoint_policies.save_only_these_names(MOVED)
+        f = jax.checkpoint(f, policy=policy, prevent_cse=False)
+        if num_chunks == 1:
+            return f(xs)
+        pieces = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], num_chunks, -1, *x.shape[2:]), 1, 0), xs)
+        with self.repeated(num_chunks):
+            _, out = lax.scan(lambda _, piece: (None, f(piece)), None, pieces)
+        return out.sum(0)
+
+
+def _all_but_gathered_weights(prim, *_, **params) -> bool:
+    """Save everything except what was gathered over fsdp (and its renamed copy): no recomputing, but gathering again."""
+    if prim.name == "name":
+        return params["name"] != WEIGHT
+    return not (prim.name == "all_gather" and "fsdp" in params["axis_name"])
+
+
+# ---------------------------------------------------------------------------------------------------------------- Manual
+
+_TRANSPOSE = {
+    "all-reduce": None, "vary": "all-reduce", "all-gather": "reduce-scatter", "reduce-scatter": "all-gather",
+    "all-to-all": "all-to-all", "maximum": None,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the ledger: the arrow as the model (or the step) wrote it and the collective that it became.
+
+    ``shape`` is the operand's on one device, ``times`` how often a step executes it; ``vary`` sends nothing forward.
+    """
+
+    arrow: str
+    kind: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    times: int
+    group: int
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that a device sends per step, ring algorithm (see :func:`sent`)."""
+        return self.times * sent(self.kind, product(self.shape) * jnp.dtype(self.dtype).itemsize, self.group)
+
+    @property
+    def transpose(self) -> Entry | None:
+        """The collective that autodiff writes for this one, or None where the backward pass sends nothing."""
+        kind, shape = _TRANSPOSE[self.kind], self.shape
+        if kind is None:
+            return None
+        elements = product(shape)
+        grown = {"all-gather": elements * self.group, "reduce-scatter": elements // self.group}.get(self.kind, elements)
+        return Entry(f"transpose of {self.arrow}", kind, self.axes, (grown,), self.dtype, self.times, self.group)
+
+
+def sent(kind: str, operand_bytes: int, group: int) -> int:
+    """Bytes a device sends when ``group`` devices run one collective on operands of ``operand_bytes`` each, as a ring:
+    all-gather V(g-1) of the shard V, reduce-scatter and all-to-all V(g-1)/g, all-reduce twice that, permute V."""
+    if kind == "all-gather":
+        return operand_bytes * (group - 1)
+    factor = {"reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2, "maximum": 2, "vary": 0}[kind]
+    return factor * operand_bytes * (group - 1) // group
+
+
+class Manual(Solo):
+    """Inside `jax.shard_map` over all axes: arrows are named collectives, written to ``ledger`` as they are traced."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.ledger: list[Entry] = []
+        self._times = 1
+
+    def weight(self, param):
+        """The stored shard, cast, then gathered over fsdp if it is stored cut (ZeRO-3).
+
+        What the backward pass does is the mirror image: reduce-scatter over fsdp in the computing dtype, then one float32
+        all-reduce of the shard over every other axis on which the region's values differ.
+        """
+        region = parse_layout(param.dims).region
+        x = self._vary(param[...], self.plan.varying(region), param.dims).astype(self.dtype)
+        arrow = Arrow(self.plan.stored(param.dims), self.plan.place(param.dims))
+        return checkpoint_name(self.carry_out(x, arrow, param.dims), WEIGHT)
+
+    def move(self, x, arrow: str):
+        """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in that order."""
+        physical = self.plan.resolve(arrow)
+        x = self.carry_out(x, physical, arrow)
+        region = parse_layout(arrow.partition("->")[2].strip()).region
+        x = self._vary(x, self.plan.varying(region), arrow) if region else x
+        return checkpoint_name(x, MOVED) if physical.moves else x
+
+    def max(self, x, arrow: str):
+        """An all-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
+        axes = self.plan.resolve(arrow).before.sums
+        x = lax.stop_gradient(x)
+        if not axes:
+            return x
+        self._record(arrow, "maximum", axes, x)
+        return checkpoint_name(lax.pmax(x, axes), MOVED)
+
+    def index(self, layout: str):
+        """The position of this device's block among the blocks of the layout's one dim."""
+        axes = self.plan.place(layout).axes
+        return lax.axis_index(axes) if axes else 0
+
+    @contextlib.contextmanager
+    def repeated(self, times: int):
+        """Ledger entries made inside count ``times`` times."""
+        self._times *= times
+        yield
+        self._times //= times
+
+    def carry_out(self, x, arrow: Arrow, text: str = "", invariant: bool = False):
+        """Run the collectives of a physical arrow. ``invariant`` marks gathered results as equal on all devices."""
+        position = {d.name: i for i, d in enumerate(arrow.before.dims)}
+        for axis in arrow.before.sums + arrow.before.axes:
+            if axis not in varying(x):
+                raise ValueError(f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same all over {axis}")
+        for move in arrow.moves:
+            self._record(text or str(arrow), move.kind, move.axes, x)
+            x = _collective(x, move, position, "invarying" if invariant else "varying")
+        return x
+
+    def _vary(self, x, axes: tuple[str, ...], text: str):
+        """From here on ``x`` may differ along ``axes``: free now, an all-reduce of the gradient in the backward pass."""
+        missing = tuple(a for a in axes if a not in varying(x))
+        if missing:
+            self._record(text, "vary", missing, x)
+        return vary(x, missing)
+
+    def _record(self, text: str, kind: str, axes: tuple[str, ...], x) -> None:
+        if kind == "slice":
+            return
+        group = product(self.plan.mesh.sizes[a] for a in axes)
+        self.ledger.append(Entry(text, kind, axes, tuple(x.shape), str(x.dtype), self._times, group))
+
+
+def _collective(x, move: Move, position: dict[str, int], to: str):
+    """The one lax call that a move is."""
+    if move.kind == "all-reduce":
+        return lax.psum(x, move.axes)
+    if move.kind == "reduce-scatter":
+        return lax.psum_scatter(x, move.axes, scatter_dimension=position[move.cuts], tiled=True)
+    if move.kind == "all-gather":
+        return lax.all_gather(x, move.axes, axis=position[move.gathers], tiled=True, to=to)
+    if move.kind == "all-to-all":
+        return lax.all_to_all(x, move.axes, position[move.cuts], position[move.gathers], tiled=True)
+    dim = position[move.cuts]  # a slice: each device keeps its own block
+    size = x.shape[dim] // lax.axis_size(move.axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, dim)
+
+
+def varying(x) -> frozenset[str]:
+    """The mesh axes over which shard_map's type of ``x`` says that devices may hold different values."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(x, axes):
+    """``x`` typed as varying over ``axes`` too. Its transpose sums over those that are new."""
+    missing = tuple(a for a in axes if a not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+# ------------------------------------------------------------------------------------------------------------------ Auto
+
+
+class Auto(Solo):
+    """Under `jax.jit`: every arrow is a sharding constraint, and XLA's partitioner chooses the collectives."""
+
+    def __init__(self, plan, mesh):
+        super().__init__(plan)
+        self.mesh = mesh
+
+    def weight(self, param):
+        """The parameter laid out as it is used."""
+        return checkpoint_name(self.constrain(super().weight(param), self.plan.place(param.dims)), WEIGHT)
+
+    def move(self, x, arrow: str):
+        """``x`` laid out as the arrow ends; an unfinished sum is finished wherever the partitioner likes."""
+        return self.constrain(x, self.plan.resolve(arrow).after) if x.ndim else x
+
+    def constrain(self, x, layout: Layout):
+        """Pin a value's layout."""
+        return lax.with_sharding_constraint(x, sharding(self.mesh, layout))

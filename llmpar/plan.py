@@ -1,0 +1,168 @@
+"""The plan: where each dim is cut in each region. It turns the model's logical arrows into physical ones.
+
+A plan is frozen data. Everything about parallelism that is decided rather than computed is a field of it, and the table in
+:meth:`Plan.regions` is the whole of tensor, sequence and data parallelism:
+
+    region      b             s          d  n k m v
+    data        dp,fsdp,ep    sp                         token ids, positions, losses
+    stream      dp,fsdp,ep    sp[,tp]                    the residual stream; its s is cut by tp with tp_sequence
+    attention   dp,fsdp,ep    sp            tp (n, k)    inside attention
+    ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
+    vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
+
+ZeRO (Rajbhandari et al. 2020) cuts a weight's width ``d`` (its ``h`` where it has no ``d``) by fsdp: the optimizer's state
+from stage 1 on, accumulated gradients from stage 2 on, the stored weight itself at stage 3, which is FSDP.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Literal
+
+from llmpar.notation import Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh
+
+BATCH_AXES = ("dp", "fsdp", "ep")
+"""The axes that cut the batch. ``ep`` counts as batch for dense layers."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one training step is spread over a mesh.
+
+    Attributes:
+        mesh: sizes of the six axes; a string is parsed.
+        reading: who writes the collectives: ``manual`` (we do, inside shard_map), ``auto`` (XLA's partitioner does).
+        zero: ZeRO stage on the fsdp axis, 0 to 3. At 0 fsdp is one more replica axis.
+        tp_sequence: also cut the residual stream's sequence by tp (Korthikanti et al. 2022, sequence parallelism).
+        reduce: when replicated gradients are summed: ``end`` of the step, ``layer`` by layer inside the backward pass, or
+            in a few flat ``bucket``s. Concerns ZeRO 0 only; accumulation over microbatches always communicates once.
+        bucket_bytes: the size of a bucket.
+        accumulate: microbatches per step and device whose gradients are summed before the update.
+        remat: what the backward pass recomputes: ``none``, or the whole ``block``.
+        regather: ZeRO-3 only: gather a block's weights ``again`` in the backward pass, or ``keep`` them from the forward.
+        dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
+        unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
+        loss_chunks: pieces of the sequence whose logits exist one after the other.
+        attention_block: queries and keys per block of blockwise attention.
+    """
+
+    mesh: MeshShape | str = MeshShape()
+    reading: Literal["manual", "auto"] = "manual"
+    zero: Literal[0, 1, 2, 3] = 3
+    tp_sequence: bool = False
+    reduce: Literal["end", "layer", "bucket"] = "end"
+    bucket_bytes: int = 4 << 20
+    accumulate: int = 1
+    remat: Literal["none", "block"] = "none"
+    regather: Literal["again", "keep"] = "again"
+    dtype: str = "float32"
+    unroll: int = 1
+    loss_chunks: int = 1
+    attention_block: int = 128
+
+    def __post_init__(self):
+        object.__setattr__(self, "mesh", parse_mesh(self.mesh))
+
+    # ------------------------------------------------------------------------------------------------ who is cut where
+
+    def live(self, *axes: str) -> tuple[str, ...]:
+        """Those of ``axes`` that have more than one device: the others must leave no trace in the program."""
+        return tuple(a for a in axes if self.mesh.sizes[a] > 1)
+
+    @functools.cached_property
+    def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Region to dim to the axes that cut it."""
+        b, s, tp = self.live(*BATCH_AXES), self.live("sp"), self.live("tp")
+        return {
+            "data": {"b": b, "s": s},
+            "stream": {"b": b, "s": s + tp * self.tp_sequence},
+            "attention": {"b": b, "s": s, "n": tp, "k": tp},
+            "ffn": {"b": b, "s": s, "m": tp},
+            "vocab": {"b": b, "s": s, "v": tp},
+        }
+
+    def varying(self, region: str) -> tuple[str, ...]:
+        """The axes over which values in ``region`` differ, or are being summed, in link order."""
+        cut = {a for axes in self.regions[region].values() for a in axes}
+        return tuple(a for a in self.mesh.sizes if a in cut)
+
+    # ------------------------------------------------------------------------------------------- logical to physical
+
+    def place(self, layout: Layout | str) -> Layout:
+        """The physical layout of a logical one (``'attention b s d +n'`` becomes ``'b/dp,fsdp s d +tp'``).
+
+        A weight is placed as it is *used*: cut by tp where its dims are, whole over fsdp.
+        """
+        layout = parse_layout(layout) if isinstance(layout, str) else layout
+        if not layout.region:
+            return layout
+        cuts = self.regions.get(layout.region)
+        if cuts is None:
+            raise ValueError(f"layout '{layout}' names an unknown region; the regions are {', '.join(self.regions)}")
+        sums = tuple(a for d in layout.sums for a in cuts.get(d, ()))
+        return Layout(tuple(Dim(d.name, cuts.get(d.name, ())) for d in layout.dims), sums)
+
+    def resolve(self, arrow: str) -> Arrow:
+        """The physical arrow of a logical one."""
+        logical = parse_arrow(arrow)
+        return Arrow(self.place(logical.before), self.place(logical.after))
+
+    def sharded(self, dims: str) -> Layout:
+        """A weight's layout cut by fsdp as well: how ZeRO keeps optimizer state (1), gradients (2) and weights (3)."""
+        used, fsdp = self.place(dims), self.live("fsdp")
+        target = "d" if "d" in used.letters else "h"
+        return Layout(tuple(Dim(d.name, d.axes + fsdp * (d.name == target)) for d in used.dims))
+
+    def stored(self, dims: str) -> Layout:
+        """A weight's layout between steps."""
+        return self.sharded(dims) if self.zero == 3 else self.place(dims)
+
+    def graded(self, dims: str) -> Layout:
+        """The layout of a weight's finished gradient and of its optimizer state."""
+        return self.sharded(dims) if self.zero else self.place(dims)
+
+    def unreduced(self, dims: str) -> Arrow:
+        """The movement of a weight's gradient when nothing was summed during the backward pass: ZeRO 0 to 2."""
+        layout = parse_layout(dims)
+        used = self.place(layout)
+        sums = tuple(a for a in self.varying(layout.region) if a not in used.axes)
+        return Arrow(Layout(used.dims, sums), self.graded(dims))
+
+    # ------------------------------------------------------------------------------------------------------- refusals
+
+    def check(self, config, batch_size: int, seq_len: int) -> None:
+        """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any compilation."""
+        sizes = self.mesh.sizes
+        for axis, why in {"pp": "pipelines", "sp": "ring attention", "ep": "experts"}.items():
+            if sizes[axis] > 1:
+                raise ValueError(f"mesh '{self.mesh}' has {axis}={sizes[axis]}, but {why} are not implemented yet; use dp, fsdp, tp")
+        self._divides("batch", batch_size, BATCH_AXES, times=self.accumulate)
+        self._divides("sequence", seq_len, ("sp", "tp") if self.tp_sequence else ("sp",))
+        for name, size in {
+            "heads": config.num_heads, "KV heads": config.num_kv_heads, "feed-forward width": config.ffn_width,
+            "vocabulary": config.vocab_size,
+        }.items():  # fmt: skip
+            self._divides(name, size, ("tp",))
+        if self.zero:
+            self._divides("model width", config.width, ("fsdp",))
+            if config.qkv_bias or config.qk_norm:
+                self._divides("head width", config.head_width, ("fsdp",))
+        if self.reduce != "end" and self.zero:
+            raise ValueError(f"reduce='{self.reduce}' is a choice for ZeRO 0; at stage {self.zero} gradients are reduce-scattered")
+        if self.reduce == "layer" and self.accumulate > 1:
+            raise ValueError("reduce='layer' would communicate once per microbatch; use reduce='end' with accumulate > 1")
+
+    def _divides(self, what: str, size: int, axes: tuple[str, ...], times: int = 1) -> None:
+        parts = times
+        for axis in axes:
+            parts *= self.mesh.sizes[axis]
+        if size % parts == 0:
+            return
+        name = "·".join(axes) + f"·accumulate({times})" * (times > 1)
+        fits = [n for n in divisors(size) if n <= 4 * parts]
+        near = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
+        raise ValueError(
+            f"{what} {size} is not a multiple of {name} = {parts}; use {' or '.join(map(str, near))}, "
+            f"or make {name} one of {', '.join(map(str, fits))}"
+        )
