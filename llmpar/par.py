@@ -230,7 +230,8 @@ def _collective(x, move: Move, position: dict[str, int], to: str):
 
 def varying(x) -> frozenset[str]:
     """The mesh axes over which shard_map's type of ``x`` says that devices may hold different values."""
-    return jax.typeof(x).manual_axis_type.varying
+    kind = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)).manual_axis_type
+    return kind.varying if kind else frozenset()
 
 
 def vary(x, axes):

@@ -35,9 +35,9 @@ class Plan:
         reading: who writes the collectives: ``manual`` (we do, inside shard_map), ``auto`` (XLA's partitioner does).
         zero: ZeRO stage on the fsdp axis, 0 to 3. At 0 fsdp is one more replica axis.
         tp_sequence: also cut the residual stream's sequence by tp (Korthikanti et al. 2022, sequence parallelism).
-        reduce: when replicated gradients are summed: ``end`` of the step, ``layer`` by layer inside the backward pass, or
-            in a few flat ``bucket``s. Concerns ZeRO 0 only; accumulation over microbatches always communicates once.
-        bucket_bytes: the size of a bucket.
+        reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step, once however
+            many microbatches there are; ``layer`` by layer inside the backward pass; or at the end in flat ``bucket``s.
+        bucket_bytes: a bucket is closed when it has reached this size.
         accumulate: microbatches per step and device whose gradients are summed before the update.
         remat: what the backward pass recomputes: ``none``, or the whole ``block``.
         regather: ZeRO-3 only: gather a block's weights ``again`` in the backward pass, or ``keep`` them from the forward.
@@ -122,12 +122,17 @@ class Plan:
         """The layout of a weight's finished gradient and of its optimizer state."""
         return self.sharded(dims) if self.zero else self.place(dims)
 
-    def unreduced(self, dims: str) -> Arrow:
-        """The movement of a weight's gradient when nothing was summed during the backward pass: ZeRO 0 to 2."""
-        layout = parse_layout(dims)
-        used = self.place(layout)
-        sums = tuple(a for a in self.varying(layout.region) if a not in used.axes)
-        return Arrow(Layout(used.dims, sums), self.graded(dims))
+    def unreduced(self, dims: str) -> Layout:
+        """A weight's gradient as the backward pass leaves it: every axis that the weight is not cut by is still to be
+        summed, if :attr:`reduce` says that this happens afterwards."""
+        stored = self.stored(dims)
+        waiting = () if self.reduce == "layer" else self.varying(parse_layout(dims).region)
+        return Layout(stored.dims, tuple(a for a in waiting if a not in stored.axes))
+
+    def accumulated(self, dims: str) -> Layout:
+        """What is added up over microbatches: at ZeRO 2 the gradient's shard, else the gradient as it comes."""
+        raw = self.unreduced(dims)
+        return raw if self.zero != 2 else Layout(self.sharded(dims).dims, tuple(a for a in raw.sums if a != "fsdp"))
 
     # ------------------------------------------------------------------------------------------------------- refusals
 
@@ -148,8 +153,8 @@ class Plan:
             self._divides("model width", config.width, ("fsdp",))
             if config.qkv_bias or config.qk_norm:
                 self._divides("head width", config.head_width, ("fsdp",))
-        if self.reduce != "end" and self.zero:
-            raise ValueError(f"reduce='{self.reduce}' is a choice for ZeRO 0; at stage {self.zero} gradients are reduce-scattered")
+        if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
+            raise ValueError(f"reduce='{self.reduce}' does not go with ZeRO {self.zero}, whose gradients are reduce-scattered; use 'end'")
         if self.reduce == "layer" and self.accumulate > 1:
             raise ValueError("reduce='layer' would communicate once per microbatch; use reduce='end' with accumulate > 1")
 

@@ -12,6 +12,7 @@ state is cut; for elementwise ones such as AdamW the compiled update holds no co
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -151,7 +152,7 @@ class Step:
 
     def _auto(self, par: Auto, params: Tree, batch: Batch):
         total = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
-        loss, grads = self._accumulate(par, params, batch, total, lambda g: self._constrain(g, self.graded))
+        loss, grads = self._accumulate(par, params, batch, total)
         return self._constrain(grads, self.graded), {"loss": loss, "tokens": total}
 
     def _manual(self, par: Manual, params: Tree, batch: Batch):
@@ -160,74 +161,57 @@ class Step:
         everywhere = Arrow(Layout((), plan.varying("data")), WHOLE)
         count = (batch["targets"] >= 0).sum().astype(jnp.float32)
         total = jnp.maximum(par.carry_out(count, everywhere, "tokens in the batch"), 1)
-        late = plan.zero < 3 and plan.reduce != "layer"  # gradients are summed after the backward pass, not during it
-        if late:
-            params = jax.tree.map(lambda w, d: vary(w, plan.unreduced(d).before.sums), params, self.dims)
-        cut = self._reduce_scatter(par) if plan.zero == 2 and plan.accumulate > 1 else None
-        loss, grads = self._accumulate(par, params, batch, total, cut)
-        if late and not cut:
-            grads = self._reduce(par, grads)
-        metrics = {"loss": par.carry_out(loss, everywhere, "loss"), "grad_norm": self._norm(par, grads), "tokens": total}
-        return grads, metrics
+        params = jax.tree.map(lambda w, dims: vary(w, plan.unreduced(dims).sums), params, self.dims)
+        loss, grads = self._accumulate(par, params, batch, total)
+        grads = self._reduce(par, grads)
+        return grads, {"loss": par.carry_out(loss, everywhere, "loss"), "grad_norm": self._norm(par, grads), "tokens": total}
 
-    def _accumulate(self, par: Solo, params: Tree, batch: Batch, total, cut=None):
-        """Sum loss and gradients over microbatches; ``cut`` is applied to each microbatch's gradients before summing."""
-        loss = functools.partial(self._loss, par)
-        parts = self.plan.accumulate
+    def _accumulate(self, par: Solo, params: Tree, batch: Batch, total) -> tuple[jax.Array, Tree]:
+        """Loss and gradients, summed over the microbatches; at ZeRO 2 each microbatch's gradients are cut before that."""
+        plan, parts = self.plan, self.plan.accumulate
+
+        def cut(g, dims):
+            if isinstance(par, Auto):
+                return par.constrain(g, plan.graded(dims) if plan.zero == 2 else plan.stored(dims))
+            return par.carry_out(g, Arrow(plan.unreduced(dims), plan.accumulated(dims)), f"gradient {dims}")
+
+        def one(part: Batch) -> tuple[jax.Array, Tree]:
+            loss, grads = jax.value_and_grad(functools.partial(self._loss, par))(params, part, total)
+            return loss, jax.tree.map(cut, grads, self.dims)
+
         if parts == 1:
-            value, grads = jax.value_and_grad(loss)(params, batch, total)
-            return value, cut(grads) if cut else grads
-        micro = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0), batch)
-
-        def one(done, part):
-            value, grads = jax.value_and_grad(loss)(params, part, total)
-            return jax.tree.map(jnp.add, done, (value, cut(grads) if cut else grads)), None
-
+            return one(batch)
+        batch = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0), batch)
         with par.repeated(parts):
-            return lax.scan(one, self._zeros(par, params, cut), micro)[0]
-
-    def _zeros(self, par: Solo, params: Tree, cut):
-        """The sum of no microbatches, varying over the axes that each gradient will vary over."""
-        if isinstance(par, Auto):
-            return jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
-        sizes, plan = self.plan.mesh.sizes, self.plan
-
-        def zero(w, dims):
-            if not cut:
-                return vary(jnp.zeros_like(w), sorted(varying(w)))
-            arrow = plan.unreduced(dims)
-            shape = list(w.shape)
-            for i, dim in enumerate(arrow.after.dims):
-                for axis in dim.axes:
-                    shape[i] //= sizes[axis] if axis in arrow.before.sums else 1
-            return vary(jnp.zeros(shape, w.dtype), arrow.after.axes)
-
-        return vary(jnp.float32(0), plan.varying("data")), jax.tree.map(zero, params, self.dims)
+            nothing = jax.tree.map(_zeros_like, jax.eval_shape(one, jax.tree.map(lambda x: x[0], batch)))
+            return lax.scan(lambda done, part: (jax.tree.map(jnp.add, done, one(part)), None), nothing, batch)[0]
 
     # ------------------------------------------------------------------------------------------- reducing, restoring
 
-    def _reduce_scatter(self, par: Manual):
-        return lambda grads: jax.tree.map(lambda g, d: par.carry_out(g, self.plan.unreduced(d), f"gradient {d}"), grads, self.dims)
-
     def _reduce(self, par: Manual, grads: Tree) -> Tree:
-        """Finish the sums: leaf by leaf, or leaves with the same axes concatenated into buckets (ZeRO 0)."""
-        plan = self.plan
-        if plan.reduce != "bucket":
-            return self._reduce_scatter(par)(grads)
+        """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
+        arrows = jax.tree.map(lambda dims: Arrow(self.plan.accumulated(dims), self.plan.graded(dims)), self.dims)
+        if self.plan.reduce == "bucket":
+            return self._in_buckets(par, grads, arrows)
+        return jax.tree.map(lambda g, arrow, dims: par.carry_out(g, arrow, f"gradient {dims}"), grads, arrows, self.dims)
+
+    def _in_buckets(self, par: Manual, grads: Tree, arrows: Tree) -> Tree:
+        """All-reduce the leaves that are summed over the same axes in flat buckets of at least `Plan.bucket_bytes`: fewer
+        collectives, the same bytes, and the first can leave while the backward pass still runs (Li et al. 2020)."""
         leaves, tree = jax.tree.flatten(grads)
-        arrows = [plan.unreduced(d) for d in jax.tree.leaves(self.dims)]
-        bucket: list[int] = []
-        for i, (leaf, arrow) in enumerate(zip(leaves, arrows, strict=True)):
-            bucket.append(i)
-            full = sum(leaves[j].nbytes for j in bucket) >= plan.bucket_bytes
-            if full or i + 1 == len(leaves) or arrows[i + 1].before.sums != arrow.before.sums or varying(leaves[i + 1]) != varying(leaf):
-                flat = jnp.concatenate([leaves[j].reshape(-1) for j in bucket])
-                flat = par.carry_out(flat, Arrow(Layout((), arrow.before.sums), WHOLE), f"bucket of {len(bucket)} gradients")
-                at = 0
-                for j in bucket:
-                    leaves[j] = flat[at : at + leaves[j].size].reshape(leaves[j].shape)
-                    at += leaves[j].size
-                bucket = []
+        buckets: dict[tuple, list[list[int]]] = {}
+        for i, (leaf, arrow) in enumerate(zip(leaves, jax.tree.leaves(arrows), strict=True)):
+            alike = buckets.setdefault((arrow.before.sums, varying(leaf)), [[]])
+            if sum(leaves[j].nbytes for j in alike[-1]) >= self.plan.bucket_bytes:
+                alike.append([])
+            alike[-1].append(i)
+        for (sums, _), alike in buckets.items():
+            for members in alike:
+                flat = jnp.concatenate([leaves[j].reshape(-1) for j in members])
+                flat = par.carry_out(flat, Arrow(Layout((), sums), WHOLE), f"bucket of {len(members)} gradients")
+                ends = list(itertools.accumulate(leaves[j].size for j in members))
+                for j, piece in zip(members, jnp.split(flat, ends[:-1]), strict=True):
+                    leaves[j] = piece.reshape(leaves[j].shape)
         return jax.tree.unflatten(tree, leaves)
 
     def _norm(self, par: Manual, grads: Tree) -> jax.Array:
@@ -254,3 +238,7 @@ class Step:
     def _constrain(self, tree: Tree, layouts: Tree) -> Tree:
         return jax.tree.map(lambda x, layout: lax.with_sharding_constraint(x, sharding(self.mesh, layout)), tree, layouts)
 
+
+def _zeros_like(x):
+    """Zeros of an abstract value's shape that vary over the same mesh axes."""
+    return vary(jnp.zeros(x.shape, x.dtype), sorted(varying(x)))

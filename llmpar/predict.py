@@ -1,0 +1,164 @@
+"""What a training step of ours will hold and send, by formula, before anything is traced.
+
+`cost` has the published formulas; this file applies their reasoning to the model and the step of this package, to the byte.
+The tests hold every number here against the compiled program: `collectives` and `argument_bytes` exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmpar.config import ModelConfig
+from llmpar.notation import Layout, parse_layout, product
+from llmpar.plan import Plan
+
+FLOAT32 = 4
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SENT = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+
+
+@dataclass
+class Prediction:
+    """Executions per step and bytes sent per device and step, by (mesh axes, kind of collective)."""
+
+    count: int = 0
+    bytes_sent: int = 0
+
+
+class Traffic(dict):
+    """(axes, kind) -> Prediction. `add` does the ring arithmetic: V(g-1)/g for a message V, twice that for an all-reduce."""
+
+    def __init__(self, sizes: dict[str, int]):
+        super().__init__()
+        self.sizes = sizes
+
+    def add(self, kind: str, axes: tuple[str, ...], message_bytes: int, count: int = 1) -> None:
+        """``count`` collectives over ``axes`` on messages of ``message_bytes`` (the unscattered size)."""
+        axes = tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
+        if not axes or not count:
+            return
+        group = product(self.sizes[a] for a in axes)
+        row = self.setdefault((",".join(axes), kind), Prediction())
+        row.count += count
+        row.bytes_sent += count * (_SENT[kind] * message_bytes * (group - 1) // group)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes sent per device and step, over all axes."""
+        return sum(row.bytes_sent for row in self.values())
+
+
+def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> Traffic:
+    """Everything that the Manual reading sends in one training step."""
+    traffic = Traffic(plan.mesh.sizes)
+    _weights(traffic, config, plan)
+    _activations(traffic, config, plan, batch_size, seq_len)
+    data = plan.varying("data")
+    traffic.add("all-reduce", data, FLOAT32, count=2)  # the number of tokens, the loss
+    norms = {tuple(sorted(plan.graded(dims).axes)) for dims, _ in config.param_shapes().values()}
+    for axes in norms:
+        traffic.add("all-reduce", axes, FLOAT32)
+    return traffic
+
+
+def _weights(traffic: Traffic, config: ModelConfig, plan: Plan) -> None:
+    """Gather weights, reduce gradients, gather updates. Per device and parameter, with N = fsdp and a microbatches
+    (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 move 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
+    sizes, micro, item = plan.mesh.sizes, plan.accumulate, _ITEMSIZE[plan.dtype]
+    buckets: dict[tuple, list[int]] = {}
+    for path, (dims, shape) in sorted(config.param_shapes().items(), key=lambda item: item[0].split(".")):
+        stacked = path.startswith("blocks.")
+        layers, uses = (shape[0], 1) if stacked else (1, 1 + (config.tied and path == "embedding"))
+        elements = product(plan.place(dims).shard_shape(shape, sizes))  # of the leaf, whole over fsdp
+        one = elements // layers
+        shard = product(plan.graded(dims).shard_shape(shape, sizes))
+        fsdp = plan.live("fsdp")
+        rest = tuple(a for a in plan.varying(parse_layout(dims).region) if a not in plan.stored(dims).axes)
+        if plan.zero == 3:
+            # without recomputation only matrices are gathered again: what a norm's scale was broadcast to is kept
+            again = stacked and plan.regather == "again" and (plan.remat == "block" or not _is_vector(parse_layout(dims)))
+            traffic.add("all-gather", fsdp, one * item, layers * micro * (uses + again))
+            traffic.add("reduce-scatter", fsdp, one * item, layers * micro * uses)
+        if plan.zero in (1, 2):
+            traffic.add("reduce-scatter", fsdp, elements * FLOAT32, micro if plan.zero == 2 else 1)
+            traffic.add("all-gather", fsdp, elements * FLOAT32)
+            rest = tuple(a for a in rest if a != "fsdp")
+        if plan.reduce == "layer":
+            traffic.add("all-reduce", rest, (shard if plan.zero else elements) // layers * FLOAT32, layers * micro * uses)
+        elif plan.reduce == "bucket":
+            buckets.setdefault((rest, plan.stored(dims).axes), []).append(elements * FLOAT32)
+        else:
+            traffic.add("all-reduce", rest, (shard if plan.zero else elements) * FLOAT32)
+    for (axes, _), leaves in buckets.items():
+        filled = 0
+        for size in leaves:
+            filled += size
+            if filled >= plan.bucket_bytes:
+                traffic.add("all-reduce", axes, filled)
+                filled = 0
+        if filled:
+            traffic.add("all-reduce", axes, filled)
+
+
+def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> None:
+    """Tensor parallelism, per microbatch (Shoeybi et al. 2019, section 3): two all-reduces of b·s·d forward and two backward
+    per layer, one forward for the embedding, one backward for the logits; three numbers per token for the loss. With
+    sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022)."""
+    sizes = plan.mesh.sizes
+    layers, micro, tp = config.num_layers, plan.accumulate, plan.live("tp")
+    tokens = product(plan.place("data b s").shard_shape((batch_size // micro, seq_len), sizes))
+    stream = tokens * config.width * _ITEMSIZE[plan.dtype]
+    recomputed = plan.remat == "block"  # all of a block except its last reduction, whose result only the next block needs
+    if plan.tp_sequence:
+        traffic.add("all-gather", tp, stream, micro * (layers * (4 + 2 * recomputed) + 2))
+        traffic.add("reduce-scatter", tp, stream, micro * (layers * (4 + recomputed) + 2))
+    else:
+        traffic.add("all-reduce", tp, stream, micro * (layers * (4 + recomputed) + 2))
+    traffic.add("all-reduce", tp, tokens * FLOAT32 // plan.loss_chunks, 3 * micro * plan.loss_chunks)
+
+
+def argument_bytes(
+    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, moments: int = 2, scalars: int = 2
+) -> dict[str, int]:
+    """Bytes per device that a step is given: float32 weights, ``moments`` float32 copies of them in the optimizer's state
+    (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's, and AdamW's one)."""
+    sizes = plan.mesh.sizes
+
+    def held(place) -> int:
+        return FLOAT32 * sum(product(place(dims).shard_shape(shape, sizes)) for dims, shape in config.param_shapes().values())
+
+    batch = 4 * 4 * product(plan.place("data b s").shard_shape((batch_size, seq_len), sizes))
+    return {"params": held(plan.stored), "optimizer": moments * held(plan.graded), "batch": batch, "counters": 4 * scalars}
+
+
+def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> int:
+    """An estimate of the bytes per device that a step holds besides its arguments: gradients, what the backward pass
+    needs of the forward pass, one block being differentiated, and the logits. Not exact: the compiler fuses and reuses."""
+    sizes, item = plan.mesh.sizes, _ITEMSIZE[plan.dtype]
+    tokens = product(plan.place("data b s").shard_shape((batch_size // plan.accumulate, seq_len), sizes))
+    tp = sizes["tp"]
+    grads = FLOAT32 * sum(
+        product(plan.accumulated(dims).shard_shape(shape, sizes)) for dims, shape in config.param_shapes().values()
+    )
+    stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
+    heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
+    ffn = 3 * tokens * config.ffn_width * item // tp
+    block = 4 * stream + heads + ffn
+    saved = config.num_layers * (stream if plan.remat == "block" else block)
+    logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
+    return grads + saved + max(block, logits)
+
+
+def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
+    """Useful matrix-product FLOPs of one step, whole batch, forward and backward without recomputation: 6 per token and
+    weight (the embedding is looked up, not multiplied), and 12·L·n·h·s per token of attention, halved by causality
+    (Chowdhery et al. 2022, appendix B, whose convention does not halve it)."""
+    tokens = batch_size * seq_len
+    multiplied = config.num_params - config.vocab_size * config.width * (not config.tied)
+    vectors = sum(product(shape) for dims, shape in config.param_shapes().values() if _is_vector(parse_layout(dims)))
+    attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
+    return {"weights": 6.0 * (multiplied - vectors) * tokens, "attention": attention}
+
+
+def _is_vector(layout: Layout) -> bool:
+    return layout.letters.strip("l") in ("d", "h", "nh", "kh")
