@@ -1,37 +1,53 @@
-"""Attend, on one device and around a ring of them.
+"""Attend: on one device, around a ring of devices, or with heads in place of positions.
 
-Everything here is made of two ideas.  A *block* of queries that attends to a block of keys gives a partial result:
-its softmax-weighted sum of values, and the log of the sum of its exponentials (lse).  Two partial results about
+Everything here is made of two ideas. A *block* of queries that attends to a block of keys gives a partial result:
+its softmax-weighted sum of values, and the log of the sum of its exponentials (lse). Two partial results about
 the same queries *merge* into one, in any order:
 
     lse = log(exp(lse_a) + exp(lse_b))        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-Blockwise attention merges along the keys of one device; a ring merges what arrives from the neighbours; decoding
-merges over ranks.  (Online softmax: Milakov and Gimelshein 2018; blocks and recomputation: Dao et al. 2022;
+Blockwise attention merges along the keys of one device; a ring merges what its neighbours hand on; decoding merges over
+ranks. (Online softmax: Milakov and Gimelshein 2018; blocks and recomputation: Dao et al. 2022, Rabe and Staats 2021;
 ring: Liu, Zaharia and Abbeel 2023.)
 
-Which keys a query may see is decided by data: the positions and the segment (document) numbers of both.  So the
-order in which a sequence lies on the ranks is only a permutation of positions, and this file does not care.
+Which keys a query may see is decided by data: positions and segment (document) numbers travel with queries and keys.
+So the order in which a sequence lies on the ranks is a permutation of positions, and none of the code below knows it.
 
-Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width.
+Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Inside, sequences
+are cut into tiles, `[i, b, ..., c, h]`: tile i of c positions, heads before positions, as matrix products want them.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxtyping import Array, Float, Int
 
-F32 = jnp.float32
-MAX_UNROLLED_ROWS = 16  # beyond this the triangle is scanned: compile time grows with every unrolled row
+Q = Float[Array, "b s k r h"]
+KV = Float[Array, "b t k h"]
+Partial = tuple[Float[Array, "b s k r h"], Float[Array, "b s k r"]]  # out in q's dtype, lse in float32
+
+MAX_UNROLLED_ROWS = 16  # a longer triangle is scanned: every unrolled row costs compile time
+
+
+class Ids(TypedDict, total=False):
+    """What decides who sees whom. Positions are needed, segments optional; each may have batch 1."""
+
+    q_positions_bs: Int[Array, "_ s"]
+    k_positions_bt: Int[Array, "_ t"]
+    q_segments_bs: Int[Array, "_ s"] | None
+    k_segments_bt: Int[Array, "_ t"] | None
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Say which keys a query may see; two of different segments never see each other.
+    """Say which keys a query may see, whatever the positions; two of different segments never see each other.
 
-    `causal`: no key after the query.  `window`: no key `window` or more positions before it (nor after it).
+    `causal`: no key after the query. `window`: no key `window` or more positions before it (nor after it, if not causal).
     """
 
     causal: bool = True
@@ -41,281 +57,417 @@ class Mask:
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} hides every key, the query's own too; use 1 or more, or None")
 
-    def admits(self, gap_low, gap_high):
-        """Whether a gap (query minus key position) in [low, high] can be seen: exact when low is high.
-
-        With the ends exchanged it says whether *every* gap in the range is seen.
-        """
-        allowed = gap_low == gap_low
+    def admits(self, low, high):
+        """Tell whether a gap (query minus key position) somewhere in [low, high] can be seen; exact if low is high."""
+        seen = low <= high
         if self.causal:
-            allowed &= gap_high >= 0
+            seen &= high >= 0
         elif self.window:
-            allowed &= gap_high > -self.window
-        if self.window:
-            allowed &= gap_low < self.window
-        return allowed
+            seen &= high > -self.window
+        return seen & (low < self.window) if self.window else seen
 
 
-# ---------------------------------------------------------------- what is seen
+# ----------------------------------------------------------------------------------------------------- one block of each
 
 
 def sees(mask, q_ids, k_ids):
-    """Return seen_bst for (positions, segments) of queries and keys, or None where everything is seen."""
-    (q_pos, q_seg), (k_pos, k_seg) = q_ids, k_ids
-    seen = None
-    if mask != Mask(causal=False):
-        gap = q_pos[:, :, None] - k_pos[:, None, :]
-        seen = mask.admits(gap, gap)
-    if q_seg is not None:
-        same = q_seg[:, :, None] == k_seg[:, None, :]
-        seen = same if seen is None else seen & same
-    return seen
+    """Return seen_bst for the (positions, segments) of queries and of keys, or None if everything is seen."""
+    (q_positions, q_segments), (k_positions, k_segments) = q_ids, k_ids
+    gap = q_positions[:, :, None] - k_positions[:, None, :]
+    seen = mask.admits(gap, gap) if mask.causal or mask.window else None
+    if q_segments is None:
+        return seen
+    same = q_segments[:, :, None] == k_segments[:, None, :]
+    return same if seen is None else seen & same
 
 
 def may_see(mask, q_ids, k_ids):
-    """Return whether any query of one block may see any key of the other, judged by the extremes of both."""
-    (q_pos, q_seg), (k_pos, k_seg) = q_ids, k_ids
-    live = mask.admits(q_pos.min(1) - k_pos.max(1), q_pos.max(1) - k_pos.min(1))
-    if q_seg is not None:
-        live &= (q_seg.max(1) >= k_seg.min(1)) & (q_seg.min(1) <= k_seg.max(1))
+    """Tell from the extremes of both blocks whether any of these queries may see any of these keys."""
+    (q_positions, q_segments), (k_positions, k_segments) = q_ids, k_ids
+    live = mask.admits(q_positions.min(1) - k_positions.max(1), q_positions.max(1) - k_positions.min(1))
+    if q_segments is not None:
+        live &= (q_segments.max(1) >= k_segments.min(1)) & (q_segments.min(1) <= k_segments.max(1))
     return live.any()
 
 
-# ---------------------------------------------------------------- one block
-
-
 def _scores(q_bkrsh, k_bkth, scale):
-    return jnp.einsum("bkrsh,bkth->bkrst", q_bkrsh, k_bkth, preferred_element_type=F32) * scale
+    return jnp.einsum("bkrsh,bkth->bkrst", q_bkrsh, k_bkth, preferred_element_type=jnp.float32) * scale
 
 
 def _attend(q, k, v, seen, scale):
-    """Attend to one block of keys: (out_bkrsh, lse_bkrs) in float32; a row that sees no key gives 0 and -inf."""
+    """Attend to one block of keys: float32 (out_bkrsh, lse_bkrs). A row that sees no key gives 0 and -inf."""
     scores = _scores(q, k, scale)
     if seen is not None:
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(F32).min))
+    top = lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(jnp.float32).min))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     some = total > 0
-    total = jnp.where(some, total, 1)
-    out = jnp.einsum("bkrst,bkth->bkrsh", weights.astype(v.dtype), v, preferred_element_type=F32) / total
+    total = jnp.where(some, total, 1)  # before the log and the quotient: a where after them leaves NaN in gradients
+    out = jnp.einsum("bkrst,bkth->bkrsh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
     return out, jnp.where(some, top + jnp.log(total), -jnp.inf)[..., 0]
 
 
 def _attend_grad(q, k, v, seen, scale, out_grad, lse, delta):
-    """Return float32 (dq, dk, dv) of one block, its weights recomputed from the whole row's lse.
+    """Return float32 (dq, dk, dv) of one block, its weights P recomputed from the lse of the whole row.
 
-    With P = exp(scores - lse): dV = P' dO, dS = P (dO V' - delta), dQ = dS K, dK = dS' Q, where delta is the row
-    sum of dO * O less the gradient of lse (Dao et al. 2022, appendix B).
+    dV = P' dO, dS = P (dO V' - delta), dQ = dS K, dK = dS' Q (Dao et al. 2022, appendix B), where delta is the row sum of
+    dO O, less the gradient of lse.
     """
     weights = jnp.exp(_scores(q, k, scale) - lse[..., None])
     if seen is not None:
         weights = jnp.where(seen[:, None, None], weights, 0)
-    weights_grad = jnp.einsum("bkrsh,bkth->bkrst", out_grad, v, preferred_element_type=F32)
+    weights_grad = jnp.einsum("bkrsh,bkth->bkrst", out_grad, v, preferred_element_type=jnp.float32)
     scores_grad = (weights * (weights_grad - delta[..., None]) * scale).astype(q.dtype)
-    dq = jnp.einsum("bkrst,bkth->bkrsh", scores_grad, k, preferred_element_type=F32)
-    dk = jnp.einsum("bkrst,bkrsh->bkth", scores_grad, q, preferred_element_type=F32)
-    dv = jnp.einsum("bkrst,bkrsh->bkth", weights.astype(v.dtype), out_grad, preferred_element_type=F32)
+    dq = jnp.einsum("bkrst,bkth->bkrsh", scores_grad, k, preferred_element_type=jnp.float32)
+    dk = jnp.einsum("bkrst,bkrsh->bkth", scores_grad, q, preferred_element_type=jnp.float32)
+    dv = jnp.einsum("bkrst,bkrsh->bkth", weights.astype(v.dtype), out_grad, preferred_element_type=jnp.float32)
     return dq, dk, dv
 
 
 def merge(out_a, lse_a, out_b, lse_b):
     """Merge two partial results about the same queries; out has one trailing dim more than lse."""
-    top = lax.stop_gradient(jnp.maximum(jnp.maximum(lse_a, lse_b), jnp.finfo(F32).min))
+    top = lax.stop_gradient(jnp.maximum(jnp.maximum(lse_a, lse_b), jnp.finfo(jnp.float32).min))
     weight_a, weight_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
     total = weight_a + weight_b
     some = total > 0
     total = jnp.where(some, total, 1)
-    share_a, share_b = ((weight / total)[..., None] for weight in (weight_a, weight_b))
-    out = (out_a.astype(F32) * share_a + out_b.astype(F32) * share_b).astype(out_a.dtype)
-    return out, jnp.where(some, top + jnp.log(total), -jnp.inf)
+    out = out_a.astype(jnp.float32) * (weight_a / total)[..., None] + out_b.astype(jnp.float32) * (weight_b / total)[..., None]
+    return out.astype(out_a.dtype), jnp.where(some, top + jnp.log(total), -jnp.inf)
 
 
-# ---------------------------------------------------------------- full
+# ------------------------------------------------------------------------------------------------------------ one device
 
 
-def full(q_bskrh, k_btkh, v_btkh, *, q_positions_bs, k_positions_bt, q_segments_bs=None, k_segments_bt=None,
-         mask=Mask(), scale=None):  # fmt: skip
-    """Attend with the whole score matrix: (out_bskrh in q's dtype, lse_bskr in float32).
-
-    The reference: holds b·k·r·s·t scores, differentiated by autodiff.  Positions and segments may have batch 1.
-    """
-    q, k, v, q_ids, k_ids = _enter(q_bskrh, k_btkh, v_btkh, q_positions_bs, k_positions_bt, q_segments_bs, k_segments_bt)
+def full(q: Q, k: KV, v: KV, *, mask: Mask = Mask(), scale: float | None = None, **ids: Unpack[Ids]) -> Partial:
+    """Attend with the whole score matrix, which autodiff keeps: b k r s t numbers. The reference for all the others."""
+    tiles = _enter(q, k, v, q.shape[1], k.shape[1], **ids)
+    (q, q_ids), (k, v, k_ids) = jax.tree.map(lambda tile: tile[0], tiles)
     out, lse = _attend(q, k, v, sees(mask, q_ids, k_ids), _scale(scale, q))
-    return _leave(out.astype(q.dtype), lse)
+    return _leave(out.astype(q.dtype)[None], lse[None])
+
+
+def blockwise(
+    q: Q, k: KV, v: KV, *, block: int | None = None, contiguous: bool = False, mask: Mask = Mask(),
+    scale: float | None = None, **ids: Unpack[Ids],
+) -> Partial:  # fmt: skip
+    """Attend block by block: what `full` gives, in memory linear in the sequence.
+
+    Saves out and lse; the backward pass recomputes scores. A pair of blocks that the extremes of positions and segments
+    show to be masked is a branch not taken. `contiguous` promises that queries and keys are the same positions 0, 1, 2...
+    (perhaps starting again with each segment): then nothing beyond the triangle is even written, and up to 16 rows of blocks
+    are unrolled, each with one plain softmax over the keys that it sees.
+    """
+    s, t = q.shape[1], k.shape[1]
+    q_block, k_block = _fit(block, s), _fit(block, t)
+    if contiguous:
+        if s != t:
+            raise ValueError(f"contiguous attention needs queries and keys at the same positions; found {s} and {t} of them")
+        ids |= {"q_positions_bs": jnp.arange(s)[None], "k_positions_bt": jnp.arange(t)[None]}
+        if contiguous := s <= MAX_UNROLLED_ROWS * q_block:
+            k_block = t
+    how = _How(mask, _scale(scale, q), contiguous=contiguous)
+    return _leave(*_softmax_of(how, *_enter(q, k, v, q_block, k_block, **ids)))
 
 
 def _scale(scale, q):
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _enter(q_bskrh, k_btkh, v_btkh, q_positions, k_positions, q_segments, k_segments):
-    """Bring heads before positions (matrix products want that), and all onto the same varying mesh axes."""
-    if (q_segments is None) != (k_segments is None):
-        raise ValueError("segments were given for only one of queries and keys; give both, or neither")
-    q, k, v = q_bskrh.transpose(0, 2, 3, 1, 4), k_btkh.transpose(0, 2, 1, 3), v_btkh.transpose(0, 2, 1, 3)
-    return _vary((q, k, v, (q_positions, q_segments), (k_positions, k_segments)))
+def _fit(block, length):
+    """Return the block length for a sequence: as asked, or a half (so that a zigzag's two parts are apart) down to 512."""
+    if block is None:
+        block = length
+        while block % 2 == 0 and (block > 512 or block == length):
+            block //= 2
+    if block < 1 or length % min(block, length):
+        near = min((n for n in range(1, length + 1) if length % n == 0), key=lambda n: abs(n - block))
+        raise ValueError(f"block={block} does not divide the {length} positions that a rank holds; use a divisor, such as {near}")
+    return min(block, length)
 
 
-def _leave(out_bkrsh, lse_bkrs):
-    return out_bkrsh.transpose(0, 3, 1, 2, 4), lse_bkrs.transpose(0, 3, 1, 2)
+def _enter(q, k, v, q_block, k_block, *, q_positions_bs, k_positions_bt, q_segments_bs=None, k_segments_bt=None):
+    """Cut into tiles: queries (q, ids) and keys (k, v, ids), all varying over the same mesh axes."""
+    if (q_segments_bs is None) != (k_segments_bt is None):
+        raise ValueError("segments were given for only one of queries and keys; give both or neither")
+
+    def cut(block, x):
+        x = jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x, 2, -2) if x.ndim > 3 else x
+
+    queries, keys = (q, (q_positions_bs, q_segments_bs)), (k, v, (k_positions_bt, k_segments_bt))
+    return _vary((jax.tree.map(partial(cut, q_block), queries), jax.tree.map(partial(cut, k_block), keys)))
+
+
+def _leave(out, lse):
+    """Undo the cut: (out_bskrh, lse_bskr)."""
+    join = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
+    return join(out.transpose(1, 0, 4, 2, 3, 5)), join(lse.transpose(1, 0, 4, 2, 3))
 
 
 def _vary(tree, like=()):
-    """Let every leaf vary over each mesh axis that any leaf (of `like` too) varies over: branches and loops ask it."""
+    """Let every leaf vary over each mesh axis over which any leaf, of `like` too, does: loops and branches insist."""
     varying = lambda x: jax.typeof(x).manual_axis_type.varying
     axes = frozenset().union(*map(varying, jax.tree.leaves((tree, like))))
     missing = lambda x: tuple(sorted(axes - varying(x)))
     return jax.tree.map(lambda x: lax.pcast(x, missing(x), to="varying") if missing(x) else x, tree)
 
 
-# ---------------------------------------------------------------- blockwise
-
-
 @dataclass(frozen=True)
 class _How:
     mask: Mask
     scale: float
-    block: int
     contiguous: bool = False
-
-    def cut(self, x, axis):
-        """Cut an axis into blocks, in front."""
-        block = min(self.block, x.shape[axis])
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :]), axis, 0)
-
-    def queries(self, *xs_bkrs):
-        return jax.tree.map(lambda x: self.cut(x, 3 if x.ndim > 2 else 1), xs_bkrs)
-
-    def keys(self, *xs_bkt):
-        return jax.tree.map(lambda x: self.cut(x, 2 if x.ndim > 2 else 1), xs_bkt)
-
-    def rows(self, s):
-        """Yield each query block with the one range of keys that it can see, for positions 0..s-1."""
-        mask, block = self.mask, min(self.block, s)
-        for start in range(0, s, block):
-            stop, reach = start + block, mask.window or s
-            last = stop if mask.causal else min(s, stop + reach - 1)
-            yield slice(start, stop), slice(max(0, start - reach + 1), last)
+    axis: str | None = None
+    overlap: bool = True
 
 
-def _join(x, axis):
-    """Undo a cut."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-
-
-def _at(ids, where):
-    return jax.tree.map(lambda x: x[:, where], ids)
-
-
-def _forward(how, q, k, v, q_ids, k_ids):
-    mask, scale = how.mask, how.scale
-    if how.contiguous:
-        partials = [
-            _attend(q[:, :, :, i], k[:, :, j], v[:, :, j], sees(mask, _at(q_ids, i), _at(k_ids, j)), scale)
-            for i, j in how.rows(q.shape[3])
-        ]
-        return tuple(jnp.concatenate(parts, 3) for parts in zip(*partials))
+def _sweep(how, done, queries, keys):
+    """Merge into `done` what each tile of queries finds in each tile of keys that it may see."""
 
     def row(_, query):
-        q, q_ids = query
+        (q, q_ids), done = query
 
-        def step(done, key):
+        def look(done, key):
             k, v, k_ids = key
-            attend = lambda done: merge(*done, *_attend(q, k, v, sees(mask, q_ids, k_ids), scale))
-            return lax.cond(may_see(mask, q_ids, k_ids), attend, lambda done: done, done), None
+            look = lambda: merge(*done, *_attend(q, k, v, sees(how.mask, q_ids, k_ids), how.scale))
+            return lax.cond(may_see(how.mask, q_ids, k_ids), look, lambda: done), None
 
-        nothing = jnp.zeros(q.shape, F32), jnp.full(q.shape[:-1], -jnp.inf)
-        return None, lax.scan(step, _vary(nothing, q), how.keys(k, v, k_ids))[0]
+        return None, lax.scan(look, done, keys)[0]
 
-    _, (out, lse) = lax.scan(row, None, how.queries(q, q_ids))
-    return _join(out, 3), _join(lse, 3)
+    return lax.scan(row, None, (queries, done))[1]
 
 
-def _backward(how, q, k, v, q_ids, k_ids, out_grad, lse, delta):
-    mask, scale = how.mask, how.scale
-    if how.contiguous:
-        dq, dk, dv = [], *_vary((jnp.zeros(k.shape, F32), jnp.zeros(v.shape, F32)), k)
-        for i, j in how.rows(q.shape[3]):
-            seen = sees(mask, _at(q_ids, i), _at(k_ids, j))
-            row = (x[:, :, :, i] for x in (out_grad, lse, delta))
-            dq_i, dk_i, dv_i = _attend_grad(q[:, :, :, i], k[:, :, j], v[:, :, j], seen, scale, *row)
-            dq, dk, dv = [*dq, dq_i], dk.at[:, :, j].add(dk_i), dv.at[:, :, j].add(dv_i)
-        return jnp.concatenate(dq, 3), dk, dv
+def _sweep_back(how, dq, rows, keys):
+    """Add to dq, and return dk and dv, for each tile of keys over each row of queries that may see it."""
 
     def column(dq, key):
         k, v, k_ids = key
 
-        def step(dkv, query):
-            dq, q, q_ids, *row = query
-
-            def attend(grads):
-                return jax.tree.map(
-                    jnp.add, grads, _attend_grad(q, k, v, sees(mask, q_ids, k_ids), scale, *row)
-                )
-
-            dq, *dkv = lax.cond(may_see(mask, q_ids, k_ids), attend, lambda grads: grads, (dq, *dkv))
+        def blame(dkv, row):
+            dq, (q, q_ids), *terms = row
+            grads = lambda: _attend_grad(q, k, v, sees(how.mask, q_ids, k_ids), how.scale, *terms)
+            blame = lambda: jax.tree.map(jnp.add, (dq, *dkv), grads())
+            dq, *dkv = lax.cond(may_see(how.mask, q_ids, k_ids), blame, lambda: (dq, *dkv))
             return tuple(dkv), dq
 
-        nothing = jnp.zeros(k.shape, F32), jnp.zeros(v.shape, F32)
-        dkv, dq = lax.scan(step, _vary(nothing, k), (dq, *how.queries(q, q_ids, out_grad, lse, delta)))
-        return dq, dkv
+        return lax.scan(blame, _zeros((k, v)), (dq, *rows))[::-1]
 
-    (dq,) = how.queries(_vary(jnp.zeros(q.shape, F32), q))
-    dq, (dk, dv) = lax.scan(column, dq, how.keys(k, v, k_ids))
-    return _join(dq, 3), _join(dk, 2), _join(dv, 2)
+    return lax.scan(column, dq, keys)
 
 
-def blockwise(q_bskrh, k_btkh, v_btkh, *, q_positions_bs, k_positions_bt, q_segments_bs=None, k_segments_bt=None,
-              mask=Mask(), scale=None, block: int, contiguous: bool = False):  # fmt: skip
-    """Attend block by block: what `full` gives, in memory linear in the sequence.
-
-    Saves out and lse and recomputes scores in the backward pass.  A block pair that the extremes of positions and
-    segments show to be masked is a branch not taken.  `contiguous` promises that the query and key positions are the
-    same 0, 1, ... s-1 (or restart at each segment): then the triangle is static and, up to 16 rows, unrolled with one
-    softmax per row of blocks.  `block` is cut to the sequence and must divide it.
-    """
-    s, t = q_bskrh.shape[1], k_btkh.shape[1]
-    if contiguous:
-        if s != t:
-            raise ValueError(f"contiguous attention needs as many queries as keys; found {s} and {t}; leave it False")
-        q_positions_bs = k_positions_bt = jnp.arange(s)[None]
-    _check_block(block, s, t)
-    args = _enter(q_bskrh, k_btkh, v_btkh, q_positions_bs, k_positions_bt, q_segments_bs, k_segments_bt)
-    how = _How(mask, _scale(scale, args[0]), block, contiguous and s <= MAX_UNROLLED_ROWS * block)
-    return _leave(*_blockwise(how, *args))
+def _zeros(tree):
+    return jax.tree.map(lambda x: _vary(jnp.zeros(x.shape, jnp.float32), x), tree)
 
 
-def _check_block(block, *lengths):
-    for length in lengths:
-        if block < 1 or length % min(block, length):
-            fit = [n for n in range(1, length + 1) if length % n == 0]
-            near = min(fit, key=lambda n: abs(n - block))
-            raise ValueError(f"block={block} does not divide a sequence of {length}; use a divisor such as {near}")
+def _triangle(mask, s, block):
+    """Yield each tile of queries at positions 0..s-1 with the one range of keys that it can see."""
+    reach = mask.window or s
+    for tile, start in enumerate(range(0, s, block)):
+        stop = start + block
+        yield tile, slice(max(0, start - reach + 1), stop if mask.causal else min(s, stop + reach - 1))
+
+
+def _at(keys, span):
+    """The keys of a span of positions in the only tile."""
+    k, v, ids = keys
+    return k[0, :, :, span], v[0, :, :, span], jax.tree.map(lambda x: x[0, :, span], ids)
+
+
+def _rows(how, queries, keys):
+    q, partials = queries[0], []
+    for i, span in _triangle(how.mask, keys[0].shape[3], q.shape[4]):
+        (q, q_ids), (k, v, k_ids) = jax.tree.map(lambda x: x[i], queries), _at(keys, span)
+        partials.append(_attend(q, k, v, sees(how.mask, q_ids, k_ids), how.scale))
+    return tuple(map(jnp.stack, zip(*partials, strict=True)))
+
+
+def _rows_back(how, rows, keys):
+    dq, (dk, dv) = [], _zeros(keys[:2])
+    for i, span in _triangle(how.mask, keys[0].shape[3], rows[0][0].shape[4]):
+        ((q, q_ids), *terms), (k, v, k_ids) = jax.tree.map(lambda x: x[i], rows), _at(keys, span)
+        dq_i, dk_i, dv_i = _attend_grad(q, k, v, sees(how.mask, q_ids, k_ids), how.scale, *terms)
+        dq, dk, dv = [*dq, dq_i], dk.at[0, :, :, span].add(dk_i), dv.at[0, :, :, span].add(dv_i)
+    return jnp.stack(dq), (dk, dv)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(how, q, k, v, q_ids, k_ids):
-    out, lse = _forward(how, q, k, v, q_ids, k_ids)
-    return out.astype(q.dtype), lse
+def _softmax_of(how, queries, keys):
+    out, lse = _rows(how, queries, keys) if how.contiguous else _turn(how, queries, keys)
+    return out.astype(queries[0].dtype), lse
 
 
-def _blockwise_fwd(how, *args):
-    out, lse = _blockwise(how, *args)
-    return (out, lse), (args, out, lse)
+def _softmax_of_fwd(how, queries, keys):
+    out, lse = _softmax_of(how, queries, keys)
+    return (out, lse), (queries, keys, out, lse)
 
 
-def _blockwise_bwd(how, saved, grads):
-    (q, k, v, q_ids, k_ids), out, lse = saved
-    dq, dk, dv = _backward(how, q, k, v, q_ids, k_ids, *_row_terms(q, out, lse, *grads))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+def _softmax_of_bwd(how, saved, grads):
+    (queries, keys, out, lse), (out_grad, lse_grad) = saved, grads
+    delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
+    lse = jnp.where(jnp.isfinite(lse), lse, 0)  # a row that saw nothing: any number, its weights are masked again
+    rows = queries, out_grad, lse, delta
+    dq, (dk, dv) = _rows_back(how, rows, keys) if how.contiguous else _turn_back(how, rows, keys)
+    return (dq.astype(queries[0].dtype), None), (dk.astype(keys[0].dtype), dv.astype(keys[1].dtype), None)
 
 
-def _row_terms(q, out, lse, out_grad, lse_grad):
-    """What the backward pass needs of each query row; a row that saw nothing has lse -inf, and any number will do."""
-    delta = (out_grad.astype(F32) * out.astype(F32)).sum(-1) - lse_grad
-    return out_grad.astype(q.dtype), jnp.where(jnp.isfinite(lse), lse, 0), delta
+_softmax_of.defvjp(_softmax_of_fwd, _softmax_of_bwd)
 
 
-_blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
+# -------------------------------------------------------------------------------------------------------- around the ring
+
+
+def ring(
+    q: Q, k: KV, v: KV, *, axis: str, overlap: bool = True, block: int | None = None, mask: Mask = Mask(),
+    scale: float | None = None, **ids: Unpack[Ids],
+) -> Partial:  # fmt: skip
+    """Attend to the keys of all n ranks along `axis`, each of which holds s/n positions; call it inside `jax.shard_map`.
+
+    Forward, n-1 hops: a rank merges what it finds in the keys it holds and hands them to the next rank. K, V travel in
+    their own dtype, KV heads only, with their ids: n-1 times 2 b t k h elements sent per rank.
+
+    Backward: K and V make their n-1 hops again. The gradient of a rank's keys sets out one hop behind them, from the
+    first neighbour that looked at them, gathers what each rank adds, and needs n-1 hops to come home, where the rank's
+    own share is waiting: n-1 times 2 b t k h float32 besides.
+
+    With `overlap` a hop is issued before the present block is computed, and a second copy of K and V is held;
+    without, it waits. Two tiles of `block` positions of which none may see the other are a branch not taken.
+    """
+    how = _How(mask, _scale(scale, q), axis=axis, overlap=overlap)
+    return _leave(*_softmax_of(how, *_enter(q, k, v, _fit(block, q.shape[1]), _fit(block, k.shape[1]), **ids)))
+
+
+def _hop(how, held):
+    n = lax.axis_size(how.axis)
+    return jax.tree.map(lambda x: lax.ppermute(x, how.axis, [(i, (i + 1) % n) for i in range(n)]), held)
+
+
+def _hop_beside(how, held, compute):
+    """Hand on what is held while computing with it, or after."""
+    if how.overlap:
+        return _hop(how, held), compute(held)
+    held, result = lax.optimization_barrier((held, compute(held)))
+    return _hop(how, held), result
+
+
+def _turn(how, queries, held):
+    out = _zeros(queries[0])
+    done = out, jnp.full_like(out[..., 0], -jnp.inf)
+
+    def step(carry, _):
+        held, done = carry
+        return _hop_beside(how, held, lambda held: _sweep(how, done, queries, held)), None
+
+    if how.axis and (n := lax.axis_size(how.axis)) > 1:
+        (held, done), _ = lax.scan(step, (held, done), length=n - 1)
+    return _sweep(how, done, queries, held)
+
+
+def _turn_back(how, rows, own):
+    def step(carry, last=False):
+        held, dq, dkv = carry
+        look = lambda held: _sweep_back(how, dq, rows, held)
+        dkv = dkv and _hop(how, dkv)
+        held, (dq, more) = (held, look(held)) if last else _hop_beside(how, held, look)
+        return held, dq, jax.tree.map(jnp.add, dkv, more) if dkv else more
+
+    n, carry = lax.axis_size(how.axis) if how.axis else 1, (own, _zeros(rows[0][0]), None)
+    if n > 1:
+        carry = step((_hop(how, own), *carry[1:]), last=n == 2)
+        if n > 2:
+            carry, _ = lax.scan(lambda carry, _: (step(carry), None), carry, length=n - 3)
+            carry = step(carry, last=True)
+    return step((own, *carry[1:]), last=True)[1:]
+
+
+# ----------------------------------------------------------------------------------------------------------- ring's rivals
+
+
+def ulysses(q: Q, k: KV, v: KV, *, axis: str, attend=blockwise, **how) -> Partial:
+    """Exchange positions for heads along `axis`, attend to the whole sequence with some heads, and exchange back.
+
+    `s/sp k -> s k/sp` for q, k and v and the inverse for out: four all-to-alls of a 1/n-th each (Jacobs et al. 2023). The
+    degree is bounded by the KV heads. `how` goes to `attend`: block, contiguous, mask, scale and the ids.
+    """
+    n, kv_heads = lax.axis_size(axis), k.shape[2]
+    if kv_heads % n:
+        usable = np.gcd(n, kv_heads)
+        other = f", or usp with {usable} ranks for heads and {n // usable} for a ring" if usable > 1 else ""
+        raise ValueError(f"ulysses over {axis}={n} cuts the KV heads, but {kv_heads} is not a multiple of {n}; use ring{other}")
+    exchange = lambda x, cut, join: lax.all_to_all(x, axis, cut, join, tiled=True)
+    ids = _gather_ids(axis, how, Ids.__annotations__)
+    out, lse = attend(*(exchange(x, 2, 1) for x in (q, k, v)), **how | ids)
+    return exchange(out, 1, 2), exchange(lse, 1, 2)
+
+
+def all_gather_kv(q: Q, k: KV, v: KV, *, axis: str, **how) -> Partial:
+    """Gather all keys and values along `axis`, and attend to them with the rank's own queries (Llama 3, section 3.3.2).
+
+    Two all-gathers forward, two reduce-scatters backward, in the dtype of K and V. Holds K and V of the whole sequence.
+    """
+    gather = lambda x: lax.all_gather(x, axis, axis=1, tiled=True)
+    return blockwise(q, gather(k), gather(v), **how | _gather_ids(axis, how, ("k_positions_bt", "k_segments_bt")))
+
+
+def _gather_ids(axis, how, names):
+    ids = {name: how[name] for name in names if how.get(name) is not None}
+    return jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), ids)
+
+
+def usp(q: Q, k: KV, v: KV, *, axes: tuple[str, str], **how) -> Partial:
+    """Cut positions by two axes: Ulysses over the first, a ring over the second (Fang and Zhao 2024)."""
+    heads_axis, ring_axis = axes
+    return ulysses(q, k, v, axis=heads_axis, attend=partial(ring, axis=ring_axis), **how)
+
+
+def decode(
+    q: Q, k_cache: KV, v_cache: KV, *, axis: str, mask: Mask = Mask(), scale: float | None = None, **ids: Unpack[Ids]
+) -> Float[Array, "b s k r h"]:
+    """Attend from every rank's same few queries to a cache cut along `axis`; the cache stays where it is.
+
+    One maximum of b s k r numbers and one sum of b s k r (h+1), per call. A slot of the cache that is not written yet must
+    have a position after every query's. No gradient: a maximum over ranks has none.
+    """
+    out, lse = full(q, k_cache, v_cache, mask=mask, scale=scale, **ids)
+    top = jnp.maximum(lax.pmax(lse, axis), jnp.finfo(jnp.float32).min)
+    weight = jnp.exp(lse - top)[..., None]
+    out, total = lax.psum((out.astype(jnp.float32) * weight, weight), axis)
+    return (out / jnp.where(total > 0, total, 1)).astype(q.dtype)
+
+
+# ---------------------------------------------------------------------------------------------- who holds which positions
+
+
+def order(name: str, s: int, n: int) -> np.ndarray:
+    """Return the permutation that lays s positions onto n ranks: rank i holds the i-th n-th of it.
+
+    'contiguous' gives the last rank of a causal ring most of the work. 'zigzag' gives rank i the parts i and 2n-1-i of 2n;
+    'striped' gives it every n-th position from i on (Brandon et al. 2023). np.argsort undoes it.
+    """
+    parts = {"contiguous": n, "zigzag": 2 * n, "striped": n}
+    if name not in parts:
+        raise ValueError(f"order '{name}' is not known; use one of {', '.join(parts)}")
+    if s % parts[name]:
+        fits = [m for m in (s // parts[name] * parts[name], -(-s // parts[name]) * parts[name]) if m]
+        other = f"; order 'contiguous' or 'striped' would take {s}" if s % n == 0 else ""
+        raise ValueError(
+            f"{name} order over {n} ranks cuts the sequence into {parts[name]} equal parts, but {s} is not a multiple of "
+            f"{parts[name]}; use a sequence of {' or '.join(map(str, fits))}{other}"
+        )
+    cut = np.arange(s).reshape(parts[name], -1)
+    if name == "zigzag":
+        return np.concatenate([cut[:n], cut[:n - 1:-1]], axis=1).ravel()
+    return np.arange(s).reshape(-1, n).T.ravel() if name == "striped" else cut.ravel()
+
+
+def live_blocks(n: int, name: str = "zigzag", mask: Mask = Mask(), *, s: int | None = None, block: int = 1) -> np.ndarray:
+    """Return pairs[rank, step]: how many query-key pairs a ring of n computes, whole tiles of `block` positions counted.
+
+    At step j rank i holds the keys of rank i-j. With block 1 these are the pairs that are seen. The default s is 16 n.
+    """
+    s = s or 16 * n
+    tiles = order(name, s, n).reshape(-1, _fit(block, s // n))
+    low, high = tiles.min(1), tiles.max(1)
+    live = mask.admits(low[:, None] - high, high[:, None] - low) * tiles.shape[1] ** 2
+    pairs = live.reshape(n, len(tiles) // n, n, -1).sum((1, 3))
+    return np.stack([np.roll(row[::-1], rank + 1) for rank, row in enumerate(pairs)])

@@ -115,15 +115,19 @@ class Llama(nnx.Module):
             self.head = param(rngs, "vocab v d", (v, d), config.init_scale)
         self.config = config
 
-    def embed(self, batch: Batch, par):
+    def tables(self, par):
+        """The embedding and the output head, one value used twice where they are tied."""
+        embedding = par.weight(self.embedding)
+        return embedding, embedding if self.config.tied else par.weight(self.head)
+
+    def embed(self, table, batch: Batch, par):
         """Look tokens up. Each device knows a block of the vocabulary, and contributes zero for all other tokens."""
-        table = par.weight(self.embedding)
         local = batch["tokens"] - par.index("vocab v") * table.shape[0]
         known = (0 <= local) & (local < table.shape[0])
         x = jnp.where(known[..., None], table[jnp.where(known, local, 0)], 0)
         return par.move(x, "vocab b s d +v -> stream b s d")
 
-    def hidden(self, batch: Batch, par):
+    def hidden(self, embedding, batch: Batch, par):
         """The residual stream after the last block and norm, ``b s d``."""
         graph, weights = nnx.split(self.blocks)
         rope = rope_table(self.config, batch["positions"])
@@ -131,7 +135,7 @@ class Llama(nnx.Module):
         def block(x, w):
             return nnx.merge(graph, w)(x, batch, rope, par)
 
-        return self.norm(par.layers(block, self.embed(batch, par), weights), par)
+        return self.norm(par.layers(block, self.embed(embedding, batch, par), weights), par)
 
     def losses(self, batch: Batch, par):
         """The cross-entropy of every target in nats, ``b s`` float32, 0 where the target is -1.
@@ -139,8 +143,8 @@ class Llama(nnx.Module):
         Devices that hold a block of the vocabulary exchange three numbers per token (the maximum, the sum of exponentials,
         the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
         """
-        head = par.weight(self.embedding if self.config.tied else self.head)
-        x = par.move(self.hidden(batch, par), "stream b s d -> vocab b s d")
+        embedding, head = self.tables(par)
+        x = par.move(self.hidden(embedding, batch, par), "stream b s d -> vocab b s d")
 
         def piece(inputs):
             x, targets = inputs
@@ -157,8 +161,8 @@ class Llama(nnx.Module):
 
     def logits(self, batch: Batch, par):
         """All logits, ``b s v`` float32, gathered: for parity tests and sampling, not for training."""
-        head = par.weight(self.embedding if self.config.tied else self.head)
-        x = par.move(self.hidden(batch, par), "stream b s d -> vocab b s d")
+        embedding, head = self.tables(par)
+        x = par.move(self.hidden(embedding, batch, par), "stream b s d -> vocab b s d")
         return par.move(jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32), "vocab b s v -> data b s v")
 
 

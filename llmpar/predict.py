@@ -68,7 +68,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan) -> None:
     buckets: dict[tuple, list[int]] = {}
     for path, (dims, shape) in sorted(config.param_shapes().items(), key=lambda item: item[0].split(".")):
         stacked = path.startswith("blocks.")
-        layers, uses = (shape[0], 1) if stacked else (1, 1 + (config.tied and path == "embedding"))
+        layers = shape[0] if stacked else 1
         elements = product(plan.place(dims).shard_shape(shape, sizes))  # of the leaf, whole over fsdp
         one = elements // layers
         shard = product(plan.graded(dims).shard_shape(shape, sizes))
@@ -76,15 +76,15 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan) -> None:
         rest = tuple(a for a in plan.varying(parse_layout(dims).region) if a not in plan.stored(dims).axes)
         if plan.zero == 3:
             # without recomputation only matrices are gathered again: what a norm's scale was broadcast to is kept
-            again = stacked and plan.regather == "again" and (plan.remat == "block" or not _is_vector(parse_layout(dims)))
-            traffic.add("all-gather", fsdp, one * item, layers * micro * (uses + again))
-            traffic.add("reduce-scatter", fsdp, one * item, layers * micro * uses)
+            again = stacked and plan.regather == "again" and (plan.remat == "block" or not is_vector(parse_layout(dims)))
+            traffic.add("all-gather", fsdp, one * item, layers * micro * (1 + again))
+            traffic.add("reduce-scatter", fsdp, one * item, layers * micro)
         if plan.zero in (1, 2):
             traffic.add("reduce-scatter", fsdp, elements * FLOAT32, micro if plan.zero == 2 else 1)
             traffic.add("all-gather", fsdp, elements * FLOAT32)
             rest = tuple(a for a in rest if a != "fsdp")
         if plan.reduce == "layer":
-            traffic.add("all-reduce", rest, (shard if plan.zero else elements) // layers * FLOAT32, layers * micro * uses)
+            traffic.add("all-reduce", rest, (shard if plan.zero else elements) // layers * FLOAT32, layers * micro)
         elif plan.reduce == "bucket":
             buckets.setdefault((rest, plan.stored(dims).axes), []).append(elements * FLOAT32)
         else:
@@ -155,10 +155,11 @@ def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float
     (Chowdhery et al. 2022, appendix B, whose convention does not halve it)."""
     tokens = batch_size * seq_len
     multiplied = config.num_params - config.vocab_size * config.width * (not config.tied)
-    vectors = sum(product(shape) for dims, shape in config.param_shapes().values() if _is_vector(parse_layout(dims)))
+    vectors = sum(product(shape) for dims, shape in config.param_shapes().values() if is_vector(parse_layout(dims)))
     attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
     return {"weights": 6.0 * (multiplied - vectors) * tokens, "attention": attention}
 
 
-def _is_vector(layout: Layout) -> bool:
+def is_vector(layout: Layout) -> bool:
+    """Whether a weight is a norm's scale or a bias: it scales or shifts, and multiplies no matrix."""
     return layout.letters.strip("l") in ("d", "h", "nh", "kh")

@@ -92,15 +92,16 @@ class Step:
         )
 
     def _layouts(self, state: State) -> State:
-        """Layouts of the whole state. What an optimizer keeps per weight and in its shape is cut like its gradient."""
+        """Layouts of the whole state. What an optimizer keeps under a weight's path and in its shape (moments, say) is cut
+        like the weight's gradient; the rest (counters, Adafactor's row and column sums) is whole."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(state.params)
+        known = {path: (x.shape, layout) for (path, x), layout in zip(flat, jax.tree.leaves(self.graded), strict=True)}
 
-        def of(leaf, layout, param):
-            return layout if leaf.shape == param.shape else WHOLE
+        def of(path, leaf):
+            shape, layout = next((known[path[i:]] for i in range(len(path)) if path[i:] in known), (None, WHOLE))
+            return layout if leaf.shape == shape else WHOLE
 
-        optimizer = optax.tree_map_params(
-            self.optimizer, of, state.optimizer, self.graded, state.params, transform_non_params=lambda _: WHOLE
-        )
-        return State(self.stored, optimizer, WHOLE)
+        return State(self.stored, jax.tree_util.tree_map_with_path(of, state.optimizer), WHOLE)
 
     def init(self, seed: int = 0) -> State:
         """A fresh state, made in place: no device ever holds more than its share."""

@@ -1,0 +1,350 @@
+"""The published formulas: memory, FLOPs, bytes moved, time on links, and the thresholds that follow from them.
+
+Plain arithmetic on numbers, each with its formula, unit and source. What *our* train step costs is predicted elsewhere
+from a `Plan` with these functions; pipelines have their own closed forms in `schedule`. Unless a name says bytes,
+volumes are elements. A `group` is the devices that take part. Book = Austin et al., How to Scale Your Model, 2025.
+"""
+
+from __future__ import annotations
+
+import math
+
+from llmpar.hardware import Chip
+
+
+def zero_bytes(params, devices, stage, param_bytes=2, grad_bytes=2, optim_bytes=12):
+    """Bytes of model state per device: stage 0 (P+G+K)Psi, 1 (P+G)Psi + K Psi/N, 2 P Psi + (G+K)Psi/N, 3 all over N.
+
+    Rajbhandari et al. 2020 (ZeRO), section 5, table 1; K = 12 for Adam in mixed precision. The bytes differ elsewhere:
+    fp32 training is 4, 4, 8, and gradients accumulated in fp32 add 4 to `grad_bytes`.
+    """
+    held = [param_bytes, grad_bytes, optim_bytes]
+    cut = {0: (), 1: (2,), 2: (1, 2), 3: (0, 1, 2)}[stage]
+    return params * sum(b / devices if i in cut else b for i, b in enumerate(held))
+
+
+def zero_max_params(hbm_bytes, devices, stage, model_parallel=1, **state_bytes):
+    """Largest Psi whose model state alone fills `hbm_bytes` on each device (ZeRO, table 2); activations not counted."""
+    return model_parallel * hbm_bytes / zero_bytes(1, devices, stage, **state_bytes)
+
+
+def gpt_activation_bytes(b, s, h, heads, tp=1, sequence_parallel=False, recompute="none"):
+    """Bytes one GPT layer keeps for its backward in 16 bits: sbh(10 + 24/t + 5as/ht), with SP sbh/t (34 + 5as/h).
+
+    Korthikanti et al. 2022, eqs. 1, 2 and 4, table 2. `recompute="selective"` drops 5as/h, "full" keeps 2sbh. For the
+    block with dropout, GELU and attention that stores its scores: not our model (see `llama_activation_bytes`).
+    """
+    if recompute == "full":
+        return 2 * s * b * h
+    whole, cut = (0, 34) if sequence_parallel else (10, 24)
+    scores = {"none": 5 * heads * s / h, "selective": 0}[recompute]
+    return s * b * h * (whole + (cut + scores) / tp)
+
+
+def llama_activation_bytes(tokens, d, heads, kv_heads, head_dim, ffn, recompute="none", bytes_each=2):
+    """Bytes one Llama layer keeps with flash attention, counted from its products (derived here, not published).
+
+    "none": both norms' inputs and outputs 4d, q, k, v and the output 2(n+k)h, gate, up and their product 3m.
+    "selective": the input, the attention's output and every other product (q, v, gate, down), as torchtitan's
+    per-operation checkpointing. "full": the input.
+    """
+    kept = {
+        "none": 4 * d + 2 * (heads + kv_heads) * head_dim + 3 * ffn,
+        "selective": 2 * d + (2 * heads + kv_heads) * head_dim + ffn,
+        "full": d,
+    }[recompute]
+    return tokens * kept * bytes_each
+
+
+def attention_peak_bytes(scheme, b, s, h, heads, block):
+    """Largest bf16 activation of one layer, bytes: vanilla 2bns^2, mem_eff 8bsh, blockwise 2bsh, ring 6bch.
+
+    Liu et al. 2023 (Ring Attention), table 1, whose vanilla row prints h for the n heads of the scores.
+    """
+    return {"vanilla": 2 * b * heads * s**2, "mem_eff": 8 * b * s * h, "blockwise": 2 * b * s * h,
+            "ring": 6 * b * block * h}[scheme]  # fmt: skip
+
+
+def kv_cache_bytes(tokens, layers, kv_heads, head_dim, bytes_each=2):
+    """Bytes of keys and values: 2 layers kv_heads head_dim bytes for each token (Book, inference chapter)."""
+    return 2 * tokens * layers * kv_heads * head_dim * bytes_each
+
+
+def param_counts(vocab, d, layers, heads=1, kv_heads=None, head_dim=None, ffn=None, glu=False, norm="rms", bias=False,
+                 tied=False, learned_pos=False, ctx=0, experts=0, topk=0):  # fmt: skip
+    """Exact parameters by part, with total and active (top-k experts only). `heads` may be absent if n h = d.
+
+    `bias` adds one to every linear layer but the router and the unembedding, `norm="ln"` one to every norm.
+    """
+    q = d if head_dim is None else heads * head_dim
+    kv = q if kv_heads is None else q * kv_heads // heads
+    m = 4 * d if ffn is None else ffn
+    expert = (3 if glu else 2) * d * m + bias * ((2 if glu else 1) * m + d)
+    part = {
+        "embedding": vocab * d + learned_pos * ctx * d,
+        "unembedding": 0 if tied else vocab * d,
+        "attention": layers * (2 * d * (q + kv) + bias * (q + 2 * kv + d)),
+        "ffn": layers * expert * max(experts, 1),
+        "router": layers * d * experts,
+        "norms": (2 * layers + 1) * d * {"rms": 1, "ln": 2}[norm],
+    }
+    total = sum(part.values())
+    idle = layers * expert * (experts - topk) if experts else 0
+    return part | {"total": total, "active": total - idle}
+
+
+def gpt_params(h, layers, vocab, seq):
+    """12lh^2 (1 + 13/12h + (V+s)/12lh): Narayanan et al. 2021, eq. 2. Leaves out the final norm's 2h."""
+    return 12 * layers * h**2 * (1 + 13 / (12 * h) + (vocab + seq) / (12 * layers * h))
+
+
+def gpt_step_flops(batch, seq, layers, h, vocab, recompute="full"):
+    """Matmul FLOPs of a GPT train step, with attention counted in full (not halved for the causal mask).
+
+    "none": 72Bsl h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, eq. 7). "selective": s/3h for s/6h (eq. 8, which
+    charges three times the two products recomputed). "full": 96Bsl h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021,
+    eq. 3).
+    """
+    core = batch * seq * layers * h**2
+    if recompute == "full":
+        return 96 * core * (1 + seq / (6 * h) + vocab / (16 * layers * h))
+    return 72 * core * (1 + seq / ({"none": 6, "selective": 3}[recompute] * h) + vocab / (12 * layers * h))
+
+
+def flops_per_token(params, layers=0, heads=0, head_dim=0, seq=0, attention="full", excluded_params=0):
+    """Train FLOPs per token: 6N + 12LHQT, the model's own work without recomputation.
+
+    Chowdhery et al. 2022 (PaLM), appendix B. Conventions differ: `attention` is "full" (PaLM, MaxText), "causal"
+    (half) or "none"; `excluded_params` leaves out an embedding that is a look-up and not a product.
+    """
+    share = {"full": 1, "causal": 0.5, "none": 0}[attention]
+    return 6 * (params - excluded_params) + share * 12 * layers * heads * head_dim * seq
+
+
+def utilization(flops_per_s, devices, peak_flops_per_s):
+    """Achieved over peak: MFU if the numerator is the model's FLOPs, HFU if it includes recomputation."""
+    return flops_per_s / (devices * peak_flops_per_s)
+
+
+def train_seconds(params, tokens, devices, reached_flops_per_s, flops_per_param_token=6):
+    """6PT/(nX), or 8PT/(nX) with full recomputation (Narayanan et al. 2021, eq. 4); attention not counted."""
+    return flops_per_param_token * params * tokens / (devices * reached_flops_per_s)
+
+
+# ---------------------------------------------------------------- one collective: bytes sent, and time
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
+
+
+def sent_bytes(kind, message_bytes, group):
+    """Bytes each device sends in a ring, from the *message*: V(g-1)/g, all-reduce twice that, permute V.
+
+    The message is the gathered result, the unreduced input, the reduced buffer, or (all-to-all, permute) the local one.
+    """
+    assert kind in KINDS, kind
+    lap = (group - 1) / group
+    return message_bytes * {"all-reduce": 2 * lap, "permute": float(group > 1)}.get(kind, lap)
+
+
+def sent_bytes_of_result(kind, result_bytes, group):
+    """The same from the *result* R that HLO prints: they differ for reduce-scatter alone, whose result is a shard."""
+    return sent_bytes(kind, result_bytes * (group if kind == "reduce-scatter" else 1), group)
+
+
+def torus_seconds(kind, message_bytes, shape, link_bytes_per_s, wrap=True, hop_s=0.0):
+    """Seconds on a torus over axes of sizes `shape`, with one-way `link_bytes_per_s` (Book, sharding chapter).
+
+    All-gather and reduce-scatter V/(2 W axes), without (g-1)/g as the book has it; on lines that do not wrap
+    V (g-1)/g / (W axes). All-reduce twice. All-to-all: half of the data crosses the middle of the longest axis, on one
+    axis a quarter of gathering the whole array (g local buffers). Never less than `hop_s` for each hop.
+    """
+    assert kind in KINDS, kind
+    group, links, laps = math.prod(shape), 2 if wrap else 1, 2 if kind == "all-reduce" else 1
+    if group == 1:
+        return 0.0
+    if kind == "permute":
+        return message_bytes / link_bytes_per_s + hop_s
+    if kind == "all-to-all":
+        seconds = message_bytes * max(shape) / (4 * links * link_bytes_per_s)
+    else:
+        seconds = laps * message_bytes * (1 if wrap else (group - 1) / group) / (links * link_bytes_per_s * len(shape))
+    return max(seconds, hop_s * laps * sum(n // 2 if wrap else n - 1 for n in shape))
+
+
+def point_to_point_seconds(message_bytes, hops, ports, link_bytes_per_s, hop_s):
+    """(first byte, last byte) in seconds of one send across `hops` links that leaves by several `ports` at once."""
+    return hops * hop_s, hops * hop_s + message_bytes / (ports * link_bytes_per_s)
+
+
+def switch_seconds(kind, message_bytes, group, egress_bytes_per_s):
+    """Seconds below one switch: what a device sends over what it can send, V(g-1)/(g W) (Book, GPU chapter)."""
+    return sent_bytes(kind, message_bytes, group) / egress_bytes_per_s
+
+
+def level_bytes_per_s(levels):
+    """Collective bandwidth W D/(D-1) of each level, (children, egress of a child), of a tree (Book, GPU chapter)."""
+    return [math.inf if degree == 1 else egress * degree / (degree - 1) for degree, egress in levels]
+
+
+def tree_seconds(kind, message_bytes, levels):
+    """Seconds over a tree of switches, levels from the inside: the slowest level, the others hidden behind it.
+
+    All-gather V max (D-1)/(D W) (Book, GPU chapter); all-reduce twice. An all-to-all does not shrink on its way up: the
+    S devices below a child send S local (1 - S/g) out of it. A permute may send all of them out at once.
+    """
+    group = math.prod(degree for degree, _ in levels)
+    if kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        return (2 if kind == "all-reduce" else 1) * message_bytes / min(level_bytes_per_s(levels))
+    assert kind in KINDS, kind
+    seconds, below = 0.0, 1
+    for degree, egress in levels:
+        if degree > 1:
+            leaving = 1 if kind == "permute" else 1 - below / group
+            seconds = max(seconds, message_bytes * below * leaving / egress)
+        below *= degree
+    return seconds
+
+
+def collective_seconds(chip: Chip, kind, message_bytes, group, inner=1):
+    """Seconds of a collective over `group` devices, `inner` apart in link order, on this chip's links as reached.
+
+    A switch: inside a node its egress, beyond it a tree whose upper ports are shared with the `inner` neighbours that
+    do the same. A torus: one axis of that length (several axes are faster: `torus_seconds`); beyond the largest slice
+    the data centre's network. Cores of one chip share its links, and reach each other through its memory.
+    """
+    share = chip.per_device()
+    if chip.link == "torus" and group * inner <= share.node_size:
+        members = min(group, max(1, chip.devices_per_chip // inner))
+        size = math.ceil(group / members)
+        if size == 1:
+            return switch_seconds(kind, message_bytes, group, share.hbm_bytes_per_s)
+        rate = share.reached_link_bytes_per_s * members
+        message_bytes *= members if kind == "all-to-all" else 1
+        return torus_seconds(kind, message_bytes, (size,), rate, chip.wraps(size), chip.hop_s)
+    near = min(group, max(1, share.node_size // inner))
+    rate = share.reached_link_bytes_per_s * (2 * chip.num_axes if chip.link == "torus" else 1)
+    return tree_seconds(kind, message_bytes, [(near, rate), (math.ceil(group / near), near * share.dcn_bytes_per_s)])
+
+
+# ---------------------------------------------------------------- what a strategy moves, per device and step
+
+
+def zero_elements(params, stage, accumulation=1, devices=math.inf):
+    """Elements sent for gradients and weights: 2, 2, a+1 and 3a Psi for stages 0 to 3, times (N-1)/N.
+
+    ZeRO, section 7, for a = 1. Over a accumulation steps stages 0 and 1 reduce once, stage 2 scatters its gradients
+    every time, and stage 3 gathers twice and scatters once every time.
+    """
+    lap = 1 if devices == math.inf else (devices - 1) / devices
+    return params * {0: 2, 1: 2, 2: accumulation + 1, 3: 3 * accumulation}[stage] * lap
+
+
+def tp_elements(b, s, d, tp, layers=1):
+    """8 b s d (t-1)/t a layer, from two all-reduces each way (Narayanan et al. 2021, 3.2); with SP the same in all."""
+    return 8 * layers * b * s * d * (tp - 1) / tp
+
+
+def pp_elements(b, s, d, microbatches=1, chunks=1):
+    """2 b s d for each microbatch and hop (activation forward, gradient back), times the chunks v of a stage."""
+    return 2 * b * s * d * microbatches * chunks
+
+
+def ring_elements(b, s, kv_heads, head_dim, sp):
+    """(forward, backward) of one layer's ring attention: n-1 hops of K and V; the same back, and n hops of dK and dV.
+
+    The gradients need one hop more to come home. Liu et al. 2023, section 3, counts n; the last K and V are unused.
+    """
+    block = b * s // sp * kv_heads * head_dim
+    return 2 * (sp - 1) * block, (2 * (sp - 1) + 2 * sp * (sp > 1)) * block
+
+
+def ulysses_elements(tokens, d, sp, kv_ratio=1.0):
+    """Elements per link and layer: 4Nh/P, for q, k, v and the output (Jacobs et al. 2023, section 3.2).
+
+    Megatron's sequence parallelism moves 4Nh at any degree, as this does at P = 1. `kv_ratio` = kv_heads / heads
+    shrinks two of the four. A device keeps 1/P of its share: multiply by (P-1)/P for what is sent.
+    """
+    return tokens * d * (2 + 2 * kv_ratio) / sp
+
+
+def moe_elements(tokens, d, topk, ep):
+    """2 k tokens d (EP-1)/EP: dispatch and combine of one layer forward, for the device's tokens; the same backward."""
+    return 2 * topk * tokens * d * (ep - 1) / ep
+
+
+def expert_capacity(tokens, experts, factor, topk=1):
+    """Slots for each expert: k tokens factor / experts, rounded up (Fedus et al. 2021, Switch Transformer, eq. 3)."""
+    return math.ceil(round(topk * tokens * factor / experts, 9))  # 9 digits: 1.1 * 1000 is not 1101
+
+
+def copies(mesh_axes, cut_axes):
+    """Copies of an array that a mesh holds: the product of the axes that do not cut it (Book, sharding chapter)."""
+    return math.prod(size for axis, size in mesh_axes.items() if axis not in cut_axes)
+
+
+# ---------------------------------------------------------------- thresholds
+
+
+def critical_batch(flops_per_s, hbm_bytes_per_s, weight_bytes=2):
+    """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d, f: bytes C / 2W (Book, roofline chapter)."""
+    return weight_bytes * flops_per_s / (2 * hbm_bytes_per_s)
+
+
+def matmul_critical_batch(d, f, flops_per_s, hbm_bytes_per_s, bytes_each=1):
+    """The same with the activations' own traffic: solve bytes (df + B(d+f))/W = 2Bdf/C for B. Infinite if never."""
+    spare = 2 * d * f / flops_per_s - bytes_each * (d + f) / hbm_bytes_per_s
+    return bytes_each * d * f / hbm_bytes_per_s / spare if spare > 0 else math.inf
+
+
+def dp_min_tokens(flops_per_s, bytes_per_s, experts=1, topk=1):
+    """Tokens per chip above which DP or FSDP hides: (E/k) C/W, W all that leaves a chip (Book, training and GPUs)."""
+    return experts / topk * flops_per_s / bytes_per_s
+
+
+def tp_max_degree(ffn, flops_per_s, bytes_per_s, axes=1):
+    """Largest TP degree that hides its bf16 communication: axes F W/C, W per axis (Book, training chapter)."""
+    return axes * ffn * bytes_per_s / flops_per_s
+
+
+def fsdp_tp_optimum(batch_tokens, devices, ffn, fsdp_axes=1, tp_axes=1):
+    """FSDP degree that balances its traffic with TP's: X_opt = sqrt(B/F Mx/My N) (Book, training chapter)."""
+    return math.sqrt(batch_tokens / ffn * fsdp_axes / tp_axes * devices)
+
+
+def fsdp_tp_min_tokens(flops_per_s, bytes_per_s, ffn, fsdp_axes=1, tp_axes=1):
+    """Tokens per chip above which that optimum hides: 4 (C/W)^2 / (Mx My F) (Book, training chapter)."""
+    return 4 * (flops_per_s / bytes_per_s) ** 2 / (fsdp_axes * tp_axes * ffn)
+
+
+def ring_min_block(flops_per_s, link_bytes_per_s, kv_ratio=1.0):
+    """Tokens per block above which ring attention hides its hops: C/W, times kv_heads/heads with GQA.
+
+    Liu et al. 2023, table 2, where the least sequence per device is six blocks. A causal mask doubles it.
+    """
+    return flops_per_s / link_bytes_per_s * kv_ratio
+
+
+def striped_speedup(sp, attention_share=1.0):
+    """Gain of striped (or zigzag) over contiguous causal ring attention on the critical path, between 1 and 2.
+
+    Contiguous: half a block, then n-1 whole ones; striped: n halves. 2 - 1/n for attention alone, less by Amdahl's
+    law (Brandon et al. 2023, Striped Attention).
+    """
+    return 1 / (1 - attention_share + attention_share / (2 - 1 / sp))
+
+
+def comm_over_compute(strategy, degree, flops_per_s, bytes_per_s, size, bytes_each=1):
+    """Communication over computation time, below 1 if it can hide: (g-1)/g C/W over 2 `size`; "tp" (g-1) C/W over 2h.
+
+    Ultra-Scale Playbook 2025, appendix A3. "dp" (all-reduce against the backward) and "zero3" (next layer's gather
+    against this one's forward): `size` = tokens per device. "tp": `size` = width h. It counts elements as bytes:
+    pass `bytes_each=2` for bf16.
+    """
+    shared = {"dp": (degree - 1) / degree, "zero3": (degree - 1) / degree, "tp": degree - 1}[strategy]
+    return bytes_each * shared * flops_per_s / bytes_per_s / (2 * size)
+
+
+def decode_seconds(batch, params, cache_bytes, devices, flops_per_s, hbm_bytes_per_s, weight_bytes=2):
+    """Seconds of a decode step: B cache/W + max(2BP/C, P bytes/W), cache a sequence's (Book, inference chapter)."""
+    rate = devices * hbm_bytes_per_s
+    return batch * cache_bytes / rate + max(2 * batch * params / (devices * flops_per_s), params * weight_bytes / rate)

@@ -1,0 +1,315 @@
+"""Text to batches, in plain numpy: documents, tokenizers, packed rows.
+
+The step's number alone decides the batch. There is no iterator to save, so a run that resumes at step k, on whatever
+mesh, reads what the uninterrupted run would have read, and each process of a cluster makes only its own rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import hashlib
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, SupportsInt
+
+import numpy as np
+from jaxtyping import Int32
+
+Batch = dict[str, Int32[np.ndarray, "b s"]]
+
+LIBRARY_LIMIT_BYTES = 4 << 20  # about 250 files: read and encoded in well under a second
+# Left out: packages of others, tests, tables that are no prose (code pages, an index of help texts), local settings.
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data"}
+SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What text to read and how to cut it.
+
+    Attributes:
+        data: files or globs (``**`` recurses) of text, or of JSONL (.jsonl, .ndjson) with one ``{"text": …}`` a line,
+            other keys ignored. Empty: the licence and source files of the running Python's standard library.
+        tokenizer: ``bytes``, or the path of a Hugging Face ``tokenizer.json``.
+        start_token: the token of ``tokenizer.json`` that begins a document. None: what it puts first, or a usual name.
+        limit_bytes: stop reading after so much text. None: read all of ``data``, or 4 MiB of the standard library.
+        seq_len: tokens per row.
+        batch_size: rows per step, over all devices.
+        seed: decides the order of documents and rows.
+        held_out: the last 1 of so many parts is kept out of training, whatever the seed; 0 keeps nothing out.
+    """
+
+    data: tuple[str, ...] = ()
+    tokenizer: str = "bytes"
+    start_token: str | None = None
+    limit_bytes: int | None = None
+    seq_len: int = 256
+    batch_size: int = 16
+    seed: int = 0
+    held_out: int = 20
+
+    def __post_init__(self):
+        for name, least in {"limit_bytes": 1, "seq_len": 1, "batch_size": 1, "seed": 0, "held_out": 0}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; use {least} or more")
+        if self.held_out == 1:
+            raise ValueError("held_out 1 leaves nothing to train on; use 2 or more (the last 1 of so many parts), or 0")
+
+
+def find_files(patterns: Sequence[str]) -> list[str]:
+    """The files that paths and globs name: patterns in the order given, the files of each sorted, no file twice."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        path = os.path.expanduser(pattern)
+        if os.path.isdir(path):
+            raise ValueError(f"data '{pattern}' is a folder; name its files: '{os.path.join(pattern, '**', '*.txt')}'")
+        matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+        matches = sorted(f for f in matches if not os.path.isdir(f))
+        if not matches:
+            asked = f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file"
+            raise ValueError(f"{asked}; give a file or a glob such as 'texts/**/*.txt'")
+        found |= dict.fromkeys(matches)
+    return list(found)
+
+
+def library_files(root: str = "") -> list[str]:
+    """The licence, where one is installed, then the sources of the running Python's standard library, sorted."""
+    root = root or sysconfig.get_paths()["stdlib"]
+    sources = []
+    for folder, inside, files in os.walk(root):
+        inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]
+        sources += [os.path.join(folder, f) for f in files if f.endswith(".py") and not f.startswith(SKIPPED_FILES)]
+    licences = [os.path.join(d, f) for d in (root, os.path.dirname(root)) for f in ("LICENSE.txt", "LICENSE")]
+    return [f for f in licences if os.path.isfile(f)][:1] + sorted(sources)
+
+
+def read_documents(file: str) -> Iterator[str]:
+    """The documents of one file: the whole of a text, or each line of a JSONL. Refuses what is not UTF-8."""
+    try:
+        with open(file, "rb") as opened:
+            text = opened.read().decode().removeprefix("\ufeff")
+    except OSError as error:
+        raise ValueError(f"cannot read data file '{file}': {error.strerror}; check its path and permissions") from None
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+        hint = "unpack it if it is compressed, convert it if it is in another encoding"
+        raise ValueError(f"data file '{file}' is not UTF-8 text: {byte}; {hint}") from None
+    if not file.endswith((".jsonl", ".ndjson")):
+        yield text
+        return
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)["text"]
+            document.encode()  # fails for what is no string, and for half of a surrogate pair
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"data file '{file}', line {number}, is no JSON object with a string under \"text\" "
+                f'({type(error).__name__}: {error}); each line must look like {{"text": "…"}}'
+            ) from None
+        yield document
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and a document-start token. Nothing is learned, nothing is downloaded."""
+
+    name, vocab_size, start_id = "bytes", 257, 256
+
+    def encode(self, text: str) -> Int32[np.ndarray, " s"]:
+        """The bytes of a text, without the document-start token."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        """Encode several texts."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
+        """The text of token ids. Start tokens vanish; broken UTF-8, and ids that only the model has, become U+FFFD."""
+        kept = (i if 0 <= i < 256 else 0xFF for i in map(int, ids) if i != self.start_id)  # UTF-8 never has a 0xff
+        return bytes(kept).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face ``tokenizer.json``, or the folder of one. Text is data: no template is applied, and a special
+    token spelled out in a text is encoded as plain text, so that no document can forge the beginning of another."""
+
+    USUAL_STARTS = ("<|begin_of_text|>", "<|endoftext|>", "<s>", "<bos>", "[BOS]", "<|startoftext|>")
+
+    def __init__(self, path: str, start_token: str | None = None):
+        try:
+            import tokenizers
+        except ImportError as error:
+            missing = f"tokenizer '{path}' needs the package tokenizers, which is not installed"
+            raise ValueError(f"{missing}; install the extra llmpar[hf], or use the tokenizer 'bytes'") from error
+        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        try:
+            self.hub = tokenizers.Tokenizer.from_file(file)
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"cannot read tokenizer '{file}': {error}; give 'bytes' or a tokenizer.json") from error
+        self.hub.no_truncation()
+        self.hub.no_padding()
+        vocab = self.hub.get_vocab(with_added_tokens=True)
+        names = (start_token,) if start_token else self.USUAL_STARTS
+        starts = [] if start_token else self.hub.encode("").ids[:1]
+        starts += [vocab[name] for name in names if name in vocab]
+        if not starts:
+            raise ValueError(f"tokenizer '{file}' lacks {', '.join(names)}; name a token it has as start_token")
+        self.hub.encode_special_tokens = True
+        self.name, self.start_id, self.vocab_size = path, starts[0], max(vocab.values()) + 1  # ids may have gaps
+
+    def encode(self, text: str) -> Int32[np.ndarray, " s"]:
+        """The token ids of a text, without the document-start token."""
+        return self.encode_all([text])[0]
+
+    def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
+        """Encode several texts, on all cores."""
+        return [np.array(e.ids, np.int32) for e in self.hub.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[SupportsInt]) -> str:
+        """The text of token ids; special tokens vanish."""
+        return self.hub.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Tokenizer:
+    """``bytes``, or a Hugging Face ``tokenizer.json`` by path."""
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(name, start_token)
+
+
+def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks. The other way round is fine."""
+    size = tokenizer.vocab_size
+    if size > vocab_size:
+        found = f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size}"
+        raise ValueError(f"{found}; use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)")
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokenised documents end to end: document i, its start token first, is ``tokens[offsets[i] : offsets[i + 1]]``."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    tokenizer: Tokenizer
+    source: str
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that change with any token or boundary: to compare processes, and on resuming."""
+        parts = (self.tokens.astype("<i4"), self.offsets.astype("<i8"))
+        return hashlib.sha256(b"".join(x.tobytes() for x in parts)).hexdigest()[:16]
+
+
+def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
+    """Read and tokenise; ``source`` says what was read and whether a limit stopped it. Empty documents are dropped.
+
+    Documents are put in one fixed random order: what is held out is then like the rest, and the same for every seed.
+    """
+    tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.start_token)
+    files = find_files(config.data) if config.data else library_files()
+    source = " ".join(config.data) or f"the standard library of Python {platform.python_version()}"
+    if not config.data and not any(f.endswith(".py") for f in files):
+        source += ", which comes without its sources here,"
+    limit = config.limit_bytes or (1 << 62 if config.data else LIBRARY_LIMIT_BYTES)
+    texts: list[str] = []
+    size = num_read = 0
+    for text in (text for file in files for text in read_documents(file)):
+        num_read += 1
+        raw = text.encode()[: limit - size]
+        size += len(raw)
+        texts += [kept] if (kept := raw.decode(errors="ignore")) else []  # the limit may fall inside a character
+        if size >= limit:
+            break
+    if not texts:
+        raise ValueError(f"{source} has no text: {len(files)} files, {num_read} empty documents; give other --data")
+    source += f" ({len(files)} files; {len(texts)} documents, {size} bytes read"
+    source += f", up to limit_bytes {limit})" if size >= limit else ")"
+    order = _shuffled(len(texts), np.random.PCG64(0))
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.int32
+    start, pieces = np.array([tokenizer.start_id], dtype), []
+    for at in range(0, len(order), 1024):
+        for ids in tokenizer.encode_all([texts[i] for i in order[at : at + 1024]]):
+            pieces += [start, ids.astype(dtype)]
+    offsets = np.cumsum([0] + [1 + len(ids) for ids in pieces[1::2]])
+    return Corpus(np.concatenate(pieces), offsets, tokenizer, source)
+
+
+def _shuffled(n: int, bits: np.random.PCG64) -> np.ndarray:
+    # numpy keeps a bit generator's raw numbers for ever, but not what Generator.permutation makes of them (NEP 19)
+    return np.argsort(bits.random_raw(n), kind="stable")
+
+
+class Stream:
+    """Batches as a function of the step. Nothing in it changes (an epoch's order is remembered, never needed).
+
+    Every epoch lays the documents end to end in a new order, cuts rows of ``seq_len + 1`` that overlap by one token,
+    and shuffles the rows. So each token is an input once per epoch, and a target once unless it begins a document; the
+    tail, shorter than a row, is left out. Batches straddle epochs. The held-out part is never shuffled; a document may
+    be cut in two by the split.
+
+    ``order`` gives the position that each place of the sequence holds (:func:`llmpar.attention.order`). Targets are
+    formed before it is applied, so a step permutes nothing.
+    """
+
+    def __init__(self, corpus: Corpus, config: DataConfig, part: Literal["train", "held_out"] = "train",
+                 order: Sequence[int] | np.ndarray | Literal["contiguous"] = "contiguous"):  # fmt: skip
+        self.corpus, self.config, self.part = corpus, config, part
+        total, s = len(corpus.tokens), config.seq_len
+        cut = total - (total // config.held_out if config.held_out else 0)
+        begin, end = (0, cut) if part == "train" else (cut, total)
+        inner = corpus.offsets[(begin < corpus.offsets) & (corpus.offsets < end)]
+        self._bounds = np.concatenate([[begin], inner, [end]])
+        self.num_rows = (end - begin - 1) // s  # per epoch
+        if self.num_rows < 1:
+            found = f"the {part} part (held_out {config.held_out}) of {corpus.source} has {end - begin} of {total}"
+            hint = "use a shorter seq_len, more data, or another held_out"
+            raise ValueError(f"seq_len {s} needs {s + 1} tokens, but {found}; {hint}")
+        self.order = np.arange(s) if isinstance(order, str) and order == "contiguous" else np.atleast_1d(order)
+        if not np.array_equal(np.sort(self.order), np.arange(s)):
+            raise ValueError(f"order {str(order):.60} is no permutation of 0 to {s - 1}; use one, or 'contiguous'")
+        self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
+
+    def batch(self, step: int) -> Batch:
+        """All rows of a step: tokens, targets (-1 where the next token is another document's), positions in the row,
+        segments (documents, from 1 in each row)."""
+        return self.local_batch(step, slice(None))
+
+    def local_batch(self, step: int, rows: slice | Sequence[int] | np.ndarray) -> Batch:
+        """Some of the rows of a step, numbered from 0, without making the others."""
+        if step < 0:
+            raise ValueError(f"step {step} has no batch; steps count from 0")
+        size, s = self.config.batch_size, self.config.seq_len
+        epochs, picks = np.divmod(step * size + np.arange(size)[rows], self.num_rows)
+        tokens, documents = np.empty((2, len(picks), s + 1), np.int32)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            row_order, starts, shifts = self._epoch(int(epoch))
+            places = row_order[picks[here], None] * s + np.arange(s + 1)
+            documents[here] = found = np.searchsorted(starts, places, side="right") - 1
+            tokens[here] = self.corpus.tokens[places + shifts[found]]
+        batch = {
+            "tokens": tokens[:, :-1],
+            "targets": np.where(documents[:, 1:] == documents[:, :-1], tokens[:, 1:], np.int32(-1)),
+            "positions": np.broadcast_to(np.arange(s, dtype=np.int32), (len(picks), s)),
+            "segments": documents[:, :-1] - documents[:, :1] + 1,
+        }
+        return {name: np.ascontiguousarray(x[:, self.order]) for name, x in batch.items()}
+
+    def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The epoch's order of rows; and for each document in its order, where it starts and how far its tokens are."""
+        lengths = np.diff(self._bounds)
+        documents, rows = np.arange(len(lengths)), np.arange(self.num_rows)
+        if self.part == "train":
+            bits = np.random.PCG64(np.random.SeedSequence((self.config.seed, epoch)))
+            documents, rows = _shuffled(len(documents), bits), _shuffled(len(rows), bits)
+        starts = np.cumsum(lengths[documents]) - lengths[documents]
+        return rows, starts, self._bounds[documents] - starts

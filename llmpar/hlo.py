@@ -1,0 +1,377 @@
+"""Reads out of a program which collectives it runs: how often, over which mesh axes, for how many bytes, by which line.
+
+A program can be read in three places, from the question to the answer:
+
+1. its jaxpr (`census_jaxpr`): what the author wrote, in the author's axes; empty where the partitioner decides;
+2. the text just after SPMD partitioning (`partitioned_hlo`, then `census_hlo`): what will be sent, at its true width,
+   nothing merged yet. Prefer this one;
+3. the final text (`compiled.as_text()`, then `census_hlo`): what this back end runs. The CPU has no 16-bit collectives
+   and widens them (bf16 to f32, fp8 to f16; `to_apply=..._promoted` tells), which doubles their bytes. It merges
+   all-reduces of equal groups and, outside loops, a rematerialized gather with its first. Nothing here undoes that.
+   From the persistent cache, it names the source lines of the day it was compiled.
+
+Bytes are those that one device sends in a step, on a ring of g devices, for a result of R bytes:
+
+    all-gather, all-to-all R(g-1)/g    reduce-scatter R(g-1)    all-reduce 2R(g-1)/g    collective-permute R
+
+`Compiled.cost_analysis` counts the body of a loop once; here a loop multiplies by its trip count. Not counted: groups
+of one device (they send nothing), `collective-broadcast`, `send` and `recv`.
+"""
+
+import functools
+import math
+import operator
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+
+@dataclass(frozen=True)
+class Collective:
+    """States what one collective of a program sends in one step."""
+
+    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, ragged-all-to-all or collective-permute
+    axes: tuple[str, ...]  # in mesh order; ('other',) where the groups follow no set of whole axes
+    group_size: int
+    count: int  # executions per step
+    bytes_sent: int  # per device and step
+    dtype: str  # as XLA writes it: f32, bf16, s32
+    shape: tuple  # of the result of one execution; several shapes if it has several results
+    source: str  # 'llmpar/model.py:88'; '' where the compiler does not say
+    conditional: bool = False  # in a branch: counted as if the branch that sends most were always taken
+
+
+def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
+    """Gives the bytes that a device sends for one collective on a ring; rounds where the group does not divide them."""
+    if kind == "collective-permute":
+        return result_bytes
+    times = {"reduce-scatter": group_size, "all-reduce": 2}.get(kind, 1)  # the full buffer is g results; twice around
+    return round(Fraction(times * result_bytes * (group_size - 1), group_size))
+
+
+def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:
+    """Sums counts and bytes by axes (written 'dp,fsdp') and kind, to compare two censuses or one with a formula."""
+    table: dict[tuple[str, str], dict[str, int]] = {}
+    for c in collectives:
+        row = table.setdefault((",".join(c.axes), c.kind), {"count": 0, "bytes_sent": 0})
+        row["count"] += c.count
+        row["bytes_sent"] += c.bytes_sent
+    return table
+
+
+def _dearest(branches: list[list[Collective]]) -> list[Collective]:
+    return [replace(c, conditional=True) for c in max(branches, key=lambda work: sum(c.bytes_sent for c in work))]
+
+
+def _repeat(work: list[Collective], times: int | None, source: str) -> list[Collective]:
+    if times is None and work:
+        what = ", ".join(sorted({c.kind for c in work}))
+        raise ValueError(
+            f"cannot count the loop{source and f' at {source}'}: it runs {what}, and nothing says how often;"
+            " use lax.scan, or lax.fori_loop with bounds that are Python integers"
+        )
+    return [replace(c, count=c.count * times, bytes_sent=c.bytes_sent * times) for c in work if times]
+
+
+def _innermost(frames: Iterable[tuple[str, int]]) -> str:
+    """Names the innermost frame outside JAX and Flax, and outside `par` too: it only does what another line asks."""
+    ours = [(Path(f), n) for f, n in frames if not re.search(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax)/", f)]
+    asked = [(path, line) for path, line in ours if path.parts[-2:] != ("llmpar", "par.py")]
+    return next(("/".join(path.parts[-2:]) + f":{line}" for path, line in asked + ours), "")
+
+
+_KINDS = {kind.replace("-", "_"): kind for kind in ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")}
+_KINDS |= {"ppermute": "collective-permute"} | dict.fromkeys(("psum", "psum2", "pmax", "pmin"), "all-reduce")
+_DTYPES = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred", "_": ""}
+
+
+def census_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> list[Collective]:
+    """Counts the collectives that a jaxpr names. A scan multiplies by its length; of a cond the dearest branch counts.
+
+    `axis_sizes` is `mesh.shape`, in mesh order. Refuses a `while` (a loop with traced bounds) that holds a collective.
+    """
+    work: list[Collective] = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name, params = eqn.primitive.name, eqn.params
+        kind = _KINDS.get(re.sub("^unreduced_|_invariant|_reduced|_start", "", name))  # one collective in many variants
+        jaxprs = [x for x in jax.tree.leaves(params) if hasattr(getattr(x, "jaxpr", x), "eqns")]
+        inside = [census_jaxpr(x, axis_sizes) for x in jaxprs]
+        if not kind and not any(inside):
+            continue
+        frames = getattr(eqn.source_info.traceback, "frames", ())
+        source = _innermost((frame.file_name, frame.line_num) for frame in frames)
+        if kind:
+            work += _named_collectives(kind, eqn, axis_sizes, source)
+        elif name == "cond":
+            work += _dearest(inside)
+        else:
+            times = params["length"] if name == "scan" else None if name == "while" else 1
+            work += _repeat(sum(inside, []), times, source)
+    return work
+
+
+def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) -> list[Collective]:
+    """Gives one collective per result: the psum of a tree is several all-reduces, as it is after partitioning."""
+    named = jax.tree.leaves(eqn.params.get("axes", eqn.params.get("axis_name")))
+    if unknown := [a for a in named if isinstance(a, str) and a not in sizes]:
+        raise ValueError(f"a {kind} runs over axis {unknown[0]!r}, but the sizes given are those of {list(sizes)}")
+    axes = tuple(a for a in sizes if a in named and sizes[a] > 1)
+    group_size = math.prod(sizes[a] for a in axes)
+    if groups := eqn.params.get("axis_index_groups"):
+        axes, group_size = ("other",), len(groups[0])
+    if group_size == 1 or all(there == here for there, here in eqn.params.get("perm", [(0, 1)])):
+        return []
+    work = []
+    for aval in (getattr(v.aval, "inner_aval", v.aval) for v in eqn.outvars):  # psum_start and the like give futures
+        dtype = functools.reduce(lambda name, word: name.replace(*word), _DTYPES.items(), aval.dtype.name)
+        sent = ring_bytes(kind, group_size, aval.size * aval.dtype.itemsize)
+        work.append(Collective(kind, axes, group_size, 1, sent, dtype, aval.shape, source))
+    return work
+
+
+# HLO text. An operand is %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element: a name, and an index or None.
+
+_OP = re.compile(r"\s*(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)((?:, .*)?)$")
+_COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) (?:\(.* )?\{$")
+_MAX_TRIPS = 1_000_000  # counters are stepped, not solved: more trips than a training step has
+
+
+class _Op(NamedTuple):
+    type: str
+    kind: str
+    inside: str  # what the parentheses hold: operands, or the value of a constant, or the number of a parameter
+    attrs: str
+
+    def operand(self, i: int) -> tuple[str, int | None]:
+        name, index = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.inside)[i]
+        return name, int(index) if index else None
+
+    def called(self, *keys: str) -> list[str]:
+        found = [re.search(rf"\b{key}=(\{{[^}}]*\}}|[^,\s]+)", self.attrs) for key in keys]
+        return [name for m in found if m for name in re.findall(r"[\w.\-]+", m[1])]
+
+
+def _integers(text: str, after: str = "") -> list[int]:
+    return [int(n) for n in re.findall(rf"{after}(\d+)", text)]
+
+
+def _shapes(type_text: str) -> list[tuple[str, tuple[int, ...]]]:
+    return [(dtype, tuple(_integers(dims))) for dtype, dims in re.findall(r"([a-z]\w*)\[([^\]]*)\]", type_text)]
+
+
+class _Module:
+    """Holds a module's computations, with as much of an evaluator as it takes to count the trips of its loops."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, _Op]] = {}
+        self.roots: dict[str, str] = {}
+        self.tables: dict[str, dict[int, str]] = {}  # FileNames, FileLocations, StackFrames
+        name = self.entry = ""
+        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+            if m := _OP.match(line):
+                self.computations[name][m[2]] = _Op(*m.groups()[2:])
+                self.roots[name] = m[2] if m[1] else self.roots.get(name, "")
+            elif m := _COMPUTATION.match(line):
+                name = m[2]
+                self.computations[name] = {}
+                self.entry = name if m[1] else self.entry
+            elif m := re.match(r"(\d+) (.+)", line):
+                self.tables.setdefault(name, {})[int(m[1])] = m[2]
+            elif re.fullmatch(r"[A-Z]\w+", line):
+                name = line
+        if not self.entry:
+            raise ValueError("expected the text of an HLO module, but no line of it begins with ENTRY")
+
+    def source(self, op: _Op) -> str:
+        if m := re.search(r'source_file="(.*?)".*?source_line=(\d+)', op.attrs):  # JAX before stack frames
+            return _innermost([(m[1], int(m[2]))])
+        frame, frames = next(iter(_integers(op.attrs, "stack_frame_id=")), 0), []
+        while frame in self.tables.get("StackFrames", ()):
+            location, parent = _integers(self.tables["StackFrames"][frame], "=")
+            file, _, line, *_ = _integers(self.tables["FileLocations"][location], "=")
+            frames.append((self.tables["FileNames"][file].strip('"'), line))
+            frame = parent - 1  # parents are written plus one: an outermost frame says 1
+        return _innermost(frames)
+
+    def value(self, comp: str, name: str, index: int | None, known: Callable[[int, Any], Any]) -> Any:
+        """Evaluates an integer as far as it follows from constants and from what is known of parameters; else None."""
+        op = self.computations[comp][name or self.roots[comp]]
+
+        def operand(i: int, index: int | None = None) -> Any:
+            name, at = op.operand(i)
+            return self.value(comp, name, index if at is None else at, known)
+
+        match op.kind:
+            case "parameter":
+                return known(int(op.inside), index)
+            case "constant":
+                return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None
+            case "tuple" if index is not None:
+                return operand(index)
+            case "get-tuple-element":
+                return operand(0, _integers(op.attrs, "index=")[0])
+            case "copy" | "convert" | "bitcast" | "reshape" | "opt-barrier":
+                return operand(0, index)
+            case "fusion" | "call":
+                return self.value(op.called("calls", "to_apply")[0], "", index, operand)
+            case "compare" | "add" | "subtract" | "multiply":
+                function = getattr(operator, op.attrs.partition("direction=")[2][:2].lower() or op.kind[:3])
+                x = operand(0)
+                y = None if x is None else operand(1)
+                return None if y is None else function(x, y)
+
+    def trips(self, comp: str, loop: _Op) -> int | None:
+        """Says how often a loop's body runs: what the compiler noted, or else what stepping its counter shows."""
+        if noted := _integers(loop.attrs, r'"known_trip_count":\{"n":"'):
+            return noted[0]
+        condition, body = loop.called("condition", "body")
+        name, at = loop.operand(0)
+        indices = range(len(_shapes(loop.type)))
+        carried = [self.value(comp, name, i if at is None else at, lambda *_: None) for i in indices]
+        for trips in range(_MAX_TRIPS):
+            if not (go_on := self.value(condition, "", None, lambda _, i: carried[i])):
+                return None if go_on is None else trips
+            carried[:] = [self.value(body, "", i, lambda _, i: carried[i]) for i in indices]
+        return None
+
+    def work(self, leaf: Callable[[str, _Op], Collective | None], comp: str = "") -> list[Collective]:
+        """Collects the leaves in everything that one run of a computation (by default the entry) executes."""
+        work: list[Collective] = []
+        for op in self.computations[comp := comp or self.entry].values():
+            if op.kind == "while":
+                inside = [found for callee in op.called("condition", "body") for found in self.work(leaf, callee)]
+                work += _repeat(inside, self.trips(comp, op), self.source(op)) if inside else []
+            elif op.kind == "conditional":
+                branches = op.called("branch_computations", "true_computation", "false_computation")
+                work += _dearest([self.work(leaf, branch) for branch in branches])
+            elif op.kind in ("call", "fusion", "async-start"):
+                work += self.work(leaf, op.called("calls", "to_apply")[0])
+            elif found := leaf(comp, op):
+                work.append(found)
+        return work
+
+
+def census_hlo(text: str, mesh: Any) -> list[Collective]:
+    """Counts the collectives of HLO text, partitioned or final, and finds the axes of `mesh` that their groups span.
+
+    A mesh is anything with `axis_names` and `shape`. Devices in the text are positions in the mesh in row-major order,
+    whatever ids its devices have. Of an asynchronous pair the start is counted. Refuses a collective in a loop whose
+    trip count is unknown, and groups that do not cover the mesh (the program of another mesh).
+    """
+    module = _Module(text)
+
+    def leaf(_: str, op: _Op) -> Collective | None:
+        kind = op.kind.removesuffix("-start")
+        axes, group_size = _axes(op.attrs, mesh) if kind in _KINDS.values() else ((), 1)
+        if group_size == 1:
+            return None
+        shapes = _shapes(op.type)
+        if op.kind.endswith("-start") and kind != "all-reduce":  # (operands, results, ...)
+            shapes = shapes[(n := op.inside.count("%")) : 2 * n]
+        bits = sum(math.prod(shape) * (8 if dtype == "pred" else _integers(dtype)[0]) for dtype, shape in shapes)
+        dtypes, dims = ",".join(sorted({d for d, _ in shapes})), tuple(shape for _, shape in shapes)
+        sent, source = ring_bytes(kind, group_size, bits // 8), module.source(op)
+        return Collective(kind, axes, group_size, 1, sent, dtypes, dims[0] if len(dims) == 1 else dims, source)
+
+    return module.work(leaf)
+
+
+def executed_flops(text: str) -> int:
+    """Counts the FLOPs of the matmuls that HLO text executes on one device: 2MNK each, loops multiplied.
+
+    Sees `dot` only: not convolutions, nor the library calls that the GPU compiler makes of its matmuls at the end.
+    """
+    module = _Module(text)
+
+    def leaf(comp: str, op: _Op) -> Collective | None:
+        if op.kind != "dot":
+            return None
+        name, index = op.operand(0)
+        _, lhs = _shapes(module.computations[comp][name].type)[index or 0]
+        dtype, shape = _shapes(op.type)[0]
+        flops = 2 * math.prod(shape) * math.prod(lhs[int(d)] for d in op.called("lhs_contracting_dims"))
+        return Collective("dot", (), 1, 1, flops, dtype, shape, "")  # walks as a collective, FLOPs in place of bytes
+
+    return sum(c.bytes_sent for c in module.work(leaf))
+
+
+def _axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
+    """Names the mesh axes along which the devices of a group (or of a pair of a permute) differ, and a group's size."""
+    sizes = [mesh.shape[a] for a in mesh.axis_names]
+    devices = list(range(math.prod(sizes)))
+    pairs = "source_target_pairs=" in attrs
+    groups = _groups(attrs) or ([] if pairs else [devices])
+    named = sorted(i for group in groups for i in group)
+    if not set(named) <= set(devices) if pairs else named != devices:
+        raise ValueError(f"groups {groups} are not of the {len(devices)} devices of mesh {dict(mesh.shape)}")
+    places = zip(mesh.axis_names, np.unravel_index(devices, sizes), strict=True)
+    axes = tuple(a for a, place in places if any(len({*place[g]}) > 1 for g in groups))
+    size = math.prod(mesh.shape[a] for a in axes)
+    whole = pairs or all(len(g) == size for g in groups)  # groups differ along these axes only, so size says it all
+    return (axes, size) if whole else (("other",), max(map(len, groups)))
+
+
+def _groups(attrs: str) -> list[list[int]]:
+    """Reads replica groups in XLA's four spellings (its replica_group.cc, mesh_and_axis.cc); {} gives an empty list."""
+    if m := re.search(r"replica_groups=\[([\d,]+)\]<=(\[\S+?)(?:, |$)", attrs):
+        return _iota(m[2]).reshape(_integers(m[1])).tolist()
+    if m := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},? ?)*)\}", attrs):
+        return [_integers(g) for g in re.findall(r"\{(.*?)\}", m[1])]
+    # mesh['a'=2,'b'=8], device_ids=([4,4]T(1,0)) {'a','b':(2)4}: 'b':(2)4 is the middle of b cut as [2, 4, rest].
+    if not (m := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}", attrs)):
+        return []
+    names, sizes = zip(*re.findall(r"([^,=\s]+)=(\d+)", m[1]), strict=True)
+    place, size = np.arange(math.prod(map(int, sizes))), 1
+    first = place  # the place of the group's first device: that of the device, less its digits along the chosen axes
+    for name, start, n in re.findall(r"([^,:\s]+)(?::\((\d+)\)(\d+))?", m[3]):
+        start, n = int(start or 1), int(n or sizes[names.index(name)])
+        stride = math.prod(map(int, sizes[names.index(name) :])) // (start * n)
+        first, size = first - place // stride % n * stride, size * n
+    ids = _iota(m[2]).ravel() if m[2] else place
+    return ids[np.argsort(first, kind="stable")].reshape(-1, size).tolist()
+
+
+def _iota(text: str) -> np.ndarray:
+    """Reads [2,4]T(1,0) as the numbers 0 to 7 in two rows, transposed; a plain list as itself."""
+    if not text.startswith("["):
+        return np.array(_integers(text))
+    dims, _, order = text.partition("T")
+    ids = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
+    return ids.transpose(_integers(order)) if order else ids
+
+
+def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
+    """Compiles a lowered program and gives its HLO text just after SPMD partitioning: true dtypes, nothing combined.
+
+    Costs a compilation of its own, away from the persistent cache, which would skip the pass. A program for one device
+    is not partitioned: then the text is the one before optimizations.
+    """
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    compilation_cache.reset_cache()  # whether to use the cache is asked once and remembered until a reset
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            options: dict[str, str | bool]
+            options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
+            lowered.compile(compiler_options=options)
+            files = [f for f in Path(folder).glob("*.txt") if re.search(r"\.after_(tpu-)?spmd-partitioning\.", f.name)]
+            files = files or list(Path(folder).glob("*.before_optimizations.txt"))
+            return max(files, key=lambda f: f.stat().st_size).read_text()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+
+
+def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Gives a device's bytes as planned; peak is their sum, the alias once (the CPU's own peak lacks temporaries)."""
+    stats = compiled.memory_analysis()
+    memory = {f"{k}_bytes": getattr(stats, f"{k}_size_in_bytes") for k in ("argument", "output", "alias", "temp")}
+    return memory | {"peak_bytes": sum(memory.values()) - 2 * memory["alias_bytes"]}

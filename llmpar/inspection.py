@@ -1,0 +1,94 @@
+"""Predicted beside compiled: what a training step sends and holds, by formula and as the compiler has it."""
+
+from __future__ import annotations
+
+import optax
+from rich.table import Table
+
+from llmpar import hlo, predict
+from llmpar.config import ModelConfig
+from llmpar.mesh import make_mesh
+from llmpar.plan import Plan
+from llmpar.step import Step
+
+
+def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, optimizer=None) -> dict:
+    """Compile one training step (nothing runs) and read it.
+
+    Returns the document of ``llmpar inspect --json``: bytes are those that a device sends per step. Collectives are read
+    from the program as XLA's partitioner left it, where their dtypes are still true; memory and FLOPs from the final one.
+    Predictions are those of the Manual reading with AdamW; under Auto they show what the partitioner did differently.
+    """
+    plan.check(config, batch_size, seq_len)
+    mesh = make_mesh(plan.mesh)
+    step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
+    lowered = step.lower(batch_size, seq_len)
+    compiled = lowered.compile()
+    predicted = predict.collectives(config, plan, batch_size, seq_len)
+    census = hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh)
+    found = hlo.census_table(census)
+    rows = []
+    for key in sorted(predicted.keys() | found.keys(), key=lambda k: -max(_bytes(predicted, k), _bytes(found, k))):
+        sources: dict[str, int] = {}
+        for c in census:
+            if (",".join(c.axes), c.kind) == key:
+                sources[c.source] = sources.get(c.source, 0) + c.bytes_sent
+        rows.append({
+            "axis": key[0],
+            "kind": key[1],
+            "count": found.get(key, {"count": 0})["count"],
+            "predicted_count": predicted[key].count if key in predicted else 0,
+            "predicted_bytes": _bytes(predicted, key),
+            "compiled_bytes": _bytes(found, key),
+            "source": ", ".join(sorted(sources, key=lambda s: -sources[s])),
+        })  # fmt: skip
+    memory = hlo.compiled_memory(compiled)
+    useful = predict.flops(config, batch_size, seq_len)
+    return {
+        "model": config.name,
+        "params": config.num_params,
+        "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
+        "reading": plan.reading,
+        "zero": plan.zero,
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "collectives": rows,
+        "memory": {
+            "predicted_argument_bytes": sum(predict.argument_bytes(config, plan, batch_size, seq_len).values()),
+            "compiled_argument_bytes": memory["argument_bytes"],
+            "predicted_temp_bytes": predict.temp_bytes(config, plan, batch_size, seq_len),
+            "compiled_temp_bytes": memory["temp_bytes"],
+        },
+        "flops": {
+            "predicted_per_device": sum(useful.values()) / plan.mesh.size,
+            "executed_per_device": hlo.executed_flops(compiled.as_text()),
+        },
+    }
+
+
+def _bytes(table, key) -> int:
+    row = table.get(key)
+    return 0 if row is None else row["bytes_sent"] if isinstance(row, dict) else row.bytes_sent
+
+
+def tables(document: dict) -> list[Table]:
+    """The document as tables for a terminal."""
+    mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
+    title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
+    moves = Table(title=title + ": bytes sent per device and step", title_justify="left")
+    for name, justify in {"axes": "left", "collective": "left", "count": "right", "predicted": "right", "compiled": "right", "": "left", "from": "left"}.items():
+        moves.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for row in document["collectives"]:
+        same = "=" if row["predicted_bytes"] == row["compiled_bytes"] else "≠"
+        moves.add_row(
+            row["axis"], row["kind"], f"{row['count']:,}", f"{row['predicted_bytes']:,} B", f"{row['compiled_bytes']:,} B", same,
+            row["source"].replace(", ", "\n"),
+        )  # fmt: skip
+    held = Table(title="per device", title_justify="left")
+    for name in ("", "predicted", "compiled"):
+        held.add_column(name, justify="right" if name else "left")
+    memory, flops = document["memory"], document["flops"]
+    held.add_row("arguments", f"{memory['predicted_argument_bytes']:,} B", f"{memory['compiled_argument_bytes']:,} B")
+    held.add_row("temporaries (estimate)", f"{memory['predicted_temp_bytes']:,} B", f"{memory['compiled_temp_bytes']:,} B")
+    held.add_row("matmul FLOPs (useful, executed)", f"{flops['predicted_per_device']:,.0f}", f"{flops['executed_per_device']:,}")
+    return [moves, held]

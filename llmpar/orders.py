@@ -1,0 +1,341 @@
+"""Pipeline orders as data: what each stage does, in which order, and where the chunks of layers live. No jax, no times.
+
+An operation is F (forward), B (backward) or W (weight gradient) of one microbatch through one chunk of layers. In a
+schedule that splits the backward, B computes the input gradient only and W the weights' gradient; elsewhere B is both.
+An order written as text has one line per stage, `F0 F1 B0 W0`; `F3.1` is chunk 1; `F3&B0&W0` is one cell, whose parts
+start together and whose results leave together. Letters are the papers': p stages, m microbatches, v chunks per stage,
+i the stage, u a microbatch, c a chunk. `schedule` proves an order legal and measures it.
+
+Sources: GPipe (Huang 2018); 1F1B and interleaved (Narayanan 2021, sec. 2.2); breadth-first (Lamy-Poirier 2022);
+zero bubble (Qi 2023, arXiv 2401.10241); V shapes (Qi 2024, arXiv 2405.15362); DualPipe (DeepSeek-V3 2024, sec. 3.2.1).
+"""
+
+import difflib
+import heapq
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+Costs = tuple[float, float, float]
+KINDS = "FBW"  # in a table of integers a kind is its place here
+
+
+class Op(NamedTuple):
+    kind: str
+    microbatch: int
+    chunk: int = 0
+    joined: bool = False  # in one cell with the operation before it
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+Row = tuple[Op, ...]
+
+PLACEMENTS: dict[str, Callable[[int, int], list[list[tuple[int, int]]]]] = {
+    # the ways through the pipeline as (stage, chunk) cells, in forward order; a microbatch follows one of them
+    "linear": lambda p, v: [[(s, 0) for s in range(p)]],
+    "looped": lambda p, v: [[(s, c) for c in range(v) for s in range(p)]],
+    "vee": lambda p, v: [[(s, 0) for s in range(p)] + [(s, 1) for s in reversed(range(p))]],
+    # two copies of the model in opposite directions; the second half of the microbatches goes the second way
+    "dual": lambda p, v: [[(s, 0) for s in range(p)], [(s, 1) for s in reversed(range(p))]],
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order and its placement. Nothing is proved before `schedule.timetable`."""
+
+    name: str
+    order: tuple[Row, ...]
+    num_microbatches: int
+    num_chunks: int = 1
+    placement: str = "linear"
+    split_backward: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.order)
+
+    @cached_property
+    def routes(self) -> list[list[tuple[int, int]]]:
+        return PLACEMENTS[self.placement](self.num_stages, self.num_chunks)
+
+    def route(self, microbatch: int) -> list[tuple[int, int]]:
+        """The (stage, chunk) cells that hold this microbatch's layers, first to last."""
+        return self.routes[microbatch * len(self.routes) // self.num_microbatches]
+
+    @property
+    def visits(self) -> int:
+        """How often one microbatch comes through one stage."""
+        return len(self.routes[0]) // self.num_stages
+
+    @property
+    def parameter_copies(self) -> int:
+        return len(self.routes)
+
+    def needs(self, stage: int, op: Op) -> Iterator[tuple[int, Op]]:
+        """Yields the (stage, operation) pairs that must be done first."""
+        kind, u, c = op[:3]
+        if kind == "W":
+            yield stage, Op("B", u, c)
+        if kind == "B":
+            yield stage, Op("F", u, c)
+        if cell := self.onward[{"F": "B", "B": "F", "W": "W"}[kind]].get((stage, c)):
+            yield cell[0], Op(kind, u, cell[1])
+
+    @cached_property
+    def onward(self) -> dict[str, dict[tuple[int, int], tuple[int, int]]]:
+        """From a (stage, chunk) cell to the next, in the direction in which each kind moves; W stays."""
+        pairs = [pair for route in self.routes for pair in pairwise(route)]
+        return {"F": dict(pairs), "B": {b: a for a, b in pairs}, "W": {}}
+
+    def __str__(self) -> str:
+        return "\n".join("".join("& "[not op.joined] + str(op) for op in row)[1:] for row in self.order)
+
+
+# ---- orders ----------------------------------------------------------------------------------------------------------
+
+
+def _row(text: str, num_microbatches: int) -> Row:
+    """Numbers `F0 F0 B0&W0 W`: the k-th `F0` is microbatch k of chunk 0; a bare `W` is owed to the oldest B.
+
+    Microbatches past the last are dropped. What is left of a legal order is legal, so an order that needs many
+    microbatches also gives one for few.
+    """
+    row, seen, owed = list[Op](), Counter[tuple[str, int]](), list[int]()
+    for token in text.split():
+        cell = list[Op]()
+        for part in token.split("&"):
+            kind, chunk = part[0], int(part[1:] or (owed[0] if part == "W" else 0))
+            if seen[kind, chunk] < num_microbatches:
+                cell.append(Op(kind, seen[kind, chunk], chunk, bool(cell)))
+            seen[kind, chunk] += 1
+            if kind == "B":
+                owed.append(chunk)
+            if kind == "W":
+                owed.remove(chunk)
+        row += cell
+    return tuple(row)
+
+
+def _one_forward_one_backward(m: int, warmup: int, lag: int | None = None) -> Row:
+    """Runs `warmup` forwards, then F and B in turn. With a lag, W follows `lag` microbatches behind B."""
+    steady = ("F " * (j < m - warmup) + "B " + "W " * (lag is not None and j >= lag) for j in range(m))
+    return _row("F " * min(warmup, m) + "".join(steady) + "W " * min(lag or 0, m), m)
+
+
+def gpipe(p: int, m: int) -> Schedule:
+    """All forwards, then all backwards."""
+    return Schedule("gpipe", (_row("F " * m + "B " * m, m),) * p, m)
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """Stage i runs p-i-1 forwards ahead, then one forward and one backward in turn."""
+    return Schedule("1f1b", tuple(_one_forward_one_backward(m, p - i - 1) for i in range(p)), m)
+
+
+def interleaved(p: int, m: int, v: int = 2) -> Schedule:
+    """1F1B over v chunks per stage, in groups of p microbatches: Megatron's order."""
+    if m % p:
+        fits = f"{m - m % p} or {m + p - m % p}" if m > p else f"{p}"
+        raise ValueError(f"interleaved runs microbatches in groups of p = {p}; {m} is no multiple of {p}, use {fits}")
+    units = [(g + u, c) for g in range(0, m, p) for c in range(v) for u in range(p)]
+
+    def stage(i: int) -> Row:
+        warmup = min(m * v, 2 * (p - i - 1) + (v - 1) * p)
+        forward = [Op("F", u, c) for u, c in units]
+        backward = [Op("B", u, v - 1 - c) for u, c in units]
+        both = [op for pair in zip(forward[warmup:], backward, strict=False) for op in pair]
+        return (*forward[:warmup], *both, *backward[len(both) // 2 :])
+
+    return Schedule("interleaved", tuple(map(stage, range(p))), m, v, "looped")
+
+
+def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
+    """All microbatches through chunk 0, then through chunk 1, …, and back: the looped or circular pipeline."""
+    forward = tuple(Op("F", u, c) for c in range(v) for u in range(m))
+    backward = tuple(Op("B", u, c) for c in reversed(range(v)) for u in range(m))
+    return Schedule("breadth-first", (forward + backward,) * p, m, v, "looped")
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """1F1B's order of F and B; on stage i, W follows i microbatches behind B and fills what was the bubble."""
+    rows = (_one_forward_one_backward(m, p - i - 1, i) for i in range(p))
+    return Schedule("zb-h1", tuple(rows), m, split_backward=True)
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """Twice 1F1B's warm-up and twice ZB-H1's lag: no bubble when F = B = W, for twice the memory."""
+    rows = (_one_forward_one_backward(m, 2 * (p - i) - 2, 2 * i) for i in range(p))
+    return Schedule("zb-h2", tuple(rows), m, split_backward=True)
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """Two chunks per stage in a V: no bubble when F = B = W and m >= 2p-1, in 1F1B's memory (Qi 2023, sec. 6)."""
+    n = max(m, 2 * p - 1)
+    rows = (
+        "F0 " * (2 * (p - i) - 1) + "F1 F0 " * i + "F1 B1 W1 " * (p - i)
+        + "F0 B0 W0 F1 B1 W1 " * (n - 2 * p + i + 1) + "B0 W0 F1 B1 W1 " * (p - i - 1)
+        + "B0 B1 " * i + "B0 W0 " * (p - i) + "W1 " * i + "W0 " * i
+        for i in range(p)
+    )  # fmt: skip
+    return Schedule("zb-v", tuple(_row(row, m) for row in rows), m, 2, "vee", True)
+
+
+def v_half(p: int, m: int) -> Schedule:
+    """A V in about half of 1F1B's memory: a greedy filling under (p+1)/2 live microbatches, as if F = B = W.
+
+    Not the published building block (Qi 2024) but its aim: half the memory for p >= 3, and about half of 1F1B's bubble.
+    """
+    shape = Schedule("v-half", ((),) * p, m, 2, "vee", True)
+    return greedy(shape, (1, 1, 1), 0, max(4, p + 1), ("BFW", -1, 0, 1))
+
+
+def _dualpipe_rows(p: int, half: int) -> list[Row]:
+    """DualPipe's eight steps, microbatches numbered per direction. Chunk 0 enters nearest to stage 0."""
+    h, n = p // 2, max(half, p)
+
+    def stage(i: int) -> Row:
+        r = min(i, p - 1 - i)  # stages i and p-1-i do the same, with the directions exchanged
+        main = "F0&B1&W1 F1&B0&W0 " * (n - p + r + 1)
+        if r == h - 1:  # the middle pair turns its first microbatch round at once
+            main = main.replace("&", " ", 1)
+        ends = ("B1 B0 " * (r + 1)).split()
+        text = "F0 " * 2 * (h - r - 1) + "F0 F1 " * (r + 1) + "B1 W1 F1 " * (h - r - 1) + main
+        text += "B1&W1 F1&B0&W0 " * (h - r - 1)
+        text += " ".join(b + f"&W{b[1]}" * (k <= r) for k, b in enumerate(ends))
+        text += " W B0" * (h - r - 1) + " W" * (r + 1)
+        return _row(text if i < h else text.translate(str.maketrans("01", "10")), half)
+
+    return [stage(i) for i in range(p)]
+
+
+def dualpipe(p: int, m: int) -> Schedule:
+    """Two copies of the model in opposite directions, a forward of one beside a full backward of the other.
+
+    The paper overlaps the two inside a cell; here a cell `F&B&W` costs their sum, F&B = F+B+W, and nothing is gained by
+    the overlap of communication that it is made for. The published bubble holds for m >= 2p.
+    """
+    if p % 2 or m % 2:
+        raise ValueError(
+            f"dualpipe sends half of the microbatches in at each end of pairs of stages: p = {p} and m = {m} "
+            f"must be even; use p = {p + p % 2} and m = {m + m % 2}, or dualpipev"
+        )
+    half = m // 2
+    rows = ([op._replace(microbatch=op.microbatch + half * op.chunk) for op in row] for row in _dualpipe_rows(p, half))
+    return Schedule("dualpipe", tuple(map(tuple, rows)), m, 2, "dual", True)
+
+
+def dualpipev(p: int, m: int) -> Schedule:
+    """DualPipe over 2p stages cut in half: by its symmetry the missing half is the way back up a V. One copy."""
+    return Schedule("dualpipev", tuple(_dualpipe_rows(2 * p, m)[:p]), m, 2, "vee", True)
+
+
+def greedy(shape: Schedule, costs: Costs, hop: float, limit: int, policy: tuple[str, int, float, float]) -> Schedule:
+    """Fills a split order of the shape's placement from the left: a free stage takes the best that is ready and fits.
+
+    `limit` is in live chunks. The policy: which kinds first; deep (-1) or shallow (1) chunks first; for how much of a
+    W to wait if an F or B is due; how steeply the forwards in flight taper from stage 0 on (0: as many everywhere).
+    """
+    prefer, deep, patient, taper = policy
+    p, m, v = shape.num_stages, shape.num_microbatches, shape.visits
+    rows, free = [list[Op]() for _ in range(p)], [0.0] * p
+    ready, events = [dict[Op, float]() for _ in range(p)], list[tuple[float, int]]()
+    live, flight = [[0] * v for _ in range(p)], [0] * p
+    cost = {kind: c / v for kind, c in zip(KINDS, costs, strict=True)}
+
+    def feed(now: float, there: int, op: Op, here: int) -> None:
+        ready[there][op] = now + hop * (there != here)
+        heapq.heappush(events, (ready[there][op], there))
+
+    def fits(s: int, op: Op) -> bool:
+        room = all(sum(live[s][: c + 1]) < limit - (v - 1 - c) for c in range(op.chunk, v))  # later chunks must get in
+        enter = op.chunk > 0 or flight[s] < max(1, int(limit * (1 - taper * s / p / v) + 1e-9))
+        return op.kind != "F" or (room and enter)
+
+    feed(0, 0, Op("F", 0), 0)
+    while events:
+        now, s = heapq.heappop(events)
+        can = [op for op, at in ready[s].items() if at <= now and fits(s, op)] if free[s] <= now else []
+        if not can:
+            continue
+        op = min(can, key=lambda op: (prefer.index(op.kind), deep * op.chunk, op.microbatch))
+        soon = min((at for other, at in ready[s].items() if at > now and other.kind != "W"), default=math.inf)
+        if op.kind == "W" and soon < now + patient * cost["W"]:
+            heapq.heappush(events, (soon, s))
+            continue
+        del ready[s][op]
+        rows[s].append(op)
+        free[s] = end = now + cost[op.kind]
+        heapq.heappush(events, (end, s))
+        kind, u, chunk = op[:3]
+        live[s][chunk] += {"F": 1, "B": 0, "W": -1}[kind]
+        flight[s] += {"F": 1, "B": -1, "W": 0}[kind] * (chunk == 0)
+        if there := shape.onward[kind].get((s, chunk)):
+            feed(end, there[0], Op(kind, u, there[1]), s)
+        elif kind == "F":
+            feed(end, s, Op("B", u, chunk), s)
+        if kind == "B":
+            feed(end, s, Op("W", u, chunk), s)
+        if kind == "F" and (s, chunk) == (0, 0) and u + 1 < m:
+            feed(end, 0, Op("F", u + 1), 0)
+    return Schedule(shape.name, tuple(map(tuple, rows)), m, shape.num_chunks, shape.placement, True)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "breadth-first": breadth_first,
+    "circular": breadth_first, "zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "v-half": v_half,
+    "dualpipe": dualpipe, "dualpipev": dualpipev,
+}  # fmt: skip
+
+
+def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
+    """Makes a schedule by its name in `SCHEDULES`."""
+    if name not in SCHEDULES:
+        close = [f"'{like}', or " for like in difflib.get_close_matches(name, SCHEDULES, 1)]
+        raise ValueError(f"no schedule is called '{name}'; try {''.join(close)}one of {', '.join(SCHEDULES)}")
+    if min(num_stages, num_microbatches, num_chunks or 1) < 1:
+        asked = f"{num_stages} stages, {num_microbatches} microbatches, {num_chunks or 1} chunks"
+        raise ValueError(f"{asked}: a pipeline needs at least 1 of each")
+    looped = SCHEDULES[name] in (interleaved, breadth_first)
+    made = SCHEDULES[name](num_stages, num_microbatches, *([num_chunks] if looped and num_chunks else []))
+    if num_chunks not in (None, made.num_chunks):
+        raise ValueError(f"{name} has {made.num_chunks} chunk(s), not {num_chunks}; try interleaved or breadth-first")
+    return made
+
+
+def from_text(text: str, name: str = "written", placement: str | None = None) -> Schedule:
+    """Reads an order written by hand, one line per stage; `.` is an idle cell (ignored), `#` starts a comment.
+
+    Without a placement, an order that names chunks is looped and any other linear. A W anywhere splits every backward.
+    """
+    rows, lines = [], [line for raw in text.splitlines() if (line := raw.split("#")[0].rstrip())]
+    for stage, line in enumerate(lines):
+        row = []
+        for token in re.finditer(r"[^\s&]+", line):
+            op = re.fullmatch(r"([FBW])(\d+)(?:\.(\d+))?", token[0])
+            if op:
+                joined = line[: token.start()].endswith("&")
+                row.append(Op(op[1], int(op[2]), int(op[3] or 0), joined))
+            elif token[0].strip("."):
+                caret = " " * token.start() + "^" * len(token[0])
+                what = f"stage {stage}: '{token[0]}' is no operation; write F0, B0 or W0, or F0.1 for chunk 1"
+                raise ValueError(f"{what}\n{line}\n{caret}")
+        rows.append(tuple(row))
+    ops = [op for row in rows for op in row]
+    if not ops:
+        raise ValueError("the order is empty; write one line per stage, such as 'F0 F1 B0 B1'")
+    placement = placement or ("looped" if any(op.chunk for op in ops) else "linear")
+    if placement not in PLACEMENTS:
+        raise ValueError(f"no placement is called '{placement}'; use one of {', '.join(PLACEMENTS)}")
+    m = 1 + max(op.microbatch for op in ops)
+    v = {"linear": 1, "looped": 1 + max(op.chunk for op in ops)}.get(placement, 2)
+    if max(m, v) > len(ops):
+        raise ValueError(f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks; number both from 0")
+    return Schedule(name, tuple(rows), m, v, placement, split_backward=any(op.kind == "W" for op in ops))

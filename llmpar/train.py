@@ -1,0 +1,209 @@
+"""Training: a loop around :class:`llmpar.step.Step` that measures, logs, checkpoints and stops when it should."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from llmpar import hardware, predict
+from llmpar.checkpoint import Checkpoints
+from llmpar.config import ModelConfig
+from llmpar.data import Stream
+from llmpar.notation import parse_layout
+from llmpar.plan import Plan
+from llmpar.step import State, Step, Tree, weight_dims
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Any Optax optimizer fits a `Step`; these four have a name on the command line.
+
+    The rate warms up linearly over ``warmup`` steps, then falls along a cosine to a tenth at the last step.
+    """
+
+    optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
+    learning_rate: float = 3e-3
+    warmup: int = 10
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+
+def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
+    """The Optax optimizer that ``options`` name, with its schedule. Clipping is the step's (:class:`Step`), not here."""
+    rate, warmup = options.learning_rate, min(options.warmup, max(steps - 1, 0))
+    schedule = optax.warmup_cosine_decay_schedule(0.0 if warmup else rate, rate, warmup, max(steps, warmup + 1), rate / 10)
+    if options.optimizer == "adamw":
+        return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=_matrices(config))
+    if options.optimizer == "adafactor":
+        return optax.adafactor(schedule)
+    if options.optimizer == "muon":
+        return optax.contrib.muon(
+            schedule, weight_decay=options.weight_decay, muon_weight_dimension_numbers=muon_dims(config), adam_weight_decay=0.0
+        )
+    return optax.sgd(schedule, momentum=0.9)
+
+
+def _matrices(config: ModelConfig) -> Tree:
+    """True for weights that decay: matrices, not norms' scales and biases."""
+    return jax.tree.map(lambda dims: not predict.is_vector(parse_layout(dims)), weight_dims(config))
+
+
+def muon_dims(config: ModelConfig) -> Tree:
+    """How Muon (Jordan et al. 2024) reads each weight as a matrix: from the dims it sums over to the dims it makes.
+
+    Embedding and head, norms and biases are None: those are Adam's.
+    """
+
+    def numbers(dims: str):
+        layout = parse_layout(dims)
+        if predict.is_vector(layout) or layout.region == "vocab":
+            return None
+        letters = layout.letters
+        into = "d" if not letters.endswith("d") else letters.strip("ld")
+        return optax.contrib.MuonDimensionNumbers(
+            tuple(letters.index(x) for x in into), tuple(i for i, x in enumerate(letters) if x not in into + "l")
+        )
+
+    return jax.tree.map(numbers, weight_dims(config))
+
+
+@dataclass
+class Report:
+    """What a training run measured. Losses are nats per target; ``step_s`` is the median of steps after the first two."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    start: int = 0
+    tokens_per_step: int = 0
+    flops_per_step: float = 0.0
+    peak_flops_per_s: float = 0.0
+    memory_bytes: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds per step, without the compiling ones."""
+        times = sorted(self.seconds[2:] or self.seconds)
+        return times[len(times) // 2] if times else math.nan
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of the whole batch per second."""
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B; causal attention counted half); None where the
+        devices are simulated or not in the table of chips."""
+        return self.flops_per_step / self.step_s / self.peak_flops_per_s if self.peak_flops_per_s else None
+
+
+def train(
+    config: ModelConfig,
+    plan: Plan,
+    mesh: Mesh,
+    stream: Stream,
+    steps: int,
+    options: OptimizerConfig = OptimizerConfig(),
+    seed: int = 0,
+    checkpoints: Checkpoints | None = None,
+    log: str | None = None,
+    on_step: Callable[[int, Report], None] | None = None,
+) -> tuple[State, Report]:
+    """Train to step ``steps``, from the newest checkpoint if there is one.
+
+    Batches are a function of the step's number, so a resumed run repeats nothing and equals one that was never stopped.
+    Raises FloatingPointError when a loss is not finite, naming the step; checkpoints taken before it stay.
+    """
+    plan.check(config, stream.config.batch_size, stream.config.seq_len)
+    step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
+    state = checkpoints.restore(step.abstract_state, config) if checkpoints else None
+    state = step.init(seed) if state is None else state
+    shape = stream.config.batch_size, stream.config.seq_len
+    chip = hardware.guess(mesh.devices.flat[0].device_kind)
+    report = Report(
+        start=int(state.step),
+        tokens_per_step=shape[0] * shape[1],
+        flops_per_step=sum(predict.flops(config, *shape).values()),
+        peak_flops_per_s=0.0 if chip is None or chip.simulated else chip.flops_per_s * plan.mesh.size,
+    )
+    waiting: list[tuple[int, dict]] = []
+    clock = time.perf_counter()
+    with _opened(log) as lines:
+
+        def read() -> None:
+            nonlocal clock
+            number, metrics = waiting.pop(0)
+            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+            if not math.isfinite(loss):
+                kept = checkpoints.latest if checkpoints else None
+                saved = f"the checkpoint of step {kept} is intact" if kept is not None else "no checkpoint was taken"
+                raise FloatingPointError(f"the loss of step {number} is {loss}; training stopped, {saved}; try a lower learning rate")
+            now = time.perf_counter()
+            report.seconds.append(now - clock)
+            clock = now
+            report.losses.append(loss)
+            report.grad_norms.append(norm)
+            if lines:
+                row = {"step": number, "loss": loss, "grad_norm": norm, "seconds": report.seconds[-1]}
+                print(json.dumps(row), file=lines, flush=True)
+            if on_step:
+                on_step(number, report)
+
+        # Accelerators work on one step while the next is sent. Simulated devices can deadlock when many steps are in
+        # flight (beyond 32 on JAX 0.10.2), so there every loss is read before the next step.
+        lag = 0 if mesh.devices.flat[0].platform == "cpu" else 1
+        for number in range(report.start, steps):
+            state, metrics = step.run(state, _place(step, stream, number))
+            waiting.append((number, metrics))
+            while len(waiting) > lag:
+                read()
+            if checkpoints and checkpoints.due(number + 1, steps):
+                while waiting:
+                    read()  # never keep what a bad step has spoiled
+                checkpoints.save(number + 1, state, config)
+        while waiting:
+            read()
+    report.memory_bytes = _memory(mesh)
+    return state, report
+
+
+def _place(step: Step, stream: Stream, number: int) -> dict:
+    """The step's batch on its devices; every process makes only the rows that its own devices hold."""
+    shape = stream.config.batch_size, stream.config.seq_len
+    if jax.process_count() == 1:
+        return jax.device_put(stream.batch(number), step.batch_sharding)
+    batch = stream.batch(number)
+    return {k: jax.make_array_from_callback(shape, step.batch_sharding, lambda index, x=x: x[index]) for k, x in batch.items()}
+
+
+def _memory(mesh: Mesh) -> int:
+    """Peak bytes in use on the fullest local device, where the platform counts them; else 0."""
+    local = [d.memory_stats() or {} for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    return max((stats.get("peak_bytes_in_use", 0) for stats in local), default=0)
+
+
+class _opened:
+    """A JSONL log opened for appending (by the first process), or nothing."""
+
+    def __init__(self, path: str | None):
+        self.path = path if jax.process_index() == 0 else None
+
+    def __enter__(self):
+        if self.path:
+            pathlib.Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+        self.file = open(self.path, "a") if self.path else None
+        return self.file
+
+    def __exit__(self, *_):
+        if self.file:
+            self.file.close()

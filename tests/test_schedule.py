@@ -1,0 +1,408 @@
+"""Pipeline schedules: published bubbles and peaks, legality, and buffers that an executor can trust."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmpar.schedule import (
+    SCHEDULES,
+    Op,
+    Schedule,
+    closed_forms,
+    from_text,
+    make,
+    schedule_document,
+    search,
+    slots,
+    text_timeline,
+    timetable,
+)
+
+ROWS = {row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))}
+GRID = [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)]
+COSTS = [(1, 1, 1), (1, 1.2, 0.8), (3, 5, 2), (1, 1, 0.5)]
+EXACT = 1e-9  # sums of a few hundred float64 costs
+
+
+def chunkings(name):
+    return (2, 4) if name in ("interleaved", "breadth-first", "circular") else (None,)
+
+
+EVERY = [(name, p, m, v) for name in SCHEDULES for p, m in GRID for v in chunkings(name)]
+
+
+@pytest.mark.parametrize("row", [i for i in ROWS if i.startswith("zb.t5.")])
+@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "ZB-H2"])
+def test_bubble_rate_is_that_of_the_zero_bubble_paper(row, name):
+    given = ROWS[row]["inputs"]
+    costs = given["T_F"], given["T_B"], given["T_W"]
+    rate = timetable(make(name.lower(), given["p"], given["m"]), costs, given["T_comm"]).bubble_rate
+    assert rate == pytest.approx(ROWS[row]["expected"][name], abs=ROWS[row]["tolerance"]["abs"])
+
+
+def test_published_forms_hold_for_every_p_m_v():
+    assumes = {  # what stands behind the sources in `closed_forms`
+        "zb-v": lambda F, B, W: F == B == W,
+        "dualpipe": lambda F, B, W: F == B,
+        "dualpipev": lambda F, B, W: F == B,
+        "zb-h1": lambda F, B, W: W <= F,
+        "zb-h2": lambda F, B, W: W <= F and 2 * W <= F + B,
+    }
+    checked = set()
+    for name, p, m, v in EVERY:
+        if name in ("v-half", "circular"):
+            continue
+        for costs in COSTS:
+            form = closed_forms(p, m, v or 1, costs)[name]
+            if m < form.from_m or not assumes.get(name, lambda *_: True)(*costs):
+                continue
+            table = timetable(make(name, p, m, v), costs)
+            assert table.bubble == pytest.approx(form.bubble, abs=EXACT), (name, p, m, v, costs)
+            assert table.peak_live() == pytest.approx(form.peak_live), (name, p, m, v)
+            checked.add(name)
+    assert checked == set(SCHEDULES) - {"v-half", "circular"}
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_both_bubbles_of_gpipe_and_1f1b_are_the_textbook_ones(p, m):
+    for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("circular", 4)):
+        table = timetable(make(name, p, m, v), (1, 1.2, 0.8))
+        assert table.bubble_over_ideal == pytest.approx((p - 1) / (v * m))
+        assert table.bubble_fraction == pytest.approx((p - 1) / (v * m + p - 1))
+    assert timetable(make("gpipe", p, m), (1, 2, 4), 0.5).makespan_lockstep == 7 * (m + p - 1) + 0.5 * 2 * (m + p - 2)
+
+
+def test_published_ratios():
+    given, answer = ROWS["ptdp.bubble"]["inputs"], ROWS["ptdp.bubble"]["expected"]
+    for name, v, key in (("1f1b", 1, "ratio"), ("interleaved", 4, "interleaved_v4")):
+        assert timetable(make(name, given["p"], given["m"], v)).bubble_over_ideal == pytest.approx(answer[key])
+    gpipe, circular = (timetable(make(i, **names(ROWS[i]["inputs"]))) for i in ("gpipe", "circular"))
+    assert gpipe.bubble_over_ideal == pytest.approx(ROWS["gpipe"]["expected"]["ratio"])
+    assert gpipe.bubble_fraction == pytest.approx(ROWS["gpipe"]["expected"]["fraction"])
+    assert gpipe.peak_live() == [ROWS["gpipe"]["expected"]["in_flight"]] * 4
+    assert circular.bubble_fraction == pytest.approx(ROWS["circular"]["expected"]["fraction"])
+
+
+def names(inputs):
+    return {{"p": "num_stages", "m": "num_microbatches", "v": "num_chunks"}[k]: n for k, n in inputs.items()}
+
+
+@pytest.mark.parametrize("row", ["zb.t2.1F1B", "zb.t2.ZB-H1", "zb.t2.ZB-H2", "dualpipe.1F1B", "dualpipe.DualPipe"])
+def test_symbolic_rows_of_the_papers(row):
+    printed = {  # each expression as printed; DualPipe's B is the whole backward, and F&B is the sum without overlap
+        "(p-1)(F+B+W)": lambda p, F, B, W: (p - 1) * (F + B + W),
+        "(p-1)(F+B-W)": lambda p, F, B, W: (p - 1) * (F + B - W),
+        "(p-1)(F+B-2W)": lambda p, F, B, W: (p - 1) * (F + B - 2 * W),
+        "(PP-1)(F+B)": lambda p, F, B, W: (p - 1) * (F + (B + W)),
+        "(PP/2-1)(F&B+B-3W)": lambda p, F, B, W: (p / 2 - 1) * ((F + B + W) + (B + W) - 3 * W),
+        "p M_B": lambda p: p, "(2p-1) M_B": lambda p: 2 * p - 1, "PP": lambda p: p, "PP+1": lambda p: p + 1,
+    }  # fmt: skip
+    answer, name = ROWS[row]["expected"], ROWS[row]["inputs"]["schedule"].lower()
+    for p, costs in ((4, (1, 1, 1)), (8, (2, 2, 1)), (8, (1, 1, 0.5))):
+        table = timetable(make(name, p, 4 * p), costs)
+        assert table.bubble == pytest.approx(printed[answer["bubble"]](p, *costs), abs=EXACT)
+        assert max(table.peak_live()) == printed[answer.get("peak", answer.get("activations"))](p)
+        assert f"{table.schedule.parameter_copies}x" == answer.get("params", "1x")
+
+
+def test_a_misplaced_weight_gradient_misses_the_published_bubble():
+    plain = make("1f1b", 4, 8)
+    eager = "\n".join(
+        " ".join(f"{op} W{op.microbatch}" if op.kind == "B" else str(op) for op in r) for r in plain.order
+    )
+    bubbles = [timetable(s).bubble for s in (make("zb-h1", 4, 8), from_text(eager), plain)]
+    assert bubbles == [3, 6, 9]  # W at once already frees the stage before; ZB-H1 halves what that leaves
+
+
+@pytest.mark.parametrize(("row", "name"), [("zbrepo.ZB1P", "zb-h1"), ("zbrepo.ZBV", "zb-v")])
+def test_zero_bubble_relative_to_1f1b(row, name):
+    table, plain = timetable(make(name, 8, 24)), timetable(make("1f1b", 8, 24))
+    share = {"B/3": 1 / 3, "0": 0}[ROWS[row]["expected"]["bubble"]]  # of the bubble over ideal, not of the fraction
+    assert table.bubble == pytest.approx(share * plain.bubble)
+    assert max(table.peak_live()) == ROWS[row]["expected"]["act"] * max(plain.peak_live())
+    assert table.hops.sum() == ROWS[row]["expected"]["comm"] * plain.hops.sum()
+
+
+@pytest.mark.parametrize(("p", "m"), GRID)
+def test_v_half_needs_about_half_the_memory_and_leaves_about_half_the_bubble(p, m):
+    table, plain = timetable(make("v-half", p, m)), timetable(make("1f1b", p, m))
+    assert max(table.peak_live()) == (2 if p == 2 else (p + 1) / 2)
+    assert table.bubble <= 0.62 * plain.bubble
+
+
+def test_dualpipe_gains_when_gradients_leave_before_the_weights():
+    joined = make("dualpipe", 8, 16)
+    apart = replace(joined, order=tuple(tuple(op._replace(joined=False) for op in row) for row in joined.order))
+    assert timetable(joined).bubble == pytest.approx(6) and timetable(apart).bubble == pytest.approx(3)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("hop", [0.0, 0.3])
+def test_every_operation_starts_as_soon_as_it_can_and_no_sooner(name, hop):
+    p, m, costs = 4, 12, dict(zip("FBW", (1.0, 1.7, 0.6), strict=True))
+    schedule = make(name, p, m)
+    table = timetable(schedule, tuple(costs.values()), hop)
+    visits = {"linear": 1, "looped": 2, "vee": 2, "dual": 1}[schedule.placement]
+    cells = []  # (start, end, stage, the end of the row's cell before, operations)
+    for s, row in enumerate(schedule.order):
+        before = 0
+        for op, start, end in zip(row, table.start[s], table.end[s], strict=True):
+            whole = costs["B"] + costs["W"] * (not schedule.split_backward)
+            assert end - start == pytest.approx({**costs, "B": whole}[op.kind] / visits)
+            if op.joined:
+                cells[-1][1] = before = end
+                cells[-1][4].append(op)
+            else:
+                cells.append([start, end, s, before, [op]])
+                before = end
+    done = {(op[:3], s): end for _, end, s, _, ops in cells for op in ops}
+    for start, _, s, before, ops in cells:
+        due = [before]
+        for op in ops:
+            route = schedule.route(op.microbatch)
+            k = route.index((s, op.chunk)) + {"F": -1, "B": 1, "W": 0}[op.kind]
+            if op.kind == "B":
+                due.append(done[("F", *op[1:3]), s])
+            if op.kind != "W" and 0 <= k < len(route):
+                there, chunk = route[k]
+                due.append(done[(op.kind, op.microbatch, chunk), there] + hop * (there != s))
+        assert start == pytest.approx(max(due))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_lockstep_is_legal_and_never_beats_free_running(name):
+    schedule = make(name, 4, 8)
+    table = timetable(schedule, (1, 1.5, 0.5), 0.25)
+    assert (table.ticks[..., 0] >= 0).sum() == sum(map(len, schedule.order))
+    assert (table.messages[:, 2] > table.messages[:, 0]).all()
+    if not any(op.joined for row in schedule.order for op in row):  # lockstep does not join cells
+        assert table.makespan_lockstep >= table.makespan - EXACT
+    if schedule.split_backward and schedule.placement == "linear":
+        unit = timetable(schedule, (1, 1, 1))
+        assert unit.makespan_lockstep == unit.makespan == len(unit.ticks)
+
+
+def wrong(text, **options):
+    with pytest.raises(ValueError) as error:
+        timetable(from_text(text, **options))
+    return str(error.value)
+
+
+def test_missing_backward_is_refused_with_the_stage_and_who_waits():
+    message = wrong("F0 F1 B0 B1\nF0 B0 F1")
+    assert "stage 1 never runs B1" in message and "stage 0 waits at tick 4 to run B1" in message
+    assert "stage 0 never runs B1; its row stops at tick 4" in wrong("F0 F1 B0\nF0 B0 F1 B1")
+
+
+def test_backward_before_forward_is_refused_with_stage_tick_and_cycle():
+    message = wrong("F0 F1 B0 B1\nF0 B1 F1 B0")
+    assert "stage 1 waits at tick 2 to run B1, which needs F1 on stage 1" in message
+    assert "Cycle: B1 on stage 1 -> F1 on stage 1 -> B1 on stage 1;" in message
+
+
+def test_weight_gradient_before_backward_is_refused():
+    assert "run W0, which needs B0 on stage 0" in wrong("F0 W0 B0")
+
+
+def test_crossing_orders_deadlock_with_the_cycle_named():
+    message = wrong("F0 B0 F1 B1\nF0 F1 B0 B1")
+    assert "stage 0 waits at tick 1 to run B0, which needs B0 on stage 1, where it comes after F1" in message
+    assert "stage 1 waits at tick 2 to run F1, which needs F1 on stage 0, where it comes after B0" in message
+    assert "Cycle: B0 on stage 0 -> B0 on stage 1 -> F1 on stage 1 -> F1 on stage 0 -> B0 on stage 0;" in message
+
+
+def test_a_cycle_round_the_loop_is_named_once():
+    message = wrong("F0.1 F0 B0.1 B0\nF0 F0.1 B0.1 B0\nF0 F0.1 B0.1 B0")
+    assert "Cycle: F0.1 on stage 0 -> F0 on stage 2 -> F0 on stage 1 -> F0 on stage 0 -> F0.1 on stage 0;" in message
+    assert message.count("comes after") == 1
+
+
+def test_cells_can_deadlock_on_their_own():
+    legal = "F0 F1 B0 B1\nF0 B0 F1 B1"
+    assert timetable(from_text(legal)).makespan == 9
+    assert "Cycle" in wrong(
+        legal.replace("F0 F1 B0 B1", "F0 F1&B0 B1").replace("B0 F1", "F1&B0") + "\n# F1 waits for B0"
+    )
+
+
+def test_a_microbatch_twice_or_elsewhere_is_refused():
+    assert "stage 0 runs F0 twice, at tick 0 and tick 1" in wrong("F0 F0 F1 B0 B1\nF0 B0 F1 B1")
+    assert "stage 1 runs F1 at place 1 of its row, but does not hold its layers" in wrong(
+        "F0 F1.1 B0 B1.1\nF0 F1 B0", placement="dual"
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_any_loss_of_an_operation_is_noticed(name):
+    schedule, rng = make(name, 4, 8), np.random.default_rng(0)
+    for _ in range(10):
+        stage = int(rng.integers(4))
+        k = int(rng.integers(len(schedule.order[stage])))
+        op, row = schedule.order[stage][k], list(schedule.order[stage])
+        for change in (row[:k] + row[k + 1 :], row[:k] + [op] + row[k:]):
+            order = schedule.order[:stage] + (tuple(change),) + schedule.order[stage + 1 :]
+            with pytest.raises(ValueError, match=f"stage {stage} (never runs|runs) {op}"):
+                timetable(replace(schedule, order=order))
+
+
+def test_text_and_order_are_the_same_thing():
+    for name in SCHEDULES:
+        schedule = make(name, 4, 8)
+        assert from_text(str(schedule), schedule.name, schedule.placement) == schedule
+    assert from_text("F0 . B0 # one stage").order == ((Op("F", 0), Op("B", 0)),)
+    with pytest.raises(ValueError, match=r"stage 1: 'X1' is no operation(.|\n)*F0 X1\n   \^\^"):
+        from_text("F0 B0\nF0 X1")
+    for text in ("", "F0 F999999999 B0", "F0 F1.999999999 B0"):
+        with pytest.raises(ValueError, match="empty|cannot cover"):
+            from_text(text)
+
+
+def test_refusals_say_what_would_work():
+    with pytest.raises(ValueError, match="6 is no multiple of 4, use 4 or 8"):
+        make("interleaved", 4, 6)
+    with pytest.raises(ValueError, match="must be even; use p = 4 and m = 8"):
+        make("dualpipe", 3, 7)
+    with pytest.raises(ValueError, match="try '1f1b'"):
+        make("1f1bb", 4, 8)
+    with pytest.raises(ValueError, match="1f1b has 1 chunk"):
+        make("1f1b", 4, 8, 2)
+    with pytest.raises(ValueError, match="at least 1 of each"):
+        make("1f1b", 0, 8)
+    for costs, hop in (((1, -1, 1), 0), ((0, 0, 0), 0), ((1, 1, 1), -1)):
+        with pytest.raises(ValueError, match="none negative"):
+            timetable(make("1f1b", 2, 2), costs, hop)
+
+
+def walk(table, buffers):
+    """An executor in miniature: values are names, so that any slot read wrongly or overwritten early is seen."""
+    schedule, p = table.schedule, table.schedule.num_stages
+    saved, residual, messages = ([{} for _ in range(p)] for _ in range(3))
+    ran = 0
+    for t, row in enumerate(table.ticks):
+        out = [None] * p
+        for s, (kind, u, c) in enumerate(row.tolist()):
+            if kind < 0:
+                assert buffers.saved[t, s] == buffers.residual[t, s] == buffers.read[t, s] == -1
+                continue
+            route = schedule.route(u)
+            k, read, ran = route.index((s, c)), int(buffers.read[t, s]), ran + 1
+            first, last = (k == 0 and kind == 0), (k == len(route) - 1 and kind == 1)
+            x = messages[s][read] if read >= 0 else None
+            here, left = int(buffers.saved[t, s]), int(buffers.residual[t, s])
+            if kind == 0:
+                assert x == (None if first else ("F", u, k - 1))
+                saved[s][here], out[s] = (u, k), ("F", u, k)
+            elif kind == 1:
+                assert x == (None if last else ("B", u, k + 1)) and saved[s][here] == (u, k)
+                out[s] = ("B", u, k)
+                if schedule.split_backward:
+                    residual[s][left] = (u, k)
+            else:
+                assert saved[s][here] == residual[s][left] == (u, k)
+        way = buffers.send[t]
+        for s in range(p):
+            for source, inbox, sign in ((s - 1, buffers.left, 1), (s + 1, buffers.right, -1), (s, buffers.keep, 0)):
+                if inbox[t, s] >= 0:
+                    assert way[source % p] == sign
+                    messages[s][int(inbox[t, s])] = out[source % p]
+    assert ran == sum(map(len, schedule.order))
+    for held, number in (
+        (saved, buffers.num_saved),
+        (residual, buffers.num_residual),
+        (messages, buffers.num_messages),
+    ):
+        assert [len(slot) for slot in held] == number.tolist()
+
+
+OTHER_SIZES = [(name, p, 6, None) for name in SCHEDULES for p in (1, 2, 6) if (name, p) != ("dualpipe", 1)]
+
+
+@pytest.mark.parametrize(("name", "p", "m", "v"), EVERY + OTHER_SIZES)
+def test_an_executor_finds_every_value_in_its_slot(name, p, m, v):
+    table = timetable(make(name, p, m, v))
+    walk(table, slots(table))
+
+
+def test_slots_are_as_few_as_what_is_alive():
+    for name in SCHEDULES:
+        table = timetable(make(name, 4, 16))
+        buffers, visits = slots(table), table.schedule.visits
+        assert buffers.num_saved.tolist() == [round(visits * peak) for peak in table.peak_live()]
+        assert buffers.num_residual.tolist() == [round(visits * peak) for peak in table.peak_live(0, 1)]
+    small, large = (slots(timetable(make("1f1b", 4, m))) for m in (8, 64))
+    assert small.num_saved.tolist() == large.num_saved.tolist() == [4, 3, 2, 1]
+    assert small.num_messages.tolist() == large.num_messages.tolist()
+
+
+@pytest.mark.parametrize("array", ["saved", "read", "left", "residual", "keep"])
+def test_the_miniature_executor_sees_a_wrong_slot(array):
+    table = timetable(make("zb-v", 4, 8))
+    buffers = slots(table)
+    broken = getattr(buffers, array).copy()
+    used = np.argwhere(broken >= 0)
+    broken[tuple(used[len(used) // 2])] = broken.max() + 1
+    with pytest.raises((AssertionError, KeyError)):
+        walk(table, replace(buffers, **{array: broken}))
+
+
+def test_live_activations_over_time():
+    table = timetable(make("gpipe", 2, 2), (1, 1, 1))
+    times, held = table.live(0)
+    assert times.tolist() == [0, 1, 7, 9] and held.tolist() == [1, 2, 1, 0]
+    split = timetable(make("zb-h1", 4, 8))
+    assert split.peak_live(1, 0) == [4, 3, 2, 1]  # F to B alone: 1F1B's
+    assert split.peak_live(1, 1) == [4, 4, 4, 4]
+
+
+def test_messages_cross_each_boundary_once_per_microbatch_and_direction():
+    assert timetable(make("1f1b", 3, 5)).hops.tolist() == [[0, 5, 0], [5, 0, 5], [0, 5, 0]]
+    assert timetable(make("interleaved", 3, 6, 2)).hops.sum() == 2 * 6 * (2 * 3 - 1)
+    assert timetable(make("zb-v", 3, 6)).hops.sum() == 2 * 6 * 2 * (3 - 1)
+
+
+def test_search_matches_the_hand_made_orders_and_keeps_the_limit():
+    for p, limit, placement, at_most in (
+        (4, 4, "linear", 3),
+        (4, 7, "linear", 0),
+        (4, 2, "vee", 6),
+        (8, 8, "linear", 7),
+    ):
+        found = timetable(search(p, 3 * p, (1, 1, 1), limit, placement=placement))
+        assert max(found.peak_live()) <= limit and found.bubble <= at_most + EXACT
+    costs, hop = (18.522, 18.086, 9.337), 0.601  # the first row of the zero-bubble paper's Table 5
+    by_hand = timetable(make("zb-h1", 8, 24), costs, hop)
+    assert timetable(search(8, 24, costs, 8, hop), costs, hop).span <= by_hand.span + EXACT
+    with pytest.raises(ValueError, match="a limit of at least 1"):
+        search(4, 8, (1, 1, 1), 0.5)
+
+
+def test_document_keeps_the_contract_of_the_command_line():
+    document = json.loads(json.dumps(schedule_document(make("zb-h1", 4, 8), (1, 1, 1), 0.5)))
+    promised = {
+        "makespan",
+        "makespan_lockstep",
+        "bubble_over_ideal",
+        "bubble_fraction",
+        "bubble_rate",
+        "peak_live",
+        "table",
+    }
+    assert promised <= set(document) and document["peak_live"] == [4, 4, 4, 4]
+    assert document["table"][3][0] == {
+        "kind": "F", "microbatch": 0, "chunk": 0, "joined": False, "start": 4.5, "end": 5.5, "tick": 3,
+    }  # fmt: skip
+
+
+def test_the_picture_is_the_lockstep_table():
+    assert text_timeline(timetable(make("1f1b", 2, 2))).splitlines() == [
+        "stage 0 F0 F1 .  B0 .  B1",
+        "stage 1 .  F0 B0 F1 B1 .",
+    ]
+
+
+def test_a_schedule_is_only_data():
+    assert isinstance(hash(make("dualpipe", 4, 8)), int) and make("zb-v", 4, 8) == make("zb-v", 4, 8)
+    assert isinstance(make("v-half", 4, 8), Schedule)
