@@ -159,7 +159,7 @@ def from_hugging_face(path: str) -> ModelConfig:
         raise ValueError(f"model_type '{kind}' in '{path}' is not one of llama, mistral, qwen2, qwen3")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is")
-    if raw.get("mlp_bias") or (kind == "llama" and raw.get("attention_bias")):
+    if raw.get("mlp_bias") or (kind != "qwen2" and raw.get("attention_bias")):
         raise ValueError(f"'{path}' asks for biases in the feed-forward or the output projection, which are not implemented")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
@@ -170,6 +170,13 @@ def from_hugging_face(path: str) -> ModelConfig:
         scaling = RopeScaling(
             rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
         )
+    window = raw.get("sliding_window") if kind == "mistral" or raw.get("use_sliding_window") else None
+    if window and kind != "mistral":  # Qwen: only layers from max_window_layers (28 where unsaid) on have the window
+        sliding = [i >= raw.get("max_window_layers", 28) for i in range(raw["num_hidden_layers"])]
+        sliding = [t == "sliding_attention" for t in raw.get("layer_types") or []] or sliding
+        if any(sliding) and not all(sliding):
+            raise ValueError(f"'{path}' has a window in {sum(sliding)} of {len(sliding)} layers; use one in all or none")
+        window = window if any(sliding) else None
     heads = raw["num_attention_heads"]
     return ModelConfig(
         name=pathlib.Path(path).parent.name or kind,
@@ -186,7 +193,7 @@ def from_hugging_face(path: str) -> ModelConfig:
         tied=raw.get("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
-        window=raw.get("sliding_window") if kind == "mistral" or raw.get("use_sliding_window") else None,
+        window=window,
         init_scale=raw.get("initializer_range", 0.02),
     )
 

@@ -7,8 +7,9 @@
     memory_bars  time_bars           what fills the memory, and the step
     loss_curve                       whether it learns
 
-One language in all: a colour is a mesh axis, always the same one; slanted lines are an unfinished sum (or what was compiled,
-beside what was predicted), dots are copies; a cell says in words what its colour says. Every number has its unit.
+One language in all: a colour is a mesh axis, always the same one; slanted lines are an unfinished sum
+(or what was compiled, beside what was predicted), dots are copies; a cell says in words what its colour says. Every
+number has its unit.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import math
 from itertools import accumulate, pairwise
 from itertools import product as every
 
-from llmpar.notation import (
-    AXES, Arrow, Layout, MeshShape, Move, divisors, parse_arrow, parse_layout, parse_mesh, product,
-)  # fmt: skip
+from llmpar.notation import AXES, Arrow, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh, product
+
+# isort: off
 from llmpar.scene import (
-    SERIES, SMALL, Group, Line, Rect, Scene, Text, bounds, compose, fitting, legend, on, size_text, size_ticks, small,
-    stack, text_width, ticks, time_text,
+    SERIES, SMALL, Group, Line, Rect, Scene, Text, bounds, compose, fitting, legend, on, size_text, small, stack,
+    text_width, ticks, time_text,
 )  # fmt: skip
+# isort: on
 
 MAX_CELLS = 64
 """What a mesh or a layout shows one by one; above, it shows blocks."""
@@ -42,7 +44,7 @@ def _many(n: int, what: str) -> str:
     return f"{n} {what if n == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
 
 
-# ---------------------------------------------------------------------------------------------------------------- meshes
+# --------------------------------------------------------------------------------------------------------------- meshes
 
 
 def _groups(shape: MeshShape, axis: str) -> list[list[int]]:
@@ -77,10 +79,12 @@ def _frame(block: Block, name: str, color: str, dash: bool = False) -> Block:
 def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_axis: str | None = None) -> Scene:
     """The devices in link order: neighbours in a row share the fastest links. Boxes are outer axes, dashed ones hosts.
 
-    ``highlight_axis`` fills the first group of devices that communicate over that axis, and numbers the groups. A mesh of
-    more than 64 devices is drawn in blocks of consecutive ones.
+    ``highlight_axis`` fills the first group of devices that communicate over that axis, and numbers the groups. A mesh
+    of more than 64 devices is drawn in blocks of consecutive ones.
     """
     shape = parse_mesh(shape)
+    if highlight_axis not in (None, *AXES):
+        raise ValueError(f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}")
     live = {a: n for a, n in shape.sizes.items() if n > 1} or {"dp": 1}
     levels, count = [], 1  # of each level: axis, its coordinates per block, blocks
     for axis, n in live.items():
@@ -106,8 +110,8 @@ def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_
     def leaf(first: int, where: str, axis: str) -> Block:
         devices = range(first, first + block)
         lit = bool(groups) and any(d in groups[0] for d in devices)
-        fill = highlight_axis if lit else "cell"
-        items = [Rect(0, 0, room, 40, fill, f"{highlight_axis or axis}-line", 1.5, radius=3)]
+        fill = highlight_axis if highlight_axis and lit else "cell"
+        items: list = [Rect(0, 0, room, 40, fill, f"{highlight_axis or axis}-line", 1.5, radius=3)]
         items += [Text(room / 2, 12, _some(devices), anchor="middle", fill=on(fill))]
         items += [small(room / 2, 28, where, fill=on(fill) if lit else f"{axis}-line")]
         if not groups or block > 1:
@@ -130,7 +134,7 @@ def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_
 
     by_axis = {a: _groups(shape, a) for a in live}
     apart = {a: g[0][-1] // max(1, len(g[0]) - 1) for a, g in by_axis.items()}
-    facts = [(a, f"{a} = {n}: {AXES[a]}, partners {apart[a]} apart") for a, n in live.items()]
+    facts = [(a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)) for a, n in live.items()]
     notes = [f"Each cell is a block of {block} devices."] * (block > 1)
     if devices_per_host:
         where = ", dashed." if boxed is not None else f": device i is on host i // {host}."
@@ -143,7 +147,7 @@ def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_
     return compose(f"mesh {shape}: {_many(shape.size, 'device')}", [node(0, 0)[0], legend(facts, 400)], text, notes)
 
 
-# --------------------------------------------------------------------------------------------------------------- layouts
+# -------------------------------------------------------------------------------------------------------------- layouts
 
 
 def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list[int]]:
@@ -185,7 +189,7 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None) -> list:
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
     held = holders(layout, sizes)
     counts = [product(sizes.get(a, 1) for a in d.axes) for d in dims]
-    for most in (16, 8, 5, 4, 3):  # -1 stands for the blocks left out
+    for most in (8, 5, 4, 3):  # -1 stands for the blocks left out
         picked = [list(range(n)) if n <= most else [*range(most - 2), -1, n - 1] for n in counts]
         if product(map(len, picked)) <= MAX_CELLS:
             break
@@ -223,7 +227,8 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None) -> list:
         d = len(index)
         if d == num:
             return cell(index)
-        axes, across, items, at, other = [*_places(dims[d].axes, sizes, 0)], (num - d) % 2 == 1, [], 0.0, 0.0
+        items: list = []
+        axes, across, at, other = [*_places(dims[d].axes, sizes, 0)], (num - d) % 2 == 1, 0.0, 0.0
         labelled = not across or d < num - 1 or not d or index[-1] == 0  # the columns' ticks stand above the first row
         margin, gap = (16 if across else widths[d]) * labelled, 5 if d >= num - 2 else 14
         for before, i in zip([-1, *picked[d]], picked[d], strict=False):
@@ -231,13 +236,13 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None) -> list:
             if at:
                 one, two = (_places(dims[d].axes, sizes, j) for j in (before, i))
                 stroke = next((a for a in axes if -1 not in (before, i) and one[a] != two[a]), axes[0])
-                ends = [(at - gap / 2, margin), (at - gap / 2, margin + kh if across else margin + kw)]
-                items.append(Line(tuple(ends if across else [(y, x) for x, y in ends]), f"{stroke}-line", 3))
+                ends = (at - gap / 2, margin), (at - gap / 2, margin + kh if across else margin + kw)
+                items.append(Line(ends if across else tuple((y, x) for x, y in ends), f"{stroke}-line", 3))
             if labelled:
                 ticks_above = 16 * (not across and d == num - 2 and i == 0)
-                spot = (at + kw / 2, 7) if across else (margin - 8, at + (kh + ticks_above) / 2)
+                x, y = (at + kw / 2, 7) if across else (margin - 8, at + (kh + ticks_above) / 2)
                 color = f"{axes[0]}-line" if axes else "soft"
-                items.append(small(*spot, tick(d, i), "middle" if across else "end", color))
+                items.append(small(x, y, tick(d, i), "middle" if across else "end", color))
             items.append(Group(tuple(kid), *((at, margin) if across else (margin, at))))
             at += gap + (kw if across else kh)
             other = max(other, kh if across else kw)
@@ -261,7 +266,7 @@ def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
     if shape and layout.dims:
         held, whole = ("×".join(map(str, x)) for x in (layout.shard_shape(shape, sizes), shape))
         facts.append(f"a device holds {held} of {whole}")
-    if shape and itemsize:
+    if shape is not None and itemsize:
         facts.append(f"{size_text(_held_bytes(layout, shape, sizes, itemsize))} per device")
     return facts
 
@@ -278,7 +283,7 @@ def _full(sizes: dict[str, int] | MeshShape | str | None) -> dict[str, int] | No
     return sizes if sizes is None else dict.fromkeys(AXES, 1) | sizes
 
 
-def layout(layout: Layout | str, shape: tuple[int, ...] | None = None, sizes=None, itemsize: int | None = None) -> Scene:
+def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
     """Which device holds which shard of a tensor of 0 to 4 dims; without a mesh (``sizes``), only where the cuts are.
 
     Bytes per device need ``shape`` and ``itemsize``. A shard with copies is dotted, an unfinished sum hatched.
@@ -296,7 +301,7 @@ def layout_svg(value: Layout) -> str:
     return layout(value)._repr_svg_()
 
 
-def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple[Move, int]]:
+def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple]:
     """The moves of an arrow and the bytes that each device sends for them, by ring algorithms.
 
     Of a group of g and a local value of V bytes: all-gather V(g-1); reduce-scatter and all-to-all V(g-1)/g; all-reduce
@@ -311,26 +316,27 @@ def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize:
     return out
 
 
-def arrow(arrow: Arrow | str, shape: tuple[int, ...] | None = None, sizes=None, itemsize: int | None = None) -> Scene:
+def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
     """A movement: the layout before, the collectives with the bytes that each device sends, the layout after."""
     arrow, sizes = parse_arrow(arrow) if isinstance(arrow, str) else arrow, _full(sizes)
-    known = moved(arrow, shape, sizes, itemsize) if shape and sizes and itemsize else []
+    known = moved(arrow, shape, sizes, itemsize) if shape is not None and sizes and itemsize else []
     steps = [[str(m), f"{size_text(n)} sent per device"] for m, n in known] or [[str(m)] for m in arrow.moves]
     before, after = (_tensor(x, shape, sizes) for x in (arrow.before, arrow.after))
     color = f"{arrow.moves[0].axes[0]}-line" if steps else "edge"
     words = [word for step in steps for word in step] or ["nothing moves"]
     room, tall = max(text_width(w, SMALL) for w in words) + 10, 18 * len(words)
     down = bounds(before)[2] + bounds(after)[2] + room > 1000
-    x, anchor, ends = (14, "start", ((0, -10), (0, tall))) if down else (room / 2, "middle", ((0, tall), (room, tall)))
-    middle = [Line(ends, color, 2.5, head=True), *(small(x, 18 * i, w, anchor, color) for i, w in enumerate(words))]
+    link = Line(((0, -10), (0, tall)) if down else ((0, tall), (room, tall)), color, 2.5, head=True)
+    x, anchor = (14, "start") if down else (room / 2, "middle")
+    middle = [link, *(small(x, 18 * i, word, anchor, color) for i, word in enumerate(words))]
     ends = (("before", arrow.before), ("after", arrow.after))
-    facts = [f"{when}: {'; '.join(_facts(x, shape, sizes, itemsize))}" for when, x in ends]
+    facts = [f"{when}: {'; '.join(_facts(held, shape, sizes, itemsize))}" for when, held in ends]
     text = "\n".join([facts[0], *map(": ".join, steps), facts[1]])
     blocks = stack([before, middle, after], 14, across=not down)
     return compose(str(arrow), [blocks, _key([arrow.before, arrow.after], sizes)], text, facts)
 
 
-# --------------------------------------------------------------------------------------------------------- what was sent
+# -------------------------------------------------------------------------------------------------------- what was sent
 
 
 def collectives(rows) -> Scene:
@@ -342,7 +348,8 @@ def collectives(rows) -> Scene:
     names = [f"{r['axis']} {r['kind']} ×{r['count']}" for r in rows]
     left, wide = max(map(text_width, names)) + 12, 420
     pairs = [(r.get("predicted_bytes"), r.get("compiled_bytes")) for r in rows]
-    most, items, said = max([n or 0 for pair in pairs for n in pair] + [1]), [], []
+    items: list = []
+    most, said = max([n or 0 for pair in pairs for n in pair] + [1]), []
     for i, (row, name, (predicted, compiled)) in enumerate(zip(rows, names, pairs, strict=True)):
         axis, y, verdict = row["axis"].split(",")[0], 44 * i, ""
         if None not in (predicted, compiled):
@@ -367,7 +374,7 @@ def live_blocks(matrix, axis: str = "sp") -> Scene:
     ranks, steps = len(matrix), len(matrix[0])
     busiest = [max(row[t] for row in matrix) for t in range(steps)]
     w, h, left = max(46, text_width(f"step {steps - 1}", SMALL) + 8), 32, text_width(f"rank {ranks}", SMALL) + 14
-    items = [small(left + w * (t + 0.5), -12, f"step {t}") for t in range(steps)]
+    items: list = [small(left + w * (t + 0.5), -12, f"step {t}") for t in range(steps)]
     for r, row in enumerate([*matrix, busiest]):
         last, y = r == ranks, h * r + 14 * (r == ranks)
         items.append(small(left - 10, y + h / 2, "busiest" if last else f"rank {r}", "end"))
@@ -396,7 +403,8 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     drawn, steps, came_from = min(ranks, 16), num_steps or ranks, {target: source for source, target in pairs}
     w, h, left = 64, 62, text_width(f"step {steps}", SMALL) + 14
     middle = [left + w * (r + 0.4) for r in range(drawn)]
-    items, said, held = [small(x, -14, f"rank {r}") for r, x in enumerate(middle)], [], list(range(ranks))
+    items: list = [small(x, -14, f"rank {r}") for r, x in enumerate(middle)]
+    said, held = [], list(range(ranks))
     for t in range(steps):
         items.append(small(left - 12, h * t + 14, f"step {t}", "end"))
         for r, (x, block) in enumerate(zip(middle, held, strict=False)):
@@ -426,7 +434,12 @@ def _scale(at, values, y: float, text, up: float = 0) -> list:
 
 def memory_bars(rows, capacity_bytes: float | None = None, title: str = "Memory per device") -> Scene:
     """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity."""
-    return _bars(title, rows, capacity_bytes, size_text, size_ticks, ("capacity", "free", "too much"))
+
+    def marks(high: float) -> list[float]:
+        unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
+        return [unit * t for t in ticks(0, high / unit)]
+
+    return _bars(title, rows, capacity_bytes, size_text, marks, ("capacity", "free", "too much"))
 
 
 def time_bars(rows, target_s: float | None = None, title: str = "Time per step") -> Scene:
@@ -445,7 +458,7 @@ def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, 
         x, y, total = left, 42 * i, sum(row.values())
         for part, value in row.items():
             (fill, hatch), w = fills[part], wide * value / high
-            items.append(Rect(x, y, w, 28, "cell" if hatch else fill, "edge", hatch=hatch, tip=f"{part} {text(value)}"))
+            items.append(Rect(x, y, w, 28, fill, "ink", 0.75, hatch, tip=f"{part} {text(value)}"))
             items += [] if hatch else fitting(x + w / 2, y + 14, w - 6, text(value), fill=on(fill))
             x += w
         over = limit is not None and total > limit
@@ -485,7 +498,7 @@ def timetable(table, unit: str = "time units") -> Scene:
         totals = accumulate(step for _, step in steps)
         held.append({t: n / visits for (t, _), n in zip(steps, totals, strict=True)})
     most, bottom = max(max(h.values()) for h in held), 58 * len(stages)
-    at = lambda t: left + wide * t / span  # noqa: E731
+    at = lambda t: left + wide * t / span
     items, said = _scale(at, ticks(0, span), bottom, lambda v: f"{v:g}", bottom), []
     items.append(small(left - 10, bottom + 13, unit, "end"))
     for i, row in enumerate(stages):
@@ -535,7 +548,7 @@ def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = 
         return out if first == "compute" else out[::-1]
 
     span, left, wide = sum(compute_s) + sum(comm_s), text_width("communicate", SMALL) + 12, 640
-    at = lambda t: left + wide * t / span  # noqa: E731
+    at = lambda t: left + wide * t / span
     items, said = _scale(at, ticks(0, span), 196, time_text, 184), []
     for k, name in enumerate(("in turn", "side by side")):
         both, y = lanes(bool(k)), 108 * k
@@ -547,7 +560,7 @@ def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = 
             items.append(small(left - 10, top + 14, word, "end"))
             for (start, end), label in zip(lane, labels, strict=True):
                 w, full = at(end) - at(start), f"{label}: {time_text(end - start)}"
-                items.append(Rect(at(start), top, w, 28, fill, "edge", tip=f"{word} {full}"))
+                items.append(Rect(at(start), top, w, 28, fill, "ink", 0.75, tip=f"{word} {full}"))
                 items += fitting(at(start) + w / 2, top + 14, w - 4, full, label, fill=on(fill))
     key = legend([("s1", "computing"), (axis, f"communicating over {axis}")])
     return compose("Communication behind computing", [items, key], "\n".join(said))
@@ -560,7 +573,8 @@ def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
     curves = {n: [float(x) for x in c] for n, c in (("loss", losses), ("reference", other)) if len(c)}
     finite = [x for c in curves.values() for x in c if math.isfinite(x)] or [0.0]
     pad = 0.05 * (max(finite) - min(finite)) or 0.5
-    low, high, last, wide, tall = min(finite) - pad, max(finite) + pad, max(1, *map(len, curves.values()), 2) - 1, 560, 260
+    low, high, wide, tall = min(finite) - pad, max(finite) + pad, 560, 260
+    last = max(2, *map(len, curves.values())) - 1
     at, up = (lambda step: wide * step / last), (lambda loss: tall * (high - loss) / (high - low))
     steps = [t for t in ticks(0, last, 6) if t == int(t)]
     items = _scale(at, steps, tall, lambda v: f"{v:g}", tall)
@@ -572,6 +586,7 @@ def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
     for name, curve in curves.items():
         dash, points = name == "reference", [(at(i), up(x)) if math.isfinite(x) else None for i, x in enumerate(curve)]
         items += [Line((a, b), "ink" if dash else "dp-line", 2, dash) for a, b in pairwise(points) if a and b]
+        items += [Rect(p[0] - 3, p[1] - 3, 6, 6, "ink", radius=3) for p in points[-1:] if p]
         lost, known = [i for i, p in enumerate(points) if not p], [x for x in curve if math.isfinite(x)]
         ends += [(up(x), f"{name} {x:.3f} nats/token") for x in known[-1:]]
         course = f"{x:.3f}" if (x := (known or [math.nan])[0]) == (known or [0])[-1] else f"{x:.3f} to {known[-1]:.3f}"

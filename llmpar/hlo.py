@@ -5,20 +5,14 @@ A program can be read in three places, from the question to the answer:
 1. its jaxpr (`census_jaxpr`): what the author wrote, in the author's axes; empty where the partitioner decides;
 2. the text just after SPMD partitioning (`partitioned_hlo`, then `census_hlo`): what will be sent, at its true width,
    nothing merged yet. Prefer this one;
-3. the final text (`compiled.as_text()`, then `census_hlo`): what this back end runs. The CPU has no 16-bit collectives
-   and widens them (bf16 to f32, fp8 to f16; `to_apply=..._promoted` tells), which doubles their bytes. It merges
-   all-reduces of equal groups and, outside loops, a rematerialized gather with its first. Nothing here undoes that.
-   From the persistent cache, it names the source lines of the day it was compiled.
-
-Bytes are those that one device sends in a step, on a ring of g devices, for a result of R bytes:
-
-    all-gather, all-to-all R(g-1)/g    reduce-scatter R(g-1)    all-reduce 2R(g-1)/g    collective-permute R
+3. the final text (`compiled.as_text()`, then `census_hlo`): what this back end runs. The CPU widens bf16 to f32 and
+   fp8 to f16 (`to_apply=..._promoted` tells), merges all-reduces of equal groups and, outside loops, a rematerialized
+   gather with its first; nothing here undoes that. Out of the persistent cache, its source lines may be out of date.
 
 `Compiled.cost_analysis` counts the body of a loop once; here a loop multiplies by its trip count. Not counted: groups
 of one device (they send nothing), `collective-broadcast`, `send` and `recv`.
 """
 
-import functools
 import math
 import operator
 import re
@@ -50,11 +44,13 @@ class Collective:
 
 
 def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
-    """Gives the bytes that a device sends for one collective on a ring; rounds where the group does not divide them."""
-    if kind == "collective-permute":
-        return result_bytes
-    times = {"reduce-scatter": group_size, "all-reduce": 2}.get(kind, 1)  # the full buffer is g results; twice around
-    return round(Fraction(times * result_bytes * (group_size - 1), group_size))
+    """Gives the bytes that one of g devices on a ring sends for a result of R bytes, rounded where g does not divide.
+
+    All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g, collective-permute R.
+    """
+    share = Fraction(group_size - 1, group_size)
+    factors = {"reduce-scatter": group_size * share, "all-reduce": 2 * share, "collective-permute": Fraction(1)}
+    return round(result_bytes * factors.get(kind, share))
 
 
 def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:
@@ -73,19 +69,17 @@ def _dearest(branches: list[list[Collective]]) -> list[Collective]:
 
 def _repeat(work: list[Collective], times: int | None, source: str) -> list[Collective]:
     if times is None and work:
-        what = ", ".join(sorted({c.kind for c in work}))
-        raise ValueError(
-            f"cannot count the loop{source and f' at {source}'}: it runs {what}, and nothing says how often;"
-            " use lax.scan, or lax.fori_loop with bounds that are Python integers"
-        )
+        loop, what = "the loop" + (source and f" at {source}"), ", ".join(sorted({c.kind for c in work}))
+        how = "use lax.scan, or lax.fori_loop with bounds that are Python integers"
+        raise ValueError(f"cannot count {loop}: it runs {what}, but the program does not say how often; {how}")
     return [replace(c, count=c.count * times, bytes_sent=c.bytes_sent * times) for c in work if times]
 
 
 def _innermost(frames: Iterable[tuple[str, int]]) -> str:
     """Names the innermost frame outside JAX and Flax, and outside `par` too: it only does what another line asks."""
-    ours = [(Path(f), n) for f, n in frames if not re.search(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax)/", f)]
-    asked = [(path, line) for path, line in ours if path.parts[-2:] != ("llmpar", "par.py")]
-    return next(("/".join(path.parts[-2:]) + f":{line}" for path, line in asked + ours), "")
+    ours = [(f, n) for f, n in frames if not re.search(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax)/", f)]
+    asked = [(f, n) for f, n in ours if not f.endswith("/llmpar/par.py")]
+    return next(("/".join(Path(f).parts[-2:]) + f":{n}" for f, n in asked + ours), "")
 
 
 _KINDS = {kind.replace("-", "_"): kind for kind in ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")}
@@ -99,11 +93,10 @@ def census_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> list[Collective]:
     `axis_sizes` is `mesh.shape`, in mesh order. Refuses a `while` (a loop with traced bounds) that holds a collective.
     """
     work: list[Collective] = []
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         kind = _KINDS.get(re.sub("^unreduced_|_invariant|_reduced|_start", "", name))  # one collective in many variants
-        jaxprs = [x for x in jax.tree.leaves(params) if hasattr(getattr(x, "jaxpr", x), "eqns")]
-        inside = [census_jaxpr(x, axis_sizes) for x in jaxprs]
+        inside = [census_jaxpr(x, axis_sizes) for x in jax.tree.leaves(params) if hasattr(x, "eqns")]
         if not kind and not any(inside):
             continue
         frames = getattr(eqn.source_info.traceback, "frames", ())
@@ -118,7 +111,7 @@ def census_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> list[Collective]:
     return work
 
 
-def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) -> list[Collective]:
+def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) -> Iterable[Collective]:
     """Gives one collective per result: the psum of a tree is several all-reduces, as it is after partitioning."""
     named = jax.tree.leaves(eqn.params.get("axes", eqn.params.get("axis_name")))
     if unknown := [a for a in named if isinstance(a, str) and a not in sizes]:
@@ -128,19 +121,16 @@ def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) 
     if groups := eqn.params.get("axis_index_groups"):
         axes, group_size = ("other",), len(groups[0])
     if group_size == 1 or all(there == here for there, here in eqn.params.get("perm", [(0, 1)])):
-        return []
-    work = []
+        return
     for aval in (getattr(v.aval, "inner_aval", v.aval) for v in eqn.outvars):  # psum_start and the like give futures
-        dtype = functools.reduce(lambda name, word: name.replace(*word), _DTYPES.items(), aval.dtype.name)
+        dtype = re.sub("|".join(_DTYPES), lambda word: _DTYPES[word[0]], aval.dtype.name)
         sent = ring_bytes(kind, group_size, aval.size * aval.dtype.itemsize)
-        work.append(Collective(kind, axes, group_size, 1, sent, dtype, aval.shape, source))
-    return work
+        yield Collective(kind, axes, group_size, 1, sent, dtype, aval.shape, source)
 
-
-# HLO text. An operand is %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element: a name, and an index or None.
 
 _OP = re.compile(r"\s*(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)((?:, .*)?)$")
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) (?:\(.* )?\{$")
+_ROOT = ("", None)
 _MAX_TRIPS = 1_000_000  # counters are stepped, not solved: more trips than a training step has
 
 
@@ -150,7 +140,7 @@ class _Op(NamedTuple):
     inside: str  # what the parentheses hold: operands, or the value of a constant, or the number of a parameter
     attrs: str
 
-    def operand(self, i: int) -> tuple[str, int | None]:
+    def operand(self, i: int) -> tuple[str, int | None]:  # %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element
         name, index = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.inside)[i]
         return name, int(index) if index else None
 
@@ -175,7 +165,7 @@ class _Module:
         self.roots: dict[str, str] = {}
         self.tables: dict[str, dict[int, str]] = {}  # FileNames, FileLocations, StackFrames
         name = self.entry = ""
-        for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        for line in text.splitlines():
             if m := _OP.match(line):
                 self.computations[name][m[2]] = _Op(*m.groups()[2:])
                 self.roots[name] = m[2] if m[1] else self.roots.get(name, "")
@@ -201,14 +191,11 @@ class _Module:
             frame = parent - 1  # parents are written plus one: an outermost frame says 1
         return _innermost(frames)
 
-    def value(self, comp: str, name: str, index: int | None, known: Callable[[int, Any], Any]) -> Any:
+    def value(self, comp: str, ref: tuple[str, int | None], index: int | None, known: Callable[[int, Any], Any]) -> Any:
         """Evaluates an integer as far as it follows from constants and from what is known of parameters; else None."""
-        op = self.computations[comp][name or self.roots[comp]]
-
-        def operand(i: int, index: int | None = None) -> Any:
-            name, at = op.operand(i)
-            return self.value(comp, name, index if at is None else at, known)
-
+        name, at = ref
+        op, index = self.computations[comp][name or self.roots[comp]], index if at is None else at
+        operand = lambda i, index=None: self.value(comp, op.operand(i), index, known)
         match op.kind:
             case "parameter":
                 return known(int(op.inside), index)
@@ -216,47 +203,40 @@ class _Module:
                 return int(op.inside) if re.fullmatch(r"-?\d+", op.inside) else None
             case "tuple" if index is not None:
                 return operand(index)
-            case "get-tuple-element":
-                return operand(0, _integers(op.attrs, "index=")[0])
-            case "copy" | "convert" | "bitcast" | "reshape" | "opt-barrier":
-                return operand(0, index)
+            case "get-tuple-element" | "copy" | "convert" | "bitcast" | "reshape" | "opt-barrier":
+                return operand(0, next(iter(_integers(op.attrs, ", index=")), index))
             case "fusion" | "call":
-                return self.value(op.called("calls", "to_apply")[0], "", index, operand)
+                return self.value(op.called("calls", "to_apply")[0], _ROOT, index, operand)
             case "compare" | "add" | "subtract" | "multiply":
                 function = getattr(operator, op.attrs.partition("direction=")[2][:2].lower() or op.kind[:3])
-                x = operand(0)
-                y = None if x is None else operand(1)
-                return None if y is None else function(x, y)
+                return None if (x := operand(0)) is None or (y := operand(1)) is None else function(x, y)
 
     def trips(self, comp: str, loop: _Op) -> int | None:
         """Says how often a loop's body runs: what the compiler noted, or else what stepping its counter shows."""
         if noted := _integers(loop.attrs, r'"known_trip_count":\{"n":"'):
             return noted[0]
         condition, body = loop.called("condition", "body")
-        name, at = loop.operand(0)
         indices = range(len(_shapes(loop.type)))
-        carried = [self.value(comp, name, i if at is None else at, lambda *_: None) for i in indices]
+        carried = [self.value(comp, loop.operand(0), i, lambda *_: None) for i in indices]
         for trips in range(_MAX_TRIPS):
-            if not (go_on := self.value(condition, "", None, lambda _, i: carried[i])):
+            if not (go_on := self.value(condition, _ROOT, None, lambda _, i: carried[i])):
                 return None if go_on is None else trips
-            carried[:] = [self.value(body, "", i, lambda _, i: carried[i]) for i in indices]
+            carried[:] = [self.value(body, _ROOT, i, lambda _, i: carried[i]) for i in indices]
         return None
 
-    def work(self, leaf: Callable[[str, _Op], Collective | None], comp: str = "") -> list[Collective]:
+    def work(self, leaf: Callable[[str, _Op], Collective | None], comp: str = "") -> Iterable[Collective]:
         """Collects the leaves in everything that one run of a computation (by default the entry) executes."""
-        work: list[Collective] = []
         for op in self.computations[comp := comp or self.entry].values():
             if op.kind == "while":
                 inside = [found for callee in op.called("condition", "body") for found in self.work(leaf, callee)]
-                work += _repeat(inside, self.trips(comp, op), self.source(op)) if inside else []
+                yield from _repeat(inside, self.trips(comp, op), self.source(op)) if inside else []
             elif op.kind == "conditional":
                 branches = op.called("branch_computations", "true_computation", "false_computation")
-                work += _dearest([self.work(leaf, branch) for branch in branches])
+                yield from _dearest([list(self.work(leaf, branch)) for branch in branches])
             elif op.kind in ("call", "fusion", "async-start"):
-                work += self.work(leaf, op.called("calls", "to_apply")[0])
+                yield from self.work(leaf, op.called("calls", "to_apply")[0])
             elif found := leaf(comp, op):
-                work.append(found)
-        return work
+                yield found
 
 
 def census_hlo(text: str, mesh: Any) -> list[Collective]:
@@ -281,14 +261,11 @@ def census_hlo(text: str, mesh: Any) -> list[Collective]:
         sent, source = ring_bytes(kind, group_size, bits // 8), module.source(op)
         return Collective(kind, axes, group_size, 1, sent, dtypes, dims[0] if len(dims) == 1 else dims, source)
 
-    return module.work(leaf)
+    return list(module.work(leaf))
 
 
 def executed_flops(text: str) -> int:
-    """Counts the FLOPs of the matmuls that HLO text executes on one device: 2MNK each, loops multiplied.
-
-    Sees `dot` only: not convolutions, nor the library calls that the GPU compiler makes of its matmuls at the end.
-    """
+    """Counts the FLOPs of every `dot` that HLO text executes on a device, 2MNK each; GPU library calls are not seen."""
     module = _Module(text)
 
     def leaf(comp: str, op: _Op) -> Collective | None:
@@ -314,9 +291,8 @@ def _axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:
         raise ValueError(f"groups {groups} are not of the {len(devices)} devices of mesh {dict(mesh.shape)}")
     places = zip(mesh.axis_names, np.unravel_index(devices, sizes), strict=True)
     axes = tuple(a for a, place in places if any(len({*place[g]}) > 1 for g in groups))
-    size = math.prod(mesh.shape[a] for a in axes)
-    whole = pairs or all(len(g) == size for g in groups)  # groups differ along these axes only, so size says it all
-    return (axes, size) if whole else (("other",), max(map(len, groups)))
+    size = math.prod(mesh.shape[a] for a in axes)  # of a group that fills these axes; no group leaves them
+    return (axes, size) if pairs or all(len(g) == size for g in groups) else (("other",), max(map(len, groups)))
 
 
 def _groups(attrs: str) -> list[list[int]]:
@@ -341,30 +317,27 @@ def _groups(attrs: str) -> list[list[int]]:
 
 def _iota(text: str) -> np.ndarray:
     """Reads [2,4]T(1,0) as the numbers 0 to 7 in two rows, transposed; a plain list as itself."""
-    if not text.startswith("["):
-        return np.array(_integers(text))
     dims, _, order = text.partition("T")
-    ids = np.arange(math.prod(_integers(dims))).reshape(_integers(dims))
+    numbers = _integers(dims)
+    ids = np.arange(math.prod(numbers)).reshape(numbers) if text[0] == "[" else np.array(numbers)
     return ids.transpose(_integers(order)) if order else ids
 
 
 def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
     """Compiles a lowered program and gives its HLO text just after SPMD partitioning: true dtypes, nothing combined.
 
-    Costs a compilation of its own, away from the persistent cache, which would skip the pass. A program for one device
-    is not partitioned: then the text is the one before optimizations.
+    Costs a compilation, away from the persistent cache, which would skip the pass. A program for one device is not
+    partitioned: then the text is the one before optimizations.
     """
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     compilation_cache.reset_cache()  # whether to use the cache is asked once and remembered until a reset
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            options: dict[str, str | bool]
-            options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
-            lowered.compile(compiler_options=options)
-            files = [f for f in Path(folder).glob("*.txt") if re.search(r"\.after_(tpu-)?spmd-partitioning\.", f.name)]
-            files = files or list(Path(folder).glob("*.before_optimizations.txt"))
-            return max(files, key=lambda f: f.stat().st_size).read_text()
+            lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"})
+            wanted = re.compile(r"\.(after_(tpu-)?spmd-partitioning|before_optimizations)\.")
+            files = [f for f in Path(folder).glob("*.txt") if wanted.search(f.name)]
+            return max(files, key=lambda f: (".after_" in f.name, f.stat().st_size)).read_text()
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()

@@ -59,6 +59,11 @@ class Solo:
         """What is traced inside runs ``times`` times."""
         yield
 
+    @contextlib.contextmanager
+    def differentiated(self):
+        """What is traced inside is the loss."""
+        yield
+
     def layers(self, block, x, stack):
         """Run ``block(x, weights)`` once per layer: a scan over the leading dim of ``stack``, rematerialised as planned."""
         plan = self.plan
@@ -105,6 +110,7 @@ class Entry:
     """One line of the ledger: the arrow as the model (or the step) wrote it and the collective that it became.
 
     ``shape`` is the operand's on one device, ``times`` how often a step executes it; ``vary`` sends nothing forward.
+    ``differentiated`` entries lie inside the loss, and autodiff adds their :attr:`transpose`.
     """
 
     arrow: str
@@ -114,6 +120,7 @@ class Entry:
     dtype: str
     times: int
     group: int
+    differentiated: bool = False
 
     @property
     def bytes_sent(self) -> int:
@@ -124,7 +131,7 @@ class Entry:
     def transpose(self) -> Entry | None:
         """The collective that autodiff writes for this one, or None where the backward pass sends nothing."""
         kind, shape = _TRANSPOSE[self.kind], self.shape
-        if kind is None:
+        if kind is None or not self.differentiated:
             return None
         elements = product(shape)
         grown = {"all-gather": elements * self.group, "reduce-scatter": elements // self.group}.get(self.kind, elements)
@@ -147,6 +154,7 @@ class Manual(Solo):
         super().__init__(plan)
         self.ledger: list[Entry] = []
         self._times = 1
+        self._differentiated = False
 
     def weight(self, param):
         """The stored shard, cast, then gathered over fsdp if it is stored cut (ZeRO-3).
@@ -182,6 +190,19 @@ class Manual(Solo):
         return lax.axis_index(axes) if axes else 0
 
     @contextlib.contextmanager
+    def differentiated(self):
+        """Ledger entries made inside will be transposed by autodiff."""
+        self._differentiated = True
+        yield
+        self._differentiated = False
+
+    @property
+    def traffic(self) -> list[Entry]:
+        """The ledger and the transposes of what was differentiated: all that a step without recomputation sends."""
+        both = [e for entry in self.ledger for e in (entry, entry.transpose) if e is not None]
+        return [e for e in both if e.kind != "vary"]
+
+    @contextlib.contextmanager
     def repeated(self, times: int):
         """Ledger entries made inside count ``times`` times."""
         self._times *= times
@@ -210,7 +231,7 @@ class Manual(Solo):
         if kind == "slice":
             return
         group = product(self.plan.mesh.sizes[a] for a in axes)
-        self.ledger.append(Entry(text, kind, axes, tuple(x.shape), str(x.dtype), self._times, group))
+        self.ledger.append(Entry(text, kind, axes, tuple(x.shape), str(x.dtype), self._times, group, self._differentiated))
 
 
 def _collective(x, move: Move, position: dict[str, int], to: str):

@@ -1,10 +1,9 @@
 """A small grammar of pictures: rectangles, texts and lines on a scene, and back ends that draw it as SVG or as PNG.
 
-A scene is data: it can be compared, tested for overlaps and drawn again elsewhere. Colours are named by their role, so that
-one drawing serves a light and a dark page. Every scene carries a text that says the same as the picture: screen readers
-read it, GitHub and nbval show and compare it. Coordinates are pixels, y grows downwards, a text's ``y`` is its middle.
-
-No jax, and no matplotlib until a PNG is asked for. What a picture means is not known here: see :mod:`llmpar.draw`.
+A scene is data: it can be compared, tested for overlaps and drawn again elsewhere. Colours are named by their role,
+so that one drawing serves a light and a dark page. Every scene carries a text that says the same as the picture, for
+screen readers, GitHub and nbval. Coordinates are pixels, y grows downwards, a text's ``y`` is its middle. No matplotlib
+until a PNG is asked for. What a picture means is not known here: see :mod:`llmpar.draw`.
 """
 
 from __future__ import annotations
@@ -15,44 +14,41 @@ import math
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-TITLE, BODY, SMALL = 15, 13, 11
-"""The type scale, in pixels."""
+TITLE, BODY, SMALL = 15, 13, 11  # the type scale, in pixels
 
 LIGHT = {
     "paper": "#FFFFFF", "ink": "#1A1A1A", "soft": "#565D68", "edge": "#6B7280", "cell": "#F3F4F6", "grid": "#DDE0E5",
     "pp": "#444444", "sp": "#85406A", "dp": "#0072B2", "fsdp": "#009E73", "ep": "#56B4E9", "tp": "#FDB52A",
     "pp-line": "#444444", "sp-line": "#85406A", "dp-line": "#005A9E", "fsdp-line": "#007556", "ep-line": "#00728C",
-    "tp-line": "#8F5900",
-    "s1": "#F0E442", "s2": "#BBBBBB", "s3": "#CC79A7", "s4": "#D55E00", "s5": "#555555",
+    "tp-line": "#8F5900", "s1": "#F0E442", "s2": "#BBBBBB", "s3": "#CC79A7", "s4": "#D55E00", "s5": "#555555",
     "black": "#000000", "white": "#FFFFFF",
 }  # fmt: skip
-"""Role to colour. One colour per mesh axis, after Okabe and Ito (2008): told apart by colour-blind readers, and moved in
-lightness until a grey copy tells them apart too. ``-line`` is the axis as a text or a stroke, dark enough to be read on
+"""Role to colour. One colour per mesh axis, after Okabe and Ito (2008): told apart by colour-blind readers, and moved
+in lightness until a grey copy tells them apart too. ``-line`` is the axis as text or stroke, dark enough to be read on
 paper. ``s1`` to ``s5`` are what is no axis: parts of memory, operations."""
 
-DARK = LIGHT | {
+DARK = LIGHT | {  # fills stay, so that black or white text on them stays legible
     "paper": "#16191D", "ink": "#ECECEC", "soft": "#A8B0BA", "edge": "#8B94A0", "cell": "#23282F", "grid": "#3A414B",
     "pp-line": "#C9C9C9", "sp-line": "#D69BBF", "dp-line": "#5AA5F0", "fsdp-line": "#2CC295", "ep-line": "#7FDDF5",
     "tp-line": "#FDB52A",
 }  # fmt: skip
-"""The roles on a dark page. Fills stay, so that black or white text on them stays legible."""
 
 SERIES = ("s1", "s2", "s3", "s4", "s5")
 
 
-def on(fill: str) -> str:
-    """The role of text that is legible on a fill."""
-    return {"paper": "ink", "cell": "ink", "pp": "white", "sp": "white", "dp": "white", "s5": "white"}.get(fill, "black")
+def on(fill: str) -> str:  # the role of text that is legible on it
+    return "ink" if fill in ("paper", "cell") else "white" if fill in ("pp", "sp", "dp", "s5") else "black"
 
 
-# ------------------------------------------------------------------------------------------------------------ primitives
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 @dataclass(frozen=True)
 class Rect:
-    """A rectangle; ``hatch`` is ``""``, ``"/"`` or ``"."`` and drawn in the stroke's colour, ``tip`` shows when hovered."""
+    """A rectangle; ``hatch`` is ``"/"`` or ``"."``, drawn in the stroke's colour; ``tip`` shows when hovered."""
 
     x: float
     y: float
@@ -65,6 +61,10 @@ class Rect:
     radius: float = 0
     dash: bool = False
     tip: str = ""
+
+    @property
+    def box(self) -> Box:
+        return self.x, self.y, self.x + self.w, self.y + self.h
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Text:
     bold: bool = False
 
     @property
-    def box(self) -> tuple[float, float, float, float]:
-        """Left, top, right, bottom, at 0.6 em per character (0.66 when bold)."""
+    def box(self) -> Box:
+        """Its room, at 0.6 em per character (0.66 when bold)."""
         w = text_width(self.text, self.size) * (1.1 if self.bold else 1)
         left = self.x - w * {"start": 0, "middle": 0.5, "end": 1}[self.anchor]
         return left, self.y - self.size / 2, left + w, self.y + self.size / 2
@@ -97,6 +97,11 @@ class Line:
     dash: bool = False
     head: bool = False
     fill: str = ""
+
+    @property
+    def box(self) -> Box:
+        xs, ys = zip(*self.points, strict=True)
+        return min(xs), min(ys), max(xs), max(ys)
 
 
 @dataclass(frozen=True)
@@ -126,29 +131,18 @@ def flatten(items, dx: float = 0, dy: float = 0) -> list:
     return out
 
 
-def bounds(items) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom of everything in ``items``; zeros for nothing."""
-    boxes = []
-    for item in flatten(items):
-        if isinstance(item, Text):
-            boxes.append(item.box)
-        elif isinstance(item, Rect):
-            boxes.append((item.x, item.y, item.x + item.w, item.y + item.h))
-        elif item.points:
-            xs, ys = zip(*item.points, strict=True)
-            boxes.append((min(xs), min(ys), max(xs), max(ys)))
-    if not boxes:
-        return 0, 0, 0, 0
-    left, top, right, bottom = zip(*boxes, strict=True)
+def bounds(items) -> Box:
+    """The room that ``items`` take; zeros for nothing."""
+    left, top, right, bottom = zip(*([item.box for item in flatten(items)] or [(0, 0, 0, 0)]), strict=True)
     return min(left), min(top), max(right), max(bottom)
 
 
 def stack(blocks, gap: float = 12, across: bool = False) -> list[Group]:
-    """Blocks of items one below the other, or beside one another with their middles on one line."""
+    """Blocks of items below one another from the left, or beside one another with their middles on one line."""
     out, at = [], 0.0
     for block in blocks:
         x0, y0, x1, y1 = bounds(block)
-        out.append(Group(tuple(block), at - x0 if across else 0, -(y0 + y1) / 2 if across else at - y0))
+        out.append(Group(tuple(block), at * across - x0, -(y0 + y1) / 2 if across else at - y0))
         at += gap + (x1 - x0 if across else y1 - y0)
     return out
 
@@ -164,7 +158,7 @@ def fitting(x: float, y: float, room: float, *texts: str, fill: str = "ink", siz
 
 
 def legend(entries, room: float = 640) -> list:
-    """Swatches with their meaning, in as many lines as needed. ``entries`` are (fill, meaning) or (fill, meaning, hatch)."""
+    """Swatches with their meaning, on as many lines as needed: (fill, meaning) or (fill, meaning, hatch)."""
     out: list = []
     x = y = 0.0
     for fill, meaning, *hatch in entries:
@@ -172,13 +166,10 @@ def legend(entries, room: float = 640) -> list:
         if x and x + w > room:
             x, y = 0, y + 20
         stroke = fill + "-line" if fill + "-line" in LIGHT else "edge"
-        out.append(Rect(x, y, 14, 14, "cell" if hatch else fill, stroke, hatch=hatch[0] if hatch else ""))
+        out.append(Rect(x, y, 14, 14, "cell" if hatch and fill not in SERIES else fill, stroke, hatch="".join(hatch)))
         out.append(Text(x + 20, y + 7, meaning, SMALL))
         x += w + 22
     return out
-
-
-# ----------------------------------------------------------------------------------------------------- numbers and scales
 
 
 def scaled(value: float, units: tuple[str, ...], base: float) -> str:
@@ -200,23 +191,11 @@ def time_text(seconds: float) -> str:
     return "0 s" if not seconds else scaled(seconds * 1e9, ("ns", "µs", "ms", "s"), 1000)
 
 
-def ticks(low: float, high: float, num: int = 5, steps=(1, 2, 5, 10)) -> list[float]:
+def ticks(low: float, high: float, num: int = 5) -> list[float]:
     """Round numbers in [low, high], about ``num`` of them."""
-    if high <= low:
-        return [low]
-    rough = (high - low) / num
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(s * unit for s in (*steps, 10 * steps[-1]) if s * unit >= 0.999 * rough)
+    unit = 10.0 ** math.floor(math.log10(rough := (high - low) / num or 1.0))
+    step = next(s * unit for s in (1, 2, 5, 10) if s * unit >= 0.999 * rough)
     return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def size_ticks(high: float) -> list[float]:
-    """Round numbers of bytes up to ``high``: multiples of 1, 2 or 5 times a power of ten of one unit."""
-    unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
-    return [t * unit for t in ticks(0, high / unit)]
-
-
-# ----------------------------------------------------------------------------------------------------------------- scene
 
 
 @dataclass(frozen=True, repr=False)
@@ -248,31 +227,25 @@ class Scene:
 
 def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scene:
     """A scene of blocks below one another, between a title above and notes below; as large as it needs to be."""
+
+    def paragraph(texts, size: float, fill: str, bold: bool = False) -> list[Text]:
+        lines = [line for text in texts for line in textwrap.wrap(text, int(wide / size / (0.66 if bold else 0.6)))]
+        return [Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold) for i, line in enumerate(lines)]
+
     wide = max([520, *(bounds(b)[2] - bounds(b)[0] for b in blocks)])
-    heading = _paragraph([title], wide, TITLE, True)
-    small = _paragraph(notes, wide, SMALL, False)
-    items = stack([b for b in [heading, *blocks, small] if b], 14)
+    parts = [paragraph([title], TITLE, "ink", True), *blocks, paragraph(notes, SMALL, "soft")]
+    items = stack([part for part in parts if part], 14)
     x0, y0, x1, y1 = bounds(items)
     placed = Group(tuple(items), margin - x0, margin - y0)
-    # Headings start at the left edge whatever stands left of the blocks' origins.
     return Scene(math.ceil(x1 - x0 + 2 * margin), math.ceil(y1 - y0 + 2 * margin), title, f"{title}\n{text}", (placed,))
 
 
-def _paragraph(texts, room: float, size: float, bold: bool) -> list[Text]:
-    chars = int(room / (0.66 * size if bold else 0.6 * size))
-    lines = [line for text in texts for line in textwrap.wrap(text, chars)]
-    return [Text(0, 1.45 * size * i, line, size, fill="ink" if bold else "soft", bold=bold) for i, line in enumerate(lines)]
-
-
 def show(scene: Scene) -> None:
-    """Display a drawing as PNG and text only: the output to commit, since GitHub and untrusted notebooks show no SVG."""
+    """Display a drawing as PNG and text only, for outputs to commit: GitHub and untrusted notebooks show no SVG."""
     from IPython.display import display
 
     data = {"image/png": base64.b64encode(to_png(scene)).decode(), "text/plain": scene.text}
     display(data, raw=True, metadata={"image/png": {"width": scene.width}})
-
-
-# ------------------------------------------------------------------------------------------------------------- back ends
 
 
 def _head(line: Line) -> tuple[tuple[float, float], ...]:
@@ -284,17 +257,13 @@ def _head(line: Line) -> tuple[tuple[float, float], ...]:
     return (x1, y1), (bx - size / 2 * uy, by + size / 2 * ux), (bx + size / 2 * uy, by - size / 2 * ux)
 
 
-def _n(x: float) -> str:
-    return f"{x:.2f}".rstrip("0").rstrip(".")
-
-
-def _points(points) -> str:
-    return " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
+def _n(*numbers: float) -> str:
+    return " ".join(f"{x:.2f}".rstrip("0").rstrip(".") for x in numbers)
 
 
 def to_svg(scene: Scene) -> str:
     """The scene as one self-contained SVG. It follows the reader's light or dark setting, or JupyterLab's theme."""
-    used, patterns, body = {"paper"}, {}, []
+    used, patterns, body, in_pixels = {"paper"}, {}, [], 'patternUnits="userSpaceOnUse"'
 
     def paint(fill: str, stroke: str = "", width: float = 0, dash: bool = False) -> str:
         # The plain attribute is for readers without CSS variables; the class wins elsewhere.
@@ -306,29 +275,26 @@ def to_svg(scene: Scene) -> str:
 
     for item in flatten(scene.items):
         if isinstance(item, Text):
-            weight = ' font-weight="600"' if item.bold else ""
-            at = f'x="{_n(item.x)}" y="{_n(item.y + 0.35 * item.size)}" font-size="{_n(item.size)}" text-anchor="{item.anchor}"'
-            body.append(f"<text {at}{weight} {paint(item.fill)}>{escape(item.text)}</text>")
+            at = f'x="{_n(item.x)}" y="{_n(item.y + 0.35 * item.size)}" text-anchor="{item.anchor}"'
+            at += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
+            body.append(f"<text {at} {paint(item.fill)}>{escape(item.text)}</text>")
         elif isinstance(item, Rect):
             at = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}" rx="{_n(item.radius)}"'
-            tip = f"<title>{escape(item.tip)}</title>" if item.tip else ""
-            body.append(f"<rect {at} {paint(item.fill, item.stroke, item.width, item.dash)}>{tip}</rect>")
+            style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
+            body.append(f"<rect {at} {style}>" + f"<title>{tip}</title>" * bool(tip) + "</rect>")
             if item.hatch:
                 name = f"llmpar-{'dots' if item.hatch == '.' else 'lines'}-{item.stroke}"
-                mark = '<circle cx="3" cy="3" r="1.4" {}/>' if item.hatch == "." else '<path d="M-1,7 7,-1" {}/>'
-                patterns[name] = mark.format(paint(*((item.stroke,) if item.hatch == "." else ("", item.stroke, 1.6))))
+                lines, dots = paint("", item.stroke, 1.6), paint(item.stroke)
+                mark = f'<circle cx="3" cy="3" r="1.4" {dots}' if item.hatch == "." else f'<path d="M-1,7 7,-1" {lines}'
+                patterns[name] = f'<pattern id="{name}" width="6" height="6" {in_pixels}>{mark}/></pattern>'
                 body.append(f'<rect {at} fill="url(#{name})"/>')
         else:
-            tag = "polygon" if item.fill else "polyline"
-            body.append(f'<{tag} points="{_points(item.points)}" {paint(item.fill, item.stroke, item.width, item.dash)}/>')
+            tag, style = "polygon" if item.fill else "polyline", paint(item.fill, item.stroke, item.width, item.dash)
+            body.append(f'<{tag} points="{_n(*sum(item.points, ()))}" {style}/>')
             if item.head:
-                body.append(f'<polygon points="{_points(_head(item))}" {paint(item.stroke)}/>')
+                body.append(f'<polygon points="{_n(*sum(_head(item), ()))}" {paint(item.stroke)}/>')
     light, dark = ("".join(f"--lp-{r}:{theme[r]};" for r in sorted(used)) for theme in (LIGHT, DARK))
     rules = "".join(f".llmpar .f-{r}{{fill:var(--lp-{r})}}.llmpar .s-{r}{{stroke:var(--lp-{r})}}" for r in sorted(used))
-    defs = "".join(
-        f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse">{mark}</pattern>'
-        for name, mark in sorted(patterns.items())
-    )
     w, h = _n(scene.width), _n(scene.height)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="img" aria-label={quoteattr(scene.title)} '
@@ -337,53 +303,48 @@ def to_svg(scene: Scene) -> str:
         f"<title>{escape(scene.title)}</title><desc>{escape(scene.text)}</desc>"
         f"<style>.llmpar{{{light}}}@media (prefers-color-scheme:dark){{.llmpar{{{dark}}}}}"
         f"[data-jp-theme-light=true] .llmpar{{{light}}}[data-jp-theme-light=false] .llmpar{{{dark}}}{rules}</style>"
-        f"<defs>{defs}</defs>"
+        f"<defs>{''.join(patterns.values())}</defs>"
         f'<rect width="{w}" height="{h}" {paint("paper")}/>' + "\n".join(body) + "</svg>"
     )
 
 
 def to_png(scene: Scene, target=None, scale: float = 2) -> bytes:
-    """The scene as a PNG through matplotlib, ``scale`` pixels per pixel; also written to ``target`` (a path or a file)."""
-    import matplotlib
+    """The scene as a PNG through matplotlib, at ``scale`` times its size; also written to a ``target`` path or file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import FancyBboxPatch, Polygon, Rectangle
+    from matplotlib.patches import FancyBboxPatch, Polygon
+    from PIL import Image
 
     point, color = 0.75, {"": "none"} | LIGHT  # a CSS pixel is 3/4 of a typographic point
     figure = Figure(figsize=(scene.width / 96, scene.height / 96), dpi=96 * scale, facecolor=color["paper"])
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, scene.width), ylim=(scene.height, 0))
     axes.set_axis_off()
     for z, item in enumerate(flatten(scene.items)):
-        style = {"zorder": z, "clip_on": False}
+        style: dict[str, Any] = {"zorder": z, "clip_on": False}
         if isinstance(item, Text):
-            style |= {"ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor], "va": "baseline"}
-            style |= {"fontsize": item.size * point, "color": color[item.fill], "fontfamily": "DejaVu Sans"}
-            axes.text(item.x, item.y + 0.35 * item.size, item.text, weight="bold" if item.bold else "normal",
-                      parse_math=False, **style)  # fmt: skip
+            style |= {"ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor], "parse_math": False}
+            style |= {"size": item.size * point, "weight": "bold" if item.bold else "normal", "color": color[item.fill]}
+            axes.text(item.x, item.y + 0.35 * item.size, item.text, family="DejaVu Sans", **style)
             continue
-        stroke = {"edgecolor": color[item.stroke], "linewidth": item.width * point * bool(item.stroke)}
+        stroke: dict[str, Any] = {"edgecolor": color[item.stroke], "linewidth": item.width * point * bool(item.stroke)}
         stroke |= {"linestyle": (0, (6 / item.width, 4 / item.width)) if item.dash else "-"}
         if isinstance(item, Rect):
-            shape = FancyBboxPatch((item.x + item.radius, item.y + item.radius), item.w - 2 * item.radius,
-                                   item.h - 2 * item.radius, boxstyle=f"round,pad={item.radius},rounding_size={item.radius}"
-                                   ) if item.radius else Rectangle((item.x, item.y), item.w, item.h)  # fmt: skip
-            shape.set(facecolor=color[item.fill], **stroke, **style)
-            axes.add_patch(shape)
+            style |= {"xy": (item.x, item.y), "width": item.w, "height": item.h}
+            style |= {"boxstyle": f"round,pad=0,rounding_size={item.radius}"}
+            axes.add_patch(FancyBboxPatch(facecolor=color[item.fill], **stroke, **style))
             if item.hatch:
-                with matplotlib.rc_context({"hatch.linewidth": 1.2}):
-                    pattern = {"/": "//////", ".": "..."}[item.hatch]
-                    hatched = {"edgecolor": color[item.stroke], "linewidth": 0, "facecolor": "none", "hatch": pattern}
-                    axes.add_patch(Rectangle((item.x, item.y), item.w, item.h, **hatched, **style))
+                style |= {"hatch": {"/": "//////", ".": "..."}[item.hatch], "edgecolor": color[item.stroke]}
+                axes.add_patch(FancyBboxPatch(facecolor="none", linewidth=0, **style))
         elif item.fill:
             axes.add_patch(Polygon(item.points, facecolor=color[item.fill], **stroke, **style))
         else:
-            axes.plot(*zip(*item.points, strict=True), color=color[item.stroke], linewidth=stroke["linewidth"],
-                      linestyle=stroke["linestyle"], solid_capstyle="butt", **style)  # fmt: skip
+            stroke["color"] = stroke.pop("edgecolor")
+            axes.plot(*zip(*item.points, strict=True), solid_capstyle="butt", **stroke, **style)
         if isinstance(item, Line) and item.head:
             axes.add_patch(Polygon(_head(item), facecolor=color[item.stroke], linewidth=0, **style))
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer, metadata={"Software": None})
-    data = buffer.getvalue()
+    (canvas := FigureCanvasAgg(figure)).draw()
+    image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
+    image.quantize(128).save(buffer := io.BytesIO(), "PNG")  # colours enough, at a third of the bytes
     if target is not None:
-        target.write(data) if hasattr(target, "write") else Path(target).write_bytes(data)
-    return data
+        target.write(buffer.getvalue()) if hasattr(target, "write") else Path(target).write_bytes(buffer.getvalue())
+    return buffer.getvalue()

@@ -70,7 +70,7 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        ledger: after tracing, the `Entry` of every collective that the Manual reading wrote in the forward direction.
+        ledger: after tracing, the `Entry` of everything that the Manual reading sends (`Manual.traffic`).
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Step:
         params = self._constrain(state.params, self.graded)
         updates, optimizer = self.optimizer.update(grads, state.optimizer, params)
         params = self._constrain(optax.apply_updates(params, updates), self.graded)
-        self.ledger = getattr(par, "ledger", [])
+        self.ledger = par.traffic if isinstance(par, Manual) else []
         return State(self._restore(par, params), optimizer, state.step + 1), metrics
 
     def gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
@@ -149,7 +149,8 @@ class Step:
         )(params, batch)
 
     def _loss(self, par: Solo, params: Tree, batch: Batch, total) -> jax.Array:
-        return nnx.merge(model_graph(self.config), params).losses(batch, par).sum() / total
+        with par.differentiated():
+            return nnx.merge(model_graph(self.config), params).losses(batch, par).sum() / total
 
     def _auto(self, par: Auto, params: Tree, batch: Batch):
         total = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
@@ -184,8 +185,19 @@ class Step:
             return one(batch)
         batch = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0), batch)
         with par.repeated(parts):
-            nothing = jax.tree.map(_zeros_like, jax.eval_shape(one, jax.tree.map(lambda x: x[0], batch)))
-            return lax.scan(lambda done, part: (jax.tree.map(jnp.add, done, one(part)), None), nothing, batch)[0]
+            return lax.scan(lambda done, part: (jax.tree.map(jnp.add, done, one(part)), None), self._nothing(par), batch)[0]
+
+    def _nothing(self, par: Solo) -> tuple[jax.Array, Tree]:
+        """Loss and gradients of no microbatches: zeros, typed as varying like what will be added."""
+        plan, weights = self.plan, self.abstract_state.params
+        if isinstance(par, Auto):
+            return jnp.float32(0), jax.tree.map(lambda w: jnp.zeros(w.shape), weights)
+
+        def zeros(w, dims):
+            layout = plan.accumulated(dims)
+            return vary(jnp.zeros(layout.shard_shape(w.shape, plan.mesh.sizes)), layout.axes + layout.sums)
+
+        return vary(jnp.float32(0), plan.varying("data")), jax.tree.map(zeros, weights, self.dims)
 
     # ------------------------------------------------------------------------------------------- reducing, restoring
 
@@ -239,7 +251,3 @@ class Step:
     def _constrain(self, tree: Tree, layouts: Tree) -> Tree:
         return jax.tree.map(lambda x, layout: lax.with_sharding_constraint(x, sharding(self.mesh, layout)), tree, layouts)
 
-
-def _zeros_like(x):
-    """Zeros of an abstract value's shape that vary over the same mesh axes."""
-    return vary(jnp.zeros(x.shape, x.dtype), sorted(varying(x)))

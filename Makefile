@@ -1,0 +1,62 @@
+# Everything from a fresh clone, with only Python >= 3.11 and make:
+#   make demo    the main job          make lab     JupyterLab on the lessons
+#   make test    all tests             make slides  the deck, in slides/_build
+# Another Python beside the first one: make test PYTHON=python3.12 VENV=.venv312
+
+PYTHON ?= python3
+VENV ?= .venv
+STAMP := $(VENV)/.llmpar-installed
+BIN := $(VENV)/bin
+TESTS ?= tests
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast lab bench slides notebooks lint clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+setup: $(STAMP)
+
+# uv where it works (a shim without a uv behind it does not), plain venv and pip otherwise.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "llmpar needs Python 3.11 or newer, and '$(PYTHON)' was not found; install it or name another: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 11) else "llmpar needs Python 3.11 or newer, and $(PYTHON) is " + v + "; name a newer one: make PYTHON=python3.11")'
+	@if command -v uv >/dev/null 2>&1 && uv --version >/dev/null 2>&1; then \
+	  set -ex; uv venv --quiet --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV); \
+	  uv pip install --quiet --python $(BIN)/python -c constraints.txt -e '.[dev]'; \
+	else \
+	  set -ex; $(PYTHON) -m venv $(VENV); \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'; \
+	fi
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/llmpar demo --out demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python notebooks/build.py --check
+
+# One pytest process; it runs the notebooks one at a time (tests/test_notebooks.py) and builds the slides (tests/test_slides.py).
+test: lint
+	$(BIN)/python -m pytest $(TESTS)
+
+test-fast: lint
+	$(BIN)/python -m pytest $(TESTS) -m "not slow and not full and not browser and not hf"
+
+lab: $(STAMP)
+	$(BIN)/llmpar lab
+
+bench: $(STAMP)
+	$(BIN)/python tests/bench.py
+
+slides: $(STAMP)
+	$(BIN)/python slides/build.py
+
+notebooks: $(STAMP)
+	$(BIN)/python notebooks/build.py
+
+clean:
+	rm -rf demo runs dist build slides/_build .jax_cache .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

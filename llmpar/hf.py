@@ -1,0 +1,220 @@
+"""Weights of Llama, Mistral, Qwen2 and Qwen3 as Hugging Face stores them: safetensors in and out.
+
+They keep one tensor per layer, and a projection as [out, in] with its heads merged; we stack the layers and keep heads
+apart. `NAMES` says theirs in our letters: ``(n h) d`` has one dim made of heads times head width. A load reads only a
+device's own rows and columns out of the memory-mapped files, so no host holds the whole model. (Only a shard cut along
+``h`` is read with its whole heads and cut afterwards.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from llmpar.config import ModelConfig
+from llmpar.notation import product
+
+Tree = Any
+FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
+"""Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused."""
+
+NAMES = {
+    "embedding": ("model.embed_tokens.weight", "v d"),
+    "norm.scale": ("model.norm.weight", "d"),
+    "head": ("lm_head.weight", "v d"),
+    "blocks.attention_norm.scale": ("model.layers.{}.input_layernorm.weight", "d"),
+    "blocks.attention.q": ("model.layers.{}.self_attn.q_proj.weight", "(n h) d"),
+    "blocks.attention.k": ("model.layers.{}.self_attn.k_proj.weight", "(k h) d"),
+    "blocks.attention.v": ("model.layers.{}.self_attn.v_proj.weight", "(k h) d"),
+    "blocks.attention.o": ("model.layers.{}.self_attn.o_proj.weight", "d (n h)"),
+    "blocks.attention.q_bias": ("model.layers.{}.self_attn.q_proj.bias", "(n h)"),
+    "blocks.attention.k_bias": ("model.layers.{}.self_attn.k_proj.bias", "(k h)"),
+    "blocks.attention.v_bias": ("model.layers.{}.self_attn.v_proj.bias", "(k h)"),
+    "blocks.attention.q_norm.scale": ("model.layers.{}.self_attn.q_norm.weight", "h"),
+    "blocks.attention.k_norm.scale": ("model.layers.{}.self_attn.k_norm.weight", "h"),
+    "blocks.ffn_norm.scale": ("model.layers.{}.post_attention_layernorm.weight", "d"),
+    "blocks.ffn.gate": ("model.layers.{}.mlp.gate_proj.weight", "m d"),
+    "blocks.ffn.up": ("model.layers.{}.mlp.up_proj.weight", "m d"),
+    "blocks.ffn.down": ("model.layers.{}.mlp.down_proj.weight", "d m"),
+}
+"""Path of each weight here to its name (``{}`` is the layer) and dims there."""
+
+
+class _Weight:
+    """One of our weights, and the tensors that it is made of."""
+
+    def __init__(self, path: str, dims: str, shape: tuple[int, ...]):
+        name, theirs = NAMES[path]
+        self.letters, self.shape = dims.split()[1:], shape
+        self.sizes = dict(zip(self.letters, shape, strict=True))
+        self.groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w", theirs)]
+        self.names = [name.format(i) for i in range(self.sizes.get("l", 1))]
+        self.their_shape = tuple(product(self.sizes[x] for x in group) for group in self.groups)
+
+    def read(self, tensors: Mapping, index: Sequence[slice], dtype: np.dtype) -> np.ndarray:
+        """The block of this weight that ``index`` cuts out, stacked over its layers."""
+        cut = {x: slice(*s.indices(self.sizes[x])) for x, s in zip(self.letters, index, strict=True)}
+        region, parts, inner, letters = [], [], [], [x for group in self.groups for x in group]
+        for first, *rest in self.groups:
+            width = product(self.sizes[x] for x in rest)
+            region.append(slice(cut[first].start * width, cut[first].stop * width))
+            parts += [cut[first].stop - cut[first].start, *(self.sizes[x] for x in rest)]
+            inner += [slice(None), *(cut[x] for x in rest)]
+        out = np.empty([cut[x].stop - cut[x].start for x in self.letters], dtype)
+        for layer, name in zip(out if "l" in cut else [out], self.names[cut.get("l", slice(1))], strict=True):
+            piece = tensors[name][tuple(region)].reshape(parts)[tuple(inner)]
+            layer[...] = piece.transpose([letters.index(x) for x in self.letters if x != "l"])
+        return out
+
+    def write(self, value: np.ndarray) -> dict[str, np.ndarray]:
+        """The tensors of this weight. Contiguous copies: safetensors 0.8 writes transposed views in the wrong order."""
+        layers, letters = (value, self.letters[1:]) if "l" in self.sizes else (value[None], self.letters)
+        order = [letters.index(x) for group in self.groups for x in group]
+        tensors = (np.ascontiguousarray(layer.transpose(order).reshape(self.their_shape)) for layer in layers)
+        return dict(zip(self.names, tensors, strict=True))
+
+    def place(self, tensors: Mapping, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:
+        """This weight on its devices; a block that several devices of this host share is read once."""
+        blocks: dict[str, np.ndarray] = {}
+
+        def block(index):
+            if str(index) not in blocks:
+                blocks[str(index)] = self.read(tensors, index, dtype)
+            return blocks[str(index)]
+
+        return jax.make_array_from_callback(self.shape, sharding, block)
+
+
+def _weights(config: ModelConfig) -> dict[str, _Weight]:
+    return {path: _Weight(path, dims, shape) for path, (dims, shape) in config.param_shapes().items()}
+
+
+def from_state_dict(
+    tensors: Mapping[str, Any], config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
+) -> Tree:
+    """Parameters from tensors by Hugging Face name, each put straight onto its sharding (default: the first device).
+
+    A tensor is an array, or a slice of a safetensors file. Missing, unexpected, misshapen and quantized ones are
+    refused by name. Two redundant ones are left out: ``rotary_emb.inv_freq`` of old files (computed here), and a tied
+    model's output head (if it equals the embedding).
+    """
+    weights = _weights(config)
+    expected = {name: weight.their_shape for weight in weights.values() for name in weight.names}
+    extra = {name for name in tensors.keys() - expected.keys() if not name.endswith(".rotary_emb.inv_freq")}
+    if config.tied and {"lm_head.weight"} == extra and NAMES["embedding"][0] in tensors:
+        head, table = tensors["lm_head.weight"], tensors[NAMES["embedding"][0]]
+        if _describe(head) == _describe(table) and np.array_equal(head[:], table[:]):
+            extra.clear()
+    faults = [f"'{name}' is missing" for name in expected.keys() - tensors.keys()]
+    faults += [f"'{name}' has no place in it" for name in extra]
+    for name in expected.keys() & tensors.keys():
+        shape, kind = _describe(tensors[name])
+        if shape != expected[name]:
+            faults.append(f"'{name}' has shape {list(shape)}, not {list(expected[name])}")
+        elif kind not in FLOATS:
+            faults.append(f"'{name}' holds {kind}, but only {', '.join(FLOATS[:4])} are read")
+    if faults:
+        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise ValueError(
+            f"these tensors are not the model '{config.name}': {'; '.join(sorted(faults)[:3])}{more}; "
+            "use the config.json that they came with"
+        )
+    only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
+    params = {path: weight.place(tensors, where[path], np.dtype(dtype)) for path, weight in weights.items()}
+    return unflatten_dict(params, sep=".")
+
+
+def _describe(tensor) -> tuple[tuple[int, ...], str]:
+    """Shape and kind of number of an array, or of a slice of a file."""
+    if hasattr(tensor, "get_shape"):
+        return tuple(tensor.get_shape()), tensor.get_dtype()
+    return tuple(tensor.shape), str(tensor.dtype)
+
+
+def to_state_dict(params: Tree, config: ModelConfig, dtype: str = "float32") -> dict[str, np.ndarray]:
+    """All tensors by Hugging Face name, whole, in the memory of this process, which must be able to read ``params``."""
+    flat = flatten_dict(params, sep=".")
+    pieces = [weight.write(np.asarray(flat[path]).astype(dtype)) for path, weight in _weights(config).items()]
+    return {name: tensor for piece in pieces for name, tensor in piece.items()}
+
+
+def load(
+    source: str | os.PathLike | Iterable, config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
+) -> Tree:
+    """Parameters from a folder (``model.safetensors``, or the shards that its index.json names), or from files.
+
+    Reads what the devices of this process need and no more; the shards of one weight at a time are in host memory.
+    """
+    safetensors, tensors = _safetensors(), dict[str, Any]()
+    for file in _files(pathlib.Path(source)) if isinstance(source, str | os.PathLike) else source:
+        try:
+            opened = safetensors.safe_open(file, framework="numpy")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ValueError(f"cannot read weights from '{file}': {error}; fetch that file again") from error
+        for name in opened.keys():
+            if name in tensors:
+                raise ValueError(f"tensor '{name}' is in '{file}' and in a file before it; give it once")
+            tensors[name] = opened.get_slice(name)
+    return from_state_dict(tensors, config, shardings, dtype)
+
+
+def _safetensors():
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ValueError("Hugging Face weights need the package safetensors; install the extra llmpar[hf]") from error
+    return safetensors
+
+
+def _files(source: pathlib.Path) -> list[pathlib.Path]:
+    """The safetensors files at a path."""
+    whole, index = source / "model.safetensors", source / "model.safetensors.index.json"
+    if source.is_file() or whole.is_file():
+        return [source if source.is_file() else whole]
+    try:
+        return sorted({source / name for name in json.loads(index.read_text())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"'{source}' has neither {whole.name} nor a readable {index.name} ({error!r})") from error
+
+
+def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
+    """What :func:`llmpar.config.from_hugging_face` reads back as this model, and `transformers` as the same."""
+    kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "mistral" if config.window else "llama"
+    if config.qkv_bias and config.qk_norm:
+        raise ValueError(f"'{config.name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms")
+    raw = {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"], "model_type": kind, "hidden_act": "silu",
+        "vocab_size": config.vocab_size, "hidden_size": config.width, "intermediate_size": config.ffn_width,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_width, "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied, "rope_theta": config.rope_theta, "initializer_range": config.init_scale,
+    }  # fmt: skip
+    if config.window:  # Qwen's layers from max_window_layers on have it
+        raw |= {"sliding_window": config.window, "use_sliding_window": True, "max_window_layers": 0}
+    if scaling := config.rope_scaling:
+        raw["max_position_embeddings"] = int(scaling.factor * scaling.original_context)
+        raw["rope_scaling"] = {
+            "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_context,
+        }  # fmt: skip
+    return raw
+
+
+def save(folder: str | os.PathLike, params: Tree, config: ModelConfig, dtype: str = "float32") -> None:
+    """Write ``model.safetensors`` and ``config.json``; each appears under its name when it is complete."""
+    path, safetensors = pathlib.Path(folder), _safetensors()
+    path.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(to_hugging_face(config) | {"torch_dtype": dtype}, indent=2)
+    safetensors.numpy.save_file(to_state_dict(params, config, dtype), path / "model.part", metadata={"format": "pt"})
+    (path / "config.part").write_text(text + "\n")
+    os.replace(path / "model.part", path / "model.safetensors")
+    os.replace(path / "config.part", path / "config.json")

@@ -1,0 +1,248 @@
+"""Build the lessons: `src/NN_name.py` (py:percent text) becomes the executed, deterministic `NN_name.ipynb` beside it.
+
+    python notebooks/build.py                 build what is not in step with its source
+    python notebooks/build.py --force [NN…]   build all (or the named ones) again, say after the package changed
+    python notebooks/build.py --check         build nothing; name every notebook that is out of step or has a fault
+
+jupytext alone is not deterministic (random cell ids, time stamps). Here a cell's id is a hash of its source, and
+everything that changes from run to run is dropped: two builds on one machine are byte-identical, pictures included.
+A notebook that writes to stderr, or breaks a rule in `faults`, is not written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+HERE = Path(__file__).resolve().parent
+KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+MAX_NOTEBOOK_BYTES = 500_000  # a page that GitHub still renders at once; a lesson with one figure has about 50 kB
+MAX_TOTAL_BYTES = 5_000_000
+CELL_TIMEOUT_S = 600  # a lesson takes a minute on two idle cores; this only ends a hang
+MARKS = {"# NBVAL_CHECK_OUTPUT", "# NBVAL_IGNORE_OUTPUT", "# NBVAL_RAISES_EXCEPTION", "# NBVAL_SKIP"}
+FIGURE_REPR = re.compile(r"<Figure size .*>")
+
+
+def sources(folder: Path = HERE) -> list[Path]:
+    """List the lesson sources in order."""
+    return sorted((folder / "src").glob("[0-9][0-9]_*.py"))
+
+
+def target(source: Path) -> Path:
+    """Name the notebook that a source is built into."""
+    return source.parent.parent / f"{source.stem}.ipynb"
+
+
+def read_source(source: Path) -> nbformat.NotebookNode:
+    """Read a py:percent file as a notebook without outputs, with cell ids that depend on the text alone."""
+    notebook = jupytext.reads(source.read_text(encoding="utf-8"), fmt="py:percent")
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    for cell, cell_id in zip(notebook.cells, cell_ids(notebook), strict=True):
+        cell.id = cell_id
+    return notebook
+
+
+def cell_ids(notebook: nbformat.NotebookNode) -> list[str]:
+    """Derive one id per cell from its type and source; repeated cells are numbered."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for cell in notebook.cells:
+        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
+        ids.append(digest + (f"-{seen[digest]}" if seen[digest] else ""))
+        seen[digest] += 1
+    return ids
+
+
+def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
+    """Run every cell in a fresh kernel started in `folder`, on the CPU, without the user's own Jupyter settings."""
+    with tempfile.TemporaryDirectory() as scratch:
+        env = {
+            "JAX_PLATFORMS": "cpu",
+            "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # whatever the caller uses
+            "JAX_COMPILATION_CACHE_DIR": str(HERE.parent / ".jax_cache"),
+            "IPYTHONDIR": scratch,
+            "JUPYTER_CONFIG_DIR": scratch,
+            "JUPYTER_RUNTIME_DIR": scratch,
+        }
+        client = NotebookClient(
+            notebook,
+            timeout=CELL_TIMEOUT_S,
+            kernel_name="python3",
+            record_timing=False,
+            store_widget_state=False,
+            extra_arguments=["--IPKernelApp.log_level=40"],  # errors only: ipykernel 7 warns about every TCP kernel
+            resources={"metadata": {"path": str(folder)}},
+        )
+        return client.execute(env=os.environ | env)
+
+
+def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Drop what changes from run to run: time stamps, widget views, the cuts between pieces of one printed text."""
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            for output in cell.outputs:
+                output.get("data", {}).pop(WIDGET_VIEW, None)
+            cell.outputs = join_streams([o for o in cell.outputs if o.get("data", True)])
+    return notebook
+
+
+def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """Join neighbouring pieces of the same stream: where a stream is cut depends on timing."""
+    joined: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if joined and output.output_type == "stream" == joined[-1].output_type and output.name == joined[-1].name:
+            joined[-1].text += output.text
+        else:
+            joined.append(output)
+    return joined
+
+
+def is_checked(cell: nbformat.NotebookNode) -> bool:
+    """Tell whether nbval compares the outputs of this cell."""
+    return "# NBVAL_CHECK_OUTPUT" in cell.source.splitlines() or "nbval-check-output" in cell.metadata.get("tags", [])
+
+
+def faults(notebook: nbformat.NotebookNode) -> list[str]:
+    """List what is wrong with a built notebook, one sentence each. Most are things that nbval passes over in silence.
+
+    A picture needs its twin in words (in its own text/plain, printed by the same cell, or as `alt="…"` on the cell's
+    first line): that is what a screen reader reads.
+    """
+    found = []
+    if notebook.metadata.get("kernelspec") != KERNEL:
+        found.append(f"the kernelspec is not {KERNEL['name']!r} as the builder writes it")
+    if "widgets" in notebook.metadata:
+        found.append("widget state is stored: a reader sees an error instead of the picture")
+    if [cell.get("id") for cell in notebook.cells] != cell_ids(notebook):
+        found.append("cell ids do not follow from the sources: build it with notebooks/build.py")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+        found.append("execution counts are not 1, 2, 3, …: nbval never compares a cell that has none")
+    first = code[0].source if code else ""
+    if "use_devices(" not in first or re.search(r"^\s*(import|from) jax\b", first.partition("use_devices(")[0], re.M):
+        found.append("the first code cell does not call use_devices() before it imports jax")
+    if not any(is_checked(cell) or re.search(r"^\s*assert\b", cell.source, re.M) for cell in code):
+        found.append("nothing is asserted and no output is checked")
+    for number, cell in enumerate(code, 1):
+        found += [f"code cell {number}: {fault}" for fault in cell_faults(cell)]
+    return found
+
+
+def cell_faults(cell: nbformat.NotebookNode) -> list[str]:
+    """List what is wrong with one code cell."""
+    found = []
+    for line in cell.source.splitlines():
+        if re.search(r"\b(NBVAL|PYTEST_VALIDATE)_", line) and line not in MARKS:
+            found.append(f"{line.strip()!r} is not one of {', '.join(sorted(MARKS))} on a line of its own")
+    if is_checked(cell) and not cell.outputs:
+        found.append("marked for checking but without outputs: nbval would pass it whatever it prints")
+    if cell.source.rstrip().endswith(";"):
+        found.append("ends with ';': the output is shown all the same under nbval; end with plt.show()")
+    texts, pictures = [cell.metadata.get("alt", "")], 0
+    for output in cell.outputs:
+        data = output.get("data", {})
+        if output.output_type == "error" and "raises-exception" not in cell.metadata.get("tags", []):
+            found.append(f"a stored error, {output.ename}")
+        if output.get("name") == "stderr":
+            found.append(f"text on stderr: {output.text.strip()[:200]!r}")
+        if WIDGET_VIEW in data:
+            found.append("a stored widget view: a reader sees an error instead of the picture")
+        if "image/svg+xml" in data and "image/png" not in data:
+            found.append("an SVG without a PNG: an untrusted JupyterLab shows only its text")
+        text = output.get("text", "") or data.get("text/plain", "")
+        pictures += "image/png" in data or "image/svg+xml" in data
+        texts += [] if FIGURE_REPR.fullmatch(text.strip()) else [text]
+        if re.search(r"\b0x[0-9a-f]{6,}|/tmp/|\.ipython/|ipykernel_\d", text):
+            found.append("an output names a memory address or a temporary file, which differs from run to run")
+    if pictures and not "".join(texts).strip():
+        found.append("a picture without words: print or show its meaning in the same cell")
+    return found
+
+
+def out_of_step(source: Path) -> str | None:
+    """Say how a notebook differs from its source, or None. Looks at sources only; nbval looks at outputs."""
+    built = target(source)
+    if not built.exists():
+        return f"{built.name} has not been built"
+    notebook, expected = nbformat.read(built, as_version=4), read_source(source)
+    keys = ("cell_type", "source", "metadata", "id")
+    here, there = ([{k: cell.get(k) for k in keys} for cell in nb.cells] for nb in (notebook, expected))
+    return None if here == there else f"{built.name} is out of step with src/{source.name}"
+
+
+def problems(source: Path) -> list[str]:
+    """List what is wrong with one committed notebook, without running it."""
+    step = out_of_step(source)
+    if step:
+        return [step]
+    built = target(source)
+    size = built.stat().st_size
+    found = [f"{size:,} bytes, more than {MAX_NOTEBOOK_BYTES:,}"] if size > MAX_NOTEBOOK_BYTES else []
+    return [f"{built.name}: {fault}" for fault in found + faults(nbformat.read(built, as_version=4))]
+
+
+def house_problems(folder: Path = HERE) -> list[str]:
+    """List what is wrong with the folder as a whole: notebooks without a source, and the sum of the sizes."""
+    built = sorted(folder.glob("*.ipynb"))
+    known = {source.stem for source in sources(folder)}
+    found = [f"{path.name} has no source in src/" for path in built if path.stem not in known]
+    total = sum(path.stat().st_size for path in built)
+    if total > MAX_TOTAL_BYTES:
+        found.append(f"the notebooks have {total:,} bytes together, more than {MAX_TOTAL_BYTES:,}")
+    return found
+
+
+def build(source: Path) -> list[str]:
+    """Execute one source and write its notebook; return its faults, in which case nothing is written."""
+    try:
+        notebook = tidy(execute(read_source(source), source.parent.parent))
+    except (CellExecutionError, DeadKernelError, TimeoutError) as error:
+        return [f"{source.name}: {error}"]
+    found = faults(notebook)
+    if not found:
+        nbformat.validate(notebook)
+        target(source).write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    return [f"{source.name}: {fault}" for fault in found]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Build or check the notebooks; 0 when all is well, 1 with one sentence per problem."""
+    parser = argparse.ArgumentParser(description="Build the lessons from notebooks/src, or check them.")
+    parser.add_argument("lessons", nargs="*", metavar="NN", help="only these, by the beginning of their names")
+    parser.add_argument("--check", action="store_true", help="build nothing, only look")
+    parser.add_argument("--force", action="store_true", help="also build what is in step already")
+    options = parser.parse_args(argv)
+    chosen = [s for s in sources() if not options.lessons or s.stem.startswith(tuple(options.lessons))]
+    if options.lessons and not chosen:
+        there = ", ".join(source.stem for source in sources())
+        print(f"no lesson begins with {' or '.join(options.lessons)}; there are {there or 'none'}", file=sys.stderr)
+        return 1
+    found = []
+    for source in chosen:  # one at a time: two kernels with eight devices each would starve one another
+        if options.check:
+            found += problems(source)
+        elif options.force or out_of_step(source):
+            print(f"running {source.name}", flush=True)
+            found += build(source)
+    found += house_problems()
+    print("\n".join(found) or f"{len(chosen)} notebooks are in step", file=sys.stderr if found else sys.stdout)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

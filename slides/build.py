@@ -1,0 +1,217 @@
+"""Build the slides: run every `src/*.py` (py:percent text, in order of name) and write one offline reveal.js deck.
+
+    python slides/build.py      writes slides/_build/index.html with its assets, and slides.pdf where Chromium is found
+
+A cell's tags say where it goes: `# %% [markdown] tags=["slide"]` begins a slide; `subslide`, `fragment`, `notes` (shown
+to the speaker, key S) and `skip` are the others; a cell without one continues the slide. Of a code cell the output is
+shown, and its text as well where it is tagged `code`. Every number and figure is computed here: a deck that prints to
+stderr, raises, or shows a figure without words is refused. A figure's words are `alt="…"` beside the tags, or its
+text/plain, or what its cell prints.
+
+reveal.js comes from the installed sphinx-revealjs (extra `dev`), formulas become MathML: the deck fetches nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import latex2mathml.converter
+import nbformat
+from nbconvert.exporters import SlidesExporter
+from nbformat import NotebookNode
+
+HERE = Path(__file__).resolve().parent
+PLACES = ("slide", "subslide", "fragment", "notes", "skip")
+SIZE = (1280, 720)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")  # the page is our own
+REVEAL_FILES = ("LICENSE", "dist/reveal.css", "dist/reveal.js", "plugin/notes/notes.js")
+# Code first, so that a dollar inside it stays a dollar; then $$display$$ and $inline$.
+FORMULA = re.compile(
+    r"(?P<code>```.*?```|`[^`]*`)"
+    r"|\$\$(?P<block>.+?)\$\$"
+    r"|(?<![\\\w])\$(?!\s)(?P<inline>[^$`\n]+?)(?<!\s)\$(?!\d)",
+    re.S,
+)
+
+
+def notebook_builder() -> ModuleType:
+    """Load notebooks/build.py, which reads and runs py:percent text for the lessons."""
+    spec = importlib.util.spec_from_file_location("notebooks_build", HERE.parent / "notebooks" / "build.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(source: Path) -> NotebookNode:
+    """Execute one part of the deck and place its cells on slides."""
+    builder = notebook_builder()
+    deck = builder.tidy(builder.execute(builder.read_source(source), source.parent.parent))
+    number = 0
+    for cell in deck.cells:
+        tags = cell.metadata.get("tags", [])
+        unknown = set(tags) - {*PLACES, "code"}
+        if unknown:
+            known = ", ".join((*PLACES, "code"))
+            raise ValueError(f"{source.name}: tag {sorted(unknown)[0]!r} means nothing here; use one of {known}")
+        cell.metadata["slideshow"] = {"slide_type": next((tag for tag in tags if tag in PLACES), "-")}
+        if cell.cell_type == "code":
+            number += 1
+            if "code" not in tags:
+                cell.metadata["tags"] = [*tags, "remove-input"]
+            for fault in builder.cell_faults(cell):
+                raise ValueError(f"{source.name}, code cell {number}: {fault}")
+            describe_figures(cell, builder.FIGURE_REPR)
+    return deck
+
+
+def describe_figures(cell: NotebookNode, figure_repr: re.Pattern[str]) -> None:
+    """Give every figure of a cell its words, for those who do not see it."""
+    printed = " ".join(output.text for output in cell.outputs if output.output_type == "stream")
+    for output in cell.outputs:
+        if "image/png" in output.get("data", {}):
+            own = output.metadata.setdefault("image/png", {})
+            plain = figure_repr.sub("", output.data.get("text/plain", ""))
+            words = (own.get("alt"), cell.metadata.get("alt"), plain, printed)
+            own["alt"] = next(" ".join(text.split()) for text in words if text)
+
+
+def set_formulas_aside(deck: NotebookNode) -> dict[str, str]:
+    """Replace every formula of the deck by a word that Markdown leaves alone; return the words with their MathML."""
+    formulas: dict[str, str] = {}
+
+    def aside(match: re.Match[str]) -> str:
+        if match["code"]:
+            return match["code"]
+        word = f"FORMULA{len(formulas)}END"
+        formulas[word] = latex2mathml.converter.convert(
+            match["block"] or match["inline"], display="block" if match["block"] else "inline"
+        )
+        return word
+
+    for cell in deck.cells:
+        if cell.cell_type == "markdown":
+            cell.source = FORMULA.sub(aside, cell.source)
+    return formulas
+
+
+def to_html(deck: NotebookNode) -> str:
+    """Render an executed deck as one page."""
+    deck = nbformat.from_dict(deck)
+    formulas = set_formulas_aside(deck)
+    exporter = SlidesExporter(
+        template_name="template",
+        extra_template_basedirs=[str(HERE)],
+        reveal_url_prefix="assets/reveal",
+        reveal_theme="llmpar",
+        reveal_width=str(SIZE[0]),
+        reveal_height=str(SIZE[1]),
+        config={"TagRemovePreprocessor": {"enabled": True, "remove_input_tags": {"remove-input"}}},
+    )
+    page, _ = exporter.from_notebook_node(deck, resources={"metadata": {"name": "llmpar"}})
+    return re.sub(r"FORMULA\d+END", lambda match: formulas[match[0]], page)
+
+
+def copy_assets(out: Path) -> None:
+    """Copy reveal.js and the theme beside the deck."""
+    spec = importlib.util.find_spec("sphinx_revealjs")
+    if spec is None or spec.origin is None:
+        raise ValueError("reveal.js was not found; it comes with sphinx-revealjs: pip install 'llmpar[dev]'")
+    reveal = Path(spec.origin).parent / "_static" / "revealjs"
+    for name in REVEAL_FILES:
+        copy = out / "assets" / "reveal" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(reveal / name, copy)
+    theme = out / "assets" / "reveal" / "dist" / "theme" / "llmpar.css"
+    theme.parent.mkdir(exist_ok=True)
+    shutil.copyfile(HERE / "template" / "deck.css", theme)
+
+
+def find_browser() -> str | None:
+    """Find a Chromium on this machine."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def browse(browser: str, page: Path, *flags: str, query: str = "") -> str:
+    """Open a local page in a headless Chromium with a profile of its own; return what it prints."""
+    with tempfile.TemporaryDirectory() as profile:
+        command = [browser, *BROWSER_FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=10000", *flags]
+        done = subprocess.run(
+            [*command, page.as_uri() + query], capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+        )
+    if done.returncode:
+        raise RuntimeError(f"{browser} ended with status {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def count_pages(pdf: Path) -> int:
+    """Count the pages of a PDF that Chromium wrote."""
+    return len(re.findall(rb"/Type\s*/Page\b", pdf.read_bytes()))
+
+
+def count_slides(page: str) -> int:
+    """Count the slides of a rendered deck: in reveal.js, the sections inside sections."""
+    return len(re.findall(r"<section\b", page)) - len(re.findall(r"<section\b[^>]*>\s*<section\b", page))
+
+
+def build(src: Path = HERE / "src", out: Path = HERE / "_build") -> Path:
+    """Run the sources, write the deck and, where Chromium is found, its PDF; return the page's path."""
+    sources = sorted(src.glob("*.py"))
+    if not sources:
+        raise ValueError(f"there are no slides in {os.path.relpath(src)}: write one as NN_name.py")
+    decks = []
+    for source in sources:
+        print(f"running {source.name}", flush=True)
+        decks.append(run(source))
+    deck = decks[0]
+    deck.cells = [cell for part in decks for cell in part.cells]
+    out.mkdir(parents=True, exist_ok=True)
+    copy_assets(out)
+    page = out / "index.html"
+    page.write_text(to_html(deck), encoding="utf-8")
+    slides = count_slides(page.read_text(encoding="utf-8"))
+    print(f"{slides} slides in {os.path.relpath(page)}")
+    write_pdf(page, slides)
+    return page
+
+
+def write_pdf(page: Path, slides: int) -> None:
+    """Print the deck to slides.pdf; refuse it when a slide runs over its page."""
+    browser = find_browser()
+    if browser is None:
+        print("no PDF was written: that takes a Chromium, and none of " + ", ".join(BROWSERS) + " was found")
+        return
+    pdf = page.with_name("slides.pdf")
+    browse(browser, page, "--no-pdf-header-footer", f"--print-to-pdf={pdf}", query="?print-pdf")
+    pages = count_pages(pdf)
+    if pages != slides:
+        drawn = browse(browser, page, "--dump-dom", query="?print-pdf")
+        heights = [int(height) for height in re.findall(r'class="pdf-page[^>]*?height: (\d+)', drawn)]
+        over = ", ".join(str(number) for number, height in enumerate(heights, 1) if height > min(heights))
+        raise ValueError(f"{slides} slides became {pages} PDF pages: too much on slide {over or 'unknown'}; shorten it")
+    print(f"{pages} pages in {os.path.relpath(pdf)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Build the deck; 0 when it is written, 1 with one sentence otherwise."""
+    argparse.ArgumentParser(description="Build the slides from slides/src into slides/_build.").parse_args(argv)
+    try:
+        build()
+    except (ValueError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""A harsher environment than the user's: 8 simulated devices, strict promotion of ranks and dtypes, shapes checked.
+
+Warnings are errors too (pyproject.toml). What the tests start (kernels, the command line) inherits these variables.
+"""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SIMULATED = (
+    "--xla_force_host_platform_device_count=8",
+    # Eight device threads on two busy cores wait long for one another: by default XLA aborts after a minute.
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_cpu_collective_timeout_seconds=600",
+)
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *SIMULATED)).strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+import jax
+import pytest
+from beartype import BeartypeConf, beartype
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Every annotation in the package is checked at run time, shapes included. As for mypy, an int will do for a float.
+check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))
+install_import_hook("llmpar", "conftest.check_types")
+
+
+@pytest.fixture
+def standard_promotion():
+    """Let ints and floats mix, for tests that call Optax themselves: its step counters do (bias correction)."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

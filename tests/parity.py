@@ -1,0 +1,95 @@
+"""One batch, one set of weights, and the question that most tests ask: does a plan give what one device gives?"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from llmpar.config import preset
+from llmpar.mesh import make_mesh
+from llmpar.notation import MeshShape
+from llmpar.par import Solo
+from llmpar.plan import Plan
+from llmpar.step import Step, init_params, model_graph
+
+BATCH, SEQ = 16, 16
+LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
+QWEN = dataclasses.replace(LLAMA, name="tiny-qwen", tied=True, qkv_bias=True, qk_norm=True, head_width=8)
+
+
+@functools.cache
+def batch(seed: int = 0):
+    """Random tokens in two documents a row, with targets left out unevenly: a mean of means would be another number."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 256, (BATCH, SEQ + 1)).astype(np.int32)
+    targets = np.where(rng.random((BATCH, SEQ)) < 0.2, -1, tokens[:, 1:]).astype(np.int32)
+    targets[0] = -1
+    border = rng.integers(1, SEQ, (BATCH, 1))
+    positions = np.broadcast_to(np.arange(SEQ, dtype=np.int32), (BATCH, SEQ))
+    segments = np.where(positions < border, 1, 2).astype(np.int32)
+    return {"tokens": tokens[:, :-1], "targets": targets, "positions": np.array(positions), "segments": segments}
+
+
+@functools.cache
+def weights(config):
+    """Fresh weights with biases and scales that are not trivial."""
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(1))
+    rng = np.random.default_rng(2)
+    return jax.tree.map(lambda w: np.asarray(w) + 0.05 * rng.standard_normal(w.shape).astype(np.float32), params)
+
+
+@functools.cache
+def solo(config, dtype: str = "float32"):
+    """Loss and gradients of `Solo`: the reference."""
+    par = Solo(Plan(dtype=dtype))
+
+    def loss(params, batch):
+        return nnx.merge(model_graph(config), params).losses(batch, par).sum() / (batch["targets"] >= 0).sum().astype(jnp.float32)
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(weights(config), batch())
+    return float(value), jax.tree.map(np.asarray, grads)
+
+
+def spread(config, plan: Plan, step_class=Step):
+    """Loss, global norm and gradients of one step under ``plan``, whole."""
+    plan.check(config, BATCH, SEQ)
+    step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+    params = jax.device_put(weights(config), step.shardings.params)
+    grads, metrics = jax.jit(step.gradients)(params, jax.device_put(batch(), step.batch_sharding))
+    return float(metrics["loss"]), float(metrics["grad_norm"]), jax.tree.map(np.asarray, grads)
+
+
+def assert_same(config, plan: Plan, tolerance: float = 1e-5, step_class=Step):
+    """Loss within ``tolerance``, every gradient leaf within ``tolerance`` of its largest element, and the global norm.
+
+    1e-5 in float32: sums of a few hundred terms in another order (about 1e-6 is seen).
+    """
+    want_loss, want = solo(config)
+    loss, norm, got = spread(config, plan, step_class)
+    assert abs(loss - want_loss) < tolerance, f"loss {loss} for {want_loss}"
+    for (path, g), w in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        error = np.abs(g - w).max() / np.abs(w).max()
+        assert error < tolerance, f"gradient of {jax.tree_util.keystr(path)} is off by {error:.1e}"
+    want_norm = float(np.sqrt(sum((np.asarray(w, np.float64) ** 2).sum() for w in jax.tree.leaves(want))))
+    assert abs(norm - want_norm) < tolerance * want_norm, f"norm {norm} for {want_norm}"
+
+
+def all_plans(products=(1, 2, 4, 8)):
+    """Every mesh of dp, fsdp and tp with these products, at every ZeRO stage and with and without sequence parallelism,
+    where these make a difference."""
+    for dp, fsdp, tp in itertools.product((1, 2, 4, 8), repeat=3):
+        if dp * fsdp * tp in products:
+            for zero in (0, 1, 2, 3) if fsdp > 1 else (0,):
+                for tp_sequence in (False, True) if tp > 1 else (False,):
+                    yield Plan(MeshShape(dp=dp, fsdp=fsdp, tp=tp), zero=zero, tp_sequence=tp_sequence)
+
+
+def name(plan: Plan) -> str:
+    """A plan's id in the list of tests: what differs from the defaults."""
+    changed = [f"{f.name}={getattr(plan, f.name)}" for f in dataclasses.fields(plan)[1:] if getattr(plan, f.name) != f.default]
+    return " ".join([str(plan.mesh), *changed])

@@ -1,0 +1,500 @@
+"""Text to batches. A corpus whose tokens are their own addresses lets any row be checked alone."""
+
+import json
+import os
+import platform
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmpar import data
+from llmpar.attention import order as sequence_order
+from llmpar.data import ByteTokenizer, Corpus, DataConfig, Stream, check_vocab, open_tokenizer, read_corpus
+
+CONFIG = DataConfig(seq_len=16, batch_size=5, held_out=4)
+PINNED_FIRSTS, PINNED_FINGERPRINT = [122, 531, 238, 696, 30], "b17273b56be68de9"
+PINNED_LAST = [5, 38, 9, 27, 26]
+
+
+def config(**changes):
+    return DataConfig(**{"seq_len": 16, "batch_size": 5, "held_out": 4, **changes})
+
+
+@pytest.fixture
+def corpus():
+    """Token i is the number i; 40 documents of 1 to 60 tokens, some longer than a row, some a start token alone."""
+    lengths = 1 + np.arange(40) ** 3 * 7 % 60
+    lengths[[3, 4]] = 1
+    return Corpus(np.arange(lengths.sum(), dtype=np.int32), np.cumsum([0, *lengths]), ByteTokenizer(), "addresses")
+
+
+def faults(batch, corpus, seq_len=16):
+    """What is wrong with a batch of addresses: every array is rebuilt from the tokens alone."""
+    assert all(x.dtype == np.int32 and x.shape == batch["tokens"].shape for x in batch.values())
+    found = set()
+    owner = np.searchsorted(corpus.offsets, np.arange(len(corpus.tokens)), side="right") - 1
+    back = np.argsort(batch["positions"], axis=1)
+    row = {name: np.take_along_axis(x, back, axis=1) for name, x in batch.items()}
+    if not (row["positions"] == np.arange(seq_len)).all():
+        found.add("positions")
+    for tokens, targets, segments in zip(row["tokens"], row["targets"], row["segments"], strict=True):
+        doc = owner[tokens]
+        inside = doc[1:] == doc[:-1]
+        follow, begin = tokens[1:][inside] == tokens[:-1][inside] + 1, np.isin(tokens[1:][~inside], corpus.offsets)
+        if not (follow.all() and begin.all()):
+            found.add("tokens")
+        if not (targets[:-1] == np.where(inside, tokens[1:], -1)).all():
+            found.add("targets")
+        ends = tokens[-1] + 1 in corpus.offsets
+        if targets[-1] != (-1 if ends else tokens[-1] + 1):
+            found.add("targets")
+        if segments[0] != 1 or not (np.diff(segments) == ~inside).all():
+            found.add("segments")
+    return found
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+# --------------------------------------------------------------------------------------------------------------- stream
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped", "random"])
+def test_no_target_crosses_documents_and_segments_change_exactly_there(corpus, order):
+    if order == "random":
+        order = np.random.default_rng(1).permutation(16)
+    elif order != "contiguous":
+        order = sequence_order(order, 16, 4)
+    # without a held-out part, so that no document is cut
+    stream = Stream(corpus, config(held_out=0), order=order)
+    assert stream.num_rows > 2 * 16
+    batches = [stream.batch(step) for step in range(40)]
+    assert [faults(batch, corpus) for batch in batches] == [set()] * 40
+    assert all((batch["positions"] == np.arange(16)[stream.order]).all() for batch in batches)
+    # and there was something to get wrong
+    assert sum((batch["targets"] == -1).sum() for batch in batches) > 50
+    assert max(batch["segments"].max() for batch in batches) > 2
+
+
+@pytest.mark.parametrize("name", ["tokens", "targets", "positions", "segments"])
+def test_the_check_sees_an_array_that_was_not_permuted_with_the_others(corpus, name):
+    order = sequence_order("zigzag", 16, 4)
+    plain, zigzag = (Stream(corpus, config(held_out=0, batch_size=40), order=o).batch(0) for o in ("contiguous", order))
+    assert same(zigzag, {k: x[:, order] for k, x in plain.items()})
+    assert faults(zigzag | {name: plain[name]}, corpus)
+
+
+def test_the_check_sees_a_target_that_crosses_and_a_segment_that_changes_late(corpus):
+    batch = Stream(corpus, config(held_out=0, batch_size=40)).batch(0)
+    crossing = batch["targets"].copy()
+    row, column = np.argwhere(crossing[:, :-1] == -1)[0]
+    crossing[row, column] = batch["tokens"][row, column + 1]
+    assert faults(batch | {"targets": crossing}, corpus) == {"targets"}
+    late = batch["segments"].copy()
+    late[row, column + 1] -= 1
+    assert faults(batch | {"segments": late}, corpus) == {"segments"}
+
+
+@pytest.mark.parametrize("part", ["train", "held_out"])
+@pytest.mark.parametrize("epoch", [0, 1, 5])
+def test_every_token_is_an_input_once_per_epoch_apart_from_the_tail(corpus, part, epoch):
+    stream = Stream(corpus, config(batch_size=1), part)
+    rows = [stream.batch(epoch * stream.num_rows + i)["tokens"][0] for i in range(stream.num_rows)]
+    seen = np.sort(np.concatenate(rows))
+    total = len(corpus.tokens)
+    cut = total - total // 4
+    mine = np.arange(cut) if part == "train" else np.arange(cut, total)
+    assert len(np.unique(seen)) == len(seen)
+    assert np.isin(seen, mine).all()
+    assert 1 <= len(mine) - len(seen) <= 16  # the last row needs one more token, as its last target
+
+
+def test_every_epoch_has_its_own_order_of_documents_and_rows(corpus):
+    stream = Stream(corpus, config(batch_size=1))
+    n = stream.num_rows
+    epochs = [[tuple(stream.batch(e * n + i)["tokens"][0]) for i in range(n)] for e in range(3)]
+    assert len({tuple(rows) for rows in epochs}) == 3
+    # another order of documents, not only of rows: the rows themselves are others
+    assert len(set(epochs[0]) & set(epochs[1])) < n / 2
+    # rows of one document do not follow one another
+    follow = [b[0] == a[-1] + 1 for a, b in zip(epochs[0], epochs[0][1:], strict=False)]
+    assert np.mean(follow) < 0.2
+
+
+def test_a_single_document_is_shuffled_by_rows():
+    one = Corpus(np.arange(1 + 16 * 50, dtype=np.int32), np.array([0, 801]), ByteTokenizer(), "one")
+    stream = Stream(one, config(batch_size=50, held_out=0))
+    firsts = stream.batch(0)["tokens"][:, 0]
+    assert sorted(firsts) == list(range(0, 800, 16)) and list(firsts) != sorted(firsts)
+    assert list(firsts) != list(stream.batch(1)["tokens"][:, 0])
+
+
+def test_held_out_rows_are_the_same_for_all_seeds_and_epochs_and_never_trained_on(corpus):
+    held = [Stream(corpus, config(batch_size=1, seed=seed), "held_out") for seed in (0, 7)]
+    n = held[0].num_rows
+    assert all(same(held[0].batch(i), held[1].batch(i + n)) for i in range(n))
+    train = Stream(corpus, config(batch_size=1))
+    trained = {t for i in range(3 * train.num_rows) for t in train.batch(i)["tokens"][0]}
+    trained |= {t for i in range(3 * train.num_rows) for t in train.batch(i)["targets"][0]}
+    assert not trained & {t for i in range(n) for t in held[0].batch(i)["tokens"][0]}
+
+
+def test_seeds_differ_and_instances_agree(corpus):
+    streams = [Stream(corpus, config(seed=seed)) for seed in (3, 3, 4)]
+    assert all(same(streams[0].batch(i), streams[1].batch(i)) for i in range(50))
+    assert not any(same(streams[0].batch(i), streams[2].batch(i)) for i in range(50))
+
+
+def test_the_order_is_pinned_so_that_other_versions_read_the_same(corpus):
+    assert Stream(corpus, CONFIG).batch(11)["tokens"][:, 0].tolist() == PINNED_FIRSTS
+    assert corpus.fingerprint == PINNED_FINGERPRINT
+
+
+def test_resuming_at_step_k_equals_running_through(corpus):
+    through = Stream(corpus, CONFIG)
+    run = [through.batch(step) for step in range(60)]
+    assert 60 * 5 > 3 * through.num_rows
+    for k in (0, 1, 17, 59):
+        resumed = Stream(corpus, CONFIG)
+        assert all(same(resumed.batch(step), run[step]) for step in range(k, 60))
+    # looking back, and evaluating in between, leaves no trace
+    assert all(same(through.batch(step), run[step]) for step in (59, 3, 40, 0))
+
+
+def test_processes_that_take_their_rows_have_the_batch_between_them(corpus):
+    stream = Stream(corpus, config(batch_size=8))
+    for step in range(20):
+        whole = stream.batch(step)
+        halves = [Stream(corpus, config(batch_size=8)).local_batch(step, slice(i, i + 4)) for i in (0, 4)]
+        assert same(whole, {k: np.concatenate([h[k] for h in halves]) for k in whole})
+        picked = stream.local_batch(step, [6, 1])
+        assert same(picked, {k: x[[6, 1]] for k, x in whole.items()})
+    with pytest.raises(IndexError):
+        stream.local_batch(0, [8])
+
+
+def test_batches_straddle_epochs_row_by_row(corpus):
+    single = Stream(corpus, config(batch_size=1))
+    for size in (5, 2 * single.num_rows + 3):
+        stream = Stream(corpus, config(batch_size=size))
+        assert stream.num_rows % size
+        for step in range(12):
+            rows = [single.batch(step * size + i) for i in range(size)]
+            assert same(stream.batch(step), {k: np.concatenate([r[k] for r in rows]) for k in rows[0]})
+
+
+def test_a_batch_belongs_to_its_reader(corpus):
+    stream = Stream(corpus, CONFIG)
+    first = stream.batch(0)
+    for x in first.values():
+        x[:] = 99
+    assert same(stream.batch(0), Stream(corpus, CONFIG).batch(0))
+
+
+# ------------------------------------------------------------------------------------------------------------ documents
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(path)
+
+
+def documents(corpus):
+    """The texts of a corpus, sorted; checks that each begins with the only start token in it."""
+    pieces = np.split(corpus.tokens, corpus.offsets[1:-1])
+    assert all(p[0] == corpus.tokenizer.start_id and corpus.tokenizer.start_id not in p[1:] for p in pieces)
+    return sorted(corpus.tokenizer.decode(p[1:]) for p in pieces)
+
+
+def test_the_default_text_is_the_standard_library_cut_at_the_limit():
+    corpus = read_corpus(DataConfig())
+    assert np.array_equal(corpus.tokens, read_corpus(DataConfig()).tokens)
+    assert corpus.tokens.dtype == np.uint16
+    num_documents = len(corpus.offsets) - 1
+    num_bytes = len(corpus.tokens) - num_documents
+    assert 1 << 19 < num_bytes <= 4 << 20
+    assert str(num_bytes) in corpus.source and platform.python_version() in corpus.source
+    texts = documents(corpus)
+    assert len(texts) == num_documents
+    with open(os.path.join(sysconfig.get_paths()["stdlib"], "argparse.py"), encoding="utf-8") as source:
+        assert source.read() in texts
+    small = read_corpus(DataConfig(limit_bytes=1000))
+    assert len(small.tokens) - len(small.offsets) + 1 == 1000 and "up to limit_bytes 1000" in small.source
+    batch = Stream(corpus, DataConfig()).batch(0)
+    assert batch["tokens"].shape == (16, 256) and batch["tokens"].max() <= 256
+
+
+def library(root):
+    for name in ("b.py", "a.py", "json/__init__.py", "json/tool.py", "json/notes.txt", "_sysconfigdata__x.py",
+                 "sitecustomize.py", "site-packages/numpy/x.py", "test/test_a.py", "json/tests/t.py", "idlelib/x.py",
+                 "encodings/cp1.py", "pydoc_data/topics.py", "__pycache__/a.pyc"):  # fmt: skip
+        write(root / name, f"# {name}\n")
+    return root
+
+
+def test_the_library_is_its_licence_and_sources_sorted_without_tests_and_packages(tmp_path, monkeypatch):
+    root, walk = library(tmp_path / "lib"), os.walk
+    # a file system lists a folder in the order it likes
+    monkeypatch.setattr(os, "walk", lambda top: ((d, inside, sorted(files)[::-1]) for d, inside, files in walk(top)))
+    names = ["a.py", "b.py", "json/__init__.py", "json/tool.py"]
+    assert data.library_files(str(root)) == [str(root / n) for n in names]
+    beside = write(tmp_path / "LICENSE", "the licence")
+    assert data.library_files(str(root))[0] == beside
+    inside = write(root / "LICENSE.txt", "the licence")
+    assert data.library_files(str(root)) == [inside] + [str(root / n) for n in names]
+
+
+def test_a_python_without_sources_says_so_and_uses_its_licence(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"library .* without its sources here, has no text: 0 files, .*--data"):
+        read_corpus(DataConfig())
+    write(tmp_path / "LICENSE.txt", "do as you like")
+    corpus = read_corpus(DataConfig())
+    assert documents(corpus) == ["do as you like"] and "without its sources" in corpus.source
+    assert "without its sources" not in read_corpus(DataConfig(data=(str(tmp_path / "*.txt"),))).source
+
+
+def test_globs_recurse_and_take_no_file_twice(tmp_path, monkeypatch):
+    for name in ("b.txt", "a.txt", "deep/er/c.txt", "deep/d.md", "odd[1].txt"):
+        write(tmp_path / name, name)
+    monkeypatch.chdir(tmp_path)
+    found = data.find_files(("deep/**/*.txt", "**/*.txt", "b.txt"))
+    assert found == ["deep/er/c.txt", "a.txt", "b.txt", "odd[1].txt"]
+    assert data.find_files(("odd[1].txt",)) == ["odd[1].txt"]
+    assert data.find_files(("deep/*",)) == ["deep/d.md"]  # a folder that a glob matches is passed over
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert data.find_files(("~/b.txt",)) == [str(tmp_path / "b.txt")]
+    assert documents(read_corpus(DataConfig(data=("**/*.txt",)))) == ["a.txt", "b.txt", "deep/er/c.txt", "odd[1].txt"]
+
+
+def test_jsonl_has_one_document_a_line(tmp_path):
+    texts = ["first\nwith a line break", "zweites: \u00fc \u2028 \U0001f600", "third"]
+    lines = [json.dumps({"text": t, "meta": 1}, ensure_ascii=i != 1) for i, t in enumerate(texts)]
+    path = write(tmp_path / "x.jsonl", "\ufeff" + lines[0] + "\r\n\n" + lines[1] + "\n" + lines[2] + '\n{"text": ""}')
+    corpus = read_corpus(DataConfig(data=(path,)))
+    assert documents(corpus) == sorted(texts)
+    assert len(corpus.tokens) == 3 + sum(len(t.encode()) for t in texts)
+    # the same bytes under another name are one text
+    other = write(tmp_path / "x.txt", "\n".join(lines))
+    assert documents(read_corpus(DataConfig(data=(other,)))) == ["\n".join(lines)]
+
+
+NO_TEXT = ['{"body": "x"}', '{"text": 3}', '{"text": null}', '["text"]', '"text"', "7", '{"text": "x"']
+
+
+@pytest.mark.parametrize("line", [*NO_TEXT, '{"text": "\\ud800"}', "[" * 100_000], ids=lambda line: line[:16])
+def test_a_jsonl_line_without_text_is_refused_with_file_and_line(tmp_path, line):
+    path = write(tmp_path / "x.jsonl", f'{{"text": "good"}}\n\n{line}\n{{"text": "good"}}\n')
+    with pytest.raises(ValueError, match=rf"^data file '{re.escape(path)}', line 3, .*each line must look like"):
+        read_corpus(DataConfig(data=(path,)))
+
+
+def test_the_limit_counts_bytes_over_files_and_cuts_no_character(tmp_path):
+    paths = tuple(write(tmp_path / f"{i}.txt", "aü" * 3) for i in range(3))  # 9 bytes each
+    assert documents(read_corpus(DataConfig(data=paths))) == ["aü" * 3] * 3
+    assert documents(read_corpus(DataConfig(data=paths, limit_bytes=14))) == ["aüa", "aü" * 3]
+    assert documents(read_corpus(DataConfig(data=paths, limit_bytes=9))) == ["aü" * 3]
+    behind = write(tmp_path / "behind.txt", b"\xff")  # is never opened
+    assert documents(read_corpus(DataConfig(data=(*paths, behind), limit_bytes=27))) == ["aü" * 3] * 3
+
+
+def test_the_fingerprint_sees_a_token_and_a_boundary(tmp_path):
+    one, two = (write(tmp_path / f"{i}.txt", t) for i, t in enumerate(("abcdef", "abcdeg")))
+    prints = {read_corpus(DataConfig(data=(p,))).fingerprint for p in (one, one, two)}
+    moved = {Corpus(np.arange(9), np.array([0, i, 9]), ByteTokenizer(), "").fingerprint for i in (4, 5)}
+    assert len(prints) == len(moved) == 2
+
+
+def test_the_corpus_is_put_in_a_mixed_order(tmp_path):
+    paths = tuple(write(tmp_path / f"{i:02}.txt", f"{i:02}") for i in range(50))
+    corpus = read_corpus(DataConfig(data=paths))
+    numbers = [int(corpus.tokenizer.decode(p[1:])) for p in np.split(corpus.tokens, corpus.offsets[1:-1])]
+    assert sorted(numbers) == list(range(50)) and np.abs(np.diff(numbers)).mean() > 10
+    assert numbers[-5:] == PINNED_LAST  # what is held out stays so in other versions
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda d: (str(d / "none*.txt"),), r"data '.*none\*\.txt', seen from the folder '.*', matches no file; give"),
+        (lambda d: (str(d),), r"is a folder; name its files: '.*\*\*.*'$"),
+        (lambda d: (write(d / "x.txt", b"abc\xffd"),), r"x\.txt' is not UTF-8 text: byte 0xff at offset 3; unpack it"),
+        (lambda d: (write(d / "x.txt", b"\xef\xbb\xbfab\xc3"),), r"byte 0xc3 at offset 5"),
+        (lambda d: (write(d / "x.jsonl", b'{"text": "a"}\n\x1f\x8b'),), r"x\.jsonl' is not .*: byte 0x8b at offset 15"),
+        (lambda d: (write(d / "x.txt", ""), write(d / "y.jsonl", "\n")), r"has no text: 2 files, 1 empty documents; "),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, make, says):
+    with pytest.raises(ValueError, match=says) as refusal:
+        read_corpus(DataConfig(data=make(tmp_path)))
+    assert "\n" not in str(refusal.value)
+
+
+def test_an_unreadable_file_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "dangling.txt").symlink_to(tmp_path / "gone")
+    for pattern in ("dangling.txt", "*.txt"):
+        with pytest.raises(ValueError, match=r"cannot read data file '.*dangling\.txt': No such file or directory; "):
+            read_corpus(DataConfig(data=(str(tmp_path / pattern),)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"seq_len": 0}, "seq_len is 0; use 1 or more"),
+        ({"batch_size": 0}, "batch_size is 0; use 1 or more"),
+        ({"limit_bytes": 0}, "limit_bytes is 0; use 1 or more"),
+        ({"seed": -1}, "seed is -1; use 0 or more"),
+        ({"held_out": -2}, "held_out is -2; use 0 or more"),
+        ({"held_out": 1}, "held_out 1 leaves nothing to train on; use 2 or more"),
+    ],
+)
+def test_a_config_that_means_nothing_is_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        DataConfig(**changes)
+
+
+def test_too_little_data_for_a_row_is_refused_with_both_numbers(tmp_path):
+    path = write(tmp_path / "x.txt", "a" * 99)  # 100 tokens with the start
+    corpus = read_corpus(DataConfig(data=(path,)))
+    assert Stream(corpus, DataConfig(seq_len=99, held_out=0)).num_rows == 1
+    says = r"seq_len 100 needs 101 tokens, but the train part \(held_out 0\) of .* has 100 of 100; use a shorter"
+    with pytest.raises(ValueError, match=says):
+        Stream(corpus, DataConfig(seq_len=100, held_out=0))
+    with pytest.raises(ValueError, match=r"seq_len 64 needs 65 tokens, but the held_out part .* has 25 of 100; use"):
+        Stream(corpus, DataConfig(seq_len=64, held_out=4), "held_out")
+    with pytest.raises(ValueError, match=r"the held_out part .* has 0 of 100"):
+        Stream(corpus, DataConfig(seq_len=4, held_out=0), "held_out")
+
+
+NO_ORDER = [np.arange(15), np.arange(17), np.arange(1, 17), [0] * 16, np.arange(16).reshape(4, 4)]
+
+
+@pytest.mark.parametrize("order", NO_ORDER, ids=["short", "long", "shifted", "repeated", "square"])
+def test_an_order_that_is_no_permutation_is_refused(corpus, order):
+    with pytest.raises(ValueError, match=r"is no permutation of 0 to 15; use one, or 'contiguous'"):
+        Stream(corpus, CONFIG, order=order)
+
+
+def test_a_step_before_the_first_is_refused(corpus):
+    with pytest.raises(ValueError, match="step -1 has no batch"):
+        Stream(corpus, CONFIG).batch(-1)
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizers
+
+
+def test_bytes_go_there_and_back():
+    tokenizer = open_tokenizer()
+    text = "plain, ünïcode \U0001f600 \x00\r\n"
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32 and ids.tolist() == list(text.encode())
+    assert tokenizer.decode(ids) == text and tokenizer.encode("").shape == (0,)
+    assert tokenizer.decode([256, 104, 256, 105]) == "hi"
+    assert tokenizer.decode([104, 0xC3, 105, 263, -1]) == "h\ufffdi\ufffd\ufffd"
+
+
+@pytest.fixture
+def make_tokenizer(tmp_path):
+    """Writes a byte-level BPE such as GPT-2's and Llama 3's, trained on a few words."""
+    hf = pytest.importorskip("tokenizers", reason="the extra llmpar[hf] is not installed")
+
+    def make(special=("<|endoftext|>",), first="", **more):
+        tokenizer = hf.Tokenizer(hf.models.BPE())
+        tokenizer.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = hf.decoders.ByteLevel()
+        alphabet = sorted(hf.pre_tokenizers.ByteLevel.alphabet())
+        options = {"vocab_size": 300, "special_tokens": [*special], "initial_alphabet": alphabet}
+        trainer = hf.trainers.BpeTrainer(show_progress=False, **options)
+        tokenizer.train_from_iterator(["hello world, hello words"] * 5, trainer)
+        if first:
+            ids = [(first, tokenizer.token_to_id(first))]
+            tokenizer.post_processor = hf.processors.TemplateProcessing(single=f"{first} $A", special_tokens=ids)
+        if more.get("truncate"):
+            tokenizer.enable_truncation(4)
+            tokenizer.enable_padding(length=8)
+        path = tmp_path / "tokenizer.json"
+        tokenizer.save(str(path))
+        return str(path)
+
+    return make
+
+
+def test_a_tokenizer_json_packs_like_bytes_do(make_tokenizer, tmp_path):
+    path = make_tokenizer(first="<|endoftext|>", truncate=True)
+    tokenizer = open_tokenizer(path)
+    text = "hello world, ünïcode and more than four tokens"
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32 and 4 < len(ids) < len(text.encode())
+    assert tokenizer.decode(ids) == text and tokenizer.start_id not in ids
+    assert tokenizer.decode([tokenizer.start_id, *ids]) == text
+    texts = [f"hello {i}" for i in range(1030)]  # more than are encoded at a time
+    lines = write(tmp_path / "x.jsonl", "\n".join(json.dumps({"text": t}) for t in texts))
+    settings = config(data=(lines,), tokenizer=path)
+    corpus = read_corpus(settings)
+    assert documents(corpus) == sorted(texts)
+    assert open_tokenizer(str(tmp_path)).start_id == tokenizer.start_id  # the folder will do
+    batch = Stream(corpus, settings).batch(0)
+    assert ((batch["tokens"] == tokenizer.start_id)[:, 1:] == (np.diff(batch["segments"]) == 1)).all()
+
+
+def test_a_document_cannot_forge_a_document_start(make_tokenizer):
+    tokenizer = open_tokenizer(make_tokenizer())
+    text = "one<|endoftext|>two"
+    assert tokenizer.start_id not in tokenizer.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_document_start_is_what_was_asked_then_what_the_template_puts_first_then_a_usual_name(make_tokenizer):
+    path = make_tokenizer(special=("<pad>", "<s>", "<|endoftext|>", "<odd>"), first="<odd>")
+    assert open_tokenizer(path).start_id == 3
+    assert open_tokenizer(path, "<pad>").start_id == 0
+    assert open_tokenizer(make_tokenizer(special=("<pad>", "<s>"))).start_id == 1
+    path = make_tokenizer(special=("<pad>",))
+    with pytest.raises(ValueError, match=r"tokenizer\.json' lacks <\|begin_of_text\|>, .*; name a token it has as"):
+        open_tokenizer(path)
+    with pytest.raises(ValueError, match=r"lacks <nope>; name a token it has as start_token"):
+        open_tokenizer(path, "<nope>")
+    assert read_corpus(DataConfig(tokenizer=path, start_token="<pad>", limit_bytes=999)).tokens[0] == 0
+
+
+def test_the_size_of_a_vocabulary_with_gaps_is_its_largest_id_plus_one(make_tokenizer):
+    path = make_tokenizer()
+    with open(path, encoding="utf-8") as file:
+        raw = json.load(file)
+    size = len(raw["model"]["vocab"])
+    assert open_tokenizer(path).vocab_size == size
+    raw["model"]["vocab"]["gap"] = 70_000
+    write(Path(path), json.dumps(raw))
+    tokenizer = open_tokenizer(path)
+    assert tokenizer.vocab_size == 70_001
+    assert read_corpus(DataConfig(tokenizer=tokenizer.name, limit_bytes=999)).tokens.dtype == np.int32
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_numbers():
+    check_vocab(ByteTokenizer(), 257)
+    check_vocab(ByteTokenizer(), 264)
+    says = r"tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or more"
+    with pytest.raises(ValueError, match=says):
+        check_vocab(ByteTokenizer(), 256)
+
+
+def test_a_missing_package_is_refused_naming_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"'x\.json' needs the package tokenizers, .*; install the extra llmpar\[hf\]"):
+        open_tokenizer("x.json")
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(make_tokenizer, tmp_path):
+    for path in (str(tmp_path / "none.json"), write(tmp_path / "bad.json", '{"model": 3}')):
+        says = rf"^cannot read tokenizer '{re.escape(path)}': .*; give 'bytes' or a tokenizer\.json$"
+        with pytest.raises(ValueError, match=says):
+            open_tokenizer(path)

@@ -1,0 +1,328 @@
+"""Drawings: nothing overlaps, each says in words what it shows, colours differ, and shards are where JAX puts them."""
+
+import functools
+import io
+import itertools
+import math
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+
+from llmpar import draw, schedule
+from llmpar.mesh import make_mesh, sharding
+from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
+from llmpar.par import sent
+from llmpar.scene import (
+    DARK,
+    LIGHT,
+    SERIES,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    flatten,
+    on,
+    show,
+    size_text,
+    ticks,
+    time_text,
+    to_png,
+    to_svg,
+)
+
+GIB = 2**30
+ROWS = [
+    {"axis": "fsdp", "kind": "all-gather", "count": 32, "predicted_bytes": 3 << 20, "compiled_bytes": 3 << 20},
+    {"axis": "tp", "kind": "reduce-scatter", "count": 8, "predicted_bytes": 1 << 20, "compiled_bytes": 3 << 19},
+    {"axis": "dp,ep", "kind": "all-reduce", "count": 1, "predicted_bytes": 1 << 18, "compiled_bytes": None},
+    {"axis": "?", "kind": "all-to-all", "count": 1, "predicted_bytes": 0, "compiled_bytes": 512},
+]
+STATE = {"params": 16 * GIB, "gradients": 16 * GIB, "optimizer": 64 * GIB, "activations": 9.3 * GIB}
+CAUSAL = [[0.5] + [1.0 if t <= r else 0.0 for t in range(1, 8)] for r in range(8)]
+
+
+def pipeline(name, p, m, **costs):
+    """One schedule's timetable."""
+    return schedule.timetable(schedule.make(name, p, m), **costs)
+
+
+# Name of the drawing: the scene, and words that its text twin must have.
+CASES = {
+    "mesh one device": (lambda: draw.mesh("dp=1"), ["1 device"]),
+    "mesh 8": (lambda: draw.mesh("dp=2 fsdp=2 tp=2", 4, "fsdp"), ["8 devices", "0 2 | 1 3 | 4 6 | 5 7", "4 devices"]),
+    "mesh hosts in a row": (lambda: draw.mesh("tp=16", 4), ["tp = 16", "0–15"]),
+    "mesh hosts askew": (lambda: draw.mesh("dp=2 tp=3", 4), ["device i is on host i // 4"]),
+    "mesh six axes": (lambda: draw.mesh(MeshShape(2, 2, 2, 2, 2, 2), 8, "pp"), ["64 devices", "0 32 | 1 33"]),
+    "mesh 512": (lambda: draw.mesh("pp=4 dp=4 fsdp=8 tp=4", 8, "tp"), ["512 devices", "block of 8", "128 groups"]),
+    "mesh long axis": (lambda: draw.mesh("fsdp=512", 8), ["512 devices", "block of 8"]),
+    "layout scalar": (lambda: draw.layout("whole", (), "dp=4", 4), ["4 B per device", "1 shard in 4 copies"]),
+    "layout 1": (lambda: draw.layout("d/fsdp", (4096,), "dp=2 fsdp=4", 4), ["4 shards in 2 copies", "4 KiB", "0 4"]),
+    "layout 2": (lambda: draw.layout("d/fsdp m/tp", (512, 2048), "fsdp=4 tp=8", 2), ["32 shards", "64 KiB per device"]),
+    "layout 3": (lambda: draw.layout("b/dp,fsdp s d +tp", (8, 128, 512), "dp=2 fsdp=2 tp=2", 2), ["sum over tp: 2 p"]),
+    "layout 4": (lambda: draw.layout("b/dp s/sp n/tp h", (8, 64, 4, 16), "dp=2 sp=2 tp=2", 2), ["4×32×2×16"]),
+    "layout huge": (lambda: draw.layout("b/dp s/sp n/tp", (99, 64, 64), "dp=9 sp=8 tp=8"), ["576 shards in 1 copy"]),
+    "layout long": (lambda: draw.layout("d/dp,fsdp,tp", None, "dp=4 fsdp=16 tp=8"), ["512 shards in 1 copy"]),
+    "layout symbolic": (lambda: draw.layout("b/dp,fsdp s/sp d +tp"), ["cut by dp, fsdp", "sum over tp"]),
+    "layout logical": (lambda: draw.layout("ffn b s d +m"), ["sum over m"]),
+    "arrow scatter": (
+        lambda: draw.arrow("b/dp s d +tp -> b/dp s/tp d", (8, 128, 512), "dp=2 tp=2", 2),
+        ["reduce-scatter over tp on s", "256 KiB sent per device"],
+    ),
+    "arrow gather": (lambda: draw.arrow("d/fsdp m/tp -> d m/tp", (512, 2048), "fsdp=4 tp=2", 2), ["768 KiB sent"]),
+    "arrow two steps": (
+        lambda: draw.arrow("d m/tp +dp +fsdp -> d/fsdp m/tp", (8, 8), "dp=2 fsdp=2 tp=2", 4),
+        ["reduce-scatter over fsdp on d: 64 B sent", "all-reduce over dp: 64 B sent"],
+    ),
+    "arrow wide": (lambda: draw.arrow("s/tp n -> s n/tp", (64, 64), "tp=16", 4), ["all-to-all over tp s to n: 960 B"]),
+    "arrow scalar": (lambda: draw.arrow("+dp -> whole", (4096,), "dp=4", 4), ["24 KiB sent per device"]),
+    "arrow nothing": (lambda: draw.arrow("b/dp d -> b/dp d"), ["cut by dp"]),
+    "arrow logical": (lambda: draw.arrow("b s d +tp -> b s/tp d"), ["reduce-scatter over tp on s"]),
+    "collectives": (lambda: draw.collectives(ROWS), ["3 MiB, equal", "1.5 MiB, +50.0%", "compiled unknown", "512 B"]),
+    "live causal": (lambda: draw.live_blocks(CAUSAL), ["7.5 blocks", "it would be 4 blocks"]),
+    "live balanced": (lambda: draw.live_blocks([[0.5] * 4] * 4), ["2 blocks"]),
+    "ring": (lambda: draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]), ["step 1: rank 0 holds block 3"]),
+    "ring 20": (lambda: draw.ring_steps([(i, (i + 1) % 20) for i in range(20)], 3), ["Ranks 16 to 19 are not drawn"]),
+    "memory": (
+        lambda: draw.memory_bars([("ZeRO 0", STATE), ("a long name", {"a": 1.0, "b": 2 * GIB})], 80 * GIB),
+        ["105 GiB; 25.3 GiB too much", "78 GiB free", "capacity: 80 GiB", "optimizer 64 GiB"],
+    ),
+    "memory seven parts": (lambda: draw.memory_bars([("x", dict.fromkeys("abcdefg", 5.0 * 2**20))]), ["35 MiB"]),
+    "memory tiny": (lambda: draw.memory_bars([("x", {"a": 3})]), ["3 B"]),
+    "time": (lambda: draw.time_bars([("dp", {"computing": 0.12, "waiting": 0.04})], 0.1), ["160 ms; 60 ms too slow"]),
+    "overlap": (lambda: draw.overlap([3e-3] * 4, [2e-3, 2e-3, 4e-3, 2e-3], ["l3", "l2", "l1", "l0"]), ["22 ms, 10 ms"]),
+    "overlap gather": (lambda: draw.overlap([3e-3] * 4, [4e-3] * 4, None, "comm"), ["19 ms, 7 ms of it"]),
+    "loss": (lambda: draw.loss_curve([5.5 * 0.97**i for i in range(60)], 2.0), ["5.500 to", "60 steps", "2.000 nats"]),
+    "loss lost": (lambda: draw.loss_curve([5.5, math.nan, 3.0], [5.4, 4.2, 3.01]), ["not finite at step 1"]),
+    "loss one": (lambda: draw.loss_curve([3.25]), ["3.250 nats/token over 1 step"]),
+}
+for _name, (_p, _m) in itertools.product(schedule.SCHEDULES, [(2, 4), (4, 8)]):
+    _draw = functools.partial(lambda *args: draw.timetable(pipeline(*args)), _name, _p, _m)
+    CASES[f"timetable {_name} {_p} {_m}"] = (_draw, [f"stage {_p - 1}: ", "held", "busy"])
+CASES["timetable costs"] = (lambda: draw.timetable(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)), ["stage 7"])
+CASES["timetable plain"] = (lambda: draw.timetable([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]], "ms"), ["3 ms, 0.0% of"])
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    """A drawing and the words that its text must have."""
+    scene, words = CASES[request.param]
+    return scene(), words
+
+
+def overlaps(scene: Scene) -> list[str]:
+    """The faults of a drawing: texts over one another, or anything over the edge."""
+    boxes = [(t.text, t.box) for t in flatten(scene.items) if isinstance(t, Text)]
+    faults = [
+        f"'{a}' and '{b}' overlap"
+        for (a, (l0, t0, r0, b0)), (b, (l1, t1, r1, b1)) in itertools.combinations(boxes, 2)
+        if l0 < r1 - 0.01 and l1 < r0 - 0.01 and t0 < b1 - 0.01 and t1 < b0 - 0.01
+    ]
+    for item in flatten(scene.items):
+        left, top, right, bottom = item.box
+        if left < 0 or top < 0 or right > scene.width or bottom > scene.height:
+            faults.append(f"{item} is cut off by the edge of {scene.width} by {scene.height}")
+    return faults
+
+
+def test_nothing_overlaps_and_nothing_is_cut_off(case):
+    assert overlaps(case[0]) == []
+
+
+def test_an_overlap_and_a_cut_are_seen():
+    assert len(overlaps(Scene(100, 50, "", "", (Text(10, 20, "one"), Text(20, 22, "two"))))) == 1
+    assert len(overlaps(Scene(100, 50, "", "", (Text(10, 20, "one"), Text(10, 36, "two"))))) == 0
+    assert len(overlaps(Scene(100, 50, "", "", (Text(90, 20, "one"),)))) == 1
+
+
+def test_the_text_twin_has_the_numbers(case):
+    scene, words = case
+    assert repr(scene) == scene.text
+    assert [w for w in words if w not in scene.text] == []
+
+
+def test_svg_is_well_formed_described_and_deterministic(case):
+    svg = to_svg(case[0])
+    root = ET.fromstring(svg)
+    assert svg == to_svg(case[0])
+    assert root.get("role") == "img" and root.get("aria-label") == case[0].title
+    assert [child.tag.split("}")[1] for child in root[:2]] == ["title", "desc"]
+    assert "http" not in svg.replace("http://www.w3.org/2000/svg", "")
+    patterns = {f"url(#{p.get('id')})" for p in root.iter("{http://www.w3.org/2000/svg}pattern")}
+    assert patterns == {e.get("fill") for e in root.iter() if e.get("fill", "").startswith("url")}
+
+
+def test_the_same_values_give_the_same_bytes():
+    for name in ("mesh 8", "layout 3", "timetable zb-v 4 8", "memory", "loss lost"):
+        scene = CASES[name][0]
+        assert to_svg(scene()) == to_svg(scene()), name
+    assert to_png(CASES["memory"][0]()) == to_png(CASES["memory"][0]())
+
+
+@pytest.mark.parametrize("name", ["mesh 8", "layout 3", "arrow scatter", "collectives", "live causal", "loss lost"])
+def test_png_has_the_size_of_the_scene(name, tmp_path):
+    scene = CASES[name][0]()
+    buffer = io.BytesIO()
+    data = to_png(scene, buffer)
+    scene.save(tmp_path / "x.png")
+    assert data == buffer.getvalue() == (tmp_path / "x.png").read_bytes() == scene._repr_png_()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (int.from_bytes(data[16:20]), int.from_bytes(data[20:24])) == (2 * scene.width, 2 * scene.height)
+
+
+def test_texts_are_about_as_wide_as_we_think(case):
+    # The rule of 0.6 em is what keeps texts apart, so it must not promise too little: measured in the PNG's own font.
+    words = [t for t in flatten(case[0].items) if isinstance(t, Text) and len(t.text) > 6]
+    for text in words[:20]:
+        font = FontProperties(family="DejaVu Sans", weight="bold" if text.bold else "normal")
+        path = TextPath((0, 0), text.text.replace("$", "S"), size=text.size, prop=font)
+        assert path.get_extents().width <= 1.12 * (text.box[2] - text.box[0]), text
+
+
+def test_saving_as_something_else_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="saved as .svg or .png.*'.pdf'"):
+        draw.mesh("dp=2").save(tmp_path / "x.pdf")
+
+
+def test_show_displays_a_picture_and_words_only(monkeypatch):
+    seen = []
+    monkeypatch.setattr("IPython.display.display", lambda data, **kwargs: seen.append(data))
+    show(draw.mesh("dp=2"))
+    assert list(seen[0]) == ["image/png", "text/plain"]
+
+
+# ---- colours
+
+
+def luminance(color: str) -> float:
+    """Relative luminance (WCAG 2)."""
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(a: str, b: str) -> float:
+    """Contrast ratio (WCAG 2)."""
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("roles", [tuple(AXES), SERIES])
+def test_fills_differ_in_grey(roles):
+    lightness = sorted(116 * luminance(LIGHT[role]) ** (1 / 3) - 16 for role in roles)
+    assert min(b - a for a, b in itertools.pairwise(lightness)) >= 6
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_texts_and_strokes_can_be_read(theme):
+    for role in ("ink", "soft", *(f"{a}-line" for a in AXES)):
+        assert contrast(theme[role], theme["paper"]) >= 4.5, role
+        assert contrast(theme[role], theme["cell"]) >= 4.5, role
+    assert contrast(theme["edge"], theme["paper"]) >= 3
+    for fill in ("cell", *AXES, *SERIES):
+        assert contrast(theme[on(fill)], theme[fill]) >= 4.5, fill
+
+
+def test_seven_parts_have_seven_looks():
+    scene = CASES["memory seven parts"][0]()
+    bars = [(r.fill, r.hatch) for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
+    swatches = [(r.fill, r.hatch) for r in flatten(scene.items) if isinstance(r, Rect) and r.w == 14]
+    assert len(set(bars)) == 7 and bars == swatches
+
+
+def test_axes_and_what_is_no_axis_never_share_a_colour():
+    colors = [LIGHT[role] for role in (*AXES, *SERIES)]
+    assert len(set(colors)) == len(colors)
+
+
+# ---- truth
+
+
+def test_holders_are_where_jax_puts_the_shards():
+    rng, seen = random.Random(0), 0
+    for text in ("dp=2 fsdp=2 tp=2", "pp=2 sp=2 ep=2", "fsdp=8", "dp=4 tp=2", "ep=2 sp=4"):
+        shape = parse_mesh(text)
+        mesh = make_mesh(shape)
+        position = {device: i for i, device in enumerate(mesh.devices.flat)}
+        for _ in range(40):
+            axes, dims = rng.sample(list(AXES), rng.randint(0, 6)), rng.randint(1, 4)
+            cuts = [[] for _ in range(dims)]
+            for axis in axes:
+                cuts[rng.randrange(dims)].append(axis)
+            layout = Layout(tuple(Dim(n, tuple(c)) for n, c in zip("bsdn", cuts, strict=False)))
+            parts = [math.prod(shape.sizes[a] for a in c) for c in cuts]
+            expected: dict = {}
+            for device, index in sharding(mesh, layout).devices_indices_map((8,) * dims).items():
+                blocks = tuple((s.start or 0) * n // 8 for s, n in zip(index, parts, strict=True))
+                expected.setdefault(blocks, []).append(position[device])
+            assert {k: sorted(v) for k, v in expected.items()} == draw.holders(layout, shape.sizes), layout
+            seen += shape.size
+    assert seen >= 1000
+
+
+def test_a_layout_shows_what_it_draws_with():
+    scene = draw.layout("d/fsdp m/tp", (8, 8), "fsdp=2 tp=2")
+    words = [t.text for t in flatten(scene.items) if isinstance(t, Text)]
+    assert {"shard 0", "shard 3", "device 3", "d: fsdp 1", "m: tp 0"} <= set(words)
+
+
+def test_arrows_send_what_the_ledger_says():
+    sizes = parse_mesh("dp=2 fsdp=2 tp=4").sizes
+    texts = ("d/fsdp m -> d m", "d m +tp -> d m/tp", "d m +tp -> d m", "d/tp m -> d m/tp", "d m +dp +fsdp -> d m")
+    for text, group in zip(texts, (2, 4, 4, 4, 4), strict=True):
+        arrow = parse_arrow(text)
+        ((move, sends),) = draw.moved(arrow, (64, 32), sizes, 2)
+        operand = 2 * math.prod(arrow.before.shard_shape((64, 32), sizes))
+        assert sends == sent(move.kind, operand, group), text
+
+
+@pytest.mark.parametrize("name", schedule.SCHEDULES)
+def test_held_activations_are_the_schedules_peaks(name):
+    table = pipeline(name, 4, 8)
+    for stage, peak in enumerate(table.peak_live()):
+        line = next(x for x in draw.timetable(table).text.split("\n") if x.startswith(f"stage {stage}:"))
+        assert line.endswith(f"at most {peak:g} held")
+
+
+def test_timetables_draw_every_operation():
+    scene = draw.timetable(pipeline("zb-h1", 4, 8))
+    tips = [r.tip for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
+    assert len(tips) == 4 * 8 * 3 and "F0: 0 to 1 time units" in tips
+
+
+def test_overlap_hides_what_it_can():
+    # By hand: gradients of 3 s each leave as they come, the last one alone after the last computation.
+    text = draw.overlap([3.0] * 4, [2.0] * 4).text
+    assert "in turn: 20 s, 8 s of it" in text and "side by side: 14 s, 2 s of it" in text
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="room for 4"):
+        draw.layout("b s t d n")
+    with pytest.raises(ValueError, match="no mesh axis"):
+        draw.mesh("dp=2", highlight_axis="xp")
+    with pytest.raises(ValueError, match="as many of each"):
+        draw.overlap([1.0], [1.0, 2.0])
+
+
+def test_layouts_draw_themselves():
+    assert parse_layout("b/dp d")._repr_svg_().startswith("<svg")
+
+
+def test_numbers_have_units():
+    assert [size_text(n) for n in (0, 1023, 1024, 1536, 10 * GIB, 3e15)] == [
+        "0 B", "1023 B", "1 KiB", "1.5 KiB", "10 GiB", "2.66 PiB"]  # fmt: skip
+    assert [time_text(t) for t in (0, 2e-9, 1.5e-6, 0.0999, 0.9999, 12, 360)] == [
+        "0 s", "2 ns", "1.5 µs", "99.9 ms", "1 s", "12 s", "360 s"]  # fmt: skip
+    assert ticks(0, 10) == [0, 2, 4, 6, 8, 10] and ticks(0.1, 0.5)[0] == 0.1
+    assert compose("t", [], "x").title == "t"
+
+
+def test_drawing_needs_neither_jax_nor_matplotlib():
+    code = "from llmpar import draw; draw.mesh('dp=2')._repr_svg_(); print({'jax', 'matplotlib'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"

@@ -1,0 +1,179 @@
+import dataclasses
+import re
+import subprocess
+import sys
+
+import pytest
+
+from llmpar import hardware
+from llmpar.hardware import CHIPS, GIB, NAMES, Chip, chip, guess
+
+FIGURES = [f.name for f in dataclasses.fields(Chip) if f.name not in ("name", "aliases", "link", "date", "sources")]
+
+
+@pytest.mark.parametrize("row", CHIPS, ids=lambda row: row.name)
+def test_every_figure_of_a_row_has_a_source_and_a_date(row):
+    assert set(row.sources) == set(FIGURES)
+    assert all(len(source) > 2 for source in row.sources.values())
+    assert re.fullmatch(r"20\d\d(-\d\d)?", row.date)
+
+
+@pytest.mark.parametrize("row", CHIPS, ids=lambda row: row.name)
+def test_the_figures_of_a_row_are_of_one_world(row):
+    """Units that were mixed up (GB and GiB, bits and bytes, per link and per chip) would break one of these."""
+    assert row.link in hardware.LINKS
+    assert 0 < row.link_efficiency <= 1
+    usable = row.usable_hbm_gib * GIB * row.devices_per_chip
+    assert 0.9 < usable / row.hbm_bytes < 1.08  # 16 GB printed for 16 GiB is a ratio of 1.074
+    if not row.simulated:
+        assert 100 < row.flops_per_s / row.hbm_bytes_per_s < 600, "FLOPs per byte of memory traffic"
+        assert row.dcn_bytes_per_s < row.link_bytes_per_s < row.hbm_bytes_per_s
+        assert 2000 < row.flops_per_s / row.dcn_bytes_per_s < 2e5
+    assert row.num_axes == 1 if row.link == "switch" else row.num_axes in (2, 3)
+
+
+def test_names_and_aliases_belong_to_one_row_and_are_spelled_freely():
+    spelled = [name for row in CHIPS for name in (row.name, *row.aliases)]
+    assert len(spelled) == len(set(spelled)) == len(NAMES)
+    assert all(chip(name).name == row.name for row in CHIPS for name in (row.name, *row.aliases))
+    for spelling in ("H100", " h100_sxm ", "h100 sxm"):
+        assert chip(spelling).name == "h100"
+    assert chip("TPU v5e").name == chip("tpu-v5e").name == "v5e"
+    asked = "v3 v4 v5e v5p v6e 7x a100-40 a100-80 h100 h100-sxm h200 b200 gb200 mi300x cpu tpu7x"
+    assert all(isinstance(chip(name), Chip) for name in asked.split())
+
+
+def test_an_unknown_chip_is_refused_with_the_names_that_are_known():
+    with pytest.raises(ValueError, match="chip 'h800' is not known") as refusal:
+        chip("h800")
+    assert all(row.name in str(refusal.value) for row in CHIPS)
+    assert ".toml" in str(refusal.value)
+
+
+def test_a_file_with_a_base_changes_only_what_it_says(tmp_path):
+    path = tmp_path / "four-per-node.toml"
+    path.write_text('base = "a100-40"\nnode_size = 4\ndcn_bytes_per_s = 3.125e9\n[sources]\nnode_size = "the site"\n')
+    row, base = chip(path), chip("a100-40")
+    assert (row.name, row.node_size, row.dcn_bytes_per_s) == ("four-per-node", 4, 3.125e9)
+    same = set(FIGURES) - {"node_size", "dcn_bytes_per_s"}
+    assert {f: getattr(row, f) for f in same} == {f: getattr(base, f) for f in same}
+    assert row.sources["node_size"] == "the site"
+    assert "dcn_bytes_per_s" not in row.sources, "the base's source does not vouch for another figure"
+    assert row.sources["flops_per_s"] == base.sources["flops_per_s"]
+    assert row.aliases == () and chip("a100-40") == base
+    assert chip(str(path)) == row
+
+
+def test_a_file_may_describe_a_whole_chip_and_integers_will_do(tmp_path):
+    values = {
+        "flops_per_s": 10**15, "hbm_bytes": 10**11, "usable_hbm_gib": 90, "hbm_bytes_per_s": 3.0e12,
+        "link_bytes_per_s": 5 * 10**11, "link_efficiency": 1, "num_axes": 1, "node_size": 8, "dcn_bytes_per_s": 5.0e10,
+    }  # fmt: skip
+    path = tmp_path / "mine.toml"
+    text = "".join(f"{key} = {value}\n" for key, value in values.items())
+    path.write_text(f'link = "switch"\ndate = "2026"\n{text}')
+    row = chip(path)
+    assert {key: getattr(row, key) for key in values} == values
+    assert isinstance(row.flops_per_s, float) and isinstance(row.node_size, int)
+    path.write_text(f'date = "2026"\n{text}')
+    with pytest.raises(ValueError, match=r"lacks link; add them, or base = 'h100'"):
+        chip(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('base = "h800"', "'h800' is not known"),
+        ('base = "other.toml"', "'other.toml' is not known"),
+        ('base = "h100"\nnode_szie = 4', "unknown field node_szie"),
+        ('base = "h100"\nnode_size = 0', "node_size = 0 is not a positive number"),
+        ('base = "h100"\nnode_size = true', "node_size = True is not a positive number"),
+        ('base = "h100"\nnode_size = 4.5', "node_size = 4.5 is not a whole number"),
+        ('base = "h100"\nflops_per_s = "fast"', "flops_per_s = 'fast' is not a positive number"),
+        ('base = "h100"\nflops_per_s = nan', "flops_per_s = nan is not a positive number"),
+        ('base = "h100"\nhbm_bytes = inf', "hbm_bytes = inf is not a positive number"),
+        ('base = "h100"\nlink_efficiency = 90', "link_efficiency = 90.0 is above 1"),
+        ('base = "h100"\nlink = "ring"', "link = 'ring' is neither of torus, switch"),
+        ('base = "h100"\nname = 7', "name = 7 is not a str"),
+        ('base = "h100"\naliases = "mine"', "aliases = 'mine' is not a list"),
+        ("base = h100", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_what_is_wrong(tmp_path, text, sentence):
+    path = tmp_path / "wrong.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        chip(path)
+
+
+def test_a_missing_file_is_refused_by_its_path(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.toml' does not exist"):
+        chip(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "name"),
+    [
+        ("TPU v3", "v3"), ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"), ("TPU v6 lite", "v6e"), ("TPU7x", "7x"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 141GB HBM3e", "h200"), ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"), ("cpu", "cpu"),
+    ],
+)  # fmt: skip
+def test_guess_knows_the_kinds_that_jax_reports(device_kind, name):
+    assert guess(device_kind).name == name
+
+
+@pytest.mark.parametrize(
+    "device_kind",
+    [
+        "TPU v4 lite", "TPU v2", "TPU8i", "NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 PCIe",
+        "NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA GB2000",
+        "NVIDIA A100-SXM-64GB", "NVIDIA GeForce RTX 4090", "AMD Instinct MI300A", "",
+    ],
+)  # fmt: skip
+def test_guess_stays_silent_on_boards_with_other_figures(device_kind):
+    assert guess(device_kind) is None
+
+
+def test_a_device_is_its_share_of_the_chip():
+    ironwood = chip("tpu7x")
+    core = ironwood.per_device()
+    assert core.flops_per_s * 2 == ironwood.flops_per_s
+    assert core.link_bytes_per_s * 2 == ironwood.link_bytes_per_s
+    assert core.node_size == 2 * ironwood.node_size
+    assert core.usable_bytes == ironwood.usable_bytes == int(94.75 * 2**30), "already per device"
+    assert core.per_device() == core
+    assert chip("h100").per_device() == chip("h100")
+
+
+def test_rings_close_where_the_hardware_has_the_links():
+    assert [n for n in (2, 4, 8, 12, 16) if chip("v5e").wraps(n)] == [16]
+    assert [n for n in (2, 4, 6, 8, 16) if chip("v5p").wraps(n)] == [4, 8, 16]
+    assert chip("h100").wraps(3)
+
+
+def test_only_the_cpu_is_simulated_and_its_placeholders_say_so():
+    assert [row.name for row in CHIPS if row.simulated] == ["cpu"]
+    assert chip("cpu").sources["link_bytes_per_s"].startswith("placeholder")
+
+
+def test_the_jax_package_agrees_with_the_tpu_rows():
+    """Independent of the pages the rows come from: jax's own table, rounded there to three digits, per core."""
+    tpu_info = pytest.importorskip("jax._src.pallas.mosaic.tpu_info")
+    if not hasattr(tpu_info, "get_tpu_info_for_chip"):
+        pytest.skip("this jax keeps its table elsewhere")
+    for row in CHIPS:
+        if row.name not in ("v4", "v5e", "v6e", "7x"):  # jax has v3 at 140 TFLOP/s and v5p at 2.46 TB/s
+            continue
+        info = tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion(row.name), 1)
+        cores = tpu_info.ChipVersion(row.name).num_physical_tensor_cores_per_chip
+        assert info.bf16_ops_per_second * cores == pytest.approx(row.flops_per_s, rel=0.01)
+        assert info.mem_bw_bytes_per_second * cores == pytest.approx(row.hbm_bytes_per_s, rel=0.03)
+
+
+def test_hardware_and_cost_import_neither_jax_nor_numpy():
+    code = "import sys, llmpar.cost, llmpar.hardware; print(sorted({'jax', 'numpy'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "[]"

@@ -1,0 +1,614 @@
+"""The census of a program, checked against closed forms on 8 simulated devices and against hand-written HLO text."""
+
+import json
+import re
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llmpar.hlo import (
+    census_hlo,
+    census_jaxpr,
+    census_table,
+    compiled_memory,
+    executed_flops,
+    partitioned_hlo,
+    ring_bytes,
+)
+
+CUBE = {"dp": 2, "fsdp": 2, "tp": 2}
+AXES = tuple(CUBE)
+CASES = {row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_compilation():
+    """The persistent cache would answer with texts compiled earlier, which name the source lines of that day."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+def make_mesh(order=range(8), **sizes):
+    devices = np.array([jax.devices()[i] for i in order]).reshape(tuple(sizes.values()))
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def lower(f, mesh, in_specs, out_specs, *args):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)).trace(*args)
+
+
+def three_censuses(traced, mesh):
+    """The same program as its author wrote it, as it was partitioned, and as the CPU runs it."""
+    lowered = traced.lower()
+    return (
+        census_jaxpr(traced.jaxpr, mesh.shape),
+        census_hlo(partitioned_hlo(lowered), mesh),
+        census_hlo(lowered.compile().as_text(), mesh),
+    )
+
+
+def table(*rows):
+    return {(axes, kind): {"count": count, "bytes_sent": sent} for axes, kind, count, sent in rows}
+
+
+SHIFT = [(0, 1), (1, 0)]
+X = 32 * 16 * 4  # bytes of what one device holds of a float32 [256, 16]
+EACH_KIND = [  # f, the axes that leave the result's layout, kind, axes, group, bytes sent
+    (lambda x: lax.psum(x, "tp"), ("tp",), "all-reduce", ("tp",), 2, X),
+    (lambda x: lax.psum(x, ("dp", "fsdp")), ("dp", "fsdp"), "all-reduce", ("dp", "fsdp"), 4, 2 * X * 3 // 4),
+    (lambda x: lax.psum(x, ("fsdp", "dp")), ("dp", "fsdp"), "all-reduce", ("dp", "fsdp"), 4, 2 * X * 3 // 4),
+    (lambda x: lax.psum(x, AXES), AXES, "all-reduce", AXES, 8, 2 * X * 7 // 8),
+    (lambda x: lax.pmax(x, "dp"), ("dp",), "all-reduce", ("dp",), 2, X),
+    (lambda x: lax.pmin(x, ("dp", "tp")), ("dp", "tp"), "all-reduce", ("dp", "tp"), 4, 2 * X * 3 // 4),
+    (lambda x: lax.all_gather(x, ("fsdp", "tp"), tiled=True), (), "all-gather", ("fsdp", "tp"), 4, 3 * X),
+    (lambda x: lax.psum_scatter(x, "fsdp", tiled=True), (), "reduce-scatter", ("fsdp",), 2, X // 2),
+    (lambda x: lax.psum_scatter(x, ("dp", "tp"), tiled=True), (), "reduce-scatter", ("dp", "tp"), 4, 3 * X // 4),
+    (lambda x: lax.all_to_all(x, "dp", 1, 0, tiled=True), (), "all-to-all", ("dp",), 2, X // 2),
+    (lambda x: lax.all_to_all(x, AXES, 1, 0, tiled=True), (), "all-to-all", AXES, 8, 7 * X // 8),
+    (lambda x: lax.ppermute(x, "tp", SHIFT), (), "collective-permute", ("tp",), 2, X),
+    (lambda x: lax.ppermute(x, "tp", SHIFT[:1]), (), "collective-permute", ("tp",), 2, X),
+]
+
+
+@pytest.mark.parametrize("f, gone, kind, axes, group_size, sent", EACH_KIND)
+def test_each_collective_is_found_once_with_its_axes_and_bytes(f, gone, kind, axes, group_size, sent):
+    mesh = make_mesh(**CUBE)
+    traced = lower(f, mesh, P(AXES), P(tuple(a for a in AXES if a not in gone) or None), jnp.ones((256, 16)))
+    for census in three_censuses(traced, mesh):
+        (c,) = census
+        assert (c.kind, c.axes, c.group_size, c.count, c.bytes_sent) == (kind, axes, group_size, 1, sent)
+        assert c.dtype == "f32" and not c.conditional
+        assert c.source.startswith("tests/test_hlo.py:")
+
+
+def test_axes_of_size_one_send_nothing():
+    mesh = make_mesh(dp=1, fsdp=8, tp=1)
+    f = lambda x: lax.psum(lax.psum(x, "tp"), ("dp", "fsdp"))
+    expected = table(("fsdp", "all-reduce", 1, 2 * 4 * 4 * 7 // 8))
+    for census in three_censuses(lower(f, mesh, P(("dp", "fsdp", "tp")), P(), jnp.ones((32,))), mesh):
+        assert census_table(census) == expected
+
+
+def test_axes_of_a_vmap_are_no_axes_of_the_mesh():
+    jaxpr = jax.make_jaxpr(jax.vmap(lambda x: lax.psum(x, "rows"), axis_name="rows"))(jnp.ones((3, 8)))
+    assert "psum" in str(jaxpr) and census_jaxpr(jaxpr, {"tp": 8}) == []
+
+
+def test_an_axis_without_a_size_is_refused():
+    traced = lower(lambda x: lax.psum(x, "tp"), make_mesh(tp=8), P("tp"), P(), jnp.ones((8,)))
+    with pytest.raises(ValueError, match="over axis 'tp', but the sizes given are those of"):
+        census_jaxpr(traced.jaxpr, {"dp": 8})
+
+
+def test_nested_loops_multiply():
+    mesh = make_mesh(**CUBE)
+
+    def step(x, _):
+        x = lax.fori_loop(0, 5, lambda i, x: lax.ppermute(x, "tp", SHIFT), x)
+        return x + lax.pcast(lax.psum(x, ("dp", "fsdp")), ("dp", "fsdp"), to="varying"), None
+
+    f = lambda x: lax.scan(step, x, length=4)[0]
+    expected = table(("tp", "collective-permute", 20, 20 * X), ("dp,fsdp", "all-reduce", 4, 4 * X * 3 // 2))
+    for census in three_censuses(lower(f, mesh, P(AXES), P(AXES), jnp.ones((256, 16))), mesh):
+        assert census_table(census) == expected
+
+
+def test_loops_that_start_late_and_go_down_are_stepped():
+    mesh = make_mesh(sp=8)
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+
+    def f(x):
+        x = lax.fori_loop(3, 10, lambda i, x: lax.ppermute(x, "sp", ring), x)
+        return lax.while_loop(lambda c: c[0] > 4, lambda c: (c[0] - 3, lax.ppermute(c[1], "sp", ring)), (20, x))[1]
+
+    traced = lower(f, mesh, P("sp"), P("sp"), jnp.ones((8, 4)))
+    lowered = traced.lower()
+    for text in (partitioned_hlo(lowered), lowered.compile().as_text()):
+        assert census_table(census_hlo(text, mesh)) == table(("sp", "collective-permute", 7 + 6, 13 * 16))
+    with pytest.raises(ValueError, match=r"loop at tests/test_hlo.py:\d+: it runs collective-permute"):
+        census_jaxpr(traced.jaxpr, mesh.shape)
+
+
+def test_a_loop_of_unknown_length_is_refused_only_if_it_communicates():
+    mesh = make_mesh(tp=8)
+
+    def loop(body):
+        f = lambda x, n: lax.fori_loop(0, n[0], body, x)
+        return lower(f, mesh, (P("tp"), P()), P("tp"), jnp.ones((8, 4)), jnp.array([3]))
+
+    traced = loop(lambda i, x: lax.ppermute(x, "tp", SHIFT))
+    with pytest.raises(ValueError, match=r"cannot count the loop at tests/test_hlo.py:\d+.*use lax.scan"):
+        census_jaxpr(traced.jaxpr, mesh.shape)
+    lowered = traced.lower()
+    for text in (partitioned_hlo(lowered), lowered.compile().as_text()):
+        with pytest.raises(ValueError, match=r"cannot count the loop at tests/test_hlo.py:\d+.*use lax.scan"):
+            census_hlo(text, mesh)
+    assert three_censuses(loop(lambda i, x: 2 * x), mesh) == ([], [], [])
+
+
+def test_of_a_cond_the_branch_that_sends_most_counts():
+    mesh = make_mesh(**CUBE)
+
+    def f(x, flag):
+        small = lambda x: lax.psum(x, "dp")
+        large = lambda x: small(lax.ppermute(lax.ppermute(x, "tp", SHIFT), "fsdp", SHIFT))
+        return lax.cond(flag[0] > 0, small, large, x) + lax.switch(flag[0], [small, small, small], x)
+
+    expected = table(
+        ("dp", "all-reduce", 2, 2 * X), ("tp", "collective-permute", 1, X), ("fsdp", "collective-permute", 1, X)
+    )
+    for census in three_censuses(
+        lower(f, mesh, (P(AXES), P()), P(("fsdp", "tp")), jnp.ones((256, 16)), jnp.array([1])), mesh
+    ):
+        assert census_table(census) == expected
+        assert all(c.conditional for c in census)
+
+
+def test_gradients_of_rematerialized_and_custom_functions_are_walked():
+    mesh = make_mesh(fsdp=8)
+    there, back = [(i, (i + 1) % 8) for i in range(8)], [((i + 1) % 8, i) for i in range(8)]
+
+    @jax.custom_vjp
+    def double(x):
+        return 2 * lax.ppermute(x, "fsdp", there)
+
+    double.defvjp(lambda x: (double(x), None), lambda _, g: (2 * lax.ppermute(g, "fsdp", back),))
+
+    def loss(w, x):
+        y = jax.checkpoint(lambda w, x: jnp.tanh(x @ lax.all_gather(w, "fsdp", tiled=True)))(w, x)
+        return lax.psum(jnp.sum(double(y)), "fsdp")
+
+    traced = lower(
+        jax.value_and_grad(loss), mesh, (P("fsdp"), P("fsdp")), (P(), P("fsdp")), jnp.ones((16, 16)), jnp.ones((8, 16))
+    )
+    w, x = 2 * 16 * 4, 16 * 4
+    expected = table(
+        ("fsdp", "all-gather", 2, 2 * 7 * w),
+        ("fsdp", "reduce-scatter", 1, 7 * w),
+        ("fsdp", "collective-permute", 2, 2 * x),
+        ("fsdp", "all-reduce", 1, 7),
+    )
+    written, partitioned, final = (census_table(census) for census in three_censuses(traced, mesh))
+    assert written == partitioned == expected
+    # Outside a loop the CPU compiler of JAX 0.10 drops the barrier of the checkpoint and merges the two gathers.
+    assert final["fsdp", "all-gather"]["count"] in (1, 2)
+
+
+def test_fsdp_gathers_twice_and_scatters_once_per_layer():
+    """Case xla.fsdp.sm: 4 layers of bfloat16 [2048, 2048] over 8 devices, gathered inside a checkpointed scan."""
+    mesh = make_mesh(fsdp=8)
+
+    def loss(ws, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ lax.all_gather(w, "fsdp", tiled=True)), None))
+        return lax.psum(jnp.sum(lax.scan(layer, x, ws)[0].astype(jnp.float32)), "fsdp")
+
+    weights, tokens = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 2048, 2048), (64, 2048)])
+    cut = P(None, "fsdp")
+    traced = lower(jax.value_and_grad(loss), mesh, (cut, P("fsdp")), (P(), cut), weights, tokens)
+    written, partitioned, final = (
+        {kind: row for (_, kind), row in census_table(census).items()} for census in three_censuses(traced, mesh)
+    )
+    gathers, gathered = CASES["xla.fsdp.sm"]["expected"]["all_gather"]  # how many, result bytes of each
+    scatters, scattered = CASES["xla.fsdp.sm"]["expected"]["reduce_scatter"]
+    for census, width in [
+        (written, 1),
+        (partitioned, 1),
+        (final, 2),
+    ]:  # the CPU widens bfloat16; nothing here hides that
+        assert census["all-gather"] == {"count": gathers, "bytes_sent": width * gathers * gathered * 7 // 8}
+        assert census["reduce-scatter"] == {"count": scatters, "bytes_sent": width * scatters * scattered * 7}
+
+
+def test_bfloat16_is_bfloat16_until_the_cpu_widens_it():
+    mesh = make_mesh(tp=8)
+    traced = lower(lambda x: lax.all_gather(x, "tp", tiled=True), mesh, P("tp"), P("tp"), jnp.ones((64,), jnp.bfloat16))
+    assert [[(c.dtype, c.shape, c.bytes_sent) for c in census] for census in three_censuses(traced, mesh)] == [
+        [("bf16", (64,), 112)],
+        [("bf16", (64,), 112)],
+        [("f32", (64,), 224)],
+    ]
+
+
+@pytest.mark.parametrize(
+    "dtype, name, size", [("int8", "s8", 1), ("uint32", "u32", 4), ("float16", "f16", 2), ("bool", "pred", 1)]
+)
+def test_dtypes_are_named_and_sized_alike_in_jaxpr_and_text(dtype, name, size):
+    mesh = make_mesh(tp=8)
+    traced = lower(lambda x: lax.ppermute(x, "tp", SHIFT), mesh, P("tp"), P("tp"), jnp.ones((64,), dtype))
+    for (c,) in three_censuses(traced, mesh)[:2]:
+        assert (c.dtype, c.bytes_sent) == (name, 8 * size)
+
+
+def test_ring_attention_and_its_gradient_permute_four_times_per_hop():
+    """Case xla.ring.bwd: 8 hops, local q, k, v of float32 [2, 16, 4, 16], scan without peeling the last hop."""
+    mesh = make_mesh(sp=8)
+    ring = [(i, (i + 1) % 8) for i in range(8)]
+
+    def attend(q, k, v):
+        def hop(carry, _):
+            k, v, total, weight = carry
+            scores = jnp.exp(jnp.einsum("bsnh,btnh->bnst", q, k))
+            total += jnp.einsum("bnst,btnh->bsnh", scores, v)
+            weight += scores.sum(-1)
+            return (lax.ppermute(k, "sp", ring), lax.ppermute(v, "sp", ring), total, weight), None
+
+        zero = 0 * q
+        (_, _, total, weight), _ = lax.scan(hop, (k, v, zero, jnp.einsum("bsnh->bns", zero)), length=8)
+        return lax.psum(jnp.sum(total / jnp.einsum("bns->bsn", weight)[..., None]), "sp")
+
+    local = jax.ShapeDtypeStruct((2, 16 * 8, 4, 16), jnp.float32)
+    cut = P(None, "sp")
+    traced = lower(jax.value_and_grad(attend, (0, 1, 2)), mesh, (cut,) * 3, (P(), (cut,) * 3), local, local, local)
+    for census in three_censuses(traced, mesh):
+        count, size = CASES["xla.ring.bwd"]["expected"]["collective_permute"]
+        assert census_table(census)["sp", "collective-permute"] == {"count": count, "bytes_sent": count * size}
+
+
+def test_ring_bytes_of_an_all_reduce_are_those_of_jax_roofline():
+    """Case roofline.jax.psum: 16,384 bytes over 4 devices; and the closed form where it does not divide."""
+    mesh = make_mesh(order=range(4), tp=4)
+    traced = lower(lambda x: lax.psum(x, "tp"), mesh, P("tp"), P(), jnp.ones((4, 4096)))
+    for (c,) in three_censuses(traced, mesh):
+        assert c.bytes_sent == ring_bytes("all-reduce", 4, 16384) == CASES["roofline.jax.psum"]["expected"]["ici_bytes"]
+    assert ring_bytes("all-reduce", 3, 4) == 5  # 16/3 rounded
+
+
+MESHES = [
+    make_mesh(dp=2, tp=4),
+    make_mesh(order=(3, 1, 7, 0, 5, 2, 6, 4), dp=2, tp=4),
+    make_mesh(**CUBE),
+    make_mesh(order=(7, 2, 4, 1, 0, 5, 3, 6), **CUBE),
+    make_mesh(pp=1, dp=4, tp=2),
+]
+
+
+def subsets(mesh):
+    axes = [a for a in mesh.axis_names if mesh.shape[a] > 1]
+    return [tuple(a for i, a in enumerate(axes) if bits >> i & 1) for bits in range(1, 2 ** len(axes))]
+
+
+@pytest.mark.parametrize(
+    "mesh, axes",
+    [(m, s) for m in MESHES for s in subsets(m)],
+    ids=lambda x: ",".join(x) if isinstance(x, tuple) else None,
+)
+def test_groups_that_the_partitioner_chose_map_back_to_the_axes_of_the_user(mesh, axes):
+    size = prod(mesh.shape[a] for a in axes)
+    cut, whole = NamedSharding(mesh, P(axes)), NamedSharding(mesh, P())
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=cut)
+    for f, kind, result in [(lambda x: x.sum(0), "all-reduce", 16 * 4), (lambda x: 2 * x, "all-gather", 64 * 16 * 4)]:
+        traced = jax.jit(f, out_shardings=whole).trace(x)
+        assert census_jaxpr(traced.jaxpr, mesh.shape) == []
+        for census in three_censuses(traced, mesh)[1:]:
+            assert [(c.kind, c.axes, c.bytes_sent) for c in census] == [(kind, axes, ring_bytes(kind, size, result))]
+
+
+def test_a_part_of_an_axis_is_called_other():
+    mesh = make_mesh(q=8)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("q")))
+    text = partitioned_hlo(jax.jit(lambda x: x.reshape(2, 4, 8).sum(1)).lower(x))
+    assert {(c.kind, c.axes, c.group_size) for c in census_hlo(text, mesh)} >= {("all-reduce", ("other",), 4)}
+
+
+# Hand-written text: each spelling that XLA has, on the abstract mesh dp=2 fsdp=2 tp=2.
+
+ABSTRACT = SimpleNamespace(axis_names=AXES, shape=CUBE)
+
+
+def gather(groups):
+    return f"""HloModule jit_f, num_partitions=8
+
+ENTRY %main (x: f32[4]) -> f32[8] {{
+  %x = f32[4]{{0}} parameter(0)
+  ROOT %g = f32[8]{{0}} all-gather(%x), channel_id=1, {groups}dimensions={{0}}, use_global_device_ids=true
+}}
+"""
+
+
+SPELLINGS = [
+    ("replica_groups={{0,2},{1,3},{4,6},{5,7}}, ", ("fsdp",), 2),
+    ("replica_groups={{0,1,4,5},{2,3,6,7}}, ", ("dp", "tp"), 4),
+    ("replica_groups={{3,1},{5,7},{0,2},{6,4}}, ", ("fsdp",), 2),
+    ("replica_groups={}, ", AXES, 8),
+    ("", AXES, 8),
+    ("replica_groups={{0,3},{1,2},{4,7},{5,6}}, ", ("other",), 2),
+    ("replica_groups={{0,1},{2,4},{3,5},{6,7}}, ", ("other",), 2),
+    ("replica_groups={{0,1,2},{3,4,5,6,7}}, ", ("other",), 5),
+    ("replica_groups=[4,2]<=[8], ", ("tp",), 2),
+    ("replica_groups=[1,8]<=[8], ", AXES, 8),
+    ("replica_groups=[4,2]<=[2,4]T(1,0), ", ("dp",), 2),
+    ("replica_groups=[4,2]<=[4,2]T(1,0), ", ("fsdp",), 2),
+    ("replica_groups=[2,4]<=[2,2,2]T(1,0,2), ", ("dp", "tp"), 4),
+    ("replica_groups=mesh['dp'=2,'fsdp'=2,'tp'=2] {'fsdp'}, ", ("fsdp",), 2),
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}, ", ("dp", "fsdp"), 4),
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0','axis_1'}, ", AXES, 8),
+    ("replica_groups=mesh['q'=8] {'q':(1)2}, ", ("dp",), 2),
+    ("replica_groups=mesh['q'=8] {'q':(2)2}, ", ("fsdp",), 2),
+    ("replica_groups=mesh['q'=8] {'q':(2)4}, ", ("fsdp", "tp"), 4),
+    ("replica_groups=mesh['q'=8] {'q':(1)2,'q':(4)2}, ", ("dp", "tp"), 4),
+    ("replica_groups=mesh['a'=2,'q'=4] {'a','q':(2)2}, ", ("dp", "tp"), 4),
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_1'}, ", ("dp",), 2),
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}, ", ("fsdp", "tp"), 4),
+    ("replica_groups=mesh['x'=2,'y'=4], device_ids=(0,4,2,6,1,5,3,7) {'x'}, ", ("tp",), 2),
+    ("replica_groups=mesh['x'=2,'y'=4], device_ids=(0,4,2,6,1,5,3,7) {'y':(2)2}, ", ("dp",), 2),
+]
+
+
+@pytest.mark.parametrize("groups, axes, group_size", SPELLINGS, ids=[s[0].strip(", ") for s in SPELLINGS])
+def test_every_spelling_of_groups(groups, axes, group_size):
+    (c,) = census_hlo(gather(groups), ABSTRACT)
+    assert (c.axes, c.group_size) == (axes, group_size)
+    assert c.bytes_sent == ring_bytes("all-gather", group_size, 32)
+
+
+def test_groups_of_one_device_send_nothing():
+    assert census_hlo(gather("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, "), ABSTRACT) == []
+
+
+@pytest.mark.parametrize("groups", ["{{0,1},{2,3}}", "[8,2]<=[16]", "{{0,1},{1,2},{3,4},{5,6}}"])
+def test_groups_of_another_mesh_are_refused(groups):
+    with pytest.raises(ValueError, match="not of the 8 devices of mesh"):
+        census_hlo(gather(f"replica_groups={groups}, "), ABSTRACT)
+    with pytest.raises(ValueError, match="begins with ENTRY"):
+        census_hlo("module @jit_f {}", ABSTRACT)
+
+
+PAIRS = [
+    ("{{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}", ("tp",), 32),
+    ("{{0,4},{1,5},{2,6},{3,7}}", ("dp",), 32),
+    ("{{0,3},{3,0}}", ("fsdp", "tp"), 32),
+    ("{{0,0},{1,1}}", None, 0),
+    ("{}", None, 0),
+]
+
+
+@pytest.mark.parametrize("pairs, axes, sent", PAIRS, ids=[p[0] for p in PAIRS])
+def test_pairs_of_a_permute_span_the_axes_that_they_cross(pairs, axes, sent):
+    text = gather("").replace("f32[4]", "f32[8]").replace(" all-gather(", " collective-permute(")
+    text = re.sub(r"dimensions.*", f"source_target_pairs={pairs}", text)
+    assert [(c.axes, c.bytes_sent) for c in census_hlo(text, ABSTRACT)] == ([(axes, sent)] if axes else [])
+
+
+PAIRED = "replica_groups=[4,2]<=[8]"
+RESULTS = [  # the operation, then what it should count as
+    (f"(f32[4]{{0}}, /*index=1*/f32[4]{{0}}) all-to-all(%x, %x), {PAIRED}", "all-to-all", 16),
+    (f"(f32[4]{{0}}, bf16[6]{{0}}) all-reduce(%x, %y), {PAIRED}, to_apply=%add", "all-reduce", 28),
+    (f"(f32[4]{{0}}, f32[8]{{0}}) all-gather-start(%x), {PAIRED}, dimensions={{0}}", "all-gather", 16),
+    (
+        f"((f32[4]{{0:T(128)}}, bf16[6]{{0}}), (f32[8]{{0:T(128)}}, bf16[12]{{0}})) all-gather-start(%x, %y), {PAIRED}",
+        "all-gather",
+        28,
+    ),
+    (f"f32[4]{{0}} all-reduce-start(%x), {PAIRED}, to_apply=%add", "all-reduce", 16),
+    (
+        "(f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
+        "collective-permute",
+        16,
+    ),
+    (f"((f32[4]{{0}}), f32[2]{{0}}, u32[]) reduce-scatter-start(%x), {PAIRED}, to_apply=%add", "reduce-scatter", 8),
+    (f"f32[4]{{0}} ragged-all-to-all(%x, %x), {PAIRED}", "ragged-all-to-all", 8),
+]
+
+
+@pytest.mark.parametrize("operation, kind, sent", RESULTS, ids=[r[0].split("(%")[0] for r in RESULTS])
+def test_results_of_every_form_are_sized(operation, kind, sent):
+    done = f"%d = f32[4]{{0}} {kind}-done(%c)" if "-start" in operation else ""
+    text = f"""ENTRY %main (x: f32[4], y: bf16[6]) -> f32[4] {{
+  %x = f32[4]{{0}} parameter(0)
+  %y = bf16[6]{{0}} parameter(1)
+  %c = {operation}, metadata={{op_name="f" source_file="/src/llmpar/model.py" source_line=88}}
+  {done}
+}}"""
+    (c,) = census_hlo(text, ABSTRACT)
+    assert (c.kind, c.count, c.bytes_sent, c.axes, c.source) == (kind, 1, sent, ("tp",), "llmpar/model.py:88")
+
+
+def test_an_asynchronous_call_is_counted_through_its_computation():
+    text = """%wrapped (p: f32[4]) -> f32[2] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %r = f32[2]{0} reduce-scatter(%p), replica_groups=[4,2]<=[8], to_apply=%add
+}
+
+ENTRY %main (x: f32[4]) -> f32[2] {
+  %x = f32[4]{0} parameter(0)
+  %start = ((f32[4]{0}), f32[2]{0}, u32[]) async-start(%x), calls=%wrapped
+  ROOT %done = f32[2]{0} async-done(%start)
+}"""
+    assert census_table(census_hlo(text, ABSTRACT)) == table(("tp", "reduce-scatter", 1, 8))
+
+
+LOOP = """HloModule loop
+
+%test (p: s32[], q: s32[]) -> pred[] {
+  %p = s32[] parameter(0)
+  %q = s32[] parameter(1)
+  ROOT %c = pred[] compare(%p, %q), direction=LT
+}
+
+%condition (t: (s32[], f32[4], s32[])) -> pred[] {
+  %t = (s32[], f32[4]{0}, s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %n = s32[] get-tuple-element(%t), index=2
+  ROOT %c.1 = pred[] fusion(%i, %n), kind=kLoop, calls=%test
+}
+
+%body (t.1: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {
+  %t.1 = (s32[], f32[4]{0}, s32[]) parameter(0)
+  %two = s32[] constant(2)
+  %next = s32[] add(%t.1#0, %two)
+  %r = f32[4]{0} all-reduce(%t.1#1), replica_groups={}, to_apply=%add
+  ROOT %u = (s32[], f32[4]{0}, /*index=2*/s32[]) tuple(%next, %r, %t.1#2)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %start = s32[] constant(-1)
+  %limit = s32[] constant(6)
+  %limit.1 = s32[] copy(%limit)
+  %v = (s32[], f32[4]{0}, s32[]) tuple(%start, %x, %limit.1)
+  %w = (s32[], f32[4]{0}, s32[]) while(%v), condition=%condition, body=%body
+  ROOT %y = f32[4]{0} get-tuple-element(%w), index=1
+}"""
+
+
+@pytest.mark.parametrize(
+    "was, becomes, trips",
+    [
+        ("", "", 4),  # -1, 1, 3, 5
+        ("constant(6)", "constant(7)", 4),
+        ("constant(6)", "constant(8)", 5),
+        ("constant(6)", "constant(-1)", 0),
+        ("direction=LT", "direction=LE", 4),
+        ("constant(6)", "constant(9), note=1", 5),
+        ("add(%t.1#0", "multiply(%t.1#0", 0),  # -1, -2, ...: never ends
+        ("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"11"}}', 11),
+        ("s32[] copy(%limit)", "s32[] rng(%limit)", None),
+    ],
+)
+def test_trips_are_counted_from_constants_in_the_carried_tuple(was, becomes, trips, monkeypatch):
+    monkeypatch.setattr("llmpar.hlo._MAX_TRIPS", 100)
+    text = LOOP.replace(was, becomes) if was else LOOP
+    assert becomes in text
+    if trips is None or "multiply" in becomes:
+        with pytest.raises(ValueError, match="cannot count the loop: it runs all-reduce"):
+            census_hlo(text, ABSTRACT)
+    else:
+        assert [c.count for c in census_hlo(text, ABSTRACT)] == ([trips] if trips else [])
+
+
+def test_the_source_is_the_line_that_asked():
+    mesh = make_mesh(tp=8)
+
+    def helper(x):
+        return lax.psum(x, "tp")  # HERE
+
+    with open(__file__) as file:
+        (line,) = [i for i, text in enumerate(file, 1) if text.endswith("# HERE\n")]
+    f = jax.checkpoint(
+        lambda x: lax.scan(lambda x, _: (lax.pcast(helper(x), "tp", to="varying"), None), x, length=3)[0]
+    )
+    for (c,) in three_censuses(lower(f, mesh, P("tp"), P("tp"), jnp.ones((8,))), mesh):
+        assert (c.source, c.count) == (f"tests/test_hlo.py:{line}", 3)
+
+
+def test_sources_skip_libraries_and_the_file_that_carries_arrows_out():
+    text = """HloModule jit_f
+
+FileNames
+1 "/venv/lib/python3.12/site-packages/jax/_src/lax/parallel.py"
+2 "/src/llmpar/par.py"
+3 "/src/llmpar/model.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=1 end_column=2}
+2 {file_name_id=2 function_name_id=1 line=20 end_line=21 column=1 end_column=2}
+3 {file_name_id=3 function_name_id=1 line=30 end_line=31 column=1 end_column=2}
+4 {file_name_id=3 function_name_id=1 line=40 end_line=41 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=3 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=1 parent_frame_id=3}
+4 {file_location_id=2 parent_frame_id=1}
+5 {file_location_id=1 parent_frame_id=1}
+6 {file_location_id=4 parent_frame_id=2}
+7 {file_location_id=1 parent_frame_id=7}
+
+"""
+    for frame, source in [(3, "model.py:30"), (4, "par.py:20"), (5, ""), (7, "model.py:40"), (0, "")]:
+        with_frame = text + gather(f'metadata={{op_name="f" stack_frame_id={frame}}}, ').partition("\n")[2]
+        assert [c.source for c in census_hlo(with_frame, ABSTRACT)] == [source and f"llmpar/{source}"]
+
+
+def test_executed_flops_of_scanned_matmuls_are_the_closed_form():
+    mesh = make_mesh(tp=8)
+
+    def f(ws, x):
+        step = lambda x, w: (lax.cond(x[0, 0] > 0, lambda x: x @ w @ w, lambda x: x @ w, x), None)
+        x = lax.scan(step, x, ws)[0]
+        return jnp.einsum("bsm,bdm->bsd", x[None], ws[:1]), x @ lax.fori_loop(0, 3, lambda i, y: y @ y, ws[0])
+
+    specs = (P(), P("tp"))
+    lowered = lower(f, mesh, specs, (P(None, "tp"), P("tp")), jnp.ones((5, 16, 16)), jnp.ones((64, 16))).lower()
+    rows = 2 * 8 * 16 * 16  # per device
+    expected = 5 * 2 * rows + rows + 3 * 2 * 16**3 + rows
+    assert executed_flops(partitioned_hlo(lowered)) == expected
+    assert executed_flops(lowered.compile().as_text()) == expected
+
+
+def test_flops_in_a_loop_of_unknown_length_are_refused():
+    lowered = jax.jit(lambda x, n: lax.fori_loop(0, n, lambda i, x: x @ x, x)).lower(jnp.ones((8, 8)), 3)
+    with pytest.raises(ValueError, match="it runs dot"):
+        executed_flops(lowered.compile().as_text())
+
+
+def test_a_program_for_one_device_has_text_too():
+    text = partitioned_hlo(jax.jit(lambda x: (x @ x).astype(jnp.bfloat16)).lower(jnp.ones((8, 8))))
+    assert executed_flops(text) == 2 * 8**3 and "bf16" in text
+
+
+def test_the_persistent_cache_neither_swallows_the_dump_nor_grows_by_it(tmp_path):
+    names = ["enable_compilation_cache", "compilation_cache_dir"]
+    names += ["persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes"]
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+    mesh = make_mesh(tp=8)
+    lowered = lower(lambda x: lax.psum(x, "tp"), mesh, P("tp"), P(), jnp.ones((24,))).lower()
+    try:
+        for name, value in zip(before, [True, str(tmp_path), 0, -1], strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        lowered.compile(compiler_options={"xla_cpu_enable_fast_math": False})
+        entries = set(tmp_path.iterdir())
+        assert entries  # the cache is on
+        for _ in range(2):
+            assert len(census_hlo(partitioned_hlo(lowered), mesh)) == 1
+        assert set(tmp_path.iterdir()) == entries
+        assert jax.config.jax_enable_compilation_cache
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+def test_memory_is_what_was_passed_and_aliased():
+    step = jax.jit(lambda state, x: (state + x.sum(), state.sum()), donate_argnums=0)
+    memory = compiled_memory(step.lower(jnp.ones((1000,)), jnp.ones((10,))).compile())
+    assert memory["argument_bytes"] == 4 * 1010
+    assert memory["alias_bytes"] == 4000
+    assert 4004 <= memory["output_bytes"] <= 4004 + 16  # the result's tuple holds a pointer for each part
+    assert memory["peak_bytes"] == memory["argument_bytes"] + memory["output_bytes"] + memory["temp_bytes"] - 4000

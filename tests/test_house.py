@@ -1,0 +1,251 @@
+"""The house rules: imports go down, models know no mesh axis, files stay small, names are explained, lists agree."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "llmpar"
+
+FLOORS = {
+    "ground": {"notation", "hardware", "config", "schedule", "orders", "scene", "draw"},
+    "moving": {"mesh", "par", "hlo"},
+    "computing": {"model", "attention", "moe"},
+    "deciding": {"plan", "pipeline", "cost", "predict", "planner", "aot"},
+    "running": {"train", "step", "generate", "checkpoint", "hf", "data"},
+    "roof": {"cli", "doctor", "inspection", "serve", "launch", "widget", "__init__", "__main__"},
+}
+HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}
+LOOKERS = {"scene", "draw", "hlo", "cost", "predict"}  # they look at values
+COMPUTERS = {"notation", "par", "model", "attention", "moe", "pipeline"}  # they make them
+MODEL_TEXT = ("model", "attention", "moe")
+MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
+MAX_FILE_LINES, MAX_PACKAGE_LINES = 350, 4_500
+# In pieces, so that this file obeys its own rule.
+REGISTRY_HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "npmjs" + ".org", "anaconda" + ".org", "anaconda" + ".com")
+REGISTRY_HOSTS += ("unpkg" + ".com", "jsdelivr" + ".net", "cdnjs" + ".cloudflare", "proxy.golang" + ".org")
+HOME = re.compile(r"(?<![\w.])(?:/ho" + r"me/\w|/Us" + r"ers/\w|[A-Z]:\\Us" + r"ers\\|/ro" + r"ot/)")
+
+
+def trees():
+    """Parse every file of the package."""
+    return {path.stem: ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.glob("*.py"))}
+
+
+def imports(tree, known):
+    """List what a file imports, as (names inside this package, top names outside it).
+
+    A picture of oneself is exempt: `_repr_svg_` and its kin may draw; Jupyter calls them, nothing that computes does.
+    """
+    inside, outside, queue = set(), set(), [tree]
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("_repr_"):
+            continue
+        queue += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, ("llmpar" if node.level else "", node.module)))
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            top, *rest = name.split(".")
+            if top != "llmpar":
+                outside.add(top)
+            else:
+                inside.add(rest[0] if rest and rest[0] in known else "__init__")
+    return inside, outside
+
+
+def project():
+    """Read pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def repository_files():
+    """List the text files of the repository, tracked or not yet, with what they say; embedded pictures are left out."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        path = ROOT / name
+        if path.is_file() and b"\0" not in (content := path.read_bytes()):  # a zero byte: not text
+            yield name, re.sub(r'"image/png": "[^"]*"', "", content.decode())
+
+
+def test_every_file_stands_on_a_floor():
+    assert set(trees()) <= set(HEIGHT), "add the new file to FLOORS here and to the tree in the README"
+
+
+def upward_imports(sources):
+    """Name every import that goes up, or takes from the package's front door what has a file of its own."""
+    known = set(HEIGHT) - {"__init__"}
+    for name, tree in sources.items():
+        for other in sorted(imports(tree, known)[0]):
+            if other == "__init__" and name not in FLOORS["roof"]:
+                yield f"{name} imports from llmpar itself; name the file"
+            elif HEIGHT.get(other, 0) > HEIGHT.get(name, 0):  # a file without a floor fails the test above
+                yield f"{name} imports {other}, which is above it"
+
+
+def test_imports_go_down():
+    assert list(upward_imports(trees())) == []
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("notation", "from llmpar.mesh import spec"),
+        ("model", "import llmpar.train"),
+        ("par", "from llmpar import plan"),
+        ("par", "from . import plan"),
+        ("mesh", "def f():\n    from llmpar import cli"),
+        ("mesh", "from llmpar import __version__"),
+    ],
+)
+def test_an_upward_import_is_seen(name, text):
+    assert len(list(upward_imports({name: ast.parse(text)}))) == 1
+
+
+def test_imports_within_a_floor_have_no_cycle():
+    known = set(HEIGHT) - {"__init__"}
+    below = {name: imports(tree, known)[0] - {"__init__", name} for name, tree in trees().items()}
+    while below:
+        free = {name for name, others in below.items() if not others & set(below)}
+        assert free, f"these files import one another in a circle: {sorted(below)}"
+        below = {name: others for name, others in below.items() if name not in free}
+
+
+def test_nothing_that_computes_looks():
+    for name, tree in trees().items():
+        assert name not in COMPUTERS or not imports(tree, HEIGHT)[0] & LOOKERS, f"{name} computes, so it must not look"
+
+
+def test_ground_floor_has_no_jax():
+    for name, tree in trees().items():
+        if name in FLOORS["ground"]:
+            assert not imports(tree, HEIGHT)[1] & {"jax", "jaxlib", "flax", "optax", "orbax"}, name
+
+
+def loaded_by(statement):
+    """List the top-level modules that a statement loads in a fresh interpreter."""
+    code = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    return set(done.stdout.split())
+
+
+def test_import_llmpar_is_light():
+    heavy = {"IPython", "ipykernel", "ipywidgets", "anywidget", "jupyterlab", "jupyter_server", "matplotlib"}
+    assert not loaded_by("import llmpar") & heavy
+    files = [name for name in trees() if name in FLOORS["ground"]]
+    assert not loaded_by("; ".join(f"import llmpar.{name}" for name in files)) & {"jax", "flax", *heavy}
+
+
+def axis_words(tree):
+    """Find the mesh axes that occur as words in strings; docstrings may talk about them."""
+    talk = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # a string that nobody takes
+    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    spoken = [(node.lineno, re.findall("[a-z]+", node.value)) for node in strings if id(node) not in talk]
+    return {(line, word) for line, words in spoken for word in words if word in MESH_AXES}
+
+
+def test_the_model_names_no_mesh_axis():
+    for name, tree in trees().items():
+        if name in MODEL_TEXT:
+            assert not axis_words(tree), f"{name} names a mesh axis; let it say which dim moves, the plan where to"
+
+
+def test_a_mesh_axis_in_a_model_is_seen():
+    planted = '"""Over tp."""\ndef f(par, x):\n    "cut by dp"\n    return par.move(x, f"b s d +tp -> {x} b s/sp d")'
+    assert axis_words(ast.parse(planted)) == {(4, "tp"), (4, "sp")}
+
+
+def test_budgets():
+    lines = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    long = {name: count for name, count in lines.items() if count > MAX_FILE_LINES}
+    assert not long, f"more than {MAX_FILE_LINES} lines"
+    assert sum(lines.values()) <= MAX_PACKAGE_LINES, lines
+
+
+def undocumented(name, tree):
+    """Name the public functions and classes without a docstring, and the file if it has none."""
+    if ast.get_docstring(tree) is None:
+        yield name
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            if ast.get_docstring(node) is None:
+                yield f"{name}.{node.name}"
+
+
+def test_public_names_are_documented():
+    assert [missing for name, tree in trees().items() for missing in undocumented(name, tree)] == []
+
+
+def test_an_undocumented_name_is_seen():
+    tree = ast.parse('"""A file."""\ndef f(): ...\nclass C:\n    """A class."""\ndef _g(): ...')
+    assert list(undocumented("file", tree)) == ["file.f"]
+
+
+def addresses(text):
+    """Find package registries and home directories in a text."""
+    return [host for host in REGISTRY_HOSTS if host in text] + HOME.findall(text)
+
+
+def test_no_file_names_a_registry_or_a_home_directory():
+    assert {name: found for name, text in repository_files() if (found := addresses(text))} == {}
+
+
+def test_a_registry_and_a_home_directory_are_seen():
+    planted = "https://files.pythonhosted" + ".org/x", "see /ho" + "me/ada", "'/ro" + "ot/.venv'", "C:\\Us" + "ers\\ada"
+    assert all(addresses(text) for text in planted)
+    assert not addresses("the root/leaf of /usr/lib, a tree's /roots/, src/home/index")
+
+
+def requirement(text):
+    """Split 'name>=1.2' into its name and lower bound."""
+    name, bound = re.fullmatch(r"([A-Za-z0-9_.-]+)(?:\[\w+\])?\s*>=\s*([\d.]+)(?:,<[\d.]+)?", text).groups()
+    return name, tuple(map(int, bound.split(".")))
+
+
+def test_environment_yml_repeats_the_dependencies():
+    """The same names and bounds under conda-forge's names. This does not prove that conda can solve it."""
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    assert environment["name"] == "llmpar" and environment["channels"] == ["conda-forge", "nodefaults"]
+    *conda, pip = environment["dependencies"]
+    assert pip == {"pip": ["-e ."]}
+    conda.remove("pip")
+    conda_name = {"matplotlib": "matplotlib-base"}  # without Qt
+    pyproject = map(requirement, project()["project"]["dependencies"])
+    wanted = {conda_name.get(name, name): bound for name, bound in pyproject}
+    wanted["python"] = requirement("python" + project()["project"]["requires-python"])[1]
+    assert dict(map(requirement, conda)) == wanted
+
+
+def test_extra_dev_repeats_the_groups():
+    groups = project()["dependency-groups"]
+
+    def members(name):
+        for item in groups[name]:
+            yield from members(item["include-group"]) if isinstance(item, dict) else [item]
+
+    extras = project()["project"]["optional-dependencies"]
+    assert sorted(extras["dev"]) == sorted(members("dev"))
+    assert set(extras["hf"]) <= set(extras["dev"]), "the tests read tokenizers and safetensors"
+
+
+def test_constraints_pin_every_dependency_without_addresses():
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pin = re.compile(r'([a-z0-9-]+)==[\w.]+(?: ; python_version (?:<|>=) "3\.12")?')
+    assert [line for line in lines if not pin.fullmatch(line)] == []
+    pinned = {pin.fullmatch(line)[1] for line in lines}
+    extras = project()["project"]["optional-dependencies"]
+    assert {requirement(text)[0] for text in project()["project"]["dependencies"] + extras["dev"]} <= pinned
+
+

@@ -1,0 +1,272 @@
+"""Every lesson runs, is in step with its source and follows the rules; every exercise answers as it should.
+
+nbval runs each notebook in a process of its own, one after another: two kernels with eight devices would starve.
+"""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LESSONS = ROOT / "notebooks"
+sys.path.insert(0, str(LESSONS))  # as for a notebook, whose kernel starts in its folder
+
+import exercises  # noqa: E402
+
+spec = importlib.util.spec_from_file_location("notebooks_build", LESSONS / "build.py")
+build = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
+
+SOURCES = build.sources()
+EXERCISE_FILES = sorted((LESSONS / "exercises").glob("[0-9][0-9].py"))
+EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in exercises.exercises(file.stem)]
+TOY = '''# %% [markdown]
+# # A toy
+
+# %%
+from llmpar.mesh import use_devices
+
+devices = use_devices()
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("one")
+print("two")
+{extra}
+'''
+
+
+def toy(tmp_path, extra=""):
+    """Write a lesson that follows all rules, and what else is asked for."""
+    source = tmp_path / "src" / "00_toy.py"
+    source.parent.mkdir(exist_ok=True)
+    source.write_text(TOY.format(extra=extra))
+    return source
+
+
+def hand_run(source):
+    """Fill in the outputs that a run of the toy would give, without a kernel."""
+    notebook = build.read_source(source)
+    for number, cell in enumerate((c for c in notebook.cells if c.cell_type == "code"), 1):
+        cell.execution_count = number
+        if "one" in cell.source:
+            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="one\ntwo\n")]
+    return notebook
+
+
+def display(**data):
+    return nbformat.v4.new_output("display_data", data)
+
+
+def picture(**other):
+    return display(**{"image/png": "iVBORw0KGgo=", **other})
+
+
+def edit(index, **changes):
+    """Make a fault: change attributes of one code cell."""
+
+    def plant(notebook):
+        cell = [cell for cell in notebook.cells if cell.cell_type == "code"][index]
+        for name, value in changes.items():
+            cell[name] = value(cell[name]) if callable(value) else value
+
+    return plant
+
+
+def stream(name, text):
+    return nbformat.v4.new_output("stream", name=name, text=text)
+
+
+FAULTS = {
+    "not run": (edit(-1, execution_count=None), "execution counts"),
+    "checked but empty": (edit(-1, outputs=[]), "without outputs"),
+    "mark with a tail": (edit(-1, source=lambda s: s.replace("OUTPUT", "OUTPUT: two lines")), "on a line of its own"),
+    "mark indented": (edit(-1, source=lambda s: "  " + s), "on a line of its own"),
+    "semicolon": (edit(-1, source=lambda s: s + ";"), "ends with ';'"),
+    "stderr": (edit(0, outputs=[stream("stderr", "UserWarning: no\n")]), "text on stderr"),
+    "error": (edit(0, outputs=[nbformat.v4.new_output("error", ename="ValueError")]), "a stored error, ValueError"),
+    "widget view": (edit(0, outputs=[picture(**{build.WIDGET_VIEW: {}, "text/plain": "a"})]), "a stored widget view"),
+    "SVG only": (edit(0, outputs=[display(**{"image/svg+xml": "<svg/>"})]), "SVG without a PNG"),
+    "wordless": (edit(0, outputs=[picture(**{"text/plain": "<Figure size 640x480 with 1 Axes>"})]), "without words"),
+    "address": (edit(-1, outputs=[stream("stdout", "<Mesh at 0x7f00c0ffee00>")]), "differs from run to run"),
+    "edited by hand": (edit(0, source="import jax"), "cell ids"),
+    "nothing checked": (edit(-1, source="print(1)"), "nothing is asserted"),
+    "slow start": (edit(0, source="import jax\nuse_devices()"), "use_devices()"),
+    "no start": (edit(0, source="devices = 8"), "use_devices()"),
+    "other kernel": (lambda nb: nb.metadata.kernelspec.update(name="julia"), "kernelspec"),
+    "widget state": (lambda nb: nb.metadata.update(widgets={}), "widget state"),
+}
+
+
+def test_a_good_notebook_has_no_faults(tmp_path):
+    assert build.faults(hand_run(toy(tmp_path))) == []
+
+
+@pytest.mark.parametrize("plant, sentence", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_seen(tmp_path, plant, sentence):
+    notebook = hand_run(toy(tmp_path))
+    plant(notebook)
+    assert any(sentence in fault for fault in build.faults(notebook)), build.faults(notebook)
+
+
+def test_words_may_stand_beside_a_picture():
+    for cell in (
+        nbformat.v4.new_code_cell("show()", outputs=[picture(**{"text/plain": "mesh dp2 tp4"})]),
+        nbformat.v4.new_code_cell("show()", outputs=[picture(), stream("stdout", "mesh dp2 tp4")]),
+        nbformat.v4.new_code_cell("show()", outputs=[picture()], metadata={"alt": "mesh dp2 tp4"}),
+    ):
+        assert build.cell_faults(cell) == []
+
+
+def test_a_change_of_the_source_is_out_of_step(tmp_path):
+    source = toy(tmp_path)
+    assert build.problems(source) == ["00_toy.ipynb has not been built"]
+    build.target(source).write_text(nbformat.writes(hand_run(source)))
+    assert build.problems(source) == [] == build.house_problems(tmp_path)
+    toy(tmp_path, extra="print('three')")
+    assert build.problems(source) == ["00_toy.ipynb is out of step with src/00_toy.py"]
+    source.unlink()
+    assert build.house_problems(tmp_path) == ["00_toy.ipynb has no source in src/"]
+
+
+def test_two_builds_are_byte_identical(tmp_path):
+    extra = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\nprint('a rising line')"
+    source = toy(tmp_path, extra)
+    builds = []
+    for _ in range(2):
+        assert build.build(source) == []
+        builds.append(build.target(source).read_bytes())
+    assert builds[0] == builds[1] and b"image/png" in builds[0]
+
+
+def test_a_lesson_that_warns_or_fails_is_not_written(tmp_path):
+    warning = build.build(toy(tmp_path, "import warnings\nwarnings.warn('careful')"))
+    failure = build.build(toy(tmp_path, "assert 1 == 2, 'one is not two'"))
+    assert "text on stderr" in warning[0] and "one is not two" in failure[0]
+    assert not build.target(toy(tmp_path)).exists()
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_lesson_is_in_step_and_without_faults(source):
+    assert build.problems(source) == []
+
+
+def test_lessons_have_sources_and_are_small():
+    assert build.house_problems() == []
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_lesson_runs(source):
+    done = nbval(build.target(source))
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def nbval(notebook):
+    """Run a notebook as a user's `pytest --nbval-lax` does; only outputs marked for checking are compared."""
+    options = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *options, str(notebook)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def test_a_wrong_output_fails(tmp_path):
+    source = toy(tmp_path)
+    notebook = hand_run(source)
+    notebook.cells[-1].outputs[0].text = "one\nthree\n"
+    build.target(source).write_text(nbformat.writes(notebook))
+    done = nbval(build.target(source))
+    assert done.returncode == 1 and "three" in done.stdout
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_exercise_answers_blank_solution_and_wrong_answers(name):
+    exercise = exercises.find(name)
+    assert exercise.judge(...) == exercises.NOT_ATTEMPTED
+    assert exercise.judge(exercise.solution) == exercises.CORRECT
+    assert len(exercise.wrong) >= 3, "three plausible wrong answers at least"
+    sentences = [sentence for _, sentence in exercise.wrong]
+    assert len({*sentences, exercise.hint}) == len(sentences) + 1, "each wrong answer has a sentence of its own"
+    assert [exercise.judge(answer) for answer, _ in exercise.wrong] == [f"not yet. {text}" for text in sentences]
+
+
+def attempts(notebook):
+    """Find the exercises of a notebook, with what their cells printed."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            for name in re.findall(r"\battempt\(\s*['\"](\d\d\.\w+)['\"]", cell.source):
+                yield name, "".join(output.get("text", "") for output in cell.outputs)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_lesson_leaves_its_exercises_blank(source):
+    found = dict(attempts(nbformat.read(build.target(source), as_version=4)))
+    number = source.stem[:2]
+    assert sorted(found) == sorted(name for name in EXERCISES if name.startswith(number)), "the lesson, exercises/"
+    for name, printed in found.items():
+        assert f"{name} ({exercises.find(name).level}): {exercises.NOT_ATTEMPTED}" in printed
+    assert {exercises.find(name).level for name in found} >= {"core"}
+
+
+def test_every_exercise_file_has_a_lesson():
+    assert {file.stem for file in EXERCISE_FILES} <= {source.stem[:2] for source in SOURCES}
+
+
+def twice(x): ...
+
+
+def documented(x):
+    """Double it."""
+
+
+def constant(x):
+    return 5
+
+
+@pytest.mark.parametrize("blank", [..., [1, ...], {"dp": ...}, twice, documented, lambda x: None, (2, [..., 1])])
+def test_blanks_are_recognised(blank):
+    assert exercises.is_blank(blank)
+
+
+@pytest.mark.parametrize("answer", [0, None, "", [], {}, constant, lambda x: x, print, "..."])
+def test_answers_are_not_blanks(answer):
+    assert not exercises.is_blank(answer)
+
+
+def test_a_function_is_judged_by_what_it_does():
+    doubling = exercises.Exercise(
+        level="core",
+        solution=lambda x: 2 * x,
+        wrong=[(lambda x: x, "That is x."), (lambda x: x**2, "That is its square."), (constant, "That is five.")],
+        hint="Add it to itself.",
+        observe=lambda function: [function(3), function(10)],
+    )
+    assert doubling.judge(lambda x: x + x) == exercises.CORRECT
+    assert doubling.judge(lambda x: x * x) == "not yet. That is its square."
+    assert doubling.judge(lambda x: x + 1) == "not yet. Add it to itself."
+    assert doubling.judge(lambda x: x / 0) == "not yet. Your answer raised ZeroDivisionError: division by zero"
+    assert doubling.judge(7) == "not yet. Your answer raised TypeError: 'int' object is not callable"
+    assert doubling.judge(twice) == exercises.NOT_ATTEMPTED
+
+
+def test_answers_are_compared_by_kind():
+    import jax.numpy as jnp
+    import numpy as np
+
+    def same(one, other):
+        return exercises.same(one, other, 1e-5)
+
+    assert same("b s/tp  d", " b s/tp d") and not same("b s d", "b s/tp d")
+    assert same(1, 1.000001) and not same(1, 1.001) and not same(True, 1) and not same(None, 0) and not same("1", 1)
+    assert same(np.float32(2), jnp.float32(2)) and same([1, (2.0, "a")], (1, [2, "a"])) and not same([1], [1, 2])
+    assert same(jnp.ones(3), np.ones(3)) and not same(jnp.ones(3), np.ones(4)) and not same(jnp.ones(3), 1)
+    assert same({"dp": 2}, {"dp": 2.0}) and not same({"dp": 2}, {"tp": 2})
+    assert same(0, 0) and not same(np.array([1.0, np.nan]), np.array([1.0, 2.0]))
+
+
+def test_an_unknown_exercise_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"there is no exercise '99\.nothing'; there are none in that lesson"):
+        exercises.find("99.nothing")

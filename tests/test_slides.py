@@ -1,0 +1,182 @@
+"""The deck builds from its sources, fetches nothing, describes its figures, and fits its pages."""
+
+import importlib.util
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("slides_build", ROOT / "slides" / "build.py")
+slides = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(slides)
+
+BROWSER = slides.find_browser()
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium was found: the deck is not opened, not printed")
+FETCHING = {"audio", "embed", "iframe", "img", "link", "object", "script", "source", "track", "video"}
+
+
+class Page(HTMLParser):
+    """Read what a deck fetches, its images, and how its sections are nested."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.fetched, self.alts, self.depths, self.depth, self.links = [], [], [], 0, []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        if tag in FETCHING:
+            self.fetched += [attributes[name] for name in ("src", "href", "data") if name in attributes]
+        if tag == "a":
+            self.links.append(attributes.get("href", ""))
+        if tag == "img":
+            self.alts.append(attributes.get("alt", ""))
+        if tag == "section":
+            self.depth += 1
+            self.depths.append(self.depth)
+
+    def handle_endtag(self, tag):
+        self.depth -= tag == "section"
+
+
+def external(text):
+    """List what a page would fetch from elsewhere; a link that a reader may click fetches nothing."""
+    fetched = Page(text).fetched + re.findall(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)", text)
+    addresses = [address if isinstance(address, str) else "".join(address) for address in fetched]
+    return [address for address in addresses if re.match(r"(https?:)?//", address)]
+
+
+@pytest.fixture(scope="module")
+def deck(tmp_path_factory):
+    """Build the real deck, once."""
+    out = tmp_path_factory.mktemp("deck")
+    return slides.build(out=out)
+
+
+def sources_slides():
+    """Count the slides that the sources announce."""
+    text = "".join(source.read_text() for source in sorted((ROOT / "slides" / "src").glob("*.py")))
+    return len(re.findall(r'^# %%.*tags=\[[^\]]*"(?:slide|subslide)"', text, re.M))
+
+
+def test_every_announced_slide_is_there(deck):
+    page = deck.read_text()
+    assert slides.count_slides(page) == sources_slides() > 1
+    assert Page(page).depths.count(2) == sources_slides()
+
+
+def test_nothing_is_fetched_from_elsewhere(deck):
+    page = deck.read_text()
+    assert external(page) == []
+    local = [address for address in Page(page).fetched if not address.startswith("data:")]
+    assert local and all((deck.parent / address).is_file() for address in local)
+    for style in deck.parent.rglob("*.css"):
+        assert external(style.read_text()) == [], style
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        '<script src="https://cdn.example/x.js"></script>',
+        '<img alt="a" src="//cdn.example/x.png">',
+        '<link href="http://cdn.example/x.css" rel="stylesheet">',
+        "<style>@import 'https://fonts.example/lato.css';</style>",
+        "<style>b { background: url(https://cdn.example/x.png) }</style>",
+    ],
+)
+def test_a_planted_address_is_seen(planted):
+    assert len(external(planted)) == 1
+    assert external('<a href="https://arxiv.org/abs/1909.08053">paper</a>') == []
+
+
+def test_every_figure_has_words(deck):
+    alts = Page(deck.read_text()).alts
+    assert alts and all(len(alt.split()) > 3 for alt in alts)
+
+
+def test_every_slide_begins_with_a_heading(deck):
+    starts = re.findall(r"<section\b[^>]*>(?!\s*<section)(.*?)(?=<section|\Z)", deck.read_text(), re.S)
+    assert len(starts) == sources_slides()
+    assert all(re.search(r"<h[123]\b", start) for start in starts)
+
+
+def one_part(tmp_path, text):
+    """Run a source of one part and return its page."""
+    source = tmp_path / "src" / "00_part.py"
+    source.parent.mkdir(exist_ok=True)
+    source.write_text(text)
+    return slides.to_html(slides.run(source))
+
+
+TITLE = '# %% [markdown] tags=["slide"]\n# # Title\n#\n'
+
+
+def test_code_notes_and_formulas_go_where_they_belong(tmp_path):
+    page = one_part(
+        tmp_path,
+        TITLE + "# Costs $5, not $6, is `$x$` and $x_1 * y_2$ then $$\\frac{a}{b}$$\n\n"
+        '# %% [markdown] tags=["notes"]\n# Say $z$ slowly.\n\n'
+        "# %%\nhidden = 40 + 2\nprint(hidden)\n\n"
+        '# %% tags=["code"]\nshown = hidden + 1\n\n'
+        '# %% [markdown] tags=["subslide"]\n# ## Below\n',
+    )
+    text = re.sub(r"<[^>]+>", "", page)
+    assert "Costs $5, not $6, is $x$" in text and "FORMULA" not in page
+    assert page.count("<math") == 3 and "<mfrac>" in page
+    assert re.search(r'<aside class="notes">.*?Say.*?</aside>', page, re.S)
+    assert "42" in text and "hidden = " not in text and "shown = hidden + 1" in text
+    assert slides.count_slides(page) == 2
+
+
+PLOT = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\n"
+REFUSALS = {
+    "warning": ("# %%\nimport warnings\nwarnings.warn('careful')\n", "text on stderr"),
+    "wordless": ("# %%\n" + PLOT, "a picture without words"),
+    "tag": ('# %% tags=["slides"]\n1\n', "tag 'slides' means nothing here"),
+}
+
+
+@pytest.mark.parametrize("text, sentence", REFUSALS.values(), ids=REFUSALS)
+def test_a_part_with_a_fault_is_refused(tmp_path, text, sentence):
+    with pytest.raises(ValueError, match=f"00_part.py.*{sentence}"):
+        one_part(tmp_path, TITLE + "\n" + text)
+
+
+def test_a_figure_takes_its_words_from_where_they_are(tmp_path):
+    page = one_part(
+        tmp_path,
+        f'{TITLE}\n# %% alt="A line from one to two"\n{PLOT}\n# %%\n{PLOT}print("A line,\\nas \\"printed\\"")\n',
+    )
+    assert Page(page).alts == ["A line from one to two", 'A line, as "printed"']
+
+
+def test_no_slides_is_said(tmp_path):
+    with pytest.raises(ValueError, match="there are no slides"):
+        slides.build(src=tmp_path)
+
+
+@needs_browser
+@pytest.mark.browser
+def test_the_pdf_has_a_page_per_slide(deck):
+    assert slides.count_pages(deck.with_name("slides.pdf")) == sources_slides()
+
+
+@needs_browser
+@pytest.mark.browser
+def test_a_slide_that_runs_over_is_named(tmp_path):
+    source = tmp_path / "src" / "00_part.py"
+    source.parent.mkdir()
+    long = "".join(f"# - line {number}\n" for number in range(30))
+    source.write_text(TITLE + '\n# %% [markdown] tags=["slide"]\n# ## Much\n#\n' + long)
+    with pytest.raises(ValueError, match="too much on slide 2; shorten it"):
+        slides.build(src=source.parent, out=tmp_path / "out")
+
+
+@needs_browser
+@pytest.mark.browser
+def test_reveal_starts_from_a_local_file(deck):
+    drawn = slides.browse(BROWSER, deck, "--dump-dom")
+    assert re.search(r'<section[^>]*class="[^"]*\bpresent\b', drawn)
+    assert f'<span class="slide-number-b">{sources_slides()}</span>' in drawn
