@@ -225,7 +225,7 @@ def _each(how, f, carry, xs):
     """Scan f(carry, (i, x)) over tiles; written out, with i an int, where there are few or the triangle is known."""
     length = len(jax.tree.leaves(xs)[0])
     if not how.contiguous:
-        return lax.scan(f, carry, (jnp.arange(length), xs), unroll=length <= 2)  # a zigzag's two parts: 20 % faster
+        return lax.scan(f, carry, (jnp.arange(length), xs), unroll=length <= (4 if f.__name__=='step' else 1) if 4==4 else length<=2)  # a zigzag's two parts: 20 % faster
     ys = [None] * length
     for i in range(length):
         carry, ys[i] = f(carry, (i, jax.tree.map(itemgetter(i), xs)))

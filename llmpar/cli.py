@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import tyro
 
 from llmpar.config import PRESETS, ModelConfig, describe, preset
-from llmpar.notation import MeshShape, parse_mesh
+from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
 
 

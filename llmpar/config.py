@@ -70,7 +70,8 @@ class ModelConfig:
             "ffn.down": ("ffn m d", (m, d)),
         }
         if self.qkv_bias:
-            block |= {f"attention.{x}_bias": (f"attention {w} h", (y, h)) for x, w, y in (("q", "n", n), ("k", "k", k), ("v", "k", k))}
+            heads = (("q", "n", n), ("k", "k", k), ("v", "k", k))
+            block |= {f"attention.{x}_bias": (f"attention {dim} h", (num, h)) for x, dim, num in heads}
         if self.qk_norm:
             block |= {f"attention.{x}_norm.scale": ("attention h", (h,)) for x in "qk"}
         shapes = {"embedding": ("vocab v d", (v, d)), "norm.scale": ("stream d", (d,))}

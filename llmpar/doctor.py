@@ -46,7 +46,8 @@ def examine(simulated: int = 8) -> dict:
     except OSError:
         address = ""
     if address in ("", "127.0.1.1"):
-        lines.append(f"this host's name resolves to {address or 'nothing'}: other hosts could not reach it; mend /etc/hosts first")
+        found = address or "nothing"
+        lines.append(f"this host's name resolves to {found}: other hosts could not reach it; mend /etc/hosts first")
     if "XLA_FLAGS" in os.environ:
         lines.append(f"XLA_FLAGS is set: {os.environ['XLA_FLAGS']}")
     return {

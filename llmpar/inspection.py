@@ -76,19 +76,30 @@ def tables(document: dict) -> list[Table]:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
     moves = Table(title=title + ": bytes sent per device and step", title_justify="left")
-    for name, justify in {"axes": "left", "collective": "left", "count": "right", "predicted": "right", "compiled": "right", "": "left", "from": "left"}.items():
-        moves.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("axes", "collective", "count", "predicted", "compiled", "", "from"):
+        moves.add_column(name, justify="right" if name in ("count", "predicted", "compiled") else "left")
     for row in document["collectives"]:
         same = "=" if row["predicted_bytes"] == row["compiled_bytes"] else "≠"
         moves.add_row(
-            row["axis"], row["kind"], f"{row['count']:,}", f"{row['predicted_bytes']:,} B", f"{row['compiled_bytes']:,} B", same,
-            row["source"].replace(", ", "\n"),
+            row["axis"], row["kind"], f"{row['count']:,}", f"{row['predicted_bytes']:,} B", f"{row['compiled_bytes']:,} B",
+            same, _short(row["source"]),
         )  # fmt: skip
     held = Table(title="per device", title_justify="left")
     for name in ("", "predicted", "compiled"):
         held.add_column(name, justify="right" if name else "left")
     memory, flops = document["memory"], document["flops"]
     held.add_row("arguments", f"{memory['predicted_argument_bytes']:,} B", f"{memory['compiled_argument_bytes']:,} B")
-    held.add_row("temporaries (estimate)", f"{memory['predicted_temp_bytes']:,} B", f"{memory['compiled_temp_bytes']:,} B")
-    held.add_row("matmul FLOPs (useful, executed)", f"{flops['predicted_per_device']:,.0f}", f"{flops['executed_per_device']:,}")
+    temporaries = memory["predicted_temp_bytes"], memory["compiled_temp_bytes"]
+    held.add_row("temporaries (estimate)", *(f"{n:,} B" for n in temporaries))
+    work = flops["predicted_per_device"], flops["executed_per_device"]
+    held.add_row("matmul FLOPs (useful, executed)", *(f"{n:,.0f}" for n in work))
     return [moves, held]
+
+
+def _short(source: str) -> str:
+    """'llmpar/model.py:72, llmpar/model.py:91' as 'model.py:72,91'."""
+    lines: dict[str, list[str]] = {}
+    for place in filter(None, source.split(", ")):
+        file, _, line = place.rpartition(":")
+        lines.setdefault(file.rpartition("/")[2], []).append(line)
+    return "; ".join(f"{file}:{','.join(sorted(numbers, key=int))}" for file, numbers in lines.items())

@@ -87,4 +87,5 @@ def groups(shape: MeshShape, *axes: str) -> np.ndarray:
     """Device positions of the groups that communicate over ``axes``: one row a group, [num_groups, group_size]."""
     names = list(AXES)
     grid = np.arange(shape.size).reshape(tuple(shape.sizes.values()))
-    return np.moveaxis(grid, [names.index(a) for a in axes], range(-len(axes), 0)).reshape(-1, product(shape.sizes[a] for a in axes))
+    grid = np.moveaxis(grid, [names.index(a) for a in axes], range(-len(axes), 0))
+    return grid.reshape(-1, product(shape.sizes[a] for a in axes))

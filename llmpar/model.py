@@ -67,8 +67,11 @@ class Attention(nnx.Module):
         q, k = rotate(q, rope), rotate(k, rope)
         q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # b s k r h, whatever heads are here
         mask, block = attention.Mask(window=self.config.window), par.plan.attention_block
-        ids = {f"{side}_{name}": batch[name[:-3]] for side, name in zip("qkqk", ["positions_bs", "positions_bt", "segments_bs", "segments_bt"], strict=True)}
-        y, _ = attention.blockwise(q, k, v, **ids, mask=mask, block=block, contiguous=True)
+        positions, segments = batch["positions"], batch["segments"]
+        y, _ = attention.blockwise(
+            q, k, v, q_positions_bs=positions, k_positions_bt=positions, q_segments_bs=segments, k_segments_bt=segments,
+            mask=mask, block=block, contiguous=True,
+        )  # fmt: skip
         y = jnp.einsum("bsnh,nhd->bsd", y.reshape(*y.shape[:2], -1, y.shape[-1]), par.weight(self.o))
         return par.move(y, "attention b s d +n -> stream b s d")
 

@@ -118,7 +118,8 @@ def parse_layout(text: str) -> Layout:
 
 
 def _layout(text: str, start: int, end: int) -> Layout:
-    region, dims, sums, used = "", [], [], {}
+    region, sums = "", list[str]()
+    dims, used = list[Dim](), dict[str, str]()
 
     def fail(at: int, token: str, why: str):
         raise NotationError(text, at, at + len(token), why)
@@ -135,18 +136,17 @@ def _layout(text: str, start: int, end: int) -> Layout:
         token, at = match.group(), match.start()
         if token.startswith("+"):
             name = token[1:]
-            if name in DIMS:
-                sums.append(name)
-            else:
-                sums.append(claim(name, "carries an unfinished sum", at + 1))
+            if name in sums and name in DIMS:
+                fail(at, token, f"dim '{name}' is summed over twice")
+            sums.append(name if name in DIMS else claim(name, "carries an unfinished sum", at + 1))
             continue
         name, slash, axes = token.partition("/")
         if len(name) > 1 and not slash:
-            if name == "whole" or region or dims:
-                if name != "whole" or dims or len(_TOKEN.findall(text[start:end])) > 1 + bool(region):
-                    fail(at, token, f"'{token}' is neither a one-letter dim nor in the place of a region (first)")
-            else:
-                region = name
+            if name == "whole" and len(_TOKEN.findall(text[start:end])) == 1 + bool(region):
+                continue
+            if region or dims or sums or name in (*AXES, "whole") or not name.isalpha() or set(name) <= set(DIMS):
+                fail(at, token, f"'{token}' is neither a dim (one letter, spaces between two) nor a region (which comes first)")
+            region = name
             continue
         if name not in DIMS:
             fail(at, name or token, f"unknown dim '{name}'; the dims are {' '.join(DIMS)}")
@@ -208,20 +208,25 @@ class Arrow:
             )  # fmt: skip
             found.setdefault((kind, old.strip("+"), new), []).append(axis)
         order = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
-        moves = [Move(kind, tuple(axes), old, new) for (kind, old, new), axes in found.items()]
-        for move in moves:
-            self._check_nesting(move)
-        return tuple(sorted(moves, key=lambda m: order.index(m.kind)))
+        nested = [*self.before.axes, *self.after.axes, *AXES]  # a move's axes are named as they nest in its dim
+        moves = [Move(kind, tuple(sorted(axes, key=nested.index)), old, new) for (kind, old, new), axes in found.items()]
+        moves.sort(key=lambda m: order.index(m.kind))
+        self._check_nesting(moves)
+        return tuple(moves)
 
-    def _check_nesting(self, move: Move) -> None:
-        """Cutting and gathering act on a dim's innermost axes: the outer ones must stay where they are."""
-        for dim, layout in ((move.gathers, self.before), (move.cuts, self.after)):
-            axes = layout.cut(dim)
-            if dim and axes[len(axes) - len(move.axes) :] != move.axes:
-                raise ValueError(
-                    f"arrow '{self}' moves {','.join(move.axes)} on dim {dim}, but only the innermost axes of "
-                    f"{dim}/{','.join(axes)} can move without reordering its blocks"
-                )
+    def _check_nesting(self, moves: list[Move]) -> None:
+        """Follow the moves: each acts on a dim's innermost axes at that time, and together they end in the layout after."""
+        held = {d.name: d.axes for d in self.before.dims}
+        for move in moves:
+            if move.gathers:
+                outer, inner = held[move.gathers][: -len(move.axes)], held[move.gathers][-len(move.axes) :]
+                held[move.gathers] = outer if inner == move.axes else ("?",)
+            if move.cuts:
+                held[move.cuts] = held.get(move.cuts, ()) + move.axes
+        for name in self.after.letters or self.before.letters:
+            if held.get(name, ()) != self.after.cut(name):
+                why = f"would reorder the blocks of {name}: only a dim's innermost axes can move"
+                raise ValueError(f"arrow '{self}' {why}; write two arrows, with {name} whole in between")
 
 
 @functools.cache
@@ -231,10 +236,9 @@ def parse_arrow(text: str) -> Arrow:
     if not arrow or text.count("->") > 1:
         raise NotationError(text, len(left.rstrip()), len(text), "an arrow has one '->' between two layouts")
     before, after = _layout(text, 0, len(left)), _layout(text, len(left) + 2, len(text))
-    if before.dims and after.dims and sorted(before.letters) != sorted(after.letters):
-        raise NotationError(
-            text, len(left) + 2, len(text), f"the dims on both sides differ: '{before.letters}' and '{after.letters}'"
-        )
+    if before.dims and after.dims and before.letters != after.letters:
+        why = f"the dims on both sides differ: '{before.letters}' and '{after.letters}'"
+        raise NotationError(text, len(left) + 2, len(text), why)
     return Arrow(before, after)
 
 
@@ -274,7 +278,7 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
     One axis may be ``-1``: the rest of ``num_devices``. The product may be smaller than ``num_devices``, never larger.
     """
     if isinstance(text, MeshShape):
-        return text
+        return _fit(str(text), {a: n for a, n in text.sizes.items() if n != 1}, num_devices, text.reshape)
     body = text.strip()
     reshape = body.startswith("!")
     offset = text.index(body) + reshape if body else 0
@@ -309,15 +313,17 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
 def _fit(text: str, sizes: dict[str, int], num_devices: int | None, reshape: bool) -> MeshShape:
     free = next((a for a, n in sizes.items() if n == -1), None)
     known = product(n for n in sizes.values() if n != -1)
-    if free and num_devices is None:
-        raise ValueError(f"mesh '{text}' leaves {free} to be inferred, which needs the number of devices")
+    if num_devices is None:
+        if free:
+            raise ValueError(f"mesh '{text}' leaves {free} to be inferred, which needs the number of devices")
+        num_devices = known
     if free and num_devices % known == 0:
         sizes = sizes | {free: num_devices // known}
-    elif free or (num_devices is not None and known > num_devices):
+    elif free or known > num_devices:
         need = f"a multiple of {known} devices" if free else f"{known} devices"
         suggestion = nearest_mesh(sizes, num_devices)
         raise ValueError(f"mesh '{text}' needs {need} but {num_devices} are present; try '{suggestion}'")
-    return MeshShape(**sizes, reshape=reshape)
+    return MeshShape(reshape=reshape, **sizes)  # type: ignore[arg-type]
 
 
 def nearest_mesh(sizes: dict[str, int], num_devices: int) -> MeshShape:
@@ -330,7 +336,7 @@ def nearest_mesh(sizes: dict[str, int], num_devices: int) -> MeshShape:
     def distance(option: dict[str, int]) -> float:
         return sum(abs(math.log2(n / sizes[a])) if sizes[a] > 0 else 0.1 * (n == 1) for a, n in option.items())
 
-    return MeshShape(**min(full, key=distance))
+    return MeshShape(**min(full, key=distance))  # type: ignore[arg-type]
 
 
 def divisors(n: int) -> list[int]:

@@ -214,7 +214,8 @@ class Manual(Solo):
         position = {d.name: i for i, d in enumerate(arrow.before.dims)}
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
-                raise ValueError(f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same all over {axis}")
+                where = f"arrow '{text or arrow}' starts with {axis} in its layout"
+                raise ValueError(f"{where}, but the value is the same all over {axis}; it was reduced already, or never cut")
         for move in arrow.moves:
             self._record(text or str(arrow), move.kind, move.axes, x)
             x = _collective(x, move, position, "invarying" if invariant else "varying")

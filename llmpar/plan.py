@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from llmpar.notation import Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh
 
@@ -47,7 +47,7 @@ class Plan:
         attention_block: queries and keys per block of blockwise attention.
     """
 
-    mesh: MeshShape | str = MeshShape()
+    mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed
     reading: Literal["manual", "auto"] = "manual"
     zero: Literal[0, 1, 2, 3] = 3
     tp_sequence: bool = False
@@ -141,7 +141,8 @@ class Plan:
         sizes = self.mesh.sizes
         for axis, why in {"pp": "pipelines", "sp": "ring attention", "ep": "experts"}.items():
             if sizes[axis] > 1:
-                raise ValueError(f"mesh '{self.mesh}' has {axis}={sizes[axis]}, but {why} are not implemented yet; use dp, fsdp, tp")
+                asked = f"mesh '{self.mesh}' has {axis}={sizes[axis]}"
+                raise ValueError(f"{asked}, but {why} are not implemented yet; use dp, fsdp, tp")
         self._divides("batch", batch_size, BATCH_AXES, times=self.accumulate)
         self._divides("sequence", seq_len, ("sp", "tp") if self.tp_sequence else ("sp",))
         for name, size in {
@@ -154,7 +155,8 @@ class Plan:
             if config.qkv_bias or config.qk_norm:
                 self._divides("head width", config.head_width, ("fsdp",))
         if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
-            raise ValueError(f"reduce='{self.reduce}' does not go with ZeRO {self.zero}, whose gradients are reduce-scattered; use 'end'")
+            why = f"does not go with ZeRO {self.zero}, whose gradients are reduce-scattered"
+            raise ValueError(f"reduce='{self.reduce}' {why}; use 'end'")
         if self.reduce == "layer" and self.accumulate > 1:
             raise ValueError("reduce='layer' would communicate once per microbatch; use reduce='end' with accumulate > 1")
 

@@ -39,7 +39,8 @@ DARK = LIGHT | {  # fills stay, so that black or white text on them stays legibl
 SERIES = ("s1", "s2", "s3", "s4", "s5")
 
 
-def on(fill: str) -> str:  # the role of text that is legible on it
+def on(fill: str) -> str:
+    """The role of text that is legible on a fill."""
     return "ink" if fill in ("paper", "cell") else "white" if fill in ("pp", "sp", "dp", "s5") else "black"
 
 
@@ -295,11 +296,10 @@ def to_svg(scene: Scene) -> str:
                 body.append(f'<polygon points="{_n(*sum(_head(item), ()))}" {paint(item.stroke)}/>')
     light, dark = ("".join(f"--lp-{r}:{theme[r]};" for r in sorted(used)) for theme in (LIGHT, DARK))
     rules = "".join(f".llmpar .f-{r}{{fill:var(--lp-{r})}}.llmpar .s-{r}{{stroke:var(--lp-{r})}}" for r in sorted(used))
-    w, h = _n(scene.width), _n(scene.height)
+    w, h, font = _n(scene.width), _n(scene.height), 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="img" aria-label={quoteattr(scene.title)} '
-        f'width="{w}" height="{h}" viewBox="0 0 {w} {h}" style="max-width:100%;height:auto" '
-        'font-family="DejaVu Sans, Verdana, system-ui, sans-serif">'
+        f'width="{w}" height="{h}" viewBox="0 0 {w} {h}" style="max-width:100%;height:auto" {font}>'
         f"<title>{escape(scene.title)}</title><desc>{escape(scene.text)}</desc>"
         f"<style>.llmpar{{{light}}}@media (prefers-color-scheme:dark){{.llmpar{{{dark}}}}}"
         f"[data-jp-theme-light=true] .llmpar{{{light}}}[data-jp-theme-light=false] .llmpar{{{dark}}}{rules}</style>"

@@ -38,7 +38,7 @@ class State(NamedTuple):
 
     params: Tree
     optimizer: Tree
-    step: jax.Array
+    step: Any
 
 
 def weight_dims(config: ModelConfig) -> Tree:
@@ -82,14 +82,12 @@ class Step:
         self.stored, self.graded = (jax.tree.map(place, self.dims) for place in (plan.stored, plan.graded))
         params = jax.eval_shape(lambda: init_params(config))
         state = jax.eval_shape(lambda p: State(p, optimizer.init(p), jnp.int32(0)), params)
-        self.abstract_state = jax.tree.map(
-            lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout)), state, self._layouts(state)
-        )
+        laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
+        self.abstract_state = jax.tree.map(laid_out, state, self._layouts(state))
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self.batch_sharding = sharding(mesh, plan.place("data b s"))
-        self.run = jax.jit(
-            self._step, in_shardings=(self.shardings, self.batch_sharding), out_shardings=(self.shardings, None), donate_argnums=0
-        )
+        given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
+        self.run = jax.jit(self._step, in_shardings=given, out_shardings=made, donate_argnums=0)
 
     def _layouts(self, state: State) -> State:
         """Layouts of the whole state. What an optimizer keeps under a weight's path and in its shape (moments, say) is cut
@@ -105,7 +103,7 @@ class Step:
 
     def init(self, seed: int = 0) -> State:
         """A fresh state, made in place: no device ever holds more than its share."""
-        make = lambda key: init_params(self.config, key)  # noqa: E731
+        make = lambda key: init_params(self.config, key)
         params = jax.jit(make, out_shardings=self.shardings.params)(jax.random.key(seed))
         optimizer = jax.jit(self.optimizer.init, out_shardings=self.shardings.optimizer)(params)
         return State(params, optimizer, jax.device_put(jnp.int32(0), self.shardings.step))
@@ -114,10 +112,10 @@ class Step:
         """The step lowered for batches of this shape, without any array: for compiling and for reading."""
         return self.run.lower(self.abstract_state, self.abstract_batch(batch_size, seq_len))
 
-    def abstract_batch(self, batch_size: int, seq_len: int) -> Batch:
+    def abstract_batch(self, batch_size: int, seq_len: int) -> dict:
         """Shapes and shardings of one batch."""
         one = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32, sharding=self.batch_sharding)
-        return {name: one for name in ("tokens", "targets", "positions", "segments")}
+        return dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -128,25 +126,27 @@ class Step:
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(metrics["grad_norm"], 1e-12))
             grads = jax.tree.map(lambda g: g * scale, grads)
         params = self._constrain(state.params, self.graded)
-        updates, optimizer = self.optimizer.update(grads, state.optimizer, params)
+        with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to the power of its integer counters
+            updates, optimizer = self.optimizer.update(grads, state.optimizer, params)
         params = self._constrain(optax.apply_updates(params, updates), self.graded)
+        params = self._restore(par, params)
         self.ledger = par.traffic if isinstance(par, Manual) else []
-        return State(self._restore(par, params), optimizer, state.step + 1), metrics
+        return State(params, optimizer, state.step + 1), metrics
 
     def gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Gradients (cut as `Plan.graded`) and metrics, without an update: what the parity tests compare."""
         par = Manual(self.plan) if self.plan.reading == "manual" else Auto(self.plan, self.mesh)
         return self._gradients(par, params, batch)
 
-    def _gradients(self, par: Solo, params: Tree, batch: Batch) -> tuple[Tree, dict]:
+    def _gradients(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         if isinstance(par, Auto):
             grads, metrics = self._auto(par, params, batch)
             return grads, metrics | {"grad_norm": optax.tree.norm(grads)}
-        specs = lambda layouts: jax.tree.map(spec, layouts)  # noqa: E731
+        specs = lambda layouts: jax.tree.map(spec, layouts)
         data = spec(self.plan.place("data b s"))
-        return jax.shard_map(
-            functools.partial(self._manual, par), mesh=self.mesh, in_specs=(specs(self.stored), data), out_specs=(specs(self.graded), spec(WHOLE))
-        )(params, batch)
+        run = functools.partial(self._manual, par)
+        out = specs(self.graded), spec(WHOLE)
+        return jax.shard_map(run, mesh=self.mesh, in_specs=(specs(self.stored), data), out_specs=out)(params, batch)
 
     def _loss(self, par: Solo, params: Tree, batch: Batch, total) -> jax.Array:
         with par.differentiated():
@@ -168,7 +168,7 @@ class Step:
         grads = self._reduce(par, grads)
         return grads, {"loss": par.carry_out(loss, everywhere, "loss"), "grad_norm": self._norm(par, grads), "tokens": total}
 
-    def _accumulate(self, par: Solo, params: Tree, batch: Batch, total) -> tuple[jax.Array, Tree]:
+    def _accumulate(self, par: Manual | Auto, params: Tree, batch: Batch, total) -> tuple[jax.Array, Tree]:
         """Loss and gradients, summed over the microbatches; at ZeRO 2 each microbatch's gradients are cut before that."""
         plan, parts = self.plan, self.plan.accumulate
 
@@ -242,7 +242,7 @@ class Step:
             return self._constrain(params, self.stored)
 
         def gather(params):
-            move = lambda w, before, after, dims: par.carry_out(w, Arrow(before, after), f"updated {dims}", invariant=True)  # noqa: E731
+            move = lambda w, before, after, dims: par.carry_out(w, Arrow(before, after), f"updated {dims}", invariant=True)
             return jax.tree.map(move, params, self.graded, self.stored, self.dims)
 
         specs = [jax.tree.map(spec, layouts) for layouts in (self.graded, self.stored)]

@@ -147,7 +147,7 @@ def train(
             if not math.isfinite(loss):
                 kept = checkpoints.latest if checkpoints else None
                 saved = f"the checkpoint of step {kept} is intact" if kept is not None else "no checkpoint was taken"
-                raise FloatingPointError(f"the loss of step {number} is {loss}; training stopped, {saved}; try a lower learning rate")
+                raise FloatingPointError(f"the loss of step {number} is {loss}: stopped; {saved}; try a lower learning rate")
             now = time.perf_counter()
             report.seconds.append(now - clock)
             clock = now
@@ -183,7 +183,7 @@ def _place(step: Step, stream: Stream, number: int) -> dict:
     if jax.process_count() == 1:
         return jax.device_put(stream.batch(number), step.batch_sharding)
     batch = stream.batch(number)
-    return {k: jax.make_array_from_callback(shape, step.batch_sharding, lambda index, x=x: x[index]) for k, x in batch.items()}
+    return {k: jax.make_array_from_callback(shape, step.batch_sharding, x.__getitem__) for k, x in batch.items()}
 
 
 def _memory(mesh: Mesh) -> int:

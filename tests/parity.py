@@ -49,7 +49,8 @@ def solo(config, dtype: str = "float32"):
     par = Solo(Plan(dtype=dtype))
 
     def loss(params, batch):
-        return nnx.merge(model_graph(config), params).losses(batch, par).sum() / (batch["targets"] >= 0).sum().astype(jnp.float32)
+        total = (batch["targets"] >= 0).sum().astype(jnp.float32)
+        return nnx.merge(model_graph(config), params).losses(batch, par).sum() / total
 
     value, grads = jax.jit(jax.value_and_grad(loss))(weights(config), batch())
     return float(value), jax.tree.map(np.asarray, grads)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmpar"
 
 FLOORS = {
-    "ground": {"notation", "hardware", "config", "schedule", "orders", "scene", "draw"},
+    "ground": {"notation", "hardware", "config", "schedule", "orders", "scene", "charts", "draw"},
     "moving": {"mesh", "par", "hlo"},
     "computing": {"model", "attention", "moe"},
     "deciding": {"plan", "pipeline", "cost", "predict", "planner", "aot"},
@@ -22,7 +22,7 @@ FLOORS = {
     "roof": {"cli", "doctor", "inspection", "serve", "launch", "widget", "__init__", "__main__"},
 }
 HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}
-LOOKERS = {"scene", "draw", "hlo", "cost", "predict"}  # they look at values
+LOOKERS = {"scene", "charts", "draw", "hlo", "cost", "predict"}  # they look at values
 COMPUTERS = {"notation", "par", "model", "attention", "moe", "pipeline"}  # they make them
 MODEL_TEXT = ("model", "attention", "moe")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}

@@ -17,11 +17,11 @@ from llmpar.step import Step
 
 EVERY = [dataclasses.replace(plan, reading=reading) for plan in all_plans() for reading in ("manual", "auto")]
 MIXED = "dp=2 fsdp=2 tp=2"
-SAMPLE = [p for p in EVERY if p.mesh.size == 8 and min(p.mesh.dp, p.mesh.tp) < 8 and (p.mesh.fsdp == 1 or p.mesh.tp > 1)][::3] + [
-    Plan("dp=8", zero=0), Plan("dp=8", zero=0, reduce="layer"), Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=50_000),
-    Plan("fsdp=8"), Plan("fsdp=8", zero=1), Plan("fsdp=8", zero=2), Plan("tp=8"), Plan("tp=8", tp_sequence=True),
-    Plan("dp=2"), Plan("fsdp=4"), Plan("dp=2 tp=2", tp_sequence=True), Plan("fsdp=8", reading="auto"), Plan("tp=4", reading="auto"),
-    Plan(MIXED, accumulate=2, zero=2), Plan(MIXED, accumulate=2), Plan(MIXED, accumulate=2, zero=0), Plan(MIXED, reduce="layer"),
+SAMPLE = [p for p in EVERY if p.mesh.size == 8 and (p.mesh.fsdp == 1 or p.mesh.tp > 1)][::4] + [
+    Plan("dp=8", zero=0, reduce="layer"), Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=50_000), Plan("fsdp=8"),
+    Plan("fsdp=8", zero=2), Plan("tp=8", tp_sequence=True), Plan("dp=2"), Plan("dp=2 tp=2", tp_sequence=True),
+    Plan("fsdp=8", reading="auto"), Plan("tp=4", reading="auto"), Plan(MIXED, accumulate=2, zero=2),
+    Plan(MIXED, accumulate=2), Plan(MIXED, accumulate=2, zero=0), Plan(MIXED, reduce="layer"),
     Plan(MIXED, accumulate=2, zero=1, reading="auto"), Plan(MIXED, remat="block", tp_sequence=True, loss_chunks=2),
     Plan(MIXED, remat="block", regather="keep", unroll=0), Plan("fsdp=8", regather="keep", loss_chunks=4),
 ]  # fmt: skip
@@ -32,7 +32,7 @@ def test_a_plan_gives_the_loss_and_gradients_of_one_device(plan):
     assert_same(LLAMA, plan)
 
 
-@pytest.mark.parametrize("plan", [Plan(MIXED, tp_sequence=True), Plan("fsdp=4 tp=2", zero=1), Plan(MIXED, reading="auto")], ids=name)
+@pytest.mark.parametrize("plan", [Plan(MIXED, tp_sequence=True), Plan(MIXED, reading="auto")], ids=name)
 def test_biases_norms_on_heads_and_tied_embeddings_too(plan):
     assert_same(QWEN, plan)
 
@@ -58,8 +58,11 @@ def reference(num_steps: int):
     return run_steps(Plan(), num_steps)
 
 
-@pytest.mark.parametrize("plan", [Plan(MIXED, zero=z, tp_sequence=z > 1) for z in range(4)] + [Plan(MIXED, reading="auto")], ids=name)
-def test_twenty_steps_follow_the_same_curve(plan, standard_promotion):
+CURVES = [*(Plan(MIXED, zero=z, tp_sequence=z > 1) for z in range(4)), Plan(MIXED, reading="auto")]
+
+
+@pytest.mark.parametrize("plan", CURVES, ids=name)
+def test_twenty_steps_follow_the_same_curve(plan):
     """1e-4: float32 rounding, grown through 20 steps of AdamW."""
     assert reference(20)[-1] < reference(20)[0] - 0.5
     np.testing.assert_allclose(run_steps(plan, 20), reference(20), rtol=0, atol=1e-4)
@@ -73,7 +76,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_any_optax_optimizer_works_on_a_cut_state(optimizer, standard_promotion):
+def test_any_optax_optimizer_works_on_a_cut_state(optimizer):
     """Adafactor looks at whole rows and columns; clipping by the global norm must count every element once."""
     make = OPTIMIZERS[optimizer]
     want = run_steps(Plan(), 5, make())

@@ -1,0 +1,376 @@
+"""Weights in and out of Hugging Face's format, and the same logits as transformers on the same weights.
+
+The fixtures are tiny random models with the logits that transformers computed. They are made by
+``python tests/make_hf_fixtures.py`` in an environment with torch and transformers; reading them needs neither. Where
+both are installed (dependency group `parity`) the tests marked ``hf`` make fresh models and go through real files, both
+ways.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+
+import jax
+import make_hf_fixtures
+import numpy as np
+import pytest
+from flax import nnx
+
+from llmpar import hf
+from llmpar.config import PRESETS, RopeScaling, from_hugging_face, preset
+from llmpar.mesh import make_mesh, sharding
+from llmpar.par import Solo
+from llmpar.plan import Plan
+from llmpar.step import init_params, model_graph, weight_dims
+
+KINDS = ("llama", "mistral", "qwen2", "qwen3")
+TOLERANCE = 1e-4  # absolute, on float32 logits of up to 7. Found: 1.2e-5 at most; the smallest fault below gives 1.3
+
+
+def read_config(folder, text):
+    """The configuration that a folder with this config.json has."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(text)
+    return from_hugging_face(str(folder / "config.json"))
+
+
+@functools.cache
+def stored(kind):
+    """The arrays of a fixture by name."""
+    with np.load(make_hf_fixtures.FIXTURES / f"hf_{kind}.npz") as file:
+        return {name: file[name] for name in file}
+
+
+@pytest.fixture
+def fixture(tmp_path):
+    """A fixture's configuration, tensors, token ids and logits."""
+
+    def get(kind):
+        data = stored(kind)
+        tensors = {name.removeprefix("weight:"): data[name] for name in data if name.startswith("weight:")}
+        return read_config(tmp_path / kind, str(data["config"])), tensors, data["ids"], data["logits"]
+
+    return get
+
+
+@functools.cache
+def compiled(config):
+    """The model's logits on one device in float32."""
+    model = model_graph(config)
+    return jax.jit(lambda params, batch: nnx.merge(model, params).logits(batch, Solo(Plan())))
+
+
+def logits(params, config, ids):
+    """What our model computes for these tokens, one document a row."""
+    positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    batch = dict(tokens=np.int32(ids), targets=np.int32(ids), positions=positions, segments=np.ones_like(positions))
+    return np.asarray(compiled(config)(params, batch))
+
+
+def same(a, b):
+    """Whether two dicts or trees have the same leaves, bit by bit."""
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- parity
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_transformers(fixture, kind):
+    config, tensors, ids, theirs = fixture(kind)
+    assert np.abs(theirs).max() > 1
+    ours = logits(hf.from_state_dict(tensors, config), config, ids)
+    assert np.abs(ours - theirs).max() < TOLERANCE
+
+
+def swap(first, second):
+    def fault(config, tensors):
+        other = {name: name.replace(first, "?").replace(second, first).replace("?", second) for name in tensors}
+        return config, {name: tensors[other[name]] for name in tensors}
+
+    return fault
+
+
+def edit(part, change):
+    return lambda config, tensors: (config, {k: change(x) if part in k else x for k, x in tensors.items()})
+
+
+def change(**fields):
+    return lambda config, tensors: (dataclasses.replace(config, **fields), tensors)
+
+
+FAULTS = {
+    "q and k swapped": ("qwen3", swap("q_proj", "k_proj")),
+    "q_norm and k_norm swapped": ("qwen3", swap("q_norm", "k_norm")),
+    "gate and up swapped": ("llama", swap("gate_proj", "up_proj")),
+    "layers swapped": ("llama", swap("layers.0", "layers.1")),
+    "norms of a block swapped": ("llama", swap("input_layernorm", "post_attention_layernorm")),
+    "q's bias forgotten": ("qwen2", edit("q_proj.bias", np.zeros_like)),
+    "v's bias forgotten": ("qwen2", edit("v_proj.bias", np.zeros_like)),
+    "k_norm forgotten": ("qwen3", edit("k_norm", np.ones_like)),
+    "o not transposed": ("llama", edit("o_proj", np.transpose)),
+    "q's heads interleaved": ("llama", edit("q_proj", lambda x: x.reshape(4, 8, 32).swapaxes(0, 1).reshape(32, 32))),
+    "q's pairs interleaved": ("llama", edit("q_proj", lambda x: x.reshape(4, 4, 2, 32).swapaxes(1, 2).reshape(32, 32))),
+    "rope unscaled": ("llama", change(rope_scaling=None)),
+    "rope's theta": ("mistral", change(rope_theta=5e4)),
+    "window forgotten": ("mistral", change(window=None)),
+    "window off by one": ("mistral", change(window=8)),
+    "epsilon of another model": ("mistral", change(norm_eps=1e-2)),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_breaks_parity(fixture, name):
+    kind, fault = FAULTS[name]
+    config, tensors, ids, theirs = fixture(kind)
+    config, tensors = fault(config, tensors)
+    ours = logits(hf.from_state_dict(tensors, config), config, ids)
+    assert np.abs(ours - theirs).max() > 100 * TOLERANCE
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fresh_model_of_transformers_is_read(tmp_path, kind):
+    pytest.importorskip("torch"), pytest.importorskip("transformers")
+    data = make_hf_fixtures.example(kind, seed=7)
+    make_hf_fixtures.make(kind, seed=7).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    config = from_hugging_face(str(tmp_path / "config.json"))
+    assert np.abs(logits(hf.load(tmp_path, config), config, data["ids"]) - data["logits"]).max() < TOLERANCE
+
+
+LESSON = dataclasses.replace(preset("tiny"), num_layers=2)
+OURS = {
+    "llama": LESSON,
+    "llama3.2": dataclasses.replace(LESSON, tied=True, rope_scaling=RopeScaling(32.0, original_context=32)),
+    "mistral": dataclasses.replace(LESSON, window=5),
+    "qwen2": dataclasses.replace(LESSON, qkv_bias=True, tied=True, rope_theta=1e6),
+    "qwen2 with a window": dataclasses.replace(LESSON, qkv_bias=True, window=5),
+    "qwen3": dataclasses.replace(LESSON, qk_norm=True, head_width=8),
+}
+
+
+@functools.cache
+def random_params(config):
+    """Weights of a size that makes logits differ."""
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
+    draw = np.random.default_rng(3)
+    return jax.tree.map(lambda w: np.asarray(w) + 0.2 * draw.standard_normal(w.shape, dtype=np.float32), params)
+
+
+@pytest.mark.hf
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", OURS)
+def test_transformers_reads_what_we_save(tmp_path, kind):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config, params = OURS[kind], random_params(OURS[kind])
+    hf.save(tmp_path, params, config)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    ids = np.random.default_rng(4).integers(0, config.vocab_size, (2, 24))
+    with torch.no_grad():
+        theirs = model(torch.tensor(ids)).logits.numpy()
+    assert np.abs(theirs).max() > 1
+    # The logits reach 40 here.
+    assert np.abs(logits(params, config, ids) - theirs).max() < TOLERANCE * max(1, np.abs(theirs).max() / 7)
+
+
+# ------------------------------------------------------------------------------------------------------- there and back
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_survive_the_round_trip(fixture, kind):
+    config, tensors, _, _ = fixture(kind)
+    params = hf.from_state_dict(tensors, config)
+    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, jax.eval_shape(lambda: init_params(config)))
+    assert same(hf.to_state_dict(params, config), tensors)
+
+
+def test_every_weight_has_a_name():
+    every = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
+    assert hf.NAMES.keys() == every.param_shapes().keys()
+
+
+@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_files_survive_the_round_trip(tmp_path, kind, dtype):
+    config, params = OURS[kind], random_params(OURS[kind])
+    hf.save(tmp_path / kind, params, config, dtype)
+    assert sorted(path.name for path in (tmp_path / kind).iterdir()) == ["config.json", "model.safetensors"]
+    assert from_hugging_face(str(tmp_path / kind / "config.json")) == dataclasses.replace(config, name=kind)
+    rounded = jax.tree.map(lambda x: x.astype(dtype).astype("float32"), params)
+    assert same(hf.load(tmp_path / kind, config), rounded)
+    assert same(hf.load(str(tmp_path / kind / "model.safetensors"), config), rounded)
+    assert {x.dtype.name for x in jax.tree.leaves(hf.load(tmp_path / kind, config, dtype="bfloat16"))} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_as_config_json(tmp_path, name):
+    text = json.dumps(hf.to_hugging_face(PRESETS[name]))
+    assert read_config(tmp_path / name, text) == PRESETS[name]
+
+
+def write_shards(folder, tensors, num_shards=3):
+    """A folder as large models come: shards and an index."""
+    from safetensors.numpy import save_file
+
+    shards = [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
+    places = {name: shards[i % num_shards] for i, name in enumerate(tensors)}
+    for shard in shards:
+        save_file({name: tensors[name] for name in tensors if places[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return [folder / shard for shard in shards]
+
+
+def test_shards_are_read_by_their_index_or_by_name(tmp_path, fixture):
+    config, tensors, _, _ = fixture("llama")
+    files, params = write_shards(tmp_path, tensors), hf.from_state_dict(tensors, config)
+    assert same(hf.load(tmp_path, config), params)
+    assert same(hf.load(files, config), params)
+
+
+# ------------------------------------------------------------------------------------------------- straight onto shards
+
+
+class Spy:
+    """A tensor that remembers how much of it was read."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype, self.reads = array, array.shape, array.dtype, []
+
+    def __getitem__(self, index):
+        self.reads.append(self.array[index].size)
+        return self.array[index]
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan("fsdp=4 tp=2"), Plan("dp=2 fsdp=2 tp=2"), Plan("dp=2 tp=4", zero=0), Plan("fsdp=8", zero=1)], ids=str
+)
+def test_each_device_reads_its_own_shard_once(plan):
+    config = OURS["qwen2"]
+    whole = random_params(config)
+    tensors = {name: Spy(x) for name, x in hf.to_state_dict(whole, config).items()}
+    mesh = make_mesh(plan.mesh)
+    shardings = jax.tree.map(lambda dims: sharding(mesh, plan.stored(dims)), weight_dims(config))
+    params = hf.from_state_dict(tensors, config, shardings)
+    assert same(params, whole)
+    assert jax.tree.map(lambda x: x.sharding, params) == shardings
+    for name, spy in tensors.items():
+        blocks = 1 if "norm" in name and plan.zero != 3 else len(spy.reads)
+        if "bias" not in name:  # cut along the width of a head, so read with whole heads
+            assert sum(spy.reads) == spy.array.size and set(spy.reads) == {spy.array.size // blocks}, name
+    if plan.mesh.sizes["fsdp"] == 4:
+        assert set(tensors["model.layers.0.mlp.up_proj.weight"].reads) == {64 * 128 // 8}
+
+
+def test_files_are_read_onto_shards(tmp_path):
+    config, plan, mesh = OURS["qwen3"], Plan("fsdp=4 tp=2"), make_mesh("fsdp=4 tp=2")
+    hf.save(tmp_path, random_params(config), config, "bfloat16")
+    shardings = jax.tree.map(lambda dims: sharding(mesh, plan.stored(dims)), weight_dims(config))
+    params = hf.load(tmp_path, config, shardings, dtype="bfloat16")
+    assert same(params, jax.tree.map(lambda x: x.astype("bfloat16"), random_params(config)))
+    assert jax.tree.map(lambda x: x.sharding, params) == shardings
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def without(tensors, name):
+    return {k: x for k, x in tensors.items() if k != name}
+
+
+Q, LAST_NORM = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
+REFUSED = {
+    "missing": (lambda t: without(t, Q), rf"'{Q}' is missing; use"),
+    "unexpected": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": t[LAST_NORM]}, r"q_proj.bias' has no place"),
+    "a layer too many": (lambda t: t | {Q.replace("1", "2"): t[Q]}, r"'model.layers.2.self_attn.q_proj.weight' has no"),
+    "misshapen": (lambda t: t | {Q: t[Q][:16]}, r"q_proj.weight' has shape \[16, 32\], not \[32, 32\]"),
+    "quantized": (lambda t: t | {Q: t[Q].astype(np.int8)}, r"q_proj.weight' holds int8, but only float64, "),
+    "many": (lambda t: {}, r"'lm_head.weight' is missing; .*; and 18 more"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_tensors_are_refused_by_name(fixture, name):
+    config, tensors, _, _ = fixture("llama")
+    make, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        hf.from_state_dict(make(tensors), config)
+
+
+def test_swapped_projections_of_grouped_heads_are_refused(fixture):
+    config, tensors, _, _ = fixture("llama")
+    with pytest.raises(ValueError, match=r"k_proj.weight' has shape \[32, 32\], not \[16, 32\]"):
+        hf.from_state_dict(swap("q_proj", "k_proj")(config, tensors)[1], config)
+
+
+def test_redundant_tensors_are_left_out(fixture):
+    config, tensors, _, _ = fixture("qwen2")
+    params, table = hf.from_state_dict(tensors, config), tensors["model.embed_tokens.weight"]
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}
+    assert same(hf.from_state_dict(tensors | frequencies | {"lm_head.weight": table}, config), params)
+    with pytest.raises(ValueError, match="'lm_head.weight' has no place"):
+        hf.from_state_dict(tensors | {"lm_head.weight": table + 1}, config)
+
+
+def test_a_redundant_head_in_a_file_is_left_out(tmp_path, fixture):
+    config, tensors, _, _ = fixture("qwen2")
+    files = write_shards(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert same(hf.load(files, config), hf.from_state_dict(tensors, config))
+
+
+def test_unreadable_files_are_refused(tmp_path, fixture):
+    config, tensors, _, _ = fixture("llama")
+    with pytest.raises(ValueError, match="neither model.safetensors nor a readable model.safetensors.index.json"):
+        hf.load(tmp_path, config)
+    files = write_shards(tmp_path, tensors)
+    with pytest.raises(ValueError, match=r"tensor '.*' is in .* and in a file before it"):
+        hf.load([*files, files[0]], config)
+    whole = files[1].read_bytes()
+    files[1].write_bytes(whole[:-10])
+    with pytest.raises(ValueError, match=f"cannot read weights from '.*{files[1].name}'"):
+        hf.load(tmp_path, config)
+    files[1].unlink()
+    with pytest.raises(ValueError, match=f"cannot read weights from '.*{files[1].name}'"):
+        hf.load(tmp_path, config)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+        hf.load(tmp_path, config)
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    for use in (lambda: hf.load(tmp_path, LESSON), lambda: hf.save(tmp_path, {}, LESSON)):
+        with pytest.raises(ValueError, match=r"package safetensors; install the extra llmpar\[hf\]"):
+            use()
+
+
+def test_configurations_without_a_name_there_are_refused():
+    both = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
+    with pytest.raises(ValueError, match="both biases and norms on q and k"):
+        hf.to_hugging_face(both)
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 4}
+
+
+@pytest.mark.parametrize(
+    "kind, key, message",
+    [
+        ("qwen3", {"attention_bias": True}, "biases in the feed-forward or the output"),
+        ("qwen2", WINDOW | {"max_window_layers": 1, "layer_types": None}, "has a window in 1 of 2 layers"),
+        ("qwen2", WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}, "has a window in 1 of 2 layers"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(tmp_path, kind, key, message):
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path / kind, json.dumps(json.loads(str(stored(kind)["config"])) | key))
+
+
+def test_a_window_that_no_layer_has_is_none(tmp_path):
+    raw = json.loads(str(stored("qwen2")["config"])) | WINDOW
+    assert read_config(tmp_path / "qwen2", json.dumps(raw)).window is None

@@ -1,0 +1,400 @@
+"""Layouts, arrows and mesh strings: what they mean, how they print, and where the caret stands when they mean nothing."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from llmpar.notation import (
+    AXES,
+    DIMS,
+    POSITIONAL,
+    Arrow,
+    Dim,
+    Layout,
+    MeshShape,
+    NotationError,
+    divisors,
+    nearest_mesh,
+    parse_arrow,
+    parse_layout,
+    parse_mesh,
+    product,
+)
+
+
+def refusal(parse, text, *more):
+    """The message of a refusal, and the part of the text that its caret marks (None where there is no caret)."""
+    with pytest.raises(ValueError) as caught:
+        parse(text, *more)
+    why, *picture = str(caught.value).split("\n")
+    if not isinstance(caught.value, NotationError):
+        assert not picture
+        return why, None
+    shown, carets = picture
+    assert shown == "  " + text and set(carets) == {" ", "^"}
+    return why, shown[carets.index("^") : len(carets)]
+
+
+# --------------------------------------------------------------------------------------------------------------- layouts
+
+
+def test_the_layout_of_the_design_is_read():
+    assert parse_layout("b/dp,fsdp s/sp d +tp") == Layout((Dim("b", ("dp", "fsdp")), Dim("s", ("sp",)), Dim("d")), ("tp",))
+    assert parse_layout("stream b s d +m") == Layout((Dim("b"), Dim("s"), Dim("d")), ("m",), "stream")
+    assert parse_layout("whole") == parse_layout("") == Layout(())
+    assert parse_layout("attention whole") == Layout((), (), "attention")
+
+
+def test_a_layout_answers_questions():
+    layout = parse_layout("b/dp,fsdp s/sp d +tp")
+    assert layout.letters == "bsd" and layout.axes == ("dp", "fsdp", "sp")
+    assert layout.cut("b") == ("dp", "fsdp") and layout.cut("d") == layout.cut("v") == ()
+
+
+def random_layout(rng: random.Random, dims=None, region: bool | None = None, sums: bool = True) -> Layout:
+    """Any legal layout: dims in any order, every axis at most once, as a cut or as a sum."""
+    region = rng.random() < 0.3 if region is None else region
+    dims = rng.sample(list(DIMS), rng.randrange(1, 5)) if dims is None else dims
+    axes = rng.sample(list(AXES), rng.randrange(len(AXES) + 1))
+    homes = [rng.randrange(len(dims) + sums) for _ in axes]
+    cut = [Dim(d, () if region else tuple(a for a, home in zip(axes, homes, strict=True) if home == i)) for i, d in enumerate(dims)]
+    left = tuple(a for a, home in zip(axes, homes, strict=True) if home == len(dims))
+    return Layout(tuple(cut), tuple(rng.sample(list(DIMS), 2)) if region else left, "stream" if region else "")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_printing_and_parsing_are_each_others_inverse(seed):
+    rng = random.Random(seed)
+    for _ in range(20):
+        layout = random_layout(rng)
+        assert parse_layout(str(layout)) == layout
+        spaced = "  ".join(["", *str(layout).split(), ""])
+        assert parse_layout(spaced) == layout
+        other = random_layout(rng, list(layout.letters), region=False)
+        assert parse_arrow(f"{layout} -> {other}") == Arrow(layout, other)
+        assert parse_arrow(str(Arrow(layout, other))) == Arrow(layout, other)
+
+
+@pytest.mark.parametrize(
+    "text, marked, why",
+    [
+        ("b/dp,pd s", "pd", "unknown mesh axis 'pd'; the axes are pp dp fsdp ep sp tp"),
+        ("b/dp s/dp", "dp", "axis 'dp' already cuts 'b'; an axis is used once in a layout"),
+        ("b/dp,dp s", "dp", "axis 'dp' already cuts 'b'"),
+        ("b/tp s +tp", "tp", "axis 'tp' already cuts 'b'"),
+        ("b s +tp +tp", "tp", "axis 'tp' already carries an unfinished sum"),
+        ("stream b +m +m", "+m", "dim 'm' is summed over twice"),
+        ("b s b", "b", "dim 'b' appears twice"),
+        ("b x d", "x", "unknown dim 'x'; the dims are b s t d n k r h m e v l u"),
+        ("b xx/dp d", "xx", "unknown dim 'xx'"),
+        ("b +tp d", "d", "dims come before unfinished sums"),
+        ("b +q", "q", "unknown mesh axis 'q'"),
+        ("b stream", "stream", "nor a region (which comes first)"),
+        ("b whole", "whole", "neither a dim"),
+        ("bsd", "bsd", "neither a dim (one letter, spaces between two)"),
+        ("dp", "dp", "nor a region"),
+        ("dp=2 b", "dp=2", "neither a dim"),
+        ("B", "B", "unknown dim 'B'"),
+    ],
+)
+def test_a_bad_layout_is_refused_with_a_caret_under_the_bad_token(text, marked, why):
+    message, shown = refusal(parse_layout, text)
+    assert shown == marked and why in message
+
+
+def test_the_caret_stands_under_the_second_of_two_equal_tokens():
+    """In words of columns, not only of text: the second 'dp' begins at column 7."""
+    with pytest.raises(NotationError) as caught:
+        parse_layout("b/dp s/dp")
+    assert str(caught.value).split("\n")[2] == "  " + " " * 7 + "^^"
+
+
+def test_an_axis_or_dim_without_a_name_is_refused_at_its_place():
+    for text, column in {"b/": 2, "b/dp,": 5, "b +": 3, "/dp": 0}.items():
+        with pytest.raises(NotationError) as caught:
+            parse_layout(text)
+        assert str(caught.value).split("\n")[2].index("^") == 2 + column
+
+
+def test_shard_shape_divides_each_dim_by_the_product_of_its_axes():
+    sizes = MeshShape(dp=2, fsdp=3, tp=4).sizes
+    assert parse_layout("b/dp,fsdp s d/tp +sp").shard_shape((12, 5, 8), sizes) == (2, 5, 2)
+    with pytest.raises(ValueError, match=r"dim b = 9 in 'b/dp,fsdp' is not a multiple of dp·fsdp = 6"):
+        parse_layout("b/dp,fsdp").shard_shape((9,), sizes)
+    with pytest.raises(ValueError, match=r"layout 'b s' has 2 dims but the shape \(3,\) has 1"):
+        parse_layout("b s").shard_shape((3,), sizes)
+
+
+# ---------------------------------------------------------------------------------------------------------------- arrows
+
+TABLE = {
+    # the five rows of the design's table
+    "b s d +tp -> b s d": ["all-reduce over tp"],
+    "b s d +tp -> b s/tp d": ["reduce-scatter over tp on s"],
+    "b s/tp d -> b s d": ["all-gather over tp on s"],
+    "b s/sp n -> b s n/sp": ["all-to-all over sp s to n"],
+    "b s d -> b s/tp d": ["slice over tp on s"],
+    # every strategy of the design
+    "+dp -> whole": ["all-reduce over dp"],
+    "+fsdp -> d/fsdp": ["reduce-scatter over fsdp on d"],
+    "d/fsdp -> whole": ["all-gather over fsdp on d"],
+    "d/fsdp m -> d m": ["all-gather over fsdp on d"],
+    "d m +fsdp -> d/fsdp m": ["reduce-scatter over fsdp on d"],
+    "d m +dp +fsdp -> d/fsdp m": ["reduce-scatter over fsdp on d", "all-reduce over dp"],
+    "+tp -> whole": ["all-reduce over tp"],
+    "s/tp d -> s d": ["all-gather over tp on s"],
+    "b s n/sp -> b s/sp n": ["all-to-all over sp n to s"],
+    "b/ep e -> b e/ep": ["all-to-all over ep b to e"],
+    # several at once, and none
+    "b s +dp +tp -> b/dp s +tp": ["reduce-scatter over dp on b"],
+    "b/dp,fsdp s -> b s": ["all-gather over dp,fsdp on b"],
+    "b s +dp +fsdp -> b s": ["all-reduce over dp,fsdp"],
+    "b/dp s/tp +fsdp -> b/dp s/fsdp": ["all-gather over tp on s", "reduce-scatter over fsdp on s"],
+    "b/dp -> b/dp,tp": ["slice over tp on b"],
+    "b/tp,dp -> b": ["all-gather over tp,dp on b"],
+    "b +dp -> b/dp,tp": ["reduce-scatter over dp on b", "slice over tp on b"],
+    "b/dp s/sp d +tp -> b/dp s/sp d +tp": [],
+}
+
+
+@pytest.mark.parametrize("text", TABLE)
+def test_an_arrow_is_exactly_these_moves(text):
+    assert [str(move) for move in parse_arrow(text).moves] == TABLE[text]
+
+
+@pytest.mark.parametrize(
+    "text, marked, why",
+    [
+        ("b s d", "", "an arrow has one '->' between two layouts"),
+        ("b -> b -> b", " -> b -> b", "an arrow has one '->'"),
+        ("b s -> s b", " s b", "the dims on both sides differ: 'bs' and 'sb'"),
+        ("b s -> b", " b", "the dims on both sides differ: 'bs' and 'b'"),
+        ("b/xp -> b", "xp", "unknown mesh axis 'xp'"),
+        ("b/tp s -> b/tp s/tp", "tp", "axis 'tp' already cuts 'b'"),
+    ],
+)
+def test_a_bad_arrow_is_refused_with_a_caret(text, marked, why):
+    with pytest.raises(NotationError) as caught:
+        parse_arrow(text)
+    message, shown, carets = str(caught.value).split("\n")
+    assert why in message and shown == "  " + text
+    assert shown[carets.index("^") : len(carets)] == marked
+    if "/tp s/tp" in text:
+        assert carets.index("^") == 2 + len("b/tp s -> b/tp s/")
+
+
+def test_no_arrow_starts_an_unfinished_sum():
+    with pytest.raises(ValueError, match="would start an unfinished sum over dp: only computing does that"):
+        _ = parse_arrow("b/dp -> b +dp").moves
+
+
+@pytest.mark.parametrize(
+    "text, dim",
+    [
+        ("b/dp,tp -> b/tp", "b"),  # the outer axis leaves
+        ("b/dp -> b/tp,dp", "b"),  # a new outer axis
+        ("b/dp,fsdp -> b/fsdp,dp", "b"),  # the same axes, nested otherwise
+        ("b/dp,tp s -> b/tp s/dp", "b"),
+        ("b/dp s/tp -> b/tp s/dp", "s"),  # an exchange of two dims: the first all-to-all buries what the second needs
+        ("b/dp s/tp n -> b s/dp n/tp", "s"),
+    ],
+)
+def test_blocks_are_never_reordered_and_the_advice_works(text, dim):
+    with pytest.raises(ValueError, match=f"would reorder the blocks of {dim}: .* write two arrows, with {dim} whole in between"):
+        _ = parse_arrow(text).moves
+    arrow = parse_arrow(text)
+    between = Layout(tuple(Dim(d.name, () if d.name == dim else d.axes) for d in arrow.before.dims))
+    between = Layout(tuple(Dim(d.name, tuple(a for a in d.axes if a not in arrow.after.cut(dim))) for d in between.dims))
+    assert Arrow(arrow.before, between).moves and Arrow(between, arrow.after).moves
+
+
+SIZES = {"pp": 1, "dp": 2, "fsdp": 2, "ep": 1, "sp": 1, "tp": 2}
+DEVICES = [dict(zip(SIZES, place, strict=True)) for place in itertools.product(*map(range, SIZES.values()))]
+
+
+def block(x, layout: Layout, device: dict[str, int]):
+    """What ``device`` holds of ``x``, whole sums given: its block, and of an unfinished sum over g devices this device's
+    term (all terms differ, and sum to the value)."""
+    for i, dim in enumerate(layout.dims):
+        index, parts = 0, 1
+        for axis in dim.axes:
+            index, parts = index * SIZES[axis] + device[axis], parts * SIZES[axis]
+        x = np.split(x, parts, axis=i)[index]
+    for axis in layout.sums:
+        x = x * ((1,) if SIZES[axis] == 1 else (3, -2))[device[axis]]
+    return x
+
+
+def play(held: list, move, letters: str) -> list:
+    """One move, by the definition of its collective, on what every device holds."""
+    out = []
+    for device, mine in zip(DEVICES, held, strict=True):
+        places = itertools.product(*(range(SIZES[a]) for a in move.axes))  # the group's members, outermost axis first
+        members = [DEVICES.index(device | dict(zip(move.axes, place, strict=True))) for place in places]
+        group, rank = [held[i] for i in members], members.index(DEVICES.index(device))
+        gathers, cuts = letters.find(move.gathers or "?"), letters.find(move.cuts or "?")
+        match move.kind:
+            case "all-reduce":
+                out.append(sum(group))
+            case "all-gather":
+                out.append(np.concatenate(group, gathers))
+            case "reduce-scatter":
+                out.append(np.split(sum(group), len(group), cuts)[rank])
+            case "all-to-all":
+                out.append(np.concatenate([np.split(x, len(group), cuts)[rank] for x in group], gathers))
+            case "slice":
+                out.append(np.split(mine, len(group), cuts)[rank])
+    return out
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_moves_carry_any_layout_into_any_other_or_are_refused(seed):
+    """Random arrows over b, s, d on dp=2 fsdp=2 tp=2, played by hand on eight devices."""
+    rng = random.Random(seed)
+    value, played, kinds = np.arange(8.0**3).reshape(8, 8, 8), 0, set()
+    for _ in range(150):
+        before, after = (random_layout(rng, list("bsd"), region=False) for _ in range(2))
+        after = Layout(after.dims, tuple(a for a in after.sums if a in before.sums))
+        arrow = Arrow(before, after)
+        try:
+            moves = arrow.moves
+        except ValueError as error:
+            assert "would reorder the blocks" in str(error)
+            continue
+        held = [block(value, before, device) for device in DEVICES]
+        for move in moves:
+            held = play(held, move, "bsd")
+        for device, x in zip(DEVICES, held, strict=True):
+            np.testing.assert_array_equal(x, block(value, after, device), str(arrow))
+        played += 1
+        kinds |= {move.kind for move in moves}
+    assert played > 30 and len(kinds) == 5
+
+
+def test_the_played_devices_notice_a_wrong_move():
+    value, arrow = np.arange(8.0**3).reshape(8, 8, 8), parse_arrow("b/dp,tp s d -> b s d")
+    held = [block(value, arrow.before, device) for device in DEVICES]
+    wrong = parse_arrow("b/tp,dp s d -> b s d").moves  # nested the other way round
+    assert not np.array_equal(play(held, wrong[0], "bsd")[0], value)
+    assert np.array_equal(play(held, arrow.moves[0], "bsd")[0], value)
+
+
+def test_an_arrow_between_single_devices_still_names_its_moves():
+    assert all(move.kind and move.axes for text in TABLE for move in parse_arrow(text).moves)
+
+
+# ---------------------------------------------------------------------------------------------------------------- meshes
+
+
+@pytest.mark.parametrize(
+    "text, devices, want",
+    [
+        ("dp=2 fsdp=-1 tp=4", 16, dict(dp=2, fsdp=2, tp=4)),
+        ("dp:2,fsdp:-1,tp:4", 16, dict(dp=2, fsdp=2, tp=4)),
+        ("dp=2, tp=4", 8, dict(dp=2, tp=4)),
+        ("1,64,4,1", 256, dict(dp=1, fsdp=64, tp=4, sp=1)),  # LWM: dp,fsdp,tp,sp
+        ("1,2,1,4", 8, dict(fsdp=2, sp=4)),
+        ("1,-1,4", 8, dict(fsdp=2, tp=4)),  # EasyLM: dp,fsdp,mp
+        ("2, 2, 2", 8, dict(dp=2, fsdp=2, tp=2)),
+        ("!1,64,4,1", 256, dict(fsdp=64, tp=4, reshape=True)),
+        ("!dp=2 tp=2", 8, dict(dp=2, tp=2, reshape=True)),
+        ("mp=4 dp=2", 8, dict(dp=2, tp=4)),
+        ("pp=2 ep=2 sp=2", None, dict(pp=2, ep=2, sp=2)),
+        ("dp=-1", 8, dict(dp=8)),
+        ("dp=-1 tp=8", 8, dict(dp=1, tp=8)),
+        ("dp=2", 8, dict(dp=2)),  # fewer than there are
+        ("  dp=1 ", None, dict()),
+    ],
+)
+def test_every_spelling_of_a_mesh(text, devices, want):
+    assert parse_mesh(text, devices) == MeshShape(**want)
+
+
+def test_the_positional_orders_are_those_of_easylm_and_lwm():
+    assert POSITIONAL == {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "tp", "sp")}
+    assert list(AXES) == ["pp", "dp", "fsdp", "ep", "sp", "tp"], "slow links outermost"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_meshes_print_as_they_are_read(seed):
+    rng = random.Random(seed)
+    for _ in range(20):
+        shape = MeshShape(*[rng.choice([1, 1, 2, 3, 8]) for _ in AXES], reshape=rng.random() < 0.3)
+        assert parse_mesh(str(shape)) == shape == parse_mesh(shape)
+        assert shape.size == product(shape.sizes.values())
+        lwm = ",".join(str(shape.sizes[a]) for a in POSITIONAL[4])
+        assert parse_mesh(lwm) == MeshShape(**{a: shape.sizes[a] for a in POSITIONAL[4]})
+
+
+@pytest.mark.parametrize(
+    "text, marked, why",
+    [
+        ("dp=2 xp=2", "xp=2", "unknown mesh axis 'xp'; the axes are pp dp fsdp ep sp tp"),
+        ("DP=2", "DP=2", "unknown mesh axis 'DP'"),
+        ("dp=2 dp=4", "dp=4", "axis 'dp' is given twice"),
+        ("mp=2,tp=2", "tp=2", "axis 'tp' is given twice"),
+        ("dp=-1 tp=-1", "tp=-1", "two axes are -1; only one can be inferred"),
+        ("-1,-1,2", "-1", "two axes are -1"),
+        ("!dp=-1 tp=-1", "tp=-1", "two axes are -1"),
+        ("dp=0", "dp=0", "the size of 'dp' must be a positive number or -1"),
+        ("dp=-2", "dp=-2", "the size of 'dp' must be"),
+        ("tp=2 dp=2.5", "dp=2.5", "the size of 'dp' must be"),
+        ("dp 2", "dp", "the size of 'dp' must be"),
+        ("dp=2=3", "dp=2=3", "the size of 'dp' must be"),
+        ("1,2", "1,2", "2 unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2 tp=4'"),
+        ("!1,2,3,4,5", "1,2,3,4,5", "5 unnamed sizes"),
+        ("!", "!", "an empty mesh; write for instance 'dp=2 fsdp=2 tp=2'"),
+    ],
+)
+def test_a_bad_mesh_is_refused_with_a_caret(text, marked, why):
+    message, shown = refusal(parse_mesh, text, 8)
+    assert why in message and shown == marked
+
+
+def test_an_empty_mesh_is_refused():
+    with pytest.raises(NotationError, match="an empty mesh"):
+        parse_mesh("")
+
+
+@pytest.mark.parametrize(
+    "text, devices, need, suggestion",
+    [
+        ("dp=3 tp=2", 5, "6 devices but 5", "dp=5"),
+        ("dp=4 tp=4", 8, "16 devices but 8", "dp=2 tp=4"),
+        ("dp=-1 tp=3", 8, "a multiple of 3 devices but 8", "dp=2 tp=4"),
+        ("dp=16", 8, "16 devices but 8", "dp=8"),
+        ("1,64,4,1", 8, "256 devices but 8", None),
+        ("tp=3 dp=-1", 2, "a multiple of 3 devices but 2", "tp=2"),
+    ],
+)
+def test_too_few_devices_are_refused_with_a_mesh_that_works(text, devices, need, suggestion):
+    message, caret = refusal(parse_mesh, text, devices)
+    assert message.startswith(f"mesh '{text}' needs {need} are present; try '") and caret is None
+    tried = message.rpartition("try '")[2].rstrip("'")
+    assert parse_mesh(tried, devices).size == devices
+    assert suggestion in (None, tried)
+
+
+def test_a_mesh_that_was_read_before_is_refused_as_well_where_it_does_not_fit():
+    with pytest.raises(ValueError, match="mesh 'dp=4 tp=4' needs 16 devices but 8 are present; try 'dp=2 tp=4'"):
+        parse_mesh(MeshShape(dp=4, tp=4), 8)
+
+
+def test_minus_one_needs_a_number_of_devices():
+    assert refusal(parse_mesh, "fsdp=-1") == (
+        "mesh 'fsdp=-1' leaves fsdp to be inferred, which needs the number of devices", None
+    )  # fmt: skip
+
+
+def test_the_nearest_mesh_is_the_nearest_of_all():
+    """By trying all: fills the devices, over the asked axes, with the smallest change in the logarithms."""
+    asked = {"dp": 3, "tp": 5}
+    best = nearest_mesh(asked, 8)
+    cost = lambda dp, tp: abs(np.log2(dp / 3)) + abs(np.log2(tp / 5))
+    assert best.size == 8 and cost(best.dp, best.tp) == min(cost(n, 8 // n) for n in divisors(8))
+
+
+def test_divisors_and_product():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12] and product([]) == 1 and product([2, 3, 4]) == 24
