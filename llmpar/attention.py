@@ -13,10 +13,11 @@ ring: Liu, Zaharia and Abbeel 2023.)
 Which keys a query may see is decided by data: positions and segment (document) numbers travel with queries and keys.
 So the order in which a sequence lies on the ranks is a permutation of positions, and none of the code below knows it.
 
-Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Inside, sequences
-are cut into tiles, `[i, b, ..., c, h]`: tile i of c positions, heads before positions, as matrix products want them.
+Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Inside, a sequence
+is cut into tiles, `[i, b, ..., c, h]`: tile i of c positions, heads before positions, as matrix products want them.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -32,7 +33,8 @@ Q = Float[Array, "b s k r h"]
 KV = Float[Array, "b t k h"]
 Partial = tuple[Float[Array, "b s k r h"], Float[Array, "b s k r"]]  # out in q's dtype, lse in float32
 
-MAX_UNROLLED_TILES = 8  # a longer triangle is scanned: every unrolled pair costs compile time
+# Loops over tiles up to these lengths are unrolled: 20 % faster on a CPU, 0.03 s of compiling for each pair of tiles.
+FEW_ROWS, FEW_KEYS, FEW_IN_TRIANGLE = 2, 4, 8
 
 
 class Ids(TypedDict, total=False):
@@ -48,7 +50,7 @@ class Ids(TypedDict, total=False):
 class Mask:
     """Say which keys a query may see, whatever the positions; two of different segments never see each other.
 
-    `causal`: no key after the query. `window`: no key `window` or more positions before it (nor after it, if not causal).
+    `causal`: no key after the query. `window`: none `window` or more positions before it (nor after it, if not causal).
     """
 
     causal: bool = True
@@ -68,7 +70,7 @@ class Mask:
         return seen & (low < self.window) if self.window else seen
 
 
-# ----------------------------------------------------------------------------------------------------- one block of each
+# ---------------------------------------------------------------------------------------------------- one block of each
 
 
 def sees(mask, q_ids, k_ids):
@@ -112,8 +114,8 @@ def _attend(q, k, v, seen, scale):
 def _attend_grad(q, k, v, seen, scale, out_grad, lse, delta):
     """Return float32 (dq, dk, dv) of one block, its weights P recomputed from the lse of the whole row.
 
-    dV = P' dO, dS = P (dO V' - delta), dQ = dS K, dK = dS' Q (Dao et al. 2022, appendix B), where delta is the row sum of
-    dO O, less the gradient of lse.
+    dV = P' dO, dS = P (dO V' - delta), dQ = dS K, dK = dS' Q (Dao et al. 2022, appendix B), where delta is the row sum
+    of dO O less the gradient of lse.
     """
     weights = jnp.exp(_scores(q, k, scale) - lse[..., None])
     if seen is not None:
@@ -133,11 +135,12 @@ def merge(out_a, lse_a, out_b, lse_b):
     total = weight_a + weight_b
     some = total > 0
     total = jnp.where(some, total, 1)
-    out = out_a.astype(jnp.float32) * (weight_a / total)[..., None] + out_b.astype(jnp.float32) * (weight_b / total)[..., None]
+    share_a, share_b = (weight_a / total)[..., None], (weight_b / total)[..., None]
+    out = out_a.astype(jnp.float32) * share_a + out_b.astype(jnp.float32) * share_b
     return out.astype(out_a.dtype), jnp.where(some, top + jnp.log(total), -jnp.inf)
 
 
-# ------------------------------------------------------------------------------------------------------------ one device
+# ----------------------------------------------------------------------------------------------------------- one device
 
 
 def full(q: Q, k: KV, v: KV, *, mask: Mask = Mask(), scale: float | None = None, **ids: Unpack[Ids]) -> Partial:
@@ -154,18 +157,17 @@ def blockwise(
 ) -> Partial:  # fmt: skip
     """Attend block by block: what `full` gives, in memory linear in the sequence.
 
-    Saves out and lse; the backward pass recomputes scores. A pair of blocks that the extremes of positions and segments
-    show to be masked is a branch not taken. `contiguous` promises that queries and keys are the same positions 0, 1, 2...
-    (perhaps starting again with each segment): then nothing beyond the triangle is even written, and up to 16 rows of blocks
-    are unrolled, each with one plain softmax over the keys that it sees.
+    Saves out and lse; the backward pass recomputes scores. A pair of tiles of `block` positions that the extremes of
+    positions and segments show to be masked is a branch not taken. `contiguous` promises that queries and keys are the
+    same positions in rising order, without gaps (they may start again with each segment): then up to 8 tiles are written
+    out, and pairs outside the mask not at all. Pass positions as arguments of the compiled function: what remains is
+    fastest while it is branches, which XLA runs one after the other in the same memory.
     """
     s, t = q.shape[1], k.shape[1]
     q_block, k_block = _fit(block, s), _fit(block, t)
-    if contiguous:
-        if s != t:
-            raise ValueError(f"contiguous attention needs queries and keys at the same positions; found {s} and {t} of them")
-        contiguous = s <= MAX_UNROLLED_TILES * q_block
-    how = _How(mask, _scale(scale, q), contiguous=contiguous)
+    if contiguous and s != t:
+        raise ValueError(f"contiguous attention has queries and keys at the same positions; found {s} and {t} of them")
+    how = _How(mask, _scale(scale, q), contiguous=contiguous and s <= FEW_IN_TRIANGLE * q_block)
     return _leave(*_softmax_of(how, *_enter(q, k, v, q_block, k_block, **ids)))
 
 
@@ -174,14 +176,14 @@ def _scale(scale, q):
 
 
 def _fit(block, length):
-    """Return the block length for a sequence: as asked, or a half (so that a zigzag's two parts are apart) down to 512."""
+    """Return the tile length: as asked; else a half (which tells a zigzag's two parts apart), halved again down to 256."""
     if block is None:
         block = length
-        while block % 2 == 0 and (block > 512 or block == length):
+        while block % 2 == 0 and (block > 256 or block == length):
             block //= 2
     if block < 1 or length % min(block, length):
         near = min((n for n in range(1, length + 1) if length % n == 0), key=lambda n: abs(n - block))
-        raise ValueError(f"block={block} does not divide the {length} positions that a rank holds; use a divisor, such as {near}")
+        raise ValueError(f"block={block} does not divide the {length} positions held here; use a divisor, such as {near}")
     return min(block, length)
 
 
@@ -200,16 +202,23 @@ def _enter(q, k, v, q_block, k_block, *, q_positions_bs, k_positions_bt, q_segme
 
 def _leave(out, lse):
     """Undo the cut: (out_bskrh, lse_bskr)."""
-    join = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
-    return join(out.transpose(1, 0, 4, 2, 3, 5)), join(lse.transpose(1, 0, 4, 2, 3))
+    out, lse = out.transpose(1, 0, 4, 2, 3, 5), lse.transpose(1, 0, 4, 2, 3)
+    return tuple(x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (out, lse))
+
+
+def _varying(x):
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def _vary(tree, like=()):
     """Let every leaf vary over each mesh axis over which any leaf, of `like` too, does: loops and branches insist."""
-    varying = lambda x: jax.typeof(x).manual_axis_type.varying
-    axes = frozenset().union(*map(varying, jax.tree.leaves((tree, like))))
-    missing = lambda x: tuple(sorted(axes - varying(x)))
-    return jax.tree.map(lambda x: lax.pcast(x, missing(x), to="varying") if missing(x) else x, tree)
+    axes = frozenset().union(*map(_varying, jax.tree.leaves((tree, like))))
+
+    def cast(x):
+        missing = tuple(sorted(axes - _varying(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)
 
 
 @dataclass(frozen=True)
@@ -221,11 +230,11 @@ class _How:
     overlap: bool = True
 
 
-def _each(how, f, carry, xs):
-    """Scan f(carry, (i, x)) over tiles; written out, with i an int, where there are few or the triangle is known."""
+def _each(how, f, carry, xs, few):
+    """Scan f(carry, (i, x)) over tiles, unrolled if few; written out, with i an int, where the triangle is known."""
     length = len(jax.tree.leaves(xs)[0])
     if not how.contiguous:
-        return lax.scan(f, carry, (jnp.arange(length), xs), unroll=length <= (4 if f.__name__=='step' else 1) if 4==4 else length<=2)  # a zigzag's two parts: 20 % faster
+        return lax.scan(f, carry, (jnp.arange(length), xs), unroll=length <= few)
     ys = [None] * length
     for i in range(length):
         carry, ys[i] = f(carry, (i, jax.tree.map(itemgetter(i), xs)))
@@ -253,9 +262,9 @@ def _sweep(how, done, queries, keys):
 
             return _if_live(how, q, q_ids, k_ids, i - j, look, lambda: done), None
 
-        return None, _each(how, step, done, keys)[0]
+        return None, _each(how, step, done, keys, FEW_KEYS)[0]
 
-    return _each(how, row, None, (queries, done))[1]
+    return _each(how, row, None, (queries, done), FEW_ROWS)[1]
 
 
 def _sweep_back(how, dq, rows, keys):
@@ -274,9 +283,9 @@ def _sweep_back(how, dq, rows, keys):
             dq, *dkv = _if_live(how, q, q_ids, k_ids, i - j, look, lambda: (dq, *dkv))
             return tuple(dkv), dq
 
-        return _each(how, step, _zeros((k, v)), (dq, *rows))[::-1]
+        return _each(how, step, _zeros((k, v)), (dq, *rows), FEW_KEYS)[::-1]
 
-    return _each(how, column, dq, keys)
+    return _each(how, column, dq, keys, FEW_ROWS)
 
 
 def _zeros(tree):
@@ -305,14 +314,14 @@ def _softmax_of_bwd(how, saved, grads):
 _softmax_of.defvjp(_softmax_of_fwd, _softmax_of_bwd)
 
 
-# -------------------------------------------------------------------------------------------------------- around the ring
+# ------------------------------------------------------------------------------------------------------ around the ring
 
 
 def ring(
     q: Q, k: KV, v: KV, *, axis: str, overlap: bool = True, block: int | None = None, mask: Mask = Mask(),
     scale: float | None = None, **ids: Unpack[Ids],
 ) -> Partial:  # fmt: skip
-    """Attend to the keys of all n ranks along `axis`, each of which holds s/n positions; call it inside `jax.shard_map`.
+    """Attend to the keys of all n ranks along `axis`, each of which holds s/n positions; call it in `jax.shard_map`.
 
     Forward, n-1 hops: a rank merges what it finds in the keys it holds and hands them to the next rank. K, V travel in
     their own dtype, KV heads only, with their ids: n-1 times 2 b t k h elements sent per rank.
@@ -328,8 +337,12 @@ def ring(
     return _leave(*_softmax_of(how, *_enter(q, k, v, _fit(block, q.shape[1]), _fit(block, k.shape[1]), **ids)))
 
 
+def _ring_size(how):
+    return lax.axis_size(how.axis) if how.axis else 1
+
+
 def _hop(how, held):
-    n = lax.axis_size(how.axis)
+    n = _ring_size(how)
     return jax.tree.map(lambda x: lax.ppermute(x, how.axis, [(i, (i + 1) % n) for i in range(n)]), held)
 
 
@@ -349,7 +362,7 @@ def _turn(how, queries, held):
         held, done = carry
         return _hop_beside(how, held, lambda held: _sweep(how, done, queries, held)), None
 
-    if how.axis and (n := lax.axis_size(how.axis)) > 1:
+    if (n := _ring_size(how)) > 1:
         (held, done), _ = lax.scan(step, (held, done), length=n - 1)
     return _sweep(how, done, queries, held)
 
@@ -357,13 +370,16 @@ def _turn(how, queries, held):
 def _turn_back(how, rows, own):
     def step(carry, last=False):
         held, dq, dkv = carry
-        look = lambda held: _sweep_back(how, dq, rows, held)
+
+        def look(held):
+            return _sweep_back(how, dq, rows, held)
+
         dkv = dkv and _hop(how, dkv)
         held, (dq, more) = (held, look(held)) if last else _hop_beside(how, held, look)
         return held, dq, jax.tree.map(jnp.add, dkv, more) if dkv else more
 
-    n, carry = lax.axis_size(how.axis) if how.axis else 1, (own, _zeros(rows[0][0]), None)
-    if n > 1:
+    carry = own, _zeros(rows[0][0]), None
+    if (n := _ring_size(how)) > 1:
         carry = step((_hop(how, own), *carry[1:]), last=n == 2)
         if n > 2:
             carry, _ = lax.scan(lambda carry, _: (step(carry), None), carry, length=n - 3)
@@ -371,24 +387,23 @@ def _turn_back(how, rows, own):
     return step((own, *carry[1:]), last=True)[1:]
 
 
-# ----------------------------------------------------------------------------------------------------------- ring's rivals
+# -------------------------------------------------------------------------------------------------------- ring's rivals
 
 
 def ulysses(q: Q, k: KV, v: KV, *, axis: str, attend=blockwise, **how) -> Partial:
     """Exchange positions for heads along `axis`, attend to the whole sequence with some heads, and exchange back.
 
-    `s/sp k -> s k/sp` for q, k and v and the inverse for out: four all-to-alls of a 1/n-th each (Jacobs et al. 2023). The
-    degree is bounded by the KV heads. `how` goes to `attend`: block, contiguous, mask, scale and the ids.
+    `s/sp k -> s k/sp` for q, k and v and the inverse for out: four all-to-alls (Jacobs et al. 2023), and a fifth, h times
+    smaller, for lse if it is used. Degree at most KV heads. `how` goes to `attend`: block, contiguous, mask, scale, ids.
     """
     n, kv_heads = lax.axis_size(axis), k.shape[2]
     if kv_heads % n:
-        usable = np.gcd(n, kv_heads)
-        other = f", or usp with {usable} ranks for heads and {n // usable} for a ring" if usable > 1 else ""
-        raise ValueError(f"ulysses over {axis}={n} cuts the KV heads, but {kv_heads} is not a multiple of {n}; use ring{other}")
-    exchange = lambda x, cut, join: lax.all_to_all(x, axis, cut, join, tiled=True)
-    ids = _gather_ids(axis, how, Ids.__annotations__)
-    out, lse = attend(*(exchange(x, 2, 1) for x in (q, k, v)), **how | ids)
-    return exchange(out, 1, 2), exchange(lse, 1, 2)
+        heads = math.gcd(n, kv_heads)
+        other = f", or usp with {heads} ranks for heads and {n // heads} for a ring" if heads > 1 else ""
+        raise ValueError(f"ulysses over {axis}={n} cuts KV heads by {n}, but there are {kv_heads} here; use ring{other}")
+    q, k, v = (lax.all_to_all(x, axis, 2, 1, tiled=True) for x in (q, k, v))
+    out, lse = attend(q, k, v, **how | _gather_ids(axis, how, Ids.__annotations__))
+    return lax.all_to_all(out, axis, 1, 2, tiled=True), lax.all_to_all(lse, axis, 1, 2, tiled=True)
 
 
 def all_gather_kv(q: Q, k: KV, v: KV, *, axis: str, **how) -> Partial:
@@ -396,13 +411,13 @@ def all_gather_kv(q: Q, k: KV, v: KV, *, axis: str, **how) -> Partial:
 
     Two all-gathers forward, two reduce-scatters backward, in the dtype of K and V. Holds K and V of the whole sequence.
     """
-    gather = lambda x: lax.all_gather(x, axis, axis=1, tiled=True)
-    return blockwise(q, gather(k), gather(v), **how | _gather_ids(axis, how, ("k_positions_bt", "k_segments_bt")))
+    k, v = (lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v))
+    return blockwise(q, k, v, **how | _gather_ids(axis, how, ("k_positions_bt", "k_segments_bt")))
 
 
 def _gather_ids(axis, how, names):
     ids = {name: how[name] for name in names if how.get(name) is not None}
-    return jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), ids)
+    return {name: lax.all_gather(x, axis, axis=1, tiled=True) for name, x in ids.items()}
 
 
 def usp(q: Q, k: KV, v: KV, *, axes: tuple[str, str], **how) -> Partial:
@@ -416,45 +431,46 @@ def decode(
 ) -> Float[Array, "b s k r h"]:
     """Attend from every rank's same few queries to a cache cut along `axis`; the cache stays where it is.
 
-    One maximum of b s k r numbers and one sum of b s k r (h+1), per call. A slot of the cache that is not written yet must
-    have a position after every query's. No gradient: a maximum over ranks has none.
+    One maximum of b s k r numbers and one sum of b s k r (h+1) for each call. A slot of the cache that is not written yet
+    must have a position after every query's. No gradient: a maximum over ranks has none.
     """
     out, lse = full(q, k_cache, v_cache, mask=mask, scale=scale, **ids)
     top = jnp.maximum(lax.pmax(lse, axis), jnp.finfo(jnp.float32).min)
     weight = jnp.exp(lse - top)[..., None]
-    out, total = lax.psum((out.astype(jnp.float32) * weight, weight), axis)
+    sums = lax.psum(jnp.concatenate([out.astype(jnp.float32) * weight, weight], -1), axis)
+    out, total = sums[..., :-1], sums[..., -1:]
     return (out / jnp.where(total > 0, total, 1)).astype(q.dtype)
 
 
-# ---------------------------------------------------------------------------------------------- who holds which positions
+# -------------------------------------------------------------------------------------------- who holds which positions
 
 
 def order(name: str, s: int, n: int) -> np.ndarray:
-    """Return the permutation that lays s positions onto n ranks: rank i holds the i-th n-th of it.
+    """Return the permutation that lays s positions onto n ranks, s/n to each in turn; np.argsort undoes it.
 
-    'contiguous' gives the last rank of a causal ring most of the work. 'zigzag' gives rank i the parts i and 2n-1-i of 2n;
-    'striped' gives it every n-th position from i on (Brandon et al. 2023). np.argsort undoes it.
+    'contiguous' gives the last rank of a causal ring most of the work; 'zigzag' gives rank i the parts i and 2n-1-i of
+    2n; 'striped' gives it every n-th position from i on (Brandon et al. 2023).
     """
-    parts = {"contiguous": n, "zigzag": 2 * n, "striped": n}
-    if name not in parts:
-        raise ValueError(f"order '{name}' is not known; use one of {', '.join(parts)}")
-    if s % parts[name]:
-        fits = [m for m in (s // parts[name] * parts[name], -(-s // parts[name]) * parts[name]) if m]
-        other = f"; order 'contiguous' or 'striped' would take {s}" if s % n == 0 else ""
+    parts = {"contiguous": n, "zigzag": 2 * n, "striped": n}.get(name)
+    if parts is None:
+        raise ValueError(f"order '{name}' is not known; use contiguous, zigzag or striped")
+    if s % parts:
+        near = [str(m) for m in (s // parts * parts, -(-s // parts) * parts) if m]
+        other = f"; orders contiguous and striped would take {s}" if s % n == 0 else ""
         raise ValueError(
-            f"{name} order over {n} ranks cuts the sequence into {parts[name]} equal parts, but {s} is not a multiple of "
-            f"{parts[name]}; use a sequence of {' or '.join(map(str, fits))}{other}"
+            f"{name} order over {n} ranks cuts the sequence into {parts} parts, but {s} is not a multiple of {parts}; "
+            f"use a sequence of {' or '.join(near)}{other}"
         )
-    cut = np.arange(s).reshape(parts[name], -1)
+    cut = np.arange(s).reshape(parts, -1)
     if name == "zigzag":
-        return np.concatenate([cut[:n], cut[:n - 1:-1]], axis=1).ravel()
+        cut = np.concatenate([cut[:n], cut[: n - 1 : -1]], axis=1)
     return np.arange(s).reshape(-1, n).T.ravel() if name == "striped" else cut.ravel()
 
 
-def live_blocks(n: int, name: str = "zigzag", mask: Mask = Mask(), *, s: int | None = None, block: int = 1) -> np.ndarray:
+def live_blocks(n: int, name: str = "zigzag", mask: Mask = Mask(), *, s: int = 0, block: int = 1) -> np.ndarray:
     """Return pairs[rank, step]: how many query-key pairs a ring of n computes, whole tiles of `block` positions counted.
 
-    At step j rank i holds the keys of rank i-j. With block 1 these are the pairs that are seen. The default s is 16 n.
+    At step j rank i holds the keys of rank i-j. With block 1 these are the pairs that are seen. By default s is 16 n.
     """
     s = s or 16 * n
     tiles = order(name, s, n).reshape(-1, _fit(block, s // n))

@@ -149,11 +149,24 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]
 
 
+class _Card(dict):
+    """Entries of a ``config.json``: asking for one that is missing is refused by name (`get` asks without need)."""
+
+    def __init__(self, entries: dict, path: str):
+        super().__init__(entries)
+        self.path = path
+
+    def __missing__(self, key: str):
+        raise ValueError(f"'{self.path}' lacks '{key}', which a model needs; is it the config.json of a model?")
+
+
 def from_hugging_face(path: str) -> ModelConfig:
     """Read a Llama, Mistral, Qwen2 or Qwen3 ``config.json``; refuse what the model cannot do, naming the key."""
     try:
-        raw = json.loads(pathlib.Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        raw = json.loads(pathlib.Path(path).read_text(), object_hook=lambda entries: _Card(entries, path=path))
+        if not isinstance(raw, dict):
+            raise ValueError("it holds no JSON object")
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read a model configuration from '{path}': {error}") from error
     kind = raw.get("model_type")
     if kind not in ("llama", "mistral", "qwen2", "qwen3"):

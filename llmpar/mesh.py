@@ -73,7 +73,7 @@ def spec(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*[d.axes or None for d in layout.dims])
 
 
-def sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
+def sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
     """The layout on the devices of ``mesh``."""
     return NamedSharding(mesh, spec(layout))
 

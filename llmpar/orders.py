@@ -26,6 +26,8 @@ KINDS = "FBW"  # in a table of integers a kind is its place here
 
 
 class Op(NamedTuple):
+    """One cell of work: forward, backward or weight gradient of one microbatch through one chunk of a stage."""
+
     kind: str
     microbatch: int
     chunk: int = 0

@@ -17,10 +17,11 @@ from stage 1 on, accumulated gradients from stage 2 on, the stored weight itself
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from llmpar.notation import Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh
+from llmpar.notation import Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh, product
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
@@ -63,6 +64,9 @@ class Plan:
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", parse_mesh(self.mesh))
+        for name in ("accumulate", "loss_chunks", "attention_block"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
 
     # ------------------------------------------------------------------------------------------------ who is cut where
 
@@ -143,31 +147,41 @@ class Plan:
             if sizes[axis] > 1:
                 asked = f"mesh '{self.mesh}' has {axis}={sizes[axis]}"
                 raise ValueError(f"{asked}, but {why} are not implemented yet; use dp, fsdp, tp")
-        self._divides("batch", batch_size, BATCH_AXES, times=self.accumulate)
-        self._divides("sequence", seq_len, ("sp", "tp") if self.tp_sequence else ("sp",))
-        for name, size in {
+        for name, size in {"batch": batch_size, "sequence": seq_len}.items():
+            if size < 1:
+                raise ValueError(f"{name} {size} holds no token; use 1 or more")
+        self._divides("batch", batch_size, BATCH_AXES, "accumulate")
+        cut_by_tp = {
             "heads": config.num_heads, "KV heads": config.num_kv_heads, "feed-forward width": config.ffn_width,
             "vocabulary": config.vocab_size,
-        }.items():  # fmt: skip
-            self._divides(name, size, ("tp",))
-        if self.zero:
-            self._divides("model width", config.width, ("fsdp",))
-            if config.qkv_bias or config.qk_norm:
-                self._divides("head width", config.head_width, ("fsdp",))
+        }  # fmt: skip
+        for name, size in cut_by_tp.items():
+            self._divides(name, size, ("tp",), suits=math.gcd(*cut_by_tp.values()))
+        if self.tp_sequence:
+            self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, *cut_by_tp.values()))
+        self._divides("sequence", seq_len, ("sp",), "loss_chunks")
+        if seq_len > self.attention_block:
+            self._divides("sequence", seq_len, (), "attention_block")
+        cut_by_fsdp = {"model width": config.width}
+        cut_by_fsdp |= {"head width": config.head_width} if config.qkv_bias or config.qk_norm else {}
+        rows = batch_size // (sizes["dp"] * sizes["ep"] * self.accumulate)
+        for name, size in cut_by_fsdp.items() if self.zero else ():
+            self._divides(name, size, ("fsdp",), suits=math.gcd(rows, *cut_by_fsdp.values()))
         if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
             why = f"does not go with ZeRO {self.zero}, whose gradients are reduce-scattered"
             raise ValueError(f"reduce='{self.reduce}' {why}; use 'end'")
         if self.reduce == "layer" and self.accumulate > 1:
             raise ValueError("reduce='layer' would communicate once per microbatch; use reduce='end' with accumulate > 1")
 
-    def _divides(self, what: str, size: int, axes: tuple[str, ...], times: int = 1) -> None:
-        parts = times
-        for axis in axes:
-            parts *= self.mesh.sizes[axis]
+    def _divides(self, what: str, size: int, axes: tuple[str, ...], times: str = "", suits: int = 0) -> None:
+        """Refuse a ``size`` that is no multiple of the axes' sizes and of the field ``times``, multiplied. The advice keeps
+        to divisors of ``suits``, which whatever else these axes cut has too."""
+        pieces = getattr(self, times) if times else 1
+        parts = pieces * product(self.mesh.sizes[a] for a in axes)
         if size % parts == 0:
             return
-        name = "·".join(axes) + f"·accumulate({times})" * (times > 1)
-        fits = [n for n in divisors(size) if n <= 4 * parts]
+        name = "·".join((*axes, times) if pieces > 1 else axes)
+        fits = [n for n in divisors(suits or size) if n <= 4 * parts]
         near = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
         raise ValueError(
             f"{what} {size} is not a multiple of {name} = {parts}; use {' or '.join(map(str, near))}, "

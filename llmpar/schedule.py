@@ -324,6 +324,8 @@ def search(
 
 
 class ClosedForm(NamedTuple):
+    """A published formula's values."""
+
     bubble: float  # as `Timetable.bubble`, without hops
     peak_live: list[float]
     from_m: int  # it holds from so many microbatches

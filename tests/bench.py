@@ -16,10 +16,6 @@ import pathlib
 import statistics
 import time
 
-from llmpar.mesh import make_mesh, use_devices
-
-devices = use_devices(8)
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +23,11 @@ import optax
 
 from llmpar import hardware, hlo, predict
 from llmpar.config import preset
+from llmpar.mesh import make_mesh, use_devices
 from llmpar.plan import Plan
 from llmpar.step import Step
+
+devices = use_devices(8)
 
 BATCH, SEQ = 16, 256
 FAST = dict(unroll=0, attention_block=64)

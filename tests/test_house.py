@@ -1,9 +1,11 @@
 """The house rules: imports go down, models know no mesh axis, files stay small, names are explained, lists agree."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -19,14 +21,14 @@ FLOORS = {
     "computing": {"model", "attention", "moe"},
     "deciding": {"plan", "pipeline", "cost", "predict", "planner", "aot"},
     "running": {"train", "step", "generate", "checkpoint", "hf", "data"},
-    "roof": {"cli", "doctor", "inspection", "serve", "launch", "widget", "__init__", "__main__"},
+    "roof": {"cli", "doctor", "inspection", "demo", "serve", "launch", "widget", "__init__", "__main__"},
 }
 HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}
 LOOKERS = {"scene", "charts", "draw", "hlo", "cost", "predict"}  # they look at values
 COMPUTERS = {"notation", "par", "model", "attention", "moe", "pipeline"}  # they make them
 MODEL_TEXT = ("model", "attention", "moe")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
-MAX_FILE_LINES, MAX_PACKAGE_LINES = 350, 4_500
+MAX_FILE_LINES, MAX_CODE_LINES = 360, 4_500
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "npmjs" + ".org", "anaconda" + ".org", "anaconda" + ".com")
 REGISTRY_HOSTS += ("unpkg" + ".com", "jsdelivr" + ".net", "cdnjs" + ".cloudflare", "proxy.golang" + ".org")
@@ -167,11 +169,27 @@ def test_a_mesh_axis_in_a_model_is_seen():
     assert axis_words(ast.parse(planted)) == {(4, "tp"), (4, "sp")}
 
 
+def code_lines(text):
+    """Count the lines that hold code: neither blank, nor comment, nor docstring."""
+    strings = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    words = {i for n in strings if isinstance(n.value.value, str) for i in range(n.lineno, n.end_lineno + 1)}
+    idle = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in idle)
+    return len({i for t in tokens for i in range(t.start[0], t.end[0] + 1)} - words)
+
+
 def test_budgets():
-    lines = {path.name: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    """Compact is a feature: a file is read in one sitting, the package in an afternoon. Words are not rationed."""
+    texts = {path.name: path.read_text() for path in PACKAGE.rglob("*.py")}
+    lines = {name: len(text.splitlines()) for name, text in texts.items()}
     long = {name: count for name, count in lines.items() if count > MAX_FILE_LINES}
     assert not long, f"more than {MAX_FILE_LINES} lines"
-    assert sum(lines.values()) <= MAX_PACKAGE_LINES, lines
+    code = {name: code_lines(text) for name, text in texts.items()}
+    assert sum(code.values()) <= MAX_CODE_LINES, code
+
+
+def test_code_is_counted_without_words():
+    assert code_lines('"""Doc."""\n\n# why\nx = 1\n\n\ndef f():\n    """Doc\n    more."""\n    return [\n        x]\n') == 4
 
 
 def undocumented(name, tree):

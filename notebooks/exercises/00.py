@@ -1,0 +1,117 @@
+"""The exercises of lesson 00: who holds what, and who talks to whom."""
+
+import math
+
+from exercises import Exercise
+
+from llmpar.draw import holders
+from llmpar.notation import parse_layout, parse_mesh
+
+PUZZLE_MESH = "dp=2 fsdp=2 tp=2"
+
+
+def held(rows: int = 32, columns: int = 16, dp: int = 2, fsdp: int = 2, tp: int = 2) -> Exercise:
+    """Ask for the bytes that a device holds of a float32 array [rows, columns] laid out as `b/dp,fsdp d`."""
+    elements = rows * columns
+    return Exercise(
+        level="core",
+        solution=4 * elements // (dp * fsdp),
+        wrong=[
+            (4 * elements, "That is the whole array. Two axes cut b here: each device keeps one block of rows."),
+            (4 * elements // (dp * fsdp * tp), "tp is not in the layout, so it cuts nothing: devices along tp hold copies."),
+            (4 * elements // dp, "dp cuts b first, and fsdp cuts each of those blocks again: `b/dp,fsdp`."),
+            (elements // (dp * fsdp), "That is the number of elements; a float32 has 4 bytes."),
+        ],
+        hint="Bytes of the array, over the product of the axes that stand behind a slash.",
+    )
+
+
+def layout_of() -> Exercise:
+    """Ask for the layout behind a picture that shows device numbers only."""
+    sizes = parse_mesh(PUZZLE_MESH).sizes
+
+    def who_holds_what(text: str) -> dict:
+        layout = parse_layout(text)
+        return {f"{layout.letters} block {block}": devices for block, devices in holders(layout, sizes).items()}
+
+    return Exercise(
+        level="core",
+        solution="b/tp d/dp",
+        observe=who_holds_what,
+        wrong=[
+            ("b/dp d/tp", "That cuts the rows by the slow axis. Here devices 0 and 4, which differ in dp, share their rows."),
+            ("b/tp d", "That leaves d whole, two shards in four copies each. In the picture each shard has two holders."),
+            ("b/tp,dp d", "That cuts the rows into four. In the picture rows and columns are each cut in two."),
+            ("b/tp d/fsdp", "Nearly: then devices 0 and 4 would hold the same block, and here 0 and 2 do."),
+            ("b/tp d/dp,fsdp", "That leaves one device per shard. Devices 0 and 2 differ in fsdp only and hold the same block."),
+        ],
+        hint="Device 0 holds the first block. Which devices share its rows, and by how much do their numbers differ?",
+    )
+
+
+def swap(elements: int = 1024 * 256, devices: int = 8) -> Exercise:
+    """Ask which one collective turns `b/dp d` into `b d/dp`, and how many bytes a device sends for it."""
+    local = 4 * elements // devices
+    return Exercise(
+        level="stretch",
+        solution={"collective": "all-to-all", "bytes_sent": local * (devices - 1) // devices},
+        wrong=[
+            (
+                {"collective": "all-gather", "bytes_sent": local * (devices - 1)},
+                "Gathering everything and keeping a slice gives the right layout, and sends as many times more as there are devices.",
+            ),
+            (
+                {"collective": "all-to-all", "bytes_sent": local},
+                "The right collective, but one of the pieces that a device cuts its shard into is for itself and stays.",
+            ),
+            (
+                {"collective": "all-to-all", "bytes_sent": local * (devices - 1)},
+                "The right collective; what a device sends comes out of its own shard, not out of the whole array.",
+            ),
+            (
+                {"collective": "reduce-scatter", "bytes_sent": local * (devices - 1) // devices},
+                "The right number, but a reduce-scatter adds, and there is no unfinished sum (no +) in `b/dp d`.",
+            ),
+        ],
+        hint="One axis leaves b and appears on d: the fourth row of the table in README.md.",
+    )
+
+
+def groups_across_hosts() -> Exercise:
+    """Ask for a function that counts the groups of an axis whose devices are not all on one host."""
+
+    def solution(sizes, axis, devices_per_host):
+        names = list(sizes)
+        stride = math.prod(sizes[a] for a in names[names.index(axis) + 1 :])
+        total = math.prod(sizes.values())
+        groups = [[i + stride * k for k in range(sizes[axis])] for i in range(total) if i // stride % sizes[axis] == 0]
+        return sum(len({device // devices_per_host for device in group}) > 1 for group in groups)
+
+    def innermost(sizes, axis, devices_per_host):
+        return solution({a: n for a, n in sizes.items() if a != axis} | {axis: sizes[axis]}, axis, devices_per_host)
+
+    def backwards(sizes, axis, devices_per_host):
+        return solution(dict(reversed(sizes.items())), axis, devices_per_host)
+
+    def devices_not_groups(sizes, axis, devices_per_host):
+        return solution(sizes, axis, devices_per_host) * sizes[axis]
+
+    def by_size(sizes, axis, devices_per_host):
+        return math.prod(sizes.values()) // sizes[axis] if sizes[axis] > devices_per_host else 0
+
+    asked = [
+        ({"dp": 2, "tp": 4}, "tp", 4), ({"tp": 4, "dp": 2}, "tp", 4), ({"dp": 2, "fsdp": 2, "tp": 2}, "dp", 4),
+        ({"dp": 2, "fsdp": 4, "tp": 2}, "fsdp", 4), ({"dp": 4, "tp": 4}, "tp", 2), ({"dp": 3, "tp": 4}, "tp", 6),
+    ]  # fmt: skip
+    return Exercise(
+        level="expert",
+        solution=solution,
+        observe=lambda function: [function(*question) for question in asked],
+        wrong=[
+            (innermost, "You take the axis to be the innermost one: its partners are 1 apart only if no axis stands behind it."),
+            (backwards, "You read the sizes from the inside; the first one is the outermost, whose partners are farthest apart."),
+            (devices_not_groups, "You count devices; count the groups that they form."),
+            (by_size, "A group that would fit on a host need not lie on one: its members may be far apart, or straddle a border."),
+        ],
+        hint="Partners along an axis are as far apart as the product of the sizes behind it; device i is on host i // devices_per_host.",
+    )

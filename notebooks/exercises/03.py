@@ -1,0 +1,154 @@
+"""The exercises of lesson 03: data parallelism."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from exercises import Exercise
+from jax import lax
+
+CLIP = 1.0
+"""The largest gradient norm in `repair`."""
+
+
+def sent(params: int = 107_840, devices: int = 8) -> Exercise:
+    """Ask how many bytes a device sends per step to sum float32 gradients, by ring all-reduces."""
+    message = 4 * params
+    return Exercise(
+        level="core",
+        solution=2 * message * (devices - 1) / devices,
+        wrong=[
+            (message, "That is the size of the gradients. A ring passes them around twice: once to add, once to share the sum."),
+            (2 * message, "Nearly: of its eighths (or whatever the number of devices is) a device need not send one, each time."),
+            (message * (devices - 1), "That sends every gradient to every other device; a ring adds on the way and sends far less."),
+            (message * (devices - 1) / devices, "That is the first half, the reduce-scatter; the sums must still be gathered."),
+            (2 * params * (devices - 1) / devices, "That is the number of elements; a float32 has 4 bytes."),
+        ],
+        hint="Bytes of all gradients V, and an all-reduce of lesson 02: 2 V (g - 1) / g.",
+    )
+
+
+def repair() -> Exercise:
+    """Ask for the mean gradient over unevenly many targets, and for the same clipped by its norm.
+
+    An answer is judged on four simulated devices made by `jax.vmap`, so that one real device is enough.
+    """
+    rng = np.random.default_rng(3)
+    grad_sums, counts = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32) * 9, jnp.asarray([1.0, 2.0, 4.0, 8.0], jnp.float32)
+
+    def norm(g):
+        return jnp.sqrt(jnp.sum(g * g))
+
+    def limit(size):
+        return jnp.minimum(jnp.float32(1), jnp.float32(CLIP) / size)
+
+    def mean(grad_sum, count):
+        return lax.psum(grad_sum, "dp") / lax.psum(count, "dp")
+
+    def sum_of_means(grad_sum, count):
+        return lax.psum(grad_sum / count, "dp")
+
+    def mean_of_means(grad_sum, count):
+        return lax.pmean(grad_sum / count, "dp")
+
+    def clipped(grad_sum, count):
+        return mean(grad_sum, count) * limit(norm(mean(grad_sum, count)))
+
+    def clipped_alone(grad_sum, count):
+        g = grad_sum / lax.psum(count, "dp")
+        return lax.psum(g * limit(norm(g)), "dp")
+
+    def norms_added(grad_sum, count):
+        g = grad_sum / lax.psum(count, "dp")
+        return lax.psum(g, "dp") * limit(jnp.sqrt(lax.psum(jnp.sum(g * g), "dp")))
+
+    gradients = [
+        (mean, ""),
+        (sum_of_means, "gradient: every device divides by its own count, and the sum of these means is as many times too large as there are devices."),
+        (mean_of_means, "gradient: a device with one target weighs as much as one with eight; add the sums and the counts, then divide once."),
+    ]  # fmt: skip
+    clips = [
+        (clipped, ""),
+        (clipped_alone, "clipped: every device scales by the norm of its own part; only the finished sum has the norm that counts."),
+        (norms_added, "clipped: the squares of parts do not add up to the square of their sum (parts may cancel); take the norm after the sum."),
+    ]  # fmt: skip
+
+    def run(answer: dict) -> list:
+        return [np.asarray(jax.vmap(answer[name], axis_name="dp")(grad_sums, counts)) for name in ("gradient", "clipped")]
+
+    return Exercise(
+        level="core",
+        solution={"gradient": mean, "clipped": clipped},
+        observe=run,
+        wrong=[
+            ({"gradient": g, "clipped": c}, " ".join(filter(None, (why, also))))
+            for g, why in gradients
+            for c, also in clips
+            if why or also
+        ],
+        hint="lax.psum(x, 'dp') adds over the devices. Add gradients and counts first; divide, measure and scale what all of them share.",
+    )
+
+
+def bucket(layers: int = 32, backward_s: float = 0.080, all_reduce_s: float = 0.060, latency_s: float = 0.001) -> Exercise:
+    """Ask for the bucket, in layers, with which computing and communicating side by side end soonest."""
+
+    def end(size: int) -> float:
+        number = layers // size
+        compute, comm = backward_s / number, latency_s + all_reduce_s / number
+        return max(backward_s + comm, compute + number * comm)
+
+    sizes = [size for size in range(1, layers + 1) if layers % size == 0]
+    best = min(sizes, key=end)
+    smaller = "Too many buckets: with a latency each they take longer than the backward pass, and the queue grows to its end."
+    larger = f"Hidden but for the last bucket, which is larger than it need be: {best} layers less would be waited for."
+    return Exercise(
+        level="stretch",
+        solution=best,
+        wrong=[
+            (sizes[0], smaller),
+            (sizes[-1], "One bucket is full when the backward pass is over: nothing is left to hide it behind."),
+            (2 * best, f"{larger.replace(f'{best} layers less', 'half of it')}"),
+            (4 * best, "Only the last bucket is waited for, but it holds many layers; try smaller ones."),
+            (best * latency_s * 1000, "That is a time; the answer is a number of layers."),
+        ],
+        hint="Try all six: end(compute_s, comm_s) of this lesson with 32/k buckets of k layers.",
+    )
+
+
+def pad() -> Exercise:
+    """Ask for a function that fills up targets so that their rows divide by the number of devices."""
+
+    def solution(targets, devices):
+        missing = -len(targets) % devices
+        return np.concatenate([targets, np.full((missing, *targets.shape[1:]), -1, targets.dtype)])
+
+    def drop(targets, devices):
+        return targets[: len(targets) // devices * devices]
+
+    def zeros(targets, devices):
+        return np.concatenate([targets, np.zeros((-len(targets) % devices, *targets.shape[1:]), targets.dtype)])
+
+    def repeat(targets, devices):
+        return np.concatenate([targets, np.repeat(targets[-1:], -len(targets) % devices, axis=0)])
+
+    def always(targets, devices):
+        missing = devices - len(targets) % devices
+        return np.concatenate([targets, np.full((missing, *targets.shape[1:]), -1, targets.dtype)])
+
+    def columns(targets, devices):
+        return np.pad(targets, ((0, 0), (0, -targets.shape[1] % devices)), constant_values=-1)
+
+    asked = [(np.arange(1, 16).reshape(5, 3), 4), (np.arange(1, 25).reshape(8, 3), 4), (np.arange(1, 4).reshape(3, 1), 8)]
+    return Exercise(
+        level="expert",
+        solution=solution,
+        observe=lambda function: [np.asarray(function(targets.copy(), devices)) for targets, devices in asked],
+        wrong=[
+            (drop, "That throws the last rows away: the epoch's end is never learned from."),
+            (zeros, "Token 0 is a token like any other: the model would be taught to predict it. -1 is what is not counted."),
+            (repeat, "The repeated row counts again, and pulls the mean towards itself."),
+            (always, "With rows that divide already, this adds a whole round of padding."),
+            (columns, "That fills up positions; it is rows that are dealt out to devices."),
+        ],
+        hint="How many rows are missing to the next multiple? -len(targets) % devices. Fill them with -1.",
+    )

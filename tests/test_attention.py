@@ -1,0 +1,478 @@
+"""Attention: every variant gives what the definition gives, moves what its docstring says, and skips what is masked.
+
+The oracle is plain numpy in float64, one query at a time. Tolerances: outputs 1e-5 (values are of order 1, float32 rounds
+at 6e-8 and a row sums up to 64 terms in another order), gradients 1e-4 of the largest (a second product, and weights
+recomputed from lse).
+"""
+
+import re
+from collections import Counter
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from llmpar import attention
+from llmpar.attention import Mask, all_gather_kv, blockwise, decode, full, live_blocks, merge, order, ring, ulysses, usp
+
+CAUSAL, BOTH, WINDOW, BAND = Mask(), Mask(causal=False), Mask(window=10), Mask(causal=False, window=5)
+B, S, H = 2, 32, 4
+
+
+def inputs(kv_heads=2, ratio=2, packed=False, s=S, seed=0):
+    """q, k, v, positions and segments. Packed: positions start again with each document; lengths are of no convenience."""
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal(x).astype(np.float32) for x in ((B, s, kv_heads, ratio, H), *[(B, s, kv_heads, H)] * 2))
+    positions, segments = np.tile(np.arange(s, dtype=np.int32), (B, 1)), None
+    if packed:
+        starts = np.array([[0, 5, 18, 19], [0, 1, 2, 29]])
+        segments = (np.arange(s)[None, None] >= starts[..., None]).sum(1).astype(np.int32) - 1
+        positions = positions - np.take_along_axis(starts, segments, 1).astype(np.int32)
+    return q, k, v, positions, segments
+
+
+def oracle(q, k, v, positions, segments, mask):
+    """The definition, in float64."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
+    for b, i, g, r in np.ndindex(*q.shape[:4]):
+        keys = []
+        for j in range(k.shape[1]):
+            gap = int(positions[b, i]) - int(positions[b, j])
+            hidden = (mask.causal and gap < 0) or (mask.window is not None and abs(gap) >= mask.window)
+            if not hidden and (segments is None or segments[b, i] == segments[b, j]):
+                keys.append(j)
+        if keys:
+            exps = np.exp(k[b, keys, g] @ q[b, i, g, r] / np.sqrt(q.shape[-1]))
+            out[b, i, g, r], lse[b, i, g, r] = exps @ v[b, keys, g] / exps.sum(), np.log(exps.sum())
+    return out, lse
+
+
+def ids_of(positions, segments):
+    return {"q_positions_bs": positions, "k_positions_bt": positions, "q_segments_bs": segments, "k_segments_bt": segments}
+
+
+def results(attend, q, k, v):
+    """(out, lse) and the gradients of a fixed random functional of both."""
+    rng = np.random.default_rng(1)
+    weight, lse_weight = rng.standard_normal(q.shape).astype(np.float32), rng.standard_normal(q.shape[:-1]).astype(np.float32)
+
+    def loss(q, k, v):
+        out, lse = attend(q, k, v)
+        lse_term = jnp.where(jnp.isfinite(lse), lse, 0) * lse_weight
+        return (out.astype(jnp.float32) * weight).sum() + lse_term.sum(), (out, lse)
+
+    grads, partial_softmax = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*map(jnp.asarray, (q, k, v)))
+    return *partial_softmax, *grads
+
+
+def agree(found, expected):
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.array_equal(np.isfinite(a), np.isfinite(b)), name
+        a, b = np.where(np.isfinite(a), a, 0), np.where(np.isfinite(b), b, 0)
+        bound = 1e-4 * np.abs(b).max() if name.startswith("d") else 1e-5
+        assert np.abs(a - b).max() <= bound, f"{name} is off by {np.abs(a - b).max():.1e}, allowed {bound:.1e}"
+
+
+def mesh_of(**axes):
+    names, sizes = tuple(axes), tuple(axes.values())
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[: int(np.prod(sizes))])
+
+
+def sharded(variant, mesh, permutation, positions, segments, mask, **how):
+    """The variant inside shard_map, laid out by the permutation, as a function of whole sequences in plain order."""
+    axes = mesh.axis_names
+    cut = P(None, axes)
+
+    def local(q, k, v, positions, segments):
+        return variant(q, k, v, mask=mask, **ids_of(positions, segments), **how)
+
+    inner = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 5, out_specs=cut)
+    laid = lambda x: None if x is None else x[:, permutation]
+    back = np.argsort(permutation)
+
+    def attend(q, k, v):
+        return tuple(x[:, back] for x in inner(*map(laid, (q, k, v, positions, segments))))
+
+    return attend
+
+
+@lru_cache
+def reference(mask, kv_heads=2, ratio=2, packed=False):
+    """What `full` gives for the inputs of that name."""
+    q, k, v, positions, segments = inputs(kv_heads, ratio, packed)
+    return results(lambda q, k, v: full(q, k, v, mask=mask, **ids_of(positions, segments)), q, k, v)
+
+
+# ----------------------------------------------------------------------------------------------------------- one device
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mask", [CAUSAL, BOTH, WINDOW, BAND], ids=str)
+def test_full_matches_the_definition(mask, packed):
+    q, k, v, *where = inputs(packed=packed)
+    agree(full(q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(v), mask=mask, **ids_of(*where)) + (0,) * 3,
+          oracle(q, k, v, *where, mask) + (0,) * 3)  # fmt: skip
+
+
+def test_gradients_of_full_match_finite_differences_of_the_definition():
+    q, k, v, *where = inputs(packed=True)
+    rng = np.random.default_rng(1)  # the functional of `results`
+    weight, lse_weight = rng.standard_normal(q.shape).astype(np.float32), rng.standard_normal(q.shape[:-1]).astype(np.float32)
+
+    def loss(q, k, v):
+        out, lse = oracle(q, k, v, *where, WINDOW)
+        return (out * weight).sum() + (lse * lse_weight).sum()
+
+    _, _, *grads = reference(WINDOW, packed=True)
+    for i, grad in enumerate(grads):
+        direction = np.random.default_rng(2 + i).standard_normal(grad.shape)
+        step = lambda eps: [x + eps * direction if i == j else x.astype(np.float64) for j, x in enumerate((q, k, v))]  # noqa: B023
+        slope = (loss(*step(1e-5)) - loss(*step(-1e-5))) / 2e-5
+        # central differences: error 1e-10 from the step, 1e-10 from rounding; float32 gradients dominate
+        assert np.vdot(grad, direction) == pytest.approx(slope, rel=1e-5, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("block", "contiguous", "mask", "packed", "ratio"),
+    [(1, False, CAUSAL, False, 1), (8, False, CAUSAL, True, 4), (8, False, WINDOW, False, 1), (8, False, BAND, True, 2),
+     (S, False, BOTH, True, 1), (None, False, BOTH, False, 4), (8, True, CAUSAL, False, 4), (8, True, WINDOW, True, 1),
+     (8, True, BAND, False, 2), (S, True, CAUSAL, True, 1), (2, True, CAUSAL, True, 2), (8, True, BOTH, True, 1)],
+)  # fmt: skip
+def test_blockwise_matches_full(block, contiguous, mask, packed, ratio):
+    q, k, v, *where = inputs(ratio=ratio, packed=packed)
+    attend = partial(blockwise, block=block, contiguous=contiguous, mask=mask, **ids_of(*where))
+    agree(results(attend, q, k, v), reference(mask, ratio=ratio, packed=packed))
+
+
+def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
+    q, k, v, positions, _ = inputs()
+    ids = ids_of(positions, np.ones((1, S), np.int32)) | {"q_segments_bs": (np.arange(S) % 8 > 0).astype(np.int32)[None]}
+    for attend in (partial(full, mask=BOTH, **ids), partial(blockwise, block=4, mask=BOTH, **ids)):
+        out, lse, *grads = results(attend, q, k, v)
+        assert (np.asarray(out)[:, ::8] == 0).all()
+        assert (np.asarray(lse)[:, ::8] == -np.inf).all()
+        assert all(np.isfinite(grad).all() for grad in grads)
+        assert (np.asarray(grads[0])[:, ::8] == 0).all()
+
+
+def test_merge_is_the_softmax_over_both_parts():
+    q, k, v, positions, _ = inputs()
+    q, k, v = map(jnp.asarray, (q, k, v))
+    half = lambda keys: full(q, k[:, keys], v[:, keys], q_positions_bs=positions, k_positions_bt=positions[:, keys])
+    a, b = half(slice(0, 16)), half(slice(16, S))  # the first queries see nothing of the second half: lse -inf
+    for pair in ((a, b), (b, a)):
+        agree(merge(*pair[0], *pair[1]) + (0,) * 3, oracle(q, k, v, positions, None, CAUSAL) + (0,) * 3)
+    grad = jax.grad(lambda lse: merge(a[0], lse, *b)[0].sum() + jnp.where(jnp.isfinite(lse), merge(a[0], lse, *b)[1], 0).sum())
+    assert np.isfinite(grad(jnp.full_like(a[1], -jnp.inf))).all()
+
+
+def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
+    q, k, v, *where = inputs(ratio=4)
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    out, lse, *grads = results(partial(blockwise, block=8, **ids_of(*where)), q, k, v)
+    rounded = (np.asarray(x, np.float32) for x in (q, k, v))
+    expected = results(partial(full, **ids_of(*where)), *rounded)
+    assert {x.dtype.name for x in (out, *grads)} == {"bfloat16"}
+    assert lse.dtype == jnp.float32
+    for found, right in zip((out, *grads), (expected[0], *expected[2:]), strict=True):
+        # weights, score gradients, out and the result are each rounded once to 8 bits (2^-9 relative); sums are not
+        assert np.abs(np.asarray(found, np.float32) - right).max() <= 4 * 2**-9 * np.abs(right).max()
+
+
+# ------------------------------------------------------------------------------------------------- over several devices
+
+RINGS = {"overlap": partial(ring, axis="sp"), "in turn": partial(ring, axis="sp", overlap=False)}
+VARIANTS = {
+    **RINGS,
+    "ulysses": partial(ulysses, axis="sp"),
+    "gather": partial(all_gather_kv, axis="sp"),
+    "usp": partial(usp, axes=("tp", "sp")),
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "mesh", "layout", "mask", "packed", "kv_heads", "ratio", "block"),
+    [
+        ("overlap", {"sp": 2}, "zigzag", CAUSAL, False, 2, 4, None),
+        ("overlap", {"sp": 2}, "contiguous", BAND, True, 2, 1, 16),
+        ("overlap", {"sp": 4}, "zigzag", CAUSAL, True, 2, 1, 2),
+        ("overlap", {"sp": 4}, "striped", WINDOW, False, 1, 4, None),
+        ("overlap", {"sp": 4}, "contiguous", CAUSAL, False, 2, 8, 1),
+        ("overlap", {"sp": 8}, "zigzag", BOTH, True, 1, 4, None),
+        ("overlap", {"sp": 8}, "striped", CAUSAL, True, 2, 1, None),
+        ("in turn", {"sp": 2}, "striped", BOTH, False, 1, 1, None),
+        ("in turn", {"sp": 4}, "zigzag", WINDOW, True, 2, 4, None),
+        ("in turn", {"sp": 8}, "zigzag", CAUSAL, False, 2, 1, None),
+        ("ulysses", {"sp": 2}, "contiguous", WINDOW, True, 2, 4, 8),
+        ("ulysses", {"sp": 4}, "zigzag", CAUSAL, True, 4, 1, None),
+        ("ulysses", {"sp": 8}, "striped", BOTH, False, 8, 1, 16),
+        ("gather", {"sp": 2}, "zigzag", BOTH, True, 1, 4, None),
+        ("gather", {"sp": 4}, "contiguous", BAND, False, 2, 1, 4),
+        ("gather", {"sp": 8}, "zigzag", CAUSAL, True, 2, 4, None),
+        ("usp", {"sp": 2, "tp": 4}, "striped", WINDOW, True, 4, 1, None),
+        ("usp", {"sp": 4, "tp": 2}, "zigzag", CAUSAL, True, 2, 4, None),
+    ],
+    ids=lambda x: "x".join(map(str, x.values())) if isinstance(x, dict) else str(x),
+)
+def test_every_variant_matches_full(variant, mesh, layout, mask, packed, kv_heads, ratio, block):
+    q, k, v, *where = inputs(kv_heads, ratio, packed)
+    how = {} if block is None else {"block": block}
+    mesh = mesh_of(**mesh)
+    attend = sharded(VARIANTS[variant], mesh, order(layout, S, mesh.size), *where, mask, **how)
+    agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
+
+
+def test_ulysses_over_contiguous_positions_writes_only_the_triangle():
+    q, k, v, *where = inputs(4)
+    attend = sharded(VARIANTS["ulysses"], mesh_of(sp=4), np.arange(S), *where, CAUSAL, block=8, contiguous=True)
+    agree(results(attend, q, k, v), reference(CAUSAL, 4))
+    assert str(jax.make_jaxpr(attend)(q, k, v)).count("cond[") == 4 * 5 // 2
+
+
+def test_ring_matches_full_when_heads_are_cut_and_keys_are_shared_by_another_axis():
+    """K and V the same all over tp while q is not: their gradient must be summed over tp, which the varying check writes."""
+    q, k, v, positions, _ = inputs(kv_heads=1, ratio=4)
+    mesh, kv, heads = mesh_of(sp=4, tp=2), P(None, "sp"), P(None, "sp", None, "tp")
+
+    def local(q, k, v, positions):
+        return ring(q, k, v, axis="sp", **ids_of(positions, None))
+
+    attend = jax.shard_map(local, mesh=mesh, in_specs=(heads, kv, kv, kv), out_specs=heads)
+    agree(results(lambda q, k, v: attend(q, k, v, positions), q, k, v), reference(CAUSAL, 1, 4))
+
+
+def fault_ids_stay(monkeypatch):
+    hop = attention._hop
+    monkeypatch.setattr(attention, "_hop", lambda how, x: (*hop(how, x[:2]), x[2]) if len(x) == 3 else hop(how, x))
+
+
+def fault_average(monkeypatch):
+    monkeypatch.setattr(attention, "merge", lambda a, x, b, y: ((a + b) / 2, jnp.logaddexp(x, y)))
+
+
+def fault_gradients_do_not_come_home(monkeypatch):
+    hop = attention._hop
+    monkeypatch.setattr(attention, "_hop", lambda how, x: hop(how, x) if len(x) == 3 else x)
+
+
+def fault_lse_gradient_dropped(monkeypatch):
+    block = attention._attend_grad
+
+    def without(q, k, v, seen, scale, out_grad, lse, delta):
+        return block(q, k, v, seen, scale, out_grad, lse, delta * 0)
+
+    monkeypatch.setattr(attention, "_attend_grad", without)
+
+
+def fault_live_block_skipped(monkeypatch):
+    monkeypatch.setattr(attention, "may_see", lambda mask, q_ids, k_ids: q_ids[0].min() >= k_ids[0].max())
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [(fault_ids_stay, "out"), (fault_average, "out"), (fault_gradients_do_not_come_home, "dk"),
+     (fault_lse_gradient_dropped, "dq"), (fault_live_block_skipped, "out")],
+)  # fmt: skip
+def test_planted_faults_are_caught(fault, what, monkeypatch):
+    fault(monkeypatch)
+    q, k, v, *where = inputs()
+    attend = sharded(RINGS["overlap"], mesh_of(sp=2), order("zigzag", S, 2), *where, CAUSAL)
+    with pytest.raises(AssertionError, match=what):
+        agree(results(attend, q, k, v), reference(CAUSAL))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_decode_matches_full_and_leaves_the_cache_where_it_is(packed):
+    q, k, v, positions, segments = inputs(ratio=4, packed=packed)
+    now, ids = slice(20, 21), ids_of(positions, segments)
+    segments = jnp.zeros((B, S), jnp.int32) if segments is None else segments
+    expected, _ = oracle(q, k, v, positions, segments, WINDOW)
+    unwritten = np.where(np.arange(S) > 20, np.int32(2**30), positions)  # later slots hold rubbish from an older request
+    cache = P(None, "sp")
+
+    def local(q, k, v, at, where, one, segments):
+        ids = dict(q_positions_bs=at, k_positions_bt=where, q_segments_bs=one, k_segments_bt=segments)
+        return decode(q, k, v, axis="sp", mask=WINDOW, **ids)
+
+    specs = (P(), cache, cache, P(), cache, P(), cache)
+    step = jax.shard_map(local, mesh=mesh_of(sp=4), in_specs=specs, out_specs=P())
+    args = q[:, now], k, v, ids["q_positions_bs"][:, now], unwritten, segments[:, now], segments
+    found = jax.jit(step)(*map(jnp.asarray, args))
+    assert np.abs(np.asarray(found) - expected[:, now]).max() <= 1e-5
+    heads = B * 1 * 2 * 4
+    sent = [(name, sum(x.size for x in operands)) for name, operands, _ in collectives(jax.make_jaxpr(step)(*args))]
+    assert sorted(sent) == [("pmax", heads), ("psum_invariant", heads * (H + 1))]
+
+
+# ------------------------------------------------------------------------------------------------ what moves, what is run
+
+MOVES = re.compile("psum|pmax|ppermute|all_gather|all_to_all|reduce_scatter")
+
+
+def collectives(jaxpr, times=1):
+    """Yield (name, operands, times) of each collective, scans multiplied out."""
+    for eqn in jaxpr.eqns:
+        if MOVES.match(eqn.primitive.name):
+            yield eqn.primitive.name, [x.aval for x in eqn.invars], times
+        inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
+        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(sub, "eqns"):
+                yield from collectives(sub, inner)
+
+
+def counted(f, *args):
+    """Count (collective, dtype, elements per device)."""
+    counts = Counter()
+    for name, operands, times in collectives(jax.make_jaxpr(f)(*args)):
+        for x in operands:
+            counts[name, x.dtype.name, x.size] += times
+    return counts
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_ring_hops_are_n_minus_1_each_way(n, dtype, overlap):
+    s = 2 * n * 4
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(x).astype(dtype) for x in ((1, s, 2, 4, H), (1, s, 2, H), (1, s, 2, H)))
+    positions = np.arange(s, dtype=np.int32)[None]
+    attend = sharded(partial(ring, axis="sp", overlap=overlap), mesh_of(sp=n), order("zigzag", s, n), positions, None, CAUSAL)
+    loss = lambda q, k, v: attend(q, k, v)[0].astype(jnp.float32).sum()
+    local = s // n
+    keys = {("ppermute", dtype, local * 2 * H): 2 * (n - 1), ("ppermute", "int32", local): n - 1}
+    assert counted(loss, q, k, v) == keys
+    both = Counter(keys) + Counter(keys) + Counter({("ppermute", "float32", local * 2 * H): 2 * (n - 1)})
+    assert counted(jax.grad(loss, (0, 1, 2)), q, k, v) == both
+
+
+def test_rivals_move_what_they_say():
+    q, k, v, *where = inputs(kv_heads=4)
+    elements = B * S // 4 * 4 * H  # K or V on one of four devices; q has twice the heads
+
+    def moved(variant, backward):
+        attend = sharded(VARIANTS[variant], mesh_of(sp=4), order("zigzag", S, 4), *where, CAUSAL)
+        loss = lambda q, k, v: attend(q, k, v)[0].sum()
+        counts = counted(jax.grad(loss, (0, 1, 2)) if backward else loss, q, k, v)
+        return {(name, size): times for (name, dtype, size), times in counts.items() if dtype != "int32"}
+
+    assert moved("ulysses", False) == {("all_to_all", elements): 2, ("all_to_all", 2 * elements): 2, ("all_to_all", B * S * 2): 1}
+    assert moved("gather", False) == {("all_gather", elements): 2}
+    assert moved("gather", True) == {("all_gather", elements): 2, ("reduce_scatter", 4 * elements): 2}
+    assert {name for name, _ in moved("overlap", True)} == {"ppermute"}
+
+
+@pytest.mark.parametrize(("layout", "mask"), [("zigzag", CAUSAL), ("contiguous", CAUSAL), ("contiguous", Mask(window=4))], ids=str)
+def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
+    """Count the blocks that each rank computes while it runs, and compare with what live_blocks says."""
+    n, block, ran = 4, 4, Counter()
+    for name in ("_attend", "_attend_grad"):
+        compute = getattr(attention, name)
+
+        def counting(*args, name=name, compute=compute):
+            jax.debug.callback(lambda rank: ran.update([(name, int(rank))]), jax.lax.axis_index("sp"))
+            return compute(*args)
+
+        monkeypatch.setattr(attention, name, counting)
+    q, k, v, *where = inputs()
+    attend = sharded(RINGS["overlap"], mesh_of(sp=n), order(layout, S, n), *where, mask, block=block)
+    jax.block_until_ready(results(attend, q, k, v))
+    jax.effects_barrier()
+    pairs = live_blocks(n, layout, mask, s=S, block=block).sum(1) // block**2
+    assert [ran["_attend", rank] for rank in range(n)] == pairs.tolist()
+    assert [ran["_attend_grad", rank] for rank in range(n)] == pairs.tolist()
+    assert pairs.sum() < n * (S // block) ** 2 / n * 0.6
+
+
+def test_temporary_memory_does_not_grow_with_the_ring():
+    """At 128 positions a rank; the compiler's figure for one device, forward and backward."""
+
+    def temp_bytes(n):
+        q, k, v = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 128 * n, 1, 2, 8), *[(1, 128 * n, 1, 8)] * 2))
+        cut = P(None, "sp")
+
+        def local(q, k, v, positions):
+            return ring(q, k, v, axis="sp", **ids_of(positions, None))[0]
+
+        attend = jax.shard_map(local, mesh=mesh_of(sp=n), in_specs=(cut,) * 4, out_specs=cut)
+        positions = jax.ShapeDtypeStruct((1, 128 * n), jnp.int32)
+        step = jax.jit(jax.grad(lambda q, k, v, positions: attend(q, k, v, positions).sum(), (0, 1, 2)))
+        return step.lower(q, k, v, positions).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes(8) <= 1.1 * temp_bytes(4)
+
+
+# ------------------------------------------------------------------------------------------------------------ orders
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_orders_are_permutations_and_argsort_undoes_them(name, n):
+    laid = order(name, 16, n)
+    assert (laid[np.argsort(laid)] == np.arange(16)).all()
+    assert sorted(laid) == list(range(16))
+
+
+def test_orders_as_written():
+    assert order("zigzag", 8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert order("striped", 8, 2).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, BOTH, WINDOW], ids=str)
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
+def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
+    laid = order(name, S, 4).reshape(4, -1)
+    gap = laid[:, :, None, None] - laid
+    seen = np.ones(gap.shape, bool)
+    if mask.causal:
+        seen &= gap >= 0
+    if mask.window:
+        seen &= gap < mask.window
+    pairs = live_blocks(4, name, mask, s=S)
+    for rank, step in np.ndindex(4, 4):
+        assert pairs[rank, step] == seen[rank, :, (rank - step) % 4].sum()
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_zigzag_balances_what_contiguous_does_not(n):
+    chunk = 16
+    work = live_blocks(n, "contiguous", s=n * chunk).sum(1)
+    assert work.max() / work.mean() == pytest.approx(2 - (chunk + 1) / (n * chunk + 1))  # 2 - 1/n for long chunks
+    zigzag = live_blocks(n, "zigzag", s=n * chunk)
+    assert (zigzag == zigzag[0]).all()
+    assert zigzag.sum() == work.sum()
+    assert np.ptp(live_blocks(n, "striped", s=n * chunk).max(0)) <= chunk
+
+
+def test_the_busiest_rank_of_a_zigzag_ring_does_half_the_work():
+    """Summed over the steps of a lockstep ring of 8, in whole tiles of half a chunk, as run."""
+    makespan = lambda name, block: live_blocks(8, name, s=128, block=block).max(0).sum()
+    assert makespan("zigzag", 8) <= 0.55 * makespan("contiguous", 16)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_refusals_say_what_would_work():
+    q, k, v, positions, _ = inputs(kv_heads=2)
+    ids = ids_of(positions, None)
+    with pytest.raises(ValueError, match=r"12 is not a multiple of 8; use a sequence of 8 or 16; orders contiguous and striped"):
+        order("zigzag", 12, 4)
+    with pytest.raises(ValueError, match="'zig' is not known; use contiguous"):
+        order("zig", 12, 4)
+    with pytest.raises(ValueError, match="block=12 does not divide the 32 positions held here; use a divisor, such as 8"):
+        blockwise(*map(jnp.asarray, (q, k, v)), block=12, **ids)
+    with pytest.raises(ValueError, match="only one of queries and keys"):
+        full(*map(jnp.asarray, (q, k, v)), **ids | {"q_segments_bs": jnp.zeros((B, S), jnp.int32)})
+    with pytest.raises(ValueError, match="window=0 hides every key"):
+        Mask(window=0)
+    with pytest.raises(ValueError, match=r"ulysses over sp=4 cuts KV heads by 4, but there are 2 here; use ring, or usp with 2"):
+        results(sharded(VARIANTS["ulysses"], mesh_of(sp=4), np.arange(S), positions, None, CAUSAL), q, k, v)
+    with pytest.raises(ValueError, match="same positions; found 16 and 32"):
+        blockwise(jnp.asarray(q[:, :16]), jnp.asarray(k), jnp.asarray(v), contiguous=True, **ids)

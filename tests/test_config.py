@@ -1,0 +1,225 @@
+"""Model sizes: exact numbers of parameters, the shapes that the model really has, and Hugging Face configurations."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from parity import LLAMA, QWEN
+
+from llmpar.config import PRESETS, ModelConfig, RopeScaling, describe, from_hugging_face, preset
+from llmpar.model import Llama, rope_frequencies
+
+# As the model cards and the checkpoints have them (sum over the tensors of the published safetensors files; tied
+# embeddings once). The first four are ours: by hand, v·d (twice if untied) + layers·(2d² + 2·d·k·h + 3·d·m + 2d) + d.
+PUBLISHED = {
+    "tiny": 264 * 64 * 2 + 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64,
+    "tiny-tied": 264 * 64 + 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64,
+    "small": 4096 * 256 * 2 + 8 * (4 * 256 * 256 + 3 * 256 * 768 + 2 * 256) + 256,
+    "gpt2-scale": 50_304 * 768 + 12 * (4 * 768 * 768 + 3 * 768 * 2048 + 2 * 768) + 768,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+def test_every_preset_has_a_published_count():
+    assert PUBLISHED.keys() == PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_exact(name):
+    config = preset(name)
+    assert config.num_params == PUBLISHED[name] == sum(math.prod(shape) for _, shape in config.param_shapes().values())
+    described = describe(config)
+    assert described["params"] == described["active_params"] == PUBLISHED[name] and described["name"] == name
+    json.dumps(described)
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN, preset("llama3.1-405b"), preset("qwen2.5-72b"), preset("qwen3-0.6b")], ids=lambda c: c.name)
+def test_shapes_and_dims_are_those_of_the_real_model(config):
+    """Nothing is allocated: the modules' own parameters, as abstract values, with the dims that they were given."""
+    model = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
+    real = {}
+    for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        dims = p.dims
+        if path[0] == "blocks":  # the modules of one block, stacked
+            region, _, letters = dims.partition(" ")
+            dims = f"{region} l {letters}"
+        real[".".join(map(str, path))] = (dims, p.shape)
+    assert real == config.param_shapes()
+    assert {len(shape) for dims, shape in real.values() if len(dims.split()) - 1 != len(shape)} == set()
+
+
+def test_dims_mean_the_same_size_everywhere():
+    config = PRESETS["qwen3-4b"]
+    letters = dict(d=2560, n=32, k=8, h=128, m=9728, v=151_936, l=36)
+    for dims, shape in config.param_shapes().values():
+        assert shape == tuple(letters[x] for x in dims.split()[1:])
+
+
+def test_uneven_groups_of_heads_are_refused():
+    with pytest.raises(ValueError, match="16 query heads cannot share 6 KV heads evenly; use a number .* that divides 16"):
+        dataclasses.replace(LLAMA, num_kv_heads=6)
+
+
+def test_an_unknown_model_is_refused_with_the_names_that_are_known():
+    with pytest.raises(ValueError, match="unknown model 'llama9'; the presets are tiny, .*qwen3-32b, or give the path of a config.json"):
+        preset("llama9")
+
+
+# ---------------------------------------------------------------------------------------------------------- Hugging Face
+
+COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "initializer_range": 0.02}
+LLAMA31 = COMMON | {
+    "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14_336, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+}  # fmt: skip
+MISTRAL = COMMON | {
+    "model_type": "mistral", "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14_336, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "sliding_window": 4096,
+}  # fmt: skip
+QWEN2 = COMMON | {
+    "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "intermediate_size": 4864, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 32_768, "max_window_layers": 21,
+}  # fmt: skip
+QWEN3 = COMMON | {
+    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "intermediate_size": 3072, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
+    "tie_word_embeddings": True, "attention_bias": False, "rope_scaling": None, "use_sliding_window": False,
+}  # fmt: skip
+CARDS = {"llama3.1-8b": LLAMA31, "mistral-7b": MISTRAL, "qwen2.5-0.5b": QWEN2, "qwen3-0.6b": QWEN3}
+
+
+def written(folder, card) -> str:
+    path = folder / "config.json"
+    path.write_text(card if isinstance(card, str) else json.dumps(card))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_published_configuration_is_its_preset(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    assert preset(written(folder, CARDS[name])) == preset(name)
+
+
+def test_what_a_configuration_leaves_out_has_the_meaning_that_transformers_gives_it(tmp_path):
+    short = {k: v for k, v in LLAMA31.items() if k not in ("num_key_value_heads", "rope_scaling", "rms_norm_eps", "rope_theta")}
+    config = from_hugging_face(written(tmp_path, short))
+    assert config.num_kv_heads == config.num_heads == 32 and config.head_width == 128
+    assert (config.norm_eps, config.rope_theta, config.rope_scaling, config.tied) == (1e-6, 10_000.0, None, False)
+
+
+def test_the_newer_spelling_of_rope_is_read(tmp_path):
+    newer = {k: v for k, v in LLAMA31.items() if k not in ("rope_scaling", "rope_theta")}
+    newer["rope_parameters"] = LLAMA31["rope_scaling"] | {"rope_theta": 500_000.0}
+    old, new = (from_hugging_face(written(tmp_path, card)) for card in (LLAMA31, newer))
+    assert old == new and new.rope_scaling == RopeScaling()
+
+
+def test_a_window_in_every_layer_is_one(tmp_path):
+    everywhere = QWEN2 | {"use_sliding_window": True, "max_window_layers": 0}
+    assert from_hugging_face(written(tmp_path, everywhere)).window == 32_768
+    assert from_hugging_face(written(tmp_path, MISTRAL | {"sliding_window": None})).window is None
+
+
+@pytest.mark.parametrize(
+    "card, why",
+    [
+        (LLAMA31 | {"model_type": "gpt2"}, "model_type 'gpt2' in '.*' is not one of llama, mistral, qwen2, qwen3"),
+        (LLAMA31 | {"hidden_act": "gelu"}, "hidden_act 'gelu' in '.*' is not implemented; silu is"),
+        (LLAMA31 | {"mlp_bias": True}, "asks for biases"),
+        (LLAMA31 | {"attention_bias": True}, "asks for biases"),
+        (LLAMA31 | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' .* default and llama3 are"),
+        (QWEN2 | {"use_sliding_window": True}, "has a window in 3 of 24 layers; use one in all or none"),
+        (LLAMA31 | {"num_key_value_heads": 5}, "32 query heads cannot share 5 KV heads"),
+        ({k: v for k, v in LLAMA31.items() if k != "hidden_size"}, "'.*' lacks 'hidden_size'"),
+        (LLAMA31 | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'.*' lacks 'low_freq_factor'"),
+        ("{", "cannot read a model configuration from '.*': Expecting"),
+        ("[]", "cannot read a model configuration from '.*': it holds no JSON object"),
+        ("\ud800", "cannot read"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_naming_the_key(tmp_path, card, why):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\xff\xfe{" if card == "\ud800" else (card if isinstance(card, str) else json.dumps(card)).encode())
+    with pytest.raises(ValueError, match=why) as caught:
+        preset(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="cannot read a model configuration from '.*none.json'"):
+        preset(str(tmp_path / "none.json"))
+
+
+# ------------------------------------------------------------------------------------------------------------------ RoPE
+
+
+def by_wavelength(config: ModelConfig) -> list[float]:
+    """Llama 3.1's frequencies as its reference configuration writes them: one by one, with wavelengths and branches."""
+    scaling, out = config.rope_scaling, []
+    for i in range(config.head_width // 2):
+        frequency = 1 / config.rope_theta ** (2 * i / config.head_width)
+        if scaling:
+            wavelength = 2 * math.pi / frequency
+            longest, shortest = (scaling.original_context / x for x in (scaling.low_freq_factor, scaling.high_freq_factor))
+            if wavelength > longest:
+                frequency /= scaling.factor
+            elif wavelength > shortest:
+                smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
+                    scaling.high_freq_factor - scaling.low_freq_factor
+                )
+                frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+        out.append(frequency)
+    return out
+
+
+@pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "qwen3-8b"])
+def test_rotary_frequencies_are_the_published_ones(name):
+    config = preset(name)
+    np.testing.assert_allclose(rope_frequencies(config), by_wavelength(config), rtol=1e-12)
+
+
+def test_llama_3_1_scales_low_frequencies_only():
+    plain, scaled = (np.array(rope_frequencies(preset(n))) for n in ("llama3-8b", "llama3.1-8b"))
+    ratio = plain / scaled
+    assert ratio[0] == 1 and abs(ratio[-1] - 8) < 1e-9 and np.all(np.diff(ratio) >= -1e-12)
+    assert np.sum((ratio > 1 + 1e-9) & (ratio < 8 - 1e-9)) == sum(2048 < 2 * math.pi / f < 8192 for f in plain)
+
+
+def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():
+    model = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Llama(LLAMA, nnx.Rngs(0)), nnx.Param)))()
+    q, o = np.asarray(model["blocks"]["attention"]["q"]), np.asarray(model["blocks"]["attention"]["o"])
+    assert abs(q.std() / LLAMA.init_scale - 1) < 0.05 and abs(o.std() * (2 * LLAMA.num_layers) ** 0.5 / LLAMA.init_scale - 1) < 0.05
+    assert np.abs(q[0] - q[1]).max() > 0, "every layer has its own weights"
+    assert np.all(np.asarray(model["norm"]["scale"]) == 1)

@@ -1,0 +1,197 @@
+"""Meshes: which devices, in which order, and how many bytes of a value each of them holds."""
+
+import inspect
+import itertools
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from llmpar.mesh import abstract_mesh, groups, make_mesh, ordered_devices, shard_bytes, sharding, spec, use_devices
+from llmpar.notation import AXES, DIMS, Dim, Layout, MeshShape, parse_layout, product
+
+ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) if product(sizes) <= 8]
+
+
+def in_a_fresh_process(code: str, **variables: str) -> subprocess.CompletedProcess:
+    """Run Python code without what conftest told JAX."""
+    told = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    environment = {k: v for k, v in os.environ.items() if k not in told} | {"JAX_PLATFORMS": "cpu"} | variables
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_devices_are_simulated_only_before_jax_starts():
+    """Asked in time: there they are, and asking again is free. Asked for more too late: one sentence that says what to do."""
+    done = in_a_fresh_process(
+        "from llmpar.mesh import use_devices\n"
+        "assert len(use_devices(3)) == 3 == len(use_devices(3)) == len(use_devices(2))\n"
+        "try:\n    use_devices(8)\nexcept ValueError as error:\n    print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (
+        "8 simulated devices were asked for but JAX has started with 3, and the number is fixed at its first use; call "
+        "use_devices() first in a fresh process, or set XLA_FLAGS=--xla_force_host_platform_device_count=8"
+    )
+
+
+def test_too_late_is_refused_and_the_advice_works():
+    late = "import jax\njax.devices()\nfrom llmpar.mesh import use_devices\nprint(len(use_devices(8)))"
+    refused = in_a_fresh_process(late)
+    assert refused.returncode == 1 and "JAX has started with 1, and the number is fixed" in refused.stderr
+    name, _, flag = refused.stderr.strip().rpartition("or set ")[2].partition("=")
+    heeded = in_a_fresh_process(late, **{name: flag})
+    assert heeded.stdout.strip() == "8", heeded.stderr
+
+
+def test_here_there_are_eight():
+    assert len(use_devices(8)) == 8 == len(ordered_devices())
+    with pytest.raises(ValueError, match="9 simulated devices were asked for but JAX has started with 8"):
+        use_devices(9)
+
+
+def test_every_mesh_has_all_six_axes_and_the_first_devices():
+    for shape in ALL:
+        mesh = make_mesh(shape)
+        assert dict(mesh.shape) == shape.sizes and mesh.axis_names == tuple(AXES)
+        assert mesh.devices.ravel().tolist() == jax.devices()[: shape.size]
+        assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+def test_a_mesh_may_be_a_string_a_part_of_the_devices_or_given_devices():
+    assert make_mesh("dp=-1 tp=2") == make_mesh(MeshShape(dp=4, tp=2))
+    last = jax.devices()[4:]
+    assert make_mesh("fsdp=2 tp=2", last).devices.ravel().tolist() == last
+    assert make_mesh("dp=-1", last).devices.size == 4
+    backwards = last[::-1]
+    assert make_mesh("!tp=4", backwards).devices.ravel().tolist() == backwards
+
+
+def test_a_mesh_larger_than_the_machine_is_refused_however_it_is_given():
+    for shape in ("dp=4 tp=4", MeshShape(dp=4, tp=4)):
+        with pytest.raises(ValueError, match="mesh 'dp=4 tp=4' needs 16 devices but 8 are present; try 'dp=2 tp=4'"):
+            make_mesh(shape)
+    assert make_mesh("dp=2 tp=4").size == 8
+
+
+def test_an_abstract_mesh_needs_no_devices():
+    mesh = abstract_mesh("dp=16 fsdp=512 tp=8")
+    assert mesh.size == 65_536 and dict(mesh.shape)["fsdp"] == 512 and mesh.axis_names == tuple(AXES)
+    layout = parse_layout("b/dp,fsdp d/tp")
+    assert sharding(mesh, layout).shard_shape((65_536, 64)) == (8, 8)
+    with pytest.raises(ValueError, match="needs the number of devices"):
+        abstract_mesh("dp=-1")
+
+
+# ---------------------------------------------------------------------------------------------------------------- slices
+
+
+@dataclass(frozen=True)
+class Fake:
+    """An accelerator of some slice, as far as ordering looks at it."""
+
+    id: int
+    slice_index: int
+    process_index: int
+    platform: str = "gpu"
+    device_kind: str = "fake"
+
+
+def fakes(num_slices: int, per_slice: int) -> list:
+    """Devices of several slices, listed so that the slices alternate."""
+    return [Fake(s * 100 + i, s, s) for i in range(per_slice) for s in range(num_slices)]
+
+
+@pytest.fixture
+def grid(monkeypatch):
+    """`make_mesh` as far as the grid of devices: JAX makes meshes of its own devices only, and types are checked."""
+    monkeypatch.setattr("llmpar.mesh.Mesh", lambda grid, names, axis_types: grid)
+    return inspect.unwrap(make_mesh)
+
+
+@pytest.mark.parametrize(
+    "mesh, outer",
+    [("dp=2 fsdp=4", "dp"), ("fsdp=8", "fsdp"), ("pp=2 tp=4", "pp"), ("dp=4 tp=2", "dp"), ("pp=1 dp=2 tp=4", "dp")],
+)
+def test_slices_split_the_outermost_axis_that_they_divide(grid, mesh, outer):
+    made = grid(mesh, fakes(2, 4))
+    assert len({d.id for d in made.flat}) == 8
+    at = list(AXES).index(outer)
+    first, second = np.split(made, 2, axis=at)
+    assert {d.slice_index for d in first.flat} == {0} and {d.slice_index for d in second.flat} == {1}
+
+
+def test_slices_that_fit_no_axis_are_refused_and_the_advice_works(grid):
+    devices = fakes(3, 4)
+    with pytest.raises(ValueError, match="no axis of mesh 'dp=2 tp=2' is a multiple of the 3 slices; make dp=3"):
+        grid(MeshShape(dp=2, tp=2), [*fakes(3, 1), Fake(900, 0, 0)])
+    made = grid("dp=3 tp=4", devices)
+    assert [{d.slice_index for d in row.flat} for row in made[0]] == [{0}, {1}, {2}]
+
+
+def test_an_exclamation_mark_keeps_the_given_order(grid):
+    devices = fakes(2, 4)
+    assert grid("!dp=2 fsdp=4", devices).ravel().tolist() == devices
+    assert grid("dp=2 fsdp=4", devices).ravel().tolist() != devices
+
+
+def test_processes_come_before_ids(monkeypatch):
+    devices = [Fake(5, 0, 1), Fake(2048, 0, 0), Fake(4, 0, 1), Fake(2049, 0, 0)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    assert [(d.process_index, d.id) for d in inspect.unwrap(ordered_devices)()] == [(0, 2048), (0, 2049), (1, 4), (1, 5)]
+
+
+# ------------------------------------------------------------------------------------------------------ layouts on them
+
+
+def test_a_layout_as_jax_writes_it():
+    assert spec(parse_layout("b/dp,fsdp s d/tp")) == PartitionSpec(("dp", "fsdp"), None, ("tp",))
+    assert spec(parse_layout("whole")) == PartitionSpec()
+    mesh = make_mesh("dp=2 fsdp=2 tp=2")
+    assert sharding(mesh, parse_layout("b/dp")) == NamedSharding(mesh, PartitionSpec(("dp",)))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_shard_bytes_are_what_jax_gives_every_device(seed):
+    """30 random meshes and layouts a seed, 240 in all: every device's block of the value, by its own indices."""
+    rng = random.Random(seed)
+    for _ in range(30):
+        shape = rng.choice(ALL)
+        letters = rng.sample(list(DIMS), rng.randrange(1, 4))
+        axes = rng.sample(list(AXES), rng.randrange(len(AXES) + 1))
+        homes = [rng.randrange(len(letters)) for _ in axes]
+        cuts = [tuple(a for a, home in zip(axes, homes, strict=True) if home == i) for i in range(len(letters))]
+        layout = Layout(tuple(map(Dim, letters, cuts)))
+        value = tuple(product(shape.sizes[a] for a in cut) * rng.choice([1, 3, 8]) for cut in cuts)
+        mesh = make_mesh(shape)
+        itemsize = rng.choice([1, 2, 4])
+        blocks = NamedSharding(mesh, spec(layout)).devices_indices_map(value)
+        held = {product(len(range(*i.indices(n))) for i, n in zip(index, value, strict=True)) for index in blocks.values()}
+        assert {n * itemsize for n in held} == {shard_bytes(layout, value, itemsize, shape.sizes)}
+        assert layout.shard_shape(value, shape.sizes) == sharding(mesh, layout).shard_shape(value)
+
+
+def test_groups_differ_along_their_axes_only_and_cover_the_mesh():
+    for shape in ALL[::3]:
+        mesh = make_mesh(shape)
+        position = {d: i for i, d in enumerate(mesh.devices.flat)}
+        places = {position[d]: dict(zip(AXES, index, strict=True)) for index, d in np.ndenumerate(mesh.devices)}
+        for axes in itertools.chain.from_iterable(itertools.combinations(AXES, n) for n in (1, 2, 3)):
+            rows = groups(shape, *axes)
+            assert rows.shape == (shape.size // product(shape.sizes[a] for a in axes), product(shape.sizes[a] for a in axes))
+            assert sorted(rows.ravel().tolist()) == list(range(shape.size))
+            for row in rows.tolist():
+                assert len({tuple(n for a, n in places[i].items() if a not in axes) for i in row}) == 1
+
+
+def test_groups_have_the_order_of_their_axes():
+    shape = MeshShape(dp=2, fsdp=2, tp=2)
+    assert groups(shape, "tp").tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups(shape, "dp").tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups(shape, "dp", "tp").tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert groups(shape, "tp", "dp").tolist() == [[0, 4, 1, 5], [2, 6, 3, 7]]

@@ -1,0 +1,257 @@
+"""The plan: where each dim is cut in each region, what ZeRO cuts, and what is refused before anything is compiled."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+from parity import LLAMA, QWEN, all_plans
+
+from llmpar.notation import Arrow, MeshShape, parse_layout
+from llmpar.plan import Plan
+
+MIXED = "dp=2 fsdp=2 tp=2"
+
+
+def arrows(arrow: Arrow) -> list[str]:
+    return [str(move) for move in arrow.moves]
+
+
+# --------------------------------------------------------------------------------------------------------------- regions
+
+
+def test_the_regions_are_the_table_of_the_module():
+    batch, tp = ("dp", "fsdp", "ep"), ("tp",)
+    assert Plan(MeshShape(dp=2, fsdp=2, ep=2, sp=2, tp=2)).regions == {
+        "data": {"b": batch, "s": ("sp",)},
+        "stream": {"b": batch, "s": ("sp",)},
+        "attention": {"b": batch, "s": ("sp",), "n": tp, "k": tp},
+        "ffn": {"b": batch, "s": ("sp",), "m": tp},
+        "vocab": {"b": batch, "s": ("sp",), "v": tp},
+    }
+    with_sequence = Plan(MeshShape(dp=2, sp=2, tp=2), tp_sequence=True).regions
+    assert with_sequence["stream"]["s"] == ("sp", "tp") and with_sequence["ffn"]["s"] == ("sp",)
+
+
+def test_axes_of_size_one_appear_nowhere():
+    for plan in (Plan(), Plan("tp=2"), Plan("dp=2 tp=1", tp_sequence=True)):
+        used = {a for region in plan.regions.values() for axes in region.values() for a in axes}
+        assert used == set(plan.live(*plan.mesh.sizes))
+    assert Plan("tp=2", tp_sequence=True).varying("stream") == ("tp",) and Plan("tp=2").varying("stream") == ()
+
+
+def test_values_vary_over_what_cuts_them_in_link_order():
+    plan = Plan(MeshShape(dp=2, fsdp=2, sp=2, tp=2))
+    assert plan.varying("data") == ("dp", "fsdp", "sp") == plan.varying("stream")
+    assert plan.varying("ffn") == ("dp", "fsdp", "sp", "tp") == plan.varying("vocab")
+
+
+def test_placing_a_logical_layout():
+    plan = Plan(MIXED, tp_sequence=True)
+    assert str(plan.place("stream b s d")) == "b/dp,fsdp s/tp d"
+    assert str(plan.place("attention b s d +n")) == "b/dp,fsdp s d +tp"
+    assert str(plan.place("attention d n h")) == "d n/tp h"
+    assert str(plan.place("data b s")) == "b/dp,fsdp s"
+    assert str(plan.place("b/tp s")) == "b/tp s", "physical already"
+    assert str(Plan("dp=2").place("attention b s d +n")) == "b/dp s d", "a sum over a dim that nothing cuts is finished"
+    with pytest.raises(ValueError, match="names an unknown region; the regions are data, stream, attention, ffn, vocab"):
+        plan.place("residual b s d")
+
+
+@pytest.mark.parametrize(
+    "logical, plain, with_sequence",
+    [
+        ("attention b s d +n -> stream b s d", ["all-reduce over tp"], ["reduce-scatter over tp on s"]),
+        ("ffn b s d +m -> stream b s d", ["all-reduce over tp"], ["reduce-scatter over tp on s"]),
+        ("vocab b s d +v -> stream b s d", ["all-reduce over tp"], ["reduce-scatter over tp on s"]),
+        ("stream b s d -> attention b s d", [], ["all-gather over tp on s"]),
+        ("stream b s d -> vocab b s d", [], ["all-gather over tp on s"]),
+        ("vocab b s +v -> data b s", ["all-reduce over tp"], ["all-reduce over tp"]),
+        ("vocab b s v -> data b s v", ["all-gather over tp on v"], ["all-gather over tp on v"]),
+    ],
+)
+def test_the_models_arrows_become_megatrons_collectives(logical, plain, with_sequence):
+    assert arrows(Plan(MIXED).resolve(logical)) == plain
+    assert arrows(Plan(MIXED, tp_sequence=True).resolve(logical)) == with_sequence
+    assert arrows(Plan("dp=4 fsdp=2").resolve(logical)) == [] == arrows(Plan().resolve(logical))
+
+
+# ------------------------------------------------------------------------------------------------------------------ ZeRO
+
+DIMS = "ffn l d m"
+ZERO = {
+    # stage: stored, graded (and optimizer state), unreduced, accumulated on dp=2 fsdp=2 tp=2
+    0: ("l d m/tp", "l d m/tp", "l d m/tp +dp +fsdp", "l d m/tp +dp +fsdp"),
+    1: ("l d m/tp", "l d/fsdp m/tp", "l d m/tp +dp +fsdp", "l d m/tp +dp +fsdp"),
+    2: ("l d m/tp", "l d/fsdp m/tp", "l d m/tp +dp +fsdp", "l d/fsdp m/tp +dp"),
+    3: ("l d/fsdp m/tp", "l d/fsdp m/tp", "l d/fsdp m/tp +dp", "l d/fsdp m/tp +dp"),
+}
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_what_each_stage_of_zero_cuts(zero):
+    plan = Plan(MIXED, zero=zero)
+    assert tuple(str(f(DIMS)) for f in (plan.stored, plan.graded, plan.unreduced, plan.accumulated)) == ZERO[zero]
+    assert str(plan.sharded(DIMS)) == "l d/fsdp m/tp" and str(plan.place(DIMS)) == "l d m/tp"
+
+
+@pytest.mark.parametrize(
+    "zero, gather, reduce, restore",
+    [
+        (0, [], ["all-reduce over dp,fsdp"], []),
+        (1, [], ["reduce-scatter over fsdp on d", "all-reduce over dp"], ["all-gather over fsdp on d"]),
+        (2, [], ["reduce-scatter over fsdp on d", "all-reduce over dp"], ["all-gather over fsdp on d"]),
+        (3, ["all-gather over fsdp on d"], ["all-reduce over dp"], []),
+    ],
+)
+def test_what_each_stage_of_zero_moves(zero, gather, reduce, restore):
+    """Hybrid sharding: with dp x fsdp the shard is reduce-scattered first and all-reduced then."""
+    plan = Plan(MIXED, zero=zero)
+    assert arrows(Arrow(plan.stored(DIMS), plan.place(DIMS))) == gather
+    cut, finish = Arrow(plan.unreduced(DIMS), plan.accumulated(DIMS)), Arrow(plan.accumulated(DIMS), plan.graded(DIMS))
+    assert arrows(cut) + arrows(finish) == reduce
+    assert arrows(cut) == (reduce[:1] if zero == 2 else []), "only ZeRO-2 cuts every microbatch's gradient"
+    assert arrows(Arrow(plan.graded(DIMS), plan.stored(DIMS))) == restore
+
+
+def test_a_weight_without_width_is_cut_in_its_heads_width():
+    plan = Plan("fsdp=2 tp=2")
+    assert str(plan.sharded("attention l n h")) == "l n/tp h/fsdp"
+    assert str(plan.sharded("attention l h")) == "l h/fsdp"
+    assert str(plan.sharded("vocab v d")) == "v/tp d/fsdp"
+    assert str(plan.sharded("attention l n h d")) == "l n/tp h d/fsdp", "one dim is cut, not two"
+
+
+def test_reducing_layer_by_layer_leaves_nothing_for_later():
+    plan = Plan(MIXED, zero=0, reduce="layer")
+    assert plan.unreduced(DIMS).sums == () and plan.stored(DIMS) == plan.unreduced(DIMS)
+    assert Plan(MIXED, zero=3, reduce="layer").unreduced(DIMS) == Plan(MIXED).stored(DIMS)
+
+
+def test_every_weights_layouts_hang_together():
+    """Under every plan: a gradient misses exactly the sums over the axes on which devices saw other data, all arrows of
+    a step can be walked, and every element of optimizer state has one owner among those that hold equal weights."""
+    for plan in all_plans((1, 8)):
+        for config in (LLAMA, QWEN):
+            for dims, shape in config.param_shapes().values():
+                stored, graded, raw = plan.stored(dims), plan.graded(dims), plan.unreduced(dims)
+                assert set(raw.sums) == set(plan.varying(parse_layout(dims).region)) - set(stored.axes)
+                for before, after in itertools.pairwise((raw, plan.accumulated(dims), graded, stored, plan.place(dims))):
+                    assert Arrow(before, after).moves is not None
+                assert graded.cut("d") + graded.cut("h") == (plan.live("fsdp") if plan.zero else ())
+                graded.shard_shape(shape, plan.mesh.sizes)
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+
+def refusal(plan: Plan, config=LLAMA, batch=16, seq=16) -> str:
+    with pytest.raises(ValueError) as caught:
+        plan.check(config, batch, seq)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def advice(message: str) -> tuple[list[int], list[int]]:
+    """The sizes that a refusal offers: for what was asked, and for what does not divide it."""
+    found = re.fullmatch(r"(.+) (\d+) is not a multiple of (\S+) = (\d+); use ([\d or]+), or make \3 one of ([\d, ]+)", message)
+    assert found, message
+    asked, parts = int(found[2]), int(found[4])
+    assert asked % parts, "the arithmetic"
+    return [int(n) for n in found[5].split(" or ")], [int(n) for n in found[6].split(", ")]
+
+
+WIDTHS = dataclasses.replace(LLAMA, num_heads=12, num_kv_heads=6, head_width=12, ffn_width=40, width=36, vocab_size=200)
+REFUSED = {
+    # mesh and plan, what is said, how to ask for another size, how to make the axes' product another
+    "batch": (dict(mesh="dp=2 fsdp=4"), dict(batch=12), "batch 12 is not a multiple of dp·fsdp·ep = 8",
+              lambda n: dict(batch=n), lambda n: dict(mesh=f"dp={n}")),
+    "microbatches": (dict(mesh="dp=2", accumulate=3), dict(batch=8), "batch 8 is not a multiple of dp·fsdp·ep·accumulate = 6",
+                     lambda n: dict(batch=n), lambda n: dict(mesh="dp=1", accumulate=n)),
+    "sequence": (dict(mesh="tp=4", tp_sequence=True), dict(seq=18, num_kv_heads=4), "sequence 18 is not a multiple of sp·tp = 4",
+                 lambda n: dict(seq=n), lambda n: dict(mesh=f"tp={n}")),
+    "loss chunks": (dict(mesh="dp=2", loss_chunks=3), {}, "sequence 16 is not a multiple of sp·loss_chunks = 3",
+                    lambda n: dict(seq=n), lambda n: dict(loss_chunks=n)),
+    "attention block": (dict(attention_block=12), {}, "sequence 16 is not a multiple of attention_block = 12",
+                        lambda n: dict(seq=n), lambda n: dict(attention_block=n)),
+    "heads": (dict(mesh="tp=8"), {}, "heads 12 is not a multiple of tp = 8",
+              lambda n: dict(num_heads=n, num_kv_heads=8), lambda n: dict(mesh=f"tp={n}")),
+    "KV heads": (dict(mesh="tp=4"), {}, "KV heads 6 is not a multiple of tp = 4",
+                 lambda n: dict(num_heads=24, num_kv_heads=n), lambda n: dict(mesh=f"tp={n}")),
+    "feed-forward": (dict(mesh="tp=3"), {}, "feed-forward width 40 is not a multiple of tp = 3",
+                     lambda n: dict(ffn_width=n, vocab_size=201), lambda n: dict(mesh=f"tp={n}")),
+    "vocabulary": (dict(mesh="tp=6"), dict(ffn_width=42), "vocabulary 200 is not a multiple of tp = 6",
+                   lambda n: dict(vocab_size=n), lambda n: dict(mesh=f"tp={n}")),
+    "width": (dict(mesh="fsdp=8"), {}, "model width 36 is not a multiple of fsdp = 8",
+              lambda n: dict(width=n), lambda n: dict(mesh=f"fsdp={n}")),
+    "head width": (dict(mesh="fsdp=8"), dict(width=32, qk_norm=True), "head width 12 is not a multiple of fsdp = 8",
+                   lambda n: dict(head_width=n), lambda n: dict(mesh=f"fsdp={n}")),
+}  # fmt: skip
+
+
+def ask(plan: dict, rest: dict):
+    config = dataclasses.replace(WIDTHS, **{k: v for k, v in rest.items() if k not in ("batch", "seq")})
+    return Plan(**plan), config, rest.get("batch", 16), rest.get("seq", 16)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_cut_evenly_is_refused_with_the_arithmetic_and_advice_that_works(what):
+    plan, rest, said, resize, recut = REFUSED[what]
+    message = refusal(*ask(plan, rest))
+    assert message.startswith(said)
+    sizes, parts = advice(message)
+    for asked in [ask(plan, rest | resize(n)) for n in sizes] + [ask(plan | recut(n), rest) for n in parts]:
+        asked[0].check(*asked[1:])
+
+
+def test_the_refusal_of_the_design_is_word_for_word():
+    assert refusal(Plan("dp=2 fsdp=2"), batch=6) == (
+        "batch 6 is not a multiple of dp·fsdp·ep = 4; use 4 or 8, or make dp·fsdp·ep one of 1, 2, 3, 6"
+    )
+
+
+def test_width_matters_only_where_zero_cuts_it():
+    odd = dataclasses.replace(LLAMA, width=63)
+    Plan("fsdp=2", zero=0).check(odd, 16, 16)
+    for zero in (1, 2, 3):
+        assert "model width 63" in refusal(Plan("fsdp=2", zero=zero), odd)
+
+
+@pytest.mark.parametrize("axis", ["pp", "sp", "ep"])
+def test_axes_that_are_not_there_yet_are_refused(axis):
+    message = refusal(Plan(MeshShape(**{axis: 2})))
+    assert message.startswith(f"mesh '{axis}=2' has {axis}=2, but ") and message.endswith("use dp, fsdp, tp")
+
+
+@pytest.mark.parametrize(
+    "plan, why",
+    [
+        (Plan("fsdp=2", zero=1, reduce="layer"), "reduce='layer' does not go with ZeRO 1"),
+        (Plan("fsdp=2", zero=2, reduce="bucket"), "reduce='bucket' does not go with ZeRO 2"),
+        (Plan("fsdp=2", zero=3, reduce="bucket"), "reduce='bucket' does not go with ZeRO 3"),
+        (Plan("dp=2", zero=0, reduce="layer", accumulate=2), "would communicate once per microbatch"),
+    ],
+)
+def test_reductions_that_do_not_fit_are_refused_and_the_end_works(plan, why):
+    message = refusal(plan)
+    assert why in message and "'end'" in message
+    dataclasses.replace(plan, reduce="end").check(LLAMA, 16, 16)
+
+
+@pytest.mark.parametrize("field", ["accumulate", "loss_chunks", "attention_block"])
+def test_numbers_below_one_are_refused(field):
+    with pytest.raises(ValueError, match=f"{field} is 0; use 1 or more"):
+        Plan(**{field: 0})
+
+
+@pytest.mark.parametrize("what", ["batch", "seq"])
+def test_a_batch_of_nothing_is_refused(what):
+    assert "0 holds no token; use 1 or more" in refusal(Plan(), **{what: 0})
+
+
+def test_a_plan_is_data():
+    plan = Plan("dp=2, tp=2")
+    assert plan == Plan(MeshShape(dp=2, tp=2)) and hash(plan) == hash(Plan("dp:2,tp:2"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.zero = 1
