@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 
 from llmpar import draw
-from llmpar.cli import Inspect, StepOptions, Train, say
+from llmpar.commands import Inspect, StepOptions, Train, say
 from llmpar.mesh import use_devices
 from llmpar.notation import parse_mesh
 

@@ -21,7 +21,7 @@ FLOORS = {
     "computing": {"model", "attention", "moe"},
     "deciding": {"plan", "pipeline", "cost", "predict", "planner", "aot"},
     "running": {"train", "step", "generate", "checkpoint", "hf", "data"},
-    "roof": {"cli", "doctor", "inspection", "demo", "serve", "launch", "widget", "__init__", "__main__"},
+    "roof": {"cli", "commands", "doctor", "inspection", "demo", "serve", "launch", "widget", "__init__", "__main__"},
 }
 HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}
 LOOKERS = {"scene", "charts", "draw", "hlo", "cost", "predict"}  # they look at values
