@@ -47,6 +47,8 @@ class StepOptions:
         regather: ZeRO-3: gather weights again in the backward pass, or keep them.
         dtype: of weights and activations while computing; master weights are float32.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
+        sequence: attention where sp cuts the sequence: pass keys around a ring, exchange positions for heads, or gather.
+        order: how positions are dealt to the ranks of sp.
     """
 
     model: str = "tiny"
@@ -64,6 +66,8 @@ class StepOptions:
     regather: Literal["again", "keep"] = "again"
     dtype: Literal["float32", "bfloat16"] = "float32"
     loss_chunks: int = 1
+    sequence: Literal["ring", "ulysses", "gather"] = "ring"
+    order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
 
     def resolve(self) -> tuple[ModelConfig, Plan]:
         """The model and the plan, on the devices that are there (or are simulated now). Refuses before compiling."""
@@ -120,7 +124,7 @@ class Train:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        from llmpar import data
+        from llmpar import attention, data
         from llmpar.checkpoint import Checkpoints
         from llmpar.mesh import make_mesh
         from llmpar.train import OptimizerConfig, train
@@ -133,7 +137,7 @@ class Train:
         tokenizer = data.open_tokenizer(self.tokenizer)
         data.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
-        stream = data.Stream(corpus, source)
+        stream = data.Stream(corpus, source, order=attention.order(plan.order, self.step.seq_len, plan.mesh.sp))
         say(f"{config.name}: {config.num_params:,} parameters on {plan.mesh} ({plan.mesh.size} devices); {corpus.source}")
         options = OptimizerConfig(self.optimizer, self.learning_rate, self.warmup, self.weight_decay, self.clip)
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints else None

@@ -157,7 +157,7 @@ class _Card(dict):
         self.path = path
 
     def __missing__(self, key: str):
-        raise ValueError(f"'{self.path}' lacks '{key}', which a model needs; is it the config.json of a model?")
+        raise ValueError(f"'{self.path}' lacks '{key}', which its model_type needs")
 
 
 def from_hugging_face(path: str) -> ModelConfig:

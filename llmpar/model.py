@@ -7,6 +7,8 @@ below is the plain Llama of Touvron et al. 2023 with grouped-query attention, Ro
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +57,7 @@ class Attention(nnx.Module):
             self.k_norm = RMSNorm("attention h", h, config.norm_eps, rngs)
         self.config = config
 
-    def __call__(self, x, batch: Batch, rope, par):
+    def __call__(self, x, ids, rope, par):
         x = par.move(x, "stream b s d -> attention b s d")
         q = jnp.einsum("bsd,dnh->bsnh", x, par.weight(self.q))
         k = jnp.einsum("bsd,dkh->bskh", x, par.weight(self.k))
@@ -66,14 +68,32 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q, par), self.k_norm(k, par)
         q, k = rotate(q, rope), rotate(k, rope)
         q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # b s k r h, whatever heads are here
-        mask, block = attention.Mask(window=self.config.window), par.plan.attention_block
-        positions, segments = batch["positions"], batch["segments"]
-        y, _ = attention.blockwise(
-            q, k, v, q_positions_bs=positions, k_positions_bt=positions, q_segments_bs=segments, k_segments_bt=segments,
-            mask=mask, block=block, contiguous=True,
-        )  # fmt: skip
+        y = attend(q, k, v, ids, attention.Mask(window=self.config.window), par)
         y = jnp.einsum("bsnh,nhd->bsd", y.reshape(*y.shape[:2], -1, y.shape[-1]), par.weight(self.o))
         return par.move(y, "attention b s d +n -> stream b s d")
+
+
+def attend(q, k, v, ids, mask: attention.Mask, par):
+    """Attention ``b s k r h``: queries and keys move to where the plan wants them to meet, and the result moves back.
+
+    Three ways to cut a long sequence are three tables of regions. In a ring nothing moves here, and the keys that are
+    still cut travel during attention; Ulysses has whole sequences of some heads; gathered keys meet the queries at home.
+    """
+    q = par.move(q, "attention b s k r h -> queries b s k r h")
+    k, v = (par.move(x, "attention b s k h -> keys b s k h") for x in (k, v))
+    axes, block = par.axes("keys s"), par.plan.attention_block
+    compute = functools.partial(attention.blockwise, contiguous=par.plan.in_order)
+    if axes:
+        (axis,) = axes
+        compute = functools.partial(attention.ring, axis=axis)
+
+    def here(q, k, v, q_positions, q_segments, k_positions, k_segments):
+        ids = dict(q_positions_bs=q_positions, q_segments_bs=q_segments, k_positions_bt=k_positions, k_segments_bt=k_segments)
+        return compute(q, k, v, mask=mask, block=block, **ids)[0]
+
+    queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "keys b s"
+    y = par.local(here, [queries, keys, keys, q_ids, q_ids, k_ids, k_ids], queries)(q, k, v, *ids)
+    return par.move(y, "queries b s k r h -> attention b s k r h")
 
 
 class FeedForward(nnx.Module):
@@ -100,8 +120,8 @@ class Block(nnx.Module):
         self.ffn_norm = RMSNorm("stream d", config.width, config.norm_eps, rngs)
         self.ffn = FeedForward(config, rngs)
 
-    def __call__(self, x, batch: Batch, rope, par):
-        x = x + self.attention(self.attention_norm(x, par), batch, rope, par)
+    def __call__(self, x, ids, rope, par):
+        x = x + self.attention(self.attention_norm(x, par), ids, rope, par)
         return x + self.ffn(self.ffn_norm(x, par), par)
 
 
@@ -134,9 +154,11 @@ class Llama(nnx.Module):
         """The residual stream after the last block and norm, ``b s d``."""
         graph, weights = nnx.split(self.blocks)
         rope = rope_table(self.config, batch["positions"])
+        keys = [par.move(batch[name], "data b s -> keys b s") for name in ("positions", "segments")]
+        ids = *(par.move(x, "keys b s -> queries b s") for x in keys), *keys
 
         def block(x, w):
-            return nnx.merge(graph, w)(x, batch, rope, par)
+            return nnx.merge(graph, w)(x, ids, rope, par)
 
         return self.norm(par.layers(block, self.embed(embedding, batch, par), weights), par)
 

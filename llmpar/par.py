@@ -1,11 +1,12 @@
 """One model text, three readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's partitioner.
 
-The model calls five methods and never names a mesh axis:
+The model calls six methods and never names a mesh axis:
 
     par.weight(p)          a parameter, as it is needed for computing
     par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
     par.max(x, arrow)      the same for a maximum, through which no gradient flows
     par.index(layout)      which block of a dim this device holds
+    par.local(f, …)        an island: code that works on one device's blocks and talks to the others by itself
     par.layers(f, x, ws)   a stack of blocks
 
 In `Manual` every arrow becomes the named collective and is written to a ledger. Autodiff writes the backward collectives:
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from llmpar.mesh import sharding
+from llmpar.mesh import sharding, spec
 from llmpar.notation import Arrow, Layout, Move, parse_layout, product
 
 WEIGHT, MOVED = "weight", "moved"
@@ -53,6 +54,14 @@ class Solo:
     def index(self, layout: str):
         """0: the one block that there is."""
         return 0
+
+    def axes(self, layout: str) -> tuple[str, ...]:
+        """The mesh axes that cut the layout's one dim, for an island that must name them; none on one device."""
+        return ()
+
+    def local(self, f, layouts: list[str], result: str):
+        """``f`` as a function of whole values laid out as ``layouts`` say, giving one laid out as ``result``."""
+        return f
 
     @contextlib.contextmanager
     def repeated(self, times: int):
@@ -131,7 +140,7 @@ class Entry:
     def transpose(self) -> Entry | None:
         """The collective that autodiff writes for this one, or None where the backward pass sends nothing."""
         kind, shape = _TRANSPOSE[self.kind], self.shape
-        if kind is None or not self.differentiated:
+        if kind is None or not self.differentiated or self.dtype.startswith("int"):
             return None
         elements = product(shape)
         grown = {"all-gather": elements * self.group, "reduce-scatter": elements // self.group}.get(self.kind, elements)
@@ -184,9 +193,17 @@ class Manual(Solo):
         self._record(arrow, "maximum", axes, x)
         return checkpoint_name(lax.pmax(x, axes), MOVED)
 
+    def axes(self, layout: str) -> tuple[str, ...]:
+        """The mesh axes that cut the layout's one dim."""
+        return self.plan.place(layout).axes
+
+    def local(self, f, layouts: list[str], result: str):
+        """``f`` itself: everything here works on one device's blocks. Its collectives stay where they are written."""
+        return lambda *args: f(*_together(args))
+
     def index(self, layout: str):
         """The position of this device's block among the blocks of the layout's one dim."""
-        axes = self.plan.place(layout).axes
+        axes = self.axes(layout)
         return lax.axis_index(axes) if axes else 0
 
     @contextlib.contextmanager
@@ -262,6 +279,13 @@ def vary(x, axes):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def _together(values):
+    """The values, none to be used before all are there: XLA may then not hoist one that no layer changes, and what an
+    island sends of it, out of the loop over layers. (On simulated devices JAX 0.10.2 crashes when collectives that were
+    hoisted run beside a loop with others: a rendezvous counts too many participants.)"""
+    return lax.optimization_barrier(values)
+
+
 # ------------------------------------------------------------------------------------------------------------------ Auto
 
 
@@ -279,6 +303,15 @@ class Auto(Solo):
     def move(self, x, arrow: str):
         """``x`` laid out as the arrow ends; an unfinished sum is finished wherever the partitioner likes."""
         return self.constrain(x, self.plan.resolve(arrow).after) if x.ndim else x
+
+    def axes(self, layout: str) -> tuple[str, ...]:
+        """The mesh axes that cut the layout's one dim."""
+        return self.plan.place(layout).axes
+
+    def local(self, f, layouts: list[str], result: str):
+        """``f`` inside shard_map, on each device's blocks."""
+        given, made = tuple(spec(self.plan.place(x)) for x in layouts), spec(self.plan.place(result))
+        return jax.shard_map(lambda *args: f(*_together(args)), mesh=self.mesh, in_specs=given, out_specs=made)
 
     def constrain(self, x, layout: Layout):
         """Pin a value's layout."""

@@ -7,6 +7,8 @@ A plan is frozen data. Everything about parallelism that is decided rather than 
     data        dp,fsdp,ep    sp                         token ids, positions, losses
     stream      dp,fsdp,ep    sp[,tp]                    the residual stream; its s is cut by tp with tp_sequence
     attention   dp,fsdp,ep    sp            tp (n, k)    inside attention
+    queries     dp,fsdp,ep    sp            tp (k)       where queries meet keys; Ulysses: s whole, k cut by tp,sp
+    keys        dp,fsdp,ep    sp            tp (k)       the same for keys; gathered keys: s whole
     ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
@@ -46,6 +48,9 @@ class Plan:
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
         attention_block: queries and keys per block of blockwise attention.
+        sequence: what attention does where the sequence is cut by sp: pass keys around a ``ring``, exchange positions for
+            heads (``ulysses``), or ``gather`` all keys.
+        order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal work.
     """
 
     mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed
@@ -61,6 +66,8 @@ class Plan:
     unroll: int = 1
     loss_chunks: int = 1
     attention_block: int = 128
+    sequence: Literal["ring", "ulysses", "gather"] = "ring"
+    order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", parse_mesh(self.mesh))
@@ -78,10 +85,13 @@ class Plan:
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Region to dim to the axes that cut it."""
         b, s, tp = self.live(*BATCH_AXES), self.live("sp"), self.live("tp")
+        heads = s if self.sequence == "ulysses" else ()
         return {
             "data": {"b": b, "s": s},
             "stream": {"b": b, "s": s + tp * self.tp_sequence},
             "attention": {"b": b, "s": s, "n": tp, "k": tp},
+            "queries": {"b": b, "s": () if heads else s, "k": tp + heads},
+            "keys": {"b": b, "s": s if self.sequence == "ring" else (), "k": tp + heads},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
         }
@@ -90,6 +100,11 @@ class Plan:
         """The axes over which values in ``region`` differ, or are being summed, in link order."""
         cut = {a for axes in self.regions[region].values() for a in axes}
         return tuple(a for a in self.mesh.sizes if a in cut)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the positions of a row are 0, 1, 2, …: attention may then skip masked blocks while compiling."""
+        return self.mesh.sp == 1 or self.order == "contiguous"
 
     # ------------------------------------------------------------------------------------------- logical to physical
 
@@ -143,10 +158,10 @@ class Plan:
     def check(self, config, batch_size: int, seq_len: int) -> None:
         """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any compilation."""
         sizes = self.mesh.sizes
-        for axis, why in {"pp": "pipelines", "sp": "ring attention", "ep": "experts"}.items():
+        for axis, why in {"pp": "pipelines", "ep": "experts"}.items():
             if sizes[axis] > 1:
                 asked = f"mesh '{self.mesh}' has {axis}={sizes[axis]}"
-                raise ValueError(f"{asked}, but {why} are not implemented yet; use dp, fsdp, tp")
+                raise ValueError(f"{asked}, but {why} are not implemented yet; use dp, fsdp, sp, tp")
         for name, size in {"batch": batch_size, "sequence": seq_len}.items():
             if size < 1:
                 raise ValueError(f"{name} {size} holds no token; use 1 or more")
@@ -160,8 +175,20 @@ class Plan:
         if self.tp_sequence:
             self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, *cut_by_tp.values()))
         self._divides("sequence", seq_len, ("sp",), "loss_chunks")
-        if seq_len > self.attention_block:
-            self._divides("sequence", seq_len, (), "attention_block")
+        if sizes["sp"] > 1 and self.order == "zigzag" and seq_len % (2 * sizes["sp"]):
+            near = 2 * sizes["sp"] * max(1, seq_len // (2 * sizes["sp"]))
+            raise ValueError(
+                f"order='zigzag' cuts a sequence into 2·sp = {2 * sizes['sp']} parts, and {seq_len} is no multiple; "
+                f"use {near}, or order='striped'"
+            )
+        if sizes["sp"] > 1 and self.sequence == "ulysses" and config.num_kv_heads // sizes["tp"] % sizes["sp"]:
+            raise ValueError(
+                f"sequence='ulysses' cuts the {config.num_kv_heads // sizes['tp']} KV heads of a device by sp = {sizes['sp']}; "
+                "use sequence='ring', which needs no heads"
+            )
+        local = seq_len // sizes["sp"] if self.sequence == "ring" else seq_len
+        if local > self.attention_block and local % self.attention_block:
+            self._divides(f"attention over {local} positions, sequence", local, (), "attention_block")
         cut_by_fsdp = {"model width": config.width}
         cut_by_fsdp |= {"head width": config.head_width} if config.qkv_bias or config.qk_norm else {}
         rows = batch_size // (sizes["dp"] * sizes["ep"] * self.accumulate)

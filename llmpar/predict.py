@@ -14,7 +14,7 @@ from llmpar.plan import Plan
 
 FLOAT32 = 4
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SENT = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+_SENT = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
 
 
 @dataclass
@@ -40,7 +40,8 @@ class Traffic(dict):
         group = product(self.sizes[a] for a in axes)
         row = self.setdefault((",".join(axes), kind), Prediction())
         row.count += count
-        row.bytes_sent += count * (_SENT[kind] * message_bytes * (group - 1) // group)
+        one = message_bytes if kind == "collective-permute" else _SENT[kind] * message_bytes * (group - 1) // group
+        row.bytes_sent += count * one
 
     @property
     def total_bytes(self) -> int:
@@ -115,6 +116,30 @@ def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: 
     else:
         traffic.add("all-reduce", tp, stream, micro * (layers * (4 + recomputed) + 2))
     traffic.add("all-reduce", tp, tokens * FLOAT32 // plan.loss_chunks, 3 * micro * plan.loss_chunks)
+    if plan.live("sp"):
+        _attention(traffic, config, plan, tokens, layers * micro, recomputed)
+
+
+def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, times: int, recomputed: bool) -> None:
+    """Attention over a sequence cut by sp. A ring of n makes n - 1 hops of K, V and two id arrays forward, and again
+    backward with the float32 gradients of K and V n - 1 hops behind them (Liu et al. 2023, whose ring makes n)."""
+    sp, n, tp = plan.live("sp"), plan.mesh.sp, plan.mesh.tp
+    head = tokens * config.head_width // tp * _ITEMSIZE[plan.dtype]
+    ids, k, q = 4 * tokens, head * config.num_kv_heads, head * config.num_heads
+    forward = times * (1 + recomputed)
+    if plan.sequence == "ring":
+        hops = (n - 1) * (forward + times)
+        traffic.add("collective-permute", sp, k, 2 * hops)
+        traffic.add("collective-permute", sp, ids, 2 * hops)
+        traffic.add("collective-permute", sp, k * FLOAT32 // _ITEMSIZE[plan.dtype], 2 * (n - 1) * times)
+    elif plan.sequence == "ulysses":
+        traffic.add("all-to-all", sp, q, 2 * (forward + times))
+        traffic.add("all-to-all", sp, k, 2 * (forward + times))
+    else:
+        traffic.add("all-gather", sp, n * k, 2 * forward)
+        traffic.add("reduce-scatter", sp, n * k, 2 * times)
+    if plan.sequence != "ring":
+        traffic.add("all-gather", sp, n * ids, 2 * plan.accumulate)  # once for all layers
 
 
 def argument_bytes(

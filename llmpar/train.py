@@ -90,21 +90,21 @@ class Report:
     memory_bytes: int = 0
 
     @property
-    def step_s(self) -> float:
-        """Median seconds per step, without the compiling ones."""
+    def step_s(self) -> float | None:
+        """Median seconds per step, without the compiling ones; None before the first."""
         times = sorted(self.seconds[2:] or self.seconds)
-        return times[len(times) // 2] if times else math.nan
+        return times[len(times) // 2] if times else None
 
     @property
-    def tokens_per_s(self) -> float:
+    def tokens_per_s(self) -> float | None:
         """Tokens of the whole batch per second."""
-        return self.tokens_per_step / self.step_s
+        return self.tokens_per_step / self.step_s if self.step_s else None
 
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B; causal attention counted half); None where the
         devices are simulated or not in the table of chips."""
-        return self.flops_per_step / self.step_s / self.peak_flops_per_s if self.peak_flops_per_s else None
+        return self.flops_per_step / self.step_s / self.peak_flops_per_s if self.peak_flops_per_s and self.step_s else None
 
 
 def train(
@@ -144,10 +144,13 @@ def train(
             nonlocal clock
             number, metrics = waiting.pop(0)
             loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-            if not math.isfinite(loss):
+            if not math.isfinite(loss + norm):
+                if checkpoints and not math.isfinite(loss):
+                    checkpoints.discard(number)  # its weights have just given this loss
                 kept = checkpoints.latest if checkpoints else None
                 saved = f"the checkpoint of step {kept} is intact" if kept is not None else "no checkpoint was taken"
-                raise FloatingPointError(f"the loss of step {number} is {loss}: stopped; {saved}; try a lower learning rate")
+                found = f"the loss of step {number} is {loss}, its gradient's norm {norm}"
+                raise FloatingPointError(f"{found}: stopped; {saved}; try a lower learning rate")
             now = time.perf_counter()
             report.seconds.append(now - clock)
             clock = now

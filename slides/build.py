@@ -4,7 +4,7 @@
 
 A cell's tags say where it goes: `# %% [markdown] tags=["slide"]` begins a slide; `subslide`, `fragment`, `notes` (shown
 to the speaker, key S) and `skip` are the others; a cell without one continues the slide. Of a code cell the output is
-shown, and its text as well where it is tagged `code`. Every number and figure is computed here: a deck that prints to
+shown, and its text as well where it is tagged `code`; with `place="beside"` its figure stands right of the text. Every number and figure is computed here: a deck that prints to
 stderr, raises, or shows a figure without words is refused. A figure's words are `alt="…"` beside the tags, or its
 text/plain, or what its cell prints.
 
@@ -26,6 +26,7 @@ from types import ModuleType
 
 import latex2mathml.converter
 import nbformat
+from nbclient.exceptions import CellExecutionError
 from nbconvert.exporters import SlidesExporter
 from nbformat import NotebookNode
 
@@ -56,7 +57,10 @@ def notebook_builder() -> ModuleType:
 def run(source: Path) -> NotebookNode:
     """Execute one part of the deck and place its cells on slides."""
     builder = notebook_builder()
-    deck = builder.tidy(builder.execute(builder.read_source(source), source.parent.parent))
+    try:
+        deck = builder.tidy(builder.execute(builder.read_source(source), source.parent.parent))
+    except CellExecutionError as error:
+        raise ValueError(f"{source.name}: {error}") from error
     number = 0
     for cell in deck.cells:
         tags = cell.metadata.get("tags", [])

@@ -3,7 +3,6 @@
 import math
 
 from exercises import Exercise
-
 from llmpar.draw import holders
 from llmpar.notation import parse_layout, parse_mesh
 
@@ -43,7 +42,7 @@ def layout_of() -> Exercise:
             ("b/tp d", "That leaves d whole, two shards in four copies each. In the picture each shard has two holders."),
             ("b/tp,dp d", "That cuts the rows into four. In the picture rows and columns are each cut in two."),
             ("b/tp d/fsdp", "Nearly: then devices 0 and 4 would hold the same block, and here 0 and 2 do."),
-            ("b/tp d/dp,fsdp", "That leaves one device per shard. Devices 0 and 2 differ in fsdp only and hold the same block."),
+            ("b/tp d/dp,fsdp", "That leaves one device per shard. Devices 0 and 2 differ in fsdp only, and share a block."),
         ],
         hint="Device 0 holds the first block. Which devices share its rows, and by how much do their numbers differ?",
     )
@@ -58,7 +57,7 @@ def swap(elements: int = 1024 * 256, devices: int = 8) -> Exercise:
         wrong=[
             (
                 {"collective": "all-gather", "bytes_sent": local * (devices - 1)},
-                "Gathering everything and keeping a slice gives the right layout, and sends as many times more as there are devices.",
+                "Gathering all and keeping a slice ends in the right layout, and sends as many times more as there are devices.",
             ),
             (
                 {"collective": "all-to-all", "bytes_sent": local},
@@ -108,10 +107,10 @@ def groups_across_hosts() -> Exercise:
         solution=solution,
         observe=lambda function: [function(*question) for question in asked],
         wrong=[
-            (innermost, "You take the axis to be the innermost one: its partners are 1 apart only if no axis stands behind it."),
-            (backwards, "You read the sizes from the inside; the first one is the outermost, whose partners are farthest apart."),
+            (innermost, "You take the axis to be the innermost: partners are 1 apart only if no axis stands behind it."),
+            (backwards, "You read the sizes from the inside; the first is the outermost, with partners farthest apart."),
             (devices_not_groups, "You count devices; count the groups that they form."),
-            (by_size, "A group that would fit on a host need not lie on one: its members may be far apart, or straddle a border."),
+            (by_size, "A group that would fit on a host need not lie on one: it may be spread out, or cross a border."),
         ],
-        hint="Partners along an axis are as far apart as the product of the sizes behind it; device i is on host i // devices_per_host.",
+        hint="Partners are as far apart as the product of the sizes behind their axis; device i is on host i // devices_per_host.",
     )

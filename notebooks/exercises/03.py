@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from exercises import Exercise
 from jax import lax
+
+from exercises import Exercise
 
 CLIP = 1.0
 """The largest gradient norm in `repair`."""
@@ -17,9 +18,9 @@ def sent(params: int = 107_840, devices: int = 8) -> Exercise:
         level="core",
         solution=2 * message * (devices - 1) / devices,
         wrong=[
-            (message, "That is the size of the gradients. A ring passes them around twice: once to add, once to share the sum."),
-            (2 * message, "Nearly: of its eighths (or whatever the number of devices is) a device need not send one, each time."),
-            (message * (devices - 1), "That sends every gradient to every other device; a ring adds on the way and sends far less."),
+            (message, "That is the size of the gradients. A ring goes around twice: once to add, once to share the sums."),
+            (2 * message, "Nearly: cut into a piece per device, each time around one of the pieces need not be sent."),
+            (message * (devices - 1), "That sends all to every other device; a ring adds on the way and sends far less."),
             (message * (devices - 1) / devices, "That is the first half, the reduce-scatter; the sums must still be gathered."),
             (2 * params * (devices - 1) / devices, "That is the number of elements; a float32 has 4 bytes."),
         ],
@@ -63,14 +64,14 @@ def repair() -> Exercise:
 
     gradients = [
         (mean, ""),
-        (sum_of_means, "gradient: every device divides by its own count, and the sum of these means is as many times too large as there are devices."),
-        (mean_of_means, "gradient: a device with one target weighs as much as one with eight; add the sums and the counts, then divide once."),
-    ]  # fmt: skip
+        (sum_of_means, "gradient: a sum of means is as many times too large as there are means; divide once, by the sum of counts."),
+        (mean_of_means, "gradient: a device with one target weighs as much as one with eight; add first, then divide once."),
+    ]
     clips = [
         (clipped, ""),
-        (clipped_alone, "clipped: every device scales by the norm of its own part; only the finished sum has the norm that counts."),
-        (norms_added, "clipped: the squares of parts do not add up to the square of their sum (parts may cancel); take the norm after the sum."),
-    ]  # fmt: skip
+        (clipped_alone, "clipped: every device scales by its own part's norm; only the finished sum has the norm that counts."),
+        (norms_added, "clipped: squares of parts do not add up to the square of their sum; take the norm after the sum."),
+    ]
 
     def run(answer: dict) -> list:
         return [np.asarray(jax.vmap(answer[name], axis_name="dp")(grad_sums, counts)) for name in ("gradient", "clipped")]
@@ -85,7 +86,7 @@ def repair() -> Exercise:
             for c, also in clips
             if why or also
         ],
-        hint="lax.psum(x, 'dp') adds over the devices. Add gradients and counts first; divide, measure and scale what all of them share.",
+        hint="Add gradients and counts over the devices first; divide, measure and scale only what they then share.",
     )
 
 
@@ -99,17 +100,14 @@ def bucket(layers: int = 32, backward_s: float = 0.080, all_reduce_s: float = 0.
 
     sizes = [size for size in range(1, layers + 1) if layers % size == 0]
     best = min(sizes, key=end)
-    smaller = "Too many buckets: with a latency each they take longer than the backward pass, and the queue grows to its end."
-    larger = f"Hidden but for the last bucket, which is larger than it need be: {best} layers less would be waited for."
     return Exercise(
         level="stretch",
         solution=best,
         wrong=[
-            (sizes[0], smaller),
-            (sizes[-1], "One bucket is full when the backward pass is over: nothing is left to hide it behind."),
-            (2 * best, f"{larger.replace(f'{best} layers less', 'half of it')}"),
+            (sizes[0], "Too small: with a latency each, buckets take longer than the backward pass and queue at its end."),
+            (2 * best, "Only the last bucket is waited for, which is right, but half of it would do."),
             (4 * best, "Only the last bucket is waited for, but it holds many layers; try smaller ones."),
-            (best * latency_s * 1000, "That is a time; the answer is a number of layers."),
+            (sizes[-1], "One bucket is full when the backward pass is over: nothing is left to hide it behind."),
         ],
         hint="Try all six: end(compute_s, comm_s) of this lesson with 32/k buckets of k layers.",
     )

@@ -19,10 +19,24 @@ def stage3_bytes(devices: int = 8, psi_bytes: int = 16_384) -> Exercise:
         level="core",
         solution=3 * psi_bytes * lap,
         wrong=[
-            (2 * psi_bytes * lap, "That is stages 0 to 2. At stage 3 a weight is thrown away after its use, and the backward pass needs it again."),
-            (3 * psi_bytes, "Almost: a ring of N devices sends each message (N-1)/N times, because everybody has one share already."),
-            (4 * psi_bytes * lap, "You counted an all-reduce of the gradient. A reduce-scatter is half of it, and here nobody needs the other half."),
-            (3 * psi_bytes / devices, "That is three shards. A device passes on every shard but one of each gathered weight."),
+            (
+                2 * psi_bytes * lap,
+                "That is stages 0 to 2. At stage 3 a weight is thrown away after its use, and the backward pass needs "
+                "it again.",
+            ),
+            (
+                3 * psi_bytes,
+                "Almost: a ring of N devices sends each message (N-1)/N times, because everybody has one share already.",
+            ),
+            (
+                4 * psi_bytes * lap,
+                "You counted an all-reduce of the gradient. A reduce-scatter is half of it, and here nobody needs the "
+                "other half.",
+            ),
+            (
+                3 * psi_bytes / devices,
+                "That is three shards. A device passes on every shard but one of each gathered weight.",
+            ),
         ],
         hint="Count three movements, each of the whole weights: two gathers and one reduce-scatter.",
     )
@@ -39,13 +53,33 @@ def memory_table(params: float = 7e9, devices: int = 4) -> Exercise:
         level="core",
         solution=right,
         wrong=[
-            (right | {1: right[2], 2: right[1]}, "You have exchanged stages 1 and 2: the optimizer's state is cut first, because it is the largest part and nobody else needs it."),
-            (table(optim_bytes=8), "K is 12, not 8: beside the two moments there is a float32 master copy of the weights."),
-            ({stage: right[0] / devices**(stage > 0) for stage in range(4)}, "Only stage 3 cuts everything. Stage 1 still holds whole weights and whole gradients, 4 bytes per parameter."),
-            ({stage: held * 1e9 / 2**30 for stage, held in right.items()}, "These are GiB (2^30 bytes). The papers and the table above count GB (1e9 bytes)."),
-            (table(param_bytes=4, grad_bytes=4, optim_bytes=8), "That is training in float32 throughout: right at stage 0 by chance (4 + 4 + 8 = 16), but the parts are cut at different stages. In mixed precision they are 2, 2 and 12."),
+            (
+                right | {1: right[2], 2: right[1]},
+                "You have exchanged stages 1 and 2: the optimizer's state is cut first, because it is the largest "
+                "part and nobody else needs it.",
+            ),
+            (
+                table(optim_bytes=8),
+                "K is 12, not 8: beside the two moments there is a float32 master copy of the weights.",
+            ),
+            (
+                {stage: right[0] / devices ** (stage > 0) for stage in range(4)},
+                "Only stage 3 cuts everything. Stage 1 still holds whole weights and whole gradients, 4 bytes per parameter.",
+            ),
+            (
+                {stage: held * 1e9 / 2**30 for stage, held in right.items()},
+                "These are GiB (2^30 bytes). The papers and the table above count GB (1e9 bytes).",
+            ),
+            (
+                table(param_bytes=4, grad_bytes=4, optim_bytes=8),
+                "That is training in float32 throughout: right at stage 0 by chance (4 + 4 + 8 = 16), but the parts "
+                "are cut at different stages. In mixed precision they are 2, 2 and 12.",
+            ),
         ],
-        hint="Stage 0 holds 2 + 2 + 12 bytes per parameter. Stage 1 divides the 12 by the devices, stage 2 also one 2, stage 3 all.",
+        hint=(
+            "Stage 0 holds 2 + 2 + 12 bytes per parameter. Stage 1 divides the 12 by the devices, stage 2 also one 2, "
+            "stage 3 all."
+        ),
         tolerance=0.01,  # rounded by hand
     )
 
@@ -86,7 +120,11 @@ def stage2_accumulated() -> Exercise:
         value = jax.vmap(device, axis_name="fsdp")(gradients)
         across = PartitionSpec("fsdp")
         sharded = jax.shard_map(
-            lambda parts: device(parts[0]), mesh=abstract_mesh(f"fsdp={DEVICES}"), in_specs=across, out_specs=across, check_vma=False
+            lambda parts: device(parts[0]),
+            mesh=abstract_mesh(f"fsdp={DEVICES}"),
+            in_specs=across,
+            out_specs=across,
+            check_vma=False,
         )
         sent = hlo.census_table(hlo.census_jaxpr(jax.make_jaxpr(sharded)(gradients), {"fsdp": DEVICES}))
         return [value, {f"{kind} over {axes}": row["count"] for (axes, kind), row in sent.items()}]
@@ -95,11 +133,26 @@ def stage2_accumulated() -> Exercise:
         level="stretch",
         solution=solution,
         wrong=[
-            (stage1, "The value is right, but this is still stage 1: it adds up whole gradients and scatters once. Scatter each microbatch's gradient before you add."),
-            (all_reduced, "The value is right, but an all-reduce sends twice what is needed: everybody receives the whole sum and keeps a slice. Use psum_scatter."),
+            (
+                stage1,
+                "The value is right, but this is still stage 1: it adds up whole gradients and scatters once. Scatter "
+                "each microbatch's gradient before you add.",
+            ),
+            (
+                all_reduced,
+                "The value is right, but an all-reduce sends twice what is needed: everybody receives the whole sum "
+                "and keeps a slice. Use psum_scatter.",
+            ),
             (only_last, "Only the last microbatch arrives: add the shards up."),
-            (mean, "You divided by the number of microbatches. The loss has been divided by the size of the whole batch already: add, do not average."),
-            (gathered, "The sum is right, but gathered again. The optimizer's state is a shard, and its gradient need be no more."),
+            (
+                mean,
+                "You divided by the number of microbatches. The loss has been divided by the size of the whole batch "
+                "already: add, do not average.",
+            ),
+            (
+                gathered,
+                "The sum is right, but gathered again. The optimizer's state is a shard, and its gradient need be no more.",
+            ),
         ],
         hint="One psum_scatter per microbatch, then add up what it returns.",
         observe=observe,
@@ -114,10 +167,23 @@ def keep_or_gather(accumulate: int = 4) -> Exercise:
         level="expert",
         solution=right,
         wrong=[
-            (right | {"keep all step": (2, 1)}, "The weights are gathered once, but whole gradients are not held: they are reduce-scattered after every microbatch."),
-            (right | {"again": (3, 0), "keep": (2, 1), "keep all step": (2, 1)}, "That is one microbatch. Gathered weights are dropped at its end, so the next one gathers them again."),
-            (right | {"keep": (2 * a, 1 / 8), "keep all step": (a + 1, 1 / 8)}, "What is kept is the gathered weight, whole, not the shard: a full Ψ."),
-            (right | {"again": (2 * a, 0), "keep": (a, 1)}, "Do not forget the gradients: each microbatch reduce-scatters Ψ besides what it gathers."),
+            (
+                right | {"keep all step": (2, 1)},
+                "The weights are gathered once, but whole gradients are not held: they are reduce-scattered after "
+                "every microbatch.",
+            ),
+            (
+                right | {"again": (3, 0), "keep": (2, 1), "keep all step": (2, 1)},
+                "That is one microbatch. Gathered weights are dropped at its end, so the next one gathers them again.",
+            ),
+            (
+                right | {"keep": (2 * a, 1 / 8), "keep all step": (a + 1, 1 / 8)},
+                "What is kept is the gathered weight, whole, not the shard: a full Ψ.",
+            ),
+            (
+                right | {"again": (2 * a, 0), "keep": (a, 1)},
+                "Do not forget the gradients: each microbatch reduce-scatters Ψ besides what it gathers.",
+            ),
         ],
         hint="Per microbatch: one Ψ for each time that the weights are gathered, and one Ψ for the gradients.",
     )

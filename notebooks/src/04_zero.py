@@ -344,11 +344,11 @@ llamas = {zero: train_llama(Plan(f"fsdp={N}", zero=zero)) for zero in range(4)}
 print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
 
 # %%
-for zero, (step, _, _, state, losses) in llamas.items():
+for zero, (*_, losses) in llamas.items():
     assert np.allclose(losses, solo_losses, rtol=1e-4), f"stage {zero}: {losses}"
 print(f"value: {STEPS} losses equal those of one device, at stages 0, 1, 2 and 3")
 
-for zero, (step, _, _, state, _) in llamas.items():
+for step, _, _, state, _ in llamas.values():
     adam_state = state.optimizer[0]
     for tree, places in ((state.params, step.stored), (adam_state.mu, step.graded), (adam_state.nu, step.graded)):
         promised = jax.tree.map(lambda x, layout: layout.shard_shape(x.shape, mesh.shape), tree, places)

@@ -4,30 +4,35 @@
 # Learn, plan and run LLM parallelism in JAX.
 #
 # A layout is a line of text, a movement is an arrow.
+#
+# ```text
+# make demo
+# ```
+#
+# <footer>Begin with the lesson <code>notebooks/00_setup</code></footer>
+
+# %% place="beside"
+from llmpar import draw, scene
+from llmpar.scene import compose
+
+
+def on_a_slide(picture):
+    """The picture without its small print, which is said here."""
+    return compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2])
+
+
+mesh = draw.mesh("dp=2 fsdp=2 tp=2", highlight_axis="tp")
+assert "8 devices" in mesh.title
+scene.show(on_a_slide(mesh))
 
 # %% [markdown] tags=["notes"]
-# Every number and picture in this deck is computed when the deck is built. Press S for these notes, Esc for the overview.
-
-# %% [markdown] tags=["slide"]
-# ## How much does one all-reduce send?
+# Every number and picture in this deck is computed when it is built, or read out of a compiled program; what a slide
+# says is asserted in its source. Press S for these notes, Esc for the overview. `make demo` trains a small Llama on the
+# mesh on the right, reads the compiled program, and compares the loss with one device. It runs on a laptop.
 #
-# A ring all-reduce of $N$ bytes over $p$ devices is a reduce-scatter, then an all-gather. Each device sends
+# **Ask:** who has run out of memory on a GPU this month? What did you do about it?
 #
-# $$ 2 N \frac{p - 1}{p} $$
-
-# %% alt="Bars: bytes sent per device over bytes of the result, for 2, 4, 8, 16, 32 and 64 devices: 1.0, 1.5, 1.75, 1.88, 1.94, 1.97. The bars approach the line at 2."
-import matplotlib.pyplot as plt
-
-devices = [2, 4, 8, 16, 32, 64]
-sent = [2 * (p - 1) / p for p in devices]
-figure, axes = plt.subplots(figsize=(9, 3.6))
-bars = axes.bar([str(p) for p in devices], sent, color="#0072b2")
-axes.bar_label(bars, [f"{value:.2f}" for value in sent], label_type="center", color="white")
-axes.axhline(2, color="#d55e00", linestyle="--")
-axes.set(xlabel="devices", ylabel="bytes sent ÷ bytes of the result", ylim=(0, 2.3))
-axes.spines[["top", "right"]].set_visible(False)
-plt.show()
-
-# %% [markdown] tags=["notes"]
-# Ask first: with twice the devices, does each one send twice as much? It does not: the cost per device stays below 2N.
-# Patarasuk and Yuan (2009) prove that no algorithm sends less.
+# **Misunderstanding:** that one needs a cluster to learn this. Eight simulated devices give exact values, layouts,
+# collectives and bytes. They say nothing about time.
+#
+# **Source:** README.

@@ -1,0 +1,96 @@
+# %% [markdown] tags=["slide"]
+# ## Why one GPU is not enough
+#
+# Training with Adam in mixed precision holds **16 bytes per parameter**, before any activation. And on one H100, at 40 %
+# of its peak, an 8B model would need **58 years** for 15 trillion tokens.
+#
+# <footer>Rajbhandari et al. 2020 (ZeRO), section 3.1 · <code>llmpar models llama3-8b</code> · lesson <code>notebooks/04_zero</code></footer>
+
+# %%
+import math
+
+from llmpar import cost, scene
+from llmpar.config import preset
+from llmpar.hardware import chip
+from llmpar.scene import Group, Rect, Text, compose, legend
+
+h100 = chip("h100")
+PARTS = {"weights": (2, "s1"), "gradients": (2, "s2"), "optimizer": (12, "s3")}
+MODELS = {"Llama 3.2 1B": "llama3.2-1b", "Llama 3 8B": "llama3-8b", "Llama 3 70B": "llama3-70b", "Llama 3.1 405B": "llama3.1-405b"}
+SIDE, ACROSS = 17, 26
+
+
+def squares(params):
+    """One square per H100, filled from the left with the bytes of each part."""
+    total = math.ceil(params * 16 / h100.usable_bytes)
+    edges, at = [], 0.0
+    for num_bytes, fill in PARTS.values():
+        edges.append((at, at := at + params * num_bytes / h100.usable_bytes, fill))
+    items = []
+    for k in range(total):
+        x, y = k % ACROSS * (SIDE + 4), k // ACROSS * (SIDE + 4)
+        items.append(Rect(x, y, SIDE, SIDE, "paper", "edge"))
+        for low, high, fill in edges:
+            a, b = max(low, k), min(high, k + 1)
+            items += [Rect(x + (a - k) * SIDE, y, (b - a) * SIDE, SIDE, fill)] * (b > a)
+        items.append(Rect(x, y, SIDE, SIDE, "", "ink", 0.75))
+    return items, total
+
+
+rows, words, top = [], [], 0
+for name, key in MODELS.items():
+    params = preset(key).num_params
+    assert cost.zero_bytes(params, 1, 0) == 16 * params
+    items, total = squares(params)
+    said = f"{16 * params / 1e9:,.0f} GB"
+    rows += [Text(0, top + 9, name), Group(tuple(items), 130, top)]
+    rows.append(Text(130 + (SIDE + 4) * min(total, ACROSS) + 10, top + 9, f"{said}: {total} H100" + "s" * (total > 1), bold=True))
+    words.append(f"{name}: {said}, {total} H100")
+    top += (SIDE + 4) * math.ceil(total / ACROSS) + 18
+years = cost.train_seconds(preset("llama3-8b").num_params, 15e12, 1, 0.4 * h100.flops_per_s) / (365.25 * 86400)
+assert round(years) == 58
+assert [words[0].endswith(", 1 H100"), words[3].endswith(", 77 H100")] == [True, True]
+key = legend([(fill, f"{part}, {n} bytes") for part, (n, fill) in PARTS.items()])
+scene.show(compose("How many H100s hold the state and nothing else", [rows, key], "\n".join(words)))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** how many GPUs does it take to train a 70B model? Take bids before you show the squares: 14, and that is without
+# one activation, one buffer, one batch.
+#
+# **Misunderstanding:** "8B parameters in bf16 are 16 GB, that fits." The weights do. The optimizer does not: a float32 copy
+# of the weights and two moments are 12 of the 16 bytes.
+#
+# **Source:** 2 + 2 + 12 bytes: Rajbhandari et al. 2020. The years: 6 FLOPs per parameter and token (Narayanan et al. 2021,
+# eq. 4, without recomputation), attention not counted. Memory as the driver reports it, `llmpar.hardware`.
+
+# %% [markdown] tags=["slide"]
+# ## Five words
+#
+# | word | meaning |
+# |---|---|
+# | device | one memory, one program |
+# | mesh | devices with coordinates |
+# | axis | one coordinate, with a name |
+# | shard | the piece a device holds |
+# | replica | a piece that others hold too |
+#
+# <footer>Lesson <code>notebooks/00_setup</code></footer>
+
+# %% place="beside"
+from llmpar import draw
+from llmpar.notation import AXES, parse_layout
+
+picture = draw.mesh("dp=2 tp=4", devices_per_host=4, highlight_axis="tp")
+held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
+assert held == {(0, i): [i, i + 4] for i in range(4)}  # four shards, each with a replica four devices away
+assert list(AXES)[0] == "pp" and list(AXES)[-1] == "tp"
+scene.show(compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2]))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** a matrix is cut by tp. Which device holds the same piece as device 1? (Device 5: same tp, other dp.)
+#
+# **Misunderstanding:** that a device *is* a tensor-parallel or a data-parallel device. Every device has a coordinate on every
+# axis; on each axis it has other partners. Groups over tp are neighbours, groups over dp are four apart: the last axis
+# gets the fastest links. Our axes, slow links first: pp dp fsdp ep sp tp.
+#
+# **Source:** `llmpar.notation.AXES`. The order is Megatron's and MaxText's.

@@ -1,0 +1,187 @@
+# %% [markdown] tags=["slide"]
+# ## Data parallelism
+#
+# All weights on every device; each sees its own rows of the batch. The gradient is an unfinished sum: `d m +dp -> d m`.
+#
+# <footer>Lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar train --mesh dp=4</code></footer>
+
+# %%
+import dataclasses
+
+from llmpar.mesh import make_mesh, use_devices
+
+use_devices()
+
+import optax
+from IPython.display import Markdown
+
+from llmpar import cost, draw, hlo, predict, scene
+from llmpar.config import preset
+from llmpar.hardware import chip
+from llmpar.notation import parse_arrow
+from llmpar.plan import Plan
+from llmpar.scene import Line, Rect, Text, compose, legend, small
+from llmpar.step import Step
+
+REPLICAS, ROWS, WIDE, HIGH = 4, 16, 130, 44
+plan = Plan(f"dp={REPLICAS}", zero=0)
+own = plan.place("data b s").shard_shape((ROWS, 128), plan.mesh.sizes)[0]
+assert own == 4 and str(plan.resolve("ffn d m -> ffn d m").after) == "d m"
+assert [str(move) for move in parse_arrow("d m +dp -> d m").moves] == ["all-reduce over dp"]
+
+items = []
+for r in range(REPLICAS):
+    x, mid = r * (WIDE + 22), r * (WIDE + 22) + WIDE / 2
+    items.append(Text(mid, 0, f"device {r}", anchor="middle", bold=True))
+    boxes = (("dp", f"rows {own * r}–{own * r + own - 1}", "white"), ("cell", "all weights", "ink"), ("cell", "its own gradient", "ink"))
+    for i, (fill, words, color) in enumerate(boxes):
+        y = 18 + i * (HIGH + 14)
+        hatched = [Rect(x, y + HIGH - 10, WIDE, 10, "paper", "dp-line", hatch="/")] * (i == 2)
+        items += [Rect(x, y, WIDE, HIGH, fill, "edge"), *hatched, Text(mid, y + 17 + 5 * (i < 2), words, anchor="middle", fill=color)]
+        items.append(Line(((mid, y + HIGH), (mid, y + HIGH + 13)), "dp-line" if i == 2 else "edge", 2, head=True))
+y, whole = 18 + 3 * (HIGH + 14), REPLICAS * (WIDE + 22) - 22
+items += [Rect(0, y, whole, 32, "dp", "dp-line"), Text(whole / 2, y + 16, "all-reduce over dp: everybody gets the sum", anchor="middle", fill="white")]
+for r in range(REPLICAS):
+    mid = r * (WIDE + 22) + WIDE / 2
+    items.append(Line(((mid, y + 32), (mid, y + 45)), "dp-line", 2, head=True))
+    items += [Rect(mid - WIDE / 2, y + 46, WIDE, 30, "cell", "edge"), Text(mid, y + 61, "the same update", anchor="middle")]
+key = legend([("dp", f"cut by dp = {REPLICAS}"), ("dp", "unfinished sum over dp", "/")])
+words = f"{REPLICAS} devices; each has all weights and {own} of {ROWS} rows; one all-reduce of the gradient; the same update everywhere"
+scene.show(compose("", [items, key], words))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** what must be equal on all devices after the step, and what never needs to be? (Weights and optimizer state; the rows.)
+#
+# **Misunderstanding:** summing losses that are means. If every device divides by its *own* number of tokens, replicas with
+# padding count too much. Divide by the tokens of the whole batch, before the sum: our step all-reduces the count first.
+#
+# **Source:** Li et al. 2020 (PyTorch Distributed). Lesson 03 lets you repair three broken versions.
+
+# %% [markdown] tags=["slide"]
+# ## Gradients travel, not weights
+#
+# A compiled step of a small Llama with `Plan("dp=8", zero=0)`. Averaging *weights* instead gives the same with plain SGD, and
+# **something else** with Adam.
+#
+# <footer>Lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar inspect --mesh dp=8 --zero 0</code></footer>
+
+# %%
+import numpy as np
+
+LLAMA, BATCH, SEQ = dataclasses.replace(preset("tiny"), num_layers=2), 16, 32
+
+
+def make_step(plan):
+    return Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+
+
+plan = Plan("dp=8", zero=0)
+step = make_step(plan)
+census = hlo.census_hlo(hlo.partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh)
+assert {c.kind for c in census} == {"all-reduce"} and {c.axes for c in census} == {("dp",)}
+gradients, scalars = [c for c in census if c.shape], [c for c in census if not c.shape]
+assert sorted(c.shape for c in gradients) == sorted(shape for _, shape in LLAMA.param_shapes().values())
+grad_bytes = sum(c.bytes_sent for c in gradients)
+assert grad_bytes == cost.sent_bytes("all-reduce", 4 * LLAMA.num_params, 8) == 4 * cost.zero_elements(LLAMA.num_params, 0, devices=8)
+assert grad_bytes + sum(c.bytes_sent for c in scalars) == predict.collectives(LLAMA, plan, BATCH, SEQ).total_bytes
+
+w, g = np.float32([1, -2, 3]), np.float32([[0.5, -0.1, 2], [-0.2, 0.4, 1]])  # one weight, the gradients of two replicas
+
+
+def updated(optimizer, gradient):
+    return w + np.asarray(optimizer.update(gradient, optimizer.init(w), w)[0])
+
+
+def apart(optimizer):
+    """How far the mean of the updated weights is from the update by the mean gradient."""
+    return np.abs(np.mean([updated(optimizer, x) for x in g], 0) - updated(optimizer, g.mean(0))).max()
+
+
+assert apart(optax.sgd(0.1)) < 1e-6 < 1e-3 < apart(optax.adam(0.1))
+lines = [
+    ("weights", 0, 0),
+    (f"gradients of {len(gradients)} weights, {LLAMA.num_params:,} numbers", len(gradients), grad_bytes),
+    ("number of tokens, loss", len(scalars), sum(c.bytes_sent for c in scalars)),
+]
+Markdown("\n".join(["| summed over dp | all-reduces | bytes sent per device |", "|---|--:|--:|", *(f"| {a} | {b} | {c:,} |" for a, b, c in lines)]))
+
+# %% [markdown]
+# $$ 2\,\Psi\,\frac{N-1}{N} \text{ numbers per device and step} $$
+
+# %% [markdown] tags=["notes"]
+# **Ask:** a popular explanation says "the replicas synchronise their weights after each step". Where are the weights in this list?
+# Nowhere: equal weights and equal gradients give equal updates.
+#
+# **Misunderstanding:** that averaging weights is the same thing. For SGD it is; Adam divides by the root of the squared
+# gradient, and the mean of quotients is not the quotient of means. (Done seldom and on purpose it is called local SGD.)
+#
+# **Source:** the rows are read from the partitioned HLO of this deck's own step. 2Ψ: Rajbhandari et al. 2020, section 7.1.
+
+# %% [markdown] tags=["slide"]
+# ## Overlap: send while you compute
+#
+# The last layers' gradients are ready first. They travel while the backward pass goes on, and hide above $C/W$ tokens per
+# GPU: about **2,200** in an H100 node.
+#
+# <footer>Austin et al. 2025 (How to Scale Your Model), GPU chapter · a model, not a measurement · lesson <code>notebooks/03_data_parallelism</code></footer>
+
+# %%
+h100, llama, TOKENS = chip("h100"), preset("llama3.2-1b"), 4096
+block = sum(int(np.prod(shape)) for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks.")) // llama.num_layers
+compute_s = [4 * 4 * block * TOKENS / h100.flops_per_s] * 4  # backward: 4 FLOPs per parameter and token, 4 layers a piece
+comm_s = [cost.collective_seconds(h100, "all-reduce", 2 * 4 * block, 8)] * 4  # bf16
+labels = [f"layers {i}–{i + 3}" for i in (12, 8, 4, 0)]
+assert round(cost.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS
+assert comm_s[0] < compute_s[0]
+scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
+
+# %% [markdown] tags=["notes"]
+# Llama 3.2 1B, 4,096 tokens per GPU, 8 H100s, bf16 gradients, computing at peak speed, links at the rate large messages reach.
+#
+# **Ask:** which piece can never hide? The last one: the first layers' gradients are ready when there is nothing left to compute.
+#
+# **Misunderstanding:** that more GPUs need a larger batch *per GPU* to hide. The threshold is per GPU and stays; it is the global
+# batch that grows, until it passes the critical batch and the extra rows teach little.
+#
+# **Source:** threshold C/W: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is 2,500 between nodes.
+
+# %%
+assert round(cost.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2) == 2500
+
+# %% [markdown] tags=["slide"]
+# ## Buckets and accumulation
+#
+# The same bytes in fewer messages: each message pays its latency once. Accumulation communicates **once per step**, however many
+# microbatches.
+#
+# <footer>Li et al. 2020 (PyTorch Distributed) · lesson <code>notebooks/03_data_parallelism</code></footer>
+
+# %%
+VARIANTS = {
+    'reduce="layer"': dict(reduce="layer"),
+    'reduce="end"': dict(reduce="end"),
+    'reduce="bucket"': dict(reduce="bucket", bucket_bytes=1 << 18),
+    'reduce="end", accumulate=2': dict(reduce="end", accumulate=2),
+}
+read = {}
+for name, options in VARIANTS.items():
+    step = make_step(Plan("dp=8", zero=0, **options))
+    jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
+    ((key, row),) = hlo.census_table(hlo.census_jaxpr(jaxpr, step.mesh.shape)).items()
+    predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)[key]
+    assert key == ("dp", "all-reduce") and row == {"count": predicted.count, "bytes_sent": predicted.bytes_sent}
+    read[name] = (row["count"] - 2, row["bytes_sent"] - 14, step.plan.accumulate)  # without the tokens' count and the loss
+assert len({sent for _, sent, _ in read.values()}) == 1
+counts = [count for count, *_ in read.values()]
+assert counts == [3 + 9 * LLAMA.num_layers, 12, 2, 12]
+lines = [f"| `{name}` | {micro} | {count} | {sent:,} |" for name, (count, sent, micro) in read.items()]
+Markdown("\n".join(["| gradients are reduced | microbatches | all-reduces | bytes sent per step |", "|---|--:|--:|--:|", *lines]))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** the first row overlaps best, the third has the fewest messages. What would you measure to choose? (Latency against
+# bandwidth: time per message is α + bytes/W. PyTorch's default bucket is 25 MiB.)
+#
+# **Misunderstanding:** that accumulation saves bytes per step. It saves bytes per *token*: the same gradient carries twice the
+# rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch communicates.
+#
+# **Source:** counted in the traced programs of this deck, equal to `llmpar.predict`. Li et al. 2020, sections 3.2 and 4.1.

@@ -1,0 +1,83 @@
+# %% [markdown] tags=["slide"]
+# ## Take home
+#
+# <footer>All lessons, from <code>notebooks/00_setup</code> on · <code>make lab</code></footer>
+
+# %%
+from IPython.display import Markdown
+
+from llmpar import cost
+from llmpar.notation import parse_arrow
+from llmpar.schedule import make, timetable
+
+assert [cost.zero_elements(1, stage) for stage in range(4)] == [2, 2, 2, 3]
+assert cost.tp_elements(1, 1, 1, 2) == 4 and cost.tp_elements(1, 1, 1, 10**9) < 8
+assert cost.pp_elements(1, 1, 1) == 2
+assert cost.gpt_activation_bytes(1, 2048, 1024, 8, 8, True) == cost.gpt_activation_bytes(1, 2048, 1024, 8) / 8
+one = timetable(make("1f1b", 4, 12))
+assert abs(one.bubble_fraction - 3 / 15) < 1e-12
+ROWS = [
+    ("data parallel", "the batch", "2Ψ", "the state fits no longer"),
+    ("ZeRO-1", "optimizer state", "2Ψ", "gradients or weights do not fit"),
+    ("ZeRO-3, FSDP", "all state", "3aΨ", "tokens per GPU fall below C/W"),
+    ("tensor parallel", "every layer", "8bsd a layer", "the node ends"),
+    ("with sequence parallelism", "activations too", "the same", "the node ends"),
+    ("pipeline", "the layers", "2bsd a hop", "microbatches run out"),
+]
+Markdown("\n".join(["| strategy | cuts | numbers sent per device and step | until |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in ROWS)]))
+
+# %% [markdown]
+# Begin at the top. Go down only when you must, and let `llmpar inspect` say what moves.
+
+# %% [markdown] tags=["notes"]
+# Ψ parameters, a microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one microbatch
+# between two stages; factors (N-1)/N left out.
+#
+# **Ask:** everybody names the one line that their own training needs next, and the number that would show it.
+#
+# **Misunderstanding:** that there is one best recipe. The order of the table is the order of cost on most clusters; links, batch
+# and model decide where you stop.
+#
+# **Source:** Rajbhandari et al. 2020; Shoeybi et al. 2019; Korthikanti et al. 2022; Narayanan et al. 2021.
+
+# %% [markdown] tags=["slide"]
+# ## Quiz
+#
+# <footer>Answers in the speaker's notes, key S</footer>
+
+# %%
+from llmpar.config import preset
+from llmpar.hardware import chip
+
+QUESTIONS = [
+    ("A matrix is cut `d m/tp` on `dp=2 tp=4`. How many shards, how many copies of each?", "00_setup"),
+    ("8 GPUs all-reduce 8 MB. How much does each send?", "00_setup"),
+    ("4 microbatches, data parallel: how often do gradients travel?", "03_data_parallelism"),
+    ("4 microbatches, ZeRO-2: how many Ψ are sent?", "04_zero"),
+    ("How many H100s hold the training state of Llama 3 8B?", "04_zero"),
+    ("How many all-reduces per layer and step under tensor parallelism?", "05_tensor_parallelism"),
+    ("4 stages, 12 microbatches, 1F1B: which share of the time is idle?", "`llmpar schedule`"),
+]
+lines = [f"| {i} | {question} | {lesson.replace('_', ' ') if lesson[0] != '`' else lesson} |" for i, (question, lesson) in enumerate(QUESTIONS, 1)]
+Markdown("\n".join(["| | question | lesson |", "|--:|---|---|", *lines]))
+
+# %%
+from llmpar import draw
+from llmpar.notation import parse_layout
+
+held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
+assert len(held) == 4 and {len(devices) for devices in held.values()} == {2}
+assert cost.sent_bytes("all-reduce", 8, 8) == 14
+assert cost.zero_elements(1, 0, accumulation=4) == cost.zero_elements(1, 0) and cost.zero_elements(1, 2, accumulation=4) == 5
+assert 1 < 16 * preset("llama3-8b").num_params / chip("h100").usable_bytes <= 2
+assert cost.tp_elements(1, 1, 1, 8) == 4 * cost.sent_bytes("all-reduce", 1, 8)
+
+# %% [markdown] tags=["notes"]
+# **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once. 4. (4 + 1)Ψ = 5Ψ. 5. two, with nothing else in
+# them. 6. four: two forward, two backward. 7. 3 of 15, 20 %.
+#
+# **Ask** them twice: before the first slide and after the last.
+#
+# **Misunderstanding** to look for: in 2, "8 MB, it is an average"; in 4, "2Ψ", which holds for one microbatch.
+#
+# **Source:** every answer is asserted in this slide's source.

@@ -1,0 +1,167 @@
+"""What a step will hold and compute, by formula; what it sends is in test_census.py."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from parity import LLAMA, QWEN
+
+from llmpar import hlo, predict
+from llmpar.config import preset
+from llmpar.mesh import make_mesh
+from llmpar.notation import parse_layout
+from llmpar.par import Solo
+from llmpar.plan import Plan
+from llmpar.step import Step, init_params, model_graph
+
+BATCH, SEQ, MIXED = 4, 32, "dp=2 fsdp=2 tp=2"
+
+
+@functools.cache
+def executed(config, batch=BATCH, seq=SEQ, **plan):
+    """FLOPs of the matrix products in one compiled forward and backward pass of `Solo`."""
+    par = Solo(Plan(**plan))
+    params = jax.eval_shape(lambda: init_params(config))
+    one = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    data = dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
+    loss = lambda params, data: nnx.merge(model_graph(config), params).losses(data, par).sum()  # noqa: E731
+    return hlo.executed_flops(jax.jit(jax.value_and_grad(loss)).lower(params, data).compile().as_text())
+
+
+def pieces(config, batch=BATCH, seq=SEQ):
+    useful = predict.flops(config, batch, seq)
+    logits = 2 * batch * seq * config.vocab_size * config.width
+    return useful["weights"], useful["attention"], logits
+
+
+@pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(QWEN, num_layers=3, ffn_width=96)], ids=lambda c: c.name)
+def test_useful_flops_are_those_executed_but_for_what_is_recomputed_or_masked(config):
+    """Exactly: one tile of attention multiplies the masked half of the scores too, and recomputes them in the backward
+    pass: seven products of s by s where six are useful, none of them halved."""
+    weights, attention, _ = pieces(config)
+    assert executed(config) == weights + attention * 2 * 7 / 6
+
+
+def test_chunks_of_the_loss_make_the_logits_twice():
+    assert executed(LLAMA, loss_chunks=2) == executed(LLAMA) + pieces(LLAMA)[2]
+
+
+def test_block_rematerialisation_is_another_forward_pass_of_the_blocks():
+    """A third of the blocks' useful FLOPs, less the last product of each block: its result is only the next one's input."""
+    weights, attention, logits = pieces(LLAMA)
+    again = executed(LLAMA, remat="block") - executed(LLAMA)
+    blocks = (weights - 3 * logits) / 3
+    assert 0.7 * blocks < again <= blocks + attention * 2 * 2 / 6
+
+
+def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():
+    """PaLM, appendix B: 6N + 12·L·n·h·s per token, where N leaves the embedding out."""
+    config = preset("llama3-8b")
+    per_token = {k: v / 8192 for k, v in predict.flops(config, 1, 8192).items()}
+    matrices = config.num_params - 128_256 * 4096 - 4096 * (2 * 32 + 1)
+    assert per_token == {"weights": 6 * matrices, "attention": 12 * 32 * 32 * 128 * 8192 / 2}
+    assert predict.flops(QWEN, 1, 8)["weights"] == 6 * 8 * (
+        QWEN.num_params - sum(math.prod(s) for d, s in QWEN.param_shapes().values() if predict.is_vector(parse_layout(d)))
+    ), "a tied embedding multiplies, as the head"
+
+
+def test_vectors_are_norms_and_biases():
+    found = {p.split(".")[-1] for p, (d, _) in QWEN.param_shapes().items() if predict.is_vector(parse_layout(d))}
+    assert found == {"scale", "q_bias", "k_bias", "v_bias"}
+
+
+# ---------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_argument_bytes_follow_the_table_of_zero(devices):
+    """Rajbhandari et al. 2020, table 1, with float32 weights and AdamW's two moments: 4Ψ + 8Ψ whole; stages 1 and 2 cut
+    the 8Ψ, stage 3 all. (Gradients live inside the step: they are no argument.)"""
+    psi = LLAMA.num_params
+    table = {0: (4, 8), 1: (4, 8 / devices), 2: (4, 8 / devices), 3: (4 / devices, 8 / devices)}
+    for zero, (params, optimizer) in table.items():
+        got = predict.argument_bytes(LLAMA, Plan(f"fsdp={devices}", zero=zero), 16, SEQ)
+        assert got == {"params": params * psi, "optimizer": optimizer * psi, "batch": 16 * 16 * SEQ / devices, "counters": 8}
+
+
+def test_tensor_parallelism_cuts_all_but_the_norms():
+    psi = LLAMA.num_params
+    norms = LLAMA.width * (2 * LLAMA.num_layers + 1)
+    assert predict.argument_bytes(LLAMA, Plan("tp=4"), 16, SEQ)["params"] == 4 * ((psi - norms) // 4 + norms)
+
+
+@pytest.mark.parametrize("plan", [Plan(MIXED), Plan("fsdp=4 tp=2", zero=1), Plan("dp=8")], ids=lambda p: str(p.mesh))
+def test_what_each_device_really_holds_is_the_prediction(plan):
+    """By the shards of a state that was made, not by the compiler's count (which test_census.py compares)."""
+    step = Step(QWEN, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+    state = step.init(0)
+    want = predict.argument_bytes(QWEN, plan, 16, SEQ)
+    for device in step.mesh.devices.flat:
+        held = [
+            sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device)
+            for tree in (state.params, state.optimizer, state.step)
+        ]
+        assert held[0] == want["params"] and held[1] + held[2] == want["optimizer"] + want["counters"]
+
+
+def test_the_estimate_of_temporaries_is_finite_and_monotone():
+    """It is an estimate, and nothing more is claimed: more work never holds less, and each remedy helps."""
+    base = Plan(MIXED)
+    estimate = lambda plan=base, batch=16, seq=SEQ, **more: predict.temp_bytes(  # noqa: E731
+        dataclasses.replace(LLAMA, **more), plan, batch, seq
+    )
+    assert 0 < estimate() < math.inf
+    grown = [estimate(batch=32), estimate(seq=2 * SEQ), estimate(num_layers=4), estimate(ffn_width=256), estimate(vocab_size=528)]
+    assert all(estimate() < x for x in grown)
+    change = functools.partial(dataclasses.replace, base)
+    for remedy in (change(remat="block"), change(mesh="dp=2 fsdp=2 tp=4"), change(mesh="dp=4 fsdp=2 tp=2"), change(accumulate=2),
+                   change(tp_sequence=True), change(dtype="bfloat16")):  # fmt: skip
+        assert estimate(remedy) < estimate(), remedy
+    stages = [estimate(change(zero=z)) for z in range(4)]
+    assert stages[0] == stages[1] > stages[2] == stages[3], "gradients are cut from stage 2 on"
+    assert estimate(change(loss_chunks=4), vocab_size=8 * 264) < estimate(vocab_size=8 * 264)
+
+
+# --------------------------------------------------------------------------------------------------------------- traffic
+
+
+def test_the_ring_arithmetic_of_traffic():
+    traffic = predict.Traffic(Plan("dp=4 tp=2").mesh.sizes)
+    traffic.add("all-gather", ("tp", "dp"), 1024, 3)
+    traffic.add("all-reduce", ("dp",), 1024)
+    traffic.add("reduce-scatter", ("fsdp",), 1024)  # of one device: nothing
+    traffic.add("all-reduce", (), 1024)
+    traffic.add("all-reduce", ("tp",), 1024, 0)
+    assert {k: (v.count, v.bytes_sent) for k, v in traffic.items()} == {
+        ("dp,tp", "all-gather"): (3, 3 * 1024 * 7 // 8), ("dp", "all-reduce"): (1, 2 * 1024 * 3 // 4)
+    }  # fmt: skip
+    assert traffic.total_bytes == 3 * 896 + 1536
+
+
+def test_zero_sends_two_two_two_three_times_the_weights():
+    """2Ψ for stages 0 to 2 and 3Ψ for 3 (section 7 there), in the limit of the blocks' weights and of many devices."""
+    def volume(zero, layers):
+        config = dataclasses.replace(LLAMA, num_layers=layers)
+        plan = Plan("fsdp=8", zero=zero, remat="block")
+        return predict.collectives(config, plan, 16, SEQ).total_bytes / 4, config.num_params
+
+    for zero, factor in {0: 2, 1: 2, 2: 2, 3: 3}.items():
+        (many, psi), (few, less) = volume(zero, 6), volume(zero, 2)
+        assert (many - few) / (psi - less) == factor * 7 / 8
+
+
+def test_buckets_send_the_same_bytes_in_fewer_collectives():
+    def gradients(**plan):
+        row = predict.collectives(LLAMA, Plan("dp=8", zero=0, **plan), 16, SEQ)["dp", "all-reduce"]
+        return row.count - 2, row.bytes_sent  # two scalars: tokens and loss
+
+    leaves = len(LLAMA.param_shapes())
+    (at_end, sent), (big, same), (small, too) = gradients(), gradients(reduce="bucket"), gradients(reduce="bucket", bucket_bytes=1)
+    assert sent == same == too and (at_end, big, small) == (leaves, 1, leaves)
+    per_layer, also = gradients(reduce="layer")
+    assert also == sent and per_layer == 3 + (leaves - 3) * LLAMA.num_layers
