@@ -42,6 +42,7 @@ class StepOptions:
         zero: ZeRO stage on the fsdp axis.
         tp_sequence: sequence parallelism: cut the residual stream's sequence by tp.
         reduce: when gradients are summed: at the end, layer by layer, or in buckets.
+        bucket_bytes: a bucket of gradients is closed when it has reached this size.
         accumulate: microbatches per step.
         remat: recompute nothing, or whole blocks, in the backward pass.
         regather: ZeRO-3: gather weights again in the backward pass, or keep them.
@@ -61,6 +62,7 @@ class StepOptions:
     zero: Literal[0, 1, 2, 3] = 3
     tp_sequence: bool = False
     reduce: Literal["end", "layer", "bucket"] = "end"
+    bucket_bytes: int = 4 << 20
     accumulate: int = 1
     remat: Literal["none", "block"] = "none"
     regather: Literal["again", "keep"] = "again"

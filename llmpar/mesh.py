@@ -19,6 +19,8 @@ def use_devices(simulated: int = 8) -> list[jax.Device]:
 
     Raises ValueError when JAX has started already with fewer CPU devices: the number is fixed from its first use on.
     """
+    if simulated < 1:
+        raise ValueError(f"{simulated} simulated devices were asked for; use 1 or more")
     if _COUNT_FLAG not in os.environ.get("XLA_FLAGS", "") and "JAX_NUM_CPU_DEVICES" not in os.environ:
         try:
             jax.config.update("jax_num_cpu_devices", simulated)

@@ -268,14 +268,16 @@ class _Executor:
         kind, u, chunk = np.moveaxis(self.table.ticks, 2, 0)
         letters = {"left": s.left % trash, "right": s.right % trash, "keep": s.keep % trash}
         ends = {"enters": s.read < 0, "leaves": (s.send == 0) & (s.keep < 0)}
-        return {"kind": kind + 1, "u": u, "chunk": chunk, "saved": s.saved, "residual": s.residual, "read": s.read} | letters | ends
+        return {"kind": kind, "u": u, "chunk": chunk, "saved": s.saved, "residual": s.residual, "read": s.read} | letters | ends
 
     def tick(self, carry, now):
         """One cell on every stage, then the messages."""
         (state, messages), (cell, sends) = carry, now
         x = _at(messages, cell["read"])
+        y = x
         idle = lambda state, x, cell: (state, x)
-        state, y = lax.switch(cell["kind"], [idle, self.run_f, self.run_b, self.run_w], state, x, cell)
+        for kind, work in enumerate((self.run_f, self.run_b, self.run_w)[: 2 + self.schedule.split_backward]):
+            state, y = lax.cond(cell["kind"] == kind, work, idle, state, y, cell)
         for name, way in {"left": 1, "right": -1}.items():
             if (self.slots.send == way).any():
                 messages = _put(messages, self.pass_on(y, way, sends[way]), cell[name])
@@ -312,8 +314,6 @@ class _Executor:
         return state | {"done": done, "residual": kept}, dx
 
     def run_w(self, state, x, cell):
-        if not self.schedule.split_backward:
-            return state, x
         known = self.known(cell["chunk"], cell["u"])
         d_blocks = self.second(*jax.tree.leaves(known), *_at(state["residual"], cell["residual"]))
         return self.grow(state, jax.tree.unflatten(self.late, d_blocks), cell), x

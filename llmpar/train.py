@@ -36,6 +36,12 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     clip: float = 1.0
 
+    def __post_init__(self):
+        if not (0 < self.learning_rate < math.inf and self.clip > 0):
+            raise ValueError(f"learning rate {self.learning_rate}, clip {self.clip}: both must be positive numbers")
+        if not (self.warmup >= 0 and self.weight_decay >= 0):
+            raise ValueError(f"warmup {self.warmup}, weight decay {self.weight_decay}: use 0 or more")
+
 
 def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
     """The Optax optimizer that ``options`` name, with its schedule. Clipping is the step's (:class:`Step`), not here."""
@@ -125,6 +131,8 @@ def train(
     Raises FloatingPointError when a loss is not finite, naming the step; checkpoints taken before it stay.
     """
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
+    if steps < 1:
+        raise ValueError(f"training to step {steps} does nothing; use 1 or more")
     step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
     state = checkpoints.restore(step.abstract_state, config) if checkpoints else None
     state = step.init(seed) if state is None else state

@@ -4,9 +4,9 @@
 
 A cell's tags say where it goes: `# %% [markdown] tags=["slide"]` begins a slide; `subslide`, `fragment`, `notes` (shown
 to the speaker, key S) and `skip` are the others; a cell without one continues the slide. Of a code cell the output is
-shown, and its text as well where it is tagged `code`; with `place="beside"` its figure stands right of the text. Every number and figure is computed here: a deck that prints to
-stderr, raises, or shows a figure without words is refused. A figure's words are `alt="…"` beside the tags, or its
-text/plain, or what its cell prints.
+shown, and its text as well where it is tagged `code`; with `place="beside"` its figure stands right of the text. Every
+number and figure is computed here: a deck that prints to stderr, raises, or shows a figure without words is refused. A
+figure's words are `alt="…"` beside the tags, or its text/plain, or what its cell prints.
 
 reveal.js comes from the installed sphinx-revealjs (extra `dev`), formulas become MathML: the deck fetches nothing.
 """

@@ -53,6 +53,8 @@ def test_here_there_are_eight():
     assert len(use_devices(8)) == 8 == len(ordered_devices())
     with pytest.raises(ValueError, match="9 simulated devices were asked for but JAX has started with 8"):
         use_devices(9)
+    with pytest.raises(ValueError, match="0 simulated devices were asked for; use 1 or more"):
+        use_devices(0)
 
 
 def test_every_mesh_has_all_six_axes_and_the_first_devices():

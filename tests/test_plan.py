@@ -173,7 +173,7 @@ REFUSED = {
                  lambda n: dict(seq=n), lambda n: dict(mesh=f"tp={n}")),
     "loss chunks": (dict(mesh="dp=2", loss_chunks=3), {}, "sequence 16 is not a multiple of sp·loss_chunks = 3",
                     lambda n: dict(seq=n), lambda n: dict(loss_chunks=n)),
-    "attention block": (dict(attention_block=12), {}, "sequence 16 is not a multiple of attention_block = 12",
+    "attention block": (dict(attention_block=12), {}, "attention over 16 positions, sequence 16 is not a multiple of attention_block = 12",
                         lambda n: dict(seq=n), lambda n: dict(attention_block=n)),
     "heads": (dict(mesh="tp=8"), {}, "heads 12 is not a multiple of tp = 8",
               lambda n: dict(num_heads=n, num_kv_heads=8), lambda n: dict(mesh=f"tp={n}")),
@@ -218,10 +218,10 @@ def test_width_matters_only_where_zero_cuts_it():
         assert "model width 63" in refusal(Plan("fsdp=2", zero=zero), odd)
 
 
-@pytest.mark.parametrize("axis", ["pp", "sp", "ep"])
+@pytest.mark.parametrize("axis", ["pp", "ep"])
 def test_axes_that_are_not_there_yet_are_refused(axis):
     message = refusal(Plan(MeshShape(**{axis: 2})))
-    assert message.startswith(f"mesh '{axis}=2' has {axis}=2, but ") and message.endswith("use dp, fsdp, tp")
+    assert message.startswith(f"mesh '{axis}=2' has {axis}=2, but ") and message.endswith("use dp, fsdp, sp, tp")
 
 
 @pytest.mark.parametrize(

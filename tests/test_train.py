@@ -90,6 +90,18 @@ def test_training_checks_the_plan_first():
         run(dataclasses.replace(MIXED, accumulate=6))
 
 
+@pytest.mark.parametrize("bad", [dict(learning_rate=math.nan), dict(learning_rate=0.0), dict(learning_rate=math.inf),
+                                 dict(clip=-1.0), dict(warmup=-1), dict(weight_decay=-0.1)], ids=str)  # fmt: skip
+def test_optimizers_that_would_do_harm_are_refused(bad):
+    with pytest.raises(ValueError, match="both must be positive numbers|use 0 or more"):
+        OptimizerConfig(**bad)
+
+
+def test_training_to_no_step_is_refused():
+    with pytest.raises(ValueError, match="training to step 0 does nothing; use 1 or more"):
+        run(steps=0)
+
+
 # ----------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -245,8 +257,8 @@ def test_the_checkpoint_before_a_bad_step_is_kept_and_good(tmp_path):
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_optimizers_of_whole_matrices_are_on_eight_devices_what_they_are_on_one(name):
-    """Adafactor sums over rows and columns, Muon multiplies whole matrices: both on states that are cut (AdamW and SGD
-    are in test_same_answer.py). 2e-5: float32 sums in another order, through six updates."""
+    """Adafactor scales by the root mean square of a whole leaf, Muon multiplies whole matrices: both see states that are
+    cut (AdamW, SGD and a factored Adafactor are in test_same_answer.py). 2e-5: float32 sums in another order, through six updates."""
     options = OptimizerConfig(name, learning_rate=3e-2, warmup=1)
     one, many = (run(plan, options=options)[1] for plan in (Plan(), MIXED))
     assert min(one.losses) < one.losses[0] - 0.02, "it moves"

@@ -57,7 +57,7 @@ def swap(elements: int = 1024 * 256, devices: int = 8) -> Exercise:
         wrong=[
             (
                 {"collective": "all-gather", "bytes_sent": local * (devices - 1)},
-                "Gathering all and keeping a slice ends in the right layout, and sends as many times more as there are devices.",
+                "Gathering all and keeping a slice ends in the right layout, and sends eight times as much on 8 devices.",
             ),
             (
                 {"collective": "all-to-all", "bytes_sent": local},
@@ -112,5 +112,5 @@ def groups_across_hosts() -> Exercise:
             (devices_not_groups, "You count devices; count the groups that they form."),
             (by_size, "A group that would fit on a host need not lie on one: it may be spread out, or cross a border."),
         ],
-        hint="Partners are as far apart as the product of the sizes behind their axis; device i is on host i // devices_per_host.",
+        hint="Partners are as far apart as the product of the sizes behind their axis; hosts hold consecutive devices.",
     )

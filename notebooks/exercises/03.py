@@ -64,7 +64,7 @@ def repair() -> Exercise:
 
     gradients = [
         (mean, ""),
-        (sum_of_means, "gradient: a sum of means is as many times too large as there are means; divide once, by the sum of counts."),
+        (sum_of_means, "gradient: a sum of n means is some n times too large; divide once, by the sum of counts."),
         (mean_of_means, "gradient: a device with one target weighs as much as one with eight; add first, then divide once."),
     ]
     clips = [

@@ -37,7 +37,7 @@ import dataclasses
 from llmpar.config import preset
 
 config = dataclasses.replace(preset("tiny"), num_layers=2)
-print(f"{config.num_params:,} parameters; {n} devices")
+print(f"parameters: {config.num_params:,}; devices: {n}")
 
 # %%
 from exercises import attempt
@@ -510,13 +510,13 @@ print(f"final:       {len(final)} {', '.join(sorted({c.kind for c in final}))}, 
 # ## On your cluster
 #
 # ```
-# llmpar train --mesh dp=-1 --zero 0 --accumulate 4             replicas on every device, gradients summed once per step
-# llmpar train --mesh dp=-1 --zero 0 --reduce layer             layer by layer, behind the backward pass
+# llmpar train --mesh dp=-1 --batch-size 32 --accumulate 2      replicas on every device, gradients summed once per step
+# llmpar train --mesh dp=-1 --reduce layer                      layer by layer, behind the backward pass
 # llmpar inspect --mesh dp=-1 --zero 0 --reduce bucket          count the all-reduces and their bytes, with source lines
-# llmpar inspect --mesh dp=-1 --zero 0 --reading auto           the same from the partitioner
+# llmpar inspect --mesh dp=-1 --reading auto                    what the partitioner does instead
 # ```
 #
 # **One number to remember: 2.** Data parallelism sends two bytes per byte of gradient and step, on any number of devices.
 
 # %%
-print(f"{2 * (n - 1) / n:g} on {n} devices, below 2 on any number")
+print(f"2 x (n - 1) / n = {2 * (n - 1) / n:g} for n = {n}, below 2 for any n")

@@ -1,9 +1,9 @@
 # %% [markdown] tags=["slide"]
 # # llmpar
 #
-# Learn, plan and run LLM parallelism in JAX.
+# Learn, plan and run<br>LLM parallelism in JAX.
 #
-# A layout is a line of text, a movement is an arrow.
+# A layout is a line of text,<br>a movement is an arrow.
 #
 # ```text
 # make demo

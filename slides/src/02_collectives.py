@@ -72,7 +72,7 @@ ends_with = {
     "all-to-all": "another cut of the same", "permute": "its neighbour's piece",
 }  # fmt: skip
 lines = [
-    f"| {kind} | `{written.get(kind, 'the next step of a ring')}` | {end} | {compiled[kind] / 2**20:.2f} MiB |"
+    f"| {kind} | {f'`{written[kind]}`' if kind in written else 'one step of a ring'} | {end} | {compiled[kind] / 2**20:.2f} MiB |"
     for kind, end in ends_with.items()
 ]
 Markdown("\n".join(["| collective | arrow | each device ends with | sent of 1 MiB, 4 devices |", "|---|---|---|---|", *lines]))
@@ -92,12 +92,15 @@ Markdown("\n".join(["| collective | arrow | each device ends with | sent of 1 Mi
 # %% [markdown] tags=["slide"]
 # ## A ring of four
 #
-# After $p - 1$ steps everybody has seen every block: an all-gather of $N$ bytes, for $N\frac{p-1}{p}$ sent. An all-reduce is
-# two laps, and no algorithm sends less.
+# After $p - 1$ steps everybody has seen every block. That is an all-gather; each device has sent
+#
+# $$ N\,\frac{p-1}{p} \text{ of } N \text{ bytes} $$
+#
+# An all-reduce is two laps. No algorithm sends less.
 #
 # <footer>Patarasuk and Yuan 2009 · lesson <code>notebooks/00_setup</code></footer>
 
-# %%
+# %% place="beside"
 pairs = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", re.search(r"source_target_pairs=\{(.*?\})\}", text)[1])]
 assert pairs == RING
 assert cost.sent_bytes("all-gather", 1, N) == (N - 1) / N and cost.sent_bytes("all-reduce", 1, N) == 2 * (N - 1) / N

@@ -29,7 +29,7 @@ rows = [
 ]
 for (_, held), published_gb in zip(rows, (120, 31.4, 16.6, 1.88), strict=True):
     assert abs(sum(held.values()) / 1e9 - published_gb) <= 0.03 * published_gb
-scene.show(draw.memory_bars(rows, chip("a100-80").hbm_bytes, "7.5 billion parameters on 64 devices: state per device"))
+scene.show(draw.memory_bars(rows, chip("a100-40").hbm_bytes, "7.5 billion parameters on 64 devices: state per device"))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** what do stages 1 to 3 tend to for very many devices? (4Ψ, 2Ψ and 0 bytes. Stage 2 can never beat 2 bytes per
@@ -93,7 +93,7 @@ assert found == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key
 assert found["fsdp", "all-gather"]["count"] == LLAMA.num_layers * (2 * 7 + 2) + 3
 assert found["fsdp", "reduce-scatter"]["count"] == LLAMA.num_layers * (7 + 2) + 3
 
-h100, llama, TOKENS = chip("h100"), preset("llama3-8b"), 4096
+h100, llama, TOKENS = chip("h100"), preset("llama3-8b"), 2560
 block = sum(product(shape) for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks.")) // llama.num_layers
 gather_s = cost.collective_seconds(h100, "all-gather", 2 * block, 8)
 forward_s = 2 * block * TOKENS / h100.flops_per_s
@@ -101,7 +101,7 @@ assert gather_s < forward_s
 scene.show(draw.overlap([forward_s] * 5, [gather_s] * 5, [f"layer {i}" for i in range(5)], first="comm", axis="fsdp"))
 
 # %% [markdown] tags=["notes"]
-# Picture: five layers of Llama 3 8B in the forward pass, 4,096 tokens per GPU, 8 H100s, bf16; a model, not a measurement. Counts:
+# Picture: five layers of Llama 3 8B in the forward pass, 2,560 tokens per GPU, 8 H100s, bf16; a model, not a measurement. Counts:
 # read from the partitioned HLO of a small Llama, with a norm's scale and whatever lies outside the blocks gathered once.
 #
 # **Ask:** nobody wrote the reduce-scatter. Where does it come from? The gradient of an all-gather *is* a reduce-scatter.
@@ -136,7 +136,7 @@ Markdown("\n".join([head, "|---|---|--:|--:|--:|", *lines]))
 # Stage 1 is free. Stage 2 pays when you accumulate. Stage 3 pays for every microbatch.
 
 # %% [markdown] tags=["notes"]
-# **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between the two halves.
+# **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between the two quarters.
 #
 # **Misunderstanding:** "ZeRO-2 is the balance of memory and communication." With accumulation it scatters every microbatch's
 # gradients: a + 1 instead of 2. Stage 1 is the better companion of accumulation, and of pipelines.
@@ -147,20 +147,23 @@ Markdown("\n".join([head, "|---|---|--:|--:|--:|", *lines]))
 # %% [markdown] tags=["slide"]
 # ## Offload: the CPU as a shelf
 #
-# Gradients down, weights up: $4\Psi$ bytes cross PCIe per step, half a second for 8B. That hides behind **10,500 tokens** per GPU
+# Gradients down, weights up: $4\Psi$ bytes cross PCIe per step, 0.8 s for 13B. That hides behind **10,500 tokens** per GPU
 # and step, if the CPU's Adam keeps up.
 #
 # <footer>Ren et al. 2021 (ZeRO-Offload), section 3 · a model, not a measurement · lesson <code>notebooks/04_zero</code></footer>
 
 # %%
 PCIE_BYTES_PER_S = 16 * 32e9 / 8 * 128 / 130  # one way: 16 lanes of PCIe 5.0, 32 GT/s each, 128b/130b coded
+psi = preset("llama2-13b").num_params
 state = {part: cost.zero_bytes(psi, 1, 0, *sizes) for part, sizes in PARTS.items()}
 crossing_s = 4 * psi / PCIE_BYTES_PER_S
 hidden_tokens = crossing_s * h100.flops_per_s / (6 * psi)
-assert round(crossing_s, 1) == 0.5 and round(hidden_tokens, -2) == 10_500
+assert round(crossing_s, 1) == 0.8 and round(hidden_tokens, -2) == 10_500
 assert state["weights"] < h100.hbm_bytes < sum(state.values())
-bars = [("nothing offloaded", state), ("optimizer and gradients offloaded", {"weights": state["weights"]})]
-scene.show(draw.memory_bars(bars, h100.hbm_bytes, "Llama 3 8B on one H100: state in GPU memory"))
+quarters = {part: held / 4 for part, held in state.items()}
+assert sum(quarters.values()) == cost.zero_bytes(psi, 4, 3)
+bars = [("all on one GPU", state), ("ZeRO-3 over 4 GPUs", quarters), ("offloaded, one GPU", {"weights": state["weights"]})]
+scene.show(draw.memory_bars(bars, h100.hbm_bytes, "Llama 2 13B on H100: state in GPU memory"))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** when would you rather buy a second GPU? When the batch is small: the crossing takes as long for one token as for

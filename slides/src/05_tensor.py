@@ -44,9 +44,8 @@ def matrix(text, wide, high):
 
 def product_of(x, w, y, note):
     """Draw x @ w = y."""
-    (s, d), m = (110, 150), 250
-    wide, tall = (m, d) if "row" in note else (d, m)
-    parts = [matrix(x, wide, s), matrix(w, tall, wide * 0.62), matrix(y, tall, s)]
+    size = {"s": 170, "d": 150, "m": 260}
+    parts = [matrix(text, *(size[dim.name] for dim in reversed(parse_layout(text).dims))) for text in (x, w, y)]
     signs = [Text(0, 0, sign, 26, "middle", bold=True) for sign in ("×", "=")]
     line = [[parts[0]], [signs[0]], [parts[1]], [signs[1]], [parts[2]]]
     out, at = [], 0.0
@@ -199,7 +198,11 @@ scene.show(draw.memory_bars(rows, title="Activations of one GPT-3 layer, one seq
 # <footer>Narayanan et al. 2021, takeaway 1 · a model, not a measurement · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
 # %%
+import base64
+import io
+
 import matplotlib.pyplot as plt
+from IPython.display import display
 
 from llmpar.scene import LIGHT
 
@@ -222,17 +225,18 @@ for (name, curve), (color, marker) in zip(curves.items(), ((LIGHT["dp"], "o"), (
     axes.plot(range(len(DEGREES)), curve, color=color, marker=marker, markersize=9, linewidth=3)
     axes.annotate(f"{name}", (4, curve[4]), (4.12, curve[4] + 0.05), fontsize=14, color=color, weight="bold")
 axes.axvline(3.5, color=LIGHT["soft"], linestyle="--")
-axes.text(3.45, 1.02, "one node", ha="right", fontsize=14, color=LIGHT["soft"])
-axes.text(3.55, 1.02, "several", ha="left", fontsize=14, color=LIGHT["soft"])
+axes.text(3.42, 1.02, "one node", ha="right", fontsize=14, color=LIGHT["soft"])
+axes.text(3.58, 1.02, "several", ha="left", fontsize=14, color=LIGHT["soft"])
 axes.set_xticks(range(len(DEGREES)), DEGREES)
 axes.set(ylim=(0, 1.12), xlim=(-0.2, 6.6), yticks=[0, 0.25, 0.5, 0.75, 1], yticklabels=["0", "25 %", "50 %", "75 %", "100 %"])
 axes.set_xlabel("tensor-parallel degree t", fontsize=14)
 axes.set_title("Llama 3 70B on H100: share of a layer's time in matrix products", fontsize=15, loc="left", weight="bold")
 axes.tick_params(labelsize=14)
 axes.spines[["top", "right"]].set_visible(False)
-plt.show()
-for name, curve in curves.items():
-    print(f"{name}:", ", ".join(f"t = {t} {100 * x:.0f} %" for t, x in zip(DEGREES, curve, strict=True)))
+figure.savefig(png := io.BytesIO(), format="png", bbox_inches="tight")
+plt.close(figure)
+said = [f"{name}: " + ", ".join(f"t = {t} {x:.0%}" for t, x in zip(DEGREES, curve, strict=True)) for name, curve in curves.items()]
+display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "\n".join(said)}, raw=True)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** both curves fall already inside the node. Why? Twice the devices halve the product, and the all-reduce of b·s·d stays.

@@ -3,7 +3,7 @@
 #
 # Each stage holds some layers and hands its result on. With one batch, one of $p$ stages works; the others wait.
 #
-# <footer><code>llmpar schedule gpipe --stages 4 --microbatches 1</code></footer>
+# <footer>Huang et al. 2018 (GPipe) · <code>llmpar schedule gpipe --stages 4 --microbatches 1</code></footer>
 
 # %%
 from IPython.display import Markdown
@@ -28,8 +28,8 @@ scene.show(draw.timetable(naive))
 # %% [markdown] tags=["slide"]
 # ## Microbatches fill it
 #
-# All forwards, then all backwards (GPipe). Idle share of the total: $\frac{p-1}{m+p-1}$. Beware: papers also give idle over
-# *ideal*, $\frac{p-1}{m}$.
+# All forwards, then all backwards (GPipe). Idle share of the total: $(p-1)/(m+p-1)$. Beware: papers also give idle over
+# *ideal*: $(p-1)/m$.
 #
 # <footer>Huang et al. 2018 (GPipe); Narayanan et al. 2021, section 2.2.1 · <code>llmpar schedule gpipe --stages 4 --microbatches 4</code></footer>
 
@@ -56,7 +56,11 @@ scene.show(draw.timetable(filled))
 # <footer>Huang et al. 2018 (GPipe) · <code>llmpar schedule gpipe --stages 8 --microbatches 63</code></footer>
 
 # %%
+import base64
+import io
+
 import matplotlib.pyplot as plt
+from IPython.display import display
 
 from llmpar.scene import LIGHT
 
@@ -76,9 +80,10 @@ axes.set_xlabel("microbatches m", fontsize=14)
 axes.set_title("Idle share of the total, simulated", fontsize=15, loc="left", weight="bold")
 axes.tick_params(labelsize=14)
 axes.spines[["top", "right"]].set_visible(False)
-plt.show()
-for p, curve in idle.items():
-    print(f"{p} stages:", ", ".join(f"{m} microbatches {100 * x:.0f} %" for m, x in zip(COUNTS, curve, strict=True)))
+figure.savefig(png := io.BytesIO(), format="png", bbox_inches="tight")
+plt.close(figure)
+said = [f"{p} stages: " + ", ".join(f"{x:.0%} at m = {m}" for m, x in zip(COUNTS, curve, strict=True)) for p, curve in idle.items()]
+display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "\n".join(said)}, raw=True)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** what stops you from 1,000 microbatches? The global batch: at one row per microbatch, m rows per replica. And GPipe holds
@@ -115,8 +120,8 @@ scene.show(draw.timetable(table))
 # %% [markdown] tags=["slide"]
 # ## Interleaved: smaller pieces, smaller bubble
 #
-# Each stage holds $v$ chunks of layers, so the pipe fills in $1/v$ of the time. Bubble over ideal: $\frac{p-1}{vm}$. Price: $v$
-# times the messages.
+# Each stage holds $v$ chunks of layers, so the pipe fills in $1/v$ of the time. Bubble over ideal: $(p-1)/(vm)$. The
+# price is $v$ times the messages.
 #
 # <footer>Narayanan et al. 2021, section 2.2.2 · <code>llmpar schedule interleaved --stages 4 --microbatches 4 --chunks 2</code></footer>
 

@@ -17,14 +17,14 @@ assert cost.gpt_activation_bytes(1, 2048, 1024, 8, 8, True) == cost.gpt_activati
 one = timetable(make("1f1b", 4, 12))
 assert abs(one.bubble_fraction - 3 / 15) < 1e-12
 ROWS = [
-    ("data parallel", "the batch", "2Ψ", "the state fits no longer"),
-    ("ZeRO-1", "optimizer state", "2Ψ", "gradients or weights do not fit"),
-    ("ZeRO-3, FSDP", "all state", "3aΨ", "tokens per GPU fall below C/W"),
-    ("tensor parallel", "every layer", "8bsd a layer", "the node ends"),
-    ("with sequence parallelism", "activations too", "the same", "the node ends"),
-    ("pipeline", "the layers", "2bsd a hop", "microbatches run out"),
+    ("data parallel", "the batch", "2Ψ", "the state does not fit"),
+    ("ZeRO-1", "and the optimizer", "2Ψ", "the rest does not fit"),
+    ("ZeRO-3, FSDP", "and gradients, weights", "3aΨ", "tokens per GPU < C/W"),
+    ("tensor parallel", "every layer", "8bsd per layer", "the node ends"),
+    ("and sequence parallel", "and the norms' activations", "8bsd per layer", "the node ends"),
+    ("pipeline", "the stack of layers", "2bsd per hop", "microbatches run out"),
 ]
-Markdown("\n".join(["| strategy | cuts | numbers sent per device and step | until |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in ROWS)]))
+Markdown("\n".join(["| strategy | cuts | each device sends | until |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in ROWS)]))
 
 # %% [markdown]
 # Begin at the top. Go down only when you must, and let `llmpar inspect` say what moves.
@@ -43,22 +43,22 @@ Markdown("\n".join(["| strategy | cuts | numbers sent per device and step | unti
 # %% [markdown] tags=["slide"]
 # ## Quiz
 #
-# <footer>Answers in the speaker's notes, key S</footer>
+# <footer>Answers in the speaker's notes, key S · lessons <code>notebooks/00_setup</code> to <code>notebooks/05_tensor_parallelism</code></footer>
 
 # %%
 from llmpar.config import preset
 from llmpar.hardware import chip
 
 QUESTIONS = [
-    ("A matrix is cut `d m/tp` on `dp=2 tp=4`. How many shards, how many copies of each?", "00_setup"),
-    ("8 GPUs all-reduce 8 MB. How much does each send?", "00_setup"),
-    ("4 microbatches, data parallel: how often do gradients travel?", "03_data_parallelism"),
-    ("4 microbatches, ZeRO-2: how many Ψ are sent?", "04_zero"),
-    ("How many H100s hold the training state of Llama 3 8B?", "04_zero"),
-    ("How many all-reduces per layer and step under tensor parallelism?", "05_tensor_parallelism"),
-    ("4 stages, 12 microbatches, 1F1B: which share of the time is idle?", "`llmpar schedule`"),
+    ("`d m/tp` on `dp=2 tp=4`: how many shards, how many copies of each?", "00"),
+    ("8 GPUs all-reduce 8 MB. How much does each send?", "00"),
+    ("4 microbatches, data parallel: how often do gradients travel?", "03"),
+    ("4 microbatches, ZeRO-2: how many Ψ are sent?", "04"),
+    ("How many H100s hold the training state of Llama 3 8B?", "04"),
+    ("How many all-reduces per layer and step under tensor parallelism?", "05"),
+    ("4 stages, 12 microbatches, 1F1B: which share of the time is idle?", "–"),
 ]
-lines = [f"| {i} | {question} | {lesson.replace('_', ' ') if lesson[0] != '`' else lesson} |" for i, (question, lesson) in enumerate(QUESTIONS, 1)]
+lines = [f"| {i} | {question} | {lesson} |" for i, (question, lesson) in enumerate(QUESTIONS, 1)]
 Markdown("\n".join(["| | question | lesson |", "|--:|---|---|", *lines]))
 
 # %%
