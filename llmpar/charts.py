@@ -37,7 +37,7 @@ def collectives(rows) -> Scene:
     either of the last two may be missing.
     """
     names = [f"{r['axis']} {r['kind']} ×{r['count']}" for r in rows]
-    left, wide = max(map(text_width, names)) + 12, 420
+    left, wide = max(map(text_width, names), default=0) + 12, 420
     pairs = [(r.get("predicted_bytes"), r.get("compiled_bytes")) for r in rows]
     items: list = []
     most, said = max([n or 0 for pair in pairs for n in pair] + [1]), []

@@ -167,11 +167,11 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     )
     stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
-    ffn = 3 * tokens * config.ffn_width * item // tp
-    block = 4 * stream + heads + ffn
+    ffn = 4 * tokens * config.ffn_width * item // tp
+    block = 8 * stream + heads + ffn  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
     saved = config.num_layers * (stream if plan.remat == "block" else block)
     logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
-    return grads + saved + max(block, logits)
+    return grads + saved + 2 * block + logits
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
