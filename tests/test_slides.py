@@ -1,11 +1,18 @@
 """The deck builds from its sources, fetches nothing, describes its figures, and fits its pages."""
 
+import html
 import importlib.util
+import json
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 
+import jupytext
 import pytest
+import tyro
+
+from llmpar.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("slides_build", ROOT / "slides" / "build.py")
@@ -102,6 +109,53 @@ def test_every_slide_begins_with_a_heading(deck):
     assert all(re.search(r"<h[123]\b", start) for start in starts)
 
 
+def parts_of_slides():
+    """Split the sources into slides: what is said of each, its notes, and whether it ends the talk."""
+    slides = []
+    for source in sorted((ROOT / "slides" / "src").glob("*.py")):
+        for cell in jupytext.read(source, fmt="py:percent").cells:
+            tags = cell.metadata.get("tags", [])
+            if {"slide", "subslide"} & set(tags):
+                slides.append({"title": cell.source.splitlines()[0].strip("# "), "said": "", "notes": ""})
+            if cell.cell_type == "markdown":
+                slides[-1]["notes" if "notes" in tags else "said"] += "\n" + cell.source
+    return slides
+
+
+SLIDES = parts_of_slides()
+each_slide = pytest.mark.parametrize("slide", SLIDES, ids=[slide["title"] for slide in SLIDES])
+
+
+@each_slide
+def test_a_slide_says_little_and_its_notes_say_the_rest(slide):
+    said = re.sub(r"<footer>.*?</footer>|```.*?```|^#.*$|^\|.*$|\$\$.*?\$\$", "", slide["said"], flags=re.S | re.M)
+    assert len(said.split()) <= 40, said
+    for begins in ("**Ask", "**Misunderstanding", "**Source:**"):
+        assert begins in slide["notes"]
+
+
+@each_slide
+def test_a_slide_points_to_a_lesson_or_a_command(slide):
+    (footer,) = re.findall(r"<footer>(.*?)</footer>", slide["said"], re.S)
+    readme = (ROOT / "README.md").read_text()
+    lessons = re.findall(r"notebooks/(\w+)", footer)
+    assert all(f"`{lesson}`" in readme for lesson in lessons), "README's table of lessons does not name it"
+    assert lessons or "<code>llmpar " in footer
+
+
+def test_the_commands_on_slides_are_understood():
+    written = re.findall(r"<code>llmpar (.*?)</code>", "".join(slide["said"] for slide in SLIDES))
+    assert len(written) > 5
+    for command in written:
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, args=shlex.split(command))
+
+
+def test_every_slide_has_a_figure_or_a_table(deck):
+    shown = re.findall(r"<section\b[^>]*>(?!\s*<section)(.*?)(?=<section|\Z)", deck.read_text(), re.S)
+    for slide, inside in zip(SLIDES, shown, strict=True):
+        assert "<img" in inside or "<table" in inside, slide["title"]
+
+
 def one_part(tmp_path, text):
     """Run a source of one part and return its page."""
     source = tmp_path / "src" / "00_part.py"
@@ -135,6 +189,7 @@ REFUSALS = {
     "warning": ("# %%\nimport warnings\nwarnings.warn('careful')\n", "text on stderr"),
     "wordless": ("# %%\n" + PLOT, "a picture without words"),
     "tag": ('# %% tags=["slides"]\n1\n', "tag 'slides' means nothing here"),
+    "false": ("# %%\nassert 1 + 1 == 3\n", r"[\s\S]*AssertionError"),
 }
 
 
@@ -161,6 +216,86 @@ def test_no_slides_is_said(tmp_path):
 @pytest.mark.browser
 def test_the_pdf_has_a_page_per_slide(deck):
     assert slides.count_pages(deck.with_name("slides.pdf")) == sources_slides()
+
+
+MEASURE = """<script>
+setTimeout(() => {
+  const found = [];
+  for (const page of document.querySelectorAll(".slides section:not(.stack)")) {
+    const origin = page.getBoundingClientRect();
+    for (const item of page.querySelectorAll("h1, h2, p, li, table, pre, img, footer")) {
+      if (item.closest("aside") || !item.textContent.trim() && item.tagName != "IMG") continue;
+      const box = item.getBoundingClientRect();
+      const words = document.createRange(); words.selectNodeContents(item);
+      const wide = item.tagName == "PRE" ? item.scrollWidth : words.getBoundingClientRect().width;
+      found.push({slide: page.querySelector("h1, h2").firstChild.textContent, kind: item.tagName, left: box.left - origin.left,
+                  right: box.left - origin.left + Math.max(box.width, item.tagName == "IMG" ? 0 : wide),
+                  top: box.top - origin.top, bottom: box.bottom - origin.top, type: parseFloat(getComputedStyle(item).fontSize),
+                  shrunk: item.tagName == "IMG" ? item.width / item.naturalWidth : 1});
+    }
+  }
+  const out = document.createElement("pre"); out.id = "measured"; out.textContent = JSON.stringify(found);
+  document.body.append(out);
+}, 3000);
+</script></body>"""
+
+
+def measure(deck):
+    """Let a browser lay out a deck for print; return the boxes of what is on each slide, by its title."""
+    page = deck.with_name("measured.html")
+    page.write_text(deck.read_text().replace("</body>", MEASURE))
+    drawn = slides.browse(BROWSER, page, "--dump-dom", query="?print-pdf")
+    found = json.loads(html.unescape(re.search(r'<pre id="measured">(.*?)</pre>', drawn, re.S)[1]))
+    return {title: [box for box in found if box["slide"] == title] for title in {box["slide"] for box in found}}
+
+
+def misplaced(boxes):
+    """List what leaves the slide, and pairs that lie on one another."""
+    width, height = slides.SIZE
+    out = [b for b in boxes if b["left"] < -1 or b["right"] > width + 1 or b["bottom"] > height]
+    for i, a in enumerate(boxes):
+        for b in boxes[i + 1 :]:
+            across = min(a["right"], b["right"]) - max(a["left"], b["left"])
+            down = min(a["bottom"], b["bottom"]) - max(a["top"], b["top"])
+            out += [(a, b)] if min(across, down) > 1 else []
+    return out
+
+
+def illegible(boxes):
+    """List what is too small on a slide 720 px high. A drawing's smallest letters are 22 px of its picture."""
+    return [box for box in boxes if (22 * box["shrunk"] < 13 if box["kind"] == "IMG" else box["type"] < 18)]
+
+
+@pytest.fixture(scope="module")
+def measured(deck):
+    """The boxes of the real deck."""
+    return measure(deck)
+
+
+@needs_browser
+@pytest.mark.browser
+def test_nothing_leaves_its_slide_and_nothing_overlaps(measured):
+    assert len(measured) == sources_slides()
+    assert {title: found for title, boxes in measured.items() if (found := misplaced(boxes))} == {}
+
+
+@needs_browser
+@pytest.mark.browser
+def test_everything_is_large_enough_to_be_read(measured):
+    assert {title: found for title, boxes in measured.items() if (found := illegible(boxes))} == {}
+
+
+@needs_browser
+@pytest.mark.browser
+def test_planted_faults_of_layout_are_seen(tmp_path):
+    lines = "".join(f"# - line {number}\n" for number in range(9))
+    small = '# <p style="font-size: 12px">small</p>\n#\n'
+    part = one_part(tmp_path, TITLE + small + lines + "#\n# <footer>below</footer>\n")
+    (tmp_path / "index.html").write_text(part)
+    slides.copy_assets(tmp_path)
+    ((_, boxes),) = measure(tmp_path / "index.html").items()
+    assert {(a["kind"], b["kind"]) for a, b in misplaced(boxes)} == {("LI", "FOOTER")}
+    assert [box["kind"] for box in illegible(boxes)] == ["P"]
 
 
 @needs_browser

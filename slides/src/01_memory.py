@@ -70,7 +70,7 @@ scene.show(compose("How many H100s hold the state and nothing else", [rows, key]
 # |---|---|
 # | device | one memory, one program |
 # | mesh | devices with coordinates |
-# | axis | one coordinate, with a name |
+# | axis | a coordinate with a name |
 # | shard | the piece a device holds |
 # | replica | a piece that others hold too |
 #

@@ -20,7 +20,7 @@ from llmpar.config import preset
 from llmpar.hardware import chip
 from llmpar.notation import parse_arrow
 from llmpar.plan import Plan
-from llmpar.scene import Line, Rect, Text, compose, legend, small
+from llmpar.scene import Line, Rect, Text, compose, legend
 from llmpar.step import Step
 
 REPLICAS, ROWS, WIDE, HIGH = 4, 16, 130, 44
@@ -184,4 +184,4 @@ Markdown("\n".join(["| gradients are reduced | microbatches | all-reduces | byte
 # **Misunderstanding:** that accumulation saves bytes per step. It saves bytes per *token*: the same gradient carries twice the
 # rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch communicates.
 #
-# **Source:** counted in the traced programs of this deck, equal to `llmpar.predict`. Li et al. 2020, sections 3.2 and 4.1.
+# **Source:** counted in the traced programs of this deck, equal to `llmpar.predict`. Li et al. 2020, section 3.2.

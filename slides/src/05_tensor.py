@@ -24,7 +24,7 @@ from llmpar.scene import Group, Rect, Text, compose, legend, small
 from llmpar.step import Step
 
 TP = 4
-WHERE = ["tp", "dp", "ep", "fsdp"]  # here a colour is a device, not an axis
+WHERE = scene.SERIES[:TP]  # a colour of its own for each device; the axes' colours mean axes
 
 
 def matrix(text, wide, high):
@@ -33,7 +33,7 @@ def matrix(text, wide, high):
     held = draw.holders(layout, {"tp": TP})
     rows, columns = (TP if dim.axes else 1 for dim in layout.dims)
     w, h, items = wide / columns, high / rows, [Text(wide / 2, -34, text, 17, "middle", bold=True)]
-    items.append(small(wide / 2, -13, "an unfinished sum" if layout.sums else "on every device" if rows * columns == 1 else "cut"))
+    items.append(small(wide / 2, -13, "an unfinished sum" if layout.sums else "on every device" if rows * columns == 1 else "cut over tp"))
     for (i, j), devices in held.items():
         tint = "cell" if len(devices) > 1 else WHERE[devices[0]]
         items.append(Rect(j * w, i * h, w, h, tint, "ink", 1))
@@ -44,7 +44,7 @@ def matrix(text, wide, high):
 
 def product_of(x, w, y, note):
     """Draw x @ w = y."""
-    size = {"s": 170, "d": 150, "m": 260}
+    size = {"s": 150, "d": 140, "m": 220}
     parts = [matrix(text, *(size[dim.name] for dim in reversed(parse_layout(text).dims))) for text in (x, w, y)]
     signs = [Text(0, 0, sign, 26, "middle", bold=True) for sign in ("×", "=")]
     line = [[parts[0]], [signs[0]], [parts[1]], [signs[1]], [parts[2]]]
@@ -86,8 +86,8 @@ assert [str(move) for move in plan.resolve("ffn b s d +m -> stream b s d").moves
 scene.show(product_of(*layouts, "row: the input cut by columns, the weight by rows over 4 devices, the result an unfinished sum"))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what if we forget the all-reduce? Nothing crashes; every device continues with its own addends. In our notation the
-# layout still says +tp, and the next operation refuses it.
+# **Ask:** what if we forget the all-reduce? In most frameworks nothing crashes: every device continues with its own addends, and
+# the loss is wrong. A test of ours plants exactly this fault and sees it caught.
 #
 # **Misunderstanding:** that each device has "a part of the result". It has a part of the *sum*, for all of the result.
 #
@@ -180,7 +180,7 @@ assert without["all-reduce"] == with_it["reduce-scatter"] + with_it["all-gather"
 scene.show(draw.memory_bars(rows, title="Activations of one GPT-3 layer, one sequence of 2,048, per device"))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** the pink part does not shrink from t = 4 to t = 8. What is in it? Two norms, two dropouts, the inputs of the products:
+# **Ask:** the grey part does not shrink from t = 4 to t = 8. What is in it? Two norms, two dropouts, the inputs of the products:
 # 10sbh bytes, whole on every device.
 #
 # **Misunderstanding:** that this is context parallelism. It cuts the sequence over the *tp* devices and only outside of the
@@ -220,9 +220,10 @@ nodes = {"8 ports of 400 Gb/s per node": h100, "1 port of 400 Gb/s per node": da
 curves = {name: [efficiency(node, t) for t in DEGREES] for name, node in nodes.items()}
 eight, one = curves.values()
 assert eight[:4] == one[:4] and one[4] < 0.5 * one[3] and eight[4] < eight[3]
-figure, axes = plt.subplots(figsize=(9.6, 3.9), dpi=200)
+figure, axes = plt.subplots(figsize=(9.6, 3.9), dpi=150)
+axes.plot(range(4), eight[:4], color=LIGHT["ink"], marker="o", markersize=9, linewidth=3, zorder=3)
 for (name, curve), (color, marker) in zip(curves.items(), ((LIGHT["dp"], "o"), (LIGHT["s4"], "s")), strict=True):
-    axes.plot(range(len(DEGREES)), curve, color=color, marker=marker, markersize=9, linewidth=3)
+    axes.plot(range(3, len(DEGREES)), curve[3:], color=color, marker=marker, markersize=9, linewidth=3)
     axes.annotate(f"{name}", (4, curve[4]), (4.12, curve[4] + 0.05), fontsize=14, color=color, weight="bold")
 axes.axvline(3.5, color=LIGHT["soft"], linestyle="--")
 axes.text(3.42, 1.02, "one node", ha="right", fontsize=14, color=LIGHT["soft"])

@@ -68,14 +68,14 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 idle = {p: [timetable(make("gpipe", p, m)).bubble_fraction for m in COUNTS] for p in (2, 4, 8)}
 for p, needed in {4: 27, 8: 63}.items():
     assert needed == 9 * (p - 1) == next(m for m in range(1, 100) if timetable(make("gpipe", p, m)).bubble_fraction <= 0.1 + 1e-12)
-figure, axes = plt.subplots(figsize=(9.6, 3.9), dpi=200)
+figure, axes = plt.subplots(figsize=(9.6, 3.9), dpi=150)
 for (p, curve), (color, marker) in zip(idle.items(), (("fsdp", "^"), ("dp", "o"), ("s4", "s")), strict=True):
     axes.plot(range(len(COUNTS)), curve, color=LIGHT[color], marker=marker, markersize=9, linewidth=3)
-    axes.text(0.12, curve[0] + 0.02, f"p = {p}", fontsize=15, weight="bold", color=LIGHT[color])
+    axes.text(-0.15, curve[0], f"p = {p}", fontsize=15, weight="bold", color=LIGHT[color], ha="right", va="center")
 axes.axhline(0.1, color=LIGHT["soft"], linestyle="--")
-axes.text(0, 0.115, "10 %", fontsize=14, color=LIGHT["soft"])
+axes.text(-0.15, 0.12, "10 %", fontsize=14, color=LIGHT["soft"], ha="right")
 axes.set_xticks(range(len(COUNTS)), COUNTS)
-axes.set(ylim=(0, 1), yticks=[0, 0.25, 0.5, 0.75, 1], yticklabels=["0", "25 %", "50 %", "75 %", "100 %"])
+axes.set(xlim=(-0.9, 6.2), ylim=(0, 1), yticks=[0, 0.25, 0.5, 0.75, 1], yticklabels=["0", "25 %", "50 %", "75 %", "100 %"])
 axes.set_xlabel("microbatches m", fontsize=14)
 axes.set_title("Idle share of the total, simulated", fontsize=15, loc="left", weight="bold")
 axes.tick_params(labelsize=14)
@@ -169,7 +169,7 @@ scene.show(draw.timetable(table))
 # %% [markdown] tags=["slide"]
 # ## What each order buys
 #
-# Eight stages, 32 microbatches, F = B = W = 1, simulated:
+# Eight stages, 32 microbatches, simulated with F = B = W = 1 time unit:
 #
 # <footer>Narayanan et al. 2021; Qi et al. 2023; DeepSeek-V3 2024, table 2 · <code>llmpar schedule dualpipe --stages 8 --microbatches 32</code></footer>
 
@@ -187,7 +187,7 @@ for name, title in ORDERS.items():
     bubbles[name] = table.bubble
     lines.append(f"| {title} | {table.bubble:g} | {max(table.peak_live()):g} | {table.schedule.parameter_copies} |")
 assert bubbles["zb-h2"] == bubbles["zb-v"] == 0 < bubbles["dualpipe"]
-Markdown("\n".join(["| order | bubble, time units | microbatches held, at most | copies of the weights |", "|---|--:|--:|--:|", *lines]))
+Markdown("\n".join(["| order | bubble | microbatches held | weight copies |", "|---|--:|--:|--:|", *lines]))
 
 # %% [markdown]
 # DualPipe's aim is not in this table: it hides the experts' all-to-alls.

@@ -7,7 +7,6 @@
 from IPython.display import Markdown
 
 from llmpar import cost
-from llmpar.notation import parse_arrow
 from llmpar.schedule import make, timetable
 
 assert [cost.zero_elements(1, stage) for stage in range(4)] == [2, 2, 2, 3]
@@ -17,14 +16,14 @@ assert cost.gpt_activation_bytes(1, 2048, 1024, 8, 8, True) == cost.gpt_activati
 one = timetable(make("1f1b", 4, 12))
 assert abs(one.bubble_fraction - 3 / 15) < 1e-12
 ROWS = [
-    ("data parallel", "the batch", "2Ψ", "the state does not fit"),
-    ("ZeRO-1", "and the optimizer", "2Ψ", "the rest does not fit"),
-    ("ZeRO-3, FSDP", "and gradients, weights", "3aΨ", "tokens per GPU < C/W"),
-    ("tensor parallel", "every layer", "8bsd per layer", "the node ends"),
-    ("and sequence parallel", "and the norms' activations", "8bsd per layer", "the node ends"),
-    ("pipeline", "the stack of layers", "2bsd per hop", "microbatches run out"),
+    ("data parallel", "the batch", "2Ψ", "the state fits"),
+    ("ZeRO-1", "+ optimizer", "2Ψ", "the rest fits"),
+    ("ZeRO-3, FSDP", "+ gradients, weights", "3aΨ", "tokens per GPU > C/W"),
+    ("tensor parallel", "each layer", "8bsd per layer", "it stays in a node"),
+    ("+ sequence cut", "+ norms, residuals", "8bsd per layer", "it stays in a node"),
+    ("pipeline", "the stack of layers", "2bsd per hop", "m ≥ 9 (p - 1)"),
 ]
-Markdown("\n".join(["| strategy | cuts | each device sends | until |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in ROWS)]))
+Markdown("\n".join(["| strategy | cuts | each device sends | good while |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in ROWS)]))
 
 # %% [markdown]
 # Begin at the top. Go down only when you must, and let `llmpar inspect` say what moves.
