@@ -330,8 +330,8 @@ def ring(
     first neighbour that looked at them, gathers what each rank adds, and needs n-1 hops to come home, where the rank's
     own share is waiting: n-1 times 2 b t k h float32 besides.
 
-    With `overlap` a hop is issued before the present block is computed, and a second copy of K and V is held;
-    without, it waits. Two tiles of `block` positions of which none may see the other are a branch not taken.
+    With `overlap` a hop may run while the present keys are looked at, and a second copy of K and V is held; without, it
+    waits. Two tiles of `block` positions of which none may see the other are a branch not taken.
     """
     how = _How(mask, _scale(scale, q), axis=axis, overlap=overlap)
     return _leave(*_softmax_of(how, *_enter(q, k, v, _fit(block, q.shape[1]), _fit(block, k.shape[1]), **ids)))
@@ -346,12 +346,10 @@ def _hop(how, held):
     return jax.tree.map(lambda x: lax.ppermute(x, how.axis, [(i, (i + 1) % n) for i in range(n)]), held)
 
 
-def _hop_beside(how, held, compute):
-    """Hand on what is held while computing with it, or after."""
-    if how.overlap:
-        return _hop(how, held), compute(held)
-    held, result = lax.optimization_barrier((held, compute(held)))
-    return _hop(how, held), result
+def _after(known, held):
+    """What is held, but not before `known` is. (A true dependence, because XLA for CPUs drops optimization barriers.)"""
+    sane = known.max() <= jnp.inf  # a NaN, which shows anyway, makes zeros of what is held
+    return jax.tree.map(lambda x: jnp.where(sane, x, jnp.zeros((), x.dtype)), held)
 
 
 def _turn(how, queries, held):
@@ -360,7 +358,8 @@ def _turn(how, queries, held):
 
     def step(carry, _):
         held, done = carry
-        return _hop_beside(how, held, lambda held: _sweep(how, done, queries, held)), None
+        found = _sweep(how, done, queries, held)
+        return (_hop(how, held if how.overlap else _after(found[1], held)), found), None
 
     if (n := _ring_size(how)) > 1:
         (held, done), _ = lax.scan(step, (held, done), length=n - 1)
@@ -370,17 +369,18 @@ def _turn(how, queries, held):
 def _turn_back(how, rows, own):
     def step(carry, last=False):
         held, dq, dkv = carry
-
-        def look(held):
-            return _sweep_back(how, dq, rows, held)
-
         dkv = dkv and _hop(how, dkv)
-        held, (dq, more) = (held, look(held)) if last else _hop_beside(how, held, look)
+        dq, more = _sweep_back(how, dq, rows, held)
+        if not last:
+            held = _hop(how, held if how.overlap else _after(dq[..., 0], held))
         return held, dq, jax.tree.map(jnp.add, dkv, more) if dkv else more
 
     carry = own, _zeros(rows[0][0]), None
     if (n := _ring_size(how)) > 1:
-        carry = step((_hop(how, own), *carry[1:]), last=n == 2)
+        # Nothing else would keep these hops from running beside the forward ring's, and simulated devices confuse two
+        # permutes of one shape, one of them in a loop: wrong numbers or a deadlock in half of the runs (JAX 0.10.2).
+        first = _hop(how, _after(rows[-1], own))
+        carry = step((first, *carry[1:]), last=n == 2)
         if n > 2:
             carry, _ = lax.scan(lambda carry, _: (step(carry), None), carry, length=n - 3)
             carry = step(carry, last=True)

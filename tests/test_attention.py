@@ -247,6 +247,20 @@ def test_ring_matches_full_when_heads_are_cut_and_keys_are_shared_by_another_axi
     agree(results(lambda q, k, v: attend(q, k, v, positions), q, k, v), reference(CAUSAL, 1, 4))
 
 
+def test_the_two_rings_of_a_step_do_not_run_side_by_side():
+    """With a linear loss the backward ring needs nothing of the forward one, and simulated devices mixed up their hops.
+
+    Before `_after` tied them, half of such runs were wrong.
+    """
+    q, k, v, positions, _ = inputs(ratio=8)
+    attend = sharded(RINGS["overlap"], mesh_of(sp=4), np.arange(S), positions, None, CAUSAL, block=1)
+    step = jax.jit(jax.grad(lambda q, k, v: (attend(q, k, v)[0].sum(), attend(q, k, v)), (0, 1, 2), has_aux=True))
+    first = jax.device_get(step(q, k, v))
+    assert np.abs(first[1][0] - oracle(q, k, v, positions, None, CAUSAL)[0]).max() <= 1e-5
+    for _ in range(7):
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(step(q, k, v)), first)
+
+
 def fault_ids_stay(monkeypatch):
     hop = attention._hop
     monkeypatch.setattr(attention, "_hop", lambda how, x: (*hop(how, x[:2]), x[2]) if len(x) == 3 else hop(how, x))
@@ -362,13 +376,15 @@ def test_rivals_move_what_they_say():
         counts = counted(jax.grad(loss, (0, 1, 2)) if backward else loss, q, k, v)
         return {(name, size): times for (name, dtype, size), times in counts.items() if dtype != "int32"}
 
-    assert moved("ulysses", False) == {("all_to_all", elements): 2, ("all_to_all", 2 * elements): 2, ("all_to_all", B * S * 2): 1}
+    to_and_fro = {("all_to_all", elements): 2, ("all_to_all", 2 * elements): 2, ("all_to_all", B * S * 2): 1}
+    assert moved("ulysses", False) == to_and_fro  # k and v; q and out; lse
     assert moved("gather", False) == {("all_gather", elements): 2}
     assert moved("gather", True) == {("all_gather", elements): 2, ("reduce_scatter", 4 * elements): 2}
     assert {name for name, _ in moved("overlap", True)} == {"ppermute"}
 
 
-@pytest.mark.parametrize(("layout", "mask"), [("zigzag", CAUSAL), ("contiguous", CAUSAL), ("contiguous", Mask(window=4))], ids=str)
+@pytest.mark.parametrize("mask", [CAUSAL, Mask(window=4)], ids=str)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
     """Count the blocks that each rank computes while it runs, and compare with what live_blocks says."""
     n, block, ran = 4, 4, Counter()
@@ -391,7 +407,7 @@ def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
 
 
 def test_temporary_memory_does_not_grow_with_the_ring():
-    """At 128 positions a rank; the compiler's figure for one device, forward and backward."""
+    """At 128 positions a rank; the compiler's figure for one device. From 5 ranks on every loop is a loop."""
 
     def temp_bytes(n):
         q, k, v = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 128 * n, 1, 2, 8), *[(1, 128 * n, 1, 8)] * 2))
@@ -405,7 +421,7 @@ def test_temporary_memory_does_not_grow_with_the_ring():
         step = jax.jit(jax.grad(lambda q, k, v, positions: attend(q, k, v, positions).sum(), (0, 1, 2)))
         return step.lower(q, k, v, positions).compile().memory_analysis().temp_size_in_bytes
 
-    assert temp_bytes(8) <= 1.1 * temp_bytes(4)
+    assert temp_bytes(8) <= 1.01 * temp_bytes(5)
 
 
 # ------------------------------------------------------------------------------------------------------------ orders
@@ -462,7 +478,7 @@ def test_the_busiest_rank_of_a_zigzag_ring_does_half_the_work():
 def test_refusals_say_what_would_work():
     q, k, v, positions, _ = inputs(kv_heads=2)
     ids = ids_of(positions, None)
-    with pytest.raises(ValueError, match=r"12 is not a multiple of 8; use a sequence of 8 or 16; orders contiguous and striped"):
+    with pytest.raises(ValueError, match="12 is not a multiple of 8; use a sequence of 8 or 16; orders contiguous and"):
         order("zigzag", 12, 4)
     with pytest.raises(ValueError, match="'zig' is not known; use contiguous"):
         order("zig", 12, 4)
@@ -472,7 +488,7 @@ def test_refusals_say_what_would_work():
         full(*map(jnp.asarray, (q, k, v)), **ids | {"q_segments_bs": jnp.zeros((B, S), jnp.int32)})
     with pytest.raises(ValueError, match="window=0 hides every key"):
         Mask(window=0)
-    with pytest.raises(ValueError, match=r"ulysses over sp=4 cuts KV heads by 4, but there are 2 here; use ring, or usp with 2"):
+    with pytest.raises(ValueError, match="over sp=4 cuts KV heads by 4, but there are 2 here; use ring, or usp with 2"):
         results(sharded(VARIANTS["ulysses"], mesh_of(sp=4), np.arange(S), positions, None, CAUSAL), q, k, v)
     with pytest.raises(ValueError, match="same positions; found 16 and 32"):
         blockwise(jnp.asarray(q[:, :16]), jnp.asarray(k), jnp.asarray(v), contiguous=True, **ids)

@@ -52,7 +52,8 @@ def test_the_formula_gives_what_the_traced_step_sends(plan):
     assert table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(LLAMA, plan)
 
 
-SAMPLE = [Plan("dp=8", zero=0), *SPECIAL[1:3], *(Plan(MIXED, zero=z, tp_sequence=z % 2 == 1) for z in range(4)), *SPECIAL[3:9:2],
+STAGES = [Plan(MIXED, zero=z, tp_sequence=z % 2 == 1) for z in range(4)]
+SAMPLE = [Plan("dp=8", zero=0), *SPECIAL[1:3], *STAGES, *SPECIAL[3:9:2],
           Plan("fsdp=8", zero=2, accumulate=2), Plan("dp=2 tp=2", tp_sequence=True), Plan("dp=1")]  # fmt: skip
 
 

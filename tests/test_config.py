@@ -60,7 +60,9 @@ def test_parameter_counts_are_exact(name):
     json.dumps(described)
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN, preset("llama3.1-405b"), preset("qwen2.5-72b"), preset("qwen3-0.6b")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "config", [LLAMA, QWEN, preset("llama3.1-405b"), preset("qwen2.5-72b"), preset("qwen3-0.6b")], ids=lambda c: c.name
+)
 def test_shapes_and_dims_are_those_of_the_real_model(config):
     """Nothing is allocated: the modules' own parameters, as abstract values, with the dims that they were given."""
     model = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
@@ -88,7 +90,9 @@ def test_uneven_groups_of_heads_are_refused():
 
 
 def test_an_unknown_model_is_refused_with_the_names_that_are_known():
-    with pytest.raises(ValueError, match="unknown model 'llama9'; the presets are tiny, .*qwen3-32b, or give the path of a config.json"):
+    with pytest.raises(
+        ValueError, match="unknown model 'llama9'; the presets are tiny, .*qwen3-32b, or give the path of a config.json"
+    ):
         preset("llama9")
 
 
@@ -220,6 +224,9 @@ def test_llama_3_1_scales_low_frequencies_only():
 def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():
     model = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Llama(LLAMA, nnx.Rngs(0)), nnx.Param)))()
     q, o = np.asarray(model["blocks"]["attention"]["q"]), np.asarray(model["blocks"]["attention"]["o"])
-    assert abs(q.std() / LLAMA.init_scale - 1) < 0.05 and abs(o.std() * (2 * LLAMA.num_layers) ** 0.5 / LLAMA.init_scale - 1) < 0.05
+    assert (
+        abs(q.std() / LLAMA.init_scale - 1) < 0.05
+        and abs(o.std() * (2 * LLAMA.num_layers) ** 0.5 / LLAMA.init_scale - 1) < 0.05
+    )
     assert np.abs(q[0] - q[1]).max() > 0, "every layer has its own weights"
     assert np.all(np.asarray(model["norm"]["scale"]) == 1)

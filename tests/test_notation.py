@@ -59,7 +59,9 @@ def random_layout(rng: random.Random, dims=None, region: bool | None = None, sum
     dims = rng.sample(list(DIMS), rng.randrange(1, 5)) if dims is None else dims
     axes = rng.sample(list(AXES), rng.randrange(len(AXES) + 1))
     homes = [rng.randrange(len(dims) + sums) for _ in axes]
-    cut = [Dim(d, () if region else tuple(a for a, home in zip(axes, homes, strict=True) if home == i)) for i, d in enumerate(dims)]
+    cut = [
+        Dim(d, () if region else tuple(a for a, home in zip(axes, homes, strict=True) if home == i)) for i, d in enumerate(dims)
+    ]
     left = tuple(a for a, home in zip(axes, homes, strict=True) if home == len(dims))
     return Layout(tuple(cut), tuple(rng.sample(list(DIMS), 2)) if region else left, "stream" if region else "")
 
@@ -202,7 +204,9 @@ def test_no_arrow_starts_an_unfinished_sum():
     ],
 )
 def test_blocks_are_never_reordered_and_the_advice_works(text, dim):
-    with pytest.raises(ValueError, match=f"would reorder the blocks of {dim}: .* write two arrows, with {dim} whole in between"):
+    with pytest.raises(
+        ValueError, match=f"would reorder the blocks of {dim}: .* write two arrows, with {dim} whole in between"
+    ):
         _ = parse_arrow(text).moves
     arrow = parse_arrow(text)
     between = Layout(tuple(Dim(d.name, () if d.name == dim else d.axes) for d in arrow.before.dims))

@@ -26,11 +26,28 @@ def test_the_regions_are_the_table_of_the_module():
         "data": {"b": batch, "s": ("sp",)},
         "stream": {"b": batch, "s": ("sp",)},
         "attention": {"b": batch, "s": ("sp",), "n": tp, "k": tp},
+        "queries": {"b": batch, "s": ("sp",), "k": tp},
+        "keys": {"b": batch, "s": ("sp",), "k": tp},
         "ffn": {"b": batch, "s": ("sp",), "m": tp},
         "vocab": {"b": batch, "s": ("sp",), "v": tp},
     }
     with_sequence = Plan(MeshShape(dp=2, sp=2, tp=2), tp_sequence=True).regions
     assert with_sequence["stream"]["s"] == ("sp", "tp") and with_sequence["ffn"]["s"] == ("sp",)
+
+
+def test_what_attention_does_with_a_cut_sequence_is_two_rows_of_the_table():
+    """Ulysses exchanges positions for heads before and after; gathering keys leaves the queries where they are."""
+    two, back = "attention b s k r h -> queries b s k r h", "queries b s k r h -> attention b s k r h"
+    keys = "attention b s k h -> keys b s k h"
+    moves = {
+        kind: [arrows(Plan("sp=2 tp=2", sequence=kind).resolve(arrow)) for arrow in (two, keys, back)]
+        for kind in ("ring", "ulysses", "gather")
+    }
+    assert moves == {
+        "ring": [[], [], []],
+        "ulysses": [["all-to-all over sp s to k"], ["all-to-all over sp s to k"], ["all-to-all over sp k to s"]],
+        "gather": [[], ["all-gather over sp on s"], []],
+    }
 
 
 def test_axes_of_size_one_appear_nowhere():
@@ -54,7 +71,7 @@ def test_placing_a_logical_layout():
     assert str(plan.place("data b s")) == "b/dp,fsdp s"
     assert str(plan.place("b/tp s")) == "b/tp s", "physical already"
     assert str(Plan("dp=2").place("attention b s d +n")) == "b/dp s d", "a sum over a dim that nothing cuts is finished"
-    with pytest.raises(ValueError, match="names an unknown region; the regions are data, stream, attention, ffn, vocab"):
+    with pytest.raises(ValueError, match="names an unknown region; the regions are data, stream, attention, "):
         plan.place("residual b s d")
 
 
@@ -169,11 +186,13 @@ REFUSED = {
               lambda n: dict(batch=n), lambda n: dict(mesh=f"dp={n}")),
     "microbatches": (dict(mesh="dp=2", accumulate=3), dict(batch=8), "batch 8 is not a multiple of dp·fsdp·ep·accumulate = 6",
                      lambda n: dict(batch=n), lambda n: dict(mesh="dp=1", accumulate=n)),
-    "sequence": (dict(mesh="tp=4", tp_sequence=True), dict(seq=18, num_kv_heads=4), "sequence 18 is not a multiple of sp·tp = 4",
+    "sequence": (dict(mesh="tp=4", tp_sequence=True), dict(seq=18, num_kv_heads=4),
+                 "sequence 18 is not a multiple of sp·tp = 4",
                  lambda n: dict(seq=n), lambda n: dict(mesh=f"tp={n}")),
     "loss chunks": (dict(mesh="dp=2", loss_chunks=3), {}, "sequence 16 is not a multiple of sp·loss_chunks = 3",
                     lambda n: dict(seq=n), lambda n: dict(loss_chunks=n)),
-    "attention block": (dict(attention_block=12), {}, "attention over 16 positions, sequence 16 is not a multiple of attention_block = 12",
+    "attention block": (dict(attention_block=12), {},
+                        "attention over 16 positions, sequence 16 is not a multiple of attention_block = 12",
                         lambda n: dict(seq=n), lambda n: dict(attention_block=n)),
     "heads": (dict(mesh="tp=8"), {}, "heads 12 is not a multiple of tp = 8",
               lambda n: dict(num_heads=n, num_kv_heads=8), lambda n: dict(mesh=f"tp={n}")),
@@ -237,6 +256,23 @@ def test_reductions_that_do_not_fit_are_refused_and_the_end_works(plan, why):
     message = refusal(plan)
     assert why in message and "'end'" in message
     dataclasses.replace(plan, reduce="end").check(LLAMA, 16, 16)
+
+
+def test_a_zigzag_needs_two_parts_a_rank_and_the_advice_works():
+    plan = Plan("sp=4")
+    message = refusal(plan, seq=20)
+    assert message == "order='zigzag' cuts a sequence into 2·sp = 8 parts, and 20 is no multiple; use 16, or order='striped'"
+    plan.check(LLAMA, 16, 16)
+    dataclasses.replace(plan, order="striped").check(LLAMA, 16, 20)
+
+
+def test_ulysses_needs_heads_and_the_advice_works():
+    plan = Plan("sp=4 tp=2", sequence="ulysses")
+    few = dataclasses.replace(LLAMA, num_kv_heads=4)
+    message = refusal(plan, few)
+    assert message.startswith("sequence='ulysses' cuts the 2 KV heads of a device by sp = 4; use sequence='ring'")
+    plan.check(LLAMA, 16, 16)
+    dataclasses.replace(plan, sequence="ring").check(few, 16, 16)
 
 
 @pytest.mark.parametrize("field", ["accumulate", "loss_chunks", "attention_block"])

@@ -29,7 +29,7 @@ def executed(config, batch=BATCH, seq=SEQ, **plan):
     params = jax.eval_shape(lambda: init_params(config))
     one = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     data = dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
-    loss = lambda params, data: nnx.merge(model_graph(config), params).losses(data, par).sum()  # noqa: E731
+    loss = lambda params, data: nnx.merge(model_graph(config), params).losses(data, par).sum()
     return hlo.executed_flops(jax.jit(jax.value_and_grad(loss)).lower(params, data).compile().as_text())
 
 
@@ -112,15 +112,21 @@ def test_what_each_device_really_holds_is_the_prediction(plan):
 def test_the_estimate_of_temporaries_is_finite_and_monotone():
     """It is an estimate, and nothing more is claimed: more work never holds less, and each remedy helps."""
     base = Plan(MIXED)
-    estimate = lambda plan=base, batch=16, seq=SEQ, **more: predict.temp_bytes(  # noqa: E731
+    estimate = lambda plan=base, batch=16, seq=SEQ, **more: predict.temp_bytes(
         dataclasses.replace(LLAMA, **more), plan, batch, seq
     )
     assert 0 < estimate() < math.inf
-    grown = [estimate(batch=32), estimate(seq=2 * SEQ), estimate(num_layers=4), estimate(ffn_width=256), estimate(vocab_size=528)]
+    grown = [
+        estimate(batch=32),
+        estimate(seq=2 * SEQ),
+        estimate(num_layers=4),
+        estimate(ffn_width=256),
+        estimate(vocab_size=528),
+    ]
     assert all(estimate() < x for x in grown)
     change = functools.partial(dataclasses.replace, base)
-    for remedy in (change(remat="block"), change(mesh="dp=2 fsdp=2 tp=4"), change(mesh="dp=4 fsdp=2 tp=2"), change(accumulate=2),
-                   change(tp_sequence=True), change(dtype="bfloat16")):  # fmt: skip
+    for remedy in (change(remat="block"), change(mesh="dp=2 fsdp=2 tp=4"), change(mesh="dp=4 fsdp=2 tp=2"),
+                   change(accumulate=2), change(tp_sequence=True), change(dtype="bfloat16")):  # fmt: skip
         assert estimate(remedy) < estimate(), remedy
     stages = [estimate(change(zero=z)) for z in range(4)]
     assert stages[0] == stages[1] > stages[2] == stages[3], "gradients are cut from stage 2 on"
@@ -145,6 +151,7 @@ def test_the_ring_arithmetic_of_traffic():
 
 def test_zero_sends_two_two_two_three_times_the_weights():
     """2Ψ for stages 0 to 2 and 3Ψ for 3 (section 7 there), in the limit of the blocks' weights and of many devices."""
+
     def volume(zero, layers):
         config = dataclasses.replace(LLAMA, num_layers=layers)
         plan = Plan("fsdp=8", zero=zero, remat="block")
@@ -161,7 +168,11 @@ def test_buckets_send_the_same_bytes_in_fewer_collectives():
         return row.count - 2, row.bytes_sent  # two scalars: tokens and loss
 
     leaves = len(LLAMA.param_shapes())
-    (at_end, sent), (big, same), (small, too) = gradients(), gradients(reduce="bucket"), gradients(reduce="bucket", bucket_bytes=1)
+    (at_end, sent), (big, same), (small, too) = (
+        gradients(),
+        gradients(reduce="bucket"),
+        gradients(reduce="bucket", bucket_bytes=1),
+    )
     assert sent == same == too and (at_end, big, small) == (leaves, 1, leaves)
     per_layer, also = gradients(reduce="layer")
     assert also == sent and per_layer == 3 + (leaves - 3) * LLAMA.num_layers

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import shutil
 
 import jax
@@ -23,7 +24,12 @@ from llmpar.train import OptimizerConfig, Report, make_optimizer, muon_dims, tra
 
 SMALL = dataclasses.replace(LLAMA, name="small-test", num_layers=1, width=32, num_heads=8, num_kv_heads=8, ffn_width=32)
 MIXED = Plan("dp=2 fsdp=2 tp=2")
-pytestmark = pytest.mark.usefixtures("standard_promotion")  # Optax's step counters: see conftest
+ADAMW = OptimizerConfig()
+pytestmark = [
+    pytest.mark.usefixtures("standard_promotion"),  # Optax's step counters: see conftest
+    # Orbax closes its event loop at the first array that cannot be read; the others' readers then complain from threads.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 @functools.cache
@@ -33,7 +39,7 @@ def stream(seq_len: int = 16, batch_size: int = 8) -> Stream:
     return Stream(read_corpus(config), config)
 
 
-def run(plan: Plan = MIXED, steps: int = 6, config=SMALL, folder=None, every: int = 2, options=OptimizerConfig(), **more):
+def run(plan: Plan = MIXED, steps: int = 6, config=SMALL, folder=None, every: int = 2, options=ADAMW, **more):
     keep = Checkpoints(str(folder), every) if folder else None
     return train(config, plan, make_mesh(plan.mesh), more.pop("text", stream()), steps, options, checkpoints=keep, **more)
 
@@ -151,20 +157,28 @@ def test_old_checkpoints_are_removed_and_unfinished_ones_ignored(whole, tmp_path
     assert same_bits(resumed, state)
 
 
-def largest(folder):
-    return max((f for f in (folder / "6" / "state").rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+def files(folder):
+    """The files that hold arrays. (Some are leftovers of writing, which nobody reads: so all are damaged.)"""
+    return [f for f in (folder / "6" / "state").rglob("d/*") if f.is_file() and f.stat().st_size > 10_000]
 
 
 def truncate(folder):
-    file = largest(folder)
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for file in files(folder):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def flip_a_bit(folder):
-    file = largest(folder)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
+def flip_bits(folder):
+    for file in files(folder):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 4
+        file.write_bytes(content)
+
+
+def change_a_sum(folder):
+    file = folder / "6" / "about" / "metadata"
+    about = json.loads(file.read_text())
+    about["checksums"]["['params']['head']"] += 1
+    file.write_text(json.dumps(about))
 
 
 def lose_the_state(folder):
@@ -176,11 +190,10 @@ def lose_the_description(folder):
 
 
 def spoil_the_description(folder):
-    [file] = [f for f in (folder / "6" / "about").iterdir() if f.name == "metadata"]
-    file.write_text("{")
+    (folder / "6" / "about" / "metadata").write_text("{")
 
 
-DAMAGE = [truncate, flip_a_bit, lose_the_state, lose_the_description, spoil_the_description]
+DAMAGE = [truncate, flip_bits, change_a_sum, lose_the_state, lose_the_description, spoil_the_description]
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda f: f.__name__)
@@ -189,7 +202,8 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_the_advice_works(tm
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     damage(copy)
-    with pytest.raises(ValueError, match="the checkpoint of step 6 in .*copy cannot be used: .*") as caught:
+    said = "['params']['head'] is not what was written" if damage is change_a_sum else ""
+    with pytest.raises(ValueError, match="the checkpoint of step 6 in .*copy cannot be used: " + re.escape(said)) as caught:
         run(folder=copy)
     assert "\n" not in str(caught.value) and "delete the folder 6" in str(caught.value)
     shutil.rmtree(copy / "6")
@@ -199,13 +213,17 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_the_advice_works(tm
 
 def test_another_models_checkpoint_is_refused(whole):
     folder, *_ = whole
-    with pytest.raises(ValueError, match=r"is of another model: it has .*ffn_width 32 \(asked: 64\); give that model, or another folder"):
+    with pytest.raises(
+        ValueError, match=r"is of another model: it has .*ffn_width 32 \(asked: 64\); give that model, or another folder"
+    ):
         run(folder=folder, config=dataclasses.replace(SMALL, ffn_width=64))
 
 
 def test_another_optimizers_checkpoint_is_refused(whole):
     folder, *_ = whole
-    with pytest.raises(ValueError, match="cannot be used: .* if the optimizer is the one it was made with, it is damaged") as caught:
+    with pytest.raises(
+        ValueError, match="cannot be used: .* if the optimizer is the one it was made with, it is damaged"
+    ) as caught:
         run(folder=folder, options=OptimizerConfig("sgd"))
     assert "\n" not in str(caught.value)
 
@@ -234,7 +252,9 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_step_and_the_intact_check
     """SGD at 1e30: the first update overflows the next step's loss. The checkpoint of step 1 holds those weights, so it
     is dropped; the one of step 0 does not exist."""
     options = OptimizerConfig("sgd", learning_rate=1e30, warmup=0)
-    with pytest.raises(FloatingPointError, match="the loss of step 1 is (nan|inf).*: stopped; no checkpoint was taken; try a lower"):
+    with pytest.raises(
+        FloatingPointError, match="the loss of step 1 is (nan|inf).*: stopped; no checkpoint was taken; try a lower"
+    ):
         run(options=options, folder=tmp_path, every=1)
     assert Checkpoints(str(tmp_path)).latest is None
     with pytest.raises(FloatingPointError, match="the loss of step 1 is .* no checkpoint was taken"):
@@ -246,7 +266,9 @@ def test_the_checkpoint_before_a_bad_step_is_kept_and_good(tmp_path):
     with pytest.raises(Killed):
         run(options=gentle, folder=tmp_path, on_step=kill_at(2))
     assert Checkpoints(str(tmp_path)).latest == 2
-    with pytest.raises(FloatingPointError, match="the loss of step 3 is .* the checkpoint of step 2 is intact; try a lower learning"):
+    with pytest.raises(
+        FloatingPointError, match="the loss of step 3 is .* the checkpoint of step 2 is intact; try a lower learning"
+    ):
         run(options=wild, folder=tmp_path, every=1)
     _, report = run(options=gentle, folder=tmp_path)
     assert report.start == 2 and np.isfinite(report.losses).all()
@@ -258,7 +280,7 @@ def test_the_checkpoint_before_a_bad_step_is_kept_and_good(tmp_path):
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_optimizers_of_whole_matrices_are_on_eight_devices_what_they_are_on_one(name):
     """Adafactor scales by the root mean square of a whole leaf, Muon multiplies whole matrices: both see states that are
-    cut (AdamW, SGD and a factored Adafactor are in test_same_answer.py). 2e-5: float32 sums in another order, through six updates."""
+    cut (AdamW, SGD and a factored Adafactor are in test_same_answer.py). 2e-5: float32 sums in another order, six times."""
     options = OptimizerConfig(name, learning_rate=3e-2, warmup=1)
     one, many = (run(plan, options=options)[1] for plan in (Plan(), MIXED))
     assert min(one.losses) < one.losses[0] - 0.02, "it moves"

@@ -1,0 +1,145 @@
+"""Exercises of lesson 06: what travels around a ring, who holds which positions, and when heads are the better cut."""
+
+import numpy as np
+
+from exercises import Exercise
+
+
+def ring_bytes(devices: int = 8, seq: int = 256, kv_heads: int = 2, head_width: int = 16) -> Exercise:
+    """Ask how many bytes of keys and values a device sends in the toy's forward ring, in float32."""
+    hop = 2 * seq / devices * kv_heads * head_width * 4
+    return Exercise(
+        level="core",
+        solution=(devices - 1) * hop,
+        wrong=[
+            (devices * hop, "The last hop would bring everybody's own keys back, which nobody needs: n devices, n-1 hops."),
+            ((devices - 1) * hop / 2, "Count again what is handed on: keys, and values."),
+            (hop, "That is one hop. A block must pass every other device."),
+            (2 * (devices - 1) * hop, "The 4 query heads stay at home; only the 2 heads of keys and values travel."),
+            ((devices - 1) * hop / 4, "That is the number of elements; a float32 has 4 bytes."),
+        ],
+        hint="A hop hands on K and V of S/n positions, each position with 2 heads of 16 numbers. How many hops are there?",
+    )
+
+
+def hop_bytes(tokens: int = 131_072, devices: int = 8, heads: int = 32, kv_heads: int = 8, head_width: int = 128) -> Exercise:
+    """Ask for the bytes of one hop of Llama 3 8B at 128k positions over sp=8 in bfloat16, K and V of one layer."""
+    right = 2 * (tokens // devices) * kv_heads * head_width * 2
+    return Exercise(
+        level="core",
+        solution=right,
+        wrong=[
+            (
+                right * heads // kv_heads,
+                "You sent all 32 query heads' worth. Four query heads share one KV head, and KV heads travel.",
+            ),
+            (right // 2, "Two things travel: keys, and values."),
+            (right * 2, "That is float32; a bfloat16 has 2 bytes."),
+            (right * devices, "That is the whole sequence. A device holds, and hands on, an eighth of it."),
+            (right * (devices - 1), "That is the whole turn of the ring, all 7 hops. One hop was asked for."),
+            (right * 32, "That is one hop in each of the 32 layers. One layer was asked for."),
+        ],
+        hint="2 (K and V) × positions per device × KV heads × head width × bytes per number.",
+        tolerance=0.01,  # 64 MiB and 67.1 MB are both fine
+    )
+
+
+def zigzag() -> Exercise:
+    """Ask for the permutation that deals s positions to n ranks so that causal work is even."""
+
+    def parts(s, n):
+        return np.arange(s).reshape(2 * n, -1)
+
+    def solution(s, n):
+        cut = parts(s, n)
+        return np.concatenate([np.concatenate([cut[i], cut[2 * n - 1 - i]]) for i in range(n)])
+
+    def contiguous(s, n):
+        return np.arange(s)
+
+    def striped(s, n):
+        return np.arange(s).reshape(-1, n).T.ravel()
+
+    def not_mirrored(s, n):
+        cut = parts(s, n)
+        return np.concatenate([np.concatenate([cut[i], cut[n + i]]) for i in range(n)])
+
+    def read_backwards(s, n):
+        cut = parts(s, n)
+        return np.concatenate([np.concatenate([cut[i], cut[2 * n - 1 - i][::-1]]) for i in range(n)])
+
+    def inverse(s, n):
+        return np.argsort(solution(s, n))
+
+    def late_first(s, n):
+        cut = parts(s, n)
+        return np.concatenate([np.concatenate([cut[2 * n - 1 - i], cut[i]]) for i in range(n)])
+
+    return Exercise(
+        level="stretch",
+        solution=solution,
+        observe=lambda function: [np.asarray(function(s, n)).tolist() for s, n in ((24, 4), (24, 2), (18, 3))],
+        wrong=[
+            (contiguous, "That is the contiguous order: the last rank has all the late positions, which see the most."),
+            (striped, "That is the striped order. It is balanced too, but zigzag deals two whole parts to each rank."),
+            (
+                not_mirrored,
+                "Rank i has parts i and n+i: both grow with i. Its second part must be the later the earlier its first is.",
+            ),
+            (read_backwards, "The right parts, but inside a part the positions still rise: only the parts' order is mirrored."),
+            (inverse, "That says where each position goes. Asked is which position lies where: apply np.argsort once more."),
+            (late_first, "The right parts for each rank, the later one first. Put the earlier part first."),
+        ],
+        hint="Cut the positions into 2n parts. Rank i gets part i, then part 2n-1-i.",
+    )
+
+
+def rivals(flops_per_s: float = 989.4e12, link_bytes_per_s: float = 450e9) -> Exercise:
+    """Ask from which power of two on Ulysses sends less than the ring, and from which block on the ring hides its hops."""
+
+    def smallest(heads, kv_heads, limited=True):
+        n = 2
+        while n <= 1 + heads / kv_heads:
+            n *= 2
+        return n if n <= kv_heads or not limited else None
+
+    heads = {"llama2-7b": (32, 32), "llama3-8b": (32, 8), "llama3-70b": (64, 8)}
+    degrees = {name: smallest(*counts) for name, counts in heads.items()}
+    block = 2 * flops_per_s / link_bytes_per_s * 8 / 32
+    right = degrees | {"hidden_from": block}
+    return Exercise(
+        level="expert",
+        solution=right,
+        wrong=[
+            (
+                right | {"llama3-70b": smallest(64, 8, limited=False)},
+                "llama3-70b: with 16 ranks Ulysses would send less, but a rank would hold half of one of the 8 KV heads.",
+            ),
+            (
+                right | dict.fromkeys(degrees, 4),
+                "With grouped queries the ring turns KV heads only, while Ulysses also exchanges Q and the output: the "
+                "models differ in the ratio of query heads to KV heads.",
+            ),
+            (
+                right | {"llama2-7b": 2},
+                "llama2-7b: at 2 ranks both send the same. Asked is where Ulysses sends less.",
+            ),
+            (
+                right | {"hidden_from": block / 2},
+                "hidden_from: a causal mask halves the work that a hop can hide behind, and the hop stays as it is.",
+            ),
+            (
+                right | {"hidden_from": 4 * block},
+                "hidden_from: only KV heads travel. The 32/8 = 4 query heads that share one are four times the work for a hop.",
+            ),
+            (
+                right | {"hidden_from": block / 4},
+                "hidden_from: with grouped queries the block shrinks by kv_heads/heads once; the causal mask doubles it.",
+            ),
+        ],
+        hint=(
+            "Sent forward per layer, in positions × head widths: ring 2 k (n-1), Ulysses (2 q + 2 k)(n-1)/n. The degree "
+            "divides k. Block: C/W × kv_heads/heads, for a mask that leaves half of the work."
+        ),
+        tolerance=0.02,  # rounded by hand
+    )

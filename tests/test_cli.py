@@ -1,0 +1,384 @@
+"""The command line: documents that are a contract, exit statuses, and refusals before anything is compiled."""
+
+import json
+import os
+import subprocess
+import sys
+import wave
+from pathlib import Path
+
+import jax
+import pytest
+
+import llmpar.inspection
+import llmpar.train
+from llmpar.cli import main
+from llmpar.config import PRESETS
+
+CARD = {
+    "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "intermediate_size": 32, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+@pytest.fixture
+def call(capsys):
+    """Run a command here: (exit status, stdout, stderr)."""
+
+    def call(*words: str):
+        capsys.readouterr()
+        with jax.numpy_dtype_promotion("standard"):
+            try:
+                status = main(list(words))
+            except SystemExit as usage:  # how tyro leaves: 2 for bad usage, 0 for --help
+                status = usage.code
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def document(call):
+    """Run a command with --json that must succeed: its document, which is all of stdout."""
+
+    def document(*words: str) -> dict:
+        status, out, err = call(*words, "--json")
+        assert status == 0, err
+        assert out.endswith("\n") and out.count("\n") == 1
+
+        def never(name):
+            raise AssertionError(f"{name} is no JSON")
+
+        return json.loads(out, parse_constant=never)
+
+    return document
+
+
+@pytest.fixture
+def refusal(call, monkeypatch):
+    """Run a command that must be refused: exit status 1, nothing on stdout, and no step was ever made. Gives the sentence."""
+
+    def made(*_, **__):
+        raise AssertionError("a step was made before the refusal")
+
+    def refusal(*words: str) -> str:
+        monkeypatch.setattr(llmpar.train, "Step", made)
+        monkeypatch.setattr(llmpar.inspection, "Step", made)
+        status, out, err = call(*words)
+        assert status == 1 and out == "", err
+        *before, sentence = [line for line in err.splitlines() if not line.startswith("  ")]
+        assert sentence.startswith("llmpar: ") and len(before) <= 2, err  # what is trained on what; the progress bar
+        return sentence.removeprefix("llmpar: ")
+
+    return refusal
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A tiny model by path, with changes."""
+
+    def model(**changes) -> str:
+        folder = tmp_path / ("-".join(f"{k}{v}" for k, v in changes.items()) or "little")
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(CARD | changes))
+        return str(folder / "config.json")
+
+    return model
+
+
+def run(*words: str, code: str = "", **variables: str) -> subprocess.CompletedProcess:
+    """The command (or some code) in a process of its own."""
+    command = [sys.executable, *(("-c", code) if code else ("-m", "llmpar.cli")), *words]
+    environment = {k: v for k, v in os.environ.items() if k not in variables} | {k: v for k, v in variables.items() if v}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+# ------------------------------------------------------------------------------------------------------------- documents
+
+
+def test_models_lists_every_preset(document, call):
+    models = document("models")["models"]
+    assert [m["name"] for m in models] == list(PRESETS)
+    assert {m["name"]: m["params"] for m in models}["llama3-8b"] == 8_030_261_248
+    assert all(m["active_params"] == m["params"] for m in models)
+    status, out, _ = call("models")
+    assert status == 0 and len(out.splitlines()) == len(PRESETS) and "8,030,261,248 parameters" in out
+
+
+def test_models_describes_one_by_name_or_path(document, model):
+    assert [m["params"] for m in document("models", "qwen3-0.6b")["models"]] == [596_049_920]
+    [little] = document("models", model())["models"]
+    assert little["name"] == "little" and little["num_layers"] == 1 and little["vocab_size"] == 264
+
+
+def test_schedule_document(document, call, tmp_path):
+    """GPipe on p=4, m=8 with equal costs: idle 2(p-1) of 2(m+p-1) slots, bubble over ideal (p-1)/m."""
+    found = document("schedule", "gpipe", "--stages", "4", "--microbatches", "8", "--costs", "1,1,0")
+    assert {
+        "makespan",
+        "makespan_lockstep",
+        "bubble_over_ideal",
+        "bubble_fraction",
+        "bubble_rate",
+        "peak_live",
+        "table",
+    } <= found.keys()
+    assert found["makespan"] == 22 and abs(found["bubble_over_ideal"] - 3 / 8) < 1e-9
+    assert abs(found["bubble_fraction"] - 3 / 11) < 1e-9 and len(found["peak_live"]) == 4
+    picture = tmp_path / "table.svg"
+    status, out, err = call("schedule", "zb-h1", "--svg", str(picture))
+    assert status == 0 and "bubble_rate" in out and "<svg" in picture.read_text() and str(picture) in err
+
+
+def test_doctor_says_what_is_here(document, call):
+    found = document("doctor")
+    assert found["simulated"] is True and found["devices"] == 8 and found["platform"] == "cpu" and found["hosts"] == 1
+    assert found["versions"]["jax"] == jax.__version__ and found["jax_backend"] == "cpu"
+    status, out, _ = call("doctor")
+    assert status == 0 and "8 simulated CPU devices on 1 host" in out
+    for name, extra in found["missing"].items():
+        assert f"{name} is missing: pip install 'llmpar[{extra}]'" in out
+
+
+def test_doctor_names_the_extra_of_what_is_missing(document, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = document("doctor")
+    assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf", "starlette": "serve", "ray": "ray", "mpi4py": "mpi"}
+
+
+TINY_STEP = ("--batch-size", "8", "--seq-len", "16")
+
+
+def test_train_document_log_plot_and_resumption(document, call, model, tmp_path):
+    """One run in all its parts: the contract, the log, the picture, and a second call that finds nothing left to do."""
+    log, plot, text = tmp_path / "log.jsonl", tmp_path / "loss.svg", tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 200)
+    words = ("train", "--model", model(), "--mesh", "dp=2 fsdp=2 tp=2", *TINY_STEP, "--steps", "4", "--every", "2",
+             "--data", str(text), "--log", str(log), "--plot", str(plot), "--checkpoints", str(tmp_path / "kept"))  # fmt: skip
+    found = document(*words)
+    assert found["mesh"] == {"pp": 1, "dp": 2, "fsdp": 2, "ep": 1, "sp": 1, "tp": 2}
+    assert len(found["losses"]) == 4 == len(found["grad_norms"]) and all(isinstance(x, float) for x in found["losses"])
+    assert found["devices"] == 8 and found["params"] == 2 * 264 * 32 + 4 * 32 * 32 + 3 * 32 * 32 + 3 * 32
+    assert found["tokens_per_s"] > 0 and found["step_s"] > 0 and found["start"] == 0 and found["mfu"] is None
+    assert [json.loads(line)["loss"] for line in log.read_text().splitlines()] == found["losses"]
+    assert "<svg" in plot.read_text()
+    status, out, err = call(*words[:-6])
+    assert status == 0 and out == "" and "loss " in err and "nats per token in 4 steps" in err and "8 devices" in err
+    done = document(*(w for w in words if w not in ("--plot", str(plot))))
+    assert done["start"] == 4 and done["losses"] == [] and done["tokens_per_s"] is None is done["step_s"]
+
+
+def test_inspect_document(model, tmp_path):
+    """In a process of its own: the type checker of these tests stands between a line of the model and what it calls."""
+    picture = tmp_path / "bytes.svg"
+    done = run("inspect", "--model", model(), "--mesh", "dp=2 fsdp=2 tp=2", *TINY_STEP, "--svg", str(picture), "--json")
+    assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert "<svg" in picture.read_text()
+    rows = found["collectives"]
+    assert all({"axis", "kind", "count", "predicted_bytes", "compiled_bytes", "source"} <= row.keys() for row in rows)
+    assert {("fsdp", "all-gather"), ("fsdp", "reduce-scatter"), ("tp", "all-reduce")} <= {(r["axis"], r["kind"]) for r in rows}
+    assert all(row["predicted_bytes"] == row["compiled_bytes"] > 0 and row["source"] for row in rows)
+    assert any("llmpar/model.py:" in row["source"] for row in rows)
+    memory = found["memory"]
+    assert set(memory) >= {f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")}
+    assert memory["predicted_argument_bytes"] == memory["compiled_argument_bytes"] > 0
+    assert found["flops"]["executed_per_device"] > found["flops"]["predicted_per_device"] > 0
+
+
+def test_inspect_draws_tables_for_people_and_reads_auto_too(call, model):
+    status, out, _ = call("inspect", "--model", model(), "--mesh_dim", "2,1,1,1", *TINY_STEP, "--reading", "auto")
+    assert status == 0 and "bytes sent per device and step" in out and "arguments" in out and "auto reading" in out
+
+
+# -------------------------------------------------------------------------------------------------------- exit statuses
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("fly",),
+        (),
+        ("train", "--zero", "5"),
+        ("train", "--steps", "many"),
+        ("inspect", "--nonsense", "1"),
+        ("train", "--dtype", "f8"),
+    ],
+    ids=" ".join,
+)
+def test_bad_usage_exits_with_two(call, words):
+    status, out, err = call(*words)
+    assert status == 2 and out == "" and err
+
+
+def test_help_exits_with_nothing_wrong(call):
+    status, out, _ = call("train", "--help")
+    assert status == 0 and "--mesh" in out and "--batch-size" in out
+
+
+def test_commands_that_need_no_jax_do_not_import_it():
+    done = run(code="import sys; from llmpar.cli import main; main(['models', '--json']); sys.exit('jax' in sys.modules)")
+    assert done.returncode == 0 and len(json.loads(done.stdout)["models"]) == len(PRESETS) and done.stderr == ""
+
+
+def test_a_process_has_the_same_statuses():
+    refused, bad = run("models", "llama9"), run("models", "a", "b")
+    assert (refused.returncode, refused.stdout) == (1, "") and refused.stderr.startswith("llmpar: unknown model 'llama9'")
+    assert refused.stderr.count("\n") == 1 and "Traceback" not in bad.stderr and (bad.returncode, bad.stdout) == (2, "")
+
+
+def test_jax_that_has_started_already_is_refused_and_the_advice_works():
+    code = "import sys, jax; jax.devices(); from llmpar.cli import main; sys.exit(main(['doctor', '--json']))"
+    late = run(code=code, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="")
+    assert (late.returncode, late.stdout) == (1, "")
+    assert (
+        "llmpar: 8 simulated devices were asked for but JAX has started with 1" in late.stderr
+        and "Traceback" not in late.stderr
+    )
+    name, _, flag = late.stderr.strip().rpartition("or set ")[2].partition("=")
+    heeded = run(code=code, **{name: flag})
+    assert heeded.returncode == 0 and json.loads(heeded.stdout)["devices"] == 8
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+BOTH = [("train",), ("inspect",)]
+
+
+@pytest.mark.parametrize("command", BOTH, ids=" ".join)
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (
+            ("--batch-size", "12"),
+            "batch 12 is not a multiple of dp·fsdp·ep = 8; use 8 or 16, or make dp·fsdp·ep one of 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            ("--mesh", "tp=8", "num_attention_heads=12", "num_key_value_heads=4"),
+            "heads 12 is not a multiple of tp = 8; use 8 or 16, or make tp one of 1, 2, 4",
+        ),
+        (
+            ("--mesh", "tp=8", "num_key_value_heads=4"),
+            "KV heads 4 is not a multiple of tp = 8; use 8, or make tp one of 1, 2, 4",
+        ),
+        (("--mesh", "tp=8", "intermediate_size=36"), "feed-forward width 36 is not a multiple of tp = 8; use 32 or 40"),
+        (("--mesh", "tp=8", "vocab_size=260"), "vocabulary 260 is not a multiple of tp = 8; use 256 or 264"),
+        (("--mesh", "fsdp=8", "hidden_size=36", "head_dim=4"), "model width 36 is not a multiple of fsdp = 8; use 32 or 40"),
+        (("--mesh", "tp=4", "--tp-sequence", "--seq-len", "18"), "sequence 18 is not a multiple of sp·tp = 4; use 16 or 20"),
+        (("--loss-chunks", "3"), "sequence 16 is not a multiple of sp·loss_chunks = 3"),
+        (("--accumulate", "0"), "accumulate is 0; use 1 or more"),
+        (("--batch-size", "0"), "batch 0 holds no token; use 1 or more"),
+        (("--mesh", "xp=8"), "unknown mesh axis 'xp'; the axes are pp dp fsdp ep sp tp"),
+        (("--mesh", "dp=-1 tp=-1"), "two axes are -1; only one can be inferred"),
+        (("--mesh", "dp=2 dp=4"), "axis 'dp' is given twice"),
+        (("--mesh", "dp=4 tp=4"), "mesh 'dp=4 tp=4' needs 16 devices but 8 are present; try 'dp=2 tp=4'"),
+        (("--mesh-dim", "1,64,4,1"), "mesh '1,64,4,1' needs 256 devices but 8 are present; try '"),
+        (("--mesh-dim", "8"), "1 unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp)"),
+        (("--devices", "9"), "9 simulated devices were asked for but JAX has started with 8"),
+        (("--devices", "0"), "0 simulated devices were asked for; use 1 or more"),
+        (("model_type=gpt2",), "model_type 'gpt2' in '"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
+)
+def test_a_step_that_cannot_be_is_refused_in_a_sentence_before_it_is_made(refusal, model, command, flags, said):
+    entries = dict(f.split("=") for f in flags if "=" in f and f[0] != "-" and "_" in f)
+    card = {k: int(v) if v.isdigit() else v for k, v in entries.items()}
+    flags = [f for f in flags if f.split("=")[0] not in entries]
+    assert refusal(*command, "--model", model(**card), *TINY_STEP, *flags).startswith(said)
+
+
+def test_unknown_models_are_refused(refusal, tmp_path):
+    assert "unknown model 'gpt5'; the presets are tiny, " in refusal("train", "--model", "gpt5")
+    assert "cannot read a model configuration" in refusal("inspect", "--model", str(tmp_path / "config.json"))
+
+
+def noise(file: Path) -> None:
+    with wave.open(str(file), "wb") as sound:
+        sound.setparams((1, 2, 8000, 0, "NONE", ""))
+        sound.writeframes(bytes(range(128, 256)) * 50)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (None, "matches no file; give a file or a glob"),
+        (lambda f: f.mkdir(), "is a folder; name its files"),
+        (lambda f: f.write_text(""), "empty"),
+        (lambda f: f.write_text("short"), "seq_len 16 needs 17 tokens"),
+        (noise, "is not UTF-8 text: byte"),
+    ],
+    ids=["missing", "folder", "empty", "short", "binary"],
+)
+def test_data_that_cannot_be_read_is_refused(refusal, model, tmp_path, make, said):
+    file = tmp_path / "data"
+    if make:
+        make(file)
+    assert said in refusal("train", "--model", model(), *TINY_STEP, "--data", str(file))
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(refusal, model, tmp_path):
+    said = refusal("train", "--model", model(vocab_size=256), *TINY_STEP)
+    assert said == (
+        "tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or more, or a smaller "
+        "tokenizer ('bytes' has 257)"
+    )
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<s>": 0} | {f"w{i}": i + 1 for i in range(299)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    said = refusal("train", "--model", model(), *TINY_STEP, "--tokenizer", str(tmp_path / "tokenizer.json"))
+    assert "has 300 tokens but the model's vocabulary has 264; use a model with 300 or more" in said
+
+
+def test_a_tokenizer_that_is_not_there_is_refused(refusal, model, tmp_path):
+    said = refusal("train", "--model", model(), *TINY_STEP, "--tokenizer", str(tmp_path / "tokenizer.json"))
+    assert said.startswith("cannot read tokenizer '") and said.endswith("give 'bytes' or a tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (("--steps", "0"), "training to step 0 does nothing; use 1 or more"),
+        (("--learning-rate", "-1"), "learning rate -1.0, clip 1.0: both must be positive numbers"),
+        (("--clip", "0"), "clip 0.0: both must be positive numbers"),
+        (("--warmup", "-1"), "use 0 or more"),
+        (("--seed", "-1"), "seed is -1; use 0 or more"),
+        (("--every", "0", "--checkpoints", "kept"), "checkpoints every 0 steps, 2 kept: both must be at least 1"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
+)
+def test_training_options_that_would_do_harm_are_refused(refusal, model, tmp_path, monkeypatch, flags, said):
+    monkeypatch.chdir(tmp_path)
+    assert said in refusal("train", "--model", model(), *TINY_STEP, *flags)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (("nope",), "no schedule is called 'nope'; try one of gpipe, 1f1b, "),
+        (("gpipe", "--costs", "1,2"), "--costs '1,2' is not three numbers F,B,W such as 1,1,1"),
+        (("gpipe", "--costs", "1,-1,1"), "none negative"),
+        (("gpipe", "--stages", "0"), "a pipeline needs at least 1 of each"),
+        (("gpipe", "--svg", "picture.bmp"), "a drawing is saved as .svg or .png"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
+)
+def test_schedules_that_cannot_be_are_refused(refusal, words, said):
+    assert said in refusal("schedule", *words)
+
+
+def test_a_lab_without_notebooks_is_refused(refusal, tmp_path):
+    assert "there is no folder '" in refusal("lab", "--folder", str(tmp_path / "none"))
+
+
+def test_a_loss_that_is_not_finite_exits_with_one_in_a_sentence(call, model, tmp_path):
+    words = ("train", "--model", model(), "--mesh", "dp=1", *TINY_STEP, "--optimizer", "sgd", "--learning-rate", "1e30",
+             "--warmup", "0", "--steps", "5", "--json")  # fmt: skip
+    status, out, err = call(*words)
+    assert status == 1 and out == "" and "llmpar: the loss of step 1 is " in err and "try a lower learning rate" in err
+
+
+def test_a_damaged_checkpoint_exits_with_one_in_a_sentence(call, model, tmp_path):
+    (tmp_path / "kept" / "7").mkdir(parents=True)
+    status, out, err = call("train", "--model", model(), "--mesh", "dp=1", *TINY_STEP, "--checkpoints", str(tmp_path / "kept"))
+    assert status == 1 and out == "" and "llmpar: the checkpoint of step 7 in " in err and "Traceback" not in err
