@@ -158,7 +158,8 @@ class Plan:
     def check(self, config, batch_size: int, seq_len: int) -> None:
         """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any compilation."""
         sizes = self.mesh.sizes
-        for axis, why in {"pp": "pipelines (llmpar.pipeline runs them, the training step does not yet)", "ep": "experts"}.items():
+        unserved = {"pp": "pipelines (llmpar.pipeline runs them, the training step does not yet)", "ep": "experts"}
+        for axis, why in unserved.items():
             if sizes[axis] > 1:
                 raise ValueError(f"mesh '{self.mesh}' has {axis}={sizes[axis]}, but no {why} here; use dp, fsdp, sp, tp")
         for name, size in {"batch": batch_size, "sequence": seq_len}.items():
