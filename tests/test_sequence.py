@@ -93,3 +93,16 @@ def test_positions_travel_with_their_tokens():
     places = attention.order("zigzag", SEQ, 4)
     assert sorted(places) == list(range(SEQ)) and list(places[:4]) == [0, 1, 14, 15]
     np.testing.assert_array_equal(parity.batch()["positions"][0][places], places)
+
+
+def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(monkeypatch):
+    """A tile as long as a rank's positions would make every block live: no causal work would be saved."""
+    ring, asked = attention.ring, []
+    monkeypatch.setattr(attention, "ring", lambda *args, block, **how: asked.append(block) or ring(*args, block=block, **how))
+    for block in (16, 64, 128):
+        plan = Plan("sp=4", order="zigzag", attention_block=block)
+        step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+        step.run.trace(step.abstract_state, step.abstract_batch(4, 256))  # 64 positions a rank
+    assert set(asked) == {16, None}
+    joined, apart = (attention.live_blocks(4, "zigzag", s=256, block=tile).sum() for tile in (64, 32))
+    assert apart < 0.7 * joined
