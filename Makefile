@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lab bench slides notebooks lint clean
+.PHONY: help setup demo test test-fast test-full lab bench slides notebooks lint clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -44,6 +44,10 @@ test: lint
 
 test-fast: lint
 	$(BIN)/python -m pytest $(TESTS) -m "not slow and not full and not browser and not hf"
+
+# All that the default tests sample: every mesh, ZeRO stage and reading. About half an hour on two cores.
+test-full: lint
+	$(BIN)/python -m pytest $(TESTS) -m full
 
 lab: $(STAMP)
 	$(BIN)/llmpar lab

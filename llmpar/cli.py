@@ -156,8 +156,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=argv, prog="llmpar", description=__doc__)  # type: ignore[arg-type]
         command.run()  # type: ignore[attr-defined]
-    except (ValueError, FloatingPointError, OSError, subprocess.CalledProcessError) as error:
-        say(f"llmpar: {error}")
+    except (ValueError, FloatingPointError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        say(f"llmpar: {error}")  # a RuntimeError is JAX's: out of memory, say
         return 1
     except KeyboardInterrupt:
         return 130

@@ -50,6 +50,7 @@ class StepOptions:
         loss_chunks: pieces of the sequence whose logits exist one after the other.
         sequence: attention where sp cuts the sequence: pass keys around a ring, exchange positions for heads, or gather.
         order: how positions are dealt to the ranks of sp.
+        attention_block: queries and keys per block of attention; it must divide what a device holds.
     """
 
     model: str = "tiny"
@@ -70,6 +71,7 @@ class StepOptions:
     loss_chunks: int = 1
     sequence: Literal["ring", "ulysses", "gather"] = "ring"
     order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
+    attention_block: int | None = None
 
     def resolve(self) -> tuple[ModelConfig, Plan]:
         """The model and the plan, on the devices that are there (or are simulated now). Refuses before compiling."""
@@ -158,6 +160,8 @@ class Train:
 
             draw.loss_curve(report.losses).save(self.plot)
             say(f"drew the loss into {self.plot}")
+        if report.start:
+            say(f"resumed from the checkpoint of step {report.start}" + "; nothing was left to do" * (not report.losses))
         if report.losses:
             say(f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f} nats per token in {len(report.losses)} steps")
         document = {

@@ -86,7 +86,8 @@ def attend(q, k, v, ids, mask: attention.Mask, par):
     if axes:
         (axis,) = axes
         compute = functools.partial(attention.ring, axis=axis)
-        block = block if block < q.shape[1] else None  # a tile must not join the two parts that zigzag deals to a rank
+        if block and block >= q.shape[1]:
+            block = None  # a tile must not join the two parts that zigzag deals to a rank
 
     def here(q, k, v, q_positions, q_segments, k_positions, k_segments):
         ids = dict(q_positions_bs=q_positions, q_segments_bs=q_segments, k_positions_bt=k_positions, k_segments_bt=k_segments)

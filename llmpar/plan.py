@@ -47,7 +47,7 @@ class Plan:
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
-        attention_block: queries and keys per block of blockwise attention.
+        attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down to 256.
         sequence: what attention does where the sequence is cut by sp: pass keys around a ``ring``, exchange positions for
             heads (``ulysses``), or ``gather`` all keys.
         order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal work.
@@ -65,15 +65,16 @@ class Plan:
     dtype: str = "float32"
     unroll: int = 1
     loss_chunks: int = 1
-    attention_block: int = 128
+    attention_block: int | None = None
     sequence: Literal["ring", "ulysses", "gather"] = "ring"
     order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", parse_mesh(self.mesh))
         for name in ("accumulate", "loss_chunks", "attention_block"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; use 1 or more")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; use 1 or more")
 
     # ------------------------------------------------------------------------------------------------ who is cut where
 
@@ -187,7 +188,7 @@ class Plan:
                 "use sequence='ring', which needs no heads"
             )
         local = seq_len // sizes["sp"] if self.sequence == "ring" else seq_len
-        if local > self.attention_block and local % self.attention_block:
+        if self.attention_block and local > self.attention_block and local % self.attention_block:
             self._divides(f"attention over {local} positions, sequence", local, (), "attention_block")
         cut_by_fsdp = {"model width": config.width}
         cut_by_fsdp |= {"head width": config.head_width} if config.qkv_bias or config.qk_norm else {}
