@@ -151,7 +151,8 @@ class Train:
 
             def show(number, report):
                 mfu = f", MFU {report.mfu:.1%}" if report.mfu else ""
-                words = f"loss {report.losses[-1]:.3f} nats, {report.tokens_per_s:,.0f} tokens/s{mfu}"
+                held = f", {report.memory_bytes / 2**30:.2f} GiB" if report.memory_bytes else ""
+                words = f"loss {report.losses[-1]:.3f} nats, {report.tokens_per_s:,.0f} tokens/s{mfu}{held}"
                 progress.update(task, completed=number + 1, description=words)
 
             _, report = train(config, plan, make_mesh(plan.mesh), stream, self.steps, options, self.seed, keep, self.log, show)

@@ -228,7 +228,7 @@ class Manual(Solo):
 
     def carry_out(self, x, arrow: Arrow, text: str = "", invariant: bool = False):
         """Run the collectives of a physical arrow. ``invariant`` marks gathered results as equal on all devices."""
-        position = {d.name: i for i, d in enumerate(arrow.before.dims)}
+        position = {d.name: i for i, d in enumerate(arrow.before.dims or arrow.after.dims)}
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
                 where = f"arrow '{text or arrow}' starts with {axis} in its layout"

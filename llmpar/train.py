@@ -163,6 +163,7 @@ def train(
             report.seconds.append(now - clock)
             clock = now
             report.losses.append(loss)
+            report.memory_bytes = _memory(mesh)
             report.grad_norms.append(norm)
             if lines:
                 row = {"step": number, "loss": loss, "grad_norm": norm, "seconds": report.seconds[-1]}
@@ -184,7 +185,6 @@ def train(
                 checkpoints.save(number + 1, state, config)
         while waiting:
             read()
-    report.memory_bytes = _memory(mesh)
     return state, report
 
 
