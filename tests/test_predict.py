@@ -41,10 +41,10 @@ def pieces(config, batch=BATCH, seq=SEQ):
 
 @pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(QWEN, num_layers=3, ffn_width=96)], ids=lambda c: c.name)
 def test_useful_flops_are_those_executed_but_for_what_is_recomputed_or_masked(config):
-    """Exactly: one tile of attention multiplies the masked half of the scores too, and recomputes them in the backward
-    pass: seven products of s by s where six are useful, none of them halved."""
+    """Exactly: of two by two tiles of attention three are live, masked halves and all, and the backward pass recomputes
+    their scores: seven products of s by s where six are useful, three quarters of each."""
     weights, attention, _ = pieces(config)
-    assert executed(config) == weights + attention * 2 * 7 / 6
+    assert executed(config) == weights + attention * 2 * 7 / 6 * 3 / 4
 
 
 def test_chunks_of_the_loss_make_the_logits_twice():
