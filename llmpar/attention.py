@@ -29,6 +29,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from llmpar.par import vary, varying
+
 Q = Float[Array, "b s k r h"]
 KV = Float[Array, "b t k h"]
 Partial = tuple[Float[Array, "b s k r h"], Float[Array, "b s k r"]]  # out in q's dtype, lse in float32
@@ -206,19 +208,10 @@ def _leave(out, lse):
     return tuple(x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (out, lse))
 
 
-def _varying(x):
-    return jax.typeof(x).manual_axis_type.varying
-
-
 def _vary(tree, like=()):
     """Let every leaf vary over each mesh axis over which any leaf, of `like` too, does: loops and branches insist."""
-    axes = frozenset().union(*map(_varying, jax.tree.leaves((tree, like))))
-
-    def cast(x):
-        missing = tuple(sorted(axes - _varying(x)))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, tree)
+    axes = sorted(frozenset().union(*map(varying, jax.tree.leaves((tree, like)))))
+    return jax.tree.map(lambda x: vary(x, axes), tree)
 
 
 @dataclass(frozen=True)

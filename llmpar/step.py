@@ -120,7 +120,7 @@ class Step:
     # ------------------------------------------------------------------------------------------------------- the step
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict]:
-        par = Manual(self.plan) if self.plan.reading == "manual" else Auto(self.plan, self.mesh)
+        par = self._reading()
         grads, metrics = self._gradients(par, state.params, batch)
         if self.clip is not None:
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(metrics["grad_norm"], 1e-12))
@@ -135,8 +135,11 @@ class Step:
 
     def gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Gradients (cut as `Plan.graded`) and metrics, without an update: what the parity tests compare."""
-        par = Manual(self.plan) if self.plan.reading == "manual" else Auto(self.plan, self.mesh)
-        return self._gradients(par, params, batch)
+        return self._gradients(self._reading(), params, batch)
+
+    def _reading(self) -> Manual | Auto:
+        """A fresh reading of the model's text, with an empty ledger: one per trace."""
+        return Manual(self.plan) if self.plan.reading == "manual" else Auto(self.plan, self.mesh)
 
     def _gradients(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         if isinstance(par, Auto):
