@@ -43,7 +43,7 @@ class StepOptions:
         tp_sequence: sequence parallelism: cut the residual stream's sequence by tp.
         reduce: when gradients are summed: at the end, layer by layer, or in buckets.
         bucket_bytes: a bucket of gradients is closed when it has reached this size.
-        accumulate: microbatches per step.
+        microbatches: per step and device; gradients are summed over them. A pipeline wants at least as many as stages.
         remat: recompute nothing, or whole blocks, in the backward pass.
         regather: ZeRO-3: gather weights again in the backward pass, or keep them.
         dtype: of weights and activations while computing; master weights are float32.
@@ -51,6 +51,9 @@ class StepOptions:
         sequence: attention where sp cuts the sequence: pass keys around a ring, exchange positions for heads, or gather.
         order: how positions are dealt to the ranks of sp.
         attention_block: queries and keys per block of attention; it must divide what a device holds.
+        schedule: order of the pipeline's stages where pp > 1: gpipe, 1f1b, interleaved, zb-h1, zb-v, …
+        chunks: pieces of the model per stage, for schedules that let one choose.
+        stage_saves: what a stage keeps of a forward pass: its input, to recompute from, or all residuals.
     """
 
     model: str = "tiny"
@@ -64,7 +67,7 @@ class StepOptions:
     tp_sequence: bool = False
     reduce: Literal["end", "layer", "bucket"] = "end"
     bucket_bytes: int = 4 << 20
-    accumulate: int = 1
+    microbatches: int = 1
     remat: Literal["none", "block"] = "none"
     regather: Literal["again", "keep"] = "again"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -72,6 +75,9 @@ class StepOptions:
     sequence: Literal["ring", "ulysses", "gather"] = "ring"
     order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     attention_block: int | None = None
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    stage_saves: Literal["input", "residuals"] = "input"
 
     def resolve(self) -> tuple[ModelConfig, Plan]:
         """The model and the plan, on the devices that are there (or are simulated now). Refuses before compiling."""

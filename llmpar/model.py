@@ -154,6 +154,10 @@ class Llama(nnx.Module):
 
     def hidden(self, embedding, batch: Batch, par):
         """The residual stream after the last block and norm, ``b s d``."""
+        return self.norm(self.run(self.embed(embedding, batch, par), batch, par, par.layers), par)
+
+    def run(self, x, batch: Batch, par, layers):
+        """The residual stream after the blocks that are here, run one after the other by ``layers``."""
         graph, weights = nnx.split(self.blocks)
         rope = rope_table(self.config, batch["positions"])
         keys = [par.move(batch[name], "data b s -> keys b s") for name in ("positions", "segments")]
@@ -162,7 +166,7 @@ class Llama(nnx.Module):
         def block(x, w):
             return nnx.merge(graph, w)(x, ids, rope, par)
 
-        return self.norm(par.layers(block, self.embed(embedding, batch, par), weights), par)
+        return layers(block, x, weights)
 
     def losses(self, batch: Batch, par):
         """The cross-entropy of every target in nats, ``b s`` float32, 0 where the target is -1.

@@ -13,9 +13,10 @@ The layers of a stage are its share of the blocks' weights, stored `l/pp`; `laye
 embedding, the last norm and the head are whole on every stage, used on the first or the last, and their gradients are summed
 over pp at the end of the step (`Plan.unreduced` says so): with tied embeddings that sum joins the two uses.
 
-By default B recomputes its stage from the input that F saved, and F of the last stage computes nothing, since its B follows
-and does. With ``save`` F keeps what B will need instead. In schedules that split the backward, W gets what is left of B once
-the input's gradient is out. Both cuts are made by `split` in the equations of one traced cell, whatever the stage computes.
+By default (`Plan.stage_saves`) B recomputes its stage from the input that F saved, and F of the last stage computes nothing,
+since its B follows and does. With residuals saved F keeps what B will need instead. In schedules that split the backward,
+W gets what is left of B once the input's gradient is out. Both cuts are made by `split` in the equations of one traced cell,
+whatever the stage computes.
 """
 
 from __future__ import annotations
@@ -30,81 +31,45 @@ from flax import nnx
 from jax import lax
 
 from llmpar.config import ModelConfig
-from llmpar.model import Batch, Llama, rope_table
+from llmpar.model import Batch, Llama
 from llmpar.notation import Arrow
 from llmpar.par import Manual, vary
 from llmpar.plan import Plan
-from llmpar.schedule import Schedule, Timetable, slots, timetable
+from llmpar.schedule import Schedule, slots, timetable
 
 Tree = Any
 PP = "pp"
 _is_var = lambda v: not hasattr(v, "val")  # an input of an equation is a variable or a literal
 
 
-def layer_order(schedule: Schedule, num_layers: int) -> np.ndarray:
+def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
     """Which layer lies at each place of the stored stack, so that cutting it by pp gives every stage its chunks in order.
 
-    Stored = natural[order], natural = stored[argsort(order)]: apply it where weights come from or go to a world without
-    pipelines (fresh weights, checkpoints, Hugging Face). It is the identity where each stage has one chunk.
+    Stored = natural[order], natural = stored[argsort(order)]: `llmpar.step.Step` applies it where weights come from or go
+    to a world without pipelines (fresh weights, checkpoints, Hugging Face). It is the identity where each stage has one chunk.
     """
-    cells = schedule.routes[0]
-    if schedule.parameter_copies > 1:
-        raise ValueError(f"schedule '{schedule.name}' keeps two copies of the model, which is not implemented; use dualpipev")
-    if num_layers % len(cells):
-        n = len(cells)
-        raise ValueError(f"{num_layers} layers are no multiple of stages·chunks = {n}; use {-(-num_layers // n) * n} layers")
+    cells = schedule.routes[0] if schedule else [(0, 0)]
     layers = np.arange(num_layers).reshape(len(cells), -1)
     return np.concatenate([layers[cells.index(cell)] for cell in sorted(cells)])
 
 
-def arrange(params: Tree, order: np.ndarray) -> Tree:
-    """The weights (or gradients) with their blocks in another order: `layer_order` to store, its argsort to come back."""
-    return params | {"blocks": jax.tree.map(lambda w: w[order], params["blocks"])}
-
-
-def check(config: ModelConfig, plan: Plan, schedule: Schedule, batch_size: int) -> Timetable:
-    """Refuse what the executor cannot run, before any compilation. Gives the timetable, which proves the order legal."""
-    table, sizes, name = timetable(schedule), plan.mesh.sizes, f"schedule '{schedule.name}'"
-    if sizes[PP] != schedule.num_stages:
-        p = schedule.num_stages
-        raise ValueError(f"{name} has {p} stages but mesh '{plan.mesh}' has pp={sizes[PP]}; use pp={p}")
-    layer_order(schedule, config.num_layers)
-    for field, value in {"reading": "manual", "reduce": "end", "accumulate": 1}.items():
-        if getattr(plan, field) != value:
-            raise ValueError(f"{field}={getattr(plan, field)!r} does not go with {name}; use {field}={value!r}")
-    if sizes["sp"] > 1 and plan.sequence == "ring":
-        why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
-        raise ValueError(f"sequence='ring' does not go with {name}: {why}; use sequence='ulysses' or 'gather'")
-    parts = schedule.num_microbatches * sizes["dp"] * sizes["fsdp"] * sizes["ep"]
-    if batch_size % parts:
-        near = -(-batch_size // parts) * parts
-        raise ValueError(f"batch {batch_size} is not a multiple of microbatches·dp·fsdp·ep = {parts}; use {near}")
-    return table
-
-
 class Stage(Llama):
-    """A Llama cut open: blocks that take and give the residual stream, and a loss of a stream that is there already."""
+    """A Llama cut open: its loss is that of a stream that is there already."""
 
     def tables(self, par):
         """The output head alone: the embedding is looked up on another stage."""
         return None, par.weight(self.embedding if self.config.tied else self.head)
 
-    def run(self, x, batch: Batch, par, unroll: bool):
-        """The residual stream after the blocks that are here; unrolled, so that every product is an equation to cut at."""
-        graph, weights = nnx.split(self.blocks)
-        rope = rope_table(self.config, batch["positions"])
-        keys = [par.move(batch[name], "data b s -> keys b s") for name in ("positions", "segments")]
-        ids = *(par.move(x, "keys b s -> queries b s") for x in keys), *keys
-        block = lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)
-        if not unroll:
-            return par.layers(block, x, weights)
-        for i in range(jax.tree.leaves(weights)[0].shape[0]):
-            x = block(x, _at(weights, i))
-        return x
-
     def hidden(self, embedding, batch: Batch, par):
         """The last norm of the stream that comes with the batch."""
         return self.norm(batch["stream"], par)
+
+
+def unrolled(block, x, stack):
+    """As `Solo.layers`, layer by layer: every product is then an equation to cut at."""
+    for i in range(jax.tree.leaves(stack)[0].shape[0]):
+        x = block(x, _at(stack, i))
+    return x
 
 
 @dataclass
@@ -159,22 +124,21 @@ def split(whole: Traced, num_early: int, num_known: int, num_given: int) -> tupl
     return first, second, [v.aval for v in crossing]
 
 
-def gradients(
-    config: ModelConfig, plan: Plan, schedule: Schedule, par: Manual, params: Tree, batch: Batch, total, save: bool = False
-) -> tuple[jax.Array, Tree]:
+def gradients(config: ModelConfig, plan: Plan, par: Manual, params: Tree, batch: Batch, total) -> tuple[jax.Array, Tree]:
     """Loss and gradients of this device's part of the batch, inside shard_map. The blocks come in `layer_order`.
 
     ``params`` vary over the sums of `Plan.unreduced`, pp among them where a weight is not cut by it. Gradients come laid out
     as `Plan.accumulated`, the loss unfinished over pp and the axes of the data.
     """
-    return _Executor(config, plan, schedule, par, params, batch, total, save).run()
+    return _Executor(config, plan, par, params, batch, total).run()
 
 
 class _Executor:
     """What the cells compute, on the weights and the tokens of one device."""
 
-    def __init__(self, config, plan, schedule, par, params, batch, total, save):
-        self.config, self.plan, self.schedule, self.par, self.total, self.save = config, plan, schedule, par, total, save
+    def __init__(self, config, plan, par, params, batch, total):
+        self.config, self.plan, self.par, self.total = config, plan, par, total
+        self.schedule, self.save = (schedule := plan.pipeline), plan.stage_saves == "residuals"
         self.ticks, self.slots = (table := timetable(schedule)).ticks, slots(table)
         cut = lambda x, n: x.reshape(n, -1, *x.shape[1:])
         self.batch = jax.tree.map(lambda x: cut(x, schedule.num_microbatches), batch)
@@ -196,9 +160,9 @@ class _Executor:
 
     def through(self, blocks, x, batch):
         """The stream after the blocks of one chunk."""
-        unroll = self.save or self.schedule.split_backward
+        layers = unrolled if self.save or self.schedule.split_backward else self.par.layers
         with self.par.repeated(self.times * self.schedule.visits):
-            return self.model(blocks, self.shared).run(x, batch, self.par, unroll)
+            return self.model(blocks, self.shared).run(x, batch, self.par, layers)
 
     def loss(self, own, x, batch):
         """The last stage's part of the loss, from the stream after its blocks."""

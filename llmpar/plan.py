@@ -12,6 +12,9 @@ A plan is frozen data. Everything about parallelism that is decided rather than 
     ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
+The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm) is whole on
+every stage, and its gradient is one more sum to finish.
+
 ZeRO (Rajbhandari et al. 2020) cuts a weight's width ``d`` (its ``h`` where it has no ``d``) by fsdp: the optimizer's state
 from stage 1 on, accumulated gradients from stage 2 on, the stored weight itself at stage 3, which is FSDP.
 """
@@ -23,7 +26,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from llmpar import orders
 from llmpar.notation import Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh, product
+from llmpar.schedule import timetable
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
@@ -41,7 +46,7 @@ class Plan:
         reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step, once however
             many microbatches there are; ``layer`` by layer inside the backward pass; or at the end in flat ``bucket``s.
         bucket_bytes: a bucket is closed when it has reached this size.
-        accumulate: microbatches per step and device whose gradients are summed before the update.
+        microbatches: per step and device; their gradients are summed before the update. In a pipeline, what fills it.
         remat: what the backward pass recomputes: ``none``, or the whole ``block``.
         regather: ZeRO-3 only: gather a block's weights ``again`` in the backward pass, or ``keep`` them from the forward.
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
@@ -51,6 +56,11 @@ class Plan:
         sequence: what attention does where the sequence is cut by sp: pass keys around a ``ring``, exchange positions for
             heads (``ulysses``), or ``gather`` all keys.
         order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal work.
+        schedule: the order in which pipeline stages work: a name of `orders.SCHEDULES`, or an order written out, one line
+            per stage (`orders.from_text`).
+        chunks: pieces of the model per stage, for schedules that let one choose.
+        stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass recomputes, or the
+            ``residuals``, so that nothing is computed twice.
     """
 
     mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed
@@ -59,7 +69,7 @@ class Plan:
     tp_sequence: bool = False
     reduce: Literal["end", "layer", "bucket"] = "end"
     bucket_bytes: int = 4 << 20
-    accumulate: int = 1
+    microbatches: int = 1
     remat: Literal["none", "block"] = "none"
     regather: Literal["again", "keep"] = "again"
     dtype: str = "float32"
@@ -68,10 +78,13 @@ class Plan:
     attention_block: int | None = None
     sequence: Literal["ring", "ulysses", "gather"] = "ring"
     order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    stage_saves: Literal["input", "residuals"] = "input"
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", parse_mesh(self.mesh))
-        for name in ("accumulate", "loss_chunks", "attention_block"):
+        for name in ("microbatches", "loss_chunks", "attention_block"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; use 1 or more")
@@ -107,6 +120,18 @@ class Plan:
         """Whether the positions of a row are 0, 1, 2, …: attention may then skip masked blocks while compiling."""
         return self.mesh.sp == 1 or self.order == "contiguous"
 
+    @functools.cached_property
+    def pipeline(self) -> orders.Schedule | None:
+        """What each stage does and in which order; None where there is one stage."""
+        if self.mesh.pp == 1:
+            return None
+        written = self.schedule.strip().count("\n")
+        return (
+            orders.from_text(self.schedule)
+            if written
+            else orders.make(self.schedule, self.mesh.pp, self.microbatches, self.chunks)
+        )
+
     # ------------------------------------------------------------------------------------------- logical to physical
 
     def place(self, layout: Layout | str) -> Layout:
@@ -121,6 +146,7 @@ class Plan:
         if cuts is None:
             raise ValueError(f"layout '{layout}' names an unknown region; the regions are {', '.join(self.regions)}")
         sums = tuple(a for d in layout.sums for a in cuts.get(d, ()))
+        cuts = cuts | {"l": self.live("pp")}
         return Layout(tuple(Dim(d.name, cuts.get(d.name, ())) for d in layout.dims), sums)
 
     def resolve(self, arrow: str) -> Arrow:
@@ -146,7 +172,7 @@ class Plan:
         """A weight's gradient as the backward pass leaves it: every axis that the weight is not cut by is still to be
         summed, if :attr:`reduce` says that this happens afterwards."""
         stored = self.stored(dims)
-        waiting = () if self.reduce == "layer" else self.varying(parse_layout(dims).region)
+        waiting = () if self.reduce == "layer" else self.live("pp") + self.varying(parse_layout(dims).region)
         return Layout(stored.dims, tuple(a for a in waiting if a not in stored.axes))
 
     def accumulated(self, dims: str) -> Layout:
@@ -159,14 +185,12 @@ class Plan:
     def check(self, config, batch_size: int, seq_len: int) -> None:
         """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any compilation."""
         sizes = self.mesh.sizes
-        unserved = {"pp": "pipelines (llmpar.pipeline runs them, the training step does not yet)", "ep": "experts"}
-        for axis, why in unserved.items():
-            if sizes[axis] > 1:
-                raise ValueError(f"mesh '{self.mesh}' has {axis}={sizes[axis]}, but no {why} here; use dp, fsdp, sp, tp")
+        if sizes["ep"] > 1:
+            raise ValueError(f"mesh '{self.mesh}' has ep={sizes['ep']}, but no experts here; use pp, dp, fsdp, sp, tp")
         for name, size in {"batch": batch_size, "sequence": seq_len}.items():
             if size < 1:
                 raise ValueError(f"{name} {size} holds no token; use 1 or more")
-        self._divides("batch", batch_size, BATCH_AXES, "accumulate")
+        self._divides("batch", batch_size, BATCH_AXES, "microbatches")
         cut_by_tp = {
             "heads": config.num_heads, "KV heads": config.num_kv_heads, "feed-forward width": config.ffn_width,
             "vocabulary": config.vocab_size,
@@ -192,14 +216,39 @@ class Plan:
             self._divides(f"attention over {local} positions, sequence", local, (), "attention_block")
         cut_by_fsdp = {"model width": config.width}
         cut_by_fsdp |= {"head width": config.head_width} if config.qkv_bias or config.qk_norm else {}
-        rows = batch_size // (sizes["dp"] * sizes["ep"] * self.accumulate)
+        rows = batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches)
         for name, size in cut_by_fsdp.items() if self.zero else ():
             self._divides(name, size, ("fsdp",), suits=math.gcd(rows, *cut_by_fsdp.values()))
         if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
             why = f"does not go with ZeRO {self.zero}, whose gradients are reduce-scattered"
             raise ValueError(f"reduce='{self.reduce}' {why}; use 'end'")
-        if self.reduce == "layer" and self.accumulate > 1:
-            raise ValueError("reduce='layer' would communicate once per microbatch; use reduce='end' with accumulate > 1")
+        if self.reduce == "layer" and self.microbatches > 1:
+            raise ValueError("reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1")
+        self._check_pipeline(config)
+
+    def _check_pipeline(self, config) -> None:
+        """Refuse a pipeline that the executor cannot walk. Simulating the order proves it legal, or names the deadlock."""
+        if self.pipeline is None:
+            return
+        order, name = self.pipeline, f"schedule '{self.pipeline.name}'"
+        timetable(order)
+        if order.num_stages != self.mesh.pp:
+            p = order.num_stages
+            raise ValueError(f"{name} has {p} stages but mesh '{self.mesh}' has pp={self.mesh.pp}; use pp={p}")
+        if order.num_microbatches != self.microbatches:
+            m = order.num_microbatches
+            raise ValueError(f"{name} has {m} microbatches but the plan has {self.microbatches}; use microbatches={m}")
+        if order.parameter_copies > 1:
+            raise ValueError(f"{name} keeps two copies of the model, which is not implemented; use dualpipev")
+        if config.num_layers % (cells := len(order.routes[0])):
+            more = -(-config.num_layers // cells) * cells
+            raise ValueError(f"{config.num_layers} layers are no multiple of stages·chunks = {cells}; use {more} layers")
+        for field, value in {"reading": "manual", "reduce": "end"}.items():
+            if getattr(self, field) != value:
+                raise ValueError(f"{field}={getattr(self, field)!r} does not go with {name}; use {field}={value!r}")
+        if self.mesh.sp > 1 and self.sequence == "ring":
+            why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
+            raise ValueError(f"sequence='ring' does not go with {name}: {why}; use sequence='ulysses' or 'gather'")
 
     def _divides(self, what: str, size: int, axes: tuple[str, ...], times: str = "", suits: int = 0) -> None:
         """Refuse a ``size`` that is no multiple of the axes' sizes and of the field ``times``, multiplied. The advice keeps

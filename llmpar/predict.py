@@ -65,7 +65,7 @@ def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) 
 def _weights(traffic: Traffic, config: ModelConfig, plan: Plan) -> None:
     """Gather weights, reduce gradients, gather updates. Per device and parameter, with N = fsdp and a microbatches
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 move 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
-    sizes, micro, item = plan.mesh.sizes, plan.accumulate, _ITEMSIZE[plan.dtype]
+    sizes, micro, item = plan.mesh.sizes, plan.microbatches, _ITEMSIZE[plan.dtype]
     buckets: dict[tuple, list[int]] = {}
     for path, (dims, shape) in sorted(config.param_shapes().items(), key=lambda item: item[0].split(".")):
         stacked = path.startswith("blocks.")
@@ -106,7 +106,7 @@ def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: 
     per layer, one forward for the embedding, one backward for the logits; three numbers per token for the loss. With
     sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022)."""
     sizes = plan.mesh.sizes
-    layers, micro, tp = config.num_layers, plan.accumulate, plan.live("tp")
+    layers, micro, tp = config.num_layers, plan.microbatches, plan.live("tp")
     tokens = product(plan.place("data b s").shard_shape((batch_size // micro, seq_len), sizes))
     stream = tokens * config.width * _ITEMSIZE[plan.dtype]
     recomputed = plan.remat == "block"  # all of a block except its last reduction, whose result only the next block needs
@@ -139,7 +139,7 @@ def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, t
         traffic.add("all-gather", sp, n * k, 2 * forward)
         traffic.add("reduce-scatter", sp, n * k, 2 * times)
     if plan.sequence != "ring":
-        traffic.add("all-gather", sp, n * ids, 2 * plan.accumulate)  # once for all layers
+        traffic.add("all-gather", sp, n * ids, 2 * plan.microbatches)  # once for all layers
 
 
 def argument_bytes(
@@ -160,7 +160,7 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     """An estimate of the bytes per device that a step holds besides its arguments: gradients, what the backward pass
     needs of the forward pass, one block being differentiated, and the logits. Not exact: the compiler fuses and reuses."""
     sizes, item = plan.mesh.sizes, _ITEMSIZE[plan.dtype]
-    tokens = product(plan.place("data b s").shard_shape((batch_size // plan.accumulate, seq_len), sizes))
+    tokens = product(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
     tp = sizes["tp"]
     grads = FLOAT32 * sum(
         product(plan.accumulated(dims).shard_shape(shape, sizes)) for dims, shape in config.param_shapes().values()

@@ -11,17 +11,20 @@ state is cut; for elementwise ones such as AdamW the compiled update holds no co
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
+from llmpar import pipeline
 from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
 from llmpar.model import Batch, Llama
@@ -70,6 +73,7 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
+        layer_order: which of the model's layers lies at each place of the stack that the state holds (see `pipeline`).
         ledger: after tracing, the `Entry` of everything that the Manual reading sends (`Manual.traffic`).
     """
 
@@ -80,14 +84,19 @@ class Step:
         self.dims = weight_dims(config)
         self.ledger: list[Entry] = []
         self.stored, self.graded = (jax.tree.map(place, self.dims) for place in (plan.stored, plan.graded))
-        params = jax.eval_shape(lambda: init_params(config))
-        state = jax.eval_shape(lambda p: State(p, optimizer.init(p), jnp.int32(0)), params)
+        state = self._shapes(config)
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
         self.abstract_state = jax.tree.map(laid_out, state, self._layouts(state))
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
         self.batch_sharding = sharding(mesh, plan.place("data b s"))
         given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
         self.run = jax.jit(self._step, in_shardings=given, out_shardings=made, donate_argnums=0)
+
+    def _shapes(self, config: ModelConfig) -> State:
+        """The state's leaves by shape and dtype."""
+        params = jax.eval_shape(lambda: init_params(config))
+        return jax.eval_shape(lambda p: State(p, self.optimizer.init(p), jnp.int32(0)), params)
 
     def _layouts(self, state: State) -> State:
         """Layouts of the whole state. What an optimizer keeps under a weight's path and in its shape (moments, say) is cut
@@ -102,11 +111,33 @@ class Step:
         return State(self.stored, jax.tree_util.tree_map_with_path(of, state.optimizer), WHOLE)
 
     def init(self, seed: int = 0) -> State:
-        """A fresh state, made in place: no device ever holds more than its share."""
+        """A fresh state, made in place: no device ever holds more than its share. The same weights on every mesh."""
         make = lambda key: init_params(self.config, key)
         params = jax.jit(make, out_shardings=self.shardings.params)(jax.random.key(seed))
         optimizer = jax.jit(self.optimizer.init, out_shardings=self.shardings.optimizer)(params)
-        return State(params, optimizer, jax.device_put(jnp.int32(0), self.shardings.step))
+        return self.from_natural(State(params, optimizer, jax.device_put(jnp.int32(0), self.shardings.step)))
+
+    def from_natural(self, state: State) -> State:
+        """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold it."""
+        return self._take(state, self.layer_order)
+
+    def to_natural(self, state: State) -> State:
+        """The state with its layers in the model's order again: how it is kept, and given to others."""
+        return self._take(state, np.argsort(self.layer_order))
+
+    def _take(self, state: State, order: np.ndarray) -> State:
+        if (order == np.arange(len(order))).all():
+            return state
+        config = (
+            self.config
+        )  # a leaf counts layers along the dim that one layer more makes longer, whatever the optimizer keeps
+        longer = self._shapes(dataclasses.replace(config, num_layers=config.num_layers + 1))
+
+        def take(x, more):
+            axis = next((i for i, (a, b) in enumerate(zip(x.shape, more.shape, strict=True)) if a != b), None)
+            return x if axis is None else jnp.take(x, order, axis)
+
+        return jax.jit(lambda state: jax.tree.map(take, state, longer), out_shardings=self.shardings)(state)
 
     def lower(self, batch_size: int, seq_len: int):
         """The step lowered for batches of this shape, without any array: for compiling and for reading."""
@@ -169,11 +200,14 @@ class Step:
         params = jax.tree.map(lambda w, dims: vary(w, plan.unreduced(dims).sums), params, self.dims)
         loss, grads = self._accumulate(par, params, batch, total)
         grads = self._reduce(par, grads)
-        return grads, {"loss": par.carry_out(loss, everywhere, "loss"), "grad_norm": self._norm(par, grads), "tokens": total}
+        loss = par.carry_out(loss, Arrow(Layout((), plan.live("pp") + plan.varying("data")), WHOLE), "loss")
+        return grads, {"loss": loss, "grad_norm": self._norm(par, grads), "tokens": total}
 
     def _accumulate(self, par: Manual | Auto, params: Tree, batch: Batch, total) -> tuple[jax.Array, Tree]:
         """Loss and gradients, summed over the microbatches; at ZeRO 2 each microbatch's gradients are cut before that."""
-        plan, parts = self.plan, self.plan.accumulate
+        plan, parts = self.plan, self.plan.microbatches
+        if plan.pipeline and isinstance(par, Manual):
+            return pipeline.gradients(self.config, plan, par, params, batch, total)
 
         def cut(g, dims):
             if isinstance(par, Auto):
@@ -253,4 +287,3 @@ class Step:
 
     def _constrain(self, tree: Tree, layouts: Tree) -> Tree:
         return jax.tree.map(lambda x, layout: lax.with_sharding_constraint(x, sharding(self.mesh, layout)), tree, layouts)
-

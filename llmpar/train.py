@@ -128,6 +128,7 @@ def train(
     """Train to step ``steps``, from the newest checkpoint if there is one.
 
     Batches are a function of the step's number, so a resumed run repeats nothing and equals one that was never stopped.
+    The state comes back, and lies in checkpoints, with its layers in the model's order, whatever the pipeline's.
     Raises FloatingPointError when a loss is not finite, naming the step; checkpoints taken before it stay.
     """
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
@@ -135,7 +136,7 @@ def train(
         raise ValueError(f"training to step {steps} does nothing; use 1 or more")
     step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
     state = checkpoints.restore(step.abstract_state, config) if checkpoints else None
-    state = step.init(seed) if state is None else state
+    state = step.init(seed) if state is None else step.from_natural(state)
     shape = stream.config.batch_size, stream.config.seq_len
     chip = hardware.guess(mesh.devices.flat[0].device_kind)
     report = Report(
@@ -182,10 +183,10 @@ def train(
             if checkpoints and checkpoints.due(number + 1, steps):
                 while waiting:
                     read()  # never keep what a bad step has spoiled
-                checkpoints.save(number + 1, state, config)
+                checkpoints.save(number + 1, step.to_natural(state), config)
         while waiting:
             read()
-    return state, report
+    return step.to_natural(state), report
 
 
 def _place(step: Step, stream: Stream, number: int) -> dict:

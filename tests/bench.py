@@ -32,11 +32,11 @@ devices = use_devices(8)
 BATCH, SEQ = 16, 256
 FAST = dict(unroll=0, attention_block=64)
 PLANS = {
-    "one": Plan("dp=1", zero=0, accumulate=8, **FAST),
+    "one": Plan("dp=1", zero=0, microbatches=8, **FAST),
     "dp8": Plan("dp=8", zero=0, **FAST),
     "fsdp8": Plan("fsdp=8", **FAST),
     "fsdp8 remat": Plan("fsdp=8", remat="block", attention_block=64, loss_chunks=4),
-    "tp4 dp2": Plan("tp=4 dp=2", zero=0, accumulate=4, **FAST),
+    "tp4 dp2": Plan("tp=4 dp=2", zero=0, microbatches=4, **FAST),
 }
 
 

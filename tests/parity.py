@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from llmpar import attention
 from llmpar.config import preset
 from llmpar.mesh import make_mesh
 from llmpar.notation import MeshShape
@@ -57,12 +58,20 @@ def solo(config, dtype: str = "float32"):
 
 
 def spread(config, plan: Plan, step_class=Step):
-    """Loss, global norm and gradients of one step under ``plan``, whole."""
+    """Loss, global norm and gradients of one step under ``plan``, whole, layers and positions in natural order again."""
     plan.check(config, BATCH, SEQ)
     step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    params = jax.device_put(weights(config), step.shardings.params)
-    grads, metrics = jax.jit(step.gradients)(params, jax.device_put(batch(), step.batch_sharding))
-    return float(metrics["loss"]), float(metrics["grad_norm"]), jax.tree.map(np.asarray, grads)
+    places = attention.order(plan.order, SEQ, plan.mesh.sp)
+    data = jax.device_put({k: x[:, places] for k, x in batch().items()}, step.batch_sharding)
+    params = jax.device_put(arranged(weights(config), step.layer_order), step.shardings.params)
+    grads, metrics = jax.jit(step.gradients)(params, data)
+    grads = arranged(jax.tree.map(np.asarray, grads), np.argsort(step.layer_order))
+    return float(metrics["loss"]), float(metrics["grad_norm"]), grads
+
+
+def arranged(params, order):
+    """Weights or gradients with their layers in another order."""
+    return params | {"blocks": jax.tree.map(lambda w: w[order], params["blocks"])}
 
 
 def assert_same(config, plan: Plan, tolerance: float = 1e-5, step_class=Step):

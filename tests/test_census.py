@@ -18,8 +18,9 @@ SPECIAL = [
     Plan("dp=8", zero=0, reduce="layer"), Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=100_000),
     Plan(MIXED, reduce="layer"), Plan("fsdp=8", regather="keep"), Plan("fsdp=8", remat="block"),
     Plan(MIXED, remat="block", regather="keep", loss_chunks=2), Plan(MIXED, remat="block", tp_sequence=True),
-    Plan(MIXED, tp_sequence=True, dtype="bfloat16"), Plan(MIXED, zero=1, accumulate=2),
-    *(Plan("fsdp=8", zero=z, accumulate=2) for z in range(4)), Plan(MIXED, accumulate=4, zero=2), Plan("tp=4", loss_chunks=4),
+    Plan(MIXED, tp_sequence=True, dtype="bfloat16"), Plan(MIXED, zero=1, microbatches=2),
+    *(Plan("fsdp=8", zero=z, microbatches=2) for z in range(4)), Plan(MIXED, microbatches=4, zero=2),
+    Plan("tp=4", loss_chunks=4),
 ]  # fmt: skip
 EVERY = [*all_plans(), *SPECIAL]
 
@@ -54,7 +55,7 @@ def test_the_formula_gives_what_the_traced_step_sends(plan):
 
 STAGES = [Plan(MIXED, zero=z, tp_sequence=z % 2 == 1) for z in range(4)]
 SAMPLE = [Plan("dp=8", zero=0), *SPECIAL[1:3], *STAGES, *SPECIAL[3:9:2],
-          Plan("fsdp=8", zero=2, accumulate=2), Plan("dp=2 tp=2", tp_sequence=True), Plan("dp=1")]  # fmt: skip
+          Plan("fsdp=8", zero=2, microbatches=2), Plan("dp=2 tp=2", tp_sequence=True), Plan("dp=1")]  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
@@ -73,7 +74,7 @@ def test_biases_norms_on_heads_and_tied_embeddings_are_counted():
 
 
 UNREPEATED = [Plan(MIXED, regather="keep"), Plan("fsdp=4 tp=2", zero=1, tp_sequence=True), Plan("dp=8", zero=0),
-              Plan(MIXED, zero=2, accumulate=2)]  # fmt: skip
+              Plan(MIXED, zero=2, microbatches=2)]  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", UNREPEATED, ids=name)
@@ -98,7 +99,7 @@ def test_zero_moves_what_the_paper_says_with_accumulation(zero, volumes):
     begins and ends, so nobody gathers them twice.
     """
     for a in (1, 2, 4):
-        plan = Plan("fsdp=4", zero=zero, accumulate=a, remat="block")
+        plan = Plan("fsdp=4", zero=zero, microbatches=a, remat="block")
         blocks = dataclasses.replace(LLAMA, num_layers=4)
         deep, shallow = (predict.collectives(c, plan, BATCH, SEQ).total_bytes for c in (blocks, LLAMA))
         difference = deep - shallow

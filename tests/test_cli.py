@@ -266,7 +266,7 @@ BOTH = [("train",), ("inspect",)]
         (("--mesh", "fsdp=8", "hidden_size=36", "head_dim=4"), "model width 36 is not a multiple of fsdp = 8; use 32 or 40"),
         (("--mesh", "tp=4", "--tp-sequence", "--seq-len", "18"), "sequence 18 is not a multiple of sp·tp = 4; use 16 or 20"),
         (("--loss-chunks", "3"), "sequence 16 is not a multiple of sp·loss_chunks = 3"),
-        (("--accumulate", "0"), "accumulate is 0; use 1 or more"),
+        (("--microbatches", "0"), "microbatches is 0; use 1 or more"),
         (("--batch-size", "0"), "batch 0 holds no token; use 1 or more"),
         (("--mesh", "xp=8"), "unknown mesh axis 'xp'; the axes are pp dp fsdp ep sp tp"),
         (("--mesh", "dp=-1 tp=-1"), "two axes are -1; only one can be inferred"),

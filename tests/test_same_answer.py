@@ -20,9 +20,9 @@ MIXED = "dp=2 fsdp=2 tp=2"
 SAMPLE = [p for p in EVERY if p.mesh.size == 8 and (p.mesh.fsdp == 1 or p.mesh.tp > 1)][::6] + [
     Plan("dp=8", zero=0, reduce="layer"), Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=50_000), Plan("fsdp=8"),
     Plan("fsdp=8", zero=2), Plan("tp=8", tp_sequence=True), Plan("dp=2"), Plan("dp=2 tp=2", tp_sequence=True),
-    Plan("fsdp=8", reading="auto"), Plan("tp=4", reading="auto"), Plan(MIXED, accumulate=2, zero=2),
-    Plan(MIXED, accumulate=2), Plan(MIXED, accumulate=2, zero=0), Plan(MIXED, reduce="layer"),
-    Plan(MIXED, accumulate=2, zero=1, reading="auto"), Plan(MIXED, remat="block", tp_sequence=True, loss_chunks=2),
+    Plan("fsdp=8", reading="auto"), Plan("tp=4", reading="auto"), Plan(MIXED, microbatches=2, zero=2),
+    Plan(MIXED, microbatches=2), Plan(MIXED, microbatches=2, zero=0), Plan(MIXED, reduce="layer"),
+    Plan(MIXED, microbatches=2, zero=1, reading="auto"), Plan(MIXED, remat="block", tp_sequence=True, loss_chunks=2),
     Plan(MIXED, remat="block", regather="keep", unroll=0), Plan("fsdp=8", regather="keep", loss_chunks=4),
 ]  # fmt: skip
 

@@ -2,9 +2,8 @@
 
 import numpy as np
 import optax
-import parity
 import pytest
-from parity import BATCH, LLAMA, SEQ, assert_same, name
+from parity import BATCH, LLAMA, SEQ, assert_same, batch, name
 from test_census import predicted, table
 
 from llmpar import attention, hlo
@@ -16,33 +15,20 @@ from llmpar.step import Step
 PLANS = [
     Plan("sp=4", order="contiguous"), Plan("dp=2 sp=4", zero=0), Plan("sp=8", order="striped"),
     Plan("fsdp=2 sp=2 tp=2", tp_sequence=True), Plan("sp=4 tp=2", sequence="ulysses", order="striped"),
-    Plan("fsdp=2 sp=4", sequence="gather", remat="block"), Plan("fsdp=2 sp=4", accumulate=2, zero=2),
+    Plan("fsdp=2 sp=4", sequence="gather", remat="block"), Plan("fsdp=2 sp=4", microbatches=2, zero=2),
 ]  # fmt: skip
 AUTO = [Plan("fsdp=2 sp=2 tp=2", reading="auto"), Plan("dp=2 sp=4", reading="auto", sequence="ulysses")]
 
 
-@pytest.fixture
-def dealt(monkeypatch):
-    """Deal the positions of the batch to the ranks of sp as a plan says; the reference keeps them in order."""
-    whole = parity.batch()
-
-    def deal(plan):
-        parity.solo(LLAMA)
-        places = attention.order(plan.order, SEQ, plan.mesh.sp)
-        monkeypatch.setattr(parity, "batch", lambda: {k: x[:, places] for k, x in whole.items()})
-
-    return deal
-
-
 @pytest.mark.parametrize("plan", PLANS + AUTO, ids=name)
-def test_a_cut_sequence_gives_the_gradients_of_one_device(plan, dealt):
-    dealt(plan)
+def test_a_cut_sequence_gives_the_gradients_of_one_device(plan):
     assert_same(LLAMA, plan)
 
 
-def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(dealt):
+def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monkeypatch):
     """The planted fault: zigzag places, read as contiguous ones by a plan that skips what it takes for masked."""
-    dealt(Plan("sp=2"))
+    places = attention.order("zigzag", SEQ, 2)
+    monkeypatch.setattr(attention, "order", lambda *_: places)
     with pytest.raises(AssertionError):
         assert_same(LLAMA, Plan("dp=2", zero=0, attention_block=4))
 
@@ -92,7 +78,7 @@ def test_what_cannot_be_cut_is_refused(plan, seq, sentence):
 def test_positions_travel_with_their_tokens():
     places = attention.order("zigzag", SEQ, 4)
     assert sorted(places) == list(range(SEQ)) and list(places[:4]) == [0, 1, 14, 15]
-    np.testing.assert_array_equal(parity.batch()["positions"][0][places], places)
+    np.testing.assert_array_equal(batch()["positions"][0][places], places)
 
 
 def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(monkeypatch):

@@ -92,8 +92,8 @@ def test_a_report_without_steps_has_no_times():
 
 
 def test_training_checks_the_plan_first():
-    with pytest.raises(ValueError, match="batch 8 is not a multiple of dp·fsdp·ep·accumulate = 24"):
-        run(dataclasses.replace(MIXED, accumulate=6))
+    with pytest.raises(ValueError, match="batch 8 is not a multiple of dp·fsdp·ep·microbatches = 24"):
+        run(dataclasses.replace(MIXED, microbatches=6))
 
 
 @pytest.mark.parametrize("bad", [dict(learning_rate=math.nan), dict(learning_rate=0.0), dict(learning_rate=math.inf),

@@ -221,14 +221,14 @@ for broken, got, right in zip(BROKEN, on_mesh(all_three)(toy, x, counted), (want
 # %% [markdown]
 # ## Run: a Llama, four ways
 #
-# `Plan.reduce` says when gradients are added up, `Plan.accumulate` how often a device computes before that:
+# `Plan.reduce` says when gradients are added up, `Plan.microbatches` how often a device computes before that:
 #
 # | plan | gradients are summed |
 # |---|---|
 # | `reduce="end"` | after the backward pass, one all-reduce per stacked weight |
 # | `reduce="layer"` | inside the backward pass, layer by layer (the *unasked* way above) |
 # | `reduce="bucket"` | after it, concatenated into flat buckets |
-# | `accumulate=2` | after two microbatches, whose gradients are first added on the device |
+# | `microbatches=2` | after two microbatches, whose gradients are first added on the device |
 #
 # The batch is uneven on purpose: a fifth of the targets are left out, and the last device has none at all, like the padding
 # of an epoch's last batch. (Divided by its own count, that device's mean would be 0/0.) The reference is `Solo`, the same
@@ -323,7 +323,7 @@ plans = {
     "end": Plan(f"dp={n}", zero=0),
     "layer": Plan(f"dp={n}", zero=0, reduce="layer"),
     "bucket": Plan(f"dp={n}", zero=0, reduce="bucket", bucket_bytes=128 * 1024),
-    "accumulate": Plan(f"dp={n}", zero=0, accumulate=2),
+    "microbatches": Plan(f"dp={n}", zero=0, microbatches=2),
 }
 read = {}
 for name, plan in plans.items():
@@ -350,7 +350,7 @@ counts = {name: row["count"] for name, row in zip(read, rows, strict=True)}
 leaves = len(jax.tree.leaves(fresh))
 if n > 1:
     stacked = len(jax.tree.leaves(fresh["blocks"]))
-    assert counts["end"] == counts["accumulate"] == leaves + scalars
+    assert counts["end"] == counts["microbatches"] == leaves + scalars
     assert counts["layer"] == (leaves - stacked) + config.num_layers * stacked + scalars
     assert scalars < counts["bucket"] < counts["end"]
     layered = read["layer"][0]
@@ -510,7 +510,7 @@ print(f"final:       {len(final)} {', '.join(sorted({c.kind for c in final}))}, 
 # ## On your cluster
 #
 # ```
-# llmpar train --mesh dp=-1 --batch-size 32 --accumulate 2      replicas on every device, gradients summed once per step
+# llmpar train --mesh dp=-1 --batch-size 32 --microbatches 2      replicas on every device, gradients summed once per step
 # llmpar train --mesh dp=-1 --reduce layer                      layer by layer, behind the backward pass
 # llmpar inspect --mesh dp=-1 --zero 0 --reduce bucket          count the all-reduces and their bytes, with source lines
 # llmpar inspect --mesh dp=-1 --reading auto                    what the partitioner does instead

@@ -406,7 +406,7 @@ print("sent in a step   " + "".join(f"{f'a={a}':>12}" for a in (1, 2, 4)))
 for zero in range(4):
     line = []
     for a in (1, 2, 4):
-        plan = Plan(f"fsdp={N}", zero=zero, accumulate=a)
+        plan = Plan(f"fsdp={N}", zero=zero, microbatches=a)
         step = Step(LLAMA, plan, mesh, optax.adamw(3e-3))
         predicted = predict.collectives(LLAMA, plan, 4 * N, SEQ)
         if a > 1:  # a loop over microbatches: the census multiplies what is inside by its length
@@ -538,7 +538,7 @@ if devices[0].platform == "cpu" and N > 1:
 #
 # Ask before you train. `inspect` compiles the step and runs nothing:
 #
-#     llmpar inspect --mesh "fsdp=-1" --zero 2 --accumulate 2
+#     llmpar inspect --mesh "fsdp=-1" --zero 2 --microbatches 2
 #     llmpar inspect --mesh "fsdp=-1" --zero 3 --regather keep
 #     llmpar inspect --mesh "fsdp=-1" --zero 3 --reading auto
 #     llmpar train --model llama3.2-1b --mesh "fsdp=-1" --remat block --dtype bfloat16 --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json

@@ -161,7 +161,7 @@ VARIANTS = {
     'reduce="layer"': dict(reduce="layer"),
     'reduce="end"': dict(reduce="end"),
     'reduce="bucket"': dict(reduce="bucket", bucket_bytes=1 << 18),
-    'reduce="end", accumulate=2': dict(reduce="end", accumulate=2),
+    'reduce="end", microbatches=2': dict(reduce="end", microbatches=2),
 }
 read = {}
 for name, options in VARIANTS.items():
@@ -170,7 +170,7 @@ for name, options in VARIANTS.items():
     ((key, row),) = hlo.census_table(hlo.census_jaxpr(jaxpr, step.mesh.shape)).items()
     predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)[key]
     assert key == ("dp", "all-reduce") and row == {"count": predicted.count, "bytes_sent": predicted.bytes_sent}
-    read[name] = (row["count"] - 2, row["bytes_sent"] - 14, step.plan.accumulate)  # without the tokens' count and the loss
+    read[name] = (row["count"] - 2, row["bytes_sent"] - 14, step.plan.microbatches)  # without the tokens' count and the loss
 assert len({sent for _, sent, _ in read.values()}) == 1
 counts = [count for count, *_ in read.values()]
 assert counts == [3 + 9 * LLAMA.num_layers, 12, 2, 12]

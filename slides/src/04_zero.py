@@ -126,7 +126,7 @@ sent = {stage: [round(cost.zero_elements(1, stage, accumulation=a), 6) for a in 
 assert sent == {0: [2, 2], 1: [2, 2], 2: [2, 5], 3: [3, 12]}
 for stage in range(4):  # our own step, counted: weights and gradients alone move
     for a, formula in zip((1, A), sent[stage], strict=True):
-        ours = predict.collectives(CONFIG, Plan(f"fsdp={N}", zero=stage, accumulate=a), N * A, 1).total_bytes / 4 / psi * N / (N - 1)
+        ours = predict.collectives(CONFIG, Plan(f"fsdp={N}", zero=stage, microbatches=a), N * A, 1).total_bytes / 4 / psi * N / (N - 1)
         assert abs(ours - formula) < 1e-3 if stage < 3 else 0.94 * formula < ours < formula  # the embedding is gathered once
 lines = [f"| {s} | `{FORMULA[s]}` | {sent[s][0]:.0f}Ψ | {sent[s][1]:.0f}Ψ | {held[s]} |" for s in range(4)]
 head = f"| ZeRO | numbers sent | a = 1 | a = {A} | state of an 8B model, {N} GPUs |"
