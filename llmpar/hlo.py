@@ -17,7 +17,7 @@ import math
 import operator
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -43,6 +43,10 @@ class Collective:
     conditional: bool = False  # in a branch: counted as if the branch that sends most were always taken
 
 
+Taken = Mapping[str, Fraction]  # how often the true branch of a cond under `jax.named_scope("when-NAME")` is taken
+Work = list[tuple[Collective, Fraction]]  # collectives that run once, and how often they do
+
+
 def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
     """Gives the bytes that one of g devices on a ring sends for a result of R bytes, rounded where g does not divide.
 
@@ -63,16 +67,25 @@ def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dic
     return table
 
 
-def _dearest(branches: list[list[Collective]]) -> list[Collective]:
-    return [replace(c, conditional=True) for c in max(branches, key=lambda work: sum(c.bytes_sent for c in work))]
+def _branches(branches: list[Work], scope: str, taken: Taken | None) -> Work:
+    """Weighs two branches, false and true, by how often each is taken; where that is not said, the dearest counts."""
+    name = re.search(r"when-(\w+)(?:/cond)?$", scope)
+    if taken and name and (share := taken.get(name[1])) is not None:
+        return _repeat(branches[0], 1 - share) + _repeat(branches[1], share)
+    dearest = max(branches, key=lambda work: sum(c.bytes_sent * times for c, times in work))
+    return [(replace(c, conditional=True), times) for c, times in dearest]
 
 
-def _repeat(work: list[Collective], times: int | None, source: str) -> list[Collective]:
+def _repeat(work: Work, times: int | Fraction | None, source: str = "") -> Work:
     if times is None and work:
-        loop, what = "the loop" + (source and f" at {source}"), ", ".join(sorted({c.kind for c in work}))
+        loop, what = "the loop" + (source and f" at {source}"), ", ".join(sorted({c.kind for c, _ in work}))
         how = "use lax.scan, or lax.fori_loop with bounds that are Python integers"
         raise ValueError(f"cannot count {loop}: it runs {what}, but the program does not say how often; {how}")
-    return [replace(c, count=c.count * times, bytes_sent=c.bytes_sent * times) for c in work if times]
+    return [(c, n * times) for c, n in work if times]
+
+
+def _counted(work: Work) -> list[Collective]:
+    return [replace(c, count=int(times), bytes_sent=int(c.bytes_sent * times)) for c, times in work]
 
 
 def _innermost(frames: Iterable[tuple[str, int]]) -> str:
@@ -87,24 +100,29 @@ _KINDS |= {"ppermute": "collective-permute"} | dict.fromkeys(("psum", "psum2", "
 _DTYPES = {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c", "bool": "pred", "_": ""}
 
 
-def census_jaxpr(jaxpr: Any, axis_sizes: dict[str, int]) -> list[Collective]:
-    """Counts the collectives that a jaxpr names. A scan multiplies by its length; of a cond the dearest branch counts.
+def census_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None = None) -> list[Collective]:
+    """Counts the collectives that a jaxpr names. A scan multiplies by its length; of a cond the dearest branch counts,
+    unless it is named and `taken` says how often it is true.
 
     `axis_sizes` is `mesh.shape`, in mesh order. Refuses a `while` (a loop with traced bounds) that holds a collective.
     """
-    work: list[Collective] = []
+    return _counted(_jaxpr_work(jaxpr, axis_sizes, taken))
+
+
+def _jaxpr_work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None) -> Work:
+    work: Work = []
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         kind = _KINDS.get(re.sub("^unreduced_|_invariant|_reduced|_start", "", name))  # one collective in many variants
-        inside = [census_jaxpr(x, axis_sizes) for x in jax.tree.leaves(params) if hasattr(x, "eqns")]
+        inside = [_jaxpr_work(x, axis_sizes, taken) for x in jax.tree.leaves(params) if hasattr(x, "eqns")]
         if not kind and not any(inside):
             continue
         frames = getattr(eqn.source_info.traceback, "frames", ())
         source = _innermost((frame.file_name, frame.line_num) for frame in frames)
         if kind:
-            work += _named_collectives(kind, eqn, axis_sizes, source)
+            work += [(one, Fraction(1)) for one in _named_collectives(kind, eqn, axis_sizes, source)]
         elif name == "cond":
-            work += _dearest(inside)
+            work += _branches(inside, str(eqn.source_info.name_stack), taken)
         else:
             times = params["length"] if name == "scan" else None if name == "while" else 1
             work += _repeat(sum(inside, []), times, source)
@@ -224,22 +242,27 @@ class _Module:
             carried[:] = [self.value(body, _ROOT, i, lambda _, i: carried[i]) for i in indices]
         return None
 
-    def work(self, leaf: Callable[[str, _Op], Collective | None], comp: str = "") -> Iterable[Collective]:
-        """Collects the leaves in everything that one run of a computation (by default the entry) executes."""
-        for op in self.computations[comp := comp or self.entry].values():
-            if op.kind == "while":
-                inside = [found for callee in op.called("condition", "body") for found in self.work(leaf, callee)]
-                yield from _repeat(inside, self.trips(comp, op), self.source(op)) if inside else []
-            elif op.kind == "conditional":
-                branches = op.called("branch_computations", "true_computation", "false_computation")
-                yield from _dearest([list(self.work(leaf, branch)) for branch in branches])
-            elif op.kind in ("call", "fusion", "async-start"):
-                yield from self.work(leaf, op.called("calls", "to_apply")[0])
-            elif found := leaf(comp, op):
-                yield found
+    def count(self, leaf: Callable[[str, _Op], Collective | None], taken: Taken | None) -> list[Collective]:
+        """Counts the leaves in everything that the program executes."""
+
+        def work(comp: str) -> Iterable[tuple[Collective, Fraction]]:
+            for op in self.computations[comp].values():
+                if op.kind == "while":
+                    inside = [found for callee in op.called("condition", "body") for found in work(callee)]
+                    yield from _repeat(inside, self.trips(comp, op), self.source(op)) if inside else []
+                elif op.kind == "conditional":
+                    branches = op.called("branch_computations", "false_computation", "true_computation")
+                    name = re.search(r'op_name="(.*?)"', op.attrs)
+                    yield from _branches([list(work(branch)) for branch in branches], name[1] if name else "", taken)
+                elif op.kind in ("call", "fusion", "async-start"):
+                    yield from work(op.called("calls", "to_apply")[0])
+                elif found := leaf(comp, op):
+                    yield found, Fraction(1)
+
+        return _counted(list(work(self.entry)))
 
 
-def census_hlo(text: str, mesh: Any) -> list[Collective]:
+def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collective]:
     """Counts the collectives of HLO text, partitioned or final, and finds the axes of `mesh` that their groups span.
 
     A mesh is anything with `axis_names` and `shape`. Devices in the text are positions in the mesh in row-major order,
@@ -261,10 +284,10 @@ def census_hlo(text: str, mesh: Any) -> list[Collective]:
         sent, source = ring_bytes(kind, group_size, bits // 8), module.source(op)
         return Collective(kind, axes, group_size, 1, sent, dtypes, dims[0] if len(dims) == 1 else dims, source)
 
-    return list(module.work(leaf))
+    return module.count(leaf, taken)
 
 
-def executed_flops(text: str) -> int:
+def executed_flops(text: str, taken: Taken | None = None) -> int:
     """Counts the FLOPs of every `dot` that HLO text executes on a device, 2MNK each; GPU library calls are not seen."""
     module = _Module(text)
 
@@ -277,7 +300,7 @@ def executed_flops(text: str) -> int:
         flops = 2 * math.prod(shape) * math.prod(lhs[int(d)] for d in op.called("lhs_contracting_dims"))
         return Collective("dot", (), 1, 1, flops, dtype, shape, "")  # walks as a collective, FLOPs in place of bytes
 
-    return sum(c.bytes_sent for c in module.work(leaf))
+    return sum(c.bytes_sent for c in module.count(leaf, taken))
 
 
 def _axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:

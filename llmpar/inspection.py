@@ -5,7 +5,7 @@ from __future__ import annotations
 import optax
 from rich.table import Table
 
-from llmpar import hlo, predict
+from llmpar import hlo, pipeline, predict
 from llmpar.config import ModelConfig
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
@@ -18,14 +18,18 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     Returns the document of ``llmpar inspect --json``: bytes are those that a device sends per step. Collectives are read
     from the program as XLA's partitioner left it, where their dtypes are still true; memory and FLOPs from the final one.
     Predictions are those of the Manual reading with AdamW; under Auto they show what the partitioner did differently.
+    Of a pipeline's stages it shows the one that sends most; FLOPs are the mean over stages.
     """
     plan.check(config, batch_size, seq_len)
     mesh = make_mesh(plan.mesh)
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
     lowered = step.lower(batch_size, seq_len)
     compiled = lowered.compile()
-    predicted = predict.collectives(config, plan, batch_size, seq_len)
-    census = hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh)
+    every = [predict.collectives(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
+    stage = max(range(plan.mesh.pp), key=lambda i: every[i].total_bytes)
+    predicted = every[stage]
+    taken = [pipeline.taken(plan.pipeline, i) if plan.pipeline else None for i in range(plan.mesh.pp)]
+    census = hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh, taken[stage])
     found = hlo.census_table(census)
     rows = []
     for key in sorted(predicted.keys() | found.keys(), key=lambda k: -max(_bytes(predicted, k), _bytes(found, k))):
@@ -50,6 +54,8 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
         "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
         "reading": plan.reading,
         "zero": plan.zero,
+        "stage": stage,
+        "schedule": plan.schedule if plan.pipeline else None,
         "batch_size": batch_size,
         "seq_len": seq_len,
         "collectives": rows,
@@ -61,7 +67,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
         },
         "flops": {
             "predicted_per_device": sum(useful.values()) / plan.mesh.size,
-            "executed_per_device": hlo.executed_flops(compiled.as_text()),
+            "executed_per_device": sum(hlo.executed_flops(compiled.as_text(), t) for t in taken) / plan.mesh.pp,
         },
     }
 
@@ -75,6 +81,7 @@ def tables(document: dict) -> list[Table]:
     """The document as tables for a terminal."""
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
+    title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
     moves = Table(title=title + ": bytes sent per device and step", title_justify="left")
     for name in ("axes", "collective", "count", "predicted", "compiled", "", "from"):
         moves.add_column(name, justify="right" if name in ("count", "predicted", "compiled") else "left")

@@ -22,6 +22,7 @@ whatever the stage computes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from llmpar.model import Batch, Llama
 from llmpar.notation import Arrow
 from llmpar.par import Manual, vary
 from llmpar.plan import Plan
-from llmpar.schedule import Schedule, slots, timetable
+from llmpar.schedule import KINDS, Schedule, slots, timetable
 
 Tree = Any
 PP = "pp"
@@ -185,9 +186,9 @@ class _Executor:
 
         with self.par.differentiated():
             y, pull = jax.vjp(lambda w, x: self.through(w, x, batch), blocks, x)
-            dy, done = lax.cond(last, from_loss, lambda y, dy, done: (dy, done), y, dy, done)
+            dy, done = _when("leaves", last, from_loss, lambda y, dy, done: (dy, done), y, dy, done)
             d_blocks, dx = pull(dy)
-            done = lax.cond(first, into_embedding, lambda dx, done: done, dx, done)
+            done = _when("enters", first, into_embedding, lambda dx, done: done, dx, done)
         return y, (dx, done), d_blocks
 
     def add(self, sums, grads):
@@ -254,8 +255,8 @@ class _Executor:
         branches in place, but copies it all through a `lax.switch` with more."""
         (state, messages), (cell, sends) = carry, now
         y = _at(messages, cell["read"])
-        for kind, work in enumerate((self.forward, self.backward, self.weights)[: 2 + self.schedule.split_backward]):
-            state, y = lax.cond(cell["kind"] == kind, work, lambda state, y, cell: (state, y), state, y, cell)
+        for i, work in enumerate((self.forward, self.backward, self.weights)[: 2 + self.schedule.split_backward]):
+            state, y = _when(KINDS[i], cell["kind"] == i, work, lambda state, y, cell: (state, y), state, y, cell)
         for name, way in {"left": 1, "right": -1}.items():
             if (self.slots.send == way).any():
                 messages = _put(messages, self.pass_on(y, way, sends[way]), cell[name])
@@ -267,7 +268,7 @@ class _Executor:
         """What comes from the neighbour, between stages that ever send this way, in ticks in which one of them does."""
         sends, p = self.slots.send == way, self.schedule.num_stages
         pairs = [(int(s), int(s + way) % p) for s in np.flatnonzero(sends.any(0))]
-        return lax.cond(somebody_sends, lambda y: lax.ppermute(y, PP, pairs), lambda y: y, y)
+        return _when("right" if way == 1 else "left", somebody_sends, lambda y: lax.ppermute(y, PP, pairs), lambda y: y, y)
 
     def known(self, cell):
         """What a cell is given besides activations and gradients."""
@@ -275,11 +276,11 @@ class _Executor:
 
     def forward(self, state, x, cell):
         blocks, shared, batch = known = self.known(cell)
-        x = lax.cond(cell["enters"], lambda x: self.embed(shared["embedding"], batch), lambda x: x, x)
+        x = _when("enters", cell["enters"], lambda x: self.embed(shared["embedding"], batch), lambda x: x, x)
         if self.save:
             y, *kept = self.f(*jax.tree.leaves(known), x)
         else:
-            y, kept = lax.cond(cell["leaves"], lambda x: x, lambda x: self.through(blocks, x, batch), x), [x]
+            y, kept = _when("leaves", cell["leaves"], lambda x: x, lambda x: self.through(blocks, x, batch), x), [x]
         return state | {"saved": _put(state["saved"], kept, cell["saved"])}, y
 
     def backward(self, state, dy, cell):
@@ -298,6 +299,24 @@ class _Executor:
         d_blocks = {"blocks": jax.tree.unflatten(self.late, d_blocks)}
         blocks = self.add({"blocks": _at(state["blocks"], cell["chunk"])}, d_blocks)["blocks"]
         return state | {"blocks": _put(state["blocks"], blocks, cell["chunk"])}
+
+
+def _when(name: str, *args):
+    """`lax.cond` with a name by which a census finds how often it is taken (`taken`)."""
+    with jax.named_scope(f"when-{name}"):
+        return lax.cond(*args)
+
+
+def taken(schedule: Schedule, stage: int) -> dict[str, Fraction]:
+    """How often a stage takes the named branches of the program, of the times that it comes to them."""
+    ticks, send = (table := timetable(schedule)).ticks, slots(table).send
+    cells = {kind: Fraction(int((ticks[:, stage, 0] == i).sum()), len(ticks)) for i, kind in enumerate(KINDS)}
+    ways = {name: Fraction(int((send == way).any(1).sum()), len(ticks)) for name, way in {"right": 1, "left": -1}.items()}
+    ends = {
+        name: Fraction(sum(r[i][0] == stage for r in schedule.routes), schedule.visits)
+        for name, i in {"enters": 0, "leaves": -1}.items()
+    }
+    return cells | ways | ends
 
 
 def _buffer(num_slots, x):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from llmpar.config import ModelConfig
 from llmpar.notation import Layout, parse_layout, product
 from llmpar.plan import Plan
+from llmpar.schedule import slots, timetable
 
 FLOAT32 = 4
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -49,39 +50,91 @@ class Traffic(dict):
         return sum(row.bytes_sent for row in self.values())
 
 
-def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> Traffic:
-    """Everything that the Manual reading sends in one training step."""
-    traffic = Traffic(plan.mesh.sizes)
-    _weights(traffic, config, plan)
-    _activations(traffic, config, plan, batch_size, seq_len)
+@dataclass
+class Runs:
+    """How often a device runs each part of the model in one step. Layers are counted one by one.
+
+    Attributes:
+        embed, loss: the look-up and the loss, forward and backward.
+        forward, again: layers forward; and again for the backward pass, but for the last reduction (`Plan.remat`).
+        backward: layers backward.
+        matrices, vectors: gathers of each weight of a layer that ZeRO-3 stores cut; a bias is of no use backward.
+        attended: calls of a stack of layers, each of which gathers its tokens' ids once.
+    """
+
+    embed: int
+    loss: int
+    forward: int
+    again: int
+    backward: int
+    matrices: int
+    vectors: int
+    attended: int
+
+
+def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
+    """Read off the plan, and of a pipeline off its schedule: F runs a chunk forward, unless the loss follows; B runs it
+    forward again from what F was given, or has its residuals; then backward."""
+    m, order, recomputed = plan.microbatches, plan.pipeline, plan.remat == "block"
+    keeps = plan.regather == "keep"
+    if order is None:
+        n = config.num_layers * m
+        return Runs(m, m, n, n * recomputed, n, n * (2 - keeps), n * (1 + (recomputed and not keeps)), m)
+    route = order.routes[0]
+    enters, leaves = (cell[0] == stage for cell in (route[0], route[-1]))
+    cells, layers = order.visits * m, config.num_layers // len(route)
+    n, first = layers * cells, cells - m * leaves
+    if plan.stage_saves == "residuals":
+        return Runs(m * enters, m * leaves, n, 0, n, 2 * n, 2 * n, cells)
+    forward = layers * (first + cells)
+    if order.split_backward:  # layer by layer, nothing checkpointed
+        return Runs(m * enters, m * leaves, forward, 0, n, forward, forward, first + cells)
+    more = n * (not keeps)
+    return Runs(m * enters, m * leaves, forward, n * recomputed, n, forward + more, forward + more * recomputed, first + cells)
+
+
+def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
+    """Everything that a device of a pipeline's stage (of the only one, where there is none) sends in one training step,
+    under the Manual reading. All stages take part in each permute between them, whether they have something to send or not.
+    """
+    traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
+    _weights(traffic, config, plan, run)
+    _activations(traffic, config, plan, batch_size, seq_len, run)
     data = plan.varying("data")
-    traffic.add("all-reduce", data, FLOAT32, count=2)  # the number of tokens, the loss
+    traffic.add("all-reduce", data, FLOAT32)  # the number of tokens
+    traffic.add("all-reduce", plan.live("pp") + data, FLOAT32)  # the loss
     norms = {tuple(sorted(plan.graded(dims).axes)) for dims, _ in config.param_shapes().values()}
     for axes in norms:
         traffic.add("all-reduce", axes, FLOAT32)
     return traffic
 
 
-def _weights(traffic: Traffic, config: ModelConfig, plan: Plan) -> None:
+def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> None:
     """Gather weights, reduce gradients, gather updates. Per device and parameter, with N = fsdp and a microbatches
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 move 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
     sizes, micro, item = plan.mesh.sizes, plan.microbatches, _ITEMSIZE[plan.dtype]
     buckets: dict[tuple, list[int]] = {}
     for path, (dims, shape) in sorted(config.param_shapes().items(), key=lambda item: item[0].split(".")):
         stacked = path.startswith("blocks.")
-        layers = shape[0] if stacked else 1
+        layers = shape[0] // plan.mesh.pp if stacked else 1
         elements = product(plan.place(dims).shard_shape(shape, sizes))  # of the leaf, whole over fsdp
         one = elements // layers
         shard = product(plan.graded(dims).shard_shape(shape, sizes))
         fsdp = plan.live("fsdp")
-        rest = tuple(a for a in plan.varying(parse_layout(dims).region) if a not in plan.stored(dims).axes)
+        region = parse_layout(dims).region
+        rest = tuple(a for a in plan.live("pp") + plan.varying(region) if a not in plan.stored(dims).axes)
+        vector = is_vector(parse_layout(dims))
+        used = run.embed * (path == "embedding") + run.loss * (path != "embedding" or config.tied)
         if plan.zero == 3:
-            # without recomputation only matrices are gathered again: what a norm's scale was broadcast to is kept
-            again = stacked and plan.regather == "again" and (plan.remat == "block" or not is_vector(parse_layout(dims)))
-            traffic.add("all-gather", fsdp, one * item, layers * micro * (1 + again))
-            traffic.add("reduce-scatter", fsdp, one * item, layers * micro)
+            gathers = used if not stacked else run.vectors if vector else run.matrices
+            if vector and "bias" in path and plan.stage_saves == "residuals":
+                gathers -= run.backward
+            traffic.add("all-gather", fsdp, one * item, gathers)
+            traffic.add("reduce-scatter", fsdp, one * item, run.backward if stacked else used)
         if plan.zero in (1, 2):
-            traffic.add("reduce-scatter", fsdp, elements * FLOAT32, micro if plan.zero == 2 else 1)
+            visits = plan.pipeline.visits if plan.pipeline and stacked else 1  # a chunk's gradients are cut by themselves
+            times = 1 if plan.zero == 1 else micro * visits if stacked or not plan.pipeline else used
+            traffic.add("reduce-scatter", fsdp, elements * FLOAT32 // (visits if plan.zero == 2 else 1), times)
             traffic.add("all-gather", fsdp, elements * FLOAT32)
             rest = tuple(a for a in rest if a != "fsdp")
         if plan.reduce == "layer":
@@ -101,32 +154,35 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan) -> None:
             traffic.add("all-reduce", axes, filled)
 
 
-def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> None:
+def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, run: Runs) -> None:
     """Tensor parallelism, per microbatch (Shoeybi et al. 2019, section 3): two all-reduces of b·s·d forward and two backward
     per layer, one forward for the embedding, one backward for the logits; three numbers per token for the loss. With
     sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022)."""
-    sizes = plan.mesh.sizes
-    layers, micro, tp = config.num_layers, plan.microbatches, plan.live("tp")
-    tokens = product(plan.place("data b s").shard_shape((batch_size // micro, seq_len), sizes))
+    sizes, tp = plan.mesh.sizes, plan.live("tp")
+    tokens = product(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
     stream = tokens * config.width * _ITEMSIZE[plan.dtype]
-    recomputed = plan.remat == "block"  # all of a block except its last reduction, whose result only the next block needs
+    both, ends = 2 * (run.forward + run.backward), run.embed + run.loss
     if plan.tp_sequence:
-        traffic.add("all-gather", tp, stream, micro * (layers * (4 + 2 * recomputed) + 2))
-        traffic.add("reduce-scatter", tp, stream, micro * (layers * (4 + recomputed) + 2))
+        traffic.add("all-gather", tp, stream, both + 2 * run.again + ends)
+        traffic.add("reduce-scatter", tp, stream, both + run.again + ends)
     else:
-        traffic.add("all-reduce", tp, stream, micro * (layers * (4 + recomputed) + 2))
-    traffic.add("all-reduce", tp, tokens * FLOAT32 // plan.loss_chunks, 3 * micro * plan.loss_chunks)
+        traffic.add("all-reduce", tp, stream, both + run.again + ends)
+    traffic.add("all-reduce", tp, tokens * FLOAT32 // plan.loss_chunks, 3 * run.loss * plan.loss_chunks)
     if plan.live("sp"):
-        _attention(traffic, config, plan, tokens, layers * micro, recomputed)
+        _attention(traffic, config, plan, tokens, run)
+    if plan.pipeline:
+        send = slots(timetable(plan.pipeline)).send
+        here = stream // (plan.mesh.tp if plan.tp_sequence else 1)
+        traffic.add("collective-permute", ("pp",), here, sum(int((send == way).any(1).sum()) for way in (1, -1)))
 
 
-def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, times: int, recomputed: bool) -> None:
+def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, run: Runs) -> None:
     """Attention over a sequence cut by sp. A ring of n makes n - 1 hops of K, V and two id arrays forward, and again
     backward with the float32 gradients of K and V n - 1 hops behind them (Liu et al. 2023, whose ring makes n)."""
     sp, n, tp = plan.live("sp"), plan.mesh.sp, plan.mesh.tp
     head = tokens * config.head_width // tp * _ITEMSIZE[plan.dtype]
     ids, k, q = 4 * tokens, head * config.num_kv_heads, head * config.num_heads
-    forward = times * (1 + recomputed)
+    forward, times = run.forward + run.again, run.backward
     if plan.sequence == "ring":
         hops = (n - 1) * (forward + times)
         traffic.add("collective-permute", sp, k, 2 * hops)
@@ -139,7 +195,7 @@ def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, t
         traffic.add("all-gather", sp, n * k, 2 * forward)
         traffic.add("reduce-scatter", sp, n * k, 2 * times)
     if plan.sequence != "ring":
-        traffic.add("all-gather", sp, n * ids, 2 * plan.microbatches)  # once for all layers
+        traffic.add("all-gather", sp, n * ids, 2 * run.attended)
 
 
 def argument_bytes(

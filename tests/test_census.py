@@ -8,7 +8,7 @@ import optax
 import pytest
 from parity import LLAMA, QWEN, all_plans, name
 
-from llmpar import hlo, predict
+from llmpar import hlo, pipeline, predict
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.step import Step
@@ -67,6 +67,51 @@ def test_the_formula_gives_what_the_partitioned_program_sends_and_is_given(plan)
 @pytest.mark.parametrize("plan", EVERY, ids=name)
 def test_the_formula_gives_what_every_partitioned_program_sends(plan):
     compare_with_hlo(LLAMA, plan)
+
+
+def piped(mesh, schedule="1f1b", **fields):
+    return Plan(mesh, schedule=schedule, microbatches=4, **fields)
+
+
+PIPED = [
+    piped("pp=2 fsdp=2 tp=2", tp_sequence=True), piped("pp=4 dp=2", zero=0, stage_saves="residuals"),
+    piped("pp=2 fsdp=2 tp=2", "zb-v", zero=2), piped("pp=2 sp=2 dp=2", "interleaved", sequence="ulysses"),
+]  # fmt: skip
+EVERY_PIPED = [
+    piped(f"pp=2 {inside}", schedule, stage_saves=saves, sequence="ulysses", tp_sequence="tp" in inside)
+    for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
+    for inside in ("fsdp=2 tp=2", "sp=2 dp=2") for saves in ("input", "residuals")
+] + [
+    *(piped("pp=2 fsdp=2 tp=2", name, zero=z) for name in ("1f1b", "interleaved") for z in range(3)),
+    piped("pp=2 fsdp=2 tp=2", remat="block"), piped("pp=2 fsdp=2 tp=2", remat="block", regather="keep"),
+    piped("pp=2 fsdp=2 tp=2", regather="keep", loss_chunks=2), piped("pp=2 tp=2", dtype="bfloat16", tp_sequence=True),
+]  # fmt: skip
+
+
+def compare_every_stage(config, plan):
+    """One program serves all stages; each takes other branches of it."""
+    config = dataclasses.replace(config, num_layers=4)
+    step, program = lowered(config, plan)
+    text = hlo.partitioned_hlo(program)
+    for stage in range(plan.mesh.pp):
+        census = hlo.census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, stage))
+        want = predict.collectives(config, plan, BATCH, SEQ, stage)
+        assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
+        assert not any(c.conditional for c in census)
+    memory = hlo.compiled_memory(program.compile())
+    assert memory["argument_bytes"] == sum(predict.argument_bytes(config, plan, BATCH, SEQ).values())
+
+
+@pytest.mark.parametrize("plan", PIPED, ids=name)
+def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
+    compare_every_stage(LLAMA, plan)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=lambda c: c.name)
+@pytest.mark.parametrize("plan", EVERY_PIPED, ids=name)
+def test_every_stage_of_every_pipeline_sends_what_the_formula_gives(plan, config):
+    compare_every_stage(config, plan)
 
 
 def test_biases_norms_on_heads_and_tied_embeddings_are_counted():
