@@ -225,9 +225,17 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
     ffn = 4 * tokens * config.ffn_width * item // tp
     block = 8 * stream + heads + ffn  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
-    saved = config.num_layers * (stream if plan.remat == "block" else block)
+    layers = config.num_layers
+    held = 0
+    if order := plan.pipeline:  # one chunk is differentiated at a time; of the others that are alive, what F saved
+        layers //= len(order.routes[0])
+        alive = slots(timetable(order))
+        saved, messages, residual = (int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual))
+        one = stream if plan.stage_saves == "input" else layers * block
+        held = saved * one + messages * stream + residual * layers * block
+    held += layers * (stream if plan.remat == "block" else block)
     logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
-    return grads + saved + 2 * block + logits
+    return grads + held + 2 * block + logits
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
