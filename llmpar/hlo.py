@@ -69,7 +69,7 @@ def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dic
 
 def _branches(branches: list[Work], scope: str, taken: Taken | None) -> Work:
     """Weighs two branches, false and true, by how often each is taken; where that is not said, the dearest counts."""
-    name = re.search(r"when-(\w+)(?:/cond)?$", scope)
+    name = re.search(r"when-(\w+)\)*(?:/cond)?$", scope)
     if taken and name and (share := taken.get(name[1])) is not None:
         return _repeat(branches[0], 1 - share) + _repeat(branches[1], share)
     dearest = max(branches, key=lambda work: sum(c.bytes_sent * times for c, times in work))

@@ -28,7 +28,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     every = [predict.collectives(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
     stage = max(range(plan.mesh.pp), key=lambda i: every[i].total_bytes)
     predicted = every[stage]
-    taken = [pipeline.taken(plan.pipeline, i) if plan.pipeline else None for i in range(plan.mesh.pp)]
+    taken = [pipeline.taken(plan.pipeline, config.num_layers, i) if plan.pipeline else None for i in range(plan.mesh.pp)]
     census = hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh, taken[stage])
     found = hlo.census_table(census)
     rows = []

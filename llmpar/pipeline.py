@@ -43,15 +43,25 @@ PP = "pp"
 _is_var = lambda v: not hasattr(v, "val")  # an input of an equation is a variable or a literal
 
 
+def layers_of(schedule: Schedule, num_layers: int) -> dict[tuple[int, int], int]:
+    """How many layers each (stage, chunk) has: where they cannot all have the same number, the first have one more."""
+    cells, n = schedule.routes[0], num_layers
+    return {cell: n // len(cells) + (i < n % len(cells)) for i, cell in enumerate(cells)}
+
+
 def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
     """Which layer lies at each place of the stored stack, so that cutting it by pp gives every stage its chunks in order.
 
-    Stored = natural[order], natural = stored[argsort(order)]: `llmpar.step.Step` applies it where weights come from or go
-    to a world without pipelines (fresh weights, checkpoints, Hugging Face). It is the identity where each stage has one chunk.
+    Where a chunk has fewer layers than the others its last place holds none, written `num_layers`: zeros, which no stage
+    computes with. The identity where each stage has one chunk and all the same number of layers. `llmpar.step.Step` applies
+    it where weights come from or go to a world without pipelines: fresh weights, checkpoints, Hugging Face.
     """
-    cells = schedule.routes[0] if schedule else [(0, 0)]
-    layers = np.arange(num_layers).reshape(len(cells), -1)
-    return np.concatenate([layers[cells.index(cell)] for cell in sorted(cells)])
+    if schedule is None:
+        return np.arange(num_layers)
+    counts = layers_of(schedule, num_layers)
+    ends = dict(zip(counts, np.cumsum(list(counts.values())), strict=True))
+    places = [np.arange(max(counts.values())) + ends[cell] - counts[cell] for cell in sorted(counts)]
+    return np.concatenate([np.where(p < ends[cell], p, num_layers) for p, cell in zip(places, sorted(counts), strict=True)])
 
 
 class Stage(Llama):
@@ -145,7 +155,8 @@ class _Executor:
         self.batch = jax.tree.map(lambda x: cut(x, schedule.num_microbatches), batch)
         self.chunks = jax.tree.map(lambda w: cut(w, schedule.visits), params["blocks"])
         self.shared = {name: w for name, w in params.items() if name != "blocks"}
-        self.shapes, self.times = config.param_shapes(), schedule.num_microbatches
+        self.shapes, self.times = plan.padded(config).param_shapes(), schedule.num_microbatches
+        self.counts = layers_of(schedule, config.num_layers)
         name_of = lambda path, w: jax.tree_util.keystr(path, simple=True, separator=".")
         self.paths = jax.tree_util.tree_map_with_path(name_of, params)
         self.graph, _ = nnx.split(nnx.eval_shape(lambda: Stage(config, nnx.Rngs(0))))
@@ -159,9 +170,21 @@ class _Executor:
             model = self.model(self.chunks, self.shared | {"embedding": embedding})
             return model.embed(self.par.weight(model.embedding), batch, self.par)
 
-    def through(self, blocks, x, batch):
-        """The stream after the blocks of one chunk."""
-        layers = unrolled if self.save or self.schedule.split_backward else self.par.layers
+    def through(self, blocks, x, batch, chunk, kind):
+        """The stream after the blocks of one chunk. Where some chunks have a layer less, the last one may be skipped."""
+        run = unrolled if self.save or self.schedule.split_backward else self.par.layers
+        few, most = min(self.counts.values()), max(self.counts.values())
+
+        def layers(block, x, stack):
+            x = run(block, x, jax.tree.map(lambda w: w[:few], stack)) if few else x
+            if few == most:
+                return x
+            grid = np.array([self.counts[cell] for cell in sorted(self.counts)]).reshape(-1, self.schedule.visits)
+            full = jnp.asarray(grid == most)[lax.axis_index(PP), chunk]
+            return _when(
+                f"full{kind}", full, lambda x, w: run(block, x, w), lambda x, w: x, x, jax.tree.map(lambda w: w[few:], stack)
+            )
+
         with self.par.repeated(self.times * self.schedule.visits):
             return self.model(blocks, self.shared).run(x, batch, self.par, layers)
 
@@ -172,7 +195,7 @@ class _Executor:
 
     def cell(self, known, x, later):
         """F, B and W of a chunk: the stream after it; its input's gradient, loss and shared gradients; those of its blocks."""
-        (blocks, shared, batch), (done, dy, last, first) = known, later
+        (blocks, shared, batch, chunk), (done, dy, last, first) = known, later
 
         def from_loss(y, dy, done):
             own = {name: shared[name] for name in ("norm", "embedding" if self.config.tied else "head")}
@@ -185,7 +208,7 @@ class _Executor:
             return done | {"shared": self.add(done["shared"], {"embedding": down})}
 
         with self.par.differentiated():
-            y, pull = jax.vjp(lambda w, x: self.through(w, x, batch), blocks, x)
+            y, pull = jax.vjp(lambda w, x: self.through(w, x, batch, chunk, "B"), blocks, x)
             dy, done = _when("leaves", last, from_loss, lambda y, dy, done: (dy, done), y, dy, done)
             d_blocks, dx = pull(dy)
             done = _when("enters", first, into_embedding, lambda dx, done: done, dx, done)
@@ -272,15 +295,15 @@ class _Executor:
 
     def known(self, cell):
         """What a cell is given besides activations and gradients."""
-        return _at(self.chunks, cell["chunk"]), self.shared, _at(self.batch, cell["u"])
+        return _at(self.chunks, cell["chunk"]), self.shared, _at(self.batch, cell["u"]), cell["chunk"]
 
     def forward(self, state, x, cell):
-        blocks, shared, batch = known = self.known(cell)
+        blocks, shared, batch, chunk = known = self.known(cell)
         x = _when("enters", cell["enters"], lambda x: self.embed(shared["embedding"], batch), lambda x: x, x)
         if self.save:
             y, *kept = self.f(*jax.tree.leaves(known), x)
         else:
-            y, kept = _when("leaves", cell["leaves"], lambda x: x, lambda x: self.through(blocks, x, batch), x), [x]
+            y, kept = _when("leaves", cell["leaves"], lambda x: x, lambda x: self.through(blocks, x, batch, chunk, "F"), x), [x]
         return state | {"saved": _put(state["saved"], kept, cell["saved"])}, y
 
     def backward(self, state, dy, cell):
@@ -307,8 +330,12 @@ def _when(name: str, *args):
         return lax.cond(*args)
 
 
-def taken(schedule: Schedule, stage: int) -> dict[str, Fraction]:
+def taken(schedule: Schedule, num_layers: int, stage: int) -> dict[str, Fraction]:
     """How often a stage takes the named branches of the program, of the times that it comes to them."""
+    counts = layers_of(schedule, num_layers)
+    full = [n == max(counts.values()) for cell, n in counts.items() if cell[0] == stage]
+    before = [n == max(counts.values()) for cell, n in counts.items() if cell[0] == stage and cell != schedule.routes[0][-1]]
+    fulls = {"fullB": Fraction(sum(full), len(full)), "fullF": Fraction(sum(before), max(1, len(before)))}
     ticks, send = (table := timetable(schedule)).ticks, slots(table).send
     cells = {kind: Fraction(int((ticks[:, stage, 0] == i).sum()), len(ticks)) for i, kind in enumerate(KINDS)}
     ways = {name: Fraction(int((send == way).any(1).sum()), len(ticks)) for name, way in {"right": 1, "left": -1}.items()}
@@ -316,7 +343,7 @@ def taken(schedule: Schedule, stage: int) -> dict[str, Fraction]:
         name: Fraction(sum(r[i][0] == stage for r in schedule.routes), schedule.visits)
         for name, i in {"enters": 0, "leaves": -1}.items()
     }
-    return cells | ways | ends
+    return cells | ways | ends | fulls
 
 
 def _buffer(num_slots, x):

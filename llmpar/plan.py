@@ -21,6 +21,7 @@ from stage 1 on, accumulated gradients from stage 2 on, the stored weight itself
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -132,6 +133,11 @@ class Plan:
             else orders.make(self.schedule, self.mesh.pp, self.microbatches, self.chunks)
         )
 
+    def padded(self, config):
+        """The model with as many layers as a pipeline's state has places: the same number for every chunk of every stage."""
+        cells = len(self.pipeline.routes[0]) if self.pipeline else 1
+        return dataclasses.replace(config, num_layers=-(-config.num_layers // cells) * cells)
+
     # ------------------------------------------------------------------------------------------- logical to physical
 
     def place(self, layout: Layout | str) -> Layout:
@@ -240,9 +246,10 @@ class Plan:
             raise ValueError(f"{name} has {m} microbatches but the plan has {self.microbatches}; use microbatches={m}")
         if order.parameter_copies > 1:
             raise ValueError(f"{name} keeps two copies of the model, which is not implemented; use dualpipev")
-        if config.num_layers % (cells := len(order.routes[0])):
-            more = -(-config.num_layers // cells) * cells
-            raise ValueError(f"{config.num_layers} layers are no multiple of stages·chunks = {cells}; use {more} layers")
+        if config.num_layers < (cells := len(order.routes[0])):
+            raise ValueError(
+                f"{config.num_layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer cells"
+            )
         for field, value in {"reading": "manual", "reduce": "end"}.items():
             if getattr(self, field) != value:
                 raise ValueError(f"{field}={getattr(self, field)!r} does not go with {name}; use {field}={value!r}")

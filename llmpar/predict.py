@@ -82,15 +82,16 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
         return Runs(m, m, n, n * recomputed, n, n * (2 - keeps), n * (1 + (recomputed and not keeps)), m)
     route = order.routes[0]
     enters, leaves = (cell[0] == stage for cell in (route[0], route[-1]))
-    cells, layers = order.visits * m, config.num_layers // len(route)
-    n, first = layers * cells, cells - m * leaves
+    layers = {cell: config.num_layers // len(route) + (i < config.num_layers % len(route)) for i, cell in enumerate(route)}
+    n, cells = m * sum(count for cell, count in layers.items() if cell[0] == stage), order.visits * m
     if plan.stage_saves == "residuals":
-        return Runs(m * enters, m * leaves, n, 0, n, 2 * n, 2 * n, cells)
-    forward = layers * (first + cells)
+        twice = n + cells * min(layers.values())  # a layer that only some chunks have keeps its gathered weights
+        return Runs(m * enters, m * leaves, n, 0, n, twice, twice, cells)
+    forward, attended = 2 * n - m * leaves * layers[route[-1]], 2 * cells - m * leaves
     if order.split_backward:  # layer by layer, nothing checkpointed
-        return Runs(m * enters, m * leaves, forward, 0, n, forward, forward, first + cells)
+        return Runs(m * enters, m * leaves, forward, 0, n, forward, forward, attended)
     more = n * (not keeps)
-    return Runs(m * enters, m * leaves, forward, n * recomputed, n, forward + more, forward + more * recomputed, first + cells)
+    return Runs(m * enters, m * leaves, forward, n * recomputed, n, forward + more, forward + more * recomputed, attended)
 
 
 def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
@@ -114,7 +115,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 move 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
     sizes, micro, item = plan.mesh.sizes, plan.microbatches, _ITEMSIZE[plan.dtype]
     buckets: dict[tuple, list[int]] = {}
-    for path, (dims, shape) in sorted(config.param_shapes().items(), key=lambda item: item[0].split(".")):
+    for path, (dims, shape) in sorted(plan.padded(config).param_shapes().items(), key=lambda item: item[0].split(".")):
         stacked = path.startswith("blocks.")
         layers = shape[0] // plan.mesh.pp if stacked else 1
         elements = product(plan.place(dims).shard_shape(shape, sizes))  # of the leaf, whole over fsdp
@@ -128,7 +129,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
         if plan.zero == 3:
             gathers = used if not stacked else run.vectors if vector else run.matrices
             if vector and "bias" in path and plan.stage_saves == "residuals":
-                gathers -= run.backward
+                gathers = run.forward
             traffic.add("all-gather", fsdp, one * item, gathers)
             traffic.add("reduce-scatter", fsdp, one * item, run.backward if stacked else used)
         if plan.zero in (1, 2):
@@ -203,10 +204,10 @@ def argument_bytes(
 ) -> dict[str, int]:
     """Bytes per device that a step is given: float32 weights, ``moments`` float32 copies of them in the optimizer's state
     (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's, and AdamW's one)."""
-    sizes = plan.mesh.sizes
+    sizes, shapes = plan.mesh.sizes, plan.padded(config).param_shapes()
 
     def held(place) -> int:
-        return FLOAT32 * sum(product(place(dims).shard_shape(shape, sizes)) for dims, shape in config.param_shapes().values())
+        return FLOAT32 * sum(product(place(dims).shard_shape(shape, sizes)) for dims, shape in shapes.values())
 
     batch = 4 * 4 * product(plan.place("data b s").shard_shape((batch_size, seq_len), sizes))
     return {"params": held(plan.stored), "optimizer": moments * held(plan.graded), "batch": batch, "counters": 4 * scalars}
@@ -219,13 +220,13 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     tokens = product(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
     tp = sizes["tp"]
     grads = FLOAT32 * sum(
-        product(plan.accumulated(dims).shard_shape(shape, sizes)) for dims, shape in config.param_shapes().values()
+        product(plan.accumulated(dims).shard_shape(shape, sizes)) for dims, shape in plan.padded(config).param_shapes().values()
     )
     stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
     ffn = 4 * tokens * config.ffn_width * item // tp
     block = 8 * stream + heads + ffn  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
-    layers = config.num_layers
+    layers = plan.padded(config).num_layers
     held = 0
     if order := plan.pipeline:  # one chunk is differentiated at a time; of the others that are alive, what F saved
         layers //= len(order.routes[0])

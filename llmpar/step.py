@@ -28,7 +28,7 @@ from llmpar import pipeline
 from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
 from llmpar.model import Batch, Llama
-from llmpar.notation import Arrow, Layout
+from llmpar.notation import Arrow, Dim, Layout
 from llmpar.par import Auto, Entry, Manual, Solo, vary, varying
 from llmpar.plan import Plan
 
@@ -84,9 +84,12 @@ class Step:
         self.dims = weight_dims(config)
         self.ledger: list[Entry] = []
         self.stored, self.graded = (jax.tree.map(place, self.dims) for place in (plan.stored, plan.graded))
-        state = self._shapes(config)
+        state = self._shapes(plan.padded(config))
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
-        self.abstract_state = jax.tree.map(laid_out, state, self._layouts(state))
+        self.abstract_state = self.abstract_natural = jax.tree.map(laid_out, state, layouts := self._layouts(state))
+        if plan.padded(config) != config:  # layers that pp does not divide
+            whole = lambda layout: Layout(tuple(Dim(d.name, d.axes * (d.name != "l")) for d in layout.dims))
+            self.abstract_natural = jax.tree.map(laid_out, self._shapes(config), jax.tree.map(whole, layouts))
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
         self.batch_sharding = sharding(mesh, plan.place("data b s"))
@@ -112,32 +115,35 @@ class Step:
 
     def init(self, seed: int = 0) -> State:
         """A fresh state, made in place: no device ever holds more than its share. The same weights on every mesh."""
-        make = lambda key: init_params(self.config, key)
-        params = jax.jit(make, out_shardings=self.shardings.params)(jax.random.key(seed))
-        optimizer = jax.jit(self.optimizer.init, out_shardings=self.shardings.optimizer)(params)
-        return self.from_natural(State(params, optimizer, jax.device_put(jnp.int32(0), self.shardings.step)))
+
+        def make(key):
+            params = init_params(self.config, key)
+            return self._take(State(params, self.optimizer.init(params), jnp.int32(0)), self.layer_order)
+
+        return jax.jit(make, out_shardings=self.shardings)(jax.random.key(seed))
 
     def from_natural(self, state: State) -> State:
         """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold it."""
-        return self._take(state, self.layer_order)
+        return jax.jit(lambda state: self._take(state, self.layer_order), out_shardings=self.shardings)(state)
 
     def to_natural(self, state: State) -> State:
         """The state with its layers in the model's order again: how it is kept, and given to others."""
-        return self._take(state, np.argsort(self.layer_order))
+        back = np.argsort(self.layer_order, stable=True)[: self.config.num_layers]
+        natural = jax.tree.map(lambda x: x.sharding, self.abstract_natural)
+        return jax.jit(lambda state: self._take(state, back), out_shardings=natural)(state)
 
     def _take(self, state: State, order: np.ndarray) -> State:
-        if (order == np.arange(len(order))).all():
+        """Layers by number; zeros for those that the model does not have. Which dim of a leaf counts layers, whatever the
+        optimizer keeps, is seen from what one layer more would make longer."""
+        if order.tolist() == list(range(self.config.num_layers)):
             return state
-        config = (
-            self.config
-        )  # a leaf counts layers along the dim that one layer more makes longer, whatever the optimizer keeps
-        longer = self._shapes(dataclasses.replace(config, num_layers=config.num_layers + 1))
+        grow = lambda n: self._shapes(dataclasses.replace(self.config, num_layers=self.config.num_layers + n))
 
-        def take(x, more):
-            axis = next((i for i, (a, b) in enumerate(zip(x.shape, more.shape, strict=True)) if a != b), None)
-            return x if axis is None else jnp.take(x, order, axis)
+        def take(x, one, more):
+            axis = next((i for i, (a, b) in enumerate(zip(one.shape, more.shape, strict=True)) if a != b), None)
+            return x if axis is None else jnp.take(x, order, axis, mode="fill", fill_value=0)
 
-        return jax.jit(lambda state: jax.tree.map(take, state, longer), out_shardings=self.shardings)(state)
+        return jax.tree.map(take, state, grow(0), grow(1))
 
     def lower(self, batch_size: int, seq_len: int):
         """The step lowered for batches of this shape, without any array: for compiling and for reading."""

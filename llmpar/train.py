@@ -135,7 +135,7 @@ def train(
     if steps < 1:
         raise ValueError(f"training to step {steps} does nothing; use 1 or more")
     step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
-    state = checkpoints.restore(step.abstract_state, config) if checkpoints else None
+    state = checkpoints.restore(step.abstract_natural, config) if checkpoints else None
     state = step.init(seed) if state is None else step.from_natural(state)
     shape = stream.config.batch_size, stream.config.seq_len
     chip = hardware.guess(mesh.devices.flat[0].device_kind)

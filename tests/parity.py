@@ -63,9 +63,9 @@ def spread(config, plan: Plan, step_class=Step):
     step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     places = attention.order(plan.order, SEQ, plan.mesh.sp)
     data = jax.device_put({k: x[:, places] for k, x in batch().items()}, step.batch_sharding)
-    params = jax.device_put(arranged(weights(config), step.layer_order), step.shardings.params)
-    grads, metrics = jax.jit(step.gradients)(params, data)
-    grads = arranged(jax.tree.map(np.asarray, grads), np.argsort(step.layer_order))
+    padded = arranged(weights(config), np.minimum(step.layer_order, config.num_layers - 1))  # weights where none should be used
+    grads, metrics = jax.jit(step.gradients)(jax.device_put(padded, step.shardings.params), data)
+    grads = arranged(jax.tree.map(np.asarray, grads), np.argsort(step.layer_order, stable=True)[: config.num_layers])
     return float(metrics["loss"]), float(metrics["grad_norm"]), grads
 
 

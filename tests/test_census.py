@@ -88,13 +88,13 @@ EVERY_PIPED = [
 ]  # fmt: skip
 
 
-def compare_every_stage(config, plan):
+def compare_every_stage(config, plan, num_layers=4):
     """One program serves all stages; each takes other branches of it."""
-    config = dataclasses.replace(config, num_layers=4)
+    config = dataclasses.replace(config, num_layers=num_layers)
     step, program = lowered(config, plan)
     text = hlo.partitioned_hlo(program)
     for stage in range(plan.mesh.pp):
-        census = hlo.census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, stage))
+        census = hlo.census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, config.num_layers, stage))
         want = predict.collectives(config, plan, BATCH, SEQ, stage)
         assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
         assert not any(c.conditional for c in census)
@@ -105,6 +105,17 @@ def compare_every_stage(config, plan):
 @pytest.mark.parametrize("plan", PIPED, ids=name)
 def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
     compare_every_stage(LLAMA, plan)
+
+
+def test_layers_that_do_not_divide_are_counted_where_they_are():
+    compare_every_stage(LLAMA, piped("pp=2 fsdp=2 tp=2", "interleaved"), 5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("saves", ["input", "residuals"])
+def test_layers_that_do_not_divide_are_counted_under_every_cut(schedule, saves):
+    compare_every_stage(LLAMA, piped("pp=2 fsdp=2 tp=2", schedule, stage_saves=saves), 5)
 
 
 @pytest.mark.full

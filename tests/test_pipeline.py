@@ -48,6 +48,8 @@ CASES = {
     "zb-h1, m = p, tp_sequence": (DEEP, piped("pp=4 tp=2", "zb-h1 4", tp_sequence=True)),
     "zb-v, m = 2p, fsdp tp": (DEEP, piped("pp=2 fsdp=2 tp=2", "zb-v 4")),
     "written by hand, saved": (LLAMA, Plan("pp=2 dp=2", schedule=WRITTEN, microbatches=4, stage_saves="residuals")),
+    "interleaved, 5 layers": (dataclasses.replace(LLAMA, num_layers=5), piped("pp=2 tp=2", "interleaved 4")),
+    "zb-v, 7 layers, saved": (dataclasses.replace(LLAMA, num_layers=7), piped("pp=2 dp=2", "zb-v 4", stage_saves="residuals")),
     "1f1b, saved": (LLAMA, piped("pp=2 tp=2", "1f1b 4", stage_saves="residuals")),
 }
 
@@ -207,8 +209,8 @@ REFUSED = {
     "no schedule is called 'zbv'; try 'zb-v', or": dict(schedule="zbv"),
     "has 2 stages but mesh 'pp=4' has pp=4; use pp=2": dict(mesh="pp=4", schedule=WRITTEN, microbatches=4),
     "has 4 microbatches but the plan has 2; use microbatches=4": dict(schedule=WRITTEN, microbatches=2),
-    "2 layers are no multiple of stages·chunks = 4; use 4 layers": dict(schedule="interleaved"),
-    "2 layers are no multiple of stages·chunks = 6; use 6 layers": dict(schedule="interleaved", chunks=3),
+    "2 layers cannot fill stages·chunks = 4; use 4 layers": dict(schedule="interleaved"),
+    "2 layers cannot fill stages·chunks = 6; use 6 layers": dict(schedule="interleaved", chunks=3),
     "two copies of the model, which is not implemented; use dualpipev": dict(schedule="dualpipe"),
     "batch 16 is not a multiple of dp·fsdp·ep·microbatches = 6": dict(mesh="pp=2 dp=2", microbatches=3),
     "reading='auto' does not go": dict(reading="auto"),
