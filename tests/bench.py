@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
 from jax.sharding import PartitionSpec as P
 
 from llmpar import attention, hardware, hlo, predict

@@ -157,6 +157,25 @@ def test_blockwise_matches_full(block, contiguous, mask, packed, ratio):
     agree(results(attend, q, k, v), reference(mask, ratio=ratio, packed=packed))
 
 
+@pytest.mark.parametrize(
+    ("contiguous", "mask", "packed", "ratio"),
+    [(True, CAUSAL, True, 4), (False, CAUSAL, False, 1), (False, BOTH, False, 2), (True, WINDOW, True, 1),
+     (False, BAND, True, 2)],
+)  # fmt: skip
+def test_a_kernel_matches_full(contiguous, mask, packed, ratio):
+    q, k, v, *where = inputs(ratio=ratio, packed=packed)
+    run = partial(attention.by_kernel, kernel="xla", contiguous=contiguous, mask=mask, **ids_of(*where))
+
+    @partial(jax.jit, static_argnums=0)
+    def out_and_grads(attend, *args):
+        out, pull = jax.vjp(lambda *args: attend(*args)[0], *args)
+        return out, *pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+    attends = run, partial(full, mask=mask, **ids_of(*where))
+    (out, *grads), (want, *expected) = (out_and_grads(attend, q, k, v) for attend in attends)
+    agree((out, 0, *grads), (want, 0, *expected))
+
+
 def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     q, k, v, positions, _ = inputs()
     ids = ids_of(positions, np.ones((1, S), np.int32)) | {"q_segments_bs": (np.arange(S) % 8 > 0).astype(np.int32)[None]}
@@ -255,7 +274,9 @@ def test_every_variant_with_everything_matches_full(variant, sp, tp, mask, packe
     kv_heads = sp * tp if variant == "ulysses" else 2
     q, k, v, *where = inputs(kv_heads, ratio, packed)
     mesh, axes = mesh_of(tp=tp, sp=sp), "sp" if variant != "usp" else None
-    attend = sharded(VARIANTS[variant], mesh, order("zigzag", S, mesh.size if variant == "usp" else sp), *where, mask, axes=axes)
+    attend = sharded(
+        VARIANTS[variant], mesh, order("zigzag", S, mesh.size if variant == "usp" else sp), *where, mask, axes=axes
+    )
     agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
 
 
