@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TypedDict, Unpack
+from typing import Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +171,21 @@ def blockwise(
         raise ValueError(f"contiguous attention has queries and keys at the same positions; found {s} and {t} of them")
     how = _How(mask, _scale(scale, q), contiguous=contiguous and s <= FEW_IN_TRIANGLE * q_block)
     return _leave(*_softmax_of(how, *_enter(q, k, v, q_block, k_block, **ids)))
+
+
+def by_kernel(
+    q: Q, k: KV, v: KV, *, kernel: Literal["cudnn", "xla"], contiguous: bool = False, mask: Mask = Mask(), **ids: Unpack[Ids]
+):
+    """Attend with `jax.nn.dot_product_attention`, 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla', which keeps all scores.
+
+    The mask is an array of b s t, one for all heads; with `contiguous` a kernel may skip what is later. No lse: the kernel
+    rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10).
+    """
+    queries, keys = (ids["q_positions_bs"], ids.get("q_segments_bs")), (ids["k_positions_bt"], ids.get("k_segments_bt"))
+    seen, heads = sees(mask, queries, keys), q.reshape(*q.shape[:2], -1, q.shape[-1])
+    seen, causal = None if seen is None else seen[:, None], contiguous and mask.causal
+    out = jax.nn.dot_product_attention(heads, k, v, mask=seen, is_causal=causal, implementation=kernel)
+    return out.reshape(q.shape), None
 
 
 def _scale(scale, q):

@@ -48,9 +48,11 @@ class StepOptions:
         regather: ZeRO-3: gather weights again in the backward pass, or keep them.
         dtype: of weights and activations while computing; master weights are float32.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
+        ffn_chunks: pieces of the sequence that go through a feed-forward one after the other.
         sequence: attention where sp cuts the sequence: pass keys around a ring, exchange positions for heads, or gather.
         order: how positions are dealt to the ranks of sp.
         attention_block: queries and keys per block of attention; it must divide what a device holds.
+        attention_kernel: who computes attention to whole sequences: this package, cuDNN, or plain XLA.
         schedule: order of the pipeline's stages where pp > 1: gpipe, 1f1b, interleaved, zb-h1, zb-v, …
         chunks: pieces of the model per stage, for schedules that let one choose.
         stage_saves: what a stage keeps of a forward pass: its input, to recompute from, or all residuals.
@@ -72,9 +74,11 @@ class StepOptions:
     regather: Literal["again", "keep"] = "again"
     dtype: Literal["float32", "bfloat16"] = "float32"
     loss_chunks: int = 1
+    ffn_chunks: int = 1
     sequence: Literal["ring", "ulysses", "gather"] = "ring"
     order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     attention_block: int | None = None
+    attention_kernel: Literal["portable", "cudnn", "xla"] = "portable"
     schedule: str = "1f1b"
     chunks: int | None = None
     stage_saves: Literal["input", "residuals"] = "input"

@@ -81,17 +81,18 @@ def attend(q, k, v, ids, mask: attention.Mask, par):
     """
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     k, v = (par.move(x, "attention b s k h -> keys b s k h") for x in (k, v))
-    axes, block = par.axes("keys s"), par.plan.attention_block
-    compute = functools.partial(attention.blockwise, contiguous=par.plan.in_order)
+    axes, block, kernel = par.axes("keys s"), par.plan.attention_block, par.plan.attention_kernel
+    compute = functools.partial(attention.blockwise, contiguous=par.plan.in_order, block=block)
+    if kernel != "portable":
+        compute = functools.partial(attention.by_kernel, contiguous=par.plan.in_order, kernel=kernel)
     if axes:
         (axis,) = axes
-        compute = functools.partial(attention.ring, axis=axis)
-        if block and block >= q.shape[1]:
-            block = None  # a tile must not join the two parts that zigzag deals to a rank
+        joins = block and block >= q.shape[1]  # a tile must not join the two parts that zigzag deals to a rank
+        compute = functools.partial(attention.ring, axis=axis, block=None if joins else block)
 
     def here(q, k, v, q_positions, q_segments, k_positions, k_segments):
         ids = dict(q_positions_bs=q_positions, q_segments_bs=q_segments, k_positions_bt=k_positions, k_segments_bt=k_segments)
-        return compute(q, k, v, mask=mask, block=block, **ids)[0]
+        return compute(q, k, v, mask=mask, **ids)[0]
 
     queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "keys b s"
     y = par.local(here, [queries, keys, keys, q_ids, q_ids, k_ids, k_ids], queries)(q, k, v, *ids)
@@ -109,8 +110,11 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x, par):
         x = par.move(x, "stream b s d -> ffn b s d")
-        y = jax.nn.silu(x @ par.weight(self.gate)) * (x @ par.weight(self.up))
-        return par.move(y @ par.weight(self.down), "ffn b s d +m -> stream b s d")
+        gate, up, down = (par.weight(w) for w in (self.gate, self.up, self.down))
+        mix = lambda x: (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        chunks = par.plan.ffn_chunks
+        y = par.chunked(mix, x, chunks) if chunks > 1 else mix(x)
+        return par.move(y, "ffn b s d +m -> stream b s d")
 
 
 class Block(nnx.Module):
@@ -186,7 +190,7 @@ class Llama(nnx.Module):
             hit = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (1, 1, head.shape[0]), 2) == local, logits, 0)
             total = par.move(jnp.exp(logits).sum(-1), "vocab b s +v -> data b s")
             target = par.move(hit.sum(-1), "vocab b s +v -> data b s")
-            return jnp.where(targets >= 0, jnp.log(total) - target, 0).sum(1)
+            return jnp.where(targets >= 0, jnp.log(total) - target, 0)
 
         return par.chunked(piece, (x, batch["targets"]), par.plan.loss_chunks)
 

@@ -87,16 +87,19 @@ class Solo:
             return lax.scan(lambda x, w: (block(x, w), None), x, stack, unroll=plan.unroll or length)[0]
 
     def chunked(self, f, xs, num_chunks: int):
-        """Sum ``f`` over ``num_chunks`` pieces of ``xs`` along dim 1; the backward pass recomputes a piece but repeats no
-        communication. Bounds the memory of what ``f`` makes of a piece, such as logits."""
+        """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join what comes out, all along dim 1.
+
+        The backward pass recomputes a piece but repeats no communication. Bounds the memory of what ``f`` makes of a piece,
+        such as logits. A piece takes every ``num_chunks``-th position, so that it is cut over devices as the whole is.
+        """
         policy = jax.checkpoint_policies.save_only_these_names(MOVED)
         f = jax.checkpoint(f, policy=policy, prevent_cse=False)
         if num_chunks == 1:
             return f(xs)
-        pieces = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], num_chunks, -1, *x.shape[2:]), 1, 0), xs)
+        pieces = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, num_chunks, *x.shape[2:]), 2, 0), xs)
         with self.repeated(num_chunks):
             _, out = lax.scan(lambda _, piece: (None, f(piece)), None, pieces)
-        return out.sum(0)
+        return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 2).reshape(y.shape[1], -1, *y.shape[3:]), out)
 
 
 def _all_but_gathered_weights(prim, *_, **params) -> bool:

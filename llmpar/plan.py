@@ -53,7 +53,11 @@ class Plan:
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
+        ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel 2023); with more
+            than one the backward pass computes its hidden values again instead of keeping them.
         attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down to 256.
+        attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; or `jax.nn.dot_product_attention` by ``cudnn``
+            (NVIDIA GPUs, bfloat16) or ``xla``, where no partial results are merged: not in a ring.
         sequence: what attention does where the sequence is cut by sp: pass keys around a ``ring``, exchange positions for
             heads (``ulysses``), or ``gather`` all keys.
         order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal work.
@@ -76,7 +80,9 @@ class Plan:
     dtype: str = "float32"
     unroll: int = 1
     loss_chunks: int = 1
+    ffn_chunks: int = 1
     attention_block: int | None = None
+    attention_kernel: Literal["portable", "cudnn", "xla"] = "portable"
     sequence: Literal["ring", "ulysses", "gather"] = "ring"
     order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     schedule: str = "1f1b"
@@ -85,7 +91,7 @@ class Plan:
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", parse_mesh(self.mesh))
-        for name in ("microbatches", "loss_chunks", "attention_block"):
+        for name in ("microbatches", "loss_chunks", "ffn_chunks", "attention_block"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; use 1 or more")
@@ -205,7 +211,8 @@ class Plan:
             self._divides(name, size, ("tp",), suits=math.gcd(*cut_by_tp.values()))
         if self.tp_sequence:
             self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, *cut_by_tp.values()))
-        self._divides("sequence", seq_len, ("sp",), "loss_chunks")
+        for chunks in ("loss_chunks", "ffn_chunks"):
+            self._divides("sequence", seq_len, ("sp",), chunks)
         if sizes["sp"] > 1 and self.order == "zigzag" and seq_len % (2 * sizes["sp"]):
             near = 2 * sizes["sp"] * max(1, seq_len // (2 * sizes["sp"]))
             raise ValueError(
@@ -220,6 +227,8 @@ class Plan:
         local = seq_len // sizes["sp"] if self.sequence == "ring" else seq_len
         if self.attention_block and local > self.attention_block and local % self.attention_block:
             self._divides(f"attention over {local} positions, sequence", local, (), "attention_block")
+        if self.attention_kernel != "portable":
+            self._check_kernel()
         cut_by_fsdp = {"model width": config.width}
         cut_by_fsdp |= {"head width": config.head_width} if config.qkv_bias or config.qk_norm else {}
         rows = batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches)
@@ -231,6 +240,18 @@ class Plan:
         if self.reduce == "layer" and self.microbatches > 1:
             raise ValueError("reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1")
         self._check_pipeline(config)
+
+    def _check_kernel(self) -> None:
+        """Refuse what a kernel for whole sequences cannot do."""
+        why = ""
+        if self.mesh.sp > 1 and self.sequence == "ring":
+            why = "gives no log of sums in float32 to merge by, which a ring needs; use sequence='ulysses' or 'gather'"
+        if self.attention_block:
+            why = "chooses its own blocks; leave attention_block out"
+        if self.attention_kernel == "cudnn" and self.dtype == "float32":
+            why = "computes in 16 bits; use dtype='bfloat16'"
+        if why:
+            raise ValueError(f"attention_kernel='{self.attention_kernel}' {why}, or attention_kernel='portable'")
 
     def _check_pipeline(self, config) -> None:
         """Refuse a pipeline that the executor cannot walk. Simulating the order proves it legal, or names the deadlock."""

@@ -224,17 +224,18 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     )
     stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
-    ffn = 4 * tokens * config.ffn_width * item // tp
+    ffn = 4 * tokens * config.ffn_width * item // tp // plan.ffn_chunks
     block = 8 * stream + heads + ffn  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
+    kept = block - ffn * (plan.ffn_chunks > 1)  # chunks are computed again
     layers = plan.padded(config).num_layers
     held = 0
     if order := plan.pipeline:  # one chunk is differentiated at a time; of the others that are alive, what F saved
         layers //= len(order.routes[0])
         alive = slots(timetable(order))
         saved, messages, residual = (int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual))
-        one = stream if plan.stage_saves == "input" else layers * block
-        held = saved * one + messages * stream + residual * layers * block
-    held += layers * (stream if plan.remat == "block" else block)
+        one = stream if plan.stage_saves == "input" else layers * kept
+        held = saved * one + messages * stream + residual * layers * kept
+    held += layers * (stream if plan.remat == "block" else kept)
     logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
     return grads + held + 2 * block + logits
 

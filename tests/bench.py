@@ -5,23 +5,35 @@ for one device without this package, runs in the same rounds. CPU seconds of the
 seconds on a busy machine; ratios are taken round by round, and their median is what counts. On an accelerator the step
 is that of 124M parameters in bfloat16, and its MFU is printed.
 
-    python tests/bench.py [--rounds 5] [--out bench/step.json] [--only one,dp8]
+`attention` times attention alone, forward and backward, causal, float32: 8,192 positions, 8 heads × 64, over 8 devices: the
+ring here (zigzag), `jax.nn.dot_product_attention` on one device, and the ring of the `ringattention` package (Liu et al.
+2023) if it can be imported. That package is no dependency: `pip install --no-deps --target FOLDER ringattention einops`, and
+`--peer FOLDER`. `long` runs 65,536 positions (2 heads × 64) of one block of a Llama through a training step's gradients, and
+tells the peak of resident memory.
+
+    python tests/bench.py [step | attention | long] [--rounds 5] [--out bench/step.json] [--only one,dp8] [--peer FOLDER]
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import json
 import pathlib
+import resource
 import statistics
+import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec as P
 
-from llmpar import hardware, hlo, predict
+from llmpar import attention, hardware, hlo, predict
 from llmpar.config import preset
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.plan import Plan
@@ -37,6 +49,7 @@ PLANS = {
     "fsdp8": Plan("fsdp=8", **FAST),
     "fsdp8 remat": Plan("fsdp=8", remat="block", attention_block=64, loss_chunks=4),
     "tp4 dp2": Plan("tp=4 dp=2", zero=0, microbatches=4, **FAST),
+    "sp4 dp2": Plan("sp=4 dp=2", zero=0, microbatches=4, unroll=0),
 }
 
 
@@ -139,10 +152,8 @@ def _stepper(step, state):
     return run
 
 
-def simulated(rounds: int, only: list[str]) -> dict:
-    """The table of plans on simulated devices."""
-    config = preset("small")
-    made = {name: (run, facts) for name, run, facts in programs(config, only)}
+def interleaved(made: dict, rounds: int, bases: tuple[str, ...]) -> dict:
+    """Run each program once for warming up, then all of them in turn. Medians of seconds and of ratios to the bases."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     for run, _ in made.values():
         run()
@@ -154,12 +165,100 @@ def simulated(rounds: int, only: list[str]) -> dict:
     rows = {}
     for name, (_, facts) in made.items():
         row = {"cpu_s": statistics.median(c for c, _ in times[name]), "wall_s": statistics.median(w for _, w in times[name])}
-        for base in ("plain jax", "one"):
+        for base in bases:
             if base in times:
                 pairs = zip(times[name], times[base], strict=True)
                 row[f"cpu_over_{base.replace(' ', '_')}"] = statistics.median(a[0] / b[0] for a, b in pairs)
         rows[name] = row | facts
+    return rows
+
+
+def simulated(rounds: int, only: list[str]) -> dict:
+    """The table of plans on simulated devices."""
+    config = preset("small")
+    made = {name: (run, facts) for name, run, facts in programs(config, only)}
+    rows = interleaved(made, rounds, ("plain jax", "one"))
     return {"model": config.name, "params": config.num_params, "batch": BATCH, "seq": SEQ, "rounds": rounds, "rows": rows}
+
+
+def peer_ring():
+    """The `ringattention` package's ring, without its chunks of feed-forward, or None and a sentence if it is not here.
+
+    Under JAX 0.10 it wants `jax.lib.xla_bridge.get_backend` back, and shard_map's varying-axes check off.
+    """
+    if not hasattr(jax.lib, "xla_bridge"):
+        jax.lib.xla_bridge = types.SimpleNamespace(get_backend=lambda: jax.devices()[0].client)
+    try:
+        ring = importlib.import_module("ringattention").ringattention_jax
+    except ImportError as error:
+        print(f"the ringattention package is left out: {error}; see --peer")
+        return None
+    chunks = dict(
+        causal_block_size=1, deterministic=True, dropout_rng=None, attn_pdrop=0.0, query_chunk_size=512, key_chunk_size=512,
+        dtype=jnp.float32, policy=jax.checkpoint_policies.nothing_saveable, precision=None, prevent_cse=False,
+    )  # fmt: skip
+    return lambda q, k, v, _: ring(q, k, v, None, None, None, "sp", True, chunks)
+
+
+def attentions(n: int = 8, s: int = 8192, heads: int = 8, width: int = 64):
+    """Name to (function that runs output and gradients and waits, facts), all from the same q, k, v; values are compared."""
+    mesh, cut = make_mesh(f"sp={n}"), P(None, "sp")
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((1, s, heads, width)).astype(np.float32) for _ in range(4)]
+
+    def ours(q, k, v, at):
+        return attention.ring(q[..., None, :], k, v, axis="sp", q_positions_bs=at, k_positions_bt=at)[0][..., 0, :]
+
+    def one(q, k, v, _):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+    def over(f, check):
+        return jax.shard_map(f, mesh=mesh, in_specs=(cut,) * 4, out_specs=cut, check_vma=check)
+
+    kinds = {"dot_product_attention": (one, "contiguous"), "ring, zigzag": (over(ours, True), "zigzag")}
+    if peer := peer_ring():
+        kinds["ringattention package"] = over(peer, False), "contiguous"
+    made, want = {}, None
+    for name, (f, order) in kinds.items():
+        places = attention.order(order, s, n)
+        given = [x[:, places] for x in arrays] + [places[None].astype(np.int32)]
+        given = jax.device_put(given, None if f is one else jax.NamedSharding(mesh, cut))
+
+        def both(q, k, v, grad, at, f=f):
+            out, pull = jax.vjp(lambda q, k, v: f(q, k, v, at), q, k, v)
+            return out, *pull(grad)
+
+        lowered = jax.jit(both).lower(*given)
+        compiled = lowered.compile()
+        found = [np.asarray(x)[:, np.argsort(places)] for x in compiled(*given)]
+        want = want or found
+        error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, want, strict=True))
+        text = hlo.partitioned_hlo(lowered)
+        sent = sum(c.bytes_sent for c in hlo.census_hlo(text, mesh)) if f is not one else 0
+        facts = {"temp_mib": hlo.compiled_memory(compiled)["temp_bytes"] / 2**20, "sent_mib": sent / 2**20, "error": error}
+        made[name] = (lambda c=compiled, g=given: jax.block_until_ready(c(*g))), facts
+    return made
+
+
+def long_block(s: int = 65_536) -> dict:
+    """Gradients of one block over s positions, 2 heads × 64, on 8 devices: seconds, temporaries, peak resident memory."""
+    config = dataclasses.replace(
+        preset("tiny"), num_layers=1, width=128, num_heads=2, num_kv_heads=2, head_width=64, ffn_width=384
+    )
+    plan = Plan(f"sp={len(devices)}", loss_chunks=16, attention_block=512)
+    plan.check(config, 1, s)
+    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    compiled = step.lower(1, s).compile()
+    places = attention.order(plan.order, s, len(devices))
+    batch = {name: x[:, places] for name, x in batch_of(config.vocab_size, 1, s).items()}
+    state, batch = step.init(0), jax.device_put(batch, step.batch_sharding)
+    cpu, wall = time.process_time(), time.perf_counter()
+    _, metrics = compiled(state, batch)
+    row = {"loss": float(metrics["loss"]), "cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
+    row |= {"temp_mib": hlo.compiled_memory(compiled)["temp_bytes"] / 2**20, "before_gib": before / 2**20}
+    row["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {"seq": s, "rows": {f"one block, {s:,} positions": row}}
 
 
 def accelerated(rounds: int) -> dict:
@@ -195,13 +294,23 @@ def accelerated(rounds: int) -> dict:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="?", default="step", choices=("step", "attention", "long"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", default="bench/step.json")
+    parser.add_argument("--out", default=None, help="default: bench/WHAT.json")
     parser.add_argument("--only", default="", help="names of programs, separated by commas")
+    parser.add_argument("--peer", default=None, help="folder with the ringattention package")
     args = parser.parse_args()
     only = [name for name in args.only.split(",") if name]
-    document = simulated(args.rounds, only) if devices[0].platform == "cpu" else accelerated(max(args.rounds, 10))
-    path = pathlib.Path(args.out)
+    if args.peer:
+        sys.path.append(args.peer)
+    if args.what == "attention":
+        rows = interleaved(attentions(), args.rounds, ("dot_product_attention", "ringattention package"))
+        document = {"positions": 8192, "devices": 8, "rounds": args.rounds, "rows": rows}
+    elif args.what == "long":
+        document = long_block()
+    else:
+        document = simulated(args.rounds, only) if devices[0].platform == "cpu" else accelerated(max(args.rounds, 10))
+    path = pathlib.Path(args.out or f"bench/{args.what}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1))
     for name, row in document["rows"].items():

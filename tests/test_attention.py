@@ -5,7 +5,11 @@ at 6e-8 and a row sums up to 64 terms in another order), gradients 1e-4 of the l
 recomputed from lse).
 """
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from functools import lru_cache, partial
 
@@ -16,7 +20,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention
+from llmpar import attention, hlo
 from llmpar.attention import Mask, all_gather_kv, blockwise, decode, full, live_blocks, merge, order, ring, ulysses, usp
 
 CAUSAL, BOTH, WINDOW, BAND = Mask(), Mask(causal=False), Mask(window=10), Mask(causal=False, window=5)
@@ -84,15 +88,18 @@ def mesh_of(**axes):
     return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[: int(np.prod(sizes))])
 
 
-def sharded(variant, mesh, permutation, positions, segments, mask, **how):
-    """The variant inside shard_map, laid out by the permutation, as a function of whole sequences in plain order."""
-    axes = mesh.axis_names
-    cut = P(None, axes)
+def sharded(variant, mesh, permutation, positions, segments, mask, axes=None, **how):
+    """The variant inside shard_map, laid out by the permutation, as a function of whole sequences in plain order.
+
+    All axes cut positions, unless `axes` are said to: then the others cut KV heads.
+    """
+    heads = tuple(a for a in mesh.axis_names if axes and a not in axes)
+    ids, cut = P(None, axes or mesh.axis_names), P(None, axes or mesh.axis_names, heads or None)
 
     def local(q, k, v, positions, segments):
         return variant(q, k, v, mask=mask, **ids_of(positions, segments), **how)
 
-    inner = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 5, out_specs=cut)
+    inner = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 3 + (ids,) * 2, out_specs=cut)
     laid = lambda x: None if x is None else x[:, permutation]
     back = np.argsort(permutation)
 
@@ -150,6 +157,25 @@ def test_blockwise_matches_full(block, contiguous, mask, packed, ratio):
     agree(results(attend, q, k, v), reference(mask, ratio=ratio, packed=packed))
 
 
+@pytest.mark.parametrize(
+    ("contiguous", "mask", "packed", "ratio"),
+    [(True, CAUSAL, True, 4), (False, CAUSAL, False, 1), (False, BOTH, False, 2), (True, WINDOW, True, 1),
+     (False, BAND, True, 2)],
+)  # fmt: skip
+def test_a_kernel_matches_full(contiguous, mask, packed, ratio):
+    q, k, v, *where = inputs(ratio=ratio, packed=packed)
+    run = partial(attention.by_kernel, kernel="xla", contiguous=contiguous, mask=mask, **ids_of(*where))
+
+    @partial(jax.jit, static_argnums=0)
+    def out_and_grads(attend, *args):
+        out, pull = jax.vjp(lambda *args: attend(*args)[0], *args)
+        return out, *pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+    attends = run, partial(full, mask=mask, **ids_of(*where))
+    (out, *grads), (want, *expected) = (out_and_grads(attend, q, k, v) for attend in attends)
+    agree((out, 0, *grads), (want, 0, *expected))
+
+
 def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     q, k, v, positions, _ = inputs()
     ids = ids_of(positions, np.ones((1, S), np.int32)) | {"q_segments_bs": (np.arange(S) % 8 > 0).astype(np.int32)[None]}
@@ -172,17 +198,23 @@ def test_merge_is_the_softmax_over_both_parts():
     assert np.isfinite(grad(jnp.full_like(a[1], -jnp.inf))).all()
 
 
-def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
-    q, k, v, *where = inputs(ratio=4)
-    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
-    out, lse, *grads = results(partial(blockwise, block=8, **ids_of(*where)), q, k, v)
-    rounded = (np.asarray(x, np.float32) for x in (q, k, v))
-    expected = results(partial(full, **ids_of(*where)), *rounded)
+def bfloat16_agrees(attend, where):
+    """Against `full` in float32, of the same rounded inputs."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in inputs(ratio=4)[:3])
+    out, lse, *grads = results(attend, q, k, v)
+    expected = results(partial(full, **ids_of(*where)), *(np.asarray(x, np.float32) for x in (q, k, v)))
     assert {x.dtype.name for x in (out, *grads)} == {"bfloat16"}
     assert lse.dtype == jnp.float32
     for found, right in zip((out, *grads), (expected[0], *expected[2:]), strict=True):
         # weights, score gradients, out and the result are each rounded once to 8 bits (2^-9 relative); sums are not
         assert np.abs(np.asarray(found, np.float32) - right).max() <= 4 * 2**-9 * np.abs(right).max()
+
+
+def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
+    *_, positions, segments = inputs()
+    where = positions, segments
+    bfloat16_agrees(partial(blockwise, block=8, **ids_of(*where)), where)
+    bfloat16_agrees(sharded(RINGS["overlap"], mesh_of(sp=4), order("zigzag", S, 4), *where, CAUSAL), where)
 
 
 # ------------------------------------------------------------------------------------------------- over several devices
@@ -225,6 +257,26 @@ def test_every_variant_matches_full(variant, mesh, layout, mask, packed, kv_head
     how = {} if block is None else {"block": block}
     mesh = mesh_of(**mesh)
     attend = sharded(VARIANTS[variant], mesh, order(layout, S, mesh.size), *where, mask, **how)
+    agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
+
+
+EVERY = [
+    (variant, sp, tp, mask, packed, ratio)
+    for variant in VARIANTS for sp in (2, 4, 8) for tp in ((1, 2) if sp < 8 else (1,)) for mask in (CAUSAL, BOTH, WINDOW)
+    for packed in (False, True) for ratio in (1, 4, 8) if variant != "usp" or tp > 1
+]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("variant", "sp", "tp", "mask", "packed", "ratio"), EVERY, ids=str)
+def test_every_variant_with_everything_matches_full(variant, sp, tp, mask, packed, ratio):
+    """Heads cut by tp where it is there and positions by sp, in zigzag; usp takes the positions over both."""
+    kv_heads = sp * tp if variant == "ulysses" else 2
+    q, k, v, *where = inputs(kv_heads, ratio, packed)
+    mesh, axes = mesh_of(tp=tp, sp=sp), "sp" if variant != "usp" else None
+    attend = sharded(
+        VARIANTS[variant], mesh, order("zigzag", S, mesh.size if variant == "usp" else sp), *where, mask, axes=axes
+    )
     agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
 
 
@@ -383,11 +435,9 @@ def test_rivals_move_what_they_say():
     assert {name for name, _ in moved("overlap", True)} == {"ppermute"}
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, Mask(window=4)], ids=str)
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
-    """Count the blocks that each rank computes while it runs, and compare with what live_blocks says."""
-    n, block, ran = 4, 4, Counter()
+def blocks_run(monkeypatch, attend, q, k, v):
+    """Run output and gradients, and count on each rank of sp the blocks that it computes: (name, rank) -> blocks."""
+    ran = Counter()
     for name in ("_attend", "_attend_grad"):
         compute = getattr(attention, name)
 
@@ -396,32 +446,88 @@ def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
             return compute(*args)
 
         monkeypatch.setattr(attention, name, counting)
-    q, k, v, *where = inputs()
-    attend = sharded(RINGS["overlap"], mesh_of(sp=n), order(layout, S, n), *where, mask, block=block)
     jax.block_until_ready(results(attend, q, k, v))
     jax.effects_barrier()
+    monkeypatch.undo()
+    return ran
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, Mask(window=4)], ids=str)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
+    """Count the blocks that each rank computes while it runs, and compare with what live_blocks says."""
+    n, block = 4, 4
+    q, k, v, *where = inputs()
+    attend = sharded(RINGS["overlap"], mesh_of(sp=n), order(layout, S, n), *where, mask, block=block)
+    ran = blocks_run(monkeypatch, attend, q, k, v)
     pairs = live_blocks(n, layout, mask, s=S, block=block).sum(1) // block**2
     assert [ran["_attend", rank] for rank in range(n)] == pairs.tolist()
     assert [ran["_attend_grad", rank] for rank in range(n)] == pairs.tolist()
     assert pairs.sum() < n * (S // block) ** 2 / n * 0.6
 
 
-def test_temporary_memory_does_not_grow_with_the_ring():
-    """At 128 positions a rank; the compiler's figure for one device. From 5 ranks on every loop is a loop."""
+def flops(f, *args):
+    return hlo.executed_flops(jax.jit(f).lower(*args).compile().as_text())
 
-    def temp_bytes(n):
-        q, k, v = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 128 * n, 1, 2, 8), *[(1, 128 * n, 1, 8)] * 2))
-        cut = P(None, "sp")
 
-        def local(q, k, v, positions):
-            return ring(q, k, v, axis="sp", **ids_of(positions, None))[0]
+def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attention(monkeypatch):
+    """In 16 blocks over 8 ranks, the same on each: (16 + 1) / 2 / 16 = 0.53 of all pairs.
 
-        attend = jax.shard_map(local, mesh=mesh_of(sp=n), in_specs=(cut,) * 4, out_specs=cut)
-        positions = jax.ShapeDtypeStruct((1, 128 * n), jnp.int32)
-        step = jax.jit(jax.grad(lambda q, k, v, positions: attend(q, k, v, positions).sum(), (0, 1, 2)))
-        return step.lower(q, k, v, positions).compile().memory_analysis().temp_size_in_bytes
+    The compiler's text gives the FLOPs of a program that takes every branch; they are all in the blocks, so what runs is the
+    share of blocks that run. Forward it is held against `full`, whose gradients keep scores where a ring's recompute them:
+    backward (5 products for 4) against the same program without a mask.
+    """
+    n, block = 8, S // 16
+    q, k, v, positions, _ = inputs()
+    program = lambda mask: sharded(RINGS["overlap"], mesh_of(sp=n), order("zigzag", S, n), positions, None, mask, block=block)
+    loss = lambda mask: lambda q, k, v: program(mask)(q, k, v)[0].sum()
+    ran = blocks_run(monkeypatch, program(CAUSAL), q, k, v)
+    every = (S // block) ** 2 // n  # pairs of blocks on one rank
+    shares = {name: [ran[name, rank] / every for rank in range(n)] for name in ("_attend", "_attend_grad")}
+    assert shares == dict.fromkeys(shares, [17 / 32] * n)
+    forward = flops(program(CAUSAL), q, k, v)
+    both = flops(jax.grad(loss(CAUSAL), (0, 1, 2)), q, k, v)
+    whole = flops(lambda q, k, v: full(q, k, v, **ids_of(positions, None)), q, k, v)
+    assert forward == whole / n and both == 7 * whole / 2 / n  # with every branch taken: 2 products forward, 5 backward
+    assert 17 / 32 * forward <= 0.55 * whole / n
+    assert both == flops(jax.grad(loss(BOTH), (0, 1, 2)), q, k, v)
 
-    assert temp_bytes(8) <= 1.01 * temp_bytes(5)
+
+MEMORY = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from llmpar import attention
+from llmpar.mesh import make_mesh, use_devices
+use_devices(64)
+
+def temp_bytes(n, local):
+    cut, s = P(None, "sp"), n * local
+    ring = lambda q, k, v, at: attention.ring(q, k, v, axis="sp", q_positions_bs=at, k_positions_bt=at)[0]
+    attend = jax.shard_map(ring, mesh=make_mesh(f"!sp={n}", jax.devices()[:n]), in_specs=(cut,) * 4, out_specs=cut)
+    given = [jax.ShapeDtypeStruct((1, s, *heads), jnp.float32) for heads in ((1, 2, 8), (1, 8), (1, 8))]
+    given += [jax.ShapeDtypeStruct((1, s), jnp.int32)]
+    step = jax.jit(jax.grad(lambda *args: attend(*args).sum(), (0, 1, 2)))
+    return step.lower(*given).compile().memory_analysis().temp_size_in_bytes
+
+print(json.dumps([temp_bytes(*case) for case in json.loads(sys.argv[1])]))
+"""
+
+
+def test_temporary_memory_of_a_rank_depends_on_its_share_alone():
+    """The compiler's figure for one device, up to 64 of them; no array is made, so a million positions cost a second."""
+    cases = [(n, 512) for n in (2, 4, 5, 8, 16)] + [(8, s // 8) for s in (32_768, 65_536, 131_072)] + [(64, 2**20 // 64)]
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
+    command = [sys.executable, "-c", MEMORY, json.dumps(cases)]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    temp = dict(zip(cases, json.loads(done.stdout), strict=True))
+    flat = [temp[n, 512] for n in (2, 4, 8, 16)]
+    assert max(flat) <= 1.1 * min(flat)
+    assert temp[5, 512] == temp[16, 512]  # from 5 ranks on every loop is a loop
+    short, middle, long = (temp[8, s // 8] for s in (32_768, 65_536, 131_072))
+    assert long - middle == pytest.approx(2 * (middle - short), rel=0.01)  # linear in a rank's positions
+    assert long <= 4 * short
+    assert temp[64, 2**20 // 64] == pytest.approx(long, rel=0.01)  # a million positions over 64 ranks: 16,384 each, too
 
 
 # ------------------------------------------------------------------------------------------------------------ orders

@@ -192,6 +192,8 @@ REFUSED = {
                  lambda n: dict(seq=n), lambda n: dict(mesh=f"tp={n}")),
     "loss chunks": (dict(mesh="dp=2", loss_chunks=3), {}, "sequence 16 is not a multiple of sp·loss_chunks = 3",
                     lambda n: dict(seq=n), lambda n: dict(loss_chunks=n)),
+    "feed-forward chunks": (dict(ffn_chunks=3), {}, "sequence 16 is not a multiple of sp·ffn_chunks = 3",
+                            lambda n: dict(seq=n), lambda n: dict(ffn_chunks=n)),
     "attention block": (dict(attention_block=12), {},
                         "attention over 16 positions, sequence 16 is not a multiple of attention_block = 12",
                         lambda n: dict(seq=n), lambda n: dict(attention_block=n)),
@@ -274,7 +276,7 @@ def test_ulysses_needs_heads_and_the_advice_works():
     dataclasses.replace(plan, sequence="ring").check(few, 16, 16)
 
 
-@pytest.mark.parametrize("field", ["microbatches", "loss_chunks", "attention_block"])
+@pytest.mark.parametrize("field", ["microbatches", "loss_chunks", "ffn_chunks", "attention_block"])
 def test_numbers_below_one_are_refused(field):
     with pytest.raises(ValueError, match=f"{field} is 0; use 1 or more"):
         Plan(**{field: 0})

@@ -126,7 +126,8 @@ def test_the_estimate_of_temporaries_is_finite_and_monotone():
     assert all(estimate() < x for x in grown)
     change = functools.partial(dataclasses.replace, base)
     for remedy in (change(remat="block"), change(mesh="dp=2 fsdp=2 tp=4"), change(mesh="dp=4 fsdp=2 tp=2"),
-                   change(microbatches=2), change(tp_sequence=True), change(dtype="bfloat16")):  # fmt: skip
+                   change(microbatches=2), change(tp_sequence=True), change(dtype="bfloat16"),
+                   change(ffn_chunks=2)):  # fmt: skip
         assert estimate(remedy) < estimate(), remedy
     stages = [estimate(change(zero=z)) for z in range(4)]
     assert stages[0] == stages[1] > stages[2] == stages[3], "gradients are cut from stage 2 on"

@@ -573,6 +573,26 @@ print(
 )
 
 # %% [markdown]
+# ## What is left to hold
+#
+# With no scores kept, the widest values of a block are those inside its feed-forward: `b s m`, three of them, in every layer. A
+# feed-forward looks at one position at a time, so it can take the positions in pieces, and compute its hidden values again in the
+# backward pass instead of keeping them (Liu and Abbeel 2023). Nothing is sent for it: gathers and sums stand before and after. Compiled
+# here: one device's share of a step, in one piece and in eight.
+
+# %%
+share, wide = 1024, dataclasses.replace(LLAMA, ffn_width=8 * LLAMA.width)
+temporaries = {}
+for pieces in (1, 8):
+    program = Step(wide, Plan("dp=1", ffn_chunks=pieces, loss_chunks=8), make_mesh("dp=1"), optax.sgd(0.5)).lower(1, share).compile()
+    temporaries[pieces] = hlo.compiled_memory(program)["temp_bytes"]
+    print(f"{pieces} piece{'s' * (pieces > 1)}: {temporaries[pieces] / 2**20:.1f} MiB of temporaries")
+hidden_bytes = 4 * share * wide.ffn_width
+if devices[0].platform == "cpu":
+    assert temporaries[1] - temporaries[8] > 3 * hidden_bytes
+print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
+
+# %% [markdown]
 # ## Five lines
 #
 # 1. Attention to parts of the keys merges exactly: keep the output and the log of the sum of exponentials.
@@ -588,7 +608,11 @@ print(
 # llmpar train --mesh "fsdp=2 sp=4" --sequence ulysses --seq-len 32768             heads for positions, and ZeRO-3 beside it
 # llmpar inspect --mesh "sp=8" --seq-len 32768 --dtype bfloat16                    hops, bytes and memory, before you train
 # llmpar inspect --mesh "sp=8" --sequence gather --seq-len 32768                   the same for gathered keys
+# llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block --ffn-chunks 16 --loss-chunks 16
 # ```
+#
+# Where a device sees whole sequences (`sp=1`, `ulysses`, `gather`), `--attention-kernel cudnn --dtype bfloat16` gives the work to cuDNN
+# on NVIDIA GPUs. Not in a ring: the public function returns its log of sums rounded to 16 bits, too coarse to merge by.
 #
 # `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
 # every other axis. In generation the cache of keys stays where it is: `attention.decode` sends one small result per rank.
