@@ -28,7 +28,7 @@ LOOKERS = {"scene", "charts", "draw", "hlo", "cost", "predict"}  # they look at 
 COMPUTERS = {"notation", "par", "model", "attention", "moe", "pipeline"}  # they make them
 MODEL_TEXT = ("model", "attention", "moe")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
-MAX_FILE_LINES, MAX_CODE_LINES = 360, 4_500
+MAX_FILE_LINES, MAX_CODE_LINES = 360, 6_000
 # Tiles, the ring and their one derivative do not come apart well, nor does what reads a program's text; may only shrink.
 LONGER = {"attention.py": 490, "hlo.py": 375}
 # In pieces, so that this file obeys its own rule.
