@@ -29,6 +29,9 @@ START: dict[str, Any] = {
 }  # fmt: skip
 """Where a reader starts. The last five are what is looked at; the others change the answer."""
 
+MOST = 4096
+"""The most devices of a mesh. Up to 512 are drawn one by one."""
+
 VIEW = ("device", "tensor", "axis", "row", "step")
 CONTROLS: list[dict] = [
     {"name": "mesh", "kind": "text", "label": "mesh"},
@@ -66,8 +69,8 @@ def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
         if "options" in control and name not in ("model", "chip") and value not in control["options"]:
             raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(str, control['options']))}")
     shape = parse_mesh(state["mesh"])
-    if shape.size > 1 << 16:
-        raise ValueError(f"mesh '{shape}' has {shape.size} devices; at most 65536 are drawn")
+    if shape.size > MOST:
+        raise ValueError(f"mesh '{shape}' has {shape.size} devices; at most {MOST} are drawn")
     return preset(state["model"]), chip(state["chip"]), shape, order
 
 
@@ -214,22 +217,30 @@ def distance(one: dict[str, int], two: dict[str, int]) -> float:
 
 
 def nearest(state: dict) -> str | None:
-    """The mesh that works and changes the asked one least: of as many devices, else of the most below that."""
+    """The mesh that works and changes the asked one least: of as many devices, else of a divisor or power of two below."""
+
+    def works(mesh: str) -> bool:
+        config, _, shape, _ = read(state | {"mesh": mesh, "order": START["order"]})
+        try:
+            make_plan(state, shape).check(config, state["batch_size"], state["seq_len"])
+            return shape.pp == 1 or _bubble(state["schedule"], shape.pp, state["microbatches"]) >= 0
+        except ValueError:
+            return False
+
     try:
-        shape = parse_mesh(state["mesh"])
+        asked = parse_mesh(state["mesh"])
     except ValueError:
-        shape = parse_mesh(START["mesh"])
-    known = state | {"order": START["order"], "mesh": str(shape)}
-    for n in range(min(shape.size, 1 << 16), 0, -1):
-        for sizes in sorted(meshes(n), key=lambda sizes: distance(sizes, shape.sizes)):
-            try:
-                config, _, found, _ = read(known | {"mesh": (text := str(MeshShape(**sizes)))})
-                make_plan(state, found).check(config, state["batch_size"], state["seq_len"])
-                if found.pp > 1:
-                    _bubble(state["schedule"], found.pp, state["microbatches"])
-                return text
-            except ValueError:
-                continue
+        asked = parse_mesh(START["mesh"])
+    try:
+        works("dp=1")
+    except ValueError:
+        return None  # what is wrong is not the mesh
+    most = min(asked.size, MOST)
+    for n in sorted({most, *divisors(most), *(2**i for i in range(most.bit_length()))}, reverse=True):
+        near = sorted(meshes(n), key=lambda sizes: distance(sizes, asked.sizes))
+        found = next((text for text in (str(MeshShape(**sizes)) for sizes in near) if works(text)), None)
+        if found:
+            return found
     return None
 
 

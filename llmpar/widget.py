@@ -27,9 +27,10 @@ from llmpar.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 MODULE = Path(__file__).parent / "static" / "explorer.js"
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>:root{{color-scheme:light dark}}body{{margin:0;background:{light}}}
+<style>:root{{color-scheme:light dark}}body{{margin:0;background:{light};font-family:"DejaVu Sans",Verdana,sans-serif}}
+h1{{font-size:15px;margin:12px 12px 0}}
 @media (prefers-color-scheme:dark){{body{{background:{dark}}}}}</style></head>
-<body><main></main><noscript><pre>{text}</pre></noscript><script type="application/json" id="doc">{doc}</script>
+<body><main><h1>llmpar</h1></main><noscript><pre>{text}</pre></noscript><script type="application/json" id="doc">{doc}</script>
 <script type="module">
 {module}
 const source = document.documentElement.outerHTML, values = {{ doc: JSON.parse(document.getElementById("doc").textContent) }};
@@ -89,18 +90,18 @@ class Explorer:
             return found | {"refusal": str(error), "says": str(error)}
 
     def answers(self) -> dict[str, dict]:
-        """Answers that an exported page brings with it, by key: every choice of one or two controls, the rest as it is."""
+        """Answers that an exported page brings with it, by key: each choice of one control, then of two, up to a megabyte."""
         choices = {c["name"]: self.choices(c) for c in self.controls}
         choices = {name: values for name, values in choices.items() if len(values) > 1}
         states = dict[str, dict]()
-        for names in [*itertools.combinations(choices, 2), *((name,) for name in choices)]:
+        for names in [*itertools.combinations(choices, 1), *itertools.combinations(choices, 2)]:
             for values in itertools.product(*(choices[name] for name in names)):
                 state = self.state | dict(zip(names, values, strict=True))
                 states.setdefault("|".join(map(str, state.values())), state)
         out, size = dict[str, dict](), 0
         for key, state in states.items():
             out[key] = self.answer(state)
-            if (size := size + len(out[key]["svg"])) > 2_000_000:
+            if (size := size + len(out[key]["svg"])) > 1_000_000:
                 break
         return out
 

@@ -114,7 +114,7 @@ export function parseMesh(text, axes) {
     sizes[name] = Number(match[2]);
     seen.add(name);
   }
-  return product(Object.values(sizes)) <= 65536 ? sizes : null;
+  return product(Object.values(sizes)) <= 4096 ? sizes : null;
 }
 
 export function scaled(value, units, base) {
@@ -172,7 +172,7 @@ const KEYS = 'data-lm-suppress-shortcuts="true"'; // JupyterLab takes arrows, le
 
 const CSS = `
 .lpx{font:13px/1.45 "DejaVu Sans",Verdana,system-ui,sans-serif;color:var(--ink);background:var(--paper);padding:12px;max-width:1240px}
-.lpx *{box-sizing:border-box}.lpx h3{font-size:13px;margin:14px 0 6px}
+.lpx *{box-sizing:border-box}.lpx h2{font-size:15px;margin:0 0 10px}.lpx h3{font-size:13px;margin:14px 0 6px}
 .lpx .cols{display:flex;flex-wrap:wrap;gap:16px 28px;align-items:flex-start}.lpx .cols>*{min-width:0}
 .lpx label{display:inline-flex;flex-direction:column;font-size:12px;color:var(--soft);gap:2px}
 .lpx label.flag{flex-direction:row;align-items:center;gap:6px}
@@ -212,6 +212,7 @@ function gridSvg(view) {
   const width = Math.max(...cells.map(([x]) => x)) + w + 12, height = cells[cells.length - 1][1] + h + 12, chosen = Math.floor(state.device / block);
   const apart = strides(sizes, order), named = order.filter((a) => sizes[a] > 1);
   const parts = place.frames.map(([x, y, fw, fh]) => `<rect x="${x}" y="${y}" width="${fw}" height="${fh}" rx="4" fill="none" stroke="var(--ink)" stroke-dasharray="6 4"/>`);
+  const words = []; // beside the cells, whose labels say more: a reader must not hear both
   for (let row = 0; row * columns < cells.length; row++) {
     parts.push(`<g role="row">`);
     for (let i = row * columns; i < Math.min(cells.length, (row + 1) * columns); i++) {
@@ -221,10 +222,10 @@ function gridSvg(view) {
       parts.push(`<g class="cell" role="gridcell" data-device="${device}" tabindex="${here ? 0 : -1}" aria-selected="${here}" ${KEYS} ` +
         `aria-label="${esc([name, where, second].filter(Boolean).join("; "))}">` +
         `<rect class="ring" x="${x}" y="${y}" width="${w}" height="${h}" rx="3" fill="${paint ? axisColor(paint) : "var(--cell)"}" ` +
-        `stroke="${here ? "var(--ink)" : "var(--edge)"}" stroke-width="${here ? 3 : 1}"/>` +
-        `<text x="${x + w / 2}" y="${y + (h > 30 ? 19 : h / 2 + 4)}" text-anchor="middle" font-size="${h > 30 ? 13 : 11}" ` +
+        `stroke="${here ? "var(--ink)" : "var(--edge)"}" stroke-width="${here ? 3 : 1}"/></g>`);
+      words.push(`<text x="${x + w / 2}" y="${y + (h > 30 ? 19 : h / 2 + 4)}" text-anchor="middle" font-size="${h > 30 ? 13 : 11}" ` +
         `font-weight="${here ? 700 : 400}" fill="${paint ? onFill(paint) : "var(--ink)"}">${device}</text>` +
-        (h > 30 ? `<text x="${x + w / 2}" y="${y + 34}" text-anchor="middle" font-size="11" fill="${paint ? onFill(paint) : "var(--soft)"}">${esc(second)}</text>` : "") + `</g>`);
+        (h > 30 ? `<text x="${x + w / 2}" y="${y + 34}" text-anchor="middle" font-size="11" fill="${paint ? onFill(paint) : "var(--soft)"}">${esc(second)}</text>` : ""));
     }
     parts.push("</g>");
   }
@@ -235,7 +236,7 @@ function gridSvg(view) {
       `<path d="M${x1},${y1} L${bx - 3.5 * uy},${by + 3.5 * ux} L${bx + 3.5 * uy},${by - 3.5 * ux} z" fill="var(--ink)"/>`;
   });
   return `<svg xmlns="http://www.w3.org/2000/svg" role="grid" aria-label="${esc(what)}" width="${width}" height="${height}" viewBox="-7 -7 ${width} ${height}">` +
-    parts.join("") + (drawn.length ? `<g aria-hidden="true" pointer-events="none">${drawn.join("")}</g>` : "") + "</svg>";
+    parts.join("") + `<g aria-hidden="true" pointer-events="none">${words.join("")}${drawn.join("")}</g></svg>`;
 }
 
 const SERIES = ["s1", "s2", "s3", "s4", "s5"];
@@ -336,6 +337,7 @@ function start({ model, el }) {
   style.textContent = themeCss(doc.theme, ".lpx") + CSS;
   el.append(style, root);
   const widget = { doc, root, model, state: { ...doc.state, ...model.get("state") }, timer: 0 };
+  widget.heading = `<h2>${esc(doc.title)}</h2>`;
   widget.answer = () => {
     const live = model.get("answer"), wanted = key(widget.state, doc.view);
     return (live && live.key === wanted && live) || (doc.answers && doc.answers[wanted]) || null;
@@ -357,7 +359,7 @@ function start({ model, el }) {
 // A small explorer: a form, and a picture that Python drew (or that the exported page brought with it).
 function renderFigure(context) {
   const widget = start(context), { doc, root } = widget;
-  root.innerHTML = `<h3>${esc(doc.title)}</h3><div class="form">${doc.controls.map((c) => control(c, widget.state[c.name])).join("")}</div>` +
+  root.innerHTML = `${widget.heading}<div class="form">${doc.controls.map((c) => control(c, widget.state[c.name])).join("")}</div>` +
     `<div class="refusal" role="status"></div><div class="picture"></div><p class="soft said" aria-live="polite"></p>`;
   root.addEventListener("input", (event) => {
     const c = doc.controls.find((c) => c.name === event.target.dataset.name), value = c && read(event.target, c);
@@ -387,7 +389,7 @@ function renderMesh(context) {
   const widget = start(context), { doc, root, model } = widget, names = Object.keys(doc.axes), fixed = doc.fixed;
   const steps = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512];
   let sizes = null, order = names, kept = null, hovered = null;
-  root.innerHTML = `<h3>${esc(doc.title)}</h3>` + (fixed ? "" : `<div class="cols"><div><div class="axes"></div><div class="form" style="margin-top:8px">` +
+  root.innerHTML = widget.heading + (fixed ? "" : `<div class="cols"><div><div class="axes"></div><div class="form" style="margin-top:8px">` +
     doc.controls.slice(0, 2).map((c) => control(c, widget.state[c.name])).join("") + `</div></div><div class="form" data-part="form">` +
     doc.controls.slice(2).map((c) => control(c, widget.state[c.name])).join("") + `</div></div>`) +
     `<div class="refusal" role="status"></div>
