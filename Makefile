@@ -1,6 +1,7 @@
 # Everything from a fresh clone, with only Python >= 3.11 and make:
 #   make demo    the main job          make lab     JupyterLab on the lessons
 #   make test    all tests             make slides  the deck, in slides/_build
+#   make gallery every drawing and explorer on one page, in slides/_gallery
 # Another Python beside the first one: make test PYTHON=python3.12 VENV=.venv312
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-full lab bench slides notebooks lint clean
+.PHONY: help setup demo test test-fast test-full lab bench slides notebooks gallery lint clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -30,6 +31,10 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@touch $@
 
+# The accessibility checker of the browser tests, where npm is; without it those tests say that they were skipped.
+node_modules: package.json
+	@if command -v npm >/dev/null 2>&1; then npm install --silent --no-package-lock --no-audit --no-fund || echo "llmpar: npm install failed; accessibility is not checked"; fi
+
 demo: $(STAMP)
 	$(BIN)/llmpar demo --out demo
 
@@ -39,7 +44,7 @@ lint: $(STAMP)
 	$(BIN)/python notebooks/build.py --check
 
 # One pytest process; it runs the notebooks one at a time (tests/test_notebooks.py) and builds the slides (tests/test_slides.py).
-test: lint
+test: lint node_modules
 	$(BIN)/python -m pytest $(TESTS)
 
 test-fast: lint
@@ -58,9 +63,12 @@ bench: $(STAMP)
 slides: $(STAMP)
 	$(BIN)/python slides/build.py
 
+gallery: $(STAMP)
+	$(BIN)/python slides/gallery.py
+
 notebooks: $(STAMP)
 	$(BIN)/python notebooks/build.py
 
 clean:
-	rm -rf demo runs dist build slides/_build .jax_cache .pytest_cache .ruff_cache .mypy_cache
+	rm -rf demo runs dist build slides/_build slides/_gallery .jax_cache .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from itertools import accumulate, pairwise
+from typing import Any
 
 from llmpar.notation import AXES
 
 # isort: off
 from llmpar.scene import (
-    SERIES, SMALL, Line, Rect, Scene, Text, compose, fitting, legend, on, size_text, small, text_width, ticks, time_text,
+    SERIES, SMALL, Group, Line, Rect, Scene, Text, compose, fitting, legend, on, size_text, small, text_width, ticks, time_text,
 )  # fmt: skip
 # isort: on
 
@@ -150,7 +151,10 @@ def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, 
         for part, value in row.items():
             (fill, hatch), w = fills[part], wide * value / high
             items.append(Rect(x, y, w, 28, fill, "ink", 0.75, hatch, tip=f"{part} {text(value)}"))
-            items += [] if hatch else fitting(x + w / 2, y + 14, w - 6, text(value), fill=on(fill))
+            ends = [x, x + w]
+            if limit is not None and x < (at := left + wide * limit / high) < x + w:  # the label keeps off the limit's line
+                ends = [at, x + w] if 2 * at < 2 * x + w else [x, at]
+            items += [] if hatch else fitting(sum(ends) / 2, y + 14, ends[1] - ends[0] - 8, text(value), fill=on(fill))
             x += w
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {words[1 + over]}"
@@ -159,7 +163,8 @@ def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, 
         said.append(f"{name}: {text(total)}{spare} (" + ", ".join(f"{p} {text(v)}" for p, v in row.items()) + ")")
     if limit is not None:
         x, said = left + wide * limit / high, [*said, f"{words[0]}: {text(limit)}"]
-        items += [Line(((x, -8), (x, bottom + 4)), "ink", 2, dash=True), small(x, -16, f"{words[0]} {text(limit)}")]
+        items += [Line(((x, -8), (x, bottom + 4)), "paper", 5), Line(((x, -8), (x, bottom + 4)), "ink", 2, dash=True)]
+        items += [small(x, -16, f"{words[0]} {text(limit)}")]
     key = legend([(fill, part, hatch) if hatch else (fill, part) for part, (fill, hatch) in fills.items()])
     return compose(title, [items, key], "\n".join(said))
 
@@ -181,7 +186,10 @@ def timetable(table, unit: str = "time units") -> Scene:
     span = max(end for row in stages for _, end, *_ in row)
     last = "W" if any(kind == "W" for row in stages for _, _, kind, *_ in row) else "B"
     shortest = min(end - start for row in stages for start, end, *_ in row if end > start)
-    left, wide = text_width(f"stage {len(stages)}") + 10, min(1200, max(560, 34 * span / shortest))
+    need = 34 * span / shortest
+    # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
+    bands = min(math.ceil(need / 1000), max(1, 1100 // (58 * len(stages) + 40)))
+    left, wide, reach = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / bands)), span / bands
     held = []  # per stage: from when on, how many
     for row in stages:
         visits = sum(kind == "F" for _, _, kind, *_ in row) / len({u for *_, u, _ in row})
@@ -189,26 +197,35 @@ def timetable(table, unit: str = "time units") -> Scene:
         totals = accumulate(step for _, step in steps)
         held.append({t: n / visits for (t, _), n in zip(steps, totals, strict=True)})
     most, bottom = max(max(h.values()) for h in held), 58 * len(stages)
-    at = lambda t: left + wide * t / span
-    items, said = _scale(at, ticks(0, span), bottom, lambda v: f"{v:g}", bottom), []
-    items.append(small(left - 10, bottom + 13, unit, "end"))
-    for i, row in enumerate(stages):
-        y, floor, names = 58 * i, 58 * i + 48, [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
-        for (start, end, kind, u, chunk), name in zip(row, names, strict=True):
-            x, w, fill = at(start), at(end) - at(start), KINDS[kind]
-            items.append(Rect(x, y, w, 26, fill, "edge", 0.75, tip=f"{name}: {start:g} to {end:g} {unit}"))
-            items += fitting(x + w / 2, y + 12, w - 2, name, f"{kind}{u}", str(u), fill=on(fill))
-            items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
-        outline, now = [(left, floor)], 0.0
-        for t, n in held[i].items():
-            outline += [(at(t), floor - 16 * v / most) for v in (now, n)]
-            now = n
-        items.append(Line((*outline, (at(span), floor)), "edge", 0.75, fill="s2"))
-        busy, peak = sum(end - start for start, end, *_ in row) / span, f"at most {max(held[i].values()):g} held"
-        items += [small(left - 10, y + 13, f"stage {i}", "end", "ink")]
-        items += [small(at(span) + 10, y + 13, f"busy {busy:.1%}", "start", "ink")]
-        items += [small(at(span) + 10, floor - 8, peak, "start", "ink")]
-        said.append(f"stage {i}: {' '.join(names[:24])}{' …' * (len(names) > 24)}; busy {busy:.1%}, {peak}")
+    items, said = list[Any](), []
+    for band in range(bands):
+        low, high = band * reach, (band + 1) * reach
+        at = lambda t, low=low: left + wide * (t - low) / reach
+        part: list = _scale(at, ticks(low, high), bottom, lambda v: f"{v:g}", bottom)
+        part.append(small(left - 10, bottom + 13, unit, "end"))
+        for i, row in enumerate(stages):
+            y, floor = 58 * i, 58 * i + 48
+            for start, end, kind, u, chunk in row:
+                if max(start, low) >= min(end, high):
+                    continue
+                name, x, fill = f"{kind}{u}" + f".{chunk}" * (chunk > 0), at(max(start, low)), KINDS[kind]
+                w = at(min(end, high)) - x
+                part.append(Rect(x, y, w, 26, fill, "edge", 0.75, tip=f"{name}: {start:g} to {end:g} {unit}"))
+                part += fitting(x + w / 2, y + 12, w - 2, name, f"{kind}{u}", str(u), fill=on(fill))
+                part += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
+            outline, now = [(left, floor)], max([(t, n) for t, n in held[i].items() if t <= low], default=(0, 0.0))[1]
+            for t, n in [(low, now), *((t, n) for t, n in held[i].items() if low < t < high)]:
+                outline += [(at(t), floor - 16 * v / most) for v in (now, n)]
+                now = n
+            part.append(Line((*outline, (at(high), floor - 16 * now / most), (at(high), floor)), "edge", 0.75, fill="s2"))
+            part += [small(left - 10, y + 13, f"stage {i}", "end", "ink")]
+            busy, peak = sum(end - start for start, end, *_ in row) / span, f"at most {max(held[i].values()):g} held"
+            if band == 0:
+                part += [small(at(high) + 10, y + 13, f"busy {busy:.1%}", "start", "ink")]
+                part += [small(at(high) + 10, floor - 8, peak, "start", "ink")]
+                names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
+                said.append(f"stage {i}: {' '.join(names[:24])}{' …' * (len(names) > 24)}; busy {busy:.1%}, {peak}")
+        items.append(Group(tuple(part), 0, band * (bottom + 40)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
     key = [("s1", "F forward"), ("s3", "B backward" + " of inputs" * (last == "W"))]
     key += [("s4", "W weights' gradients")] * (last == "W") + [("s2", "activations held, in microbatches")]
@@ -217,23 +234,27 @@ def timetable(table, unit: str = "time units") -> Scene:
     return compose(title, [items, legend(key, 900)], "\n".join(said))
 
 
-def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = "fsdp") -> Scene:
+def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = "fsdp", ahead: int = 1) -> Scene:
     """Computing and communicating in turn, and side by side; seconds per piece.
 
     ``first`` says what waits for what: ``compute`` when a piece's result is sent (gradient buckets), ``comm`` when a
-    piece must arrive before it is used (gathered weights). Each of the two lanes works in order.
+    piece must arrive before it is used (gathered weights). Each of the two lanes works in order. What arrives takes room:
+    a piece is only fetched while at most ``ahead`` pieces before it are not yet computed with, the one at work included.
     """
     labels = [str(i) for i in range(len(compute_s))] if labels is None else labels
+    if ahead < 1:
+        raise ValueError(f"ahead is {ahead}; use 1 or more: even the next piece is fetched ahead")
     if first not in ("compute", "comm") or not len(compute_s) == len(comm_s) == len(labels):
         found = f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels, first='{first}'"
         raise ValueError(f"overlap got {found}; give as many of each, and first='compute' or 'comm'")
 
     def lanes(together: bool) -> list[list[tuple[float, float]]]:
         out: list[list[tuple[float, float]]] = [[], []]
-        free = [0.0, 0.0]
+        free, done = [0.0, 0.0], [0.0] * (ahead + 1)  # when the pieces so far were computed with
         for a, b in zip(*((compute_s, comm_s) if first == "compute" else (comm_s, compute_s)), strict=True):
-            start = free[0] if together else max(free)
+            start = max(free[0], done[-ahead - 1] if first == "comm" else 0) if together else max(free)
             free = [start + a, max(start + a, free[1]) + b]
+            done.append(free[1])
             out[0].append((start, free[0]))
             out[1].append((free[1] - b, free[1]))
         return out if first == "compute" else out[::-1]
@@ -254,7 +275,9 @@ def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = 
                 items.append(Rect(at(start), top, w, 28, fill, "ink", 0.75, tip=f"{word} {full}"))
                 items += fitting(at(start) + w / 2, top + 14, w - 4, full, label, fill=on(fill))
     key = legend([("s1", "computing"), (axis, f"communicating over {axis}")])
-    return compose("Communication behind computing", [items, key], "\n".join(said))
+    room = f"At most {many(ahead, 'piece')} fetched ahead of the one at work."
+    notes = [room] if first == "comm" else []
+    return compose("Communication behind computing", [items, key], "\n".join([*said, *notes]), notes)
 
 
 def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:

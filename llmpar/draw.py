@@ -22,6 +22,7 @@ from llmpar.charts import (  # noqa: F401  offered from here
     collectives, live_blocks, loss_curve, many, memory_bars, overlap, ring_steps, some, time_bars, timetable,
 )  # fmt: skip
 # isort: on
+from llmpar.grid import groups
 from llmpar.notation import AXES, Arrow, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh, product
 
 # isort: off
@@ -36,14 +37,6 @@ MAX_CELLS = 64
 
 
 # --------------------------------------------------------------------------------------------------------------- meshes
-
-
-def _groups(shape: MeshShape, axis: str) -> list[list[int]]:
-    """The devices that communicate over ``axis``, group by group."""
-    sizes = shape.sizes
-    stride = product(list(sizes.values())[list(sizes).index(axis) + 1 :])
-    firsts = [i for i in range(shape.size) if i // stride % sizes[axis] == 0]
-    return [[i + stride * k for k in range(sizes[axis])] for i in firsts]
 
 
 Block = tuple[list, float, float]  # items, width, height
@@ -88,24 +81,24 @@ def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_
     inner = [block * product(p for *_, p in levels[i + 1 :]) for i in range(len(levels))]
     split = [i for i, size in enumerate(inner) if host % size == 0 and size * levels[i][2] % host == 0]
     boxed = split[0] if split and host < shape.size else None
-    groups = _groups(shape, highlight_axis) if highlight_axis else []
-    group_of = {d: g for g, group in enumerate(groups) for d in group}
+    teams = groups(shape.sizes, AXES, [highlight_axis]) if highlight_axis else []
+    group_of = {d: g for g, group in enumerate(teams) for d in group}
 
     def name(depth: int, i: int) -> str:
         axis, per, _ = levels[depth]
         return f"{axis} {i}" if per == 1 else f"{axis} {i * per}–{i * per + per - 1}"
 
-    widest = [some(range(shape.size - block, shape.size)), name(-1, levels[-1][2] - 1), f"group {len(groups)}"]
-    room = 10 + max(text_width(w) for w in widest[: 2 + bool(groups)])
+    widest = [some(range(shape.size - block, shape.size)), name(-1, levels[-1][2] - 1), f"group {len(teams)}"]
+    room = 10 + max(text_width(w) for w in widest[: 2 + bool(teams)])
 
     def leaf(first: int, where: str, axis: str) -> Block:
         devices = range(first, first + block)
-        lit = bool(groups) and any(d in groups[0] for d in devices)
+        lit = bool(teams) and any(d in teams[0] for d in devices)
         fill = highlight_axis if highlight_axis and lit else "cell"
         items: list = [Rect(0, 0, room, 40, fill, f"{highlight_axis or axis}-line", 1.5, radius=3)]
         items += [Text(room / 2, 12, some(devices), anchor="middle", fill=on(fill))]
         items += [small(room / 2, 28, where, fill=on(fill) if lit else f"{axis}-line")]
-        if not groups or block > 1:
+        if not teams or block > 1:
             return items, room, 40
         return [*items, small(room / 2, 48, f"group {group_of[first]}", fill="ink")], room, 54
 
@@ -123,19 +116,32 @@ def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_
             whole = _grid(kids, 6 if last else 10, min(n, 16) if last else 0)
         return _frame(whole, where, f"{axis}-line") if where else whole
 
-    by_axis = {a: _groups(shape, a) for a in live}
+    by_axis = {a: groups(shape.sizes, AXES, [a]) for a in live}
     apart = {a: g[0][-1] // max(1, len(g[0]) - 1) for a, g in by_axis.items()}
     facts = [(a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)) for a, n in live.items()]
     notes = [f"Each cell is a block of {block} devices."] * (block > 1)
     if devices_per_host:
         where = ", dashed." if boxed is not None else f": device i is on host i // {host}."
         notes.append(f"Hosts of {many(host, 'device')}{where}")
-    if groups:
-        which = f"the first of {many(len(groups), 'group')} over {highlight_axis}"
-        notes.append(f"Filled: {which}, devices {some(groups[0])}.")
+    if teams:
+        which = f"the first of {many(len(teams), 'group')} over {highlight_axis}"
+        notes.append(f"Filled: {which}, devices {some(teams[0])}.")
     said = [f"groups over {a}: " + " | ".join(map(some, g[:8])) + " | …" * (len(g) > 8) for a, g in by_axis.items()]
     text = "\n".join([*(fact for _, fact in facts), *said, *notes])
     return compose(f"mesh {shape}: {many(shape.size, 'device')}", [node(0, 0)[0], legend(facts, 400)], text, notes)
+
+
+def cells(place: dict, number, device: int, word: str, color: str) -> list:
+    """Devices where `grid.places` puts them; those with the same ``number`` as the chosen ``device`` are filled."""
+    w, h = place["w"], place["h"]
+    items: list = [Rect(x, y, fw, fh, "", "ink", 1.5, "", 3, True) for x, y, fw, fh in place["frames"]]
+    for i, (x, y) in enumerate(place["cells"]):
+        d = i * place["block"]
+        fill, here = color if number[d] == number[device] else "cell", d <= device < d + place["block"]
+        items.append(Rect(x, y, w, h, fill, "ink" if here else "edge", 3 if here else 1, radius=3))
+        items.append(Text(x + w / 2, y + (15 if h > 30 else h / 2), str(d), SMALL, "middle", on(fill), here))
+        items += [small(x + w / 2, y + 30, f"{word} {number[d]}", fill="soft" if fill == "cell" else on(fill))] * (h > 30)
+    return items
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts

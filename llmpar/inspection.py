@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import jax
 import optax
 from rich.table import Table
 
-from llmpar import hlo, pipeline, predict
+from llmpar import draw, hlo, pipeline, predict
 from llmpar.config import ModelConfig
+from llmpar.grid import places
 from llmpar.mesh import make_mesh
+from llmpar.notation import product
 from llmpar.plan import Plan
+from llmpar.scene import Scene, compose, size_text
 from llmpar.step import Step
 
 
@@ -110,3 +114,57 @@ def _short(source: str) -> str:
         file, _, line = place.rpartition(":")
         lines.setdefault(file.rpartition("/")[2], []).append(line)
     return "; ".join(f"{file}:{','.join(sorted(numbers, key=int))}" for file, numbers in lines.items())
+
+
+def shardings(value) -> dict:
+    """A live array, a tree of them, or a compiled program as a document: shards and who holds which, as the compiler has it.
+
+    Of a program also what it sends. Slices come from ``devices_indices_map``; no rule of this package is applied.
+    """
+
+    def named(tree, infos, what: str) -> list:
+        pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(infos), strict=True)
+        return [(what + jax.tree_util.keystr(path), info, s) for (path, s), info in pairs]
+
+    traffic, rows = list[dict](), list[dict]()
+    if program := hasattr(value, "input_shardings"):
+        leaves = named(value.input_shardings[0], value.args_info[0], "argument")
+        leaves += named(value.output_shardings, value.out_info, "result")
+    else:
+        arrays = {path: x for path, x in jax.tree.leaves_with_path(value) if hasattr(x, "sharding")}
+        leaves = [("array" + jax.tree_util.keystr(path), x, x.sharding) for path, x in arrays.items()]
+    if not leaves:
+        raise ValueError(f"found no array in {type(value).__name__}; give an array, a tree of them, or a compiled program")
+    mesh = next((s.mesh for *_, s in leaves if hasattr(s, "mesh")), None)
+    devices = list(mesh.devices.flat) if mesh else sorted(leaves[0][2].device_set, key=lambda d: d.id)
+    for (axes, kind), row in (hlo.census_table(hlo.census_hlo(value.as_text(), mesh)) if program and mesh else {}).items():
+        entry = {"axes": axes.split(","), "kind": kind, "count": row["count"], "bytes": row["bytes_sent"], "seconds": 0}
+        traffic.append(entry | {"what": "as compiled"})
+    for name, x, sharding in leaves:
+        where = sharding.devices_indices_map(tuple(x.shape))
+        held = [[list(cut.indices(size)[:2]) for cut, size in zip(where[d], x.shape, strict=True)] for d in devices]
+        shards = [list(s) for s in dict.fromkeys(tuple(map(tuple, h)) for h in held)]
+        number = {str([list(cut) for cut in s]): i for i, s in enumerate(shards)}
+        rows.append({
+            "name": name, "kind": name.partition("[")[0], "shape": list(x.shape), "itemsize": x.dtype.itemsize, "times": 1,
+            "layout": str(getattr(sharding, "spec", sharding)), "holds": [number[str(h)] for h in held], "shards": shards,
+        })  # fmt: skip
+    sizes = dict(mesh.shape) if mesh else {"device": len(devices)}
+    return {"fixed": True, "sizes": sizes, "axes": dict.fromkeys(sizes, ""), "tensors": rows, "traffic": traffic,
+            "node": len(devices) // len({d.process_index for d in devices}), "kinds": {}, "controls": []}  # fmt: skip
+
+
+def shardings_scene(found: dict, state: dict) -> Scene:
+    """The static twin of what `shardings` read: the devices, and the shard of one array that each holds."""
+    row = next((r for r in found["tensors"] if r["name"] == state["tensor"]), found["tensors"][0])
+    place, device = places(found["sizes"], tuple(found["sizes"]), found["node"]), state["device"]
+    said = []
+    for r in found["tensors"]:
+        cut = r["shards"][r["holds"][device]]
+        held = size_text(r["itemsize"] * product(b - a for a, b in cut))
+        words = f"[{', '.join(f'{a}:{b}' for a, b in cut)}], {held}; {len(r['shards'])} shards"
+        said.append(f"{r['name']} {r['layout']}: device {device} holds {words}")
+    mesh = " ".join(f"{a}={n}" for a, n in found["sizes"].items() if n > 1) or "one device"
+    note = f"Filled: the shard of {row['name']} that device {device} holds."
+    items = draw.cells(place, row["holds"], device, "shard", "s1")
+    return compose(f"Compiled shardings on {mesh}", [items], "\n".join(said), [note, *said[:8]])

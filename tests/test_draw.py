@@ -21,6 +21,7 @@ from llmpar.scene import (
     DARK,
     LIGHT,
     SERIES,
+    Line,
     Rect,
     Scene,
     Text,
@@ -294,6 +295,49 @@ def test_timetables_draw_every_operation():
     assert len(tips) == 4 * 8 * 3 and "F0: 0 to 1 time units" in tips
 
 
+@pytest.mark.parametrize("name, p, m", [("zb-h1", 4, 16), ("interleaved", 8, 16), ("gpipe", 2, 32), ("1f1b", 4, 4)])
+def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
+    table = pipeline(name, p, m)
+    scene = draw.timetable(table)
+    assert scene.width <= 1300 and scene.height <= 1300 and overlaps(scene) == []
+    cells = [r for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
+    drawn = {}
+    for cell in cells:
+        drawn.setdefault(cell.tip, []).append(cell.w)
+    assert len(drawn) <= sum(map(len, table.schedule.order)) <= len(cells)
+    if len(cells) == sum(map(len, table.schedule.order)):
+        return
+    start_end = {tip: [float(x.split()[0]) for x in tip.partition(": ")[2].split(" to ")] for tip in drawn}
+    whole = {tip: sum(ws) / (end - start) for (tip, ws), (start, end) in zip(drawn.items(), start_end.values(), strict=True)}
+    scale = min(whole.values())  # stages that do the same at the same time share a tip: their widths add up
+    assert all(abs(w / scale - round(w / scale)) < 1e-6 for w in whole.values()), "what a fold cuts in two keeps its length"
+
+
+def lanes(scene):
+    """Per lane of an overlap's second half: when each piece starts and ends, in pixels."""
+    bars = [r for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
+    half = bars[len(bars) // 2 :]
+    return [[(r.x, r.x + r.w) for r in half if r.tip.startswith(word)] for word in ("compute", "communicate")]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_gathering_runs_no_further_ahead_than_there_is_room(ahead):
+    compute, comm = lanes(draw.overlap([3.0] * 6, [1.0] * 6, first="comm", ahead=ahead))
+    waiting = [sum(end > start + 1e-6 for _, end in compute[:i]) for i, (start, _) in enumerate(comm)]
+    assert max(waiting) == ahead, "pieces that are there, and not yet computed with, when the next is fetched"
+    assert f"At most {ahead} piece" in draw.overlap([3.0] * 6, [1.0] * 6, first="comm", ahead=ahead).text
+
+
+@pytest.mark.parametrize("capacity", range(20, 150, 7))
+def test_a_label_keeps_off_the_capacity_line(capacity):
+    scene = draw.memory_bars([("a", {"p": 30 * GIB, "q": 80 * GIB}), ("b", {"p": 70 * GIB, "q": 30 * GIB})], capacity * GIB)
+    items = flatten(scene.items)
+    (line,) = [i for i in items if isinstance(i, Line) and i.dash]
+    x, top = line.points[0]
+    labels = [i for i in items if isinstance(i, Text) and i.anchor == "middle" and i.y > top]
+    assert labels and not [i.text for i in labels if i.box[0] < x < i.box[2] and i.y < line.points[1][1] - 6]
+
+
 def test_overlap_hides_what_it_can():
     # By hand: gradients of 3 s each leave as they come, the last one alone after the last computation.
     text = draw.overlap([3.0] * 4, [2.0] * 4).text
@@ -307,6 +351,8 @@ def test_what_cannot_be_drawn_is_refused():
         draw.mesh("dp=2", highlight_axis="xp")
     with pytest.raises(ValueError, match="as many of each"):
         draw.overlap([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="ahead is 0"):
+        draw.overlap([1.0], [1.0], first="comm", ahead=0)
 
 
 def test_layouts_draw_themselves():

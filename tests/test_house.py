@@ -16,15 +16,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmpar"
 
 FLOORS = {
-    "ground": {"notation", "hardware", "config", "schedule", "orders", "scene", "charts", "draw"},
+    "ground": {"notation", "hardware", "config", "schedule", "orders", "scene", "charts", "grid", "draw"},
     "moving": {"mesh", "par", "hlo"},
     "computing": {"model", "attention", "moe"},
     "deciding": {"plan", "pipeline", "cost", "predict", "planner", "aot"},
     "running": {"train", "step", "generate", "checkpoint", "hf", "data"},
-    "roof": {"cli", "commands", "doctor", "inspection", "demo", "serve", "launch", "widget", "__init__", "__main__"},
+    "roof": {"cli", "commands", "doctor", "inspection", "demo", "serve", "launch", "__init__", "__main__"}
+    | {"explore", "explorers", "widget"},
 }
 HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}
-LOOKERS = {"scene", "charts", "draw", "hlo", "cost", "predict"}  # they look at values
+LOOKERS = {"scene", "charts", "grid", "draw", "hlo", "cost", "predict"}  # they look at values
 COMPUTERS = {"notation", "par", "model", "attention", "moe", "pipeline"}  # they make them
 MODEL_TEXT = ("model", "attention", "moe")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
@@ -267,5 +268,3 @@ def test_constraints_pin_every_dependency_without_addresses():
     pinned = {pin.fullmatch(line)[1] for line in lines}
     extras = project()["project"]["optional-dependencies"]
     assert {requirement(text)[0] for text in project()["project"]["dependencies"] + extras["dev"]} <= pinned
-
-

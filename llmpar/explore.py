@@ -1,0 +1,326 @@
+"""What the explorers know: who holds what, who talks with whom, bytes and seconds, as plain data for any front end.
+
+Pure Python, without Jupyter. A *state* is a dict of what a reader can choose. `tensors` and `answer` turn it into JSON,
+which is all that a front end draws, together with the geometry of `grid`, which a browser does for itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from functools import cache
+from typing import Any
+
+from llmpar import cost, draw, predict
+from llmpar.charts import memory_bars
+from llmpar.config import PRESETS, ModelConfig, preset
+from llmpar.grid import coordinates, groups, lane, places, rounds, slices, strides
+from llmpar.hardware import CHIPS, Chip, chip
+from llmpar.notation import AXES, Layout, MeshShape, divisors, parse_layout, parse_mesh, product
+from llmpar.plan import Plan
+from llmpar.scene import Group, Line, Scene, compose, flatten, size_text, small, time_text
+from llmpar.schedule import SCHEDULES, make, timetable
+
+START: dict[str, Any] = {
+    "mesh": "dp=2 fsdp=2 tp=2", "order": " ".join(AXES), "model": "llama3-8b", "chip": "h100", "batch_size": 16,
+    "seq_len": 4096, "zero": 3, "tp_sequence": False, "remat": "block", "microbatches": 1, "schedule": "1f1b",
+    "device": 0, "tensor": "weight blocks.ffn.gate", "axis": "", "row": 0, "step": 0,
+}  # fmt: skip
+"""Where a reader starts. The last five are what is looked at; the others change the answer."""
+
+MOST = 4096
+"""The most devices of a mesh. Up to 512 are drawn one by one."""
+
+VIEW = ("device", "tensor", "axis", "row", "step")
+CONTROLS: list[dict] = [
+    {"name": "mesh", "kind": "text", "label": "mesh"},
+    {"name": "order", "kind": "text", "label": "order of axes, slow links first"},
+    {"name": "model", "kind": "choice", "label": "model", "options": list(PRESETS)},
+    {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
+    {"name": "batch_size", "kind": "int", "label": "batch (sequences)", "min": 1},
+    {"name": "seq_len", "kind": "int", "label": "sequence (tokens)", "min": 1},
+    {"name": "microbatches", "kind": "int", "label": "microbatches", "min": 1},
+    {"name": "zero", "kind": "choice", "label": "ZeRO stage", "options": [0, 1, 2, 3]},
+    {"name": "schedule", "kind": "choice", "label": "pipeline schedule", "options": list(SCHEDULES)},
+    {"name": "remat", "kind": "choice", "label": "recompute", "options": ["none", "block"]},
+    {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},
+]
+_MICRO = "microbatches" if "microbatches" in {f.name for f in dataclasses.fields(Plan)} else "accumulate"
+_FIELDS = {f.name for f in dataclasses.fields(Plan)}
+
+# ------------------------------------------------------------------------------------------------ what is held and sent
+
+
+def key(state: dict) -> str:
+    """What an answer belongs to: the state without what is only looked at."""
+    return "|".join(str(state[name]) for name in START if name not in VIEW)
+
+
+def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
+    """The model, the chip, the mesh and the order of axes that a state names. Raises ValueError with what would work."""
+    order = tuple(state["order"].replace(",", " ").split())
+    if sorted(order) != sorted(AXES):
+        raise ValueError(f"the order '{state['order']}' must name each axis once; for instance '{' '.join(AXES)}'")
+    for control in CONTROLS:
+        value, name = state[control["name"]], control["label"]
+        if control["kind"] == "int" and (not isinstance(value, int) or value < control["min"]):
+            raise ValueError(f"{name} is {value!r}; use a whole number from {control['min']} on")
+        if "options" in control and name not in ("model", "chip") and value not in control["options"]:
+            raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(str, control['options']))}")
+    shape = parse_mesh(state["mesh"])
+    if shape.size > MOST:
+        raise ValueError(f"mesh '{shape}' has {shape.size} devices; at most {MOST} are drawn")
+    return preset(state["model"]), chip(state["chip"]), shape, order
+
+
+def make_plan(state: dict, mesh) -> Plan:
+    """The state's plan on a mesh; it computes in bfloat16."""
+    more = {"schedule": state["schedule"]} if "schedule" in _FIELDS else {}
+    return Plan(mesh, zero=state["zero"], tp_sequence=state["tp_sequence"], remat=state["remat"], dtype="bfloat16",
+                **{_MICRO: state["microbatches"]}, **more)  # fmt: skip
+
+
+def mode(state: dict) -> str:
+    """Which of a tensor's layouts a state asks for: the ZeRO stage, with an ``s`` for sequence parallelism."""
+    return f"{state['zero']}{'s' * state['tp_sequence']}"
+
+
+def tensors(state: dict) -> list[dict]:
+    """Every array of a training step: name, kind, shape, bytes per element, and its layout at each ZeRO stage.
+
+    A layout names all axes that could cut; those of size 1 cut nothing. Weights and the optimizer's moments are float32.
+    Activations are one layer's, of one microbatch. Keys of ``layout``: the stage, with an ``s`` for sequence parallelism.
+    """
+    config, _, _, _ = read(state)
+    every = parse_mesh(" ".join(f"{a}=2" for a in AXES))
+    both = ({"zero": zero, "tp_sequence": cut} for zero in range(4) for cut in (False, True))
+    plans = {mode(s): make_plan(s, every) for s in (state | one for one in both)}
+    rows, b, s = [], state["batch_size"], state["seq_len"]
+
+    def row(kind: str, name: str, shape, itemsize: int, place, times: int = 1) -> None:
+        layouts = {k: str(place(plan)) for k, plan in plans.items()}
+        entry = {"name": f"{kind} {name}", "kind": kind, "shape": list(shape), "itemsize": itemsize, "times": times}
+        rows.append(entry | {"layout": layouts})
+
+    for kind, method, times in (("weight", "stored", 1), ("moments", "graded", 2), ("gradient", "accumulated", 1)):
+        for path, (dims, shape) in config.param_shapes().items():
+            row(kind, path, shape, 4, lambda plan, dims=dims, method=method: getattr(plan, method)(dims), times)
+    micro = max(1, b // state["microbatches"])
+    n, k, h = config.num_heads, config.num_kv_heads, config.head_width
+    acts = {
+        "residual stream": ("stream b s d", (micro, s, config.width), 2), "queries": ("attention b s n h", (micro, s, n, h), 2),
+        "keys": ("attention b s k h", (micro, s, k, h), 2), "values": ("attention b s k h", (micro, s, k, h), 2),
+        "feed-forward": ("ffn b s m", (micro, s, config.ffn_width), 2),
+        "logits": ("vocab b s v", (micro, s, config.vocab_size), 4),
+    }  # fmt: skip
+    for name, (dims, shape, itemsize) in acts.items():
+        row("activation", name, shape, itemsize, lambda plan, dims=dims: plan.place(dims))
+    row("batch", "tokens, targets, positions, weights", (b, s), 4, lambda plan: plan.place("data b s"), 4)
+    return rows
+
+
+@cache
+def _bubble(name: str, p: int, m: int) -> float:
+    return timetable(make(name, p, m)).bubble_over_ideal
+
+
+def _what(axes: tuple[str, ...], kind: str) -> str:
+    if axes == ("tp",):
+        return "activations, and three numbers per token for the loss" if kind == "all-reduce" else "activations"
+    if axes == ("sp",) and kind != "all-reduce":
+        return "keys and values"
+    if axes == ("pp",):
+        return "activations and their gradients"
+    return {"all-gather": "weights", "reduce-scatter": "gradients"}.get(kind, "gradients, the loss and norms")
+
+
+def answer(state: dict) -> dict:
+    """Everything that needs more than geometry: refusal, memory, what is sent, seconds, the code, and all of it in words."""
+    out: dict[str, Any] = {"key": key(state), "refusal": None, "memory": [], "traffic": [], "time": None, "code": ""}
+    try:
+        config, kind, shape, order = read(state)
+        plan = make_plan(state, shape)
+        out["node"], out["capacity"] = kind.per_device().node_size, kind.usable_bytes
+        plan.check(config, state["batch_size"], state["seq_len"])
+        if shape.pp > 1:
+            _bubble(state["schedule"], shape.pp, state["microbatches"])
+    except ValueError as error:
+        near = nearest(state)
+        tried = f"the nearest mesh that works is '{near}'" if near else "no mesh of any size works with these settings"
+        out["refusal"] = {"why": str(error), "nearest": near, "text": tried}
+        out["says"] = f"mesh {state['mesh']}: refused\n{error}\n{tried}"
+        return out
+    size = config, plan, state["batch_size"], state["seq_len"]
+    held = predict.argument_bytes(*size)
+    parts = {"weights": held["params"], "optimizer": held["optimizer"], "batch": held["batch"] + held["counters"]}
+    parts["gradients, activations (estimate)"] = predict.temp_bytes(*size)
+    out["memory"] = [[name, value] for name, value in parts.items()]
+    apart, comm = strides(shape.sizes, order), 0.0
+    for (names, what), row in sorted(predict.collectives(*size).items(), key=lambda item: -item[1].bytes_sent):
+        axes = tuple(names.split(","))
+        group = product(shape.sizes[a] for a in axes)
+        short = "permute" if what == "collective-permute" else what
+        message = row.bytes_sent / row.count / cost.sent_bytes(short, 1, group)
+        seconds = row.count * cost.collective_seconds(kind, short, message, group, min(apart[a] for a in axes))
+        comm += seconds
+        entry = {"axes": list(axes), "kind": what, "count": row.count, "bytes": row.bytes_sent, "what": _what(axes, what)}
+        out["traffic"].append(entry | {"seconds": seconds})
+    work = sum(predict.flops(config, state["batch_size"], state["seq_len"]).values()) * (4 / 3 if plan.remat == "block" else 1)
+    compute = work / shape.size / kind.per_device().flops_per_s
+    idle = compute * _bubble(state["schedule"], shape.pp, state["microbatches"]) if shape.pp > 1 else 0.0
+    out["time"] = {"computing": compute, "pipeline bubble": idle, "communicating": comm, "simulated": kind.simulated}
+    given = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "mesh"}
+    given = {name: value for name, value in given.items() if value != getattr(Plan(), name)}
+    words = ", ".join([f'"{shape}"', *(f"{name}={value!r}" for name, value in given.items())])
+    out["code"] = f'--mesh "{shape}"\nPlan({words})'
+    out["says"] = _says(state, out, shape)
+    return out
+
+
+def _says(state: dict, out: dict, shape: MeshShape) -> str:
+    total, room = sum(value for _, value in out["memory"]), out["capacity"]
+    held = ", ".join(f"{name} {size_text(value)}" for name, value in out["memory"])
+    fit = f"{size_text(abs(room - total))} {'free' if total <= room else 'too much'}"
+    lines = [f"{state['model']} on {shape} = {shape.size} devices of {state['chip']}, ZeRO {state['zero']}"]
+    lines.append(f"memory per device: {size_text(total)} of {size_text(room)}, {fit} ({held})")
+    for row in out["traffic"]:
+        sent = f"{size_text(row['bytes'])} sent per device and step"
+        lines.append(f"{','.join(row['axes'])} {row['kind']} x{row['count']}: {sent} ({row['what']})")
+    lines.append(f"time per step: {step_time(out['time'])}")
+    return "\n".join(lines)
+
+
+def step_time(time: dict) -> str:
+    """A step's time in words: between perfect overlap of computing and communicating, and none."""
+    if time["simulated"]:
+        return "not predicted: simulated devices share one processor and have no links"
+    busy, comm = time["computing"] + time["pipeline bubble"], time["communicating"]
+    parts = f"computing {time_text(time['computing'])} at peak rate"
+    parts += f", bubble {time_text(time['pipeline bubble'])}" if time["pipeline bubble"] else ""
+    return f"{time_text(max(busy, comm))} to {time_text(busy + comm)} ({parts}; communicating {time_text(comm)})"
+
+
+def meshes(n: int, axes=tuple(AXES)):
+    """Every mesh of n devices, as sizes by axis."""
+    if len(axes) == 1:
+        yield {axes[0]: n}
+        return
+    for size in divisors(n):
+        for rest in meshes(n // size, axes[1:]):
+            yield {axes[0]: size} | rest
+
+
+def distance(one: dict[str, int], two: dict[str, int]) -> float:
+    """How different two meshes are: doublings and halvings, summed over the axes."""
+    return sum(abs(math.log2(one[a] / two[a])) for a in AXES)
+
+
+def nearest(state: dict) -> str | None:
+    """The mesh that works and changes the asked one least: of as many devices, else of a divisor or power of two below."""
+
+    def works(mesh: str) -> bool:
+        config, _, shape, _ = read(state | {"mesh": mesh, "order": START["order"]})
+        try:
+            make_plan(state, shape).check(config, state["batch_size"], state["seq_len"])
+            return shape.pp == 1 or _bubble(state["schedule"], shape.pp, state["microbatches"]) >= 0
+        except ValueError:
+            return False
+
+    try:
+        asked = parse_mesh(state["mesh"])
+    except ValueError:
+        asked = parse_mesh(START["mesh"])
+    try:
+        works("dp=1")
+    except ValueError:
+        return None  # what is wrong is not the mesh
+    most = min(asked.size, MOST)
+    for n in sorted({most, *divisors(most), *(2**i for i in range(most.bit_length()))}, reverse=True):
+        near = sorted(meshes(n), key=lambda sizes: distance(sizes, asked.sizes))
+        found = next((text for text in (str(MeshShape(**sizes)) for sizes in near) if works(text)), None)
+        if found:
+            return found
+    return None
+
+
+def compare(one: dict, two: dict) -> list[list[str]]:
+    """Two answers side by side: rows of (what, A, B)."""
+    rows = []
+    for name, cell in (
+        ("memory per device", lambda x: size_text(sum(value for _, value in x["memory"]))),
+        ("sent per device and step", lambda x: size_text(sum(row["bytes"] for row in x["traffic"]))),
+        ("time per step", lambda x: step_time(x["time"])),
+    ):
+        rows.append([name, *(cell(x) if not x["refusal"] else "refused" for x in (one, two))])
+    return rows
+
+
+def neighbours(state: dict, most: int = 600) -> dict[str, dict]:
+    """Answers of the meshes and ZeRO stages nearest to a state, by key: what an export without Python can look up."""
+    shape = parse_mesh(state["mesh"])
+    near = [(distance(sizes, shape.sizes), str(MeshShape(**sizes))) for n in divisors(shape.size) for sizes in meshes(n)]
+    asked = itertools.product([mesh for _, mesh in sorted(near)], sorted(range(4), key=lambda z: z != state["zero"]))
+    found = (answer(state | {"mesh": mesh, "zero": zero}) for mesh, zero in itertools.islice(asked, most))
+    return {reply["key"]: reply for reply in found}
+
+
+def device_rows(state: dict, rows: list[dict], sizes: dict[str, int], order) -> list[list[str]]:
+    """What the chosen device holds: (tensor, layout, slice, bytes) as text."""
+    at, out = coordinates(sizes, order, state["device"]), []
+    for row in rows:
+        layout = parse_layout(row["layout"][mode(state)])
+        live = Layout(tuple(dataclasses.replace(d, axes=tuple(a for a in d.axes if sizes[a] > 1)) for d in layout.dims),
+                      tuple(a for a in layout.sums if sizes[a] > 1))  # fmt: skip
+        held = slices(live, row["shape"], sizes, at)
+        words = "cannot be cut evenly" if held is None else "[" + ", ".join(f"{a}:{b}" for a, b in held) + "]"
+        bytes_held = product(b - a for a, b in held) * row["itemsize"] * row["times"] if held is not None else 0
+        out.append([row["name"], str(live), words, size_text(bytes_held)])
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------- pictures
+
+
+def scene(state: dict) -> Scene:
+    """The state as one picture: devices in link order, the chosen group or shard filled, arrows of a round, the memory."""
+    reply = answer(state)
+    try:
+        _, kind, shape, order = read(state)
+    except ValueError:
+        return compose("mesh refused", [], reply["says"], reply["says"].splitlines())
+    sizes, node, device = shape.sizes, kind.per_device().node_size, min(state["device"], shape.size - 1)
+    place, rows, notes = places(sizes, order, node), tensors(state), []
+    sent = [row for row in reply["traffic"] if state["axis"] in row["axes"]]
+    row = sent[min(state["row"], len(sent) - 1)] if sent else None
+    axes = tuple(a for a in order if row and a in row["axes"]) or (state["axis"],) * (sizes.get(state["axis"], 1) > 1)
+    if axes:
+        teams = groups(sizes, order, axes)
+        number = {d: i for i, team in enumerate(teams) for d in team}
+        what = f"{len(teams)} groups over {','.join(axes)}; filled: the group of device {device}"
+    else:
+        chosen = next((r for r in rows if r["name"] == state["tensor"]), rows[0])
+        layout = parse_layout(chosen["layout"][mode(state)])
+        cut = [str(slices(layout, chosen["shape"], sizes, coordinates(sizes, order, d))) for d in range(shape.size)]
+        number = {d: list(dict.fromkeys(cut)).index(s) for d, s in enumerate(cut)}
+        what = f"{shape.size} devices in link order; filled: same shard of {chosen['name']} as device {device}"
+    items = draw.cells(place, number, device, "group" if axes else "shard", axes[0] if axes else "s1")
+    if row and len(teams[0]) <= 64:
+        team, steps = teams[number[device]], rounds(row["kind"], len(teams[0]))
+        at = min(state["step"], len(steps) - 1)
+        for source, target, _ in steps[at]["sends"]:
+            ends = [team[r] // place["block"] for r in (source, target)]
+            items += [Line(lane(place, *ends), "ink", 1.5, head=True)] * (ends[0] != ends[1])
+        each = size_text(row["bytes"] / row["count"] / max(1, len(steps) - 1))
+        notes.append(f"One {row['kind']} over {','.join(row['axes'])}: round {at} of {len(steps) - 1}, {each} a device.")
+    notes += [f"Dashed: nodes of {node} devices."] * bool(place["frames"])
+    notes += [f"Each cell stands for {place['block']} devices."] * (place["block"] > 1)
+    blocks = [[small(0, 0, what, "start")], items]
+    if reply["memory"]:
+        bars = memory_bars([("a device", dict(reply["memory"]))], reply["capacity"])
+        blocks.append([Group(tuple(flatten(bars.items)[1:]))])
+    at = coordinates(sizes, order, device)
+    held = [" ".join(cells) for cells in device_rows(state, rows, sizes, order) if cells[0].startswith("weight")]
+    said = f"{what}\ndevice {device}: {', '.join(f'{a} {at[a]}' for a in order if sizes[a] > 1)}\n" + "\n".join(held)
+    lines = reply["says"].splitlines()[1 if reply["refusal"] else -1 :]
+    return compose(f"mesh {shape}", blocks, f"{reply['says']}\n{said}", [*notes, *lines])

@@ -1,0 +1,105 @@
+"""Small explorers: pipelines (with an editor for one's own order), rings of attention, and memory at every ZeRO stage."""
+
+from __future__ import annotations
+
+from llmpar import attention, predict
+from llmpar.charts import live_blocks, memory_bars, timetable
+from llmpar.config import PRESETS, preset
+from llmpar.explore import START, make_plan
+from llmpar.hardware import CHIPS, chip
+from llmpar.notation import MeshShape
+from llmpar.orders import from_text
+from llmpar.scene import Group, Scene, compose, flatten
+from llmpar.schedule import SCHEDULES, Timetable, make
+from llmpar.schedule import timetable as simulate
+from llmpar.widget import Explorer
+
+
+class TimelineExplorer(Explorer):
+    """A pipeline's timetable with live activations and bubbles. Text in ``order`` replaces the schedule: one's own, judged."""
+
+    title = "Timeline explorer"
+    start = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 2, "forward": 1, "backward": 1, "weights": 1,
+             "order": ""}  # fmt: skip
+    controls = [
+        {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)},
+        {"name": "stages", "kind": "slider", "label": "stages p", "min": 2, "max": 8},
+        {"name": "microbatches", "kind": "slider", "label": "microbatches m", "min": 1, "max": 16},
+        {"name": "chunks", "kind": "slider", "label": "chunks v (interleaved, breadth-first)", "min": 1, "max": 4},
+        {"name": "forward", "kind": "slider", "label": "cost of F", "min": 1, "max": 4},
+        {"name": "backward", "kind": "slider", "label": "cost of B", "min": 1, "max": 4},
+        {"name": "weights", "kind": "slider", "label": "cost of W", "min": 0, "max": 4},
+        {"name": "order", "kind": "lines", "label": "your own order, a line per stage (F0 F1 B0 W0 …); empty: the schedule"},
+    ]
+
+    def table(self, state: dict) -> Timetable:
+        """The timetable of a state: of the written order where there is one. ValueError names stage, tick and cycle."""
+        chunks = state["chunks"] if state["schedule"] in ("interleaved", "breadth-first") else None
+        made = from_text(state["order"]) if state["order"].strip() else make(
+            state["schedule"], state["stages"], state["microbatches"], chunks)  # fmt: skip
+        return simulate(made, (state["forward"], state["backward"], state["weights"]))
+
+    def draw(self, state: dict) -> Scene:
+        table = self.table(state)
+        drawn, peak = timetable(table), max(table.peak_live())
+        facts = f"Bubble over ideal {table.bubble_over_ideal:.3g}, as a share of the whole {table.bubble_fraction:.3g}; "
+        facts += f"a stage holds at most {peak:g} microbatches; makespan {table.makespan:g} free running, "
+        facts += f"{table.makespan_lockstep:g} in lockstep (time units)."
+        return compose(drawn.title, [[Group(tuple(flatten(drawn.items)[1:]))]], f"{drawn.text}\n{facts}", [facts])
+
+    def answer(self, state: dict) -> dict:
+        found = super().answer(state)
+        try:
+            return found | {"fill": {"order": str(self.table(state | {"order": ""}).schedule)}}
+        except ValueError:
+            return found
+
+
+class RingExplorer(Explorer):
+    """Ring attention under a causal mask: how much of each block is live, per rank and step, and who waits."""
+
+    title = "Ring explorer"
+    start = {"ranks": 4, "order": "zigzag", "window": 0, "tokens": 256}
+    controls = [
+        {"name": "ranks", "kind": "choice", "label": "ranks of sp", "options": [2, 4, 8]},
+        {"name": "order", "kind": "choice", "label": "positions are dealt", "options": ["contiguous", "zigzag", "striped"]},
+        {"name": "window", "kind": "choice", "label": "window (tokens, 0: none)", "options": [0, 64, 256, 512]},
+        {"name": "tokens", "kind": "choice", "label": "tokens per rank", "options": [64, 256]},
+    ]
+
+    def draw(self, state: dict) -> Scene:
+        n, local = state["ranks"], state["tokens"]
+        mask = attention.Mask(window=state["window"] or None)
+        parts = attention.live_blocks(n, state["order"], mask, s=n * local) / local**2
+        return live_blocks([[round(float(x), 2) for x in row] for row in parts])
+
+
+class MemoryExplorer(Explorer):
+    """What fills a device at each ZeRO stage, against the chip's memory: weights, optimizer, gradients, activations."""
+
+    title = "Memory explorer"
+    start = {"model": "llama3-8b", "chip": "h100", "devices": 8, "tp": 1, "batch_size": 8, "seq_len": 4096, "remat": "block"}
+    controls = [
+        {"name": "model", "kind": "choice", "label": "model", "options": list(PRESETS)},
+        {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
+        {"name": "devices", "kind": "choice", "label": "devices", "options": [2**i for i in range(10)]},
+        {"name": "tp", "kind": "choice", "label": "of these, tp", "options": [1, 2, 4, 8]},
+        {"name": "batch_size", "kind": "choice", "label": "batch (sequences)", "options": [2**i for i in range(12)]},
+        {"name": "seq_len", "kind": "choice", "label": "sequence (tokens)", "options": [2**i for i in range(9, 18)]},
+        {"name": "remat", "kind": "choice", "label": "recompute", "options": ["none", "block"]},
+    ]
+
+    def draw(self, state: dict) -> Scene:
+        config, capacity = preset(state["model"]), chip(state["chip"]).usable_bytes
+        if state["devices"] % state["tp"]:
+            raise ValueError(f"{state['devices']} devices are not a multiple of tp = {state['tp']}; make tp 1 or add devices")
+        mesh, rows = MeshShape(fsdp=state["devices"] // state["tp"], tp=state["tp"]), []
+        for zero in range(4):
+            plan = make_plan(START | {"zero": zero, "remat": state["remat"]}, mesh)
+            plan.check(config, state["batch_size"], state["seq_len"])
+            size = config, plan, state["batch_size"], state["seq_len"]
+            held = predict.argument_bytes(*size)
+            parts = {"weights": held["params"], "optimizer": held["optimizer"]}
+            rows.append((f"ZeRO {zero}", parts | {"gradients, activations (estimate)": predict.temp_bytes(*size)}))
+        title = f"{state['model']} on {mesh}, batch {state['batch_size']} x {state['seq_len']} tokens: memory per device"
+        return memory_bars(rows, capacity, title)

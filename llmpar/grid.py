@@ -1,0 +1,115 @@
+"""Geometry of a mesh for pictures: who is where, who talks with whom, who holds which slice, and a collective's rounds.
+
+Plain numbers in, plain numbers out. static/explorer.js does the same in a browser; the tests hold the two, and JAX,
+against each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from llmpar.notation import Layout, divisors, product
+
+
+def strides(sizes: dict[str, int], order) -> dict[str, int]:
+    """How far apart neighbours on each axis are in the list of devices; the last axis of ``order`` is innermost."""
+    out, stride = {}, 1
+    for axis in reversed(tuple(order)):
+        out[axis], stride = stride, stride * sizes[axis]
+    return out
+
+
+def coordinates(sizes: dict[str, int], order, device: int) -> dict[str, int]:
+    """A device's place on every axis."""
+    return {axis: device // stride % sizes[axis] for axis, stride in strides(sizes, order).items()}
+
+
+def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
+    """The devices that talk over ``axes`` (outermost first), group by group; groups by their first device."""
+    apart, found = strides(sizes, order), dict[int, list[tuple[int, int]]]()
+    for device in range(product(sizes.values())):
+        at = coordinates(sizes, order, device)
+        first, rank = device - sum(at[a] * apart[a] for a in axes), 0
+        for a in axes:
+            rank = rank * sizes[a] + at[a]
+        found.setdefault(first, []).append((rank, device))
+    return [[device for _, device in sorted(found[first])] for first in sorted(found)]
+
+
+def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> list[tuple[int, int]] | None:
+    """First and last-plus-one index of every dim that the device at ``at`` holds; None where a dim is not divisible."""
+    out = []
+    for dim, size in zip(layout.dims, shape, strict=True):
+        parts, index = 1, 0
+        for axis in dim.axes:
+            parts, index = parts * sizes[axis], index * sizes[axis] + at[axis]
+        step, rest = divmod(size, parts)
+        if rest:
+            return None
+        out.append((index * step, (index + 1) * step))
+    return out
+
+
+def places(sizes: dict[str, int], order, node: int) -> dict:
+    """Where devices are drawn, in link order: cells [x, y] of one size in a few columns, and the frames of whole nodes.
+
+    A gap parts the blocks of every axis, so that nesting shows. Above 512 devices a cell stands for ``block`` of them.
+    """
+    n, apart = product(sizes.values()), strides(sizes, order)
+    nested = sorted({apart[a] * k for a in order for k in divisors(sizes[a])})  # block sizes that part no axis badly
+    block = next(b for b in nested if n // b <= 512)
+    num = n // block
+    w, h, most = (72, 46, 8) if num <= 64 else (44, 20, 16)
+    limit = min(most, math.ceil(2 * num**0.5))
+    columns = max(b // block for b in nested if b % block == 0 and b // block <= limit)
+    columns = limit if 3 * columns < limit else columns  # a long axis without small divisors wraps where it must
+    gaps = [(s, 6) for s in (apart[a] // block for a in order if sizes[a] > 1) if s > 1 and not (columns % s and s % columns)]
+    held, frames = node // block, []
+    framed = node < n and node % block == 0 and num % held == 0 and (columns % held == 0 or held % columns == 0)
+    gaps += [(held, 10)] * framed + [(columns, 6)] * (framed and held < columns)
+    cells = []
+    for i in range(num):
+        row, col = divmod(i, columns)
+        x = col * (w + 4) + sum(gap * (col // s) for s, gap in gaps if s < columns)
+        y = row * (h + 4) + sum(gap * (row // (s // columns)) for s, gap in gaps if s >= columns)
+        cells.append([x, y])
+    for first in range(0, num, held) if framed else ():
+        (x0, y0), (x1, y1) = cells[first], cells[first + held - 1]
+        frames.append([x0 - 3, y0 - 3, x1 - x0 + w + 6, y1 - y0 + h + 6])
+    return {"block": block, "columns": columns, "w": w, "h": h, "cells": cells, "frames": frames}
+
+
+def lane(place: dict, source: int, target: int) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Where an arrow runs between two cells, clear of their words: along the lower edges, and back along the upper ones."""
+    (x0, y0), (x1, y1) = place["cells"][source], place["cells"][target]
+    w, h, on_ = place["w"], place["h"], target > source
+    dx, dy = (w / 2, h - 4 if on_ else 4) if y0 == y1 else (w - 5 if on_ else 5, h / 2)
+    return (x0 + dx, y0 + dy), (x1 + dx, y1 + dy)
+
+
+def rounds(kind: str, g: int) -> list[dict]:
+    """A collective among g ranks, round by round, by rings: what goes from whom to whom, and what each then holds.
+
+    ``sends`` are [from, to, block]; ``held[rank][block]`` counts how many of the g contributions a rank has in a block
+    (gathering: 1 of 1). Round 0 is the start. Reduce-scatter leaves block r with rank r, as `lax.psum_scatter` does.
+    """
+    reduced = kind in ("reduce-scatter", "all-reduce")
+    held = [[int(reduced or rank == b) for b in range(g)] for rank in range(g)]
+    out = [{"sends": [], "held": [row[:] for row in held]}]
+    parts = {"all-reduce": ("reduce-scatter", "all-gather")}.get(kind, (kind,))
+    for part, t in itertools.product(parts, range(g - 1)):
+        hop = t + 1 if part == "all-to-all" else 1
+        shift = {"reduce-scatter": t + 1, "all-to-all": 0}.get(part, t)
+        sends = [[r, (r + hop) % g, (r - shift) % g] for r in range(g)]
+        before = [row[:] for row in held]
+        for source, target, b in sends:
+            held[target][b] = before[source][b] + before[target][b] * (part == "reduce-scatter")
+        if part == "reduce-scatter":
+            for source, _, b in sends:
+                held[source][b] = 0
+        if part == "collective-permute":
+            for _, target, b in sends:
+                held[target] = [int(i == b) for i in range(g)]
+        out.append({"sends": sends, "held": [row[:] for row in held]})
+    return out

@@ -1,0 +1,321 @@
+"""Explorers: pictures with controls, in a notebook, in VS Code, and as one HTML page that needs neither.
+
+    MeshExplorer      who holds what, who talks with whom, what a step holds and sends; or a live array's shardings
+    (llmpar.explorers: pipelines, rings and memory, on the same machinery)
+
+Each has a ``state`` (a dict), which `set` changes; a static twin, which is what a committed notebook keeps; ``rich``, drawn
+in the browser (an anywidget); and ``plain``, core ipywidgets only, for where the rich one cannot be loaded (VS Code offline).
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import ipywidgets
+import traitlets
+
+from llmpar import explore, inspection
+from llmpar.notation import AXES, MeshShape, parse_mesh
+from llmpar.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
+
+MODULE = Path(__file__).parent / "static" / "explorer.js"
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>:root{{color-scheme:light dark}}body{{margin:0;background:{light};font-family:"DejaVu Sans",Verdana,sans-serif}}
+h1{{font-size:15px;margin:12px 12px 0}}
+@media (prefers-color-scheme:dark){{body{{background:{dark}}}}}</style></head>
+<body><main><h1>llmpar</h1></main><noscript><pre>{text}</pre></noscript><script type="application/json" id="doc">{doc}</script>
+<script type="module">
+{module}
+const source = document.documentElement.outerHTML, values = {{ doc: JSON.parse(document.getElementById("doc").textContent) }};
+values.doc.page = () => source;
+values.state = values.doc.state;
+const model = {{ get: (name) => values[name] ?? null, set: (name, value) => {{ values[name] = value; }} }};
+model.save_changes = model.on = model.off = model.send = () => {{}};
+render({{ model, el: document.querySelector("main") }});
+</script></body></html>
+"""
+
+
+class _Rich(anywidget.AnyWidget):
+    _esm = MODULE
+    doc = traitlets.Dict().tag(sync=True)
+    state = traitlets.Dict().tag(sync=True)
+    answer = traitlets.Dict().tag(sync=True)
+    tensors: Any = traitlets.List(allow_none=True, default_value=None).tag(sync=True)
+
+
+class Explorer:
+    """A picture with controls. ``front`` is ``rich`` or ``plain``; the other arguments change where the reader starts."""
+
+    title, kind = "", "figure"
+    view: tuple[str, ...] = ()
+    start: dict[str, Any] = {}
+    controls: list[dict] = []
+
+    def __init__(self, front: str = "rich", **state):
+        if front not in ("rich", "plain"):
+            raise ValueError(f"front is '{front}'; use 'rich' (anywidget) or 'plain' (core ipywidgets)")
+        self.front, self.state = front, dict(self.start)
+        self._rich: _Rich | None = None
+        self.set(**state)
+
+    def set(self, **state) -> None:
+        """Change the state, here and in every front end that is open."""
+        if unknown := sorted(set(state) - set(self.start)):
+            raise ValueError(f"{type(self).__name__} has no {', '.join(unknown)}; it has {', '.join(self.start)}")
+        self.state = self.state | state
+        if self._rich:
+            self._rich.state = self.state
+
+    # ------------------------------------------------------------------------------------------- what a subclass says
+
+    def draw(self, state: dict) -> Scene:
+        """The picture of a state; ValueError where there is none."""
+        raise NotImplementedError
+
+    def answer(self, state: dict) -> dict:
+        """What the browser shows for a state, as plain data."""
+        found = {"key": "|".join(map(str, state.values())), "refusal": "", "svg": "", "note": ""}
+        try:
+            drawn = self.draw(state)
+            return found | {"svg": to_svg(drawn), "says": drawn.text}
+        except ValueError as error:
+            return found | {"refusal": str(error), "says": str(error)}
+
+    def answers(self) -> dict[str, dict]:
+        """Answers that an exported page brings with it, by key: each choice of one control, then of two, up to a megabyte."""
+        choices = {c["name"]: self.choices(c) for c in self.controls}
+        choices = {name: values for name, values in choices.items() if len(values) > 1}
+        states = dict[str, dict]()
+        for names in [*itertools.combinations(choices, 1), *itertools.combinations(choices, 2)]:
+            for values in itertools.product(*(choices[name] for name in names)):
+                state = self.state | dict(zip(names, values, strict=True))
+                states.setdefault("|".join(map(str, state.values())), state)
+        out, size = dict[str, dict](), 0
+        for key, state in states.items():
+            out[key] = self.answer(state)
+            if (size := size + len(out[key]["svg"])) > 1_000_000:
+                break
+        return out
+
+    def choices(self, control: dict) -> list:
+        """The values of a control that an exported page can show."""
+        if control["kind"] == "slider":
+            return list(range(control["min"], control["max"] + 1, control.get("step", 1)))
+        return control.get("options", [False, True] if control["kind"] == "flag" else [])
+
+    # ---------------------------------------------------------------------------------------------------- front ends
+
+    @property
+    def scene(self) -> Scene:
+        """The static twin: the picture, or the refusal where there is none."""
+        try:
+            return self.draw(self.state)
+        except ValueError as error:
+            return compose(self.title, [], str(error), str(error).splitlines())
+
+    def document(self) -> dict:
+        """What the browser needs once: controls, colours, where to start."""
+        return {"kind": self.kind, "title": self.title, "controls": self.controls, "view": list(self.view), "state": self.state,
+                "theme": {"light": LIGHT, "dark": DARK}}  # fmt: skip
+
+    @property
+    def rich(self) -> anywidget.AnyWidget:
+        """The front end that is drawn in the browser."""
+        if self._rich is None:
+            self._rich = _Rich(doc=self.document(), state=self.state, answer=self.answer(self.state))
+            self._rich.observe(self._changed, "state")
+            self._rich.on_msg(self._message)
+        return self._rich
+
+    def _changed(self, change) -> None:
+        self.state = {name: change["new"].get(name, value) for name, value in self.state.items()}
+        assert self._rich is not None
+        reply = self.answer(self.state)
+        if reply["key"] != self._rich.answer["key"]:
+            self._rich.answer = reply
+
+    def _message(self, _, message, __) -> None:
+        if isinstance(message, dict) and message.get("export") == "html" and self._rich:
+            self._rich.send({"html": self.html()})
+
+    @property
+    def plain(self) -> ipywidgets.Widget:
+        """Core ipywidgets only: a form and a picture that Python draws again after every change."""
+        picture, fields = ipywidgets.HTML(), {c["name"]: _field(c, self.state[c["name"]]) for c in self.fields()}
+
+        def look(_=None):
+            self.set(**{name: field.value for name, field in fields.items()})
+            picture.value = self.show_plain(self.state)
+
+        for field in fields.values():
+            field.observe(look, "value")
+        look()
+        box = ipywidgets.Box(list(fields.values()), layout=ipywidgets.Layout(flex_flow="row wrap"))
+        return ipywidgets.VBox([box, picture])
+
+    def fields(self) -> list[dict]:
+        """The controls of the plain front end."""
+        return self.controls
+
+    def show_plain(self, state: dict) -> str:
+        """The picture of the plain front end, as HTML."""
+        reply = self.answer(state)
+        return reply["svg"] or f"<pre>{html.escape(reply['refusal'])}</pre>"
+
+    def html(self) -> str:
+        """One page that works without a kernel and without a network; it knows what `answers` gives it."""
+        doc = json.dumps(self.document() | {"answers": self.answers()}).replace("<", "\\u003c")
+        module = MODULE.read_text(encoding="utf-8").partition("export default")[0]
+        return PAGE.format(title=html.escape(self.title), text=html.escape(self.scene.text), doc=doc, module=module,
+                           light=LIGHT["paper"], dark=DARK["paper"])  # fmt: skip
+
+    def save(self, path: str | Path) -> None:
+        """Write ``.html`` (interactive), ``.svg`` or ``.png`` (the static twin)."""
+        if Path(path).suffix == ".html":
+            Path(path).write_text(self.html(), encoding="utf-8")
+        else:
+            self.scene.save(path)
+
+    def __repr__(self) -> str:
+        return self.scene.text
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        """The live front end, and beside it the PNG and the text that stay in a stored notebook."""
+        still = self.scene
+        data = (self.rich if self.front == "rich" else self.plain)._repr_mimebundle_()
+        data = dict(data[0] if isinstance(data, tuple) else data or {})
+        data |= {"image/png": base64.b64encode(to_png(still)).decode(), "text/plain": still.text}
+        return data, {"image/png": {"width": still.width}}
+
+
+def _field(c: dict, value):
+    how = {"description": c["label"], "style": {"description_width": "initial"}}
+    if c["kind"] == "choice":
+        return ipywidgets.Dropdown(options=c["options"], value=value, **how)
+    if c["kind"] == "flag":
+        return ipywidgets.Checkbox(value=value, **how)
+    if c["kind"] == "lines":
+        return ipywidgets.Textarea(value=value, rows=5, continuous_update=False, **how)
+    if c["kind"] == "slider":
+        return ipywidgets.IntSlider(value=value, min=c["min"], max=c["max"], **how)
+    if c["kind"] == "int":
+        return ipywidgets.BoundedIntText(value=value, min=c["min"], max=1 << 30, **how)
+    return ipywidgets.Text(value=value, continuous_update=False, **how)
+
+
+# --------------------------------------------------------------------------------------------------------------- the mesh
+
+
+class MeshExplorer(Explorer):
+    """Who holds what, and what moves, on any mesh of the six axes; no hardware and no arrays are needed.
+
+    >>> MeshExplorer(mesh="fsdp=8 tp=8", model="llama3-70b", chip="h100")
+    """
+
+    title, kind, view = "Mesh explorer", "mesh", explore.VIEW
+    start, controls = explore.START, explore.CONTROLS
+    _given: dict[str, Any] | None = None  # what `of` read from an array or a program
+
+    @classmethod
+    def of(cls, value, front: str = "rich") -> MeshExplorer:
+        """The shardings of a live array, of a tree of them, or of a compiled program, as the compiler has them."""
+        self = cls(front)
+        self._given = inspection.shardings(value)
+        self.title, self.state = "Compiled shardings", self.state | {"tensor": self._given["tensors"][0]["name"]}
+        return self
+
+    def document(self) -> dict:
+        kinds = {"weight": "weights (float32)", "moments": "two moments (float32)", "batch": "batch (int32)",
+                 "gradient": "gradients (float32)", "activation": "activations, one layer"}  # fmt: skip
+        doc = super().document() | {"axes": AXES, "kinds": kinds}
+        return doc | (self._given or {"tensors": explore.tensors(self.state)})
+
+    def answer(self, state: dict) -> dict:
+        if self._given:
+            return {"key": explore.key(state), "refusal": None, "memory": [], "traffic": self._given["traffic"], "time": None,
+                    "code": "", "node": self._given["node"], "says": self.scene.text}  # fmt: skip
+        return explore.answer(state)
+
+    def answers(self) -> dict[str, dict]:
+        return {(one := self.answer(self.state))["key"]: one} if self._given else explore.neighbours(self.state)
+
+    def draw(self, state: dict) -> Scene:
+        return inspection.shardings_scene(self._given, state) if self._given else explore.scene(state)
+
+    def _changed(self, change) -> None:
+        before = self.state
+        super()._changed(change)
+        shapes = any(before[name] != self.state[name] for name in ("model", "batch_size", "seq_len", "microbatches"))
+        if self._rich and not self._given and shapes:
+            try:
+                self._rich.tensors = explore.tensors(self.state)
+            except ValueError:
+                pass  # the answer says why; the last tensors stay
+
+    def compare(self, **other) -> str:
+        """This state beside another, as text."""
+        one, two = self.answer(self.state), self.answer(self.state | other)
+        return "\n".join(f"{name}: {a} | {b}" for name, a, b in explore.compare(one, two))
+
+    def fields(self) -> list[dict]:
+        if self._given:
+            return []
+        names = [row["name"] for row in explore.tensors(self.state)]
+        return [*self.controls, {"name": "device", "kind": "int", "label": "device", "min": 0},
+                {"name": "tensor", "kind": "choice", "label": "same shard of", "options": names},
+                {"name": "axis", "kind": "choice", "label": "groups over", "options": ["", *AXES]},
+                {"name": "step", "kind": "slider", "label": "round", "min": 0, "max": 31}]  # fmt: skip
+
+    def show_plain(self, state: dict) -> str:
+        table = ""
+        try:
+            _, _, shape, order = explore.read(state)
+            if not self._given:
+                held = explore.device_rows(state, explore.tensors(state), shape.sizes, order)
+                cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in held)
+                table = "".join(f"<tr>{row}</tr>" for row in cells)
+        except ValueError:
+            pass  # the picture says why
+        words = "".join(f"<br>{html.escape(line)}" for line in self.scene.text.splitlines()[1:12])
+        return f"{to_svg(self.scene)}<p>{words}</p><table>{table}</table>"
+
+    @property
+    def plain(self) -> ipywidgets.Widget:
+        """Sliders for the six axes over the form; the sliders and the mesh string follow each other."""
+        box = super().plain
+        if self._given:
+            return box
+        text = next(field for field in box.children[0].children if field.description == "mesh")
+        powers = [2**i for i in range(10)]
+        sliders = {a: ipywidgets.SelectionSlider(options=powers, description=a) for a in AXES}
+
+        def from_text(_=None):
+            try:
+                sizes = parse_mesh(text.value).sizes
+            except ValueError:
+                return
+            for a, slider in sliders.items():
+                if sizes[a] in powers:
+                    slider.value = sizes[a]
+
+        def from_slider(change):
+            axis = change["owner"].description
+            try:
+                sizes = parse_mesh(text.value).sizes
+            except ValueError:
+                sizes = dict.fromkeys(AXES, 1)
+            text.value = str(MeshShape(**(sizes | {axis: change["new"]})))
+
+        from_text()
+        text.observe(from_text, "value")
+        for slider in sliders.values():
+            slider.observe(from_slider, "value")
+        return ipywidgets.VBox([ipywidgets.Box(list(sliders.values()), layout=ipywidgets.Layout(flex_flow="row wrap")), box])

@@ -1,0 +1,364 @@
+"""The explorers in headless Chromium: the bare module, the offline page, and one JupyterLab session.
+
+No page may write an error to its console or ask the network for anything. Skipped, with the reason, where Chromium or the
+dependency group `browser` (playwright) is missing; the accessibility checks where `npm install` has not run.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from llmpar import explore
+from llmpar.explorers import MemoryExplorer, RingExplorer, TimelineExplorer
+from llmpar.grid import coordinates
+from llmpar.notation import AXES, MeshShape, parse_mesh
+from llmpar.scene import size_text
+from llmpar.widget import MODULE, MeshExplorer
+
+pytestmark = pytest.mark.browser
+ROOT = Path(__file__).resolve().parent.parent
+AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
+EXPLORERS = [MeshExplorer, TimelineExplorer, RingExplorer, MemoryExplorer]
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """An installed Chromium, driven by playwright; its own download is not used."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium is installed")
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium):
+    """A page that must stay silent and offline (a server of one's own on this machine is not the network)."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
+    page, faults = context.new_page(), []
+    page.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    local = ("file:", "data:", "blob:", "about:", "http://127.0.0.1:", "ws://127.0.0.1:")
+    page.on("request", lambda request: None if request.url.startswith(local) else faults.append(request.url))
+    yield page
+    context.close()
+    assert faults == []
+
+
+def mount(page, explorer):
+    """Show an explorer without Jupyter: the module as a blob, and a model that talks to the real Python widget."""
+    widget = explorer.rich
+
+    def save(state):
+        widget.state = state
+        return {"answer": widget.answer, "tensors": widget.tensors}
+
+    page.expose_function("python", save)
+    page.set_content('<html lang="en"><head><title>explorer</title></head><body><main></main></body></html>')
+    page.evaluate(
+        """async ([source, values]) => {
+          const { default: widget } = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+          const on = {};
+          const model = {
+            get: (name) => values[name], set: (name, value) => { values[name] = value; }, send() {},
+            on: (name, f) => { (on[name] ||= []).push(f); }, off() {},
+            save_changes: async () => {
+              window.saved = (window.saved || 0) + 1;
+              for (const [name, value] of Object.entries(await window.python(values.state))) {
+                const changed = JSON.stringify(values[name]) !== JSON.stringify(value);
+                values[name] = value;
+                if (changed) for (const f of on["change:" + name] || []) f();
+              }
+              window.heard = window.saved;
+            },
+          };
+          widget.render({ model, el: document.querySelector("main") });
+        }""",
+        [MODULE.read_text(), {"doc": widget.doc, "state": widget.state, "answer": widget.answer, "tensors": widget.tensors}],
+    )
+    return widget
+
+
+def settle(page, since=0):
+    """Wait until Python has heard of every change."""
+    page.wait_for_timeout(60)
+    page.wait_for_function("window.saved === window.heard")
+
+
+def drag(page, axis, notch):
+    """Drag an axis' slider to a notch (0 is size 1) with the mouse."""
+    box = page.locator(f'[data-axis="{axis}"]').bounding_box()
+    at = lambda i: box["x"] + 8 + (box["width"] - 16) * i / 9
+    now = int(page.locator(f'[data-axis="{axis}"]').input_value())
+    page.mouse.move(at(now), box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(at(notch), box["y"] + box["height"] / 2, steps=4)
+    page.mouse.up()
+
+
+def labels(page):
+    """What a screen reader hears of every device."""
+    return page.locator("g.cell").evaluate_all("cells => cells.map((c) => c.getAttribute('aria-label'))")
+
+
+def axe(page):
+    """Violations that the accessibility checker finds, as rule: how many."""
+    if not AXE.is_file():
+        pytest.skip("axe-core is not installed; run npm install")
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("async () => (await axe.run(document)).violations")
+    return {f"{v['id']}: {v['nodes'][0]['html'][:90]}": len(v["nodes"]) for v in found}
+
+
+def test_the_module_draws_what_python_says(page):
+    """Mouse, keyboard and text, with the real widget behind; its state and the picture stay equal."""
+    explorer = MeshExplorer(model="tiny", seq_len=64)
+    mount(page, explorer)
+    assert page.locator("g.cell").count() == 8
+    drag(page, "fsdp", 3)
+    settle(page)
+    assert explorer.state["mesh"] == "dp=2 fsdp=8 tp=2" and page.locator("g.cell").count() == 32
+    assert page.locator('[data-name="mesh"]').input_value() == "dp=2 fsdp=8 tp=2"
+    page.locator("g.cell").nth(5).click()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    settle(page)
+    assert explorer.state["device"] == 14, "from 5 one to the right and one row of 8 down"
+    assert page.evaluate("document.activeElement.dataset.device") == "14"
+    sizes = parse_mesh(explorer.state["mesh"]).sizes
+    rows = explore.device_rows(explorer.state, explore.tensors(explorer.state), sizes, tuple(AXES))
+    held = {name: cut for name, _, cut, _ in rows}
+    shown = page.locator('tr:has([data-tensor="weight blocks.ffn.gate"]) td').all_inner_texts()
+    assert shown[2] == held["weight blocks.ffn.gate"] and shown[0] == "8 KiB"
+    page.keyboard.press("Home")
+    settle(page)
+    page.locator('[data-name="mesh"]').fill("dp=3 tp=2")
+    settle(page)
+    assert "batch 16 is not a multiple of dp·fsdp·ep = 3" in page.locator(".refusal").inner_text()
+    page.locator("[data-mesh]").click()
+    settle(page)
+    assert explorer.state["mesh"] == explore.nearest(explorer.state | {"mesh": "dp=3 tp=2"})
+    assert page.locator(".refusal").inner_text() == ""
+    page.locator('[data-name="mesh"]').fill("dp=2 tq=2")
+    settle(page)
+    assert "unknown mesh axis 'tq'" in page.locator(".refusal").inner_text() and page.locator("g.cell").count() > 1
+
+
+def test_an_axis_shows_its_groups_and_a_collective_step_by_step(page):
+    explorer = MeshExplorer(model="tiny", seq_len=64, mesh="dp=2 tp=4", chip="a100-40")
+    mount(page, explorer)
+    page.locator('[data-groups="tp"]').click()
+    settle(page)
+    assert [label.rpartition("; ")[2] for label in labels(page)] == ["group 0"] * 4 + ["group 1"] * 4
+    round_text = page.locator('[data-part="round"]')
+    assert "round 0 of 6" in round_text.inner_text(), "an all-reduce of 4 is a reduce-scatter and an all-gather"
+    sent = next(row for row in explore.answer(explorer.state)["traffic"] if row["axes"] == ["tp"])
+    for i in range(1, 7):
+        page.locator('[data-step="1"]').click()
+        each = size_text(sent["bytes"] / sent["count"] / 6)
+        assert round_text.inner_text() == f"round {i} of 6: each device sends {each}"
+        assert page.locator('[data-part="grid"] [aria-hidden] path').count() == 2 * 4, "four arrows, each with a head"
+    settle(page)
+    assert explorer.state["step"] == 6 and page.locator('[data-step="1"]').is_disabled()
+    said = page.locator('[data-part="steps"] svg').get_attribute("aria-label")
+    assert said.count("0, 1, 2, 3") == 4, "in the end every device holds every block"
+    page.locator('[data-do="keep"]').click()
+    page.locator('[data-name="zero"]').select_option("0")
+    settle(page)
+    table = page.locator('[data-part="compare"]').inner_text()
+    assert "zero\t3\t0" in table and "memory per device" in table
+    page.locator('[data-outer="tp"]').click()
+    settle(page)
+    assert explorer.state["order"] == "pp dp fsdp ep tp sp"
+
+
+def test_the_picture_equals_jax_layouts_on_random_meshes(page):
+    """Coordinates in the labels are those of Python, for meshes of 1 to 512 devices and any order of axes."""
+    from test_grid import cases
+
+    explorer = MeshExplorer(model="tiny", seq_len=64)
+    mount(page, explorer)
+    for case in cases(12, 512, seed=9):
+        text = MeshShape(**case["sizes"])
+        page.locator('[data-name="mesh"]').fill(str(text))
+        page.locator('[data-name="order"]').fill(" ".join(case["order"]))
+        want = []
+        for device in range(text.size):
+            at = coordinates(case["sizes"], case["order"], device)
+            want.append(", ".join(f"{a} {at[a]}" for a in case["order"] if case["sizes"][a] > 1))
+        assert [(label.split("; ") + [""])[1] if text.size > 1 else "" for label in labels(page)] == want
+    settle(page)
+
+
+def test_a_redraw_is_fast_and_touches_only_what_changed(page, record_property):
+    """The time is recorded, not asserted; the number of redraws and of calls to Python is."""
+    explorer = MeshExplorer(mesh="fsdp=8 tp=8", batch_size=512)
+    mount(page, explorer)
+    for mesh in ("fsdp=8 tp=8", "fsdp=64 tp=8"):
+        page.locator('[data-name="mesh"]').fill(mesh)
+        settle(page)
+        drawn, calls = page.evaluate("[+document.querySelector('.lpx').dataset.drawn, window.saved]")
+        times = page.evaluate(
+            """async () => {
+              const slider = document.querySelector('[data-axis="tp"]'), out = [];
+              for (let i = 0; i < 30; i++) {
+                slider.value = i % 2 ? 3 : 2;
+                const began = performance.now();
+                slider.dispatchEvent(new Event("input", { bubbles: true }));
+                out.push(performance.now() - began);
+              }
+              return out.sort((a, b) => a - b);
+            }"""
+        )
+        settle(page)
+        record_property(f"redraw_ms {mesh}", {"median": times[15], "least": times[0]})
+        after = page.evaluate("[+document.querySelector('.lpx').dataset.drawn, window.saved]")
+        assert after[0] - drawn <= 30 + 2 and after[1] - calls <= 2, "one redraw a move; Python hears of the last"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("kind", EXPLORERS)
+def test_the_offline_page_works_and_is_accessible(page, kind, scheme, tmp_path):
+    """Opened as a file: no kernel, no server, no network; nothing wider than 1280 pixels."""
+    page.emulate_media(color_scheme=scheme)
+    explorer = kind()
+    explorer.save(tmp_path / "page.html")
+    page.goto((tmp_path / "page.html").as_uri())
+    if kind is MeshExplorer:
+        drag(page, "tp", 2)
+        assert page.locator("g.cell").count() == 16
+        assert "need a notebook" in page.locator(".refusal").inner_text(), "16 devices were not stored, and that is said"
+        page.locator('[data-name="mesh"]').fill("fsdp=8")
+        page.locator('[data-name="zero"]').select_option("1")
+        sent = explore.answer(explorer.state | {"mesh": "fsdp=8", "zero": 1})["traffic"][0]
+        assert size_text(sent["bytes"]) in page.locator('[data-part="traffic"]').inner_text()
+        for do, start in (("svg", b"<svg"), ("png", b"\x89PNG"), ("html", b"<!doctype html>")):
+            with page.expect_download() as download:
+                page.locator(f'[data-do="{do}"]').click()
+            assert Path(download.value.path()).read_bytes().startswith(start)
+        page.locator('[data-groups="fsdp"]').click()
+        page.locator('[data-step="1"]').click()
+    elif kind is TimelineExplorer:
+        page.locator('[data-name="schedule"]').select_option("zb-h1")
+        assert "zb-h1" in page.locator(".picture").inner_text()
+    elif kind is RingExplorer:
+        page.locator('[data-name="order"]').select_option("contiguous")
+        assert "3.5 blocks" in page.locator(".picture").inner_text()
+    else:
+        page.locator('[data-name="devices"]').select_option("4")
+        assert "fsdp=4" in page.locator(".picture").inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+    assert axe(page) == {}
+
+
+def test_a_live_arrays_page_is_accessible(page, tmp_path):
+    import jax.numpy as jnp
+
+    MeshExplorer.of({"w": jnp.zeros((4, 4))}).save(tmp_path / "page.html")
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.locator("g.cell").count() == 1 and page.locator("[data-tensor]").count() == 1
+    assert axe(page) == {}
+
+
+def test_axe_sees_a_fault(page):
+    page.set_content('<html lang="en"><head><title>x</title></head><body><main><input></main></body></html>')
+    assert any(rule.startswith("label") for rule in axe(page))
+
+
+# ------------------------------------------------------------------------------------------------------------ JupyterLab
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """A JupyterLab of its own: free port, private folders, one notebook."""
+    cells = [
+        "from llmpar.widget import MeshExplorer\nexplorer = MeshExplorer(model='tiny', seq_len=64, batch_size=64)\nexplorer",
+        "print(explorer.state['mesh'], explorer.state['device'], explorer.state['step'], explorer.rich.answer['key'])",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, tmp_path / "x.ipynb")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = tmp_path / "config" / "labconfig"
+    settings.mkdir(parents=True)
+    off = {"@jupyterlab/apputils-extension:announcements": True}
+    (settings / "page_config.json").write_text(json.dumps({"disabledExtensions": off}))
+    env = os.environ | {f"JUPYTER_{name.upper()}_DIR": str(tmp_path / name) for name in ("config", "data", "runtime")}
+    env |= {"IPYTHONDIR": str(tmp_path / "ipython"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
+    command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=t", f"--ServerApp.root_dir={tmp_path}"]
+    command += ["--LabApp.expose_app_in_browser=True", f"--LabServerApp.workspaces_dir={tmp_path / 'ws'}"]
+    with (tmp_path / "lab.log").open("w") as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=tmp_path)
+    try:
+        for _ in range(240):
+            assert server.poll() is None, (tmp_path / "lab.log").read_text()[-3000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status?token=t", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/lab/tree/x.ipynb?token=t&reset"
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+@pytest.mark.slow
+def test_jupyterlab_session(chromium, lab):
+    """Drag a slider, click a device, type a mesh, step a collective; then Python reads what the hands did."""
+    page, faults = chromium.new_page(viewport={"width": 1280, "height": 1000}), []
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    server = lab.partition("/lab")[0]
+    local = (server, server.replace("http", "ws"), "data:", "blob:")
+    page.on("request", lambda request: None if request.url.startswith(local) else faults.append(request.url))
+    page.goto(lab)
+    page.wait_for_function("window.jupyterapp && window.jupyterapp.shell.currentWidget?.sessionContext", timeout=120_000)
+    page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.ready")
+    kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'"
+    page.wait_for_function(kernel, timeout=120_000)
+    page.evaluate("window.jupyterapp.commands.execute('notebook:run-all-cells')")
+    page.wait_for_selector("g.cell", timeout=120_000)
+    drag(page, "fsdp", 2)
+    page.wait_for_function("document.querySelectorAll('g.cell').length === 16")
+    page.locator("g.cell").nth(3).click()
+    page.keyboard.press("ArrowRight")  # JupyterLab would take this key without data-lm-suppress-shortcuts
+    assert page.evaluate("document.activeElement.dataset.device") == "4"
+    page.locator('[data-name="mesh"]').fill("dp=2 fsdp=4")
+    page.locator('[data-groups="fsdp"]').click()
+    page.wait_for_selector('[data-step="1"]', timeout=30_000)
+    page.locator('[data-step="1"]').click()
+    page.locator('[data-step="1"]').click()
+    page.wait_for_timeout(500)
+    page.wait_for_function(kernel, timeout=60_000)
+    page.evaluate(
+        """async () => { const app = window.jupyterapp, book = app.shell.currentWidget.content;
+        book.activeCellIndex = 1; await app.commands.execute('notebook:run-cell'); }"""
+    )
+    state = explore.START | {"model": "tiny", "seq_len": 64, "batch_size": 64, "mesh": "dp=2 fsdp=4"}
+    wanted = f"dp=2 fsdp=4 4 2 {explore.key(state)}"
+    shown = "text => document.querySelector('.jp-Notebook').innerText.includes(text)"
+    page.wait_for_function(shown, arg=wanted, timeout=60_000)
+    page.close()
+    assert faults == []

@@ -1,0 +1,163 @@
+"""The explorers' state: what is held and sent is what the formulas say, and a refusal says what works."""
+
+import dataclasses
+import json
+
+import pytest
+
+from llmpar import explore, grid, predict
+from llmpar.config import PRESETS, preset
+from llmpar.hardware import CHIPS, chip
+from llmpar.notation import AXES, MeshShape, parse_layout, parse_mesh, product
+from llmpar.plan import Plan
+from llmpar.scene import to_svg
+
+TINY = explore.START | {"model": "tiny", "seq_len": 64, "chip": "a100-40"}
+
+
+def total(state, kind):
+    """Bytes that a device holds of one kind of tensor, by the state's own layouts."""
+    sizes, out = parse_mesh(state["mesh"]).sizes, 0
+    for row in explore.tensors(state):
+        if row["kind"] == kind:
+            layout = parse_layout(row["layout"][explore.mode(state)])
+            cut = grid.slices(layout, row["shape"], sizes, grid.coordinates(sizes, tuple(AXES), 0))
+            out += row["itemsize"] * row["times"] * product(b - a for a, b in cut)
+    return out
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2 fsdp=2 tp=2", "fsdp=4 sp=2", "tp=8", "dp=4 tp=2"])
+def test_tensors_add_up_to_the_predicted_arguments(mesh, zero):
+    state = TINY | {"mesh": mesh, "zero": zero, "tp_sequence": "tp" in mesh}
+    held = predict.argument_bytes(preset("tiny"), explore.make_plan(state, mesh), state["batch_size"], 64)
+    assert (total(state, "weight"), total(state, "moments")) == (held["params"], held["optimizer"])
+    assert total(state, "batch") == held["batch"]
+    assert dict(explore.answer(state)["memory"])["weights"] == held["params"]
+
+
+def test_layouts_are_the_plans_on_any_mesh():
+    """Layouts are written once, for a mesh where every axis is live; sizes of one cut nothing."""
+    for mesh in ("dp=2 tp=2", "fsdp=8", "pp=1 sp=2"):
+        sizes = parse_mesh(mesh).sizes
+        plan = explore.make_plan(TINY, mesh)
+        for row in explore.tensors(TINY):
+            if row["kind"] == "weight":
+                dims, shape = preset("tiny").param_shapes()[row["name"].partition(" ")[2]]
+                all_live = parse_layout(row["layout"]["3"])
+                assert all_live.shard_shape(shape, sizes) == plan.stored(dims).shard_shape(shape, sizes)
+
+
+def test_traffic_is_the_prediction():
+    state = TINY | {"mesh": "dp=2 fsdp=2 tp=2", "tp_sequence": True}
+    plan = explore.make_plan(state, state["mesh"])
+    want = predict.collectives(preset("tiny"), plan, 16, 64)
+    got = {(",".join(row["axes"]), row["kind"]): (row["count"], row["bytes"]) for row in explore.answer(state)["traffic"]}
+    assert got == {key: (row.count, row.bytes_sent) for key, row in want.items()}
+    assert all(row["what"] and row["seconds"] > 0 for row in explore.answer(state)["traffic"])
+
+
+def test_the_code_builds_the_plan():
+    state = TINY | {"mesh": "dp=4 tp=2", "zero": 1, "tp_sequence": True}
+    flag, code = explore.answer(state)["code"].splitlines()
+    assert flag == '--mesh "dp=4 tp=2"' and eval(code, {"Plan": Plan}) == explore.make_plan(state, "dp=4 tp=2")
+
+
+@pytest.mark.parametrize(
+    "change, words, nearest",
+    [
+        ({"mesh": "dp=3 tp=5"}, "batch 16 is not a multiple of dp·fsdp·ep = 3", True),
+        ({"mesh": "tp=32"}, "heads 16 is not a multiple of tp = 32", True),
+        ({"mesh": "dp=2 xp=2"}, "^", True),
+        ({"mesh": ""}, "empty mesh", True),
+        ({"mesh": "dp=509"}, "509", True),
+        ({"model": "gpt5"}, "unknown model", False),
+        ({"chip": "abacus"}, "'abacus' is not known", False),
+        ({"order": "dp tp"}, "each axis once", True),
+        ({"batch_size": 0}, "from 1 on", False),
+        ({"batch_size": None}, "None", False),
+        ({"zero": 4}, "one of 0, 1, 2, 3", False),
+        ({"schedule": "2f2b"}, "one of", False),
+        ({"mesh": "dp=100000"}, "at most 4096", True),
+    ],
+)
+def test_a_refusal_says_why_and_what_works(change, words, nearest):
+    reply = explore.answer(TINY | change)
+    assert words in reply["refusal"]["why"] and reply["says"].count("refused") == 1
+    assert bool(reply["refusal"]["nearest"]) == nearest
+    if nearest:
+        works = TINY | change | {"mesh": reply["refusal"]["nearest"], "order": explore.START["order"]}
+        assert explore.answer(works)["refusal"] is None
+    explore.scene(TINY | change)  # a picture of it, not an exception
+    json.dumps(reply)
+
+
+def test_the_nearest_mesh_is_near():
+    assert explore.nearest(TINY | {"mesh": "dp=2 tp=16"}) in ("dp=4 tp=8", "dp=2 fsdp=2 tp=8", "dp=2 sp=2 tp=8")
+    assert explore.nearest(TINY | {"mesh": "dp=2 fsdp=2 tp=2"}) == "dp=2 fsdp=2 tp=2"
+    found = explore.nearest(TINY | {"mesh": "dp=7"})
+    assert parse_mesh(found).size <= 7
+
+
+def test_axis_order_changes_time_not_bytes():
+    state = explore.START | {"mesh": "fsdp=8 tp=8", "batch_size": 64}
+    inner, outer = (explore.answer(state | {"order": order}) for order in ("pp dp fsdp ep sp tp", "tp pp dp fsdp ep sp"))
+    seconds = [{tuple(r["axes"]): r["seconds"] for r in reply["traffic"]} for reply in (inner, outer)]
+    assert seconds[0]["tp",] < seconds[1]["tp",], "outermost, tp crosses nodes"
+    assert [r["bytes"] for r in inner["traffic"]] == [r["bytes"] for r in outer["traffic"]]
+
+
+def test_time_is_between_all_hidden_and_nothing_hidden():
+    reply = explore.answer(explore.START)
+    time = reply["time"]
+    assert time["communicating"] == pytest.approx(sum(row["seconds"] for row in reply["traffic"]))
+    flops = sum(predict.flops(preset("llama3-8b"), 16, 4096).values())
+    assert time["computing"] == pytest.approx(flops * 4 / 3 / 8 / chip("h100").flops_per_s)
+    assert "533 ms to 644 ms" in explore.step_time(time)
+    assert "not predicted" in explore.step_time(explore.answer(TINY | {"chip": "cpu"})["time"])
+
+
+def test_every_model_and_chip_answers():
+    for name in PRESETS:
+        for kind in (CHIPS[0].name, CHIPS[-1].name):
+            reply = explore.answer(explore.START | {"model": name, "chip": kind, "mesh": "fsdp=2"})
+            assert reply["refusal"] is None and all(value >= 0 for _, value in reply["memory"]), name
+
+
+def test_any_six_axis_mesh_from_1_to_512_devices_has_a_picture_and_words():
+    for mesh in ("dp=1", "pp=2 dp=2 fsdp=2 ep=2 sp=2 tp=2", "dp=8 fsdp=8 tp=8", "dp=3 fsdp=5 tp=7", "fsdp=512"):
+        for axis in ("", "fsdp"):
+            drawn = explore.scene(TINY | {"mesh": mesh, "axis": axis, "step": 1})
+            assert drawn.text.startswith(f"mesh {parse_mesh(mesh)}") and to_svg(drawn)
+
+
+def test_neighbours_are_what_an_export_looks_up():
+    stored = explore.neighbours(TINY, most=60)
+    assert len(stored) == 60 and explore.key(TINY) in stored
+    key = explore.key(TINY | {"zero": 0})
+    assert stored[key] == explore.answer(TINY | {"zero": 0})
+    assert all(reply["key"] == key for key, reply in stored.items())
+
+
+def test_a_key_ignores_what_is_only_looked_at():
+    assert explore.key(TINY) == explore.key(TINY | {"device": 3, "axis": "tp", "step": 2})
+    assert len({explore.key(TINY | {n: "?"}) for n in TINY if n not in explore.VIEW} | {explore.key(TINY)}) == len(TINY) - 5 + 1
+
+
+def test_compare_names_both():
+    one, two = explore.answer(TINY), explore.answer(TINY | {"mesh": "dp=3"})
+    rows = explore.compare(one, two)
+    assert all(row[2] == "refused" and row[1] != "refused" for row in rows)
+
+
+def test_meshes_lists_every_factorization_once():
+    found = [tuple(m.values()) for m in explore.meshes(8)]
+    assert len(found) == len(set(found)) == 56 and all(product(m) == 8 for m in found)
+    assert explore.distance(MeshShape(dp=2).sizes, MeshShape(dp=8).sizes) == 2
+
+
+def test_the_batchs_and_activations_bytes_follow_the_state():
+    rows = {row["name"]: row for row in explore.tensors(TINY | {"microbatches": 2})}
+    assert rows["activation residual stream"]["shape"] == [8, 64, 64]
+    assert rows["batch tokens, targets, positions, weights"]["shape"] == [16, 64]
+    assert {f.name for f in dataclasses.fields(Plan)} >= {"zero", "tp_sequence", "remat"}

@@ -1,0 +1,222 @@
+"""The geometry of explorers: Python, the browser's module and JAX agree on who holds what; rounds end as collectives do."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmpar import grid
+from llmpar.mesh import groups as mesh_groups
+from llmpar.notation import AXES, DIMS, Dim, Layout, parse_mesh, product
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULE = ROOT / "llmpar" / "static" / "explorer.js"
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+
+def cases(num=1000, most=64, seed=6):
+    """Random meshes of all six axes in any order, layouts and shapes; one in ten shapes cannot be cut."""
+    rng, out = random.Random(seed), []
+    while len(out) < num:
+        sizes = {axis: rng.choice((1, 1, 1, 2, 2, 3, 4, 5, 8)) for axis in AXES}
+        if product(sizes.values()) > most:
+            continue
+        order, free = rng.sample(list(AXES), 6), rng.sample(list(AXES), 6)
+        dims = []
+        for name in rng.sample(list(DIMS), rng.randint(1, 4)):
+            dims.append([name, [free.pop() for _ in range(rng.randint(0, min(2, len(free))))]])
+        shape = [product(sizes[a] for a in axes) * rng.randint(1, 5) + (rng.random() < 0.03) for _, axes in dims]
+        out.append({"sizes": sizes, "order": order, "dims": dims, "shape": shape})
+    return out
+
+
+def layout(case):
+    """The case's layout."""
+    return Layout(tuple(Dim(name, tuple(axes)) for name, axes in case["dims"]))
+
+
+def held(case):
+    """By Python: per device its slices, or None where a dim cannot be cut."""
+    sizes, order = case["sizes"], case["order"]
+    return [
+        grid.slices(layout(case), case["shape"], sizes, grid.coordinates(sizes, order, device))
+        for device in range(product(sizes.values()))
+    ]
+
+
+ASK_JAX = """
+import json, sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+devices, out = jax.devices(), []
+for case in json.load(sys.stdin):
+    shape = [case["sizes"][a] for a in case["order"]]
+    mesh = Mesh(np.array(devices[: int(np.prod(shape))]).reshape(shape), tuple(case["order"]))
+    spec = P(*[tuple(axes) or None for _, axes in case["dims"]])
+    try:
+        where = NamedSharding(mesh, spec).devices_indices_map(tuple(case["shape"]))
+    except ValueError:
+        out.append(None)
+        continue
+    cuts = [[cut.indices(n)[:2] for cut, n in zip(where[d], case["shape"])] for d in mesh.devices.flat]
+    out.append(cuts)
+json.dump(out, sys.stdout)
+"""
+
+
+def test_slices_are_where_jax_puts_them_in_1000_random_cases():
+    """64 simulated devices, so in a process of its own."""
+    asked = cases()
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", ASK_JAX], input=json.dumps(asked), capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    refused = 0
+    for case, told in zip(asked, json.loads(done.stdout), strict=True):
+        ours = held(case)
+        if told is None:
+            refused += 1
+            assert None in ours, case
+        else:
+            assert [[list(cut) for cut in device] for device in ours] == told, case
+    assert 20 < refused < 200
+    turned = [held(case | {"order": case["order"][::-1]}) for case in asked]  # a planted fault: the axes the other way round
+    assert sum(ours != held(case) for ours, case in zip(turned, asked, strict=True)) > 200
+
+
+@pytest.fixture(scope="module")
+def javascript(tmp_path_factory):
+    """Call a function of the module under node: name and lists of arguments in, results out."""
+    if not shutil.which("node"):
+        pytest.skip("node is not installed; it runs the browser's module here")
+    module = tmp_path_factory.mktemp("js") / "explorer.mjs"
+    module.write_text(MODULE.read_text())
+    script = module.with_name("ask.mjs")
+    script.write_text(
+        "import * as m from './explorer.mjs';\n"
+        "let text = ''; for await (const part of process.stdin) text += part;\n"
+        "const [name, calls] = JSON.parse(text);\n"
+        "process.stdout.write(JSON.stringify(calls.map((c) => m[name](...c) ?? null)));\n"
+    )
+
+    def ask(name, calls):
+        asked = json.dumps([name, [list(call) for call in calls]])
+        done = subprocess.run(["node", str(script)], input=asked, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return ask
+
+
+def test_the_module_agrees_with_python_in_1000_random_cases(javascript):
+    asked = cases()
+    calls, ours = [], []
+    for case in asked:
+        dims = [{"name": name, "axes": axes} for name, axes in case["dims"]]
+        for device, cut in enumerate(held(case)):
+            at = grid.coordinates(case["sizes"], case["order"], device)
+            calls.append(({"dims": dims}, case["shape"], case["sizes"], at))
+            ours.append(cut and [list(c) for c in cut])
+    assert javascript("slices", calls) == ours and len(calls) > 10_000
+    large = [case for case in asked if product(case["sizes"].values()) > 2]
+    placed = [(case["sizes"], case["order"], device) for case in large for device in range(3)]
+    assert javascript("coordinates", placed) == [grid.coordinates(*call) for call in placed]
+    rng = random.Random(1)
+    teams = [(case["sizes"], case["order"], rng.sample(list(AXES), rng.randint(1, 3))) for case in asked]
+    assert javascript("groups", teams) == [grid.groups(*call) for call in teams]
+    spots = [(case["sizes"], case["order"], node) for case in asked for node in (1, 4, 8, 10**6)]
+    spots += [(dict.fromkeys(AXES, 4), list(AXES), 8), (parse_mesh("dp=509").sizes, list(AXES), 8)]
+    assert javascript("places", spots) == [grid.places(*call) for call in spots]
+    steps = [(kind, g) for kind in KINDS for g in range(1, 17)]
+    assert javascript("rounds", steps) == [grid.rounds(*call) for call in steps]
+
+
+def test_words_and_layouts_are_read_alike(javascript):
+    from llmpar.notation import parse_layout
+    from llmpar.scene import size_text
+
+    texts = ["b/dp,fsdp s d +tp", "whole", "l d/fsdp m/tp", "d"]
+    parsed = javascript("parseLayout", [(text,) for text in texts])
+    for text, got in zip(texts, parsed, strict=True):
+        want = parse_layout(text)
+        assert got == {"dims": [{"name": d.name, "axes": list(d.axes)} for d in want.dims], "sums": list(want.sums)}
+    sizes = [0, 1, 1023, 1024, 1500, 10**9, 2**30 - 1, 123456789, *(random.Random(2).randrange(2**50) for _ in range(500))]
+    assert javascript("sizeText", [(n,) for n in sizes]) == [size_text(n) for n in sizes]
+    good = ["dp=2 fsdp=4", "dp:2,tp:4", "1,64,4,1", "1,2,4", "!tp=8", "mp=2", "pp=02"]
+    bad = ["", "dp=0", "dp", "xp=2", "dp=2 dp=2", "dp=-1", "1,2", "dp=2.5", "dp=5000"]
+    names = list(AXES)
+    assert javascript("parseMesh", [(t, names) for t in good]) == [parse_mesh(t).sizes for t in good]
+    assert javascript("parseMesh", [(t, names) for t in bad]) == [None] * len(bad)
+    for text in bad[:-1]:
+        with pytest.raises(ValueError):
+            parse_mesh(text)
+
+
+def test_groups_are_those_of_the_mesh():
+    for text in ("dp=2 fsdp=2 tp=2", "pp=2 dp=3 sp=2", "dp=1"):
+        shape = parse_mesh(text)
+        for axes in (("dp",), ("tp",), ("dp", "fsdp"), ("fsdp", "dp", "tp")):
+            assert grid.groups(shape.sizes, AXES, axes) == mesh_groups(shape, *axes).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("g", [1, 2, 3, 5, 8])
+def test_rounds_carry_out_the_collective(kind, g):
+    """Numbers sent along the rounds end as the collective says, and `held` counts what arrived."""
+    value = np.arange(g * g, dtype=float).reshape(g, g) + 1  # value[rank, block]
+    reduced = kind in ("reduce-scatter", "all-reduce")
+    own = value.copy() if reduced else np.diag(np.arange(g) + 1.0)
+    steps = grid.rounds(kind, g)
+    gather_from = g - 1 if kind == "all-reduce" else 0
+    for t, step in enumerate(steps[1:]):
+        before = own.copy()
+        assert sorted(s for s, _, _ in step["sends"]) == sorted(d for _, d, _ in step["sends"]) == list(range(g))
+        for source, target, b in step["sends"]:
+            assert before[source, b], "a rank sends what it has"
+            adds = reduced and (kind == "reduce-scatter" or t < gather_from)
+            own[target, b] = before[source, b] + (before[target, b] if adds else 0)
+        for source, target, b in step["sends"]:
+            if kind == "collective-permute":
+                own[target] = np.where(np.arange(g) == b, own[target], 0)
+            elif reduced and (kind == "reduce-scatter" or t < gather_from):
+                own[source, b] = 0
+        assert ((own > 0) == (np.array(step["held"]) > 0)).all()
+    total = value.sum(0)
+    want = {
+        "all-gather": np.tile(np.arange(g) + 1.0, (g, 1)),
+        "all-to-all": np.tile(np.arange(g) + 1.0, (g, 1)),
+        "reduce-scatter": np.diag(total),
+        "all-reduce": np.tile(total, (g, 1)),
+        "collective-permute": np.roll(np.diag(np.arange(g) + 1.0), -1, 0) if g > 1 else np.ones((1, 1)),
+    }[kind]
+    assert (own == want).all()
+    assert len(steps) - 1 == (2 if kind == "all-reduce" else 1) * (g - 1), "as many rounds as a ring has"
+
+
+def test_cells_do_not_overlap_and_frames_hold_their_nodes():
+    rng = random.Random(3)
+    for case in cases(200, 600, seed=4):
+        n, node = product(case["sizes"].values()), rng.choice((1, 2, 4, 8, 16))
+        place = grid.places(case["sizes"], case["order"], node)
+        spots = {tuple(xy) for xy in place["cells"]}
+        assert len(spots) == len(place["cells"]) == n // place["block"] <= 512
+        rows = {}
+        for x, y in place["cells"]:
+            rows.setdefault(y, []).append(x)
+        assert all(b - a >= place["w"] + 4 for xs in rows.values() for a, b in zip(xs, xs[1:], strict=False))
+        ys = sorted(rows)
+        assert all(b - a >= place["h"] + 4 for a, b in zip(ys, ys[1:], strict=False))
+        for i, (x, y, w, h) in enumerate(place["frames"]):
+            inside = [k for k, (cx, cy) in enumerate(place["cells"]) if x < cx < x + w and y < cy < y + h]
+            size = node // place["block"]
+            assert inside == list(range(i * size, (i + 1) * size)), "a frame holds one node, whole"
+
+
+def test_more_than_512_devices_are_drawn_in_blocks():
+    place = grid.places(parse_mesh("dp=16 fsdp=32 tp=8").sizes, tuple(AXES), 8)
+    assert place["block"] == 8 and len(place["cells"]) == 512
