@@ -175,9 +175,10 @@ print(f"communication: {2 * ticks * (p > 1)} permutes of {ROWS * D * 4} B, one p
 assert hlo.compiled_memory(hand)["argument_bytes"] == 4 * (LAYERS // p * D * D + M * ROWS * D)
 print(f"memory: arguments are 1/{p} of the weights, and the microbatches")
 product = 2 * ROWS * D * D
-executed, useful = hlo.executed_flops(hand.as_text()), 3 * M * (LAYERS // p) * product
-assert executed == 3 * ticks * (LAYERS // p) * product and Fraction(executed, useful) == 1 + Fraction(p - 1, M)
-print(f"work: {executed / useful:.3f} of what is useful = 1 + (p-1)/m")
+if devices[0].platform == "cpu":  # elsewhere products are library calls, which cannot be counted
+    executed, useful = hlo.executed_flops(hand.as_text()), 3 * M * (LAYERS // p) * product
+    assert executed == 3 * ticks * (LAYERS // p) * product and Fraction(executed, useful) == 1 + Fraction(p - 1, M)
+    print(f"work: {executed / useful:.3f} of what is useful = 1 + (p-1)/m")
 
 # %% [markdown]
 # So this pipeline never waits! In the ticks of the bubble it computes on zeros and on microbatches that it has already had, and
@@ -284,16 +285,17 @@ def executed_by_stage(saves):
     return [hlo.executed_flops(compiled.as_text(), taken) for taken in takes]
 
 
-one_device = hlo.executed_flops(solo.as_text())
-for saves in programs:
-    stages = executed_by_stage(saves)
-    print(
-        f"{saves:<10}"
-        + "".join(f"{flops / 1e6:8.1f}" for flops in stages)
-        + f" MFLOP; together {sum(stages) / one_device:.3f} of one device's"
-    )
-assert sum(executed_by_stage("residuals")) == one_device
-assert one_device <= sum(executed_by_stage("input")) < 4 / 3 * one_device
+if devices[0].platform == "cpu":
+    one_device = hlo.executed_flops(solo.as_text())
+    for saves in programs:
+        stages = executed_by_stage(saves)
+        print(
+            f"{saves:<10}"
+            + "".join(f"{flops / 1e6:8.1f}" for flops in stages)
+            + f" MFLOP; together {sum(stages) / one_device:.3f} of one device's"
+        )
+    assert sum(executed_by_stage("residuals")) == one_device
+    assert one_device <= sum(executed_by_stage("input")) < 4 / 3 * one_device
 
 # %% [markdown]
 # With residuals saved, all stages together run exactly the products of one device, not one more. With the input saved, B runs F
