@@ -131,7 +131,7 @@ def programs(config, only):
         memory, text = hlo.compiled_memory(compiled), hlo.partitioned_hlo(step.lower(rows, SEQ))
         stages = [pipeline.taken(plan.pipeline, i) for i in range(plan.mesh.pp)] if plan.pipeline else [None]
         census = hlo.census_hlo(text, step.mesh, stages[0])
-        executed = statistics.mean(hlo.executed_flops(text, taken) for taken in stages) * plan.mesh.size
+        executed = statistics.mean(hlo.executed_flops(compiled.as_text(), taken) for taken in stages) * plan.mesh.size
         facts = {
             "temp_mib": memory["temp_bytes"] / 2**20,
             "argument_mib": memory["argument_bytes"] / 2**20,
