@@ -179,7 +179,8 @@ def timetable(table, unit: str = "time units") -> Scene:
         title, each = f"{table.schedule.name}: ", zip(table.start, table.end, table.schedule.order, strict=True)
         stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
     span = max(end for row in stages for _, end, *_ in row)
-    last = "W" if any(kind == "W" for row in stages for _, _, kind, *_ in row) else "B"
+    kinds = {kind for row in stages for _, _, kind, *_ in row}
+    last = "W" if "W" in kinds else "B"
     shortest = min(end - start for row in stages for start, end, *_ in row if end > start)
     left, wide = text_width(f"stage {len(stages)}") + 10, min(1200, max(560, 34 * span / shortest))
     held = []  # per stage: from when on, how many
@@ -203,14 +204,15 @@ def timetable(table, unit: str = "time units") -> Scene:
         for t, n in held[i].items():
             outline += [(at(t), floor - 16 * v / most) for v in (now, n)]
             now = n
-        items.append(Line((*outline, (at(span), floor)), "edge", 0.75, fill="s2"))
+        outline += [(at(span), floor - 16 * now / most), (at(span), floor)]
+        items.append(Line(tuple(outline), "edge", 0.75, fill="s2"))
         busy, peak = sum(end - start for start, end, *_ in row) / span, f"at most {max(held[i].values()):g} held"
         items += [small(left - 10, y + 13, f"stage {i}", "end", "ink")]
         items += [small(at(span) + 10, y + 13, f"busy {busy:.1%}", "start", "ink")]
         items += [small(at(span) + 10, floor - 8, peak, "start", "ink")]
         said.append(f"stage {i}: {' '.join(names[:24])}{' …' * (len(names) > 24)}; busy {busy:.1%}, {peak}")
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
-    key = [("s1", "F forward"), ("s3", "B backward" + " of inputs" * (last == "W"))]
+    key = [("s1", "F forward")] + [("s3", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
     key += [("s4", "W weights' gradients")] * (last == "W") + [("s2", "activations held, in microbatches")]
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
     title += f"{span:g} {unit}, {idle:.1%} of them idle"
