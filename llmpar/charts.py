@@ -184,7 +184,8 @@ def timetable(table, unit: str = "time units") -> Scene:
         title, each = f"{table.schedule.name}: ", zip(table.start, table.end, table.schedule.order, strict=True)
         stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
     span = max(end for row in stages for _, end, *_ in row)
-    last = "W" if any(kind == "W" for row in stages for _, _, kind, *_ in row) else "B"
+    kinds = {kind for row in stages for _, _, kind, *_ in row}
+    last = "W" if "W" in kinds else "B"
     shortest = min(end - start for row in stages for start, end, *_ in row if end > start)
     need = 34 * span / shortest
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
@@ -227,7 +228,7 @@ def timetable(table, unit: str = "time units") -> Scene:
                 said.append(f"stage {i}: {' '.join(names[:24])}{' …' * (len(names) > 24)}; busy {busy:.1%}, {peak}")
         items.append(Group(tuple(part), 0, band * (bottom + 40)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
-    key = [("s1", "F forward"), ("s3", "B backward" + " of inputs" * (last == "W"))]
+    key = [("s1", "F forward")] + [("s3", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
     key += [("s4", "W weights' gradients")] * (last == "W") + [("s2", "activations held, in microbatches")]
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
     title += f"{span:g} {unit}, {idle:.1%} of them idle"

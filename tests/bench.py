@@ -1,6 +1,7 @@
 """Time one training step under several plans, interleaved in one process: `make bench` prints a table and writes JSON.
 
-The model is `small`: 8.92M parameters, 8 layers, width 256, vocabulary 4,096; batch 16 × 256 tokens, AdamW. Plain JAX, written
+The model is `small`: 8.92M parameters, 8 layers, width 256, vocabulary 4,096; batch 16 × 256 tokens (32 × 256 at 16
+microbatches, "m16"), AdamW. Plain JAX, written
 for one device without this package, runs in the same rounds. CPU seconds of the whole process repeat better than wall
 seconds on a busy machine; ratios are taken round by round, and their median is what counts. On an accelerator the step
 is that of 124M parameters in bfloat16, and its MFU is printed.
@@ -33,7 +34,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention, hardware, hlo, predict
+from llmpar import attention, hardware, hlo, pipeline, predict
 from llmpar.config import preset
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.plan import Plan
@@ -50,6 +51,11 @@ PLANS = {
     "fsdp8 remat": Plan("fsdp=8", remat="block", attention_block=64, loss_chunks=4),
     "tp4 dp2": Plan("tp=4 dp=2", zero=0, microbatches=4, **FAST),
     "sp4 dp2": Plan("sp=4 dp=2", zero=0, microbatches=4, unroll=0),
+    "pp4 dp2": Plan("pp=4 dp=2", zero=0, microbatches=8, **FAST),
+    "pp4 dp2 saved": Plan("pp=4 dp=2", zero=0, microbatches=8, stage_saves="residuals", **FAST),
+    "one m16": Plan("dp=1", zero=0, microbatches=16, **FAST),
+    "pp4 dp2 m16": Plan("pp=4 dp=2", zero=0, microbatches=16, **FAST),
+    "pp4 dp2 m16 saved": Plan("pp=4 dp=2", zero=0, microbatches=16, stage_saves="residuals", **FAST),
 }
 
 
@@ -117,16 +123,21 @@ def programs(config, only):
     for name, plan in PLANS.items():
         if (only and name not in only) or plan.mesh.size > len(devices):
             continue
-        plan.check(config, BATCH, SEQ)
+        rows = max(BATCH, 2 * plan.microbatches)  # a row is the least that dp=2 can have of a microbatch
+        plan.check(config, rows, SEQ)
         step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3), clip=None)
-        compiled = step.lower(BATCH, SEQ).compile()
-        memory, placed = hlo.compiled_memory(compiled), jax.device_put(batch, step.batch_sharding)
-        census = hlo.census_hlo(hlo.partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh)
+        compiled = step.lower(rows, SEQ).compile()
+        placed = jax.device_put(batch_of(config.vocab_size, rows, SEQ), step.batch_sharding)
+        memory, text = hlo.compiled_memory(compiled), hlo.partitioned_hlo(step.lower(rows, SEQ))
+        stages = [pipeline.taken(plan.pipeline, i) for i in range(plan.mesh.pp)] if plan.pipeline else [None]
+        census = hlo.census_hlo(text, step.mesh, stages[0])
+        executed = statistics.mean(hlo.executed_flops(compiled.as_text(), taken) for taken in stages) * plan.mesh.size
         facts = {
             "temp_mib": memory["temp_bytes"] / 2**20,
             "argument_mib": memory["argument_bytes"] / 2**20,
             "sent_mib": sum(c.bytes_sent for c in census) / 2**20,
             "results_mib": sum(_result_bytes(c) for c in census) / 2**20,
+            "executed_over_useful": executed / sum(predict.flops(config, rows, SEQ).values()),
         }
         yield name, _stepper(lambda state, c=compiled, p=placed: _loss_last(c(state, p)), step.init(0)), facts
 
@@ -166,7 +177,7 @@ def interleaved(made: dict, rounds: int, bases: tuple[str, ...]) -> dict:
     for name, (_, facts) in made.items():
         row = {"cpu_s": statistics.median(c for c, _ in times[name]), "wall_s": statistics.median(w for _, w in times[name])}
         for base in bases:
-            if base in times:
+            if base in times and ("m16" in name) == ("m16" in base):  # as many rows
                 pairs = zip(times[name], times[base], strict=True)
                 row[f"cpu_over_{base.replace(' ', '_')}"] = statistics.median(a[0] / b[0] for a, b in pairs)
         rows[name] = row | facts

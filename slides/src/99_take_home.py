@@ -42,7 +42,7 @@ Markdown("\n".join(["| strategy | cuts | each device sends | good while |", "|--
 # %% [markdown] tags=["slide"]
 # ## Quiz
 #
-# <footer>Answers in the speaker's notes, key S · lessons <code>notebooks/00_setup</code> to <code>notebooks/05_tensor_parallelism</code></footer>
+# <footer>Answers in the speaker's notes, key S · lessons <code>notebooks/00_setup</code> to <code>notebooks/08_pipeline_schedules</code></footer>
 
 # %%
 from llmpar.config import preset
@@ -55,7 +55,8 @@ QUESTIONS = [
     ("4 microbatches, ZeRO-2: how many Ψ are sent?", "04"),
     ("How many H100s hold the training state of Llama 3 8B?", "04"),
     ("How many all-reduces per layer and step under tensor parallelism?", "05"),
-    ("4 stages, 12 microbatches, 1F1B: which share of the time is idle?", "–"),
+    ("4 stages, 12 microbatches, 1F1B: which share of the time is idle?", "07"),
+    ("16 stages, 64 microbatches, 1F1B: how many does stage 3 hold?", "08"),
 ]
 lines = [f"| {i} | {question} | {lesson} |" for i, (question, lesson) in enumerate(QUESTIONS, 1)]
 Markdown("\n".join(["| | question | lesson |", "|--:|---|---|", *lines]))
@@ -70,10 +71,12 @@ assert cost.sent_bytes("all-reduce", 8, 8) == 14
 assert cost.zero_elements(1, 0, accumulation=4) == cost.zero_elements(1, 0) and cost.zero_elements(1, 2, accumulation=4) == 5
 assert 1 < 16 * preset("llama3-8b").num_params / chip("h100").usable_bytes <= 2
 assert cost.tp_elements(1, 1, 1, 8) == 4 * cost.sent_bytes("all-reduce", 1, 8)
+assert timetable(make("1f1b", 16, 64)).peak_live()[3] == 13
 
 # %% [markdown] tags=["notes"]
 # **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once. 4. (4 + 1)Ψ = 5Ψ. 5. two, with nothing else in
 # them. 6. four: two forward, two backward. 7. 3 of 15, 20 %.
+# 8. 16 − 3 = 13.
 #
 # **Ask** them twice: before the first slide and after the last.
 #

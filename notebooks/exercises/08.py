@@ -1,0 +1,115 @@
+"""Exercises of lesson 08: what 1F1B holds, and orders written by hand."""
+
+from exercises import Exercise
+from llmpar.schedule import from_text, make, timetable
+
+
+def held(stages: int = 16, microbatches: int = 64, stage: int = 3) -> Exercise:
+    """Ask how many microbatches a stage of 1F1B holds at most."""
+    return Exercise(
+        level="core",
+        solution=min(microbatches, stages - stage),
+        wrong=[
+            (microbatches, "That is so if all forwards come first. Here a backward frees its microbatch as soon as it can."),
+            (stages, "That is stage 0, which waits longest for its first backward. Later stages wait less."),
+            (stages - stage - 1, "These are the forwards before the first that is paired; that one is held as well: p - i."),
+            (stage + 1, "You counted from the other end: the *last* stage holds one, since its backward follows at once."),
+            (stage, "You counted the stages before it. What counts is how many come after it."),
+        ],
+        hint="In the picture for 4 stages: stage 0 holds 4, the last one 1. How long does microbatch 0 stay away from stage i?",
+    )
+
+
+def _rows(text: str, stages: int, microbatches: int) -> list:
+    """An order as lists of operations, refused if it is illegal or has another size."""
+    order = from_text(text)
+    found = order.num_stages, order.num_microbatches
+    if found != (stages, microbatches):
+        asked = f"{stages} stages and {microbatches} microbatches"
+        raise ValueError(f"{asked} were asked for, but there are {found[0]} lines and {found[1]} microbatches")
+    timetable(order)
+    return [[str(op) for op in row] for row in order.order]
+
+
+def _ahead(stages: int, microbatches: int, more: int = 0, all_alike: int = 0) -> str:
+    """1F1B with other numbers of forwards before the first pair."""
+    rows = []
+    for i in range(stages):
+        ahead = min(all_alike or stages - i - 1 + more, microbatches)
+        row = [f"F{u}" for u in range(ahead)]
+        for u in range(microbatches):
+            row += [f"F{ahead + u}"] * (ahead + u < microbatches) + [f"B{u}"]
+        rows.append(" ".join(row))
+    return "\n".join(rows)
+
+
+def one_f_one_b(stages: int = 3, microbatches: int = 4) -> Exercise:
+    """Ask for 1F1B as text."""
+    serial = "\n".join([" ".join(f"F{u} B{u}" for u in range(microbatches))] * stages)
+    return Exercise(
+        level="core",
+        solution=str(make("1f1b", stages, microbatches)),
+        observe=lambda text: _rows(text, stages, microbatches),
+        wrong=[
+            (str(make("gpipe", stages, microbatches)), "That is GPipe: all forwards first, and everything is held."),
+            (serial, "Legal, but only one stage works at a time: the early stages must run forwards ahead while they wait."),
+            (
+                _ahead(stages, microbatches, more=1),
+                "Legal, and as fast, but each stage runs one forward too many ahead and holds one more: p-i-1 are enough.",
+            ),
+            (
+                _ahead(stages, microbatches, all_alike=stages - 1),
+                "Every stage runs as many forwards ahead. The last one has its backward at once, and needs none.",
+            ),
+        ],
+        hint="Stage i runs p-i-1 forwards, then one forward and one backward in turn, then the backwards that are left.",
+    )
+
+
+def _eager(stages: int, microbatches: int) -> str:
+    """1F1B in which each W follows its B at once."""
+    rows = make("1f1b", stages, microbatches).order
+    return "\n".join(" ".join(f"{op} W{op.microbatch}" if op.kind == "B" else str(op) for op in row) for row in rows)
+
+
+def _better(level, best: str, limit: int, target: float, costs: tuple, wrong: list, hint: str):
+    """An order is judged by its bubble and what it holds; whoever reaches the target within the limit is right."""
+
+    def observe(text):
+        _rows(text, 3, 5)
+        table = timetable(from_text(text), costs)
+        return {"bubble": max(table.bubble, target), "held": max(*table.peak_live(), limit)}
+
+    return Exercise(level=level, solution=best, observe=observe, wrong=wrong, hint=hint)
+
+
+def third_of_the_bubble() -> Exercise:
+    """Ask for an order with a third of 1F1B's bubble in its memory: ZB-H1, for one."""
+    wrong = [
+        (
+            str(make("1f1b", 3, 5)),
+            "Bubble 6: the backward is whole. Write B and W apart, then the stage before can go on after B.",
+        ),
+        (_eager(3, 5), "Bubble 4: B and W are apart, but W still comes before work that others wait for. Put it off."),
+        (str(make("zb-h2", 3, 5)), "No bubble at all, but stage 0 holds 5 microbatches; the memory is for 3."),
+        (str(make("gpipe", 3, 5)), "That holds all microbatches, and its bubble is 1F1B's."),
+    ]
+    hint = "Keep 1F1B's order of F and B. The later the stage, the longer its W can wait: i microbatches on stage i."
+    return _better("stretch", str(make("zb-h1", 3, 5)), 3, 2.0, (1, 1, 1), wrong, hint)
+
+
+def between_h1_and_h2() -> Exercise:
+    """Ask for an order with unequal costs and one more microbatch than 1F1B holds."""
+    best = (
+        "F0 F1 F2 F3 B0 W0 F4 B1 W1 B2 B3 W2 W3 B4 W4\n"
+        "F0 F1 F2 B0 F3 B1 W0 F4 B2 B3 W1 W2 B4 W3 W4\n"
+        "F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 W2 W3 W4"
+    )
+    wrong = [
+        (str(make("zb-h1", 3, 5)), "Bubble 2.8, and only 3 held: run one forward more ahead on the first stages."),
+        (str(make("zb-h2", 3, 5)), "Bubble 1.2, but 5 are held; the memory is for 4."),
+        (_eager(3, 5), "Bubble 4.4: W comes at once, before work that other stages wait for."),
+        (str(make("1f1b", 3, 5)), "Bubble 6: write B and W apart."),
+    ]
+    hint = "Start from ZB-H1, let stages 0 and 1 run one more forward ahead, and let W of the last stage wait longer."
+    return _better("expert", best, 4, 2.0, (1, 1.2, 0.8), wrong, hint)

@@ -1,0 +1,415 @@
+# %% [markdown]
+# # 07 · Pipelines: what does a stage wait for?
+#
+# Tensor parallelism cuts every layer; a pipeline cuts *between* layers. Each device, or group of devices, is a **stage**: it holds
+# some layers whole, takes a stream of activations from the stage before, and hands its own on. Nothing else crosses. That makes `pp`
+# the axis for the slowest links, and gives it a problem that no other axis has: a stage without input has nothing to do.
+#
+# | what | layout or movement |
+# |---|---|
+# | weights of the blocks | `l/pp d m`: every stage has `l/pp` of the layers |
+# | embedding, head, last norm | whole on every stage, used on the first or the last; gradient `+pp -> whole` |
+# | activations | `b s d`, from stage i to i + 1; their gradients back |
+#
+# **Question.** How much of the time do stages wait, what shortens it, and what does that cost?
+#
+# Letters: `p` stages, `m` microbatches (`u` is one of them), `F` and `B` the forward and backward work of a microbatch on a stage.
+
+# %%
+from llmpar.mesh import use_devices
+
+devices = use_devices()
+
+# %%
+import dataclasses
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from exercises import attempt
+from jax import lax
+
+from llmpar import draw, hlo, pipeline, predict, scene
+from llmpar.config import preset
+from llmpar.mesh import make_mesh, sharding, spec
+from llmpar.notation import parse_layout
+from llmpar.plan import Plan
+from llmpar.schedule import make, timetable
+from llmpar.step import Step
+
+jax.config.update("jax_default_matmul_precision", "highest")  # accelerators round float32 products unless told not to
+p = max(size for size in (1, 2, 4) if size <= len(devices))
+mesh = make_mesh(f"pp={p}")
+M = 8  # microbatches
+
+# %% [markdown]
+# ## One picture
+#
+# Four stages, one batch. The batch goes down the stages and its gradient comes up again. B is drawn twice as long as F, since it is
+# two products where F is one: the gradient of the input, and that of the weights.
+
+# %%
+naive = timetable(make("gpipe", 4, 1))
+assert naive.bubble_fraction == 3 / 4  # (p-1)/p
+scene.show(draw.timetable(naive))
+
+# %% [markdown]
+# Four devices, the speed of one. The cure: cut the batch into `m` microbatches and hand each on as soon as it is done (Huang et al.
+# 2018, GPipe). Gradients are summed over microbatches, as in gradient accumulation, and weights change only at the end of the step. So
+# nothing changes in the result.
+#
+# ## Predict
+#
+# Four stages, eight microbatches: all forwards, then all backwards. **Which share of the total time does a stage wait?**
+
+# %%
+idle_share = ...
+attempt("07.idle_share", idle_share)
+
+# %% [markdown]
+# ## Two numbers are called "the bubble"
+#
+# The idle time is the same, (p − 1)(F + B): the last stage starts p − 1 forwards late, and the first waits p − 1 backwards for the
+# last to come back. But it is divided by different things, so ask which one is meant before you compare:
+#
+# * over the **ideal** time m(F + B): (p − 1)/m (Narayanan et al. 2021);
+# * over the **total** time: (p − 1)/(m + p − 1) (Huang et al. 2018).
+#
+# No formula is built into the simulator: it only knows who must wait for whom. Try other numbers.
+
+# %%
+STAGES, MICROBATCHES = 4, 8
+table = timetable(make("gpipe", STAGES, MICROBATCHES))
+scene.show(draw.timetable(table))
+print(f"idle over ideal {table.bubble_over_ideal:.1%}, idle over total {table.bubble_fraction:.1%}")
+
+# %%
+# NBVAL_CHECK_OUTPUT
+print("idle over total   " + "".join(f"{f'm = {m}':>9}" for m in (1, 2, 4, 8, 16, 32, 64)))
+for stages in (2, 4, 8):
+    line = []
+    for m in (1, 2, 4, 8, 16, 32, 64):
+        for costs in ((1, 1, 1), (3, 5, 2)):  # of F, and of the two halves of B
+            t = timetable(make("gpipe", stages, m), costs)
+            assert t.makespan == (m + stages - 1) * sum(costs)
+            assert np.isclose(t.bubble_over_ideal, (stages - 1) / m)
+            assert np.isclose(t.bubble_fraction, (stages - 1) / (m + stages - 1))
+        line.append(t.bubble_fraction)
+    print(f"{stages} stages          " + "".join(f"{share:9.1%}" for share in line))
+
+# %% [markdown]
+# ### Exercise (core): how many microbatches?
+#
+# Eight stages shall wait at most 10 % of the total time. What is the smallest number of microbatches?
+
+# %%
+smallest_m = ...
+attempt("07.microbatches", smallest_m)
+
+# %% [markdown]
+# ## Run: a pipeline by hand
+#
+# The shortest pipeline in JAX: a scan over ticks. In each tick every stage takes what its neighbour has sent, runs its layers, and
+# passes the result on by one `ppermute`. Autodiff turns the scan round, and the permutes with it. What you read is one device's work.
+
+# %%
+D, LAYERS, ROWS = 32, 8, 4
+rng = np.random.default_rng(0)
+weights = (rng.standard_normal((LAYERS, D, D)) / D**0.5).astype(np.float32)
+inputs = rng.standard_normal((M, ROWS, D)).astype(np.float32)  # u b d: cut into microbatches
+PAIRS = [(i, i + 1) for i in range(p - 1)]
+
+
+def layers(w, x):
+    for one in w:
+        x = jnp.tanh(x @ one)
+    return x
+
+
+def whole(w, xs):  # one device; the reference
+    return jnp.mean(layers(w, xs) ** 2)
+
+
+def by_hand(w, xs):  # l/pp d m, u b d
+    stage = lax.axis_index("pp")
+
+    def tick(y, t):
+        received = lax.ppermute(y, "pp", PAIRS)
+        x = jnp.where(stage == 0, xs[jnp.minimum(t, M - 1)], received)
+        y = layers(w, x)
+        return y, y
+
+    nothing = lax.pcast(jnp.zeros((ROWS, D)), "pp", to="varying")
+    _, left = lax.scan(tick, nothing, jnp.arange(M + p - 1))
+    loss = jnp.mean(left[p - 1 :] ** 2)  # the first microbatch leaves the last stage in tick p - 1
+    return lax.psum(jnp.where(stage == p - 1, loss, 0), "pp")
+
+
+CUT, WHOLE = parse_layout("l/pp d m"), parse_layout("u b d")
+spread = jax.shard_map(
+    jax.value_and_grad(by_hand), mesh=mesh, in_specs=(spec(CUT), spec(WHOLE)), out_specs=(spec(parse_layout("")), spec(CUT))
+)
+placed = jax.device_put(weights, sharding(mesh, CUT)), jax.device_put(inputs, sharding(mesh, WHOLE))
+hand = jax.jit(spread).lower(*placed).compile()
+loss, grads = hand(*placed)
+want_loss, want = jax.jit(jax.value_and_grad(whole))(weights, inputs)
+scene.show(draw.layout(CUT, weights.shape, mesh.shape, itemsize=4))
+
+# %% [markdown]
+# ## Compare: four verdicts
+#
+# And a fifth number, the FLOPs of the matrix products, counted in the compiled program with its loops multiplied.
+
+# %%
+assert np.allclose(loss, want_loss, rtol=1e-5) and np.abs(grads - want).max() < 1e-5 * np.abs(want).max()
+print("value: loss and gradients equal those of one device")
+assert {shard.data.shape for shard in grads.addressable_shards} == {(LAYERS // p, D, D)}
+print(f"sharding: {LAYERS // p} of {LAYERS} layers, and their gradients, on each of {p} stages")
+sent = hlo.census_table(c for c in hlo.census_hlo(hand.as_text(), mesh) if c.shape != ())
+ticks = M + p - 1
+if p > 1:
+    assert sent == {("pp", "collective-permute"): {"count": 2 * ticks, "bytes_sent": 2 * ticks * ROWS * D * 4}}
+print(f"communication: {2 * ticks * (p > 1)} permutes of {ROWS * D * 4} B, one per tick forward and one per tick back")
+assert hlo.compiled_memory(hand)["argument_bytes"] == 4 * (LAYERS // p * D * D + M * ROWS * D)
+print(f"memory: arguments are 1/{p} of the weights, and the microbatches")
+product = 2 * ROWS * D * D
+if devices[0].platform == "cpu":  # elsewhere products are library calls, which cannot be counted
+    executed, useful = hlo.executed_flops(hand.as_text()), 3 * M * (LAYERS // p) * product
+    assert executed == 3 * ticks * (LAYERS // p) * product and Fraction(executed, useful) == 1 + Fraction(p - 1, M)
+    print(f"work: {executed / useful:.3f} of what is useful = 1 + (p-1)/m")
+
+# %% [markdown]
+# So this pipeline never waits! In the ticks of the bubble it computes on zeros and on microbatches that it has already had, and
+# throws the result away. Time is lost just the same, and so is energy. Published JAX pipelines work like this, by scan and autodiff:
+# every schedule that they can express is "all forwards, then all backwards".
+#
+# ## A schedule is a table
+#
+# This package goes another way. *What each stage does in which order* is data, one line per stage. It is proved legal before anything
+# is compiled, and measured, and drawn; and one executor (`llmpar/pipeline.py`) walks whichever table it is given. In each tick a stage
+# runs the cell that the table has for it, **or nothing**.
+
+# %%
+gpipe = make("gpipe", 4, 4)
+print(gpipe)
+print(timetable(gpipe).ticks[:, 0].tolist(), "is stage 0: kind, microbatch, chunk in each tick; -1 is idle")
+
+# %% [markdown]
+# Now a Llama: 4 layers on p stages, 8 microbatches of 2 rows, trained by `llmpar.step.Step`. The schedule is one field of the plan,
+# and the model's text does not know about it. `stage_saves` says what a stage keeps of a forward pass until the backward: `input`, the
+# activation that came in, from which B computes the forward pass again; or `residuals`, all that B will need.
+
+# %%
+LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=4), 16, 3
+ROWS_EACH = 2  # of a microbatch
+counting = (np.arange(2 * M)[:, None] * 7 + np.arange(1, 2 * M + 1)[:, None] * np.arange(SEQ + 1)) % 256
+TEXT = {
+    "tokens": counting[:, :-1].astype(np.int32),
+    "targets": counting[:, 1:].astype(np.int32),
+    "positions": np.tile(np.arange(SEQ, dtype=np.int32), (2 * M, 1)),
+    "segments": np.ones((2 * M, SEQ), np.int32),
+}
+start = None  # one initial state for all plans
+
+
+def compile_step(plan, microbatches=M):
+    plan = dataclasses.replace(plan, microbatches=microbatches)
+    step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.5))
+    lowered = step.lower(ROWS_EACH * microbatches, SEQ)
+    return step, lowered, lowered.compile()
+
+
+def train(step, compiled):
+    global start
+    start = start or jax.device_get(step.init(seed=0))
+    state, batch, losses = jax.device_put(start, step.shardings), jax.device_put(TEXT, step.batch_sharding), []
+    for _ in range(STEPS):
+        state, metrics = compiled(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+solo_step, _, solo = compile_step(Plan("dp=1"))
+solo_state, solo_losses = train(solo_step, solo)
+programs = {saves: compile_step(Plan(f"pp={p}", schedule="gpipe", stage_saves=saves)) for saves in ("input", "residuals")}
+trained = {saves: train(step, compiled) for saves, (step, _, compiled) in programs.items()}
+print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
+
+# %%
+for saves, (state, losses) in trained.items():
+    assert np.allclose(losses, solo_losses, rtol=1e-4), (saves, losses)
+    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(solo_state.params), strict=True):
+        assert np.allclose(one, other, atol=1e-4), saves
+print(f"value: {STEPS} losses and the weights after them equal those of one device, whatever a stage saves")
+
+step, lowered, compiled = programs["input"]
+for path, leaf in jax.tree.leaves_with_path(trained["input"][0].params):
+    cut = p if "blocks" in jax.tree_util.keystr(path) else 1
+    assert {s.data.shape for s in leaf.addressable_shards} == {(leaf.shape[0] // cut, *leaf.shape[1:])}
+print(f"sharding: {LLAMA.num_layers // p} of {LLAMA.num_layers} layers on each stage; embedding, norm and head are whole")
+
+text = hlo.partitioned_hlo(lowered)
+for stage in range(p):
+    taken = pipeline.taken(step.plan.pipeline, stage) if p > 1 else None
+    predicted = predict.collectives(LLAMA, step.plan, 2 * M, SEQ, stage)
+    compiled_rows = hlo.census_table(hlo.census_hlo(text, step.mesh, taken))
+    assert compiled_rows == {key: dataclasses.asdict(row) for key, row in predicted.items()}
+for (axis, kind), row in compiled_rows.items():
+    print(f"communication: {kind} over {axis} ×{row['count']}, {row['bytes_sent']:,} B per device and step, as predicted")
+if p > 1:
+    stream = ROWS_EACH * SEQ * LLAMA.width * 4
+    assert compiled_rows["pp", "collective-permute"] == {"count": 2 * (M + p - 2), "bytes_sent": 2 * (M + p - 2) * stream}
+
+given = predict.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1)
+assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(given.values())
+print(f"memory: {sum(given.values()):,} B of arguments per device as predicted")
+
+# %% [markdown]
+# A permute takes part in the program of every stage, so it costs a tick in which *anybody* sends: m + p − 2 each way, where the
+# pipeline by hand has m + p − 1. The all-reduces finish the gradients of embedding, head and last norm, which every stage holds, and
+# make one loss and one norm of the parts. With tied embeddings the same sum joins the first stage's look-up with the last stage's head.
+#
+# ## Bubbles are skipped
+#
+# The compiled program has a branch per kind of work, and the table says how often a stage takes it. With both, the executed products
+# can be counted stage by stage:
+
+
+# %%
+# NBVAL_CHECK_OUTPUT
+def executed_by_stage(saves):
+    step, _, compiled = programs[saves]
+    takes = [pipeline.taken(step.plan.pipeline, stage) for stage in range(p)] if p > 1 else [None]
+    return [hlo.executed_flops(compiled.as_text(), taken) for taken in takes]
+
+
+if devices[0].platform == "cpu":
+    one_device = hlo.executed_flops(solo.as_text())
+    for saves in programs:
+        stages = executed_by_stage(saves)
+        print(
+            f"{saves:<10}"
+            + "".join(f"{flops / 1e6:8.1f}" for flops in stages)
+            + f" MFLOP; together {sum(stages) / one_device:.3f} of one device's"
+        )
+    assert sum(executed_by_stage("residuals")) == one_device
+    assert one_device <= sum(executed_by_stage("input")) < 4 / 3 * one_device
+
+# %% [markdown]
+# With residuals saved, all stages together run exactly the products of one device, not one more. With the input saved, B runs F
+# again: 4 instead of 3. The last stage is better off, because its B follows its F at once: there F computes nothing and B
+# does it all. (It has more to do because the head is there.)
+#
+# ## What waits must be held
+#
+# In this order every microbatch goes forward before any comes back. So a stage holds something of all of them: an input each, or all
+# residuals. Compiled memory, from 8 to 32 microbatches of the same size:
+
+# %%
+temp = {M: hlo.compiled_memory(compiled)["temp_bytes"]}
+*_, larger = compile_step(Plan(f"pp={p}", schedule="gpipe"), microbatches=4 * M)
+temp[4 * M] = hlo.compiled_memory(larger)["temp_bytes"]
+saved = hlo.compiled_memory(programs["residuals"][2])["temp_bytes"]
+bars = [
+    (f"m = {M}, input", {"temporaries": temp[M]}),
+    (f"m = {4 * M}, input", {"temporaries": temp[4 * M]}),
+    (f"m = {M}, residuals", {"temporaries": saved}),
+]
+scene.show(draw.memory_bars(bars, title="Compiled memory of GPipe, per device"))
+if p > 1:
+    per_microbatch = (temp[4 * M] - temp[M]) / (3 * M)
+    assert abs(per_microbatch / stream - 1) < 0.05, per_microbatch
+    print(f"memory grows by {per_microbatch:,.0f} B per microbatch: its input, {stream:,} B, and some bookkeeping")
+    assert saved > 2 * temp[M]
+
+# %% [markdown]
+# Microbatches shrink the bubble and fill the memory. That tension is what the schedules of lesson 08 resolve.
+#
+# ### Exercise (stretch): uneven stages
+#
+# Layers rarely divide evenly, and the head's product with the vocabulary may cost as much as two or three layers. Here is a simulation
+# of the forward pass: stage i takes `costs[i]` for each microbatch. Find the closed form, `forward_time(costs, m)`, and compare the
+# two splits below. The total work is the same in both.
+
+
+# %%
+def simulate(costs, m):
+    """Rows of (start, end, kind, microbatch, chunk) per stage: each waits for the stage before, and for itself."""
+    rows, above = [], [0] * m
+    for cost in costs:
+        now, row = 0, []
+        for u in range(m):
+            begin = max(now, above[u])
+            now = begin + cost
+            row.append((begin, now, "F", u, 0))
+        rows.append(row)
+        above = [end for _, end, *_ in row]
+    return rows
+
+
+for costs in ([2, 2, 2, 2 + 2], [3, 3, 2, 0 + 2]):  # 8 layers, and a head that costs as much as 2 of them
+    scene.show(draw.timetable(simulate(costs, 6)))
+
+
+def forward_time(costs, m): ...
+
+
+attempt("07.uneven", forward_time)
+
+# %% [markdown]
+# (`Plan` asks for layers that divide evenly and says how many would. Llama 3 405B has 126 layers instead of 128 for this very reason:
+# one less on the first stage, and one less on the last. Llama team 2024, section 3.3.2.)
+#
+# ### Exercise (expert): one embedding on two stages
+#
+# Llama 3.2 1B ties its head to its embedding: 128,256 × 2,048 numbers, used on the first stage and on the last. The gradients of the
+# two uses must be added, in float32, once per step. Over 4 stages, how many bytes does a device of the *first* stage send for that
+#
+# * if all stages take part, as they do here (a ring all-reduce over pp);
+# * if only the first and the last stage form a group, as in Megatron-LM?
+#
+# And how many bytes does a stage in the middle send in the second case?
+
+# %%
+answer = {"all stages": ..., "first and last": ..., "a middle stage": ...}
+attempt("07.tied", answer)
+
+# %% [markdown]
+# ## Where XLA's partitioner differs
+#
+# It places values and inserts what must be sent between them. It has no notion of *when*, so there is no layout that says "stage 1
+# works on microbatch 3 while stage 0 works on 4". Under `jit` a pipeline must be written as a program that shifts a buffer, which is
+# the masked one from above. The package refuses instead of pretending:
+
+# %%
+try:
+    Plan("pp=4", reading="auto", microbatches=8).check(LLAMA, 16, SEQ)
+except ValueError as refusal:
+    print(refusal)
+    assert "use reading='manual'" in str(refusal)
+
+# %% [markdown]
+# ## Five lines
+#
+# 1. A pipeline cuts between layers: one activation crosses per microbatch and stage, and its gradient comes back.
+# 2. Idle time is (p − 1)(F + B): (p − 1)/m of the ideal, (p − 1)/(m + p − 1) of the total. Say which you mean.
+# 3. Microbatches are gradient accumulation. The result is that of one device.
+# 4. A masked pipeline computes on garbage in the bubble; one that walks a table skips it.
+# 5. All forwards before all backwards holds something of every microbatch.
+#
+# ## On your cluster
+#
+# ```
+# llmpar schedule gpipe --stages 4 --microbatches 8                            the timetable, both bubbles, what is held
+# llmpar inspect --mesh "pp=2 dp=2 tp=2" --schedule gpipe --microbatches 8     bytes per axis and memory, before you train
+# llmpar train --mesh "pp=2 dp=2 tp=2" --schedule gpipe --microbatches 8       and training
+# ```
+#
+# Put `pp` on the slowest links: between nodes, or between pods. It multiplies with dp, fsdp and tp inside each stage.
+#
+# **One number to remember: m ≥ 9(p − 1)** microbatches for at most 10 % of idle time, in this order.
+
+# %%
+print(f"{p} stages, {M} microbatches: {(p - 1) / (M + p - 1):.1%} idle; at most 10 % from m = {9 * (p - 1)} on")
