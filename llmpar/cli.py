@@ -105,6 +105,8 @@ class Generate:
         config, devices, tokenizer = preset(self.model), use_devices(self.devices), data.open_tokenizer(self.tokenizer)
         data.check_vocab(tokenizer, config.vocab_size)
         plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
+        if rows := plan.live("dp", "fsdp", "ep"):
+            raise ValueError(f"mesh '{plan.mesh}' cuts rows by {', '.join(rows)}, but a prompt is one row; use sp and tp")
         mesh, prompt = make_mesh(plan.mesh), [[tokenizer.start_id, *tokenizer.encode(self.prompt)]]
         abstract = abstract_params(config, plan, mesh)
         if self.checkpoints:

@@ -398,3 +398,5 @@ def test_generate_continues_from_a_checkpoint_whatever_the_meshes(call, document
     assert one["tokens"] == many["tokens"] and len(one["tokens"]) == 5 and one["prompt"] == "import "
     status, _, said = call("generate", "--checkpoints", str(tmp_path / "none"), "--mesh", "dp=1")
     assert status == 1 and "there is no checkpoint in" in said
+    status, _, said = call("generate", "--mesh", "dp=2")
+    assert status == 1 and "cuts rows by dp, but a prompt is one row; use sp and tp" in said
