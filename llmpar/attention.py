@@ -434,15 +434,15 @@ def usp(q: Q, k: KV, v: KV, *, axes: tuple[str, str], **how) -> Partial:
     return ulysses(q, k, v, axis=heads_axis, attend=partial(ring, axis=ring_axis), **how)
 
 
-def decode(
-    q: Q, k_cache: KV, v_cache: KV, *, axis: str, mask: Mask = Mask(), scale: float | None = None, **ids: Unpack[Ids]
-) -> Float[Array, "b s k r h"]:
+def decode(q: Q, k_cache: KV, v_cache: KV, *, axis: str | tuple[str, ...], **how) -> Float[Array, "b s k r h"]:
     """Attend from every rank's same few queries to a cache cut along `axis`; the cache stays where it is.
 
     One maximum of b s k r numbers and one sum of b s k r (h+1) for each call. A slot of the cache that is not written yet
-    must have a position after every query's. No gradient: a maximum over ranks has none.
+    must have a position after every query's. No gradient: a maximum over ranks has none. `how`: mask, scale, ids.
     """
-    out, lse = full(q, k_cache, v_cache, mask=mask, scale=scale, **ids)
+    out, lse = full(q, k_cache, v_cache, **how)
+    if not axis:
+        return out
     top = jnp.maximum(lax.pmax(lse, axis), jnp.finfo(jnp.float32).min)
     weight = jnp.exp(lse - top)[..., None]
     sums = lax.psum(jnp.concatenate([out.astype(jnp.float32) * weight, weight], -1), axis)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from llmpar.config import ModelConfig
-from llmpar.step import State
+from llmpar.step import State, Tree
 
 
 class Checkpoints:
@@ -54,6 +54,23 @@ class Checkpoints:
         cannot be read or is not what was written."""
         if self.latest is None:
             return None
+        written = self._checksums(config)
+        state = State(**self._read("state", ocp.args.StandardRestore(abstract._asdict())))
+        self._compare(written, state)
+        return state
+
+    def params(self, abstract: Tree, config: ModelConfig) -> Tree:
+        """The newest weights without an optimizer's state, laid out as ``abstract`` says."""
+        if self.latest is None:
+            raise ValueError(f"there is no checkpoint in {self._manager.directory}; train with --checkpoints first")
+        written, item = self._checksums(config), {"params": abstract}
+        how = ocp.checkpoint_utils.construct_restore_args(item)
+        found = self._read("state", ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True))
+        self._compare(written, State(found["params"], None, None))
+        return found["params"]
+
+    def _checksums(self, config: ModelConfig) -> dict[str, int]:
+        """What was written beside the state, after a look at whose state it is."""
         about = self._read("about", ocp.args.JsonRestore())
         asked, kept = dataclasses.asdict(config), about["config"]
         differ = [f"{k} {kept.get(k)} (asked: {asked[k]})" for k in asked if kept.get(k) != asked[k]]
@@ -62,11 +79,12 @@ class Checkpoints:
                 f"the checkpoint in {self._manager.directory} is of another model: it has {', '.join(differ)}; "
                 "give that model, or another folder"
             )
-        state = State(**self._read("state", ocp.args.StandardRestore(abstract._asdict())))
-        damaged = [name for name, now in checksums(state).items() if about["checksums"].get(name) != now]
+        return about["checksums"]
+
+    def _compare(self, written: dict[str, int], found: State) -> None:
+        damaged = [name for name, now in checksums(found).items() if written.get(name) != now]
         if damaged:
             self._refuse(f"{', '.join(damaged)} is not what was written")
-        return state
 
     def _read(self, item: str, args):
         try:

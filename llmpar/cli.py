@@ -10,11 +10,11 @@ import pathlib
 import subprocess
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from llmpar.commands import Inspect, Train, emit, say
+from llmpar.commands import Inspect, Train, cache_compilations, emit, say
 from llmpar.config import PRESETS, describe, preset
 
 
@@ -57,6 +57,71 @@ class Models:
         emit({"models": models}, self.json)
         for m in [] if self.json else models:
             print(f"{m['name']:<16}{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7} wide")
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a text with a model whose cache of keys and values is cut over a mesh.
+
+    Attributes:
+        prompt: the text to continue.
+        checkpoints: folder that `llmpar train --checkpoints` wrote; random weights where it is left out.
+        model: a preset's name or the path of a config.json; that of the checkpoint.
+        mesh: sizes of the axes; sp cuts the cache's positions, tp its heads.
+        devices: CPU devices to simulate where there is no accelerator.
+        tokens: how many to add.
+        temperature: 0 takes the likeliest token, more draws from a flatter distribution.
+        seed: of drawing.
+        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json.
+        dtype: of weights and cache.
+        json: print one JSON document on stdout.
+    """
+
+    prompt: Annotated[str, tyro.conf.Positional] = "def "
+    checkpoints: str | None = None
+    model: str = "tiny"
+    mesh: str = "sp=-1"
+    devices: int = 8
+    tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    tokenizer: str = "bytes"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    json: bool = False
+
+    def run(self) -> None:
+        """Restore the weights, take the prompt in, add tokens, and print."""
+        import jax
+
+        from llmpar import data
+        from llmpar.checkpoint import Checkpoints
+        from llmpar.generate import Decoder, abstract_params, generate
+        from llmpar.mesh import make_mesh, use_devices
+        from llmpar.notation import parse_mesh
+        from llmpar.plan import Plan
+        from llmpar.step import init_params
+
+        cache_compilations()
+        config, devices, tokenizer = preset(self.model), use_devices(self.devices), data.open_tokenizer(self.tokenizer)
+        data.check_vocab(tokenizer, config.vocab_size)
+        plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
+        if rows := plan.live("dp", "fsdp", "ep"):
+            raise ValueError(f"mesh '{plan.mesh}' cuts rows by {', '.join(rows)}, but a prompt is one row; use sp and tp")
+        mesh, prompt = make_mesh(plan.mesh), [[tokenizer.start_id, *tokenizer.encode(self.prompt)]]
+        abstract = abstract_params(config, plan, mesh)
+        if self.checkpoints:
+            params = Checkpoints(self.checkpoints).params(abstract, config)
+        else:
+            say("no --checkpoints: the weights are random, and so will be the text")
+            params = jax.jit(
+                lambda: init_params(config, self.seed), out_shardings=jax.tree.map(lambda x: x.sharding, abstract)
+            )()
+        decoder = Decoder(config, plan, mesh, params, 1, len(prompt[0]) + self.tokens)
+        tokens = [int(row[0]) for row in generate(decoder, prompt, self.tokens, self.temperature, self.seed)]
+        text = tokenizer.decode(tokens)
+        emit({"prompt": self.prompt, "text": text, "tokens": tokens, "mesh": plan.mesh.sizes}, self.json)
+        if not self.json:
+            print(self.prompt + text)
 
 
 @dataclass(frozen=True)
@@ -147,7 +212,8 @@ class Lab:
 
 
 COMMANDS = {
-    "doctor": Doctor, "lab": Lab, "train": Train, "inspect": Inspect, "models": Models, "schedule": Schedule, "demo": Demo,
+    "doctor": Doctor, "lab": Lab, "train": Train, "inspect": Inspect, "models": Models, "schedule": Schedule,
+    "generate": Generate, "demo": Demo,
 }  # fmt: skip
 
 

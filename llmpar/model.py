@@ -79,6 +79,8 @@ def attend(q, k, v, ids, mask: attention.Mask, par):
     Three ways to cut a long sequence are three tables of regions. In a ring nothing moves here, and the keys that are
     still cut travel during attention; Ulysses has whole sequences of some heads; gathered keys meet the queries at home.
     """
+    if par.cache:
+        return par.cache.attend(q, k, v, ids[0], mask)
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     k, v = (par.move(x, "attention b s k h -> keys b s k h") for x in (k, v))
     axes, block, kernel = par.axes("keys s"), par.plan.attention_block, par.plan.attention_kernel

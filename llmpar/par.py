@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,8 @@ WEIGHT, MOVED = "weight", "moved"
 
 class Solo:
     """One device: moves do nothing. The reference that every test compares with."""
+
+    cache: Any = None  # who attends where tokens come one at a time (`llmpar.generate`)
 
     def __init__(self, plan):
         self.plan = plan

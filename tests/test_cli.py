@@ -8,12 +8,17 @@ import wave
 from pathlib import Path
 
 import jax
+import optax
 import pytest
 
 import llmpar.inspection
 import llmpar.train
+from llmpar.checkpoint import Checkpoints
 from llmpar.cli import main
 from llmpar.config import PRESETS
+from llmpar.mesh import make_mesh
+from llmpar.plan import Plan
+from llmpar.step import Step
 
 CARD = {
     "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8,
@@ -382,3 +387,16 @@ def test_a_damaged_checkpoint_exits_with_one_in_a_sentence(call, model, tmp_path
     (tmp_path / "kept" / "7").mkdir(parents=True)
     status, out, err = call("train", "--model", model(), "--mesh", "dp=1", *TINY_STEP, "--checkpoints", str(tmp_path / "kept"))
     assert status == 1 and out == "" and "llmpar: the checkpoint of step 7 in " in err and "Traceback" not in err
+
+
+def test_generate_continues_from_a_checkpoint_whatever_the_meshes(call, document, tmp_path):
+    config, plan = PRESETS["tiny"], Plan("fsdp=2 dp=2")
+    state = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3)).init(3)
+    Checkpoints(str(tmp_path / "kept")).save(1, state, config)
+    ask = ("generate", "import ", "--tokens", "5", "--checkpoints", str(tmp_path / "kept"), "--mesh")
+    one, many = (document(*ask, mesh) for mesh in ("dp=1", "sp=2 tp=2"))
+    assert one["tokens"] == many["tokens"] and len(one["tokens"]) == 5 and one["prompt"] == "import "
+    status, _, said = call("generate", "--checkpoints", str(tmp_path / "none"), "--mesh", "dp=1")
+    assert status == 1 and "there is no checkpoint in" in said
+    status, _, said = call("generate", "--mesh", "dp=2")
+    assert status == 1 and "cuts rows by dp, but a prompt is one row; use sp and tp" in said

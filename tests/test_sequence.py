@@ -1,6 +1,9 @@
 """Long sequences under a plan: ring, Ulysses and gathered keys give one device's gradients and send what is predicted."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +112,30 @@ def test_chunks_of_a_feed_forward_take_less_memory(remat):
     one = 8 * 256 * wide.ffn_width * 4  # an array of b·s·m
     spared = 2 if remat == "block" else 2 + 3 * wide.num_layers
     assert whole - pieces >= 0.75 * spared * one
+
+
+MILLION = """
+import jax, optax
+from llmpar import hlo
+from llmpar.config import preset
+from llmpar.mesh import make_mesh, use_devices
+from llmpar.plan import Plan
+from llmpar.step import Step
+use_devices(64)
+for n, tokens in ((8, 2**17), (64, 2**20)):
+    plan = Plan(f"!sp={n}", remat="block", ffn_chunks=16, loss_chunks=16)
+    plan.check(preset("tiny"), 1, tokens)
+    step = Step(preset("tiny"), plan, make_mesh(plan.mesh, jax.devices()[:n]), optax.sgd(1e-3))
+    print(hlo.compiled_memory(step.lower(1, tokens).compile())["temp_bytes"])
+"""
+
+
+@pytest.mark.full
+def test_a_training_step_of_a_million_tokens_compiles_with_the_memory_of_a_rank_of_fewer():
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
+    done = subprocess.run([sys.executable, "-c", MILLION], env=environment, check=True, capture_output=True, text=True)
+    few, many = map(int, done.stdout.split())
+    assert many == few < 2**27
 
 
 @pytest.mark.parametrize("places, most", [("zigzag", 1.0), ("striped", 1.1), ("contiguous", 2 - 1 / 8)])

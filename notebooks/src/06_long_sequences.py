@@ -33,6 +33,7 @@ from jax import lax
 
 from llmpar import attention, cost, draw, hlo, predict, scene
 from llmpar.config import preset
+from llmpar.generate import Decoder
 from llmpar.hardware import chip
 from llmpar.mesh import abstract_mesh, make_mesh, sharding, spec
 from llmpar.notation import parse_layout
@@ -584,13 +585,40 @@ print(
 share, wide = 1024, dataclasses.replace(LLAMA, ffn_width=8 * LLAMA.width)
 temporaries = {}
 for pieces in (1, 8):
-    program = Step(wide, Plan("dp=1", ffn_chunks=pieces, loss_chunks=8), make_mesh("dp=1"), optax.sgd(0.5)).lower(1, share).compile()
+    program = (
+        Step(wide, Plan("dp=1", ffn_chunks=pieces, loss_chunks=8), make_mesh("dp=1"), optax.sgd(0.5)).lower(1, share).compile()
+    )
     temporaries[pieces] = hlo.compiled_memory(program)["temp_bytes"]
     print(f"{pieces} piece{'s' * (pieces > 1)}: {temporaries[pieces] / 2**20:.1f} MiB of temporaries")
 hidden_bytes = 4 * share * wide.ffn_width
 if devices[0].platform == "cpu":
     assert temporaries[1] - temporaries[8] > 3 * hidden_bytes
 print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
+
+# %% [markdown]
+# ## When tokens come one at a time
+#
+# Generating has one query per layer, and the keys of everything before it: a cache. Cut its positions over `sp` too, `b t/sp k h`. To
+# rotate it for every token would be absurd. The query goes to all ranks, which costs nothing (they all computed it); each looks at its
+# own share, and the partial results merge in two small sums.
+
+# %%
+POSITIONS = 4096
+weights = jax.device_put(start.params, llamas["ring"][0].shardings.params)
+decoder = Decoder(LLAMA, Plan(f"sp={SP}"), make_mesh(f"sp={SP}"), weights, 1, POSITIONS)
+token = np.zeros((1, 1), np.int32)
+jaxpr = decoder.run.trace(decoder.params, decoder.cache, token, np.int32(0)).jaxpr
+sent = hlo.census_table(hlo.census_jaxpr(jaxpr, {"sp": SP}))
+share = {shard.data.nbytes for shard in decoder.cache[0].addressable_shards}
+assert share == {4 * LLAMA.num_layers * POSITIONS // SP * LLAMA.num_kv_heads * LLAMA.head_width}
+if SP > 1:
+    small = 4 * LLAMA.num_heads * (1 + LLAMA.head_width + 1)  # the largest score; the weighted values and their weight
+    assert set(sent) == {("sp", "all-reduce")}
+    assert sent["sp", "all-reduce"]["bytes_sent"] == LLAMA.num_layers * 2 * small * (SP - 1) // SP
+    turned = 2 * share.pop() * (SP - 1)
+    print(
+        f"a token sends {sent['sp', 'all-reduce']['bytes_sent']:,} B; turning the cache around a ring would send {turned:,} B"
+    )
 
 # %% [markdown]
 # ## Five lines
@@ -615,7 +643,7 @@ print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
 # on NVIDIA GPUs. Not in a ring: the public function returns its log of sums rounded to 16 bits, too coarse to merge by.
 #
 # `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
-# every other axis. In generation the cache of keys stays where it is: `attention.decode` sends one small result per rank.
+# every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.
 #
 # **One number to remember: n − 1.** Twice the devices take twice the sequence, with the same memory on each.
 

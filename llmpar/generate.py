@@ -1,0 +1,140 @@
+"""Generate tokens one after the other, with a cache of keys and values that stays where it is.
+
+The cache is cut by every axis that can: its rows by dp and fsdp, its KV heads by tp, its positions by sp, every sp-th one to a
+rank. A new token's query goes to all ranks of sp; each looks at its own share, and one small sum per layer joins what
+they found (`attention.decode`; Pope et al. 2022 describe the cuts). Nothing of the cache ever travels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from llmpar import attention
+from llmpar.config import ModelConfig
+from llmpar.mesh import sharding, spec
+from llmpar.notation import Layout
+from llmpar.par import Manual, vary
+from llmpar.plan import Plan
+from llmpar.step import Tree, init_params, model_graph, weight_dims
+
+CACHE = "cache l b t k h"
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving(Plan):
+    """A plan for tokens that come one at a time: no region cuts their positions by sp, which cuts those of the cache."""
+
+    @functools.cached_property
+    def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
+        """Region to dim to the axes that cut it."""
+        table = {name: {d: axes for d, axes in cuts.items() if d != "s"} for name, cuts in super().regions.items()}
+        return table | {"cache": {"b": table["data"]["b"], "t": self.live("sp"), "k": self.live("tp")}}
+
+
+def abstract_params(config: ModelConfig, plan: Plan, mesh: Mesh) -> Tree:
+    """Shapes and shardings of the float32 weights under a plan."""
+    shapes, dims = jax.eval_shape(lambda: init_params(config)), weight_dims(config)
+    place = lambda x, dims: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, plan.stored(dims)))
+    return jax.tree.map(place, shapes, dims)
+
+
+class Decoder:
+    """A model with a cache: call it with the tokens that follow, ``b s``, and get float32 logits ``b v`` of the next one.
+
+    Args:
+        config, plan, mesh: what, how, and where. Of the plan count its mesh, ZeRO stage and dtype.
+        params: weights, laid out as `Plan.stored` says.
+        batch_size: rows.
+        length: positions that the cache must hold. A rank holds its share of them, rounded up.
+
+    The first call takes the prompt. It computes scores of the whole prompt at once: cut a long one into several calls.
+    """
+
+    def __init__(self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, batch_size: int, length: int):
+        if plan.mesh.pp > 1:
+            raise ValueError(f"generation has no pipeline, and mesh '{plan.mesh}' has pp={plan.mesh.pp}; use dp, fsdp, sp, tp")
+        self.config, self.params, self.length, self.start = config, params, length, 0
+        self.plan = plan = Serving(plan.mesh, zero=plan.zero, dtype=plan.dtype, order="contiguous")
+        plan.check(config, batch_size, plan.mesh.sp)
+        slots = -(-length // plan.mesh.sp) * plan.mesh.sp
+        shape = (config.num_layers, batch_size, slots, config.num_kv_heads, config.head_width)
+        cut, rows = plan.place(CACHE), plan.place("data b s")
+        zeros = jax.jit(lambda: jnp.zeros(shape, plan.dtype), out_shardings=sharding(mesh, cut))
+        self.cache = zeros(), zeros()
+        given = jax.tree.map(lambda dims: spec(plan.stored(dims)), weight_dims(config)), spec(cut), spec(rows), spec(Layout(()))
+        run = jax.shard_map(self._forward, mesh=mesh, in_specs=given, out_specs=(spec(plan.place("data b v")), spec(cut)))
+        self.run = jax.jit(run, donate_argnums=1)
+
+    def __call__(self, tokens) -> jax.Array:
+        """Take the next tokens into the cache."""
+        if self.start + tokens.shape[1] > self.length:
+            many = tokens.shape[1]
+            raise ValueError(f"{many} tokens more than the {self.start} here do not fit into {self.length} positions")
+        logits, self.cache = self.run(self.params, self.cache, tokens, jnp.int32(self.start))
+        self.start += tokens.shape[1]
+        return logits
+
+    def _forward(self, params: Tree, cache, tokens, start):
+        """On one device: logits of the last token, and the cache with all of them."""
+        par = Manual(self.plan)
+        par.cache = cache_of_layer = _Cache(par)
+        model = nnx.merge(model_graph(self.config), params)
+        none = tokens * 0  # of shape b s, and cut as tokens are
+        batch = {"tokens": tokens, "positions": none + (start + jnp.arange(tokens.shape[1]))[None], "segments": none}
+        new = cache
+
+        def layers(block, x, weights):
+            nonlocal new
+
+            def layer(x, each):
+                weights, cache_of_layer.layer = each
+                return block(x, weights), cache_of_layer.layer
+
+            x, new = lax.scan(layer, x, (weights, cache))
+            return x
+
+        embedding, head = model.tables(par)
+        x = model.run(model.embed(embedding, batch, par), batch, par, layers)[:, -1:]
+        x = par.move(model.norm(x, par), "stream b s d -> vocab b s d")[:, 0]
+        logits = jnp.einsum("bd,vd->bv", x, head, preferred_element_type=jnp.float32)
+        return par.carry_out(logits, self.plan.resolve("vocab b v -> data b v"), "logits", invariant=True), new
+
+
+class _Cache:
+    """What a layer does in place of attention to its own keys: write them into the cache, and attend to that."""
+
+    def __init__(self, par: Manual):
+        self.axes, self.rank = par.axes("cache t"), par.index("cache t")
+        self.size = par.plan.mesh.sp
+        self.layer: tuple[jax.Array, ...] = ()
+
+    def attend(self, q, k, v, positions, mask):
+        slots = self.layer[0].shape[1]
+        at = positions[0]  # the same in all rows
+        mine = jnp.where(at % self.size == self.rank, at // self.size, slots)  # one slot too far: dropped
+        write = lambda cache, x: cache.at[:, mine].set(vary(x, self.axes), mode="drop")
+        self.layer = tuple(write(cache, x) for cache, x in zip(self.layer, (k, v), strict=True))
+        held = (jnp.arange(slots) * self.size + self.rank)[None]  # a slot that is not written yet lies after every query
+        return attention.decode(q, *self.layer, axis=self.axes, mask=mask, q_positions_bs=positions, k_positions_bt=held)
+
+
+def generate(decoder: Decoder, prompt, num_tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[np.ndarray]:
+    """Yield ``num_tokens`` times the next token of each row, ``b``, after a prompt ``b s``: the likeliest at temperature 0,
+    else drawn from the softmax of logits over ``temperature``."""
+    if temperature < 0:
+        raise ValueError(f"temperature {temperature} is negative; use 0 for the likeliest token, or more")
+    tokens, keys = jnp.asarray(prompt, jnp.int32), jax.random.split(jax.random.key(seed), num_tokens)
+    for i in range(num_tokens):
+        logits = decoder(tokens)
+        chosen = jax.random.categorical(keys[i], logits / temperature) if temperature else logits.argmax(-1)
+        tokens = chosen[:, None].astype(jnp.int32)
+        yield np.asarray(chosen)

@@ -1,0 +1,95 @@
+"""Generation with a cut cache gives what the whole forward pass gives, and moves nothing of the cache."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from parity import LLAMA, QWEN, name, weights
+
+from llmpar import hlo
+from llmpar.generate import Decoder, generate
+from llmpar.mesh import make_mesh
+from llmpar.par import Manual, Solo
+from llmpar.plan import Plan
+from llmpar.step import Step, model_graph
+
+B, S, MORE = 2, 5, 6
+PROMPT = np.random.default_rng(3).integers(0, 256, (B, S)).astype(np.int32)
+WINDOW = dataclasses.replace(LLAMA, window=4)
+
+
+def decoder(config, plan, length=S + MORE, batch=B):
+    mesh = make_mesh(plan.mesh)
+    stored = Step(config, plan, mesh, optax.sgd(1e-3)).shardings.params
+    return Decoder(config, plan, mesh, jax.device_put(weights(config), stored), batch, length)
+
+
+def whole(config, tokens):
+    """Logits after every position of ``tokens``, on one device without a cache."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "positions": positions, "segments": np.zeros_like(tokens)}
+    model = lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo(Plan()))
+    return np.asarray(jax.jit(model)(weights(config), batch))
+
+
+PLANS = [
+    (LLAMA, Plan("dp=1", zero=0)), (LLAMA, Plan("sp=4", zero=0)), (QWEN, Plan("dp=2 sp=2 tp=2", zero=0)),
+    (WINDOW, Plan("fsdp=2 sp=4")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config, plan", PLANS, ids=lambda x: name(x) if isinstance(x, Plan) else x.name)
+def test_a_cache_gives_the_logits_of_the_whole_forward_pass(config, plan):
+    """Prompt in two calls, then token by token. float32: sums in another order, 1e-5 of the largest logit."""
+    tokens = np.random.default_rng(4).integers(0, 256, (B, S + MORE)).astype(np.int32)
+    want, run = whole(config, tokens), decoder(config, plan)
+    for start, end in [(0, 3), (3, S), *((i, i + 1) for i in range(S, S + MORE))]:
+        found = np.asarray(run(tokens[:, start:end]))
+        assert np.abs(found - want[:, end - 1]).max() <= 1e-5 * np.abs(want).max()
+
+
+def test_the_likeliest_tokens_are_those_of_the_whole_forward_pass_and_a_seed_repeats_itself():
+    tokens = PROMPT
+    for chosen in generate(decoder(LLAMA, Plan("sp=2 tp=2", zero=0)), PROMPT, MORE):
+        np.testing.assert_array_equal(chosen, whole(LLAMA, tokens)[:, -1].argmax(-1))
+        tokens = np.concatenate([tokens, chosen[:, None].astype(np.int32)], 1)
+    drawn = [list(map(tuple, generate(decoder(LLAMA, Plan("sp=2", zero=0)), PROMPT, MORE, 2.0, seed))) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_slot_that_is_written_wrongly_is_noticed(monkeypatch):
+    """The planted fault: every rank takes itself for the first, so that even positions count twice and odd ones are lost."""
+    run = decoder(LLAMA, Plan("sp=2", zero=0))
+    index = Manual.index
+    monkeypatch.setattr(Manual, "index", lambda par, layout: 0 if layout == "cache t" else index(par, layout))
+    wrong = np.asarray(run(PROMPT[:, :2]))
+    assert np.abs(wrong - whole(LLAMA, PROMPT)[:, 1]).max() > 1e-2
+
+
+@pytest.mark.parametrize("length", [64, 4096])
+def test_a_token_moves_one_small_sum_per_layer_whatever_the_cache(length):
+    """Per layer over sp: the maxima of n heads, then sums of n (h + 1) numbers; the cache is held in shares."""
+    plan = Plan("sp=4", zero=0)
+    run = decoder(LLAMA, plan, length)
+    assert {s.data.shape[2] for s in run.cache[0].addressable_shards} == {length // 4}
+    jaxpr = run.run.trace(run.params, run.cache, PROMPT[:, :1], np.int32(0)).jaxpr
+    sent = hlo.census_table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes))
+    row = 4 * B * LLAMA.num_heads
+    numbers = 2 * LLAMA.num_layers * row * (1 + LLAMA.head_width + 1) * 3 // 4
+    assert sent == {("sp", "all-reduce"): {"count": 2 * LLAMA.num_layers, "bytes_sent": numbers}}
+
+
+def test_refusals_say_what_would_work():
+    with pytest.raises(ValueError, match="has pp=2; use dp, fsdp, sp, tp"):
+        decoder(LLAMA, Plan("pp=2", microbatches=2))
+    with pytest.raises(ValueError, match="batch 3 is not a multiple of dp·fsdp·ep = 2"):
+        decoder(LLAMA, Plan("dp=2", zero=0), batch=3)
+    run = decoder(LLAMA, Plan("dp=1", zero=0), length=6)
+    run(PROMPT)
+    with pytest.raises(ValueError, match="2 tokens more than the 5 here do not fit into 6 positions"):
+        run(PROMPT[:, :2])
+    with pytest.raises(ValueError, match="temperature -1.0 is negative"):
+        next(generate(run, PROMPT, 1, -1.0))
