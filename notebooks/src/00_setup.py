@@ -294,8 +294,10 @@ explorer
 # What it draws of an array that exists is no formula: it asks JAX where the shards are.
 
 # %%
-live = MeshExplorer.of(jax.device_put(whole, sharding(mesh, parse_layout("b/dp,fsdp d/tp"))))
-assert [held for _, held in sorted(by_notation(parse_layout("b/dp,fsdp d/tp")).items())] == [[i] for i in range(n)]
+layout = parse_layout("b/dp,fsdp d/tp")
+live = MeshExplorer.of(jax.device_put(whole, sharding(mesh, layout)))
+(row,) = live.document()["tensors"]
+assert {tuple(shard) for shard in row["shards"]} == set(by_notation(layout)), "JAX's shards are those of the notation"
 print(live)
 
 # %% [markdown]
