@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from llmpar import cost, draw, predict
-from llmpar.charts import memory_bars
+from llmpar.charts import many, memory_bars
 from llmpar.config import PRESETS, ModelConfig, preset
 from llmpar.grid import coordinates, groups, lane, places, rounds, slices, strides
 from llmpar.hardware import CHIPS, Chip, chip
@@ -297,20 +297,20 @@ def scene(state: dict) -> Scene:
     if axes:
         teams = groups(sizes, order, axes)
         number = {d: i for i, team in enumerate(teams) for d in team}
-        what = f"{len(teams)} groups over {','.join(axes)}; filled: the group of device {device}"
+        what = f"{many(len(teams), 'group')} over {','.join(axes)}; filled: the group of device {device}"
     else:
         chosen = next((r for r in rows if r["name"] == state["tensor"]), rows[0])
         layout = parse_layout(chosen["layout"][mode(state)])
         cut = [str(slices(layout, chosen["shape"], sizes, coordinates(sizes, order, d))) for d in range(shape.size)]
         number = {d: list(dict.fromkeys(cut)).index(s) for d, s in enumerate(cut)}
-        what = f"{shape.size} devices in link order; filled: same shard of {chosen['name']} as device {device}"
+        what = f"{many(shape.size, 'device')} in link order; filled: same shard of {chosen['name']} as device {device}"
     items = draw.cells(place, number, device, "group" if axes else "shard", axes[0] if axes else "s1")
     if row and len(teams[0]) <= 64:
         team, steps = teams[number[device]], rounds(row["kind"], len(teams[0]))
         at = min(state["step"], len(steps) - 1)
         for source, target, _ in steps[at]["sends"]:
             ends = [team[r] // place["block"] for r in (source, target)]
-            items += [Line(lane(place, *ends), "ink", 1.5, head=True)] * (ends[0] != ends[1])
+            items += [Line(tuple((x, y) for x, y in lane(place, *ends)), "ink", 1.5, head=True)] * (ends[0] != ends[1])
         each = size_text(row["bytes"] / row["count"] / max(1, len(steps) - 1))
         notes.append(f"One {row['kind']} over {','.join(row['axes'])}: round {at} of {len(steps) - 1}, {each} a device.")
     notes += [f"Dashed: nodes of {node} devices."] * bool(place["frames"])

@@ -80,12 +80,18 @@ def places(sizes: dict[str, int], order, node: int) -> dict:
     return {"block": block, "columns": columns, "w": w, "h": h, "cells": cells, "frames": frames}
 
 
-def lane(place: dict, source: int, target: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Where an arrow runs between two cells, clear of their words: along the lower edges, and back along the upper ones."""
+def lane(place: dict, source: int, target: int) -> list[list[float]]:
+    """The points of an arrow between two cells, clear of their words: along the lower edges, back along the upper ones.
+
+    To another row it runs in the gap beside the source's row, and then down the right edges or up the left ones.
+    """
     (x0, y0), (x1, y1) = place["cells"][source], place["cells"][target]
-    w, h, on_ = place["w"], place["h"], target > source
-    dx, dy = (w / 2, h - 4 if on_ else 4) if y0 == y1 else (w - 5 if on_ else 5, h / 2)
-    return (x0 + dx, y0 + dy), (x1 + dx, y1 + dy)
+    w, h, down = place["w"], place["h"], target > source
+    if y0 == y1:
+        y = y0 + (h - 4 if down else 4)
+        return [[x0 + w / 2, y], [x1 + w / 2, y]]
+    side, edge, gap, end = (w - 5, y0 + h, y0 + h + 2, y1) if down else (5, y0, y0 - 2, y1 + h)
+    return [[x0 + side, edge], [x0 + side, gap], [x1 + side, gap], [x1 + side, end]]
 
 
 def rounds(kind: str, g: int) -> list[dict]:

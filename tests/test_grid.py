@@ -132,6 +132,8 @@ def test_the_module_agrees_with_python_in_1000_random_cases(javascript):
     spots = [(case["sizes"], case["order"], node) for case in asked for node in (1, 4, 8, 10**6)]
     spots += [(dict.fromkeys(AXES, 4), list(AXES), 8), (parse_mesh("dp=509").sizes, list(AXES), 8)]
     assert javascript("places", spots) == [grid.places(*call) for call in spots]
+    arrows = [(grid.places(*call), *rng.choices(range(8), k=2)) for call in spots if product(call[0].values()) >= 8]
+    assert javascript("lane", arrows) == [grid.lane(*call) for call in arrows]
     steps = [(kind, g) for kind in KINDS for g in range(1, 17)]
     assert javascript("rounds", steps) == [grid.rounds(*call) for call in steps]
 
@@ -215,6 +217,21 @@ def test_cells_do_not_overlap_and_frames_hold_their_nodes():
             inside = [k for k, (cx, cy) in enumerate(place["cells"]) if x < cx < x + w and y < cy < y + h]
             size = node // place["block"]
             assert inside == list(range(i * size, (i + 1) * size)), "a frame holds one node, whole"
+
+
+@pytest.mark.parametrize("n", [8, 64, 512])
+def test_arrows_keep_clear_of_the_words_in_cells(n):
+    """A cell's words stand in its middle: 20 pixels a number, 54 and two lines where there is room."""
+    place = grid.places(parse_mesh(f"fsdp={n // 4} tp=4").sizes, tuple(AXES), 8)
+    wide, tall = (54, 26) if place["h"] > 30 else (24, 10)
+    words = [(x + place["w"] / 2, y + place["h"] / 2) for x, y in place["cells"]]
+    for i in range(n):
+        points = grid.lane(place, i, (i + 1) % n)
+        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+            low, high, top, end = min(x0, x1), max(x0, x1), min(y0, y1), max(y0, y1)
+            assert not any(
+                low < x + wide / 2 and high > x - wide / 2 and top < y + tall / 2 and end > y - tall / 2 for x, y in words
+            )
 
 
 def test_more_than_512_devices_are_drawn_in_blocks():

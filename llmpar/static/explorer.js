@@ -71,11 +71,12 @@ export function places(sizes, order, node) {
   return { block, columns, w, h, cells, frames };
 }
 
-// Where an arrow runs between two cells, clear of their words: along the lower edges, and back along the upper ones.
+// The points of an arrow between two cells, clear of their words.
 export function lane({ cells, w, h }, from, to) {
-  const [[x0, y0], [x1, y1]] = [cells[from], cells[to]], on = to > from;
-  const [dx, dy] = y0 === y1 ? [w / 2, on ? h - 4 : 4] : [on ? w - 5 : 5, h / 2];
-  return [[x0 + dx, y0 + dy], [x1 + dx, y1 + dy]];
+  const [[x0, y0], [x1, y1]] = [cells[from], cells[to]], down = to > from;
+  if (y0 === y1) return [x0, x1].map((x) => [x + w / 2, y0 + (down ? h - 4 : 4)]);
+  const [side, edge, gap, end] = down ? [w - 5, y0 + h, y0 + h + 2, y1] : [5, y0, y0 - 2, y1 + h];
+  return [[x0 + side, edge], [x0 + side, gap], [x1 + side, gap], [x1 + side, end]];
 }
 
 export function rounds(kind, g) {
@@ -230,9 +231,9 @@ function gridSvg(view) {
     parts.push("</g>");
   }
   const drawn = arrows.map(([from, to]) => {
-    const [[x0, y0], [x1, y1]] = lane(place, Math.floor(from / block), Math.floor(to / block)), d = Math.hypot(x1 - x0, y1 - y0) || 1;
-    const [ux, uy] = [(x1 - x0) / d, (y1 - y0) / d], [bx, by] = [x1 - 7 * ux, y1 - 7 * uy];
-    return `<path d="M${x0},${y0} L${bx},${by}" stroke="var(--ink)" stroke-width="1.6"/>` +
+    const points = lane(place, Math.floor(from / block), Math.floor(to / block)), [[x0, y0], [x1, y1]] = points.slice(-2);
+    const d = Math.hypot(x1 - x0, y1 - y0) || 1, [ux, uy] = [(x1 - x0) / d, (y1 - y0) / d], [bx, by] = [x1 - 7 * ux, y1 - 7 * uy];
+    return `<path d="M${[...points.slice(0, -1), [bx, by]].join(" L")}" fill="none" stroke="var(--ink)" stroke-width="1.6"/>` +
       `<path d="M${x1},${y1} L${bx - 3.5 * uy},${by + 3.5 * ux} L${bx + 3.5 * uy},${by - 3.5 * ux} z" fill="var(--ink)"/>`;
   });
   return `<svg xmlns="http://www.w3.org/2000/svg" role="grid" aria-label="${esc(what)}" width="${width}" height="${height}" viewBox="-7 -7 ${width} ${height}">` +

@@ -278,6 +278,29 @@ words = {"image/png": base64.b64encode(still._repr_png_()).decode(), "text/plain
 display(widgets.VBox([text, sizes, picture])._repr_mimebundle_() | words, raw=True)
 
 # %% [markdown]
+# ## The mesh explorer
+#
+# The same question for a whole model and a cluster that you do not have: who holds what, who talks with whom, and what
+# moves in a step. Drag an axis, click a device, choose *groups* and step through a collective. `save HTML` writes a page
+# that works without Python. (In the stored page this is a picture; `MeshExplorer("plain", …)` needs core ipywidgets only.)
+
+# %%
+from llmpar.widget import MeshExplorer
+
+explorer = MeshExplorer(mesh="dp=2 fsdp=4 tp=2", model="llama3-8b", chip="h100", batch_size=32, axis="fsdp", step=1)
+explorer
+
+# %% [markdown]
+# What it draws of an array that exists is no formula: it asks JAX where the shards are.
+
+# %%
+layout = parse_layout("b/dp,fsdp d/tp")
+live = MeshExplorer.of(jax.device_put(whole, sharding(mesh, layout)))
+(row,) = live.document()["tensors"]
+assert {tuple(shard) for shard in row["shards"]} == set(by_notation(layout)), "JAX's shards are those of the notation"
+print(live)
+
+# %% [markdown]
 # ## Exercise, core: which layout is this?
 #
 # The mesh is `dp=2 fsdp=2 tp=2`, the array `b d`, rows run down. Each rectangle names the devices that hold it. Write the

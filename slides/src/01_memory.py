@@ -94,3 +94,28 @@ scene.show(compose(picture.title, [[part] for part in picture.items[0].items[1:-
 # gets the fastest links. Our axes, slow links first: pp dp fsdp ep sp tp.
 #
 # **Source:** `llmpar.notation.AXES`. The order is Megatron's and MaxText's.
+
+# %% [markdown] tags=["slide"]
+# ## Look at any mesh
+#
+# `MeshExplorer` draws a model on a cluster that you do not have: drag an axis, click a device, step through what its group
+# exchanges. `save("mesh.html")` makes a page that needs no Python.
+#
+# <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.widget</code> · <code>make gallery</code></footer>
+
+# %% alt="Sixteen H100s in two nodes; the group of device 0 over fsdp is filled, with the arrows of one all-gather's round; below, memory per device"
+from llmpar.widget import MeshExplorer
+
+explorer = MeshExplorer(mesh="dp=2 fsdp=4 tp=2", model="llama3-8b", chip="h100", batch_size=32, axis="fsdp", step=1)
+reply = explorer.answer(explorer.state)
+assert reply["refusal"] is None and sum(size for _, size in reply["memory"]) < reply["capacity"]
+scene.show(explorer.scene)
+
+# %% [markdown] tags=["notes"]
+# Open lesson 00 and do it live. **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups
+# cross nodes.
+#
+# **Misunderstanding:** that the time shown is a measurement. It lies between perfect overlap and none, at peak rates; bytes
+# and layouts are exact.
+#
+# **Source:** `llmpar.predict`, `llmpar.cost`; slices are tested equal to JAX's `devices_indices_map`.

@@ -1,0 +1,115 @@
+"""Draw everything that the package can draw, on one page: every drawing, every explorer, light or dark as the reader is.
+
+    python slides/gallery.py      writes slides/_gallery/index.html, and the explorers as pages of their own beside it
+
+Where Chromium and playwright are found, each explorer is also photographed at 1280 pixels, light and dark, after a few
+clicks. The page fetches nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import shutil
+from pathlib import Path
+
+from llmpar import attention, draw, explore, predict
+from llmpar.config import preset
+from llmpar.explorers import MemoryExplorer, RingExplorer, TimelineExplorer
+from llmpar.plan import Plan
+from llmpar.scene import Scene, to_svg
+from llmpar.schedule import make, timetable
+from llmpar.widget import MeshExplorer
+
+OUT = Path(__file__).resolve().parent / "_gallery"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
+EXPLORERS = {
+    "mesh-explorer": lambda: MeshExplorer(mesh="dp=2 fsdp=4 tp=2", batch_size=32, axis="fsdp", step=1),
+    "timeline-explorer": TimelineExplorer,
+    "ring-explorer": RingExplorer,
+    "memory-explorer": MemoryExplorer,
+}
+
+
+def sent_in_a_step() -> Scene:
+    """What one step of a small Llama sends, as predicted; the bars of what was compiled are for `llmpar inspect`."""
+    plan = Plan("dp=2 fsdp=2 tp=2", tp_sequence=True)
+    found = predict.collectives(preset("tiny"), plan, 16, 64).items()
+    rows = [{"axis": axes, "kind": kind, "count": row.count, "predicted_bytes": row.bytes_sent} for (axes, kind), row in found]
+    return draw.collectives(sorted(rows, key=lambda row: -row["predicted_bytes"]))
+
+
+def drawings() -> dict[str, Scene]:
+    """One example of every drawing, from the package's own numbers."""
+    parts = attention.live_blocks(4, "contiguous", s=1024) / 256**2
+    step = explore.answer(explore.START)["time"]
+    memory = MemoryExplorer()
+    return {
+        "mesh": draw.mesh("dp=2 fsdp=2 tp=4", devices_per_host=8, highlight_axis="fsdp"),
+        "layout": draw.layout("b/dp,fsdp s d/tp", (32, 16, 8), "dp=2 fsdp=2 tp=2", itemsize=4),
+        "arrow": draw.arrow("b s d +tp -> b s/tp d", (8, 16, 32), "tp=4", 2),
+        "collectives": sent_in_a_step(),
+        "ring_steps": draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
+        "live_blocks": draw.live_blocks([[round(float(x), 1) for x in row] for row in parts]),
+        "timetable": draw.timetable(timetable(make("zb-h1", 4, 16))),
+        "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
+        "memory_bars": memory.scene,
+        "time_bars": draw.time_bars([("a step", {k: v for k, v in step.items() if k != "simulated"})]),
+        "loss_curve": draw.loss_curve([5.5 * 0.97**i + 1 for i in range(60)], 2.0, "An example of a loss"),
+        "explorer's twin": explore.scene(explore.START | {"axis": "fsdp", "mesh": "fsdp=8", "step": 2}),
+    }
+
+
+def photograph(folder: Path) -> list[Path]:
+    """Screenshots of the explorers' pages, light and dark; none without Chromium and playwright."""
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        program = None
+    if program is None:
+        return []
+    out = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
+        for scheme in ("light", "dark"):
+            page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)
+            for name in EXPLORERS:
+                page.goto((folder / f"{name}.html").as_uri())
+                page.wait_for_selector(".lpx svg")
+                out.append(folder / f"{name}-{scheme}.png")
+                page.screenshot(path=out[-1], full_page=True)
+        browser.close()
+    return out
+
+
+def build(folder: Path = OUT) -> Path:
+    """Write the gallery into ``folder``; returns its page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    body = []
+    for name, scene in drawings().items():
+        scene.save(folder / f"{name.replace(' ', '-')}.png")
+        words = f"<details><summary>in words</summary><pre>{html.escape(scene.text)}</pre></details>"
+        body.append(f"<section><h2>{html.escape(name)}</h2>{to_svg(scene)}{words}</section>")
+    explorers = {name: made() for name, made in EXPLORERS.items()}
+    for name, explorer in explorers.items():
+        explorer.save(folder / f"{name}.html")
+        explorer.save(folder / f"{name}.png")
+    shots = {path.name for path in photograph(folder)}
+    for name, explorer in explorers.items():
+        picture = f"{name}-light.png" if f"{name}-light.png" in shots else f"{name}.png"
+        alt = html.escape(explorer.scene.text.partition("\n")[0], quote=True)
+        link = f'<p><a href="{name}.html">Open it</a>; it needs no kernel and no network.</p>'
+        body.append(f'<section><h2>{explorer.title}</h2>{link}<img src="{picture}" alt="{alt}"></section>')
+    style = ":root{color-scheme:light dark}body{font:14px/1.5 DejaVu Sans,Verdana,sans-serif;max-width:1280px;margin:20px auto;"
+    style += "padding:0 16px}img{max-width:100%}section{margin:0 0 40px}pre{white-space:pre-wrap}"
+    head = f'<meta charset="utf-8"><title>llmpar: gallery</title><style>{style}</style>'
+    text = f'<!doctype html><html lang="en"><head>{head}</head><body><main><h1>Gallery</h1>{"".join(body)}</main></body></html>'
+    (folder / "index.html").write_text(text, encoding="utf-8")
+    return folder / "index.html"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=OUT)
+    print(f"wrote {build(parser.parse_args().out)}")

@@ -1,0 +1,44 @@
+"""The gallery shows every drawing and explorer, and fetches nothing."""
+
+import importlib.util
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from llmpar import draw
+from llmpar.scene import Scene
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("gallery", ROOT / "slides" / "gallery.py")
+gallery = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gallery)
+
+
+def test_every_drawing_is_in_the_gallery():
+    functions = dict(inspect.getmembers(draw, inspect.isfunction))
+    home = {name: f for name, f in functions.items() if f.__module__ in ("llmpar.draw", "llmpar.charts")}
+    drawn = gallery.drawings()
+    assert {name for name, f in home.items() if f.__annotations__.get("return") == "Scene"} == set(drawn) - {"explorer's twin"}
+    assert all(isinstance(scene, Scene) and len(scene.text) > 40 for scene in drawn.values())
+
+
+def test_the_page_is_whole_without_a_browser(tmp_path, monkeypatch):
+    monkeypatch.setattr(gallery, "photograph", lambda folder: [])
+    monkeypatch.setattr(gallery, "EXPLORERS", {"ring-explorer": gallery.EXPLORERS["ring-explorer"]})
+    text = gallery.build(tmp_path).read_text()
+    for name in re.findall(r'(?:src|href)="([^"]*)"', text):
+        assert (tmp_path / name).is_file()
+    assert text.count("<section>") == len(gallery.drawings()) + len(gallery.EXPLORERS)
+
+
+@pytest.mark.browser
+def test_explorers_are_photographed(tmp_path, monkeypatch):
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    monkeypatch.setattr(gallery, "EXPLORERS", {"ring-explorer": gallery.EXPLORERS["ring-explorer"]})
+    gallery.EXPLORERS["ring-explorer"]().save(tmp_path / "ring-explorer.html")
+    shots = gallery.photograph(tmp_path)
+    if not shots:
+        pytest.skip("no Chromium is installed")
+    assert len(shots) == 2 and all(shot.stat().st_size > 10_000 for shot in shots)
