@@ -353,10 +353,7 @@ class Auto(Solo):
 
         return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends))
 
-    @property
-    def explicit(self) -> Solo:
-        """`Manual`: an island is inside shard_map."""
-        return Manual(self.plan)
+    explicit = property(lambda self: Manual(self.plan), doc="`Manual`: an island is inside shard_map.")
 
     def constrain(self, x, layout: Layout):
         """Pin a value's layout."""

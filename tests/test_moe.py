@@ -367,15 +367,15 @@ def test_experts_in_a_pipeline_give_the_dense_loss_and_gradients(plan):
 
 def test_the_bias_follows_the_load_and_balances_it():
     """Tokens prefer the first experts; the rule alone, at a learning rate of 0, makes their loads more equal."""
-    config = dataclasses.replace(MOE, experts=ExpertConfig(8, 2, score="sigmoid", bias_rate=0.02))
+    config = dataclasses.replace(MOE, experts=ExpertConfig(8, 2, score="sigmoid", bias_rate=0.001))
     step = Step(config, Plan("ep=2 fsdp=2"), make_mesh("ep=2 fsdp=2"), optax.adamw(0.0, weight_decay=0.0))
     state, found = step.init(0), []
-    for _ in range(30):
+    for _ in range(12):
         state, metrics = step.run(state, jax.device_put(batch(), step.batch_sharding))
         found.append(moe.summary(config.experts, metrics, 2)["expert_imbalance"])
     bias = np.asarray(state.params["blocks"]["experts"]["bias"])
-    assert found[-1] < 1.25 < 1.4 < found[0]
-    assert np.allclose(np.round(bias / 0.02), bias / 0.02, atol=1e-3) and np.abs(bias).max() > 0.02
+    assert found[-1] < 1.15 < 1.35 < found[0]
+    assert np.allclose(np.round(bias / 0.001), bias / 0.001, atol=1e-2) and np.abs(bias).max() > 0.005
 
 
 def test_the_summary_and_the_flow_of_a_step():
