@@ -115,6 +115,40 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     return compose(title, [items], "\n".join([*said, note]), [note])
 
 
+def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, axis: str = "ep") -> Scene:
+    """Which rank's tokens visit which expert: ``rows[rank][expert]`` is a number of rows. Lines are as thick as the flow; those
+    that cross between ranks have the axis's colour. Bars are the experts' loads, beside a ``capacity``.
+    """
+    ranks, experts = len(rows), len(rows[0])
+    load, total = [sum(row[e] for row in rows) for e in range(experts)], sum(map(sum, rows))
+    h, left, right = 30, text_width("rank 00") + 12, text_width("rank 00") + 300
+    gap, most, wide, items = h * experts / ranks, max([*load, capacity or 0, 1]), 200, list[Rect | Line | Text]()
+    thick = (h - 6) / max([*load, *map(sum, rows), 1])  # per row: what leaves or arrives lies side by side
+    arrived = [h * (e + 0.5) - thick * n / 2 for e, n in enumerate(load)]
+    for r, row in enumerate(rows):
+        y = gap * (r + 0.5) - thick * sum(row) / 2
+        for e, n in enumerate(row):
+            ends = ((left, y + thick * n / 2), (right - 70, arrived[e] + thick * n / 2))
+            items += [Line(ends, "s2" if e // experts_per_rank == r else f"{axis}-line", thick * n)] * (n > 0)
+            y, arrived[e] = y + thick * n, arrived[e] + thick * n
+    for r in range(ranks):
+        items.append(Text(left - 10, gap * (r + 0.5), f"rank {r}", anchor="end"))
+    for e, n in enumerate(load):
+        y = h * e
+        items.append(small(right - 64, y + h / 2, f"expert {e}", "start", "ink"))
+        items.append(Rect(right, y + 4, wide * n / most, h - 8, axis, f"{axis}-line"))
+        items.append(small(right + wide + 10, y + h / 2, many(n, "row"), "start", "ink"))
+    if capacity is not None:
+        x = right + wide * capacity / most
+        items += [Line(((x, -4), (x, h * experts + 4)), "ink", 2, dash=True), small(x, -12, f"capacity {capacity:g}")]
+    away = sum(n for r, row in enumerate(rows) for e, n in enumerate(row) if e // experts_per_rank != r)
+    busiest = max(load) * experts / max(total, 1)
+    note = f"{away} of {total} rows change their rank; the busiest expert has {busiest:.2f} × the mean."
+    said = [f"rank {r}: " + ", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for r, row in enumerate(rows)]
+    said.append("load: " + " ".join(map(str, load)) + (f", capacity {capacity:g}" if capacity is not None else ""))
+    return compose(f"Tokens on their way to {many(experts, 'expert')}", [items], "\n".join([*said, note]), [note])
+
+
 # -------------------------------------------------------------------------------------------------- when, and how much
 
 

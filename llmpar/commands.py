@@ -50,6 +50,8 @@ class StepOptions:
         loss_chunks: pieces of the sequence whose logits exist one after the other.
         ffn_chunks: pieces of the sequence that go through a feed-forward one after the other.
         sequence: attention where sp cuts the sequence: pass keys around a ring, exchange positions for heads, or gather.
+        dispatch: send tokens to experts in all slots of a buffer, or in the full ones only (not on CPUs).
+        grouped: multiply tokens by their experts in a loop over blocks, or by ragged_dot.
         order: how positions are dealt to the ranks of sp.
         attention_block: queries and keys per block of attention; it must divide what a device holds.
         attention_kernel: who computes attention to whole sequences: this package, cuDNN, or plain XLA.
@@ -76,6 +78,8 @@ class StepOptions:
     loss_chunks: int = 1
     ffn_chunks: int = 1
     sequence: Literal["ring", "ulysses", "gather"] = "ring"
+    dispatch: Literal["padded", "ragged"] = "padded"
+    grouped: Literal["blocks", "ragged_dot"] = "blocks"
     order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     attention_block: int | None = None
     attention_kernel: Literal["portable", "cudnn", "xla"] = "portable"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -19,11 +21,88 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class ExpertConfig:
+    """A mixture of experts in every layer. `ModelConfig.ffn_width` is the width of one expert.
+
+    Attributes:
+        num, chosen: experts of a layer, and how many of them a token visits (the field's E and k).
+        shared: experts that every token visits besides.
+        score: what makes affinities of the router's logits: ``softmax`` over all, or a ``sigmoid`` of each (DeepSeek-V3).
+        renormalise: the chosen experts' weights add up to one (Mixtral: the same as a softmax over the chosen logits).
+        scale: factor on the weights of the chosen.
+        bias_rate: None, or the step of a bias that takes part in choosing but not in weighing, and that rises for experts
+            with less than the mean load and falls for the others (Wang et al. 2024, balancing without a loss).
+        groups, groups_chosen: node-limited routing: only the best groups of experts are open to a token, a group being
+            worth the sum of its two best affinities (DeepSeek-V3 2024, section 2.1.2).
+        balance, z: coefficients of the balance loss (`moe.route`) and of the router's z loss.
+        capacity_factor: None drops no token; else an expert takes this times its even share of each piece of a row that a
+            device holds, the first to come, and the others go without it.
+        dense_layers, dense_width: the first layers with an ordinary feed-forward of that width.
+    """
+
+    num: int
+    chosen: int
+    shared: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalise: bool = True
+    scale: float = 1.0
+    bias_rate: float | None = None
+    groups: int = 1
+    groups_chosen: int = 1
+    balance: float = 0.0
+    z: float = 0.0
+    capacity_factor: float | None = None
+    dense_layers: int = 0
+    dense_width: int = 0
+
+    def __post_init__(self):
+        if not 1 <= self.chosen <= self.num:
+            raise ValueError(f"a token cannot visit {self.chosen} of {self.num} experts; choose from 1 to {self.num}")
+        if self.num % self.groups or not 1 <= self.groups_chosen <= self.groups:
+            raise ValueError(f"{self.num} experts cannot be routed in {self.groups_chosen} of {self.groups} equal groups")
+        if self.chosen > self.num // self.groups * self.groups_chosen:
+            raise ValueError(
+                f"{self.groups_chosen} of {self.groups} groups hold {self.num // self.groups * self.groups_chosen} experts, "
+                f"fewer than the {self.chosen} that a token visits; choose more groups"
+            )
+
+    def capacity(self, tokens: int) -> int:
+        """How many of a piece's ``tokens`` an expert takes (Fedus et al. 2021, eq. 3, with k choices a token)."""
+        if self.capacity_factor is None:
+            return tokens
+        return min(tokens, math.ceil(round(self.chosen * tokens * self.capacity_factor / self.num, 9)))
+
+    def slots(self, tokens: int, pieces: int, ranks: int) -> tuple[int, int]:
+        """(blocks, rows of a block) that a device with ``tokens`` tokens in ``pieces`` pieces keeps for each of ``ranks``.
+
+        Enough for the worst case. The rows of one expert fill whole blocks, so at most 1/16 of k·tokens is padding
+        where tokens are many; a block has 4 to 128 rows.
+        """
+        block = 4
+        while block < 128 and 32 * block * self.num <= tokens * self.chosen:
+            block *= 2
+        here = self.num // ranks
+        most = pieces * self.capacity(tokens // pieces)  # for one expert
+        rows = min(tokens * min(self.chosen, here), most * here)
+        return min((rows + here * (block - 1)) // block, here * -(-most // block)), block
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): counted, but not implemented."""
+
+    q_rank: int
+    kv_rank: int
+    rope_width: int
+    value_width: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A Llama-family model: grouped-query attention, RoPE, SwiGLU, RMSNorm; Qwen's biases and norms by choice.
 
     ``window`` is Mistral's sliding window (None: full causal attention). ``init_scale`` is the standard deviation of fresh
-    weights.
+    weights. With ``experts`` every feed-forward is a mixture of them.
     """
 
     name: str
@@ -42,6 +121,8 @@ class ModelConfig:
     qk_norm: bool = False
     window: int | None = None
     init_scale: float = 0.02
+    experts: ExpertConfig | None = None
+    latent: LatentAttention | None = None
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -56,6 +137,12 @@ class ModelConfig:
         >>> preset("tiny").param_shapes()["blocks.ffn.gate"]
         ('ffn l d m', (4, 64, 128))
         """
+        if self.latent or self.experts and self.experts.dense_layers:
+            why = "latent attention and leading dense layers are counted but not implemented"
+            raise ValueError(f"'{self.name}' cannot run here: {why}; use mixtral-8x7b or qwen3-30b-a3b, or a dense model")
+        return self._shapes()
+
+    def _shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         l, d, m, v = self.num_layers, self.width, self.ffn_width, self.vocab_size
         n, k, h = self.num_heads, self.num_kv_heads, self.head_width
         block = {
@@ -65,10 +152,19 @@ class ModelConfig:
             "attention.v": ("attention d k h", (d, k, h)),
             "attention.o": ("attention n h d", (n, h, d)),
             "ffn_norm.scale": ("stream d", (d,)),
-            "ffn.gate": ("ffn d m", (d, m)),
-            "ffn.up": ("ffn d m", (d, m)),
-            "ffn.down": ("ffn m d", (m, d)),
         }
+        ffn = {"gate": ("ffn d m", (d, m)), "up": ("ffn d m", (d, m)), "down": ("ffn m d", (m, d))}
+        if how := self.experts:
+            e = how.num
+            block |= {"experts.router": ("stream d e", (d, e))}
+            block |= {f"experts.{x}": (f"experts e {dims[4:]}", (e, *shape)) for x, (dims, shape) in ffn.items()}
+            if how.bias_rate is not None:
+                block["experts.bias"] = ("stream e", (e,))
+            wide = lambda shape: tuple(n * how.shared if n == m else n for n in shape)
+            if how.shared:
+                block |= {f"experts.shared.{x}": (dims, wide(shape)) for x, (dims, shape) in ffn.items()}
+        else:
+            block |= {f"ffn.{x}": weight for x, weight in ffn.items()}
         if self.qkv_bias:
             heads = (("q", "n", n), ("k", "k", k), ("v", "k", k))
             block |= {f"attention.{x}_bias": (f"attention {dim} h", (num, h)) for x, dim, num in heads}
@@ -84,13 +180,25 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """The exact number of parameters; tied embeddings are counted once."""
-        total = 0
-        for _, shape in self.param_shapes().values():
-            size = 1
-            for n in shape:
-                size *= n
-            total += size
-        return total
+        sizes = {path: math.prod(shape) for path, (_, shape) in self._shapes().items()}
+        layers, how = self.num_layers, self.experts
+        if latent := self.latent:
+            sizes = {path: size for path, size in sizes.items() if not path.startswith("blocks.attention.")}
+            query, width, n = self.head_width, self.width, self.num_heads
+            down = width * (latent.q_rank + latent.kv_rank + latent.rope_width) + latent.q_rank + latent.kv_rank
+            up = n * (latent.q_rank * query + latent.kv_rank * (query - latent.rope_width + latent.value_width))
+            sizes["attention"] = layers * (down + up + n * latent.value_width * width)
+        if how and how.dense_layers:
+            sparse = sum(size for path, size in sizes.items() if path.startswith("blocks.experts."))
+            sizes["dense"] = how.dense_layers * (3 * self.width * how.dense_width - sparse // layers)
+        return sum(sizes.values())
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that take part for one token: all but those of the experts that it does not visit."""
+        how = self.experts or ExpertConfig(1, 1)
+        idle = (how.num - how.chosen) * 3 * self.width * self.ffn_width
+        return self.num_params - (self.num_layers - how.dense_layers) * idle
 
 
 def _model(name, vocab, width, layers, heads, kv_heads, ffn, head_width=None, **more) -> ModelConfig:
@@ -102,6 +210,12 @@ _LLAMA31 = dict(rope_theta=500_000.0, rope_scaling=RopeScaling())
 _LLAMA32 = dict(rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0), tied=True)
 _QWEN2 = dict(rope_theta=1e6, norm_eps=1e-6, qkv_bias=True)
 _QWEN3 = dict(rope_theta=1e6, norm_eps=1e-6, qk_norm=True, head_width=128)
+_MIXTRAL = dict(rope_theta=1e6, experts=ExpertConfig(8, 2, balance=0.02))
+_DEEPSEEK = dict(
+    head_width=192, norm_eps=1e-6, latent=LatentAttention(1536, 512, 64, 128),
+    experts=ExpertConfig(256, 8, shared=1, score="sigmoid", scale=2.5, bias_rate=0.001, groups=8, groups_chosen=4,
+                         balance=1e-4, dense_layers=3, dense_width=18_432),
+)  # fmt: skip
 
 PRESETS: dict[str, ModelConfig] = {
     c.name: c
@@ -109,6 +223,7 @@ PRESETS: dict[str, ModelConfig] = {
         # sizes for lessons: every dim divides by 8, so that any mesh of 8 devices can be tried
         _model("tiny", 264, 64, 4, 16, 8, 128),
         _model("tiny-tied", 264, 64, 4, 8, 8, 128, tied=True),
+        _model("tiny-moe", 264, 64, 4, 16, 8, 64, experts=ExpertConfig(8, 2, balance=0.01, z=0.001)),
         _model("small", 4096, 256, 8, 8, 8, 768),
         _model("gpt2-scale", 50_304, 768, 12, 12, 12, 2048, tied=True),
         _model("llama2-7b", 32_000, 4096, 32, 32, 32, 11_008),
@@ -135,9 +250,14 @@ PRESETS: dict[str, ModelConfig] = {
         _model("qwen3-8b", 151_936, 4096, 36, 32, 8, 12_288, **_QWEN3),
         _model("qwen3-14b", 151_936, 5120, 40, 40, 8, 17_408, **_QWEN3),
         _model("qwen3-32b", 151_936, 5120, 64, 64, 8, 25_600, **_QWEN3),
+        _model("qwen3-30b-a3b", 151_936, 2048, 48, 32, 4, 768, experts=ExpertConfig(128, 8, balance=0.001), **_QWEN3),
+        _model("mixtral-8x7b", 32_000, 4096, 32, 32, 8, 14_336, **_MIXTRAL),
+        _model("mixtral-8x22b", 32_000, 6144, 56, 48, 8, 16_384, **_MIXTRAL),
+        _model("deepseek-v3", 129_280, 7168, 61, 128, 128, 2048, **_DEEPSEEK),
     )
 }
-"""Public models as their authors' published configurations give them (Meta, Mistral AI and Qwen model cards, 2023 to 2025)."""
+"""Public models as their authors' published configurations give them (model cards of Meta, Mistral AI, Qwen and DeepSeek,
+2023 to 2025)."""
 
 
 def preset(name: str) -> ModelConfig:
@@ -161,7 +281,8 @@ class _Card(dict):
 
 
 def from_hugging_face(path: str) -> ModelConfig:
-    """Read a Llama, Mistral, Qwen2 or Qwen3 ``config.json``; refuse what the model cannot do, naming the key."""
+    """Read a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE ``config.json``; refuse what the model cannot do, naming the
+    key."""
     try:
         raw = json.loads(pathlib.Path(path).read_text(), object_hook=lambda entries: _Card(entries, path=path))
         if not isinstance(raw, dict):
@@ -169,8 +290,9 @@ def from_hugging_face(path: str) -> ModelConfig:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read a model configuration from '{path}': {error}") from error
     kind = raw.get("model_type")
-    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
-        raise ValueError(f"model_type '{kind}' in '{path}' is not one of llama, mistral, qwen2, qwen3")
+    kinds = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+    if kind not in kinds:
+        raise ValueError(f"model_type '{kind}' in '{path}' is not one of {', '.join(kinds)}")
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is")
     if raw.get("mlp_bias") or (kind != "qwen2" and raw.get("attention_bias")):
@@ -184,13 +306,26 @@ def from_hugging_face(path: str) -> ModelConfig:
         scaling = RopeScaling(
             rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
         )
-    window = raw.get("sliding_window") if kind == "mistral" or raw.get("use_sliding_window") else None
-    if window and kind != "mistral":  # Qwen: only layers from max_window_layers (28 where unsaid) on have the window
+    ours = kind in ("mistral", "mixtral")
+    window = raw.get("sliding_window") if ours or raw.get("use_sliding_window") else None
+    if window and not ours:  # Qwen: only layers from max_window_layers (28 where unsaid) on have the window
         sliding = [i >= raw.get("max_window_layers", 28) for i in range(raw["num_hidden_layers"])]
         sliding = [t == "sliding_attention" for t in raw.get("layer_types") or []] or sliding
         if any(sliding) and not all(sliding):
             raise ValueError(f"'{path}' has a window in {sum(sliding)} of {len(sliding)} layers; use one in all or none")
         window = window if any(sliding) else None
+    if kind == "qwen3_moe" and (raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers")):
+        raise ValueError(f"'{path}' has layers without experts (decoder_sparse_step, mlp_only_layers); use experts in all")
+    experts = None
+    if kind in ("mixtral", "qwen3_moe"):
+        experts = ExpertConfig(
+            num=raw.get("num_experts") or raw["num_local_experts"],
+            chosen=raw["num_experts_per_tok"],
+            renormalise=kind == "mixtral" or raw.get("norm_topk_prob", False),
+            balance=raw.get("router_aux_loss_coef", 0.001),
+            z=raw.get("router_z_loss_coef", 0.0),
+            capacity_factor=raw.get("expert_capacity_factor"),
+        )
     heads = raw["num_attention_heads"]
     return ModelConfig(
         name=pathlib.Path(path).parent.name or kind,
@@ -200,13 +335,14 @@ def from_hugging_face(path: str) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
         head_width=raw.get("head_dim") or raw["hidden_size"] // heads,
-        ffn_width=raw["intermediate_size"],
+        ffn_width=raw["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
         rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
         rope_scaling=scaling,
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         tied=raw.get("tie_word_embeddings", False),
         qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind.startswith("qwen3"),
+        experts=experts,
         window=window,
         init_scale=raw.get("initializer_range", 0.02),
     )
@@ -214,4 +350,4 @@ def from_hugging_face(path: str) -> ModelConfig:
 
 def describe(config: ModelConfig) -> dict:
     """The configuration as plain data, with its number of parameters."""
-    return dataclasses.asdict(config) | {"params": config.num_params, "active_params": config.num_params}
+    return dataclasses.asdict(config) | {"params": config.num_params, "active_params": config.active_params}

@@ -267,9 +267,18 @@ def ulysses_elements(tokens, d, sp, kv_ratio=1.0):
     return tokens * d * (2 + 2 * kv_ratio) / sp
 
 
-def moe_elements(tokens, d, topk, ep):
-    """2 k tokens d (EP-1)/EP: dispatch and combine of one layer forward, for the device's tokens; the same backward."""
-    return 2 * topk * tokens * d * (ep - 1) / ep
+def moe_elements(tokens, d, topk, ep, at_home=None):
+    """2 k tokens d (EP-1)/EP: dispatch and combine of one layer forward, for the device's tokens; the same backward.
+    `at_home`: the share of rows whose expert is on their own rank, 1/EP if all are equally likely, more with locality."""
+    return 2 * topk * tokens * d * (1 - (1 / ep if at_home is None else at_home))
+
+
+def expert_nodes(experts, topk, nodes):
+    """Nodes on which a token's k experts lie, on average, if all are equally likely: n (1 - C(E - E/n, k) / C(E, k)).
+
+    A token sent once to each node crosses that often. Node-limited routing (DeepSeek-V3): count the open nodes alone.
+    """
+    return nodes * (1 - math.comb(experts - experts // nodes, topk) / math.comb(experts, topk))
 
 
 def expert_capacity(tokens, experts, factor, topk=1):
@@ -285,9 +294,9 @@ def copies(mesh_axes, cut_axes):
 # ---------------------------------------------------------------- thresholds
 
 
-def critical_batch(flops_per_s, hbm_bytes_per_s, weight_bytes=2):
-    """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d, f: bytes C / 2W (Book, roofline chapter)."""
-    return weight_bytes * flops_per_s / (2 * hbm_bytes_per_s)
+def critical_batch(flops_per_s, hbm_bytes_per_s, weight_bytes=2, experts=1, topk=1):
+    """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d, f: bytes C / 2W, times E/k (Book, rooflines)."""
+    return experts / topk * weight_bytes * flops_per_s / (2 * hbm_bytes_per_s)
 
 
 def matmul_critical_batch(d, f, flops_per_s, hbm_bytes_per_s, bytes_each=1):

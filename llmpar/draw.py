@@ -20,6 +20,7 @@ from itertools import product as every
 # isort: off
 from llmpar.charts import (  # noqa: F401  offered from here
     collectives, live_blocks, loss_curve, many, memory_bars, overlap, ring_steps, some, time_bars, timetable,
+    token_flow,
 )  # fmt: skip
 # isort: on
 from llmpar.grid import groups

@@ -1,13 +1,14 @@
-"""Weights of Llama, Mistral, Qwen2 and Qwen3 as Hugging Face stores them: safetensors in and out.
+"""Weights of Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE as Hugging Face stores them: safetensors in and out.
 
-They keep one tensor per layer, and a projection as [out, in] with its heads merged; we stack the layers and keep heads
-apart. `NAMES` says theirs in our letters: ``(n h) d`` has one dim made of heads times head width. A load reads only a
-device's own rows and columns out of the memory-mapped files, so no host holds the whole model. (Only a shard cut along
-``h`` is read with its whole heads and cut afterwards.)
+They keep one tensor per layer and expert, and a projection as [out, in] with its heads merged; we stack layers and experts
+and keep heads apart. `NAMES` says theirs in our letters: ``(n h) d`` has one dim made of heads times head width. A load
+reads only a device's own rows and columns out of the memory-mapped files, so no host holds the whole model. (Only a shard
+cut along ``h`` is read with its whole heads and cut afterwards.)
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pathlib
@@ -44,23 +45,41 @@ NAMES = {
     "blocks.ffn.gate": ("model.layers.{}.mlp.gate_proj.weight", "m d"),
     "blocks.ffn.up": ("model.layers.{}.mlp.up_proj.weight", "m d"),
     "blocks.ffn.down": ("model.layers.{}.mlp.down_proj.weight", "d m"),
+    "blocks.experts.router": ("model.layers.{}.mlp.gate.weight", "e d"),
+    "blocks.experts.bias": ("model.layers.{}.mlp.gate.e_score_correction_bias", "e"),
+    "blocks.experts.gate": ("model.layers.{}.mlp.experts.{}.gate_proj.weight", "m d"),
+    "blocks.experts.up": ("model.layers.{}.mlp.experts.{}.up_proj.weight", "m d"),
+    "blocks.experts.down": ("model.layers.{}.mlp.experts.{}.down_proj.weight", "d m"),
+    "blocks.experts.shared.gate": ("model.layers.{}.mlp.shared_experts.gate_proj.weight", "m d"),
+    "blocks.experts.shared.up": ("model.layers.{}.mlp.shared_experts.up_proj.weight", "m d"),
+    "blocks.experts.shared.down": ("model.layers.{}.mlp.shared_experts.down_proj.weight", "d m"),
 }
-"""Path of each weight here to its name (``{}`` is the layer) and dims there."""
+"""Path of each weight here to its name (``{}`` is the layer, then the expert) and dims there."""
+MIXTRAL = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""What Mixtral calls otherwise."""
 
 
 class _Weight:
     """One of our weights, and the tensors that it is made of."""
 
-    def __init__(self, path: str, dims: str, shape: tuple[int, ...]):
-        name, theirs = NAMES[path]
+    def __init__(self, path: str, dims: str, shape: tuple[int, ...], other_words: dict[str, str]):
+        self.name, theirs = NAMES[path]
+        for ours, other in other_words.items():
+            self.name = self.name.replace(ours, other)
         self.letters, self.shape = dims.split()[1:], shape
         self.sizes = dict(zip(self.letters, shape, strict=True))
         self.groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w", theirs)]
-        self.names = [name.format(i) for i in range(self.sizes.get("l", 1))]
+        self.stacked = self.letters[: self.name.count("{}")]  # dims with a tensor for each index: layers, experts
+        self.names = self.named({x: slice(self.sizes[x]) for x in self.stacked})
         self.their_shape = tuple(product(self.sizes[x] for x in group) for group in self.groups)
 
+    def named(self, cut: dict[str, slice]) -> list[str]:
+        """The names of the tensors of a block."""
+        indices = (range(self.sizes[x])[cut[x]] for x in self.stacked)
+        return [self.name.format(*numbers) for numbers in itertools.product(*indices)]
+
     def read(self, tensors: Mapping, index: Sequence[slice], dtype: np.dtype) -> np.ndarray:
-        """The block of this weight that ``index`` cuts out, stacked over its layers."""
+        """The block of this weight that ``index`` cuts out, stacked over its layers and experts."""
         cut = {x: slice(*s.indices(self.sizes[x])) for x, s in zip(self.letters, index, strict=True)}
         region, parts, inner, letters = [], [], [], [x for group in self.groups for x in group]
         for first, *rest in self.groups:
@@ -69,14 +88,17 @@ class _Weight:
             parts += [cut[first].stop - cut[first].start, *(self.sizes[x] for x in rest)]
             inner += [slice(None), *(cut[x] for x in rest)]
         out = np.empty([cut[x].stop - cut[x].start for x in self.letters], dtype)
-        for layer, name in zip(out if "l" in cut else [out], self.names[cut.get("l", slice(1))], strict=True):
+        own = self.letters[len(self.stacked) :]
+        layers = out.reshape(-1, *(cut[x].stop - cut[x].start for x in own))
+        for layer, name in zip(layers, self.named(cut), strict=True):
             piece = tensors[name][tuple(region)].reshape(parts)[tuple(inner)]
-            layer[...] = piece.transpose([letters.index(x) for x in self.letters if x != "l"])
+            layer[...] = piece.transpose([letters.index(x) for x in own])
         return out
 
     def write(self, value: np.ndarray) -> dict[str, np.ndarray]:
         """The tensors of this weight. Contiguous copies: safetensors 0.8 writes transposed views in the wrong order."""
-        layers, letters = (value, self.letters[1:]) if "l" in self.sizes else (value[None], self.letters)
+        letters = self.letters[len(self.stacked) :]
+        layers = value.reshape(-1, *(self.sizes[x] for x in letters))
         order = [letters.index(x) for group in self.groups for x in group]
         tensors = (np.ascontiguousarray(layer.transpose(order).reshape(self.their_shape)) for layer in layers)
         return dict(zip(self.names, tensors, strict=True))
@@ -94,7 +116,15 @@ class _Weight:
 
 
 def _weights(config: ModelConfig) -> dict[str, _Weight]:
-    return {path: _Weight(path, dims, shape) for path, (dims, shape) in config.param_shapes().items()}
+    words = MIXTRAL if _kind(config) == "mixtral" else {}
+    return {path: _Weight(path, dims, shape, words) for path, (dims, shape) in config.param_shapes().items()}
+
+
+def _kind(config: ModelConfig) -> str:
+    """The family's name there."""
+    if config.experts:
+        return "qwen3_moe" if config.qk_norm else "mixtral"
+    return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "mistral" if config.window else "llama"
 
 
 def from_state_dict(
@@ -188,11 +218,14 @@ def _files(source: pathlib.Path) -> list[pathlib.Path]:
 
 def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     """What :func:`llmpar.config.from_hugging_face` reads back as this model, and `transformers` as the same."""
-    kind = "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "mistral" if config.window else "llama"
+    kind, how = _kind(config), config.experts
+    config.param_shapes()  # refuses what is only counted
     if config.qkv_bias and config.qk_norm:
         raise ValueError(f"'{config.name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms")
+    if how and (config.qkv_bias or how.shared or how.score != "softmax" or how.bias_rate is not None or how.scale != 1):
+        raise ValueError(f"'{config.name}' routes as neither Mixtral nor Qwen3-MoE does; those use a softmax over experts")
     raw = {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"], "model_type": kind, "hidden_act": "silu",
+        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"], "model_type": kind, "hidden_act": "silu",
         "vocab_size": config.vocab_size, "hidden_size": config.width, "intermediate_size": config.ffn_width,
         "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_width, "rms_norm_eps": config.norm_eps,
@@ -200,6 +233,11 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
     if config.window:  # Qwen's layers from max_window_layers on have it
         raw |= {"sliding_window": config.window, "use_sliding_window": True, "max_window_layers": 0}
+    if how:
+        raw |= {"num_experts_per_tok": how.chosen, "router_aux_loss_coef": how.balance, "norm_topk_prob": how.renormalise}
+        raw |= {"moe_intermediate_size": config.ffn_width, "num_experts": how.num, "num_local_experts": how.num}
+        raw |= {"router_z_loss_coef": how.z} if how.z else {}
+        raw |= {"expert_capacity_factor": how.capacity_factor} if how.capacity_factor else {}
     if scaling := config.rope_scaling:
         raw["max_position_embeddings"] = int(scaling.factor * scaling.original_context)
         raw["rope_scaling"] = {

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from llmpar import attention
-from llmpar.config import ModelConfig
+from llmpar import attention, moe
+from llmpar.config import ExpertConfig, ModelConfig
 
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents, from 1)."""
@@ -104,19 +104,60 @@ def attend(q, k, v, ids, mask: attention.Mask, par):
 class FeedForward(nnx.Module):
     """SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        d, m = config.width, config.ffn_width
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, width: int | None = None):
+        d, m = config.width, width or config.ffn_width
         self.gate = param(rngs, "ffn d m", (d, m), config.init_scale)
         self.up = param(rngs, "ffn d m", (d, m), config.init_scale)
         self.down = param(rngs, "ffn m d", (m, d), config.init_scale / (2 * config.num_layers) ** 0.5)
 
     def __call__(self, x, par):
         x = par.move(x, "stream b s d -> ffn b s d")
+        return par.move(self.inside(x, par), "ffn b s d +m -> stream b s d")
+
+    def inside(self, x, par):
+        """The three products and what is between them; the sum over m is unfinished."""
         gate, up, down = (par.weight(w) for w in (self.gate, self.up, self.down))
         mix = lambda x: (jax.nn.silu(x @ gate) * (x @ up)) @ down
         chunks = par.plan.ffn_chunks
-        y = par.chunked(mix, x, chunks) if chunks > 1 else mix(x)
-        return par.move(y, "ffn b s d +m -> stream b s d")
+        return par.chunked(mix, x, chunks) if chunks > 1 else mix(x)
+
+
+class Experts(nnx.Module):
+    """A mixture of experts (Shazeer et al. 2017): each token visits a few of many feed-forwards, as its router chooses."""
+
+    def __init__(self, config: ModelConfig, how: ExpertConfig, rngs: nnx.Rngs):
+        d, m, e, self.how = config.width, config.ffn_width, how.num, how
+        self.router = param(rngs, "stream d e", (d, e), config.init_scale)
+        self.gate = param(rngs, "experts e d m", (e, d, m), config.init_scale)
+        self.up = param(rngs, "experts e d m", (e, d, m), config.init_scale)
+        self.down = param(rngs, "experts e m d", (e, m, d), config.init_scale / (2 * config.num_layers) ** 0.5)
+        if how.bias_rate is not None:
+            self.bias = nnx.Param(jnp.zeros(e), dims="stream e")
+        if how.shared:
+            self.shared = FeedForward(config, rngs, how.shared * m)
+
+    def __call__(self, x, par):
+        """The weighted sum of the chosen experts (and of the shared ones), and what the router tells: whom it chose, and the
+        losses and tally of `moe.route`."""
+        logits = jnp.einsum("bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32)
+        bias = [] if self.how.bias_rate is None else [par.weight(self.bias)]
+        told = {"loss": "stream b s", "tally": "stream e +b +s"}
+        route = par.local(
+            functools.partial(moe.route, self.how, par.explicit),
+            ["stream b s e", *["stream e"] * len(bias)], ("stream b s e", "stream b s e", told),
+        )  # fmt: skip
+        weights, chosen, told = route(logits, *bias)
+        told = told | {"chosen": chosen}
+        x = par.move(x, "stream b s d -> ffn b s d")
+        weights, chosen = (par.move(y, "stream b s e -> ffn b s e") for y in (weights, chosen))
+        visit = par.local(
+            functools.partial(moe.visit, self.how, par.explicit),
+            ["ffn b s d", "ffn b s e", "ffn b s e", "experts e d m", "experts e d m", "experts e m d"], "ffn b s d +m",
+        )  # fmt: skip
+        y = visit(x, weights, chosen, *(par.weight(w) for w in (self.gate, self.up, self.down)))
+        if self.how.shared:
+            y = y + self.shared.inside(x, par)
+        return par.move(y, "ffn b s d +m -> stream b s d"), told
 
 
 class Block(nnx.Module):
@@ -126,11 +167,18 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm("stream d", config.width, config.norm_eps, rngs)
         self.attention = Attention(config, rngs)
         self.ffn_norm = RMSNorm("stream d", config.width, config.norm_eps, rngs)
-        self.ffn = FeedForward(config, rngs)
+        if config.experts:
+            self.experts = Experts(config, config.experts, rngs)
+        else:
+            self.ffn = FeedForward(config, rngs)
+        self.config = config
 
     def __call__(self, x, ids, rope, par):
+        """The stream after the layer, and what its router tells; None without one."""
         x = x + self.attention(self.attention_norm(x, par), ids, rope, par)
-        return x + self.ffn(self.ffn_norm(x, par), par)
+        y = self.ffn_norm(x, par)
+        y, told = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
+        return x + y, told
 
 
 class Llama(nnx.Module):
@@ -159,11 +207,12 @@ class Llama(nnx.Module):
         return par.move(x, "vocab b s d +v -> stream b s d")
 
     def hidden(self, embedding, batch: Batch, par):
-        """The residual stream after the last block and norm, ``b s d``."""
-        return self.norm(self.run(self.embed(embedding, batch, par), batch, par, par.layers), par)
+        """The residual stream after the last block and norm, ``b s d``, and what the layers' routers tell."""
+        x, told = self.run(self.embed(embedding, batch, par), batch, par, par.layers)
+        return self.norm(x, par), told
 
     def run(self, x, batch: Batch, par, layers):
-        """The residual stream after the blocks that are here, run one after the other by ``layers``."""
+        """The residual stream after the blocks that are here, run one after the other by ``layers``, and what they tell."""
         graph, weights = nnx.split(self.blocks)
         rope = rope_table(self.config, batch["positions"])
         keys = [par.move(batch[name], "data b s -> keys b s") for name in ("positions", "segments")]
@@ -175,13 +224,26 @@ class Llama(nnx.Module):
         return layers(block, x, weights)
 
     def losses(self, batch: Batch, par):
-        """The cross-entropy of every target in nats, ``b s`` float32, 0 where the target is -1.
+        """The cross-entropy of every target in nats, ``b s`` float32, 0 where the target is -1: see `observed`."""
+        return self.observed(batch, par)[0]
+
+    def summed(self, batch: Batch, par):
+        """What training makes small, summed over the tokens here: the cross-entropies and the routers' own losses. And the
+        routers' tally, ``l e`` (None without experts)."""
+        losses, told = self.observed(batch, par)
+        if told is None:
+            return losses.sum(), None
+        return losses.sum() + self.routed(told["loss"].sum(0), batch, par).sum(), told["tally"]
+
+    def observed(self, batch: Batch, par):
+        """The cross-entropies ``b s``, and what the routers tell (None without experts).
 
         Devices that hold a block of the vocabulary exchange three numbers per token (the maximum, the sum of exponentials,
         the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
         """
         embedding, head = self.tables(par)
-        x = par.move(self.hidden(embedding, batch, par), "stream b s d -> vocab b s d")
+        x, told = self.hidden(embedding, batch, par)
+        x = par.move(x, "stream b s d -> vocab b s d")
 
         def piece(inputs):
             x, targets = inputs
@@ -194,12 +256,17 @@ class Llama(nnx.Module):
             target = par.move(hit.sum(-1), "vocab b s +v -> data b s")
             return jnp.where(targets >= 0, jnp.log(total) - target, 0)
 
-        return par.chunked(piece, (x, batch["targets"]), par.plan.loss_chunks)
+        return par.chunked(piece, (x, batch["targets"]), par.plan.loss_chunks), told
+
+    def routed(self, loss, batch: Batch, par):
+        """The routers' own losses ``b`` from those of the tokens ``b s``: of those that have a target."""
+        counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
+        return par.move(jnp.where(counted, loss, 0).sum(1), "stream b +s -> data b +s")
 
     def logits(self, batch: Batch, par):
         """All logits, ``b s v`` float32, gathered: for parity tests and sampling, not for training."""
         embedding, head = self.tables(par)
-        x = par.move(self.hidden(embedding, batch, par), "stream b s d -> vocab b s d")
+        x = par.move(self.hidden(embedding, batch, par)[0], "stream b s d -> vocab b s d")
         return par.move(jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32), "vocab b s v -> data b s v")
 
 

@@ -32,7 +32,7 @@ AXES = {
 DIMS = {
     "b": "batch", "s": "query positions", "t": "key positions", "d": "model width", "n": "query heads", "k": "KV heads",
     "r": "query heads per KV head", "h": "head width", "m": "feed-forward width", "e": "experts", "v": "vocabulary",
-    "l": "layers", "u": "microbatches",
+    "c": "slots for tokens on their way to experts", "l": "layers", "u": "microbatches",
 }  # fmt: skip
 """The tensor dims."""
 

@@ -50,6 +50,10 @@ class Solo:
         """``x`` itself: it is where it should be."""
         return x
 
+    def ragged(self, x, full, arrow: str):
+        """As `move`."""
+        return x
+
     def max(self, x, arrow: str):
         """``x`` itself, behind a stop_gradient."""
         return lax.stop_gradient(x)
@@ -62,9 +66,18 @@ class Solo:
         """The mesh axes that cut the layout's one dim, for an island that must name them; none on one device."""
         return ()
 
-    def local(self, f, layouts: list[str], result: str):
-        """``f`` as a function of whole values laid out as ``layouts`` say, giving one laid out as ``result``."""
+    def parts(self, layout: str) -> int:
+        """How many blocks the layout's one dim is cut into."""
+        return product(self.plan.mesh.sizes[a] for a in self.axes(layout))
+
+    def local(self, f, layouts: list[str], result):
+        """``f`` as a function of whole values laid out as ``layouts`` say, giving one laid out as ``result`` (or several)."""
         return f
+
+    @property
+    def explicit(self) -> Solo:
+        """The reading for moves inside an island, where a device sees its blocks only."""
+        return self
 
     @contextlib.contextmanager
     def repeated(self, times: int):
@@ -77,7 +90,8 @@ class Solo:
         yield
 
     def layers(self, block, x, stack):
-        """Run ``block(x, weights)`` once per layer: a scan over the leading dim of ``stack``, rematerialised as planned."""
+        """Run ``x, told = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``, rematerialised as
+        planned. What the layers told is stacked."""
         plan = self.plan
         if plan.remat == "block":
             keep = plan.zero == 3 and plan.regather == "keep"
@@ -87,7 +101,7 @@ class Solo:
             block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=False)
         length = jax.tree.leaves(stack)[0].shape[0]
         with self.repeated(length):
-            return lax.scan(lambda x, w: (block(x, w), None), x, stack, unroll=plan.unroll or length)[0]
+            return lax.scan(block, x, stack, unroll=plan.unroll or length)
 
     def chunked(self, f, xs, num_chunks: int):
         """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join what comes out, all along dim 1.
@@ -106,9 +120,12 @@ class Solo:
 
 
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
-    """Save everything except what was gathered over fsdp (and its renamed copy): no recomputing, but gathering again."""
+    """Save everything except what was gathered over fsdp (and its renamed copy, also beyond the barrier before an island):
+    no recomputing, but gathering again."""
     if prim.name == "name":
         return params["name"] != WEIGHT
+    if prim.name == "optimization_barrier":
+        return False
     return not (prim.name == "all_gather" and "fsdp" in params["axis_name"])
 
 
@@ -116,7 +133,7 @@ def _all_but_gathered_weights(prim, *_, **params) -> bool:
 
 _TRANSPOSE = {
     "all-reduce": None, "vary": "all-reduce", "all-gather": "reduce-scatter", "reduce-scatter": "all-gather",
-    "all-to-all": "all-to-all", "maximum": None,
+    "all-to-all": "all-to-all", "ragged-all-to-all": "ragged-all-to-all", "maximum": None,
 }  # fmt: skip
 
 
@@ -155,10 +172,11 @@ class Entry:
 
 def sent(kind: str, operand_bytes: int, group: int) -> int:
     """Bytes a device sends when ``group`` devices run one collective on operands of ``operand_bytes`` each, as a ring:
-    all-gather V(g-1) of the shard V, reduce-scatter and all-to-all V(g-1)/g, all-reduce twice that, permute V."""
+    all-gather V(g-1) of the shard V, reduce-scatter and all-to-all V(g-1)/g (a ragged one: at most), all-reduce twice that,
+    permute V."""
     if kind == "all-gather":
         return operand_bytes * (group - 1)
-    factor = {"reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2, "maximum": 2, "vary": 0}[kind]
+    factor = {"reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1, "all-reduce": 2, "maximum": 2, "vary": 0}[kind]
     return factor * operand_bytes * (group - 1) // group
 
 
@@ -190,6 +208,21 @@ class Manual(Solo):
         x = self._vary(x, self.plan.varying(region), arrow) if region else x
         return checkpoint_name(x, MOVED) if physical.moves else x
 
+    def ragged(self, x, full, arrow: str):
+        """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which rank i sends rank j the first ``full[i, j]`` rows of its
+        block alone; the others arrive as zeros. XLA has it for GPUs and TPUs, not for CPUs."""
+        moves = self.plan.resolve(arrow).moves
+        if not moves:
+            return self.move(x, arrow)
+        ((axis,),) = (move.axes for move in moves)
+        self._record(arrow, "ragged-all-to-all", (axis,), x)
+        rank, slots = lax.axis_index(axis), x.shape[2]
+        rows = vary(x, self.plan.varying(parse_layout(arrow.partition("->")[2].strip()).region)).reshape(-1, *x.shape[3:])
+        begin = slots * jnp.arange(full.shape[0], dtype=jnp.int32)
+        mine = jnp.full_like(begin, slots) * rank.astype(jnp.int32)
+        y = lax.ragged_all_to_all(rows, jnp.zeros_like(rows), begin, full[rank], mine, full[:, rank], axis_name=axis)
+        return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
+
     def max(self, x, arrow: str):
         """An all-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
         axes = self.plan.resolve(arrow).before.sums
@@ -203,7 +236,7 @@ class Manual(Solo):
         """The mesh axes that cut the layout's one dim."""
         return self.plan.place(layout).axes
 
-    def local(self, f, layouts: list[str], result: str):
+    def local(self, f, layouts: list[str], result):
         """``f`` itself: everything here works on one device's blocks. Its collectives stay where they are written."""
         return lambda *args: f(*_together(args))
 
@@ -314,10 +347,16 @@ class Auto(Solo):
         """The mesh axes that cut the layout's one dim."""
         return self.plan.place(layout).axes
 
-    def local(self, f, layouts: list[str], result: str):
-        """``f`` inside shard_map, on each device's blocks."""
-        given, made = tuple(spec(self.plan.place(x)) for x in layouts), spec(self.plan.place(result))
-        return jax.shard_map(lambda *args: f(*_together(args)), mesh=self.mesh, in_specs=given, out_specs=made)
+    def local(self, f, layouts: list[str], result):
+        """``f`` inside shard_map, on each device's blocks; sums that it leaves unfinished are finished."""
+        given, ends = tuple(spec(self.plan.place(x)) for x in layouts), jax.tree.map(self.plan.place, result)
+
+        def inside(*args):
+            return jax.tree.map(lambda y, end: lax.psum(y, end.sums) if end.sums else y, f(*_together(args)), ends)
+
+        return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends))
+
+    explicit = property(lambda self: Manual(self.plan), doc="`Manual`: an island is inside shard_map.")
 
     def constrain(self, x, layout: Layout):
         """Pin a value's layout."""

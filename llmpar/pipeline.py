@@ -73,14 +73,16 @@ class Stage(Llama):
 
     def hidden(self, embedding, batch: Batch, par):
         """The last norm of the stream that comes with the batch."""
-        return self.norm(batch["stream"], par)
+        return self.norm(batch["stream"], par), None
 
 
 def unrolled(block, x, stack):
     """As `Solo.layers`, layer by layer: every product is then an equation to cut at."""
+    told = []
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
-        x = block(x, _at(stack, i))
-    return x
+        x, tells = block(x, _at(stack, i))
+        told.append(tells)
+    return x, jax.tree.map(lambda *xs: jnp.stack(xs), *told)
 
 
 @dataclass
@@ -171,22 +173,30 @@ class _Executor:
             return model.embed(self.par.weight(model.embedding), batch, self.par)
 
     def through(self, blocks, x, batch, chunk, kind):
-        """The stream after the blocks of one chunk. Where some chunks have a layer less, the last one may be skipped."""
+        """The stream after the blocks of one chunk, and the losses of its routers (None without experts). Where some chunks
+        have a layer less, the last one may be skipped."""
         run = unrolled if self.save or self.schedule.split_backward else self.par.layers
         few, most = min(self.counts.values()), max(self.counts.values())
 
         def layers(block, x, stack):
-            x = run(block, x, jax.tree.map(lambda w: w[:few], stack)) if few else x
+            nothing = jnp.zeros_like(x[..., 0], jnp.float32) if self.config.experts else None
+
+            def some(x, w):
+                x, told = run(block, x, w)
+                return x, told and told["loss"].sum(0)
+
+            x, loss = some(x, jax.tree.map(lambda w: w[:few], stack)) if few else (x, nothing)
             if few == most:
-                return x
+                return x, loss
             grid = np.array([self.counts[cell] for cell in sorted(self.counts)]).reshape(-1, self.schedule.visits)
             full = jnp.asarray(grid == most)[lax.axis_index(PP), chunk]
-            return _when(
-                f"full{kind}", full, lambda x, w: run(block, x, w), lambda x, w: x, x, jax.tree.map(lambda w: w[few:], stack)
-            )
+            last = jax.tree.map(lambda w: w[few:], stack)
+            x, more = _when(f"full{kind}", full, some, lambda x, w: (x, nothing), x, last)
+            return x, jax.tree.map(jnp.add, loss, more)
 
         with self.par.repeated(self.times * self.schedule.visits):
-            return self.model(blocks, self.shared).run(x, batch, self.par, layers)
+            x, loss = (model := self.model(blocks, self.shared)).run(x, batch, self.par, layers)
+            return x, None if loss is None else model.routed(loss, batch, self.par).sum() / self.total
 
     def loss(self, own, x, batch):
         """The last stage's part of the loss, from the stream after its blocks."""
@@ -208,9 +218,11 @@ class _Executor:
             return done | {"shared": self.add(done["shared"], {"embedding": down})}
 
         with self.par.differentiated():
-            y, pull = jax.vjp(lambda w, x: self.through(w, x, batch, chunk, "B"), blocks, x)
+            (y, routed), pull = jax.vjp(lambda w, x: self.through(w, x, batch, chunk, "B"), blocks, x)
+            if routed is not None:  # every stage adds its own routers' losses
+                done = done | {"loss": done["loss"] + routed}
             dy, done = _when("leaves", last, from_loss, lambda y, dy, done: (dy, done), y, dy, done)
-            d_blocks, dx = pull(dy)
+            d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, routed)))
             done = _when("enters", first, into_embedding, lambda dx, done: done, dx, done)
         return y, (dx, done), d_blocks
 
@@ -303,7 +315,8 @@ class _Executor:
         if self.save:
             y, *kept = self.f(*jax.tree.leaves(known), x)
         else:
-            y, kept = _when("leaves", cell["leaves"], lambda x: x, lambda x: self.through(blocks, x, batch, chunk, "F"), x), [x]
+            forward = lambda x: self.through(blocks, x, batch, chunk, "F")[0]
+            y, kept = _when("leaves", cell["leaves"], lambda x: x, forward, x), [x]
         return state | {"saved": _put(state["saved"], kept, cell["saved"])}, y
 
     def backward(self, state, dy, cell):

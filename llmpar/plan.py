@@ -10,12 +10,14 @@ A plan is frozen data. Everything about parallelism that is decided rather than 
     queries     dp,fsdp,ep    sp            tp (k)       where queries meet keys; Ulysses: s whole, k cut by tp,sp
     keys        dp,fsdp,ep    sp            tp (k)       the same for keys; gathered keys: s whole
     ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
+    experts     dp,fsdp       sp            tp (m)       where tokens meet experts, e cut by ep
+    counts      dp,fsdp       sp                         tokens per expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
 The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm) is whole on
 every stage, and its gradient is one more sum to finish.
 
-ZeRO (Rajbhandari et al. 2020) cuts a weight's width ``d`` (its ``h`` where it has no ``d``) by fsdp: the optimizer's state
+ZeRO (Rajbhandari et al. 2020) cuts a weight's width ``d`` (else its ``h``, else its ``e``) by fsdp: the optimizer's state
 from stage 1 on, accumulated gradients from stage 2 on, the stored weight itself at stage 3, which is FSDP.
 """
 
@@ -60,6 +62,10 @@ class Plan:
             (NVIDIA GPUs, bfloat16) or ``xla``, where no partial results are merged: not in a ring.
         sequence: what attention does where the sequence is cut by sp: pass keys around a ``ring``, exchange positions for
             heads (``ulysses``), or ``gather`` all keys.
+        dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones only (``ragged``,
+            which CPUs lack).
+        grouped: how rows are multiplied by their experts: in a loop over ``blocks``, or by `jax.lax.ragged_dot`, which
+            GPUs and TPUs have kernels for.
         order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal work.
         schedule: the order in which pipeline stages work: a name of `orders.SCHEDULES`, or an order written out, one line
             per stage (`orders.from_text`).
@@ -84,6 +90,8 @@ class Plan:
     attention_block: int | None = None
     attention_kernel: Literal["portable", "cudnn", "xla"] = "portable"
     sequence: Literal["ring", "ulysses", "gather"] = "ring"
+    dispatch: Literal["padded", "ragged"] = "padded"
+    grouped: Literal["blocks", "ragged_dot"] = "blocks"
     order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     schedule: str = "1f1b"
     chunks: int | None = None
@@ -115,6 +123,8 @@ class Plan:
             "keys": {"b": b, "s": s if self.sequence == "ring" else (), "k": tp + heads},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
+            "experts": {"b": self.live("dp", "fsdp"), "s": s, "e": self.live("ep"), "m": tp},
+            "counts": {"b": self.live("dp", "fsdp"), "s": s},
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
@@ -169,7 +179,7 @@ class Plan:
     def sharded(self, dims: str) -> Layout:
         """A weight's layout cut by fsdp as well: how ZeRO keeps optimizer state (1), gradients (2) and weights (3)."""
         used, fsdp = self.place(dims), self.live("fsdp")
-        target = "d" if "d" in used.letters else "h"
+        target = next(x for x in "dhe" if x in used.letters)
         return Layout(tuple(Dim(d.name, d.axes + fsdp * (d.name == target)) for d in used.dims))
 
     def stored(self, dims: str) -> Layout:
@@ -197,8 +207,10 @@ class Plan:
     def check(self, config, batch_size: int, seq_len: int) -> None:
         """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any compilation."""
         sizes = self.mesh.sizes
-        if sizes["ep"] > 1:
-            raise ValueError(f"mesh '{self.mesh}' has ep={sizes['ep']}, but no experts here; use pp, dp, fsdp, sp, tp")
+        config.param_shapes()  # refuses what cannot run at all
+        if sizes["ep"] > 1 and not config.experts:
+            why = f"but no experts in '{config.name}' here; use pp, dp, fsdp, sp, tp"
+            raise ValueError(f"mesh '{self.mesh}' has ep={sizes['ep']}, {why}")
         for name, size in {"batch": batch_size, "sequence": seq_len}.items():
             if size < 1:
                 raise ValueError(f"{name} {size} holds no token; use 1 or more")
@@ -209,6 +221,8 @@ class Plan:
         }  # fmt: skip
         for name, size in cut_by_tp.items():
             self._divides(name, size, ("tp",), suits=math.gcd(*cut_by_tp.values()))
+        if config.experts:
+            self._divides("experts", config.experts.num, ("ep",))
         if self.tp_sequence:
             self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, *cut_by_tp.values()))
         for chunks in ("loss_chunks", "ffn_chunks"):
@@ -231,6 +245,7 @@ class Plan:
             self._check_kernel()
         cut_by_fsdp = {"model width": config.width}
         cut_by_fsdp |= {"head width": config.head_width} if config.qkv_bias or config.qk_norm else {}
+        cut_by_fsdp |= {"experts": config.experts.num} if config.experts and config.experts.bias_rate is not None else {}
         rows = batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches)
         for name, size in cut_by_fsdp.items() if self.zero else ():
             self._divides(name, size, ("fsdp",), suits=math.gcd(rows, *cut_by_fsdp.values()))
@@ -258,6 +273,8 @@ class Plan:
         if self.pipeline is None:
             return
         order, name = self.pipeline, f"schedule '{self.pipeline.name}'"
+        if config.experts and config.experts.bias_rate is not None:
+            raise ValueError(f"{name} does not tell how many tokens each expert got, which bias_rate needs; use bias_rate=None")
         timetable(order)
         if order.num_stages != self.mesh.pp:
             p = order.num_stages

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpar.config import ModelConfig
+from llmpar.config import ExpertConfig, ModelConfig
 from llmpar.notation import Layout, parse_layout, product
 from llmpar.plan import Plan
 from llmpar.schedule import slots, timetable
 
 FLOAT32 = 4
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SENT = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "all-reduce": 2}
+_SENT = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1, "all-reduce": 2}
 
 
 @dataclass
@@ -169,12 +169,42 @@ def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: 
     else:
         traffic.add("all-reduce", tp, stream, both + run.again + ends)
     traffic.add("all-reduce", tp, tokens * FLOAT32 // plan.loss_chunks, 3 * run.loss * plan.loss_chunks)
+    if config.experts:
+        rows = product(plan.place("data b").shard_shape((batch_size // plan.microbatches,), sizes))
+        _experts(traffic, config, config.experts, plan, tokens, rows, run)
     if plan.live("sp"):
         _attention(traffic, config, plan, tokens, run)
     if plan.pipeline:
         send = slots(timetable(plan.pipeline)).send
         here = stream // (plan.mesh.tp if plan.tp_sequence else 1)
         traffic.add("collective-permute", ("pp",), here, sum(int((send == way).any(1).sum()) for way in (1, -1)))
+
+
+def _experts(
+    traffic: Traffic, config: ModelConfig, how: ExpertConfig, plan: Plan, tokens: int, rows: int, run: Runs
+) -> None:
+    """Two all-to-alls forward and two backward per layer, of a buffer with the same number of slots for each rank of ep; the
+    tokens per expert, gathered; what tp must know of the routing: weights, experts, and the weights' gradient; for the
+    balance loss the tokens per expert of each row that is cut; and once per step the tally."""
+    ep, tp = plan.live("ep"), plan.live("tp")
+    blocks, block = how.slots(tokens, rows * (plan.mesh.tp if plan.tp_sequence else 1), plan.mesh.ep)
+    buffer = plan.mesh.ep * blocks * block * config.width * _ITEMSIZE[plan.dtype]
+    forward = run.forward + run.again
+    ragged = plan.dispatch == "ragged"  # then this is the most that can be sent, and the transposes exchange their offsets
+    traffic.add("ragged-all-to-all" if ragged else "all-to-all", ep, buffer, 2 * (forward + run.backward))
+    traffic.add("all-to-all", ep, 4 * plan.mesh.ep, 4 * run.backward * ragged)
+    traffic.add("all-gather", ep, plan.mesh.ep * how.num * FLOAT32, forward)
+    if how.balance:
+        traffic.add("all-reduce", plan.place("stream s").axes, rows * how.num * FLOAT32, forward)
+    choices = tokens * how.chosen * FLOAT32
+    if plan.tp_sequence:
+        traffic.add("all-gather", tp, choices, 2 * forward)
+        traffic.add("reduce-scatter", tp, choices, run.backward)
+        traffic.add("all-reduce", tp, rows * FLOAT32, run.loss)  # the rows' router losses
+    else:
+        traffic.add("all-reduce", tp, choices, run.backward)
+    if not plan.pipeline:
+        traffic.add("all-reduce", plan.varying("stream"), config.num_layers * (how.num + 2) * FLOAT32)
 
 
 def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, run: Runs) -> None:
@@ -242,10 +272,10 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
     """Useful matrix-product FLOPs of one step, whole batch, forward and backward without recomputation: 6 per token and
-    weight (the embedding is looked up, not multiplied), and 12·L·n·h·s per token of attention, halved by causality
-    (Chowdhery et al. 2022, appendix B, whose convention does not halve it)."""
+    weight that is active for it (the embedding is looked up, not multiplied), and 12·L·n·h·s per token of attention, halved
+    by causality (Chowdhery et al. 2022, appendix B, whose convention does not halve it)."""
     tokens = batch_size * seq_len
-    multiplied = config.num_params - config.vocab_size * config.width * (not config.tied)
+    multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
     vectors = sum(product(shape) for dims, shape in config.param_shapes().values() if is_vector(parse_layout(dims)))
     attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
     return {"weights": 6.0 * (multiplied - vectors) * tokens, "attention": attention}
@@ -253,4 +283,4 @@ def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float
 
 def is_vector(layout: Layout) -> bool:
     """Whether a weight is a norm's scale or a bias: it scales or shifts, and multiplies no matrix."""
-    return layout.letters.strip("l") in ("d", "h", "nh", "kh")
+    return layout.letters.strip("l") in ("d", "h", "nh", "kh", "e")

@@ -81,6 +81,8 @@ class Step:
         self, config: ModelConfig, plan: Plan, mesh: Mesh, optimizer: optax.GradientTransformation, clip: float | None = 1.0
     ):
         self.config, self.plan, self.mesh, self.optimizer, self.clip = config, plan, mesh, optimizer, clip
+        if plan.dispatch == "ragged" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
+            raise ValueError("dispatch='ragged' needs a GPU or TPU: XLA has no ragged all-to-all for CPUs; use 'padded'")
         self.dims = weight_dims(config)
         self.ledger: list[Entry] = []
         self.stored, self.graded = (jax.tree.map(place, self.dims) for place in (plan.stored, plan.graded))
@@ -165,10 +167,21 @@ class Step:
         params = self._constrain(state.params, self.graded)
         with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to the power of its integer counters
             updates, optimizer = self.optimizer.update(grads, state.optimizer, params)
-        params = self._constrain(optax.apply_updates(params, updates), self.graded)
+        params = self._constrain(self._balanced(params, optax.apply_updates(params, updates), metrics), self.graded)
         params = self._restore(par, params)
         self.ledger = par.traffic if isinstance(par, Manual) else []
         return State(params, optimizer, state.step + 1), metrics
+
+    def _balanced(self, before: Tree, after: Tree, metrics: dict) -> Tree:
+        """The routers' biases follow a rule and no gradient: up by `bias_rate` for an expert with less than the mean load, down
+        for one with more (DeepSeek-V3 2024, section 2.1.2)."""
+        how = self.config.experts
+        if how is None or how.bias_rate is None:
+            return after
+        load = metrics["load"]
+        bias = before["blocks"]["experts"]["bias"] + how.bias_rate * jnp.sign(load.mean(1, keepdims=True) - load)
+        blocks = after["blocks"]
+        return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias}}}
 
     def gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         """Gradients (cut as `Plan.graded`) and metrics, without an update: what the parity tests compare."""
@@ -188,14 +201,16 @@ class Step:
         out = specs(self.graded), spec(WHOLE)
         return jax.shard_map(run, mesh=self.mesh, in_specs=(specs(self.stored), data), out_specs=out)(params, batch)
 
-    def _loss(self, par: Solo, params: Tree, batch: Batch, total) -> jax.Array:
+    def _loss(self, par: Solo, params: Tree, batch: Batch, total) -> tuple[jax.Array, Any]:
+        """The loss, and the routers' tally (None without experts)."""
         with par.differentiated():
-            return nnx.merge(model_graph(self.config), params).losses(batch, par).sum() / total
+            loss, tally = nnx.merge(model_graph(self.config), params).summed(batch, par)
+            return loss / total, tally
 
     def _auto(self, par: Auto, params: Tree, batch: Batch):
         total = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
-        loss, grads = self._accumulate(par, params, batch, total)
-        return self._constrain(grads, self.graded), {"loss": loss, "tokens": total}
+        (loss, tally), grads = self._accumulate(par, params, batch, total)
+        return self._constrain(grads, self.graded), {"loss": loss, "tokens": total} | self._told(tally)
 
     def _manual(self, par: Manual, params: Tree, batch: Batch):
         """On one device: its part of the batch, its shards of the weights."""
@@ -204,24 +219,34 @@ class Step:
         count = (batch["targets"] >= 0).sum().astype(jnp.float32)
         total = jnp.maximum(par.carry_out(count, everywhere, "tokens in the batch"), 1)
         params = jax.tree.map(lambda w, dims: vary(w, plan.unreduced(dims).sums), params, self.dims)
-        loss, grads = self._accumulate(par, params, batch, total)
+        (loss, tally), grads = self._accumulate(par, params, batch, total)
         grads = self._reduce(par, grads)
         loss = par.carry_out(loss, Arrow(Layout((), plan.live("pp") + plan.varying("data")), WHOLE), "loss")
-        return grads, {"loss": loss, "grad_norm": self._norm(par, grads), "tokens": total}
+        stream = Arrow(Layout((), plan.varying("stream")), WHOLE)
+        told = self._told(jax.tree.map(lambda x: par.carry_out(x, stream, "tally"), tally))
+        return grads, {"loss": loss, "grad_norm": self._norm(par, grads), "tokens": total} | told
 
-    def _accumulate(self, par: Manual | Auto, params: Tree, batch: Batch, total) -> tuple[jax.Array, Tree]:
-        """Loss and gradients, summed over the microbatches; at ZeRO 2 each microbatch's gradients are cut before that."""
+    def _told(self, tally) -> dict:
+        """The routers' tally as metrics: tokens per expert ``l e``, choices dropped and sum of entropies, each ``l``."""
+        if tally is None:
+            return {}
+        return {"load": tally[:, :-2], "dropped": tally[:, -2], "router_entropy": tally[:, -1]}
+
+    def _accumulate(self, par: Manual | Auto, params: Tree, batch: Batch, total) -> tuple[tuple[jax.Array, Any], Tree]:
+        """Loss (with the routers' tally) and gradients, summed over the microbatches; at ZeRO 2 each microbatch's gradients
+        are cut before that."""
         plan, parts = self.plan, self.plan.microbatches
         if plan.pipeline and isinstance(par, Manual):
-            return pipeline.gradients(self.config, plan, par, params, batch, total)
+            loss, grads = pipeline.gradients(self.config, plan, par, params, batch, total)
+            return (loss, None), grads
 
         def cut(g, dims):
             if isinstance(par, Auto):
                 return par.constrain(g, plan.graded(dims) if plan.zero == 2 else plan.stored(dims))
             return par.carry_out(g, Arrow(plan.unreduced(dims), plan.accumulated(dims)), f"gradient {dims}")
 
-        def one(part: Batch) -> tuple[jax.Array, Tree]:
-            loss, grads = jax.value_and_grad(functools.partial(self._loss, par))(params, part, total)
+        def one(part: Batch) -> tuple[tuple[jax.Array, Any], Tree]:
+            loss, grads = jax.value_and_grad(functools.partial(self._loss, par), has_aux=True)(params, part, total)
             return loss, jax.tree.map(cut, grads, self.dims)
 
         if parts == 1:
@@ -230,17 +255,19 @@ class Step:
         with par.repeated(parts):
             return lax.scan(lambda done, part: (jax.tree.map(jnp.add, done, one(part)), None), self._nothing(par), batch)[0]
 
-    def _nothing(self, par: Solo) -> tuple[jax.Array, Tree]:
+    def _nothing(self, par: Solo) -> tuple[tuple[jax.Array, Any], Tree]:
         """Loss and gradients of no microbatches: zeros, typed as varying like what will be added."""
-        plan, weights = self.plan, self.abstract_state.params
+        plan, weights, how = self.plan, self.abstract_state.params, self.config.experts
+        tally = jnp.zeros((self.config.num_layers, how.num + 2)) if how else None
         if isinstance(par, Auto):
-            return jnp.float32(0), jax.tree.map(lambda w: jnp.zeros(w.shape), weights)
+            return (jnp.float32(0), tally), jax.tree.map(lambda w: jnp.zeros(w.shape), weights)
 
         def zeros(w, dims):
             layout = plan.accumulated(dims)
             return vary(jnp.zeros(layout.shard_shape(w.shape, plan.mesh.sizes)), layout.axes + layout.sums)
 
-        return vary(jnp.float32(0), plan.varying("data")), jax.tree.map(zeros, weights, self.dims)
+        tally = jax.tree.map(lambda x: vary(x, plan.varying("stream")), tally)
+        return (vary(jnp.float32(0), plan.varying("data")), tally), jax.tree.map(zeros, weights, self.dims)
 
     # ------------------------------------------------------------------------------------------- reducing, restoring
 

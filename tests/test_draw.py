@@ -99,6 +99,11 @@ CASES = {
     "overlap gather": (lambda: draw.overlap([3e-3] * 4, [4e-3] * 4, None, "comm"), ["19 ms, 7 ms of it"]),
     "loss": (lambda: draw.loss_curve([5.5 * 0.97**i for i in range(60)], 2.0), ["5.500 to", "60 steps", "2.000 nats"]),
     "loss lost": (lambda: draw.loss_curve([5.5, math.nan, 3.0], [5.4, 4.2, 3.01]), ["not finite at step 1"]),
+    "token flow": (
+        lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, capacity=6),
+        ["rank 0: 4 to expert 0, 2 to expert 2", "load: 5 1 11 1, capacity 6", "5 of 18 rows change", "2.44 × the mean"],
+    ),
+    "token flow wide": (lambda: draw.token_flow([[1] * 16] * 8, 2), ["112 of 128 rows change their rank"]),
     "loss one": (lambda: draw.loss_curve([3.25]), ["3.250 nats/token over 1 step"]),
 }
 for _name, (_p, _m) in itertools.product(schedule.SCHEDULES, [(2, 4), (4, 8)]):

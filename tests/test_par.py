@@ -275,10 +275,10 @@ def stack(plan):
     def inside(par, x, ws):
         def block(x, w):
             y = par.move(x, "stream b d -> ffn b d") @ par.weight(nnx.Param(w, dims="ffn d m"))
-            return x + par.move(jnp.tanh(y) @ jnp.ones((y.shape[1], 8)), "ffn b d +m -> stream b d")
+            return x + par.move(jnp.tanh(y) @ jnp.ones((y.shape[1], 8)), "ffn b d +m -> stream b d"), None
 
         with par.differentiated():
-            return par.layers(block, x, ws)
+            return par.layers(block, x, ws)[0]
 
     return inside
 

@@ -1,0 +1,453 @@
+"""Experts: who goes where, what it costs, and that many devices give what a dense evaluation of all experts gives."""
+
+import collections
+import dataclasses
+import itertools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from parity import BATCH, MOE, SEQ, assert_same, batch, every_expert, name, weights
+from test_census import compare_with_hlo, predicted, table
+
+from llmpar import hlo, moe, predict
+from llmpar.config import ExpertConfig, preset
+from llmpar.mesh import make_mesh
+from llmpar.par import Manual, Solo
+from llmpar.plan import Plan
+from llmpar.step import Step
+
+HERE = Solo(Plan())
+DEEPSEEK = ExpertConfig(
+    8, 2, shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, groups=4, groups_chosen=2, balance=0.01
+)  # fmt: skip
+CONVENTIONS = {
+    "mixtral": ExpertConfig(8, 2, balance=0.01, z=0.001),
+    "not renormalised": ExpertConfig(8, 3, renormalise=False, z=0.01),
+    "deepseek": DEEPSEEK,
+    "all of them": ExpertConfig(4, 4, balance=0.01),
+    "one expert": ExpertConfig(1, 1, z=0.01),
+    "capacity": ExpertConfig(8, 2, balance=0.01, capacity_factor=0.75),
+}
+
+
+def layer(how, tokens=(3, 7), d=8, m=12, seed=0, skew=0.0):
+    """Random inputs of a layer: x, router, bias, gate, up, down. ``skew`` prefers the first experts."""
+    draw = np.random.default_rng(seed)
+    shapes = dict(x=(*tokens, d), router=(d, how.num), gate=(how.num, d, m), up=(how.num, d, m), down=(how.num, m, d))
+    values = {k: jnp.asarray(draw.standard_normal(shape), jnp.float32) for k, shape in shapes.items()}
+    return values | {"bias": jnp.asarray(draw.standard_normal(how.num) * 0.3, jnp.float32), "skew": skew}
+
+
+def run(how, values):
+    """Output, told and chosen of a layer on one device."""
+    logits = values["x"] @ values["router"] - values["skew"] * jnp.arange(how.num, dtype=jnp.float32)[None, None]
+    weights, chosen, told = moe.route(how, HERE, logits, values["bias"] if how.bias_rate is not None else None)
+    y = moe.visit(how, HERE, values["x"], weights, chosen, *(values[n] for n in ("gate", "up", "down")))
+    return y, told, chosen
+
+
+def oracle(how, values):
+    """The same in numpy, token by token: output, loss of each token, tally, chosen."""
+    v = {k: np.asarray(x, np.float64) for k, x in values.items()}
+    b, s, _ = v["x"].shape
+    y, loss, tally = np.zeros_like(v["x"]), np.zeros((b, s)), np.zeros(how.num + 2)
+    chosen = np.full((b, s, how.chosen), how.num)
+    for row in range(b):
+        shares, waiting = [], np.zeros(how.num, int)
+        for t in range(s):
+            x = v["x"][row, t]
+            logits = x @ v["router"] - v["skew"] * np.arange(how.num)
+            e = np.exp(logits - logits.max())
+            score = e / e.sum() if how.score == "softmax" else 1 / (1 + np.exp(-logits))
+            favour = score + (v["bias"] if how.bias_rate is not None else 0)
+            size = how.num // how.groups
+            worth = [np.sort(favour[g * size : (g + 1) * size])[-2:].sum() for g in range(how.groups)]
+            is_open = np.isin(np.arange(how.num) // size, np.argsort(worth)[::-1][: how.groups_chosen])
+            best = [i for i in np.argsort(-favour, kind="stable") if is_open[i]][: how.chosen]
+            weight = score[best] / (score[best].sum() if how.renormalise else 1) * how.scale
+            share = score / score.sum()
+            shares.append(share)
+            tally[-1] -= (share * np.log(share + 1e-20)).sum()
+            loss[row, t] = how.z * (np.log(e.sum()) + logits.max()) ** 2
+            for i, (expert, w) in enumerate(zip(best, weight, strict=True)):
+                tally[expert] += 1
+                waiting[expert] += 1
+                if waiting[expert] > how.capacity(s):
+                    tally[-2] += 1
+                    continue
+                chosen[row, t, i] = expert
+                up = x @ v["up"][expert]
+                gate = x @ v["gate"][expert]
+                y[row, t] += w * ((gate / (1 + np.exp(-gate)) * up) @ v["down"][expert])
+        f = waiting / (how.chosen * s)
+        loss[row] += how.balance * how.num * (np.array(shares) * f).sum(1)
+    return y, loss, tally, chosen
+
+
+# ------------------------------------------------------------------------------------------------------------ one device
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_a_layer_is_what_numpy_computes_token_by_token(convention, skew):
+    how = CONVENTIONS[convention]
+    values = layer(how, skew=skew)
+    y, told, chosen = run(how, values)
+    want_y, want_loss, want_tally, want_chosen = oracle(how, values)
+    assert np.array_equal(chosen, want_chosen)
+    np.testing.assert_allclose(y, want_y, atol=2e-5 * np.abs(want_y).max())
+    np.testing.assert_allclose(told["loss"], want_loss, rtol=1e-5)
+    np.testing.assert_allclose(told["tally"], want_tally, rtol=1e-5)
+    if how.capacity_factor is not None:
+        assert 0 < want_tally[-2] < 3 * 7 * 2
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_the_gradient_is_that_of_all_experts_on_all_tokens(convention):
+    how = CONVENTIONS[convention]
+    values = layer(how, (2, 9), skew=0.3)
+
+    def loss(values):
+        y, told, _ = run(how, values)
+        return (y**2).sum() + told["loss"].sum()
+
+    got = jax.jit(jax.grad(loss))(values)
+    with mock.patch.object(moe, "visit", every_expert):
+        want = jax.jit(jax.grad(loss))(values)
+    for key in values:
+        assert np.abs(got[key] - want[key]).max() <= 2e-5 * np.abs(want[key]).max(), key
+    assert not np.abs(got["bias"]).any()  # it takes part in choosing alone
+
+
+def test_mixtrals_weights_are_a_softmax_over_the_chosen_logits():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 8)), jnp.float32)
+    how = CONVENTIONS["mixtral"]
+    got, chosen = moe.choose(how, moe.affinities(how, logits))
+    np.testing.assert_allclose(got, jax.nn.softmax(jnp.take_along_axis(logits, chosen, -1)), rtol=1e-6)
+
+
+def test_the_balance_loss_is_its_coefficient_where_all_experts_are_equal_and_more_where_not():
+    """Equal affinities and equal shares of the tokens: E/k sum of k/E · 1/E over E experts = 1 (ties go round by hand)."""
+    how = ExpertConfig(4, 1, balance=1.0)
+    even = 1e-4 * jax.nn.one_hot(jnp.arange(8) % 4, 4)[None]
+    assert moe.route(how, HERE, even)[2]["loss"].mean() == pytest.approx(1, abs=1e-3)
+    assert moe.route(how, HERE, jnp.zeros((1, 8, 4)).at[..., 0].set(9.0))[2]["loss"].mean() == pytest.approx(4, abs=1e-2)
+
+
+@pytest.mark.parametrize("tokens", [(1, 1), (1, 5), (2, 33)])
+def test_all_tokens_to_one_expert_and_none_to_the_others(tokens):
+    """Also token counts that no block divides."""
+    how = ExpertConfig(4, 1)
+    values = layer(how, tokens, skew=60.0)
+    y, told, _ = run(how, values)
+    assert list(told["tally"][:5]) == [tokens[0] * tokens[1], 0, 0, 0, 0]
+    np.testing.assert_allclose(y, oracle(how, values)[0], atol=1e-4)
+    grads = jax.grad(lambda gate: run(how, values | {"gate": gate})[0].sum())(values["gate"])
+    assert np.abs(grads[0]).max() > 0 and not np.abs(grads[1:]).any()
+
+
+# ----------------------------------------------------------------------------------------------------------------- costs
+
+
+def test_slots_hold_the_worst_case_and_little_more():
+    for tokens, num, k, ranks in itertools.product((1, 5, 64, 1000), (4, 8), (1, 2, 4), (1, 2, 4)):
+        how = ExpertConfig(num, k)
+        blocks, block = how.slots(tokens, 1, ranks)
+        here, draw = num // ranks, np.random.default_rng(0)
+        for _ in range(20):
+            skewed = draw.random((tokens, num)) + draw.random(num) * 3
+            counts = np.bincount(np.argsort(-skewed, axis=1)[:, :k].ravel(), minlength=num)[:here]
+            assert (-(-counts // block)).sum() <= blocks
+        assert blocks * block <= tokens * min(k, here) + here * (block - 1)
+        assert block == 4 or block * num * 16 <= tokens * k
+
+
+def test_executed_products_are_near_k_of_e_of_all_experts():
+    """64 experts, k = 8, nothing dropped: at most 1.1 times k/E, forward and backward. Every product calls the counter when
+    it is executed."""
+    how, (d, m), tokens = ExpertConfig(64, 8), (4, 6), (1, 512)
+    values, flops = layer(how, tokens, d, m), []
+
+    def counted(a, b, **kw):
+        jax.debug.callback(lambda _: flops.append(2 * a.shape[0] * a.shape[1] * b.shape[1]), a[0, 0])
+        return matmul(a, b, **kw)
+
+    matmul = jnp.matmul
+    weights, chosen, _ = moe.route(how, HERE, values["x"] @ values["router"])
+    with mock.patch.object(jnp, "matmul", counted):
+        visit = lambda x, *ws: (moe.visit(how, HERE, x, weights, chosen, *ws) ** 2).sum()
+        grads = jax.jit(jax.grad(visit, argnums=(0, 1, 2, 3)))(*(values[n] for n in ("x", "gate", "up", "down")))
+        jax.block_until_ready(grads)
+        jax.effects_barrier()
+    all_experts = 3 * 3 * 2 * 512 * d * m * how.num
+    assert all_experts * 8 / 64 <= sum(flops) <= 1.1 * all_experts * 8 / 64
+
+
+def temporary_bytes(tokens):
+    how = ExpertConfig(16, 4)
+    values = jax.eval_shape(lambda: {k: x for k, x in layer(how, (1, tokens), 32, 32).items() if k != "skew"})
+    loss = lambda v: (run(how, v | {"skew": 0.0})[0] ** 2).sum()
+    return jax.jit(jax.grad(loss)).lower(values).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_linear_in_the_tokens():
+    """Within a quarter of in proportion, from 1024 to 2048 tokens: nothing is tokens × tokens or tokens × experts × width."""
+    few, many = temporary_bytes(1024), temporary_bytes(2048)
+    assert many < 2.5 * few
+    assert many < 16 * 2048 * 4 * (32 + 32) * 4  # rows of k copies, a few of each width
+
+
+# ---------------------------------------------------------------------------------------------------------- many devices
+
+MIXED = "dp=2 fsdp=2 ep=2"
+SAMPLE = [
+    Plan("ep=8"), Plan("ep=2 sp=2 tp=2", tp_sequence=True, remat="block", loss_chunks=2),
+    Plan("fsdp=2 ep=4", zero=2, microbatches=2), Plan("ep=2 sp=2 tp=2", tp_sequence=True, reading="auto"),
+]  # fmt: skip
+EVERY = [
+    Plan("ep=4 sp=2", sequence="ulysses", microbatches=2), Plan("fsdp=2 ep=2 tp=2", zero=1), Plan("fsdp=4 ep=2", zero=2),
+    Plan("ep=4 dp=2", zero=0, reduce="bucket", bucket_bytes=50_000), Plan("ep=2 fsdp=2 sp=2", sequence="gather"),
+] + [
+    Plan(f"dp={dp} fsdp={fsdp} ep={ep} sp={sp} tp={tp}", tp_sequence=tp_sequence, reading=reading)
+    for dp, fsdp, ep, sp, tp in itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8), (1, 2), (1, 2, 4))
+    if dp * fsdp * ep * sp * tp in (2, 4, 8)
+    for tp_sequence in ((False, True) if tp > 1 else (False,))
+    for reading in ("manual", "auto")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", SAMPLE, ids=name)
+def test_experts_on_many_devices_give_the_dense_loss_and_gradients(plan):
+    assert_same(MOE, plan)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", EVERY, ids=name)
+def test_experts_on_every_mesh_give_the_dense_loss_and_gradients(plan):
+    assert_same(MOE, plan)
+
+
+def with_experts(**changes):
+    return dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, **changes))
+
+
+OTHERS = {
+    "deepseek": dataclasses.replace(MOE, experts=DEEPSEEK),
+    "capacity": with_experts(capacity_factor=0.5),
+    "all of them": with_experts(chosen=8),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("plan", [Plan("fsdp=2 ep=2 tp=2"), pytest.param(Plan(MIXED, reading="auto"), marks=pytest.mark.full)])
+def test_other_conventions_and_drops_too(kind, plan):
+    """A row is a group of its own for drops: as long as none is cut, all plans drop the same choices."""
+    assert_same(OTHERS[kind], plan)
+
+
+def test_the_tally_of_many_devices_is_that_of_one():
+    told = {}
+    for mesh in ("dp=1", "fsdp=2 ep=2 tp=2"):
+        plan = Plan(mesh)
+        step = Step(OTHERS["capacity"], plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+        params = jax.device_put(weights(OTHERS["capacity"]), step.shardings.params)
+        told[mesh] = jax.jit(step.gradients)(params, jax.device_put(batch(), step.batch_sharding))[1]
+    one, many = told.values()
+    assert np.array_equal(one["load"].sum(1), [2 * BATCH * SEQ] * 2)
+    assert (many["dropped"] > 0).all()
+    for key in ("load", "dropped", "router_entropy"):
+        np.testing.assert_allclose(many[key], one[key], rtol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ what moves
+
+SENT = [
+    Plan("ep=8"), Plan(MIXED), Plan("ep=4 fsdp=2", regather="keep"), Plan("ep=2 sp=2 tp=2"),
+    Plan("ep=2 sp=2 tp=2", tp_sequence=True), Plan("ep=2 sp=2 tp=2", tp_sequence=True, loss_chunks=2, microbatches=2),
+    Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block"), Plan("ep=4 fsdp=2", zero=1, microbatches=2),
+    Plan("ep=4 fsdp=2", zero=2, microbatches=2), Plan("ep=4 dp=2", reduce="bucket", zero=0, bucket_bytes=50_000),
+    Plan("ep=4 fsdp=2", reduce="layer", dtype="bfloat16"), Plan("fsdp=2 tp=2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", SENT, ids=name)
+def test_the_formula_gives_what_the_traced_step_sends(plan):
+    step = Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+    jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, 32)).jaxpr
+    assert table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(MOE, plan)
+
+
+@pytest.mark.parametrize("plan", [SENT[0], *(pytest.param(p, marks=pytest.mark.full) for p in SENT[1:])], ids=name)
+def test_the_formula_gives_what_the_partitioned_program_sends_and_is_given(plan):
+    compare_with_hlo(MOE, plan)
+
+
+def test_shared_experts_groups_and_the_bias_are_counted():
+    compare_with_hlo(OTHERS["deepseek"], Plan("fsdp=2 ep=2 tp=2"))
+
+
+def test_two_all_to_alls_forward_and_two_backward_in_each_layer():
+    step = Step(MOE, Plan("ep=4", regather="keep"), make_mesh("ep=4"), optax.adamw(1e-3))
+    step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ))
+    exchanges = [e for e in step.ledger if e.kind == "all-to-all"]
+    assert [(e.times, e.arrow.startswith("transpose")) for e in exchanges] == [(2, False), (2, True)] * 2
+    blocks, block = MOE.experts.slots(BATCH * SEQ // 4, BATCH // 4, 4)
+    assert {e.bytes_sent // e.times for e in exchanges} == {4 * blocks * block * MOE.width * 4 * 3 // 4}
+    found = collections.defaultdict(lambda: [0, 0])
+    for entry in step.ledger:
+        row = found[",".join(entry.axes), "all-reduce" if entry.kind == "maximum" else entry.kind]
+        row[0], row[1] = row[0] + entry.times, row[1] + entry.bytes_sent
+    want = predict.collectives(MOE, step.plan, BATCH, SEQ)
+    assert {k: tuple(v) for k, v in found.items()} == {k: (v.count, v.bytes_sent) for k, v in want.items()}
+
+
+# -------------------------------------------------------------------------------------------------- what accelerators have
+
+
+def emulated(x, out, begin, send, mine, recv, *, axis_name):
+    """`lax.ragged_all_to_all` from gathers, after its documentation: rows ``begin[j] : begin[j] + send[j]`` of rank i arrive
+    at rank j from its row ``mine[j]`` on."""
+    rank, rows = jax.lax.axis_index(axis_name), jnp.arange(x.shape[0])
+    sent, starts, sizes, ends = (jax.lax.all_gather(y, axis_name) for y in (x, begin, send, mine))
+    for i in range(begin.shape[0]):
+        here = (rows >= ends[i, rank]) & (rows < ends[i, rank] + sizes[i, rank])
+        source = jnp.where(here, rows - ends[i, rank] + starts[i, rank], x.shape[0])
+        out = jnp.where(here[:, None], sent[i].at[source].get(mode="fill", fill_value=0), out)
+    return out
+
+
+class OnAccelerators(Step):
+    """Believes that the simulated devices can do it."""
+
+    def __init__(self, config, plan, *args):
+        super().__init__(config, dataclasses.replace(plan, dispatch="padded"), *args)
+        self.plan = plan
+
+
+def test_only_full_slots_travel_where_xla_can():
+    """The offsets and sizes that it is given, tried out on an emulation: XLA for CPUs lacks the collective."""
+    with mock.patch.object(jax.lax, "ragged_all_to_all", emulated):
+        assert_same(MOE, Plan("ep=4 fsdp=2", dispatch="ragged"), step_class=OnAccelerators)
+
+
+def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_for_a_gpu():
+    plan = Plan("ep=4 fsdp=2", dispatch="ragged")
+    step = OnAccelerators(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+    traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, 32))
+    assert table(hlo.census_jaxpr(traced.jaxpr, plan.mesh.sizes)) == predicted(MOE, plan)
+    assert predicted(MOE, plan)["ep", "ragged-all-to-all"] == predicted(MOE, Plan("ep=4 fsdp=2"))["ep", "all-to-all"]
+    assert "ragged_all_to_all" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    with pytest.raises(ValueError, match="dispatch='ragged' needs a GPU or TPU"):
+        Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+
+
+def test_ragged_dot_gives_the_same():
+    assert_same(MOE, Plan("ep=4", grouped="ragged_dot"))
+
+
+# --------------------------------------------------------------------------------------------------- pipelines, balance
+
+
+PIPED = [
+    Plan("pp=2 ep=2", schedule="1f1b", microbatches=2),
+    Plan("pp=2 ep=2 tp=2", tp_sequence=True, schedule="zb-h1", microbatches=2),
+    Plan("pp=2 ep=2", schedule="1f1b", microbatches=2, stage_saves="residuals"),
+]
+
+
+@pytest.mark.parametrize("plan", [PIPED[0], *(pytest.param(p, marks=pytest.mark.full) for p in PIPED[1:])], ids=name)
+def test_experts_in_a_pipeline_give_the_dense_loss_and_gradients(plan):
+    """Each stage adds the losses of its own routers."""
+    assert_same(MOE, plan)
+
+
+def test_the_bias_follows_the_load_and_balances_it():
+    """Tokens prefer the first experts; the rule alone, at a learning rate of 0, makes their loads more equal."""
+    config = dataclasses.replace(MOE, experts=ExpertConfig(8, 2, score="sigmoid", bias_rate=0.001))
+    step = Step(config, Plan("ep=2 fsdp=2"), make_mesh("ep=2 fsdp=2"), optax.adamw(0.0, weight_decay=0.0))
+    state, found = step.init(0), []
+    for _ in range(12):
+        state, metrics = step.run(state, jax.device_put(batch(), step.batch_sharding))
+        found.append(moe.summary(config.experts, metrics, 2)["expert_imbalance"])
+    bias = np.asarray(state.params["blocks"]["experts"]["bias"])
+    assert found[-1] < 1.15 < 1.35 < found[0]
+    assert np.allclose(np.round(bias / 0.001), bias / 0.001, atol=1e-2) and np.abs(bias).max() > 0.005
+
+
+def test_the_summary_and_the_flow_of_a_step():
+    """By hand: 2 layers, 4 experts on 2 ranks, 8 tokens with k = 1."""
+    metrics = {"load": np.array([[2, 2, 2, 2], [6, 0, 1, 1]]), "dropped": np.array([0, 4]), "router_entropy": np.array([8, 4])}
+    assert moe.summary(ExpertConfig(4, 1), metrics, 2) == {
+        "drop_fraction": 4 / 16, "router_entropy": 12 / 16, "expert_imbalance": 3.0, "rank_imbalance": 1.5
+    }  # fmt: skip
+    chosen = np.array([[0, 1], [2, 3], [3, 4], [0, 3]])  # 4: dropped
+    assert moe.flow(chosen, 4, 2).tolist() == [[2, 2], [1, 2]]
+
+
+# ---------------------------------------------------------------------------------------------------------------- faults
+
+
+class StaysAway(Manual):
+    """The rows do not travel back."""
+
+    def move(self, x, arrow):
+        return x.reshape(1, -1, *x.shape[2:]) if arrow.startswith("experts b e c d") else super().move(x, arrow)
+
+
+class ReplicatesExperts(Manual):
+    """The experts' gradients are summed over the ranks of experts too."""
+
+    def weight(self, param):
+        w = super().weight(param)
+        return jax.lax.pmean(w, "ep") if param.dims.startswith("experts") else w
+
+
+def reading(kind):
+    class Faulty(Step):
+        def gradients(self, params, batch):
+            return self._gradients(kind(self.plan), params, batch)
+
+    return Faulty
+
+
+@pytest.mark.parametrize("kind", [StaysAway, ReplicatesExperts])
+def test_a_planted_fault_is_caught(kind):
+    with pytest.raises((AssertionError, ValueError, TypeError)):
+        assert_same(MOE, Plan("ep=2 fsdp=2"), step_class=reading(kind))
+
+
+# -------------------------------------------------------------------------------------------------- presets and refusals
+
+
+@pytest.mark.parametrize(
+    "model, total, active",
+    [
+        ("mixtral-8x7b", 46_702_792_704, 12_879_925_248), ("mixtral-8x22b", 140_620_634_112, 39_152_031_744),
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704), ("deepseek-v3", 671_026_419_200, 37_552_297_472),
+        ("tiny", 181_824, 181_824),
+    ],
+)  # fmt: skip
+def test_presets_have_the_published_numbers_of_parameters(model, total, active):
+    """46.7B and 12.9B, 141B and 39B, 30.5B and 3.3B, 671B and 37B, as their model cards round them."""
+    assert (preset(model).num_params, preset(model).active_params) == (total, active)
+
+
+def test_what_cannot_run_says_so():
+    with pytest.raises(ValueError, match="'deepseek-v3' cannot run here: latent attention"):
+        Plan().check(preset("deepseek-v3"), 8, 64)
+    with pytest.raises(ValueError, match="no experts in 'tiny' here"):
+        Plan("ep=2").check(preset("tiny"), 8, 64)
+    with pytest.raises(ValueError, match="experts 6 is not a multiple of ep = 4; use 4 or 8"):
+        Plan("ep=4").check(with_experts(num=6), 8, 64)
+    with pytest.raises(ValueError, match="does not tell how many tokens each expert got"):
+        Plan("pp=2", schedule="1f1b", microbatches=2).check(OTHERS["deepseek"], 8, 64)
+    with pytest.raises(ValueError, match="cannot visit 3 of 2 experts"):
+        ExpertConfig(2, 3)
+    with pytest.raises(ValueError, match="8 experts cannot be routed in 1 of 3 equal groups"):
+        ExpertConfig(8, 2, groups=3)
+    with pytest.raises(ValueError, match="hold 2 experts, fewer than the 3"):
+        ExpertConfig(8, 3, groups=4)
