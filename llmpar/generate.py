@@ -61,7 +61,7 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, batch_size: int, length: int):
         if plan.mesh.pp > 1:
-            raise ValueError(f"generation has no pipeline, and mesh '{plan.mesh}' has pp={plan.mesh.pp}; use dp, fsdp, sp, tp")
+            raise ValueError(f"generation has no pipeline, and mesh '{plan.mesh}' has pp={plan.mesh.pp}; use dp, fsdp, ep, sp, tp")
         self.config, self.params, self.length, self.start = config, params, length, 0
         self.plan = plan = Serving(plan.mesh, zero=plan.zero, dtype=plan.dtype, order="contiguous")
         plan.check(config, batch_size, plan.mesh.sp)
@@ -97,14 +97,14 @@ class Decoder:
 
             def layer(x, each):
                 weights, cache_of_layer.layer = each
-                return block(x, weights), cache_of_layer.layer
+                return block(x, weights)[0], cache_of_layer.layer
 
             x, new = lax.scan(layer, x, (weights, cache))
-            return x
+            return x, None
 
         embedding, head = model.tables(par)
-        x = model.run(model.embed(embedding, batch, par), batch, par, layers)[:, -1:]
-        x = par.move(model.norm(x, par), "stream b s d -> vocab b s d")[:, 0]
+        x, _ = model.run(model.embed(embedding, batch, par), batch, par, layers)
+        x = par.move(model.norm(x[:, -1:], par), "stream b s d -> vocab b s d")[:, 0]
         logits = jnp.einsum("bd,vd->bv", x, head, preferred_element_type=jnp.float32)
         return par.carry_out(logits, self.plan.resolve("vocab b v -> data b v"), "logits", invariant=True), new
 

@@ -74,10 +74,7 @@ class Solo:
         """``f`` as a function of whole values laid out as ``layouts`` say, giving one laid out as ``result`` (or several)."""
         return f
 
-    @property
-    def explicit(self) -> Solo:
-        """The reading for moves inside an island, where a device sees its blocks only."""
-        return self
+    explicit = property(lambda self: self, doc="The reading for moves inside an island, where a device sees its blocks only.")
 
     @contextlib.contextmanager
     def repeated(self, times: int):
@@ -343,9 +340,7 @@ class Auto(Solo):
         """``x`` laid out as the arrow ends; an unfinished sum is finished wherever the partitioner likes."""
         return self.constrain(x, self.plan.resolve(arrow).after) if x.ndim else x
 
-    def axes(self, layout: str) -> tuple[str, ...]:
-        """The mesh axes that cut the layout's one dim."""
-        return self.plan.place(layout).axes
+    axes = Manual.axes
 
     def local(self, f, layouts: list[str], result):
         """``f`` inside shard_map, on each device's blocks; sums that it leaves unfinished are finished."""

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from parity import LLAMA, QWEN, name, weights
+from parity import LLAMA, MOE, QWEN, name, weights
 
 from llmpar import hlo
 from llmpar.generate import Decoder, generate
@@ -37,7 +37,7 @@ def whole(config, tokens):
 
 PLANS = [
     (LLAMA, Plan("dp=1", zero=0)), (LLAMA, Plan("sp=4", zero=0)), (QWEN, Plan("dp=2 sp=2 tp=2", zero=0)),
-    (WINDOW, Plan("fsdp=2 sp=4")),
+    (WINDOW, Plan("fsdp=2 sp=4")), (MOE, Plan("ep=2 sp=2 tp=2", zero=0)),
 ]  # fmt: skip
 
 

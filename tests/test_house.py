@@ -17,7 +17,7 @@ PACKAGE = ROOT / "llmpar"
 
 FLOORS = {
     "ground": {"notation", "hardware", "config", "schedule", "orders", "scene", "charts", "grid", "draw"},
-    "moving": {"mesh", "par", "hlo"},
+    "moving": {"mesh", "par", "hlo", "split"},
     "computing": {"model", "attention", "moe"},
     "deciding": {"plan", "pipeline", "cost", "predict", "planner", "aot"},
     "running": {"train", "step", "generate", "checkpoint", "hf", "data"},
