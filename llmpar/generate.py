@@ -61,7 +61,8 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, batch_size: int, length: int):
         if plan.mesh.pp > 1:
-            raise ValueError(f"generation has no pipeline, and mesh '{plan.mesh}' has pp={plan.mesh.pp}; use dp, fsdp, ep, sp, tp")
+            where = f"mesh '{plan.mesh}' has pp={plan.mesh.pp}"
+            raise ValueError(f"generation has no pipeline, and {where}; use dp, fsdp, ep, sp, tp")
         self.config, self.params, self.length, self.start = config, params, length, 0
         self.plan = plan = Serving(plan.mesh, zero=plan.zero, dtype=plan.dtype, order="contiguous")
         plan.check(config, batch_size, plan.mesh.sp)
