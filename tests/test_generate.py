@@ -83,7 +83,7 @@ def test_a_token_moves_one_small_sum_per_layer_whatever_the_cache(length):
 
 
 def test_refusals_say_what_would_work():
-    with pytest.raises(ValueError, match="has pp=2; use dp, fsdp, sp, tp"):
+    with pytest.raises(ValueError, match="has pp=2; use dp, fsdp, ep, sp, tp"):
         decoder(LLAMA, Plan("pp=2", microbatches=2))
     with pytest.raises(ValueError, match="batch 3 is not a multiple of dp·fsdp·ep = 2"):
         decoder(LLAMA, Plan("dp=2", zero=0), batch=3)
