@@ -190,7 +190,7 @@ const CSS = `
 .lpx input[type=text]{width:250px}.lpx textarea{width:520px;max-width:100%;font-family:"DejaVu Sans Mono",monospace;font-size:12px}
 .lpx button{cursor:pointer}.lpx button[aria-pressed=true]{background:var(--ink);color:var(--paper)!important}
 .lpx :focus-visible{outline:3px solid var(--dp-line);outline-offset:1px}.lpx svg :focus-visible{outline:none}
-.lpx g.cell{cursor:pointer}.lpx g.cell:focus-visible rect.ring{stroke:var(--ink);stroke-width:4}
+.lpx g.cell,.lpx .editable rect:has(title){cursor:pointer}.lpx .editable text{pointer-events:none}.lpx g.cell:focus-visible rect.ring{stroke:var(--ink);stroke-width:4}
 .lpx .axes{display:grid;grid-template-columns:auto 44px 170px 34px auto auto;gap:3px 8px;align-items:center}
 .lpx .axes .name{font-weight:600}.lpx .axes output{text-align:right}
 .lpx .form{display:flex;flex-wrap:wrap;gap:8px 14px;align-items:end;flex:1 1 400px;max-width:620px}
@@ -369,10 +369,18 @@ function start({ model, el }) {
 function renderFigure(context) {
   const widget = start(context), { doc, root } = widget;
   root.innerHTML = `${widget.heading}<div class="form">${doc.controls.map((c) => control(c, widget.state[c.name])).join("")}</div>` +
-    `<div class="refusal" role="status"></div><div class="picture"></div><p class="soft said" aria-live="polite"></p>`;
+    `<div class="refusal" role="status"></div><div class="picture${doc.controls.some((c) => c.kind === "lines") ? " editable" : ""}"></div><p class="soft said" aria-live="polite"></p>`;
   root.addEventListener("input", (event) => {
     const c = doc.controls.find((c) => c.name === event.target.dataset.name), value = c && read(event.target, c);
     if (c && value !== null) widget.set({ [c.name]: value });
+  });
+  root.addEventListener("click", ({ target }) => { // an operation of a timetable is selected in the text, ready to be typed over
+    const cell = /^stage (\d+), (\S+): /.exec(target.querySelector?.("title")?.textContent || ""), area = root.querySelector("textarea");
+    if (!cell || !area) return;
+    area.focus();
+    const lines = area.value.split("\n"), start = lines.slice(0, cell[1]).reduce((n, line) => n + line.length + 1, 0);
+    const at = (lines[cell[1]] || "").search(new RegExp(`(?<![^\\s&])${cell[2].replace(".", "\\.")}(?![^\\s&])`));
+    if (at >= 0) area.setSelectionRange(start + at, start + at + cell[2].length);
   });
   root.addEventListener("focusin", ({ target }) => { if (target.tagName === "TEXTAREA" && !target.value) target.value = target.placeholder; });
   widget.draw = () => {
@@ -519,7 +527,7 @@ function renderMesh(context) {
     if (!traffic.length) return fill("traffic", answer && !answer.refusal ? `<p class="soft">Nothing is sent.</p>` : "");
     const body = traffic.map((t, i) => `<tr${t === row ? ' class="on"' : ""}><th scope="row"><button type="button" data-traffic="${i}" aria-pressed="${t === row}" ${KEYS} style="color:${axisColor(t.axes[0], "-line")}">${esc(t.axes.join(","))}</button></th>` +
       `<td>${esc(t.kind)}</td><td class="n">${t.count}</td><td class="n">${sizeText(t.bytes)}</td><td class="n">${answer.time && !answer.time.simulated ? shortTime(t.seconds) : "—"}</td><td>${esc(t.what)}</td></tr>`);
-    fill("traffic", `<h3>Sent per device and step${sizes.pp > 1 ? " (first stage)" : ""}</h3><table><thead><tr><th scope="col">axes</th><th scope="col">collective</th><th scope="col" class="n">times</th><th scope="col" class="n">bytes</th><th scope="col" class="n">time</th><th scope="col">of what</th></tr></thead><tbody>${body.join("")}</tbody></table>`);
+    fill("traffic", `<h3>Sent per device and step${sizes.pp > 1 ? " (first stage)" : ""}</h3><table><thead><tr><th scope="col">axes</th><th scope="col">collective</th><th scope="col" class="n">times</th><th scope="col" class="n">bytes</th><th scope="col" class="n">at link rate</th><th scope="col">of what</th></tr></thead><tbody>${body.join("")}</tbody></table>`);
   }
 
   function stepper(known, row, plan, at, team, axes) {
@@ -622,6 +630,7 @@ function renderMesh(context) {
     const [x] = holdings(tensor.length ? tensor : rows.slice(0, 1), widget.state, sizes, order, device);
     line.textContent = cell.getAttribute("aria-label") + (x ? `; ${x.row.name} ${x.cut ? "[" + x.cut.map(([a, b]) => `${a}:${b}`).join(", ") + "], " + sizeText(x.bytes) : "cannot be cut evenly"}` : "");
   });
+  root.addEventListener("pointerleave", () => { hovered = null; part("hover").textContent = part("hover").dataset.rest; });
   model.on("change:tensors", widget.draw);
   widget.draw();
   return () => { widget.stop(); model.off("msg:custom", onMessage); model.off("change:tensors", widget.draw); };
