@@ -245,7 +245,7 @@ def timetable(table, unit: str = "time units") -> Scene:
                     continue
                 name, x, fill = f"{kind}{u}" + f".{chunk}" * (chunk > 0), at(max(start, low)), KINDS[kind]
                 w = at(min(end, high)) - x
-                part.append(Rect(x, y, w, 26, fill, "edge", 0.75, tip=f"{name}: {start:g} to {end:g} {unit}"))
+                part.append(Rect(x, y, w, 26, fill, "edge", 0.75, tip=f"stage {i}, {name}: {start:g} to {end:g} {unit}"))
                 part += fitting(x + w / 2, y + 12, w - 2, name, f"{kind}{u}", str(u), fill=on(fill))
                 part += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
             outline, now = [(left, floor)], max([(t, n) for t, n in held[i].items() if t <= low], default=(0, 0.0))[1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from functools import cache
 from typing import Any
 
 from llmpar import cost, draw, predict
@@ -25,7 +24,7 @@ from llmpar.schedule import SCHEDULES, make, timetable
 START: dict[str, Any] = {
     "mesh": "dp=2 fsdp=2 tp=2", "order": " ".join(AXES), "model": "llama3-8b", "chip": "h100", "batch_size": 16,
     "seq_len": 4096, "zero": 3, "tp_sequence": False, "remat": "block", "microbatches": 1, "schedule": "1f1b",
-    "device": 0, "tensor": "weight blocks.ffn.gate", "axis": "", "row": 0, "step": 0,
+    "sequence": "ring", "device": 0, "tensor": "weight blocks.ffn.gate", "axis": "", "row": 0, "step": 0,
 }  # fmt: skip
 """Where a reader starts. The last five are what is looked at; the others change the answer."""
 
@@ -43,11 +42,12 @@ CONTROLS: list[dict] = [
     {"name": "microbatches", "kind": "int", "label": "microbatches", "min": 1},
     {"name": "zero", "kind": "choice", "label": "ZeRO stage", "options": [0, 1, 2, 3]},
     {"name": "schedule", "kind": "choice", "label": "pipeline schedule", "options": list(SCHEDULES)},
+    {"name": "sequence", "kind": "choice", "label": "attention over sp", "options": ["ring", "ulysses", "gather"]},
     {"name": "remat", "kind": "choice", "label": "recompute", "options": ["none", "block"]},
     {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},
 ]
-_MICRO = "microbatches" if "microbatches" in {f.name for f in dataclasses.fields(Plan)} else "accumulate"
-_FIELDS = {f.name for f in dataclasses.fields(Plan)}
+CHUNKS = {name: len(make(name, 2, 4).routes[0]) // 2 for name in SCHEDULES}
+"""Pieces of the model that a stage holds, by schedule. A pipeline's state has room for equally many layers in each."""
 
 # ------------------------------------------------------------------------------------------------ what is held and sent
 
@@ -76,9 +76,8 @@ def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
 
 def make_plan(state: dict, mesh) -> Plan:
     """The state's plan on a mesh; it computes in bfloat16."""
-    more = {"schedule": state["schedule"]} if "schedule" in _FIELDS else {}
-    return Plan(mesh, zero=state["zero"], tp_sequence=state["tp_sequence"], remat=state["remat"], dtype="bfloat16",
-                **{_MICRO: state["microbatches"]}, **more)  # fmt: skip
+    given = {name: state[name] for name in ("zero", "tp_sequence", "remat", "microbatches", "schedule", "sequence")}
+    return Plan(mesh, dtype="bfloat16", **given)
 
 
 def mode(state: dict) -> str:
@@ -101,7 +100,8 @@ def tensors(state: dict) -> list[dict]:
     def row(kind: str, name: str, shape, itemsize: int, place, times: int = 1) -> None:
         layouts = {k: str(place(plan)) for k, plan in plans.items()}
         entry = {"name": f"{kind} {name}", "kind": kind, "shape": list(shape), "itemsize": itemsize, "times": times}
-        rows.append(entry | {"layout": layouts})
+        stacked = {"chunks": {s: n for s, n in CHUNKS.items() if n > 1}} if name.startswith("blocks.") else {}
+        rows.append(entry | stacked | {"layout": layouts})
 
     for kind, method, times in (("weight", "stored", 1), ("moments", "graded", 2), ("gradient", "accumulated", 1)):
         for path, (dims, shape) in config.param_shapes().items():
@@ -120,17 +120,20 @@ def tensors(state: dict) -> list[dict]:
     return rows
 
 
-@cache
-def _bubble(name: str, p: int, m: int) -> float:
-    return timetable(make(name, p, m)).bubble_over_ideal
+def shape_of(row: dict, state: dict, sizes: dict[str, int]) -> list[int]:
+    """A tensor's shape on a mesh: a pipeline pads the layers to as many for every chunk of every stage."""
+    if "chunks" not in row or sizes["pp"] == 1:
+        return row["shape"]
+    cells = sizes["pp"] * row["chunks"].get(state["schedule"], 1)
+    return [-(-row["shape"][0] // cells) * cells, *row["shape"][1:]]
 
 
 def _what(axes: tuple[str, ...], kind: str) -> str:
     if axes == ("tp",):
         return "activations, and three numbers per token for the loss" if kind == "all-reduce" else "activations"
     if axes == ("sp",) and kind != "all-reduce":
-        return "keys and values"
-    if axes == ("pp",):
+        return "heads and positions" if kind == "all-to-all" else "keys and values"
+    if kind == "collective-permute":
         return "activations and their gradients"
     return {"all-gather": "weights", "reduce-scatter": "gradients"}.get(kind, "gradients, the loss and norms")
 
@@ -143,8 +146,6 @@ def answer(state: dict) -> dict:
         plan = make_plan(state, shape)
         out["node"], out["capacity"] = kind.per_device().node_size, kind.usable_bytes
         plan.check(config, state["batch_size"], state["seq_len"])
-        if shape.pp > 1:
-            _bubble(state["schedule"], shape.pp, state["microbatches"])
     except ValueError as error:
         near = nearest(state)
         tried = f"the nearest mesh that works is '{near}'" if near else "no mesh of any size works with these settings"
@@ -168,7 +169,7 @@ def answer(state: dict) -> dict:
         out["traffic"].append(entry | {"seconds": seconds})
     work = sum(predict.flops(config, state["batch_size"], state["seq_len"]).values()) * (4 / 3 if plan.remat == "block" else 1)
     compute = work / shape.size / kind.per_device().flops_per_s
-    idle = compute * _bubble(state["schedule"], shape.pp, state["microbatches"]) if shape.pp > 1 else 0.0
+    idle = compute * timetable(plan.pipeline).bubble_over_ideal if plan.pipeline else 0.0
     out["time"] = {"computing": compute, "pipeline bubble": idle, "communicating": comm, "simulated": kind.simulated}
     given = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "mesh"}
     given = {name: value for name, value in given.items() if value != getattr(Plan(), name)}
@@ -185,7 +186,7 @@ def _says(state: dict, out: dict, shape: MeshShape) -> str:
     lines = [f"{state['model']} on {shape} = {shape.size} devices of {state['chip']}, ZeRO {state['zero']}"]
     lines.append(f"memory per device: {size_text(total)} of {size_text(room)}, {fit} ({held})")
     for row in out["traffic"]:
-        sent = f"{size_text(row['bytes'])} sent per device and step"
+        sent = f"{size_text(row['bytes'])} sent per device and step" + " (first stage)" * (shape.pp > 1)
         lines.append(f"{','.join(row['axes'])} {row['kind']} x{row['count']}: {sent} ({row['what']})")
     lines.append(f"time per step: {step_time(out['time'])}")
     return "\n".join(lines)
@@ -223,7 +224,7 @@ def nearest(state: dict) -> str | None:
         config, _, shape, _ = read(state | {"mesh": mesh, "order": START["order"]})
         try:
             make_plan(state, shape).check(config, state["batch_size"], state["seq_len"])
-            return shape.pp == 1 or _bubble(state["schedule"], shape.pp, state["microbatches"]) >= 0
+            return True
         except ValueError:
             return False
 
@@ -272,7 +273,7 @@ def device_rows(state: dict, rows: list[dict], sizes: dict[str, int], order) -> 
         layout = parse_layout(row["layout"][mode(state)])
         live = Layout(tuple(dataclasses.replace(d, axes=tuple(a for a in d.axes if sizes[a] > 1)) for d in layout.dims),
                       tuple(a for a in layout.sums if sizes[a] > 1))  # fmt: skip
-        held = slices(live, row["shape"], sizes, at)
+        held = slices(live, shape_of(row, state, sizes), sizes, at)
         words = "cannot be cut evenly" if held is None else "[" + ", ".join(f"{a}:{b}" for a, b in held) + "]"
         bytes_held = product(b - a for a, b in held) * row["itemsize"] * row["times"] if held is not None else 0
         out.append([row["name"], str(live), words, size_text(bytes_held)])
@@ -301,7 +302,8 @@ def scene(state: dict) -> Scene:
     else:
         chosen = next((r for r in rows if r["name"] == state["tensor"]), rows[0])
         layout = parse_layout(chosen["layout"][mode(state)])
-        cut = [str(slices(layout, chosen["shape"], sizes, coordinates(sizes, order, d))) for d in range(shape.size)]
+        whole = shape_of(chosen, state, sizes)
+        cut = [str(slices(layout, whole, sizes, coordinates(sizes, order, d))) for d in range(shape.size)]
         number = {d: list(dict.fromkeys(cut)).index(s) for d, s in enumerate(cut)}
         what = f"{many(shape.size, 'device')} in link order; filled: same shard of {chosen['name']} as device {device}"
     items = draw.cells(place, number, device, "group" if axes else "shard", axes[0] if axes else "s1")

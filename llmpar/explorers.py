@@ -29,7 +29,7 @@ class TimelineExplorer(Explorer):
         {"name": "forward", "kind": "slider", "label": "cost of F", "min": 1, "max": 4},
         {"name": "backward", "kind": "slider", "label": "cost of B", "min": 1, "max": 4},
         {"name": "weights", "kind": "slider", "label": "cost of W", "min": 0, "max": 4},
-        {"name": "order", "kind": "lines", "label": "your own order, a line per stage (F0 F1 B0 W0 …); empty: the schedule"},
+        {"name": "order", "kind": "lines", "label": "your own order, a line per stage (or click a cell and type)"},
     ]
 
     def table(self, state: dict) -> Timetable:

@@ -144,6 +144,11 @@ def test_the_module_draws_what_python_says(page):
     held = {name: cut for name, _, cut, _ in rows}
     shown = page.locator('tr:has([data-tensor="weight blocks.ffn.gate"]) td').all_inner_texts()
     assert shown[2] == held["weight blocks.ffn.gate"] and shown[0] == "8 KiB"
+    page.locator("g.cell").nth(2).hover()
+    line = page.locator('[data-part="hover"]')
+    assert "device 2; dp 0, fsdp 1, tp 0; shard 2; weight blocks.ffn.gate [0:4, 8:16, 0:64], 8 KiB" in line.inner_text()
+    page.mouse.move(5, 5)
+    assert "nodes of 8 devices" in line.inner_text()
     page.keyboard.press("Home")
     settle(page)
     page.locator('[data-name="mesh"]').fill("dp=3 tp=2")
@@ -184,6 +189,22 @@ def test_an_axis_shows_its_groups_and_a_collective_step_by_step(page):
     page.locator('[data-outer="tp"]').click()
     settle(page)
     assert explorer.state["order"] == "pp dp fsdp ep tp sp"
+
+
+def test_a_cell_of_a_timetable_is_edited_and_judged(page):
+    explorer = TimelineExplorer(stages=2, microbatches=2)
+    mount(page, explorer)
+    page.locator('rect:has(title:text-is("stage 1, F1: 4 to 5 time units"))').click()
+    selected = "(area => area.value.slice(area.selectionStart, area.selectionEnd))(document.querySelector('textarea'))"
+    assert page.evaluate(selected) == "F1"
+    page.keyboard.type("F0")
+    settle(page)
+    assert explorer.state["order"].splitlines()[1].split() == ["F0", "B0", "F0", "B1"]
+    assert "stage 1 runs F0 twice" in page.locator(".refusal").inner_text()
+    page.keyboard.press("Backspace")
+    page.keyboard.type("1")
+    settle(page)
+    assert page.locator(".refusal").inner_text() == "" and "written" in page.locator(".picture").inner_text()
 
 
 def test_the_picture_equals_jax_layouts_on_random_meshes(page):

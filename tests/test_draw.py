@@ -297,7 +297,7 @@ def test_held_activations_are_the_schedules_peaks(name):
 def test_timetables_draw_every_operation():
     scene = draw.timetable(pipeline("zb-h1", 4, 8))
     tips = [r.tip for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
-    assert len(tips) == 4 * 8 * 3 and "F0: 0 to 1 time units" in tips
+    assert len(tips) == 4 * 8 * 3 and "stage 0, F0: 0 to 1 time units" in tips
 
 
 @pytest.mark.parametrize("name, p, m", [("zb-h1", 4, 16), ("interleaved", 8, 16), ("gpipe", 2, 32), ("1f1b", 4, 4)])
@@ -309,13 +309,10 @@ def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
     drawn = {}
     for cell in cells:
         drawn.setdefault(cell.tip, []).append(cell.w)
-    assert len(drawn) <= sum(map(len, table.schedule.order)) <= len(cells)
-    if len(cells) == sum(map(len, table.schedule.order)):
-        return
+    assert len(drawn) == sum(map(len, table.schedule.order)) <= len(cells)
     start_end = {tip: [float(x.split()[0]) for x in tip.partition(": ")[2].split(" to ")] for tip in drawn}
     whole = {tip: sum(ws) / (end - start) for (tip, ws), (start, end) in zip(drawn.items(), start_end.values(), strict=True)}
-    scale = min(whole.values())  # stages that do the same at the same time share a tip: their widths add up
-    assert all(abs(w / scale - round(w / scale)) < 1e-6 for w in whole.values()), "what a fold cuts in two keeps its length"
+    assert max(whole.values()) - min(whole.values()) < 1e-6, "what a fold cuts in two keeps its length"
 
 
 def lanes(scene):

@@ -21,19 +21,34 @@ def total(state, kind):
     for row in explore.tensors(state):
         if row["kind"] == kind:
             layout = parse_layout(row["layout"][explore.mode(state)])
-            cut = grid.slices(layout, row["shape"], sizes, grid.coordinates(sizes, tuple(AXES), 0))
+            cut = grid.slices(layout, explore.shape_of(row, state, sizes), sizes, grid.coordinates(sizes, tuple(AXES), 0))
             out += row["itemsize"] * row["times"] * product(b - a for a, b in cut)
     return out
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2 fsdp=2 tp=2", "fsdp=4 sp=2", "tp=8", "dp=4 tp=2"])
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2 fsdp=2 tp=2", "fsdp=4 sp=2", "tp=8", "pp=2 dp=2 tp=2", "pp=4 fsdp=2"])
 def test_tensors_add_up_to_the_predicted_arguments(mesh, zero):
-    state = TINY | {"mesh": mesh, "zero": zero, "tp_sequence": "tp" in mesh}
+    state = TINY | {"mesh": mesh, "zero": zero, "tp_sequence": "tp" in mesh, "microbatches": 4}
     held = predict.argument_bytes(preset("tiny"), explore.make_plan(state, mesh), state["batch_size"], 64)
     assert (total(state, "weight"), total(state, "moments")) == (held["params"], held["optimizer"])
     assert total(state, "batch") == held["batch"]
     assert dict(explore.answer(state)["memory"])["weights"] == held["params"]
+
+
+def test_a_pipeline_pads_layers_as_the_plan_does():
+    config = dataclasses.replace(preset("tiny"), num_layers=6)
+    for schedule in ("1f1b", "interleaved", "zb-v"):
+        state = TINY | {"mesh": "pp=4", "schedule": schedule, "microbatches": 4}
+        padded = explore.make_plan(state, "pp=4").padded(config).num_layers
+        row = next(row for row in explore.tensors(state) if row["name"] == "weight blocks.ffn.gate") | {"shape": [6, 64, 128]}
+        assert explore.shape_of(row, state, parse_mesh("pp=4").sizes) == [padded, 64, 128]
+    pipeline = explore.answer(TINY | {"mesh": "pp=4", "microbatches": 4})
+    assert pipeline["time"]["pipeline bubble"] == pytest.approx(0.75 * pipeline["time"]["computing"]), "(p - 1) / m"
+    assert any(row["axes"] == ["pp"] and "activations" in row["what"] for row in pipeline["traffic"])
+    ring = explore.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4})
+    assert "ulysses" in ring["refusal"]["why"], "what would work is a field of the explorer too"
+    assert explore.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4, "sequence": "ulysses"})["refusal"] is None
 
 
 def test_layouts_are_the_plans_on_any_mesh():

@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmpar import grid
+from llmpar import explore, grid
 from llmpar.mesh import groups as mesh_groups
-from llmpar.notation import AXES, DIMS, Dim, Layout, parse_mesh, product
+from llmpar.notation import AXES, DIMS, Dim, Layout, parse_layout, parse_mesh, product
+from llmpar.scene import size_text
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = ROOT / "llmpar" / "static" / "explorer.js"
@@ -138,10 +139,24 @@ def test_the_module_agrees_with_python_in_1000_random_cases(javascript):
     assert javascript("rounds", steps) == [grid.rounds(*call) for call in steps]
 
 
-def test_words_and_layouts_are_read_alike(javascript):
-    from llmpar.notation import parse_layout
-    from llmpar.scene import size_text
+def test_what_a_device_holds_is_equal_in_bytes(javascript):
+    """The whole chain of the module: layouts of the model, live axes, padded layers, slices, bytes."""
+    rng, calls, ours = random.Random(5), [], []
+    rows = explore.tensors(explore.START)
+    for _ in range(60):
+        zero, tp_sequence, order = rng.randrange(4), rng.random() < 0.5, rng.sample(list(AXES), 6)
+        state = explore.START | {"zero": zero, "tp_sequence": tp_sequence, "schedule": rng.choice(list(explore.CHUNKS))}
+        sizes = {axis: rng.choice((1, 1, 2, 3, 4)) for axis in AXES}
+        state["device"] = rng.randrange(product(sizes.values()))
+        calls.append((rows, state, sizes, order, state["device"]))
+        ours.append(explore.device_rows(state, rows, sizes, order))
+    for got, want in zip(javascript("holdings", calls), ours, strict=True):
+        cuts = [x["cut"] and "[" + ", ".join(f"{a}:{b}" for a, b in x["cut"]) + "]" for x in got]
+        for x, cut, row in zip(got, cuts, want, strict=True):
+            assert [x["row"]["name"], x["text"], cut or "cannot be cut evenly", size_text(x["bytes"])] == row
 
+
+def test_words_and_layouts_are_read_alike(javascript):
     texts = ["b/dp,fsdp s d +tp", "whole", "l d/fsdp m/tp", "d"]
     parsed = javascript("parseLayout", [(text,) for text in texts])
     for text, got in zip(texts, parsed, strict=True):

@@ -128,10 +128,11 @@ export const timeText = (s) => (s ? scaled(s * 1e9, ["ns", "µs", "ms", "s"], 10
 
 // What a device holds of every tensor: [row, live layout text, slices or null, bytes]. A tensor of a compiled program
 // brings its shards with it.
+const modeOf = (state) => state.zero + (state.tp_sequence ? "s" : "");
 export function holdings(rows, state, sizes, order, device) {
-  const at = coordinates(sizes, order, device), mode = state.zero + (state.tp_sequence ? "s" : "");
+  const at = coordinates(sizes, order, device);
   return rows.map((row) => {
-    const [text, cut] = cutOf(row, mode, sizes, at, device);
+    const [text, cut] = cutOf(row, state, sizes, at, device);
     const bytes = cut ? product(cut.map(([a, b]) => b - a)) * row.itemsize * row.times : 0;
     return { row, text, cut, bytes };
   });
@@ -142,20 +143,27 @@ function live(layout, sizes) {
   return { dims, sums: layout.sums.filter((a) => sizes[a] > 1) };
 }
 
-function cutOf(row, mode, sizes, at, device) {
+// A tensor's shape on a mesh: a pipeline pads the layers to as many for every chunk of every stage.
+export function shapeOf(row, state, sizes) {
+  if (!row.chunks || sizes.pp === 1) return row.shape;
+  const cells = sizes.pp * (row.chunks[state.schedule] ?? 1);
+  return [Math.ceil(row.shape[0] / cells) * cells, ...row.shape.slice(1)];
+}
+
+function cutOf(row, state, sizes, at, device) {
   if (row.shards) return [row.layout, row.shards[row.holds[device]]];
-  const layout = live(parseLayout(row.layout[mode]), sizes);
+  const layout = live(parseLayout(row.layout[modeOf(state)]), sizes);
   const words = layout.dims.map((d) => d.name + (d.axes.length ? "/" + d.axes.join(",") : ""));
-  return [[...words, ...layout.sums.map((a) => "+" + a)].join(" ") || "whole", slices(layout, row.shape, sizes, at)];
+  return [[...words, ...layout.sums.map((a) => "+" + a)].join(" ") || "whole", slices(layout, shapeOf(row, state, sizes), sizes, at)];
 }
 
 // The shard of one tensor that each device holds, as a number in order of appearance; null where it cannot be cut.
 export function shardNumbers(row, state, sizes, order) {
   const n = product(order.map((a) => sizes[a])), apart = strides(sizes, order), numbers = new Map(), out = [];
   if (row.shards) return [...row.holds];
-  const layout = live(parseLayout(row.layout[state.zero + (state.tp_sequence ? "s" : "")]), sizes);
+  const layout = live(parseLayout(row.layout[modeOf(state)]), sizes), shape = shapeOf(row, state, sizes);
   for (let device = 0; device < n; device++) {
-    const cut = slices(layout, row.shape, sizes, coordinates(sizes, order, device, apart));
+    const cut = slices(layout, shape, sizes, coordinates(sizes, order, device, apart));
     if (!cut) return null;
     const name = cut.join();
     if (!numbers.has(name)) numbers.set(name, numbers.size);
@@ -182,7 +190,7 @@ const CSS = `
 .lpx input[type=text]{width:250px}.lpx textarea{width:520px;max-width:100%;font-family:"DejaVu Sans Mono",monospace;font-size:12px}
 .lpx button{cursor:pointer}.lpx button[aria-pressed=true]{background:var(--ink);color:var(--paper)!important}
 .lpx :focus-visible{outline:3px solid var(--dp-line);outline-offset:1px}.lpx svg :focus-visible{outline:none}
-.lpx g.cell{cursor:pointer}.lpx g.cell:focus-visible rect.ring{stroke:var(--ink);stroke-width:4}
+.lpx g.cell,.lpx .editable rect:has(title){cursor:pointer}.lpx .editable text{pointer-events:none}.lpx g.cell:focus-visible rect.ring{stroke:var(--ink);stroke-width:4}
 .lpx .axes{display:grid;grid-template-columns:auto 44px 170px 34px auto auto;gap:3px 8px;align-items:center}
 .lpx .axes .name{font-weight:600}.lpx .axes output{text-align:right}
 .lpx .form{display:flex;flex-wrap:wrap;gap:8px 14px;align-items:end;flex:1 1 400px;max-width:620px}
@@ -361,10 +369,18 @@ function start({ model, el }) {
 function renderFigure(context) {
   const widget = start(context), { doc, root } = widget;
   root.innerHTML = `${widget.heading}<div class="form">${doc.controls.map((c) => control(c, widget.state[c.name])).join("")}</div>` +
-    `<div class="refusal" role="status"></div><div class="picture"></div><p class="soft said" aria-live="polite"></p>`;
+    `<div class="refusal" role="status"></div><div class="picture${doc.controls.some((c) => c.kind === "lines") ? " editable" : ""}"></div><p class="soft said" aria-live="polite"></p>`;
   root.addEventListener("input", (event) => {
     const c = doc.controls.find((c) => c.name === event.target.dataset.name), value = c && read(event.target, c);
     if (c && value !== null) widget.set({ [c.name]: value });
+  });
+  root.addEventListener("click", ({ target }) => { // an operation of a timetable is selected in the text, ready to be typed over
+    const cell = /^stage (\d+), (\S+): /.exec(target.querySelector?.("title")?.textContent || ""), area = root.querySelector("textarea");
+    if (!cell || !area) return;
+    area.focus();
+    const lines = area.value.split("\n"), start = lines.slice(0, cell[1]).reduce((n, line) => n + line.length + 1, 0);
+    const at = (lines[cell[1]] || "").search(new RegExp(`(?<![^\\s&])${cell[2].replace(".", "\\.")}(?![^\\s&])`));
+    if (at >= 0) area.setSelectionRange(start + at, start + at + cell[2].length);
   });
   root.addEventListener("focusin", ({ target }) => { if (target.tagName === "TEXTAREA" && !target.value) target.value = target.placeholder; });
   widget.draw = () => {
@@ -511,7 +527,7 @@ function renderMesh(context) {
     if (!traffic.length) return fill("traffic", answer && !answer.refusal ? `<p class="soft">Nothing is sent.</p>` : "");
     const body = traffic.map((t, i) => `<tr${t === row ? ' class="on"' : ""}><th scope="row"><button type="button" data-traffic="${i}" aria-pressed="${t === row}" ${KEYS} style="color:${axisColor(t.axes[0], "-line")}">${esc(t.axes.join(","))}</button></th>` +
       `<td>${esc(t.kind)}</td><td class="n">${t.count}</td><td class="n">${sizeText(t.bytes)}</td><td class="n">${answer.time && !answer.time.simulated ? shortTime(t.seconds) : "—"}</td><td>${esc(t.what)}</td></tr>`);
-    fill("traffic", `<h3>Sent per device and step</h3><table><thead><tr><th scope="col">axes</th><th scope="col">collective</th><th scope="col" class="n">times</th><th scope="col" class="n">bytes</th><th scope="col" class="n">time</th><th scope="col">of what</th></tr></thead><tbody>${body.join("")}</tbody></table>`);
+    fill("traffic", `<h3>Sent per device and step${sizes.pp > 1 ? " (first stage)" : ""}</h3><table><thead><tr><th scope="col">axes</th><th scope="col">collective</th><th scope="col" class="n">times</th><th scope="col" class="n">bytes</th><th scope="col" class="n">at link rate</th><th scope="col">of what</th></tr></thead><tbody>${body.join("")}</tbody></table>`);
   }
 
   function stepper(known, row, plan, at, team, axes) {
@@ -614,6 +630,7 @@ function renderMesh(context) {
     const [x] = holdings(tensor.length ? tensor : rows.slice(0, 1), widget.state, sizes, order, device);
     line.textContent = cell.getAttribute("aria-label") + (x ? `; ${x.row.name} ${x.cut ? "[" + x.cut.map(([a, b]) => `${a}:${b}`).join(", ") + "], " + sizeText(x.bytes) : "cannot be cut evenly"}` : "");
   });
+  root.addEventListener("pointerleave", () => { hovered = null; part("hover").textContent = part("hover").dataset.rest; });
   model.on("change:tensors", widget.draw);
   widget.draw();
   return () => { widget.stop(); model.off("msg:custom", onMessage); model.off("change:tensors", widget.draw); };
