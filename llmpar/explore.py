@@ -35,7 +35,7 @@ VIEW = ("device", "tensor", "axis", "row", "step")
 CONTROLS: list[dict] = [
     {"name": "mesh", "kind": "text", "label": "mesh"},
     {"name": "order", "kind": "text", "label": "order of axes, slow links first"},
-    {"name": "model", "kind": "choice", "label": "model", "options": list(PRESETS)},
+    {"name": "model", "kind": "choice", "label": "model", "options": [c.name for c in PRESETS.values() if not c.latent]},
     {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
     {"name": "batch_size", "kind": "int", "label": "batch (sequences)", "min": 1},
     {"name": "seq_len", "kind": "int", "label": "sequence (tokens)", "min": 1},

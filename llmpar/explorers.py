@@ -80,7 +80,7 @@ class MemoryExplorer(Explorer):
     title = "Memory explorer"
     start = {"model": "llama3-8b", "chip": "h100", "devices": 8, "tp": 1, "batch_size": 8, "seq_len": 4096, "remat": "block"}
     controls = [
-        {"name": "model", "kind": "choice", "label": "model", "options": list(PRESETS)},
+        {"name": "model", "kind": "choice", "label": "model", "options": [c.name for c in PRESETS.values() if not c.latent]},
         {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
         {"name": "devices", "kind": "choice", "label": "devices", "options": [2**i for i in range(10)]},
         {"name": "tp", "kind": "choice", "label": "of these, tp", "options": [1, 2, 4, 8]},

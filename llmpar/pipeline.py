@@ -77,11 +77,9 @@ class Stage(Llama):
 
 def unrolled(block, x, stack):
     """As `Solo.layers`, layer by layer: every product is then an equation to cut at."""
-    told = []
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
-        x, tells = block(x, _at(stack, i))
-        told.append(tells)
-    return x, jax.tree.map(lambda *xs: jnp.stack(xs), *told)
+        x, _ = block(x, _at(stack, i))
+    return x, None
 
 
 def gradients(config: ModelConfig, plan: Plan, par: Manual, params: Tree, batch: Batch, total) -> tuple[jax.Array, Tree]:
@@ -126,20 +124,18 @@ class _Executor:
         few, most = min(self.counts.values()), max(self.counts.values())
 
         def layers(block, x, stack):
-            nothing = jnp.zeros_like(x[..., 0], jnp.float32) if self.config.experts else None
+            def one(x, w):
+                y, told = block(x[0], w)
+                return (y, told and x[1] + told["loss"]), None
 
-            def some(x, w):
-                x, told = run(block, x, w)
-                return x, told and told["loss"].sum(0)
-
-            x, loss = some(x, jax.tree.map(lambda w: w[:few], stack))
+            x = x, jnp.zeros_like(x[..., 0], jnp.float32) if self.config.experts else None
+            x = run(one, x, jax.tree.map(lambda w: w[:few], stack))[0]
             if few == most:
-                return x, loss
+                return x
             grid = np.array([self.counts[cell] for cell in sorted(self.counts)]).reshape(-1, self.schedule.visits)
             full = jnp.asarray(grid == most)[lax.axis_index(PP), chunk]
             last = jax.tree.map(lambda w: w[few:], stack)
-            x, more = _when(f"full{kind}", full, some, lambda x, w: (x, nothing), x, last)
-            return x, jax.tree.map(jnp.add, loss, more)
+            return _when(f"full{kind}", full, lambda x, w: run(one, x, w)[0], lambda x, w: x, x, last)
 
         with self.par.repeated(self.times * self.schedule.visits):
             x, loss = (model := self.model(blocks, self.shared)).run(x, batch, self.par, layers)

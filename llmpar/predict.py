@@ -255,6 +255,9 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
     ffn = 4 * tokens * config.ffn_width * item // tp // plan.ffn_chunks
+    if how := config.experts:  # all slots of the buffer, on their way there, back, and inside the experts
+        blocks, rows = how.slots(tokens, 1, sizes["ep"])
+        ffn = sizes["ep"] * blocks * rows * (4 * config.ffn_width // tp + 3 * config.width) * item
     block = 8 * stream + heads + ffn  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
     kept = block - ffn * (plan.ffn_chunks > 1)  # chunks are computed again
     layers = plan.padded(config).num_layers

@@ -133,7 +133,7 @@ def test_time_is_between_all_hidden_and_nothing_hidden():
 
 
 def test_every_model_and_chip_answers():
-    for name in PRESETS:
+    for name in (c.name for c in PRESETS.values() if not c.latent):
         for kind in (CHIPS[0].name, CHIPS[-1].name):
             reply = explore.answer(explore.START | {"model": name, "chip": kind, "mesh": "fsdp=2"})
             assert reply["refusal"] is None and all(value >= 0 for _, value in reply["memory"]), name

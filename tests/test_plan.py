@@ -30,6 +30,8 @@ def test_the_regions_are_the_table_of_the_module():
         "keys": {"b": batch, "s": ("sp",), "k": tp},
         "ffn": {"b": batch, "s": ("sp",), "m": tp},
         "vocab": {"b": batch, "s": ("sp",), "v": tp},
+        "experts": {"b": ("dp", "fsdp"), "s": ("sp",), "e": ("ep",), "m": tp},
+        "counts": {"b": ("dp", "fsdp"), "s": ("sp",)},
     }
     with_sequence = Plan(MeshShape(dp=2, sp=2, tp=2), tp_sequence=True).regions
     assert with_sequence["stream"]["s"] == ("sp", "tp") and with_sequence["ffn"]["s"] == ("sp",)
@@ -241,7 +243,7 @@ def test_width_matters_only_where_zero_cuts_it():
 
 
 def test_axes_that_are_not_there_yet_are_refused():
-    assert refusal(Plan("ep=2")) == "mesh 'ep=2' has ep=2, but no experts here; use pp, dp, fsdp, sp, tp"
+    assert refusal(Plan("ep=2")) == "mesh 'ep=2' has ep=2, but no experts in 'tiny' here; use pp, dp, fsdp, sp, tp"
 
 
 @pytest.mark.parametrize(
