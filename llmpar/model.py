@@ -140,7 +140,7 @@ class Experts(nnx.Module):
         """The weighted sum of the chosen experts (and of the shared ones), and what the router tells: whom it chose, and the
         losses and tally of `moe.route`."""
         logits = jnp.einsum("bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32)
-        bias = [] if self.how.bias_rate is None else [par.weight(self.bias)]
+        bias = [] if self.how.bias_rate is None else [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
         told = {"loss": "stream b s", "tally": "stream e +b +s"}
         route = par.local(
             functools.partial(moe.route, self.how, par.explicit),

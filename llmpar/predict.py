@@ -131,7 +131,8 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             if vector and "bias" in path and plan.stage_saves == "residuals":
                 gathers = run.forward
             traffic.add("all-gather", fsdp, one * item, gathers)
-            traffic.add("reduce-scatter", fsdp, one * item, run.backward if stacked else used)
+            learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
+            traffic.add("reduce-scatter", fsdp, one * item, learned * (run.backward if stacked else used))
         if plan.zero in (1, 2):
             visits = plan.pipeline.visits if plan.pipeline and stacked else 1  # a chunk's gradients are cut by themselves
             times = 1 if plan.zero == 1 else micro * visits if stacked or not plan.pipeline else used
