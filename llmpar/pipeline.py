@@ -118,17 +118,17 @@ class _Executor:
             return model.embed(self.par.weight(model.embedding), batch, self.par)
 
     def through(self, blocks, x, batch, chunk, kind):
-        """The stream after the blocks of one chunk, and the losses of its routers (None without experts). Where some chunks
-        have a layer less, the last one may be skipped."""
+        """The stream after the blocks of one chunk, and for B the losses of its routers, if it has any. Where some chunks have
+        a layer less, the last one may be skipped."""
         run = unrolled if self.save or self.schedule.split_backward else self.par.layers
         few, most = min(self.counts.values()), max(self.counts.values())
 
         def layers(block, x, stack):
             def one(x, w):
                 y, told = block(x[0], w)
-                return (y, told and x[1] + told["loss"]), None
+                return (y, None if x[1] is None else x[1] + told["loss"]), None
 
-            x = x, jnp.zeros_like(x[..., 0], jnp.float32) if self.config.experts else None
+            x = x, jnp.zeros_like(x[..., 0], jnp.float32) if self.config.experts and kind == "B" else None
             x = run(one, x, jax.tree.map(lambda w: w[:few], stack))[0]
             if few == most:
                 return x

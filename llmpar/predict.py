@@ -195,13 +195,15 @@ def _experts(
     traffic.add("ragged-all-to-all" if ragged else "all-to-all", ep, buffer, 2 * (forward + run.backward))
     traffic.add("all-to-all", ep, 4 * plan.mesh.ep, 4 * run.backward * ragged)
     traffic.add("all-gather", ep, plan.mesh.ep * how.num * FLOAT32, forward)
+    cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
     if how.balance:
-        traffic.add("all-reduce", plan.place("stream s").axes, rows * how.num * FLOAT32, forward)
+        shared = run.backward + run.again if cells else forward
+        traffic.add("all-reduce", plan.place("stream s").axes, rows * how.num * FLOAT32, shared)
     choices = tokens * how.chosen * FLOAT32
     if plan.tp_sequence:
         traffic.add("all-gather", tp, choices, 2 * forward)
         traffic.add("reduce-scatter", tp, choices, run.backward)
-        traffic.add("all-reduce", tp, rows * FLOAT32, run.loss)  # the rows' router losses
+        traffic.add("all-reduce", tp, rows * FLOAT32, cells or run.loss)  # the rows' router losses
     else:
         traffic.add("all-reduce", tp, choices, run.backward)
     if not plan.pipeline:

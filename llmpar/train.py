@@ -14,7 +14,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from llmpar import hardware, predict
+from llmpar import hardware, moe, predict
 from llmpar.checkpoint import Checkpoints
 from llmpar.config import ModelConfig
 from llmpar.data import Stream
@@ -168,6 +168,7 @@ def train(
             report.grad_norms.append(norm)
             if lines:
                 row = {"step": number, "loss": loss, "grad_norm": norm, "seconds": report.seconds[-1]}
+                row |= moe.summary(config.experts, metrics, plan.mesh.ep) if config.experts and "load" in metrics else {}
                 print(json.dumps(row), file=lines, flush=True)
             if on_step:
                 on_step(number, report)

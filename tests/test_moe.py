@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from parity import BATCH, MOE, SEQ, assert_same, batch, every_expert, name, weights
-from test_census import compare_with_hlo, predicted, table
+from test_census import compare_every_stage, compare_with_hlo, predicted, table
 
 from llmpar import hlo, moe, predict
 from llmpar.config import ExpertConfig, preset
@@ -205,7 +205,7 @@ def test_memory_is_linear_in_the_tokens():
 
 MIXED = "dp=2 fsdp=2 ep=2"
 SAMPLE = [
-    Plan("ep=8"), Plan("ep=2 sp=2 tp=2", tp_sequence=True, remat="block", loss_chunks=2),
+    Plan("ep=2 sp=2 tp=2", tp_sequence=True, remat="block", loss_chunks=2),
     Plan("fsdp=2 ep=4", zero=2, microbatches=2), Plan("ep=2 sp=2 tp=2", tp_sequence=True, reading="auto"),
 ]  # fmt: skip
 EVERY = [
@@ -242,7 +242,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if k == "all of them" else k for k in OTHERS])
 @pytest.mark.parametrize("plan", [Plan("fsdp=2 ep=2 tp=2"), pytest.param(Plan(MIXED, reading="auto"), marks=pytest.mark.full)])
 def test_other_conventions_and_drops_too(kind, plan):
     """A row is a group of its own for drops: as long as none is cut, all plans drop the same choices."""
@@ -281,7 +281,8 @@ def test_the_formula_gives_what_the_traced_step_sends(plan):
     assert table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(MOE, plan)
 
 
-@pytest.mark.parametrize("plan", [SENT[0], *(pytest.param(p, marks=pytest.mark.full) for p in SENT[1:])], ids=name)
+@pytest.mark.full
+@pytest.mark.parametrize("plan", SENT, ids=name)
 def test_the_formula_gives_what_the_partitioned_program_sends_and_is_given(plan):
     compare_with_hlo(MOE, plan)
 
@@ -345,6 +346,7 @@ def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_fo
         Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
 
 
+@pytest.mark.full
 def test_ragged_dot_gives_the_same():
     assert_same(MOE, Plan("ep=4", grouped="ragged_dot"))
 
@@ -363,6 +365,12 @@ PIPED = [
 def test_experts_in_a_pipeline_give_the_dense_loss_and_gradients(plan):
     """Each stage adds the losses of its own routers."""
     assert_same(MOE, plan)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", [*PIPED, Plan("pp=2 sp=2 ep=2", sequence="ulysses", schedule="zb-h1", microbatches=2)])
+def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
+    compare_every_stage(MOE, plan)
 
 
 def test_the_bias_follows_the_load_and_balances_it():

@@ -15,6 +15,7 @@ import pytest
 from parity import LLAMA
 
 from llmpar.checkpoint import Checkpoints, checksums
+from llmpar.config import ExpertConfig
 from llmpar.data import DataConfig, Stream, read_corpus
 from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
@@ -75,6 +76,15 @@ def test_the_loss_falls_on_real_text_and_the_log_says_what_happened(tmp_path):
     assert [row["grad_norm"] for row in rows] == report.grad_norms and all(row["seconds"] > 0 for row in rows)
     assert report.tokens_per_step == 16 * 16 and report.start == 0
     assert report.tokens_per_s == 16 * 16 / report.step_s and report.mfu is None, "simulated devices have no peak"
+
+
+def test_the_log_of_experts_says_how_even_their_load_is(tmp_path):
+    config = dataclasses.replace(SMALL, experts=ExpertConfig(4, 2, balance=0.01, capacity_factor=1.0))
+    run(Plan("ep=2"), 2, config, log=str(tmp_path / "run.jsonl"))
+    rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert 0 < row["drop_fraction"] < 0.5 and 1 <= row["rank_imbalance"] <= row["expert_imbalance"] <= 2
+        assert 0 < row["router_entropy"] <= math.log(4) + 1e-5
 
 
 def test_a_log_is_continued_not_overwritten(tmp_path):
