@@ -251,11 +251,9 @@ def test_a_redraw_is_fast_and_touches_only_what_changed(page, record_property):
         assert after[0] - drawn <= 30 + 2 and after[1] - calls <= 2, "one redraw a move; Python hears of the last"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("kind", EXPLORERS)
-def test_the_offline_page_works_and_is_accessible(page, kind, scheme, tmp_path):
-    """Opened as a file: no kernel, no server, no network; nothing wider than 1280 pixels."""
-    page.emulate_media(color_scheme=scheme)
+def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
+    """Opened as a file: no kernel, no server, no network; nothing wider than 1280 pixels; light and dark."""
     explorer = kind()
     explorer.save(tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
@@ -283,7 +281,9 @@ def test_the_offline_page_works_and_is_accessible(page, kind, scheme, tmp_path):
         page.locator('[data-name="devices"]').select_option("4")
         assert "fsdp=4" in page.locator(".picture").inner_text()
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
-    assert axe(page) == {}
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert axe(page) == {}
 
 
 def test_a_live_arrays_page_is_accessible(page, tmp_path):
