@@ -364,8 +364,10 @@ def test_jupyterlab_session(chromium, lab):
     drag(page, "fsdp", 2)
     page.wait_for_function("document.querySelectorAll('g.cell').length === 16")
     page.locator("g.cell").nth(3).click()
-    page.keyboard.press("ArrowRight")  # JupyterLab would take this key without data-lm-suppress-shortcuts
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("x")  # would cut the user's cell but for data-lm-suppress-shortcuts
     assert page.evaluate("document.activeElement.dataset.device") == "4"
+    assert page.evaluate("window.jupyterapp.shell.currentWidget.content.widgets.length") == 2
     page.locator('[data-name="mesh"]').fill("dp=2 fsdp=4")
     page.locator('[data-groups="fsdp"]').click()
     page.wait_for_selector('[data-step="1"]', timeout=30_000)
