@@ -31,11 +31,14 @@ START: dict[str, Any] = {
 MOST = 4096
 """The most devices of a mesh. Up to 512 are drawn one by one."""
 
+MODELS = [name for name, config in PRESETS.items() if not (config.latent or config.experts and config.experts.dense_layers)]
+"""Presets whose training step exists; the others are refused by name."""
+
 VIEW = ("device", "tensor", "axis", "row", "step")
 CONTROLS: list[dict] = [
     {"name": "mesh", "kind": "text", "label": "mesh"},
     {"name": "order", "kind": "text", "label": "order of axes, slow links first"},
-    {"name": "model", "kind": "choice", "label": "model", "options": [c.name for c in PRESETS.values() if not c.latent]},
+    {"name": "model", "kind": "choice", "label": "model", "options": MODELS},
     {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
     {"name": "batch_size", "kind": "int", "label": "batch (sequences)", "min": 1},
     {"name": "seq_len", "kind": "int", "label": "sequence (tokens)", "min": 1},
@@ -114,6 +117,8 @@ def tensors(state: dict) -> list[dict]:
         "feed-forward": ("ffn b s m", (micro, s, config.ffn_width), 2),
         "logits": ("vocab b s v", (micro, s, config.vocab_size), 4),
     }  # fmt: skip
+    if config.experts:
+        del acts["feed-forward"]  # how many rows an expert works on is up to the router
     for name, (dims, shape, itemsize) in acts.items():
         row("activation", name, shape, itemsize, lambda plan, dims=dims: plan.place(dims))
     row("batch", "tokens, targets, positions, weights", (b, s), 4, lambda plan: plan.place("data b s"), 4)
@@ -131,6 +136,8 @@ def shape_of(row: dict, state: dict, sizes: dict[str, int]) -> list[int]:
 def _what(axes: tuple[str, ...], kind: str) -> str:
     if axes == ("tp",):
         return "activations, and three numbers per token for the loss" if kind == "all-reduce" else "activations"
+    if "ep" in axes and kind == "all-to-all":
+        return "tokens to their experts, and back"
     if axes == ("sp",) and kind != "all-reduce":
         return "heads and positions" if kind == "all-to-all" else "keys and values"
     if kind == "collective-permute":
@@ -288,10 +295,11 @@ def scene(state: dict) -> Scene:
     reply = answer(state)
     try:
         _, kind, shape, order = read(state)
+        rows = tensors(state)
     except ValueError:
         return compose("mesh refused", [], reply["says"], reply["says"].splitlines())
     sizes, node, device = shape.sizes, kind.per_device().node_size, min(state["device"], shape.size - 1)
-    place, rows, notes = places(sizes, order, node), tensors(state), []
+    place, notes = places(sizes, order, node), list[str]()
     sent = [row for row in reply["traffic"] if state["axis"] in row["axes"]]
     row = sent[min(state["row"], len(sent) - 1)] if sent else None
     axes = tuple(a for a in order if row and a in row["axes"]) or (state["axis"],) * (sizes.get(state["axis"], 1) > 1)

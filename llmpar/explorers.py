@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from llmpar import attention, predict
 from llmpar.charts import live_blocks, memory_bars, timetable
-from llmpar.config import PRESETS, preset
-from llmpar.explore import START, make_plan
+from llmpar.config import preset
+from llmpar.explore import MODELS, START, make_plan
 from llmpar.hardware import CHIPS, chip
 from llmpar.notation import MeshShape
 from llmpar.orders import from_text
@@ -80,7 +80,7 @@ class MemoryExplorer(Explorer):
     title = "Memory explorer"
     start = {"model": "llama3-8b", "chip": "h100", "devices": 8, "tp": 1, "batch_size": 8, "seq_len": 4096, "remat": "block"}
     controls = [
-        {"name": "model", "kind": "choice", "label": "model", "options": [c.name for c in PRESETS.values() if not c.latent]},
+        {"name": "model", "kind": "choice", "label": "model", "options": MODELS},
         {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
         {"name": "devices", "kind": "choice", "label": "devices", "options": [2**i for i in range(10)]},
         {"name": "tp", "kind": "choice", "label": "of these, tp", "options": [1, 2, 4, 8]},

@@ -236,7 +236,15 @@ class MeshExplorer(Explorer):
         kinds = {"weight": "weights (float32)", "moments": "two moments (float32)", "batch": "batch (int32)",
                  "gradient": "gradients (float32)", "activation": "activations, one layer"}  # fmt: skip
         doc = super().document() | {"axes": AXES, "kinds": kinds}
-        return doc | (self._given or {"tensors": explore.tensors(self.state)})
+        return doc | (self._given or {"tensors": self.tensors})
+
+    @property
+    def tensors(self) -> list[dict]:
+        """What a step holds; nothing where the state is refused (the answer says why)."""
+        try:
+            return explore.tensors(self.state)
+        except ValueError:
+            return []
 
     def answer(self, state: dict) -> dict:
         if self._given:
@@ -255,10 +263,7 @@ class MeshExplorer(Explorer):
         super()._changed(change)
         shapes = any(before[name] != self.state[name] for name in ("model", "batch_size", "seq_len", "microbatches"))
         if self._rich and not self._given and shapes:
-            try:
-                self._rich.tensors = explore.tensors(self.state)
-            except ValueError:
-                pass  # the answer says why; the last tensors stay
+            self._rich.tensors = self.tensors
 
     def compare(self, **other) -> str:
         """This state beside another, as text."""
@@ -268,7 +273,7 @@ class MeshExplorer(Explorer):
     def fields(self) -> list[dict]:
         if self._given:
             return []
-        names = [row["name"] for row in explore.tensors(self.state)]
+        names = [row["name"] for row in self.tensors] or [self.state["tensor"]]
         return [*self.controls, {"name": "device", "kind": "int", "label": "device", "min": 0},
                 {"name": "tensor", "kind": "choice", "label": "same shard of", "options": names},
                 {"name": "axis", "kind": "choice", "label": "groups over", "options": ["", *AXES]},
@@ -279,7 +284,7 @@ class MeshExplorer(Explorer):
         try:
             _, _, shape, order = explore.read(state)
             if not self._given:
-                held = explore.device_rows(state, explore.tensors(state), shape.sizes, order)
+                held = explore.device_rows(state, self.tensors, shape.sizes, order)
                 cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in held)
                 table = "".join(f"<tr>{row}</tr>" for row in cells)
         except ValueError:

@@ -51,6 +51,17 @@ def test_a_pipeline_pads_layers_as_the_plan_does():
     assert explore.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4, "sequence": "ulysses"})["refusal"] is None
 
 
+@pytest.mark.parametrize("mesh", ["dp=2 ep=4", "ep=2 tp=2", "fsdp=2 ep=2 sp=2"])
+def test_experts_are_held_and_sent_as_predicted(mesh):
+    state = TINY | {"model": "tiny-moe", "mesh": mesh, "tp_sequence": "tp" in mesh}
+    reply = explore.answer(state)
+    assert reply["refusal"] is None and total(state, "weight") == dict(reply["memory"])["weights"]
+    assert any("experts" in row["what"] and row["axes"] == ["ep"] for row in reply["traffic"])
+    assert [row["layout"]["3"] for row in explore.tensors(state) if row["name"].endswith("experts.gate")][0].startswith(
+        "l/pp e/ep"
+    )
+
+
 def test_layouts_are_the_plans_on_any_mesh():
     """Layouts are written once, for a mesh where every axis is live; sizes of one cut nothing."""
     for mesh in ("dp=2 tp=2", "fsdp=8", "pp=1 sp=2"):
@@ -87,6 +98,8 @@ def test_the_code_builds_the_plan():
         ({"mesh": ""}, "empty mesh", True),
         ({"mesh": "dp=509"}, "509", True),
         ({"model": "gpt5"}, "unknown model", False),
+        ({"model": "deepseek-v3"}, "cannot run here", False),
+        ({"mesh": "ep=2"}, "no experts in 'tiny'", True),
         ({"chip": "abacus"}, "'abacus' is not known", False),
         ({"order": "dp tp"}, "each axis once", True),
         ({"batch_size": 0}, "from 1 on", False),
@@ -133,7 +146,8 @@ def test_time_is_between_all_hidden_and_nothing_hidden():
 
 
 def test_every_model_and_chip_answers():
-    for name in (c.name for c in PRESETS.values() if not c.latent):
+    assert {"deepseek-v3"} == set(PRESETS) - set(explore.MODELS)
+    for name in explore.MODELS:
         for kind in (CHIPS[0].name, CHIPS[-1].name):
             reply = explore.answer(explore.START | {"model": name, "chip": kind, "mesh": "fsdp=2"})
             assert reply["refusal"] is None and all(value >= 0 for _, value in reply["memory"]), name

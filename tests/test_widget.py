@@ -57,6 +57,9 @@ def test_the_front_end_moves_the_state_and_python_answers():
     assert widget.answer is before, "looking asks for nothing"
     widget.state = explorer.state | {"model": "small"}
     assert widget.tensors == explore.tensors(explorer.state)
+    widget.state = explorer.state | {"model": "gpt5"}
+    assert widget.tensors == [] and "unknown model" in widget.answer["refusal"]["why"]
+    widget.state = explorer.state | {"model": "small"}
     widget.state = explorer.state | {"batch_size": 0}
     assert "from 1 on" in widget.answer["refusal"]["why"]
     explorer.set(batch_size=16, mesh="tp=8")
