@@ -252,7 +252,7 @@ print(f"sharding: {LLAMA.num_layers // p} of {LLAMA.num_layers} layers on each s
 
 text = hlo.partitioned_hlo(lowered)
 for stage in range(p):
-    taken = pipeline.taken(step.plan.pipeline, stage) if p > 1 else None
+    taken = pipeline.taken(step.plan.pipeline, LLAMA.num_layers, stage) if p > 1 else None
     predicted = predict.collectives(LLAMA, step.plan, 2 * M, SEQ, stage)
     compiled_rows = hlo.census_table(hlo.census_hlo(text, step.mesh, taken))
     assert compiled_rows == {key: dataclasses.asdict(row) for key, row in predicted.items()}
@@ -281,7 +281,7 @@ print(f"memory: {sum(given.values()):,} B of arguments per device as predicted")
 # NBVAL_CHECK_OUTPUT
 def executed_by_stage(saves):
     step, _, compiled = programs[saves]
-    takes = [pipeline.taken(step.plan.pipeline, stage) for stage in range(p)] if p > 1 else [None]
+    takes = [pipeline.taken(step.plan.pipeline, LLAMA.num_layers, stage) for stage in range(p)] if p > 1 else [None]
     return [hlo.executed_flops(compiled.as_text(), taken) for taken in takes]
 
 
@@ -359,8 +359,9 @@ def forward_time(costs, m): ...
 attempt("07.uneven", forward_time)
 
 # %% [markdown]
-# (`Plan` asks for layers that divide evenly and says how many would. Llama 3 405B has 126 layers instead of 128 for this very reason:
-# one less on the first stage, and one less on the last. Llama team 2024, section 3.3.2.)
+# (Where layers do not divide evenly this package gives the first stages one more, so the last one, which has the head, has one
+# less. Llama 3 405B has 126 layers instead of 128 for this very reason: one less on the first stage, and one less on the last. Llama
+# team 2024, section 3.3.2.)
 #
 # ### Exercise (expert): one embedding on two stages
 #

@@ -271,7 +271,7 @@ for name, (step, compiled) in programs.items() if p > 1 else ():
     order = step.plan.pipeline
     send, ticks, executed[name] = slots(timetable(order)).send, len(timetable(order).ticks), 0
     for stage in range(p):
-        taken = pipeline.taken(order, stage)
+        taken = pipeline.taken(order, LLAMA.num_layers, stage)
         found = hlo.census_hlo(compiled.as_text(), step.mesh, taken)
         predicted = predict.collectives(LLAMA, step.plan, 2 * M, SEQ, stage)
         rows = hlo.census_table(found)["pp", "collective-permute"]
