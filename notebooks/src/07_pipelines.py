@@ -77,12 +77,20 @@ attempt("07.idle_share", idle_share)
 # * over the **ideal** time m(F + B): (p − 1)/m (Narayanan et al. 2021);
 # * over the **total** time: (p − 1)/(m + p − 1) (Huang et al. 2018).
 #
-# No formula is built into the simulator: it only knows who must wait for whom. Try other numbers.
+# No formula is built into the simulator: it only knows who must wait for whom. Drag the stages and the microbatches. (In the stored
+# page this is a picture.)
 
 # %%
-STAGES, MICROBATCHES = 4, 8
-table = timetable(make("gpipe", STAGES, MICROBATCHES))
-scene.show(draw.timetable(table))
+from llmpar.explorers import TimelineExplorer
+
+explorer = TimelineExplorer(schedule="gpipe", stages=4, microbatches=8)
+explorer
+
+# %%
+table = explorer.table(explorer.state)
+if table.schedule.name in ("gpipe", "1f1b"):
+    waiting = table.schedule.num_stages - 1
+    assert np.isclose(table.bubble_over_ideal, waiting / table.schedule.num_microbatches)
 print(f"idle over ideal {table.bubble_over_ideal:.1%}, idle over total {table.bubble_fraction:.1%}")
 
 # %%
