@@ -71,7 +71,8 @@ class Plan:
             per stage (`orders.from_text`).
         chunks: pieces of the model per stage, for schedules that let one choose.
         stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass recomputes, or the
-            ``residuals``, so that nothing is computed twice.
+            ``residuals``, so that nothing is computed twice. The first is no slower on CPUs, where copying residuals to
+            their slots and back costs as much as a fifth more products, and takes half of the memory.
     """
 
     mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed

@@ -129,7 +129,7 @@ def programs(config, only):
         compiled = step.lower(rows, SEQ).compile()
         placed = jax.device_put(batch_of(config.vocab_size, rows, SEQ), step.batch_sharding)
         memory, text = hlo.compiled_memory(compiled), hlo.partitioned_hlo(step.lower(rows, SEQ))
-        stages = [pipeline.taken(plan.pipeline, i) for i in range(plan.mesh.pp)] if plan.pipeline else [None]
+        stages = [pipeline.taken(plan.pipeline, config.num_layers, i) for i in range(plan.mesh.pp)] if plan.pipeline else [None]
         census = hlo.census_hlo(text, step.mesh, stages[0])
         executed = statistics.mean(hlo.executed_flops(compiled.as_text(), taken) for taken in stages) * plan.mesh.size
         facts = {
@@ -188,7 +188,7 @@ def simulated(rounds: int, only: list[str]) -> dict:
     """The table of plans on simulated devices."""
     config = preset("small")
     made = {name: (run, facts) for name, run, facts in programs(config, only)}
-    rows = interleaved(made, rounds, ("plain jax", "one"))
+    rows = interleaved(made, rounds, ("plain jax", "one", "one m16"))
     return {"model": config.name, "params": config.num_params, "batch": BATCH, "seq": SEQ, "rounds": rounds, "rows": rows}
 
 

@@ -77,12 +77,20 @@ attempt("07.idle_share", idle_share)
 # * over the **ideal** time m(F + B): (p − 1)/m (Narayanan et al. 2021);
 # * over the **total** time: (p − 1)/(m + p − 1) (Huang et al. 2018).
 #
-# No formula is built into the simulator: it only knows who must wait for whom. Try other numbers.
+# No formula is built into the simulator: it only knows who must wait for whom. Drag the stages and the microbatches. (In the stored
+# page this is a picture.)
 
 # %%
-STAGES, MICROBATCHES = 4, 8
-table = timetable(make("gpipe", STAGES, MICROBATCHES))
-scene.show(draw.timetable(table))
+from llmpar.explorers import TimelineExplorer
+
+explorer = TimelineExplorer(schedule="gpipe", stages=4, microbatches=8)
+explorer
+
+# %%
+table = explorer.table(explorer.state)
+if table.schedule.name in ("gpipe", "1f1b"):
+    waiting = table.schedule.num_stages - 1
+    assert np.isclose(table.bubble_over_ideal, waiting / table.schedule.num_microbatches)
 print(f"idle over ideal {table.bubble_over_ideal:.1%}, idle over total {table.bubble_fraction:.1%}")
 
 # %%
@@ -175,7 +183,7 @@ print(f"communication: {2 * ticks * (p > 1)} permutes of {ROWS * D * 4} B, one p
 assert hlo.compiled_memory(hand)["argument_bytes"] == 4 * (LAYERS // p * D * D + M * ROWS * D)
 print(f"memory: arguments are 1/{p} of the weights, and the microbatches")
 product = 2 * ROWS * D * D
-if devices[0].platform == "cpu":  # elsewhere products are library calls, which cannot be counted
+if devices[0].platform == "cpu" and p > 1:  # elsewhere products are library calls, which cannot be counted
     executed, useful = hlo.executed_flops(hand.as_text()), 3 * M * (LAYERS // p) * product
     assert executed == 3 * ticks * (LAYERS // p) * product and Fraction(executed, useful) == 1 + Fraction(p - 1, M)
     print(f"work: {executed / useful:.3f} of what is useful = 1 + (p-1)/m")
@@ -252,7 +260,7 @@ print(f"sharding: {LLAMA.num_layers // p} of {LLAMA.num_layers} layers on each s
 
 text = hlo.partitioned_hlo(lowered)
 for stage in range(p):
-    taken = pipeline.taken(step.plan.pipeline, stage) if p > 1 else None
+    taken = pipeline.taken(step.plan.pipeline, LLAMA.num_layers, stage) if p > 1 else None
     predicted = predict.collectives(LLAMA, step.plan, 2 * M, SEQ, stage)
     compiled_rows = hlo.census_table(hlo.census_hlo(text, step.mesh, taken))
     assert compiled_rows == {key: dataclasses.asdict(row) for key, row in predicted.items()}
@@ -281,7 +289,7 @@ print(f"memory: {sum(given.values()):,} B of arguments per device as predicted")
 # NBVAL_CHECK_OUTPUT
 def executed_by_stage(saves):
     step, _, compiled = programs[saves]
-    takes = [pipeline.taken(step.plan.pipeline, stage) for stage in range(p)] if p > 1 else [None]
+    takes = [pipeline.taken(step.plan.pipeline, LLAMA.num_layers, stage) for stage in range(p)] if p > 1 else [None]
     return [hlo.executed_flops(compiled.as_text(), taken) for taken in takes]
 
 
@@ -359,8 +367,9 @@ def forward_time(costs, m): ...
 attempt("07.uneven", forward_time)
 
 # %% [markdown]
-# (`Plan` asks for layers that divide evenly and says how many would. Llama 3 405B has 126 layers instead of 128 for this very reason:
-# one less on the first stage, and one less on the last. Llama team 2024, section 3.3.2.)
+# (Where layers do not divide evenly this package gives the first stages one more, so the last one, which has the head, has one
+# less. Llama 3 405B has 126 layers instead of 128 for this very reason: one less on the first stage, and one less on the last. Llama
+# team 2024, section 3.3.2.)
 #
 # ### Exercise (expert): one embedding on two stages
 #

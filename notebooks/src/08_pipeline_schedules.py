@@ -35,6 +35,7 @@ from llmpar.config import preset
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.schedule import closed_forms, from_text, make, slots, timetable
+from llmpar.split import split, trace
 from llmpar.step import Step
 
 jax.config.update("jax_default_matmul_precision", "highest")  # accelerators round float32 products unless told not to
@@ -100,7 +101,7 @@ scene.show(draw.timetable(zb_h1))
 # %% [markdown]
 # A third of the bubble, in the same memory. Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced
 # function is a list of equations. Keep those that lead to the input's gradient: that is B. Those that are left are W, and what they
-# need of the others must be kept for them. `pipeline.split` does that. Here, for two layers, it cuts twice, between F and B, and between
+# need of the others must be kept for them. `llmpar.split` does that. Here, for two layers, it cuts twice, between F and B, and between
 # B and W:
 
 
@@ -115,9 +116,9 @@ def cell(w0, w1, x, dy):
 
 rng = np.random.default_rng(0)
 given = [rng.standard_normal(shape).astype(np.float32) for shape in ((16, 64), (64, 16), (8, 16), (8, 16))]
-whole, _ = pipeline.trace(cell, *given)
-F, backward, saved = pipeline.split(whole, num_early=1, num_known=2, num_given=3)  # w0, w1 are known; x is there, dy is not
-B, W, residual = pipeline.split(backward, num_early=1, num_known=2 + len(saved), num_given=3 + len(saved))
+whole, _ = trace(cell, *given)
+F, backward, saved = split(whole, num_early=1, num_known=2, num_given=3)  # w0, w1 are known; x is there, dy is not
+B, W, residual = split(backward, num_early=1, num_known=2 + len(saved), num_given=3 + len(saved))
 for name, part in {"F": F, "B": B, "W": W}.items():
     print(f"{name}: {' '.join(eqn.primitive.name for eqn in part.jaxpr.eqns)}")
 print("F leaves for later:", [aval.shape for aval in saved], " B leaves for W:", [aval.shape for aval in residual])
@@ -271,7 +272,7 @@ for name, (step, compiled) in programs.items() if p > 1 else ():
     order = step.plan.pipeline
     send, ticks, executed[name] = slots(timetable(order)).send, len(timetable(order).ticks), 0
     for stage in range(p):
-        taken = pipeline.taken(order, stage)
+        taken = pipeline.taken(order, LLAMA.num_layers, stage)
         found = hlo.census_hlo(compiled.as_text(), step.mesh, taken)
         predicted = predict.collectives(LLAMA, step.plan, 2 * M, SEQ, stage)
         rows = hlo.census_table(found)["pp", "collective-permute"]
@@ -346,7 +347,8 @@ except ValueError as refusal:
 #
 # Below is a schedule for p stages and 4 microbatches: 1F1B, in which each W follows its B at once. Change it, and run the cell again. You
 # are told whether it is legal; what is left of the bubble; what each stage holds; and you see it. With `TRAIN = True` it is
-# compiled, and its losses and weights are compared with those of one device.
+# compiled, and its losses and weights are compared with those of one device. (`TimelineExplorer(order=SCHEDULE)` of
+# `llmpar.explorers` draws while you type.)
 
 # %%
 TRAIN = True

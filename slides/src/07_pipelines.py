@@ -29,7 +29,7 @@ scene.show(draw.timetable(naive))
 # All forwards, then all backwards (GPipe). Idle share of the total: $(p-1)/(m+p-1)$. Beware: papers also give idle over
 # *ideal*: $(p-1)/m$.
 #
-# <footer>Huang et al. 2018 (GPipe); Narayanan et al. 2021, section 2.2.1 · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 4 --microbatches 4</code></footer>
+# <footer>Huang et al. 2018; Narayanan et al. 2021 · <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 4 --microbatches 4</code></footer>
 
 # %%
 M = 4

@@ -101,6 +101,7 @@ from llmpar.config import preset
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
 from llmpar.schedule import slots
+from llmpar.split import split, trace
 from llmpar.step import Step
 
 
@@ -112,9 +113,9 @@ def cell(w0, w1, x, dy):
 
 
 given = [np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((16, 64), (64, 16), (8, 16), (8, 16))]
-whole, _ = pipeline.trace(cell, *given)
-forward, both, saved = pipeline.split(whole, 1, 2, 3)
-backward, weights, left = pipeline.split(both, 1, 2 + len(saved), 3 + len(saved))
+whole, _ = trace(cell, *given)
+forward, both, saved = split(whole, 1, 2, 3)
+backward, weights, left = split(both, 1, 2 + len(saved), 3 + len(saved))
 y, *kept = forward(*given[:3])
 dx, *rest = backward(*given[:2], *kept, given[3])
 for got, want in zip((y, dx, *weights(*given[:2], *kept, *rest)), cell(*given), strict=True):
@@ -136,7 +137,7 @@ Markdown("\n".join(["| | products | other equations | arrays kept for later |", 
 # **Misunderstanding:** that the split is free. What B leaves for W must be held until W runs; the more it is put off, the more is
 # held.
 #
-# **Source:** computed here with `llmpar.pipeline.split`, and compared with the uncut function bit by bit. The idea: Qi et al. 2023,
+# **Source:** computed here with `llmpar.split`, and compared with the uncut function bit by bit. The idea: Qi et al. 2023,
 # section 2.
 
 # %% [markdown] tags=["slide"]
@@ -191,7 +192,7 @@ for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
     step, order = Step(LLAMA, plan, abstract_mesh("pp=4"), optax.sgd(1.0)), timetable(plan.pipeline)
     traced = jax.jit(step.gradients).trace(step.abstract_state.params, step.abstract_batch(16, 16)).jaxpr
     for stage in range(4):
-        rows = hlo.census_table(hlo.census_jaxpr(traced, {"pp": 4}, pipeline.taken(plan.pipeline, stage)))
+        rows = hlo.census_table(hlo.census_jaxpr(traced, {"pp": 4}, pipeline.taken(plan.pipeline, LLAMA.num_layers, stage)))
         predicted = predict.collectives(LLAMA, plan, 16, 16, stage)
         assert rows == {key: dataclasses.asdict(row) for key, row in predicted.items()}
     sent = rows["pp", "collective-permute"]
