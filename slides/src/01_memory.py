@@ -98,8 +98,7 @@ scene.show(compose(picture.title, [[part] for part in picture.items[0].items[1:-
 # %% [markdown] tags=["slide"]
 # ## Look at any mesh
 #
-# `MeshExplorer` draws a model on a cluster that you do not have: drag an axis, click a device, step through what its group
-# exchanges. `save("mesh.html")` makes a page that needs no Python.
+# `MeshExplorer` draws a model on a cluster that you do not have. Drag an axis, click a device, step through an exchange.
 #
 # <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.widget</code> · <code>make gallery</code></footer>
 
@@ -112,7 +111,7 @@ assert reply["refusal"] is None and sum(size for _, size in reply["memory"]) < r
 scene.show(explorer.scene)
 
 # %% [markdown] tags=["notes"]
-# Open lesson 00 and do it live. **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups
+# Open lesson 00 and do it live. `save("mesh.html")` makes a page that needs no Python. **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups
 # cross nodes.
 #
 # **Misunderstanding:** that the time shown is a measurement. It lies between perfect overlap and none, at peak rates; bytes

@@ -62,7 +62,7 @@ assert cost.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 # All wait for the busiest rank. A **capacity** drops who comes late; **dropless** sends room for the worst case; a **balance
 # loss**, or a **bias** that follows the load, makes it rarer.
 #
-# <footer>Fedus et al. 2021 (Switch); DeepSeek-V3 2024, section 2.1.2 · lesson <code>notebooks/09_experts</code> · <code>llmpar train --model tiny-moe --mesh ep=4</code></footer>
+# <footer>Fedus et al. 2021; DeepSeek-V3 2024 · <code>notebooks/09_experts</code> · <code>llmpar train --model tiny-moe --mesh ep=4</code></footer>
 
 # %%
 hot, room = visits(1.5), cost.expert_capacity(64 * RANKS, 8, 1.25, 2)
