@@ -98,7 +98,7 @@ scene.show(compose(picture.title, [[part] for part in picture.items[0].items[1:-
 # %% [markdown] tags=["slide"]
 # ## Look at any mesh
 #
-# `MeshExplorer` draws a model on a cluster that you do not have. Drag an axis, click a device, step through an exchange.
+# A model on a cluster that you do not have: drag an axis, click a device, step through what its group exchanges.
 #
 # <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.widget</code> · <code>make gallery</code></footer>
 
@@ -108,10 +108,11 @@ from llmpar.widget import MeshExplorer
 explorer = MeshExplorer(mesh="dp=2 fsdp=4 tp=2", model="llama3-8b", chip="h100", batch_size=32, axis="fsdp", step=1)
 reply = explorer.answer(explorer.state)
 assert reply["refusal"] is None and sum(size for _, size in reply["memory"]) < reply["capacity"]
-scene.show(explorer.scene)
+whole = explorer.scene
+scene.show(compose(whole.title, [[part] for part in whole.items[0].items[1:-1]], whole.text.partition("\n")[2]))
 
 # %% [markdown] tags=["notes"]
-# Open lesson 00 and do it live. `save("mesh.html")` makes a page that needs no Python. **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups
+# Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that needs no Python. **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups
 # cross nodes.
 #
 # **Misunderstanding:** that the time shown is a measurement. It lies between perfect overlap and none, at peak rates; bytes
