@@ -125,7 +125,8 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
         region = parse_layout(dims).region
         rest = tuple(a for a in plan.live("pp") + plan.varying(region) if a not in plan.stored(dims).axes)
         vector = is_vector(parse_layout(dims))
-        used = run.embed * (path == "embedding") + run.loss * (path != "embedding" or config.tied)
+        twice = config.tied and plan.pipeline is not None  # on its first stage and on its last; else one value is used twice
+        used = run.embed * (path == "embedding") + run.loss * (path != "embedding" or twice)
         if plan.zero == 3:
             gathers = used if not stacked else run.vectors if vector else run.matrices
             if vector and "bias" in path and plan.stage_saves == "residuals":
