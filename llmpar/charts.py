@@ -223,7 +223,7 @@ def timetable(table, unit: str = "time units") -> Scene:
     shortest = min(end - start for row in stages for start, end, *_ in row if end > start)
     need = 34 * span / shortest
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
-    bands = min(math.ceil(need / 1000), max(1, 1100 // (58 * len(stages) + 40)))
+    bands = max(1, min(round(need / 1000), 1100 // (58 * len(stages) + 40)))
     left, wide, reach = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / bands)), span / bands
     held = []  # per stage: from when on, how many
     for row in stages:
