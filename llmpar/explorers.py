@@ -1,10 +1,13 @@
-"""Small explorers: pipelines (with an editor for one's own order), rings of attention, and memory at every ZeRO stage."""
+"""Small explorers: pipelines (with an editor for one's own order), rings, experts, and memory at every ZeRO stage."""
 
 from __future__ import annotations
 
-from llmpar import attention, predict
-from llmpar.charts import live_blocks, memory_bars, timetable
-from llmpar.config import preset
+import jax.numpy as jnp
+import numpy as np
+
+from llmpar import attention, moe, predict
+from llmpar.charts import live_blocks, memory_bars, timetable, token_flow
+from llmpar.config import ExpertConfig, preset
 from llmpar.explore import MODELS, START, make_plan
 from llmpar.hardware import CHIPS, chip
 from llmpar.notation import MeshShape
@@ -72,6 +75,30 @@ class RingExplorer(Explorer):
         mask = attention.Mask(window=state["window"] or None)
         parts = attention.live_blocks(n, state["order"], mask, s=n * local) / local**2
         return live_blocks([[round(float(x), 2) for x in row] for row in parts])
+
+
+class RoutingExplorer(Explorer):
+    """Where tokens go as an expert grows hot: the router's choices, the load of each expert, and who is over its capacity."""
+
+    title = "Routing explorer"
+    start = {"experts": 8, "chosen": 2, "ranks": 4, "heat": 0, "capacity": 125}
+    controls = [
+        {"name": "experts", "kind": "choice", "label": "experts", "options": [4, 8, 16]},
+        {"name": "chosen", "kind": "slider", "label": "experts a token visits", "min": 1, "max": 4},
+        {"name": "ranks", "kind": "choice", "label": "ranks of ep", "options": [1, 2, 4]},
+        {"name": "heat", "kind": "slider", "label": "how hot expert 0 is (added to its logits)", "min": 0, "max": 6},
+        {"name": "capacity", "kind": "choice", "label": "capacity (% of the even share)", "options": [100, 125, 150, 200]},
+    ]
+    tokens = 64  # of each rank
+
+    def draw(self, state: dict) -> Scene:
+        how, ranks = ExpertConfig(state["experts"], state["chosen"]), state["ranks"]
+        logits = np.random.default_rng(0).standard_normal((ranks, self.tokens, how.num), np.float32)
+        logits[..., 0] += state["heat"]
+        _, chosen = moe.choose(how, moe.affinities(how, jnp.asarray(logits)))
+        rows = [np.bincount(np.ravel(mine), minlength=how.num).tolist() for mine in chosen]
+        room = state["capacity"] / 100 * ranks * self.tokens * how.chosen / how.num
+        return token_flow(rows, how.num // ranks, room)
 
 
 class MemoryExplorer(Explorer):

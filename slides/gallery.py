@@ -15,7 +15,7 @@ from pathlib import Path
 
 from llmpar import attention, draw, explore, predict
 from llmpar.config import preset
-from llmpar.explorers import MemoryExplorer, RingExplorer, TimelineExplorer
+from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
 from llmpar.plan import Plan
 from llmpar.scene import Scene, to_svg
 from llmpar.schedule import make, timetable
@@ -27,6 +27,7 @@ EXPLORERS = {
     "mesh-explorer": lambda: MeshExplorer(mesh="dp=2 fsdp=4 tp=2", batch_size=32, axis="fsdp", step=1),
     "timeline-explorer": TimelineExplorer,
     "ring-explorer": RingExplorer,
+    "routing-explorer": RoutingExplorer,
     "memory-explorer": MemoryExplorer,
 }
 

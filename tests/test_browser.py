@@ -19,7 +19,7 @@ import nbformat
 import pytest
 
 from llmpar import explore
-from llmpar.explorers import MemoryExplorer, RingExplorer, TimelineExplorer
+from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
 from llmpar.grid import coordinates
 from llmpar.notation import AXES, MeshShape, parse_mesh
 from llmpar.scene import size_text
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parent.parent
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
-EXPLORERS = [MeshExplorer, TimelineExplorer, RingExplorer, MemoryExplorer]
+EXPLORERS = [MeshExplorer, TimelineExplorer, RingExplorer, RoutingExplorer, MemoryExplorer]
 
 
 @pytest.fixture(scope="module")
@@ -277,6 +277,9 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
     elif kind is RingExplorer:
         page.locator('[data-name="order"]').select_option("contiguous")
         assert "3.5 blocks" in page.locator(".picture").inner_text()
+    elif kind is RoutingExplorer:
+        page.locator('[data-name="experts"]').select_option("16")
+        assert "16 experts" in page.locator(".picture").inner_text()
     else:
         page.locator('[data-name="devices"]').select_option("4")
         assert "fsdp=4" in page.locator(".picture").inner_text()

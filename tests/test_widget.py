@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from llmpar import explore
-from llmpar.explorers import MemoryExplorer, RingExplorer, TimelineExplorer
+from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import parse_layout
 from llmpar.widget import MODULE, Explorer, MeshExplorer
 
-EXPLORERS = [MeshExplorer, TimelineExplorer, RingExplorer, MemoryExplorer]
+EXPLORERS = [MeshExplorer, TimelineExplorer, RingExplorer, RoutingExplorer, MemoryExplorer]
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 
 
@@ -84,7 +84,7 @@ def test_the_plain_front_end_follows_sliders_and_text():
     assert "positive number" in picture.value
 
 
-@pytest.mark.parametrize("kind", [TimelineExplorer, RingExplorer, MemoryExplorer])
+@pytest.mark.parametrize("kind", [TimelineExplorer, RingExplorer, RoutingExplorer, MemoryExplorer])
 def test_small_explorers_answer_every_choice_of_one_control(kind):
     explorer = kind()
     for control in kind.controls:
@@ -118,6 +118,18 @@ def test_ring_and_memory_show_what_the_formulas_say():
     sizes = [float(size) for _, size in rows]
     assert [stage for stage, _ in rows] == list("0123") and sizes == sorted(sizes, reverse=True)
     assert "multiple of tp" in MemoryExplorer(devices=1, tp=4).scene.text
+
+
+def test_a_hot_expert_is_busier_the_hotter_it_is_and_no_choice_is_lost():
+    busiest, moved = [], []
+    for heat in (0, 2, 6):
+        text = RoutingExplorer(heat=heat).scene.text
+        load = [int(n) for n in re.search(r"load: ([\d ]+),", text)[1].split()]
+        assert sum(load) == 4 * 64 * 2 and max(load) == load[0] or not heat
+        busiest.append(load[0])
+        moved.append(int(re.search(r"(\d+) of 512 rows", text)[1]))
+    assert busiest[0] < busiest[1] < busiest[2] == 4 * 64, "every token visits the hot one, once"
+    assert "0 of 128 rows" in RoutingExplorer(ranks=1).scene.text and min(moved) > 300
 
 
 def test_a_live_array_is_drawn_as_jax_placed_it():

@@ -216,12 +216,15 @@ attempt("09.combine", combine)
 # %% [markdown]
 # ## A hot expert
 #
-# Change the skew and run this again. All ranks wait for the one that has the busiest expert.
+# Drag the heat: all ranks wait for the one that has the busiest expert. (In the stored page this is a picture.)
 
 # %%
-skew = 2.0
-_, hot = routed(skew)
-scene.show(draw.token_flow(rows_of(hot), E // n, capacity=HOW.chosen * TOKENS * n / E))
+from llmpar.explorers import RoutingExplorer
+
+RoutingExplorer(experts=8, chosen=K, ranks=4, heat=2, capacity=100)
+
+# %% [markdown]
+# And with this lesson's router:
 
 # %%
 # NBVAL_CHECK_OUTPUT
