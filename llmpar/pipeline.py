@@ -11,7 +11,8 @@ inside it. What a cell needs later lies in slots that `schedule.slots` has alloc
 
 The layers of a stage are its share of the blocks' weights, stored `l/pp`; `layer_order` says which layer lies where. The
 embedding, the last norm and the head are whole on every stage, used on the first or the last, and their gradients are summed
-over pp at the end of the step (`Plan.unreduced` says so): with tied embeddings that sum joins the two uses.
+over pp at the end of the step (`Plan.unreduced` says so): with tied embeddings that sum joins the two uses. Where a schedule
+wants two copies of the model (DualPipe), a stage borrows its opposite's layers for the step, and returns their gradients.
 
 By default (`Plan.stage_saves`) B recomputes its stage from the input that F saved, and F of the last stage computes nothing,
 since its B follows and does. With residuals saved F keeps what B will need instead. In schedules that split the backward,
@@ -44,8 +45,8 @@ PP = "pp"
 
 def layers_of(schedule: Schedule, num_layers: int) -> dict[tuple[int, int], int]:
     """How many layers each (stage, chunk) has: where they cannot all have the same number, the first have one more."""
-    cells, n = schedule.routes[0], num_layers
-    return {cell: n // len(cells) + (i < n % len(cells)) for i, cell in enumerate(cells)}
+    n, cells = num_layers, len(schedule.routes[0])
+    return {cell: n // cells + (i < n % cells) for route in schedule.routes for i, cell in enumerate(route)}
 
 
 def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
@@ -57,7 +58,8 @@ def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
     """
     if schedule is None:
         return np.arange(num_layers)
-    counts = layers_of(schedule, num_layers)
+    every = layers_of(schedule, num_layers)
+    counts = {cell: every[cell] for cell in schedule.routes[0]}
     ends = dict(zip(counts, np.cumsum(list(counts.values())), strict=True))
     places = [np.arange(max(counts.values())) + ends[cell] - counts[cell] for cell in sorted(counts)]
     return np.concatenate([np.where(p < ends[cell], p, num_layers) for p, cell in zip(places, sorted(counts), strict=True)])
@@ -100,13 +102,23 @@ class _Executor:
         self.ticks, self.slots = (table := timetable(schedule)).ticks, slots(table)
         cut = lambda x, n: x.reshape(n, -1, *x.shape[1:])
         self.batch = jax.tree.map(lambda x: cut(x, schedule.num_microbatches), batch)
-        self.chunks = jax.tree.map(lambda w: cut(w, schedule.visits), params["blocks"])
+        self.copies = schedule.parameter_copies
+        self.chunks = jax.tree.map(lambda w: self.copied(cut(w, schedule.visits)), params["blocks"])
         self.shared = {name: w for name, w in params.items() if name != "blocks"}
         self.shapes, self.times = plan.padded(config).param_shapes(), schedule.num_microbatches
         self.counts = layers_of(schedule, config.num_layers)
         name_of = lambda path, w: jax.tree_util.keystr(path, simple=True, separator=".")
         self.paths = jax.tree_util.tree_map_with_path(name_of, params)
         self.graph, _ = nnx.split(nnx.eval_shape(lambda: Stage(config, nnx.Rngs(0))))
+
+    def opposite(self, x):
+        """What the stage at the same distance from the other end has."""
+        p = self.schedule.num_stages
+        return lax.ppermute(x, PP, [(i, p - 1 - i) for i in range(p)])
+
+    def copied(self, w):
+        """One's own chunks, and of a schedule with two copies of the model the opposite's."""
+        return w if self.copies == 1 else jnp.concatenate([w, self.opposite(w)])
 
     def model(self, blocks, shared) -> Stage:
         return nnx.merge(self.graph, {"blocks": blocks, **shared})
@@ -132,7 +144,7 @@ class _Executor:
             x = run(one, x, jax.tree.map(lambda w: w[:few], stack))[0]
             if few == most:
                 return x
-            grid = np.array([self.counts[cell] for cell in sorted(self.counts)]).reshape(-1, self.schedule.visits)
+            grid = np.array([self.counts[cell] for cell in sorted(self.counts)]).reshape(self.schedule.num_stages, -1)
             full = jnp.asarray(grid == most)[lax.axis_index(PP), chunk]
             last = jax.tree.map(lambda w: w[few:], stack)
             return _when(f"full{kind}", full, lambda x, w: run(one, x, w)[0], lambda x, w: x, x, last)
@@ -187,7 +199,8 @@ class _Executor:
             return vary(jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes)), layout.axes + layout.sums)
 
         grads = jax.tree.map(zeros, self.paths)
-        blocks = jax.tree.map(lambda g: g.reshape(self.schedule.visits, -1, *g.shape[1:]), grads.pop("blocks"))
+        chunks = lambda g: g.reshape(self.schedule.visits, -1, *g.shape[1:])
+        blocks = jax.tree.map(lambda g: jnp.concatenate([chunks(g)] * self.copies), grads.pop("blocks"))
         return {"loss": vary(jnp.float32(0), self.plan.live(PP) + self.plan.varying("data")), "shared": grads}, blocks
 
     def trace(self, x, done) -> tuple[list, list]:
@@ -217,7 +230,8 @@ class _Executor:
         sends = {way: jnp.asarray((self.slots.send == way).any(1)) for way in (1, -1)}
         messages = _buffer(self.slots.num_messages + 1, x)
         (state, _), _ = lax.scan(self.tick, (state, messages), (cells, sends))
-        blocks = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), state["blocks"])
+        mine = lambda g: g if self.copies == 1 else g[:1] + self.opposite(g[1:])
+        blocks = jax.tree.map(lambda g: mine(g).reshape(-1, *g.shape[2:]), state["blocks"])
         return state["done"]["loss"], state["done"]["shared"] | {"blocks": blocks}
 
     def cells(self) -> dict[str, np.ndarray]:
@@ -290,13 +304,14 @@ def taken(schedule: Schedule, num_layers: int, stage: int) -> dict[str, Fraction
     """How often a stage takes the named branches of the program, of the times that it comes to them."""
     counts = layers_of(schedule, num_layers)
     full = [n == max(counts.values()) for cell, n in counts.items() if cell[0] == stage]
-    before = [n == max(counts.values()) for cell, n in counts.items() if cell[0] == stage and cell != schedule.routes[0][-1]]
+    last = [route[-1] for route in schedule.routes]
+    before = [n == max(counts.values()) for cell, n in counts.items() if cell[0] == stage and cell not in last]
     fulls = {"fullB": Fraction(sum(full), len(full)), "fullF": Fraction(sum(before), max(1, len(before)))}
     ticks, send = (table := timetable(schedule)).ticks, slots(table).send
     cells = {kind: Fraction(int((ticks[:, stage, 0] == i).sum()), len(ticks)) for i, kind in enumerate(KINDS)}
     ways = {name: Fraction(int((send == way).any(1).sum()), len(ticks)) for name, way in {"right": 1, "left": -1}.items()}
     ends = {
-        name: Fraction(sum(r[i][0] == stage for r in schedule.routes), schedule.visits)
+        name: Fraction(sum(r[i][0] == stage for r in schedule.routes), schedule.visits * schedule.parameter_copies)
         for name, i in {"enters": 0, "leaves": -1}.items()
     }
     return cells | ways | ends | fulls

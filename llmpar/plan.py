@@ -283,8 +283,6 @@ class Plan:
         if order.num_microbatches != self.microbatches:
             m = order.num_microbatches
             raise ValueError(f"{name} has {m} microbatches but the plan has {self.microbatches}; use microbatches={m}")
-        if order.parameter_copies > 1:
-            raise ValueError(f"{name} keeps two copies of the model, which is not implemented; use dualpipev")
         if config.num_layers < (cells := len(order.routes[0])):
             raise ValueError(
                 f"{config.num_layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer cells"

@@ -80,18 +80,22 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
     if order is None:
         n = config.num_layers * m
         return Runs(m, m, n, n * recomputed, n, n * (2 - keeps), n * (1 + (recomputed and not keeps)), m)
-    route = order.routes[0]
-    enters, leaves = (cell[0] == stage for cell in (route[0], route[-1]))
-    layers = {cell: config.num_layers // len(route) + (i < config.num_layers % len(route)) for i, cell in enumerate(route)}
-    n, cells = m * sum(count for cell, count in layers.items() if cell[0] == stage), order.visits * m
+    m //= len(order.routes)  # each way through the stages has as many
+    embed, loss = (m * sum(route[i][0] == stage for route in order.routes) for i in (0, -1))
+    n = last = 0
+    few, more = divmod(config.num_layers, len(order.routes[0]))
+    for route in order.routes:
+        n += m * sum(few + (i < more) for i, cell in enumerate(route) if cell[0] == stage)
+        last += m * (few + (len(route) <= more)) * (route[-1][0] == stage)
+    cells = order.visits * plan.microbatches
     if plan.stage_saves == "residuals":
-        twice = n + cells * min(layers.values())  # a layer that only some chunks have keeps its gathered weights
-        return Runs(m * enters, m * leaves, n, 0, n, twice, twice, cells)
-    forward, attended = 2 * n - m * leaves * layers[route[-1]], 2 * cells - m * leaves
+        twice = n + cells * few  # a layer that only some chunks have keeps its gathered weights
+        return Runs(embed, loss, n, 0, n, twice, twice, cells)
+    forward, attended = 2 * n - last, 2 * cells - loss
     if order.split_backward:  # layer by layer, nothing checkpointed
-        return Runs(m * enters, m * leaves, forward, 0, n, forward, forward, attended)
-    more = n * (not keeps)
-    return Runs(m * enters, m * leaves, forward, n * recomputed, n, forward + more, forward + more * recomputed, attended)
+        return Runs(embed, loss, forward, 0, n, forward, forward, attended)
+    again = n * (not keeps)
+    return Runs(embed, loss, forward, n * recomputed, n, forward + again, forward + again * recomputed, attended)
 
 
 def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
@@ -134,6 +138,9 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             traffic.add("all-gather", fsdp, one * item, gathers)
             learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
             traffic.add("reduce-scatter", fsdp, one * item, learned * (run.backward if stacked else used))
+        if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # borrowed, and their gradients returned
+            for place in (plan.stored, plan.accumulated):
+                traffic.add("collective-permute", ("pp",), FLOAT32 * product(place(dims).shard_shape(shape, sizes)))
         if plan.zero in (1, 2):
             visits = plan.pipeline.visits if plan.pipeline and stacked else 1  # a chunk's gradients are cut by themselves
             times = 1 if plan.zero == 1 else micro * visits if stacked or not plan.pipeline else used

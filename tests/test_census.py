@@ -79,10 +79,10 @@ PIPED = [
 ]  # fmt: skip
 EVERY_PIPED = [
     piped(f"pp=2 {inside}", schedule, stage_saves=saves, sequence="ulysses", tp_sequence="tp" in inside)
-    for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v")
+    for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe")
     for inside in ("fsdp=2 tp=2", "sp=2 dp=2") for saves in ("input", "residuals")
 ] + [
-    *(piped("pp=2 fsdp=2 tp=2", name, zero=z) for name in ("1f1b", "interleaved") for z in range(3)),
+    *(piped("pp=2 fsdp=2 tp=2", name, zero=z) for name in ("1f1b", "interleaved", "dualpipe") for z in range(3)),
     piped("pp=2 fsdp=2 tp=2", remat="block"), piped("pp=2 fsdp=2 tp=2", remat="block", regather="keep"),
     piped("pp=2 fsdp=2 tp=2", regather="keep", loss_chunks=2), piped("pp=2 tp=2", dtype="bfloat16", tp_sequence=True),
 ]  # fmt: skip

@@ -50,6 +50,7 @@ CASES = {
     "written by hand, saved": (LLAMA, Plan("pp=2 dp=2", schedule=WRITTEN, microbatches=4, stage_saves="residuals")),
     "interleaved, 5 layers": (dataclasses.replace(LLAMA, num_layers=5), piped("pp=2 tp=2", "interleaved 4")),
     "zb-v, 7 layers, saved": (dataclasses.replace(LLAMA, num_layers=7), piped("pp=2 dp=2", "zb-v 4", stage_saves="residuals")),
+    "dualpipe, 5 layers": (dataclasses.replace(LLAMA, num_layers=5), piped("pp=2 fsdp=2 tp=2", "dualpipe 4")),
     "1f1b, saved": (LLAMA, piped("pp=2 tp=2", "1f1b 4", stage_saves="residuals")),
 }
 
@@ -60,7 +61,7 @@ def test_a_pipeline_gives_the_loss_and_gradients_of_one_device(case):
 
 
 EIGHT = dataclasses.replace(LLAMA, num_layers=8)
-NAMES = "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipev"
+NAMES = "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe", "dualpipev"
 INSIDE = "dp=2", "fsdp=2", "tp=2", "sp=2"
 
 
@@ -219,7 +220,6 @@ REFUSED = {
     "has 4 microbatches but the plan has 2; use microbatches=4": dict(schedule=WRITTEN, microbatches=2),
     "2 layers cannot fill stages·chunks = 4; use 4 layers": dict(schedule="interleaved"),
     "2 layers cannot fill stages·chunks = 6; use 6 layers": dict(schedule="interleaved", chunks=3),
-    "two copies of the model, which is not implemented; use dualpipev": dict(schedule="dualpipe"),
     "batch 16 is not a multiple of dp·fsdp·ep·microbatches = 6": dict(mesh="pp=2 dp=2", microbatches=3),
     "reading='auto' does not go": dict(reading="auto"),
     "reduce='layer' does not go": dict(mesh="pp=2", zero=0, microbatches=1, reduce="layer"),
