@@ -1,6 +1,7 @@
 """The drawings: values in, a :class:`~llmpar.scene.Scene` out. They draw what they are given and run nothing.
 
     mesh  layout  arrow              who holds what, and what moves
+    links                            which wires an axis runs over
     collectives  ring_steps          what was sent, and how
     live_blocks                      who computes in ring attention, and who waits
     timetable  overlap               who works when
@@ -23,7 +24,8 @@ from llmpar.charts import (  # noqa: F401  offered from here
     token_flow,
 )  # fmt: skip
 # isort: on
-from llmpar.grid import groups
+from llmpar.grid import groups, strides
+from llmpar.hardware import Chip
 from llmpar.notation import AXES, Arrow, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh, product
 
 # isort: off
@@ -143,6 +145,30 @@ def cells(place: dict, number, device: int, word: str, color: str) -> list:
         items.append(Text(x + w / 2, y + (15 if h > 30 else h / 2), str(d), SMALL, "middle", on(fill), here))
         items += [small(x + w / 2, y + 30, f"{word} {number[d]}", fill="soft" if fill == "cell" else on(fill))] * (h > 30)
     return items
+
+
+def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
+    """Which links carry each axis. A bar goes from the distance of neighbours in a group to the distance of its ends, in
+    devices; what reaches beyond the dashed edge of a node shares the network. Rates are what one device sends, as reached.
+    """
+    sizes, one = parse_mesh(shape).sizes, chip.per_device()
+    apart, items, said, shown = strides(sizes, order), list[Rect | Line | Text](), [], [a for a in order if sizes[a] > 1]
+    span = max(product(sizes.values()), one.node_size)
+    at = lambda devices: 80 + 380 * math.log2(devices) / math.log2(2 * span)
+    edge, bottom = at(one.node_size), 36 * len(shown)
+    for i, axis in enumerate(shown):
+        reach, y = apart[axis] * sizes[axis], 36 * i
+        beyond = reach > one.node_size
+        rate = one.dcn_bytes_per_s if beyond else one.reached_link_bytes_per_s
+        words = f"{rate / 1e9:.3g} GB/s, {'network between nodes' if beyond else 'links of a node'}"
+        items += [Text(70, y + 14, f"{axis} {sizes[axis]}", anchor="end", bold=True)]
+        items += [Rect(at(apart[axis]), y + 3, at(reach) - at(apart[axis]), 22, axis, f"{axis}-line")]
+        items += [small(at(2 * span) + 12, y + 14, words, "start", "ink")]
+        said.append(f"{axis} {sizes[axis]}: neighbours {many(apart[axis], 'device')} apart, groups reach {reach}; {words}")
+    steps = [2**i for i in range(0, math.floor(math.log2(span)) + 1, 1 + (span > 64))]
+    items += [small(at(2 * span) + 12, bottom + 14, "devices apart", "start"), *(small(at(n), bottom + 14, str(n)) for n in steps)]
+    items += [Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True), small(edge, -14, f"node of {one.node_size}")]
+    return compose(f"{parse_mesh(shape)} on {chip.name}: the links of each axis", [items], "\n".join(said))
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts

@@ -16,6 +16,7 @@ from pathlib import Path
 from llmpar import attention, draw, explore, predict
 from llmpar.config import preset
 from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
+from llmpar.hardware import chip
 from llmpar.plan import Plan
 from llmpar.scene import Scene, to_svg
 from llmpar.schedule import make, timetable
@@ -47,6 +48,7 @@ def drawings() -> dict[str, Scene]:
     memory = MemoryExplorer()
     return {
         "mesh": draw.mesh("dp=2 fsdp=2 tp=4", devices_per_host=8, highlight_axis="fsdp"),
+        "links": draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
         "layout": draw.layout("b/dp,fsdp s d/tp", (32, 16, 8), "dp=2 fsdp=2 tp=2", itemsize=4),
         "arrow": draw.arrow("b s d +tp -> b s/tp d", (8, 16, 32), "tp=4", 2),
         "collectives": sent_in_a_step(),

@@ -14,6 +14,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
 from llmpar import draw, schedule
+from llmpar.hardware import chip
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
 from llmpar.par import sent
@@ -59,6 +60,13 @@ CASES = {
     "mesh hosts in a row": (lambda: draw.mesh("tp=16", 4), ["tp = 16", "0–15"]),
     "mesh hosts askew": (lambda: draw.mesh("dp=2 tp=3", 4), ["device i is on host i // 4"]),
     "mesh six axes": (lambda: draw.mesh(MeshShape(2, 2, 2, 2, 2, 2), 8, "pp"), ["64 devices", "0 32 | 1 33"]),
+    "links": (lambda: draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
+              ["dp 2: neighbours 16 devices apart, groups reach 32; 50 GB/s, network", "tp 4: neighbours 1 device apart",
+               "370 GB/s, links of a node"]),
+    "links of a long mesh, tp outermost": (
+        lambda: draw.links("pp=4 dp=2 fsdp=8 tp=8", chip("v5p"), ("tp", "pp", "dp", "fsdp", "ep", "sp")),
+        ["tp 8: neighbours 64"],
+    ),
     "mesh 512": (lambda: draw.mesh("pp=4 dp=4 fsdp=8 tp=4", 8, "tp"), ["512 devices", "block of 8", "128 groups"]),
     "mesh long axis": (lambda: draw.mesh("fsdp=512", 8), ["512 devices", "block of 8"]),
     "layout scalar": (lambda: draw.layout("whole", (), "dp=4", 4), ["4 B per device", "1 shard in 4 copies"]),
