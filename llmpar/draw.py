@@ -155,7 +155,7 @@ def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
     apart, items, said, shown = strides(sizes, order), list[Rect | Line | Text](), [], [a for a in order if sizes[a] > 1]
     span = max(product(sizes.values()), one.node_size)
     at = lambda devices: 80 + 380 * math.log2(devices) / math.log2(2 * span)
-    edge, bottom = at(one.node_size), 36 * len(shown)
+    edge, bottom, right = at(one.node_size), 36 * len(shown), at(2 * span) + 12
     for i, axis in enumerate(shown):
         reach, y = apart[axis] * sizes[axis], 36 * i
         beyond = reach > one.node_size
@@ -163,10 +163,10 @@ def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
         words = f"{rate / 1e9:.3g} GB/s, {'network between nodes' if beyond else 'links of a node'}"
         items += [Text(70, y + 14, f"{axis} {sizes[axis]}", anchor="end", bold=True)]
         items += [Rect(at(apart[axis]), y + 3, at(reach) - at(apart[axis]), 22, axis, f"{axis}-line")]
-        items += [small(at(2 * span) + 12, y + 14, words, "start", "ink")]
+        items += [small(right, y + 14, words, "start", "ink")]
         said.append(f"{axis} {sizes[axis]}: neighbours {many(apart[axis], 'device')} apart, groups reach {reach}; {words}")
     steps = [2**i for i in range(0, math.floor(math.log2(span)) + 1, 1 + (span > 64))]
-    items += [small(at(2 * span) + 12, bottom + 14, "devices apart", "start"), *(small(at(n), bottom + 14, str(n)) for n in steps)]
+    items += [small(right, bottom + 14, "devices apart", "start"), *(small(at(n), bottom + 14, str(n)) for n in steps)]
     items += [Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True), small(edge, -14, f"node of {one.node_size}")]
     return compose(f"{parse_mesh(shape)} on {chip.name}: the links of each axis", [items], "\n".join(said))
 
