@@ -89,7 +89,7 @@ def test_printing_and_parsing_are_each_others_inverse(seed):
         ("b s +tp +tp", "tp", "axis 'tp' already carries an unfinished sum"),
         ("stream b +m +m", "+m", "dim 'm' is summed over twice"),
         ("b s b", "b", "dim 'b' appears twice"),
-        ("b x d", "x", "unknown dim 'x'; the dims are b s t d n k r h m e v l u"),
+        ("b x d", "x", "unknown dim 'x'; the dims are b s t d n k r h m e v c l u"),
         ("b xx/dp d", "xx", "unknown dim 'xx'"),
         ("b +tp d", "d", "dims come before unfinished sums"),
         ("b +q", "q", "unknown mesh axis 'q'"),
