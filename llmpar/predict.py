@@ -259,10 +259,13 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     needs of the forward pass, one block being differentiated, and the logits. Not exact: the compiler fuses and reuses."""
     sizes, item = plan.mesh.sizes, _ITEMSIZE[plan.dtype]
     tokens = product(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
-    tp = sizes["tp"]
-    grads = FLOAT32 * sum(
-        product(plan.accumulated(dims).shard_shape(shape, sizes)) for dims, shape in plan.padded(config).param_shapes().values()
-    )
+    tp, shapes = sizes["tp"], plan.padded(config).param_shapes()
+
+    def held_as(place, part: str = "") -> int:
+        found = (place(dims).shard_shape(shape, sizes) for path, (dims, shape) in shapes.items() if path.startswith(part))
+        return FLOAT32 * sum(map(product, found))
+
+    grads = held_as(plan.accumulated)
     stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
     ffn = 4 * tokens * config.ffn_width * item // tp // plan.ffn_chunks
@@ -279,6 +282,8 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
         saved, messages, residual = (int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual))
         one = stream if plan.stage_saves == "input" else layers * kept
         held = saved * one + messages * stream + residual * layers * kept
+        borrowed = held_as(plan.stored, "blocks.") + held_as(plan.accumulated, "blocks.")
+        held += (order.parameter_copies - 1) * borrowed
     held += layers * (stream if plan.remat == "block" else kept)
     logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
     return grads + held + 2 * block + logits
