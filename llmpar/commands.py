@@ -14,6 +14,7 @@ import tyro
 from llmpar.config import ModelConfig, preset
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
+from llmpar.schedule import timetable
 
 
 def say(*words) -> None:
@@ -157,6 +158,9 @@ class Train:
         corpus = data.read_corpus(source, tokenizer)
         stream = data.Stream(corpus, source, order=attention.order(plan.order, self.step.seq_len, plan.mesh.sp))
         say(f"{config.name}: {config.num_params:,} parameters on {plan.mesh} ({plan.mesh.size} devices); {corpus.source}")
+        if order := plan.pipeline:
+            idle = timetable(order).bubble_fraction
+            say(f"{order.name}: {order.num_stages} stages, {order.num_microbatches} microbatches, {idle:.0%} of a step idle")
         options = OptimizerConfig(self.optimizer, self.learning_rate, self.warmup, self.weight_decay, self.clip)
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints else None
         columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]

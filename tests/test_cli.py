@@ -357,6 +357,12 @@ def test_training_options_that_would_do_harm_are_refused(refusal, model, tmp_pat
     assert said in refusal("train", "--model", model(), *TINY_STEP, *flags)
 
 
+def test_training_a_pipeline_says_how_long_its_stages_wait(call, model):
+    words = ("--mesh", "pp=2 dp=2", "--microbatches", "4", "--schedule", "gpipe", "--steps", "1", "--batch-size", "8")
+    status, _, err = call("train", "--model", model(num_hidden_layers=2), "--seq-len", "16", *words)
+    assert status == 0 and "gpipe: 2 stages, 4 microbatches, 20% of a step idle" in err, err
+
+
 @pytest.mark.parametrize(
     "words, said",
     [

@@ -157,6 +157,21 @@ def test_a_run_resumes_on_another_mesh(tmp_path, whole, plan):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
 
 
+def test_a_pipelines_run_goes_on_without_one_and_back(tmp_path):
+    """Five layers, dealt to stages in chunks, one place empty: in checkpoints they lie in the model's order. 1e-4 as above."""
+    deep = dataclasses.replace(SMALL, num_layers=5)
+    piped = Plan("pp=2 dp=2", schedule="interleaved", microbatches=4)
+    state, straight = run(Plan("dp=2", zero=0), 6, deep)
+    for plan, last in ((piped, 2), (Plan("fsdp=2"), 4)):
+        with pytest.raises(Killed):
+            run(plan, 6, deep, tmp_path, on_step=kill_at(last))
+    back, rest = run(piped, 6, deep, tmp_path)
+    assert rest.start == 4
+    np.testing.assert_allclose(rest.losses, straight.losses[4:], rtol=0, atol=1e-4)
+    for a, b in zip(jax.tree.leaves(back.params), jax.tree.leaves(state.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+
+
 def test_old_checkpoints_are_removed_and_unfinished_ones_ignored(whole, tmp_path):
     folder, state, _ = whole
     assert sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) == [4, 6]
