@@ -12,6 +12,8 @@ from llmpar.schedule import make, timetable
 assert [cost.zero_elements(1, stage) for stage in range(4)] == [2, 2, 2, 3]
 assert cost.tp_elements(1, 1, 1, 2) == 4 and cost.tp_elements(1, 1, 1, 10**9) < 8
 assert cost.pp_elements(1, 1, 1) == 2
+assert abs(sum(cost.ring_elements(1, 10**6, 1, 1, 10**6)) / 10**6 - 6) < 1e-3
+assert round(2 * cost.moe_elements(1, 1, 2, 10**9)) == 4 * 2
 assert cost.gpt_activation_bytes(1, 2048, 1024, 8, 8, True) == cost.gpt_activation_bytes(1, 2048, 1024, 8) / 8
 one = timetable(make("1f1b", 4, 12))
 assert abs(one.bubble_fraction - 3 / 15) < 1e-12
@@ -21,7 +23,9 @@ ROWS = [
     ("ZeRO-3, FSDP", "+ gradients, weights", "3aΨ", "tokens per GPU > C/W"),
     ("tensor parallel", "each layer", "8bsd per layer", "it stays in a node"),
     ("+ sequence cut", "+ norms, residuals", "8bsd per layer", "it stays in a node"),
+    ("ring attention", "the sequence", "6bskh per layer", "a part's tokens > C/W"),
     ("pipeline", "the stack of layers", "2bsd per hop", "m ≥ 9 (p - 1)"),
+    ("experts", "the experts", "4Kbsd per layer", "their load is even"),
 ]
 Markdown("\n".join(["| strategy | cuts | each device sends | good while |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in ROWS)]))
 
@@ -30,7 +34,8 @@ Markdown("\n".join(["| strategy | cuts | each device sends | good while |", "|--
 
 # %% [markdown] tags=["notes"]
 # Ψ parameters, a microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one microbatch
-# between two stages; factors (N-1)/N left out.
+# between two stages; of a ring s is the whole sequence, k·h the width of its KV heads; K experts per token; factors (N-1)/N
+# left out.
 #
 # **Ask:** everybody names the one line that their own training needs next, and the number that would show it.
 #
