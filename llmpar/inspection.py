@@ -50,6 +50,8 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
             "compiled_bytes": _bytes(found, key),
             "source": ", ".join(sorted(sources, key=lambda s: -sources[s])),
         })  # fmt: skip
+    # With experts it depends on the routing: empty blocks are skipped.
+    executed = None if config.experts else sum(hlo.executed_flops(compiled.as_text(), t) for t in taken) / plan.mesh.pp
     memory = hlo.compiled_memory(compiled)
     useful = predict.flops(config, batch_size, seq_len)
     return {
@@ -71,7 +73,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
         },
         "flops": {
             "predicted_per_device": sum(useful.values()) / plan.mesh.size,
-            "executed_per_device": sum(hlo.executed_flops(compiled.as_text(), t) for t in taken) / plan.mesh.pp,
+            "executed_per_device": executed,
         },
     }
 
@@ -103,7 +105,7 @@ def tables(document: dict) -> list[Table]:
     temporaries = memory["predicted_temp_bytes"], memory["compiled_temp_bytes"]
     held.add_row("temporaries (estimate)", *(f"{n:,} B" for n in temporaries))
     work = flops["predicted_per_device"], flops["executed_per_device"]
-    held.add_row("matmul FLOPs (useful, executed)", *(f"{n:,.0f}" for n in work))
+    held.add_row("matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work))
     return [moves, held]
 
 

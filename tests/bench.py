@@ -1,7 +1,7 @@
 """Time one training step under several plans, interleaved in one process: `make bench` prints a table and writes JSON.
 
 The model is `small`: 8.92M parameters, 8 layers, width 256, vocabulary 4,096; batch 16 × 256 tokens (32 × 256 at 16
-microbatches, "m16"), AdamW. Plain JAX, written
+microbatches, "m16"; as many active parameters, 2 of 8 experts of half the width, "moe"), AdamW. Plain JAX, written
 for one device without this package, runs in the same rounds. CPU seconds of the whole process repeat better than wall
 seconds on a busy machine; ratios are taken round by round, and their median is what counts. On an accelerator the step
 is that of 124M parameters in bfloat16, and its MFU is printed.
@@ -35,7 +35,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from llmpar import attention, hardware, hlo, pipeline, predict
-from llmpar.config import preset
+from llmpar.config import ExpertConfig, preset
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.plan import Plan
 from llmpar.step import Step
@@ -56,7 +56,14 @@ PLANS = {
     "one m16": Plan("dp=1", zero=0, microbatches=16, **FAST),
     "pp4 dp2 m16": Plan("pp=4 dp=2", zero=0, microbatches=16, **FAST),
     "pp4 dp2 m16 saved": Plan("pp=4 dp=2", zero=0, microbatches=16, stage_saves="residuals", **FAST),
+    "one moe": Plan("dp=1", zero=0, microbatches=8, **FAST),
+    "ep4 dp2 moe": Plan("ep=4 dp=2", zero=0, **FAST),
 }
+
+
+def alike(name: str) -> str:
+    """What must be the same for a ratio to mean anything: the rows of a batch ("m16") and the model ("moe")."""
+    return next((kind for kind in ("m16", "moe") if kind in name), "")
 
 
 def batch_of(vocab: int, batch: int, seq: int) -> dict:
@@ -124,20 +131,23 @@ def programs(config, only):
         if (only and name not in only) or plan.mesh.size > len(devices):
             continue
         rows = max(BATCH, 2 * plan.microbatches)  # a row is the least that dp=2 can have of a microbatch
-        plan.check(config, rows, SEQ)
-        step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3), clip=None)
+        experts = dict(experts=ExpertConfig(8, 2), ffn_width=config.ffn_width // 2) if alike(name) == "moe" else {}
+        model = dataclasses.replace(config, **experts)
+        plan.check(model, rows, SEQ)
+        step = Step(model, plan, make_mesh(plan.mesh), optax.adamw(1e-3), clip=None)
         compiled = step.lower(rows, SEQ).compile()
-        placed = jax.device_put(batch_of(config.vocab_size, rows, SEQ), step.batch_sharding)
+        placed = jax.device_put(batch_of(model.vocab_size, rows, SEQ), step.batch_sharding)
         memory, text = hlo.compiled_memory(compiled), hlo.partitioned_hlo(step.lower(rows, SEQ))
-        stages = [pipeline.taken(plan.pipeline, config.num_layers, i) for i in range(plan.mesh.pp)] if plan.pipeline else [None]
+        stages = [pipeline.taken(plan.pipeline, model.num_layers, i) for i in range(plan.mesh.pp)] if plan.pipeline else [None]
         census = hlo.census_hlo(text, step.mesh, stages[0])
-        executed = statistics.mean(hlo.executed_flops(compiled.as_text(), taken) for taken in stages) * plan.mesh.size
+        final = "" if model.experts else compiled.as_text()  # what experts execute depends on the routing
+        executed = statistics.mean(hlo.executed_flops(final, taken) for taken in stages) * plan.mesh.size if final else 0
         facts = {
             "temp_mib": memory["temp_bytes"] / 2**20,
             "argument_mib": memory["argument_bytes"] / 2**20,
             "sent_mib": sum(c.bytes_sent for c in census) / 2**20,
             "results_mib": sum(_result_bytes(c) for c in census) / 2**20,
-            "executed_over_useful": executed / sum(predict.flops(config, rows, SEQ).values()),
+            "executed_over_useful": executed / sum(predict.flops(model, rows, SEQ).values()),
         }
         yield name, _stepper(lambda state, c=compiled, p=placed: _loss_last(c(state, p)), step.init(0)), facts
 
@@ -177,7 +187,7 @@ def interleaved(made: dict, rounds: int, bases: tuple[str, ...]) -> dict:
     for name, (_, facts) in made.items():
         row = {"cpu_s": statistics.median(c for c, _ in times[name]), "wall_s": statistics.median(w for _, w in times[name])}
         for base in bases:
-            if base in times and ("m16" in name) == ("m16" in base):  # as many rows
+            if base in times and alike(name) == alike(base):
                 pairs = zip(times[name], times[base], strict=True)
                 row[f"cpu_over_{base.replace(' ', '_')}"] = statistics.median(a[0] / b[0] for a, b in pairs)
         rows[name] = row | facts
@@ -188,7 +198,7 @@ def simulated(rounds: int, only: list[str]) -> dict:
     """The table of plans on simulated devices."""
     config = preset("small")
     made = {name: (run, facts) for name, run, facts in programs(config, only)}
-    rows = interleaved(made, rounds, ("plain jax", "one", "one m16"))
+    rows = interleaved(made, rounds, ("plain jax", "one", "one m16", "one moe"))
     return {"model": config.name, "params": config.num_params, "batch": BATCH, "seq": SEQ, "rounds": rounds, "rows": rows}
 
 

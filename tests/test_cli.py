@@ -191,6 +191,17 @@ def test_inspect_document(model, tmp_path):
     assert found["flops"]["executed_per_device"] > found["flops"]["predicted_per_device"] > 0
 
 
+@pytest.mark.parametrize("mesh, more", [("ep=2 dp=2", ("tiny-moe",)), ("pp=2 tp=2", ("tiny", "--microbatches", "2"))])
+def test_inspect_reads_experts_and_pipelines(call, mesh, more):
+    status, out, err = call("inspect", "--mesh", mesh, "--seq-len", "16", "--batch-size", "8", "--json", "--model", *more)
+    assert status == 0, err
+    found = json.loads(out)
+    assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in found["collectives"])
+    assert found["schedule"] == ("1f1b" if "pp" in mesh else None)
+    executed, useful = (found["flops"][f"{kind}_per_device"] for kind in ("executed", "predicted"))
+    assert executed is None if "moe" in more[0] else useful < executed < 2 * useful
+
+
 def test_inspect_draws_tables_for_people_and_reads_auto_too(call, model):
     status, out, _ = call("inspect", "--model", model(), "--mesh_dim", "2,1,1,1", *TINY_STEP, "--reading", "auto")
     assert status == 0 and "bytes sent per device and step" in out and "arguments" in out and "auto reading" in out
