@@ -113,9 +113,8 @@ class Generate:
             params = Checkpoints(self.checkpoints).params(abstract, config)
         else:
             say("no --checkpoints: the weights are random, and so will be the text")
-            params = jax.jit(
-                lambda: init_params(config, self.seed), out_shardings=jax.tree.map(lambda x: x.sharding, abstract)
-            )()
+            cut = jax.tree.map(lambda x: x.sharding, abstract)
+            params = jax.jit(lambda: init_params(config, self.seed), out_shardings=cut)()
         decoder = Decoder(config, plan, mesh, params, 1, len(prompt[0]) + self.tokens)
         tokens = [int(row[0]) for row in generate(decoder, prompt, self.tokens, self.temperature, self.seed)]
         text = tokenizer.decode(tokens)

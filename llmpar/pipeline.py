@@ -310,11 +310,8 @@ def taken(schedule: Schedule, num_layers: int, stage: int) -> dict[str, Fraction
     ticks, send = (table := timetable(schedule)).ticks, slots(table).send
     cells = {kind: Fraction(int((ticks[:, stage, 0] == i).sum()), len(ticks)) for i, kind in enumerate(KINDS)}
     ways = {name: Fraction(int((send == way).any(1).sum()), len(ticks)) for name, way in {"right": 1, "left": -1}.items()}
-    ends = {
-        name: Fraction(sum(r[i][0] == stage for r in schedule.routes), schedule.visits * schedule.parameter_copies)
-        for name, i in {"enters": 0, "leaves": -1}.items()
-    }
-    return cells | ways | ends | fulls
+    end = lambda i: Fraction(sum(r[i][0] == stage for r in schedule.routes), schedule.visits * schedule.parameter_copies)
+    return cells | ways | fulls | {"enters": end(0), "leaves": end(-1)}
 
 
 def _buffer(num_slots, x):

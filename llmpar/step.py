@@ -94,6 +94,7 @@ class Step:
             self.abstract_natural = jax.tree.map(laid_out, self._shapes(config), jax.tree.map(whole, layouts))
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
+        self._in_order = self.layer_order.tolist() == list(range(config.num_layers))  # then nothing is ever moved
         self.batch_sharding = sharding(mesh, plan.place("data b s"))
         given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
         self.run = jax.jit(self._step, in_shardings=given, out_shardings=made, donate_argnums=0)
@@ -126,18 +127,22 @@ class Step:
 
     def from_natural(self, state: State) -> State:
         """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold it."""
-        return jax.jit(lambda state: self._take(state, self.layer_order), out_shardings=self.shardings)(state)
+        return self._moved(state, self.layer_order, self.abstract_state)
 
     def to_natural(self, state: State) -> State:
         """The state with its layers in the model's order again: how it is kept, and given to others."""
-        back = np.argsort(self.layer_order, stable=True)[: self.config.num_layers]
-        natural = jax.tree.map(lambda x: x.sharding, self.abstract_natural)
-        return jax.jit(lambda state: self._take(state, back), out_shardings=natural)(state)
+        return self._moved(state, np.argsort(self.layer_order, stable=True)[: self.config.num_layers], self.abstract_natural)
+
+    def _moved(self, state: State, order: np.ndarray, like: State) -> State:
+        if self._in_order:
+            return state
+        shardings = jax.tree.map(lambda x: x.sharding, like)
+        return jax.jit(lambda state: self._take(state, order), out_shardings=shardings)(state)
 
     def _take(self, state: State, order: np.ndarray) -> State:
         """Layers by number; zeros for those that the model does not have. Which dim of a leaf counts layers, whatever the
         optimizer keeps, is seen from what one layer more would make longer."""
-        if order.tolist() == list(range(self.config.num_layers)):
+        if self._in_order:
             return state
         grow = lambda n: self._shapes(dataclasses.replace(self.config, num_layers=self.config.num_layers + n))
 

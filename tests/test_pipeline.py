@@ -264,6 +264,19 @@ def test_a_state_dealt_to_stages_comes_back_in_order(optimizer):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, step.to_natural(dealt)), marked)
 
 
+def test_an_empty_place_at_the_end_is_left_out_and_a_state_in_order_is_not_copied():
+    """Five layers on two stages: the last place of the last stage is empty, and the others are in the model's order."""
+    config = dataclasses.replace(LLAMA, num_layers=5)
+    step, one = (Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0)) for plan in (piped("pp=2", "1f1b 4"), Plan()))
+    assert step.layer_order.tolist() == [0, 1, 2, 3, 4, 5]
+    natural = step.to_natural(step.init(0))
+    assert jax.tree.map(jnp.shape, natural) == jax.tree.map(jnp.shape, one.init(0))
+    again, natural = (jax.tree.map(np.asarray, x) for x in (step.to_natural(step.from_natural(natural)), natural))
+    jax.tree.map(np.testing.assert_array_equal, again, natural)
+    state = one.init(0)
+    assert one.to_natural(state) is state and one.from_natural(state) is state
+
+
 # --------------------------------------------------------------------------------------------------------------- faults
 
 
