@@ -1,11 +1,9 @@
-"""The house rules: imports go down, models know no mesh axis, files stay small, names are explained, lists agree."""
+"""The house rules: imports go down, models know no mesh axis, the core stays short, names are explained, lists agree."""
 
 import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from pathlib import Path
 
@@ -29,9 +27,9 @@ LOOKERS = {"scene", "charts", "grid", "draw", "hlo", "cost", "predict"}  # they 
 COMPUTERS = {"notation", "par", "model", "attention", "moe", "pipeline"}  # they make them
 MODEL_TEXT = ("model", "attention", "moe")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
-MAX_FILE_LINES, MAX_CODE_LINES = 360, 6_000
-# Tiles, the ring and their one derivative do not come apart well, nor does what reads a program's text; may only shrink.
-LONGER = {"attention.py": 490, "hlo.py": 375}
+# What is read like a paper. Its statements are counted, not its lines, so that nobody gains by making lines longer.
+PAPER = {"notation", "plan", "par", "model", "attention", "moe", "split", "pipeline", "step"}
+MAX_PAPER_STATEMENTS = 1_850
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "npmjs" + ".org", "anaconda" + ".org", "anaconda" + ".com")
 REGISTRY_HOSTS += ("unpkg" + ".com", "jsdelivr" + ".net", "cdnjs" + ".cloudflare", "proxy.golang" + ".org")
@@ -172,27 +170,20 @@ def test_a_mesh_axis_in_a_model_is_seen():
     assert axis_words(ast.parse(planted)) == {(4, "tp"), (4, "sp")}
 
 
-def code_lines(text):
-    """Count the lines that hold code: neither blank, nor comment, nor docstring."""
-    strings = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
-    words = {i for n in strings if isinstance(n.value.value, str) for i in range(n.lineno, n.end_lineno + 1)}
-    idle = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = (t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in idle)
-    return len({i for t in tokens for i in range(t.start[0], t.end[0] + 1)} - words)
+def statements(tree):
+    """Count the statements of a file, those inside others too."""
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
 
 
-def test_budgets():
-    """Compact is a feature: a file is read in one sitting, the package in an afternoon. Words are not rationed."""
-    texts = {path.name: path.read_text() for path in PACKAGE.rglob("*.py")}
-    lines = {name: len(text.splitlines()) for name, text in texts.items()}
-    long = {name: count for name, count in lines.items() if count > LONGER.get(name, MAX_FILE_LINES)}
-    assert not long, f"more than {MAX_FILE_LINES} lines"
-    code = {name: code_lines(text) for name, text in texts.items()}
-    assert sum(code.values()) <= MAX_CODE_LINES, code
+def test_the_paper_stays_short():
+    """Compact is a feature: the core is read in one afternoon. The rest is counted in the message only."""
+    counts = {name: statements(tree) for name, tree in trees().items()}
+    paper = sum(counts[name] for name in PAPER)
+    assert paper <= MAX_PAPER_STATEMENTS, (paper, sum(counts.values()), counts)
 
 
-def test_code_is_counted_without_words():
-    assert code_lines('"""Doc."""\n\n# why\nx = 1\n\n\ndef f():\n    """Doc\n    more."""\n    return [\n        x]\n') == 4
+def test_statements_are_counted_inside_others():
+    assert statements(ast.parse("def f():\n    x = 1; y = 2\n    return [\n        x]\n")) == 4
 
 
 def undocumented(name, tree):
