@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import jax
@@ -12,6 +13,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from llmpar.notation import AXES, Layout, MeshShape, parse_mesh, product
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
+POOL_SIZE = ("NPROC", "PJRT_NPROC")
+"""Environment variables for the size of XLA's thread pool: up to JAX 0.10, and since."""
+THREADS_PER_DEVICE = 4
 
 
 def use_devices(simulated: int = 8) -> list[jax.Device]:
@@ -26,13 +30,31 @@ def use_devices(simulated: int = 8) -> list[jax.Device]:
             jax.config.update("jax_num_cpu_devices", simulated)
         except RuntimeError:
             pass  # JAX runs already; what it has may be enough
-    devices = ordered_devices()
+    with _enough_threads(simulated):
+        devices = ordered_devices()
     if devices[0].platform == "cpu" and len(devices) < simulated:
         raise ValueError(
             f"{simulated} simulated devices were asked for but JAX has started with {len(devices)}, and the number is fixed "
             f"at its first use; call use_devices() first in a fresh process, or set XLA_FLAGS={_COUNT_FLAG}={simulated}"
         )
     return devices
+
+
+@contextlib.contextmanager
+def _enough_threads(simulated: int):
+    """While JAX starts, ask XLA for `THREADS_PER_DEVICE` threads per simulated device, unless the user has asked for some.
+
+    All simulated devices share one pool, by default of as many threads as there are devices or cores. A collective blocks a
+    thread until its whole group has come, so two collectives that no data orders can take every thread, each waiting for
+    one that finds none. XLA reads the pool's size from the environment once, when its CPU client starts.
+    """
+    asked = {name: str(THREADS_PER_DEVICE * simulated) for name in POOL_SIZE if name not in os.environ}
+    os.environ.update(asked)
+    try:
+        yield
+    finally:
+        for name in asked:
+            del os.environ[name]
 
 
 def ordered_devices() -> list[jax.Device]:

@@ -15,6 +15,7 @@ SIMULATED = (
     "--xla_cpu_collective_timeout_seconds=600",
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *SIMULATED)).strip()
+os.environ |= dict.fromkeys(("NPROC", "PJRT_NPROC"), "32")  # as llmpar.mesh.use_devices does: no deadlock of simulated devices
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
