@@ -126,8 +126,8 @@ class Step:
             if counts_empty_places(optimizer, self.abstract_natural.params, self.layer_order):
                 layers, more = config.num_layers, plan.padded(config).num_layers - config.num_layers
                 raise ValueError(
-                    f"{layers} layers leave {more} of the pipeline's places empty, and this optimizer would count the zeros there "
-                    f"(it looks at a whole stack at once, as Adafactor does); use {layers + more} layers, or AdamW"
+                    f"{layers} layers leave {more} of the pipeline's places empty, zeros that this optimizer would count: it looks "
+                    f"at a whole stack at once, as Adafactor does; use {layers + more} layers, or AdamW"
                 )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self._in_order = self.layer_order.tolist() == list(range(config.num_layers))  # then nothing is ever moved
