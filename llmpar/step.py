@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from llmpar import pipeline
 from llmpar.config import ModelConfig
@@ -78,7 +78,12 @@ class Step:
     """
 
     def __init__(
-        self, config: ModelConfig, plan: Plan, mesh: Mesh, optimizer: optax.GradientTransformation, clip: float | None = 1.0
+        self,
+        config: ModelConfig,
+        plan: Plan,
+        mesh: Mesh | AbstractMesh,
+        optimizer: optax.GradientTransformation,
+        clip: float | None = 1.0,
     ):
         self.config, self.plan, self.mesh, self.optimizer, self.clip = config, plan, mesh, optimizer, clip
         if plan.dispatch == "ragged" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
