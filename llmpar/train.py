@@ -186,7 +186,9 @@ def train(
             if checkpoints and checkpoints.due(number + 1, steps):
                 while waiting:
                     read()  # never keep what a bad step has spoiled
-                checkpoints.save(number + 1, step.to_natural(state), config)
+                natural = step.to_natural(state)
+                checkpoints.save(number + 1, natural, config)
+                state = step.from_natural(natural)
         while waiting:
             read()
     return step.to_natural(state), report
