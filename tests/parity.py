@@ -99,6 +99,18 @@ def assert_same(config, plan: Plan, tolerance: float = 1e-5, step_class=Step):
     assert abs(norm - want_norm) < tolerance * want_norm, f"norm {norm} for {want_norm}"
 
 
+def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):
+    """`lax.ragged_all_to_all` from gathers, after its documentation: rows ``begin[j] : begin[j] + send[j]`` of rank i arrive
+    at rank j from its row ``mine[j]`` on."""
+    rank, rows = jax.lax.axis_index(axis_name), jnp.arange(x.shape[0])
+    sent, starts, sizes, ends = (jax.lax.all_gather(y, axis_name) for y in (x, begin, send, mine))
+    for i in range(begin.shape[0]):
+        here = (rows >= ends[i, rank]) & (rows < ends[i, rank] + sizes[i, rank])
+        source = jnp.where(here, rows - ends[i, rank] + starts[i, rank], x.shape[0])
+        out = jnp.where(here[:, None], sent[i].at[source].get(mode="fill", fill_value=0), out)
+    return out
+
+
 def all_plans(products=(1, 2, 4, 8)):
     """Every mesh of dp, fsdp and tp with these products, at every ZeRO stage and with and without sequence parallelism,
     where these make a difference."""
