@@ -27,6 +27,8 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from llmpar import notation
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -48,13 +50,11 @@ Work = list[tuple[Collective, Fraction]]  # collectives that run once, and how o
 
 
 def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
-    """Gives the bytes that one of g devices on a ring sends for a result of R bytes, rounded where g does not divide.
+    """Gives the bytes that one of g devices on a ring sends for a result, which of a reduce-scatter alone is a shard.
 
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g, collective-permute R.
     """
-    share = Fraction(group_size - 1, group_size)
-    factors = {"reduce-scatter": group_size * share, "all-reduce": 2 * share, "collective-permute": Fraction(1)}
-    return round(result_bytes * factors.get(kind, share))
+    return notation.ring_bytes(kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size)
 
 
 def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:

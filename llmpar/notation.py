@@ -344,6 +344,16 @@ def divisors(n: int) -> list[int]:
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
+RING = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1, "all-reduce": 2, "maximum": 2, "vary": 0}
+
+
+def ring_bytes(kind: str, message_bytes: int, group: int) -> int:
+    """Bytes that each of ``group`` devices sends for a message of V bytes, its size where it is whole, as a ring: V(g-1)/g,
+    twice that for an all-reduce, at most that for a ragged all-to-all, rounded. A permute sends V, a "vary" nothing."""
+    share = (2 * RING.get(kind, 0) * message_bytes * (group - 1) + group) // (2 * group)
+    return message_bytes if kind == "collective-permute" else share
+
+
 def product(numbers) -> int:
     """The product of some integers; 1 for none."""
     return functools.reduce(lambda a, b: a * b, numbers, 1)

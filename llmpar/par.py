@@ -27,7 +27,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from llmpar.mesh import sharding, spec
-from llmpar.notation import Arrow, Layout, Move, parse_layout, product
+from llmpar.notation import Arrow, Layout, Move, parse_layout, product, ring_bytes
 
 WEIGHT, MOVED = "weight", "moved"
 """Names under which remat policies know gathered weights and the results of communication."""
@@ -168,13 +168,9 @@ class Entry:
 
 
 def sent(kind: str, operand_bytes: int, group: int) -> int:
-    """Bytes a device sends when ``group`` devices run one collective on operands of ``operand_bytes`` each, as a ring:
-    all-gather V(g-1) of the shard V, reduce-scatter and all-to-all V(g-1)/g (a ragged one: at most), all-reduce twice that,
-    permute V."""
-    if kind == "all-gather":
-        return operand_bytes * (group - 1)
-    factor = {"reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1, "all-reduce": 2, "maximum": 2, "vary": 0}[kind]
-    return factor * operand_bytes * (group - 1) // group
+    """Bytes a device sends when ``group`` devices run one collective on operands of ``operand_bytes`` each, as a ring. The
+    operands of an all-gather are shards, those of the others are whole."""
+    return ring_bytes(kind, operand_bytes * (group if kind == "all-gather" else 1), group)
 
 
 class Manual(Solo):

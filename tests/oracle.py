@@ -1,4 +1,4 @@
-"""An independent Llama in float64, written from the papers' definitions with nothing of llmpar: what all plans are held against.
+"""An independent Llama in float64, written from the papers with nothing of llmpar: what all plans are held against.
 
 Weights are flat: {"embedding", "norm.scale", "head", "blocks.attention.q", …}, blocks stacked over layers. ``c`` is anything
 with the fields of a model's configuration, read by name. One device, whole rows, no loss of precision, no cleverness.

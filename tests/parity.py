@@ -102,13 +102,13 @@ def assert_same(config, plan: Plan, tolerance: float = 1e-5, step_class=Step):
 def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):
     """`lax.ragged_all_to_all` from gathers, after its documentation: rows ``begin[j] : begin[j] + send[j]`` of rank i arrive
     at rank j from its row ``mine[j]`` on."""
-    rank, rows = jax.lax.axis_index(axis_name), jnp.arange(x.shape[0])
+    rank, rows = jax.lax.axis_index(axis_name), jnp.arange(x.shape[0])[None]
     sent, starts, sizes, ends = (jax.lax.all_gather(y, axis_name) for y in (x, begin, send, mine))
-    for i in range(begin.shape[0]):
-        here = (rows >= ends[i, rank]) & (rows < ends[i, rank] + sizes[i, rank])
-        source = jnp.where(here, rows - ends[i, rank] + starts[i, rank], x.shape[0])
-        out = jnp.where(here[:, None], sent[i].at[source].get(mode="fill", fill_value=0), out)
-    return out
+    starts, sizes, ends = (y[:, rank, None] for y in (starts, sizes, ends))
+    here = (rows >= ends) & (rows < ends + sizes)  # ranks × rows
+    source = jnp.where(here, rows - ends + starts + x.shape[0] * jnp.arange(len(sent))[:, None], sent.size).min(0)
+    arrived = sent.reshape(-1, *x.shape[1:]).at[source].get(mode="fill", fill_value=0)
+    return jnp.where(here.any(0)[:, None], arrived, out)
 
 
 def all_plans(products=(1, 2, 4, 8)):

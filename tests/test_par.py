@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from llmpar.mesh import make_mesh, sharding, spec
 from llmpar.notation import parse_arrow, parse_layout
 from llmpar.par import MOVED, WEIGHT, Auto, Entry, Manual, Solo, sent, vary, varying
 from llmpar.plan import Plan
+from llmpar.predict import Traffic
 
 MIXED = "dp=2 fsdp=2 tp=2"
 PLAN = Plan(MIXED)
@@ -127,12 +129,17 @@ def test_from_here_on_devices_differ_is_free_and_its_transpose_is_an_all_reduce(
 
 
 @pytest.mark.parametrize("group", [2, 3, 8])
-def test_bytes_sent_are_those_of_a_ring(group):
-    """Beside `hlo.ring_bytes`, which starts from the result: an all-gather's is larger, a reduce-scatter's is smaller."""
-    operand = 24 * group
-    results = {"all-gather": operand * group, "reduce-scatter": operand // group, "all-to-all": operand, "all-reduce": operand}
-    for kind, result in results.items():
-        assert sent(kind, operand, group) == hlo.ring_bytes(kind, group, result)
+@pytest.mark.parametrize("operand", [24, 4], ids=["divides", "is rounded"])
+def test_bytes_sent_are_those_of_a_ring_in_the_ledger_the_formula_and_the_program(group, operand):
+    """A program is read by its results: an all-gather's is larger, a reduce-scatter's is smaller."""
+    whole = operand * group  # of what is scattered, 4 bytes arrive at least
+    sizes = {"all-gather": (operand, whole), "reduce-scatter": (whole, operand)}
+    for kind in (*sizes, "all-to-all", "all-reduce"):
+        given, result = sizes.get(kind, (operand, operand))
+        traffic = Traffic({"tp": group})
+        traffic.add(kind, ("tp",), max(given, result))
+        exact = Fraction((2 if kind == "all-reduce" else 1) * max(given, result) * (group - 1), group)
+        assert sent(kind, given, group) == hlo.ring_bytes(kind, group, result) == traffic.total_bytes == round(exact)
     assert sent("maximum", operand, group) == sent("all-reduce", operand, group) and sent("vary", operand, group) == 0
     entry = Entry("b -> b", "all-gather", ("tp",), (6, group), "bfloat16", 5, group)
     assert entry.bytes_sent == 5 * 6 * group * 2 * (group - 1)

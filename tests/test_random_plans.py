@@ -10,6 +10,7 @@ What it refuses it must refuse by a ValueError with advice, and each piece of th
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -30,6 +31,7 @@ from llmpar import attention, hlo, orders, pipeline, predict
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
 from llmpar.mesh import make_mesh
 from llmpar.notation import AXES, MeshShape, product
+from llmpar.par import Manual
 from llmpar.plan import Plan
 from llmpar.step import State, Step
 
@@ -38,12 +40,13 @@ WRITTEN = "written by hand"  # an order in text, drawn for the mesh
 SCALING = RopeScaling(4.0, 1.0, 4.0, 16)
 DRAWN = {
     Plan: dict(
-        bucket_bytes=(1, 3000, 4 << 20), microbatches=(1, 2, 3, 4, 8), dtype=("float32",) * 6 + ("bfloat16", "float16"),
+        bucket_bytes=(1, 3000, 4 << 20), microbatches=(1, 2, 3, 4, 8), dtype=("float32",) * 7 + ("bfloat16",),
         unroll=(1, 0, 2, 3), loss_chunks=(1, 2, 3, 4), ffn_chunks=(1, 2, 3, 4), attention_block=(None, 2, 3, 4, 8, 64),
         schedule=(*orders.SCHEDULES, WRITTEN), chunks=(None, None, 1, 2, 3), mesh=(),
     ),
     ModelConfig: dict(
-        name=("random",), vocab_size=(48, 33, 64, 72), width=(32, 16, 24, 36), num_layers=(2, 1, 3, 4, 5, 7), num_heads=(8, 4, 6, 12),
+        name=("random",), vocab_size=(48, 33, 64, 72), width=(32, 16, 24, 36), num_layers=(2, 1, 3, 4, 5, 7),
+        num_heads=(8, 4, 6, 12),
         num_kv_heads=(4, 1, 2, 3, 8), head_width=(8, 4, 6, 12), ffn_width=(32, 24, 36, 48), rope_theta=(10_000.0, 100.0),
         rope_scaling=(None, SCALING), norm_eps=(1e-5, 1e-2), window=(None, 1, 2, 5, 100), init_scale=(0.2,), experts=(),
         latent=(None,) * 30 + (LatentAttention(4, 4, 4, 4),),
@@ -55,10 +58,12 @@ DRAWN = {
     ),
 }  # fmt: skip
 BATCH = dict(
-    batch=(8, 4, 6, 3, 16, 5), seq=(16, 24, 32, 15, 12, 36, 48), documents=(2, 1, 4), restart=(False, True), targets=("some",) * 7 + ("none",),
-    clip=(0.3, None, 1e3), rule=("sgd", "adamw"),
+    batch=(8, 4, 6, 3, 16, 5), seq=(16, 24, 32, 15, 12, 36, 48), documents=(2, 1, 4), restart=(False, True),
+    targets=("some",) * 7 + ("none",), clip=(0.3, None, 1e3), rule=("sgd", "adamw"),
 )  # fmt: skip
-RULES = dict(sgd=dict(kind="sgd", rate=0.05, b1=0.9), adamw=dict(kind="adamw", rate=0.01, b1=0.9, b2=0.999, eps=1e-2, decay=0.1))
+RULES = {
+    "sgd": dict(kind="sgd", rate=0.05, b1=0.9), "adamw": dict(kind="adamw", rate=0.01, b1=0.9, b2=0.999, eps=1e-2, decay=0.1)
+}  # fmt: skip
 
 
 def values(cls) -> dict[str, tuple]:
@@ -79,7 +84,8 @@ def draw_all(rng) -> dict:
     pick, wild = lambda xs: xs[rng.integers(len(xs))], rng.choice([0.3, 0.6, 1.0])
     tables = *FIELDS.values(), BATCH
     asked = {name: pick(xs if rng.random() < wild else xs[:1]) for table in tables for name, xs in table.items() if xs}
-    asked |= {field: pick(FIELDS[Plan][field]) for field in ("zero", "sequence", "order") if rng.random() < 0.7}
+    often = "zero", "tp_sequence", "reduce", "regather", "sequence", "order", "dispatch", "grouped"  # idle on most meshes
+    asked |= {field: pick(FIELDS[Plan][field]) for field in often if rng.random() < 0.7}
     asked |= dict.fromkeys(AXES, 1) | {"experts": rng.random() < 0.35}
     axes = ["pp", "dp", "fsdp", "fsdp", "sp", "sp", "tp", "tp"] + ["ep"] * (1 + asked["experts"])
     for prime in pick(((2, 2, 2), (2, 2, 2), (2, 3), (2, 2))):
@@ -89,6 +95,14 @@ def draw_all(rng) -> dict:
     else:
         asked |= {"schedule": pick(FIELDS[Plan]["schedule"]), "microbatches": asked["pp"] * pick((1, 2)), "reading": "manual"}
         asked |= {"reading": "auto"} if rng.random() < 0.05 else {}
+    for cut, parts in {
+        "batch": ("dp", "fsdp", "ep", "microbatches"), "seq": ("sp", "sp", "tp"), "num": ("ep",), "num_kv_heads": ("tp",),
+        "ffn_width": ("tp",), "vocab_size": ("tp",), "width": ("fsdp",),
+        "head_width": ("fsdp",) if asked["qk_norm"] or asked["qkv_bias"] else (),
+    }.items():  # most sizes fit the mesh
+        parts = product(asked[part] for part in parts)
+        asked[cut] = -(-asked[cut] // parts) * parts if rng.random() < 0.9 else asked[cut]
+    asked["num_heads"] = -(-asked["num_heads"] // asked["num_kv_heads"]) * asked["num_kv_heads"]
     return asked
 
 
@@ -115,22 +129,17 @@ def refused(asked: dict) -> str:
     return ""
 
 
-SIZES = {
-    "batch": "batch", "sequence": "seq", "heads": "num_heads", "KV heads": "num_kv_heads", "experts": "num",
-    "feed-forward width": "ffn_width", "vocabulary": "vocab_size", "model width": "width", "head width": "head_width",
-}  # fmt: skip
+SIZES = {"batch": "batch", "sequence": "seq"}
 
 
 def remedies(why: str, asked: dict) -> list[dict]:
     """The changes that a refusal proposes, each by itself."""
     found = []
-    if m := re.search(r"(?:^|, )([\w -]+) (\d+) is not a multiple of (\S+) = \d+; use ([\d or]+)(?:, or make \3 one of ([\d, ]+))?", why):
-        field = SIZES[m[1]]
-        share = asked[field] // int(m[2])  # of a sequence, what a device attends over
-        found += [{field: share * int(n)} for n in m[4].split(" or ")]
-        factors = m[3].split("·")
-        for n in (m[5] or "").split(", "):
-            found += [dict.fromkeys(factors, 1) | {f: int(n)} for f in factors if n]
+    uneven = r"([\w -]*),? \d+ is not a multiple of (\S+) = \d+; (?:use ([\d or]+), or )?make \2 one of ([\d, ]+)$"
+    if m := re.search(uneven, why):
+        found += [{SIZES[m[1]]: int(n)} for n in (m[3] or "").split(" or ") if n]
+        factors = m[2].split("·")
+        found += [dict.fromkeys(factors, 1) | {f: int(n)} for n in m[4].split(", ") for f in factors]
     advice = re.split(r"; (?=use|try|leave|choose|make)|, (?=use )|, or (?=dualpipev)", why, maxsplit=1)[-1]
     for name, first, others in re.findall(r"([a-z_]+) ?= ?('[^']*'|[\d.]+|None)((?: or '[^']*')*)", advice):
         if name in ("p", "m"):
@@ -143,8 +152,6 @@ def remedies(why: str, asked: dict) -> list[dict]:
         found.append({"reduce": m[1]})
     if m := re.search(r"order='zigzag'.*; use (\d+),", why):
         found.append({"seq": int(m[1])})
-    if m := re.search(r"^(\w+) is \S+; use (\d+) or more", why):
-        found.append({m[1]: int(m[2])})
     if m := re.search(r"leave (\w+) out", why):
         found.append({m[1]: getattr(Plan(), m[1])})
     if m := re.search(r"use (\d+) layers", why):
@@ -168,13 +175,14 @@ HOPELESS = r"cannot run here: latent attention|cannot be routed in \d of \d equa
 """Refusals without a number to try: another model is proposed, or the arithmetic shown."""
 
 
+@functools.cache
 def draw(seed: int) -> tuple[dict, list[tuple[dict, str]]]:
     """A choice that is accepted, and the refused ones on the way to it with what was said of them. What is refused is mended
     as the refusal says."""
     rng, on_the_way = np.random.default_rng(seed), []
     for _ in range(100):
         asked = draw_all(rng)
-        for _ in range(10):
+        for _ in range(30):
             if not (why := refused(asked)):
                 return asked, on_the_way
             on_the_way.append((asked, why))
@@ -193,7 +201,7 @@ def devices(asked: dict) -> int:
 def tell(asked: dict) -> str:
     """The choice as one line: what differs from the first values."""
     config, plan = build(asked)
-    changed = [f"{f.name}={getattr(plan, f.name)!r}" for f in dataclasses.fields(plan)[1:] if getattr(plan, f.name) != f.default]
+    changed = [f"{f.name}={v!r}" for f in dataclasses.fields(plan)[1:] if (v := getattr(plan, f.name)) != f.default]
     model = {f.name: v for f in dataclasses.fields(config) if (v := getattr(config, f.name)) != f.default}
     rest = {name: asked[name] for name in BATCH}
     return f"Plan({', '.join([repr(str(plan.mesh)), *changed])}) {rest} {model}"
@@ -238,7 +246,8 @@ def nested(flat: dict) -> dict:
 
 
 def flat(tree) -> dict:
-    return {jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(x, np.float64) for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    return {name(path): np.asarray(x, np.float64) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def held_back():
@@ -290,9 +299,13 @@ def places_of(plan: Plan, seq: int):
 def run(config, plan, asked, data, weights, num_steps=2):
     """Steps under the plan from these weights: metrics of each; gradients of the first and weights after it; the jaxpr."""
     step = step_of(config, plan, optimizer_of(RULES[asked["rule"]]), asked["clip"])
+    abstract = step.abstract_state, step.abstract_batch(asked["batch"], asked["seq"])
     with as_on_accelerators(plan):
-        traced = step.run.trace(step.abstract_state, step.abstract_batch(asked["batch"], asked["seq"]))
+        traced = step.run.trace(*abstract)
         compiled = traced.lower().compile(oracle.CHEAP)
+    if plan.dispatch == "ragged":  # what the emulation sends is not what is sent
+        jax.clear_caches()
+        traced = jax.jit(step._step).trace(*abstract)
     padded = arranged(nested(weights), np.minimum(step.layer_order, config.num_layers - 1))  # none is used where none should be
     natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
@@ -357,9 +370,10 @@ def clear(got, want, weight):
 
 
 def allowed(asked: dict, name: str) -> float:
-    """1e-5 for sums of a few hundred float32 terms in another order (1e-6 is usual), grown a little by the optimizer."""
+    """1e-5 for sums of a few hundred float32 terms in another order (1e-6 is usual), grown a little by the optimizer. In
+    bfloat16 routers choose other experts now and then: near the loss, and not far from the gradients."""
     if asked["dtype"] != "float32":
-        return {"tokens": 0.0, "loss": 0.05, "next loss": 0.05}.get(name, math.inf)
+        return {"tokens": 0.0, "loss": 0.01, "next loss": 0.01, "gradients": 0.25}.get(name, math.inf)
     return {"tokens": 0.0, "load": 0.0, "dropped": 0.0, "weights": 1e-4}.get(name, 1e-5)
 
 
@@ -404,3 +418,80 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
         raise
     write(seed=plan_seed, ok=not wrong, plan=text, cpu_s=round(time.process_time() - start, 1), **found)
     assert not wrong, f"{wrong}\n{text}\n{again}"
+
+
+def test_every_field_is_drawn_from_all_its_values():
+    """A new field or choice of a plan or a model is drawn, or this fails; and each is accepted somewhere."""
+    for cls, table in FIELDS.items():
+        assert set(table) == {f.name for f in dataclasses.fields(cls)} and set(DRAWN[cls]) <= set(table)
+        for name, hint in typing.get_type_hints(cls).items():
+            if typing.get_origin(hint) is typing.Literal:
+                assert set(table[name]) == set(typing.get_args(hint)), f"{name} is drawn from some of its values only"
+    drawn = [draw(seed)[0] for seed in range(150)]
+    for name, choices in (FIELDS[Plan] | BATCH).items():
+        missing = set(choices) - {asked.get(name) for asked in drawn}
+        assert not missing, f"no plan in 150 has {name} = {missing}"
+
+
+COMPLAINT = re.compile(r"\d+")
+
+
+def test_what_is_refused_says_what_was_asked_and_each_way_out_of_it_works(request):
+    """Every refusal on the way to the plans that are drawn. None is an exception of another kind: `draw` would let it pass."""
+    about = lambda sentence: COMPLAINT.sub("#", sentence.split(";")[0])
+    kinds = set()
+    for seed in range(request.config.getoption("--plans") or 150):
+        for asked, why in draw(seed)[1]:
+            kinds.add(about(why))
+            if re.search(HOPELESS, why):
+                continue
+            ways = remedies(why, asked)
+            assert ways, f"no advice that can be followed: {why}"
+            words = re.findall(r"[\w.-]+", why)
+            assert any(str(value) in words for value in asked.values()), f"names nothing of {asked}: {why}"
+            for change in ways:
+                again = refused(asked | change)
+                assert about(again) != about(why), f"{why}\nand after {change}:\n{again}"
+    assert len(kinds) > 30
+
+
+# ---------------------------------------------------------------------------------------------------------------- faults
+
+
+def plain(**changes) -> dict:
+    """The first value of everything, on one device."""
+    first = {name: xs[0] for table in (*FIELDS.values(), BATCH) for name, xs in table.items() if xs}
+    first |= {f.name: f.default for f in dataclasses.fields(Plan)} | dict.fromkeys(AXES, 1)
+    return first | {"experts": False, "num_layers": 1, "batch": 4} | changes
+
+
+def in_order_if_contiguous(self):
+    return self.mesh.sp == 1 or self.order == "contiguous"
+
+
+def no_mark(move):
+    return lambda self, x, arrow: move(self, x, arrow.replace(" +m", ""))
+
+
+def without_root(scale):
+    return lambda given, q: 1 / q.shape[-1]
+
+
+FAULTS = {
+    # what is put in its place, the plan that meets it, and what is seen
+    "gathered keys in order": (Plan, "in_order", lambda _: property(in_order_if_contiguous), "gradients",
+                               dict(sp=2, sequence="gather", order="contiguous", attention_kernel="xla")),
+    "scores over the width": (attention, "_scale", without_root, "gradients", dict(dp=2)),
+    "a mark is missing": (Manual, "move", no_mark, "the corresponding output carry component has type .*V:tp", dict(tp=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    owner, name, wrong, seen, changes = FAULTS[fault]
+    monkeypatch.setattr(owner, name, wrong(getattr(owner, name)))
+    if seen == "gradients":
+        assert compare(0, plain(**changes))["gradients"] > 1e-2
+    else:
+        with pytest.raises((ValueError, TypeError), match=seen):
+            compare(0, plain(**changes))
