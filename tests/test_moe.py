@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parity import BATCH, MOE, SEQ, assert_same, batch, emulated_ragged_all_to_all, every_expert, name, weights
+from parity import BATCH, MOE, SEQ, assert_same, batch, cheap_jit, emulated_ragged_all_to_all, every_expert, name, weights
 from test_census import compare_every_stage, compare_with_hlo, predicted, table
 
 from llmpar import hlo, moe, predict
@@ -115,9 +115,9 @@ def test_the_gradient_is_that_of_all_experts_on_all_tokens(convention):
         y, told, _ = run(how, values)
         return (y**2).sum() + told["loss"].sum()
 
-    got = jax.jit(jax.grad(loss))(values)
+    got = cheap_jit(jax.grad(loss))(values)
     with mock.patch.object(moe, "visit", every_expert):
-        want = jax.jit(jax.grad(loss))(values)
+        want = cheap_jit(jax.grad(loss))(values)
     for key in values:
         assert np.abs(got[key] - want[key]).max() <= 2e-5 * np.abs(want[key]).max(), key
     assert not np.abs(got["bias"]).any()  # it takes part in choosing alone
@@ -255,7 +255,7 @@ def test_the_tally_of_many_devices_is_that_of_one():
         plan = Plan(mesh)
         step = Step(OTHERS["capacity"], plan, make_mesh(plan.mesh), optax.adamw(1e-3))
         params = jax.device_put(weights(OTHERS["capacity"]), step.shardings.params)
-        told[mesh] = jax.jit(step.gradients)(params, jax.device_put(batch(), step.batch_sharding))[1]
+        told[mesh] = cheap_jit(step.gradients)(params, jax.device_put(batch(), step.batch_sharding))[1]
     one, many = told.values()
     assert np.array_equal(one["load"].sum(1), [2 * BATCH * SEQ] * 2)
     assert (many["dropped"] > 0).all()
