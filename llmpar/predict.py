@@ -123,6 +123,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
         region = parse_layout(dims).region
         rest = tuple(a for a in plan.live("pp") + plan.varying(region) if a not in plan.stored(dims).axes)
         vector = is_vector(parse_layout(dims))
+        learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
         twice = config.tied and plan.pipeline is not None  # on its first stage and on its last; else one value is used twice
         used = run.embed * (path == "embedding") + run.loss * (path != "embedding" or twice)
         if plan.zero == 3:
@@ -130,7 +131,6 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             if vector and "bias" in path and plan.stage_saves == "residuals":
                 gathers = run.forward
             traffic.add("all-gather", fsdp, one * item, gathers)
-            learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
             traffic.add("reduce-scatter", fsdp, one * item, learned * (run.backward if stacked else used))
         if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # borrowed, and their gradients returned
             for place in (plan.stored, plan.accumulated):
@@ -142,7 +142,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             traffic.add("all-gather", fsdp, elements * FLOAT32)
             rest = tuple(a for a in rest if a != "fsdp")
         if plan.reduce == "layer":
-            traffic.add("all-reduce", rest, (shard if plan.zero else elements) // layers * FLOAT32, layers * micro)
+            traffic.add("all-reduce", rest, (shard if plan.zero else elements) // layers * FLOAT32, learned * layers * micro)
         elif plan.reduce == "bucket":
             buckets.setdefault((rest, plan.stored(dims).axes), []).append(elements * FLOAT32)
         else:
