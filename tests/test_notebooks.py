@@ -9,8 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import nbformat
 import pytest
+from jax import lax
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "notebooks"
@@ -193,6 +195,118 @@ def test_exercise_answers_blank_solution_and_wrong_answers(name):
     assert [exercise.judge(answer) for answer, _ in exercise.wrong] == [f"not yet. {text}" for text in sentences]
 
 
+def rows_of_schedule(first):
+    """1F1B of 3 stages and 4 microbatches, counted from `first`."""
+    return re.sub(r"\d+", lambda number: str(int(number[0]) + first), exercises.find("08.one_f_one_b").solution)
+
+
+def unit_norm(grad_sum, count):
+    """The fault of `03.repair` that a test with long gradients only does not see."""
+    mean = lax.psum(grad_sum, "dp") / lax.psum(count, "dp")
+    return mean / jnp.sqrt(jnp.sum(mean * mean))
+
+
+def solution_of(name, **other):
+    """The solution of an exercise with some of its parts exchanged."""
+    return exercises.find(name).solution | other
+
+
+V = 4 * 128_256 * 2048
+VERDICTS = {  # what someone answered -> what the verdict says, and what it does not
+    "stretches a short gradient": ("03.repair", solution_of("03.repair", clipped=unit_norm), "clipped: .* short enough", ""),
+    "never calls gradient": (
+        "04.stage2_accumulated",
+        lambda gradient, parts: sum(lax.psum_scatter(part, "fsdp", scatter_dimension=0, tiled=True) for part in parts),
+        "call gradient",
+        "",
+    ),
+    "sums whole arrays": ("04.stage2_accumulated", lambda gradient, parts: sum(parts), "yours has", ""),
+    "forgets the gather half": (
+        "07.tied",
+        {"all stages": V * 3 / 4, "first and last": V / 2, "a middle stage": 0},
+        "only the first half of the all-reduce",
+        "That is bfloat16",
+    ),
+    "says which part is right": ("07.tied", solution_of("07.tied", **{"all stages": 1.0}), "Right: first and last", ""),
+    "two faults, two sentences": (
+        "06.rivals",
+        solution_of("06.rivals", **{"llama3-70b forward": 16, "hidden_from": 2 * 989.4 / 450 * 125}),
+        r"Right: llama2-7b forward.*half of one of the 8 KV heads\. hidden_from: ",
+        "positions × head widths",
+    ),
+    "an attention layout": (
+        "05.attention_layouts",
+        solution_of("05.attention_layouts", o="n h d", q="d n h"),
+        "Right: k, v. O whole.*again at q",
+        "",
+    ),
+    "rounded to whole GB": ("04.memory_table", {0: 112, 1: 49, 2: 38, 3: 28}, f"^{exercises.CORRECT}$", ""),
+    "nearly": ("04.memory_table", {0: 112, 1: 49, 2: 40, 3: 28}, r"Right: 0, 1, 3\. Look again at 2 \(off by 4%\)", ""),
+    "per cent": ("07.idle_share", 27.3, "right value in per cent; it is asked for as a fraction of 1: 0.273", ""),
+    "per cent as text": ("07.idle_share", "27%", "A number is asked for, and this is text: '27%'", "slots"),
+    "a number as text": ("03.sent", "754,880", "A number is asked for.*without quotes, commas and units", "ring"),
+    "with its unit": ("00.held", "512 bytes", "A number is asked for", "slash"),
+    "MiB": ("06.hop_bytes", 64, "right value in MiB; it is asked for as bytes: 67,108,864", ""),
+    "another spelling": ("00.swap", solution_of("00.swap", collective="All_to_all"), f"^{exercises.CORRECT}$", ""),
+    "heads more than once": (
+        "05.kv_heads",
+        lambda rank, tp, n, k: [h * k // n for h in range(rank * n // tp, (rank + 1) * n // tp)],
+        "each head once",
+        "",
+    ),
+    "counts from 1": ("08.one_f_one_b", rows_of_schedule(1), "count from 0.*F0 is missing", "5 microbatches"),
+    "a list of lines": ("08.one_f_one_b", rows_of_schedule(0).splitlines(), "Text is asked for, and this is a list", ""),
+    "a number for a function": ("05.ring_permutes", 8, "A function of tp is asked for, and this is a number: 8", "TypeError"),
+    "a function that returns a dict": (
+        "00.groups_across_hosts",
+        lambda sizes, axis, per: sizes,
+        "A number is asked for, and this is a dict",
+        "",
+    ),
+    "a function that returns nothing": (
+        "07.uneven",
+        lambda costs, m: print(end=""),
+        "A number is asked for, and this is None",
+        "",
+    ),
+    "other names": (
+        "07.tied",
+        {"all": 1, "two": 2},
+        "names asked for are all stages, first and last, a middle stage; yours are all, two",
+        "",
+    ),
+    "counted for the learner": (
+        "09.capacity",
+        253,
+        "253 rows drop 7 of 1,024 choices, and 10 may go: a smaller one is enough",
+        "",
+    ),
+    "counted the other way": ("09.capacity", 240, "240 rows drop 20 .* a larger one is needed", ""),
+}
+
+
+@pytest.mark.parametrize("name, answer, says, not_this", VERDICTS.values(), ids=VERDICTS)
+def test_a_verdict_fits_what_was_done(name, answer, says, not_this):
+    verdict = exercises.find(name).judge(answer)
+    assert re.search(says, verdict), verdict
+    assert not not_this or not_this not in verdict
+
+
+def test_an_untiled_scatter_is_explained_and_nothing_is_printed(capfd):
+    def untiled(gradient, parts):
+        return sum(lax.psum_scatter(gradient(part), "fsdp", scatter_dimension=0) for part in parts)
+
+    assert "[8, 2] becomes [2, 2]" in exercises.find("04.stage2_accumulated").judge(untiled)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_array_of_another_shape_is_named():
+    import numpy as np
+
+    exercise = exercises.Exercise("core", lambda: np.ones((2, 2)), [], "No.", observe=lambda function: function())
+    assert exercise.judge(lambda: np.ones((8, 2))) == "not yet. An array of shape [2, 2] is asked for, and yours has [8, 2]."
+
+
 def attempts(notebook):
     """Find the exercises of a notebook, with what their cells printed."""
     for cell in notebook.cells:
@@ -248,18 +362,18 @@ def test_a_function_is_judged_by_what_it_does():
     assert doubling.judge(lambda x: x * x) == "not yet. That is its square."
     assert doubling.judge(lambda x: x + 1) == "not yet. Add it to itself."
     assert doubling.judge(lambda x: x / 0) == "not yet. Your answer raised ZeroDivisionError: division by zero"
-    assert doubling.judge(7) == "not yet. Your answer raised TypeError: 'int' object is not callable"
+    assert doubling.judge(7) == "not yet. A function of x is asked for, and this is a number: 7."
     assert doubling.judge(twice) == exercises.NOT_ATTEMPTED
 
 
 def test_answers_are_compared_by_kind():
-    import jax.numpy as jnp
     import numpy as np
 
     def same(one, other):
         return exercises.same(one, other, 1e-5)
 
     assert same("b s/tp  d", " b s/tp d") and not same("b s d", "b s/tp d")
+    assert same("all_to_all", "All-to-all ") and not same("all-to-all", "all-reduce")
     assert same(1, 1.000001) and not same(1, 1.001) and not same(True, 1) and not same(None, 0) and not same("1", 1)
     assert same(np.float32(2), jnp.float32(2)) and same([1, (2.0, "a")], (1, [2, "a"])) and not same([1], [1, 2])
     assert same(jnp.ones(3), np.ones(3)) and not same(jnp.ones(3), np.ones(4)) and not same(jnp.ones(3), 1)
