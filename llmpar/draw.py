@@ -214,7 +214,8 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout 
     sums = [a for a in layout.sums if sizes is None or sizes.get(a, 1) > 1]
     num = 2 ** len(sums) if sizes is None else product(sizes[a] for a in sums)
     shown = list(range(num)) if num < 6 else [0, 1, 2, -1, num - 1]
-    stroke, sheets = f"{sums[0]}-line" if sums and sums[0] in AXES else "edge", []
+    stroke = f"{sums[0]}-line" if sums and sums[0] in AXES else "edge"
+    sheets: list = []
     for i, k in reversed(list(enumerate(shown))[1:]):
         places = _places(tuple(sums), sizes, k).items() if sizes is not None else ()
         words = "+ ⋯" if k < 0 else "+ " + " ".join(f"{a} {n}" for a, n in places)
@@ -253,9 +254,9 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
         return f"{dims[d].name}: " + " ".join(f"{a} {n}" for a, n in places.items())
 
     widths = [max(text_width(tick(d, i), SMALL) for i in picked[d]) + 12 for d in range(num)]
-    w, h = max([92 if named else 40, *widths[::-1][::2]]), 44 if named else 30
-    w += more[0] / product(len(blocks) for blocks in picked[::-1][::2])
-    h += more[1] / product(len(blocks) for blocks in picked[::-1][1::2])
+    across, down = (product(len(blocks) for blocks in picked[::-1][i::2]) for i in (0, 1))
+    w = max([92 if named else 40, *widths[::-1][::2]]) + more[0] / across
+    h = (44 if named else 30) + more[1] / down
 
     def cell(index: tuple[int, ...]) -> Block:
         tall = h + 10 * len(marks)

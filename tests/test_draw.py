@@ -294,7 +294,10 @@ def sides(scene):
     return first, [r for r in cells if r not in first]
 
 
-@pytest.mark.parametrize("text", ["s d +tp -> s/tp d", "s/tp d -> s d", "s/tp d -> s d/tp", "s d/tp -> s/tp d/dp", "s d -> s d"])
+ARROWS = ("s d +tp -> s/tp d", "s/tp d -> s d", "s/tp d -> s d/tp", "s d/tp -> s/tp d/dp", "s d -> s d")
+
+
+@pytest.mark.parametrize("text", ARROWS)
 def test_an_arrow_draws_both_sides_to_one_scale(text):
     whole = []
     for cells in sides(draw.arrow(text, (4096, 4096), "dp=2 tp=4", 2)):
