@@ -3,6 +3,7 @@
 nbval runs each notebook in a process of its own, one after another: two kernels with eight devices would starve.
 """
 
+import ast
 import importlib.util
 import re
 import subprocess
@@ -123,6 +124,19 @@ def test_words_may_stand_beside_a_picture():
         nbformat.v4.new_code_cell("show()", outputs=[picture()], metadata={"alt": "mesh dp2 tp4"}),
     ):
         assert build.cell_faults(cell) == []
+
+
+def test_a_picture_gets_its_words_as_alt_text(tmp_path):
+    notebook = hand_run(toy(tmp_path))
+    cell = notebook.cells[-1]
+    for made, alt in (
+        (picture(**{"text/plain": "mesh dp2\n tp4"}), "mesh dp2 tp4"),
+        (picture(**{"text/plain": "<Figure size 640x480 with 1 Axes>"}), "one two"),
+    ):
+        cell.outputs = [made, stream("stdout", "one\ntwo\n")]
+        assert "code cell 2: a picture without alt text" in " ".join(build.faults(notebook))
+        build.tidy(notebook)
+        assert cell.outputs[0].metadata["image/png"]["alt"] == alt and build.faults(notebook) == []
 
 
 def test_a_change_of_the_source_is_out_of_step(tmp_path):
@@ -384,3 +398,51 @@ def test_answers_are_compared_by_kind():
 def test_an_unknown_exercise_names_the_known_ones():
     with pytest.raises(ValueError, match=r"there is no exercise '99\.nothing'; there are none in that lesson"):
         exercises.find("99.nothing")
+
+
+# ---- what is written: one convention per quantity, and sentences that are computed
+
+
+WRITTEN = [*SOURCES, *sorted((ROOT / "slides" / "src").glob("*.py"))]
+each_text = pytest.mark.parametrize("source", WRITTEN, ids=lambda source: f"{source.parent.parent.name}-{source.stem}")
+
+
+def calls(source, *names):
+    """The arguments of each call of functions of these names in a lesson or a part of the deck, as text."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
+            yield [ast.unparse(argument) for argument in [*node.args, *(keyword.value for keyword in node.keywords)]]
+
+
+@each_text
+def test_a_picture_of_memory_has_the_capacity_that_a_program_may_use(source):
+    assert [given for given in calls(source, "memory_bars") if any("hbm_bytes" in text for text in given)] == []
+
+
+@each_text
+def test_a_threshold_takes_published_rates(source):
+    thresholds = list(calls(source, "dp_min_tokens", "tp_max_degree", "ring_min_block"))
+    assert [given for given in thresholds if any("reached" in text or "efficiency" in text for text in given)] == []
+
+
+def test_the_readmes_table_of_orders_is_what_the_simulator_finds():
+    from llmpar.schedule import make, timetable
+
+    def value(formula, **letters):
+        return eval(re.sub(r"(?<=[0-9vi)])(?=[pvim(])", "*", formula.replace(" ", "")), {}, letters)  # our own README
+
+    table = r"^\| (GPipe|1F1B|interleaved|ZB-H1|ZB-H2, ZB-V)[^|]*\|(.*)\|$"
+    rows = dict(re.findall(table, (ROOT / "README.md").read_text(), re.M))
+    assert len(rows) == 5
+    for titles, row in rows.items():
+        for i, title in enumerate(titles.split(", ")):
+            bubble, held, price = ([part.strip() for part in re.split("[;,]", cell)] for cell in row.split("|"))
+            for p, m, v in ((2, 4, 2), (4, 16, 2), (4, 16, 4), (8, 32, 2)):
+                name, letters = title.lower(), {"p": p, "m": m, "v": v}
+                table, plain = timetable(make(name, p, m, v if name == "interleaved" else None)), timetable(make("1f1b", p, m))
+                assert table.bubble == pytest.approx(value(bubble[-1], **letters)), (title, p, m, v)
+                peaks = [min(m, value(held[min(i, len(held) - 1)], i=stage, **letters)) for stage in range(p)]
+                assert table.peak_live() == pytest.approx(peaks), (title, p, m, v)
+                said = re.search(r"(.*) times the messages|twice the messages", price[min(i, len(price) - 1)])
+                times = 1 if not said else value(said[1], **letters) if said[1] else 2
+                assert table.hops.sum() == pytest.approx(times * plain.hops.sum()), (title, p, m, v)

@@ -53,7 +53,7 @@ mesh = make_mesh(f"fsdp={N}")
 parts = {"weights": dict(param_bytes=2, grad_bytes=0, optim_bytes=0), "gradients": dict(param_bytes=0, grad_bytes=2, optim_bytes=0),
          "optimizer": dict(param_bytes=0, grad_bytes=0, optim_bytes=12)}
 rows = [(f"stage {stage}", {part: cost.zero_bytes(7.5e9, 64, stage, **sizes) for part, sizes in parts.items()}) for stage in range(4)]
-scene.show(draw.memory_bars(rows, capacity_bytes=chip("a100-80").hbm_bytes, title="7.5B parameters, 64 devices: model state per device"))
+scene.show(draw.memory_bars(rows, capacity_bytes=chip("a100-80").usable_bytes, title="7.5B parameters, 64 devices: model state per device"))
 
 # %%
 # NBVAL_CHECK_OUTPUT

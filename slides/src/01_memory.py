@@ -72,7 +72,7 @@ scene.show(compose("How many H100s hold the state and nothing else", [rows, key]
 # | mesh | devices with coordinates |
 # | axis | a coordinate with a name |
 # | shard | the piece a device holds |
-# | replica | a piece that others hold too |
+# | replica | one of the devices that hold the same shard |
 #
 # <footer>Lesson <code>notebooks/00_setup</code></footer>
 
@@ -82,7 +82,7 @@ from llmpar.notation import AXES, parse_layout
 
 picture = draw.mesh("dp=2 tp=4", devices_per_host=4, highlight_axis="tp")
 held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
-assert held == {(0, i): [i, i + 4] for i in range(4)}  # four shards, each with a replica four devices away
+assert held == {(0, i): [i, i + 4] for i in range(4)}  # four shards, each on two replicas, four devices apart
 assert list(AXES)[0] == "pp" and list(AXES)[-1] == "tp"
 scene.show(compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2]))
 

@@ -131,7 +131,7 @@ block = sum(int(np.prod(shape)) for path, (_, shape) in llama.param_shapes().ite
 compute_s = [4 * 4 * block * TOKENS / h100.flops_per_s] * 4  # backward: 4 FLOPs per parameter and token, 4 layers a piece
 comm_s = [cost.collective_seconds(h100, "all-reduce", 2 * 4 * block, 8)] * 4  # bf16
 labels = [f"layers {i}–{i + 3}" for i in (12, 8, 4, 0)]
-assert round(cost.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS
+assert round(cost.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS  # a threshold: published rates
 assert comm_s[0] < compute_s[0]
 scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
 
@@ -143,7 +143,7 @@ scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
 # **Misunderstanding:** that more GPUs need a larger batch *per GPU* to hide. The threshold is per GPU and stays; it is the global
 # batch that grows, until it passes the critical batch and the extra rows teach little.
 #
-# **Source:** threshold C/W: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is 2,500 between nodes.
+# **Source:** threshold C/W at published rates: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is 2,500 between nodes.
 
 # %%
 assert round(cost.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2) == 2500
@@ -151,8 +151,8 @@ assert round(cost.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2)
 # %% [markdown] tags=["slide"]
 # ## Buckets and accumulation
 #
-# The same bytes in fewer messages: each message pays its latency once. Accumulation communicates **once per step**, however many
-# microbatches.
+# The same bytes in fewer messages: each pays its latency once. With accumulation gradients travel **once per step**, if
+# they wait for its end. Layer by layer they would in every microbatch.
 #
 # <footer>Li et al. 2020 (PyTorch Distributed) · lesson <code>notebooks/03_data_parallelism</code></footer>
 
@@ -174,6 +174,13 @@ for name, options in VARIANTS.items():
 assert len({sent for _, sent, _ in read.values()}) == 1
 counts = [count for count, *_ in read.values()]
 assert counts == [3 + 9 * LLAMA.num_layers, 12, 2, 12]
+every_time = Plan("dp=8", zero=0, reduce="layer", microbatches=2)
+assert predict.collectives(LLAMA, every_time, BATCH, SEQ).total_bytes == 2 * read['reduce="layer"'][1] + 14
+try:
+    every_time.check(LLAMA, BATCH, SEQ)
+    raise AssertionError("layer by layer with microbatches should be refused")
+except ValueError as refusal:
+    assert "once per microbatch" in str(refusal)
 lines = [f"| `{name}` | {micro} | {count} | {sent:,} |" for name, (count, sent, micro) in read.items()]
 Markdown("\n".join(["| gradients are reduced | microbatches | all-reduces | bytes sent per step |", "|---|--:|--:|--:|", *lines]))
 
@@ -182,6 +189,7 @@ Markdown("\n".join(["| gradients are reduced | microbatches | all-reduces | byte
 # bandwidth: time per message is α + bytes/W. PyTorch's default bucket is 25 MiB.)
 #
 # **Misunderstanding:** that accumulation saves bytes per step. It saves bytes per *token*: the same gradient carries twice the
-# rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch communicates.
+# rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch communicates. Here `reduce="layer"` with
+# microbatches would do that, and is refused. And only the last microbatch's backward pass can hide what is sent.
 #
 # **Source:** counted in the traced programs of this deck, equal to `llmpar.predict`. Li et al. 2020, section 3.2.
