@@ -64,6 +64,34 @@ def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
     return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(params=seed)), nnx.Param))
 
 
+def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, order: np.ndarray) -> bool:
+    """Whether the updates of a stack of layers depend on places that are empty, zeros, when it is taken in ``order``.
+
+    An optimizer that treats elements or layers alone does not see them; a mean over a whole leaf does (Adafactor's root mean
+    square: Shazeer and Stern 2018, section 6). This asks the optimizer itself: three updates of small weights, both ways.
+    """
+
+    def small(x):
+        shape = [x.shape[0], *(min(4, n) for n in x.shape[1:])]
+        return np.cos(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
+
+    stack, num_layers = jax.tree.map(small, params["blocks"]), int(order.max())
+    rest = {name: jax.tree.map(lambda x: np.ones((4,) * x.ndim, np.float32), w) for name, w in params.items() if name != "blocks"}
+
+    def moved(places: np.ndarray) -> list:
+        laid = lambda tree: jax.tree.map(lambda x: jnp.take(x, places, 0, mode="fill", fill_value=0), tree)
+        grads, weights = rest | {"blocks": laid(jax.tree.map(np.sin, stack))}, rest | {"blocks": laid(stack)}
+        state, back = optimizer.init(weights), np.argsort(places, kind="stable")[:num_layers]
+        with jax.numpy_dtype_promotion("standard"):
+            for _ in range(3):  # the first may have a learning rate of 0
+                updates, state = optimizer.update(grads, state, weights)
+                weights = optax.apply_updates(weights, updates)
+        return jax.tree.leaves(jax.tree.map(lambda w, old: w[back] - old, weights["blocks"], stack))
+
+    natural, taken = jax.jit(lambda: (moved(np.arange(num_layers)), moved(order)))()
+    return any(np.abs(a - b).max() > 1e-3 * np.abs(a).max() for a, b in zip(natural, taken, strict=True))
+
+
 class Step:
     """The compiled training step of a model under a plan on a mesh.
 
@@ -86,14 +114,20 @@ class Step:
         self.dims = weight_dims(config)
         self.ledger: list[Entry] = []
         self.stored, self.graded = (jax.tree.map(place, self.dims) for place in (plan.stored, plan.graded))
+        self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
         state = self._shapes(plan.padded(config))
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
         self.abstract_state = self.abstract_natural = jax.tree.map(laid_out, state, layouts := self._layouts(state))
         if plan.padded(config) != config:  # layers that pp does not divide
             whole = lambda layout: Layout(tuple(Dim(d.name, d.axes * (d.name != "l")) for d in layout.dims))
             self.abstract_natural = jax.tree.map(laid_out, self._shapes(config), jax.tree.map(whole, layouts))
+            if counts_empty_places(optimizer, self.abstract_natural.params, self.layer_order):
+                cells, layers = len(plan.pipeline.routes[0]), config.num_layers
+                raise ValueError(
+                    f"{layers} layers leave places of the {cells} stages·chunks empty, zeros that this optimizer would count: it looks at "
+                    f"a whole stack of layers at once, as Adafactor does; make {layers} a multiple of stages·chunks, or use AdamW"
+                )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
         self._in_order = self.layer_order.tolist() == list(range(config.num_layers))  # then nothing is ever moved
         self.batch_sharding = sharding(mesh, plan.place("data b s"))
         given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
