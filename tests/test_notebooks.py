@@ -269,6 +269,14 @@ VERDICTS = {  # what someone answered -> what the verdict says, and what it does
         "",
     ),
     "counts from 1": ("08.one_f_one_b", rows_of_schedule(1), "count from 0.*F0 is missing", "5 microbatches"),
+    "functions as parts": ("03.repair", {"gradient": 1, "clipped": 2}, "A function of grad_sum, count is asked for", "raised"),
+    "another layout": ("00.layout_of", "b d/tp", "Device 0 holds the first block", "asked for"),
+    "gathers first": (
+        "04.stage2_accumulated",
+        lambda gradient, parts: sum(lax.all_gather(gradient(part), "fsdp").sum(0)[:2] for part in parts),
+        "One psum_scatter per microbatch",
+        "asked for",
+    ),
     "a list of lines": ("08.one_f_one_b", rows_of_schedule(0).splitlines(), "Text is asked for, and this is a list", ""),
     "a number for a function": ("05.ring_permutes", 8, "A function of tp is asked for, and this is a number: 8", "TypeError"),
     "a function that returns a dict": (

@@ -30,9 +30,9 @@ def layout_of() -> Exercise:
     """Ask for the layout behind a picture that shows device numbers only."""
     sizes = parse_mesh(PUZZLE_MESH).sizes
 
-    def who_holds_what(text: str) -> dict:
+    def who_holds_what(text: str) -> list:
         layout = parse_layout(text)
-        return {f"{layout.letters} block {block}": devices for block, devices in holders(layout, sizes).items()}
+        return [[layout.letters, *block, devices] for block, devices in sorted(holders(layout, sizes).items())]
 
     return Exercise(
         level="core",

@@ -60,8 +60,8 @@ class Exercise:
         """Return the verdict on an answer as one sentence."""
         if is_blank(answer):
             return NOT_ATTEMPTED
-        if kind(answer) != kind(self.solution):
-            return f"not yet. {not_asked(answer, self.solution)}"
+        if fault := mismatch(answer, self.solution):
+            return f"not yet. {fault}"
         try:
             seen, right = self.observe(answer), self.observe(self.solution)
             if is_blank(seen):
