@@ -79,7 +79,7 @@ assert cost.tp_elements(1, 1, 1, 8) == 4 * cost.sent_bytes("all-reduce", 1, 8)
 assert timetable(make("1f1b", 16, 64)).peak_live()[3] == 13
 
 # %% [markdown] tags=["notes"]
-# **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once. 4. (4 + 1)Ψ = 5Ψ. 5. two, with nothing else in
+# **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once, at the end. 4. (4 + 1)Ψ = 5Ψ. 5. two, with nothing else in
 # them. 6. four: two forward, two backward. 7. 3 of 15, 20 %.
 # 8. 16 − 3 = 13.
 #
