@@ -346,7 +346,7 @@ def _iota(text: str) -> np.ndarray:
     return ids.transpose(_integers(order)) if order else ids
 
 
-_CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_CHEAP: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
@@ -368,7 +368,7 @@ def read_program(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+            dump: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
             compiled = lowered.compile(dump | (_CHEAP if jax.default_backend() == "cpu" else {}))
             wanted = re.compile(r"\.(after_(tpu-)?spmd-partitioning|before_optimizations)\.")
             files = [f for f in Path(folder).glob("*.txt") if wanted.search(f.name)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpar.config import ExpertConfig, ModelConfig
-from llmpar.notation import Layout, parse_layout, product
+from llmpar.notation import AXES, Layout, parse_layout, product
 from llmpar.plan import Plan
 from llmpar.schedule import slots, timetable
 
@@ -105,12 +105,8 @@ def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, 
     traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
     _weights(traffic, config, plan, run)
     _activations(traffic, config, plan, batch_size, seq_len, run)
-    data = plan.varying("data")
-    traffic.add("all-reduce", data, FLOAT32)  # the number of tokens
-    traffic.add("all-reduce", plan.live("pp") + data, FLOAT32)  # the loss
-    norms = {tuple(sorted(plan.graded(dims).axes)) for dims, _ in config.param_shapes().values()}
-    for axes in norms:
-        traffic.add("all-reduce", axes, FLOAT32)
+    tally = config.num_layers * (config.experts.num + 2) if config.experts and not plan.pipeline else 0
+    traffic.add("all-reduce", plan.live(*AXES), FLOAT32 * (3 + tally))  # the loss, the tokens, the gradients' norm
     return traffic
 
 
@@ -214,8 +210,6 @@ def _experts(
         traffic.add("all-reduce", tp, rows * FLOAT32, cells or run.loss)  # the rows' router losses
     else:
         traffic.add("all-reduce", tp, choices, run.backward)
-    if not plan.pipeline:
-        traffic.add("all-reduce", plan.varying("stream"), config.num_layers * (how.num + 2) * FLOAT32)
 
 
 def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, run: Runs) -> None:
