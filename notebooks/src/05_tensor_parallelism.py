@@ -345,7 +345,8 @@ print("memory: argument bytes per device are as predicted")
 # ## Picture of the compiled programs
 #
 # What each step sends. The all-reduces that remain with sequence parallelism are small: three numbers per token for the loss, the
-# gradients of the norms' scales, which now see only a part of the sequence on each device, and the global norm.
+# gradients of the norms' scales, which now see only a part of the sequence on each device, and one message with the loss and the global
+# norm.
 
 # %%
 bars = []

@@ -53,7 +53,7 @@ scene.show(compose("", [items, key], words))
 # **Ask:** what must be equal on all devices after the step, and what never needs to be? (Weights and optimizer state; the rows.)
 #
 # **Misunderstanding:** summing losses that are means. If every device divides by its *own* number of tokens, replicas with
-# padding count too much. Divide by the tokens of the whole batch, before the sum: our step all-reduces the count first.
+# padding count too much. Divide once, by the tokens of the whole batch: our step sums losses and counts, then divides.
 #
 # **Source:** Li et al. 2020 (PyTorch Distributed). Lesson 03 lets you repair three broken versions.
 
@@ -79,7 +79,7 @@ plan = Plan("dp=8", zero=0)
 step = make_step(plan)
 census = hlo.census_hlo(hlo.partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh)
 assert {c.kind for c in census} == {"all-reduce"} and {c.axes for c in census} == {("dp",)}
-gradients, scalars = [c for c in census if c.shape], [c for c in census if not c.shape]
+gradients, scalars = [c for c in census if c.shape != (3,)], [c for c in census if c.shape == (3,)]
 assert sorted(c.shape for c in gradients) == sorted(shape for _, shape in LLAMA.param_shapes().values())
 grad_bytes = sum(c.bytes_sent for c in gradients)
 assert grad_bytes == cost.sent_bytes("all-reduce", 4 * LLAMA.num_params, 8) == 4 * cost.zero_elements(LLAMA.num_params, 0, devices=8)
@@ -101,7 +101,7 @@ assert apart(optax.sgd(0.1)) < 1e-6 < 1e-3 < apart(optax.adam(0.1))
 lines = [
     ("weights", 0, 0),
     (f"gradients of {len(gradients)} weights, {LLAMA.num_params:,} numbers", len(gradients), grad_bytes),
-    ("number of tokens, loss", len(scalars), sum(c.bytes_sent for c in scalars)),
+    ("loss, number of tokens, norm", len(scalars), sum(c.bytes_sent for c in scalars)),
 ]
 Markdown("\n".join(["| summed over dp | all-reduces | bytes sent per device |", "|---|--:|--:|", *(f"| {a} | {b} | {c:,} |" for a, b, c in lines)]))
 
@@ -163,19 +163,19 @@ VARIANTS = {
     'reduce="bucket"': dict(reduce="bucket", bucket_bytes=1 << 18),
     'reduce="end", microbatches=2': dict(reduce="end", microbatches=2),
 }
-read = {}
+read, SMALL = {}, int(cost.sent_bytes("all-reduce", 3 * 4, 8))  # the loss, the number of tokens, the norm
 for name, options in VARIANTS.items():
     step = make_step(Plan("dp=8", zero=0, **options))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     ((key, row),) = hlo.census_table(hlo.census_jaxpr(jaxpr, step.mesh.shape)).items()
     predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)[key]
     assert key == ("dp", "all-reduce") and row == {"count": predicted.count, "bytes_sent": predicted.bytes_sent}
-    read[name] = (row["count"] - 2, row["bytes_sent"] - 14, step.plan.microbatches)  # without the tokens' count and the loss
+    read[name] = (row["count"] - 1, row["bytes_sent"] - SMALL, step.plan.microbatches)  # gradients alone
 assert len({sent for _, sent, _ in read.values()}) == 1
 counts = [count for count, *_ in read.values()]
 assert counts == [3 + 9 * LLAMA.num_layers, 12, 2, 12]
 every_time = Plan("dp=8", zero=0, reduce="layer", microbatches=2)
-assert predict.collectives(LLAMA, every_time, BATCH, SEQ).total_bytes == 2 * read['reduce="layer"'][1] + 14
+assert predict.collectives(LLAMA, every_time, BATCH, SEQ).total_bytes == 2 * read['reduce="layer"'][1] + SMALL
 try:
     every_time.check(LLAMA, BATCH, SEQ)
     raise AssertionError("layer by layer with microbatches should be refused")
