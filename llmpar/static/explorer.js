@@ -51,7 +51,7 @@ export function places(sizes, order, node) {
   const n = product(order.map((a) => sizes[a])), apart = strides(sizes, order);
   const nested = [...new Set(order.flatMap((a) => divisors(sizes[a]).map((k) => apart[a] * k)))].sort((a, b) => a - b);
   const block = nested.find((b) => Math.floor(n / b) <= 512), num = n / block;
-  const [w, h, most] = num <= 64 ? [72, 46, 8] : [44, 20, 16], limit = Math.min(most, Math.ceil(2 * Math.sqrt(num)));
+  const [w, h, rise, most] = num <= 64 ? [72, 46, 14, 8] : [44, 20, 10, 16], limit = Math.min(most, Math.ceil(2 * Math.sqrt(num)));
   let columns = Math.max(...nested.filter((b) => b % block === 0 && b / block <= limit).map((b) => b / block));
   if (3 * columns < limit) columns = limit;
   const gaps = order.filter((a) => sizes[a] > 1).map((a) => Math.floor(apart[a] / block)).filter((s) => s > 1 && !(columns % s && s % columns)).map((s) => [s, 6]);
@@ -62,35 +62,40 @@ export function places(sizes, order, node) {
   const cells = Array.from({ length: num }, (_, i) => {
     const row = Math.floor(i / columns), col = i % columns, below = gaps.filter(([s]) => s >= columns);
     return [col * (w + 4) + add(col, gaps.filter(([s]) => s < columns)),
-      row * (h + 4) + add(row, below.map(([s, gap]) => [Math.floor(s / columns), gap]))];
+      row * (h + rise) + add(row, below.map(([s, gap]) => [Math.floor(s / columns), gap]))];
   });
   for (let first = 0; framed && first < num; first += held) {
     const [x0, y0] = cells[first], [x1, y1] = cells[first + held - 1];
     frames.push([x0 - 3, y0 - 3, x1 - x0 + w + 6, y1 - y0 + h + 6]);
   }
-  return { block, columns, w, h, cells, frames };
+  return { block, columns, w, h, rise, cells, frames };
 }
 
 // The points of an arrow between two cells, clear of their words.
-export function lane({ cells, w, h }, from, to) {
-  const [[x0, y0], [x1, y1]] = [cells[from], cells[to]], down = to > from;
+export function lane({ cells, w, h, rise }, from, to) {
+  const [[x0, y0], [x1, y1]] = [cells[from], cells[to]], down = to > from, off = Math.floor(rise / 3);
   if (y0 === y1) return [x0, x1].map((x) => [x + w / 2, y0 + (down ? h - 4 : 4)]);
-  const [side, edge, gap, end] = down ? [w - 5, y0 + h, y0 + h + 2, y1] : [5, y0, y0 - 2, y1 + h];
+  const [side, edge, gap, end] = down ? [w - 5, y0 + h, y0 + h + off, y1] : [5, y0, y0 - off, y1 + h];
   return [[x0 + side, edge], [x0 + side, gap], [x1 + side, gap], [x1 + side, end]];
 }
 
-export function rounds(kind, g) {
-  const reduced = kind === "reduce-scatter" || kind === "all-reduce", copy = (rows) => rows.map((r) => [...r]);
-  const held = Array.from({ length: g }, (_, r) => Array.from({ length: g }, (_, b) => Number(reduced || r === b)));
-  const out = [{ sends: [], held: copy(held) }];
+export function rounds(kind, g, pairs = null) {
+  const reduced = kind === "reduce-scatter" || kind === "all-reduce", exchanged = kind.endsWith("all-to-all");
+  const copy = (rows) => rows.map((r) => [...r]), table = (f) => Array.from({ length: g }, (_, r) => Array.from({ length: g }, (_, b) => Number(f(r, b))));
+  const held = table((r, b) => reduced || exchanged || r === b), out = [{ sends: [], held: copy(held) }];
+  if (kind === "collective-permute" && g > 1) {
+    const sends = (pairs || held.map((_, r) => [r, (r + 1) % g])).map(([s, d]) => [s, d, s]);
+    return [...out, { sends, held: table((r, b) => sends.some(([s, d]) => s === b && d === r)) }];
+  }
   for (const part of kind === "all-reduce" ? ["reduce-scatter", "all-gather"] : [kind]) {
     for (let t = 0; t < g - 1; t++) {
-      const hop = part === "all-to-all" ? t + 1 : 1;
-      const shift = part === "reduce-scatter" ? t + 1 : part === "all-to-all" ? 0 : t;
-      const sends = held.map((_, r) => [r, (r + hop) % g, mod(r - shift, g)]), before = copy(held);
-      for (const [s, d, b] of sends) held[d][b] = before[s][b] + (part === "reduce-scatter" ? before[d][b] : 0);
-      if (part === "reduce-scatter") for (const [s, , b] of sends) held[s][b] = 0;
-      if (part === "collective-permute") for (const [, d, b] of sends) held[d] = held[d].map((_, i) => Number(i === b));
+      const hop = exchanged ? t + 1 : 1, shift = part === "reduce-scatter" ? t + 1 : part === "all-gather" ? t : -hop;
+      const sends = held.map((_, r) => [r, (r + hop) % g, mod(r - shift, g)]), before = copy(held), keeps = part === "all-gather";
+      for (const [s, d, b] of sends) {
+        const moved = exchanged ? 1 : before[s][b];
+        held[d][b] = moved + (keeps ? 0 : held[d][b]);
+        held[s][b] -= keeps ? 0 : moved;
+      }
       out.push({ sends, held: copy(held) });
     }
   }
