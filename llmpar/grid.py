@@ -29,10 +29,10 @@ def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
     """The devices that talk over ``axes`` (outermost first), group by group; groups by their first device."""
     apart, found = strides(sizes, order), dict[int, list[tuple[int, int]]]()
     for device in range(product(sizes.values())):
-        at = coordinates(sizes, order, device)
-        first, rank = device - sum(at[a] * apart[a] for a in axes), 0
+        first, rank = device, 0
         for a in axes:
-            rank = rank * sizes[a] + at[a]
+            at = device // apart[a] % sizes[a]
+            first, rank = first - at * apart[a], rank * sizes[a] + at
         found.setdefault(first, []).append((rank, device))
     return [[device for _, device in sorted(found[first])] for first in sorted(found)]
 
@@ -48,6 +48,19 @@ def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> 
         if rest:
             return None
         out.append((index * step, (index + 1) * step))
+    return out
+
+
+def shard_numbers(layout: Layout, shape, sizes: dict[str, int], order) -> list[int] | None:
+    """Which shard each device holds, numbered in order of appearance; None where a dim is not divisible."""
+    if slices(layout, shape, sizes, dict.fromkeys(sizes, 0)) is None:
+        return None
+    apart, seen, out = strides(sizes, order), dict[int, int](), list[int]()
+    for device in range(product(sizes.values())):
+        shard = 0
+        for axis in layout.axes:
+            shard = shard * sizes[axis] + device // apart[axis] % sizes[axis]
+        out.append(seen.setdefault(shard, len(seen)))
     return out
 
 
