@@ -138,7 +138,7 @@ def cells(place: dict, number, device: int, word: str, color: str) -> list:
     """Devices where `grid.places` puts them; those with the same ``number`` as the chosen ``device`` are filled, and of cells
     that stand for several those that hold such a device."""
     w, h, per = place["w"], place["h"], place["block"]
-    lit = {d // per for d, n in enumerate(number) if n == number[device]}
+    lit = {d // per for d, n in enumerate(number) if n == number[device] is not None}
     items: list = [Rect(x, y, fw, fh, "", "ink", 1.5, "", 3, True) for x, y, fw, fh in place["frames"]]
     for i, (x, y) in enumerate(place["cells"]):
         d = i * per
@@ -146,7 +146,7 @@ def cells(place: dict, number, device: int, word: str, color: str) -> list:
         items.append(Rect(x, y, w, h, fill, "ink" if here else "edge", 3 if here else 1, radius=3))
         items.append(Text(x + w / 2, y + (15 if h > 30 else h / 2), str(d), SMALL, "middle", on(fill), here))
         label = small(x + w / 2, y + 30, f"{word} {number[d]}", fill="soft" if fill == "cell" else on(fill))
-        items += [label] * (h > 30 and per == 1)
+        items += [label] * (h > 30 and per == 1 and number[d] is not None)
     return items
 
 

@@ -36,9 +36,9 @@ MODELS = [name for name, config in PRESETS.items() if not (config.latent or conf
 """Presets whose training step exists; the others are refused by name."""
 
 VIEW = ("device", "tensor", "axis", "row", "step")
-CONTROLS: list[dict] = [
-    {"name": "mesh", "kind": "text", "label": "mesh"},
-    {"name": "order", "kind": "text", "label": "order of axes, slow links first (for study)"},
+CONTROLS: list[dict] = [  # free: what a page without Python can follow by itself
+    {"name": "mesh", "kind": "text", "label": "mesh", "free": True},
+    {"name": "order", "kind": "text", "label": "order of axes, slow links first (for study)", "free": True},
     {"name": "model", "kind": "choice", "label": "model", "options": MODELS},
     {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
     {"name": "batch_size", "kind": "int", "label": "batch (sequences)", "min": 1},

@@ -14,7 +14,7 @@ import pytest
 from llmpar import explore, grid
 from llmpar.mesh import groups as mesh_groups
 from llmpar.notation import AXES, DIMS, Dim, Layout, parse_layout, parse_mesh, product
-from llmpar.scene import size_text
+from llmpar.scene import size_text, time_text
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = ROOT / "llmpar" / "static" / "explorer.js"
@@ -130,6 +130,15 @@ def test_the_module_agrees_with_python_in_1000_random_cases(javascript):
     rng = random.Random(1)
     teams = [(case["sizes"], case["order"], rng.sample(list(AXES), rng.randint(1, 3))) for case in asked]
     assert javascript("groups", teams) == [grid.groups(*call) for call in teams]
+    row = {"layout": {"3": str(parse_layout("l/pp b/dp,fsdp s/sp d/tp"))}, "shape": [8, 64, 8, 16]}
+    state, shards = explore.START, [(case["sizes"], case["order"]) for case in asked]
+    numbers = [grid.shard_numbers(parse_layout(row["layout"]["3"]), row["shape"], *call) for call in shards]
+    assert javascript("shardNumbers", [(row, state, *call) for call in shards]) == numbers
+    cuts = [[grid.slices(parse_layout(row["layout"]["3"]), row["shape"], sizes, grid.coordinates(sizes, order, d))
+             for d in range(product(sizes.values()))] for sizes, order in shards[:100]]  # fmt: skip
+    firsts = [list(dict.fromkeys(map(str, cut))) for cut in cuts]
+    want = [None if None in cut else [seen.index(str(c)) for c in cut] for cut, seen in zip(cuts, firsts, strict=True)]
+    assert numbers[:100] == want
     spots = [(case["sizes"], case["order"], node) for case in asked for node in (1, 4, 8, 10**6)]
     spots += [(dict.fromkeys(AXES, 4), list(AXES), 8), (parse_mesh("dp=509").sizes, list(AXES), 8)]
     assert javascript("places", spots) == [grid.places(*call) for call in spots]
@@ -164,14 +173,31 @@ def test_words_and_layouts_are_read_alike(javascript):
         assert got == {"dims": [{"name": d.name, "axes": list(d.axes)} for d in want.dims], "sums": list(want.sums)}
     sizes = [0, 1, 1023, 1024, 1500, 10**9, 2**30 - 1, 123456789, *(random.Random(2).randrange(2**50) for _ in range(500))]
     assert javascript("sizeText", [(n,) for n in sizes]) == [size_text(n) for n in sizes]
-    good = ["dp=2 fsdp=4", "dp:2,tp:4", "1,64,4,1", "1,2,4", "!tp=8", "mp=2", "pp=02"]
-    bad = ["", "dp=0", "dp", "xp=2", "dp=2 dp=2", "dp=-1", "1,2", "dp=2.5", "dp=5000"]
-    names = list(AXES)
-    assert javascript("parseMesh", [(t, names) for t in good]) == [parse_mesh(t).sizes for t in good]
-    assert javascript("parseMesh", [(t, names) for t in bad]) == [None] * len(bad)
-    for text in bad[:-1]:
-        with pytest.raises(ValueError):
-            parse_mesh(text)
+    seconds = [0, 1e-9, 0.0321, 1, 599.9, 600, 7199, 7200, 18043]
+    assert javascript("timeText", [(s,) for s in seconds]) == [time_text(s) for s in seconds]
+
+
+def test_meshes_are_read_refused_and_spelt_alike(javascript):
+    """1,000 random texts: the same sizes and spelling, or the same words under the same caret; and so the same key."""
+    rng, values = random.Random(8), ("2", "04", "-1", "0", "2.5", "", "9000")
+    bits = [*(a + s + n for a in (*AXES, "mp", "xp", "") for s in "=:" for n in values), *"1248", "!"]
+    texts = ["", "  ", "!", "! tp=2 dp=2", "1,64,4,1", "1,2,4", "1,2", "fsdp=-1 dp=-1", "dp=131072", "dp=131072 tp=2"]
+    while len(texts) < 1000:
+        between, some = rng.choice((" ", ",", ", ")), rng.choices(bits, k=rng.randint(1, 4))
+        texts.append(rng.choice(("", "!", " ")) + between.join(some) + "  " * rng.choice((0, 0, 0, 100)))
+    names, read = list(AXES), javascript("readMesh", [(text, list(AXES), explore.MOST) for text in texts])
+    num_read = 0
+    for text, got in zip(texts, read, strict=True):
+        try:
+            shape = explore.read_mesh(text)
+            assert got == {"sizes": shape.sizes, "text": str(shape)}, text
+            num_read += 1
+        except ValueError as error:
+            assert got == {"why": str(error)}, text
+    assert 30 < num_read < 900
+    states = [explore.START | {"mesh": text, "order": rng.choice(("tp,sp,ep  fsdp dp pp", "tp"))} for text in texts]
+    ours = [explore.key(state) for state in states]
+    assert javascript("key", [(state, list(explore.VIEW), names, explore.MOST) for state in states]) == ours
 
 
 def test_groups_are_those_of_the_mesh():
