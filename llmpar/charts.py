@@ -216,7 +216,7 @@ def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, 
         items += [small(x, -16, f"{words[0]} {text(limit)}", "end" if whole else "middle")]
     if whole is not None:
         x, said = left + wide * whole / high, [*said, f"whole memory: {text(whole)}"]
-        items += [Line(((x, -8), (x, bottom + 4)), "edge", 1.5, dash=True), small(x, -16, f"whole {text(whole)}", "start")]
+        items += [Line(((x, -10), (x, -1)), "edge", 2), small(x, -16, f"whole {text(whole)}", "start")]
     key = legend([(fill, part, hatch) if hatch else (fill, part) for part, (fill, hatch) in fills.items()])
     return compose(title, [items, key], "\n".join(said))
 

@@ -150,9 +150,9 @@ def cells(place: dict, number, device: int, word: str, color: str) -> list:
     return items
 
 
-def halo(points) -> list:
-    """An arrow that can be seen on any fill: paper below ink."""
-    return [Line(points, "paper", 4.5, head=True), Line(points, "ink", 1.5, head=True)]
+def arrows(lanes) -> list:
+    """Arrows that can be seen on any fill: all of their paper below all of their ink."""
+    return [Line(points, stroke, width, head=True) for stroke, width in (("paper", 4.5), ("ink", 1.5)) for points in lanes]
 
 
 def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:

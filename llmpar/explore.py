@@ -408,9 +408,8 @@ def scene(state: dict) -> Scene:
     if row and len(teams[0]) <= 64:
         team, steps = teams[number[device]], rounds(row["kind"], len(teams[0]), row.get("pairs"))
         at = min(state["step"], len(steps) - 1)
-        for source, target, _ in steps[at]["sends"]:
-            ends = [team[r] // place["block"] for r in (source, target)]
-            items += draw.halo(tuple((x, y) for x, y in lane(place, *ends))) * (ends[0] != ends[1])
+        ends = [(team[s] // place["block"], team[t] // place["block"]) for s, t, _ in steps[at]["sends"]]
+        items += draw.arrows([tuple((x, y) for x, y in lane(place, a, b)) for a, b in ends if a != b])
         each = size_text(row["largest"] / max(1, len(steps) - 1))
         which = f"One {row['kind']}" + f", the largest of {row['count']}," * (row["sizes"] > 1)
         notes.append(f"{which} over {','.join(row['axes'])}: round {at} of {len(steps) - 1}, {each} a device.")

@@ -252,11 +252,11 @@ def test_an_arrow_is_seen_on_every_fill(theme):
     assert contrast(theme["ink"], theme["paper"]) >= 3
     for fill in ("cell", *AXES, *SERIES):
         assert max(contrast(theme[role], theme[fill]) for role in ("ink", "paper")) >= 3, fill
-    paper, ink = draw.halo(((0, 0), (9, 0)))
+    paper, ink = draw.arrows([((0, 0), (9, 0))])
     assert (paper.stroke, ink.stroke) == ("paper", "ink") and paper.width >= ink.width + 2
     scene = explore.scene(explore.START | {"axis": "tp", "step": 1})
     strokes = [item.stroke for item in flatten(scene.items) if isinstance(item, Line) and item.head]
-    assert strokes == ["paper", "ink"] * 2
+    assert strokes == ["paper"] * 2 + ["ink"] * 2, "no halo over another arrow's head"
 
 
 def test_a_cell_of_a_ring_is_filled_as_far_as_its_value():

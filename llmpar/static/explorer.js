@@ -270,16 +270,16 @@ function gridSvg(view) {
     }
     parts.push("</g>");
   }
-  const drawn = arrows.map(([from, to]) => {
+  const halos = [], drawn = arrows.map(([from, to]) => {
     const points = lane(place, Math.floor(from / block), Math.floor(to / block)), [[x0, y0], [x1, y1]] = points.slice(-2);
     const d = Math.hypot(x1 - x0, y1 - y0) || 1, [ux, uy] = [(x1 - x0) / d, (y1 - y0) / d], [bx, by] = [x1 - 7 * ux, y1 - 7 * uy];
     const shaft = `M${[...points.slice(0, -1), [bx, by]].join(" L")}`;
     const head = `M${x1},${y1} L${bx - 3.5 * uy},${by + 3.5 * ux} L${bx + 3.5 * uy},${by - 3.5 * ux} z`;
-    return `<path class="halo" d="${shaft} ${head}" fill="none" stroke="var(--paper)" stroke-width="4.6"/>` +
-      `<path class="arrow" d="${shaft}" fill="none" stroke="var(--ink)" stroke-width="1.6"/><path d="${head}" fill="var(--ink)"/>`;
+    halos.push(`<path class="halo" d="${shaft} ${head}" fill="none" stroke="var(--paper)" stroke-width="4.6"/>`);
+    return `<path class="arrow" d="${shaft}" fill="none" stroke="var(--ink)" stroke-width="1.6"/><path d="${head}" fill="var(--ink)"/>`;
   });
   return `<svg xmlns="http://www.w3.org/2000/svg" role="grid" aria-label="${esc(what)}" width="${width}" height="${height}" viewBox="-7 -7 ${width} ${height}">` +
-    parts.join("") + `<g aria-hidden="true" pointer-events="none">${words.join("")}${drawn.join("")}</g></svg>`;
+    parts.join("") + `<g aria-hidden="true" pointer-events="none">${words.join("")}${halos.join("")}${drawn.join("")}</g></svg>`;
 }
 
 const SERIES = ["s1", "s2", "s3", "s4", "s5"];
@@ -320,7 +320,7 @@ function progressSvg(members, step, full, axis) {
     }
   }
   const words = members.slice(0, shown).map((d, r) => `device ${d} holds ${step.held[r].map((c, b) => (c === full ? `${b}` : c ? `${c}/${full} of ${b}` : "")).filter(Boolean).join(", ") || "nothing"}`);
-  return `<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="${esc(words.join("; "))}" width="${left + g * (size + 2)}" height="${shown * (size + 3)}">${out.join("")}</svg>`;
+  return `<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="${esc(words.join("; "))}" width="${left + g * (size + 2)}" height="${shown * (size + 3) + 1}" viewBox="0 -1 ${left + g * (size + 2)} ${shown * (size + 3) + 1}">${out.join("")}</svg>`;
 }
 
 const shortTime = (s) => (s < 1e-6 ? "< 1 µs" : timeText(s));
@@ -645,7 +645,7 @@ function renderMesh(context) {
   function compare(answer) {
     if (!kept) return fill("compare", "");
     const total = (a) => a.memory.reduce((sum, [, v]) => sum + v, 0), sent = (a) => a.traffic.reduce((sum, t) => sum + t.bytes, 0);
-    const span = (t) => (t.simulated ? "—" : `${timeText(Math.max(t.computing + t["pipeline bubble"], t.communicating))} to ${timeText(t.computing + t["pipeline bubble"] + t.communicating)}`);
+    const span = (t) => (t.simulated ? "—" : [...new Set([Math.max(t.computing + t["pipeline bubble"], t.communicating), t.computing + t["pipeline bubble"] + t.communicating].map(timeText))].join(" to "));
     const cells = (f) => [kept.answer, answer].map((a) => (!a ? "…" : a.refusal ? "refused" : f(a)));
     const rows = [["memory per device", cells((a) => sizeText(total(a)))], ["usable", cells((a) => sizeText(a.capacity))], ["sent per device and step", cells((a) => sizeText(sent(a)))], ["time per step", cells((a) => span(a.time))]];
     const changed = Object.keys(kept.state).filter((k) => !doc.view.includes(k) && kept.state[k] !== widget.state[k]).map((k) => [k, [kept.state[k], widget.state[k]]]);
