@@ -89,14 +89,14 @@ class Solo:
     def layers(self, block, x, stack):
         """Run ``x, told = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``, rematerialised as
         planned. What the layers told is stacked."""
-        plan = self.plan
+        plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
+        alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
         if plan.remat == "block":
             keep = plan.zero == 3 and plan.regather == "keep"
             names = jax.checkpoint_policies.save_only_these_names(WEIGHT)
-            block = jax.checkpoint(block, policy=names if keep else None, prevent_cse=False)
+            block = jax.checkpoint(block, policy=names if keep else None, prevent_cse=alone)
         elif plan.zero == 3 and plan.regather == "again" and plan.live("fsdp"):
-            block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=False)
-        length = jax.tree.leaves(stack)[0].shape[0]
+            block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
         with self.repeated(length):
             return lax.scan(block, x, stack, unroll=plan.unroll or length)
 

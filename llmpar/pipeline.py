@@ -84,20 +84,21 @@ def unrolled(block, x, stack):
     return x, None
 
 
-def gradients(config: ModelConfig, plan: Plan, par: Manual, params: Tree, batch: Batch, total) -> tuple[jax.Array, Tree]:
-    """Loss and gradients of this device's part of the batch, inside shard_map. The blocks come in `layer_order`.
+def gradients(config: ModelConfig, plan: Plan, par: Manual, params: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+    """Loss (summed over tokens) and gradients of this device's part of the batch, inside shard_map. The blocks come in
+    `layer_order`.
 
     ``params`` vary over the sums of `Plan.unreduced`, pp among them where a weight is not cut by it. Gradients come laid out
     as `Plan.accumulated`, the loss unfinished over pp and the axes of the data.
     """
-    return _Executor(config, plan, par, params, batch, total).run()
+    return _Executor(config, plan, par, params, batch).run()
 
 
 class _Executor:
     """What the cells compute, on the weights and the tokens of one device."""
 
-    def __init__(self, config, plan, par, params, batch, total):
-        self.config, self.plan, self.par, self.total = config, plan, par, total
+    def __init__(self, config, plan, par, params, batch):
+        self.config, self.plan, self.par = config, plan, par
         self.schedule, self.save = (schedule := plan.pipeline), plan.stage_saves == "residuals"
         self.ticks, self.slots = (table := timetable(schedule)).ticks, slots(table)
         cut = lambda x, n: x.reshape(n, -1, *x.shape[1:])
@@ -151,12 +152,12 @@ class _Executor:
 
         with self.par.repeated(self.times * self.schedule.visits):
             x, loss = (model := self.model(blocks, self.shared)).run(x, batch, self.par, layers)
-            return x, None if loss is None else model.routed(loss, batch, self.par).sum() / self.total
+            return x, None if loss is None else model.routed(loss, batch, self.par).sum()
 
     def loss(self, own, x, batch):
         """The last stage's part of the loss, from the stream after its blocks."""
         with self.par.repeated(self.times):
-            return self.model(self.chunks, self.shared | own).losses(batch | {"stream": x}, self.par).sum() / self.total
+            return self.model(self.chunks, self.shared | own).losses(batch | {"stream": x}, self.par).sum()
 
     def cell(self, known, x, later):
         """F, B and W of a chunk: the stream after it; its input's gradient, loss and shared gradients; those of its blocks."""

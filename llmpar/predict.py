@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from llmpar.config import ExpertConfig, ModelConfig
-from llmpar.notation import Layout, parse_layout, product
+from llmpar.notation import AXES, Layout, parse_layout, product
 from llmpar.plan import Plan
 from llmpar.schedule import slots, timetable
 
@@ -111,12 +111,9 @@ def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, 
     traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
     _weights(traffic, config, plan, run)
     _activations(traffic, config, plan, batch_size, seq_len, run)
-    data = plan.varying("data")
-    traffic.add("all-reduce", data, "the number of tokens", FLOAT32)
-    traffic.add("all-reduce", plan.live("pp") + data, "the loss", FLOAT32)
-    norms = {tuple(sorted(plan.graded(dims).axes)) for dims, _ in config.param_shapes().values()}
-    for axes in norms:
-        traffic.add("all-reduce", axes, "the gradients' norm", FLOAT32)
+    tally = config.num_layers * (config.experts.num + 2) if config.experts and not plan.pipeline else 0
+    small = "the loss, the tokens and the gradients' norm" + ", the tally of tokens per expert" * bool(tally)
+    traffic.add("all-reduce", plan.live(*AXES), small, FLOAT32 * (3 + tally))
     return traffic
 
 
@@ -222,9 +219,6 @@ def _experts(traffic: Traffic, config: ModelConfig, how: ExpertConfig, plan: Pla
         traffic.add("all-reduce", tp, "the routers' losses", rows * FLOAT32, cells or run.loss)
     else:
         traffic.add("all-reduce", tp, "gradients of the routers' choices", choices, run.backward)
-    if not plan.pipeline:
-        tally = config.num_layers * (how.num + 2) * FLOAT32
-        traffic.add("all-reduce", plan.varying("stream"), "the tally of tokens per expert", tally)
 
 
 def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, run: Runs) -> None:

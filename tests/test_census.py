@@ -17,8 +17,8 @@ BATCH, SEQ, MIXED = 16, 32, "dp=2 fsdp=2 tp=2"
 SPECIAL = [
     Plan("dp=8", zero=0, reduce="layer"), Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=100_000),
     Plan(MIXED, reduce="layer"), Plan("fsdp=8", regather="keep"), Plan("fsdp=8", remat="block"),
-    Plan(MIXED, remat="block", regather="keep", loss_chunks=2), Plan(MIXED, remat="block", tp_sequence=True),
-    Plan(MIXED, tp_sequence=True, dtype="bfloat16"), Plan(MIXED, zero=1, microbatches=2),
+    Plan(MIXED, remat="block", regather="keep", loss_chunks=2), Plan(MIXED, remat="block", tp_sequence=True, unroll=0),
+    Plan(MIXED, tp_sequence=True, dtype="bfloat16", unroll=0), Plan(MIXED, zero=1, microbatches=2),
     *(Plan("fsdp=8", zero=z, microbatches=2) for z in range(4)), Plan(MIXED, microbatches=4, zero=2),
     Plan("tp=4", loss_chunks=4),
 ]  # fmt: skip
@@ -41,8 +41,9 @@ def lowered(config, plan):
 
 def compare_with_hlo(config, plan):
     step, program = lowered(config, plan)
-    assert table(hlo.census_hlo(hlo.partitioned_hlo(program), step.mesh)) == predicted(config, plan)
-    memory = hlo.compiled_memory(program.compile())
+    compiled, text = hlo.read_program(program)
+    assert table(hlo.census_hlo(text, step.mesh)) == predicted(config, plan)
+    memory = hlo.compiled_memory(compiled)
     assert memory["argument_bytes"] == sum(predict.argument_bytes(config, plan, BATCH, SEQ).values())
 
 
@@ -78,7 +79,8 @@ PIPED = [
     piped("pp=2 fsdp=2 tp=2", "zb-v", zero=2), piped("pp=2 sp=2 dp=2", "interleaved", sequence="ulysses"),
 ]  # fmt: skip
 EVERY_PIPED = [
-    piped(f"pp=2 {inside}", schedule, stage_saves=saves, sequence="ulysses", tp_sequence="tp" in inside)
+    piped(f"pp=2 {inside}", schedule, stage_saves=saves, sequence="ulysses" if "sp" in inside else "ring",
+          tp_sequence="tp" in inside)
     for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe")
     for inside in ("fsdp=2 tp=2", "sp=2 dp=2") for saves in ("input", "residuals")
 ] + [
@@ -92,13 +94,13 @@ def compare_every_stage(config, plan, num_layers=4):
     """One program serves all stages; each takes other branches of it."""
     config = dataclasses.replace(config, num_layers=num_layers)
     step, program = lowered(config, plan)
-    text = hlo.partitioned_hlo(program)
+    compiled, text = hlo.read_program(program)
     for stage in range(plan.mesh.pp):
         census = hlo.census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, config.num_layers, stage))
         want = predict.collectives(config, plan, BATCH, SEQ, stage)
         assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
         assert not any(c.conditional for c in census)
-    memory = hlo.compiled_memory(program.compile())
+    memory = hlo.compiled_memory(compiled)
     assert memory["argument_bytes"] == sum(predict.argument_bytes(config, plan, BATCH, SEQ).values())
 
 

@@ -311,3 +311,17 @@ def test_a_missing_sum_over_stages_is_noticed():
 
     with pytest.raises((ValueError, TypeError)):
         assert_same(LLAMA, Forgetful("pp=2 dp=2", microbatches=4))
+
+
+@pytest.mark.parametrize("optimizer, counts", [(optax.adafactor, True), (optax.adamw, False), (optax.lamb, False)])
+def test_an_optimizer_that_would_count_the_empty_places_of_a_stack_is_refused(optimizer, counts):
+    """Three layers on two stages leave a place of zeros. Adafactor's root mean square is over the whole stack: its weights
+    moved by something 13 % off those of one device, without a word."""
+    three, plan = dataclasses.replace(LLAMA, num_layers=3), Plan("pp=2", microbatches=2)
+    make = lambda config: Step(config, plan, make_mesh(plan.mesh), optimizer(1e-3))
+    if counts:
+        with pytest.raises(ValueError, match="3 layers leave places of the 2 stages·chunks empty.*make 3 a multiple"):
+            make(three)
+    else:
+        make(three)
+    make(dataclasses.replace(LLAMA, num_layers=4))
