@@ -49,7 +49,7 @@ class TimelineExplorer(Explorer):
         facts = f"Bubble over ideal {table.bubble_over_ideal:.3g}, as a share of the whole {table.bubble_fraction:.3g}; "
         facts += f"a stage holds at most {peak:g} microbatches; makespan {table.makespan:g} free running, "
         facts += f"{table.makespan_lockstep:g} in lockstep (time units). As the zero-bubble papers count, from a stage's own "
-        facts += f"first start to its own last end, the bubble is {table.bubble:g}: the next step may start that early."
+        facts += f"first start to its own last end, the bubble is {table.bubble:g}: idle corners before and after are not in it."
         return compose(drawn.title, [[Group(tuple(flatten(drawn.items)[1:]))]], f"{drawn.text}\n{facts}", [facts])
 
     def answer(self, state: dict) -> dict:

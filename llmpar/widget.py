@@ -242,8 +242,9 @@ def _field(c: dict, value):
 
 def _labelled(label: str, field: ipywidgets.Widget) -> ipywidgets.Widget:
     """A field below its label, wide enough for both; a text of several lines takes the row."""
-    width = "100%" if isinstance(field, ipywidgets.Textarea) else f"{max(220, 8 * len(label))}px"
-    return ipywidgets.VBox([ipywidgets.Label(label), field], layout=ipywidgets.Layout(width=width, margin="0 12px 4px 0"))
+    wide = isinstance(field, ipywidgets.Textarea)
+    layout = {"width": "100%"} if wide else {"width": f"{max(220, 8 * len(label))}px", "margin": "0 12px 4px 0"}
+    return ipywidgets.VBox([ipywidgets.Label(label), field], layout=ipywidgets.Layout(**layout))
 
 
 # --------------------------------------------------------------------------------------------------------------- the mesh

@@ -454,6 +454,7 @@ def lab(tmp_path):
     off = {"@jupyterlab/apputils-extension:announcements": True}
     (settings / "page_config.json").write_text(json.dumps({"disabledExtensions": off}))
     env = os.environ | {f"JUPYTER_{name.upper()}_DIR": str(tmp_path / name) for name in ("config", "data", "runtime")}
+    env |= {"JUPYTER_CONFIG_PATH": str(MODULE.parent)}  # as `llmpar lab` does
     env |= {"IPYTHONDIR": str(tmp_path / "ipython"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
     command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=t", f"--ServerApp.root_dir={tmp_path}"]
@@ -516,5 +517,13 @@ def test_jupyterlab_session(chromium, lab):
     wanted = f"dp=2 fsdp=4 4 2 {explore.key(state)}"
     shown = "text => document.querySelector('.jp-Notebook').innerText.includes(text)"
     page.wait_for_function(shown, arg=wanted, timeout=60_000)
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_timeout(1500)
+    page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    page.close()
+    page = chromium.new_page(viewport={"width": 1280, "height": 1000})
+    page.goto(lab)  # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
+    page.wait_for_selector("g.cell", timeout=60_000)
+    assert page.locator("g.cell").count() == 8 and page.locator("text=model not found").count() == 0
     page.close()
     assert faults == []

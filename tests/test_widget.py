@@ -3,7 +3,10 @@
 import base64
 import html.parser
 import json
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import ipywidgets
 import jax
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 
 from llmpar import explore, inspection
+from llmpar.cli import COMMANDS
 from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import parse_layout
@@ -243,6 +247,16 @@ def test_arrays_of_two_meshes_are_not_put_on_one():
         MeshExplorer.of([one, two])
     beside = inspection.shardings([two, jnp.zeros(3)])["tensors"][1]
     assert beside["holds"] == [0] + [None] * 7, "an array on one device is not on the others"
+
+
+def test_llmpar_lab_lets_saved_notebooks_keep_their_widgets(tmp_path, monkeypatch):
+    """Else a trusted notebook that is opened again says "model not found" in place of every explorer."""
+    asked = {}
+    monkeypatch.setattr(subprocess, "run", lambda command, **how: asked.update(how))
+    COMMANDS["lab"](folder=str(tmp_path)).run()
+    folder = asked["env"]["JUPYTER_CONFIG_PATH"].split(os.pathsep)[-1]
+    settings = json.loads((Path(folder) / "labconfig" / "default_setting_overrides.json").read_text())
+    assert settings["@jupyter-widgets/jupyterlab-manager:plugin"] == {"saveState": True}
 
 
 def test_wrong_names_are_refused():
