@@ -221,8 +221,10 @@ def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, 
     return compose(title, [items, key], "\n".join(said))
 
 
-def timetable(table, unit: str = "time units") -> Scene:
+def timetable(table, unit: str = "time units", waiting=None) -> Scene:
     """Who works when in a pipeline, and under each stage's row the activations that it holds.
+
+    Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits for, what there).
 
     ``table`` is a :class:`~llmpar.schedule.Timetable` or, per stage, rows of (start, end, kind, microbatch, chunk).
     A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
@@ -231,21 +233,22 @@ def timetable(table, unit: str = "time units") -> Scene:
     if hasattr(table, "schedule"):
         title, each = f"{table.schedule.name}: ", zip(table.start, table.end, table.schedule.order, strict=True)
         stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
-    span = max(end for row in stages for _, end, *_ in row)
+    waiting, done = waiting or {}, [row[-1][1] if row else 0 for row in stages]
+    span = max(done) + (1 if waiting else 0)
     kinds = {kind for row in stages for _, _, kind, *_ in row}
     last = "W" if "W" in kinds else "B"
-    shortest = min(end - start for row in stages for start, end, *_ in row if end > start)
+    shortest = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
     need = 34 * span / shortest
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
     bands = max(1, min(round(need / 1000), 1100 // (58 * len(stages) + 40)))
     left, wide, reach = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / bands)), span / bands
-    held = []  # per stage: from when on, how many
+    held = list[dict[float, float]]()  # per stage: from when on, how many
     for row in stages:
-        visits = sum(kind == "F" for _, _, kind, *_ in row) / len({u for *_, u, _ in row})
+        visits = sum(kind == "F" for _, _, kind, *_ in row) / max(1, len({u for *_, u, _ in row})) or 1
         steps = sorted((s, 1) if kind == "F" else (e, -1) for s, e, kind, *_ in row if kind in ("F", last))
         totals = accumulate(step for _, step in steps)
         held.append({t: n / visits for (t, _), n in zip(steps, totals, strict=True)})
-    most, bottom = max(max(h.values()) for h in held), 58 * len(stages)
+    most, bottom = max(max(h.values(), default=0) for h in held) or 1, 58 * len(stages)
     items, said = list[Any](), []
     for band in range(bands):
         low, high = band * reach, (band + 1) * reach
@@ -268,8 +271,17 @@ def timetable(table, unit: str = "time units") -> Scene:
                 now = n
             part.append(Line((*outline, (at(high), floor - 16 * now / most), (at(high), floor)), "edge", 0.75, fill="s2"))
             part += [small(left - 10, y + 13, f"stage {i}", "end", "ink")]
-            busy, peak = sum(end - start for start, end, *_ in row) / span, f"at most {max(held[i].values()):g} held"
-            if band == 0:
+            busy = sum(end - start for start, end, *_ in row) / span
+            peak = f"at most {max(held[i].values(), default=0):g} held"
+            if i in waiting and low <= done[i] < high:  # its next operation, and an arrow to the stage that it waits for
+                op, there, need = waiting[i]
+                x, w = at(done[i]), wide / reach
+                part += [Rect(x, y, w, 26, "paper", "ink", 1.5, dash=True), *fitting(x + w / 2, y + 12, w - 2, str(op))]
+                if there != i and low <= done[there] < high:
+                    ends = (x + w * 0.3, y + 26 * (there > i)), (at(done[there]) + w * 0.6, 58 * there + 26 * (there < i))
+                    part.append(Line(ends, "tp-line", 2, head=True))
+                said.append(f"stage {i} waits to run {op} for {need} on stage {there}")
+            if band == 0 and not waiting:
                 part += [small(at(high) + 10, y + 13, f"busy {busy:.1%}", "start", "ink")]
                 part += [small(at(high) + 10, floor - 8, peak, "start", "ink")]
                 names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
@@ -279,7 +291,8 @@ def timetable(table, unit: str = "time units") -> Scene:
     key = [("s1", "F forward")] + [("s3", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
     key += [("s4", "W weights' gradients")] * (last == "W") + [("s2", "activations held, in microbatches")]
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
-    title += f"{span:g} {unit}, {idle:.1%} of them idle"
+    key += [("paper", "waits, and for which stage")] * bool(waiting)
+    title += f"stuck after {max(done):g} {unit}" if waiting else f"{span:g} {unit}, {idle:.1%} of them idle"
     return compose(title, [items, legend(key, 900)], "\n".join(said))
 
 

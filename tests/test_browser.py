@@ -211,7 +211,7 @@ def test_a_cell_of_a_timetable_is_edited_and_judged(page):
     page.locator("textarea").fill("f0, b0, f1, b1\nf1, f0, b0, b1")
     settle(page)
     assert "deadlock" in page.locator(".refusal").inner_text()
-    assert page.locator(".picture").inner_html() == "", "a refused order has no picture, least of all another order's"
+    assert "stuck after 1 time units" in page.locator(".picture").inner_text(), "as far as it runs, not another order"
     page.locator('[data-do="discard"]').click()
     settle(page)
     assert explorer.state["order"] == "" and "1f1b" in page.locator(".picture").inner_text()

@@ -105,6 +105,12 @@ CASES = {
         lambda: draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=80 * GIB), ["whole memory: 80 GiB"]
     ),
     "live parts": (lambda: draw.live_blocks([[0.26, 0.37, 0.51, 0.04, 0.96]]), ["0.26 0.37 0.51"]),
+    "timetable stuck": (
+        lambda: draw.timetable(
+            [[(0, 1, "F", 0, 0)], []], waiting={0: (schedule.Op("B", 0), 1, schedule.Op("B", 0)), 1: (
+                schedule.Op("F", 1), 0, schedule.Op("F", 1))}),
+        ["stuck after 1 time units", "stage 1 waits to run F1 for F1 on stage 0"],
+    ),
     "memory tiny": (lambda: draw.memory_bars([("x", {"a": 3})]), ["3 B"]),
     "time": (lambda: draw.time_bars([("dp", {"computing": 0.12, "waiting": 0.04})], 0.1), ["160 ms; 60 ms too slow"]),
     "overlap": (lambda: draw.overlap([3e-3] * 4, [2e-3, 2e-3, 4e-3, 2e-3], ["l3", "l2", "l1", "l0"]), ["22 ms, 10 ms"]),

@@ -110,7 +110,8 @@ def test_a_written_order_is_judged():
     assert "twice" in explorer.answer(explorer.state)["refusal"]
     explorer.set(order="F0 B0 F1 B1\nF1 F0 B0 B1")
     refused = explorer.answer(explorer.state)
-    assert "Cycle" in refused["refusal"] and refused["svg"] == "", "no picture of another order"
+    assert "Cycle" in refused["refusal"] and "stuck after 1 time units" in refused["svg"], "no picture of another order"
+    assert "stage 1 waits to run F1 for F1 on stage 0" in refused["svg"]
     assert len([line for line in refused["refusal"].splitlines() if "waits at tick" in line]) == 2, "a wait per line"
     explorer.set(order=order.lower().replace(" ", ", "))
     assert explorer.answer(explorer.state)["svg"] == same["svg"], "lower case and commas are read too"
@@ -252,7 +253,12 @@ def test_arrays_of_two_meshes_are_not_put_on_one():
 def test_llmpar_lab_lets_saved_notebooks_keep_their_widgets(tmp_path, monkeypatch):
     """Else a trusted notebook that is opened again says "model not found" in place of every explorer."""
     asked = {}
-    monkeypatch.setattr(subprocess, "run", lambda command, **how: asked.update(how))
+
+    def run(command, **how):
+        asked.update(how)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
     COMMANDS["lab"](folder=str(tmp_path)).run()
     folder = asked["env"]["JUPYTER_CONFIG_PATH"].split(os.pathsep)[-1]
     settings = json.loads((Path(folder) / "labconfig" / "default_setting_overrides.json").read_text())
