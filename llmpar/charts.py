@@ -256,7 +256,7 @@ def timetable(table, unit: str = "time units", waiting=None) -> Scene:
         part: list = _scale(at, ticks(low, high), bottom, lambda v: f"{v:g}", bottom)
         part.append(small(left - 10, bottom + 13, unit, "end"))
         for i, row in enumerate(stages):
-            y, floor = 58 * i, 58 * i + 48
+            y, floor = 58.0 * i, 58.0 * i + 48
             for start, end, kind, u, chunk in row:
                 if max(start, low) >= min(end, high):
                     continue
@@ -274,13 +274,13 @@ def timetable(table, unit: str = "time units", waiting=None) -> Scene:
             busy = sum(end - start for start, end, *_ in row) / span
             peak = f"at most {max(held[i].values(), default=0):g} held"
             if i in waiting and low <= done[i] < high:  # its next operation, and an arrow to the stage that it waits for
-                op, there, need = waiting[i]
+                op, there, what = waiting[i]
                 x, w = at(done[i]), wide / reach
                 part += [Rect(x, y, w, 26, "paper", "ink", 1.5, dash=True), *fitting(x + w / 2, y + 12, w - 2, str(op))]
                 if there != i and low <= done[there] < high:
                     ends = (x + w * 0.3, y + 26 * (there > i)), (at(done[there]) + w * 0.6, 58 * there + 26 * (there < i))
                     part.append(Line(ends, "tp-line", 2, head=True))
-                said.append(f"stage {i} waits to run {op} for {need} on stage {there}")
+                said.append(f"stage {i} waits to run {op} for {what} on stage {there}")
             if band == 0 and not waiting:
                 part += [small(at(high) + 10, y + 13, f"busy {busy:.1%}", "start", "ink")]
                 part += [small(at(high) + 10, floor - 8, peak, "start", "ink")]

@@ -34,7 +34,7 @@ from jax import lax
 from llmpar.config import ModelConfig
 from llmpar.model import Batch, Llama
 from llmpar.notation import Arrow
-from llmpar.par import Manual, vary
+from llmpar.par import Manual, scope, vary
 from llmpar.plan import Plan
 from llmpar.schedule import KINDS, Schedule, slots, timetable
 from llmpar.split import split, trace
@@ -115,7 +115,8 @@ class _Executor:
     def opposite(self, x):
         """What the stage at the same distance from the other end has."""
         p = self.schedule.num_stages
-        return lax.ppermute(x, PP, [(i, p - 1 - i) for i in range(p)])
+        with scope("l -> the opposite stage"):
+            return lax.ppermute(x, PP, [(i, p - 1 - i) for i in range(p)])
 
     def copied(self, w):
         """One's own chunks, and of a schedule with two copies of the model the opposite's."""
@@ -261,7 +262,8 @@ class _Executor:
         """What comes from the neighbour, between stages that ever send this way, in ticks in which one of them does."""
         sends, p = self.slots.send == way, self.schedule.num_stages
         pairs = [(int(s), int(s + way) % p) for s in np.flatnonzero(sends.any(0))]
-        return _when("right" if way == 1 else "left", somebody_sends, lambda y: lax.ppermute(y, PP, pairs), lambda y: y, y)
+        with scope(f"stream b s d -> the {'next' if way == 1 else 'previous'} stage"):
+            return _when("right" if way == 1 else "left", somebody_sends, lambda y: lax.ppermute(y, PP, pairs), lambda y: y, y)
 
     def known(self, cell):
         """What a cell is given besides activations and gradients."""

@@ -272,6 +272,7 @@ class Plan:
             ("regather", sizes["fsdp"] == 1 or self.zero != 3, "only ZeRO 3 with fsdp > 1 gathers weights for use"),
             ("grouped", config.experts is None, f"'{config.name}' has no experts"),
             ("bucket_bytes", self.reduce != "bucket", f"reduce is '{self.reduce}'"),
+            ("reduce bucket_bytes", self.reading == "auto", "under reading='auto' XLA decides when gradients are summed"),
             ("chunks", "\n" in self.schedule.strip(), "the order is written out"),
         ]
         return {name: why for names, holds, why in rules if holds for name in names.split() if self._is_set(name)}

@@ -10,13 +10,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from llmpar.config import ExpertConfig, ModelConfig
-from llmpar.notation import AXES, Layout, parse_layout, product
+from llmpar.notation import AXES, Layout, parse_layout, product, ring_bytes
 from llmpar.plan import Plan
 from llmpar.schedule import slots, timetable
 
 FLOAT32 = 4
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SENT = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1, "all-reduce": 2}
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Prediction:
 
 
 class Traffic(dict):
-    """(axes, kind) -> Prediction. `add` does the ring arithmetic: V(g-1)/g for a message V, twice that for an all-reduce."""
+    """(axes, kind) -> Prediction. `add` does the ring arithmetic (`notation.ring_bytes`)."""
 
     def __init__(self, sizes: dict[str, int]):
         super().__init__()
@@ -46,7 +45,7 @@ class Traffic(dict):
         group = product(self.sizes[a] for a in axes)
         row = self.setdefault((",".join(axes), kind), Prediction())
         row.count += count
-        one = message_bytes if kind == "collective-permute" else _SENT[kind] * message_bytes * (group - 1) // group
+        one = ring_bytes(kind, message_bytes, group)
         row.bytes_sent += count * one
         row.of.setdefault(of, Counter())[one] += count
 
@@ -132,6 +131,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
         region = parse_layout(dims).region
         rest = tuple(a for a in plan.live("pp") + plan.varying(region) if a not in plan.stored(dims).axes)
         vector = is_vector(parse_layout(dims))
+        learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
         twice = config.tied and plan.pipeline is not None  # on its first stage and on its last; else one value is used twice
         used = run.embed * (path == "embedding") + run.loss * (path != "embedding" or twice)
         if plan.zero == 3:
@@ -139,7 +139,6 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             if vector and "bias" in path and plan.stage_saves == "residuals":
                 gathers = run.forward
             traffic.add("all-gather", fsdp, "weights", one * item, gathers)
-            learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
             traffic.add("reduce-scatter", fsdp, "gradients", one * item, learned * (run.backward if stacked else used))
         if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # borrowed, and their gradients returned
             for place, of in ((plan.stored, "weights of the other direction"), (plan.accumulated, "their gradients")):
@@ -151,7 +150,8 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             traffic.add("all-gather", fsdp, "updated weights", elements * FLOAT32)
             rest = tuple(a for a in rest if a != "fsdp")
         if plan.reduce == "layer":
-            traffic.add("all-reduce", rest, "gradients", (shard if plan.zero else elements) // layers * FLOAT32, layers * micro)
+            message = (shard if plan.zero else elements) // layers * FLOAT32
+            traffic.add("all-reduce", rest, "gradients", message, learned * layers * micro)
         elif plan.reduce == "bucket":
             buckets.setdefault((rest, plan.stored(dims).axes), []).append(elements * FLOAT32)
         else:
@@ -202,11 +202,10 @@ def _experts(traffic: Traffic, config: ModelConfig, how: ExpertConfig, plan: Pla
     blocks, block = how.slots(tokens, rows * (plan.mesh.tp if plan.tp_sequence else 1), plan.mesh.ep)
     buffer = plan.mesh.ep * blocks * block * config.width * _ITEMSIZE[plan.dtype]
     forward = run.forward + run.again
-    ragged = plan.dispatch == "ragged"  # then this is the most that can be sent, and the transposes exchange their offsets
     filled = tokens * how.chosen / (plan.mesh.ep * blocks * block)
     slots = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
-    traffic.add("ragged-all-to-all" if ragged else "all-to-all", ep, slots, buffer, 2 * (forward + run.backward))
-    traffic.add("all-to-all", ep, "offsets of tokens", 4 * plan.mesh.ep, 4 * run.backward * ragged)
+    kind = "ragged-all-to-all" if plan.dispatch == "ragged" else "all-to-all"  # ragged: this is the most that can be sent
+    traffic.add(kind, ep, slots, buffer, 2 * (forward + run.backward))
     traffic.add("all-gather", ep, "tokens per expert", plan.mesh.ep * how.num * FLOAT32, forward)
     cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
     if how.balance:

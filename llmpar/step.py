@@ -23,13 +23,13 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from llmpar import pipeline
 from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
 from llmpar.model import Batch, Llama
-from llmpar.notation import AXES, Arrow, Dim, Layout
+from llmpar.notation import AXES, Arrow, Dim, Layout, product
 from llmpar.par import Auto, Entry, Manual, Solo, vary, varying
 from llmpar.plan import Plan
 
@@ -94,6 +94,12 @@ def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, o
     return any(np.abs(a - b).max() > 1e-3 * np.abs(a).max() for a, b in zip(natural, taken, strict=True))
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _dealt(x, order, axis: int, to: NamedSharding):
+    """Layers of a leaf by number, zeros for those that there are not."""
+    return lax.with_sharding_constraint(jnp.take(x, order, axis, mode="fill", fill_value=0), to)
+
+
 class Step:
     """The compiled training step of a model under a plan on a mesh.
 
@@ -108,7 +114,12 @@ class Step:
     """
 
     def __init__(
-        self, config: ModelConfig, plan: Plan, mesh: Mesh, optimizer: optax.GradientTransformation, clip: float | None = 1.0
+        self,
+        config: ModelConfig,
+        plan: Plan,
+        mesh: Mesh | AbstractMesh,
+        optimizer: optax.GradientTransformation,
+        clip: float | None = 1.0,
     ):
         self.config, self.plan, self.mesh, self.optimizer, self.clip = config, plan, mesh, optimizer, clip
         if plan.dispatch == "ragged" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
@@ -121,13 +132,13 @@ class Step:
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
         self.abstract_state = self.abstract_natural = jax.tree.map(laid_out, state, layouts := self._layouts(state))
         if plan.padded(config) != config:  # layers that pp does not divide
-            whole = lambda layout: Layout(tuple(Dim(d.name, d.axes * (d.name != "l")) for d in layout.dims))
-            self.abstract_natural = jax.tree.map(laid_out, self._shapes(config), jax.tree.map(whole, layouts))
+            natural = self._shapes(config)
+            self.abstract_natural = jax.tree.map(laid_out, natural, jax.tree.map(self._uncut, natural, layouts))
             if counts_empty_places(optimizer, self.abstract_natural.params, self.layer_order):
                 layers, more = config.num_layers, plan.padded(config).num_layers - config.num_layers
                 raise ValueError(
-                    f"{layers} layers leave {more} of the pipeline's places empty, and this optimizer would count the zeros there "
-                    f"(it looks at a whole stack at once, as Adafactor does); use {layers + more} layers, or AdamW"
+                    f"{layers} layers leave {more} of the pipeline's places empty, zeros that this optimizer would count: it "
+                    f"looks at a whole stack at once, as Adafactor does; use {layers + more} layers, or AdamW"
                 )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self._in_order = self.layer_order.tolist() == list(range(config.num_layers))  # then nothing is ever moved
@@ -157,36 +168,45 @@ class Step:
 
         def make(key):
             params = init_params(self.config, key)
-            return self._take(State(params, self.optimizer.init(params), jnp.int32(0)), self.layer_order)
+            state = State(params, self.optimizer.init(params), jnp.int32(0))
+            deal = lambda x, axis, to: x if axis < 0 or self._in_order else _dealt(x, self.layer_order, axis, to)
+            return jax.tree.map(deal, state, self._layer_dims, self.shardings)
 
         return jax.jit(make, out_shardings=self.shardings)(jax.random.key(seed))
 
+    def _uncut(self, leaf, layout: Layout) -> Layout:
+        """The layout of as many layers as pp does not divide: it cuts the next dim that it can."""
+        layers, sizes = sum((d.axes for d in layout.dims if d.name == "l"), ()), self.plan.mesh.sizes
+        others = [(d, n) for d, n in zip(layout.dims, leaf.shape, strict=False) if d.name != "l"]
+        fits = [d for d, n in others if n % product(sizes[a] for a in d.axes + layers) == 0][:1]
+        return Layout(tuple(Dim(d.name, d.axes * (d.name != "l") + layers * (d in fits)) for d in layout.dims))
+
     def from_natural(self, state: State) -> State:
-        """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold it."""
+        """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold it. The memory
+        of what is given passes to what comes back."""
         return self._moved(state, self.layer_order, self.abstract_state)
 
     def to_natural(self, state: State) -> State:
-        """The state with its layers in the model's order again: how it is kept, and given to others."""
+        """The state with its layers in the model's order again: how it is kept, and given to others. As `from_natural`, this
+        takes what it is given: a state is most of the memory, and there is room for one."""
         return self._moved(state, np.argsort(self.layer_order, stable=True)[: self.config.num_layers], self.abstract_natural)
 
     def _moved(self, state: State, order: np.ndarray, like: State) -> State:
-        if self._in_order:
-            return state
-        shardings = jax.tree.map(lambda x: x.sharding, like)
-        return jax.jit(lambda state: self._take(state, order), out_shardings=shardings)(state)
+        def move(x, axis: int, like):
+            if axis < 0:
+                return x
+            moved = _dealt(x, order, axis, like.sharding)
+            x.delete()
+            return moved
 
-    def _take(self, state: State, order: np.ndarray) -> State:
-        """Layers by number; zeros for those that the model does not have. Which dim of a leaf counts layers, whatever the
-        optimizer keeps, is seen from what one layer more would make longer."""
-        if self._in_order:
-            return state
-        grow = lambda n: self._shapes(dataclasses.replace(self.config, num_layers=self.config.num_layers + n))
+        return state if self._in_order else jax.tree.map(move, state, self._layer_dims, like)
 
-        def take(x, one, more):
-            axis = next((i for i, (a, b) in enumerate(zip(one.shape, more.shape, strict=True)) if a != b), None)
-            return x if axis is None else jnp.take(x, order, axis, mode="fill", fill_value=0)
-
-        return jax.tree.map(take, state, grow(0), grow(1))
+    @functools.cached_property
+    def _layer_dims(self) -> State:
+        """Which dim of a leaf counts layers, whatever the optimizer keeps: what one layer more would make longer; -1: none."""
+        less, more = (self._shapes(dataclasses.replace(self.config, num_layers=self.config.num_layers + n)) for n in (0, 1))
+        longer = lambda a, b: next((i for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y), -1)
+        return jax.tree.map(longer, less, more)
 
     def lower(self, batch_size: int, seq_len: int):
         """The step lowered for batches of this shape, without any array: for compiling and for reading."""
