@@ -27,18 +27,23 @@ import statistics
 import sys
 import time
 import types
+from fractions import Fraction
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention, hardware, hlo, pipeline, predict
+from llmpar import attention, hardware, hlo, moe, pipeline, predict
 from llmpar.config import ExpertConfig, preset
 from llmpar.mesh import make_mesh, use_devices
+from llmpar.notation import product
+from llmpar.par import Solo
 from llmpar.plan import Plan
-from llmpar.step import Step
+from llmpar.step import Step, init_params, model_graph
 
 devices = use_devices(8)
 
@@ -140,8 +145,8 @@ def programs(config, only):
         memory, text = hlo.compiled_memory(compiled), hlo.partitioned_hlo(step.lower(rows, SEQ))
         stages = [pipeline.taken(plan.pipeline, model.num_layers, i) for i in range(plan.mesh.pp)] if plan.pipeline else [None]
         census = hlo.census_hlo(text, step.mesh, stages[0])
-        final = "" if model.experts else compiled.as_text()  # what experts execute depends on the routing
-        executed = statistics.mean(hlo.executed_flops(final, taken) for taken in stages) * plan.mesh.size if final else 0
+        trips = live_blocks(model, plan, batch) if model.experts else None
+        executed = statistics.mean(hlo.executed_flops(compiled.as_text(), t, trips) for t in stages) * plan.mesh.size
         facts = {
             "temp_mib": memory["temp_bytes"] / 2**20,
             "argument_mib": memory["argument_bytes"] / 2**20,
@@ -149,7 +154,36 @@ def programs(config, only):
             "results_mib": sum(_result_bytes(c) for c in census) / 2**20,
             "executed_over_useful": executed / sum(predict.flops(model, rows, SEQ).values()),
         }
+        if how := model.experts:  # of a device, layer and microbatch: rows sent, slots they travel in, rows multiplied
+            tokens = rows * SEQ // plan.microbatches // product(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep", "sp"))
+            blocks, block = how.slots(tokens, tokens // SEQ, plan.mesh.ep)
+            facts |= {"rows": tokens * how.chosen, "slots": plan.mesh.ep * blocks * block, "multiplied": float(trips * block)}
         yield name, _stepper(lambda state, c=compiled, p=placed: _loss_last(c(state, p)), step.init(0)), facts
+
+
+def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
+    """How many blocks of rows a device multiplies of a layer and microbatch, in the mean: as fresh weights route.
+
+    From all tokens' choices on one device, dealt to devices and microbatches as the plan does: what a device has for one
+    expert fills whole blocks.
+    """
+    chosen, visit = [], moe.visit
+
+    def watched(how, here, x, weights, choices, *experts):
+        jax.debug.callback(lambda choices: chosen.append(np.asarray(choices)), choices)
+        return visit(how, here, x, weights, choices, *experts)
+
+    par = Solo(Plan("dp=1", attention_block=64))
+    with mock.patch.object(moe, "visit", watched):
+        model = lambda params: nnx.merge(model_graph(config), params).summed(batch, par)[0]
+        jax.block_until_ready(jax.jit(model)(jax.jit(lambda: init_params(config))()))
+    jax.effects_barrier()
+    devices = product(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep"))
+    dealt = np.stack(chosen).reshape(config.num_layers, devices, -1, plan.microbatches, SEQ * config.experts.chosen)
+    dealt = np.moveaxis(dealt, 3, 2).reshape(config.num_layers * devices * plan.microbatches, -1)
+    block = config.experts.slots(dealt.shape[1] // config.experts.chosen, dealt.shape[1] // SEQ, plan.mesh.ep)[1]
+    counts = (dealt[:, :, None] == np.arange(config.experts.num)).sum(1)
+    return Fraction(int((-(-counts // block)).sum()), len(dealt))
 
 
 def _result_bytes(c: hlo.Collective) -> float:
