@@ -211,7 +211,9 @@ class Manual(Solo):
         ((axis,),) = (move.axes for move in moves)
         self._record(arrow, "ragged-all-to-all", (axis,), x)
         rows = vary(x, self.plan.varying(parse_layout(arrow.partition("->")[2].strip()).region)).reshape(-1, *x.shape[3:])
-        return checkpoint_name(_ragged(rows, full, axis).reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
+        with scope(arrow):
+            y = _ragged(rows, full, axis)
+        return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
     def max(self, x, arrow: str):
         """An all-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
@@ -220,7 +222,8 @@ class Manual(Solo):
         if not axes:
             return x
         self._record(arrow, "maximum", axes, x)
-        return checkpoint_name(lax.pmax(x, axes), MOVED)
+        with scope(arrow):
+            return checkpoint_name(lax.pmax(x, axes), MOVED)
 
     def axes(self, layout: str) -> tuple[str, ...]:
         """The mesh axes that cut the layout's one dim."""
@@ -262,9 +265,10 @@ class Manual(Solo):
             if axis not in varying(x):
                 where = f"arrow '{text or arrow}' starts with {axis} in its layout"
                 raise ValueError(f"{where}, but the value is the same all over {axis}; it was reduced already, or never cut")
-        for move in arrow.moves:
-            self._record(text or str(arrow), move.kind, move.axes, x)
-            x = _collective(x, move, position, "invarying" if invariant else "varying")
+        with scope(text or str(arrow)):
+            for move in arrow.moves:
+                self._record(text or str(arrow), move.kind, move.axes, x)
+                x = _collective(x, move, position, "invarying" if invariant else "varying")
         return x
 
     def _vary(self, x, axes: tuple[str, ...], text: str):
@@ -272,13 +276,19 @@ class Manual(Solo):
         missing = tuple(a for a in axes if a not in varying(x))
         if missing:
             self._record(text, "vary", missing, x)
-        return vary(x, missing)
+        with scope(text):
+            return vary(x, missing)
 
     def _record(self, text: str, kind: str, axes: tuple[str, ...], x) -> None:
         if kind == "slice":
             return
         group = product(self.plan.mesh.sizes[a] for a in axes)
         self.ledger.append(Entry(text, kind, axes, tuple(x.shape), str(x.dtype), self._times, group, self._differentiated))
+
+
+def scope(text: str):
+    """The scope of a collective: the arrow that it carries out, as a census of the compiled program finds it again."""
+    return jax.named_scope(f"arrow[{text}]")
 
 
 def _collective(x, move: Move, position: dict[str, int], to: str):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpar.config import ExpertConfig, ModelConfig
-from llmpar.notation import Layout, parse_layout, product, ring_bytes
+from llmpar.notation import AXES, Layout, parse_layout, product, ring_bytes
 from llmpar.plan import Plan
 from llmpar.schedule import slots, timetable
 
@@ -103,12 +103,8 @@ def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, 
     traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
     _weights(traffic, config, plan, run)
     _activations(traffic, config, plan, batch_size, seq_len, run)
-    data = plan.varying("data")
-    traffic.add("all-reduce", data, FLOAT32)  # the number of tokens
-    traffic.add("all-reduce", plan.live("pp") + data, FLOAT32)  # the loss
-    norms = {tuple(sorted(plan.graded(dims).axes)) for dims, _ in config.param_shapes().values()}
-    for axes in norms:
-        traffic.add("all-reduce", axes, FLOAT32)
+    tally = config.num_layers * (config.experts.num + 2) if config.experts and not plan.pipeline else 0
+    traffic.add("all-reduce", plan.live(*AXES), FLOAT32 * (3 + tally))  # the loss, the tokens, the gradients' norm
     return traffic
 
 
@@ -127,6 +123,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
         region = parse_layout(dims).region
         rest = tuple(a for a in plan.live("pp") + plan.varying(region) if a not in plan.stored(dims).axes)
         vector = is_vector(parse_layout(dims))
+        learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
         twice = config.tied and plan.pipeline is not None  # on its first stage and on its last; else one value is used twice
         used = run.embed * (path == "embedding") + run.loss * (path != "embedding" or twice)
         if plan.zero == 3:
@@ -134,7 +131,6 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             if vector and "bias" in path and plan.stage_saves == "residuals":
                 gathers = run.forward
             traffic.add("all-gather", fsdp, one * item, gathers)
-            learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
             traffic.add("reduce-scatter", fsdp, one * item, learned * (run.backward if stacked else used))
         if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # borrowed, and their gradients returned
             for place in (plan.stored, plan.accumulated):
@@ -146,7 +142,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             traffic.add("all-gather", fsdp, elements * FLOAT32)
             rest = tuple(a for a in rest if a != "fsdp")
         if plan.reduce == "layer":
-            traffic.add("all-reduce", rest, (shard if plan.zero else elements) // layers * FLOAT32, layers * micro)
+            traffic.add("all-reduce", rest, (shard if plan.zero else elements) // layers * FLOAT32, learned * layers * micro)
         elif plan.reduce == "bucket":
             buckets.setdefault((rest, plan.stored(dims).axes), []).append(elements * FLOAT32)
         else:
@@ -211,8 +207,6 @@ def _experts(
         traffic.add("all-reduce", tp, rows * FLOAT32, cells or run.loss)  # the rows' router losses
     else:
         traffic.add("all-reduce", tp, choices, run.backward)
-    if not plan.pipeline:
-        traffic.add("all-reduce", plan.varying("stream"), config.num_layers * (how.num + 2) * FLOAT32)
 
 
 def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, run: Runs) -> None:

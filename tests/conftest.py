@@ -42,6 +42,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs 8 simulated devices"))
 
 
+def pytest_addoption(parser):
+    group = parser.getgroup("random plans (test_random_plans.py)")
+    group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
+    group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
+    group.addoption("--plans-log", help="a JSON line per plan; plans that have passed there are not run again")
+
+
 @pytest.fixture
 def standard_promotion():
     """Let ints and floats mix, for tests that call Optax themselves: its step counters do (bias correction)."""
