@@ -7,10 +7,10 @@ seconds on a busy machine; ratios are taken round by round, and their median is 
 is that of 124M parameters in bfloat16, and its MFU is printed.
 
 Experts cut over devices (`ep4 dp2 moe`) execute what one device does: 1.044 × the useful FLOPs on both, 1,052 rows multiplied
-for 1,024 sent, per device, layer and microbatch. What takes 1.5 to 2.4 × its CPU seconds is not the products: without a
-capacity the rows travel in 4,096 slots, for all may go to one rank, where one device has 1,080, and everything between the
-products (filling, exchanging, SwiGLU, all of it backward too) passes over all slots; 96 MiB are sent; and AdamW updates 71M
-weights, copies counted, instead of 23M. A ratio below 1, once seen, says that the one device was slowed down meanwhile.
+for 1,024 sent, per device, layer and microbatch. So the 1.5 to 2.4 × of its CPU seconds are not the products. By count three
+things differ: without a capacity the rows travel in 4,096 slots (all may go to one rank) where one device has 1,080, and what
+lies between the products passes over all of them; 96 MiB are sent; AdamW updates 71M weights, copies counted, instead of
+23M. Which of them costs how much was not timed. Nothing is saved, so a ratio below 1 (0.76, seen once) can only be noise.
 
 `attention` times attention alone, forward and backward, causal, float32: 8,192 positions, 8 heads × 64, over 8 devices: the
 ring here (zigzag), `jax.nn.dot_product_attention` on one device, and the ring of the `ringattention` package (Liu et al.
