@@ -10,7 +10,7 @@ Experts cut over devices (`ep4 dp2 moe`) execute what one device does: 1.044 × 
 for 1,024 sent, per device, layer and microbatch. So the 1.5 to 2.4 × of its CPU seconds are not the products. By count three
 things differ: without a capacity the rows travel in 4,096 slots (all may go to one rank) where one device has 1,080, and what
 lies between the products passes over all of them; 96 MiB are sent; AdamW updates 71M weights, copies counted, instead of
-23M. Which of them costs how much was not timed. Nothing is saved, so a ratio below 1 (0.76, seen once) can only be noise.
+23M. Which of them costs how much was not timed. A ratio of 0.76, seen once, no count explains, and it did not come again.
 
 `attention` times attention alone, forward and backward, causal, float32: 8,192 positions, 8 heads × 64, over 8 devices: the
 ring here (zigzag), `jax.nn.dot_product_attention` on one device, and the ring of the `ringattention` package (Liu et al.
