@@ -299,7 +299,7 @@ class MeshExplorer(Explorer):
         return inspection.shardings_scene(self._given, state) if self._given else explore.scene(state)
 
     def _changed(self, change) -> None:
-        before = self.state
+        before = change["old"]
         super()._changed(change)
         shapes = any(before[name] != self.state[name] for name in ("model", "batch_size", "seq_len", "microbatches"))
         if self._rich and not self._given and shapes:

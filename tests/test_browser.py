@@ -251,6 +251,10 @@ def test_a_refused_mesh_shows_no_total_of_what_happens_to_divide(page):
     settle(page)
     assert "last mesh that could be read" in page.locator(".refusal").inner_text()
     assert memory.inner_text().startswith("Weights, moments and batch only, per device")
+    explorer.set(model="gpt5", mesh="dp=2")
+    mount(page, explorer, again=True)
+    assert page.locator('[data-name="model"]').input_value() == "gpt5", "what is asked and refused is shown"
+    assert "unknown model 'gpt5'" in page.locator(".refusal").inner_text() and memory.inner_text() == ""
 
 
 def test_a_permute_of_a_pipeline_is_one_hop_without_a_ring(page):
