@@ -231,7 +231,7 @@ const CSS = `
 .lpx td code{white-space:nowrap;font-size:11px}.lpx th button{padding:0 4px;min-height:0;border-color:transparent;background:none;text-align:left}
 .lpx .scroll{max-height:430px;overflow:auto}.lpx pre{font:12px/1.45 "DejaVu Sans Mono",monospace;margin:4px 0;white-space:pre-wrap}
 .lpx .soft{color:var(--soft);font-size:12px}.lpx .bar{display:flex;gap:6px;flex-wrap:wrap;align-items:center;margin:6px 0}
-.lpx .waiting{opacity:.4}.lpx label:has(:disabled){opacity:.5}.lpx .wide{overflow-x:auto}
+.lpx .waiting{opacity:.4}.lpx label:has(:disabled),.lpx button:disabled{opacity:.5;cursor:default}.lpx .wide{overflow-x:auto}
 @media(max-width:600px){.lpx .axes{grid-template-columns:auto 40px 1fr 34px auto}.lpx .axes .soft{display:none}.lpx input[type=range]{width:100%;min-width:70px}
 .lpx .wide svg{max-width:none}.lpx input[type=text]{width:100%}.lpx .cols>*{flex-basis:100%!important}}
 .lpx svg{max-width:100%;height:auto;display:block}.lpx code{font-family:"DejaVu Sans Mono",monospace;font-size:12px}
