@@ -6,7 +6,7 @@ import dataclasses
 import jax
 import optax
 import pytest
-from parity import LLAMA, QWEN, all_plans, name
+from parity import LLAMA, QWEN, all_plans, live, name
 
 from llmpar import hlo, pipeline, predict
 from llmpar.mesh import make_mesh
@@ -110,7 +110,19 @@ def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
 
 
 def test_layers_that_do_not_divide_are_counted_where_they_are():
-    compare_every_stage(LLAMA, piped("pp=2 fsdp=2 tp=2", "interleaved"), 5)
+    """7 layers in 4 chunks: the first stage has 2 + 2, the last 2 + 1, and its first chunk is no last one."""
+    compare_every_stage(LLAMA, piped("pp=2 fsdp=2 tp=2", "interleaved"), 7)
+
+
+def test_tied_embeddings_and_biases_are_counted_in_a_pipeline():
+    """The embedding is gathered where tokens enter and again where the loss is; biases that were kept are not."""
+    plan = piped("pp=2 fsdp=2", stage_saves="residuals")
+    step = Step(QWEN, plan, make_mesh(plan.mesh), optax.sgd(1.0))
+    jaxpr = live(step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr)
+    for stage in range(2):
+        census = hlo.census_jaxpr(jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, QWEN.num_layers, stage))
+        want = predict.collectives(QWEN, plan, BATCH, SEQ, stage)
+        assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
 
 
 @pytest.mark.full
