@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from llmpar.commands import Inspect, Train, cache_compilations, emit, say
+from llmpar.commands import Inspect, Train, cache_compilations, emit, say, speaks
 from llmpar.config import PRESETS, describe, preset
 
 
@@ -119,7 +119,7 @@ class Generate:
         tokens = [int(row[0]) for row in generate(decoder, prompt, self.tokens, self.temperature, self.seed)]
         text = tokenizer.decode(tokens)
         emit({"prompt": self.prompt, "text": text, "tokens": tokens, "mesh": plan.mesh.sizes}, self.json)
-        if not self.json:
+        if not self.json and speaks():
             print(self.prompt + text)
 
 
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=argv, prog="llmpar", description=__doc__)  # type: ignore[arg-type]
         command.run()  # type: ignore[attr-defined]
     except (ValueError, FloatingPointError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        say(f"llmpar: {error}")  # a RuntimeError is JAX's: out of memory, say
+        print(f"llmpar: {error}", file=sys.stderr, flush=True)  # a RuntimeError is JAX's: out of memory, say
         return 1
     except KeyboardInterrupt:
         return 130

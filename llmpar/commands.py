@@ -17,14 +17,21 @@ from llmpar.plan import Plan
 from llmpar.schedule import timetable
 
 
+def speaks() -> bool:
+    """Whether this process prints and draws: the first of those that work together. (Without looking for devices.)"""
+    jax = sys.modules.get("jax")
+    return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
 def say(*words) -> None:
     """Print for people, on stderr."""
-    print(*words, file=sys.stderr, flush=True)
+    if speaks():
+        print(*words, file=sys.stderr, flush=True)
 
 
 def emit(document: dict, as_json: bool) -> None:
     """Print the document on stdout if it was asked for."""
-    if as_json:
+    if as_json and speaks():
         print(json.dumps(document))
 
 
@@ -164,7 +171,7 @@ class Train:
         options = OptimizerConfig(self.optimizer, self.learning_rate, self.warmup, self.weight_decay, self.clip)
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints else None
         columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
-        with Progress(*columns, console=Console(stderr=True)) as progress:
+        with Progress(*columns, console=Console(stderr=True), disable=not speaks()) as progress:
             task = progress.add_task("compiling", total=self.steps)
 
             def show(number, report):
@@ -174,7 +181,7 @@ class Train:
                 progress.update(task, completed=number + 1, description=words)
 
             _, report = train(config, plan, make_mesh(plan.mesh), stream, self.steps, options, self.seed, keep, self.log, show)
-        if self.plot:
+        if self.plot and speaks():
             from llmpar import draw
 
             draw.loss_curve(report.losses).save(self.plot)
@@ -214,12 +221,12 @@ class Inspect:
         cache_compilations()
         config, plan = self.step.resolve()
         document = inspect(config, plan, self.step.batch_size, self.step.seq_len)
-        if self.svg:
+        if self.svg and speaks():
             from llmpar import draw
 
             draw.collectives(document["collectives"]).save(self.svg)
             say(f"drew the bytes into {self.svg}")
-        if not self.json:
+        if not self.json and speaks():
             for table in tables(document):
                 rich.print(table)
         emit(document, self.json)

@@ -68,6 +68,7 @@ class Decoder:
         plan.check(config, batch_size, plan.mesh.sp)
         slots = -(-length // plan.mesh.sp) * plan.mesh.sp
         shape = (config.num_layers, batch_size, slots, config.num_kv_heads, config.head_width)
+        self.everywhere = sharding(mesh, Layout(()))
         cut, rows = plan.place(CACHE), plan.place("data b s")
         zeros = jax.jit(lambda: jnp.zeros(shape, plan.dtype), out_shardings=sharding(mesh, cut))
         self.cache = zeros(), zeros()
@@ -134,8 +135,12 @@ def generate(decoder: Decoder, prompt, num_tokens: int, temperature: float = 0.0
     if temperature < 0:
         raise ValueError(f"temperature {temperature} is negative; use 0 for the likeliest token, or more")
     tokens, keys = jnp.asarray(prompt, jnp.int32), jax.random.split(jax.random.key(seed), num_tokens)
+
+    def draw(key, logits):
+        return jax.random.categorical(key, logits / temperature) if temperature else logits.argmax(-1)
+
+    choose = jax.jit(draw, out_shardings=decoder.everywhere)  # rows may be cut over hosts, and each host wants them all
     for i in range(num_tokens):
-        logits = decoder(tokens)
-        chosen = jax.random.categorical(keys[i], logits / temperature) if temperature else logits.argmax(-1)
+        chosen = choose(keys[i], decoder(tokens))
         tokens = chosen[:, None].astype(jnp.int32)
         yield np.asarray(chosen)

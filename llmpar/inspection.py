@@ -51,7 +51,8 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
             "source": ", ".join(sorted(sources, key=lambda s: -sources[s])),
         })  # fmt: skip
     # With experts it depends on the routing: empty blocks are skipped.
-    executed = None if config.experts else sum(hlo.executed_flops(compiled.as_text(), t) for t in taken) / plan.mesh.pp
+    text = compiled.as_text() or ""
+    executed = None if config.experts else sum([hlo.executed_flops(text, t) for t in taken]) / plan.mesh.pp
     memory = hlo.compiled_memory(compiled)
     useful = predict.flops(config, batch_size, seq_len)
     return {

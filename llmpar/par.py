@@ -18,6 +18,7 @@ varying-axes check is what makes those transposes right; it stays on.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,8 +169,8 @@ class Entry:
 
 
 def sent(kind: str, operand_bytes: int, group: int) -> int:
-    """Bytes a device sends when ``group`` devices run one collective on operands of ``operand_bytes`` each, as a ring. The
-    operands of an all-gather are shards, those of the others are whole."""
+    """Bytes a device sends when ``group`` devices run one collective on operands of ``operand_bytes`` each, as a ring:
+    `notation.ring_bytes` of the whole message, which for an all-gather is ``group`` operands."""
     return ring_bytes(kind, operand_bytes * (group if kind == "all-gather" else 1), group)
 
 
@@ -209,11 +210,9 @@ class Manual(Solo):
             return self.move(x, arrow)
         ((axis,),) = (move.axes for move in moves)
         self._record(arrow, "ragged-all-to-all", (axis,), x)
-        rank, slots = lax.axis_index(axis), x.shape[2]
         rows = vary(x, self.plan.varying(parse_layout(arrow.partition("->")[2].strip()).region)).reshape(-1, *x.shape[3:])
-        begin = slots * jnp.arange(full.shape[0], dtype=jnp.int32)
-        mine = jnp.full_like(begin, slots) * rank.astype(jnp.int32)
-        y = lax.ragged_all_to_all(rows, jnp.zeros_like(rows), begin, full[rank], mine, full[:, rank], axis_name=axis)
+        with scope(arrow):
+            y = _ragged(rows, full, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
     def max(self, x, arrow: str):
@@ -223,7 +222,8 @@ class Manual(Solo):
         if not axes:
             return x
         self._record(arrow, "maximum", axes, x)
-        return checkpoint_name(lax.pmax(x, axes), MOVED)
+        with scope(arrow):
+            return checkpoint_name(lax.pmax(x, axes), MOVED)
 
     def axes(self, layout: str) -> tuple[str, ...]:
         """The mesh axes that cut the layout's one dim."""
@@ -265,9 +265,10 @@ class Manual(Solo):
             if axis not in varying(x):
                 where = f"arrow '{text or arrow}' starts with {axis} in its layout"
                 raise ValueError(f"{where}, but the value is the same all over {axis}; it was reduced already, or never cut")
-        for move in arrow.moves:
-            self._record(text or str(arrow), move.kind, move.axes, x)
-            x = _collective(x, move, position, "invarying" if invariant else "varying")
+        with scope(text or str(arrow)):
+            for move in arrow.moves:
+                self._record(text or str(arrow), move.kind, move.axes, x)
+                x = _collective(x, move, position, "invarying" if invariant else "varying")
         return x
 
     def _vary(self, x, axes: tuple[str, ...], text: str):
@@ -275,13 +276,19 @@ class Manual(Solo):
         missing = tuple(a for a in axes if a not in varying(x))
         if missing:
             self._record(text, "vary", missing, x)
-        return vary(x, missing)
+        with scope(text):
+            return vary(x, missing)
 
     def _record(self, text: str, kind: str, axes: tuple[str, ...], x) -> None:
         if kind == "slice":
             return
         group = product(self.plan.mesh.sizes[a] for a in axes)
         self.ledger.append(Entry(text, kind, axes, tuple(x.shape), str(x.dtype), self._times, group, self._differentiated))
+
+
+def scope(text: str):
+    """The scope of a collective: the arrow that it carries out, as a census of the compiled program finds it again."""
+    return jax.named_scope(f"arrow[{text}]")
 
 
 def _collective(x, move: Move, position: dict[str, int], to: str):
@@ -297,6 +304,21 @@ def _collective(x, move: Move, position: dict[str, int], to: str):
     dim = position[move.cuts]  # a slice: each device keeps its own block
     size = x.shape[dim] // lax.axis_size(move.axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _ragged(rows, full, axis: str):
+    """Of every rank's block for me the rows that are full. The gradient goes back as it came, by the same counts turned
+    around; JAX's own transpose would first exchange offsets that every rank knows."""
+    rank, slots = lax.axis_index(axis), rows.shape[0] // full.shape[0]
+    begin = slots * jnp.arange(full.shape[0], dtype=jnp.int32)
+    mine = jnp.full_like(begin, slots) * rank.astype(jnp.int32)
+    return lax.ragged_all_to_all(rows, jnp.zeros_like(rows), begin, full[rank], mine, full[:, rank], axis_name=axis)
+
+
+_ragged.defvjp(
+    lambda rows, full, axis: (_ragged(rows, full, axis), full), lambda axis, full, grad: (_ragged(grad, full.T, axis), None)
+)
 
 
 def varying(x) -> frozenset[str]:

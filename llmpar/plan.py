@@ -272,6 +272,7 @@ class Plan:
             ("regather", sizes["fsdp"] == 1 or self.zero != 3, "only ZeRO 3 with fsdp > 1 gathers weights for use"),
             ("grouped", config.experts is None, f"'{config.name}' has no experts"),
             ("bucket_bytes", self.reduce != "bucket", f"reduce is '{self.reduce}'"),
+            ("reduce bucket_bytes", self.reading == "auto", "under reading='auto' XLA decides when gradients are summed"),
             ("chunks", "\n" in self.schedule.strip(), "the order is written out"),
         ]
         return {name: why for names, holds, why in rules if holds for name in names.split() if self._is_set(name)}
@@ -286,8 +287,8 @@ class Plan:
 
     def effective(self, config) -> Plan:
         """The same plan, with the defaults in fields that decide nothing: for tools whose controls are always there."""
-        default = type(self).__dataclass_fields__
-        return dataclasses.replace(self, **{name: default[name].default for name in self.idle(config)})
+        defaults: dict[str, Any] = {name: type(self).__dataclass_fields__[name].default for name in self.idle(config)}
+        return dataclasses.replace(self, **defaults)
 
     def _check_kernel(self) -> None:
         """Refuse what a kernel for whole sequences cannot do."""
@@ -353,10 +354,10 @@ def _check_value(name: str, hint: Any, value: Any) -> None:
     """Refuse a value that a field's type does not have: a misspelt choice would silently be another strategy."""
     kinds, least = get_args(hint) or (hint,), 0 if name == "unroll" else 1
     if get_origin(hint) is Literal:
-        fits, ways = any(type(value) is type(c) and value == c for c in kinds), map(repr, kinds)
+        fits, ways = any(type(value) is type(c) and value == c for c in kinds), list(map(repr, kinds))
     else:
         fits = type(value) in kinds and (type(value) is not int or value >= least)
         words = {int: f"a whole number of {least} or more", bool: "True or False", str: "a text", type(None): "None"}
-        ways = (words[kind] for kind in kinds)
+        ways = [words[kind] for kind in kinds]
     if not fits:
         raise ValueError(f"{name}={value!r} is not a value of a plan; use {' or '.join(ways)}")

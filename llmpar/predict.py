@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpar.config import ExpertConfig, ModelConfig
-from llmpar.notation import Layout, parse_layout, product, ring_bytes
+from llmpar.notation import AXES, Layout, parse_layout, product, ring_bytes
 from llmpar.plan import Plan
 from llmpar.schedule import slots, timetable
 
@@ -26,7 +26,7 @@ class Prediction:
 
 
 class Traffic(dict):
-    """(axes, kind) -> Prediction, by the arithmetic of `notation.ring_bytes`."""
+    """(axes, kind) -> Prediction. `add` does the ring arithmetic (`notation.ring_bytes`)."""
 
     def __init__(self, sizes: dict[str, int]):
         super().__init__()
@@ -103,12 +103,8 @@ def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, 
     traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
     _weights(traffic, config, plan, run)
     _activations(traffic, config, plan, batch_size, seq_len, run)
-    data = plan.varying("data")
-    traffic.add("all-reduce", data, FLOAT32)  # the number of tokens
-    traffic.add("all-reduce", plan.live("pp") + data, FLOAT32)  # the loss
-    norms = {tuple(sorted(plan.graded(dims).axes)) for dims, _ in config.param_shapes().values()}
-    for axes in norms:
-        traffic.add("all-reduce", axes, FLOAT32)
+    tally = config.num_layers * (config.experts.num + 2) if config.experts and not plan.pipeline else 0
+    traffic.add("all-reduce", plan.live(*AXES), FLOAT32 * (3 + tally))  # the loss, the tokens, the gradients' norm
     return traffic
 
 
@@ -197,9 +193,8 @@ def _experts(
     blocks, block = how.slots(tokens, rows * (plan.mesh.tp if plan.tp_sequence else 1), plan.mesh.ep)
     buffer = plan.mesh.ep * blocks * block * config.width * _ITEMSIZE[plan.dtype]
     forward = run.forward + run.again
-    ragged = plan.dispatch == "ragged"  # then this is the most that can be sent, and the transposes exchange their offsets
-    traffic.add("ragged-all-to-all" if ragged else "all-to-all", ep, buffer, 2 * (forward + run.backward))
-    traffic.add("all-to-all", ep, 4 * plan.mesh.ep, 4 * run.backward * ragged)
+    kind = "ragged-all-to-all" if plan.dispatch == "ragged" else "all-to-all"  # ragged: this is the most that can be sent
+    traffic.add(kind, ep, buffer, 2 * (forward + run.backward))
     traffic.add("all-gather", ep, plan.mesh.ep * how.num * FLOAT32, forward)
     cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
     if how.balance:
@@ -212,8 +207,6 @@ def _experts(
         traffic.add("all-reduce", tp, rows * FLOAT32, cells or run.loss)  # the rows' router losses
     else:
         traffic.add("all-reduce", tp, choices, run.backward)
-    if not plan.pipeline:
-        traffic.add("all-reduce", plan.varying("stream"), config.num_layers * (how.num + 2) * FLOAT32)
 
 
 def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, run: Runs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -184,19 +186,24 @@ def train(
             if checkpoints and checkpoints.due(number + 1, steps):
                 while waiting:
                     read()  # never keep what a bad step has spoiled
-                checkpoints.save(number + 1, step.to_natural(state), config)
+                natural = step.to_natural(state)
+                checkpoints.save(number + 1, natural, config)
+                state = step.from_natural(natural)
         while waiting:
             read()
     return step.to_natural(state), report
 
 
 def _place(step: Step, stream: Stream, number: int) -> dict:
-    """The step's batch on its devices; every process makes only the rows that its own devices hold."""
+    """The step's batch on its devices; every process makes only the rows that its own devices hold, and each of them once."""
     shape = stream.config.batch_size, stream.config.seq_len
-    if jax.process_count() == 1:
-        return jax.device_put(stream.batch(number), step.batch_sharding)
-    batch = stream.batch(number)
-    return {k: jax.make_array_from_callback(shape, step.batch_sharding, x.__getitem__) for k, x in batch.items()}
+    rows = functools.cache(lambda begin, end: stream.local_batch(number, slice(begin, end)))
+
+    def piece(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return rows(*index[0].indices(shape[0])[:2])[name][:, index[1]]
+
+    on_devices = functools.partial(jax.make_array_from_callback, shape, step.batch_sharding)
+    return {name: on_devices(functools.partial(piece, name)) for name in step.abstract_batch(*shape)}
 
 
 def _memory(mesh: Mesh) -> int:
