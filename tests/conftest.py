@@ -35,18 +35,18 @@ check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))
 install_import_hook("llmpar", "conftest.check_types")
 
 
-def pytest_addoption(parser):
-    group = parser.getgroup("random plans (test_random_plans.py)")
-    group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
-    group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
-    group.addoption("--plans-log", help="a JSON line per plan; plans that have passed there are not run again")
-
-
 def pytest_collection_modifyitems(items):
     """On an accelerator run what is marked for it; the other tests count on 8 simulated devices."""
     for item in items:
         if PLATFORM != "cpu" and not item.get_closest_marker("accelerator"):
             item.add_marker(pytest.mark.skip(reason="needs 8 simulated devices"))
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("random plans (test_random_plans.py)")
+    group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
+    group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
+    group.addoption("--plans-log", help="a JSON line per plan; plans that have passed there are not run again")
 
 
 @pytest.fixture
