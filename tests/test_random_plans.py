@@ -103,6 +103,7 @@ def draw_all(rng) -> dict:
         parts = product(asked[part] for part in parts)
         asked[cut] = -(-asked[cut] // parts) * parts if rng.random() < 0.9 else asked[cut]
     asked["num_heads"] = -(-asked["num_heads"] // asked["num_kv_heads"]) * asked["num_kv_heads"]
+    asked["head_width"] *= 1 + asked["head_width"] % 2
     return asked
 
 
@@ -164,6 +165,8 @@ def remedies(why: str, asked: dict) -> list[dict]:
         found += [{"ep": 1, axis: asked[axis] * asked["ep"]} for axis in m[1].split(", ")]
     if m := re.search(r"use a number of KV heads that divides (\d+)", why):
         found += [{"num_kv_heads": n} for n in range(1, int(m[1]) + 1) if int(m[1]) % n == 0]
+    if "use an even head width" in why:
+        found.append({"head_width": asked["head_width"] + 1})
     if "choose more groups" in why:
         found += [{"groups_chosen": asked["groups"]}]
     if m := re.search(r"choose from 1 to (\d+)", why):
@@ -328,9 +331,10 @@ def furthest(got: dict, want: dict) -> tuple[float, str]:
     return float(off[worst]), worst
 
 
-def compare(seed: int, asked: dict) -> dict:
-    """Run a choice and the oracle, and say how far apart they are: name -> (difference, allowed)."""
+def compare(seed: int, asked: dict, alone: bool = False) -> dict:
+    """Run a choice (or its model ``alone``, on one device) and the oracle, and say how far apart they are, by name."""
     config, plan = build(asked)
+    plan = Plan() if alone else plan
     rng, pieces = np.random.default_rng([seed, 1]), pieces_of(plan, asked["seq"])
     data, rule = batch_of(asked, rng), RULES[asked["rule"]]
     for _ in range(10):  # a choice between experts that rounding decides is no test
@@ -413,6 +417,9 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
     try:
         found = compare(plan_seed, asked)
         wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
+        if wrong and all(k != "sent" and v < 1e-4 for k, v in wrong.items()):  # an ill-conditioned model? ask one device
+            lonely = compare(plan_seed, asked, alone=True)
+            wrong = {k: v for k, v in wrong.items() if v > 3 * lonely[k]}
     except Exception as error:
         write(seed=plan_seed, ok=False, plan=text, why=f"{type(error).__name__}: {error}"[:2000])
         raise
