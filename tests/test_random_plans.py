@@ -267,13 +267,13 @@ def optimizer_of(rule: dict):
 
 
 @contextlib.contextmanager
-def as_on_accelerators(plan: Plan):
+def as_on_accelerators(plan: Plan, ragged=emulated_ragged_all_to_all):
     """CPUs lack the ragged all-to-all and cuDNN: the one is emulated, and XLA's own kernel stands in for the other. JAX writes
     both kernels with mixed dtypes."""
     plain = jax.nn.dot_product_attention
     instead = lambda *args, implementation, **more: plain(*args, implementation="xla", **more)
     with (
-        mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all),
+        mock.patch.object(jax.lax, "ragged_all_to_all", ragged),
         mock.patch.object(jax.nn, "dot_product_attention", instead),
         jax.numpy_dtype_promotion("strict" if plan.attention_kernel == "portable" else "standard"),
     ):
@@ -307,8 +307,8 @@ def run(config, plan, asked, data, weights, num_steps=2):
         traced = step.run.trace(*abstract)
         compiled = traced.lower().compile(oracle.CHEAP)
     if plan.dispatch == "ragged":  # what the emulation sends is not what is sent
-        jax.clear_caches()
-        traced = jax.jit(step._step).trace(*abstract)
+        with as_on_accelerators(plan, jax.lax.ragged_all_to_all):
+            traced = jax.jit(step._step).trace(*abstract)
     padded = arranged(nested(weights), np.minimum(step.layer_order, config.num_layers - 1))  # none is used where none should be
     natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
