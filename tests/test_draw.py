@@ -284,6 +284,40 @@ def test_a_layout_shows_what_it_draws_with():
     assert {"shard 0", "shard 3", "device 3", "d: fsdp 1", "m: tp 0"} <= set(words)
 
 
+def sides(scene):
+    """The cells of an arrow's picture (those that name a shard), before and after it."""
+    rects, texts = ([item for item in flatten(scene.items) if isinstance(item, kind)] for kind in (Rect, Text))
+    named = [t for t in texts if t.text.startswith("shard")]
+    cells = [r for r in rects if r.fill == "cell" and any(r.x < t.x < r.x + r.w and r.y < t.y < r.y + r.h for t in named)]
+    (((x, y), (x_end, _)),) = [line.points for line in flatten(scene.items) if isinstance(line, Line) and line.head]
+    first = [r for r in cells if (r.y < y if x == x_end else r.x < x)]
+    return first, [r for r in cells if r not in first]
+
+
+ARROWS = ("s d +tp -> s/tp d", "s/tp d -> s d", "s/tp d -> s d/tp", "s d/tp -> s/tp d/dp", "s d -> s d")
+
+
+@pytest.mark.parametrize("text", ARROWS)
+def test_an_arrow_draws_both_sides_to_one_scale(text):
+    whole = []
+    for cells in sides(draw.arrow(text, (4096, 4096), "dp=2 tp=4", 2)):
+        left, top, right, bottom = zip(*(cell.box for cell in cells), strict=True)
+        whole.append((max(right) - min(left), max(bottom) - min(top)))
+    assert whole[0] == pytest.approx(whole[1])
+
+
+def test_an_unfinished_sum_has_a_sheet_for_each_addend():
+    def words(*args):
+        return [t.text for t in flatten(draw.layout(*args).items) if isinstance(t, Text)]
+
+    drawn = words("s d +tp", (64, 64), "dp=2 tp=4")
+    assert [w for w in drawn if w.startswith("+")] == ["+ tp 3", "+ tp 2", "+ tp 1"]
+    assert "devices 0 4" in drawn, "the front sheet is what the devices with tp 0 hold, not one thing that all hold"
+    assert sum(w.startswith("+") for w in words("s d +dp", (64, 64), "dp=64")) == 4
+    assert [w for w in words("s d +dp +fsdp", (64, 64), "dp=2 fsdp=2") if w.startswith("+")][0] == "+ dp 1 fsdp 1"
+    assert not [w for w in words("s d +tp", (64, 64), "dp=8") + words("s/tp d", (64, 64), "tp=4") if w.startswith("+")]
+
+
 def test_arrows_send_what_the_ledger_says():
     sizes = parse_mesh("dp=2 fsdp=2 tp=4").sizes
     texts = ("d/fsdp m -> d m", "d m +tp -> d m/tp", "d m +tp -> d m", "d/tp m -> d m/tp", "d m +dp +fsdp -> d m")
