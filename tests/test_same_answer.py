@@ -157,16 +157,18 @@ def with_reading(reading):
 class MeanOfMeans(Step):
     """Each device divides by its own number of targets, and the results are averaged."""
 
-    def _loss(self, par, params, batch, total):
+    def _loss(self, par, params, batch):
+        loss, tally = super()._loss(par, params, batch)
         mine = jnp.maximum((batch["targets"] >= 0).sum().astype(jnp.float32), 1.0)
-        return super()._loss(par, params, batch, mine * float(self.plan.mesh.dp * self.plan.mesh.fsdp))
+        return loss / mine * jax.lax.pmean(mine, ("dp", "fsdp")), tally
 
 
 class LocalNorm(Step):
     """The global norm leaves the sum over shards out."""
 
-    def _norm(self, par, grads):
-        return jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    def _sums(self, par, values):
+        loss, count, _, tally = super()._sums(par, values)
+        return loss, count, values[2], tally
 
 
 class LocalGradients(Step):
