@@ -218,8 +218,8 @@ def test_a_program_that_sends_more_is_noticed():
     """The planted fault of this file: one all-reduce too many."""
 
     class Chatty(Step):
-        def _norm(self, par, grads):
-            return super()._norm(par, jax.tree.map(lambda g: g + 0 * jax.lax.pmean(g, "dp"), grads))
+        def _reduce(self, par, grads):
+            return jax.tree.map(lambda g: g + 0 * jax.lax.pmean(g, "dp"), super()._reduce(par, grads))
 
     plan = Plan("dp=2 fsdp=4")
     step = Chatty(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))

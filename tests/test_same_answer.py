@@ -199,6 +199,7 @@ FAULTS = {  # and by what each is caught: the parity check, shard_map's varying-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     step_class, error, message = FAULTS[fault]
+    assert all(hasattr(Step, method) for method in vars(step_class) if method[:2] != "__"), "it replaces something"
     with pytest.raises(error, match=message):
         assert_same(LLAMA, Plan(MIXED), step_class=step_class)
 
