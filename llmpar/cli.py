@@ -6,6 +6,7 @@ document on stdout and everything else on stderr.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -207,7 +208,10 @@ class Lab:
         if not pathlib.Path(self.folder).is_dir():
             raise ValueError(f"there is no folder '{self.folder}' here; run this from the project's root, or give --folder")
         command = [sys.executable, "-m", "jupyter", "lab", self.folder, f"--port={self.port}", "--ip=127.0.0.1"]
-        subprocess.run(command + ([] if self.browser else ["--no-browser"]), check=True)
+        # static/labconfig lets a saved notebook keep its widgets, which reopen without a kernel
+        config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(pathlib.Path(__file__).parent / "static")]
+        env = os.environ | {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
+        subprocess.run(command + ([] if self.browser else ["--no-browser"]), check=True, env=env)
 
 
 COMMANDS = {

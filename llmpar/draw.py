@@ -135,16 +135,24 @@ def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_
 
 
 def cells(place: dict, number, device: int, word: str, color: str) -> list:
-    """Devices where `grid.places` puts them; those with the same ``number`` as the chosen ``device`` are filled."""
-    w, h = place["w"], place["h"]
+    """Devices where `grid.places` puts them; those with the same ``number`` as the chosen ``device`` are filled, and of cells
+    that stand for several those that hold such a device."""
+    w, h, per = place["w"], place["h"], place["block"]
+    lit = {d // per for d, n in enumerate(number) if n == number[device] is not None}
     items: list = [Rect(x, y, fw, fh, "", "ink", 1.5, "", 3, True) for x, y, fw, fh in place["frames"]]
     for i, (x, y) in enumerate(place["cells"]):
-        d = i * place["block"]
-        fill, here = color if number[d] == number[device] else "cell", d <= device < d + place["block"]
+        d = i * per
+        fill, here = color if i in lit else "cell", i == device // per
         items.append(Rect(x, y, w, h, fill, "ink" if here else "edge", 3 if here else 1, radius=3))
         items.append(Text(x + w / 2, y + (15 if h > 30 else h / 2), str(d), SMALL, "middle", on(fill), here))
-        items += [small(x + w / 2, y + 30, f"{word} {number[d]}", fill="soft" if fill == "cell" else on(fill))] * (h > 30)
+        label = small(x + w / 2, y + 30, f"{word} {number[d]}", fill="soft" if fill == "cell" else on(fill))
+        items += [label] * (h > 30 and per == 1 and number[d] is not None)
     return items
+
+
+def arrows(lanes) -> list:
+    """Arrows that can be seen on any fill: all of their paper below all of their ink."""
+    return [Line(points, stroke, width, head=True) for stroke, width in (("paper", 4.5), ("ink", 1.5)) for points in lanes]
 
 
 def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:

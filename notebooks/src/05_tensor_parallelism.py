@@ -327,10 +327,10 @@ for path, (dims, _) in LLAMA.param_shapes().items():
     print(f"  {path:<28} {dims:<20} -> {llamas['tp'][0].plan.stored(dims)}")
 
 # %%
-tables = {}
+tables, moved = {}, {}
 for name, (step, lowered, _, _, _) in llamas.items():
     predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)
-    census = hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)
+    moved[name] = census = hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)
     tables[name] = hlo.census_table(census)
     assert tables[name] == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
     assert sum(c.count for c in census if c.shape == (BATCH, SEQ)) == len(loss_census)  # the loss: as by hand
@@ -360,7 +360,7 @@ else:
     print("one device sends nothing, so there is nothing to draw")
 
 # %% [markdown]
-# **One block** is the difference between a model of 3 layers and one of 2. The ledger of the Manual reading says which arrow each
+# **One block** is the difference between a model of 3 layers and one of 2. The census says which arrow each
 # collective came from.
 
 
@@ -383,9 +383,9 @@ assert sum(sent for _, sent in plain.values()) == 4 * cost.tp_elements(BATCH, SE
 print("one block, plain:        ", "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in plain.items()) or "nothing")
 print("one block, with sequence:", "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in sequence.items()) or "nothing")
 print("communication: each all-reduce became a reduce-scatter and an all-gather; the bytes on the wire are equal")
-for entry in llamas["tp + sequence"][0].ledger:
-    if entry.times == LLAMA.num_layers:
-        print(f"  ×{entry.times} {entry.kind:<15} {entry.arrow}")
+for c in moved["tp + sequence"]:
+    if c.count == LLAMA.num_layers:
+        print(f"  ×{c.count} {c.kind:<15} {c.arrow}")
 
 # %% [markdown]
 # ## What sequence parallelism buys: 10 + 24/t becomes 34/t
