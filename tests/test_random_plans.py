@@ -308,7 +308,7 @@ def run(config, plan, asked, data, weights, num_steps=2):
         compiled = traced.lower().compile(oracle.CHEAP)
     if plan.dispatch == "ragged":  # what the emulation sends is not what is sent
         with as_on_accelerators(plan, jax.lax.ragged_all_to_all):
-            traced = jax.jit(step._step).trace(*abstract)
+            traced = step_of(config, plan, step.optimizer, step.clip).run.trace(*abstract)
     padded = arranged(nested(weights), np.minimum(step.layer_order, config.num_layers - 1))  # none is used where none should be
     natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
