@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from parity import BATCH, MOE, SEQ, assert_same, batch, cheap_jit, emulated_ragged_all_to_all, every_expert, name, weights
-from test_census import compare_every_stage, compare_with_hlo, predicted, table
+from test_census import compare_every_stage, compare_every_traced_stage, compare_with_hlo, predicted, table
 
 from llmpar import hlo, moe
 from llmpar.config import ExpertConfig, preset
@@ -372,6 +372,11 @@ def test_experts_in_a_pipeline_give_the_dense_loss_and_gradients(plan):
 @pytest.mark.parametrize("plan", [*PIPED, Plan("pp=2 sp=2 ep=2", sequence="ulysses", schedule="zb-h1", microbatches=2)])
 def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
     compare_every_stage(MOE, plan)
+
+
+def test_the_balance_of_rows_that_are_cut_is_counted_in_a_pipeline():
+    """Tokens per expert are summed over sp where the routers' losses are made: in B, not in F."""
+    compare_every_traced_stage(MOE, Plan("pp=2 sp=2", sequence="ulysses", microbatches=2))
 
 
 def test_the_bias_follows_the_load_and_balances_it():
