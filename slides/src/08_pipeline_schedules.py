@@ -201,7 +201,7 @@ for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
     for stage in range(4):
         rows = hlo.census_table(hlo.census_jaxpr(traced, {"pp": 4}, pipeline.taken(plan.pipeline, LLAMA.num_layers, stage)))
         predicted = predict.collectives(LLAMA, plan, 16, 16, stage)
-        assert rows == {key: dataclasses.asdict(row) for key, row in predicted.items()}
+        assert rows == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
     sent = rows["pp", "collective-permute"]
     held = slots(order).num_saved.tolist()
     lines.append(f"| {name} | {len(order.ticks)} | {sent['count']} | {sent['bytes_sent'] / 2**10:.0f} KiB | {', '.join(map(str, held))} |")
