@@ -6,6 +6,7 @@ import collections
 import contextlib
 import math
 import os
+import re
 
 import jax
 import numpy as np
@@ -45,12 +46,15 @@ def use_devices(simulated: int = 8) -> list[jax.Device]:
 @contextlib.contextmanager
 def _enough_threads(simulated: int):
     """While JAX starts, ask XLA for `THREADS_PER_DEVICE` threads per simulated device, unless the user has asked for some.
+    ``simulated`` counts if the environment asks for no other number of devices.
 
     All simulated devices share one pool, by default of as many threads as there are devices or cores. A collective blocks a
     thread until its whole group has come, so two collectives that no data orders can take every thread, each waiting for
     one that finds none. XLA reads the pool's size from the environment once, when its CPU client starts.
     """
-    asked = {name: str(THREADS_PER_DEVICE * simulated) for name in POOL_SIZE if name not in os.environ}
+    told = re.findall(rf"{_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    devices = int(told[-1] if told else os.environ.get("JAX_NUM_CPU_DEVICES", simulated))
+    asked = {name: str(THREADS_PER_DEVICE * devices) for name in POOL_SIZE if name not in os.environ}
     os.environ.update(asked)
     try:
         yield

@@ -1,13 +1,15 @@
 """One model text, three readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's partitioner.
 
-The model calls six methods and never names a mesh axis:
+The model calls these methods and never names a mesh axis:
 
     par.weight(p)          a parameter, as it is needed for computing
     par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
     par.max(x, arrow)      the same for a maximum, through which no gradient flows
-    par.index(layout)      which block of a dim this device holds
-    par.local(f, …)        an island: code that works on one device's blocks and talks to the others by itself
+    par.index(layout)      which block of a dim this device holds; par.parts(layout): of how many
     par.layers(f, x, ws)   a stack of blocks
+    par.chunked(f, xs, n)  pieces of a sequence, one after the other
+    par.local(f, …)        an island: code that works on one device's blocks and talks to the others by itself, with the
+                           arrows of par.explicit, over the axes that par.axes(layout) names
 
 In `Manual` every arrow becomes the named collective, in a scope that carries its text into the compiled program: a census
 of that program (`hlo`) is the record of what moves, and says for which line of the model. Autodiff writes the backward

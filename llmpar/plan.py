@@ -325,7 +325,7 @@ class Plan:
             )
         for field, value in {"reading": "manual", "reduce": "end"}.items():
             if getattr(self, field) != value:
-                raise ValueError(f"{field}={getattr(self, field)!r} does not go with {name}; use {field}={value!r}")
+                raise ValueError(f"{field}={getattr(self, field)!r} does not go with pp={self.mesh.pp}; use {field}={value!r}")
         if self.mesh.sp > 1 and self.sequence == "ring":
             why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
             raise ValueError(f"sequence='ring' does not go with {name}: {why}; use sequence='ulysses' or 'gather'")

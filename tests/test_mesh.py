@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from llmpar.mesh import abstract_mesh, groups, make_mesh, ordered_devices, shard_bytes, sharding, spec, use_devices
+from llmpar.mesh import POOL_SIZE, abstract_mesh, groups, make_mesh, ordered_devices, shard_bytes, sharding, spec, use_devices
 from llmpar.notation import AXES, DIMS, Dim, Layout, MeshShape, parse_layout, product
 
 ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) if product(sizes) <= 8]
@@ -21,7 +21,7 @@ ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) 
 
 def in_a_fresh_process(code: str, **variables: str) -> subprocess.CompletedProcess:
     """Run Python code without what conftest told JAX."""
-    told = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    told = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", *POOL_SIZE)
     environment = {k: v for k, v in os.environ.items() if k not in told} | {"JAX_PLATFORMS": "cpu"} | variables
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
@@ -47,6 +47,29 @@ def test_too_late_is_refused_and_the_advice_works():
     name, _, flag = refused.stderr.strip().rpartition("or set ")[2].partition("=")
     heeded = in_a_fresh_process(late, **{name: flag})
     assert heeded.stdout.strip() == "8", heeded.stderr
+
+
+MANY_STEPS = """
+import os
+from llmpar.mesh import make_mesh, use_devices
+devices = len(use_devices(8))
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+mesh = make_mesh("dp=8")
+x, w = (jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec)) for spec in (P("dp"), P()))
+step = jax.jit(lambda w: w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w), out_shardings=w.sharding)
+for _ in range(1000):
+    w = step(w)
+print(devices, float(w.sum()) < 64, *(name for name in ("NPROC", "PJRT_NPROC") if name in os.environ))
+"""
+
+
+@pytest.mark.parametrize("variables", [{}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=9"}], ids=["ours", "theirs"])
+def test_a_thousand_steps_that_nobody_waits_for_do_not_deadlock(variables):
+    """With XLA's own pool of a thread per device, JAX 0.10.2 aborts here: every thread waits in a collective for one that no
+    thread is left to run. What asks for more is gone from the environment again."""
+    done = in_a_fresh_process(MANY_STEPS, **variables)
+    assert done.stdout.split() == [str(9 if variables else 8), "True"], done.stderr[-2000:]
 
 
 def test_here_there_are_eight():
