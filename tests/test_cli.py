@@ -148,7 +148,7 @@ def test_doctor_says_what_is_here(document, call):
 def test_doctor_names_the_extra_of_what_is_missing(document, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = document("doctor")
-    assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf", "starlette": "serve", "ray": "ray", "mpi4py": "mpi"}
+    assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf"}
 
 
 TINY_STEP = ("--batch-size", "8", "--seq-len", "16")
@@ -270,7 +270,7 @@ BOTH = [("train",), ("inspect",)]
             "batch 12 is not a multiple of dp·fsdp·ep = 8; use 8 or 16, or make dp·fsdp·ep one of 1, 2, 3, 4, 6, 12",
         ),
         (
-            ("--mesh", "tp=8", "num_attention_heads=12", "num_key_value_heads=4"),
+            ("--mesh", "tp=8", "num_attention_heads=12", "num_key_value_heads=4", "head_dim=4"),
             "heads 12 is not a multiple of tp = 8; use 8 or 16, or make tp one of 1, 2, 4",
         ),
         (
@@ -291,7 +291,8 @@ BOTH = [("train",), ("inspect",)]
         (("--mesh-dim", "1,64,4,1"), "mesh '1,64,4,1' needs 256 devices but 8 are present; try '"),
         (("--mesh-dim", "8"), "1 unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp)"),
         (("--devices", "9"), "9 simulated devices were asked for but JAX has started with 8"),
-        (("--devices", "0"), "0 simulated devices were asked for; use 1 or more"),
+        (("--devices", "0"), "0 simulated devices were asked for; use 1 to 1024"),
+        (("--devices", "100000"), "100000 simulated devices were asked for; use 1 to 1024"),
         (("model_type=gpt2",), "model_type 'gpt2' in '"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
@@ -358,7 +359,7 @@ def test_a_tokenizer_that_is_not_there_is_refused(refusal, model, tmp_path):
         (("--learning-rate", "-1"), "learning rate -1.0, clip 1.0: both must be positive numbers"),
         (("--clip", "0"), "clip 0.0: both must be positive numbers"),
         (("--warmup", "-1"), "use 0 or more"),
-        (("--seed", "-1"), "seed is -1; use 0 or more"),
+        (("--seed", "-1"), "seed is -1; use 0 to 4294967295"),
         (("--every", "0", "--checkpoints", "kept"), "checkpoints every 0 steps, 2 kept: both must be at least 1"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",

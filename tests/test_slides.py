@@ -10,9 +10,8 @@ from pathlib import Path
 
 import jupytext
 import pytest
-import tyro
 
-from llmpar.cli import COMMANDS
+from llmpar.tools import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("slides_build", ROOT / "slides" / "build.py")
@@ -147,7 +146,7 @@ def test_the_commands_on_slides_are_understood():
     written = re.findall(r"<code>llmpar (.*?)</code>", "".join(slide["said"] for slide in SLIDES))
     assert len(written) > 5
     for command in written:
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, args=shlex.split(command))
+        parse(shlex.split(command))
 
 
 def test_every_slide_has_a_figure_or_a_table(deck):
