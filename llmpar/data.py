@@ -76,7 +76,8 @@ def find_files(patterns: Sequence[str]) -> list[str]:
         matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
         matches = sorted(f for f in matches if not os.path.isdir(f))
         if special := [f for f in matches if not os.path.isfile(f)]:
-            raise ValueError(f"data '{special[0]}' is no file but a pipe or a device; write what comes from it to a file first")
+            what = f"data '{special[0]}' is no ordinary file (a pipe, a device, a broken link)"
+            raise ValueError(f"{what}; write what comes from it to a file first")
         if not matches:
             asked = f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file"
             raise ValueError(f"{asked}; give a file or a glob such as 'texts/**/*.txt'")
@@ -121,9 +122,10 @@ def read_documents(file: str, limit_bytes: int | None = None) -> Iterator[str]:
             document = json.loads(line)["text"]
             document.encode()  # fails for what is no string, and for half of a surrogate pair
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            own = {UnicodeEncodeError: "half of a surrogate pair", RecursionError: "nested too deeply"}
             raise ValueError(
                 f"data file '{file}', line {number}, is no JSON object with a string under \"text\" "
-                f'({type(error).__name__}: {error}); each line must look like {{"text": "…"}}'
+                f'({own.get(type(error)) or f"{type(error).__name__}: {error}"}); each line must look like {{"text": "…"}}'
             ) from None
         yield document
 

@@ -215,7 +215,8 @@ def _files(source: pathlib.Path) -> list[pathlib.Path]:
         if outside := [name for name in names if name != pathlib.PurePath(name).name]:
             raise ValueError(f"it names '{outside[0]}', which is no file of that folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"'{source}' has neither {whole.name} nor a readable {index.name} ({error!r})") from error
+        why = "nested too deeply" if isinstance(error, RecursionError) else repr(error)
+        raise ValueError(f"'{source}' has neither {whole.name} nor a readable {index.name} ({why})") from error
     return [source / name for name in names]
 
 

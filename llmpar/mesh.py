@@ -38,7 +38,8 @@ def use_devices(simulated: int = 8) -> list[jax.Device]:
             told = os.environ.get("JAX_PLATFORMS", "")
             where = f"JAX_PLATFORMS={told}" if told else "the platform of this machine"
             why = str(error).partition("\n")[0][:200] or "there is no such device"
-            raise ValueError(f"JAX cannot start on {where}: {why}; unset JAX_PLATFORMS, or run `llmpar doctor`") from error
+            what = "unset JAX_PLATFORMS, or install the JAX for it: llmpar[cuda13], llmpar[tpu]"
+            raise ValueError(f"JAX cannot start on {where}: {why}; {what}") from error
     if devices[0].platform == "cpu" and len(devices) < simulated:
         raise ValueError(
             f"{simulated} simulated devices were asked for but JAX has started with {len(devices)}, and the number is fixed "

@@ -126,6 +126,7 @@ class Generate:
             say("no --checkpoints: the weights are random, and so will be the text")
             cut = jax.tree.map(lambda x: x.sharding, abstract)
             params = jax.jit(lambda: init_params(config, self.seed), out_shardings=cut)()
+        say("compiling …")
         decoder = Decoder(config, plan, mesh, params, 1, length)
         tokens = [int(row[0]) for row in generate(decoder, prompt, self.tokens, self.temperature, self.seed)]
         text = tokenizer.decode(tokens)
