@@ -53,13 +53,15 @@ def explain(error: Exception) -> str:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
     refused = isinstance(error, ValueError) and (not frames or frames[-1][0].startswith(here))
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
     if refused or isinstance(error, OSError | FloatingPointError):
         return str(error)
     said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
     if "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
         return f"the memory of a device is full ({said}); use a smaller model or batch, more microbatches, or --remat block"
     ours = [f"{file.removeprefix(here)}:{line}" for file, line in frames if file.startswith(here)][-1:]
-    return f"this is a fault of llmpar, at {''.join(ours) or 'its door'}: {said}; LLMPAR_TRACEBACK=1 shows the stack"
+    return f"this is a fault of llmpar, at {''.join(ours)}: {said}; LLMPAR_TRACEBACK=1 shows the stack"
 
 
 def _fail(sentence: str, status: int, error: Exception | None = None) -> int:

@@ -75,8 +75,8 @@ def find_files(patterns: Sequence[str]) -> list[str]:
             raise ValueError(f"data '{pattern}' is a folder; name its files: '{os.path.join(pattern, '**', '*.txt')}'")
         matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
         matches = sorted(f for f in matches if not os.path.isdir(f))
-        if special := [f for f in matches if not os.path.isfile(f)]:
-            what = f"data '{special[0]}' is no ordinary file (a pipe, a device, a broken link)"
+        if special := [f for f in matches if os.path.exists(f) and not os.path.isfile(f)]:
+            what = f"data '{special[0]}' is no ordinary file but a pipe or a device"
             raise ValueError(f"{what}; write what comes from it to a file first")
         if not matches:
             asked = f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file"
@@ -175,7 +175,7 @@ class FileTokenizer:
         starts += [vocab[name] for name in names if name in vocab]
         if not starts:
             lacks = f"tokenizer '{file}' lacks {', '.join(names)}"
-            raise ValueError(f"{lacks}; name a token that it has: start_token, --start-token")
+            raise ValueError(f"{lacks}; name a token it has as start_token (--start-token)")
         self.hub.encode_special_tokens = True
         self.name, self.start_id, self.vocab_size = path, starts[0], max(vocab.values()) + 1  # ids may have gaps
         with open(file, "rb") as opened:
@@ -254,7 +254,7 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     if not config.data and not any(f.endswith(".py") for f in files):
         source += ", which comes without its sources here,"
     limit = config.limit_bytes or (1 << 62 if config.data else LIBRARY_LIMIT_BYTES)
-    need = MEMORY_PER_BYTE * min(limit, sum(map(os.path.getsize, files)))
+    need = MEMORY_PER_BYTE * min(limit, sum(os.path.getsize(f) for f in files if os.path.exists(f)))
     if 0 < (memory := host_bytes()) < need:
         gib = f"{need / 2**30:,.1f} GiB of memory ({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
         here = f"this machine has {memory / 2**30:,.1f} GiB; use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -144,12 +144,12 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature {temperature} is negative or no number; use 0 for the likeliest token, or more")
 
 
-def generate(decoder: Decoder, prompt, num_tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[np.ndarray]:
-    """Yield ``num_tokens`` times the next token of each row, ``b``, after a prompt ``b s``: the likeliest at temperature 0,
-    else drawn from the softmax of logits over ``temperature``, each time anew."""
+def generate(decoder: Callable, prompt, num_tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[np.ndarray]:
+    """Yield ``num_tokens`` times the next token of each row, ``b``, after a prompt ``b s``, by a `Decoder`: the likeliest at
+    temperature 0, else drawn from the softmax of logits over ``temperature``, each time anew."""
     check_temperature(temperature)
-    if len({len(row) for row in prompt}) != 1 or num_tokens < 1:
-        lengths = [len(row) for row in prompt]
+    lengths = [len(row) for row in prompt]
+    if len(set(lengths)) != 1 or min(lengths[0], num_tokens) < 1:
         raise ValueError(f"rows of {lengths} tokens, {num_tokens} to add: use rows of one length, and 1 token or more")
     tokens, keys = jnp.asarray(prompt, jnp.int32), jax.random.split(jax.random.key(seed), num_tokens)
     for i in range(num_tokens):

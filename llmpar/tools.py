@@ -94,6 +94,8 @@ class Generate:
         """Restore the weights, take the prompt in, add tokens, and print."""
         if self.tokens < 1 or not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"{self.tokens} tokens with seed {self.seed}: use 1 or more, and a seed from 0 to {MAX_SEED}")
+        if any("\ud800" <= x <= "\udfff" for x in self.prompt):
+            raise ValueError("the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8")
         import jax
 
         from llmpar import data

@@ -146,10 +146,10 @@ def train(
         raise ValueError(f"evaluation every {eval_every} steps of {eval_batches} batches: use 0 (never) or more, and 1 or more")
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
-    step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
     made = made_of(stream, steps, options, seed) if checkpoints else None
     working = checkpoints is not None and (checkpoints.latest or 0) < steps and jax.process_index() == 0
     with checkpoints.writing() if checkpoints and working else contextlib.nullcontext(), _opened(log) as lines:
+        step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
         state = checkpoints.restore(step.abstract_natural, config, made, anyway, tell) if checkpoints else None
         resumed = state is not None
         state = step.init(seed) if state is None else step.from_natural(state)
@@ -200,10 +200,12 @@ def train(
         for number in range(report.start, steps):
             state, metrics = step.run(state, _place(step, stream, number))
             waiting.append((number, metrics))
+            while len(waiting) > lag:
+                read()
             done, stopped = number + 1, stop()
             evaluates = held_out is not None and eval_every and (done % eval_every == 0 or done == steps)
             saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
-            while len(waiting) > (0 if evaluates or saves else lag):
+            while waiting and (evaluates or saves):
                 read()  # never keep what a bad step has spoiled
             if held_out and evaluates:
                 report.eval_losses.append((done, _evaluate(step, state, held_out, eval_batches)))

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -108,7 +109,7 @@ class Fixed:
     """A decoder that always says the same logits."""
 
     def __init__(self, logits):
-        self.logits = np.asarray(logits, np.float32)
+        self.logits = jnp.asarray(logits, jnp.float32)
 
     def __call__(self, tokens):
         return self.logits
