@@ -7,7 +7,6 @@ Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 130 
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
@@ -71,6 +70,8 @@ def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
 
         traceback.print_exception(error)
     elif sys.unraisablehook is sys.__unraisablehook__:
+        import logging
+
         sys.unraisablehook = lambda _: None
         logging.getLogger("asyncio").setLevel(logging.CRITICAL + 1)
     if sentence:
