@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from llmpar.par import vary, varying
+from llmpar.par import scope, vary, varying
 
 Q = Float[Array, "b s k r h"]
 KV = Float[Array, "b t k h"]
@@ -351,7 +351,8 @@ def _ring_size(how):
 
 def _hop(how, held):
     n = _ring_size(how)
-    return jax.tree.map(lambda x: lax.ppermute(x, how.axis, [(i, (i + 1) % n) for i in range(n)]), held)
+    with scope("keys b t -> the next rank"):
+        return jax.tree.map(lambda x: lax.ppermute(x, how.axis, [(i, (i + 1) % n) for i in range(n)]), held)
 
 
 def _after(known, held):

@@ -34,14 +34,21 @@ File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
 
+def speaks() -> bool:
+    """Whether this process prints and draws: the first of those that work together. (Without looking for devices.)"""
+    jax = sys.modules.get("jax")
+    return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
 def say(*words) -> None:
     """Print for people, on stderr."""
-    print(*words, file=sys.stderr, flush=True)
+    if speaks():
+        print(*words, file=sys.stderr, flush=True)
 
 
 def emit(document: dict, as_json: bool) -> None:
     """Print the document on stdout if it was asked for."""
-    if as_json:
+    if as_json and speaks():
         print(json.dumps(document))
 
 
@@ -267,11 +274,11 @@ class Train:
                 anyway=self.anyway, held_out=held_out, eval_every=self.text.eval_every, eval_batches=self.text.eval_batches,
                 tell=say, stop=lambda: stopper.number > 0,
             )  # fmt: skip
-        if (done := report.start + len(report.losses)) < self.steps:
+        if stopper.number and (done := report.start + len(report.losses)) < self.steps:
             kept = f"kept in {self.checkpoints}: the same command goes on from there" if keep else "nothing was kept"
             say(f"llmpar: stopped after step {done}; {kept}")
             raise SystemExit(128 + stopper.number)
-        if self.plot and report.losses:
+        if self.plot and report.losses and speaks():
             from llmpar import draw
 
             draw.loss_curve(report.losses).save(self.plot)
@@ -314,12 +321,12 @@ class Inspect:
         config, plan = self.step.resolve()
         say(f"compiling a step of {config.name} on {plan.mesh} …")
         document = inspect(config, plan, self.step.batch_size, self.step.seq_len)
-        if self.svg:
+        if self.svg and speaks():
             from llmpar import draw
 
             draw.collectives(document["collectives"]).save(self.svg)
             say(f"drew the bytes into {self.svg}")
-        if not self.json:
+        if not self.json and speaks():
             for table in tables(document):
                 rich.print(table)
         emit(document, self.json)
@@ -355,7 +362,7 @@ class Stopper:
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[int, str], None]]:
     """Give a function that shows a step and words: on a bar in a terminal, else as a line every `LINE_S` seconds."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and speaks():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from llmpar.hardware import Chip
+from llmpar.notation import ring_share
 
 
 def zero_bytes(params, devices, stage, param_bytes=2, grad_bytes=2, optim_bytes=12):
@@ -142,8 +143,7 @@ def sent_bytes(kind, message_bytes, group):
     The message is the gathered result, the unreduced input, the reduced buffer, or (all-to-all, permute) the local one.
     """
     assert kind in KINDS, kind
-    lap = (group - 1) / group
-    return message_bytes * {"all-reduce": 2 * lap, "permute": float(group > 1)}.get(kind, lap)
+    return message_bytes * float(ring_share(kind, group))
 
 
 def sent_bytes_of_result(kind, result_bytes, group):

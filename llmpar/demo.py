@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+import jax
+
 from llmpar import draw
 from llmpar.commands import Inspect, StepOptions, Train, say
 from llmpar.mesh import use_devices
@@ -22,9 +24,10 @@ def demonstrate(out: str, steps: int) -> dict:
     present = len(use_devices(8))
     mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"
     options = StepOptions(mesh=mesh)
-    many = Train(step=options, steps=steps, log=str(folder / "log.jsonl")).run()
-    read = Inspect(step=options, svg=str(folder / "bytes.svg")).run()
-    one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=steps).run()
+    with jax.default_matmul_precision("highest"):  # float32 as such: accelerators' products are shorter by default
+        many = Train(step=options, steps=steps, log=str(folder / "log.jsonl")).run()
+        read = Inspect(step=options, svg=str(folder / "bytes.svg")).run()
+        one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=steps).run()
     draw.mesh(parse_mesh(mesh)).save(folder / "mesh.png")
     draw.loss_curve(many["losses"], reference=one["losses"]).save(folder / "loss.png")
     gap = max(abs(a - b) for a, b in zip(many["losses"], one["losses"], strict=True))

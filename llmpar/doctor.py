@@ -38,6 +38,9 @@ def examine(simulated: int = 8) -> dict:
             f"taken for a {chip.name}: {chip.flops_per_s / 1e12:.0f} TFLOP/s in bf16, {chip.link} links"
             + (f", {memory / 2**30:.1f} GiB usable memory" if memory else "")
         )
+        if chip.memory_share < 1 and hardware.asked_memory_share() is None:
+            name = hardware.MEMORY_SHARES[0]
+            lines.append(f"JAX takes {chip.memory_share:.0%} of a GPU's memory; alone on it, set {name}=.95")
     elif not fake:
         lines.append(f"'{first.device_kind}' is not in the table of chips; give plan and train a TOML row")
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]

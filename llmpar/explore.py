@@ -78,9 +78,9 @@ def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
 
 
 def make_plan(state: dict, mesh) -> Plan:
-    """The state's plan on a mesh; it computes in bfloat16."""
+    """The state's plan on a mesh; it computes in bfloat16. Controls that decide nothing there are left out."""
     given = {name: state[name] for name in ("zero", "tp_sequence", "remat", "microbatches", "schedule", "sequence")}
-    return Plan(mesh, dtype="bfloat16", **given)
+    return Plan(mesh, dtype="bfloat16", **given).effective(preset(state["model"]))
 
 
 def mode(state: dict) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,7 @@ class Decoder:
         self.plan = plan = self.check(config, plan, batch_size, length)
         slots = -(-length // plan.mesh.sp) * plan.mesh.sp
         shape = (config.num_layers, batch_size, slots, config.num_kv_heads, config.head_width)
+        self.everywhere = sharding(mesh, Layout(()))
         cut, rows = plan.place(CACHE), plan.place("data b s")
         zeros = jax.jit(lambda: jnp.zeros(shape, plan.dtype), out_shardings=sharding(mesh, cut))
         self.cache = zeros(), zeros()
@@ -144,7 +145,7 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature {temperature} is negative or no number; use 0 for the likeliest token, or more")
 
 
-def generate(decoder: Callable, prompt, num_tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[np.ndarray]:
+def generate(decoder: Decoder, prompt, num_tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[np.ndarray]:
     """Yield ``num_tokens`` times the next token of each row, ``b``, after a prompt ``b s``, by a `Decoder`: the likeliest at
     temperature 0, else drawn from the softmax of logits over ``temperature``, each time anew."""
     check_temperature(temperature)
@@ -152,14 +153,15 @@ def generate(decoder: Callable, prompt, num_tokens: int, temperature: float = 0.
     if len(set(lengths)) != 1 or min(lengths[0], num_tokens) < 1:
         raise ValueError(f"rows of {lengths} tokens, {num_tokens} to add: use rows of one length, and 1 token or more")
     tokens, keys = jnp.asarray(prompt, jnp.int32), jax.random.split(jax.random.key(seed), num_tokens)
+
+    def draw(key, logits):
+        if not temperature:
+            return logits.argmax(-1)
+        logits = logits - logits.max(-1, keepdims=True)  # a low temperature then sends all but the likeliest to -inf
+        return jax.random.categorical(key, jnp.where(logits == 0, 0, logits / temperature))
+
+    choose = jax.jit(draw, out_shardings=decoder.everywhere)  # rows may be cut over hosts, and each host wants them all
     for i in range(num_tokens):
-        chosen = _choose(decoder(tokens), temperature, keys[i])
+        chosen = choose(keys[i], decoder(tokens))
         tokens = chosen[:, None].astype(jnp.int32)
         yield np.asarray(chosen)
-
-
-def _choose(logits, temperature: float, key):
-    if not temperature:
-        return logits.argmax(-1)
-    logits = logits - logits.max(-1, keepdims=True)  # then a low temperature sends all but the likeliest to -inf, none to inf
-    return jax.random.categorical(key, jnp.where(logits == 0, 0, logits / temperature))

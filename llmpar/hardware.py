@@ -3,7 +3,8 @@
 A row describes one *chip* as its maker does; `Chip.per_device` divides it by the JAX devices that the chip shows as.
 Rates are peak bf16 without sparsity, bytes are bytes (GB = 1e9, GiB = 2**30), bandwidths are one way unless named
 otherwise. Where the published memory and that of the compiler or driver differ, both are kept: `hbm_bytes` is what is
-published (some pages print GB where they mean GiB, so it can be the smaller), `usable_hbm_gib` what a program may use.
+published (some pages print GB where they mean GiB, so it can be the smaller), `usable_hbm_gib` what the device offers. Of
+a GPU's memory JAX takes three quarters when it starts, unless it is told otherwise: `Chip.usable_bytes` is what is left.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 
 GIB = 2**30
 LINKS = ("torus", "switch")
+MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+"""Environment variables that tell JAX which share of a GPU's memory to take."""
 COUNTS = ("num_axes", "node_size", "devices_per_chip", "wrap_multiple")
 
 BOOK = "Austin et al., How to Scale Your Model, 2025"
@@ -54,13 +57,15 @@ class Chip:
     date: str  # when the source was current, or the chip was announced
     devices_per_chip: int = 1
     wrap_multiple: int = 1
+    memory_share: float = 1.0  # of the usable memory that JAX takes where the environment does not say another
     hop_s: float = 1e-6  # {BOOK}: about a microsecond per TPU hop; kept for switches too
     sources: dict[str, str] = field(default_factory=dict, hash=False, repr=False)
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that a program may use on one JAX device."""
-        return int(self.usable_hbm_gib * GIB)
+        """Bytes that a program may use on one JAX device: of a GPU the share that JAX takes here (`asked_memory_share`)."""
+        share = self.memory_share if self.memory_share == 1 else asked_memory_share() or self.memory_share
+        return int(self.usable_hbm_gib * GIB * share)
 
     @property
     def reached_link_bytes_per_s(self) -> float:
@@ -89,11 +94,28 @@ class Chip:
         return replace(self, **share, node_size=self.node_size * n, devices_per_chip=1)
 
 
+def asked_memory_share() -> float | None:
+    """The share of a GPU's memory that this environment tells JAX to take; None where it says nothing.
+
+    Preallocated or not, JAX takes no more than its share; only the platform's own allocator knows none.
+    """
+    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
+        return 1.0
+    name = next((name for name in MEMORY_SHARES if os.environ.get(name)), None)
+    if name is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if (share := float(os.environ[name])) > 0:
+            return share
+    raise ValueError(f"{name}={os.environ[name]} is no share of a GPU's memory; use one above 0, such as .95")
+
+
 def _tpu(name, aliases, flops, hbm, usable, hbm_rate, link, axes, pod, dcn, date, devices=1, wrap=4, reach=0.9, **own):
     source = {
         "flops_per_s": CLOUD, "hbm_bytes": CLOUD, "hbm_bytes_per_s": CLOUD, "usable_hbm_gib": AOT, "num_axes": CLOUD,
         "link_bytes_per_s": f"{CLOUD}: bidirectional GB/s per chip / ports / 2", "link_efficiency": ICI_REACHED,
         "node_size": f"{CLOUD}: chips per pod", "dcn_bytes_per_s": CLOUD, "hop_s": f"{BOOK}, TPU chapter, question 5",
+        "memory_share": "all of it",
         "devices_per_chip": "jax.experimental.topologies with libtpu 0.0.42.1",
         "wrap_multiple": f"{BOOK}, TPU chapter: rings need whole 4x4x4 cubes (v4, v5p) or the full 16 (v5e, v6e)",
     }  # fmt: skip
@@ -104,13 +126,14 @@ def _tpu(name, aliases, flops, hbm, usable, hbm_rate, link, axes, pod, dcn, date
 def _gpu(name, aliases, flops, hbm, usable, hbm_rate, link, node, dcn, date, reach=370 / 450, **own):
     source = {
         "flops_per_s": XLA, "hbm_bytes": XLA, "hbm_bytes_per_s": XLA, "link_bytes_per_s": NVLINK, "node_size": NVLINK,
-        "usable_hbm_gib": f"{XLA}: device_memory_size; JAX takes 75 % of it by default",
+        "usable_hbm_gib": f"{XLA}: device_memory_size",
+        "memory_share": "JAX documentation, GPU memory allocation: 75 % by default",
         "link_efficiency": NVLINK_REACHED, "dcn_bytes_per_s": IB_H100, "num_axes": "one, by definition of a switch",
         "devices_per_chip": "one", "wrap_multiple": "one, by definition of a switch",
         "hop_s": "assumed equal to a TPU hop",
     }  # fmt: skip
     return Chip(name, aliases, flops, float(hbm), usable, hbm_rate, "switch", link, reach, 1, node, dcn, date,
-                sources=source | own)  # fmt: skip
+                memory_share=0.75 if name != "cpu" else 1.0, sources=source | own)  # fmt: skip
 
 
 CHIPS: tuple[Chip, ...] = (
@@ -150,7 +173,7 @@ CHIPS: tuple[Chip, ...] = (
          link_bytes_per_s="AMD Instinct MI300X data sheet: 7 links x 64 GB/s", node_size="AMD platform: 8 GPUs",
          link_efficiency="not measured: taken as 1", dcn_bytes_per_s="Azure ND MI300X v5 page: 8 x 400 Gb/s"),
     _gpu("cpu", ("simulated",), 85e9, 4 * GIB, 4.0, 10e9, 5e9, 8, 1e9, "2026", reach=1.0,
-         flops_per_s="measured with XLA: about 85 GFLOP per core-second on large float32 products",
+         flops_per_s="measured with XLA: about 85 GFLOP per core-second on large float32 products", memory_share="all",
          **dict.fromkeys(("hbm_bytes", "usable_hbm_gib", "hbm_bytes_per_s", "link_bytes_per_s", "link_efficiency",
                           "node_size", "dcn_bytes_per_s"), "placeholder: simulated devices say nothing about it")),
 )  # fmt: skip
@@ -207,8 +230,9 @@ def _load(path: Path) -> Chip:
             raise ValueError(f"{asked}: {key} = {value!r} is not a whole number")
         else:
             row[key] = whole
-    if row.get("link_efficiency", 1) > 1:
-        raise ValueError(f"{asked}: link_efficiency = {row['link_efficiency']} is above 1; it is a share of the rate")
+    for share in ("link_efficiency", "memory_share"):
+        if row.get(share, 1) > 1:
+            raise ValueError(f"{asked}: {share} = {row[share]} is above 1; it is a share")
     if row.get("link", "torus") not in LINKS:
         raise ValueError(f"{asked}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
     row["aliases"] = tuple(row["aliases"])
@@ -216,7 +240,7 @@ def _load(path: Path) -> Chip:
         inherited = _row(str(base))
         row["sources"] = {k: v for k, v in inherited.sources.items() if k not in row} | row.get("sources", {})
         return replace(inherited, **row)
-    optional = {"aliases", "devices_per_chip", "wrap_multiple", "hop_s", "sources"}
+    optional = {"aliases", "devices_per_chip", "wrap_multiple", "memory_share", "hop_s", "sources"}
     if missing := [f.name for f in fields(Chip) if f.name not in row and f.name not in optional]:
         raise ValueError(f"{asked} lacks {', '.join(missing)}; add them, or base = 'h100' to take them from a row")
     return Chip(**row)

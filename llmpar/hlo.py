@@ -13,6 +13,7 @@ A program can be read in three places, from the question to the answer:
 of one device (they send nothing), `collective-broadcast`, `send` and `recv`.
 """
 
+import functools
 import math
 import operator
 import re
@@ -26,6 +27,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
+
+from llmpar import notation
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,15 @@ class Collective:
     shape: tuple  # of the result of one execution; several shapes if it has several results
     source: str  # 'llmpar/model.py:88'; '' where the compiler does not say
     conditional: bool = False  # in a branch: counted as if the branch that sends most were always taken
+    arrow: str = ""  # the line of the model or step that it carries out (`par.scope`); '' where the partitioner chose
+
+
+_ARROW = re.compile(r".*arrow\[(.*?)\]")
+
+
+def _arrow(scope: str) -> str:
+    found = _ARROW.match(scope)
+    return found[1] if found else ""
 
 
 Taken = Mapping[str, Fraction]  # how often the true branch of a cond under `jax.named_scope("when-NAME")` is taken
@@ -48,13 +60,11 @@ Work = list[tuple[Collective, Fraction]]  # collectives that run once, and how o
 
 
 def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
-    """Gives the bytes that one of g devices on a ring sends for a result of R bytes, rounded where g does not divide.
+    """Gives the bytes that one of g devices on a ring sends for a result of R bytes, as `notation.ring_bytes` counts them.
 
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g, collective-permute R.
     """
-    share = Fraction(group_size - 1, group_size)
-    factors = {"reduce-scatter": group_size * share, "all-reduce": 2 * share, "collective-permute": Fraction(1)}
-    return round(result_bytes * factors.get(kind, share))
+    return notation.ring_bytes(kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size)
 
 
 def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:
@@ -120,7 +130,9 @@ def _jaxpr_work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None) -> 
         frames = getattr(eqn.source_info.traceback, "frames", ())
         source = _innermost((frame.file_name, frame.line_num) for frame in frames)
         if kind:
-            work += [(one, Fraction(1)) for one in _named_collectives(kind, eqn, axis_sizes, source)]
+            arrow = _arrow(str(eqn.source_info.name_stack))
+            found = _named_collectives(kind, eqn, axis_sizes, source)
+            work += [(replace(one, arrow=arrow), Fraction(1)) for one in found]
         elif name == "cond":
             work += _branches(inside, str(eqn.source_info.name_stack), taken)
         else:
@@ -148,6 +160,8 @@ def _named_collectives(kind: str, eqn: Any, sizes: dict[str, int], source: str) 
 
 _OP = re.compile(r"\s*(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)((?:, .*)?)$")
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) (?:\(.* )?\{$")
+_CALLS = {"while": ("condition", "body"), "conditional": ("branch_computations", "false_computation", "true_computation")}
+_CALLS |= dict.fromkeys(("call", "fusion", "async-start"), ("calls", "to_apply"))
 _ROOT = ("", None)
 _MAX_TRIPS = 1_000_000  # counters are stepped, not solved: more trips than a training step has
 
@@ -248,14 +262,14 @@ class _Module:
         def work(comp: str) -> Iterable[tuple[Collective, Fraction]]:
             for op in self.computations[comp].values():
                 if op.kind == "while":
-                    inside = [found for callee in op.called("condition", "body") for found in work(callee)]
+                    inside = [found for callee in op.called(*_CALLS[op.kind]) for found in work(callee)]
                     yield from _repeat(inside, self.trips(comp, op), self.source(op)) if inside else []
                 elif op.kind == "conditional":
-                    branches = op.called("branch_computations", "false_computation", "true_computation")
+                    branches = op.called(*_CALLS[op.kind])
                     name = re.search(r'op_name="(.*?)"', op.attrs)
                     yield from _branches([list(work(branch)) for branch in branches], name[1] if name else "", taken)
-                elif op.kind in ("call", "fusion", "async-start"):
-                    yield from work(op.called("calls", "to_apply")[0])
+                elif op.kind in _CALLS:
+                    yield from work(op.called(*_CALLS[op.kind])[0])
                 elif found := leaf(comp, op):
                     yield found, Fraction(1)
 
@@ -270,21 +284,52 @@ def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collect
     trip count is unknown, and groups that do not cover the mesh (the program of another mesh).
     """
     module = _Module(text)
+    return module.count(lambda _, op: _collective(module, op, mesh), taken)
 
-    def leaf(_: str, op: _Op) -> Collective | None:
-        kind = op.kind.removesuffix("-start")
-        axes, group_size = _axes(op.attrs, mesh) if kind in _KINDS.values() else ((), 1)
-        if group_size == 1:
-            return None
-        shapes = _shapes(op.type)
-        if op.kind.endswith("-start") and kind != "all-reduce":  # (operands, results, ...)
-            shapes = shapes[(n := op.inside.count("%")) : 2 * n]
-        bits = sum(math.prod(shape) * (8 if dtype == "pred" else _integers(dtype)[0]) for dtype, shape in shapes)
-        dtypes, dims = ",".join(sorted({d for d, _ in shapes})), tuple(shape for _, shape in shapes)
-        sent, source = ring_bytes(kind, group_size, bits // 8), module.source(op)
-        return Collective(kind, axes, group_size, 1, sent, dtypes, dims[0] if len(dims) == 1 else dims, source)
 
-    return module.count(leaf, taken)
+def _collective(module: _Module, op: _Op, mesh: Any) -> Collective | None:
+    kind = op.kind.removesuffix("-start")
+    axes, group_size = _axes(op.attrs, mesh) if kind in _KINDS.values() else ((), 1)
+    if group_size == 1:
+        return None
+    shapes = _shapes(op.type)
+    if op.kind.endswith("-start") and kind != "all-reduce":  # (operands, results, ...)
+        shapes = shapes[(n := op.inside.count("%")) : 2 * n]
+    bits = sum(math.prod(shape) * (8 if dtype == "pred" else _integers(dtype)[0]) for dtype, shape in shapes)
+    dtypes, dims = ",".join(sorted({d for d, _ in shapes})), tuple(shape for _, shape in shapes)
+    sent, source = ring_bytes(kind, group_size, bits // 8), module.source(op)
+    shape, scope = dims[0] if len(dims) == 1 else dims, re.search(r'op_name="(.*?)"', op.attrs)
+    return Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, arrow=_arrow(scope[1] if scope else ""))
+
+
+def unordered(text: str, mesh: Any) -> list[tuple[Collective, Collective]]:
+    """Lists the pairs of collectives in HLO text that no path of data orders, those in loops and branches too.
+
+    A device may enter such a pair in either order while another does the opposite. Simulated devices block a thread in each
+    collective, so many of these want many threads (`llmpar.mesh.THREADS_PER_DEVICE`).
+    """
+    module, pairs = _Module(text), list[tuple[Collective, Collective]]()
+
+    @functools.cache
+    def inside(comp: str) -> list[Collective]:
+        """Lists a computation's collectives, and notes its unordered pairs."""
+        before, found = dict[str, int](), dict[int, list[Collective]]()  # sets of places as bits; place to what is there
+        for place, (name, op) in enumerate(module.computations[comp].items()):  # an operand stands before its users
+            waits = re.findall(r"control-predecessors=\{(.*?)\}", op.attrs)
+            needs = [n for n in re.findall(r"%([\w.\-]+)", " ".join((op.inside, *waits))) if n in before]
+            before[name] = functools.reduce(operator.or_, (before[n] for n in needs), 0) | 1 << place
+            callees = op.called(*_CALLS[op.kind]) if op.kind in _CALLS else []
+            here = [c for callee in callees if callee in module.computations for c in inside(callee)]
+            here += [one] if (one := _collective(module, op, mesh)) else []
+            if not here:
+                continue
+            loose = [c for other, theirs in found.items() if not before[name] >> other & 1 for c in theirs]
+            pairs.extend((a, b) for a in loose for b in here)
+            found[place] = here
+        return [c for here in found.values() for c in here]
+
+    inside(module.entry)
+    return pairs
 
 
 def executed_flops(text: str, taken: Taken | None = None) -> int:
@@ -346,21 +391,33 @@ def _iota(text: str) -> np.ndarray:
     return ids.transpose(_integers(order)) if order else ids
 
 
+_CHEAP: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
 def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
     """Compiles a lowered program and gives its HLO text just after SPMD partitioning: true dtypes, nothing combined.
 
     Costs a compilation, away from the persistent cache, which would skip the pass. A program for one device is not
     partitioned: then the text is the one before optimizations.
     """
+    return read_program(lowered)[1]
+
+
+def read_program(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+    """Compiles a lowered program once to be read: gives the executable, and the text that `partitioned_hlo` gives.
+
+    On CPUs the executable's machine code is not optimized, for two thirds of the time; its HLO and memory are the same.
+    """
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     compilation_cache.reset_cache()  # whether to use the cache is asked once and remembered until a reset
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            lowered.compile({"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"})
+            dump: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+            compiled = lowered.compile(dump | (_CHEAP if jax.default_backend() == "cpu" else {}))
             wanted = re.compile(r"\.(after_(tpu-)?spmd-partitioning|before_optimizations)\.")
             files = [f for f in Path(folder).glob("*.txt") if wanted.search(f.name)]
-            return max(files, key=lambda f: (".after_" in f.name, f.stat().st_size)).read_text()
+            return compiled, max(files, key=lambda f: (".after_" in f.name, f.stat().st_size)).read_text()
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()

@@ -28,12 +28,12 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     mesh = make_mesh(plan.mesh)
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
     lowered = step.lower(batch_size, seq_len)
-    compiled = lowered.compile()
+    compiled, partitioned = hlo.read_program(lowered)
     every = [predict.collectives(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
     stage = max(range(plan.mesh.pp), key=lambda i: every[i].total_bytes)
     predicted = every[stage]
     taken = [pipeline.taken(plan.pipeline, config.num_layers, i) if plan.pipeline else None for i in range(plan.mesh.pp)]
-    census = hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh, taken[stage])
+    census = hlo.census_hlo(partitioned, mesh, taken[stage])
     found = hlo.census_table(census)
     rows = []
     for key in sorted(predicted.keys() | found.keys(), key=lambda k: -max(_bytes(predicted, k), _bytes(found, k))):
@@ -51,7 +51,8 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
             "source": ", ".join(sorted(sources, key=lambda s: -sources[s])),
         })  # fmt: skip
     # With experts it depends on the routing: empty blocks are skipped.
-    executed = None if config.experts else sum(hlo.executed_flops(compiled.as_text(), t) for t in taken) / plan.mesh.pp
+    text = compiled.as_text() or ""
+    executed = None if config.experts else sum([hlo.executed_flops(text, t) for t in taken]) / plan.mesh.pp
     memory = hlo.compiled_memory(compiled)
     useful = predict.flops(config, batch_size, seq_len)
     return {

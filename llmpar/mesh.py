@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import math
 import os
 
 import jax
@@ -75,23 +77,29 @@ def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
     """A mesh of all six axes over real or simulated devices, slow links outermost; sizes of one cost nothing.
 
     Uses the first devices when the product is smaller than their number. On a whole accelerator the devices are laid out
-    along its links; several slices (pods) split the outermost axis that their number divides, as slow links should.
+    along its links. Several slices (pods of TPUs; every host of GPUs is one) are dealt to the axes from the outermost on,
+    to each as many as divide it, so that the slow network carries the slow axes.
     """
     devices = ordered_devices() if devices is None else devices
     shape = parse_mesh(shape, len(devices))
     sizes = tuple(shape.sizes.values())
-    chosen, num_slices = devices[: shape.size], len({getattr(d, "slice_index", 0) for d in devices})
     if shape.reshape or shape.size < len(devices) or devices[0].platform == "cpu":
-        grid = np.array(chosen).reshape(sizes)
-    elif num_slices > 1:
-        outer = next((i for i, n in enumerate(sizes) if n % num_slices == 0), None)
-        if outer is None:
-            raise ValueError(f"no axis of mesh '{shape}' is a multiple of the {num_slices} slices; make dp={num_slices}")
-        across = [num_slices if i == outer else 1 for i in range(len(sizes))]
-        within = [n // across[i] for i, n in enumerate(sizes)]
-        grid = mesh_utils.create_hybrid_device_mesh(within, across, devices)
+        grid = np.array(devices[: shape.size]).reshape(sizes)
     else:
-        grid = mesh_utils.create_device_mesh(sizes, devices)
+        slices = collections.Counter(getattr(d, "slice_index", 0) for d in devices)
+        across, left = [], len(slices)
+        for n in sizes:
+            across.append(math.gcd(n, left))
+            left //= across[-1]
+        within = [n // many for n, many in zip(sizes, across, strict=True)]
+        try:
+            grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+        except (NotImplementedError, AssertionError, ValueError) as error:  # JAX raises all three
+            many = " + ".join(map(str, slices.values()))
+            raise ValueError(
+                f"mesh '{shape}' was asked for on {len(devices)} x {devices[0].device_kind}, but JAX finds no layout along "
+                f"their links: the {many} devices of its slices are not equal boxes; try '!{shape}' for plain order"
+            ) from error
     return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 

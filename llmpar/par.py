@@ -18,6 +18,7 @@ varying-axes check is what makes those transposes right; it stays on.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from llmpar.mesh import sharding, spec
-from llmpar.notation import Arrow, Layout, Move, parse_layout, product
+from llmpar.notation import Arrow, Layout, Move, parse_layout, product, ring_bytes
 
 WEIGHT, MOVED = "weight", "moved"
 """Names under which remat policies know gathered weights and the results of communication."""
@@ -89,14 +90,14 @@ class Solo:
     def layers(self, block, x, stack):
         """Run ``x, told = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``, rematerialised as
         planned. What the layers told is stacked."""
-        plan = self.plan
+        plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
+        alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
         if plan.remat == "block":
             keep = plan.zero == 3 and plan.regather == "keep"
             names = jax.checkpoint_policies.save_only_these_names(WEIGHT)
-            block = jax.checkpoint(block, policy=names if keep else None, prevent_cse=False)
+            block = jax.checkpoint(block, policy=names if keep else None, prevent_cse=alone)
         elif plan.zero == 3 and plan.regather == "again" and plan.live("fsdp"):
-            block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=False)
-        length = jax.tree.leaves(stack)[0].shape[0]
+            block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
         with self.repeated(length):
             return lax.scan(block, x, stack, unroll=plan.unroll or length)
 
@@ -169,12 +170,8 @@ class Entry:
 
 def sent(kind: str, operand_bytes: int, group: int) -> int:
     """Bytes a device sends when ``group`` devices run one collective on operands of ``operand_bytes`` each, as a ring:
-    all-gather V(g-1) of the shard V, reduce-scatter and all-to-all V(g-1)/g (a ragged one: at most), all-reduce twice that,
-    permute V."""
-    if kind == "all-gather":
-        return operand_bytes * (group - 1)
-    factor = {"reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1, "all-reduce": 2, "maximum": 2, "vary": 0}[kind]
-    return factor * operand_bytes * (group - 1) // group
+    `notation.ring_bytes` of the whole message, which for an all-gather is ``group`` operands."""
+    return ring_bytes(kind, operand_bytes * (group if kind == "all-gather" else 1), group)
 
 
 class Manual(Solo):
@@ -213,11 +210,9 @@ class Manual(Solo):
             return self.move(x, arrow)
         ((axis,),) = (move.axes for move in moves)
         self._record(arrow, "ragged-all-to-all", (axis,), x)
-        rank, slots = lax.axis_index(axis), x.shape[2]
         rows = vary(x, self.plan.varying(parse_layout(arrow.partition("->")[2].strip()).region)).reshape(-1, *x.shape[3:])
-        begin = slots * jnp.arange(full.shape[0], dtype=jnp.int32)
-        mine = jnp.full_like(begin, slots) * rank.astype(jnp.int32)
-        y = lax.ragged_all_to_all(rows, jnp.zeros_like(rows), begin, full[rank], mine, full[:, rank], axis_name=axis)
+        with scope(arrow):
+            y = _ragged(rows, full, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
     def max(self, x, arrow: str):
@@ -227,7 +222,8 @@ class Manual(Solo):
         if not axes:
             return x
         self._record(arrow, "maximum", axes, x)
-        return checkpoint_name(lax.pmax(x, axes), MOVED)
+        with scope(arrow):
+            return checkpoint_name(lax.pmax(x, axes), MOVED)
 
     def axes(self, layout: str) -> tuple[str, ...]:
         """The mesh axes that cut the layout's one dim."""
@@ -269,9 +265,10 @@ class Manual(Solo):
             if axis not in varying(x):
                 where = f"arrow '{text or arrow}' starts with {axis} in its layout"
                 raise ValueError(f"{where}, but the value is the same all over {axis}; it was reduced already, or never cut")
-        for move in arrow.moves:
-            self._record(text or str(arrow), move.kind, move.axes, x)
-            x = _collective(x, move, position, "invarying" if invariant else "varying")
+        with scope(text or str(arrow)):
+            for move in arrow.moves:
+                self._record(text or str(arrow), move.kind, move.axes, x)
+                x = _collective(x, move, position, "invarying" if invariant else "varying")
         return x
 
     def _vary(self, x, axes: tuple[str, ...], text: str):
@@ -279,13 +276,19 @@ class Manual(Solo):
         missing = tuple(a for a in axes if a not in varying(x))
         if missing:
             self._record(text, "vary", missing, x)
-        return vary(x, missing)
+        with scope(text):
+            return vary(x, missing)
 
     def _record(self, text: str, kind: str, axes: tuple[str, ...], x) -> None:
         if kind == "slice":
             return
         group = product(self.plan.mesh.sizes[a] for a in axes)
         self.ledger.append(Entry(text, kind, axes, tuple(x.shape), str(x.dtype), self._times, group, self._differentiated))
+
+
+def scope(text: str):
+    """The scope of a collective: the arrow that it carries out, as a census of the compiled program finds it again."""
+    return jax.named_scope(f"arrow[{text}]")
 
 
 def _collective(x, move: Move, position: dict[str, int], to: str):
@@ -301,6 +304,21 @@ def _collective(x, move: Move, position: dict[str, int], to: str):
     dim = position[move.cuts]  # a slice: each device keeps its own block
     size = x.shape[dim] // lax.axis_size(move.axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _ragged(rows, full, axis: str):
+    """Of every rank's block for me the rows that are full. The gradient goes back as it came, by the same counts turned
+    around; JAX's own transpose would first exchange offsets that every rank knows."""
+    rank, slots = lax.axis_index(axis), rows.shape[0] // full.shape[0]
+    begin = slots * jnp.arange(full.shape[0], dtype=jnp.int32)
+    mine = jnp.full_like(begin, slots) * rank.astype(jnp.int32)
+    return lax.ragged_all_to_all(rows, jnp.zeros_like(rows), begin, full[rank], mine, full[:, rank], axis_name=axis)
+
+
+_ragged.defvjp(
+    lambda rows, full, axis: (_ragged(rows, full, axis), full), lambda axis, full, grad: (_ragged(grad, full.T, axis), None)
+)
 
 
 def varying(x) -> frozenset[str]:

@@ -34,7 +34,7 @@ from jax import lax
 from llmpar.config import ModelConfig
 from llmpar.model import Batch, Llama
 from llmpar.notation import Arrow
-from llmpar.par import Manual, vary
+from llmpar.par import Manual, scope, vary
 from llmpar.plan import Plan
 from llmpar.schedule import KINDS, Schedule, slots, timetable
 from llmpar.split import split, trace
@@ -84,20 +84,21 @@ def unrolled(block, x, stack):
     return x, None
 
 
-def gradients(config: ModelConfig, plan: Plan, par: Manual, params: Tree, batch: Batch, total) -> tuple[jax.Array, Tree]:
-    """Loss and gradients of this device's part of the batch, inside shard_map. The blocks come in `layer_order`.
+def gradients(config: ModelConfig, plan: Plan, par: Manual, params: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
+    """Loss (summed over tokens) and gradients of this device's part of the batch, inside shard_map. The blocks come in
+    `layer_order`.
 
     ``params`` vary over the sums of `Plan.unreduced`, pp among them where a weight is not cut by it. Gradients come laid out
     as `Plan.accumulated`, the loss unfinished over pp and the axes of the data.
     """
-    return _Executor(config, plan, par, params, batch, total).run()
+    return _Executor(config, plan, par, params, batch).run()
 
 
 class _Executor:
     """What the cells compute, on the weights and the tokens of one device."""
 
-    def __init__(self, config, plan, par, params, batch, total):
-        self.config, self.plan, self.par, self.total = config, plan, par, total
+    def __init__(self, config, plan, par, params, batch):
+        self.config, self.plan, self.par = config, plan, par
         self.schedule, self.save = (schedule := plan.pipeline), plan.stage_saves == "residuals"
         self.ticks, self.slots = (table := timetable(schedule)).ticks, slots(table)
         cut = lambda x, n: x.reshape(n, -1, *x.shape[1:])
@@ -114,7 +115,8 @@ class _Executor:
     def opposite(self, x):
         """What the stage at the same distance from the other end has."""
         p = self.schedule.num_stages
-        return lax.ppermute(x, PP, [(i, p - 1 - i) for i in range(p)])
+        with scope("l -> the opposite stage"):
+            return lax.ppermute(x, PP, [(i, p - 1 - i) for i in range(p)])
 
     def copied(self, w):
         """One's own chunks, and of a schedule with two copies of the model the opposite's."""
@@ -151,12 +153,12 @@ class _Executor:
 
         with self.par.repeated(self.times * self.schedule.visits):
             x, loss = (model := self.model(blocks, self.shared)).run(x, batch, self.par, layers)
-            return x, None if loss is None else model.routed(loss, batch, self.par).sum() / self.total
+            return x, None if loss is None else model.routed(loss, batch, self.par).sum()
 
     def loss(self, own, x, batch):
         """The last stage's part of the loss, from the stream after its blocks."""
         with self.par.repeated(self.times):
-            return self.model(self.chunks, self.shared | own).losses(batch | {"stream": x}, self.par).sum() / self.total
+            return self.model(self.chunks, self.shared | own).losses(batch | {"stream": x}, self.par).sum()
 
     def cell(self, known, x, later):
         """F, B and W of a chunk: the stream after it; its input's gradient, loss and shared gradients; those of its blocks."""
@@ -260,7 +262,8 @@ class _Executor:
         """What comes from the neighbour, between stages that ever send this way, in ticks in which one of them does."""
         sends, p = self.slots.send == way, self.schedule.num_stages
         pairs = [(int(s), int(s + way) % p) for s in np.flatnonzero(sends.any(0))]
-        return _when("right" if way == 1 else "left", somebody_sends, lambda y: lax.ppermute(y, PP, pairs), lambda y: y, y)
+        with scope(f"stream b s d -> the {'next' if way == 1 else 'previous'} stage"):
+            return _when("right" if way == 1 else "left", somebody_sends, lambda y: lax.ppermute(y, PP, pairs), lambda y: y, y)
 
     def known(self, cell):
         """What a cell is given besides activations and gradients."""

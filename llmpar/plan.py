@@ -27,7 +27,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from llmpar import orders
 from llmpar.notation import Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh, product
@@ -84,7 +84,7 @@ class Plan:
     microbatches: int = 1
     remat: Literal["none", "block"] = "none"
     regather: Literal["again", "keep"] = "again"
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     unroll: int = 1
     loss_chunks: int = 1
     ffn_chunks: int = 1
@@ -100,10 +100,8 @@ class Plan:
 
     def __post_init__(self):
         object.__setattr__(self, "mesh", parse_mesh(self.mesh))
-        for name in ("microbatches", "loss_chunks", "ffn_chunks", "attention_block"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; use 1 or more")
+        for name, hint in _kinds().items():
+            _check_value(name, hint, getattr(self, name))
 
     # ------------------------------------------------------------------------------------------------ who is cut where
 
@@ -135,8 +133,10 @@ class Plan:
 
     @property
     def in_order(self) -> bool:
-        """Whether the positions of a row are 0, 1, 2, …: attention may then skip masked blocks while compiling."""
-        return self.mesh.sp == 1 or self.order == "contiguous"
+        """Whether a device's queries and keys are at the same positions, in rising order: attention may then skip masked
+        blocks while compiling. (Gathered keys are those of the whole row, beside queries of a part of it.)"""
+        alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
+        return alike and (self.mesh.sp == 1 or self.order == "contiguous")
 
     @functools.cached_property
     def pipeline(self) -> orders.Schedule | None:
@@ -209,6 +209,7 @@ class Plan:
         """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any compilation."""
         sizes = self.mesh.sizes
         config.param_shapes()  # refuses what cannot run at all
+        self._refuse_idle(self.idle(config))
         if sizes["ep"] > 1 and not config.experts:
             why = f"but no experts in '{config.name}' here; use pp, dp, fsdp, sp, tp"
             raise ValueError(f"mesh '{self.mesh}' has ep={sizes['ep']}, {why}")
@@ -221,9 +222,9 @@ class Plan:
             "vocabulary": config.vocab_size,
         }  # fmt: skip
         for name, size in cut_by_tp.items():
-            self._divides(name, size, ("tp",), suits=math.gcd(*cut_by_tp.values()))
+            self._divides(name, size, ("tp",), suits=math.gcd(*cut_by_tp.values()), fixed=True)
         if config.experts:
-            self._divides("experts", config.experts.num, ("ep",))
+            self._divides("experts", config.experts.num, ("ep",), fixed=True)
         if self.tp_sequence:
             self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, *cut_by_tp.values()))
         for chunks in ("loss_chunks", "ffn_chunks"):
@@ -239,9 +240,10 @@ class Plan:
                 f"sequence='ulysses' cuts the {config.num_kv_heads // sizes['tp']} KV heads of a device by sp = {sizes['sp']}; "
                 "use sequence='ring', which needs no heads"
             )
-        local = seq_len // sizes["sp"] if self.sequence == "ring" else seq_len
-        if self.attention_block and local > self.attention_block and local % self.attention_block:
-            self._divides(f"attention over {local} positions, sequence", local, (), "attention_block")
+        for what in ("queries", "keys"):
+            local = seq_len // product(sizes[a] for a in self.regions[what]["s"])
+            if self.attention_block and local > self.attention_block and local % self.attention_block:
+                self._divides(f"{local} {what} on a device,", local, (), "attention_block", fixed=True)
         if self.attention_kernel != "portable":
             self._check_kernel()
         cut_by_fsdp = {"model width": config.width}
@@ -249,13 +251,44 @@ class Plan:
         cut_by_fsdp |= {"experts": config.experts.num} if config.experts and config.experts.bias_rate is not None else {}
         rows = batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches)
         for name, size in cut_by_fsdp.items() if self.zero else ():
-            self._divides(name, size, ("fsdp",), suits=math.gcd(rows, *cut_by_fsdp.values()))
+            self._divides(name, size, ("fsdp",), suits=math.gcd(rows, *cut_by_fsdp.values()), fixed=True)
         if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
             why = f"does not go with ZeRO {self.zero}, whose gradients are reduce-scattered"
             raise ValueError(f"reduce='{self.reduce}' {why}; use 'end'")
         if self.reduce == "layer" and self.microbatches > 1:
             raise ValueError("reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1")
         self._check_pipeline(config)
+
+    def idle(self, config) -> dict[str, str]:
+        """The fields that are set and decide nothing for this mesh and model, with the reason: `check` refuses them."""
+        sizes = self.mesh.sizes
+        one = lambda axis: f"mesh '{self.mesh}' has {axis}=1"
+        rules = [
+            ("schedule chunks stage_saves", sizes["pp"] == 1, one("pp")),
+            ("sequence order", sizes["sp"] == 1, one("sp")),
+            ("tp_sequence", sizes["tp"] == 1, one("tp")),
+            ("dispatch", sizes["ep"] == 1, one("ep")),
+            ("zero", sizes["fsdp"] == 1 and self.zero in (1, 2), one("fsdp") + ", the axis by which ZeRO cuts state"),
+            ("regather", sizes["fsdp"] == 1 or self.zero != 3, "only ZeRO 3 with fsdp > 1 gathers weights for use"),
+            ("grouped", config.experts is None, f"'{config.name}' has no experts"),
+            ("bucket_bytes", self.reduce != "bucket", f"reduce is '{self.reduce}'"),
+            ("reduce bucket_bytes", self.reading == "auto", "under reading='auto' XLA decides when gradients are summed"),
+            ("chunks", "\n" in self.schedule.strip(), "the order is written out"),
+        ]
+        return {name: why for names, holds, why in rules if holds for name in names.split() if self._is_set(name)}
+
+    def _is_set(self, name: str) -> bool:
+        return getattr(self, name) != type(self).__dataclass_fields__[name].default
+
+    def _refuse_idle(self, reasons: dict[str, str]) -> None:
+        for name, why in reasons.items():
+            if self._is_set(name):
+                raise ValueError(f"{name}={getattr(self, name)!r} would change nothing: {why}; leave {name} out")
+
+    def effective(self, config) -> Plan:
+        """The same plan, with the defaults in fields that decide nothing: for tools whose controls are always there."""
+        defaults: dict[str, Any] = {name: type(self).__dataclass_fields__[name].default for name in self.idle(config)}
+        return dataclasses.replace(self, **defaults)
 
     def _check_kernel(self) -> None:
         """Refuse what a kernel for whole sequences cannot do."""
@@ -274,6 +307,9 @@ class Plan:
         if self.pipeline is None:
             return
         order, name = self.pipeline, f"schedule '{self.pipeline.name}'"
+        if order.split_backward or self.stage_saves == "residuals":
+            why = f"{name if order.split_backward else 'stage_saves=residuals'} checkpoints no block"
+            self._refuse_idle({"remat": why, "regather": why})
         if config.experts and config.experts.bias_rate is not None:
             raise ValueError(f"{name} does not tell how many tokens each expert got, which bias_rate needs; use bias_rate=None")
         timetable(order)
@@ -294,9 +330,9 @@ class Plan:
             why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
             raise ValueError(f"sequence='ring' does not go with {name}: {why}; use sequence='ulysses' or 'gather'")
 
-    def _divides(self, what: str, size: int, axes: tuple[str, ...], times: str = "", suits: int = 0) -> None:
+    def _divides(self, what: str, size: int, axes: tuple[str, ...], times: str = "", suits: int = 0, fixed: bool = False):
         """Refuse a ``size`` that is no multiple of the axes' sizes and of the field ``times``, multiplied. The advice keeps
-        to divisors of ``suits``, which whatever else these axes cut has too."""
+        to divisors of ``suits``, which whatever else these axes cut has too, and does not change a ``fixed`` size."""
         pieces = getattr(self, times) if times else 1
         parts = pieces * product(self.mesh.sizes[a] for a in axes)
         if size % parts == 0:
@@ -304,7 +340,24 @@ class Plan:
         name = "·".join((*axes, times) if pieces > 1 else axes)
         fits = [n for n in divisors(suits or size) if n <= 4 * parts]
         near = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
-        raise ValueError(
-            f"{what} {size} is not a multiple of {name} = {parts}; use {' or '.join(map(str, near))}, "
-            f"or make {name} one of {', '.join(map(str, fits))}"
-        )
+        change = "" if fixed else f"use {' or '.join(map(str, near))}, or "
+        ways = f"{change}make {name} one of {', '.join(map(str, fits))}"
+        raise ValueError(f"{what} {size} is not a multiple of {name} = {parts}; {ways}")
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(Plan).items() if name != "mesh"}
+
+
+def _check_value(name: str, hint: Any, value: Any) -> None:
+    """Refuse a value that a field's type does not have: a misspelt choice would silently be another strategy."""
+    kinds, least = get_args(hint) or (hint,), 0 if name == "unroll" else 1
+    if get_origin(hint) is Literal:
+        fits, ways = any(type(value) is type(c) and value == c for c in kinds), list(map(repr, kinds))
+    else:
+        fits = type(value) in kinds and (type(value) is not int or value >= least)
+        words = {int: f"a whole number of {least} or more", bool: "True or False", str: "a text", type(None): "None"}
+        ways = [words[kind] for kind in kinds]
+    if not fits:
+        raise ValueError(f"{name}={value!r} is not a value of a plan; use {' or '.join(ways)}")

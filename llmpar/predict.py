@@ -9,13 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpar.config import ExpertConfig, ModelConfig
-from llmpar.notation import Layout, parse_layout, product
+from llmpar.notation import AXES, Layout, parse_layout, product, ring_bytes
 from llmpar.plan import Plan
 from llmpar.schedule import slots, timetable
 
 FLOAT32 = 4
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SENT = {"all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "ragged-all-to-all": 1, "all-reduce": 2}
 
 
 @dataclass
@@ -27,7 +26,7 @@ class Prediction:
 
 
 class Traffic(dict):
-    """(axes, kind) -> Prediction. `add` does the ring arithmetic: V(g-1)/g for a message V, twice that for an all-reduce."""
+    """(axes, kind) -> Prediction. `add` does the ring arithmetic (`notation.ring_bytes`)."""
 
     def __init__(self, sizes: dict[str, int]):
         super().__init__()
@@ -41,8 +40,7 @@ class Traffic(dict):
         group = product(self.sizes[a] for a in axes)
         row = self.setdefault((",".join(axes), kind), Prediction())
         row.count += count
-        one = message_bytes if kind == "collective-permute" else _SENT[kind] * message_bytes * (group - 1) // group
-        row.bytes_sent += count * one
+        row.bytes_sent += count * ring_bytes(kind, message_bytes, group)
 
     @property
     def total_bytes(self) -> int:
@@ -105,12 +103,8 @@ def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, 
     traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
     _weights(traffic, config, plan, run)
     _activations(traffic, config, plan, batch_size, seq_len, run)
-    data = plan.varying("data")
-    traffic.add("all-reduce", data, FLOAT32)  # the number of tokens
-    traffic.add("all-reduce", plan.live("pp") + data, FLOAT32)  # the loss
-    norms = {tuple(sorted(plan.graded(dims).axes)) for dims, _ in config.param_shapes().values()}
-    for axes in norms:
-        traffic.add("all-reduce", axes, FLOAT32)
+    tally = config.num_layers * (config.experts.num + 2) if config.experts and not plan.pipeline else 0
+    traffic.add("all-reduce", plan.live(*AXES), FLOAT32 * (3 + tally))  # the loss, the tokens, the gradients' norm
     return traffic
 
 
@@ -129,6 +123,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
         region = parse_layout(dims).region
         rest = tuple(a for a in plan.live("pp") + plan.varying(region) if a not in plan.stored(dims).axes)
         vector = is_vector(parse_layout(dims))
+        learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
         twice = config.tied and plan.pipeline is not None  # on its first stage and on its last; else one value is used twice
         used = run.embed * (path == "embedding") + run.loss * (path != "embedding" or twice)
         if plan.zero == 3:
@@ -136,7 +131,6 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             if vector and "bias" in path and plan.stage_saves == "residuals":
                 gathers = run.forward
             traffic.add("all-gather", fsdp, one * item, gathers)
-            learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
             traffic.add("reduce-scatter", fsdp, one * item, learned * (run.backward if stacked else used))
         if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # borrowed, and their gradients returned
             for place in (plan.stored, plan.accumulated):
@@ -148,7 +142,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             traffic.add("all-gather", fsdp, elements * FLOAT32)
             rest = tuple(a for a in rest if a != "fsdp")
         if plan.reduce == "layer":
-            traffic.add("all-reduce", rest, (shard if plan.zero else elements) // layers * FLOAT32, layers * micro)
+            traffic.add("all-reduce", rest, (shard if plan.zero else elements) // layers * FLOAT32, learned * layers * micro)
         elif plan.reduce == "bucket":
             buckets.setdefault((rest, plan.stored(dims).axes), []).append(elements * FLOAT32)
         else:
@@ -199,9 +193,8 @@ def _experts(
     blocks, block = how.slots(tokens, rows * (plan.mesh.tp if plan.tp_sequence else 1), plan.mesh.ep)
     buffer = plan.mesh.ep * blocks * block * config.width * _ITEMSIZE[plan.dtype]
     forward = run.forward + run.again
-    ragged = plan.dispatch == "ragged"  # then this is the most that can be sent, and the transposes exchange their offsets
-    traffic.add("ragged-all-to-all" if ragged else "all-to-all", ep, buffer, 2 * (forward + run.backward))
-    traffic.add("all-to-all", ep, 4 * plan.mesh.ep, 4 * run.backward * ragged)
+    kind = "ragged-all-to-all" if plan.dispatch == "ragged" else "all-to-all"  # ragged: this is the most that can be sent
+    traffic.add(kind, ep, buffer, 2 * (forward + run.backward))
     traffic.add("all-gather", ep, plan.mesh.ep * how.num * FLOAT32, forward)
     cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
     if how.balance:
@@ -214,8 +207,6 @@ def _experts(
         traffic.add("all-reduce", tp, rows * FLOAT32, cells or run.loss)  # the rows' router losses
     else:
         traffic.add("all-reduce", tp, choices, run.backward)
-    if not plan.pipeline:
-        traffic.add("all-reduce", plan.varying("stream"), config.num_layers * (how.num + 2) * FLOAT32)
 
 
 def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, run: Runs) -> None:

@@ -22,13 +22,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh
+from jax.flatten_util import ravel_pytree
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from llmpar import pipeline
 from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
 from llmpar.model import Batch, Llama
-from llmpar.notation import Arrow, Dim, Layout
+from llmpar.notation import AXES, Arrow, Dim, Layout, product
 from llmpar.par import Auto, Entry, Manual, Solo, vary, varying
 from llmpar.plan import Plan
 
@@ -64,6 +65,41 @@ def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
     return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(params=seed)), nnx.Param))
 
 
+def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, order: np.ndarray) -> bool:
+    """Whether the updates of a stack of layers depend on places that are empty, zeros, when it is taken in ``order``.
+
+    An optimizer that treats elements or layers alone does not see them; a mean over a whole leaf does (Adafactor's root mean
+    square: Shazeer and Stern 2018, section 6). This asks the optimizer itself: three updates of small weights, both ways.
+    """
+
+    def small(x):
+        shape = [x.shape[0], *(min(4, n) for n in x.shape[1:])]
+        return np.cos(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
+
+    stack, num_layers = jax.tree.map(small, params["blocks"]), int(order.max())
+    rest = {name: w for name, w in params.items() if name != "blocks"}
+    rest = jax.tree.map(lambda x: np.ones((4,) * x.ndim, np.float32), rest)
+
+    def moved(places: np.ndarray) -> list:
+        laid = lambda tree: jax.tree.map(lambda x: jnp.take(x, places, 0, mode="fill", fill_value=0), tree)
+        grads, weights = rest | {"blocks": laid(jax.tree.map(np.sin, stack))}, rest | {"blocks": laid(stack)}
+        state, back = optimizer.init(weights), np.argsort(places, kind="stable")[:num_layers]
+        with jax.numpy_dtype_promotion("standard"):
+            for _ in range(3):  # the first may have a learning rate of 0
+                updates, state = optimizer.update(grads, state, weights)
+                weights = optax.apply_updates(weights, updates)
+        return jax.tree.leaves(jax.tree.map(lambda w, old: w[back] - old, weights["blocks"], stack))
+
+    natural, taken = jax.jit(lambda: (moved(np.arange(num_layers)), moved(order)))()
+    return any(np.abs(a - b).max() > 1e-3 * np.abs(a).max() for a, b in zip(natural, taken, strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _dealt(x, order, axis: int, to: NamedSharding):
+    """Layers of a leaf by number, zeros for those that there are not."""
+    return lax.with_sharding_constraint(jnp.take(x, order, axis, mode="fill", fill_value=0), to)
+
+
 class Step:
     """The compiled training step of a model under a plan on a mesh.
 
@@ -78,22 +114,33 @@ class Step:
     """
 
     def __init__(
-        self, config: ModelConfig, plan: Plan, mesh: Mesh, optimizer: optax.GradientTransformation, clip: float | None = 1.0
+        self,
+        config: ModelConfig,
+        plan: Plan,
+        mesh: Mesh | AbstractMesh,
+        optimizer: optax.GradientTransformation,
+        clip: float | None = 1.0,
     ):
         self.config, self.plan, self.mesh, self.optimizer, self.clip = config, plan, mesh, optimizer, clip
         if plan.dispatch == "ragged" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
             raise ValueError("dispatch='ragged' needs a GPU or TPU: XLA has no ragged all-to-all for CPUs; use 'padded'")
-        self.dims = weight_dims(config)
+        self.dims, self._live = weight_dims(config), plan.live(*AXES)
         self.ledger: list[Entry] = []
         self.stored, self.graded = (jax.tree.map(place, self.dims) for place in (plan.stored, plan.graded))
+        self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
         state = self._shapes(plan.padded(config))
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
         self.abstract_state = self.abstract_natural = jax.tree.map(laid_out, state, layouts := self._layouts(state))
         if plan.padded(config) != config:  # layers that pp does not divide
-            whole = lambda layout: Layout(tuple(Dim(d.name, d.axes * (d.name != "l")) for d in layout.dims))
-            self.abstract_natural = jax.tree.map(laid_out, self._shapes(config), jax.tree.map(whole, layouts))
+            natural = self._shapes(config)
+            self.abstract_natural = jax.tree.map(laid_out, natural, jax.tree.map(self._uncut, natural, layouts))
+            if counts_empty_places(optimizer, self.abstract_natural.params, self.layer_order):
+                layers, more = config.num_layers, plan.padded(config).num_layers - config.num_layers
+                raise ValueError(
+                    f"{layers} layers leave {more} of the pipeline's places empty, zeros that this optimizer would count: it "
+                    f"looks at a whole stack at once, as Adafactor does; use {layers + more} layers, or AdamW"
+                )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
         self._in_order = self.layer_order.tolist() == list(range(config.num_layers))  # then nothing is ever moved
         self.batch_sharding = sharding(mesh, plan.place("data b s"))
         given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
@@ -121,36 +168,45 @@ class Step:
 
         def make(key):
             params = init_params(self.config, key)
-            return self._take(State(params, self.optimizer.init(params), jnp.int32(0)), self.layer_order)
+            state = State(params, self.optimizer.init(params), jnp.int32(0))
+            deal = lambda x, axis, to: x if axis < 0 or self._in_order else _dealt(x, self.layer_order, axis, to)
+            return jax.tree.map(deal, state, self._layer_dims, self.shardings)
 
         return jax.jit(make, out_shardings=self.shardings)(jax.random.key(seed))
 
+    def _uncut(self, leaf, layout: Layout) -> Layout:
+        """The layout of as many layers as pp does not divide: it cuts the next dim that it can."""
+        layers, sizes = sum((d.axes for d in layout.dims if d.name == "l"), ()), self.plan.mesh.sizes
+        others = [(d, n) for d, n in zip(layout.dims, leaf.shape, strict=False) if d.name != "l"]
+        fits = [d for d, n in others if n % product(sizes[a] for a in d.axes + layers) == 0][:1]
+        return Layout(tuple(Dim(d.name, d.axes * (d.name != "l") + layers * (d in fits)) for d in layout.dims))
+
     def from_natural(self, state: State) -> State:
-        """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold it."""
+        """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold it. The memory
+        of what is given passes to what comes back."""
         return self._moved(state, self.layer_order, self.abstract_state)
 
     def to_natural(self, state: State) -> State:
-        """The state with its layers in the model's order again: how it is kept, and given to others."""
+        """The state with its layers in the model's order again: how it is kept, and given to others. As `from_natural`, this
+        takes what it is given: a state is most of the memory, and there is room for one."""
         return self._moved(state, np.argsort(self.layer_order, stable=True)[: self.config.num_layers], self.abstract_natural)
 
     def _moved(self, state: State, order: np.ndarray, like: State) -> State:
-        if self._in_order:
-            return state
-        shardings = jax.tree.map(lambda x: x.sharding, like)
-        return jax.jit(lambda state: self._take(state, order), out_shardings=shardings)(state)
+        def move(x, axis: int, like):
+            if axis < 0:
+                return x
+            moved = _dealt(x, order, axis, like.sharding)
+            x.delete()
+            return moved
 
-    def _take(self, state: State, order: np.ndarray) -> State:
-        """Layers by number; zeros for those that the model does not have. Which dim of a leaf counts layers, whatever the
-        optimizer keeps, is seen from what one layer more would make longer."""
-        if self._in_order:
-            return state
-        grow = lambda n: self._shapes(dataclasses.replace(self.config, num_layers=self.config.num_layers + n))
+        return state if self._in_order else jax.tree.map(move, state, self._layer_dims, like)
 
-        def take(x, one, more):
-            axis = next((i for i, (a, b) in enumerate(zip(one.shape, more.shape, strict=True)) if a != b), None)
-            return x if axis is None else jnp.take(x, order, axis, mode="fill", fill_value=0)
-
-        return jax.tree.map(take, state, grow(0), grow(1))
+    @functools.cached_property
+    def _layer_dims(self) -> State:
+        """Which dim of a leaf counts layers, whatever the optimizer keeps: what one layer more would make longer; -1: none."""
+        less, more = (self._shapes(dataclasses.replace(self.config, num_layers=self.config.num_layers + n)) for n in (0, 1))
+        longer = lambda a, b: next((i for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y), -1)
+        return jax.tree.map(longer, less, more)
 
     def lower(self, batch_size: int, seq_len: int):
         """The step lowered for batches of this shape, without any array: for compiling and for reading."""
@@ -206,30 +262,38 @@ class Step:
         out = specs(self.graded), spec(WHOLE)
         return jax.shard_map(run, mesh=self.mesh, in_specs=(specs(self.stored), data), out_specs=out)(params, batch)
 
-    def _loss(self, par: Solo, params: Tree, batch: Batch, total) -> tuple[jax.Array, Any]:
-        """The loss, and the routers' tally (None without experts)."""
+    def _loss(self, par: Solo, params: Tree, batch: Batch) -> tuple[jax.Array, Any]:
+        """The loss summed over the tokens, and the routers' tally (None without experts)."""
         with par.differentiated():
-            loss, tally = nnx.merge(model_graph(self.config), params).summed(batch, par)
-            return loss / total, tally
+            return nnx.merge(model_graph(self.config), params).summed(batch, par)
 
     def _auto(self, par: Auto, params: Tree, batch: Batch):
-        total = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
-        (loss, tally), grads = self._accumulate(par, params, batch, total)
-        return self._constrain(grads, self.graded), {"loss": loss, "tokens": total} | self._told(tally)
+        (loss, tally), grads = self._accumulate(par, params, batch)
+        tokens = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
+        grads = self._constrain(jax.tree.map(lambda g: g / tokens, grads), self.graded)
+        return grads, {"loss": loss / tokens, "tokens": tokens} | self._told(tally)
 
     def _manual(self, par: Manual, params: Tree, batch: Batch):
         """On one device: its part of the batch, its shards of the weights."""
-        plan = self.plan
-        everywhere = Arrow(Layout((), plan.varying("data")), WHOLE)
-        count = (batch["targets"] >= 0).sum().astype(jnp.float32)
-        total = jnp.maximum(par.carry_out(count, everywhere, "tokens in the batch"), 1)
-        params = jax.tree.map(lambda w, dims: vary(w, plan.unreduced(dims).sums), params, self.dims)
-        (loss, tally), grads = self._accumulate(par, params, batch, total)
+        params = jax.tree.map(lambda w, dims: vary(w, self.plan.unreduced(dims).sums), params, self.dims)
+        (loss, tally), grads = self._accumulate(par, params, batch)
         grads = self._reduce(par, grads)
-        loss = par.carry_out(loss, Arrow(Layout((), plan.live("pp") + plan.varying("data")), WHOLE), "loss")
-        stream = Arrow(Layout((), plan.varying("stream")), WHOLE)
-        told = self._told(jax.tree.map(lambda x: par.carry_out(x, stream, "tally"), tally))
-        return grads, {"loss": loss, "grad_norm": self._norm(par, grads), "tokens": total} | told
+        square = sum(self._once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
+        loss, count, square, tally = self._sums(par, (loss, (batch["targets"] >= 0).sum().astype(jnp.float32), square, tally))
+        tokens = jnp.maximum(count, 1)
+        metrics = {"loss": loss / tokens, "grad_norm": jnp.sqrt(square) / tokens, "tokens": tokens}
+        return jax.tree.map(lambda g: g / tokens, grads), metrics | self._told(tally)
+
+    def _once(self, x) -> jax.Array:
+        """``x``, and 0 where another device along an axis has the same ``x``: a sum over all devices counts it once."""
+        same = tuple(a for a in self._live if a not in varying(x))
+        return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
+
+    def _sums(self, par: Manual, values: Tree) -> Tree:
+        """Small values summed over all devices, in one all-reduce that needs all of them. Had each its own, no data would order
+        it against the collectives of the model, and devices may enter unordered ones in different orders."""
+        flat, restore = ravel_pytree(jax.tree.map(self._once, values))
+        return restore(par.carry_out(flat, Arrow(Layout((), self._live), WHOLE), "loss, tokens and norm"))
 
     def _told(self, tally) -> dict:
         """The routers' tally as metrics: tokens per expert ``l e``, choices dropped and sum of entropies, each ``l``."""
@@ -237,12 +301,12 @@ class Step:
             return {}
         return {"load": tally[:, :-2], "dropped": tally[:, -2], "router_entropy": tally[:, -1]}
 
-    def _accumulate(self, par: Manual | Auto, params: Tree, batch: Batch, total) -> tuple[tuple[jax.Array, Any], Tree]:
+    def _accumulate(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[tuple[jax.Array, Any], Tree]:
         """Loss (with the routers' tally) and gradients, summed over the microbatches; at ZeRO 2 each microbatch's gradients
         are cut before that."""
         plan, parts = self.plan, self.plan.microbatches
         if plan.pipeline and isinstance(par, Manual):
-            loss, grads = pipeline.gradients(self.config, plan, par, params, batch, total)
+            loss, grads = pipeline.gradients(self.config, plan, par, params, batch)
             return (loss, None), grads
 
         def cut(g, dims):
@@ -251,7 +315,7 @@ class Step:
             return par.carry_out(g, Arrow(plan.unreduced(dims), plan.accumulated(dims)), f"gradient {dims}")
 
         def one(part: Batch) -> tuple[tuple[jax.Array, Any], Tree]:
-            loss, grads = jax.value_and_grad(functools.partial(self._loss, par), has_aux=True)(params, part, total)
+            loss, grads = jax.value_and_grad(functools.partial(self._loss, par), has_aux=True)(params, part)
             return loss, jax.tree.map(cut, grads, self.dims)
 
         if parts == 1:
@@ -302,15 +366,6 @@ class Step:
                     leaves[j] = piece.reshape(leaves[j].shape)
         return jax.tree.unflatten(tree, leaves)
 
-    def _norm(self, par: Manual, grads: Tree) -> jax.Array:
-        """The global norm: every element counted once, one scalar all-reduce per set of axes that cuts some leaf."""
-        squares: dict[tuple[str, ...], jax.Array] = {}
-        for g, layout in zip(jax.tree.leaves(grads), jax.tree.leaves(self.graded), strict=True):
-            axes = tuple(a for a in self.plan.mesh.sizes if a in layout.axes)
-            squares[axes] = squares.get(axes, 0) + jnp.sum(g * g)
-        sums = [par.carry_out(x, Arrow(Layout((), axes), WHOLE), "gradient norm") for axes, x in squares.items()]
-        return jnp.sqrt(sum(sums))
-
     def _restore(self, par: Solo, params: Tree) -> Tree:
         """From the layout of the update to the stored layout: ZeRO 1 and 2 gather, the others are there already."""
         if not isinstance(par, Manual) or self.plan.zero in (0, 3) or not self.plan.live("fsdp"):
@@ -331,7 +386,7 @@ class Step:
         """Compiled: the cross-entropies of a batch's targets summed, and their number, from (weights, batch), forward only and
         without the routers' own losses. Weights come stored, with their layers in the model's order (`to_natural`); where
         stages hold them the reading is Auto's: layers travel to every stage, which may need room for all of them."""
-        plan, everywhere = self.plan, Arrow(Layout((), self.plan.varying("data")), WHOLE)
+        plan = self.plan
 
         def sums(par: Solo, params: Tree, batch: Batch):
             model = nnx.merge(model_graph(self.config), params)
@@ -340,8 +395,7 @@ class Step:
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 
         def manual(params, batch):
-            par = Manual(plan)
-            return [par.carry_out(x, everywhere, "held-out loss") for x in sums(par, params, batch)]
+            return self._sums(par := Manual(plan), sums(par, params, batch))
 
         if plan.reading == "auto" or plan.pipeline:
             return jax.jit(functools.partial(sums, Auto(plan, self.mesh)))

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from llmpar.commands import MAX_SEED, Inspect, Train, check_picture, emit, fits_host, say, start
+from llmpar.commands import MAX_SEED, Inspect, Train, check_picture, emit, fits_host, say, speaks, start
 from llmpar.config import PRESETS, describe, from_dict, preset
 
 
@@ -133,7 +133,7 @@ class Generate:
         tokens = [int(row[0]) for row in generate(decoder, prompt, self.tokens, self.temperature, self.seed)]
         text = tokenizer.decode(tokens)
         emit({"prompt": self.prompt, "text": text, "tokens": tokens, "mesh": plan.mesh.sizes}, self.json)
-        if not self.json:
+        if not self.json and speaks():
             print(self.prompt + text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -207,14 +209,16 @@ def train(
             saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
             while waiting and (evaluates or saves):
                 read()  # never keep what a bad step has spoiled
-            if held_out and evaluates:
-                report.eval_losses.append((done, _evaluate(step, state, held_out, eval_batches)))
-                note({"steps_done": done, "eval_loss": report.eval_losses[-1][1]})
-                if on_step:
-                    on_step(number, report)
-            if checkpoints and saves:
-                checkpoints.save(done, step.to_natural(state), config, made)
             if evaluates or saves:
+                natural = step.to_natural(state)
+                if held_out and evaluates:
+                    report.eval_losses.append((done, _evaluate(step, natural, held_out, eval_batches)))
+                    note({"steps_done": done, "eval_loss": report.eval_losses[-1][1]})
+                    if on_step:
+                        on_step(number, report)
+                if checkpoints and saves:
+                    checkpoints.save(done, natural, config, made)
+                state = step.from_natural(natural)
                 clock = time.perf_counter()
             if stopped:
                 break
@@ -225,19 +229,21 @@ def train(
 
 def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
     """The mean cross-entropy of the first targets of a text that is not trained on, in nats; without the routers' losses."""
-    params = step.to_natural(state).params
-    told = [jax.device_get(step.evaluate(params, _place(step, held_out, i))) for i in range(batches)]
+    told = [jax.device_get(step.evaluate(state.params, _place(step, held_out, i))) for i in range(batches)]
     loss, tokens = (sum(float(x[i]) for x in told) for i in (0, 1))
     return loss / max(tokens, 1)
 
 
 def _place(step: Step, stream: Stream, number: int) -> dict:
-    """The step's batch on its devices; every process makes only the rows that its own devices hold."""
+    """The step's batch on its devices; every process makes only the rows that its own devices hold, and each of them once."""
     shape = stream.config.batch_size, stream.config.seq_len
-    if jax.process_count() == 1:
-        return jax.device_put(stream.batch(number), step.batch_sharding)
-    batch = stream.batch(number)
-    return {k: jax.make_array_from_callback(shape, step.batch_sharding, x.__getitem__) for k, x in batch.items()}
+    rows = functools.cache(lambda begin, end: stream.local_batch(number, slice(begin, end)))
+
+    def piece(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return rows(*index[0].indices(shape[0])[:2])[name][:, index[1]]
+
+    on_devices = functools.partial(jax.make_array_from_callback, shape, step.batch_sharding)
+    return {name: on_devices(functools.partial(piece, name)) for name in step.abstract_batch(*shape)}
 
 
 def _memory(mesh: Mesh) -> int:

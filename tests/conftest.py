@@ -1,12 +1,14 @@
 """A harsher environment than the user's: 8 simulated devices, strict promotion of ranks and dtypes, shapes checked.
 
 Warnings are errors too (pyproject.toml). What the tests start (kernels, the command line) inherits these variables.
+LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator` there; they run on CPUs too.
 """
 
 import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PLATFORM = os.environ.get("LLMPAR_TEST_PLATFORM", "cpu")
 SIMULATED = (
     "--xla_force_host_platform_device_count=8",
     # Eight device threads on two busy cores wait long for one another: by default XLA aborts after a minute.
@@ -16,7 +18,7 @@ SIMULATED = (
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *SIMULATED)).strip()
 os.environ |= dict.fromkeys(("NPROC", "PJRT_NPROC"), "32")  # as llmpar.mesh.use_devices does: no deadlock of simulated devices
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
@@ -31,6 +33,20 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Every annotation in the package is checked at run time, shapes included. As for mypy, an int will do for a float.
 check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))
 install_import_hook("llmpar", "conftest.check_types")
+
+
+def pytest_collection_modifyitems(items):
+    """On an accelerator run what is marked for it; the other tests count on 8 simulated devices."""
+    for item in items:
+        if PLATFORM != "cpu" and not item.get_closest_marker("accelerator"):
+            item.add_marker(pytest.mark.skip(reason="needs 8 simulated devices"))
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("random plans (test_random_plans.py)")
+    group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
+    group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
+    group.addoption("--plans-log", help="a JSON line per plan; plans that have passed there are not run again")
 
 
 @pytest.fixture

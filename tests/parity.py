@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from oracle import CHEAP
 
 from llmpar import attention, moe
 from llmpar.config import preset
@@ -23,6 +24,9 @@ BATCH, SEQ = 16, 16
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 MOE = dataclasses.replace(preset("tiny-moe"), num_layers=2)
 QWEN = dataclasses.replace(LLAMA, name="tiny-qwen", tied=True, qkv_bias=True, qk_norm=True, head_width=8)
+
+
+cheap_jit = functools.partial(jax.jit, compiler_options=CHEAP)
 
 
 @functools.cache
@@ -41,7 +45,7 @@ def batch(seed: int = 0):
 @functools.cache
 def weights(config):
     """Fresh weights with biases and scales that are not trivial."""
-    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(1))
+    params = cheap_jit(lambda key: init_params(config, key))(jax.random.key(1))
     rng = np.random.default_rng(2)
     return jax.tree.map(lambda w: np.asarray(w) + 0.05 * rng.standard_normal(w.shape).astype(np.float32), params)
 
@@ -63,7 +67,7 @@ def solo(config, dtype: str = "float32"):
         return nnx.merge(model_graph(config), params).summed(batch, par)[0] / total
 
     with mock.patch.object(moe, "visit", every_expert):
-        value, grads = jax.jit(jax.value_and_grad(loss))(weights(config), batch())
+        value, grads = cheap_jit(jax.value_and_grad(loss))(weights(config), batch())
     return float(value), jax.tree.map(np.asarray, grads)
 
 
@@ -74,7 +78,7 @@ def spread(config, plan: Plan, step_class=Step):
     places = attention.order(plan.order, SEQ, plan.mesh.sp)
     data = jax.device_put({k: x[:, places] for k, x in batch().items()}, step.batch_sharding)
     padded = arranged(weights(config), np.minimum(step.layer_order, config.num_layers - 1))  # weights where none should be used
-    grads, metrics = jax.jit(step.gradients)(jax.device_put(padded, step.shardings.params), data)
+    grads, metrics = cheap_jit(step.gradients)(jax.device_put(padded, step.shardings.params), data)
     grads = arranged(jax.tree.map(np.asarray, grads), np.argsort(step.layer_order, stable=True)[: config.num_layers])
     return float(metrics["loss"]), float(metrics["grad_norm"]), grads
 
@@ -97,6 +101,18 @@ def assert_same(config, plan: Plan, tolerance: float = 1e-5, step_class=Step):
         assert error < tolerance, f"gradient of {jax.tree_util.keystr(path)} is off by {error:.1e}"
     want_norm = float(np.sqrt(sum((np.asarray(w, np.float64) ** 2).sum() for w in jax.tree.leaves(want))))
     assert abs(norm - want_norm) < tolerance * want_norm, f"norm {norm} for {want_norm}"
+
+
+def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):
+    """`lax.ragged_all_to_all` from gathers, after its documentation: rows ``begin[j] : begin[j] + send[j]`` of rank i arrive
+    at rank j from its row ``mine[j]`` on."""
+    rank, rows = jax.lax.axis_index(axis_name), jnp.arange(x.shape[0])[None]
+    sent, starts, sizes, ends = (jax.lax.all_gather(y, axis_name) for y in (x, begin, send, mine))
+    starts, sizes, ends = (y[:, rank, None] for y in (starts, sizes, ends))
+    here = (rows >= ends) & (rows < ends + sizes)  # ranks × rows
+    source = jnp.where(here, rows - ends + starts + x.shape[0] * jnp.arange(len(sent))[:, None], sent.size).min(0)
+    arrived = sent.reshape(-1, *x.shape[1:]).at[source].get(mode="fill", fill_value=0)
+    return jnp.where(here.any(0)[:, None], arrived, out)
 
 
 def all_plans(products=(1, 2, 4, 8)):

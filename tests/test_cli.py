@@ -51,6 +51,21 @@ def call(capsys):
     return call
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_only_the_first_of_several_processes_prints_and_draws(call, tmp_path, monkeypatch, process):
+    """But every process says why it ended. (No cluster here: JAX is made to say that this is process 1.)"""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(llmpar.train, "train", lambda *_, **__: (None, llmpar.train.Report(losses=[2.0, 1.0])))
+    (tmp_path / "text").write_text("abc " * 1000)
+    plot = tmp_path / "loss.svg"
+    status, out, err = call("train", "--data", str(tmp_path / "text"), "--plot", str(plot), "--json")
+    assert (status, plot.exists(), bool(out), "loss 2.0000" in err) == (0, *[process == 0] * 3)
+    assert process == 0 or err == ""
+    status, out, err = call("train", "--mesh", "dp=3")
+    assert status == 1 and not out and err.count("llmpar: ") == 1
+
+
 @pytest.fixture
 def document(call):
     """Run a command with --json that must succeed: its document, which is all of stdout."""

@@ -84,9 +84,9 @@ def test_traffic_is_the_prediction():
 
 
 def test_the_code_builds_the_plan():
-    state = TINY | {"mesh": "dp=4 tp=2", "zero": 1, "tp_sequence": True}
+    state = TINY | {"mesh": "fsdp=4 tp=2", "zero": 1, "tp_sequence": True}
     flag, code = explore.answer(state)["code"].splitlines()
-    assert flag == '--mesh "dp=4 tp=2"' and eval(code, {"Plan": Plan}) == explore.make_plan(state, "dp=4 tp=2")
+    assert flag == '--mesh "fsdp=4 tp=2"' and eval(code, {"Plan": Plan}) == explore.make_plan(state, "fsdp=4 tp=2")
 
 
 @pytest.mark.parametrize(

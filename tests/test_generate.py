@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from parity import LLAMA, MOE, QWEN, name, weights
 
 from llmpar import hlo
 from llmpar.generate import Decoder, generate
-from llmpar.mesh import make_mesh
+from llmpar.mesh import make_mesh, sharding
+from llmpar.notation import parse_layout
 from llmpar.par import Manual, Solo
 from llmpar.plan import Plan
 from llmpar.step import Step, model_graph
@@ -62,6 +64,27 @@ def test_the_likeliest_tokens_are_those_of_the_whole_forward_pass_and_a_seed_rep
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_chosen_tokens_of_rows_that_are_cut_are_taken_from_any_device(monkeypatch, temperature):
+    """A host has only some of the rows: what it fetches must be whole on each of its devices."""
+    mesh, fetched = make_mesh("dp=4 tp=2"), []
+    logits = jax.device_put(np.eye(4, 8, dtype=np.float32) * 1e4, sharding(mesh, parse_layout("b/dp v")))
+    fetch = lambda x: fetched.append(x.is_fully_replicated and len(x.sharding.device_set)) or np.array(x)
+    monkeypatch.setattr("llmpar.generate.np", SimpleNamespace(asarray=fetch, ndarray=np.ndarray))
+
+    class Decided(Decoder):
+        """Takes nothing in and is sure of every row."""
+
+        def __init__(self):
+            self.everywhere = sharding(mesh, parse_layout("whole"))
+
+        def __call__(self, tokens):
+            return logits
+
+    run = generate(Decided(), np.zeros((4, 1), np.int32), 2, temperature)
+    assert [list(x) for x in run] == [[0, 1, 2, 3]] * 2 and fetched == [8, 8]
+
+
 def test_a_slot_that_is_written_wrongly_is_noticed(monkeypatch):
     """The planted fault: every rank takes itself for the first, so that even positions count twice and odd ones are lost."""
     run = decoder(LLAMA, Plan("sp=2", zero=0))
@@ -105,11 +128,11 @@ def test_refusals_say_what_would_work():
             next(generate(run, prompt, num))
 
 
-class Fixed:
-    """A decoder that always says the same logits."""
+class Fixed(Decoder):
+    """Always says the same logits."""
 
     def __init__(self, logits):
-        self.logits = jnp.asarray(logits, jnp.float32)
+        self.logits, self.everywhere = jnp.asarray(logits, jnp.float32), sharding(make_mesh("dp=1"), parse_layout("whole"))
 
     def __call__(self, tokens):
         return self.logits

@@ -2,10 +2,11 @@ import dataclasses
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from llmpar import hardware
+from llmpar import doctor, hardware
 from llmpar.hardware import CHIPS, GIB, NAMES, Chip, chip, guess
 
 FIGURES = [f.name for f in dataclasses.fields(Chip) if f.name not in ("name", "aliases", "link", "date", "sources")]
@@ -146,6 +147,42 @@ def test_a_device_is_its_share_of_the_chip():
     assert core.usable_bytes == ironwood.usable_bytes == int(94.75 * 2**30), "already per device"
     assert core.per_device() == core
     assert chip("h100").per_device() == chip("h100")
+
+
+def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path):
+    """Three quarters unless JAX is told another share; with the platform's allocator there is no share. TPUs have none."""
+    for name in hardware.MEMORY_SHARES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
+    h100, v5p = chip("h100"), chip("v5p")
+    assert h100.usable_bytes == int(0.75 * 84942979072) and v5p.usable_bytes == int(95.74 * GIB)
+    assert all((row.memory_share == 0.75) == (row.link == "switch" and not row.simulated) for row in CHIPS)
+    (tmp_path / "ours.toml").write_text('base = "h100"\nmemory_share = 0.9\n')
+    assert chip(tmp_path / "ours.toml").usable_bytes == int(0.9 * 84942979072)
+    (tmp_path / "ours.toml").write_text('base = "h100"\nmemory_share = 90\n')
+    with pytest.raises(ValueError, match="memory_share = 90.0 is above 1"):
+        chip(tmp_path / "ours.toml")
+    for name in hardware.MEMORY_SHARES:
+        monkeypatch.setenv(name, ".95")
+        assert (h100.usable_bytes, v5p.usable_bytes) == (int(0.95 * 84942979072), int(95.74 * GIB))
+        monkeypatch.setenv(name, "lots")
+        with pytest.raises(ValueError, match=f"{name}=lots is no share of a GPU's memory; use one above 0, such as .95"):
+            _ = h100.usable_bytes
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    assert h100.usable_bytes == 84942979072
+
+
+@pytest.mark.parametrize("share", [None, ".9"])
+def test_doctor_says_when_nobody_told_jax_how_much_of_a_gpu_to_take(monkeypatch, share):
+    for name in hardware.MEMORY_SHARES:
+        monkeypatch.delenv(name, raising=False)
+    if share:
+        monkeypatch.setenv(hardware.MEMORY_SHARES[1], share)
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=0, memory_stats=lambda: None)
+    monkeypatch.setattr(doctor, "use_devices", lambda simulated: [gpu] * 8)
+    said = [line for line in doctor.examine()["lines"] if line.startswith("JAX takes 75% of a GPU's memory")]
+    assert [line.rpartition(" ")[2] for line in said] == ([] if share else ["XLA_CLIENT_MEM_FRACTION=.95"])
 
 
 def test_rings_close_where_the_hardware_has_the_links():

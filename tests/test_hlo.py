@@ -23,6 +23,7 @@ from llmpar.hlo import (
     executed_flops,
     partitioned_hlo,
     ring_bytes,
+    unordered,
 )
 
 CUBE = {"dp": 2, "fsdp": 2, "tp": 2}
@@ -282,7 +283,7 @@ def test_ring_bytes_of_an_all_reduce_are_those_of_jax_roofline():
     traced = lower(lambda x: lax.psum(x, "tp"), mesh, P("tp"), P(), jnp.ones((4, 4096)))
     for (c,) in three_censuses(traced, mesh):
         assert c.bytes_sent == ring_bytes("all-reduce", 4, 16384) == CASES["roofline.jax.psum"]["expected"]["ici_bytes"]
-    assert ring_bytes("all-reduce", 3, 4) == 5  # 16/3 rounded
+    assert ring_bytes("all-reduce", 3, 4) == 6  # 16/3: the mean over the three devices, rounded up
 
 
 MESHES = [
@@ -612,3 +613,25 @@ def test_memory_is_what_was_passed_and_aliased():
     assert memory["alias_bytes"] == 4000
     assert 4004 <= memory["output_bytes"] <= 4004 + 16  # the result's tuple holds a pointer for each part
     assert memory["peak_bytes"] == memory["argument_bytes"] + memory["output_bytes"] + memory["temp_bytes"] - 4000
+
+
+def test_collectives_that_no_data_orders_are_listed_with_their_arrows():
+    """Two sums of different values may be entered in either order; one of the other's result, or a branch of it, may not."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def f(x, y):
+        with jax.named_scope("arrow[first]"):
+            one = jax.lax.psum(x, "a")
+        with jax.named_scope("arrow[second]"):
+            two = jax.lax.psum(y, "b")
+        with jax.named_scope("arrow[both]"):
+            both = jax.lax.psum(jax.lax.pcast(one[0, 0], "a", to="varying") + two[0, 0], ("a", "b"))
+        with jax.named_scope("arrow[loop]"):
+            again = lambda z, _: (jax.lax.pcast(jax.lax.psum(z, "b"), "b", to="varying"), None)
+            inside, _ = jax.lax.scan(again, x, None, length=3)
+        return both, inside
+
+    run = jax.shard_map(f, mesh=mesh, in_specs=(P("a", "b"),) * 2, out_specs=(P(), P("a", "b")))
+    text = partitioned_hlo(jax.jit(run).lower(*[jnp.ones((4, 4))] * 2))
+    pairs = {frozenset(c.arrow for c in pair) for pair in unordered(text, mesh)}
+    assert pairs == {frozenset(p) for p in (("first", "second"), ("first", "loop"), ("second", "loop"), ("both", "loop"))}

@@ -90,23 +90,38 @@ def test_an_abstract_mesh_needs_no_devices():
         abstract_mesh("dp=-1")
 
 
-# ---------------------------------------------------------------------------------------------------------------- slices
+# ------------------------------------------------------------------------------------------------- hosts, slices, links
 
 
 @dataclass(frozen=True)
 class Fake:
-    """An accelerator of some slice, as far as ordering looks at it."""
+    """An accelerator as far as ordering looks at it."""
 
     id: int
     slice_index: int
     process_index: int
+    coords: tuple[int, ...] = (0, 0, 0)
+    core_on_chip: int = 0
     platform: str = "gpu"
     device_kind: str = "fake"
 
 
-def fakes(num_slices: int, per_slice: int) -> list:
-    """Devices of several slices, listed so that the slices alternate."""
-    return [Fake(s * 100 + i, s, s) for i in range(per_slice) for s in range(num_slices)]
+def fakes(num_slices: int, per_slice: int, kind: str = "fake") -> list:
+    """GPUs of several hosts, each its own slice (as XLA numbers them, by boot id), listed so that the hosts alternate."""
+    return [Fake(s * 100 + i, s, s, device_kind=kind) for i in range(per_slice) for s in range(num_slices)]
+
+
+def tpus(kind: str, x: int, y: int, z: int = 1, num_slices: int = 1) -> list:
+    """TPUs as libtpu lists them: x fastest, four chips (2 × 2) to a host."""
+    places = [(a, b, c) for c in range(z) for b in range(y) for a in range(x)]
+    host = lambda a, b, c: (c * y // 2 + b // 2) * x // 2 + a // 2
+    made = [(s, at) for s in range(num_slices) for at in places]
+    return [Fake(i, s, s * len(places) // 4 + host(*at), at, 0, "tpu", kind) for i, (s, at) in enumerate(made)]
+
+
+H100, A100 = fakes(8, 8, "NVIDIA H100 80GB HBM3"), fakes(4, 4, "NVIDIA A100-SXM4-40GB")
+V5P, V6E, V5E = tpus("TPU v5p", 4, 4, 4), tpus("TPU v6 lite", 16, 16), tpus("TPU v5 lite", 4, 8)
+TWO = tpus("TPU v5 lite", 4, 8, num_slices=2)
 
 
 @pytest.fixture
@@ -116,24 +131,67 @@ def grid(monkeypatch):
     return inspect.unwrap(make_mesh)
 
 
+def spans(made, what) -> dict[str, set[int]]:
+    """Per axis longer than one: over how many different ``what(device)`` its groups reach."""
+    found = {}
+    for i, axis in enumerate(AXES):
+        if (n := made.shape[i]) > 1:
+            found[axis] = {len({what(d) for d in group}) for group in np.moveaxis(made, i, -1).reshape(-1, n)}
+    return found
+
+
 @pytest.mark.parametrize(
-    "mesh, outer",
-    [("dp=2 fsdp=4", "dp"), ("fsdp=8", "fsdp"), ("pp=2 tp=4", "pp"), ("dp=4 tp=2", "dp"), ("pp=1 dp=2 tp=4", "dp")],
+    "devices, mesh, across",
+    [
+        (H100, "fsdp=64", {"fsdp": 8}),
+        (H100, "fsdp=8 tp=8", {"fsdp": 8}),
+        (H100, "dp=2 fsdp=8 tp=4", {"dp": 2, "fsdp": 4}),
+        (H100, "pp=4 dp=2 tp=8", {"pp": 4, "dp": 2}),
+        (H100, "pp=4 fsdp=16", {"pp": 4, "fsdp": 2}),
+        (H100, "dp=4 fsdp=2 sp=8", {"dp": 4, "fsdp": 2}),
+        (H100, "fsdp=4 ep=2 tp=8", {"fsdp": 4, "ep": 2}),
+        (H100, "pp=2 dp=2 fsdp=4 tp=4", {"pp": 2, "dp": 2, "fsdp": 2}),
+        (A100, "dp=4 tp=4", {"dp": 4}),
+        (A100, "pp=2 dp=2 tp=4", {"pp": 2, "dp": 2}),
+        (A100, "tp=16", {"tp": 4}),
+        (fakes(3, 4), "pp=2 dp=3 tp=2", {"dp": 3}),
+        (fakes(2, 4), "fsdp=8", {"fsdp": 2}),
+        (TWO, "fsdp=64", {"fsdp": 2}),
+        (TWO, "dp=4 tp=16", {"dp": 2}),
+        (TWO, "pp=2 fsdp=4 tp=8", {"pp": 2}),
+    ],
 )
-def test_slices_split_the_outermost_axis_that_they_divide(grid, mesh, outer):
-    made = grid(mesh, fakes(2, 4))
-    assert len({d.id for d in made.flat}) == 8
-    at = list(AXES).index(outer)
-    first, second = np.split(made, 2, axis=at)
-    assert {d.slice_index for d in first.flat} == {0} and {d.slice_index for d in second.flat} == {1}
+def test_the_slow_axes_cross_hosts_and_the_fast_ones_stay_inside(grid, devices, mesh, across):
+    """Every group of an axis reaches over as many slices (of GPUs: hosts) as the table says, and over one elsewhere."""
+    made = grid(mesh, devices)
+    assert len({d.id for d in made.flat}) == len(devices)
+    want = {axis: {across.get(axis, 1)} for axis, n in zip(AXES, made.shape, strict=True) if n > 1}
+    assert spans(made, lambda d: d.slice_index) == want
 
 
-def test_slices_that_fit_no_axis_are_refused_and_the_advice_works(grid):
-    devices = fakes(3, 4)
-    with pytest.raises(ValueError, match="no axis of mesh 'dp=2 tp=2' is a multiple of the 3 slices; make dp=3"):
-        grid(MeshShape(dp=2, tp=2), [*fakes(3, 1), Fake(900, 0, 0)])
-    made = grid("dp=3 tp=4", devices)
-    assert [{d.slice_index for d in row.flat} for row in made[0]] == [{0}, {1}, {2}]
+@pytest.mark.parametrize(
+    "devices, mesh",
+    [(V5P, m) for m in ("fsdp=8 tp=8", "dp=2 fsdp=8 tp=4", "fsdp=8 sp=8", "fsdp=8 ep=8", "fsdp=32 tp=2", "fsdp=16 tp=4")]
+    + [(V6E, m) for m in ("fsdp=64 tp=4", "fsdp=32 tp=8", "dp=2 fsdp=16 tp=8", "fsdp=16 tp=16")]
+    + [(V5E, m) for m in ("fsdp=16 tp=2", "fsdp=8 tp=4")]
+    + [(TWO, m) for m in ("dp=2 fsdp=16 tp=2", "dp=4 tp=16")],
+)
+def test_every_axis_on_a_torus_lies_along_its_links(grid, devices, mesh):
+    """The chips of a group fill a box: as many as there are different x, times y, times z (times slices)."""
+    made = grid(mesh, devices)
+    assert len({d.id for d in made.flat}) == len(devices)
+    sides = [spans(made, lambda d, k=k: (*d.coords, d.slice_index)[k]) for k in range(4)]
+    for axis, n in zip(AXES, made.shape, strict=True):
+        assert n == 1 or [product(box) for box in itertools.product(*(side[axis] for side in sides))] == [n], axis
+
+
+def test_slices_of_several_sizes_and_holes_are_refused_and_the_advice_works(grid):
+    uneven, hole = [*fakes(3, 1), Fake(900, 0, 0)], V5P[:6] + V5P[8:10]
+    with pytest.raises(ValueError, match=r"mesh 'dp=2 tp=2' .*: the 2 \+ 1 \+ 1 devices of its slices.*try '!dp=2 tp=2'"):
+        grid(MeshShape(dp=2, tp=2), uneven)
+    with pytest.raises(ValueError, match="mesh 'dp=2 tp=4' .* 8 x TPU v5p, .*: the 8 devices of its slices.*try '!dp=2 tp=4'"):
+        grid("dp=2 tp=4", hole)
+    assert grid("!dp=2 tp=2", uneven).ravel().tolist() == uneven and grid("!dp=2 tp=4", hole).ravel().tolist() == hole
 
 
 def test_an_exclamation_mark_keeps_the_given_order(grid):

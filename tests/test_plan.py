@@ -173,12 +173,13 @@ def refusal(plan: Plan, config=LLAMA, batch=16, seq=16) -> str:
 
 
 def advice(message: str) -> tuple[list[int], list[int]]:
-    """The sizes that a refusal offers: for what was asked, and for what does not divide it."""
-    found = re.fullmatch(r"(.+) (\d+) is not a multiple of (\S+) = (\d+); use ([\d or]+), or make \3 one of ([\d, ]+)", message)
+    """The sizes that a refusal offers: for what was asked (none for a model's own sizes), and for what does not divide it."""
+    rule = r"(.+?) (\d+) .*is not a multiple of (\S+) = (\d+); (?:use ([\d or]+), or )?make \3 one of ([\d, ]+)"
+    found = re.fullmatch(rule, message)
     assert found, message
     asked, parts = int(found[2]), int(found[4])
     assert asked % parts, "the arithmetic"
-    return [int(n) for n in found[5].split(" or ")], [int(n) for n in found[6].split(", ")]
+    return [int(n) for n in (found[5] or "").split(" or ") if n], [int(n) for n in found[6].split(", ")]
 
 
 WIDTHS = dataclasses.replace(LLAMA, num_heads=12, num_kv_heads=6, head_width=12, ffn_width=40, width=36, vocab_size=200)
@@ -191,26 +192,26 @@ REFUSED = {
                      lambda n: dict(batch=n), lambda n: dict(mesh="dp=1", microbatches=n)),
     "sequence": (dict(mesh="tp=4", tp_sequence=True), dict(seq=18, num_kv_heads=4),
                  "sequence 18 is not a multiple of sp·tp = 4",
-                 lambda n: dict(seq=n), lambda n: dict(mesh=f"tp={n}")),
+                 lambda n: dict(seq=n), lambda n: dict(mesh=f"tp={n}", tp_sequence=n > 1)),
     "loss chunks": (dict(mesh="dp=2", loss_chunks=3), {}, "sequence 16 is not a multiple of sp·loss_chunks = 3",
                     lambda n: dict(seq=n), lambda n: dict(loss_chunks=n)),
     "feed-forward chunks": (dict(ffn_chunks=3), {}, "sequence 16 is not a multiple of sp·ffn_chunks = 3",
                             lambda n: dict(seq=n), lambda n: dict(ffn_chunks=n)),
     "attention block": (dict(attention_block=12), {},
-                        "attention over 16 positions, sequence 16 is not a multiple of attention_block = 12",
-                        lambda n: dict(seq=n), lambda n: dict(attention_block=n)),
+                        "16 queries on a device, 16 is not a multiple of attention_block = 12",
+                        None, lambda n: dict(attention_block=n)),
     "heads": (dict(mesh="tp=8"), {}, "heads 12 is not a multiple of tp = 8",
-              lambda n: dict(num_heads=n, num_kv_heads=8), lambda n: dict(mesh=f"tp={n}")),
+              None, lambda n: dict(mesh=f"tp={n}")),
     "KV heads": (dict(mesh="tp=4"), {}, "KV heads 6 is not a multiple of tp = 4",
-                 lambda n: dict(num_heads=24, num_kv_heads=n), lambda n: dict(mesh=f"tp={n}")),
+                 None, lambda n: dict(mesh=f"tp={n}")),
     "feed-forward": (dict(mesh="tp=3"), {}, "feed-forward width 40 is not a multiple of tp = 3",
-                     lambda n: dict(ffn_width=n, vocab_size=201), lambda n: dict(mesh=f"tp={n}")),
+                     None, lambda n: dict(mesh=f"tp={n}")),
     "vocabulary": (dict(mesh="tp=6"), dict(ffn_width=42), "vocabulary 200 is not a multiple of tp = 6",
-                   lambda n: dict(vocab_size=n), lambda n: dict(mesh=f"tp={n}")),
+                   None, lambda n: dict(mesh=f"tp={n}")),
     "width": (dict(mesh="fsdp=8"), {}, "model width 36 is not a multiple of fsdp = 8",
-              lambda n: dict(width=n), lambda n: dict(mesh=f"fsdp={n}")),
+              None, lambda n: dict(mesh=f"fsdp={n}")),
     "head width": (dict(mesh="fsdp=8"), dict(width=32, qk_norm=True), "head width 12 is not a multiple of fsdp = 8",
-                   lambda n: dict(head_width=n), lambda n: dict(mesh=f"fsdp={n}")),
+                   None, lambda n: dict(mesh=f"fsdp={n}")),
 }  # fmt: skip
 
 
@@ -225,6 +226,7 @@ def test_what_cannot_be_cut_evenly_is_refused_with_the_arithmetic_and_advice_tha
     message = refusal(*ask(plan, rest))
     assert message.startswith(said)
     sizes, parts = advice(message)
+    assert (resize is None) == (not sizes), "nobody can change a model's sizes, everybody a batch's"
     for asked in [ask(plan, rest | resize(n)) for n in sizes] + [ask(plan | recut(n), rest) for n in parts]:
         asked[0].check(*asked[1:])
 
@@ -280,8 +282,57 @@ def test_ulysses_needs_heads_and_the_advice_works():
 
 @pytest.mark.parametrize("field", ["microbatches", "loss_chunks", "ffn_chunks", "attention_block"])
 def test_numbers_below_one_are_refused(field):
-    with pytest.raises(ValueError, match=f"{field} is 0; use 1 or more"):
+    with pytest.raises(ValueError, match=f"{field}=0 is not a value of a plan; use a whole number of 1 or more"):
         Plan(**{field: 0})
+
+
+OTHER = dict(sequence="rings", reading="Manual", remat="blocks", zero=4, dtype="float31", reduce="layers", regather="keeps")
+OTHER |= dict(stage_saves="residual", dispatch="padd", grouped="block", order="zig-zag", attention_kernel="cuda", unroll=-1)
+OTHER |= dict(tp_sequence=1, schedule=0, chunks=0, microbatches=2.0, loss_chunks=True, ffn_chunks="2", bucket_bytes=0)
+OTHER |= dict(attention_block=0)
+
+
+def test_every_field_refuses_what_its_type_does_not_have():
+    """A misspelt choice was silently another strategy: every branch of the package reads `else` for it."""
+    assert set(OTHER) == {f.name for f in dataclasses.fields(Plan)} - {"mesh"}
+    for field, value in OTHER.items():
+        plan = Plan()
+        object.__setattr__(plan, field, value)  # past the checked signature, which the tests alone have
+        with pytest.raises(ValueError, match=re.escape(f"{field}={value!r} is not a value of a plan; use ")):
+            plan.__post_init__()
+
+
+IDLE = {
+    "schedule": dict(schedule="bogus"), "chunks": dict(chunks=2), "stage_saves": dict(stage_saves="residuals"),
+    "sequence": dict(sequence="gather"), "order": dict(order="striped"), "tp_sequence": dict(tp_sequence=True),
+    "dispatch": dict(dispatch="ragged"), "zero": dict(zero=2), "regather": dict(regather="keep"),
+    "remat": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", remat="block"), "grouped": dict(grouped="ragged_dot"),
+    "bucket_bytes": dict(bucket_bytes=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", IDLE)
+def test_an_option_that_would_change_nothing_is_refused_with_the_reason(field):
+    plan = Plan(**IDLE[field])
+    without = dataclasses.replace(plan, **{field: getattr(Plan(), field)})
+    message = refusal(plan)
+    assert message.startswith(f"{field}={IDLE[field][field]!r} would change nothing: ")
+    assert message.endswith(f"; leave {field} out")
+    without.check(LLAMA, 16, 16)
+    if field != "remat":  # which needs the schedule, and that may be wrong itself
+        assert plan.effective(LLAMA) == without
+
+
+def test_positions_are_in_order_only_where_queries_meet_their_own_keys():
+    """Gathered keys are a whole row beside the queries of a part of it: a kernel that counts from the left edge is wrong."""
+    assert Plan().in_order and Plan("sp=2", sequence="ulysses", order="contiguous").in_order
+    assert not Plan("sp=2", sequence="gather", order="contiguous").in_order
+    assert not Plan("sp=2", sequence="ulysses").in_order
+
+
+def test_a_block_of_attention_divides_the_queries_of_a_rank_and_the_keys_that_it_gathers():
+    plan = Plan("sp=3", sequence="gather", attention_block=3, order="striped")
+    assert refusal(plan, seq=48).startswith("16 queries on a device, 16 is not a multiple of attention_block = 3")
 
 
 @pytest.mark.parametrize("what", ["batch", "seq"])

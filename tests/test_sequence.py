@@ -24,11 +24,13 @@ PLANS = [
     Plan("sp=4", order="contiguous"), Plan("dp=2 sp=4", zero=0), Plan("sp=8", order="striped"),
     Plan("fsdp=2 sp=2 tp=2", tp_sequence=True), Plan("sp=4 tp=2", sequence="ulysses", order="striped"),
     Plan("fsdp=2 sp=4", sequence="gather", remat="block"), Plan("fsdp=2 sp=4", microbatches=2, zero=2),
+    Plan("sp=2", sequence="gather", order="contiguous"),
 ]  # fmt: skip
 CHUNKED = Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, ffn_chunks=4)
 KERNELS = [
     Plan("sp=2 fsdp=4", sequence="ulysses", attention_kernel="xla", ffn_chunks=2, remat="block"),
-    Plan("dp=2 sp=2", sequence="gather", attention_kernel="xla", zero=0), Plan("dp=2", attention_kernel="xla", zero=0),
+    Plan("dp=2 sp=2", sequence="gather", order="contiguous", attention_kernel="xla", zero=0),
+    Plan("dp=2", attention_kernel="xla", zero=0),
 ]  # fmt: skip
 AUTO = [
     Plan("fsdp=2 sp=2 tp=2", reading="auto", ffn_chunks=2, loss_chunks=2),

@@ -27,7 +27,7 @@ from llmpar.notation import parse_layout
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.step import Step, model_graph, weight_dims
-from llmpar.train import OptimizerConfig, Report, make_optimizer, muon_dims, train
+from llmpar.train import OptimizerConfig, Report, _place, make_optimizer, muon_dims, train
 
 SMALL = dataclasses.replace(LLAMA, name="small-test", num_layers=1, width=32, num_heads=8, num_kv_heads=8, ffn_width=32)
 MIXED = Plan("dp=2 fsdp=2 tp=2")
@@ -125,6 +125,27 @@ def test_training_checks_the_plan_first():
 def test_optimizers_that_would_do_harm_are_refused(bad):
     with pytest.raises(ValueError, match="both must be positive numbers|use 0 or more"):
         OptimizerConfig(**bad)
+
+
+def test_a_process_makes_only_the_rows_that_its_own_devices_hold(monkeypatch):
+    """Of 4 × 2 devices that cut rows by dp and columns by sp, this process owns the two with rows 4 to 7 of 16."""
+    plan, asked, text = Plan("dp=4 sp=2"), [], stream(batch_size=16)
+    local_batch = text.local_batch
+    monkeypatch.setattr(text, "local_batch", lambda step, rows: asked.append(rows) or local_batch(step, rows))
+    step = Step(SMALL, plan, make_mesh(plan.mesh), optax.sgd(1.0))
+    whole = local_batch(3, slice(None))
+    placed = _place(step, text, 3)
+    assert {k: placed[k].sharding for k in whole} == dict.fromkeys(whole, step.batch_sharding) and same_bits(placed, whole)
+
+    def own(shape, sharding, piece):
+        index = sharding.devices_indices_map(shape)
+        return [piece(index[d]) for d in step.mesh.devices[0, 1].flat]
+
+    monkeypatch.setattr(jax, "make_array_from_callback", own)
+    asked.clear()
+    for name, pieces in _place(step, text, 3).items():
+        assert same_bits(pieces, [whole[name][4:8, :8], whole[name][4:8, 8:]])
+    assert asked == [slice(4, 8)], "once, for four arrays on two devices"
 
 
 def test_training_to_no_step_is_refused():

@@ -22,10 +22,10 @@ SIDE, ACROSS = 17, 26
 
 def squares(params):
     """One square per H100, filled from the left with the bytes of each part."""
-    total = math.ceil(params * 16 / h100.usable_bytes)
+    total = math.ceil(params * 16 / h100.hbm_bytes)
     edges, at = [], 0.0
     for num_bytes, fill in PARTS.values():
-        edges.append((at, at := at + params * num_bytes / h100.usable_bytes, fill))
+        edges.append((at, at := at + params * num_bytes / h100.hbm_bytes, fill))
     items = []
     for k in range(total):
         x, y = k % ACROSS * (SIDE + 4), k // ACROSS * (SIDE + 4)

@@ -74,7 +74,7 @@ held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
 assert len(held) == 4 and {len(devices) for devices in held.values()} == {2}
 assert cost.sent_bytes("all-reduce", 8, 8) == 14
 assert cost.zero_elements(1, 0, accumulation=4) == cost.zero_elements(1, 0) and cost.zero_elements(1, 2, accumulation=4) == 5
-assert 1 < 16 * preset("llama3-8b").num_params / chip("h100").usable_bytes <= 2
+assert 1 < 16 * preset("llama3-8b").num_params / chip("h100").hbm_bytes <= 2
 assert cost.tp_elements(1, 1, 1, 8) == 4 * cost.sent_bytes("all-reduce", 1, 8)
 assert timetable(make("1f1b", 16, 64)).peak_live()[3] == 13
 

@@ -1,0 +1,497 @@
+"""The option space is the contract: random plans, models and batches, from all fields there are.
+
+What `Plan.check` accepts must give the loss, gradients, router metrics and updates of `oracle`, and send what `predict` says.
+What it refuses it must refuse by a ValueError with advice, and each piece of the advice must end that complaint.
+
+    pytest tests/test_random_plans.py                           the plans of `SEEDS` and the one of the day
+    pytest tests/test_random_plans.py --plans 400 --seed 7      seeds 7 to 406
+    … --plans-log plans.jsonl                                   a line per plan; what has passed there is not run again
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import re
+import time
+import typing
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracle
+import pytest
+from parity import arranged, emulated_ragged_all_to_all
+
+from llmpar import attention, hlo, orders, pipeline, predict
+from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
+from llmpar.mesh import make_mesh
+from llmpar.notation import AXES, MeshShape, product
+from llmpar.par import Manual
+from llmpar.plan import Plan
+from llmpar.step import State, Step
+
+SEEDS = range(11)
+WRITTEN = "written by hand"  # an order in text, drawn for the mesh
+SCALING = RopeScaling(4.0, 1.0, 4.0, 16)
+DRAWN = {
+    Plan: dict(
+        bucket_bytes=(1, 3000, 4 << 20), microbatches=(1, 2, 3, 4, 8), dtype=("float32",) * 7 + ("bfloat16",),
+        unroll=(1, 0, 2, 3), loss_chunks=(1, 2, 3, 4), ffn_chunks=(1, 2, 3, 4), attention_block=(None, 2, 3, 4, 8, 64),
+        schedule=(*orders.SCHEDULES, WRITTEN), chunks=(None, None, 1, 2, 3), mesh=(),
+    ),
+    ModelConfig: dict(
+        name=("random",), vocab_size=(48, 33, 64, 72), width=(32, 16, 24, 36), num_layers=(2, 1, 3, 4, 5, 7),
+        num_heads=(8, 4, 6, 12),
+        num_kv_heads=(4, 1, 2, 3, 8), head_width=(8, 4, 6, 12), ffn_width=(32, 24, 36, 48), rope_theta=(10_000.0, 100.0),
+        rope_scaling=(None, SCALING), norm_eps=(1e-5, 1e-2), window=(None, 1, 2, 5, 100), init_scale=(0.2,), experts=(),
+        latent=(None,) * 30 + (LatentAttention(4, 4, 4, 4),),
+    ),
+    ExpertConfig: dict(
+        num=(4, 8, 3, 6), chosen=(2, 1, 3), shared=(0, 1, 2), scale=(1.0, 2.5), bias_rate=(None, 0.01), groups=(1, 2, 3),
+        groups_chosen=(1, 2), balance=(0.05, 0.0), z=(0.01, 0.0), capacity_factor=(None, 0.6, 1.0, 1.3),
+        dense_layers=(0,) * 30 + (1,), dense_width=(24,),
+    ),
+}  # fmt: skip
+BATCH = dict(
+    batch=(8, 4, 6, 3, 16, 5), seq=(16, 24, 32, 15, 12, 36, 48), documents=(2, 1, 4), restart=(False, True),
+    targets=("some",) * 7 + ("none",), clip=(0.3, None, 1e3), rule=("sgd", "adamw"),
+)  # fmt: skip
+RULES = {
+    "sgd": dict(kind="sgd", rate=0.05, b1=0.9), "adamw": dict(kind="adamw", rate=0.01, b1=0.9, b2=0.999, eps=1e-2, decay=0.1)
+}  # fmt: skip
+
+
+def values(cls) -> dict[str, tuple]:
+    """What each field of a dataclass is drawn from: the table's values, else all that its type names."""
+    named = {bool: (False, True)}
+    types = typing.get_type_hints(cls)
+    return {f.name: named.get(types[f.name], typing.get_args(types[f.name])) for f in dataclasses.fields(cls)} | DRAWN[cls]
+
+
+FIELDS = {cls: values(cls) for cls in DRAWN}
+
+
+# --------------------------------------------------------------------------------------------------------------- drawing
+
+
+def draw_all(rng) -> dict:
+    """One choice for everything, as plain data by field. ``wild`` is how far it strays from the first values."""
+    pick, wild = lambda xs: xs[rng.integers(len(xs))], rng.choice([0.3, 0.6, 1.0])
+    tables = *FIELDS.values(), BATCH
+    asked = {name: pick(xs if rng.random() < wild else xs[:1]) for table in tables for name, xs in table.items() if xs}
+    often = "zero", "tp_sequence", "reduce", "regather", "sequence", "order", "dispatch", "grouped"  # idle on most meshes
+    asked |= {field: pick(FIELDS[Plan][field]) for field in often if rng.random() < 0.7}
+    asked |= dict.fromkeys(AXES, 1) | {"experts": rng.random() < 0.35}
+    axes = ["pp", "dp", "fsdp", "fsdp", "sp", "sp", "tp", "tp"] + ["ep"] * (1 + asked["experts"])
+    for prime in pick(((2, 2, 2), (2, 2, 2), (2, 3), (2, 2))):
+        asked[pick(axes)] *= prime
+    if asked["pp"] == 1:
+        asked["num_layers"] = min(asked["num_layers"], 3)
+    else:
+        asked |= {"schedule": pick(FIELDS[Plan]["schedule"]), "microbatches": asked["pp"] * pick((1, 2)), "reading": "manual"}
+        asked |= {"reading": "auto"} if rng.random() < 0.05 else {}
+    for cut, parts in {
+        "batch": ("dp", "fsdp", "ep", "microbatches"), "seq": ("sp", "sp", "tp"), "num": ("ep",), "num_kv_heads": ("tp",),
+        "ffn_width": ("tp",), "vocab_size": ("tp",), "width": ("fsdp",),
+        "head_width": ("fsdp",) if asked["qk_norm"] or asked["qkv_bias"] else (),
+    }.items():  # most sizes fit the mesh
+        parts = product(asked[part] for part in parts)
+        asked[cut] = -(-asked[cut] // parts) * parts if rng.random() < 0.9 else asked[cut]
+    asked["num_heads"] = -(-asked["num_heads"] // asked["num_kv_heads"]) * asked["num_kv_heads"]
+    return asked
+
+
+def build(asked: dict) -> tuple[ModelConfig, Plan]:
+    """The model and the plan of a choice, or the package's refusal."""
+    take = lambda cls: {name: asked[name] for name in FIELDS[cls] if name in asked}
+    experts = ExpertConfig(**take(ExpertConfig)) if asked["experts"] else None
+    config = ModelConfig(**take(ModelConfig) | {"experts": experts})
+    if (schedule := asked["schedule"]) == WRITTEN:
+        name = ("gpipe", "1f1b", "zb-h1")[asked["batch"] % 3]
+        schedule = "\n".join(" ".join(map(str, row)) for row in orders.make(name, asked["pp"], asked["microbatches"]).order)
+    mesh = MeshShape(**{axis: asked[axis] for axis in AXES})
+    plan = Plan(**take(Plan) | {"mesh": mesh, "schedule": schedule})
+    plan.check(config, asked["batch"], asked["seq"])
+    return config, plan
+
+
+def refused(asked: dict) -> str:
+    """The package's refusal of a choice, '' for none. No other exception may come out."""
+    try:
+        build(asked)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+SIZES = {"batch": "batch", "sequence": "seq"}
+
+
+def remedies(why: str, asked: dict) -> list[dict]:
+    """The changes that a refusal proposes, each by itself."""
+    found = []
+    uneven = r"([\w -]*),? \d+ is not a multiple of (\S+) = \d+; (?:use ([\d or]+), or )?make \2 one of ([\d, ]+)$"
+    if m := re.search(uneven, why):
+        found += [{SIZES[m[1]]: int(n)} for n in (m[3] or "").split(" or ") if n]
+        factors = m[2].split("·")
+        found += [dict.fromkeys(factors, 1) | {f: int(n)} for n in m[4].split(", ") for f in factors]
+    advice = re.split(r"; (?=use|try|leave|choose|make)|, (?=use )|, or (?=dualpipev)", why, maxsplit=1)[-1]
+    for name, first, others in re.findall(r"([a-z_]+) ?= ?('[^']*'|[\d.]+|None)((?: or '[^']*')*)", advice):
+        if name in ("p", "m"):
+            name = {"p": "pp", "m": "microbatches"}[name]
+        for value in re.findall(r"'[^']*'|[\d.]+|None", first + others):
+            value = value.strip("'")
+            number = re.fullmatch(r"[\d.]+", value)
+            found.append({name: None if value == "None" else type(asked[name] or 0)(value) if number else value})
+    if m := re.search(r"reduce='\w+' .*; use '(\w+)'", why):
+        found.append({"reduce": m[1]})
+    if m := re.search(r"order='zigzag'.*; use (\d+),", why):
+        found.append({"seq": int(m[1])})
+    if m := re.search(r"leave (\w+) out", why):
+        found.append({m[1]: getattr(Plan(), m[1])})
+    if m := re.search(r"use (\d+) layers", why):
+        found.append({"num_layers": int(m[1])})
+    if m := re.search(r"in groups of .* use (\d+)(?: or (\d+))?", why):
+        found += [{"microbatches": int(n)} for n in m.groups() if n]
+    if m := re.search(r"; try ([\w-]+) or ([\w-]+)$", why):
+        found += [{"schedule": name} for name in m.groups()]
+    if m := re.search(r"no experts in .*; use ([\w, ]+)", why):
+        found += [{"ep": 1, axis: asked[axis] * asked["ep"]} for axis in m[1].split(", ")]
+    if m := re.search(r"use a number of KV heads that divides (\d+)", why):
+        found += [{"num_kv_heads": n} for n in range(1, int(m[1]) + 1) if int(m[1]) % n == 0]
+    if "choose more groups" in why:
+        found += [{"groups_chosen": asked["groups"]}]
+    if m := re.search(r"choose from 1 to (\d+)", why):
+        found += [{"chosen": int(m[1])}]
+    return found
+
+
+HOPELESS = r"cannot run here: latent attention|cannot be routed in \d of \d equal groups"
+"""Refusals without a number to try: another model is proposed, or the arithmetic shown."""
+
+
+@functools.cache
+def draw(seed: int) -> tuple[dict, list[tuple[dict, str]]]:
+    """A choice that is accepted, and the refused ones on the way to it with what was said of them. What is refused is mended
+    as the refusal says."""
+    rng, on_the_way = np.random.default_rng(seed), []
+    for _ in range(100):
+        asked = draw_all(rng)
+        for _ in range(30):
+            if not (why := refused(asked)):
+                return asked, on_the_way
+            on_the_way.append((asked, why))
+            small = lambda change: change.get("batch", 1) <= 32 and change.get("seq", 1) <= 64
+            ways = [new for change in remedies(why, asked) if small(change) and devices(new := asked | change) <= 8]
+            if not ways:
+                break
+            asked = max((ways[i] for i in rng.permutation(len(ways))[:2]), key=devices)
+    raise AssertionError(f"seed {seed}: nothing was accepted")
+
+
+def devices(asked: dict) -> int:
+    return product(asked[axis] for axis in AXES)
+
+
+def tell(asked: dict) -> str:
+    """The choice as one line: what differs from the first values."""
+    config, plan = build(asked)
+    changed = [f"{f.name}={v!r}" for f in dataclasses.fields(plan)[1:] if (v := getattr(plan, f.name)) != f.default]
+    model = {f.name: v for f in dataclasses.fields(config) if (v := getattr(config, f.name)) != f.default}
+    rest = {name: asked[name] for name in BATCH}
+    return f"Plan({', '.join([repr(str(plan.mesh)), *changed])}) {rest} {model}"
+
+
+# --------------------------------------------------------------------------------------------------------------- running
+
+
+def batch_of(asked: dict, rng) -> dict:
+    """Random tokens; documents end where they like, positions go on or begin again; targets are left out, in a row all."""
+    shape = b, s = asked["batch"], asked["seq"]
+    tokens = rng.integers(0, asked["vocab_size"], (b, s + 1)).astype(np.int32)
+    targets = np.where(rng.random(shape) < 0.2, -1, tokens[:, 1:]).astype(np.int32)
+    targets[rng.integers(b)] = -1
+    if asked["targets"] == "none":
+        targets[:] = -1
+    place, ends = np.arange(s, dtype=np.int32), np.sort(rng.integers(0, s, (b, asked["documents"] - 1)), 1)
+    segments = 1 + (place >= ends[..., None]).sum(1, dtype=np.int32)
+    begin = np.maximum.accumulate(np.where(np.diff(segments, axis=1, prepend=1), place, 0), 1, dtype=np.int32)
+    positions = place - begin * asked["restart"]
+    return {"tokens": tokens[:, :-1], "targets": targets, "positions": positions, "segments": segments}
+
+
+def weights_of(config, rng) -> dict:
+    """Flat float32 weights, of a size at which nothing saturates or vanishes."""
+    out = {}
+    for path, (_, shape) in config.param_shapes().items():
+        base, std = float(path.endswith("scale")), 0.1 if path.endswith("scale") or "bias" in path else config.width**-0.5
+        out[path] = (base + std * (3 if "router" in path else 1) * rng.standard_normal(shape)).astype(np.float32)
+    return out
+
+
+def nested(flat: dict) -> dict:
+    tree: dict = {}
+    for path, x in flat.items():
+        *parents, leaf = path.split(".")
+        node = tree
+        for name in parents:
+            node = node.setdefault(name, {})
+        node[leaf] = x
+    return tree
+
+
+def flat(tree) -> dict:
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    return {name(path): np.asarray(x, np.float64) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def held_back():
+    """Keeps the gradients that the optimizer is given in its state."""
+    nothing = lambda params: jax.tree.map(jnp.zeros_like, params)
+    return optax.GradientTransformation(nothing, lambda grads, *_: (grads, grads))
+
+
+def optimizer_of(rule: dict):
+    if rule["kind"] == "sgd":
+        return optax.chain(held_back(), optax.sgd(rule["rate"], momentum=rule["b1"]))
+    adam = optax.adamw(rule["rate"], b1=rule["b1"], b2=rule["b2"], eps=rule["eps"], weight_decay=rule["decay"])
+    return optax.chain(held_back(), adam)
+
+
+@contextlib.contextmanager
+def as_on_accelerators(plan: Plan):
+    """CPUs lack the ragged all-to-all and cuDNN: the one is emulated, and XLA's own kernel stands in for the other. JAX writes
+    both kernels with mixed dtypes."""
+    plain = jax.nn.dot_product_attention
+    instead = lambda *args, implementation, **more: plain(*args, implementation="xla", **more)
+    with (
+        mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all),
+        mock.patch.object(jax.nn, "dot_product_attention", instead),
+        jax.numpy_dtype_promotion("strict" if plan.attention_kernel == "portable" else "standard"),
+    ):
+        yield
+
+
+def step_of(config, plan, optimizer, clip):
+    """A step; of a plan for accelerators too."""
+    step = Step(config, dataclasses.replace(plan, dispatch="padded"), make_mesh(plan.mesh), optimizer, clip)
+    step.plan = plan
+    return step
+
+
+def pieces_of(plan: Plan, seq: int):
+    """Which device holds a position of the stream: capacities are shared out there."""
+    parts = plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1)
+    out = np.empty(seq, int)
+    out[places_of(plan, seq)] = np.arange(seq) * parts // seq
+    return out
+
+
+def places_of(plan: Plan, seq: int):
+    return attention.order(plan.order, seq, plan.mesh.sp) if plan.mesh.sp > 1 else np.arange(seq)
+
+
+def run(config, plan, asked, data, weights, num_steps=2):
+    """Steps under the plan from these weights: metrics of each; gradients of the first and weights after it; the jaxpr."""
+    step = step_of(config, plan, optimizer_of(RULES[asked["rule"]]), asked["clip"])
+    abstract = step.abstract_state, step.abstract_batch(asked["batch"], asked["seq"])
+    with as_on_accelerators(plan):
+        traced = step.run.trace(*abstract)
+        compiled = traced.lower().compile(oracle.CHEAP)
+    if plan.dispatch == "ragged":  # what the emulation sends is not what is sent
+        jax.clear_caches()
+        traced = jax.jit(step._step).trace(*abstract)
+    padded = arranged(nested(weights), np.minimum(step.layer_order, config.num_layers - 1))  # none is used where none should be
+    natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
+    state = jax.device_put(State(padded, zeros, np.int32(0)), step.shardings)
+    there = jax.device_put({k: x[:, places_of(plan, asked["seq"])] for k, x in data.items()}, step.batch_sharding)
+    told, kept = [], None
+    for _ in range(num_steps):
+        state, metrics = compiled(state, there)
+        told.append(jax.tree.map(np.asarray, metrics))
+        kept = kept or [flat(arranged(jax.tree.map(np.asarray, x), natural)) for x in (state.optimizer[0], state.params)]
+    assert int(state.step) == num_steps
+    return told, *kept, traced.jaxpr
+
+
+def furthest(got: dict, want: dict) -> tuple[float, str]:
+    """The worst leaf: its largest difference, over its largest element, but no less than 1 % of the largest of all leaves."""
+    floor = max(0.01 * max(np.abs(w).max() for w in want.values()), 1e-30)
+    off = {k: np.abs(got[k] - w).max() / max(np.abs(w).max(), floor) for k, w in want.items()}
+    worst = max(off, key=lambda k: math.inf if np.isnan(off[k]) else off[k])
+    return float(off[worst]), worst
+
+
+def compare(seed: int, asked: dict) -> dict:
+    """Run a choice and the oracle, and say how far apart they are: name -> (difference, allowed)."""
+    config, plan = build(asked)
+    rng, pieces = np.random.default_rng([seed, 1]), pieces_of(plan, asked["seq"])
+    data, rule = batch_of(asked, rng), RULES[asked["rule"]]
+    for _ in range(10):  # a choice between experts that rounding decides is no test
+        trainer = oracle.Trainer(weights := weights_of(config, rng), config, rule, asked["clip"], pieces)
+        loss, size, grads, experts = trainer.step(data)
+        if not config.experts or experts["closest"].min() > 3e-6:
+            break
+    moved = {k: w - weights[k] for k, w in trainer.weights.items()}
+    next_loss, _, _, next_experts = trainer.step(data)
+    told, got, after, jaxpr = run(config, plan, asked, data, weights)
+    found = {
+        "loss": abs(told[0]["loss"] - loss) / max(1, abs(loss)),
+        "norm": abs(told[0]["grad_norm"] - size) / max(size, 1e-30) if size else float(told[0]["grad_norm"]),
+        "tokens": abs(told[0]["tokens"] - max(1, (data["targets"] >= 0).sum())),
+        "gradients": furthest(got, grads)[0],
+        # weights are float32, and so is their change: three roundings of a weight are not counted as a difference
+        "weights": furthest({k: clear(after[k] - w, moved[k], w) for k, w in weights.items()}, moved)[0],
+    }
+    if not config.experts or next_experts["closest"].min() > 1e-5:
+        found["next loss"] = abs(told[1]["loss"] - next_loss) / max(1, abs(next_loss))
+    if config.experts and not plan.pipeline:
+        found |= {k: furthest({k: told[0][k]}, {k: experts[k]})[0] for k in ("load", "dropped", "router_entropy")}
+    sent = {}
+    for stage in range(plan.mesh.pp) if plan.reading == "manual" else ():
+        taken = pipeline.taken(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
+        census = hlo.census_table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes, taken))
+        want = predict.collectives(config, plan, asked["batch"], asked["seq"], stage)
+        table = {k: (v["count"], v["bytes_sent"]) for k, v in census.items()}
+        want = {k: (v.count, v.bytes_sent) for k, v in want.items()}
+        sent |= {f"{stage} {k}": (want.get(k), table.get(k)) for k in want.keys() | table.keys() if want.get(k) != table.get(k)}
+    return {k: float(v) for k, v in found.items()} | ({"sent": str(sent)} if sent else {})
+
+
+def clear(got, want, weight):
+    noise = 3 * 2.0**-24 * np.abs(weight)
+    return want + np.sign(got - want) * np.maximum(np.abs(got - want) - noise, 0)
+
+
+def allowed(asked: dict, name: str) -> float:
+    """1e-5 for sums of a few hundred float32 terms in another order (1e-6 is usual), grown a little by the optimizer. In
+    bfloat16 routers choose other experts now and then: near the loss, and not far from the gradients."""
+    if asked["dtype"] != "float32":
+        return {"tokens": 0.0, "loss": 0.01, "next loss": 0.01, "gradients": 0.25}.get(name, math.inf)
+    return {"tokens": 0.0, "load": 0.0, "dropped": 0.0, "weights": 1e-4}.get(name, 1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------------------- tests
+
+
+def pytest_generate_tests(metafunc):
+    if "plan_seed" in metafunc.fixturenames:
+        plans, seed = (metafunc.config.getoption(name) for name in ("--plans", "--seed"))
+        today = int(time.strftime("%Y%m%d", time.gmtime()))
+        asked = [*SEEDS, today] if plans is None and seed is None else range(seed or 0, (seed or 0) + (plans or 1))
+        metafunc.parametrize("plan_seed", asked)
+
+
+@pytest.fixture
+def log(request):
+    """The results so far by seed, and a function that adds one."""
+    path = request.config.getoption("--plans-log")
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()] if path and Path(path).exists() else []
+
+    def write(**result):
+        if path:
+            with open(path, "a") as file:
+                file.write(json.dumps(result) + "\n")
+
+    return {line["seed"]: line for line in lines}, write
+
+
+def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_seed, log):
+    done, write = log
+    if done.get(plan_seed, {}).get("ok"):
+        pytest.skip("passed before, says the log")
+    asked, _ = draw(plan_seed)
+    again, text, start = f"pytest tests/test_random_plans.py --plans 1 --seed {plan_seed}", tell(asked), time.process_time()
+    print(f"{again}\n{text}")
+    write(seed=plan_seed, ok=False, plan=text, why="did not come back")
+    try:
+        found = compare(plan_seed, asked)
+        wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
+    except Exception as error:
+        write(seed=plan_seed, ok=False, plan=text, why=f"{type(error).__name__}: {error}"[:2000])
+        raise
+    write(seed=plan_seed, ok=not wrong, plan=text, cpu_s=round(time.process_time() - start, 1), **found)
+    assert not wrong, f"{wrong}\n{text}\n{again}"
+
+
+def test_every_field_is_drawn_from_all_its_values():
+    """A new field or choice of a plan or a model is drawn, or this fails; and each is accepted somewhere."""
+    for cls, table in FIELDS.items():
+        assert set(table) == {f.name for f in dataclasses.fields(cls)} and set(DRAWN[cls]) <= set(table)
+        for name, hint in typing.get_type_hints(cls).items():
+            if typing.get_origin(hint) is typing.Literal:
+                assert set(table[name]) == set(typing.get_args(hint)), f"{name} is drawn from some of its values only"
+    drawn = [draw(seed)[0] for seed in range(150)]
+    for name, choices in (FIELDS[Plan] | BATCH).items():
+        missing = set(choices) - {asked.get(name) for asked in drawn}
+        assert not missing, f"no plan in 150 has {name} = {missing}"
+
+
+COMPLAINT = re.compile(r"\d+")
+
+
+def test_what_is_refused_says_what_was_asked_and_each_way_out_of_it_works(request):
+    """Every refusal on the way to the plans that are drawn. None is an exception of another kind: `draw` would let it pass."""
+    about = lambda sentence: COMPLAINT.sub("#", sentence.split(";")[0])
+    kinds = set()
+    for seed in range(request.config.getoption("--plans") or 150):
+        for asked, why in draw(seed)[1]:
+            kinds.add(about(why))
+            if re.search(HOPELESS, why):
+                continue
+            ways = remedies(why, asked)
+            assert ways, f"no advice that can be followed: {why}"
+            words = re.findall(r"[\w.-]+", why)
+            assert any(str(value) in words for value in asked.values()), f"names nothing of {asked}: {why}"
+            for change in ways:
+                again = refused(asked | change)
+                assert about(again) != about(why), f"{why}\nand after {change}:\n{again}"
+    assert len(kinds) > 30
+
+
+# ---------------------------------------------------------------------------------------------------------------- faults
+
+
+def plain(**changes) -> dict:
+    """The first value of everything, on one device."""
+    first = {name: xs[0] for table in (*FIELDS.values(), BATCH) for name, xs in table.items() if xs}
+    first |= {f.name: f.default for f in dataclasses.fields(Plan)} | dict.fromkeys(AXES, 1)
+    return first | {"experts": False, "num_layers": 1, "batch": 4} | changes
+
+
+def in_order_if_contiguous(self):
+    return self.mesh.sp == 1 or self.order == "contiguous"
+
+
+def no_mark(move):
+    return lambda self, x, arrow: move(self, x, arrow.replace(" +m", ""))
+
+
+def without_root(scale):
+    return lambda given, q: 1 / q.shape[-1]
+
+
+FAULTS = {
+    # what is put in its place, the plan that meets it, and what is seen
+    "gathered keys in order": (Plan, "in_order", lambda _: property(in_order_if_contiguous), "gradients",
+                               dict(sp=2, sequence="gather", order="contiguous", attention_kernel="xla")),
+    "scores over the width": (attention, "_scale", without_root, "gradients", dict(dp=2)),
+    "a mark is missing": (Manual, "move", no_mark, "the corresponding output carry component has type .*V:tp", dict(tp=2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    owner, name, wrong, seen, changes = FAULTS[fault]
+    monkeypatch.setattr(owner, name, wrong(getattr(owner, name)))
+    if seen == "gradients":
+        assert compare(0, plain(**changes))["gradients"] > 1e-2
+    else:
+        with pytest.raises((ValueError, TypeError), match=seen):
+            compare(0, plain(**changes))
