@@ -241,7 +241,7 @@ class Plan:
                 "use sequence='ring', which needs no heads"
             )
         for what in ("queries", "keys"):
-            local = seq_len // product(sizes[a] for a in self.regions[what]["s"])
+            local = seq_len // product(sizes[a] for a in self.regions[what].get("s", ()))
             if self.attention_block and local > self.attention_block and local % self.attention_block:
                 self._divides(f"{local} {what} on a device,", local, (), "attention_block", fixed=True)
         if self.attention_kernel != "portable":
