@@ -64,16 +64,11 @@ def explain(error: Exception) -> str:
 
 
 def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
-    """Say it, and leave nothing that could still speak: what other libraries' threads say afterwards belongs to this."""
+    """Say it, and give the status."""
     if error and os.environ.get("LLMPAR_TRACEBACK"):
         import traceback
 
         traceback.print_exception(error)
-    elif sys.unraisablehook is sys.__unraisablehook__:
-        import logging
-
-        sys.unraisablehook = lambda _: None
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL + 1)
     if sentence:
         print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:

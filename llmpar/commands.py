@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import pathlib
@@ -410,8 +411,16 @@ def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, pa
 
 
 def start() -> None:
-    """Set JAX up: float32, and compiled programs kept between runs, in the user's cache folder unless JAX was told another."""
+    """Set JAX up: float32, and compiled programs kept between runs, in the user's cache folder unless JAX was told another.
+
+    What threads of Orbax log when a file cannot be read or written is kept back: the exception that follows says it."""
     import jax
+
+    if not os.environ.get("LLMPAR_TRACEBACK"):
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        if sys.unraisablehook is sys.__unraisablehook__:
+            sys.unraisablehook = lambda _: None
 
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         say("JAX_ENABLE_X64 is ignored: weights are float32, tokens int32")
