@@ -28,6 +28,14 @@ def many(n: int, what: str) -> str:
     return f"{n} {what if n == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
 
 
+KINDS = {"F": "s1", "B": "s3", "W": "s4"}
+"""Colours of forward, backward and weight gradient."""
+
+PARTS = {"weights": "s1", "optimizer": "s2", "gradients, activations (estimate)": "s3", "batch": "s5", "computing": "s1",
+         "pipeline bubble": "s2", "communicating": "s4"}  # fmt: skip
+"""Colours of parts of memory and time: the same part has the same colour in every chart; others take what is left."""
+
+
 # -------------------------------------------------------------------------------------------------------- what was sent
 
 
@@ -59,7 +67,8 @@ def collectives(rows) -> Scene:
 
 
 def live_blocks(matrix, axis: str = "sp") -> Scene:
-    """The attention blocks of a ring: ``matrix[rank][step]`` is the part of a block that must be computed, 0, 0.5 or 1.
+    """The attention blocks of a ring: ``matrix[rank][step]`` is the part of a block that must be computed, from 0 to 1; a cell
+    is filled by so much from below (which part of the block it is, is not said).
 
     A step takes as long as its busiest rank; the last row adds these up.
     """
@@ -71,12 +80,12 @@ def live_blocks(matrix, axis: str = "sp") -> Scene:
         last, y = r == ranks, h * r + 14 * (r == ranks)
         items.append(small(left - 10, y + h / 2, "busiest" if last else f"rank {r}", "end"))
         for t, part in enumerate(row):
-            x, half, filled = left + w * t, 0 < part < 1 and not last, part > 0 and not last
-            items.append(Rect(x, y, w, h, axis if filled and not half else "paper", "edge"))
-            items += [Line(((x, y), (x, y + h), (x + w, y + h)), "edge", 1, fill=axis)] * half
-            spot = (x + w * 0.26, y + h * 0.7) if half else (x + w / 2, y + h / 2)
-            color = on(axis) if filled else "ink" if part else "soft"
-            items.append(small(*spot, {0.5: "½"}.get(part, f"{part:g}"), fill=color))
+            x, tall = left + w * t, 0 if last else h * part
+            items.append(Rect(x, y, w, h, "paper", "edge"))
+            items += [Rect(x, y + h - tall, w, tall, axis, "edge")] * (tall > 0)
+            inside = 2 * tall >= h  # the number stands in the larger part
+            spot, color = h - tall / 2 if inside else (h - tall) / 2, on(axis) if inside else "ink" if part else "soft"
+            items.append(small(x + w / 2, y + spot, {0.5: "½"}.get(part, f"{part:g}"), fill=color))
         total = f"{sum(row):g} blocks" + " of time" * last
         items.append(Text(left + w * steps + 12, y + h / 2, total, SMALL, bold=last))
     time, ideal = sum(busiest), sum(map(sum, matrix)) / ranks
@@ -158,14 +167,18 @@ def _scale(at, values, y: float, text, up: float = 0) -> list:
     return [*lines, *(small(at(v), y + 13, text(v)) for v in values)]
 
 
-def memory_bars(rows, capacity_bytes: float | None = None, title: str = "Memory per device") -> Scene:
-    """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity."""
+def memory_bars(
+    rows, capacity_bytes: float | None = None, title: str = "Memory per device", whole_bytes: float | None = None
+) -> Scene:
+    """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity; where a program may use
+    less than all of the memory, a second mark at its ``whole_bytes``."""
 
     def marks(high: float) -> list[float]:
         unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
         return [unit * t for t in ticks(0, high / unit)]
 
-    return _bars(title, rows, capacity_bytes, size_text, marks, ("capacity", "free", "too much"))
+    whole = whole_bytes if whole_bytes != capacity_bytes else None
+    return _bars(title, rows, capacity_bytes, size_text, marks, ("capacity", "free", "too much"), whole)
 
 
 def time_bars(rows, target_s: float | None = None, title: str = "Time per step") -> Scene:
@@ -173,12 +186,14 @@ def time_bars(rows, target_s: float | None = None, title: str = "Time per step")
     return _bars(title, rows, target_s, time_text, lambda high: ticks(0, high), ("target", "to spare", "too slow"))
 
 
-def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, str, str]) -> Scene:
+def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, str, str], whole=None) -> Scene:
     rows = [(str(name), row) for name, row in rows]
     parts = list(dict.fromkeys(part for _, row in rows for part in row))
-    fills = {p: (SERIES[i % 5], "/" * (i >= 5)) for i, p in enumerate(parts)}
+    left_over = [s for s in SERIES if s not in [PARTS.get(p) for p in parts]]
+    looks = [(s, "/" * i) for i, names in enumerate((left_over, SERIES)) for s in names]
+    fills = {p: (PARTS[p], "") if p in PARTS else looks.pop(0) for p in parts}
     left, wide, bottom = max(text_width(name) for name, _ in rows) + 12, 480, 42 * len(rows) - 8
-    high = max([sum(row.values()) for _, row in rows] + [limit or 0, 1e-12])
+    high = max([sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
     items, said = _scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
     for i, (name, row) in enumerate(rows):
         x, y, total = left, 42 * i, sum(row.values())
@@ -198,17 +213,18 @@ def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, 
     if limit is not None:
         x, said = left + wide * limit / high, [*said, f"{words[0]}: {text(limit)}"]
         items += [Line(((x, -8), (x, bottom + 4)), "paper", 5), Line(((x, -8), (x, bottom + 4)), "ink", 2, dash=True)]
-        items += [small(x, -16, f"{words[0]} {text(limit)}")]
+        items += [small(x, -16, f"{words[0]} {text(limit)}", "end" if whole else "middle")]
+    if whole is not None:
+        x, said = left + wide * whole / high, [*said, f"whole memory: {text(whole)}"]
+        items += [Line(((x, -10), (x, -1)), "edge", 2), small(x, -16, f"whole {text(whole)}", "start")]
     key = legend([(fill, part, hatch) if hatch else (fill, part) for part, (fill, hatch) in fills.items()])
     return compose(title, [items, key], "\n".join(said))
 
 
-KINDS = {"F": "s1", "B": "s3", "W": "s4"}
-"""Colours of forward, backward and weight gradient."""
-
-
-def timetable(table, unit: str = "time units") -> Scene:
+def timetable(table, unit: str = "time units", waiting=None) -> Scene:
     """Who works when in a pipeline, and under each stage's row the activations that it holds.
+
+    Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits for, what there).
 
     ``table`` is a :class:`~llmpar.schedule.Timetable` or, per stage, rows of (start, end, kind, microbatch, chunk).
     A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
@@ -217,21 +233,22 @@ def timetable(table, unit: str = "time units") -> Scene:
     if hasattr(table, "schedule"):
         title, each = f"{table.schedule.name}: ", zip(table.start, table.end, table.schedule.order, strict=True)
         stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
-    span = max(end for row in stages for _, end, *_ in row)
+    waiting, done = waiting or {}, [row[-1][1] if row else 0 for row in stages]
+    span = max(done) + (1 if waiting else 0)
     kinds = {kind for row in stages for _, _, kind, *_ in row}
     last = "W" if "W" in kinds else "B"
-    shortest = min(end - start for row in stages for start, end, *_ in row if end > start)
+    shortest = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
     need = 34 * span / shortest
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
     bands = max(1, min(round(need / 1000), 1100 // (58 * len(stages) + 40)))
     left, wide, reach = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / bands)), span / bands
-    held = []  # per stage: from when on, how many
+    held = list[dict[float, float]]()  # per stage: from when on, how many
     for row in stages:
-        visits = sum(kind == "F" for _, _, kind, *_ in row) / len({u for *_, u, _ in row})
+        visits = sum(kind == "F" for _, _, kind, *_ in row) / max(1, len({u for *_, u, _ in row})) or 1
         steps = sorted((s, 1) if kind == "F" else (e, -1) for s, e, kind, *_ in row if kind in ("F", last))
         totals = accumulate(step for _, step in steps)
         held.append({t: n / visits for (t, _), n in zip(steps, totals, strict=True)})
-    most, bottom = max(max(h.values()) for h in held), 58 * len(stages)
+    most, bottom = max(max(h.values(), default=0) for h in held) or 1, 58 * len(stages)
     items, said = list[Any](), []
     for band in range(bands):
         low, high = band * reach, (band + 1) * reach
@@ -239,7 +256,7 @@ def timetable(table, unit: str = "time units") -> Scene:
         part: list = _scale(at, ticks(low, high), bottom, lambda v: f"{v:g}", bottom)
         part.append(small(left - 10, bottom + 13, unit, "end"))
         for i, row in enumerate(stages):
-            y, floor = 58 * i, 58 * i + 48
+            y, floor = 58.0 * i, 58.0 * i + 48
             for start, end, kind, u, chunk in row:
                 if max(start, low) >= min(end, high):
                     continue
@@ -254,8 +271,17 @@ def timetable(table, unit: str = "time units") -> Scene:
                 now = n
             part.append(Line((*outline, (at(high), floor - 16 * now / most), (at(high), floor)), "edge", 0.75, fill="s2"))
             part += [small(left - 10, y + 13, f"stage {i}", "end", "ink")]
-            busy, peak = sum(end - start for start, end, *_ in row) / span, f"at most {max(held[i].values()):g} held"
-            if band == 0:
+            busy = sum(end - start for start, end, *_ in row) / span
+            peak = f"at most {max(held[i].values(), default=0):g} held"
+            if i in waiting and low <= done[i] < high:  # its next operation, and an arrow to the stage that it waits for
+                op, there, what = waiting[i]
+                x, w = at(done[i]), wide / reach
+                part += [Rect(x, y, w, 26, "paper", "ink", 1.5, dash=True), *fitting(x + w / 2, y + 12, w - 2, str(op))]
+                if there != i and low <= done[there] < high:
+                    ends = (x + w * 0.3, y + 26 * (there > i)), (at(done[there]) + w * 0.6, 58 * there + 26 * (there < i))
+                    part.append(Line(ends, "tp-line", 2, head=True))
+                said.append(f"stage {i} waits to run {op} for {what} on stage {there}")
+            if band == 0 and not waiting:
                 part += [small(at(high) + 10, y + 13, f"busy {busy:.1%}", "start", "ink")]
                 part += [small(at(high) + 10, floor - 8, peak, "start", "ink")]
                 names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
@@ -265,7 +291,8 @@ def timetable(table, unit: str = "time units") -> Scene:
     key = [("s1", "F forward")] + [("s3", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
     key += [("s4", "W weights' gradients")] * (last == "W") + [("s2", "activations held, in microbatches")]
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
-    title += f"{span:g} {unit}, {idle:.1%} of them idle"
+    key += [("paper", "waits, and for which stage")] * bool(waiting)
+    title += f"stuck after {max(done):g} {unit}" if waiting else f"{span:g} {unit}, {idle:.1%} of them idle"
     return compose(title, [items, legend(key, 900)], "\n".join(said))
 
 

@@ -26,12 +26,12 @@ from llmpar.charts import (  # noqa: F401  offered from here
 # isort: on
 from llmpar.grid import groups, strides
 from llmpar.hardware import Chip
-from llmpar.notation import AXES, Arrow, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh, product
+from llmpar.notation import AXES, Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh, product
 
 # isort: off
 from llmpar.scene import (
-    SMALL, Group, Line, Rect, Scene, Text, bounds, compose, fitting, legend, on, size_text, small, stack,
-    text_width,
+    SMALL, Group, Line, Rect, Scene, Text, bounds, compose, fitting, flatten, legend, on, size_text, small,
+    stack, text_width,
 )  # fmt: skip
 # isort: on
 
@@ -135,16 +135,24 @@ def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_
 
 
 def cells(place: dict, number, device: int, word: str, color: str) -> list:
-    """Devices where `grid.places` puts them; those with the same ``number`` as the chosen ``device`` are filled."""
-    w, h = place["w"], place["h"]
+    """Devices where `grid.places` puts them; those with the same ``number`` as the chosen ``device`` are filled, and of cells
+    that stand for several those that hold such a device."""
+    w, h, per = place["w"], place["h"], place["block"]
+    lit = {d // per for d, n in enumerate(number) if n == number[device] is not None}
     items: list = [Rect(x, y, fw, fh, "", "ink", 1.5, "", 3, True) for x, y, fw, fh in place["frames"]]
     for i, (x, y) in enumerate(place["cells"]):
-        d = i * place["block"]
-        fill, here = color if number[d] == number[device] else "cell", d <= device < d + place["block"]
+        d = i * per
+        fill, here = color if i in lit else "cell", i == device // per
         items.append(Rect(x, y, w, h, fill, "ink" if here else "edge", 3 if here else 1, radius=3))
         items.append(Text(x + w / 2, y + (15 if h > 30 else h / 2), str(d), SMALL, "middle", on(fill), here))
-        items += [small(x + w / 2, y + 30, f"{word} {number[d]}", fill="soft" if fill == "cell" else on(fill))] * (h > 30)
+        label = small(x + w / 2, y + 30, f"{word} {number[d]}", fill="soft" if fill == "cell" else on(fill))
+        items += [label] * (h > 30 and per == 1 and number[d] is not None)
     return items
+
+
+def arrows(lanes) -> list:
+    """Arrows that can be seen on any fill: all of their paper below all of their ink."""
+    return [Line(points, stroke, width, head=True) for stroke, width in (("paper", 4.5), ("ink", 1.5)) for points in lanes]
 
 
 def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
@@ -202,16 +210,40 @@ def _copies(layout: Layout, sizes: dict[str, int]) -> tuple[int, int, int]:
     return shards, product(sizes.values()) // shards // parts, parts
 
 
-def _tensor(layout: Layout, shape, sizes: dict[str, int] | None) -> list:
-    """A tensor of up to four dims as cells: the last dim runs across, the one before it down, and so on outwards.
+def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout | None = None) -> list:
+    """A tensor of up to four dims as cells, on the same scale as another layout ``beside`` it. An unfinished sum has one
+    sheet for each of its addends, since no two devices along its axes hold the same numbers.
+    """
+    items, wide, high = _cells(layout, shape, sizes)
+    if beside:
+        _, w, h = _cells(beside, shape, sizes)
+        items, wide, high = _cells(layout, shape, sizes, (max(0, w - wide), max(0, h - high)))
+    x, y, *_ = bounds([item for item in flatten(items) if isinstance(item, Rect)])
+    sums = [a for a in layout.sums if sizes is None or sizes.get(a, 1) > 1]
+    num = 2 ** len(sums) if sizes is None else product(sizes[a] for a in sums)
+    shown = list(range(num)) if num < 6 else [0, 1, 2, -1, num - 1]
+    stroke = f"{sums[0]}-line" if sums and sums[0] in AXES else "edge"
+    sheets: list = []
+    for i, k in reversed(list(enumerate(shown))[1:]):
+        places = _places(tuple(sums), sizes, k).items() if sizes is not None else ()
+        words = "+ ⋯" if k < 0 else "+ " + " ".join(f"{a} {n}" for a, n in places)
+        sheets.append(Rect(x + wide + 8 * (i - 1), y + 17 * i, 8, high - 17, "paper", stroke, hatch="/"))
+        sheets.append(Rect(x + 8 * i, y + 17 * i + high - 17, wide, 17, "cell", stroke))
+        sheets += fitting(x + 8 * i + wide / 2, y + 17 * i + high - 8, wide - 4, words, words[:3], "+")
+    return sheets + items
 
-    Blocks are parted by a line in the colour of the axis that cuts there. Without sizes, each axis cuts in two.
+
+def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[float, float] = (0, 0)) -> Block:
+    """A tensor as cells with their ticks, and how wide and high they are without ticks, which can be ``more``: the last dim
+    runs across, the one before it down, and so on outwards. Blocks are parted by a line in the colour of the axis that
+    cuts there. Without sizes, each axis cuts in two.
     """
     dims, num, named = layout.dims, len(layout.dims), sizes is not None
     if num > 4:
         raise ValueError(f"layout '{layout}' has {num} dims; a drawing has room for 4")
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
     held = holders(layout, sizes)
+    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])  # the front sheet is the first addend of a sum
     counts = [product(sizes.get(a, 1) for a in d.axes) for d in dims]
     for most in (8, 5, 4, 3):  # -1 stands for the blocks left out
         picked = [list(range(n)) if n <= most else [*range(most - 2), -1, n - 1] for n in counts]
@@ -230,7 +262,9 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None) -> list:
         return f"{dims[d].name}: " + " ".join(f"{a} {n}" for a, n in places.items())
 
     widths = [max(text_width(tick(d, i), SMALL) for i in picked[d]) + 12 for d in range(num)]
-    w, h = max([92 if named else 40, *widths[::-1][::2]]), 44 if named else 30
+    across, down = (product(len(blocks) for blocks in picked[::-1][i::2]) for i in (0, 1))
+    w = max([92 if named else 40, *widths[::-1][::2]]) + more[0] / across
+    h = (44 if named else 30) + more[1] / down
 
     def cell(index: tuple[int, ...]) -> Block:
         tall = h + 10 * len(marks)
@@ -239,12 +273,12 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None) -> list:
         items: list = [Rect(0, 0, w, tall, "cell", "edge")]
         items += [Rect(0, h + 10 * i, w, 10, "paper", stroke, hatch=m) for i, (m, stroke) in enumerate(marks)]
         if named:
-            shard, devices = 0, held[index]
+            shard, devices = 0, [device for device in held[index] if device in first]
             for i, n in zip(index, counts, strict=True):
                 shard = shard * n + i
             words = f"{'devices' if len(devices) > 1 else 'device'} {some(devices, 4)}"
-            items += [small(w / 2, 14, f"shard {shard}", fill="ink")]
-            items += fitting(w / 2, 30, w - 4, words, many(len(devices), "device"), fill="soft")
+            items += [small(w / 2, h / 2 - 8, f"shard {shard}", fill="ink")]
+            items += fitting(w / 2, h / 2 + 8, w - 4, words, many(len(devices), "device"), fill="soft")
         return items, w, tall
 
     def node(index: tuple[int, ...]) -> Block:
@@ -272,7 +306,9 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None) -> list:
             other = max(other, kh if across else kw)
         return (items, at - gap, other + margin) if across else (items, other + margin, at - gap)
 
-    return node(())[0]
+    items = node(())[0]
+    left, top, right, bottom = bounds([item for item in flatten(items) if isinstance(item, Rect)])
+    return items, right - left, bottom - top
 
 
 def _held_bytes(layout: Layout, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> int:
@@ -310,7 +346,8 @@ def _full(sizes: dict[str, int] | MeshShape | str | None) -> dict[str, int] | No
 def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
     """Which device holds which shard of a tensor of 0 to 4 dims; without a mesh (``sizes``), only where the cuts are.
 
-    Bytes per device need ``shape`` and ``itemsize``. A shard with copies is dotted, an unfinished sum hatched.
+    Bytes per device need ``shape`` and ``itemsize``. A shard with copies is dotted, an unfinished sum hatched, with one
+    sheet per addend.
     """
     layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)
@@ -341,11 +378,12 @@ def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize:
 
 
 def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
-    """A movement: the layout before, the collectives with the bytes that each device sends, the layout after."""
+    """A movement: the layout before, the collectives with the bytes that each device sends, the layout after, to scale."""
     arrow, sizes = parse_arrow(arrow) if isinstance(arrow, str) else arrow, _full(sizes)
     known = moved(arrow, shape, sizes, itemsize) if shape is not None and sizes and itemsize else []
     steps = [[str(m), f"{size_text(n)} sent per device"] for m, n in known] or [[str(m)] for m in arrow.moves]
-    before, after = (_tensor(x, shape, sizes) for x in (arrow.before, arrow.after))
+    both = arrow.before, arrow.after
+    before, after = (_tensor(x, shape, sizes, other) for x, other in (both, both[::-1]))
     color = f"{arrow.moves[0].axes[0]}-line" if steps else "edge"
     words = [word for step in steps for word in step] or ["nothing moves"]
     room, tall = max(text_width(w, SMALL) for w in words) + 10, 18 * len(words)

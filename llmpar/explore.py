@@ -9,17 +9,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from typing import Any
 
 from llmpar import cost, draw, predict
 from llmpar.charts import many, memory_bars
 from llmpar.config import PRESETS, ModelConfig, preset
-from llmpar.grid import coordinates, groups, lane, places, rounds, slices, strides
-from llmpar.hardware import CHIPS, Chip, chip
-from llmpar.notation import AXES, Layout, MeshShape, divisors, parse_layout, parse_mesh, product
+from llmpar.grid import coordinates, groups, lane, places, rounds, shard_numbers, slices, strides
+from llmpar.hardware import CHIPS, GIB, Chip, chip
+from llmpar.notation import AXES, Layout, MeshShape, NotationError, divisors, parse_layout, parse_mesh, product
 from llmpar.plan import Plan
-from llmpar.scene import Group, Line, Scene, compose, flatten, size_text, small, time_text
-from llmpar.schedule import SCHEDULES, make, timetable
+from llmpar.scene import Group, Scene, compose, flatten, size_text, small, time_text
+from llmpar.schedule import SCHEDULES, make, slots, timetable
 
 START: dict[str, Any] = {
     "mesh": "dp=2 fsdp=2 tp=2", "order": " ".join(AXES), "model": "llama3-8b", "chip": "h100", "batch_size": 16,
@@ -28,16 +29,16 @@ START: dict[str, Any] = {
 }  # fmt: skip
 """Where a reader starts. The last five are what is looked at; the others change the answer."""
 
-MOST = 4096
+MOST = 131_072
 """The most devices of a mesh. Up to 512 are drawn one by one."""
 
 MODELS = [name for name, config in PRESETS.items() if not (config.latent or config.experts and config.experts.dense_layers)]
 """Presets whose training step exists; the others are refused by name."""
 
 VIEW = ("device", "tensor", "axis", "row", "step")
-CONTROLS: list[dict] = [
-    {"name": "mesh", "kind": "text", "label": "mesh"},
-    {"name": "order", "kind": "text", "label": "order of axes, slow links first"},
+CONTROLS: list[dict] = [  # free: what a page without Python can follow by itself
+    {"name": "mesh", "kind": "text", "label": "mesh", "free": True},
+    {"name": "order", "kind": "text", "label": "order of axes, slow links first (for study)", "free": True},
     {"name": "model", "kind": "choice", "label": "model", "options": MODELS},
     {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
     {"name": "batch_size", "kind": "int", "label": "batch (sequences)", "min": 1},
@@ -55,9 +56,33 @@ CHUNKS = {name: len(make(name, 2, 4).routes[0]) // 2 for name in SCHEDULES}
 # ------------------------------------------------------------------------------------------------ what is held and sent
 
 
+def canonical(state: dict) -> dict:
+    """The state with its mesh and its order of axes in one spelling, where they can be read."""
+    try:
+        mesh = str(read_mesh(state["mesh"]))
+    except ValueError:
+        mesh = state["mesh"]
+    return state | {"mesh": mesh, "order": " ".join(state["order"].replace(",", " ").split())}
+
+
 def key(state: dict) -> str:
-    """What an answer belongs to: the state without what is only looked at."""
-    return "|".join(str(state[name]) for name in START if name not in VIEW)
+    """What an answer belongs to: the state in one spelling, without what is only looked at."""
+    return "|".join(str(value) for name, value in canonical(state).items() if name not in VIEW)
+
+
+def read_mesh(text: str) -> MeshShape:
+    """A mesh that can be drawn. A browser refuses the same texts in the same words."""
+    if len(text) > 200:
+        raise ValueError(f"a mesh text of {len(text)} characters; six axes need fewer, for instance '{START['mesh']}'")
+    try:
+        shape = parse_mesh(text)
+    except NotationError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{error}; write its size") from None
+    if shape.size > MOST:
+        raise ValueError(f"mesh '{shape}' has {shape.size} devices; at most {MOST} are drawn")
+    return shape
 
 
 def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
@@ -71,10 +96,7 @@ def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
             raise ValueError(f"{name} is {value!r}; use a whole number from {control['min']} on")
         if "options" in control and name not in ("model", "chip") and value not in control["options"]:
             raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(str, control['options']))}")
-    shape = parse_mesh(state["mesh"])
-    if shape.size > MOST:
-        raise ValueError(f"mesh '{shape}' has {shape.size} devices; at most {MOST} are drawn")
-    return preset(state["model"]), chip(state["chip"]), shape, order
+    return preset(state["model"]), chip(state["chip"]), read_mesh(state["mesh"]), order
 
 
 def make_plan(state: dict, mesh) -> Plan:
@@ -94,7 +116,7 @@ def tensors(state: dict) -> list[dict]:
     A layout names all axes that could cut; those of size 1 cut nothing. Weights and the optimizer's moments are float32.
     Activations are one layer's, of one microbatch. Keys of ``layout``: the stage, with an ``s`` for sequence parallelism.
     """
-    config, _, _, _ = read(state)
+    config, _, _, _ = read(state | {name: START[name] for name in ("mesh", "order")})  # the same on every mesh
     every = parse_mesh(" ".join(f"{a}=2" for a in AXES))
     both = ({"zero": zero, "tp_sequence": cut} for zero in range(4) for cut in (False, True))
     plans = {mode(s): make_plan(s, every) for s in (state | one for one in both)}
@@ -133,69 +155,99 @@ def shape_of(row: dict, state: dict, sizes: dict[str, int]) -> list[int]:
     return [-(-row["shape"][0] // cells) * cells, *row["shape"][1:]]
 
 
-def _what(axes: tuple[str, ...], kind: str) -> str:
-    if axes == ("tp",):
-        return "activations, and three numbers per token for the loss" if kind == "all-reduce" else "activations"
-    if "ep" in axes and kind == "all-to-all":
-        return "tokens to their experts, and back"
-    if axes == ("sp",) and kind != "all-reduce":
-        return "heads and positions" if kind == "all-to-all" else "keys and values"
-    if kind == "collective-permute":
-        return "activations and their gradients"
-    return {"all-gather": "weights", "reduce-scatter": "gradients"}.get(kind, "gradients, the loss and norms")
-
-
 def answer(state: dict) -> dict:
     """Everything that needs more than geometry: refusal, memory, what is sent, seconds, the code, and all of it in words."""
     out: dict[str, Any] = {"key": key(state), "refusal": None, "memory": [], "traffic": [], "time": None, "code": ""}
     try:
         config, kind, shape, order = read(state)
         plan = make_plan(state, shape)
-        out["node"], out["capacity"] = kind.per_device().node_size, kind.usable_bytes
+        out |= {"node": kind.per_device().node_size, "capacity": kind.usable_bytes, "whole": int(kind.usable_hbm_gib * GIB)}
         plan.check(config, state["batch_size"], state["seq_len"])
     except ValueError as error:
-        near = nearest(state)
-        tried = f"the nearest mesh that works is '{near}'" if near else "no mesh of any size works with these settings"
-        out["refusal"] = {"why": str(error), "nearest": near, "text": tried}
-        out["says"] = f"mesh {state['mesh']}: refused\n{error}\n{tried}"
+        out["refusal"] = remedy(state) | {"why": str(error)}
+        out["says"] = f"mesh {state['mesh'][:200]}: refused\n{error}\n{out['refusal']['text']}".strip()
         return out
     size = config, plan, state["batch_size"], state["seq_len"]
     held = predict.argument_bytes(*size)
     parts = {"weights": held["params"], "optimizer": held["optimizer"], "batch": held["batch"] + held["counters"]}
     parts["gradients, activations (estimate)"] = predict.temp_bytes(*size)
     out["memory"] = [[name, value] for name, value in parts.items()]
-    apart, comm = strides(shape.sizes, order), 0.0
-    for (names, what), row in sorted(predict.collectives(*size).items(), key=lambda item: -item[1].bytes_sent):
-        axes = tuple(names.split(","))
-        group = product(shape.sizes[a] for a in axes)
-        short = "permute" if what == "collective-permute" else what
-        message = row.bytes_sent / row.count / cost.sent_bytes(short, 1, group)
-        seconds = row.count * cost.collective_seconds(kind, short, message, group, min(apart[a] for a in axes))
-        comm += seconds
-        entry = {"axes": list(axes), "kind": what, "count": row.count, "bytes": row.bytes_sent, "what": _what(axes, what)}
-        out["traffic"].append(entry | {"seconds": seconds})
-    work = sum(predict.flops(config, state["batch_size"], state["seq_len"]).values()) * (4 / 3 if plan.remat == "block" else 1)
-    compute = work / shape.size / kind.per_device().flops_per_s
-    idle = compute * timetable(plan.pipeline).bubble_over_ideal if plan.pipeline else 0.0
-    out["time"] = {"computing": compute, "pipeline bubble": idle, "communicating": comm, "simulated": kind.simulated}
+    out["traffic"] = sent(kind, order, *size)
+    computing, idle = step_seconds(kind, *size)
+    comm = sum(row["seconds"] for row in out["traffic"])
+    out["time"] = {"computing": computing, "pipeline bubble": idle, "communicating": comm, "simulated": kind.simulated}
+    out["links"] = assumed(kind)
     given = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "mesh"}
     given = {name: value for name, value in given.items() if value != getattr(Plan(), name)}
     words = ", ".join([f'"{shape}"', *(f"{name}={value!r}" for name, value in given.items())])
     out["code"] = f'--mesh "{shape}"\nPlan({words})'
+    if order != tuple(AXES):
+        out["code"] += f"\n# the order '{' '.join(order)}' is for study: a Plan lays its devices out as {' '.join(AXES)}"
     out["says"] = _says(state, out, shape)
     return out
+
+
+def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> list[dict]:
+    """What `predict.collectives` says, row by row, the largest first: what of, the largest collective, and seconds."""
+    sizes, rows = plan.mesh.sizes, []
+    apart = strides(sizes, order)
+    for (names, what), row in predict.collectives(config, plan, batch_size, seq_len).items():
+        axes = tuple(names.split(","))
+        group, inner = product(sizes[a] for a in axes), min(apart[a] for a in axes)
+        short = {"collective-permute": "permute"}.get(what, what)
+        each = sum((counter for counter in row.of.values()), Counter[int]())
+        lap = cost.sent_bytes(short, 1, group)
+        seconds = sum(n * cost.collective_seconds(kind, short, one / lap, group, inner) for one, n in each.items())
+        parts = {name: sum(one * n for one, n in counter.items()) for name, counter in row.of.items()}
+        several = sorted(parts.items(), key=lambda part: -part[1])
+        words = ", ".join(f"{name} {size_text(value)}" if len(parts) > 1 else name for name, value in several)
+        rows.append({"axes": list(axes), "kind": what, "count": row.count, "bytes": row.bytes_sent, "what": words,
+                     "largest": max(each), "sizes": len(each), "seconds": seconds})  # fmt: skip
+        if plan.pipeline and names == "pp" and what == "collective-permute":  # on; gradients go back on the same pairs
+            sends = (slots(timetable(plan.pipeline)).send == 1).any(0)
+            rows[-1]["pairs"] = [[s, (s + 1) % sizes["pp"]] for s, there in enumerate(sends.tolist()) if there]
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def step_seconds(kind: Chip, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> tuple[float, float]:
+    """Seconds that the busiest stage computes at peak rate, and that it idles in the schedule's bubble.
+
+    A layer costs 1 forward and 2 backward, and is run as often as `predict.runs` counts, recomputation included; the loss
+    is with the last stage. In the bubble's costs (F, B, W) it is B that recomputes.
+    """
+    useful = sum(predict.flops(config, batch_size, seq_len).values())
+    unembedding = 6.0 * config.vocab_size * config.width * batch_size * seq_len
+    layer = (useful - unembedding) / 3 / config.num_layers / plan.microbatches  # forward, one microbatch
+    loss, rate = unembedding / plan.microbatches, plan.mesh.size // plan.mesh.pp * kind.per_device().flops_per_s
+    stages = [predict.runs(config, plan, stage) for stage in range(plan.mesh.pp)]
+    busiest = max((run.forward + run.again + 2 * run.backward) * layer + run.loss * loss for run in stages) / rate
+    if plan.pipeline is None:
+        return busiest, 0.0
+    again = max((run.forward + run.again) / run.backward - 1 for run in stages)
+    return busiest, busiest * timetable(plan.pipeline, (1, 1 + again, 1)).bubble_over_ideal
+
+
+def assumed(kind: Chip) -> str:
+    """Which links the seconds assume, in words; nothing where no time is predicted."""
+    one = kind.per_device()
+    if kind.simulated:
+        return ""
+    if kind.link == "torus":
+        return f"Seconds assume that each mesh axis has one axis of the torus of {kind.name} chips to itself."
+    rate = f"{one.dcn_bytes_per_s / 1e9:.3g} GB/s"
+    return f"Seconds assume nodes of {one.node_size} devices, and {rate} per device between nodes."
 
 
 def _says(state: dict, out: dict, shape: MeshShape) -> str:
     total, room = sum(value for _, value in out["memory"]), out["capacity"]
     held = ", ".join(f"{name} {size_text(value)}" for name, value in out["memory"])
-    fit = f"{size_text(abs(room - total))} {'free' if total <= room else 'too much'}"
-    lines = [f"{state['model']} on {shape} = {shape.size} devices of {state['chip']}, ZeRO {state['zero']}"]
-    lines.append(f"memory per device: {size_text(total)} of {size_text(room)}, {fit} ({held})")
+    fit = f"about {size_text(abs(room - total))} {'free' if total <= room else 'too much'}"
+    lines = [f"{state['model']} on {shape} = {many(shape.size, 'device')} of {state['chip']}, ZeRO {state['zero']}"]
+    lines.append(f"memory per device: {size_text(total)} of {size_text(room)} usable, {fit} ({held})")
     for row in out["traffic"]:
         sent = f"{size_text(row['bytes'])} sent per device and step" + " (first stage)" * (shape.pp > 1)
         lines.append(f"{','.join(row['axes'])} {row['kind']} x{row['count']}: {sent} ({row['what']})")
-    lines.append(f"time per step: {step_time(out['time'])}")
+    lines += [out["links"]] * bool(out["links"]) + [f"time per step: {step_time(out['time'])}"]
     return "\n".join(lines)
 
 
@@ -206,7 +258,8 @@ def step_time(time: dict) -> str:
     busy, comm = time["computing"] + time["pipeline bubble"], time["communicating"]
     parts = f"computing {time_text(time['computing'])} at peak rate"
     parts += f", bubble {time_text(time['pipeline bubble'])}" if time["pipeline bubble"] else ""
-    return f"{time_text(max(busy, comm))} to {time_text(busy + comm)} ({parts}; communicating {time_text(comm)})"
+    span = " to ".join(dict.fromkeys((time_text(max(busy, comm)), time_text(busy + comm))))
+    return f"{span} ({parts}; communicating {time_text(comm)})"
 
 
 def meshes(n: int, axes=tuple(AXES)):
@@ -224,32 +277,59 @@ def distance(one: dict[str, int], two: dict[str, int]) -> float:
     return sum(abs(math.log2(one[a] / two[a])) for a in AXES)
 
 
-def nearest(state: dict) -> str | None:
-    """The mesh that works and changes the asked one least: of as many devices, else of a divisor or power of two below."""
+def remedy(state: dict) -> dict:
+    """What would work instead of a refused state: the ``nearest`` mesh, a ``batch_size`` for the asked one, and a ``text``."""
+    try:
+        read_mesh(state["mesh"])
+        near, batch = nearest(state), fitting_batch(state)
+        near = None if near == canonical(state)["mesh"] else near  # then something else is wrong
+        options = [f"the nearest mesh that works is '{near}'"] * bool(near)
+        options += [f"this mesh works with batch {batch}"] * bool(batch)
+    except ValueError:
+        near, batch = nearest(state | {"mesh": START["mesh"]}), None
+        options = [f"a mesh that works is '{near}'"] * bool(near)
+    return {"nearest": near, "batch_size": batch, "text": "; ".join(options)}
 
-    def works(mesh: str) -> bool:
+
+def _works(state: dict, mesh: str) -> bool:
+    try:
         config, _, shape, _ = read(state | {"mesh": mesh, "order": START["order"]})
-        try:
-            make_plan(state, shape).check(config, state["batch_size"], state["seq_len"])
-            return True
-        except ValueError:
-            return False
+        make_plan(state, shape).check(config, state["batch_size"], state["seq_len"])
+        return True
+    except ValueError:
+        return False
 
+
+def fitting_batch(state: dict) -> int | None:
+    """The next larger batch with which the asked mesh works; None where the batch is not to blame."""
+    shape, now = read_mesh(state["mesh"]), state["batch_size"]
     try:
-        asked = parse_mesh(state["mesh"])
-    except ValueError:
-        asked = parse_mesh(START["mesh"])
-    try:
-        works("dp=1")
-    except ValueError:
-        return None  # what is wrong is not the mesh
-    most = min(asked.size, MOST)
-    for n in sorted({most, *divisors(most), *(2**i for i in range(most.bit_length()))}, reverse=True):
-        near = sorted(meshes(n), key=lambda sizes: distance(sizes, asked.sizes))
-        found = next((text for text in (str(MeshShape(**sizes)) for sizes in near) if works(text)), None)
-        if found:
-            return found
-    return None
+        step = shape.dp * shape.fsdp * shape.ep * state["microbatches"]
+        more = -(-now // step) * step
+        return more if more != now and _works(state | {"batch_size": more}, state["mesh"]) else None
+    except TypeError:
+        return None  # a batch that is no number is said to be one
+
+
+def nearest(state: dict) -> str | None:
+    """The mesh that works and changes the asked one least: over the axes that it names, of as many devices or fewer (a
+    divisor or a power of two); over other axes only where those allow nothing but one device, and over more stages only
+    with two microbatches for each. None where what is wrong is not the mesh.
+    """
+    if not _works(state, "dp=1"):
+        return None
+    asked = parse_mesh(state["mesh"])
+    named = [a for a, n in asked.sizes.items() if n > 1]
+    for axes, most in ((named, asked.size), ([a for a in AXES if a not in named] + named, min(asked.size, 1024))):
+        counts = {most, *divisors(most), *(2**i for i in range(most.bit_length()))}
+        for n in sorted(counts - {1}, reverse=True) if axes else ():
+            near = [dict.fromkeys(AXES, 1) | sizes for sizes in meshes(n, tuple(axes))]
+            near = [s for s in near if s["pp"] <= asked.pp or state["microbatches"] >= 2 * s["pp"]]
+            near.sort(key=lambda sizes: distance(sizes, asked.sizes))
+            found = next((text for text in (str(MeshShape(**sizes)) for sizes in near) if _works(state, text)), None)
+            if found:
+                return found
+    return "dp=1"
 
 
 def compare(one: dict, two: dict) -> list[list[str]]:
@@ -264,13 +344,22 @@ def compare(one: dict, two: dict) -> list[list[str]]:
     return rows
 
 
-def neighbours(state: dict, most: int = 600) -> dict[str, dict]:
-    """Answers of the meshes and ZeRO stages nearest to a state, by key: what an export without Python can look up."""
-    shape = parse_mesh(state["mesh"])
+def neighbours(state: dict, most: int = 600) -> list[dict]:
+    """The state, and those of the meshes and ZeRO stages nearest to it: what an export without Python can look up.
+
+    Of a state that is refused whatever the mesh (or that names none) only itself.
+    """
+    refused = answer(state)["refusal"]
+    try:
+        shape = read_mesh(state["mesh"])
+    except ValueError:
+        return [state]
+    if refused and not refused["nearest"]:
+        return [state]
     near = [(distance(sizes, shape.sizes), str(MeshShape(**sizes))) for n in divisors(shape.size) for sizes in meshes(n)]
     asked = itertools.product([mesh for _, mesh in sorted(near)], sorted(range(4), key=lambda z: z != state["zero"]))
-    found = (answer(state | {"mesh": mesh, "zero": zero}) for mesh, zero in itertools.islice(asked, most))
-    return {reply["key"]: reply for reply in found}
+    found = [state | {"mesh": mesh, "zero": zero} for mesh, zero in itertools.islice(asked, most)]
+    return [state, *(one for one in found if key(one) != key(state))][:most]
 
 
 def device_rows(state: dict, rows: list[dict], sizes: dict[str, int], order) -> list[list[str]]:
@@ -297,7 +386,7 @@ def scene(state: dict) -> Scene:
         _, kind, shape, order = read(state)
         rows = tensors(state)
     except ValueError:
-        return compose("mesh refused", [], reply["says"], reply["says"].splitlines())
+        return compose("refused", [], reply["says"], reply["says"].splitlines())
     sizes, node, device = shape.sizes, kind.per_device().node_size, min(state["device"], shape.size - 1)
     place, notes = places(sizes, order, node), list[str]()
     sent = [row for row in reply["traffic"] if state["axis"] in row["axes"]]
@@ -305,29 +394,30 @@ def scene(state: dict) -> Scene:
     axes = tuple(a for a in order if row and a in row["axes"]) or (state["axis"],) * (sizes.get(state["axis"], 1) > 1)
     if axes:
         teams = groups(sizes, order, axes)
-        number = {d: i for i, team in enumerate(teams) for d in team}
+        number = [i for _, i in sorted((d, i) for i, team in enumerate(teams) for d in team)]
         what = f"{many(len(teams), 'group')} over {','.join(axes)}; filled: the group of device {device}"
     else:
         chosen = next((r for r in rows if r["name"] == state["tensor"]), rows[0])
         layout = parse_layout(chosen["layout"][mode(state)])
-        whole = shape_of(chosen, state, sizes)
-        cut = [str(slices(layout, whole, sizes, coordinates(sizes, order, d))) for d in range(shape.size)]
-        number = {d: list(dict.fromkeys(cut)).index(s) for d, s in enumerate(cut)}
-        what = f"{many(shape.size, 'device')} in link order; filled: same shard of {chosen['name']} as device {device}"
-    items = draw.cells(place, number, device, "group" if axes else "shard", axes[0] if axes else "s1")
+        cut = shard_numbers(layout, shape_of(chosen, state, sizes), sizes, order)
+        number = cut or list(range(shape.size))
+        what = f"{many(shape.size, 'device')} in link order; "
+        name = chosen["name"]
+        what += f"filled: same shard of {name} as device {device}" if cut else f"{name} cannot be cut evenly"
+    items = draw.cells(place, number, device, "group" if axes else "shard" if cut else "device", axes[0] if axes else "s1")
     if row and len(teams[0]) <= 64:
-        team, steps = teams[number[device]], rounds(row["kind"], len(teams[0]))
+        team, steps = teams[number[device]], rounds(row["kind"], len(teams[0]), row.get("pairs"))
         at = min(state["step"], len(steps) - 1)
-        for source, target, _ in steps[at]["sends"]:
-            ends = [team[r] // place["block"] for r in (source, target)]
-            items += [Line(tuple((x, y) for x, y in lane(place, *ends)), "ink", 1.5, head=True)] * (ends[0] != ends[1])
-        each = size_text(row["bytes"] / row["count"] / max(1, len(steps) - 1))
-        notes.append(f"One {row['kind']} over {','.join(row['axes'])}: round {at} of {len(steps) - 1}, {each} a device.")
+        ends = [(team[s] // place["block"], team[t] // place["block"]) for s, t, _ in steps[at]["sends"]]
+        items += draw.arrows([tuple((x, y) for x, y in lane(place, a, b)) for a, b in ends if a != b])
+        each = size_text(row["largest"] / max(1, len(steps) - 1))
+        which = f"One {row['kind']}" + f", the largest of {row['count']}," * (row["sizes"] > 1)
+        notes.append(f"{which} over {','.join(row['axes'])}: round {at} of {len(steps) - 1}, {each} a device.")
     notes += [f"Dashed: nodes of {node} devices."] * bool(place["frames"])
     notes += [f"Each cell stands for {place['block']} devices."] * (place["block"] > 1)
     blocks = [[small(0, 0, what, "start")], items]
     if reply["memory"]:
-        bars = memory_bars([("a device", dict(reply["memory"]))], reply["capacity"])
+        bars = memory_bars([("a device", dict(reply["memory"]))], reply["capacity"], whole_bytes=reply["whole"])
         blocks.append([Group(tuple(flatten(bars.items)[1:]))])
     at = coordinates(sizes, order, device)
     held = [" ".join(cells) for cells in device_rows(state, rows, sizes, order) if cells[0].startswith("weight")]

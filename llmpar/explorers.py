@@ -9,11 +9,11 @@ from llmpar import attention, moe, predict
 from llmpar.charts import live_blocks, memory_bars, timetable, token_flow
 from llmpar.config import ExpertConfig, preset
 from llmpar.explore import MODELS, START, make_plan
-from llmpar.hardware import CHIPS, chip
+from llmpar.hardware import CHIPS, GIB, chip
 from llmpar.notation import MeshShape
-from llmpar.orders import from_text
-from llmpar.scene import Group, Scene, compose, flatten
-from llmpar.schedule import SCHEDULES, Timetable, make
+from llmpar.orders import Schedule, from_text
+from llmpar.scene import Group, Scene, compose, flatten, to_svg
+from llmpar.schedule import SCHEDULES, Timetable, make, reached
 from llmpar.schedule import timetable as simulate
 from llmpar.widget import Explorer
 
@@ -21,37 +21,55 @@ from llmpar.widget import Explorer
 class TimelineExplorer(Explorer):
     """A pipeline's timetable with live activations and bubbles. Text in ``order`` replaces the schedule: one's own, judged."""
 
-    title = "Timeline explorer"
+    title = "Timeline explorer"  # controls say without which other one they count
     start = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 2, "forward": 1, "backward": 1, "weights": 1,
              "order": ""}  # fmt: skip
     controls = [
-        {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES)},
-        {"name": "stages", "kind": "slider", "label": "stages p", "min": 2, "max": 8},
-        {"name": "microbatches", "kind": "slider", "label": "microbatches m", "min": 1, "max": 16},
-        {"name": "chunks", "kind": "slider", "label": "chunks v (interleaved, breadth-first)", "min": 1, "max": 4},
+        {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES), "without": "order"},
+        {"name": "stages", "kind": "slider", "label": "stages p", "min": 2, "max": 8, "without": "order"},
+        {"name": "microbatches", "kind": "slider", "label": "microbatches m", "min": 1, "max": 16, "without": "order"},
+        {"name": "chunks", "kind": "slider", "label": "chunks v (interleaved, breadth-first)", "min": 1, "max": 4,
+         "without": "order"},
         {"name": "forward", "kind": "slider", "label": "cost of F", "min": 1, "max": 4},
         {"name": "backward", "kind": "slider", "label": "cost of B", "min": 1, "max": 4},
         {"name": "weights", "kind": "slider", "label": "cost of W", "min": 0, "max": 4},
         {"name": "order", "kind": "lines", "label": "your own order, a line per stage (or click a cell and type)"},
-    ]
+    ]  # fmt: skip
+
+    def order(self, state: dict) -> Schedule:
+        """The written order where there is one; upper or lower case, parted by spaces or commas."""
+        chunks = state["chunks"] if state["schedule"] in ("interleaved", "breadth-first") else None
+        own = state["order"].upper().replace(",", " ")
+        return from_text(own) if own.strip() else make(state["schedule"], state["stages"], state["microbatches"], chunks)
 
     def table(self, state: dict) -> Timetable:
-        """The timetable of a state: of the written order where there is one. ValueError names stage, tick and cycle."""
-        chunks = state["chunks"] if state["schedule"] in ("interleaved", "breadth-first") else None
-        made = from_text(state["order"]) if state["order"].strip() else make(
-            state["schedule"], state["stages"], state["microbatches"], chunks)  # fmt: skip
-        return simulate(made, (state["forward"], state["backward"], state["weights"]))
+        """The timetable of a state. ValueError names stage, tick and cycle."""
+        return simulate(self.order(state), (state["forward"], state["backward"], state["weights"]))
+
+    def draw_stuck(self, state: dict) -> Scene:
+        """A refused order as far as it runs, and what each stage then waits for."""
+        rows, waits = reached(self.order(state), (state["forward"], state["backward"], state["weights"]))
+        if not waits:
+            raise ValueError("it runs to its end; what is wrong is which operations it has")
+        return timetable(rows, waiting=waits)
 
     def draw(self, state: dict) -> Scene:
         table = self.table(state)
         drawn, peak = timetable(table), max(table.peak_live())
         facts = f"Bubble over ideal {table.bubble_over_ideal:.3g}, as a share of the whole {table.bubble_fraction:.3g}; "
         facts += f"a stage holds at most {peak:g} microbatches; makespan {table.makespan:g} free running, "
-        facts += f"{table.makespan_lockstep:g} in lockstep (time units)."
+        facts += f"{table.makespan_lockstep:g} in lockstep (time units). As the zero-bubble papers count, from a stage's "
+        facts += f"own first start to its own last end, the bubble is {table.bubble:g}: idle corners outside do not count."
         return compose(drawn.title, [[Group(tuple(flatten(drawn.items)[1:]))]], f"{drawn.text}\n{facts}", [facts])
 
     def answer(self, state: dict) -> dict:
         found = super().answer(state)
+        if found["refusal"]:
+            found["refusal"] = found["refusal"].replace("; ", ";\n")  # a wait per line
+            try:
+                found["svg"] = to_svg(self.draw_stuck(state))
+            except ValueError:
+                pass  # that is no order at all
         try:
             return found | {"fill": {"order": str(self.table(state | {"order": ""}).schedule)}}
         except ValueError:
@@ -129,4 +147,4 @@ class MemoryExplorer(Explorer):
             parts = {"weights": held["params"], "optimizer": held["optimizer"]}
             rows.append((f"ZeRO {zero}", parts | {"gradients, activations (estimate)": predict.temp_bytes(*size)}))
         title = f"{state['model']} on {mesh}, batch {state['batch_size']} x {state['seq_len']} tokens: memory per device"
-        return memory_bars(rows, capacity, title)
+        return memory_bars(rows, capacity, title, int(chip(state["chip"]).usable_hbm_gib * GIB))

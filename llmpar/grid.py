@@ -29,10 +29,10 @@ def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
     """The devices that talk over ``axes`` (outermost first), group by group; groups by their first device."""
     apart, found = strides(sizes, order), dict[int, list[tuple[int, int]]]()
     for device in range(product(sizes.values())):
-        at = coordinates(sizes, order, device)
-        first, rank = device - sum(at[a] * apart[a] for a in axes), 0
+        first, rank = device, 0
         for a in axes:
-            rank = rank * sizes[a] + at[a]
+            at = device // apart[a] % sizes[a]
+            first, rank = first - at * apart[a], rank * sizes[a] + at
         found.setdefault(first, []).append((rank, device))
     return [[device for _, device in sorted(found[first])] for first in sorted(found)]
 
@@ -51,6 +51,19 @@ def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> 
     return out
 
 
+def shard_numbers(layout: Layout, shape, sizes: dict[str, int], order) -> list[int] | None:
+    """Which shard each device holds, numbered in order of appearance; None where a dim is not divisible."""
+    if slices(layout, shape, sizes, dict.fromkeys(sizes, 0)) is None:
+        return None
+    apart, seen, out = strides(sizes, order), dict[int, int](), list[int]()
+    for device in range(product(sizes.values())):
+        shard = 0
+        for axis in layout.axes:
+            shard = shard * sizes[axis] + device // apart[axis] % sizes[axis]
+        out.append(seen.setdefault(shard, len(seen)))
+    return out
+
+
 def places(sizes: dict[str, int], order, node: int) -> dict:
     """Where devices are drawn, in link order: cells [x, y] of one size in a few columns, and the frames of whole nodes.
 
@@ -60,7 +73,7 @@ def places(sizes: dict[str, int], order, node: int) -> dict:
     nested = sorted({apart[a] * k for a in order for k in divisors(sizes[a])})  # block sizes that part no axis badly
     block = next(b for b in nested if n // b <= 512)
     num = n // block
-    w, h, most = (72, 46, 8) if num <= 64 else (44, 20, 16)
+    w, h, rise, most = (72, 46, 14, 8) if num <= 64 else (44, 20, 10, 16)  # rows leave room for arrows there and back
     limit = min(most, math.ceil(2 * num**0.5))
     columns = max(b // block for b in nested if b % block == 0 and b // block <= limit)
     columns = limit if 3 * columns < limit else columns  # a long axis without small divisors wraps where it must
@@ -72,50 +85,54 @@ def places(sizes: dict[str, int], order, node: int) -> dict:
     for i in range(num):
         row, col = divmod(i, columns)
         x = col * (w + 4) + sum(gap * (col // s) for s, gap in gaps if s < columns)
-        y = row * (h + 4) + sum(gap * (row // (s // columns)) for s, gap in gaps if s >= columns)
+        y = row * (h + rise) + sum(gap * (row // (s // columns)) for s, gap in gaps if s >= columns)
         cells.append([x, y])
     for first in range(0, num, held) if framed else ():
         (x0, y0), (x1, y1) = cells[first], cells[first + held - 1]
         frames.append([x0 - 3, y0 - 3, x1 - x0 + w + 6, y1 - y0 + h + 6])
-    return {"block": block, "columns": columns, "w": w, "h": h, "cells": cells, "frames": frames}
+    return {"block": block, "columns": columns, "w": w, "h": h, "rise": rise, "cells": cells, "frames": frames}
 
 
 def lane(place: dict, source: int, target: int) -> list[list[float]]:
     """The points of an arrow between two cells, clear of their words: along the lower edges, back along the upper ones.
 
-    To another row it runs in the gap beside the source's row, and then down the right edges or up the left ones.
+    To another row it runs in the gap beside the source's row, and then down the right edges or up the left ones; there and
+    back on two lines, each far enough from the row that it points at for an arrow's head.
     """
     (x0, y0), (x1, y1) = place["cells"][source], place["cells"][target]
     w, h, down = place["w"], place["h"], target > source
     if y0 == y1:
         y = y0 + (h - 4 if down else 4)
         return [[x0 + w / 2, y], [x1 + w / 2, y]]
-    side, edge, gap, end = (w - 5, y0 + h, y0 + h + 2, y1) if down else (5, y0, y0 - 2, y1 + h)
+    off = place["rise"] // 3
+    side, edge, gap, end = (w - 5, y0 + h, y0 + h + off, y1) if down else (5, y0, y0 - off, y1 + h)
     return [[x0 + side, edge], [x0 + side, gap], [x1 + side, gap], [x1 + side, end]]
 
 
-def rounds(kind: str, g: int) -> list[dict]:
+def rounds(kind: str, g: int, pairs=None) -> list[dict]:
     """A collective among g ranks, round by round, by rings: what goes from whom to whom, and what each then holds.
 
-    ``sends`` are [from, to, block]; ``held[rank][block]`` counts how many of the g contributions a rank has in a block
-    (gathering: 1 of 1). Round 0 is the start. Reduce-scatter leaves block r with rank r, as `lax.psum_scatter` does.
+    ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of the g addends of a sum; of
+    the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else 0 or 1. Round 0 is the start.
+    Reduce-scatter leaves block r with rank r, as `lax.psum_scatter` does. A permute is one hop, between ``pairs`` of ranks
+    or round the ring; who is sent nothing is left with nothing.
     """
-    reduced = kind in ("reduce-scatter", "all-reduce")
-    held = [[int(reduced or rank == b) for b in range(g)] for rank in range(g)]
+    reduced, exchanged = kind in ("reduce-scatter", "all-reduce"), kind.endswith("all-to-all")
+    held = [[int(reduced or exchanged or rank == b) for b in range(g)] for rank in range(g)]
     out = [{"sends": [], "held": [row[:] for row in held]}]
-    parts = {"all-reduce": ("reduce-scatter", "all-gather")}.get(kind, (kind,))
+    if kind == "collective-permute" and g > 1:
+        sends = [[source, target, source] for source, target in pairs or [(r, (r + 1) % g) for r in range(g)]]
+        held = [[int([b, rank, b] in sends) for b in range(g)] for rank in range(g)]
+        return [*out, {"sends": sends, "held": held}]
+    parts = ("reduce-scatter", "all-gather") if kind == "all-reduce" else (kind,)
     for part, t in itertools.product(parts, range(g - 1)):
-        hop = t + 1 if part == "all-to-all" else 1
-        shift = {"reduce-scatter": t + 1, "all-to-all": 0}.get(part, t)
+        hop = t + 1 if exchanged else 1
+        shift = {"reduce-scatter": t + 1, "all-gather": t}.get(part, -hop)
         sends = [[r, (r + hop) % g, (r - shift) % g] for r in range(g)]
         before = [row[:] for row in held]
         for source, target, b in sends:
-            held[target][b] = before[source][b] + before[target][b] * (part == "reduce-scatter")
-        if part == "reduce-scatter":
-            for source, _, b in sends:
-                held[source][b] = 0
-        if part == "collective-permute":
-            for _, target, b in sends:
-                held[target] = [int(i == b) for i in range(g)]
+            moved = 1 if exchanged else before[source][b]
+            held[target][b] = moved + held[target][b] * (part != "all-gather")
+            held[source][b] -= moved * (part != "all-gather")
         out.append({"sends": sends, "held": [row[:] for row in held]})
     return out

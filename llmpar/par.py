@@ -9,17 +9,16 @@ The model calls six methods and never names a mesh axis:
     par.local(f, …)        an island: code that works on one device's blocks and talks to the others by itself
     par.layers(f, x, ws)   a stack of blocks
 
-In `Manual` every arrow becomes the named collective and is written to a ledger. Autodiff writes the backward collectives:
-all-gather and reduce-scatter are each other's transpose, and the transpose of "from here on, devices differ" (`lax.pcast`,
-free in the forward pass) is the all-reduce that Megatron calls f (Shoeybi et al. 2019, section 3). shard_map's
+In `Manual` every arrow becomes the named collective, in a scope that carries its text into the compiled program: a census
+of that program (`hlo`) is the record of what moves, and says for which line of the model. Autodiff writes the backward
+collectives: all-gather and reduce-scatter are each other's transpose, and the transpose of "from here on, devices differ"
+(`lax.pcast`, free in the forward pass) is the all-reduce that Megatron calls f (Shoeybi et al. 2019, section 3). shard_map's
 varying-axes check is what makes those transposes right; it stays on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from llmpar.mesh import sharding, spec
-from llmpar.notation import Arrow, Layout, Move, parse_layout, product, ring_bytes
+from llmpar.notation import Arrow, Layout, Move, parse_layout, product
 
 WEIGHT, MOVED = "weight", "moved"
 """Names under which remat policies know gathered weights and the results of communication."""
@@ -77,16 +76,6 @@ class Solo:
 
     explicit = property(lambda self: self, doc="The reading for moves inside an island, where a device sees its blocks only.")
 
-    @contextlib.contextmanager
-    def repeated(self, times: int):
-        """What is traced inside runs ``times`` times."""
-        yield
-
-    @contextlib.contextmanager
-    def differentiated(self):
-        """What is traced inside is the loss."""
-        yield
-
     def layers(self, block, x, stack):
         """Run ``x, told = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``, rematerialised as
         planned. What the layers told is stacked."""
@@ -98,8 +87,7 @@ class Solo:
             block = jax.checkpoint(block, policy=names if keep else None, prevent_cse=alone)
         elif plan.zero == 3 and plan.regather == "again" and plan.live("fsdp"):
             block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
-        with self.repeated(length):
-            return lax.scan(block, x, stack, unroll=plan.unroll or length)
+        return lax.scan(block, x, stack, unroll=plan.unroll or length)
 
     def chunked(self, f, xs, num_chunks: int):
         """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join what comes out, all along dim 1.
@@ -112,8 +100,7 @@ class Solo:
         if num_chunks == 1:
             return f(xs)
         pieces = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, num_chunks, *x.shape[2:]), 2, 0), xs)
-        with self.repeated(num_chunks):
-            _, out = lax.scan(lambda _, piece: (None, f(piece)), None, pieces)
+        _, out = lax.scan(lambda _, piece: (None, f(piece)), None, pieces)
         return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 2).reshape(y.shape[1], -1, *y.shape[3:]), out)
 
 
@@ -129,59 +116,8 @@ def _all_but_gathered_weights(prim, *_, **params) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------- Manual
 
-_TRANSPOSE = {
-    "all-reduce": None, "vary": "all-reduce", "all-gather": "reduce-scatter", "reduce-scatter": "all-gather",
-    "all-to-all": "all-to-all", "ragged-all-to-all": "ragged-all-to-all", "maximum": None,
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One line of the ledger: the arrow as the model (or the step) wrote it and the collective that it became.
-
-    ``shape`` is the operand's on one device, ``times`` how often a step executes it; ``vary`` sends nothing forward.
-    ``differentiated`` entries lie inside the loss, and autodiff adds their :attr:`transpose`.
-    """
-
-    arrow: str
-    kind: str
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    times: int
-    group: int
-    differentiated: bool = False
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that a device sends per step, ring algorithm (see :func:`sent`)."""
-        return self.times * sent(self.kind, product(self.shape) * jnp.dtype(self.dtype).itemsize, self.group)
-
-    @property
-    def transpose(self) -> Entry | None:
-        """The collective that autodiff writes for this one, or None where the backward pass sends nothing."""
-        kind, shape = _TRANSPOSE[self.kind], self.shape
-        if kind is None or not self.differentiated or self.dtype.startswith("int"):
-            return None
-        elements = product(shape)
-        grown = {"all-gather": elements * self.group, "reduce-scatter": elements // self.group}.get(self.kind, elements)
-        return Entry(f"transpose of {self.arrow}", kind, self.axes, (grown,), self.dtype, self.times, self.group)
-
-
-def sent(kind: str, operand_bytes: int, group: int) -> int:
-    """Bytes a device sends when ``group`` devices run one collective on operands of ``operand_bytes`` each, as a ring:
-    `notation.ring_bytes` of the whole message, which for an all-gather is ``group`` operands."""
-    return ring_bytes(kind, operand_bytes * (group if kind == "all-gather" else 1), group)
-
-
 class Manual(Solo):
-    """Inside `jax.shard_map` over all axes: arrows are named collectives, written to ``ledger`` as they are traced."""
-
-    def __init__(self, plan):
-        super().__init__(plan)
-        self.ledger: list[Entry] = []
-        self._times = 1
-        self._differentiated = False
+    """Inside `jax.shard_map` over all axes: arrows are the named collectives, each in the `scope` of its arrow's text."""
 
     def weight(self, param):
         """The stored shard, cast, then gathered over fsdp if it is stored cut (ZeRO-3).
@@ -209,7 +145,6 @@ class Manual(Solo):
         if not moves:
             return self.move(x, arrow)
         ((axis,),) = (move.axes for move in moves)
-        self._record(arrow, "ragged-all-to-all", (axis,), x)
         rows = vary(x, self.plan.varying(parse_layout(arrow.partition("->")[2].strip()).region)).reshape(-1, *x.shape[3:])
         with scope(arrow):
             y = _ragged(rows, full, axis)
@@ -221,7 +156,6 @@ class Manual(Solo):
         x = lax.stop_gradient(x)
         if not axes:
             return x
-        self._record(arrow, "maximum", axes, x)
         with scope(arrow):
             return checkpoint_name(lax.pmax(x, axes), MOVED)
 
@@ -238,26 +172,6 @@ class Manual(Solo):
         axes = self.axes(layout)
         return lax.axis_index(axes) if axes else 0
 
-    @contextlib.contextmanager
-    def differentiated(self):
-        """Ledger entries made inside will be transposed by autodiff."""
-        self._differentiated = True
-        yield
-        self._differentiated = False
-
-    @property
-    def traffic(self) -> list[Entry]:
-        """The ledger and the transposes of what was differentiated: all that a step without recomputation sends."""
-        both = [e for entry in self.ledger for e in (entry, entry.transpose) if e is not None]
-        return [e for e in both if e.kind != "vary"]
-
-    @contextlib.contextmanager
-    def repeated(self, times: int):
-        """Ledger entries made inside count ``times`` times."""
-        self._times *= times
-        yield
-        self._times //= times
-
     def carry_out(self, x, arrow: Arrow, text: str = "", invariant: bool = False):
         """Run the collectives of a physical arrow. ``invariant`` marks gathered results as equal on all devices."""
         position = {d.name: i for i, d in enumerate(arrow.before.dims or arrow.after.dims)}
@@ -267,23 +181,13 @@ class Manual(Solo):
                 raise ValueError(f"{where}, but the value is the same all over {axis}; it was reduced already, or never cut")
         with scope(text or str(arrow)):
             for move in arrow.moves:
-                self._record(text or str(arrow), move.kind, move.axes, x)
                 x = _collective(x, move, position, "invarying" if invariant else "varying")
         return x
 
     def _vary(self, x, axes: tuple[str, ...], text: str):
         """From here on ``x`` may differ along ``axes``: free now, an all-reduce of the gradient in the backward pass."""
-        missing = tuple(a for a in axes if a not in varying(x))
-        if missing:
-            self._record(text, "vary", missing, x)
         with scope(text):
-            return vary(x, missing)
-
-    def _record(self, text: str, kind: str, axes: tuple[str, ...], x) -> None:
-        if kind == "slice":
-            return
-        group = product(self.plan.mesh.sizes[a] for a in axes)
-        self.ledger.append(Entry(text, kind, axes, tuple(x.shape), str(x.dtype), self._times, group, self._differentiated))
+            return vary(x, axes)
 
 
 def scope(text: str):

@@ -106,7 +106,7 @@ class _Executor:
         self.copies = schedule.parameter_copies
         self.chunks = jax.tree.map(lambda w: self.copied(cut(w, schedule.visits)), params["blocks"])
         self.shared = {name: w for name, w in params.items() if name != "blocks"}
-        self.shapes, self.times = plan.padded(config).param_shapes(), schedule.num_microbatches
+        self.shapes = plan.padded(config).param_shapes()
         self.counts = layers_of(schedule, config.num_layers)
         name_of = lambda path, w: jax.tree_util.keystr(path, simple=True, separator=".")
         self.paths = jax.tree_util.tree_map_with_path(name_of, params)
@@ -127,9 +127,8 @@ class _Executor:
 
     def embed(self, embedding, batch):
         """The stream that enters the first stage."""
-        with self.par.repeated(self.times):
-            model = self.model(self.chunks, self.shared | {"embedding": embedding})
-            return model.embed(self.par.weight(model.embedding), batch, self.par)
+        model = self.model(self.chunks, self.shared | {"embedding": embedding})
+        return model.embed(self.par.weight(model.embedding), batch, self.par)
 
     def through(self, blocks, x, batch, chunk, kind):
         """The stream after the blocks of one chunk, and for B the losses of its routers, if it has any. Where some chunks have
@@ -151,14 +150,12 @@ class _Executor:
             last = jax.tree.map(lambda w: w[few:], stack)
             return _when(f"full{kind}", full, lambda x, w: run(one, x, w)[0], lambda x, w: x, x, last)
 
-        with self.par.repeated(self.times * self.schedule.visits):
-            x, loss = (model := self.model(blocks, self.shared)).run(x, batch, self.par, layers)
-            return x, None if loss is None else model.routed(loss, batch, self.par).sum()
+        x, loss = (model := self.model(blocks, self.shared)).run(x, batch, self.par, layers)
+        return x, None if loss is None else model.routed(loss, batch, self.par).sum()
 
     def loss(self, own, x, batch):
         """The last stage's part of the loss, from the stream after its blocks."""
-        with self.par.repeated(self.times):
-            return self.model(self.chunks, self.shared | own).losses(batch | {"stream": x}, self.par).sum()
+        return self.model(self.chunks, self.shared | own).losses(batch | {"stream": x}, self.par).sum()
 
     def cell(self, known, x, later):
         """F, B and W of a chunk: the stream after it; its input's gradient, loss and shared gradients; those of its blocks."""
@@ -174,13 +171,12 @@ class _Executor:
             (down,) = trace(pull, shared["embedding"], dx)[0](shared["embedding"], dx)
             return done | {"shared": self.add(done["shared"], {"embedding": down})}
 
-        with self.par.differentiated():
-            (y, routed), pull = jax.vjp(lambda w, x: self.through(w, x, batch, chunk, "B"), blocks, x)
-            if routed is not None:  # every stage adds its own routers' losses
-                done = done | {"loss": done["loss"] + routed}
-            dy, done = _when("leaves", last, from_loss, lambda y, dy, done: (dy, done), y, dy, done)
-            d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, routed)))
-            done = _when("enters", first, into_embedding, lambda dx, done: done, dx, done)
+        (y, routed), pull = jax.vjp(lambda w, x: self.through(w, x, batch, chunk, "B"), blocks, x)
+        if routed is not None:  # every stage adds its own routers' losses
+            done = done | {"loss": done["loss"] + routed}
+        dy, done = _when("leaves", last, from_loss, lambda y, dy, done: (dy, done), y, dy, done)
+        d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, routed)))
+        done = _when("enters", first, into_embedding, lambda dx, done: done, dx, done)
         return y, (dx, done), d_blocks
 
     def add(self, sums, grads):

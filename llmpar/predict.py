@@ -6,7 +6,8 @@ The tests hold every number here against the compiled program: `collectives` and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from llmpar.config import ExpertConfig, ModelConfig
 from llmpar.notation import AXES, Layout, parse_layout, product, ring_bytes
@@ -19,10 +20,14 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass
 class Prediction:
-    """Executions per step and bytes sent per device and step, by (mesh axes, kind of collective)."""
+    """Executions per step and bytes sent per device and step, by (mesh axes, kind of collective).
+
+    ``of`` says what was sent: name -> bytes that one collective sends -> how many such.
+    """
 
     count: int = 0
     bytes_sent: int = 0
+    of: dict[str, Counter[int]] = field(default_factory=dict, compare=False)
 
 
 class Traffic(dict):
@@ -32,15 +37,17 @@ class Traffic(dict):
         super().__init__()
         self.sizes = sizes
 
-    def add(self, kind: str, axes: tuple[str, ...], message_bytes: int, count: int = 1) -> None:
-        """``count`` collectives over ``axes`` on messages of ``message_bytes`` (the unscattered size)."""
+    def add(self, kind: str, axes: tuple[str, ...], of: str, message_bytes: int, count: int = 1) -> None:
+        """``count`` collectives over ``axes`` on messages ``of`` something, of ``message_bytes`` (the unscattered size)."""
         axes = tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
         if not axes or not count:
             return
         group = product(self.sizes[a] for a in axes)
         row = self.setdefault((",".join(axes), kind), Prediction())
         row.count += count
-        row.bytes_sent += count * ring_bytes(kind, message_bytes, group)
+        one = ring_bytes(kind, message_bytes, group)
+        row.bytes_sent += count * one
+        row.of.setdefault(of, Counter())[one] += count
 
     @property
     def total_bytes(self) -> int:
@@ -104,7 +111,8 @@ def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, 
     _weights(traffic, config, plan, run)
     _activations(traffic, config, plan, batch_size, seq_len, run)
     tally = config.num_layers * (config.experts.num + 2) if config.experts and not plan.pipeline else 0
-    traffic.add("all-reduce", plan.live(*AXES), FLOAT32 * (3 + tally))  # the loss, the tokens, the gradients' norm
+    small = "the loss, the tokens and the gradients' norm" + ", the tally of tokens per expert" * bool(tally)
+    traffic.add("all-reduce", plan.live(*AXES), small, FLOAT32 * (3 + tally))
     return traffic
 
 
@@ -130,32 +138,33 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             gathers = used if not stacked else run.vectors if vector else run.matrices
             if vector and "bias" in path and plan.stage_saves == "residuals":
                 gathers = run.forward
-            traffic.add("all-gather", fsdp, one * item, gathers)
-            traffic.add("reduce-scatter", fsdp, one * item, learned * (run.backward if stacked else used))
+            traffic.add("all-gather", fsdp, "weights", one * item, gathers)
+            traffic.add("reduce-scatter", fsdp, "gradients", one * item, learned * (run.backward if stacked else used))
         if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # borrowed, and their gradients returned
-            for place in (plan.stored, plan.accumulated):
-                traffic.add("collective-permute", ("pp",), FLOAT32 * product(place(dims).shard_shape(shape, sizes)))
+            for place, of in ((plan.stored, "weights of the other direction"), (plan.accumulated, "their gradients")):
+                traffic.add("collective-permute", ("pp",), of, FLOAT32 * product(place(dims).shard_shape(shape, sizes)))
         if plan.zero in (1, 2):
             visits = plan.pipeline.visits if plan.pipeline and stacked else 1  # a chunk's gradients are cut by themselves
             times = 1 if plan.zero == 1 else micro * visits if stacked or not plan.pipeline else used
-            traffic.add("reduce-scatter", fsdp, elements * FLOAT32 // (visits if plan.zero == 2 else 1), times)
-            traffic.add("all-gather", fsdp, elements * FLOAT32)
+            traffic.add("reduce-scatter", fsdp, "gradients", elements * FLOAT32 // (visits if plan.zero == 2 else 1), times)
+            traffic.add("all-gather", fsdp, "updated weights", elements * FLOAT32)
             rest = tuple(a for a in rest if a != "fsdp")
         if plan.reduce == "layer":
-            traffic.add("all-reduce", rest, (shard if plan.zero else elements) // layers * FLOAT32, learned * layers * micro)
+            message = (shard if plan.zero else elements) // layers * FLOAT32
+            traffic.add("all-reduce", rest, "gradients", message, learned * layers * micro)
         elif plan.reduce == "bucket":
             buckets.setdefault((rest, plan.stored(dims).axes), []).append(elements * FLOAT32)
         else:
-            traffic.add("all-reduce", rest, (shard if plan.zero else elements) * FLOAT32)
+            traffic.add("all-reduce", rest, "gradients", (shard if plan.zero else elements) * FLOAT32)
     for (axes, _), leaves in buckets.items():
         filled = 0
         for size in leaves:
             filled += size
             if filled >= plan.bucket_bytes:
-                traffic.add("all-reduce", axes, filled)
+                traffic.add("all-reduce", axes, "gradients", filled)
                 filled = 0
         if filled:
-            traffic.add("all-reduce", axes, filled)
+            traffic.add("all-reduce", axes, "gradients", filled)
 
 
 def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, run: Runs) -> None:
@@ -167,11 +176,12 @@ def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: 
     stream = tokens * config.width * _ITEMSIZE[plan.dtype]
     both, ends = 2 * (run.forward + run.backward), run.embed + run.loss
     if plan.tp_sequence:
-        traffic.add("all-gather", tp, stream, both + 2 * run.again + ends)
-        traffic.add("reduce-scatter", tp, stream, both + run.again + ends)
+        traffic.add("all-gather", tp, "activations", stream, both + 2 * run.again + ends)
+        traffic.add("reduce-scatter", tp, "activations", stream, both + run.again + ends)
     else:
-        traffic.add("all-reduce", tp, stream, both + run.again + ends)
-    traffic.add("all-reduce", tp, tokens * FLOAT32 // plan.loss_chunks, 3 * run.loss * plan.loss_chunks)
+        traffic.add("all-reduce", tp, "activations", stream, both + run.again + ends)
+    chunk, chunks = tokens * FLOAT32 // plan.loss_chunks, run.loss * plan.loss_chunks
+    traffic.add("all-reduce", tp, "three numbers per token for the loss", chunk, 3 * chunks)
     if config.experts:
         rows = product(plan.place("data b").shard_shape((batch_size // plan.microbatches,), sizes))
         _experts(traffic, config, config.experts, plan, tokens, rows, run)
@@ -180,12 +190,11 @@ def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: 
     if plan.pipeline:
         send = slots(timetable(plan.pipeline)).send
         here = stream // (plan.mesh.tp if plan.tp_sequence else 1)
-        traffic.add("collective-permute", ("pp",), here, sum(int((send == way).any(1).sum()) for way in (1, -1)))
+        times = sum(int((send == way).any(1).sum()) for way in (1, -1))
+        traffic.add("collective-permute", ("pp",), "activations and their gradients", here, times)
 
 
-def _experts(
-    traffic: Traffic, config: ModelConfig, how: ExpertConfig, plan: Plan, tokens: int, rows: int, run: Runs
-) -> None:
+def _experts(traffic: Traffic, config: ModelConfig, how: ExpertConfig, plan: Plan, tokens: int, rows: int, run: Runs) -> None:
     """Two all-to-alls forward and two backward per layer, of a buffer with the same number of slots for each rank of ep; the
     tokens per expert, gathered; what tp must know of the routing: weights, experts, and the weights' gradient; for the
     balance loss the tokens per expert of each row that is cut; and once per step the tally."""
@@ -193,20 +202,22 @@ def _experts(
     blocks, block = how.slots(tokens, rows * (plan.mesh.tp if plan.tp_sequence else 1), plan.mesh.ep)
     buffer = plan.mesh.ep * blocks * block * config.width * _ITEMSIZE[plan.dtype]
     forward = run.forward + run.again
+    filled = tokens * how.chosen / (plan.mesh.ep * blocks * block)
+    slots = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
     kind = "ragged-all-to-all" if plan.dispatch == "ragged" else "all-to-all"  # ragged: this is the most that can be sent
-    traffic.add(kind, ep, buffer, 2 * (forward + run.backward))
-    traffic.add("all-gather", ep, plan.mesh.ep * how.num * FLOAT32, forward)
+    traffic.add(kind, ep, slots, buffer, 2 * (forward + run.backward))
+    traffic.add("all-gather", ep, "tokens per expert", plan.mesh.ep * how.num * FLOAT32, forward)
     cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
     if how.balance:
         shared = run.backward + run.again if cells else forward
-        traffic.add("all-reduce", plan.place("stream s").axes, rows * how.num * FLOAT32, shared)
+        traffic.add("all-reduce", plan.place("stream s").axes, "tokens per expert and row", rows * how.num * FLOAT32, shared)
     choices = tokens * how.chosen * FLOAT32
     if plan.tp_sequence:
-        traffic.add("all-gather", tp, choices, 2 * forward)
-        traffic.add("reduce-scatter", tp, choices, run.backward)
-        traffic.add("all-reduce", tp, rows * FLOAT32, cells or run.loss)  # the rows' router losses
+        traffic.add("all-gather", tp, "the routers' choices", choices, 2 * forward)
+        traffic.add("reduce-scatter", tp, "gradients of the routers' choices", choices, run.backward)
+        traffic.add("all-reduce", tp, "the routers' losses", rows * FLOAT32, cells or run.loss)
     else:
-        traffic.add("all-reduce", tp, choices, run.backward)
+        traffic.add("all-reduce", tp, "gradients of the routers' choices", choices, run.backward)
 
 
 def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, run: Runs) -> None:
@@ -215,20 +226,21 @@ def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, r
     sp, n, tp = plan.live("sp"), plan.mesh.sp, plan.mesh.tp
     head = tokens * config.head_width // tp * _ITEMSIZE[plan.dtype]
     ids, k, q = 4 * tokens, head * config.num_kv_heads, head * config.num_heads
-    forward, times = run.forward + run.again, run.backward
+    forward, times, ids_of = run.forward + run.again, run.backward, "ids of positions and documents"
     if plan.sequence == "ring":
         hops = (n - 1) * (forward + times)
-        traffic.add("collective-permute", sp, k, 2 * hops)
-        traffic.add("collective-permute", sp, ids, 2 * hops)
-        traffic.add("collective-permute", sp, k * FLOAT32 // _ITEMSIZE[plan.dtype], 2 * (n - 1) * times)
+        traffic.add("collective-permute", sp, "keys and values", k, 2 * hops)
+        traffic.add("collective-permute", sp, ids_of, ids, 2 * hops)
+        back = k * FLOAT32 // _ITEMSIZE[plan.dtype]
+        traffic.add("collective-permute", sp, "gradients of keys and values", back, 2 * (n - 1) * times)
     elif plan.sequence == "ulysses":
-        traffic.add("all-to-all", sp, q, 2 * (forward + times))
-        traffic.add("all-to-all", sp, k, 2 * (forward + times))
+        traffic.add("all-to-all", sp, "queries and what attention gives", q, 2 * (forward + times))
+        traffic.add("all-to-all", sp, "keys and values", k, 2 * (forward + times))
     else:
-        traffic.add("all-gather", sp, n * k, 2 * forward)
-        traffic.add("reduce-scatter", sp, n * k, 2 * times)
+        traffic.add("all-gather", sp, "keys and values", n * k, 2 * forward)
+        traffic.add("reduce-scatter", sp, "gradients of keys and values", n * k, 2 * times)
     if plan.sequence != "ring":
-        traffic.add("all-gather", sp, n * ids, 2 * run.attended)
+        traffic.add("all-gather", sp, ids_of, n * ids, 2 * run.attended)
 
 
 def argument_bytes(

@@ -188,7 +188,9 @@ def size_text(num_bytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds for people."""
+    """Seconds for people; minutes from 10, hours from 2."""
+    if seconds >= 600:
+        return scaled(seconds / 60, ("min",), 1) if seconds < 7200 else scaled(seconds / 3600, ("h",), 1)
     return "0 s" if not seconds else scaled(seconds * 1e9, ("ns", "µs", "ms", "s"), 1000)
 
 

@@ -20,7 +20,7 @@ from .orders import KINDS, SCHEDULES, Costs, Op, Schedule, from_text, greedy, ma
 
 __all__ = [
     "KINDS", "SCHEDULES", "ClosedForm", "Op", "Schedule", "Slots", "Timetable", "closed_forms", "from_text", "make",
-    "schedule_document", "search", "slots", "text_timeline", "timetable",
+    "reached", "schedule_document", "search", "slots", "text_timeline", "timetable",
 ]  # fmt: skip
 
 
@@ -204,15 +204,27 @@ def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) ->
     """Simulates a schedule, free-running and in lockstep, or refuses it with the stage, the tick and the cycle."""
     if len(costs) != 3 or not (min(*costs, hop) >= 0 and 0 < sum(costs) + hop < math.inf and any(costs)):
         raise ValueError(f"costs {costs} and hop {hop}: give three durations F, B, W and one more, none negative")
-    forward, backward, weights = (cost / schedule.visits for cost in costs)
-    each = {"F": forward, "B": backward if schedule.split_backward else backward + weights, "W": weights}
     ticks, ends, stuck = _run(schedule, dict.fromkeys(KINDS, 1), 0, False)
     _refuse(schedule, ticks, ends, stuck)
-    starts, ends, stuck = _run(schedule, each, hop, True)
+    starts, ends, stuck = _run(schedule, _each(schedule, costs), hop, True)
     if stuck:  # only a cell can be at fault now
         _refuse(schedule, starts, ends, stuck)
     start, end, tick = (tuple(map(tuple, rows)) for rows in (starts, ends, ticks))
     return Timetable(schedule, costs, hop, start, end, tick)
+
+
+def _each(schedule: Schedule, costs: Costs) -> dict[str, float]:
+    """What one operation of each kind takes: of one chunk, and B with the weights' gradient where it is not split off."""
+    forward, backward, weights = (cost / schedule.visits for cost in costs)
+    return {"F": forward, "B": backward if schedule.split_backward else backward + weights, "W": weights}
+
+
+def reached(schedule: Schedule, costs: Costs = (1, 1, 1)) -> tuple[list[list[tuple]], dict[int, tuple[Op, int, Op]]]:
+    """How far an order runs that may be illegal: per stage rows of (start, end, kind, microbatch, chunk), and of each stage
+    that is stuck its next operation, and the stage and operation that it waits for."""
+    starts, ends, stuck = _run(schedule, _each(schedule, costs), 0, True)
+    each = zip(starts, ends, schedule.order, strict=True)
+    return [[(a, b, *op[:3]) for a, b, op in zip(start, end, row, strict=False)] for start, end, row in each], stuck
 
 
 def schedule_document(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:

@@ -30,7 +30,7 @@ from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
 from llmpar.model import Batch, Llama
 from llmpar.notation import AXES, Arrow, Dim, Layout, product
-from llmpar.par import Auto, Entry, Manual, Solo, vary, varying
+from llmpar.par import Auto, Manual, Solo, vary, varying
 from llmpar.plan import Plan
 
 Tree = Any
@@ -110,7 +110,6 @@ class Step:
 
     Attributes:
         layer_order: which of the model's layers lies at each place of the stack that the state holds (see `pipeline`).
-        ledger: after tracing, the `Entry` of everything that the Manual reading sends (`Manual.traffic`).
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class Step:
         if plan.dispatch == "ragged" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
             raise ValueError("dispatch='ragged' needs a GPU or TPU: XLA has no ragged all-to-all for CPUs; use 'padded'")
         self.dims, self._live = weight_dims(config), plan.live(*AXES)
-        self.ledger: list[Entry] = []
         self.stored, self.graded = (jax.tree.map(place, self.dims) for place in (plan.stored, plan.graded))
         self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
         state = self._shapes(plan.padded(config))
@@ -230,7 +228,6 @@ class Step:
             updates, optimizer = self.optimizer.update(grads, state.optimizer, params)
         params = self._constrain(self._balanced(params, optax.apply_updates(params, updates), metrics), self.graded)
         params = self._restore(par, params)
-        self.ledger = par.traffic if isinstance(par, Manual) else []
         return State(params, optimizer, state.step + 1), metrics
 
     def _balanced(self, before: Tree, after: Tree, metrics: dict) -> Tree:
@@ -249,7 +246,7 @@ class Step:
         return self._gradients(self._reading(), params, batch)
 
     def _reading(self) -> Manual | Auto:
-        """A fresh reading of the model's text, with an empty ledger: one per trace."""
+        """The reading of the model's text that the plan asks for."""
         return Manual(self.plan) if self.plan.reading == "manual" else Auto(self.plan, self.mesh)
 
     def _gradients(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[Tree, dict]:
@@ -264,8 +261,7 @@ class Step:
 
     def _loss(self, par: Solo, params: Tree, batch: Batch) -> tuple[jax.Array, Any]:
         """The loss summed over the tokens, and the routers' tally (None without experts)."""
-        with par.differentiated():
-            return nnx.merge(model_graph(self.config), params).summed(batch, par)
+        return nnx.merge(model_graph(self.config), params).summed(batch, par)
 
     def _auto(self, par: Auto, params: Tree, batch: Batch):
         (loss, tally), grads = self._accumulate(par, params, batch)
@@ -321,8 +317,7 @@ class Step:
         if parts == 1:
             return one(batch)
         batch = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0), batch)
-        with par.repeated(parts):
-            return lax.scan(lambda done, part: (jax.tree.map(jnp.add, done, one(part)), None), self._nothing(par), batch)[0]
+        return lax.scan(lambda done, part: (jax.tree.map(jnp.add, done, one(part)), None), self._nothing(par), batch)[0]
 
     def _nothing(self, par: Solo) -> tuple[tuple[jax.Array, Any], Tree]:
         """Loss and gradients of no microbatches: zeros, typed as varying like what will be added."""

@@ -227,8 +227,12 @@ class Lab:
         if not 0 < self.port < 65536:
             raise ValueError(f"--port {self.port} is no port; use 1 to 65535")
         command = [sys.executable, "-m", "jupyter", "lab", self.folder, f"--port={self.port}", "--ip=127.0.0.1"]
+        # static/labconfig lets a saved notebook keep its widgets, which reopen without a kernel
+        config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(pathlib.Path(__file__).parent / "static")]
+        env = os.environ | {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
         root = hasattr(os, "geteuid") and os.geteuid() == 0  # as in most containers; it serves this machine alone
-        ended = subprocess.run(command + ["--allow-root"] * root + ["--no-browser"] * (not self.browser)).returncode
+        command += ["--allow-root"] * root + ["--no-browser"] * (not self.browser)
+        ended = subprocess.run(command, env=env).returncode
         if ended:
             raise ValueError(f"JupyterLab ended with status {ended}; it says why above")
 

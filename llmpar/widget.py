@@ -20,7 +20,8 @@ import anywidget
 import ipywidgets
 import traitlets
 
-from llmpar import explore, inspection
+from llmpar import __version__, explore, inspection
+from llmpar.charts import PARTS
 from llmpar.notation import AXES, MeshShape, parse_mesh
 from llmpar.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 
@@ -28,13 +29,13 @@ MODULE = Path(__file__).parent / "static" / "explorer.js"
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
 <style>:root{{color-scheme:light dark}}body{{margin:0;background:{light};font-family:"DejaVu Sans",Verdana,sans-serif}}
-h1{{font-size:15px;margin:12px 12px 0}}
 @media (prefers-color-scheme:dark){{body{{background:{dark}}}}}</style></head>
-<body><main><h1>llmpar</h1></main><noscript><pre>{text}</pre></noscript><script type="application/json" id="doc">{doc}</script>
+<body><main></main><noscript><pre>{text}</pre></noscript><script type="application/json" id="doc">{doc}</script>
 <script type="module">
 {module}
-const source = document.documentElement.outerHTML, values = {{ doc: JSON.parse(document.getElementById("doc").textContent) }};
-values.doc.page = () => source;
+const source = document.documentElement.outerHTML, brought = document.getElementById("doc").textContent;
+const values = {{ doc: JSON.parse(brought) }}, again = (state) => JSON.stringify({{ ...JSON.parse(brought), state }});
+values.doc.page = (state) => source.replace(brought, () => again(state).replaceAll("<", "\\u003c"));
 values.state = values.doc.state;
 const model = {{ get: (name) => values[name] ?? null, set: (name, value) => {{ values[name] = value; }} }};
 model.save_changes = model.on = model.off = model.send = () => {{}};
@@ -51,6 +52,13 @@ class _Rich(anywidget.AnyWidget):
     tensors: Any = traitlets.List(allow_none=True, default_value=None).tag(sync=True)
 
 
+class State(dict):
+    """What a reader chose. It is changed with `Explorer.set`, which tells every front end."""
+
+    def __setitem__(self, name, value):
+        raise TypeError(f"a state is changed with set({name}={value!r}), so that what is on the screen follows")
+
+
 class Explorer:
     """A picture with controls. ``front`` is ``rich`` or ``plain``; the other arguments change where the reader starts."""
 
@@ -62,7 +70,7 @@ class Explorer:
     def __init__(self, front: str = "rich", **state):
         if front not in ("rich", "plain"):
             raise ValueError(f"front is '{front}'; use 'rich' (anywidget) or 'plain' (core ipywidgets)")
-        self.front, self.state = front, dict(self.start)
+        self.front, self.state = front, State(self.start)
         self._rich: _Rich | None = None
         self.set(**state)
 
@@ -70,9 +78,9 @@ class Explorer:
         """Change the state, here and in every front end that is open."""
         if unknown := sorted(set(state) - set(self.start)):
             raise ValueError(f"{type(self).__name__} has no {', '.join(unknown)}; it has {', '.join(self.start)}")
-        self.state = self.state | state
+        self.state = State(self.state | state)
         if self._rich:
-            self._rich.state = self.state
+            self._rich.state = dict(self.state)
 
     # ------------------------------------------------------------------------------------------- what a subclass says
 
@@ -80,30 +88,44 @@ class Explorer:
         """The picture of a state; ValueError where there is none."""
         raise NotImplementedError
 
+    def key(self, state: dict) -> str:
+        """What an answer belongs to."""
+        return "|".join(map(str, state.values()))
+
     def answer(self, state: dict) -> dict:
         """What the browser shows for a state, as plain data."""
-        found = {"key": "|".join(map(str, state.values())), "refusal": "", "svg": "", "note": ""}
+        found = {"key": self.key(state), "refusal": "", "svg": "", "note": ""}
         try:
             drawn = self.draw(state)
             return found | {"svg": to_svg(drawn), "says": drawn.text}
         except ValueError as error:
             return found | {"refusal": str(error), "says": str(error)}
 
-    def answers(self) -> dict[str, dict]:
-        """Answers that an exported page brings with it, by key: each choice of one control, then of two, up to a megabyte."""
+    def states(self) -> list[dict]:
+        """The states that an exported page brings answers for: this one, each choice of one control, then of two."""
         choices = {c["name"]: self.choices(c) for c in self.controls}
         choices = {name: values for name, values in choices.items() if len(values) > 1}
-        states = dict[str, dict]()
+        out = {self.key(self.state): dict(self.state)}
         for names in [*itertools.combinations(choices, 1), *itertools.combinations(choices, 2)]:
             for values in itertools.product(*(choices[name] for name in names)):
                 state = self.state | dict(zip(names, values, strict=True))
-                states.setdefault("|".join(map(str, state.values())), state)
-        out, size = dict[str, dict](), 0
-        for key, state in states.items():
-            out[key] = self.answer(state)
-            if (size := size + len(out[key]["svg"])) > 1_000_000:
+                out.setdefault(self.key(state), state)
+        return list(out.values())
+
+    def stored(self) -> dict:
+        """What makes the document of an exported page: answers by key (all that differ in one control, others up to a megabyte
+        of pictures), and for each control the choices that they cover. One without another choice does nothing there, and
+        the page says its value instead."""
+        answers, states, size = dict[str, dict](), list[dict](), 0
+        for state in self.states():
+            reply = self.answer(state)
+            far = sum(state[name] != value for name, value in self.state.items()) > 1
+            if (size := size + len(reply.get("svg", ""))) > 1_000_000 and far:
                 break
-        return out
+            answers[reply["key"]] = reply
+            states.append(state)
+        covered = [c | {"stored": list(dict.fromkeys(state[c["name"]] for state in states))} for c in self.controls]
+        return {"answers": answers, "controls": covered}
 
     def choices(self, control: dict) -> list:
         """The values of a control that an exported page can show."""
@@ -123,24 +145,24 @@ class Explorer:
 
     def document(self) -> dict:
         """What the browser needs once: controls, colours, where to start."""
-        return {"kind": self.kind, "title": self.title, "controls": self.controls, "view": list(self.view), "state": self.state,
-                "theme": {"light": LIGHT, "dark": DARK}}  # fmt: skip
+        return {"kind": self.kind, "title": self.title, "controls": self.controls, "view": list(self.view),
+                "state": dict(self.state), "theme": {"light": LIGHT, "dark": DARK}, "parts": PARTS,
+                "version": __version__}  # fmt: skip
 
     @property
     def rich(self) -> anywidget.AnyWidget:
         """The front end that is drawn in the browser."""
         if self._rich is None:
-            self._rich = _Rich(doc=self.document(), state=self.state, answer=self.answer(self.state))
+            self._rich = _Rich(doc=self.document(), state=dict(self.state), answer=self.answer(self.state))
             self._rich.observe(self._changed, "state")
             self._rich.on_msg(self._message)
         return self._rich
 
     def _changed(self, change) -> None:
-        self.state = {name: change["new"].get(name, value) for name, value in self.state.items()}
+        self.state = State((name, change["new"].get(name, value)) for name, value in self.state.items())
         assert self._rich is not None
-        reply = self.answer(self.state)
-        if reply["key"] != self._rich.answer["key"]:
-            self._rich.answer = reply
+        if self.key(self.state) != self._rich.answer["key"]:
+            self._rich.answer = self.answer(self.state)
 
     def _message(self, _, message, __) -> None:
         if isinstance(message, dict) and message.get("export") == "html" and self._rich:
@@ -149,17 +171,24 @@ class Explorer:
     @property
     def plain(self) -> ipywidgets.Widget:
         """Core ipywidgets only: a form and a picture that Python draws again after every change."""
+        return self._form()[0]
+
+    def _form(self) -> tuple[ipywidgets.VBox, dict[str, ipywidgets.Widget]]:
+        """The plain front end, and its fields by name."""
         picture, fields = ipywidgets.HTML(), {c["name"]: _field(c, self.state[c["name"]]) for c in self.fields()}
 
         def look(_=None):
             self.set(**{name: field.value for name, field in fields.items()})
+            for c in self.controls:
+                if "without" in c:
+                    fields[c["name"]].disabled = bool(self.state[c["without"]].strip())
             picture.value = self.show_plain(self.state)
 
         for field in fields.values():
             field.observe(look, "value")
         look()
-        box = ipywidgets.Box(list(fields.values()), layout=ipywidgets.Layout(flex_flow="row wrap"))
-        return ipywidgets.VBox([box, picture])
+        box = [_labelled(c["label"], fields[c["name"]]) for c in self.fields()]
+        return ipywidgets.VBox([ipywidgets.Box(box, layout=ipywidgets.Layout(flex_flow="row wrap")), picture]), fields
 
     def fields(self) -> list[dict]:
         """The controls of the plain front end."""
@@ -171,8 +200,8 @@ class Explorer:
         return reply["svg"] or f"<pre>{html.escape(reply['refusal'])}</pre>"
 
     def html(self) -> str:
-        """One page that works without a kernel and without a network; it knows what `answers` gives it."""
-        doc = json.dumps(self.document() | {"answers": self.answers()}).replace("<", "\\u003c")
+        """One page that works without a kernel and without a network; it knows what `stored` gives it, and says so."""
+        doc = json.dumps(self.document() | self.stored()).replace("<", "\\u003c")
         module = MODULE.read_text(encoding="utf-8").partition("export default")[0]
         return PAGE.format(title=html.escape(self.title), text=html.escape(self.scene.text), doc=doc, module=module,
                            light=LIGHT["paper"], dark=DARK["paper"])  # fmt: skip
@@ -197,18 +226,25 @@ class Explorer:
 
 
 def _field(c: dict, value):
-    how = {"description": c["label"], "style": {"description_width": "initial"}}
+    how: dict[str, Any] = {"value": value, "layout": ipywidgets.Layout(width="100%")}
     if c["kind"] == "choice":
-        return ipywidgets.Dropdown(options=c["options"], value=value, **how)
+        return ipywidgets.Dropdown(options=c["options"], **how)
     if c["kind"] == "flag":
-        return ipywidgets.Checkbox(value=value, **how)
+        return ipywidgets.Checkbox(indent=False, **how)
     if c["kind"] == "lines":
-        return ipywidgets.Textarea(value=value, rows=5, continuous_update=False, **how)
+        return ipywidgets.Textarea(rows=5, continuous_update=False, **how)
     if c["kind"] == "slider":
-        return ipywidgets.IntSlider(value=value, min=c["min"], max=c["max"], **how)
+        return ipywidgets.IntSlider(min=c["min"], max=c["max"], **how)
     if c["kind"] == "int":
-        return ipywidgets.BoundedIntText(value=value, min=c["min"], max=1 << 30, **how)
-    return ipywidgets.Text(value=value, continuous_update=False, **how)
+        return ipywidgets.BoundedIntText(min=c["min"], max=1 << 30, **how)
+    return ipywidgets.Text(continuous_update=False, **how)
+
+
+def _labelled(label: str, field: ipywidgets.Widget) -> ipywidgets.Widget:
+    """A field below its label, wide enough for both; a text of several lines takes the row."""
+    wide = isinstance(field, ipywidgets.Textarea)
+    layout = {"width": "100%"} if wide else {"width": f"{max(220, 8 * len(label))}px", "margin": "0 12px 4px 0"}
+    return ipywidgets.VBox([ipywidgets.Label(label), field], layout=ipywidgets.Layout(**layout))
 
 
 # --------------------------------------------------------------------------------------------------------------- the mesh
@@ -229,13 +265,14 @@ class MeshExplorer(Explorer):
         """The shardings of a live array, of a tree of them, or of a compiled program, as the compiler has them."""
         self = cls(front)
         self._given = inspection.shardings(value)
-        self.title, self.state = "Compiled shardings", self.state | {"tensor": self._given["tensors"][0]["name"]}
+        self.title = self._given["title"]
+        self.set(tensor=self._given["tensors"][0]["name"])
         return self
 
     def document(self) -> dict:
         kinds = {"weight": "weights (float32)", "moments": "two moments (float32)", "batch": "batch (int32)",
                  "gradient": "gradients (float32)", "activation": "activations, one layer"}  # fmt: skip
-        doc = super().document() | {"axes": AXES, "kinds": kinds}
+        doc = super().document() | {"axes": AXES, "kinds": kinds, "most": explore.MOST}
         return doc | (self._given or {"tensors": self.tensors})
 
     @property
@@ -246,14 +283,17 @@ class MeshExplorer(Explorer):
         except ValueError:
             return []
 
+    def key(self, state: dict) -> str:
+        return explore.key(state)
+
     def answer(self, state: dict) -> dict:
         if self._given:
-            return {"key": explore.key(state), "refusal": None, "memory": [], "traffic": self._given["traffic"], "time": None,
-                    "code": "", "node": self._given["node"], "says": self.scene.text}  # fmt: skip
+            same = {name: self._given[name] for name in ("traffic", "memory", "node")}
+            return same | {"key": explore.key(state), "refusal": None, "time": None, "code": "", "says": self.scene.text}
         return explore.answer(state)
 
-    def answers(self) -> dict[str, dict]:
-        return {(one := self.answer(self.state))["key"]: one} if self._given else explore.neighbours(self.state)
+    def states(self) -> list[dict]:
+        return [dict(self.state)] if self._given else explore.neighbours(dict(self.state))
 
     def draw(self, state: dict) -> Scene:
         return inspection.shardings_scene(self._given, state) if self._given else explore.scene(state)
@@ -295,11 +335,10 @@ class MeshExplorer(Explorer):
     @property
     def plain(self) -> ipywidgets.Widget:
         """Sliders for the six axes over the form; the sliders and the mesh string follow each other."""
-        box = super().plain
+        box, fields = self._form()
         if self._given:
             return box
-        text = next(field for field in box.children[0].children if field.description == "mesh")
-        powers = [2**i for i in range(10)]
+        text, powers = fields["mesh"], [2**i for i in range(10)]
         sliders = {a: ipywidgets.SelectionSlider(options=powers, description=a) for a in AXES}
 
         def from_text(_=None):

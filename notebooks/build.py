@@ -6,6 +6,7 @@
 
 jupytext alone is not deterministic (random cell ids, time stamps). Here a cell's id is a hash of its source, and
 everything that changes from run to run is dropped: two builds on one machine are byte-identical, pictures included.
+A picture's words become its alt text.
 A notebook that writes to stderr, or breaks a rule in `faults`, is not written.
 """
 
@@ -98,7 +99,19 @@ def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             for output in cell.outputs:
                 output.get("data", {}).pop(WIDGET_VIEW, None)
             cell.outputs = join_streams([o for o in cell.outputs if o.get("data", True)])
+            describe_pictures(cell)
     return notebook
+
+
+def describe_pictures(cell: nbformat.NotebookNode) -> None:
+    """Give every picture of a cell its words as alt text: its own, the cell's `alt="…"`, its text twin, or what is printed."""
+    printed = " ".join(output.text for output in cell.outputs if output.output_type == "stream")
+    for output in cell.outputs:
+        if "image/png" in output.get("data", {}):
+            own = output.metadata.setdefault("image/png", {})
+            plain = FIGURE_REPR.sub("", output.data.get("text/plain", ""))
+            words = (own.get("alt"), cell.metadata.get("alt"), plain, printed)
+            own["alt"] = next((" ".join(text.split()) for text in words if text and text.strip()), "")
 
 
 def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
@@ -121,7 +134,7 @@ def faults(notebook: nbformat.NotebookNode) -> list[str]:
     """List what is wrong with a built notebook, one sentence each. Most are things that nbval passes over in silence.
 
     A picture needs its twin in words (in its own text/plain, printed by the same cell, or as `alt="…"` on the cell's
-    first line): that is what a screen reader reads.
+    first line), which `tidy` makes its alt text: that is what a screen reader reads.
     """
     found = []
     if notebook.metadata.get("kernelspec") != KERNEL:
@@ -140,6 +153,9 @@ def faults(notebook: nbformat.NotebookNode) -> list[str]:
         found.append("nothing is asserted and no output is checked")
     for number, cell in enumerate(code, 1):
         found += [f"code cell {number}: {fault}" for fault in cell_faults(cell)]
+        pictures = [output for output in cell.outputs if "image/png" in output.get("data", {})]
+        if not all(output.metadata.get("image/png", {}).get("alt") for output in pictures):
+            found.append(f"code cell {number}: a picture without alt text: build it with notebooks/build.py")
     return found
 
 

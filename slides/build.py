@@ -6,7 +6,7 @@ A cell's tags say where it goes: `# %% [markdown] tags=["slide"]` begins a slide
 to the speaker, key S) and `skip` are the others; a cell without one continues the slide. Of a code cell the output is
 shown, and its text as well where it is tagged `code`; with `place="beside"` its figure stands right of the text. Every
 number and figure is computed here: a deck that prints to stderr, raises, or shows a figure without words is refused. A
-figure's words are `alt="…"` beside the tags, or its text/plain, or what its cell prints.
+figure's words are `alt="…"` beside the tags, or its text/plain, or what its cell prints (`tidy` in notebooks/build.py).
 
 reveal.js comes from the installed sphinx-revealjs (extra `dev`), formulas become MathML: the deck fetches nothing.
 """
@@ -75,19 +75,7 @@ def run(source: Path) -> NotebookNode:
                 cell.metadata["tags"] = [*tags, "remove-input"]
             for fault in builder.cell_faults(cell):
                 raise ValueError(f"{source.name}, code cell {number}: {fault}")
-            describe_figures(cell, builder.FIGURE_REPR)
     return deck
-
-
-def describe_figures(cell: NotebookNode, figure_repr: re.Pattern[str]) -> None:
-    """Give every figure of a cell its words, for those who do not see it."""
-    printed = " ".join(output.text for output in cell.outputs if output.output_type == "stream")
-    for output in cell.outputs:
-        if "image/png" in output.get("data", {}):
-            own = output.metadata.setdefault("image/png", {})
-            plain = figure_repr.sub("", output.data.get("text/plain", ""))
-            words = (own.get("alt"), cell.metadata.get("alt"), plain, printed)
-            own["alt"] = next(" ".join(text.split()) for text in words if text)
 
 
 def set_formulas_aside(deck: NotebookNode) -> dict[str, str]:

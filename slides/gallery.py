@@ -60,7 +60,7 @@ def drawings() -> dict[str, Scene]:
         "memory_bars": memory.scene,
         "time_bars": draw.time_bars([("a step", {k: v for k, v in step.items() if k != "simulated"})]),
         "loss_curve": draw.loss_curve([5.5 * 0.97**i + 1 for i in range(60)], 2.0, "An example of a loss"),
-        "explorer's twin": explore.scene(explore.START | {"axis": "fsdp", "mesh": "fsdp=8", "step": 2}),
+        "explorer without a browser": explore.scene(explore.START | {"axis": "fsdp", "mesh": "fsdp=8", "step": 2}),
     }
 
 

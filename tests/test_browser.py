@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import nbformat
@@ -22,7 +23,7 @@ from llmpar import explore
 from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
 from llmpar.grid import coordinates
 from llmpar.notation import AXES, MeshShape, parse_mesh
-from llmpar.scene import size_text
+from llmpar.scene import LIGHT, size_text
 from llmpar.widget import MODULE, MeshExplorer
 
 pytestmark = pytest.mark.browser
@@ -59,15 +60,16 @@ def page(chromium):
     assert faults == []
 
 
-def mount(page, explorer):
-    """Show an explorer without Jupyter: the module as a blob, and a model that talks to the real Python widget."""
+def mount(page, explorer, dead=False, again=False):
+    """Show an explorer without Jupyter: the module as a blob, and a model that talks to the real Python widget (or to none)."""
     widget = explorer.rich
 
     def save(state):
         widget.state = state
         return {"answer": widget.answer, "tensors": widget.tensors}
 
-    page.expose_function("python", save)
+    if not again:
+        page.expose_function("python", (lambda state: {}) if dead else save)
     page.set_content('<html lang="en"><head><title>explorer</title></head><body><main></main></body></html>')
     page.evaluate(
         """async ([source, values]) => {
@@ -174,9 +176,9 @@ def test_an_axis_shows_its_groups_and_a_collective_step_by_step(page):
     sent = next(row for row in explore.answer(explorer.state)["traffic"] if row["axes"] == ["tp"])
     for i in range(1, 7):
         page.locator('[data-step="1"]').click()
-        each = size_text(sent["bytes"] / sent["count"] / 6)
+        each = size_text(sent["largest"] / 6)
         assert round_text.inner_text() == f"round {i} of 6: each device sends {each}"
-        assert page.locator('[data-part="grid"] [aria-hidden] path').count() == 2 * 4, "four arrows, each with a head"
+        assert page.locator(".arrow").count() == page.locator(".halo").count() == 4, "four arrows, each on paper of its own"
     settle(page)
     assert explorer.state["step"] == 6 and page.locator('[data-step="1"]').is_disabled()
     said = page.locator('[data-part="steps"] svg').get_attribute("aria-label")
@@ -205,6 +207,77 @@ def test_a_cell_of_a_timetable_is_edited_and_judged(page):
     page.keyboard.type("1")
     settle(page)
     assert page.locator(".refusal").inner_text() == "" and "written" in page.locator(".picture").inner_text()
+    assert page.locator('[data-name="stages"]').is_disabled() and "greyed controls" in page.locator(".own").inner_text()
+    page.locator("textarea").fill("f0, b0, f1, b1\nf1, f0, b0, b1")
+    settle(page)
+    assert "deadlock" in page.locator(".refusal").inner_text()
+    assert "stuck after 1 time units" in page.locator(".picture").inner_text(), "as far as it runs, not another order"
+    page.locator('[data-do="discard"]').click()
+    settle(page)
+    assert explorer.state["order"] == "" and "1f1b" in page.locator(".picture").inner_text()
+    page.locator("textarea").focus()
+    assert page.locator("textarea").input_value() == "", "an order can be pasted into the empty box"
+    assert not page.locator('[data-name="stages"]').is_disabled()
+    page.locator('[data-do="take"]').click()
+    settle(page)
+    assert explorer.state["order"] == explorer.answer(explorer.state)["fill"]["order"]
+
+
+def test_what_python_has_not_answered_is_dimmed_and_then_said(page):
+    """A restarted kernel: no bar of the state before under its old title, and after three seconds a sentence."""
+    explorer = MeshExplorer(model="tiny", seq_len=64)
+    mount(page, explorer, dead=True)
+    before = page.locator('[data-part="memory"]').inner_html()
+    page.locator('[data-name="mesh"]').fill("dp=4")
+    memory = page.locator('[data-part="memory"]')
+    assert "waiting" in memory.get_attribute("class") and memory.inner_html() == before
+    page.locator(".refusal:has-text('Python does not answer')").wait_for(timeout=10_000)
+    assert "Memory per device" not in memory.inner_html() and "waiting" not in memory.get_attribute("class")
+    assert memory.inner_text().startswith("Weights, moments and batch only, per device")
+    assert page.locator('[data-part="traffic"]').inner_text() == "" and page.locator("g.cell").count() == 4
+
+
+def test_a_refused_mesh_shows_no_total_of_what_happens_to_divide(page):
+    explorer = MeshExplorer(model="tiny", seq_len=64)
+    mount(page, explorer)
+    page.locator('[data-name="mesh"]').fill("dp=3")
+    settle(page)
+    memory = page.locator('[data-part="memory"]')
+    assert memory.inner_text() == "" and "—" in page.locator("tr.kind").last.inner_text()
+    page.locator('[data-batch="18"]').click()
+    settle(page)
+    assert explorer.state["batch_size"] == 18 and memory.inner_text().startswith("Memory per device")
+    page.locator('[data-name="mesh"]').fill("dp=")
+    settle(page)
+    assert "last mesh that could be read" in page.locator(".refusal").inner_text()
+    assert memory.inner_text().startswith("Weights, moments and batch only, per device")
+
+
+def test_a_permute_of_a_pipeline_is_one_hop_without_a_ring(page):
+    explorer = MeshExplorer(mesh="pp=4", batch_size=8, microbatches=8, axis="pp", row=1, step=1)
+    mount(page, explorer)
+    assert page.locator('[data-part="round"]').inner_text() == "round 1 of 1: each device sends 32 MiB"
+    assert page.locator(".arrow").count() == 3, "nothing goes from the last stage to the first"
+    explorer.set(mesh="ep=8", model="qwen3-30b-a3b", batch_size=64, axis="ep", row=0, step=0)
+    mount(page, explorer, again=True)
+    said = page.locator('[data-part="steps"] svg')
+    assert said.get_attribute("aria-label").startswith("device 0 holds 1/8 of 0, 1/8 of 1")
+    for _ in range(7):
+        page.locator('[data-step="1"]').click()
+    assert said.get_attribute("aria-label").startswith("device 0 holds 0; device 1 holds 1;"), "a transpose"
+    assert "of them filled" in page.locator('[data-part="traffic"]').inner_text()
+
+
+def test_a_table_is_one_stop_of_the_tab_key(page):
+    explorer = MeshExplorer(model="tiny", seq_len=64)
+    mount(page, explorer)
+    assert page.locator('[data-part="holds"] [tabindex="0"]').count() == 1
+    page.locator('[data-part="holds"] [tabindex="0"]').focus()
+    names = [row["name"] for row in explore.tensors(explorer.state)]
+    page.keyboard.press("ArrowDown")
+    settle(page)
+    assert explorer.state["tensor"] == names[names.index(explore.START["tensor"]) + 1]
+    assert page.evaluate("document.activeElement.dataset.tensor") == explorer.state["tensor"]
 
 
 def test_the_picture_equals_jax_layouts_on_random_meshes(page):
@@ -257,6 +330,7 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
     explorer = kind()
     explorer.save(tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
+    assert page.locator("h1").count() == 1
     if kind is MeshExplorer:
         drag(page, "tp", 2)
         assert page.locator("g.cell").count() == 16
@@ -265,15 +339,33 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
         page.locator('[data-name="zero"]').select_option("1")
         sent = explore.answer(explorer.state | {"mesh": "fsdp=8", "zero": 1})["traffic"][0]
         assert size_text(sent["bytes"]) in page.locator('[data-part="traffic"]').inner_text()
+        saved = {}
         for do, start in (("svg", b"<svg"), ("png", b"\x89PNG"), ("html", b"<!doctype html>")):
             with page.expect_download() as download:
                 page.locator(f'[data-do="{do}"]').click()
-            assert Path(download.value.path()).read_bytes().startswith(start)
+            saved[do] = Path(download.value.path()).read_bytes()
+            assert saved[do].startswith(start)
+        cited = saved["svg"].decode()
+        assert "var(" not in cited and f'fill="{LIGHT["s1"]}"' in cited, "not every program knows variables"
+        words = " ".join("".join(text.itertext()) for text in ET.fromstring(cited).iter("{http://www.w3.org/2000/svg}text"))
+        for fact in ("fsdp=8: 8 devices", "model llama3-8b", "chip h100", "batch (sequences) 16", "ZeRO stage 1", "llmpar 0."):
+            assert fact in words
+        (tmp_path / "again.html").write_bytes(saved["html"])
+        page.goto((tmp_path / "again.html").as_uri())
+        assert page.locator('[data-name="mesh"]').input_value() == "fsdp=8", "a page saved from a page has what was changed"
+        assert page.locator('[data-name="zero"]').input_value() == "1"
         page.locator('[data-groups="fsdp"]').click()
         page.locator('[data-step="1"]').click()
     elif kind is TimelineExplorer:
         page.locator('[data-name="schedule"]').select_option("zb-h1")
         assert "zb-h1" in page.locator(".picture").inner_text()
+        assert page.locator("textarea").count() == 0, "nobody would judge an order here"
+        page.locator('[data-name="stages"]').fill("7")
+        page.locator('[data-name="forward"]').fill("3")
+        assert "not stored" in page.locator(".refusal").inner_text() and page.locator(".picture").inner_html() == ""
+        page.locator('[data-name="stages"]').fill("4")
+        page.locator('[data-name="forward"]').fill("1")
+        assert "zb-h1" in page.locator(".picture").inner_text() and page.locator(".refusal").inner_text() == ""
     elif kind is RingExplorer:
         page.locator('[data-name="order"]').select_option("contiguous")
         assert "3.5 blocks" in page.locator(".picture").inner_text()
@@ -289,13 +381,51 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
         assert axe(page) == {}
 
 
+@pytest.mark.parametrize("mesh", ["ep=16 fsdp=4", "fsdp:4,ep:16", "dp=3", "garbage"])
+def test_a_page_knows_its_own_state_and_never_shows_another_models(page, mesh, tmp_path):
+    explorer = MeshExplorer(mesh=mesh, model="qwen3-30b-a3b", batch_size=64, order="pp, dp, fsdp, ep, sp, tp")
+    explorer.states = lambda: explore.neighbours(dict(explorer.state), 8)  # fewer, for speed
+    explorer.save(tmp_path / "page.html")
+    page.goto((tmp_path / "page.html").as_uri())
+    own, told, memory = explorer.answer(explorer.state), page.locator(".refusal"), page.locator('[data-part="memory"]')
+    assert told.inner_text().startswith(own["refusal"]["why"].splitlines()[0] if own["refusal"] else "")
+    if not own["refusal"]:
+        table = page.locator('[data-part="traffic"]').inner_text()
+        assert told.inner_text() == "" and size_text(own["traffic"][0]["bytes"]) in table
+        assert memory.inner_text().startswith(f"Memory per device: {size_text(sum(size for _, size in own['memory']))}")
+    assert page.locator('[data-name="model"], [data-name="batch_size"], [data-name="chip"]').count() == 0
+    assert "model: qwen3-30b-a3b" in page.locator('[data-part="form"]').inner_text()
+    page.locator('[data-name="mesh"]').fill("dp=2 tq=2")
+    assert "unknown mesh axis 'tq'" in told.inner_text()
+    page.locator('[data-name="mesh"]').fill("dp=5")
+    assert "batch tokens, targets, positions, weights, 64 × 4096, cannot be cut evenly as 'b/dp s'" in told.inner_text()
+    page.locator('[data-name="mesh"]').fill("tp=4 pp=4 dp=8")
+    assert "none for this choice" in told.inner_text() and "Memory per device" not in memory.inner_text()
+    assert page.locator('[data-part="traffic"]').inner_text() == "" and page.locator("g.cell").count() == 128
+
+
+def test_a_page_fits_a_phone(page, tmp_path):
+    explorer = MeshExplorer(mesh="fsdp=8 tp=8", batch_size=64)
+    explorer.states = lambda: [dict(explorer.state)]
+    explorer.save(tmp_path / "page.html")
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    number = page.locator('[data-part="grid"] text').first
+    assert number.bounding_box()["height"] >= 9, "the grid scrolls; its numbers do not shrink"
+
+
 def test_a_live_arrays_page_is_accessible(page, tmp_path):
     import jax.numpy as jnp
 
+    MeshExplorer.of(jnp.zeros((4, 4))).save(tmp_path / "page.html")
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.locator("g.cell").count() == 1 and page.locator("[data-tensor]").all_inner_texts() == ["array"]
+    assert "Nothing is sent" not in page.locator("main").inner_text() and "live arrays" in page.locator("h1").inner_text()
+    assert axe(page) == {}
     MeshExplorer.of({"w": jnp.zeros((4, 4))}).save(tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
-    assert page.locator("g.cell").count() == 1 and page.locator("[data-tensor]").count() == 1
-    assert axe(page) == {}
+    assert page.locator("[data-tensor]").all_inner_texts() == ["array['w']"]
 
 
 def test_axe_sees_a_fault(page):
@@ -324,6 +454,7 @@ def lab(tmp_path):
     off = {"@jupyterlab/apputils-extension:announcements": True}
     (settings / "page_config.json").write_text(json.dumps({"disabledExtensions": off}))
     env = os.environ | {f"JUPYTER_{name.upper()}_DIR": str(tmp_path / name) for name in ("config", "data", "runtime")}
+    env |= {"JUPYTER_CONFIG_PATH": str(MODULE.parent)}  # as `llmpar lab` does
     env |= {"IPYTHONDIR": str(tmp_path / "ipython"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
     command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=t", f"--ServerApp.root_dir={tmp_path}"]
@@ -386,5 +517,13 @@ def test_jupyterlab_session(chromium, lab):
     wanted = f"dp=2 fsdp=4 4 2 {explore.key(state)}"
     shown = "text => document.querySelector('.jp-Notebook').innerText.includes(text)"
     page.wait_for_function(shown, arg=wanted, timeout=60_000)
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_timeout(1500)
+    page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
+    page.close()
+    page = chromium.new_page(viewport={"width": 1280, "height": 1000})
+    page.goto(lab)  # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
+    page.wait_for_selector("g.cell", timeout=60_000)
+    assert page.locator("g.cell").count() == 8 and page.locator("text=model not found").count() == 0
     page.close()
     assert faults == []

@@ -1,6 +1,5 @@
-"""What moves: formula = ledger and its transposes = jaxpr = partitioned HLO, in kind, axes, count and bytes."""
+"""What moves: formula = jaxpr = partitioned HLO, in kind, axes, count and bytes."""
 
-import collections
 import dataclasses
 import math
 
@@ -136,39 +135,18 @@ def test_biases_norms_on_heads_and_tied_embeddings_are_counted():
     compare_with_hlo(QWEN, Plan(MIXED, tp_sequence=True))
 
 
-UNREPEATED = [Plan(MIXED, regather="keep"), Plan("fsdp=4 tp=2", zero=1, tp_sequence=True), Plan("dp=8", zero=0),
-              Plan(MIXED, zero=2, microbatches=2)]  # fmt: skip
-
-
-@pytest.mark.parametrize("plan", UNREPEATED, ids=name)
-def test_the_ledger_and_its_transposes_are_what_the_step_sends(plan):
-    """Without recomputing and gathering again, which autodiff repeats and the ledger writes once."""
-    step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ))
-    assert ledger(step) == predicted(LLAMA, plan)
-
-
-def ledger(step):
-    found = collections.defaultdict(lambda: [0, 0])
-    for entry in step.ledger:
-        kind = "all-reduce" if entry.kind == "maximum" else entry.kind
-        row = found[",".join(entry.axes), kind]
-        row[0] += entry.times
-        row[1] += entry.bytes_sent
-    return {k: tuple(v) for k, v in found.items()}
-
-
-@pytest.mark.parametrize("mesh", ["dp=6", "tp=3 fsdp=2", "dp=16", "tp=6 dp=16"])
+@pytest.mark.parametrize("mesh", ["dp=6", "fsdp=16 tp=3", "dp=16", "tp=6 dp=16"])
 def test_groups_that_divide_no_message_are_counted_alike(mesh):
-    """A message of 4 bytes has no third and no sixteenth: formula, ledger, and traced step round the same way."""
+    """A message of 4 bytes has no third and no sixteenth: formula and traced step round the same way."""
     config = dataclasses.replace(LLAMA, num_heads=6, num_kv_heads=6, head_width=10, ffn_width=102, vocab_size=258)
     plan = Plan(mesh, zero=0 if "fsdp" not in mesh else 3, regather="keep")
     step = Step(config, plan, abstract_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(48, 15)).jaxpr
     want = {k: (v.count, v.bytes_sent) for k, v in predict.collectives(config, plan, 48, 15).items()}
-    assert table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)) == want == ledger(step)
+    census = hlo.census_jaxpr(jaxpr, plan.mesh.sizes)
+    assert table(census) == want
     exact = lambda kind, message, axes: cost.sent_bytes(kind, message, math.prod(plan.mesh.sizes[a] for a in axes))
-    assert any(exact(e.kind, math.prod(e.shape) * 4, e.axes) % 1 for e in step.ledger if e.kind == "all-reduce")
+    assert any(exact(e.kind, math.prod(e.shape) * 4, e.axes) % 1 for e in census if e.kind == "all-reduce")
 
 
 @pytest.mark.parametrize("zero, volumes", [(0, "2Ψ"), (1, "2Ψ"), (2, "(a+1)Ψ"), (3, "3aΨ")])

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from llmpar import draw, schedule
+from llmpar import draw, explore, schedule
 from llmpar.hardware import chip
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
@@ -101,6 +101,16 @@ CASES = {
         ["105 GiB; 25.3 GiB too much", "78 GiB free", "capacity: 80 GiB", "optimizer 64 GiB"],
     ),
     "memory seven parts": (lambda: draw.memory_bars([("x", dict.fromkeys("abcdefg", 5.0 * 2**20))]), ["35 MiB"]),
+    "memory marks": (
+        lambda: draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=80 * GIB), ["whole memory: 80 GiB"]
+    ),
+    "live parts": (lambda: draw.live_blocks([[0.26, 0.37, 0.51, 0.04, 0.96]]), ["0.26 0.37 0.51"]),
+    "timetable stuck": (
+        lambda: draw.timetable(
+            [[(0, 1, "F", 0, 0)], []], waiting={0: (schedule.Op("B", 0), 1, schedule.Op("B", 0)), 1: (
+                schedule.Op("F", 1), 0, schedule.Op("F", 1))}),
+        ["stuck after 1 time units", "stage 1 waits to run F1 for F1 on stage 0"],
+    ),
     "memory tiny": (lambda: draw.memory_bars([("x", {"a": 3})]), ["3 B"]),
     "time": (lambda: draw.time_bars([("dp", {"computing": 0.12, "waiting": 0.04})], 0.1), ["160 ms; 60 ms too slow"]),
     "overlap": (lambda: draw.overlap([3e-3] * 4, [2e-3, 2e-3, 4e-3, 2e-3], ["l3", "l2", "l1", "l0"]), ["22 ms, 10 ms"]),
@@ -241,6 +251,51 @@ def test_texts_and_strokes_can_be_read(theme):
         assert contrast(theme[on(fill)], theme[fill]) >= 4.5, fill
 
 
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_an_arrow_is_seen_on_every_fill(theme):
+    """Ink alone is 1.8 : 1 on pp in the light theme and 1.5 : 1 on tp in the dark one, so arrows over cells have a halo of
+    paper: one of the two is always at least 3 : 1 (WCAG 2.1, 1.4.11)."""
+    assert contrast(theme["ink"], theme["paper"]) >= 3
+    for fill in ("cell", *AXES, *SERIES):
+        assert max(contrast(theme[role], theme[fill]) for role in ("ink", "paper")) >= 3, fill
+    paper, ink = draw.arrows([((0, 0), (9, 0))])
+    assert (paper.stroke, ink.stroke) == ("paper", "ink") and paper.width >= ink.width + 2
+    scene = explore.scene(explore.START | {"axis": "tp", "step": 1})
+    strokes = [item.stroke for item in flatten(scene.items) if isinstance(item, Line) and item.head]
+    assert strokes == ["paper"] * 2 + ["ink"] * 2, "no halo over another arrow's head"
+
+
+def test_a_cell_of_a_ring_is_filled_as_far_as_its_value():
+    values = [0, 0.26, 0.37, 0.5, 0.51, 1]
+    rects = [item for item in flatten(draw.live_blocks([values]).items) if isinstance(item, Rect)]
+    areas = [r.w * r.h for r in rects if r.fill == "sp"]
+    whole = max(areas)
+    assert [area / whole for area in areas] == pytest.approx([v for v in values if v])
+
+
+def test_the_same_part_has_the_same_colour_in_every_chart():
+    """Whatever stands before it: colours follow meaning, not position."""
+    looks = []
+    for parts in ({"weights": 3.0, "optimizer": 2.0}, {"batch": 1.0, "something": 1.0, "optimizer": 2.0, "weights": 3.0}):
+        bars = [r for r in flatten(draw.memory_bars([("x", parts)]).items) if isinstance(r, Rect) and r.tip]
+        looks.append({r.tip.partition(" ")[0]: r.fill for r in bars})
+        assert len(set(looks[-1].values())) == len(parts)
+    assert looks[0].items() <= looks[1].items()
+
+
+def test_memory_that_a_program_may_not_use_has_a_mark_of_its_own():
+    scene = draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=80 * GIB)
+    words = [item.text for item in flatten(scene.items) if isinstance(item, Text)]
+    assert {"capacity 60 GiB", "whole 80 GiB"} <= set(words) and "whole memory: 80 GiB" in scene.text
+    alike = draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=60 * GIB)
+    assert "whole" not in alike.text
+
+
+def test_long_times_are_in_hours():
+    assert [time_text(s) for s in (0, 0.5, 599, 18043)] == ["0 s", "500 ms", "599 s", "5.01 h"]
+    assert [time_text(s) for s in (600, 7199, 7200, 4e5)] == ["10 min", "120 min", "2 h", "111 h"]
+
+
 def test_seven_parts_have_seven_looks():
     scene = CASES["memory seven parts"][0]()
     bars = [(r.fill, r.hatch) for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
@@ -282,6 +337,40 @@ def test_a_layout_shows_what_it_draws_with():
     scene = draw.layout("d/fsdp m/tp", (8, 8), "fsdp=2 tp=2")
     words = [t.text for t in flatten(scene.items) if isinstance(t, Text)]
     assert {"shard 0", "shard 3", "device 3", "d: fsdp 1", "m: tp 0"} <= set(words)
+
+
+def sides(scene):
+    """The cells of an arrow's picture (those that name a shard), before and after it."""
+    rects, texts = ([item for item in flatten(scene.items) if isinstance(item, kind)] for kind in (Rect, Text))
+    named = [t for t in texts if t.text.startswith("shard")]
+    cells = [r for r in rects if r.fill == "cell" and any(r.x < t.x < r.x + r.w and r.y < t.y < r.y + r.h for t in named)]
+    (((x, y), (x_end, _)),) = [line.points for line in flatten(scene.items) if isinstance(line, Line) and line.head]
+    first = [r for r in cells if (r.y < y if x == x_end else r.x < x)]
+    return first, [r for r in cells if r not in first]
+
+
+ARROWS = ("s d +tp -> s/tp d", "s/tp d -> s d", "s/tp d -> s d/tp", "s d/tp -> s/tp d/dp", "s d -> s d")
+
+
+@pytest.mark.parametrize("text", ARROWS)
+def test_an_arrow_draws_both_sides_to_one_scale(text):
+    whole = []
+    for cells in sides(draw.arrow(text, (4096, 4096), "dp=2 tp=4", 2)):
+        left, top, right, bottom = zip(*(cell.box for cell in cells), strict=True)
+        whole.append((max(right) - min(left), max(bottom) - min(top)))
+    assert whole[0] == pytest.approx(whole[1])
+
+
+def test_an_unfinished_sum_has_a_sheet_for_each_addend():
+    def words(*args):
+        return [t.text for t in flatten(draw.layout(*args).items) if isinstance(t, Text)]
+
+    drawn = words("s d +tp", (64, 64), "dp=2 tp=4")
+    assert [w for w in drawn if w.startswith("+")] == ["+ tp 3", "+ tp 2", "+ tp 1"]
+    assert "devices 0 4" in drawn, "the front sheet is what the devices with tp 0 hold, not one thing that all hold"
+    assert sum(w.startswith("+") for w in words("s d +dp", (64, 64), "dp=64")) == 4
+    assert [w for w in words("s d +dp +fsdp", (64, 64), "dp=2 fsdp=2") if w.startswith("+")][0] == "+ dp 1 fsdp 1"
+    assert not [w for w in words("s d +tp", (64, 64), "dp=8") + words("s/tp d", (64, 64), "tp=4") if w.startswith("+")]
 
 
 def test_arrows_send_what_the_ledger_says():

@@ -20,7 +20,8 @@ def test_every_drawing_is_in_the_gallery():
     functions = dict(inspect.getmembers(draw, inspect.isfunction))
     home = {name: f for name, f in functions.items() if f.__module__ in ("llmpar.draw", "llmpar.charts")}
     drawn = gallery.drawings()
-    assert {name for name, f in home.items() if f.__annotations__.get("return") == "Scene"} == set(drawn) - {"explorer's twin"}
+    scenes = {name for name, f in home.items() if f.__annotations__.get("return") == "Scene"}
+    assert scenes == set(drawn) - {"explorer without a browser"}
     assert all(isinstance(scene, Scene) and len(scene.text) > 40 for scene in drawn.values())
 
 
@@ -28,6 +29,7 @@ def test_the_page_is_whole_without_a_browser(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "photograph", lambda folder: [])
     monkeypatch.setattr(gallery, "EXPLORERS", {"ring-explorer": gallery.EXPLORERS["ring-explorer"]})
     text = gallery.build(tmp_path).read_text()
+    assert all(re.fullmatch(r"[\w-]+\.(png|html)", path.name) for path in tmp_path.iterdir()), "names without quotes or spaces"
     for name in re.findall(r'(?:src|href)="([^"]*)"', text):
         assert (tmp_path / name).is_file()
     assert text.count("<section>") == len(gallery.drawings()) + len(gallery.EXPLORERS)

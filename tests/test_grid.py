@@ -14,7 +14,7 @@ import pytest
 from llmpar import explore, grid
 from llmpar.mesh import groups as mesh_groups
 from llmpar.notation import AXES, DIMS, Dim, Layout, parse_layout, parse_mesh, product
-from llmpar.scene import size_text
+from llmpar.scene import size_text, time_text
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = ROOT / "llmpar" / "static" / "explorer.js"
@@ -130,12 +130,21 @@ def test_the_module_agrees_with_python_in_1000_random_cases(javascript):
     rng = random.Random(1)
     teams = [(case["sizes"], case["order"], rng.sample(list(AXES), rng.randint(1, 3))) for case in asked]
     assert javascript("groups", teams) == [grid.groups(*call) for call in teams]
+    row = {"layout": {"3": str(parse_layout("l/pp b/dp,fsdp s/sp d/tp"))}, "shape": [8, 64, 8, 16]}
+    state, shards = explore.START, [(case["sizes"], case["order"]) for case in asked]
+    numbers = [grid.shard_numbers(parse_layout(row["layout"]["3"]), row["shape"], *call) for call in shards]
+    assert javascript("shardNumbers", [(row, state, *call) for call in shards]) == numbers
+    cuts = [[grid.slices(parse_layout(row["layout"]["3"]), row["shape"], sizes, grid.coordinates(sizes, order, d))
+             for d in range(product(sizes.values()))] for sizes, order in shards[:100]]  # fmt: skip
+    firsts = [list(dict.fromkeys(map(str, cut))) for cut in cuts]
+    want = [None if None in cut else [seen.index(str(c)) for c in cut] for cut, seen in zip(cuts, firsts, strict=True)]
+    assert numbers[:100] == want
     spots = [(case["sizes"], case["order"], node) for case in asked for node in (1, 4, 8, 10**6)]
     spots += [(dict.fromkeys(AXES, 4), list(AXES), 8), (parse_mesh("dp=509").sizes, list(AXES), 8)]
     assert javascript("places", spots) == [grid.places(*call) for call in spots]
     arrows = [(grid.places(*call), *rng.choices(range(8), k=2)) for call in spots if product(call[0].values()) >= 8]
     assert javascript("lane", arrows) == [grid.lane(*call) for call in arrows]
-    steps = [(kind, g) for kind in KINDS for g in range(1, 17)]
+    steps = [(kind, g, None) for kind in KINDS for g in range(1, 17)] + [("collective-permute", 4, [[0, 1], [3, 2]])]
     assert javascript("rounds", steps) == [grid.rounds(*call) for call in steps]
 
 
@@ -164,14 +173,31 @@ def test_words_and_layouts_are_read_alike(javascript):
         assert got == {"dims": [{"name": d.name, "axes": list(d.axes)} for d in want.dims], "sums": list(want.sums)}
     sizes = [0, 1, 1023, 1024, 1500, 10**9, 2**30 - 1, 123456789, *(random.Random(2).randrange(2**50) for _ in range(500))]
     assert javascript("sizeText", [(n,) for n in sizes]) == [size_text(n) for n in sizes]
-    good = ["dp=2 fsdp=4", "dp:2,tp:4", "1,64,4,1", "1,2,4", "!tp=8", "mp=2", "pp=02"]
-    bad = ["", "dp=0", "dp", "xp=2", "dp=2 dp=2", "dp=-1", "1,2", "dp=2.5", "dp=5000"]
-    names = list(AXES)
-    assert javascript("parseMesh", [(t, names) for t in good]) == [parse_mesh(t).sizes for t in good]
-    assert javascript("parseMesh", [(t, names) for t in bad]) == [None] * len(bad)
-    for text in bad[:-1]:
-        with pytest.raises(ValueError):
-            parse_mesh(text)
+    seconds = [0, 1e-9, 0.0321, 1, 599.9, 600, 7199, 7200, 18043]
+    assert javascript("timeText", [(s,) for s in seconds]) == [time_text(s) for s in seconds]
+
+
+def test_meshes_are_read_refused_and_spelt_alike(javascript):
+    """1,000 random texts: the same sizes and spelling, or the same words under the same caret; and so the same key."""
+    rng, values = random.Random(8), ("2", "04", "-1", "0", "2.5", "", "9000")
+    bits = [*(a + s + n for a in (*AXES, "mp", "xp", "") for s in "=:" for n in values), *"1248", "!"]
+    texts = ["", "  ", "!", "! tp=2 dp=2", "1,64,4,1", "1,2,4", "1,2", "fsdp=-1 dp=-1", "dp=131072", "dp=131072 tp=2"]
+    while len(texts) < 1000:
+        between, some = rng.choice((" ", ",", ", ")), rng.choices(bits, k=rng.randint(1, 4))
+        texts.append(rng.choice(("", "!", " ")) + between.join(some) + "  " * rng.choice((0, 0, 0, 100)))
+    names, read = list(AXES), javascript("readMesh", [(text, list(AXES), explore.MOST) for text in texts])
+    num_read = 0
+    for text, got in zip(texts, read, strict=True):
+        try:
+            shape = explore.read_mesh(text)
+            assert got == {"sizes": shape.sizes, "text": str(shape)}, text
+            num_read += 1
+        except ValueError as error:
+            assert got == {"why": str(error)}, text
+    assert 30 < num_read < 900
+    states = [explore.START | {"mesh": text, "order": rng.choice(("tp,sp,ep  fsdp dp pp", "tp"))} for text in texts]
+    ours = [explore.key(state) for state in states]
+    assert javascript("key", [(state, list(explore.VIEW), names, explore.MOST) for state in states]) == ours
 
 
 def test_groups_are_those_of_the_mesh():
@@ -181,7 +207,7 @@ def test_groups_are_those_of_the_mesh():
             assert grid.groups(shape.sizes, AXES, axes) == mesh_groups(shape, *axes).tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("all-to-all", "collective-permute")])
 @pytest.mark.parametrize("g", [1, 2, 3, 5, 8])
 def test_rounds_carry_out_the_collective(kind, g):
     """Numbers sent along the rounds end as the collective says, and `held` counts what arrived."""
@@ -197,22 +223,41 @@ def test_rounds_carry_out_the_collective(kind, g):
             assert before[source, b], "a rank sends what it has"
             adds = reduced and (kind == "reduce-scatter" or t < gather_from)
             own[target, b] = before[source, b] + (before[target, b] if adds else 0)
-        for source, target, b in step["sends"]:
-            if kind == "collective-permute":
-                own[target] = np.where(np.arange(g) == b, own[target], 0)
-            elif reduced and (kind == "reduce-scatter" or t < gather_from):
+        for source, _, b in step["sends"]:
+            if reduced and (kind == "reduce-scatter" or t < gather_from):
                 own[source, b] = 0
         assert ((own > 0) == (np.array(step["held"]) > 0)).all()
     total = value.sum(0)
     want = {
         "all-gather": np.tile(np.arange(g) + 1.0, (g, 1)),
-        "all-to-all": np.tile(np.arange(g) + 1.0, (g, 1)),
         "reduce-scatter": np.diag(total),
         "all-reduce": np.tile(total, (g, 1)),
-        "collective-permute": np.roll(np.diag(np.arange(g) + 1.0), -1, 0) if g > 1 else np.ones((1, 1)),
     }[kind]
     assert (own == want).all()
     assert len(steps) - 1 == (2 if kind == "all-reduce" else 1) * (g - 1), "as many rounds as a ring has"
+
+
+@pytest.mark.parametrize("g", [1, 2, 3, 5, 8])
+def test_an_all_to_all_is_a_transpose_and_gathers_nothing(g):
+    own = [{(rank, to) for to in range(g)} for rank in range(g)]  # pieces, from whom and for whom
+    steps = grid.rounds("all-to-all", g)
+    for step in steps:
+        for source, target, b in step["sends"]:
+            assert b == target and (source, target) in own[source], "a piece goes straight to where it belongs"
+            own[source].remove((source, target))
+            own[target].add((source, target))
+        assert step["held"] == [[sum(to == b for _, to in mine) for b in range(g)] for mine in own]
+        assert all(sum(row) == g for row in step["held"]), "g pieces before, g after"
+    assert own == [{(source, rank) for source in range(g)} for rank in range(g)] and len(steps) == g
+    assert steps == grid.rounds("ragged-all-to-all", g)
+
+
+def test_a_permute_is_one_hop_and_a_pipeline_is_no_ring():
+    start, end = grid.rounds("collective-permute", 4)
+    assert [[s, d] for s, d, _ in end["sends"]] == [[0, 1], [1, 2], [2, 3], [3, 0]]
+    assert np.array_equal(end["held"], np.roll(start["held"], 1, 0)), "all of what a rank has goes on"
+    _, end = grid.rounds("collective-permute", 4, [(0, 1), (1, 2), (2, 3)])
+    assert len(end["sends"]) == 3 and end["held"][0] == [0] * 4 and end["held"][3] == [0, 0, 1, 0]
 
 
 def test_cells_do_not_overlap_and_frames_hold_their_nodes():
@@ -247,6 +292,21 @@ def test_arrows_keep_clear_of_the_words_in_cells(n):
             assert not any(
                 low < x + wide / 2 and high > x - wide / 2 and top < y + tall / 2 and end > y - tall / 2 for x, y in words
             )
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=16", "fsdp=64", "fsdp=128", "dp=4 fsdp=8 tp=4"])
+def test_arrows_of_a_ring_share_no_line_and_their_heads_have_room(mesh):
+    """A head is 7 pixels long. Rings that wrap rows once ran there and back on one line, heads inside the cells."""
+    sizes = parse_mesh(mesh).sizes
+    place, team = grid.places(sizes, tuple(AXES), 8), grid.groups(sizes, tuple(AXES), ("fsdp",))[0]
+    lanes = [grid.lane(place, a, b) for a, b in zip(team, [*team[1:], team[0]], strict=True)]
+    between = [lane for lane in lanes if len(lane) == 4]
+    assert between
+    for *_, (x, y), (x1, y1) in between:
+        assert x == x1 and abs(y1 - y) >= 7 + 0.8, "the head ends at the cell's edge and starts outside of it"
+    runs = [(y, min(x0, x1), max(x0, x1)) for _, (x0, y), (x1, _), _ in between]
+    for i, (y, low, high) in enumerate(runs):
+        assert all(abs(y - z) >= 2.4 or high <= a or b <= low for z, a, b in runs[:i]), "two strokes of 1.6 pixels, and air"
 
 
 def test_more_than_512_devices_are_drawn_in_blocks():

@@ -3,14 +3,17 @@
 nbval runs each notebook in a process of its own, one after another: two kernels with eight devices would starve.
 """
 
+import ast
 import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import nbformat
 import pytest
+from jax import lax
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "notebooks"
@@ -123,6 +126,19 @@ def test_words_may_stand_beside_a_picture():
         assert build.cell_faults(cell) == []
 
 
+def test_a_picture_gets_its_words_as_alt_text(tmp_path):
+    notebook = hand_run(toy(tmp_path))
+    cell = notebook.cells[-1]
+    for made, alt in (
+        (picture(**{"text/plain": "mesh dp2\n tp4"}), "mesh dp2 tp4"),
+        (picture(**{"text/plain": "<Figure size 640x480 with 1 Axes>"}), "one two"),
+    ):
+        cell.outputs = [made, stream("stdout", "one\ntwo\n")]
+        assert "code cell 2: a picture without alt text" in " ".join(build.faults(notebook))
+        build.tidy(notebook)
+        assert cell.outputs[0].metadata["image/png"]["alt"] == alt and build.faults(notebook) == []
+
+
 def test_a_change_of_the_source_is_out_of_step(tmp_path):
     source = toy(tmp_path)
     assert build.problems(source) == ["00_toy.ipynb has not been built"]
@@ -193,6 +209,126 @@ def test_exercise_answers_blank_solution_and_wrong_answers(name):
     assert [exercise.judge(answer) for answer, _ in exercise.wrong] == [f"not yet. {text}" for text in sentences]
 
 
+def rows_of_schedule(first):
+    """1F1B of 3 stages and 4 microbatches, counted from `first`."""
+    return re.sub(r"\d+", lambda number: str(int(number[0]) + first), exercises.find("08.one_f_one_b").solution)
+
+
+def unit_norm(grad_sum, count):
+    """The fault of `03.repair` that a test with long gradients only does not see."""
+    mean = lax.psum(grad_sum, "dp") / lax.psum(count, "dp")
+    return mean / jnp.sqrt(jnp.sum(mean * mean))
+
+
+def solution_of(name, **other):
+    """The solution of an exercise with some of its parts exchanged."""
+    return exercises.find(name).solution | other
+
+
+V = 4 * 128_256 * 2048
+VERDICTS = {  # what someone answered -> what the verdict says, and what it does not
+    "stretches a short gradient": ("03.repair", solution_of("03.repair", clipped=unit_norm), "clipped: .* short enough", ""),
+    "never calls gradient": (
+        "04.stage2_accumulated",
+        lambda gradient, parts: sum(lax.psum_scatter(part, "fsdp", scatter_dimension=0, tiled=True) for part in parts),
+        "call gradient",
+        "",
+    ),
+    "sums whole arrays": ("04.stage2_accumulated", lambda gradient, parts: sum(parts), "yours has", ""),
+    "forgets the gather half": (
+        "07.tied",
+        {"all stages": V * 3 / 4, "first and last": V / 2, "a middle stage": 0},
+        "only the first half of the all-reduce",
+        "That is bfloat16",
+    ),
+    "says which part is right": ("07.tied", solution_of("07.tied", **{"all stages": 1.0}), "Right: first and last", ""),
+    "two faults, two sentences": (
+        "06.rivals",
+        solution_of("06.rivals", **{"llama3-70b forward": 16, "hidden_from": 2 * 989.4 / 450 * 125}),
+        r"Right: llama2-7b forward.*half of one of the 8 KV heads\. hidden_from: ",
+        "positions × head widths",
+    ),
+    "an attention layout": (
+        "05.attention_layouts",
+        solution_of("05.attention_layouts", o="n h d", q="d n h"),
+        "Right: k, v. O whole.*again at q",
+        "",
+    ),
+    "rounded to whole GB": ("04.memory_table", {0: 112, 1: 49, 2: 38, 3: 28}, f"^{exercises.CORRECT}$", ""),
+    "nearly": ("04.memory_table", {0: 112, 1: 49, 2: 40, 3: 28}, r"Right: 0, 1, 3\. Look again at 2 \(off by 4%\)", ""),
+    "per cent": ("07.idle_share", 27.3, "right value in per cent; it is asked for as a fraction of 1: 0.273", ""),
+    "per cent as text": ("07.idle_share", "27%", "A number is asked for, and this is text: '27%'", "slots"),
+    "a number as text": ("03.sent", "754,880", "A number is asked for.*without quotes, commas and units", "ring"),
+    "with its unit": ("00.held", "512 bytes", "A number is asked for", "slash"),
+    "MiB": ("06.hop_bytes", 64, "right value in MiB; it is asked for as bytes: 67,108,864", ""),
+    "another spelling": ("00.swap", solution_of("00.swap", collective="All_to_all"), f"^{exercises.CORRECT}$", ""),
+    "heads more than once": (
+        "05.kv_heads",
+        lambda rank, tp, n, k: [h * k // n for h in range(rank * n // tp, (rank + 1) * n // tp)],
+        "each head once",
+        "",
+    ),
+    "counts from 1": ("08.one_f_one_b", rows_of_schedule(1), "count from 0.*F0 is missing", "5 microbatches"),
+    "functions as parts": ("03.repair", {"gradient": 1, "clipped": 2}, "A function of grad_sum, count is asked for", "raised"),
+    "another layout": ("00.layout_of", "b d/tp", "Device 0 holds the first block", "asked for"),
+    "gathers first": (
+        "04.stage2_accumulated",
+        lambda gradient, parts: sum(lax.all_gather(gradient(part), "fsdp").sum(0)[:2] for part in parts),
+        "One psum_scatter per microbatch",
+        "asked for",
+    ),
+    "a list of lines": ("08.one_f_one_b", rows_of_schedule(0).splitlines(), "Text is asked for, and this is a list", ""),
+    "a number for a function": ("05.ring_permutes", 8, "A function of tp is asked for, and this is a number: 8", "TypeError"),
+    "a function that returns a dict": (
+        "00.groups_across_hosts",
+        lambda sizes, axis, per: sizes,
+        "A number is asked for, and this is a dict",
+        "",
+    ),
+    "a function that returns nothing": (
+        "07.uneven",
+        lambda costs, m: print(end=""),
+        "A number is asked for, and this is None",
+        "",
+    ),
+    "other names": (
+        "07.tied",
+        {"all": 1, "two": 2},
+        "names asked for are all stages, first and last, a middle stage; yours are all, two",
+        "",
+    ),
+    "counted for the learner": (
+        "09.capacity",
+        253,
+        "253 rows drop 7 of 1,024 choices, and 10 may go: a smaller one is enough",
+        "",
+    ),
+    "counted the other way": ("09.capacity", 240, "240 rows drop 20 .* a larger one is needed", ""),
+}
+
+
+@pytest.mark.parametrize("name, answer, says, not_this", VERDICTS.values(), ids=VERDICTS)
+def test_a_verdict_fits_what_was_done(name, answer, says, not_this):
+    verdict = exercises.find(name).judge(answer)
+    assert re.search(says, verdict), verdict
+    assert not not_this or not_this not in verdict
+
+
+def test_an_untiled_scatter_is_explained_and_nothing_is_printed(capfd):
+    def untiled(gradient, parts):
+        return sum(lax.psum_scatter(gradient(part), "fsdp", scatter_dimension=0) for part in parts)
+
+    assert "[8, 2] becomes [2, 2]" in exercises.find("04.stage2_accumulated").judge(untiled)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_array_of_another_shape_is_named():
+    import numpy as np
+
+    exercise = exercises.Exercise("core", lambda: np.ones((2, 2)), [], "No.", observe=lambda function: function())
+    assert exercise.judge(lambda: np.ones((8, 2))) == "not yet. An array of shape [2, 2] is asked for, and yours has [8, 2]."
+
+
 def attempts(notebook):
     """Find the exercises of a notebook, with what their cells printed."""
     for cell in notebook.cells:
@@ -248,18 +384,18 @@ def test_a_function_is_judged_by_what_it_does():
     assert doubling.judge(lambda x: x * x) == "not yet. That is its square."
     assert doubling.judge(lambda x: x + 1) == "not yet. Add it to itself."
     assert doubling.judge(lambda x: x / 0) == "not yet. Your answer raised ZeroDivisionError: division by zero"
-    assert doubling.judge(7) == "not yet. Your answer raised TypeError: 'int' object is not callable"
+    assert doubling.judge(7) == "not yet. A function of x is asked for, and this is a number: 7."
     assert doubling.judge(twice) == exercises.NOT_ATTEMPTED
 
 
 def test_answers_are_compared_by_kind():
-    import jax.numpy as jnp
     import numpy as np
 
     def same(one, other):
         return exercises.same(one, other, 1e-5)
 
     assert same("b s/tp  d", " b s/tp d") and not same("b s d", "b s/tp d")
+    assert same("all_to_all", "All-to-all ") and not same("all-to-all", "all-reduce")
     assert same(1, 1.000001) and not same(1, 1.001) and not same(True, 1) and not same(None, 0) and not same("1", 1)
     assert same(np.float32(2), jnp.float32(2)) and same([1, (2.0, "a")], (1, [2, "a"])) and not same([1], [1, 2])
     assert same(jnp.ones(3), np.ones(3)) and not same(jnp.ones(3), np.ones(4)) and not same(jnp.ones(3), 1)
@@ -270,3 +406,51 @@ def test_answers_are_compared_by_kind():
 def test_an_unknown_exercise_names_the_known_ones():
     with pytest.raises(ValueError, match=r"there is no exercise '99\.nothing'; there are none in that lesson"):
         exercises.find("99.nothing")
+
+
+# ---- what is written: one convention per quantity, and sentences that are computed
+
+
+WRITTEN = [*SOURCES, *sorted((ROOT / "slides" / "src").glob("*.py"))]
+each_text = pytest.mark.parametrize("source", WRITTEN, ids=lambda source: f"{source.parent.parent.name}-{source.stem}")
+
+
+def calls(source, *names):
+    """The arguments of each call of functions of these names in a lesson or a part of the deck, as text."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
+            yield [ast.unparse(argument) for argument in [*node.args, *(keyword.value for keyword in node.keywords)]]
+
+
+@each_text
+def test_a_picture_of_memory_has_the_capacity_that_a_program_may_use(source):
+    assert [given for given in calls(source, "memory_bars") if any("hbm_bytes" in text for text in given)] == []
+
+
+@each_text
+def test_a_threshold_takes_published_rates(source):
+    thresholds = list(calls(source, "dp_min_tokens", "tp_max_degree", "ring_min_block"))
+    assert [given for given in thresholds if any("reached" in text or "efficiency" in text for text in given)] == []
+
+
+def test_the_readmes_table_of_orders_is_what_the_simulator_finds():
+    from llmpar.schedule import make, timetable
+
+    def value(formula, **letters):
+        return eval(re.sub(r"(?<=[0-9vi)])(?=[pvim(])", "*", formula.replace(" ", "")), {}, letters)  # our own README
+
+    table = r"^\| (GPipe|1F1B|interleaved|ZB-H1|ZB-H2, ZB-V)[^|]*\|(.*)\|$"
+    rows = dict(re.findall(table, (ROOT / "README.md").read_text(), re.M))
+    assert len(rows) == 5
+    for titles, row in rows.items():
+        for i, title in enumerate(titles.split(", ")):
+            bubble, held, price = ([part.strip() for part in re.split("[;,]", cell)] for cell in row.split("|"))
+            for p, m, v in ((2, 4, 2), (4, 16, 2), (4, 16, 4), (8, 32, 2)):
+                name, letters = title.lower(), {"p": p, "m": m, "v": v}
+                table, plain = timetable(make(name, p, m, v if name == "interleaved" else None)), timetable(make("1f1b", p, m))
+                assert table.bubble == pytest.approx(value(bubble[-1], **letters)), (title, p, m, v)
+                peaks = [min(m, value(held[min(i, len(held) - 1)], i=stage, **letters)) for stage in range(p)]
+                assert table.peak_live() == pytest.approx(peaks), (title, p, m, v)
+                said = re.search(r"(.*) times the messages|twice the messages", price[min(i, len(price) - 1)])
+                times = 1 if not said else value(said[1], **letters) if said[1] else 2
+                assert table.hops.sum() == pytest.approx(times * plain.hops.sum()), (title, p, m, v)

@@ -1,6 +1,5 @@
-"""The three readings in small: what each collective does to a value, what its transpose does, and what the ledger says."""
+"""The three readings in small: what each collective does to a value, what its transpose does, and what a census says of it."""
 
-import dataclasses
 import functools
 import math
 
@@ -14,8 +13,9 @@ from jax import lax
 from llmpar import cost, hlo
 from llmpar.mesh import make_mesh, sharding, spec
 from llmpar.notation import parse_arrow, parse_layout
-from llmpar.par import MOVED, WEIGHT, Auto, Entry, Manual, Solo, sent, vary, varying
+from llmpar.par import MOVED, WEIGHT, Auto, Manual, Solo, vary, varying
 from llmpar.plan import Plan
+from llmpar.predict import Traffic
 
 MIXED = "dp=2 fsdp=2 tp=2"
 PLAN = Plan(MIXED)
@@ -33,14 +33,18 @@ def spread(x, layout):
     return x
 
 
-def carried(arrow, mesh=MESH, plan=PLAN):
-    """The arrow as a function of whole values, and the `Manual` whose ledger it fills."""
-    par = Manual(plan)
+def carried(arrow):
+    """The arrow as a function of whole values."""
 
     def inside(x):
-        return par.carry_out(spread(x, arrow.before), arrow, invariant=True)
+        return Manual(PLAN).carry_out(spread(x, arrow.before), arrow, invariant=True)
 
-    return jax.shard_map(inside, mesh=mesh, in_specs=spec(arrow.before), out_specs=spec(arrow.after)), par
+    return jax.shard_map(inside, mesh=MESH, in_specs=spec(arrow.before), out_specs=spec(arrow.after))
+
+
+def census(f, *args, plan=PLAN):
+    """The collectives that a function names when it is traced."""
+    return hlo.census_jaxpr(jax.make_jaxpr(f)(*args).jaxpr, plan.mesh.sizes)
 
 
 ARROWS = {
@@ -60,34 +64,33 @@ ARROWS = {
 @pytest.mark.parametrize("text", ARROWS)
 def test_an_arrow_changes_where_a_value_lives_and_not_what_it_is(text):
     arrow, x = parse_arrow(text), value(8, 8)
-    run, par = carried(arrow)
+    run = carried(arrow)
     np.testing.assert_allclose(jax.jit(run)(x), x, rtol=1e-6, atol=1e-6)  # 3x - 2x is not x to the last bit
     assert [m.kind for m in arrow.moves] == [ARROWS[text]]
-    assert [e.kind for e in par.ledger] == ([] if ARROWS[text] == "slice" else [ARROWS[text]])
+    sent = [(c.kind, c.arrow) for c in census(run, x)]
+    assert sent == ([] if ARROWS[text] == "slice" else [(ARROWS[text], str(arrow))])
 
 
 def test_reduce_scatter_comes_before_all_reduce_and_the_shard_is_reduced():
     arrow, x = parse_arrow("d m +dp +fsdp -> d/fsdp m"), value(8, 4)
-    run, par = carried(arrow)
+    run = carried(arrow)
     np.testing.assert_allclose(jax.jit(run)(x), x, rtol=1e-5, atol=1e-5)
-    assert [(e.kind, e.axes, e.shape) for e in par.ledger] == [
-        ("reduce-scatter", ("fsdp",), (8, 4)), ("all-reduce", ("dp",), (4, 4))
-    ]  # fmt: skip
+    found = [(c.kind, c.axes, c.shape) for c in census(run, x)]
+    assert found == [("reduce-scatter", ("fsdp",), (4, 4)), ("all-reduce", ("dp",), (4, 4))]
 
 
+TRANSPOSE = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather", "all-to-all": "all-to-all"}
 LINEAR = ["b s +tp -> b s/tp", "b s/tp -> b s", "b/tp s -> b s/tp", "b/dp s/tp -> b/dp s"]
 
 
 @pytest.mark.parametrize("text", LINEAR)
-def test_the_transpose_of_a_collective_is_the_one_that_the_ledger_names(text):
+def test_the_transpose_of_a_collective_sends_the_same_bytes_and_keeps_its_arrow(text):
     """The pullback of every collective, in value (each is one logical identity, so it gives the cotangent back) and in
-    kind, axes and bytes (the jaxpr of the pullback alone, beside `Entry.transpose`)."""
+    kind, axes, bytes and arrow."""
     arrow, x, weight = parse_arrow(text), value(8, 8), value(8, 8) + 1
-    par = Manual(PLAN)
 
     def inside(x, w):
-        with par.differentiated():
-            out = par.carry_out(vary(x, arrow.before.sums), arrow)
+        out = Manual(PLAN).carry_out(vary(x, arrow.before.sums), arrow)
         return lax.psum(jnp.sum(out * w), tuple(varying(out)))
 
     def loss(x, w):
@@ -98,81 +101,39 @@ def test_the_transpose_of_a_collective_is_the_one_that_the_ledger_names(text):
     copies = 1 if arrow.moves[0].kind == "all-to-all" else 2  # both devices of tp hold the same x, or the same result
     grad = jax.jit(jax.grad(loss))(x, weight)
     np.testing.assert_allclose(grad, copies * weight, rtol=1e-6)
-    par.ledger.clear()
-    step = jax.make_jaxpr(jax.grad(loss))(x, weight)
-    [entry] = par.ledger
-    both = [(c.kind, c.axes, c.bytes_sent) for c in hlo.census_jaxpr(step.jaxpr, PLAN.mesh.sizes) if c.bytes_sent > 8]
-    written = [(e.kind, e.axes, e.bytes_sent) for e in (entry, entry.transpose)]
-    assert [b for b in both if b[0] != "all-reduce"] == written
+    forward, back = (c for c in census(jax.grad(loss), x, weight) if c.kind != "all-reduce")
+    (move,) = arrow.moves
+    assert (forward.kind, back.kind) == (move.kind, TRANSPOSE[move.kind])
+    assert all((c.axes, c.bytes_sent, c.arrow) == (move.axes, forward.bytes_sent, str(arrow)) for c in (forward, back))
 
 
 def test_from_here_on_devices_differ_is_free_and_its_transpose_is_an_all_reduce():
     """Megatron's f: the identity forward, an all-reduce backward."""
     plan = Plan("tp=2")
     par, mesh, x, w = Manual(plan), make_mesh("tp=2"), value(4, 6), value(4, 6)
+    f = "stream b d -> ffn b d"
 
     def inside(x, w):
-        with par.differentiated():
-            y = par.move(x, "stream b d -> ffn b d")
+        y = par.move(x, f)
         return par.carry_out(jnp.sum(y * w * jnp.array([1.0, 2.0])[lax.axis_index("tp")]), parse_arrow("+tp -> whole"))
 
     whole = spec(parse_layout("whole"))
     loss = jax.shard_map(inside, mesh=mesh, in_specs=(whole, whole), out_specs=whole)
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(x, w), 3 * w, rtol=1e-6)  # (1 + 2) w, summed over both devices
-    assert [(e.kind, e.axes) for e in par.ledger][:2] == [("vary", ("tp",)), ("all-reduce", ("tp",))]
-    assert par.ledger[0].bytes_sent == 0 and par.ledger[0].transpose.kind == "all-reduce"
-    assert [e.kind for e in par.traffic].count("vary") == 0 and par.ledger[1].transpose is None
-
-
-# ---------------------------------------------------------------------------------------------------------------- ledger
+    assert [c.arrow for c in census(loss, x, w, plan=plan)] == ["+tp -> whole"], "nothing is sent forward"
+    assert [(c.kind, c.shape) for c in census(jax.grad(loss), x, w, plan=plan) if c.arrow == f] == [("all-reduce", (4, 6))]
 
 
 @pytest.mark.parametrize("group", [2, 3, 6, 8, 16])
 def test_bytes_sent_are_those_of_a_ring(group):
-    """Beside `hlo.ring_bytes`, which starts from the result: an all-gather's is larger, a reduce-scatter's is smaller; and
-    beside the published formula, which has fractions where the group does not divide the message."""
-    for operand in (24 * group, 4):
-        results = {"all-gather": operand * group, "all-reduce": operand, "all-to-all": operand}
-        results |= {"reduce-scatter": operand // group} if operand % group == 0 else {}
-        for kind, result in results.items():
+    """`hlo.ring_bytes` starts from the result, which of a reduce-scatter is a shard; beside the published formula, which has
+    fractions where the group does not divide the message; and beside `predict`, which starts from the message."""
+    for result in (24 * group, 4):
+        for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter"):
             whole = math.ceil(round(cost.sent_bytes_of_result(kind, result, group), 6))
-            assert sent(kind, operand, group) == hlo.ring_bytes(kind, group, result) == whole, kind
-        assert sent("maximum", operand, group) == sent("all-reduce", operand, group) and sent("vary", operand, group) == 0
-    entry = Entry("b -> b", "all-gather", ("tp",), (6, group), "bfloat16", 5, group)
-    assert entry.bytes_sent == 5 * 6 * group * 2 * (group - 1)
-
-
-def test_transposes_of_entries():
-    entry = Entry("x", "all-gather", ("tp",), (3, 4), "float32", 7, 4, differentiated=True)
-    back = entry.transpose
-    assert (back.kind, back.axes, back.shape, back.times, back.dtype) == ("reduce-scatter", ("tp",), (48,), 7, "float32")
-    assert back.bytes_sent == entry.bytes_sent and back.transpose is None, "nothing differentiates twice"
-    scatter = dataclasses.replace(entry, kind="reduce-scatter").transpose
-    assert (scatter.kind, scatter.shape) == ("all-gather", (3,)) and scatter.bytes_sent == 7 * 3 * 4 * 3
-    assert dataclasses.replace(entry, kind="all-to-all").transpose.kind == "all-to-all"
-    for kind in ("all-reduce", "maximum"):
-        assert dataclasses.replace(entry, kind=kind).transpose is None
-    assert dataclasses.replace(entry, differentiated=False).transpose is None
-
-
-def test_repetitions_multiply_and_end():
-    arrow = parse_arrow("b s/tp -> b s")
-
-    def inside(x):
-        par.carry_out(x, arrow)
-        with par.repeated(3):
-            par.carry_out(x, arrow)
-            with par.repeated(5), par.differentiated():
-                par.carry_out(x, arrow)
-        par.carry_out(x, arrow)
-        return x
-
-    par = Manual(PLAN)
-    jax.eval_shape(
-        jax.shard_map(inside, mesh=MESH, in_specs=spec(arrow.before), out_specs=spec(arrow.before)), jnp.zeros((2, 8))
-    )
-    assert [(e.times, e.differentiated) for e in par.ledger] == [(1, False), (3, False), (15, True), (1, False)]
-    assert [(e.kind, e.times) for e in par.traffic if e.times == 15] == [("all-gather", 15), ("reduce-scatter", 15)]
+            traffic = Traffic({"tp": group})
+            traffic.add(kind, ("tp",), result * (group if kind == "reduce-scatter" else 1))
+            assert hlo.ring_bytes(kind, group, result) == traffic.total_bytes == whole, kind
 
 
 @pytest.mark.parametrize("text", ["b s/tp -> b s", "b s +tp -> b s", "b/dp s +tp -> b s/tp"])
@@ -198,8 +159,6 @@ def test_solo_does_nothing_but_cast():
     assert par.weight(p).dtype == jnp.bfloat16 and par.weight(p).shape == (4, 6)
     assert par.move(x, "ffn b d +m -> stream b d") is x and par.index("vocab v") == 0
     assert jax.grad(lambda x: par.max(x * 1, "vocab b s +v -> data b s").sum())(x).any() == False  # noqa: E712
-    with par.repeated(3), par.differentiated():
-        pass
 
 
 def reading(kind, plan, f, *dims):
@@ -210,15 +169,13 @@ def reading(kind, plan, f, *dims):
         return f(par, x, *params)
 
     if kind == "solo":
-        return functools.partial(manual, Solo(plan)), None
+        return functools.partial(manual, Solo(plan))
     if kind == "auto":
-        return jax.jit(functools.partial(manual, Auto(plan, make_mesh(plan.mesh)))), None
-    par = Manual(plan)
+        return jax.jit(functools.partial(manual, Auto(plan, make_mesh(plan.mesh))))
     batch = spec(plan.place("data b s"))
     specs = (batch, *(spec(plan.stored(d)) for d in dims))
-    return jax.jit(
-        jax.shard_map(functools.partial(manual, par), mesh=make_mesh(plan.mesh), in_specs=specs, out_specs=batch)
-    ), par
+    run = functools.partial(manual, Manual(plan))
+    return jax.jit(jax.shard_map(run, mesh=make_mesh(plan.mesh), in_specs=specs, out_specs=batch))
 
 
 def feed_forward(par, x, up, down):
@@ -236,17 +193,15 @@ def feed_forward(par, x, up, down):
 @pytest.mark.parametrize("kind", ["manual", "auto"])
 def test_the_three_readings_agree(kind, plan):
     args = value(8, 5), value(8, 16), value(16, 8)
-    run, par = reading(kind, plan, feed_forward, "ffn d m", "ffn m d")
-    want, _ = reading("solo", plan, feed_forward, "ffn d m", "ffn m d")
+    run = reading(kind, plan, feed_forward, "ffn d m", "ffn m d")
+    want = reading("solo", plan, feed_forward, "ffn d m", "ffn m d")
     tp = plan.mesh.tp if kind == "manual" else 1
     got = run(*args) - 3 * (tp - 1)  # the largest index of the vocabulary is the last device's
     np.testing.assert_allclose(got, want(*args), rtol=1e-5, atol=1e-5)
-    if par:
-        kinds = [e.kind for e in par.ledger if e.kind != "vary"]
+    if kind == "manual":
+        kinds = [c.kind for c in census(run, *args, plan=plan)]
         gathers = 2 * bool(plan.zero == 3 and plan.mesh.fsdp > 1)
-        assert kinds.count("all-gather") == gathers and kinds.count("all-reduce") == kinds.count("maximum") == (
-            plan.mesh.tp > 1
-        )
+        assert kinds.count("all-gather") == gathers and kinds.count("all-reduce") == 2 * (plan.mesh.tp > 1), "a sum, a maximum"
 
 
 def test_without_the_sum_the_readings_do_not_agree():
@@ -256,7 +211,7 @@ def test_without_the_sum_the_readings_do_not_agree():
         h = par.move(x @ jnp.ones((x.shape[1], 8)), "stream b d -> ffn b d")
         return par.move((h @ par.weight(up)) @ par.weight(down), "ffn b d -> stream b d")[:, :3]
 
-    run, _ = reading("manual", PLAN, forgetful, "ffn d m", "ffn m d")
+    run = reading("manual", PLAN, forgetful, "ffn d m", "ffn m d")
     with pytest.raises(ValueError, match="tp"):
         run(value(8, 5), value(8, 16), value(16, 8))
 
@@ -281,8 +236,7 @@ def stack(plan):
             y = par.move(x, "stream b d -> ffn b d") @ par.weight(nnx.Param(w, dims="ffn d m"))
             return x + par.move(jnp.tanh(y) @ jnp.ones((y.shape[1], 8)), "ffn b d +m -> stream b d"), None
 
-        with par.differentiated():
-            return par.layers(block, x, ws)[0]
+        return par.layers(block, x, ws)[0]
 
     return inside
 
@@ -307,12 +261,8 @@ def test_layers_are_a_loop_however_they_are_saved(plan):
     expected, want_grads = jax.value_and_grad(functools.partial(loss, solo), argnums=1)(x, ws)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     np.testing.assert_allclose(grads, want_grads, rtol=1e-4, atol=1e-5 * np.abs(want_grads).max())
-    times = {e.kind: e.times for e in par.ledger}
-    assert set(times.values()) == {3} and ("all-gather" in times) == (plan.zero == 3)
-    jaxpr = jax.make_jaxpr(jax.grad(functools.partial(loss, run), argnums=1))(x, ws)
-    gathers = hlo.census_table(hlo.census_jaxpr(jaxpr.jaxpr, plan.mesh.sizes)).get(("fsdp", "all-gather"), {"count": 0})[
-        "count"
-    ]
+    found = census(jax.grad(functools.partial(loss, run), argnums=1), x, ws, plan=plan)
+    gathers = sum(c.count for c in found if c.axes == ("fsdp",) and c.kind == "all-gather")
     assert gathers == 3 * (0 if plan.zero < 3 else 1 if plan.regather == "keep" else 2)
 
 
@@ -327,8 +277,7 @@ def test_chunks_give_what_the_whole_gives_and_repeat_no_communication(num_chunks
             total = par.move(jnp.tanh(x @ w).sum(-1), "vocab b s +v -> data b s")
             return jnp.cos(total)  # as the loss's logarithm: its derivative needs what was summed
 
-        with par.differentiated():
-            return par.chunked(piece, (vary(x, ("tp",)) if isinstance(par, Manual) else x,), num_chunks).sum()
+        return par.chunked(piece, (vary(x, ("tp",)) if isinstance(par, Manual) else x,), num_chunks).sum()
 
     par, whole = Manual(plan), spec(parse_layout("whole"))
     run = jax.shard_map(
@@ -342,9 +291,7 @@ def test_chunks_give_what_the_whole_gives_and_repeat_no_communication(num_chunks
     np.testing.assert_allclose(want, np.cos(np.tanh(x @ w).sum(-1)).sum(), rtol=1e-4)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     np.testing.assert_allclose(grad, want_grad, rtol=1e-5, atol=1e-6)
-    assert [(e.kind, e.times, e.shape) for e in par.ledger] == [("all-reduce", num_chunks, (2, 8 // num_chunks))]
-    jaxpr = jax.make_jaxpr(jax.grad(run))(x, w)
-    small = [c for c in hlo.census_jaxpr(jaxpr.jaxpr, plan.mesh.sizes) if c.shape == (2, 8 // num_chunks)]
+    small = [c for c in census(jax.grad(run), x, w, plan=plan) if c.shape == (2, 8 // num_chunks)]
     assert sum(c.count for c in small) == num_chunks, "the sums are saved, not repeated in the backward pass"
 
 

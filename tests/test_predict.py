@@ -139,15 +139,40 @@ def test_the_estimate_of_temporaries_is_finite_and_monotone():
 
 def test_the_ring_arithmetic_of_traffic():
     traffic = predict.Traffic(Plan("dp=4 tp=2").mesh.sizes)
-    traffic.add("all-gather", ("tp", "dp"), 1024, 3)
-    traffic.add("all-reduce", ("dp",), 1024)
-    traffic.add("reduce-scatter", ("fsdp",), 1024)  # of one device: nothing
-    traffic.add("all-reduce", (), 1024)
-    traffic.add("all-reduce", ("tp",), 1024, 0)
+    traffic.add("all-gather", ("tp", "dp"), "weights", 1024, 3)
+    traffic.add("all-reduce", ("dp",), "gradients", 1024)
+    traffic.add("reduce-scatter", ("fsdp",), "gradients", 1024)  # of one device: nothing
+    traffic.add("all-reduce", (), "gradients", 1024)
+    traffic.add("all-reduce", ("tp",), "gradients", 1024, 0)
     assert {k: (v.count, v.bytes_sent) for k, v in traffic.items()} == {
         ("dp,tp", "all-gather"): (3, 3 * 1024 * 7 // 8), ("dp", "all-reduce"): (1, 2 * 1024 * 3 // 4)
     }  # fmt: skip
     assert traffic.total_bytes == 3 * 896 + 1536
+    assert traffic["dp,tp", "all-gather"].of == {"weights": {896: 3}}
+
+
+@pytest.mark.parametrize("model, mesh, said", [
+    ("tiny", "dp=2 fsdp=2 tp=2", {("dp,fsdp,tp", "all-reduce"): "the loss, the tokens and the gradients' norm"}),
+    ("tiny", "sp=2 tp=2",
+     {("sp", "collective-permute"): "keys and values, ids of positions and documents, gradients of keys and values"}),
+    ("tiny-moe", "ep=4 fsdp=2", {("ep", "all-gather"): "tokens per expert"}),
+    ("tiny", "pp=2 dp=2", {("pp", "collective-permute"): "activations and their gradients"}),
+])  # fmt: skip
+def test_a_collective_says_what_it_sends(model, mesh, said):
+    """Kinds and axes do not tell: ep gathers no weights, and 12 bytes over dp and fsdp are no gradients."""
+    found = predict.collectives(preset(model), Plan(mesh, microbatches=2), 16, SEQ)
+    for row in found.values():
+        assert row.count == sum(sum(sizes.values()) for sizes in row.of.values())
+        assert row.bytes_sent == sum(one * count for sizes in row.of.values() for one, count in sizes.items())
+    assert {key: ", ".join(found[key].of) for key in said} == said
+
+
+def test_slots_are_not_tokens():
+    """A padded buffer has room for the worst case: of what is sent over ep, about one part in ep is tokens."""
+    config = preset("qwen3-30b-a3b")
+    for ep, share in ((8, "12%"), (16, "6%")):
+        (of,) = predict.collectives(config, Plan(f"ep={ep} fsdp=4"), 64, 4096)["ep", "all-to-all"].of
+        assert of.endswith(f"{share} of them filled")
 
 
 def test_zero_sends_two_two_two_three_times_the_weights():
@@ -166,7 +191,7 @@ def test_zero_sends_two_two_two_three_times_the_weights():
 def test_buckets_send_the_same_bytes_in_fewer_collectives():
     def gradients(**plan):
         row = predict.collectives(LLAMA, Plan("dp=8", zero=0, **plan), 16, SEQ)["dp", "all-reduce"]
-        return row.count - 2, row.bytes_sent  # two scalars: tokens and loss
+        return row.count - 1, row.bytes_sent  # one of scalars: loss, tokens, norm
 
     leaves = len(LLAMA.param_shapes())
     (at_end, sent), (big, same), (small, too) = (

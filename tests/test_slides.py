@@ -11,6 +11,8 @@ from pathlib import Path
 import jupytext
 import pytest
 
+from llmpar import draw
+from llmpar.schedule import make, timetable
 from llmpar.tools import parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -153,6 +155,20 @@ def test_every_slide_has_a_figure_or_a_table(deck):
     shown = re.findall(r"<section\b[^>]*>(?!\s*<section)(.*?)(?=<section|\Z)", deck.read_text(), re.S)
     for slide, inside in zip(SLIDES, shown, strict=True):
         assert "<img" in inside or "<table" in inside, slide["title"]
+
+
+def test_a_timetable_is_what_the_command_below_it_gives(deck):
+    shown = re.findall(r"<section\b[^>]*>(?!\s*<section)(.*?)(?=<section|\Z)", deck.read_text(), re.S)
+    drawn = 0
+    for slide, inside in zip(SLIDES, shown, strict=True):
+        (alt, *_), command = Page(inside).alts or [""], re.search(r"<code>llmpar (schedule .*?)</code>", slide["said"])
+        if " time units, " in alt and command:
+            given = parse(shlex.split(command[1]))
+            made = make(given.name, given.stages, given.microbatches, given.chunks)
+            of_command = draw.timetable(timetable(made, tuple(map(float, given.costs.split(",")))))
+            assert html.unescape(alt) == " ".join(of_command.text.split()), slide["title"]
+            drawn += 1
+    assert drawn == 5
 
 
 def one_part(tmp_path, text):

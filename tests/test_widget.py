@@ -3,17 +3,22 @@
 import base64
 import html.parser
 import json
+import os
 import re
+import subprocess
+from pathlib import Path
 
+import ipywidgets
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llmpar import explore
+from llmpar import explore, inspection
 from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import parse_layout
+from llmpar.tools import COMMANDS
 from llmpar.widget import MODULE, Explorer, MeshExplorer
 
 EXPLORERS = [MeshExplorer, TimelineExplorer, RingExplorer, RoutingExplorer, MemoryExplorer]
@@ -44,6 +49,7 @@ def test_a_page_needs_no_network_and_no_kernel(kind):
     assert found == [] and "import " not in MODULE.read_text()
     doc = json.loads(re.search(r'id="doc">(.*?)</script>', page, re.S)[1])
     assert doc["state"] == kind.start and len(doc["answers"]) > 5 and len(page) < 4_000_000
+    assert kind().key(doc["state"]) == next(iter(doc["answers"])), "the page's own state first"
 
 
 def test_the_front_end_moves_the_state_and_python_answers():
@@ -68,10 +74,9 @@ def test_the_front_end_moves_the_state_and_python_answers():
 
 def test_the_plain_front_end_follows_sliders_and_text():
     explorer = MeshExplorer("plain", model="tiny", seq_len=64)
-    sliders, (form, picture) = explorer.plain.children[0].children, explorer.plain.children[1].children
     box = explorer.plain
     sliders, form, picture = box.children[0].children, box.children[1].children[0], box.children[1].children[1]
-    text = next(field for field in form.children if field.description == "mesh")
+    text = next(field for label, field in (box.children for box in form.children) if label.value == "mesh")
     tp = next(slider for slider in sliders if slider.description == "tp")
     assert tp.value == 2 and "<svg" in picture.value
     tp.value = 4
@@ -103,11 +108,42 @@ def test_a_written_order_is_judged():
     assert not same["refusal"] and "busy" in same["says"]
     explorer.set(order=order.replace("B1", "F0", 1))
     assert "twice" in explorer.answer(explorer.state)["refusal"]
-    explorer.set(order="B0 F0\nF0 B0")
-    assert "Cycle" in explorer.answer(explorer.state)["refusal"]
+    explorer.set(order="F0 B0 F1 B1\nF1 F0 B0 B1")
+    refused = explorer.answer(explorer.state)
+    assert "Cycle" in refused["refusal"] and "stuck after 1 time units" in refused["svg"], "no picture of another order"
+    assert "stage 1 waits to run F1 for F1 on stage 0" in refused["svg"]
+    assert len([line for line in refused["refusal"].splitlines() if "waits at tick" in line]) == 2, "a wait per line"
+    explorer.set(order=order.lower().replace(" ", ", "))
+    assert explorer.answer(explorer.state)["svg"] == same["svg"], "lower case and commas are read too"
     explorer.set(order="F0 X0")
     assert "^" in explorer.answer(explorer.state)["refusal"] and explorer.scene.text
     assert "Bubble over ideal" in TimelineExplorer().scene.text
+
+
+def test_both_bubbles_of_zb_h2_are_said():
+    """11 % of the whole picture is idle, and nothing from one step to the next (README's 0)."""
+    text = TimelineExplorer(schedule="zb-h2", stages=4, microbatches=8).scene.text
+    assert "11.1% of them idle" in text and "first start to its own last end, the bubble is 0:" in text
+
+
+def test_an_own_order_greys_the_controls_that_it_replaces():
+    explorer = TimelineExplorer("plain", stages=2, microbatches=2)
+    fields = {label.value: field for label, field in (box.children for box in explorer.plain.children[0].children)}
+    own = next(field for label, field in fields.items() if label.startswith("your own order"))
+    own.value = explorer.answer(explorer.state)["fill"]["order"]
+    assert [field.disabled for field in fields.values()] == [True] * 4 + [False] * 4
+    own.value = ""
+    assert not any(field.disabled for field in fields.values())
+
+
+def test_plain_fields_are_wide_enough_to_type_in():
+    """A label beside the field left 18 pixels for an order and none for the slider of chunks."""
+    for kind in (TimelineExplorer, MemoryExplorer):
+        for box in kind("plain").plain.children[0].children:
+            label, field = box.children
+            wide = isinstance(field, ipywidgets.Textarea)
+            assert box.layout.width == "100%" if wide else int(box.layout.width[:-2]) >= max(220, 7.5 * len(label.value))
+            assert field.layout.width == "100%" and not field.description
 
 
 def test_ring_and_memory_show_what_the_formulas_say():
@@ -132,6 +168,31 @@ def test_a_hot_expert_is_busier_the_hotter_it_is_and_no_choice_is_lost():
     assert "0 of 128 rows" in RoutingExplorer(ranks=1).scene.text and min(moved) > 300
 
 
+def test_a_state_is_changed_by_set_only():
+    explorer = MeshExplorer()
+    with pytest.raises(TypeError, match=r"use|set\(mesh='tp=8'\)"):
+        explorer.state["mesh"] = "tp=8"
+    explorer.set(mesh="tp=8")
+    assert explorer.state["mesh"] == "tp=8" and explorer.rich.state["mesh"] == "tp=8"
+
+
+def test_a_page_offers_only_what_it_stored_and_knows_its_own_state():
+    explorer = MeshExplorer(mesh="tp=2, dp=2", order="pp,dp,fsdp,ep,sp,tp", model="tiny", seq_len=64)
+    doc = explorer.document() | explorer.stored()
+    assert doc["answers"][explorer.key(explorer.state)]["refusal"] is None
+    offered = {c["name"] for c in doc["controls"] if len(c["stored"]) > 1 or c.get("free")}
+    assert offered == {"mesh", "order", "zero"}
+    timeline = TimelineExplorer().stored()
+    assert [c["stored"] for c in timeline["controls"] if c["name"] == "order"] == [[""]], "nobody judges an order there"
+    for c in timeline["controls"][:-1]:
+        assert sorted(map(str, c["stored"])) == sorted(map(str, TimelineExplorer().choices(c))), "each choice of one control"
+
+
+def test_a_page_of_what_cannot_run_keeps_the_one_reason():
+    stored = MeshExplorer(model="deepseek-v3").stored()["answers"]
+    assert len(stored) == 1 and "cannot run here" in next(iter(stored.values()))["refusal"]["why"]
+
+
 def test_a_live_array_is_drawn_as_jax_placed_it():
     mesh = make_mesh("dp=2 fsdp=2 tp=2")
     w = jax.device_put(jnp.zeros((16, 8)), sharding(mesh, parse_layout("b/dp,fsdp d/tp")))
@@ -144,7 +205,9 @@ def test_a_live_array_is_drawn_as_jax_placed_it():
         assert [list(c) for c in row["shards"][row["holds"][position]]] == cut
     assert "holds [0:4, 0:4], 64 B; 8 shards" in explorer.scene.text
     json.dumps(doc)
-    assert explorer.rich.answer["traffic"] == [] and explorer.plain.children[1].value.startswith("<svg")
+    assert explorer.rich.answer["traffic"] is None, "nobody measured what is sent"
+    assert explorer.document()["title"] == "Shardings of live arrays"
+    assert explorer.plain.children[1].value.startswith("<svg")
     explorer.html()
 
 
@@ -153,7 +216,7 @@ def test_other_axis_names_and_one_device_are_drawn_too():
     mesh = jax.sharding.Mesh(devices, ("data", "model"))
     spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("model", None))
     assert "data=4 model=2" in repr(MeshExplorer.of(jax.device_put(jnp.zeros((4, 4)), spec)))
-    assert "1 shards" in repr(MeshExplorer.of(jnp.zeros((4, 4))))
+    assert "1 shard" in repr(MeshExplorer.of(jnp.zeros((4, 4)))).splitlines()[1]
     with pytest.raises(ValueError, match="found no array in str"):
         MeshExplorer.of("w")
 
@@ -166,7 +229,40 @@ def test_a_compiled_program_shows_its_arguments_results_and_what_it_sends():
     doc = MeshExplorer.of(product.lower(*shapes).compile()).document()
     assert [row["name"] for row in doc["tensors"]] == ["argument[0]", "argument[1]", "result"]
     assert [(t["axes"], t["kind"]) for t in doc["traffic"]] == [(["tp"], "all-reduce")]
-    assert len(doc["tensors"][2]["shards"]) == 2
+    assert len(doc["tensors"][2]["shards"]) == 2 and doc["title"] == "Shardings of a compiled program"
+    assert doc["traffic"][0]["largest"] == doc["traffic"][0]["bytes"] and doc["traffic"][0]["sizes"] == 1
+
+
+def test_a_programs_memory_counts_what_is_donated_once_and_temporaries():
+    place = sharding(make_mesh("dp=8"), parse_layout("b/dp d"))
+    grow = jax.jit(lambda x: jnp.sin(x) + x, in_shardings=place, out_shardings=place, donate_argnums=0)
+    program = grow.lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile()
+    memory = dict(MeshExplorer.of(program).answer({**explore.START})["memory"])
+    assert memory["arguments"] == 8 * 64 * 4 and memory["results beside them"] == 0
+    assert memory["temporaries"] == program.memory_analysis().temp_size_in_bytes
+
+
+def test_arrays_of_two_meshes_are_not_put_on_one():
+    one, two = (jax.device_put(jnp.zeros((16, 8)), sharding(make_mesh(m), parse_layout("b/dp d"))) for m in ("dp=2", "dp=8"))
+    with pytest.raises(ValueError, match="one mesh at a time"):
+        MeshExplorer.of([one, two])
+    beside = inspection.shardings([two, jnp.zeros(3)])["tensors"][1]
+    assert beside["holds"] == [0] + [None] * 7, "an array on one device is not on the others"
+
+
+def test_llmpar_lab_lets_saved_notebooks_keep_their_widgets(tmp_path, monkeypatch):
+    """Else a trusted notebook that is opened again says "model not found" in place of every explorer."""
+    asked = {}
+
+    def run(command, **how):
+        asked.update(how)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    COMMANDS["lab"](folder=str(tmp_path)).run()
+    folder = asked["env"]["JUPYTER_CONFIG_PATH"].split(os.pathsep)[-1]
+    settings = json.loads((Path(folder) / "labconfig" / "default_setting_overrides.json").read_text())
+    assert settings["@jupyter-widgets/jupyterlab-manager:plugin"] == {"saveState": True}
 
 
 def test_wrong_names_are_refused():

@@ -22,6 +22,7 @@ def held(rows: int = 32, columns: int = 16, dp: int = 2, fsdp: int = 2, tp: int 
             (elements // (dp * fsdp), "That is the number of elements; a float32 has 4 bytes."),
         ],
         hint="Bytes of the array, over the product of the axes that stand behind a slash.",
+        unit="bytes",
     )
 
 
@@ -29,9 +30,9 @@ def layout_of() -> Exercise:
     """Ask for the layout behind a picture that shows device numbers only."""
     sizes = parse_mesh(PUZZLE_MESH).sizes
 
-    def who_holds_what(text: str) -> dict:
+    def who_holds_what(text: str) -> list:
         layout = parse_layout(text)
-        return {f"{layout.letters} block {block}": devices for block, devices in holders(layout, sizes).items()}
+        return [[layout.letters, *block, devices] for block, devices in sorted(holders(layout, sizes).items())]
 
     return Exercise(
         level="core",
@@ -72,7 +73,8 @@ def swap(elements: int = 1024 * 256, devices: int = 8) -> Exercise:
                 "The right number, but a reduce-scatter adds, and there is no unfinished sum (no +) in `b/dp d`.",
             ),
         ],
-        hint="One axis leaves b and appears on d: the fourth row of the table in README.md.",
+        hint="One axis leaves b and appears on d: look for that row in the table of arrows (linked above, in README.md).",
+        unit="bytes",
     )
 
 

@@ -24,7 +24,8 @@ def sent(params: int = 107_840, devices: int = 8) -> Exercise:
             (message * (devices - 1) / devices, "That is the first half, the reduce-scatter; the sums must still be gathered."),
             (2 * params * (devices - 1) / devices, "That is the number of elements; a float32 has 4 bytes."),
         ],
-        hint="Bytes of all gradients V, and an all-reduce of lesson 02: 2 V (g - 1) / g.",
+        hint="Bytes of all gradients V, and a ring all-reduce among g devices: 2 V (g - 1) / g.",
+        unit="bytes",
     )
 
 
@@ -54,6 +55,10 @@ def repair() -> Exercise:
     def clipped(grad_sum, count):
         return mean(grad_sum, count) * limit(norm(mean(grad_sum, count)))
 
+    def scaled_up(grad_sum, count):
+        g = mean(grad_sum, count)
+        return g * jnp.float32(CLIP) / norm(g)
+
     def clipped_alone(grad_sum, count):
         g = grad_sum / lax.psum(count, "dp")
         return lax.psum(g * limit(norm(g)), "dp")
@@ -63,29 +68,29 @@ def repair() -> Exercise:
         return lax.psum(g, "dp") * limit(jnp.sqrt(lax.psum(jnp.sum(g * g), "dp")))
 
     gradients = [
-        (mean, ""),
         (sum_of_means, "gradient: a sum of n means is some n times too large; divide once, by the sum of counts."),
         (mean_of_means, "gradient: a device with one target weighs as much as one with eight; add first, then divide once."),
     ]
     clips = [
-        (clipped, ""),
         (clipped_alone, "clipped: every device scales by its own part's norm; only the finished sum has the norm that counts."),
+        (scaled_up, "clipped: to clip is to shorten what is too long; you also stretch a gradient that is short enough."),
         (norms_added, "clipped: squares of parts do not add up to the square of their sum; take the norm after the sum."),
     ]
 
-    def run(answer: dict) -> list:
-        return [np.asarray(jax.vmap(answer[name], axis_name="dp")(grad_sums, counts)) for name in ("gradient", "clipped")]
+    def run(answer: dict) -> dict:
+        """What every device has, of gradients that are longer than the limit and of shorter ones."""
+        over_devices = {name: jax.vmap(function, axis_name="dp") for name, function in answer.items()}
+        return {
+            name: np.stack([np.asarray(function(grad_sums * scale, counts)) for scale in (1, 0.02)])
+            for name, function in over_devices.items()
+        }
 
     return Exercise(
         level="core",
         solution={"gradient": mean, "clipped": clipped},
         observe=run,
-        wrong=[
-            ({"gradient": g, "clipped": c}, " ".join(filter(None, (why, also))))
-            for g, why in gradients
-            for c, also in clips
-            if why or also
-        ],
+        wrong=[({"gradient": g, "clipped": clipped}, why) for g, why in gradients]
+        + [({"gradient": mean, "clipped": c}, why) for c, why in clips],
         hint="Add gradients and counts over the devices first; divide, measure and scale only what they then share.",
     )
 

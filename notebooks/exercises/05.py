@@ -82,6 +82,9 @@ def kv_heads() -> Exercise:
     def round_robin(rank, tp, num_heads, num_kv_heads):
         return [rank % num_kv_heads] if tp > num_kv_heads else solution(rank, tp, num_heads, num_kv_heads)
 
+    def repeated(rank, tp, num_heads, num_kv_heads):
+        return [head * num_kv_heads // num_heads for head in range(rank * num_heads // tp, (rank + 1) * num_heads // tp)]
+
     def one_only(rank, tp, num_heads, num_kv_heads):
         return [rank * num_kv_heads // tp]
 
@@ -104,6 +107,7 @@ def kv_heads() -> Exercise:
                 "Dealing KV heads round robin gives a device a head that its own query heads do not use: query heads "
                 "in one group are neighbours, and so are the devices that hold them.",
             ),
+            (repeated, "The right heads, once for every query head that uses them; name each head once."),
             (
                 one_only,
                 "Right for more devices than KV heads, but with fewer devices than KV heads a device needs several.",

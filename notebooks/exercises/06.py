@@ -19,6 +19,7 @@ def ring_bytes(devices: int = 8, seq: int = 256, kv_heads: int = 2, head_width: 
             ((devices - 1) * hop / 4, "That is the number of elements; a float32 has 4 bytes."),
         ],
         hint="A hop hands on K and V of S/n positions, each position with 2 heads of 16 numbers. How many hops are there?",
+        unit="bytes",
     )
 
 
@@ -40,7 +41,8 @@ def hop_bytes(tokens: int = 131_072, devices: int = 8, heads: int = 32, kv_heads
             (right * 32, "That is one hop in each of the 32 layers. One layer was asked for."),
         ],
         hint="2 (K and V) × positions per device × KV heads × head width × bytes per number.",
-        tolerance=0.01,  # 64 MiB and 67.1 MB are both fine
+        tolerance=0.01,  # 67.1e6 is fine
+        unit="bytes",
     )
 
 
@@ -87,7 +89,7 @@ def zigzag() -> Exercise:
                 "Rank i has parts i and n+i: both grow with i. Its second part must be the later the earlier its first is.",
             ),
             (read_backwards, "The right parts, but inside a part the positions still rise: only the parts' order is mirrored."),
-            (inverse, "That says where each position goes. Asked is which position lies where: apply np.argsort once more."),
+            (inverse, "That says where each position goes. What lies where was asked for: apply np.argsort once more."),
             (late_first, "The right parts for each rank, the later one first. Put the earlier part first."),
         ],
         hint="Cut the positions into 2n parts. Rank i gets part i, then part 2n-1-i.",
@@ -95,34 +97,45 @@ def zigzag() -> Exercise:
 
 
 def rivals(flops_per_s: float = 989.4e12, link_bytes_per_s: float = 450e9) -> Exercise:
-    """Ask from which power of two on Ulysses sends less than the ring, and from which block on the ring hides its hops."""
+    """Ask from which power of two on Ulysses sends less than the ring, forward and in a step, and which block hides a hop."""
 
-    def smallest(heads, kv_heads, limited=True):
+    def smallest(heads, kv_heads, more_than, limited=True):
         n = 2
-        while n <= 1 + heads / kv_heads:
+        while n <= more_than(heads / kv_heads):
             n *= 2
         return n if n <= kv_heads or not limited else None
 
+    forward, step = (lambda ratio: 1 + ratio), (lambda ratio: (1 + ratio) / 2)
     heads = {"llama2-7b": (32, 32), "llama3-8b": (32, 8), "llama3-70b": (64, 8)}
-    degrees = {name: smallest(*counts) for name, counts in heads.items()}
+    right = {f"{name} forward": smallest(*counts, forward) for name, counts in heads.items()}
+    right |= {f"{name} step": smallest(*counts, step) for name, counts in heads.items()}
     block = 2 * flops_per_s / link_bytes_per_s * 8 / 32
-    right = degrees | {"hidden_from": block}
+    right["hidden_from"] = block
     return Exercise(
         level="expert",
         solution=right,
         wrong=[
             (
-                right | {"llama3-70b": smallest(64, 8, limited=False)},
-                "llama3-70b: with 16 ranks Ulysses would send less, but a rank would hold half of one of the 8 KV heads.",
+                right | {"llama3-70b forward": smallest(64, 8, forward, limited=False)},
+                "llama3-70b forward: 16 ranks of Ulysses would send less, but one would hold half of one of the 8 KV heads.",
             ),
             (
-                right | dict.fromkeys(degrees, 4),
-                "With grouped queries the ring turns KV heads only, while Ulysses also exchanges Q and the output: the "
-                "models differ in the ratio of query heads to KV heads.",
+                right | {f"{name} step": right[f"{name} forward"] for name in heads},
+                "step: these are the answers for the forward pass. Backwards, Ulysses repeats its all-to-alls; the ring turns "
+                "K and V once more, and their gradients in float32 as well.",
             ),
             (
-                right | {"llama2-7b": 2},
-                "llama2-7b: at 2 ranks both send the same. Asked is where Ulysses sends less.",
+                right | {f"{name} forward": right[f"{name} step"] for name in heads},
+                "forward: these are the answers for a whole step; forward, the ring turns K and V once, in bfloat16.",
+            ),
+            (
+                right | {f"{name} forward": 4 for name in heads},
+                "forward: with grouped queries the ring turns KV heads only, while Ulysses also exchanges Q and the output: "
+                "the models differ in the ratio of query heads to KV heads.",
+            ),
+            (
+                right | {"llama2-7b forward": 2},
+                "llama2-7b forward: at 2 ranks both send the same. The question is where Ulysses sends less.",
             ),
             (
                 right | {"hidden_from": block / 2},
@@ -138,8 +151,8 @@ def rivals(flops_per_s: float = 989.4e12, link_bytes_per_s: float = 450e9) -> Ex
             ),
         ],
         hint=(
-            "Sent forward per layer, in positions × head widths: ring 2 k (n-1), Ulysses (2 q + 2 k)(n-1)/n. The degree "
-            "divides k. Block: C/W × kv_heads/heads, for a mask that leaves half of the work."
+            "Take both rows of the table above, with the heads of this model, for n = 2, 4, 8; n must divide the KV heads. "
+            "The block is in the formula above it."
         ),
         tolerance=0.02,  # rounded by hand
     )

@@ -23,6 +23,7 @@ def dispatch_bytes(ranks: int = 8, tokens: int = 32, width: int = 16, chosen: in
             (rows / 4 * (ranks - 1) / ranks, "That is the number of elements; a float32 has 4 bytes."),
             (rows / 2 / ranks, "That is what one of its neighbours gets. All of them were asked for."),
         ],
+        unit="bytes",
         hint="tokens × k rows of d float32; the share of them whose expert is on another of n ranks is (n-1)/n.",
     )
 
@@ -30,7 +31,14 @@ def dispatch_bytes(ranks: int = 8, tokens: int = 32, width: int = 16, chosen: in
 def capacity() -> Exercise:
     """Ask for the smallest capacity in rows at which at most 1 % of all choices are dropped."""
     allowed = sum(LOADS) // 100
-    right = next(c for c in range(max(LOADS) + 1) if sum(max(0, n - c) for n in LOADS) <= allowed)
+    dropped = lambda rows: sum(max(0, n - rows) for n in LOADS)
+    right = next(c for c in range(max(LOADS) + 1) if dropped(c) <= allowed)
+
+    def counted(rows):
+        """What a capacity drops, and which way to go."""
+        which = "a smaller one is enough" if rows > right else "a larger one is needed"
+        return f"{rows:g} rows drop {dropped(rows):g} of {sum(LOADS):,} choices, and {allowed} may go: {which}."
+
     return Exercise(
         level="core",
         solution=right,
@@ -41,9 +49,9 @@ def capacity() -> Exercise:
             ),
             (max(LOADS), "That drops nobody. One choice in a hundred may go."),
             (math.ceil(0.99 * max(LOADS)), "One per cent of all 1,024 choices, not of those for the busiest expert."),
-            (right / 128, "That is the capacity factor. Asked is the number of rows."),
+            (right / 128, "That is the capacity factor. The question is the number of rows."),
         ],
-        hint="Dropped is the sum over experts of max(0, load - capacity). Ten of 1,024 choices may be dropped.",
+        hint=counted,
         tolerance=1e-9,
     )
 

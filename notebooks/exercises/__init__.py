@@ -8,7 +8,8 @@ In a lesson, the learner replaces the dots and runs the cell again:
 In `exercises/03.py` stands a function of that name. It takes what the lesson passes by keyword (with the lesson's own
 values as defaults) and describes the exercise: the solution, and the answers that people give when one thing is not yet
 clear, each with the sentence that helps. An answer may be a value or a function; `observe` turns it into what is
-compared, so that a learner's function is recognised by what it does.
+compared, so that a learner's function is recognised by what it does. An answer with several named parts is judged part by
+part; a wrong answer that spoils some of them helps wherever it is met on those.
 
     def bytes_sent(devices: int = 8) -> Exercise:
         '''Ask how many bytes a device sends in a ring all-reduce of 1 MiB.'''
@@ -29,12 +30,18 @@ import dis
 import importlib.util
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 NOT_ATTEMPTED = "not attempted yet: replace the dots and run this cell again"
 CORRECT = "correct"
+UNITS = {
+    "bytes": {"KiB": 2**10, "kB": 1e3, "MiB": 2**20, "MB": 1e6, "GiB": 2**30, "GB": 1e9},
+    "a fraction of 1": {"per cent": 0.01},
+}
+"""What an answer is given in, and what people also count it in."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +51,114 @@ class Exercise:
     level: Literal["core", "stretch", "expert"]
     solution: Any
     wrong: Sequence[tuple[Any, str]]
-    hint: str
+    hint: str | Callable[[Any], str]  # a function of what was observed can count for the learner
     observe: Callable[[Any], Any] = lambda answer: answer
     tolerance: float = 1e-5  # relative; answers are float32 results or numbers rounded by hand
+    unit: str = ""  # of numbers: a key of `UNITS`
 
     def judge(self, answer: Any) -> str:
         """Return the verdict on an answer as one sentence."""
         if is_blank(answer):
             return NOT_ATTEMPTED
+        if fault := mismatch(answer, self.solution):
+            return f"not yet. {fault}"
         try:
-            seen = self.observe(answer)
+            seen, right = self.observe(answer), self.observe(self.solution)
             if is_blank(seen):
                 return NOT_ATTEMPTED
-            if same(seen, self.observe(self.solution), self.tolerance):
-                return CORRECT
-            for planted, sentence in self.wrong:
-                if same(seen, self.observe(planted), self.tolerance):
-                    return f"not yet. {sentence}"
+            return CORRECT if self.same(seen, right) else f"not yet. {self.advice(seen, right)}"
         except Exception as error:  # the learner's own code runs here: whatever it raises is the learner's to read
             return f"not yet. Your answer raised {type(error).__name__}: {error}"
-        return f"not yet. {self.hint}"
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Compare within the exercise's tolerance."""
+        return same(one, other, self.tolerance)
+
+    def advice(self, seen: Any, right: Any) -> str:
+        """Say what helps someone who answered `seen`."""
+        planted = [(self.observe(wrong), sentence) for wrong, sentence in self.wrong]
+        for value, sentence in planted:
+            if self.same(seen, value):
+                return sentence
+        if fault := mismatch(seen, right):
+            return fault
+        if isinstance(right, Mapping):
+            return self.part_by_part(seen, right, planted)
+        return self.in_another_unit(seen, right) or self.hinted(seen)
+
+    def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]]) -> str:
+        """Name the parts that are right; help with the others by planted answers that go wrong on them in the same way."""
+        off = [name for name in right if not self.same(seen[name], right[name])]
+        said, helped = [f"Right: {', '.join(str(name) for name in right if name not in off)}."] * (len(off) < len(right)), set()
+        for value, sentence in planted:
+            spoilt = {name for name in right if not self.same(value[name], right[name])}
+            if not spoilt & helped and all(self.same(seen[name], value[name]) for name in spoilt):
+                said, helped = [*said, sentence], helped | spoilt
+        for name in [name for name in off if name not in helped]:
+            if sentence := self.in_another_unit(seen[name], right[name]):
+                said, helped = [*said, f"{name}: {sentence}"], helped | {name}
+        if left := [f"{name}{near(seen[name], right[name])}" for name in off if name not in helped]:
+            said += [f"Look again at {', '.join(left)}. {self.hinted(seen)}"]
+        return " ".join(said)
+
+    def in_another_unit(self, seen: Any, right: Any) -> str:
+        """Recognise the right number in kilobytes, per cent and the like."""
+        for name, size in UNITS.get(self.unit, {}).items():
+            if kind(seen) == kind(right) == "a number" and same(float(seen) * size, right, max(self.tolerance, 0.01)):
+                given = float(seen) * size
+                shown = f"{given:,.0f}" if given > 100 else f"{given:.3g}"
+                return f"That is the right value in {name}; it is asked for as {self.unit}: {shown}."
+        return ""
+
+    def hinted(self, seen: Any) -> str:
+        """Give the hint."""
+        return self.hint if isinstance(self.hint, str) else self.hint(seen)
+
+
+def kind(value: Any) -> str:
+    """Name the kind of an answer."""
+    if value is None:
+        return "None"
+    if isinstance(value, str | bool):
+        return "text" if isinstance(value, str) else "True or False"
+    if isinstance(value, Mapping):
+        return "a dict"
+    if isinstance(value, list | tuple | set):
+        return "a list"
+    if callable(value):
+        return "a function"
+    return "an array" if getattr(value, "shape", ()) else "a number"
+
+
+def not_asked(answer: Any, asked: Any) -> str:
+    """Say which kind of answer is asked for."""
+    wanted = f"A function of {', '.join(inspect.signature(asked).parameters)}" if callable(asked) else kind(asked).capitalize()
+    plain = " Write it without quotes, commas and units." if (kind(asked), kind(answer)) == ("a number", "text") else ""
+    shown = f": {answer!r}" if kind(answer) in ("a number", "text", "True or False") else ""
+    return f"{wanted} is asked for, and this is {kind(answer)}{shown}.{plain}"
+
+
+def mismatch(seen: Any, right: Any) -> str:
+    """Say how an answer is of another kind than the right one, anywhere in it: text for a number, other names or shapes."""
+    if kind(seen) != kind(right):
+        return not_asked(seen, right)
+    if isinstance(right, Mapping):
+        if seen.keys() != right.keys():
+            return f"The names asked for are {', '.join(map(str, right))}; yours are {', '.join(map(str, seen)) or 'none'}."
+        pairs = [(seen[name], right[name]) for name in right if seen[name] is not None and right[name] is not None]
+    elif kind(right) == "an array" and seen.shape != right.shape:
+        return f"An array of shape {list(right.shape)} is asked for, and yours has {list(seen.shape)}."
+    else:
+        pairs = list(zip(seen, right, strict=False)) if isinstance(right, list | tuple) else []
+    return next(filter(None, (mismatch(one, other) for one, other in pairs)), "")
+
+
+def near(seen: Any, right: Any) -> str:
+    """Say by how much a number is off that is nearly right."""
+    if kind(seen) != "a number" or kind(right) != "a number" or not right:
+        return ""
+    error = abs(float(seen) / float(right) - 1)
+    return f" (off by {error:.0%})" if 0.005 < error < 0.1 else ""
 
 
 def is_blank(answer: Any) -> bool:
@@ -79,9 +174,10 @@ def is_blank(answer: Any) -> bool:
 
 
 def same(one: Any, other: Any, tolerance: float) -> bool:
-    """Compare two answers: texts but for spacing, numbers and arrays within a relative tolerance, the rest exactly."""
+    """Compare two answers: texts by their words, numbers and arrays within a relative tolerance, the rest exactly."""
     if isinstance(one, str) and isinstance(other, str):
-        return one.split() == other.split()
+        words, others = (re.sub(r"[-_\s]+", " ", text.strip().lower()) for text in (one, other))
+        return words == others
     if isinstance(one, bool | str) or isinstance(other, bool | str) or one is None or other is None:
         return type(one) is type(other) and one == other
     if isinstance(one, Mapping) and isinstance(other, Mapping):

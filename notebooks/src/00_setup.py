@@ -323,7 +323,8 @@ attempt("00.layout_of", layout_seen)
 # ## Exercise, stretch: two layouts of the same size
 #
 # On 8 devices (`dp=8`), `b/dp d` and `b d/dp` of a float32 array `[1024, 256]` take the same memory. Which one collective
-# turns the first into the second, and how many bytes does each device send for it?
+# turns the first into the second, and how many bytes does each device send for it? (The table of arrows is in the
+# [README](../README.md).)
 
 # %%
 collective = ...  # "all-gather", "reduce-scatter", "all-reduce" or "all-to-all"
@@ -397,7 +398,11 @@ for (axes, kind), row in chosen.items():
 # llmpar lab                                         these notebooks
 # ```
 #
-# **One number to remember: shards × copies = devices**, so 8 here. Every copy more is a shard less.
+# **One number to remember: shards × copies = devices**, so 8 here. Twice the copies, half the shards, twice the memory on each device.
 
 # %%
+for text in LAYOUTS:
+    layout = parse_layout(text)
+    copies, held = cost.copies(cube.sizes, layout.axes), shard_bytes(layout, whole.shape, 4, cube.sizes)
+    assert held * n == copies * whole.nbytes, "as many times the memory as there are copies"
 print(f"{n} devices = shards x copies, for each of the {len(LAYOUTS)} layouts above")

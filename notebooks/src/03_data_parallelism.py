@@ -111,7 +111,8 @@ def on_mesh(function):
 
 
 # %% [markdown]
-# The package does the same from the text of two arrows, and keeps a ledger of what it sends.
+# The package does the same from the text of two arrows. Each collective carries its arrow into the compiled program, where a census
+# of what is sent finds it again.
 
 # %%
 from llmpar.notation import parse_arrow
@@ -124,7 +125,6 @@ SCALAR = parse_arrow("+dp -> whole")
 
 
 def by_package(weights, x, counted):
-    par.ledger.clear()
     total = par.carry_out(counted.sum(), SCALAR, "rows that count")
     own = jax.tree.map(lambda w: vary(w, ("dp",)), weights)
     loss, grads = jax.value_and_grad(lambda w: squares(w, x, counted) / total)(own)
@@ -151,33 +151,18 @@ for name, (loss, grads) in results.items():
 texts = {name: hlo.partitioned_hlo(way.lower(toy, x, counted)) for name, way in ways.items()}
 sent = {name: hlo.census_table(hlo.census_hlo(text, mesh)) for name, text in texts.items()}
 assert sent["by hand"] == sent["unasked"] == sent["by the package"]
-in_ledger = sum(entry.bytes_sent for entry in par.ledger)
-assert in_ledger == sum(row["bytes_sent"] for row in sent["by hand"].values())
+arrows = {c.arrow: c.bytes_sent for c in hlo.census_hlo(texts["by the package"], mesh)}
+assert n == 1 or arrows.keys() == {"rows that count", "loss", *map(str, GRADIENTS.values())}
+assert sum(arrows.values()) == sum(row["bytes_sent"] for row in sent["by hand"].values())
 print(f"communication: each compiles to {sent['by hand'] or 'nothing'}")
-print(f"the ledger:    {in_ledger} bytes, for " + ", ".join(entry.arrow for entry in par.ledger))
-
-# %% [markdown]
-# A fourth fault, adding twice, cannot be written in arrows: a sum that is finished on all devices is not an unfinished one.
-# The refusal comes while the program is traced, before anything is compiled.
-
-
-# %%
-def added_twice(weights, x, counted):
-    once = par.carry_out(counted.sum(), SCALAR, "rows that count")
-    return par.carry_out(once, SCALAR, "rows that count")
-
-
-try:
-    on_mesh(added_twice).lower(toy, x, counted)
-    raise AssertionError("this should have been refused")
-except ValueError as refusal:
-    print(refusal)
+print("its arrows:    " + "; ".join(f"{arrow}: {sent_bytes} B" for arrow, sent_bytes in arrows.items()))
 
 # %% [markdown]
 # ## Three that are broken
 #
-# These three are found in real code, and each looks right. Each gets the gradient of a device's *sum* and its own count.
-# On one device all three are correct: that is why they are written.
+# Each looks right. Each gets the gradient of a device's *sum* and its own count. On one device all three are correct: that
+# is why they are written. The second was in Hugging Face Transformers until October 2024, over microbatches in place of
+# devices: each was divided by its own number of targets, and then the mean was taken.
 
 
 # %%
@@ -219,6 +204,23 @@ for broken, got, right in zip(BROKEN, on_mesh(all_three)(toy, x, counted), (want
     print(f"{broken.__name__}: off by {error:.0%} of the largest gradient on {n} devices")
 
 # %% [markdown]
+# A fourth fault, adding twice, cannot be written in arrows: a sum that is finished on all devices is not an unfinished one.
+# The refusal comes while the program is traced, before anything is compiled.
+
+
+# %%
+def added_twice(weights, x, counted):
+    once = par.carry_out(counted.sum(), SCALAR, "rows that count")
+    return par.carry_out(once, SCALAR, "rows that count")
+
+
+try:
+    on_mesh(added_twice).lower(toy, x, counted)
+    raise AssertionError("this should have been refused")
+except ValueError as refusal:
+    print(refusal)
+
+# %% [markdown]
 # ## Run: a Llama, four ways
 #
 # `Plan.reduce` says when gradients are added up, `Plan.microbatches` how often a device computes before that:
@@ -226,7 +228,7 @@ for broken, got, right in zip(BROKEN, on_mesh(all_three)(toy, x, counted), (want
 # | plan | gradients are summed |
 # |---|---|
 # | `reduce="end"` | after the backward pass, one all-reduce per stacked weight |
-# | `reduce="layer"` | inside the backward pass, layer by layer (the *unasked* way above) |
+# | `reduce="layer"` | inside the backward pass, layer by layer (the *unasked* way above); in *every* backward pass |
 # | `reduce="bucket"` | after it, concatenated into flat buckets |
 # | `microbatches=2` | after two microbatches, whose gradients are first added on the device |
 #
@@ -283,7 +285,7 @@ print("one device:", " ".join(f"{loss:.3f}" for loss in solo_losses), "nats per 
 # partitioned program are those of the formula. *Memory*: the bytes that a step is given, per device.
 
 # %%
-from llmpar import predict
+from llmpar import cost, predict
 
 
 def verdicts(plan):
@@ -333,12 +335,13 @@ for name, plan in plans.items():
 # %% [markdown]
 # ## Compare
 #
-# The bytes are those of the parameters, twice (n − 1)/n times, and two scalars (the number of targets and the loss),
-# whichever way they are packed. Accumulation sends the same per *step*, and so half per microbatch.
+# The bytes are those of the parameters, twice (n − 1)/n times, and one small message (the loss, the number of targets, the
+# gradients' squared norm), whichever way they are packed. Accumulation sends the same per *step*, and so half per microbatch, if the sums wait for
+# the last one.
 
 # %%
-scalars = 2
-bound = 2 * (4 * config.num_params + 4 * scalars) * (n - 1) / n
+small = 4 * 3  # bytes of loss, number of targets and squared norm
+bound = 2 * (4 * config.num_params + small) * (n - 1) / n
 rows = []
 print("plan        partitioned  final program        bytes  bytes / 4-byte parameter")
 for name, (census, formula, final) in read.items():
@@ -350,9 +353,9 @@ counts = {name: row["count"] for name, row in zip(read, rows, strict=True)}
 leaves = len(jax.tree.leaves(fresh))
 if n > 1:
     stacked = len(jax.tree.leaves(fresh["blocks"]))
-    assert counts["end"] == counts["microbatches"] == leaves + scalars
-    assert counts["layer"] == (leaves - stacked) + config.num_layers * stacked + scalars
-    assert scalars < counts["bucket"] < counts["end"]
+    assert counts["end"] == counts["microbatches"] == leaves + 1
+    assert counts["layer"] == (leaves - stacked) + config.num_layers * stacked + 1
+    assert 1 < counts["bucket"] < counts["end"]
     layered = read["layer"][0]
     inside = [c for c in layered if c.count == config.num_layers]
     assert len(inside) == stacked
@@ -363,6 +366,24 @@ show(draw.collectives(rows))
 # `partitioned` counts what we asked for. The final program may merge: XLA's combiner joins all-reduces that nothing keeps
 # apart, which is its own way of making buckets. Those inside the loop over layers stay there, once per layer.
 #
+# Sums inside the backward pass cannot wait: each microbatch has a backward pass of its own. Here is what that would send.
+# The package refuses to run it.
+
+# %%
+print("microbatches   end         layer, if it ran")
+for a in (1, 2, 4):
+    at_end, by_layer = (Plan(f"dp={n}", zero=0, reduce=when, microbatches=a) for when in ("end", "layer"))
+    sent_at_end, sent_by_layer = (predict.collectives(config, plan, BATCH * a, SEQ).total_bytes for plan in (at_end, by_layer))
+    assert sent_at_end == read["end"][1].total_bytes
+    assert sent_by_layer == a * sent_at_end - (a - 1) * int(cost.sent_bytes("all-reduce", small, n))  # which is sent once
+    print(f"{a:>12}   {sent_at_end:<9,}   {sent_by_layer:,} bytes per step")
+try:
+    by_layer.check(config, BATCH * a, SEQ)
+    raise AssertionError("this should have been refused")
+except ValueError as refusal:
+    print(refusal)
+
+# %% [markdown]
 # ## When can they talk?
 #
 # The gradient of the last layer is ready first. Sending it while the layers below are still being differentiated hides the
@@ -371,25 +392,27 @@ show(draw.collectives(rows))
 #
 # $$ \frac{4\,\Psi\,T}{C} \ge \frac{4\,\Psi}{W} \quad\Longleftrightarrow\quad T \ge \frac{C}{W} $$
 #
-# The size of the model drops out. T is tokens **per device and step**, and the thresholds are properties of the hardware
-# (Austin et al. 2025):
+# The size of the model drops out. T is tokens **per device and backward pass**, and the thresholds are properties of the
+# hardware (Austin et al. 2025). In all lessons a *threshold* takes published rates (450 GB/s of an H100's NVLink; for a TPU
+# v5p the book's 90 GB/s per link and direction), and a *time* takes what large messages reach (370 GB/s on H100):
 
 # %%
 # NBVAL_CHECK_OUTPUT
-from llmpar import cost
 from llmpar.hardware import chip
 
 h100, v5p = chip("h100"), chip("v5p")
-axis = v5p.axis_bytes_per_s * v5p.link_efficiency  # both directions of a ring, as reached
+axis = 2 * 90e9  # both directions of a ring, at the book's rate
+assert axis == v5p.axis_bytes_per_s * v5p.link_efficiency
 thresholds = {
-    "H100, inside a node of 8": (cost.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), 2200),
-    "H100, across nodes": (cost.dp_min_tokens(h100.flops_per_s, h100.node_size * h100.dcn_bytes_per_s), 2475),
-    "TPU v5p, three axes": (cost.dp_min_tokens(v5p.flops_per_s, 3 * axis), 850),
-    "TPU v5p, one axis": (cost.dp_min_tokens(v5p.flops_per_s, axis), 2550),
+    "H100, inside a node of 8": (h100, h100.link_bytes_per_s, 2200),
+    "H100, across nodes": (h100, h100.node_size * h100.dcn_bytes_per_s, 2475),
+    "TPU v5p, three axes": (v5p, 3 * axis, 850),
+    "TPU v5p, one axis": (v5p, axis, 2550),
 }
-for where, (tokens, published) in thresholds.items():
+for where, (device, rate, published) in thresholds.items():
+    tokens = cost.dp_min_tokens(device.flops_per_s, rate)
     assert abs(tokens / published - 1) < 1e-3
-    print(f"{where:<26}{tokens:7.0f} tokens per device (published {published})")
+    print(f"{where:<26}{rate / 1e9:4.0f} GB/s: {tokens:5.0f} tokens per device (published {published})")
 
 # %% [markdown]
 # Across nodes each device exchanges an eighth of the gradients over its own port, so together a node's 8 ports count.
@@ -427,10 +450,19 @@ timeline = draw.overlap(compute_s, comm_s, [f"{4 * i}+" for i in reversed(range(
 assert f"side by side: {time_text(end(compute_s, comm_s))}" in timeline.text
 show(timeline)
 
+print("\nmicrobatches   waited for   of the step's backward passes")
+for a in (1, 2, 4):
+    earlier = compute_s * (a - 1)  # their gradients are not final: there is nothing to send yet
+    waited = end(earlier + compute_s, [0.0] * len(earlier) + comm_s) - a * sum(compute_s)
+    assert np.isclose(waited, end(compute_s, comm_s) - sum(compute_s))
+    print(f"{a:>12}   {time_text(waited):>10}   {waited / (a * sum(compute_s)):.1%}")
+
 # %% [markdown]
 # Above the threshold only the last bucket is waited for (an eighth here): it is complete when the backward pass ends. Smaller
 # buckets shorten that wait, until their number costs more than it saves, because every all-reduce also has a latency.
-# Accumulation moves the threshold: with `a` microbatches there are `a` times the tokens to hide behind.
+# Accumulation does *not* move the threshold: a gradient is final only in the last microbatch's backward pass, so only the tokens
+# of that one hide it. It is the wait's *share* of the step that becomes `a` times smaller. And in this package `end` and
+# `bucket` send after the backward pass and hide nothing: what is hidden here is `layer`, with one microbatch.
 #
 # More replicas mean more tokens per step, and that is not free either: beyond the *critical batch* more tokens make a
 # step's gradient hardly better (McCandlish et al. 2018). That limit is about learning and is not computed here.
@@ -482,8 +514,8 @@ attempt("03.pad", pad)
 # 1. Replicas agree on gradients: one arrow, `+dp -> whole`, per weight.
 # 2. The mean is the sum of sums over the sum of counts; a mean of means, a sum of means and a local norm are wrong.
 # 3. Bytes are twice the gradients' times (n − 1)/n, however they are packed: end, layer, bucket.
-# 4. Accumulating microbatches sends the same once, for more tokens.
-# 5. It hides behind the backward pass from C/W tokens per device on; the last bucket never does.
+# 4. Accumulating microbatches sends the same once, for more tokens, if the sums wait for the last one; layer by layer they do not.
+# 5. It hides behind *one* backward pass of at least C/W tokens per device; the last bucket never does.
 #
 # ## Where XLA's partitioner differs
 #
@@ -502,7 +534,7 @@ assert abs(float(auto_loss) - float(want_loss)) < 1e-5 * float(want_loss) and di
 lowered = auto.lower(toy, x, counted)
 asked = hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh)
 final = hlo.census_hlo(lowered.compile().as_text(), mesh)
-print(f"by hand:     {sum(row['count'] for row in sent['by hand'].values())} all-reduces, {in_ledger} bytes")
+print(f"by hand:     {sum(row['count'] for row in sent['by hand'].values())} all-reduces, {sum(arrows.values())} bytes")
 print(f"partitioner: {len(asked)} {', '.join(sorted({c.kind for c in asked}))}, {sum(c.bytes_sent for c in asked)} bytes")
 print(f"final:       {len(final)} {', '.join(sorted({c.kind for c in final}))}, {sum(c.bytes_sent for c in final)} bytes")
 

@@ -327,10 +327,10 @@ for path, (dims, _) in LLAMA.param_shapes().items():
     print(f"  {path:<28} {dims:<20} -> {llamas['tp'][0].plan.stored(dims)}")
 
 # %%
-tables = {}
+tables, moved = {}, {}
 for name, (step, lowered, _, _, _) in llamas.items():
     predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)
-    census = hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)
+    moved[name] = census = hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)
     tables[name] = hlo.census_table(census)
     assert tables[name] == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
     assert sum(c.count for c in census if c.shape == (BATCH, SEQ)) == len(loss_census)  # the loss: as by hand
@@ -345,7 +345,8 @@ print("memory: argument bytes per device are as predicted")
 # ## Picture of the compiled programs
 #
 # What each step sends. The all-reduces that remain with sequence parallelism are small: three numbers per token for the loss, the
-# gradients of the norms' scales, which now see only a part of the sequence on each device, and the global norm.
+# gradients of the norms' scales, which now see only a part of the sequence on each device, and one message with the loss and the global
+# norm.
 
 # %%
 bars = []
@@ -359,7 +360,7 @@ else:
     print("one device sends nothing, so there is nothing to draw")
 
 # %% [markdown]
-# **One block** is the difference between a model of 3 layers and one of 2. The ledger of the Manual reading says which arrow each
+# **One block** is the difference between a model of 3 layers and one of 2. The census says which arrow each
 # collective came from.
 
 
@@ -382,9 +383,9 @@ assert sum(sent for _, sent in plain.values()) == 4 * cost.tp_elements(BATCH, SE
 print("one block, plain:        ", "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in plain.items()) or "nothing")
 print("one block, with sequence:", "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in sequence.items()) or "nothing")
 print("communication: each all-reduce became a reduce-scatter and an all-gather; the bytes on the wire are equal")
-for entry in llamas["tp + sequence"][0].ledger:
-    if entry.times == LLAMA.num_layers:
-        print(f"  ×{entry.times} {entry.kind:<15} {entry.arrow}")
+for c in moved["tp + sequence"]:
+    if c.count == LLAMA.num_layers:
+        print(f"  ×{c.count} {c.kind:<15} {c.arrow}")
 
 # %% [markdown]
 # ## What sequence parallelism buys: 10 + 24/t becomes 34/t
@@ -419,19 +420,27 @@ if devices[0].platform == "cpu" and T > 1:
 #
 # Tensor parallelism divides the work by t, but not the message: every device sends 2·(t-1)/t·b·s·d per all-reduce. With a link of W bytes/s
 # and C FLOP/s per chip, computing hides sending only while t < F/α, where F is the feed-forward width and α = C/W per mesh axis
-# (Austin et al. 2025). α of a TPU v5p is 2550.
+# (Austin et al. 2025). As in lesson 03 these are thresholds, so W is the published rate; for a TPU v5p, whose α is 2550, the book's.
 
 # %%
 # NBVAL_CHECK_OUTPUT
 v5p, h100 = chip("v5p"), chip("h100")
-alpha = v5p.flops_per_s / (2 * v5p.reached_link_bytes_per_s)
-print(f"v5p: α = {alpha:.0f}, so Gemma 7B (F = 50,000) may go to t = {cost.tp_max_degree(50_000, v5p.flops_per_s, 2 * v5p.reached_link_bytes_per_s):.1f}")
-for name, rate in (("inside a node", h100.reached_link_bytes_per_s), ("between nodes", h100.dcn_bytes_per_s)):
-    print(f"H100 {name}: α = {h100.flops_per_s / rate:,.0f}, so Llama 70B (F = 28,672) may go to t = {cost.tp_max_degree(28_672, h100.flops_per_s, rate):.1f}")
-assert round(alpha) == 2550
+book = 2 * 90e9  # an axis of a v5p, both directions
+links = [("v5p", v5p, book), ("H100 inside a node", h100, h100.link_bytes_per_s), ("H100 between nodes", h100, h100.dcn_bytes_per_s)]
+degrees = {}
+for where, device, rate in links:
+    alpha = device.flops_per_s / rate
+    print(f"{where}, {rate / 1e9:.0f} GB/s: α = {alpha:,.0f}, so t may go to", end=" ")
+    for name in ("llama3-70b", "llama3.1-405b"):
+        ffn = preset(name).ffn_width
+        degrees[where, name] = cost.tp_max_degree(ffn, device.flops_per_s, rate)
+        print(f"{degrees[where, name]:.1f} for {name} (F = {ffn:,})", end="; " if name == "llama3-70b" else "\n")
+    assert where != "v5p" or round(alpha) == 2550
+assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 
 # %% [markdown]
-# Now a layer of Llama 70B on H100 nodes of 8, 4096 tokens, bf16: computing at the peak, and four all-reduces that nothing hides. Beyond 8 the
+# Now a layer of Llama 70B on H100 nodes of 8, 4096 tokens, bf16: computing at the peak, and four all-reduces that nothing hides. These are
+# times, so inside a node messages run at the 370 GB/s that large ones reach, and the 13 from above becomes 10.7. Beyond 8 the
 # truth lies between two models: *best*, every GPU's own network port is used and the levels overlap; *worst*, one flat ring runs at the speed
 # of one port.
 
@@ -441,6 +450,7 @@ config, num_tokens = preset("llama3-70b"), 4096
 layer_params = (config.num_params - 2 * config.vocab_size * config.width) / config.num_layers
 layer_message = 2 * num_tokens * config.width
 bars, efficiency = [], {}
+assert f"{cost.tp_max_degree(config.ffn_width, h100.flops_per_s, 370e9):.1f}" == "10.7" and h100.reached_link_bytes_per_s == 370e9
 print(" t   computing   sending: best    worst   tokens/s per device, of t = 1: best   worst")
 for t in (1, 2, 4, 8, 16, 32):
     compute_s = cost.train_seconds(layer_params, num_tokens, t, h100.flops_per_s)

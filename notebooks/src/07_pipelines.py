@@ -2,8 +2,9 @@
 # # 07 · Pipelines: what does a stage wait for?
 #
 # Tensor parallelism cuts every layer; a pipeline cuts *between* layers. Each device, or group of devices, is a **stage**: it holds
-# some layers whole, takes a stream of activations from the stage before, and hands its own on. Nothing else crosses. That makes `pp`
-# the axis for the slowest links, and gives it a problem that no other axis has: a stage without input has nothing to do.
+# some layers whole, takes a stream of activations from the stage before, and hands its own on. In the forward and backward pass
+# nothing else crosses. That makes `pp` the axis for the slowest links, and gives it a problem that no other axis has: a stage without
+# input has nothing to do.
 #
 # | what | layout or movement |
 # |---|---|
@@ -190,8 +191,9 @@ if devices[0].platform == "cpu" and p > 1:  # elsewhere products are library cal
 
 # %% [markdown]
 # So this pipeline never waits! In the ticks of the bubble it computes on zeros and on microbatches that it has already had, and
-# throws the result away. Time is lost just the same, and so is energy. Published JAX pipelines work like this, by scan and autodiff:
-# every schedule that they can express is "all forwards, then all backwards".
+# throws the result away. Time is lost just the same, and so is energy. GSPMD pipelines (Xu et al. 2021) work like this, by scan and
+# autodiff: every schedule that they can express is "all forwards, then all backwards". (Alpa and JaxPP, which bring a runtime of their
+# own, run 1F1B.)
 #
 # ## A schedule is a table
 #
@@ -278,7 +280,18 @@ print(f"memory: {sum(given.values()):,} B of arguments per device as predicted")
 # A permute takes part in the program of every stage, so it costs a tick in which *anybody* sends: m + p − 2 each way, where the
 # pipeline by hand has m + p − 1. The all-reduces finish the gradients of embedding, head and last norm, which every stage holds, and
 # make one loss and one norm of the parts. With tied embeddings the same sum joins the first stage's look-up with the last stage's head.
-#
+# That every stage holds embedding and head is a choice of *this package* (each stage runs the same program): others put them on the end
+# stages. It is not free:
+
+# %%
+for name in ("llama3.2-1b", "llama3-8b", "llama3-70b"):
+    shapes = preset(name).param_shapes().values()
+    on_every_stage = sum(int(np.prod(shape)) for dims, shape in shapes if "pp" not in Plan("pp=4").stored(dims).axes)
+    share = (preset(name).num_params - on_every_stage) // 4
+    print(f"{name:<12} on each of 4 stages: {on_every_stage / 1e9:.2f}e9 parameters of embedding, head and norm, {share / 1e9:.2f}e9 of blocks")
+    assert name != "llama3-8b" or round(on_every_stage / 1e9, 2) == 1.05
+
+# %% [markdown]
 # ## Bubbles are skipped
 #
 # The compiled program has a branch per kind of work, and the table says how often a stage takes it. With both, the executed products

@@ -76,14 +76,16 @@ attempt("08.one_f_one_b", one_f_one_b)
 # ## Chunks: interleaved 1F1B
 #
 # Cut the layers into 2p pieces and give stage i the pieces i and p + i. A microbatch comes by twice, each time for half of the work.
-# The pipe fills in half of the time: a bubble of (p − 1)/v instead of p − 1. The price: v times the messages, and more in flight.
+# The pipe fills in half of the time: a bubble of (p − 1)/v instead of p − 1. The price: (vp − 1)/(p − 1) times the messages, a little
+# more than v, since they also go from the last stage's chunk to the first stage's next one; and more in flight.
 # A black bar marks the second chunk.
 
 # %%
 interleaved, plain = timetable(make("interleaved", 4, M, 2)), timetable(make("1f1b", 4, M))
 assert interleaved.bubble == plain.bubble / 2
 assert interleaved.peak_live()[0] == plain.peak_live()[0] * (1 + 3 / (4 * 2))  # 1 + (p-1)/(pv), Korthikanti et al. 2022
-print(f"messages: {interleaved.hops.sum()}, and {plain.hops.sum()} in 1F1B")
+assert interleaved.hops.sum() * (4 - 1) == plain.hops.sum() * (2 * 4 - 1)
+print(f"messages: {interleaved.hops.sum()}, and {plain.hops.sum()} in 1F1B, which is {interleaved.hops.sum() / plain.hops.sum():.2f} times as many")
 scene.show(draw.timetable(interleaved))
 
 # %% [markdown]
@@ -95,11 +97,11 @@ scene.show(draw.timetable(interleaved))
 
 # %%
 zb_h1 = timetable(make("zb-h1", 4, M))
-assert zb_h1.bubble == plain.bubble / 3 and max(zb_h1.peak_live()) == max(plain.peak_live())
+assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4 and plain.peak_live() == [4, 3, 2, 1]
 scene.show(draw.timetable(zb_h1))
 
 # %% [markdown]
-# A third of the bubble, in the same memory. Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced
+# A third of the bubble, at the same *peak* of memory: every stage holds 4 now, where those of 1F1B held 4, 3, 2 and 1. Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced
 # function is a list of equations. Keep those that lead to the input's gradient: that is B. Those that are left are W, and what they
 # need of the others must be kept for them. `llmpar.split` does that. Here, for two layers, it cuts twice, between F and B, and between
 # B and W:
@@ -136,11 +138,24 @@ print("value: F, then B, then W give the same bits as the whole")
 # Two products each, six in all. (That is the rule F = B = W of the papers. Attention has products without weights, so its W is
 # smaller; then B is larger than W.)
 #
-# With more memory the bubble goes away entirely: ZB-H2 runs twice as many forwards ahead. And ZB-V needs no more memory than
-# 1F1B: it has two chunks in the shape of a V, so the first stage also has the *last* layers and can turn round at once.
+# Beware: from here on there is a third definition of "the bubble". The zero-bubble papers look at each stage's *own* time, from its first
+# cell to its last, and call the idle time of the longest one the bubble (of the **critical stage**). Before its first cell a stage has not
+# begun, after its last it is through: corners of the **whole drawing**, in which nobody works. They can be used if the optimizer's steps
+# of different stages need not wait for one another, as those of the next step then begin earlier on the stages that are through.
+#
+# By that definition the bubble goes away with more memory: ZB-H2 runs twice as many forwards ahead. And ZB-V has none with the peak of
+# 1F1B: it has two chunks in the shape of a V, so the first stage also has the *last* layers and can turn round at once. What is still
+# idle below are the white corners:
 
 # %%
-scene.show(draw.timetable(timetable(make("zb-v", 4, M))))
+zb_v = timetable(make("zb-v", 4, M))
+scene.show(draw.timetable(zb_v))
+for stage, (starts, ends) in enumerate(zip(zb_v.start, zb_v.end, strict=True)):
+    not_begun, through = starts[0], zb_v.makespan - ends[-1]
+    assert np.isclose(not_begun + through, zb_v.makespan - zb_v.ideal), "all that is idle"
+    print(f"stage {stage}: not begun for {not_begun:g}, through {through:g} before the end, idle between: 0")
+assert zb_v.bubble == 0 < zb_v.bubble_fraction and max(zb_v.peak_live()) == max(plain.peak_live())
+print(f"bubble of the critical stage {zb_v.bubble:g}; of the whole drawing {zb_v.bubble_fraction:.1%} are idle")
 
 # %% [markdown]
 # DualPipe goes through the layers in both directions, with two copies of the weights. It is made for something that this drawing
@@ -153,8 +168,8 @@ scene.show(draw.timetable(timetable(make("dualpipe", 4, M))))
 # ## The published formulas
 #
 # They were derived on paper; the simulator knows only who waits for whom. Both must agree for every number of stages, microbatches
-# and chunks, and for unequal costs where a formula allows them. Below: bubbles in units of F = B = W, for 8 stages and 32
-# microbatches.
+# and chunks, and for unequal costs where a formula allows them. Below, for 8 stages and 32 microbatches: the bubble of the critical
+# stage, in units of F = B = W, and what is idle in the whole drawing, over the ideal and over the total time.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -175,18 +190,19 @@ for stages in (2, 4, 8):
                     checked += 1
 print(f"{checked} timetables have the bubble and the memory of their formulas\n")
 
-print("schedule       bubble  over ideal  over total  held  messages  copies of the weights")
+print("                critical stage   whole drawing, idle")
+print("schedule                bubble   over ideal   over total   held  messages  copies of the weights")
 for name in closed_forms(8, 32):
     t = timetable(make(name, 8, 32))
     print(
-        f"{name:<13}{t.bubble:8g}{t.bubble_over_ideal:12.1%}{t.bubble_fraction:12.1%}"
-        f"{max(t.peak_live()):6g}{t.hops.sum():10}{t.schedule.parameter_copies:5}"
+        f"{name:<13}{t.bubble:17g}{t.bubble_over_ideal:13.1%}{t.bubble_fraction:13.1%}"
+        f"{max(t.peak_live()):7g}{t.hops.sum():10}{t.schedule.parameter_copies:5}"
     )
+h1, h2 = (timetable(make(name, 8, 32)) for name in ("zb-h1", "zb-h2"))
+assert h2.bubble == 0 < h1.bubble and h1.makespan == h2.makespan
 
 # %% [markdown]
-# Beware of the third definition. The zero-bubble papers look at each stage's *own* time, from its first cell to its last, so a schedule
-# with a bubble of 0 has idle corners in the drawing, where a stage has not begun or is through. They can be used if the optimizer's
-# steps of different stages need not wait for one another.
+# So ZB-H2, whose bubble is 0, ends no earlier than ZB-H1 as long as the stages wait for one another at the end of a step.
 #
 # Measured times make an even harder test: eight stages of a model of 1.5B parameters, times in milliseconds, and messages that take
 # 0.6 to 0.8 ms. The paper's rates, (time − m(F + B + W)) / time, are reproduced to their last digit:
@@ -412,7 +428,7 @@ attempt("08.between_h1_and_h2", between_h1_and_h2)
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# It has no schedule at all (lesson 07), and the pipelines that people write for it are scans turned round by autodiff: GPipe, or
+# It has no schedule at all (lesson 07), and pipelines written for it alone (GSPMD pipelines) are scans turned round by autodiff: GPipe, or
 # breadth-first over looped chunks, the last of the orders that need no backward before the end of all forwards. Early backwards need the
 # backward pass *in* the loop, as an operation that the table can place. That is why the executor differentiates one cell, and not the
 # loop.
@@ -420,10 +436,10 @@ attempt("08.between_h1_and_h2", between_h1_and_h2)
 # ## Five lines
 #
 # 1. 1F1B: the bubble of GPipe, but stage i holds p − i microbatches, however many there are.
-# 2. Interleaved: the bubble divided by v, for v times the messages and 1 + (p − 1)/(pv) of the memory.
-# 3. Split the backward: nobody waits for W, so it fills the bubble. A third of it is left in the same memory, none for twice the memory.
+# 2. Interleaved: the bubble divided by v, for (vp − 1)/(p − 1) times the messages and 1 + (p − 1)/(pv) of the memory.
+# 3. Split the backward: nobody waits for W, so it fills the bubble. A third is left at the same peak of memory, none for twice the peak.
 # 4. A schedule is a table. Proved legal, measured and drawn before it is compiled; one executor runs them all, with one device's result.
-# 5. "Bubble" has three definitions, and "a third" holds for one of them.
+# 5. "Bubble" has three definitions. "A third" and "none" hold for that of the critical stage; the whole drawing keeps idle corners.
 #
 # ## On your cluster
 #

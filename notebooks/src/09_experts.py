@@ -160,12 +160,19 @@ if n > 1:
 # %% [markdown]
 # That is the honest price of "dropless" in fixed shapes. There are three ways out. **Capacity** (GShard, Switch): fewer slots, and who
 # finds none is left out. **Ragged** exchange: send the full slots only, which XLA can do on GPUs and TPUs (`Plan.dispatch`). Or
-# **pack by rank, not by expert**: a token sends a rank at most min(k, E/n) rows, so `llmpar.moe` gives slots to ranks:
+# **pack by rank, not by expert**: a token sends a rank at most min(k, E/n) rows, so `llmpar.moe` gives slots to n ranks, and not to E
+# experts. That helps where min(k, E/n) · n < E: not in this lesson's own case once a rank has only k experts or fewer, but very much with
+# many experts on a rank:
 
 # %%
-for ranks in (1, 2, 4, 8):
-    blocks, block = HOW.slots(4096, 1, ranks)
-    print(f"ep={ranks}: {ranks * blocks * block / 4096 / K:.2f} slots for each row, in place of {E / K:g}")
+many = ExpertConfig(128, 8)
+for how in (HOW, many):
+    for ranks in (1, 2, 4, 8):
+        blocks, block = how.slots(4096, 1, ranks)
+        slots, by_expert = ranks * blocks * block / 4096 / how.chosen, how.num / how.chosen
+        helps = min(how.chosen, how.num // ranks) * ranks < how.num
+        assert (slots < 0.99 * by_expert) == helps
+        print(f"E = {how.num}, k = {how.chosen}, ep={ranks}: {slots:.2f} slots for each row, in place of {by_expert:g}{'' if helps else ': no gain'}")
 
 # %% [markdown]
 # Empty slots travel, but are never multiplied: the rows of an expert fill whole blocks, and a loop runs over the blocks that hold

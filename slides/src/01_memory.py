@@ -22,10 +22,10 @@ SIDE, ACROSS = 17, 26
 
 def squares(params):
     """One square per H100, filled from the left with the bytes of each part."""
-    total = math.ceil(params * 16 / h100.hbm_bytes)
+    total = math.ceil(params * 16 / h100.usable_bytes)
     edges, at = [], 0.0
     for num_bytes, fill in PARTS.values():
-        edges.append((at, at := at + params * num_bytes / h100.hbm_bytes, fill))
+        edges.append((at, at := at + params * num_bytes / h100.usable_bytes, fill))
     items = []
     for k in range(total):
         x, y = k % ACROSS * (SIDE + 4), k // ACROSS * (SIDE + 4)
@@ -49,19 +49,23 @@ for name, key in MODELS.items():
     top += (SIDE + 4) * math.ceil(total / ACROSS) + 18
 years = cost.train_seconds(preset("llama3-8b").num_params, 15e12, 1, 0.4 * h100.flops_per_s) / (365.25 * 86400)
 assert round(years) == 58
-assert [words[0].endswith(", 1 H100"), words[3].endswith(", 77 H100")] == [True, True]
+assert [words[0].endswith(", 1 H100"), words[3].endswith(", 102 H100")] == [True, True]
 key = legend([(fill, f"{part}, {n} bytes") for part, (n, fill) in PARTS.items()])
-scene.show(compose("How many H100s hold the state and nothing else", [rows, key], "\n".join(words)))
+assert round(h100.usable_bytes / 2**30, 1) == 59.3 and words[2].endswith(", 18 H100")
+assert [math.ceil(16 * preset(key).num_params / h100.hbm_bytes) for key in ("llama3-70b", "llama3.1-405b")] == [14, 77]
+title = "How many H100s hold the state and nothing else, with the 59 GiB of each that JAX takes"
+scene.show(compose(title, [rows, key], "\n".join(words)))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** how many GPUs does it take to train a 70B model? Take bids before you show the squares: 14, and that is without
+# **Ask:** how many GPUs does it take to train a 70B model? Take bids before you show the squares: 18, and that is without
 # one activation, one buffer, one batch.
 #
 # **Misunderstanding:** "8B parameters in bf16 are 16 GB, that fits." The weights do. The optimizer does not: a float32 copy
 # of the weights and two moments are 12 of the 16 bytes.
 #
 # **Source:** 2 + 2 + 12 bytes: Rajbhandari et al. 2020. The years: 6 FLOPs per parameter and token (Narayanan et al. 2021,
-# eq. 4, without recomputation), attention not counted. Memory as the driver reports it, `llmpar.hardware`.
+# eq. 4, without recomputation), attention not counted. Of an H100's 79 GiB JAX takes three quarters unless told otherwise
+# (XLA_PYTHON_CLIENT_MEM_FRACTION): `llmpar.hardware`. With all of it, 70B would need 14, and 405B 77.
 
 # %% [markdown] tags=["slide"]
 # ## Five words
@@ -72,7 +76,7 @@ scene.show(compose("How many H100s hold the state and nothing else", [rows, key]
 # | mesh | devices with coordinates |
 # | axis | a coordinate with a name |
 # | shard | the piece a device holds |
-# | replica | a piece that others hold too |
+# | replica | one of the devices that hold the same shard |
 #
 # <footer>Lesson <code>notebooks/00_setup</code></footer>
 
@@ -82,7 +86,7 @@ from llmpar.notation import AXES, parse_layout
 
 picture = draw.mesh("dp=2 tp=4", devices_per_host=4, highlight_axis="tp")
 held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
-assert held == {(0, i): [i, i + 4] for i in range(4)}  # four shards, each with a replica four devices away
+assert held == {(0, i): [i, i + 4] for i in range(4)}  # four shards, each on two replicas, four devices apart
 assert list(AXES)[0] == "pp" and list(AXES)[-1] == "tp"
 scene.show(compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2]))
 

@@ -53,7 +53,7 @@ scene.show(compose("", [items, key], words))
 # **Ask:** what must be equal on all devices after the step, and what never needs to be? (Weights and optimizer state; the rows.)
 #
 # **Misunderstanding:** summing losses that are means. If every device divides by its *own* number of tokens, replicas with
-# padding count too much. Divide by the tokens of the whole batch, before the sum: our step all-reduces the count first.
+# padding count too much. Divide once, by the tokens of the whole batch: our step sums losses and counts, then divides.
 #
 # **Source:** Li et al. 2020 (PyTorch Distributed). Lesson 03 lets you repair three broken versions.
 
@@ -79,7 +79,7 @@ plan = Plan("dp=8", zero=0)
 step = make_step(plan)
 census = hlo.census_hlo(hlo.partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh)
 assert {c.kind for c in census} == {"all-reduce"} and {c.axes for c in census} == {("dp",)}
-gradients, scalars = [c for c in census if c.shape], [c for c in census if not c.shape]
+gradients, scalars = [c for c in census if c.shape != (3,)], [c for c in census if c.shape == (3,)]
 assert sorted(c.shape for c in gradients) == sorted(shape for _, shape in LLAMA.param_shapes().values())
 grad_bytes = sum(c.bytes_sent for c in gradients)
 assert grad_bytes == cost.sent_bytes("all-reduce", 4 * LLAMA.num_params, 8) == 4 * cost.zero_elements(LLAMA.num_params, 0, devices=8)
@@ -101,7 +101,7 @@ assert apart(optax.sgd(0.1)) < 1e-6 < 1e-3 < apart(optax.adam(0.1))
 lines = [
     ("weights", 0, 0),
     (f"gradients of {len(gradients)} weights, {LLAMA.num_params:,} numbers", len(gradients), grad_bytes),
-    ("number of tokens, loss", len(scalars), sum(c.bytes_sent for c in scalars)),
+    ("loss, number of tokens, norm", len(scalars), sum(c.bytes_sent for c in scalars)),
 ]
 Markdown("\n".join(["| summed over dp | all-reduces | bytes sent per device |", "|---|--:|--:|", *(f"| {a} | {b} | {c:,} |" for a, b, c in lines)]))
 
@@ -131,7 +131,7 @@ block = sum(int(np.prod(shape)) for path, (_, shape) in llama.param_shapes().ite
 compute_s = [4 * 4 * block * TOKENS / h100.flops_per_s] * 4  # backward: 4 FLOPs per parameter and token, 4 layers a piece
 comm_s = [cost.collective_seconds(h100, "all-reduce", 2 * 4 * block, 8)] * 4  # bf16
 labels = [f"layers {i}–{i + 3}" for i in (12, 8, 4, 0)]
-assert round(cost.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS
+assert round(cost.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS  # a threshold: published rates
 assert comm_s[0] < compute_s[0]
 scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
 
@@ -143,7 +143,7 @@ scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
 # **Misunderstanding:** that more GPUs need a larger batch *per GPU* to hide. The threshold is per GPU and stays; it is the global
 # batch that grows, until it passes the critical batch and the extra rows teach little.
 #
-# **Source:** threshold C/W: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is 2,500 between nodes.
+# **Source:** threshold C/W at published rates: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is 2,500 between nodes.
 
 # %%
 assert round(cost.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2) == 2500
@@ -151,8 +151,8 @@ assert round(cost.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2)
 # %% [markdown] tags=["slide"]
 # ## Buckets and accumulation
 #
-# The same bytes in fewer messages: each message pays its latency once. Accumulation communicates **once per step**, however many
-# microbatches.
+# The same bytes in fewer messages: each pays its latency once. With accumulation gradients travel **once per step**, if
+# they wait for its end. Layer by layer they would in every microbatch.
 #
 # <footer>Li et al. 2020 (PyTorch Distributed) · lesson <code>notebooks/03_data_parallelism</code></footer>
 
@@ -163,17 +163,24 @@ VARIANTS = {
     'reduce="bucket"': dict(reduce="bucket", bucket_bytes=1 << 18),
     'reduce="end", microbatches=2': dict(reduce="end", microbatches=2),
 }
-read = {}
+read, SMALL = {}, int(cost.sent_bytes("all-reduce", 3 * 4, 8))  # the loss, the number of tokens, the norm
 for name, options in VARIANTS.items():
     step = make_step(Plan("dp=8", zero=0, **options))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     ((key, row),) = hlo.census_table(hlo.census_jaxpr(jaxpr, step.mesh.shape)).items()
     predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)[key]
     assert key == ("dp", "all-reduce") and row == {"count": predicted.count, "bytes_sent": predicted.bytes_sent}
-    read[name] = (row["count"] - 2, row["bytes_sent"] - 14, step.plan.microbatches)  # without the tokens' count and the loss
+    read[name] = (row["count"] - 1, row["bytes_sent"] - SMALL, step.plan.microbatches)  # gradients alone
 assert len({sent for _, sent, _ in read.values()}) == 1
 counts = [count for count, *_ in read.values()]
 assert counts == [3 + 9 * LLAMA.num_layers, 12, 2, 12]
+every_time = Plan("dp=8", zero=0, reduce="layer", microbatches=2)
+assert predict.collectives(LLAMA, every_time, BATCH, SEQ).total_bytes == 2 * read['reduce="layer"'][1] + SMALL
+try:
+    every_time.check(LLAMA, BATCH, SEQ)
+    raise AssertionError("layer by layer with microbatches should be refused")
+except ValueError as refusal:
+    assert "once per microbatch" in str(refusal)
 lines = [f"| `{name}` | {micro} | {count} | {sent:,} |" for name, (count, sent, micro) in read.items()]
 Markdown("\n".join(["| gradients are reduced | microbatches | all-reduces | bytes sent per step |", "|---|--:|--:|--:|", *lines]))
 
@@ -182,6 +189,7 @@ Markdown("\n".join(["| gradients are reduced | microbatches | all-reduces | byte
 # bandwidth: time per message is α + bytes/W. PyTorch's default bucket is 25 MiB.)
 #
 # **Misunderstanding:** that accumulation saves bytes per step. It saves bytes per *token*: the same gradient carries twice the
-# rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch communicates.
+# rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch communicates. Here `reduce="layer"` with
+# microbatches would do that, and is refused. And only the last microbatch's backward pass can hide what is sent.
 #
 # **Source:** counted in the traced programs of this deck, equal to `llmpar.predict`. Li et al. 2020, section 3.2.

@@ -29,7 +29,7 @@ rows = [
 ]
 for (_, held), published_gb in zip(rows, (120, 31.4, 16.6, 1.88), strict=True):
     assert abs(sum(held.values()) / 1e9 - published_gb) <= 0.03 * published_gb
-scene.show(draw.memory_bars(rows, chip("a100-40").hbm_bytes, "7.5 billion parameters on 64 devices: state per device"))
+scene.show(draw.memory_bars(rows, chip("a100-40").usable_bytes, "7.5 billion parameters on 64 devices: state per device"))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** what do stages 1 to 3 tend to for very many devices? (4Ψ, 2Ψ and 0 bytes. Stage 2 can never beat 2 bytes per
@@ -128,6 +128,7 @@ for stage in range(4):  # our own step, counted: weights and gradients alone mov
     for a, formula in zip((1, A), sent[stage], strict=True):
         ours = predict.collectives(CONFIG, Plan(f"fsdp={N}", zero=stage, microbatches=a), N * A, 1).total_bytes / 4 / psi * N / (N - 1)
         assert abs(ours - formula) < 1e-3 if stage < 3 else 0.94 * formula < ours < formula  # the embedding is gathered once
+assert cost.sent_bytes("all-reduce", 1, N) == 2 * cost.sent_bytes("reduce-scatter", 1, N) == 2 * cost.sent_bytes("all-gather", 1, N)
 lines = [f"| {s} | `{FORMULA[s]}` | {sent[s][0]:.0f}Ψ | {sent[s][1]:.0f}Ψ | {held[s]} |" for s in range(4)]
 head = f"| ZeRO | numbers sent | a = 1 | a = {A} | state of an 8B model, {N} GPUs |"
 Markdown("\n".join([head, "|---|---|--:|--:|--:|", *lines]))
@@ -136,7 +137,7 @@ Markdown("\n".join([head, "|---|---|--:|--:|--:|", *lines]))
 # Stage 1 is free. Stage 2 pays when you accumulate. Stage 3 pays for every microbatch.
 
 # %% [markdown] tags=["notes"]
-# **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between the two quarters.
+# **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between the two halves.
 #
 # **Misunderstanding:** "ZeRO-2 is the balance of memory and communication." With accumulation it scatters every microbatch's
 # gradients: a + 1 instead of 2. Stage 1 is the better companion of accumulation, and of pipelines.
@@ -159,11 +160,11 @@ state = {part: cost.zero_bytes(psi, 1, 0, *sizes) for part, sizes in PARTS.items
 crossing_s = 4 * psi / PCIE_BYTES_PER_S
 hidden_tokens = crossing_s * h100.flops_per_s / (6 * psi)
 assert round(crossing_s, 1) == 0.8 and round(hidden_tokens, -2) == 10_500
-assert state["weights"] < h100.hbm_bytes < sum(state.values())
+assert state["weights"] < h100.usable_bytes < sum(state.values())
 quarters = {part: held / 4 for part, held in state.items()}
 assert sum(quarters.values()) == cost.zero_bytes(psi, 4, 3)
 bars = [("all on one GPU", state), ("ZeRO-3 over 4 GPUs", quarters), ("offloaded, one GPU", {"weights": state["weights"]})]
-scene.show(draw.memory_bars(bars, h100.hbm_bytes, "Llama 2 13B on H100: state in GPU memory"))
+scene.show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GPU memory"))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** when would you rather buy a second GPU? When the batch is small: the crossing takes as long for one token as for

@@ -107,5 +107,6 @@ scene.show(compose("Live blocks of a causal ring of 4", [stack([panel(order) for
 # **Misunderstanding:** that the causal mask makes a ring twice as fast by itself. In order the last rank computes in every step, and
 # all others wait for it; the half that is masked is only idle time.
 #
-# **Source:** 2 − 1/n: Brandon et al. 2023, whose striped order is nearly as even. ½ is drawn as a triangle; in zigzag, after step 0, it
-# is half of the queries or half of the keys. The shares are counted from the causal mask, for n up to 64.
+# **Source:** 2 − 1/n: Brandon et al. 2023, whose striped order is nearly as even. A half-filled cell is half a block: on the
+# diagonal a triangle, in zigzag after step 0 half of the queries or half of the keys. The shares are counted from the causal
+# mask, for n up to 64.

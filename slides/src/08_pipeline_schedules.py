@@ -31,15 +31,15 @@ scene.show(draw.timetable(table))
 # ## Interleaved: smaller pieces, smaller bubble
 #
 # Each stage holds $v$ chunks of layers, so the pipe fills in $1/v$ of the time. Bubble over ideal: $(p-1)/(vm)$. The
-# price is $v$ times the messages.
+# price: $(vp-1)/(p-1)$ times the messages.
 #
-# <footer>Narayanan et al. 2021 · <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule interleaved --stages 4 --microbatches 4</code></footer>
+# <footer>Narayanan et al. 2021 · <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule interleaved --stages 4 --microbatches 4 --costs 1,1,0</code></footer>
 
 # %%
 M, V, COSTS = 4, 2, (1, 1, 0)  # B as long as F: narrower, and the bubble over ideal is the same
 table, plain = timetable(make("interleaved", P, M, V), COSTS), timetable(make("1f1b", P, M), COSTS)
 assert table.bubble_over_ideal == (P - 1) / M / V and plain.bubble_over_ideal == (P - 1) / M
-assert table.hops.sum() > V * plain.hops.sum()  # and one more between the chunks
+assert table.hops.sum() * (P - 1) == plain.hops.sum() * (V * P - 1)  # more than V: also from the last stage to the first
 assert table.bubble_over_ideal == timetable(make("interleaved", P, M, V)).bubble_over_ideal
 scene.show(draw.timetable(table))
 
@@ -57,7 +57,7 @@ scene.show(draw.timetable(table))
 # ## Zero bubble: split the backward
 #
 # Only the inputs' gradient **B** is awaited by another stage. The weights' gradient **W** can fill the gaps: a third of 1F1B's
-# bubble in the same memory.
+# bubble at the same peak of memory.
 #
 # <footer>Qi et al. 2023 (Zero Bubble), table 2 · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule zb-h1 --stages 4 --microbatches 4</code></footer>
 
@@ -65,10 +65,12 @@ scene.show(draw.timetable(table))
 table, plain = timetable(make("zb-h1", P, M)), timetable(make("1f1b", P, M))
 form = closed_forms(P, M)["zb-h1"]
 assert table.bubble == form.bubble == (P - 1) * (1 + 1 - 1) == plain.bubble / 3
-assert max(table.peak_live()) == max(plain.peak_live()) == P
+assert table.peak_live() == [P] * P and plain.peak_live() == list(range(P, 0, -1))
 scene.show(draw.timetable(table))
 
 # %% [markdown] tags=["notes"]
+# Every stage holds 4 here; 1F1B's stages held 4, 3, 2 and 1. The peak is the same, the sum is not.
+#
 # **Ask:** why was B drawn twice as long before? It was B and W in one, which is how autodiff gives it.
 #
 # **Misunderstanding:** "a third" of what? Of the bubble as a time, with F = B = W. As a rate it is another number, since the total
@@ -143,7 +145,8 @@ Markdown("\n".join(["| | products | other equations | arrays kept for later |", 
 # %% [markdown] tags=["slide"]
 # ## What each order buys
 #
-# Eight stages, 32 microbatches, simulated with F = B = W = 1 time unit:
+# Eight stages, 32 microbatches, simulated with F = B = W = 1. The *bubble* is that of the critical stage's own time; the whole
+# drawing keeps idle corners.
 #
 # <footer>Lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule dualpipe --stages 8 --microbatches 32</code></footer>
 
@@ -153,20 +156,24 @@ ORDERS = {
     "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved, v = 2", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2", "zb-v": "ZB-V",
     "dualpipe": "DualPipe",
 }  # fmt: skip
-forms, lines, bubbles = closed_forms(P8, M8), [], {}
+forms, lines, bubbles, spans = closed_forms(P8, M8), [], {}, {}
 for name, title in ORDERS.items():
     table = timetable(make(name, P8, M8))
     assert abs(table.bubble - forms[name].bubble) < 1e-9 and M8 >= forms[name].from_m
     assert all(abs(a - b) < 1e-9 for a, b in zip(table.peak_live(), forms[name].peak_live, strict=True)), name
-    bubbles[name] = table.bubble
-    lines.append(f"| {title} | {table.bubble:g} | {max(table.peak_live()):g} | {table.schedule.parameter_copies} |")
-assert bubbles["zb-h2"] == bubbles["zb-v"] == 0 < bubbles["dualpipe"]
-Markdown("\n".join(["| order | bubble | microbatches held | weight copies |", "|---|--:|--:|--:|", *lines]))
+    bubbles[name], spans[name] = table.bubble, table.makespan
+    lines.append(f"| {title} | {table.bubble:g} | {table.makespan - table.ideal:g} | {max(table.peak_live()):g} | {table.schedule.parameter_copies} |")
+assert bubbles["zb-h2"] == bubbles["zb-v"] == 0 < bubbles["dualpipe"] and spans["zb-h1"] == spans["zb-h2"]
+head = "| order | bubble, critical stage | idle, whole drawing | microbatches held | weight copies |"
+Markdown("\n".join([head, "|---|--:|--:|--:|--:|", *lines]))
 
 # %% [markdown]
 # DualPipe's aim is not in this table: it hides the experts' all-to-alls.
 
 # %% [markdown] tags=["notes"]
+# ZB-H2 has no bubble of its own, and yet ends when ZB-H1 does: its corners are of use only if stages need not wait for one another
+# before the next step.
+#
 # **Ask:** ZB-V wins in every column. Why does not everybody use it? Its zero needs F = B = W; real layers have other ratios, and
 # attention's W is small. And each stage runs two chunks, with twice the messages.
 #
@@ -206,7 +213,7 @@ Markdown("\n".join(["| order | ticks | permutes | sent per device | inputs held,
 # **Ask:** why do stages run in step at all? They need not for the result; but a permute waits for all who take part in it, so in
 # a compiled loop over ticks they do. `llmpar schedule` gives the makespan both ways.
 #
-# **Misunderstanding:** that a schedule needs a program of its own. Published JAX pipelines turn a scan round by autodiff, which fixes
-# "all forwards first". Here the backward is a cell of the table like any other.
+# **Misunderstanding:** that a schedule needs a program of its own. GSPMD pipelines turn a scan round by autodiff, which fixes
+# "all forwards first" (Alpa and JaxPP do not). Here the backward is a cell of the table like any other.
 #
 # **Source:** ticks and slots from the table, permutes and bytes read from the traced program, equal to the prediction for each stage.

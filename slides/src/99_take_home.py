@@ -74,13 +74,14 @@ held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
 assert len(held) == 4 and {len(devices) for devices in held.values()} == {2}
 assert cost.sent_bytes("all-reduce", 8, 8) == 14
 assert cost.zero_elements(1, 0, accumulation=4) == cost.zero_elements(1, 0) and cost.zero_elements(1, 2, accumulation=4) == 5
-assert 1 < 16 * preset("llama3-8b").num_params / chip("h100").hbm_bytes <= 2
+assert 2 < 16 * preset("llama3-8b").num_params / chip("h100").usable_bytes <= 3
+assert 16 * preset("llama3-8b").num_params < 2 * chip("h100").hbm_bytes
 assert cost.tp_elements(1, 1, 1, 8) == 4 * cost.sent_bytes("all-reduce", 1, 8)
 assert timetable(make("1f1b", 16, 64)).peak_live()[3] == 13
 
 # %% [markdown] tags=["notes"]
-# **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once. 4. (4 + 1)Ψ = 5Ψ. 5. two, with nothing else in
-# them. 6. four: two forward, two backward. 7. 3 of 15, 20 %.
+# **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once, at the end. 4. (4 + 1)Ψ = 5Ψ. 5. three: two would do
+# with all of their memory, and JAX takes three quarters. 6. four: two forward, two backward. 7. 3 of 15, 20 %.
 # 8. 16 − 3 = 13.
 #
 # **Ask** them twice: before the first slide and after the last.
