@@ -218,9 +218,10 @@ class ModelConfig:
             block |= {f"experts.{x}": (f"experts e {dims[4:]}", (e, *shape)) for x, (dims, shape) in ffn.items()}
             if how.bias_rate is not None:
                 block["experts.bias"] = ("stream e", (e,))
-            wide = lambda shape: tuple(n * how.shared if n == m else n for n in shape)
             if how.shared:
-                block |= {f"experts.shared.{x}": (dims, wide(shape)) for x, (dims, shape) in ffn.items()}
+                wide = m * how.shared
+                block |= {f"experts.shared.{x}": ("ffn d m", (d, wide)) for x in ("gate", "up")}
+                block |= {"experts.shared.down": ("ffn m d", (wide, d))}
         else:
             block |= {f"ffn.{x}": weight for x, weight in ffn.items()}
         if self.qkv_bias:

@@ -36,6 +36,9 @@ MODELS = [name for name, config in PRESETS.items() if not (config.latent or conf
 """Presets whose training step exists; the others are refused by name."""
 
 VIEW = ("device", "tensor", "axis", "row", "step")
+SHAPES = ("model", "batch_size", "seq_len", "microbatches")
+"""What the tensors of a step depend on: each row says of which (``of``), so that no others are taken for them."""
+
 CONTROLS: list[dict] = [  # free: what a page without Python can follow by itself
     {"name": "mesh", "kind": "text", "label": "mesh", "free": True},
     {"name": "order", "kind": "text", "label": "order of axes, slow links first (for study)", "free": True},
@@ -120,11 +123,11 @@ def tensors(state: dict) -> list[dict]:
     every = parse_mesh(" ".join(f"{a}=2" for a in AXES))
     both = ({"zero": zero, "tp_sequence": cut} for zero in range(4) for cut in (False, True))
     plans = {mode(s): make_plan(s, every) for s in (state | one for one in both)}
-    rows, b, s = [], state["batch_size"], state["seq_len"]
+    rows, b, s, of = [], state["batch_size"], state["seq_len"], [state[name] for name in SHAPES]
 
     def row(kind: str, name: str, shape, itemsize: int, place, times: int = 1) -> None:
         layouts = {k: str(place(plan)) for k, plan in plans.items()}
-        entry = {"name": f"{kind} {name}", "kind": kind, "shape": list(shape), "itemsize": itemsize, "times": times}
+        entry = {"name": f"{kind} {name}", "kind": kind, "shape": list(shape), "itemsize": itemsize, "times": times, "of": of}
         stacked = {"chunks": {s: n for s, n in CHUNKS.items() if n > 1}} if name.startswith("blocks.") else {}
         rows.append(entry | stacked | {"layout": layouts})
 

@@ -65,7 +65,7 @@ class TimelineExplorer(Explorer):
     def answer(self, state: dict) -> dict:
         found = super().answer(state)
         if found["refusal"]:
-            found["refusal"] = found["refusal"].replace("; ", ";\n")  # a wait per line
+            found["refusal"] = found["refusal"].replace("; ", ";\n").replace(". Cycle", ".\nCycle")  # a wait per line
             try:
                 found["svg"] = to_svg(self.draw_stuck(state))
             except ValueError:

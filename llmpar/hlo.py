@@ -256,14 +256,17 @@ class _Module:
             carried[:] = [self.value(body, _ROOT, i, lambda _, i: carried[i]) for i in indices]
         return None
 
-    def count(self, leaf: Callable[[str, _Op], Collective | None], taken: Taken | None) -> list[Collective]:
-        """Counts the leaves in everything that the program executes."""
+    def count(
+        self, leaf: Callable[[str, _Op], Collective | None], taken: Taken | None, untold: int | Fraction | None = None
+    ) -> list[Collective]:
+        """Counts the leaves in everything that the program executes, loops that do not say how often `untold` times."""
 
         def work(comp: str) -> Iterable[tuple[Collective, Fraction]]:
             for op in self.computations[comp].values():
                 if op.kind == "while":
                     inside = [found for callee in op.called(*_CALLS[op.kind]) for found in work(callee)]
-                    yield from _repeat(inside, self.trips(comp, op), self.source(op)) if inside else []
+                    trips = self.trips(comp, op) if inside else 0
+                    yield from _repeat(inside, untold if trips is None else trips, self.source(op))
                 elif op.kind == "conditional":
                     branches = op.called(*_CALLS[op.kind])
                     name = re.search(r'op_name="(.*?)"', op.attrs)
@@ -332,8 +335,11 @@ def unordered(text: str, mesh: Any) -> list[tuple[Collective, Collective]]:
     return pairs
 
 
-def executed_flops(text: str, taken: Taken | None = None) -> int:
-    """Counts the FLOPs of every `dot` that HLO text executes on a device, 2MNK each; GPU library calls are not seen."""
+def executed_flops(text: str, taken: Taken | None = None, trips: int | Fraction | None = None) -> int:
+    """Counts the FLOPs of every `dot` that HLO text executes on a device, 2MNK each; GPU library calls are not seen.
+
+    Loops with traced bounds (over the blocks of experts) are refused, or run `trips` times: of several, their mean.
+    """
     module = _Module(text)
 
     def leaf(comp: str, op: _Op) -> Collective | None:
@@ -345,7 +351,7 @@ def executed_flops(text: str, taken: Taken | None = None) -> int:
         flops = 2 * math.prod(shape) * math.prod(lhs[int(d)] for d in op.called("lhs_contracting_dims"))
         return Collective("dot", (), 1, 1, flops, dtype, shape, "")  # walks as a collective, FLOPs in place of bytes
 
-    return sum(c.bytes_sent for c in module.count(leaf, taken))
+    return sum(c.bytes_sent for c in module.count(leaf, taken, trips))
 
 
 def _axes(attrs: str, mesh: Any) -> tuple[tuple[str, ...], int]:

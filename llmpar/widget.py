@@ -272,14 +272,17 @@ class MeshExplorer(Explorer):
     def document(self) -> dict:
         kinds = {"weight": "weights (float32)", "moments": "two moments (float32)", "batch": "batch (int32)",
                  "gradient": "gradients (float32)", "activation": "activations, one layer"}  # fmt: skip
-        doc = super().document() | {"axes": AXES, "kinds": kinds, "most": explore.MOST}
+        doc = super().document() | {"axes": AXES, "kinds": kinds, "most": explore.MOST, "shapes": explore.SHAPES}
         return doc | (self._given or {"tensors": self.tensors})
 
     @property
     def tensors(self) -> list[dict]:
         """What a step holds; nothing where the state is refused (the answer says why)."""
+        return self._tensors(self.state)
+
+    def _tensors(self, state: dict) -> list[dict]:
         try:
-            return explore.tensors(self.state)
+            return explore.tensors(state)
         except ValueError:
             return []
 
@@ -299,11 +302,10 @@ class MeshExplorer(Explorer):
         return inspection.shardings_scene(self._given, state) if self._given else explore.scene(state)
 
     def _changed(self, change) -> None:
-        before = self.state
+        new = self.state | change["new"]
+        if self._rich and not self._given and any(change["old"][name] != new[name] for name in explore.SHAPES):
+            self._rich.tensors = self._tensors(new)  # before the answer that speaks of them
         super()._changed(change)
-        shapes = any(before[name] != self.state[name] for name in ("model", "batch_size", "seq_len", "microbatches"))
-        if self._rich and not self._given and shapes:
-            self._rich.tensors = self.tensors
 
     def compare(self, **other) -> str:
         """This state beside another, as text."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.interpreters import partial_eval
 from oracle import CHEAP
 
 from llmpar import attention, moe
@@ -113,6 +114,11 @@ def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):
     source = jnp.where(here, rows - ends + starts + x.shape[0] * jnp.arange(len(sent))[:, None], sent.size).min(0)
     arrived = sent.reshape(-1, *x.shape[1:]).at[source].get(mode="fill", fill_value=0)
     return jnp.where(here.any(0)[:, None], arrived, out)
+
+
+def live(jaxpr):
+    """The jaxpr without what nobody reads, which a compiler leaves out."""
+    return partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))[0]
 
 
 def all_plans(products=(1, 2, 4, 8)):

@@ -235,6 +235,11 @@ def test_what_python_has_not_answered_is_dimmed_and_then_said(page):
     assert "Memory per device" not in memory.inner_html() and "waiting" not in memory.get_attribute("class")
     assert memory.inner_text().startswith("Weights, moments and batch only, per device")
     assert page.locator('[data-part="traffic"]').inner_text() == "" and page.locator("g.cell").count() == 4
+    page.locator('[data-name="model"]').select_option("llama3-8b")
+    holds = page.locator('[data-part="holds"]')
+    assert "waiting" in holds.get_attribute("class") and page.locator("[data-tensor]").count() > 0
+    page.wait_for_function("!document.querySelector('[data-part=holds].waiting')", timeout=10_000)
+    assert page.locator("[data-tensor]").count() == 0 and memory.inner_text() == "", "no tiny tensor is called Llama's"
 
 
 def test_a_refused_mesh_shows_no_total_of_what_happens_to_divide(page):
@@ -251,6 +256,10 @@ def test_a_refused_mesh_shows_no_total_of_what_happens_to_divide(page):
     settle(page)
     assert "last mesh that could be read" in page.locator(".refusal").inner_text()
     assert memory.inner_text().startswith("Weights, moments and batch only, per device")
+    explorer.set(model="gpt5", mesh="dp=2")
+    mount(page, explorer, again=True)
+    assert page.locator('[data-name="model"]').input_value() == "gpt5", "what is asked and refused is shown"
+    assert "unknown model 'gpt5'" in page.locator(".refusal").inner_text() and memory.inner_text() == ""
 
 
 def test_a_permute_of_a_pipeline_is_one_hop_without_a_ring(page):

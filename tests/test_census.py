@@ -6,7 +6,7 @@ import math
 import jax
 import optax
 import pytest
-from parity import LLAMA, QWEN, all_plans, name
+from parity import LLAMA, QWEN, all_plans, live, name
 
 from llmpar import cost, hlo, pipeline, predict
 from llmpar.mesh import abstract_mesh, make_mesh
@@ -114,7 +114,23 @@ def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
 
 
 def test_layers_that_do_not_divide_are_counted_where_they_are():
-    compare_every_stage(LLAMA, piped("pp=2 fsdp=2 tp=2", "interleaved"), 5)
+    """7 layers in 4 chunks: the first stage has 2 + 2, the last 2 + 1, and its first chunk is no last one."""
+    compare_every_stage(LLAMA, piped("pp=2 fsdp=2 tp=2", "interleaved"), 7)
+
+
+def compare_every_traced_stage(config, plan):
+    """The same without a compiler, of what the jaxpr does that somebody reads."""
+    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0))
+    jaxpr = live(step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr)
+    for stage in range(plan.mesh.pp):
+        census = hlo.census_jaxpr(jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, config.num_layers, stage))
+        want = predict.collectives(config, plan, BATCH, SEQ, stage)
+        assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
+
+
+def test_tied_embeddings_and_biases_are_counted_in_a_pipeline():
+    """The embedding is gathered where tokens enter and again where the loss is; biases that were kept are not."""
+    compare_every_traced_stage(QWEN, piped("pp=2 fsdp=2", stage_saves="residuals"))
 
 
 @pytest.mark.full
@@ -206,8 +222,8 @@ def test_a_program_that_sends_more_is_noticed():
     """The planted fault of this file: one all-reduce too many."""
 
     class Chatty(Step):
-        def _norm(self, par, grads):
-            return super()._norm(par, jax.tree.map(lambda g: g + 0 * jax.lax.pmean(g, "dp"), grads))
+        def _reduce(self, par, grads):
+            return jax.tree.map(lambda g: g + 0 * jax.lax.pmean(g, "dp"), super()._reduce(par, grads))
 
     plan = Plan("dp=2 fsdp=4")
     step = Chatty(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))

@@ -72,9 +72,13 @@ def test_parameter_counts_are_exact(name):
     json.dumps(described)
 
 
+# Where the experts are as wide as the model, shared ones are wider in one dim of two.
+SHARED = dataclasses.replace(MOE, name="tiny-shared", ffn_width=MOE.width, experts=ExpertConfig(8, 2, shared=2))
+
+
 @pytest.mark.parametrize(
     "config",
-    [LLAMA, QWEN, MOE, *map(preset, ("mixtral-8x22b", "llama3.1-405b", "qwen2.5-72b", "qwen3-0.6b"))],
+    [LLAMA, QWEN, MOE, SHARED, *map(preset, ("mixtral-8x22b", "llama3.1-405b", "qwen2.5-72b", "qwen3-0.6b"))],
     ids=lambda c: c.name,
 )
 def test_shapes_and_dims_are_those_of_the_real_model(config):

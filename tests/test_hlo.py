@@ -2,6 +2,7 @@
 
 import json
 import re
+from fractions import Fraction
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +95,13 @@ def test_each_collective_is_found_once_with_its_axes_and_bytes(f, gone, kind, ax
         assert c.source.startswith("tests/test_hlo.py:")
 
 
+def test_a_permute_to_oneself_sends_nothing():
+    """Wherever it is read; one pair that does leave counts the whole permute."""
+    mesh = make_mesh(range(2), tp=2)
+    traced = lower(lambda x: lax.ppermute(x, "tp", [(0, 0), (1, 1)]), mesh, P("tp"), P("tp"), jnp.ones((8,)))
+    assert three_censuses(traced, mesh) == ([], [], [])
+
+
 def test_axes_of_size_one_send_nothing():
     mesh = make_mesh(dp=1, fsdp=8, tp=1)
     f = lambda x: lax.psum(lax.psum(x, "tp"), ("dp", "fsdp"))
@@ -157,6 +165,14 @@ def test_a_loop_of_unknown_length_is_refused_only_if_it_communicates():
         with pytest.raises(ValueError, match=r"cannot count the loop at tests/test_hlo.py:\d+.*use lax.scan"):
             census_hlo(text, mesh)
     assert three_censuses(loop(lambda i, x: 2 * x), mesh) == ([], [], [])
+
+
+def test_of_a_cond_the_branch_whose_loop_sends_most_counts():
+    """Five small messages are more than one of four times their size."""
+    often = lambda x: lax.fori_loop(0, 5, lambda i, x: lax.ppermute(x, "tp", SHIFT), x)
+    once = lambda x: lax.ppermute(jnp.tile(x, 4), "tp", SHIFT)[: x.size]
+    traced = lower(lambda x: lax.cond(x[0] > 0, often, once, x), make_mesh(range(2), tp=2), P("tp"), P("tp"), jnp.ones((8,)))
+    assert census_table(census_jaxpr(traced.jaxpr, {"tp": 2})) == table(("tp", "collective-permute", 5, 5 * 16))
 
 
 def test_of_a_cond_the_branch_that_sends_most_counts():
@@ -572,10 +588,12 @@ def test_executed_flops_of_scanned_matmuls_are_the_closed_form():
     assert executed_flops(lowered.compile().as_text()) == expected
 
 
-def test_flops_in_a_loop_of_unknown_length_are_refused():
+def test_flops_in_a_loop_of_unknown_length_are_refused_unless_it_is_told():
     lowered = jax.jit(lambda x, n: lax.fori_loop(0, n, lambda i, x: x @ x, x)).lower(jnp.ones((8, 8)), 3)
+    text = lowered.compile().as_text()
     with pytest.raises(ValueError, match="it runs dot"):
-        executed_flops(lowered.compile().as_text())
+        executed_flops(text)
+    assert executed_flops(text, trips=3) == 3 * 2 * 8**3 and executed_flops(text, trips=Fraction(1, 2)) == 8**3
 
 
 def test_a_program_for_one_device_has_text_too():

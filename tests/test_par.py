@@ -71,6 +71,16 @@ def test_an_arrow_changes_where_a_value_lives_and_not_what_it_is(text):
     assert sent == ([] if ARROWS[text] == "slice" else [(ARROWS[text], str(arrow))])
 
 
+def test_a_maximum_over_devices_is_the_largest():
+    """A smaller one is no error in exact arithmetic: only logits that lie far apart would overflow."""
+    run = jax.shard_map(
+        lambda x: Manual(PLAN).max(x.max(-1), "vocab b s +v -> data b s"), mesh=MESH,
+        in_specs=spec(PLAN.place("vocab b s v")), out_specs=spec(PLAN.place("data b s")),
+    )  # fmt: skip
+    x = value(4, 3, 8)
+    np.testing.assert_array_equal(jax.jit(run)(x), x.max(-1))
+
+
 def test_reduce_scatter_comes_before_all_reduce_and_the_shard_is_reduced():
     arrow, x = parse_arrow("d m +dp +fsdp -> d/fsdp m"), value(8, 4)
     run = carried(arrow)

@@ -212,6 +212,8 @@ REFUSED = {
               None, lambda n: dict(mesh=f"fsdp={n}")),
     "head width": (dict(mesh="fsdp=8"), dict(width=32, qk_norm=True), "head width 12 is not a multiple of fsdp = 8",
                    None, lambda n: dict(mesh=f"fsdp={n}")),
+    "head width of biases": (dict(mesh="fsdp=8"), dict(width=32, qkv_bias=True), "head width 12 is not a multiple of fsdp = 8",
+                   None, lambda n: dict(mesh=f"fsdp={n}")),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from parity import arranged, emulated_ragged_all_to_all
+from parity import arranged, emulated_ragged_all_to_all, live
 
 from llmpar import attention, hlo, orders, pipeline, predict
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
@@ -103,6 +103,7 @@ def draw_all(rng) -> dict:
         parts = product(asked[part] for part in parts)
         asked[cut] = -(-asked[cut] // parts) * parts if rng.random() < 0.9 else asked[cut]
     asked["num_heads"] = -(-asked["num_heads"] // asked["num_kv_heads"]) * asked["num_kv_heads"]
+    asked["head_width"] *= 1 + asked["head_width"] % 2
     return asked
 
 
@@ -164,6 +165,8 @@ def remedies(why: str, asked: dict) -> list[dict]:
         found += [{"ep": 1, axis: asked[axis] * asked["ep"]} for axis in m[1].split(", ")]
     if m := re.search(r"use a number of KV heads that divides (\d+)", why):
         found += [{"num_kv_heads": n} for n in range(1, int(m[1]) + 1) if int(m[1]) % n == 0]
+    if "use an even head width" in why:
+        found.append({"head_width": asked["head_width"] + 1})
     if "choose more groups" in why:
         found += [{"groups_chosen": asked["groups"]}]
     if m := re.search(r"choose from 1 to (\d+)", why):
@@ -264,13 +267,13 @@ def optimizer_of(rule: dict):
 
 
 @contextlib.contextmanager
-def as_on_accelerators(plan: Plan):
+def as_on_accelerators(plan: Plan, ragged=emulated_ragged_all_to_all):
     """CPUs lack the ragged all-to-all and cuDNN: the one is emulated, and XLA's own kernel stands in for the other. JAX writes
     both kernels with mixed dtypes."""
     plain = jax.nn.dot_product_attention
     instead = lambda *args, implementation, **more: plain(*args, implementation="xla", **more)
     with (
-        mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all),
+        mock.patch.object(jax.lax, "ragged_all_to_all", ragged),
         mock.patch.object(jax.nn, "dot_product_attention", instead),
         jax.numpy_dtype_promotion("strict" if plan.attention_kernel == "portable" else "standard"),
     ):
@@ -304,8 +307,8 @@ def run(config, plan, asked, data, weights, num_steps=2):
         traced = step.run.trace(*abstract)
         compiled = traced.lower().compile(oracle.CHEAP)
     if plan.dispatch == "ragged":  # what the emulation sends is not what is sent
-        jax.clear_caches()
-        traced = jax.jit(step._step).trace(*abstract)
+        with as_on_accelerators(plan, jax.lax.ragged_all_to_all):
+            traced = step_of(config, plan, step.optimizer, step.clip).run.trace(*abstract)
     padded = arranged(nested(weights), np.minimum(step.layer_order, config.num_layers - 1))  # none is used where none should be
     natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
@@ -317,7 +320,7 @@ def run(config, plan, asked, data, weights, num_steps=2):
         told.append(jax.tree.map(np.asarray, metrics))
         kept = kept or [flat(arranged(jax.tree.map(np.asarray, x), natural)) for x in (state.optimizer[0], state.params)]
     assert int(state.step) == num_steps
-    return told, *kept, traced.jaxpr
+    return told, *kept, live(traced.jaxpr)
 
 
 def furthest(got: dict, want: dict) -> tuple[float, str]:
@@ -328,9 +331,10 @@ def furthest(got: dict, want: dict) -> tuple[float, str]:
     return float(off[worst]), worst
 
 
-def compare(seed: int, asked: dict) -> dict:
-    """Run a choice and the oracle, and say how far apart they are: name -> (difference, allowed)."""
+def compare(seed: int, asked: dict, alone: bool = False) -> dict:
+    """Run a choice (or its model ``alone``, on one device) and the oracle, and say how far apart they are, by name."""
     config, plan = build(asked)
+    plan = Plan(dtype=plan.dtype) if alone else plan
     rng, pieces = np.random.default_rng([seed, 1]), pieces_of(plan, asked["seq"])
     data, rule = batch_of(asked, rng), RULES[asked["rule"]]
     for _ in range(10):  # a choice between experts that rounding decides is no test
@@ -371,7 +375,8 @@ def clear(got, want, weight):
 
 def allowed(asked: dict, name: str) -> float:
     """1e-5 for sums of a few hundred float32 terms in another order (1e-6 is usual), grown a little by the optimizer. In
-    bfloat16 routers choose other experts now and then: near the loss, and not far from the gradients."""
+    bfloat16 routers choose other experts now and then: near the loss, and not far from the gradients, or no further than one
+    device in bfloat16."""
     if asked["dtype"] != "float32":
         return {"tokens": 0.0, "loss": 0.01, "next loss": 0.01, "gradients": 0.25}.get(name, math.inf)
     return {"tokens": 0.0, "load": 0.0, "dropped": 0.0, "weights": 1e-4}.get(name, 1e-5)
@@ -413,6 +418,10 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
     try:
         found = compare(plan_seed, asked)
         wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
+        near = 1e-4 if asked["dtype"] == "float32" else math.inf
+        if wrong and all(k != "sent" and v < near for k, v in wrong.items()):  # an ill-conditioned model? ask one device
+            lonely = compare(plan_seed, asked, alone=True)
+            wrong = {k: v for k, v in wrong.items() if v > 3 * lonely[k]}
     except Exception as error:
         write(seed=plan_seed, ok=False, plan=text, why=f"{type(error).__name__}: {error}"[:2000])
         raise

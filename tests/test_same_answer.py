@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from oracle import CHEAP
-from parity import BATCH, LLAMA, QWEN, SEQ, all_plans, assert_same, batch, name, solo, spread, weights
+from parity import BATCH, LLAMA, QWEN, SEQ, all_plans, assert_same, batch, cheap_jit, name, solo, spread, weights
 
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual
@@ -85,6 +85,34 @@ def test_any_optax_optimizer_works_on_a_cut_state(optimizer):
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
+class OfOnes(Step):
+    """Every gradient is 1: nothing is differentiated."""
+
+    def _gradients(self, par, params, batch):
+        grads = jax.tree.map(jnp.ones_like, params)
+        return grads, {"grad_norm": optax.tree.norm(grads)}
+
+
+def test_a_gradient_longer_than_the_clip_is_cut_to_it_and_a_shorter_one_stays():
+    """By plain gradient descent at a rate of 1, which moves the weights by what it is given."""
+    length = LLAMA.num_params**0.5
+    for clip, want in {0.5: 0.5, 2 * length: length, None: length}.items():
+        step = OfOnes(LLAMA, Plan(), make_mesh("dp=1"), optax.sgd(1.0), clip)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), step.abstract_state)
+        state, _ = step.run(nothing, jax.tree.map(jnp.asarray, batch()))
+        assert optax.tree.norm(state.params) == pytest.approx(want, rel=1e-4) and state.step == 1
+
+
+@pytest.mark.parametrize("reading", ["manual", "auto"])
+def test_a_batch_without_a_target_has_no_loss_and_no_gradient(reading):
+    """0 of 0 targets: not a mean that is no number."""
+    config, plan = dataclasses.replace(LLAMA, num_layers=1), Plan("dp=2", reading=reading)
+    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0))
+    silent = jax.device_put(batch() | {"targets": np.full((BATCH, SEQ), -1, np.int32)}, step.batch_sharding)
+    grads, metrics = cheap_jit(step.gradients)(jax.device_put(weights(config), step.shardings.params), silent)
+    assert metrics["loss"] == 0 == metrics["grad_norm"] and not any(np.any(g) for g in jax.tree.leaves(grads))
+
+
 def test_bfloat16_stays_near_float32():
     """Computing in bfloat16 (8 bits of mantissa, 2^-9 relative rounding) on eight devices: the loss within 1 %, the whole
     gradient within 3 % of its float32 norm, and no further from Solo in bfloat16 than that is from float32, twice."""
@@ -129,16 +157,18 @@ def with_reading(reading):
 class MeanOfMeans(Step):
     """Each device divides by its own number of targets, and the results are averaged."""
 
-    def _loss(self, par, params, batch, total):
+    def _loss(self, par, params, batch):
+        loss, tally = super()._loss(par, params, batch)
         mine = jnp.maximum((batch["targets"] >= 0).sum().astype(jnp.float32), 1.0)
-        return super()._loss(par, params, batch, mine * float(self.plan.mesh.dp * self.plan.mesh.fsdp))
+        return loss / mine * jax.lax.pmean(mine, ("dp", "fsdp")), tally
 
 
 class LocalNorm(Step):
     """The global norm leaves the sum over shards out."""
 
-    def _norm(self, par, grads):
-        return jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    def _sums(self, par, values):
+        loss, count, _, tally = super()._sums(par, values)
+        return loss, count, values[2], tally
 
 
 class LocalGradients(Step):
@@ -156,17 +186,22 @@ class DoubleReduce(Step):
         return jax.tree.map(lambda g: jax.lax.psum(jax.lax.pcast(g, "dp", to="varying"), "dp"), once)
 
 
-FAULTS = {
-    "missing sum over tp": with_reading(NoSum), "sum twice over tp": with_reading(SumTwice), "mean of means": MeanOfMeans,
-    "norm of one shard": LocalNorm, "gradients not reduced": LocalGradients, "gradients reduced twice": DoubleReduce,
-}  # fmt: skip
+FAULTS = {  # and by what each is caught: the parity check, shard_map's varying-axes check, or the arrow's own
+    "missing sum over tp": (with_reading(NoSum), TypeError, r"output carry component has type .*V:\(dp,fsdp,tp\)"),
+    "sum twice over tp": (with_reading(SumTwice), ValueError, "the value is the same all over tp; it was reduced"),
+    "mean of means": (MeanOfMeans, AssertionError, r"^loss 5\.\d+ for 5\.\d+"),
+    "norm of one shard": (LocalNorm, ValueError, r"out_specs\[1\]\['grad_norm'\] is P\(\)|out_specs\[1\] is P\(\)"),
+    "gradients not reduced": (LocalGradients, ValueError, r"out_specs\[0\]\['"),
+    "gradients reduced twice": (DoubleReduce, AssertionError, r"^gradient of .* is off by 1\.0e\+00"),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
-    """By the parity check, or before that by shard_map's varying-axes check or the arrow's own."""
-    with pytest.raises((AssertionError, ValueError, TypeError)):
-        assert_same(LLAMA, Plan(MIXED), step_class=FAULTS[fault])
+    step_class, error, message = FAULTS[fault]
+    assert all(hasattr(Step, method) for method in vars(step_class) if method[:2] != "__"), "it replaces something"
+    with pytest.raises(error, match=message):
+        assert_same(LLAMA, Plan(MIXED), step_class=step_class)
 
 
 def test_without_the_fault_the_same_subclassing_passes():

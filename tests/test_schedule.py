@@ -185,6 +185,20 @@ def test_lockstep_is_legal_and_never_beats_free_running(name):
         assert unit.makespan_lockstep == unit.makespan == len(unit.ticks)
 
 
+def test_a_tick_with_several_messages_waits_for_one_hop():
+    """GPipe, 3 stages, 2 microbatches, drawn by hand: 4 ticks of F, 4 of B and W, and 3 ticks with messages each way, where
+    4 messages go."""
+    table = timetable(make("gpipe", 3, 2), (1, 1, 1), hop=0.5)
+    assert len(table.messages) == 8 and table.makespan_lockstep == 4 * 1 + 4 * 2 + 6 * 0.5
+
+
+def test_the_bubble_rate_is_over_the_span_of_a_stage_not_the_makespan():
+    """ZB-H2 with fewer than 2p - 1 microbatches: no stage works for as long as the pipeline does. By hand from the picture:
+    stage 0 works 12 of 15 ticks, and the last stage ends a tick later."""
+    table = timetable(make("zb-h2", 4, 4))
+    assert (table.span, table.makespan, table.ideal) == (15, 16, 12) and table.bubble_rate == 3 / 15
+
+
 def wrong(text, **options):
     with pytest.raises(ValueError) as error:
         timetable(from_text(text, **options))

@@ -231,7 +231,7 @@ const CSS = `
 .lpx td code{white-space:nowrap;font-size:11px}.lpx th button{padding:0 4px;min-height:0;border-color:transparent;background:none;text-align:left}
 .lpx .scroll{max-height:430px;overflow:auto}.lpx pre{font:12px/1.45 "DejaVu Sans Mono",monospace;margin:4px 0;white-space:pre-wrap}
 .lpx .soft{color:var(--soft);font-size:12px}.lpx .bar{display:flex;gap:6px;flex-wrap:wrap;align-items:center;margin:6px 0}
-.lpx .waiting{opacity:.4}.lpx label:has(:disabled){opacity:.5}.lpx .wide{overflow-x:auto}
+.lpx .waiting{opacity:.4}.lpx label:has(:disabled),.lpx button:disabled{opacity:.5;cursor:default}.lpx .wide{overflow-x:auto}
 @media(max-width:600px){.lpx .axes{grid-template-columns:auto 40px 1fr 34px auto}.lpx .axes .soft{display:none}.lpx input[type=range]{width:100%;min-width:70px}
 .lpx .wide svg{max-width:none}.lpx input[type=text]{width:100%}.lpx .cols>*{flex-basis:100%!important}}
 .lpx svg{max-width:100%;height:auto;display:block}.lpx code{font-family:"DejaVu Sans Mono",monospace;font-size:12px}
@@ -522,7 +522,8 @@ function renderMesh(context) {
 
   widget.draw = () => {
     const began = performance.now(), n = readState(), { state } = widget, answer = widget.answer(), waiting = widget.waiting();
-    const rows = model.get("tensors") || doc.tensors, device = Math.min(state.device, n - 1);
+    const all = model.get("tensors") || doc.tensors, own = (row) => fixed || doc.shapes.every((name, i) => row.of[i] === state[name]);
+    const rows = waiting ? all : all.filter(own), device = Math.min(state.device, n - 1);
     const tensor = rows.find((r) => r.name === state.tensor) || rows[0];
     refresh(root, controls, state);
     axisRows();
@@ -541,7 +542,7 @@ function renderMesh(context) {
       if (number[d] !== number[d - (d % block)] || number[d] === null) mixed.add(Math.floor(d / block));
     }
     const view = {
-      place, sizes, order, n, arrows, state: { ...state, device },
+      place, sizes, order, n, arrows, tensor, state: { ...state, device },
       label: (i) => (number && !mixed.has(i) ? `${axes.length ? "group" : "shard"} ${number[i * block]}` : ""),
       fill: (i) => (lit.has(i) ? axes[0] || "s1" : ""),
     };
@@ -559,6 +560,7 @@ function renderMesh(context) {
     const notes = [place.frames.length ? `Dashed: nodes of ${node} devices.` : "", place.block > 1 ? `Each cell stands for ${place.block} devices.` : ""];
     part("hover").dataset.rest = notes.filter(Boolean).join(" ") || "Point at a device, or move with the arrow keys.";
     part("hover").textContent = part("hover").dataset.rest;
+    part("holds").classList.toggle("waiting", waiting && !all.every(own));
     for (const name of ["memory", "traffic", "steps", "code", "compare"]) part(name).classList.toggle("waiting", waiting);
     if (!waiting) { // else what is there stays, dimmed: it belongs to another state
       memory(answer, held);
@@ -728,8 +730,7 @@ function renderMesh(context) {
     if (cell === hovered) return;
     hovered = cell;
     if (!cell) { line.textContent = line.dataset.rest; return; }
-    const rows = model.get("tensors") || doc.tensors, tensor = rows.filter((r) => r.name === widget.state.tensor), device = Number(cell.dataset.device);
-    const [x] = holdings(tensor.length ? tensor : rows.slice(0, 1), widget.state, sizes, order, device);
+    const { tensor } = widget.view, device = Number(cell.dataset.device), [x] = holdings(tensor ? [tensor] : [], widget.state, sizes, order, device);
     line.textContent = cell.getAttribute("aria-label") + (x ? `; ${x.row.name} ${x.cut ? "[" + x.cut.map(([a, b]) => `${a}:${b}`).join(", ") + "], " + sizeText(x.bytes) : "cannot be cut evenly"}` : "");
   });
   root.addEventListener("pointerleave", () => { hovered = null; part("hover").textContent = part("hover").dataset.rest; });

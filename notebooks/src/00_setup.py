@@ -297,7 +297,7 @@ explorer
 layout = parse_layout("b/dp,fsdp d/tp")
 live = MeshExplorer.of(jax.device_put(whole, sharding(mesh, layout)))
 (row,) = live.document()["tensors"]
-assert {tuple(shard) for shard in row["shards"]} == set(by_notation(layout)), "JAX's shards are those of the notation"
+assert {tuple(map(tuple, shard)) for shard in row["shards"]} == set(by_notation(layout)), "JAX's shards are those of the notation"
 print(live)
 
 # %% [markdown]

@@ -145,8 +145,7 @@ Markdown("\n".join(["| | products | other equations | arrays kept for later |", 
 # %% [markdown] tags=["slide"]
 # ## What each order buys
 #
-# Eight stages, 32 microbatches, simulated with F = B = W = 1. The *bubble* is that of the critical stage's own time; the whole
-# drawing keeps idle corners.
+# Eight stages, 32 microbatches, simulated with F = B = W = 1 time unit:
 #
 # <footer>Lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule dualpipe --stages 8 --microbatches 32</code></footer>
 
@@ -164,14 +163,15 @@ for name, title in ORDERS.items():
     bubbles[name], spans[name] = table.bubble, table.makespan
     lines.append(f"| {title} | {table.bubble:g} | {table.makespan - table.ideal:g} | {max(table.peak_live()):g} | {table.schedule.parameter_copies} |")
 assert bubbles["zb-h2"] == bubbles["zb-v"] == 0 < bubbles["dualpipe"] and spans["zb-h1"] == spans["zb-h2"]
-head = "| order | bubble, critical stage | idle, whole drawing | microbatches held | weight copies |"
+head = "| order | bubble (critical stage) | idle (whole drawing) | held | weights |"
 Markdown("\n".join([head, "|---|--:|--:|--:|--:|", *lines]))
 
 # %% [markdown]
 # DualPipe's aim is not in this table: it hides the experts' all-to-alls.
 
 # %% [markdown] tags=["notes"]
-# ZB-H2 has no bubble of its own, and yet ends when ZB-H1 does: its corners are of use only if stages need not wait for one another
+# Held: microbatches, at most. Weights: copies. Bubble: idle in the longest stage's own time, as the papers define it.
+# ZB-H2 has none, and yet ends when ZB-H1 does: its corners are of use only if stages need not wait for one another
 # before the next step.
 #
 # **Ask:** ZB-V wins in every column. Why does not everybody use it? Its zero needs F = B = W; real layers have other ratios, and
@@ -201,7 +201,7 @@ for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
     for stage in range(4):
         rows = hlo.census_table(hlo.census_jaxpr(traced, {"pp": 4}, pipeline.taken(plan.pipeline, LLAMA.num_layers, stage)))
         predicted = predict.collectives(LLAMA, plan, 16, 16, stage)
-        assert rows == {key: dataclasses.asdict(row) for key, row in predicted.items()}
+        assert rows == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
     sent = rows["pp", "collective-permute"]
     held = slots(order).num_saved.tolist()
     lines.append(f"| {name} | {len(order.ticks)} | {sent['count']} | {sent['bytes_sent'] / 2**10:.0f} KiB | {', '.join(map(str, held))} |")
