@@ -463,6 +463,8 @@ def order(name: str, s: int, n: int) -> np.ndarray:
     parts = {"contiguous": n, "zigzag": 2 * n, "striped": n}.get(name)
     if parts is None:
         raise ValueError(f"order '{name}' is not known; use contiguous, zigzag or striped")
+    if n == 1:
+        return np.arange(s)  # one rank has them all, of whatever number
     if s % parts:
         near = [str(m) for m in (s // parts * parts, -(-s // parts) * parts) if m]
         other = f"; orders contiguous and striped would take {s}" if s % n == 0 else ""

@@ -1,9 +1,16 @@
-"""Checkpoints: Orbax writes them atomically; they restore onto the same or any other mesh."""
+"""Checkpoints: Orbax writes them atomically; they restore onto the same or any other mesh, and know what made them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import os
 import pathlib
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +18,10 @@ import orbax.checkpoint as ocp
 
 from llmpar.config import ModelConfig
 from llmpar.step import State, Tree
+
+FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")
+"""What a run keeps from its first step to its last: with another of these a step would not be the one that was begun.
+Mesh and plan may change, for they leave every loss as it is; what else is written down (the learning rate, say) is said."""
 
 
 class Checkpoints:
@@ -25,78 +36,192 @@ class Checkpoints:
     def __init__(self, folder: str, every: int = 100, keep: int = 2):
         if every < 1 or keep < 1:
             raise ValueError(f"checkpoints every {every} steps, {keep} kept: both must be at least 1")
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self.every = every
-        self._manager = ocp.CheckpointManager(pathlib.Path(folder).absolute(), options=options)
+        self.every, self.keep, self.folder = every, keep, pathlib.Path(folder).absolute()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
+
+    @functools.cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, enable_async_checkpointing=False)
+        return ocp.CheckpointManager(self.folder, options=options)
 
     @property
     def latest(self) -> int | None:
         """The step of the newest finished checkpoint."""
-        return self._manager.latest_step()
+        return self._manager.latest_step() if self.folder.is_dir() else None
 
     def due(self, step: int, last: int) -> bool:
         """Whether to save after ``step`` steps."""
         return step % self.every == 0 or step == last
 
-    def save(self, step: int, state: State, config: ModelConfig) -> None:
-        """Write all of the state, and the model's configuration beside it; finished, or as if it had never begun."""
-        about = {"config": dataclasses.asdict(config), "checksums": checksums(state)}
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """While this is open nobody else writes here: refuses where somebody does, or where nothing can be written.
+
+        The lock is the kernel's, so it ends with the process that holds it, whatever ended that; the file stays. On a file
+        system without locks there is none. Leftovers of saves that were interrupted are removed.
+        """
+        with contextlib.ExitStack() as stack:
+            if jax.process_index() == 0:
+                self._take(stack)
+            self._manager.reload()  # what somebody wrote before the lock was ours
+            yield
+
+    def _take(self, stack: contextlib.ExitStack) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(self.folder / "lock", "a+"))
+            self._lock(file)
+            for torn in self.folder.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(torn)
+            file.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
+        except OSError as error:
+            why = f"cannot write checkpoints to {self.folder}: {error.strerror}"
+            raise ValueError(f"{why}; give a folder that can be written") from error
+
+    def _lock(self, file) -> None:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read() or "another process"
+            raise ValueError(f"{who} is writing checkpoints to {self.folder}; wait for it, or give another folder") from None
+        except (ImportError, OSError):  # not Unix; no locks on this file system
+            pass
+
+    def save(self, step: int, state: State, config: ModelConfig, made: dict[str, Any] | None = None) -> None:
+        """Write all of the state, and beside it the model's configuration and what ``made`` it; finished, or as if it had
+        never begun."""
+        about = {"config": dataclasses.asdict(config), "checksums": checksums(state), "made": made}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(about))
-        self._manager.save(step, args=args)
+        before = self.latest
+        try:
+            self._manager.save(step, args=args)
+        except Exception as error:  # Orbax and TensorStore raise every kind
+            why, size = _first_line(error), sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
+            if any(sign in str(error) for sign in ("No space left", "RESOURCE_EXHAUSTED", "Errno 28")):
+                why = f"the disk is full; free some {max(1, round(1.2 * size)):,} MiB and run the same command again"
+            kept = "no checkpoint was taken before" if before is None else f"the checkpoint of step {before} is intact"
+            raise ValueError(f"the checkpoint of step {step} could not be written to {self.folder} ({kept}): {why}") from error
 
     def discard(self, step: int) -> None:
         """Delete the checkpoint of ``step``, if there is one: what it holds turned out to be spoiled."""
         if step in self._manager.all_steps():
             self._manager.delete(step)
 
-    def restore(self, abstract: State, config: ModelConfig) -> State | None:
-        """The newest state, laid out as ``abstract`` says; None where there is none. Refuses another model's, and what
-        cannot be read or is not what was written."""
+    def about(self) -> dict[str, Any]:
+        """What was written beside the newest state: the model's configuration, what made it (None if that is not known), and
+        checksums."""
+        if self.latest is None:
+            raise ValueError(f"there is no checkpoint in {self.folder}; train with --checkpoints first")
+        about = self._read("about", ocp.args.JsonRestore())
+        if not isinstance(about, dict) or not {"config", "checksums"} <= about.keys():
+            self._refuse("its description lacks the model or the checksums")
+        return about
+
+    def restore(
+        self,
+        abstract: State,
+        config: ModelConfig,
+        made: dict[str, Any] | None = None,
+        anyway: bool = False,
+        tell: Callable[[str], None] = lambda words: None,
+    ) -> State | None:
+        """The newest state, laid out as ``abstract`` says; None where there is none.
+
+        Refuses another model's, what cannot be read or is not what was written, and a run that is `FIXED` to something
+        else than ``made`` has (unless ``anyway``). Tells what is harmless but not as it was.
+        """
         if self.latest is None:
             return None
-        written = self._checksums(config)
+        about = self._about(config)
+        if made:
+            self._compare_runs(about.get("made"), made, anyway, tell)
+        written, asked = about["checksums"].keys(), _names(abstract).keys()
+        other = sorted(name for name in written ^ asked if not name.startswith("['params']"))
+        if other and written:
+            found = f"it has {len(written)} leaves, asked are {len(asked)}; in one alone is {other[0]}"
+            raise ValueError(f"{self._which} holds another optimizer's state ({found}); give the optimizer that made it")
         state = State(**self._read("state", ocp.args.StandardRestore(abstract._asdict())))
-        self._compare(written, state)
+        self._compare(about["checksums"], state)
         return state
 
     def params(self, abstract: Tree, config: ModelConfig) -> Tree:
         """The newest weights without an optimizer's state, laid out as ``abstract`` says."""
-        if self.latest is None:
-            raise ValueError(f"there is no checkpoint in {self._manager.directory}; train with --checkpoints first")
-        written, item = self._checksums(config), {"params": abstract}
+        about, item = self._about(config), {"params": abstract}
         how = ocp.checkpoint_utils.construct_restore_args(item)
         found = self._read("state", ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True))
-        self._compare(written, State(found["params"], None, None))
+        self._compare(about["checksums"], State(found["params"], None, None))
         return found["params"]
 
-    def _checksums(self, config: ModelConfig) -> dict[str, int]:
-        """What was written beside the state, after a look at whose state it is."""
-        about = self._read("about", ocp.args.JsonRestore())
-        asked, kept = dataclasses.asdict(config), about["config"]
+    def _about(self, config: ModelConfig) -> dict[str, Any]:
+        """`about`, after a look at whose state it is."""
+        about, asked = self.about(), dataclasses.asdict(config)
+        kept = about["config"]
         differ = [f"{k} {kept.get(k)} (asked: {asked[k]})" for k in asked if kept.get(k) != asked[k]]
         if differ:
             raise ValueError(
-                f"the checkpoint in {self._manager.directory} is of another model: it has {', '.join(differ)}; "
+                f"the checkpoint in {self.folder} is of another model: it has {', '.join(differ)}; "
                 "give that model, or another folder"
             )
-        return about["checksums"]
+        return about
+
+    def _compare_runs(self, kept: dict | None, asked: dict, anyway: bool, tell: Callable[[str], None]) -> None:
+        """Refuse or tell how the run that is asked for differs from the one that wrote."""
+        if kept is None:
+            return tell(f"{self._which} does not say what made it: its data, seed and optimizer are not compared")
+        differ = {k: f"{k} {_words(kept.get(k))} (asked: {_words(v)})" for k, v in asked.items() if _id(kept.get(k)) != _id(v)}
+        fixed = [words for k, words in differ.items() if k in FIXED]
+        if fixed and (not anyway or "optimizer" in differ):
+            others = "" if "optimizer" in differ else "; --anyway goes on all the same, as another run than was begun"
+            raise ValueError(f"{self._which} was made with {', '.join(fixed)}; ask for that, or give another folder{others}")
+        if differ:
+            what = "run" if fixed else "curve"
+            tell(f"from step {self.latest} on this is another {what} than was begun: it had {', '.join(differ.values())}")
 
     def _compare(self, written: dict[str, int], found: State) -> None:
         damaged = [name for name, now in checksums(found).items() if written.get(name) != now]
         if damaged:
-            self._refuse(f"{', '.join(damaged)} is not what was written")
+            more = f" (and {len(damaged) - 2} more)" if len(damaged) > 2 else ""
+            self._refuse(f"{', '.join(damaged[:2])}{more} is not what was written")
 
     def _read(self, item: str, args):
         try:
             return self._manager.restore(self.latest, args=ocp.args.Composite(**{item: args}))[item]
         except Exception as error:  # Orbax and TensorStore raise every kind, bare Exception too
-            self._refuse(str(error).partition("\n")[0].partition(". See ")[0])
+            self._refuse(_first_line(error))
+
+    @property
+    def _which(self) -> str:
+        return f"the checkpoint of step {self.latest} in {self.folder}"
 
     def _refuse(self, why: str):
         raise ValueError(
-            f"the checkpoint of step {self.latest} in {self._manager.directory} cannot be used: {why}; if the optimizer is "
-            f"the one it was made with, it is damaged: delete the folder {self.latest} there to resume from the one before"
+            f"{self._which} cannot be used: {why}; it is damaged: delete the folder {self.latest} there to resume from the "
+            "one before"
         )
+
+
+def _first_line(error: Exception) -> str:
+    """The beginning of what another library says."""
+    return str(error).partition("\n")[0].partition(". See ")[0][:200] or type(error).__name__
+
+
+def _id(value):
+    """What counts of a value that was written down: of a named thing, what is in it."""
+    return value["fingerprint"] if isinstance(value, dict) else value
+
+
+def _words(value) -> str:
+    return f"'{value['name']}' [{value['fingerprint']}]" if isinstance(value, dict) else str(value)
+
+
+def _names(state: State) -> dict[str, Any]:
+    """The leaves of a state by path."""
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(state._asdict())}
 
 
 @jax.jit
@@ -106,6 +231,7 @@ def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def checksums(state: State) -> dict[str, int]:
-    """Every leaf's bits added up, modulo 2^32: the same on any mesh, other when a bit has changed."""
-    paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(state._asdict()), strict=True)
-    return {jax.tree_util.keystr(path): int(n) for path, n in zip(paths, jax.device_get(_sums(list(leaves))), strict=True)}
+    """Every leaf's bits added up, modulo 2^32: the same on any mesh, other when a bit has changed. (A sum: words that have
+    changed places have the same.)"""
+    leaves = _names(state)
+    return {name: int(n) for name, n in zip(leaves, jax.device_get(_sums(list(leaves.values()))), strict=True)}

@@ -1,236 +1,79 @@
-"""The command line. Flags are the fields of dataclasses; JAX is imported only by commands that need it.
+"""The front door: run one command, and turn whatever happens into an exit status and a sentence.
 
-Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage. With ``--json`` a command prints one JSON
-document on stdout and everything else on stderr.
+Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 130 Ctrl-C, 143 asked to end (SIGTERM). With
+``--json`` a command prints one JSON document on stdout and everything else on stderr. Nothing heavy is imported before
+`main` runs, so that Ctrl-C is heard from the start.
 """
 
 from __future__ import annotations
 
 import os
-import pathlib
-import subprocess
 import sys
-from dataclasses import dataclass
-from typing import Annotated, Literal
 
-import tyro
-
-from llmpar.commands import Inspect, Train, cache_compilations, emit, say, speaks
-from llmpar.config import PRESETS, describe, preset
-
-
-@dataclass(frozen=True)
-class Demo:
-    """The main job: train on 8 devices under three kinds of parallelism, read the compiled program, draw, check.
-
-    Attributes:
-        out: folder for pictures and the log.
-        steps: to train, on the mesh and again on one device.
-        json: print one JSON document on stdout.
-    """
-
-    out: str = "demo"
-    steps: int = 60
-    json: bool = False
-
-    def run(self) -> None:
-        """Run it."""
-        from llmpar.demo import demonstrate
-
-        emit(demonstrate(self.out, self.steps), self.json)
-
-
-@dataclass(frozen=True)
-class Models:
-    """List the presets, or describe one model, with exact numbers of parameters.
-
-    Attributes:
-        name: a preset's name or the path of a config.json; all presets where it is left out.
-        json: print one JSON document on stdout.
-    """
-
-    name: Annotated[str | None, tyro.conf.Positional] = None
-    json: bool = False
-
-    def run(self) -> None:
-        """Print the models."""
-        models = [describe(preset(self.name))] if self.name else [describe(c) for c in PRESETS.values()]
-        emit({"models": models}, self.json)
-        for m in [] if self.json else models:
-            print(f"{m['name']:<16}{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7} wide")
-
-
-@dataclass(frozen=True)
-class Generate:
-    """Continue a text with a model whose cache of keys and values is cut over a mesh.
-
-    Attributes:
-        prompt: the text to continue.
-        checkpoints: folder that `llmpar train --checkpoints` wrote; random weights where it is left out.
-        model: a preset's name or the path of a config.json; that of the checkpoint.
-        mesh: sizes of the axes; sp cuts the cache's positions, tp its heads.
-        devices: CPU devices to simulate where there is no accelerator.
-        tokens: how many to add.
-        temperature: 0 takes the likeliest token, more draws from a flatter distribution.
-        seed: of drawing.
-        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json.
-        dtype: of weights and cache.
-        json: print one JSON document on stdout.
-    """
-
-    prompt: Annotated[str, tyro.conf.Positional] = "def "
-    checkpoints: str | None = None
-    model: str = "tiny"
-    mesh: str = "sp=-1"
-    devices: int = 8
-    tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
-    tokenizer: str = "bytes"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    json: bool = False
-
-    def run(self) -> None:
-        """Restore the weights, take the prompt in, add tokens, and print."""
-        import jax
-
-        from llmpar import data
-        from llmpar.checkpoint import Checkpoints
-        from llmpar.generate import Decoder, abstract_params, generate
-        from llmpar.mesh import make_mesh, use_devices
-        from llmpar.notation import parse_mesh
-        from llmpar.plan import Plan
-        from llmpar.step import init_params
-
-        cache_compilations()
-        config, devices, tokenizer = preset(self.model), use_devices(self.devices), data.open_tokenizer(self.tokenizer)
-        data.check_vocab(tokenizer, config.vocab_size)
-        plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
-        if rows := plan.live("dp", "fsdp", "ep"):
-            raise ValueError(f"mesh '{plan.mesh}' cuts rows by {', '.join(rows)}, but a prompt is one row; use sp and tp")
-        mesh, prompt = make_mesh(plan.mesh), [[tokenizer.start_id, *tokenizer.encode(self.prompt)]]
-        abstract = abstract_params(config, plan, mesh)
-        if self.checkpoints:
-            params = Checkpoints(self.checkpoints).params(abstract, config)
-        else:
-            say("no --checkpoints: the weights are random, and so will be the text")
-            cut = jax.tree.map(lambda x: x.sharding, abstract)
-            params = jax.jit(lambda: init_params(config, self.seed), out_shardings=cut)()
-        decoder = Decoder(config, plan, mesh, params, 1, len(prompt[0]) + self.tokens)
-        tokens = [int(row[0]) for row in generate(decoder, prompt, self.tokens, self.temperature, self.seed)]
-        text = tokenizer.decode(tokens)
-        emit({"prompt": self.prompt, "text": text, "tokens": tokens, "mesh": plan.mesh.sizes}, self.json)
-        if not self.json and speaks():
-            print(self.prompt + text)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Print a pipeline schedule: its timetable, bubble by every definition, makespan, live activations per stage.
-
-    Attributes:
-        name: gpipe, 1f1b, interleaved, zb-h1, …; a wrong name lists all.
-        stages: pipeline stages p.
-        microbatches: m.
-        chunks: model chunks per stage, for schedules that have several.
-        costs: times of forward, input-gradient and weight-gradient work: F,B,W.
-        hop: latency of a send between stages, in the same unit.
-        svg: also draw the timetable into this SVG (or PNG).
-        json: print one JSON document on stdout.
-    """
-
-    name: Annotated[str, tyro.conf.Positional] = "1f1b"
-    stages: int = 4
-    microbatches: int = 8
-    chunks: int | None = None
-    costs: str = "1,1,1"
-    hop: float = 0.0
-    svg: str | None = None
-    json: bool = False
-
-    def run(self) -> None:
-        """Simulate and print."""
-        from llmpar import draw, orders, schedule
-
-        try:
-            f, b, w = (float(x) for x in self.costs.split(","))
-        except ValueError as error:
-            raise ValueError(f"--costs '{self.costs}' is not three numbers F,B,W such as 1,1,1") from error
-        made = orders.make(self.name, self.stages, self.microbatches, self.chunks)
-        document = schedule.schedule_document(made, (f, b, w), self.hop)
-        table = schedule.timetable(made, (f, b, w), self.hop)
-        if self.svg:
-            draw.timetable(table).save(self.svg)
-            say(f"drew the timetable into {self.svg}")
-        emit(document, self.json)
-        if not self.json:
-            print(schedule.text_timeline(table))
-            for key in ("makespan", "makespan_lockstep", "bubble_over_ideal", "bubble_fraction", "bubble_rate", "peak_live"):
-                print(f"{key:<20}{document[key]}")
-
-
-@dataclass(frozen=True)
-class Doctor:
-    """Check the environment: versions, devices, what is missing and how to get it.
-
-    Attributes:
-        json: print one JSON document on stdout.
-    """
-
-    json: bool = False
-
-    def run(self) -> None:
-        """Look, and print."""
-        from llmpar.doctor import examine
-
-        document = examine()
-        emit(document, self.json)
-        for line in [] if self.json else document["lines"]:
-            print(line)
-
-
-@dataclass(frozen=True)
-class Lab:
-    """Open JupyterLab on the notebooks, with simulated devices unless an accelerator is found.
-
-    Attributes:
-        folder: where the notebooks are.
-        port: to serve on; loopback only.
-        browser: open one.
-    """
-
-    folder: str = "notebooks"
-    port: int = 8888
-    browser: bool = True
-
-    def run(self) -> None:
-        """Start JupyterLab and wait until it ends."""
-        if not pathlib.Path(self.folder).is_dir():
-            raise ValueError(f"there is no folder '{self.folder}' here; run this from the project's root, or give --folder")
-        command = [sys.executable, "-m", "jupyter", "lab", self.folder, f"--port={self.port}", "--ip=127.0.0.1"]
-        # static/labconfig lets a saved notebook keep its widgets, which reopen without a kernel
-        config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(pathlib.Path(__file__).parent / "static")]
-        env = os.environ | {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
-        subprocess.run(command + ([] if self.browser else ["--no-browser"]), check=True, env=env)
-
-
-COMMANDS = {
-    "doctor": Doctor, "lab": Lab, "train": Train, "inspect": Inspect, "models": Models, "schedule": Schedule,
-    "generate": Generate, "demo": Demo,
-}  # fmt: skip
+import llmpar
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and give its exit status."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every letter
     try:
-        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=argv, prog="llmpar", description=__doc__)  # type: ignore[arg-type]
-        command.run()  # type: ignore[attr-defined]
-    except (ValueError, FloatingPointError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        print(f"llmpar: {error}", file=sys.stderr, flush=True)  # a RuntimeError is JAX's: out of memory, say
-        return 1
+        _run(sys.argv[1:] if argv is None else argv)
+        return 0
     except KeyboardInterrupt:
-        return 130
-    return 0
+        return _fail("interrupted", 130)
+    except BrokenPipeError as error:  # whoever read has enough
+        return _fail("", 141, error)
+    except MemoryError as error:
+        return _fail("the memory of this machine is full; use a smaller model, batch or text", 1, error)
+    except Exception as error:
+        return _fail(explain(error), 1, error)
+
+
+def _run(argv: list[str]) -> None:
+    if argv[:1] == ["--version"]:
+        print(f"llmpar {llmpar.__version__}")
+        return
+    from llmpar.tools import parse
+
+    parse(argv).run()
+    if sys.stdout:
+        sys.stdout.flush()  # so that a full disk or a closed pipe is known here
+
+
+def explain(error: Exception) -> str:
+    """What went wrong, in a sentence: a refusal's own, or that this is a fault.
+
+    Our refusals are ValueErrors raised here. One that another library raised is a case that nobody thought of.
+    """
+    trace, here = error.__traceback__, os.path.dirname(__file__) + os.sep
+    frames = []
+    while trace:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    refused = isinstance(error, ValueError) and (not frames or frames[-1][0].startswith(here))
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
+    if refused or isinstance(error, OSError | FloatingPointError):
+        return str(error)
+    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+    if "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
+        return f"the memory of a device is full ({said}); use a smaller model or batch, more microbatches, or --remat block"
+    ours = [f"{file.removeprefix(here)}:{line}" for file, line in frames if file.startswith(here)][-1:]
+    return f"this is a fault of llmpar, at {''.join(ours)}: {said}; LLMPAR_TRACEBACK=1 shows the stack"
+
+
+def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
+    """Say it, and give the status."""
+    if error and os.environ.get("LLMPAR_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(error)
+    if sentence:
+        print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
+    if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in its buffer cannot be written
+    return status
 
 
 if __name__ == "__main__":

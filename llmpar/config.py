@@ -5,9 +5,54 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 import pathlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
+
+
+class Allowed(NamedTuple):
+    """What a field may be: a kind of value, from the least to the most; None if that says something too."""
+
+    kind: type
+    least: float = -math.inf
+    most: float = math.inf
+    none: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse what is not allowed."""
+        kinds = {int: numbers.Integral, float: numbers.Real}.get(self.kind, self.kind)
+        fine = isinstance(value, kinds) and isinstance(value, bool) == (self.kind is bool)
+        if value is None and self.none or fine and (self.kind not in (int, float) or self.least <= value <= self.most):
+            return
+        what = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
+        bounds = [f"from {self.least:,}"] * (self.least > -math.inf) + [f"to {self.most:,}"] * (self.most < math.inf)
+        words = " ".join([what.get(self.kind, "a text"), *bounds])
+        raise ValueError(f"{name} is {json.dumps(value, default=repr):.60}; use {words}" + " (or null)" * self.none)
+
+
+_SIZE, _COUNT, _RATE = Allowed(int, 1, 1 << 24), Allowed(int, 0, 1 << 24), Allowed(float, 0, 1e9)
+_SOME_RATE = _RATE._replace(none=True)
+ALLOWED = {
+    "vocab_size": _SIZE, "width": _SIZE, "num_layers": _SIZE, "num_heads": _SIZE, "num_kv_heads": _SIZE, "head_width": _SIZE,
+    "ffn_width": _SIZE, "rope_theta": Allowed(float, 1, 1e15), "norm_eps": Allowed(float, 0, 1), "init_scale": _RATE,
+    "tied": Allowed(bool), "qkv_bias": Allowed(bool), "qk_norm": Allowed(bool), "window": Allowed(int, 1, none=True),
+    # RopeScaling
+    "factor": Allowed(float, 1, 1e9), "low_freq_factor": _RATE, "high_freq_factor": _RATE, "original_context": Allowed(int, 1),
+    # ExpertConfig
+    "num": _SIZE, "chosen": _SIZE, "shared": _COUNT, "renormalise": Allowed(bool), "scale": _RATE, "bias_rate": _SOME_RATE,
+    "groups": _SIZE, "groups_chosen": _SIZE, "balance": _RATE, "z": _RATE,
+    "capacity_factor": Allowed(float, 1e-9, 1e9, none=True), "dense_layers": _COUNT, "dense_width": _COUNT,
+    # LatentAttention
+    "q_rank": _SIZE, "kv_rank": _SIZE, "rope_width": _SIZE, "value_width": _SIZE,
+}  # fmt: skip
+"""What the fields of the configurations below may be."""
+
+
+def _check(config) -> None:
+    for field in dataclasses.fields(config):
+        if field.name in ALLOWED:
+            ALLOWED[field.name].check(field.name, getattr(config, field.name))
 
 
 @dataclass(frozen=True)
@@ -18,6 +63,12 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+
+    def __post_init__(self):
+        _check(self)
+        if self.low_freq_factor >= self.high_freq_factor:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            raise ValueError(f"low_freq_factor {low} is not below high_freq_factor {high}; Llama 3.1 has 1 and 4")
 
 
 @dataclass(frozen=True)
@@ -56,6 +107,7 @@ class ExpertConfig:
     dense_width: int = 0
 
     def __post_init__(self):
+        _check(self)
         if not 1 <= self.chosen <= self.num:
             raise ValueError(f"a token cannot visit {self.chosen} of {self.num} experts; choose from 1 to {self.num}")
         if self.num % self.groups or not 1 <= self.groups_chosen <= self.groups:
@@ -96,6 +148,9 @@ class LatentAttention:
     rope_width: int
     value_width: int
 
+    def __post_init__(self):
+        _check(self)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -125,6 +180,9 @@ class ModelConfig:
     latent: LatentAttention | None = None
 
     def __post_init__(self):
+        _check(self)
+        if self.head_width % 2:
+            raise ValueError(f"heads are {self.head_width} wide, but rotary embedding turns pairs; use an even head width")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly; "
@@ -270,15 +328,46 @@ def preset(name: str) -> ModelConfig:
     return PRESETS[name]
 
 
+THEIRS = {
+    "hidden_size": "width", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "head_dim": "head_width",
+    "num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_width", "moe_intermediate_size": "ffn_width",
+    "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tied", "initializer_range": "init_scale", "sliding_window": "window",
+    "attention_bias": "qkv_bias", "mlp_bias": "qkv_bias", "original_max_position_embeddings": "original_context",
+    "num_experts": "num", "num_local_experts": "num", "num_experts_per_tok": "chosen", "norm_topk_prob": "renormalise",
+    "router_aux_loss_coef": "balance", "router_z_loss_coef": "z", "expert_capacity_factor": "capacity_factor",
+}  # fmt: skip
+"""What Hugging Face calls our fields."""
+OPTIONAL = {"num_key_value_heads", "head_dim", "num_experts", "num_local_experts"}
+"""Fields of ours that may be null there."""
+THEIR_OWN = {
+    "model_type": Allowed(str), "hidden_act": Allowed(str), "rope_scaling": Allowed(dict, none=True),
+    "rope_parameters": Allowed(dict, none=True), "rope_type": Allowed(str), "type": Allowed(str),
+    "partial_rotary_factor": Allowed(float, 1, 1, none=True), "quantization_config": Allowed(dict, none=True),
+    "use_sliding_window": Allowed(bool), "max_window_layers": Allowed(int, 0), "layer_types": Allowed(list, none=True),
+    "decoder_sparse_step": _SIZE, "mlp_only_layers": Allowed(list, none=True),
+}  # fmt: skip
+"""What fields that only they have may be."""
+
+
 class _Card(dict):
-    """Entries of a ``config.json``: asking for one that is missing is refused by name (`get` asks without need)."""
+    """Entries of a ``config.json``. Asking for one that is missing, or not what it may be, is refused by name (`get` asks
+    without need)."""
 
     def __init__(self, entries: dict, path: str):
         super().__init__(entries)
         self.path = path
 
-    def __missing__(self, key: str):
-        raise ValueError(f"'{self.path}' lacks '{key}', which its model_type needs")
+    def __getitem__(self, key: str):
+        if key not in self:
+            raise ValueError(f"'{self.path}' lacks '{key}', which its model_type needs")
+        allowed = THEIR_OWN[key] if key in THEIR_OWN else ALLOWED[THEIRS.get(key, key)]
+        value = super().__getitem__(key)
+        allowed._replace(none=allowed.none or key in OPTIONAL).check(f"{key} in '{self.path}'", value)
+        return value
+
+    def get(self, key: str, default=None):
+        """The entry if it is there."""
+        return self[key] if key in self else default
 
 
 def from_hugging_face(path: str) -> ModelConfig:
@@ -288,6 +377,8 @@ def from_hugging_face(path: str) -> ModelConfig:
         raw = json.loads(pathlib.Path(path).read_text(), object_hook=lambda entries: _Card(entries, path=path))
         if not isinstance(raw, dict):
             raise ValueError("it holds no JSON object")
+    except RecursionError:
+        raise ValueError(f"cannot read a model configuration from '{path}': it is nested too deeply") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read a model configuration from '{path}': {error}") from error
     kind = raw.get("model_type")
@@ -298,20 +389,24 @@ def from_hugging_face(path: str) -> ModelConfig:
         raise ValueError(f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is")
     if raw.get("mlp_bias") or (kind != "qwen2" and raw.get("attention_bias")):
         raise ValueError(f"'{path}' asks for biases in the feed-forward or the output projection, which are not implemented")
+    if raw.get("quantization_config") is not None:
+        raise ValueError(f"'{path}' is of quantized weights (quantization_config), which are not read; use the original model")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = rope.get("rope_type") or rope.get("type", "default")
     if rope_type not in ("default", "llama3"):
         raise ValueError(f"rope type '{rope_type}' in '{path}' is not implemented; default and llama3 are")
+    for entries in (raw, rope):
+        entries.get("partial_rotary_factor")  # checked by being asked for: only whole heads are turned
     scaling = None
     if rope_type == "llama3":
         scaling = RopeScaling(
             rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
         )
-    ours = kind in ("mistral", "mixtral")
+    ours, num_layers = kind in ("mistral", "mixtral"), raw["num_hidden_layers"]
     window = raw.get("sliding_window") if ours or raw.get("use_sliding_window") else None
     if window and not ours:  # Qwen: only layers from max_window_layers (28 where unsaid) on have the window
-        sliding = [i >= raw.get("max_window_layers", 28) for i in range(raw["num_hidden_layers"])]
-        sliding = [t == "sliding_attention" for t in raw.get("layer_types") or []] or sliding
+        sliding = [t == "sliding_attention" for t in raw.get("layer_types") or []]
+        sliding = sliding or [i >= raw.get("max_window_layers", 28) for i in range(num_layers)]
         if any(sliding) and not all(sliding):
             raise ValueError(f"'{path}' has a window in {sum(sliding)} of {len(sliding)} layers; use one in all or none")
         window = window if any(sliding) else None
@@ -327,17 +422,19 @@ def from_hugging_face(path: str) -> ModelConfig:
             z=raw.get("router_z_loss_coef", 0.0),
             capacity_factor=raw.get("expert_capacity_factor"),
         )
-    heads = raw["num_attention_heads"]
+    width, heads, head_width = raw["hidden_size"], raw["num_attention_heads"], raw.get("head_dim")
+    if head_width is None and width % heads:
+        raise ValueError(f"hidden_size {width} in '{path}' is no multiple of its {heads} heads, and no head_dim is given")
     return ModelConfig(
         name=pathlib.Path(path).parent.name or kind,
         vocab_size=raw["vocab_size"],
-        width=raw["hidden_size"],
-        num_layers=raw["num_hidden_layers"],
+        width=width,
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_width=raw.get("head_dim") or raw["hidden_size"] // heads,
+        head_width=head_width or width // heads,
         ffn_width=raw["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
-        rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0,
+        rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
         rope_scaling=scaling,
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         tied=raw.get("tie_word_embeddings", False),
@@ -347,6 +444,42 @@ def from_hugging_face(path: str) -> ModelConfig:
         window=window,
         init_scale=raw.get("initializer_range", 0.02),
     )
+
+
+def from_dict(kept: dict[str, Any]) -> ModelConfig:
+    """The configuration that `dataclasses.asdict` made plain, as checkpoints keep it."""
+    parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "latent": LatentAttention}
+    return ModelConfig(**kept | {name: make(**kept[name]) for name, make in parts.items() if kept.get(name)})
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """The optimizer and its rate, which warms up linearly, then falls along a cosine to a tenth at the last step.
+
+    Attributes:
+        optimizer: Muon takes the matrices and leaves the rest to Adam.
+        learning_rate: the highest.
+        warmup: steps of linear warm-up.
+        weight_decay: of matrices.
+        clip: largest global norm of the gradient.
+    """
+
+    optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
+    learning_rate: float = 3e-3
+    warmup: int = 10
+    weight_decay: float = 0.1
+    clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(OptimizerOptions):
+    """`OptimizerOptions` that make sense. (Any Optax optimizer fits a `Step`; these four have a name.)"""
+
+    def __post_init__(self):
+        if not (0 < self.learning_rate < math.inf and self.clip > 0):
+            raise ValueError(f"learning rate {self.learning_rate}, clip {self.clip}: both must be positive numbers")
+        if not (self.warmup >= 0 and 0 <= self.weight_decay < math.inf):
+            raise ValueError(f"warmup {self.warmup}, weight decay {self.weight_decay}: use 0 or more")
 
 
 def describe(config: ModelConfig) -> dict:

@@ -6,6 +6,7 @@ mesh, reads what the uninterrupted run would have read, and each process of a cl
 
 from __future__ import annotations
 
+import codecs
 import functools
 import glob
 import hashlib
@@ -20,8 +21,11 @@ from typing import Literal, SupportsInt
 import numpy as np
 from jaxtyping import Int32
 
+from llmpar.hardware import host_bytes
+
 Batch = dict[str, Int32[np.ndarray, "b s"]]
 
+MEMORY_PER_BYTE = 12  # measured: the text, its tokens, and what is in between
 LIBRARY_LIMIT_BYTES = 4 << 20  # about 250 files: read and encoded in well under a second
 # Left out: packages of others, tests, tables that are no prose (code pages, an index of help texts), local settings.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data"}
@@ -71,6 +75,9 @@ def find_files(patterns: Sequence[str]) -> list[str]:
             raise ValueError(f"data '{pattern}' is a folder; name its files: '{os.path.join(pattern, '**', '*.txt')}'")
         matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
         matches = sorted(f for f in matches if not os.path.isdir(f))
+        if special := [f for f in matches if os.path.exists(f) and not os.path.isfile(f)]:
+            what = f"data '{special[0]}' is no ordinary file but a pipe or a device"
+            raise ValueError(f"{what}; write what comes from it to a file first")
         if not matches:
             asked = f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file"
             raise ValueError(f"{asked}; give a file or a glob such as 'texts/**/*.txt'")
@@ -89,18 +96,23 @@ def library_files(root: str = "") -> list[str]:
     return [f for f in licences if os.path.isfile(f)][:1] + sorted(sources)
 
 
-def read_documents(file: str) -> Iterator[str]:
-    """The documents of one file: the whole of a text, or each line of a JSONL. Refuses what is not UTF-8."""
+def read_documents(file: str, limit_bytes: int | None = None) -> Iterator[str]:
+    """The documents of one file: the whole of a text, or each line of a JSONL. Refuses what is not UTF-8.
+
+    Of a text not much more is read than ``limit_bytes``."""
+    lines = file.endswith((".jsonl", ".ndjson"))
     try:
         with open(file, "rb") as opened:
-            text = opened.read().decode().removeprefix("\ufeff")
+            raw = opened.read(-1 if lines or limit_bytes is None else limit_bytes + 4)
+            decoder = codecs.getincrementaldecoder("utf-8")()  # does not mind a last character that is cut
+            text = decoder.decode(raw, final=not opened.read(1)).removeprefix("\ufeff")
     except OSError as error:
         raise ValueError(f"cannot read data file '{file}': {error.strerror}; check its path and permissions") from None
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
         hint = "unpack it if it is compressed, convert it if it is in another encoding"
         raise ValueError(f"data file '{file}' is not UTF-8 text: {byte}; {hint}") from None
-    if not file.endswith((".jsonl", ".ndjson")):
+    if not lines:
         yield text
         return
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: JSON strings may hold U+2028
@@ -110,9 +122,10 @@ def read_documents(file: str) -> Iterator[str]:
             document = json.loads(line)["text"]
             document.encode()  # fails for what is no string, and for half of a surrogate pair
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            own = {UnicodeEncodeError: "half of a surrogate pair", RecursionError: "nested too deeply"}
             raise ValueError(
                 f"data file '{file}', line {number}, is no JSON object with a string under \"text\" "
-                f'({type(error).__name__}: {error}); each line must look like {{"text": "…"}}'
+                f'({own.get(type(error)) or f"{type(error).__name__}: {error}"}); each line must look like {{"text": "…"}}'
             ) from None
         yield document
 
@@ -121,6 +134,7 @@ class ByteTokenizer:
     """The 256 bytes of UTF-8, and a document-start token. Nothing is learned, nothing is downloaded."""
 
     name, vocab_size, start_id = "bytes", 257, 256
+    identity = {"name": "bytes", "fingerprint": "bytes"}
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
         """The bytes of a text, without the document-start token."""
@@ -160,9 +174,13 @@ class FileTokenizer:
         starts = [] if start_token else self.hub.encode("").ids[:1]
         starts += [vocab[name] for name in names if name in vocab]
         if not starts:
-            raise ValueError(f"tokenizer '{file}' lacks {', '.join(names)}; name a token it has as start_token")
+            lacks = f"tokenizer '{file}' lacks {', '.join(names)}"
+            raise ValueError(f"{lacks}; name a token it has as start_token (--start-token)")
         self.hub.encode_special_tokens = True
         self.name, self.start_id, self.vocab_size = path, starts[0], max(vocab.values()) + 1  # ids may have gaps
+        with open(file, "rb") as opened:
+            digest = hashlib.sha256(opened.read() + b"%d" % self.start_id).hexdigest()[:16]
+        self.identity = {"name": os.path.abspath(file), "fingerprint": digest, "start_token": start_token}
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
         """The token ids of a text, without the document-start token."""
@@ -170,7 +188,11 @@ class FileTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Int32[np.ndarray, " _"]]:
         """Encode several texts, on all cores."""
-        return [np.array(e.ids, np.int32) for e in self.hub.encode_batch_fast(list(texts), add_special_tokens=False)]
+        try:
+            found = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the package raises nothing narrower: no token for what is unknown, say
+            raise ValueError(f"tokenizer '{self.name}' cannot encode the text: {error}; mend it, or use 'bytes'") from error
+        return [np.array(e.ids, np.int32) for e in found]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids; special tokens vanish."""
@@ -183,6 +205,18 @@ Tokenizer = ByteTokenizer | FileTokenizer
 def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Tokenizer:
     """``bytes``, or a Hugging Face ``tokenizer.json`` by path."""
     return ByteTokenizer() if name == "bytes" else FileTokenizer(name, start_token)
+
+
+def tokenizer_of(made: dict | None, asked: str | None) -> Tokenizer:
+    """The tokenizer of the run that ``made`` describes (`train.made_of`; None: of no run that is known). Refuses another."""
+    kept = (made or {}).get("tokenizer")
+    if kept is None:
+        return open_tokenizer(asked or "bytes")
+    tokenizer = open_tokenizer(asked or kept["name"], kept.get("start_token"))
+    if tokenizer.identity["fingerprint"] != kept["fingerprint"]:
+        trained = f"the checkpoint was trained with tokenizer '{kept['name']}'"
+        raise ValueError(f"{trained}, and '{tokenizer.name}' is another; give the file that it was trained with")
+    return tokenizer
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -220,9 +254,14 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     if not config.data and not any(f.endswith(".py") for f in files):
         source += ", which comes without its sources here,"
     limit = config.limit_bytes or (1 << 62 if config.data else LIBRARY_LIMIT_BYTES)
+    need = MEMORY_PER_BYTE * min(limit, sum(os.path.getsize(f) for f in files if os.path.exists(f)))
+    if 0 < (memory := host_bytes()) < need:
+        gib = f"{need / 2**30:,.1f} GiB of memory ({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
+        here = f"this machine has {memory / 2**30:,.1f} GiB; use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"
+        raise ValueError(f"{source} would take {gib}, and {here}")
     texts: list[str] = []
     size = num_read = 0
-    for text in (text for file in files for text in read_documents(file)):
+    for text in (text for file in files for text in read_documents(file, limit - size if limit < 1 << 62 else None)):
         num_read += 1
         raw = text.encode()[: limit - size]
         size += len(raw)
@@ -271,7 +310,7 @@ class Stream:
         self.num_rows = (end - begin - 1) // s  # per epoch
         if self.num_rows < 1:
             found = f"the {part} part (held_out {config.held_out}) of {corpus.source} has {end - begin} of {total}"
-            hint = "use a shorter seq_len, more data, or another held_out"
+            hint = "use a shorter seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
             raise ValueError(f"seq_len {s} needs {s + 1} tokens, but {found}; {hint}")
         self.order = np.arange(s) if isinstance(order, str) and order == "contiguous" else np.atleast_1d(order)
         if not np.array_equal(np.sort(self.order), np.arange(s)):

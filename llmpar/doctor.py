@@ -14,7 +14,7 @@ from llmpar import hardware
 from llmpar.mesh import use_devices
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-OPTIONAL = {"tokenizers": "hf", "safetensors": "hf", "starlette": "serve", "ray": "ray", "mpi4py": "mpi"}
+OPTIONAL = {"tokenizers": "hf", "safetensors": "hf"}
 """Packages that an extra brings: ``pip install 'llmpar[hf]'``."""
 
 

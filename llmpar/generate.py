@@ -60,12 +60,8 @@ class Decoder:
     """
 
     def __init__(self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, batch_size: int, length: int):
-        if plan.mesh.pp > 1:
-            where = f"mesh '{plan.mesh}' has pp={plan.mesh.pp}"
-            raise ValueError(f"generation has no pipeline, and {where}; use dp, fsdp, ep, sp, tp")
         self.config, self.params, self.length, self.start = config, params, length, 0
-        self.plan = plan = Serving(plan.mesh, zero=plan.zero, dtype=plan.dtype, order="contiguous")
-        plan.check(config, batch_size, plan.mesh.sp)
+        self.plan = plan = self.check(config, plan, batch_size, length)
         slots = -(-length // plan.mesh.sp) * plan.mesh.sp
         shape = (config.num_layers, batch_size, slots, config.num_kv_heads, config.head_width)
         self.everywhere = sharding(mesh, Layout(()))
@@ -76,8 +72,23 @@ class Decoder:
         run = jax.shard_map(self._forward, mesh=mesh, in_specs=given, out_specs=(spec(plan.place("data b v")), spec(cut)))
         self.run = jax.jit(run, donate_argnums=1)
 
+    @staticmethod
+    def check(config: ModelConfig, plan: Plan, batch_size: int, length: int) -> Serving:
+        """The plan as this uses it; refuses what cannot be cut, before any weight is made."""
+        if plan.mesh.pp > 1:
+            where = f"mesh '{plan.mesh}' has pp={plan.mesh.pp}"
+            raise ValueError(f"generation has no pipeline, and {where}; use dp, fsdp, ep, sp, tp")
+        if length < 1:
+            raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
+        serving = Serving(plan.mesh, zero=plan.zero, dtype=plan.dtype, order="contiguous").effective(config)
+        assert isinstance(serving, Serving)
+        serving.check(config, batch_size, plan.mesh.sp)
+        return serving
+
     def __call__(self, tokens) -> jax.Array:
         """Take the next tokens into the cache."""
+        if tokens.ndim != 2 or tokens.shape[1] < 1:
+            raise ValueError(f"tokens of shape {tokens.shape} hold no next token; give rows of one length, at least one token")
         if self.start + tokens.shape[1] > self.length:
             many = tokens.shape[1]
             raise ValueError(f"{many} tokens more than the {self.start} here do not fit into {self.length} positions")
@@ -129,15 +140,26 @@ class _Cache:
         return attention.decode(q, *self.layer, axis=self.axes, mask=mask, q_positions_bs=positions, k_positions_bt=held)
 
 
+def check_temperature(temperature: float) -> None:
+    """Refuse what is no temperature."""
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature {temperature} is negative or no number; use 0 for the likeliest token, or more")
+
+
 def generate(decoder: Decoder, prompt, num_tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[np.ndarray]:
-    """Yield ``num_tokens`` times the next token of each row, ``b``, after a prompt ``b s``: the likeliest at temperature 0,
-    else drawn from the softmax of logits over ``temperature``."""
-    if temperature < 0:
-        raise ValueError(f"temperature {temperature} is negative; use 0 for the likeliest token, or more")
+    """Yield ``num_tokens`` times the next token of each row, ``b``, after a prompt ``b s``, by a `Decoder`: the likeliest at
+    temperature 0, else drawn from the softmax of logits over ``temperature``, each time anew."""
+    check_temperature(temperature)
+    lengths = [len(row) for row in prompt]
+    if len(set(lengths)) != 1 or min(lengths[0], num_tokens) < 1:
+        raise ValueError(f"rows of {lengths} tokens, {num_tokens} to add: use rows of one length, and 1 token or more")
     tokens, keys = jnp.asarray(prompt, jnp.int32), jax.random.split(jax.random.key(seed), num_tokens)
 
     def draw(key, logits):
-        return jax.random.categorical(key, logits / temperature) if temperature else logits.argmax(-1)
+        if not temperature:
+            return logits.argmax(-1)
+        logits = logits - logits.max(-1, keepdims=True)  # a low temperature then sends all but the likeliest to -inf
+        return jax.random.categorical(key, jnp.where(logits == 0, 0, logits / temperature))
 
     choose = jax.jit(draw, out_shardings=decoder.everywhere)  # rows may be cut over hosts, and each host wants them all
     for i in range(num_tokens):

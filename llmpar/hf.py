@@ -211,9 +211,13 @@ def _files(source: pathlib.Path) -> list[pathlib.Path]:
     if source.is_file() or whole.is_file():
         return [source if source.is_file() else whole]
     try:
-        return sorted({source / name for name in json.loads(index.read_text())["weight_map"].values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"'{source}' has neither {whole.name} nor a readable {index.name} ({error!r})") from error
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if outside := [name for name in names if name != pathlib.PurePath(name).name]:
+            raise ValueError(f"it names '{outside[0]}', which is no file of that folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else repr(error)
+        raise ValueError(f"'{source}' has neither {whole.name} nor a readable {index.name} ({why})") from error
+    return [source / name for name in names]
 
 
 def to_hugging_face(config: ModelConfig) -> dict[str, Any]:

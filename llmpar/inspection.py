@@ -92,7 +92,8 @@ def tables(document: dict) -> list[Table]:
     title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
     moves = Table(title=title + ": bytes sent per device and step", title_justify="left")
     for name in ("axes", "collective", "count", "predicted", "compiled", "", "from"):
-        moves.add_column(name, justify="right" if name in ("count", "predicted", "compiled") else "left")
+        number = name in ("count", "predicted", "compiled")  # whole even where the terminal is narrow; then sources fold
+        moves.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in document["collectives"]:
         same = "=" if row["predicted_bytes"] == row["compiled_bytes"] else "≠"
         moves.add_row(

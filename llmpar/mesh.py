@@ -19,6 +19,7 @@ _COUNT_FLAG = "--xla_force_host_platform_device_count"
 POOL_SIZE = ("NPROC", "PJRT_NPROC")
 """Environment variables for the size of XLA's thread pool: up to JAX 0.10, and since."""
 THREADS_PER_DEVICE = 4
+MAX_SIMULATED = 1024
 
 
 def use_devices(simulated: int = 8) -> list[jax.Device]:
@@ -26,19 +27,27 @@ def use_devices(simulated: int = 8) -> list[jax.Device]:
 
     Raises ValueError when JAX has started already with fewer CPU devices: the number is fixed from its first use on.
     """
-    if simulated < 1:
-        raise ValueError(f"{simulated} simulated devices were asked for; use 1 or more")
+    if not 1 <= simulated <= MAX_SIMULATED:
+        raise ValueError(f"{simulated} simulated devices were asked for; use 1 to {MAX_SIMULATED}, all threads of one process")
     if _COUNT_FLAG not in os.environ.get("XLA_FLAGS", "") and "JAX_NUM_CPU_DEVICES" not in os.environ:
         try:
             jax.config.update("jax_num_cpu_devices", simulated)
         except RuntimeError:
             pass  # JAX runs already; what it has may be enough
     with _enough_threads(simulated):
-        devices = ordered_devices()
+        try:
+            devices = ordered_devices()
+        except (RuntimeError, AssertionError) as error:  # JAX asserts where the platform that it was told is not there
+            told = os.environ.get("JAX_PLATFORMS", "")
+            where = f"JAX_PLATFORMS={told}" if told else "the platform of this machine"
+            why = str(error).partition("\n")[0][:200] or "there is no such device"
+            what = "unset JAX_PLATFORMS, or install the JAX for it: llmpar[cuda13], llmpar[tpu]"
+            raise ValueError(f"JAX cannot start on {where}: {why}; {what}") from error
     if devices[0].platform == "cpu" and len(devices) < simulated:
         raise ValueError(
             f"{simulated} simulated devices were asked for but JAX has started with {len(devices)}, and the number is fixed "
-            f"at its first use; call use_devices() first in a fresh process, or set XLA_FLAGS={_COUNT_FLAG}={simulated}"
+            f"at its first use; ask for {len(devices)} (--devices {len(devices)}), call use_devices() first in a fresh "
+            f"process, or set XLA_FLAGS={_COUNT_FLAG}={simulated}"
         )
     return devices
 

@@ -45,7 +45,8 @@ class NotationError(ValueError):
     """A text that is not a layout, an arrow or a mesh: the message shows it with a caret under the bad token."""
 
     def __init__(self, text: str, start: int, end: int, why: str):
-        super().__init__(f"{why}\n  {text}\n  {' ' * start}{'^' * max(1, end - start)}")
+        shown = "".join(x if x.isprintable() else " " for x in text)  # on one line, so that the caret is below its token
+        super().__init__(f"{why}\n  {shown}\n  {' ' * start}{'^' * max(1, end - start)}")
 
 
 # --------------------------------------------------------------------------------------------------------------- layouts

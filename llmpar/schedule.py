@@ -202,7 +202,7 @@ def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dic
 
 def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> Timetable:
     """Simulates a schedule, free-running and in lockstep, or refuses it with the stage, the tick and the cycle."""
-    if len(costs) != 3 or min(*costs, hop) < 0 or not 0 < sum(costs) < math.inf:
+    if len(costs) != 3 or not (min(*costs, hop) >= 0 and 0 < sum(costs) + hop < math.inf and any(costs)):
         raise ValueError(f"costs {costs} and hop {hop}: give three durations F, B, W and one more, none negative")
     ticks, ends, stuck = _run(schedule, dict.fromkeys(KINDS, 1), 0, False)
     _refuse(schedule, ticks, ends, stuck)

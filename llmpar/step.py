@@ -375,3 +375,24 @@ class Step:
 
     def _constrain(self, tree: Tree, layouts: Tree) -> Tree:
         return jax.tree.map(lambda x, layout: lax.with_sharding_constraint(x, sharding(self.mesh, layout)), tree, layouts)
+
+    @functools.cached_property
+    def evaluate(self):
+        """Compiled: the cross-entropies of a batch's targets summed, and their number, from (weights, batch), forward only and
+        without the routers' own losses. Weights come stored, with their layers in the model's order (`to_natural`); where
+        stages hold them the reading is Auto's: layers travel to every stage, which may need room for all of them."""
+        plan = self.plan
+
+        def sums(par: Solo, params: Tree, batch: Batch):
+            model = nnx.merge(model_graph(self.config), params)
+            parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, plan.microbatches, *x.shape[1:]), 1, 0), batch)
+            loss = lax.map(lambda part: model.losses(part, par).sum(), parts).sum()
+            return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
+
+        def manual(params, batch):
+            return self._sums(par := Manual(plan), sums(par, params, batch))
+
+        if plan.reading == "auto" or plan.pipeline:
+            return jax.jit(functools.partial(sums, Auto(plan, self.mesh)))
+        given = jax.tree.map(spec, self.stored), spec(plan.place("data b s"))
+        return jax.jit(jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE)))

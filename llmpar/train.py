@@ -1,15 +1,17 @@
-"""Training: a loop around :class:`llmpar.step.Step` that measures, logs, checkpoints and stops when it should."""
+"""Training: a loop around :class:`llmpar.step.Step` that measures, evaluates, logs, checkpoints and stops when it should."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
 import math
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,31 +20,13 @@ from jax.sharding import Mesh
 
 from llmpar import hardware, moe, predict
 from llmpar.checkpoint import Checkpoints
-from llmpar.config import ModelConfig
+from llmpar.config import ModelConfig, OptimizerConfig
 from llmpar.data import Stream
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
 from llmpar.step import State, Step, Tree, weight_dims
 
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """Any Optax optimizer fits a `Step`; these four have a name on the command line.
-
-    The rate warms up linearly over ``warmup`` steps, then falls along a cosine to a tenth at the last step.
-    """
-
-    optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
-    learning_rate: float = 3e-3
-    warmup: int = 10
-    weight_decay: float = 0.1
-    clip: float = 1.0
-
-    def __post_init__(self):
-        if not (0 < self.learning_rate < math.inf and self.clip > 0):
-            raise ValueError(f"learning rate {self.learning_rate}, clip {self.clip}: both must be positive numbers")
-        if not (self.warmup >= 0 and self.weight_decay >= 0):
-            raise ValueError(f"warmup {self.warmup}, weight decay {self.weight_decay}: use 0 or more")
+ADAMW = OptimizerConfig()
 
 
 def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
@@ -86,10 +70,12 @@ def muon_dims(config: ModelConfig) -> Tree:
 
 @dataclass
 class Report:
-    """What a training run measured. Losses are nats per target; ``step_s`` is the median of steps after the first two."""
+    """What a training run measured. Losses are nats per target; ``step_s`` is the median of steps after the first two.
+    ``eval_losses`` are pairs of a number of steps done and the loss of held-out text after them."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    eval_losses: list[tuple[int, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     start: int = 0
     tokens_per_step: int = 0
@@ -115,41 +101,76 @@ class Report:
         return self.flops_per_step / self.step_s / self.peak_flops_per_s if self.peak_flops_per_s and self.step_s else None
 
 
+def made_of(stream: Stream, steps: int, options: OptimizerConfig, seed: int) -> dict[str, Any]:
+    """What a run is made of besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). No mesh and no plan:
+    these change no loss."""
+    corpus, config = stream.corpus, stream.config
+    return {
+        "data": {"name": corpus.source, "fingerprint": corpus.fingerprint},
+        "tokenizer": corpus.tokenizer.identity,
+        "seed": seed, "data_seed": config.seed, "held_out": config.held_out,
+        "batch_size": config.batch_size, "seq_len": config.seq_len, "steps": steps,
+    } | dataclasses.asdict(options)  # fmt: skip
+
+
 def train(
     config: ModelConfig,
     plan: Plan,
     mesh: Mesh,
     stream: Stream,
     steps: int,
-    options: OptimizerConfig = OptimizerConfig(),
+    options: OptimizerConfig = ADAMW,
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
     log: str | None = None,
     on_step: Callable[[int, Report], None] | None = None,
+    anyway: bool = False,
+    held_out: Stream | None = None,
+    eval_every: int = 0,
+    eval_batches: int = 1,
+    tell: Callable[[str], None] = lambda words: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> tuple[State, Report]:
     """Train to step ``steps``, from the newest checkpoint if there is one.
 
     Batches are a function of the step's number, so a resumed run repeats nothing and equals one that was never stopped.
     The state comes back, and lies in checkpoints, with its layers in the model's order, whatever the pipeline's.
     Raises FloatingPointError when a loss is not finite, naming the step; checkpoints taken before it stay.
+
+    A checkpoint of other data, seeds or sizes is refused, unless ``anyway``; ``tell`` is told what else differs. Every
+    ``eval_every`` steps, and after the last, ``eval_batches`` batches of ``held_out`` are evaluated (0: never). When
+    ``stop`` says so after a step, the state is saved, if it is ever, and training ends.
     """
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     if steps < 1:
         raise ValueError(f"training to step {steps} does nothing; use 1 or more")
-    step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
-    state = checkpoints.restore(step.abstract_natural, config) if checkpoints else None
-    state = step.init(seed) if state is None else step.from_natural(state)
-    shape = stream.config.batch_size, stream.config.seq_len
-    chip = hardware.guess(mesh.devices.flat[0].device_kind)
-    report = Report(
-        start=int(state.step),
-        tokens_per_step=shape[0] * shape[1],
-        flops_per_step=sum(predict.flops(config, *shape).values()),
-        peak_flops_per_s=0.0 if chip is None or chip.simulated else chip.flops_per_s * plan.mesh.size,
-    )
-    waiting: list[tuple[int, dict]] = []
-    clock = time.perf_counter()
-    with _opened(log) as lines:
+    if eval_every < 0 or eval_batches < 1:
+        raise ValueError(f"evaluation every {eval_every} steps of {eval_batches} batches: use 0 (never) or more, and 1 or more")
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
+    made = made_of(stream, steps, options, seed) if checkpoints else None
+    writes = checkpoints is not None and (checkpoints.latest or 0) < steps
+    with checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(), _opened(log) as lines:
+        step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
+        state = checkpoints.restore(step.abstract_natural, config, made, anyway, tell) if checkpoints else None
+        resumed = state is not None
+        state = step.init(seed) if state is None else step.from_natural(state)
+        shape = stream.config.batch_size, stream.config.seq_len
+        chip = hardware.guess(mesh.devices.flat[0].device_kind)
+        report = Report(
+            start=int(state.step),
+            tokens_per_step=shape[0] * shape[1],
+            flops_per_step=sum(predict.flops(config, *shape).values()),
+            peak_flops_per_s=0.0 if chip is None or chip.simulated else chip.flops_per_s * plan.mesh.size,
+        )
+        if resumed:
+            tell(f"goes on from the checkpoint of step {report.start}" + "; nothing is left to do" * (report.start >= steps))
+        waiting: list[tuple[int, dict]] = []
+        clock = time.perf_counter()
+
+        def note(row: dict) -> None:
+            if lines:
+                print(json.dumps(row), file=lines, flush=True)
 
         def read() -> None:
             nonlocal clock
@@ -168,10 +189,10 @@ def train(
             report.losses.append(loss)
             report.memory_bytes = _memory(mesh)
             report.grad_norms.append(norm)
-            if lines:
-                row = {"step": number, "loss": loss, "grad_norm": norm, "seconds": report.seconds[-1]}
-                row |= moe.summary(config.experts, metrics, plan.mesh.ep) if config.experts and "load" in metrics else {}
-                print(json.dumps(row), file=lines, flush=True)
+            row = {"step": number, "loss": loss, "grad_norm": norm, "seconds": report.seconds[-1]}
+            row |= {"resumed": report.start} if resumed and number == report.start else {}
+            row |= moe.summary(config.experts, metrics, plan.mesh.ep) if config.experts and "load" in metrics else {}
+            note(row)
             if on_step:
                 on_step(number, report)
 
@@ -183,15 +204,34 @@ def train(
             waiting.append((number, metrics))
             while len(waiting) > lag:
                 read()
-            if checkpoints and checkpoints.due(number + 1, steps):
-                while waiting:
-                    read()  # never keep what a bad step has spoiled
+            done, stopped = number + 1, stop()
+            evaluates = held_out is not None and eval_every and (done % eval_every == 0 or done == steps)
+            saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
+            while waiting and (evaluates or saves):
+                read()  # never keep what a bad step has spoiled
+            if evaluates or saves:
                 natural = step.to_natural(state)
-                checkpoints.save(number + 1, natural, config)
+                if held_out and evaluates:
+                    report.eval_losses.append((done, _evaluate(step, natural, held_out, eval_batches)))
+                    note({"steps_done": done, "eval_loss": report.eval_losses[-1][1]})
+                    if on_step:
+                        on_step(number, report)
+                if checkpoints and saves:
+                    checkpoints.save(done, natural, config, made)
                 state = step.from_natural(natural)
+                clock = time.perf_counter()
+            if stopped:
+                break
         while waiting:
             read()
-    return step.to_natural(state), report
+        return step.to_natural(state), report
+
+
+def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
+    """The mean cross-entropy of the first targets of a text that is not trained on, in nats; without the routers' losses."""
+    told = [jax.device_get(step.evaluate(state.params, _place(step, held_out, i))) for i in range(batches)]
+    loss, tokens = (sum(float(x[i]) for x in told) for i in (0, 1))
+    return loss / max(tokens, 1)
 
 
 def _place(step: Step, stream: Stream, number: int) -> dict:
@@ -212,18 +252,18 @@ def _memory(mesh: Mesh) -> int:
     return max((stats.get("peak_bytes_in_use", 0) for stats in local), default=0)
 
 
-class _opened:
-    """A JSONL log opened for appending (by the first process), or nothing."""
-
-    def __init__(self, path: str | None):
-        self.path = path if jax.process_index() == 0 else None
-
-    def __enter__(self):
-        if self.path:
-            pathlib.Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-        self.file = open(self.path, "a") if self.path else None
-        return self.file
-
-    def __exit__(self, *_):
-        if self.file:
-            self.file.close()
+@contextlib.contextmanager
+def _opened(path: str | None) -> Iterator[Any]:
+    """A JSONL log opened for appending (by the first process), or nothing. A line that a killed run left torn is ended."""
+    if path is None or jax.process_index() != 0:
+        yield None
+        return
+    try:
+        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a+")
+    except OSError as error:
+        raise ValueError(f"cannot write the log '{path}': {error.strerror}; give another file") from error
+    with file:
+        if file.tell() and file.seek(file.tell() - 1) is not None and file.read(1) != "\n":
+            file.write("\n")
+        yield file

@@ -1,7 +1,12 @@
 """The command line: documents that are a contract, exit statuses, and refusals before anything is compiled."""
 
+import contextlib
+import io
 import json
 import os
+import re
+import shlex
+import signal
 import subprocess
 import sys
 import wave
@@ -10,16 +15,20 @@ from pathlib import Path
 import jax
 import optax
 import pytest
+import rich.console
 
 import llmpar.inspection
 import llmpar.train
 from llmpar.checkpoint import Checkpoints
 from llmpar.cli import main
+from llmpar.commands import Stopper, progress, start
 from llmpar.config import PRESETS
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.step import Step
+from llmpar.tools import Models, parse
 
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 CARD = {
     "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8,
     "num_key_value_heads": 8, "intermediate_size": 32, "rms_norm_eps": 1e-5,
@@ -47,7 +56,7 @@ def test_only_the_first_of_several_processes_prints_and_draws(call, tmp_path, mo
     """But every process says why it ended. (No cluster here: JAX is made to say that this is process 1.)"""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    monkeypatch.setattr(llmpar.train, "train", lambda *_: (None, llmpar.train.Report(losses=[2.0, 1.0])))
+    monkeypatch.setattr(llmpar.train, "train", lambda *_, **__: (None, llmpar.train.Report(losses=[2.0, 1.0])))
     (tmp_path / "text").write_text("abc " * 1000)
     plot = tmp_path / "loss.svg"
     status, out, err = call("train", "--data", str(tmp_path / "text"), "--plot", str(plot), "--json")
@@ -163,7 +172,7 @@ def test_doctor_says_what_is_here(document, call):
 def test_doctor_names_the_extra_of_what_is_missing(document, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = document("doctor")
-    assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf", "starlette": "serve", "ray": "ray", "mpi4py": "mpi"}
+    assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf"}
 
 
 TINY_STEP = ("--batch-size", "8", "--seq-len", "16")
@@ -182,8 +191,10 @@ def test_train_document_log_plot_and_resumption(document, call, model, tmp_path)
     assert found["tokens_per_s"] > 0 and found["step_s"] > 0 and found["start"] == 0 and found["mfu"] is None
     assert [json.loads(line)["loss"] for line in log.read_text().splitlines()] == found["losses"]
     assert "<svg" in plot.read_text()
+    assert found["eval_losses"] == []
     status, out, err = call(*words[:-6])
-    assert status == 0 and out == "" and "loss " in err and "nats per token in 4 steps" in err and "8 devices" in err
+    assert status == 0 and out == "" and "\n  compiling …\n".replace("  ", "") in err and "step 4/4: loss " in err
+    assert "loss " in err and "nats per token in 4 steps" in err and "8 devices" in err
     done = document(*(w for w in words if w not in ("--plot", str(plot))))
     assert done["start"] == 4 and done["losses"] == [] and done["tokens_per_s"] is None is done["step_s"]
 
@@ -220,6 +231,20 @@ def test_inspect_reads_experts_and_pipelines(call, mesh, more):
 def test_inspect_draws_tables_for_people_and_reads_auto_too(call, model):
     status, out, _ = call("inspect", "--model", model(), "--mesh_dim", "2,1,1,1", *TINY_STEP, "--reading", "auto")
     assert status == 0 and "bytes sent per device and step" in out and "arguments" in out and "auto reading" in out
+
+
+def test_tables_keep_every_figure_whole_on_80_columns():
+    """What is long folds, and nothing is cut."""
+    row = dict(axis="dp,fsdp", kind="reduce-scatter", count=1234, predicted_bytes=480_772_096, compiled_bytes=480_772_096,
+               source="llmpar/model.py:68, llmpar/attention.py:312, llmpar/moe.py:1")  # fmt: skip
+    memory = {f"{who}_{what}_bytes": 10**10 for who in ("predicted", "compiled") for what in ("argument", "temp")}
+    flops = {"predicted_per_device": 1.0, "executed_per_device": 1.0}
+    document = dict(model="m", mesh={}, reading="manual", zero=3, schedule=None, collectives=[row], memory=memory, flops=flops)
+    console = rich.console.Console(width=80, record=True, file=io.StringIO())
+    for table in llmpar.inspection.tables(document):
+        console.print(table)
+    text = console.export_text()
+    assert "…" not in text and text.count("480,772,096 B") == 2 and "1,234" in text and "moe.py:1" in text.replace("\n", "")
 
 
 # -------------------------------------------------------------------------------------------------------- exit statuses
@@ -271,6 +296,153 @@ def test_jax_that_has_started_already_is_refused_and_the_advice_works():
     assert heeded.returncode == 0 and json.loads(heeded.stdout)["devices"] == 8
 
 
+# ------------------------------------------------------------------------------------------------- what goes wrong inside
+
+
+class Odd(RuntimeError):
+    pass
+
+
+FAULTS = [
+    (KeyError("x"), 1, r"llmpar: this is a fault of llmpar, at cli.py:\d+: KeyError: 'x'; LLMPAR_TRACEBACK=1 .*\n"),
+    (Odd("first\nsecond"), 1, r"llmpar: this is a fault of llmpar, at .*: Odd: first; LLMPAR_TRACEBACK=1 shows the stack\n"),
+    (RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"), 1, r"llmpar: the memory of a device is full \(.*\); use a smaller model .*\n"),
+    (MemoryError(), 1, r"llmpar: the memory of this machine is full; use a smaller model, batch or text\n"),
+    (KeyboardInterrupt(), 130, r"llmpar: interrupted\n"),
+    (BrokenPipeError(32, "Broken pipe"), 141, ""),
+    (OSError(28, "No space left on device"), 1, r"llmpar: No space left on device\n"),
+    (FileExistsError(17, "File exists", "demo"), 1, r"llmpar: File exists: 'demo'\n"),
+]
+
+
+@pytest.mark.parametrize("error, status, said", FAULTS, ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else "")
+def test_whatever_happens_is_a_status_and_at_most_one_line(call, monkeypatch, error, status, said):
+    monkeypatch.setattr(Models, "run", lambda self: (_ for _ in ()).throw(error))
+    found, out, err = call("models")
+    assert found == status and out == "" and re.fullmatch(said, err), err
+
+
+def test_a_value_error_of_another_library_is_not_taken_for_a_refusal(call, monkeypatch):
+    monkeypatch.setattr(Models, "run", lambda self: json.loads("{"))
+    status, _, err = call("models")
+    assert status == 1 and err.startswith("llmpar: this is a fault of llmpar, at cli.py:"), err
+    assert "JSONDecodeError" in err and err.count("\n") == 1
+    monkeypatch.setenv("LLMPAR_TRACEBACK", "1")
+    _, _, err = call("models")
+    assert err.startswith("Traceback") and err.count("\n") > 5 and "llmpar: this is a fault" in err
+
+
+def test_what_a_terminal_cannot_show_is_replaced_and_a_closed_pipe_is_silent():
+    ascii = run("models", "llama9…", PYTHONIOENCODING="ascii")
+    assert ascii.returncode == 1 and "unknown model 'llama9?'" in ascii.stderr
+    code = "import os, sys; os.close(1); os.dup2(os.pipe()[1], 1); from llmpar.cli import main; sys.exit(main(['models']))"
+    closed = run(code=code)
+    assert closed.returncode == 141 and closed.stderr == "", closed.stderr
+
+
+def test_the_version_and_the_module_have_names():
+    code = "import runpy, sys; sys.argv = ['llmpar', '--version']; runpy.run_module('llmpar', run_name='__main__')"
+    done = run(code=code)
+    assert done.returncode == 0 and done.stdout.startswith("llmpar 0.") and done.stderr == ""
+
+
+def test_jax_told_of_a_platform_that_is_not_there_is_refused_in_a_sentence():
+    done = run("doctor", JAX_PLATFORMS="cuda")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("llmpar: JAX cannot start on JAX_PLATFORMS=cuda: ") and "unset JAX_PLATFORMS" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------ being interrupted
+
+
+def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before = signal.getsignal(signal.SIGTERM)
+    with Stopper() as stopper:
+        stopper.worked = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopper.number == signal.SIGTERM
+        with pytest.raises(SystemExit, match="130"):
+            os.kill(os.getpid(), signal.SIGINT)
+    with Stopper(), pytest.raises(SystemExit, match="143"):
+        os.kill(os.getpid(), signal.SIGTERM)  # no step was done: nothing to finish
+    assert signal.getsignal(signal.SIGTERM) is before
+    ended = "llmpar: ended at once; checkpoints taken before are intact"
+    assert capfd.readouterr().err.splitlines() == ["llmpar: ends after this step; once more ends at once", ended, ended]
+
+
+def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(call, document, model, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be, that is the question. " * 200)
+    words = ("train", "--model", model(), "--mesh", "dp=2 fsdp=2 tp=2", *TINY_STEP, "--steps", "4", "--data", str(text),
+             "--checkpoints", str(tmp_path / "kept"))  # fmt: skip
+
+    @contextlib.contextmanager
+    def interrupting(total):
+        yield lambda done, words: os.kill(os.getpid(), signal.SIGTERM) if done == 2 else None
+
+    with monkeypatch.context() as patched:
+        patched.setattr("llmpar.commands.progress", interrupting)
+        status, out, err = call(*words)
+    assert status == 143 and out == "", err
+    assert f"llmpar: stopped after step 2; kept in {tmp_path / 'kept'}: the same command goes on from there" in err
+    found = document(*words)
+    assert found["start"] == 2 and len(found["losses"]) == 2
+
+
+def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys, monkeypatch):
+    clock = iter(range(0, 100, 4))
+    monkeypatch.setattr("llmpar.commands.time.monotonic", lambda: next(clock))
+    with progress(9) as show:
+        for done in range(1, 10):
+            show(done, "loss 1")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "compiling …" and lines[1] == "step 1/9: loss 1" and lines[-1] == "step 9/9: loss 1"
+    assert 3 < len(lines) < 7
+
+
+# -------------------------------------------------------------------------------------------------- the README's commands
+
+
+def written() -> list[list[str]]:
+    """The commands of the README's list, as words."""
+    lines = re.findall(r"^    (llmpar .*)$", README, re.M)
+    return [shlex.split(re.split(r" {3,}", line)[0]) for line in lines]
+
+
+def test_every_command_of_the_readme_is_understood():
+    assert len(written()) >= 10
+    for _, *words in written():
+        parse(words)
+
+
+@pytest.mark.parametrize("words", [w for w in written() if w[1] in ("models", "schedule", "doctor")], ids=" ".join)
+def test_commands_of_the_readme_that_compile_nothing_run(call, words):
+    status, out, _ = call(*words[1:])
+    assert status == 0 and out
+
+
+def test_the_readme_trains_before_it_generates_from_a_checkpoint():
+    """Every folder that a command reads was written by one before it, of the model that is asked for."""
+    kept = set()
+    for _, *words in written():
+        command = parse(words)
+        if words[0] == "train" and command.checkpoints:
+            kept.add(command.checkpoints)
+        if words[0] == "generate":
+            assert command.checkpoints in kept and command.model is None
+
+
+def test_help_is_in_groups_with_an_example(call):
+    status, out, _ = call("train", "--help")
+    assert status == 0 and 'llmpar train --mesh "dp=2 fsdp=2 tp=2"' in out
+    groups = re.findall(r"^\W+(\S* ?options) ", out, re.M)
+    assert groups[:2] == ["options", "step options"] and {"optimizer options", "text options"} <= set(groups)
+    assert "{None}" not in out and "--no-json" not in out
+    status, out, _ = call("--help")
+    assert status == 0 and "llmpar inspect --mesh" in out and "dataclass" not in out
+
+
 # -------------------------------------------------------------------------------------------------------------- refusals
 
 BOTH = [("train",), ("inspect",)]
@@ -285,19 +457,19 @@ BOTH = [("train",), ("inspect",)]
             "batch 12 is not a multiple of dp·fsdp·ep = 8; use 8 or 16, or make dp·fsdp·ep one of 1, 2, 3, 4, 6, 12",
         ),
         (
-            ("--mesh", "tp=8", "num_attention_heads=12", "num_key_value_heads=4"),
-            "heads 12 is not a multiple of tp = 8; use 8 or 16, or make tp one of 1, 2, 4",
+            ("--mesh", "tp=8", "num_attention_heads=12", "num_key_value_heads=4", "head_dim=4"),
+            "heads 12 is not a multiple of tp = 8; make tp one of 1, 2, 4",
         ),
         (
             ("--mesh", "tp=8", "num_key_value_heads=4"),
-            "KV heads 4 is not a multiple of tp = 8; use 8, or make tp one of 1, 2, 4",
+            "KV heads 4 is not a multiple of tp = 8; make tp one of 1, 2, 4",
         ),
-        (("--mesh", "tp=8", "intermediate_size=36"), "feed-forward width 36 is not a multiple of tp = 8; use 32 or 40"),
-        (("--mesh", "tp=8", "vocab_size=260"), "vocabulary 260 is not a multiple of tp = 8; use 256 or 264"),
-        (("--mesh", "fsdp=8", "hidden_size=36", "head_dim=4"), "model width 36 is not a multiple of fsdp = 8; use 32 or 40"),
+        (("--mesh", "tp=8", "intermediate_size=36"), "feed-forward width 36 is not a multiple of tp = 8; make tp one of 1"),
+        (("--mesh", "tp=8", "vocab_size=260"), "vocabulary 260 is not a multiple of tp = 8; make tp one of 1, 2, 4"),
+        (("--mesh", "fsdp=8", "hidden_size=36", "head_dim=4"), "model width 36 is not a multiple of fsdp = 8; make fsdp"),
         (("--mesh", "tp=4", "--tp-sequence", "--seq-len", "18"), "sequence 18 is not a multiple of sp·tp = 4; use 16 or 20"),
         (("--loss-chunks", "3"), "sequence 16 is not a multiple of sp·loss_chunks = 3"),
-        (("--microbatches", "0"), "microbatches is 0; use 1 or more"),
+        (("--microbatches", "0"), "microbatches=0 is not a value of a plan; use a whole number of 1 or more"),
         (("--batch-size", "0"), "batch 0 holds no token; use 1 or more"),
         (("--mesh", "xp=8"), "unknown mesh axis 'xp'; the axes are pp dp fsdp ep sp tp"),
         (("--mesh", "dp=-1 tp=-1"), "two axes are -1; only one can be inferred"),
@@ -306,7 +478,8 @@ BOTH = [("train",), ("inspect",)]
         (("--mesh-dim", "1,64,4,1"), "mesh '1,64,4,1' needs 256 devices but 8 are present; try '"),
         (("--mesh-dim", "8"), "1 unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp)"),
         (("--devices", "9"), "9 simulated devices were asked for but JAX has started with 8"),
-        (("--devices", "0"), "0 simulated devices were asked for; use 1 or more"),
+        (("--devices", "0"), "0 simulated devices were asked for; use 1 to 1024"),
+        (("--devices", "100000"), "100000 simulated devices were asked for; use 1 to 1024"),
         (("model_type=gpt2",), "model_type 'gpt2' in '"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
@@ -373,7 +546,7 @@ def test_a_tokenizer_that_is_not_there_is_refused(refusal, model, tmp_path):
         (("--learning-rate", "-1"), "learning rate -1.0, clip 1.0: both must be positive numbers"),
         (("--clip", "0"), "clip 0.0: both must be positive numbers"),
         (("--warmup", "-1"), "use 0 or more"),
-        (("--seed", "-1"), "seed is -1; use 0 or more"),
+        (("--seed", "-1"), "seed is -1; use 0 to 4294967295"),
         (("--every", "0", "--checkpoints", "kept"), "checkpoints every 0 steps, 2 kept: both must be at least 1"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
@@ -404,6 +577,48 @@ def test_schedules_that_cannot_be_are_refused(refusal, words, said):
     assert said in refusal("schedule", *words)
 
 
+@pytest.mark.parametrize("flags, said", [
+    (("train", "--plot", "x.xyz"), "a drawing is saved as .svg or .png, and 'x.xyz' is neither; rename it"),
+    (("train", "--plot", "no/x.png"), "'no/x.png' cannot be written; give a file in a folder that is there"),
+    (("inspect", "--svg", "x.bmp"), "a drawing is saved as .svg or .png"),
+    (("schedule", "--svg", "no/x.svg"), "'no/x.svg' cannot be written"),
+    (("train", "--checkpoints", "file"), "checkpoints lie in a folder, but 'file' is a file"),
+    (("train", "--log", "folder"), "cannot write the log 'folder': Is a directory"),
+    (("train", "--seed", "1" + "0" * 30), "use 0 to 4294967295"),
+    (("train", "--seq-len", "1" + "0" * 15), "use at most 2,147,483,647 positions"),
+    (("inspect", "--batch-size", "1" + "0" * 15), "and 1,099,511,627,776 tokens"),
+    (("schedule", "--hop", "nan"), "none negative"),
+    (("schedule", "--hop", "inf"), "none negative"),
+    (("schedule", "--stages", "2000", "--microbatches", "2000"), "are too many to simulate; use at most"),
+    (("train", "--data", "pipe"), "data 'pipe' is no ordinary file but a pipe or a device"),
+    (("train", "--model", "llama3.1-405b", "--mesh", "fsdp=8"), "GiB on 8 simulated devices, and this machine has"),
+    (("train", "--eval-every", "-2"), "evaluation every -2 steps of 4 batches"),
+    (("generate", "--tokens", "0"), "0 tokens with seed 0: use 1 or more"),
+    (("generate", "--temperature", "nan"), "temperature nan is negative or no number"),
+    (("generate", "--mesh", "pp=8"), "generation has no pipeline, and mesh 'pp=8' has pp=8; use dp, fsdp, ep, sp, tp"),
+    (("generate", "\udcff"), "the prompt is no text: it holds bytes that are not UTF-8"),
+    (("models", ""), "unknown model ''"),
+    (("lab", "--folder", "folder", "--port", "99999999"), "--port 99999999 is no port; use 1 to 65535"),
+], ids=lambda x: " ".join(x)[:40] if isinstance(x, tuple) else "")  # fmt: skip
+def test_what_cannot_end_well_is_refused_before_the_work(refusal, tmp_path, monkeypatch, flags, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    assert said in refusal(*flags)
+
+
+def test_a_home_that_is_not_there_is_done_without(monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        start()
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_a_lab_without_notebooks_is_refused(refusal, tmp_path):
     assert "there is no folder '" in refusal("lab", "--folder", str(tmp_path / "none"))
 
@@ -424,11 +639,14 @@ def test_a_damaged_checkpoint_exits_with_one_in_a_sentence(call, model, tmp_path
 def test_generate_continues_from_a_checkpoint_whatever_the_meshes(call, document, tmp_path):
     config, plan = PRESETS["tiny"], Plan("fsdp=2 dp=2")
     state = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3)).init(3)
-    Checkpoints(str(tmp_path / "kept")).save(1, state, config)
+    made = {"tokenizer": {"name": "bytes", "fingerprint": "bytes"}}
+    Checkpoints(str(tmp_path / "kept")).save(1, state, config, made)
     ask = ("generate", "import ", "--tokens", "5", "--checkpoints", str(tmp_path / "kept"), "--mesh")
     one, many = (document(*ask, mesh) for mesh in ("dp=1", "sp=2 tp=2"))
     assert one["tokens"] == many["tokens"] and len(one["tokens"]) == 5 and one["prompt"] == "import "
     status, _, said = call("generate", "--checkpoints", str(tmp_path / "none"), "--mesh", "dp=1")
-    assert status == 1 and "there is no checkpoint in" in said
+    assert status == 1 and "there is no checkpoint in" in said and not (tmp_path / "none").exists()
+    status, _, said = call(*ask, "dp=1", "--model", "tiny-tied")
+    assert status == 1 and "is of another model: it has" in said
     status, _, said = call("generate", "--mesh", "dp=2")
     assert status == 1 and "cuts rows by dp, but a prompt is one row; use sp and tp" in said

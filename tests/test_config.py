@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from parity import LLAMA, MOE, QWEN
 
-from llmpar.config import PRESETS, ExpertConfig, ModelConfig, RopeScaling, describe, from_hugging_face, preset
+from llmpar.config import PRESETS, ExpertConfig, ModelConfig, RopeScaling, describe, from_dict, from_hugging_face, preset
 from llmpar.model import Llama, rope_frequencies
 
 # As the model cards and the checkpoints have them (sum over the tensors of the published safetensors files; tied
@@ -197,6 +197,78 @@ def test_what_the_model_cannot_do_is_refused_naming_the_key(tmp_path, card, why)
     with pytest.raises(ValueError, match=why) as caught:
         preset(str(path))
     assert "\n" not in str(caught.value)
+
+
+NUMBERS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+WRONG = [(name, value) for name in NUMBERS for value in (-8, 0, 2.5, "32", [8], True, 10**30)]
+WRONG += [(name, None) for name in NUMBERS if name != "num_key_value_heads"]
+WRONG += [
+    ("head_dim", 7), ("head_dim", -4), ("head_dim", 0), ("head_dim", "4"), ("rms_norm_eps", "x"), ("rms_norm_eps", -1.0),
+    ("rms_norm_eps", None), ("rope_theta", "x"), ("rope_theta", -1.0), ("rope_theta", [1]), ("initializer_range", "x"),
+    ("initializer_range", -1), ("tie_word_embeddings", "false"), ("tie_word_embeddings", 0), ("rope_scaling", "yarn"),
+    ("rope_scaling", [1]), ("partial_rotary_factor", 0.5), ("quantization_config", {"quant_method": "gptq"}),
+    ("model_type", 5), ("hidden_act", None), ("attention_bias", "false"), ("mlp_bias", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", WRONG, ids=str)
+def test_no_field_of_a_configuration_may_be_anything(tmp_path, name, value):
+    """A sentence that names the field and what it found: never another model, never a traceback."""
+    with pytest.raises(ValueError, match="|".join((name, "quantized", "7 wide"))) as caught:
+        preset(written(tmp_path, LLAMA31 | {name: value}))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_what_a_field_may_be_is_said(tmp_path):
+    with pytest.raises(ValueError, match=r"hidden_size in '.*' is -8; use a whole number from 1 to 16,777,216$"):
+        preset(written(tmp_path, LLAMA31 | {"hidden_size": -8}))
+    with pytest.raises(ValueError, match=r'tie_word_embeddings in .* is "false"; use true or false$'):
+        preset(written(tmp_path, LLAMA31 | {"tie_word_embeddings": "false"}))
+    with pytest.raises(ValueError, match="hidden_size 4097 in '.*' is no multiple of its 32 heads, and no head_dim is given"):
+        preset(written(tmp_path, LLAMA31 | {"hidden_size": 4097}))
+    with pytest.raises(ValueError, match="it is nested too deeply"):
+        (tmp_path / "deep.json").write_text("[" * 100_000)
+        preset(str(tmp_path / "deep.json"))
+
+
+def test_fields_of_families_are_checked_too(tmp_path):
+    windowed = QWEN2 | {"use_sliding_window": True, "sliding_window": 8}
+    experts = MISTRAL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert preset(written(tmp_path, experts)).experts.num == 8
+    bad = [windowed | {"max_window_layers": "x"}, windowed | {"layer_types": 5}, windowed | {"num_hidden_layers": "4"},
+           windowed | {"use_sliding_window": "false"}, MISTRAL | {"sliding_window": -1}, MISTRAL | {"sliding_window": "x"},
+           experts | {"num_local_experts": "8"}, experts | {"num_experts_per_tok": 0}, experts | {"num_experts_per_tok": 9},
+           experts | {"expert_capacity_factor": "x"}, experts | {"router_aux_loss_coef": None},
+           *(LLAMA31 | {"rope_scaling": LLAMA31["rope_scaling"] | {name: value}} for name, value in
+             (("factor", 0), ("factor", "8"), ("low_freq_factor", 4.0), ("original_max_position_embeddings", 0)))]  # fmt: skip
+    for card in bad:
+        with pytest.raises(ValueError) as caught:
+            preset(written(tmp_path, card))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "made, said",
+    [
+        (lambda: dataclasses.replace(LLAMA, head_width=7), "heads are 7 wide, but rotary embedding turns pairs"),
+        (lambda: dataclasses.replace(LLAMA, num_layers=-8), "num_layers is -8; use a whole number from 1"),
+        (lambda: dataclasses.replace(LLAMA, window=0), r"window is 0; use a whole number from 1 \(or null\)"),
+        (lambda: dataclasses.replace(LLAMA, norm_eps=-1.0), "norm_eps is -1.0; use a number from 0 to 1"),
+        (lambda: RopeScaling(factor=0.5), "factor is 0.5; use a number from 1"),
+        (lambda: RopeScaling(low_freq_factor=4.0), "low_freq_factor 4.0 is not below high_freq_factor 4.0"),
+        (lambda: ExpertConfig(8, 2, groups=0), "groups is 0"),
+        (lambda: ExpertConfig(8, 2, capacity_factor=math.nan), "capacity_factor is NaN"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_configurations_made_in_python_are_checked_by_the_same_table(made, said):
+    with pytest.raises(ValueError, match=said):
+        made()
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama3.1-8b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_a_configuration_comes_back_from_plain_data(name):
+    assert from_dict(json.loads(json.dumps(dataclasses.asdict(preset(name))))) == preset(name)
 
 
 def test_a_missing_file_is_refused(tmp_path):

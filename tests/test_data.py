@@ -13,7 +13,7 @@ import pytest
 
 from llmpar import data
 from llmpar.attention import order as sequence_order
-from llmpar.data import ByteTokenizer, Corpus, DataConfig, Stream, check_vocab, open_tokenizer, read_corpus
+from llmpar.data import ByteTokenizer, Corpus, DataConfig, Stream, check_vocab, open_tokenizer, read_corpus, tokenizer_of
 
 CONFIG = DataConfig(seq_len=16, batch_size=5, held_out=4)
 PINNED_FIRSTS, PINNED_FINGERPRINT = [122, 531, 238, 696, 30], "b17273b56be68de9"
@@ -498,3 +498,46 @@ def test_a_file_that_is_no_tokenizer_is_refused(make_tokenizer, tmp_path):
         says = rf"^cannot read tokenizer '{re.escape(path)}': .*; give 'bytes' or a tokenizer\.json$"
         with pytest.raises(ValueError, match=says):
             open_tokenizer(path)
+
+
+# ------------------------------------------------------------------------------------------------------ what a checkpoint knows
+
+
+def test_a_tokenizer_is_known_by_what_is_in_it(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    for name in ("a.json", "same.json", "other.json"):
+        words = {"<s>": 0, "x" if name == "other.json" else "y": 1}
+        tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>")).save(str(tmp_path / name))
+    kept, same, other = (open_tokenizer(str(tmp_path / name)) for name in ("a.json", "same.json", "other.json"))
+    assert kept.identity["fingerprint"] == same.identity["fingerprint"] != other.identity["fingerprint"]
+    made = {"tokenizer": kept.identity}
+    assert tokenizer_of(made, None).name == str(tmp_path / "a.json") and tokenizer_of(made, same.name).name == same.name
+    for asked in (other.name, "bytes"):
+        with pytest.raises(ValueError, match="the checkpoint was trained with tokenizer '.*a.json', and '.*' is another; give"):
+            tokenizer_of(made, asked)
+    assert tokenizer_of(None, None).name == tokenizer_of({}, None).name == "bytes"
+
+
+def test_a_token_that_is_missing_for_what_is_unknown_is_a_sentence(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1}, unk_token="[UNK]"))
+    made.save(str(tmp_path / "t.json"))
+    with pytest.raises(ValueError, match="tokenizer '.*t.json' cannot encode the text: .*UNK.*; mend it, or use 'bytes'"):
+        open_tokenizer(str(tmp_path / "t.json"), "<s>").encode("b")
+
+
+def test_of_a_large_file_no_more_is_read_than_the_limit(tmp_path):
+    """A sparse file of a terabyte; the limit falls inside a character."""
+    file = tmp_path / "large.txt"
+    with open(file, "wb") as large:
+        large.write("aé".encode() * 400)
+        large.truncate(1 << 40)
+    corpus = read_corpus(DataConfig(data=(str(file),), limit_bytes=101))
+    assert corpus.tokens.tolist()[1:4] == [97, 0xC3, 0xA9] and 100 <= len(corpus.tokens) - 1 <= 101
+    with pytest.raises(ValueError, match="would take 12,288.0 GiB of memory .* and this machine has .*; use --limit-bytes"):
+        read_corpus(DataConfig(data=(str(file),)))
+
+
+@pytest.mark.parametrize("name", ["zigzag", "striped", "contiguous"])
+def test_one_rank_has_all_positions_in_order_however_many_there_are(name):
+    assert sequence_order(name, 15, 1).tolist() == list(range(15))

@@ -1,9 +1,11 @@
 """Generation with a cut cache gives what the whole forward pass gives, and moves nothing of the cache."""
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -116,3 +118,43 @@ def test_refusals_say_what_would_work():
         run(PROMPT[:, :2])
     with pytest.raises(ValueError, match="temperature -1.0 is negative"):
         next(generate(run, PROMPT, 1, -1.0))
+    for bad in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"temperature {bad} is negative or no number"):
+            next(generate(run, PROMPT, 1, bad))
+    with pytest.raises(ValueError, match="tokens of shape .* hold no next token"):
+        run(PROMPT[:, :0])
+    for prompt, num in ((PROMPT[:, :0], 1), ([[1, 2], [1]], 1), (PROMPT, 0)):
+        with pytest.raises(ValueError, match="use rows of one length, and 1 token or more"):
+            next(generate(run, prompt, num))
+
+
+class Fixed(Decoder):
+    """Always says the same logits."""
+
+    def __init__(self, logits):
+        self.logits, self.everywhere = jnp.asarray(logits, jnp.float32), sharding(make_mesh("dp=1"), parse_layout("whole"))
+
+    def __call__(self, tokens):
+        return self.logits
+
+
+def test_a_temperature_draws_from_the_softmax_of_the_logits_over_it():
+    """Many rows of three logits, at 2: the shares are the softmax's within 4 standard deviations."""
+    logits, rows = np.array([0.0, 1.0, 3.0]), 20_000
+    (drawn,) = generate(Fixed(np.tile(logits, (rows, 1))), np.zeros((rows, 1), np.int32), 1, 2.0, seed=3)
+    share = np.exp(logits / 2) / np.exp(logits / 2).sum()
+    found = np.bincount(drawn, minlength=3) / rows
+    assert np.all(np.abs(found - share) < 4 * np.sqrt(share * (1 - share) / rows)), (found, share)
+
+
+def test_a_low_temperature_approaches_the_likeliest():
+    logits = np.tile([1.0, 28.0, -5.0, 27.5], (50, 1))
+    for temperature in (1e-3, 1e-30, 1e-45):
+        (drawn,) = generate(Fixed(logits), np.zeros((50, 1), np.int32), 1, temperature)
+        assert set(drawn.tolist()) == {1}, temperature
+
+
+def test_every_token_is_drawn_anew():
+    """From 1,000 equal logits 16 draws are not all the same."""
+    drawn = [int(row[0]) for row in generate(Fixed(np.zeros((1, 1000))), [[0]], 16, 1.0)]
+    assert len(set(drawn)) > 8

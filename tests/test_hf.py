@@ -344,9 +344,17 @@ def test_unreadable_files_are_refused(tmp_path, fixture):
     files[1].unlink()
     with pytest.raises(ValueError, match=f"cannot read weights from '.*{files[1].name}'"):
         hf.load(tmp_path, config)
-    (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(ValueError, match="neither model.safetensors nor"):
-        hf.load(tmp_path, config)
+    for text, said in (("[]", "neither model.safetensors nor"), ("[" * 100_000, "nested too deeply")):
+        (tmp_path / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            hf.load(tmp_path, config)
+
+
+@pytest.mark.parametrize("name", ["../secret/model.safetensors", "/etc/model.safetensors", "in/model.safetensors", "."])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
+    with pytest.raises(ValueError, match="it names '.*', which is no file of that folder"):
+        hf.load(tmp_path, LESSON)
 
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ FLOORS = {
     "computing": {"model", "attention", "moe"},
     "deciding": {"plan", "pipeline", "cost", "predict", "planner", "aot"},
     "running": {"train", "step", "generate", "checkpoint", "hf", "data"},
-    "roof": {"cli", "commands", "doctor", "inspection", "demo", "serve", "launch", "__init__", "__main__"}
+    "roof": {"cli", "commands", "tools", "doctor", "inspection", "demo", "serve", "launch", "__init__", "__main__"}
     | {"explore", "explorers", "widget"},
 }
 HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}

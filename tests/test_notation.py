@@ -106,6 +106,13 @@ def test_a_bad_layout_is_refused_with_a_caret_under_the_bad_token(text, marked, 
     assert shown == marked and why in message
 
 
+def test_a_text_with_line_breaks_is_shown_on_one_line():
+    with pytest.raises(NotationError) as caught:
+        parse_mesh("dp=2\ntp=x")
+    _, shown, carets = str(caught.value).split("\n")
+    assert shown == "  dp=2 tp=x" and shown[carets.index("^")] in "tx"
+
+
 def test_the_caret_stands_under_the_second_of_two_equal_tokens():
     """In words of columns, not only of text: the second 'dp' begins at column 7."""
     with pytest.raises(NotationError) as caught:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import jupytext
 import pytest
-import tyro
 
 from llmpar import draw
-from llmpar.cli import COMMANDS
 from llmpar.schedule import make, timetable
+from llmpar.tools import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("slides_build", ROOT / "slides" / "build.py")
@@ -149,7 +148,7 @@ def test_the_commands_on_slides_are_understood():
     written = re.findall(r"<code>llmpar (.*?)</code>", "".join(slide["said"] for slide in SLIDES))
     assert len(written) > 5
     for command in written:
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, args=shlex.split(command))
+        parse(shlex.split(command))
 
 
 def test_every_slide_has_a_figure_or_a_table(deck):
@@ -164,7 +163,7 @@ def test_a_timetable_is_what_the_command_below_it_gives(deck):
     for slide, inside in zip(SLIDES, shown, strict=True):
         (alt, *_), command = Page(inside).alts or [""], re.search(r"<code>llmpar (schedule .*?)</code>", slide["said"])
         if " time units, " in alt and command:
-            given = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=shlex.split(command[1]))
+            given = parse(shlex.split(command[1]))
             made = make(given.name, given.stages, given.microbatches, given.chunks)
             of_command = draw.timetable(timetable(made, tuple(map(float, given.costs.split(",")))))
             assert html.unescape(alt) == " ".join(of_command.text.split()), slide["title"]

@@ -5,22 +5,29 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 import pytest
-from parity import LLAMA
+from flax import nnx
+from parity import LLAMA, weights
 
+from llmpar import hardware
 from llmpar.checkpoint import Checkpoints, checksums
 from llmpar.config import ExpertConfig
 from llmpar.data import DataConfig, Stream, read_corpus
 from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
+from llmpar.par import Solo
 from llmpar.plan import Plan
-from llmpar.step import Step, weight_dims
+from llmpar.step import Step, model_graph, weight_dims
 from llmpar.train import OptimizerConfig, Report, _place, make_optimizer, muon_dims, train
 
 SMALL = dataclasses.replace(LLAMA, name="small-test", num_layers=1, width=32, num_heads=8, num_kv_heads=8, ffn_width=32)
@@ -89,9 +96,9 @@ def test_the_log_of_experts_says_how_even_their_load_is(tmp_path):
 
 def test_a_log_is_continued_not_overwritten(tmp_path):
     log = tmp_path / "run.jsonl"
-    log.write_text("earlier\n")
+    log.write_text('{"step": 0}\n{"st')  # torn by a kill
     run(log=str(log))
-    assert log.read_text().startswith("earlier\n") and len(log.read_text().splitlines()) == 7
+    assert log.read_text().startswith('{"step": 0}\n{"st\n{') and len(log.read_text().splitlines()) == 8
 
 
 def test_a_report_without_steps_has_no_times():
@@ -99,6 +106,14 @@ def test_a_report_without_steps_has_no_times():
     assert report.step_s is None and report.tokens_per_s is None and report.mfu is None
     report = Report(seconds=[9.0, 8.0, 3.0, 1.0, 2.0], tokens_per_step=10, flops_per_step=6.0, peak_flops_per_s=12.0)
     assert (report.step_s, report.tokens_per_s, report.mfu) == (2.0, 5.0, 0.25), "the median, without the compiling two"
+
+
+def test_the_peak_of_a_run_is_that_of_all_its_devices(monkeypatch, whole):
+    """As on eight H100s; nothing is left to train."""
+    monkeypatch.setattr("llmpar.hardware.guess", lambda kind: hardware.chip("h100"))
+    shape = dict(steps=6, folder=whole[0])
+    many, one = (run(plan, **shape)[1] for plan in (MIXED, Plan()))
+    assert many.peak_flops_per_s == 8 * one.peak_flops_per_s == 8 * hardware.chip("h100").flops_per_s
 
 
 def test_training_checks_the_plan_first():
@@ -154,10 +169,13 @@ def whole(tmp_path_factory):
 def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
     """Killed while step 5 was being reported, after the checkpoint of step 4: the same losses and the same final state."""
     _, state, report = whole
+    log = tmp_path / "log.jsonl"
     with pytest.raises(Killed):
-        run(folder=tmp_path, on_step=kill_at(4))
+        run(folder=tmp_path, on_step=kill_at(4), log=str(log))
     assert Checkpoints(str(tmp_path)).latest == 4
-    resumed, rest = run(folder=tmp_path)
+    resumed, rest = run(folder=tmp_path, log=str(log))
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(row["step"], row.get("resumed")) for row in rows][4:] == [(4, None), (4, 4), (5, None)], "the second 4 is marked"
     assert rest.start == 4 and rest.losses == report.losses[4:] and rest.grad_norms == report.grad_norms[4:]
     assert same_bits(resumed, state) and int(resumed.step) == 6
     again, nothing = run(folder=tmp_path)
@@ -265,13 +283,156 @@ def test_another_models_checkpoint_is_refused(whole):
         run(folder=folder, config=dataclasses.replace(SMALL, ffn_width=64))
 
 
-def test_another_optimizers_checkpoint_is_refused(whole):
+def test_another_optimizers_checkpoint_is_refused_whether_it_knows_its_own_or_not(whole):
+    """The advice never is to delete what is good."""
     folder, *_ = whole
-    with pytest.raises(
-        ValueError, match="cannot be used: .* if the optimizer is the one it was made with, it is damaged"
-    ) as caught:
-        run(folder=folder, options=OptimizerConfig("sgd"))
+    for anyway in (False, True):
+        with pytest.raises(ValueError, match=r"was made with optimizer adamw \(asked: sgd\); ask .* or give another folder$"):
+            run(folder=folder, options=OptimizerConfig("sgd"), anyway=anyway)
+    sgd = Step(SMALL, Plan(), make_mesh("dp=1"), optax.sgd(1e-3)).abstract_natural
+    with pytest.raises(ValueError, match="holds another optimizer's state .*; give the optimizer that made it$") as caught:
+        Checkpoints(str(folder)).restore(sgd, SMALL)
     assert "\n" not in str(caught.value)
+
+
+def other_text(**changes) -> Stream:
+    config = dataclasses.replace(stream().config, **changes)
+    return Stream(read_corpus(config), config)
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    {
+        "seed": dict(seed=7), "data_seed": dict(text=dict(seed=7)), "data": dict(text=dict(limit_bytes=90_000)),
+        "batch_size": dict(text=dict(batch_size=16)), "seq_len": dict(text=dict(seq_len=24)),
+        "held_out": dict(text=dict(held_out=0)),
+    }.items(),
+)  # fmt: skip
+def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, name, change):
+    change = change | ({"text": other_text(**change["text"])} if "text" in change else {})
+    said = rf"step 6 in .* was made with {name} .* \(asked: .*\); ask for that, .*--anyway"
+    with pytest.raises(ValueError, match=said) as caught:
+        run(folder=whole[0], **change)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_that_differs_is_named_and_anyway_goes_on_saying_so(whole):
+    folder, state, _ = whole
+    with pytest.raises(ValueError, match=r"was made with .*seed 0 \(asked: 7\), .*batch_size 8 \(asked: 16\)"):
+        run(folder=folder, seed=7, text=other_text(batch_size=16))
+    told = []
+    resumed, report = run(folder=folder, seed=7, anyway=True, tell=told.append)
+    assert same_bits(resumed, state) and report.start == 6 and report.losses == []
+    assert told[0] == "from step 6 on this is another run than was begun: it had seed 0 (asked: 7)" and len(told) == 2
+
+
+def test_another_rate_goes_on_and_is_said(whole):
+    told = []
+    run(folder=whole[0], steps=5, options=OptimizerConfig(learning_rate=1e-4), tell=told.append)
+    had = "steps 6 (asked: 5), learning_rate 0.003 (asked: 0.0001)"
+    assert told[0] == f"from step 6 on this is another curve than was begun: it had {had}"
+    assert told[1] == "goes on from the checkpoint of step 6; nothing is left to do"
+
+
+def test_a_checkpoint_that_does_not_know_what_made_it_goes_on_and_that_is_said(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "old")
+    file = tmp_path / "old" / "6" / "about" / "metadata"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "made"}))
+    told = []
+    resumed, _ = run(folder=tmp_path / "old", seed=7, tell=told.append)
+    assert same_bits(resumed, whole[1]) and told[0].endswith(
+        "does not say what made it: its data, seed and optimizer are not compared"
+    )
+
+
+def test_one_process_writes_into_a_folder(tmp_path):
+    keep = Checkpoints(str(tmp_path))
+    said = f"process {os.getpid()} on .* is writing checkpoints to .*; wait for it"
+    with keep.writing(), pytest.raises(ValueError, match=said):
+        run(folder=tmp_path)
+    with keep.writing():
+        pass
+
+
+def test_the_lock_of_a_killed_process_is_no_lock(tmp_path):
+    """And what it left half written goes."""
+    code = (
+        "import fcntl, sys, time\nfile = open(sys.argv[1], 'a+')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
+        "print('process 1 on x', end='', file=file, flush=True)\nprint(flush=True)\ntime.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        keep = Checkpoints(str(tmp_path))
+        with pytest.raises(ValueError, match="process 1 on x is writing"), keep.writing():
+            pass
+        process.kill()
+    (tmp_path / "4.orbax-checkpoint-tmp").mkdir()
+    with keep.writing():
+        assert [p.name for p in tmp_path.iterdir()] == ["lock"]
+
+
+def test_folders_that_can_take_no_checkpoint_are_refused_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match="checkpoints lie in a folder, but '.*file' is a file"):
+        Checkpoints(str(tmp_path / "file"))
+    with pytest.raises(ValueError, match="cannot write checkpoints to .*: Not a directory; give a folder"):
+        run(folder=tmp_path / "file" / "x")
+    assert Checkpoints(str(tmp_path / "none")).latest is None and not (tmp_path / "none").exists(), "looking makes nothing"
+
+
+def test_a_full_disk_is_called_that_and_the_checkpoint_before_is_intact(whole, tmp_path, monkeypatch):
+    shutil.copytree(whole[0], tmp_path / "copy")
+    keep = Checkpoints(str(tmp_path / "copy"))
+    monkeypatch.setattr(keep._manager, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    said = r"the checkpoint of step 8 could not be written to .* \(the checkpoint of step 6 is intact\): the disk is full; free"
+    with pytest.raises(ValueError, match=said):
+        keep.save(8, whole[1], SMALL)
+
+
+def test_a_run_that_is_asked_to_stop_finishes_its_step_saves_and_goes_on_later(tmp_path, whole):
+    """Evaluating on the way changes no loss."""
+    _, state, report = whole
+    seen, held_out, log = [], Stream(stream().corpus, stream().config, "held_out"), tmp_path / "log.jsonl"
+    more = dict(held_out=held_out, eval_every=2, eval_batches=2, folder=tmp_path / "kept", every=100, log=str(log))
+    _, first = run(**more, on_step=lambda n, r: seen.append(n), stop=lambda: 2 in seen)
+    assert first.losses == report.losses[:3] and Checkpoints(str(tmp_path / "kept")).latest == 3
+    resumed, second = run(**more)
+    assert second.start == 3 and first.losses + second.losses == report.losses and same_bits(resumed, state)
+    evaluated = first.eval_losses + second.eval_losses
+    assert [n for n, _ in evaluated] == [2, 4, 6]
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(row["steps_done"], row["eval_loss"]) for row in rows if "eval_loss" in row] == evaluated
+    found = [independent_loss(SMALL, state.params, held_out.batch(i)) for i in range(2)]
+    assert abs(evaluated[-1][1] - sum(loss for loss, _ in found) / sum(n for _, n in found)) < 1e-5
+
+
+def independent_loss(config, params, batch) -> tuple[float, int]:
+    """Cross-entropy from the gathered logits of one device, in float64; and the number of targets."""
+    logits = jax.jit(lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo(Plan())))
+    logits = np.asarray(logits(jax.device_get(params), batch), np.float64)
+    log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    picked = np.take_along_axis(logits, np.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
+    counts = batch["targets"] >= 0
+    return float((log_z - picked)[counts].sum()), int(counts.sum())
+
+
+EVALUATED = [Plan("ep=2 tp=2", microbatches=2), Plan("pp=2 dp=2", schedule="interleaved", microbatches=4)]
+
+
+@pytest.mark.parametrize("plan", EVALUATED, ids=lambda p: str(p.mesh))
+def test_evaluation_is_the_cross_entropy_whatever_the_plan(plan):
+    config = dataclasses.replace(SMALL, num_layers=5) if plan.pipeline else SMALL
+    config = dataclasses.replace(config, experts=ExpertConfig(4, 2, balance=0.5)) if plan.mesh.ep > 1 else config
+    step, batch = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1e-3)), stream().batch(3)
+    params = jax.device_put(weights(config), jax.tree.map(lambda x: x.sharding, step.abstract_natural.params))
+    loss, tokens = step.evaluate(params, jax.device_put(batch, step.batch_sharding))
+    want, counted = independent_loss(config, weights(config), batch)
+    assert int(tokens) == counted and abs(float(loss) / want - 1) < 1e-6  # float32 sums of some 100 losses
+
+
+def test_evaluation_options_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="evaluation every -1 steps of 1 batches"):
+        run(eval_every=-1)
 
 
 def test_checksums_are_of_the_bits_on_any_mesh(whole):
@@ -383,6 +544,14 @@ def test_muon_reads_every_matrix_from_its_inputs_to_its_outputs():
     block = {"attention/q": ("d", "nh"), "attention/k": ("d", "kh"), "attention/v": ("d", "kh"), "attention/o": ("nh", "d"),
              "ffn/gate": ("d", "m"), "ffn/up": ("d", "m"), "ffn/down": ("m", "d")}  # fmt: skip
     assert read == {f"blocks/{k}": v for k, v in block.items()}
+
+
+def test_the_example_of_the_readme_trains(capsys):
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    (example,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "step.run(" in block)
+    exec(compile(example, "README.md", "exec"), {})
+    losses = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 3 and abs(losses[0] - math.log(264)) < 0.1 and losses[2] < losses[0]
 
 
 # -------------------------------------------------------------------------------------------------------------- the long

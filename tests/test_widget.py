@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from llmpar import explore, inspection
-from llmpar.cli import COMMANDS
 from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import parse_layout
+from llmpar.tools import COMMANDS
 from llmpar.widget import MODULE, Explorer, MeshExplorer
 
 EXPLORERS = [MeshExplorer, TimelineExplorer, RingExplorer, RoutingExplorer, MemoryExplorer]

@@ -1,0 +1,7 @@
+"""``python -m llmpar`` is ``llmpar``."""
+
+import sys
+
+from llmpar.cli import main
+
+sys.exit(main())
