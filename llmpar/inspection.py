@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import jax
 import optax
 from rich.table import Table
@@ -38,10 +40,11 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     found = hlo.census_table(census)
     rows = []
     for key in sorted(predicted.keys() | found.keys(), key=lambda k: -max(_bytes(predicted, k), _bytes(found, k))):
-        sources: dict[str, int] = {}
+        sources, arrows = collections.Counter[str](), collections.Counter[str]()
         for c in census:
             if (",".join(c.axes), c.kind) == key:
-                sources[c.source] = sources.get(c.source, 0) + c.bytes_sent
+                sources[c.source] += c.bytes_sent
+                arrows[c.arrow] += c.bytes_sent
         rows.append({
             "axis": key[0],
             "kind": key[1],
@@ -49,7 +52,8 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
             "predicted_count": predicted[key].count if key in predicted else 0,
             "predicted_bytes": _bytes(predicted, key),
             "compiled_bytes": _bytes(found, key),
-            "source": ", ".join(sorted(sources, key=lambda s: -sources[s])),
+            "source": ", ".join(name for name, _ in sources.most_common()),
+            "arrow": "; ".join(name for name, _ in arrows.most_common() if name),
         })  # fmt: skip
     # With experts it depends on the routing: empty blocks are skipped.
     text = compiled.as_text() or ""

@@ -196,13 +196,10 @@ def train(
             if on_step:
                 on_step(number, report)
 
-        # Accelerators work on one step while the next is sent. Simulated devices can deadlock when many steps are in
-        # flight (beyond 32 on JAX 0.10.2), so there every loss is read before the next step.
-        lag = 0 if mesh.devices.flat[0].platform == "cpu" else 1
         for number in range(report.start, steps):
             state, metrics = step.run(state, _place(step, stream, number))
             waiting.append((number, metrics))
-            while len(waiting) > lag:
+            if len(waiting) > 1:  # devices work on one step while the next is sent
                 read()
             done, stopped = number + 1, stop()
             evaluates = held_out is not None and eval_every and (done % eval_every == 0 or done == steps)

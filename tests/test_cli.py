@@ -209,7 +209,9 @@ def test_inspect_document(model, tmp_path):
     rows = found["collectives"]
     assert all({"axis", "kind", "count", "predicted_bytes", "compiled_bytes", "source"} <= row.keys() for row in rows)
     assert {("fsdp", "all-gather"), ("fsdp", "reduce-scatter"), ("tp", "all-reduce")} <= {(r["axis"], r["kind"]) for r in rows}
-    assert all(row["predicted_bytes"] == row["compiled_bytes"] > 0 and row["source"] for row in rows)
+    assert all(row["predicted_bytes"] == row["compiled_bytes"] > 0 and row["source"] and row["arrow"] for row in rows)
+    [sums] = [row["arrow"].split("; ") for row in rows if (row["axis"], row["kind"]) == ("tp", "all-reduce")]
+    assert {"ffn b s d +m -> stream b s d", "attention b s d +n -> stream b s d"} <= set(sums), "lines of the model's text"
     assert any("llmpar/model.py:" in row["source"] for row in rows)
     memory = found["memory"]
     assert set(memory) >= {f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")}
