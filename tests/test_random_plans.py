@@ -47,7 +47,7 @@ DRAWN = {
     ModelConfig: dict(
         name=("random",), vocab_size=(48, 33, 64, 72), width=(32, 16, 24, 36), num_layers=(2, 1, 3, 4, 5, 7),
         num_heads=(8, 4, 6, 12),
-        num_kv_heads=(4, 1, 2, 3, 8), head_width=(8, 4, 6, 12), ffn_width=(32, 24, 36, 48), rope_theta=(10_000.0, 100.0),
+        num_kv_heads=(4, 1, 2, 3, 8), head_width=(8, 4, 5, 6, 12), ffn_width=(32, 24, 36, 48), rope_theta=(10_000.0, 100.0),
         rope_scaling=(None, SCALING), norm_eps=(1e-5, 1e-2), window=(None, 1, 2, 5, 100), init_scale=(0.2,), experts=(),
         latent=(None,) * 30 + (LatentAttention(4, 4, 4, 4),),
     ),
@@ -103,7 +103,6 @@ def draw_all(rng) -> dict:
         parts = product(asked[part] for part in parts)
         asked[cut] = -(-asked[cut] // parts) * parts if rng.random() < 0.9 else asked[cut]
     asked["num_heads"] = -(-asked["num_heads"] // asked["num_kv_heads"]) * asked["num_kv_heads"]
-    asked["head_width"] *= 1 + asked["head_width"] % 2
     return asked
 
 
