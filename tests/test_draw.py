@@ -16,8 +16,7 @@ from matplotlib.textpath import TextPath
 from llmpar import draw, explore, schedule
 from llmpar.hardware import chip
 from llmpar.mesh import make_mesh, sharding
-from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
-from llmpar.par import sent
+from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh, ring_bytes
 from llmpar.scene import (
     DARK,
     LIGHT,
@@ -373,14 +372,15 @@ def test_an_unfinished_sum_has_a_sheet_for_each_addend():
     assert not [w for w in words("s d +tp", (64, 64), "dp=8") + words("s/tp d", (64, 64), "tp=4") if w.startswith("+")]
 
 
-def test_arrows_send_what_the_ledger_says():
+def test_arrows_send_what_a_ring_sends():
     sizes = parse_mesh("dp=2 fsdp=2 tp=4").sizes
     texts = ("d/fsdp m -> d m", "d m +tp -> d m/tp", "d m +tp -> d m", "d/tp m -> d m/tp", "d m +dp +fsdp -> d m")
     for text, group in zip(texts, (2, 4, 4, 4, 4), strict=True):
         arrow = parse_arrow(text)
         ((move, sends),) = draw.moved(arrow, (64, 32), sizes, 2)
         operand = 2 * math.prod(arrow.before.shard_shape((64, 32), sizes))
-        assert sends == sent(move.kind, operand, group), text
+        whole = operand * (group if move.kind == "all-gather" else 1)
+        assert sends == ring_bytes(move.kind, whole, group), text
 
 
 @pytest.mark.parametrize("name", schedule.SCHEDULES)
