@@ -142,7 +142,7 @@ def test_bytes_sent_are_those_of_a_ring(group):
         for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter"):
             whole = math.ceil(round(cost.sent_bytes_of_result(kind, result, group), 6))
             traffic = Traffic({"tp": group})
-            traffic.add(kind, ("tp",), result * (group if kind == "reduce-scatter" else 1))
+            traffic.add(kind, ("tp",), "values", result * (group if kind == "reduce-scatter" else 1))
             assert hlo.ring_bytes(kind, group, result) == traffic.total_bytes == whole, kind
 
 

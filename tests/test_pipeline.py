@@ -121,7 +121,7 @@ def test_what_is_sent_is_what_the_table_says(name, p, m):
     stream = BATCH // m * SEQ * DEEP.width * 4
     count = 2 * len(table.ticks)
     assert rows["pp", "collective-permute"] == {"count": count, "bytes_sent": count * stream}
-    assert rows["pp", "all-reduce"]["count"] == 5  # embedding, head and last norm; the loss; the norm of the gradients
+    assert rows["pp", "all-reduce"]["count"] == 4  # embedding, head and last norm; the small sums
     sending = [(send == way).any(1).sum() for way in (1, -1)]
     assert sum(sending) < count and (send != 0).sum() == table.hops.sum()
     assert name != "gpipe" or sending == [m, m]
@@ -131,7 +131,7 @@ def test_a_copy_of_the_layers_travels_nowhere():
     """Weights of blocks stay on their stage: only whole weights are summed over pp, once each."""
     jaxpr, _ = traced("1f1b", 4, 8)
     found = [c for c in hlo.census_jaxpr(jaxpr, {"pp": 4}) if c.kind == "all-reduce"]
-    assert sorted(c.shape for c in found) == [(), (), (64,), (264, 64), (264, 64)] and all(c.count == 1 for c in found)
+    assert sorted(c.shape for c in found) == [(3,), (64,), (264, 64), (264, 64)] and all(c.count == 1 for c in found)
 
 
 # ----------------------------------------------------------------------------------------------------- what is computed
@@ -204,9 +204,9 @@ def test_compiled_memory_of_1f1b_is_flat_in_m_and_gpipes_grows_by_an_input_per_m
         compiled = trace(LLAMA, piped("pp=2", f"{name} {m}"), rows=2 * m).lower().compile()
         return hlo.compiled_memory(compiled)["temp_bytes"]
 
-    stream, tokens = 2 * SEQ * LLAMA.width * 4, 2 * SEQ * 4 * 4
+    stream = 2 * SEQ * LLAMA.width * 4
     assert temp("1f1b", 8) == pytest.approx(temp("1f1b", 64), rel=0.01)
-    assert temp("gpipe", 64) - temp("gpipe", 8) == pytest.approx(56 * (stream + tokens), rel=0.02)
+    assert temp("gpipe", 64) - temp("gpipe", 8) == pytest.approx(56 * stream, rel=0.02)
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
@@ -343,7 +343,7 @@ def test_an_optimizer_that_would_count_the_empty_places_of_a_stack_is_refused(op
     three, plan = dataclasses.replace(LLAMA, num_layers=3), Plan("pp=2", microbatches=2)
     make = lambda config: Step(config, plan, make_mesh(plan.mesh), optimizer(1e-3))
     if counts:
-        with pytest.raises(ValueError, match="3 layers leave places of the 2 stages·chunks empty.*make 3 a multiple"):
+        with pytest.raises(ValueError, match="3 layers leave 1 of the pipeline's places empty.*use 4 layers, or AdamW"):
             make(three)
     else:
         make(three)
