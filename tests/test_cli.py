@@ -387,9 +387,10 @@ def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(call,
         patched.setattr("llmpar.commands.progress", interrupting)
         status, out, err = call(*words)
     assert status == 143 and out == "", err
-    assert f"llmpar: stopped after step 2; kept in {tmp_path / 'kept'}: the same command goes on from there" in err
+    why = f"llmpar: stopped after step 3; kept in {tmp_path / 'kept'}: the same command goes on from there"
+    assert why in err, "the loss of step 2 is read while step 3 runs"
     found = document(*words)
-    assert found["start"] == 2 and len(found["losses"]) == 2
+    assert found["start"] == 3 and len(found["losses"]) == 1
 
 
 def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys, monkeypatch):

@@ -395,9 +395,9 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step_saves_and_goes_on_later(t
     seen, held_out, log = [], Stream(stream().corpus, stream().config, "held_out"), tmp_path / "log.jsonl"
     more = dict(held_out=held_out, eval_every=2, eval_batches=2, folder=tmp_path / "kept", every=100, log=str(log))
     _, first = run(**more, on_step=lambda n, r: seen.append(n), stop=lambda: 2 in seen)
-    assert first.losses == report.losses[:3] and Checkpoints(str(tmp_path / "kept")).latest == 3
+    assert first.losses == report.losses[:4] and Checkpoints(str(tmp_path / "kept")).latest == 4, "one step was under way"
     resumed, second = run(**more)
-    assert second.start == 3 and first.losses + second.losses == report.losses and same_bits(resumed, state)
+    assert second.start == 4 and first.losses + second.losses == report.losses and same_bits(resumed, state)
     evaluated = first.eval_losses + second.eval_losses
     assert [n for n, _ in evaluated] == [2, 4, 6]
     rows = [json.loads(line) for line in log.read_text().splitlines()]
