@@ -117,12 +117,12 @@ def tables(document: dict) -> list[Table]:
 
 
 def _short(source: str) -> str:
-    """'llmpar/model.py:72, llmpar/model.py:91' as 'model.py:72,91'."""
+    """'llmpar/model.py:72, llmpar/model.py:91' as 'model.py:72, 91', which a narrow column can fold."""
     lines: dict[str, list[str]] = {}
     for place in filter(None, source.split(", ")):
         file, _, line = place.rpartition(":")
         lines.setdefault(file.rpartition("/")[2], []).append(line)
-    return "; ".join(f"{file}:{','.join(sorted(numbers, key=int))}" for file, numbers in lines.items())
+    return "; ".join(f"{file}:{', '.join(sorted(numbers, key=int))}" for file, numbers in lines.items())
 
 
 def shardings(value) -> dict:
