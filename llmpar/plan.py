@@ -243,7 +243,7 @@ class Plan:
         for what in ("queries", "keys"):
             local = seq_len // product(sizes[a] for a in self.regions[what].get("s", ()))
             if self.attention_block and local > self.attention_block and local % self.attention_block:
-                self._divides(f"{local} {what} on a device,", local, (), "attention_block", fixed=True)
+                self._divides(f"each device's number of {what}", local, (), "attention_block", fixed=True)
         if self.attention_kernel != "portable":
             self._check_kernel()
         cut_by_fsdp = {"model width": config.width}

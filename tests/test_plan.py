@@ -198,7 +198,7 @@ REFUSED = {
     "feed-forward chunks": (dict(ffn_chunks=3), {}, "sequence 16 is not a multiple of sp·ffn_chunks = 3",
                             lambda n: dict(seq=n), lambda n: dict(ffn_chunks=n)),
     "attention block": (dict(attention_block=12), {},
-                        "16 queries on a device, 16 is not a multiple of attention_block = 12",
+                        "each device's number of queries 16 is not a multiple of attention_block = 12",
                         None, lambda n: dict(attention_block=n)),
     "heads": (dict(mesh="tp=8"), {}, "heads 12 is not a multiple of tp = 8",
               None, lambda n: dict(mesh=f"tp={n}")),
@@ -334,7 +334,7 @@ def test_positions_are_in_order_only_where_queries_meet_their_own_keys():
 
 def test_a_block_of_attention_divides_the_queries_of_a_rank_and_the_keys_that_it_gathers():
     plan = Plan("sp=3", sequence="gather", attention_block=3, order="striped")
-    assert refusal(plan, seq=48).startswith("16 queries on a device, 16 is not a multiple of attention_block = 3")
+    assert refusal(plan, seq=48).startswith("each device's number of queries 16 is not a multiple of attention_block = 3")
 
 
 @pytest.mark.parametrize("what", ["batch", "seq"])
