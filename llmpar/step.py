@@ -237,7 +237,8 @@ class Step:
         if how is None or how.bias_rate is None:
             return after
         load = metrics["load"]
-        bias = before["blocks"]["experts"]["bias"] + how.bias_rate * jnp.sign(load.mean(1, keepdims=True) - load)
+        lacking = load.sum(1, keepdims=True) - how.num * load  # whole numbers: a mean would be rounded, and has a sign then
+        bias = before["blocks"]["experts"]["bias"] + how.bias_rate * jnp.sign(lacking)
         blocks = after["blocks"]
         return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias}}}
 
