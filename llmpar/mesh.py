@@ -17,7 +17,7 @@ from llmpar.notation import AXES, Layout, MeshShape, parse_mesh, product
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 POOL_SIZE = ("NPROC", "PJRT_NPROC")
-"""Environment variables for the size of XLA's thread pool: up to JAX 0.10, and since."""
+"""Environment variables for the size of XLA's thread pool. JAX 0.10.2 and 0.12 read both, and the second wins."""
 THREADS_PER_DEVICE = 4
 MAX_SIMULATED = 1024
 
@@ -63,7 +63,8 @@ def _enough_threads(simulated: int):
     """
     told = re.findall(rf"{_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     devices = int(told[-1] if told else os.environ.get("JAX_NUM_CPU_DEVICES", simulated))
-    asked = {name: str(THREADS_PER_DEVICE * devices) for name in POOL_SIZE if name not in os.environ}
+    given = any(name in os.environ for name in POOL_SIZE)
+    asked = {} if given else dict.fromkeys(POOL_SIZE, str(THREADS_PER_DEVICE * devices))
     os.environ.update(asked)
     try:
         yield

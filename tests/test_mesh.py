@@ -72,6 +72,15 @@ def test_a_thousand_steps_that_nobody_waits_for_do_not_deadlock(variables):
     assert done.stdout.split() == [str(9 if variables else 8), "True"], done.stderr[-2000:]
 
 
+@pytest.mark.parametrize("name", POOL_SIZE)
+def test_who_asks_for_a_number_of_threads_gets_that_number(name):
+    code = "import os; from llmpar.mesh import POOL_SIZE, _enough_threads\n"
+    code += "with _enough_threads(8):\n    print(*(os.environ.get(name) for name in POOL_SIZE))"
+    want = ["7" if other == name else "None" for other in POOL_SIZE]
+    assert in_a_fresh_process(code, **{name: "7"}).stdout.split() == want
+    assert in_a_fresh_process(code).stdout.split() == ["32", "32"]
+
+
 def test_here_there_are_eight():
     assert len(use_devices(8)) == 8 == len(ordered_devices())
     with pytest.raises(ValueError, match="9 simulated devices were asked for but JAX has started with 8"):
