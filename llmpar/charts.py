@@ -1,4 +1,5 @@
-"""Charts and timelines: what was sent, who works when, how much there is. :mod:`llmpar.draw` offers them all."""
+"""Charts and timelines: what was sent, who works when, how much there is. :mod:`llmpar.draw` offers them
+all."""
 
 from __future__ import annotations
 
@@ -10,8 +11,24 @@ from llmpar.notation import AXES
 
 # isort: off
 from llmpar.scene import (
-    SERIES, SMALL, Group, Line, Rect, Scene, Text, compose, fitting, legend, on, size_text, small, text_width, ticks, time_text,
-)  # fmt: skip
+    SERIES,
+    SMALL,
+    Group,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    compose,
+    fitting,
+    legend,
+    on,
+    size_text,
+    small,
+    text_width,
+    ticks,
+    time_text,
+)
+
 # isort: on
 
 
@@ -31,19 +48,27 @@ def many(n: int, what: str) -> str:
 KINDS = {"F": "s1", "B": "s3", "W": "s4"}
 """Colours of forward, backward and weight gradient."""
 
-PARTS = {"weights": "s1", "optimizer": "s2", "gradients, activations (estimate)": "s3", "batch": "s5", "computing": "s1",
-         "pipeline bubble": "s2", "communicating": "s4"}  # fmt: skip
-"""Colours of parts of memory and time: the same part has the same colour in every chart; others take what is left."""
+PARTS = {
+    "weights": "s1",
+    "optimizer": "s2",
+    "gradients, activations (estimate)": "s3",
+    "batch": "s5",
+    "computing": "s1",
+    "pipeline bubble": "s2",
+    "communicating": "s4",
+}
+"""Colours of parts of memory and time: the same part has the same colour in every chart; others take what is
+left."""
 
 
-# -------------------------------------------------------------------------------------------------------- what was sent
+# ---------------------------------------------------------------------------------------------- what was sent
 
 
 def collectives(rows) -> Scene:
     """Bytes that a device sends per step, predicted beside compiled, a pair of bars per mesh axis and kind.
 
-    Rows are those of ``llmpar inspect --json``: ``axis``, ``kind``, ``count``, ``predicted_bytes``, ``compiled_bytes``;
-    either of the last two may be missing.
+    Rows are those of ``llmpar inspect --json``: ``axis``, ``kind``, ``count``, ``predicted_bytes``,
+    ``compiled_bytes``; either of the last two may be missing.
     """
     names = [f"{r['axis']} {r['kind']} ×{r['count']}" for r in rows]
     left, wide = max(map(text_width, names), default=0) + 12, 420
@@ -53,28 +78,44 @@ def collectives(rows) -> Scene:
     for i, (row, name, (predicted, compiled)) in enumerate(zip(rows, names, pairs, strict=True)):
         axis, y, verdict = row["axis"].split(",")[0], 44 * i, ""
         if None not in (predicted, compiled):
-            verdict = ", equal" if predicted == compiled else f", {compiled / predicted - 1:+.1%}" if predicted else ""
+            verdict = (
+                ", equal"
+                if predicted == compiled
+                else f", {compiled / predicted - 1:+.1%}"
+                if predicted
+                else ""
+            )
         axis, color = (axis, f"{axis}-line") if axis in AXES else ("s2", "edge")
         items.append(Text(left - 10, y + 16, name, anchor="end"))
-        words = [f"{w} {size_text(n)}" if n is not None else f"{w} unknown" for w, n in
-                 (("predicted", predicted), ("compiled", compiled))]  # fmt: skip
+        words = [
+            f"{w} {size_text(n)}" if n is not None else f"{w} unknown"
+            for w, n in (("predicted", predicted), ("compiled", compiled))
+        ]
         for k, n in enumerate((predicted, compiled)):
-            bar = Rect(left, y + 16 * k, wide * (n or 0) / most, 14, "cell" if k else axis, color, hatch="/" * k)
-            items += [bar] * bool(n) + [small(left + wide + 10, y + 16 * k + 7, words[k] + verdict * k, "start", "ink")]
+            bar = Rect(
+                left, y + 16 * k, wide * (n or 0) / most, 14, "cell" if k else axis, color, hatch="/" * k
+            )
+            items += [bar] * bool(n) + [
+                small(left + wide + 10, y + 16 * k + 7, words[k] + verdict * k, "start", "ink")
+            ]
         said.append(f"{name}: {words[0]}; {words[1]}{verdict}")
     key = legend([("s2", "predicted"), ("edge", "compiled", "/")])
     return compose("Bytes sent per device and step", [items, key], "\n".join(said))
 
 
 def live_blocks(matrix, axis: str = "sp") -> Scene:
-    """The attention blocks of a ring: ``matrix[rank][step]`` is the part of a block that must be computed, from 0 to 1; a cell
-    is filled by so much from below (which part of the block it is, is not said).
+    """The attention blocks of a ring: ``matrix[rank][step]`` is the part of a block that must be computed,
+    from 0 to 1; a cell is filled by so much from below (which part of the block it is, is not said).
 
     A step takes as long as its busiest rank; the last row adds these up.
     """
     ranks, steps = len(matrix), len(matrix[0])
     busiest = [max(row[t] for row in matrix) for t in range(steps)]
-    w, h, left = max(46, text_width(f"step {steps - 1}", SMALL) + 8), 32, text_width(f"rank {ranks}", SMALL) + 14
+    w, h, left = (
+        max(46, text_width(f"step {steps - 1}", SMALL) + 8),
+        32,
+        text_width(f"rank {ranks}", SMALL) + 14,
+    )
     items: list = [small(left + w * (t + 0.5), -12, f"step {t}") for t in range(steps)]
     for r, row in enumerate([*matrix, busiest]):
         last, y = r == ranks, h * r + 14 * (r == ranks)
@@ -84,19 +125,27 @@ def live_blocks(matrix, axis: str = "sp") -> Scene:
             items.append(Rect(x, y, w, h, "paper", "edge"))
             items += [Rect(x, y + h - tall, w, tall, axis, "edge")] * (tall > 0)
             inside = 2 * tall >= h  # the number stands in the larger part
-            spot, color = h - tall / 2 if inside else (h - tall) / 2, on(axis) if inside else "ink" if part else "soft"
+            spot, color = (
+                h - tall / 2 if inside else (h - tall) / 2,
+                on(axis) if inside else "ink" if part else "soft",
+            )
             items.append(small(x + w / 2, y + spot, {0.5: "½"}.get(part, f"{part:g}"), fill=color))
         total = f"{sum(row):g} blocks" + " of time" * last
         items.append(Text(left + w * steps + 12, y + h / 2, total, SMALL, bold=last))
     time, ideal = sum(busiest), sum(map(sum, matrix)) / ranks
-    note = f"The ring takes {time:g} blocks of time; evenly spread over the ranks it would be {ideal:g} blocks."
-    said = [f"rank {r}: {' '.join(f'{x:g}' for x in row)} = {sum(row):g} blocks" for r, row in enumerate(matrix)]
+    note = (
+        f"The ring takes {time:g} blocks of time; evenly spread over the ranks it would be {ideal:g} blocks."
+    )
+    said = [
+        f"rank {r}: {' '.join(f'{x:g}' for x in row)} = {sum(row):g} blocks" for r, row in enumerate(matrix)
+    ]
     title = f"Live attention blocks: {many(ranks, 'rank')}, {many(steps, 'ring step')}"
     return compose(title, [items], "\n".join([*said, note]), [note])
 
 
 def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
-    """What each rank holds after every step of a permutation: ``pairs`` of (source, target), as compiled HLO has them.
+    """What each rank holds after every step of a permutation: ``pairs`` of (source, target), as compiled HLO
+    has them.
 
     Rank r starts with block r. At most 16 ranks are drawn.
     """
@@ -116,7 +165,9 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
             if max(source, target) < drawn:
                 ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
                 items.append(Line(ends, f"{axis}-line", 1.5, head=True))
-        said.append(f"step {t}: " + ", ".join(f"rank {r} holds block {b}" for r, b in enumerate(held[:drawn])))
+        said.append(
+            f"step {t}: " + ", ".join(f"rank {r} holds block {b}" for r, b in enumerate(held[:drawn]))
+        )
         held = [held[came_from.get(r, r)] for r in range(ranks)]
     note = f"Filled: a rank holds its own block. After a step each sends what it holds over {axis}."
     note += f" Ranks {drawn} to {ranks - 1} are not drawn." * (ranks > drawn)
@@ -125,13 +176,19 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
 
 
 def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, axis: str = "ep") -> Scene:
-    """Which rank's tokens visit which expert: ``rows[rank][expert]`` is a number of rows. Lines are as thick as the flow; those
-    that cross between ranks have the axis's colour. Bars are the experts' loads, beside a ``capacity``.
+    """Which rank's tokens visit which expert: ``rows[rank][expert]`` is a number of rows. Lines are as thick
+    as the flow; those that cross between ranks have the axis's colour. Bars are the experts' loads, beside a
+    ``capacity``.
     """
     ranks, experts = len(rows), len(rows[0])
     load, total = [sum(row[e] for row in rows) for e in range(experts)], sum(map(sum, rows))
     h, left, right = 30, text_width("rank 00") + 12, text_width("rank 00") + 300
-    gap, most, wide, items = h * experts / ranks, max([*load, capacity or 0, 1]), 200, list[Rect | Line | Text]()
+    gap, most, wide, items = (
+        h * experts / ranks,
+        max([*load, capacity or 0, 1]),
+        200,
+        list[Rect | Line | Text](),
+    )
     thick = (h - 6) / max([*load, *map(sum, rows), 1])  # per row: what leaves or arrives lies side by side
     arrived = [h * (e + 0.5) - thick * n / 2 for e, n in enumerate(load)]
     for r, row in enumerate(rows):
@@ -149,16 +206,26 @@ def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, a
         items.append(small(right + wide + 10, y + h / 2, many(n, "row"), "start", "ink"))
     if capacity is not None:
         x = right + wide * capacity / most
-        items += [Line(((x, -4), (x, h * experts + 4)), "ink", 2, dash=True), small(x, -12, f"capacity {capacity:g}")]
+        items += [
+            Line(((x, -4), (x, h * experts + 4)), "ink", 2, dash=True),
+            small(x, -12, f"capacity {capacity:g}"),
+        ]
     away = sum(n for r, row in enumerate(rows) for e, n in enumerate(row) if e // experts_per_rank != r)
     busiest = max(load) * experts / max(total, 1)
     note = f"{away} of {total} rows change their rank; the busiest expert has {busiest:.2f} × the mean."
-    said = [f"rank {r}: " + ", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for r, row in enumerate(rows)]
-    said.append("load: " + " ".join(map(str, load)) + (f", capacity {capacity:g}" if capacity is not None else ""))
-    return compose(f"Tokens on their way to {many(experts, 'expert')}", [items], "\n".join([*said, note]), [note])
+    said = [
+        f"rank {r}: " + ", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n)
+        for r, row in enumerate(rows)
+    ]
+    said.append(
+        "load: " + " ".join(map(str, load)) + (f", capacity {capacity:g}" if capacity is not None else "")
+    )
+    return compose(
+        f"Tokens on their way to {many(experts, 'expert')}", [items], "\n".join([*said, note]), [note]
+    )
 
 
-# -------------------------------------------------------------------------------------------------- when, and how much
+# ----------------------------------------------------------------------------------------- when, and how much
 
 
 def _scale(at, values, y: float, text, up: float = 0) -> list:
@@ -168,10 +235,13 @@ def _scale(at, values, y: float, text, up: float = 0) -> list:
 
 
 def memory_bars(
-    rows, capacity_bytes: float | None = None, title: str = "Memory per device", whole_bytes: float | None = None
+    rows,
+    capacity_bytes: float | None = None,
+    title: str = "Memory per device",
+    whole_bytes: float | None = None,
 ) -> Scene:
-    """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity; where a program may use
-    less than all of the memory, a second mark at its ``whole_bytes``."""
+    """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity; where a
+    program may use less than all of the memory, a second mark at its ``whole_bytes``."""
 
     def marks(high: float) -> list[float]:
         unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
@@ -183,10 +253,14 @@ def memory_bars(
 
 def time_bars(rows, target_s: float | None = None, title: str = "Time per step") -> Scene:
     """Where a step's time goes: ``rows`` of (label, {part: seconds})."""
-    return _bars(title, rows, target_s, time_text, lambda high: ticks(0, high), ("target", "to spare", "too slow"))
+    return _bars(
+        title, rows, target_s, time_text, lambda high: ticks(0, high), ("target", "to spare", "too slow")
+    )
 
 
-def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, str, str], whole=None) -> Scene:
+def _bars(
+    title: str, rows, limit: float | None, text, marks, words: tuple[str, str, str], whole=None
+) -> Scene:
     rows = [(str(name), row) for name, row in rows]
     parts = list(dict.fromkeys(part for _, row in rows for part in row))
     left_over = [s for s in SERIES if s not in [PARTS.get(p) for p in parts]]
@@ -201,18 +275,29 @@ def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, 
             (fill, hatch), w = fills[part], wide * value / high
             items.append(Rect(x, y, w, 28, fill, "ink", 0.75, hatch, tip=f"{part} {text(value)}"))
             ends = [x, x + w]
-            if limit is not None and x < (at := left + wide * limit / high) < x + w:  # the label keeps off the limit's line
+            if (
+                limit is not None and x < (at := left + wide * limit / high) < x + w
+            ):  # the label keeps off the limit's line
                 ends = [at, x + w] if 2 * at < 2 * x + w else [x, at]
-            items += [] if hatch else fitting(sum(ends) / 2, y + 14, ends[1] - ends[0] - 8, text(value), fill=on(fill))
+            items += (
+                []
+                if hatch
+                else fitting(sum(ends) / 2, y + 14, ends[1] - ends[0] - 8, text(value), fill=on(fill))
+            )
             x += w
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {words[1 + over]}"
         items.append(Text(left - 10, y + 14, name, anchor="end"))
         items.append(Text(left + wide + 12, y + 14, text(total) + spare, SMALL, bold=over))
-        said.append(f"{name}: {text(total)}{spare} (" + ", ".join(f"{p} {text(v)}" for p, v in row.items()) + ")")
+        said.append(
+            f"{name}: {text(total)}{spare} (" + ", ".join(f"{p} {text(v)}" for p, v in row.items()) + ")"
+        )
     if limit is not None:
         x, said = left + wide * limit / high, [*said, f"{words[0]}: {text(limit)}"]
-        items += [Line(((x, -8), (x, bottom + 4)), "paper", 5), Line(((x, -8), (x, bottom + 4)), "ink", 2, dash=True)]
+        items += [
+            Line(((x, -8), (x, bottom + 4)), "paper", 5),
+            Line(((x, -8), (x, bottom + 4)), "ink", 2, dash=True),
+        ]
         items += [small(x, -16, f"{words[0]} {text(limit)}", "end" if whole else "middle")]
     if whole is not None:
         x, said = left + wide * whole / high, [*said, f"whole memory: {text(whole)}"]
@@ -224,14 +309,18 @@ def _bars(title: str, rows, limit: float | None, text, marks, words: tuple[str, 
 def timetable(table, unit: str = "time units", waiting=None) -> Scene:
     """Who works when in a pipeline, and under each stage's row the activations that it holds.
 
-    Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits for, what there).
+    Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits
+    for, what there).
 
-    ``table`` is a :class:`~llmpar.schedule.Timetable` or, per stage, rows of (start, end, kind, microbatch, chunk).
-    A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
+    ``table`` is a :class:`~llmpar.schedule.Timetable` or, per stage, rows of (start, end, kind, microbatch,
+    chunk). A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
     """
     title, stages = "", table
     if hasattr(table, "schedule"):
-        title, each = f"{table.schedule.name}: ", zip(table.start, table.end, table.schedule.order, strict=True)
+        title, each = (
+            f"{table.schedule.name}: ",
+            zip(table.start, table.end, table.schedule.order, strict=True),
+        )
         stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
     waiting, done = waiting or {}, [row[-1][1] if row else 0 for row in stages]
     span = max(done) + (1 if waiting else 0)
@@ -241,7 +330,11 @@ def timetable(table, unit: str = "time units", waiting=None) -> Scene:
     need = 34 * span / shortest
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
     bands = max(1, min(round(need / 1000), 1100 // (58 * len(stages) + 40)))
-    left, wide, reach = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / bands)), span / bands
+    left, wide, reach = (
+        text_width(f"stage {len(stages)}") + 10,
+        min(1040, max(560, need / bands)),
+        span / bands,
+    )
     held = list[dict[float, float]]()  # per stage: from when on, how many
     for row in stages:
         visits = sum(kind == "F" for _, _, kind, *_ in row) / max(1, len({u for *_, u, _ in row})) or 1
@@ -262,30 +355,54 @@ def timetable(table, unit: str = "time units", waiting=None) -> Scene:
                     continue
                 name, x, fill = f"{kind}{u}" + f".{chunk}" * (chunk > 0), at(max(start, low)), KINDS[kind]
                 w = at(min(end, high)) - x
-                part.append(Rect(x, y, w, 26, fill, "edge", 0.75, tip=f"stage {i}, {name}: {start:g} to {end:g} {unit}"))
+                part.append(
+                    Rect(
+                        x, y, w, 26, fill, "edge", 0.75, tip=f"stage {i}, {name}: {start:g} to {end:g} {unit}"
+                    )
+                )
                 part += fitting(x + w / 2, y + 12, w - 2, name, f"{kind}{u}", str(u), fill=on(fill))
                 part += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
-            outline, now = [(left, floor)], max([(t, n) for t, n in held[i].items() if t <= low], default=(0, 0.0))[1]
+            outline, now = (
+                [(left, floor)],
+                max([(t, n) for t, n in held[i].items() if t <= low], default=(0, 0.0))[1],
+            )
             for t, n in [(low, now), *((t, n) for t, n in held[i].items() if low < t < high)]:
                 outline += [(at(t), floor - 16 * v / most) for v in (now, n)]
                 now = n
-            part.append(Line((*outline, (at(high), floor - 16 * now / most), (at(high), floor)), "edge", 0.75, fill="s2"))
+            part.append(
+                Line(
+                    (*outline, (at(high), floor - 16 * now / most), (at(high), floor)),
+                    "edge",
+                    0.75,
+                    fill="s2",
+                )
+            )
             part += [small(left - 10, y + 13, f"stage {i}", "end", "ink")]
             busy = sum(end - start for start, end, *_ in row) / span
             peak = f"at most {max(held[i].values(), default=0):g} held"
-            if i in waiting and low <= done[i] < high:  # its next operation, and an arrow to the stage that it waits for
+            if (
+                i in waiting and low <= done[i] < high
+            ):  # its next operation, and an arrow to the stage that it waits for
                 op, there, what = waiting[i]
                 x, w = at(done[i]), wide / reach
-                part += [Rect(x, y, w, 26, "paper", "ink", 1.5, dash=True), *fitting(x + w / 2, y + 12, w - 2, str(op))]
+                part += [
+                    Rect(x, y, w, 26, "paper", "ink", 1.5, dash=True),
+                    *fitting(x + w / 2, y + 12, w - 2, str(op)),
+                ]
                 if there != i and low <= done[there] < high:
-                    ends = (x + w * 0.3, y + 26 * (there > i)), (at(done[there]) + w * 0.6, 58 * there + 26 * (there < i))
+                    ends = (
+                        (x + w * 0.3, y + 26 * (there > i)),
+                        (at(done[there]) + w * 0.6, 58 * there + 26 * (there < i)),
+                    )
                     part.append(Line(ends, "tp-line", 2, head=True))
                 said.append(f"stage {i} waits to run {op} for {what} on stage {there}")
             if band == 0 and not waiting:
                 part += [small(at(high) + 10, y + 13, f"busy {busy:.1%}", "start", "ink")]
                 part += [small(at(high) + 10, floor - 8, peak, "start", "ink")]
                 names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
-                said.append(f"stage {i}: {' '.join(names[:24])}{' …' * (len(names) > 24)}; busy {busy:.1%}, {peak}")
+                said.append(
+                    f"stage {i}: {' '.join(names[:24])}{' …' * (len(names) > 24)}; busy {busy:.1%}, {peak}"
+                )
         items.append(Group(tuple(part), 0, band * (bottom + 40)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
     key = [("s1", "F forward")] + [("s3", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
@@ -296,18 +413,24 @@ def timetable(table, unit: str = "time units", waiting=None) -> Scene:
     return compose(title, [items, legend(key, 900)], "\n".join(said))
 
 
-def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = "fsdp", ahead: int = 1) -> Scene:
+def overlap(
+    compute_s, comm_s, labels=None, first: str = "compute", axis: str = "fsdp", ahead: int = 1
+) -> Scene:
     """Computing and communicating in turn, and side by side; seconds per piece.
 
-    ``first`` says what waits for what: ``compute`` when a piece's result is sent (gradient buckets), ``comm`` when a
-    piece must arrive before it is used (gathered weights). Each of the two lanes works in order. What arrives takes room:
-    a piece is only fetched while at most ``ahead`` pieces before it are not yet computed with, the one at work included.
+    ``first`` says what waits for what: ``compute`` when a piece's result is sent (gradient buckets), ``comm``
+    when a piece must arrive before it is used (gathered weights). Each of the two lanes works in order. What
+    arrives takes room: a piece is only fetched while at most ``ahead`` pieces before it are not yet computed
+    with, the one at work included.
     """
     labels = [str(i) for i in range(len(compute_s))] if labels is None else labels
     if ahead < 1:
         raise ValueError(f"ahead is {ahead}; use 1 or more: even the next piece is fetched ahead")
     if first not in ("compute", "comm") or not len(compute_s) == len(comm_s) == len(labels):
-        found = f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels, first='{first}'"
+        found = (
+            f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels,"
+            f" first='{first}'"
+        )
         raise ValueError(f"overlap got {found}; give as many of each, and first='compute' or 'comm'")
 
     def lanes(together: bool) -> list[list[tuple[float, float]]]:
@@ -327,9 +450,13 @@ def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = 
     for k, name in enumerate(("in turn", "side by side")):
         both, y = lanes(bool(k)), 108 * k
         total = max(both[0][-1][1], both[1][-1][1])
-        said.append(f"{name}: {time_text(total)}, {time_text(total - sum(compute_s))} of it without computing")
+        said.append(
+            f"{name}: {time_text(total)}, {time_text(total - sum(compute_s))} of it without computing"
+        )
         items.append(Text(left, y, said[-1], bold=True))
-        for j, (lane, word, fill) in enumerate(zip(both, ("compute", "communicate"), ("s1", axis), strict=True)):
+        for j, (lane, word, fill) in enumerate(
+            zip(both, ("compute", "communicate"), ("s1", axis), strict=True)
+        ):
             top = y + 16 + 34 * j
             items.append(small(left - 10, top + 14, word, "end"))
             for (start, end), label in zip(lane, labels, strict=True):
@@ -357,15 +484,25 @@ def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
     items += [Line(((-4, up(v)), (wide, up(v))), "grid", 1) for v in ticks(low, high)]
     items += [small(-8, up(v), f"{v:g}", "end") for v in ticks(low, high)]
     items += [Line(((0, 0), (0, tall), (wide, tall)), "edge", 1.5)]
-    items += [small(-4, -18, "loss (nats/token)", "start", "ink"), small(wide / 2, tall + 34, "step", fill="ink")]
+    items += [
+        small(-4, -18, "loss (nats/token)", "start", "ink"),
+        small(wide / 2, tall + 34, "step", fill="ink"),
+    ]
     said, ends = [], []
     for name, curve in curves.items():
-        dash, points = name == "reference", [(at(i), up(x)) if math.isfinite(x) else None for i, x in enumerate(curve)]
+        dash, points = (
+            name == "reference",
+            [(at(i), up(x)) if math.isfinite(x) else None for i, x in enumerate(curve)],
+        )
         items += [Line((a, b), "ink" if dash else "dp-line", 2, dash) for a, b in pairwise(points) if a and b]
         items += [Rect(p[0] - 3, p[1] - 3, 6, 6, "ink", radius=3) for p in points[-1:] if p]
         lost, known = [i for i, p in enumerate(points) if not p], [x for x in curve if math.isfinite(x)]
         ends += [(up(x), f"{name} {x:.3f} nats/token") for x in known[-1:]]
-        course = f"{x:.3f}" if (x := (known or [math.nan])[0]) == (known or [0])[-1] else f"{x:.3f} to {known[-1]:.3f}"
+        course = (
+            f"{x:.3f}"
+            if (x := (known or [math.nan])[0]) == (known or [0])[-1]
+            else f"{x:.3f} to {known[-1]:.3f}"
+        )
         said.append(f"{name}: {course} nats/token over {many(len(curve), 'step')}")
         said[-1] += f"; not finite at step {some(lost)}" * bool(lost)
     for k, (y, words) in enumerate(sorted(ends)):  # curves that end together are named below one another

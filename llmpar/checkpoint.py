@@ -1,4 +1,5 @@
-"""Checkpoints: Orbax writes them atomically; they restore onto the same or any other mesh, and know what made them."""
+"""Checkpoints: Orbax writes them atomically; they restore onto the same or any other mesh, and know what made
+them."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from llmpar.config import ModelConfig
 from llmpar.step import State, Tree
 
 FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")
-"""What a run keeps from its first step to its last: with another of these a step would not be the one that was begun.
-Mesh and plan may change, for they leave every loss as it is; what else is written down (the learning rate, say) is said."""
+"""What a run keeps from its first step to its last: with another of these a step would not be the one that
+was begun. Mesh and plan may change, for they leave every loss as it is; what else is written down (the
+learning rate, say) is said."""
 
 
 class Checkpoints:
@@ -56,10 +58,12 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """While this is open nobody else writes here: refuses where somebody does, or where nothing can be written.
+        """While this is open nobody else writes here: refuses where somebody does, or where nothing can be
+        written.
 
-        The lock is the kernel's, so it ends with the process that holds it, whatever ended that; the file stays. On a file
-        system without locks there is none. Leftovers of saves that were interrupted are removed.
+        The lock is the kernel's, so it ends with the process that holds it, whatever ended that; the file
+        stays. On a file system without locks there is none. Leftovers of saves that were interrupted are
+        removed.
         """
         with contextlib.ExitStack() as stack:
             if jax.process_index() == 0:
@@ -88,24 +92,37 @@ class Checkpoints:
         except BlockingIOError:
             file.seek(0)
             who = file.read() or "another process"
-            raise ValueError(f"{who} is writing checkpoints to {self.folder}; wait for it, or give another folder") from None
+            raise ValueError(
+                f"{who} is writing checkpoints to {self.folder}; wait for it, or give another folder"
+            ) from None
         except (ImportError, OSError):  # not Unix; no locks on this file system
             pass
 
     def save(self, step: int, state: State, config: ModelConfig, made: dict[str, Any] | None = None) -> None:
-        """Write all of the state, and beside it the model's configuration and what ``made`` it; finished, or as if it had
-        never begun."""
+        """Write all of the state, and beside it the model's configuration and what ``made`` it; finished, or
+        as if it had never begun."""
         about = {"config": dataclasses.asdict(config), "checksums": checksums(state), "made": made}
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(about))
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(about)
+        )
         before = self.latest
         try:
             self._manager.save(step, args=args)
         except Exception as error:  # Orbax and TensorStore raise every kind
             why, size = _first_line(error), sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
             if any(sign in str(error) for sign in ("No space left", "RESOURCE_EXHAUSTED", "Errno 28")):
-                why = f"the disk is full; free some {max(1, round(1.2 * size)):,} MiB and run the same command again"
-            kept = "no checkpoint was taken before" if before is None else f"the checkpoint of step {before} is intact"
-            raise ValueError(f"the checkpoint of step {step} could not be written to {self.folder} ({kept}): {why}") from error
+                why = (
+                    f"the disk is full; free some {max(1, round(1.2 * size)):,} MiB and run the same command"
+                    " again"
+                )
+            kept = (
+                "no checkpoint was taken before"
+                if before is None
+                else f"the checkpoint of step {before} is intact"
+            )
+            raise ValueError(
+                f"the checkpoint of step {step} could not be written to {self.folder} ({kept}): {why}"
+            ) from error
 
     def discard(self, step: int) -> None:
         """Delete the checkpoint of ``step``, if there is one: what it holds turned out to be spoiled."""
@@ -113,8 +130,8 @@ class Checkpoints:
             self._manager.delete(step)
 
     def about(self) -> dict[str, Any]:
-        """What was written beside the newest state: the model's configuration, what made it (None if that is not known), and
-        checksums."""
+        """What was written beside the newest state: the model's configuration, what made it (None if that is
+        not known), and checksums."""
         if self.latest is None:
             raise ValueError(f"there is no checkpoint in {self.folder}; train with --checkpoints first")
         about = self._read("about", ocp.args.JsonRestore())
@@ -132,8 +149,8 @@ class Checkpoints:
     ) -> State | None:
         """The newest state, laid out as ``abstract`` says; None where there is none.
 
-        Refuses another model's, what cannot be read or is not what was written, and a run that is `FIXED` to something
-        else than ``made`` has (unless ``anyway``). Tells what is harmless but not as it was.
+        Refuses another model's, what cannot be read or is not what was written, and a run that is `FIXED` to
+        something else than ``made`` has (unless ``anyway``). Tells what is harmless but not as it was.
         """
         if self.latest is None:
             return None
@@ -144,7 +161,9 @@ class Checkpoints:
         other = sorted(name for name in written ^ asked if not name.startswith("['params']"))
         if other and written:
             found = f"it has {len(written)} leaves, asked are {len(asked)}; in one alone is {other[0]}"
-            raise ValueError(f"{self._which} holds another optimizer's state ({found}); give the optimizer that made it")
+            raise ValueError(
+                f"{self._which} holds another optimizer's state ({found}); give the optimizer that made it"
+            )
         state = State(**self._read("state", ocp.args.StandardRestore(abstract._asdict())))
         self._compare(about["checksums"], state)
         return state
@@ -169,18 +188,36 @@ class Checkpoints:
             )
         return about
 
-    def _compare_runs(self, kept: dict | None, asked: dict, anyway: bool, tell: Callable[[str], None]) -> None:
+    def _compare_runs(
+        self, kept: dict | None, asked: dict, anyway: bool, tell: Callable[[str], None]
+    ) -> None:
         """Refuse or tell how the run that is asked for differs from the one that wrote."""
         if kept is None:
-            return tell(f"{self._which} does not say what made it: its data, seed and optimizer are not compared")
-        differ = {k: f"{k} {_words(kept.get(k))} (asked: {_words(v)})" for k, v in asked.items() if _id(kept.get(k)) != _id(v)}
+            return tell(
+                f"{self._which} does not say what made it: its data, seed and optimizer are not compared"
+            )
+        differ = {
+            k: f"{k} {_words(kept.get(k))} (asked: {_words(v)})"
+            for k, v in asked.items()
+            if _id(kept.get(k)) != _id(v)
+        }
         fixed = [words for k, words in differ.items() if k in FIXED]
         if fixed and (not anyway or "optimizer" in differ):
-            others = "" if "optimizer" in differ else "; --anyway goes on all the same, as another run than was begun"
-            raise ValueError(f"{self._which} was made with {', '.join(fixed)}; ask for that, or give another folder{others}")
+            others = (
+                ""
+                if "optimizer" in differ
+                else "; --anyway goes on all the same, as another run than was begun"
+            )
+            raise ValueError(
+                f"{self._which} was made with {', '.join(fixed)}; ask for that, or give another"
+                f" folder{others}"
+            )
         if differ:
             what = "run" if fixed else "curve"
-            tell(f"from step {self.latest} on this is another {what} than was begun: it had {', '.join(differ.values())}")
+            tell(
+                f"from step {self.latest} on this is another {what} than was begun: it had"
+                f" {', '.join(differ.values())}"
+            )
 
     def _compare(self, written: dict[str, int], found: State) -> None:
         damaged = [name for name, now in checksums(found).items() if written.get(name) != now]
@@ -200,8 +237,8 @@ class Checkpoints:
 
     def _refuse(self, why: str):
         raise ValueError(
-            f"{self._which} cannot be used: {why}; it is damaged: delete the folder {self.latest} there to resume from the "
-            "one before"
+            f"{self._which} cannot be used: {why}; it is damaged: delete the folder {self.latest} there to"
+            " resume from the one before"
         )
 
 
@@ -226,12 +263,16 @@ def _names(state: State) -> dict[str, Any]:
 
 @jax.jit
 def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
-    words = [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32) for x in leaves]
+    words = [
+        jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32) for x in leaves
+    ]
     return [jnp.sum(x, dtype=jnp.uint32) for x in words]
 
 
 def checksums(state: State) -> dict[str, int]:
-    """Every leaf's bits added up, modulo 2^32: the same on any mesh, other when a bit has changed. (A sum: words that have
-    changed places have the same.)"""
+    """Every leaf's bits added up, modulo 2^32: the same on any mesh, other when a bit has changed. (A sum:
+    words that have changed places have the same.)"""
     leaves = _names(state)
-    return {name: int(n) for name, n in zip(leaves, jax.device_get(_sums(list(leaves.values()))), strict=True)}
+    return {
+        name: int(n) for name, n in zip(leaves, jax.device_get(_sums(list(leaves.values()))), strict=True)
+    }

@@ -1,8 +1,8 @@
 """The front door: run one command, and turn whatever happens into an exit status and a sentence.
 
-Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 130 Ctrl-C, 143 asked to end (SIGTERM). With
-``--json`` a command prints one JSON document on stdout and everything else on stderr. Nothing heavy is imported before
-`main` runs, so that Ctrl-C is heard from the start.
+Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 130 Ctrl-C, 143 asked to end
+(SIGTERM). With ``--json`` a command prints one JSON document on stdout and everything else on stderr. Nothing
+heavy is imported before `main` runs, so that Ctrl-C is heard from the start.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def _run(argv: list[str]) -> None:
 def explain(error: Exception) -> str:
     """What went wrong, in a sentence: a refusal's own, or that this is a fault.
 
-    Our refusals are ValueErrors raised here. One that another library raised is a case that nobody thought of.
+    Our refusals are ValueErrors raised here. One that another library raised is a case that nobody thought
+    of.
     """
     trace, here = error.__traceback__, os.path.dirname(__file__) + os.sep
     frames = []
@@ -58,7 +59,10 @@ def explain(error: Exception) -> str:
         return str(error)
     said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
     if "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
-        return f"the memory of a device is full ({said}); use a smaller model or batch, more microbatches, or --remat block"
+        return (
+            f"the memory of a device is full ({said}); use a smaller model or batch, more microbatches, or"
+            " --remat block"
+        )
     ours = [f"{file.removeprefix(here)}:{line}" for file, line in frames if file.startswith(here)][-1:]
     return f"this is a fault of llmpar, at {''.join(ours)}: {said}; LLMPAR_TRACEBACK=1 shows the stack"
 
@@ -72,7 +76,9 @@ def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
     if sentence:
         print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still in its buffer cannot be written
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what is still in its buffer cannot be written
     return status
 
 

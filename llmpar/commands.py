@@ -1,4 +1,5 @@
-"""The commands: each is a dataclass, its fields are its flags, and `run` does it. JAX is imported by those that need it."""
+"""The commands: each is a dataclass, its fields are its flags, and `run` does it. JAX is imported by those
+that need it."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 
 
 def speaks() -> bool:
-    """Whether this process prints and draws: the first of those that work together. (Without looking for devices.)"""
+    """Whether this process prints and draws: the first of those that work together. (Without looking for
+    devices.)"""
     jax = sys.modules.get("jax")
     return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
 
@@ -164,7 +166,8 @@ class StepOptions:
     pipeline: PipelineOptions = PipelineOptions()
 
     def resolve(self) -> tuple[ModelConfig, Plan]:
-        """The model and the plan, on the devices that are there (or are simulated now). Refuses before compiling."""
+        """The model and the plan, on the devices that are there (or are simulated now). Refuses before
+        compiling."""
         from llmpar.mesh import use_devices
 
         config = preset(self.model)
@@ -172,7 +175,9 @@ class StepOptions:
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, len(devices))
         parts = (self, self.gradients, self.memory, self.sequences, self.experts, self.pipeline)
         asked = {name: value for part in parts for name, value in vars(part).items()}
-        plan = Plan(**{f.name: asked[f.name] for f in dataclasses.fields(Plan) if f.name in asked} | {"mesh": mesh})
+        plan = Plan(
+            **{f.name: asked[f.name] for f in dataclasses.fields(Plan) if f.name in asked} | {"mesh": mesh}
+        )
         if self.seq_len > MAX_SEQ_LEN or self.batch_size * self.seq_len > MAX_TOKENS:
             asked_for = f"a batch of {self.batch_size:,} sequences of {self.seq_len:,} tokens"
             raise ValueError(f"{asked_for}: use at most {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens")
@@ -187,10 +192,12 @@ class TextOptions:
     Attributes:
         data: files or globs of text or JSONL; left out, the running Python's own library.
         tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json.
-        start_token: the token of tokenizer.json that begins a document; left out, what it puts first or a usual name.
+        start_token: the token of tokenizer.json that begins a document; left out, what it puts first or a
+            usual name.
         limit_bytes: stop reading after so much text.
         held_out: the last 1 of so many parts is never trained on; 0 keeps nothing out.
-        eval_every: steps between evaluations on the held-out part, and after the last step; 0 evaluates never.
+        eval_every: steps between evaluations on the held-out part, and after the last step; 0 evaluates
+            never.
         eval_batches: batches per evaluation, always the same ones.
     """
 
@@ -215,8 +222,8 @@ class Train:
         checkpoints: folder to save to and to resume from: the same command goes on where it was stopped.
         every: steps between checkpoints.
         anyway: resume although data, seed or batch are not those that the checkpoint was made with.
-        log: append a JSON line per step to this file; the first after a resumption has "resumed", and replaces older rows
-            from its step on.
+        log: append a JSON line per step to this file; the first after a resumption has "resumed", and
+            replaces older rows from its step on.
         plot: draw the loss into this PNG or SVG.
         json: print one JSON document on stdout.
     """
@@ -248,18 +255,30 @@ class Train:
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
         config, plan = self.step.resolve()
         fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
-        text = {f.name: getattr(self.text, f.name) for f in dataclasses.fields(data.DataConfig) if hasattr(self.text, f.name)}
-        source = data.DataConfig(seq_len=self.step.seq_len, batch_size=self.step.batch_size, seed=self.seed, **text)
+        text = {
+            f.name: getattr(self.text, f.name)
+            for f in dataclasses.fields(data.DataConfig)
+            if hasattr(self.text, f.name)
+        }
+        source = data.DataConfig(
+            seq_len=self.step.seq_len, batch_size=self.step.batch_size, seed=self.seed, **text
+        )
         tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
         data.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
         positions = attention.order(plan.order, source.seq_len, plan.mesh.sp)
         stream = data.Stream(corpus, source, order=positions)
         held_out = data.Stream(corpus, source, "held_out", positions) if self.text.eval_every else None
-        say(f"{config.name}: {config.num_params:,} parameters on {plan.mesh} ({plan.mesh.size} devices); {corpus.source}")
+        say(
+            f"{config.name}: {config.num_params:,} parameters on {plan.mesh} ({plan.mesh.size} devices);"
+            f" {corpus.source}"
+        )
         if order := plan.pipeline:
             idle = timetable(order).bubble_fraction
-            say(f"{order.name}: {order.num_stages} stages, {order.num_microbatches} microbatches, {idle:.0%} of a step idle")
+            say(
+                f"{order.name}: {order.num_stages} stages, {order.num_microbatches} microbatches, {idle:.0%}"
+                " of a step idle"
+            )
         with Stopper() as stopper, progress(self.steps) as show:
 
             def on_step(number, report):
@@ -271,12 +290,29 @@ class Train:
                 show(number + 1, f"loss {report.losses[-1]:.3f} nats{evaluated}, {rate}")
 
             _, report = train(
-                config, plan, make_mesh(plan.mesh), stream, self.steps, options, self.seed, keep, self.log, on_step,
-                anyway=self.anyway, held_out=held_out, eval_every=self.text.eval_every, eval_batches=self.text.eval_batches,
-                tell=say, stop=lambda: stopper.number > 0,
-            )  # fmt: skip
+                config,
+                plan,
+                make_mesh(plan.mesh),
+                stream,
+                self.steps,
+                options,
+                self.seed,
+                keep,
+                self.log,
+                on_step,
+                anyway=self.anyway,
+                held_out=held_out,
+                eval_every=self.text.eval_every,
+                eval_batches=self.text.eval_batches,
+                tell=say,
+                stop=lambda: stopper.number > 0,
+            )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
-            kept = f"kept in {self.checkpoints}: the same command goes on from there" if keep else "nothing was kept"
+            kept = (
+                f"kept in {self.checkpoints}: the same command goes on from there"
+                if keep
+                else "nothing was kept"
+            )
             say(f"llmpar: stopped after step {done}; {kept}")
             raise SystemExit(128 + stopper.number)
         if self.plot and report.losses and speaks():
@@ -285,20 +321,32 @@ class Train:
             draw.loss_curve(report.losses).save(self.plot)
             say(f"drew the loss into {self.plot}")
         if report.losses:
-            say(f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f} nats per token in {len(report.losses)} steps")
+            say(
+                f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f} nats per token in"
+                f" {len(report.losses)} steps"
+            )
         document = {
-            "model": config.name, "mesh": plan.mesh.sizes, "losses": report.losses, "grad_norms": report.grad_norms,
-            "tokens_per_s": report.tokens_per_s, "step_s": report.step_s, "params": config.num_params,
-            "devices": plan.mesh.size, "start": report.start, "mfu": report.mfu, "peak_memory_bytes": report.memory_bytes,
+            "model": config.name,
+            "mesh": plan.mesh.sizes,
+            "losses": report.losses,
+            "grad_norms": report.grad_norms,
+            "tokens_per_s": report.tokens_per_s,
+            "step_s": report.step_s,
+            "params": config.num_params,
+            "devices": plan.mesh.size,
+            "start": report.start,
+            "mfu": report.mfu,
+            "peak_memory_bytes": report.memory_bytes,
             "eval_losses": report.eval_losses,
-        }  # fmt: skip
+        }
         emit(document, self.json)
         return document
 
 
 @dataclass(frozen=True)
 class Inspect:
-    """Compile one training step and show predicted beside compiled: bytes and collectives per axis, memory, FLOPs.
+    """Compile one training step and show predicted beside compiled: bytes and collectives per axis, memory,
+    FLOPs.
 
     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --zero 3
 
@@ -335,8 +383,10 @@ class Inspect:
 
 
 class Stopper:
-    """While open, the first Ctrl-C or SIGTERM asks for an end after the running step, so that it can be saved; the second,
-    or one before any step was done, ends the process. On many hosts all would have to stop at one step: not there."""
+    """While open, the first Ctrl-C or SIGTERM asks for an end after the running step, so that it can be
+    saved; the second, or one before any step was done, ends the process. On many hosts all would have to stop
+    at one step: not there.
+    """
 
     def __init__(self):
         self.number, self.worked, self._before = 0, False, {}
@@ -362,12 +412,19 @@ class Stopper:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[int, str], None]]:
-    """Give a function that shows a step and words: on a bar in a terminal, else as a line every `LINE_S` seconds."""
+    """Give a function that shows a step and words: on a bar in a terminal, else as a line every `LINE_S`
+    seconds."""
     if sys.stderr.isatty() and speaks():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+        columns = [
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+        ]
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("compiling", total=total)
             yield lambda done, words: bar.update(task, completed=done, description=words)
@@ -392,7 +449,9 @@ def check_picture(path: str | None) -> None:
         raise ValueError(f"a drawing is saved as .svg or .png, and '{path}' is neither; rename it")
     folder = pathlib.Path(path).absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or pathlib.Path(path).is_dir():
-        raise ValueError(f"'{path}' cannot be written; give a file in a folder that is there and can be written")
+        raise ValueError(
+            f"'{path}' cannot be written; give a file in a folder that is there and can be written"
+        )
 
 
 def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, parts: tuple[str, ...]) -> None:
@@ -406,14 +465,22 @@ def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, pa
     held = predict.argument_bytes(config, plan, batch_size, seq_len)
     need = plan.mesh.size * sum(held[part] for part in parts)
     if need > memory:
-        what = f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB on {plan.mesh.size} simulated devices"
-        raise ValueError(f"{what}, and this machine has {memory / 2**30:,.1f} GiB; use a smaller model, or cut it more")
+        what = (
+            f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB on {plan.mesh.size}"
+            " simulated devices"
+        )
+        raise ValueError(
+            f"{what}, and this machine has {memory / 2**30:,.1f} GiB; use a smaller model, or cut it more"
+        )
 
 
 def start() -> None:
-    """Set JAX up: float32, and compiled programs kept between runs, in the user's cache folder unless JAX was told another.
+    """Set JAX up: float32, and compiled programs kept between runs, in the user's cache folder unless JAX was
+    told another.
 
-    What threads of Orbax log when a file cannot be read or written is kept back: the exception that follows says it."""
+    What threads of Orbax log when a file cannot be read or written is kept back: the exception that follows
+    says it.
+    """
     import jax
 
     if not os.environ.get("LLMPAR_TRACEBACK"):
@@ -427,4 +494,6 @@ def start() -> None:
         jax.config.update("jax_enable_x64", False)
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):  # nobody's home
-            jax.config.update("jax_compilation_cache_dir", str(pathlib.Path.home() / ".cache" / "llmpar" / "jax"))
+            jax.config.update(
+                "jax_compilation_cache_dir", str(pathlib.Path.home() / ".cache" / "llmpar" / "jax")
+            )

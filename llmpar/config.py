@@ -23,29 +23,71 @@ class Allowed(NamedTuple):
         """Refuse what is not allowed."""
         kinds = {int: numbers.Integral, float: numbers.Real}.get(self.kind, self.kind)
         fine = isinstance(value, kinds) and isinstance(value, bool) == (self.kind is bool)
-        if value is None and self.none or fine and (self.kind not in (int, float) or self.least <= value <= self.most):
+        if (
+            value is None
+            and self.none
+            or fine
+            and (self.kind not in (int, float) or self.least <= value <= self.most)
+        ):
             return
-        what = {int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
-        bounds = [f"from {self.least:,}"] * (self.least > -math.inf) + [f"to {self.most:,}"] * (self.most < math.inf)
+        what = {
+            int: "a whole number",
+            float: "a number",
+            bool: "true or false",
+            list: "a list",
+            dict: "an object",
+        }
+        bounds = [f"from {self.least:,}"] * (self.least > -math.inf) + [f"to {self.most:,}"] * (
+            self.most < math.inf
+        )
         words = " ".join([what.get(self.kind, "a text"), *bounds])
-        raise ValueError(f"{name} is {json.dumps(value, default=repr):.60}; use {words}" + " (or null)" * self.none)
+        raise ValueError(
+            f"{name} is {json.dumps(value, default=repr):.60}; use {words}" + " (or null)" * self.none
+        )
 
 
 _SIZE, _COUNT, _RATE = Allowed(int, 1, 1 << 24), Allowed(int, 0, 1 << 24), Allowed(float, 0, 1e9)
 _SOME_RATE = _RATE._replace(none=True)
 ALLOWED = {
-    "vocab_size": _SIZE, "width": _SIZE, "num_layers": _SIZE, "num_heads": _SIZE, "num_kv_heads": _SIZE, "head_width": _SIZE,
-    "ffn_width": _SIZE, "rope_theta": Allowed(float, 1, 1e15), "norm_eps": Allowed(float, 0, 1), "init_scale": _RATE,
-    "tied": Allowed(bool), "qkv_bias": Allowed(bool), "qk_norm": Allowed(bool), "window": Allowed(int, 1, none=True),
+    "vocab_size": _SIZE,
+    "width": _SIZE,
+    "num_layers": _SIZE,
+    "num_heads": _SIZE,
+    "num_kv_heads": _SIZE,
+    "head_width": _SIZE,
+    "ffn_width": _SIZE,
+    "rope_theta": Allowed(float, 1, 1e15),
+    "norm_eps": Allowed(float, 0, 1),
+    "init_scale": _RATE,
+    "tied": Allowed(bool),
+    "qkv_bias": Allowed(bool),
+    "qk_norm": Allowed(bool),
+    "window": Allowed(int, 1, none=True),
     # RopeScaling
-    "factor": Allowed(float, 1, 1e9), "low_freq_factor": _RATE, "high_freq_factor": _RATE, "original_context": Allowed(int, 1),
+    "factor": Allowed(float, 1, 1e9),
+    "low_freq_factor": _RATE,
+    "high_freq_factor": _RATE,
+    "original_context": Allowed(int, 1),
     # ExpertConfig
-    "num": _SIZE, "chosen": _SIZE, "shared": _COUNT, "renormalise": Allowed(bool), "scale": _RATE, "bias_rate": _SOME_RATE,
-    "groups": _SIZE, "groups_chosen": _SIZE, "balance": _RATE, "z": _RATE,
-    "capacity_factor": Allowed(float, 1e-9, 1e9, none=True), "dense_layers": _COUNT, "dense_width": _COUNT,
+    "num": _SIZE,
+    "chosen": _SIZE,
+    "shared": _COUNT,
+    "renormalise": Allowed(bool),
+    "scale": _RATE,
+    "bias_rate": _SOME_RATE,
+    "groups": _SIZE,
+    "groups_chosen": _SIZE,
+    "balance": _RATE,
+    "z": _RATE,
+    "capacity_factor": Allowed(float, 1e-9, 1e9, none=True),
+    "dense_layers": _COUNT,
+    "dense_width": _COUNT,
     # LatentAttention
-    "q_rank": _SIZE, "kv_rank": _SIZE, "rope_width": _SIZE, "value_width": _SIZE,
-}  # fmt: skip
+    "q_rank": _SIZE,
+    "kv_rank": _SIZE,
+    "rope_width": _SIZE,
+    "value_width": _SIZE,
+}
 """What the fields of the configurations below may be."""
 
 
@@ -68,7 +110,9 @@ class RopeScaling:
         _check(self)
         if self.low_freq_factor >= self.high_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
-            raise ValueError(f"low_freq_factor {low} is not below high_freq_factor {high}; Llama 3.1 has 1 and 4")
+            raise ValueError(
+                f"low_freq_factor {low} is not below high_freq_factor {high}; Llama 3.1 has 1 and 4"
+            )
 
 
 @dataclass(frozen=True)
@@ -78,16 +122,19 @@ class ExpertConfig:
     Attributes:
         num, chosen: experts of a layer, and how many of them a token visits (the field's E and k).
         shared: experts that every token visits besides.
-        score: what makes affinities of the router's logits: ``softmax`` over all, or a ``sigmoid`` of each (DeepSeek-V3).
-        renormalise: the chosen experts' weights add up to one (Mixtral: the same as a softmax over the chosen logits).
+        score: what makes affinities of the router's logits: ``softmax`` over all, or a ``sigmoid`` of each
+            (DeepSeek-V3).
+        renormalise: the chosen experts' weights add up to one (Mixtral: the same as a softmax over the chosen
+            logits).
         scale: factor on the weights of the chosen.
-        bias_rate: None, or the step of a bias that takes part in choosing but not in weighing, and that rises for experts
-            with less than the mean load and falls for the others (Wang et al. 2024, balancing without a loss).
-        groups, groups_chosen: node-limited routing: only the best groups of experts are open to a token, a group being
-            worth the sum of its two best affinities (DeepSeek-V3 2024, section 2.1.2).
+        bias_rate: None, or the step of a bias that takes part in choosing but not in weighing, and that rises
+            for experts with less than the mean load and falls for the others (Wang et al. 2024, balancing
+            without a loss).
+        groups, groups_chosen: node-limited routing: only the best groups of experts are open to a token, a
+            group being worth the sum of its two best affinities (DeepSeek-V3 2024, section 2.1.2).
         balance, z: coefficients of the balance loss (`moe.route`) and of the router's z loss.
-        capacity_factor: None drops no token; else an expert takes this times its even share of each piece of a row that a
-            device holds, the first to come, and the others go without it.
+        capacity_factor: None drops no token; else an expert takes this times its even share of each piece of
+            a row that a device holds, the first to come, and the others go without it.
         dense_layers, dense_width: the first layers with an ordinary feed-forward of that width.
     """
 
@@ -109,26 +156,33 @@ class ExpertConfig:
     def __post_init__(self):
         _check(self)
         if not 1 <= self.chosen <= self.num:
-            raise ValueError(f"a token cannot visit {self.chosen} of {self.num} experts; choose from 1 to {self.num}")
+            raise ValueError(
+                f"a token cannot visit {self.chosen} of {self.num} experts; choose from 1 to {self.num}"
+            )
         if self.num % self.groups or not 1 <= self.groups_chosen <= self.groups:
-            raise ValueError(f"{self.num} experts cannot be routed in {self.groups_chosen} of {self.groups} equal groups")
+            raise ValueError(
+                f"{self.num} experts cannot be routed in {self.groups_chosen} of {self.groups} equal groups"
+            )
         if self.chosen > self.num // self.groups * self.groups_chosen:
             raise ValueError(
-                f"{self.groups_chosen} of {self.groups} groups hold {self.num // self.groups * self.groups_chosen} experts, "
-                f"fewer than the {self.chosen} that a token visits; choose more groups"
+                f"{self.groups_chosen} of {self.groups} groups hold"
+                f" {self.num // self.groups * self.groups_chosen} experts, fewer than the {self.chosen} that"
+                " a token visits; choose more groups"
             )
 
     def capacity(self, tokens: int) -> int:
-        """How many of a piece's ``tokens`` an expert takes (Fedus et al. 2021, eq. 3, with k choices a token)."""
+        """How many of a piece's ``tokens`` an expert takes (Fedus et al. 2021, eq. 3, with k choices a
+        token)."""
         if self.capacity_factor is None:
             return tokens
         return min(tokens, math.ceil(round(self.chosen * tokens * self.capacity_factor / self.num, 9)))
 
     def slots(self, tokens: int, pieces: int, ranks: int) -> tuple[int, int]:
-        """(blocks, rows of a block) that a device with ``tokens`` tokens in ``pieces`` pieces keeps for each of ``ranks``.
+        """(blocks, rows of a block) that a device with ``tokens`` tokens in ``pieces`` pieces keeps for each
+        of ``ranks``.
 
-        Enough for the worst case. The rows of one expert fill whole blocks, so at most 1/16 of k·tokens is padding
-        where tokens are many; a block has 4 to 128 rows.
+        Enough for the worst case. The rows of one expert fill whole blocks, so at most 1/16 of k·tokens is
+        padding where tokens are many; a block has 4 to 128 rows.
         """
         block = 4
         while block < 128 and 32 * block * self.num <= tokens * self.chosen:
@@ -154,10 +208,11 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-family model: grouped-query attention, RoPE, SwiGLU, RMSNorm; Qwen's biases and norms by choice.
+    """A Llama-family model: grouped-query attention, RoPE, SwiGLU, RMSNorm; Qwen's biases and norms by
+    choice.
 
-    ``window`` is Mistral's sliding window (None: full causal attention). ``init_scale`` is the standard deviation of fresh
-    weights. With ``experts`` every feed-forward is a mixture of them.
+    ``window`` is Mistral's sliding window (None: full causal attention). ``init_scale`` is the standard
+    deviation of fresh weights. With ``experts`` every feed-forward is a mixture of them.
     """
 
     name: str
@@ -182,7 +237,9 @@ class ModelConfig:
     def __post_init__(self):
         _check(self)
         if self.head_width % 2:
-            raise ValueError(f"heads are {self.head_width} wide, but rotary embedding turns pairs; use an even head width")
+            raise ValueError(
+                f"heads are {self.head_width} wide, but rotary embedding turns pairs; use an even head width"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly; "
@@ -190,14 +247,17 @@ class ModelConfig:
             )
 
     def param_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Path of every weight to its (region and dims, shape). The blocks' weights are stacked: ``l`` leads their dims.
+        """Path of every weight to its (region and dims, shape). The blocks' weights are stacked: ``l`` leads
+        their dims.
 
         >>> preset("tiny").param_shapes()["blocks.ffn.gate"]
         ('ffn l d m', (4, 64, 128))
         """
         if self.latent or self.experts and self.experts.dense_layers:
             why = "latent attention and leading dense layers are counted but not implemented"
-            raise ValueError(f"'{self.name}' cannot run here: {why}; use mixtral-8x7b or qwen3-30b-a3b, or a dense model")
+            raise ValueError(
+                f"'{self.name}' cannot run here: {why}; use mixtral-8x7b or qwen3-30b-a3b, or a dense model"
+            )
         return self._shapes()
 
     def _shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -215,7 +275,9 @@ class ModelConfig:
         if how := self.experts:
             e = how.num
             block |= {"experts.router": ("stream d e", (d, e))}
-            block |= {f"experts.{x}": (f"experts e {dims[4:]}", (e, *shape)) for x, (dims, shape) in ffn.items()}
+            block |= {
+                f"experts.{x}": (f"experts e {dims[4:]}", (e, *shape)) for x, (dims, shape) in ffn.items()
+            }
             if how.bias_rate is not None:
                 block["experts.bias"] = ("stream e", (e,))
             if how.shared:
@@ -244,8 +306,12 @@ class ModelConfig:
         if latent := self.latent:
             sizes = {path: size for path, size in sizes.items() if not path.startswith("blocks.attention.")}
             query, width, n = self.head_width, self.width, self.num_heads
-            down = width * (latent.q_rank + latent.kv_rank + latent.rope_width) + latent.q_rank + latent.kv_rank
-            up = n * (latent.q_rank * query + latent.kv_rank * (query - latent.rope_width + latent.value_width))
+            down = (
+                width * (latent.q_rank + latent.kv_rank + latent.rope_width) + latent.q_rank + latent.kv_rank
+            )
+            up = n * (
+                latent.q_rank * query + latent.kv_rank * (query - latent.rope_width + latent.value_width)
+            )
             sizes["attention"] = layers * (down + up + n * latent.value_width * width)
         if how and how.dense_layers:
             sparse = sum(size for path, size in sizes.items() if path.startswith("blocks.experts."))
@@ -271,10 +337,23 @@ _QWEN2 = dict(rope_theta=1e6, norm_eps=1e-6, qkv_bias=True)
 _QWEN3 = dict(rope_theta=1e6, norm_eps=1e-6, qk_norm=True, head_width=128)
 _MIXTRAL = dict(rope_theta=1e6, experts=ExpertConfig(8, 2, balance=0.02))
 _DEEPSEEK = dict(
-    head_width=192, norm_eps=1e-6, latent=LatentAttention(1536, 512, 64, 128),
-    experts=ExpertConfig(256, 8, shared=1, score="sigmoid", scale=2.5, bias_rate=0.001, groups=8, groups_chosen=4,
-                         balance=1e-4, dense_layers=3, dense_width=18_432),
-)  # fmt: skip
+    head_width=192,
+    norm_eps=1e-6,
+    latent=LatentAttention(1536, 512, 64, 128),
+    experts=ExpertConfig(
+        256,
+        8,
+        shared=1,
+        score="sigmoid",
+        scale=2.5,
+        bias_rate=0.001,
+        groups=8,
+        groups_chosen=4,
+        balance=1e-4,
+        dense_layers=3,
+        dense_width=18_432,
+    ),
+)
 
 PRESETS: dict[str, ModelConfig] = {
     c.name: c
@@ -309,14 +388,24 @@ PRESETS: dict[str, ModelConfig] = {
         _model("qwen3-8b", 151_936, 4096, 36, 32, 8, 12_288, **_QWEN3),
         _model("qwen3-14b", 151_936, 5120, 40, 40, 8, 17_408, **_QWEN3),
         _model("qwen3-32b", 151_936, 5120, 64, 64, 8, 25_600, **_QWEN3),
-        _model("qwen3-30b-a3b", 151_936, 2048, 48, 32, 4, 768, experts=ExpertConfig(128, 8, balance=0.001), **_QWEN3),
+        _model(
+            "qwen3-30b-a3b",
+            151_936,
+            2048,
+            48,
+            32,
+            4,
+            768,
+            experts=ExpertConfig(128, 8, balance=0.001),
+            **_QWEN3,
+        ),
         _model("mixtral-8x7b", 32_000, 4096, 32, 32, 8, 14_336, **_MIXTRAL),
         _model("mixtral-8x22b", 32_000, 6144, 56, 48, 8, 16_384, **_MIXTRAL),
         _model("deepseek-v3", 129_280, 7168, 61, 128, 128, 2048, **_DEEPSEEK),
     )
 }
-"""Public models as their authors' published configurations give them (model cards of Meta, Mistral AI, Qwen and DeepSeek,
-2023 to 2025)."""
+"""Public models as their authors' published configurations give them (model cards of Meta, Mistral AI, Qwen
+and DeepSeek, 2023 to 2025)."""
 
 
 def preset(name: str) -> ModelConfig:
@@ -324,17 +413,21 @@ def preset(name: str) -> ModelConfig:
     if name.endswith(".json"):
         return from_hugging_face(name)
     if name not in PRESETS:
-        raise ValueError(f"unknown model '{name}'; the presets are {', '.join(PRESETS)}, or give the path of a config.json")
+        raise ValueError(
+            f"unknown model '{name}'; the presets are {', '.join(PRESETS)}, or give the path of a config.json"
+        )
     return PRESETS[name]
 
 
 THEIRS = {
-    "hidden_size": "width", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads", "head_dim": "head_width",
-    "num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_width", "moe_intermediate_size": "ffn_width",
-    "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tied", "initializer_range": "init_scale", "sliding_window": "window",
-    "attention_bias": "qkv_bias", "mlp_bias": "qkv_bias", "original_max_position_embeddings": "original_context",
-    "num_experts": "num", "num_local_experts": "num", "num_experts_per_tok": "chosen", "norm_topk_prob": "renormalise",
-    "router_aux_loss_coef": "balance", "router_z_loss_coef": "z", "expert_capacity_factor": "capacity_factor",
+    "hidden_size": "width", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
+    "head_dim": "head_width", "num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_width",
+    "moe_intermediate_size": "ffn_width", "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tied",
+    "initializer_range": "init_scale", "sliding_window": "window", "attention_bias": "qkv_bias",
+    "mlp_bias": "qkv_bias", "original_max_position_embeddings": "original_context", "num_experts": "num",
+    "num_local_experts": "num", "num_experts_per_tok": "chosen", "norm_topk_prob": "renormalise",
+    "router_aux_loss_coef": "balance", "router_z_loss_coef": "z",
+    "expert_capacity_factor": "capacity_factor",
 }  # fmt: skip
 """What Hugging Face calls our fields."""
 OPTIONAL = {"num_key_value_heads", "head_dim", "num_experts", "num_local_experts"}
@@ -342,16 +435,17 @@ OPTIONAL = {"num_key_value_heads", "head_dim", "num_experts", "num_local_experts
 THEIR_OWN = {
     "model_type": Allowed(str), "hidden_act": Allowed(str), "rope_scaling": Allowed(dict, none=True),
     "rope_parameters": Allowed(dict, none=True), "rope_type": Allowed(str), "type": Allowed(str),
-    "partial_rotary_factor": Allowed(float, 1, 1, none=True), "quantization_config": Allowed(dict, none=True),
-    "use_sliding_window": Allowed(bool), "max_window_layers": Allowed(int, 0), "layer_types": Allowed(list, none=True),
+    "partial_rotary_factor": Allowed(float, 1, 1, none=True),
+    "quantization_config": Allowed(dict, none=True), "use_sliding_window": Allowed(bool),
+    "max_window_layers": Allowed(int, 0), "layer_types": Allowed(list, none=True),
     "decoder_sparse_step": _SIZE, "mlp_only_layers": Allowed(list, none=True),
 }  # fmt: skip
 """What fields that only they have may be."""
 
 
 class _Card(dict):
-    """Entries of a ``config.json``. Asking for one that is missing, or not what it may be, is refused by name (`get` asks
-    without need)."""
+    """Entries of a ``config.json``. Asking for one that is missing, or not what it may be, is refused by name
+    (`get` asks without need)."""
 
     def __init__(self, entries: dict, path: str):
         super().__init__(entries)
@@ -371,14 +465,18 @@ class _Card(dict):
 
 
 def from_hugging_face(path: str) -> ModelConfig:
-    """Read a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE ``config.json``; refuse what the model cannot do, naming the
-    key."""
+    """Read a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE ``config.json``; refuse what the model cannot
+    do, naming the key."""
     try:
-        raw = json.loads(pathlib.Path(path).read_text(), object_hook=lambda entries: _Card(entries, path=path))
+        raw = json.loads(
+            pathlib.Path(path).read_text(), object_hook=lambda entries: _Card(entries, path=path)
+        )
         if not isinstance(raw, dict):
             raise ValueError("it holds no JSON object")
     except RecursionError:
-        raise ValueError(f"cannot read a model configuration from '{path}': it is nested too deeply") from None
+        raise ValueError(
+            f"cannot read a model configuration from '{path}': it is nested too deeply"
+        ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read a model configuration from '{path}': {error}") from error
     kind = raw.get("model_type")
@@ -388,9 +486,15 @@ def from_hugging_face(path: str) -> ModelConfig:
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is")
     if raw.get("mlp_bias") or (kind != "qwen2" and raw.get("attention_bias")):
-        raise ValueError(f"'{path}' asks for biases in the feed-forward or the output projection, which are not implemented")
+        raise ValueError(
+            f"'{path}' asks for biases in the feed-forward or the output projection, which are not"
+            " implemented"
+        )
     if raw.get("quantization_config") is not None:
-        raise ValueError(f"'{path}' is of quantized weights (quantization_config), which are not read; use the original model")
+        raise ValueError(
+            f"'{path}' is of quantized weights (quantization_config), which are not read; use the original"
+            " model"
+        )
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type", "default")
     if rope_type not in ("default", "llama3"):
@@ -400,7 +504,10 @@ def from_hugging_face(path: str) -> ModelConfig:
     scaling = None
     if rope_type == "llama3":
         scaling = RopeScaling(
-            rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+            rope["factor"],
+            rope["low_freq_factor"],
+            rope["high_freq_factor"],
+            rope["original_max_position_embeddings"],
         )
     ours, num_layers = kind in ("mistral", "mixtral"), raw["num_hidden_layers"]
     window = raw.get("sliding_window") if ours or raw.get("use_sliding_window") else None
@@ -408,10 +515,14 @@ def from_hugging_face(path: str) -> ModelConfig:
         sliding = [t == "sliding_attention" for t in raw.get("layer_types") or []]
         sliding = sliding or [i >= raw.get("max_window_layers", 28) for i in range(num_layers)]
         if any(sliding) and not all(sliding):
-            raise ValueError(f"'{path}' has a window in {sum(sliding)} of {len(sliding)} layers; use one in all or none")
+            raise ValueError(
+                f"'{path}' has a window in {sum(sliding)} of {len(sliding)} layers; use one in all or none"
+            )
         window = window if any(sliding) else None
     if kind == "qwen3_moe" and (raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers")):
-        raise ValueError(f"'{path}' has layers without experts (decoder_sparse_step, mlp_only_layers); use experts in all")
+        raise ValueError(
+            f"'{path}' has layers without experts (decoder_sparse_step, mlp_only_layers); use experts in all"
+        )
     experts = None
     if kind in ("mixtral", "qwen3_moe"):
         experts = ExpertConfig(
@@ -424,7 +535,9 @@ def from_hugging_face(path: str) -> ModelConfig:
         )
     width, heads, head_width = raw["hidden_size"], raw["num_attention_heads"], raw.get("head_dim")
     if head_width is None and width % heads:
-        raise ValueError(f"hidden_size {width} in '{path}' is no multiple of its {heads} heads, and no head_dim is given")
+        raise ValueError(
+            f"hidden_size {width} in '{path}' is no multiple of its {heads} heads, and no head_dim is given"
+        )
     return ModelConfig(
         name=pathlib.Path(path).parent.name or kind,
         vocab_size=raw["vocab_size"],
@@ -454,7 +567,8 @@ def from_dict(kept: dict[str, Any]) -> ModelConfig:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """The optimizer and its rate, which warms up linearly, then falls along a cosine to a tenth at the last step.
+    """The optimizer and its rate, which warms up linearly, then falls along a cosine to a tenth at the last
+    step.
 
     Attributes:
         optimizer: Muon takes the matrices and leaves the rest to Adam.
@@ -477,7 +591,9 @@ class OptimizerConfig(OptimizerOptions):
 
     def __post_init__(self):
         if not (0 < self.learning_rate < math.inf and self.clip > 0):
-            raise ValueError(f"learning rate {self.learning_rate}, clip {self.clip}: both must be positive numbers")
+            raise ValueError(
+                f"learning rate {self.learning_rate}, clip {self.clip}: both must be positive numbers"
+            )
         if not (self.warmup >= 0 and 0 <= self.weight_decay < math.inf):
             raise ValueError(f"warmup {self.warmup}, weight decay {self.weight_decay}: use 0 or more")
 

@@ -1,8 +1,10 @@
-"""The published formulas: memory, FLOPs, bytes moved, time on links, and the thresholds that follow from them.
+"""The published formulas: memory, FLOPs, bytes moved, time on links, and the thresholds that follow from
+them.
 
-Plain arithmetic on numbers, each with its formula, unit and source. What *our* train step costs is predicted elsewhere
-from a `Plan` with these functions; pipelines have their own closed forms in `schedule`. Unless a name says bytes,
-volumes are elements. A `group` is the devices that take part. Book = Austin et al., How to Scale Your Model, 2025.
+Plain arithmetic on numbers, each with its formula, unit and source. What *our* train step costs is predicted
+elsewhere from a `Plan` with these functions; pipelines have their own closed forms in `schedule`. Unless a
+name says bytes, volumes are elements. A `group` is the devices that take part. Book = Austin et al., How to
+Scale Your Model, 2025.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from llmpar.notation import ring_share
 
 
 def zero_bytes(params, devices, stage, param_bytes=2, grad_bytes=2, optim_bytes=12):
-    """Bytes of model state per device: stage 0 (P+G+K)Psi, 1 (P+G)Psi + K Psi/N, 2 P Psi + (G+K)Psi/N, 3 all over N.
+    """Bytes of model state per device: stage 0 (P+G+K)Psi, 1 (P+G)Psi + K Psi/N, 2 P Psi + (G+K)Psi/N, 3 all
+    over N.
 
-    Rajbhandari et al. 2020 (ZeRO), section 5, table 1; K = 12 for Adam in mixed precision. The bytes differ elsewhere:
-    fp32 training is 4, 4, 8, and gradients accumulated in fp32 add 4 to `grad_bytes`.
+    Rajbhandari et al. 2020 (ZeRO), section 5, table 1; K = 12 for Adam in mixed precision. The bytes differ
+    elsewhere: fp32 training is 4, 4, 8, and gradients accumulated in fp32 add 4 to `grad_bytes`.
     """
     held = [param_bytes, grad_bytes, optim_bytes]
     cut = {0: (), 1: (2,), 2: (1, 2), 3: (0, 1, 2)}[stage]
@@ -25,15 +28,18 @@ def zero_bytes(params, devices, stage, param_bytes=2, grad_bytes=2, optim_bytes=
 
 
 def zero_max_params(hbm_bytes, devices, stage, model_parallel=1, **state_bytes):
-    """Largest Psi whose model state alone fills `hbm_bytes` on each device (ZeRO, table 2); activations not counted."""
+    """Largest Psi whose model state alone fills `hbm_bytes` on each device (ZeRO, table 2); activations not
+    counted."""
     return model_parallel * hbm_bytes / zero_bytes(1, devices, stage, **state_bytes)
 
 
 def gpt_activation_bytes(b, s, h, heads, tp=1, sequence_parallel=False, recompute="none"):
-    """Bytes one GPT layer keeps for its backward in 16 bits: sbh(10 + 24/t + 5as/ht), with SP sbh/t (34 + 5as/h).
+    """Bytes one GPT layer keeps for its backward in 16 bits: sbh(10 + 24/t + 5as/ht), with SP sbh/t (34 +
+    5as/h).
 
-    Korthikanti et al. 2022, eqs. 1, 2 and 4, table 2. `recompute="selective"` drops 5as/h, "full" keeps 2sbh. For the
-    block with dropout, GELU and attention that stores its scores: not our model (see `llama_activation_bytes`).
+    Korthikanti et al. 2022, eqs. 1, 2 and 4, table 2. `recompute="selective"` drops 5as/h, "full" keeps 2sbh.
+    For the block with dropout, GELU and attention that stores its scores: not our model (see
+    `llama_activation_bytes`).
     """
     if recompute == "full":
         return 2 * s * b * h
@@ -43,7 +49,8 @@ def gpt_activation_bytes(b, s, h, heads, tp=1, sequence_parallel=False, recomput
 
 
 def llama_activation_bytes(tokens, d, heads, kv_heads, head_dim, ffn, recompute="none", bytes_each=2):
-    """Bytes one Llama layer keeps with flash attention, counted from its products (derived here, not published).
+    """Bytes one Llama layer keeps with flash attention, counted from its products (derived here, not
+    published).
 
     "none": both norms' inputs and outputs 4d, q, k, v and the output 2(n+k)h, gate, up and their product 3m.
     "selective": the input, the attention's output and every other product (q, v, gate, down), as torchtitan's
@@ -62,8 +69,12 @@ def attention_peak_bytes(scheme, b, s, h, heads, block):
 
     Liu et al. 2023 (Ring Attention), table 1, whose vanilla row prints h for the n heads of the scores.
     """
-    return {"vanilla": 2 * b * heads * s**2, "mem_eff": 8 * b * s * h, "blockwise": 2 * b * s * h,
-            "ring": 6 * b * block * h}[scheme]  # fmt: skip
+    return {
+        "vanilla": 2 * b * heads * s**2,
+        "mem_eff": 8 * b * s * h,
+        "blockwise": 2 * b * s * h,
+        "ring": 6 * b * block * h,
+    }[scheme]
 
 
 def kv_cache_bytes(tokens, layers, kv_heads, head_dim, bytes_each=2):
@@ -71,8 +82,23 @@ def kv_cache_bytes(tokens, layers, kv_heads, head_dim, bytes_each=2):
     return 2 * tokens * layers * kv_heads * head_dim * bytes_each
 
 
-def param_counts(vocab, d, layers, heads=1, kv_heads=None, head_dim=None, ffn=None, glu=False, norm="rms", bias=False,
-                 tied=False, learned_pos=False, ctx=0, experts=0, topk=0):  # fmt: skip
+def param_counts(
+    vocab,
+    d,
+    layers,
+    heads=1,
+    kv_heads=None,
+    head_dim=None,
+    ffn=None,
+    glu=False,
+    norm="rms",
+    bias=False,
+    tied=False,
+    learned_pos=False,
+    ctx=0,
+    experts=0,
+    topk=0,
+):
     """Exact parameters by part, with total and active (top-k experts only). `heads` may be absent if n h = d.
 
     `bias` adds one to every linear layer but the router and the unembedding, `norm="ln"` one to every norm.
@@ -102,9 +128,9 @@ def gpt_params(h, layers, vocab, seq):
 def gpt_step_flops(batch, seq, layers, h, vocab, recompute="full"):
     """Matmul FLOPs of a GPT train step, with attention counted in full (not halved for the causal mask).
 
-    "none": 72Bsl h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, eq. 7). "selective": s/3h for s/6h (eq. 8, which
-    charges three times the two products recomputed). "full": 96Bsl h^2 (1 + s/6h + V/16lh) (Narayanan et al. 2021,
-    eq. 3).
+    "none": 72Bsl h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, eq. 7). "selective": s/3h for s/6h (eq. 8,
+    which charges three times the two products recomputed). "full": 96Bsl h^2 (1 + s/6h + V/16lh) (Narayanan
+    et al. 2021, eq. 3).
     """
     core = batch * seq * layers * h**2
     if recompute == "full":
@@ -115,8 +141,8 @@ def gpt_step_flops(batch, seq, layers, h, vocab, recompute="full"):
 def flops_per_token(params, layers=0, heads=0, head_dim=0, seq=0, attention="full", excluded_params=0):
     """Train FLOPs per token: 6N + 12LHQT, the model's own work without recomputation.
 
-    Chowdhery et al. 2022 (PaLM), appendix B. Conventions differ: `attention` is "full" (PaLM, MaxText), "causal"
-    (half) or "none"; `excluded_params` leaves out an embedding that is a look-up and not a product.
+    Chowdhery et al. 2022 (PaLM), appendix B. Conventions differ: `attention` is "full" (PaLM, MaxText),
+    "causal" (half) or "none"; `excluded_params` leaves out an embedding that is a look-up and not a product.
     """
     share = {"full": 1, "causal": 0.5, "none": 0}[attention]
     return 6 * (params - excluded_params) + share * 12 * layers * heads * head_dim * seq
@@ -140,23 +166,27 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
 def sent_bytes(kind, message_bytes, group):
     """Bytes each device sends in a ring, from the *message*: V(g-1)/g, all-reduce twice that, permute V.
 
-    The message is the gathered result, the unreduced input, the reduced buffer, or (all-to-all, permute) the local one.
+    The message is the gathered result, the unreduced input, the reduced buffer, or (all-to-all, permute) the
+    local one.
     """
     assert kind in KINDS, kind
     return message_bytes * float(ring_share(kind, group))
 
 
 def sent_bytes_of_result(kind, result_bytes, group):
-    """The same from the *result* R that HLO prints: they differ for reduce-scatter alone, whose result is a shard."""
+    """The same from the *result* R that HLO prints: they differ for reduce-scatter alone, whose result is a
+    shard."""
     return sent_bytes(kind, result_bytes * (group if kind == "reduce-scatter" else 1), group)
 
 
 def torus_seconds(kind, message_bytes, shape, link_bytes_per_s, wrap=True, hop_s=0.0):
-    """Seconds on a torus over axes of sizes `shape`, with one-way `link_bytes_per_s` (Book, sharding chapter).
+    """Seconds on a torus over axes of sizes `shape`, with one-way `link_bytes_per_s` (Book, sharding
+    chapter).
 
     All-gather and reduce-scatter V/(2 W axes), without (g-1)/g as the book has it; on lines that do not wrap
-    V (g-1)/g / (W axes). All-reduce twice. All-to-all: half of the data crosses the middle of the longest axis, on one
-    axis a quarter of gathering the whole array (g local buffers). Never less than `hop_s` for each hop.
+    V (g-1)/g / (W axes). All-reduce twice. All-to-all: half of the data crosses the middle of the longest
+    axis, on one axis a quarter of gathering the whole array (g local buffers). Never less than `hop_s` for
+    each hop.
     """
     assert kind in KINDS, kind
     group, links, laps = math.prod(shape), 2 if wrap else 1, 2 if kind == "all-reduce" else 1
@@ -167,30 +197,40 @@ def torus_seconds(kind, message_bytes, shape, link_bytes_per_s, wrap=True, hop_s
     if kind == "all-to-all":
         seconds = message_bytes * max(shape) / (4 * links * link_bytes_per_s)
     else:
-        seconds = laps * message_bytes * (1 if wrap else (group - 1) / group) / (links * link_bytes_per_s * len(shape))
+        seconds = (
+            laps
+            * message_bytes
+            * (1 if wrap else (group - 1) / group)
+            / (links * link_bytes_per_s * len(shape))
+        )
     return max(seconds, hop_s * laps * sum(n // 2 if wrap else n - 1 for n in shape))
 
 
 def point_to_point_seconds(message_bytes, hops, ports, link_bytes_per_s, hop_s):
-    """(first byte, last byte) in seconds of one send across `hops` links that leaves by several `ports` at once."""
+    """(first byte, last byte) in seconds of one send across `hops` links that leaves by several `ports` at
+    once."""
     return hops * hop_s, hops * hop_s + message_bytes / (ports * link_bytes_per_s)
 
 
 def switch_seconds(kind, message_bytes, group, egress_bytes_per_s):
-    """Seconds below one switch: what a device sends over what it can send, V(g-1)/(g W) (Book, GPU chapter)."""
+    """Seconds below one switch: what a device sends over what it can send, V(g-1)/(g W) (Book, GPU
+    chapter)."""
     return sent_bytes(kind, message_bytes, group) / egress_bytes_per_s
 
 
 def level_bytes_per_s(levels):
-    """Collective bandwidth W D/(D-1) of each level, (children, egress of a child), of a tree (Book, GPU chapter)."""
+    """Collective bandwidth W D/(D-1) of each level, (children, egress of a child), of a tree (Book, GPU
+    chapter)."""
     return [math.inf if degree == 1 else egress * degree / (degree - 1) for degree, egress in levels]
 
 
 def tree_seconds(kind, message_bytes, levels):
-    """Seconds over a tree of switches, levels from the inside: the slowest level, the others hidden behind it.
+    """Seconds over a tree of switches, levels from the inside: the slowest level, the others hidden behind
+    it.
 
-    All-gather V max (D-1)/(D W) (Book, GPU chapter); all-reduce twice. An all-to-all does not shrink on its way up: the
-    S devices below a child send S local (1 - S/g) out of it. A permute may send all of them out at once.
+    All-gather V max (D-1)/(D W) (Book, GPU chapter); all-reduce twice. An all-to-all does not shrink on its
+    way up: the S devices below a child send S local (1 - S/g) out of it. A permute may send all of them out
+    at once.
     """
     group = math.prod(degree for degree, _ in levels)
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -206,11 +246,14 @@ def tree_seconds(kind, message_bytes, levels):
 
 
 def collective_seconds(chip: Chip, kind, message_bytes, group, inner=1):
-    """Seconds of a collective over `group` devices, `inner` apart in link order, on this chip's links as reached.
+    """Seconds of a collective over `group` devices, `inner` apart in link order, on this chip's links as
+    reached.
 
-    A switch: inside a node its egress, beyond it a tree whose upper ports are shared with the `inner` neighbours that
-    do the same. A torus: one axis of that length (several axes are faster: `torus_seconds`); beyond the largest slice
-    the data centre's network. Cores of one chip share its links, and reach each other through its memory.
+    A switch: inside a node its egress, beyond it a tree whose upper ports are shared with the `inner`
+        neighbours that
+    do the same. A torus: one axis of that length (several axes are faster: `torus_seconds`); beyond the
+    largest slice the data centre's network. Cores of one chip share its links, and reach each other through
+    its memory.
     """
     share = chip.per_device()
     if chip.link == "torus" and group * inner <= share.node_size:
@@ -223,7 +266,9 @@ def collective_seconds(chip: Chip, kind, message_bytes, group, inner=1):
         return torus_seconds(kind, message_bytes, (size,), rate, chip.wraps(size), chip.hop_s)
     near = min(group, max(1, share.node_size // inner))
     rate = share.reached_link_bytes_per_s * (2 * chip.num_axes if chip.link == "torus" else 1)
-    return tree_seconds(kind, message_bytes, [(near, rate), (math.ceil(group / near), near * share.dcn_bytes_per_s)])
+    return tree_seconds(
+        kind, message_bytes, [(near, rate), (math.ceil(group / near), near * share.dcn_bytes_per_s)]
+    )
 
 
 # ---------------------------------------------------------------- what a strategy moves, per device and step
@@ -232,27 +277,31 @@ def collective_seconds(chip: Chip, kind, message_bytes, group, inner=1):
 def zero_elements(params, stage, accumulation=1, devices=math.inf):
     """Elements sent for gradients and weights: 2, 2, a+1 and 3a Psi for stages 0 to 3, times (N-1)/N.
 
-    ZeRO, section 7, for a = 1. Over a accumulation steps stages 0 and 1 reduce once, stage 2 scatters its gradients
-    every time, and stage 3 gathers twice and scatters once every time.
+    ZeRO, section 7, for a = 1. Over a accumulation steps stages 0 and 1 reduce once, stage 2 scatters its
+    gradients every time, and stage 3 gathers twice and scatters once every time.
     """
     lap = 1 if devices == math.inf else (devices - 1) / devices
     return params * {0: 2, 1: 2, 2: accumulation + 1, 3: 3 * accumulation}[stage] * lap
 
 
 def tp_elements(b, s, d, tp, layers=1):
-    """8 b s d (t-1)/t a layer, from two all-reduces each way (Narayanan et al. 2021, 3.2); with SP the same in all."""
+    """8 b s d (t-1)/t a layer, from two all-reduces each way (Narayanan et al. 2021, 3.2); with SP the same
+    in all."""
     return 8 * layers * b * s * d * (tp - 1) / tp
 
 
 def pp_elements(b, s, d, microbatches=1, chunks=1):
-    """2 b s d for each microbatch and hop (activation forward, gradient back), times the chunks v of a stage."""
+    """2 b s d for each microbatch and hop (activation forward, gradient back), times the chunks v of a
+    stage."""
     return 2 * b * s * d * microbatches * chunks
 
 
 def ring_elements(b, s, kv_heads, head_dim, sp):
-    """(forward, backward) of one layer's ring attention: n-1 hops of K and V; the same back, and n hops of dK and dV.
+    """(forward, backward) of one layer's ring attention: n-1 hops of K and V; the same back, and n hops of dK
+    and dV.
 
-    The gradients need one hop more to come home. Liu et al. 2023, section 3, counts n; the last K and V are unused.
+    The gradients need one hop more to come home. Liu et al. 2023, section 3, counts n; the last K and V are
+    unused.
     """
     block = b * s // sp * kv_heads * head_dim
     return 2 * (sp - 1) * block, (2 * (sp - 1) + 2 * sp * (sp > 1)) * block
@@ -261,33 +310,39 @@ def ring_elements(b, s, kv_heads, head_dim, sp):
 def ulysses_elements(tokens, d, sp, kv_ratio=1.0):
     """Elements per link and layer: 4Nh/P, for q, k, v and the output (Jacobs et al. 2023, section 3.2).
 
-    Megatron's sequence parallelism moves 4Nh at any degree, as this does at P = 1. `kv_ratio` = kv_heads / heads
-    shrinks two of the four. A device keeps 1/P of its share: multiply by (P-1)/P for what is sent.
+    Megatron's sequence parallelism moves 4Nh at any degree, as this does at P = 1. `kv_ratio` = kv_heads /
+    heads shrinks two of the four. A device keeps 1/P of its share: multiply by (P-1)/P for what is sent.
     """
     return tokens * d * (2 + 2 * kv_ratio) / sp
 
 
 def moe_elements(tokens, d, topk, ep, at_home=None):
-    """2 k tokens d (EP-1)/EP: dispatch and combine of one layer forward, for the device's tokens; the same backward.
-    `at_home`: the share of rows whose expert is on their own rank, 1/EP if all are equally likely, more with locality."""
+    """2 k tokens d (EP-1)/EP: dispatch and combine of one layer forward, for the device's tokens; the same
+    backward. `at_home`: the share of rows whose expert is on their own rank, 1/EP if all are equally likely,
+    more with locality.
+    """
     return 2 * topk * tokens * d * (1 - (1 / ep if at_home is None else at_home))
 
 
 def expert_nodes(experts, topk, nodes):
-    """Nodes on which a token's k experts lie, on average, if all are equally likely: n (1 - C(E - E/n, k) / C(E, k)).
+    """Nodes on which a token's k experts lie, on average, if all are equally likely: n (1 - C(E - E/n, k) /
+    C(E, k)).
 
-    A token sent once to each node crosses that often. Node-limited routing (DeepSeek-V3): count the open nodes alone.
+    A token sent once to each node crosses that often. Node-limited routing (DeepSeek-V3): count the open
+    nodes alone.
     """
     return nodes * (1 - math.comb(experts - experts // nodes, topk) / math.comb(experts, topk))
 
 
 def expert_capacity(tokens, experts, factor, topk=1):
-    """Slots for each expert: k tokens factor / experts, rounded up (Fedus et al. 2021, Switch Transformer, eq. 3)."""
+    """Slots for each expert: k tokens factor / experts, rounded up (Fedus et al. 2021, Switch Transformer,
+    eq. 3)."""
     return math.ceil(round(topk * tokens * factor / experts, 9))  # 9 digits: 1.1 * 1000 is not 1101
 
 
 def copies(mesh_axes, cut_axes):
-    """Copies of an array that a mesh holds: the product of the axes that do not cut it (Book, sharding chapter)."""
+    """Copies of an array that a mesh holds: the product of the axes that do not cut it (Book, sharding
+    chapter)."""
     return math.prod(size for axis, size in mesh_axes.items() if axis not in cut_axes)
 
 
@@ -295,23 +350,27 @@ def copies(mesh_axes, cut_axes):
 
 
 def critical_batch(flops_per_s, hbm_bytes_per_s, weight_bytes=2, experts=1, topk=1):
-    """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d, f: bytes C / 2W, times E/k (Book, rooflines)."""
+    """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d, f: bytes C / 2W, times E/k (Book,
+    rooflines)."""
     return experts / topk * weight_bytes * flops_per_s / (2 * hbm_bytes_per_s)
 
 
 def matmul_critical_batch(d, f, flops_per_s, hbm_bytes_per_s, bytes_each=1):
-    """The same with the activations' own traffic: solve bytes (df + B(d+f))/W = 2Bdf/C for B. Infinite if never."""
+    """The same with the activations' own traffic: solve bytes (df + B(d+f))/W = 2Bdf/C for B. Infinite if
+    never."""
     spare = 2 * d * f / flops_per_s - bytes_each * (d + f) / hbm_bytes_per_s
     return bytes_each * d * f / hbm_bytes_per_s / spare if spare > 0 else math.inf
 
 
 def dp_min_tokens(flops_per_s, bytes_per_s, experts=1, topk=1):
-    """Tokens per chip above which DP or FSDP hides: (E/k) C/W, W all that leaves a chip (Book, training and GPUs)."""
+    """Tokens per chip above which DP or FSDP hides: (E/k) C/W, W all that leaves a chip (Book, training and
+    GPUs)."""
     return experts / topk * flops_per_s / bytes_per_s
 
 
 def tp_max_degree(ffn, flops_per_s, bytes_per_s, axes=1):
-    """Largest TP degree that hides its bf16 communication: axes F W/C, W per axis (Book, training chapter)."""
+    """Largest TP degree that hides its bf16 communication: axes F W/C, W per axis (Book, training
+    chapter)."""
     return axes * ffn * bytes_per_s / flops_per_s
 
 
@@ -334,26 +393,31 @@ def ring_min_block(flops_per_s, link_bytes_per_s, kv_ratio=1.0):
 
 
 def striped_speedup(sp, attention_share=1.0):
-    """Gain of striped (or zigzag) over contiguous causal ring attention on the critical path, between 1 and 2.
+    """Gain of striped (or zigzag) over contiguous causal ring attention on the critical path, between 1 and
+    2.
 
-    Contiguous: half a block, then n-1 whole ones; striped: n halves. 2 - 1/n for attention alone, less by Amdahl's
-    law (Brandon et al. 2023, Striped Attention).
+    Contiguous: half a block, then n-1 whole ones; striped: n halves. 2 - 1/n for attention alone, less by
+    Amdahl's law (Brandon et al. 2023, Striped Attention).
     """
     return 1 / (1 - attention_share + attention_share / (2 - 1 / sp))
 
 
 def comm_over_compute(strategy, degree, flops_per_s, bytes_per_s, size, bytes_each=1):
-    """Communication over computation time, below 1 if it can hide: (g-1)/g C/W over 2 `size`; "tp" (g-1) C/W over 2h.
+    """Communication over computation time, below 1 if it can hide: (g-1)/g C/W over 2 `size`; "tp" (g-1) C/W
+    over 2h.
 
-    Ultra-Scale Playbook 2025, appendix A3. "dp" (all-reduce against the backward) and "zero3" (next layer's gather
-    against this one's forward): `size` = tokens per device. "tp": `size` = width h. It counts elements as bytes:
-    pass `bytes_each=2` for bf16.
+    Ultra-Scale Playbook 2025, appendix A3. "dp" (all-reduce against the backward) and "zero3" (next layer's
+    gather against this one's forward): `size` = tokens per device. "tp": `size` = width h. It counts elements
+    as bytes: pass `bytes_each=2` for bf16.
     """
     shared = {"dp": (degree - 1) / degree, "zero3": (degree - 1) / degree, "tp": degree - 1}[strategy]
     return bytes_each * shared * flops_per_s / bytes_per_s / (2 * size)
 
 
 def decode_seconds(batch, params, cache_bytes, devices, flops_per_s, hbm_bytes_per_s, weight_bytes=2):
-    """Seconds of a decode step: B cache/W + max(2BP/C, P bytes/W), cache a sequence's (Book, inference chapter)."""
+    """Seconds of a decode step: B cache/W + max(2BP/C, P bytes/W), cache a sequence's (Book, inference
+    chapter)."""
     rate = devices * hbm_bytes_per_s
-    return batch * cache_bytes / rate + max(2 * batch * params / (devices * flops_per_s), params * weight_bytes / rate)
+    return batch * cache_bytes / rate + max(
+        2 * batch * params / (devices * flops_per_s), params * weight_bytes / rate
+    )

@@ -1,7 +1,8 @@
 """Text to batches, in plain numpy: documents, tokenizers, packed rows.
 
-The step's number alone decides the batch. There is no iterator to save, so a run that resumes at step k, on whatever
-mesh, reads what the uninterrupted run would have read, and each process of a cluster makes only its own rows.
+The step's number alone decides the batch. There is no iterator to save, so a run that resumes at step k, on
+whatever mesh, reads what the uninterrupted run would have read, and each process of a cluster makes only its
+own rows.
 """
 
 from __future__ import annotations
@@ -27,8 +28,18 @@ Batch = dict[str, Int32[np.ndarray, "b s"]]
 
 MEMORY_PER_BYTE = 12  # measured: the text, its tokens, and what is in between
 LIBRARY_LIMIT_BYTES = 4 << 20  # about 250 files: read and encoded in well under a second
-# Left out: packages of others, tests, tables that are no prose (code pages, an index of help texts), local settings.
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "encodings", "pydoc_data"}
+# Left out: packages of others, tests, tables that are no prose (code pages, an index of help texts), local
+# settings.
+SKIPPED_FOLDERS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}
 SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
@@ -37,11 +48,14 @@ class DataConfig:
     """What text to read and how to cut it.
 
     Attributes:
-        data: files or globs (``**`` recurses) of text, or of JSONL (.jsonl, .ndjson) with one ``{"text": …}`` a line,
-            other keys ignored. Empty: the licence and source files of the running Python's standard library.
+        data: files or globs (``**`` recurses) of text, or of JSONL (.jsonl, .ndjson) with one ``{"text": …}``
+            a line, other keys ignored. Empty: the licence and source files of the running Python's standard
+            library.
         tokenizer: ``bytes``, or the path of a Hugging Face ``tokenizer.json``.
-        start_token: the token of ``tokenizer.json`` that begins a document. None: what it puts first, or a usual name.
-        limit_bytes: stop reading after so much text. None: read all of ``data``, or 4 MiB of the standard library.
+        start_token: the token of ``tokenizer.json`` that begins a document. None: what it puts first, or a
+            usual name.
+        limit_bytes: stop reading after so much text. None: read all of ``data``, or 4 MiB of the standard
+            library.
         seq_len: tokens per row.
         batch_size: rows per step, over all devices.
         seed: decides the order of documents and rows.
@@ -58,21 +72,32 @@ class DataConfig:
     held_out: int = 20
 
     def __post_init__(self):
-        for name, least in {"limit_bytes": 1, "seq_len": 1, "batch_size": 1, "seed": 0, "held_out": 0}.items():
+        for name, least in {
+            "limit_bytes": 1,
+            "seq_len": 1,
+            "batch_size": 1,
+            "seed": 0,
+            "held_out": 0,
+        }.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; use {least} or more")
         if self.held_out == 1:
-            raise ValueError("held_out 1 leaves nothing to train on; use 2 or more (the last 1 of so many parts), or 0")
+            raise ValueError(
+                "held_out 1 leaves nothing to train on; use 2 or more (the last 1 of so many parts), or 0"
+            )
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """The files that paths and globs name: patterns in the order given, the files of each sorted, no file twice."""
+    """The files that paths and globs name: patterns in the order given, the files of each sorted, no file
+    twice."""
     found: dict[str, None] = {}
     for pattern in patterns:
         path = os.path.expanduser(pattern)
         if os.path.isdir(path):
-            raise ValueError(f"data '{pattern}' is a folder; name its files: '{os.path.join(pattern, '**', '*.txt')}'")
+            raise ValueError(
+                f"data '{pattern}' is a folder; name its files: '{os.path.join(pattern, '**', '*.txt')}'"
+            )
         matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
         matches = sorted(f for f in matches if not os.path.isdir(f))
         if special := [f for f in matches if os.path.exists(f) and not os.path.isfile(f)]:
@@ -86,12 +111,15 @@ def find_files(patterns: Sequence[str]) -> list[str]:
 
 
 def library_files(root: str = "") -> list[str]:
-    """The licence, where one is installed, then the sources of the running Python's standard library, sorted."""
+    """The licence, where one is installed, then the sources of the running Python's standard library,
+    sorted."""
     root = root or sysconfig.get_paths()["stdlib"]
     sources = []
     for folder, inside, files in os.walk(root):
         inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]
-        sources += [os.path.join(folder, f) for f in files if f.endswith(".py") and not f.startswith(SKIPPED_FILES)]
+        sources += [
+            os.path.join(folder, f) for f in files if f.endswith(".py") and not f.startswith(SKIPPED_FILES)
+        ]
     licences = [os.path.join(d, f) for d in (root, os.path.dirname(root)) for f in ("LICENSE.txt", "LICENSE")]
     return [f for f in licences if os.path.isfile(f)][:1] + sorted(sources)
 
@@ -107,7 +135,9 @@ def read_documents(file: str, limit_bytes: int | None = None) -> Iterator[str]:
             decoder = codecs.getincrementaldecoder("utf-8")()  # does not mind a last character that is cut
             text = decoder.decode(raw, final=not opened.read(1)).removeprefix("\ufeff")
     except OSError as error:
-        raise ValueError(f"cannot read data file '{file}': {error.strerror}; check its path and permissions") from None
+        raise ValueError(
+            f"cannot read data file '{file}': {error.strerror}; check its path and permissions"
+        ) from None
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
         hint = "unpack it if it is compressed, convert it if it is in another encoding"
@@ -125,7 +155,8 @@ def read_documents(file: str, limit_bytes: int | None = None) -> Iterator[str]:
             own = {UnicodeEncodeError: "half of a surrogate pair", RecursionError: "nested too deeply"}
             raise ValueError(
                 f"data file '{file}', line {number}, is no JSON object with a string under \"text\" "
-                f'({own.get(type(error)) or f"{type(error).__name__}: {error}"}); each line must look like {{"text": "…"}}'
+                f"({own.get(type(error)) or f'{type(error).__name__}: {error}'}); each line must look like"
+                ' {"text": "…"}'
             ) from None
         yield document
 
@@ -145,14 +176,19 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """The text of token ids. Start tokens vanish; broken UTF-8, and ids that only the model has, become U+FFFD."""
-        kept = (i if 0 <= i < 256 else 0xFF for i in map(int, ids) if i != self.start_id)  # UTF-8 never has a 0xff
+        """The text of token ids. Start tokens vanish; broken UTF-8, and ids that only the model has, become
+        U+FFFD."""
+        kept = (
+            i if 0 <= i < 256 else 0xFF for i in map(int, ids) if i != self.start_id
+        )  # UTF-8 never has a 0xff
         return bytes(kept).decode(errors="replace")
 
 
 class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``, or the folder of one. Text is data: no template is applied, and a special
-    token spelled out in a text is encoded as plain text, so that no document can forge the beginning of another."""
+    """A Hugging Face ``tokenizer.json``, or the folder of one. Text is data: no template is applied, and a
+    special token spelled out in a text is encoded as plain text, so that no document can forge the beginning
+    of another.
+    """
 
     USUAL_STARTS = ("<|begin_of_text|>", "<|endoftext|>", "<s>", "<bos>", "[BOS]", "<|startoftext|>")
 
@@ -161,12 +197,16 @@ class FileTokenizer:
             import tokenizers
         except ImportError as error:
             missing = f"tokenizer '{path}' needs the package tokenizers, which is not installed"
-            raise ValueError(f"{missing}; install the extra llmpar[hf], or use the tokenizer 'bytes'") from error
+            raise ValueError(
+                f"{missing}; install the extra llmpar[hf], or use the tokenizer 'bytes'"
+            ) from error
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         try:
             self.hub = tokenizers.Tokenizer.from_file(file)
         except Exception as error:  # the package raises nothing narrower
-            raise ValueError(f"cannot read tokenizer '{file}': {error}; give 'bytes' or a tokenizer.json") from error
+            raise ValueError(
+                f"cannot read tokenizer '{file}': {error}; give 'bytes' or a tokenizer.json"
+            ) from error
         self.hub.no_truncation()
         self.hub.no_padding()
         vocab = self.hub.get_vocab(with_added_tokens=True)
@@ -177,7 +217,11 @@ class FileTokenizer:
             lacks = f"tokenizer '{file}' lacks {', '.join(names)}"
             raise ValueError(f"{lacks}; name a token it has as start_token (--start-token)")
         self.hub.encode_special_tokens = True
-        self.name, self.start_id, self.vocab_size = path, starts[0], max(vocab.values()) + 1  # ids may have gaps
+        self.name, self.start_id, self.vocab_size = (
+            path,
+            starts[0],
+            max(vocab.values()) + 1,
+        )  # ids may have gaps
         with open(file, "rb") as opened:
             digest = hashlib.sha256(opened.read() + b"%d" % self.start_id).hexdigest()[:16]
         self.identity = {"name": os.path.abspath(file), "fingerprint": digest, "start_token": start_token}
@@ -191,7 +235,9 @@ class FileTokenizer:
         try:
             found = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the package raises nothing narrower: no token for what is unknown, say
-            raise ValueError(f"tokenizer '{self.name}' cannot encode the text: {error}; mend it, or use 'bytes'") from error
+            raise ValueError(
+                f"tokenizer '{self.name}' cannot encode the text: {error}; mend it, or use 'bytes'"
+            ) from error
         return [np.array(e.ids, np.int32) for e in found]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
@@ -208,28 +254,35 @@ def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Token
 
 
 def tokenizer_of(made: dict | None, asked: str | None) -> Tokenizer:
-    """The tokenizer of the run that ``made`` describes (`train.made_of`; None: of no run that is known). Refuses another."""
+    """The tokenizer of the run that ``made`` describes (`train.made_of`; None: of no run that is known).
+    Refuses another."""
     kept = (made or {}).get("tokenizer")
     if kept is None:
         return open_tokenizer(asked or "bytes")
     tokenizer = open_tokenizer(asked or kept["name"], kept.get("start_token"))
     if tokenizer.identity["fingerprint"] != kept["fingerprint"]:
         trained = f"the checkpoint was trained with tokenizer '{kept['name']}'"
-        raise ValueError(f"{trained}, and '{tokenizer.name}' is another; give the file that it was trained with")
+        raise ValueError(
+            f"{trained}, and '{tokenizer.name}' is another; give the file that it was trained with"
+        )
     return tokenizer
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks. The other way round is fine."""
+    """Refuse a tokenizer with ids that a model of ``vocab_size`` embeddings lacks. The other way round is
+    fine."""
     size = tokenizer.vocab_size
     if size > vocab_size:
         found = f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size}"
-        raise ValueError(f"{found}; use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)")
+        raise ValueError(
+            f"{found}; use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenised documents end to end: document i, its start token first, is ``tokens[offsets[i] : offsets[i + 1]]``."""
+    """Tokenised documents end to end: document i, its start token first, is ``tokens[offsets[i] : offsets[i +
+    1]]``."""
 
     tokens: np.ndarray
     offsets: np.ndarray
@@ -238,15 +291,18 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that change with any token or boundary: to compare processes, and on resuming."""
+        """Sixteen hex digits that change with any token or boundary: to compare processes, and on
+        resuming."""
         parts = (self.tokens.astype("<i4"), self.offsets.astype("<i8"))
         return hashlib.sha256(b"".join(x.tobytes() for x in parts)).hexdigest()[:16]
 
 
 def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
-    """Read and tokenise; ``source`` says what was read and whether a limit stopped it. Empty documents are dropped.
+    """Read and tokenise; ``source`` says what was read and whether a limit stopped it. Empty documents are
+    dropped.
 
-    Documents are put in one fixed random order: what is held out is then like the rest, and the same for every seed.
+    Documents are put in one fixed random order: what is held out is then like the rest, and the same for
+    every seed.
     """
     tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.start_token)
     files = find_files(config.data) if config.data else library_files()
@@ -256,20 +312,31 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     limit = config.limit_bytes or (1 << 62 if config.data else LIBRARY_LIMIT_BYTES)
     need = MEMORY_PER_BYTE * min(limit, sum(os.path.getsize(f) for f in files if os.path.exists(f)))
     if 0 < (memory := host_bytes()) < need:
-        gib = f"{need / 2**30:,.1f} GiB of memory ({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
-        here = f"this machine has {memory / 2**30:,.1f} GiB; use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"
+        gib = (
+            f"{need / 2**30:,.1f} GiB of memory ({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
+        )
+        here = (
+            f"this machine has {memory / 2**30:,.1f} GiB; use --limit-bytes {memory // MEMORY_PER_BYTE}, or"
+            " less data"
+        )
         raise ValueError(f"{source} would take {gib}, and {here}")
     texts: list[str] = []
     size = num_read = 0
-    for text in (text for file in files for text in read_documents(file, limit - size if limit < 1 << 62 else None)):
+    for text in (
+        text for file in files for text in read_documents(file, limit - size if limit < 1 << 62 else None)
+    ):
         num_read += 1
         raw = text.encode()[: limit - size]
         size += len(raw)
-        texts += [kept] if (kept := raw.decode(errors="ignore")) else []  # the limit may fall inside a character
+        texts += (
+            [kept] if (kept := raw.decode(errors="ignore")) else []
+        )  # the limit may fall inside a character
         if size >= limit:
             break
     if not texts:
-        raise ValueError(f"{source} has no text: {len(files)} files, {num_read} empty documents; give other --data")
+        raise ValueError(
+            f"{source} has no text: {len(files)} files, {num_read} empty documents; give other --data"
+        )
     source += f" ({len(files)} files; {len(texts)} documents, {size} bytes read"
     source += f", up to limit_bytes {limit})" if size >= limit else ")"
     order = _shuffled(len(texts), np.random.PCG64(0))
@@ -283,24 +350,31 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
 
 
 def _shuffled(n: int, bits: np.random.PCG64) -> np.ndarray:
-    # numpy keeps a bit generator's raw numbers for ever, but not what Generator.permutation makes of them (NEP 19)
+    # numpy keeps a bit generator's raw numbers for ever, but not what Generator.permutation makes of them
+    # (NEP 19)
     return np.argsort(bits.random_raw(n), kind="stable")
 
 
 class Stream:
-    """Batches as a function of the step. Nothing in it changes (an epoch's order is remembered, never needed).
+    """Batches as a function of the step. Nothing in it changes (an epoch's order is remembered, never
+    needed).
 
-    Every epoch lays the documents end to end in a new order, cuts rows of ``seq_len + 1`` that overlap by one token,
-    and shuffles the rows. So each token is an input once per epoch, and a target once unless it begins a document; the
-    tail, shorter than a row, is left out. Batches straddle epochs. The held-out part is never shuffled; a document may
-    be cut in two by the split.
+    Every epoch lays the documents end to end in a new order, cuts rows of ``seq_len + 1`` that overlap by one
+    token, and shuffles the rows. So each token is an input once per epoch, and a target once unless it begins
+    a document; the tail, shorter than a row, is left out. Batches straddle epochs. The held-out part is never
+    shuffled; a document may be cut in two by the split.
 
-    ``order`` gives the position that each place of the sequence holds (:func:`llmpar.attention.order`). Targets are
-    formed before it is applied, so a step permutes nothing.
+    ``order`` gives the position that each place of the sequence holds (:func:`llmpar.attention.order`).
+    Targets are formed before it is applied, so a step permutes nothing.
     """
 
-    def __init__(self, corpus: Corpus, config: DataConfig, part: Literal["train", "held_out"] = "train",
-                 order: Sequence[int] | np.ndarray | Literal["contiguous"] = "contiguous"):  # fmt: skip
+    def __init__(
+        self,
+        corpus: Corpus,
+        config: DataConfig,
+        part: Literal["train", "held_out"] = "train",
+        order: Sequence[int] | np.ndarray | Literal["contiguous"] = "contiguous",
+    ):
         self.corpus, self.config, self.part = corpus, config, part
         total, s = len(corpus.tokens), config.seq_len
         cut = total - (total // config.held_out if config.held_out else 0)
@@ -309,17 +383,24 @@ class Stream:
         self._bounds = np.concatenate([[begin], inner, [end]])
         self.num_rows = (end - begin - 1) // s  # per epoch
         if self.num_rows < 1:
-            found = f"the {part} part (held_out {config.held_out}) of {corpus.source} has {end - begin} of {total}"
+            found = (
+                f"the {part} part (held_out {config.held_out}) of {corpus.source} has {end - begin} of"
+                f" {total}"
+            )
             hint = "use a shorter seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
             raise ValueError(f"seq_len {s} needs {s + 1} tokens, but {found}; {hint}")
-        self.order = np.arange(s) if isinstance(order, str) and order == "contiguous" else np.atleast_1d(order)
+        self.order = (
+            np.arange(s) if isinstance(order, str) and order == "contiguous" else np.atleast_1d(order)
+        )
         if not np.array_equal(np.sort(self.order), np.arange(s)):
-            raise ValueError(f"order {str(order):.60} is no permutation of 0 to {s - 1}; use one, or 'contiguous'")
+            raise ValueError(
+                f"order {str(order):.60} is no permutation of 0 to {s - 1}; use one, or 'contiguous'"
+            )
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def batch(self, step: int) -> Batch:
-        """All rows of a step: tokens, targets (-1 where the next token is another document's), positions in the row,
-        segments (documents, from 1 in each row)."""
+        """All rows of a step: tokens, targets (-1 where the next token is another document's), positions in
+        the row, segments (documents, from 1 in each row)."""
         return self.local_batch(step, slice(None))
 
     def local_batch(self, step: int, rows: slice | Sequence[int] | np.ndarray) -> Batch:
@@ -344,7 +425,8 @@ class Stream:
         return {name: np.ascontiguousarray(x[:, self.order]) for name, x in batch.items()}
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The epoch's order of rows; and for each document in its order, where it starts and how far its tokens are."""
+        """The epoch's order of rows; and for each document in its order, where it starts and how far its
+        tokens are."""
         lengths = np.diff(self._bounds)
         documents, rows = np.arange(len(lengths)), np.arange(self.num_rows)
         if self.part == "train":

@@ -1,4 +1,5 @@
-"""The main job: train on 8 devices under data, sharded and tensor parallelism, read the program, draw, check."""
+"""The main job: train on 8 devices under data, sharded and tensor parallelism, read the program, draw,
+check."""
 
 from __future__ import annotations
 
@@ -14,17 +15,20 @@ from llmpar.notation import parse_mesh
 
 
 def demonstrate(out: str, steps: int) -> dict:
-    """Train twice (the mesh, then one device), inspect once, draw three pictures into ``out``, and compare the losses.
+    """Train twice (the mesh, then one device), inspect once, draw three pictures into ``out``, and compare
+    the losses.
 
-    Raises ValueError when the losses differ by more than 1e-3 nats, a predicted byte is not a compiled one, or the loss has
-    not clearly fallen.
+    Raises ValueError when the losses differ by more than 1e-3 nats, a predicted byte is not a compiled one,
+    or the loss has not clearly fallen.
     """
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     present = len(use_devices(8))
     mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"
     options = StepOptions(mesh=mesh)
-    with jax.default_matmul_precision("highest"):  # float32 as such: accelerators' products are shorter by default
+    with jax.default_matmul_precision(
+        "highest"
+    ):  # float32 as such: accelerators' products are shorter by default
         many = Train(step=options, steps=steps, log=str(folder / "log.jsonl")).run()
         read = Inspect(step=options, svg=str(folder / "bytes.svg")).run()
         one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=steps).run()
@@ -33,7 +37,10 @@ def demonstrate(out: str, steps: int) -> dict:
     gap = max(abs(a - b) for a, b in zip(many["losses"], one["losses"], strict=True))
     exact = all(row["predicted_bytes"] == row["compiled_bytes"] for row in read["collectives"])
     say(f"pictures: {folder}/mesh.png, {folder}/loss.png, {folder}/bytes.svg")
-    say(f"bytes sent: predicted {'=' if exact else '≠'} compiled, for {len(read['collectives'])} kinds of collective")
+    say(
+        f"bytes sent: predicted {'=' if exact else '≠'} compiled, for {len(read['collectives'])} kinds of"
+        " collective"
+    )
     say(f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {steps} steps")
     first, last = many["losses"][0], many["losses"][-1]
     failed = ["a predicted byte is not a compiled one"] * (not exact)

@@ -19,7 +19,8 @@ OPTIONAL = {"tokenizers": "hf", "safetensors": "hf"}
 
 
 def examine(simulated: int = 8) -> dict:
-    """The environment as plain data, with ``lines`` for people. Starts JAX (with simulated devices if it must)."""
+    """The environment as plain data, with ``lines`` for people. Starts JAX (with simulated devices if it
+    must)."""
     devices = use_devices(simulated)
     first = devices[0]
     fake = first.platform == "cpu"
@@ -29,7 +30,8 @@ def examine(simulated: int = 8) -> dict:
     hosts = len({d.process_index for d in devices})
     lines = [
         f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),
-        f"{len(devices)} {'simulated CPU devices' if fake else first.device_kind} on {hosts} host{'s' * (hosts > 1)}"
+        f"{len(devices)} {'simulated CPU devices' if fake else first.device_kind} on {hosts}"
+        f" host{'s' * (hosts > 1)}"
         + ("; times on them say nothing about links, bytes and counts are exact" if fake else ""),
     ]
     if chip and not fake:
@@ -50,11 +52,21 @@ def examine(simulated: int = 8) -> dict:
         address = ""
     if address in ("", "127.0.1.1"):
         found = address or "nothing"
-        lines.append(f"this host's name resolves to {found}: other hosts could not reach it; mend /etc/hosts first")
+        lines.append(
+            f"this host's name resolves to {found}: other hosts could not reach it; mend /etc/hosts first"
+        )
     if "XLA_FLAGS" in os.environ:
         lines.append(f"XLA_FLAGS is set: {os.environ['XLA_FLAGS']}")
     return {
-        "python": platform.python_version(), "versions": versions, "platform": first.platform, "simulated": fake,
-        "devices": len(devices), "hosts": hosts, "device_kind": first.device_kind, "chip": chip.name if chip else None,
-        "missing": missing, "jax_backend": jax.default_backend(), "lines": lines,
-    }  # fmt: skip
+        "python": platform.python_version(),
+        "versions": versions,
+        "platform": first.platform,
+        "simulated": fake,
+        "devices": len(devices),
+        "hosts": hosts,
+        "device_kind": first.device_kind,
+        "chip": chip.name if chip else None,
+        "missing": missing,
+        "jax_backend": jax.default_backend(),
+        "lines": lines,
+    }

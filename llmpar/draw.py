@@ -9,8 +9,8 @@
     loss_curve                       whether it learns
 
 One language in all: a colour is a mesh axis, always the same one; slanted lines are an unfinished sum
-(or what was compiled, beside what was predicted), dots are copies; a cell says in words what its colour says. Every
-number has its unit.
+(or what was compiled, beside what was predicted), dots are copies; a cell says in words what its colour says.
+Every number has its unit.
 """
 
 from __future__ import annotations
@@ -20,26 +20,62 @@ from itertools import product as every
 
 # isort: off
 from llmpar.charts import (  # noqa: F401  offered from here
-    collectives, live_blocks, loss_curve, many, memory_bars, overlap, ring_steps, some, time_bars, timetable,
+    collectives,
+    live_blocks,
+    loss_curve,
+    many,
+    memory_bars,
+    overlap,
+    ring_steps,
+    some,
+    time_bars,
+    timetable,
     token_flow,
-)  # fmt: skip
+)
+
 # isort: on
 from llmpar.grid import groups, strides
 from llmpar.hardware import Chip
-from llmpar.notation import AXES, Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh, product
+from llmpar.notation import (
+    AXES,
+    Arrow,
+    Dim,
+    Layout,
+    MeshShape,
+    divisors,
+    parse_arrow,
+    parse_layout,
+    parse_mesh,
+    product,
+)
 
 # isort: off
 from llmpar.scene import (
-    SMALL, Group, Line, Rect, Scene, Text, bounds, compose, fitting, flatten, legend, on, size_text, small,
-    stack, text_width,
-)  # fmt: skip
+    SMALL,
+    Group,
+    Line,
+    Rect,
+    Scene,
+    Text,
+    bounds,
+    compose,
+    fitting,
+    flatten,
+    legend,
+    on,
+    size_text,
+    small,
+    stack,
+    text_width,
+)
+
 # isort: on
 
 MAX_CELLS = 64
 """What a mesh or a layout shows one by one; above, it shows blocks."""
 
 
-# --------------------------------------------------------------------------------------------------------------- meshes
+# ----------------------------------------------------------------------------------------------------- meshes
 
 
 Block = tuple[list, float, float]  # items, width, height
@@ -51,7 +87,9 @@ def _grid(kids: list[Block], gap: float, columns: int = 0) -> Block:
     n = len(kids)
     shapes = {c: abs(math.log(c * w / (-(-n // c) * h) / 1.3)) + (n % c > 0) for c in range(1, n + 1)}
     columns = columns or min(shapes, key=shapes.__getitem__)
-    items = [Group(tuple(kid[0]), i % columns * (w + gap), i // columns * (h + gap)) for i, kid in enumerate(kids)]
+    items = [
+        Group(tuple(kid[0]), i % columns * (w + gap), i // columns * (h + gap)) for i, kid in enumerate(kids)
+    ]
     return items, columns * (w + gap) - gap, -(-n // columns) * (h + gap) - gap
 
 
@@ -63,11 +101,14 @@ def _frame(block: Block, name: str, color: str, dash: bool = False) -> Block:
     return [box, small(8, 12, name, "start", color), Group(tuple(items), 8, 24)], w + 16, h + 32
 
 
-def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_axis: str | None = None) -> Scene:
-    """The devices in link order: neighbours in a row share the fastest links. Boxes are outer axes, dashed ones hosts.
+def mesh(
+    shape: MeshShape | str, devices_per_host: int | None = None, highlight_axis: str | None = None
+) -> Scene:
+    """The devices in link order: neighbours in a row share the fastest links. Boxes are outer axes, dashed
+    ones hosts.
 
-    ``highlight_axis`` fills the first group of devices that communicate over that axis, and numbers the groups. A mesh
-    of more than 64 devices is drawn in blocks of consecutive ones.
+    ``highlight_axis`` fills the first group of devices that communicate over that axis, and numbers the
+    groups. A mesh of more than 64 devices is drawn in blocks of consecutive ones.
     """
     shape = parse_mesh(shape)
     if highlight_axis not in (None, *AXES):
@@ -114,7 +155,9 @@ def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_
         if depth == boxed:
             per = host // inner[depth]
             hosts = [_grid(kids[i : i + per], 8, min(per, 16) if last else 0) for i in range(0, n, per)]
-            whole = _grid([_frame(h, f"host {first // host + i}", "ink", True) for i, h in enumerate(hosts)], 10)
+            whole = _grid(
+                [_frame(h, f"host {first // host + i}", "ink", True) for i, h in enumerate(hosts)], 10
+            )
         else:
             whole = _grid(kids, 6 if last else 10, min(n, 16) if last else 0)
         return _frame(whole, where, f"{axis}-line") if where else whole
@@ -129,14 +172,19 @@ def mesh(shape: MeshShape | str, devices_per_host: int | None = None, highlight_
     if teams:
         which = f"the first of {many(len(teams), 'group')} over {highlight_axis}"
         notes.append(f"Filled: {which}, devices {some(teams[0])}.")
-    said = [f"groups over {a}: " + " | ".join(map(some, g[:8])) + " | …" * (len(g) > 8) for a, g in by_axis.items()]
+    said = [
+        f"groups over {a}: " + " | ".join(map(some, g[:8])) + " | …" * (len(g) > 8)
+        for a, g in by_axis.items()
+    ]
     text = "\n".join([*(fact for _, fact in facts), *said, *notes])
-    return compose(f"mesh {shape}: {many(shape.size, 'device')}", [node(0, 0)[0], legend(facts, 400)], text, notes)
+    return compose(
+        f"mesh {shape}: {many(shape.size, 'device')}", [node(0, 0)[0], legend(facts, 400)], text, notes
+    )
 
 
 def cells(place: dict, number, device: int, word: str, color: str) -> list:
-    """Devices where `grid.places` puts them; those with the same ``number`` as the chosen ``device`` are filled, and of cells
-    that stand for several those that hold such a device."""
+    """Devices where `grid.places` puts them; those with the same ``number`` as the chosen ``device`` are
+    filled, and of cells that stand for several those that hold such a device."""
     w, h, per = place["w"], place["h"], place["block"]
     lit = {d // per for d, n in enumerate(number) if n == number[device] is not None}
     items: list = [Rect(x, y, fw, fh, "", "ink", 1.5, "", 3, True) for x, y, fw, fh in place["frames"]]
@@ -152,15 +200,25 @@ def cells(place: dict, number, device: int, word: str, color: str) -> list:
 
 def arrows(lanes) -> list:
     """Arrows that can be seen on any fill: all of their paper below all of their ink."""
-    return [Line(points, stroke, width, head=True) for stroke, width in (("paper", 4.5), ("ink", 1.5)) for points in lanes]
+    return [
+        Line(points, stroke, width, head=True)
+        for stroke, width in (("paper", 4.5), ("ink", 1.5))
+        for points in lanes
+    ]
 
 
 def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
-    """Which links carry each axis. A bar goes from the distance of neighbours in a group to the distance of its ends, in
-    devices; what reaches beyond the dashed edge of a node shares the network. Rates are what one device sends, as reached.
+    """Which links carry each axis. A bar goes from the distance of neighbours in a group to the distance of
+    its ends, in devices; what reaches beyond the dashed edge of a node shares the network. Rates are what one
+    device sends, as reached.
     """
     sizes, one = parse_mesh(shape).sizes, chip.per_device()
-    apart, items, said, shown = strides(sizes, order), list[Rect | Line | Text](), [], [a for a in order if sizes[a] > 1]
+    apart, items, said, shown = (
+        strides(sizes, order),
+        list[Rect | Line | Text](),
+        [],
+        [a for a in order if sizes[a] > 1],
+    )
     span = max(product(sizes.values()), one.node_size)
     at = lambda devices: 80 + 380 * math.log2(devices) / math.log2(2 * span)
     edge, bottom, right = at(one.node_size), 36 * len(shown), at(2 * span) + 12
@@ -172,18 +230,28 @@ def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
         items += [Text(70, y + 14, f"{axis} {sizes[axis]}", anchor="end", bold=True)]
         items += [Rect(at(apart[axis]), y + 3, at(reach) - at(apart[axis]), 22, axis, f"{axis}-line")]
         items += [small(right, y + 14, words, "start", "ink")]
-        said.append(f"{axis} {sizes[axis]}: neighbours {many(apart[axis], 'device')} apart, groups reach {reach}; {words}")
+        said.append(
+            f"{axis} {sizes[axis]}: neighbours {many(apart[axis], 'device')} apart, groups reach {reach};"
+            f" {words}"
+        )
     steps = [2**i for i in range(0, math.floor(math.log2(span)) + 1, 1 + (span > 64))]
-    items += [small(right, bottom + 14, "devices apart", "start"), *(small(at(n), bottom + 14, str(n)) for n in steps)]
-    items += [Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True), small(edge, -14, f"node of {one.node_size}")]
+    items += [
+        small(right, bottom + 14, "devices apart", "start"),
+        *(small(at(n), bottom + 14, str(n)) for n in steps),
+    ]
+    items += [
+        Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True),
+        small(edge, -14, f"node of {one.node_size}"),
+    ]
     return compose(f"{parse_mesh(shape)} on {chip.name}: the links of each axis", [items], "\n".join(said))
 
 
-# -------------------------------------------------------------------------------------------------------------- layouts
+# ---------------------------------------------------------------------------------------------------- layouts
 
 
 def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list[int]]:
-    """Which devices of the mesh hold each shard: a block index per dim, to device positions. As JAX places them."""
+    """Which devices of the mesh hold each shard: a block index per dim, to device positions. As JAX places
+    them."""
     axes = [a for a in AXES if a in sizes]
     held: dict[tuple[int, ...], list[int]] = {}
     for device, place in enumerate(every(*(range(sizes[a]) for a in axes))):
@@ -206,13 +274,16 @@ def _places(axes: tuple[str, ...], sizes: dict[str, int], index: int) -> dict[st
 
 def _copies(layout: Layout, sizes: dict[str, int]) -> tuple[int, int, int]:
     """Shards, copies of each, and the parts of an unfinished sum."""
-    shards, parts = product(sizes.get(a, 1) for a in layout.axes), product(sizes.get(a, 1) for a in layout.sums)
+    shards, parts = (
+        product(sizes.get(a, 1) for a in layout.axes),
+        product(sizes.get(a, 1) for a in layout.sums),
+    )
     return shards, product(sizes.values()) // shards // parts, parts
 
 
 def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout | None = None) -> list:
-    """A tensor of up to four dims as cells, on the same scale as another layout ``beside`` it. An unfinished sum has one
-    sheet for each of its addends, since no two devices along its axes hold the same numbers.
+    """A tensor of up to four dims as cells, on the same scale as another layout ``beside`` it. An unfinished
+    sum has one sheet for each of its addends, since no two devices along its axes hold the same numbers.
     """
     items, wide, high = _cells(layout, shape, sizes)
     if beside:
@@ -234,16 +305,18 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout 
 
 
 def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[float, float] = (0, 0)) -> Block:
-    """A tensor as cells with their ticks, and how wide and high they are without ticks, which can be ``more``: the last dim
-    runs across, the one before it down, and so on outwards. Blocks are parted by a line in the colour of the axis that
-    cuts there. Without sizes, each axis cuts in two.
+    """A tensor as cells with their ticks, and how wide and high they are without ticks, which can be
+    ``more``: the last dim runs across, the one before it down, and so on outwards. Blocks are parted by a
+    line in the colour of the axis that cuts there. Without sizes, each axis cuts in two.
     """
     dims, num, named = layout.dims, len(layout.dims), sizes is not None
     if num > 4:
         raise ValueError(f"layout '{layout}' has {num} dims; a drawing has room for 4")
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
     held = holders(layout, sizes)
-    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])  # the front sheet is the first addend of a sum
+    first = set(
+        holders(Layout((Dim("sum", layout.sums),)), sizes)[0,]
+    )  # the front sheet is the first addend of a sum
     counts = [product(sizes.get(a, 1) for a in d.axes) for d in dims]
     for most in (8, 5, 4, 3):  # -1 stands for the blocks left out
         picked = [list(range(n)) if n <= most else [*range(most - 2), -1, n - 1] for n in counts]
@@ -287,7 +360,9 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
             return cell(index)
         items: list = []
         axes, across, at, other = [*_places(dims[d].axes, sizes, 0)], (num - d) % 2 == 1, 0.0, 0.0
-        labelled = not across or d < num - 1 or not d or index[-1] == 0  # the columns' ticks stand above the first row
+        labelled = (
+            not across or d < num - 1 or not d or index[-1] == 0
+        )  # the columns' ticks stand above the first row
         margin, gap = (16 if across else widths[d]) * labelled, 5 if d >= num - 2 else 14
         for before, i in zip([-1, *picked[d]], picked[d], strict=False):
             kid, kw, kh = node((*index, i))
@@ -335,7 +410,9 @@ def _key(layouts: list[Layout], sizes: dict[str, int] | None) -> list:
     used = [a for a in AXES if (not sizes or sizes[a] > 1) and any(a in x.axes + x.sums for x in layouts)]
     key: list = [(a, f"{a} = {sizes[a]}" if sizes else a) for a in used]
     key += [(a, f"unfinished sum over {a}", "/") for a in used if any(a in x.sums for x in layouts)]
-    return legend(key + [("edge", "copies", ".")] * any(sizes and _copies(x, sizes)[1] > 1 for x in layouts), 480)
+    return legend(
+        key + [("edge", "copies", ".")] * any(sizes and _copies(x, sizes)[1] > 1 for x in layouts), 480
+    )
 
 
 def _full(sizes: dict[str, int] | MeshShape | str | None) -> dict[str, int] | None:
@@ -344,10 +421,11 @@ def _full(sizes: dict[str, int] | MeshShape | str | None) -> dict[str, int] | No
 
 
 def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
-    """Which device holds which shard of a tensor of 0 to 4 dims; without a mesh (``sizes``), only where the cuts are.
+    """Which device holds which shard of a tensor of 0 to 4 dims; without a mesh (``sizes``), only where the
+    cuts are.
 
-    Bytes per device need ``shape`` and ``itemsize``. A shard with copies is dotted, an unfinished sum hatched, with one
-    sheet per addend.
+    Bytes per device need ``shape`` and ``itemsize``. A shard with copies is dotted, an unfinished sum
+    hatched, with one sheet per addend.
     """
     layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)
@@ -365,20 +443,23 @@ def layout_svg(value: Layout) -> str:
 def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple]:
     """The moves of an arrow and the bytes that each device sends for them, by ring algorithms.
 
-    Of a group of g and a local value of V bytes: all-gather V(g-1); reduce-scatter and all-to-all V(g-1)/g; all-reduce
-    twice that; a slice nothing.
+    Of a group of g and a local value of V bytes: all-gather V(g-1); reduce-scatter and all-to-all V(g-1)/g;
+    all-reduce twice that; a slice nothing.
     """
     held, out = _held_bytes(arrow.before, shape, sizes, itemsize), []
     for move in arrow.moves:
         g = product(sizes[a] for a in move.axes)
         share = held * (g - 1) // g
-        out.append((move, {"all-gather": held * (g - 1), "all-reduce": 2 * share, "slice": 0}.get(move.kind, share)))
+        out.append(
+            (move, {"all-gather": held * (g - 1), "all-reduce": 2 * share, "slice": 0}.get(move.kind, share))
+        )
         held = {"all-gather": held * g, "reduce-scatter": held // g, "slice": held // g}.get(move.kind, held)
     return out
 
 
 def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = None) -> Scene:
-    """A movement: the layout before, the collectives with the bytes that each device sends, the layout after, to scale."""
+    """A movement: the layout before, the collectives with the bytes that each device sends, the layout after,
+    to scale."""
     arrow, sizes = parse_arrow(arrow) if isinstance(arrow, str) else arrow, _full(sizes)
     known = moved(arrow, shape, sizes, itemsize) if shape is not None and sizes and itemsize else []
     steps = [[str(m), f"{size_text(n)} sent per device"] for m, n in known] or [[str(m)] for m in arrow.moves]

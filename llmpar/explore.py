@@ -1,7 +1,9 @@
-"""What the explorers know: who holds what, who talks with whom, bytes and seconds, as plain data for any front end.
+"""What the explorers know: who holds what, who talks with whom, bytes and seconds, as plain data for any
+front end.
 
-Pure Python, without Jupyter. A *state* is a dict of what a reader can choose. `tensors` and `answer` turn it into JSON,
-which is all that a front end draws, together with the geometry of `grid`, which a browser does for itself.
+Pure Python, without Jupyter. A *state* is a dict of what a reader can choose. `tensors` and `answer` turn it
+into JSON, which is all that a front end draws, together with the geometry of `grid`, which a browser does for
+itself.
 """
 
 from __future__ import annotations
@@ -17,27 +19,55 @@ from llmpar.charts import many, memory_bars
 from llmpar.config import PRESETS, ModelConfig, preset
 from llmpar.grid import coordinates, groups, lane, places, rounds, shard_numbers, slices, strides
 from llmpar.hardware import CHIPS, GIB, Chip, chip
-from llmpar.notation import AXES, Layout, MeshShape, NotationError, divisors, parse_layout, parse_mesh, product
+from llmpar.notation import (
+    AXES,
+    Layout,
+    MeshShape,
+    NotationError,
+    divisors,
+    parse_layout,
+    parse_mesh,
+    product,
+)
 from llmpar.plan import Plan
 from llmpar.scene import Group, Scene, compose, flatten, size_text, small, time_text
 from llmpar.schedule import SCHEDULES, make, slots, timetable
 
 START: dict[str, Any] = {
-    "mesh": "dp=2 fsdp=2 tp=2", "order": " ".join(AXES), "model": "llama3-8b", "chip": "h100", "batch_size": 16,
-    "seq_len": 4096, "zero": 3, "tp_sequence": False, "remat": "block", "microbatches": 1, "schedule": "1f1b",
-    "sequence": "ring", "device": 0, "tensor": "weight blocks.ffn.gate", "axis": "", "row": 0, "step": 0,
-}  # fmt: skip
+    "mesh": "dp=2 fsdp=2 tp=2",
+    "order": " ".join(AXES),
+    "model": "llama3-8b",
+    "chip": "h100",
+    "batch_size": 16,
+    "seq_len": 4096,
+    "zero": 3,
+    "tp_sequence": False,
+    "remat": "block",
+    "microbatches": 1,
+    "schedule": "1f1b",
+    "sequence": "ring",
+    "device": 0,
+    "tensor": "weight blocks.ffn.gate",
+    "axis": "",
+    "row": 0,
+    "step": 0,
+}
 """Where a reader starts. The last five are what is looked at; the others change the answer."""
 
 MOST = 131_072
 """The most devices of a mesh. Up to 512 are drawn one by one."""
 
-MODELS = [name for name, config in PRESETS.items() if not (config.latent or config.experts and config.experts.dense_layers)]
+MODELS = [
+    name
+    for name, config in PRESETS.items()
+    if not (config.latent or config.experts and config.experts.dense_layers)
+]
 """Presets whose training step exists; the others are refused by name."""
 
 VIEW = ("device", "tensor", "axis", "row", "step")
 SHAPES = ("model", "batch_size", "seq_len", "microbatches")
-"""What the tensors of a step depend on: each row says of which (``of``), so that no others are taken for them."""
+"""What the tensors of a step depend on: each row says of which (``of``), so that no others are taken for
+them."""
 
 CONTROLS: list[dict] = [  # free: what a page without Python can follow by itself
     {"name": "mesh", "kind": "text", "label": "mesh", "free": True},
@@ -49,14 +79,20 @@ CONTROLS: list[dict] = [  # free: what a page without Python can follow by itsel
     {"name": "microbatches", "kind": "int", "label": "microbatches", "min": 1},
     {"name": "zero", "kind": "choice", "label": "ZeRO stage", "options": [0, 1, 2, 3]},
     {"name": "schedule", "kind": "choice", "label": "pipeline schedule", "options": list(SCHEDULES)},
-    {"name": "sequence", "kind": "choice", "label": "attention over sp", "options": ["ring", "ulysses", "gather"]},
+    {
+        "name": "sequence",
+        "kind": "choice",
+        "label": "attention over sp",
+        "options": ["ring", "ulysses", "gather"],
+    },
     {"name": "remat", "kind": "choice", "label": "recompute", "options": ["none", "block"]},
     {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},
 ]
 CHUNKS = {name: len(make(name, 2, 4).routes[0]) // 2 for name in SCHEDULES}
-"""Pieces of the model that a stage holds, by schedule. A pipeline's state has room for equally many layers in each."""
+"""Pieces of the model that a stage holds, by schedule. A pipeline's state has room for equally many layers in
+each."""
 
-# ------------------------------------------------------------------------------------------------ what is held and sent
+# -------------------------------------------------------------------------------------- what is held and sent
 
 
 def canonical(state: dict) -> dict:
@@ -76,7 +112,9 @@ def key(state: dict) -> str:
 def read_mesh(text: str) -> MeshShape:
     """A mesh that can be drawn. A browser refuses the same texts in the same words."""
     if len(text) > 200:
-        raise ValueError(f"a mesh text of {len(text)} characters; six axes need fewer, for instance '{START['mesh']}'")
+        raise ValueError(
+            f"a mesh text of {len(text)} characters; six axes need fewer, for instance '{START['mesh']}'"
+        )
     try:
         shape = parse_mesh(text)
     except NotationError:
@@ -89,10 +127,13 @@ def read_mesh(text: str) -> MeshShape:
 
 
 def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
-    """The model, the chip, the mesh and the order of axes that a state names. Raises ValueError with what would work."""
+    """The model, the chip, the mesh and the order of axes that a state names. Raises ValueError with what
+    would work."""
     order = tuple(state["order"].replace(",", " ").split())
     if sorted(order) != sorted(AXES):
-        raise ValueError(f"the order '{state['order']}' must name each axis once; for instance '{' '.join(AXES)}'")
+        raise ValueError(
+            f"the order '{state['order']}' must name each axis once; for instance '{' '.join(AXES)}'"
+        )
     for control in CONTROLS:
         value, name = state[control["name"]], control["label"]
         if control["kind"] == "int" and (not isinstance(value, int) or value < control["min"]):
@@ -103,23 +144,31 @@ def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
 
 
 def make_plan(state: dict, mesh) -> Plan:
-    """The state's plan on a mesh; it computes in bfloat16. Controls that decide nothing there are left out."""
-    given = {name: state[name] for name in ("zero", "tp_sequence", "remat", "microbatches", "schedule", "sequence")}
+    """The state's plan on a mesh; it computes in bfloat16. Controls that decide nothing there are left
+    out."""
+    given = {
+        name: state[name] for name in ("zero", "tp_sequence", "remat", "microbatches", "schedule", "sequence")
+    }
     return Plan(mesh, dtype="bfloat16", **given).effective(preset(state["model"]))
 
 
 def mode(state: dict) -> str:
-    """Which of a tensor's layouts a state asks for: the ZeRO stage, with an ``s`` for sequence parallelism."""
+    """Which of a tensor's layouts a state asks for: the ZeRO stage, with an ``s`` for sequence
+    parallelism."""
     return f"{state['zero']}{'s' * state['tp_sequence']}"
 
 
 def tensors(state: dict) -> list[dict]:
-    """Every array of a training step: name, kind, shape, bytes per element, and its layout at each ZeRO stage.
+    """Every array of a training step: name, kind, shape, bytes per element, and its layout at each ZeRO
+    stage.
 
-    A layout names all axes that could cut; those of size 1 cut nothing. Weights and the optimizer's moments are float32.
-    Activations are one layer's, of one microbatch. Keys of ``layout``: the stage, with an ``s`` for sequence parallelism.
+    A layout names all axes that could cut; those of size 1 cut nothing. Weights and the optimizer's moments
+    are float32. Activations are one layer's, of one microbatch. Keys of ``layout``: the stage, with an ``s``
+    for sequence parallelism.
     """
-    config, _, _, _ = read(state | {name: START[name] for name in ("mesh", "order")})  # the same on every mesh
+    config, _, _, _ = read(
+        state | {name: START[name] for name in ("mesh", "order")}
+    )  # the same on every mesh
     every = parse_mesh(" ".join(f"{a}=2" for a in AXES))
     both = ({"zero": zero, "tp_sequence": cut} for zero in range(4) for cut in (False, True))
     plans = {mode(s): make_plan(s, every) for s in (state | one for one in both)}
@@ -127,21 +176,41 @@ def tensors(state: dict) -> list[dict]:
 
     def row(kind: str, name: str, shape, itemsize: int, place, times: int = 1) -> None:
         layouts = {k: str(place(plan)) for k, plan in plans.items()}
-        entry = {"name": f"{kind} {name}", "kind": kind, "shape": list(shape), "itemsize": itemsize, "times": times, "of": of}
+        entry = {
+            "name": f"{kind} {name}",
+            "kind": kind,
+            "shape": list(shape),
+            "itemsize": itemsize,
+            "times": times,
+            "of": of,
+        }
         stacked = {"chunks": {s: n for s, n in CHUNKS.items() if n > 1}} if name.startswith("blocks.") else {}
         rows.append(entry | stacked | {"layout": layouts})
 
-    for kind, method, times in (("weight", "stored", 1), ("moments", "graded", 2), ("gradient", "accumulated", 1)):
+    for kind, method, times in (
+        ("weight", "stored", 1),
+        ("moments", "graded", 2),
+        ("gradient", "accumulated", 1),
+    ):
         for path, (dims, shape) in config.param_shapes().items():
-            row(kind, path, shape, 4, lambda plan, dims=dims, method=method: getattr(plan, method)(dims), times)
+            row(
+                kind,
+                path,
+                shape,
+                4,
+                lambda plan, dims=dims, method=method: getattr(plan, method)(dims),
+                times,
+            )
     micro = max(1, b // state["microbatches"])
     n, k, h = config.num_heads, config.num_kv_heads, config.head_width
     acts = {
-        "residual stream": ("stream b s d", (micro, s, config.width), 2), "queries": ("attention b s n h", (micro, s, n, h), 2),
-        "keys": ("attention b s k h", (micro, s, k, h), 2), "values": ("attention b s k h", (micro, s, k, h), 2),
+        "residual stream": ("stream b s d", (micro, s, config.width), 2),
+        "queries": ("attention b s n h", (micro, s, n, h), 2),
+        "keys": ("attention b s k h", (micro, s, k, h), 2),
+        "values": ("attention b s k h", (micro, s, k, h), 2),
         "feed-forward": ("ffn b s m", (micro, s, config.ffn_width), 2),
         "logits": ("vocab b s v", (micro, s, config.vocab_size), 4),
-    }  # fmt: skip
+    }
     if config.experts:
         del acts["feed-forward"]  # how many rows an expert works on is up to the router
     for name, (dims, shape, itemsize) in acts.items():
@@ -159,12 +228,24 @@ def shape_of(row: dict, state: dict, sizes: dict[str, int]) -> list[int]:
 
 
 def answer(state: dict) -> dict:
-    """Everything that needs more than geometry: refusal, memory, what is sent, seconds, the code, and all of it in words."""
-    out: dict[str, Any] = {"key": key(state), "refusal": None, "memory": [], "traffic": [], "time": None, "code": ""}
+    """Everything that needs more than geometry: refusal, memory, what is sent, seconds, the code, and all of
+    it in words."""
+    out: dict[str, Any] = {
+        "key": key(state),
+        "refusal": None,
+        "memory": [],
+        "traffic": [],
+        "time": None,
+        "code": "",
+    }
     try:
         config, kind, shape, order = read(state)
         plan = make_plan(state, shape)
-        out |= {"node": kind.per_device().node_size, "capacity": kind.usable_bytes, "whole": int(kind.usable_hbm_gib * GIB)}
+        out |= {
+            "node": kind.per_device().node_size,
+            "capacity": kind.usable_bytes,
+            "whole": int(kind.usable_hbm_gib * GIB),
+        }
         plan.check(config, state["batch_size"], state["seq_len"])
     except ValueError as error:
         out["refusal"] = remedy(state) | {"why": str(error)}
@@ -172,26 +253,38 @@ def answer(state: dict) -> dict:
         return out
     size = config, plan, state["batch_size"], state["seq_len"]
     held = predict.argument_bytes(*size)
-    parts = {"weights": held["params"], "optimizer": held["optimizer"], "batch": held["batch"] + held["counters"]}
+    parts = {
+        "weights": held["params"],
+        "optimizer": held["optimizer"],
+        "batch": held["batch"] + held["counters"],
+    }
     parts["gradients, activations (estimate)"] = predict.temp_bytes(*size)
     out["memory"] = [[name, value] for name, value in parts.items()]
     out["traffic"] = sent(kind, order, *size)
     computing, idle = step_seconds(kind, *size)
     comm = sum(row["seconds"] for row in out["traffic"])
-    out["time"] = {"computing": computing, "pipeline bubble": idle, "communicating": comm, "simulated": kind.simulated}
+    out["time"] = {
+        "computing": computing,
+        "pipeline bubble": idle,
+        "communicating": comm,
+        "simulated": kind.simulated,
+    }
     out["links"] = assumed(kind)
     given = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "mesh"}
     given = {name: value for name, value in given.items() if value != getattr(Plan(), name)}
     words = ", ".join([f'"{shape}"', *(f"{name}={value!r}" for name, value in given.items())])
     out["code"] = f'--mesh "{shape}"\nPlan({words})'
     if order != tuple(AXES):
-        out["code"] += f"\n# the order '{' '.join(order)}' is for study: a Plan lays its devices out as {' '.join(AXES)}"
+        out["code"] += (
+            f"\n# the order '{' '.join(order)}' is for study: a Plan lays its devices out as {' '.join(AXES)}"
+        )
     out["says"] = _says(state, out, shape)
     return out
 
 
 def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> list[dict]:
-    """What `predict.collectives` says, row by row, the largest first: what of, the largest collective, and seconds."""
+    """What `predict.collectives` says, row by row, the largest first: what of, the largest collective, and
+    seconds."""
     sizes, rows = plan.mesh.sizes, []
     apart = strides(sizes, order)
     for (names, what), row in predict.collectives(config, plan, batch_size, seq_len).items():
@@ -200,30 +293,53 @@ def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, se
         short = {"collective-permute": "permute"}.get(what, what)
         each = sum((counter for counter in row.of.values()), Counter[int]())
         lap = cost.sent_bytes(short, 1, group)
-        seconds = sum(n * cost.collective_seconds(kind, short, one / lap, group, inner) for one, n in each.items())
+        seconds = sum(
+            n * cost.collective_seconds(kind, short, one / lap, group, inner) for one, n in each.items()
+        )
         parts = {name: sum(one * n for one, n in counter.items()) for name, counter in row.of.items()}
         several = sorted(parts.items(), key=lambda part: -part[1])
         words = ", ".join(f"{name} {size_text(value)}" if len(parts) > 1 else name for name, value in several)
-        rows.append({"axes": list(axes), "kind": what, "count": row.count, "bytes": row.bytes_sent, "what": words,
-                     "largest": max(each), "sizes": len(each), "seconds": seconds})  # fmt: skip
-        if plan.pipeline and names == "pp" and what == "collective-permute":  # on; gradients go back on the same pairs
+        rows.append(
+            {
+                "axes": list(axes),
+                "kind": what,
+                "count": row.count,
+                "bytes": row.bytes_sent,
+                "what": words,
+                "largest": max(each),
+                "sizes": len(each),
+                "seconds": seconds,
+            }
+        )
+        if (
+            plan.pipeline and names == "pp" and what == "collective-permute"
+        ):  # on; gradients go back on the same pairs
             sends = (slots(timetable(plan.pipeline)).send == 1).any(0)
-            rows[-1]["pairs"] = [[s, (s + 1) % sizes["pp"]] for s, there in enumerate(sends.tolist()) if there]
+            rows[-1]["pairs"] = [
+                [s, (s + 1) % sizes["pp"]] for s, there in enumerate(sends.tolist()) if there
+            ]
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def step_seconds(kind: Chip, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> tuple[float, float]:
+def step_seconds(
+    kind: Chip, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int
+) -> tuple[float, float]:
     """Seconds that the busiest stage computes at peak rate, and that it idles in the schedule's bubble.
 
-    A layer costs 1 forward and 2 backward, and is run as often as `predict.runs` counts, recomputation included; the loss
-    is with the last stage. In the bubble's costs (F, B, W) it is B that recomputes.
+    A layer costs 1 forward and 2 backward, and is run as often as `predict.runs` counts, recomputation
+    included; the loss is with the last stage. In the bubble's costs (F, B, W) it is B that recomputes.
     """
     useful = sum(predict.flops(config, batch_size, seq_len).values())
     unembedding = 6.0 * config.vocab_size * config.width * batch_size * seq_len
     layer = (useful - unembedding) / 3 / config.num_layers / plan.microbatches  # forward, one microbatch
-    loss, rate = unembedding / plan.microbatches, plan.mesh.size // plan.mesh.pp * kind.per_device().flops_per_s
+    loss, rate = (
+        unembedding / plan.microbatches,
+        plan.mesh.size // plan.mesh.pp * kind.per_device().flops_per_s,
+    )
     stages = [predict.runs(config, plan, stage) for stage in range(plan.mesh.pp)]
-    busiest = max((run.forward + run.again + 2 * run.backward) * layer + run.loss * loss for run in stages) / rate
+    busiest = (
+        max((run.forward + run.again + 2 * run.backward) * layer + run.loss * loss for run in stages) / rate
+    )
     if plan.pipeline is None:
         return busiest, 0.0
     again = max((run.forward + run.again) / run.backward - 1 for run in stages)
@@ -245,7 +361,9 @@ def _says(state: dict, out: dict, shape: MeshShape) -> str:
     total, room = sum(value for _, value in out["memory"]), out["capacity"]
     held = ", ".join(f"{name} {size_text(value)}" for name, value in out["memory"])
     fit = f"about {size_text(abs(room - total))} {'free' if total <= room else 'too much'}"
-    lines = [f"{state['model']} on {shape} = {many(shape.size, 'device')} of {state['chip']}, ZeRO {state['zero']}"]
+    lines = [
+        f"{state['model']} on {shape} = {many(shape.size, 'device')} of {state['chip']}, ZeRO {state['zero']}"
+    ]
     lines.append(f"memory per device: {size_text(total)} of {size_text(room)} usable, {fit} ({held})")
     for row in out["traffic"]:
         sent = f"{size_text(row['bytes'])} sent per device and step" + " (first stage)" * (shape.pp > 1)
@@ -281,7 +399,8 @@ def distance(one: dict[str, int], two: dict[str, int]) -> float:
 
 
 def remedy(state: dict) -> dict:
-    """What would work instead of a refused state: the ``nearest`` mesh, a ``batch_size`` for the asked one, and a ``text``."""
+    """What would work instead of a refused state: the ``nearest`` mesh, a ``batch_size`` for the asked one,
+    and a ``text``."""
     try:
         read_mesh(state["mesh"])
         near, batch = nearest(state), fitting_batch(state)
@@ -315,21 +434,26 @@ def fitting_batch(state: dict) -> int | None:
 
 
 def nearest(state: dict) -> str | None:
-    """The mesh that works and changes the asked one least: over the axes that it names, of as many devices or fewer (a
-    divisor or a power of two); over other axes only where those allow nothing but one device, and over more stages only
-    with two microbatches for each. None where what is wrong is not the mesh.
+    """The mesh that works and changes the asked one least: over the axes that it names, of as many devices or
+    fewer (a divisor or a power of two); over other axes only where those allow nothing but one device, and
+    over more stages only with two microbatches for each. None where what is wrong is not the mesh.
     """
     if not _works(state, "dp=1"):
         return None
     asked = parse_mesh(state["mesh"])
     named = [a for a, n in asked.sizes.items() if n > 1]
-    for axes, most in ((named, asked.size), ([a for a in AXES if a not in named] + named, min(asked.size, 1024))):
+    for axes, most in (
+        (named, asked.size),
+        ([a for a in AXES if a not in named] + named, min(asked.size, 1024)),
+    ):
         counts = {most, *divisors(most), *(2**i for i in range(most.bit_length()))}
         for n in sorted(counts - {1}, reverse=True) if axes else ():
             near = [dict.fromkeys(AXES, 1) | sizes for sizes in meshes(n, tuple(axes))]
             near = [s for s in near if s["pp"] <= asked.pp or state["microbatches"] >= 2 * s["pp"]]
             near.sort(key=lambda sizes: distance(sizes, asked.sizes))
-            found = next((text for text in (str(MeshShape(**sizes)) for sizes in near) if _works(state, text)), None)
+            found = next(
+                (text for text in (str(MeshShape(**sizes)) for sizes in near) if _works(state, text)), None
+            )
             if found:
                 return found
     return "dp=1"
@@ -348,7 +472,8 @@ def compare(one: dict, two: dict) -> list[list[str]]:
 
 
 def neighbours(state: dict, most: int = 600) -> list[dict]:
-    """The state, and those of the meshes and ZeRO stages nearest to it: what an export without Python can look up.
+    """The state, and those of the meshes and ZeRO stages nearest to it: what an export without Python can
+    look up.
 
     Of a state that is refused whatever the mesh (or that names none) only itself.
     """
@@ -359,8 +484,14 @@ def neighbours(state: dict, most: int = 600) -> list[dict]:
         return [state]
     if refused and not refused["nearest"]:
         return [state]
-    near = [(distance(sizes, shape.sizes), str(MeshShape(**sizes))) for n in divisors(shape.size) for sizes in meshes(n)]
-    asked = itertools.product([mesh for _, mesh in sorted(near)], sorted(range(4), key=lambda z: z != state["zero"]))
+    near = [
+        (distance(sizes, shape.sizes), str(MeshShape(**sizes)))
+        for n in divisors(shape.size)
+        for sizes in meshes(n)
+    ]
+    asked = itertools.product(
+        [mesh for _, mesh in sorted(near)], sorted(range(4), key=lambda z: z != state["zero"])
+    )
     found = [state | {"mesh": mesh, "zero": zero} for mesh, zero in itertools.islice(asked, most)]
     return [state, *(one for one in found if key(one) != key(state))][:most]
 
@@ -370,20 +501,25 @@ def device_rows(state: dict, rows: list[dict], sizes: dict[str, int], order) -> 
     at, out = coordinates(sizes, order, state["device"]), []
     for row in rows:
         layout = parse_layout(row["layout"][mode(state)])
-        live = Layout(tuple(dataclasses.replace(d, axes=tuple(a for a in d.axes if sizes[a] > 1)) for d in layout.dims),
-                      tuple(a for a in layout.sums if sizes[a] > 1))  # fmt: skip
+        live = Layout(
+            tuple(dataclasses.replace(d, axes=tuple(a for a in d.axes if sizes[a] > 1)) for d in layout.dims),
+            tuple(a for a in layout.sums if sizes[a] > 1),
+        )
         held = slices(live, shape_of(row, state, sizes), sizes, at)
         words = "cannot be cut evenly" if held is None else "[" + ", ".join(f"{a}:{b}" for a, b in held) + "]"
-        bytes_held = product(b - a for a, b in held) * row["itemsize"] * row["times"] if held is not None else 0
+        bytes_held = (
+            product(b - a for a, b in held) * row["itemsize"] * row["times"] if held is not None else 0
+        )
         out.append([row["name"], str(live), words, size_text(bytes_held)])
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------- pictures
+# --------------------------------------------------------------------------------------------------- pictures
 
 
 def scene(state: dict) -> Scene:
-    """The state as one picture: devices in link order, the chosen group or shard filled, arrows of a round, the memory."""
+    """The state as one picture: devices in link order, the chosen group or shard filled, arrows of a round,
+    the memory."""
     reply = answer(state)
     try:
         _, kind, shape, order = read(state)
@@ -394,7 +530,9 @@ def scene(state: dict) -> Scene:
     place, notes = places(sizes, order, node), list[str]()
     sent = [row for row in reply["traffic"] if state["axis"] in row["axes"]]
     row = sent[min(state["row"], len(sent) - 1)] if sent else None
-    axes = tuple(a for a in order if row and a in row["axes"]) or (state["axis"],) * (sizes.get(state["axis"], 1) > 1)
+    axes = tuple(a for a in order if row and a in row["axes"]) or (state["axis"],) * (
+        sizes.get(state["axis"], 1) > 1
+    )
     if axes:
         teams = groups(sizes, order, axes)
         number = [i for _, i in sorted((d, i) for i, team in enumerate(teams) for d in team)]
@@ -407,7 +545,9 @@ def scene(state: dict) -> Scene:
         what = f"{many(shape.size, 'device')} in link order; "
         name = chosen["name"]
         what += f"filled: same shard of {name} as device {device}" if cut else f"{name} cannot be cut evenly"
-    items = draw.cells(place, number, device, "group" if axes else "shard" if cut else "device", axes[0] if axes else "s1")
+    items = draw.cells(
+        place, number, device, "group" if axes else "shard" if cut else "device", axes[0] if axes else "s1"
+    )
     if row and len(teams[0]) <= 64:
         team, steps = teams[number[device]], rounds(row["kind"], len(teams[0]), row.get("pairs"))
         at = min(state["step"], len(steps) - 1)
@@ -415,15 +555,24 @@ def scene(state: dict) -> Scene:
         items += draw.arrows([tuple((x, y) for x, y in lane(place, a, b)) for a, b in ends if a != b])
         each = size_text(row["largest"] / max(1, len(steps) - 1))
         which = f"One {row['kind']}" + f", the largest of {row['count']}," * (row["sizes"] > 1)
-        notes.append(f"{which} over {','.join(row['axes'])}: round {at} of {len(steps) - 1}, {each} a device.")
+        notes.append(
+            f"{which} over {','.join(row['axes'])}: round {at} of {len(steps) - 1}, {each} a device."
+        )
     notes += [f"Dashed: nodes of {node} devices."] * bool(place["frames"])
     notes += [f"Each cell stands for {place['block']} devices."] * (place["block"] > 1)
     blocks = [[small(0, 0, what, "start")], items]
     if reply["memory"]:
-        bars = memory_bars([("a device", dict(reply["memory"]))], reply["capacity"], whole_bytes=reply["whole"])
+        bars = memory_bars(
+            [("a device", dict(reply["memory"]))], reply["capacity"], whole_bytes=reply["whole"]
+        )
         blocks.append([Group(tuple(flatten(bars.items)[1:]))])
     at = coordinates(sizes, order, device)
-    held = [" ".join(cells) for cells in device_rows(state, rows, sizes, order) if cells[0].startswith("weight")]
-    said = f"{what}\ndevice {device}: {', '.join(f'{a} {at[a]}' for a in order if sizes[a] > 1)}\n" + "\n".join(held)
+    held = [
+        " ".join(cells) for cells in device_rows(state, rows, sizes, order) if cells[0].startswith("weight")
+    ]
+    said = (
+        f"{what}\ndevice {device}: {', '.join(f'{a} {at[a]}' for a in order if sizes[a] > 1)}\n"
+        + "\n".join(held)
+    )
     lines = reply["says"].splitlines()[1 if reply["refusal"] else -1 :]
     return compose(f"mesh {shape}", blocks, f"{reply['says']}\n{said}", [*notes, *lines])

@@ -1,4 +1,5 @@
-"""Small explorers: pipelines (with an editor for one's own order), rings, experts, and memory at every ZeRO stage."""
+"""Small explorers: pipelines (with an editor for one's own order), rings, experts, and memory at every ZeRO
+stage."""
 
 from __future__ import annotations
 
@@ -19,28 +20,64 @@ from llmpar.widget import Explorer
 
 
 class TimelineExplorer(Explorer):
-    """A pipeline's timetable with live activations and bubbles. Text in ``order`` replaces the schedule: one's own, judged."""
+    """A pipeline's timetable with live activations and bubbles. Text in ``order`` replaces the schedule:
+    one's own, judged."""
 
     title = "Timeline explorer"  # controls say without which other one they count
-    start = {"schedule": "1f1b", "stages": 4, "microbatches": 8, "chunks": 2, "forward": 1, "backward": 1, "weights": 1,
-             "order": ""}  # fmt: skip
+    start = {
+        "schedule": "1f1b",
+        "stages": 4,
+        "microbatches": 8,
+        "chunks": 2,
+        "forward": 1,
+        "backward": 1,
+        "weights": 1,
+        "order": "",
+    }
     controls = [
-        {"name": "schedule", "kind": "choice", "label": "schedule", "options": list(SCHEDULES), "without": "order"},
+        {
+            "name": "schedule",
+            "kind": "choice",
+            "label": "schedule",
+            "options": list(SCHEDULES),
+            "without": "order",
+        },
         {"name": "stages", "kind": "slider", "label": "stages p", "min": 2, "max": 8, "without": "order"},
-        {"name": "microbatches", "kind": "slider", "label": "microbatches m", "min": 1, "max": 16, "without": "order"},
-        {"name": "chunks", "kind": "slider", "label": "chunks v (interleaved, breadth-first)", "min": 1, "max": 4,
-         "without": "order"},
+        {
+            "name": "microbatches",
+            "kind": "slider",
+            "label": "microbatches m",
+            "min": 1,
+            "max": 16,
+            "without": "order",
+        },
+        {
+            "name": "chunks",
+            "kind": "slider",
+            "label": "chunks v (interleaved, breadth-first)",
+            "min": 1,
+            "max": 4,
+            "without": "order",
+        },
         {"name": "forward", "kind": "slider", "label": "cost of F", "min": 1, "max": 4},
         {"name": "backward", "kind": "slider", "label": "cost of B", "min": 1, "max": 4},
         {"name": "weights", "kind": "slider", "label": "cost of W", "min": 0, "max": 4},
-        {"name": "order", "kind": "lines", "label": "your own order, a line per stage (or click a cell and type)"},
-    ]  # fmt: skip
+        {
+            "name": "order",
+            "kind": "lines",
+            "label": "your own order, a line per stage (or click a cell and type)",
+        },
+    ]
 
     def order(self, state: dict) -> Schedule:
         """The written order where there is one; upper or lower case, parted by spaces or commas."""
         chunks = state["chunks"] if state["schedule"] in ("interleaved", "breadth-first") else None
         own = state["order"].upper().replace(",", " ")
-        return from_text(own) if own.strip() else make(state["schedule"], state["stages"], state["microbatches"], chunks)
+        return (
+            from_text(own)
+            if own.strip()
+            else make(state["schedule"], state["stages"], state["microbatches"], chunks)
+        )
 
     def table(self, state: dict) -> Timetable:
         """The timetable of a state. ValueError names stage, tick and cycle."""
@@ -56,16 +93,29 @@ class TimelineExplorer(Explorer):
     def draw(self, state: dict) -> Scene:
         table = self.table(state)
         drawn, peak = timetable(table), max(table.peak_live())
-        facts = f"Bubble over ideal {table.bubble_over_ideal:.3g}, as a share of the whole {table.bubble_fraction:.3g}; "
+        facts = (
+            f"Bubble over ideal {table.bubble_over_ideal:.3g}, as a share of the whole"
+            f" {table.bubble_fraction:.3g}; "
+        )
         facts += f"a stage holds at most {peak:g} microbatches; makespan {table.makespan:g} free running, "
-        facts += f"{table.makespan_lockstep:g} in lockstep (time units). As the zero-bubble papers count, from a stage's "
-        facts += f"own first start to its own last end, the bubble is {table.bubble:g}: idle corners outside do not count."
-        return compose(drawn.title, [[Group(tuple(flatten(drawn.items)[1:]))]], f"{drawn.text}\n{facts}", [facts])
+        facts += (
+            f"{table.makespan_lockstep:g} in lockstep (time units). As the zero-bubble papers count, from a"
+            " stage's "
+        )
+        facts += (
+            f"own first start to its own last end, the bubble is {table.bubble:g}: idle corners outside do"
+            " not count."
+        )
+        return compose(
+            drawn.title, [[Group(tuple(flatten(drawn.items)[1:]))]], f"{drawn.text}\n{facts}", [facts]
+        )
 
     def answer(self, state: dict) -> dict:
         found = super().answer(state)
         if found["refusal"]:
-            found["refusal"] = found["refusal"].replace("; ", ";\n").replace(". Cycle", ".\nCycle")  # a wait per line
+            found["refusal"] = (
+                found["refusal"].replace("; ", ";\n").replace(". Cycle", ".\nCycle")
+            )  # a wait per line
             try:
                 found["svg"] = to_svg(self.draw_stuck(state))
             except ValueError:
@@ -77,14 +127,25 @@ class TimelineExplorer(Explorer):
 
 
 class RingExplorer(Explorer):
-    """Ring attention under a causal mask: how much of each block is live, per rank and step, and who waits."""
+    """Ring attention under a causal mask: how much of each block is live, per rank and step, and who
+    waits."""
 
     title = "Ring explorer"
     start = {"ranks": 4, "order": "zigzag", "window": 0, "tokens": 256}
     controls = [
         {"name": "ranks", "kind": "choice", "label": "ranks of sp", "options": [2, 4, 8]},
-        {"name": "order", "kind": "choice", "label": "positions are dealt", "options": ["contiguous", "zigzag", "striped"]},
-        {"name": "window", "kind": "choice", "label": "window (tokens, 0: none)", "options": [0, 64, 256, 512]},
+        {
+            "name": "order",
+            "kind": "choice",
+            "label": "positions are dealt",
+            "options": ["contiguous", "zigzag", "striped"],
+        },
+        {
+            "name": "window",
+            "kind": "choice",
+            "label": "window (tokens, 0: none)",
+            "options": [0, 64, 256, 512],
+        },
         {"name": "tokens", "kind": "choice", "label": "tokens per rank", "options": [64, 256]},
     ]
 
@@ -96,7 +157,8 @@ class RingExplorer(Explorer):
 
 
 class RoutingExplorer(Explorer):
-    """Where tokens go as an expert grows hot: the router's choices, the load of each expert, and who is over its capacity."""
+    """Where tokens go as an expert grows hot: the router's choices, the load of each expert, and who is over
+    its capacity."""
 
     title = "Routing explorer"
     start = {"experts": 8, "chosen": 2, "ranks": 4, "heat": 0, "capacity": 125}
@@ -104,8 +166,19 @@ class RoutingExplorer(Explorer):
         {"name": "experts", "kind": "choice", "label": "experts", "options": [4, 8, 16]},
         {"name": "chosen", "kind": "slider", "label": "experts a token visits", "min": 1, "max": 4},
         {"name": "ranks", "kind": "choice", "label": "ranks of ep", "options": [1, 2, 4]},
-        {"name": "heat", "kind": "slider", "label": "how hot expert 0 is (added to its logits)", "min": 0, "max": 6},
-        {"name": "capacity", "kind": "choice", "label": "capacity (% of the even share)", "options": [100, 125, 150, 200]},
+        {
+            "name": "heat",
+            "kind": "slider",
+            "label": "how hot expert 0 is (added to its logits)",
+            "min": 0,
+            "max": 6,
+        },
+        {
+            "name": "capacity",
+            "kind": "choice",
+            "label": "capacity (% of the even share)",
+            "options": [100, 125, 150, 200],
+        },
     ]
     tokens = 64  # of each rank
 
@@ -120,24 +193,46 @@ class RoutingExplorer(Explorer):
 
 
 class MemoryExplorer(Explorer):
-    """What fills a device at each ZeRO stage, against the chip's memory: weights, optimizer, gradients, activations."""
+    """What fills a device at each ZeRO stage, against the chip's memory: weights, optimizer, gradients,
+    activations."""
 
     title = "Memory explorer"
-    start = {"model": "llama3-8b", "chip": "h100", "devices": 8, "tp": 1, "batch_size": 8, "seq_len": 4096, "remat": "block"}
+    start = {
+        "model": "llama3-8b",
+        "chip": "h100",
+        "devices": 8,
+        "tp": 1,
+        "batch_size": 8,
+        "seq_len": 4096,
+        "remat": "block",
+    }
     controls = [
         {"name": "model", "kind": "choice", "label": "model", "options": MODELS},
         {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
         {"name": "devices", "kind": "choice", "label": "devices", "options": [2**i for i in range(10)]},
         {"name": "tp", "kind": "choice", "label": "of these, tp", "options": [1, 2, 4, 8]},
-        {"name": "batch_size", "kind": "choice", "label": "batch (sequences)", "options": [2**i for i in range(12)]},
-        {"name": "seq_len", "kind": "choice", "label": "sequence (tokens)", "options": [2**i for i in range(9, 18)]},
+        {
+            "name": "batch_size",
+            "kind": "choice",
+            "label": "batch (sequences)",
+            "options": [2**i for i in range(12)],
+        },
+        {
+            "name": "seq_len",
+            "kind": "choice",
+            "label": "sequence (tokens)",
+            "options": [2**i for i in range(9, 18)],
+        },
         {"name": "remat", "kind": "choice", "label": "recompute", "options": ["none", "block"]},
     ]
 
     def draw(self, state: dict) -> Scene:
         config, capacity = preset(state["model"]), chip(state["chip"]).usable_bytes
         if state["devices"] % state["tp"]:
-            raise ValueError(f"{state['devices']} devices are not a multiple of tp = {state['tp']}; make tp 1 or add devices")
+            raise ValueError(
+                f"{state['devices']} devices are not a multiple of tp = {state['tp']}; make tp 1 or add"
+                " devices"
+            )
         mesh, rows = MeshShape(fsdp=state["devices"] // state["tp"], tp=state["tp"]), []
         for zero in range(4):
             plan = make_plan(START | {"zero": zero, "remat": state["remat"]}, mesh)
@@ -145,6 +240,11 @@ class MemoryExplorer(Explorer):
             size = config, plan, state["batch_size"], state["seq_len"]
             held = predict.argument_bytes(*size)
             parts = {"weights": held["params"], "optimizer": held["optimizer"]}
-            rows.append((f"ZeRO {zero}", parts | {"gradients, activations (estimate)": predict.temp_bytes(*size)}))
-        title = f"{state['model']} on {mesh}, batch {state['batch_size']} x {state['seq_len']} tokens: memory per device"
+            rows.append(
+                (f"ZeRO {zero}", parts | {"gradients, activations (estimate)": predict.temp_bytes(*size)})
+            )
+        title = (
+            f"{state['model']} on {mesh}, batch {state['batch_size']} x {state['seq_len']} tokens: memory per"
+            " device"
+        )
         return memory_bars(rows, capacity, title, int(chip(state["chip"]).usable_hbm_gib * GIB))

@@ -1,8 +1,9 @@
 """Generate tokens one after the other, with a cache of keys and values that stays where it is.
 
-The cache is cut by every axis that can: its rows by dp and fsdp, its KV heads by tp, its positions by sp, every sp-th one to a
-rank. A new token's query goes to all ranks of sp; each looks at its own share, and one small sum per layer joins what
-they found (`attention.decode`; Pope et al. 2022 describe the cuts). Nothing of the cache ever travels.
+The cache is cut by every axis that can: its rows by dp and fsdp, its KV heads by tp, its positions by sp,
+every sp-th one to a rank. A new token's query goes to all ranks of sp; each looks at its own share, and one
+small sum per layer joins what they found (`attention.decode`; Pope et al. 2022 describe the cuts). Nothing of
+the cache ever travels.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ CACHE = "cache l b t k h"
 
 @dataclasses.dataclass(frozen=True)
 class Serving(Plan):
-    """A plan for tokens that come one at a time: no region cuts their positions by sp, which cuts those of the cache."""
+    """A plan for tokens that come one at a time: no region cuts their positions by sp, which cuts those of
+    the cache."""
 
     @functools.cached_property
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Region to dim to the axes that cut it."""
-        table = {name: {d: axes for d, axes in cuts.items() if d != "s"} for name, cuts in super().regions.items()}
+        table = {
+            name: {d: axes for d, axes in cuts.items() if d != "s"} for name, cuts in super().regions.items()
+        }
         return table | {"cache": {"b": table["data"]["b"], "t": self.live("sp"), "k": self.live("tp")}}
 
 
@@ -48,7 +52,8 @@ def abstract_params(config: ModelConfig, plan: Plan, mesh: Mesh) -> Tree:
 
 
 class Decoder:
-    """A model with a cache: call it with the tokens that follow, ``b s``, and get float32 logits ``b v`` of the next one.
+    """A model with a cache: call it with the tokens that follow, ``b s``, and get float32 logits ``b v`` of
+    the next one.
 
     Args:
         config, plan, mesh: what, how, and where. Of the plan count its mesh, ZeRO stage and dtype.
@@ -56,10 +61,13 @@ class Decoder:
         batch_size: rows.
         length: positions that the cache must hold. A rank holds its share of them, rounded up.
 
-    The first call takes the prompt. It computes scores of the whole prompt at once: cut a long one into several calls.
+    The first call takes the prompt. It computes scores of the whole prompt at once: cut a long one into
+    several calls.
     """
 
-    def __init__(self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, batch_size: int, length: int):
+    def __init__(
+        self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, batch_size: int, length: int
+    ):
         self.config, self.params, self.length, self.start = config, params, length, 0
         self.plan = plan = self.check(config, plan, batch_size, length)
         slots = -(-length // plan.mesh.sp) * plan.mesh.sp
@@ -68,8 +76,15 @@ class Decoder:
         cut, rows = plan.place(CACHE), plan.place("data b s")
         zeros = jax.jit(lambda: jnp.zeros(shape, plan.dtype), out_shardings=sharding(mesh, cut))
         self.cache = zeros(), zeros()
-        given = jax.tree.map(lambda dims: spec(plan.stored(dims)), weight_dims(config)), spec(cut), spec(rows), spec(Layout(()))
-        run = jax.shard_map(self._forward, mesh=mesh, in_specs=given, out_specs=(spec(plan.place("data b v")), spec(cut)))
+        given = (
+            jax.tree.map(lambda dims: spec(plan.stored(dims)), weight_dims(config)),
+            spec(cut),
+            spec(rows),
+            spec(Layout(())),
+        )
+        run = jax.shard_map(
+            self._forward, mesh=mesh, in_specs=given, out_specs=(spec(plan.place("data b v")), spec(cut))
+        )
         self.run = jax.jit(run, donate_argnums=1)
 
     @staticmethod
@@ -88,10 +103,15 @@ class Decoder:
     def __call__(self, tokens) -> jax.Array:
         """Take the next tokens into the cache."""
         if tokens.ndim != 2 or tokens.shape[1] < 1:
-            raise ValueError(f"tokens of shape {tokens.shape} hold no next token; give rows of one length, at least one token")
+            raise ValueError(
+                f"tokens of shape {tokens.shape} hold no next token; give rows of one length, at least one"
+                " token"
+            )
         if self.start + tokens.shape[1] > self.length:
             many = tokens.shape[1]
-            raise ValueError(f"{many} tokens more than the {self.start} here do not fit into {self.length} positions")
+            raise ValueError(
+                f"{many} tokens more than the {self.start} here do not fit into {self.length} positions"
+            )
         logits, self.cache = self.run(self.params, self.cache, tokens, jnp.int32(self.start))
         self.start += tokens.shape[1]
         return logits
@@ -102,7 +122,11 @@ class Decoder:
         par.cache = cache_of_layer = _Cache(par)
         model = nnx.merge(model_graph(self.config), params)
         none = tokens * 0  # of shape b s, and cut as tokens are
-        batch = {"tokens": tokens, "positions": none + (start + jnp.arange(tokens.shape[1]))[None], "segments": none}
+        batch = {
+            "tokens": tokens,
+            "positions": none + (start + jnp.arange(tokens.shape[1]))[None],
+            "segments": none,
+        }
         new = cache
 
         def layers(block, x, weights):
@@ -119,11 +143,15 @@ class Decoder:
         x, _ = model.run(model.embed(embedding, batch, par), batch, par, layers)
         x = par.move(model.norm(x[:, -1:], par), "stream b s d -> vocab b s d")[:, 0]
         logits = jnp.einsum("bd,vd->bv", x, head, preferred_element_type=jnp.float32)
-        return par.carry_out(logits, self.plan.resolve("vocab b v -> data b v"), "logits", invariant=True), new
+        return (
+            par.carry_out(logits, self.plan.resolve("vocab b v -> data b v"), "logits", invariant=True),
+            new,
+        )
 
 
 class _Cache:
-    """What a layer does in place of attention to its own keys: write them into the cache, and attend to that."""
+    """What a layer does in place of attention to its own keys: write them into the cache, and attend to
+    that."""
 
     def __init__(self, par: Manual):
         self.axes, self.rank = par.axes("cache t"), par.index("cache t")
@@ -136,32 +164,47 @@ class _Cache:
         mine = jnp.where(at % self.size == self.rank, at // self.size, slots)  # one slot too far: dropped
         write = lambda cache, x: cache.at[:, mine].set(vary(x, self.axes), mode="drop")
         self.layer = tuple(write(cache, x) for cache, x in zip(self.layer, (k, v), strict=True))
-        held = (jnp.arange(slots) * self.size + self.rank)[None]  # a slot that is not written yet lies after every query
-        return attention.decode(q, *self.layer, axis=self.axes, mask=mask, q_positions_bs=positions, k_positions_bt=held)
+        held = (jnp.arange(slots) * self.size + self.rank)[
+            None
+        ]  # a slot that is not written yet lies after every query
+        return attention.decode(
+            q, *self.layer, axis=self.axes, mask=mask, q_positions_bs=positions, k_positions_bt=held
+        )
 
 
 def check_temperature(temperature: float) -> None:
     """Refuse what is no temperature."""
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature {temperature} is negative or no number; use 0 for the likeliest token, or more")
+        raise ValueError(
+            f"temperature {temperature} is negative or no number; use 0 for the likeliest token, or more"
+        )
 
 
-def generate(decoder: Decoder, prompt, num_tokens: int, temperature: float = 0.0, seed: int = 0) -> Iterator[np.ndarray]:
-    """Yield ``num_tokens`` times the next token of each row, ``b``, after a prompt ``b s``, by a `Decoder`: the likeliest at
-    temperature 0, else drawn from the softmax of logits over ``temperature``, each time anew."""
+def generate(
+    decoder: Decoder, prompt, num_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> Iterator[np.ndarray]:
+    """Yield ``num_tokens`` times the next token of each row, ``b``, after a prompt ``b s``, by a `Decoder`:
+    the likeliest at temperature 0, else drawn from the softmax of logits over ``temperature``, each time
+    anew."""
     check_temperature(temperature)
     lengths = [len(row) for row in prompt]
     if len(set(lengths)) != 1 or min(lengths[0], num_tokens) < 1:
-        raise ValueError(f"rows of {lengths} tokens, {num_tokens} to add: use rows of one length, and 1 token or more")
+        raise ValueError(
+            f"rows of {lengths} tokens, {num_tokens} to add: use rows of one length, and 1 token or more"
+        )
     tokens, keys = jnp.asarray(prompt, jnp.int32), jax.random.split(jax.random.key(seed), num_tokens)
 
     def draw(key, logits):
         if not temperature:
             return logits.argmax(-1)
-        logits = logits - logits.max(-1, keepdims=True)  # a low temperature then sends all but the likeliest to -inf
+        logits = logits - logits.max(
+            -1, keepdims=True
+        )  # a low temperature then sends all but the likeliest to -inf
         return jax.random.categorical(key, jnp.where(logits == 0, 0, logits / temperature))
 
-    choose = jax.jit(draw, out_shardings=decoder.everywhere)  # rows may be cut over hosts, and each host wants them all
+    choose = jax.jit(
+        draw, out_shardings=decoder.everywhere
+    )  # rows may be cut over hosts, and each host wants them all
     for i in range(num_tokens):
         chosen = choose(keys[i], decoder(tokens))
         tokens = chosen[:, None].astype(jnp.int32)

@@ -1,7 +1,8 @@
-"""Geometry of a mesh for pictures: who is where, who talks with whom, who holds which slice, and a collective's rounds.
+"""Geometry of a mesh for pictures: who is where, who talks with whom, who holds which slice, and a
+collective's rounds.
 
-Plain numbers in, plain numbers out. static/explorer.js does the same in a browser; the tests hold the two, and JAX,
-against each other.
+Plain numbers in, plain numbers out. static/explorer.js does the same in a browser; the tests hold the two,
+and JAX, against each other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from llmpar.notation import Layout, divisors, product
 
 
 def strides(sizes: dict[str, int], order) -> dict[str, int]:
-    """How far apart neighbours on each axis are in the list of devices; the last axis of ``order`` is innermost."""
+    """How far apart neighbours on each axis are in the list of devices; the last axis of ``order`` is
+    innermost."""
     out, stride = {}, 1
     for axis in reversed(tuple(order)):
         out[axis], stride = stride, stride * sizes[axis]
@@ -38,7 +40,8 @@ def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
 
 
 def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> list[tuple[int, int]] | None:
-    """First and last-plus-one index of every dim that the device at ``at`` holds; None where a dim is not divisible."""
+    """First and last-plus-one index of every dim that the device at ``at`` holds; None where a dim is not
+    divisible."""
     out = []
     for dim, size in zip(layout.dims, shape, strict=True):
         parts, index = 1, 0
@@ -65,21 +68,35 @@ def shard_numbers(layout: Layout, shape, sizes: dict[str, int], order) -> list[i
 
 
 def places(sizes: dict[str, int], order, node: int) -> dict:
-    """Where devices are drawn, in link order: cells [x, y] of one size in a few columns, and the frames of whole nodes.
+    """Where devices are drawn, in link order: cells [x, y] of one size in a few columns, and the frames of
+    whole nodes.
 
-    A gap parts the blocks of every axis, so that nesting shows. Above 512 devices a cell stands for ``block`` of them.
+    A gap parts the blocks of every axis, so that nesting shows. Above 512 devices a cell stands for ``block``
+    of them.
     """
     n, apart = product(sizes.values()), strides(sizes, order)
-    nested = sorted({apart[a] * k for a in order for k in divisors(sizes[a])})  # block sizes that part no axis badly
+    nested = sorted(
+        {apart[a] * k for a in order for k in divisors(sizes[a])}
+    )  # block sizes that part no axis badly
     block = next(b for b in nested if n // b <= 512)
     num = n // block
-    w, h, rise, most = (72, 46, 14, 8) if num <= 64 else (44, 20, 10, 16)  # rows leave room for arrows there and back
+    w, h, rise, most = (
+        (72, 46, 14, 8) if num <= 64 else (44, 20, 10, 16)
+    )  # rows leave room for arrows there and back
     limit = min(most, math.ceil(2 * num**0.5))
     columns = max(b // block for b in nested if b % block == 0 and b // block <= limit)
-    columns = limit if 3 * columns < limit else columns  # a long axis without small divisors wraps where it must
-    gaps = [(s, 6) for s in (apart[a] // block for a in order if sizes[a] > 1) if s > 1 and not (columns % s and s % columns)]
+    columns = (
+        limit if 3 * columns < limit else columns
+    )  # a long axis without small divisors wraps where it must
+    gaps = [
+        (s, 6)
+        for s in (apart[a] // block for a in order if sizes[a] > 1)
+        if s > 1 and not (columns % s and s % columns)
+    ]
     held, frames = node // block, []
-    framed = node < n and node % block == 0 and num % held == 0 and (columns % held == 0 or held % columns == 0)
+    framed = (
+        node < n and node % block == 0 and num % held == 0 and (columns % held == 0 or held % columns == 0)
+    )
     gaps += [(held, 10)] * framed + [(columns, 6)] * (framed and held < columns)
     cells = []
     for i in range(num):
@@ -90,14 +107,23 @@ def places(sizes: dict[str, int], order, node: int) -> dict:
     for first in range(0, num, held) if framed else ():
         (x0, y0), (x1, y1) = cells[first], cells[first + held - 1]
         frames.append([x0 - 3, y0 - 3, x1 - x0 + w + 6, y1 - y0 + h + 6])
-    return {"block": block, "columns": columns, "w": w, "h": h, "rise": rise, "cells": cells, "frames": frames}
+    return {
+        "block": block,
+        "columns": columns,
+        "w": w,
+        "h": h,
+        "rise": rise,
+        "cells": cells,
+        "frames": frames,
+    }
 
 
 def lane(place: dict, source: int, target: int) -> list[list[float]]:
-    """The points of an arrow between two cells, clear of their words: along the lower edges, back along the upper ones.
+    """The points of an arrow between two cells, clear of their words: along the lower edges, back along the
+    upper ones.
 
-    To another row it runs in the gap beside the source's row, and then down the right edges or up the left ones; there and
-    back on two lines, each far enough from the row that it points at for an arrow's head.
+    To another row it runs in the gap beside the source's row, and then down the right edges or up the left
+    ones; there and back on two lines, each far enough from the row that it points at for an arrow's head.
     """
     (x0, y0), (x1, y1) = place["cells"][source], place["cells"][target]
     w, h, down = place["w"], place["h"], target > source
@@ -110,12 +136,14 @@ def lane(place: dict, source: int, target: int) -> list[list[float]]:
 
 
 def rounds(kind: str, g: int, pairs=None) -> list[dict]:
-    """A collective among g ranks, round by round, by rings: what goes from whom to whom, and what each then holds.
+    """A collective among g ranks, round by round, by rings: what goes from whom to whom, and what each then
+    holds.
 
-    ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of the g addends of a sum; of
-    the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else 0 or 1. Round 0 is the start.
-    Reduce-scatter leaves block r with rank r, as `lax.psum_scatter` does. A permute is one hop, between ``pairs`` of ranks
-    or round the ring; who is sent nothing is left with nothing.
+    ``sends`` are [from, to, block]; ``held[rank][block]`` counts what a rank has of a block: of the g addends
+    of a sum; of the g pieces for rank ``block`` (all-to-all, a transpose: g pieces before, g after); else 0
+    or 1. Round 0 is the start. Reduce-scatter leaves block r with rank r, as `lax.psum_scatter` does. A
+    permute is one hop, between ``pairs`` of ranks or round the ring; who is sent nothing is left with
+    nothing.
     """
     reduced, exchanged = kind in ("reduce-scatter", "all-reduce"), kind.endswith("all-to-all")
     held = [[int(reduced or exchanged or rank == b) for b in range(g)] for rank in range(g)]

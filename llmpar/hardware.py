@@ -1,10 +1,11 @@
 """Chips and their links as rows of numbers: each with its unit, its date and the place where it was read.
 
-A row describes one *chip* as its maker does; `Chip.per_device` divides it by the JAX devices that the chip shows as.
-Rates are peak bf16 without sparsity, bytes are bytes (GB = 1e9, GiB = 2**30), bandwidths are one way unless named
-otherwise. Where the published memory and that of the compiler or driver differ, both are kept: `hbm_bytes` is what is
-published (some pages print GB where they mean GiB, so it can be the smaller), `usable_hbm_gib` what the device offers. Of
-a GPU's memory JAX takes three quarters when it starts, unless it is told otherwise: `Chip.usable_bytes` is what is left.
+A row describes one *chip* as its maker does; `Chip.per_device` divides it by the JAX devices that the chip
+shows as. Rates are peak bf16 without sparsity, bytes are bytes (GB = 1e9, GiB = 2**30), bandwidths are one
+way unless named otherwise. Where the published memory and that of the compiler or driver differ, both are
+kept: `hbm_bytes` is what is published (some pages print GB where they mean GiB, so it can be the smaller),
+`usable_hbm_gib` what the device offers. Of a GPU's memory JAX takes three quarters when it starts, unless it
+is told otherwise: `Chip.usable_bytes` is what is left.
 """
 
 from __future__ import annotations
@@ -28,18 +29,22 @@ AOT = "RESOURCE_EXHAUSTED text of libtpu 0.0.42.1, compiled without a device"
 XLA = "openxla/xla, xla/backends/gpu/target_config/specs"
 IB_H100 = f"one 400 Gb/s InfiniBand port per GPU: {BOOK}, GPU chapter"
 NVLINK = f"{BOOK}, GPU chapter, table of NVLink generations"
-NVLINK_REACHED = f"{BOOK}, GPU chapter: 370 of 450 GB/s is the most seen on H100; assumed for the other generations"
+NVLINK_REACHED = (
+    f"{BOOK}, GPU chapter: 370 of 450 GB/s is the most seen on H100; assumed for the other generations"
+)
 ICI_REACHED = f"{BOOK}, TPU chapter counts 90 % of the documented link rate"
 
 
 @dataclass(frozen=True)
 class Chip:
-    """One row. `sources` says for every figure where it comes from; a row loaded from a file may leave it empty.
+    """One row. `sources` says for every figure where it comes from; a row loaded from a file may leave it
+    empty.
 
-    `link` is "torus" (each chip has two links on each of `num_axes` axes) or "switch" (all chips of a node reach each
-    other at once; `num_axes` is 1 and `link_bytes_per_s` is what one chip sends in total). `node_size` counts chips
-    within reach of the fast links: a node (switch) or the largest slice (torus). Beyond it, each chip sends
-    `dcn_bytes_per_s`. A torus axis closes into a ring when its length is a multiple of `wrap_multiple`.
+    `link` is "torus" (each chip has two links on each of `num_axes` axes) or "switch" (all chips of a node
+    reach each other at once; `num_axes` is 1 and `link_bytes_per_s` is what one chip sends in total).
+    `node_size` counts chips within reach of the fast links: a node (switch) or the largest slice (torus).
+    Beyond it, each chip sends `dcn_bytes_per_s`. A torus axis closes into a ring when its length is a
+    multiple of `wrap_multiple`.
     """
 
     name: str
@@ -57,24 +62,29 @@ class Chip:
     date: str  # when the source was current, or the chip was announced
     devices_per_chip: int = 1
     wrap_multiple: int = 1
-    memory_share: float = 1.0  # of the usable memory that JAX takes where the environment does not say another
+    memory_share: float = (
+        1.0  # of the usable memory that JAX takes where the environment does not say another
+    )
     hop_s: float = 1e-6  # {BOOK}: about a microsecond per TPU hop; kept for switches too
     sources: dict[str, str] = field(default_factory=dict, hash=False, repr=False)
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that a program may use on one JAX device: of a GPU the share that JAX takes here (`asked_memory_share`)."""
+        """Bytes that a program may use on one JAX device: of a GPU the share that JAX takes here
+        (`asked_memory_share`)."""
         share = self.memory_share if self.memory_share == 1 else asked_memory_share() or self.memory_share
         return int(self.usable_hbm_gib * GIB * share)
 
     @property
     def reached_link_bytes_per_s(self) -> float:
-        """One-way link rate that large messages reach: use it for times; published examples often use the peak."""
+        """One-way link rate that large messages reach: use it for times; published examples often use the
+        peak."""
         return self.link_bytes_per_s * self.link_efficiency
 
     @property
     def axis_bytes_per_s(self) -> float:
-        """Peak bytes per second that leave a chip along one axis: both directions of a torus ring, all of a switch."""
+        """Peak bytes per second that leave a chip along one axis: both directions of a torus ring, all of a
+        switch."""
         return self.link_bytes_per_s * (2 if self.link == "torus" else 1)
 
     @property
@@ -87,7 +97,8 @@ class Chip:
         return self.link == "switch" or axis_size % self.wrap_multiple == 0
 
     def per_device(self) -> Chip:
-        """The share of one JAX device: rates, bytes and links divided by `devices_per_chip`, node sizes multiplied."""
+        """The share of one JAX device: rates, bytes and links divided by `devices_per_chip`, node sizes
+        multiplied."""
         n = self.devices_per_chip
         shared = ("flops_per_s", "hbm_bytes", "hbm_bytes_per_s", "link_bytes_per_s", "dcn_bytes_per_s")
         share = {f: getattr(self, f) / n for f in shared}
@@ -110,73 +121,315 @@ def asked_memory_share() -> float | None:
     raise ValueError(f"{name}={os.environ[name]} is no share of a GPU's memory; use one above 0, such as .95")
 
 
-def _tpu(name, aliases, flops, hbm, usable, hbm_rate, link, axes, pod, dcn, date, devices=1, wrap=4, reach=0.9, **own):
+def _tpu(
+    name,
+    aliases,
+    flops,
+    hbm,
+    usable,
+    hbm_rate,
+    link,
+    axes,
+    pod,
+    dcn,
+    date,
+    devices=1,
+    wrap=4,
+    reach=0.9,
+    **own,
+):
     source = {
-        "flops_per_s": CLOUD, "hbm_bytes": CLOUD, "hbm_bytes_per_s": CLOUD, "usable_hbm_gib": AOT, "num_axes": CLOUD,
-        "link_bytes_per_s": f"{CLOUD}: bidirectional GB/s per chip / ports / 2", "link_efficiency": ICI_REACHED,
-        "node_size": f"{CLOUD}: chips per pod", "dcn_bytes_per_s": CLOUD, "hop_s": f"{BOOK}, TPU chapter, question 5",
+        "flops_per_s": CLOUD,
+        "hbm_bytes": CLOUD,
+        "hbm_bytes_per_s": CLOUD,
+        "usable_hbm_gib": AOT,
+        "num_axes": CLOUD,
+        "link_bytes_per_s": f"{CLOUD}: bidirectional GB/s per chip / ports / 2",
+        "link_efficiency": ICI_REACHED,
+        "node_size": f"{CLOUD}: chips per pod",
+        "dcn_bytes_per_s": CLOUD,
+        "hop_s": f"{BOOK}, TPU chapter, question 5",
         "memory_share": "all of it",
         "devices_per_chip": "jax.experimental.topologies with libtpu 0.0.42.1",
-        "wrap_multiple": f"{BOOK}, TPU chapter: rings need whole 4x4x4 cubes (v4, v5p) or the full 16 (v5e, v6e)",
-    }  # fmt: skip
-    return Chip(name, (f"tpu-{name}", f"tpu{name}", *aliases), flops, float(hbm), usable, hbm_rate, "torus", link,
-                reach, axes, pod, dcn, date, devices, wrap, sources=source | own)  # fmt: skip
+        "wrap_multiple": (
+            f"{BOOK}, TPU chapter: rings need whole 4x4x4 cubes (v4, v5p) or the full 16 (v5e, v6e)"
+        ),
+    }
+    return Chip(
+        name,
+        (f"tpu-{name}", f"tpu{name}", *aliases),
+        flops,
+        float(hbm),
+        usable,
+        hbm_rate,
+        "torus",
+        link,
+        reach,
+        axes,
+        pod,
+        dcn,
+        date,
+        devices,
+        wrap,
+        sources=source | own,
+    )
 
 
 def _gpu(name, aliases, flops, hbm, usable, hbm_rate, link, node, dcn, date, reach=370 / 450, **own):
     source = {
-        "flops_per_s": XLA, "hbm_bytes": XLA, "hbm_bytes_per_s": XLA, "link_bytes_per_s": NVLINK, "node_size": NVLINK,
+        "flops_per_s": XLA,
+        "hbm_bytes": XLA,
+        "hbm_bytes_per_s": XLA,
+        "link_bytes_per_s": NVLINK,
+        "node_size": NVLINK,
         "usable_hbm_gib": f"{XLA}: device_memory_size",
         "memory_share": "JAX documentation, GPU memory allocation: 75 % by default",
-        "link_efficiency": NVLINK_REACHED, "dcn_bytes_per_s": IB_H100, "num_axes": "one, by definition of a switch",
-        "devices_per_chip": "one", "wrap_multiple": "one, by definition of a switch",
+        "link_efficiency": NVLINK_REACHED,
+        "dcn_bytes_per_s": IB_H100,
+        "num_axes": "one, by definition of a switch",
+        "devices_per_chip": "one",
+        "wrap_multiple": "one, by definition of a switch",
         "hop_s": "assumed equal to a TPU hop",
-    }  # fmt: skip
-    return Chip(name, aliases, flops, float(hbm), usable, hbm_rate, "switch", link, reach, 1, node, dcn, date,
-                memory_share=0.75 if name != "cpu" else 1.0, sources=source | own)  # fmt: skip
+    }
+    return Chip(
+        name,
+        aliases,
+        flops,
+        float(hbm),
+        usable,
+        hbm_rate,
+        "switch",
+        link,
+        reach,
+        1,
+        node,
+        dcn,
+        date,
+        memory_share=0.75 if name != "cpu" else 1.0,
+        sources=source | own,
+    )
 
 
 CHIPS: tuple[Chip, ...] = (
-    _tpu("v3", (), 123e12, 32 * GIB, 15.48, 900e9, 100e9, 2, 1024, 3.125e9, "2018-05", 2, 32, 1.0,
-         link_bytes_per_s=f"{BOOK}, TPU chapter; not in the Cloud pages", link_efficiency="taken as 1: as reached",
-         dcn_bytes_per_s=f"{BOOK}, TPU chapter, first edition: 25 GB/s per host of 8",
-         wrap_multiple="assumed: the full 32x32 pod"),
-    # Cloud runs a v4 as one "megacore" device per chip; the compiler's topology shows two cores, and so does this row.
-    _tpu("v4", ("v4p",), 275e12, 32 * GIB, 15.25, 1200e9, 50e9, 3, 4096, 6.25e9, "2021-05", 2,
-         link_bytes_per_s=f"{BOOK}, TPU chapter: 45 GB/s reached, at the 90 % of its successors",
-         dcn_bytes_per_s=f"{BOOK}, TPU chapter"),
-    _tpu("v5e", ("v5litepod", "v5-lite"), 197e12, 16e9, 15.75, 819e9, 50e9, 2, 256, 3.125e9, "2023-08", 1, 16,
-         dcn_bytes_per_s=f"{BOOK}, TPU chapter; {CLOUD}: 6.4 Tb/s per pod of 256"),
+    _tpu(
+        "v3",
+        (),
+        123e12,
+        32 * GIB,
+        15.48,
+        900e9,
+        100e9,
+        2,
+        1024,
+        3.125e9,
+        "2018-05",
+        2,
+        32,
+        1.0,
+        link_bytes_per_s=f"{BOOK}, TPU chapter; not in the Cloud pages",
+        link_efficiency="taken as 1: as reached",
+        dcn_bytes_per_s=f"{BOOK}, TPU chapter, first edition: 25 GB/s per host of 8",
+        wrap_multiple="assumed: the full 32x32 pod",
+    ),
+    # Cloud runs a v4 as one "megacore" device per chip; the compiler's topology shows two cores, and so does
+    # this row.
+    _tpu(
+        "v4",
+        ("v4p",),
+        275e12,
+        32 * GIB,
+        15.25,
+        1200e9,
+        50e9,
+        3,
+        4096,
+        6.25e9,
+        "2021-05",
+        2,
+        link_bytes_per_s=f"{BOOK}, TPU chapter: 45 GB/s reached, at the 90 % of its successors",
+        dcn_bytes_per_s=f"{BOOK}, TPU chapter",
+    ),
+    _tpu(
+        "v5e",
+        ("v5litepod", "v5-lite"),
+        197e12,
+        16e9,
+        15.75,
+        819e9,
+        50e9,
+        2,
+        256,
+        3.125e9,
+        "2023-08",
+        1,
+        16,
+        dcn_bytes_per_s=f"{BOOK}, TPU chapter; {CLOUD}: 6.4 Tb/s per pod of 256",
+    ),
     _tpu("v5p", (), 459e12, 95 * GIB, 95.74, 2765e9, 100e9, 3, 8960, 6.25e9, "2023-12"),
-    _tpu("v6e", ("trillium", "v6-lite"), 918e12, 32 * GIB, 31.25, 1638e9, 100e9, 2, 256, 12.5e9, "2024-10", 1, 16),
-    _tpu("7x", ("v7x", "tpu-v7x", "ironwood"), 2307e12, 192 * GIB, 94.75, 7380e9, 100e9, 3, 9216, 12.5e9, "2025-11", 2,
-         wrap_multiple="assumed as v5p, which its page calls similar"),
-    _gpu("a100-40", ("a100-sxm4-40gb",), 312e12, 40e9, 42331013120 / GIB, 1555.2e9, 300e9, 8, 25e9, "2020-05",
-         flops_per_s="NVIDIA A100 data sheet", hbm_bytes="NVIDIA A100 data sheet",
-         dcn_bytes_per_s="8 x 200 Gb/s per node: Narayanan et al. 2021, section 5 (Selene)"),
-    _gpu("a100-80", ("a100", "a100-sxm4-80gb"), 312e12, 80e9, 85100068864 / GIB, 2039.04e9, 300e9, 8, 25e9, "2020-11",
-         flops_per_s="NVIDIA A100 data sheet; Narayanan et al. 2021", hbm_bytes="NVIDIA A100 data sheet",
-         dcn_bytes_per_s="8 x 200 Gb/s per node: Narayanan et al. 2021, section 5 (Selene)"),
-    _gpu("h100", ("h100-sxm", "h100-80", "h100-sxm5"), 989.4e12, 84942979072, 84942979072 / GIB, 3352.32e9, 450e9, 8,
-         50e9, "2022-09", flops_per_s=f"{XLA}: 132 SMs x 4 x 512 x 2 x 1.82952 GHz"),
-    _gpu("h200", ("h200-sxm",), 989.4e12, 151397597184, 151397597184 / GIB, 4800e9, 450e9, 8, 50e9, "2023-11",
-         flops_per_s=f"{XLA}: 132 SMs x 4 x 512 x 2 x 1.82952 GHz"),
-    _gpu("b200", (), 2225e12, 191514411008, 191514411008 / GIB, 7672.32e9, 900e9, 8, 50e9, "2024-03",
-         flops_per_s=f"{XLA}: 148 SMs x 4 x 1024 x 2 x 1.83531 GHz; marketing says 2250"),
-    _gpu("gb200", ("gb200-nvl72",), 2398e12, 197897748480, 197897748480 / GIB, 7928.064e9, 900e9, 72, 50e9, "2024-03",
-         flops_per_s=f"{XLA}: 152 SMs x 4 x 1024 x 2 x 1.92591 GHz; marketing says 2500",
-         dcn_bytes_per_s=f"{BOOK}, GPU chapter: 3600 GB/s leave a domain of 72"),
-    # Seven direct links of 64 GB/s, no switch: a group of g < 8 reaches g - 1 of them, which this row does not model.
-    _gpu("mi300x", ("mi300",), 1307.4e12, 192e9, 206141652992 / GIB, 5300e9, 448e9, 8, 50e9, "2023-12", reach=1.0,
-         flops_per_s="AMD Instinct MI300X data sheet", hbm_bytes="AMD Instinct MI300X data sheet (prints 192 GB)",
-         hbm_bytes_per_s="AMD Instinct MI300X data sheet", usable_hbm_gib="rocm-smi: VRAM Total Memory 206141652992 B",
-         link_bytes_per_s="AMD Instinct MI300X data sheet: 7 links x 64 GB/s", node_size="AMD platform: 8 GPUs",
-         link_efficiency="not measured: taken as 1", dcn_bytes_per_s="Azure ND MI300X v5 page: 8 x 400 Gb/s"),
-    _gpu("cpu", ("simulated",), 85e9, 4 * GIB, 4.0, 10e9, 5e9, 8, 1e9, "2026", reach=1.0,
-         flops_per_s="measured with XLA: about 85 GFLOP per core-second on large float32 products", memory_share="all",
-         **dict.fromkeys(("hbm_bytes", "usable_hbm_gib", "hbm_bytes_per_s", "link_bytes_per_s", "link_efficiency",
-                          "node_size", "dcn_bytes_per_s"), "placeholder: simulated devices say nothing about it")),
-)  # fmt: skip
+    _tpu(
+        "v6e",
+        ("trillium", "v6-lite"),
+        918e12,
+        32 * GIB,
+        31.25,
+        1638e9,
+        100e9,
+        2,
+        256,
+        12.5e9,
+        "2024-10",
+        1,
+        16,
+    ),
+    _tpu(
+        "7x",
+        ("v7x", "tpu-v7x", "ironwood"),
+        2307e12,
+        192 * GIB,
+        94.75,
+        7380e9,
+        100e9,
+        3,
+        9216,
+        12.5e9,
+        "2025-11",
+        2,
+        wrap_multiple="assumed as v5p, which its page calls similar",
+    ),
+    _gpu(
+        "a100-40",
+        ("a100-sxm4-40gb",),
+        312e12,
+        40e9,
+        42331013120 / GIB,
+        1555.2e9,
+        300e9,
+        8,
+        25e9,
+        "2020-05",
+        flops_per_s="NVIDIA A100 data sheet",
+        hbm_bytes="NVIDIA A100 data sheet",
+        dcn_bytes_per_s="8 x 200 Gb/s per node: Narayanan et al. 2021, section 5 (Selene)",
+    ),
+    _gpu(
+        "a100-80",
+        ("a100", "a100-sxm4-80gb"),
+        312e12,
+        80e9,
+        85100068864 / GIB,
+        2039.04e9,
+        300e9,
+        8,
+        25e9,
+        "2020-11",
+        flops_per_s="NVIDIA A100 data sheet; Narayanan et al. 2021",
+        hbm_bytes="NVIDIA A100 data sheet",
+        dcn_bytes_per_s="8 x 200 Gb/s per node: Narayanan et al. 2021, section 5 (Selene)",
+    ),
+    _gpu(
+        "h100",
+        ("h100-sxm", "h100-80", "h100-sxm5"),
+        989.4e12,
+        84942979072,
+        84942979072 / GIB,
+        3352.32e9,
+        450e9,
+        8,
+        50e9,
+        "2022-09",
+        flops_per_s=f"{XLA}: 132 SMs x 4 x 512 x 2 x 1.82952 GHz",
+    ),
+    _gpu(
+        "h200",
+        ("h200-sxm",),
+        989.4e12,
+        151397597184,
+        151397597184 / GIB,
+        4800e9,
+        450e9,
+        8,
+        50e9,
+        "2023-11",
+        flops_per_s=f"{XLA}: 132 SMs x 4 x 512 x 2 x 1.82952 GHz",
+    ),
+    _gpu(
+        "b200",
+        (),
+        2225e12,
+        191514411008,
+        191514411008 / GIB,
+        7672.32e9,
+        900e9,
+        8,
+        50e9,
+        "2024-03",
+        flops_per_s=f"{XLA}: 148 SMs x 4 x 1024 x 2 x 1.83531 GHz; marketing says 2250",
+    ),
+    _gpu(
+        "gb200",
+        ("gb200-nvl72",),
+        2398e12,
+        197897748480,
+        197897748480 / GIB,
+        7928.064e9,
+        900e9,
+        72,
+        50e9,
+        "2024-03",
+        flops_per_s=f"{XLA}: 152 SMs x 4 x 1024 x 2 x 1.92591 GHz; marketing says 2500",
+        dcn_bytes_per_s=f"{BOOK}, GPU chapter: 3600 GB/s leave a domain of 72",
+    ),
+    # Seven direct links of 64 GB/s, no switch: a group of g < 8 reaches g - 1 of them, which this row does
+    # not model.
+    _gpu(
+        "mi300x",
+        ("mi300",),
+        1307.4e12,
+        192e9,
+        206141652992 / GIB,
+        5300e9,
+        448e9,
+        8,
+        50e9,
+        "2023-12",
+        reach=1.0,
+        flops_per_s="AMD Instinct MI300X data sheet",
+        hbm_bytes="AMD Instinct MI300X data sheet (prints 192 GB)",
+        hbm_bytes_per_s="AMD Instinct MI300X data sheet",
+        usable_hbm_gib="rocm-smi: VRAM Total Memory 206141652992 B",
+        link_bytes_per_s="AMD Instinct MI300X data sheet: 7 links x 64 GB/s",
+        node_size="AMD platform: 8 GPUs",
+        link_efficiency="not measured: taken as 1",
+        dcn_bytes_per_s="Azure ND MI300X v5 page: 8 x 400 Gb/s",
+    ),
+    _gpu(
+        "cpu",
+        ("simulated",),
+        85e9,
+        4 * GIB,
+        4.0,
+        10e9,
+        5e9,
+        8,
+        1e9,
+        "2026",
+        reach=1.0,
+        flops_per_s="measured with XLA: about 85 GFLOP per core-second on large float32 products",
+        memory_share="all",
+        **dict.fromkeys(
+            (
+                "hbm_bytes",
+                "usable_hbm_gib",
+                "hbm_bytes_per_s",
+                "link_bytes_per_s",
+                "link_efficiency",
+                "node_size",
+                "dcn_bytes_per_s",
+            ),
+            "placeholder: simulated devices say nothing about it",
+        ),
+    ),
+)
 
 NAMES = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
 
@@ -197,15 +450,19 @@ def chip(name: str | Path) -> Chip:
 def _row(name: str) -> Chip:
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
     if key not in NAMES:
-        raise ValueError(f"chip {name!r} is not known; known are {', '.join(c.name for c in CHIPS)}; "
-                         "or give the path of a .toml file (base = 'h100' and the fields that differ)")  # fmt: skip
+        raise ValueError(
+            f"chip {name!r} is not known; known are {', '.join(c.name for c in CHIPS)}; "
+            "or give the path of a .toml file (base = 'h100' and the fields that differ)"
+        )
     return NAMES[key]
 
 
 def _load(path: Path) -> Chip:
     if not path.is_file():
-        raise ValueError(f"chip file {str(path)!r} does not exist; give an existing .toml file or one of "
-                         f"{', '.join(c.name for c in CHIPS)}")  # fmt: skip
+        raise ValueError(
+            f"chip file {str(path)!r} does not exist; give an existing .toml file or one of "
+            f"{', '.join(c.name for c in CHIPS)}"
+        )
     try:
         row = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -214,7 +471,9 @@ def _load(path: Path) -> Chip:
     base = row.pop("base", None)
     known = {f.name for f in fields(Chip)}
     if unknown := sorted(set(row) - known):
-        raise ValueError(f"{asked} has the unknown field {', '.join(unknown)}; known: base, {', '.join(sorted(known))}")
+        raise ValueError(
+            f"{asked} has the unknown field {', '.join(unknown)}; known: base, {', '.join(sorted(known))}"
+        )
     row.setdefault("name", path.stem)
     row.setdefault("aliases", [])
     types = {"name": str, "link": str, "date": str, "aliases": list, "sources": dict}
@@ -242,24 +501,36 @@ def _load(path: Path) -> Chip:
         return replace(inherited, **row)
     optional = {"aliases", "devices_per_chip", "wrap_multiple", "memory_share", "hop_s", "sources"}
     if missing := [f.name for f in fields(Chip) if f.name not in row and f.name not in optional]:
-        raise ValueError(f"{asked} lacks {', '.join(missing)}; add them, or base = 'h100' to take them from a row")
+        raise ValueError(
+            f"{asked} lacks {', '.join(missing)}; add them, or base = 'h100' to take them from a row"
+        )
     return Chip(**row)
 
 
 # What jax.devices()[0].device_kind says, tried in this order. Words are matched whole: "GB200" is not a B200.
 KINDS = (
-    (r"TPU v3", "v3"), (r"TPU v4", "v4"), (r"TPU v5 lite|TPU v5e", "v5e"), (r"TPU v5p?", "v5p"),
-    (r"TPU v6 lite|TPU v6e", "v6e"), (r"TPU ?7x?", "7x"),
-    (r".*\bA100-SXM\d?-40GB", "a100-40"), (r".*\bA100-SXM\d?-80GB", "a100-80"),
-    (r".*\bH100 80GB HBM3|.*\bH100 SXM.*", "h100"), (r".*\bH200( 141GB.*)?", "h200"), (r".*\bB200", "b200"),
-    (r".*\bGB200", "gb200"), (r".*\bMI300X( VF| OAM)?", "mi300x"), (r"cpu", "cpu"),
-)  # fmt: skip
+    (r"TPU v3", "v3"),
+    (r"TPU v4", "v4"),
+    (r"TPU v5 lite|TPU v5e", "v5e"),
+    (r"TPU v5p?", "v5p"),
+    (r"TPU v6 lite|TPU v6e", "v6e"),
+    (r"TPU ?7x?", "7x"),
+    (r".*\bA100-SXM\d?-40GB", "a100-40"),
+    (r".*\bA100-SXM\d?-80GB", "a100-80"),
+    (r".*\bH100 80GB HBM3|.*\bH100 SXM.*", "h100"),
+    (r".*\bH200( 141GB.*)?", "h200"),
+    (r".*\bB200", "b200"),
+    (r".*\bGB200", "gb200"),
+    (r".*\bMI300X( VF| OAM)?", "mi300x"),
+    (r"cpu", "cpu"),
+)
 
 
 def guess(device_kind: str) -> Chip | None:
     """The row for JAX's `device_kind`, or None where no row is right.
 
-    PCIe boards, MIG slices and lite variants have other links, clocks or memory than their namesakes: no guess is made.
+    PCIe boards, MIG slices and lite variants have other links, clocks or memory than their namesakes: no
+    guess is made.
     """
     for pattern, name in KINDS:
         if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):

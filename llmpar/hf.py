@@ -1,9 +1,10 @@
-"""Weights of Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE as Hugging Face stores them: safetensors in and out.
+"""Weights of Llama, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE as Hugging Face stores them: safetensors in
+and out.
 
-They keep one tensor per layer and expert, and a projection as [out, in] with its heads merged; we stack layers and experts
-and keep heads apart. `NAMES` says theirs in our letters: ``(n h) d`` has one dim made of heads times head width. A load
-reads only a device's own rows and columns out of the memory-mapped files, so no host holds the whole model. (Only a shard
-cut along ``h`` is read with its whole heads and cut afterwards.)
+They keep one tensor per layer and expert, and a projection as [out, in] with its heads merged; we stack
+layers and experts and keep heads apart. `NAMES` says theirs in our letters: ``(n h) d`` has one dim made of
+heads times head width. A load reads only a device's own rows and columns out of the memory-mapped files, so
+no host holds the whole model. (Only a shard cut along ``h`` is read with its whole heads and cut afterwards.)
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ class _Weight:
         self.letters, self.shape = dims.split()[1:], shape
         self.sizes = dict(zip(self.letters, shape, strict=True))
         self.groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w", theirs)]
-        self.stacked = self.letters[: self.name.count("{}")]  # dims with a tensor for each index: layers, experts
+        self.stacked = self.letters[
+            : self.name.count("{}")
+        ]  # dims with a tensor for each index: layers, experts
         self.names = self.named({x: slice(self.sizes[x]) for x in self.stacked})
         self.their_shape = tuple(product(self.sizes[x] for x in group) for group in self.groups)
 
@@ -96,7 +99,8 @@ class _Weight:
         return out
 
     def write(self, value: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors of this weight. Contiguous copies: safetensors 0.8 writes transposed views in the wrong order."""
+        """The tensors of this weight. Contiguous copies: safetensors 0.8 writes transposed views in the wrong
+        order."""
         letters = self.letters[len(self.stacked) :]
         layers = value.reshape(-1, *(self.sizes[x] for x in letters))
         order = [letters.index(x) for group in self.groups for x in group]
@@ -124,17 +128,20 @@ def _kind(config: ModelConfig) -> str:
     """The family's name there."""
     if config.experts:
         return "qwen3_moe" if config.qk_norm else "mixtral"
-    return "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "mistral" if config.window else "llama"
+    return (
+        "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "mistral" if config.window else "llama"
+    )
 
 
 def from_state_dict(
     tensors: Mapping[str, Any], config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
 ) -> Tree:
-    """Parameters from tensors by Hugging Face name, each put straight onto its sharding (default: the first device).
+    """Parameters from tensors by Hugging Face name, each put straight onto its sharding (default: the first
+    device).
 
-    A tensor is an array, or a slice of a safetensors file. Missing, unexpected, misshapen and quantized ones are
-    refused by name. Two redundant ones are left out: ``rotary_emb.inv_freq`` of old files (computed here), and a tied
-    model's output head (if it equals the embedding).
+    A tensor is an array, or a slice of a safetensors file. Missing, unexpected, misshapen and quantized ones
+    are refused by name. Two redundant ones are left out: ``rotary_emb.inv_freq`` of old files (computed
+    here), and a tied model's output head (if it equals the embedding).
     """
     weights = _weights(config)
     expected = {name: weight.their_shape for weight in weights.values() for name in weight.names}
@@ -171,7 +178,8 @@ def _describe(tensor) -> tuple[tuple[int, ...], str]:
 
 
 def to_state_dict(params: Tree, config: ModelConfig, dtype: str = "float32") -> dict[str, np.ndarray]:
-    """All tensors by Hugging Face name, whole, in the memory of this process, which must be able to read ``params``."""
+    """All tensors by Hugging Face name, whole, in the memory of this process, which must be able to read
+    ``params``."""
     flat = flatten_dict(params, sep=".")
     pieces = [weight.write(np.asarray(flat[path]).astype(dtype)) for path, weight in _weights(config).items()]
     return {name: tensor for piece in pieces for name, tensor in piece.items()}
@@ -180,9 +188,11 @@ def to_state_dict(params: Tree, config: ModelConfig, dtype: str = "float32") -> 
 def load(
     source: str | os.PathLike | Iterable, config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
 ) -> Tree:
-    """Parameters from a folder (``model.safetensors``, or the shards that its index.json names), or from files.
+    """Parameters from a folder (``model.safetensors``, or the shards that its index.json names), or from
+    files.
 
-    Reads what the devices of this process need and no more; the shards of one weight at a time are in host memory.
+    Reads what the devices of this process need and no more; the shards of one weight at a time are in host
+    memory.
     """
     safetensors, tensors = _safetensors(), dict[str, Any]()
     for file in _files(pathlib.Path(source)) if isinstance(source, str | os.PathLike) else source:
@@ -201,7 +211,9 @@ def _safetensors():
     try:
         import safetensors.numpy
     except ImportError as error:
-        raise ValueError("Hugging Face weights need the package safetensors; install the extra llmpar[hf]") from error
+        raise ValueError(
+            "Hugging Face weights need the package safetensors; install the extra llmpar[hf]"
+        ) from error
     return safetensors
 
 
@@ -216,38 +228,67 @@ def _files(source: pathlib.Path) -> list[pathlib.Path]:
             raise ValueError(f"it names '{outside[0]}', which is no file of that folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else repr(error)
-        raise ValueError(f"'{source}' has neither {whole.name} nor a readable {index.name} ({why})") from error
+        raise ValueError(
+            f"'{source}' has neither {whole.name} nor a readable {index.name} ({why})"
+        ) from error
     return [source / name for name in names]
 
 
 def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
-    """What :func:`llmpar.config.from_hugging_face` reads back as this model, and `transformers` as the same."""
+    """What :func:`llmpar.config.from_hugging_face` reads back as this model, and `transformers` as the
+    same."""
     kind, how = _kind(config), config.experts
     config.param_shapes()  # refuses what is only counted
     if config.qkv_bias and config.qk_norm:
-        raise ValueError(f"'{config.name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms")
-    if how and (config.qkv_bias or how.shared or how.score != "softmax" or how.bias_rate is not None or how.scale != 1):
-        raise ValueError(f"'{config.name}' routes as neither Mixtral nor Qwen3-MoE does; those use a softmax over experts")
+        raise ValueError(
+            f"'{config.name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms"
+        )
+    if how and (
+        config.qkv_bias or how.shared or how.score != "softmax" or how.bias_rate is not None or how.scale != 1
+    ):
+        raise ValueError(
+            f"'{config.name}' routes as neither Mixtral nor Qwen3-MoE does; those use a softmax over experts"
+        )
     raw = {
-        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"], "model_type": kind, "hidden_act": "silu",
-        "vocab_size": config.vocab_size, "hidden_size": config.width, "intermediate_size": config.ffn_width,
-        "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_width, "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied, "rope_theta": config.rope_theta, "initializer_range": config.init_scale,
-    }  # fmt: skip
+        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.ffn_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_width,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rope_theta,
+        "initializer_range": config.init_scale,
+    }
     if config.window:  # Qwen's layers from max_window_layers on have it
         raw |= {"sliding_window": config.window, "use_sliding_window": True, "max_window_layers": 0}
     if how:
-        raw |= {"num_experts_per_tok": how.chosen, "router_aux_loss_coef": how.balance, "norm_topk_prob": how.renormalise}
-        raw |= {"moe_intermediate_size": config.ffn_width, "num_experts": how.num, "num_local_experts": how.num}
+        raw |= {
+            "num_experts_per_tok": how.chosen,
+            "router_aux_loss_coef": how.balance,
+            "norm_topk_prob": how.renormalise,
+        }
+        raw |= {
+            "moe_intermediate_size": config.ffn_width,
+            "num_experts": how.num,
+            "num_local_experts": how.num,
+        }
         raw |= {"router_z_loss_coef": how.z} if how.z else {}
         raw |= {"expert_capacity_factor": how.capacity_factor} if how.capacity_factor else {}
     if scaling := config.rope_scaling:
         raw["max_position_embeddings"] = int(scaling.factor * scaling.original_context)
         raw["rope_scaling"] = {
-            "rope_type": "llama3", "factor": scaling.factor, "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor, "original_max_position_embeddings": scaling.original_context,
-        }  # fmt: skip
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
     return raw
 
 
@@ -256,7 +297,9 @@ def save(folder: str | os.PathLike, params: Tree, config: ModelConfig, dtype: st
     path, safetensors = pathlib.Path(folder), _safetensors()
     path.mkdir(parents=True, exist_ok=True)
     text = json.dumps(to_hugging_face(config) | {"torch_dtype": dtype}, indent=2)
-    safetensors.numpy.save_file(to_state_dict(params, config, dtype), path / "model.part", metadata={"format": "pt"})
+    safetensors.numpy.save_file(
+        to_state_dict(params, config, dtype), path / "model.part", metadata={"format": "pt"}
+    )
     (path / "config.part").write_text(text + "\n")
     os.replace(path / "model.part", path / "model.safetensors")
     os.replace(path / "config.part", path / "config.json")

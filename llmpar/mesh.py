@@ -17,18 +17,24 @@ from llmpar.notation import AXES, Layout, MeshShape, parse_mesh, product
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 POOL_SIZE = ("NPROC", "PJRT_NPROC")
-"""Environment variables for the size of XLA's thread pool. JAX 0.10.2 and 0.12 read both, and the second wins."""
+"""Environment variables for the size of XLA's thread pool. JAX 0.10.2 and 0.12 read both, and the second
+wins."""
 THREADS_PER_DEVICE = 4
 MAX_SIMULATED = 1024
 
 
 def use_devices(simulated: int = 8) -> list[jax.Device]:
-    """The accelerators of this machine or, where there is none, ``simulated`` CPU devices. Call it before other JAX work.
+    """The accelerators of this machine or, where there is none, ``simulated`` CPU devices. Call it before
+    other JAX work.
 
-    Raises ValueError when JAX has started already with fewer CPU devices: the number is fixed from its first use on.
+    Raises ValueError when JAX has started already with fewer CPU devices: the number is fixed from its first
+    use on.
     """
     if not 1 <= simulated <= MAX_SIMULATED:
-        raise ValueError(f"{simulated} simulated devices were asked for; use 1 to {MAX_SIMULATED}, all threads of one process")
+        raise ValueError(
+            f"{simulated} simulated devices were asked for; use 1 to {MAX_SIMULATED}, all threads of one"
+            " process"
+        )
     if _COUNT_FLAG not in os.environ.get("XLA_FLAGS", "") and "JAX_NUM_CPU_DEVICES" not in os.environ:
         try:
             jax.config.update("jax_num_cpu_devices", simulated)
@@ -37,7 +43,10 @@ def use_devices(simulated: int = 8) -> list[jax.Device]:
     with _enough_threads(simulated):
         try:
             devices = ordered_devices()
-        except (RuntimeError, AssertionError) as error:  # JAX asserts where the platform that it was told is not there
+        except (
+            RuntimeError,
+            AssertionError,
+        ) as error:  # JAX asserts where the platform that it was told is not there
             told = os.environ.get("JAX_PLATFORMS", "")
             where = f"JAX_PLATFORMS={told}" if told else "the platform of this machine"
             why = str(error).partition("\n")[0][:200] or "there is no such device"
@@ -45,21 +54,22 @@ def use_devices(simulated: int = 8) -> list[jax.Device]:
             raise ValueError(f"JAX cannot start on {where}: {why}; {what}") from error
     if devices[0].platform == "cpu" and len(devices) < simulated:
         raise ValueError(
-            f"{simulated} simulated devices were asked for but JAX has started with {len(devices)}, and the number is fixed "
-            f"at its first use; ask for {len(devices)} (--devices {len(devices)}), call use_devices() first in a fresh "
-            f"process, or set XLA_FLAGS={_COUNT_FLAG}={simulated}"
+            f"{simulated} simulated devices were asked for but JAX has started with {len(devices)}, and the"
+            f" number is fixed at its first use; ask for {len(devices)} (--devices {len(devices)}), call"
+            f" use_devices() first in a fresh process, or set XLA_FLAGS={_COUNT_FLAG}={simulated}"
         )
     return devices
 
 
 @contextlib.contextmanager
 def _enough_threads(simulated: int):
-    """While JAX starts, ask XLA for `THREADS_PER_DEVICE` threads per simulated device, unless the user has asked for some.
-    ``simulated`` counts if the environment asks for no other number of devices.
+    """While JAX starts, ask XLA for `THREADS_PER_DEVICE` threads per simulated device, unless the user has
+    asked for some. ``simulated`` counts if the environment asks for no other number of devices.
 
-    All simulated devices share one pool, by default of as many threads as there are devices or cores. A collective blocks a
-    thread until its whole group has come, so two collectives that no data orders can take every thread, each waiting for
-    one that finds none. XLA reads the pool's size from the environment once, when its CPU client starts.
+    All simulated devices share one pool, by default of as many threads as there are devices or cores. A
+    collective blocks a thread until its whole group has come, so two collectives that no data orders can take
+    every thread, each waiting for one that finds none. XLA reads the pool's size from the environment once,
+    when its CPU client starts.
     """
     told = re.findall(rf"{_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     devices = int(told[-1] if told else os.environ.get("JAX_NUM_CPU_DEVICES", simulated))
@@ -81,9 +91,9 @@ def ordered_devices() -> list[jax.Device]:
 def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
     """A mesh of all six axes over real or simulated devices, slow links outermost; sizes of one cost nothing.
 
-    Uses the first devices when the product is smaller than their number. On a whole accelerator the devices are laid out
-    along its links. Several slices (pods of TPUs; every host of GPUs is one) are dealt to the axes from the outermost on,
-    to each as many as divide it, so that the slow network carries the slow axes.
+    Uses the first devices when the product is smaller than their number. On a whole accelerator the devices
+    are laid out along its links. Several slices (pods of TPUs; every host of GPUs is one) are dealt to the
+    axes from the outermost on, to each as many as divide it, so that the slow network carries the slow axes.
     """
     devices = ordered_devices() if devices is None else devices
     shape = parse_mesh(shape, len(devices))
@@ -98,12 +108,15 @@ def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
             left //= across[-1]
         within = [n // many for n, many in zip(sizes, across, strict=True)]
         try:
-            grid = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+            grid = mesh_utils.create_hybrid_device_mesh(
+                within, across, devices, allow_split_physical_axes=True
+            )
         except (NotImplementedError, AssertionError, ValueError) as error:  # JAX raises all three
             many = " + ".join(map(str, slices.values()))
             raise ValueError(
-                f"mesh '{shape}' was asked for on {len(devices)} x {devices[0].device_kind}, but JAX finds no layout along "
-                f"their links: the {many} devices of its slices are not equal boxes; try '!{shape}' for plain order"
+                f"mesh '{shape}' was asked for on {len(devices)} x {devices[0].device_kind}, but JAX finds no"
+                f" layout along their links: the {many} devices of its slices are not equal boxes; try"
+                f" '!{shape}' for plain order"
             ) from error
     return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -130,7 +143,8 @@ def shard_bytes(layout: Layout, shape: tuple[int, ...], itemsize: int, sizes: di
 
 
 def groups(shape: MeshShape, *axes: str) -> np.ndarray:
-    """Device positions of the groups that communicate over ``axes``: one row a group, [num_groups, group_size]."""
+    """Device positions of the groups that communicate over ``axes``: one row a group, [num_groups,
+    group_size]."""
     names = list(AXES)
     grid = np.arange(shape.size).reshape(tuple(shape.sizes.values()))
     grid = np.moveaxis(grid, [names.index(a) for a in axes], range(-len(axes), 0))

@@ -1,8 +1,8 @@
 """Llama-family models. The text knows dims, never mesh axes: read it as if there were one device.
 
-Where a value lives is said by arrows. `par` reads them (see :mod:`llmpar.par`); with `Solo` they mean nothing, and the model
-below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and SwiGLU, plus what Qwen 2 and 3 add
-(biases on q, k and v; a norm on q and k).
+Where a value lives is said by arrows. `par` reads them (see :mod:`llmpar.par`); with `Solo` they mean
+nothing, and the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
+SwiGLU, plus what Qwen 2 and 3 add (biases on q, k and v; a norm on q and k).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from llmpar import attention, moe
 from llmpar.config import ExpertConfig, ModelConfig
 
 Batch = dict[str, jax.Array]
-"""What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents, from 1)."""
+"""What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
+from 1)."""
 
 
 def param(rngs: nnx.Rngs, dims: str, shape: tuple[int, ...], scale: float) -> nnx.Param:
@@ -50,7 +51,8 @@ class Attention(nnx.Module):
         self.o = param(rngs, "attention n h d", (n, h, d), config.init_scale / (2 * config.num_layers) ** 0.5)
         if config.qkv_bias:
             self.q_bias, self.k_bias, self.v_bias = (
-                nnx.Param(jnp.zeros((heads, h)), dims=f"attention {dim} h") for dim, heads in (("n", n), ("k", k), ("k", k))
+                nnx.Param(jnp.zeros((heads, h)), dims=f"attention {dim} h")
+                for dim, heads in (("n", n), ("k", k), ("k", k))
             )
         if config.qk_norm:
             self.q_norm = RMSNorm("attention h", h, config.norm_eps, rngs)
@@ -63,7 +65,10 @@ class Attention(nnx.Module):
         k = jnp.einsum("bsd,dkh->bskh", x, par.weight(self.k))
         v = jnp.einsum("bsd,dkh->bskh", x, par.weight(self.v))
         if self.config.qkv_bias:
-            q, k, v = (y + par.weight(bias)[None, None] for y, bias in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
+            q, k, v = (
+                y + par.weight(bias)[None, None]
+                for y, bias in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias))
+            )
         if self.config.qk_norm:
             q, k = self.q_norm(q, par), self.k_norm(k, par)
         q, k = rotate(q, rope), rotate(k, rope)
@@ -74,10 +79,12 @@ class Attention(nnx.Module):
 
 
 def attend(q, k, v, ids, mask: attention.Mask, par):
-    """Attention ``b s k r h``: queries and keys move to where the plan wants them to meet, and the result moves back.
+    """Attention ``b s k r h``: queries and keys move to where the plan wants them to meet, and the result
+    moves back.
 
-    Three ways to cut a long sequence are three tables of regions. In a ring nothing moves here, and the keys that are
-    still cut travel during attention; Ulysses has whole sequences of some heads; gathered keys meet the queries at home.
+    Three ways to cut a long sequence are three tables of regions. In a ring nothing moves here, and the keys
+    that are still cut travel during attention; Ulysses has whole sequences of some heads; gathered keys meet
+    the queries at home.
     """
     if par.cache:
         return par.cache.attend(q, k, v, ids[0], mask)
@@ -89,11 +96,18 @@ def attend(q, k, v, ids, mask: attention.Mask, par):
         compute = functools.partial(attention.by_kernel, contiguous=par.plan.in_order, kernel=kernel)
     if axes:
         (axis,) = axes
-        joins = block and block >= q.shape[1]  # a tile must not join the two parts that zigzag deals to a rank
+        joins = (
+            block and block >= q.shape[1]
+        )  # a tile must not join the two parts that zigzag deals to a rank
         compute = functools.partial(attention.ring, axis=axis, block=None if joins else block)
 
     def here(q, k, v, q_positions, q_segments, k_positions, k_segments):
-        ids = dict(q_positions_bs=q_positions, q_segments_bs=q_segments, k_positions_bt=k_positions, k_segments_bt=k_segments)
+        ids = dict(
+            q_positions_bs=q_positions,
+            q_segments_bs=q_segments,
+            k_positions_bt=k_positions,
+            k_segments_bt=k_segments,
+        )
         return compute(q, k, v, mask=mask, **ids)[0]
 
     queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "keys b s"
@@ -123,37 +137,46 @@ class FeedForward(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """A mixture of experts (Shazeer et al. 2017): each token visits a few of many feed-forwards, as its router chooses."""
+    """A mixture of experts (Shazeer et al. 2017): each token visits a few of many feed-forwards, as its
+    router chooses."""
 
     def __init__(self, config: ModelConfig, how: ExpertConfig, rngs: nnx.Rngs):
         d, m, e, self.how = config.width, config.ffn_width, how.num, how
         self.router = param(rngs, "stream d e", (d, e), config.init_scale)
         self.gate = param(rngs, "experts e d m", (e, d, m), config.init_scale)
         self.up = param(rngs, "experts e d m", (e, d, m), config.init_scale)
-        self.down = param(rngs, "experts e m d", (e, m, d), config.init_scale / (2 * config.num_layers) ** 0.5)
+        self.down = param(
+            rngs, "experts e m d", (e, m, d), config.init_scale / (2 * config.num_layers) ** 0.5
+        )
         if how.bias_rate is not None:
             self.bias = nnx.Param(jnp.zeros(e), dims="stream e")
         if how.shared:
             self.shared = FeedForward(config, rngs, how.shared * m)
 
     def __call__(self, x, par):
-        """The weighted sum of the chosen experts (and of the shared ones), and what the router tells: whom it chose, and the
-        losses and tally of `moe.route`."""
+        """The weighted sum of the chosen experts (and of the shared ones), and what the router tells: whom it
+        chose, and the losses and tally of `moe.route`."""
         logits = jnp.einsum("bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32)
-        bias = [] if self.how.bias_rate is None else [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
+        bias = (
+            []
+            if self.how.bias_rate is None
+            else [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
+        )
         told = {"loss": "stream b s", "tally": "stream e +b +s"}
         route = par.local(
             functools.partial(moe.route, self.how, par.explicit),
-            ["stream b s e", *["stream e"] * len(bias)], ("stream b s e", "stream b s e", told),
-        )  # fmt: skip
+            ["stream b s e", *["stream e"] * len(bias)],
+            ("stream b s e", "stream b s e", told),
+        )
         weights, chosen, told = route(logits, *bias)
         told = told | {"chosen": chosen}
         x = par.move(x, "stream b s d -> ffn b s d")
         weights, chosen = (par.move(y, "stream b s e -> ffn b s e") for y in (weights, chosen))
         visit = par.local(
             functools.partial(moe.visit, self.how, par.explicit),
-            ["ffn b s d", "ffn b s e", "ffn b s e", "experts e d m", "experts e d m", "experts e m d"], "ffn b s d +m",
-        )  # fmt: skip
+            ["ffn b s d", "ffn b s e", "ffn b s e", "experts e d m", "experts e d m", "experts e m d"],
+            "ffn b s d +m",
+        )
         y = visit(x, weights, chosen, *(par.weight(w) for w in (self.gate, self.up, self.down)))
         if self.how.shared:
             y = y + self.shared.inside(x, par)
@@ -182,7 +205,8 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Embedding, a stack of blocks (their weights have a leading dim of layers), a norm, and the vocabulary-parallel loss."""
+    """Embedding, a stack of blocks (their weights have a leading dim of layers), a norm, and the
+    vocabulary-parallel loss."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         v, d = config.vocab_size, config.width
@@ -200,7 +224,8 @@ class Llama(nnx.Module):
         return embedding, embedding if self.config.tied else par.weight(self.head)
 
     def embed(self, table, batch: Batch, par):
-        """Look tokens up. Each device knows a block of the vocabulary, and contributes zero for all other tokens."""
+        """Look tokens up. Each device knows a block of the vocabulary, and contributes zero for all other
+        tokens."""
         local = batch["tokens"] - par.index("vocab v") * table.shape[0]
         known = (0 <= local) & (local < table.shape[0])
         x = jnp.where(known[..., None], table[jnp.where(known, local, 0)], 0)
@@ -212,7 +237,8 @@ class Llama(nnx.Module):
         return self.norm(x, par), told
 
     def run(self, x, batch: Batch, par, layers):
-        """The residual stream after the blocks that are here, run one after the other by ``layers``, and what they tell."""
+        """The residual stream after the blocks that are here, run one after the other by ``layers``, and what
+        they tell."""
         graph, weights = nnx.split(self.blocks)
         rope = rope_table(self.config, batch["positions"])
         keys = [par.move(batch[name], "data b s -> keys b s") for name in ("positions", "segments")]
@@ -224,12 +250,13 @@ class Llama(nnx.Module):
         return layers(block, x, weights)
 
     def losses(self, batch: Batch, par):
-        """The cross-entropy of every target in nats, ``b s`` float32, 0 where the target is -1: see `observed`."""
+        """The cross-entropy of every target in nats, ``b s`` float32, 0 where the target is -1: see
+        `observed`."""
         return self.observed(batch, par)[0]
 
     def summed(self, batch: Batch, par):
-        """What training makes small, summed over the tokens here: the cross-entropies and the routers' own losses. And the
-        routers' tally, ``l e`` (None without experts)."""
+        """What training makes small, summed over the tokens here: the cross-entropies and the routers' own
+        losses. And the routers' tally, ``l e`` (None without experts)."""
         losses, told = self.observed(batch, par)
         if told is None:
             return losses.sum(), None
@@ -238,8 +265,8 @@ class Llama(nnx.Module):
     def observed(self, batch: Batch, par):
         """The cross-entropies ``b s``, and what the routers tell (None without experts).
 
-        Devices that hold a block of the vocabulary exchange three numbers per token (the maximum, the sum of exponentials,
-        the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
+        Devices that hold a block of the vocabulary exchange three numbers per token (the maximum, the sum of
+        exponentials, the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
         """
         embedding, head = self.tables(par)
         x, told = self.hidden(embedding, batch, par)
@@ -267,35 +294,46 @@ class Llama(nnx.Module):
         """All logits, ``b s v`` float32, gathered: for parity tests and sampling, not for training."""
         embedding, head = self.tables(par)
         x = par.move(self.hidden(embedding, batch, par)[0], "stream b s d -> vocab b s d")
-        return par.move(jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32), "vocab b s v -> data b s v")
+        return par.move(
+            jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32),
+            "vocab b s v -> data b s v",
+        )
 
 
-# ------------------------------------------------------------------------------------------------------------------ RoPE
+# ------------------------------------------------------------------------------------------------------- RoPE
 
 
 def rope_table(config: ModelConfig, positions_bs) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines ``b s 1 h/2`` of the rotary embedding at true positions (Su et al. 2021)."""
-    angles = positions_bs[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
+    angles = (
+        positions_bs[..., None].astype(jnp.float32)
+        * jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
+    )
     return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per position of each pair, ``h/2``; low frequencies are stretched where Llama 3.1's scaling is set.
+    """Radians per position of each pair, ``h/2``; low frequencies are stretched where Llama 3.1's scaling is
+    set.
 
-    Wavelengths up to the original context over ``high_freq_factor`` stay, those beyond it over ``low_freq_factor`` are
-    divided by ``factor``, and between them the two are blended (Llama 3.1 reference configuration, 2024).
+    Wavelengths up to the original context over ``high_freq_factor`` stay, those beyond it over
+    ``low_freq_factor`` are divided by ``factor``, and between them the two are blended (Llama 3.1 reference
+    configuration, 2024).
     """
     frequency = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
     scaling = config.rope_scaling
     if scaling is None:
         return frequency
     turns = scaling.original_context * frequency / (2 * np.pi)
-    blend = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
+    blend = np.clip(
+        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1
+    )
     return frequency * (blend + (1 - blend) / scaling.factor)
 
 
 def rotate(x, rope):
-    """Turn the pairs (i, i + h/2) of each head by their angles, in float32: Hugging Face's order of the halves."""
+    """Turn the pairs (i, i + h/2) of each head by their angles, in float32: Hugging Face's order of the
+    halves."""
     cos, sin = rope
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,19 +1,21 @@
 """Route tokens to experts, on one device or on many: choose, send, multiply, send back, add up.
 
-A layer of experts does six things. (1) The router scores every token against every expert, and the best k are chosen.
-(2) Each device lays its tokens, k copies of each, in order of their experts into a buffer with the same number of slots
-for each rank that holds experts. (3) One all-to-all, the arrow ``b/ep e c d -> b e/ep c d``: block e of everyone's buffer
-goes to the rank of those experts. (4) Each rank multiplies the rows of each of its experts by that expert's weights.
-(5) The same all-to-all back. (6) A token adds its k rows up, weighed by the router. Autodiff turns each all-to-all around,
-so there are two forward and two backward.
+A layer of experts does six things. (1) The router scores every token against every expert, and the best k are
+chosen. (2) Each device lays its tokens, k copies of each, in order of their experts into a buffer with the
+same number of slots for each rank that holds experts. (3) One all-to-all, the arrow ``b/ep e c d -> b e/ep c
+d``: block e of everyone's buffer goes to the rank of those experts. (4) Each rank multiplies the rows of each
+of its experts by that expert's weights. (5) The same all-to-all back. (6) A token adds its k rows up, weighed
+by the router. Autodiff turns each all-to-all around, so there are two forward and two backward.
 
-XLA's shapes are static, so the slots of the buffer are as many as could be needed. Without a capacity no token is dropped:
-then a rank gets slots for all tokens that could choose it, and most of them travel empty (`ExpertConfig.slots`). Where XLA
-has `jax.lax.ragged_all_to_all` (GPU, TPU), ``dispatch="ragged"`` sends the full slots alone. Empty slots are
-never multiplied: the rows of an expert fill whole blocks, and the loop runs over blocks that hold something.
+XLA's shapes are static, so the slots of the buffer are as many as could be needed. Without a capacity no
+token is dropped: then a rank gets slots for all tokens that could choose it, and most of them travel empty
+(`ExpertConfig.slots`). Where XLA has `jax.lax.ragged_all_to_all` (GPU, TPU), ``dispatch="ragged"`` sends the
+full slots alone. Empty slots are never multiplied: the rows of an expert fill whole blocks, and the loop runs
+over blocks that hold something.
 
-Dims: b batch, s positions, d width, e experts (or the k chosen ones of a token), c slots, m an expert's width. (Shazeer
-et al. 2017; capacity: Lepikhin et al. 2020, Fedus et al. 2021; blocks of rows of one expert: Gale et al. 2022.)
+Dims: b batch, s positions, d width, e experts (or the k chosen ones of a token), c slots, m an expert's
+width. (Shazeer et al. 2017; capacity: Lepikhin et al. 2020, Fedus et al. 2021; blocks of rows of one expert:
+Gale et al. 2022.)
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from jax import lax
 from llmpar.config import ExpertConfig
 from llmpar.par import vary, varying
 
-# ------------------------------------------------------------------------------------------------------------- choosing
+# --------------------------------------------------------------------------------------------------- choosing
 
 
 def affinities(how: ExpertConfig, logits):
@@ -35,10 +37,12 @@ def affinities(how: ExpertConfig, logits):
 
 
 def choose(how: ExpertConfig, scores, bias=None):
-    """The k experts of each token and their weights, from affinities ``b s e``: (weights, chosen), each ``b s k``.
+    """The k experts of each token and their weights, from affinities ``b s e``: (weights, chosen), each ``b s
+    k``.
 
-    Mixtral (Jiang et al. 2024) takes a softmax over the k largest logits: a softmax over all, renormalised. DeepSeek-V3 (2024,
-    section 2.1.2) chooses by affinity plus bias within the best groups of experts, and weighs by affinity alone.
+    Mixtral (Jiang et al. 2024) takes a softmax over the k largest logits: a softmax over all, renormalised.
+    DeepSeek-V3 (2024, section 2.1.2) chooses by affinity plus bias within the best groups of experts, and
+    weighs by affinity alone.
     """
     favour = lax.stop_gradient(scores if bias is None else scores + bias.astype(scores.dtype)[None, None])
     if how.groups > 1:
@@ -59,12 +63,13 @@ def route(how: ExpertConfig, here, logits, bias=None):
 
     Told: ``loss``, ``b s``, float32, the token's part of
 
-        balance loss   E/k · sum over e of f_e P_e for each row, f_e the share of the row's tokens that chose e and P_e their
-                       mean affinity (DeepSeek-V3 2024, section 2.1.2, sequence-wise: no device needs another's rows)
+        balance loss   E/k · sum over e of f_e P_e for each row, f_e the share of the row's tokens that chose
+                       e and P_e their mean affinity (DeepSeek-V3 2024, section 2.1.2, sequence-wise: no
+                       device needs another's rows)
         z loss         the square of the log of the sum of exponentials (Zoph et al. 2022, eq. 5)
 
-    and ``tally``: tokens per expert, then how many choices were dropped, then the sum of the tokens' router entropies in
-    nats, ``E + 2`` numbers of this device.
+    and ``tally``: tokens per expert, then how many choices were dropped, then the sum of the tokens' router
+    entropies in nats, ``E + 2`` numbers of this device.
     """
     scores = affinities(how, logits)
     weights, chosen = choose(how, scores, bias)
@@ -85,13 +90,14 @@ def route(how: ExpertConfig, here, logits, bias=None):
     return weights, chosen, {"loss": loss, "tally": lax.stop_gradient(tally)}
 
 
-# -------------------------------------------------------------------------------------------------------------- sending
+# ---------------------------------------------------------------------------------------------------- sending
 
 
 @jax.custom_vjp
 def take(x, index, back):
-    """Rows ``x[index]``, zeros where an index is past the end. ``back`` says which results each row of ``x`` went to
-    (again past the end for none), so that the gradient is gathered too, and nothing is ever scattered."""
+    """Rows ``x[index]``, zeros where an index is past the end. ``back`` says which results each row of ``x``
+    went to (again past the end for none), so that the gradient is gathered too, and nothing is ever
+    scattered."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
@@ -108,14 +114,16 @@ take.defvjp(_take_forward, _take_backward)
 
 
 def exchange(here, rows, full, arrow: str):
-    """Everyone's block for a rank goes to that rank: all slots, or the ``full`` rows of rank i for rank j alone."""
+    """Everyone's block for a rank goes to that rank: all slots, or the ``full`` rows of rank i for rank j
+    alone."""
     return here.ragged(rows, full, arrow) if here.plan.dispatch == "ragged" else here.move(rows, arrow)
 
 
 def visit(how: ExpertConfig, here, x, weights, chosen, gate, up, down):
     """Every token's visit to its experts, ``b s d``, where each rank holds some of them: steps 2 to 6 above.
 
-    ``gate``, ``up`` and ``down`` are this device's experts. Experts whose width is cut give a part of the sum.
+    ``gate``, ``up`` and ``down`` are this device's experts. Experts whose width is cut give a part of the
+    sum.
     """
     b, s, d = x.shape
     k, tokens, ranks = how.chosen, b * s, here.parts("experts e")
@@ -123,15 +131,20 @@ def visit(how: ExpertConfig, here, x, weights, chosen, gate, up, down):
     blocks, block = how.slots(tokens, b * here.parts("stream s") // here.parts("ffn s"), ranks)
     slots = blocks * block
 
-    # Pairs of token and choice, in order of their experts. A rank's part of the buffer begins with its first expert.
+    # Pairs of token and choice, in order of their experts. A rank's part of the buffer begins with its first
+    # expert.
     expert = chosen.reshape(pairs)
     order = jnp.argsort(expert, stable=True)
     counts = (expert[:, None] == jnp.arange(how.num)[None]).sum(0, dtype=jnp.int32)
     everyone = here.move(counts[None], "ffn b e -> counts b e")  # ranks × experts
-    mine = everyone[here.index("experts e")]  # `counts`, but known only when the ranks have met: two collectives never race
+    mine = everyone[
+        here.index("experts e")
+    ]  # `counts`, but known only when the ranks have met: two collectives never race
     in_blocks = -(-everyone.reshape(ranks, ranks, local) // block)  # of rank i for rank j's experts
     full = block * in_blocks.sum(-1, dtype=jnp.int32)
-    start = block * (jnp.cumsum(in_blocks[here.index("experts e")], axis=-1) - in_blocks[here.index("experts e")])
+    start = block * (
+        jnp.cumsum(in_blocks[here.index("experts e")], axis=-1) - in_blocks[here.index("experts e")]
+    )
     start = (start + slots * jnp.arange(ranks)[:, None]).reshape(how.num) - (jnp.cumsum(mine) - mine)
     in_line = jnp.zeros_like(order).at[order].set(jnp.arange(pairs))
     slot = jnp.where(expert < how.num, start[jnp.minimum(expert, how.num - 1)] + in_line, ranks * slots)
@@ -143,7 +156,9 @@ def visit(how: ExpertConfig, here, x, weights, chosen, gate, up, down):
 
     # Which of my experts each arrived block belongs to; `local`: none, the block is empty.
     ends = jnp.cumsum(in_blocks[:, here.index("experts e")], axis=-1)
-    owner = (jnp.arange(blocks)[None, :, None] >= ends[:, None]).sum(-1, dtype=jnp.int32).reshape(ranks * blocks)
+    owner = (
+        (jnp.arange(blocks)[None, :, None] >= ends[:, None]).sum(-1, dtype=jnp.int32).reshape(ranks * blocks)
+    )
     multiply = ragged_dot if here.plan.grouped == "ragged_dot" else blockwise
     rows = multiply(rows, (gate, up, down), owner)
 
@@ -154,7 +169,7 @@ def visit(how: ExpertConfig, here, x, weights, chosen, gate, up, down):
     return y.astype(x.dtype).reshape(b, s, d)
 
 
-# ---------------------------------------------------------------------------------------------------------- multiplying
+# ------------------------------------------------------------------------------------------------ multiplying
 
 
 def swiglu(multiply, rows, gate, up, down):
@@ -163,10 +178,12 @@ def swiglu(multiply, rows, gate, up, down):
 
 
 def blockwise(rows, weights, owner):
-    """Every block of rows ``[blocks, rows, d]`` through the expert that owns it (weights ``[experts, d, m]`` and back).
+    """Every block of rows ``[blocks, rows, d]`` through the expert that owns it (weights ``[experts, d, m]``
+    and back).
 
-    Blocks without an owner give zeros and cost nothing: the loop runs over the live ones, in order of their experts. The
-    derivative does the same twice, so k of E experts cost k/E of all of them, forward and backward, and a block's padding.
+    Blocks without an owner give zeros and cost nothing: the loop runs over the live ones, in order of their
+    experts. The derivative does the same twice, so k of E experts cost k/E of all of them, forward and
+    backward, and a block's padding.
     """
     line = jnp.argsort(owner, stable=True)
     live = (owner < weights[0].shape[0]).sum(dtype=jnp.int32)
@@ -174,8 +191,8 @@ def blockwise(rows, weights, owner):
 
 
 def ragged_dot(rows, weights, owner):
-    """The same by `jax.lax.ragged_dot`, which wants the rows of an expert side by side. On CPUs it multiplies all rows by all
-    experts, and masks."""
+    """The same by `jax.lax.ragged_dot`, which wants the rows of an expert side by side. On CPUs it multiplies
+    all rows by all experts, and masks."""
     line = jnp.argsort(owner, stable=True)
     rows, owner, line, back = _alike(rows, owner, line, jnp.argsort(line))
     counts = (owner[:, None] == jnp.arange(weights[0].shape[0])[None]).sum(0, dtype=jnp.int32) * rows.shape[1]
@@ -221,20 +238,22 @@ def _alike(*values, like=None):
     return tuple(vary(x, axes) for x in values)
 
 
-# -------------------------------------------------------------------------------------------------------------- watching
+# --------------------------------------------------------------------------------------------------- watching
 
 
 def flow(chosen, num: int, ranks: int):
-    """Rows that rank i sends rank j, ``ranks × ranks``, from the chosen experts of tokens that lie on the ranks in equal
-    parts, in order (numpy or JAX). The diagonal stays where it is; dropped choices are not counted."""
+    """Rows that rank i sends rank j, ``ranks × ranks``, from the chosen experts of tokens that lie on the
+    ranks in equal parts, in order (numpy or JAX). The diagonal stays where it is; dropped choices are not
+    counted."""
     chosen = jnp.asarray(chosen).reshape(ranks, -1)
     owner = chosen // (num // ranks)
     return (owner[:, :, None] == jnp.arange(ranks)[None, None]).sum(1)
 
 
 def summary(how: ExpertConfig, metrics: dict, ranks: int = 1) -> dict[str, float]:
-    """A step's metrics in four numbers: the share of choices dropped, the mean entropy of a router in nats, and how much
-    more than the mean the busiest expert and the busiest of ``ranks`` have, in the worst layer."""
+    """A step's metrics in four numbers: the share of choices dropped, the mean entropy of a router in nats,
+    and how much more than the mean the busiest expert and the busiest of ``ranks`` have, in the worst
+    layer."""
     load, dropped, entropy = (np.asarray(metrics[key]) for key in ("load", "dropped", "router_entropy"))
     total, per_rank = load.sum(), load.reshape(load.shape[0], ranks, -1).sum(-1)
     busiest = lambda x: float((x.max(1) / x.mean(1)).max())

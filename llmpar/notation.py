@@ -1,15 +1,16 @@
 """Layouts, arrows and mesh strings: the notation everything else is written in.
 
-    layout   b/dp,fsdp s/sp d +tp     dim b cut by dp and fsdp, s cut by sp, d whole, an unfinished sum over tp
+    layout   b/dp,fsdp s/sp d +tp     dim b cut by dp and fsdp, s cut by sp, d whole, unfinished sum over tp
     arrow    b s d +tp -> b s/tp d    one reduce-scatter over tp
     mesh     dp=2 fsdp=-1 tp=4        sizes of the named axes, at most one to be inferred
 
-One letter is a tensor dim, a word is a mesh axis. In the model's text the axes are not known yet. There a layout opens with
-the *region* that a value lives in, and a ``+`` names the dim that was summed over:
+One letter is a tensor dim, a word is a mesh axis. In the model's text the axes are not known yet. There a
+layout opens with the *region* that a value lives in, and a ``+`` names the dim that was summed over:
 
     attention b s d +n -> stream b s d
 
-A :class:`~llmpar.plan.Plan` knows which axes cut each dim in each region and turns that *logical* arrow into a physical one.
+A :class:`~llmpar.plan.Plan` knows which axes cut each dim in each region and turns that *logical* arrow into
+a physical one.
 """
 
 from __future__ import annotations
@@ -31,25 +32,30 @@ AXES = {
 """The mesh axes, slow links outermost, fast links innermost."""
 
 DIMS = {
-    "b": "batch", "s": "query positions", "t": "key positions", "d": "model width", "n": "query heads", "k": "KV heads",
-    "r": "query heads per KV head", "h": "head width", "m": "feed-forward width", "e": "experts", "v": "vocabulary",
-    "c": "slots for tokens on their way to experts", "l": "layers", "u": "microbatches",
+    "b": "batch", "s": "query positions", "t": "key positions", "d": "model width", "n": "query heads",
+    "k": "KV heads", "r": "query heads per KV head", "h": "head width", "m": "feed-forward width",
+    "e": "experts", "v": "vocabulary", "c": "slots for tokens on their way to experts", "l": "layers",
+    "u": "microbatches",
 }  # fmt: skip
 """The tensor dims."""
 
 POSITIONAL = {3: ("dp", "fsdp", "tp"), 4: ("dp", "fsdp", "tp", "sp")}
-"""Axis order of unnamed mesh strings: three numbers as in EasyLM (dp, fsdp, mp), four as in LWM (dp, fsdp, tp, sp)."""
+"""Axis order of unnamed mesh strings: three numbers as in EasyLM (dp, fsdp, mp), four as in LWM (dp, fsdp,
+tp, sp)."""
 
 
 class NotationError(ValueError):
-    """A text that is not a layout, an arrow or a mesh: the message shows it with a caret under the bad token."""
+    """A text that is not a layout, an arrow or a mesh: the message shows it with a caret under the bad
+    token."""
 
     def __init__(self, text: str, start: int, end: int, why: str):
-        shown = "".join(x if x.isprintable() else " " for x in text)  # on one line, so that the caret is below its token
+        shown = "".join(
+            x if x.isprintable() else " " for x in text
+        )  # on one line, so that the caret is below its token
         super().__init__(f"{why}\n  {shown}\n  {' ' * start}{'^' * max(1, end - start)}")
 
 
-# --------------------------------------------------------------------------------------------------------------- layouts
+# ---------------------------------------------------------------------------------------------------- layouts
 
 
 @dataclass(frozen=True)
@@ -95,17 +101,23 @@ class Layout:
     def shard_shape(self, shape: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
         """The shape that one device holds of a value of ``shape`` on a mesh with these axis ``sizes``."""
         if len(shape) != len(self.dims):
-            raise ValueError(f"layout '{self}' has {len(self.dims)} dims but the shape {shape} has {len(shape)}")
+            raise ValueError(
+                f"layout '{self}' has {len(self.dims)} dims but the shape {shape} has {len(shape)}"
+            )
         out = []
         for dim, size in zip(self.dims, shape, strict=True):
             parts = product(sizes[a] for a in dim.axes)
             if size % parts:
-                raise ValueError(f"dim {dim.name} = {size} in '{self}' is not a multiple of {'·'.join(dim.axes)} = {parts}")
+                raise ValueError(
+                    f"dim {dim.name} = {size} in '{self}' is not a multiple of {'·'.join(dim.axes)} = {parts}"
+                )
             out.append(size // parts)
         return tuple(out)
 
     def _repr_svg_(self) -> str:
-        from llmpar import draw  # a layout draws itself in a notebook; nothing else on this floor knows pictures
+        from llmpar import (
+            draw,
+        )  # a layout draws itself in a notebook; nothing else on this floor knows pictures
 
         return draw.layout_svg(self)
 
@@ -115,7 +127,8 @@ _TOKEN = re.compile(r"\S+")
 
 @functools.cache
 def parse_layout(text: str) -> Layout:
-    """Read ``"b/dp,fsdp s/sp d +tp"`` (or ``"stream b s d +m"``, or ``"whole"``). Raises :class:`NotationError`."""
+    """Read ``"b/dp,fsdp s/sp d +tp"`` (or ``"stream b s d +m"``, or ``"whole"``). Raises
+    :class:`NotationError`."""
     return _layout(text, 0, len(text))
 
 
@@ -146,8 +159,20 @@ def _layout(text: str, start: int, end: int) -> Layout:
         if len(name) > 1 and not slash:
             if name == "whole" and len(_TOKEN.findall(text[start:end])) == 1 + bool(region):
                 continue
-            if region or dims or sums or name in (*AXES, "whole") or not name.isalpha() or set(name) <= set(DIMS):
-                fail(at, token, f"'{token}' is neither a dim (one letter, spaces between two) nor a region (which comes first)")
+            if (
+                region
+                or dims
+                or sums
+                or name in (*AXES, "whole")
+                or not name.isalpha()
+                or set(name) <= set(DIMS)
+            ):
+                fail(
+                    at,
+                    token,
+                    f"'{token}' is neither a dim (one letter, spaces between two) nor a region (which comes"
+                    " first)",
+                )
             region = name
             continue
         if name not in DIMS:
@@ -164,12 +189,13 @@ def _layout(text: str, start: int, end: int) -> Layout:
     return Layout(tuple(dims), tuple(sums), region)
 
 
-# ---------------------------------------------------------------------------------------------------------------- arrows
+# ----------------------------------------------------------------------------------------------------- arrows
 
 
 @dataclass(frozen=True)
 class Move:
-    """What one arrow does on a set of mesh axes: a collective (or a local slice), and the dims that it gathers or cuts."""
+    """What one arrow does on a set of mesh axes: a collective (or a local slice), and the dims that it
+    gathers or cuts."""
 
     kind: str
     axes: tuple[str, ...]
@@ -177,7 +203,11 @@ class Move:
     cuts: str = ""
 
     def __str__(self) -> str:
-        where = {"all-gather": f" on {self.gathers}", "reduce-scatter": f" on {self.cuts}", "slice": f" on {self.cuts}"}
+        where = {
+            "all-gather": f" on {self.gathers}",
+            "reduce-scatter": f" on {self.cuts}",
+            "slice": f" on {self.cuts}",
+        }
         where["all-to-all"] = f" {self.gathers} to {self.cuts}"
         return f"{self.kind} over {','.join(self.axes)}{where.get(self.kind, '')}"
 
@@ -194,8 +224,10 @@ class Arrow:
 
     @functools.cached_property
     def moves(self) -> tuple[Move, ...]:
-        """The collectives that carry the arrow out, in order: gather, exchange, scatter, reduce (so that sums over
-        several axes are reduced on the smallest piece: reduce-scatter first, all-reduce on the shard), slice."""
+        """The collectives that carry the arrow out, in order: gather, exchange, scatter, reduce (so that sums
+        over several axes are reduced on the smallest piece: reduce-scatter first, all-reduce on the shard),
+        slice.
+        """
         found: dict[tuple[str, str, str], list[str]] = {}
         before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(self.before.sums, "+")
         after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(self.after.sums, "+")
@@ -204,20 +236,36 @@ class Arrow:
             if old == new:
                 continue
             if new == "+":
-                raise ValueError(f"arrow '{self}' would start an unfinished sum over {axis}: only computing does that")
-            kind = "slice" if not old else ("reduce-scatter" if new else "all-reduce") if old == "+" else (
-                "all-to-all" if new else "all-gather"
-            )  # fmt: skip
+                raise ValueError(
+                    f"arrow '{self}' would start an unfinished sum over {axis}: only computing does that"
+                )
+            kind = (
+                "slice"
+                if not old
+                else (
+                    ("reduce-scatter" if new else "all-reduce")
+                    if old == "+"
+                    else ("all-to-all" if new else "all-gather")
+                )
+            )
             found.setdefault((kind, old.strip("+"), new), []).append(axis)
         order = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
-        nested = [*self.before.axes, *self.after.axes, *AXES]  # a move's axes are named as they nest in its dim
-        moves = [Move(kind, tuple(sorted(axes, key=nested.index)), old, new) for (kind, old, new), axes in found.items()]
+        nested = [
+            *self.before.axes,
+            *self.after.axes,
+            *AXES,
+        ]  # a move's axes are named as they nest in its dim
+        moves = [
+            Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
+            for (kind, old, new), axes in found.items()
+        ]
         moves.sort(key=lambda m: order.index(m.kind))
         self._check_nesting(moves)
         return tuple(moves)
 
     def _check_nesting(self, moves: list[Move]) -> None:
-        """Follow the moves: each acts on a dim's innermost axes at that time, and together they end in the layout after."""
+        """Follow the moves: each acts on a dim's innermost axes at that time, and together they end in the
+        layout after."""
         held = {d.name: d.axes for d in self.before.dims}
         for move in moves:
             if move.gathers:
@@ -244,12 +292,13 @@ def parse_arrow(text: str) -> Arrow:
     return Arrow(before, after)
 
 
-# ---------------------------------------------------------------------------------------------------------------- meshes
+# ----------------------------------------------------------------------------------------------------- meshes
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of the six mesh axes. ``reshape`` (a leading ``!``) keeps devices in plain row-major order."""
+    """The sizes of the six mesh axes. ``reshape`` (a leading ``!``) keeps devices in plain row-major
+    order."""
 
     pp: int = 1
     dp: int = 1
@@ -275,9 +324,11 @@ class MeshShape:
 
 
 def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshShape:
-    """Read ``"dp=2 fsdp=-1 tp=4"``, ``"dp:2,fsdp:-1,tp:4"``, ``"1,64,4,1"`` (dp,fsdp,tp,sp) or ``"1,-1,4"`` (dp,fsdp,tp).
+    """Read ``"dp=2 fsdp=-1 tp=4"``, ``"dp:2,fsdp:-1,tp:4"``, ``"1,64,4,1"`` (dp,fsdp,tp,sp) or ``"1,-1,4"``
+    (dp,fsdp,tp).
 
-    One axis may be ``-1``: the rest of ``num_devices``. The product may be smaller than ``num_devices``, never larger.
+    One axis may be ``-1``: the rest of ``num_devices``. The product may be smaller than ``num_devices``,
+    never larger.
     """
     if isinstance(text, MeshShape):
         return _fit(str(text), {a: n for a, n in text.sizes.items() if n != 1}, num_devices, text.reshape)
@@ -291,9 +342,12 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
     positional = all(re.fullmatch(r"-?\d+", token) for token, _ in tokens)
     if positional and len(tokens) not in POSITIONAL:
         raise NotationError(
-            text, offset, len(text),
-            f"{len(tokens)} unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2 tp=4'",
-        )  # fmt: skip
+            text,
+            offset,
+            len(text),
+            f"{len(tokens)} unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2"
+            " tp=4'",
+        )
     for index, (token, at) in enumerate(tokens):
         at += offset
         name, _, value = token.replace(":", "=").partition("=")
@@ -301,11 +355,15 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
             name, value = POSITIONAL[len(tokens)][index], token
         name = {"mp": "tp"}.get(name, name)
         if name not in AXES:
-            raise NotationError(text, at, at + len(token), f"unknown mesh axis '{name}'; the axes are {' '.join(AXES)}")
+            raise NotationError(
+                text, at, at + len(token), f"unknown mesh axis '{name}'; the axes are {' '.join(AXES)}"
+            )
         if name in sizes:
             raise NotationError(text, at, at + len(token), f"axis '{name}' is given twice")
         if not re.fullmatch(r"-1|0*[1-9]\d*", value):
-            raise NotationError(text, at, at + len(token), f"the size of '{name}' must be a positive number or -1")
+            raise NotationError(
+                text, at, at + len(token), f"the size of '{name}' must be a positive number or -1"
+            )
         if value == "-1" and -1 in sizes.values():
             raise NotationError(text, at, at + len(token), "two axes are -1; only one can be inferred")
         sizes[name] = int(value)
@@ -329,14 +387,17 @@ def _fit(text: str, sizes: dict[str, int], num_devices: int | None, reshape: boo
 
 
 def nearest_mesh(sizes: dict[str, int], num_devices: int) -> MeshShape:
-    """The mesh over the same axes that fills ``num_devices`` and changes the asked ``sizes`` least (-1 may be anything)."""
+    """The mesh over the same axes that fills ``num_devices`` and changes the asked ``sizes`` least (-1 may be
+    anything)."""
     options: list[dict[str, int]] = [{}]
     for axis in sizes:
         options = [o | {axis: n} for o in options for n in divisors(num_devices // product(o.values()))]
     full = [o for o in options if product(o.values()) == num_devices]
 
     def distance(option: dict[str, int]) -> float:
-        return sum(abs(math.log2(n / sizes[a])) if sizes[a] > 0 else 0.1 * (n == 1) for a, n in option.items())
+        return sum(
+            abs(math.log2(n / sizes[a])) if sizes[a] > 0 else 0.1 * (n == 1) for a, n in option.items()
+        )
 
     return MeshShape(**min(full, key=distance))  # type: ignore[arg-type]
 
@@ -347,8 +408,9 @@ def divisors(n: int) -> list[int]:
 
 
 def ring_share(kind: str, group: int) -> Fraction:
-    """How much of one collective's message each of ``group`` devices sends on a ring: all but one piece, (g-1)/g; twice that
-    for an all-reduce, which is a reduce-scatter and an all-gather; all of it where it is permuted, and nothing to `vary`.
+    """How much of one collective's message each of ``group`` devices sends on a ring: all but one piece,
+    (g-1)/g; twice that for an all-reduce, which is a reduce-scatter and an all-gather; all of it where it is
+    permuted, and nothing to `vary`.
 
     The message is the whole: the gathered result, the unreduced input, the local buffer that all exchange.
     """
@@ -359,12 +421,13 @@ def ring_share(kind: str, group: int) -> Fraction:
 
 
 def ring_bytes(kind: str, message_bytes: int, group: int) -> int:
-    """`ring_share` of a message in whole bytes. Where ``group`` does not divide the message its pieces differ, and so does
-    what the devices send. Their mean is exact, however the ring cuts the message; a fraction of a byte counts as one."""
+    """`ring_share` of a message in whole bytes. Where ``group`` does not divide the message its pieces
+    differ, and so does what the devices send. Their mean is exact, however the ring cuts the message; a
+    fraction of a byte counts as one.
+    """
     return math.ceil(message_bytes * ring_share(kind, group))
 
 
 def product(numbers) -> int:
     """The product of some integers; 1 for none."""
     return functools.reduce(lambda a, b: a * b, numbers, 1)
-

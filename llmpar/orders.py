@@ -1,13 +1,16 @@
-"""Pipeline orders as data: what each stage does, in which order, and where the chunks of layers live. No jax, no times.
+"""Pipeline orders as data: what each stage does, in which order, and where the chunks of layers live. No jax,
+no times.
 
-An operation is F (forward), B (backward) or W (weight gradient) of one microbatch through one chunk of layers. In a
-schedule that splits the backward, B computes the input gradient only and W the weights' gradient; elsewhere B is both.
-An order written as text has one line per stage, `F0 F1 B0 W0`; `F3.1` is chunk 1; `F3&B0&W0` is one cell, whose parts
-start together and whose results leave together. Letters are the papers': p stages, m microbatches, v chunks per stage,
-i the stage, u a microbatch, c a chunk. `schedule` proves an order legal and measures it.
+An operation is F (forward), B (backward) or W (weight gradient) of one microbatch through one chunk of
+layers. In a schedule that splits the backward, B computes the input gradient only and W the weights'
+gradient; elsewhere B is both. An order written as text has one line per stage, `F0 F1 B0 W0`; `F3.1` is chunk
+1; `F3&B0&W0` is one cell, whose parts start together and whose results leave together. Letters are the
+papers': p stages, m microbatches, v chunks per stage, i the stage, u a microbatch, c a chunk. `schedule`
+proves an order legal and measures it.
 
-Sources: GPipe (Huang 2018); 1F1B and interleaved (Narayanan 2021, sec. 2.2); breadth-first (Lamy-Poirier 2022);
-zero bubble (Qi 2023, arXiv 2401.10241); V shapes (Qi 2024, arXiv 2405.15362); DualPipe (DeepSeek-V3 2024, sec. 3.2.1).
+Sources: GPipe (Huang 2018); 1F1B and interleaved (Narayanan 2021, sec. 2.2); breadth-first (Lamy-Poirier
+2022); zero bubble (Qi 2023, arXiv 2401.10241); V shapes (Qi 2024, arXiv 2405.15362); DualPipe (DeepSeek-V3
+2024, sec. 3.2.1).
 """
 
 import difflib
@@ -26,7 +29,8 @@ KINDS = "FBW"  # in a table of integers a kind is its place here
 
 
 class Op(NamedTuple):
-    """One cell of work: forward, backward or weight gradient of one microbatch through one chunk of a stage."""
+    """One cell of work: forward, backward or weight gradient of one microbatch through one chunk of a
+    stage."""
 
     kind: str
     microbatch: int
@@ -40,7 +44,8 @@ class Op(NamedTuple):
 Row = tuple[Op, ...]
 
 PLACEMENTS: dict[str, Callable[[int, int], list[list[tuple[int, int]]]]] = {
-    # the ways through the pipeline as (stage, chunk) cells, in forward order; a microbatch follows one of them
+    # the ways through the pipeline as (stage, chunk) cells, in forward order; a microbatch follows one of
+    # them
     "linear": lambda p, v: [[(s, 0) for s in range(p)]],
     "looped": lambda p, v: [[(s, c) for c in range(v) for s in range(p)]],
     "vee": lambda p, v: [[(s, 0) for s in range(p)] + [(s, 1) for s in reversed(range(p))]],
@@ -101,14 +106,15 @@ class Schedule:
         return "\n".join("".join("& "[not op.joined] + str(op) for op in row)[1:] for row in self.order)
 
 
-# ---- orders ----------------------------------------------------------------------------------------------------------
+# ---- orders
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _row(text: str, num_microbatches: int) -> Row:
     """Numbers `F0 F0 B0&W0 W`: the k-th `F0` is microbatch k of chunk 0; a bare `W` is owed to the oldest B.
 
-    Microbatches past the last are dropped. What is left of a legal order is legal, so an order that needs many
-    microbatches also gives one for few.
+    Microbatches past the last are dropped. What is left of a legal order is legal, so an order that needs
+    many microbatches also gives one for few.
     """
     row, seen, owed = list[Op](), Counter[tuple[str, int]](), list[int]()
     for token in text.split():
@@ -146,7 +152,9 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     """1F1B over v chunks per stage, in groups of p microbatches: Megatron's order."""
     if m % p:
         fits = f"{m - m % p} or {m + p - m % p}" if m > p else f"{p}"
-        raise ValueError(f"interleaved runs microbatches in groups of p = {p}; {m} is no multiple of {p}, use {fits}")
+        raise ValueError(
+            f"interleaved runs microbatches in groups of p = {p}; {m} is no multiple of {p}, use {fits}"
+        )
     units = [(g + u, c) for g in range(0, m, p) for c in range(v) for u in range(p)]
 
     def stage(i: int) -> Row:
@@ -160,14 +168,16 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
 
 
 def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
-    """All microbatches through chunk 0, then through chunk 1, …, and back: the looped or circular pipeline."""
+    """All microbatches through chunk 0, then through chunk 1, …, and back: the looped or circular
+    pipeline."""
     forward = tuple(Op("F", u, c) for c in range(v) for u in range(m))
     backward = tuple(Op("B", u, c) for c in reversed(range(v)) for u in range(m))
     return Schedule("breadth-first", (forward + backward,) * p, m, v, "looped")
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B's order of F and B; on stage i, W follows i microbatches behind B and fills what was the bubble."""
+    """1F1B's order of F and B; on stage i, W follows i microbatches behind B and fills what was the
+    bubble."""
     rows = (_one_forward_one_backward(m, p - i - 1, i) for i in range(p))
     return Schedule("zb-h1", tuple(rows), m, split_backward=True)
 
@@ -179,21 +189,29 @@ def zb_h2(p: int, m: int) -> Schedule:
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Two chunks per stage in a V: no bubble when F = B = W and m >= 2p-1, in 1F1B's memory (Qi 2023, sec. 6)."""
+    """Two chunks per stage in a V: no bubble when F = B = W and m >= 2p-1, in 1F1B's memory (Qi 2023, sec.
+    6)."""
     n = max(m, 2 * p - 1)
     rows = (
-        "F0 " * (2 * (p - i) - 1) + "F1 F0 " * i + "F1 B1 W1 " * (p - i)
-        + "F0 B0 W0 F1 B1 W1 " * (n - 2 * p + i + 1) + "B0 W0 F1 B1 W1 " * (p - i - 1)
-        + "B0 B1 " * i + "B0 W0 " * (p - i) + "W1 " * i + "W0 " * i
+        "F0 " * (2 * (p - i) - 1)
+        + "F1 F0 " * i
+        + "F1 B1 W1 " * (p - i)
+        + "F0 B0 W0 F1 B1 W1 " * (n - 2 * p + i + 1)
+        + "B0 W0 F1 B1 W1 " * (p - i - 1)
+        + "B0 B1 " * i
+        + "B0 W0 " * (p - i)
+        + "W1 " * i
+        + "W0 " * i
         for i in range(p)
-    )  # fmt: skip
+    )
     return Schedule("zb-v", tuple(_row(row, m) for row in rows), m, 2, "vee", True)
 
 
 def v_half(p: int, m: int) -> Schedule:
     """A V in about half of 1F1B's memory: a greedy filling under (p+1)/2 live microbatches, as if F = B = W.
 
-    Not the published building block (Qi 2024) but its aim: half the memory for p >= 3, and about half of 1F1B's bubble.
+    Not the published building block (Qi 2024) but its aim: half the memory for p >= 3, and about half of
+    1F1B's bubble.
     """
     shape = Schedule("v-half", ((),) * p, m, 2, "vee", True)
     return greedy(shape, (1, 1, 1), 0, max(4, p + 1), ("BFW", -1, 0, 1))
@@ -221,8 +239,8 @@ def _dualpipe_rows(p: int, half: int) -> list[Row]:
 def dualpipe(p: int, m: int) -> Schedule:
     """Two copies of the model in opposite directions, a forward of one beside a full backward of the other.
 
-    The paper overlaps the two inside a cell; here a cell `F&B&W` costs their sum, F&B = F+B+W, and nothing is gained by
-    the overlap of communication that it is made for. The published bubble holds for m >= 2p.
+    The paper overlaps the two inside a cell; here a cell `F&B&W` costs their sum, F&B = F+B+W, and nothing is
+    gained by the overlap of communication that it is made for. The published bubble holds for m >= 2p.
     """
     if p % 2 or m % 2:
         raise ValueError(
@@ -230,20 +248,28 @@ def dualpipe(p: int, m: int) -> Schedule:
             f"must be even; use p = {p + p % 2} and m = {m + m % 2}, or dualpipev"
         )
     half = m // 2
-    rows = ([op._replace(microbatch=op.microbatch + half * op.chunk) for op in row] for row in _dualpipe_rows(p, half))
+    rows = (
+        [op._replace(microbatch=op.microbatch + half * op.chunk) for op in row]
+        for row in _dualpipe_rows(p, half)
+    )
     return Schedule("dualpipe", tuple(map(tuple, rows)), m, 2, "dual", True)
 
 
 def dualpipev(p: int, m: int) -> Schedule:
-    """DualPipe over 2p stages cut in half: by its symmetry the missing half is the way back up a V. One copy."""
+    """DualPipe over 2p stages cut in half: by its symmetry the missing half is the way back up a V. One
+    copy."""
     return Schedule("dualpipev", tuple(_dualpipe_rows(2 * p, m)[:p]), m, 2, "vee", True)
 
 
-def greedy(shape: Schedule, costs: Costs, hop: float, limit: int, policy: tuple[str, int, float, float]) -> Schedule:
-    """Fills a split order of the shape's placement from the left: a free stage takes the best that is ready and fits.
+def greedy(
+    shape: Schedule, costs: Costs, hop: float, limit: int, policy: tuple[str, int, float, float]
+) -> Schedule:
+    """Fills a split order of the shape's placement from the left: a free stage takes the best that is ready
+    and fits.
 
-    `limit` is in live chunks. The policy: which kinds first; deep (-1) or shallow (1) chunks first; for how much of a
-    W to wait if an F or B is due; how steeply the forwards in flight taper from stage 0 on (0: as many everywhere).
+    `limit` is in live chunks. The policy: which kinds first; deep (-1) or shallow (1) chunks first; for how
+    much of a W to wait if an F or B is due; how steeply the forwards in flight taper from stage 0 on (0: as
+    many everywhere).
     """
     prefer, deep, patient, taper = policy
     p, m, v = shape.num_stages, shape.num_microbatches, shape.visits
@@ -257,7 +283,9 @@ def greedy(shape: Schedule, costs: Costs, hop: float, limit: int, policy: tuple[
         heapq.heappush(events, (ready[there][op], there))
 
     def fits(s: int, op: Op) -> bool:
-        room = all(sum(live[s][: c + 1]) < limit - (v - 1 - c) for c in range(op.chunk, v))  # later chunks must get in
+        room = all(
+            sum(live[s][: c + 1]) < limit - (v - 1 - c) for c in range(op.chunk, v)
+        )  # later chunks must get in
         enter = op.chunk > 0 or flight[s] < max(1, int(limit * (1 - taper * s / p / v) + 1e-9))
         return op.kind != "F" or (room and enter)
 
@@ -291,10 +319,18 @@ def greedy(shape: Schedule, costs: Costs, hop: float, limit: int, policy: tuple[
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "breadth-first": breadth_first,
-    "circular": breadth_first, "zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "v-half": v_half,
-    "dualpipe": dualpipe, "dualpipev": dualpipev,
-}  # fmt: skip
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "breadth-first": breadth_first,
+    "circular": breadth_first,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "v-half": v_half,
+    "dualpipe": dualpipe,
+    "dualpipev": dualpipev,
+}
 
 
 def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
@@ -308,14 +344,18 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | No
     looped = SCHEDULES[name] in (interleaved, breadth_first)
     made = SCHEDULES[name](num_stages, num_microbatches, *([num_chunks] if looped and num_chunks else []))
     if num_chunks not in (None, made.num_chunks):
-        raise ValueError(f"{name} has {made.num_chunks} chunk(s), not {num_chunks}; try interleaved or breadth-first")
+        raise ValueError(
+            f"{name} has {made.num_chunks} chunk(s), not {num_chunks}; try interleaved or breadth-first"
+        )
     return made
 
 
 def from_text(text: str, name: str = "written", placement: str | None = None) -> Schedule:
-    """Reads an order written by hand, one line per stage; `.` is an idle cell (ignored), `#` starts a comment.
+    """Reads an order written by hand, one line per stage; `.` is an idle cell (ignored), `#` starts a
+    comment.
 
-    Without a placement, an order that names chunks is looped and any other linear. A W anywhere splits every backward.
+    Without a placement, an order that names chunks is looped and any other linear. A W anywhere splits every
+    backward.
     """
     rows, lines = [], [line for raw in text.splitlines() if (line := raw.split("#")[0].rstrip())]
     for stage, line in enumerate(lines):
@@ -339,5 +379,7 @@ def from_text(text: str, name: str = "written", placement: str | None = None) ->
     m = 1 + max(op.microbatch for op in ops)
     v = {"linear": 1, "looped": 1 + max(op.chunk for op in ops)}.get(placement, 2)
     if max(m, v) > len(ops):
-        raise ValueError(f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks; number both from 0")
+        raise ValueError(
+            f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks; number both from 0"
+        )
     return Schedule(name, tuple(rows), m, v, placement, split_backward=any(op.kind == "W" for op in ops))

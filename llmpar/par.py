@@ -1,4 +1,5 @@
-"""One model text, three readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's partitioner.
+"""One model text, three readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's
+partitioner.
 
 The model calls these methods and never names a mesh axis:
 
@@ -8,14 +9,15 @@ The model calls these methods and never names a mesh axis:
     par.index(layout)      which block of a dim this device holds; par.parts(layout): of how many
     par.layers(f, x, ws)   a stack of blocks
     par.chunked(f, xs, n)  pieces of a sequence, one after the other
-    par.local(f, …)        an island: code that works on one device's blocks and talks to the others by itself, with the
-                           arrows of par.explicit, over the axes that par.axes(layout) names
+    par.local(f, …)        an island: code that works on one device's blocks and talks to the others
+                           itself, with the arrows of par.explicit, over the axes that par.axes(layout) names
 
-In `Manual` every arrow becomes the named collective, in a scope that carries its text into the compiled program: a census
-of that program (`hlo`) is the record of what moves, and says for which line of the model. Autodiff writes the backward
-collectives: all-gather and reduce-scatter are each other's transpose, and the transpose of "from here on, devices differ"
-(`lax.pcast`, free in the forward pass) is the all-reduce that Megatron calls f (Shoeybi et al. 2019, section 3). shard_map's
-varying-axes check is what makes those transposes right; it stays on.
+In `Manual` every arrow becomes the named collective, in a scope that carries its text into the compiled
+program: a census of that program (`hlo`) is the record of what moves, and says for which line of the model.
+Autodiff writes the backward collectives: all-gather and reduce-scatter are each other's transpose, and the
+transpose of "from here on, devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce that
+Megatron calls f (Shoeybi et al. 2019, section 3). shard_map's varying-axes check is what makes those
+transposes right; it stays on.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Solo:
         return 0
 
     def axes(self, layout: str) -> tuple[str, ...]:
-        """The mesh axes that cut the layout's one dim, for an island that must name them; none on one device."""
+        """The mesh axes that cut the layout's one dim, for an island that must name them; none on one
+        device."""
         return ()
 
     def parts(self, layout: str) -> int:
@@ -73,14 +76,17 @@ class Solo:
         return product(self.plan.mesh.sizes[a] for a in self.axes(layout))
 
     def local(self, f, layouts: list[str], result):
-        """``f`` as a function of whole values laid out as ``layouts`` say, giving one laid out as ``result`` (or several)."""
+        """``f`` as a function of whole values laid out as ``layouts`` say, giving one laid out as ``result``
+        (or several)."""
         return f
 
-    explicit = property(lambda self: self, doc="The reading for moves inside an island, where a device sees its blocks only.")
+    explicit = property(
+        lambda self: self, doc="The reading for moves inside an island, where a device sees its blocks only."
+    )
 
     def layers(self, block, x, stack):
-        """Run ``x, told = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``, rematerialised as
-        planned. What the layers told is stacked."""
+        """Run ``x, told = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,
+        rematerialised as planned. What the layers told is stacked."""
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
         alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
         if plan.remat == "block":
@@ -92,23 +98,27 @@ class Solo:
         return lax.scan(block, x, stack, unroll=plan.unroll or length)
 
     def chunked(self, f, xs, num_chunks: int):
-        """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join what comes out, all along dim 1.
+        """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join what comes out, all
+        along dim 1.
 
-        The backward pass recomputes a piece but repeats no communication. Bounds the memory of what ``f`` makes of a piece,
-        such as logits. A piece takes every ``num_chunks``-th position, so that it is cut over devices as the whole is.
+        The backward pass recomputes a piece but repeats no communication. Bounds the memory of what ``f``
+        makes of a piece, such as logits. A piece takes every ``num_chunks``-th position, so that it is cut
+        over devices as the whole is.
         """
         policy = jax.checkpoint_policies.save_only_these_names(MOVED)
         f = jax.checkpoint(f, policy=policy, prevent_cse=False)
         if num_chunks == 1:
             return f(xs)
-        pieces = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, num_chunks, *x.shape[2:]), 2, 0), xs)
+        pieces = jax.tree.map(
+            lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, num_chunks, *x.shape[2:]), 2, 0), xs
+        )
         _, out = lax.scan(lambda _, piece: (None, f(piece)), None, pieces)
         return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 2).reshape(y.shape[1], -1, *y.shape[3:]), out)
 
 
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
-    """Save everything except what was gathered over fsdp (and its renamed copy, also beyond the barrier before an island):
-    no recomputing, but gathering again."""
+    """Save everything except what was gathered over fsdp (and its renamed copy, also beyond the barrier
+    before an island): no recomputing, but gathering again."""
     if prim.name == "name":
         return params["name"] != WEIGHT
     if prim.name == "optimization_barrier":
@@ -116,16 +126,18 @@ def _all_but_gathered_weights(prim, *_, **params) -> bool:
     return not (prim.name == "all_gather" and "fsdp" in params["axis_name"])
 
 
-# ---------------------------------------------------------------------------------------------------------------- Manual
+# ----------------------------------------------------------------------------------------------------- Manual
+
 
 class Manual(Solo):
-    """Inside `jax.shard_map` over all axes: arrows are the named collectives, each in the `scope` of its arrow's text."""
+    """Inside `jax.shard_map` over all axes: arrows are the named collectives, each in the `scope` of its
+    arrow's text."""
 
     def weight(self, param):
         """The stored shard, cast, then gathered over fsdp if it is stored cut (ZeRO-3).
 
-        What the backward pass does is the mirror image: reduce-scatter over fsdp in the computing dtype, then one float32
-        all-reduce of the shard over every other axis on which the region's values differ.
+        What the backward pass does is the mirror image: reduce-scatter over fsdp in the computing dtype, then
+        one float32 all-reduce of the shard over every other axis on which the region's values differ.
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims).astype(self.dtype)
@@ -133,7 +145,8 @@ class Manual(Solo):
         return checkpoint_name(self.carry_out(x, arrow, param.dims), WEIGHT)
 
     def move(self, x, arrow: str):
-        """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in that order."""
+        """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in
+        that order."""
         physical = self.plan.resolve(arrow)
         x = self.carry_out(x, physical, arrow)
         region = parse_layout(arrow.partition("->")[2].strip()).region
@@ -141,13 +154,16 @@ class Manual(Solo):
         return checkpoint_name(x, MOVED) if physical.moves else x
 
     def ragged(self, x, full, arrow: str):
-        """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which rank i sends rank j the first ``full[i, j]`` rows of its
-        block alone; the others arrive as zeros. XLA has it for GPUs and TPUs, not for CPUs."""
+        """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which rank i sends rank j the first ``full[i,
+        j]`` rows of its block alone; the others arrive as zeros. XLA has it for GPUs and TPUs, not for
+        CPUs."""
         moves = self.plan.resolve(arrow).moves
         if not moves:
             return self.move(x, arrow)
         ((axis,),) = (move.axes for move in moves)
-        rows = vary(x, self.plan.varying(parse_layout(arrow.partition("->")[2].strip()).region)).reshape(-1, *x.shape[3:])
+        rows = vary(x, self.plan.varying(parse_layout(arrow.partition("->")[2].strip()).region)).reshape(
+            -1, *x.shape[3:]
+        )
         with scope(arrow):
             y = _ragged(rows, full, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
@@ -166,7 +182,8 @@ class Manual(Solo):
         return self.plan.place(layout).axes
 
     def local(self, f, layouts: list[str], result):
-        """``f`` itself: everything here works on one device's blocks. Its collectives stay where they are written."""
+        """``f`` itself: everything here works on one device's blocks. Its collectives stay where they are
+        written."""
         return lambda *args: f(*_together(args))
 
     def index(self, layout: str):
@@ -175,25 +192,31 @@ class Manual(Solo):
         return lax.axis_index(axes) if axes else 0
 
     def carry_out(self, x, arrow: Arrow, text: str = "", invariant: bool = False):
-        """Run the collectives of a physical arrow. ``invariant`` marks gathered results as equal on all devices."""
+        """Run the collectives of a physical arrow. ``invariant`` marks gathered results as equal on all
+        devices."""
         position = {d.name: i for i, d in enumerate(arrow.before.dims or arrow.after.dims)}
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
                 where = f"arrow '{text or arrow}' starts with {axis} in its layout"
-                raise ValueError(f"{where}, but the value is the same all over {axis}; it was reduced already, or never cut")
+                raise ValueError(
+                    f"{where}, but the value is the same all over {axis}; it was reduced already, or"
+                    " never cut"
+                )
         with scope(text or str(arrow)):
             for move in arrow.moves:
                 x = _collective(x, move, position, "invarying" if invariant else "varying")
         return x
 
     def _vary(self, x, axes: tuple[str, ...], text: str):
-        """From here on ``x`` may differ along ``axes``: free now, an all-reduce of the gradient in the backward pass."""
+        """From here on ``x`` may differ along ``axes``: free now, an all-reduce of the gradient in the
+        backward pass."""
         with scope(text):
             return vary(x, axes)
 
 
 def scope(text: str):
-    """The scope of a collective: the arrow that it carries out, as a census of the compiled program finds it again."""
+    """The scope of a collective: the arrow that it carries out, as a census of the compiled program finds it
+    again."""
     return jax.named_scope(f"arrow[{text}]")
 
 
@@ -214,16 +237,19 @@ def _collective(x, move: Move, position: dict[str, int], to: str):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _ragged(rows, full, axis: str):
-    """Of every rank's block for me the rows that are full. The gradient goes back as it came, by the same counts turned
-    around; JAX's own transpose would first exchange offsets that every rank knows."""
+    """Of every rank's block for me the rows that are full. The gradient goes back as it came, by the same
+    counts turned around; JAX's own transpose would first exchange offsets that every rank knows."""
     rank, slots = lax.axis_index(axis), rows.shape[0] // full.shape[0]
     begin = slots * jnp.arange(full.shape[0], dtype=jnp.int32)
     mine = jnp.full_like(begin, slots) * rank.astype(jnp.int32)
-    return lax.ragged_all_to_all(rows, jnp.zeros_like(rows), begin, full[rank], mine, full[:, rank], axis_name=axis)
+    return lax.ragged_all_to_all(
+        rows, jnp.zeros_like(rows), begin, full[rank], mine, full[:, rank], axis_name=axis
+    )
 
 
 _ragged.defvjp(
-    lambda rows, full, axis: (_ragged(rows, full, axis), full), lambda axis, full, grad: (_ragged(grad, full.T, axis), None)
+    lambda rows, full, axis: (_ragged(rows, full, axis), full),
+    lambda axis, full, grad: (_ragged(grad, full.T, axis), None),
 )
 
 
@@ -240,17 +266,19 @@ def vary(x, axes):
 
 
 def _together(values):
-    """The values, none to be used before all are there: XLA may then not hoist one that no layer changes, and what an
-    island sends of it, out of the loop over layers. (On simulated devices JAX 0.10.2 crashes when collectives that were
-    hoisted run beside a loop with others: a rendezvous counts too many participants.)"""
+    """The values, none to be used before all are there: XLA may then not hoist one that no layer changes, and
+    what an island sends of it, out of the loop over layers. (On simulated devices JAX 0.10.2 crashes when
+    collectives that were hoisted run beside a loop with others: a rendezvous counts too many
+    participants.)"""
     return lax.optimization_barrier(values)
 
 
-# ------------------------------------------------------------------------------------------------------------------ Auto
+# ------------------------------------------------------------------------------------------------------- Auto
 
 
 class Auto(Solo):
-    """Under `jax.jit`: every arrow is a sharding constraint, and XLA's partitioner chooses the collectives."""
+    """Under `jax.jit`: every arrow is a sharding constraint, and XLA's partitioner chooses the
+    collectives."""
 
     def __init__(self, plan, mesh):
         super().__init__(plan)
@@ -271,7 +299,9 @@ class Auto(Solo):
         given, ends = tuple(spec(self.plan.place(x)) for x in layouts), jax.tree.map(self.plan.place, result)
 
         def inside(*args):
-            return jax.tree.map(lambda y, end: lax.psum(y, end.sums) if end.sums else y, f(*_together(args)), ends)
+            return jax.tree.map(
+                lambda y, end: lax.psum(y, end.sums) if end.sums else y, f(*_together(args)), ends
+            )
 
         return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends))
 

@@ -4,20 +4,23 @@ A `lax.scan` goes through the lockstep ticks. In each of them a device
 
 1. takes what a neighbour sent it, `messages[read]`: an activation for F, a gradient for B;
 2. runs the cell that the table has for its stage: F, B, W, or nothing at all;
-3. passes the result one stage on or back, by two ppermutes outside the branches, in which every stage takes part.
+3. passes the result one stage on or back, by two ppermutes outside the branches, in which every stage takes
+    part.
 
-The devices of a dp, fsdp, sp or tp group belong to one stage, so they take the same branch, and their collectives may stay
-inside it. What a cell needs later lies in slots that `schedule.slots` has allocated from what is alive.
+The devices of a dp, fsdp, sp or tp group belong to one stage, so they take the same branch, and their
+collectives may stay inside it. What a cell needs later lies in slots that `schedule.slots` has allocated from
+what is alive.
 
-The layers of a stage are its share of the blocks' weights, stored `l/pp`; `layer_order` says which layer lies where. The
-embedding, the last norm and the head are whole on every stage, used on the first or the last, and their gradients are summed
-over pp at the end of the step (`Plan.unreduced` says so): with tied embeddings that sum joins the two uses. Where a schedule
-wants two copies of the model (DualPipe), a stage borrows its opposite's layers for the step, and returns their gradients.
+The layers of a stage are its share of the blocks' weights, stored `l/pp`; `layer_order` says which layer lies
+where. The embedding, the last norm and the head are whole on every stage, used on the first or the last, and
+their gradients are summed over pp at the end of the step (`Plan.unreduced` says so): with tied embeddings
+that sum joins the two uses. Where a schedule wants two copies of the model (DualPipe), a stage borrows its
+opposite's layers for the step, and returns their gradients.
 
-By default (`Plan.stage_saves`) B recomputes its stage from the input that F saved, and F of the last stage computes nothing,
-since its B follows and does. With residuals saved F keeps what B will need instead. In schedules that split the backward,
-W gets what is left of B once the input's gradient is out. Both cuts are made by `split` in the equations of one traced cell,
-whatever the stage computes.
+By default (`Plan.stage_saves`) B recomputes its stage from the input that F saved, and F of the last stage
+computes nothing, since its B follows and does. With residuals saved F keeps what B will need instead. In
+schedules that split the backward, W gets what is left of B once the input's gradient is out. Both cuts are
+made by `split` in the equations of one traced cell, whatever the stage computes.
 """
 
 from __future__ import annotations
@@ -44,17 +47,20 @@ PP = "pp"
 
 
 def layers_of(schedule: Schedule, num_layers: int) -> dict[tuple[int, int], int]:
-    """How many layers each (stage, chunk) has: where they cannot all have the same number, the first have one more."""
+    """How many layers each (stage, chunk) has: where they cannot all have the same number, the first have one
+    more."""
     n, cells = num_layers, len(schedule.routes[0])
     return {cell: n // cells + (i < n % cells) for route in schedule.routes for i, cell in enumerate(route)}
 
 
 def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
-    """Which layer lies at each place of the stored stack, so that cutting it by pp gives every stage its chunks in order.
+    """Which layer lies at each place of the stored stack, so that cutting it by pp gives every stage its
+    chunks in order.
 
-    Where a chunk has fewer layers than the others its last place holds none, written `num_layers`: zeros, which no stage
-    computes with. The identity where each stage has one chunk and all the same number of layers. `llmpar.step.Step` applies
-    it where weights come from or go to a world without pipelines: fresh weights, checkpoints, Hugging Face.
+    Where a chunk has fewer layers than the others its last place holds none, written `num_layers`: zeros,
+    which no stage computes with. The identity where each stage has one chunk and all the same number of
+    layers. `llmpar.step.Step` applies it where weights come from or go to a world without pipelines: fresh
+    weights, checkpoints, Hugging Face.
     """
     if schedule is None:
         return np.arange(num_layers)
@@ -62,7 +68,9 @@ def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
     counts = {cell: every[cell] for cell in schedule.routes[0]}
     ends = dict(zip(counts, np.cumsum(list(counts.values())), strict=True))
     places = [np.arange(max(counts.values())) + ends[cell] - counts[cell] for cell in sorted(counts)]
-    return np.concatenate([np.where(p < ends[cell], p, num_layers) for p, cell in zip(places, sorted(counts), strict=True)])
+    return np.concatenate(
+        [np.where(p < ends[cell], p, num_layers) for p, cell in zip(places, sorted(counts), strict=True)]
+    )
 
 
 class Stage(Llama):
@@ -84,12 +92,14 @@ def unrolled(block, x, stack):
     return x, None
 
 
-def gradients(config: ModelConfig, plan: Plan, par: Manual, params: Tree, batch: Batch) -> tuple[jax.Array, Tree]:
-    """Loss (summed over tokens) and gradients of this device's part of the batch, inside shard_map. The blocks come in
-    `layer_order`.
+def gradients(
+    config: ModelConfig, plan: Plan, par: Manual, params: Tree, batch: Batch
+) -> tuple[jax.Array, Tree]:
+    """Loss (summed over tokens) and gradients of this device's part of the batch, inside shard_map. The
+    blocks come in `layer_order`.
 
-    ``params`` vary over the sums of `Plan.unreduced`, pp among them where a weight is not cut by it. Gradients come laid out
-    as `Plan.accumulated`, the loss unfinished over pp and the axes of the data.
+    ``params`` vary over the sums of `Plan.unreduced`, pp among them where a weight is not cut by it.
+    Gradients come laid out as `Plan.accumulated`, the loss unfinished over pp and the axes of the data.
     """
     return _Executor(config, plan, par, params, batch).run()
 
@@ -131,8 +141,8 @@ class _Executor:
         return model.embed(self.par.weight(model.embedding), batch, self.par)
 
     def through(self, blocks, x, batch, chunk, kind):
-        """The stream after the blocks of one chunk, and for B the losses of its routers, if it has any. Where some chunks have
-        a layer less, the last one may be skipped."""
+        """The stream after the blocks of one chunk, and for B the losses of its routers, if it has any. Where
+        some chunks have a layer less, the last one may be skipped."""
         run = unrolled if self.save or self.schedule.split_backward else self.par.layers
         few, most = min(self.counts.values()), max(self.counts.values())
 
@@ -145,7 +155,9 @@ class _Executor:
             x = run(one, x, jax.tree.map(lambda w: w[:few], stack))[0]
             if few == most:
                 return x
-            grid = np.array([self.counts[cell] for cell in sorted(self.counts)]).reshape(self.schedule.num_stages, -1)
+            grid = np.array([self.counts[cell] for cell in sorted(self.counts)]).reshape(
+                self.schedule.num_stages, -1
+            )
             full = jnp.asarray(grid == most)[lax.axis_index(PP), chunk]
             last = jax.tree.map(lambda w: w[few:], stack)
             return _when(f"full{kind}", full, lambda x, w: run(one, x, w)[0], lambda x, w: x, x, last)
@@ -158,7 +170,8 @@ class _Executor:
         return self.model(self.chunks, self.shared | own).losses(batch | {"stream": x}, self.par).sum()
 
     def cell(self, known, x, later):
-        """F, B and W of a chunk: the stream after it; its input's gradient, loss and shared gradients; those of its blocks."""
+        """F, B and W of a chunk: the stream after it; its input's gradient, loss and shared gradients; those
+        of its blocks."""
         (blocks, shared, batch, chunk), (done, dy, last, first) = known, later
 
         def from_loss(y, dy, done):
@@ -184,12 +197,15 @@ class _Executor:
 
         def one(done, g, path):
             dims, plan = self.shapes[path][0], self.plan
-            return done + self.par.carry_out(g, Arrow(plan.unreduced(dims), plan.accumulated(dims)), f"gradient {dims}")
+            return done + self.par.carry_out(
+                g, Arrow(plan.unreduced(dims), plan.accumulated(dims)), f"gradient {dims}"
+            )
 
         return sums | {name: jax.tree.map(one, sums[name], g, self.paths[name]) for name, g in grads.items()}
 
     def nothing(self):
-        """Loss and gradients of no microbatches, typed as varying like what will be added; those of blocks chunk by chunk."""
+        """Loss and gradients of no microbatches, typed as varying like what will be added; those of blocks
+        chunk by chunk."""
 
         def zeros(path):
             dims, shape = self.shapes[path]
@@ -199,14 +215,23 @@ class _Executor:
         grads = jax.tree.map(zeros, self.paths)
         chunks = lambda g: g.reshape(self.schedule.visits, -1, *g.shape[1:])
         blocks = jax.tree.map(lambda g: jnp.concatenate([chunks(g)] * self.copies), grads.pop("blocks"))
-        return {"loss": vary(jnp.float32(0), self.plan.live(PP) + self.plan.varying("data")), "shared": grads}, blocks
+        return {
+            "loss": vary(jnp.float32(0), self.plan.live(PP) + self.plan.varying("data")),
+            "shared": grads,
+        }, blocks
 
     def trace(self, x, done) -> tuple[list, list]:
-        """Trace a cell and cut it into what F, B and W run. Gives the types of what F and of what B keep for later."""
-        zero = vary(jnp.int32(0), self.plan.live(PP))  # stages differ in everything, their tokens of the moment too
+        """Trace a cell and cut it into what F, B and W run. Gives the types of what F and of what B keep for
+        later."""
+        zero = vary(
+            jnp.int32(0), self.plan.live(PP)
+        )  # stages differ in everything, their tokens of the moment too
         x, known = _at(_buffer([1], x), 0), self.known({"chunk": zero, "u": zero})
         whole, (_, early, late) = trace(self.cell, known, x, (done, x, zero > 0, zero > 0))
-        self.early, self.late, self.num_early = *map(jax.tree.structure, (early, late)), len(jax.tree.leaves(early))
+        self.early, self.late, self.num_early = (
+            *map(jax.tree.structure, (early, late)),
+            len(jax.tree.leaves(early)),
+        )
         num_known, saved, residual = len(jax.tree.leaves(known)), [jax.typeof(x)], list[Any]()
         if self.save:
             self.f, self.b, saved = split(whole, 1, num_known, num_known + 1)
@@ -233,7 +258,8 @@ class _Executor:
         return state["done"]["loss"], state["done"]["shared"] | {"blocks": blocks}
 
     def cells(self) -> dict[str, np.ndarray]:
-        """The table as integers [tick, stage] by name. What nobody sent goes to a message slot that nobody reads, the last."""
+        """The table as integers [tick, stage] by name. What nobody sent goes to a message slot that nobody
+        reads, the last."""
         s, num_slots = self.slots, max(self.slots.num_messages) + 1
         kind, u, chunk = np.moveaxis(self.ticks, 2, 0)
         letters = {name: getattr(s, name) % num_slots for name in ("left", "right", "keep", "read")}
@@ -241,12 +267,16 @@ class _Executor:
         return cells | {"enters": s.read < 0, "leaves": (s.send == 0) & (s.keep < 0)}
 
     def tick(self, carry, now):
-        """One cell on every stage, then the messages. A branch per kind: XLA updates the state of a conditional with two
-        branches in place, but copies it all through a `lax.switch` with more."""
+        """One cell on every stage, then the messages. A branch per kind: XLA updates the state of a
+        conditional with two branches in place, but copies it all through a `lax.switch` with more."""
         (state, messages), (cell, sends) = carry, now
         y = _at(messages, cell["read"])
-        for i, work in enumerate((self.forward, self.backward, self.weights)[: 2 + self.schedule.split_backward]):
-            state, y = _when(KINDS[i], cell["kind"] == i, work, lambda state, y, cell: (state, y), state, y, cell)
+        for i, work in enumerate(
+            (self.forward, self.backward, self.weights)[: 2 + self.schedule.split_backward]
+        ):
+            state, y = _when(
+                KINDS[i], cell["kind"] == i, work, lambda state, y, cell: (state, y), state, y, cell
+            )
         for name, way in {"left": 1, "right": -1}.items():
             if (self.slots.send == way).any():
                 messages = _put(messages, self.pass_on(y, way, sends[way]), cell[name])
@@ -255,11 +285,18 @@ class _Executor:
         return (state, messages), None
 
     def pass_on(self, y, way: int, somebody_sends):
-        """What comes from the neighbour, between stages that ever send this way, in ticks in which one of them does."""
+        """What comes from the neighbour, between stages that ever send this way, in ticks in which one of
+        them does."""
         sends, p = self.slots.send == way, self.schedule.num_stages
         pairs = [(int(s), int(s + way) % p) for s in np.flatnonzero(sends.any(0))]
         with scope(f"stream b s d -> the {'next' if way == 1 else 'previous'} stage"):
-            return _when("right" if way == 1 else "left", somebody_sends, lambda y: lax.ppermute(y, PP, pairs), lambda y: y, y)
+            return _when(
+                "right" if way == 1 else "left",
+                somebody_sends,
+                lambda y: lax.ppermute(y, PP, pairs),
+                lambda y: y,
+                y,
+            )
 
     def known(self, cell):
         """What a cell is given besides activations and gradients."""
@@ -304,12 +341,19 @@ def taken(schedule: Schedule, num_layers: int, stage: int) -> dict[str, Fraction
     counts = layers_of(schedule, num_layers)
     full = [n == max(counts.values()) for cell, n in counts.items() if cell[0] == stage]
     last = [route[-1] for route in schedule.routes]
-    before = [n == max(counts.values()) for cell, n in counts.items() if cell[0] == stage and cell not in last]
+    before = [
+        n == max(counts.values()) for cell, n in counts.items() if cell[0] == stage and cell not in last
+    ]
     fulls = {"fullB": Fraction(sum(full), len(full)), "fullF": Fraction(sum(before), max(1, len(before)))}
     ticks, send = (table := timetable(schedule)).ticks, slots(table).send
     cells = {kind: Fraction(int((ticks[:, stage, 0] == i).sum()), len(ticks)) for i, kind in enumerate(KINDS)}
-    ways = {name: Fraction(int((send == way).any(1).sum()), len(ticks)) for name, way in {"right": 1, "left": -1}.items()}
-    end = lambda i: Fraction(sum(r[i][0] == stage for r in schedule.routes), schedule.visits * schedule.parameter_copies)
+    ways = {
+        name: Fraction(int((send == way).any(1).sum()), len(ticks))
+        for name, way in {"right": 1, "left": -1}.items()
+    }
+    end = lambda i: Fraction(
+        sum(r[i][0] == stage for r in schedule.routes), schedule.visits * schedule.parameter_copies
+    )
     return cells | ways | fulls | {"enters": end(0), "leaves": end(-1)}
 
 

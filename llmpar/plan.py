@@ -1,24 +1,25 @@
 """The plan: where each dim is cut in each region. It turns the model's logical arrows into physical ones.
 
-A plan is frozen data. Everything about parallelism that is decided rather than computed is a field of it, and the table in
-:meth:`Plan.regions` is the whole of tensor, sequence and data parallelism:
+A plan is frozen data. Everything about parallelism that is decided rather than computed is a field of it, and
+the table in :meth:`Plan.regions` is the whole of tensor, sequence and data parallelism:
 
     region      b             s          d  n k m v
     data        dp,fsdp,ep    sp                         token ids, positions, losses
-    stream      dp,fsdp,ep    sp[,tp]                    the residual stream; its s is cut by tp with tp_sequence
+    stream      dp,fsdp,ep    sp[,tp]                    the residual stream; tp_sequence cuts its s by tp
     attention   dp,fsdp,ep    sp            tp (n, k)    inside attention
-    queries     dp,fsdp,ep    sp            tp (k)       where queries meet keys; Ulysses: s whole, k cut by tp,sp
+    queries     dp,fsdp,ep    sp            tp (k)       where queries meet keys; Ulysses: s whole, k by tp,sp
     keys        dp,fsdp,ep    sp            tp (k)       the same for keys; gathered keys: s whole
     ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
     experts     dp,fsdp       sp            tp (m)       where tokens meet experts, e cut by ep
     counts      dp,fsdp       sp                         tokens per expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
-The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm) is whole on
-every stage, and its gradient is one more sum to finish.
+The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm)
+is whole on every stage, and its gradient is one more sum to finish.
 
-ZeRO (Rajbhandari et al. 2020) cuts a weight's width ``d`` (else its ``h``, else its ``e``) by fsdp: the optimizer's state
-from stage 1 on, accumulated gradients from stage 2 on, the stored weight itself at stage 3, which is FSDP.
+ZeRO (Rajbhandari et al. 2020) cuts a weight's width ``d`` (else its ``h``, else its ``e``) by fsdp: the
+optimizer's state from stage 1 on, accumulated gradients from stage 2 on, the stored weight itself at stage 3,
+which is FSDP.
 """
 
 from __future__ import annotations
@@ -30,7 +31,17 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from llmpar import orders
-from llmpar.notation import Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh, product
+from llmpar.notation import (
+    Arrow,
+    Dim,
+    Layout,
+    MeshShape,
+    divisors,
+    parse_arrow,
+    parse_layout,
+    parse_mesh,
+    product,
+)
 from llmpar.schedule import timetable
 
 BATCH_AXES = ("dp", "fsdp", "ep")
@@ -43,36 +54,45 @@ class Plan:
 
     Attributes:
         mesh: sizes of the six axes; a string is parsed.
-        reading: who writes the collectives: ``manual`` (we do, inside shard_map), ``auto`` (XLA's partitioner does).
+        reading: who writes the collectives: ``manual`` (we do, inside shard_map), ``auto`` (XLA's partitioner
+            does).
         zero: ZeRO stage on the fsdp axis, 0 to 3. At 0 fsdp is one more replica axis.
-        tp_sequence: also cut the residual stream's sequence by tp (Korthikanti et al. 2022, sequence parallelism).
-        reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step, once however
-            many microbatches there are; ``layer`` by layer inside the backward pass; or at the end in flat ``bucket``s.
+        tp_sequence: also cut the residual stream's sequence by tp (Korthikanti et al. 2022, sequence
+            parallelism).
+        reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step,
+            once however many microbatches there are; ``layer`` by layer inside the backward pass; or at the
+            end in flat ``bucket``s.
         bucket_bytes: a bucket is closed when it has reached this size.
-        microbatches: per step and device; their gradients are summed before the update. In a pipeline, what fills it.
+        microbatches: per step and device; their gradients are summed before the update. In a pipeline, what
+            fills it.
         remat: what the backward pass recomputes: ``none``, or the whole ``block``.
-        regather: ZeRO-3 only: gather a block's weights ``again`` in the backward pass, or ``keep`` them from the forward.
+        regather: ZeRO-3 only: gather a block's weights ``again`` in the backward pass, or ``keep`` them from
+            the forward.
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
-        ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel 2023); with more
-            than one the backward pass computes its hidden values again instead of keeping them.
-        attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down to 256.
-        attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; or `jax.nn.dot_product_attention` by ``cudnn``
-            (NVIDIA GPUs, bfloat16) or ``xla``, where no partial results are merged: not in a ring.
-        sequence: what attention does where the sequence is cut by sp: pass keys around a ``ring``, exchange positions for
-            heads (``ulysses``), or ``gather`` all keys.
-        dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones only (``ragged``,
-            which CPUs lack).
-        grouped: how rows are multiplied by their experts: in a loop over ``blocks``, or by `jax.lax.ragged_dot`, which
-            GPUs and TPUs have kernels for.
+        ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel
+            2023); with more than one the backward pass computes its hidden values again instead of keeping
+            them.
+        attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
+            to 256.
+        attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; or
+            `jax.nn.dot_product_attention` by ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, where no partial
+            results are merged: not in a ring.
+        sequence: what attention does where the sequence is cut by sp: pass keys around a ``ring``, exchange
+            positions for heads (``ulysses``), or ``gather`` all keys.
+        dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
+            only (``ragged``, which CPUs lack).
+        grouped: how rows are multiplied by their experts: in a loop over ``blocks``, or by
+            `jax.lax.ragged_dot`, which GPUs and TPUs have kernels for.
         order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal work.
-        schedule: the order in which pipeline stages work: a name of `orders.SCHEDULES`, or an order written out, one line
-            per stage (`orders.from_text`).
+        schedule: the order in which pipeline stages work: a name of `orders.SCHEDULES`, or an order written
+            out, one line per stage (`orders.from_text`).
         chunks: pieces of the model per stage, for schedules that let one choose.
-        stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass recomputes, or the
-            ``residuals``, so that nothing is computed twice. The first is no slower on CPUs, where copying residuals to
-            their slots and back costs as much as a fifth more products, and takes half of the memory.
+        stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass
+            recomputes, or the ``residuals``, so that nothing is computed twice. The first is no slower on
+            CPUs, where copying residuals to their slots and back costs as much as a fifth more products, and
+            takes half of the memory.
     """
 
     mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed
@@ -103,7 +123,7 @@ class Plan:
         for name, hint in _kinds().items():
             _check_value(name, hint, getattr(self, name))
 
-    # ------------------------------------------------------------------------------------------------ who is cut where
+    # --------------------------------------------------------------------------------------- who is cut where
 
     def live(self, *axes: str) -> tuple[str, ...]:
         """Those of ``axes`` that have more than one device: the others must leave no trace in the program."""
@@ -133,8 +153,9 @@ class Plan:
 
     @property
     def in_order(self) -> bool:
-        """Whether a device's queries and keys are at the same positions, in rising order: attention may then skip masked
-        blocks while compiling. (Gathered keys are those of the whole row, beside queries of a part of it.)"""
+        """Whether a device's queries and keys are at the same positions, in rising order: attention may then
+        skip masked blocks while compiling. (Gathered keys are those of the whole row, beside queries of a
+        part of it.)"""
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
         return alike and (self.mesh.sp == 1 or self.order == "contiguous")
 
@@ -151,11 +172,12 @@ class Plan:
         )
 
     def padded(self, config):
-        """The model with as many layers as a pipeline's state has places: the same number for every chunk of every stage."""
+        """The model with as many layers as a pipeline's state has places: the same number for every chunk of
+        every stage."""
         cells = len(self.pipeline.routes[0]) if self.pipeline else 1
         return dataclasses.replace(config, num_layers=-(-config.num_layers // cells) * cells)
 
-    # ------------------------------------------------------------------------------------------- logical to physical
+    # ------------------------------------------------------------------------------------ logical to physical
 
     def place(self, layout: Layout | str) -> Layout:
         """The physical layout of a logical one (``'attention b s d +n'`` becomes ``'b/dp,fsdp s d +tp'``).
@@ -167,7 +189,9 @@ class Plan:
             return layout
         cuts = self.regions.get(layout.region)
         if cuts is None:
-            raise ValueError(f"layout '{layout}' names an unknown region; the regions are {', '.join(self.regions)}")
+            raise ValueError(
+                f"layout '{layout}' names an unknown region; the regions are {', '.join(self.regions)}"
+            )
         sums = tuple(a for d in layout.sums for a in cuts.get(d, ()))
         cuts = cuts | {"l": self.live("pp")}
         return Layout(tuple(Dim(d.name, cuts.get(d.name, ())) for d in layout.dims), sums)
@@ -178,7 +202,8 @@ class Plan:
         return Arrow(self.place(logical.before), self.place(logical.after))
 
     def sharded(self, dims: str) -> Layout:
-        """A weight's layout cut by fsdp as well: how ZeRO keeps optimizer state (1), gradients (2) and weights (3)."""
+        """A weight's layout cut by fsdp as well: how ZeRO keeps optimizer state (1), gradients (2) and
+        weights (3)."""
         used, fsdp = self.place(dims), self.live("fsdp")
         target = next(x for x in "dhe" if x in used.letters)
         return Layout(tuple(Dim(d.name, d.axes + fsdp * (d.name == target)) for d in used.dims))
@@ -192,21 +217,27 @@ class Plan:
         return self.sharded(dims) if self.zero else self.place(dims)
 
     def unreduced(self, dims: str) -> Layout:
-        """A weight's gradient as the backward pass leaves it: every axis that the weight is not cut by is still to be
-        summed, if :attr:`reduce` says that this happens afterwards."""
+        """A weight's gradient as the backward pass leaves it: every axis that the weight is not cut by is
+        still to be summed, if :attr:`reduce` says that this happens afterwards."""
         stored = self.stored(dims)
         waiting = () if self.reduce == "layer" else self.live("pp") + self.varying(parse_layout(dims).region)
         return Layout(stored.dims, tuple(a for a in waiting if a not in stored.axes))
 
     def accumulated(self, dims: str) -> Layout:
-        """What is added up over microbatches: at ZeRO 2 the gradient's shard, else the gradient as it comes."""
+        """What is added up over microbatches: at ZeRO 2 the gradient's shard, else the gradient as it
+        comes."""
         raw = self.unreduced(dims)
-        return raw if self.zero != 2 else Layout(self.sharded(dims).dims, tuple(a for a in raw.sums if a != "fsdp"))
+        return (
+            raw
+            if self.zero != 2
+            else Layout(self.sharded(dims).dims, tuple(a for a in raw.sums if a != "fsdp"))
+        )
 
-    # ------------------------------------------------------------------------------------------------------- refusals
+    # ----------------------------------------------------------------------------------------------- refusals
 
     def check(self, config, batch_size: int, seq_len: int) -> None:
-        """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any compilation."""
+        """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any
+        compilation."""
         sizes = self.mesh.sizes
         config.param_shapes()  # refuses what cannot run at all
         self._refuse_idle(self.idle(config))
@@ -218,9 +249,11 @@ class Plan:
                 raise ValueError(f"{name} {size} holds no token; use 1 or more")
         self._divides("batch", batch_size, BATCH_AXES, "microbatches")
         cut_by_tp = {
-            "heads": config.num_heads, "KV heads": config.num_kv_heads, "feed-forward width": config.ffn_width,
+            "heads": config.num_heads,
+            "KV heads": config.num_kv_heads,
+            "feed-forward width": config.ffn_width,
             "vocabulary": config.vocab_size,
-        }  # fmt: skip
+        }
         for name, size in cut_by_tp.items():
             self._divides(name, size, ("tp",), suits=math.gcd(*cut_by_tp.values()), fixed=True)
         if config.experts:
@@ -232,13 +265,17 @@ class Plan:
         if sizes["sp"] > 1 and self.order == "zigzag" and seq_len % (2 * sizes["sp"]):
             near = 2 * sizes["sp"] * max(1, seq_len // (2 * sizes["sp"]))
             raise ValueError(
-                f"order='zigzag' cuts a sequence into 2·sp = {2 * sizes['sp']} parts, and {seq_len} is no multiple; "
-                f"use {near}, or order='striped'"
+                f"order='zigzag' cuts a sequence into 2·sp = {2 * sizes['sp']} parts, and {seq_len} is no"
+                f" multiple; use {near}, or order='striped'"
             )
-        if sizes["sp"] > 1 and self.sequence == "ulysses" and config.num_kv_heads // sizes["tp"] % sizes["sp"]:
+        if (
+            sizes["sp"] > 1
+            and self.sequence == "ulysses"
+            and config.num_kv_heads // sizes["tp"] % sizes["sp"]
+        ):
             raise ValueError(
-                f"sequence='ulysses' cuts the {config.num_kv_heads // sizes['tp']} KV heads of a device by sp = {sizes['sp']}; "
-                "use sequence='ring', which needs no heads"
+                f"sequence='ulysses' cuts the {config.num_kv_heads // sizes['tp']} KV heads of a device by sp"
+                f" = {sizes['sp']}; use sequence='ring', which needs no heads"
             )
         for what in ("queries", "keys"):
             local = seq_len // product(sizes[a] for a in self.regions[what].get("s", ()))
@@ -248,7 +285,9 @@ class Plan:
             self._check_kernel()
         cut_by_fsdp = {"model width": config.width}
         cut_by_fsdp |= {"head width": config.head_width} if config.qkv_bias or config.qk_norm else {}
-        cut_by_fsdp |= {"experts": config.experts.num} if config.experts and config.experts.bias_rate is not None else {}
+        cut_by_fsdp |= (
+            {"experts": config.experts.num} if config.experts and config.experts.bias_rate is not None else {}
+        )
         rows = batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches)
         for name, size in cut_by_fsdp.items() if self.zero else ():
             self._divides(name, size, ("fsdp",), suits=math.gcd(rows, *cut_by_fsdp.values()), fixed=True)
@@ -256,11 +295,14 @@ class Plan:
             why = f"does not go with ZeRO {self.zero}, whose gradients are reduce-scattered"
             raise ValueError(f"reduce='{self.reduce}' {why}; use 'end'")
         if self.reduce == "layer" and self.microbatches > 1:
-            raise ValueError("reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1")
+            raise ValueError(
+                "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1"
+            )
         self._check_pipeline(config)
 
     def idle(self, config) -> dict[str, str]:
-        """The fields that are set and decide nothing for this mesh and model, with the reason: `check` refuses them."""
+        """The fields that are set and decide nothing for this mesh and model, with the reason: `check`
+        refuses them."""
         sizes = self.mesh.sizes
         one = lambda axis: f"mesh '{self.mesh}' has {axis}=1"
         rules = [
@@ -268,14 +310,28 @@ class Plan:
             ("sequence order", sizes["sp"] == 1, one("sp")),
             ("tp_sequence", sizes["tp"] == 1, one("tp")),
             ("dispatch", sizes["ep"] == 1, one("ep")),
-            ("zero", sizes["fsdp"] == 1 and self.zero in (1, 2), one("fsdp") + ", the axis by which ZeRO cuts state"),
-            ("regather", sizes["fsdp"] == 1 or self.zero != 3, "only ZeRO 3 with fsdp > 1 gathers weights for use"),
+            (
+                "zero",
+                sizes["fsdp"] == 1 and self.zero in (1, 2),
+                one("fsdp") + ", the axis by which ZeRO cuts state",
+            ),
+            (
+                "regather",
+                sizes["fsdp"] == 1 or self.zero != 3,
+                "only ZeRO 3 with fsdp > 1 gathers weights for use",
+            ),
             ("grouped", config.experts is None, f"'{config.name}' has no experts"),
             ("bucket_bytes", self.reduce != "bucket", f"reduce is '{self.reduce}'"),
-            ("reduce bucket_bytes", self.reading == "auto", "under reading='auto' XLA decides when gradients are summed"),
+            (
+                "reduce bucket_bytes",
+                self.reading == "auto",
+                "under reading='auto' XLA decides when gradients are summed",
+            ),
             ("chunks", "\n" in self.schedule.strip(), "the order is written out"),
         ]
-        return {name: why for names, holds, why in rules if holds for name in names.split() if self._is_set(name)}
+        return {
+            name: why for names, holds, why in rules if holds for name in names.split() if self._is_set(name)
+        }
 
     def _is_set(self, name: str) -> bool:
         return getattr(self, name) != type(self).__dataclass_fields__[name].default
@@ -283,27 +339,38 @@ class Plan:
     def _refuse_idle(self, reasons: dict[str, str]) -> None:
         for name, why in reasons.items():
             if self._is_set(name):
-                raise ValueError(f"{name}={getattr(self, name)!r} would change nothing: {why}; leave {name} out")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} would change nothing: {why}; leave {name} out"
+                )
 
     def effective(self, config) -> Plan:
-        """The same plan, with the defaults in fields that decide nothing: for tools whose controls are always there."""
-        defaults: dict[str, Any] = {name: type(self).__dataclass_fields__[name].default for name in self.idle(config)}
+        """The same plan, with the defaults in fields that decide nothing: for tools whose controls are always
+        there."""
+        defaults: dict[str, Any] = {
+            name: type(self).__dataclass_fields__[name].default for name in self.idle(config)
+        }
         return dataclasses.replace(self, **defaults)
 
     def _check_kernel(self) -> None:
         """Refuse what a kernel for whole sequences cannot do."""
         why = ""
         if self.mesh.sp > 1 and self.sequence == "ring":
-            why = "gives no log of sums in float32 to merge by, which a ring needs; use sequence='ulysses' or 'gather'"
+            why = (
+                "gives no log of sums in float32 to merge by, which a ring needs; use sequence='ulysses' or"
+                " 'gather'"
+            )
         if self.attention_block:
             why = "chooses its own blocks; leave attention_block out"
         if self.attention_kernel == "cudnn" and self.dtype == "float32":
             why = "computes in 16 bits; use dtype='bfloat16'"
         if why:
-            raise ValueError(f"attention_kernel='{self.attention_kernel}' {why}, or attention_kernel='portable'")
+            raise ValueError(
+                f"attention_kernel='{self.attention_kernel}' {why}, or attention_kernel='portable'"
+            )
 
     def _check_pipeline(self, config) -> None:
-        """Refuse a pipeline that the executor cannot walk. Simulating the order proves it legal, or names the deadlock."""
+        """Refuse a pipeline that the executor cannot walk. Simulating the order proves it legal, or names the
+        deadlock."""
         if self.pipeline is None:
             return
         order, name = self.pipeline, f"schedule '{self.pipeline.name}'"
@@ -311,28 +378,51 @@ class Plan:
             why = f"{name if order.split_backward else 'stage_saves=residuals'} checkpoints no block"
             self._refuse_idle({"remat": why, "regather": why})
         if config.experts and config.experts.bias_rate is not None:
-            raise ValueError(f"{name} does not tell how many tokens each expert got, which bias_rate needs; use bias_rate=None")
+            raise ValueError(
+                f"{name} does not tell how many tokens each expert got, which bias_rate needs; use"
+                " bias_rate=None"
+            )
         timetable(order)
         if order.num_stages != self.mesh.pp:
             p = order.num_stages
-            raise ValueError(f"{name} has {p} stages but mesh '{self.mesh}' has pp={self.mesh.pp}; use pp={p}")
+            raise ValueError(
+                f"{name} has {p} stages but mesh '{self.mesh}' has pp={self.mesh.pp}; use pp={p}"
+            )
         if order.num_microbatches != self.microbatches:
             m = order.num_microbatches
-            raise ValueError(f"{name} has {m} microbatches but the plan has {self.microbatches}; use microbatches={m}")
+            raise ValueError(
+                f"{name} has {m} microbatches but the plan has {self.microbatches}; use microbatches={m}"
+            )
         if config.num_layers < (cells := len(order.routes[0])):
             raise ValueError(
-                f"{config.num_layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer cells"
+                f"{config.num_layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer"
+                " cells"
             )
         for field, value in {"reading": "manual", "reduce": "end"}.items():
             if getattr(self, field) != value:
-                raise ValueError(f"{field}={getattr(self, field)!r} does not go with pp={self.mesh.pp}; use {field}={value!r}")
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r} does not go with pp={self.mesh.pp}; use"
+                    f" {field}={value!r}"
+                )
         if self.mesh.sp > 1 and self.sequence == "ring":
             why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
-            raise ValueError(f"sequence='ring' does not go with {name}: {why}; use sequence='ulysses' or 'gather'")
+            raise ValueError(
+                f"sequence='ring' does not go with {name}: {why}; use sequence='ulysses' or 'gather'"
+            )
 
-    def _divides(self, what: str, size: int, axes: tuple[str, ...], times: str = "", suits: int = 0, fixed: bool = False):
-        """Refuse a ``size`` that is no multiple of the axes' sizes and of the field ``times``, multiplied. The advice keeps
-        to divisors of ``suits``, which whatever else these axes cut has too, and does not change a ``fixed`` size."""
+    def _divides(
+        self,
+        what: str,
+        size: int,
+        axes: tuple[str, ...],
+        times: str = "",
+        suits: int = 0,
+        fixed: bool = False,
+    ):
+        """Refuse a ``size`` that is no multiple of the axes' sizes and of the field ``times``, multiplied.
+        The advice keeps to divisors of ``suits``, which whatever else these axes cut has too, and does not
+        change a ``fixed`` size.
+        """
         pieces = getattr(self, times) if times else 1
         parts = pieces * product(self.mesh.sizes[a] for a in axes)
         if size % parts == 0:
@@ -351,13 +441,19 @@ def _kinds() -> dict[str, Any]:
 
 
 def _check_value(name: str, hint: Any, value: Any) -> None:
-    """Refuse a value that a field's type does not have: a misspelt choice would silently be another strategy."""
+    """Refuse a value that a field's type does not have: a misspelt choice would silently be another
+    strategy."""
     kinds, least = get_args(hint) or (hint,), 0 if name == "unroll" else 1
     if get_origin(hint) is Literal:
         fits, ways = any(type(value) is type(c) and value == c for c in kinds), list(map(repr, kinds))
     else:
         fits = type(value) in kinds and (type(value) is not int or value >= least)
-        words = {int: f"a whole number of {least} or more", bool: "True or False", str: "a text", type(None): "None"}
+        words = {
+            int: f"a whole number of {least} or more",
+            bool: "True or False",
+            str: "a text",
+            type(None): "None",
+        }
         ways = [words[kind] for kind in kinds]
     if not fits:
         raise ValueError(f"{name}={value!r} is not a value of a plan; use {' or '.join(ways)}")

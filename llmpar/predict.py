@@ -1,7 +1,8 @@
 """What a training step of ours will hold and send, by formula, before anything is traced.
 
-`cost` has the published formulas; this file applies their reasoning to the model and the step of this package, to the byte.
-The tests hold every number here against the compiled program: `collectives` and `argument_bytes` exactly.
+`cost` has the published formulas; this file applies their reasoning to the model and the step of this
+package, to the byte. The tests hold every number here against the compiled program: `collectives` and
+`argument_bytes` exactly.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Traffic(dict):
         self.sizes = sizes
 
     def add(self, kind: str, axes: tuple[str, ...], of: str, message_bytes: int, count: int = 1) -> None:
-        """``count`` collectives over ``axes`` on messages ``of`` something, of ``message_bytes`` (the unscattered size)."""
+        """``count`` collectives over ``axes`` on messages ``of`` something, of ``message_bytes`` (the
+        unscattered size)."""
         axes = tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
         if not axes or not count:
             return
@@ -61,9 +63,11 @@ class Runs:
 
     Attributes:
         embed, loss: the look-up and the loss, forward and backward.
-        forward, again: layers forward; and again for the backward pass, but for the last reduction (`Plan.remat`).
+        forward, again: layers forward; and again for the backward pass, but for the last reduction
+            (`Plan.remat`).
         backward: layers backward.
-        matrices, vectors: gathers of each weight of a layer that ZeRO-3 stores cut; a bias is of no use backward.
+        matrices, vectors: gathers of each weight of a layer that ZeRO-3 stores cut; a bias is of no use
+            backward.
         attended: calls of a stack of layers, each of which gathers its tokens' ids once.
     """
 
@@ -78,8 +82,8 @@ class Runs:
 
 
 def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
-    """Read off the plan, and of a pipeline off its schedule: F runs a chunk forward, unless the loss follows; B runs it
-    forward again from what F was given, or has its residuals; then backward."""
+    """Read off the plan, and of a pipeline off its schedule: F runs a chunk forward, unless the loss follows;
+    B runs it forward again from what F was given, or has its residuals; then backward."""
     m, order, recomputed = plan.microbatches, plan.pipeline, plan.remat == "block"
     keeps = plan.regather == "keep"
     if order is None:
@@ -100,12 +104,15 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
     if order.split_backward:  # layer by layer, nothing checkpointed
         return Runs(embed, loss, forward, 0, n, forward, forward, attended)
     again = n * (not keeps)
-    return Runs(embed, loss, forward, n * recomputed, n, forward + again, forward + again * recomputed, attended)
+    return Runs(
+        embed, loss, forward, n * recomputed, n, forward + again, forward + again * recomputed, attended
+    )
 
 
 def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
-    """Everything that a device of a pipeline's stage (of the only one, where there is none) sends in one training step,
-    under the Manual reading. All stages take part in each permute between them, whether they have something to send or not.
+    """Everything that a device of a pipeline's stage (of the only one, where there is none) sends in one
+    training step, under the Manual reading. All stages take part in each permute between them, whether they
+    have something to send or not.
     """
     traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
     _weights(traffic, config, plan, run)
@@ -117,11 +124,14 @@ def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, 
 
 
 def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> None:
-    """Gather weights, reduce gradients, gather updates. Per device and parameter, with N = fsdp and a microbatches
-    (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 move 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
+    """Gather weights, reduce gradients, gather updates. Per device and parameter, with N = fsdp and a
+    microbatches (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 move 2, ZeRO 2 a + 1, ZeRO 3 up to 3a
+    times (N-1)/N."""
     sizes, micro, item = plan.mesh.sizes, plan.microbatches, _ITEMSIZE[plan.dtype]
     buckets: dict[tuple, list[int]] = {}
-    for path, (dims, shape) in sorted(plan.padded(config).param_shapes().items(), key=lambda item: item[0].split(".")):
+    for path, (dims, shape) in sorted(
+        plan.padded(config).param_shapes().items(), key=lambda item: item[0].split(".")
+    ):
         stacked = path.startswith("blocks.")
         layers = shape[0] // plan.mesh.pp if stacked else 1
         elements = product(plan.place(dims).shard_shape(shape, sizes))  # of the leaf, whole over fsdp
@@ -132,21 +142,43 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
         rest = tuple(a for a in plan.live("pp") + plan.varying(region) if a not in plan.stored(dims).axes)
         vector = is_vector(parse_layout(dims))
         learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
-        twice = config.tied and plan.pipeline is not None  # on its first stage and on its last; else one value is used twice
+        twice = (
+            config.tied and plan.pipeline is not None
+        )  # on its first stage and on its last; else one value is used twice
         used = run.embed * (path == "embedding") + run.loss * (path != "embedding" or twice)
         if plan.zero == 3:
             gathers = used if not stacked else run.vectors if vector else run.matrices
             if vector and "bias" in path and plan.stage_saves == "residuals":
                 gathers = run.forward
             traffic.add("all-gather", fsdp, "weights", one * item, gathers)
-            traffic.add("reduce-scatter", fsdp, "gradients", one * item, learned * (run.backward if stacked else used))
-        if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # borrowed, and their gradients returned
-            for place, of in ((plan.stored, "weights of the other direction"), (plan.accumulated, "their gradients")):
-                traffic.add("collective-permute", ("pp",), of, FLOAT32 * product(place(dims).shard_shape(shape, sizes)))
+            traffic.add(
+                "reduce-scatter", fsdp, "gradients", one * item, learned * (run.backward if stacked else used)
+            )
+        if (
+            stacked and plan.pipeline and plan.pipeline.parameter_copies > 1
+        ):  # borrowed, and their gradients returned
+            for place, of in (
+                (plan.stored, "weights of the other direction"),
+                (plan.accumulated, "their gradients"),
+            ):
+                traffic.add(
+                    "collective-permute",
+                    ("pp",),
+                    of,
+                    FLOAT32 * product(place(dims).shard_shape(shape, sizes)),
+                )
         if plan.zero in (1, 2):
-            visits = plan.pipeline.visits if plan.pipeline and stacked else 1  # a chunk's gradients are cut by themselves
+            visits = (
+                plan.pipeline.visits if plan.pipeline and stacked else 1
+            )  # a chunk's gradients are cut by themselves
             times = 1 if plan.zero == 1 else micro * visits if stacked or not plan.pipeline else used
-            traffic.add("reduce-scatter", fsdp, "gradients", elements * FLOAT32 // (visits if plan.zero == 2 else 1), times)
+            traffic.add(
+                "reduce-scatter",
+                fsdp,
+                "gradients",
+                elements * FLOAT32 // (visits if plan.zero == 2 else 1),
+                times,
+            )
             traffic.add("all-gather", fsdp, "updated weights", elements * FLOAT32)
             rest = tuple(a for a in rest if a != "fsdp")
         if plan.reduce == "layer":
@@ -167,10 +199,14 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             traffic.add("all-reduce", axes, "gradients", filled)
 
 
-def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, run: Runs) -> None:
-    """Tensor parallelism, per microbatch (Shoeybi et al. 2019, section 3): two all-reduces of b·s·d forward and two backward
-    per layer, one forward for the embedding, one backward for the logits; three numbers per token for the loss. With
-    sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022)."""
+def _activations(
+    traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, run: Runs
+) -> None:
+    """Tensor parallelism, per microbatch (Shoeybi et al. 2019, section 3): two all-reduces of b·s·d forward
+    and two backward per layer, one forward for the embedding, one backward for the logits; three numbers per
+    token for the loss. With sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the
+    same bytes (Korthikanti et al. 2022).
+    """
     sizes, tp = plan.mesh.sizes, plan.live("tp")
     tokens = product(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
     stream = tokens * config.width * _ITEMSIZE[plan.dtype]
@@ -194,23 +230,34 @@ def _activations(traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: 
         traffic.add("collective-permute", ("pp",), "activations and their gradients", here, times)
 
 
-def _experts(traffic: Traffic, config: ModelConfig, how: ExpertConfig, plan: Plan, tokens: int, rows: int, run: Runs) -> None:
-    """Two all-to-alls forward and two backward per layer, of a buffer with the same number of slots for each rank of ep; the
-    tokens per expert, gathered; what tp must know of the routing: weights, experts, and the weights' gradient; for the
-    balance loss the tokens per expert of each row that is cut; and once per step the tally."""
+def _experts(
+    traffic: Traffic, config: ModelConfig, how: ExpertConfig, plan: Plan, tokens: int, rows: int, run: Runs
+) -> None:
+    """Two all-to-alls forward and two backward per layer, of a buffer with the same number of slots for each
+    rank of ep; the tokens per expert, gathered; what tp must know of the routing: weights, experts, and the
+    weights' gradient; for the balance loss the tokens per expert of each row that is cut; and once per step
+    the tally."""
     ep, tp = plan.live("ep"), plan.live("tp")
     blocks, block = how.slots(tokens, rows * (plan.mesh.tp if plan.tp_sequence else 1), plan.mesh.ep)
     buffer = plan.mesh.ep * blocks * block * config.width * _ITEMSIZE[plan.dtype]
     forward = run.forward + run.again
     filled = tokens * how.chosen / (plan.mesh.ep * blocks * block)
     slots = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
-    kind = "ragged-all-to-all" if plan.dispatch == "ragged" else "all-to-all"  # ragged: this is the most that can be sent
+    kind = (
+        "ragged-all-to-all" if plan.dispatch == "ragged" else "all-to-all"
+    )  # ragged: this is the most that can be sent
     traffic.add(kind, ep, slots, buffer, 2 * (forward + run.backward))
     traffic.add("all-gather", ep, "tokens per expert", plan.mesh.ep * how.num * FLOAT32, forward)
     cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
     if how.balance:
         shared = run.backward + run.again if cells else forward
-        traffic.add("all-reduce", plan.place("stream s").axes, "tokens per expert and row", rows * how.num * FLOAT32, shared)
+        traffic.add(
+            "all-reduce",
+            plan.place("stream s").axes,
+            "tokens per expert and row",
+            rows * how.num * FLOAT32,
+            shared,
+        )
     choices = tokens * how.chosen * FLOAT32
     if plan.tp_sequence:
         traffic.add("all-gather", tp, "the routers' choices", choices, 2 * forward)
@@ -221,8 +268,10 @@ def _experts(traffic: Traffic, config: ModelConfig, how: ExpertConfig, plan: Pla
 
 
 def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, run: Runs) -> None:
-    """Attention over a sequence cut by sp. A ring of n makes n - 1 hops of K, V and two id arrays forward, and again
-    backward with the float32 gradients of K and V n - 1 hops behind them (Liu et al. 2023, whose ring makes n)."""
+    """Attention over a sequence cut by sp. A ring of n makes n - 1 hops of K, V and two id arrays forward,
+    and again backward with the float32 gradients of K and V n - 1 hops behind them (Liu et al. 2023, whose
+    ring makes n).
+    """
     sp, n, tp = plan.live("sp"), plan.mesh.sp, plan.mesh.tp
     head = tokens * config.head_width // tp * _ITEMSIZE[plan.dtype]
     ids, k, q = 4 * tokens, head * config.num_kv_heads, head * config.num_heads
@@ -246,26 +295,41 @@ def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, r
 def argument_bytes(
     config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, moments: int = 2, scalars: int = 2
 ) -> dict[str, int]:
-    """Bytes per device that a step is given: float32 weights, ``moments`` float32 copies of them in the optimizer's state
-    (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's, and AdamW's one)."""
+    """Bytes per device that a step is given: float32 weights, ``moments`` float32 copies of them in the
+    optimizer's state (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's,
+    and AdamW's one).
+    """
     sizes, shapes = plan.mesh.sizes, plan.padded(config).param_shapes()
 
     def held(place) -> int:
-        return FLOAT32 * sum(product(place(dims).shard_shape(shape, sizes)) for dims, shape in shapes.values())
+        return FLOAT32 * sum(
+            product(place(dims).shard_shape(shape, sizes)) for dims, shape in shapes.values()
+        )
 
     batch = 4 * 4 * product(plan.place("data b s").shard_shape((batch_size, seq_len), sizes))
-    return {"params": held(plan.stored), "optimizer": moments * held(plan.graded), "batch": batch, "counters": 4 * scalars}
+    return {
+        "params": held(plan.stored),
+        "optimizer": moments * held(plan.graded),
+        "batch": batch,
+        "counters": 4 * scalars,
+    }
 
 
 def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> int:
-    """An estimate of the bytes per device that a step holds besides its arguments: gradients, what the backward pass
-    needs of the forward pass, one block being differentiated, and the logits. Not exact: the compiler fuses and reuses."""
+    """An estimate of the bytes per device that a step holds besides its arguments: gradients, what the
+    backward pass needs of the forward pass, one block being differentiated, and the logits. Not exact: the
+    compiler fuses and reuses.
+    """
     sizes, item = plan.mesh.sizes, _ITEMSIZE[plan.dtype]
     tokens = product(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
     tp, shapes = sizes["tp"], plan.padded(config).param_shapes()
 
     def held_as(place, part: str = "") -> int:
-        found = (place(dims).shard_shape(shape, sizes) for path, (dims, shape) in shapes.items() if path.startswith(part))
+        found = (
+            place(dims).shard_shape(shape, sizes)
+            for path, (dims, shape) in shapes.items()
+            if path.startswith(part)
+        )
         return FLOAT32 * sum(map(product, found))
 
     grads = held_as(plan.accumulated)
@@ -275,14 +339,20 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     if how := config.experts:  # all slots of the buffer, on their way there, back, and inside the experts
         blocks, rows = how.slots(tokens, 1, sizes["ep"])
         ffn = sizes["ep"] * blocks * rows * (4 * config.ffn_width // tp + 3 * config.width) * item
-    block = 8 * stream + heads + ffn  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
+    block = (
+        8 * stream + heads + ffn
+    )  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
     kept = block - ffn * (plan.ffn_chunks > 1)  # chunks are computed again
     layers = plan.padded(config).num_layers
     held = 0
-    if order := plan.pipeline:  # one chunk is differentiated at a time; of the others that are alive, what F saved
+    if (
+        order := plan.pipeline
+    ):  # one chunk is differentiated at a time; of the others that are alive, what F saved
         layers //= len(order.routes[0])
         alive = slots(timetable(order))
-        saved, messages, residual = (int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual))
+        saved, messages, residual = (
+            int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual)
+        )
         one = stream if plan.stage_saves == "input" else layers * kept
         held = saved * one + messages * stream + residual * layers * kept
         borrowed = held_as(plan.stored, "blocks.") + held_as(plan.accumulated, "blocks.")
@@ -293,12 +363,15 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
-    """Useful matrix-product FLOPs of one step, whole batch, forward and backward without recomputation: 6 per token and
-    weight that is active for it (the embedding is looked up, not multiplied), and 12·L·n·h·s per token of attention, halved
-    by causality (Chowdhery et al. 2022, appendix B, whose convention does not halve it)."""
+    """Useful matrix-product FLOPs of one step, whole batch, forward and backward without recomputation: 6 per
+    token and weight that is active for it (the embedding is looked up, not multiplied), and 12·L·n·h·s per
+    token of attention, halved by causality (Chowdhery et al. 2022, appendix B, whose convention does not
+    halve it)."""
     tokens = batch_size * seq_len
     multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
-    vectors = sum(product(shape) for dims, shape in config.param_shapes().values() if is_vector(parse_layout(dims)))
+    vectors = sum(
+        product(shape) for dims, shape in config.param_shapes().values() if is_vector(parse_layout(dims))
+    )
     attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
     return {"weights": 6.0 * (multiplied - vectors) * tokens, "attention": attention}
 

@@ -1,9 +1,11 @@
-"""A small grammar of pictures: rectangles, texts and lines on a scene, and back ends that draw it as SVG or as PNG.
+"""A small grammar of pictures: rectangles, texts and lines on a scene, and back ends that draw it as SVG or
+as PNG.
 
-A scene is data: it can be compared, tested for overlaps and drawn again elsewhere. Colours are named by their role,
-so that one drawing serves a light and a dark page. Every scene carries a text that says the same as the picture, for
-screen readers, GitHub and nbval. Coordinates are pixels, y grows downwards, a text's ``y`` is its middle. No matplotlib
-until a PNG is asked for. What a picture means is not known here: see :mod:`llmpar.draw`.
+A scene is data: it can be compared, tested for overlaps and drawn again elsewhere. Colours are named by their
+role, so that one drawing serves a light and a dark page. Every scene carries a text that says the same as the
+picture, for screen readers, GitHub and nbval. Coordinates are pixels, y grows downwards, a text's ``y`` is
+its middle. No matplotlib until a PNG is asked for. What a picture means is not known here: see
+:mod:`llmpar.draw`.
 """
 
 from __future__ import annotations
@@ -20,21 +22,50 @@ from xml.sax.saxutils import escape, quoteattr
 TITLE, BODY, SMALL = 15, 13, 11  # the type scale, in pixels
 
 LIGHT = {
-    "paper": "#FFFFFF", "ink": "#1A1A1A", "soft": "#565D68", "edge": "#6B7280", "cell": "#F3F4F6", "grid": "#DDE0E5",
-    "pp": "#444444", "sp": "#85406A", "dp": "#0072B2", "fsdp": "#009E73", "ep": "#56B4E9", "tp": "#FDB52A",
-    "pp-line": "#444444", "sp-line": "#85406A", "dp-line": "#005A9E", "fsdp-line": "#007556", "ep-line": "#00728C",
-    "tp-line": "#8F5900", "s1": "#F0E442", "s2": "#BBBBBB", "s3": "#CC79A7", "s4": "#D55E00", "s5": "#555555",
-    "black": "#000000", "white": "#FFFFFF",
-}  # fmt: skip
-"""Role to colour. One colour per mesh axis, after Okabe and Ito (2008): told apart by colour-blind readers, and moved
-in lightness until a grey copy tells them apart too. ``-line`` is the axis as text or stroke, dark enough to be read on
-paper. ``s1`` to ``s5`` are what is no axis: parts of memory, operations."""
+    "paper": "#FFFFFF",
+    "ink": "#1A1A1A",
+    "soft": "#565D68",
+    "edge": "#6B7280",
+    "cell": "#F3F4F6",
+    "grid": "#DDE0E5",
+    "pp": "#444444",
+    "sp": "#85406A",
+    "dp": "#0072B2",
+    "fsdp": "#009E73",
+    "ep": "#56B4E9",
+    "tp": "#FDB52A",
+    "pp-line": "#444444",
+    "sp-line": "#85406A",
+    "dp-line": "#005A9E",
+    "fsdp-line": "#007556",
+    "ep-line": "#00728C",
+    "tp-line": "#8F5900",
+    "s1": "#F0E442",
+    "s2": "#BBBBBB",
+    "s3": "#CC79A7",
+    "s4": "#D55E00",
+    "s5": "#555555",
+    "black": "#000000",
+    "white": "#FFFFFF",
+}
+"""Role to colour. One colour per mesh axis, after Okabe and Ito (2008): told apart by colour-blind readers,
+and moved in lightness until a grey copy tells them apart too. ``-line`` is the axis as text or stroke, dark
+enough to be read on paper. ``s1`` to ``s5`` are what is no axis: parts of memory, operations."""
 
 DARK = LIGHT | {  # fills stay, so that black or white text on them stays legible
-    "paper": "#16191D", "ink": "#ECECEC", "soft": "#A8B0BA", "edge": "#8B94A0", "cell": "#23282F", "grid": "#3A414B",
-    "pp-line": "#C9C9C9", "sp-line": "#D69BBF", "dp-line": "#5AA5F0", "fsdp-line": "#2CC295", "ep-line": "#7FDDF5",
+    "paper": "#16191D",
+    "ink": "#ECECEC",
+    "soft": "#A8B0BA",
+    "edge": "#8B94A0",
+    "cell": "#23282F",
+    "grid": "#3A414B",
+    "pp-line": "#C9C9C9",
+    "sp-line": "#D69BBF",
+    "dp-line": "#5AA5F0",
+    "fsdp-line": "#2CC295",
+    "ep-line": "#7FDDF5",
     "tp-line": "#FDB52A",
-}  # fmt: skip
+}
 
 SERIES = ("s1", "s2", "s3", "s4", "s5")
 
@@ -49,7 +80,8 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 @dataclass(frozen=True)
 class Rect:
-    """A rectangle; ``hatch`` is ``"/"`` or ``"."``, drawn in the stroke's colour; ``tip`` shows when hovered."""
+    """A rectangle; ``hatch`` is ``"/"`` or ``"."``, drawn in the stroke's colour; ``tip`` shows when
+    hovered."""
 
     x: float
     y: float
@@ -139,7 +171,8 @@ def bounds(items) -> Box:
 
 
 def stack(blocks, gap: float = 12, across: bool = False) -> list[Group]:
-    """Blocks of items below one another from the left, or beside one another with their middles on one line."""
+    """Blocks of items below one another from the left, or beside one another with their middles on one
+    line."""
     out, at = [], 0.0
     for block in blocks:
         x0, y0, x1, y1 = bounds(block)
@@ -153,9 +186,13 @@ def small(x: float, y: float, text: str, anchor: str = "middle", fill: str = "so
     return Text(x, y, text, SMALL, anchor, fill)
 
 
-def fitting(x: float, y: float, room: float, *texts: str, fill: str = "ink", size: float = SMALL) -> list[Text]:
+def fitting(
+    x: float, y: float, room: float, *texts: str, fill: str = "ink", size: float = SMALL
+) -> list[Text]:
     """The first of ``texts`` that fits into ``room`` pixels around ``x``; nothing if none does."""
-    return next(([Text(x, y, t, size, "middle", fill)] for t in texts if t and text_width(t, size) <= room), [])
+    return next(
+        ([Text(x, y, t, size, "middle", fill)] for t in texts if t and text_width(t, size) <= room), []
+    )
 
 
 def legend(entries, room: float = 640) -> list:
@@ -167,14 +204,17 @@ def legend(entries, room: float = 640) -> list:
         if x and x + w > room:
             x, y = 0, y + 20
         stroke = fill + "-line" if fill + "-line" in LIGHT else "edge"
-        out.append(Rect(x, y, 14, 14, "cell" if hatch and fill not in SERIES else fill, stroke, hatch="".join(hatch)))
+        out.append(
+            Rect(x, y, 14, 14, "cell" if hatch and fill not in SERIES else fill, stroke, hatch="".join(hatch))
+        )
         out.append(Text(x + 20, y + 7, meaning, SMALL))
         x += w + 22
     return out
 
 
 def scaled(value: float, units: tuple[str, ...], base: float) -> str:
-    """Three significant digits and the unit of ``units`` (ascending by ``base``) that suits them: ``1.5 GiB``."""
+    """Three significant digits and the unit of ``units`` (ascending by ``base``) that suits them: ``1.5
+    GiB``."""
     power = 0
     while power + 1 < len(units) and abs(value) >= 0.9995 * base:
         value, power = value / base, power + 1
@@ -198,12 +238,15 @@ def ticks(low: float, high: float, num: int = 5) -> list[float]:
     """Round numbers in [low, high], about ``num`` of them."""
     unit = 10.0 ** math.floor(math.log10(rough := (high - low) / num or 1.0))
     step = next(s * unit for s in (1, 2, 5, 10) if s * unit >= 0.999 * rough)
-    return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    return [
+        round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
+    ]
 
 
 @dataclass(frozen=True, repr=False)
 class Scene:
-    """A finished drawing. In a notebook it shows itself; ``text`` is what it says to those who do not see it."""
+    """A finished drawing. In a notebook it shows itself; ``text`` is what it says to those who do not see
+    it."""
 
     width: float
     height: float
@@ -229,10 +272,13 @@ class Scene:
 
 
 def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scene:
-    """A scene of blocks below one another, between a title above and notes below; as large as it needs to be."""
+    """A scene of blocks below one another, between a title above and notes below; as large as it needs to
+    be."""
 
     def paragraph(texts, size: float, fill: str, bold: bool = False) -> list[Text]:
-        lines = [line for text in texts for line in textwrap.wrap(text, int(wide / size / (0.66 if bold else 0.6)))]
+        lines = [
+            line for text in texts for line in textwrap.wrap(text, int(wide / size / (0.66 if bold else 0.6)))
+        ]
         return [Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold) for i, line in enumerate(lines)]
 
     wide = max([520, *(bounds(b)[2] - bounds(b)[0] for b in blocks)])
@@ -240,11 +286,14 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scen
     items = stack([part for part in parts if part], 14)
     x0, y0, x1, y1 = bounds(items)
     placed = Group(tuple(items), margin - x0, margin - y0)
-    return Scene(math.ceil(x1 - x0 + 2 * margin), math.ceil(y1 - y0 + 2 * margin), title, f"{title}\n{text}", (placed,))
+    return Scene(
+        math.ceil(x1 - x0 + 2 * margin), math.ceil(y1 - y0 + 2 * margin), title, f"{title}\n{text}", (placed,)
+    )
 
 
 def show(scene: Scene) -> None:
-    """Display a drawing as PNG and text only, for outputs to commit: GitHub and untrusted notebooks show no SVG."""
+    """Display a drawing as PNG and text only, for outputs to commit: GitHub and untrusted notebooks show no
+    SVG."""
     from IPython.display import display
 
     data = {"image/png": base64.b64encode(to_png(scene)).decode(), "text/plain": scene.text}
@@ -265,7 +314,8 @@ def _n(*numbers: float) -> str:
 
 
 def to_svg(scene: Scene) -> str:
-    """The scene as one self-contained SVG. It follows the reader's light or dark setting, or JupyterLab's theme."""
+    """The scene as one self-contained SVG. It follows the reader's light or dark setting, or JupyterLab's
+    theme."""
     used, patterns, body, in_pixels = {"paper"}, {}, [], 'patternUnits="userSpaceOnUse"'
 
     def paint(fill: str, stroke: str = "", width: float = 0, dash: bool = False) -> str:
@@ -282,36 +332,55 @@ def to_svg(scene: Scene) -> str:
             at += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
             body.append(f"<text {at} {paint(item.fill)}>{escape(item.text)}</text>")
         elif isinstance(item, Rect):
-            at = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}" rx="{_n(item.radius)}"'
+            at = (
+                f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
+                f' rx="{_n(item.radius)}"'
+            )
             style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
             body.append(f"<rect {at} {style}>" + f"<title>{tip}</title>" * bool(tip) + "</rect>")
             if item.hatch:
                 name = f"llmpar-{'dots' if item.hatch == '.' else 'lines'}-{item.stroke}"
                 lines, dots = paint("", item.stroke, 1.6), paint(item.stroke)
-                mark = f'<circle cx="3" cy="3" r="1.4" {dots}' if item.hatch == "." else f'<path d="M-1,7 7,-1" {lines}'
+                mark = (
+                    f'<circle cx="3" cy="3" r="1.4" {dots}'
+                    if item.hatch == "."
+                    else f'<path d="M-1,7 7,-1" {lines}'
+                )
                 patterns[name] = f'<pattern id="{name}" width="6" height="6" {in_pixels}>{mark}/></pattern>'
                 body.append(f'<rect {at} fill="url(#{name})"/>')
         else:
-            tag, style = "polygon" if item.fill else "polyline", paint(item.fill, item.stroke, item.width, item.dash)
+            tag, style = (
+                "polygon" if item.fill else "polyline",
+                paint(item.fill, item.stroke, item.width, item.dash),
+            )
             body.append(f'<{tag} points="{_n(*sum(item.points, ()))}" {style}/>')
             if item.head:
                 body.append(f'<polygon points="{_n(*sum(_head(item), ()))}" {paint(item.stroke)}/>')
     light, dark = ("".join(f"--lp-{r}:{theme[r]};" for r in sorted(used)) for theme in (LIGHT, DARK))
-    rules = "".join(f".llmpar .f-{r}{{fill:var(--lp-{r})}}.llmpar .s-{r}{{stroke:var(--lp-{r})}}" for r in sorted(used))
-    w, h, font = _n(scene.width), _n(scene.height), 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
+    rules = "".join(
+        f".llmpar .f-{r}{{fill:var(--lp-{r})}}.llmpar .s-{r}{{stroke:var(--lp-{r})}}" for r in sorted(used)
+    )
+    w, h, font = (
+        _n(scene.width),
+        _n(scene.height),
+        'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"',
+    )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="img" aria-label={quoteattr(scene.title)} '
+        '<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="img"'
+        f" aria-label={quoteattr(scene.title)} "
         f'width="{w}" height="{h}" viewBox="0 0 {w} {h}" style="max-width:100%;height:auto" {font}>'
         f"<title>{escape(scene.title)}</title><desc>{escape(scene.text)}</desc>"
         f"<style>.llmpar{{{light}}}@media (prefers-color-scheme:dark){{.llmpar{{{dark}}}}}"
-        f"[data-jp-theme-light=true] .llmpar{{{light}}}[data-jp-theme-light=false] .llmpar{{{dark}}}{rules}</style>"
+        f"[data-jp-theme-light=true] .llmpar{{{light}}}[data-jp-theme-light=false]"
+        f" .llmpar{{{dark}}}{rules}</style>"
         f"<defs>{''.join(patterns.values())}</defs>"
         f'<rect width="{w}" height="{h}" {paint("paper")}/>' + "\n".join(body) + "</svg>"
     )
 
 
 def to_png(scene: Scene, target=None, scale: float = 2) -> bytes:
-    """The scene as a PNG through matplotlib, at ``scale`` times its size; also written to a ``target`` path or file."""
+    """The scene as a PNG through matplotlib, at ``scale`` times its size; also written to a ``target`` path
+    or file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch, Polygon
@@ -324,11 +393,21 @@ def to_png(scene: Scene, target=None, scale: float = 2) -> bytes:
     for z, item in enumerate(flatten(scene.items)):
         style: dict[str, Any] = {"zorder": z, "clip_on": False}
         if isinstance(item, Text):
-            style |= {"ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor], "parse_math": False}
-            style |= {"size": item.size * point, "weight": "bold" if item.bold else "normal", "color": color[item.fill]}
+            style |= {
+                "ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor],
+                "parse_math": False,
+            }
+            style |= {
+                "size": item.size * point,
+                "weight": "bold" if item.bold else "normal",
+                "color": color[item.fill],
+            }
             axes.text(item.x, item.y + 0.35 * item.size, item.text, family="DejaVu Sans", **style)
             continue
-        stroke: dict[str, Any] = {"edgecolor": color[item.stroke], "linewidth": item.width * point * bool(item.stroke)}
+        stroke: dict[str, Any] = {
+            "edgecolor": color[item.stroke],
+            "linewidth": item.width * point * bool(item.stroke),
+        }
         stroke |= {"linestyle": (0, (6 / item.width, 4 / item.width)) if item.dash else "-"}
         if isinstance(item, Rect):
             style |= {"xy": (item.x, item.y), "width": item.w, "height": item.h}
@@ -348,5 +427,9 @@ def to_png(scene: Scene, target=None, scale: float = 2) -> bytes:
     image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
     image.quantize(128).save(buffer := io.BytesIO(), "PNG")  # colours enough, at a third of the bytes
     if target is not None:
-        target.write(buffer.getvalue()) if hasattr(target, "write") else Path(target).write_bytes(buffer.getvalue())
+        (
+            target.write(buffer.getvalue())
+            if hasattr(target, "write")
+            else Path(target).write_bytes(buffer.getvalue())
+        )
     return buffer.getvalue()

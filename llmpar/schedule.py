@@ -1,9 +1,11 @@
-"""One timetable for any pipeline order: it proves the order legal, measures it, and lays out an executor's buffers.
+"""One timetable for any pipeline order: it proves the order legal, measures it, and lays out an executor's
+buffers.
 
-Costs (F, B, W) are those of one microbatch through everything that one stage holds for it, so that each of v chunks
-costs 1/v of them; the unit is the caller's. Three bubbles are in use and all are here: `bubble_over_ideal` and
-`bubble_fraction` compare the whole pipeline's makespan with the work of one stage; `bubble_rate`, and `bubble` as a
-time, compare the longest *own* span of a stage with it, as the zero-bubble papers do. Numpy only.
+Costs (F, B, W) are those of one microbatch through everything that one stage holds for it, so that each of v
+chunks costs 1/v of them; the unit is the caller's. Three bubbles are in use and all are here:
+`bubble_over_ideal` and `bubble_fraction` compare the whole pipeline's makespan with the work of one stage;
+`bubble_rate`, and `bubble` as a time, compare the longest *own* span of a stage with it, as the zero-bubble
+papers do. Numpy only.
 """
 
 import heapq
@@ -19,18 +21,34 @@ import numpy as np
 from .orders import KINDS, SCHEDULES, Costs, Op, Schedule, from_text, greedy, make
 
 __all__ = [
-    "KINDS", "SCHEDULES", "ClosedForm", "Op", "Schedule", "Slots", "Timetable", "closed_forms", "from_text", "make",
-    "reached", "schedule_document", "search", "slots", "text_timeline", "timetable",
-]  # fmt: skip
+    "KINDS",
+    "SCHEDULES",
+    "ClosedForm",
+    "Op",
+    "Schedule",
+    "Slots",
+    "Timetable",
+    "closed_forms",
+    "from_text",
+    "make",
+    "reached",
+    "schedule_document",
+    "search",
+    "slots",
+    "text_timeline",
+    "timetable",
+]
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """A legal schedule with its times: `start`, `end` and lockstep `tick` of each operation, aligned with the order.
+    """A legal schedule with its times: `start`, `end` and lockstep `tick` of each operation, aligned with the
+    order.
 
-    Free-running, a stage starts as soon as its needs are there, and messages to another stage take `hop`. In lockstep
-    (a `lax.scan` over ticks) each stage does one operation per tick, cells or not; what one sends is there in the next
-    tick; and a tick takes as long as its slowest operation, plus `hop` if anything was sent.
+    Free-running, a stage starts as soon as its needs are there, and messages to another stage take `hop`. In
+    lockstep (a `lax.scan` over ticks) each stage does one operation per tick, cells or not; what one sends is
+    there in the next tick; and a tick takes as long as its slowest operation, plus `hop` if anything was
+    sent.
     """
 
     schedule: Schedule
@@ -51,7 +69,8 @@ class Timetable:
 
     @property
     def span(self) -> float:
-        """The zero-bubble paper's cost: the longest that a stage takes from its own first start to its own last end."""
+        """The zero-bubble paper's cost: the longest that a stage takes from its own first start to its own
+        last end."""
         return max(end[-1] - start[0] for start, end in zip(self.start, self.end, strict=True))
 
     @property
@@ -76,27 +95,34 @@ class Timetable:
 
     @cached_property
     def ticks(self) -> np.ndarray:
-        """The lockstep table that an executor walks: integers [tick, stage, (kind, microbatch, chunk)], -1 for idle."""
+        """The lockstep table that an executor walks: integers [tick, stage, (kind, microbatch, chunk)], -1
+        for idle."""
         table = np.full((1 + max(tick[-1] for tick in self.tick), self.schedule.num_stages, 3), -1)
         for stage, row in enumerate(self.schedule.order):
-            table[list(self.tick[stage]), stage] = [(KINDS.index(op.kind), op.microbatch, op.chunk) for op in row]
+            table[list(self.tick[stage]), stage] = [
+                (KINDS.index(op.kind), op.microbatch, op.chunk) for op in row
+            ]
         return table
 
     @cached_property
     def messages(self) -> np.ndarray:
-        """Integers [message, (tick sent, from stage, tick used, to stage)], those to the same stage included."""
+        """Integers [message, (tick sent, from stage, tick used, to stage)], those to the same stage
+        included."""
         order = self.schedule.order
         at = {(s, *op[:3]): t for s, row in enumerate(order) for op, t in zip(row, self.tick[s], strict=True)}
         found = (
             (at[there, *need[:3]], there, at[stage, *op[:3]], stage)
-            for stage, row in enumerate(order) for op in row
-            for there, need in self.schedule.needs(stage, op) if need.kind == op.kind
-        )  # fmt: skip
+            for stage, row in enumerate(order)
+            for op in row
+            for there, need in self.schedule.needs(stage, op)
+            if need.kind == op.kind
+        )
         return np.array(list(found), int).reshape(-1, 4)
 
     @property
     def hops(self) -> np.ndarray:
-        """How many messages go from stage to stage, integers [from, to]; times one's bytes they are the p2p volume."""
+        """How many messages go from stage to stage, integers [from, to]; times one's bytes they are the p2p
+        volume."""
         counts = np.zeros((self.schedule.num_stages,) * 2, int)
         sent = self.messages[self.messages[:, 1] != self.messages[:, 3]]
         np.add.at(counts, (sent[:, 1], sent[:, 3]), 1)
@@ -113,8 +139,9 @@ class Timetable:
     def live(self, stage: int, activation: float = 1, residual: float = 1) -> tuple[np.ndarray, np.ndarray]:
         """Returns times and what the stage holds from each on, in microbatches' worth of its activations.
 
-        An activation is held from the start of F to the end of B; with a split backward, a residual for W from there to
-        the end of W. At 1 each, a microbatch counts from F to the end of W, which is how Qi 2023, Table 2 peaks in M_B.
+        An activation is held from the start of F to the end of B; with a split backward, a residual for W
+        from there to the end of W. At 1 each, a microbatch counts from F to the end of W, which is how Qi
+        2023, Table 2 peaks in M_B.
         """
         after_backward = residual if self.schedule.split_backward else 0
         change = {"F": activation, "B": after_backward - activation, "W": -after_backward}
@@ -127,7 +154,9 @@ class Timetable:
         return [float(self.live(i, activation, residual)[1].max()) for i in range(self.schedule.num_stages)]
 
 
-def _run(schedule: Schedule, cost: dict[str, float], hop: float, cells: bool) -> tuple[list[list], list[list], dict]:
+def _run(
+    schedule: Schedule, cost: dict[str, float], hop: float, cells: bool
+) -> tuple[list[list], list[list], dict]:
     """Runs every stage as far as it gets: returns starts, ends, and what each stuck stage waits for."""
     rows, awake = schedule.order, list(range(schedule.num_stages))
     starts: list[list] = [[] for _ in rows]
@@ -165,14 +194,18 @@ def _run(schedule: Schedule, cost: dict[str, float], hop: float, cells: bool) ->
 
 
 def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dict) -> None:
-    """Raises a ValueError naming stage, tick and cycle unless each operation is there exactly once and has run."""
+    """Raises a ValueError naming stage, tick and cycle unless each operation is there exactly once and has
+    run."""
     name, due = f"schedule '{schedule.name}' is illegal", [set[Op]() for _ in schedule.order]
     for u in range(schedule.num_microbatches):
         for stage, chunk in schedule.route(u):
             due[stage] |= {Op(kind, u, chunk) for kind in KINDS[: 2 + schedule.split_backward]}
     waits = {}
     for s, (op, there, need) in stuck.items():
-        waits[s] = f"stage {s} waits at tick {(ends[s] or [0])[-1]:g} to run {op}, which needs {need} on stage {there}"
+        waits[s] = (
+            f"stage {s} waits at tick {(ends[s] or [0])[-1]:g} to run {op}, which needs {need} on stage"
+            f" {there}"
+        )
     for stage, row in enumerate(schedule.order):
         seen: dict[Op, str] = {}
         for k, op in enumerate(op._replace(joined=False) for op in row):
@@ -180,12 +213,16 @@ def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dic
             if op in seen:
                 raise ValueError(f"{name}: stage {stage} runs {op} twice, at {seen[op]} and {at}; delete one")
             if op not in due[stage]:
-                raise ValueError(f"{name}: stage {stage} runs {op} at {at}, but does not hold its layers; delete it")
+                raise ValueError(
+                    f"{name}: stage {stage} runs {op} at {at}, but does not hold its layers; delete it"
+                )
             seen[op] = at
         for op in sorted(due[stage] - set(seen), key=lambda op: (op.microbatch, op.kind)):
             victims = [waits[s] for s, (_, *need) in stuck.items() if need == [stage, op]]
             stop = f"its row stops at tick {(ends[stage] or [0])[-1]:g}"
-            raise ValueError(f"{name}: stage {stage} never runs {op}; {'; '.join([stop, *victims])}. Add {op} there")
+            raise ValueError(
+                f"{name}: stage {stage} never runs {op}; {'; '.join([stop, *victims])}. Add {op} there"
+            )
     if stuck:
         cycle = [min(stuck)]
         while (there := stuck[cycle[-1]][1]) not in cycle:
@@ -193,17 +230,24 @@ def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dic
         story, steps = [], []
         for s in cycle[cycle.index(there) :]:
             op, there, need = stuck[s]
-            ahead = stuck[there][0]  # what that stage is stuck on: the same, or something before it in its row
+            ahead = stuck[there][
+                0
+            ]  # what that stage is stuck on: the same, or something before it in its row
             story.append(waits[s] + f", where it comes after {ahead}" * (ahead[:3] != need[:3]))
             steps += [f"{op} on stage {s}", f"{need} on stage {there}"]
         arrows = " -> ".join([*dict.fromkeys(steps), steps[0]])
-        raise ValueError(f"{name}, a deadlock: {'; '.join(story)}. Cycle: {arrows}; reorder one of these stages")
+        raise ValueError(
+            f"{name}, a deadlock: {'; '.join(story)}. Cycle: {arrows}; reorder one of these stages"
+        )
 
 
 def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> Timetable:
-    """Simulates a schedule, free-running and in lockstep, or refuses it with the stage, the tick and the cycle."""
+    """Simulates a schedule, free-running and in lockstep, or refuses it with the stage, the tick and the
+    cycle."""
     if len(costs) != 3 or not (min(*costs, hop) >= 0 and 0 < sum(costs) + hop < math.inf and any(costs)):
-        raise ValueError(f"costs {costs} and hop {hop}: give three durations F, B, W and one more, none negative")
+        raise ValueError(
+            f"costs {costs} and hop {hop}: give three durations F, B, W and one more, none negative"
+        )
     ticks, ends, stuck = _run(schedule, dict.fromkeys(KINDS, 1), 0, False)
     _refuse(schedule, ticks, ends, stuck)
     starts, ends, stuck = _run(schedule, _each(schedule, costs), hop, True)
@@ -214,35 +258,51 @@ def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) ->
 
 
 def _each(schedule: Schedule, costs: Costs) -> dict[str, float]:
-    """What one operation of each kind takes: of one chunk, and B with the weights' gradient where it is not split off."""
+    """What one operation of each kind takes: of one chunk, and B with the weights' gradient where it is not
+    split off."""
     forward, backward, weights = (cost / schedule.visits for cost in costs)
     return {"F": forward, "B": backward if schedule.split_backward else backward + weights, "W": weights}
 
 
-def reached(schedule: Schedule, costs: Costs = (1, 1, 1)) -> tuple[list[list[tuple]], dict[int, tuple[Op, int, Op]]]:
-    """How far an order runs that may be illegal: per stage rows of (start, end, kind, microbatch, chunk), and of each stage
-    that is stuck its next operation, and the stage and operation that it waits for."""
+def reached(
+    schedule: Schedule, costs: Costs = (1, 1, 1)
+) -> tuple[list[list[tuple]], dict[int, tuple[Op, int, Op]]]:
+    """How far an order runs that may be illegal: per stage rows of (start, end, kind, microbatch, chunk), and
+    of each stage that is stuck its next operation, and the stage and operation that it waits for."""
     starts, ends, stuck = _run(schedule, _each(schedule, costs), 0, True)
     each = zip(starts, ends, schedule.order, strict=True)
-    return [[(a, b, *op[:3]) for a, b, op in zip(start, end, row, strict=False)] for start, end, row in each], stuck
+    return [
+        [(a, b, *op[:3]) for a, b, op in zip(start, end, row, strict=False)] for start, end, row in each
+    ], stuck
 
 
 def schedule_document(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:
-    """The document of `llmpar schedule --json`: times in the costs' unit, `peak_live` in microbatches per stage."""
+    """The document of `llmpar schedule --json`: times in the costs' unit, `peak_live` in microbatches per
+    stage."""
     t = timetable(schedule, costs, hop)
     fields = "makespan makespan_lockstep ideal span bubble bubble_over_ideal bubble_fraction bubble_rate"
     return {
-        "name": schedule.name, "stages": schedule.num_stages, "microbatches": schedule.num_microbatches,
-        "chunks": schedule.num_chunks, "placement": schedule.placement, "split_backward": schedule.split_backward,
-        "parameter_copies": schedule.parameter_copies, "costs": list(costs), "hop": hop,
+        "name": schedule.name,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.num_chunks,
+        "placement": schedule.placement,
+        "split_backward": schedule.split_backward,
+        "parameter_copies": schedule.parameter_copies,
+        "costs": list(costs),
+        "hop": hop,
         **{field: float(getattr(t, field)) for field in fields.split()},
-        "peak_live": t.peak_live(), "hops": t.hops.tolist(), "ticks": len(t.ticks),
+        "peak_live": t.peak_live(),
+        "hops": t.hops.tolist(),
+        "ticks": len(t.ticks),
         "table": [
-            [{**op._asdict(), "start": start, "end": end, "tick": tick}
-             for op, start, end, tick in zip(row, t.start[s], t.end[s], t.tick[s], strict=True)]
+            [
+                {**op._asdict(), "start": start, "end": end, "tick": tick}
+                for op, start, end, tick in zip(row, t.start[s], t.end[s], t.tick[s], strict=True)
+            ]
             for s, row in enumerate(schedule.order)
         ],
-    }  # fmt: skip
+    }
 
 
 def text_timeline(table: Timetable) -> str:
@@ -260,12 +320,13 @@ def text_timeline(table: Timetable) -> str:
 class Slots:
     """Where an executor of the lockstep table keeps things: integers [tick, stage], -1 for nothing.
 
-    At tick t stage s takes `x = messages[read]` (where `read` is -1, a first F takes its microbatch from the batch and
-    a last B the gradient of the loss) and runs `ticks[t, s]`: F keeps what its backward needs in `saved`, B reads it
-    and, where the backward is split, leaves in `residual` what W reads beside `saved`. The result y goes one stage on
-    (`send` +1), one back (-1), or to neither (0). At the end of the tick what came from stage s-1 is written to message
-    slot `left`, what came from s+1 to `right`, one's own y to `keep`; stages count modulo p. Activations and gradients
-    share the messages. A slot is free again in the tick after its last reader; `num_*` count the slots per stage.
+    At tick t stage s takes `x = messages[read]` (where `read` is -1, a first F takes its microbatch from the
+    batch and a last B the gradient of the loss) and runs `ticks[t, s]`: F keeps what its backward needs in
+    `saved`, B reads it and, where the backward is split, leaves in `residual` what W reads beside `saved`.
+    The result y goes one stage on (`send` +1), one back (-1), or to neither (0). At the end of the tick what
+    came from stage s-1 is written to message slot `left`, what came from s+1 to `right`, one's own y to
+    `keep`; stages count modulo p. Activations and gradients share the messages. A slot is free again in the
+    tick after its last reader; `num_*` count the slots per stage.
     """
 
     saved: np.ndarray
@@ -281,7 +342,8 @@ class Slots:
 
 
 def _colour(spans: list[tuple[int, int]]) -> list[int]:
-    """Gives each half-open span of ticks a slot that it shares with none at once: no more than are alive together."""
+    """Gives each half-open span of ticks a slot that it shares with none at once: no more than are alive
+    together."""
     slot, free, busy, count = [0] * len(spans), list[int](), list[tuple[int, int]](), 0
     for k in sorted(range(len(spans)), key=spans.__getitem__):
         while busy and busy[0][0] <= spans[k][0]:
@@ -294,7 +356,9 @@ def _colour(spans: list[tuple[int, int]]) -> list[int]:
 def slots(table: Timetable) -> Slots:
     """Allocates the buffers of an executor from what is alive in the lockstep table."""
     p, split = table.schedule.num_stages, table.schedule.split_backward
-    grid = {name: np.full(table.ticks.shape[:2], -1) for name in "saved residual read left right keep".split()}
+    grid = {
+        name: np.full(table.ticks.shape[:2], -1) for name in "saved residual read left right keep".split()
+    }
     grid["send"], count = np.zeros(table.ticks.shape[:2], int), np.zeros((3, p), int)
     for s, row in enumerate(table.schedule.order):
         at = {op[:3]: t for op, t in zip(row, table.tick[s], strict=True)}
@@ -308,7 +372,9 @@ def slots(table: Timetable) -> Slots:
         for ticks, slot in zip(runs, residual, strict=False):  # none where the backward is whole
             grid["residual"][ticks[1:], s] = slot
         for (sent, there, used, _), slot in zip(inbox, letters, strict=True):
-            way = s - there if abs(s - there) < 2 else -np.sign(s - there)  # from the last stage to 0 is one on
+            way = (
+                s - there if abs(s - there) < 2 else -np.sign(s - there)
+            )  # from the last stage to 0 is one on
             grid["send"][sent, there] = way
             grid["read"][used, s] = grid[("keep", "left", "right")[way]][sent, s] = slot
         count[:, s] = [1 + max(found, default=-1) for found in (saved, residual, letters)]
@@ -316,19 +382,25 @@ def slots(table: Timetable) -> Slots:
 
 
 def search(
-    p: int, m: int, costs: Costs, memory_limit: float, hop: float = 0.0, placement: str = "linear", num_chunks: int = 2
+    p: int,
+    m: int,
+    costs: Costs,
+    memory_limit: float,
+    hop: float = 0.0,
+    placement: str = "linear",
+    num_chunks: int = 2,
 ) -> Schedule:
     """Looks for an order with a small bubble whose stages never hold more than `memory_limit` microbatches.
 
-    The zero-bubble paper's automatic scheduling in spirit (Qi 2023, sec. 3): a greedy filling under each of a few
-    policies, and the best of them kept. It promises no optimum.
+    The zero-bubble paper's automatic scheduling in spirit (Qi 2023, sec. 3): a greedy filling under each of a
+    few policies, and the best of them kept. It promises no optimum.
     """
     shape = Schedule("search", ((),) * p, m, 1 if placement == "linear" else num_chunks, placement, True)
     limit = int(memory_limit * shape.visits + 1e-9)  # in chunks
     if placement == "dual" or limit < shape.visits:
         raise ValueError(
-            f"cannot search a {placement} pipeline under {memory_limit} live microbatches: one must fit, and two "
-            "directions are not searched; use linear, looped or vee, and a limit of at least 1"
+            f"cannot search a {placement} pipeline under {memory_limit} live microbatches: one must fit, and"
+            " two directions are not searched; use linear, looped or vee, and a limit of at least 1"
         )
     policies = product(("BFW", "FBW"), (-1, 1)[: shape.visits], (0, 1), (0, 0.5, 1, 1.1))
     found = (timetable(greedy(shape, costs, hop, limit, policy), costs, hop) for policy in policies)
@@ -348,15 +420,27 @@ def closed_forms(p: int, m: int, v: int = 2, costs: Costs = (1, 1, 1)) -> dict[s
     """The published bubbles and peaks; what a form assumes of the costs stands behind its source."""
     F, B, W = costs
     whole, stages = (p - 1) * (F + B + W), range(p)
-    double = (p / 2 - 1) * (F + 2 * B - W)  # (p/2-1)(F&B + B - 3W) with the paper's full B, B+W here, and F&B = F+B+W
+    double = (p / 2 - 1) * (
+        F + 2 * B - W
+    )  # (p/2-1)(F&B + B - 3W) with the paper's full B, B+W here, and F&B = F+B+W
     half = (p - 1) * (F + 2 * B - W) / 2  # the same for 2p stages of half the work
     rows: dict[str, tuple[float, list[float], int, str]] = {
         "gpipe": (whole, [m] * p, 1, "Narayanan 2021, sec. 2.2.1"),
         "1f1b": (whole, [min(m, p - i) for i in stages], 1, "Narayanan 2021, sec. 2.2.1"),
-        "interleaved": (whole / v, [min(m, p + (p - 1 - 2 * i) / v) for i in stages], p, "Narayanan 2021, sec. 2.2.2"),
+        "interleaved": (
+            whole / v,
+            [min(m, p + (p - 1 - 2 * i) / v) for i in stages],
+            p,
+            "Narayanan 2021, sec. 2.2.2",
+        ),
         "breadth-first": (whole / v, [m] * p, p, "Lamy-Poirier 2022"),
         "zb-h1": ((p - 1) * (F + B - W), [p] * p, p, "Qi 2023, Table 2; W <= F"),
-        "zb-h2": ((p - 1) * (F + B - 2 * W), [2 * p - 1] * p, 2 * p - 1, "Qi 2023, Table 2; W <= F, 2W <= F+B"),
+        "zb-h2": (
+            (p - 1) * (F + B - 2 * W),
+            [2 * p - 1] * p,
+            2 * p - 1,
+            "Qi 2023, Table 2; W <= F, 2W <= F+B",
+        ),
         "zb-v": (0, [p] * p, 2 * p - 1, "Qi 2023, sec. 6; F = B = W"),
         "dualpipe": (double, [p + 1] * p, 2 * p, "DeepSeek-V3 2024, Table 2; F = B"),
         "dualpipev": (half, [p + 0.5] * p, 2 * p, "DualPipe's repository; F = B"),

@@ -1,7 +1,9 @@
-"""Cut a traced function between its outputs, by its equations: what the first need, and what is left for the others.
+"""Cut a traced function between its outputs, by its equations: what the first need, and what is left for the
+others.
 
-A pipeline cuts the backward pass of a stage so: the gradient of its input first, for which another stage waits, the weights'
-gradients when there is nothing better to do (Qi et al. 2023, section 2). It works for whatever JAX can trace.
+A pipeline cuts the backward pass of a stage so: the gradient of its input first, for which another stage
+waits, the weights' gradients when there is nothing better to do (Qi et al. 2023, section 2). It works for
+whatever JAX can trace.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ class Traced:
         return jax.core.eval_jaxpr(self.jaxpr, self.consts, *inputs)
 
     def part(self, outs, ins, skip=lambda eqn: False) -> tuple[Traced, set]:
-        """What it takes to get ``outs`` from ``ins``, less the equations to skip, and all variables that this reads."""
+        """What it takes to get ``outs`` from ``ins``, less the equations to skip, and all variables that this
+        reads."""
         read, eqns = {v for v in outs if _is_var(v)}, []
         for eqn in reversed(self.jaxpr.eqns):
             if read & set(eqn.outvars) and not skip(eqn):
                 eqns.append(eqn)
                 read.update(filter(_is_var, eqn.invars))
-        ends = dict(invars=list(ins), outvars=list(outs), debug_info=self.jaxpr.debug_info.with_unknown_names())
+        ends = dict(
+            invars=list(ins), outvars=list(outs), debug_info=self.jaxpr.debug_info.with_unknown_names()
+        )
         return Traced(self.jaxpr.replace(eqns=eqns[::-1], **ends), self.consts), read
 
 
@@ -43,12 +48,14 @@ def trace(f, *args) -> tuple[Traced, Any]:
 
 
 def split(whole: Traced, num_early: int, num_known: int, num_given: int) -> tuple[Traced, Traced, list]:
-    """Cut a traced function between its outputs: `first` gives the early ones, and what `second` needs for the others.
+    """Cut a traced function between its outputs: `first` gives the early ones, and what `second` needs for
+    the others.
 
     Of inputs i and outputs o, `first(*i[:num_given]) -> (*o[:num_early], *crossing)` and
-    `second(*i[:num_known], *crossing, *i[num_given:]) -> o[num_early:]`; the third result is the types of what crosses.
-    No equation runs in both, except those that follow from the known inputs (weights and tokens here) and need not be kept:
-    casts, gathers over fsdp, masks. The finer the equations, the more work is left for the second; it is right in any case.
+    `second(*i[:num_known], *crossing, *i[num_given:]) -> o[num_early:]`; the third result is the types of
+    what crosses. No equation runs in both, except those that follow from the known inputs (weights and tokens
+    here) and need not be kept: casts, gathers over fsdp, masks. The finer the equations, the more work is
+    left for the second; it is right in any case.
     """
     jaxpr = whole.jaxpr
     known, given = {*jaxpr.constvars, *jaxpr.invars[:num_known]}, jaxpr.invars[:num_given]

@@ -1,12 +1,13 @@
-"""One training step: gradients under a plan, then the optimizer on whatever share of the state each device keeps.
+"""One training step: gradients under a plan, then the optimizer on whatever share of the state each device
+keeps.
 
     forward and backward   Manual: in shard_map, collectives by the arrows     Auto: in jit, XLA's choice
     reduce the gradients   `Plan.unreduced`, for what the backward pass has not summed already
     clip, update           any Optax optimizer, on global arrays cut as `Plan.graded` says
     restore the weights    ZeRO 1 and 2: the updated shards are gathered again
 
-The optimizer runs on global arrays under jit, so one that looks at whole matrices (Adafactor, Muon) stays right when its
-state is cut; for elementwise ones such as AdamW the compiled update holds no collective.
+The optimizer runs on global arrays under jit, so one that looks at whole matrices (Adafactor, Muon) stays
+right when its state is cut; for elementwise ones such as AdamW the compiled update holds no collective.
 """
 
 from __future__ import annotations
@@ -66,10 +67,12 @@ def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
 
 
 def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, order: np.ndarray) -> bool:
-    """Whether the updates of a stack of layers depend on places that are empty, zeros, when it is taken in ``order``.
+    """Whether the updates of a stack of layers depend on places that are empty, zeros, when it is taken in
+    ``order``.
 
-    An optimizer that treats elements or layers alone does not see them; a mean over a whole leaf does (Adafactor's root mean
-    square: Shazeer and Stern 2018, section 6). This asks the optimizer itself: three updates of small weights, both ways.
+    An optimizer that treats elements or layers alone does not see them; a mean over a whole leaf does
+    (Adafactor's root mean square: Shazeer and Stern 2018, section 6). This asks the optimizer itself: three
+    updates of small weights, both ways.
     """
 
     def small(x):
@@ -109,7 +112,8 @@ class Step:
         clip: largest global gradient norm; None leaves gradients as they are.
 
     Attributes:
-        layer_order: which of the model's layers lies at each place of the stack that the state holds (see `pipeline`).
+        layer_order: which of the model's layers lies at each place of the stack that the state holds (see
+        `pipeline`).
     """
 
     def __init__(
@@ -122,24 +126,33 @@ class Step:
     ):
         self.config, self.plan, self.mesh, self.optimizer, self.clip = config, plan, mesh, optimizer, clip
         if plan.dispatch == "ragged" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
-            raise ValueError("dispatch='ragged' needs a GPU or TPU: XLA has no ragged all-to-all for CPUs; use 'padded'")
+            raise ValueError(
+                "dispatch='ragged' needs a GPU or TPU: XLA has no ragged all-to-all for CPUs; use 'padded'"
+            )
         self.dims, self._live = weight_dims(config), plan.live(*AXES)
         self.stored, self.graded = (jax.tree.map(place, self.dims) for place in (plan.stored, plan.graded))
         self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
         state = self._shapes(plan.padded(config))
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
-        self.abstract_state = self.abstract_natural = jax.tree.map(laid_out, state, layouts := self._layouts(state))
+        self.abstract_state = self.abstract_natural = jax.tree.map(
+            laid_out, state, layouts := self._layouts(state)
+        )
         if plan.padded(config) != config:  # layers that pp does not divide
             natural = self._shapes(config)
-            self.abstract_natural = jax.tree.map(laid_out, natural, jax.tree.map(self._uncut, natural, layouts))
+            self.abstract_natural = jax.tree.map(
+                laid_out, natural, jax.tree.map(self._uncut, natural, layouts)
+            )
             if counts_empty_places(optimizer, self.abstract_natural.params, self.layer_order):
                 layers, more = config.num_layers, plan.padded(config).num_layers - config.num_layers
                 raise ValueError(
-                    f"{layers} layers leave {more} of the pipeline's places empty, zeros that this optimizer would count: it "
-                    f"looks at a whole stack at once, as Adafactor does; use {layers + more} layers, or AdamW"
+                    f"{layers} layers leave {more} of the pipeline's places empty, zeros that this optimizer"
+                    f" would count: it looks at a whole stack at once, as Adafactor does; use {layers + more}"
+                    " layers, or AdamW"
                 )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        self._in_order = self.layer_order.tolist() == list(range(config.num_layers))  # then nothing is ever moved
+        self._in_order = self.layer_order.tolist() == list(
+            range(config.num_layers)
+        )  # then nothing is ever moved
         self.batch_sharding = sharding(mesh, plan.place("data b s"))
         given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
         self.run = jax.jit(self._step, in_shardings=given, out_shardings=made, donate_argnums=0)
@@ -150,24 +163,33 @@ class Step:
         return jax.eval_shape(lambda p: State(p, self.optimizer.init(p), jnp.int32(0)), params)
 
     def _layouts(self, state: State) -> State:
-        """Layouts of the whole state. What an optimizer keeps under a weight's path and in its shape (moments, say) is cut
-        like the weight's gradient; the rest (counters, Adafactor's row and column sums) is whole."""
+        """Layouts of the whole state. What an optimizer keeps under a weight's path and in its shape
+        (moments, say) is cut like the weight's gradient; the rest (counters, Adafactor's row and column sums)
+        is whole."""
         flat, _ = jax.tree_util.tree_flatten_with_path(state.params)
-        known = {path: (x.shape, layout) for (path, x), layout in zip(flat, jax.tree.leaves(self.graded), strict=True)}
+        known = {
+            path: (x.shape, layout)
+            for (path, x), layout in zip(flat, jax.tree.leaves(self.graded), strict=True)
+        }
 
         def of(path, leaf):
-            shape, layout = next((known[path[i:]] for i in range(len(path)) if path[i:] in known), (None, WHOLE))
+            shape, layout = next(
+                (known[path[i:]] for i in range(len(path)) if path[i:] in known), (None, WHOLE)
+            )
             return layout if leaf.shape == shape else WHOLE
 
         return State(self.stored, jax.tree_util.tree_map_with_path(of, state.optimizer), WHOLE)
 
     def init(self, seed: int = 0) -> State:
-        """A fresh state, made in place: no device ever holds more than its share. The same weights on every mesh."""
+        """A fresh state, made in place: no device ever holds more than its share. The same weights on every
+        mesh."""
 
         def make(key):
             params = init_params(self.config, key)
             state = State(params, self.optimizer.init(params), jnp.int32(0))
-            deal = lambda x, axis, to: x if axis < 0 or self._in_order else _dealt(x, self.layer_order, axis, to)
+            deal = lambda x, axis, to: (
+                x if axis < 0 or self._in_order else _dealt(x, self.layer_order, axis, to)
+            )
             return jax.tree.map(deal, state, self._layer_dims, self.shardings)
 
         return jax.jit(make, out_shardings=self.shardings)(jax.random.key(seed))
@@ -177,17 +199,22 @@ class Step:
         layers, sizes = sum((d.axes for d in layout.dims if d.name == "l"), ()), self.plan.mesh.sizes
         others = [(d, n) for d, n in zip(layout.dims, leaf.shape, strict=False) if d.name != "l"]
         fits = [d for d, n in others if n % product(sizes[a] for a in d.axes + layers) == 0][:1]
-        return Layout(tuple(Dim(d.name, d.axes * (d.name != "l") + layers * (d in fits)) for d in layout.dims))
+        return Layout(
+            tuple(Dim(d.name, d.axes * (d.name != "l") + layers * (d in fits)) for d in layout.dims)
+        )
 
     def from_natural(self, state: State) -> State:
-        """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold it. The memory
-        of what is given passes to what comes back."""
+        """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold
+        it. The memory of what is given passes to what comes back."""
         return self._moved(state, self.layer_order, self.abstract_state)
 
     def to_natural(self, state: State) -> State:
-        """The state with its layers in the model's order again: how it is kept, and given to others. As `from_natural`, this
-        takes what it is given: a state is most of the memory, and there is room for one."""
-        return self._moved(state, np.argsort(self.layer_order, stable=True)[: self.config.num_layers], self.abstract_natural)
+        """The state with its layers in the model's order again: how it is kept, and given to others. As
+        `from_natural`, this takes what it is given: a state is most of the memory, and there is room for
+        one."""
+        return self._moved(
+            state, np.argsort(self.layer_order, stable=True)[: self.config.num_layers], self.abstract_natural
+        )
 
     def _moved(self, state: State, order: np.ndarray, like: State) -> State:
         def move(x, axis: int, like):
@@ -201,9 +228,15 @@ class Step:
 
     @functools.cached_property
     def _layer_dims(self) -> State:
-        """Which dim of a leaf counts layers, whatever the optimizer keeps: what one layer more would make longer; -1: none."""
-        less, more = (self._shapes(dataclasses.replace(self.config, num_layers=self.config.num_layers + n)) for n in (0, 1))
-        longer = lambda a, b: next((i for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y), -1)
+        """Which dim of a leaf counts layers, whatever the optimizer keeps: what one layer more would make
+        longer; -1: none."""
+        less, more = (
+            self._shapes(dataclasses.replace(self.config, num_layers=self.config.num_layers + n))
+            for n in (0, 1)
+        )
+        longer = lambda a, b: next(
+            (i for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y), -1
+        )
         return jax.tree.map(longer, less, more)
 
     def lower(self, batch_size: int, seq_len: int):
@@ -215,7 +248,7 @@ class Step:
         one = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32, sharding=self.batch_sharding)
         return dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
 
-    # ------------------------------------------------------------------------------------------------------- the step
+    # ----------------------------------------------------------------------------------------------- the step
 
     def _step(self, state: State, batch: Batch) -> tuple[State, dict]:
         par = self._reading()
@@ -224,20 +257,26 @@ class Step:
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(metrics["grad_norm"], 1e-12))
             grads = jax.tree.map(lambda g: g * scale, grads)
         params = self._constrain(state.params, self.graded)
-        with jax.numpy_dtype_promotion("standard"):  # Optax raises floats to the power of its integer counters
+        with jax.numpy_dtype_promotion(
+            "standard"
+        ):  # Optax raises floats to the power of its integer counters
             updates, optimizer = self.optimizer.update(grads, state.optimizer, params)
-        params = self._constrain(self._balanced(params, optax.apply_updates(params, updates), metrics), self.graded)
+        params = self._constrain(
+            self._balanced(params, optax.apply_updates(params, updates), metrics), self.graded
+        )
         params = self._restore(par, params)
         return State(params, optimizer, state.step + 1), metrics
 
     def _balanced(self, before: Tree, after: Tree, metrics: dict) -> Tree:
-        """The routers' biases follow a rule and no gradient: up by `bias_rate` for an expert with less than the mean load, down
-        for one with more (DeepSeek-V3 2024, section 2.1.2)."""
+        """The routers' biases follow a rule and no gradient: up by `bias_rate` for an expert with less than
+        the mean load, down for one with more (DeepSeek-V3 2024, section 2.1.2)."""
         how = self.config.experts
         if how is None or how.bias_rate is None:
             return after
         load = metrics["load"]
-        lacking = load.sum(1, keepdims=True) - how.num * load  # whole numbers: a mean would be rounded, and has a sign then
+        lacking = (
+            load.sum(1, keepdims=True) - how.num * load
+        )  # whole numbers: a mean would be rounded, and has a sign then
         bias = before["blocks"]["experts"]["bias"] + how.bias_rate * jnp.sign(lacking)
         blocks = after["blocks"]
         return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias}}}
@@ -258,7 +297,9 @@ class Step:
         data = spec(self.plan.place("data b s"))
         run = functools.partial(self._manual, par)
         out = specs(self.graded), spec(WHOLE)
-        return jax.shard_map(run, mesh=self.mesh, in_specs=(specs(self.stored), data), out_specs=out)(params, batch)
+        return jax.shard_map(run, mesh=self.mesh, in_specs=(specs(self.stored), data), out_specs=out)(
+            params, batch
+        )
 
     def _loss(self, par: Solo, params: Tree, batch: Batch) -> tuple[jax.Array, Any]:
         """The loss summed over the tokens, and the routers' tally (None without experts)."""
@@ -276,31 +317,38 @@ class Step:
         (loss, tally), grads = self._accumulate(par, params, batch)
         grads = self._reduce(par, grads)
         square = sum(self._once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
-        loss, count, square, tally = self._sums(par, (loss, (batch["targets"] >= 0).sum().astype(jnp.float32), square, tally))
+        loss, count, square, tally = self._sums(
+            par, (loss, (batch["targets"] >= 0).sum().astype(jnp.float32), square, tally)
+        )
         tokens = jnp.maximum(count, 1)
         metrics = {"loss": loss / tokens, "grad_norm": jnp.sqrt(square) / tokens, "tokens": tokens}
         return jax.tree.map(lambda g: g / tokens, grads), metrics | self._told(tally)
 
     def _once(self, x) -> jax.Array:
-        """``x``, and 0 where another device along an axis has the same ``x``: a sum over all devices counts it once."""
+        """``x``, and 0 where another device along an axis has the same ``x``: a sum over all devices counts
+        it once."""
         same = tuple(a for a in self._live if a not in varying(x))
         return vary(jnp.where(lax.axis_index(same) == 0, x, 0) if same else x, self._live)
 
     def _sums(self, par: Manual, values: Tree) -> Tree:
-        """Small values summed over all devices, in one all-reduce that needs all of them. Had each its own, no data would order
-        it against the collectives of the model, and devices may enter unordered ones in different orders."""
+        """Small values summed over all devices, in one all-reduce that needs all of them. Had each its own,
+        no data would order it against the collectives of the model, and devices may enter unordered ones in
+        different orders."""
         flat, restore = ravel_pytree(jax.tree.map(self._once, values))
         return restore(par.carry_out(flat, Arrow(Layout((), self._live), WHOLE), "loss, tokens and norm"))
 
     def _told(self, tally) -> dict:
-        """The routers' tally as metrics: tokens per expert ``l e``, choices dropped and sum of entropies, each ``l``."""
+        """The routers' tally as metrics: tokens per expert ``l e``, choices dropped and sum of entropies,
+        each ``l``."""
         if tally is None:
             return {}
         return {"load": tally[:, :-2], "dropped": tally[:, -2], "router_entropy": tally[:, -1]}
 
-    def _accumulate(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[tuple[jax.Array, Any], Tree]:
-        """Loss (with the routers' tally) and gradients, summed over the microbatches; at ZeRO 2 each microbatch's gradients
-        are cut before that."""
+    def _accumulate(
+        self, par: Manual | Auto, params: Tree, batch: Batch
+    ) -> tuple[tuple[jax.Array, Any], Tree]:
+        """Loss (with the routers' tally) and gradients, summed over the microbatches; at ZeRO 2 each
+        microbatch's gradients are cut before that."""
         plan, parts = self.plan, self.plan.microbatches
         if plan.pipeline and isinstance(par, Manual):
             loss, grads = pipeline.gradients(self.config, plan, par, params, batch)
@@ -318,7 +366,9 @@ class Step:
         if parts == 1:
             return one(batch)
         batch = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0), batch)
-        return lax.scan(lambda done, part: (jax.tree.map(jnp.add, done, one(part)), None), self._nothing(par), batch)[0]
+        return lax.scan(
+            lambda done, part: (jax.tree.map(jnp.add, done, one(part)), None), self._nothing(par), batch
+        )[0]
 
     def _nothing(self, par: Solo) -> tuple[tuple[jax.Array, Any], Tree]:
         """Loss and gradients of no microbatches: zeros, typed as varying like what will be added."""
@@ -334,18 +384,24 @@ class Step:
         tally = jax.tree.map(lambda x: vary(x, plan.varying("stream")), tally)
         return (vary(jnp.float32(0), plan.varying("data")), tally), jax.tree.map(zeros, weights, self.dims)
 
-    # ------------------------------------------------------------------------------------------- reducing, restoring
+    # ------------------------------------------------------------------------------------ reducing, restoring
 
     def _reduce(self, par: Manual, grads: Tree) -> Tree:
         """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
-        arrows = jax.tree.map(lambda dims: Arrow(self.plan.accumulated(dims), self.plan.graded(dims)), self.dims)
+        arrows = jax.tree.map(
+            lambda dims: Arrow(self.plan.accumulated(dims), self.plan.graded(dims)), self.dims
+        )
         if self.plan.reduce == "bucket":
             return self._in_buckets(par, grads, arrows)
-        return jax.tree.map(lambda g, arrow, dims: par.carry_out(g, arrow, f"gradient {dims}"), grads, arrows, self.dims)
+        return jax.tree.map(
+            lambda g, arrow, dims: par.carry_out(g, arrow, f"gradient {dims}"), grads, arrows, self.dims
+        )
 
     def _in_buckets(self, par: Manual, grads: Tree, arrows: Tree) -> Tree:
-        """All-reduce the leaves that are summed over the same axes in flat buckets of at least `Plan.bucket_bytes`: fewer
-        collectives, the same bytes, and the first can leave while the backward pass still runs (Li et al. 2020)."""
+        """All-reduce the leaves that are summed over the same axes in flat buckets of at least
+        `Plan.bucket_bytes`: fewer collectives, the same bytes, and the first can leave while the backward
+        pass still runs (Li et al. 2020).
+        """
         leaves, tree = jax.tree.flatten(grads)
         buckets: dict[tuple, list[list[int]]] = {}
         for i, (leaf, arrow) in enumerate(zip(leaves, jax.tree.leaves(arrows), strict=True)):
@@ -356,37 +412,48 @@ class Step:
         for (sums, _), alike in buckets.items():
             for members in alike:
                 flat = jnp.concatenate([leaves[j].reshape(-1) for j in members])
-                flat = par.carry_out(flat, Arrow(Layout((), sums), WHOLE), f"bucket of {len(members)} gradients")
+                flat = par.carry_out(
+                    flat, Arrow(Layout((), sums), WHOLE), f"bucket of {len(members)} gradients"
+                )
                 ends = list(itertools.accumulate(leaves[j].size for j in members))
                 for j, piece in zip(members, jnp.split(flat, ends[:-1]), strict=True):
                     leaves[j] = piece.reshape(leaves[j].shape)
         return jax.tree.unflatten(tree, leaves)
 
     def _restore(self, par: Solo, params: Tree) -> Tree:
-        """From the layout of the update to the stored layout: ZeRO 1 and 2 gather, the others are there already."""
+        """From the layout of the update to the stored layout: ZeRO 1 and 2 gather, the others are there
+        already."""
         if not isinstance(par, Manual) or self.plan.zero in (0, 3) or not self.plan.live("fsdp"):
             return self._constrain(params, self.stored)
 
         def gather(params):
-            move = lambda w, before, after, dims: par.carry_out(w, Arrow(before, after), f"updated {dims}", invariant=True)
+            move = lambda w, before, after, dims: par.carry_out(
+                w, Arrow(before, after), f"updated {dims}", invariant=True
+            )
             return jax.tree.map(move, params, self.graded, self.stored, self.dims)
 
         specs = [jax.tree.map(spec, layouts) for layouts in (self.graded, self.stored)]
         return jax.shard_map(gather, mesh=self.mesh, in_specs=(specs[0],), out_specs=specs[1])(params)
 
     def _constrain(self, tree: Tree, layouts: Tree) -> Tree:
-        return jax.tree.map(lambda x, layout: lax.with_sharding_constraint(x, sharding(self.mesh, layout)), tree, layouts)
+        return jax.tree.map(
+            lambda x, layout: lax.with_sharding_constraint(x, sharding(self.mesh, layout)), tree, layouts
+        )
 
     @functools.cached_property
     def evaluate(self):
-        """Compiled: the cross-entropies of a batch's targets summed, and their number, from (weights, batch), forward only and
-        without the routers' own losses. Weights come stored, with their layers in the model's order (`to_natural`); where
-        stages hold them the reading is Auto's: layers travel to every stage, which may need room for all of them."""
+        """Compiled: the cross-entropies of a batch's targets summed, and their number, from (weights, batch),
+        forward only and without the routers' own losses. Weights come stored, with their layers in the
+        model's order (`to_natural`); where stages hold them the reading is Auto's: layers travel to every
+        stage, which may need room for all of them.
+        """
         plan = self.plan
 
         def sums(par: Solo, params: Tree, batch: Batch):
             model = nnx.merge(model_graph(self.config), params)
-            parts = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, plan.microbatches, *x.shape[1:]), 1, 0), batch)
+            parts = jax.tree.map(
+                lambda x: jnp.moveaxis(x.reshape(-1, plan.microbatches, *x.shape[1:]), 1, 0), batch
+            )
             loss = lax.map(lambda part: model.losses(part, par).sum(), parts).sum()
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 

@@ -1,5 +1,5 @@
-"""The commands beside `commands`: what is here, what is known, what a model says. Each is a dataclass, its fields are its
-flags, and `run` does it; those that need JAX import it themselves."""
+"""The commands beside `commands`: what is here, what is known, what a model says. Each is a dataclass, its
+fields are its flags, and `run` does it; those that need JAX import it themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from llmpar.config import PRESETS, describe, from_dict, preset
 
 @dataclass(frozen=True)
 class Demo:
-    """The main job: train on 8 devices under three kinds of parallelism, read the compiled program, draw, check.
+    """The main job: train on 8 devices under three kinds of parallelism, read the compiled program, draw,
+    check.
 
     Attributes:
         out: folder for pictures and the log.
@@ -55,7 +56,10 @@ class Models:
         emit({"models": models}, self.json)
         for m in [] if self.json else models:
             active = f", {m['active_params']:,} active" if m["active_params"] < m["params"] else ""
-            print(f"{m['name']:<16}{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7} wide{active}")
+            print(
+                f"{m['name']:<16}{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7}"
+                f" wide{active}"
+            )
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ class Generate:
         tokens: how many to add.
         temperature: 0 takes the likeliest token, more draws from a flatter distribution.
         seed: of drawing.
-        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json; left out, the checkpoint's, or bytes.
+        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json; left out, the checkpoint's, or
+            bytes.
         dtype: of weights and cache.
         json: print one JSON document on stdout.
     """
@@ -93,7 +98,9 @@ class Generate:
     def run(self) -> None:
         """Restore the weights, take the prompt in, add tokens, and print."""
         if self.tokens < 1 or not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"{self.tokens} tokens with seed {self.seed}: use 1 or more, and a seed from 0 to {MAX_SEED}")
+            raise ValueError(
+                f"{self.tokens} tokens with seed {self.seed}: use 1 or more, and a seed from 0 to {MAX_SEED}"
+            )
         if any("\ud800" <= x <= "\udfff" for x in self.prompt):
             raise ValueError("the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8")
         import jax
@@ -116,7 +123,9 @@ class Generate:
         data.check_vocab(tokenizer, config.vocab_size)
         plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
         if rows := plan.live("dp", "fsdp", "ep"):
-            raise ValueError(f"mesh '{plan.mesh}' cuts rows by {', '.join(rows)}, but a prompt is one row; use sp and tp")
+            raise ValueError(
+                f"mesh '{plan.mesh}' cuts rows by {', '.join(rows)}, but a prompt is one row; use sp and tp"
+            )
         mesh, prompt = make_mesh(plan.mesh), [[tokenizer.start_id, *tokenizer.encode(self.prompt)]]
         length = len(prompt[0]) + self.tokens
         Decoder.check(config, plan, 1, length)
@@ -139,7 +148,8 @@ class Generate:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Print a pipeline schedule: its timetable, bubble by every definition, makespan, live activations per stage.
+    """Print a pipeline schedule: its timetable, bubble by every definition, makespan, live activations per
+    stage.
 
     Attributes:
         name: gpipe, 1f1b, interleaved, zb-h1, …; a wrong name lists all.
@@ -182,7 +192,14 @@ class Schedule:
         emit(document, self.json)
         if not self.json:
             print(schedule.text_timeline(table))
-            for key in ("makespan", "makespan_lockstep", "bubble_over_ideal", "bubble_fraction", "bubble_rate", "peak_live"):
+            for key in (
+                "makespan",
+                "makespan_lockstep",
+                "bubble_over_ideal",
+                "bubble_fraction",
+                "bubble_rate",
+                "peak_live",
+            ):
                 print(f"{key:<20}{document[key]}")
 
 
@@ -223,14 +240,26 @@ class Lab:
     def run(self) -> None:
         """Start JupyterLab and wait until it ends."""
         if not pathlib.Path(self.folder).is_dir():
-            raise ValueError(f"there is no folder '{self.folder}' here; run this from the project's root, or give --folder")
+            raise ValueError(
+                f"there is no folder '{self.folder}' here; run this from the project's root, or give --folder"
+            )
         if not 0 < self.port < 65536:
             raise ValueError(f"--port {self.port} is no port; use 1 to 65535")
-        command = [sys.executable, "-m", "jupyter", "lab", self.folder, f"--port={self.port}", "--ip=127.0.0.1"]
+        command = [
+            sys.executable,
+            "-m",
+            "jupyter",
+            "lab",
+            self.folder,
+            f"--port={self.port}",
+            "--ip=127.0.0.1",
+        ]
         # static/labconfig lets a saved notebook keep its widgets, which reopen without a kernel
         config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(pathlib.Path(__file__).parent / "static")]
         env = os.environ | {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
-        root = hasattr(os, "geteuid") and os.geteuid() == 0  # as in most containers; it serves this machine alone
+        root = (
+            hasattr(os, "geteuid") and os.geteuid() == 0
+        )  # as in most containers; it serves this machine alone
         command += ["--allow-root"] * root + ["--no-browser"] * (not self.browser)
         ended = subprocess.run(command, env=env).returncode
         if ended:
@@ -241,20 +270,30 @@ MAX_CELLS = 40_000
 """Simulating more takes minutes."""
 
 COMMANDS = {
-    "doctor": Doctor, "lab": Lab, "train": Train, "inspect": Inspect, "models": Models, "schedule": Schedule,
-    "generate": Generate, "demo": Demo,
-}  # fmt: skip
+    "doctor": Doctor,
+    "lab": Lab,
+    "train": Train,
+    "inspect": Inspect,
+    "models": Models,
+    "schedule": Schedule,
+    "generate": Generate,
+    "demo": Demo,
+}
 
 DESCRIPTION = """Learn, plan and run LLM parallelism in JAX.
 
-    llmpar train --mesh "dp=2 fsdp=2 tp=2" --steps 50        train, on 8 simulated devices or on accelerators
-    llmpar inspect --mesh "dp=2 fsdp=2 tp=2"                 what a step sends and holds: predicted beside compiled
+    llmpar train --mesh "dp=2 fsdp=2 tp=2" --steps 50     train, on 8 simulated devices or on accelerators
+    llmpar inspect --mesh "dp=2 fsdp=2 tp=2"              what a step sends and holds: predicted, compiled
 
---json prints one JSON document; llmpar COMMAND --help says more; LLMPAR_TRACEBACK=1 shows the stack of a failure."""
+--json prints one JSON document; llmpar COMMAND --help says more.
+LLMPAR_TRACEBACK=1 shows a failure's stack."""
 
 
 def parse(argv: list[str]):
-    """The command that these words ask for. Words that ask for none end the process with status 2, --help with 0."""
+    """The command that these words ask for. Words that ask for none end the process with status 2, --help
+    with 0."""
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     commands: dict = COMMANDS
-    return tyro.extras.subcommand_cli_from_dict(commands, args=argv, prog="llmpar", description=DESCRIPTION, config=config)
+    return tyro.extras.subcommand_cli_from_dict(
+        commands, args=argv, prog="llmpar", description=DESCRIPTION, config=config
+    )

@@ -1,4 +1,5 @@
-"""Training: a loop around :class:`llmpar.step.Step` that measures, evaluates, logs, checkpoints and stops when it should."""
+"""Training: a loop around :class:`llmpar.step.Step` that measures, evaluates, logs, checkpoints and stops
+when it should."""
 
 from __future__ import annotations
 
@@ -30,16 +31,22 @@ ADAMW = OptimizerConfig()
 
 
 def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
-    """The Optax optimizer that ``options`` name, with its schedule. Clipping is the step's (:class:`Step`), not here."""
+    """The Optax optimizer that ``options`` name, with its schedule. Clipping is the step's (:class:`Step`),
+    not here."""
     rate, warmup = options.learning_rate, min(options.warmup, max(steps - 1, 0))
-    schedule = optax.warmup_cosine_decay_schedule(0.0 if warmup else rate, rate, warmup, max(steps, warmup + 1), rate / 10)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0 if warmup else rate, rate, warmup, max(steps, warmup + 1), rate / 10
+    )
     if options.optimizer == "adamw":
         return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=_matrices(config))
     if options.optimizer == "adafactor":
         return optax.adafactor(schedule)
     if options.optimizer == "muon":
         return optax.contrib.muon(
-            schedule, weight_decay=options.weight_decay, muon_weight_dimension_numbers=muon_dims(config), adam_weight_decay=0.0
+            schedule,
+            weight_decay=options.weight_decay,
+            muon_weight_dimension_numbers=muon_dims(config),
+            adam_weight_decay=0.0,
         )
     return optax.sgd(schedule, momentum=0.9)
 
@@ -50,7 +57,8 @@ def _matrices(config: ModelConfig) -> Tree:
 
 
 def muon_dims(config: ModelConfig) -> Tree:
-    """How Muon (Jordan et al. 2024) reads each weight as a matrix: from the dims it sums over to the dims it makes.
+    """How Muon (Jordan et al. 2024) reads each weight as a matrix: from the dims it sums over to the dims it
+    makes.
 
     Embedding and head, norms and biases are None: those are Adam's.
     """
@@ -62,7 +70,8 @@ def muon_dims(config: ModelConfig) -> Tree:
         letters = layout.letters
         into = "d" if not letters.endswith("d") else letters.strip("ld")
         return optax.contrib.MuonDimensionNumbers(
-            tuple(letters.index(x) for x in into), tuple(i for i, x in enumerate(letters) if x not in into + "l")
+            tuple(letters.index(x) for x in into),
+            tuple(i for i, x in enumerate(letters) if x not in into + "l"),
         )
 
     return jax.tree.map(numbers, weight_dims(config))
@@ -70,8 +79,9 @@ def muon_dims(config: ModelConfig) -> Tree:
 
 @dataclass
 class Report:
-    """What a training run measured. Losses are nats per target; ``step_s`` is the median of steps after the first two.
-    ``eval_losses`` are pairs of a number of steps done and the loss of held-out text after them."""
+    """What a training run measured. Losses are nats per target; ``step_s`` is the median of steps after the
+    first two. ``eval_losses`` are pairs of a number of steps done and the loss of held-out text after
+    them."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -96,21 +106,29 @@ class Report:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B; causal attention counted half); None where the
-        devices are simulated or not in the table of chips."""
-        return self.flops_per_step / self.step_s / self.peak_flops_per_s if self.peak_flops_per_s and self.step_s else None
+        """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B; causal attention counted half); None
+        where the devices are simulated or not in the table of chips."""
+        return (
+            self.flops_per_step / self.step_s / self.peak_flops_per_s
+            if self.peak_flops_per_s and self.step_s
+            else None
+        )
 
 
 def made_of(stream: Stream, steps: int, options: OptimizerConfig, seed: int) -> dict[str, Any]:
-    """What a run is made of besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). No mesh and no plan:
-    these change no loss."""
+    """What a run is made of besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). No mesh and
+    no plan: these change no loss."""
     corpus, config = stream.corpus, stream.config
     return {
         "data": {"name": corpus.source, "fingerprint": corpus.fingerprint},
         "tokenizer": corpus.tokenizer.identity,
-        "seed": seed, "data_seed": config.seed, "held_out": config.held_out,
-        "batch_size": config.batch_size, "seq_len": config.seq_len, "steps": steps,
-    } | dataclasses.asdict(options)  # fmt: skip
+        "seed": seed,
+        "data_seed": config.seed,
+        "held_out": config.held_out,
+        "batch_size": config.batch_size,
+        "seq_len": config.seq_len,
+        "steps": steps,
+    } | dataclasses.asdict(options)
 
 
 def train(
@@ -133,26 +151,33 @@ def train(
 ) -> tuple[State, Report]:
     """Train to step ``steps``, from the newest checkpoint if there is one.
 
-    Batches are a function of the step's number, so a resumed run repeats nothing and equals one that was never stopped.
-    The state comes back, and lies in checkpoints, with its layers in the model's order, whatever the pipeline's.
-    Raises FloatingPointError when a loss is not finite, naming the step; checkpoints taken before it stay.
+    Batches are a function of the step's number, so a resumed run repeats nothing and equals one that was
+    never stopped. The state comes back, and lies in checkpoints, with its layers in the model's order,
+    whatever the pipeline's. Raises FloatingPointError when a loss is not finite, naming the step; checkpoints
+    taken before it stay.
 
-    A checkpoint of other data, seeds or sizes is refused, unless ``anyway``; ``tell`` is told what else differs. Every
-    ``eval_every`` steps, and after the last, ``eval_batches`` batches of ``held_out`` are evaluated (0: never). When
-    ``stop`` says so after a step, the state is saved, if it is ever, and training ends.
+    A checkpoint of other data, seeds or sizes is refused, unless ``anyway``; ``tell`` is told what else
+    differs. Every ``eval_every`` steps, and after the last, ``eval_batches`` batches of ``held_out`` are
+    evaluated (0: never). When ``stop`` says so after a step, the state is saved, if it is ever, and training
+    ends.
     """
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     if steps < 1:
         raise ValueError(f"training to step {steps} does nothing; use 1 or more")
     if eval_every < 0 or eval_batches < 1:
-        raise ValueError(f"evaluation every {eval_every} steps of {eval_batches} batches: use 0 (never) or more, and 1 or more")
+        raise ValueError(
+            f"evaluation every {eval_every} steps of {eval_batches} batches: use 0 (never) or more, and 1 or"
+            " more"
+        )
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
     made = made_of(stream, steps, options, seed) if checkpoints else None
     writes = checkpoints is not None and (checkpoints.latest or 0) < steps
     with checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(), _opened(log) as lines:
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
-        state = checkpoints.restore(step.abstract_natural, config, made, anyway, tell) if checkpoints else None
+        state = (
+            checkpoints.restore(step.abstract_natural, config, made, anyway, tell) if checkpoints else None
+        )
         resumed = state is not None
         state = step.init(seed) if state is None else step.from_natural(state)
         shape = stream.config.batch_size, stream.config.seq_len
@@ -164,7 +189,10 @@ def train(
             peak_flops_per_s=0.0 if chip is None or chip.simulated else chip.flops_per_s * plan.mesh.size,
         )
         if resumed:
-            tell(f"goes on from the checkpoint of step {report.start}" + "; nothing is left to do" * (report.start >= steps))
+            tell(
+                f"goes on from the checkpoint of step {report.start}"
+                + "; nothing is left to do" * (report.start >= steps)
+            )
         waiting: list[tuple[int, dict]] = []
         clock = time.perf_counter()
 
@@ -180,7 +208,11 @@ def train(
                 if checkpoints and not math.isfinite(loss):
                     checkpoints.discard(number)  # its weights have just given this loss
                 kept = checkpoints.latest if checkpoints else None
-                saved = f"the checkpoint of step {kept} is intact" if kept is not None else "no checkpoint was taken"
+                saved = (
+                    f"the checkpoint of step {kept} is intact"
+                    if kept is not None
+                    else "no checkpoint was taken"
+                )
                 found = f"the loss of step {number} is {loss}, its gradient's norm {norm}"
                 raise FloatingPointError(f"{found}: stopped; {saved}; try a lower learning rate")
             now = time.perf_counter()
@@ -191,7 +223,11 @@ def train(
             report.grad_norms.append(norm)
             row = {"step": number, "loss": loss, "grad_norm": norm, "seconds": report.seconds[-1]}
             row |= {"resumed": report.start} if resumed and number == report.start else {}
-            row |= moe.summary(config.experts, metrics, plan.mesh.ep) if config.experts and "load" in metrics else {}
+            row |= (
+                moe.summary(config.experts, metrics, plan.mesh.ep)
+                if config.experts and "load" in metrics
+                else {}
+            )
             note(row)
             if on_step:
                 on_step(number, report)
@@ -225,14 +261,16 @@ def train(
 
 
 def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
-    """The mean cross-entropy of the first targets of a text that is not trained on, in nats; without the routers' losses."""
+    """The mean cross-entropy of the first targets of a text that is not trained on, in nats; without the
+    routers' losses."""
     told = [jax.device_get(step.evaluate(state.params, _place(step, held_out, i))) for i in range(batches)]
     loss, tokens = (sum(float(x[i]) for x in told) for i in (0, 1))
     return loss / max(tokens, 1)
 
 
 def _place(step: Step, stream: Stream, number: int) -> dict:
-    """The step's batch on its devices; every process makes only the rows that its own devices hold, and each of them once."""
+    """The step's batch on its devices; every process makes only the rows that its own devices hold, and each
+    of them once."""
     shape = stream.config.batch_size, stream.config.seq_len
     rows = functools.cache(lambda begin, end: stream.local_batch(number, slice(begin, end)))
 
@@ -251,7 +289,8 @@ def _memory(mesh: Mesh) -> int:
 
 @contextlib.contextmanager
 def _opened(path: str | None) -> Iterator[Any]:
-    """A JSONL log opened for appending (by the first process), or nothing. A line that a killed run left torn is ended."""
+    """A JSONL log opened for appending (by the first process), or nothing. A line that a killed run left torn
+    is ended."""
     if path is None or jax.process_index() != 0:
         yield None
         return

@@ -1,10 +1,11 @@
 """Explorers: pictures with controls, in a notebook, in VS Code, and as one HTML page that needs neither.
 
-    MeshExplorer      who holds what, who talks with whom, what a step holds and sends; or a live array's shardings
+    MeshExplorer      who holds what, who talks with whom, what a step holds and sends; or an array's sharding
     (llmpar.explorers: pipelines, rings and memory, on the same machinery)
 
-Each has a ``state`` (a dict), which `set` changes; a static twin, which is what a committed notebook keeps; ``rich``, drawn
-in the browser (an anywidget); and ``plain``, core ipywidgets only, for where the rich one cannot be loaded (VS Code offline).
+Each has a ``state`` (a dict), which `set` changes; a static twin, which is what a committed notebook keeps;
+``rich``, drawn in the browser (an anywidget); and ``plain``, core ipywidgets only, for where the rich one
+cannot be loaded (VS Code offline).
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from llmpar.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 
 MODULE = Path(__file__).parent / "static" / "explorer.js"
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>:root{{color-scheme:light dark}}body{{margin:0;background:{light};font-family:"DejaVu Sans",Verdana,sans-serif}}
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>:root{{color-scheme:light dark}}
+body{{margin:0;background:{light};font-family:"DejaVu Sans",Verdana,sans-serif}}
 @media (prefers-color-scheme:dark){{body{{background:{dark}}}}}</style></head>
-<body><main></main><noscript><pre>{text}</pre></noscript><script type="application/json" id="doc">{doc}</script>
+<body><main></main><noscript><pre>{text}</pre></noscript>
+<script type="application/json" id="doc">{doc}</script>
 <script type="module">
 {module}
 const source = document.documentElement.outerHTML, brought = document.getElementById("doc").textContent;
-const values = {{ doc: JSON.parse(brought) }}, again = (state) => JSON.stringify({{ ...JSON.parse(brought), state }});
+const values = {{ doc: JSON.parse(brought) }};
+const again = (state) => JSON.stringify({{ ...JSON.parse(brought), state }});
 values.doc.page = (state) => source.replace(brought, () => again(state).replaceAll("<", "\\u003c"));
 values.state = values.doc.state;
 const model = {{ get: (name) => values[name] ?? null, set: (name, value) => {{ values[name] = value; }} }};
@@ -56,11 +61,14 @@ class State(dict):
     """What a reader chose. It is changed with `Explorer.set`, which tells every front end."""
 
     def __setitem__(self, name, value):
-        raise TypeError(f"a state is changed with set({name}={value!r}), so that what is on the screen follows")
+        raise TypeError(
+            f"a state is changed with set({name}={value!r}), so that what is on the screen follows"
+        )
 
 
 class Explorer:
-    """A picture with controls. ``front`` is ``rich`` or ``plain``; the other arguments change where the reader starts."""
+    """A picture with controls. ``front`` is ``rich`` or ``plain``; the other arguments change where the
+    reader starts."""
 
     title, kind = "", "figure"
     view: tuple[str, ...] = ()
@@ -77,12 +85,14 @@ class Explorer:
     def set(self, **state) -> None:
         """Change the state, here and in every front end that is open."""
         if unknown := sorted(set(state) - set(self.start)):
-            raise ValueError(f"{type(self).__name__} has no {', '.join(unknown)}; it has {', '.join(self.start)}")
+            raise ValueError(
+                f"{type(self).__name__} has no {', '.join(unknown)}; it has {', '.join(self.start)}"
+            )
         self.state = State(self.state | state)
         if self._rich:
             self._rich.state = dict(self.state)
 
-    # ------------------------------------------------------------------------------------------- what a subclass says
+    # ----------------------------------------------------------------------------------- what a subclass says
 
     def draw(self, state: dict) -> Scene:
         """The picture of a state; ValueError where there is none."""
@@ -102,7 +112,8 @@ class Explorer:
             return found | {"refusal": str(error), "says": str(error)}
 
     def states(self) -> list[dict]:
-        """The states that an exported page brings answers for: this one, each choice of one control, then of two."""
+        """The states that an exported page brings answers for: this one, each choice of one control, then of
+        two."""
         choices = {c["name"]: self.choices(c) for c in self.controls}
         choices = {name: values for name, values in choices.items() if len(values) > 1}
         out = {self.key(self.state): dict(self.state)}
@@ -113,9 +124,9 @@ class Explorer:
         return list(out.values())
 
     def stored(self) -> dict:
-        """What makes the document of an exported page: answers by key (all that differ in one control, others up to a megabyte
-        of pictures), and for each control the choices that they cover. One without another choice does nothing there, and
-        the page says its value instead."""
+        """What makes the document of an exported page: answers by key (all that differ in one control, others
+        up to a megabyte of pictures), and for each control the choices that they cover. One without another
+        choice does nothing there, and the page says its value instead."""
         answers, states, size = dict[str, dict](), list[dict](), 0
         for state in self.states():
             reply = self.answer(state)
@@ -124,7 +135,9 @@ class Explorer:
                 break
             answers[reply["key"]] = reply
             states.append(state)
-        covered = [c | {"stored": list(dict.fromkeys(state[c["name"]] for state in states))} for c in self.controls]
+        covered = [
+            c | {"stored": list(dict.fromkeys(state[c["name"]] for state in states))} for c in self.controls
+        ]
         return {"answers": answers, "controls": covered}
 
     def choices(self, control: dict) -> list:
@@ -133,7 +146,7 @@ class Explorer:
             return list(range(control["min"], control["max"] + 1, control.get("step", 1)))
         return control.get("options", [False, True] if control["kind"] == "flag" else [])
 
-    # ---------------------------------------------------------------------------------------------------- front ends
+    # --------------------------------------------------------------------------------------------- front ends
 
     @property
     def scene(self) -> Scene:
@@ -145,9 +158,16 @@ class Explorer:
 
     def document(self) -> dict:
         """What the browser needs once: controls, colours, where to start."""
-        return {"kind": self.kind, "title": self.title, "controls": self.controls, "view": list(self.view),
-                "state": dict(self.state), "theme": {"light": LIGHT, "dark": DARK}, "parts": PARTS,
-                "version": __version__}  # fmt: skip
+        return {
+            "kind": self.kind,
+            "title": self.title,
+            "controls": self.controls,
+            "view": list(self.view),
+            "state": dict(self.state),
+            "theme": {"light": LIGHT, "dark": DARK},
+            "parts": PARTS,
+            "version": __version__,
+        }
 
     @property
     def rich(self) -> anywidget.AnyWidget:
@@ -175,7 +195,10 @@ class Explorer:
 
     def _form(self) -> tuple[ipywidgets.VBox, dict[str, ipywidgets.Widget]]:
         """The plain front end, and its fields by name."""
-        picture, fields = ipywidgets.HTML(), {c["name"]: _field(c, self.state[c["name"]]) for c in self.fields()}
+        picture, fields = (
+            ipywidgets.HTML(),
+            {c["name"]: _field(c, self.state[c["name"]]) for c in self.fields()},
+        )
 
         def look(_=None):
             self.set(**{name: field.value for name, field in fields.items()})
@@ -188,7 +211,10 @@ class Explorer:
             field.observe(look, "value")
         look()
         box = [_labelled(c["label"], fields[c["name"]]) for c in self.fields()]
-        return ipywidgets.VBox([ipywidgets.Box(box, layout=ipywidgets.Layout(flex_flow="row wrap")), picture]), fields
+        return (
+            ipywidgets.VBox([ipywidgets.Box(box, layout=ipywidgets.Layout(flex_flow="row wrap")), picture]),
+            fields,
+        )
 
     def fields(self) -> list[dict]:
         """The controls of the plain front end."""
@@ -200,11 +226,18 @@ class Explorer:
         return reply["svg"] or f"<pre>{html.escape(reply['refusal'])}</pre>"
 
     def html(self) -> str:
-        """One page that works without a kernel and without a network; it knows what `stored` gives it, and says so."""
+        """One page that works without a kernel and without a network; it knows what `stored` gives it, and
+        says so."""
         doc = json.dumps(self.document() | self.stored()).replace("<", "\\u003c")
         module = MODULE.read_text(encoding="utf-8").partition("export default")[0]
-        return PAGE.format(title=html.escape(self.title), text=html.escape(self.scene.text), doc=doc, module=module,
-                           light=LIGHT["paper"], dark=DARK["paper"])  # fmt: skip
+        return PAGE.format(
+            title=html.escape(self.title),
+            text=html.escape(self.scene.text),
+            doc=doc,
+            module=module,
+            light=LIGHT["paper"],
+            dark=DARK["paper"],
+        )
 
     def save(self, path: str | Path) -> None:
         """Write ``.html`` (interactive), ``.svg`` or ``.png`` (the static twin)."""
@@ -243,11 +276,13 @@ def _field(c: dict, value):
 def _labelled(label: str, field: ipywidgets.Widget) -> ipywidgets.Widget:
     """A field below its label, wide enough for both; a text of several lines takes the row."""
     wide = isinstance(field, ipywidgets.Textarea)
-    layout = {"width": "100%"} if wide else {"width": f"{max(220, 8 * len(label))}px", "margin": "0 12px 4px 0"}
+    layout = (
+        {"width": "100%"} if wide else {"width": f"{max(220, 8 * len(label))}px", "margin": "0 12px 4px 0"}
+    )
     return ipywidgets.VBox([ipywidgets.Label(label), field], layout=ipywidgets.Layout(**layout))
 
 
-# --------------------------------------------------------------------------------------------------------------- the mesh
+# --------------------------------------------------------------------------------------------------- the mesh
 
 
 class MeshExplorer(Explorer):
@@ -262,7 +297,8 @@ class MeshExplorer(Explorer):
 
     @classmethod
     def of(cls, value, front: str = "rich") -> MeshExplorer:
-        """The shardings of a live array, of a tree of them, or of a compiled program, as the compiler has them."""
+        """The shardings of a live array, of a tree of them, or of a compiled program, as the compiler has
+        them."""
         self = cls(front)
         self._given = inspection.shardings(value)
         self.title = self._given["title"]
@@ -270,9 +306,19 @@ class MeshExplorer(Explorer):
         return self
 
     def document(self) -> dict:
-        kinds = {"weight": "weights (float32)", "moments": "two moments (float32)", "batch": "batch (int32)",
-                 "gradient": "gradients (float32)", "activation": "activations, one layer"}  # fmt: skip
-        doc = super().document() | {"axes": AXES, "kinds": kinds, "most": explore.MOST, "shapes": explore.SHAPES}
+        kinds = {
+            "weight": "weights (float32)",
+            "moments": "two moments (float32)",
+            "batch": "batch (int32)",
+            "gradient": "gradients (float32)",
+            "activation": "activations, one layer",
+        }
+        doc = super().document() | {
+            "axes": AXES,
+            "kinds": kinds,
+            "most": explore.MOST,
+            "shapes": explore.SHAPES,
+        }
         return doc | (self._given or {"tensors": self.tensors})
 
     @property
@@ -292,7 +338,13 @@ class MeshExplorer(Explorer):
     def answer(self, state: dict) -> dict:
         if self._given:
             same = {name: self._given[name] for name in ("traffic", "memory", "node")}
-            return same | {"key": explore.key(state), "refusal": None, "time": None, "code": "", "says": self.scene.text}
+            return same | {
+                "key": explore.key(state),
+                "refusal": None,
+                "time": None,
+                "code": "",
+                "says": self.scene.text,
+            }
         return explore.answer(state)
 
     def states(self) -> list[dict]:
@@ -303,7 +355,11 @@ class MeshExplorer(Explorer):
 
     def _changed(self, change) -> None:
         new = self.state | change["new"]
-        if self._rich and not self._given and any(change["old"][name] != new[name] for name in explore.SHAPES):
+        if (
+            self._rich
+            and not self._given
+            and any(change["old"][name] != new[name] for name in explore.SHAPES)
+        ):
             self._rich.tensors = self._tensors(new)  # before the answer that speaks of them
         super()._changed(change)
 
@@ -316,10 +372,13 @@ class MeshExplorer(Explorer):
         if self._given:
             return []
         names = [row["name"] for row in self.tensors] or [self.state["tensor"]]
-        return [*self.controls, {"name": "device", "kind": "int", "label": "device", "min": 0},
-                {"name": "tensor", "kind": "choice", "label": "same shard of", "options": names},
-                {"name": "axis", "kind": "choice", "label": "groups over", "options": ["", *AXES]},
-                {"name": "step", "kind": "slider", "label": "round", "min": 0, "max": 31}]  # fmt: skip
+        return [
+            *self.controls,
+            {"name": "device", "kind": "int", "label": "device", "min": 0},
+            {"name": "tensor", "kind": "choice", "label": "same shard of", "options": names},
+            {"name": "axis", "kind": "choice", "label": "groups over", "options": ["", *AXES]},
+            {"name": "step", "kind": "slider", "label": "round", "min": 0, "max": 31},
+        ]
 
     def show_plain(self, state: dict) -> str:
         table = ""
@@ -364,4 +423,6 @@ class MeshExplorer(Explorer):
         text.observe(from_text, "value")
         for slider in sliders.values():
             slider.observe(from_slider, "value")
-        return ipywidgets.VBox([ipywidgets.Box(list(sliders.values()), layout=ipywidgets.Layout(flex_flow="row wrap")), box])
+        return ipywidgets.VBox(
+            [ipywidgets.Box(list(sliders.values()), layout=ipywidgets.Layout(flex_flow="row wrap")), box]
+        )

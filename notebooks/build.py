@@ -1,13 +1,14 @@
-"""Build the lessons: `src/NN_name.py` (py:percent text) becomes the executed, deterministic `NN_name.ipynb` beside it.
+"""Build the lessons: `src/NN_name.py` (py:percent text) becomes the executed, deterministic `NN_name.ipynb`
+beside it.
 
-    python notebooks/build.py                 build what is not in step with its source
-    python notebooks/build.py --force [NN…]   build all (or the named ones) again, say after the package changed
-    python notebooks/build.py --check         build nothing; name every notebook that is out of step or has a fault
+    python notebooks/build.py                build what is not in step with its source
+    python notebooks/build.py --force [NN…]  build all (or the named ones) again, after the package changed
+    python notebooks/build.py --check        build nothing; name notebooks out of step or with a fault
 
-jupytext alone is not deterministic (random cell ids, time stamps). Here a cell's id is a hash of its source, and
-everything that changes from run to run is dropped: two builds on one machine are byte-identical, pictures included.
-A picture's words become its alt text.
-A notebook that writes to stderr, or breaks a rule in `faults`, is not written.
+jupytext alone is not deterministic (random cell ids, time stamps). Here a cell's id is a hash of its source,
+and everything that changes from run to run is dropped: two builds on one machine are byte-identical, pictures
+included. A picture's words become its alt text. A notebook that writes to stderr, or breaks a rule in
+`faults`, is not written.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 HERE = Path(__file__).resolve().parent
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-MAX_NOTEBOOK_BYTES = 500_000  # a page that GitHub still renders at once; a lesson with one figure has about 50 kB
+MAX_NOTEBOOK_BYTES = (
+    500_000  # a page that GitHub still renders at once; a lesson with one figure has about 50 kB
+)
 MAX_TOTAL_BYTES = 5_000_000
 CELL_TIMEOUT_S = 600  # a lesson takes a minute on two idle cores; this only ends a hang
 MARKS = {"# NBVAL_CHECK_OUTPUT", "# NBVAL_IGNORE_OUTPUT", "# NBVAL_RAISES_EXCEPTION", "# NBVAL_SKIP"}
@@ -68,7 +71,8 @@ def cell_ids(notebook: nbformat.NotebookNode) -> list[str]:
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
-    """Run every cell in a fresh kernel started in `folder`, on the CPU, without the user's own Jupyter settings."""
+    """Run every cell in a fresh kernel started in `folder`, on the CPU, without the user's own Jupyter
+    settings."""
     with tempfile.TemporaryDirectory() as scratch:
         env = {
             "JAX_PLATFORMS": "cpu",
@@ -84,14 +88,17 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookN
             kernel_name="python3",
             record_timing=False,
             store_widget_state=False,
-            extra_arguments=["--IPKernelApp.log_level=40"],  # errors only: ipykernel 7 warns about every TCP kernel
+            extra_arguments=[
+                "--IPKernelApp.log_level=40"
+            ],  # errors only: ipykernel 7 warns about every TCP kernel
             resources={"metadata": {"path": str(folder)}},
         )
         return client.execute(env=os.environ | env)
 
 
 def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Drop what changes from run to run: time stamps, widget views, the cuts between pieces of one printed text."""
+    """Drop what changes from run to run: time stamps, widget views, the cuts between pieces of one printed
+    text."""
     notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, "language_info": {"name": "python"}})
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
@@ -104,7 +111,8 @@ def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def describe_pictures(cell: nbformat.NotebookNode) -> None:
-    """Give every picture of a cell its words as alt text: its own, the cell's `alt="…"`, its text twin, or what is printed."""
+    """Give every picture of a cell its words as alt text: its own, the cell's `alt="…"`, its text twin, or
+    what is printed."""
     printed = " ".join(output.text for output in cell.outputs if output.output_type == "stream")
     for output in cell.outputs:
         if "image/png" in output.get("data", {}):
@@ -118,7 +126,11 @@ def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.Notebook
     """Join neighbouring pieces of the same stream: where a stream is cut depends on timing."""
     joined: list[nbformat.NotebookNode] = []
     for output in outputs:
-        if joined and output.output_type == "stream" == joined[-1].output_type and output.name == joined[-1].name:
+        if (
+            joined
+            and output.output_type == "stream" == joined[-1].output_type
+            and output.name == joined[-1].name
+        ):
             joined[-1].text += output.text
         else:
             joined.append(output)
@@ -127,14 +139,17 @@ def join_streams(outputs: list[nbformat.NotebookNode]) -> list[nbformat.Notebook
 
 def is_checked(cell: nbformat.NotebookNode) -> bool:
     """Tell whether nbval compares the outputs of this cell."""
-    return "# NBVAL_CHECK_OUTPUT" in cell.source.splitlines() or "nbval-check-output" in cell.metadata.get("tags", [])
+    return "# NBVAL_CHECK_OUTPUT" in cell.source.splitlines() or "nbval-check-output" in cell.metadata.get(
+        "tags", []
+    )
 
 
 def faults(notebook: nbformat.NotebookNode) -> list[str]:
-    """List what is wrong with a built notebook, one sentence each. Most are things that nbval passes over in silence.
+    """List what is wrong with a built notebook, one sentence each. Most are things that nbval passes over in
+    silence.
 
-    A picture needs its twin in words (in its own text/plain, printed by the same cell, or as `alt="…"` on the cell's
-    first line), which `tidy` makes its alt text: that is what a screen reader reads.
+    A picture needs its twin in words (in its own text/plain, printed by the same cell, or as `alt="…"` on the
+    cell's first line), which `tidy` makes its alt text: that is what a screen reader reads.
     """
     found = []
     if notebook.metadata.get("kernelspec") != KERNEL:
@@ -147,7 +162,9 @@ def faults(notebook: nbformat.NotebookNode) -> list[str]:
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
         found.append("execution counts are not 1, 2, 3, …: nbval never compares a cell that has none")
     first = code[0].source if code else ""
-    if "use_devices(" not in first or re.search(r"^\s*(import|from) jax\b", first.partition("use_devices(")[0], re.M):
+    if "use_devices(" not in first or re.search(
+        r"^\s*(import|from) jax\b", first.partition("use_devices(")[0], re.M
+    ):
         found.append("the first code cell does not call use_devices() before it imports jax")
     if not any(is_checked(cell) or re.search(r"^\s*assert\b", cell.source, re.M) for cell in code):
         found.append("nothing is asserted and no output is checked")
@@ -184,7 +201,9 @@ def cell_faults(cell: nbformat.NotebookNode) -> list[str]:
         pictures += "image/png" in data or "image/svg+xml" in data
         texts += [] if FIGURE_REPR.fullmatch(text.strip()) else [text]
         if re.search(r"\b0x[0-9a-f]{6,}|/tmp/|\.ipython/|ipykernel_\d", text):
-            found.append("an output names a memory address or a temporary file, which differs from run to run")
+            found.append(
+                "an output names a memory address or a temporary file, which differs from run to run"
+            )
     if pictures and not "".join(texts).strip():
         found.append("a picture without words: print or show its meaning in the same cell")
     return found
@@ -239,14 +258,19 @@ def build(source: Path) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Build or check the notebooks; 0 when all is well, 1 with one sentence per problem."""
     parser = argparse.ArgumentParser(description="Build the lessons from notebooks/src, or check them.")
-    parser.add_argument("lessons", nargs="*", metavar="NN", help="only these, by the beginning of their names")
+    parser.add_argument(
+        "lessons", nargs="*", metavar="NN", help="only these, by the beginning of their names"
+    )
     parser.add_argument("--check", action="store_true", help="build nothing, only look")
     parser.add_argument("--force", action="store_true", help="also build what is in step already")
     options = parser.parse_args(argv)
     chosen = [s for s in sources() if not options.lessons or s.stem.startswith(tuple(options.lessons))]
     if options.lessons and not chosen:
         there = ", ".join(source.stem for source in sources())
-        print(f"no lesson begins with {' or '.join(options.lessons)}; there are {there or 'none'}", file=sys.stderr)
+        print(
+            f"no lesson begins with {' or '.join(options.lessons)}; there are {there or 'none'}",
+            file=sys.stderr,
+        )
         return 1
     found = []
     for source in chosen:  # one at a time: two kernels with eight devices each would starve one another
@@ -256,7 +280,9 @@ def main(argv: list[str] | None = None) -> int:
             print(f"running {source.name}", flush=True)
             found += build(source)
     found += house_problems()
-    print("\n".join(found) or f"{len(chosen)} notebooks are in step", file=sys.stderr if found else sys.stdout)
+    print(
+        "\n".join(found) or f"{len(chosen)} notebooks are in step", file=sys.stderr if found else sys.stdout
+    )
     return 1 if found else 0
 
 

@@ -1,14 +1,18 @@
-"""Build the slides: run every `src/*.py` (py:percent text, in order of name) and write one offline reveal.js deck.
+"""Build the slides: run every `src/*.py` (py:percent text, in order of name) and write one offline reveal.js
+deck.
 
-    python slides/build.py      writes slides/_build/index.html with its assets, and slides.pdf where Chromium is found
+    python slides/build.py      writes slides/_build/index.html, its assets and, with Chromium, slides.pdf
 
-A cell's tags say where it goes: `# %% [markdown] tags=["slide"]` begins a slide; `subslide`, `fragment`, `notes` (shown
-to the speaker, key S) and `skip` are the others; a cell without one continues the slide. Of a code cell the output is
-shown, and its text as well where it is tagged `code`; with `place="beside"` its figure stands right of the text. Every
-number and figure is computed here: a deck that prints to stderr, raises, or shows a figure without words is refused. A
-figure's words are `alt="…"` beside the tags, or its text/plain, or what its cell prints (`tidy` in notebooks/build.py).
+A cell's tags say where it goes: `# %% [markdown] tags=["slide"]` begins a slide; `subslide`, `fragment`,
+`notes` (shown to the speaker, key S) and `skip` are the others; a cell without one continues the slide. Of a
+code cell the output is shown, and its text as well where it is tagged `code`; with `place="beside"` its
+figure stands right of the text. Every
+number and figure is computed here: a deck that prints to stderr, raises, or shows a figure without words is
+refused. A figure's words are `alt="…"` beside the tags, or its text/plain, or what its cell prints (`tidy` in
+notebooks/build.py).
 
-reveal.js comes from the installed sphinx-revealjs (extra `dev`), formulas become MathML: the deck fetches nothing.
+reveal.js comes from the installed sphinx-revealjs (extra `dev`), formulas become MathML: the deck fetches
+nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +38,12 @@ HERE = Path(__file__).resolve().parent
 PLACES = ("slide", "subslide", "fragment", "notes", "skip")
 SIZE = (1280, 720)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-BROWSER_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")  # the page is our own
+BROWSER_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+)  # the page is our own
 REVEAL_FILES = ("LICENSE", "dist/reveal.css", "dist/reveal.js", "plugin/notes/notes.js")
 # Code first, so that a dollar inside it stays a dollar; then $$display$$ and $inline$.
 FORMULA = re.compile(
@@ -67,7 +76,9 @@ def run(source: Path) -> NotebookNode:
         unknown = set(tags) - {*PLACES, "code"}
         if unknown:
             known = ", ".join((*PLACES, "code"))
-            raise ValueError(f"{source.name}: tag {sorted(unknown)[0]!r} means nothing here; use one of {known}")
+            raise ValueError(
+                f"{source.name}: tag {sorted(unknown)[0]!r} means nothing here; use one of {known}"
+            )
         cell.metadata["slideshow"] = {"slide_type": next((tag for tag in tags if tag in PLACES), "-")}
         if cell.cell_type == "code":
             number += 1
@@ -79,7 +90,8 @@ def run(source: Path) -> NotebookNode:
 
 
 def set_formulas_aside(deck: NotebookNode) -> dict[str, str]:
-    """Replace every formula of the deck by a word that Markdown leaves alone; return the words with their MathML."""
+    """Replace every formula of the deck by a word that Markdown leaves alone; return the words with their
+    MathML."""
     formulas: dict[str, str] = {}
 
     def aside(match: re.Match[str]) -> str:
@@ -137,9 +149,19 @@ def find_browser() -> str | None:
 def browse(browser: str, page: Path, *flags: str, query: str = "") -> str:
     """Open a local page in a headless Chromium with a profile of its own; return what it prints."""
     with tempfile.TemporaryDirectory() as profile:
-        command = [browser, *BROWSER_FLAGS, f"--user-data-dir={profile}", "--virtual-time-budget=10000", *flags]
+        command = [
+            browser,
+            *BROWSER_FLAGS,
+            f"--user-data-dir={profile}",
+            "--virtual-time-budget=10000",
+            *flags,
+        ]
         done = subprocess.run(
-            [*command, page.as_uri() + query], capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
+            [*command, page.as_uri() + query],
+            capture_output=True,
+            text=True,
+            timeout=300,
+            stdin=subprocess.DEVNULL,
         )
     if done.returncode:
         raise RuntimeError(f"{browser} ended with status {done.returncode}: {done.stderr.strip()[-500:]}")
@@ -190,13 +212,17 @@ def write_pdf(page: Path, slides: int) -> None:
         drawn = browse(browser, page, "--dump-dom", query="?print-pdf")
         heights = [int(height) for height in re.findall(r'class="pdf-page[^>]*?height: (\d+)', drawn)]
         over = ", ".join(str(number) for number, height in enumerate(heights, 1) if height > min(heights))
-        raise ValueError(f"{slides} slides became {pages} PDF pages: too much on slide {over or 'unknown'}; shorten it")
+        raise ValueError(
+            f"{slides} slides became {pages} PDF pages: too much on slide {over or 'unknown'}; shorten it"
+        )
     print(f"{pages} pages in {os.path.relpath(pdf)}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Build the deck; 0 when it is written, 1 with one sentence otherwise."""
-    argparse.ArgumentParser(description="Build the slides from slides/src into slides/_build.").parse_args(argv)
+    argparse.ArgumentParser(description="Build the slides from slides/src into slides/_build.").parse_args(
+        argv
+    )
     try:
         build()
     except (ValueError, RuntimeError) as error:

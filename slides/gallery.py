@@ -1,9 +1,10 @@
-"""Draw everything that the package can draw, on one page: every drawing, every explorer, light or dark as the reader is.
+"""Draw everything that the package can draw, on one page: every drawing, every explorer, light or dark as the
+reader is.
 
-    python slides/gallery.py      writes slides/_gallery/index.html, and the explorers as pages of their own beside it
+    python slides/gallery.py      writes slides/_gallery/index.html and a page for each explorer
 
-Where Chromium and playwright are found, each explorer is also photographed at 1280 pixels, light and dark, after a few
-clicks. The page fetches nothing.
+Where Chromium and playwright are found, each explorer is also photographed at 1280 pixels, light and dark,
+after a few clicks. The page fetches nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ EXPLORERS = {
 
 
 def sent_in_a_step() -> Scene:
-    """What one step of a small Llama sends, as predicted; the bars of what was compiled are for `llmpar inspect`."""
+    """What one step of a small Llama sends, as predicted; the bars of what was compiled are for `llmpar
+    inspect`."""
     plan = Plan("dp=2 fsdp=2 tp=2", tp_sequence=True)
     found = predict.collectives(preset("tiny"), plan, 16, 64).items()
-    rows = [{"axis": axes, "kind": kind, "count": row.count, "predicted_bytes": row.bytes_sent} for (axes, kind), row in found]
+    rows = [
+        {"axis": axes, "kind": kind, "count": row.count, "predicted_bytes": row.bytes_sent}
+        for (axes, kind), row in found
+    ]
     return draw.collectives(sorted(rows, key=lambda row: -row["predicted_bytes"]))
 
 
@@ -60,7 +65,9 @@ def drawings() -> dict[str, Scene]:
         "memory_bars": memory.scene,
         "time_bars": draw.time_bars([("a step", {k: v for k, v in step.items() if k != "simulated"})]),
         "loss_curve": draw.loss_curve([5.5 * 0.97**i + 1 for i in range(60)], 2.0, "An example of a loss"),
-        "explorer without a browser": explore.scene(explore.START | {"axis": "fsdp", "mesh": "fsdp=8", "step": 2}),
+        "explorer without a browser": explore.scene(
+            explore.START | {"axis": "fsdp", "mesh": "fsdp=8", "step": 2}
+        ),
     }
 
 
@@ -105,10 +112,16 @@ def build(folder: Path = OUT) -> Path:
         alt = html.escape(explorer.scene.text.partition("\n")[0], quote=True)
         link = f'<p><a href="{name}.html">Open it</a>; it needs no kernel and no network.</p>'
         body.append(f'<section><h2>{explorer.title}</h2>{link}<img src="{picture}" alt="{alt}"></section>')
-    style = ":root{color-scheme:light dark}body{font:14px/1.5 DejaVu Sans,Verdana,sans-serif;max-width:1280px;margin:20px auto;"
+    style = (
+        ":root{color-scheme:light dark}body{font:14px/1.5 DejaVu"
+        " Sans,Verdana,sans-serif;max-width:1280px;margin:20px auto;"
+    )
     style += "padding:0 16px}img{max-width:100%}section{margin:0 0 40px}pre{white-space:pre-wrap}"
     head = f'<meta charset="utf-8"><title>llmpar: gallery</title><style>{style}</style>'
-    text = f'<!doctype html><html lang="en"><head>{head}</head><body><main><h1>Gallery</h1>{"".join(body)}</main></body></html>'
+    text = (
+        "<!doctype html><html"
+        f' lang="en"><head>{head}</head><body><main><h1>Gallery</h1>{"".join(body)}</main></body></html>'
+    )
     (folder / "index.html").write_text(text, encoding="utf-8")
     return folder / "index.html"
 

@@ -1,24 +1,27 @@
-"""Time one training step under several plans, interleaved in one process: `make bench` prints a table and writes JSON.
+"""Time one training step under several plans, interleaved in one process: `make bench` prints a table and
+writes JSON.
 
-The model is `small`: 8.92M parameters, 8 layers, width 256, vocabulary 4,096; batch 16 × 256 tokens (32 × 256 at 16
-microbatches, "m16"; as many active parameters, 2 of 8 experts of half the width, "moe"), AdamW. Plain JAX, written
-for one device without this package, runs in the same rounds. CPU seconds of the whole process repeat better than wall
-seconds on a busy machine; ratios are taken round by round, and their median is what counts. On an accelerator the step
-is that of 124M parameters in bfloat16, and its MFU is printed.
+The model is `small`: 8.92M parameters, 8 layers, width 256, vocabulary 4,096; batch 16 × 256 tokens (32 × 256
+at 16 microbatches, "m16"; as many active parameters, 2 of 8 experts of half the width, "moe"), AdamW. Plain
+JAX, written for one device without this package, runs in the same rounds. CPU seconds of the whole process
+repeat better than wall seconds on a busy machine; ratios are taken round by round, and their median is what
+counts. On an accelerator the step is that of 124M parameters in bfloat16, and its MFU is printed.
 
-Experts cut over devices (`ep4 dp2 moe`) execute what one device does: 1.044 × the useful FLOPs on both, 1,052 rows multiplied
-for 1,024 sent, per device, layer and microbatch. So the 1.5 to 2.4 × of its CPU seconds are not the products. By count three
-things differ: without a capacity the rows travel in 4,096 slots (all may go to one rank) where one device has 1,080, and what
-lies between the products passes over all of them; 96 MiB are sent; AdamW updates 71M weights, copies counted, instead of
-23M. Which of them costs how much was not timed. A ratio of 0.76, seen once, no count explains, and it did not come again.
+Experts cut over devices (`ep4 dp2 moe`) execute what one device does: 1.044 × the useful FLOPs on both, 1,052
+rows multiplied for 1,024 sent, per device, layer and microbatch. So the 1.5 to 2.4 × of its CPU seconds are
+not the products. By count three things differ: without a capacity the rows travel in 4,096 slots (all may go
+to one rank) where one device has 1,080, and what lies between the products passes over all of them; 96 MiB
+are sent; AdamW updates 71M weights, copies counted, instead of 23M. Which of them costs how much was not
+timed. A ratio of 0.76, seen once, no count explains, and it did not come again.
 
-`attention` times attention alone, forward and backward, causal, float32: 8,192 positions, 8 heads × 64, over 8 devices: the
-ring here (zigzag), `jax.nn.dot_product_attention` on one device, and the ring of the `ringattention` package (Liu et al.
-2023) if it can be imported. That package is no dependency: `pip install --no-deps --target FOLDER ringattention einops`, and
-`--peer FOLDER`. `long` runs 65,536 positions (2 heads × 64) of one block of a Llama through a training step's gradients, and
-tells the peak of resident memory.
+`attention` times attention alone, forward and backward, causal, float32: 8,192 positions, 8 heads × 64, over
+8 devices: the ring here (zigzag), `jax.nn.dot_product_attention` on one device, and the ring of the
+`ringattention` package (Liu et al. 2023) if it can be imported. That package is no dependency: `pip install
+--no-deps --target FOLDER ringattention einops`, and `--peer FOLDER`. `long` runs 65,536 positions (2 heads ×
+64) of one block of a Llama through a training step's gradients, and tells the peak of resident memory.
 
-    python tests/bench.py [step | attention | long] [--rounds 5] [--out bench/step.json] [--only one,dp8] [--peer FOLDER]
+    python tests/bench.py [step | attention | long] [--rounds 5] [--out bench/step.json] [--only one,dp8]
+    [--peer FOLDER]
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ PLANS = {
 
 
 def alike(name: str) -> str:
-    """What must be the same for a ratio to mean anything: the rows of a batch ("m16") and the model ("moe")."""
+    """What must be the same for a ratio to mean anything: the rows of a batch ("m16") and the model
+    ("moe")."""
     return next((kind for kind in ("m16", "moe") if kind in name), "")
 
 
@@ -86,12 +90,15 @@ def batch_of(vocab: int, batch: int, seq: int) -> dict:
 
 
 def plain(config, batch):
-    """The same model and optimizer in plain JAX on one device: scanned layers, full attention, full logits, one jit."""
+    """The same model and optimizer in plain JAX on one device: scanned layers, full attention, full logits,
+    one jit."""
     d, n, h, m, v = config.width, config.num_heads, config.head_width, config.ffn_width, config.vocab_size
     keys = iter(jax.random.split(jax.random.key(0), 16))
     w = lambda *shape: 0.02 * jax.random.normal(next(keys), shape)
     num = config.num_layers
-    blocks = dict(a=jnp.ones((num, d)), q=w(num, d, n, h), k=w(num, d, n, h), v=w(num, d, n, h), o=w(num, n, h, d))
+    blocks = dict(
+        a=jnp.ones((num, d)), q=w(num, d, n, h), k=w(num, d, n, h), v=w(num, d, n, h), o=w(num, n, h, d)
+    )
     blocks |= dict(f=jnp.ones((num, d)), g=w(num, d, m), u=w(num, d, m), w=w(num, m, d))
     params = dict(embed=w(v, d), head=w(v, d), norm=jnp.ones(d), blocks=blocks)
     optimizer = optax.adamw(1e-3)
@@ -142,17 +149,25 @@ def programs(config, only):
         if (only and name not in only) or plan.mesh.size > len(devices):
             continue
         rows = max(BATCH, 2 * plan.microbatches)  # a row is the least that dp=2 can have of a microbatch
-        experts = dict(experts=ExpertConfig(8, 2), ffn_width=config.ffn_width // 2) if alike(name) == "moe" else {}
+        experts = (
+            dict(experts=ExpertConfig(8, 2), ffn_width=config.ffn_width // 2) if alike(name) == "moe" else {}
+        )
         model = dataclasses.replace(config, **experts)
         plan.check(model, rows, SEQ)
         step = Step(model, plan, make_mesh(plan.mesh), optax.adamw(1e-3), clip=None)
         compiled = step.lower(rows, SEQ).compile()
         placed = jax.device_put(batch_of(model.vocab_size, rows, SEQ), step.batch_sharding)
         memory, text = hlo.compiled_memory(compiled), hlo.partitioned_hlo(step.lower(rows, SEQ))
-        stages = [pipeline.taken(plan.pipeline, model.num_layers, i) for i in range(plan.mesh.pp)] if plan.pipeline else [None]
+        stages = (
+            [pipeline.taken(plan.pipeline, model.num_layers, i) for i in range(plan.mesh.pp)]
+            if plan.pipeline
+            else [None]
+        )
         census = hlo.census_hlo(text, step.mesh, stages[0])
         trips = live_blocks(model, plan, batch) if model.experts else None
-        executed = statistics.mean(hlo.executed_flops(compiled.as_text(), t, trips) for t in stages) * plan.mesh.size
+        executed = (
+            statistics.mean(hlo.executed_flops(compiled.as_text(), t, trips) for t in stages) * plan.mesh.size
+        )
         facts = {
             "temp_mib": memory["temp_bytes"] / 2**20,
             "argument_mib": memory["argument_bytes"] / 2**20,
@@ -160,18 +175,30 @@ def programs(config, only):
             "results_mib": sum(_result_bytes(c) for c in census) / 2**20,
             "executed_over_useful": executed / sum(predict.flops(model, rows, SEQ).values()),
         }
-        if how := model.experts:  # of a device, layer and microbatch: rows sent, slots they travel in, rows multiplied
-            tokens = rows * SEQ // plan.microbatches // product(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep", "sp"))
+        if (
+            how := model.experts
+        ):  # of a device, layer and microbatch: rows sent, slots they travel in, rows multiplied
+            tokens = (
+                rows
+                * SEQ
+                // plan.microbatches
+                // product(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep", "sp"))
+            )
             blocks, block = how.slots(tokens, tokens // SEQ, plan.mesh.ep)
-            facts |= {"rows": tokens * how.chosen, "slots": plan.mesh.ep * blocks * block, "multiplied": float(trips * block)}
+            facts |= {
+                "rows": tokens * how.chosen,
+                "slots": plan.mesh.ep * blocks * block,
+                "multiplied": float(trips * block),
+            }
         yield name, _stepper(lambda state, c=compiled, p=placed: _loss_last(c(state, p)), step.init(0)), facts
 
 
 def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
-    """How many blocks of rows a device multiplies of a layer and microbatch, in the mean: as fresh weights route.
+    """How many blocks of rows a device multiplies of a layer and microbatch, in the mean: as fresh weights
+    route.
 
-    From all tokens' choices on one device, dealt to devices and microbatches as the plan does: what a device has for one
-    expert fills whole blocks.
+    From all tokens' choices on one device, dealt to devices and microbatches as the plan does: what a device
+    has for one expert fills whole blocks.
     """
     chosen, visit = [], moe.visit
 
@@ -185,15 +212,20 @@ def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
         jax.block_until_ready(jax.jit(model)(jax.jit(lambda: init_params(config))()))
     jax.effects_barrier()
     devices = product(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep"))
-    dealt = np.stack(chosen).reshape(config.num_layers, devices, -1, plan.microbatches, SEQ * config.experts.chosen)
+    dealt = np.stack(chosen).reshape(
+        config.num_layers, devices, -1, plan.microbatches, SEQ * config.experts.chosen
+    )
     dealt = np.moveaxis(dealt, 3, 2).reshape(config.num_layers * devices * plan.microbatches, -1)
-    block = config.experts.slots(dealt.shape[1] // config.experts.chosen, dealt.shape[1] // SEQ, plan.mesh.ep)[1]
+    block = config.experts.slots(
+        dealt.shape[1] // config.experts.chosen, dealt.shape[1] // SEQ, plan.mesh.ep
+    )[1]
     counts = (dealt[:, :, None] == np.arange(config.experts.num)).sum(1)
     return Fraction(int((-(-counts // block)).sum()), len(dealt))
 
 
 def _result_bytes(c: hlo.Collective) -> float:
-    """The size of a collective's results, as tables of other projects count it, from the bytes that a ring sends."""
+    """The size of a collective's results, as tables of other projects count it, from the bytes that a ring
+    sends."""
     factor = {"all-reduce": 2.0, "reduce-scatter": float(c.group_size)}.get(c.kind, 1.0)
     return c.bytes_sent * c.group_size / (c.group_size - 1) / factor
 
@@ -214,7 +246,8 @@ def _stepper(step, state):
 
 
 def interleaved(made: dict, rounds: int, bases: tuple[str, ...]) -> dict:
-    """Run each program once for warming up, then all of them in turn. Medians of seconds and of ratios to the bases."""
+    """Run each program once for warming up, then all of them in turn. Medians of seconds and of ratios to the
+    bases."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     for run, _ in made.values():
         run()
@@ -225,7 +258,10 @@ def interleaved(made: dict, rounds: int, bases: tuple[str, ...]) -> dict:
             times[name].append((time.process_time() - cpu, time.perf_counter() - wall))
     rows = {}
     for name, (_, facts) in made.items():
-        row = {"cpu_s": statistics.median(c for c, _ in times[name]), "wall_s": statistics.median(w for _, w in times[name])}
+        row = {
+            "cpu_s": statistics.median(c for c, _ in times[name]),
+            "wall_s": statistics.median(w for _, w in times[name]),
+        }
         for base in bases:
             if base in times and alike(name) == alike(base):
                 pairs = zip(times[name], times[base], strict=True)
@@ -239,11 +275,19 @@ def simulated(rounds: int, only: list[str]) -> dict:
     config = preset("small")
     made = {name: (run, facts) for name, run, facts in programs(config, only)}
     rows = interleaved(made, rounds, ("plain jax", "one", "one m16", "one moe"))
-    return {"model": config.name, "params": config.num_params, "batch": BATCH, "seq": SEQ, "rounds": rounds, "rows": rows}
+    return {
+        "model": config.name,
+        "params": config.num_params,
+        "batch": BATCH,
+        "seq": SEQ,
+        "rounds": rounds,
+        "rows": rows,
+    }
 
 
 def peer_ring():
-    """The `ringattention` package's ring, without its chunks of feed-forward, or None and a sentence if it is not here.
+    """The `ringattention` package's ring, without its chunks of feed-forward, or None and a sentence if it is
+    not here.
 
     Under JAX 0.10 it wants `jax.lib.xla_bridge.get_backend` back, and shard_map's varying-axes check off.
     """
@@ -255,20 +299,31 @@ def peer_ring():
         print(f"the ringattention package is left out: {error}; see --peer")
         return None
     chunks = dict(
-        causal_block_size=1, deterministic=True, dropout_rng=None, attn_pdrop=0.0, query_chunk_size=512, key_chunk_size=512,
-        dtype=jnp.float32, policy=jax.checkpoint_policies.nothing_saveable, precision=None, prevent_cse=False,
-    )  # fmt: skip
+        causal_block_size=1,
+        deterministic=True,
+        dropout_rng=None,
+        attn_pdrop=0.0,
+        query_chunk_size=512,
+        key_chunk_size=512,
+        dtype=jnp.float32,
+        policy=jax.checkpoint_policies.nothing_saveable,
+        precision=None,
+        prevent_cse=False,
+    )
     return lambda q, k, v, _: ring(q, k, v, None, None, None, "sp", True, chunks)
 
 
 def attentions(n: int = 8, s: int = 8192, heads: int = 8, width: int = 64):
-    """Name to (function that runs output and gradients and waits, facts), all from the same q, k, v; values are compared."""
+    """Name to (function that runs output and gradients and waits, facts), all from the same q, k, v; values
+    are compared."""
     mesh, cut = make_mesh(f"sp={n}"), P(None, "sp")
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((1, s, heads, width)).astype(np.float32) for _ in range(4)]
 
     def ours(q, k, v, at):
-        return attention.ring(q[..., None, :], k, v, axis="sp", q_positions_bs=at, k_positions_bt=at)[0][..., 0, :]
+        return attention.ring(q[..., None, :], k, v, axis="sp", q_positions_bs=at, k_positions_bt=at)[0][
+            ..., 0, :
+        ]
 
     def one(q, k, v, _):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -296,13 +351,18 @@ def attentions(n: int = 8, s: int = 8192, heads: int = 8, width: int = 64):
         error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, want, strict=True))
         text = hlo.partitioned_hlo(lowered)
         sent = sum(c.bytes_sent for c in hlo.census_hlo(text, mesh)) if f is not one else 0
-        facts = {"temp_mib": hlo.compiled_memory(compiled)["temp_bytes"] / 2**20, "sent_mib": sent / 2**20, "error": error}
+        facts = {
+            "temp_mib": hlo.compiled_memory(compiled)["temp_bytes"] / 2**20,
+            "sent_mib": sent / 2**20,
+            "error": error,
+        }
         made[name] = (lambda c=compiled, g=given: jax.block_until_ready(c(*g))), facts
     return made
 
 
 def long_block(s: int = 65_536) -> dict:
-    """Gradients of one block over s positions, 2 heads × 64, on 8 devices: seconds, temporaries, peak resident memory."""
+    """Gradients of one block over s positions, 2 heads × 64, on 8 devices: seconds, temporaries, peak
+    resident memory."""
     config = dataclasses.replace(
         preset("tiny"), num_layers=1, width=128, num_heads=2, num_kv_heads=2, head_width=64, ffn_width=384
     )
@@ -316,7 +376,11 @@ def long_block(s: int = 65_536) -> dict:
     state, batch = step.init(0), jax.device_put(batch, step.batch_sharding)
     cpu, wall = time.process_time(), time.perf_counter()
     _, metrics = compiled(state, batch)
-    row = {"loss": float(metrics["loss"]), "cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall}
+    row = {
+        "loss": float(metrics["loss"]),
+        "cpu_s": time.process_time() - cpu,
+        "wall_s": time.perf_counter() - wall,
+    }
     row |= {"temp_mib": hlo.compiled_memory(compiled)["temp_bytes"] / 2**20, "before_gib": before / 2**20}
     row["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {"seq": s, "rows": {f"one block, {s:,} positions": row}}
@@ -329,10 +393,15 @@ def accelerated(rounds: int) -> dict:
     for name, plan in {
         "fsdp": Plan(f"fsdp={n}", dtype="bfloat16", loss_chunks=4, attention_block=512),
         "fsdp unrolled": Plan(f"fsdp={n}", dtype="bfloat16", loss_chunks=4, attention_block=1024, unroll=0),
-        "fsdp, blocks recomputed": Plan(f"fsdp={n}", dtype="bfloat16", remat="block", loss_chunks=4, attention_block=512),
+        "fsdp, blocks recomputed": Plan(
+            f"fsdp={n}", dtype="bfloat16", remat="block", loss_chunks=4, attention_block=512
+        ),
     }.items():
         step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-        state, placed = step.init(0), jax.device_put(batch_of(config.vocab_size, batch, seq), step.batch_sharding)
+        state, placed = (
+            step.init(0),
+            jax.device_put(batch_of(config.vocab_size, batch, seq), step.batch_sharding),
+        )
         run = _stepper(lambda state, s=step, p=placed: _loss_last(s.run(state, p)), state)
         first = [run() for _ in range(3)]
         seconds = []
@@ -344,10 +413,13 @@ def accelerated(rounds: int) -> dict:
         work = sum(predict.flops(config, batch, seq).values())
         peak = chip.flops_per_s * n if chip else 0.0
         rows[name] = {
-            "step_s": step_s, "tokens_per_s": batch * seq / step_s, "mfu": work / step_s / peak if peak else None,
-            "first_loss": first[0], "last_loss": last,
+            "step_s": step_s,
+            "tokens_per_s": batch * seq / step_s,
+            "mfu": work / step_s / peak if peak else None,
+            "first_loss": first[0],
+            "last_loss": last,
             "peak_gib": (devices[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 2**30,
-        }  # fmt: skip
+        }
     about = {"model": config.name, "params": config.num_params, "batch": batch, "seq": seq}
     return about | {"device": devices[0].device_kind, "rows": rows}
 
@@ -370,7 +442,11 @@ def main() -> None:
     elif args.what == "long":
         document = long_block()
     else:
-        document = simulated(args.rounds, only) if devices[0].platform == "cpu" else accelerated(max(args.rounds, 10))
+        document = (
+            simulated(args.rounds, only)
+            if devices[0].platform == "cpu"
+            else accelerated(max(args.rounds, 10))
+        )
     path = pathlib.Path(args.out or f"bench/{args.what}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1))

@@ -1,7 +1,8 @@
-"""A harsher environment than the user's: 8 simulated devices, strict promotion of ranks and dtypes, shapes checked.
+"""A harsher environment than the user's: 8 simulated devices, strict promotion of ranks and dtypes, shapes
+checked.
 
-Warnings are errors too (pyproject.toml). What the tests start (kernels, the command line) inherits these variables.
-LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator` there; they run on CPUs too.
+Warnings are errors too (pyproject.toml). What the tests start (kernels, the command line) inherits these
+variables. LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator` there; they run on CPUs too.
 """
 
 import os
@@ -17,7 +18,9 @@ SIMULATED = (
     "--xla_cpu_collective_timeout_seconds=600",
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *SIMULATED)).strip()
-os.environ |= dict.fromkeys(("NPROC", "PJRT_NPROC"), "32")  # as llmpar.mesh.use_devices does: no deadlock of simulated devices
+os.environ |= dict.fromkeys(
+    ("NPROC", "PJRT_NPROC"), "32"
+)  # as llmpar.mesh.use_devices does: no deadlock of simulated devices
 os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -30,7 +33,8 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Every annotation in the package is checked at run time, shapes included. As for mypy, an int will do for a float.
+# Every annotation in the package is checked at run time, shapes included. As for mypy, an int will do for a
+# float.
 check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))
 install_import_hook("llmpar", "conftest.check_types")
 
@@ -46,11 +50,14 @@ def pytest_addoption(parser):
     group = parser.getgroup("random plans (test_random_plans.py)")
     group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
     group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
-    group.addoption("--plans-log", help="a JSON line per plan; plans that have passed there are not run again")
+    group.addoption(
+        "--plans-log", help="a JSON line per plan; plans that have passed there are not run again"
+    )
 
 
 @pytest.fixture
 def standard_promotion():
-    """Let ints and floats mix, for tests that call Optax themselves: its step counters do (bias correction)."""
+    """Let ints and floats mix, for tests that call Optax themselves: its step counters do (bias
+    correction)."""
     with jax.numpy_dtype_promotion("standard"):
         yield

@@ -2,9 +2,9 @@
 
     python tests/make_hf_fixtures.py [NAME ...]
 
-in an environment with torch and transformers (dependency group `parity`). Each file has ``config`` (the text of its
-config.json), ``versions``, ``ids``, ``logits`` and ``weight:NAME`` for every tensor. Weights are multiples of 1/64, so
-that they are the same in bfloat16 and float32 and the files compress well.
+in an environment with torch and transformers (dependency group `parity`). Each file has ``config`` (the text
+of its config.json), ``versions``, ``ids``, ``logits`` and ``weight:NAME`` for every tensor. Weights are
+multiples of 1/64, so that they are the same in bfloat16 and float32 and the files compress well.
 """
 
 import pathlib
@@ -14,7 +14,9 @@ import tempfile
 import numpy as np
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
-SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=256)
+SIZES = dict(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=256
+)
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
     original_max_position_embeddings=32,
@@ -40,7 +42,9 @@ def make(name, seed=0):
     import transformers
 
     config = transformers.AutoConfig.for_model(name, **SIZES, **MODELS[name])
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     draw = np.random.default_rng(seed)
     with torch.no_grad():
         for path, weight in model.named_parameters():
@@ -57,10 +61,14 @@ def example(name, seed=0, batch_size=2, seq_len=24):
     import transformers
 
     model = make(name, seed)
-    ids = np.random.default_rng(seed + 1).integers(0, SIZES["vocab_size"], (batch_size, seq_len), dtype=np.int32)
+    ids = np.random.default_rng(seed + 1).integers(
+        0, SIZES["vocab_size"], (batch_size, seq_len), dtype=np.int32
+    )
     with torch.no_grad():
         logits = model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
-    with tempfile.TemporaryDirectory() as folder:  # as a user would get it: in memory transformers lays experts out otherwise
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # as a user would get it: in memory transformers lays experts out otherwise
         model.save_pretrained(folder)
         text = pathlib.Path(folder, "config.json").read_text()
         tensors = safetensors.numpy.load_file(pathlib.Path(folder, "model.safetensors"))
@@ -75,4 +83,7 @@ if __name__ == "__main__":
         data = example(name)
         file = FIXTURES / f"hf_{name}.npz"
         np.savez_compressed(file, **data)
-        print(f"{file.name}: {file.stat().st_size / 1000:.0f} kB, logits up to {np.abs(data['logits']).max():.1f}")
+        print(
+            f"{file.name}: {file.stat().st_size / 1000:.0f} kB, logits up to"
+            f" {np.abs(data['logits']).max():.1f}"
+        )

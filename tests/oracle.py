@@ -1,7 +1,9 @@
-"""An independent Llama in float64, written from the papers with nothing of llmpar: what all plans are held against.
+"""An independent Llama in float64, written from the papers with nothing of llmpar: what all plans are held
+against.
 
-Weights are flat: {"embedding", "norm.scale", "head", "blocks.attention.q", …}, blocks stacked over layers. ``c`` is anything
-with the fields of a model's configuration, read by name. One device, whole rows, no loss of precision, no cleverness.
+Weights are flat: {"embedding", "norm.scale", "head", "blocks.attention.q", …}, blocks stacked over layers.
+``c`` is anything with the fields of a model's configuration, read by name. One device, whole rows, no loss of
+precision, no cleverness.
 """
 
 import math
@@ -13,7 +15,8 @@ import numpy as np
 CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 if jax.__version_info__ < (0, 11):  # later ones have no other emitters
     CHEAP["xla_cpu_use_fusion_emitters"] = False
-"""Compiler options for programs that run once or twice: a quarter to a half of the time to compile, and the same values."""
+"""Compiler options for programs that run once or twice: a quarter to a half of the time to compile, and the
+same values."""
 
 
 def frequencies(c):
@@ -57,12 +60,15 @@ def attention(x, w, c, batch):
 
 
 def experts(x, w, how, pieces):
-    """The layer's output and what its router tells: loss per token, load, choices dropped, entropy, and the closest call."""
+    """The layer's output and what its router tells: loss per token, load, choices dropped, entropy, and the
+    closest call."""
     b, s, _ = x.shape
     logits = x @ w["experts.router"]
     score = jax.nn.softmax(logits, -1) if how.score == "softmax" else 1 / (1 + jnp.exp(-logits))
     favour = jax.lax.stop_gradient(score + (0 if how.bias_rate is None else w["experts.bias"]))
-    gap = lambda x, k: (ranked := -jnp.sort(-x, -1))[..., k - 1] - ranked[..., k] if k < x.shape[-1] else jnp.array(math.inf)
+    gap = lambda x, k: (
+        (ranked := -jnp.sort(-x, -1))[..., k - 1] - ranked[..., k] if k < x.shape[-1] else jnp.array(math.inf)
+    )
     closest = math.inf
     if how.groups > 1:
         grouped = favour.reshape(b, s, how.groups, -1)
@@ -78,7 +84,9 @@ def experts(x, w, how, pieces):
     loss = how.z * jax.scipy.special.logsumexp(logits, -1) ** 2
     loss += how.balance * how.num / how.chosen / s * (share * chosen.sum(1)[:, None]).sum(-1)
     kept = chosen
-    for piece in np.unique(pieces) if how.capacity_factor is not None else ():  # what one device holds of a row
+    for piece in (
+        np.unique(pieces) if how.capacity_factor is not None else ()
+    ):  # what one device holds of a row
         here = (pieces == piece)[:, None]
         room = math.ceil(round(how.chosen * here.sum() * how.capacity_factor / how.num, 9))
         kept &= ~here | (jnp.cumsum(chosen & here, 1) <= room)
@@ -87,12 +95,18 @@ def experts(x, w, how, pieces):
     if how.shared:
         y += swiglu(x, *(w[f"experts.shared.{n}"] for n in ("gate", "up", "down")))
     entropy = -(share * jnp.log(share)).sum()
-    told = {"load": chosen.sum((0, 1)), "dropped": (chosen & ~kept).sum(), "router_entropy": entropy, "closest": closest}
+    told = {
+        "load": chosen.sum((0, 1)),
+        "dropped": (chosen & ~kept).sum(),
+        "router_entropy": entropy,
+        "closest": closest,
+    }
     return y, loss, told
 
 
 def loss(weights, batch, c, pieces):
-    """The mean over targets (-1: none) of their cross-entropies and of the routers' losses, and what the routers told."""
+    """The mean over targets (-1: none) of their cross-entropies and of the routers' losses, and what the
+    routers told."""
     counted = batch["targets"] >= 0
 
     def block(carry, w):
@@ -115,7 +129,8 @@ def loss(weights, batch, c, pieces):
 
 
 class Trainer:
-    """Clips by the global norm, then SGD with momentum or AdamW, by hand; routers' biases follow their rule."""
+    """Clips by the global norm, then SGD with momentum or AdamW, by hand; routers' biases follow their
+    rule."""
 
     def __init__(self, weights, c, rule, clip=None, pieces=None):
         self.weights = {k: np.asarray(w, np.float64) for k, w in weights.items()}
@@ -142,7 +157,9 @@ class Trainer:
         grads, rule = {k: g * scale for k, g in grads.items()}, self.rule
         self.steps += 1
         for k, g in grads.items():
-            self.first[k] = rule["b1"] * self.first[k] + (g if rule["kind"] == "sgd" else (1 - rule["b1"]) * g)
+            self.first[k] = rule["b1"] * self.first[k] + (
+                g if rule["kind"] == "sgd" else (1 - rule["b1"]) * g
+            )
             move = self.first[k]
             if rule["kind"] == "adamw":
                 self.second[k] = rule["b2"] * self.second[k] + (1 - rule["b2"]) * g * g

@@ -1,4 +1,5 @@
-"""One batch, one set of weights, and the question that most tests ask: does a plan give what one device gives?"""
+"""One batch, one set of weights, and the question that most tests ask: does a plan give what one device
+gives?"""
 
 import dataclasses
 import functools
@@ -32,7 +33,8 @@ cheap_jit = functools.partial(jax.jit, compiler_options=CHEAP)
 
 @functools.cache
 def batch(seed: int = 0):
-    """Random tokens in two documents a row, with targets left out unevenly: a mean of means would be another number."""
+    """Random tokens in two documents a row, with targets left out unevenly: a mean of means would be another
+    number."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 256, (BATCH, SEQ + 1)).astype(np.int32)
     targets = np.where(rng.random((BATCH, SEQ)) < 0.2, -1, tokens[:, 1:]).astype(np.int32)
@@ -40,7 +42,12 @@ def batch(seed: int = 0):
     border = rng.integers(1, SEQ, (BATCH, 1))
     positions = np.broadcast_to(np.arange(SEQ, dtype=np.int32), (BATCH, SEQ))
     segments = np.where(positions < border, 1, 2).astype(np.int32)
-    return {"tokens": tokens[:, :-1], "targets": targets, "positions": np.array(positions), "segments": segments}
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": targets,
+        "positions": np.array(positions),
+        "segments": segments,
+    }
 
 
 @functools.cache
@@ -48,11 +55,14 @@ def weights(config):
     """Fresh weights with biases and scales that are not trivial."""
     params = cheap_jit(lambda key: init_params(config, key))(jax.random.key(1))
     rng = np.random.default_rng(2)
-    return jax.tree.map(lambda w: np.asarray(w) + 0.05 * rng.standard_normal(w.shape).astype(np.float32), params)
+    return jax.tree.map(
+        lambda w: np.asarray(w) + 0.05 * rng.standard_normal(w.shape).astype(np.float32), params
+    )
 
 
 def every_expert(how, here, x, weights, chosen, gate, up, down):
-    """`moe.visit` without sending, sorting or leaving out: all tokens through all experts, most with weight 0."""
+    """`moe.visit` without sending, sorting or leaving out: all tokens through all experts, most with weight
+    0."""
     share = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(chosen, how.num), weights)
     y = jax.nn.silu(jnp.einsum("bsd,edm->bsem", x, gate)) * jnp.einsum("bsd,edm->bsem", x, up)
     return jnp.einsum("bsem,emd,bse->bsd", y, down, share.astype(x.dtype))
@@ -73,14 +83,19 @@ def solo(config, dtype: str = "float32"):
 
 
 def spread(config, plan: Plan, step_class=Step):
-    """Loss, global norm and gradients of one step under ``plan``, whole, layers and positions in natural order again."""
+    """Loss, global norm and gradients of one step under ``plan``, whole, layers and positions in natural
+    order again."""
     plan.check(config, BATCH, SEQ)
     step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     places = attention.order(plan.order, SEQ, plan.mesh.sp)
     data = jax.device_put({k: x[:, places] for k, x in batch().items()}, step.batch_sharding)
-    padded = arranged(weights(config), np.minimum(step.layer_order, config.num_layers - 1))  # weights where none should be used
+    padded = arranged(
+        weights(config), np.minimum(step.layer_order, config.num_layers - 1)
+    )  # weights where none should be used
     grads, metrics = cheap_jit(step.gradients)(jax.device_put(padded, step.shardings.params), data)
-    grads = arranged(jax.tree.map(np.asarray, grads), np.argsort(step.layer_order, stable=True)[: config.num_layers])
+    grads = arranged(
+        jax.tree.map(np.asarray, grads), np.argsort(step.layer_order, stable=True)[: config.num_layers]
+    )
     return float(metrics["loss"]), float(metrics["grad_norm"]), grads
 
 
@@ -90,7 +105,8 @@ def arranged(params, order):
 
 
 def assert_same(config, plan: Plan, tolerance: float = 1e-5, step_class=Step):
-    """Loss within ``tolerance``, every gradient leaf within ``tolerance`` of its largest element, and the global norm.
+    """Loss within ``tolerance``, every gradient leaf within ``tolerance`` of its largest element, and the
+    global norm.
 
     1e-5 in float32: sums of a few hundred terms in another order (about 1e-6 is seen).
     """
@@ -105,13 +121,15 @@ def assert_same(config, plan: Plan, tolerance: float = 1e-5, step_class=Step):
 
 
 def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):
-    """`lax.ragged_all_to_all` from gathers, after its documentation: rows ``begin[j] : begin[j] + send[j]`` of rank i arrive
-    at rank j from its row ``mine[j]`` on."""
+    """`lax.ragged_all_to_all` from gathers, after its documentation: rows ``begin[j] : begin[j] + send[j]``
+    of rank i arrive at rank j from its row ``mine[j]`` on."""
     rank, rows = jax.lax.axis_index(axis_name), jnp.arange(x.shape[0])[None]
     sent, starts, sizes, ends = (jax.lax.all_gather(y, axis_name) for y in (x, begin, send, mine))
     starts, sizes, ends = (y[:, rank, None] for y in (starts, sizes, ends))
     here = (rows >= ends) & (rows < ends + sizes)  # ranks × rows
-    source = jnp.where(here, rows - ends + starts + x.shape[0] * jnp.arange(len(sent))[:, None], sent.size).min(0)
+    source = jnp.where(
+        here, rows - ends + starts + x.shape[0] * jnp.arange(len(sent))[:, None], sent.size
+    ).min(0)
     arrived = sent.reshape(-1, *x.shape[1:]).at[source].get(mode="fill", fill_value=0)
     return jnp.where(here.any(0)[:, None], arrived, out)
 
@@ -122,8 +140,8 @@ def live(jaxpr):
 
 
 def all_plans(products=(1, 2, 4, 8)):
-    """Every mesh of dp, fsdp and tp with these products, at every ZeRO stage and with and without sequence parallelism,
-    where these make a difference."""
+    """Every mesh of dp, fsdp and tp with these products, at every ZeRO stage and with and without sequence
+    parallelism, where these make a difference."""
     for dp, fsdp, tp in itertools.product((1, 2, 4, 8), repeat=3):
         if dp * fsdp * tp in products:
             for zero in (0, 1, 2, 3) if fsdp > 1 else (0,):
@@ -133,5 +151,9 @@ def all_plans(products=(1, 2, 4, 8)):
 
 def name(plan: Plan) -> str:
     """A plan's id in the list of tests: what differs from the defaults."""
-    changed = [f"{f.name}={getattr(plan, f.name)}" for f in dataclasses.fields(plan)[1:] if getattr(plan, f.name) != f.default]
+    changed = [
+        f"{f.name}={getattr(plan, f.name)}"
+        for f in dataclasses.fields(plan)[1:]
+        if getattr(plan, f.name) != f.default
+    ]
     return " ".join([str(plan.mesh), *changed])

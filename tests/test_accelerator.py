@@ -1,6 +1,7 @@
-"""What must hold on whatever devices JAX finds: by default 8 simulated ones, on accelerators `LLMPAR_TEST_PLATFORM` names them.
+"""What must hold on whatever devices JAX finds: by default 8 simulated ones, on accelerators
+`LLMPAR_TEST_PLATFORM` names them.
 
-    LLMPAR_TEST_PLATFORM=cuda python -m pytest -m accelerator        (or tpu, or rocm)
+LLMPAR_TEST_PLATFORM=cuda python -m pytest -m accelerator        (or tpu, or rocm)
 """
 
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ from llmpar import demo
 from llmpar.plan import Plan
 
 TOLERANCES = {"highest": 1e-5, "default": 2**-9 * 16} if jax.default_backend() != "cpu" else {None: 1e-5}
-"""Of the loss, and of a gradient by its largest element. float32: sums in another order (`parity.assert_same`). By default a
-GPU rounds what it multiplies to TF32 (2^-11) and a TPU to bfloat16 (2^-9); 16 such errors are room for two layers. The first
-is measured on CPUs, which know no other; the second is what the format allows, not yet what an accelerator was seen to do."""
+"""Of the loss, and of a gradient by its largest element. float32: sums in another order
+(`parity.assert_same`). By default a GPU rounds what it multiplies to TF32 (2^-11) and a TPU to bfloat16
+(2^-9); 16 such errors are room for two layers. The first is measured on CPUs, which know no other; the second
+is what the format allows, not yet what an accelerator was seen to do."""
 
 
 @pytest.mark.accelerator
@@ -30,7 +32,8 @@ def test_loss_and_gradients_on_all_devices_are_those_of_one_in_float32(precision
 
 @pytest.mark.accelerator
 def test_the_demonstration_compares_in_float32(monkeypatch, tmp_path):
-    """Elsewhere than on CPUs a product is by default less than float32, and fifty steps would part by more than 1e-3."""
+    """Elsewhere than on CPUs a product is by default less than float32, and fifty steps would part by more
+    than 1e-3."""
     seen = []
 
     def run(command):
@@ -46,7 +49,9 @@ def test_the_demonstration_compares_in_float32(monkeypatch, tmp_path):
 
 def test_on_an_accelerator_only_marked_tests_run(monkeypatch):
     """The others count on 8 simulated devices."""
-    marked, other = (SimpleNamespace(get_closest_marker=lambda name, yes=yes: yes, added=[]) for yes in (True, False))
+    marked, other = (
+        SimpleNamespace(get_closest_marker=lambda name, yes=yes: yes, added=[]) for yes in (True, False)
+    )
     for item in (marked, other):
         item.add_marker = item.added.append
     conftest.pytest_collection_modifyitems([marked, other])

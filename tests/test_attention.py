@@ -1,8 +1,9 @@
-"""Attention: every variant gives what the definition gives, moves what its docstring says, and skips what is masked.
+"""Attention: every variant gives what the definition gives, moves what its docstring says, and skips what is
+masked.
 
-The oracle is plain numpy in float64, one query at a time. Tolerances: outputs 1e-5 (values are of order 1, float32 rounds
-at 6e-8 and a row sums up to 64 terms in another order), gradients 1e-4 of the largest (a second product, and weights
-recomputed from lse).
+The oracle is plain numpy in float64, one query at a time. Tolerances: outputs 1e-5 (values are of order 1,
+float32 rounds at 6e-8 and a row sums up to 64 terms in another order), gradients 1e-4 of the largest (a
+second product, and weights recomputed from lse).
 """
 
 import json
@@ -21,16 +22,32 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from llmpar import attention, hlo
-from llmpar.attention import Mask, all_gather_kv, blockwise, decode, full, live_blocks, merge, order, ring, ulysses, usp
+from llmpar.attention import (
+    Mask,
+    all_gather_kv,
+    blockwise,
+    decode,
+    full,
+    live_blocks,
+    merge,
+    order,
+    ring,
+    ulysses,
+    usp,
+)
 
 CAUSAL, BOTH, WINDOW, BAND = Mask(), Mask(causal=False), Mask(window=10), Mask(causal=False, window=5)
 B, S, H = 2, 32, 4
 
 
 def inputs(kv_heads=2, ratio=2, packed=False, s=S, seed=0):
-    """q, k, v, positions and segments. Packed: positions start again with each document; lengths are of no convenience."""
+    """q, k, v, positions and segments. Packed: positions start again with each document; lengths are of no
+    convenience."""
     rng = np.random.default_rng(seed)
-    q, k, v = (rng.standard_normal(x).astype(np.float32) for x in ((B, s, kv_heads, ratio, H), *[(B, s, kv_heads, H)] * 2))
+    q, k, v = (
+        rng.standard_normal(x).astype(np.float32)
+        for x in ((B, s, kv_heads, ratio, H), *[(B, s, kv_heads, H)] * 2)
+    )
     positions, segments = np.tile(np.arange(s, dtype=np.int32), (B, 1)), None
     if packed:
         starts = np.array([[0, 5, 18, 19], [0, 1, 2, 29]])
@@ -57,13 +74,21 @@ def oracle(q, k, v, positions, segments, mask):
 
 
 def ids_of(positions, segments):
-    return {"q_positions_bs": positions, "k_positions_bt": positions, "q_segments_bs": segments, "k_segments_bt": segments}
+    return {
+        "q_positions_bs": positions,
+        "k_positions_bt": positions,
+        "q_segments_bs": segments,
+        "k_segments_bt": segments,
+    }
 
 
 def results(attend, q, k, v):
     """(out, lse) and the gradients of a fixed random functional of both."""
     rng = np.random.default_rng(1)
-    weight, lse_weight = rng.standard_normal(q.shape).astype(np.float32), rng.standard_normal(q.shape[:-1]).astype(np.float32)
+    weight, lse_weight = (
+        rng.standard_normal(q.shape).astype(np.float32),
+        rng.standard_normal(q.shape[:-1]).astype(np.float32),
+    )
 
     def loss(q, k, v):
         out, lse = attend(q, k, v)
@@ -80,16 +105,21 @@ def agree(found, expected):
         assert np.array_equal(np.isfinite(a), np.isfinite(b)), name
         a, b = np.where(np.isfinite(a), a, 0), np.where(np.isfinite(b), b, 0)
         bound = 1e-4 * np.abs(b).max() if name.startswith("d") else 1e-5
-        assert np.abs(a - b).max() <= bound, f"{name} is off by {np.abs(a - b).max():.1e}, allowed {bound:.1e}"
+        assert np.abs(a - b).max() <= bound, (
+            f"{name} is off by {np.abs(a - b).max():.1e}, allowed {bound:.1e}"
+        )
 
 
 def mesh_of(**axes):
     names, sizes = tuple(axes), tuple(axes.values())
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[: int(np.prod(sizes))])
+    return jax.make_mesh(
+        sizes, names, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[: int(np.prod(sizes))]
+    )
 
 
 def sharded(variant, mesh, permutation, positions, segments, mask, axes=None, **how):
-    """The variant inside shard_map, laid out by the permutation, as a function of whole sequences in plain order.
+    """The variant inside shard_map, laid out by the permutation, as a function of whole sequences in plain
+    order.
 
     All axes cut positions, unless `axes` are said to: then the others cut KV heads.
     """
@@ -116,21 +146,26 @@ def reference(mask, kv_heads=2, ratio=2, packed=False):
     return results(lambda q, k, v: full(q, k, v, mask=mask, **ids_of(positions, segments)), q, k, v)
 
 
-# ----------------------------------------------------------------------------------------------------------- one device
+# ------------------------------------------------------------------------------------------------- one device
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mask", [CAUSAL, BOTH, WINDOW, BAND], ids=str)
 def test_full_matches_the_definition(mask, packed):
     q, k, v, *where = inputs(packed=packed)
-    agree(full(q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(v), mask=mask, **ids_of(*where)) + (0,) * 3,
-          oracle(q, k, v, *where, mask) + (0,) * 3)  # fmt: skip
+    agree(
+        full(q=jnp.asarray(q), k=jnp.asarray(k), v=jnp.asarray(v), mask=mask, **ids_of(*where)) + (0,) * 3,
+        oracle(q, k, v, *where, mask) + (0,) * 3,
+    )
 
 
 def test_gradients_of_full_match_finite_differences_of_the_definition():
     q, k, v, *where = inputs(packed=True)
     rng = np.random.default_rng(1)  # the functional of `results`
-    weight, lse_weight = rng.standard_normal(q.shape).astype(np.float32), rng.standard_normal(q.shape[:-1]).astype(np.float32)
+    weight, lse_weight = (
+        rng.standard_normal(q.shape).astype(np.float32),
+        rng.standard_normal(q.shape[:-1]).astype(np.float32),
+    )
 
     def loss(q, k, v):
         out, lse = oracle(q, k, v, *where, WINDOW)
@@ -139,7 +174,10 @@ def test_gradients_of_full_match_finite_differences_of_the_definition():
     _, _, *grads = reference(WINDOW, packed=True)
     for i, grad in enumerate(grads):
         direction = np.random.default_rng(2 + i).standard_normal(grad.shape)
-        step = lambda eps: [x + eps * direction if i == j else x.astype(np.float64) for j, x in enumerate((q, k, v))]  # noqa: B023
+        step = lambda eps: [
+            x + eps * direction if i == j else x.astype(np.float64)  # noqa: B023
+            for j, x in enumerate((q, k, v))
+        ]
         slope = (loss(*step(1e-5)) - loss(*step(-1e-5))) / 2e-5
         # central differences: error 1e-10 from the step, 1e-10 from rounding; float32 gradients dominate
         assert np.vdot(grad, direction) == pytest.approx(slope, rel=1e-5, abs=1e-4)
@@ -147,10 +185,21 @@ def test_gradients_of_full_match_finite_differences_of_the_definition():
 
 @pytest.mark.parametrize(
     ("block", "contiguous", "mask", "packed", "ratio"),
-    [(1, False, CAUSAL, False, 1), (8, False, CAUSAL, True, 4), (8, False, WINDOW, False, 1), (8, False, BAND, True, 2),
-     (S, False, BOTH, True, 1), (None, False, BOTH, False, 4), (8, True, CAUSAL, False, 4), (8, True, WINDOW, True, 1),
-     (8, True, BAND, False, 2), (S, True, CAUSAL, True, 1), (2, True, CAUSAL, True, 2), (8, True, BOTH, True, 1)],
-)  # fmt: skip
+    [
+        (1, False, CAUSAL, False, 1),
+        (8, False, CAUSAL, True, 4),
+        (8, False, WINDOW, False, 1),
+        (8, False, BAND, True, 2),
+        (S, False, BOTH, True, 1),
+        (None, False, BOTH, False, 4),
+        (8, True, CAUSAL, False, 4),
+        (8, True, WINDOW, True, 1),
+        (8, True, BAND, False, 2),
+        (S, True, CAUSAL, True, 1),
+        (2, True, CAUSAL, True, 2),
+        (8, True, BOTH, True, 1),
+    ],
+)
 def test_blockwise_matches_full(block, contiguous, mask, packed, ratio):
     q, k, v, *where = inputs(ratio=ratio, packed=packed)
     attend = partial(blockwise, block=block, contiguous=contiguous, mask=mask, **ids_of(*where))
@@ -159,9 +208,14 @@ def test_blockwise_matches_full(block, contiguous, mask, packed, ratio):
 
 @pytest.mark.parametrize(
     ("contiguous", "mask", "packed", "ratio"),
-    [(True, CAUSAL, True, 4), (False, CAUSAL, False, 1), (False, BOTH, False, 2), (True, WINDOW, True, 1),
-     (False, BAND, True, 2)],
-)  # fmt: skip
+    [
+        (True, CAUSAL, True, 4),
+        (False, CAUSAL, False, 1),
+        (False, BOTH, False, 2),
+        (True, WINDOW, True, 1),
+        (False, BAND, True, 2),
+    ],
+)
 def test_a_kernel_matches_full(contiguous, mask, packed, ratio):
     q, k, v, *where = inputs(ratio=ratio, packed=packed)
     run = partial(attention.by_kernel, kernel="xla", contiguous=contiguous, mask=mask, **ids_of(*where))
@@ -178,7 +232,9 @@ def test_a_kernel_matches_full(contiguous, mask, packed, ratio):
 
 def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     q, k, v, positions, _ = inputs()
-    ids = ids_of(positions, np.ones((1, S), np.int32)) | {"q_segments_bs": (np.arange(S) % 8 > 0).astype(np.int32)[None]}
+    ids = ids_of(positions, np.ones((1, S), np.int32)) | {
+        "q_segments_bs": (np.arange(S) % 8 > 0).astype(np.int32)[None]
+    }
     for attend in (partial(full, mask=BOTH, **ids), partial(blockwise, block=4, mask=BOTH, **ids)):
         out, lse, *grads = results(attend, q, k, v)
         assert (np.asarray(out)[:, ::8] == 0).all()
@@ -190,11 +246,20 @@ def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
 def test_merge_is_the_softmax_over_both_parts():
     q, k, v, positions, _ = inputs()
     q, k, v = map(jnp.asarray, (q, k, v))
-    half = lambda keys: full(q, k[:, keys], v[:, keys], q_positions_bs=positions, k_positions_bt=positions[:, keys])
-    a, b = half(slice(0, 16)), half(slice(16, S))  # the first queries see nothing of the second half: lse -inf
+    half = lambda keys: full(
+        q, k[:, keys], v[:, keys], q_positions_bs=positions, k_positions_bt=positions[:, keys]
+    )
+    a, b = (
+        half(slice(0, 16)),
+        half(slice(16, S)),
+    )  # the first queries see nothing of the second half: lse -inf
     for pair in ((a, b), (b, a)):
         agree(merge(*pair[0], *pair[1]) + (0,) * 3, oracle(q, k, v, positions, None, CAUSAL) + (0,) * 3)
-    grad = jax.grad(lambda lse: merge(a[0], lse, *b)[0].sum() + jnp.where(jnp.isfinite(lse), merge(a[0], lse, *b)[1], 0).sum())
+    grad = jax.grad(
+        lambda lse: (
+            merge(a[0], lse, *b)[0].sum() + jnp.where(jnp.isfinite(lse), merge(a[0], lse, *b)[1], 0).sum()
+        )
+    )
     assert np.isfinite(grad(jnp.full_like(a[1], -jnp.inf))).all()
 
 
@@ -206,7 +271,8 @@ def bfloat16_agrees(attend, where):
     assert {x.dtype.name for x in (out, *grads)} == {"bfloat16"}
     assert lse.dtype == jnp.float32
     for found, right in zip((out, *grads), (expected[0], *expected[2:]), strict=True):
-        # weights, score gradients, out and the result are each rounded once to 8 bits (2^-9 relative); sums are not
+        # weights, score gradients, out and the result are each rounded once to 8 bits (2^-9 relative); sums
+        # are not
         assert np.abs(np.asarray(found, np.float32) - right).max() <= 4 * 2**-9 * np.abs(right).max()
 
 
@@ -217,7 +283,7 @@ def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
     bfloat16_agrees(sharded(RINGS["overlap"], mesh_of(sp=4), order("zigzag", S, 4), *where, CAUSAL), where)
 
 
-# ------------------------------------------------------------------------------------------------- over several devices
+# --------------------------------------------------------------------------------------- over several devices
 
 RINGS = {"overlap": partial(ring, axis="sp"), "in turn": partial(ring, axis="sp", overlap=False)}
 VARIANTS = {
@@ -262,9 +328,14 @@ def test_every_variant_matches_full(variant, mesh, layout, mask, packed, kv_head
 
 EVERY = [
     (variant, sp, tp, mask, packed, ratio)
-    for variant in VARIANTS for sp in (2, 4, 8) for tp in ((1, 2) if sp < 8 else (1,)) for mask in (CAUSAL, BOTH, WINDOW)
-    for packed in (False, True) for ratio in (1, 4, 8) if variant != "usp" or tp > 1
-]  # fmt: skip
+    for variant in VARIANTS
+    for sp in (2, 4, 8)
+    for tp in ((1, 2) if sp < 8 else (1,))
+    for mask in (CAUSAL, BOTH, WINDOW)
+    for packed in (False, True)
+    for ratio in (1, 4, 8)
+    if variant != "usp" or tp > 1
+]
 
 
 @pytest.mark.full
@@ -275,20 +346,28 @@ def test_every_variant_with_everything_matches_full(variant, sp, tp, mask, packe
     q, k, v, *where = inputs(kv_heads, ratio, packed)
     mesh, axes = mesh_of(tp=tp, sp=sp), "sp" if variant != "usp" else None
     attend = sharded(
-        VARIANTS[variant], mesh, order("zigzag", S, mesh.size if variant == "usp" else sp), *where, mask, axes=axes
+        VARIANTS[variant],
+        mesh,
+        order("zigzag", S, mesh.size if variant == "usp" else sp),
+        *where,
+        mask,
+        axes=axes,
     )
     agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
 
 
 def test_ulysses_over_contiguous_positions_writes_only_the_triangle():
     q, k, v, *where = inputs(4)
-    attend = sharded(VARIANTS["ulysses"], mesh_of(sp=4), np.arange(S), *where, CAUSAL, block=8, contiguous=True)
+    attend = sharded(
+        VARIANTS["ulysses"], mesh_of(sp=4), np.arange(S), *where, CAUSAL, block=8, contiguous=True
+    )
     agree(results(attend, q, k, v), reference(CAUSAL, 4))
     assert str(jax.make_jaxpr(attend)(q, k, v)).count("cond[") == 4 * 5 // 2
 
 
 def test_ring_matches_full_when_heads_are_cut_and_keys_are_shared_by_another_axis():
-    """K and V the same all over tp while q is not: their gradient must be summed over tp, which the varying check writes."""
+    """K and V the same all over tp while q is not: their gradient must be summed over tp, which the varying
+    check writes."""
     q, k, v, positions, _ = inputs(kv_heads=1, ratio=4)
     mesh, kv, heads = mesh_of(sp=4, tp=2), P(None, "sp"), P(None, "sp", None, "tp")
 
@@ -300,13 +379,16 @@ def test_ring_matches_full_when_heads_are_cut_and_keys_are_shared_by_another_axi
 
 
 def test_the_two_rings_of_a_step_do_not_run_side_by_side():
-    """With a linear loss the backward ring needs nothing of the forward one, and simulated devices mixed up their hops.
+    """With a linear loss the backward ring needs nothing of the forward one, and simulated devices mixed up
+    their hops.
 
     Before `_after` tied them, half of such runs were wrong.
     """
     q, k, v, positions, _ = inputs(ratio=8)
     attend = sharded(RINGS["overlap"], mesh_of(sp=4), np.arange(S), positions, None, CAUSAL, block=1)
-    step = jax.jit(jax.grad(lambda q, k, v: (attend(q, k, v)[0].sum(), attend(q, k, v)), (0, 1, 2), has_aux=True))
+    step = jax.jit(
+        jax.grad(lambda q, k, v: (attend(q, k, v)[0].sum(), attend(q, k, v)), (0, 1, 2), has_aux=True)
+    )
     first = jax.device_get(step(q, k, v))
     assert np.abs(first[1][0] - oracle(q, k, v, positions, None, CAUSAL)[0]).max() <= 1e-5
     for _ in range(7):
@@ -315,7 +397,9 @@ def test_the_two_rings_of_a_step_do_not_run_side_by_side():
 
 def fault_ids_stay(monkeypatch):
     hop = attention._hop
-    monkeypatch.setattr(attention, "_hop", lambda how, x: (*hop(how, x[:2]), x[2]) if len(x) == 3 else hop(how, x))
+    monkeypatch.setattr(
+        attention, "_hop", lambda how, x: (*hop(how, x[:2]), x[2]) if len(x) == 3 else hop(how, x)
+    )
 
 
 def fault_average(monkeypatch):
@@ -342,9 +426,14 @@ def fault_live_block_skipped(monkeypatch):
 
 @pytest.mark.parametrize(
     ("fault", "what"),
-    [(fault_ids_stay, "out"), (fault_average, "out"), (fault_gradients_do_not_come_home, "dk"),
-     (fault_lse_gradient_dropped, "dq"), (fault_live_block_skipped, "out")],
-)  # fmt: skip
+    [
+        (fault_ids_stay, "out"),
+        (fault_average, "out"),
+        (fault_gradients_do_not_come_home, "dk"),
+        (fault_lse_gradient_dropped, "dq"),
+        (fault_live_block_skipped, "out"),
+    ],
+)
 def test_planted_faults_are_caught(fault, what, monkeypatch):
     fault(monkeypatch)
     q, k, v, *where = inputs()
@@ -359,7 +448,9 @@ def test_decode_matches_full_and_leaves_the_cache_where_it_is(packed):
     now, ids = slice(20, 21), ids_of(positions, segments)
     segments = jnp.zeros((B, S), jnp.int32) if segments is None else segments
     expected, _ = oracle(q, k, v, positions, segments, WINDOW)
-    unwritten = np.where(np.arange(S) > 20, np.int32(2**30), positions)  # later slots hold rubbish from an older request
+    unwritten = np.where(
+        np.arange(S) > 20, np.int32(2**30), positions
+    )  # later slots hold rubbish from an older request
     cache = P(None, "sp")
 
     def local(q, k, v, at, where, one, segments):
@@ -372,11 +463,14 @@ def test_decode_matches_full_and_leaves_the_cache_where_it_is(packed):
     found = jax.jit(step)(*map(jnp.asarray, args))
     assert np.abs(np.asarray(found) - expected[:, now]).max() <= 1e-5
     heads = B * 1 * 2 * 4
-    sent = [(name, sum(x.size for x in operands)) for name, operands, _ in collectives(jax.make_jaxpr(step)(*args))]
+    sent = [
+        (name, sum(x.size for x in operands))
+        for name, operands, _ in collectives(jax.make_jaxpr(step)(*args))
+    ]
     assert sorted(sent) == [("pmax", heads), ("psum_invariant", heads * (H + 1))]
 
 
-# ------------------------------------------------------------------------------------------------ what moves, what is run
+# ------------------------------------------------------------------------------------ what moves, what is run
 
 MOVES = re.compile("psum|pmax|ppermute|all_gather|all_to_all|reduce_scatter")
 
@@ -409,7 +503,14 @@ def test_ring_hops_are_n_minus_1_each_way(n, dtype, overlap):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(x).astype(dtype) for x in ((1, s, 2, 4, H), (1, s, 2, H), (1, s, 2, H)))
     positions = np.arange(s, dtype=np.int32)[None]
-    attend = sharded(partial(ring, axis="sp", overlap=overlap), mesh_of(sp=n), order("zigzag", s, n), positions, None, CAUSAL)
+    attend = sharded(
+        partial(ring, axis="sp", overlap=overlap),
+        mesh_of(sp=n),
+        order("zigzag", s, n),
+        positions,
+        None,
+        CAUSAL,
+    )
     loss = lambda q, k, v: attend(q, k, v)[0].astype(jnp.float32).sum()
     local = s // n
     keys = {("ppermute", dtype, local * 2 * H): 2 * (n - 1), ("ppermute", "int32", local): n - 1}
@@ -436,7 +537,8 @@ def test_rivals_move_what_they_say():
 
 
 def blocks_run(monkeypatch, attend, q, k, v):
-    """Run output and gradients, and count on each rank of sp the blocks that it computes: (name, rank) -> blocks."""
+    """Run output and gradients, and count on each rank of sp the blocks that it computes: (name, rank) ->
+    blocks."""
     ran = Counter()
     for name in ("_attend", "_attend_grad"):
         compute = getattr(attention, name)
@@ -473,13 +575,15 @@ def flops(f, *args):
 def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attention(monkeypatch):
     """In 16 blocks over 8 ranks, the same on each: (16 + 1) / 2 / 16 = 0.53 of all pairs.
 
-    The compiler's text gives the FLOPs of a program that takes every branch; they are all in the blocks, so what runs is the
-    share of blocks that run. Forward it is held against `full`, whose gradients keep scores where a ring's recompute them:
-    backward (5 products for 4) against the same program without a mask.
+    The compiler's text gives the FLOPs of a program that takes every branch; they are all in the blocks, so
+    what runs is the share of blocks that run. Forward it is held against `full`, whose gradients keep scores
+    where a ring's recompute them: backward (5 products for 4) against the same program without a mask.
     """
     n, block = 8, S // 16
     q, k, v, positions, _ = inputs()
-    program = lambda mask: sharded(RINGS["overlap"], mesh_of(sp=n), order("zigzag", S, n), positions, None, mask, block=block)
+    program = lambda mask: sharded(
+        RINGS["overlap"], mesh_of(sp=n), order("zigzag", S, n), positions, None, mask, block=block
+    )
     loss = lambda mask: lambda q, k, v: program(mask)(q, k, v)[0].sum()
     ran = blocks_run(monkeypatch, program(CAUSAL), q, k, v)
     every = (S // block) ** 2 // n  # pairs of blocks on one rank
@@ -488,7 +592,9 @@ def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attenti
     forward = flops(program(CAUSAL), q, k, v)
     both = flops(jax.grad(loss(CAUSAL), (0, 1, 2)), q, k, v)
     whole = flops(lambda q, k, v: full(q, k, v, **ids_of(positions, None)), q, k, v)
-    assert forward == whole / n and both == 7 * whole / 2 / n  # with every branch taken: 2 products forward, 5 backward
+    assert (
+        forward == whole / n and both == 7 * whole / 2 / n
+    )  # with every branch taken: 2 products forward, 5 backward
     assert 17 / 32 * forward <= 0.55 * whole / n
     assert both == flops(jax.grad(loss(BOTH), (0, 1, 2)), q, k, v)
 
@@ -504,7 +610,8 @@ use_devices(64)
 def temp_bytes(n, local):
     cut, s = P(None, "sp"), n * local
     ring = lambda q, k, v, at: attention.ring(q, k, v, axis="sp", q_positions_bs=at, k_positions_bt=at)[0]
-    attend = jax.shard_map(ring, mesh=make_mesh(f"!sp={n}", jax.devices()[:n]), in_specs=(cut,) * 4, out_specs=cut)
+    mesh = make_mesh(f"!sp={n}", jax.devices()[:n])
+    attend = jax.shard_map(ring, mesh=mesh, in_specs=(cut,) * 4, out_specs=cut)
     given = [jax.ShapeDtypeStruct((1, s, *heads), jnp.float32) for heads in ((1, 2, 8), (1, 8), (1, 8))]
     given += [jax.ShapeDtypeStruct((1, s), jnp.int32)]
     step = jax.jit(jax.grad(lambda *args: attend(*args).sum(), (0, 1, 2)))
@@ -515,8 +622,13 @@ print(json.dumps([temp_bytes(*case) for case in json.loads(sys.argv[1])]))
 
 
 def test_temporary_memory_of_a_rank_depends_on_its_share_alone():
-    """The compiler's figure for one device, up to 64 of them; no array is made, so a million positions cost a second."""
-    cases = [(n, 512) for n in (2, 4, 5, 8, 16)] + [(8, s // 8) for s in (32_768, 65_536, 131_072)] + [(64, 2**20 // 64)]
+    """The compiler's figure for one device, up to 64 of them; no array is made, so a million positions cost a
+    second."""
+    cases = (
+        [(n, 512) for n in (2, 4, 5, 8, 16)]
+        + [(8, s // 8) for s in (32_768, 65_536, 131_072)]
+        + [(64, 2**20 // 64)]
+    )
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
     command = [sys.executable, "-c", MEMORY, json.dumps(cases)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
@@ -527,10 +639,12 @@ def test_temporary_memory_of_a_rank_depends_on_its_share_alone():
     short, middle, long = (temp[8, s // 8] for s in (32_768, 65_536, 131_072))
     assert long - middle == pytest.approx(2 * (middle - short), rel=0.01)  # linear in a rank's positions
     assert long <= 4 * short
-    assert temp[64, 2**20 // 64] == pytest.approx(long, rel=0.01)  # a million positions over 64 ranks: 16,384 each, too
+    assert temp[64, 2**20 // 64] == pytest.approx(
+        long, rel=0.01
+    )  # a million positions over 64 ranks: 16,384 each, too
 
 
-# ------------------------------------------------------------------------------------------------------------ orders
+# ----------------------------------------------------------------------------------------------------- orders
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
@@ -565,7 +679,9 @@ def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
 def test_zigzag_balances_what_contiguous_does_not(n):
     chunk = 16
     work = live_blocks(n, "contiguous", s=n * chunk).sum(1)
-    assert work.max() / work.mean() == pytest.approx(2 - (chunk + 1) / (n * chunk + 1))  # 2 - 1/n for long chunks
+    assert work.max() / work.mean() == pytest.approx(
+        2 - (chunk + 1) / (n * chunk + 1)
+    )  # 2 - 1/n for long chunks
     zigzag = live_blocks(n, "zigzag", s=n * chunk)
     assert (zigzag == zigzag[0]).all()
     assert zigzag.sum() == work.sum()
@@ -578,23 +694,29 @@ def test_the_busiest_rank_of_a_zigzag_ring_does_half_the_work():
     assert makespan("zigzag", 8) <= 0.55 * makespan("contiguous", 16)
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 def test_refusals_say_what_would_work():
     q, k, v, positions, _ = inputs(kv_heads=2)
     ids = ids_of(positions, None)
-    with pytest.raises(ValueError, match="12 is not a multiple of 8; use a sequence of 8 or 16; orders contiguous and"):
+    with pytest.raises(
+        ValueError, match="12 is not a multiple of 8; use a sequence of 8 or 16; orders contiguous and"
+    ):
         order("zigzag", 12, 4)
     with pytest.raises(ValueError, match="'zig' is not known; use contiguous"):
         order("zig", 12, 4)
-    with pytest.raises(ValueError, match="block=12 does not divide the 32 positions held here; use a divisor, such as 8"):
+    with pytest.raises(
+        ValueError, match="block=12 does not divide the 32 positions held here; use a divisor, such as 8"
+    ):
         blockwise(*map(jnp.asarray, (q, k, v)), block=12, **ids)
     with pytest.raises(ValueError, match="only one of queries and keys"):
         full(*map(jnp.asarray, (q, k, v)), **ids | {"q_segments_bs": jnp.zeros((B, S), jnp.int32)})
     with pytest.raises(ValueError, match="window=0 hides every key"):
         Mask(window=0)
-    with pytest.raises(ValueError, match="over sp=4 cuts KV heads by 4, but there are 2 here; use ring, or usp with 2"):
+    with pytest.raises(
+        ValueError, match="over sp=4 cuts KV heads by 4, but there are 2 here; use ring, or usp with 2"
+    ):
         results(sharded(VARIANTS["ulysses"], mesh_of(sp=4), np.arange(S), positions, None, CAUSAL), q, k, v)
     with pytest.raises(ValueError, match="same positions; found 16 and 32"):
         blockwise(jnp.asarray(q[:, :16]), jnp.asarray(k), jnp.asarray(v), contiguous=True, **ids)

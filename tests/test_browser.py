@@ -1,7 +1,8 @@
 """The explorers in headless Chromium: the bare module, the offline page, and one JupyterLab session.
 
-No page may write an error to its console or ask the network for anything. Skipped, with the reason, where Chromium or the
-dependency group `browser` (playwright) is missing; the accessibility checks where `npm install` has not run.
+No page may write an error to its console or ask the network for anything. Skipped, with the reason, where
+Chromium or the dependency group `browser` (playwright) is missing; the accessibility checks where `npm
+install` has not run.
 """
 
 import json
@@ -51,7 +52,10 @@ def page(chromium):
     """A page that must stay silent and offline (a server of one's own on this machine is not the network)."""
     context = chromium.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
     page, faults = context.new_page(), []
-    page.on("console", lambda message: faults.append(message.text) if message.type in ("error", "warning") else None)
+    page.on(
+        "console",
+        lambda message: faults.append(message.text) if message.type in ("error", "warning") else None,
+    )
     page.on("pageerror", lambda error: faults.append(str(error)))
     local = ("file:", "data:", "blob:", "about:", "http://127.0.0.1:", "ws://127.0.0.1:")
     page.on("request", lambda request: None if request.url.startswith(local) else faults.append(request.url))
@@ -61,7 +65,8 @@ def page(chromium):
 
 
 def mount(page, explorer, dead=False, again=False):
-    """Show an explorer without Jupyter: the module as a blob, and a model that talks to the real Python widget (or to none)."""
+    """Show an explorer without Jupyter: the module as a blob, and a model that talks to the real Python
+    widget (or to none)."""
     widget = explorer.rich
 
     def save(state):
@@ -73,7 +78,8 @@ def mount(page, explorer, dead=False, again=False):
     page.set_content('<html lang="en"><head><title>explorer</title></head><body><main></main></body></html>')
     page.evaluate(
         """async ([source, values]) => {
-          const { default: widget } = await import(URL.createObjectURL(new Blob([source], { type: "text/javascript" })));
+          const module = new Blob([source], { type: "text/javascript" });
+          const { default: widget } = await import(URL.createObjectURL(module));
           const on = {};
           const model = {
             get: (name) => values[name], set: (name, value) => { values[name] = value; }, send() {},
@@ -90,7 +96,10 @@ def mount(page, explorer, dead=False, again=False):
           };
           widget.render({ model, el: document.querySelector("main") });
         }""",
-        [MODULE.read_text(), {"doc": widget.doc, "state": widget.state, "answer": widget.answer, "tensors": widget.tensors}],
+        [
+            MODULE.read_text(),
+            {"doc": widget.doc, "state": widget.state, "answer": widget.answer, "tensors": widget.tensors},
+        ],
     )
     return widget
 
@@ -148,7 +157,10 @@ def test_the_module_draws_what_python_says(page):
     assert shown[2] == held["weight blocks.ffn.gate"] and shown[0] == "8 KiB"
     page.locator("g.cell").nth(2).hover()
     line = page.locator('[data-part="hover"]')
-    assert "device 2; dp 0, fsdp 1, tp 0; shard 2; weight blocks.ffn.gate [0:4, 8:16, 0:64], 8 KiB" in line.inner_text()
+    assert (
+        "device 2; dp 0, fsdp 1, tp 0; shard 2; weight blocks.ffn.gate [0:4, 8:16, 0:64], 8 KiB"
+        in line.inner_text()
+    )
     page.mouse.move(5, 5)
     assert "nodes of 8 devices" in line.inner_text()
     page.keyboard.press("Home")
@@ -162,7 +174,10 @@ def test_the_module_draws_what_python_says(page):
     assert page.locator(".refusal").inner_text() == ""
     page.locator('[data-name="mesh"]').fill("dp=2 tq=2")
     settle(page)
-    assert "unknown mesh axis 'tq'" in page.locator(".refusal").inner_text() and page.locator("g.cell").count() > 1
+    assert (
+        "unknown mesh axis 'tq'" in page.locator(".refusal").inner_text()
+        and page.locator("g.cell").count() > 1
+    )
 
 
 def test_an_axis_shows_its_groups_and_a_collective_step_by_step(page):
@@ -172,13 +187,17 @@ def test_an_axis_shows_its_groups_and_a_collective_step_by_step(page):
     settle(page)
     assert [label.rpartition("; ")[2] for label in labels(page)] == ["group 0"] * 4 + ["group 1"] * 4
     round_text = page.locator('[data-part="round"]')
-    assert "round 0 of 6" in round_text.inner_text(), "an all-reduce of 4 is a reduce-scatter and an all-gather"
+    assert "round 0 of 6" in round_text.inner_text(), (
+        "an all-reduce of 4 is a reduce-scatter and an all-gather"
+    )
     sent = next(row for row in explore.answer(explorer.state)["traffic"] if row["axes"] == ["tp"])
     for i in range(1, 7):
         page.locator('[data-step="1"]').click()
         each = size_text(sent["largest"] / 6)
         assert round_text.inner_text() == f"round {i} of 6: each device sends {each}"
-        assert page.locator(".arrow").count() == page.locator(".halo").count() == 4, "four arrows, each on paper of its own"
+        assert page.locator(".arrow").count() == page.locator(".halo").count() == 4, (
+            "four arrows, each on paper of its own"
+        )
     settle(page)
     assert explorer.state["step"] == 6 and page.locator('[data-step="1"]').is_disabled()
     said = page.locator('[data-part="steps"] svg').get_attribute("aria-label")
@@ -197,7 +216,10 @@ def test_a_cell_of_a_timetable_is_edited_and_judged(page):
     explorer = TimelineExplorer(stages=2, microbatches=2)
     mount(page, explorer)
     page.locator('rect:has(title:text-is("stage 1, F1: 4 to 5 time units"))').click()
-    selected = "(area => area.value.slice(area.selectionStart, area.selectionEnd))(document.querySelector('textarea'))"
+    selected = (
+        "(area => area.value.slice(area.selectionStart,"
+        " area.selectionEnd))(document.querySelector('textarea'))"
+    )
     assert page.evaluate(selected) == "F1"
     page.keyboard.type("F0")
     settle(page)
@@ -207,11 +229,16 @@ def test_a_cell_of_a_timetable_is_edited_and_judged(page):
     page.keyboard.type("1")
     settle(page)
     assert page.locator(".refusal").inner_text() == "" and "written" in page.locator(".picture").inner_text()
-    assert page.locator('[data-name="stages"]').is_disabled() and "greyed controls" in page.locator(".own").inner_text()
+    assert (
+        page.locator('[data-name="stages"]').is_disabled()
+        and "greyed controls" in page.locator(".own").inner_text()
+    )
     page.locator("textarea").fill("f0, b0, f1, b1\nf1, f0, b0, b1")
     settle(page)
     assert "deadlock" in page.locator(".refusal").inner_text()
-    assert "stuck after 1 time units" in page.locator(".picture").inner_text(), "as far as it runs, not another order"
+    assert "stuck after 1 time units" in page.locator(".picture").inner_text(), (
+        "as far as it runs, not another order"
+    )
     page.locator('[data-do="discard"]').click()
     settle(page)
     assert explorer.state["order"] == "" and "1f1b" in page.locator(".picture").inner_text()
@@ -224,7 +251,8 @@ def test_a_cell_of_a_timetable_is_edited_and_judged(page):
 
 
 def test_what_python_has_not_answered_is_dimmed_and_then_said(page):
-    """A restarted kernel: no bar of the state before under its old title, and after three seconds a sentence."""
+    """A restarted kernel: no bar of the state before under its old title, and after three seconds a
+    sentence."""
     explorer = MeshExplorer(model="tiny", seq_len=64)
     mount(page, explorer, dead=True)
     before = page.locator('[data-part="memory"]').inner_html()
@@ -239,7 +267,9 @@ def test_what_python_has_not_answered_is_dimmed_and_then_said(page):
     holds = page.locator('[data-part="holds"]')
     assert "waiting" in holds.get_attribute("class") and page.locator("[data-tensor]").count() > 0
     page.wait_for_function("!document.querySelector('[data-part=holds].waiting')", timeout=10_000)
-    assert page.locator("[data-tensor]").count() == 0 and memory.inner_text() == "", "no tiny tensor is called Llama's"
+    assert page.locator("[data-tensor]").count() == 0 and memory.inner_text() == "", (
+        "no tiny tensor is called Llama's"
+    )
 
 
 def test_a_refused_mesh_shows_no_total_of_what_happens_to_divide(page):
@@ -315,8 +345,7 @@ def test_a_redraw_is_fast_and_touches_only_what_changed(page, record_property):
         page.locator('[data-name="mesh"]').fill(mesh)
         settle(page)
         drawn, calls = page.evaluate("[+document.querySelector('.lpx').dataset.drawn, window.saved]")
-        times = page.evaluate(
-            """async () => {
+        times = page.evaluate("""async () => {
               const slider = document.querySelector('[data-axis="tp"]'), out = [];
               for (let i = 0; i < 30; i++) {
                 slider.value = i % 2 ? 3 : 2;
@@ -325,12 +354,13 @@ def test_a_redraw_is_fast_and_touches_only_what_changed(page, record_property):
                 out.push(performance.now() - began);
               }
               return out.sort((a, b) => a - b);
-            }"""
-        )
+            }""")
         settle(page)
         record_property(f"redraw_ms {mesh}", {"median": times[15], "least": times[0]})
         after = page.evaluate("[+document.querySelector('.lpx').dataset.drawn, window.saved]")
-        assert after[0] - drawn <= 30 + 2 and after[1] - calls <= 2, "one redraw a move; Python hears of the last"
+        assert after[0] - drawn <= 30 + 2 and after[1] - calls <= 2, (
+            "one redraw a move; Python hears of the last"
+        )
 
 
 @pytest.mark.parametrize("kind", EXPLORERS)
@@ -343,7 +373,9 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
     if kind is MeshExplorer:
         drag(page, "tp", 2)
         assert page.locator("g.cell").count() == 16
-        assert "need a notebook" in page.locator(".refusal").inner_text(), "16 devices were not stored, and that is said"
+        assert "need a notebook" in page.locator(".refusal").inner_text(), (
+            "16 devices were not stored, and that is said"
+        )
         page.locator('[data-name="mesh"]').fill("fsdp=8")
         page.locator('[data-name="zero"]').select_option("1")
         sent = explore.answer(explorer.state | {"mesh": "fsdp=8", "zero": 1})["traffic"][0]
@@ -356,12 +388,23 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
             assert saved[do].startswith(start)
         cited = saved["svg"].decode()
         assert "var(" not in cited and f'fill="{LIGHT["s1"]}"' in cited, "not every program knows variables"
-        words = " ".join("".join(text.itertext()) for text in ET.fromstring(cited).iter("{http://www.w3.org/2000/svg}text"))
-        for fact in ("fsdp=8: 8 devices", "model llama3-8b", "chip h100", "batch (sequences) 16", "ZeRO stage 1", "llmpar 0."):
+        words = " ".join(
+            "".join(text.itertext()) for text in ET.fromstring(cited).iter("{http://www.w3.org/2000/svg}text")
+        )
+        for fact in (
+            "fsdp=8: 8 devices",
+            "model llama3-8b",
+            "chip h100",
+            "batch (sequences) 16",
+            "ZeRO stage 1",
+            "llmpar 0.",
+        ):
             assert fact in words
         (tmp_path / "again.html").write_bytes(saved["html"])
         page.goto((tmp_path / "again.html").as_uri())
-        assert page.locator('[data-name="mesh"]').input_value() == "fsdp=8", "a page saved from a page has what was changed"
+        assert page.locator('[data-name="mesh"]').input_value() == "fsdp=8", (
+            "a page saved from a page has what was changed"
+        )
         assert page.locator('[data-name="zero"]').input_value() == "1"
         page.locator('[data-groups="fsdp"]').click()
         page.locator('[data-step="1"]').click()
@@ -371,10 +414,15 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
         assert page.locator("textarea").count() == 0, "nobody would judge an order here"
         page.locator('[data-name="stages"]').fill("7")
         page.locator('[data-name="forward"]').fill("3")
-        assert "not stored" in page.locator(".refusal").inner_text() and page.locator(".picture").inner_html() == ""
+        assert (
+            "not stored" in page.locator(".refusal").inner_text()
+            and page.locator(".picture").inner_html() == ""
+        )
         page.locator('[data-name="stages"]').fill("4")
         page.locator('[data-name="forward"]').fill("1")
-        assert "zb-h1" in page.locator(".picture").inner_text() and page.locator(".refusal").inner_text() == ""
+        assert (
+            "zb-h1" in page.locator(".picture").inner_text() and page.locator(".refusal").inner_text() == ""
+        )
     elif kind is RingExplorer:
         page.locator('[data-name="order"]').select_option("contiguous")
         assert "3.5 blocks" in page.locator(".picture").inner_text()
@@ -396,18 +444,27 @@ def test_a_page_knows_its_own_state_and_never_shows_another_models(page, mesh, t
     explorer.states = lambda: explore.neighbours(dict(explorer.state), 8)  # fewer, for speed
     explorer.save(tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
-    own, told, memory = explorer.answer(explorer.state), page.locator(".refusal"), page.locator('[data-part="memory"]')
+    own, told, memory = (
+        explorer.answer(explorer.state),
+        page.locator(".refusal"),
+        page.locator('[data-part="memory"]'),
+    )
     assert told.inner_text().startswith(own["refusal"]["why"].splitlines()[0] if own["refusal"] else "")
     if not own["refusal"]:
         table = page.locator('[data-part="traffic"]').inner_text()
         assert told.inner_text() == "" and size_text(own["traffic"][0]["bytes"]) in table
-        assert memory.inner_text().startswith(f"Memory per device: {size_text(sum(size for _, size in own['memory']))}")
+        assert memory.inner_text().startswith(
+            f"Memory per device: {size_text(sum(size for _, size in own['memory']))}"
+        )
     assert page.locator('[data-name="model"], [data-name="batch_size"], [data-name="chip"]').count() == 0
     assert "model: qwen3-30b-a3b" in page.locator('[data-part="form"]').inner_text()
     page.locator('[data-name="mesh"]').fill("dp=2 tq=2")
     assert "unknown mesh axis 'tq'" in told.inner_text()
     page.locator('[data-name="mesh"]').fill("dp=5")
-    assert "batch tokens, targets, positions, weights, 64 × 4096, cannot be cut evenly as 'b/dp s'" in told.inner_text()
+    assert (
+        "batch tokens, targets, positions, weights, 64 × 4096, cannot be cut evenly as 'b/dp s'"
+        in told.inner_text()
+    )
     page.locator('[data-name="mesh"]').fill("tp=4 pp=4 dp=8")
     assert "none for this choice" in told.inner_text() and "Memory per device" not in memory.inner_text()
     assert page.locator('[data-part="traffic"]').inner_text() == "" and page.locator("g.cell").count() == 128
@@ -429,8 +486,13 @@ def test_a_live_arrays_page_is_accessible(page, tmp_path):
 
     MeshExplorer.of(jnp.zeros((4, 4))).save(tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
-    assert page.locator("g.cell").count() == 1 and page.locator("[data-tensor]").all_inner_texts() == ["array"]
-    assert "Nothing is sent" not in page.locator("main").inner_text() and "live arrays" in page.locator("h1").inner_text()
+    assert page.locator("g.cell").count() == 1 and page.locator("[data-tensor]").all_inner_texts() == [
+        "array"
+    ]
+    assert (
+        "Nothing is sent" not in page.locator("main").inner_text()
+        and "live arrays" in page.locator("h1").inner_text()
+    )
     assert axe(page) == {}
     MeshExplorer.of({"w": jnp.zeros((4, 4))}).save(tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
@@ -442,15 +504,21 @@ def test_axe_sees_a_fault(page):
     assert any(rule.startswith("label") for rule in axe(page))
 
 
-# ------------------------------------------------------------------------------------------------------------ JupyterLab
+# ------------------------------------------------------------------------------------------------- JupyterLab
 
 
 @pytest.fixture
 def lab(tmp_path):
     """A JupyterLab of its own: free port, private folders, one notebook."""
     cells = [
-        "from llmpar.widget import MeshExplorer\nexplorer = MeshExplorer(model='tiny', seq_len=64, batch_size=64)\nexplorer",
-        "print(explorer.state['mesh'], explorer.state['device'], explorer.state['step'], explorer.rich.answer['key'])",
+        (
+            "from llmpar.widget import MeshExplorer\nexplorer = MeshExplorer(model='tiny', seq_len=64,"
+            " batch_size=64)\nexplorer"
+        ),
+        (
+            "print(explorer.state['mesh'], explorer.state['device'], explorer.state['step'],"
+            " explorer.rich.answer['key'])"
+        ),
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
@@ -462,11 +530,28 @@ def lab(tmp_path):
     settings.mkdir(parents=True)
     off = {"@jupyterlab/apputils-extension:announcements": True}
     (settings / "page_config.json").write_text(json.dumps({"disabledExtensions": off}))
-    env = os.environ | {f"JUPYTER_{name.upper()}_DIR": str(tmp_path / name) for name in ("config", "data", "runtime")}
+    env = os.environ | {
+        f"JUPYTER_{name.upper()}_DIR": str(tmp_path / name) for name in ("config", "data", "runtime")
+    }
     env |= {"JUPYTER_CONFIG_PATH": str(MODULE.parent)}  # as `llmpar lab` does
-    env |= {"IPYTHONDIR": str(tmp_path / "ipython"), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])}
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
-    command += ["--ServerApp.port_retries=0", "--IdentityProvider.token=t", f"--ServerApp.root_dir={tmp_path}"]
+    env |= {
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        f"--port={port}",
+        "--ip=127.0.0.1",
+    ]
+    command += [
+        "--ServerApp.port_retries=0",
+        "--IdentityProvider.token=t",
+        f"--ServerApp.root_dir={tmp_path}",
+    ]
     command += ["--LabApp.expose_app_in_browser=True", f"--LabServerApp.workspaces_dir={tmp_path / 'ws'}"]
     with (tmp_path / "lab.log").open("w") as log:
         server = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=tmp_path)
@@ -498,7 +583,9 @@ def test_jupyterlab_session(chromium, lab):
     local = (server, server.replace("http", "ws"), "data:", "blob:")
     page.on("request", lambda request: None if request.url.startswith(local) else faults.append(request.url))
     page.goto(lab)
-    page.wait_for_function("window.jupyterapp && window.jupyterapp.shell.currentWidget?.sessionContext", timeout=120_000)
+    page.wait_for_function(
+        "window.jupyterapp && window.jupyterapp.shell.currentWidget?.sessionContext", timeout=120_000
+    )
     page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.ready")
     kernel = "window.jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'"
     page.wait_for_function(kernel, timeout=120_000)
@@ -518,10 +605,8 @@ def test_jupyterlab_session(chromium, lab):
     page.locator('[data-step="1"]').click()
     page.wait_for_timeout(500)
     page.wait_for_function(kernel, timeout=60_000)
-    page.evaluate(
-        """async () => { const app = window.jupyterapp, book = app.shell.currentWidget.content;
-        book.activeCellIndex = 1; await app.commands.execute('notebook:run-cell'); }"""
-    )
+    page.evaluate("""async () => { const app = window.jupyterapp, book = app.shell.currentWidget.content;
+        book.activeCellIndex = 1; await app.commands.execute('notebook:run-cell'); }""")
     state = explore.START | {"model": "tiny", "seq_len": 64, "batch_size": 64, "mesh": "dp=2 fsdp=4"}
     wanted = f"dp=2 fsdp=4 4 2 {explore.key(state)}"
     shown = "text => document.querySelector('.jp-Notebook').innerText.includes(text)"
@@ -531,7 +616,9 @@ def test_jupyterlab_session(chromium, lab):
     page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     page.close()
     page = chromium.new_page(viewport={"width": 1280, "height": 1000})
-    page.goto(lab)  # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
+    page.goto(
+        lab
+    )  # one's own notebook with a new kernel: not "model not found", but the explorer as it was left
     page.wait_for_selector("g.cell", timeout=60_000)
     assert page.locator("g.cell").count() == 8 and page.locator("text=model not found").count() == 0
     page.close()

@@ -15,13 +15,19 @@ from llmpar.step import Step
 
 BATCH, SEQ, MIXED = 16, 32, "dp=2 fsdp=2 tp=2"
 SPECIAL = [
-    Plan("dp=8", zero=0, reduce="layer"), Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=100_000),
-    Plan(MIXED, reduce="layer"), Plan("fsdp=8", regather="keep"), Plan("fsdp=8", remat="block"),
-    Plan(MIXED, remat="block", regather="keep", loss_chunks=2), Plan(MIXED, remat="block", tp_sequence=True, unroll=0),
-    Plan(MIXED, tp_sequence=True, dtype="bfloat16", unroll=0), Plan(MIXED, zero=1, microbatches=2),
-    *(Plan("fsdp=8", zero=z, microbatches=2) for z in range(4)), Plan(MIXED, microbatches=4, zero=2),
+    Plan("dp=8", zero=0, reduce="layer"),
+    Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=100_000),
+    Plan(MIXED, reduce="layer"),
+    Plan("fsdp=8", regather="keep"),
+    Plan("fsdp=8", remat="block"),
+    Plan(MIXED, remat="block", regather="keep", loss_chunks=2),
+    Plan(MIXED, remat="block", tp_sequence=True, unroll=0),
+    Plan(MIXED, tp_sequence=True, dtype="bfloat16", unroll=0),
+    Plan(MIXED, zero=1, microbatches=2),
+    *(Plan("fsdp=8", zero=z, microbatches=2) for z in range(4)),
+    Plan(MIXED, microbatches=4, zero=2),
     Plan("tp=4", loss_chunks=4),
-]  # fmt: skip
+]
 EVERY = [*all_plans(), *SPECIAL]
 
 
@@ -44,8 +50,12 @@ def compare_with_hlo(config, plan):
     compiled, text = hlo.read_program(program)
     census = hlo.census_hlo(text, step.mesh)
     assert table(census) == predicted(config, plan)
-    assert all(c.arrow for c in census), "every collective carries the line of the model or the step that it is for"
-    small = "loss, tokens and norm"  # what is summed once needs everything, so that no device can enter it early
+    assert all(c.arrow for c in census), (
+        "every collective carries the line of the model or the step that it is for"
+    )
+    small = (  # what is summed once needs everything, so that no device can enter it early
+        "loss, tokens and norm"
+    )
     assert small not in {c.arrow for pair in hlo.unordered(text, step.mesh) for c in pair}
     memory = hlo.compiled_memory(compiled)
     assert memory["argument_bytes"] == sum(predict.argument_bytes(config, plan, BATCH, SEQ).values())
@@ -59,8 +69,15 @@ def test_the_formula_gives_what_the_traced_step_sends(plan):
 
 
 STAGES = [Plan(MIXED, zero=z, tp_sequence=z % 2 == 1) for z in range(4)]
-SAMPLE = [Plan("dp=8", zero=0), *SPECIAL[1:3], *STAGES, *SPECIAL[3:9:2],
-          Plan("fsdp=8", zero=2, microbatches=2), Plan("dp=2 tp=2", tp_sequence=True), Plan("dp=1")]  # fmt: skip
+SAMPLE = [
+    Plan("dp=8", zero=0),
+    *SPECIAL[1:3],
+    *STAGES,
+    *SPECIAL[3:9:2],
+    Plan("fsdp=8", zero=2, microbatches=2),
+    Plan("dp=2 tp=2", tp_sequence=True),
+    Plan("dp=1"),
+]
 
 
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
@@ -79,19 +96,33 @@ def piped(mesh, schedule="1f1b", **fields):
 
 
 PIPED = [
-    piped("pp=2 fsdp=2 tp=2", tp_sequence=True), piped("pp=4 dp=2", zero=0, stage_saves="residuals"),
-    piped("pp=2 fsdp=2 tp=2", "zb-v", zero=2), piped("pp=2 sp=2 dp=2", "interleaved", sequence="ulysses"),
-]  # fmt: skip
+    piped("pp=2 fsdp=2 tp=2", tp_sequence=True),
+    piped("pp=4 dp=2", zero=0, stage_saves="residuals"),
+    piped("pp=2 fsdp=2 tp=2", "zb-v", zero=2),
+    piped("pp=2 sp=2 dp=2", "interleaved", sequence="ulysses"),
+]
 EVERY_PIPED = [
-    piped(f"pp=2 {inside}", schedule, stage_saves=saves, sequence="ulysses" if "sp" in inside else "ring",
-          tp_sequence="tp" in inside)
+    piped(
+        f"pp=2 {inside}",
+        schedule,
+        stage_saves=saves,
+        sequence="ulysses" if "sp" in inside else "ring",
+        tp_sequence="tp" in inside,
+    )
     for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe")
-    for inside in ("fsdp=2 tp=2", "sp=2 dp=2") for saves in ("input", "residuals")
+    for inside in ("fsdp=2 tp=2", "sp=2 dp=2")
+    for saves in ("input", "residuals")
 ] + [
-    *(piped("pp=2 fsdp=2 tp=2", name, zero=z) for name in ("1f1b", "interleaved", "dualpipe") for z in range(3)),
-    piped("pp=2 fsdp=2 tp=2", remat="block"), piped("pp=2 fsdp=2 tp=2", remat="block", regather="keep"),
-    piped("pp=2 fsdp=2 tp=2", regather="keep", loss_chunks=2), piped("pp=2 tp=2", dtype="bfloat16", tp_sequence=True),
-]  # fmt: skip
+    *(
+        piped("pp=2 fsdp=2 tp=2", name, zero=z)
+        for name in ("1f1b", "interleaved", "dualpipe")
+        for z in range(3)
+    ),
+    piped("pp=2 fsdp=2 tp=2", remat="block"),
+    piped("pp=2 fsdp=2 tp=2", remat="block", regather="keep"),
+    piped("pp=2 fsdp=2 tp=2", regather="keep", loss_chunks=2),
+    piped("pp=2 tp=2", dtype="bfloat16", tp_sequence=True),
+]
 
 
 def compare_every_stage(config, plan, num_layers=4):
@@ -123,13 +154,16 @@ def compare_every_traced_stage(config, plan):
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0))
     jaxpr = live(step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr)
     for stage in range(plan.mesh.pp):
-        census = hlo.census_jaxpr(jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, config.num_layers, stage))
+        census = hlo.census_jaxpr(
+            jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, config.num_layers, stage)
+        )
         want = predict.collectives(config, plan, BATCH, SEQ, stage)
         assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
 
 
 def test_tied_embeddings_and_biases_are_counted_in_a_pipeline():
-    """The embedding is gathered where tokens enter and again where the loss is; biases that were kept are not."""
+    """The embedding is gathered where tokens enter and again where the loss is; biases that were kept are
+    not."""
     compare_every_traced_stage(QWEN, piped("pp=2 fsdp=2", stage_saves="residuals"))
 
 
@@ -154,23 +188,28 @@ def test_biases_norms_on_heads_and_tied_embeddings_are_counted():
 @pytest.mark.parametrize("mesh", ["dp=6", "fsdp=16 tp=3", "dp=16", "tp=6 dp=16"])
 def test_groups_that_divide_no_message_are_counted_alike(mesh):
     """A message of 4 bytes has no third and no sixteenth: formula and traced step round the same way."""
-    config = dataclasses.replace(LLAMA, num_heads=6, num_kv_heads=6, head_width=10, ffn_width=102, vocab_size=258)
+    config = dataclasses.replace(
+        LLAMA, num_heads=6, num_kv_heads=6, head_width=10, ffn_width=102, vocab_size=258
+    )
     plan = Plan(mesh, zero=0 if "fsdp" not in mesh else 3, regather="keep")
     step = Step(config, plan, abstract_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(48, 15)).jaxpr
     want = {k: (v.count, v.bytes_sent) for k, v in predict.collectives(config, plan, 48, 15).items()}
     census = hlo.census_jaxpr(jaxpr, plan.mesh.sizes)
     assert table(census) == want
-    exact = lambda kind, message, axes: cost.sent_bytes(kind, message, math.prod(plan.mesh.sizes[a] for a in axes))
+    exact = lambda kind, message, axes: cost.sent_bytes(
+        kind, message, math.prod(plan.mesh.sizes[a] for a in axes)
+    )
     assert any(exact(e.kind, math.prod(e.shape) * 4, e.axes) % 1 for e in census if e.kind == "all-reduce")
 
 
 @pytest.mark.parametrize("zero, volumes", [(0, "2Ψ"), (1, "2Ψ"), (2, "(a+1)Ψ"), (3, "3aΨ")])
 def test_zero_moves_what_the_paper_says_with_accumulation(zero, volumes):
-    """Rajbhandari et al. 2020, section 7: 2Ψ, 2Ψ, 2Ψ, 3Ψ without accumulation; 2, 2, a+1, 3a with a microbatches.
+    """Rajbhandari et al. 2020, section 7: 2Ψ, 2Ψ, 2Ψ, 3Ψ without accumulation; 2, 2, a+1, 3a with a
+    microbatches.
 
-    Blocks only, large-N limit removed by N/(N-1): the embedding and the head are used once each, where the forward pass
-    begins and ends, so nobody gathers them twice.
+    Blocks only, large-N limit removed by N/(N-1): the embedding and the head are used once each, where the
+    forward pass begins and ends, so nobody gathers them twice.
     """
     for a in (1, 2, 4):
         plan = Plan("fsdp=4", zero=zero, microbatches=a, remat="block")
@@ -183,21 +222,29 @@ def test_zero_moves_what_the_paper_says_with_accumulation(zero, volumes):
 
 
 def test_tensor_parallelism_moves_two_and_two_per_layer_and_the_same_bytes_with_sequence_parallelism():
-    """Megatron-LM: two all-reduces of b·s·d forward and two backward per layer; Korthikanti et al. 2022: same bytes."""
+    """Megatron-LM: two all-reduces of b·s·d forward and two backward per layer; Korthikanti et al. 2022: same
+    bytes."""
 
     def per_layer(plan):
         deep = dataclasses.replace(LLAMA, num_layers=3)
         many, few = (predicted(c, plan) for c in (deep, LLAMA))
-        return {k[1]: (many[k][0] - few[k][0], many[k][1] - few[k][1]) for k in few if many[k] != few[k] and k[0] == "tp"}
+        return {
+            k[1]: (many[k][0] - few[k][0], many[k][1] - few[k][1])
+            for k in few
+            if many[k] != few[k] and k[0] == "tp"
+        }
 
     message = BATCH * SEQ * LLAMA.width * 4
     plain = per_layer(Plan("tp=4"))
     assert plain == {"all-reduce": (4, 4 * 2 * message * 3 // 4)}
     with_sp = per_layer(Plan("tp=4", tp_sequence=True))
-    norms = 2 * 2 * LLAMA.width * 4 * 3 // 4  # the norms' gradients now differ along tp: two scales a layer, all-reduced
+    norms = (
+        2 * 2 * LLAMA.width * 4 * 3 // 4
+    )  # the norms' gradients now differ along tp: two scales a layer, all-reduced
     assert {k: v for k, v in with_sp.items() if k != "all-reduce"} == {
-        "all-gather": (4, 4 * message * 3 // 4), "reduce-scatter": (4, 4 * message * 3 // 4)
-    }  # fmt: skip
+        "all-gather": (4, 4 * message * 3 // 4),
+        "reduce-scatter": (4, 4 * message * 3 // 4),
+    }
     assert with_sp["all-reduce"] == (0, norms)
 
 
@@ -205,11 +252,14 @@ def test_axes_of_size_one_leave_no_collective():
     step, program = lowered(LLAMA, Plan("dp=1"))
     assert predicted(LLAMA, Plan("dp=1")) == {}
     text = program.compile().as_text()
-    assert not any(kind in text for kind in ("all-reduce(", "all-gather(", "reduce-scatter(", "collective-permute("))
+    assert not any(
+        kind in text for kind in ("all-reduce(", "all-gather(", "reduce-scatter(", "collective-permute(")
+    )
 
 
 def test_auto_is_one_device_in_value_but_chooses_its_own_collectives():
-    """On simulated devices XLA's partitioner never forms a reduce-scatter: ZeRO's saving is in memory, not in bytes."""
+    """On simulated devices XLA's partitioner never forms a reduce-scatter: ZeRO's saving is in memory, not in
+    bytes."""
     step, program = lowered(LLAMA, Plan("fsdp=8", reading="auto"))
     kinds = {c.kind for c in hlo.census_hlo(hlo.partitioned_hlo(program), step.mesh)}
     assert "all-reduce" in kinds and "reduce-scatter" not in kinds

@@ -1,4 +1,5 @@
-"""The command line: documents that are a contract, exit statuses, and refusals before anything is compiled."""
+"""The command line: documents that are a contract, exit statuses, and refusals before anything is
+compiled."""
 
 import contextlib
 import io
@@ -30,9 +31,15 @@ from llmpar.tools import Models, parse
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 CARD = {
-    "model_type": "llama", "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "intermediate_size": 32, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 32,
+    "rms_norm_eps": 1e-5,
+}
 
 
 @pytest.fixture
@@ -56,7 +63,9 @@ def test_only_the_first_of_several_processes_prints_and_draws(call, tmp_path, mo
     """But every process says why it ended. (No cluster here: JAX is made to say that this is process 1.)"""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    monkeypatch.setattr(llmpar.train, "train", lambda *_, **__: (None, llmpar.train.Report(losses=[2.0, 1.0])))
+    monkeypatch.setattr(
+        llmpar.train, "train", lambda *_, **__: (None, llmpar.train.Report(losses=[2.0, 1.0]))
+    )
     (tmp_path / "text").write_text("abc " * 1000)
     plot = tmp_path / "loss.svg"
     status, out, err = call("train", "--data", str(tmp_path / "text"), "--plot", str(plot), "--json")
@@ -85,7 +94,8 @@ def document(call):
 
 @pytest.fixture
 def refusal(call, monkeypatch):
-    """Run a command that must be refused: exit status 1, nothing on stdout, and no step was ever made. Gives the sentence."""
+    """Run a command that must be refused: exit status 1, nothing on stdout, and no step was ever made. Gives
+    the sentence."""
 
     def made(*_, **__):
         raise AssertionError("a step was made before the refusal")
@@ -96,7 +106,9 @@ def refusal(call, monkeypatch):
         status, out, err = call(*words)
         assert status == 1 and out == "", err
         *before, sentence = [line for line in err.splitlines() if not line.startswith("  ")]
-        assert sentence.startswith("llmpar: ") and len(before) <= 2, err  # what is trained on what; the progress bar
+        assert sentence.startswith("llmpar: ") and len(before) <= 2, (
+            err
+        )  # what is trained on what; the progress bar
         return sentence.removeprefix("llmpar: ")
 
     return refusal
@@ -118,11 +130,13 @@ def model(tmp_path):
 def run(*words: str, code: str = "", **variables: str) -> subprocess.CompletedProcess:
     """The command (or some code) in a process of its own."""
     command = [sys.executable, *(("-c", code) if code else ("-m", "llmpar.cli")), *words]
-    environment = {k: v for k, v in os.environ.items() if k not in variables} | {k: v for k, v in variables.items() if v}
+    environment = {k: v for k, v in os.environ.items() if k not in variables} | {
+        k: v for k, v in variables.items() if v
+    }
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
-# ------------------------------------------------------------------------------------------------------------- documents
+# -------------------------------------------------------------------------------------------------- documents
 
 
 def test_models_lists_every_preset(document, call):
@@ -161,7 +175,12 @@ def test_schedule_document(document, call, tmp_path):
 
 def test_doctor_says_what_is_here(document, call):
     found = document("doctor")
-    assert found["simulated"] is True and found["devices"] == 8 and found["platform"] == "cpu" and found["hosts"] == 1
+    assert (
+        found["simulated"] is True
+        and found["devices"] == 8
+        and found["platform"] == "cpu"
+        and found["hosts"] == 1
+    )
     assert found["versions"]["jax"] == jax.__version__ and found["jax_backend"] == "cpu"
     status, out, _ = call("doctor")
     assert status == 0 and "8 simulated CPU devices on 1 host" in out
@@ -179,49 +198,100 @@ TINY_STEP = ("--batch-size", "8", "--seq-len", "16")
 
 
 def test_train_document_log_plot_and_resumption(document, call, model, tmp_path):
-    """One run in all its parts: the contract, the log, the picture, and a second call that finds nothing left to do."""
+    """One run in all its parts: the contract, the log, the picture, and a second call that finds nothing left
+    to do."""
     log, plot, text = tmp_path / "log.jsonl", tmp_path / "loss.svg", tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 200)
-    words = ("train", "--model", model(), "--mesh", "dp=2 fsdp=2 tp=2", *TINY_STEP, "--steps", "4", "--every", "2",
-             "--data", str(text), "--log", str(log), "--plot", str(plot), "--checkpoints", str(tmp_path / "kept"))  # fmt: skip
+    words = (
+        "train",
+        "--model",
+        model(),
+        "--mesh",
+        "dp=2 fsdp=2 tp=2",
+        *TINY_STEP,
+        "--steps",
+        "4",
+        "--every",
+        "2",
+        "--data",
+        str(text),
+        "--log",
+        str(log),
+        "--plot",
+        str(plot),
+        "--checkpoints",
+        str(tmp_path / "kept"),
+    )
     found = document(*words)
     assert found["mesh"] == {"pp": 1, "dp": 2, "fsdp": 2, "ep": 1, "sp": 1, "tp": 2}
-    assert len(found["losses"]) == 4 == len(found["grad_norms"]) and all(isinstance(x, float) for x in found["losses"])
+    assert len(found["losses"]) == 4 == len(found["grad_norms"]) and all(
+        isinstance(x, float) for x in found["losses"]
+    )
     assert found["devices"] == 8 and found["params"] == 2 * 264 * 32 + 4 * 32 * 32 + 3 * 32 * 32 + 3 * 32
     assert found["tokens_per_s"] > 0 and found["step_s"] > 0 and found["start"] == 0 and found["mfu"] is None
     assert [json.loads(line)["loss"] for line in log.read_text().splitlines()] == found["losses"]
     assert "<svg" in plot.read_text()
     assert found["eval_losses"] == []
     status, out, err = call(*words[:-6])
-    assert status == 0 and out == "" and "\n  compiling …\n".replace("  ", "") in err and "step 4/4: loss " in err
+    assert (
+        status == 0
+        and out == ""
+        and "\n  compiling …\n".replace("  ", "") in err
+        and "step 4/4: loss " in err
+    )
     assert "loss " in err and "nats per token in 4 steps" in err and "8 devices" in err
     done = document(*(w for w in words if w not in ("--plot", str(plot))))
     assert done["start"] == 4 and done["losses"] == [] and done["tokens_per_s"] is None is done["step_s"]
 
 
 def test_inspect_document(model, tmp_path):
-    """In a process of its own: the type checker of these tests stands between a line of the model and what it calls."""
+    """In a process of its own: the type checker of these tests stands between a line of the model and what it
+    calls."""
     picture = tmp_path / "bytes.svg"
-    done = run("inspect", "--model", model(), "--mesh", "dp=2 fsdp=2 tp=2", *TINY_STEP, "--svg", str(picture), "--json")
+    done = run(
+        "inspect",
+        "--model",
+        model(),
+        "--mesh",
+        "dp=2 fsdp=2 tp=2",
+        *TINY_STEP,
+        "--svg",
+        str(picture),
+        "--json",
+    )
     assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stderr
     found = json.loads(done.stdout)
     assert "<svg" in picture.read_text()
     rows = found["collectives"]
-    assert all({"axis", "kind", "count", "predicted_bytes", "compiled_bytes", "source"} <= row.keys() for row in rows)
-    assert {("fsdp", "all-gather"), ("fsdp", "reduce-scatter"), ("tp", "all-reduce")} <= {(r["axis"], r["kind"]) for r in rows}
-    assert all(row["predicted_bytes"] == row["compiled_bytes"] > 0 and row["source"] and row["arrow"] for row in rows)
+    assert all(
+        {"axis", "kind", "count", "predicted_bytes", "compiled_bytes", "source"} <= row.keys() for row in rows
+    )
+    assert {("fsdp", "all-gather"), ("fsdp", "reduce-scatter"), ("tp", "all-reduce")} <= {
+        (r["axis"], r["kind"]) for r in rows
+    }
+    assert all(
+        row["predicted_bytes"] == row["compiled_bytes"] > 0 and row["source"] and row["arrow"] for row in rows
+    )
     [sums] = [row["arrow"].split("; ") for row in rows if (row["axis"], row["kind"]) == ("tp", "all-reduce")]
-    assert {"ffn b s d +m -> stream b s d", "attention b s d +n -> stream b s d"} <= set(sums), "lines of the model's text"
+    assert {"ffn b s d +m -> stream b s d", "attention b s d +n -> stream b s d"} <= set(sums), (
+        "lines of the model's text"
+    )
     assert any("llmpar/model.py:" in row["source"] for row in rows)
     memory = found["memory"]
-    assert set(memory) >= {f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")}
+    assert set(memory) >= {
+        f"{who}_{what}_bytes" for who in ("predicted", "compiled") for what in ("argument", "temp")
+    }
     assert memory["predicted_argument_bytes"] == memory["compiled_argument_bytes"] > 0
     assert found["flops"]["executed_per_device"] > found["flops"]["predicted_per_device"] > 0
 
 
-@pytest.mark.parametrize("mesh, more", [("ep=2 dp=2", ("tiny-moe",)), ("pp=2 tp=2", ("tiny", "--microbatches", "2"))])
+@pytest.mark.parametrize(
+    "mesh, more", [("ep=2 dp=2", ("tiny-moe",)), ("pp=2 tp=2", ("tiny", "--microbatches", "2"))]
+)
 def test_inspect_reads_experts_and_pipelines(call, mesh, more):
-    status, out, err = call("inspect", "--mesh", mesh, "--seq-len", "16", "--batch-size", "8", "--json", "--model", *more)
+    status, out, err = call(
+        "inspect", "--mesh", mesh, "--seq-len", "16", "--batch-size", "8", "--json", "--model", *more
+    )
     assert status == 0, err
     found = json.loads(out)
     assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in found["collectives"])
@@ -231,25 +301,54 @@ def test_inspect_reads_experts_and_pipelines(call, mesh, more):
 
 
 def test_inspect_draws_tables_for_people_and_reads_auto_too(call, model):
-    status, out, _ = call("inspect", "--model", model(), "--mesh_dim", "2,1,1,1", *TINY_STEP, "--reading", "auto")
-    assert status == 0 and "bytes sent per device and step" in out and "arguments" in out and "auto reading" in out
+    status, out, _ = call(
+        "inspect", "--model", model(), "--mesh_dim", "2,1,1,1", *TINY_STEP, "--reading", "auto"
+    )
+    assert (
+        status == 0
+        and "bytes sent per device and step" in out
+        and "arguments" in out
+        and "auto reading" in out
+    )
 
 
 def test_tables_keep_every_figure_whole_on_80_columns():
     """What is long folds, and nothing is cut."""
-    row = dict(axis="dp,fsdp", kind="reduce-scatter", count=1234, predicted_bytes=480_772_096, compiled_bytes=480_772_096,
-               source="llmpar/model.py:68, llmpar/attention.py:312, llmpar/moe.py:1")  # fmt: skip
-    memory = {f"{who}_{what}_bytes": 10**10 for who in ("predicted", "compiled") for what in ("argument", "temp")}
+    row = dict(
+        axis="dp,fsdp",
+        kind="reduce-scatter",
+        count=1234,
+        predicted_bytes=480_772_096,
+        compiled_bytes=480_772_096,
+        source="llmpar/model.py:68, llmpar/attention.py:312, llmpar/moe.py:1",
+    )
+    memory = {
+        f"{who}_{what}_bytes": 10**10 for who in ("predicted", "compiled") for what in ("argument", "temp")
+    }
     flops = {"predicted_per_device": 1.0, "executed_per_device": 1.0}
-    document = dict(model="m", mesh={}, reading="manual", zero=3, schedule=None, collectives=[row], memory=memory, flops=flops)
+    document = dict(
+        model="m",
+        mesh={},
+        reading="manual",
+        zero=3,
+        schedule=None,
+        collectives=[row],
+        memory=memory,
+        flops=flops,
+    )
     console = rich.console.Console(width=80, record=True, file=io.StringIO())
     for table in llmpar.inspection.tables(document):
         console.print(table)
     text = console.export_text()
-    assert "…" not in text and text.count("480,772,096 B") == 2 and "1,234" in text and "moe.py:1" in text.replace("\n", "")
+    assert (
+        "…" not in text
+        and text.count("480,772,096 B") == 2
+        and "1,234" in text
+        and "moe.py:1" in text.replace("\n", "")
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- exit statuses
+# ---------------------------------------------------------------------------------------------- exit statuses
 
 
 @pytest.mark.parametrize(
@@ -275,14 +374,27 @@ def test_help_exits_with_nothing_wrong(call):
 
 
 def test_commands_that_need_no_jax_do_not_import_it():
-    done = run(code="import sys; from llmpar.cli import main; main(['models', '--json']); sys.exit('jax' in sys.modules)")
-    assert done.returncode == 0 and len(json.loads(done.stdout)["models"]) == len(PRESETS) and done.stderr == ""
+    done = run(
+        code=(
+            "import sys; from llmpar.cli import main; main(['models', '--json']); sys.exit('jax' in"
+            " sys.modules)"
+        )
+    )
+    assert (
+        done.returncode == 0 and len(json.loads(done.stdout)["models"]) == len(PRESETS) and done.stderr == ""
+    )
 
 
 def test_a_process_has_the_same_statuses():
     refused, bad = run("models", "llama9"), run("models", "a", "b")
-    assert (refused.returncode, refused.stdout) == (1, "") and refused.stderr.startswith("llmpar: unknown model 'llama9'")
-    assert refused.stderr.count("\n") == 1 and "Traceback" not in bad.stderr and (bad.returncode, bad.stdout) == (2, "")
+    assert (refused.returncode, refused.stdout) == (1, "") and refused.stderr.startswith(
+        "llmpar: unknown model 'llama9'"
+    )
+    assert (
+        refused.stderr.count("\n") == 1
+        and "Traceback" not in bad.stderr
+        and (bad.returncode, bad.stdout) == (2, "")
+    )
 
 
 def test_jax_that_has_started_already_is_refused_and_the_advice_works():
@@ -298,7 +410,7 @@ def test_jax_that_has_started_already_is_refused_and_the_advice_works():
     assert heeded.returncode == 0 and json.loads(heeded.stdout)["devices"] == 8
 
 
-# ------------------------------------------------------------------------------------------------- what goes wrong inside
+# ------------------------------------------------------------------------------------- what goes wrong inside
 
 
 class Odd(RuntimeError):
@@ -306,9 +418,21 @@ class Odd(RuntimeError):
 
 
 FAULTS = [
-    (KeyError("x"), 1, r"llmpar: this is a fault of llmpar, at cli.py:\d+: KeyError: 'x'; LLMPAR_TRACEBACK=1 .*\n"),
-    (Odd("first\nsecond"), 1, r"llmpar: this is a fault of llmpar, at .*: Odd: first; LLMPAR_TRACEBACK=1 shows the stack\n"),
-    (RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"), 1, r"llmpar: the memory of a device is full \(.*\); use a smaller model .*\n"),
+    (
+        KeyError("x"),
+        1,
+        r"llmpar: this is a fault of llmpar, at cli.py:\d+: KeyError: 'x'; LLMPAR_TRACEBACK=1 .*\n",
+    ),
+    (
+        Odd("first\nsecond"),
+        1,
+        r"llmpar: this is a fault of llmpar, at .*: Odd: first; LLMPAR_TRACEBACK=1 shows the stack\n",
+    ),
+    (
+        RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"),
+        1,
+        r"llmpar: the memory of a device is full \(.*\); use a smaller model .*\n",
+    ),
     (MemoryError(), 1, r"llmpar: the memory of this machine is full; use a smaller model, batch or text\n"),
     (KeyboardInterrupt(), 130, r"llmpar: interrupted\n"),
     (BrokenPipeError(32, "Broken pipe"), 141, ""),
@@ -317,7 +441,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("error, status, said", FAULTS, ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else "")
+@pytest.mark.parametrize(
+    "error, status, said", FAULTS, ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else ""
+)
 def test_whatever_happens_is_a_status_and_at_most_one_line(call, monkeypatch, error, status, said):
     monkeypatch.setattr(Models, "run", lambda self: (_ for _ in ()).throw(error))
     found, out, err = call("models")
@@ -337,13 +463,19 @@ def test_a_value_error_of_another_library_is_not_taken_for_a_refusal(call, monke
 def test_what_a_terminal_cannot_show_is_replaced_and_a_closed_pipe_is_silent():
     ascii = run("models", "llama9…", PYTHONIOENCODING="ascii")
     assert ascii.returncode == 1 and "unknown model 'llama9?'" in ascii.stderr
-    code = "import os, sys; os.close(1); os.dup2(os.pipe()[1], 1); from llmpar.cli import main; sys.exit(main(['models']))"
+    code = (
+        "import os, sys; os.close(1); os.dup2(os.pipe()[1], 1); from llmpar.cli import main;"
+        " sys.exit(main(['models']))"
+    )
     closed = run(code=code)
     assert closed.returncode == 141 and closed.stderr == "", closed.stderr
 
 
 def test_the_version_and_the_module_have_names():
-    code = "import runpy, sys; sys.argv = ['llmpar', '--version']; runpy.run_module('llmpar', run_name='__main__')"
+    code = (
+        "import runpy, sys; sys.argv = ['llmpar', '--version']; runpy.run_module('llmpar',"
+        " run_name='__main__')"
+    )
     done = run(code=code)
     assert done.returncode == 0 and done.stdout.startswith("llmpar 0.") and done.stderr == ""
 
@@ -351,10 +483,13 @@ def test_the_version_and_the_module_have_names():
 def test_jax_told_of_a_platform_that_is_not_there_is_refused_in_a_sentence():
     done = run("doctor", JAX_PLATFORMS="cuda")
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("llmpar: JAX cannot start on JAX_PLATFORMS=cuda: ") and "unset JAX_PLATFORMS" in done.stderr
+    assert (
+        done.stderr.startswith("llmpar: JAX cannot start on JAX_PLATFORMS=cuda: ")
+        and "unset JAX_PLATFORMS" in done.stderr
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ being interrupted
+# ------------------------------------------------------------------------------------------ being interrupted
 
 
 def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
@@ -370,14 +505,32 @@ def test_the_first_signal_asks_and_the_second_ends(monkeypatch, capfd):
         os.kill(os.getpid(), signal.SIGTERM)  # no step was done: nothing to finish
     assert signal.getsignal(signal.SIGTERM) is before
     ended = "llmpar: ended at once; checkpoints taken before are intact"
-    assert capfd.readouterr().err.splitlines() == ["llmpar: ends after this step; once more ends at once", ended, ended]
+    assert capfd.readouterr().err.splitlines() == [
+        "llmpar: ends after this step; once more ends at once",
+        ended,
+        ended,
+    ]
 
 
-def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(call, document, model, tmp_path, monkeypatch):
+def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(
+    call, document, model, tmp_path, monkeypatch
+):
     text = tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 200)
-    words = ("train", "--model", model(), "--mesh", "dp=2 fsdp=2 tp=2", *TINY_STEP, "--steps", "4", "--data", str(text),
-             "--checkpoints", str(tmp_path / "kept"))  # fmt: skip
+    words = (
+        "train",
+        "--model",
+        model(),
+        "--mesh",
+        "dp=2 fsdp=2 tp=2",
+        *TINY_STEP,
+        "--steps",
+        "4",
+        "--data",
+        str(text),
+        "--checkpoints",
+        str(tmp_path / "kept"),
+    )
 
     @contextlib.contextmanager
     def interrupting(total):
@@ -404,7 +557,7 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys, monkeyp
     assert 3 < len(lines) < 7
 
 
-# -------------------------------------------------------------------------------------------------- the README's commands
+# -------------------------------------------------------------------------------------- the README's commands
 
 
 def written() -> list[list[str]]:
@@ -419,7 +572,9 @@ def test_every_command_of_the_readme_is_understood():
         parse(words)
 
 
-@pytest.mark.parametrize("words", [w for w in written() if w[1] in ("models", "schedule", "doctor")], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [w for w in written() if w[1] in ("models", "schedule", "doctor")], ids=" ".join
+)
 def test_commands_of_the_readme_that_compile_nothing_run(call, words):
     status, out, _ = call(*words[1:])
     assert status == 0 and out
@@ -446,7 +601,7 @@ def test_help_is_in_groups_with_an_example(call):
     assert status == 0 and "llmpar inspect --mesh" in out and "dataclass" not in out
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 BOTH = [("train",), ("inspect",)]
 
@@ -457,7 +612,10 @@ BOTH = [("train",), ("inspect",)]
     [
         (
             ("--batch-size", "12"),
-            "batch 12 is not a multiple of dp·fsdp·ep = 8; use 8 or 16, or make dp·fsdp·ep one of 1, 2, 3, 4, 6, 12",
+            (
+                "batch 12 is not a multiple of dp·fsdp·ep = 8; use 8 or 16, or make dp·fsdp·ep one of 1, 2,"
+                " 3, 4, 6, 12"
+            ),
         ),
         (
             ("--mesh", "tp=8", "num_attention_heads=12", "num_key_value_heads=4", "head_dim=4"),
@@ -467,10 +625,22 @@ BOTH = [("train",), ("inspect",)]
             ("--mesh", "tp=8", "num_key_value_heads=4"),
             "KV heads 4 is not a multiple of tp = 8; make tp one of 1, 2, 4",
         ),
-        (("--mesh", "tp=8", "intermediate_size=36"), "feed-forward width 36 is not a multiple of tp = 8; make tp one of 1"),
-        (("--mesh", "tp=8", "vocab_size=260"), "vocabulary 260 is not a multiple of tp = 8; make tp one of 1, 2, 4"),
-        (("--mesh", "fsdp=8", "hidden_size=36", "head_dim=4"), "model width 36 is not a multiple of fsdp = 8; make fsdp"),
-        (("--mesh", "tp=4", "--tp-sequence", "--seq-len", "18"), "sequence 18 is not a multiple of sp·tp = 4; use 16 or 20"),
+        (
+            ("--mesh", "tp=8", "intermediate_size=36"),
+            "feed-forward width 36 is not a multiple of tp = 8; make tp one of 1",
+        ),
+        (
+            ("--mesh", "tp=8", "vocab_size=260"),
+            "vocabulary 260 is not a multiple of tp = 8; make tp one of 1, 2, 4",
+        ),
+        (
+            ("--mesh", "fsdp=8", "hidden_size=36", "head_dim=4"),
+            "model width 36 is not a multiple of fsdp = 8; make fsdp",
+        ),
+        (
+            ("--mesh", "tp=4", "--tp-sequence", "--seq-len", "18"),
+            "sequence 18 is not a multiple of sp·tp = 4; use 16 or 20",
+        ),
         (("--loss-chunks", "3"), "sequence 16 is not a multiple of sp·loss_chunks = 3"),
         (("--microbatches", "0"), "microbatches=0 is not a value of a plan; use a whole number of 1 or more"),
         (("--batch-size", "0"), "batch 0 holds no token; use 1 or more"),
@@ -487,7 +657,9 @@ BOTH = [("train",), ("inspect",)]
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
-def test_a_step_that_cannot_be_is_refused_in_a_sentence_before_it_is_made(refusal, model, command, flags, said):
+def test_a_step_that_cannot_be_is_refused_in_a_sentence_before_it_is_made(
+    refusal, model, command, flags, said
+):
     entries = dict(f.split("=") for f in flags if "=" in f and f[0] != "-" and "_" in f)
     card = {k: int(v) if v.isdigit() else v for k, v in entries.items()}
     flags = [f for f in flags if f.split("=")[0] not in entries]
@@ -525,9 +697,9 @@ def test_data_that_cannot_be_read_is_refused(refusal, model, tmp_path, make, sai
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(refusal, model, tmp_path):
     said = refusal("train", "--model", model(vocab_size=256), *TINY_STEP)
-    assert said == (
-        "tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or more, or a smaller "
-        "tokenizer ('bytes' has 257)"
+    assert (
+        said == "tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or"
+        " more, or a smaller tokenizer ('bytes' has 257)"
     )
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<s>": 0} | {f"w{i}": i + 1 for i in range(299)}
@@ -550,7 +722,10 @@ def test_a_tokenizer_that_is_not_there_is_refused(refusal, model, tmp_path):
         (("--clip", "0"), "clip 0.0: both must be positive numbers"),
         (("--warmup", "-1"), "use 0 or more"),
         (("--seed", "-1"), "seed is -1; use 0 to 4294967295"),
-        (("--every", "0", "--checkpoints", "kept"), "checkpoints every 0 steps, 2 kept: both must be at least 1"),
+        (
+            ("--every", "0", "--checkpoints", "kept"),
+            "checkpoints every 0 steps, 2 kept: both must be at least 1",
+        ),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
@@ -560,7 +735,18 @@ def test_training_options_that_would_do_harm_are_refused(refusal, model, tmp_pat
 
 
 def test_training_a_pipeline_says_how_long_its_stages_wait(call, model):
-    words = ("--mesh", "pp=2 dp=2", "--microbatches", "4", "--schedule", "gpipe", "--steps", "1", "--batch-size", "8")
+    words = (
+        "--mesh",
+        "pp=2 dp=2",
+        "--microbatches",
+        "4",
+        "--schedule",
+        "gpipe",
+        "--steps",
+        "1",
+        "--batch-size",
+        "8",
+    )
     status, _, err = call("train", "--model", model(num_hidden_layers=2), "--seq-len", "16", *words)
     assert status == 0 and "gpipe: 2 stages, 4 microbatches, 20% of a step idle" in err, err
 
@@ -580,29 +766,45 @@ def test_schedules_that_cannot_be_are_refused(refusal, words, said):
     assert said in refusal("schedule", *words)
 
 
-@pytest.mark.parametrize("flags, said", [
-    (("train", "--plot", "x.xyz"), "a drawing is saved as .svg or .png, and 'x.xyz' is neither; rename it"),
-    (("train", "--plot", "no/x.png"), "'no/x.png' cannot be written; give a file in a folder that is there"),
-    (("inspect", "--svg", "x.bmp"), "a drawing is saved as .svg or .png"),
-    (("schedule", "--svg", "no/x.svg"), "'no/x.svg' cannot be written"),
-    (("train", "--checkpoints", "file"), "checkpoints lie in a folder, but 'file' is a file"),
-    (("train", "--log", "folder"), "cannot write the log 'folder': Is a directory"),
-    (("train", "--seed", "1" + "0" * 30), "use 0 to 4294967295"),
-    (("train", "--seq-len", "1" + "0" * 15), "use at most 2,147,483,647 positions"),
-    (("inspect", "--batch-size", "1" + "0" * 15), "and 1,099,511,627,776 tokens"),
-    (("schedule", "--hop", "nan"), "none negative"),
-    (("schedule", "--hop", "inf"), "none negative"),
-    (("schedule", "--stages", "2000", "--microbatches", "2000"), "are too many to simulate; use at most"),
-    (("train", "--data", "pipe"), "data 'pipe' is no ordinary file but a pipe or a device"),
-    (("train", "--model", "llama3.1-405b", "--mesh", "fsdp=8"), "GiB on 8 simulated devices, and this machine has"),
-    (("train", "--eval-every", "-2"), "evaluation every -2 steps of 4 batches"),
-    (("generate", "--tokens", "0"), "0 tokens with seed 0: use 1 or more"),
-    (("generate", "--temperature", "nan"), "temperature nan is negative or no number"),
-    (("generate", "--mesh", "pp=8"), "generation has no pipeline, and mesh 'pp=8' has pp=8; use dp, fsdp, ep, sp, tp"),
-    (("generate", "\udcff"), "the prompt is no text: it holds bytes that are not UTF-8"),
-    (("models", ""), "unknown model ''"),
-    (("lab", "--folder", "folder", "--port", "99999999"), "--port 99999999 is no port; use 1 to 65535"),
-], ids=lambda x: " ".join(x)[:40] if isinstance(x, tuple) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (
+            ("train", "--plot", "x.xyz"),
+            "a drawing is saved as .svg or .png, and 'x.xyz' is neither; rename it",
+        ),
+        (
+            ("train", "--plot", "no/x.png"),
+            "'no/x.png' cannot be written; give a file in a folder that is there",
+        ),
+        (("inspect", "--svg", "x.bmp"), "a drawing is saved as .svg or .png"),
+        (("schedule", "--svg", "no/x.svg"), "'no/x.svg' cannot be written"),
+        (("train", "--checkpoints", "file"), "checkpoints lie in a folder, but 'file' is a file"),
+        (("train", "--log", "folder"), "cannot write the log 'folder': Is a directory"),
+        (("train", "--seed", "1" + "0" * 30), "use 0 to 4294967295"),
+        (("train", "--seq-len", "1" + "0" * 15), "use at most 2,147,483,647 positions"),
+        (("inspect", "--batch-size", "1" + "0" * 15), "and 1,099,511,627,776 tokens"),
+        (("schedule", "--hop", "nan"), "none negative"),
+        (("schedule", "--hop", "inf"), "none negative"),
+        (("schedule", "--stages", "2000", "--microbatches", "2000"), "are too many to simulate; use at most"),
+        (("train", "--data", "pipe"), "data 'pipe' is no ordinary file but a pipe or a device"),
+        (
+            ("train", "--model", "llama3.1-405b", "--mesh", "fsdp=8"),
+            "GiB on 8 simulated devices, and this machine has",
+        ),
+        (("train", "--eval-every", "-2"), "evaluation every -2 steps of 4 batches"),
+        (("generate", "--tokens", "0"), "0 tokens with seed 0: use 1 or more"),
+        (("generate", "--temperature", "nan"), "temperature nan is negative or no number"),
+        (
+            ("generate", "--mesh", "pp=8"),
+            "generation has no pipeline, and mesh 'pp=8' has pp=8; use dp, fsdp, ep, sp, tp",
+        ),
+        (("generate", "\udcff"), "the prompt is no text: it holds bytes that are not UTF-8"),
+        (("models", ""), "unknown model ''"),
+        (("lab", "--folder", "folder", "--port", "99999999"), "--port 99999999 is no port; use 1 to 65535"),
+    ],
+    ids=lambda x: " ".join(x)[:40] if isinstance(x, tuple) else "",
+)
 def test_what_cannot_end_well_is_refused_before_the_work(refusal, tmp_path, monkeypatch, flags, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")
@@ -612,7 +814,9 @@ def test_what_cannot_end_well_is_refused_before_the_work(refusal, tmp_path, monk
 
 
 def test_a_home_that_is_not_there_is_done_without(monkeypatch):
-    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    monkeypatch.setattr(
+        Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory."))
+    )
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     try:
@@ -627,16 +831,40 @@ def test_a_lab_without_notebooks_is_refused(refusal, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_exits_with_one_in_a_sentence(call, model, tmp_path):
-    words = ("train", "--model", model(), "--mesh", "dp=1", *TINY_STEP, "--optimizer", "sgd", "--learning-rate", "1e30",
-             "--warmup", "0", "--steps", "5", "--json")  # fmt: skip
+    words = (
+        "train",
+        "--model",
+        model(),
+        "--mesh",
+        "dp=1",
+        *TINY_STEP,
+        "--optimizer",
+        "sgd",
+        "--learning-rate",
+        "1e30",
+        "--warmup",
+        "0",
+        "--steps",
+        "5",
+        "--json",
+    )
     status, out, err = call(*words)
-    assert status == 1 and out == "" and "llmpar: the loss of step 1 is " in err and "try a lower learning rate" in err
+    assert (
+        status == 1
+        and out == ""
+        and "llmpar: the loss of step 1 is " in err
+        and "try a lower learning rate" in err
+    )
 
 
 def test_a_damaged_checkpoint_exits_with_one_in_a_sentence(call, model, tmp_path):
     (tmp_path / "kept" / "7").mkdir(parents=True)
-    status, out, err = call("train", "--model", model(), "--mesh", "dp=1", *TINY_STEP, "--checkpoints", str(tmp_path / "kept"))
-    assert status == 1 and out == "" and "llmpar: the checkpoint of step 7 in " in err and "Traceback" not in err
+    status, out, err = call(
+        "train", "--model", model(), "--mesh", "dp=1", *TINY_STEP, "--checkpoints", str(tmp_path / "kept")
+    )
+    assert (
+        status == 1 and out == "" and "llmpar: the checkpoint of step 7 in " in err and "Traceback" not in err
+    )
 
 
 def test_generate_continues_from_a_checkpoint_whatever_the_meshes(call, document, tmp_path):

@@ -1,4 +1,5 @@
-"""Model sizes: exact numbers of parameters, the shapes that the model really has, and Hugging Face configurations."""
+"""Model sizes: exact numbers of parameters, the shapes that the model really has, and Hugging Face
+configurations."""
 
 import dataclasses
 import json
@@ -10,11 +11,21 @@ import pytest
 from flax import nnx
 from parity import LLAMA, MOE, QWEN
 
-from llmpar.config import PRESETS, ExpertConfig, ModelConfig, RopeScaling, describe, from_dict, from_hugging_face, preset
+from llmpar.config import (
+    PRESETS,
+    ExpertConfig,
+    ModelConfig,
+    RopeScaling,
+    describe,
+    from_dict,
+    from_hugging_face,
+    preset,
+)
 from llmpar.model import Llama, rope_frequencies
 
-# As the model cards and the checkpoints have them (sum over the tensors of the published safetensors files; tied
-# embeddings once). The first four are ours: by hand, v·d (twice if untied) + layers·(2d² + 2·d·k·h + 3·d·m + 2d) + d.
+# As the model cards and the checkpoints have them (sum over the tensors of the published safetensors files;
+# tied embeddings once). The first four are ours: by hand, v·d (twice if untied) + layers·(2d² + 2·d·k·h +
+# 3·d·m + 2d) + d.
 PUBLISHED = {
     "tiny": 264 * 64 * 2 + 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64,
     "tiny-tied": 264 * 64 + 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64,
@@ -51,9 +62,12 @@ PUBLISHED = {
     "deepseek-v3": 671_026_419_200,  # without the weights for predicting several tokens
 }
 ACTIVE = {
-    "tiny-moe": PUBLISHED["tiny-moe"] - 4 * 6 * 3 * 64 * 64, "qwen3-30b-a3b": 3_353_032_704,
-    "mixtral-8x7b": 12_879_925_248, "mixtral-8x22b": 39_152_031_744, "deepseek-v3": 37_552_297_472,
-}  # fmt: skip
+    "tiny-moe": PUBLISHED["tiny-moe"] - 4 * 6 * 3 * 64 * 64,
+    "qwen3-30b-a3b": 3_353_032_704,
+    "mixtral-8x7b": 12_879_925_248,
+    "mixtral-8x22b": 39_152_031_744,
+    "deepseek-v3": 37_552_297_472,
+}
 
 
 def test_every_preset_has_a_published_count():
@@ -73,7 +87,9 @@ def test_parameter_counts_are_exact(name):
 
 
 # Where the experts are as wide as the model, shared ones are wider in one dim of two.
-SHARED = dataclasses.replace(MOE, name="tiny-shared", ffn_width=MOE.width, experts=ExpertConfig(8, 2, shared=2))
+SHARED = dataclasses.replace(
+    MOE, name="tiny-shared", ffn_width=MOE.width, experts=ExpertConfig(8, 2, shared=2)
+)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +98,8 @@ SHARED = dataclasses.replace(MOE, name="tiny-shared", ffn_width=MOE.width, exper
     ids=lambda c: c.name,
 )
 def test_shapes_and_dims_are_those_of_the_real_model(config):
-    """Nothing is allocated: the modules' own parameters, as abstract values, with the dims that they were given."""
+    """Nothing is allocated: the modules' own parameters, as abstract values, with the dims that they were
+    given."""
     model = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
     real = {}
     for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -103,41 +120,89 @@ def test_dims_mean_the_same_size_everywhere():
 
 
 def test_uneven_groups_of_heads_are_refused():
-    with pytest.raises(ValueError, match="16 query heads cannot share 6 KV heads evenly; use a number .* that divides 16"):
+    with pytest.raises(
+        ValueError, match="16 query heads cannot share 6 KV heads evenly; use a number .* that divides 16"
+    ):
         dataclasses.replace(LLAMA, num_kv_heads=6)
 
 
 def test_an_unknown_model_is_refused_with_the_names_that_are_known():
     with pytest.raises(
-        ValueError, match="unknown model 'llama9'; the presets are tiny, .*qwen3-32b, .*, or give the path of a config.json"
+        ValueError,
+        match=(
+            "unknown model 'llama9'; the presets are tiny, .*qwen3-32b, .*, or give the path of a config.json"
+        ),
     ):
         preset("llama9")
 
 
-# ---------------------------------------------------------------------------------------------------------- Hugging Face
+# ----------------------------------------------------------------------------------------------- Hugging Face
 
 COMMON = {"hidden_act": "silu", "torch_dtype": "bfloat16", "initializer_range": 0.02}
 LLAMA31 = COMMON | {
-    "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14_336, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
-    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
-    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14_336,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
 MISTRAL = COMMON | {
-    "model_type": "mistral", "vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "intermediate_size": 14_336, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "sliding_window": 4096,
-}  # fmt: skip
+    "model_type": "mistral",
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14_336,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "sliding_window": 4096,
+}
 QWEN2 = COMMON | {
-    "model_type": "qwen2", "vocab_size": 151_936, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
-    "num_key_value_heads": 2, "intermediate_size": 4864, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0,
-    "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 32_768, "max_window_layers": 21,
-}  # fmt: skip
+    "model_type": "qwen2",
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": 32_768,
+    "max_window_layers": 21,
+}
 QWEN3 = COMMON | {
-    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "intermediate_size": 3072, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1_000_000,
-    "tie_word_embeddings": True, "attention_bias": False, "rope_scaling": None, "use_sliding_window": False,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "intermediate_size": 3072,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "rope_scaling": None,
+    "use_sliding_window": False,
+}
 CARDS = {"llama3.1-8b": LLAMA31, "mistral-7b": MISTRAL, "qwen2.5-0.5b": QWEN2, "qwen3-0.6b": QWEN3}
 
 
@@ -155,10 +220,19 @@ def test_a_published_configuration_is_its_preset(tmp_path, name):
 
 
 def test_what_a_configuration_leaves_out_has_the_meaning_that_transformers_gives_it(tmp_path):
-    short = {k: v for k, v in LLAMA31.items() if k not in ("num_key_value_heads", "rope_scaling", "rms_norm_eps", "rope_theta")}
+    short = {
+        k: v
+        for k, v in LLAMA31.items()
+        if k not in ("num_key_value_heads", "rope_scaling", "rms_norm_eps", "rope_theta")
+    }
     config = from_hugging_face(written(tmp_path, short))
     assert config.num_kv_heads == config.num_heads == 32 and config.head_width == 128
-    assert (config.norm_eps, config.rope_theta, config.rope_scaling, config.tied) == (1e-6, 10_000.0, None, False)
+    assert (config.norm_eps, config.rope_theta, config.rope_scaling, config.tied) == (
+        1e-6,
+        10_000.0,
+        None,
+        False,
+    )
 
 
 def test_the_newer_spelling_of_rope_is_read(tmp_path):
@@ -177,11 +251,17 @@ def test_a_window_in_every_layer_is_one(tmp_path):
 @pytest.mark.parametrize(
     "card, why",
     [
-        (LLAMA31 | {"model_type": "gpt2"}, "model_type 'gpt2' in '.*' is not one of llama, mistral, mixtral, qwen2, "),
+        (
+            LLAMA31 | {"model_type": "gpt2"},
+            "model_type 'gpt2' in '.*' is not one of llama, mistral, mixtral, qwen2, ",
+        ),
         (LLAMA31 | {"hidden_act": "gelu"}, "hidden_act 'gelu' in '.*' is not implemented; silu is"),
         (LLAMA31 | {"mlp_bias": True}, "asks for biases"),
         (LLAMA31 | {"attention_bias": True}, "asks for biases"),
-        (LLAMA31 | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' .* default and llama3 are"),
+        (
+            LLAMA31 | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope type 'yarn' .* default and llama3 are",
+        ),
         (QWEN2 | {"use_sliding_window": True}, "has a window in 3 of 24 layers; use one in all or none"),
         (LLAMA31 | {"num_key_value_heads": 5}, "32 query heads cannot share 5 KV heads"),
         ({k: v for k, v in LLAMA31.items() if k != "hidden_size"}, "'.*' lacks 'hidden_size'"),
@@ -199,16 +279,40 @@ def test_what_the_model_cannot_do_is_refused_naming_the_key(tmp_path, card, why)
     assert "\n" not in str(caught.value)
 
 
-NUMBERS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+NUMBERS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
 WRONG = [(name, value) for name in NUMBERS for value in (-8, 0, 2.5, "32", [8], True, 10**30)]
 WRONG += [(name, None) for name in NUMBERS if name != "num_key_value_heads"]
 WRONG += [
-    ("head_dim", 7), ("head_dim", -4), ("head_dim", 0), ("head_dim", "4"), ("rms_norm_eps", "x"), ("rms_norm_eps", -1.0),
-    ("rms_norm_eps", None), ("rope_theta", "x"), ("rope_theta", -1.0), ("rope_theta", [1]), ("initializer_range", "x"),
-    ("initializer_range", -1), ("tie_word_embeddings", "false"), ("tie_word_embeddings", 0), ("rope_scaling", "yarn"),
-    ("rope_scaling", [1]), ("partial_rotary_factor", 0.5), ("quantization_config", {"quant_method": "gptq"}),
-    ("model_type", 5), ("hidden_act", None), ("attention_bias", "false"), ("mlp_bias", 1),
-]  # fmt: skip
+    ("head_dim", 7),
+    ("head_dim", -4),
+    ("head_dim", 0),
+    ("head_dim", "4"),
+    ("rms_norm_eps", "x"),
+    ("rms_norm_eps", -1.0),
+    ("rms_norm_eps", None),
+    ("rope_theta", "x"),
+    ("rope_theta", -1.0),
+    ("rope_theta", [1]),
+    ("initializer_range", "x"),
+    ("initializer_range", -1),
+    ("tie_word_embeddings", "false"),
+    ("tie_word_embeddings", 0),
+    ("rope_scaling", "yarn"),
+    ("rope_scaling", [1]),
+    ("partial_rotary_factor", 0.5),
+    ("quantization_config", {"quant_method": "gptq"}),
+    ("model_type", 5),
+    ("hidden_act", None),
+    ("attention_bias", "false"),
+    ("mlp_bias", 1),
+]
 
 
 @pytest.mark.parametrize("name, value", WRONG, ids=str)
@@ -220,11 +324,15 @@ def test_no_field_of_a_configuration_may_be_anything(tmp_path, name, value):
 
 
 def test_what_a_field_may_be_is_said(tmp_path):
-    with pytest.raises(ValueError, match=r"hidden_size in '.*' is -8; use a whole number from 1 to 16,777,216$"):
+    with pytest.raises(
+        ValueError, match=r"hidden_size in '.*' is -8; use a whole number from 1 to 16,777,216$"
+    ):
         preset(written(tmp_path, LLAMA31 | {"hidden_size": -8}))
     with pytest.raises(ValueError, match=r'tie_word_embeddings in .* is "false"; use true or false$'):
         preset(written(tmp_path, LLAMA31 | {"tie_word_embeddings": "false"}))
-    with pytest.raises(ValueError, match="hidden_size 4097 in '.*' is no multiple of its 32 heads, and no head_dim is given"):
+    with pytest.raises(
+        ValueError, match="hidden_size 4097 in '.*' is no multiple of its 32 heads, and no head_dim is given"
+    ):
         preset(written(tmp_path, LLAMA31 | {"hidden_size": 4097}))
     with pytest.raises(ValueError, match="it is nested too deeply"):
         (tmp_path / "deep.json").write_text("[" * 100_000)
@@ -235,12 +343,28 @@ def test_fields_of_families_are_checked_too(tmp_path):
     windowed = QWEN2 | {"use_sliding_window": True, "sliding_window": 8}
     experts = MISTRAL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
     assert preset(written(tmp_path, experts)).experts.num == 8
-    bad = [windowed | {"max_window_layers": "x"}, windowed | {"layer_types": 5}, windowed | {"num_hidden_layers": "4"},
-           windowed | {"use_sliding_window": "false"}, MISTRAL | {"sliding_window": -1}, MISTRAL | {"sliding_window": "x"},
-           experts | {"num_local_experts": "8"}, experts | {"num_experts_per_tok": 0}, experts | {"num_experts_per_tok": 9},
-           experts | {"expert_capacity_factor": "x"}, experts | {"router_aux_loss_coef": None},
-           *(LLAMA31 | {"rope_scaling": LLAMA31["rope_scaling"] | {name: value}} for name, value in
-             (("factor", 0), ("factor", "8"), ("low_freq_factor", 4.0), ("original_max_position_embeddings", 0)))]  # fmt: skip
+    bad = [
+        windowed | {"max_window_layers": "x"},
+        windowed | {"layer_types": 5},
+        windowed | {"num_hidden_layers": "4"},
+        windowed | {"use_sliding_window": "false"},
+        MISTRAL | {"sliding_window": -1},
+        MISTRAL | {"sliding_window": "x"},
+        experts | {"num_local_experts": "8"},
+        experts | {"num_experts_per_tok": 0},
+        experts | {"num_experts_per_tok": 9},
+        experts | {"expert_capacity_factor": "x"},
+        experts | {"router_aux_loss_coef": None},
+        *(
+            LLAMA31 | {"rope_scaling": LLAMA31["rope_scaling"] | {name: value}}
+            for name, value in (
+                ("factor", 0),
+                ("factor", "8"),
+                ("low_freq_factor", 4.0),
+                ("original_max_position_embeddings", 0),
+            )
+        ),
+    ]
     for card in bad:
         with pytest.raises(ValueError) as caught:
             preset(written(tmp_path, card))
@@ -250,7 +374,10 @@ def test_fields_of_families_are_checked_too(tmp_path):
 @pytest.mark.parametrize(
     "made, said",
     [
-        (lambda: dataclasses.replace(LLAMA, head_width=7), "heads are 7 wide, but rotary embedding turns pairs"),
+        (
+            lambda: dataclasses.replace(LLAMA, head_width=7),
+            "heads are 7 wide, but rotary embedding turns pairs",
+        ),
         (lambda: dataclasses.replace(LLAMA, num_layers=-8), "num_layers is -8; use a whole number from 1"),
         (lambda: dataclasses.replace(LLAMA, window=0), r"window is 0; use a whole number from 1 \(or null\)"),
         (lambda: dataclasses.replace(LLAMA, norm_eps=-1.0), "norm_eps is -1.0; use a number from 0 to 1"),
@@ -276,17 +403,20 @@ def test_a_missing_file_is_refused(tmp_path):
         preset(str(tmp_path / "none.json"))
 
 
-# ------------------------------------------------------------------------------------------------------------------ RoPE
+# ------------------------------------------------------------------------------------------------------- RoPE
 
 
 def by_wavelength(config: ModelConfig) -> list[float]:
-    """Llama 3.1's frequencies as its reference configuration writes them: one by one, with wavelengths and branches."""
+    """Llama 3.1's frequencies as its reference configuration writes them: one by one, with wavelengths and
+    branches."""
     scaling, out = config.rope_scaling, []
     for i in range(config.head_width // 2):
         frequency = 1 / config.rope_theta ** (2 * i / config.head_width)
         if scaling:
             wavelength = 2 * math.pi / frequency
-            longest, shortest = (scaling.original_context / x for x in (scaling.low_freq_factor, scaling.high_freq_factor))
+            longest, shortest = (
+                scaling.original_context / x for x in (scaling.low_freq_factor, scaling.high_freq_factor)
+            )
             if wavelength > longest:
                 frequency /= scaling.factor
             elif wavelength > shortest:
@@ -298,7 +428,9 @@ def by_wavelength(config: ModelConfig) -> list[float]:
     return out
 
 
-@pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "qwen3-8b"])
+@pytest.mark.parametrize(
+    "name", ["llama2-7b", "llama3-8b", "llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "qwen3-8b"]
+)
 def test_rotary_frequencies_are_the_published_ones(name):
     config = preset(name)
     np.testing.assert_allclose(rope_frequencies(config), by_wavelength(config), rtol=1e-12)
@@ -308,7 +440,9 @@ def test_llama_3_1_scales_low_frequencies_only():
     plain, scaled = (np.array(rope_frequencies(preset(n))) for n in ("llama3-8b", "llama3.1-8b"))
     ratio = plain / scaled
     assert ratio[0] == 1 and abs(ratio[-1] - 8) < 1e-9 and np.all(np.diff(ratio) >= -1e-12)
-    assert np.sum((ratio > 1 + 1e-9) & (ratio < 8 - 1e-9)) == sum(2048 < 2 * math.pi / f < 8192 for f in plain)
+    assert np.sum((ratio > 1 + 1e-9) & (ratio < 8 - 1e-9)) == sum(
+        2048 < 2 * math.pi / f < 8192 for f in plain
+    )
 
 
 def test_fresh_weights_have_the_shapes_and_the_scale_that_were_asked():

@@ -1,4 +1,5 @@
-"""Checks of `cost` that do not come from a paper: identities, limits, and small worlds that are played through."""
+"""Checks of `cost` that do not come from a paper: identities, limits, and small worlds that are played
+through."""
 
 import math
 from collections import Counter
@@ -10,7 +11,9 @@ from llmpar import cost
 from llmpar.hardware import chip
 
 GROUPS = (2, 3, 8, 64)
-exactly = pytest.approx  # its default, one part in a million, is loose enough for any order of float operations
+exactly = (
+    pytest.approx
+)  # its default, one part in a million, is loose enough for any order of float operations
 
 
 # ---------------------------------------------------------------- memory
@@ -26,7 +29,9 @@ def test_zero_stages_only_ever_save_and_are_equal_on_one_device(devices):
 
 def test_zero_limits_are_what_is_never_cut():
     """With endless devices stage 1 keeps weights and gradients, stage 2 weights, stage 3 nothing."""
-    limits = [cost.zero_bytes(1, 1e15, stage, param_bytes=3, grad_bytes=5, optim_bytes=7) for stage in range(4)]
+    limits = [
+        cost.zero_bytes(1, 1e15, stage, param_bytes=3, grad_bytes=5, optim_bytes=7) for stage in range(4)
+    ]
     assert limits == pytest.approx([15, 8, 3, 0], abs=1e-9)
 
 
@@ -50,9 +55,18 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole():
 def test_llama_activations_count_the_tensors_of_a_block():
     d, n, k, h, m = 64, 4, 2, 16, 160
     tensors = {
-        "input": d, "normed": d, "q": n * h, "k": k * h, "v": k * h, "attended": n * h, "middle": d, "normed again": d,
-        "gate": m, "up": m, "product": m,
-    }  # fmt: skip
+        "input": d,
+        "normed": d,
+        "q": n * h,
+        "k": k * h,
+        "v": k * h,
+        "attended": n * h,
+        "middle": d,
+        "normed again": d,
+        "gate": m,
+        "up": m,
+        "product": m,
+    }
     selective = ("input", "q", "v", "attended", "gate")  # and the block's output, the next one's input
     shape = (10, d, n, k, h, m)
     assert cost.llama_activation_bytes(*shape) == 2 * 10 * sum(tensors.values())
@@ -84,12 +98,16 @@ def test_parameters_are_counted_as_if_the_matrices_were_listed():
 
 def test_dense_models_are_all_active():
     counts = cost.param_counts(32000, 4096, 32, 32, 8, 128, 14336, glu=True)
-    assert counts["active"] == counts["total"] == sum(counts[p] for p in counts if p not in ("total", "active"))
+    assert (
+        counts["active"] == counts["total"] == sum(counts[p] for p in counts if p not in ("total", "active"))
+    )
 
 
 def test_narayanan_count_is_exact_but_for_the_last_norm():
     h, layers, vocab, seq = 768, 12, 50257, 1024
-    exact = cost.param_counts(vocab, h, layers, ctx=seq, learned_pos=True, tied=True, bias=True, norm="ln")["total"]
+    exact = cost.param_counts(vocab, h, layers, ctx=seq, learned_pos=True, tied=True, bias=True, norm="ln")[
+        "total"
+    ]
     assert cost.gpt_params(h, layers, vocab, seq) == exactly(exact - 2 * h, rel=1e-12)
 
 
@@ -128,7 +146,8 @@ def test_full_recomputation_is_a_third_longer_at_the_same_rate():
 
 
 def replayed_ring(kind, group, chunk=1):
-    """Bytes that the busiest device sends when a ring is played step by step: lap after lap of one chunk a step."""
+    """Bytes that the busiest device sends when a ring is played step by step: lap after lap of one chunk a
+    step."""
     sent = Counter()
     laps = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}[kind]
     for _ in range(laps * (group - 1)):
@@ -197,7 +216,8 @@ def test_bytes_from_result_and_from_message_differ_for_reduce_scatter_only(group
 
 
 def played_all_to_all(size, wrap):
-    """Busiest link, in chunks, when each device of a row sends every other one chunk along the shortest way."""
+    """Busiest link, in chunks, when each device of a row sends every other one chunk along the shortest
+    way."""
     load = Counter()
     for here in range(size):
         for there in range(size):
@@ -215,7 +235,9 @@ def played_all_to_all(size, wrap):
     return max(load.values())
 
 
-@pytest.mark.parametrize(("size", "wrap"), [(4, True), (8, True), (16, True), (2, False), (4, False), (16, False)])
+@pytest.mark.parametrize(
+    ("size", "wrap"), [(4, True), (8, True), (16, True), (2, False), (4, False), (16, False)]
+)
 def test_torus_all_to_all_is_the_load_of_its_busiest_link(size, wrap):
     seconds = cost.torus_seconds("all-to-all", size * 1.0, (size,), 1.0, wrap)
     assert seconds == exactly(played_all_to_all(size, wrap))
@@ -244,10 +266,16 @@ def test_small_messages_cost_their_hops():
 
 def test_a_tree_is_as_slow_as_its_slowest_level():
     levels = [(8, 450e9), (32, 400e9), (4, 12.8e12)]
-    assert cost.level_bytes_per_s(levels) == exactly([514.29e9, 412.9e9, 17.07e12], rel=1e-3)  # printed to 3 digits
+    assert cost.level_bytes_per_s(levels) == exactly(
+        [514.29e9, 412.9e9, 17.07e12], rel=1e-3
+    )  # printed to 3 digits
     assert cost.tree_seconds("all-gather", 413e9, levels) == exactly(1, rel=1e-3)
-    assert cost.tree_seconds("all-gather", 1e9, levels[:1]) == exactly(cost.switch_seconds("all-gather", 1e9, 8, 450e9))
-    assert cost.tree_seconds("all-to-all", 1e9, levels[:1]) == exactly(cost.switch_seconds("all-to-all", 1e9, 8, 450e9))
+    assert cost.tree_seconds("all-gather", 1e9, levels[:1]) == exactly(
+        cost.switch_seconds("all-gather", 1e9, 8, 450e9)
+    )
+    assert cost.tree_seconds("all-to-all", 1e9, levels[:1]) == exactly(
+        cost.switch_seconds("all-to-all", 1e9, 8, 450e9)
+    )
 
 
 def test_all_to_all_loses_the_node_as_soon_as_it_leaves_it():
@@ -264,9 +292,12 @@ def test_a_collective_over_links_follows_its_group_out_of_the_node():
     h100, v = chip("h100"), 1e9
     node = cost.collective_seconds(h100, "all-gather", v, 8)
     assert node == exactly(cost.switch_seconds("all-gather", v, 8, 370e9))
-    assert cost.collective_seconds(h100, "all-gather", v, 64) == exactly(node), "8 nodes: the node still binds"
+    assert cost.collective_seconds(h100, "all-gather", v, 64) == exactly(node), (
+        "8 nodes: the node still binds"
+    )
     assert cost.collective_seconds(h100, "all-gather", v, 1024) == exactly(v * 127 / 128 / 400e9)
-    # One device in each of 8 nodes, as dp has it outside tp=8: a lone port, eight times slower than all ports together.
+    # One device in each of 8 nodes, as dp has it outside tp=8: a lone port, eight times slower than all ports
+    # together.
     assert cost.collective_seconds(h100, "all-gather", v, 8, inner=8) == exactly(v * 7 / 8 / 50e9)
     assert cost.collective_seconds(h100, "permute", v, 8, inner=8) == exactly(v / 50e9)
     assert cost.collective_seconds(h100, "all-to-all", v, 8, inner=8) == exactly(v * 7 / 8 / 50e9)
@@ -294,7 +325,9 @@ def test_two_cores_of_a_chip_share_its_links():
     local = v / 8
     chips = cost.collective_seconds(whole, "all-to-all", 2 * local, 4)
     assert cost.collective_seconds(ironwood, "all-to-all", local, 8) == exactly(chips)
-    assert cost.collective_seconds(ironwood, "all-gather", v, 2) < cost.collective_seconds(whole, "all-gather", v, 2)
+    assert cost.collective_seconds(ironwood, "all-gather", v, 2) < cost.collective_seconds(
+        whole, "all-gather", v, 2
+    )
 
 
 def test_point_to_point_is_latency_and_bandwidth():
@@ -330,7 +363,9 @@ def test_accumulation_is_free_below_stage_two():
 def test_megatron_traffic_is_four_all_reduces_or_their_halves():
     b, s, d, t = 2, 128, 64, 8
     message = b * s * d
-    assert cost.tp_elements(b, s, d, t, layers=3) == exactly(3 * 4 * cost.sent_bytes("all-reduce", message, t))
+    assert cost.tp_elements(b, s, d, t, layers=3) == exactly(
+        3 * 4 * cost.sent_bytes("all-reduce", message, t)
+    )
     split = 4 * (cost.sent_bytes("all-gather", message, t) + cost.sent_bytes("reduce-scatter", message, t))
     assert cost.tp_elements(b, s, d, t) == exactly(split)
 
@@ -344,13 +379,17 @@ def test_ring_attention_sends_what_a_played_ring_sends(n):
     b, s, k, h = 2, 64, 2, 16
     block = b * (s // n) * k * h
     forward = sum(2 * block for hop in range(n) if hop < n - 1)  # after the last block nothing need move
-    backward = forward + sum(2 * block for _ in range(n))  # gradients make the whole round, back to their owner
+    backward = forward + sum(
+        2 * block for _ in range(n)
+    )  # gradients make the whole round, back to their owner
     assert cost.ring_elements(b, s, k, h, n) == (forward, backward)
 
 
 def test_ulysses_shrinks_with_its_degree_and_with_grouped_heads():
     assert cost.ulysses_elements(1024, 64, 8) * 8 == cost.ulysses_elements(1024, 64, 1) == 4 * 1024 * 64
-    assert cost.ulysses_elements(1024, 64, 8, kv_ratio=0.25) / cost.ulysses_elements(1024, 64, 8) == exactly(2.5 / 4)
+    assert cost.ulysses_elements(1024, 64, 8, kv_ratio=0.25) / cost.ulysses_elements(1024, 64, 8) == exactly(
+        2.5 / 4
+    )
 
 
 def test_expert_dispatch_is_two_all_to_alls_of_k_copies():
@@ -361,7 +400,13 @@ def test_expert_dispatch_is_two_all_to_alls_of_k_copies():
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "factor", "topk", "slots"),
-    [(64, 8, 1.0, 1, 8), (65, 8, 1.0, 1, 9), (1000, 1, 1.1, 1, 1100), (64, 8, 1.25, 2, 20), (8, 64, 1.0, 1, 1)],
+    [
+        (64, 8, 1.0, 1, 8),
+        (65, 8, 1.0, 1, 9),
+        (1000, 1, 1.1, 1, 1100),
+        (64, 8, 1.25, 2, 20),
+        (8, 64, 1.0, 1, 1),
+    ],
 )
 def test_capacity_rounds_up_but_not_for_a_float_digit(tokens, experts, factor, topk, slots):
     assert cost.expert_capacity(tokens, experts, factor, topk) == slots
@@ -415,7 +460,8 @@ def test_a_narrow_product_is_never_compute_bound():
 
 @pytest.mark.parametrize("axes", [1, 3])
 def test_fsdp_hides_exactly_at_its_threshold(axes):
-    """One feed-forward product forward: 4BDF flops over X chips against gathering 2 x 2DF bytes over the axes."""
+    """One feed-forward product forward: 4BDF flops over X chips against gathering 2 x 2DF bytes over the
+    axes."""
     row, d, f, chips = chip("v5p"), 8192, 28672, 64
     egress = axes * row.axis_bytes_per_s
     tokens = cost.dp_min_tokens(row.flops_per_s, egress) * chips
@@ -458,7 +504,8 @@ def test_experts_raise_the_data_parallel_batch():
 
 @pytest.mark.parametrize("kv_ratio", [1.0, 0.125])
 def test_ring_attention_hides_exactly_at_its_block(kv_ratio):
-    """A hop: 4 c^2 d flops on a block of c tokens against sending K and V, 2 c d kv_ratio elements of 2 bytes."""
+    """A hop: 4 c^2 d flops on a block of c tokens against sending K and V, 2 c d kv_ratio elements of 2
+    bytes."""
     row, d = chip("a100"), 4096
     block = cost.ring_min_block(row.flops_per_s, row.link_bytes_per_s, kv_ratio)
     compute = 4 * block**2 * d / row.flops_per_s
@@ -486,7 +533,8 @@ def test_striping_gains_what_a_played_causal_ring_gains(n):
 
 
 def test_playbook_ratios_cross_one_where_the_book_says():
-    """The playbook counts 1 byte an element and one direction: at C/W = 2 tokens an endless ring just hides."""
+    """The playbook counts 1 byte an element and one direction: at C/W = 2 tokens an endless ring just
+    hides."""
     assert cost.comm_over_compute("zero3", 10**9, 989e12, 450e9, 989e12 / 450e9 / 2) == exactly(1)
     assert cost.comm_over_compute("dp", 8, 989e12, 450e9, 4096, bytes_each=2) == exactly(
         cost.zero_elements(7e9, 0, devices=8) * 2 / 450e9 / (4 * 7e9 * 4096 / 989e12)
@@ -501,7 +549,10 @@ def test_decoding_is_memory_bound_until_its_critical_batch():
     row, params = chip("v5e"), 30e9
     rates = (row.flops_per_s, row.hbm_bytes_per_s)
     critical = cost.critical_batch(*rates, weight_bytes=1)
-    step = {b: cost.decode_seconds(b, params, 0, 16, *rates, weight_bytes=1) for b in (0, 1, critical, 2 * critical)}
+    step = {
+        b: cost.decode_seconds(b, params, 0, 16, *rates, weight_bytes=1)
+        for b in (0, 1, critical, 2 * critical)
+    }
     assert step[0] == step[1] == params / (16 * row.hbm_bytes_per_s)
     assert step[critical] == exactly(step[0])
     assert step[2 * critical] == exactly(2 * step[critical])

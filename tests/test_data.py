@@ -13,7 +13,16 @@ import pytest
 
 from llmpar import data
 from llmpar.attention import order as sequence_order
-from llmpar.data import ByteTokenizer, Corpus, DataConfig, Stream, check_vocab, open_tokenizer, read_corpus, tokenizer_of
+from llmpar.data import (
+    ByteTokenizer,
+    Corpus,
+    DataConfig,
+    Stream,
+    check_vocab,
+    open_tokenizer,
+    read_corpus,
+    tokenizer_of,
+)
 
 CONFIG = DataConfig(seq_len=16, batch_size=5, held_out=4)
 PINNED_FIRSTS, PINNED_FINGERPRINT = [122, 531, 238, 696, 30], "b17273b56be68de9"
@@ -26,10 +35,13 @@ def config(**changes):
 
 @pytest.fixture
 def corpus():
-    """Token i is the number i; 40 documents of 1 to 60 tokens, some longer than a row, some a start token alone."""
+    """Token i is the number i; 40 documents of 1 to 60 tokens, some longer than a row, some a start token
+    alone."""
     lengths = 1 + np.arange(40) ** 3 * 7 % 60
     lengths[[3, 4]] = 1
-    return Corpus(np.arange(lengths.sum(), dtype=np.int32), np.cumsum([0, *lengths]), ByteTokenizer(), "addresses")
+    return Corpus(
+        np.arange(lengths.sum(), dtype=np.int32), np.cumsum([0, *lengths]), ByteTokenizer(), "addresses"
+    )
 
 
 def faults(batch, corpus, seq_len=16):
@@ -44,7 +56,10 @@ def faults(batch, corpus, seq_len=16):
     for tokens, targets, segments in zip(row["tokens"], row["targets"], row["segments"], strict=True):
         doc = owner[tokens]
         inside = doc[1:] == doc[:-1]
-        follow, begin = tokens[1:][inside] == tokens[:-1][inside] + 1, np.isin(tokens[1:][~inside], corpus.offsets)
+        follow, begin = (
+            tokens[1:][inside] == tokens[:-1][inside] + 1,
+            np.isin(tokens[1:][~inside], corpus.offsets),
+        )
         if not (follow.all() and begin.all()):
             found.add("tokens")
         if not (targets[:-1] == np.where(inside, tokens[1:], -1)).all():
@@ -61,7 +76,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
 
 
-# --------------------------------------------------------------------------------------------------------------- stream
+# ----------------------------------------------------------------------------------------------------- stream
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped", "random"])
@@ -84,7 +99,9 @@ def test_no_target_crosses_documents_and_segments_change_exactly_there(corpus, o
 @pytest.mark.parametrize("name", ["tokens", "targets", "positions", "segments"])
 def test_the_check_sees_an_array_that_was_not_permuted_with_the_others(corpus, name):
     order = sequence_order("zigzag", 16, 4)
-    plain, zigzag = (Stream(corpus, config(held_out=0, batch_size=40), order=o).batch(0) for o in ("contiguous", order))
+    plain, zigzag = (
+        Stream(corpus, config(held_out=0, batch_size=40), order=o).batch(0) for o in ("contiguous", order)
+    )
     assert same(zigzag, {k: x[:, order] for k, x in plain.items()})
     assert faults(zigzag | {name: plain[name]}, corpus)
 
@@ -196,7 +213,7 @@ def test_a_batch_belongs_to_its_reader(corpus):
     assert same(stream.batch(0), Stream(corpus, CONFIG).batch(0))
 
 
-# ------------------------------------------------------------------------------------------------------------ documents
+# -------------------------------------------------------------------------------------------------- documents
 
 
 def write(path, content):
@@ -231,9 +248,22 @@ def test_the_default_text_is_the_standard_library_cut_at_the_limit():
 
 
 def library(root):
-    for name in ("b.py", "a.py", "json/__init__.py", "json/tool.py", "json/notes.txt", "_sysconfigdata__x.py",
-                 "sitecustomize.py", "site-packages/numpy/x.py", "test/test_a.py", "json/tests/t.py", "idlelib/x.py",
-                 "encodings/cp1.py", "pydoc_data/topics.py", "__pycache__/a.pyc"):  # fmt: skip
+    for name in (
+        "b.py",
+        "a.py",
+        "json/__init__.py",
+        "json/tool.py",
+        "json/notes.txt",
+        "_sysconfigdata__x.py",
+        "sitecustomize.py",
+        "site-packages/numpy/x.py",
+        "test/test_a.py",
+        "json/tests/t.py",
+        "idlelib/x.py",
+        "encodings/cp1.py",
+        "pydoc_data/topics.py",
+        "__pycache__/a.pyc",
+    ):
         write(root / name, f"# {name}\n")
     return root
 
@@ -241,7 +271,9 @@ def library(root):
 def test_the_library_is_its_licence_and_sources_sorted_without_tests_and_packages(tmp_path, monkeypatch):
     root, walk = library(tmp_path / "lib"), os.walk
     # a file system lists a folder in the order it likes
-    monkeypatch.setattr(os, "walk", lambda top: ((d, inside, sorted(files)[::-1]) for d, inside, files in walk(top)))
+    monkeypatch.setattr(
+        os, "walk", lambda top: ((d, inside, sorted(files)[::-1]) for d, inside, files in walk(top))
+    )
     names = ["a.py", "b.py", "json/__init__.py", "json/tool.py"]
     assert data.library_files(str(root)) == [str(root / n) for n in names]
     beside = write(tmp_path / "LICENSE", "the licence")
@@ -252,7 +284,9 @@ def test_the_library_is_its_licence_and_sources_sorted_without_tests_and_package
 
 def test_a_python_without_sources_says_so_and_uses_its_licence(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(ValueError, match=r"library .* without its sources here, has no text: 0 files, .*--data"):
+    with pytest.raises(
+        ValueError, match=r"library .* without its sources here, has no text: 0 files, .*--data"
+    ):
         read_corpus(DataConfig())
     write(tmp_path / "LICENSE.txt", "do as you like")
     corpus = read_corpus(DataConfig())
@@ -271,13 +305,20 @@ def test_globs_recurse_and_take_no_file_twice(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     assert data.find_files(("~/b.txt",)) == [str(tmp_path / "b.txt")]
-    assert documents(read_corpus(DataConfig(data=("**/*.txt",)))) == ["a.txt", "b.txt", "deep/er/c.txt", "odd[1].txt"]
+    assert documents(read_corpus(DataConfig(data=("**/*.txt",)))) == [
+        "a.txt",
+        "b.txt",
+        "deep/er/c.txt",
+        "odd[1].txt",
+    ]
 
 
 def test_jsonl_has_one_document_a_line(tmp_path):
     texts = ["first\nwith a line break", "zweites: \u00fc \u2028 \U0001f600", "third"]
     lines = [json.dumps({"text": t, "meta": 1}, ensure_ascii=i != 1) for i, t in enumerate(texts)]
-    path = write(tmp_path / "x.jsonl", "\ufeff" + lines[0] + "\r\n\n" + lines[1] + "\n" + lines[2] + '\n{"text": ""}')
+    path = write(
+        tmp_path / "x.jsonl", "\ufeff" + lines[0] + "\r\n\n" + lines[1] + "\n" + lines[2] + '\n{"text": ""}'
+    )
     corpus = read_corpus(DataConfig(data=(path,)))
     assert documents(corpus) == sorted(texts)
     assert len(corpus.tokens) == 3 + sum(len(t.encode()) for t in texts)
@@ -292,7 +333,9 @@ NO_TEXT = ['{"body": "x"}', '{"text": 3}', '{"text": null}', '["text"]', '"text"
 @pytest.mark.parametrize("line", [*NO_TEXT, '{"text": "\\ud800"}', "[" * 100_000], ids=lambda line: line[:16])
 def test_a_jsonl_line_without_text_is_refused_with_file_and_line(tmp_path, line):
     path = write(tmp_path / "x.jsonl", f'{{"text": "good"}}\n\n{line}\n{{"text": "good"}}\n')
-    with pytest.raises(ValueError, match=rf"^data file '{re.escape(path)}', line 3, .*each line must look like"):
+    with pytest.raises(
+        ValueError, match=rf"^data file '{re.escape(path)}', line 3, .*each line must look like"
+    ):
         read_corpus(DataConfig(data=(path,)))
 
 
@@ -320,18 +363,30 @@ def test_the_corpus_is_put_in_a_mixed_order(tmp_path):
     assert numbers[-5:] == PINNED_LAST  # what is held out stays so in other versions
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda d: (str(d / "none*.txt"),), r"data '.*none\*\.txt', seen from the folder '.*', matches no file; give"),
+        (
+            lambda d: (str(d / "none*.txt"),),
+            r"data '.*none\*\.txt', seen from the folder '.*', matches no file; give",
+        ),
         (lambda d: (str(d),), r"is a folder; name its files: '.*\*\*.*'$"),
-        (lambda d: (write(d / "x.txt", b"abc\xffd"),), r"x\.txt' is not UTF-8 text: byte 0xff at offset 3; unpack it"),
+        (
+            lambda d: (write(d / "x.txt", b"abc\xffd"),),
+            r"x\.txt' is not UTF-8 text: byte 0xff at offset 3; unpack it",
+        ),
         (lambda d: (write(d / "x.txt", b"\xef\xbb\xbfab\xc3"),), r"byte 0xc3 at offset 5"),
-        (lambda d: (write(d / "x.jsonl", b'{"text": "a"}\n\x1f\x8b'),), r"x\.jsonl' is not .*: byte 0x8b at offset 15"),
-        (lambda d: (write(d / "x.txt", ""), write(d / "y.jsonl", "\n")), r"has no text: 2 files, 1 empty documents; "),
+        (
+            lambda d: (write(d / "x.jsonl", b'{"text": "a"}\n\x1f\x8b'),),
+            r"x\.jsonl' is not .*: byte 0x8b at offset 15",
+        ),
+        (
+            lambda d: (write(d / "x.txt", ""), write(d / "y.jsonl", "\n")),
+            r"has no text: 2 files, 1 empty documents; ",
+        ),
     ],
 )
 def test_data_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, make, says):
@@ -343,7 +398,9 @@ def test_data_that_cannot_be_read_is_refused_in_one_sentence(tmp_path, make, say
 def test_an_unreadable_file_is_refused_with_the_reason(tmp_path):
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "gone")
     for pattern in ("dangling.txt", "*.txt"):
-        with pytest.raises(ValueError, match=r"cannot read data file '.*dangling\.txt': No such file or directory; "):
+        with pytest.raises(
+            ValueError, match=r"cannot read data file '.*dangling\.txt': No such file or directory; "
+        ):
             read_corpus(DataConfig(data=(str(tmp_path / pattern),)))
 
 
@@ -367,10 +424,14 @@ def test_too_little_data_for_a_row_is_refused_with_both_numbers(tmp_path):
     path = write(tmp_path / "x.txt", "a" * 99)  # 100 tokens with the start
     corpus = read_corpus(DataConfig(data=(path,)))
     assert Stream(corpus, DataConfig(seq_len=99, held_out=0)).num_rows == 1
-    says = r"seq_len 100 needs 101 tokens, but the train part \(held_out 0\) of .* has 100 of 100; use a shorter"
+    says = (
+        r"seq_len 100 needs 101 tokens, but the train part \(held_out 0\) of .* has 100 of 100; use a shorter"
+    )
     with pytest.raises(ValueError, match=says):
         Stream(corpus, DataConfig(seq_len=100, held_out=0))
-    with pytest.raises(ValueError, match=r"seq_len 64 needs 65 tokens, but the held_out part .* has 25 of 100; use"):
+    with pytest.raises(
+        ValueError, match=r"seq_len 64 needs 65 tokens, but the held_out part .* has 25 of 100; use"
+    ):
         Stream(corpus, DataConfig(seq_len=64, held_out=4), "held_out")
     with pytest.raises(ValueError, match=r"the held_out part .* has 0 of 100"):
         Stream(corpus, DataConfig(seq_len=4, held_out=0), "held_out")
@@ -390,7 +451,7 @@ def test_a_step_before_the_first_is_refused(corpus):
         Stream(corpus, CONFIG).batch(-1)
 
 
-# ----------------------------------------------------------------------------------------------------------- tokenizers
+# ------------------------------------------------------------------------------------------------- tokenizers
 
 
 def test_bytes_go_there_and_back():
@@ -418,7 +479,9 @@ def make_tokenizer(tmp_path):
         tokenizer.train_from_iterator(["hello world, hello words"] * 5, trainer)
         if first:
             ids = [(first, tokenizer.token_to_id(first))]
-            tokenizer.post_processor = hf.processors.TemplateProcessing(single=f"{first} $A", special_tokens=ids)
+            tokenizer.post_processor = hf.processors.TemplateProcessing(
+                single=f"{first} $A", special_tokens=ids
+            )
         if more.get("truncate"):
             tokenizer.enable_truncation(4)
             tokenizer.enable_padding(length=8)
@@ -450,16 +513,22 @@ def test_a_tokenizer_json_packs_like_bytes_do(make_tokenizer, tmp_path):
 def test_a_document_cannot_forge_a_document_start(make_tokenizer):
     tokenizer = open_tokenizer(make_tokenizer())
     text = "one<|endoftext|>two"
-    assert tokenizer.start_id not in tokenizer.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text
+    assert (
+        tokenizer.start_id not in tokenizer.encode(text) and tokenizer.decode(tokenizer.encode(text)) == text
+    )
 
 
-def test_the_document_start_is_what_was_asked_then_what_the_template_puts_first_then_a_usual_name(make_tokenizer):
+def test_the_document_start_is_what_was_asked_then_what_the_template_puts_first_then_a_usual_name(
+    make_tokenizer,
+):
     path = make_tokenizer(special=("<pad>", "<s>", "<|endoftext|>", "<odd>"), first="<odd>")
     assert open_tokenizer(path).start_id == 3
     assert open_tokenizer(path, "<pad>").start_id == 0
     assert open_tokenizer(make_tokenizer(special=("<pad>", "<s>"))).start_id == 1
     path = make_tokenizer(special=("<pad>",))
-    with pytest.raises(ValueError, match=r"tokenizer\.json' lacks <\|begin_of_text\|>, .*; name a token it has as"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json' lacks <\|begin_of_text\|>, .*; name a token it has as"
+    ):
         open_tokenizer(path)
     with pytest.raises(ValueError, match=r"lacks <nope>; name a token it has as start_token"):
         open_tokenizer(path, "<nope>")
@@ -482,14 +551,18 @@ def test_the_size_of_a_vocabulary_with_gaps_is_its_largest_id_plus_one(make_toke
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_numbers():
     check_vocab(ByteTokenizer(), 257)
     check_vocab(ByteTokenizer(), 264)
-    says = r"tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or more"
+    says = (
+        r"tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or more"
+    )
     with pytest.raises(ValueError, match=says):
         check_vocab(ByteTokenizer(), 256)
 
 
 def test_a_missing_package_is_refused_naming_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"'x\.json' needs the package tokenizers, .*; install the extra llmpar\[hf\]"):
+    with pytest.raises(
+        ValueError, match=r"'x\.json' needs the package tokenizers, .*; install the extra llmpar\[hf\]"
+    ):
         open_tokenizer("x.json")
 
 
@@ -500,7 +573,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(make_tokenizer, tmp_path):
             open_tokenizer(path)
 
 
-# ------------------------------------------------------------------------------------------------------ what a checkpoint knows
+# ------------------------------------------------------------------------------------ what a checkpoint knows
 
 
 def test_a_tokenizer_is_known_by_what_is_in_it(tmp_path):
@@ -508,12 +581,20 @@ def test_a_tokenizer_is_known_by_what_is_in_it(tmp_path):
     for name in ("a.json", "same.json", "other.json"):
         words = {"<s>": 0, "x" if name == "other.json" else "y": 1}
         tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>")).save(str(tmp_path / name))
-    kept, same, other = (open_tokenizer(str(tmp_path / name)) for name in ("a.json", "same.json", "other.json"))
+    kept, same, other = (
+        open_tokenizer(str(tmp_path / name)) for name in ("a.json", "same.json", "other.json")
+    )
     assert kept.identity["fingerprint"] == same.identity["fingerprint"] != other.identity["fingerprint"]
     made = {"tokenizer": kept.identity}
-    assert tokenizer_of(made, None).name == str(tmp_path / "a.json") and tokenizer_of(made, same.name).name == same.name
+    assert (
+        tokenizer_of(made, None).name == str(tmp_path / "a.json")
+        and tokenizer_of(made, same.name).name == same.name
+    )
     for asked in (other.name, "bytes"):
-        with pytest.raises(ValueError, match="the checkpoint was trained with tokenizer '.*a.json', and '.*' is another; give"):
+        with pytest.raises(
+            ValueError,
+            match="the checkpoint was trained with tokenizer '.*a.json', and '.*' is another; give",
+        ):
             tokenizer_of(made, asked)
     assert tokenizer_of(None, None).name == tokenizer_of({}, None).name == "bytes"
 
@@ -522,7 +603,9 @@ def test_a_token_that_is_missing_for_what_is_unknown_is_a_sentence(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<s>": 1}, unk_token="[UNK]"))
     made.save(str(tmp_path / "t.json"))
-    with pytest.raises(ValueError, match="tokenizer '.*t.json' cannot encode the text: .*UNK.*; mend it, or use 'bytes'"):
+    with pytest.raises(
+        ValueError, match="tokenizer '.*t.json' cannot encode the text: .*UNK.*; mend it, or use 'bytes'"
+    ):
         open_tokenizer(str(tmp_path / "t.json"), "<s>").encode("b")
 
 
@@ -534,7 +617,9 @@ def test_of_a_large_file_no_more_is_read_than_the_limit(tmp_path):
         large.truncate(1 << 40)
     corpus = read_corpus(DataConfig(data=(str(file),), limit_bytes=101))
     assert corpus.tokens.tolist()[1:4] == [97, 0xC3, 0xA9] and 100 <= len(corpus.tokens) - 1 <= 101
-    with pytest.raises(ValueError, match="would take 12,288.0 GiB of memory .* and this machine has .*; use --limit-bytes"):
+    with pytest.raises(
+        ValueError, match="would take 12,288.0 GiB of memory .* and this machine has .*; use --limit-bytes"
+    ):
         read_corpus(DataConfig(data=(str(file),)))
 
 

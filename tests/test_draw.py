@@ -1,4 +1,5 @@
-"""Drawings: nothing overlaps, each says in words what it shows, colours differ, and shards are where JAX puts them."""
+"""Drawings: nothing overlaps, each says in words what it shows, colours differ, and shards are where JAX puts
+them."""
 
 import functools
 import io
@@ -38,8 +39,20 @@ from llmpar.scene import (
 
 GIB = 2**30
 ROWS = [
-    {"axis": "fsdp", "kind": "all-gather", "count": 32, "predicted_bytes": 3 << 20, "compiled_bytes": 3 << 20},
-    {"axis": "tp", "kind": "reduce-scatter", "count": 8, "predicted_bytes": 1 << 20, "compiled_bytes": 3 << 19},
+    {
+        "axis": "fsdp",
+        "kind": "all-gather",
+        "count": 32,
+        "predicted_bytes": 3 << 20,
+        "compiled_bytes": 3 << 20,
+    },
+    {
+        "axis": "tp",
+        "kind": "reduce-scatter",
+        "count": 8,
+        "predicted_bytes": 1 << 20,
+        "compiled_bytes": 3 << 19,
+    },
     {"axis": "dp,ep", "kind": "all-reduce", "count": 1, "predicted_bytes": 1 << 18, "compiled_bytes": None},
     {"axis": "?", "kind": "all-to-all", "count": 1, "predicted_bytes": 0, "compiled_bytes": 512},
 ]
@@ -55,25 +68,48 @@ def pipeline(name, p, m, **costs):
 # Name of the drawing: the scene, and words that its text twin must have.
 CASES = {
     "mesh one device": (lambda: draw.mesh("dp=1"), ["1 device"]),
-    "mesh 8": (lambda: draw.mesh("dp=2 fsdp=2 tp=2", 4, "fsdp"), ["8 devices", "0 2 | 1 3 | 4 6 | 5 7", "4 devices"]),
+    "mesh 8": (
+        lambda: draw.mesh("dp=2 fsdp=2 tp=2", 4, "fsdp"),
+        ["8 devices", "0 2 | 1 3 | 4 6 | 5 7", "4 devices"],
+    ),
     "mesh hosts in a row": (lambda: draw.mesh("tp=16", 4), ["tp = 16", "0–15"]),
     "mesh hosts askew": (lambda: draw.mesh("dp=2 tp=3", 4), ["device i is on host i // 4"]),
     "mesh six axes": (lambda: draw.mesh(MeshShape(2, 2, 2, 2, 2, 2), 8, "pp"), ["64 devices", "0 32 | 1 33"]),
-    "links": (lambda: draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
-              ["dp 2: neighbours 16 devices apart, groups reach 32; 50 GB/s, network", "tp 4: neighbours 1 device apart",
-               "370 GB/s, links of a node"]),
+    "links": (
+        lambda: draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
+        [
+            "dp 2: neighbours 16 devices apart, groups reach 32; 50 GB/s, network",
+            "tp 4: neighbours 1 device apart",
+            "370 GB/s, links of a node",
+        ],
+    ),
     "links of a long mesh, tp outermost": (
         lambda: draw.links("pp=4 dp=2 fsdp=8 tp=8", chip("v5p"), ("tp", "pp", "dp", "fsdp", "ep", "sp")),
         ["tp 8: neighbours 64"],
     ),
-    "mesh 512": (lambda: draw.mesh("pp=4 dp=4 fsdp=8 tp=4", 8, "tp"), ["512 devices", "block of 8", "128 groups"]),
+    "mesh 512": (
+        lambda: draw.mesh("pp=4 dp=4 fsdp=8 tp=4", 8, "tp"),
+        ["512 devices", "block of 8", "128 groups"],
+    ),
     "mesh long axis": (lambda: draw.mesh("fsdp=512", 8), ["512 devices", "block of 8"]),
     "layout scalar": (lambda: draw.layout("whole", (), "dp=4", 4), ["4 B per device", "1 shard in 4 copies"]),
-    "layout 1": (lambda: draw.layout("d/fsdp", (4096,), "dp=2 fsdp=4", 4), ["4 shards in 2 copies", "4 KiB", "0 4"]),
-    "layout 2": (lambda: draw.layout("d/fsdp m/tp", (512, 2048), "fsdp=4 tp=8", 2), ["32 shards", "64 KiB per device"]),
-    "layout 3": (lambda: draw.layout("b/dp,fsdp s d +tp", (8, 128, 512), "dp=2 fsdp=2 tp=2", 2), ["sum over tp: 2 p"]),
+    "layout 1": (
+        lambda: draw.layout("d/fsdp", (4096,), "dp=2 fsdp=4", 4),
+        ["4 shards in 2 copies", "4 KiB", "0 4"],
+    ),
+    "layout 2": (
+        lambda: draw.layout("d/fsdp m/tp", (512, 2048), "fsdp=4 tp=8", 2),
+        ["32 shards", "64 KiB per device"],
+    ),
+    "layout 3": (
+        lambda: draw.layout("b/dp,fsdp s d +tp", (8, 128, 512), "dp=2 fsdp=2 tp=2", 2),
+        ["sum over tp: 2 p"],
+    ),
     "layout 4": (lambda: draw.layout("b/dp s/sp n/tp h", (8, 64, 4, 16), "dp=2 sp=2 tp=2", 2), ["4×32×2×16"]),
-    "layout huge": (lambda: draw.layout("b/dp s/sp n/tp", (99, 64, 64), "dp=9 sp=8 tp=8"), ["576 shards in 1 copy"]),
+    "layout huge": (
+        lambda: draw.layout("b/dp s/sp n/tp", (99, 64, 64), "dp=9 sp=8 tp=8"),
+        ["576 shards in 1 copy"],
+    ),
     "layout long": (lambda: draw.layout("d/dp,fsdp,tp", None, "dp=4 fsdp=16 tp=8"), ["512 shards in 1 copy"]),
     "layout symbolic": (lambda: draw.layout("b/dp,fsdp s/sp d +tp"), ["cut by dp, fsdp", "sum over tp"]),
     "layout logical": (lambda: draw.layout("ffn b s d +m"), ["sum over m"]),
@@ -81,44 +117,78 @@ CASES = {
         lambda: draw.arrow("b/dp s d +tp -> b/dp s/tp d", (8, 128, 512), "dp=2 tp=2", 2),
         ["reduce-scatter over tp on s", "256 KiB sent per device"],
     ),
-    "arrow gather": (lambda: draw.arrow("d/fsdp m/tp -> d m/tp", (512, 2048), "fsdp=4 tp=2", 2), ["768 KiB sent"]),
+    "arrow gather": (
+        lambda: draw.arrow("d/fsdp m/tp -> d m/tp", (512, 2048), "fsdp=4 tp=2", 2),
+        ["768 KiB sent"],
+    ),
     "arrow two steps": (
         lambda: draw.arrow("d m/tp +dp +fsdp -> d/fsdp m/tp", (8, 8), "dp=2 fsdp=2 tp=2", 4),
         ["reduce-scatter over fsdp on d: 64 B sent", "all-reduce over dp: 64 B sent"],
     ),
-    "arrow wide": (lambda: draw.arrow("s/tp n -> s n/tp", (64, 64), "tp=16", 4), ["all-to-all over tp s to n: 960 B"]),
+    "arrow wide": (
+        lambda: draw.arrow("s/tp n -> s n/tp", (64, 64), "tp=16", 4),
+        ["all-to-all over tp s to n: 960 B"],
+    ),
     "arrow scalar": (lambda: draw.arrow("+dp -> whole", (4096,), "dp=4", 4), ["24 KiB sent per device"]),
     "arrow nothing": (lambda: draw.arrow("b/dp d -> b/dp d"), ["cut by dp"]),
     "arrow logical": (lambda: draw.arrow("b s d +tp -> b s/tp d"), ["reduce-scatter over tp on s"]),
-    "collectives": (lambda: draw.collectives(ROWS), ["3 MiB, equal", "1.5 MiB, +50.0%", "compiled unknown", "512 B"]),
+    "collectives": (
+        lambda: draw.collectives(ROWS),
+        ["3 MiB, equal", "1.5 MiB, +50.0%", "compiled unknown", "512 B"],
+    ),
     "live causal": (lambda: draw.live_blocks(CAUSAL), ["7.5 blocks", "it would be 4 blocks"]),
     "live balanced": (lambda: draw.live_blocks([[0.5] * 4] * 4), ["2 blocks"]),
     "ring": (lambda: draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]), ["step 1: rank 0 holds block 3"]),
-    "ring 20": (lambda: draw.ring_steps([(i, (i + 1) % 20) for i in range(20)], 3), ["Ranks 16 to 19 are not drawn"]),
+    "ring 20": (
+        lambda: draw.ring_steps([(i, (i + 1) % 20) for i in range(20)], 3),
+        ["Ranks 16 to 19 are not drawn"],
+    ),
     "memory": (
         lambda: draw.memory_bars([("ZeRO 0", STATE), ("a long name", {"a": 1.0, "b": 2 * GIB})], 80 * GIB),
         ["105 GiB; 25.3 GiB too much", "78 GiB free", "capacity: 80 GiB", "optimizer 64 GiB"],
     ),
-    "memory seven parts": (lambda: draw.memory_bars([("x", dict.fromkeys("abcdefg", 5.0 * 2**20))]), ["35 MiB"]),
+    "memory seven parts": (
+        lambda: draw.memory_bars([("x", dict.fromkeys("abcdefg", 5.0 * 2**20))]),
+        ["35 MiB"],
+    ),
     "memory marks": (
-        lambda: draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=80 * GIB), ["whole memory: 80 GiB"]
+        lambda: draw.memory_bars([("x", {"weights": 3.0 * GIB})], 60 * GIB, whole_bytes=80 * GIB),
+        ["whole memory: 80 GiB"],
     ),
     "live parts": (lambda: draw.live_blocks([[0.26, 0.37, 0.51, 0.04, 0.96]]), ["0.26 0.37 0.51"]),
     "timetable stuck": (
         lambda: draw.timetable(
-            [[(0, 1, "F", 0, 0)], []], waiting={0: (schedule.Op("B", 0), 1, schedule.Op("B", 0)), 1: (
-                schedule.Op("F", 1), 0, schedule.Op("F", 1))}),
+            [[(0, 1, "F", 0, 0)], []],
+            waiting={
+                0: (schedule.Op("B", 0), 1, schedule.Op("B", 0)),
+                1: (schedule.Op("F", 1), 0, schedule.Op("F", 1)),
+            },
+        ),
         ["stuck after 1 time units", "stage 1 waits to run F1 for F1 on stage 0"],
     ),
     "memory tiny": (lambda: draw.memory_bars([("x", {"a": 3})]), ["3 B"]),
-    "time": (lambda: draw.time_bars([("dp", {"computing": 0.12, "waiting": 0.04})], 0.1), ["160 ms; 60 ms too slow"]),
-    "overlap": (lambda: draw.overlap([3e-3] * 4, [2e-3, 2e-3, 4e-3, 2e-3], ["l3", "l2", "l1", "l0"]), ["22 ms, 10 ms"]),
+    "time": (
+        lambda: draw.time_bars([("dp", {"computing": 0.12, "waiting": 0.04})], 0.1),
+        ["160 ms; 60 ms too slow"],
+    ),
+    "overlap": (
+        lambda: draw.overlap([3e-3] * 4, [2e-3, 2e-3, 4e-3, 2e-3], ["l3", "l2", "l1", "l0"]),
+        ["22 ms, 10 ms"],
+    ),
     "overlap gather": (lambda: draw.overlap([3e-3] * 4, [4e-3] * 4, None, "comm"), ["19 ms, 7 ms of it"]),
-    "loss": (lambda: draw.loss_curve([5.5 * 0.97**i for i in range(60)], 2.0), ["5.500 to", "60 steps", "2.000 nats"]),
+    "loss": (
+        lambda: draw.loss_curve([5.5 * 0.97**i for i in range(60)], 2.0),
+        ["5.500 to", "60 steps", "2.000 nats"],
+    ),
     "loss lost": (lambda: draw.loss_curve([5.5, math.nan, 3.0], [5.4, 4.2, 3.01]), ["not finite at step 1"]),
     "token flow": (
         lambda: draw.token_flow([[4, 0, 2, 1], [1, 1, 9, 0]], 2, capacity=6),
-        ["rank 0: 4 to expert 0, 2 to expert 2", "load: 5 1 11 1, capacity 6", "5 of 18 rows change", "2.44 × the mean"],
+        [
+            "rank 0: 4 to expert 0, 2 to expert 2",
+            "load: 5 1 11 1, capacity 6",
+            "5 of 18 rows change",
+            "2.44 × the mean",
+        ],
     ),
     "token flow wide": (lambda: draw.token_flow([[1] * 16] * 8, 2), ["112 of 128 rows change their rank"]),
     "loss one": (lambda: draw.loss_curve([3.25]), ["3.250 nats/token over 1 step"]),
@@ -126,8 +196,14 @@ CASES = {
 for _name, (_p, _m) in itertools.product(schedule.SCHEDULES, [(2, 4), (4, 8)]):
     _draw = functools.partial(lambda *args: draw.timetable(pipeline(*args)), _name, _p, _m)
     CASES[f"timetable {_name} {_p} {_m}"] = (_draw, [f"stage {_p - 1}: ", "held", "busy"])
-CASES["timetable costs"] = (lambda: draw.timetable(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)), ["stage 7"])
-CASES["timetable plain"] = (lambda: draw.timetable([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]], "ms"), ["3 ms, 0.0% of"])
+CASES["timetable costs"] = (
+    lambda: draw.timetable(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
+    ["stage 7"],
+)
+CASES["timetable plain"] = (
+    lambda: draw.timetable([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]], "ms"),
+    ["3 ms, 0.0% of"],
+)
 
 
 @pytest.fixture(params=CASES)
@@ -186,7 +262,9 @@ def test_the_same_values_give_the_same_bytes():
     assert to_png(CASES["memory"][0]()) == to_png(CASES["memory"][0]())
 
 
-@pytest.mark.parametrize("name", ["mesh 8", "layout 3", "arrow scatter", "collectives", "live causal", "loss lost"])
+@pytest.mark.parametrize(
+    "name", ["mesh 8", "layout 3", "arrow scatter", "collectives", "live causal", "loss lost"]
+)
 def test_png_has_the_size_of_the_scene(name, tmp_path):
     scene = CASES[name][0]()
     buffer = io.BytesIO()
@@ -198,7 +276,8 @@ def test_png_has_the_size_of_the_scene(name, tmp_path):
 
 
 def test_texts_are_about_as_wide_as_we_think(case):
-    # The rule of 0.6 em is what keeps texts apart, so it must not promise too little: measured in the PNG's own font.
+    # The rule of 0.6 em is what keeps texts apart, so it must not promise too little: measured in the PNG's
+    # own font.
     words = [t for t in flatten(case[0].items) if isinstance(t, Text) and len(t.text) > 6]
     for text in words[:20]:
         font = FontProperties(family="DejaVu Sans", weight="bold" if text.bold else "normal")
@@ -252,8 +331,8 @@ def test_texts_and_strokes_can_be_read(theme):
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 def test_an_arrow_is_seen_on_every_fill(theme):
-    """Ink alone is 1.8 : 1 on pp in the light theme and 1.5 : 1 on tp in the dark one, so arrows over cells have a halo of
-    paper: one of the two is always at least 3 : 1 (WCAG 2.1, 1.4.11)."""
+    """Ink alone is 1.8 : 1 on pp in the light theme and 1.5 : 1 on tp in the dark one, so arrows over cells
+    have a halo of paper: one of the two is always at least 3 : 1 (WCAG 2.1, 1.4.11)."""
     assert contrast(theme["ink"], theme["paper"]) >= 3
     for fill in ("cell", *AXES, *SERIES):
         assert max(contrast(theme[role], theme[fill]) for role in ("ink", "paper")) >= 3, fill
@@ -275,7 +354,10 @@ def test_a_cell_of_a_ring_is_filled_as_far_as_its_value():
 def test_the_same_part_has_the_same_colour_in_every_chart():
     """Whatever stands before it: colours follow meaning, not position."""
     looks = []
-    for parts in ({"weights": 3.0, "optimizer": 2.0}, {"batch": 1.0, "something": 1.0, "optimizer": 2.0, "weights": 3.0}):
+    for parts in (
+        {"weights": 3.0, "optimizer": 2.0},
+        {"batch": 1.0, "something": 1.0, "optimizer": 2.0, "weights": 3.0},
+    ):
         bars = [r for r in flatten(draw.memory_bars([("x", parts)]).items) if isinstance(r, Rect) and r.tip]
         looks.append({r.tip.partition(" ")[0]: r.fill for r in bars})
         assert len(set(looks[-1].values())) == len(parts)
@@ -340,10 +422,18 @@ def test_a_layout_shows_what_it_draws_with():
 
 def sides(scene):
     """The cells of an arrow's picture (those that name a shard), before and after it."""
-    rects, texts = ([item for item in flatten(scene.items) if isinstance(item, kind)] for kind in (Rect, Text))
+    rects, texts = (
+        [item for item in flatten(scene.items) if isinstance(item, kind)] for kind in (Rect, Text)
+    )
     named = [t for t in texts if t.text.startswith("shard")]
-    cells = [r for r in rects if r.fill == "cell" and any(r.x < t.x < r.x + r.w and r.y < t.y < r.y + r.h for t in named)]
-    (((x, y), (x_end, _)),) = [line.points for line in flatten(scene.items) if isinstance(line, Line) and line.head]
+    cells = [
+        r
+        for r in rects
+        if r.fill == "cell" and any(r.x < t.x < r.x + r.w and r.y < t.y < r.y + r.h for t in named)
+    ]
+    (((x, y), (x_end, _)),) = [
+        line.points for line in flatten(scene.items) if isinstance(line, Line) and line.head
+    ]
     first = [r for r in cells if (r.y < y if x == x_end else r.x < x)]
     return first, [r for r in cells if r not in first]
 
@@ -366,15 +456,27 @@ def test_an_unfinished_sum_has_a_sheet_for_each_addend():
 
     drawn = words("s d +tp", (64, 64), "dp=2 tp=4")
     assert [w for w in drawn if w.startswith("+")] == ["+ tp 3", "+ tp 2", "+ tp 1"]
-    assert "devices 0 4" in drawn, "the front sheet is what the devices with tp 0 hold, not one thing that all hold"
+    assert "devices 0 4" in drawn, (
+        "the front sheet is what the devices with tp 0 hold, not one thing that all hold"
+    )
     assert sum(w.startswith("+") for w in words("s d +dp", (64, 64), "dp=64")) == 4
-    assert [w for w in words("s d +dp +fsdp", (64, 64), "dp=2 fsdp=2") if w.startswith("+")][0] == "+ dp 1 fsdp 1"
-    assert not [w for w in words("s d +tp", (64, 64), "dp=8") + words("s/tp d", (64, 64), "tp=4") if w.startswith("+")]
+    assert [w for w in words("s d +dp +fsdp", (64, 64), "dp=2 fsdp=2") if w.startswith("+")][
+        0
+    ] == "+ dp 1 fsdp 1"
+    assert not [
+        w for w in words("s d +tp", (64, 64), "dp=8") + words("s/tp d", (64, 64), "tp=4") if w.startswith("+")
+    ]
 
 
 def test_arrows_send_what_a_ring_sends():
     sizes = parse_mesh("dp=2 fsdp=2 tp=4").sizes
-    texts = ("d/fsdp m -> d m", "d m +tp -> d m/tp", "d m +tp -> d m", "d/tp m -> d m/tp", "d m +dp +fsdp -> d m")
+    texts = (
+        "d/fsdp m -> d m",
+        "d m +tp -> d m/tp",
+        "d m +tp -> d m",
+        "d/tp m -> d m/tp",
+        "d m +dp +fsdp -> d m",
+    )
     for text, group in zip(texts, (2, 4, 4, 4, 4), strict=True):
         arrow = parse_arrow(text)
         ((move, sends),) = draw.moved(arrow, (64, 32), sizes, 2)
@@ -397,7 +499,9 @@ def test_timetables_draw_every_operation():
     assert len(tips) == 4 * 8 * 3 and "stage 0, F0: 0 to 1 time units" in tips
 
 
-@pytest.mark.parametrize("name, p, m", [("zb-h1", 4, 16), ("interleaved", 8, 16), ("gpipe", 2, 32), ("1f1b", 4, 4)])
+@pytest.mark.parametrize(
+    "name, p, m", [("zb-h1", 4, 16), ("interleaved", 8, 16), ("gpipe", 2, 32), ("1f1b", 4, 4)]
+)
 def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
     table = pipeline(name, p, m)
     scene = draw.timetable(table)
@@ -408,7 +512,10 @@ def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
         drawn.setdefault(cell.tip, []).append(cell.w)
     assert len(drawn) == sum(map(len, table.schedule.order)) <= len(cells)
     start_end = {tip: [float(x.split()[0]) for x in tip.partition(": ")[2].split(" to ")] for tip in drawn}
-    whole = {tip: sum(ws) / (end - start) for (tip, ws), (start, end) in zip(drawn.items(), start_end.values(), strict=True)}
+    whole = {
+        tip: sum(ws) / (end - start)
+        for (tip, ws), (start, end) in zip(drawn.items(), start_end.values(), strict=True)
+    }
     assert max(whole.values()) - min(whole.values()) < 1e-6, "what a fold cuts in two keeps its length"
 
 
@@ -429,7 +536,9 @@ def test_gathering_runs_no_further_ahead_than_there_is_room(ahead):
 
 @pytest.mark.parametrize("capacity", range(20, 150, 7))
 def test_a_label_keeps_off_the_capacity_line(capacity):
-    scene = draw.memory_bars([("a", {"p": 30 * GIB, "q": 80 * GIB}), ("b", {"p": 70 * GIB, "q": 30 * GIB})], capacity * GIB)
+    scene = draw.memory_bars(
+        [("a", {"p": 30 * GIB, "q": 80 * GIB}), ("b", {"p": 70 * GIB, "q": 30 * GIB})], capacity * GIB
+    )
     items = flatten(scene.items)
     (line,) = [i for i in items if isinstance(i, Line) and i.dash]
     x, top = line.points[0]
@@ -468,6 +577,11 @@ def test_numbers_have_units():
 
 
 def test_drawing_needs_neither_jax_nor_matplotlib():
-    code = "from llmpar import draw; draw.mesh('dp=2')._repr_svg_(); print({'jax', 'matplotlib'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, check=True)
+    code = (
+        "from llmpar import draw; draw.mesh('dp=2')._repr_svg_(); print({'jax', 'matplotlib'} &"
+        " set(sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "set()"

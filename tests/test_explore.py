@@ -22,13 +22,17 @@ def total(state, kind):
     for row in explore.tensors(state):
         if row["kind"] == kind:
             layout = parse_layout(row["layout"][explore.mode(state)])
-            cut = grid.slices(layout, explore.shape_of(row, state, sizes), sizes, grid.coordinates(sizes, tuple(AXES), 0))
+            cut = grid.slices(
+                layout, explore.shape_of(row, state, sizes), sizes, grid.coordinates(sizes, tuple(AXES), 0)
+            )
             out += row["itemsize"] * row["times"] * product(b - a for a, b in cut)
     return out
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2 fsdp=2 tp=2", "fsdp=4 sp=2", "tp=8", "pp=2 dp=2 tp=2", "pp=4 fsdp=2"])
+@pytest.mark.parametrize(
+    "mesh", ["dp=1", "dp=2 fsdp=2 tp=2", "fsdp=4 sp=2", "tp=8", "pp=2 dp=2 tp=2", "pp=4 fsdp=2"]
+)
 def test_tensors_add_up_to_the_predicted_arguments(mesh, zero):
     state = TINY | {"mesh": mesh, "zero": zero, "tp_sequence": "tp" in mesh, "microbatches": 4}
     held = predict.argument_bytes(preset("tiny"), explore.make_plan(state, mesh), state["batch_size"], 64)
@@ -42,14 +46,21 @@ def test_a_pipeline_pads_layers_as_the_plan_does():
     for schedule in ("1f1b", "interleaved", "zb-v"):
         state = TINY | {"mesh": "pp=4", "schedule": schedule, "microbatches": 4}
         padded = explore.make_plan(state, "pp=4").padded(config).num_layers
-        row = next(row for row in explore.tensors(state) if row["name"] == "weight blocks.ffn.gate") | {"shape": [6, 64, 128]}
+        row = next(row for row in explore.tensors(state) if row["name"] == "weight blocks.ffn.gate") | {
+            "shape": [6, 64, 128]
+        }
         assert explore.shape_of(row, state, parse_mesh("pp=4").sizes) == [padded, 64, 128]
     pipeline = explore.answer(TINY | {"mesh": "pp=4", "microbatches": 4})
-    assert pipeline["time"]["pipeline bubble"] == pytest.approx(0.75 * pipeline["time"]["computing"]), "(p - 1) / m"
+    assert pipeline["time"]["pipeline bubble"] == pytest.approx(0.75 * pipeline["time"]["computing"]), (
+        "(p - 1) / m"
+    )
     assert any(row["axes"] == ["pp"] and "activations" in row["what"] for row in pipeline["traffic"])
     ring = explore.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4})
     assert "ulysses" in ring["refusal"]["why"], "what would work is a field of the explorer too"
-    assert explore.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4, "sequence": "ulysses"})["refusal"] is None
+    assert (
+        explore.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4, "sequence": "ulysses"})["refusal"]
+        is None
+    )
 
 
 @pytest.mark.parametrize("mesh", ["dp=2 ep=4", "ep=2 tp=2", "fsdp=2 ep=2 sp=2"])
@@ -58,9 +69,9 @@ def test_experts_are_held_and_sent_as_predicted(mesh):
     reply = explore.answer(state)
     assert reply["refusal"] is None and total(state, "weight") == dict(reply["memory"])["weights"]
     assert any("experts" in row["what"] and row["axes"] == ["ep"] for row in reply["traffic"])
-    assert [row["layout"]["3"] for row in explore.tensors(state) if row["name"].endswith("experts.gate")][0].startswith(
-        "l/pp e/ep"
-    )
+    assert [row["layout"]["3"] for row in explore.tensors(state) if row["name"].endswith("experts.gate")][
+        0
+    ].startswith("l/pp e/ep")
 
 
 def test_layouts_are_the_plans_on_any_mesh():
@@ -79,7 +90,10 @@ def test_traffic_is_the_prediction():
     state = TINY | {"mesh": "dp=2 fsdp=2 tp=2", "tp_sequence": True}
     plan = explore.make_plan(state, state["mesh"])
     want = predict.collectives(preset("tiny"), plan, 16, 64)
-    got = {(",".join(row["axes"]), row["kind"]): (row["count"], row["bytes"]) for row in explore.answer(state)["traffic"]}
+    got = {
+        (",".join(row["axes"]), row["kind"]): (row["count"], row["bytes"])
+        for row in explore.answer(state)["traffic"]
+    }
     assert got == {key: (row.count, row.bytes_sent) for key, row in want.items()}
     assert all(row["what"] and row["seconds"] > 0 for row in explore.answer(state)["traffic"])
 
@@ -87,7 +101,9 @@ def test_traffic_is_the_prediction():
 def test_the_code_builds_the_plan():
     state = TINY | {"mesh": "fsdp=4 tp=2", "zero": 1, "tp_sequence": True}
     flag, code = explore.answer(state)["code"].splitlines()
-    assert flag == '--mesh "fsdp=4 tp=2"' and eval(code, {"Plan": Plan}) == explore.make_plan(state, "fsdp=4 tp=2")
+    assert flag == '--mesh "fsdp=4 tp=2"' and eval(code, {"Plan": Plan}) == explore.make_plan(
+        state, "fsdp=4 tp=2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +132,9 @@ def test_a_refusal_says_why_and_what_works(change, words, nearest):
     reply = explore.answer(TINY | change)
     assert words in reply["refusal"]["why"] and reply["says"].count("refused") == 1
     assert bool(reply["refusal"]["nearest"]) == nearest and len(reply["says"]) < 600
-    assert nearest or reply["refusal"]["batch_size"] or reply["refusal"]["text"] == "", "no advice where there is none"
+    assert nearest or reply["refusal"]["batch_size"] or reply["refusal"]["text"] == "", (
+        "no advice where there is none"
+    )
     if nearest:
         works = TINY | change | {"mesh": reply["refusal"]["nearest"], "order": explore.START["order"]}
         assert explore.answer(works)["refusal"] is None
@@ -125,31 +143,52 @@ def test_a_refusal_says_why_and_what_works(change, words, nearest):
 
 
 def test_the_nearest_mesh_is_near():
-    assert explore.nearest(TINY | {"mesh": "dp=2 tp=16"}) in ("dp=4 tp=8", "dp=2 fsdp=2 tp=8", "dp=2 sp=2 tp=8")
+    assert explore.nearest(TINY | {"mesh": "dp=2 tp=16"}) in (
+        "dp=4 tp=8",
+        "dp=2 fsdp=2 tp=8",
+        "dp=2 sp=2 tp=8",
+    )
     assert explore.nearest(TINY | {"mesh": "dp=2 fsdp=2 tp=2"}) == "dp=2 fsdp=2 tp=2"
     found = explore.nearest(TINY | {"mesh": "dp=7"})
     assert parse_mesh(found).size <= 7
 
 
-@pytest.mark.parametrize("asked, near, batch", [
-    ("dp=3 tp=5", "dp=2 tp=4", None), ("fsdp=7", "fsdp=4", 21), ("tp=3", "tp=2", None), ("fsdp=4096", "fsdp=16", 4096),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "asked, near, batch",
+    [
+        ("dp=3 tp=5", "dp=2 tp=4", None),
+        ("fsdp=7", "fsdp=4", 21),
+        ("tp=3", "tp=2", None),
+        ("fsdp=4096", "fsdp=16", 4096),
+    ],
+)
 def test_advice_stays_with_the_axes_that_the_reader_named(asked, near, batch):
-    """No stages for one microbatch, of which a pipeline would idle most of its time, and no axis out of the blue."""
+    """No stages for one microbatch, of which a pipeline would idle most of its time, and no axis out of the
+    blue."""
     refusal = explore.answer(explore.START | {"mesh": asked})["refusal"]
     assert refusal["nearest"] == near
     if batch:
         worked = explore.answer(explore.START | {"mesh": asked, "batch_size": refusal["batch_size"]})
-        assert worked["refusal"] is None or asked == "fsdp=7", "the other remedy: a batch that the mesh divides"
+        assert worked["refusal"] is None or asked == "fsdp=7", (
+            "the other remedy: a batch that the mesh divides"
+        )
 
 
 def test_a_mesh_that_cannot_be_read_has_no_nearest_one():
-    assert explore.answer(TINY | {"mesh": "garbage"})["refusal"]["text"] == f"a mesh that works is '{explore.START['mesh']}'"
+    assert (
+        explore.answer(TINY | {"mesh": "garbage"})["refusal"]["text"]
+        == f"a mesh that works is '{explore.START['mesh']}'"
+    )
 
 
 def test_llama_3s_published_cluster_is_answered():
     """Grattafiori et al. 2024, table 4: 16,384 GPUs, tp 8, pp 16, dp 128."""
-    state = explore.START | {"mesh": "pp=16 dp=128 tp=8", "model": "llama3.1-405b", "batch_size": 2048, "microbatches": 16}
+    state = explore.START | {
+        "mesh": "pp=16 dp=128 tp=8",
+        "model": "llama3.1-405b",
+        "batch_size": 2048,
+        "microbatches": 16,
+    }
     reply = explore.answer(state)
     assert reply["refusal"] is None and "16384 devices" in reply["says"]
     drawn = explore.scene(state | {"device": 16383, "axis": "tp"})
@@ -159,7 +198,9 @@ def test_llama_3s_published_cluster_is_answered():
 
 def test_axis_order_changes_time_not_bytes():
     state = explore.START | {"mesh": "fsdp=8 tp=8", "batch_size": 64}
-    inner, outer = (explore.answer(state | {"order": order}) for order in ("pp dp fsdp ep sp tp", "tp pp dp fsdp ep sp"))
+    inner, outer = (
+        explore.answer(state | {"order": order}) for order in ("pp dp fsdp ep sp tp", "tp pp dp fsdp ep sp")
+    )
     seconds = [{tuple(r["axes"]): r["seconds"] for r in reply["traffic"]} for reply in (inner, outer)]
     assert seconds[0]["tp",] < seconds[1]["tp",], "outermost, tp crosses nodes"
     assert [r["bytes"] for r in inner["traffic"]] == [r["bytes"] for r in outer["traffic"]]
@@ -172,31 +213,48 @@ def test_time_is_between_all_hidden_and_nothing_hidden():
     flops = sum(predict.flops(preset("llama3-8b"), 16, 4096).values())
     loss = 6 * preset("llama3-8b").vocab_size * preset("llama3-8b").width * 16 * 4096
     assert time["computing"] == pytest.approx(((flops - loss) * 4 / 3 + loss) / 8 / chip("h100").flops_per_s)
-    assert re.match(r"524 ms to 63\d ms \(computing 524 ms at peak rate; communicating 11\d ms\)", explore.step_time(time))
+    assert re.match(
+        r"524 ms to 63\d ms \(computing 524 ms at peak rate; communicating 11\d ms\)", explore.step_time(time)
+    )
     same = {"computing": 4.26, "pipeline bubble": 0, "communicating": 1e-9, "simulated": False}
     assert explore.step_time(same).startswith("4.26 s (")
     assert "not predicted" in explore.step_time(explore.answer(TINY | {"chip": "cpu"})["time"])
 
 
-@pytest.mark.parametrize("schedule, remat, laps, losses, bubble", [
-    ("1f1b", "none", 4, 0, 3 / 8), ("1f1b", "block", 5, 0, 3 / 8), ("zb-h1", "none", 4, 0, 3 / 16),
-    ("zb-v", "none", 3.5, 1, 3 / 32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schedule, remat, laps, losses, bubble",
+    [
+        ("1f1b", "none", 4, 0, 3 / 8),
+        ("1f1b", "block", 5, 0, 3 / 8),
+        ("zb-h1", "none", 4, 0, 3 / 16),
+        ("zb-v", "none", 3.5, 1, 3 / 32),
+    ],
+)
 def test_a_pipelines_time_counts_what_its_stages_recompute(schedule, remat, laps, losses, bubble):
-    """A stage keeps inputs, so B runs a chunk forward again: 4 forwards' worth a layer, not 3, and 5 with blocks recomputed.
-    In a V the first stage has the last chunk too, whose forward is not repeated, and the loss.
-    The bubble is by costs of (1, 2, 1) where the backward is split: 3/16 of the work for ZB-H1, not 1/8."""
+    """A stage keeps inputs, so B runs a chunk forward again: 4 forwards' worth a layer, not 3, and 5 with
+    blocks recomputed. In a V the first stage has the last chunk too, whose forward is not repeated, and the
+    loss. The bubble is by costs of (1, 2, 1) where the backward is split: 3/16 of the work for ZB-H1, not
+    1/8."""
     config, tokens = preset("llama3-8b"), 8 * 4096
-    state = explore.START | {"mesh": "pp=4", "batch_size": 8, "microbatches": 8, "schedule": schedule, "remat": remat}
+    state = explore.START | {
+        "mesh": "pp=4",
+        "batch_size": 8,
+        "microbatches": 8,
+        "schedule": schedule,
+        "remat": remat,
+    }
     time = explore.answer(state)["time"]
     loss = 6 * config.vocab_size * config.width * tokens
     layers = sum(predict.flops(config, 8, 4096).values()) - loss
-    assert time["computing"] == pytest.approx((layers / 3 * laps / 4 + losses * loss) / chip("h100").flops_per_s)
+    assert time["computing"] == pytest.approx(
+        (layers / 3 * laps / 4 + losses * loss) / chip("h100").flops_per_s
+    )
     assert time["pipeline bubble"] == pytest.approx(bubble * time["computing"])
 
 
 def test_a_hop_of_a_pipeline_is_between_stages_and_as_large_as_a_message():
-    """32 MiB from stage to stage: 1 sequence of 4096 tokens, width 4096, bfloat16; nothing goes from the last to the first."""
+    """32 MiB from stage to stage: 1 sequence of 4096 tokens, width 4096, bfloat16; nothing goes from the last
+    to the first."""
     state = explore.START | {"mesh": "pp=4", "batch_size": 8, "microbatches": 8}
     (row,) = [row for row in explore.answer(state)["traffic"] if row["kind"] == "collective-permute"]
     assert row["largest"] == 2**25 and row["sizes"] == 1 and row["pairs"] == [[0, 1], [1, 2], [2, 3]]
@@ -236,7 +294,13 @@ def test_every_model_and_chip_answers():
 
 
 def test_any_six_axis_mesh_from_1_to_512_devices_has_a_picture_and_words():
-    for mesh in ("dp=1", "pp=2 dp=2 fsdp=2 ep=2 sp=2 tp=2", "dp=8 fsdp=8 tp=8", "dp=3 fsdp=5 tp=7", "fsdp=512"):
+    for mesh in (
+        "dp=1",
+        "pp=2 dp=2 fsdp=2 ep=2 sp=2 tp=2",
+        "dp=8 fsdp=8 tp=8",
+        "dp=3 fsdp=5 tp=7",
+        "fsdp=512",
+    ):
         for axis in ("", "fsdp"):
             drawn = explore.scene(TINY | {"mesh": mesh, "axis": axis, "step": 1})
             assert drawn.text.startswith(f"mesh {parse_mesh(mesh)}") and to_svg(drawn)
@@ -264,7 +328,10 @@ def test_what_no_mesh_can_help_is_stored_once():
 
 def test_a_key_ignores_what_is_only_looked_at():
     assert explore.key(TINY) == explore.key(TINY | {"device": 3, "axis": "tp", "step": 2})
-    assert len({explore.key(TINY | {n: "?"}) for n in TINY if n not in explore.VIEW} | {explore.key(TINY)}) == len(TINY) - 5 + 1
+    assert (
+        len({explore.key(TINY | {n: "?"}) for n in TINY if n not in explore.VIEW} | {explore.key(TINY)})
+        == len(TINY) - 5 + 1
+    )
 
 
 def test_compare_names_both():

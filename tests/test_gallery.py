@@ -29,7 +29,9 @@ def test_the_page_is_whole_without_a_browser(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "photograph", lambda folder: [])
     monkeypatch.setattr(gallery, "EXPLORERS", {"ring-explorer": gallery.EXPLORERS["ring-explorer"]})
     text = gallery.build(tmp_path).read_text()
-    assert all(re.fullmatch(r"[\w-]+\.(png|html)", path.name) for path in tmp_path.iterdir()), "names without quotes or spaces"
+    assert all(re.fullmatch(r"[\w-]+\.(png|html)", path.name) for path in tmp_path.iterdir()), (
+        "names without quotes or spaces"
+    )
     for name in re.findall(r'(?:src|href)="([^"]*)"', text):
         assert (tmp_path / name).is_file()
     assert text.count("<section>") == len(gallery.drawings()) + len(gallery.EXPLORERS)

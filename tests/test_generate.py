@@ -60,7 +60,10 @@ def test_the_likeliest_tokens_are_those_of_the_whole_forward_pass_and_a_seed_rep
     for chosen in generate(decoder(LLAMA, Plan("sp=2 tp=2", zero=0)), PROMPT, MORE):
         np.testing.assert_array_equal(chosen, whole(LLAMA, tokens)[:, -1].argmax(-1))
         tokens = np.concatenate([tokens, chosen[:, None].astype(np.int32)], 1)
-    drawn = [list(map(tuple, generate(decoder(LLAMA, Plan("sp=2", zero=0)), PROMPT, MORE, 2.0, seed))) for seed in (1, 1, 2)]
+    drawn = [
+        list(map(tuple, generate(decoder(LLAMA, Plan("sp=2", zero=0)), PROMPT, MORE, 2.0, seed)))
+        for seed in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -86,7 +89,8 @@ def test_chosen_tokens_of_rows_that_are_cut_are_taken_from_any_device(monkeypatc
 
 
 def test_a_slot_that_is_written_wrongly_is_noticed(monkeypatch):
-    """The planted fault: every rank takes itself for the first, so that even positions count twice and odd ones are lost."""
+    """The planted fault: every rank takes itself for the first, so that even positions count twice and odd
+    ones are lost."""
     run = decoder(LLAMA, Plan("sp=2", zero=0))
     index = Manual.index
     monkeypatch.setattr(Manual, "index", lambda par, layout: 0 if layout == "cache t" else index(par, layout))
@@ -96,7 +100,8 @@ def test_a_slot_that_is_written_wrongly_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("length", [64, 4096])
 def test_a_token_moves_one_small_sum_per_layer_whatever_the_cache(length):
-    """Per layer over sp: the maxima of n heads, then sums of n (h + 1) numbers; the cache is held in shares."""
+    """Per layer over sp: the maxima of n heads, then sums of n (h + 1) numbers; the cache is held in
+    shares."""
     plan = Plan("sp=4", zero=0)
     run = decoder(LLAMA, plan, length)
     assert {s.data.shape[2] for s in run.cache[0].addressable_shards} == {length // 4}
@@ -132,7 +137,10 @@ class Fixed(Decoder):
     """Always says the same logits."""
 
     def __init__(self, logits):
-        self.logits, self.everywhere = jnp.asarray(logits, jnp.float32), sharding(make_mesh("dp=1"), parse_layout("whole"))
+        self.logits, self.everywhere = (
+            jnp.asarray(logits, jnp.float32),
+            sharding(make_mesh("dp=1"), parse_layout("whole")),
+        )
 
     def __call__(self, tokens):
         return self.logits

@@ -1,4 +1,5 @@
-"""The geometry of explorers: Python, the browser's module and JAX agree on who holds what; rounds end as collectives do."""
+"""The geometry of explorers: Python, the browser's module and JAX agree on who holds what; rounds end as
+collectives do."""
 
 import json
 import os
@@ -32,7 +33,9 @@ def cases(num=1000, most=64, seed=6):
         dims = []
         for name in rng.sample(list(DIMS), rng.randint(1, 4)):
             dims.append([name, [free.pop() for _ in range(rng.randint(0, min(2, len(free))))]])
-        shape = [product(sizes[a] for a in axes) * rng.randint(1, 5) + (rng.random() < 0.03) for _, axes in dims]
+        shape = [
+            product(sizes[a] for a in axes) * rng.randint(1, 5) + (rng.random() < 0.03) for _, axes in dims
+        ]
         out.append({"sizes": sizes, "order": order, "dims": dims, "shape": shape})
     return out
 
@@ -75,7 +78,9 @@ def test_slices_are_where_jax_puts_them_in_1000_random_cases():
     """64 simulated devices, so in a process of its own."""
     asked = cases()
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", ASK_JAX], input=json.dumps(asked), capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_JAX], input=json.dumps(asked), capture_output=True, text=True, env=env
+    )
     assert done.returncode == 0, done.stderr
     refused = 0
     for case, told in zip(asked, json.loads(done.stdout), strict=True):
@@ -86,7 +91,9 @@ def test_slices_are_where_jax_puts_them_in_1000_random_cases():
         else:
             assert [[list(cut) for cut in device] for device in ours] == told, case
     assert 20 < refused < 200
-    turned = [held(case | {"order": case["order"][::-1]}) for case in asked]  # a planted fault: the axes the other way round
+    turned = [
+        held(case | {"order": case["order"][::-1]}) for case in asked
+    ]  # a planted fault: the axes the other way round
     assert sum(ours != held(case) for ours, case in zip(turned, asked, strict=True)) > 200
 
 
@@ -134,17 +141,31 @@ def test_the_module_agrees_with_python_in_1000_random_cases(javascript):
     state, shards = explore.START, [(case["sizes"], case["order"]) for case in asked]
     numbers = [grid.shard_numbers(parse_layout(row["layout"]["3"]), row["shape"], *call) for call in shards]
     assert javascript("shardNumbers", [(row, state, *call) for call in shards]) == numbers
-    cuts = [[grid.slices(parse_layout(row["layout"]["3"]), row["shape"], sizes, grid.coordinates(sizes, order, d))
-             for d in range(product(sizes.values()))] for sizes, order in shards[:100]]  # fmt: skip
+    cuts = [
+        [
+            grid.slices(
+                parse_layout(row["layout"]["3"]), row["shape"], sizes, grid.coordinates(sizes, order, d)
+            )
+            for d in range(product(sizes.values()))
+        ]
+        for sizes, order in shards[:100]
+    ]
     firsts = [list(dict.fromkeys(map(str, cut))) for cut in cuts]
-    want = [None if None in cut else [seen.index(str(c)) for c in cut] for cut, seen in zip(cuts, firsts, strict=True)]
+    want = [
+        None if None in cut else [seen.index(str(c)) for c in cut]
+        for cut, seen in zip(cuts, firsts, strict=True)
+    ]
     assert numbers[:100] == want
     spots = [(case["sizes"], case["order"], node) for case in asked for node in (1, 4, 8, 10**6)]
     spots += [(dict.fromkeys(AXES, 4), list(AXES), 8), (parse_mesh("dp=509").sizes, list(AXES), 8)]
     assert javascript("places", spots) == [grid.places(*call) for call in spots]
-    arrows = [(grid.places(*call), *rng.choices(range(8), k=2)) for call in spots if product(call[0].values()) >= 8]
+    arrows = [
+        (grid.places(*call), *rng.choices(range(8), k=2)) for call in spots if product(call[0].values()) >= 8
+    ]
     assert javascript("lane", arrows) == [grid.lane(*call) for call in arrows]
-    steps = [(kind, g, None) for kind in KINDS for g in range(1, 17)] + [("collective-permute", 4, [[0, 1], [3, 2]])]
+    steps = [(kind, g, None) for kind in KINDS for g in range(1, 17)] + [
+        ("collective-permute", 4, [[0, 1], [3, 2]])
+    ]
     assert javascript("rounds", steps) == [grid.rounds(*call) for call in steps]
 
 
@@ -154,7 +175,11 @@ def test_what_a_device_holds_is_equal_in_bytes(javascript):
     rows = explore.tensors(explore.START)
     for _ in range(60):
         zero, tp_sequence, order = rng.randrange(4), rng.random() < 0.5, rng.sample(list(AXES), 6)
-        state = explore.START | {"zero": zero, "tp_sequence": tp_sequence, "schedule": rng.choice(list(explore.CHUNKS))}
+        state = explore.START | {
+            "zero": zero,
+            "tp_sequence": tp_sequence,
+            "schedule": rng.choice(list(explore.CHUNKS)),
+        }
         sizes = {axis: rng.choice((1, 1, 2, 3, 4)) for axis in AXES}
         state["device"] = rng.randrange(product(sizes.values()))
         calls.append((rows, state, sizes, order, state["device"]))
@@ -170,18 +195,43 @@ def test_words_and_layouts_are_read_alike(javascript):
     parsed = javascript("parseLayout", [(text,) for text in texts])
     for text, got in zip(texts, parsed, strict=True):
         want = parse_layout(text)
-        assert got == {"dims": [{"name": d.name, "axes": list(d.axes)} for d in want.dims], "sums": list(want.sums)}
-    sizes = [0, 1, 1023, 1024, 1500, 10**9, 2**30 - 1, 123456789, *(random.Random(2).randrange(2**50) for _ in range(500))]
+        assert got == {
+            "dims": [{"name": d.name, "axes": list(d.axes)} for d in want.dims],
+            "sums": list(want.sums),
+        }
+    sizes = [
+        0,
+        1,
+        1023,
+        1024,
+        1500,
+        10**9,
+        2**30 - 1,
+        123456789,
+        *(random.Random(2).randrange(2**50) for _ in range(500)),
+    ]
     assert javascript("sizeText", [(n,) for n in sizes]) == [size_text(n) for n in sizes]
     seconds = [0, 1e-9, 0.0321, 1, 599.9, 600, 7199, 7200, 18043]
     assert javascript("timeText", [(s,) for s in seconds]) == [time_text(s) for s in seconds]
 
 
 def test_meshes_are_read_refused_and_spelt_alike(javascript):
-    """1,000 random texts: the same sizes and spelling, or the same words under the same caret; and so the same key."""
+    """1,000 random texts: the same sizes and spelling, or the same words under the same caret; and so the
+    same key."""
     rng, values = random.Random(8), ("2", "04", "-1", "0", "2.5", "", "9000")
     bits = [*(a + s + n for a in (*AXES, "mp", "xp", "") for s in "=:" for n in values), *"1248", "!"]
-    texts = ["", "  ", "!", "! tp=2 dp=2", "1,64,4,1", "1,2,4", "1,2", "fsdp=-1 dp=-1", "dp=131072", "dp=131072 tp=2"]
+    texts = [
+        "",
+        "  ",
+        "!",
+        "! tp=2 dp=2",
+        "1,64,4,1",
+        "1,2,4",
+        "1,2",
+        "fsdp=-1 dp=-1",
+        "dp=131072",
+        "dp=131072 tp=2",
+    ]
     while len(texts) < 1000:
         between, some = rng.choice((" ", ",", ", ")), rng.choices(bits, k=rng.randint(1, 4))
         texts.append(rng.choice(("", "!", " ")) + between.join(some) + "  " * rng.choice((0, 0, 0, 100)))
@@ -195,7 +245,9 @@ def test_meshes_are_read_refused_and_spelt_alike(javascript):
         except ValueError as error:
             assert got == {"why": str(error)}, text
     assert 30 < num_read < 900
-    states = [explore.START | {"mesh": text, "order": rng.choice(("tp,sp,ep  fsdp dp pp", "tp"))} for text in texts]
+    states = [
+        explore.START | {"mesh": text, "order": rng.choice(("tp,sp,ep  fsdp dp pp", "tp"))} for text in texts
+    ]
     ours = [explore.key(state) for state in states]
     assert javascript("key", [(state, list(explore.VIEW), names, explore.MOST) for state in states]) == ours
 
@@ -218,7 +270,9 @@ def test_rounds_carry_out_the_collective(kind, g):
     gather_from = g - 1 if kind == "all-reduce" else 0
     for t, step in enumerate(steps[1:]):
         before = own.copy()
-        assert sorted(s for s, _, _ in step["sends"]) == sorted(d for _, d, _ in step["sends"]) == list(range(g))
+        assert (
+            sorted(s for s, _, _ in step["sends"]) == sorted(d for _, d, _ in step["sends"]) == list(range(g))
+        )
         for source, target, b in step["sends"]:
             assert before[source, b], "a rank sends what it has"
             adds = reduced and (kind == "reduce-scatter" or t < gather_from)
@@ -243,7 +297,9 @@ def test_an_all_to_all_is_a_transpose_and_gathers_nothing(g):
     steps = grid.rounds("all-to-all", g)
     for step in steps:
         for source, target, b in step["sends"]:
-            assert b == target and (source, target) in own[source], "a piece goes straight to where it belongs"
+            assert b == target and (source, target) in own[source], (
+                "a piece goes straight to where it belongs"
+            )
             own[source].remove((source, target))
             own[target].add((source, target))
         assert step["held"] == [[sum(to == b for _, to in mine) for b in range(g)] for mine in own]
@@ -290,13 +346,15 @@ def test_arrows_keep_clear_of_the_words_in_cells(n):
         for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
             low, high, top, end = min(x0, x1), max(x0, x1), min(y0, y1), max(y0, y1)
             assert not any(
-                low < x + wide / 2 and high > x - wide / 2 and top < y + tall / 2 and end > y - tall / 2 for x, y in words
+                low < x + wide / 2 and high > x - wide / 2 and top < y + tall / 2 and end > y - tall / 2
+                for x, y in words
             )
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=16", "fsdp=64", "fsdp=128", "dp=4 fsdp=8 tp=4"])
 def test_arrows_of_a_ring_share_no_line_and_their_heads_have_room(mesh):
-    """A head is 7 pixels long. Rings that wrap rows once ran there and back on one line, heads inside the cells."""
+    """A head is 7 pixels long. Rings that wrap rows once ran there and back on one line, heads inside the
+    cells."""
     sizes = parse_mesh(mesh).sizes
     place, team = grid.places(sizes, tuple(AXES), 8), grid.groups(sizes, tuple(AXES), ("fsdp",))[0]
     lanes = [grid.lane(place, a, b) for a, b in zip(team, [*team[1:], team[0]], strict=True)]
@@ -306,7 +364,9 @@ def test_arrows_of_a_ring_share_no_line_and_their_heads_have_room(mesh):
         assert x == x1 and abs(y1 - y) >= 7 + 0.8, "the head ends at the cell's edge and starts outside of it"
     runs = [(y, min(x0, x1), max(x0, x1)) for _, (x0, y), (x1, _), _ in between]
     for i, (y, low, high) in enumerate(runs):
-        assert all(abs(y - z) >= 2.4 or high <= a or b <= low for z, a, b in runs[:i]), "two strokes of 1.6 pixels, and air"
+        assert all(abs(y - z) >= 2.4 or high <= a or b <= low for z, a, b in runs[:i]), (
+            "two strokes of 1.6 pixels, and air"
+        )
 
 
 def test_more_than_512_devices_are_drawn_in_blocks():

@@ -9,7 +9,9 @@ import pytest
 from llmpar import doctor, hardware
 from llmpar.hardware import CHIPS, GIB, NAMES, Chip, chip, guess
 
-FIGURES = [f.name for f in dataclasses.fields(Chip) if f.name not in ("name", "aliases", "link", "date", "sources")]
+FIGURES = [
+    f.name for f in dataclasses.fields(Chip) if f.name not in ("name", "aliases", "link", "date", "sources")
+]
 
 
 @pytest.mark.parametrize("row", CHIPS, ids=lambda row: row.name)
@@ -21,7 +23,8 @@ def test_every_figure_of_a_row_has_a_source_and_a_date(row):
 
 @pytest.mark.parametrize("row", CHIPS, ids=lambda row: row.name)
 def test_the_figures_of_a_row_are_of_one_world(row):
-    """Units that were mixed up (GB and GiB, bits and bytes, per link and per chip) would break one of these."""
+    """Units that were mixed up (GB and GiB, bits and bytes, per link and per chip) would break one of
+    these."""
     assert row.link in hardware.LINKS
     assert 0 < row.link_efficiency <= 1
     usable = row.usable_hbm_gib * GIB * row.devices_per_chip
@@ -53,7 +56,9 @@ def test_an_unknown_chip_is_refused_with_the_names_that_are_known():
 
 def test_a_file_with_a_base_changes_only_what_it_says(tmp_path):
     path = tmp_path / "four-per-node.toml"
-    path.write_text('base = "a100-40"\nnode_size = 4\ndcn_bytes_per_s = 3.125e9\n[sources]\nnode_size = "the site"\n')
+    path.write_text(
+        'base = "a100-40"\nnode_size = 4\ndcn_bytes_per_s = 3.125e9\n[sources]\nnode_size = "the site"\n'
+    )
     row, base = chip(path), chip("a100-40")
     assert (row.name, row.node_size, row.dcn_bytes_per_s) == ("four-per-node", 4, 3.125e9)
     same = set(FIGURES) - {"node_size", "dcn_bytes_per_s"}
@@ -67,9 +72,16 @@ def test_a_file_with_a_base_changes_only_what_it_says(tmp_path):
 
 def test_a_file_may_describe_a_whole_chip_and_integers_will_do(tmp_path):
     values = {
-        "flops_per_s": 10**15, "hbm_bytes": 10**11, "usable_hbm_gib": 90, "hbm_bytes_per_s": 3.0e12,
-        "link_bytes_per_s": 5 * 10**11, "link_efficiency": 1, "num_axes": 1, "node_size": 8, "dcn_bytes_per_s": 5.0e10,
-    }  # fmt: skip
+        "flops_per_s": 10**15,
+        "hbm_bytes": 10**11,
+        "usable_hbm_gib": 90,
+        "hbm_bytes_per_s": 3.0e12,
+        "link_bytes_per_s": 5 * 10**11,
+        "link_efficiency": 1,
+        "num_axes": 1,
+        "node_size": 8,
+        "dcn_bytes_per_s": 5.0e10,
+    }
     path = tmp_path / "mine.toml"
     text = "".join(f"{key} = {value}\n" for key, value in values.items())
     path.write_text(f'link = "switch"\ndate = "2026"\n{text}')
@@ -115,13 +127,25 @@ def test_a_missing_file_is_refused_by_its_path(tmp_path):
 @pytest.mark.parametrize(
     ("device_kind", "name"),
     [
-        ("TPU v3", "v3"), ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v5", "v5p"),
-        ("TPU v5p", "v5p"), ("TPU v6 lite", "v6e"), ("TPU7x", "7x"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"),
-        ("NVIDIA H200 141GB HBM3e", "h200"), ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"),
-        ("AMD Instinct MI300X", "mi300x"), ("cpu", "cpu"),
+        ("TPU v3", "v3"),
+        ("TPU v4", "v4"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5e", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("TPU7x", "7x"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 141GB HBM3e", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("cpu", "cpu"),
     ],
-)  # fmt: skip
+)
 def test_guess_knows_the_kinds_that_jax_reports(device_kind, name):
     assert guess(device_kind).name == name
 
@@ -129,11 +153,23 @@ def test_guess_knows_the_kinds_that_jax_reports(device_kind, name):
 @pytest.mark.parametrize(
     "device_kind",
     [
-        "TPU v4 lite", "TPU v2", "TPU8i", "NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA H100 PCIe",
-        "NVIDIA GH200 480GB", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H20", "NVIDIA GB2000",
-        "NVIDIA A100-SXM-64GB", "NVIDIA GeForce RTX 4090", "AMD Instinct MI300A", "",
+        "TPU v4 lite",
+        "TPU v2",
+        "TPU8i",
+        "NVIDIA A100 80GB PCIe",
+        "NVIDIA A100-PCIE-40GB",
+        "NVIDIA H100 PCIe",
+        "NVIDIA GH200 480GB",
+        "NVIDIA H200 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H20",
+        "NVIDIA GB2000",
+        "NVIDIA A100-SXM-64GB",
+        "NVIDIA GeForce RTX 4090",
+        "AMD Instinct MI300A",
+        "",
     ],
-)  # fmt: skip
+)
 def test_guess_stays_silent_on_boards_with_other_figures(device_kind):
     assert guess(device_kind) is None
 
@@ -150,7 +186,8 @@ def test_a_device_is_its_share_of_the_chip():
 
 
 def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path):
-    """Three quarters unless JAX is told another share; with the platform's allocator there is no share. TPUs have none."""
+    """Three quarters unless JAX is told another share; with the platform's allocator there is no share. TPUs
+    have none."""
     for name in hardware.MEMORY_SHARES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
@@ -166,7 +203,9 @@ def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path)
         monkeypatch.setenv(name, ".95")
         assert (h100.usable_bytes, v5p.usable_bytes) == (int(0.95 * 84942979072), int(95.74 * GIB))
         monkeypatch.setenv(name, "lots")
-        with pytest.raises(ValueError, match=f"{name}=lots is no share of a GPU's memory; use one above 0, such as .95"):
+        with pytest.raises(
+            ValueError, match=f"{name}=lots is no share of a GPU's memory; use one above 0, such as .95"
+        ):
             _ = h100.usable_bytes
         monkeypatch.delenv(name)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
@@ -179,7 +218,9 @@ def test_doctor_says_when_nobody_told_jax_how_much_of_a_gpu_to_take(monkeypatch,
         monkeypatch.delenv(name, raising=False)
     if share:
         monkeypatch.setenv(hardware.MEMORY_SHARES[1], share)
-    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=0, memory_stats=lambda: None)
+    gpu = SimpleNamespace(
+        platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=0, memory_stats=lambda: None
+    )
     monkeypatch.setattr(doctor, "use_devices", lambda simulated: [gpu] * 8)
     said = [line for line in doctor.examine()["lines"] if line.startswith("JAX takes 75% of a GPU's memory")]
     assert [line.rpartition(" ")[2] for line in said] == ([] if share else ["XLA_CLIENT_MEM_FRACTION=.95"])
@@ -197,7 +238,8 @@ def test_only_the_cpu_is_simulated_and_its_placeholders_say_so():
 
 
 def test_the_jax_package_agrees_with_the_tpu_rows():
-    """Independent of the pages the rows come from: jax's own table, rounded there to three digits, per core."""
+    """Independent of the pages the rows come from: jax's own table, rounded there to three digits, per
+    core."""
     tpu_info = pytest.importorskip("jax._src.pallas.mosaic.tpu_info")
     if not hasattr(tpu_info, "get_tpu_info_for_chip"):
         pytest.skip("this jax keeps its table elsewhere")

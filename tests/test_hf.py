@@ -1,9 +1,9 @@
 """Weights in and out of Hugging Face's format, and the same logits as transformers on the same weights.
 
 The fixtures are tiny random models with the logits that transformers computed. They are made by
-``python tests/make_hf_fixtures.py`` in an environment with torch and transformers; reading them needs neither. Where
-both are installed (dependency group `parity`) the tests marked ``hf`` make fresh models and go through real files, both
-ways.
+``python tests/make_hf_fixtures.py`` in an environment with torch and transformers; reading them needs
+neither. Where both are installed (dependency group `parity`) the tests marked ``hf`` make fresh models and go
+through real files, both ways.
 """
 
 import dataclasses
@@ -25,7 +25,9 @@ from llmpar.plan import Plan
 from llmpar.step import init_params, model_graph, weight_dims
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-TOLERANCE = 1e-4  # absolute, on float32 logits of up to 7. Found: 1.2e-5 at most; the smallest fault below gives 1.3
+TOLERANCE = (
+    1e-4  # absolute, on float32 logits of up to 7. Found: 1.2e-5 at most; the smallest fault below gives 1.3
+)
 
 
 def read_config(folder, text):
@@ -64,18 +66,21 @@ def compiled(config):
 def logits(params, config, ids):
     """What our model computes for these tokens, one document a row."""
     positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
-    batch = dict(tokens=np.int32(ids), targets=np.int32(ids), positions=positions, segments=np.ones_like(positions))
+    batch = dict(
+        tokens=np.int32(ids), targets=np.int32(ids), positions=positions, segments=np.ones_like(positions)
+    )
     return np.asarray(compiled(config)(params, batch))
 
 
 def same(a, b):
     """Whether two dicts or trees have the same leaves, bit by bit."""
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        x.dtype == y.dtype and np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        x.dtype == y.dtype and np.array_equal(x, y)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- parity
+# ----------------------------------------------------------------------------------------------------- parity
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +93,9 @@ def test_logits_are_those_of_transformers(fixture, kind):
 
 def swap(first, second):
     def fault(config, tensors):
-        other = {name: name.replace(first, "?").replace(second, first).replace("?", second) for name in tensors}
+        other = {
+            name: name.replace(first, "?").replace(second, first).replace("?", second) for name in tensors
+        }
         return config, {name: tensors[other[name]] for name in tensors}
 
     return fault
@@ -112,8 +119,14 @@ FAULTS = {
     "v's bias forgotten": ("qwen2", edit("v_proj.bias", np.zeros_like)),
     "k_norm forgotten": ("qwen3", edit("k_norm", np.ones_like)),
     "o not transposed": ("llama", edit("o_proj", np.transpose)),
-    "q's heads interleaved": ("llama", edit("q_proj", lambda x: x.reshape(4, 8, 32).swapaxes(0, 1).reshape(32, 32))),
-    "q's pairs interleaved": ("llama", edit("q_proj", lambda x: x.reshape(4, 4, 2, 32).swapaxes(1, 2).reshape(32, 32))),
+    "q's heads interleaved": (
+        "llama",
+        edit("q_proj", lambda x: x.reshape(4, 8, 32).swapaxes(0, 1).reshape(32, 32)),
+    ),
+    "q's pairs interleaved": (
+        "llama",
+        edit("q_proj", lambda x: x.reshape(4, 4, 2, 32).swapaxes(1, 2).reshape(32, 32)),
+    ),
     "rope unscaled": ("llama", change(rope_scaling=None)),
     "rope's theta": ("mistral", change(rope_theta=5e4)),
     "window forgotten": ("mistral", change(window=None)),
@@ -155,7 +168,9 @@ OURS = {
     "qwen2": dataclasses.replace(LESSON, qkv_bias=True, tied=True, rope_theta=1e6),
     "qwen2 with a window": dataclasses.replace(LESSON, qkv_bias=True, window=5),
     "qwen3": dataclasses.replace(LESSON, qk_norm=True, head_width=8),
-    "mixtral": dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, balance=0.1, z=0.2, capacity_factor=4.0)),
+    "mixtral": dataclasses.replace(
+        LESSON, experts=ExpertConfig(4, 2, balance=0.1, z=0.2, capacity_factor=4.0)
+    ),
     "qwen3_moe": dataclasses.replace(LESSON, qk_norm=True, experts=ExpertConfig(8, 3, renormalise=False)),
 }
 
@@ -165,7 +180,9 @@ def random_params(config):
     """Weights of a size that makes logits differ."""
     params = jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
     draw = np.random.default_rng(3)
-    return jax.tree.map(lambda w: np.asarray(w) + 0.2 * draw.standard_normal(w.shape, dtype=np.float32), params)
+    return jax.tree.map(
+        lambda w: np.asarray(w) + 0.2 * draw.standard_normal(w.shape, dtype=np.float32), params
+    )
 
 
 @pytest.mark.hf
@@ -185,14 +202,16 @@ def test_transformers_reads_what_we_save(tmp_path, kind):
     assert np.abs(logits(params, config, ids) - theirs).max() < TOLERANCE * max(1, np.abs(theirs).max() / 7)
 
 
-# ------------------------------------------------------------------------------------------------------- there and back
+# --------------------------------------------------------------------------------------------- there and back
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_survive_the_round_trip(fixture, kind):
     config, tensors, _, _ = fixture(kind)
     params = hf.from_state_dict(tensors, config)
-    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, jax.eval_shape(lambda: init_params(config)))
+    assert jax.tree.map(np.shape, params) == jax.tree.map(
+        np.shape, jax.eval_shape(lambda: init_params(config))
+    )
     assert same(hf.to_state_dict(params, config), tensors)
 
 
@@ -212,7 +231,9 @@ def test_files_survive_the_round_trip(tmp_path, kind, dtype):
     rounded = jax.tree.map(lambda x: x.astype(dtype).astype("float32"), params)
     assert same(hf.load(tmp_path / kind, config), rounded)
     assert same(hf.load(str(tmp_path / kind / "model.safetensors"), config), rounded)
-    assert {x.dtype.name for x in jax.tree.leaves(hf.load(tmp_path / kind, config, dtype="bfloat16"))} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(hf.load(tmp_path / kind, config, dtype="bfloat16"))} == {
+        "bfloat16"
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "deepseek-v3"])
@@ -240,7 +261,7 @@ def test_shards_are_read_by_their_index_or_by_name(tmp_path, fixture):
     assert same(hf.load(files, config), params)
 
 
-# ------------------------------------------------------------------------------------------------- straight onto shards
+# --------------------------------------------------------------------------------------- straight onto shards
 
 
 class Spy:
@@ -255,7 +276,9 @@ class Spy:
 
 
 @pytest.mark.parametrize(
-    "plan", [Plan("fsdp=4 tp=2"), Plan("dp=2 fsdp=2 tp=2"), Plan("dp=2 tp=4", zero=0), Plan("fsdp=8", zero=1)], ids=str
+    "plan",
+    [Plan("fsdp=4 tp=2"), Plan("dp=2 fsdp=2 tp=2"), Plan("dp=2 tp=4", zero=0), Plan("fsdp=8", zero=1)],
+    ids=str,
 )
 def test_each_device_reads_its_own_shard_once(plan):
     config = OURS["qwen2"]
@@ -283,7 +306,7 @@ def test_files_are_read_onto_shards(tmp_path):
     assert jax.tree.map(lambda x: x.sharding, params) == shardings
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 def without(tensors, name):
@@ -293,8 +316,14 @@ def without(tensors, name):
 Q, LAST_NORM = "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"
 REFUSED = {
     "missing": (lambda t: without(t, Q), rf"'{Q}' is missing; use"),
-    "unexpected": (lambda t: t | {"model.layers.0.self_attn.q_proj.bias": t[LAST_NORM]}, r"q_proj.bias' has no place"),
-    "a layer too many": (lambda t: t | {Q.replace("1", "2"): t[Q]}, r"'model.layers.2.self_attn.q_proj.weight' has no"),
+    "unexpected": (
+        lambda t: t | {"model.layers.0.self_attn.q_proj.bias": t[LAST_NORM]},
+        r"q_proj.bias' has no place",
+    ),
+    "a layer too many": (
+        lambda t: t | {Q.replace("1", "2"): t[Q]},
+        r"'model.layers.2.self_attn.q_proj.weight' has no",
+    ),
     "misshapen": (lambda t: t | {Q: t[Q][:16]}, r"q_proj.weight' has shape \[16, 32\], not \[32, 32\]"),
     "quantized": (lambda t: t | {Q: t[Q].astype(np.int8)}, r"q_proj.weight' holds int8, but only float64, "),
     "many": (lambda t: {}, r"'lm_head.weight' is missing; .*; and 18 more"),
@@ -332,7 +361,9 @@ def test_a_redundant_head_in_a_file_is_left_out(tmp_path, fixture):
 
 def test_unreadable_files_are_refused(tmp_path, fixture):
     config, tensors, _, _ = fixture("llama")
-    with pytest.raises(ValueError, match="neither model.safetensors nor a readable model.safetensors.index.json"):
+    with pytest.raises(
+        ValueError, match="neither model.safetensors nor a readable model.safetensors.index.json"
+    ):
         hf.load(tmp_path, config)
     files = write_shards(tmp_path, tensors)
     with pytest.raises(ValueError, match=r"tensor '.*' is in .* and in a file before it"):
@@ -350,7 +381,9 @@ def test_unreadable_files_are_refused(tmp_path, fixture):
             hf.load(tmp_path, config)
 
 
-@pytest.mark.parametrize("name", ["../secret/model.safetensors", "/etc/model.safetensors", "in/model.safetensors", "."])
+@pytest.mark.parametrize(
+    "name", ["../secret/model.safetensors", "/etc/model.safetensors", "in/model.safetensors", "."]
+)
 def test_an_index_names_files_of_its_own_folder_only(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(ValueError, match="it names '.*', which is no file of that folder"):
@@ -383,7 +416,11 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4}
         ("qwen3_moe", {"decoder_sparse_step": 2}, "has layers without experts"),
         ("qwen3", {"attention_bias": True}, "biases in the feed-forward or the output"),
         ("qwen2", WINDOW | {"max_window_layers": 1, "layer_types": None}, "has a window in 1 of 2 layers"),
-        ("qwen2", WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}, "has a window in 1 of 2 layers"),
+        (
+            "qwen2",
+            WINDOW | {"layer_types": ["sliding_attention", "full_attention"]},
+            "has a window in 1 of 2 layers",
+        ),
     ],
 )
 def test_what_the_model_cannot_do_is_refused(tmp_path, kind, key, message):

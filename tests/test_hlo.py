@@ -1,4 +1,5 @@
-"""The census of a program, checked against closed forms on 8 simulated devices and against hand-written HLO text."""
+"""The census of a program, checked against closed forms on 8 simulated devices and against hand-written HLO
+text."""
 
 import json
 import re
@@ -29,12 +30,15 @@ from llmpar.hlo import (
 
 CUBE = {"dp": 2, "fsdp": 2, "tp": 2}
 AXES = tuple(CUBE)
-CASES = {row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))}
+CASES = {
+    row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_compilation():
-    """The persistent cache would answer with texts compiled earlier, which name the source lines of that day."""
+    """The persistent cache would answer with texts compiled earlier, which name the source lines of that
+    day."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -76,7 +80,14 @@ EACH_KIND = [  # f, the axes that leave the result's layout, kind, axes, group, 
     (lambda x: lax.pmin(x, ("dp", "tp")), ("dp", "tp"), "all-reduce", ("dp", "tp"), 4, 2 * X * 3 // 4),
     (lambda x: lax.all_gather(x, ("fsdp", "tp"), tiled=True), (), "all-gather", ("fsdp", "tp"), 4, 3 * X),
     (lambda x: lax.psum_scatter(x, "fsdp", tiled=True), (), "reduce-scatter", ("fsdp",), 2, X // 2),
-    (lambda x: lax.psum_scatter(x, ("dp", "tp"), tiled=True), (), "reduce-scatter", ("dp", "tp"), 4, 3 * X // 4),
+    (
+        lambda x: lax.psum_scatter(x, ("dp", "tp"), tiled=True),
+        (),
+        "reduce-scatter",
+        ("dp", "tp"),
+        4,
+        3 * X // 4,
+    ),
     (lambda x: lax.all_to_all(x, "dp", 1, 0, tiled=True), (), "all-to-all", ("dp",), 2, X // 2),
     (lambda x: lax.all_to_all(x, AXES, 1, 0, tiled=True), (), "all-to-all", AXES, 8, 7 * X // 8),
     (lambda x: lax.ppermute(x, "tp", SHIFT), (), "collective-permute", ("tp",), 2, X),
@@ -140,7 +151,9 @@ def test_loops_that_start_late_and_go_down_are_stepped():
 
     def f(x):
         x = lax.fori_loop(3, 10, lambda i, x: lax.ppermute(x, "sp", ring), x)
-        return lax.while_loop(lambda c: c[0] > 4, lambda c: (c[0] - 3, lax.ppermute(c[1], "sp", ring)), (20, x))[1]
+        return lax.while_loop(
+            lambda c: c[0] > 4, lambda c: (c[0] - 3, lax.ppermute(c[1], "sp", ring)), (20, x)
+        )[1]
 
     traced = lower(f, mesh, P("sp"), P("sp"), jnp.ones((8, 4)))
     lowered = traced.lower()
@@ -171,8 +184,16 @@ def test_of_a_cond_the_branch_whose_loop_sends_most_counts():
     """Five small messages are more than one of four times their size."""
     often = lambda x: lax.fori_loop(0, 5, lambda i, x: lax.ppermute(x, "tp", SHIFT), x)
     once = lambda x: lax.ppermute(jnp.tile(x, 4), "tp", SHIFT)[: x.size]
-    traced = lower(lambda x: lax.cond(x[0] > 0, often, once, x), make_mesh(range(2), tp=2), P("tp"), P("tp"), jnp.ones((8,)))
-    assert census_table(census_jaxpr(traced.jaxpr, {"tp": 2})) == table(("tp", "collective-permute", 5, 5 * 16))
+    traced = lower(
+        lambda x: lax.cond(x[0] > 0, often, once, x),
+        make_mesh(range(2), tp=2),
+        P("tp"),
+        P("tp"),
+        jnp.ones((8,)),
+    )
+    assert census_table(census_jaxpr(traced.jaxpr, {"tp": 2})) == table(
+        ("tp", "collective-permute", 5, 5 * 16)
+    )
 
 
 def test_of_a_cond_the_branch_that_sends_most_counts():
@@ -184,7 +205,9 @@ def test_of_a_cond_the_branch_that_sends_most_counts():
         return lax.cond(flag[0] > 0, small, large, x) + lax.switch(flag[0], [small, small, small], x)
 
     expected = table(
-        ("dp", "all-reduce", 2, 2 * X), ("tp", "collective-permute", 1, X), ("fsdp", "collective-permute", 1, X)
+        ("dp", "all-reduce", 2, 2 * X),
+        ("tp", "collective-permute", 1, X),
+        ("fsdp", "collective-permute", 1, X),
     )
     for census in three_censuses(
         lower(f, mesh, (P(AXES), P()), P(("fsdp", "tp")), jnp.ones((256, 16)), jnp.array([1])), mesh
@@ -208,7 +231,12 @@ def test_gradients_of_rematerialized_and_custom_functions_are_walked():
         return lax.psum(jnp.sum(double(y)), "fsdp")
 
     traced = lower(
-        jax.value_and_grad(loss), mesh, (P("fsdp"), P("fsdp")), (P(), P("fsdp")), jnp.ones((16, 16)), jnp.ones((8, 16))
+        jax.value_and_grad(loss),
+        mesh,
+        (P("fsdp"), P("fsdp")),
+        (P(), P("fsdp")),
+        jnp.ones((16, 16)),
+        jnp.ones((8, 16)),
     )
     w, x = 2 * 16 * 4, 16 * 4
     expected = table(
@@ -219,12 +247,14 @@ def test_gradients_of_rematerialized_and_custom_functions_are_walked():
     )
     written, partitioned, final = (census_table(census) for census in three_censuses(traced, mesh))
     assert written == partitioned == expected
-    # Outside a loop the CPU compiler of JAX 0.10 drops the barrier of the checkpoint and merges the two gathers.
+    # Outside a loop the CPU compiler of JAX 0.10 drops the barrier of the checkpoint and merges the two
+    # gathers.
     assert final["fsdp", "all-gather"]["count"] in (1, 2)
 
 
 def test_fsdp_gathers_twice_and_scatters_once_per_layer():
-    """Case xla.fsdp.sm: 4 layers of bfloat16 [2048, 2048] over 8 devices, gathered inside a checkpointed scan."""
+    """Case xla.fsdp.sm: 4 layers of bfloat16 [2048, 2048] over 8 devices, gathered inside a checkpointed
+    scan."""
     mesh = make_mesh(fsdp=8)
 
     def loss(ws, x):
@@ -235,7 +265,8 @@ def test_fsdp_gathers_twice_and_scatters_once_per_layer():
     cut = P(None, "fsdp")
     traced = lower(jax.value_and_grad(loss), mesh, (cut, P("fsdp")), (P(), cut), weights, tokens)
     written, partitioned, final = (
-        {kind: row for (_, kind), row in census_table(census).items()} for census in three_censuses(traced, mesh)
+        {kind: row for (_, kind), row in census_table(census).items()}
+        for census in three_censuses(traced, mesh)
     )
     gathers, gathered = CASES["xla.fsdp.sm"]["expected"]["all_gather"]  # how many, result bytes of each
     scatters, scattered = CASES["xla.fsdp.sm"]["expected"]["reduce_scatter"]
@@ -250,12 +281,12 @@ def test_fsdp_gathers_twice_and_scatters_once_per_layer():
 
 def test_bfloat16_is_bfloat16_until_the_cpu_widens_it():
     mesh = make_mesh(tp=8)
-    traced = lower(lambda x: lax.all_gather(x, "tp", tiled=True), mesh, P("tp"), P("tp"), jnp.ones((64,), jnp.bfloat16))
-    assert [[(c.dtype, c.shape, c.bytes_sent) for c in census] for census in three_censuses(traced, mesh)] == [
-        [("bf16", (64,), 112)],
-        [("bf16", (64,), 112)],
-        [("f32", (64,), 224)],
-    ]
+    traced = lower(
+        lambda x: lax.all_gather(x, "tp", tiled=True), mesh, P("tp"), P("tp"), jnp.ones((64,), jnp.bfloat16)
+    )
+    assert [
+        [(c.dtype, c.shape, c.bytes_sent) for c in census] for census in three_censuses(traced, mesh)
+    ] == [[("bf16", (64,), 112)], [("bf16", (64,), 112)], [("f32", (64,), 224)]]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +300,8 @@ def test_dtypes_are_named_and_sized_alike_in_jaxpr_and_text(dtype, name, size):
 
 
 def test_ring_attention_and_its_gradient_permute_four_times_per_hop():
-    """Case xla.ring.bwd: 8 hops, local q, k, v of float32 [2, 16, 4, 16], scan without peeling the last hop."""
+    """Case xla.ring.bwd: 8 hops, local q, k, v of float32 [2, 16, 4, 16], scan without peeling the last
+    hop."""
     mesh = make_mesh(sp=8)
     ring = [(i, (i + 1) % 8) for i in range(8)]
 
@@ -287,10 +319,15 @@ def test_ring_attention_and_its_gradient_permute_four_times_per_hop():
 
     local = jax.ShapeDtypeStruct((2, 16 * 8, 4, 16), jnp.float32)
     cut = P(None, "sp")
-    traced = lower(jax.value_and_grad(attend, (0, 1, 2)), mesh, (cut,) * 3, (P(), (cut,) * 3), local, local, local)
+    traced = lower(
+        jax.value_and_grad(attend, (0, 1, 2)), mesh, (cut,) * 3, (P(), (cut,) * 3), local, local, local
+    )
     for census in three_censuses(traced, mesh):
         count, size = CASES["xla.ring.bwd"]["expected"]["collective_permute"]
-        assert census_table(census)["sp", "collective-permute"] == {"count": count, "bytes_sent": count * size}
+        assert census_table(census)["sp", "collective-permute"] == {
+            "count": count,
+            "bytes_sent": count * size,
+        }
 
 
 def test_ring_bytes_of_an_all_reduce_are_those_of_jax_roofline():
@@ -298,7 +335,11 @@ def test_ring_bytes_of_an_all_reduce_are_those_of_jax_roofline():
     mesh = make_mesh(order=range(4), tp=4)
     traced = lower(lambda x: lax.psum(x, "tp"), mesh, P("tp"), P(), jnp.ones((4, 4096)))
     for (c,) in three_censuses(traced, mesh):
-        assert c.bytes_sent == ring_bytes("all-reduce", 4, 16384) == CASES["roofline.jax.psum"]["expected"]["ici_bytes"]
+        assert (
+            c.bytes_sent
+            == ring_bytes("all-reduce", 4, 16384)
+            == CASES["roofline.jax.psum"]["expected"]["ici_bytes"]
+        )
     assert ring_bytes("all-reduce", 3, 4) == 6  # 16/3: the mean over the three devices, rounded up
 
 
@@ -325,11 +366,16 @@ def test_groups_that_the_partitioner_chose_map_back_to_the_axes_of_the_user(mesh
     size = prod(mesh.shape[a] for a in axes)
     cut, whole = NamedSharding(mesh, P(axes)), NamedSharding(mesh, P())
     x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=cut)
-    for f, kind, result in [(lambda x: x.sum(0), "all-reduce", 16 * 4), (lambda x: 2 * x, "all-gather", 64 * 16 * 4)]:
+    for f, kind, result in [
+        (lambda x: x.sum(0), "all-reduce", 16 * 4),
+        (lambda x: 2 * x, "all-gather", 64 * 16 * 4),
+    ]:
         traced = jax.jit(f, out_shardings=whole).trace(x)
         assert census_jaxpr(traced.jaxpr, mesh.shape) == []
         for census in three_censuses(traced, mesh)[1:]:
-            assert [(c.kind, c.axes, c.bytes_sent) for c in census] == [(kind, axes, ring_bytes(kind, size, result))]
+            assert [(c.kind, c.axes, c.bytes_sent) for c in census] == [
+                (kind, axes, ring_bytes(kind, size, result))
+            ]
 
 
 def test_a_part_of_an_axis_is_called_other():
@@ -424,17 +470,27 @@ RESULTS = [  # the operation, then what it should count as
     (f"(f32[4]{{0}}, bf16[6]{{0}}) all-reduce(%x, %y), {PAIRED}, to_apply=%add", "all-reduce", 28),
     (f"(f32[4]{{0}}, f32[8]{{0}}) all-gather-start(%x), {PAIRED}, dimensions={{0}}", "all-gather", 16),
     (
-        f"((f32[4]{{0:T(128)}}, bf16[6]{{0}}), (f32[8]{{0:T(128)}}, bf16[12]{{0}})) all-gather-start(%x, %y), {PAIRED}",
+        (
+            "((f32[4]{0:T(128)}, bf16[6]{0}), (f32[8]{0:T(128)}, bf16[12]{0})) all-gather-start(%x,"
+            f" %y), {PAIRED}"
+        ),
         "all-gather",
         28,
     ),
     (f"f32[4]{{0}} all-reduce-start(%x), {PAIRED}, to_apply=%add", "all-reduce", 16),
     (
-        "(f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
+        (
+            "(f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%x),"
+            " source_target_pairs={{0,1},{1,0}}"
+        ),
         "collective-permute",
         16,
     ),
-    (f"((f32[4]{{0}}), f32[2]{{0}}, u32[]) reduce-scatter-start(%x), {PAIRED}, to_apply=%add", "reduce-scatter", 8),
+    (
+        f"((f32[4]{{0}}), f32[2]{{0}}, u32[]) reduce-scatter-start(%x), {PAIRED}, to_apply=%add",
+        "reduce-scatter",
+        8,
+    ),
     (f"f32[4]{{0}} ragged-all-to-all(%x, %x), {PAIRED}", "ragged-all-to-all", 8),
 ]
 
@@ -581,7 +637,9 @@ def test_executed_flops_of_scanned_matmuls_are_the_closed_form():
         return jnp.einsum("bsm,bdm->bsd", x[None], ws[:1]), x @ lax.fori_loop(0, 3, lambda i, y: y @ y, ws[0])
 
     specs = (P(), P("tp"))
-    lowered = lower(f, mesh, specs, (P(None, "tp"), P("tp")), jnp.ones((5, 16, 16)), jnp.ones((64, 16))).lower()
+    lowered = lower(
+        f, mesh, specs, (P(None, "tp"), P("tp")), jnp.ones((5, 16, 16)), jnp.ones((64, 16))
+    ).lower()
     rows = 2 * 8 * 16 * 16  # per device
     expected = 5 * 2 * rows + rows + 3 * 2 * 16**3 + rows
     assert executed_flops(partitioned_hlo(lowered)) == expected
@@ -593,7 +651,9 @@ def test_flops_in_a_loop_of_unknown_length_are_refused_unless_it_is_told():
     text = lowered.compile().as_text()
     with pytest.raises(ValueError, match="it runs dot"):
         executed_flops(text)
-    assert executed_flops(text, trips=3) == 3 * 2 * 8**3 and executed_flops(text, trips=Fraction(1, 2)) == 8**3
+    assert (
+        executed_flops(text, trips=3) == 3 * 2 * 8**3 and executed_flops(text, trips=Fraction(1, 2)) == 8**3
+    )
 
 
 def test_a_program_for_one_device_has_text_too():
@@ -630,11 +690,15 @@ def test_memory_is_what_was_passed_and_aliased():
     assert memory["argument_bytes"] == 4 * 1010
     assert memory["alias_bytes"] == 4000
     assert 4004 <= memory["output_bytes"] <= 4004 + 16  # the result's tuple holds a pointer for each part
-    assert memory["peak_bytes"] == memory["argument_bytes"] + memory["output_bytes"] + memory["temp_bytes"] - 4000
+    assert (
+        memory["peak_bytes"]
+        == memory["argument_bytes"] + memory["output_bytes"] + memory["temp_bytes"] - 4000
+    )
 
 
 def test_collectives_that_no_data_orders_are_listed_with_their_arrows():
-    """Two sums of different values may be entered in either order; one of the other's result, or a branch of it, may not."""
+    """Two sums of different values may be entered in either order; one of the other's result, or a branch of
+    it, may not."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
     def f(x, y):
@@ -652,4 +716,6 @@ def test_collectives_that_no_data_orders_are_listed_with_their_arrows():
     run = jax.shard_map(f, mesh=mesh, in_specs=(P("a", "b"),) * 2, out_specs=(P(), P("a", "b")))
     text = partitioned_hlo(jax.jit(run).lower(*[jnp.ones((4, 4))] * 2))
     pairs = {frozenset(c.arrow for c in pair) for pair in unordered(text, mesh)}
-    assert pairs == {frozenset(p) for p in (("first", "second"), ("first", "loop"), ("second", "loop"), ("both", "loop"))}
+    assert pairs == {
+        frozenset(p) for p in (("first", "second"), ("first", "loop"), ("second", "loop"), ("both", "loop"))
+    }

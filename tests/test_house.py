@@ -1,4 +1,5 @@
-"""The house rules: imports go down, models know no mesh axis, the core stays short, names are explained, lists agree."""
+"""The house rules: imports go down, models know no mesh axis, the core stays short, names are explained,
+lists agree."""
 
 import ast
 import re
@@ -19,19 +20,39 @@ FLOORS = {
     "computing": {"model", "attention", "moe"},
     "deciding": {"plan", "pipeline", "cost", "predict", "planner", "aot"},
     "running": {"train", "step", "generate", "checkpoint", "hf", "data"},
-    "roof": {"cli", "commands", "tools", "doctor", "inspection", "demo", "serve", "launch", "__init__", "__main__"}
-    | {"explore", "explorers", "widget"},
+    "roof": (
+        {
+            "cli",
+            "commands",
+            "tools",
+            "doctor",
+            "inspection",
+            "demo",
+            "serve",
+            "launch",
+            "__init__",
+            "__main__",
+        }
+        | {"explore", "explorers", "widget"}
+    ),
 }
 HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}
 LOOKERS = {"scene", "charts", "grid", "draw", "hlo", "cost", "predict"}  # they look at values
 COMPUTERS = {"notation", "par", "model", "attention", "moe", "pipeline"}  # they make them
 MODEL_TEXT = ("model", "attention", "moe")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
-# What is read like a paper. Its statements are counted, not its lines, so that nobody gains by making lines longer.
+# What is read like a paper. Its statements are counted, not its lines, so that nobody gains by making lines
+# longer.
 PAPER = {"notation", "plan", "par", "model", "attention", "moe", "split", "pipeline", "step"}
 MAX_PAPER_STATEMENTS = 1_850
 # In pieces, so that this file obeys its own rule.
-REGISTRY_HOSTS = ("pypi" + ".org", "pythonhosted" + ".org", "npmjs" + ".org", "anaconda" + ".org", "anaconda" + ".com")
+REGISTRY_HOSTS = (
+    "pypi" + ".org",
+    "pythonhosted" + ".org",
+    "npmjs" + ".org",
+    "anaconda" + ".org",
+    "anaconda" + ".com",
+)
 REGISTRY_HOSTS += ("unpkg" + ".com", "jsdelivr" + ".net", "cdnjs" + ".cloudflare", "proxy.golang" + ".org")
 HOME = re.compile(r"(?<![\w.])(?:/ho" + r"me/\w|/Us" + r"ers/\w|[A-Z]:\\Us" + r"ers\\|/ro" + r"ot/)")
 
@@ -44,7 +65,8 @@ def trees():
 def imports(tree, known):
     """List what a file imports, as (names inside this package, top names outside it).
 
-    A picture of oneself is exempt: `_repr_svg_` and its kin may draw; Jupyter calls them, nothing that computes does.
+    A picture of oneself is exempt: `_repr_svg_` and its kin may draw; Jupyter calls them, nothing that
+    computes does.
     """
     inside, outside, queue = set(), set(), [tree]
     while queue:
@@ -74,7 +96,8 @@ def project():
 
 
 def repository_files():
-    """List the text files of the repository, tracked or not yet, with what they say; embedded pictures are left out."""
+    """List the text files of the repository, tracked or not yet, with what they say; embedded pictures are
+    left out."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -128,7 +151,9 @@ def test_imports_within_a_floor_have_no_cycle():
 
 def test_nothing_that_computes_looks():
     for name, tree in trees().items():
-        assert name not in COMPUTERS or not imports(tree, HEIGHT)[0] & LOOKERS, f"{name} computes, so it must not look"
+        assert name not in COMPUTERS or not imports(tree, HEIGHT)[0] & LOOKERS, (
+            f"{name} computes, so it must not look"
+        )
 
 
 def test_ground_floor_has_no_jax():
@@ -153,8 +178,12 @@ def test_import_llmpar_is_light():
 
 def axis_words(tree):
     """Find the mesh axes that occur as words in strings; docstrings may talk about them."""
-    talk = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # a string that nobody takes
-    strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    talk = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)
+    }  # a string that nobody takes
+    strings = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     spoken = [(node.lineno, re.findall("[a-z]+", node.value)) for node in strings if id(node) not in talk]
     return {(line, word) for line, words in spoken for word in words if word in MESH_AXES}
 
@@ -162,11 +191,16 @@ def axis_words(tree):
 def test_the_model_names_no_mesh_axis():
     for name, tree in trees().items():
         if name in MODEL_TEXT:
-            assert not axis_words(tree), f"{name} names a mesh axis; let it say which dim moves, the plan where to"
+            assert not axis_words(tree), (
+                f"{name} names a mesh axis; let it say which dim moves, the plan where to"
+            )
 
 
 def test_a_mesh_axis_in_a_model_is_seen():
-    planted = '"""Over tp."""\ndef f(par, x):\n    "cut by dp"\n    return par.move(x, f"b s d +tp -> {x} b s/sp d")'
+    planted = (
+        '"""Over tp."""\ndef f(par, x):\n    "cut by dp"\n    return par.move(x, f"b s d +tp -> {x} b'
+        ' s/sp d")'
+    )
     assert axis_words(ast.parse(planted)) == {(4, "tp"), (4, "sp")}
 
 
@@ -215,7 +249,12 @@ def test_no_file_names_a_registry_or_a_home_directory():
 
 
 def test_a_registry_and_a_home_directory_are_seen():
-    planted = "https://files.pythonhosted" + ".org/x", "see /ho" + "me/ada", "'/ro" + "ot/.venv'", "C:\\Us" + "ers\\ada"
+    planted = (
+        "https://files.pythonhosted" + ".org/x",
+        "see /ho" + "me/ada",
+        "'/ro" + "ot/.venv'",
+        "C:\\Us" + "ers\\ada",
+    )
     assert all(addresses(text) for text in planted)
     assert not addresses("the root/leaf of /usr/lib, a tree's /roots/, src/home/index")
 

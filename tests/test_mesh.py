@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from llmpar.mesh import POOL_SIZE, abstract_mesh, groups, make_mesh, ordered_devices, shard_bytes, sharding, spec, use_devices
+from llmpar.mesh import (
+    POOL_SIZE,
+    abstract_mesh,
+    groups,
+    make_mesh,
+    ordered_devices,
+    shard_bytes,
+    sharding,
+    spec,
+    use_devices,
+)
 from llmpar.notation import AXES, DIMS, Dim, Layout, MeshShape, parse_layout, product
 
 ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) if product(sizes) <= 8]
@@ -22,21 +32,28 @@ ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) 
 def in_a_fresh_process(code: str, **variables: str) -> subprocess.CompletedProcess:
     """Run Python code without what conftest told JAX."""
     told = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", *POOL_SIZE)
-    environment = {k: v for k, v in os.environ.items() if k not in told} | {"JAX_PLATFORMS": "cpu"} | variables
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    environment = (
+        {k: v for k, v in os.environ.items() if k not in told} | {"JAX_PLATFORMS": "cpu"} | variables
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_devices_are_simulated_only_before_jax_starts():
-    """Asked in time: there they are, and asking again is free. Asked for more too late: one sentence that says what to do."""
+    """Asked in time: there they are, and asking again is free. Asked for more too late: one sentence that
+    says what to do."""
     done = in_a_fresh_process(
         "from llmpar.mesh import use_devices\n"
         "assert len(use_devices(3)) == 3 == len(use_devices(3)) == len(use_devices(2))\n"
         "try:\n    use_devices(8)\nexcept ValueError as error:\n    print(error)\n"
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == (
-        "8 simulated devices were asked for but JAX has started with 3, and the number is fixed at its first use; ask for 3 "
-        "(--devices 3), call use_devices() first in a fresh process, or set XLA_FLAGS=--xla_force_host_platform_device_count=8"
+    assert (
+        done.stdout.strip()
+        == "8 simulated devices were asked for but JAX has started with 3, and the number is fixed at its"
+        " first use; ask for 3 (--devices 3), call use_devices() first in a fresh process, or set"
+        " XLA_FLAGS=--xla_force_host_platform_device_count=8"
     )
 
 
@@ -64,10 +81,12 @@ print(devices, float(w.sum()) < 64, *(name for name in ("NPROC", "PJRT_NPROC") i
 """
 
 
-@pytest.mark.parametrize("variables", [{}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=9"}], ids=["ours", "theirs"])
+@pytest.mark.parametrize(
+    "variables", [{}, {"XLA_FLAGS": "--xla_force_host_platform_device_count=9"}], ids=["ours", "theirs"]
+)
 def test_a_thousand_steps_that_nobody_waits_for_do_not_deadlock(variables):
-    """With XLA's own pool of a thread per device, JAX 0.10.2 aborts here: every thread waits in a collective for one that no
-    thread is left to run. What asks for more is gone from the environment again."""
+    """With XLA's own pool of a thread per device, JAX 0.10.2 aborts here: every thread waits in a collective
+    for one that no thread is left to run. What asks for more is gone from the environment again."""
     done = in_a_fresh_process(MANY_STEPS, **variables)
     assert done.stdout.split() == [str(9 if variables else 8), "True"], done.stderr[-2000:]
 
@@ -108,7 +127,9 @@ def test_a_mesh_may_be_a_string_a_part_of_the_devices_or_given_devices():
 
 def test_a_mesh_larger_than_the_machine_is_refused_however_it_is_given():
     for shape in ("dp=4 tp=4", MeshShape(dp=4, tp=4)):
-        with pytest.raises(ValueError, match="mesh 'dp=4 tp=4' needs 16 devices but 8 are present; try 'dp=2 tp=4'"):
+        with pytest.raises(
+            ValueError, match="mesh 'dp=4 tp=4' needs 16 devices but 8 are present; try 'dp=2 tp=4'"
+        ):
             make_mesh(shape)
     assert make_mesh("dp=2 tp=4").size == 8
 
@@ -122,7 +143,7 @@ def test_an_abstract_mesh_needs_no_devices():
         abstract_mesh("dp=-1")
 
 
-# ------------------------------------------------------------------------------------------------- hosts, slices, links
+# --------------------------------------------------------------------------------------- hosts, slices, links
 
 
 @dataclass(frozen=True)
@@ -139,7 +160,8 @@ class Fake:
 
 
 def fakes(num_slices: int, per_slice: int, kind: str = "fake") -> list:
-    """GPUs of several hosts, each its own slice (as XLA numbers them, by boot id), listed so that the hosts alternate."""
+    """GPUs of several hosts, each its own slice (as XLA numbers them, by boot id), listed so that the hosts
+    alternate."""
     return [Fake(s * 100 + i, s, s, device_kind=kind) for i in range(per_slice) for s in range(num_slices)]
 
 
@@ -148,7 +170,9 @@ def tpus(kind: str, x: int, y: int, z: int = 1, num_slices: int = 1) -> list:
     places = [(a, b, c) for c in range(z) for b in range(y) for a in range(x)]
     host = lambda a, b, c: (c * y // 2 + b // 2) * x // 2 + a // 2
     made = [(s, at) for s in range(num_slices) for at in places]
-    return [Fake(i, s, s * len(places) // 4 + host(*at), at, 0, "tpu", kind) for i, (s, at) in enumerate(made)]
+    return [
+        Fake(i, s, s * len(places) // 4 + host(*at), at, 0, "tpu", kind) for i, (s, at) in enumerate(made)
+    ]
 
 
 H100, A100 = fakes(8, 8, "NVIDIA H100 80GB HBM3"), fakes(4, 4, "NVIDIA A100-SXM4-40GB")
@@ -158,7 +182,8 @@ TWO = tpus("TPU v5 lite", 4, 8, num_slices=2)
 
 @pytest.fixture
 def grid(monkeypatch):
-    """`make_mesh` as far as the grid of devices: JAX makes meshes of its own devices only, and types are checked."""
+    """`make_mesh` as far as the grid of devices: JAX makes meshes of its own devices only, and types are
+    checked."""
     monkeypatch.setattr("llmpar.mesh.Mesh", lambda grid, names, axis_types: grid)
     return inspect.unwrap(make_mesh)
 
@@ -194,7 +219,8 @@ def spans(made, what) -> dict[str, set[int]]:
     ],
 )
 def test_the_slow_axes_cross_hosts_and_the_fast_ones_stay_inside(grid, devices, mesh, across):
-    """Every group of an axis reaches over as many slices (of GPUs: hosts) as the table says, and over one elsewhere."""
+    """Every group of an axis reaches over as many slices (of GPUs: hosts) as the table says, and over one
+    elsewhere."""
     made = grid(mesh, devices)
     assert len({d.id for d in made.flat}) == len(devices)
     want = {axis: {across.get(axis, 1)} for axis, n in zip(AXES, made.shape, strict=True) if n > 1}
@@ -203,7 +229,17 @@ def test_the_slow_axes_cross_hosts_and_the_fast_ones_stay_inside(grid, devices, 
 
 @pytest.mark.parametrize(
     "devices, mesh",
-    [(V5P, m) for m in ("fsdp=8 tp=8", "dp=2 fsdp=8 tp=4", "fsdp=8 sp=8", "fsdp=8 ep=8", "fsdp=32 tp=2", "fsdp=16 tp=4")]
+    [
+        (V5P, m)
+        for m in (
+            "fsdp=8 tp=8",
+            "dp=2 fsdp=8 tp=4",
+            "fsdp=8 sp=8",
+            "fsdp=8 ep=8",
+            "fsdp=32 tp=2",
+            "fsdp=16 tp=4",
+        )
+    ]
     + [(V6E, m) for m in ("fsdp=64 tp=4", "fsdp=32 tp=8", "dp=2 fsdp=16 tp=8", "fsdp=16 tp=16")]
     + [(V5E, m) for m in ("fsdp=16 tp=2", "fsdp=8 tp=4")]
     + [(TWO, m) for m in ("dp=2 fsdp=16 tp=2", "dp=4 tp=16")],
@@ -214,16 +250,25 @@ def test_every_axis_on_a_torus_lies_along_its_links(grid, devices, mesh):
     assert len({d.id for d in made.flat}) == len(devices)
     sides = [spans(made, lambda d, k=k: (*d.coords, d.slice_index)[k]) for k in range(4)]
     for axis, n in zip(AXES, made.shape, strict=True):
-        assert n == 1 or [product(box) for box in itertools.product(*(side[axis] for side in sides))] == [n], axis
+        assert n == 1 or [product(box) for box in itertools.product(*(side[axis] for side in sides))] == [
+            n
+        ], axis
 
 
 def test_slices_of_several_sizes_and_holes_are_refused_and_the_advice_works(grid):
     uneven, hole = [*fakes(3, 1), Fake(900, 0, 0)], V5P[:6] + V5P[8:10]
-    with pytest.raises(ValueError, match=r"mesh 'dp=2 tp=2' .*: the 2 \+ 1 \+ 1 devices of its slices.*try '!dp=2 tp=2'"):
+    with pytest.raises(
+        ValueError, match=r"mesh 'dp=2 tp=2' .*: the 2 \+ 1 \+ 1 devices of its slices.*try '!dp=2 tp=2'"
+    ):
         grid(MeshShape(dp=2, tp=2), uneven)
-    with pytest.raises(ValueError, match="mesh 'dp=2 tp=4' .* 8 x TPU v5p, .*: the 8 devices of its slices.*try '!dp=2 tp=4'"):
+    with pytest.raises(
+        ValueError, match="mesh 'dp=2 tp=4' .* 8 x TPU v5p, .*: the 8 devices of its slices.*try '!dp=2 tp=4'"
+    ):
         grid("dp=2 tp=4", hole)
-    assert grid("!dp=2 tp=2", uneven).ravel().tolist() == uneven and grid("!dp=2 tp=4", hole).ravel().tolist() == hole
+    assert (
+        grid("!dp=2 tp=2", uneven).ravel().tolist() == uneven
+        and grid("!dp=2 tp=4", hole).ravel().tolist() == hole
+    )
 
 
 def test_an_exclamation_mark_keeps_the_given_order(grid):
@@ -235,10 +280,15 @@ def test_an_exclamation_mark_keeps_the_given_order(grid):
 def test_processes_come_before_ids(monkeypatch):
     devices = [Fake(5, 0, 1), Fake(2048, 0, 0), Fake(4, 0, 1), Fake(2049, 0, 0)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    assert [(d.process_index, d.id) for d in inspect.unwrap(ordered_devices)()] == [(0, 2048), (0, 2049), (1, 4), (1, 5)]
+    assert [(d.process_index, d.id) for d in inspect.unwrap(ordered_devices)()] == [
+        (0, 2048),
+        (0, 2049),
+        (1, 4),
+        (1, 5),
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------ layouts on them
+# -------------------------------------------------------------------------------------------- layouts on them
 
 
 def test_a_layout_as_jax_writes_it():
@@ -250,20 +300,26 @@ def test_a_layout_as_jax_writes_it():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_shard_bytes_are_what_jax_gives_every_device(seed):
-    """30 random meshes and layouts a seed, 240 in all: every device's block of the value, by its own indices."""
+    """30 random meshes and layouts a seed, 240 in all: every device's block of the value, by its own
+    indices."""
     rng = random.Random(seed)
     for _ in range(30):
         shape = rng.choice(ALL)
         letters = rng.sample(list(DIMS), rng.randrange(1, 4))
         axes = rng.sample(list(AXES), rng.randrange(len(AXES) + 1))
         homes = [rng.randrange(len(letters)) for _ in axes]
-        cuts = [tuple(a for a, home in zip(axes, homes, strict=True) if home == i) for i in range(len(letters))]
+        cuts = [
+            tuple(a for a, home in zip(axes, homes, strict=True) if home == i) for i in range(len(letters))
+        ]
         layout = Layout(tuple(map(Dim, letters, cuts)))
         value = tuple(product(shape.sizes[a] for a in cut) * rng.choice([1, 3, 8]) for cut in cuts)
         mesh = make_mesh(shape)
         itemsize = rng.choice([1, 2, 4])
         blocks = NamedSharding(mesh, spec(layout)).devices_indices_map(value)
-        held = {product(len(range(*i.indices(n))) for i, n in zip(index, value, strict=True)) for index in blocks.values()}
+        held = {
+            product(len(range(*i.indices(n))) for i, n in zip(index, value, strict=True))
+            for index in blocks.values()
+        }
         assert {n * itemsize for n in held} == {shard_bytes(layout, value, itemsize, shape.sizes)}
         assert layout.shard_shape(value, shape.sizes) == sharding(mesh, layout).shard_shape(value)
 
@@ -272,10 +328,15 @@ def test_groups_differ_along_their_axes_only_and_cover_the_mesh():
     for shape in ALL[::3]:
         mesh = make_mesh(shape)
         position = {d: i for i, d in enumerate(mesh.devices.flat)}
-        places = {position[d]: dict(zip(AXES, index, strict=True)) for index, d in np.ndenumerate(mesh.devices)}
+        places = {
+            position[d]: dict(zip(AXES, index, strict=True)) for index, d in np.ndenumerate(mesh.devices)
+        }
         for axes in itertools.chain.from_iterable(itertools.combinations(AXES, n) for n in (1, 2, 3)):
             rows = groups(shape, *axes)
-            assert rows.shape == (shape.size // product(shape.sizes[a] for a in axes), product(shape.sizes[a] for a in axes))
+            assert rows.shape == (
+                shape.size // product(shape.sizes[a] for a in axes),
+                product(shape.sizes[a] for a in axes),
+            )
             assert sorted(rows.ravel().tolist()) == list(range(shape.size))
             for row in rows.tolist():
                 assert len({tuple(n for a, n in places[i].items() if a not in axes) for i in row}) == 1

@@ -1,4 +1,5 @@
-"""Experts: who goes where, what it costs, and that many devices give what a dense evaluation of all experts gives."""
+"""Experts: who goes where, what it costs, and that many devices give what a dense evaluation of all experts
+gives."""
 
 import dataclasses
 import functools
@@ -11,7 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parity import BATCH, MOE, SEQ, assert_same, batch, cheap_jit, emulated_ragged_all_to_all, every_expert, name, weights
+from parity import (
+    BATCH,
+    MOE,
+    SEQ,
+    assert_same,
+    batch,
+    cheap_jit,
+    emulated_ragged_all_to_all,
+    every_expert,
+    name,
+    weights,
+)
 from test_census import compare_every_stage, compare_every_traced_stage, compare_with_hlo, predicted, table
 
 from llmpar import hlo, moe
@@ -24,7 +36,7 @@ from llmpar.step import Step
 HERE = Solo(Plan())
 DEEPSEEK = ExpertConfig(
     8, 2, shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, groups=4, groups_chosen=2, balance=0.01
-)  # fmt: skip
+)
 CONVENTIONS = {
     "mixtral": ExpertConfig(8, 2, balance=0.01, z=0.001),
     "not renormalised": ExpertConfig(8, 3, renormalise=False, z=0.01),
@@ -38,15 +50,21 @@ CONVENTIONS = {
 def layer(how, tokens=(3, 7), d=8, m=12, seed=0, skew=0.0):
     """Random inputs of a layer: x, router, bias, gate, up, down. ``skew`` prefers the first experts."""
     draw = np.random.default_rng(seed)
-    shapes = dict(x=(*tokens, d), router=(d, how.num), gate=(how.num, d, m), up=(how.num, d, m), down=(how.num, m, d))
+    shapes = dict(
+        x=(*tokens, d), router=(d, how.num), gate=(how.num, d, m), up=(how.num, d, m), down=(how.num, m, d)
+    )
     values = {k: jnp.asarray(draw.standard_normal(shape), jnp.float32) for k, shape in shapes.items()}
     return values | {"bias": jnp.asarray(draw.standard_normal(how.num) * 0.3, jnp.float32), "skew": skew}
 
 
 def run(how, values):
     """Output, told and chosen of a layer on one device."""
-    logits = values["x"] @ values["router"] - values["skew"] * jnp.arange(how.num, dtype=jnp.float32)[None, None]
-    weights, chosen, told = moe.route(how, HERE, logits, values["bias"] if how.bias_rate is not None else None)
+    logits = (
+        values["x"] @ values["router"] - values["skew"] * jnp.arange(how.num, dtype=jnp.float32)[None, None]
+    )
+    weights, chosen, told = moe.route(
+        how, HERE, logits, values["bias"] if how.bias_rate is not None else None
+    )
     y = moe.visit(how, HERE, values["x"], weights, chosen, *(values[n] for n in ("gate", "up", "down")))
     return y, told, chosen
 
@@ -90,7 +108,7 @@ def oracle(how, values):
     return y, loss, tally, chosen
 
 
-# ------------------------------------------------------------------------------------------------------------ one device
+# ------------------------------------------------------------------------------------------------- one device
 
 
 @pytest.mark.parametrize("skew", [0.0, 1.0])
@@ -133,11 +151,14 @@ def test_mixtrals_weights_are_a_softmax_over_the_chosen_logits():
 
 
 def test_the_balance_loss_is_its_coefficient_where_all_experts_are_equal_and_more_where_not():
-    """Equal affinities and equal shares of the tokens: E/k sum of k/E · 1/E over E experts = 1 (ties go round by hand)."""
+    """Equal affinities and equal shares of the tokens: E/k sum of k/E · 1/E over E experts = 1 (ties go round
+    by hand)."""
     how = ExpertConfig(4, 1, balance=1.0)
     even = 1e-4 * jax.nn.one_hot(jnp.arange(8) % 4, 4)[None]
     assert moe.route(how, HERE, even)[2]["loss"].mean() == pytest.approx(1, abs=1e-3)
-    assert moe.route(how, HERE, jnp.zeros((1, 8, 4)).at[..., 0].set(9.0))[2]["loss"].mean() == pytest.approx(4, abs=1e-2)
+    assert moe.route(how, HERE, jnp.zeros((1, 8, 4)).at[..., 0].set(9.0))[2]["loss"].mean() == pytest.approx(
+        4, abs=1e-2
+    )
 
 
 @pytest.mark.parametrize("tokens", [(1, 1), (1, 5), (2, 33)])
@@ -153,7 +174,8 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(tokens):
 
 
 def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
-    """Experts that change nothing, in bfloat16: what comes out is the token times the sum of its weights, rounded once."""
+    """Experts that change nothing, in bfloat16: what comes out is the token times the sum of its weights,
+    rounded once."""
     how = ExpertConfig(8, 3, renormalise=False)
     values = layer(how, (4, 32))
     x = values["x"].astype(jnp.bfloat16)
@@ -161,11 +183,15 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
     with mock.patch.object(moe, "blockwise", lambda rows, weights, owner: rows):
         visit = cheap_jit(functools.partial(moe.visit, how, HERE))
         y = visit(x, weights, chosen, *(values[n] for n in ("gate", "up", "down")))
-    want = (np.asarray(x, np.float64) * np.asarray(weights, np.float64).sum(-1, keepdims=True)).astype(jnp.bfloat16)
-    assert y.dtype == jnp.bfloat16 and (y == want).mean() > 0.99  # the sums in float32 round otherwise once in 2^16
+    want = (np.asarray(x, np.float64) * np.asarray(weights, np.float64).sum(-1, keepdims=True)).astype(
+        jnp.bfloat16
+    )
+    assert (
+        y.dtype == jnp.bfloat16 and (y == want).mean() > 0.99
+    )  # the sums in float32 round otherwise once in 2^16
 
 
-# ----------------------------------------------------------------------------------------------------------------- costs
+# ------------------------------------------------------------------------------------------------------ costs
 
 
 def test_slots_hold_the_worst_case_and_little_more():
@@ -182,8 +208,8 @@ def test_slots_hold_the_worst_case_and_little_more():
 
 
 def test_executed_products_are_near_k_of_e_of_all_experts():
-    """64 experts, k = 8, nothing dropped: at most 1.1 times k/E, forward and backward. Every product calls the counter when
-    it is executed."""
+    """64 experts, k = 8, nothing dropped: at most 1.1 times k/E, forward and backward. Every product calls
+    the counter when it is executed."""
     how, (d, m), tokens = ExpertConfig(64, 8), (4, 6), (1, 512)
     values, flops = layer(how, tokens, d, m), []
 
@@ -195,7 +221,9 @@ def test_executed_products_are_near_k_of_e_of_all_experts():
     weights, chosen, _ = moe.route(how, HERE, values["x"] @ values["router"])
     with mock.patch.object(jnp, "matmul", counted):
         visit = lambda x, *ws: (moe.visit(how, HERE, x, weights, chosen, *ws) ** 2).sum()
-        grads = jax.jit(jax.grad(visit, argnums=(0, 1, 2, 3)))(*(values[n] for n in ("x", "gate", "up", "down")))
+        grads = jax.jit(jax.grad(visit, argnums=(0, 1, 2, 3)))(
+            *(values[n] for n in ("x", "gate", "up", "down"))
+        )
         jax.block_until_ready(grads)
         jax.effects_barrier()
     all_experts = 3 * 3 * 2 * 512 * d * m * how.num
@@ -210,29 +238,34 @@ def temporary_bytes(tokens):
 
 
 def test_memory_is_linear_in_the_tokens():
-    """Within a quarter of in proportion, from 1024 to 2048 tokens: nothing is tokens × tokens or tokens × experts × width."""
+    """Within a quarter of in proportion, from 1024 to 2048 tokens: nothing is tokens × tokens or tokens ×
+    experts × width."""
     few, many = temporary_bytes(1024), temporary_bytes(2048)
     assert many < 2.5 * few
     assert many < 16 * 2048 * 4 * (32 + 32) * 4  # rows of k copies, a few of each width
 
 
-# ---------------------------------------------------------------------------------------------------------- many devices
+# ----------------------------------------------------------------------------------------------- many devices
 
 MIXED = "dp=2 fsdp=2 ep=2"
 SAMPLE = [
     Plan("ep=2 sp=2 tp=2", tp_sequence=True, remat="block", loss_chunks=2),
-    Plan("fsdp=2 ep=4", zero=2, microbatches=2), Plan("ep=2 sp=2 tp=2", tp_sequence=True, reading="auto"),
-]  # fmt: skip
+    Plan("fsdp=2 ep=4", zero=2, microbatches=2),
+    Plan("ep=2 sp=2 tp=2", tp_sequence=True, reading="auto"),
+]
 EVERY = [
-    Plan("ep=4 sp=2", sequence="ulysses", microbatches=2), Plan("fsdp=2 ep=2 tp=2", zero=1), Plan("fsdp=4 ep=2", zero=2),
-    Plan("ep=4 dp=2", zero=0, reduce="bucket", bucket_bytes=50_000), Plan("ep=2 fsdp=2 sp=2", sequence="gather"),
+    Plan("ep=4 sp=2", sequence="ulysses", microbatches=2),
+    Plan("fsdp=2 ep=2 tp=2", zero=1),
+    Plan("fsdp=4 ep=2", zero=2),
+    Plan("ep=4 dp=2", zero=0, reduce="bucket", bucket_bytes=50_000),
+    Plan("ep=2 fsdp=2 sp=2", sequence="gather"),
 ] + [
     Plan(f"dp={dp} fsdp={fsdp} ep={ep} sp={sp} tp={tp}", tp_sequence=tp_sequence, reading=reading)
     for dp, fsdp, ep, sp, tp in itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8), (1, 2), (1, 2, 4))
     if dp * fsdp * ep * sp * tp in (2, 4, 8)
     for tp_sequence in ((False, True) if tp > 1 else (False,))
     for reading in ("manual", "auto")
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
@@ -257,8 +290,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.full) if k == "all of them" else k for k in OTHERS])
-@pytest.mark.parametrize("plan", [Plan("fsdp=2 ep=2 tp=2"), pytest.param(Plan(MIXED, reading="auto"), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.full) if k == "all of them" else k for k in OTHERS]
+)
+@pytest.mark.parametrize(
+    "plan", [Plan("fsdp=2 ep=2 tp=2"), pytest.param(Plan(MIXED, reading="auto"), marks=pytest.mark.full)]
+)
 def test_other_conventions_and_drops_too(kind, plan):
     """A row is a group of its own for drops: as long as none is cut, all plans drop the same choices."""
     assert_same(OTHERS[kind], plan)
@@ -278,15 +315,22 @@ def test_the_tally_of_many_devices_is_that_of_one():
         np.testing.assert_allclose(many[key], one[key], rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------------ what moves
+# ------------------------------------------------------------------------------------------------- what moves
 
 SENT = [
-    Plan("ep=8"), Plan(MIXED), Plan("ep=4 fsdp=2", regather="keep"), Plan("ep=2 sp=2 tp=2"),
-    Plan("ep=2 sp=2 tp=2", tp_sequence=True), Plan("ep=2 sp=2 tp=2", tp_sequence=True, loss_chunks=2, microbatches=2),
-    Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block"), Plan("ep=4 fsdp=2", zero=1, microbatches=2),
-    Plan("ep=4 fsdp=2", zero=2, microbatches=2), Plan("ep=4 dp=2", reduce="bucket", zero=0, bucket_bytes=50_000),
-    Plan("ep=4 fsdp=2", reduce="layer", dtype="bfloat16"), Plan("fsdp=2 tp=2"),
-]  # fmt: skip
+    Plan("ep=8"),
+    Plan(MIXED),
+    Plan("ep=4 fsdp=2", regather="keep"),
+    Plan("ep=2 sp=2 tp=2"),
+    Plan("ep=2 sp=2 tp=2", tp_sequence=True),
+    Plan("ep=2 sp=2 tp=2", tp_sequence=True, loss_chunks=2, microbatches=2),
+    Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block"),
+    Plan("ep=4 fsdp=2", zero=1, microbatches=2),
+    Plan("ep=4 fsdp=2", zero=2, microbatches=2),
+    Plan("ep=4 dp=2", reduce="bucket", zero=0, bucket_bytes=50_000),
+    Plan("ep=4 fsdp=2", reduce="layer", dtype="bfloat16"),
+    Plan("fsdp=2 tp=2"),
+]
 
 
 @pytest.mark.parametrize("plan", SENT, ids=name)
@@ -312,12 +356,14 @@ def test_two_all_to_alls_forward_and_two_backward_in_each_layer():
     census = hlo.census_jaxpr(traced.jaxpr.jaxpr, step.plan.mesh.sizes)
     exchanges = [c for c in census if c.kind == "all-to-all"]
     there, back = "ffn b e c d -> experts b e c d", "experts b e c d +m -> ffn b e c d +m"
-    assert [(c.count, c.arrow) for c in exchanges] == [(2, there), (2, back), (2, back), (2, there)], "forward, then transposed"
+    assert [(c.count, c.arrow) for c in exchanges] == [(2, there), (2, back), (2, back), (2, there)], (
+        "forward, then transposed"
+    )
     blocks, block = MOE.experts.slots(BATCH * SEQ // 4, BATCH // 4, 4)
     assert {c.bytes_sent // c.count for c in exchanges} == {4 * blocks * block * MOE.width * 4 * 3 // 4}
 
 
-# -------------------------------------------------------------------------------------------------- what accelerators have
+# ------------------------------------------------------------------------------------- what accelerators have
 
 
 class OnAccelerators(Step):
@@ -329,7 +375,8 @@ class OnAccelerators(Step):
 
 
 def test_only_full_slots_travel_where_xla_can():
-    """The offsets and sizes that it is given, tried out on an emulation: XLA for CPUs lacks the collective."""
+    """The offsets and sizes that it is given, tried out on an emulation: XLA for CPUs lacks the
+    collective."""
     with mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all):
         assert_same(MOE, Plan("ep=4 fsdp=2", dispatch="ragged"), step_class=OnAccelerators)
 
@@ -341,7 +388,9 @@ def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_fo
     assert table(hlo.census_jaxpr(traced.jaxpr, plan.mesh.sizes)) == predicted(MOE, plan)
     padded = predicted(MOE, Plan("ep=4 fsdp=2"))
     padded["ep", "ragged-all-to-all"] = padded.pop(("ep", "all-to-all"))
-    assert predicted(MOE, plan) == padded, "and nothing else is sent: both ways the offsets follow from the counts"
+    assert predicted(MOE, plan) == padded, (
+        "and nothing else is sent: both ways the offsets follow from the counts"
+    )
     assert "ragged_all_to_all" in traced.lower(lowering_platforms=("cuda",)).as_text()
     with pytest.raises(ValueError, match="dispatch='ragged' needs a GPU or TPU"):
         Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
@@ -352,7 +401,7 @@ def test_ragged_dot_gives_the_same():
     assert_same(MOE, Plan("ep=4", grouped="ragged_dot"))
 
 
-# --------------------------------------------------------------------------------------------------- pipelines, balance
+# ----------------------------------------------------------------------------------------- pipelines, balance
 
 
 PIPED = [
@@ -362,14 +411,18 @@ PIPED = [
 ]
 
 
-@pytest.mark.parametrize("plan", [PIPED[0], *(pytest.param(p, marks=pytest.mark.full) for p in PIPED[1:])], ids=name)
+@pytest.mark.parametrize(
+    "plan", [PIPED[0], *(pytest.param(p, marks=pytest.mark.full) for p in PIPED[1:])], ids=name
+)
 def test_experts_in_a_pipeline_give_the_dense_loss_and_gradients(plan):
     """Each stage adds the losses of its own routers."""
     assert_same(MOE, plan)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("plan", [*PIPED, Plan("pp=2 sp=2 ep=2", sequence="ulysses", schedule="zb-h1", microbatches=2)])
+@pytest.mark.parametrize(
+    "plan", [*PIPED, Plan("pp=2 sp=2 ep=2", sequence="ulysses", schedule="zb-h1", microbatches=2)]
+)
 def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
     compare_every_stage(MOE, plan)
 
@@ -380,7 +433,8 @@ def test_the_balance_of_rows_that_are_cut_is_counted_in_a_pipeline():
 
 
 def test_the_bias_follows_the_load_and_balances_it():
-    """Tokens prefer the first experts; the rule alone, at a learning rate of 0, makes their loads more equal."""
+    """Tokens prefer the first experts; the rule alone, at a learning rate of 0, makes their loads more
+    equal."""
     config = dataclasses.replace(MOE, experts=ExpertConfig(8, 2, score="sigmoid", bias_rate=0.001))
     step = Step(config, Plan("ep=2 fsdp=2"), make_mesh("ep=2 fsdp=2"), optax.adamw(0.0, weight_decay=0.0))
     state, found = step.init(0), []
@@ -394,22 +448,31 @@ def test_the_bias_follows_the_load_and_balances_it():
 
 def test_the_summary_and_the_flow_of_a_step():
     """By hand: 2 layers, 4 experts on 2 ranks, 8 tokens with k = 1."""
-    metrics = {"load": np.array([[2, 2, 2, 2], [6, 0, 1, 1]]), "dropped": np.array([0, 4]), "router_entropy": np.array([8, 4])}
+    metrics = {
+        "load": np.array([[2, 2, 2, 2], [6, 0, 1, 1]]),
+        "dropped": np.array([0, 4]),
+        "router_entropy": np.array([8, 4]),
+    }
     assert moe.summary(ExpertConfig(4, 1), metrics, 2) == {
-        "drop_fraction": 4 / 16, "router_entropy": 12 / 16, "expert_imbalance": 3.0, "rank_imbalance": 1.5
-    }  # fmt: skip
+        "drop_fraction": 4 / 16,
+        "router_entropy": 12 / 16,
+        "expert_imbalance": 3.0,
+        "rank_imbalance": 1.5,
+    }
     chosen = np.array([[0, 1], [2, 3], [3, 4], [0, 3]])  # 4: dropped
     assert moe.flow(chosen, 4, 2).tolist() == [[2, 2], [1, 2]]
 
 
-# ---------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 class StaysAway(Manual):
     """The rows do not travel back."""
 
     def move(self, x, arrow):
-        return x.reshape(1, -1, *x.shape[2:]) if arrow.startswith("experts b e c d") else super().move(x, arrow)
+        return (
+            x.reshape(1, -1, *x.shape[2:]) if arrow.startswith("experts b e c d") else super().move(x, arrow)
+        )
 
 
 class ReplicatesExperts(Manual):
@@ -434,7 +497,7 @@ def test_a_planted_fault_is_caught(kind):
         assert_same(MOE, Plan("ep=2 fsdp=2"), step_class=reading(kind))
 
 
-# -------------------------------------------------------------------------------------------------- presets and refusals
+# --------------------------------------------------------------------------------------- presets and refusals
 
 
 def test_what_cannot_run_says_so():
@@ -445,7 +508,9 @@ def test_what_cannot_run_says_so():
     with pytest.raises(ValueError, match="experts 6 is not a multiple of ep = 4; make ep one of 1, 2, 3, 6"):
         Plan("ep=4").check(with_experts(num=6), 8, 64)
     with pytest.raises(ValueError, match="experts 8 is not a multiple of fsdp = 3; make fsdp one of 1, 2, 4"):
-        Plan("fsdp=3").check(dataclasses.replace(OTHERS["deepseek"], width=24), 12, 64)  # the biases are cut by fsdp too
+        Plan("fsdp=3").check(
+            dataclasses.replace(OTHERS["deepseek"], width=24), 12, 64
+        )  # the biases are cut by fsdp too
     with pytest.raises(ValueError, match="does not tell how many tokens each expert got"):
         Plan("pp=2", schedule="1f1b", microbatches=2).check(OTHERS["deepseek"], 8, 64)
     with pytest.raises(ValueError, match="cannot visit 3 of 2 experts"):

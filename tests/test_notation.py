@@ -1,4 +1,5 @@
-"""Layouts, arrows and mesh strings: what they mean, how they print, and where the caret stands when they mean nothing."""
+"""Layouts, arrows and mesh strings: what they mean, how they print, and where the caret stands when they mean
+nothing."""
 
 import itertools
 import random
@@ -25,7 +26,8 @@ from llmpar.notation import (
 
 
 def refusal(parse, text, *more):
-    """The message of a refusal, and the part of the text that its caret marks (None where there is no caret)."""
+    """The message of a refusal, and the part of the text that its caret marks (None where there is no
+    caret)."""
     with pytest.raises(ValueError) as caught:
         parse(text, *more)
     why, *picture = str(caught.value).split("\n")
@@ -37,11 +39,13 @@ def refusal(parse, text, *more):
     return why, shown[carets.index("^") : len(carets)]
 
 
-# --------------------------------------------------------------------------------------------------------------- layouts
+# ---------------------------------------------------------------------------------------------------- layouts
 
 
 def test_the_layout_of_the_design_is_read():
-    assert parse_layout("b/dp,fsdp s/sp d +tp") == Layout((Dim("b", ("dp", "fsdp")), Dim("s", ("sp",)), Dim("d")), ("tp",))
+    assert parse_layout("b/dp,fsdp s/sp d +tp") == Layout(
+        (Dim("b", ("dp", "fsdp")), Dim("s", ("sp",)), Dim("d")), ("tp",)
+    )
     assert parse_layout("stream b s d +m") == Layout((Dim("b"), Dim("s"), Dim("d")), ("m",), "stream")
     assert parse_layout("whole") == parse_layout("") == Layout(())
     assert parse_layout("attention whole") == Layout((), (), "attention")
@@ -60,10 +64,13 @@ def random_layout(rng: random.Random, dims=None, region: bool | None = None, sum
     axes = rng.sample(list(AXES), rng.randrange(len(AXES) + 1))
     homes = [rng.randrange(len(dims) + sums) for _ in axes]
     cut = [
-        Dim(d, () if region else tuple(a for a, home in zip(axes, homes, strict=True) if home == i)) for i, d in enumerate(dims)
+        Dim(d, () if region else tuple(a for a, home in zip(axes, homes, strict=True) if home == i))
+        for i, d in enumerate(dims)
     ]
     left = tuple(a for a, home in zip(axes, homes, strict=True) if home == len(dims))
-    return Layout(tuple(cut), tuple(rng.sample(list(DIMS), 2)) if region else left, "stream" if region else "")
+    return Layout(
+        tuple(cut), tuple(rng.sample(list(DIMS), 2)) if region else left, "stream" if region else ""
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -136,7 +143,7 @@ def test_shard_shape_divides_each_dim_by_the_product_of_its_axes():
         parse_layout("b s").shard_shape((3,), sizes)
 
 
-# ---------------------------------------------------------------------------------------------------------------- arrows
+# ----------------------------------------------------------------------------------------------------- arrows
 
 TABLE = {
     # the five rows of the design's table
@@ -206,18 +213,24 @@ def test_no_arrow_starts_an_unfinished_sum():
         ("b/dp -> b/tp,dp", "b"),  # a new outer axis
         ("b/dp,fsdp -> b/fsdp,dp", "b"),  # the same axes, nested otherwise
         ("b/dp,tp s -> b/tp s/dp", "b"),
-        ("b/dp s/tp -> b/tp s/dp", "s"),  # an exchange of two dims: the first all-to-all buries what the second needs
+        (
+            "b/dp s/tp -> b/tp s/dp",
+            "s",
+        ),  # an exchange of two dims: the first all-to-all buries what the second needs
         ("b/dp s/tp n -> b s/dp n/tp", "s"),
     ],
 )
 def test_blocks_are_never_reordered_and_the_advice_works(text, dim):
     with pytest.raises(
-        ValueError, match=f"would reorder the blocks of {dim}: .* write two arrows, with {dim} whole in between"
+        ValueError,
+        match=f"would reorder the blocks of {dim}: .* write two arrows, with {dim} whole in between",
     ):
         _ = parse_arrow(text).moves
     arrow = parse_arrow(text)
     between = Layout(tuple(Dim(d.name, () if d.name == dim else d.axes) for d in arrow.before.dims))
-    between = Layout(tuple(Dim(d.name, tuple(a for a in d.axes if a not in arrow.after.cut(dim))) for d in between.dims))
+    between = Layout(
+        tuple(Dim(d.name, tuple(a for a in d.axes if a not in arrow.after.cut(dim))) for d in between.dims)
+    )
     assert Arrow(arrow.before, between).moves and Arrow(between, arrow.after).moves
 
 
@@ -226,8 +239,8 @@ DEVICES = [dict(zip(SIZES, place, strict=True)) for place in itertools.product(*
 
 
 def block(x, layout: Layout, device: dict[str, int]):
-    """What ``device`` holds of ``x``, whole sums given: its block, and of an unfinished sum over g devices this device's
-    term (all terms differ, and sum to the value)."""
+    """What ``device`` holds of ``x``, whole sums given: its block, and of an unfinished sum over g devices
+    this device's term (all terms differ, and sum to the value)."""
     for i, dim in enumerate(layout.dims):
         index, parts = 0, 1
         for axis in dim.axes:
@@ -242,7 +255,9 @@ def play(held: list, move, letters: str) -> list:
     """One move, by the definition of its collective, on what every device holds."""
     out = []
     for device, mine in zip(DEVICES, held, strict=True):
-        places = itertools.product(*(range(SIZES[a]) for a in move.axes))  # the group's members, outermost axis first
+        places = itertools.product(
+            *(range(SIZES[a]) for a in move.axes)
+        )  # the group's members, outermost axis first
         members = [DEVICES.index(device | dict(zip(move.axes, place, strict=True))) for place in places]
         group, rank = [held[i] for i in members], members.index(DEVICES.index(device))
         gathers, cuts = letters.find(move.gathers or "?"), letters.find(move.cuts or "?")
@@ -296,7 +311,7 @@ def test_an_arrow_between_single_devices_still_names_its_moves():
     assert all(move.kind and move.axes for text in TABLE for move in parse_arrow(text).moves)
 
 
-# ---------------------------------------------------------------------------------------------------------------- meshes
+# ----------------------------------------------------------------------------------------------------- meshes
 
 
 @pytest.mark.parametrize(
@@ -354,7 +369,11 @@ def test_meshes_print_as_they_are_read(seed):
         ("tp=2 dp=2.5", "dp=2.5", "the size of 'dp' must be"),
         ("dp 2", "dp", "the size of 'dp' must be"),
         ("dp=2=3", "dp=2=3", "the size of 'dp' must be"),
-        ("1,2", "1,2", "2 unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2 tp=4'"),
+        (
+            "1,2",
+            "1,2",
+            "2 unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2 tp=4'",
+        ),
         ("!1,2,3,4,5", "1,2,3,4,5", "5 unnamed sizes"),
         ("!", "!", "an empty mesh; write for instance 'dp=2 fsdp=2 tp=2'"),
     ],
@@ -389,7 +408,9 @@ def test_too_few_devices_are_refused_with_a_mesh_that_works(text, devices, need,
 
 
 def test_a_mesh_that_was_read_before_is_refused_as_well_where_it_does_not_fit():
-    with pytest.raises(ValueError, match="mesh 'dp=4 tp=4' needs 16 devices but 8 are present; try 'dp=2 tp=4'"):
+    with pytest.raises(
+        ValueError, match="mesh 'dp=4 tp=4' needs 16 devices but 8 are present; try 'dp=2 tp=4'"
+    ):
         parse_mesh(MeshShape(dp=4, tp=4), 8)
 
 

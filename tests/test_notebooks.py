@@ -1,6 +1,7 @@
 """Every lesson runs, is in step with its source and follows the rules; every exercise answers as it should.
 
-nbval runs each notebook in a process of its own, one after another: two kernels with eight devices would starve.
+nbval runs each notebook in a process of its own, one after another: two kernels with eight devices would
+starve.
 """
 
 import ast
@@ -28,7 +29,7 @@ spec.loader.exec_module(build)
 SOURCES = build.sources()
 EXERCISE_FILES = sorted((LESSONS / "exercises").glob("[0-9][0-9].py"))
 EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in exercises.exercises(file.stem)]
-TOY = '''# %% [markdown]
+TOY = """# %% [markdown]
 # # A toy
 
 # %%
@@ -41,7 +42,7 @@ devices = use_devices()
 print("one")
 print("two")
 {extra}
-'''
+"""
 
 
 def toy(tmp_path, extra=""):
@@ -88,14 +89,26 @@ def stream(name, text):
 FAULTS = {
     "not run": (edit(-1, execution_count=None), "execution counts"),
     "checked but empty": (edit(-1, outputs=[]), "without outputs"),
-    "mark with a tail": (edit(-1, source=lambda s: s.replace("OUTPUT", "OUTPUT: two lines")), "on a line of its own"),
+    "mark with a tail": (
+        edit(-1, source=lambda s: s.replace("OUTPUT", "OUTPUT: two lines")),
+        "on a line of its own",
+    ),
     "mark indented": (edit(-1, source=lambda s: "  " + s), "on a line of its own"),
     "semicolon": (edit(-1, source=lambda s: s + ";"), "ends with ';'"),
     "stderr": (edit(0, outputs=[stream("stderr", "UserWarning: no\n")]), "text on stderr"),
-    "error": (edit(0, outputs=[nbformat.v4.new_output("error", ename="ValueError")]), "a stored error, ValueError"),
-    "widget view": (edit(0, outputs=[picture(**{build.WIDGET_VIEW: {}, "text/plain": "a"})]), "a stored widget view"),
+    "error": (
+        edit(0, outputs=[nbformat.v4.new_output("error", ename="ValueError")]),
+        "a stored error, ValueError",
+    ),
+    "widget view": (
+        edit(0, outputs=[picture(**{build.WIDGET_VIEW: {}, "text/plain": "a"})]),
+        "a stored widget view",
+    ),
     "SVG only": (edit(0, outputs=[display(**{"image/svg+xml": "<svg/>"})]), "SVG without a PNG"),
-    "wordless": (edit(0, outputs=[picture(**{"text/plain": "<Figure size 640x480 with 1 Axes>"})]), "without words"),
+    "wordless": (
+        edit(0, outputs=[picture(**{"text/plain": "<Figure size 640x480 with 1 Axes>"})]),
+        "without words",
+    ),
     "address": (edit(-1, outputs=[stream("stdout", "<Mesh at 0x7f00c0ffee00>")]), "differs from run to run"),
     "edited by hand": (edit(0, source="import jax"), "cell ids"),
     "nothing checked": (edit(-1, source="print(1)"), "nothing is asserted"),
@@ -184,7 +197,14 @@ def test_lesson_runs(source):
 
 def nbval(notebook):
     """Run a notebook as a user's `pytest --nbval-lax` does; only outputs marked for checking are compared."""
-    options = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600", "-q", "-p", "no:cacheprovider"]
+    options = [
+        "--nbval-lax",
+        "--nbval-current-env",
+        "--nbval-cell-timeout=600",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+    ]
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *options, str(notebook)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
@@ -205,13 +225,19 @@ def test_exercise_answers_blank_solution_and_wrong_answers(name):
     assert exercise.judge(exercise.solution) == exercises.CORRECT
     assert len(exercise.wrong) >= 3, "three plausible wrong answers at least"
     sentences = [sentence for _, sentence in exercise.wrong]
-    assert len({*sentences, exercise.hint}) == len(sentences) + 1, "each wrong answer has a sentence of its own"
-    assert [exercise.judge(answer) for answer, _ in exercise.wrong] == [f"not yet. {text}" for text in sentences]
+    assert len({*sentences, exercise.hint}) == len(sentences) + 1, (
+        "each wrong answer has a sentence of its own"
+    )
+    assert [exercise.judge(answer) for answer, _ in exercise.wrong] == [
+        f"not yet. {text}" for text in sentences
+    ]
 
 
 def rows_of_schedule(first):
     """1F1B of 3 stages and 4 microbatches, counted from `first`."""
-    return re.sub(r"\d+", lambda number: str(int(number[0]) + first), exercises.find("08.one_f_one_b").solution)
+    return re.sub(
+        r"\d+", lambda number: str(int(number[0]) + first), exercises.find("08.one_f_one_b").solution
+    )
 
 
 def unit_norm(grad_sum, count):
@@ -227,10 +253,17 @@ def solution_of(name, **other):
 
 V = 4 * 128_256 * 2048
 VERDICTS = {  # what someone answered -> what the verdict says, and what it does not
-    "stretches a short gradient": ("03.repair", solution_of("03.repair", clipped=unit_norm), "clipped: .* short enough", ""),
+    "stretches a short gradient": (
+        "03.repair",
+        solution_of("03.repair", clipped=unit_norm),
+        "clipped: .* short enough",
+        "",
+    ),
     "never calls gradient": (
         "04.stage2_accumulated",
-        lambda gradient, parts: sum(lax.psum_scatter(part, "fsdp", scatter_dimension=0, tiled=True) for part in parts),
+        lambda gradient, parts: sum(
+            lax.psum_scatter(part, "fsdp", scatter_dimension=0, tiled=True) for part in parts
+        ),
         "call gradient",
         "",
     ),
@@ -241,7 +274,12 @@ VERDICTS = {  # what someone answered -> what the verdict says, and what it does
         "only the first half of the all-reduce",
         "That is bfloat16",
     ),
-    "says which part is right": ("07.tied", solution_of("07.tied", **{"all stages": 1.0}), "Right: first and last", ""),
+    "says which part is right": (
+        "07.tied",
+        solution_of("07.tied", **{"all stages": 1.0}),
+        "Right: first and last",
+        "",
+    ),
     "two faults, two sentences": (
         "06.rivals",
         solution_of("06.rivals", **{"llama3-70b forward": 16, "hidden_from": 2 * 989.4 / 450 * 125}),
@@ -255,13 +293,33 @@ VERDICTS = {  # what someone answered -> what the verdict says, and what it does
         "",
     ),
     "rounded to whole GB": ("04.memory_table", {0: 112, 1: 49, 2: 38, 3: 28}, f"^{exercises.CORRECT}$", ""),
-    "nearly": ("04.memory_table", {0: 112, 1: 49, 2: 40, 3: 28}, r"Right: 0, 1, 3\. Look again at 2 \(off by 4%\)", ""),
-    "per cent": ("07.idle_share", 27.3, "right value in per cent; it is asked for as a fraction of 1: 0.273", ""),
+    "nearly": (
+        "04.memory_table",
+        {0: 112, 1: 49, 2: 40, 3: 28},
+        r"Right: 0, 1, 3\. Look again at 2 \(off by 4%\)",
+        "",
+    ),
+    "per cent": (
+        "07.idle_share",
+        27.3,
+        "right value in per cent; it is asked for as a fraction of 1: 0.273",
+        "",
+    ),
     "per cent as text": ("07.idle_share", "27%", "A number is asked for, and this is text: '27%'", "slots"),
-    "a number as text": ("03.sent", "754,880", "A number is asked for.*without quotes, commas and units", "ring"),
+    "a number as text": (
+        "03.sent",
+        "754,880",
+        "A number is asked for.*without quotes, commas and units",
+        "ring",
+    ),
     "with its unit": ("00.held", "512 bytes", "A number is asked for", "slash"),
     "MiB": ("06.hop_bytes", 64, "right value in MiB; it is asked for as bytes: 67,108,864", ""),
-    "another spelling": ("00.swap", solution_of("00.swap", collective="All_to_all"), f"^{exercises.CORRECT}$", ""),
+    "another spelling": (
+        "00.swap",
+        solution_of("00.swap", collective="All_to_all"),
+        f"^{exercises.CORRECT}$",
+        "",
+    ),
     "heads more than once": (
         "05.kv_heads",
         lambda rank, tp, n, k: [h * k // n for h in range(rank * n // tp, (rank + 1) * n // tp)],
@@ -269,7 +327,12 @@ VERDICTS = {  # what someone answered -> what the verdict says, and what it does
         "",
     ),
     "counts from 1": ("08.one_f_one_b", rows_of_schedule(1), "count from 0.*F0 is missing", "5 microbatches"),
-    "functions as parts": ("03.repair", {"gradient": 1, "clipped": 2}, "A function of grad_sum, count is asked for", "raised"),
+    "functions as parts": (
+        "03.repair",
+        {"gradient": 1, "clipped": 2},
+        "A function of grad_sum, count is asked for",
+        "raised",
+    ),
     "another layout": ("00.layout_of", "b d/tp", "Device 0 holds the first block", "asked for"),
     "gathers first": (
         "04.stage2_accumulated",
@@ -277,8 +340,18 @@ VERDICTS = {  # what someone answered -> what the verdict says, and what it does
         "One psum_scatter per microbatch",
         "asked for",
     ),
-    "a list of lines": ("08.one_f_one_b", rows_of_schedule(0).splitlines(), "Text is asked for, and this is a list", ""),
-    "a number for a function": ("05.ring_permutes", 8, "A function of tp is asked for, and this is a number: 8", "TypeError"),
+    "a list of lines": (
+        "08.one_f_one_b",
+        rows_of_schedule(0).splitlines(),
+        "Text is asked for, and this is a list",
+        "",
+    ),
+    "a number for a function": (
+        "05.ring_permutes",
+        8,
+        "A function of tp is asked for, and this is a number: 8",
+        "TypeError",
+    ),
     "a function that returns a dict": (
         "00.groups_across_hosts",
         lambda sizes, axis, per: sizes,
@@ -325,8 +398,13 @@ def test_an_untiled_scatter_is_explained_and_nothing_is_printed(capfd):
 def test_an_array_of_another_shape_is_named():
     import numpy as np
 
-    exercise = exercises.Exercise("core", lambda: np.ones((2, 2)), [], "No.", observe=lambda function: function())
-    assert exercise.judge(lambda: np.ones((8, 2))) == "not yet. An array of shape [2, 2] is asked for, and yours has [8, 2]."
+    exercise = exercises.Exercise(
+        "core", lambda: np.ones((2, 2)), [], "No.", observe=lambda function: function()
+    )
+    assert (
+        exercise.judge(lambda: np.ones((8, 2)))
+        == "not yet. An array of shape [2, 2] is asked for, and yours has [8, 2]."
+    )
 
 
 def attempts(notebook):
@@ -341,7 +419,9 @@ def attempts(notebook):
 def test_lesson_leaves_its_exercises_blank(source):
     found = dict(attempts(nbformat.read(build.target(source), as_version=4)))
     number = source.stem[:2]
-    assert sorted(found) == sorted(name for name in EXERCISES if name.startswith(number)), "the lesson, exercises/"
+    assert sorted(found) == sorted(name for name in EXERCISES if name.startswith(number)), (
+        "the lesson, exercises/"
+    )
     for name, printed in found.items():
         assert f"{name} ({exercises.find(name).level}): {exercises.NOT_ATTEMPTED}" in printed
     assert {exercises.find(name).level for name in found} >= {"core"}
@@ -362,7 +442,9 @@ def constant(x):
     return 5
 
 
-@pytest.mark.parametrize("blank", [..., [1, ...], {"dp": ...}, twice, documented, lambda x: None, (2, [..., 1])])
+@pytest.mark.parametrize(
+    "blank", [..., [1, ...], {"dp": ...}, twice, documented, lambda x: None, (2, [..., 1])]
+)
 def test_blanks_are_recognised(blank):
     assert exercises.is_blank(blank)
 
@@ -376,14 +458,20 @@ def test_a_function_is_judged_by_what_it_does():
     doubling = exercises.Exercise(
         level="core",
         solution=lambda x: 2 * x,
-        wrong=[(lambda x: x, "That is x."), (lambda x: x**2, "That is its square."), (constant, "That is five.")],
+        wrong=[
+            (lambda x: x, "That is x."),
+            (lambda x: x**2, "That is its square."),
+            (constant, "That is five."),
+        ],
         hint="Add it to itself.",
         observe=lambda function: [function(3), function(10)],
     )
     assert doubling.judge(lambda x: x + x) == exercises.CORRECT
     assert doubling.judge(lambda x: x * x) == "not yet. That is its square."
     assert doubling.judge(lambda x: x + 1) == "not yet. Add it to itself."
-    assert doubling.judge(lambda x: x / 0) == "not yet. Your answer raised ZeroDivisionError: division by zero"
+    assert (
+        doubling.judge(lambda x: x / 0) == "not yet. Your answer raised ZeroDivisionError: division by zero"
+    )
     assert doubling.judge(7) == "not yet. A function of x is asked for, and this is a number: 7."
     assert doubling.judge(twice) == exercises.NOT_ATTEMPTED
 
@@ -396,15 +484,25 @@ def test_answers_are_compared_by_kind():
 
     assert same("b s/tp  d", " b s/tp d") and not same("b s d", "b s/tp d")
     assert same("all_to_all", "All-to-all ") and not same("all-to-all", "all-reduce")
-    assert same(1, 1.000001) and not same(1, 1.001) and not same(True, 1) and not same(None, 0) and not same("1", 1)
-    assert same(np.float32(2), jnp.float32(2)) and same([1, (2.0, "a")], (1, [2, "a"])) and not same([1], [1, 2])
+    assert (
+        same(1, 1.000001)
+        and not same(1, 1.001)
+        and not same(True, 1)
+        and not same(None, 0)
+        and not same("1", 1)
+    )
+    assert (
+        same(np.float32(2), jnp.float32(2)) and same([1, (2.0, "a")], (1, [2, "a"])) and not same([1], [1, 2])
+    )
     assert same(jnp.ones(3), np.ones(3)) and not same(jnp.ones(3), np.ones(4)) and not same(jnp.ones(3), 1)
     assert same({"dp": 2}, {"dp": 2.0}) and not same({"dp": 2}, {"tp": 2})
     assert same(0, 0) and not same(np.array([1.0, np.nan]), np.array([1.0, 2.0]))
 
 
 def test_an_unknown_exercise_names_the_known_ones():
-    with pytest.raises(ValueError, match=r"there is no exercise '99\.nothing'; there are none in that lesson"):
+    with pytest.raises(
+        ValueError, match=r"there is no exercise '99\.nothing'; there are none in that lesson"
+    ):
         exercises.find("99.nothing")
 
 
@@ -412,42 +510,58 @@ def test_an_unknown_exercise_names_the_known_ones():
 
 
 WRITTEN = [*SOURCES, *sorted((ROOT / "slides" / "src").glob("*.py"))]
-each_text = pytest.mark.parametrize("source", WRITTEN, ids=lambda source: f"{source.parent.parent.name}-{source.stem}")
+each_text = pytest.mark.parametrize(
+    "source", WRITTEN, ids=lambda source: f"{source.parent.parent.name}-{source.stem}"
+)
 
 
 def calls(source, *names):
     """The arguments of each call of functions of these names in a lesson or a part of the deck, as text."""
     for node in ast.walk(ast.parse(source.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names:
-            yield [ast.unparse(argument) for argument in [*node.args, *(keyword.value for keyword in node.keywords)]]
+            yield [
+                ast.unparse(argument)
+                for argument in [*node.args, *(keyword.value for keyword in node.keywords)]
+            ]
 
 
 @each_text
 def test_a_picture_of_memory_has_the_capacity_that_a_program_may_use(source):
-    assert [given for given in calls(source, "memory_bars") if any("hbm_bytes" in text for text in given)] == []
+    assert [
+        given for given in calls(source, "memory_bars") if any("hbm_bytes" in text for text in given)
+    ] == []
 
 
 @each_text
 def test_a_threshold_takes_published_rates(source):
     thresholds = list(calls(source, "dp_min_tokens", "tp_max_degree", "ring_min_block"))
-    assert [given for given in thresholds if any("reached" in text or "efficiency" in text for text in given)] == []
+    assert [
+        given for given in thresholds if any("reached" in text or "efficiency" in text for text in given)
+    ] == []
 
 
 def test_the_readmes_table_of_orders_is_what_the_simulator_finds():
     from llmpar.schedule import make, timetable
 
     def value(formula, **letters):
-        return eval(re.sub(r"(?<=[0-9vi)])(?=[pvim(])", "*", formula.replace(" ", "")), {}, letters)  # our own README
+        return eval(
+            re.sub(r"(?<=[0-9vi)])(?=[pvim(])", "*", formula.replace(" ", "")), {}, letters
+        )  # our own README
 
     table = r"^\| (GPipe|1F1B|interleaved|ZB-H1|ZB-H2, ZB-V)[^|]*\|(.*)\|$"
     rows = dict(re.findall(table, (ROOT / "README.md").read_text(), re.M))
     assert len(rows) == 5
     for titles, row in rows.items():
         for i, title in enumerate(titles.split(", ")):
-            bubble, held, price = ([part.strip() for part in re.split("[;,]", cell)] for cell in row.split("|"))
+            bubble, held, price = (
+                [part.strip() for part in re.split("[;,]", cell)] for cell in row.split("|")
+            )
             for p, m, v in ((2, 4, 2), (4, 16, 2), (4, 16, 4), (8, 32, 2)):
                 name, letters = title.lower(), {"p": p, "m": m, "v": v}
-                table, plain = timetable(make(name, p, m, v if name == "interleaved" else None)), timetable(make("1f1b", p, m))
+                table, plain = (
+                    timetable(make(name, p, m, v if name == "interleaved" else None)),
+                    timetable(make("1f1b", p, m)),
+                )
                 assert table.bubble == pytest.approx(value(bubble[-1], **letters)), (title, p, m, v)
                 peaks = [min(m, value(held[min(i, len(held) - 1)], i=stage, **letters)) for stage in range(p)]
                 assert table.peak_live() == pytest.approx(peaks), (title, p, m, v)

@@ -1,7 +1,8 @@
 """Every published number with a formula in `cost` or `hardware`: the row's inputs go in, never the answer.
 
-A case is dispatched by the family of its id to a function that takes the row's inputs by name. Defaults are those that
-the row's text states in words. `TESTED_ELSEWHERE` names the remaining ids; together they must cover the file exactly.
+A case is dispatched by the family of its id to a function that takes the row's inputs by name. Defaults are
+those that the row's text states in words. `TESTED_ELSEWHERE` names the remaining ids; together they must
+cover the file exactly.
 """
 
 import inspect
@@ -20,17 +21,29 @@ ROWS = {row["id"]: row for row in json.loads((HERE / "numbers.json").read_text(e
 
 TESTED_ELSEWHERE = {
     "test_schedule.py": {
-        "ptdp.bubble", "gpipe", "circular", "zb.t5.1.5B.m24", "zb.t5.1.5B.m32", "zb.t5.1.5B.m64", "zb.t2.1F1B",
-        "zb.t2.ZB-H1", "zb.t2.ZB-H2", "zbrepo.ZB1P", "zbrepo.ZBV", "dualpipe.1F1B", "dualpipe.DualPipe",
+        "ptdp.bubble",
+        "gpipe",
+        "circular",
+        "zb.t5.1.5B.m24",
+        "zb.t5.1.5B.m32",
+        "zb.t5.1.5B.m64",
+        "zb.t2.1F1B",
+        "zb.t2.ZB-H1",
+        "zb.t2.ZB-H2",
+        "zbrepo.ZB1P",
+        "zbrepo.ZBV",
+        "dualpipe.1F1B",
+        "dualpipe.DualPipe",
     },
     "test_hlo.py": {"xla.fsdp.sm", "xla.ring.bwd", "roofline.jax.psum"},
-}  # fmt: skip
+}
 
 LLAMA3_8B = ROWS["params.llama-3-8b"]["inputs"]
 LLAMA2_13B = {"vocab": 32000, "d": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "ffn": 13824, "glu": True}
 V5E = chip("v5e")
 
-# What a plain training loop reaches on Hopper, for want of a model of kernels: the mean of the mpt.* rows here.
+# What a plain training loop reaches on Hopper, for want of a model of kernels: the mean of the mpt.* rows
+# here.
 ASSUMED_MFU = 0.43
 
 PRINTED = {  # symbolic answers, read once by a person
@@ -44,8 +57,11 @@ PRINTED = {  # symbolic answers, read once by a person
     "8bsh": lambda b, c, h, s, n: 8 * b * s * h,
     "2bsh": lambda b, c, h, s, n: 2 * b * s * h,
     "6bch": lambda b, c, h, s, n: 6 * b * c * h,
-    # The printed `params` does not cancel as it should (2 params sent over 4 params tokens computed): left out here.
-    "params/(2 tokens) (DP-1)/DP flops/bw (bytes factor omitted)": lambda g, x, C, W: 1 / (2 * x) * (g - 1) / g * C / W,
+    # The printed `params` does not cancel as it should (2 params sent over 4 params tokens computed): left
+    # out here.
+    "params/(2 tokens) (DP-1)/DP flops/bw (bytes factor omitted)": lambda g, x, C, W: (
+        1 / (2 * x) * (g - 1) / g * C / W
+    ),
     "1/(2 seq mbs) (DP-1)/DP flops/bw": lambda g, x, C, W: 1 / (2 * x) * (g - 1) / g * C / W,
     "(TP-1)/(2h) flops/bw": lambda g, x, C, W: (g - 1) / (2 * x) * C / W,
 }
@@ -63,7 +79,10 @@ def symbolic(expected, formula, points):
 
 
 def zero_table(params, dp, param_bytes, grad_bytes, optim_bytes):
-    return {f"stage{z}": cost.zero_bytes(params, dp, z, param_bytes, grad_bytes, optim_bytes) / 1e9 for z in (1, 2, 3)}
+    return {
+        f"stage{z}": cost.zero_bytes(params, dp, z, param_bytes, grad_bytes, optim_bytes) / 1e9
+        for z in (1, 2, 3)
+    }
 
 
 def zero_comm(params, expected):
@@ -97,7 +116,9 @@ def korth_percent(**inputs):
 
 
 def korth_savings(model, h=12288, heads=96, s=2048):
-    kept = cost.gpt_activation_bytes(1, s, h, heads, recompute="selective") / cost.gpt_activation_bytes(1, s, h, heads)
+    kept = cost.gpt_activation_bytes(1, s, h, heads, recompute="selective") / cost.gpt_activation_bytes(
+        1, s, h, heads
+    )
     flops = [cost.gpt_step_flops(1, s, 96, h, 0, recompute) for recompute in ("selective", "none")]
     return {"saved_pct": 100 * (1 - kept), "flops_overhead_pct": 100 * (flops[0] / flops[1] - 1)}
 
@@ -140,7 +161,9 @@ def ptdp_days(tokens, params, gpus, flops):
 
 def korth_utilization(h, layers, gpus, batch, seq, vocab, peak, iter_s, expected, **_):
     step = (batch, seq, layers, h, vocab)
-    model, selective, full = (cost.gpt_step_flops(*step, recompute) for recompute in ("none", "selective", "full"))
+    model, selective, full = (
+        cost.gpt_step_flops(*step, recompute) for recompute in ("none", "selective", "full")
+    )
     return {
         "mfu_pct": 100 * cost.utilization(model / iter_s, gpus, peak),
         "hfu_pct": 100 * cost.utilization(selective / iter_s, gpus, peak),
@@ -161,7 +184,9 @@ def palm_flops(N, L, H, Q, T):
 
 def palm_mfu(tokens_per_s, N, L, H, Q, T, chips, peak):
     def mfu(attention):
-        return 100 * cost.utilization(tokens_per_s * cost.flops_per_token(N, L, H, Q, T, attention), chips, peak)
+        return 100 * cost.utilization(
+            tokens_per_s * cost.flops_per_token(N, L, H, Q, T, attention), chips, peak
+        )
 
     return {"mfu_pct": mfu("full"), "mfu_noattn_pct": mfu("none")}
 
@@ -172,7 +197,8 @@ def exact_params(**inputs):
 
 
 def mpt_bytes(d, layers, seq, gpus, params, micro_batch, full_checkpoint, vocab=50368):
-    """fp32 state cut over all GPUs, flash attention (no scores), bf16 and fp32 logits, and a layer being recomputed."""
+    """fp32 state cut over all GPUs, flash attention (no scores), bf16 and fp32 logits, and a layer being
+    recomputed."""
     layer = {r: cost.gpt_activation_bytes(micro_batch, seq, d, 1, recompute=r) for r in ("selective", "full")}
     kept = layers * layer["full"] + layer["selective"] if full_checkpoint else layers * layer["selective"]
     return cost.zero_bytes(params, gpus, 3, 4, 4, 8) + kept + micro_batch * seq * vocab * (2 + 4)
@@ -180,7 +206,10 @@ def mpt_bytes(d, layers, seq, gpus, params, micro_batch, full_checkpoint, vocab=
 
 def mpt(tok_s_gpu, peak, **run):
     flops = cost.flops_per_token(run["params"], run["layers"], 1, run["d"], run["seq"])
-    return {"mfu_pct": 100 * cost.utilization(tok_s_gpu * flops, 1, peak), "fits_80gb": mpt_bytes(**run) < 80e9}
+    return {
+        "mfu_pct": 100 * cost.utilization(tok_s_gpu * flops, 1, peak),
+        "fits_80gb": mpt_bytes(**run) < 80e9,
+    }
 
 
 def titan(model, fsdp, local_batch, seq, param_bytes, optim):
@@ -299,10 +328,14 @@ def ring_table_2(tflops, gbps):
 
 
 def ring_table_3(baseline_k, devices):
-    """The ring's 6bch does not see s: a device that holds `baseline` in one block holds it as its share of s = n c."""
+    """The ring's 6bch does not see s: a device that holds `baseline` in one block holds it as its share of s
+    = n c."""
     alone = cost.attention_peak_bytes("ring", 1, baseline_k, 1, 1, block=baseline_k)
-    longest = max(s for s in range(baseline_k, 2 * devices * baseline_k, baseline_k)
-                  if cost.attention_peak_bytes("ring", 1, s, 1, 1, block=s / devices) <= alone)  # fmt: skip
+    longest = max(
+        s
+        for s in range(baseline_k, 2 * devices * baseline_k, baseline_k)
+        if cost.attention_peak_bytes("ring", 1, s, 1, 1, block=s / devices) <= alone
+    )
     return {"ring_k": longest}
 
 
@@ -372,8 +405,10 @@ def book_kv_70b(layers=80, kv_heads=8, head_dim=128):
 
 
 def book_decode_30b(params=30e9, kv=100e3, context=8192, chips=16):
-    ms = {b: 1e3 * cost.decode_seconds(b, params, kv * context, chips, V5E.flops_per_s, V5E.hbm_bytes_per_s, 1)
-          for b in (4, 256)}  # fmt: skip
+    ms = {
+        b: 1e3 * cost.decode_seconds(b, params, kv * context, chips, V5E.flops_per_s, V5E.hbm_bytes_per_s, 1)
+        for b in (4, 256)
+    }
     return {"bs4_ms": ms[4], "bs256_ms": ms[256]}
 
 
@@ -401,11 +436,18 @@ def chip_row(chip_name, expected):
         (r"per direction = (\d+)", [row.link_bytes_per_s / 1e9]),
     ]
     text = expected["interconnect"]
-    found = [(m.group(0), [float(x) for x in m.groups()], ours) for p, ours in said if (m := re.search(p, text))]
+    found = [
+        (m.group(0), [float(x) for x in m.groups()], ours) for p, ours in said if (m := re.search(p, text))
+    ]
     assert found, text
     for clause, theirs, ours in found:
         assert ours == pytest.approx(theirs), clause
-    return {"bf16": row.flops_per_s, "hbm": row.hbm_bytes, "hbm_bw": row.hbm_bytes_per_s, "interconnect": text}
+    return {
+        "bf16": row.flops_per_s,
+        "hbm": row.hbm_bytes,
+        "hbm_bw": row.hbm_bytes_per_s,
+        "interconnect": text,
+    }
 
 
 def usable(chip_name):
@@ -413,24 +455,62 @@ def usable(chip_name):
 
 
 FAMILIES = {
-    r"zero\.t1\..*": zero_table, r"zero\.comm": zero_comm, r"zero\.t2\..*": zero_largest,
-    r"ptdp\.t1\..*": ptdp_table_1, r"ptdp\.time\..*": ptdp_days, r"ptdp\.tpcomm": tp_elements,
-    r"korth\.t5\..*": korth_utilization, r"korth\.t2\..*": korth_layer, r"korth\.fig7\..*": korth_percent,
-    r"korth\.savings": korth_savings, r"llama3\.t4\..*": llama3_table_4, r"palm\.flops\..*": palm_flops,
-    r"palm\.mfu": palm_mfu, r"params\..*": exact_params, r"mpt\..*": mpt, r"titan\..*": titan,
-    r"maxtext\.mem\..*": argument_gib, r"maxtext\.tier\..*": maxtext_tier, r"dsv3\.cost": dsv3_hours,
-    r"ring\.t1": ring_table_1, r"ring\.t2\..*": ring_table_2, r"ring\.t3\..*": ring_table_3,
-    r"ring\.coll": ring_collectives, r"striped": striped, r"ulysses": ulysses, r"switch\.capacity": capacity,
-    r"moe\.dp_batch": moe_batch, r"sb\.bcrit\.int8w": book_critical_int8, r"sb\.bcrit\.(?!int8w).*": book_critical,
-    r"sb\.load200b": book_load, r"sb\.matmul271": book_matmul, r"sb\.p2p\..*": book_corner_to_corner,
-    r"sb\.ag\.quiz": book_gather_quiz, r"sb\.ag\.v4p": book_gather_v4p, r"sb\.replic": book_copies,
-    r"sb\.a2a": book_all_to_all, r"sb\.dp\..*": book_dp, r"sb\.tp\.limit": book_tp, r"sb\.xopt": book_optimum,
-    r"sb\.mixed": book_mixed, r"sb\.dcn": book_dcn, r"sb\.days70pod": book_days_70b, r"sb\.l13b": book_13b_parts,
-    r"sb\.kv70": book_kv_70b, r"sb\.quiz30b": book_decode_30b, r"sb\.l13b\.decode\..*": book_decode_13b,
-    r"sb\.moe64": book_16b, r"sb\.gpu\.ag": book_gpu_gather, r"sb\.gpu\.dp": book_gpu_dp,
-    r"sb\.gpu\.2node": book_two_nodes, r"ultra\.mem\..*": playbook_states, r"ultra\.ratio\..*": playbook_ratios,
-    r"hw\.usable\..*": usable, r"hw\.(?!usable).*": chip_row, r"aot\..*\.args": argument_gib,
-}  # fmt: skip
+    r"zero\.t1\..*": zero_table,
+    r"zero\.comm": zero_comm,
+    r"zero\.t2\..*": zero_largest,
+    r"ptdp\.t1\..*": ptdp_table_1,
+    r"ptdp\.time\..*": ptdp_days,
+    r"ptdp\.tpcomm": tp_elements,
+    r"korth\.t5\..*": korth_utilization,
+    r"korth\.t2\..*": korth_layer,
+    r"korth\.fig7\..*": korth_percent,
+    r"korth\.savings": korth_savings,
+    r"llama3\.t4\..*": llama3_table_4,
+    r"palm\.flops\..*": palm_flops,
+    r"palm\.mfu": palm_mfu,
+    r"params\..*": exact_params,
+    r"mpt\..*": mpt,
+    r"titan\..*": titan,
+    r"maxtext\.mem\..*": argument_gib,
+    r"maxtext\.tier\..*": maxtext_tier,
+    r"dsv3\.cost": dsv3_hours,
+    r"ring\.t1": ring_table_1,
+    r"ring\.t2\..*": ring_table_2,
+    r"ring\.t3\..*": ring_table_3,
+    r"ring\.coll": ring_collectives,
+    r"striped": striped,
+    r"ulysses": ulysses,
+    r"switch\.capacity": capacity,
+    r"moe\.dp_batch": moe_batch,
+    r"sb\.bcrit\.int8w": book_critical_int8,
+    r"sb\.bcrit\.(?!int8w).*": book_critical,
+    r"sb\.load200b": book_load,
+    r"sb\.matmul271": book_matmul,
+    r"sb\.p2p\..*": book_corner_to_corner,
+    r"sb\.ag\.quiz": book_gather_quiz,
+    r"sb\.ag\.v4p": book_gather_v4p,
+    r"sb\.replic": book_copies,
+    r"sb\.a2a": book_all_to_all,
+    r"sb\.dp\..*": book_dp,
+    r"sb\.tp\.limit": book_tp,
+    r"sb\.xopt": book_optimum,
+    r"sb\.mixed": book_mixed,
+    r"sb\.dcn": book_dcn,
+    r"sb\.days70pod": book_days_70b,
+    r"sb\.l13b": book_13b_parts,
+    r"sb\.kv70": book_kv_70b,
+    r"sb\.quiz30b": book_decode_30b,
+    r"sb\.l13b\.decode\..*": book_decode_13b,
+    r"sb\.moe64": book_16b,
+    r"sb\.gpu\.ag": book_gpu_gather,
+    r"sb\.gpu\.dp": book_gpu_dp,
+    r"sb\.gpu\.2node": book_two_nodes,
+    r"ultra\.mem\..*": playbook_states,
+    r"ultra\.ratio\..*": playbook_ratios,
+    r"hw\.usable\..*": usable,
+    r"hw\.(?!usable).*": chip_row,
+    r"aot\..*\.args": argument_gib,
+}
 
 
 def families_of(case):
@@ -476,8 +556,12 @@ def test_every_case_is_tested_by_exactly_one():
     elsewhere = [case for cases in TESTED_ELSEWHERE.values() for case in cases]
     assert len(elsewhere) == len(set(elsewhere))
     assert set(elsewhere) <= set(ROWS), "named but not in the file"
-    assert {case: len(families_of(case)) for case in ROWS} == {case: int(case not in elsewhere) for case in ROWS}
-    assert not [p for p in FAMILIES if not any(re.fullmatch(p, case) for case in ROWS)], "families without a case"
+    assert {case: len(families_of(case)) for case in ROWS} == {
+        case: int(case not in elsewhere) for case in ROWS
+    }
+    assert not [p for p in FAMILIES if not any(re.fullmatch(p, case) for case in ROWS)], (
+        "families without a case"
+    )
 
 
 @pytest.mark.parametrize("file", TESTED_ELSEWHERE)
@@ -493,7 +577,9 @@ def test_a_wrong_figure_is_noticed(case):
     row = ROWS[case]
     computed = compute(row)
     for key, value in row["expected"].items():
-        wrong = not value if isinstance(value, bool) else value + "?" if isinstance(value, str) else 2 * value + 1
+        wrong = (
+            not value if isinstance(value, bool) else value + "?" if isinstance(value, str) else 2 * value + 1
+        )
         assert disagreements(row, computed | {key: wrong}), key
 
 

@@ -1,4 +1,5 @@
-"""The three readings in small: what each collective does to a value, what its transpose does, and what a census says of it."""
+"""The three readings in small: what each collective does to a value, what its transpose does, and what a
+census says of it."""
 
 import functools
 import math
@@ -27,7 +28,8 @@ def value(*shape):
 
 
 def spread(x, layout):
-    """Inside shard_map: ``x`` as one term of a sum that is unfinished over ``layout.sums``, all terms unlike."""
+    """Inside shard_map: ``x`` as one term of a sum that is unfinished over ``layout.sums``, all terms
+    unlike."""
     for axis in layout.sums:
         x = vary(x, (axis,)) * jnp.array([3.0, -2.0])[lax.axis_index(axis)]
     return x
@@ -74,9 +76,11 @@ def test_an_arrow_changes_where_a_value_lives_and_not_what_it_is(text):
 def test_a_maximum_over_devices_is_the_largest():
     """A smaller one is no error in exact arithmetic: only logits that lie far apart would overflow."""
     run = jax.shard_map(
-        lambda x: Manual(PLAN).max(x.max(-1), "vocab b s +v -> data b s"), mesh=MESH,
-        in_specs=spec(PLAN.place("vocab b s v")), out_specs=spec(PLAN.place("data b s")),
-    )  # fmt: skip
+        lambda x: Manual(PLAN).max(x.max(-1), "vocab b s +v -> data b s"),
+        mesh=MESH,
+        in_specs=spec(PLAN.place("vocab b s v")),
+        out_specs=spec(PLAN.place("data b s")),
+    )
     x = value(4, 3, 8)
     np.testing.assert_array_equal(jax.jit(run)(x), x.max(-1))
 
@@ -95,8 +99,8 @@ LINEAR = ["b s +tp -> b s/tp", "b s/tp -> b s", "b/tp s -> b s/tp", "b/dp s/tp -
 
 @pytest.mark.parametrize("text", LINEAR)
 def test_the_transpose_of_a_collective_sends_the_same_bytes_and_keeps_its_arrow(text):
-    """The pullback of every collective, in value (each is one logical identity, so it gives the cotangent back) and in
-    kind, axes, bytes and arrow."""
+    """The pullback of every collective, in value (each is one logical identity, so it gives the cotangent
+    back) and in kind, axes, bytes and arrow."""
     arrow, x, weight = parse_arrow(text), value(8, 8), value(8, 8) + 1
 
     def inside(x, w):
@@ -105,16 +109,24 @@ def test_the_transpose_of_a_collective_sends_the_same_bytes_and_keeps_its_arrow(
 
     def loss(x, w):
         return jax.shard_map(
-            inside, mesh=MESH, in_specs=(spec(arrow.before), spec(arrow.after)), out_specs=spec(parse_layout("whole"))
+            inside,
+            mesh=MESH,
+            in_specs=(spec(arrow.before), spec(arrow.after)),
+            out_specs=spec(parse_layout("whole")),
         )(x, w)
 
-    copies = 1 if arrow.moves[0].kind == "all-to-all" else 2  # both devices of tp hold the same x, or the same result
+    copies = (
+        1 if arrow.moves[0].kind == "all-to-all" else 2
+    )  # both devices of tp hold the same x, or the same result
     grad = jax.jit(jax.grad(loss))(x, weight)
     np.testing.assert_allclose(grad, copies * weight, rtol=1e-6)
     forward, back = (c for c in census(jax.grad(loss), x, weight) if c.kind != "all-reduce")
     (move,) = arrow.moves
     assert (forward.kind, back.kind) == (move.kind, TRANSPOSE[move.kind])
-    assert all((c.axes, c.bytes_sent, c.arrow) == (move.axes, forward.bytes_sent, str(arrow)) for c in (forward, back))
+    assert all(
+        (c.axes, c.bytes_sent, c.arrow) == (move.axes, forward.bytes_sent, str(arrow))
+        for c in (forward, back)
+    )
 
 
 def test_from_here_on_devices_differ_is_free_and_its_transpose_is_an_all_reduce():
@@ -125,19 +137,27 @@ def test_from_here_on_devices_differ_is_free_and_its_transpose_is_an_all_reduce(
 
     def inside(x, w):
         y = par.move(x, f)
-        return par.carry_out(jnp.sum(y * w * jnp.array([1.0, 2.0])[lax.axis_index("tp")]), parse_arrow("+tp -> whole"))
+        return par.carry_out(
+            jnp.sum(y * w * jnp.array([1.0, 2.0])[lax.axis_index("tp")]), parse_arrow("+tp -> whole")
+        )
 
     whole = spec(parse_layout("whole"))
     loss = jax.shard_map(inside, mesh=mesh, in_specs=(whole, whole), out_specs=whole)
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x, w), 3 * w, rtol=1e-6)  # (1 + 2) w, summed over both devices
+    np.testing.assert_allclose(
+        jax.jit(jax.grad(loss))(x, w), 3 * w, rtol=1e-6
+    )  # (1 + 2) w, summed over both devices
     assert [c.arrow for c in census(loss, x, w, plan=plan)] == ["+tp -> whole"], "nothing is sent forward"
-    assert [(c.kind, c.shape) for c in census(jax.grad(loss), x, w, plan=plan) if c.arrow == f] == [("all-reduce", (4, 6))]
+    assert [(c.kind, c.shape) for c in census(jax.grad(loss), x, w, plan=plan) if c.arrow == f] == [
+        ("all-reduce", (4, 6))
+    ]
 
 
 @pytest.mark.parametrize("group", [2, 3, 6, 8, 16])
 def test_bytes_sent_are_those_of_a_ring(group):
-    """`hlo.ring_bytes` starts from the result, which of a reduce-scatter is a shard; beside the published formula, which has
-    fractions where the group does not divide the message; and beside `predict`, which starts from the message."""
+    """`hlo.ring_bytes` starts from the result, which of a reduce-scatter is a shard; beside the published
+    formula, which has fractions where the group does not divide the message; and beside `predict`, which
+    starts from the message.
+    """
     for result in (24 * group, 4):
         for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter"):
             whole = math.ceil(round(cost.sent_bytes_of_result(kind, result, group), 6))
@@ -150,14 +170,19 @@ def test_bytes_sent_are_those_of_a_ring(group):
 def test_an_arrow_that_starts_cut_where_the_value_is_the_same_is_refused(text):
     arrow = parse_arrow(text)
     run = jax.shard_map(
-        lambda x: Manual(PLAN).carry_out(x, arrow), mesh=MESH, in_specs=spec(parse_layout("b s")), out_specs=spec(arrow.after)
+        lambda x: Manual(PLAN).carry_out(x, arrow),
+        mesh=MESH,
+        in_specs=spec(parse_layout("b s")),
+        out_specs=spec(arrow.after),
     )
     first = (arrow.before.sums + arrow.before.axes)[0]
-    with pytest.raises(ValueError, match=f"starts with {first} in its layout, but the value is the same all over {first}"):
+    with pytest.raises(
+        ValueError, match=f"starts with {first} in its layout, but the value is the same all over {first}"
+    ):
         jax.eval_shape(run, jnp.zeros((8, 8)))
 
 
-# -------------------------------------------------------------------------------------------------------------- readings
+# --------------------------------------------------------------------------------------------------- readings
 
 
 def weight(dims, *shape):
@@ -172,7 +197,8 @@ def test_solo_does_nothing_but_cast():
 
 
 def reading(kind, plan, f, *dims):
-    """``f(par, x, *weights)`` of whole values under a reading, for x in 'data b s' form; the result is whole."""
+    """``f(par, x, *weights)`` of whole values under a reading, for x in 'data b s' form; the result is
+    whole."""
 
     def manual(par, x, *values):
         params = [nnx.Param(v, dims=d) for v, d in zip(values, dims, strict=True)]
@@ -198,7 +224,9 @@ def feed_forward(par, x, up, down):
 
 
 @pytest.mark.parametrize(
-    "plan", [PLAN, Plan("fsdp=4 tp=2"), Plan("dp=2", zero=0), Plan(MIXED, zero=1)], ids=lambda p: f"{p.mesh} zero={p.zero}"
+    "plan",
+    [PLAN, Plan("fsdp=4 tp=2"), Plan("dp=2", zero=0), Plan(MIXED, zero=1)],
+    ids=lambda p: f"{p.mesh} zero={p.zero}",
 )
 @pytest.mark.parametrize("kind", ["manual", "auto"])
 def test_the_three_readings_agree(kind, plan):
@@ -211,7 +239,9 @@ def test_the_three_readings_agree(kind, plan):
     if kind == "manual":
         kinds = [c.kind for c in census(run, *args, plan=plan)]
         gathers = 2 * bool(plan.zero == 3 and plan.mesh.fsdp > 1)
-        assert kinds.count("all-gather") == gathers and kinds.count("all-reduce") == 2 * (plan.mesh.tp > 1), "a sum, a maximum"
+        assert kinds.count("all-gather") == gathers and kinds.count("all-reduce") == 2 * (plan.mesh.tp > 1), (
+            "a sum, a maximum"
+        )
 
 
 def test_without_the_sum_the_readings_do_not_agree():
@@ -235,7 +265,7 @@ def test_auto_pins_what_an_arrow_ends_in():
     assert w.sharding.shard_shape((4, 4)) == (4, 2)
 
 
-# ------------------------------------------------------------------------------------------------------ layers and chunks
+# ------------------------------------------------------------------------------------------ layers and chunks
 
 
 def stack(plan):
@@ -251,8 +281,14 @@ def stack(plan):
     return inside
 
 
-LAYERS = [Plan(MIXED), Plan(MIXED, remat="block"), Plan(MIXED, remat="block", regather="keep"), Plan(MIXED, regather="keep"),
-          Plan(MIXED, unroll=0), Plan(MIXED, unroll=2, zero=1)]  # fmt: skip
+LAYERS = [
+    Plan(MIXED),
+    Plan(MIXED, remat="block"),
+    Plan(MIXED, remat="block", regather="keep"),
+    Plan(MIXED, regather="keep"),
+    Plan(MIXED, unroll=0),
+    Plan(MIXED, unroll=2, zero=1),
+]
 
 
 @pytest.mark.parametrize("plan", LAYERS, ids=lambda p: f"{p.remat} {p.regather} {p.unroll}")

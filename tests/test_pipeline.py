@@ -1,4 +1,5 @@
-"""Every timetable runs: loss and gradients of one device, what is sent, what is held; and the tables that are refused."""
+"""Every timetable runs: loss and gradients of one device, what is sent, what is held; and the tables that are
+refused."""
 
 import dataclasses
 import functools
@@ -38,7 +39,8 @@ def trace(config, plan, rows=BATCH, seq=SEQ):
     return jax.jit(step.gradients).trace(step.abstract_state.params, step.abstract_batch(rows, seq))
 
 
-# Written by hand: the second microbatch overtakes nobody, but stage 1 puts its weights' gradients off to the end.
+# Written by hand: the second microbatch overtakes nobody, but stage 1 puts its weights' gradients off to the
+# end.
 WRITTEN = "F0 F1 F2 F3 B0 B1 W0 B2 W1 B3 W2 W3\nF0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3"
 CASES = {
     "gpipe, m = p, tp": (LLAMA, piped("pp=2 dp=2 tp=2", "gpipe 2")),
@@ -48,9 +50,15 @@ CASES = {
     "interleaved, m = 2p, ZeRO-2": (DEEP, piped("pp=2 dp=2 fsdp=2", "interleaved 4", zero=2)),
     "zb-h1, m = p, tp_sequence": (DEEP, piped("pp=4 tp=2", "zb-h1 4", tp_sequence=True)),
     "zb-v, m = 2p, fsdp tp": (DEEP, piped("pp=2 fsdp=2 tp=2", "zb-v 4")),
-    "written by hand, saved": (LLAMA, Plan("pp=2 dp=2", schedule=WRITTEN, microbatches=4, stage_saves="residuals")),
+    "written by hand, saved": (
+        LLAMA,
+        Plan("pp=2 dp=2", schedule=WRITTEN, microbatches=4, stage_saves="residuals"),
+    ),
     "interleaved, 5 layers": (dataclasses.replace(LLAMA, num_layers=5), piped("pp=2 tp=2", "interleaved 4")),
-    "zb-v, 7 layers, saved": (dataclasses.replace(LLAMA, num_layers=7), piped("pp=2 dp=2", "zb-v 4", stage_saves="residuals")),
+    "zb-v, 7 layers, saved": (
+        dataclasses.replace(LLAMA, num_layers=7),
+        piped("pp=2 dp=2", "zb-v 4", stage_saves="residuals"),
+    ),
     "dualpipe, 5 layers": (dataclasses.replace(LLAMA, num_layers=5), piped("pp=2 fsdp=2 tp=2", "dualpipe 4")),
     "1f1b, saved": (LLAMA, piped("pp=2 tp=2", "1f1b 4", stage_saves="residuals")),
 }
@@ -62,7 +70,18 @@ def test_a_pipeline_gives_the_loss_and_gradients_of_one_device(case):
 
 
 EIGHT = dataclasses.replace(LLAMA, num_layers=8)
-NAMES = "gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe", "dualpipev"
+NAMES = (
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "breadth-first",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-half",
+    "dualpipe",
+    "dualpipev",
+)
 INSIDE = "dp=2", "fsdp=2", "tp=2", "sp=2"
 
 
@@ -74,7 +93,9 @@ EVERY = list(itertools.product(NAMES, (2, 4), (1, 2, 4), INSIDE, ("input", "resi
 def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(name, p, times, inside, saves):
     if times * p * (inside in ("dp=2", "fsdp=2")) > 8:
         inside = inside.replace("dp=2", "dp=1")  # 16 rows, no more
-    assert_same(EIGHT, piped(f"pp={p} {inside}", f"{name} {times * p}", sequence="ulysses", stage_saves=saves))
+    assert_same(
+        EIGHT, piped(f"pp={p} {inside}", f"{name} {times * p}", sequence="ulysses", stage_saves=saves)
+    )
 
 
 @pytest.mark.full
@@ -83,7 +104,7 @@ def test_eight_stages_give_the_loss_and_gradients_of_one_device(name, times):
     assert_same(dataclasses.replace(LLAMA, num_layers=16), piped("pp=8", f"{name} {times * 8}"))
 
 
-# ----------------------------------------------------------------------------------------------------- what is sent
+# ----------------------------------------------------------------------------------------------- what is sent
 
 
 @functools.cache
@@ -108,15 +129,20 @@ def permutes(jaxpr):
             yield from permutes(sub)
 
 
-@pytest.mark.parametrize("name, p, m", [("gpipe", 2, 4), ("1f1b", 4, 8), ("interleaved", 4, 4), ("zb-v", 2, 4)])
+@pytest.mark.parametrize(
+    "name, p, m", [("gpipe", 2, 4), ("1f1b", 4, 8), ("interleaved", 4, 4), ("zb-v", 2, 4)]
+)
 def test_what_is_sent_is_what_the_table_says(name, p, m):
-    """A permute per direction in the loop's body, between the pairs that the table has, left out in ticks without a sender."""
+    """A permute per direction in the loop's body, between the pairs that the table has, left out in ticks
+    without a sender."""
     if name != "1f1b" and p == 4:
         table = timetable(make(name, p, m))
         assert table.hops[p - 1, 0] == m and table.hops[0, p - 1] == m  # round the end, for the second chunk
     jaxpr, executor = traced(name, p, m)
     table, send = timetable(executor.schedule), executor.slots.send
-    assert {pair for perm in permutes(jaxpr) for pair in perm} == {tuple(pair) for pair in np.argwhere(table.hops).tolist()}
+    assert {pair for perm in permutes(jaxpr) for pair in perm} == {
+        tuple(pair) for pair in np.argwhere(table.hops).tolist()
+    }
     rows = hlo.census_table(hlo.census_jaxpr(jaxpr, {"pp": p}))
     stream = BATCH // m * SEQ * DEEP.width * 4
     count = 2 * len(table.ticks)
@@ -131,10 +157,12 @@ def test_a_copy_of_the_layers_travels_nowhere():
     """Weights of blocks stay on their stage: only whole weights are summed over pp, once each."""
     jaxpr, _ = traced("1f1b", 4, 8)
     found = [c for c in hlo.census_jaxpr(jaxpr, {"pp": 4}) if c.kind == "all-reduce"]
-    assert sorted(c.shape for c in found) == [(3,), (64,), (264, 64), (264, 64)] and all(c.count == 1 for c in found)
+    assert sorted(c.shape for c in found) == [(3,), (64,), (264, 64), (264, 64)] and all(
+        c.count == 1 for c in found
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- what is computed
+# ------------------------------------------------------------------------------------------- what is computed
 
 
 def flops(jaxpr):
@@ -151,13 +179,16 @@ def flops(jaxpr):
 
 
 def test_w_is_the_weights_products_and_nothing_runs_twice():
-    """B recomputes F, and B and W together are the joint backward; with ``save`` nothing is recomputed at all."""
+    """B recomputes F, and B and W together are the joint backward; with ``save`` nothing is recomputed at
+    all."""
     _, whole = traced("1f1b", 4, 8)
     _, zero_bubble = traced("zb-h1", 4, 8)
     _, saved = traced("1f1b", 4, 8, saves="residuals")
     _, both = traced("zb-h1", 4, 8, saves="residuals")
     joint = flops(whole.b.jaxpr)
-    layer = sum(int(np.prod(shape[1:])) for path, (dims, shape) in DEEP.param_shapes().items() if len(shape) > 2)
+    layer = sum(
+        int(np.prod(shape[1:])) for path, (dims, shape) in DEEP.param_shapes().items() if len(shape) > 2
+    )
     assert flops(zero_bubble.w.jaxpr) == 2 * BATCH // 8 * SEQ * layer == flops(both.w.jaxpr)
     assert flops(zero_bubble.b.jaxpr) + flops(zero_bubble.w.jaxpr) == joint
     assert flops(saved.f.jaxpr) + flops(saved.b.jaxpr) == joint
@@ -165,7 +196,8 @@ def test_w_is_the_weights_products_and_nothing_runs_twice():
 
 
 def test_a_cut_function_gives_the_same_bits_and_no_product_twice():
-    """Any function: here the gradients of two layers and a scan, cut between those of its input and its weights."""
+    """Any function: here the gradients of two layers and a scan, cut between those of its input and its
+    weights."""
 
     def f(weights, x, dy):
         def g(w, x):
@@ -176,7 +208,10 @@ def test_a_cut_function_gives_the_same_bits_and_no_product_twice():
         return dx, dw
 
     key = iter(jax.random.split(jax.random.key(0), 5))
-    w = {name: jax.random.normal(next(key), shape) for name, shape in dict(first=(4, 8), second=(8, 4), more=(3, 4, 4)).items()}
+    w = {
+        name: jax.random.normal(next(key), shape)
+        for name, shape in dict(first=(4, 8), second=(8, 4), more=(3, 4, 4)).items()
+    }
     x, dy = (jax.random.normal(next(key), (5, 4)) for _ in "xy")
     whole, shape = pipeline.trace(f, w, x, dy)
     leaves = jax.tree.leaves((w, x, dy))
@@ -185,10 +220,13 @@ def test_a_cut_function_gives_the_same_bits_and_no_product_twice():
     got = jax.tree.unflatten(jax.tree.structure(shape), [dx, *second(*leaves[:3], *kept)])
     assert len(kept) == len(crossing) > 0
     jax.tree.map(np.testing.assert_array_equal, got, f(w, x, dy))
-    assert flops(first.jaxpr) + flops(second.jaxpr) == flops(whole.jaxpr) and flops(second.jaxpr) == 2 * 2 * 5 * 4 * 8
+    assert (
+        flops(first.jaxpr) + flops(second.jaxpr) == flops(whole.jaxpr)
+        and flops(second.jaxpr) == 2 * 2 * 5 * 4 * 8
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- what is held
+# ----------------------------------------------------------------------------------------------- what is held
 
 
 def test_saved_inputs_are_as_many_as_stages_for_1f1b_and_as_microbatches_for_gpipe():
@@ -198,7 +236,8 @@ def test_saved_inputs_are_as_many_as_stages_for_1f1b_and_as_microbatches_for_gpi
 
 
 def test_compiled_memory_of_1f1b_is_flat_in_m_and_gpipes_grows_by_an_input_per_microbatch():
-    """Temporary bytes at two rows per microbatch. 1 %: bookkeeping of ticks and tokens, and the compiler's alignment."""
+    """Temporary bytes at two rows per microbatch. 1 %: bookkeeping of ticks and tokens, and the compiler's
+    alignment."""
 
     def temp(name, m):
         compiled = trace(LLAMA, piped("pp=2", f"{name} {m}"), rows=2 * m).lower().compile()
@@ -209,12 +248,18 @@ def test_compiled_memory_of_1f1b_is_flat_in_m_and_gpipes_grows_by_an_input_per_m
     assert temp("gpipe", 64) - temp("gpipe", 8) == pytest.approx(56 * stream, rel=0.02)
 
 
-# ----------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------------------- what is refused
 
-ORDERS = {"missing": "F0 F1 B0 B1\nF0 B0 F1", "crossed": "F0 B0 F1 B1\nF0 F1 B0 B1", "twice": "F0 F0 B0\nF0 B0"}
+ORDERS = {
+    "missing": "F0 F1 B0 B1\nF0 B0 F1",
+    "crossed": "F0 B0 F1 B1\nF0 F1 B0 B1",
+    "twice": "F0 F0 B0\nF0 B0",
+}
 REFUSED = {
     "stage 1 never runs B1": dict(schedule=ORDERS["missing"], microbatches=2),
-    "Cycle: B0 on stage 0 -> B0 on stage 1 -> F1 on stage 1": dict(schedule=ORDERS["crossed"], microbatches=2),
+    "Cycle: B0 on stage 0 -> B0 on stage 1 -> F1 on stage 1": dict(
+        schedule=ORDERS["crossed"], microbatches=2
+    ),
     "runs F0 twice": dict(schedule=ORDERS["twice"]),
     "no schedule is called 'zbv'; try 'zb-v', or": dict(schedule="zbv"),
     "has 2 stages but mesh 'pp=4' has pp=4; use pp=2": dict(mesh="pp=4", schedule=WRITTEN, microbatches=4),
@@ -225,7 +270,7 @@ REFUSED = {
     "reading='auto' does not go": dict(reading="auto"),
     "reduce='layer' does not go": dict(mesh="pp=2", zero=0, microbatches=1, reduce="layer"),
     "use sequence='ulysses' or 'gather'": dict(mesh="pp=2 sp=2"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
@@ -241,14 +286,17 @@ def test_a_wrong_table_is_not_even_traced():
         trace(LLAMA, Plan("pp=2", schedule=ORDERS["missing"], microbatches=2))
 
 
-# ---------------------------------------------------------------------------------------------------- where layers lie
+# ------------------------------------------------------------------------------------------- where layers lie
 
 
 @pytest.mark.parametrize(
-    "optimizer", [optax.adamw(1e-3), optax.adafactor(1e-3, min_dim_size_to_factor=16)], ids=["adamw", "adafactor"]
+    "optimizer",
+    [optax.adamw(1e-3), optax.adafactor(1e-3, min_dim_size_to_factor=16)],
+    ids=["adamw", "adafactor"],
 )
 def test_a_state_dealt_to_stages_comes_back_in_order(optimizer):
-    """What counts layers is found by shape, whatever the optimizer keeps; and a seed gives the same weights on any mesh."""
+    """What counts layers is found by shape, whatever the optimizer keeps; and a seed gives the same weights
+    on any mesh."""
     plan, order = piped("pp=2", "interleaved 4"), [0, 2, 1, 3]
     step, one = (Step(DEEP, p, make_mesh(p.mesh), optimizer) for p in (plan, Plan()))
     fresh = jax.tree.map(np.asarray, one.init(0))
@@ -256,7 +304,11 @@ def test_a_state_dealt_to_stages_comes_back_in_order(optimizer):
     jax.tree.map(near, jax.tree.map(np.asarray, step.to_natural(step.init(0))), fresh)
 
     def mark(x):  # every layer's moments become its number
-        return x + np.arange(4).reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype) if x.ndim and x.shape[0] == 4 else x
+        return (
+            x + np.arange(4).reshape(-1, *[1] * (x.ndim - 1)).astype(x.dtype)
+            if x.ndim and x.shape[0] == 4
+            else x
+        )
 
     marked = jax.tree.map(mark, fresh)
     dealt = step.from_natural(jax.device_put(marked, step.shardings))
@@ -266,9 +318,12 @@ def test_a_state_dealt_to_stages_comes_back_in_order(optimizer):
 
 
 def test_an_empty_place_at_the_end_is_left_out_and_a_state_in_order_is_not_copied():
-    """Five layers on two stages: the last place of the last stage is empty, and the others are in the model's order."""
+    """Five layers on two stages: the last place of the last stage is empty, and the others are in the model's
+    order."""
     config = dataclasses.replace(LLAMA, num_layers=5)
-    step, one = (Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0)) for plan in (piped("pp=2", "1f1b 4"), Plan()))
+    step, one = (
+        Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0)) for plan in (piped("pp=2", "1f1b 4"), Plan())
+    )
     assert step.layer_order.tolist() == [0, 1, 2, 3, 4, 5]
     natural = step.to_natural(step.init(0))
     assert jax.tree.map(jnp.shape, natural) == jax.tree.map(jnp.shape, one.init(0))
@@ -279,7 +334,8 @@ def test_an_empty_place_at_the_end_is_left_out_and_a_state_in_order_is_not_copie
 
 
 def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch):
-    """What is alive while layers move: the state, and one leaf more. Layers that pp does not divide are cut by pp elsewhere."""
+    """What is alive while layers move: the state, and one leaf more. Layers that pp does not divide are cut
+    by pp elsewhere."""
     plan = piped("pp=2 fsdp=2", "1f1b 4")
     step = Step(dataclasses.replace(LLAMA, num_layers=3), plan, make_mesh(plan.mesh), optax.adamw(1.0))
     state, made, alive = step.init(0), [], []
@@ -300,7 +356,7 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
     assert all(x.is_deleted() for x in made[: len(made) // 2])
 
 
-# --------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def test_layers_in_another_order_are_noticed():
@@ -336,14 +392,18 @@ def test_a_missing_sum_over_stages_is_noticed():
         assert_same(LLAMA, Forgetful("pp=2 dp=2", microbatches=4))
 
 
-@pytest.mark.parametrize("optimizer, counts", [(optax.adafactor, True), (optax.adamw, False), (optax.lamb, False)])
+@pytest.mark.parametrize(
+    "optimizer, counts", [(optax.adafactor, True), (optax.adamw, False), (optax.lamb, False)]
+)
 def test_an_optimizer_that_would_count_the_empty_places_of_a_stack_is_refused(optimizer, counts):
-    """Three layers on two stages leave a place of zeros. Adafactor's root mean square is over the whole stack: its weights
-    moved by something 13 % off those of one device, without a word."""
+    """Three layers on two stages leave a place of zeros. Adafactor's root mean square is over the whole
+    stack: its weights moved by something 13 % off those of one device, without a word."""
     three, plan = dataclasses.replace(LLAMA, num_layers=3), Plan("pp=2", microbatches=2)
     make = lambda config: Step(config, plan, make_mesh(plan.mesh), optimizer(1e-3))
     if counts:
-        with pytest.raises(ValueError, match="3 layers leave 1 of the pipeline's places empty.*use 4 layers, or AdamW"):
+        with pytest.raises(
+            ValueError, match="3 layers leave 1 of the pipeline's places empty.*use 4 layers, or AdamW"
+        ):
             make(three)
     else:
         make(three)

@@ -1,4 +1,5 @@
-"""The plan: where each dim is cut in each region, what ZeRO cuts, and what is refused before anything is compiled."""
+"""The plan: where each dim is cut in each region, what ZeRO cuts, and what is refused before anything is
+compiled."""
 
 import dataclasses
 import itertools
@@ -17,7 +18,7 @@ def arrows(arrow: Arrow) -> list[str]:
     return [str(move) for move in arrow.moves]
 
 
-# --------------------------------------------------------------------------------------------------------------- regions
+# ---------------------------------------------------------------------------------------------------- regions
 
 
 def test_the_regions_are_the_table_of_the_module():
@@ -38,7 +39,8 @@ def test_the_regions_are_the_table_of_the_module():
 
 
 def test_what_attention_does_with_a_cut_sequence_is_two_rows_of_the_table():
-    """Ulysses exchanges positions for heads before and after; gathering keys leaves the queries where they are."""
+    """Ulysses exchanges positions for heads before and after; gathering keys leaves the queries where they
+    are."""
     two, back = "attention b s k r h -> queries b s k r h", "queries b s k r h -> attention b s k r h"
     keys = "attention b s k h -> keys b s k h"
     moves = {
@@ -47,7 +49,11 @@ def test_what_attention_does_with_a_cut_sequence_is_two_rows_of_the_table():
     }
     assert moves == {
         "ring": [[], [], []],
-        "ulysses": [["all-to-all over sp s to k"], ["all-to-all over sp s to k"], ["all-to-all over sp k to s"]],
+        "ulysses": [
+            ["all-to-all over sp s to k"],
+            ["all-to-all over sp s to k"],
+            ["all-to-all over sp k to s"],
+        ],
         "gather": [[], ["all-gather over sp on s"], []],
     }
 
@@ -56,7 +62,9 @@ def test_axes_of_size_one_appear_nowhere():
     for plan in (Plan(), Plan("tp=2"), Plan("dp=2 tp=1", tp_sequence=True)):
         used = {a for region in plan.regions.values() for axes in region.values() for a in axes}
         assert used == set(plan.live(*plan.mesh.sizes))
-    assert Plan("tp=2", tp_sequence=True).varying("stream") == ("tp",) and Plan("tp=2").varying("stream") == ()
+    assert (
+        Plan("tp=2", tp_sequence=True).varying("stream") == ("tp",) and Plan("tp=2").varying("stream") == ()
+    )
 
 
 def test_values_vary_over_what_cuts_them_in_link_order():
@@ -72,8 +80,12 @@ def test_placing_a_logical_layout():
     assert str(plan.place("attention d n h")) == "d n/tp h"
     assert str(plan.place("data b s")) == "b/dp,fsdp s"
     assert str(plan.place("b/tp s")) == "b/tp s", "physical already"
-    assert str(Plan("dp=2").place("attention b s d +n")) == "b/dp s d", "a sum over a dim that nothing cuts is finished"
-    with pytest.raises(ValueError, match="names an unknown region; the regions are data, stream, attention, "):
+    assert str(Plan("dp=2").place("attention b s d +n")) == "b/dp s d", (
+        "a sum over a dim that nothing cuts is finished"
+    )
+    with pytest.raises(
+        ValueError, match="names an unknown region; the regions are data, stream, attention, "
+    ):
         plan.place("residual b s d")
 
 
@@ -95,7 +107,7 @@ def test_the_models_arrows_become_megatrons_collectives(logical, plain, with_seq
     assert arrows(Plan("dp=4 fsdp=2").resolve(logical)) == [] == arrows(Plan().resolve(logical))
 
 
-# ------------------------------------------------------------------------------------------------------------------ ZeRO
+# ------------------------------------------------------------------------------------------------------- ZeRO
 
 DIMS = "ffn l d m"
 ZERO = {
@@ -110,7 +122,10 @@ ZERO = {
 @pytest.mark.parametrize("zero", ZERO)
 def test_what_each_stage_of_zero_cuts(zero):
     plan = Plan(MIXED, zero=zero)
-    assert tuple(str(f(DIMS)) for f in (plan.stored, plan.graded, plan.unreduced, plan.accumulated)) == ZERO[zero]
+    assert (
+        tuple(str(f(DIMS)) for f in (plan.stored, plan.graded, plan.unreduced, plan.accumulated))
+        == ZERO[zero]
+    )
     assert str(plan.sharded(DIMS)) == "l d/fsdp m/tp" and str(plan.place(DIMS)) == "l d m/tp"
 
 
@@ -127,7 +142,10 @@ def test_what_each_stage_of_zero_moves(zero, gather, reduce, restore):
     """Hybrid sharding: with dp x fsdp the shard is reduce-scattered first and all-reduced then."""
     plan = Plan(MIXED, zero=zero)
     assert arrows(Arrow(plan.stored(DIMS), plan.place(DIMS))) == gather
-    cut, finish = Arrow(plan.unreduced(DIMS), plan.accumulated(DIMS)), Arrow(plan.accumulated(DIMS), plan.graded(DIMS))
+    cut, finish = (
+        Arrow(plan.unreduced(DIMS), plan.accumulated(DIMS)),
+        Arrow(plan.accumulated(DIMS), plan.graded(DIMS)),
+    )
     assert arrows(cut) + arrows(finish) == reduce
     assert arrows(cut) == (reduce[:1] if zero == 2 else []), "only ZeRO-2 cuts every microbatch's gradient"
     assert arrows(Arrow(plan.graded(DIMS), plan.stored(DIMS))) == restore
@@ -148,20 +166,24 @@ def test_reducing_layer_by_layer_leaves_nothing_for_later():
 
 
 def test_every_weights_layouts_hang_together():
-    """Under every plan: a gradient misses exactly the sums over the axes on which devices saw other data, all arrows of
-    a step can be walked, and every element of optimizer state has one owner among those that hold equal weights."""
+    """Under every plan: a gradient misses exactly the sums over the axes on which devices saw other data, all
+    arrows of a step can be walked, and every element of optimizer state has one owner among those that hold
+    equal weights.
+    """
     for plan in all_plans((1, 8)):
         for config in (LLAMA, QWEN):
             for dims, shape in config.param_shapes().values():
                 stored, graded, raw = plan.stored(dims), plan.graded(dims), plan.unreduced(dims)
                 assert set(raw.sums) == set(plan.varying(parse_layout(dims).region)) - set(stored.axes)
-                for before, after in itertools.pairwise((raw, plan.accumulated(dims), graded, stored, plan.place(dims))):
+                for before, after in itertools.pairwise(
+                    (raw, plan.accumulated(dims), graded, stored, plan.place(dims))
+                ):
                     assert Arrow(before, after).moves is not None
                 assert graded.cut("d") + graded.cut("h") == (plan.live("fsdp") if plan.zero else ())
                 graded.shard_shape(shape, plan.mesh.sizes)
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------- refusals
 
 
 def refusal(plan: Plan, config=LLAMA, batch=16, seq=16) -> str:
@@ -173,8 +195,11 @@ def refusal(plan: Plan, config=LLAMA, batch=16, seq=16) -> str:
 
 
 def advice(message: str) -> tuple[list[int], list[int]]:
-    """The sizes that a refusal offers: for what was asked (none for a model's own sizes), and for what does not divide it."""
-    rule = r"(.+?) (\d+) .*is not a multiple of (\S+) = (\d+); (?:use ([\d or]+), or )?make \3 one of ([\d, ]+)"
+    """The sizes that a refusal offers: for what was asked (none for a model's own sizes), and for what does
+    not divide it."""
+    rule = (
+        r"(.+?) (\d+) .*is not a multiple of (\S+) = (\d+); (?:use ([\d or]+), or )?make \3 one of ([\d, ]+)"
+    )
     found = re.fullmatch(rule, message)
     assert found, message
     asked, parts = int(found[2]), int(found[4])
@@ -182,39 +207,103 @@ def advice(message: str) -> tuple[list[int], list[int]]:
     return [int(n) for n in (found[5] or "").split(" or ") if n], [int(n) for n in found[6].split(", ")]
 
 
-WIDTHS = dataclasses.replace(LLAMA, num_heads=12, num_kv_heads=6, head_width=12, ffn_width=40, width=36, vocab_size=200)
+WIDTHS = dataclasses.replace(
+    LLAMA, num_heads=12, num_kv_heads=6, head_width=12, ffn_width=40, width=36, vocab_size=200
+)
 REFUSED = {
     # mesh and plan, what is said, how to ask for another size, how to make the axes' product another
-    "batch": (dict(mesh="dp=2 fsdp=4"), dict(batch=12), "batch 12 is not a multiple of dp·fsdp·ep = 8",
-              lambda n: dict(batch=n), lambda n: dict(mesh=f"dp={n}")),
-    "microbatches": (dict(mesh="dp=2", microbatches=3), dict(batch=8),
-                     "batch 8 is not a multiple of dp·fsdp·ep·microbatches = 6",
-                     lambda n: dict(batch=n), lambda n: dict(mesh="dp=1", microbatches=n)),
-    "sequence": (dict(mesh="tp=4", tp_sequence=True), dict(seq=18, num_kv_heads=4),
-                 "sequence 18 is not a multiple of sp·tp = 4",
-                 lambda n: dict(seq=n), lambda n: dict(mesh=f"tp={n}", tp_sequence=n > 1)),
-    "loss chunks": (dict(mesh="dp=2", loss_chunks=3), {}, "sequence 16 is not a multiple of sp·loss_chunks = 3",
-                    lambda n: dict(seq=n), lambda n: dict(loss_chunks=n)),
-    "feed-forward chunks": (dict(ffn_chunks=3), {}, "sequence 16 is not a multiple of sp·ffn_chunks = 3",
-                            lambda n: dict(seq=n), lambda n: dict(ffn_chunks=n)),
-    "attention block": (dict(attention_block=12), {},
-                        "each device's number of queries 16 is not a multiple of attention_block = 12",
-                        None, lambda n: dict(attention_block=n)),
-    "heads": (dict(mesh="tp=8"), {}, "heads 12 is not a multiple of tp = 8",
-              None, lambda n: dict(mesh=f"tp={n}")),
-    "KV heads": (dict(mesh="tp=4"), {}, "KV heads 6 is not a multiple of tp = 4",
-                 None, lambda n: dict(mesh=f"tp={n}")),
-    "feed-forward": (dict(mesh="tp=3"), {}, "feed-forward width 40 is not a multiple of tp = 3",
-                     None, lambda n: dict(mesh=f"tp={n}")),
-    "vocabulary": (dict(mesh="tp=6"), dict(ffn_width=42), "vocabulary 200 is not a multiple of tp = 6",
-                   None, lambda n: dict(mesh=f"tp={n}")),
-    "width": (dict(mesh="fsdp=8"), {}, "model width 36 is not a multiple of fsdp = 8",
-              None, lambda n: dict(mesh=f"fsdp={n}")),
-    "head width": (dict(mesh="fsdp=8"), dict(width=32, qk_norm=True), "head width 12 is not a multiple of fsdp = 8",
-                   None, lambda n: dict(mesh=f"fsdp={n}")),
-    "head width of biases": (dict(mesh="fsdp=8"), dict(width=32, qkv_bias=True), "head width 12 is not a multiple of fsdp = 8",
-                   None, lambda n: dict(mesh=f"fsdp={n}")),
-}  # fmt: skip
+    "batch": (
+        dict(mesh="dp=2 fsdp=4"),
+        dict(batch=12),
+        "batch 12 is not a multiple of dp·fsdp·ep = 8",
+        lambda n: dict(batch=n),
+        lambda n: dict(mesh=f"dp={n}"),
+    ),
+    "microbatches": (
+        dict(mesh="dp=2", microbatches=3),
+        dict(batch=8),
+        "batch 8 is not a multiple of dp·fsdp·ep·microbatches = 6",
+        lambda n: dict(batch=n),
+        lambda n: dict(mesh="dp=1", microbatches=n),
+    ),
+    "sequence": (
+        dict(mesh="tp=4", tp_sequence=True),
+        dict(seq=18, num_kv_heads=4),
+        "sequence 18 is not a multiple of sp·tp = 4",
+        lambda n: dict(seq=n),
+        lambda n: dict(mesh=f"tp={n}", tp_sequence=n > 1),
+    ),
+    "loss chunks": (
+        dict(mesh="dp=2", loss_chunks=3),
+        {},
+        "sequence 16 is not a multiple of sp·loss_chunks = 3",
+        lambda n: dict(seq=n),
+        lambda n: dict(loss_chunks=n),
+    ),
+    "feed-forward chunks": (
+        dict(ffn_chunks=3),
+        {},
+        "sequence 16 is not a multiple of sp·ffn_chunks = 3",
+        lambda n: dict(seq=n),
+        lambda n: dict(ffn_chunks=n),
+    ),
+    "attention block": (
+        dict(attention_block=12),
+        {},
+        "each device's number of queries 16 is not a multiple of attention_block = 12",
+        None,
+        lambda n: dict(attention_block=n),
+    ),
+    "heads": (
+        dict(mesh="tp=8"),
+        {},
+        "heads 12 is not a multiple of tp = 8",
+        None,
+        lambda n: dict(mesh=f"tp={n}"),
+    ),
+    "KV heads": (
+        dict(mesh="tp=4"),
+        {},
+        "KV heads 6 is not a multiple of tp = 4",
+        None,
+        lambda n: dict(mesh=f"tp={n}"),
+    ),
+    "feed-forward": (
+        dict(mesh="tp=3"),
+        {},
+        "feed-forward width 40 is not a multiple of tp = 3",
+        None,
+        lambda n: dict(mesh=f"tp={n}"),
+    ),
+    "vocabulary": (
+        dict(mesh="tp=6"),
+        dict(ffn_width=42),
+        "vocabulary 200 is not a multiple of tp = 6",
+        None,
+        lambda n: dict(mesh=f"tp={n}"),
+    ),
+    "width": (
+        dict(mesh="fsdp=8"),
+        {},
+        "model width 36 is not a multiple of fsdp = 8",
+        None,
+        lambda n: dict(mesh=f"fsdp={n}"),
+    ),
+    "head width": (
+        dict(mesh="fsdp=8"),
+        dict(width=32, qk_norm=True),
+        "head width 12 is not a multiple of fsdp = 8",
+        None,
+        lambda n: dict(mesh=f"fsdp={n}"),
+    ),
+    "head width of biases": (
+        dict(mesh="fsdp=8"),
+        dict(width=32, qkv_bias=True),
+        "head width 12 is not a multiple of fsdp = 8",
+        None,
+        lambda n: dict(mesh=f"fsdp={n}"),
+    ),
+}
 
 
 def ask(plan: dict, rest: dict):
@@ -234,8 +323,9 @@ def test_what_cannot_be_cut_evenly_is_refused_with_the_arithmetic_and_advice_tha
 
 
 def test_the_refusal_of_the_design_is_word_for_word():
-    assert refusal(Plan("dp=2 fsdp=2"), batch=6) == (
-        "batch 6 is not a multiple of dp·fsdp·ep = 4; use 4 or 8, or make dp·fsdp·ep one of 1, 2, 3, 6"
+    assert (
+        refusal(Plan("dp=2 fsdp=2"), batch=6)
+        == "batch 6 is not a multiple of dp·fsdp·ep = 4; use 4 or 8, or make dp·fsdp·ep one of 1, 2, 3, 6"
     )
 
 
@@ -247,7 +337,10 @@ def test_width_matters_only_where_zero_cuts_it():
 
 
 def test_axes_that_are_not_there_yet_are_refused():
-    assert refusal(Plan("ep=2")) == "mesh 'ep=2' has ep=2, but no experts in 'tiny' here; use pp, dp, fsdp, sp, tp"
+    assert (
+        refusal(Plan("ep=2"))
+        == "mesh 'ep=2' has ep=2, but no experts in 'tiny' here; use pp, dp, fsdp, sp, tp"
+    )
 
 
 @pytest.mark.parametrize(
@@ -268,7 +361,10 @@ def test_reductions_that_do_not_fit_are_refused_and_the_end_works(plan, why):
 def test_a_zigzag_needs_two_parts_a_rank_and_the_advice_works():
     plan = Plan("sp=4")
     message = refusal(plan, seq=20)
-    assert message == "order='zigzag' cuts a sequence into 2·sp = 8 parts, and 20 is no multiple; use 16, or order='striped'"
+    assert (
+        message == "order='zigzag' cuts a sequence into 2·sp = 8 parts, and 20 is no multiple; use 16, or"
+        " order='striped'"
+    )
     plan.check(LLAMA, 16, 16)
     dataclasses.replace(plan, order="striped").check(LLAMA, 16, 20)
 
@@ -277,20 +373,41 @@ def test_ulysses_needs_heads_and_the_advice_works():
     plan = Plan("sp=4 tp=2", sequence="ulysses")
     few = dataclasses.replace(LLAMA, num_kv_heads=4)
     message = refusal(plan, few)
-    assert message.startswith("sequence='ulysses' cuts the 2 KV heads of a device by sp = 4; use sequence='ring'")
+    assert message.startswith(
+        "sequence='ulysses' cuts the 2 KV heads of a device by sp = 4; use sequence='ring'"
+    )
     plan.check(LLAMA, 16, 16)
     dataclasses.replace(plan, sequence="ring").check(few, 16, 16)
 
 
 @pytest.mark.parametrize("field", ["microbatches", "loss_chunks", "ffn_chunks", "attention_block"])
 def test_numbers_below_one_are_refused(field):
-    with pytest.raises(ValueError, match=f"{field}=0 is not a value of a plan; use a whole number of 1 or more"):
+    with pytest.raises(
+        ValueError, match=f"{field}=0 is not a value of a plan; use a whole number of 1 or more"
+    ):
         Plan(**{field: 0})
 
 
-OTHER = dict(sequence="rings", reading="Manual", remat="blocks", zero=4, dtype="float31", reduce="layers", regather="keeps")
-OTHER |= dict(stage_saves="residual", dispatch="padd", grouped="block", order="zig-zag", attention_kernel="cuda", unroll=-1)
-OTHER |= dict(tp_sequence=1, schedule=0, chunks=0, microbatches=2.0, loss_chunks=True, ffn_chunks="2", bucket_bytes=0)
+OTHER = dict(
+    sequence="rings",
+    reading="Manual",
+    remat="blocks",
+    zero=4,
+    dtype="float31",
+    reduce="layers",
+    regather="keeps",
+)
+OTHER |= dict(
+    stage_saves="residual",
+    dispatch="padd",
+    grouped="block",
+    order="zig-zag",
+    attention_kernel="cuda",
+    unroll=-1,
+)
+OTHER |= dict(
+    tp_sequence=1, schedule=0, chunks=0, microbatches=2.0, loss_chunks=True, ffn_chunks="2", bucket_bytes=0
+)
 OTHER |= dict(attention_block=0)
 
 
@@ -305,12 +422,19 @@ def test_every_field_refuses_what_its_type_does_not_have():
 
 
 IDLE = {
-    "schedule": dict(schedule="bogus"), "chunks": dict(chunks=2), "stage_saves": dict(stage_saves="residuals"),
-    "sequence": dict(sequence="gather"), "order": dict(order="striped"), "tp_sequence": dict(tp_sequence=True),
-    "dispatch": dict(dispatch="ragged"), "zero": dict(zero=2), "regather": dict(regather="keep"),
-    "remat": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", remat="block"), "grouped": dict(grouped="ragged_dot"),
+    "schedule": dict(schedule="bogus"),
+    "chunks": dict(chunks=2),
+    "stage_saves": dict(stage_saves="residuals"),
+    "sequence": dict(sequence="gather"),
+    "order": dict(order="striped"),
+    "tp_sequence": dict(tp_sequence=True),
+    "dispatch": dict(dispatch="ragged"),
+    "zero": dict(zero=2),
+    "regather": dict(regather="keep"),
+    "remat": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", remat="block"),
+    "grouped": dict(grouped="ragged_dot"),
     "bucket_bytes": dict(bucket_bytes=1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("field", IDLE)
@@ -326,7 +450,8 @@ def test_an_option_that_would_change_nothing_is_refused_with_the_reason(field):
 
 
 def test_positions_are_in_order_only_where_queries_meet_their_own_keys():
-    """Gathered keys are a whole row beside the queries of a part of it: a kernel that counts from the left edge is wrong."""
+    """Gathered keys are a whole row beside the queries of a part of it: a kernel that counts from the left
+    edge is wrong."""
     assert Plan().in_order and Plan("sp=2", sequence="ulysses", order="contiguous").in_order
     assert not Plan("sp=2", sequence="gather", order="contiguous").in_order
     assert not Plan("sp=2", sequence="ulysses").in_order
@@ -334,7 +459,9 @@ def test_positions_are_in_order_only_where_queries_meet_their_own_keys():
 
 def test_a_block_of_attention_divides_the_queries_of_a_rank_and_the_keys_that_it_gathers():
     plan = Plan("sp=3", sequence="gather", attention_block=3, order="striped")
-    assert refusal(plan, seq=48).startswith("each device's number of queries 16 is not a multiple of attention_block = 3")
+    assert refusal(plan, seq=48).startswith(
+        "each device's number of queries 16 is not a multiple of attention_block = 3"
+    )
 
 
 @pytest.mark.parametrize("what", ["batch", "seq"])

@@ -39,10 +39,12 @@ def pieces(config, batch=BATCH, seq=SEQ):
     return useful["weights"], useful["attention"], logits
 
 
-@pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(QWEN, num_layers=3, ffn_width=96)], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "config", [LLAMA, dataclasses.replace(QWEN, num_layers=3, ffn_width=96)], ids=lambda c: c.name
+)
 def test_useful_flops_are_those_executed_but_for_what_is_recomputed_or_masked(config):
-    """Exactly: of two by two tiles of attention three are live, masked halves and all, and the backward pass recomputes
-    their scores: seven products of s by s where six are useful, three quarters of each."""
+    """Exactly: of two by two tiles of attention three are live, masked halves and all, and the backward pass
+    recomputes their scores: seven products of s by s where six are useful, three quarters of each."""
     weights, attention, _ = pieces(config)
     assert executed(config) == weights + attention * 2 * 7 / 6 * 3 / 4
 
@@ -52,7 +54,8 @@ def test_chunks_of_the_loss_make_the_logits_twice():
 
 
 def test_block_rematerialisation_is_another_forward_pass_of_the_blocks():
-    """A third of the blocks' useful FLOPs, less the last product of each block: its result is only the next one's input."""
+    """A third of the blocks' useful FLOPs, less the last product of each block: its result is only the next
+    one's input."""
     weights, attention, logits = pieces(LLAMA)
     again = executed(LLAMA, remat="block") - executed(LLAMA)
     blocks = (weights - 3 * logits) / 3
@@ -66,27 +69,35 @@ def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():
     matrices = config.num_params - 128_256 * 4096 - 4096 * (2 * 32 + 1)
     assert per_token == {"weights": 6 * matrices, "attention": 12 * 32 * 32 * 128 * 8192 / 2}
     assert predict.flops(QWEN, 1, 8)["weights"] == 6 * 8 * (
-        QWEN.num_params - sum(math.prod(s) for d, s in QWEN.param_shapes().values() if predict.is_vector(parse_layout(d)))
+        QWEN.num_params
+        - sum(math.prod(s) for d, s in QWEN.param_shapes().values() if predict.is_vector(parse_layout(d)))
     ), "a tied embedding multiplies, as the head"
 
 
 def test_vectors_are_norms_and_biases():
-    found = {p.split(".")[-1] for p, (d, _) in QWEN.param_shapes().items() if predict.is_vector(parse_layout(d))}
+    found = {
+        p.split(".")[-1] for p, (d, _) in QWEN.param_shapes().items() if predict.is_vector(parse_layout(d))
+    }
     assert found == {"scale", "q_bias", "k_bias", "v_bias"}
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
+# ----------------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_argument_bytes_follow_the_table_of_zero(devices):
-    """Rajbhandari et al. 2020, table 1, with float32 weights and AdamW's two moments: 4Ψ + 8Ψ whole; stages 1 and 2 cut
-    the 8Ψ, stage 3 all. (Gradients live inside the step: they are no argument.)"""
+    """Rajbhandari et al. 2020, table 1, with float32 weights and AdamW's two moments: 4Ψ + 8Ψ whole; stages 1
+    and 2 cut the 8Ψ, stage 3 all. (Gradients live inside the step: they are no argument.)"""
     psi = LLAMA.num_params
     table = {0: (4, 8), 1: (4, 8 / devices), 2: (4, 8 / devices), 3: (4 / devices, 8 / devices)}
     for zero, (params, optimizer) in table.items():
         got = predict.argument_bytes(LLAMA, Plan(f"fsdp={devices}", zero=zero), 16, SEQ)
-        assert got == {"params": params * psi, "optimizer": optimizer * psi, "batch": 16 * 16 * SEQ / devices, "counters": 8}
+        assert got == {
+            "params": params * psi,
+            "optimizer": optimizer * psi,
+            "batch": 16 * 16 * SEQ / devices,
+            "counters": 8,
+        }
 
 
 def test_tensor_parallelism_cuts_all_but_the_norms():
@@ -95,7 +106,9 @@ def test_tensor_parallelism_cuts_all_but_the_norms():
     assert predict.argument_bytes(LLAMA, Plan("tp=4"), 16, SEQ)["params"] == 4 * ((psi - norms) // 4 + norms)
 
 
-@pytest.mark.parametrize("plan", [Plan(MIXED), Plan("fsdp=4 tp=2", zero=1), Plan("dp=8")], ids=lambda p: str(p.mesh))
+@pytest.mark.parametrize(
+    "plan", [Plan(MIXED), Plan("fsdp=4 tp=2", zero=1), Plan("dp=8")], ids=lambda p: str(p.mesh)
+)
 def test_what_each_device_really_holds_is_the_prediction(plan):
     """By the shards of a state that was made, not by the compiler's count (which test_census.py compares)."""
     step = Step(QWEN, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
@@ -103,7 +116,12 @@ def test_what_each_device_really_holds_is_the_prediction(plan):
     want = predict.argument_bytes(QWEN, plan, 16, SEQ)
     for device in step.mesh.devices.flat:
         held = [
-            sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards if s.device == device)
+            sum(
+                s.data.nbytes
+                for x in jax.tree.leaves(tree)
+                for s in x.addressable_shards
+                if s.device == device
+            )
             for tree in (state.params, state.optimizer, state.step)
         ]
         assert held[0] == want["params"] and held[1] + held[2] == want["optimizer"] + want["counters"]
@@ -125,16 +143,22 @@ def test_the_estimate_of_temporaries_is_finite_and_monotone():
     ]
     assert all(estimate() < x for x in grown)
     change = functools.partial(dataclasses.replace, base)
-    for remedy in (change(remat="block"), change(mesh="dp=2 fsdp=2 tp=4"), change(mesh="dp=4 fsdp=2 tp=2"),
-                   change(microbatches=2), change(tp_sequence=True), change(dtype="bfloat16"),
-                   change(ffn_chunks=2)):  # fmt: skip
+    for remedy in (
+        change(remat="block"),
+        change(mesh="dp=2 fsdp=2 tp=4"),
+        change(mesh="dp=4 fsdp=2 tp=2"),
+        change(microbatches=2),
+        change(tp_sequence=True),
+        change(dtype="bfloat16"),
+        change(ffn_chunks=2),
+    ):
         assert estimate(remedy) < estimate(), remedy
     stages = [estimate(change(zero=z)) for z in range(4)]
     assert stages[0] == stages[1] > stages[2] == stages[3], "gradients are cut from stage 2 on"
     assert estimate(change(loss_chunks=4), vocab_size=8 * 264) < estimate(vocab_size=8 * 264)
 
 
-# --------------------------------------------------------------------------------------------------------------- traffic
+# ---------------------------------------------------------------------------------------------------- traffic
 
 
 def test_the_ring_arithmetic_of_traffic():
@@ -145,19 +169,35 @@ def test_the_ring_arithmetic_of_traffic():
     traffic.add("all-reduce", (), "gradients", 1024)
     traffic.add("all-reduce", ("tp",), "gradients", 1024, 0)
     assert {k: (v.count, v.bytes_sent) for k, v in traffic.items()} == {
-        ("dp,tp", "all-gather"): (3, 3 * 1024 * 7 // 8), ("dp", "all-reduce"): (1, 2 * 1024 * 3 // 4)
-    }  # fmt: skip
+        ("dp,tp", "all-gather"): (3, 3 * 1024 * 7 // 8),
+        ("dp", "all-reduce"): (1, 2 * 1024 * 3 // 4),
+    }
     assert traffic.total_bytes == 3 * 896 + 1536
     assert traffic["dp,tp", "all-gather"].of == {"weights": {896: 3}}
 
 
-@pytest.mark.parametrize("model, mesh, said", [
-    ("tiny", "dp=2 fsdp=2 tp=2", {("dp,fsdp,tp", "all-reduce"): "the loss, the tokens and the gradients' norm"}),
-    ("tiny", "sp=2 tp=2",
-     {("sp", "collective-permute"): "keys and values, ids of positions and documents, gradients of keys and values"}),
-    ("tiny-moe", "ep=4 fsdp=2", {("ep", "all-gather"): "tokens per expert"}),
-    ("tiny", "pp=2 dp=2", {("pp", "collective-permute"): "activations and their gradients"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "model, mesh, said",
+    [
+        (
+            "tiny",
+            "dp=2 fsdp=2 tp=2",
+            {("dp,fsdp,tp", "all-reduce"): "the loss, the tokens and the gradients' norm"},
+        ),
+        (
+            "tiny",
+            "sp=2 tp=2",
+            {
+                (
+                    "sp",
+                    "collective-permute",
+                ): "keys and values, ids of positions and documents, gradients of keys and values"
+            },
+        ),
+        ("tiny-moe", "ep=4 fsdp=2", {("ep", "all-gather"): "tokens per expert"}),
+        ("tiny", "pp=2 dp=2", {("pp", "collective-permute"): "activations and their gradients"}),
+    ],
+)
 def test_a_collective_says_what_it_sends(model, mesh, said):
     """Kinds and axes do not tell: ep gathers no weights, and 12 bytes over dp and fsdp are no gradients."""
     found = predict.collectives(preset(model), Plan(mesh, microbatches=2), 16, SEQ)
@@ -168,7 +208,8 @@ def test_a_collective_says_what_it_sends(model, mesh, said):
 
 
 def test_slots_are_not_tokens():
-    """A padded buffer has room for the worst case: of what is sent over ep, about one part in ep is tokens."""
+    """A padded buffer has room for the worst case: of what is sent over ep, about one part in ep is
+    tokens."""
     config = preset("qwen3-30b-a3b")
     for ep, share in ((8, "12%"), (16, "6%")):
         (of,) = predict.collectives(config, Plan(f"ep={ep} fsdp=4"), 64, 4096)["ep", "all-to-all"].of
@@ -176,7 +217,8 @@ def test_slots_are_not_tokens():
 
 
 def test_zero_sends_two_two_two_three_times_the_weights():
-    """2Ψ for stages 0 to 2 and 3Ψ for 3 (section 7 there), in the limit of the blocks' weights and of many devices."""
+    """2Ψ for stages 0 to 2 and 3Ψ for 3 (section 7 there), in the limit of the blocks' weights and of many
+    devices."""
 
     def volume(zero, layers):
         config = dataclasses.replace(LLAMA, num_layers=layers)

@@ -1,11 +1,12 @@
 """The option space is the contract: random plans, models and batches, from all fields there are.
 
-What `Plan.check` accepts must give the loss, gradients, router metrics and updates of `oracle`, and send what `predict` says.
-What it refuses it must refuse by a ValueError with advice, and each piece of the advice must end that complaint.
+What `Plan.check` accepts must give the loss, gradients, router metrics and updates of `oracle`, and send what
+`predict` says. What it refuses it must refuse by a ValueError with advice, and each piece of the advice must
+end that complaint.
 
     pytest tests/test_random_plans.py                           the plans of `SEEDS` and the one of the day
     pytest tests/test_random_plans.py --plans 400 --seed 7      seeds 7 to 406
-    … --plans-log plans.jsonl                                   a line per plan; what has passed there is not run again
+    … --plans-log plans.jsonl         a line per plan; what has passed there is not run again
 """
 
 import contextlib
@@ -38,54 +39,104 @@ from llmpar.step import State, Step
 SEEDS = range(11)
 WRITTEN = "written by hand"  # an order in text, drawn for the mesh
 SCALING = RopeScaling(4.0, 1.0, 4.0, 16)
-# No window of 1: who sees one key alone has no gradient in queries and keys but rounding, which Adam makes as large as any.
+# No window of 1: who sees one key alone has no gradient in queries and keys but rounding, which Adam makes as
+# large as any.
 DRAWN = {
     Plan: dict(
-        bucket_bytes=(1, 3000, 4 << 20), microbatches=(1, 2, 3, 4, 8), dtype=("float32",) * 7 + ("bfloat16",),
-        unroll=(1, 0, 2, 3), loss_chunks=(1, 2, 3, 4), ffn_chunks=(1, 2, 3, 4), attention_block=(None, 2, 3, 4, 8, 64),
-        schedule=(*orders.SCHEDULES, WRITTEN), chunks=(None, None, 1, 2, 3), mesh=(),
+        bucket_bytes=(1, 3000, 4 << 20),
+        microbatches=(1, 2, 3, 4, 8),
+        dtype=("float32",) * 7 + ("bfloat16",),
+        unroll=(1, 0, 2, 3),
+        loss_chunks=(1, 2, 3, 4),
+        ffn_chunks=(1, 2, 3, 4),
+        attention_block=(None, 2, 3, 4, 8, 64),
+        schedule=(*orders.SCHEDULES, WRITTEN),
+        chunks=(None, None, 1, 2, 3),
+        mesh=(),
     ),
     ModelConfig: dict(
-        name=("random",), vocab_size=(48, 33, 64, 72), width=(32, 16, 24, 36), num_layers=(2, 1, 3, 4, 5, 7),
+        name=("random",),
+        vocab_size=(48, 33, 64, 72),
+        width=(32, 16, 24, 36),
+        num_layers=(2, 1, 3, 4, 5, 7),
         num_heads=(8, 4, 6, 12),
-        num_kv_heads=(4, 1, 2, 3, 8), head_width=(8, 4, 5, 6, 12), ffn_width=(32, 24, 36, 48), rope_theta=(10_000.0, 100.0),
-        rope_scaling=(None, SCALING), norm_eps=(1e-5, 1e-2), window=(None, 3, 2, 5, 100), init_scale=(0.2,), experts=(),
+        num_kv_heads=(4, 1, 2, 3, 8),
+        head_width=(8, 4, 5, 6, 12),
+        ffn_width=(32, 24, 36, 48),
+        rope_theta=(10_000.0, 100.0),
+        rope_scaling=(None, SCALING),
+        norm_eps=(1e-5, 1e-2),
+        window=(None, 3, 2, 5, 100),
+        init_scale=(0.2,),
+        experts=(),
         latent=(None,) * 30 + (LatentAttention(4, 4, 4, 4),),
     ),
     ExpertConfig: dict(
-        num=(4, 8, 3, 6), chosen=(2, 1, 3), shared=(0, 1, 2), scale=(1.0, 2.5), bias_rate=(None, 0.01), groups=(1, 2, 3),
-        groups_chosen=(1, 2), balance=(0.05, 0.0), z=(0.01, 0.0), capacity_factor=(None, 0.6, 1.0, 1.3),
-        dense_layers=(0,) * 30 + (1,), dense_width=(24,),
+        num=(4, 8, 3, 6),
+        chosen=(2, 1, 3),
+        shared=(0, 1, 2),
+        scale=(1.0, 2.5),
+        bias_rate=(None, 0.01),
+        groups=(1, 2, 3),
+        groups_chosen=(1, 2),
+        balance=(0.05, 0.0),
+        z=(0.01, 0.0),
+        capacity_factor=(None, 0.6, 1.0, 1.3),
+        dense_layers=(0,) * 30 + (1,),
+        dense_width=(24,),
     ),
-}  # fmt: skip
+}
 BATCH = dict(
-    batch=(8, 4, 6, 3, 16, 5), seq=(16, 24, 32, 15, 12, 36, 48), documents=(2, 1, 4), restart=(False, True),
-    targets=("some",) * 7 + ("none",), clip=(0.3, None, 1e3), rule=("sgd", "adamw"),
-)  # fmt: skip
+    batch=(8, 4, 6, 3, 16, 5),
+    seq=(16, 24, 32, 15, 12, 36, 48),
+    documents=(2, 1, 4),
+    restart=(False, True),
+    targets=("some",) * 7 + ("none",),
+    clip=(0.3, None, 1e3),
+    rule=("sgd", "adamw"),
+)
 RULES = {
-    "sgd": dict(kind="sgd", rate=0.05, b1=0.9), "adamw": dict(kind="adamw", rate=0.01, b1=0.9, b2=0.999, eps=1e-2, decay=0.1)
-}  # fmt: skip
+    "sgd": dict(kind="sgd", rate=0.05, b1=0.9),
+    "adamw": dict(kind="adamw", rate=0.01, b1=0.9, b2=0.999, eps=1e-2, decay=0.1),
+}
 
 
 def values(cls) -> dict[str, tuple]:
     """What each field of a dataclass is drawn from: the table's values, else all that its type names."""
     named = {bool: (False, True)}
     types = typing.get_type_hints(cls)
-    return {f.name: named.get(types[f.name], typing.get_args(types[f.name])) for f in dataclasses.fields(cls)} | DRAWN[cls]
+    return {
+        f.name: named.get(types[f.name], typing.get_args(types[f.name])) for f in dataclasses.fields(cls)
+    } | DRAWN[cls]
 
 
 FIELDS = {cls: values(cls) for cls in DRAWN}
 
 
-# --------------------------------------------------------------------------------------------------------------- drawing
+# ---------------------------------------------------------------------------------------------------- drawing
 
 
 def draw_all(rng) -> dict:
-    """One choice for everything, as plain data by field. ``wild`` is how far it strays from the first values."""
+    """One choice for everything, as plain data by field. ``wild`` is how far it strays from the first
+    values."""
     pick, wild = lambda xs: xs[rng.integers(len(xs))], rng.choice([0.3, 0.6, 1.0])
     tables = *FIELDS.values(), BATCH
-    asked = {name: pick(xs if rng.random() < wild else xs[:1]) for table in tables for name, xs in table.items() if xs}
-    often = "zero", "tp_sequence", "reduce", "regather", "sequence", "order", "dispatch", "grouped"  # idle on most meshes
+    asked = {
+        name: pick(xs if rng.random() < wild else xs[:1])
+        for table in tables
+        for name, xs in table.items()
+        if xs
+    }
+    often = (
+        "zero",
+        "tp_sequence",
+        "reduce",
+        "regather",
+        "sequence",
+        "order",
+        "dispatch",
+        "grouped",
+    )  # idle on most meshes
     asked |= {field: pick(FIELDS[Plan][field]) for field in often if rng.random() < 0.7}
     asked |= dict.fromkeys(AXES, 1) | {"experts": rng.random() < 0.35}
     axes = ["pp", "dp", "fsdp", "fsdp", "sp", "sp", "tp", "tp"] + ["ep"] * (1 + asked["experts"])
@@ -94,11 +145,20 @@ def draw_all(rng) -> dict:
     if asked["pp"] == 1:
         asked["num_layers"] = min(asked["num_layers"], 3)
     else:
-        asked |= {"schedule": pick(FIELDS[Plan]["schedule"]), "microbatches": asked["pp"] * pick((1, 2)), "reading": "manual"}
+        asked |= {
+            "schedule": pick(FIELDS[Plan]["schedule"]),
+            "microbatches": asked["pp"] * pick((1, 2)),
+            "reading": "manual",
+        }
         asked |= {"reading": "auto"} if rng.random() < 0.05 else {}
     for cut, parts in {
-        "batch": ("dp", "fsdp", "ep", "microbatches"), "seq": ("sp", "sp", "tp"), "num": ("ep",), "num_kv_heads": ("tp",),
-        "ffn_width": ("tp",), "vocab_size": ("tp",), "width": ("fsdp",),
+        "batch": ("dp", "fsdp", "ep", "microbatches"),
+        "seq": ("sp", "sp", "tp"),
+        "num": ("ep",),
+        "num_kv_heads": ("tp",),
+        "ffn_width": ("tp",),
+        "vocab_size": ("tp",),
+        "width": ("fsdp",),
         "head_width": ("fsdp",) if asked["qk_norm"] or asked["qkv_bias"] else (),
     }.items():  # most sizes fit the mesh
         parts = product(asked[part] for part in parts)
@@ -114,7 +174,9 @@ def build(asked: dict) -> tuple[ModelConfig, Plan]:
     config = ModelConfig(**take(ModelConfig) | {"experts": experts})
     if (schedule := asked["schedule"]) == WRITTEN:
         name = ("gpipe", "1f1b", "zb-h1")[asked["batch"] % 3]
-        schedule = "\n".join(" ".join(map(str, row)) for row in orders.make(name, asked["pp"], asked["microbatches"]).order)
+        schedule = "\n".join(
+            " ".join(map(str, row)) for row in orders.make(name, asked["pp"], asked["microbatches"]).order
+        )
     mesh = MeshShape(**{axis: asked[axis] for axis in AXES})
     plan = Plan(**take(Plan) | {"mesh": mesh, "schedule": schedule})
     plan.check(config, asked["batch"], asked["seq"])
@@ -136,7 +198,9 @@ SIZES = {"batch": "batch", "sequence": "seq"}
 def remedies(why: str, asked: dict) -> list[dict]:
     """The changes that a refusal proposes, each by itself."""
     found = []
-    uneven = r"([\w -]*),? \d+ is not a multiple of (\S+) = \d+; (?:use ([\d or]+), or )?make \2 one of ([\d, ]+)$"
+    uneven = (
+        r"([\w -]*),? \d+ is not a multiple of (\S+) = \d+; (?:use ([\d or]+), or )?make \2 one of ([\d, ]+)$"
+    )
     if m := re.search(uneven, why):
         found += [{SIZES[m[1]]: int(n)} for n in (m[3] or "").split(" or ") if n]
         factors = m[2].split("·")
@@ -148,7 +212,9 @@ def remedies(why: str, asked: dict) -> list[dict]:
         for value in re.findall(r"'[^']*'|[\d.]+|None", first + others):
             value = value.strip("'")
             number = re.fullmatch(r"[\d.]+", value)
-            found.append({name: None if value == "None" else type(asked[name] or 0)(value) if number else value})
+            found.append(
+                {name: None if value == "None" else type(asked[name] or 0)(value) if number else value}
+            )
     if m := re.search(r"reduce='\w+' .*; use '(\w+)'", why):
         found.append({"reduce": m[1]})
     if m := re.search(r"order='zigzag'.*; use (\d+),", why):
@@ -180,8 +246,8 @@ HOPELESS = r"cannot run here: latent attention|cannot be routed in \d of \d equa
 
 @functools.cache
 def draw(seed: int) -> tuple[dict, list[tuple[dict, str]]]:
-    """A choice that is accepted, and the refused ones on the way to it with what was said of them. What is refused is mended
-    as the refusal says."""
+    """A choice that is accepted, and the refused ones on the way to it with what was said of them. What is
+    refused is mended as the refusal says."""
     rng, on_the_way = np.random.default_rng(seed), []
     for _ in range(100):
         asked = draw_all(rng)
@@ -190,7 +256,11 @@ def draw(seed: int) -> tuple[dict, list[tuple[dict, str]]]:
                 return asked, on_the_way
             on_the_way.append((asked, why))
             small = lambda change: change.get("batch", 1) <= 32 and change.get("seq", 1) <= 64
-            ways = [new for change in remedies(why, asked) if small(change) and devices(new := asked | change) <= 8]
+            ways = [
+                new
+                for change in remedies(why, asked)
+                if small(change) and devices(new := asked | change) <= 8
+            ]
             if not ways:
                 break
             asked = max((ways[i] for i in rng.permutation(len(ways))[:2]), key=devices)
@@ -204,17 +274,20 @@ def devices(asked: dict) -> int:
 def tell(asked: dict) -> str:
     """The choice as one line: what differs from the first values."""
     config, plan = build(asked)
-    changed = [f"{f.name}={v!r}" for f in dataclasses.fields(plan)[1:] if (v := getattr(plan, f.name)) != f.default]
+    changed = [
+        f"{f.name}={v!r}" for f in dataclasses.fields(plan)[1:] if (v := getattr(plan, f.name)) != f.default
+    ]
     model = {f.name: v for f in dataclasses.fields(config) if (v := getattr(config, f.name)) != f.default}
     rest = {name: asked[name] for name in BATCH}
     return f"Plan({', '.join([repr(str(plan.mesh)), *changed])}) {rest} {model}"
 
 
-# --------------------------------------------------------------------------------------------------------------- running
+# ---------------------------------------------------------------------------------------------------- running
 
 
 def batch_of(asked: dict, rng) -> dict:
-    """Random tokens; documents end where they like, positions go on or begin again; targets are left out, in a row all."""
+    """Random tokens; documents end where they like, positions go on or begin again; targets are left out, in
+    a row all."""
     shape = b, s = asked["batch"], asked["seq"]
     tokens = rng.integers(0, asked["vocab_size"], (b, s + 1)).astype(np.int32)
     targets = np.where(rng.random(shape) < 0.2, -1, tokens[:, 1:]).astype(np.int32)
@@ -232,8 +305,13 @@ def weights_of(config, rng) -> dict:
     """Flat float32 weights, of a size at which nothing saturates or vanishes."""
     out = {}
     for path, (_, shape) in config.param_shapes().items():
-        base, std = float(path.endswith("scale")), 0.1 if path.endswith("scale") or "bias" in path else config.width**-0.5
-        out[path] = (base + std * (3 if "router" in path else 1) * rng.standard_normal(shape)).astype(np.float32)
+        base, std = (
+            float(path.endswith("scale")),
+            0.1 if path.endswith("scale") or "bias" in path else config.width**-0.5,
+        )
+        out[path] = (base + std * (3 if "router" in path else 1) * rng.standard_normal(shape)).astype(
+            np.float32
+        )
     return out
 
 
@@ -262,14 +340,16 @@ def held_back():
 def optimizer_of(rule: dict):
     if rule["kind"] == "sgd":
         return optax.chain(held_back(), optax.sgd(rule["rate"], momentum=rule["b1"]))
-    adam = optax.adamw(rule["rate"], b1=rule["b1"], b2=rule["b2"], eps=rule["eps"], weight_decay=rule["decay"])
+    adam = optax.adamw(
+        rule["rate"], b1=rule["b1"], b2=rule["b2"], eps=rule["eps"], weight_decay=rule["decay"]
+    )
     return optax.chain(held_back(), adam)
 
 
 @contextlib.contextmanager
 def as_on_accelerators(plan: Plan, ragged=emulated_ragged_all_to_all):
-    """CPUs lack the ragged all-to-all and cuDNN: the one is emulated, and XLA's own kernel stands in for the other. JAX writes
-    both kernels with mixed dtypes."""
+    """CPUs lack the ragged all-to-all and cuDNN: the one is emulated, and XLA's own kernel stands in for the
+    other. JAX writes both kernels with mixed dtypes."""
     plain = jax.nn.dot_product_attention
     instead = lambda *args, implementation, **more: plain(*args, implementation="xla", **more)
     with (
@@ -300,7 +380,8 @@ def places_of(plan: Plan, seq: int):
 
 
 def run(config, plan, asked, data, weights, num_steps=2):
-    """Steps under the plan from these weights: metrics of each; gradients of the first and weights after it; the jaxpr."""
+    """Steps under the plan from these weights: metrics of each; gradients of the first and weights after it;
+    the jaxpr."""
     step = step_of(config, plan, optimizer_of(RULES[asked["rule"]]), asked["clip"])
     abstract = step.abstract_state, step.abstract_batch(asked["batch"], asked["seq"])
     with as_on_accelerators(plan):
@@ -309,22 +390,29 @@ def run(config, plan, asked, data, weights, num_steps=2):
     if plan.dispatch == "ragged":  # what the emulation sends is not what is sent
         with as_on_accelerators(plan, jax.lax.ragged_all_to_all):
             traced = step_of(config, plan, step.optimizer, step.clip).run.trace(*abstract)
-    padded = arranged(nested(weights), np.minimum(step.layer_order, config.num_layers - 1))  # none is used where none should be
+    padded = arranged(
+        nested(weights), np.minimum(step.layer_order, config.num_layers - 1)
+    )  # none is used where none should be
     natural = np.argsort(step.layer_order, stable=True)[: config.num_layers]
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
     state = jax.device_put(State(padded, zeros, np.int32(0)), step.shardings)
-    there = jax.device_put({k: x[:, places_of(plan, asked["seq"])] for k, x in data.items()}, step.batch_sharding)
+    there = jax.device_put(
+        {k: x[:, places_of(plan, asked["seq"])] for k, x in data.items()}, step.batch_sharding
+    )
     told, kept = [], None
     for _ in range(num_steps):
         state, metrics = compiled(state, there)
         told.append(jax.tree.map(np.asarray, metrics))
-        kept = kept or [flat(arranged(jax.tree.map(np.asarray, x), natural)) for x in (state.optimizer[0], state.params)]
+        kept = kept or [
+            flat(arranged(jax.tree.map(np.asarray, x), natural)) for x in (state.optimizer[0], state.params)
+        ]
     assert int(state.step) == num_steps
     return told, *kept, live(traced.jaxpr)
 
 
 def furthest(got: dict, want: dict) -> tuple[float, str]:
-    """The worst leaf: its largest difference, over its largest element, but no less than 1 % of the largest of all leaves."""
+    """The worst leaf: its largest difference, over its largest element, but no less than 1 % of the largest
+    of all leaves."""
     floor = max(0.01 * max(np.abs(w).max() for w in want.values()), 1e-30)
     off = {k: np.abs(got[k] - w).max() / max(np.abs(w).max(), floor) for k, w in want.items()}
     worst = max(off, key=lambda k: math.inf if np.isnan(off[k]) else off[k])
@@ -332,7 +420,8 @@ def furthest(got: dict, want: dict) -> tuple[float, str]:
 
 
 def compare(seed: int, asked: dict, alone: bool = False) -> dict:
-    """Run a choice (or its model ``alone``, on one device) and the oracle, and say how far apart they are, by name."""
+    """Run a choice (or its model ``alone``, on one device) and the oracle, and say how far apart they are, by
+    name."""
     config, plan = build(asked)
     plan = Plan(dtype=plan.dtype) if alone else plan
     rng, pieces = np.random.default_rng([seed, 1]), pieces_of(plan, asked["seq"])
@@ -350,13 +439,16 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
         "norm": abs(told[0]["grad_norm"] - size) / max(size, 1e-30) if size else float(told[0]["grad_norm"]),
         "tokens": abs(told[0]["tokens"] - max(1, (data["targets"] >= 0).sum())),
         "gradients": furthest(got, grads)[0],
-        # weights are float32, and so is their change: three roundings of a weight are not counted as a difference
+        # weights are float32, and so is their change: three roundings of a weight are not counted as a
+        # difference
         "weights": furthest({k: clear(after[k] - w, moved[k], w) for k, w in weights.items()}, moved)[0],
     }
     if not config.experts or next_experts["closest"].min() > 1e-5:
         found["next loss"] = abs(told[1]["loss"] - next_loss) / max(1, abs(next_loss))
     if config.experts and not plan.pipeline:
-        found |= {k: furthest({k: told[0][k]}, {k: experts[k]})[0] for k in ("load", "dropped", "router_entropy")}
+        found |= {
+            k: furthest({k: told[0][k]}, {k: experts[k]})[0] for k in ("load", "dropped", "router_entropy")
+        }
     sent = {}
     for stage in range(plan.mesh.pp) if plan.reading == "manual" else ():
         taken = pipeline.taken(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
@@ -364,7 +456,11 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
         want = predict.collectives(config, plan, asked["batch"], asked["seq"], stage)
         table = {k: (v["count"], v["bytes_sent"]) for k, v in census.items()}
         want = {k: (v.count, v.bytes_sent) for k, v in want.items()}
-        sent |= {f"{stage} {k}": (want.get(k), table.get(k)) for k in want.keys() | table.keys() if want.get(k) != table.get(k)}
+        sent |= {
+            f"{stage} {k}": (want.get(k), table.get(k))
+            for k in want.keys() | table.keys()
+            if want.get(k) != table.get(k)
+        }
     return {k: float(v) for k, v in found.items()} | ({"sent": str(sent)} if sent else {})
 
 
@@ -374,22 +470,26 @@ def clear(got, want, weight):
 
 
 def allowed(asked: dict, name: str) -> float:
-    """1e-5 for sums of a few hundred float32 terms in another order (1e-6 is usual), grown a little by the optimizer. In
-    bfloat16 routers choose other experts now and then: near the loss, and not far from the gradients, or no further than one
-    device in bfloat16."""
+    """1e-5 for sums of a few hundred float32 terms in another order (1e-6 is usual), grown a little by the
+    optimizer. In bfloat16 routers choose other experts now and then: near the loss, and not far from the
+    gradients, or no further than one device in bfloat16."""
     if asked["dtype"] != "float32":
         return {"tokens": 0.0, "loss": 0.01, "next loss": 0.01, "gradients": 0.25}.get(name, math.inf)
     return {"tokens": 0.0, "load": 0.0, "dropped": 0.0, "weights": 1e-4}.get(name, 1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------------------- tests
+# ------------------------------------------------------------------------------------------------------ tests
 
 
 def pytest_generate_tests(metafunc):
     if "plan_seed" in metafunc.fixturenames:
         plans, seed = (metafunc.config.getoption(name) for name in ("--plans", "--seed"))
         today = int(time.strftime("%Y%m%d", time.gmtime()))
-        asked = [*SEEDS, today] if plans is None and seed is None else range(seed or 0, (seed or 0) + (plans or 1))
+        asked = (
+            [*SEEDS, today]
+            if plans is None and seed is None
+            else range(seed or 0, (seed or 0) + (plans or 1))
+        )
         metafunc.parametrize("plan_seed", asked)
 
 
@@ -397,7 +497,11 @@ def pytest_generate_tests(metafunc):
 def log(request):
     """The results so far by seed, and a function that adds one."""
     path = request.config.getoption("--plans-log")
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines()] if path and Path(path).exists() else []
+    lines = (
+        [json.loads(line) for line in Path(path).read_text().splitlines()]
+        if path and Path(path).exists()
+        else []
+    )
 
     def write(**result):
         if path:
@@ -412,14 +516,20 @@ def test_what_is_accepted_equals_one_device_and_sends_what_is_predicted(plan_see
     if done.get(plan_seed, {}).get("ok"):
         pytest.skip("passed before, says the log")
     asked, _ = draw(plan_seed)
-    again, text, start = f"pytest tests/test_random_plans.py --plans 1 --seed {plan_seed}", tell(asked), time.process_time()
+    again, text, start = (
+        f"pytest tests/test_random_plans.py --plans 1 --seed {plan_seed}",
+        tell(asked),
+        time.process_time(),
+    )
     print(f"{again}\n{text}")
     write(seed=plan_seed, ok=False, plan=text, why="did not come back")
     try:
         found = compare(plan_seed, asked)
         wrong = {k: v for k, v in found.items() if k == "sent" or not v <= allowed(asked, k)}
         near = 1e-4 if asked["dtype"] == "float32" else math.inf
-        if wrong and all(k != "sent" and v < near for k, v in wrong.items()):  # an ill-conditioned model? ask one device
+        if wrong and all(
+            k != "sent" and v < near for k, v in wrong.items()
+        ):  # an ill-conditioned model? ask one device
             lonely = compare(plan_seed, asked, alone=True)
             wrong = {k: v for k, v in wrong.items() if v > 3 * lonely[k]}
     except Exception as error:
@@ -435,7 +545,9 @@ def test_every_field_is_drawn_from_all_its_values():
         assert set(table) == {f.name for f in dataclasses.fields(cls)} and set(DRAWN[cls]) <= set(table)
         for name, hint in typing.get_type_hints(cls).items():
             if typing.get_origin(hint) is typing.Literal:
-                assert set(table[name]) == set(typing.get_args(hint)), f"{name} is drawn from some of its values only"
+                assert set(table[name]) == set(typing.get_args(hint)), (
+                    f"{name} is drawn from some of its values only"
+                )
     drawn = [draw(seed)[0] for seed in range(150)]
     for name, choices in (FIELDS[Plan] | BATCH).items():
         missing = set(choices) - {asked.get(name) for asked in drawn}
@@ -446,7 +558,8 @@ COMPLAINT = re.compile(r"\d+")
 
 
 def test_what_is_refused_says_what_was_asked_and_each_way_out_of_it_works(request):
-    """Every refusal on the way to the plans that are drawn. None is an exception of another kind: `draw` would let it pass."""
+    """Every refusal on the way to the plans that are drawn. None is an exception of another kind: `draw`
+    would let it pass."""
     about = lambda sentence: COMPLAINT.sub("#", sentence.split(";")[0])
     kinds = set()
     for seed in range(request.config.getoption("--plans") or 150):
@@ -464,7 +577,7 @@ def test_what_is_refused_says_what_was_asked_and_each_way_out_of_it_works(reques
     assert len(kinds) > 30
 
 
-# ---------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 def plain(**changes) -> dict:
@@ -488,11 +601,22 @@ def without_root(scale):
 
 FAULTS = {
     # what is put in its place, the plan that meets it, and what is seen
-    "gathered keys in order": (Plan, "in_order", lambda _: property(in_order_if_contiguous), "gradients",
-                               dict(sp=2, sequence="gather", order="contiguous", attention_kernel="xla")),
+    "gathered keys in order": (
+        Plan,
+        "in_order",
+        lambda _: property(in_order_if_contiguous),
+        "gradients",
+        dict(sp=2, sequence="gather", order="contiguous", attention_kernel="xla"),
+    ),
     "scores over the width": (attention, "_scale", without_root, "gradients", dict(dp=2)),
-    "a mark is missing": (Manual, "move", no_mark, "the corresponding output carry component has type .*V:tp", dict(tp=2)),
-}  # fmt: skip
+    "a mark is missing": (
+        Manual,
+        "move",
+        no_mark,
+        "the corresponding output carry component has type .*V:tp",
+        dict(tp=2),
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

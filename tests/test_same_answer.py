@@ -1,4 +1,5 @@
-"""Loss and every gradient under every plan equal those of one device; and the faults that this would catch."""
+"""Loss and every gradient under every plan equal those of one device; and the faults that this would
+catch."""
 
 import dataclasses
 import functools
@@ -9,7 +10,20 @@ import numpy as np
 import optax
 import pytest
 from oracle import CHEAP
-from parity import BATCH, LLAMA, QWEN, SEQ, all_plans, assert_same, batch, cheap_jit, name, solo, spread, weights
+from parity import (
+    BATCH,
+    LLAMA,
+    QWEN,
+    SEQ,
+    all_plans,
+    assert_same,
+    batch,
+    cheap_jit,
+    name,
+    solo,
+    spread,
+    weights,
+)
 
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual
@@ -19,13 +33,24 @@ from llmpar.step import Step
 EVERY = [dataclasses.replace(plan, reading=reading) for plan in all_plans() for reading in ("manual", "auto")]
 MIXED = "dp=2 fsdp=2 tp=2"
 SAMPLE = [p for p in EVERY if p.mesh.size == 8 and (p.mesh.fsdp == 1 or p.mesh.tp > 1)][::6] + [
-    Plan("dp=8", zero=0, reduce="layer"), Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=50_000), Plan("fsdp=8"),
-    Plan("fsdp=8", zero=2), Plan("tp=8", tp_sequence=True), Plan("dp=2"), Plan("dp=2 tp=2", tp_sequence=True),
-    Plan("fsdp=8", reading="auto"), Plan("tp=4", reading="auto"), Plan(MIXED, microbatches=2, zero=2),
-    Plan(MIXED, microbatches=2), Plan(MIXED, microbatches=2, zero=0), Plan(MIXED, reduce="layer"),
-    Plan(MIXED, microbatches=2, zero=1, reading="auto"), Plan(MIXED, remat="block", tp_sequence=True, loss_chunks=2),
-    Plan(MIXED, remat="block", regather="keep", unroll=0), Plan("fsdp=8", regather="keep", loss_chunks=4),
-]  # fmt: skip
+    Plan("dp=8", zero=0, reduce="layer"),
+    Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=50_000),
+    Plan("fsdp=8"),
+    Plan("fsdp=8", zero=2),
+    Plan("tp=8", tp_sequence=True),
+    Plan("dp=2"),
+    Plan("dp=2 tp=2", tp_sequence=True),
+    Plan("fsdp=8", reading="auto"),
+    Plan("tp=4", reading="auto"),
+    Plan(MIXED, microbatches=2, zero=2),
+    Plan(MIXED, microbatches=2),
+    Plan(MIXED, microbatches=2, zero=0),
+    Plan(MIXED, reduce="layer"),
+    Plan(MIXED, microbatches=2, zero=1, reading="auto"),
+    Plan(MIXED, remat="block", tp_sequence=True, loss_chunks=2),
+    Plan(MIXED, remat="block", regather="keep", unroll=0),
+    Plan("fsdp=8", regather="keep", loss_chunks=4),
+]
 
 
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
@@ -78,7 +103,8 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_any_optax_optimizer_works_on_a_cut_state(optimizer):
-    """Adafactor looks at whole rows and columns; clipping by the global norm must count every element once."""
+    """Adafactor looks at whole rows and columns; clipping by the global norm must count every element
+    once."""
     make = OPTIMIZERS[optimizer]
     want = run_steps(Plan(), 5, make())
     got = run_steps(Plan(MIXED, zero=3 if optimizer != "sgd" else 1), 5, make())
@@ -114,14 +140,18 @@ def test_a_batch_without_a_target_has_no_loss_and_no_gradient(reading):
 
 
 def test_bfloat16_stays_near_float32():
-    """Computing in bfloat16 (8 bits of mantissa, 2^-9 relative rounding) on eight devices: the loss within 1 %, the whole
-    gradient within 3 % of its float32 norm, and no further from Solo in bfloat16 than that is from float32, twice."""
+    """Computing in bfloat16 (8 bits of mantissa, 2^-9 relative rounding) on eight devices: the loss within 1
+    %, the whole gradient within 3 % of its float32 norm, and no further from Solo in bfloat16 than that is
+    from float32, twice.
+    """
     want_loss, want = solo(LLAMA)
     loss, _, got = spread(LLAMA, Plan(MIXED, dtype="bfloat16", tp_sequence=True))
     _, one = solo(LLAMA, "bfloat16")
 
     def distance(a, b):
-        return np.sqrt(sum(((x - y) ** 2).sum() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)))
+        return np.sqrt(
+            sum(((x - y) ** 2).sum() for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+        )
 
     size = distance(want, jax.tree.map(np.zeros_like, want))
     assert abs(loss - want_loss) < 0.01 * want_loss
@@ -129,7 +159,7 @@ def test_bfloat16_stays_near_float32():
     assert distance(got, one) < 2 * distance(one, want)
 
 
-# ---------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------------------- faults
 
 
 class NoSum(Manual):
@@ -187,10 +217,22 @@ class DoubleReduce(Step):
 
 
 FAULTS = {  # and by what each is caught: the parity check, shard_map's varying-axes check, or the arrow's own
-    "missing sum over tp": (with_reading(NoSum), TypeError, r"output carry component has type .*V:\(dp,fsdp,tp\)"),
-    "sum twice over tp": (with_reading(SumTwice), ValueError, "the value is the same all over tp; it was reduced"),
+    "missing sum over tp": (
+        with_reading(NoSum),
+        TypeError,
+        r"output carry component has type .*V:\(dp,fsdp,tp\)",
+    ),
+    "sum twice over tp": (
+        with_reading(SumTwice),
+        ValueError,
+        "the value is the same all over tp; it was reduced",
+    ),
     "mean of means": (MeanOfMeans, AssertionError, r"^loss 5\.\d+ for 5\.\d+"),
-    "norm of one shard": (LocalNorm, ValueError, r"out_specs\[1\]\['grad_norm'\] is P\(\)|out_specs\[1\] is P\(\)"),
+    "norm of one shard": (
+        LocalNorm,
+        ValueError,
+        r"out_specs\[1\]\['grad_norm'\] is P\(\)|out_specs\[1\] is P\(\)",
+    ),
     "gradients not reduced": (LocalGradients, ValueError, r"out_specs\[0\]\['"),
     "gradients reduced twice": (DoubleReduce, AssertionError, r"^gradient of .* is off by 1\.0e\+00"),
 }
@@ -199,7 +241,9 @@ FAULTS = {  # and by what each is caught: the parity check, shard_map's varying-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(fault):
     step_class, error, message = FAULTS[fault]
-    assert all(hasattr(Step, method) for method in vars(step_class) if method[:2] != "__"), "it replaces something"
+    assert all(hasattr(Step, method) for method in vars(step_class) if method[:2] != "__"), (
+        "it replaces something"
+    )
     with pytest.raises(error, match=message):
         assert_same(LLAMA, Plan(MIXED), step_class=step_class)
 

@@ -21,7 +21,9 @@ from llmpar.schedule import (
     timetable,
 )
 
-ROWS = {row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))}
+ROWS = {
+    row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))
+}
 GRID = [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)]
 COSTS = [(1, 1, 1), (1, 1.2, 0.8), (3, 5, 2), (1, 1, 0.5)]
 EXACT = 1e-9  # sums of a few hundred float64 costs
@@ -72,13 +74,17 @@ def test_both_bubbles_of_gpipe_and_1f1b_are_the_textbook_ones(p, m):
         table = timetable(make(name, p, m, v), (1, 1.2, 0.8))
         assert table.bubble_over_ideal == pytest.approx((p - 1) / (v * m))
         assert table.bubble_fraction == pytest.approx((p - 1) / (v * m + p - 1))
-    assert timetable(make("gpipe", p, m), (1, 2, 4), 0.5).makespan_lockstep == 7 * (m + p - 1) + 0.5 * 2 * (m + p - 2)
+    assert timetable(make("gpipe", p, m), (1, 2, 4), 0.5).makespan_lockstep == 7 * (m + p - 1) + 0.5 * 2 * (
+        m + p - 2
+    )
 
 
 def test_published_ratios():
     given, answer = ROWS["ptdp.bubble"]["inputs"], ROWS["ptdp.bubble"]["expected"]
     for name, v, key in (("1f1b", 1, "ratio"), ("interleaved", 4, "interleaved_v4")):
-        assert timetable(make(name, given["p"], given["m"], v)).bubble_over_ideal == pytest.approx(answer[key])
+        assert timetable(make(name, given["p"], given["m"], v)).bubble_over_ideal == pytest.approx(
+            answer[key]
+        )
     gpipe, circular = (timetable(make(i, **names(ROWS[i]["inputs"]))) for i in ("gpipe", "circular"))
     assert gpipe.bubble_over_ideal == pytest.approx(ROWS["gpipe"]["expected"]["ratio"])
     assert gpipe.bubble_fraction == pytest.approx(ROWS["gpipe"]["expected"]["fraction"])
@@ -90,9 +96,12 @@ def names(inputs):
     return {{"p": "num_stages", "m": "num_microbatches", "v": "num_chunks"}[k]: n for k, n in inputs.items()}
 
 
-@pytest.mark.parametrize("row", ["zb.t2.1F1B", "zb.t2.ZB-H1", "zb.t2.ZB-H2", "dualpipe.1F1B", "dualpipe.DualPipe"])
+@pytest.mark.parametrize(
+    "row", ["zb.t2.1F1B", "zb.t2.ZB-H1", "zb.t2.ZB-H2", "dualpipe.1F1B", "dualpipe.DualPipe"]
+)
 def test_symbolic_rows_of_the_papers(row):
-    printed = {  # each expression as printed; DualPipe's B is the whole backward, and F&B is the sum without overlap
+    # each expression as printed; DualPipe's B is the whole backward, and F&B is the sum without overlap
+    printed = {
         "(p-1)(F+B+W)": lambda p, F, B, W: (p - 1) * (F + B + W),
         "(p-1)(F+B-W)": lambda p, F, B, W: (p - 1) * (F + B - W),
         "(p-1)(F+B-2W)": lambda p, F, B, W: (p - 1) * (F + B - 2 * W),
@@ -120,7 +129,9 @@ def test_a_misplaced_weight_gradient_misses_the_published_bubble():
 @pytest.mark.parametrize(("row", "name"), [("zbrepo.ZB1P", "zb-h1"), ("zbrepo.ZBV", "zb-v")])
 def test_zero_bubble_relative_to_1f1b(row, name):
     table, plain = timetable(make(name, 8, 24)), timetable(make("1f1b", 8, 24))
-    share = {"B/3": 1 / 3, "0": 0}[ROWS[row]["expected"]["bubble"]]  # of the bubble over ideal, not of the fraction
+    share = {"B/3": 1 / 3, "0": 0}[
+        ROWS[row]["expected"]["bubble"]
+    ]  # of the bubble over ideal, not of the fraction
     assert table.bubble == pytest.approx(share * plain.bubble)
     assert max(table.peak_live()) == ROWS[row]["expected"]["act"] * max(plain.peak_live())
     assert table.hops.sum() == ROWS[row]["expected"]["comm"] * plain.hops.sum()
@@ -135,7 +146,9 @@ def test_v_half_needs_about_half_the_memory_and_leaves_about_half_the_bubble(p, 
 
 def test_dualpipe_gains_when_gradients_leave_before_the_weights():
     joined = make("dualpipe", 8, 16)
-    apart = replace(joined, order=tuple(tuple(op._replace(joined=False) for op in row) for row in joined.order))
+    apart = replace(
+        joined, order=tuple(tuple(op._replace(joined=False) for op in row) for row in joined.order)
+    )
     assert timetable(joined).bubble == pytest.approx(6) and timetable(apart).bubble == pytest.approx(3)
 
 
@@ -186,15 +199,15 @@ def test_lockstep_is_legal_and_never_beats_free_running(name):
 
 
 def test_a_tick_with_several_messages_waits_for_one_hop():
-    """GPipe, 3 stages, 2 microbatches, drawn by hand: 4 ticks of F, 4 of B and W, and 3 ticks with messages each way, where
-    4 messages go."""
+    """GPipe, 3 stages, 2 microbatches, drawn by hand: 4 ticks of F, 4 of B and W, and 3 ticks with messages
+    each way, where 4 messages go."""
     table = timetable(make("gpipe", 3, 2), (1, 1, 1), hop=0.5)
     assert len(table.messages) == 8 and table.makespan_lockstep == 4 * 1 + 4 * 2 + 6 * 0.5
 
 
 def test_the_bubble_rate_is_over_the_span_of_a_stage_not_the_makespan():
-    """ZB-H2 with fewer than 2p - 1 microbatches: no stage works for as long as the pipeline does. By hand from the picture:
-    stage 0 works 12 of 15 ticks, and the last stage ends a tick later."""
+    """ZB-H2 with fewer than 2p - 1 microbatches: no stage works for as long as the pipeline does. By hand
+    from the picture: stage 0 works 12 of 15 ticks, and the last stage ends a tick later."""
     table = timetable(make("zb-h2", 4, 4))
     assert (table.span, table.makespan, table.ideal) == (15, 16, 12) and table.bubble_rate == 3 / 15
 
@@ -225,12 +238,17 @@ def test_crossing_orders_deadlock_with_the_cycle_named():
     message = wrong("F0 B0 F1 B1\nF0 F1 B0 B1")
     assert "stage 0 waits at tick 1 to run B0, which needs B0 on stage 1, where it comes after F1" in message
     assert "stage 1 waits at tick 2 to run F1, which needs F1 on stage 0, where it comes after B0" in message
-    assert "Cycle: B0 on stage 0 -> B0 on stage 1 -> F1 on stage 1 -> F1 on stage 0 -> B0 on stage 0;" in message
+    assert (
+        "Cycle: B0 on stage 0 -> B0 on stage 1 -> F1 on stage 1 -> F1 on stage 0 -> B0 on stage 0;" in message
+    )
 
 
 def test_a_cycle_round_the_loop_is_named_once():
     message = wrong("F0.1 F0 B0.1 B0\nF0 F0.1 B0.1 B0\nF0 F0.1 B0.1 B0")
-    assert "Cycle: F0.1 on stage 0 -> F0 on stage 2 -> F0 on stage 1 -> F0 on stage 0 -> F0.1 on stage 0;" in message
+    assert (
+        "Cycle: F0.1 on stage 0 -> F0 on stage 2 -> F0 on stage 1 -> F0 on stage 0 -> F0.1 on stage 0;"
+        in message
+    )
     assert message.count("comes after") == 1
 
 
@@ -291,7 +309,8 @@ def test_refusals_say_what_would_work():
 
 
 def walk(table, buffers):
-    """An executor in miniature: values are names, so that any slot read wrongly or overwritten early is seen."""
+    """An executor in miniature: values are names, so that any slot read wrongly or overwritten early is
+    seen."""
     schedule, p = table.schedule, table.schedule.num_stages
     saved, residual, messages = ([{} for _ in range(p)] for _ in range(3))
     ran = 0
@@ -318,7 +337,11 @@ def walk(table, buffers):
                 assert saved[s][here] == residual[s][left] == (u, k)
         way = buffers.send[t]
         for s in range(p):
-            for source, inbox, sign in ((s - 1, buffers.left, 1), (s + 1, buffers.right, -1), (s, buffers.keep, 0)):
+            for source, inbox, sign in (
+                (s - 1, buffers.left, 1),
+                (s + 1, buffers.right, -1),
+                (s, buffers.keep, 0),
+            ):
                 if inbox[t, s] >= 0:
                     assert way[source % p] == sign
                     messages[s][int(inbox[t, s])] = out[source % p]

@@ -1,4 +1,5 @@
-"""Long sequences under a plan: ring, Ulysses and gathered keys give one device's gradients and send what is predicted."""
+"""Long sequences under a plan: ring, Ulysses and gathered keys give one device's gradients and send what is
+predicted."""
 
 import dataclasses
 import os
@@ -21,17 +22,21 @@ from llmpar.plan import Plan
 from llmpar.step import Step
 
 PLANS = [
-    Plan("sp=4", order="contiguous"), Plan("dp=2 sp=4", zero=0), Plan("sp=8", order="striped"),
-    Plan("fsdp=2 sp=2 tp=2", tp_sequence=True), Plan("sp=4 tp=2", sequence="ulysses", order="striped"),
-    Plan("fsdp=2 sp=4", sequence="gather", remat="block"), Plan("fsdp=2 sp=4", microbatches=2, zero=2),
+    Plan("sp=4", order="contiguous"),
+    Plan("dp=2 sp=4", zero=0),
+    Plan("sp=8", order="striped"),
+    Plan("fsdp=2 sp=2 tp=2", tp_sequence=True),
+    Plan("sp=4 tp=2", sequence="ulysses", order="striped"),
+    Plan("fsdp=2 sp=4", sequence="gather", remat="block"),
+    Plan("fsdp=2 sp=4", microbatches=2, zero=2),
     Plan("sp=2", sequence="gather", order="contiguous"),
-]  # fmt: skip
+]
 CHUNKED = Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, ffn_chunks=4)
 KERNELS = [
     Plan("sp=2 fsdp=4", sequence="ulysses", attention_kernel="xla", ffn_chunks=2, remat="block"),
     Plan("dp=2 sp=2", sequence="gather", order="contiguous", attention_kernel="xla", zero=0),
     Plan("dp=2", attention_kernel="xla", zero=0),
-]  # fmt: skip
+]
 AUTO = [
     Plan("fsdp=2 sp=2 tp=2", reading="auto", ffn_chunks=2, loss_chunks=2),
     Plan("dp=2 sp=4", reading="auto", sequence="ulysses"),
@@ -44,14 +49,17 @@ def test_a_cut_sequence_gives_the_gradients_of_one_device(plan):
 
 
 def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monkeypatch):
-    """The planted fault: zigzag places, read as contiguous ones by a plan that skips what it takes for masked."""
+    """The planted fault: zigzag places, read as contiguous ones by a plan that skips what it takes for
+    masked."""
     places = attention.order("zigzag", SEQ, 2)
     monkeypatch.setattr(attention, "order", lambda *_: places)
     with pytest.raises(AssertionError):
         assert_same(LLAMA, Plan("dp=2", zero=0, attention_block=4))
 
 
-@pytest.mark.parametrize("plan", [*PLANS[1:], CHUNKED, Plan("sp=4", dtype="bfloat16", remat="block")], ids=name)
+@pytest.mark.parametrize(
+    "plan", [*PLANS[1:], CHUNKED, Plan("sp=4", dtype="bfloat16", remat="block")], ids=name
+)
 def test_what_attention_sends_is_predicted_to_the_byte(plan):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     text = hlo.partitioned_hlo(step.lower(16, 32))
@@ -62,12 +70,17 @@ def gathered(plan):
     """The all-gathers of a traced step that run over sp: (times, bytes sent)."""
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    rows = {k: v for k, v in table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)).items() if k[1] == "all-gather" and "sp" in k[0]}
+    rows = {
+        k: v
+        for k, v in table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)).items()
+        if k[1] == "all-gather" and "sp" in k[0]
+    }
     return rows.get(("sp", "all-gather"), (0, 0))
 
 
 class Forgets(Plan):
-    """The planted fault: a feed-forward that says nothing about the cut of its positions, as in some published models."""
+    """The planted fault: a feed-forward that says nothing about the cut of its positions, as in some
+    published models."""
 
     @property
     def regions(self):
@@ -85,12 +98,18 @@ def test_no_activation_is_gathered_over_the_sequence():
 
 
 def test_the_ring_for_llama3_heads_sends_a_sixth_of_one_that_turns_all_query_heads_in_float32():
-    """Read from the traced forward pass at sp = 8 in bfloat16, positions and segments included: 7 hops of 8 KV heads.
+    """Read from the traced forward pass at sp = 8 in bfloat16, positions and segments included: 7 hops of 8
+    KV heads.
 
     The other one (the ringattention package, float32 logits): 8 hops of 32 heads, K of them in float32.
     """
     config, n, tokens = preset("llama3-8b"), 8, 8192
-    k, r, h, cut = config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_width, P(None, "sp")
+    k, r, h, cut = (
+        config.num_kv_heads,
+        config.num_heads // config.num_kv_heads,
+        config.head_width,
+        P(None, "sp"),
+    )
     given = [jax.ShapeDtypeStruct((1, tokens, *heads), jnp.bfloat16) for heads in ((k, r, h), (k, h), (k, h))]
 
     def run(q, k, v, at, of):
@@ -106,10 +125,13 @@ def test_the_ring_for_llama3_heads_sends_a_sixth_of_one_that_turns_all_query_hea
 
 @pytest.mark.parametrize("remat", ["none", "block"])
 def test_chunks_of_a_feed_forward_take_less_memory(remat):
-    """Three arrays of b·s·m and their gradients exist for a chunk at a time; without recomputing blocks, for no layer."""
+    """Three arrays of b·s·m and their gradients exist for a chunk at a time; without recomputing blocks, for
+    no layer."""
     wide = dataclasses.replace(LLAMA, ffn_width=16 * LLAMA.width)
     plans = [Plan("dp=1", ffn_chunks=chunks, remat=remat) for chunks in (1, 4)]
-    programs = [Step(wide, plan, make_mesh(plan.mesh), optax.sgd(1e-3)).lower(8, 256).compile() for plan in plans]
+    programs = [
+        Step(wide, plan, make_mesh(plan.mesh), optax.sgd(1e-3)).lower(8, 256).compile() for plan in plans
+    ]
     whole, pieces = (hlo.compiled_memory(program)["temp_bytes"] for program in programs)
     one = 8 * 256 * wide.ffn_width * 4  # an array of b·s·m
     spared = 2 if remat == "block" else 2 + 3 * wide.num_layers
@@ -135,30 +157,52 @@ for n, tokens in ((8, 2**17), (64, 2**20)):
 @pytest.mark.full
 def test_a_training_step_of_a_million_tokens_compiles_with_the_memory_of_a_rank_of_fewer():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
-    done = subprocess.run([sys.executable, "-c", MILLION], env=environment, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MILLION], env=environment, check=True, capture_output=True, text=True
+    )
     few, many = map(int, done.stdout.split())
     assert many == few < 2**27
 
 
 @pytest.mark.parametrize("places, most", [("zigzag", 1.0), ("striped", 1.1), ("contiguous", 2 - 1 / 8)])
 def test_the_busiest_rank_of_a_causal_ring(places, most):
-    """Work of the busiest rank over the mean: 2 - 1/n when positions are dealt in order (Brandon et al. 2023)."""
+    """Work of the busiest rank over the mean: 2 - 1/n when positions are dealt in order (Brandon et al.
+    2023)."""
     work = attention.live_blocks(8, places, block=1 if places != "contiguous" else 16, s=128).sum(1)
     assert work.max() / work.mean() <= most + 1e-9
     if places == "contiguous":
         assert work.max() / work.mean() > 1.6
 
 
-@pytest.mark.parametrize("plan, seq, sentence", [
-    (Plan("sp=4"), 12, "order='zigzag' cuts a sequence into 2·sp = 8 parts, and 12 is no multiple; use 8"),
-    (Plan("sp=4", order="striped"), 18, "sequence 18 is not a multiple of sp = 4"),
-    (Plan("sp=4 tp=4", sequence="ulysses"), 32, "cuts the 2 KV heads of a device by sp = 4"),
-    (Plan("sp=2", attention_block=24), 128, "not a multiple of attention_block = 24"),
-    (Plan("sp=2", ffn_chunks=3), 32, "sequence 32 is not a multiple of sp·ffn_chunks = 6"),
-    (Plan("sp=2", attention_kernel="xla"), 32, "no log of sums in float32 to merge by, which a ring needs; use sequence='ul"),
-    (Plan("dp=2", attention_kernel="cudnn"), 32, "computes in 16 bits; use dtype='bfloat16', or attention_kernel='portable'"),
-    (Plan("dp=2", attention_kernel="xla", attention_block=8), 32, "chooses its own blocks; leave attention_block out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan, seq, sentence",
+    [
+        (
+            Plan("sp=4"),
+            12,
+            "order='zigzag' cuts a sequence into 2·sp = 8 parts, and 12 is no multiple; use 8",
+        ),
+        (Plan("sp=4", order="striped"), 18, "sequence 18 is not a multiple of sp = 4"),
+        (Plan("sp=4 tp=4", sequence="ulysses"), 32, "cuts the 2 KV heads of a device by sp = 4"),
+        (Plan("sp=2", attention_block=24), 128, "not a multiple of attention_block = 24"),
+        (Plan("sp=2", ffn_chunks=3), 32, "sequence 32 is not a multiple of sp·ffn_chunks = 6"),
+        (
+            Plan("sp=2", attention_kernel="xla"),
+            32,
+            "no log of sums in float32 to merge by, which a ring needs; use sequence='ul",
+        ),
+        (
+            Plan("dp=2", attention_kernel="cudnn"),
+            32,
+            "computes in 16 bits; use dtype='bfloat16', or attention_kernel='portable'",
+        ),
+        (
+            Plan("dp=2", attention_kernel="xla", attention_block=8),
+            32,
+            "chooses its own blocks; leave attention_block out",
+        ),
+    ],
+)
 def test_what_cannot_be_cut_is_refused(plan, seq, sentence):
     with pytest.raises(ValueError, match=sentence.replace("(", r"\(").replace("·", "·")):
         plan.check(LLAMA, BATCH, seq)
@@ -173,7 +217,9 @@ def test_positions_travel_with_their_tokens():
 def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(monkeypatch):
     """A tile as long as a rank's positions would make every block live: no causal work would be saved."""
     ring, asked = attention.ring, []
-    monkeypatch.setattr(attention, "ring", lambda *args, block, **how: asked.append(block) or ring(*args, block=block, **how))
+    monkeypatch.setattr(
+        attention, "ring", lambda *args, block, **how: asked.append(block) or ring(*args, block=block, **how)
+    )
     for block in (16, 64, 128):
         plan = Plan("sp=4", order="zigzag", attention_block=block)
         step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))

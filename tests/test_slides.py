@@ -21,7 +21,9 @@ slides = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(slides)
 
 BROWSER = slides.find_browser()
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium was found: the deck is not opened, not printed")
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium was found: the deck is not opened, not printed"
+)
 FETCHING = {"audio", "embed", "iframe", "img", "link", "object", "script", "source", "track", "video"}
 
 
@@ -129,7 +131,9 @@ each_slide = pytest.mark.parametrize("slide", SLIDES, ids=[slide["title"] for sl
 
 @each_slide
 def test_a_slide_says_little_and_its_notes_say_the_rest(slide):
-    said = re.sub(r"<footer>.*?</footer>|```.*?```|^#.*$|^\|.*$|\$\$.*?\$\$", "", slide["said"], flags=re.S | re.M)
+    said = re.sub(
+        r"<footer>.*?</footer>|```.*?```|^#.*$|^\|.*$|\$\$.*?\$\$", "", slide["said"], flags=re.S | re.M
+    )
     assert len(said.split()) <= 40, said
     for begins in ("**Ask", "**Misunderstanding", "**Source:**"):
         assert begins in slide["notes"]
@@ -161,7 +165,10 @@ def test_a_timetable_is_what_the_command_below_it_gives(deck):
     shown = re.findall(r"<section\b[^>]*>(?!\s*<section)(.*?)(?=<section|\Z)", deck.read_text(), re.S)
     drawn = 0
     for slide, inside in zip(SLIDES, shown, strict=True):
-        (alt, *_), command = Page(inside).alts or [""], re.search(r"<code>llmpar (schedule .*?)</code>", slide["said"])
+        (alt, *_), command = (
+            Page(inside).alts or [""],
+            re.search(r"<code>llmpar (schedule .*?)</code>", slide["said"]),
+        )
         if " time units, " in alt and command:
             given = parse(shlex.split(command[1]))
             made = make(given.name, given.stages, given.microbatches, given.chunks)
@@ -217,7 +224,8 @@ def test_a_part_with_a_fault_is_refused(tmp_path, text, sentence):
 def test_a_figure_takes_its_words_from_where_they_are(tmp_path):
     page = one_part(
         tmp_path,
-        f'{TITLE}\n# %% alt="A line from one to two"\n{PLOT}\n# %%\n{PLOT}print("A line,\\nas \\"printed\\"")\n',
+        f'{TITLE}\n# %% alt="A line from one to two"\n{PLOT}\n# %%\n{PLOT}print("A line,\\nas'
+        ' \\"printed\\"")\n',
     )
     assert Page(page).alts == ["A line from one to two", 'A line, as "printed"']
 
@@ -243,9 +251,11 @@ setTimeout(() => {
       const box = item.getBoundingClientRect();
       const words = document.createRange(); words.selectNodeContents(item);
       const wide = item.tagName == "PRE" ? item.scrollWidth : words.getBoundingClientRect().width;
-      found.push({slide: page.querySelector("h1, h2").firstChild.textContent, kind: item.tagName, left: box.left - origin.left,
+      found.push({slide: page.querySelector("h1, h2").firstChild.textContent, kind: item.tagName,
+                  left: box.left - origin.left,
                   right: box.left - origin.left + Math.max(box.width, item.tagName == "IMG" ? 0 : wide),
-                  top: box.top - origin.top, bottom: box.bottom - origin.top, type: parseFloat(getComputedStyle(item).fontSize),
+                  top: box.top - origin.top, bottom: box.bottom - origin.top,
+                  type: parseFloat(getComputedStyle(item).fontSize),
                   shrunk: item.tagName == "IMG" ? item.width / item.naturalWidth : 1});
     }
   }
@@ -261,7 +271,9 @@ def measure(deck):
     page.write_text(deck.read_text().replace("</body>", MEASURE))
     drawn = slides.browse(BROWSER, page, "--dump-dom", query="?print-pdf")
     found = json.loads(html.unescape(re.search(r'<pre id="measured">(.*?)</pre>', drawn, re.S)[1]))
-    return {title: [box for box in found if box["slide"] == title] for title in {box["slide"] for box in found}}
+    return {
+        title: [box for box in found if box["slide"] == title] for title in {box["slide"] for box in found}
+    }
 
 
 def misplaced(boxes):
@@ -277,7 +289,8 @@ def misplaced(boxes):
 
 
 def illegible(boxes):
-    """List what is too small on a slide 720 px high. A drawing's smallest letters are 22 px of its picture."""
+    """List what is too small on a slide 720 px high. A drawing's smallest letters are 22 px of its
+    picture."""
     return [box for box in boxes if (22 * box["shrunk"] < 13 if box["kind"] == "IMG" else box["type"] < 18)]
 
 

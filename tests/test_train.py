@@ -30,12 +30,15 @@ from llmpar.plan import Plan
 from llmpar.step import Step, model_graph, weight_dims
 from llmpar.train import OptimizerConfig, Report, _place, make_optimizer, muon_dims, train
 
-SMALL = dataclasses.replace(LLAMA, name="small-test", num_layers=1, width=32, num_heads=8, num_kv_heads=8, ffn_width=32)
+SMALL = dataclasses.replace(
+    LLAMA, name="small-test", num_layers=1, width=32, num_heads=8, num_kv_heads=8, ffn_width=32
+)
 MIXED = Plan("dp=2 fsdp=2 tp=2")
 ADAMW = OptimizerConfig()
 pytestmark = [
     pytest.mark.usefixtures("standard_promotion"),  # Optax's step counters: see conftest
-    # Orbax closes its event loop at the first array that cannot be read; the others' readers then complain from threads.
+    # Orbax closes its event loop at the first array that cannot be read; the others' readers then complain
+    # from threads.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
@@ -49,7 +52,16 @@ def stream(seq_len: int = 16, batch_size: int = 8) -> Stream:
 
 def run(plan: Plan = MIXED, steps: int = 6, config=SMALL, folder=None, every: int = 2, options=ADAMW, **more):
     keep = Checkpoints(str(folder), every) if folder else None
-    return train(config, plan, make_mesh(plan.mesh), more.pop("text", stream()), steps, options, checkpoints=keep, **more)
+    return train(
+        config,
+        plan,
+        make_mesh(plan.mesh),
+        more.pop("text", stream()),
+        steps,
+        options,
+        checkpoints=keep,
+        **more,
+    )
 
 
 def same_bits(a, b) -> bool:
@@ -68,13 +80,18 @@ def kill_at(step: int):
     return on_step
 
 
-# ------------------------------------------------------------------------------------------------------------------ runs
+# ------------------------------------------------------------------------------------------------------- runs
 
 
 def test_the_loss_falls_on_real_text_and_the_log_says_what_happened(tmp_path):
     log, seen = tmp_path / "logs" / "run.jsonl", []
-    _, report = run(steps=40, text=stream(16, 16), options=OptimizerConfig(learning_rate=1e-2), log=str(log),
-                    on_step=lambda n, r: seen.append((n, r.losses[-1])))  # fmt: skip
+    _, report = run(
+        steps=40,
+        text=stream(16, 16),
+        options=OptimizerConfig(learning_rate=1e-2),
+        log=str(log),
+        on_step=lambda n, r: seen.append((n, r.losses[-1])),
+    )
     assert abs(report.losses[0] - math.log(SMALL.vocab_size)) < 0.1, "fresh weights know nothing"
     assert np.mean(report.losses[-5:]) < report.losses[0] - 1.5
     rows = [json.loads(line) for line in log.read_text().splitlines()]
@@ -82,7 +99,9 @@ def test_the_loss_falls_on_real_text_and_the_log_says_what_happened(tmp_path):
     assert [row["loss"] for row in rows] == report.losses == [loss for _, loss in seen]
     assert [row["grad_norm"] for row in rows] == report.grad_norms and all(row["seconds"] > 0 for row in rows)
     assert report.tokens_per_step == 16 * 16 and report.start == 0
-    assert report.tokens_per_s == 16 * 16 / report.step_s and report.mfu is None, "simulated devices have no peak"
+    assert report.tokens_per_s == 16 * 16 / report.step_s and report.mfu is None, (
+        "simulated devices have no peak"
+    )
 
 
 def test_the_log_of_experts_says_how_even_their_load_is(tmp_path):
@@ -104,8 +123,12 @@ def test_a_log_is_continued_not_overwritten(tmp_path):
 def test_a_report_without_steps_has_no_times():
     report = Report()
     assert report.step_s is None and report.tokens_per_s is None and report.mfu is None
-    report = Report(seconds=[9.0, 8.0, 3.0, 1.0, 2.0], tokens_per_step=10, flops_per_step=6.0, peak_flops_per_s=12.0)
-    assert (report.step_s, report.tokens_per_s, report.mfu) == (2.0, 5.0, 0.25), "the median, without the compiling two"
+    report = Report(
+        seconds=[9.0, 8.0, 3.0, 1.0, 2.0], tokens_per_step=10, flops_per_step=6.0, peak_flops_per_s=12.0
+    )
+    assert (report.step_s, report.tokens_per_s, report.mfu) == (2.0, 5.0, 0.25), (
+        "the median, without the compiling two"
+    )
 
 
 def test_the_peak_of_a_run_is_that_of_all_its_devices(monkeypatch, whole):
@@ -121,22 +144,35 @@ def test_training_checks_the_plan_first():
         run(dataclasses.replace(MIXED, microbatches=6))
 
 
-@pytest.mark.parametrize("bad", [dict(learning_rate=math.nan), dict(learning_rate=0.0), dict(learning_rate=math.inf),
-                                 dict(clip=-1.0), dict(warmup=-1), dict(weight_decay=-0.1)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(learning_rate=math.nan),
+        dict(learning_rate=0.0),
+        dict(learning_rate=math.inf),
+        dict(clip=-1.0),
+        dict(warmup=-1),
+        dict(weight_decay=-0.1),
+    ],
+    ids=str,
+)
 def test_optimizers_that_would_do_harm_are_refused(bad):
     with pytest.raises(ValueError, match="both must be positive numbers|use 0 or more"):
         OptimizerConfig(**bad)
 
 
 def test_a_process_makes_only_the_rows_that_its_own_devices_hold(monkeypatch):
-    """Of 4 × 2 devices that cut rows by dp and columns by sp, this process owns the two with rows 4 to 7 of 16."""
+    """Of 4 × 2 devices that cut rows by dp and columns by sp, this process owns the two with rows 4 to 7 of
+    16."""
     plan, asked, text = Plan("dp=4 sp=2"), [], stream(batch_size=16)
     local_batch = text.local_batch
     monkeypatch.setattr(text, "local_batch", lambda step, rows: asked.append(rows) or local_batch(step, rows))
     step = Step(SMALL, plan, make_mesh(plan.mesh), optax.sgd(1.0))
     whole = local_batch(3, slice(None))
     placed = _place(step, text, 3)
-    assert {k: placed[k].sharding for k in whole} == dict.fromkeys(whole, step.batch_sharding) and same_bits(placed, whole)
+    assert {k: placed[k].sharding for k in whole} == dict.fromkeys(whole, step.batch_sharding) and same_bits(
+        placed, whole
+    )
 
     def own(shape, sharding, piece):
         index = sharding.devices_indices_map(shape)
@@ -154,7 +190,7 @@ def test_training_to_no_step_is_refused():
         run(steps=0)
 
 
-# ----------------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------------ checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +203,8 @@ def whole(tmp_path_factory):
 
 
 def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
-    """Killed while step 5 was being reported, after the checkpoint of step 4: the same losses and the same final state."""
+    """Killed while step 5 was being reported, after the checkpoint of step 4: the same losses and the same
+    final state."""
     _, state, report = whole
     log = tmp_path / "log.jsonl"
     with pytest.raises(Killed):
@@ -175,7 +212,9 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
     assert Checkpoints(str(tmp_path)).latest == 4
     resumed, rest = run(folder=tmp_path, log=str(log))
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [(row["step"], row.get("resumed")) for row in rows][4:] == [(4, None), (4, 4), (5, None)], "the second 4 is marked"
+    assert [(row["step"], row.get("resumed")) for row in rows][4:] == [(4, None), (4, 4), (5, None)], (
+        "the second 4 is marked"
+    )
     assert rest.start == 4 and rest.losses == report.losses[4:] and rest.grad_norms == report.grad_norms[4:]
     assert same_bits(resumed, state) and int(resumed.step) == 6
     again, nothing = run(folder=tmp_path)
@@ -197,7 +236,8 @@ def test_a_run_resumes_on_another_mesh(tmp_path, whole, plan):
 
 
 def test_a_pipelines_run_goes_on_without_one_and_back(tmp_path):
-    """Five layers, dealt to stages in chunks, one place empty: in checkpoints they lie in the model's order. 1e-4 as above."""
+    """Five layers, dealt to stages in chunks, one place empty: in checkpoints they lie in the model's order.
+    1e-4 as above."""
     deep = dataclasses.replace(SMALL, num_layers=5)
     piped = Plan("pp=2 dp=2", schedule="interleaved", microbatches=4)
     state, straight = run(Plan("dp=2", zero=0), 6, deep)
@@ -267,7 +307,9 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_the_advice_works(tm
     shutil.copytree(folder, copy)
     damage(copy)
     said = "['params']['head'] is not what was written" if damage is change_a_sum else ""
-    with pytest.raises(ValueError, match="the checkpoint of step 6 in .*copy cannot be used: " + re.escape(said)) as caught:
+    with pytest.raises(
+        ValueError, match="the checkpoint of step 6 in .*copy cannot be used: " + re.escape(said)
+    ) as caught:
         run(folder=copy)
     assert "\n" not in str(caught.value) and "delete the folder 6" in str(caught.value)
     shutil.rmtree(copy / "6")
@@ -278,7 +320,8 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_the_advice_works(tm
 def test_another_models_checkpoint_is_refused(whole):
     folder, *_ = whole
     with pytest.raises(
-        ValueError, match=r"is of another model: it has .*ffn_width 32 \(asked: 64\); give that model, or another folder"
+        ValueError,
+        match=r"is of another model: it has .*ffn_width 32 \(asked: 64\); give that model, or another folder",
     ):
         run(folder=folder, config=dataclasses.replace(SMALL, ffn_width=64))
 
@@ -287,10 +330,14 @@ def test_another_optimizers_checkpoint_is_refused_whether_it_knows_its_own_or_no
     """The advice never is to delete what is good."""
     folder, *_ = whole
     for anyway in (False, True):
-        with pytest.raises(ValueError, match=r"was made with optimizer adamw \(asked: sgd\); ask .* or give another folder$"):
+        with pytest.raises(
+            ValueError, match=r"was made with optimizer adamw \(asked: sgd\); ask .* or give another folder$"
+        ):
             run(folder=folder, options=OptimizerConfig("sgd"), anyway=anyway)
     sgd = Step(SMALL, Plan(), make_mesh("dp=1"), optax.sgd(1e-3)).abstract_natural
-    with pytest.raises(ValueError, match="holds another optimizer's state .*; give the optimizer that made it$") as caught:
+    with pytest.raises(
+        ValueError, match="holds another optimizer's state .*; give the optimizer that made it$"
+    ) as caught:
         Checkpoints(str(folder)).restore(sgd, SMALL)
     assert "\n" not in str(caught.value)
 
@@ -303,11 +350,14 @@ def other_text(**changes) -> Stream:
 @pytest.mark.parametrize(
     "name, change",
     {
-        "seed": dict(seed=7), "data_seed": dict(text=dict(seed=7)), "data": dict(text=dict(limit_bytes=90_000)),
-        "batch_size": dict(text=dict(batch_size=16)), "seq_len": dict(text=dict(seq_len=24)),
+        "seed": dict(seed=7),
+        "data_seed": dict(text=dict(seed=7)),
+        "data": dict(text=dict(limit_bytes=90_000)),
+        "batch_size": dict(text=dict(batch_size=16)),
+        "seq_len": dict(text=dict(seq_len=24)),
         "held_out": dict(text=dict(held_out=0)),
     }.items(),
-)  # fmt: skip
+)
 def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, name, change):
     change = change | ({"text": other_text(**change["text"])} if "text" in change else {})
     said = rf"step 6 in .* was made with {name} .* \(asked: .*\); ask for that, .*--anyway"
@@ -318,12 +368,17 @@ def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, name
 
 def test_all_that_differs_is_named_and_anyway_goes_on_saying_so(whole):
     folder, state, _ = whole
-    with pytest.raises(ValueError, match=r"was made with .*seed 0 \(asked: 7\), .*batch_size 8 \(asked: 16\)"):
+    with pytest.raises(
+        ValueError, match=r"was made with .*seed 0 \(asked: 7\), .*batch_size 8 \(asked: 16\)"
+    ):
         run(folder=folder, seed=7, text=other_text(batch_size=16))
     told = []
     resumed, report = run(folder=folder, seed=7, anyway=True, tell=told.append)
     assert same_bits(resumed, state) and report.start == 6 and report.losses == []
-    assert told[0] == "from step 6 on this is another run than was begun: it had seed 0 (asked: 7)" and len(told) == 2
+    assert (
+        told[0] == "from step 6 on this is another run than was begun: it had seed 0 (asked: 7)"
+        and len(told) == 2
+    )
 
 
 def test_another_rate_goes_on_and_is_said(whole):
@@ -360,7 +415,9 @@ def test_the_lock_of_a_killed_process_is_no_lock(tmp_path):
         "import fcntl, sys, time\nfile = open(sys.argv[1], 'a+')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
         "print('process 1 on x', end='', file=file, flush=True)\nprint(flush=True)\ntime.sleep(99)"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "lock")], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "lock")], stdout=subprocess.PIPE
+    ) as process:
         process.stdout.readline()
         keep = Checkpoints(str(tmp_path))
         with pytest.raises(ValueError, match="process 1 on x is writing"), keep.writing():
@@ -377,14 +434,21 @@ def test_folders_that_can_take_no_checkpoint_are_refused_before_the_first_step(t
         Checkpoints(str(tmp_path / "file"))
     with pytest.raises(ValueError, match="cannot write checkpoints to .*: Not a directory; give a folder"):
         run(folder=tmp_path / "file" / "x")
-    assert Checkpoints(str(tmp_path / "none")).latest is None and not (tmp_path / "none").exists(), "looking makes nothing"
+    assert Checkpoints(str(tmp_path / "none")).latest is None and not (tmp_path / "none").exists(), (
+        "looking makes nothing"
+    )
 
 
 def test_a_full_disk_is_called_that_and_the_checkpoint_before_is_intact(whole, tmp_path, monkeypatch):
     shutil.copytree(whole[0], tmp_path / "copy")
     keep = Checkpoints(str(tmp_path / "copy"))
-    monkeypatch.setattr(keep._manager, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    said = r"the checkpoint of step 8 could not be written to .* \(the checkpoint of step 6 is intact\): the disk is full; free"
+    monkeypatch.setattr(
+        keep._manager, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    said = (
+        r"the checkpoint of step 8 could not be written to .* \(the checkpoint of step 6 is intact\): the"
+        r" disk is full; free"
+    )
     with pytest.raises(ValueError, match=said):
         keep.save(8, whole[1], SMALL)
 
@@ -393,9 +457,13 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step_saves_and_goes_on_later(t
     """Evaluating on the way changes no loss."""
     _, state, report = whole
     seen, held_out, log = [], Stream(stream().corpus, stream().config, "held_out"), tmp_path / "log.jsonl"
-    more = dict(held_out=held_out, eval_every=2, eval_batches=2, folder=tmp_path / "kept", every=100, log=str(log))
+    more = dict(
+        held_out=held_out, eval_every=2, eval_batches=2, folder=tmp_path / "kept", every=100, log=str(log)
+    )
     _, first = run(**more, on_step=lambda n, r: seen.append(n), stop=lambda: 2 in seen)
-    assert first.losses == report.losses[:4] and Checkpoints(str(tmp_path / "kept")).latest == 4, "one step was under way"
+    assert first.losses == report.losses[:4] and Checkpoints(str(tmp_path / "kept")).latest == 4, (
+        "one step was under way"
+    )
     resumed, second = run(**more)
     assert second.start == 4 and first.losses + second.losses == report.losses and same_bits(resumed, state)
     evaluated = first.eval_losses + second.eval_losses
@@ -422,7 +490,9 @@ EVALUATED = [Plan("ep=2 tp=2", microbatches=2), Plan("pp=2 dp=2", schedule="inte
 @pytest.mark.parametrize("plan", EVALUATED, ids=lambda p: str(p.mesh))
 def test_evaluation_is_the_cross_entropy_whatever_the_plan(plan):
     config = dataclasses.replace(SMALL, num_layers=5) if plan.pipeline else SMALL
-    config = dataclasses.replace(config, experts=ExpertConfig(4, 2, balance=0.5)) if plan.mesh.ep > 1 else config
+    config = (
+        dataclasses.replace(config, experts=ExpertConfig(4, 2, balance=0.5)) if plan.mesh.ep > 1 else config
+    )
     step, batch = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1e-3)), stream().batch(3)
     params = jax.device_put(weights(config), jax.tree.map(lambda x: x.sharding, step.abstract_natural.params))
     loss, tokens = step.evaluate(params, jax.device_put(batch, step.batch_sharding))
@@ -452,15 +522,16 @@ def test_checkpoints_of_nothing_are_refused(tmp_path, every, keep):
         Checkpoints(str(tmp_path), every, keep)
 
 
-# ------------------------------------------------------------------------------------------------------------ what stops
+# ------------------------------------------------------------------------------------------------- what stops
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_step_and_the_intact_checkpoint(tmp_path):
-    """SGD at 1e30: the first update overflows the next step's loss. The checkpoint of step 1 holds those weights, so it
-    is dropped; the one of step 0 does not exist."""
+    """SGD at 1e30: the first update overflows the next step's loss. The checkpoint of step 1 holds those
+    weights, so it is dropped; the one of step 0 does not exist."""
     options = OptimizerConfig("sgd", learning_rate=1e30, warmup=0)
     with pytest.raises(
-        FloatingPointError, match="the loss of step 1 is (nan|inf).*: stopped; no checkpoint was taken; try a lower"
+        FloatingPointError,
+        match="the loss of step 1 is (nan|inf).*: stopped; no checkpoint was taken; try a lower",
     ):
         run(options=options, folder=tmp_path, every=1)
     assert Checkpoints(str(tmp_path)).latest is None
@@ -474,20 +545,23 @@ def test_the_checkpoint_before_a_bad_step_is_kept_and_good(tmp_path):
         run(options=gentle, folder=tmp_path, on_step=kill_at(2))
     assert Checkpoints(str(tmp_path)).latest == 2
     with pytest.raises(
-        FloatingPointError, match="the loss of step 3 is .* the checkpoint of step 2 is intact; try a lower learning"
+        FloatingPointError,
+        match="the loss of step 3 is .* the checkpoint of step 2 is intact; try a lower learning",
     ):
         run(options=wild, folder=tmp_path, every=1)
     _, report = run(options=gentle, folder=tmp_path)
     assert report.start == 2 and np.isfinite(report.losses).all()
 
 
-# ------------------------------------------------------------------------------------------------------------ optimizers
+# ------------------------------------------------------------------------------------------------- optimizers
 
 
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_optimizers_of_whole_matrices_are_on_eight_devices_what_they_are_on_one(name):
-    """Adafactor scales by the root mean square of a whole leaf, Muon multiplies whole matrices: both see states that are
-    cut (AdamW, SGD and a factored Adafactor are in test_same_answer.py). 2e-5: float32 sums in another order, six times."""
+    """Adafactor scales by the root mean square of a whole leaf, Muon multiplies whole matrices: both see
+    states that are cut (AdamW, SGD and a factored Adafactor are in test_same_answer.py). 2e-5: float32 sums
+    in another order, six times.
+    """
     options = OptimizerConfig(name, learning_rate=3e-2, warmup=1)
     one, many = (run(plan, options=options)[1] for plan in (Plan(), MIXED))
     assert min(one.losses) < one.losses[0] - 0.02, "it moves"
@@ -496,7 +570,8 @@ def test_optimizers_of_whole_matrices_are_on_eight_devices_what_they_are_on_one(
 
 
 def rates(steps, warmup, count):
-    """A schedule's rates of the first steps, at most 0.5: the updates of plain gradient descent on constant gradients."""
+    """A schedule's rates of the first steps, at most 0.5: the updates of plain gradient descent on constant
+    gradients."""
     optimizer = make_optimizer(OptimizerConfig("sgd", learning_rate=0.5, warmup=warmup), steps, SMALL)
     state, found, trace = optimizer.init(np.float32(0)), [], 0.0
     for _ in range(count):
@@ -517,7 +592,11 @@ def test_the_rate_warms_up_and_ends_at_a_tenth():
 def test_short_runs_reach_the_full_rate_and_no_more(steps, warmup):
     """However long the warm-up that was asked for: it ends with the run."""
     found = rates(steps, warmup, max(steps, 1))
-    assert min(found) >= 0 and max(found) == pytest.approx(0.5, rel=1e-5) and (found[0] == 0) == (steps > 1 and warmup > 0)
+    assert (
+        min(found) >= 0
+        and max(found) == pytest.approx(0.5, rel=1e-5)
+        and (found[0] == 0) == (steps > 1 and warmup > 0)
+    )
 
 
 def test_weight_decay_is_for_matrices():
@@ -526,14 +605,22 @@ def test_weight_decay_is_for_matrices():
     options = OptimizerConfig(learning_rate=1.0, warmup=0, weight_decay=0.5)
     optimizer = make_optimizer(options, 5, SMALL)
     updates, _ = optimizer.update(jax.tree.map(np.zeros_like, params), optimizer.init(params), params)
-    decayed = {"/".join(k.key for k in path): float(u[0]) for path, u in jax.tree_util.tree_leaves_with_path(updates)}
-    assert {k for k, u in decayed.items() if u == 0} == {"norm/scale", "blocks/attention_norm/scale", "blocks/ffn_norm/scale"}
+    decayed = {
+        "/".join(k.key for k in path): float(u[0]) for path, u in jax.tree_util.tree_leaves_with_path(updates)
+    }
+    assert {k for k, u in decayed.items() if u == 0} == {
+        "norm/scale",
+        "blocks/attention_norm/scale",
+        "blocks/ffn_norm/scale",
+    }
     assert {u for u in decayed.values() if u} == {-0.5}
 
 
 def test_muon_reads_every_matrix_from_its_inputs_to_its_outputs():
     numbers = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(muon_dims(SMALL), is_leaf=lambda x: not isinstance(x, dict)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        muon_dims(SMALL), is_leaf=lambda x: not isinstance(x, dict)
+    ):
         numbers["/".join(k.key for k in path)] = leaf
     dims = {k.replace(".", "/"): parse_layout(d).letters for k, (d, _) in SMALL.param_shapes().items()}
     read = {
@@ -541,8 +628,15 @@ def test_muon_reads_every_matrix_from_its_inputs_to_its_outputs():
         for k, n in numbers.items()
         if isinstance(n, optax.contrib.MuonDimensionNumbers)
     }
-    block = {"attention/q": ("d", "nh"), "attention/k": ("d", "kh"), "attention/v": ("d", "kh"), "attention/o": ("nh", "d"),
-             "ffn/gate": ("d", "m"), "ffn/up": ("d", "m"), "ffn/down": ("m", "d")}  # fmt: skip
+    block = {
+        "attention/q": ("d", "nh"),
+        "attention/k": ("d", "kh"),
+        "attention/v": ("d", "kh"),
+        "attention/o": ("nh", "d"),
+        "ffn/gate": ("d", "m"),
+        "ffn/up": ("d", "m"),
+        "ffn/down": ("m", "d"),
+    }
     assert read == {f"blocks/{k}": v for k, v in block.items()}
 
 
@@ -554,12 +648,13 @@ def test_the_example_of_the_readme_trains(capsys):
     assert len(losses) == 3 and abs(losses[0] - math.log(264)) < 0.1 and losses[2] < losses[0]
 
 
-# -------------------------------------------------------------------------------------------------------------- the long
+# --------------------------------------------------------------------------------------------------- the long
 
 
 @pytest.mark.slow
 def test_a_thousand_steps_on_eight_simulated_devices_finish(tmp_path):
-    """XLA's CPU collectives can deadlock when many steps are in flight: the loop must not let them pile up."""
+    """XLA's CPU collectives can deadlock when many steps are in flight: the loop must not let them pile
+    up."""
     config = dataclasses.replace(SMALL, width=16, num_heads=2, num_kv_heads=2, head_width=8, ffn_width=16)
     _, report = run(steps=1000, config=config, text=stream(8, 4), options=OptimizerConfig(learning_rate=1e-2))
     assert len(report.losses) == 1000 and np.mean(report.losses[-50:]) < 4.5

@@ -1,4 +1,5 @@
-"""The explorers without a browser: state, both front ends' traits, static twins, the exported page, live arrays."""
+"""The explorers without a browser: state, both front ends' traits, static twins, the exported page, live
+arrays."""
 
 import base64
 import html.parser
@@ -51,7 +52,9 @@ def test_a_page_needs_no_network_and_no_kernel(kind):
     assert doc["state"] == kind.start and len(doc["answers"]) > 5 and len(page) < 4_000_000
     assert kind().key(doc["state"]) == next(iter(doc["answers"])), "the page's own state first"
     for control in doc["controls"] if kind is not MeshExplorer else ():
-        assert set(control["stored"]) == {*kind().choices(control), kind.start[control["name"]]}, "each choice of one control"
+        assert set(control["stored"]) == {*kind().choices(control), kind.start[control["name"]]}, (
+            "each choice of one control"
+        )
 
 
 def test_the_front_end_moves_the_state_and_python_answers():
@@ -73,13 +76,19 @@ def test_the_front_end_moves_the_state_and_python_answers():
     explorer.set(batch_size=16, mesh="tp=8")
     assert widget.state["mesh"] == "tp=8" and widget.answer["refusal"] is None
     explorer.set(model="tiny")
-    assert widget.tensors == explore.tensors(explorer.state), "the tensors follow Python's set as they follow the form"
+    assert widget.tensors == explore.tensors(explorer.state), (
+        "the tensors follow Python's set as they follow the form"
+    )
 
 
 def test_the_plain_front_end_follows_sliders_and_text():
     explorer = MeshExplorer("plain", model="tiny", seq_len=64)
     box = explorer.plain
-    sliders, form, picture = box.children[0].children, box.children[1].children[0], box.children[1].children[1]
+    sliders, form, picture = (
+        box.children[0].children,
+        box.children[1].children[0],
+        box.children[1].children[1],
+    )
     text = next(field for label, field in (box.children for box in form.children) if label.value == "mesh")
     tp = next(slider for slider in sliders if slider.description == "tp")
     assert tp.value == 2 and "<svg" in picture.value
@@ -114,9 +123,13 @@ def test_a_written_order_is_judged():
     assert "twice" in explorer.answer(explorer.state)["refusal"]
     explorer.set(order="F0 B0 F1 B1\nF1 F0 B0 B1")
     refused = explorer.answer(explorer.state)
-    assert "Cycle" in refused["refusal"] and "stuck after 1 time units" in refused["svg"], "no picture of another order"
+    assert "Cycle" in refused["refusal"] and "stuck after 1 time units" in refused["svg"], (
+        "no picture of another order"
+    )
     assert "stage 1 waits to run F1 for F1 on stage 0" in refused["svg"]
-    assert len([line for line in refused["refusal"].splitlines() if "waits at tick" in line]) == 2, "a wait per line"
+    assert len([line for line in refused["refusal"].splitlines() if "waits at tick" in line]) == 2, (
+        "a wait per line"
+    )
     explorer.set(order=order.lower().replace(" ", ", "))
     assert explorer.answer(explorer.state)["svg"] == same["svg"], "lower case and commas are read too"
     explorer.set(order="F0 X0")
@@ -132,7 +145,9 @@ def test_both_bubbles_of_zb_h2_are_said():
 
 def test_an_own_order_greys_the_controls_that_it_replaces():
     explorer = TimelineExplorer("plain", stages=2, microbatches=2)
-    fields = {label.value: field for label, field in (box.children for box in explorer.plain.children[0].children)}
+    fields = {
+        label.value: field for label, field in (box.children for box in explorer.plain.children[0].children)
+    }
     own = next(field for label, field in fields.items() if label.startswith("your own order"))
     own.value = explorer.answer(explorer.state)["fill"]["order"]
     assert [field.disabled for field in fields.values()] == [True] * 4 + [False] * 4
@@ -146,7 +161,11 @@ def test_plain_fields_are_wide_enough_to_type_in():
         for box in kind("plain").plain.children[0].children:
             label, field = box.children
             wide = isinstance(field, ipywidgets.Textarea)
-            assert box.layout.width == "100%" if wide else int(box.layout.width[:-2]) >= max(220, 7.5 * len(label.value))
+            assert (
+                box.layout.width == "100%"
+                if wide
+                else int(box.layout.width[:-2]) >= max(220, 7.5 * len(label.value))
+            )
             assert field.layout.width == "100%" and not field.description
 
 
@@ -244,7 +263,10 @@ def test_a_programs_memory_counts_what_is_donated_once_and_temporaries():
 
 
 def test_arrays_of_two_meshes_are_not_put_on_one():
-    one, two = (jax.device_put(jnp.zeros((16, 8)), sharding(make_mesh(m), parse_layout("b/dp d"))) for m in ("dp=2", "dp=8"))
+    one, two = (
+        jax.device_put(jnp.zeros((16, 8)), sharding(make_mesh(m), parse_layout("b/dp d")))
+        for m in ("dp=2", "dp=8")
+    )
     with pytest.raises(ValueError, match="one mesh at a time"):
         MeshExplorer.of([one, two])
     beside = inspection.shardings([two, jnp.zeros(3)])["tensors"][1]

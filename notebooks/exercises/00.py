@@ -16,8 +16,14 @@ def held(rows: int = 32, columns: int = 16, dp: int = 2, fsdp: int = 2, tp: int 
         level="core",
         solution=4 * elements // (dp * fsdp),
         wrong=[
-            (4 * elements, "That is the whole array. Two axes cut b here: each device keeps one block of rows."),
-            (4 * elements // (dp * fsdp * tp), "tp is not in the layout, so it cuts nothing: devices along tp hold copies."),
+            (
+                4 * elements,
+                "That is the whole array. Two axes cut b here: each device keeps one block of rows.",
+            ),
+            (
+                4 * elements // (dp * fsdp * tp),
+                "tp is not in the layout, so it cuts nothing: devices along tp hold copies.",
+            ),
             (4 * elements // dp, "dp cuts b first, and fsdp cuts each of those blocks again: `b/dp,fsdp`."),
             (elements // (dp * fsdp), "That is the number of elements; a float32 has 4 bytes."),
         ],
@@ -32,20 +38,43 @@ def layout_of() -> Exercise:
 
     def who_holds_what(text: str) -> list:
         layout = parse_layout(text)
-        return [[layout.letters, *block, devices] for block, devices in sorted(holders(layout, sizes).items())]
+        return [
+            [layout.letters, *block, devices] for block, devices in sorted(holders(layout, sizes).items())
+        ]
 
     return Exercise(
         level="core",
         solution="b/tp d/dp",
         observe=who_holds_what,
         wrong=[
-            ("b/dp d/tp", "That cuts the rows by the slow axis. Here devices 0 and 4, which differ in dp, share their rows."),
-            ("b/tp d", "That leaves d whole, two shards in four copies each. In the picture each shard has two holders."),
-            ("b/tp,dp d", "That cuts the rows into four. In the picture rows and columns are each cut in two."),
+            (
+                "b/dp d/tp",
+                (
+                    "That cuts the rows by the slow axis. Here devices 0 and 4, which differ in dp, share"
+                    " their rows."
+                ),
+            ),
+            (
+                "b/tp d",
+                (
+                    "That leaves d whole, two shards in four copies each. In the picture each shard has two"
+                    " holders."
+                ),
+            ),
+            (
+                "b/tp,dp d",
+                "That cuts the rows into four. In the picture rows and columns are each cut in two.",
+            ),
             ("b/tp d/fsdp", "Nearly: then devices 0 and 4 would hold the same block, and here 0 and 2 do."),
-            ("b/tp d/dp,fsdp", "That leaves one device per shard. Devices 0 and 2 differ in fsdp only, and share a block."),
+            (
+                "b/tp d/dp,fsdp",
+                "That leaves one device per shard. Devices 0 and 2 differ in fsdp only, and share a block.",
+            ),
         ],
-        hint="Device 0 holds the first block. Which devices share its rows, and by how much do their numbers differ?",
+        hint=(
+            "Device 0 holds the first block. Which devices share its rows, and by how much do their numbers"
+            " differ?"
+        ),
     )
 
 
@@ -58,22 +87,37 @@ def swap(elements: int = 1024 * 256, devices: int = 8) -> Exercise:
         wrong=[
             (
                 {"collective": "all-gather", "bytes_sent": local * (devices - 1)},
-                "Gathering all and keeping a slice ends in the right layout, and sends eight times as much on 8 devices.",
+                (
+                    "Gathering all and keeping a slice ends in the right layout, and sends eight times as"
+                    " much on 8 devices."
+                ),
             ),
             (
                 {"collective": "all-to-all", "bytes_sent": local},
-                "The right collective, but one of the pieces that a device cuts its shard into is for itself and stays.",
+                (
+                    "The right collective, but one of the pieces that a device cuts its shard into is for"
+                    " itself and stays."
+                ),
             ),
             (
                 {"collective": "all-to-all", "bytes_sent": local * (devices - 1)},
-                "The right collective; what a device sends comes out of its own shard, not out of the whole array.",
+                (
+                    "The right collective; what a device sends comes out of its own shard, not out of the"
+                    " whole array."
+                ),
             ),
             (
                 {"collective": "reduce-scatter", "bytes_sent": local * (devices - 1) // devices},
-                "The right number, but a reduce-scatter adds, and there is no unfinished sum (no +) in `b/dp d`.",
+                (
+                    "The right number, but a reduce-scatter adds, and there is no unfinished sum (no +) in"
+                    " `b/dp d`."
+                ),
             ),
         ],
-        hint="One axis leaves b and appears on d: look for that row in the table of arrows (linked above, in README.md).",
+        hint=(
+            "One axis leaves b and appears on d: look for that row in the table of arrows (linked above, in"
+            " README.md)."
+        ),
         unit="bytes",
     )
 
@@ -85,11 +129,17 @@ def groups_across_hosts() -> Exercise:
         names = list(sizes)
         stride = math.prod(sizes[a] for a in names[names.index(axis) + 1 :])
         total = math.prod(sizes.values())
-        groups = [[i + stride * k for k in range(sizes[axis])] for i in range(total) if i // stride % sizes[axis] == 0]
+        groups = [
+            [i + stride * k for k in range(sizes[axis])]
+            for i in range(total)
+            if i // stride % sizes[axis] == 0
+        ]
         return sum(len({device // devices_per_host for device in group}) > 1 for group in groups)
 
     def innermost(sizes, axis, devices_per_host):
-        return solution({a: n for a, n in sizes.items() if a != axis} | {axis: sizes[axis]}, axis, devices_per_host)
+        return solution(
+            {a: n for a, n in sizes.items() if a != axis} | {axis: sizes[axis]}, axis, devices_per_host
+        )
 
     def backwards(sizes, axis, devices_per_host):
         return solution(dict(reversed(sizes.items())), axis, devices_per_host)
@@ -101,18 +151,43 @@ def groups_across_hosts() -> Exercise:
         return math.prod(sizes.values()) // sizes[axis] if sizes[axis] > devices_per_host else 0
 
     asked = [
-        ({"dp": 2, "tp": 4}, "tp", 4), ({"tp": 4, "dp": 2}, "tp", 4), ({"dp": 2, "fsdp": 2, "tp": 2}, "dp", 4),
-        ({"dp": 2, "fsdp": 4, "tp": 2}, "fsdp", 4), ({"dp": 4, "tp": 4}, "tp", 2), ({"dp": 3, "tp": 4}, "tp", 6),
-    ]  # fmt: skip
+        ({"dp": 2, "tp": 4}, "tp", 4),
+        ({"tp": 4, "dp": 2}, "tp", 4),
+        ({"dp": 2, "fsdp": 2, "tp": 2}, "dp", 4),
+        ({"dp": 2, "fsdp": 4, "tp": 2}, "fsdp", 4),
+        ({"dp": 4, "tp": 4}, "tp", 2),
+        ({"dp": 3, "tp": 4}, "tp", 6),
+    ]
     return Exercise(
         level="expert",
         solution=solution,
         observe=lambda function: [function(*question) for question in asked],
         wrong=[
-            (innermost, "You take the axis to be the innermost: partners are 1 apart only if no axis stands behind it."),
-            (backwards, "You read the sizes from the inside; the first is the outermost, with partners farthest apart."),
+            (
+                innermost,
+                (
+                    "You take the axis to be the innermost: partners are 1 apart only if no axis stands"
+                    " behind it."
+                ),
+            ),
+            (
+                backwards,
+                (
+                    "You read the sizes from the inside; the first is the outermost, with partners farthest"
+                    " apart."
+                ),
+            ),
             (devices_not_groups, "You count devices; count the groups that they form."),
-            (by_size, "A group that would fit on a host need not lie on one: it may be spread out, or cross a border."),
+            (
+                by_size,
+                (
+                    "A group that would fit on a host need not lie on one: it may be spread out, or cross a"
+                    " border."
+                ),
+            ),
         ],
-        hint="Partners are as far apart as the product of the sizes behind their axis; hosts hold consecutive devices.",
+        hint=(
+            "Partners are as far apart as the product of the sizes behind their axis; hosts hold consecutive"
+            " devices."
+        ),
     )

@@ -18,10 +18,25 @@ def sent(params: int = 107_840, devices: int = 8) -> Exercise:
         level="core",
         solution=2 * message * (devices - 1) / devices,
         wrong=[
-            (message, "That is the size of the gradients. A ring goes around twice: once to add, once to share the sums."),
-            (2 * message, "Nearly: cut into a piece per device, each time around one of the pieces need not be sent."),
-            (message * (devices - 1), "That sends all to every other device; a ring adds on the way and sends far less."),
-            (message * (devices - 1) / devices, "That is the first half, the reduce-scatter; the sums must still be gathered."),
+            (
+                message,
+                (
+                    "That is the size of the gradients. A ring goes around twice: once to add, once to share"
+                    " the sums."
+                ),
+            ),
+            (
+                2 * message,
+                "Nearly: cut into a piece per device, each time around one of the pieces need not be sent.",
+            ),
+            (
+                message * (devices - 1),
+                "That sends all to every other device; a ring adds on the way and sends far less.",
+            ),
+            (
+                message * (devices - 1) / devices,
+                "That is the first half, the reduce-scatter; the sums must still be gathered.",
+            ),
             (2 * params * (devices - 1) / devices, "That is the number of elements; a float32 has 4 bytes."),
         ],
         hint="Bytes of all gradients V, and a ring all-reduce among g devices: 2 V (g - 1) / g.",
@@ -35,7 +50,10 @@ def repair() -> Exercise:
     An answer is judged on four simulated devices made by `jax.vmap`, so that one real device is enough.
     """
     rng = np.random.default_rng(3)
-    grad_sums, counts = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32) * 9, jnp.asarray([1.0, 2.0, 4.0, 8.0], jnp.float32)
+    grad_sums, counts = (
+        jnp.asarray(rng.normal(size=(4, 6)), jnp.float32) * 9,
+        jnp.asarray([1.0, 2.0, 4.0, 8.0], jnp.float32),
+    )
 
     def norm(g):
         return jnp.sqrt(jnp.sum(g * g))
@@ -68,13 +86,40 @@ def repair() -> Exercise:
         return lax.psum(g, "dp") * limit(jnp.sqrt(lax.psum(jnp.sum(g * g), "dp")))
 
     gradients = [
-        (sum_of_means, "gradient: a sum of n means is some n times too large; divide once, by the sum of counts."),
-        (mean_of_means, "gradient: a device with one target weighs as much as one with eight; add first, then divide once."),
+        (
+            sum_of_means,
+            "gradient: a sum of n means is some n times too large; divide once, by the sum of counts.",
+        ),
+        (
+            mean_of_means,
+            (
+                "gradient: a device with one target weighs as much as one with eight; add first, then divide"
+                " once."
+            ),
+        ),
     ]
     clips = [
-        (clipped_alone, "clipped: every device scales by its own part's norm; only the finished sum has the norm that counts."),
-        (scaled_up, "clipped: to clip is to shorten what is too long; you also stretch a gradient that is short enough."),
-        (norms_added, "clipped: squares of parts do not add up to the square of their sum; take the norm after the sum."),
+        (
+            clipped_alone,
+            (
+                "clipped: every device scales by its own part's norm; only the finished sum has the norm that"
+                " counts."
+            ),
+        ),
+        (
+            scaled_up,
+            (
+                "clipped: to clip is to shorten what is too long; you also stretch a gradient that is short"
+                " enough."
+            ),
+        ),
+        (
+            norms_added,
+            (
+                "clipped: squares of parts do not add up to the square of their sum; take the norm after the"
+                " sum."
+            ),
+        ),
     ]
 
     def run(answer: dict) -> dict:
@@ -91,11 +136,16 @@ def repair() -> Exercise:
         observe=run,
         wrong=[({"gradient": g, "clipped": clipped}, why) for g, why in gradients]
         + [({"gradient": mean, "clipped": c}, why) for c, why in clips],
-        hint="Add gradients and counts over the devices first; divide, measure and scale only what they then share.",
+        hint=(
+            "Add gradients and counts over the devices first; divide, measure and scale only what they then"
+            " share."
+        ),
     )
 
 
-def bucket(layers: int = 32, backward_s: float = 0.080, all_reduce_s: float = 0.060, latency_s: float = 0.001) -> Exercise:
+def bucket(
+    layers: int = 32, backward_s: float = 0.080, all_reduce_s: float = 0.060, latency_s: float = 0.001
+) -> Exercise:
     """Ask for the bucket, in layers, with which computing and communicating side by side end soonest."""
 
     def end(size: int) -> float:
@@ -109,10 +159,19 @@ def bucket(layers: int = 32, backward_s: float = 0.080, all_reduce_s: float = 0.
         level="stretch",
         solution=best,
         wrong=[
-            (sizes[0], "Too small: with a latency each, buckets take longer than the backward pass and queue at its end."),
+            (
+                sizes[0],
+                (
+                    "Too small: with a latency each, buckets take longer than the backward pass and queue at"
+                    " its end."
+                ),
+            ),
             (2 * best, "Only the last bucket is waited for, which is right, but half of it would do."),
             (4 * best, "Only the last bucket is waited for, but it holds many layers; try smaller ones."),
-            (sizes[-1], "One bucket is full when the backward pass is over: nothing is left to hide it behind."),
+            (
+                sizes[-1],
+                "One bucket is full when the backward pass is over: nothing is left to hide it behind.",
+            ),
         ],
         hint="Try all six: end(compute_s, comm_s) of this lesson with 32/k buckets of k layers.",
     )
@@ -129,7 +188,9 @@ def pad() -> Exercise:
         return targets[: len(targets) // devices * devices]
 
     def zeros(targets, devices):
-        return np.concatenate([targets, np.zeros((-len(targets) % devices, *targets.shape[1:]), targets.dtype)])
+        return np.concatenate(
+            [targets, np.zeros((-len(targets) % devices, *targets.shape[1:]), targets.dtype)]
+        )
 
     def repeat(targets, devices):
         return np.concatenate([targets, np.repeat(targets[-1:], -len(targets) % devices, axis=0)])
@@ -141,14 +202,26 @@ def pad() -> Exercise:
     def columns(targets, devices):
         return np.pad(targets, ((0, 0), (0, -targets.shape[1] % devices)), constant_values=-1)
 
-    asked = [(np.arange(1, 16).reshape(5, 3), 4), (np.arange(1, 25).reshape(8, 3), 4), (np.arange(1, 4).reshape(3, 1), 8)]
+    asked = [
+        (np.arange(1, 16).reshape(5, 3), 4),
+        (np.arange(1, 25).reshape(8, 3), 4),
+        (np.arange(1, 4).reshape(3, 1), 8),
+    ]
     return Exercise(
         level="expert",
         solution=solution,
-        observe=lambda function: [np.asarray(function(targets.copy(), devices)) for targets, devices in asked],
+        observe=lambda function: [
+            np.asarray(function(targets.copy(), devices)) for targets, devices in asked
+        ],
         wrong=[
             (drop, "That throws the last rows away: the epoch's end is never learned from."),
-            (zeros, "Token 0 is a token like any other: the model would be taught to predict it. -1 is what is not counted."),
+            (
+                zeros,
+                (
+                    "Token 0 is a token like any other: the model would be taught to predict it. -1 is what"
+                    " is not counted."
+                ),
+            ),
             (repeat, "The repeated row counts again, and pulls the mean towards itself."),
             (always, "With rows that divide already, this adds a whole round of padding."),
             (columns, "That fills up positions; it is rows that are dealt out to devices."),

@@ -21,17 +21,24 @@ def stage3_bytes(devices: int = 8, psi_bytes: int = 16_384) -> Exercise:
         wrong=[
             (
                 2 * psi_bytes * lap,
-                "That is stages 0 to 2. At stage 3 a weight is thrown away after its use, and the backward pass needs "
-                "it again.",
+                (
+                    "That is stages 0 to 2. At stage 3 a weight is thrown away after its use, and the"
+                    " backward pass needs it again."
+                ),
             ),
             (
                 3 * psi_bytes,
-                "Almost: a ring of N devices sends each message (N-1)/N times, because everybody has one share already.",
+                (
+                    "Almost: a ring of N devices sends each message (N-1)/N times, because everybody has one"
+                    " share already."
+                ),
             ),
             (
                 4 * psi_bytes * lap,
-                "You counted an all-reduce of the gradient. A reduce-scatter is half of it, and here nobody needs the "
-                "other half.",
+                (
+                    "You counted an all-reduce of the gradient. A reduce-scatter is half of it, and here"
+                    " nobody needs the other half."
+                ),
             ),
             (
                 3 * psi_bytes / devices,
@@ -56,8 +63,10 @@ def memory_table(params: float = 7e9, devices: int = 4) -> Exercise:
         wrong=[
             (
                 right | {1: right[2], 2: right[1]},
-                "You have exchanged stages 1 and 2: the optimizer's state is cut first, because it is the largest "
-                "part and nobody else needs it.",
+                (
+                    "You have exchanged stages 1 and 2: the optimizer's state is cut first, because it is the"
+                    " largest part and nobody else needs it."
+                ),
             ),
             (
                 table(optim_bytes=8),
@@ -65,7 +74,10 @@ def memory_table(params: float = 7e9, devices: int = 4) -> Exercise:
             ),
             (
                 {stage: right[0] / devices ** (stage > 0) for stage in range(4)},
-                "Only stage 3 cuts everything. Stage 1 still holds whole weights and whole gradients, 4 bytes per parameter.",
+                (
+                    "Only stage 3 cuts everything. Stage 1 still holds whole weights and whole gradients, 4"
+                    " bytes per parameter."
+                ),
             ),
             (
                 {stage: held * 1e9 / 2**30 for stage, held in right.items()},
@@ -73,20 +85,23 @@ def memory_table(params: float = 7e9, devices: int = 4) -> Exercise:
             ),
             (
                 table(param_bytes=4, grad_bytes=4, optim_bytes=8),
-                "That is training in float32 throughout: right at stage 0 by chance (4 + 4 + 8 = 16), but the parts "
-                "are cut at different stages. In mixed precision they are 2, 2 and 12.",
+                (
+                    "That is training in float32 throughout: right at stage 0 by chance (4 + 4 + 8 = 16), but"
+                    " the parts are cut at different stages. In mixed precision they are 2, 2 and 12."
+                ),
             ),
         ],
         hint=(
-            "Stage 0 holds 2 + 2 + 12 bytes per parameter. Stage 1 divides the 12 by the devices, stage 2 also one 2, "
-            "stage 3 all."
+            "Stage 0 holds 2 + 2 + 12 bytes per parameter. Stage 1 divides the 12 by the devices, stage 2"
+            " also one 2, stage 3 all."
         ),
         tolerance=0.02,  # rounded by hand, to whole GB
     )
 
 
 def stage2_accumulated() -> Exercise:
-    """Ask for the sum over microbatches as stage 2 makes it: reduce-scatter each gradient, add up the shards."""
+    """Ask for the sum over microbatches as stage 2 makes it: reduce-scatter each gradient, add up the
+    shards."""
 
     def scatter(g):
         return lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)
@@ -119,7 +134,9 @@ def stage2_accumulated() -> Exercise:
 
     def observe(learner):
         """Run it for four devices side by side, and count what it sends."""
-        gradients = np.random.default_rng(0).standard_normal((DEVICES, PARTS, ROWS, COLUMNS)).astype(np.float32)
+        gradients = (
+            np.random.default_rng(0).standard_normal((DEVICES, PARTS, ROWS, COLUMNS)).astype(np.float32)
+        )
 
         def device(parts):
             return learner(lambda part: 2 * part, list(parts))
@@ -139,7 +156,9 @@ def stage2_accumulated() -> Exercise:
                 return "not tiled"
             raise
         sent = hlo.census_table(hlo.census_jaxpr(traced, {"fsdp": DEVICES}))
-        value = jax.vmap(device, axis_name="fsdp")(gradients)  # after the trace, which refuses shapes that do not fit
+        value = jax.vmap(device, axis_name="fsdp")(
+            gradients
+        )  # after the trace, which refuses shapes that do not fit
         return [value, sorted([kind, axes, row["count"]] for (axes, kind), row in sent.items())]
 
     return Exercise(
@@ -148,29 +167,41 @@ def stage2_accumulated() -> Exercise:
         wrong=[
             (
                 stage1,
-                "The value is right, but this is still stage 1: it adds up whole gradients and scatters once. Scatter "
-                "each microbatch's gradient before you add.",
+                (
+                    "The value is right, but this is still stage 1: it adds up whole gradients and scatters"
+                    " once. Scatter each microbatch's gradient before you add."
+                ),
             ),
             (
                 all_reduced,
-                "The value is right, but an all-reduce sends twice what is needed: everybody receives the whole sum "
-                "and keeps a slice. Use psum_scatter.",
+                (
+                    "The value is right, but an all-reduce sends twice what is needed: everybody receives the"
+                    " whole sum and keeps a slice. Use psum_scatter."
+                ),
             ),
             (never_asked, "You add up the microbatches themselves: call gradient(part) on each."),
             (
                 untiled,
-                f"psum_scatter without tiled=True wants a leading dim of exactly {DEVICES}, one entry per device, and "
-                f"drops it. With it, [{ROWS}, {COLUMNS}] becomes [{ROWS // DEVICES}, {COLUMNS}].",
+                (
+                    f"psum_scatter without tiled=True wants a leading dim of exactly {DEVICES}, one entry per"
+                    f" device, and drops it. With it, [{ROWS}, {COLUMNS}] becomes [{ROWS // DEVICES},"
+                    f" {COLUMNS}]."
+                ),
             ),
             (only_last, "Only the last microbatch arrives: add the shards up."),
             (
                 mean,
-                "You divided by the number of microbatches. The loss has been divided by the size of the whole batch "
-                "already: add, do not average.",
+                (
+                    "You divided by the number of microbatches. The loss has been divided by the size of the"
+                    " whole batch already: add, do not average."
+                ),
             ),
             (
                 gathered,
-                "The sum is right, but gathered again. The optimizer's state is a shard, and its gradient need be no more.",
+                (
+                    "The sum is right, but gathered again. The optimizer's state is a shard, and its gradient"
+                    " need be no more."
+                ),
             ),
         ],
         hint="One psum_scatter per microbatch, then add up what it returns.",
@@ -179,7 +210,8 @@ def stage2_accumulated() -> Exercise:
 
 
 def keep_or_gather(accumulate: int = 4) -> Exercise:
-    """Ask what three policies send and hold, in units of Ψ elements, with several microbatches and many devices."""
+    """Ask what three policies send and hold, in units of Ψ elements, with several microbatches and many
+    devices."""
     a = accumulate
     right = {"again": (3 * a, 0), "keep": (2 * a, 1), "keep all step": (a + 1, 1)}
     return Exercise(
@@ -188,12 +220,17 @@ def keep_or_gather(accumulate: int = 4) -> Exercise:
         wrong=[
             (
                 right | {"keep all step": (2, 1)},
-                "The weights are gathered once, but whole gradients are not held: they are reduce-scattered after "
-                "every microbatch.",
+                (
+                    "The weights are gathered once, but whole gradients are not held: they are"
+                    " reduce-scattered after every microbatch."
+                ),
             ),
             (
                 right | {"again": (3, 0), "keep": (2, 1), "keep all step": (2, 1)},
-                "That is one microbatch. Gathered weights are dropped at its end, so the next one gathers them again.",
+                (
+                    "That is one microbatch. Gathered weights are dropped at its end, so the next one gathers"
+                    " them again."
+                ),
             ),
             (
                 right | {"keep": (2 * a, 1 / 8), "keep all step": (a + 1, 1 / 8)},
@@ -204,5 +241,7 @@ def keep_or_gather(accumulate: int = 4) -> Exercise:
                 "Do not forget the gradients: each microbatch reduce-scatters Ψ besides what it gathers.",
             ),
         ],
-        hint="Per microbatch: one Ψ for each time that the weights are gathered, and one Ψ for the gradients.",
+        hint=(
+            "Per microbatch: one Ψ for each time that the weights are gathered, and one Ψ for the gradients."
+        ),
     )

@@ -1,4 +1,5 @@
-"""Exercises of lesson 06: what travels around a ring, who holds which positions, and when heads are the better cut."""
+"""Exercises of lesson 06: what travels around a ring, who holds which positions, and when heads are the
+better cut."""
 
 import numpy as np
 
@@ -12,19 +13,34 @@ def ring_bytes(devices: int = 8, seq: int = 256, kv_heads: int = 2, head_width: 
         level="core",
         solution=(devices - 1) * hop,
         wrong=[
-            (devices * hop, "The last hop would bring everybody's own keys back, which nobody needs: n devices, n-1 hops."),
+            (
+                devices * hop,
+                (
+                    "The last hop would bring everybody's own keys back, which nobody needs: n devices, n-1"
+                    " hops."
+                ),
+            ),
             ((devices - 1) * hop / 2, "Count again what is handed on: keys, and values."),
             (hop, "That is one hop. A block must pass every other device."),
-            (2 * (devices - 1) * hop, "The 4 query heads stay at home; only the 2 heads of keys and values travel."),
+            (
+                2 * (devices - 1) * hop,
+                "The 4 query heads stay at home; only the 2 heads of keys and values travel.",
+            ),
             ((devices - 1) * hop / 4, "That is the number of elements; a float32 has 4 bytes."),
         ],
-        hint="A hop hands on K and V of S/n positions, each position with 2 heads of 16 numbers. How many hops are there?",
+        hint=(
+            "A hop hands on K and V of S/n positions, each position with 2 heads of 16 numbers. How many hops"
+            " are there?"
+        ),
         unit="bytes",
     )
 
 
-def hop_bytes(tokens: int = 131_072, devices: int = 8, heads: int = 32, kv_heads: int = 8, head_width: int = 128) -> Exercise:
-    """Ask for the bytes of one hop of Llama 3 8B at 128k positions over sp=8 in bfloat16, K and V of one layer."""
+def hop_bytes(
+    tokens: int = 131_072, devices: int = 8, heads: int = 32, kv_heads: int = 8, head_width: int = 128
+) -> Exercise:
+    """Ask for the bytes of one hop of Llama 3 8B at 128k positions over sp=8 in bfloat16, K and V of one
+    layer."""
     right = 2 * (tokens // devices) * kv_heads * head_width * 2
     return Exercise(
         level="core",
@@ -32,7 +48,10 @@ def hop_bytes(tokens: int = 131_072, devices: int = 8, heads: int = 32, kv_heads
         wrong=[
             (
                 right * heads // kv_heads,
-                "You sent all 32 query heads' worth. Four query heads share one KV head, and KV heads travel.",
+                (
+                    "You sent all 32 query heads' worth. Four query heads share one KV head, and KV heads"
+                    " travel."
+                ),
             ),
             (right // 2, "Two things travel: keys, and values."),
             (right * 2, "That is float32; a bfloat16 has 2 bytes."),
@@ -80,16 +99,42 @@ def zigzag() -> Exercise:
     return Exercise(
         level="stretch",
         solution=solution,
-        observe=lambda function: [np.asarray(function(s, n)).tolist() for s, n in ((24, 4), (24, 2), (18, 3))],
+        observe=lambda function: [
+            np.asarray(function(s, n)).tolist() for s, n in ((24, 4), (24, 2), (18, 3))
+        ],
         wrong=[
-            (contiguous, "That is the contiguous order: the last rank has all the late positions, which see the most."),
-            (striped, "That is the striped order. It is balanced too, but zigzag deals two whole parts to each rank."),
+            (
+                contiguous,
+                "That is the contiguous order: the last rank has all the late positions, which see the most.",
+            ),
+            (
+                striped,
+                (
+                    "That is the striped order. It is balanced too, but zigzag deals two whole parts to each"
+                    " rank."
+                ),
+            ),
             (
                 not_mirrored,
-                "Rank i has parts i and n+i: both grow with i. Its second part must be the later the earlier its first is.",
+                (
+                    "Rank i has parts i and n+i: both grow with i. Its second part must be the later the"
+                    " earlier its first is."
+                ),
             ),
-            (read_backwards, "The right parts, but inside a part the positions still rise: only the parts' order is mirrored."),
-            (inverse, "That says where each position goes. What lies where was asked for: apply np.argsort once more."),
+            (
+                read_backwards,
+                (
+                    "The right parts, but inside a part the positions still rise: only the parts' order is"
+                    " mirrored."
+                ),
+            ),
+            (
+                inverse,
+                (
+                    "That says where each position goes. What lies where was asked for: apply np.argsort once"
+                    " more."
+                ),
+            ),
             (late_first, "The right parts for each rank, the later one first. Put the earlier part first."),
         ],
         hint="Cut the positions into 2n parts. Rank i gets part i, then part 2n-1-i.",
@@ -97,7 +142,8 @@ def zigzag() -> Exercise:
 
 
 def rivals(flops_per_s: float = 989.4e12, link_bytes_per_s: float = 450e9) -> Exercise:
-    """Ask from which power of two on Ulysses sends less than the ring, forward and in a step, and which block hides a hop."""
+    """Ask from which power of two on Ulysses sends less than the ring, forward and in a step, and which block
+    hides a hop."""
 
     def smallest(heads, kv_heads, more_than, limited=True):
         n = 2
@@ -117,21 +163,31 @@ def rivals(flops_per_s: float = 989.4e12, link_bytes_per_s: float = 450e9) -> Ex
         wrong=[
             (
                 right | {"llama3-70b forward": smallest(64, 8, forward, limited=False)},
-                "llama3-70b forward: 16 ranks of Ulysses would send less, but one would hold half of one of the 8 KV heads.",
+                (
+                    "llama3-70b forward: 16 ranks of Ulysses would send less, but one would hold half of one"
+                    " of the 8 KV heads."
+                ),
             ),
             (
                 right | {f"{name} step": right[f"{name} forward"] for name in heads},
-                "step: these are the answers for the forward pass. Backwards, Ulysses repeats its all-to-alls; the ring turns "
-                "K and V once more, and their gradients in float32 as well.",
+                (
+                    "step: these are the answers for the forward pass. Backwards, Ulysses repeats its"
+                    " all-to-alls; the ring turns K and V once more, and their gradients in float32 as well."
+                ),
             ),
             (
                 right | {f"{name} forward": right[f"{name} step"] for name in heads},
-                "forward: these are the answers for a whole step; forward, the ring turns K and V once, in bfloat16.",
+                (
+                    "forward: these are the answers for a whole step; forward, the ring turns K and V once,"
+                    " in bfloat16."
+                ),
             ),
             (
                 right | {f"{name} forward": 4 for name in heads},
-                "forward: with grouped queries the ring turns KV heads only, while Ulysses also exchanges Q and the output: "
-                "the models differ in the ratio of query heads to KV heads.",
+                (
+                    "forward: with grouped queries the ring turns KV heads only, while Ulysses also exchanges"
+                    " Q and the output: the models differ in the ratio of query heads to KV heads."
+                ),
             ),
             (
                 right | {"llama2-7b forward": 2},
@@ -139,20 +195,29 @@ def rivals(flops_per_s: float = 989.4e12, link_bytes_per_s: float = 450e9) -> Ex
             ),
             (
                 right | {"hidden_from": block / 2},
-                "hidden_from: a causal mask halves the work that a hop can hide behind, and the hop stays as it is.",
+                (
+                    "hidden_from: a causal mask halves the work that a hop can hide behind, and the hop stays"
+                    " as it is."
+                ),
             ),
             (
                 right | {"hidden_from": 4 * block},
-                "hidden_from: only KV heads travel. The 32/8 = 4 query heads that share one are four times the work for a hop.",
+                (
+                    "hidden_from: only KV heads travel. The 32/8 = 4 query heads that share one are four"
+                    " times the work for a hop."
+                ),
             ),
             (
                 right | {"hidden_from": block / 4},
-                "hidden_from: with grouped queries the block shrinks by kv_heads/heads once; the causal mask doubles it.",
+                (
+                    "hidden_from: with grouped queries the block shrinks by kv_heads/heads once; the causal"
+                    " mask doubles it."
+                ),
             ),
         ],
         hint=(
-            "Take both rows of the table above, with the heads of this model, for n = 2, 4, 8; n must divide the KV heads. "
-            "The block is in the formula above it."
+            "Take both rows of the table above, with the heads of this model, for n = 2, 4, 8; n must divide"
+            " the KV heads. The block is in the formula above it."
         ),
         tolerance=0.02,  # rounded by hand
     )

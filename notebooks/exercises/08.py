@@ -12,13 +12,31 @@ def held(stages: int = 16, microbatches: int = 64, stage: int = 3) -> Exercise:
         level="core",
         solution=min(microbatches, stages - stage),
         wrong=[
-            (microbatches, "That is so if all forwards come first. Here a backward frees its microbatch as soon as it can."),
+            (
+                microbatches,
+                (
+                    "That is so if all forwards come first. Here a backward frees its microbatch as soon as"
+                    " it can."
+                ),
+            ),
             (stages, "That is stage 0, which waits longest for its first backward. Later stages wait less."),
-            (stages - stage - 1, "These are the forwards before the first that is paired; that one is held as well: p - i."),
-            (stage + 1, "You counted from the other end: the *last* stage holds one, since its backward follows at once."),
+            (
+                stages - stage - 1,
+                "These are the forwards before the first that is paired; that one is held as well: p - i.",
+            ),
+            (
+                stage + 1,
+                (
+                    "You counted from the other end: the *last* stage holds one, since its backward follows"
+                    " at once."
+                ),
+            ),
             (stage, "You counted the stages before it. What counts is how many come after it."),
         ],
-        hint="In the picture for 4 stages: stage 0 holds 4, the last one 1. How long does microbatch 0 stay away from stage i?",
+        hint=(
+            "In the picture for 4 stages: stage 0 holds 4, the last one 1. How long does microbatch 0 stay"
+            " away from stage i?"
+        ),
     )
 
 
@@ -30,7 +48,9 @@ def _rows(text: str, stages: int, microbatches: int) -> list | str:
     found = order.num_stages, order.num_microbatches
     if found != (stages, microbatches):
         asked = f"{stages} stages and {microbatches} microbatches"
-        raise ValueError(f"{asked} were asked for, but there are {found[0]} lines and {found[1]} microbatches")
+        raise ValueError(
+            f"{asked} were asked for, but there are {found[0]} lines and {found[1]} microbatches"
+        )
     timetable(order)
     return [[str(op) for op in row] for row in order.order]
 
@@ -57,30 +77,51 @@ def one_f_one_b(stages: int = 3, microbatches: int = 4) -> Exercise:
         solution=solution,
         observe=lambda text: _rows(text, stages, microbatches),
         wrong=[
-            (str(make("gpipe", stages, microbatches)), "That is GPipe: all forwards first, and everything is held."),
+            (
+                str(make("gpipe", stages, microbatches)),
+                "That is GPipe: all forwards first, and everything is held.",
+            ),
             (from_one, "Microbatches count from 0, as stages do: F0 is missing."),
-            (serial, "Legal, but only one stage works at a time: the early stages must run forwards ahead while they wait."),
+            (
+                serial,
+                (
+                    "Legal, but only one stage works at a time: the early stages must run forwards ahead"
+                    " while they wait."
+                ),
+            ),
             (
                 _ahead(stages, microbatches, more=1),
-                "Legal, and as fast, but each stage runs one forward too many ahead and holds one more: p-i-1 are enough.",
+                (
+                    "Legal, and as fast, but each stage runs one forward too many ahead and holds one more:"
+                    " p-i-1 are enough."
+                ),
             ),
             (
                 _ahead(stages, microbatches, all_alike=stages - 1),
-                "Every stage runs as many forwards ahead. The last one has its backward at once, and needs none.",
+                (
+                    "Every stage runs as many forwards ahead. The last one has its backward at once, and"
+                    " needs none."
+                ),
             ),
         ],
-        hint="Stage i runs p-i-1 forwards, then one forward and one backward in turn, then the backwards that are left.",
+        hint=(
+            "Stage i runs p-i-1 forwards, then one forward and one backward in turn, then the backwards that"
+            " are left."
+        ),
     )
 
 
 def _eager(stages: int, microbatches: int) -> str:
     """1F1B in which each W follows its B at once."""
     rows = make("1f1b", stages, microbatches).order
-    return "\n".join(" ".join(f"{op} W{op.microbatch}" if op.kind == "B" else str(op) for op in row) for row in rows)
+    return "\n".join(
+        " ".join(f"{op} W{op.microbatch}" if op.kind == "B" else str(op) for op in row) for row in rows
+    )
 
 
 def _better(level, best: str, limit: int, target: float, costs: tuple, wrong: list, hint: str):
-    """An order is judged by its bubble and what it holds; whoever reaches the target within the limit is right."""
+    """An order is judged by its bubble and what it holds; whoever reaches the target within the limit is
+    right."""
 
     def observe(text):
         _rows(text, 3, 5)
@@ -97,11 +138,20 @@ def third_of_the_bubble() -> Exercise:
             str(make("1f1b", 3, 5)),
             "Bubble 6: the backward is whole. Write B and W apart, then the stage before can go on after B.",
         ),
-        (_eager(3, 5), "Bubble 4: B and W are apart, but W still comes before work that others wait for. Put it off."),
-        (str(make("zb-h2", 3, 5)), "No bubble at all, but stage 0 holds 5 microbatches; the memory is for 3."),
+        (
+            _eager(3, 5),
+            "Bubble 4: B and W are apart, but W still comes before work that others wait for. Put it off.",
+        ),
+        (
+            str(make("zb-h2", 3, 5)),
+            "No bubble at all, but stage 0 holds 5 microbatches; the memory is for 3.",
+        ),
         (str(make("gpipe", 3, 5)), "That holds all microbatches, and its bubble is 1F1B's."),
     ]
-    hint = "Keep 1F1B's order of F and B. The later the stage, the longer its W can wait: i microbatches on stage i."
+    hint = (
+        "Keep 1F1B's order of F and B. The later the stage, the longer its W can wait: i microbatches on"
+        " stage i."
+    )
     return _better("stretch", str(make("zb-h1", 3, 5)), 3, 2.0, (1, 1, 1), wrong, hint)
 
 
@@ -113,10 +163,16 @@ def between_h1_and_h2() -> Exercise:
         "F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 W2 W3 W4"
     )
     wrong = [
-        (str(make("zb-h1", 3, 5)), "Bubble 2.8, and only 3 held: run one forward more ahead on the first stages."),
+        (
+            str(make("zb-h1", 3, 5)),
+            "Bubble 2.8, and only 3 held: run one forward more ahead on the first stages.",
+        ),
         (str(make("zb-h2", 3, 5)), "Bubble 1.2, but 5 are held; the memory is for 4."),
         (_eager(3, 5), "Bubble 4.4: W comes at once, before work that other stages wait for."),
         (str(make("1f1b", 3, 5)), "Bubble 6: write B and W apart."),
     ]
-    hint = "Start from ZB-H1, let stages 0 and 1 run one more forward ahead, and let W of the last stage wait longer."
+    hint = (
+        "Start from ZB-H1, let stages 0 and 1 run one more forward ahead, and let W of the last stage wait"
+        " longer."
+    )
     return _better("expert", best, 4, 2.0, (1, 1.2, 0.8), wrong, hint)

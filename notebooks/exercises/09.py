@@ -1,4 +1,5 @@
-"""Exercises of lesson 09: what a dispatch sends, how much room experts need, adding rows up, and nodes that stay closed."""
+"""Exercises of lesson 09: what a dispatch sends, how much room experts need, adding rows up, and nodes that
+stay closed."""
 
 import math
 
@@ -11,7 +12,8 @@ LOADS = (260, 190, 150, 120, 100, 84, 70, 50)
 
 
 def dispatch_bytes(ranks: int = 8, tokens: int = 32, width: int = 16, chosen: int = 2) -> Exercise:
-    """Ask what a rank sends in the toy's dispatch, without padding, if all experts are equally likely: k·tokens·d, (n-1)/n."""
+    """Ask what a rank sends in the toy's dispatch, without padding, if all experts are equally likely:
+    k·tokens·d, (n-1)/n."""
     rows = chosen * tokens * width * 4
     return Exercise(
         level="core",
@@ -24,7 +26,10 @@ def dispatch_bytes(ranks: int = 8, tokens: int = 32, width: int = 16, chosen: in
             (rows / 2 / ranks, "That is what one of its neighbours gets. All of them were asked for."),
         ],
         unit="bytes",
-        hint="tokens × k rows of d float32; the share of them whose expert is on another of n ranks is (n-1)/n.",
+        hint=(
+            "tokens × k rows of d float32; the share of them whose expert is on another of n ranks is"
+            " (n-1)/n."
+        ),
     )
 
 
@@ -37,7 +42,9 @@ def capacity() -> Exercise:
     def counted(rows):
         """What a capacity drops, and which way to go."""
         which = "a smaller one is enough" if rows > right else "a larger one is needed"
-        return f"{rows:g} rows drop {dropped(rows):g} of {sum(LOADS):,} choices, and {allowed} may go: {which}."
+        return (
+            f"{rows:g} rows drop {dropped(rows):g} of {sum(LOADS):,} choices, and {allowed} may go: {which}."
+        )
 
     return Exercise(
         level="core",
@@ -48,7 +55,10 @@ def capacity() -> Exercise:
                 "That is the even share, a capacity factor of 1: here every fourth choice would be dropped.",
             ),
             (max(LOADS), "That drops nobody. One choice in a hundred may go."),
-            (math.ceil(0.99 * max(LOADS)), "One per cent of all 1,024 choices, not of those for the busiest expert."),
+            (
+                math.ceil(0.99 * max(LOADS)),
+                "One per cent of all 1,024 choices, not of those for the busiest expert.",
+            ),
             (right / 128, "That is the capacity factor. The question is the number of rows."),
         ],
         hint=counted,
@@ -57,7 +67,8 @@ def capacity() -> Exercise:
 
 
 def combine() -> Exercise:
-    """Ask for the last step of a layer of experts: each token adds its k rows up, weighed; dropped ones are missing."""
+    """Ask for the last step of a layer of experts: each token adds its k rows up, weighed; dropped ones are
+    missing."""
 
     def solution(rows, slot, weights):
         padded = np.concatenate([rows, np.zeros_like(rows[:1])])
@@ -94,15 +105,22 @@ def combine() -> Exercise:
             (clamped, "A slot past the end means: dropped. You read the last row instead of zero."),
             (
                 renormalised,
-                "The weights of what is left are not stretched: a dropped choice leaves the residual stream as it was.",
+                (
+                    "The weights of what is left are not stretched: a dropped choice leaves the residual"
+                    " stream as it was."
+                ),
             ),
         ],
-        hint="Append a row of zeros: then a slot past the end may be read. Index with slot, weigh, and sum over k.",
+        hint=(
+            "Append a row of zeros: then a slot past the end may be read. Index with slot, weigh, and sum"
+            " over k."
+        ),
     )
 
 
 def nodes() -> Exercise:
-    """Ask on how many of 8 nodes DeepSeek-V3's 8 of 256 experts lie on average, with all nodes open and with 4."""
+    """Ask on how many of 8 nodes DeepSeek-V3's 8 of 256 experts lie on average, with all nodes open and with
+    4."""
 
     def mean(experts, n):
         return n * (1 - math.comb(experts - experts // n, 8) / math.comb(experts, 8))
@@ -120,9 +138,15 @@ def nodes() -> Exercise:
             ),
             (
                 right | {"free": 8 * (1 - (7 / 8) ** 8)},
-                "free: nearly. That may choose an expert twice; the 8 are different ones, so they spread a little more.",
+                (
+                    "free: nearly. That may choose an expert twice; the 8 are different ones, so they spread"
+                    " a little more."
+                ),
             ),
         ],
-        hint="A node is missed if all k experts lie elsewhere: C(E - E/n, k) of the C(E, k) choices. See `cost.expert_nodes`.",
+        hint=(
+            "A node is missed if all k experts lie elsewhere: C(E - E/n, k) of the C(E, k) choices. See"
+            " `cost.expert_nodes`."
+        ),
         tolerance=0.004,
     )

@@ -1,15 +1,17 @@
-"""Exercises: a lesson leaves a blank, this package answers for it. The solutions are here and nowhere in the lessons.
+"""Exercises: a lesson leaves a blank, this package answers for it. The solutions are here and nowhere in the
+lessons.
 
 In a lesson, the learner replaces the dots and runs the cell again:
 
     bytes_sent = ...
     attempt("03.bytes_sent", bytes_sent)
 
-In `exercises/03.py` stands a function of that name. It takes what the lesson passes by keyword (with the lesson's own
-values as defaults) and describes the exercise: the solution, and the answers that people give when one thing is not yet
-clear, each with the sentence that helps. An answer may be a value or a function; `observe` turns it into what is
-compared, so that a learner's function is recognised by what it does. An answer with several named parts is judged part by
-part; a wrong answer that spoils some of them helps wherever it is met on those.
+In `exercises/03.py` stands a function of that name. It takes what the lesson passes by keyword (with the
+lesson's own values as defaults) and describes the exercise: the solution, and the answers that people give
+when one thing is not yet clear, each with the sentence that helps. An answer may be a value or a function;
+`observe` turns it into what is compared, so that a learner's function is recognised by what it does. An
+answer with several named parts is judged part by part; a wrong answer that spoils some of them helps wherever
+it is met on those.
 
     def bytes_sent(devices: int = 8) -> Exercise:
         '''Ask how many bytes a device sends in a ring all-reduce of 1 MiB.'''
@@ -46,7 +48,8 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Exercise:
-    """Describe one exercise: its answer, plausible wrong answers with a sentence for each, a hint for all others."""
+    """Describe one exercise: its answer, plausible wrong answers with a sentence for each, a hint for all
+    others."""
 
     level: Literal["core", "stretch", "expert"]
     solution: Any
@@ -67,7 +70,9 @@ class Exercise:
             if is_blank(seen):
                 return NOT_ATTEMPTED
             return CORRECT if self.same(seen, right) else f"not yet. {self.advice(seen, right)}"
-        except Exception as error:  # the learner's own code runs here: whatever it raises is the learner's to read
+        except (
+            Exception
+        ) as error:  # the learner's own code runs here: whatever it raises is the learner's to read
             return f"not yet. Your answer raised {type(error).__name__}: {error}"
 
     def same(self, one: Any, other: Any) -> bool:
@@ -87,9 +92,14 @@ class Exercise:
         return self.in_another_unit(seen, right) or self.hinted(seen)
 
     def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]]) -> str:
-        """Name the parts that are right; help with the others by planted answers that go wrong on them in the same way."""
+        """Name the parts that are right; help with the others by planted answers that go wrong on them in the
+        same way."""
         off = [name for name in right if not self.same(seen[name], right[name])]
-        said, helped = [f"Right: {', '.join(str(name) for name in right if name not in off)}."] * (len(off) < len(right)), set()
+        said, helped = (
+            [f"Right: {', '.join(str(name) for name in right if name not in off)}."]
+            * (len(off) < len(right)),
+            set(),
+        )
         for value, sentence in planted:
             spoilt = {name for name in right if not self.same(value[name], right[name])}
             if not spoilt & helped and all(self.same(seen[name], value[name]) for name in spoilt):
@@ -104,7 +114,9 @@ class Exercise:
     def in_another_unit(self, seen: Any, right: Any) -> str:
         """Recognise the right number in kilobytes, per cent and the like."""
         for name, size in UNITS.get(self.unit, {}).items():
-            if kind(seen) == kind(right) == "a number" and same(float(seen) * size, right, max(self.tolerance, 0.01)):
+            if kind(seen) == kind(right) == "a number" and same(
+                float(seen) * size, right, max(self.tolerance, 0.01)
+            ):
                 given = float(seen) * size
                 shown = f"{given:,.0f}" if given > 100 else f"{given:.3g}"
                 return f"That is the right value in {name}; it is asked for as {self.unit}: {shown}."
@@ -132,20 +144,34 @@ def kind(value: Any) -> str:
 
 def not_asked(answer: Any, asked: Any) -> str:
     """Say which kind of answer is asked for."""
-    wanted = f"A function of {', '.join(inspect.signature(asked).parameters)}" if callable(asked) else kind(asked).capitalize()
-    plain = " Write it without quotes, commas and units." if (kind(asked), kind(answer)) == ("a number", "text") else ""
+    wanted = (
+        f"A function of {', '.join(inspect.signature(asked).parameters)}"
+        if callable(asked)
+        else kind(asked).capitalize()
+    )
+    plain = (
+        " Write it without quotes, commas and units."
+        if (kind(asked), kind(answer)) == ("a number", "text")
+        else ""
+    )
     shown = f": {answer!r}" if kind(answer) in ("a number", "text", "True or False") else ""
     return f"{wanted} is asked for, and this is {kind(answer)}{shown}.{plain}"
 
 
 def mismatch(seen: Any, right: Any) -> str:
-    """Say how an answer is of another kind than the right one, anywhere in it: text for a number, other names or shapes."""
+    """Say how an answer is of another kind than the right one, anywhere in it: text for a number, other names
+    or shapes."""
     if kind(seen) != kind(right):
         return not_asked(seen, right)
     if isinstance(right, Mapping):
         if seen.keys() != right.keys():
-            return f"The names asked for are {', '.join(map(str, right))}; yours are {', '.join(map(str, seen)) or 'none'}."
-        pairs = [(seen[name], right[name]) for name in right if seen[name] is not None and right[name] is not None]
+            return (
+                f"The names asked for are {', '.join(map(str, right))}; yours are"
+                f" {', '.join(map(str, seen)) or 'none'}."
+            )
+        pairs = [
+            (seen[name], right[name]) for name in right if seen[name] is not None and right[name] is not None
+        ]
     elif kind(right) == "an array" and seen.shape != right.shape:
         return f"An array of shape {list(right.shape)} is asked for, and yours has {list(seen.shape)}."
     else:
@@ -162,7 +188,8 @@ def near(seen: Any, right: Any) -> str:
 
 
 def is_blank(answer: Any) -> bool:
-    """Tell whether an answer still has its dots: `...` itself, somewhere in a container, or a function with no body."""
+    """Tell whether an answer still has its dots: `...` itself, somewhere in a container, or a function with
+    no body."""
     if answer is ...:
         return True
     if inspect.isfunction(answer):
@@ -174,7 +201,8 @@ def is_blank(answer: Any) -> bool:
 
 
 def same(one: Any, other: Any, tolerance: float) -> bool:
-    """Compare two answers: texts by their words, numbers and arrays within a relative tolerance, the rest exactly."""
+    """Compare two answers: texts by their words, numbers and arrays within a relative tolerance, the rest
+    exactly."""
     if isinstance(one, str) and isinstance(other, str):
         words, others = (re.sub(r"[-_\s]+", " ", text.strip().lower()) for text in (one, other))
         return words == others
@@ -201,7 +229,9 @@ def exercises(lesson: str) -> dict[str, Callable[..., Exercise]]:
     if importlib.util.find_spec(f"{__name__}.{lesson}") is None:
         return {}
     functions = inspect.getmembers(importlib.import_module(f"{__name__}.{lesson}"), inspect.isfunction)
-    return {name: f for name, f in functions if inspect.signature(f).return_annotation in (Exercise, "Exercise")}
+    return {
+        name: f for name, f in functions if inspect.signature(f).return_annotation in (Exercise, "Exercise")
+    }
 
 
 def find(name: str, **given: Any) -> Exercise:

@@ -3,9 +3,10 @@
 #
 # **Question.** What must replicas agree on, and when can they talk?
 #
-# Every device has all the weights and its own part of the batch. Each computes a gradient from its part; the gradients are
-# added up over the devices; every device then makes the same update. What travels is **gradients**: not weights, not
-# activations, not data. Weights agree because they started equal and every update is the same.
+# Every device has all the weights and its own part of the batch. Each computes a gradient from its part; the
+# gradients are added up over the devices; every device then makes the same update. What travels is
+# **gradients**: not weights, not activations, not data. Weights agree because they started equal and every
+# update is the same.
 
 # %%
 from llmpar.mesh import use_devices
@@ -15,8 +16,8 @@ devices = use_devices()
 # %% [markdown]
 # ## One screen
 #
-# As an arrow: a gradient with dims `d m` leaves the backward pass as an unfinished sum over `dp` (each device has its part
-# of it) and is finished by an all-reduce. That line is the strategy.
+# As an arrow: a gradient with dims `d m` leaves the backward pass as an unfinished sum over `dp` (each device
+# has its part of it) and is finished by an all-reduce. That line is the strategy.
 
 # %%
 from llmpar import draw
@@ -28,8 +29,8 @@ show(draw.arrow("d m +dp -> d m", (64, 128), f"dp={n}", 4))
 # %% [markdown]
 # ## Predict
 #
-# The Llama below has float32 gradients. How many bytes does each device send per step so that all devices have the sum of
-# all gradients, by ring all-reduces?
+# The Llama below has float32 gradients. How many bytes does each device send per step so that all devices
+# have the sum of all gradients, by ring all-reduces?
 
 # %%
 import dataclasses
@@ -49,8 +50,9 @@ attempt("03.sent", bytes_sent, params=config.num_params, devices=n)
 # %% [markdown]
 # ## By hand, on a toy
 #
-# Two matrices, and rows of which not all count: as in text, where some targets are left out, and where the last batch is
-# not full. One device first: the sum of the squared errors, divided by the number of rows that count.
+# Two matrices, and rows of which not all count: as in text, where some targets are left out, and where the
+# last batch is not full. One device first: the sum of the squared errors, divided by the number of rows that
+# count.
 
 # %%
 import jax
@@ -65,7 +67,10 @@ jax.config.update("jax_default_matmul_precision", "highest")  # accelerators rou
 mesh = make_mesh(f"dp={n}")
 rng = np.random.default_rng(0)
 rows, d, m = 4 * n, 16, 32
-toy = {"up": rng.normal(size=(d, m)).astype(np.float32) / 4, "down": rng.normal(size=(m, d)).astype(np.float32) / 4}
+toy = {
+    "up": rng.normal(size=(d, m)).astype(np.float32) / 4,
+    "down": rng.normal(size=(m, d)).astype(np.float32) / 4,
+}
 x = rng.normal(size=(rows, d)).astype(np.float32)
 counted = np.arange(rows) % 4 <= np.arange(rows) // 4 % 4  # of its four rows, a device counts 1, 2, 3 or all
 
@@ -81,15 +86,18 @@ def one_device(weights, x, counted):
 
 
 want_loss, want = jax.jit(one_device)(toy, x, counted)
-print(f"rows that count, per device: {counted.reshape(n, 4).sum(1).tolist()}; loss on one device {float(want_loss):.4f}")
+print(
+    f"rows that count, per device: {counted.reshape(n, 4).sum(1).tolist()}; loss on one device"
+    f" {float(want_loss):.4f}"
+)
 
 # %% [markdown]
-# Now the same on all devices, in bare `lax` inside `jax.shard_map`. The count is summed *before* dividing: a mean over all
-# targets is the sum of sums over the sum of counts, not the mean of the devices' means.
+# Now the same on all devices, in bare `lax` inside `jax.shard_map`. The count is summed *before* dividing: a
+# mean over all targets is the sum of sums over the sum of counts, not the mean of the devices' means.
 #
-# `lax.pcast` says "from here on, a copy of each device's own". Without it `shard_map` knows that the weights are the same
-# everywhere, so differentiating by them already adds up over the devices; you would have got the all-reduce unasked, as
-# part of the backward pass. Both give the same sum, and both will be wanted.
+# `lax.pcast` says "from here on, a copy of each device's own". Without it `shard_map` knows that the weights
+# are the same everywhere, so differentiating by them already adds up over the devices; you would have got the
+# all-reduce unasked, as part of the backward pass. Both give the same sum, and both will be wanted.
 
 
 # %%
@@ -111,8 +119,8 @@ def on_mesh(function):
 
 
 # %% [markdown]
-# The package does the same from the text of two arrows. Each collective carries its arrow into the compiled program, where a census
-# of what is sent finds it again.
+# The package does the same from the text of two arrows. Each collective carries its arrow into the compiled
+# program, where a census of what is sent finds it again.
 
 # %%
 from llmpar.notation import parse_arrow
@@ -128,7 +136,9 @@ def by_package(weights, x, counted):
     total = par.carry_out(counted.sum(), SCALAR, "rows that count")
     own = jax.tree.map(lambda w: vary(w, ("dp",)), weights)
     loss, grads = jax.value_and_grad(lambda w: squares(w, x, counted) / total)(own)
-    return par.carry_out(loss, SCALAR, "loss"), {name: par.carry_out(g, GRADIENTS[name]) for name, g in grads.items()}
+    return par.carry_out(loss, SCALAR, "loss"), {
+        name: par.carry_out(g, GRADIENTS[name]) for name, g in grads.items()
+    }
 
 
 # %%
@@ -138,7 +148,9 @@ from llmpar import hlo
 def distance(got, want):
     """The largest difference of any leaf, over that leaf's largest element."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(np.abs(np.asarray(g) - np.asarray(w)).max() / np.abs(np.asarray(w)).max()) for g, w in pairs)
+    return max(
+        float(np.abs(np.asarray(g) - np.asarray(w)).max() / np.abs(np.asarray(w)).max()) for g, w in pairs
+    )
 
 
 ways = {"by hand": on_mesh(by_hand), "unasked": on_mesh(unasked), "by the package": on_mesh(by_package)}
@@ -146,7 +158,10 @@ results = {name: way(toy, x, counted) for name, way in ways.items()}
 for name, (loss, grads) in results.items():
     assert abs(float(loss) - float(want_loss)) < 1e-5 * float(want_loss) and distance(grads, want) < 1e-5
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(grads))
-    print(f"{name:<15} loss {float(loss):.4f} and gradients equal those of one device; every device has all of them")
+    print(
+        f"{name:<15} loss {float(loss):.4f} and gradients equal those of one device; every device has all of"
+        " them"
+    )
 
 texts = {name: hlo.partitioned_hlo(way.lower(toy, x, counted)) for name, way in ways.items()}
 sent = {name: hlo.census_table(hlo.census_hlo(text, mesh)) for name, text in texts.items()}
@@ -160,9 +175,10 @@ print("its arrows:    " + "; ".join(f"{arrow}: {sent_bytes} B" for arrow, sent_b
 # %% [markdown]
 # ## Three that are broken
 #
-# Each looks right. Each gets the gradient of a device's *sum* and its own count. On one device all three are correct: that
-# is why they are written. The second was in Hugging Face Transformers until October 2024, over microbatches in place of
-# devices: each was divided by its own number of targets, and then the mean was taken.
+# Each looks right. Each gets the gradient of a device's *sum* and its own count. On one device all three are
+# correct: that is why they are written. The second was in Hugging Face Transformers until October 2024, over
+# microbatches in place of devices: each was divided by its own number of targets, and then the mean was
+# taken.
 
 
 # %%
@@ -198,14 +214,16 @@ def all_three(weights, x, counted):
 
 clipped = scaled(want, jnp.minimum(1, 1 / norm(want)))
 assert norm(want) > 1, "the clip must bite, or it hides the fault"
-for broken, got, right in zip(BROKEN, on_mesh(all_three)(toy, x, counted), (want, want, clipped), strict=True):
+for broken, got, right in zip(
+    BROKEN, on_mesh(all_three)(toy, x, counted), (want, want, clipped), strict=True
+):
     error = distance(got, right)
     assert (error > 1e-2) == (n > 1)
     print(f"{broken.__name__}: off by {error:.0%} of the largest gradient on {n} devices")
 
 # %% [markdown]
-# A fourth fault, adding twice, cannot be written in arrows: a sum that is finished on all devices is not an unfinished one.
-# The refusal comes while the program is traced, before anything is compiled.
+# A fourth fault, adding twice, cannot be written in arrows: a sum that is finished on all devices is not an
+# unfinished one. The refusal comes while the program is traced, before anything is compiled.
 
 
 # %%
@@ -228,13 +246,13 @@ except ValueError as refusal:
 # | plan | gradients are summed |
 # |---|---|
 # | `reduce="end"` | after the backward pass, one all-reduce per stacked weight |
-# | `reduce="layer"` | inside the backward pass, layer by layer (the *unasked* way above); in *every* backward pass |
-# | `reduce="bucket"` | after it, concatenated into flat buckets |
-# | `microbatches=2` | after two microbatches, whose gradients are first added on the device |
+# | `reduce="layer"` | inside the backward pass, layer by layer (the *unasked* way above); in *every* backward
+# pass | | `reduce="bucket"` | after it, concatenated into flat buckets | | `microbatches=2` | after two
+# microbatches, whose gradients are first added on the device |
 #
-# The batch is uneven on purpose: a fifth of the targets are left out, and the last device has none at all, like the padding
-# of an epoch's last batch. (Divided by its own count, that device's mean would be 0/0.) The reference is `Solo`, the same
-# model text on one device, with the update written out.
+# The batch is uneven on purpose: a fifth of the targets are left out, and the last device has none at all,
+# like the padding of an epoch's last batch. (Divided by its own count, that device's mean would be 0/0.) The
+# reference is `Solo`, the same model text on one device, with the update written out.
 
 # %%
 import optax
@@ -254,7 +272,12 @@ def make_batch(seed):
     targets = np.where(rng.random((BATCH, SEQ)) < 0.2, -1, text[:, 1:]).astype(np.int32)
     targets[BATCH - 2 if n > 1 else BATCH :] = -1
     positions = np.tile(np.arange(SEQ, dtype=np.int32), (BATCH, 1))
-    return {"tokens": text[:, :-1], "targets": targets, "positions": positions, "segments": np.ones_like(positions)}
+    return {
+        "tokens": text[:, :-1],
+        "targets": targets,
+        "positions": positions,
+        "segments": np.ones_like(positions),
+    }
 
 
 batches = [make_batch(seed) for seed in range(STEPS)]
@@ -280,9 +303,10 @@ assert solo_losses[-1] < solo_losses[0] - 0.5, "it learns"
 print("one device:", " ".join(f"{loss:.3f}" for loss in solo_losses), "nats per target")
 
 # %% [markdown]
-# Four verdicts for each plan. *Value*: four steps give the losses of one device, and the momentum (all gradients so far) of
-# every weight is the same. *Sharding*: every weight is whole on every device, the batch is cut. *Communication*: kinds, counts and bytes in the
-# partitioned program are those of the formula. *Memory*: the bytes that a step is given, per device.
+# Four verdicts for each plan. *Value*: four steps give the losses of one device, and the momentum (all
+# gradients so far) of every weight is the same. *Sharding*: every weight is whole on every device, the batch
+# is cut. *Communication*: kinds, counts and bytes in the partitioned program are those of the formula.
+# *Memory*: the bytes that a step is given, per device.
 
 # %%
 from llmpar import cost, predict
@@ -301,7 +325,10 @@ def verdicts(plan):
 
     gap, drift = np.abs(np.subtract(losses, solo_losses)).max(), distance(state.optimizer, velocity)
     assert gap < 1e-4 and drift < 1e-4, (gap, drift)
-    print(f"  value: {STEPS} losses within 1e-4 of one device, momentum of all {len(jax.tree.leaves(fresh))} weights too")
+    print(
+        f"  value: {STEPS} losses within 1e-4 of one device, momentum of all {len(jax.tree.leaves(fresh))}"
+        " weights too"
+    )
 
     whole = all(s.data.shape == w.shape for w in jax.tree.leaves(state.params) for s in w.addressable_shards)
     assert whole and step.batch_sharding.shard_shape((BATCH, SEQ)) == (BATCH // n, SEQ)
@@ -335,9 +362,9 @@ for name, plan in plans.items():
 # %% [markdown]
 # ## Compare
 #
-# The bytes are those of the parameters, twice (n − 1)/n times, and one small message (the loss, the number of targets, the
-# gradients' squared norm), whichever way they are packed. Accumulation sends the same per *step*, and so half per microbatch, if the sums wait for
-# the last one.
+# The bytes are those of the parameters, twice (n − 1)/n times, and one small message (the loss, the number of
+# targets, the gradients' squared norm), whichever way they are packed. Accumulation sends the same per
+# *step*, and so half per microbatch, if the sums wait for the last one.
 
 # %%
 small = 4 * 3  # bytes of loss, number of targets and squared norm
@@ -346,9 +373,19 @@ rows = []
 print("plan        partitioned  final program        bytes  bytes / 4-byte parameter")
 for name, (census, formula, final) in read.items():
     count, size = sum(c.count for c in census), sum(c.bytes_sent for c in census)
-    assert size == formula.total_bytes and abs(size - bound) <= count  # a ring that does not divide rounds each message
+    assert (
+        size == formula.total_bytes and abs(size - bound) <= count
+    )  # a ring that does not divide rounds each message
     print(f"{name:<12}{count:>11}{final:>15}{size:>13,}{size / (4 * config.num_params):>12.3f}")
-    rows.append({"axis": "dp", "kind": f"all-reduce, {name}", "count": count, "predicted_bytes": formula.total_bytes, "compiled_bytes": size})
+    rows.append(
+        {
+            "axis": "dp",
+            "kind": f"all-reduce, {name}",
+            "count": count,
+            "predicted_bytes": formula.total_bytes,
+            "compiled_bytes": size,
+        }
+    )
 counts = {name: row["count"] for name, row in zip(read, rows, strict=True)}
 leaves = len(jax.tree.leaves(fresh))
 if n > 1:
@@ -359,23 +396,31 @@ if n > 1:
     layered = read["layer"][0]
     inside = [c for c in layered if c.count == config.num_layers]
     assert len(inside) == stacked
-    print(f"layer by layer: {len(inside)} all-reduces in the loop over {config.num_layers} layers, {len(layered) - len(inside)} outside it")
+    print(
+        f"layer by layer: {len(inside)} all-reduces in the loop over {config.num_layers} layers,"
+        f" {len(layered) - len(inside)} outside it"
+    )
 show(draw.collectives(rows))
 
 # %% [markdown]
-# `partitioned` counts what we asked for. The final program may merge: XLA's combiner joins all-reduces that nothing keeps
-# apart, which is its own way of making buckets. Those inside the loop over layers stay there, once per layer.
+# `partitioned` counts what we asked for. The final program may merge: XLA's combiner joins all-reduces that
+# nothing keeps apart, which is its own way of making buckets. Those inside the loop over layers stay there,
+# once per layer.
 #
-# Sums inside the backward pass cannot wait: each microbatch has a backward pass of its own. Here is what that would send.
-# The package refuses to run it.
+# Sums inside the backward pass cannot wait: each microbatch has a backward pass of its own. Here is what that
+# would send. The package refuses to run it.
 
 # %%
 print("microbatches   end         layer, if it ran")
 for a in (1, 2, 4):
     at_end, by_layer = (Plan(f"dp={n}", zero=0, reduce=when, microbatches=a) for when in ("end", "layer"))
-    sent_at_end, sent_by_layer = (predict.collectives(config, plan, BATCH * a, SEQ).total_bytes for plan in (at_end, by_layer))
+    sent_at_end, sent_by_layer = (
+        predict.collectives(config, plan, BATCH * a, SEQ).total_bytes for plan in (at_end, by_layer)
+    )
     assert sent_at_end == read["end"][1].total_bytes
-    assert sent_by_layer == a * sent_at_end - (a - 1) * int(cost.sent_bytes("all-reduce", small, n))  # which is sent once
+    assert sent_by_layer == a * sent_at_end - (a - 1) * int(
+        cost.sent_bytes("all-reduce", small, n)
+    )  # which is sent once
     print(f"{a:>12}   {sent_at_end:<9,}   {sent_by_layer:,} bytes per step")
 try:
     by_layer.check(config, BATCH * a, SEQ)
@@ -386,15 +431,17 @@ except ValueError as refusal:
 # %% [markdown]
 # ## When can they talk?
 #
-# The gradient of the last layer is ready first. Sending it while the layers below are still being differentiated hides the
-# communication, if there is as much to compute as to send. A backward pass costs 4 FLOPs per parameter and token, an
-# all-reduce moves 4 bytes per parameter in bfloat16 (2 bytes, twice), so for a chip with C FLOP/s and W bytes/s:
+# The gradient of the last layer is ready first. Sending it while the layers below are still being
+# differentiated hides the communication, if there is as much to compute as to send. A backward pass costs 4
+# FLOPs per parameter and token, an all-reduce moves 4 bytes per parameter in bfloat16 (2 bytes, twice), so
+# for a chip with C FLOP/s and W bytes/s:
 #
 # $$ \frac{4\,\Psi\,T}{C} \ge \frac{4\,\Psi}{W} \quad\Longleftrightarrow\quad T \ge \frac{C}{W} $$
 #
-# The size of the model drops out. T is tokens **per device and backward pass**, and the thresholds are properties of the
-# hardware (Austin et al. 2025). In all lessons a *threshold* takes published rates (450 GB/s of an H100's NVLink; for a TPU
-# v5p the book's 90 GB/s per link and direction), and a *time* takes what large messages reach (370 GB/s on H100):
+# The size of the model drops out. T is tokens **per device and backward pass**, and the thresholds are
+# properties of the hardware (Austin et al. 2025). In all lessons a *threshold* takes published rates (450
+# GB/s of an H100's NVLink; for a TPU v5p the book's 90 GB/s per link and direction), and a *time* takes what
+# large messages reach (370 GB/s on H100):
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -415,12 +462,13 @@ for where, (device, rate, published) in thresholds.items():
     print(f"{where:<26}{rate / 1e9:4.0f} GB/s: {tokens:5.0f} tokens per device (published {published})")
 
 # %% [markdown]
-# Across nodes each device exchanges an eighth of the gradients over its own port, so together a node's 8 ports count.
-# Gradients reduced in float32, as this package does, double the bytes and every threshold; a program that reaches only half
-# of C halves them.
+# Across nodes each device exchanges an eighth of the gradients over its own port, so together a node's 8
+# ports count. Gradients reduced in float32, as this package does, double the bytes and every threshold; a
+# program that reaches only half of C halves them.
 #
-# The timeline below is computed, not measured (simulated devices have no links): Llama 3 8B on 8 H100, the backward pass in
-# pieces of four layers (`28+` is layers 28 to 31), each sent as one bucket. Computing at the peak rate, links as reached.
+# The timeline below is computed, not measured (simulated devices have no links): Llama 3 8B on 8 H100, the
+# backward pass in pieces of four layers (`28+` is layers 28 to 31), each sent as one bucket. Computing at the
+# peak rate, links as reached.
 
 
 # %%
@@ -434,7 +482,11 @@ def end(compute_s, comm_s):
 
 
 llama = preset("llama3-8b")
-layer = sum(np.prod(shape) // shape[0] for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks."))
+layer = sum(
+    np.prod(shape) // shape[0]
+    for path, (_, shape) in llama.param_shapes().items()
+    if path.startswith("blocks.")
+)
 pieces, per_piece = 8, 4 * int(layer)
 comm_s = [cost.collective_seconds(h100, "all-reduce", 2 * per_piece, 8)] * pieces
 print("tokens per device   computing   with communication   communication waited for")
@@ -458,20 +510,22 @@ for a in (1, 2, 4):
     print(f"{a:>12}   {time_text(waited):>10}   {waited / (a * sum(compute_s)):.1%}")
 
 # %% [markdown]
-# Above the threshold only the last bucket is waited for (an eighth here): it is complete when the backward pass ends. Smaller
-# buckets shorten that wait, until their number costs more than it saves, because every all-reduce also has a latency.
-# Accumulation does *not* move the threshold: a gradient is final only in the last microbatch's backward pass, so only the tokens
-# of that one hide it. It is the wait's *share* of the step that becomes `a` times smaller. And in this package `end` and
-# `bucket` send after the backward pass and hide nothing: what is hidden here is `layer`, with one microbatch.
+# Above the threshold only the last bucket is waited for (an eighth here): it is complete when the backward
+# pass ends. Smaller buckets shorten that wait, until their number costs more than it saves, because every
+# all-reduce also has a latency. Accumulation does *not* move the threshold: a gradient is final only in the
+# last microbatch's backward pass, so only the tokens of that one hide it. It is the wait's *share* of the
+# step that becomes `a` times smaller. And in this package `end` and `bucket` send after the backward pass and
+# hide nothing: what is hidden here is `layer`, with one microbatch.
 #
-# More replicas mean more tokens per step, and that is not free either: beyond the *critical batch* more tokens make a
-# step's gradient hardly better (McCandlish et al. 2018). That limit is about learning and is not computed here.
+# More replicas mean more tokens per step, and that is not free either: beyond the *critical batch* more
+# tokens make a step's gradient hardly better (McCandlish et al. 2018). That limit is about learning and is
+# not computed here.
 #
 # ## Exercise, core: repair the three
 #
-# Two cures are enough for the three broken ones above. Both functions get a device's gradient of its *sum* (one array) and
-# its own count (a float), and return what every device uses: first the mean over all targets, then the same clipped to a
-# norm of 1. `lax.psum(x, "dp")` adds over the devices.
+# Two cures are enough for the three broken ones above. Both functions get a device's gradient of its *sum*
+# (one array) and its own count (a float), and return what every device uses: first the mean over all targets,
+# then the same clipped to a norm of 1. `lax.psum(x, "dp")` adds over the devices.
 
 
 # %%
@@ -486,9 +540,9 @@ attempt("03.repair", {"gradient": gradient, "clipped": clipped})
 # %% [markdown]
 # ## Exercise, stretch: choose the bucket
 #
-# Another cluster: the backward pass of 32 equal layers takes 80 ms, all gradients in one all-reduce 60 ms, and each
-# all-reduce costs 1 ms of latency on top. Of 1, 2, 4, 8, 16 or 32 layers per bucket, with which is the step over soonest?
-# Use `end`.
+# Another cluster: the backward pass of 32 equal layers takes 80 ms, all gradients in one all-reduce 60 ms,
+# and each all-reduce costs 1 ms of latency on top. Of 1, 2, 4, 8, 16 or 32 layers per bucket, with which is
+# the step over soonest? Use `end`.
 
 # %%
 layers_per_bucket = ...
@@ -498,8 +552,9 @@ attempt("03.bucket", layers_per_bucket)
 # %% [markdown]
 # ## Exercise, expert: the last batch
 #
-# An epoch ends with a batch whose rows do not divide by the number of devices. Write a function that returns targets
-# (`[rows, positions]`, NumPy, -1: not counted) with enough rows added, so that the mean over all targets stays what it was.
+# An epoch ends with a batch whose rows do not divide by the number of devices. Write a function that returns
+# targets (`[rows, positions]`, NumPy, -1: not counted) with enough rows added, so that the mean over all
+# targets stays what it was.
 
 
 # %%
@@ -512,16 +567,18 @@ attempt("03.pad", pad)
 # ## Five lines
 #
 # 1. Replicas agree on gradients: one arrow, `+dp -> whole`, per weight.
-# 2. The mean is the sum of sums over the sum of counts; a mean of means, a sum of means and a local norm are wrong.
-# 3. Bytes are twice the gradients' times (n − 1)/n, however they are packed: end, layer, bucket.
-# 4. Accumulating microbatches sends the same once, for more tokens, if the sums wait for the last one; layer by layer they do not.
-# 5. It hides behind *one* backward pass of at least C/W tokens per device; the last bucket never does.
+# 2. The mean is the sum of sums over the sum of counts; a mean of means, a sum of means and a local norm are
+# wrong. 3. Bytes are twice the gradients' times (n − 1)/n, however they are packed: end, layer, bucket. 4.
+# Accumulating microbatches sends the same once, for more tokens, if the sums wait for the last one; layer by
+# layer they do not. 5. It hides behind *one* backward pass of at least C/W tokens per device; the last bucket
+# never does.
 #
 # ## Where XLA's partitioner differs
 #
-# Under `jax.jit` with the batch cut and the weights whole, no collective is written: the partitioner finds out that the
-# gradients are unfinished sums. It gives the same numbers. When it sums and what it merges is its choice; to hold it to a
-# bucket size or to the end of an accumulation, the sums must be written, as above.
+# Under `jax.jit` with the batch cut and the weights whole, no collective is written: the partitioner finds
+# out that the gradients are unfinished sums. It gives the same numbers. When it sums and what it merges is
+# its choice; to hold it to a bucket size or to the end of an accumulation, the sums must be written, as
+# above.
 
 # %%
 from llmpar.mesh import sharding
@@ -530,25 +587,37 @@ from llmpar.notation import parse_layout
 cut, uncut = sharding(mesh, parse_layout("b/dp")), sharding(mesh, parse_layout("whole"))
 auto = jax.jit(one_device, in_shardings=(uncut, cut, cut), out_shardings=uncut)
 auto_loss, auto_grads = auto(toy, x, counted)
-assert abs(float(auto_loss) - float(want_loss)) < 1e-5 * float(want_loss) and distance(auto_grads, want) < 1e-5
+assert (
+    abs(float(auto_loss) - float(want_loss)) < 1e-5 * float(want_loss) and distance(auto_grads, want) < 1e-5
+)
 lowered = auto.lower(toy, x, counted)
 asked = hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh)
 final = hlo.census_hlo(lowered.compile().as_text(), mesh)
-print(f"by hand:     {sum(row['count'] for row in sent['by hand'].values())} all-reduces, {sum(arrows.values())} bytes")
-print(f"partitioner: {len(asked)} {', '.join(sorted({c.kind for c in asked}))}, {sum(c.bytes_sent for c in asked)} bytes")
-print(f"final:       {len(final)} {', '.join(sorted({c.kind for c in final}))}, {sum(c.bytes_sent for c in final)} bytes")
+print(
+    f"by hand:     {sum(row['count'] for row in sent['by hand'].values())} all-reduces,"
+    f" {sum(arrows.values())} bytes"
+)
+print(
+    f"partitioner: {len(asked)} {', '.join(sorted({c.kind for c in asked}))},"
+    f" {sum(c.bytes_sent for c in asked)} bytes"
+)
+print(
+    f"final:       {len(final)} {', '.join(sorted({c.kind for c in final}))},"
+    f" {sum(c.bytes_sent for c in final)} bytes"
+)
 
 # %% [markdown]
 # ## On your cluster
 #
 # ```
-# llmpar train --mesh dp=-1 --batch-size 32 --microbatches 2      replicas on every device, gradients summed once per step
-# llmpar train --mesh dp=-1 --reduce layer                      layer by layer, behind the backward pass
-# llmpar inspect --mesh dp=-1 --zero 0 --reduce bucket          count the all-reduces and their bytes, with source lines
-# llmpar inspect --mesh dp=-1 --reading auto                    what the partitioner does instead
-# ```
+# llmpar train --mesh dp=-1 --batch-size 32 --microbatches 2      replicas on every device, gradients summed
+# once per step llmpar train --mesh dp=-1 --reduce layer                      layer by layer, behind the
+# backward pass llmpar inspect --mesh dp=-1 --zero 0 --reduce bucket          count the all-reduces and their
+# bytes, with source lines llmpar inspect --mesh dp=-1 --reading auto                    what the partitioner
+# does instead ```
 #
-# **One number to remember: 2.** Data parallelism sends two bytes per byte of gradient and step, on any number of devices.
+# **One number to remember: 2.** Data parallelism sends two bytes per byte of gradient and step, on any number
+# of devices.
 
 # %%
 print(f"2 x (n - 1) / n = {2 * (n - 1) / n:g} for n = {n}, below 2 for any n")

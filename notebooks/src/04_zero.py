@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 04 · ZeRO and FSDP: why hold everything everywhere?
 #
-# Data parallelism keeps a whole copy of the weights, the gradients and the optimizer's state on every device, and most of
-# the time nobody looks at most of it. ZeRO (Rajbhandari et al. 2020) cuts these three, one after the other:
+# Data parallelism keeps a whole copy of the weights, the gradients and the optimizer's state on every device,
+# and most of the time nobody looks at most of it. ZeRO (Rajbhandari et al. 2020) cuts these three, one after
+# the other:
 #
 # | stage | cut over `fsdp` | arrows |
 # |---|---|---|
@@ -36,7 +37,9 @@ from llmpar.notation import parse_layout
 from llmpar.plan import Plan
 from llmpar.step import Step
 
-jax.config.update("jax_default_matmul_precision", "highest")  # accelerators round float32 products unless told not to
+jax.config.update(
+    "jax_default_matmul_precision", "highest"
+)  # accelerators round float32 products unless told not to
 N = max(n for n in (1, 2, 4, 8) if n <= len(devices))
 LAP = (N - 1) / N  # what a ring of N devices sends of each message
 mesh = make_mesh(f"fsdp={N}")
@@ -44,20 +47,38 @@ mesh = make_mesh(f"fsdp={N}")
 # %% [markdown]
 # ## One picture
 #
-# Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the optimizer (a
-# float32 copy of the weight and two moments). This is what a device holds of a model of 7.5 billion parameters when 64
-# devices share it. The numbers are `llmpar.cost.zero_bytes`; the right ends of the bars are the paper's Table 1
-# (the picture counts in GiB of 2^30 bytes, the paper in GB of 1e9).
+# Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the
+# optimizer (a float32 copy of the weight and two moments). This is what a device holds of a model of 7.5
+# billion parameters when 64 devices share it. The numbers are `llmpar.cost.zero_bytes`; the right ends of the
+# bars are the paper's Table 1 (the picture counts in GiB of 2^30 bytes, the paper in GB of 1e9).
 
 # %%
-parts = {"weights": dict(param_bytes=2, grad_bytes=0, optim_bytes=0), "gradients": dict(param_bytes=0, grad_bytes=2, optim_bytes=0),
-         "optimizer": dict(param_bytes=0, grad_bytes=0, optim_bytes=12)}
-rows = [(f"stage {stage}", {part: cost.zero_bytes(7.5e9, 64, stage, **sizes) for part, sizes in parts.items()}) for stage in range(4)]
-scene.show(draw.memory_bars(rows, capacity_bytes=chip("a100-80").usable_bytes, title="7.5B parameters, 64 devices: model state per device"))
+parts = {
+    "weights": dict(param_bytes=2, grad_bytes=0, optim_bytes=0),
+    "gradients": dict(param_bytes=0, grad_bytes=2, optim_bytes=0),
+    "optimizer": dict(param_bytes=0, grad_bytes=0, optim_bytes=12),
+}
+rows = [
+    (f"stage {stage}", {part: cost.zero_bytes(7.5e9, 64, stage, **sizes) for part, sizes in parts.items()})
+    for stage in range(4)
+]
+scene.show(
+    draw.memory_bars(
+        rows,
+        capacity_bytes=chip("a100-80").usable_bytes,
+        title="7.5B parameters, 64 devices: model state per device",
+    )
+)
 
 # %%
 # NBVAL_CHECK_OUTPUT
-published_gb = {4: (52.5, 41.3, 30.0), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88), 256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12)}
+published_gb = {
+    4: (52.5, 41.3, 30.0),
+    16: (35.6, 21.6, 7.5),
+    64: (31.4, 16.6, 1.88),
+    256: (30.4, 15.4, 0.47),
+    1024: (30.1, 15.1, 0.12),
+}
 print("GB per device    stage 1  stage 2  stage 3   (Table 1 of the paper: 7.5B parameters)")
 for num_devices, expected in published_gb.items():
     ours = [cost.zero_bytes(7.5e9, num_devices, stage) / 1e9 for stage in (1, 2, 3)]
@@ -68,20 +89,20 @@ print("all within 3 % of the paper, which rounds")
 # %% [markdown]
 # ## Predict
 #
-# The toy below has 4 layers of 32 × 32 weights in float32: Ψ = 4096 parameters, 16,384 bytes. On a ring of N devices a
-# reduce-scatter or an all-gather sends (N-1)/N of a message, an all-reduce twice that.
+# The toy below has 4 layers of 32 × 32 weights in float32: Ψ = 4096 parameters, 16,384 bytes. On a ring of N
+# devices a reduce-scatter or an all-gather sends (N-1)/N of a message, an all-reduce twice that.
 #
-# **How many bytes does one device send per step at stage 3?** There every layer's weight is gathered before it is used, and
-# thrown away. Replace the dots by a number, or by a formula with `N`.
+# **How many bytes does one device send per step at stage 3?** There every layer's weight is gathered before
+# it is used, and thrown away. Replace the dots by a number, or by a formula with `N`.
 
 # %%
 bytes_at_stage_3 = ...
 attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
 
 # %% [markdown]
-# And the table that decides what you can train. **A model of 7 billion parameters, mixed precision with Adam, on a node with 4
-# A100 of 40 GB:** how many GB (1e9 bytes) of model state does a device hold at each stage? Which stages leave room for anything
-# else?
+# And the table that decides what you can train. **A model of 7 billion parameters, mixed precision with Adam,
+# on a node with 4 A100 of 40 GB:** how many GB (1e9 bytes) of model state does a device hold at each stage?
+# Which stages leave room for anything else?
 
 # %%
 memory_gb = {0: ..., 1: ..., 2: ..., 3: ...}
@@ -90,9 +111,9 @@ attempt("04.memory_table", memory_gb)
 # %% [markdown]
 # ## Run: four trainings by hand
 #
-# No package here, only `lax` inside `jax.shard_map`: what you read is what one device does. The model is a stack of
-# `tanh(x @ w)`, the optimizer is Adam. Adam looks at one element at a time. That is why a device can update its share of
-# the weights without seeing the rest, and why stages 1 to 3 exist.
+# No package here, only `lax` inside `jax.shard_map`: what you read is what one device does. The model is a
+# stack of `tanh(x @ w)`, the optimizer is Adam. Adam looks at one element at a time. That is why a device can
+# update its share of the weights without seeing the rest, and why stages 1 to 3 exist.
 
 # %%
 L, D, ROWS, RATE, STEPS = 4, 32, 16, 3e-3, 5
@@ -121,8 +142,8 @@ def my_block(w):
 
 
 # %% [markdown]
-# `lax.pcast(w, "fsdp", to="varying")` says: from here on, treat the weight as this device's own. Without it, `jax.grad` would
-# sum the gradient over devices by itself, and we want to see who does that, and how.
+# `lax.pcast(w, "fsdp", to="varying")` says: from here on, treat the weight as this device's own. Without it,
+# `jax.grad` would sum the gradient over devices by itself, and we want to see who does that, and how.
 
 
 # %%
@@ -160,26 +181,30 @@ def stage3(w, m, v, t, x, y, gather_again=True):
     def gathered_layer(shard, x):
         return layer(lax.all_gather(shard, "fsdp", axis=0, tiled=True), x)  # d/fsdp m -> d m
 
-    use = jax.checkpoint(gathered_layer) if gather_again else gathered_layer  # keep nothing: gather again in the backward
+    use = (
+        jax.checkpoint(gathered_layer) if gather_again else gathered_layer
+    )  # keep nothing: gather again in the backward
 
     def sharded_loss(shards, x, y):
         return error(lax.scan(lambda x, shard: (use(shard, x), None), x, shards)[0], y)
 
-    value, g = jax.value_and_grad(sharded_loss)(w, x, y)  # g is a shard: no reduce-scatter is written anywhere
+    value, g = jax.value_and_grad(sharded_loss)(
+        w, x, y
+    )  # g is a shard: no reduce-scatter is written anywhere
     return *adam(w, g, m, v, t), lax.psum(value, "fsdp")
 
 
 # %% [markdown]
-# Stage 3 has no reduce-scatter in its text, and yet there will be one in its program: **the gradient of a gather is a
-# reduce-scatter.** A weight was copied to everybody, so its gradient is the sum of what everybody has to say, and each
-# device needs that sum for its own block alone.
+# Stage 3 has no reduce-scatter in its text, and yet there will be one in its program: **the gradient of a
+# gather is a reduce-scatter.** A weight was copied to everybody, so its gradient is the sum of what everybody
+# has to say, and each device needs that sum for its own block alone.
 #
 # %%
 scene.show(draw.arrow("d m +fsdp -> d/fsdp m", (D, D), mesh.shape, itemsize=4))
 
 # %% [markdown]
-# Every device has computed a whole gradient from its own rows of the batch (hatched: the sum over devices is not done yet). After
-# the reduce-scatter each has one block, finished.
+# Every device has computed a whole gradient from its own rows of the batch (hatched: the sum over devices is
+# not done yet). After the reduce-scatter each has one block, finished.
 #
 # Now the programs. A layout says where each array lives; the rest is the same for all four.
 
@@ -194,11 +219,20 @@ X, Y = (rng.uniform(-1, 1, (ROWS, D)).astype(np.float32) for _ in range(2))
 
 
 def prepare(function, stage):
-    """Place the arrays as the stage wants them; compile one step; return the lowered and the compiled program."""
-    places = [parse_layout(text) for text in (WEIGHT_AT[stage], MOMENT_AT[stage], MOMENT_AT[stage], "whole", "b/fsdp d", "b/fsdp d")]
-    arrays = [jax.device_put(a, sharding(mesh, p)) for a, p in zip((W, 0 * W, 0 * W, np.float32(1), X, Y), places, strict=True)]
+    """Place the arrays as the stage wants them; compile one step; return the lowered and the compiled
+    program."""
+    places = [
+        parse_layout(text)
+        for text in (WEIGHT_AT[stage], MOMENT_AT[stage], MOMENT_AT[stage], "whole", "b/fsdp d", "b/fsdp d")
+    ]
+    arrays = [
+        jax.device_put(a, sharding(mesh, p))
+        for a, p in zip((W, 0 * W, 0 * W, np.float32(1), X, Y), places, strict=True)
+    ]
     specs = [spec(p) for p in places]
-    step = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=(*specs[:3], specs[3])))
+    step = jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=(*specs[:3], specs[3]))
+    )
     lowered = step.lower(*arrays)
     return arrays, lowered, lowered.compile()
 
@@ -248,12 +282,17 @@ print(f"value: {STEPS} losses and the weights after them equal those of one devi
 for stage, (_, arrays) in results.items():
     for array, text in zip(arrays, (WEIGHT_AT[stage], MOMENT_AT[stage], MOMENT_AT[stage]), strict=True):
         promised = parse_layout(text).shard_shape(array.shape, mesh.shape)
-        assert {shard.data.shape for shard in array.addressable_shards} == {promised}, f"stage {stage}: {text}"
-print(f"sharding: of {W.shape} a device holds {(L, D // N, D)} of the moments from stage 1 on, of the weights at stage 3")
+        assert {shard.data.shape for shard in array.addressable_shards} == {promised}, (
+            f"stage {stage}: {text}"
+        )
+print(
+    f"sharding: of {W.shape} a device holds {(L, D // N, D)} of the moments from stage 1 on, of the weights"
+    " at stage 3"
+)
 
 # %% [markdown]
-# **Communication.** We predict kinds, counts and bytes, then read them out of the program that XLA's partitioner hands on.
-# `cost.zero_elements` is the formula of the ZeRO paper, section 7: 2Ψ, 2Ψ, 2Ψ, 3Ψ.
+# **Communication.** We predict kinds, counts and bytes, then read them out of the program that XLA's
+# partitioner hands on. `cost.zero_elements` is the formula of the ZeRO paper, section 7: 2Ψ, 2Ψ, 2Ψ, 3Ψ.
 
 # %%
 PSI_BYTES = 4 * W.size
@@ -264,7 +303,9 @@ expected_counts = {
     3: {"reduce-scatter": L, "all-gather": 2 * L},
 }
 loss_bytes = cost.sent_bytes("all-reduce", 4, N)  # everybody learns the loss: one more all-reduce, of 4 bytes
-found = {stage: hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh) for stage, (_, lowered, _) in programs.items()}
+found = {
+    stage: hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh) for stage, (_, lowered, _) in programs.items()
+}
 for stage, census in found.items():
     state = [c for c in census if c.shape != ()]
     counts = {kind: sum(c.count for c in state if c.kind == kind) for kind in {c.kind for c in state}}
@@ -272,25 +313,39 @@ for stage, census in found.items():
     assert sum(c.bytes_sent for c in state) == 4 * cost.zero_elements(W.size, stage, devices=N)
     assert sum(c.bytes_sent for c in census) == 4 * cost.zero_elements(W.size, stage, devices=N) + loss_bytes
     volume = sum(c.bytes_sent for c in state) / (PSI_BYTES * LAP) if N > 1 else 0
-    print(f"stage {stage}: {volume:.0f}Ψ sent as", ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "nothing: one device")
-print("communication: kinds, counts and bytes are as predicted; there is no all-reduce of gradients from stage 1 on")
+    print(
+        f"stage {stage}: {volume:.0f}Ψ sent as",
+        ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "nothing: one device",
+    )
+print(
+    "communication: kinds, counts and bytes are as predicted; there is no all-reduce of gradients from stage"
+    " 1 on"
+)
 
 # %% [markdown]
-# An all-reduce *is* a reduce-scatter followed by an all-gather. Stage 1 puts the update between the two halves; that is why it
-# costs nothing to send. Stage 3 pays one gather more, since the backward pass needs the weights a second time.
+# An all-reduce *is* a reduce-scatter followed by an all-gather. Stage 1 puts the update between the two
+# halves; that is why it costs nothing to send. Stage 3 pays one gather more, since the backward pass needs
+# the weights a second time.
 #
-# Stages 1 and 2 send the same here. They differ in when: stage 1 holds all gradients of all layers until the end, stage 2 one
-# layer's. We shall see below when that becomes a difference in bytes.
+# Stages 1 and 2 send the same here. They differ in when: stage 1 holds all gradients of all layers until the
+# end, stage 2 one layer's. We shall see below when that becomes a difference in bytes.
 #
 # **Memory.** What a device is given: weights, two moments, its rows of the batch, the step's number.
 
 # %%
 for stage, (_, _, compiled) in programs.items():
-    weights, moments = (shard_bytes(parse_layout(place[stage]), W.shape, 4, mesh.shape) for place in (WEIGHT_AT, MOMENT_AT))
+    weights, moments = (
+        shard_bytes(parse_layout(place[stage]), W.shape, 4, mesh.shape) for place in (WEIGHT_AT, MOMENT_AT)
+    )
     predicted = weights + 2 * moments + 2 * X.nbytes // N + 4
     assert hlo.compiled_memory(compiled)["argument_bytes"] == predicted
-    print(f"stage {stage}: {weights:6,} B of weights + {2 * moments:6,} B of moments, {predicted:6,} B of arguments in all")
-print(f"memory: argument bytes per device are as predicted; the moments take 1/{N} of stage 0's from stage 1 on")
+    print(
+        f"stage {stage}: {weights:6,} B of weights + {2 * moments:6,} B of moments, {predicted:6,} B of"
+        " arguments in all"
+    )
+print(
+    f"memory: argument bytes per device are as predicted; the moments take 1/{N} of stage 0's from stage 1 on"
+)
 
 # %% [markdown]
 # ## Picture of the compiled programs
@@ -299,23 +354,32 @@ print(f"memory: argument bytes per device are as predicted; the moments take 1/{
 
 # %%
 bars = [
-    {"axis": "fsdp", "kind": f"{kind} (stage {stage})", "count": counts[kind],
-     "predicted_bytes": round(cost.sent_bytes(kind, PSI_BYTES, N) * (2 if stage == 3 and kind == "all-gather" else 1)),
-     "compiled_bytes": sum(c.bytes_sent for c in found[stage] if c.kind == kind and c.shape != ())}
-    for stage, counts in expected_counts.items() for kind in counts
+    {
+        "axis": "fsdp",
+        "kind": f"{kind} (stage {stage})",
+        "count": counts[kind],
+        "predicted_bytes": round(
+            cost.sent_bytes(kind, PSI_BYTES, N) * (2 if stage == 3 and kind == "all-gather" else 1)
+        ),
+        "compiled_bytes": sum(c.bytes_sent for c in found[stage] if c.kind == kind and c.shape != ()),
+    }
+    for stage, counts in expected_counts.items()
+    for kind in counts
 ]
 scene.show(draw.collectives(bars))
 
 # %% [markdown]
 # ## The same for a Llama
 #
-# Now the package: a Llama of 2 layers, trained by `llmpar.step.Step` with AdamW. Its model text names no mesh axis;
-# `Plan(mesh, zero=…)` is all that changes.
+# Now the package: a Llama of 2 layers, trained by `llmpar.step.Step` with AdamW. Its model text names no mesh
+# axis; `Plan(mesh, zero=…)` is all that changes.
 
 # %%
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 BATCH, SEQ = 16, 16
-tokens = (np.arange(BATCH)[:, None] * 7 + np.arange(1, BATCH + 1)[:, None] * np.arange(SEQ + 1)) % 256  # rows that count in steps
+tokens = (
+    np.arange(BATCH)[:, None] * 7 + np.arange(1, BATCH + 1)[:, None] * np.arange(SEQ + 1)
+) % 256  # rows that count in steps
 TEXT = {
     "tokens": tokens[:, :-1].astype(np.int32),
     "targets": tokens[:, 1:].astype(np.int32),
@@ -326,13 +390,18 @@ start = None  # one initial state for all plans
 
 
 def train_llama(plan):
-    """Compile the step, train from the common start, and return the step, its lowered and compiled program, and what came out."""
+    """Compile the step, train from the common start, and return the step, its lowered and compiled program,
+    and what came out."""
     global start
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(3e-3))
     start = start or jax.device_get(step.init(seed=0))
     lowered = step.lower(BATCH, SEQ)
     compiled = lowered.compile()
-    state, batch, losses = jax.device_put(start, step.shardings), jax.device_put(TEXT, step.batch_sharding), []
+    state, batch, losses = (
+        jax.device_put(start, step.shardings),
+        jax.device_put(TEXT, step.batch_sharding),
+        [],
+    )
     for _ in range(STEPS):
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))
@@ -350,20 +419,36 @@ print(f"value: {STEPS} losses equal those of one device, at stages 0, 1, 2 and 3
 
 for step, _, _, state, _ in llamas.values():
     adam_state = state.optimizer[0]
-    for tree, places in ((state.params, step.stored), (adam_state.mu, step.graded), (adam_state.nu, step.graded)):
+    for tree, places in (
+        (state.params, step.stored),
+        (adam_state.mu, step.graded),
+        (adam_state.nu, step.graded),
+    ):
         promised = jax.tree.map(lambda x, layout: layout.shard_shape(x.shape, mesh.shape), tree, places)
         held = jax.tree.map(lambda x: x.addressable_shards[0].data.shape, tree)
         assert held == promised
-print("sharding: every weight and every moment lies as the plan promises; for instance blocks.ffn.gate is stored")
+print(
+    "sharding: every weight and every moment lies as the plan promises; for instance blocks.ffn.gate is"
+    " stored"
+)
 for zero, (step, *_) in llamas.items():
-    print(f"  stage {zero}: weight '{step.stored['blocks']['ffn']['gate']}', moments '{step.graded['blocks']['ffn']['gate']}'")
+    print(
+        f"  stage {zero}: weight '{step.stored['blocks']['ffn']['gate']}', moments"
+        f" '{step.graded['blocks']['ffn']['gate']}'"
+    )
 
 # %%
 for zero, (step, lowered, _, _, _) in llamas.items():
     predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)
     compiled_table = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh))
-    assert compiled_table == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
-    print(f"stage {zero}:", "; ".join(f"{kind} ×{row.count} {row.bytes_sent:,} B" for (_, kind), row in sorted(predicted.items())) or "nothing")
+    assert compiled_table == {
+        key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
+    }
+    print(
+        f"stage {zero}:",
+        "; ".join(f"{kind} ×{row.count} {row.bytes_sent:,} B" for (_, kind), row in sorted(predicted.items()))
+        or "nothing",
+    )
 print("communication: kinds, counts and bytes per device and step are as predicted")
 
 # %%
@@ -371,11 +456,19 @@ optimizer_bytes = {}
 for zero, (step, _, compiled, state, _) in llamas.items():
     predicted = predict.argument_bytes(LLAMA, step.plan, BATCH, SEQ)
     assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(predicted.values())
-    optimizer_bytes[zero] = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.optimizer) if x.ndim)
+    optimizer_bytes[zero] = sum(
+        x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.optimizer) if x.ndim
+    )
     assert optimizer_bytes[zero] == predicted["optimizer"]
-    print(f"stage {zero}: weights {predicted['params']:7,} B, optimizer {predicted['optimizer']:7,} B, all arguments {sum(predicted.values()):9,} B")
+    print(
+        f"stage {zero}: weights {predicted['params']:7,} B, optimizer {predicted['optimizer']:7,} B, all"
+        f" arguments {sum(predicted.values()):9,} B"
+    )
 assert all(optimizer_bytes[0] == N * optimizer_bytes[zero] for zero in (1, 2, 3))
-print(f"memory: argument bytes per device are as predicted; the optimizer's bytes are divided by exactly {N} from stage 1 on")
+print(
+    f"memory: argument bytes per device are as predicted; the optimizer's bytes are divided by exactly {N}"
+    " from stage 1 on"
+)
 if devices[0].platform == "cpu" and N > 1:
     temporaries = [hlo.compiled_memory(compiled)["temp_bytes"] for _, _, compiled, _, _ in llamas.values()]
     assert temporaries[3] < temporaries[0]
@@ -387,19 +480,25 @@ if devices[0].platform == "cpu" and N > 1:
 # Accumulation runs `a` microbatches before one update. Now *when* a gradient is cut matters:
 #
 # * stages 0 and 1 add up whole gradients and communicate once: **2Ψ**;
-# * stage 2 holds only shards, so each microbatch's gradient is reduce-scattered before it is added: **(a+1)Ψ**;
-# * stage 3 gathers twice and scatters once for each microbatch: **3aΨ**.
+# * stage 2 holds only shards, so each microbatch's gradient is reduce-scattered before it is added:
+# **(a+1)Ψ**; * stage 3 gathers twice and scatters once for each microbatch: **3aΨ**.
 #
-# Stage 2 is often called the balance of memory and communication. With accumulation it is the balance of a price, too.
+# Stage 2 is often called the balance of memory and communication. With accumulation it is the balance of a
+# price, too.
 #
-# One honest detail. In our step the embedding, the output head and the last norm are gathered once per microbatch, not twice: the
-# forward pass ends where the backward pass begins, so they are still there; and of a block's norms only what their scales were
-# broadcast to is kept, so these are not gathered twice either. They cost 2aΨ at stage 3. The assertions count the two parts
-# separately. (`llmpar/predict.py` says so too; in a large model the blocks are nearly everything.)
+# One honest detail. In our step the embedding, the output head and the last norm are gathered once per
+# microbatch, not twice: the forward pass ends where the backward pass begins, so they are still there; and of
+# a block's norms only what their scales were broadcast to is kept, so these are not gathered twice either.
+# They cost 2aΨ at stage 3. The assertions count the two parts separately. (`llmpar/predict.py` says so too;
+# in a large model the blocks are nearly everything.)
 
 # %%
 shapes = LLAMA.param_shapes()
-twice = sum(int(np.prod(shape)) for path, (_, shape) in shapes.items() if path.startswith("blocks.") and len(shape) > 2)
+twice = sum(
+    int(np.prod(shape))
+    for path, (_, shape) in shapes.items()
+    if path.startswith("blocks.") and len(shape) > 2
+)
 once = LLAMA.num_params - twice
 print(f"Ψ = {LLAMA.num_params:,} parameters: {twice:,} in matrices of blocks, {once:,} elsewhere")
 print("sent in a step   " + "".join(f"{f'a={a}':>12}" for a in (1, 2, 4)))
@@ -412,20 +511,24 @@ for zero in range(4):
         if a > 1:  # a loop over microbatches: the census multiplies what is inside by its length
             traced = step.run.trace(step.abstract_state, step.abstract_batch(4 * N, SEQ)).jaxpr
             read = hlo.census_table(hlo.census_jaxpr(traced, mesh.shape))
-            assert read == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
+            assert read == {
+                key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
+            }
         scalars = int(cost.sent_bytes("all-reduce", 3 * 4, N))  # loss, tokens and norm, in one message
         less = 2 * a if zero == 3 else cost.zero_elements(1, zero, a)
         assert predicted.total_bytes - scalars == 4 * LAP * (cost.zero_elements(twice, zero, a) + less * once)
         line.append(cost.zero_elements(1, zero, a))
     print(f"stage {zero}          " + "".join(f"{f'{factor:g}Ψ':>12}" for factor in line))
-print("communication: formula = prediction for every a = traced program where a > 1, in kind, count and bytes")
+print(
+    "communication: formula = prediction for every a = traced program where a > 1, in kind, count and bytes"
+)
 
 # %% [markdown]
 # ### Exercise (stretch): make stage 2 from stage 1
 #
-# Here is the sum over microbatches of stage 1. `gradient(part)` is this device's whole gradient `d m` of one microbatch. Write
-# stage 2's: it must return the same shard, `d/fsdp m`, and never add up anything whole. Your function is run for four devices,
-# and what it sends is counted.
+# Here is the sum over microbatches of stage 1. `gradient(part)` is this device's whole gradient `d m` of one
+# microbatch. Write stage 2's: it must return the same shard, `d/fsdp m`, and never add up anything whole.
+# Your function is run for four devices, and what it sends is counted.
 
 
 # %%
@@ -442,8 +545,9 @@ attempt("04.stage2_accumulated", stage2_accumulated)
 # %% [markdown]
 # ## Gather again, or gather once and keep?
 #
-# FSDP may keep a gathered weight until the backward pass has used it. That saves a third of the traffic and gives back the
-# memory that stage 3 had saved. By hand it is one word, `jax.checkpoint`; in the package it is `Plan.regather`.
+# FSDP may keep a gathered weight until the backward pass has used it. That saves a third of the traffic and
+# gives back the memory that stage 3 had saved. By hand it is one word, `jax.checkpoint`; in the package it is
+# `Plan.regather`.
 
 # %%
 keep_arrays, keep_lowered, keep_compiled = prepare(lambda *args: stage3(*args, gather_again=False), 3)
@@ -455,23 +559,32 @@ assert sum(c.count for c in kept if c.kind == "all-gather") == (L if N > 1 else 
 print("by hand: again sends 3Ψ, keep sends 2Ψ; the losses are the same")
 if N > 1:
     assert keep_temp > again_temp
-    print(f"temporaries: keep needs more than again, by {(keep_temp - again_temp) / PSI_BYTES:.2f} Ψ (the compiler's plan for this device)")
+    print(
+        f"temporaries: keep needs more than again, by {(keep_temp - again_temp) / PSI_BYTES:.2f} Ψ (the"
+        " compiler's plan for this device)"
+    )
 
 for regather in ("again", "keep"):
     plan = Plan(f"fsdp={N}", zero=3, regather=regather)
     step = Step(LLAMA, plan, mesh, optax.adamw(3e-3))
     traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     predicted = predict.collectives(LLAMA, plan, BATCH, SEQ)
-    assert hlo.census_table(hlo.census_jaxpr(traced, mesh.shape)) == {k: {"count": r.count, "bytes_sent": r.bytes_sent} for k, r in predicted.items()}
+    assert hlo.census_table(hlo.census_jaxpr(traced, mesh.shape)) == {
+        k: {"count": r.count, "bytes_sent": r.bytes_sent} for k, r in predicted.items()
+    }
     gathers = predicted.get(("fsdp", "all-gather"), predict.Prediction()).count
-    print(f"the Llama with regather='{regather}': {gathers} all-gathers, {predicted.total_bytes:,} B in all, as predicted")
+    print(
+        f"the Llama with regather='{regather}': {gathers} all-gathers, {predicted.total_bytes:,} B in all, as"
+        " predicted"
+    )
 
 # %% [markdown]
 # ### Exercise (expert): bytes against memory
 #
-# Ψ weights in blocks, many devices, `a = 4` microbatches in a step. Three policies: gather `again` in each backward pass; `keep`
-# until the end of the microbatch; `keep all step`, until the update. For each: how many Ψ elements does a device send per step,
-# and how many Ψ of gathered weights does it still hold when the forward pass ends? What does the last policy remind you of?
+# Ψ weights in blocks, many devices, `a = 4` microbatches in a step. Three policies: gather `again` in each
+# backward pass; `keep` until the end of the microbatch; `keep all step`, until the update. For each: how many
+# Ψ elements does a device send per step, and how many Ψ of gathered weights does it still hold when the
+# forward pass ends? What does the last policy remind you of?
 
 # %%
 policies = {"again": (..., ...), "keep": (..., ...), "keep all step": (..., ...)}
@@ -480,10 +593,10 @@ attempt("04.keep_or_gather", policies)
 # %% [markdown]
 # ## Offload: the host's memory as one more place
 #
-# The optimizer's state is touched once per step. ZeRO-Offload (Ren et al. 2021) keeps it in the host's memory: each step,
-# gradients go down and updated weights come up, 2 + 2 bytes per parameter of a device's share, over PCIe. Simulated devices
-# have no PCIe, so here it is a cost and not a run. PCIe 4.0 × 16 carries 16 GT/s × 16 lanes × 128/130 = 31.5 GB/s each way;
-# the two ways can overlap, which we do not count on.
+# The optimizer's state is touched once per step. ZeRO-Offload (Ren et al. 2021) keeps it in the host's
+# memory: each step, gradients go down and updated weights come up, 2 + 2 bytes per parameter of a device's
+# share, over PCIe. Simulated devices have no PCIe, so here it is a cost and not a run. PCIe 4.0 × 16 carries
+# 16 GT/s × 16 lanes × 128/130 = 31.5 GB/s each way; the two ways can overlap, which we do not count on.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -491,40 +604,64 @@ params, num_devices, a100 = 7e9, 4, chip("a100-40")
 pcie_bytes_per_s = 16e9 * 16 * 128 / 130 / 8
 moved = (2 + 2) * params / num_devices
 freed = 12 * params / num_devices
-print(f"7B on 4 A100-40 at stage 2: {cost.zero_bytes(params, 4, 2) / 1e9:.1f} GB of state on a device of {a100.hbm_bytes / 1e9:.0f} GB")
-print(f"optimizer on the host: {cost.zero_bytes(params, 4, 2, optim_bytes=0) / 1e9:.1f} GB stay, {freed / 1e9:.0f} GB per device go to the host")
-print(f"price: {moved / 1e9:.0f} GB per step over PCIe, at least {moved / pcie_bytes_per_s:.2f} s, and Adam runs on the host's processor")
+print(
+    f"7B on 4 A100-40 at stage 2: {cost.zero_bytes(params, 4, 2) / 1e9:.1f} GB of state on a device of"
+    f" {a100.hbm_bytes / 1e9:.0f} GB"
+)
+print(
+    f"optimizer on the host: {cost.zero_bytes(params, 4, 2, optim_bytes=0) / 1e9:.1f} GB stay,"
+    f" {freed / 1e9:.0f} GB per device go to the host"
+)
+print(
+    f"price: {moved / 1e9:.0f} GB per step over PCIe, at least {moved / pcie_bytes_per_s:.2f} s, and Adam"
+    " runs on the host's processor"
+)
 for batch_tokens in (16_384, 131_072):
     compute_s = cost.train_seconds(params, batch_tokens, num_devices, 0.5 * a100.flops_per_s)
-    print(f"a step of {batch_tokens:,} tokens at half of the peak: {compute_s:.1f} s of computing, PCIe is {moved / pcie_bytes_per_s / compute_s:.0%} of that")
+    print(
+        f"a step of {batch_tokens:,} tokens at half of the peak: {compute_s:.1f} s of computing, PCIe is"
+        f" {moved / pcie_bytes_per_s / compute_s:.0%} of that"
+    )
 
 # %% [markdown]
 # The batch decides, as so often: the traffic of a step does not depend on it.
 #
 # ## Where XLA's partitioner differs
 #
-# We wrote the collectives. The other way is to say only where arrays live and let XLA's partitioner choose: `reading="auto"`, or
-# `jax.jit` with shardings. The value is the same, the memory is the same. What is sent is another matter.
+# We wrote the collectives. The other way is to say only where arrays live and let XLA's partitioner choose:
+# `reading="auto"`, or `jax.jit` with shardings. The value is the same, the memory is the same. What is sent
+# is another matter.
 
 # %%
-auto_step, auto_lowered, auto_compiled, auto_state, auto_losses = train_llama(Plan(f"fsdp={N}", zero=3, reading="auto"))
+auto_step, auto_lowered, auto_compiled, auto_state, auto_losses = train_llama(
+    Plan(f"fsdp={N}", zero=3, reading="auto")
+)
 assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
-assert hlo.compiled_memory(auto_compiled)["argument_bytes"] == hlo.compiled_memory(llamas[3][2])["argument_bytes"]
+assert (
+    hlo.compiled_memory(auto_compiled)["argument_bytes"]
+    == hlo.compiled_memory(llamas[3][2])["argument_bytes"]
+)
 print("value and memory: Auto equals Manual")
 auto = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(auto_lowered), mesh))
 manual = predict.collectives(LLAMA, llamas[3][0].plan, BATCH, SEQ)
-for name, table in (("manual", {k: (r.count, r.bytes_sent) for k, r in manual.items()}), ("auto", {k: (r["count"], r["bytes_sent"]) for k, r in auto.items()})):
+for name, table in (
+    ("manual", {k: (r.count, r.bytes_sent) for k, r in manual.items()}),
+    ("auto", {k: (r["count"], r["bytes_sent"]) for k, r in auto.items()}),
+):
     for (_, kind), (count, sent) in sorted(table.items(), key=lambda item: -item[1][1]):
         print(f"{name:>7}: {kind:<15} ×{count:<4}{sent:>12,} B")
 if devices[0].platform == "cpu" and N > 1:
     assert not any(kind == "reduce-scatter" for _, kind in auto)
     assert sum(row["bytes_sent"] for row in auto.values()) > manual.total_bytes
-    print("communication: on simulated devices Auto never forms a reduce-scatter, and it sends more than stage 3 needs")
+    print(
+        "communication: on simulated devices Auto never forms a reduce-scatter, and it sends more than stage"
+        " 3 needs"
+    )
 
 # %% [markdown]
-# The partitioner for CPUs sums whole gradients (an all-reduce), then cuts them. In other shapes it may even move
-# activations instead of weights. The GPU compiler does form reduce-scatters. So read the program of *your* back end before you
-# believe a table, this one included.
+# The partitioner for CPUs sums whole gradients (an all-reduce), then cuts them. In other shapes it may even
+# move activations instead of weights. The GPU compiler does form reduce-scatters. So read the program of
+# *your* back end before you believe a table, this one included.
 #
 # ## Summary
 #
@@ -532,7 +669,8 @@ if devices[0].platform == "cpu" and N > 1:
 # 2. An all-reduce is a reduce-scatter and an all-gather. Stage 1 updates between the two, for free.
 # 3. The gradient of a gather is a reduce-scatter: stage 3 needs no communication code in its backward pass.
 # 4. A step sends 2Ψ, 2Ψ, 2Ψ, 3Ψ; with `a` microbatches 2Ψ, 2Ψ, (a+1)Ψ, 3aΨ.
-# 5. Activations are not touched by any stage. For these: recompute (lesson 01), or cut the model itself (lesson 05).
+# 5. Activations are not touched by any stage. For these: recompute (lesson 01), or cut the model itself
+# (lesson 05).
 #
 # ## On your cluster
 #
@@ -541,9 +679,10 @@ if devices[0].platform == "cpu" and N > 1:
 #     llmpar inspect --mesh "fsdp=-1" --zero 2 --microbatches 2
 #     llmpar inspect --mesh "fsdp=-1" --zero 3 --regather keep
 #     llmpar inspect --mesh "fsdp=-1" --zero 3 --reading auto
-#     llmpar train --model llama3.2-1b --mesh "fsdp=-1" --remat block --dtype bfloat16 --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
+# llmpar train --model llama3.2-1b --mesh "fsdp=-1" --remat block --dtype bfloat16 --batch-size 16 --seq-len
+# 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
 #
-# With several nodes, `dp` between the nodes and `fsdp` inside: `--mesh "dp=4 fsdp=4"`. Gradients are then reduce-scattered on the
-# fast links first, and only a shard is all-reduced on the slow ones.
+# With several nodes, `dp` between the nodes and `fsdp` inside: `--mesh "dp=4 fsdp=4"`. Gradients are then
+# reduce-scattered on the fast links first, and only a shard is all-reduced on the slow ones.
 #
 # **One number to remember: 16 bytes per parameter,** and 3Ψ elements per step to hold only 16/N of them.

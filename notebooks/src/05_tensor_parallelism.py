@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 05 · Tensor and sequence parallelism: can one matrix product be spread over devices?
 #
-# ZeRO stores a weight in pieces, but every device still computes with the whole of it. Tensor parallelism (Shoeybi et al. 2019)
-# computes with the pieces: no device ever sees a whole matrix. What moves is activations, many times per step, so the links must
-# be fast.
+# ZeRO stores a weight in pieces, but every device still computes with the whole of it. Tensor parallelism
+# (Shoeybi et al. 2019) computes with the pieces: no device ever sees a whole matrix. What moves is
+# activations, many times per step, so the links must be fast.
 #
 # | what | layout or arrow |
 # |---|---|
@@ -39,7 +39,9 @@ from llmpar.par import Manual
 from llmpar.plan import Plan
 from llmpar.step import Step
 
-jax.config.update("jax_default_matmul_precision", "highest")  # accelerators round float32 products unless told not to
+jax.config.update(
+    "jax_default_matmul_precision", "highest"
+)  # accelerators round float32 products unless told not to
 T = max(n for n in (1, 2, 4, 8) if n <= len(devices))
 mesh, sizes = make_mesh(f"tp={T}"), {"tp": T}
 B, S, D, M, L, STEPS = 4, 16, 32, 128, 4, 5
@@ -47,8 +49,9 @@ B, S, D, M, L, STEPS = 4, 16, 32, 128, 4, 5
 # %% [markdown]
 # ## One picture
 #
-# The two weights of a feed-forward, `d m` and `m d`, as the devices hold them. The first is cut into columns, the second into rows,
-# along the *same* dim `m`. Each device makes exactly the part of the hidden layer that its rows of the second matrix want to read.
+# The two weights of a feed-forward, `d m` and `m d`, as the devices hold them. The first is cut into columns,
+# the second into rows, along the *same* dim `m`. Each device makes exactly the part of the hidden layer that
+# its rows of the second matrix want to read.
 
 # %%
 scene.show(draw.layout("d m/tp", (D, M), mesh.shape, itemsize=4))
@@ -57,9 +60,10 @@ scene.show(draw.layout("m/tp d", (M, D), mesh.shape, itemsize=4))
 # %% [markdown]
 # ## Why column first, then row
 #
-# Between the two stands a function that is not linear: relu, gelu or silu. Column outputs are whole numbers of some hidden units, so
-# it can be applied at once. Row outputs are parts of a sum, and relu(a) + relu(b) is not relu(a + b). What the four orders send for
-# the hidden dim m = 4d, by the rules of our arrows (a device's bytes per token, in units of d · 4 bytes):
+# Between the two stands a function that is not linear: relu, gelu or silu. Column outputs are whole numbers
+# of some hidden units, so it can be applied at once. Row outputs are parts of a sum, and relu(a) + relu(b) is
+# not relu(a + b). What the four orders send for the hidden dim m = 4d, by the rules of our arrows (a device's
+# bytes per token, in units of d · 4 bytes):
 
 # %%
 orders = {
@@ -81,8 +85,9 @@ for order, arrows in orders.items():
 # %% [markdown]
 # ## Predict
 #
-# A stack of `L = 4` such pairs, `x = relu(x @ w1) @ w2`, a loss on top, and the gradients of all weights. **How many all-reduces does
-# one forward and backward pass run, by the best text that you can think of?** The input of the first layer is data.
+# A stack of `L = 4` such pairs, `x = relu(x @ w1) @ w2`, a loss on top, and the gradients of all weights.
+# **How many all-reduces does one forward and backward pass run, by the best text that you can think of?** The
+# input of the first layer is data.
 
 # %%
 num_all_reduces = ...
@@ -91,8 +96,8 @@ attempt("05.stack_all_reduces", num_all_reduces, devices=T)
 # %% [markdown]
 # ### Exercise (core): attention is such a pair, too
 #
-# Its dims: `d` width, `n` query heads, `k` KV heads, `h` the width of a head. Q is `d n h`, K and V are `d k h`, O is `n h d`.
-# Write the layout of each under tensor parallelism, as in `"d m/tp"`.
+# Its dims: `d` width, `n` query heads, `k` KV heads, `h` the width of a head. Q is `d n h`, K and V are `d k
+# h`, O is `n h d`. Write the layout of each under tensor parallelism, as in `"d m/tp"`.
 
 # %%
 layouts = {"q": ..., "k": ..., "v": ..., "o": ...}
@@ -101,9 +106,10 @@ attempt("05.attention_layouts", layouts)
 # %% [markdown]
 # ## Run: a split stack by hand
 #
-# Bare `lax` inside `jax.shard_map`. Megatron calls the two ends of a pair *f* and *g*. g is the all-reduce after the row matrix; in
-# the backward pass it does nothing. f does nothing in the forward pass, and in the backward pass it is an all-reduce: each device knows
-# the gradient of `x` through its own columns only. In JAX f is `lax.pcast(x, "tp", to="varying")`, and autodiff knows the rest.
+# Bare `lax` inside `jax.shard_map`. Megatron calls the two ends of a pair *f* and *g*. g is the all-reduce
+# after the row matrix; in the backward pass it does nothing. f does nothing in the forward pass, and in the
+# backward pass it is an all-reduce: each device knows the gradient of `x` through its own columns only. In
+# JAX f is `lax.pcast(x, "tp", to="varying")`, and autodiff knows the rest.
 
 
 # %%
@@ -135,7 +141,9 @@ W1 = (rng.standard_normal((L, D, M)) * (2 / D) ** 0.5).astype(np.float32)
 W2 = (rng.standard_normal((L, M, D)) * (1 / M) ** 0.5).astype(np.float32)
 X, Y = (rng.standard_normal((B, S, D)).astype(np.float32) for _ in range(2))
 plan = Plan(f"tp={T}")
-PLACES = [plan.place(text) for text in ("ffn l d m", "ffn l m d", "stream b s d", "stream b s d")]  # l d m/tp, l m/tp d, b s d
+PLACES = [
+    plan.place(text) for text in ("ffn l d m", "ffn l m d", "stream b s d", "stream b s d")
+]  # l d m/tp, l m/tp d, b s d
 
 
 def sgd(run):
@@ -151,8 +159,12 @@ def sgd(run):
 
 def prepare(run):
     specs = [spec(place) for place in PLACES]
-    spread = jax.shard_map(sgd(run), mesh=mesh, in_specs=tuple(specs), out_specs=(*specs[:2], spec(parse_layout("whole"))))
-    arrays = [jax.device_put(a, sharding(mesh, place)) for a, place in zip((W1, W2, X, Y), PLACES, strict=True)]
+    spread = jax.shard_map(
+        sgd(run), mesh=mesh, in_specs=tuple(specs), out_specs=(*specs[:2], spec(parse_layout("whole")))
+    )
+    arrays = [
+        jax.device_put(a, sharding(mesh, place)) for a, place in zip((W1, W2, X, Y), PLACES, strict=True)
+    ]
     lowered = jax.jit(spread).lower(*arrays)
     return arrays, lowered, lowered.compile()
 
@@ -178,7 +190,9 @@ print("losses on one device:", " ".join(f"{x:.4f}" for x in want_losses))
 for name, (losses, w1, w2) in results.items():
     assert np.allclose(losses, want_losses, rtol=1e-4), f"{name}: {losses}"
     assert np.allclose(w1, want_w1, atol=1e-4) and np.allclose(w2, want_w2, atol=1e-4), name
-assert np.allclose(results["by hand"][1], results["by arrows"][1], atol=1e-7), "hand and package should be one program"
+assert np.allclose(results["by hand"][1], results["by arrows"][1], atol=1e-7), (
+    "hand and package should be one program"
+)
 print(f"value: {STEPS} losses and the weights after them equal one device's; by hand = by arrows")
 
 for _, w1, w2 in results.values():
@@ -188,22 +202,36 @@ print(f"sharding: after training a device holds {(L, D, M // T)} of w1 and {(L, 
 
 message = 4 * B * S * D  # bytes of b s d
 loss_free = lambda census: [c for c in census if c.shape != ()]
-censuses = {name: loss_free(hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh)) for name, (_, lowered, _) in programs.items()}
+censuses = {
+    name: loss_free(hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh))
+    for name, (_, lowered, _) in programs.items()
+}
 for name, census in censuses.items():
     assert {c.kind for c in census} <= {"all-reduce"} and {c.shape for c in census} <= {(B, S, D)}, name
     assert sum(c.count for c in census) == (2 * L - 1) * (T > 1)
     assert sum(c.bytes_sent for c in census) == (2 * L - 1) * cost.sent_bytes("all-reduce", message, T)
-print(f"communication: {L} all-reduces forward and {L - 1} backward, 2L-1 = {2 * L - 1} of b·s·d" if T > 1 else "communication: none on one device")
+print(
+    f"communication: {L} all-reduces forward and {L - 1} backward, 2L-1 = {2 * L - 1} of b·s·d"
+    if T > 1
+    else "communication: none on one device"
+)
 
-predicted = sum(shard_bytes(place, a.shape, 4, sizes) for a, place in zip((W1, W2, X, Y), PLACES, strict=True))
-assert all(hlo.compiled_memory(compiled)["argument_bytes"] == predicted for _, _, compiled in programs.values())
-print(f"memory: {predicted:,} B of arguments per device as predicted; weights are cut by {T}, activations are not")
+predicted = sum(
+    shard_bytes(place, a.shape, 4, sizes) for a, place in zip((W1, W2, X, Y), PLACES, strict=True)
+)
+assert all(
+    hlo.compiled_memory(compiled)["argument_bytes"] == predicted for _, _, compiled in programs.values()
+)
+print(
+    f"memory: {predicted:,} B of arguments per device as predicted; weights are cut by {T}, activations"
+    " are not"
+)
 
 # %% [markdown]
 # ## Heads
 #
-# Between Q, K, V and O no head looks at another one: a head is to attention what a hidden unit is to the feed-forward. So the text
-# below is the same for all heads and for some of them, and one all-reduce ends it.
+# Between Q, K, V and O no head looks at another one: a head is to attention what a hidden unit is to the
+# feed-forward. So the text below is the same for all heads and for some of them, and one all-reduce ends it.
 
 
 # %%
@@ -220,22 +248,29 @@ NUM_HEADS, HEAD = 8, 4
 matrices = [rng.standard_normal((D, NUM_HEADS, HEAD)).astype(np.float32) / D**0.5 for _ in "qkv"]
 matrices.append(rng.standard_normal((NUM_HEADS, HEAD, D)).astype(np.float32) / D**0.5)
 cut = [spec(plan.place(f"attention {dims}")) for dims in ("d n h", "d n h", "d n h", "n h d", "b s d")]
-over_tp = lambda function: jax.jit(jax.shard_map(function, mesh=mesh, in_specs=tuple(cut), out_specs=spec(parse_layout("b s d"))))
-heads_by_hand = over_tp(lambda q, k, v, o, x: lax.psum(attend(q, k, v, o, lax.pcast(x, "tp", to="varying")), "tp"))
+over_tp = lambda function: jax.jit(
+    jax.shard_map(function, mesh=mesh, in_specs=tuple(cut), out_specs=spec(parse_layout("b s d")))
+)
+heads_by_hand = over_tp(
+    lambda q, k, v, o, x: lax.psum(attend(q, k, v, o, lax.pcast(x, "tp", to="varying")), "tp")
+)
 heads_by_arrow = over_tp(lambda *args: Manual(plan).move(attend(*args), "attention b s d +n -> stream b s d"))
 assert np.allclose(heads_by_hand(*matrices, X), jax.jit(attend)(*matrices, X), atol=1e-5)
 assert np.allclose(heads_by_hand(*matrices, X), heads_by_arrow(*matrices, X), atol=1e-7)
 heads = hlo.census_jaxpr(jax.make_jaxpr(heads_by_hand)(*matrices, X), mesh.shape)
 assert [(c.kind, c.shape) for c in heads] == [("all-reduce", (B, S, D))] * (T > 1)
-print(f"value: attention with {NUM_HEADS // T} of {NUM_HEADS} heads per device equals attention with all; by hand = by arrow")
+print(
+    f"value: attention with {NUM_HEADS // T} of {NUM_HEADS} heads per device equals attention with all; by"
+    " hand = by arrow"
+)
 print(f"communication: {len(heads)} all-reduce of b·s·d forward")
 
 # %% [markdown]
 # ## The loss: three numbers per token
 #
-# The output head is a column matrix, `v/tp d`, so the logits `b s v/tp` are cut along the vocabulary. Gathering them would be the largest
-# message of the whole step. The loss needs only three numbers per token from everybody: the largest logit, the sum of exponentials, and
-# the logit of the target.
+# The output head is a column matrix, `v/tp d`, so the logits `b s v/tp` are cut along the vocabulary.
+# Gathering them would be the largest message of the whole step. The loss needs only three numbers per token
+# from everybody: the largest logit, the sum of exponentials, and the logit of the target.
 
 
 # %%
@@ -276,16 +311,19 @@ for name in ("tiny", "llama3-8b"):
 # %% [markdown]
 # ## A Llama under tensor parallelism, then with sequence parallelism
 #
-# Under plain tensor parallelism the norms and the residual stream are computed by every device, the same thing T times, and kept T times.
-# Sequence parallelism (Korthikanti et al. 2022) cuts the stream along the sequence wherever heads and hidden units are not cut. Each
-# all-reduce becomes a reduce-scatter (leaving a pair) and an all-gather (entering the next one):
+# Under plain tensor parallelism the norms and the residual stream are computed by every device, the same
+# thing T times, and kept T times. Sequence parallelism (Korthikanti et al. 2022) cuts the stream along the
+# sequence wherever heads and hidden units are not cut. Each all-reduce becomes a reduce-scatter (leaving a
+# pair) and an all-gather (entering the next one):
 
 # %%
 scene.show(draw.arrow("b s d +tp -> b s/tp d", (B, S, D), mesh.shape, itemsize=4))
 
 # %%
 BATCH, SEQ = 4, 16
-counting = (np.arange(BATCH)[:, None] * 7 + np.arange(1, BATCH + 1)[:, None] * np.arange(SEQ + 1)) % 256  # rows that count in steps
+counting = (
+    np.arange(BATCH)[:, None] * 7 + np.arange(1, BATCH + 1)[:, None] * np.arange(SEQ + 1)
+) % 256  # rows that count in steps
 TEXT = {
     "tokens": counting[:, :-1].astype(np.int32),
     "targets": counting[:, 1:].astype(np.int32),
@@ -296,13 +334,18 @@ start = None  # one initial state for all plans
 
 
 def train_llama(plan):
-    """Compile the step, train from the common start, and return the step, its lowered and compiled program, and what came out."""
+    """Compile the step, train from the common start, and return the step, its lowered and compiled program,
+    and what came out."""
     global start
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(3e-3))
     start = start or jax.device_get(step.init(seed=0))
     lowered = step.lower(BATCH, SEQ)
     compiled = lowered.compile()
-    state, batch, losses = jax.device_put(start, step.shardings), jax.device_put(TEXT, step.batch_sharding), []
+    state, batch, losses = (
+        jax.device_put(start, step.shardings),
+        jax.device_put(TEXT, step.batch_sharding),
+        [],
+    )
     for _ in range(STEPS):
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))
@@ -332,21 +375,29 @@ for name, (step, lowered, _, _, _) in llamas.items():
     predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)
     moved[name] = census = hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)
     tables[name] = hlo.census_table(census)
-    assert tables[name] == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
+    assert tables[name] == {
+        key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
+    }
     assert sum(c.count for c in census if c.shape == (BATCH, SEQ)) == len(loss_census)  # the loss: as by hand
-    print(f"{name}:", "; ".join(f"{kind} ×{row.count} {row.bytes_sent:,} B" for (_, kind), row in sorted(predicted.items())) or "nothing")
+    print(
+        f"{name}:",
+        "; ".join(f"{kind} ×{row.count} {row.bytes_sent:,} B" for (_, kind), row in sorted(predicted.items()))
+        or "nothing",
+    )
 print("communication: kinds, counts and bytes per device and step are as predicted")
 
 for step, _, compiled, _, _ in llamas.values():
-    assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(predict.argument_bytes(LLAMA, step.plan, BATCH, SEQ).values())
+    assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(
+        predict.argument_bytes(LLAMA, step.plan, BATCH, SEQ).values()
+    )
 print("memory: argument bytes per device are as predicted")
 
 # %% [markdown]
 # ## Picture of the compiled programs
 #
-# What each step sends. The all-reduces that remain with sequence parallelism are small: three numbers per token for the loss, the
-# gradients of the norms' scales, which now see only a part of the sequence on each device, and one message with the loss and the global
-# norm.
+# What each step sends. The all-reduces that remain with sequence parallelism are small: three numbers per
+# token for the loss, the gradients of the norms' scales, which now see only a part of the sequence on each
+# device, and one message with the loss and the global norm.
 
 # %%
 bars = []
@@ -369,7 +420,10 @@ def per_block(plan):
     """Count and bytes that one more layer adds, by kind, for messages over tp."""
     deeper = dataclasses.replace(LLAMA, num_layers=3)
     more, less = (predict.collectives(config, plan, BATCH, SEQ) for config in (deeper, LLAMA))
-    added = {kind: (more[a, kind].count - less[a, kind].count, more[a, kind].bytes_sent - less[a, kind].bytes_sent) for a, kind in less}
+    added = {
+        kind: (more[a, kind].count - less[a, kind].count, more[a, kind].bytes_sent - less[a, kind].bytes_sent)
+        for a, kind in less
+    }
     return {kind: row for kind, row in added.items() if row[0]}
 
 
@@ -377,12 +431,23 @@ stream = 4 * BATCH * SEQ * LLAMA.width  # bytes of b s d
 plain, sequence = (per_block(step.plan) for step, *_ in llamas.values())
 if T > 1:
     assert plain == {"all-reduce": (4, 4 * cost.sent_bytes("all-reduce", stream, T))}
-    assert sequence == {kind: (4, 4 * cost.sent_bytes(kind, stream, T)) for kind in ("all-gather", "reduce-scatter")}
+    assert sequence == {
+        kind: (4, 4 * cost.sent_bytes(kind, stream, T)) for kind in ("all-gather", "reduce-scatter")
+    }
 assert sum(sent for _, sent in plain.values()) == sum(sent for _, sent in sequence.values())
 assert sum(sent for _, sent in plain.values()) == 4 * cost.tp_elements(BATCH, SEQ, LLAMA.width, T)
-print("one block, plain:        ", "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in plain.items()) or "nothing")
-print("one block, with sequence:", "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in sequence.items()) or "nothing")
-print("communication: each all-reduce became a reduce-scatter and an all-gather; the bytes on the wire are equal")
+print(
+    "one block, plain:        ",
+    "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in plain.items()) or "nothing",
+)
+print(
+    "one block, with sequence:",
+    "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in sequence.items()) or "nothing",
+)
+print(
+    "communication: each all-reduce became a reduce-scatter and an all-gather; the bytes on the wire are"
+    " equal"
+)
 for c in moved["tp + sequence"]:
     if c.count == LLAMA.num_layers:
         print(f"  ×{c.count} {c.kind:<15} {c.arrow}")
@@ -390,9 +455,10 @@ for c in moved["tp + sequence"]:
 # %% [markdown]
 # ## What sequence parallelism buys: 10 + 24/t becomes 34/t
 #
-# Bytes of activations that one GPT layer keeps for its backward pass, in units of s·b·h, 16 bits, with attention recomputed (Korthikanti
-# et al. 2022, table 2). Plain tensor parallelism leaves 10 of them whole: the two norms' inputs, the inputs of the pairs, the
-# dropout masks. For GPT-3 (h = 12,288, 96 heads, s = 2048, one sequence):
+# Bytes of activations that one GPT layer keeps for its backward pass, in units of s·b·h, 16 bits, with
+# attention recomputed (Korthikanti et al. 2022, table 2). Plain tensor parallelism leaves 10 of them whole:
+# the two norms' inputs, the inputs of the pairs, the dropout masks. For GPT-3 (h = 12,288, 96 heads, s =
+# 2048, one sequence):
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -404,29 +470,42 @@ for t in (1, 2, 4, 8, 16):
     both = cost.gpt_activation_bytes(**gpt3, tp=t, sequence_parallel=True)
     assert abs(alone / unit - (10 + 24 / t)) < 1e-9 and abs(both / unit - 34 / t) < 1e-9
     print(f"{t:2}   {alone / unit:9.2f}  {both / unit:6.2f}   {alone / 2**20:18.0f}   {both / 2**20:13.0f}")
-assert cost.gpt_activation_bytes(**gpt3, tp=8) == 327_155_712 and cost.gpt_activation_bytes(**gpt3, tp=8, sequence_parallel=True) == 106_954_752
+assert (
+    cost.gpt_activation_bytes(**gpt3, tp=8) == 327_155_712
+    and cost.gpt_activation_bytes(**gpt3, tp=8, sequence_parallel=True) == 106_954_752
+)
 
 # %% [markdown]
 # Our block is not that GPT block (RMSNorm, SwiGLU, no dropout), so its factors differ, but not the reason.
 
 # %%
-temporaries = {name: hlo.compiled_memory(compiled)["temp_bytes"] for name, (_, _, compiled, _, _) in llamas.items()}
+temporaries = {
+    name: hlo.compiled_memory(compiled)["temp_bytes"] for name, (_, _, compiled, _, _) in llamas.items()
+}
 if devices[0].platform == "cpu" and T > 1:
     assert temporaries["tp + sequence"] < temporaries["tp"]
-    print(f"memory: the compiler plans {temporaries['tp + sequence'] / temporaries['tp']:.2f} times the temporaries for our toy with sequence parallelism")
+    print(
+        f"memory: the compiler plans {temporaries['tp + sequence'] / temporaries['tp']:.2f} times the"
+        " temporaries for our toy with sequence parallelism"
+    )
 
 # %% [markdown]
 # ## The limit: F/α, and the cliff from 8 to 16
 #
-# Tensor parallelism divides the work by t, but not the message: every device sends 2·(t-1)/t·b·s·d per all-reduce. With a link of W bytes/s
-# and C FLOP/s per chip, computing hides sending only while t < F/α, where F is the feed-forward width and α = C/W per mesh axis
-# (Austin et al. 2025). As in lesson 03 these are thresholds, so W is the published rate; for a TPU v5p, whose α is 2550, the book's.
+# Tensor parallelism divides the work by t, but not the message: every device sends 2·(t-1)/t·b·s·d per
+# all-reduce. With a link of W bytes/s and C FLOP/s per chip, computing hides sending only while t < F/α,
+# where F is the feed-forward width and α = C/W per mesh axis (Austin et al. 2025). As in lesson 03 these are
+# thresholds, so W is the published rate; for a TPU v5p, whose α is 2550, the book's.
 
 # %%
 # NBVAL_CHECK_OUTPUT
 v5p, h100 = chip("v5p"), chip("h100")
 book = 2 * 90e9  # an axis of a v5p, both directions
-links = [("v5p", v5p, book), ("H100 inside a node", h100, h100.link_bytes_per_s), ("H100 between nodes", h100, h100.dcn_bytes_per_s)]
+links = [
+    ("v5p", v5p, book),
+    ("H100 inside a node", h100, h100.link_bytes_per_s),
+    ("H100 between nodes", h100, h100.dcn_bytes_per_s),
+]
 degrees = {}
 for where, device, rate in links:
     alpha = device.flops_per_s / rate
@@ -434,15 +513,17 @@ for where, device, rate in links:
     for name in ("llama3-70b", "llama3.1-405b"):
         ffn = preset(name).ffn_width
         degrees[where, name] = cost.tp_max_degree(ffn, device.flops_per_s, rate)
-        print(f"{degrees[where, name]:.1f} for {name} (F = {ffn:,})", end="; " if name == "llama3-70b" else "\n")
+        print(
+            f"{degrees[where, name]:.1f} for {name} (F = {ffn:,})", end="; " if name == "llama3-70b" else "\n"
+        )
     assert where != "v5p" or round(alpha) == 2550
 assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 
 # %% [markdown]
-# Now a layer of Llama 70B on H100 nodes of 8, 4096 tokens, bf16: computing at the peak, and four all-reduces that nothing hides. These are
-# times, so inside a node messages run at the 370 GB/s that large ones reach, and the 13 from above becomes 10.7. Beyond 8 the
-# truth lies between two models: *best*, every GPU's own network port is used and the levels overlap; *worst*, one flat ring runs at the speed
-# of one port.
+# Now a layer of Llama 70B on H100 nodes of 8, 4096 tokens, bf16: computing at the peak, and four all-reduces
+# that nothing hides. These are times, so inside a node messages run at the 370 GB/s that large ones reach,
+# and the 13 from above becomes 10.7. Beyond 8 the truth lies between two models: *best*, every GPU's own
+# network port is used and the levels overlap; *worst*, one flat ring runs at the speed of one port.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -450,22 +531,35 @@ config, num_tokens = preset("llama3-70b"), 4096
 layer_params = (config.num_params - 2 * config.vocab_size * config.width) / config.num_layers
 layer_message = 2 * num_tokens * config.width
 bars, efficiency = [], {}
-assert f"{cost.tp_max_degree(config.ffn_width, h100.flops_per_s, 370e9):.1f}" == "10.7" and h100.reached_link_bytes_per_s == 370e9
+assert (
+    f"{cost.tp_max_degree(config.ffn_width, h100.flops_per_s, 370e9):.1f}" == "10.7"
+    and h100.reached_link_bytes_per_s == 370e9
+)
 print(" t   computing   sending: best    worst   tokens/s per device, of t = 1: best   worst")
 for t in (1, 2, 4, 8, 16, 32):
     compute_s = cost.train_seconds(layer_params, num_tokens, t, h100.flops_per_s)
     best_s = 4 * cost.collective_seconds(h100, "all-reduce", layer_message, t)
-    worst_s = best_s if t <= h100.node_size else 4 * cost.sent_bytes("all-reduce", layer_message, t) / h100.dcn_bytes_per_s
+    worst_s = (
+        best_s
+        if t <= h100.node_size
+        else 4 * cost.sent_bytes("all-reduce", layer_message, t) / h100.dcn_bytes_per_s
+    )
     efficiency[t] = [compute_s / (compute_s + send_s) for send_s in (best_s, worst_s)]
-    print(f"{t:2}  {1e3 * compute_s:7.2f} ms  {1e3 * best_s:11.2f} ms {1e3 * worst_s:5.1f} ms  {efficiency[t][0]:37.0%} {efficiency[t][1]:7.0%}")
-    bars.append((f"t = {t}", {"computing": compute_s, "sending, at best": best_s, "more, at worst": worst_s - best_s}))
+    print(
+        f"{t:2}  {1e3 * compute_s:7.2f} ms  {1e3 * best_s:11.2f} ms {1e3 * worst_s:5.1f} ms "
+        f" {efficiency[t][0]:37.0%} {efficiency[t][1]:7.0%}"
+    )
+    bars.append(
+        (f"t = {t}", {"computing": compute_s, "sending, at best": best_s, "more, at worst": worst_s - best_s})
+    )
 assert efficiency[16][0] < efficiency[8][0] and efficiency[16][1] < efficiency[8][1] / 4
 scene.show(draw.time_bars(bars, title="One layer of Llama 70B, 4096 tokens, H100 nodes of 8"))
 
 # %% [markdown]
-# Inside the node the loss is gentle. At 16 even the best case computes half as long for the same message, and the worst case is a cliff.
-# Measured curves fall there too (Ultra-Scale Playbook 2025). Where nodes have 4 GPUs and share one port, the cliff stands between 4
-# and 8. This is arithmetic about links; simulated devices have none, and nothing was timed here.
+# Inside the node the loss is gentle. At 16 even the best case computes half as long for the same message, and
+# the worst case is a cliff. Measured curves fall there too (Ultra-Scale Playbook 2025). Where nodes have 4
+# GPUs and share one port, the cliff stands between 4 and 8. This is arithmetic about links; simulated devices
+# have none, and nothing was timed here.
 #
 # ### Exercise (stretch): more devices than KV heads
 #
@@ -478,9 +572,9 @@ except ValueError as refusal:
     print(refusal)
 
 # %% [markdown]
-# vLLM, for one, lets several devices hold the same KV head. Write the list of KV heads that device `rank` of `tp` needs, for any
-# numbers of query heads and KV heads, so that its own block of query heads (block `rank` of `tp`, in order) finds its keys. What must then
-# happen to the gradients of K and V?
+# vLLM, for one, lets several devices hold the same KV head. Write the list of KV heads that device `rank` of
+# `tp` needs, for any numbers of query heads and KV heads, so that its own block of query heads (block `rank`
+# of `tp`, in order) finds its keys. What must then happen to the gradients of K and V?
 
 
 # %%
@@ -492,8 +586,9 @@ attempt("05.kv_heads", kv_heads)
 # %% [markdown]
 # ## For experts: hide the gather inside the product
 #
-# Before a pair, sequence parallelism gathers `x` and then multiplies: the product waits for the last byte. But block `i` of the result needs
-# only block `i` of `x`. So pass blocks around a ring, and multiply the one that is here while the next one travels (Wang et al. 2023).
+# Before a pair, sequence parallelism gathers `x` and then multiplies: the product waits for the last byte.
+# But block `i` of the result needs only block `i` of `x`. So pass blocks around a ring, and multiply the one
+# that is here while the next one travels (Wang et al. 2023).
 
 
 # %%
@@ -513,16 +608,29 @@ def ring_matmul(x, w):
 
 
 rows, weight = rng.standard_normal((64, D)).astype(np.float32), W1[0]
-ring_specs = dict(mesh=mesh, in_specs=(spec(parse_layout("s/tp d")), spec(parse_layout("d m/tp"))), out_specs=spec(parse_layout("s m/tp")))
-lowered = {f.__name__: jax.jit(jax.shard_map(f, **ring_specs)).lower(rows, weight) for f in (gather_then_multiply, ring_matmul)}
+ring_specs = dict(
+    mesh=mesh,
+    in_specs=(spec(parse_layout("s/tp d")), spec(parse_layout("d m/tp"))),
+    out_specs=spec(parse_layout("s m/tp")),
+)
+lowered = {
+    f.__name__: jax.jit(jax.shard_map(f, **ring_specs)).lower(rows, weight)
+    for f in (gather_then_multiply, ring_matmul)
+}
 texts = {name: hlo.partitioned_hlo(program) for name, program in lowered.items()}
-blocks = [jax.device_put(a, sharding(mesh, parse_layout(place))) for a, place in ((rows, "s/tp d"), (weight, "d m/tp"))]
+blocks = [
+    jax.device_put(a, sharding(mesh, parse_layout(place)))
+    for a, place in ((rows, "s/tp d"), (weight, "d m/tp"))
+]
 for program in lowered.values():
     assert np.allclose(program.compile()(*blocks), rows @ weight, atol=1e-4)
 ring, gathered = (hlo.census_hlo(texts[name], mesh) for name in ("ring_matmul", "gather_then_multiply"))
 assert sum(c.count for c in ring) == T - 1 and {c.kind for c in ring} <= {"collective-permute"}
 assert sum(c.bytes_sent for c in ring) == sum(c.bytes_sent for c in gathered)
-print(f"value: the ring product equals gather, then multiply. communication: {T - 1} permutes = t-1, with the bytes of the one all-gather")
+print(
+    f"value: the ring product equals gather, then multiply. communication: {T - 1} permutes = t-1, with the"
+    " bytes of the one all-gather"
+)
 found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", texts["ring_matmul"])
 pairs = [tuple(map(int, pair)) for pair in re.findall(r"(\d+),(\d+)", found[1])] if found else [(0, 0)]
 scene.show(draw.ring_steps(pairs, num_steps=T, axis="tp"))
@@ -530,8 +638,9 @@ scene.show(draw.ring_steps(pairs, num_steps=T, axis="tp"))
 # %% [markdown]
 # ### Exercise (expert): count the hops
 #
-# Take one Llama layer with sequence parallelism, forward and backward, and turn each of its gathers and each of its scatters (see "one block"
-# above) into such a ring. How many permutes does a device run? Return it as a function of `tp`.
+# Take one Llama layer with sequence parallelism, forward and backward, and turn each of its gathers and each
+# of its scatters (see "one block" above) into such a ring. How many permutes does a device run? Return it as
+# a function of `tp`.
 
 
 # %%
@@ -543,14 +652,22 @@ attempt("05.ring_permutes", ring_permutes)
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# For the plain stack, hardly at all: say where the weights are, and the partitioner finds the same 2L-1 all-reduces.
+# For the plain stack, hardly at all: say where the weights are, and the partitioner finds the same 2L-1
+# all-reduces.
 
 # %%
-auto_stack = jax.jit(sgd(stack), in_shardings=[sharding(mesh, place) for place in PLACES], out_shardings=(*[sharding(mesh, p) for p in PLACES[:2]], None))
+auto_stack = jax.jit(
+    sgd(stack),
+    in_shardings=[sharding(mesh, place) for place in PLACES],
+    out_shardings=(*[sharding(mesh, p) for p in PLACES[:2]], None),
+)
 auto_lowered = auto_stack.lower(W1, W2, X, Y)
 found_auto = [c for c in hlo.census_hlo(hlo.partitioned_hlo(auto_lowered), mesh) if c.shape == (B, S, D)]
 assert np.allclose(train(programs["by hand"][0], auto_lowered.compile())[0], want_losses, rtol=1e-4)
-print(f"the stack by jit: {sum(c.count for c in found_auto)} {'all-reduces' if T > 1 else 'collectives'} of b·s·d, and the same losses")
+print(
+    f"the stack by jit: {sum(c.count for c in found_auto)} {'all-reduces' if T > 1 else 'collectives'} of"
+    " b·s·d, and the same losses"
+)
 if devices[0].platform == "cpu":
     assert sum(c.count for c in found_auto if c.kind == "all-reduce") == (2 * L - 1) * (T > 1)
 
@@ -558,9 +675,14 @@ if devices[0].platform == "cpu":
 # For a whole Llama it goes its own ways.
 
 # %%
-auto_step, auto_lowered, auto_compiled, _, auto_losses = train_llama(Plan(f"tp={T}", tp_sequence=True, reading="auto"))
+auto_step, auto_lowered, auto_compiled, _, auto_losses = train_llama(
+    Plan(f"tp={T}", tp_sequence=True, reading="auto")
+)
 assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
-assert hlo.compiled_memory(auto_compiled)["argument_bytes"] == hlo.compiled_memory(llamas["tp + sequence"][2])["argument_bytes"]
+assert (
+    hlo.compiled_memory(auto_compiled)["argument_bytes"]
+    == hlo.compiled_memory(llamas["tp + sequence"][2])["argument_bytes"]
+)
 print("value and memory: Auto equals Manual")
 auto = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(auto_lowered), mesh))
 for name, table in (("manual", tables["tp + sequence"]), ("auto", auto)):
@@ -568,25 +690,30 @@ for name, table in (("manual", tables["tp + sequence"]), ("auto", auto)):
         print(f"{name:>7}: {kind:<18} ×{row['count']:<4}{row['bytes_sent']:>12,} B")
 if devices[0].platform == "cpu" and T > 1:
     assert not any(kind == "reduce-scatter" for _, kind in auto)
-    print("communication: on simulated devices Auto never forms a reduce-scatter; it sends whole all-reduces and cuts their results")
+    print(
+        "communication: on simulated devices Auto never forms a reduce-scatter; it sends whole all-reduces"
+        " and cuts their results"
+    )
 
 # %% [markdown]
 # ## Summary
 #
 # 1. Column, then row, along the same dim: nothing moves between them, and one all-reduce ends the pair.
-# 2. Attention is a pair (heads), the feed-forward is a pair (hidden units), the loss needs three numbers per token.
-# 3. Each layer runs 4 all-reduces of b·s·d, two forward and two backward; a stack of plain pairs 2L-1.
-# 4. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and activations fall from 10 + 24/t to 34/t.
-# 5. Work is divided by t, messages are not: stay below F/α, which means inside the fast links.
+# 2. Attention is a pair (heads), the feed-forward is a pair (hidden units), the loss needs three numbers per
+# token. 3. Each layer runs 4 all-reduces of b·s·d, two forward and two backward; a stack of plain pairs 2L-1.
+# 4. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and activations fall
+# from 10 + 24/t to 34/t. 5. Work is divided by t, messages are not: stay below F/α, which means inside the
+# fast links.
 #
 # ## On your cluster
 #
 #     llmpar inspect --mesh "tp=-1" --tp-sequence
 #     llmpar inspect --mesh "dp=2 tp=4" --tp-sequence --reading auto
 #     llmpar inspect --mesh "fsdp=2 tp=4" --tp-sequence --svg bytes.svg
-#     llmpar train --model llama3.2-1b --mesh "fsdp=-1 tp=4" --tp-sequence --remat block --dtype bfloat16 --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
+# llmpar train --model llama3.2-1b --mesh "fsdp=-1 tp=4" --tp-sequence --remat block --dtype bfloat16
+# --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
 #
-# `tp` is the innermost axis of every mesh here: its partners are neighbours, on one node if tp divides the node. Look at the picture of lesson
-# 00 before you choose a size that does not.
+# `tp` is the innermost axis of every mesh here: its partners are neighbours, on one node if tp divides the
+# node. Look at the picture of lesson 00 before you choose a size that does not.
 #
 # **One number to remember: 4 all-reduces of b·s·d per layer,** however many devices share the work.

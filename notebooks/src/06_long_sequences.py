@@ -1,19 +1,21 @@
 # %% [markdown]
 # # 06 · Long sequences: can attention be cut along the sequence?
 #
-# Data parallelism cuts the batch, tensor parallelism the heads. A single sequence of a million tokens has a batch of one, and
-# in Llama 3 eight KV heads. So cut its positions: over the axis `sp`, every device holds `s/sp` of them. Norms and feed-forwards
-# do not notice, since they look at one position at a time. Attention does: every query wants to see every earlier key.
+# Data parallelism cuts the batch, tensor parallelism the heads. A single sequence of a million tokens has a
+# batch of one, and in Llama 3 eight KV heads. So cut its positions: over the axis `sp`, every device holds
+# `s/sp` of them. Norms and feed-forwards do not notice, since they look at one position at a time. Attention
+# does: every query wants to see every earlier key.
 #
 # | variant | what moves | arrow |
 # |---|---|---|
-# | ring (Liu et al. 2023) | keys and values, from neighbour to neighbour | none: `b s/sp k h` travels while it is used |
-# | Ulysses (Jacobs et al. 2023) | positions are exchanged for heads, and back | `b s/sp k h -> b s k/sp h` |
-# | gathered keys (Llama 3, 2024) | all keys and values to everybody | `b s/sp k h -> b s k h` |
+# | ring (Liu et al. 2023) | keys and values, from neighbour to neighbour | none: `b s/sp k h` travels while
+# it is used | | Ulysses (Jacobs et al. 2023) | positions are exchanged for heads, and back | `b s/sp k h -> b
+# s k/sp h` | | gathered keys (Llama 3, 2024) | all keys and values to everybody | `b s/sp k h -> b s k h` |
 #
 # **Question.** What must travel so that every query sees every key, and why do some devices wait for others?
 #
-# Letters: `b` batch, `s` positions of queries, `t` of keys, `k` KV heads, `r` query heads per KV head, `h` head width.
+# Letters: `b` batch, `s` positions of queries, `t` of keys, `k` KV heads, `r` query heads per KV head, `h`
+# head width.
 
 # %%
 from llmpar.mesh import use_devices
@@ -40,7 +42,9 @@ from llmpar.notation import parse_layout
 from llmpar.plan import Plan
 from llmpar.step import Step
 
-jax.config.update("jax_default_matmul_precision", "highest")  # accelerators round float32 products unless told not to
+jax.config.update(
+    "jax_default_matmul_precision", "highest"
+)  # accelerators round float32 products unless told not to
 assert {preset(name).num_kv_heads for name in ("llama3-8b", "llama3-70b", "llama3.1-405b")} == {8}
 n = max(size for size in (1, 2, 4, 8) if size <= len(devices))
 mesh = make_mesh(f"sp={n}")
@@ -50,8 +54,8 @@ L = S // n  # positions of one device
 # %% [markdown]
 # ## One picture
 #
-# A ring. Everybody starts with the keys of its own positions, looks at them, and hands them on. After n − 1 hops each block has
-# been everywhere. Queries never move.
+# A ring. Everybody starts with the keys of its own positions, looks at them, and hands them on. After n − 1
+# hops each block has been everywhere. Queries never move.
 
 # %%
 PAIRS = [(i, (i + 1) % n) for i in range(n)]
@@ -60,8 +64,8 @@ scene.show(draw.ring_steps(PAIRS))
 # %% [markdown]
 # ## Predict
 #
-# The toy has S positions, 2 KV heads and 4 query heads of width 16, float32. **How many bytes of keys and values does one device
-# send in the forward pass?**
+# The toy has S positions, 2 KV heads and 4 query heads of width 16, float32. **How many bytes of keys and
+# values does one device send in the forward pass?**
 
 # %%
 print(f"{n} devices, S = {S} positions, {L} on each")
@@ -71,8 +75,8 @@ attempt("06.ring_bytes", bytes_of_keys_and_values, devices=n, seq=S)
 # %% [markdown]
 # ### Exercise (core): one hop of a real model
 #
-# Llama 3 8B: 32 query heads, 8 KV heads, head width 128, 32 layers. A sequence of 131,072 tokens over `sp=8`, in bfloat16. How many
-# bytes does a device hand on in one hop of one layer?
+# Llama 3 8B: 32 query heads, 8 KV heads, head width 128, 32 layers. A sequence of 131,072 tokens over `sp=8`,
+# in bfloat16. How many bytes does a device hand on in one hop of one layer?
 
 # %%
 hop_bytes = ...
@@ -81,14 +85,16 @@ attempt("06.hop_bytes", hop_bytes)
 # %% [markdown]
 # ## Attention can be done in parts
 #
-# The softmax divides by the sum over *all* keys. So how can a device begin before it has seen them all? It keeps three things per
-# query: the largest score so far, the sum of exponentials, and the weighted sum of values, both relative to that maximum. Two such
-# results about different keys join into one (Milakov and Gimelshein 2018).
+# The softmax divides by the sum over *all* keys. So how can a device begin before it has seen them all? It
+# keeps three things per query: the largest score so far, the sum of exponentials, and the weighted sum of
+# values, both relative to that maximum. Two such results about different keys join into one (Milakov and
+# Gimelshein 2018).
 
 
 # %%
 def look(q, k, v, seen):
-    """What queries find in some of the keys: the weighted sum of values, the sum of weights, the largest score."""
+    """What queries find in some of the keys: the weighted sum of values, the sum of weights, the largest
+    score."""
     scores = jnp.where(seen, jnp.einsum("bskrh,btkh->bkrst", q, k) / H**0.5, -jnp.inf)
     top = jnp.maximum(scores.max(-1), -1e30)  # a query that sees none of these keys
     weights = jnp.exp(scores - top[..., None])
@@ -136,14 +142,14 @@ assert np.allclose(by_hand, want, atol=1e-5) and np.allclose(merged, want, atol=
 print("value: two halves of the keys, joined by hand or by attention.merge, give attention to all keys")
 
 # %% [markdown]
-# The package keeps two things instead of three: the output divided already, and `lse`, the log of the sum of exponentials
-# (`top + log(total)`). It is the same information, and all that the backward pass needs: scores are computed again there, so
-# nothing of size `s t` is ever stored (Dao et al. 2022).
+# The package keeps two things instead of three: the output divided already, and `lse`, the log of the sum of
+# exponentials (`top + log(total)`). It is the same information, and all that the backward pass needs: scores
+# are computed again there, so nothing of size `s t` is ever stored (Dao et al. 2022).
 #
 # ## Run: a ring by hand
 #
-# What you read is what one device does. Who sees whom is decided by *positions*, which travel with the keys. The text has a look, a
-# hop and a join; it also counts how many pairs its mask lets through in each step.
+# What you read is what one device does. Who sees whom is decided by *positions*, which travel with the keys.
+# The text has a look, a hop and a join; it also counts how many pairs its mask lets through in each step.
 
 
 # %%
@@ -169,7 +175,9 @@ GIVEN = (QUERIES, KEYS, KEYS, IDS)
 
 
 def spread(function, given, made, over=mesh):
-    return jax.jit(jax.shard_map(function, mesh=over, in_specs=tuple(map(spec, given)), out_specs=tuple(map(spec, made))))
+    return jax.jit(
+        jax.shard_map(function, mesh=over, in_specs=tuple(map(spec, given)), out_specs=tuple(map(spec, made)))
+    )
 
 
 def deal(order, *arrays):
@@ -178,7 +186,9 @@ def deal(order, *arrays):
 
 
 ring = spread(ring_by_hand, GIVEN, (QUERIES, parse_layout("n/sp t")))
-placed = [jax.device_put(x, sharding(mesh, place)) for x, place in zip((q, k, v, positions), GIVEN, strict=True)]
+placed = [
+    jax.device_put(x, sharding(mesh, place)) for x, place in zip((q, k, v, positions), GIVEN, strict=True)
+]
 ring_lowered = ring.lower(*placed)
 ring_compiled = ring_lowered.compile()
 live, places = {}, {}
@@ -194,38 +204,50 @@ print("value: a ring by hand gives full attention, whichever way positions are d
 # %% [markdown]
 # ## Compare: four verdicts
 #
-# The number of hops is read from the compiled program. The loop runs n − 1 times; a census that forgot to multiply would find one hop.
+# The number of hops is read from the compiled program. The loop runs n − 1 times; a census that forgot to
+# multiply would find one hop.
 
 # %%
 assert all(shard.data.shape == (1, L, K, R, H) for shards in places.values() for shard in shards)
-print(f"sharding: every device holds {(1, L, K, R, H)} of the output {out.shape}: its own positions, all heads")
+print(
+    f"sharding: every device holds {(1, L, K, R, H)} of the output {out.shape}: its own positions, all heads"
+)
 
 census = hlo.census_hlo(ring_compiled.as_text(), mesh)
 moved = {dtype: [c for c in census if c.dtype == dtype] for dtype in ("f32", "s32")}
-assert {c.kind for c in census} <= {"collective-permute"} and {c.shape for c in moved["f32"]} <= {(1, L, K, H)}
+assert {c.kind for c in census} <= {"collective-permute"} and {c.shape for c in moved["f32"]} <= {
+    (1, L, K, H)
+}
 hops = sum(c.count for c in moved["f32"]) // 2
 hop = 2 * 4 * L * K * H  # bytes of K and V of one device's positions
 assert hops == n - 1 == sum(c.count for c in moved["s32"])
 assert sum(c.bytes_sent for c in moved["f32"]) == (n - 1) * hop == 4 * cost.ring_elements(1, S, K, H, n)[0]
 assert sum(c.bytes_sent for c in moved["s32"]) == (n - 1) * 4 * L
 compiled_pairs = {
-    pair for text in re.findall(r"source_target_pairs=\{\{(.*?)\}\}", ring_compiled.as_text()) for pair in text.split("},{")
+    pair
+    for text in re.findall(r"source_target_pairs=\{\{(.*?)\}\}", ring_compiled.as_text())
+    for pair in text.split("},{")
 }
 assert n == 1 or compiled_pairs == {f"{source},{target}" for source, target in PAIRS}
-print(f"communication: hops: {hops}, along the pairs of the picture; a hop is {hop:,} B of K and V, and {4 * L} B of positions")
+print(
+    f"communication: hops: {hops}, along the pairs of the picture; a hop is {hop:,} B of K and V, and {4 * L}"
+    " B of positions"
+)
 
 arguments = hlo.compiled_memory(ring_compiled)["argument_bytes"]
 assert arguments == 4 * L * (K * R * H + 2 * K * H + 1)
 print(f"memory: {arguments:,} B of arguments per device, 1/{n} of everything")
 
 # %% [markdown]
-# The paper's ring makes n hops, and the last brings home what nobody uses. At n = 8 that is an eighth of the traffic.
+# The paper's ring makes n hops, and the last brings home what nobody uses. At n = 8 that is an eighth of the
+# traffic.
 #
 # ## Who waits?
 #
-# A step of the ring ends when the busiest device is done. Under a causal mask a query sees no later key. So a device whose
-# positions are early finds nothing in most of the blocks that come by. Drawn are the pairs that the program above let through,
-# as a share of a block (a query's own key counts half, which makes a triangle exactly ½).
+# A step of the ring ends when the busiest device is done. Under a causal mask a query sees no later key. So a
+# device whose positions are early finds nothing in most of the blocks that come by. Drawn are the pairs that
+# the program above let through, as a share of a block (a query's own key counts half, which makes a triangle
+# exactly ½).
 
 # %%
 for order, pairs in live.items():
@@ -234,8 +256,9 @@ parts = {order: (pairs - (np.arange(n) == 0) * L / 2) / L**2 for order, pairs in
 scene.show(draw.live_blocks(parts["contiguous"].tolist()))
 
 # %% [markdown]
-# Positions in order: the last rank computes all the time, the first one at the start only. The cure costs nothing: cut the
-# sequence into 2n parts and give rank i an early one and a late one, the parts i and 2n − 1 − i. This is the **zigzag** order:
+# Positions in order: the last rank computes all the time, the first one at the start only. The cure costs
+# nothing: cut the sequence into 2n parts and give rank i an early one and a late one, the parts i and 2n − 1
+# − i. This is the **zigzag** order:
 
 # %%
 scene.show(draw.live_blocks(parts["zigzag"].tolist()))
@@ -245,17 +268,19 @@ for order, expected in (("contiguous", 2 - 1 / n), ("zigzag", 1)):
     work = parts[order].sum(1)
     assert np.isclose(work.max() / work.mean(), expected)
     print(
-        f"{order:<11} busiest rank / mean = {work.max() / work.mean():.3f}; the ring takes {parts[order].max(0).sum():g} blocks of time"
+        f"{order:<11} busiest rank / mean = {work.max() / work.mean():.3f}; the ring takes"
+        f" {parts[order].max(0).sum():g} blocks of time"
     )
 assert parts["contiguous"].max(0).sum() == n - 1 / 2 and np.isclose(parts["zigzag"].max(0).sum(), n / 2)
 
 # %% [markdown]
-# (The drawing has one sign for half a block. In step 0 it is a triangle. Later, either all queries see the early part of the keys,
-# or the late part of the queries sees all keys.) The busiest rank has 2 − 1/n times the mean in order, and exactly the mean in
-# zigzag. Brandon et al. 2023 reach nearly the same with `striped`: every n-th position.
+# (The drawing has one sign for half a block. In step 0 it is a triangle. Later, either all queries see the
+# early part of the keys, or the late part of the queries sees all keys.) The busiest rank has 2 − 1/n times
+# the mean in order, and exactly the mean in zigzag. Brandon et al. 2023 reach nearly the same with `striped`:
+# every n-th position.
 #
-# A real kernel works in tiles, and skips only those that are masked throughout. What the busiest of 8 ranks computes of 4,096
-# positions, 512 on each, as a share of attention without a mask:
+# A real kernel works in tiles, and skips only those that are masked throughout. What the busiest of 8 ranks
+# computes of 4,096 positions, 512 on each, as a share of attention without a mask:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -263,20 +288,28 @@ length = 4096
 shares = {}
 for order in ("contiguous", "striped", "zigzag"):
     for tile in (512, 256, 64, 16):
-        shares[order, tile] = attention.live_blocks(8, order, s=length, block=tile).sum(1).max() / (length * length / 8)
-    print(f"{order:<11}" + "".join(f"  tiles of {tile}: {shares[order, tile]:.3f}" for tile in (512, 256, 64, 16)))
+        shares[order, tile] = attention.live_blocks(8, order, s=length, block=tile).sum(1).max() / (
+            length * length / 8
+        )
+    print(
+        f"{order:<11}"
+        + "".join(f"  tiles of {tile}: {shares[order, tile]:.3f}" for tile in (512, 256, 64, 16))
+    )
 assert shares["contiguous", 512] == shares["zigzag", 512] == 1 and shares["zigzag", 64] <= 0.51
-assert all(shares["zigzag", tile] < shares["striped", tile] < shares["contiguous", tile] for tile in (256, 64, 16))
+assert all(
+    shares["zigzag", tile] < shares["striped", tile] < shares["contiguous", tile] for tile in (256, 64, 16)
+)
 
 # %% [markdown]
-# In order, the busiest rank computes nearly as much as if there were no mask, whatever the tile. In zigzag a tile may be as large as a
-# part (256 here): the mask's edge runs through tiles in the first step only, when a rank looks at its own keys. In striped order it
-# runs through tiles in *every* step, so it wants fine ones. `attention.ring` takes tiles no longer than a part unless told otherwise.
+# In order, the busiest rank computes nearly as much as if there were no mask, whatever the tile. In zigzag a
+# tile may be as large as a part (256 here): the mask's edge runs through tiles in the first step only, when a
+# rank looks at its own keys. In striped order it runs through tiles in *every* step, so it wants fine ones.
+# `attention.ring` takes tiles no longer than a part unless told otherwise.
 #
 # ### Exercise (stretch): write the zigzag
 #
-# Return an array of the positions 0 … s − 1 in the order in which they lie on the ranks: first all of rank 0, then all of rank 1, … .
-# The sequence `s` is a multiple of 2n. NumPy is there as `np`.
+# Return an array of the positions 0 … s − 1 in the order in which they lie on the ranks: first all of rank 0,
+# then all of rank 1, … . The sequence `s` is a multiple of 2n. NumPy is there as `np`.
 
 
 # %%
@@ -288,9 +321,9 @@ attempt("06.zigzag", zigzag)
 # %% [markdown]
 # ## Backwards
 #
-# `attention.ring` is the ring of the package: the same forward pass, and a backward pass of its own. It saves the output and `lse`,
-# and turns the ring again: keys and values make their n − 1 hops a second time, and the *gradients* of keys and values follow
-# one hop behind them, in float32, collecting what each rank adds.
+# `attention.ring` is the ring of the package: the same forward pass, and a backward pass of its own. It saves
+# the output and `lse`, and turns the ring again: keys and values make their n − 1 hops a second time, and the
+# *gradients* of keys and values follow one hop behind them, in float32, collecting what each rank adds.
 
 
 # %%
@@ -313,41 +346,58 @@ arrays = [
     jax.ShapeDtypeStruct((1, S, *shape), jnp.float32 if shape else jnp.int32, sharding=sharding(mesh, place))
     for shape, place in zip(shapes, (*GIVEN, QUERIES), strict=True)
 ]
-lowered = spread(with_gradients(package_ring), (*GIVEN, QUERIES), (QUERIES, QUERIES, KEYS, KEYS)).lower(*arrays)
+lowered = spread(with_gradients(package_ring), (*GIVEN, QUERIES), (QUERIES, QUERIES, KEYS, KEYS)).lower(
+    *arrays
+)
 compiled = lowered.compile()
 whole = jax.jit(with_gradients(exact)).lower(q, k, v, positions, out_grad).compile()
 want_all = whole(q, k, v, positions, out_grad)
-given = [jax.device_put(x, a.sharding) for x, a in zip(deal("zigzag", q, k, v, positions, out_grad), arrays, strict=True)]
+given = [
+    jax.device_put(x, a.sharding)
+    for x, a in zip(deal("zigzag", q, k, v, positions, out_grad), arrays, strict=True)
+]
 for name, got, wanted in zip(("out", "dq", "dk", "dv"), compiled(*given), want_all, strict=True):
     (wanted,) = deal("zigzag", np.asarray(wanted))
     error = np.abs(np.asarray(got) - wanted).max() / np.abs(wanted).max()
     assert error < 1e-5, (name, error)
-print("value: output and gradients of q, k and v equal those of full attention to 1e-5 of their largest element")
+print(
+    "value: output and gradients of q, k and v equal those of full attention to 1e-5 of their largest element"
+)
 
 found = hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh)
 sent = {
-    dtype: (sum(c.count for c in found if c.dtype == dtype), sum(c.bytes_sent for c in found if c.dtype == dtype))
+    dtype: (
+        sum(c.count for c in found if c.dtype == dtype),
+        sum(c.bytes_sent for c in found if c.dtype == dtype),
+    )
     for dtype in ("f32", "s32")
 }
 assert {c.kind for c in found} <= {"collective-permute"}
 assert sent["f32"] == (6 * (n - 1), 3 * (n - 1) * hop)  # K, V; K, V again; their gradients
 assert sent["s32"] == (2 * (n - 1), 2 * (n - 1) * 4 * L)
-print(f"communication: K, V forward, K, V backward, dK, dV: {sent['f32'][0]} permutes = 3 · 2 · (n-1), {sent['f32'][1]:,} B")
+print(
+    f"communication: K, V forward, K, V backward, dK, dV: {sent['f32'][0]} permutes = 3 · 2 · (n-1),"
+    f" {sent['f32'][1]:,} B"
+)
 
 memory, whole_memory = hlo.compiled_memory(compiled), hlo.compiled_memory(whole)
 assert memory["argument_bytes"] == 4 * L * (2 * K * R * H + 2 * K * H + 1)
 print(f"memory: {memory['argument_bytes']:,} B of arguments per device, 1/{n} of everything")
 if n > 1:
     assert memory["temp_bytes"] < whole_memory["temp_bytes"] / n
-    print(f"memory: full attention keeps its {S} x {S} scores; the ring's temporaries are less than 1/{n} of what that takes")
+    print(
+        f"memory: full attention keeps its {S} x {S} scores; the ring's temporaries are less than 1/{n} of"
+        " what that takes"
+    )
 
 # %% [markdown]
-# That is the promise of the ring: twice the devices take twice the sequence, with the same share on each, and no scores are kept.
+# That is the promise of the ring: twice the devices take twice the sequence, with the same share on each, and
+# no scores are kept.
 #
 # ### Grouped queries make hops short
 #
-# Only KV heads travel, in the dtype in which they are computed. Read from the traced program of the forward pass, for 8 query heads
-# over 8 devices (tracing needs no devices):
+# Only KV heads travel, in the dtype in which they are computed. Read from the traced program of the forward
+# pass, for 8 query heads over 8 devices (tracing needs no devices):
 
 
 # %%
@@ -355,9 +405,9 @@ if n > 1:
 def forward_bytes(kv_heads, dtype, heads=8, size=8, length=1024):
     shapes = ((kv_heads, heads // kv_heads, H), (kv_heads, H), (kv_heads, H), ())
     abstract = [jax.ShapeDtypeStruct((1, length, *shape), dtype if shape else jnp.int32) for shape in shapes]
-    traced = jax.make_jaxpr(spread(lambda *args: (package_ring(*args),), GIVEN, (QUERIES,), abstract_mesh(f"sp={size}")))(
-        *abstract
-    )
+    traced = jax.make_jaxpr(
+        spread(lambda *args: (package_ring(*args),), GIVEN, (QUERIES,), abstract_mesh(f"sp={size}"))
+    )(*abstract)
     return sum(c.bytes_sent for c in hlo.census_jaxpr(traced, {"sp": size}) if c.dtype != "s32")
 
 
@@ -365,14 +415,18 @@ base = forward_bytes(8, jnp.float32)
 for kv_heads, dtype in ((8, jnp.float32), (8, jnp.bfloat16), (2, jnp.bfloat16), (1, jnp.bfloat16)):
     size = forward_bytes(kv_heads, dtype)
     assert base == size * (8 // kv_heads) * (4 // jnp.dtype(dtype).itemsize)
-    print(f"{kv_heads} KV heads in {jnp.dtype(dtype).name:<9} {size:>9,} B sent forward, 1/{base // size} of the first line")
+    print(
+        f"{kv_heads} KV heads in {jnp.dtype(dtype).name:<9} {size:>9,} B sent forward, 1/{base // size} of"
+        " the first line"
+    )
 
 # %% [markdown]
 # ## A Llama with its sequence cut
 #
-# Now the package: 2 layers, trained by `llmpar.step.Step`. The three variants are one field of the plan, `sequence`; the model's
-# text has one arrow for each, which is empty where nothing moves. Tokens, targets, positions and document numbers are dealt in
-# zigzag; RoPE turns by true positions, so nothing else knows about it.
+# Now the package: 2 layers, trained by `llmpar.step.Step`. The three variants are one field of the plan,
+# `sequence`; the model's text has one arrow for each, which is empty where nothing moves. Tokens, targets,
+# positions and document numbers are dealt in zigzag; RoPE turns by true positions, so nothing else knows
+# about it.
 
 # %%
 SP = min(n, 4)
@@ -390,14 +444,19 @@ start = None  # one initial state for all plans
 
 
 def train_llama(plan):
-    """Compile the step, train from the common start, and return the step, its lowered and compiled program, and what came out."""
+    """Compile the step, train from the common start, and return the step, its lowered and compiled program,
+    and what came out."""
     global start
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.5))
     start = start or jax.device_get(step.init(seed=0))
     lowered = step.lower(BATCH, SEQ)
     compiled = lowered.compile()
     dealt = {name: x[:, attention.order(plan.order, SEQ, plan.mesh.sp)] for name, x in TEXT.items()}
-    state, batch, losses = jax.device_put(start, step.shardings), jax.device_put(dealt, step.batch_sharding), []
+    state, batch, losses = (
+        jax.device_put(start, step.shardings),
+        jax.device_put(dealt, step.batch_sharding),
+        [],
+    )
     for _ in range(STEPS):
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))
@@ -405,7 +464,9 @@ def train_llama(plan):
 
 
 *_, solo_state, solo_losses = train_llama(Plan("dp=1"))
-llamas = {sequence: train_llama(Plan(f"sp={SP}", sequence=sequence)) for sequence in ("ring", "ulysses", "gather")}
+llamas = {
+    sequence: train_llama(Plan(f"sp={SP}", sequence=sequence)) for sequence in ("ring", "ulysses", "gather")
+}
 print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
 
 # %%
@@ -413,32 +474,48 @@ for name, (*_, state, losses) in llamas.items():
     assert np.allclose(losses, solo_losses, rtol=1e-4), f"{name}: {losses}"
     for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(solo_state.params), strict=True):
         assert np.allclose(one, other, atol=1e-4), name
-print(f"value: {STEPS} losses and the weights after them equal those of one device, for ring, ulysses and gather")
+print(
+    f"value: {STEPS} losses and the weights after them equal those of one device, for ring, ulysses and"
+    " gather"
+)
 
 for step, _, _, state, _ in llamas.values():
     shards = jax.tree.map(lambda x: {s.data.shape for s in x.addressable_shards}, state.params)
-    promised = jax.tree.map(lambda x, layout: {layout.shard_shape(x.shape, {"sp": SP})}, state.params, step.stored)
+    promised = jax.tree.map(
+        lambda x, layout: {layout.shard_shape(x.shape, {"sp": SP})}, state.params, step.stored
+    )
     assert shards == promised and step.batch_sharding.shard_shape((BATCH, SEQ)) == (BATCH, SEQ // SP)
-print(f"sharding: {SEQ // SP} of {SEQ} positions of every row on each device; weights are whole, sp does not cut them")
+print(
+    f"sharding: {SEQ // SP} of {SEQ} positions of every row on each device; weights are whole, sp does not"
+    " cut them"
+)
 
 # %%
 tables = {}
 for name, (step, lowered, _, _, _) in llamas.items():
     predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)
     tables[name] = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh))
-    assert tables[name] == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
+    assert tables[name] == {
+        key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
+    }
     attends = {kind: row for (_, kind), row in tables[name].items() if kind != "all-reduce"}
     print(
-        f"{name:<8}", "; ".join(f"{kind} ×{row['count']} {row['bytes_sent']:,} B" for kind, row in attends.items()) or "nothing"
+        f"{name:<8}",
+        "; ".join(f"{kind} ×{row['count']} {row['bytes_sent']:,} B" for kind, row in attends.items())
+        or "nothing",
     )
 assert ("sp", "all-gather") not in tables["ring"], "no activation is gathered over sp"
-print("communication: kinds, counts and bytes per device and step are as predicted (and the all-reduces of gradients)")
+print(
+    "communication: kinds, counts and bytes per device and step are as predicted (and the all-reduces of"
+    " gradients)"
+)
 
 for step, _, compiled, _, _ in llamas.values():
     given = predict.argument_bytes(LLAMA, step.plan, BATCH, SEQ, moments=0, scalars=1)
     assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(given.values())
 print(
-    f"memory: {sum(given.values()):,} B of arguments per device as predicted: weights {given['params']:,}, batch {given['batch']:,}"
+    f"memory: {sum(given.values()):,} B of arguments per device as predicted: weights {given['params']:,},"
+    f" batch {given['batch']:,}"
 )
 
 # %%
@@ -448,7 +525,9 @@ rows = [
         "kind": f"{kind} ({name})",
         "count": row["count"],
         "compiled_bytes": row["bytes_sent"],
-        "predicted_bytes": predict.collectives(LLAMA, llamas[name][0].plan, BATCH, SEQ)[axis, kind].bytes_sent,
+        "predicted_bytes": (
+            predict.collectives(LLAMA, llamas[name][0].plan, BATCH, SEQ)[axis, kind].bytes_sent
+        ),
     }
     for name, table in tables.items()
     for (axis, kind), row in table.items()
@@ -458,28 +537,36 @@ if rows:
     scene.show(draw.collectives(rows))
 
 # %% [markdown]
-# The ring sends the most here: K and V twice, and float32 gradients behind them. The small all-gathers are of positions and document
-# numbers, once for all layers. Which variant is best depends on the heads, the degree and the links. Numbers of 2 bytes sent per layer and
-# position held, in bfloat16, with q = k r query heads:
+# The ring sends the most here: K and V twice, and float32 gradients behind them. The small all-gathers are of
+# positions and document numbers, once for all layers. Which variant is best depends on the heads, the degree
+# and the links. Numbers of 2 bytes sent per layer and position held, in bfloat16, with q = k r query heads:
 #
 # | | forward | in a training step | limit | waits for |
 # |---|---|---|---|---|
-# | ring | 2 k h (n − 1) | 8 k h (n − 1): K, V twice, dK, dV in float32 | none | hops, where they are longer than the work on a block |
-# | Ulysses | (2 q + 2 k) h (n − 1)/n | twice as much | n divides k | four all-to-alls, with nothing to do meanwhile |
-# | gather | 2 k h (n − 1) | twice as much | holds K and V of the whole sequence | an all-gather |
+# | ring | 2 k h (n − 1) | 8 k h (n − 1): K, V twice, dK, dV in float32 | none | hops, where they are longer
+# than the work on a block | | Ulysses | (2 q + 2 k) h (n − 1)/n | twice as much | n divides k | four
+# all-to-alls, with nothing to do meanwhile | | gather | 2 k h (n − 1) | twice as much | holds K and V of the
+# whole sequence | an all-gather |
 #
-# The ring's backward pass sends three times what its forward pass sends, the others' just as much: so what is true of the forward pass
-# need not be true of training. Is the middle column what the package predicts?
+# The ring's backward pass sends three times what its forward pass sends, the others' just as much: so what is
+# true of the forward pass need not be true of training. Is the middle column what the package predicts?
 
 
 # %%
 # NBVAL_CHECK_OUTPUT
-EXCHANGE = {"ring": ["collective-permute"], "ulysses": ["all-to-all"], "gather": ["all-gather", "reduce-scatter"]}
+EXCHANGE = {
+    "ring": ["collective-permute"],
+    "ulysses": ["all-to-all"],
+    "gather": ["all-gather", "reduce-scatter"],
+}
 
 
 def sent_in_step(config, sequence, size, length=4096):
-    """Numbers of head width that a step sends per layer and position held; the few bytes of positions are left in."""
-    predicted = predict.collectives(config, Plan(f"sp={size}", sequence=sequence, dtype="bfloat16"), 1, length)
+    """Numbers of head width that a step sends per layer and position held; the few bytes of positions are
+    left in."""
+    predicted = predict.collectives(
+        config, Plan(f"sp={size}", sequence=sequence, dtype="bfloat16"), 1, length
+    )
     total = sum(predicted["sp", kind].bytes_sent for kind in EXCHANGE[sequence])
     return total / (2 * config.head_width * config.num_layers * length // size)
 
@@ -488,21 +575,36 @@ for name in ("llama2-7b", "llama3-8b", "llama3-70b", "llama3.1-405b"):
     config = preset(name)
     heads, kv_heads = config.num_heads, config.num_kv_heads
     for size in (2, 4, 8):
-        forward = {"ring": 2 * kv_heads * (size - 1), "ulysses": (2 * heads + 2 * kv_heads) * (size - 1) / size}
-        in_step = {"ring": 4 * forward["ring"], "ulysses": 2 * forward["ulysses"], "gather": 2 * forward["ring"]}
+        forward = {
+            "ring": 2 * kv_heads * (size - 1),
+            "ulysses": (2 * heads + 2 * kv_heads) * (size - 1) / size,
+        }
+        in_step = {
+            "ring": 4 * forward["ring"],
+            "ulysses": 2 * forward["ulysses"],
+            "gather": 2 * forward["ring"],
+        }
         for sequence, formula in in_step.items():
-            assert np.isclose(sent_in_step(config, sequence, size), formula, rtol=2e-3), (name, sequence, size)
+            assert np.isclose(sent_in_step(config, sequence, size), formula, rtol=2e-3), (
+                name,
+                sequence,
+                size,
+            )
         if name == "llama3.1-405b":
-            print(f"{name}, n = {size}: ring {in_step['ring']:.0f}, Ulysses {in_step['ulysses']:.0f}, gather {in_step['gather']:.0f} head widths")
+            print(
+                f"{name}, n = {size}: ring {in_step['ring']:.0f}, Ulysses {in_step['ulysses']:.0f}, gather"
+                f" {in_step['gather']:.0f} head widths"
+            )
 
 # %% [markdown]
 # ## When does a hop cost no time?
 #
-# While a device computes on one block, the next is on its way. A block of c positions takes 4 c² h FLOPs per query head (two
-# products), and its K and V are 4 c h bytes per KV head in bfloat16. With C FLOP/s and links of W bytes/s (published rates, as in all
-# thresholds of these lessons) the hop is hidden if
+# While a device computes on one block, the next is on its way. A block of c positions takes 4 c² h FLOPs per
+# query head (two products), and its K and V are 4 c h bytes per KV head in bfloat16. With C FLOP/s and links
+# of W bytes/s (published rates, as in all thresholds of these lessons) the hop is hidden if
 #
-# $$ \frac{4 c^2 q h}{C} \ge \frac{4 c k h}{W} \quad\Longleftrightarrow\quad c \ge \frac{C}{W}\cdot\frac{k}{q} $$
+# $$ \frac{4 c^2 q h}{C} \ge \frac{4 c k h}{W} \quad\Longleftrightarrow\quad c \ge \frac{C}{W}\cdot\frac{k}{q}
+# $$
 #
 # A zigzag causal ring has half of the work for the same hops, so it needs twice the block.
 
@@ -512,27 +614,35 @@ a100, h100 = chip("a100-80"), chip("h100")
 block = cost.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s)
 assert abs(block / 1e3 - 1.0) < 0.06 and abs(6 * block / 1e3 - 6.2) < 0.15  # Liu et al. 2023, table 2
 print(
-    f"A100 in a node, {a100.link_bytes_per_s / 1e9:.0f} GB/s: blocks of {block:.0f} positions hide a hop, sequences of {6 * block:.0f} per device (published 1.0k and 6.2k)"
+    f"A100 in a node, {a100.link_bytes_per_s / 1e9:.0f} GB/s: blocks of {block:.0f} positions hide a hop,"
+    f" sequences of {6 * block:.0f} per device (published 1.0k and 6.2k)"
 )
 for where, rate in (("in a node", a100.link_bytes_per_s), ("between nodes", a100.dcn_bytes_per_s)):
     causal = [2 * cost.ring_min_block(a100.flops_per_s, rate, ratio) for ratio in (1, 1 / 4)]
-    print(f"A100 {where}, {rate / 1e9:.0f} GB/s, causal zigzag: {causal[0]:6.0f} positions, {causal[1]:6.0f} with 4 query heads per KV head")
+    print(
+        f"A100 {where}, {rate / 1e9:.0f} GB/s, causal zigzag: {causal[0]:6.0f} positions, {causal[1]:6.0f}"
+        " with 4 query heads per KV head"
+    )
 
 # %% [markdown]
-# The published 6.2k are six blocks: the paper counts six that a device holds at once (queries, keys and values in use, keys and
-# values on their way, the output). Below: the forward pass of Llama 2 7B's attention (one KV head per query head) on 8 A100 of a
-# node, per layer, with links as large messages reach them (247 of 300 GB/s). It is computed and not measured, because simulated
-# devices have no links.
+# The published 6.2k are six blocks: the paper counts six that a device holds at once (queries, keys and
+# values in use, keys and values on their way, the output). Below: the forward pass of Llama 2 7B's attention
+# (one KV head per query head) on 8 A100 of a node, per layer, with links as large messages reach them (247 of
+# 300 GB/s). It is computed and not measured, because simulated devices have no links.
 
 # %%
 llama = preset("llama2-7b")
 
 
 def step_times(length, size, node):
-    """Seconds of one step of a zigzag causal ring in bfloat16: the work on what is live of a block, and the hop beside it."""
+    """Seconds of one step of a zigzag causal ring in bfloat16: the work on what is live of a block, and the
+    hop beside it."""
     c = length // size
     work = 4 * c * c * llama.num_heads * llama.head_width / 2
-    return work / node.flops_per_s, 4 * c * llama.num_kv_heads * llama.head_width / node.reached_link_bytes_per_s
+    return (
+        work / node.flops_per_s,
+        4 * c * llama.num_kv_heads * llama.head_width / node.reached_link_bytes_per_s,
+    )
 
 
 bars, threshold = [], 2 * block / a100.link_efficiency
@@ -540,20 +650,25 @@ assert round(a100.reached_link_bytes_per_s / 1e9) == 247
 for length in (4096, 8192, 16_384, 32_768):
     work_s, hop_s = step_times(length, 8, a100)
     assert (hop_s <= work_s) == (length / 8 >= threshold)
-    bars.append((f"{length:,} positions", {"work": 8 * work_s, "waiting for hops": 7 * max(0.0, hop_s - work_s)}))
+    bars.append(
+        (f"{length:,} positions", {"work": 8 * work_s, "waiting for hops": 7 * max(0.0, hop_s - work_s)})
+    )
 scene.show(draw.time_bars(bars, title="Ring over 8 A100 in a node: attention of one layer, forward"))
 
 # %% [markdown]
-# Work grows with the square of the block, a hop with the block. The longer the sequence, the less there is to wait for.
+# Work grows with the square of the block, a hop with the block. The longer the sequence, the less there is to
+# wait for.
 #
 # ### Exercise (expert): when does Ulysses beat the ring?
 #
-# Take the table above. For each model: over how many ranks, at least, does Ulysses send *less* than the ring, in the forward pass
-# (`forward`), and in a whole training step (`step`)? Give a power of two, or `None` where Ulysses cannot be cut that far. (Llama 2 7B has
-# 32 query and 32 KV heads, Llama 3 8B 32 and 8, Llama 3 70B 64 and 8.)
+# Take the table above. For each model: over how many ranks, at least, does Ulysses send *less* than the ring,
+# in the forward pass (`forward`), and in a whole training step (`step`)? Give a power of two, or `None` where
+# Ulysses cannot be cut that far. (Llama 2 7B has 32 query and 32 KV heads, Llama 3 8B 32 and 8, Llama 3 70B
+# 64 and 8.)
 #
-# Fewer bytes are not less time: the ring's hide behind work, the all-to-alls of Ulysses do not. From how many positions per device on
-# does the ring of Llama 3 8B, causal and in zigzag, hide its hops forward in an H100 node (989.4 TFLOP/s, 450 GB/s as published)?
+# Fewer bytes are not less time: the ring's hide behind work, the all-to-alls of Ulysses do not. From how many
+# positions per device on does the ring of Llama 3 8B, causal and in zigzag, hide its hops forward in an H100
+# node (989.4 TFLOP/s, 450 GB/s as published)?
 
 # %%
 answer = {
@@ -570,13 +685,19 @@ attempt("06.rivals", answer)
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# `reading="auto"` says only where values live. The ring itself is an island of ours in either reading, because no layout says "keep it
-# moving". Ulysses can be said in layouts: positions cut before, heads cut after, and XLA finds the collectives.
+# `reading="auto"` says only where values live. The ring itself is an island of ours in either reading,
+# because no layout says "keep it moving". Ulysses can be said in layouts: positions cut before, heads cut
+# after, and XLA finds the collectives.
 
 # %%
-*_, auto_lowered, auto_compiled, _, auto_losses = train_llama(Plan(f"sp={SP}", sequence="ulysses", reading="auto"))
+*_, auto_lowered, auto_compiled, _, auto_losses = train_llama(
+    Plan(f"sp={SP}", sequence="ulysses", reading="auto")
+)
 assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
-assert hlo.compiled_memory(auto_compiled)["argument_bytes"] == hlo.compiled_memory(llamas["ulysses"][2])["argument_bytes"]
+assert (
+    hlo.compiled_memory(auto_compiled)["argument_bytes"]
+    == hlo.compiled_memory(llamas["ulysses"][2])["argument_bytes"]
+)
 print("value and memory: Auto equals Manual")
 auto = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(auto_lowered), llamas["ulysses"][0].mesh))
 for name, table in (("manual", tables["ulysses"]), ("auto", auto)):
@@ -584,11 +705,14 @@ for name, table in (("manual", tables["ulysses"]), ("auto", auto)):
         print(f"{name:>7}: {kind:<11} ×{row['count']:<4}{row['bytes_sent']:>10,} B")
 if devices[0].platform == "cpu" and SP > 1:
     assert auto["sp", "all-gather"]["bytes_sent"] > tables["ulysses"]["sp", "all-gather"]["bytes_sent"]
-    print("communication: on simulated devices Auto forms some of the all-to-alls, and gathers activations elsewhere")
+    print(
+        "communication: on simulated devices Auto forms some of the all-to-alls, and gathers activations"
+        " elsewhere"
+    )
 
 # %% [markdown]
-# And one letter can cost a collective per layer. A constraint on the hidden values of a feed-forward that forgets `s` says "whole
-# along s", and the partitioner obeys. The values stay right and no error is raised:
+# And one letter can cost a collective per layer. A constraint on the hidden values of a feed-forward that
+# forgets `s` says "whole along s", and the partitioner obeys. The values stay right and no error is raised:
 
 
 # %%
@@ -611,23 +735,27 @@ if n > 1:
     assert [(c.kind, c.axes, c.shape) for c in wrong] == [("all-gather", ("sp",), (BATCH, S, 64))]
 print("hidden values 'b s/sp m':", ", ".join(c.kind for c in right) or "nothing is sent")
 print(
-    "hidden values 'b s m':   ", ", ".join(f"{c.kind} over {c.axes[0]}, {c.bytes_sent:,} B" for c in wrong) or "nothing is sent"
+    "hidden values 'b s m':   ",
+    ", ".join(f"{c.kind} over {c.axes[0]}, {c.bytes_sent:,} B" for c in wrong) or "nothing is sent",
 )
 
 # %% [markdown]
 # ## What is left to hold
 #
-# With no scores kept, the widest values of a block are those inside its feed-forward: `b s m`, three of them, in every layer. A
-# feed-forward looks at one position at a time, so it can take the positions in pieces, and compute its hidden values again in the
-# backward pass instead of keeping them (Liu and Abbeel 2023). Nothing is sent for it: gathers and sums stand before and after. Compiled
-# here: one device's share of a step, in one piece and in eight.
+# With no scores kept, the widest values of a block are those inside its feed-forward: `b s m`, three of them,
+# in every layer. A feed-forward looks at one position at a time, so it can take the positions in pieces, and
+# compute its hidden values again in the backward pass instead of keeping them (Liu and Abbeel 2023). Nothing
+# is sent for it: gathers and sums stand before and after. Compiled here: one device's share of a step, in one
+# piece and in eight.
 
 # %%
 share, wide = 1024, dataclasses.replace(LLAMA, ffn_width=8 * LLAMA.width)
 temporaries = {}
 for pieces in (1, 8):
     program = (
-        Step(wide, Plan("dp=1", ffn_chunks=pieces, loss_chunks=8), make_mesh("dp=1"), optax.sgd(0.5)).lower(1, share).compile()
+        Step(wide, Plan("dp=1", ffn_chunks=pieces, loss_chunks=8), make_mesh("dp=1"), optax.sgd(0.5))
+        .lower(1, share)
+        .compile()
     )
     temporaries[pieces] = hlo.compiled_memory(program)["temp_bytes"]
     print(f"{pieces} piece{'s' * (pieces > 1)}: {temporaries[pieces] / 2**20:.1f} MiB of temporaries")
@@ -639,9 +767,10 @@ print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
 # %% [markdown]
 # ## When tokens come one at a time
 #
-# Generating has one query per layer, and the keys of everything before it: a cache. Cut its positions over `sp` too, `b t/sp k h`. To
-# rotate it for every token would be absurd. The query goes to all ranks, which costs nothing (they all computed it); each looks at its
-# own share, and the partial results merge in two small sums.
+# Generating has one query per layer, and the keys of everything before it: a cache. Cut its positions over
+# `sp` too, `b t/sp k h`. To rotate it for every token would be absurd. The query goes to all ranks, which
+# costs nothing (they all computed it); each looks at its own share, and the partial results merge in two
+# small sums.
 
 # %%
 POSITIONS = 4096
@@ -653,39 +782,45 @@ sent = hlo.census_table(hlo.census_jaxpr(jaxpr, {"sp": SP}))
 share = {shard.data.nbytes for shard in decoder.cache[0].addressable_shards}
 assert share == {4 * LLAMA.num_layers * POSITIONS // SP * LLAMA.num_kv_heads * LLAMA.head_width}
 if SP > 1:
-    small = 4 * LLAMA.num_heads * (1 + LLAMA.head_width + 1)  # the largest score; the weighted values and their weight
+    small = (
+        4 * LLAMA.num_heads * (1 + LLAMA.head_width + 1)
+    )  # the largest score; the weighted values and their weight
     assert set(sent) == {("sp", "all-reduce")}
     assert sent["sp", "all-reduce"]["bytes_sent"] == LLAMA.num_layers * 2 * small * (SP - 1) // SP
     turned = 2 * share.pop() * (SP - 1)
     print(
-        f"a token sends {sent['sp', 'all-reduce']['bytes_sent']:,} B; turning the cache around a ring would send {turned:,} B"
+        f"a token sends {sent['sp', 'all-reduce']['bytes_sent']:,} B; turning the cache around a ring would"
+        f" send {turned:,} B"
     )
 
 # %% [markdown]
 # ## Five lines
 #
 # 1. Attention to parts of the keys merges exactly: keep the output and the log of the sum of exponentials.
-# 2. A ring needs n − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · 2 · (n − 1) permutes.
-# 3. In order, the busiest rank has 2 − 1/n times the mean; in zigzag everybody has the same, for a permutation of the data.
-# 4. Only KV heads travel. A hop hides behind a block of C/W × kv_heads/heads positions, twice that under a causal mask.
-# 5. Forward, Ulysses sends less from n > 1 + heads/kv_heads on; in a training step from half of that on, since the ring's gradients
+# 2. A ring needs n − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · 2
+# · (n − 1) permutes. 3. In order, the busiest rank has 2 − 1/n times the mean; in zigzag everybody has the
+# same, for a permutation of the data. 4. Only KV heads travel. A hop hides behind a block of C/W ×
+# kv_heads/heads positions, twice that under a causal mask. 5. Forward, Ulysses sends less from n > 1 +
+# heads/kv_heads on; in a training step from half of that on, since the ring's gradients
 #    travel in float32. n must divide the KV heads. The ring has no such limit, and can hide.
 #
 # ## On your cluster
 #
 # ```
 # llmpar train --mesh "sp=8" --order zigzag --seq-len 32768 --batch-size 1        a ring over 8 devices
-# llmpar train --mesh "fsdp=2 sp=4" --sequence ulysses --seq-len 32768             heads for positions, and ZeRO-3 beside it
-# llmpar inspect --mesh "sp=8" --seq-len 32768 --dtype bfloat16                    hops, bytes and memory, before you train
-# llmpar inspect --mesh "sp=8" --sequence gather --seq-len 32768                   the same for gathered keys
-# llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block --ffn-chunks 16 --loss-chunks 16
-# ```
+# llmpar train --mesh "fsdp=2 sp=4" --sequence ulysses --seq-len 32768             heads for positions, and
+# ZeRO-3 beside it llmpar inspect --mesh "sp=8" --seq-len 32768 --dtype bfloat16                    hops,
+# bytes and memory, before you train llmpar inspect --mesh "sp=8" --sequence gather --seq-len 32768
+# the same for gathered keys llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block
+# --ffn-chunks 16 --loss-chunks 16 ```
 #
-# Where a device sees whole sequences (`sp=1`, `ulysses`, `gather`), `--attention-kernel cudnn --dtype bfloat16` gives the work to cuDNN
-# on NVIDIA GPUs. Not in a ring: the public function returns its log of sums rounded to 16 bits, too coarse to merge by.
+# Where a device sees whole sequences (`sp=1`, `ulysses`, `gather`), `--attention-kernel cudnn --dtype
+# bfloat16` gives the work to cuDNN on NVIDIA GPUs. Not in a ring: the public function returns its log of sums
+# rounded to 16 bits, too coarse to merge by.
 #
-# `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
-# every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.
+# `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold
+# says. It multiplies with every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER
+# --mesh "sp=4 tp=2"`.
 #
 # **One number to remember: n − 1.** Twice the devices take twice the sequence, with the same memory on each.
 

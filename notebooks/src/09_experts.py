@@ -1,10 +1,11 @@
 # %% [markdown]
 # # 09 · Experts: what moves when a token chooses?
 #
-# A dense model uses every weight for every token. A mixture of experts has many feed-forwards in each layer, and a **router** sends a
-# token to a few of them: Mixtral 8x7B has 46.7 billion parameters, and 12.9 of them work on a token (Jiang et al. 2024). Experts are
-# cut by the axis `ep`: each rank holds some of them, whole. Then tokens must travel to their experts and back. It is sometimes said
-# that expert parallelism moves nothing; it moves the tokens, twice in each direction of each layer:
+# A dense model uses every weight for every token. A mixture of experts has many feed-forwards in each layer,
+# and a **router** sends a token to a few of them: Mixtral 8x7B has 46.7 billion parameters, and 12.9 of them
+# work on a token (Jiang et al. 2024). Experts are cut by the axis `ep`: each rank holds some of them, whole.
+# Then tokens must travel to their experts and back. It is sometimes said that expert parallelism moves
+# nothing; it moves the tokens, twice in each direction of each layer:
 #
 # | step | arrow |
 # |---|---|
@@ -13,7 +14,8 @@
 #
 # **Question.** What moves, how much of it is padding, and what happens when everybody wants the same expert?
 #
-# Letters: `b` blocks of tokens, one per rank; `e` experts; `c` slots; `d` width; `m` an expert's width; `k` experts that a token visits.
+# Letters: `b` blocks of tokens, one per rank; `e` experts; `c` slots; `d` width; `m` an expert's width; `k`
+# experts that a token visits.
 
 # %%
 from llmpar.mesh import use_devices
@@ -39,7 +41,9 @@ from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.step import Step
 
-jax.config.update("jax_default_matmul_precision", "highest")  # accelerators round float32 products unless told not to
+jax.config.update(
+    "jax_default_matmul_precision", "highest"
+)  # accelerators round float32 products unless told not to
 n = max(size for size in (1, 2, 4, 8) if size <= len(devices))
 mesh = make_mesh(f"ep={n}")
 E, K, D, M, TOKENS = 8, 2, 16, 32, 32  # experts, chosen, width, an expert's width, tokens of one rank
@@ -47,13 +51,15 @@ HOW = ExpertConfig(E, K)
 rng = np.random.default_rng(0)
 x = rng.standard_normal((n, TOKENS, D)).astype(np.float32)
 router = rng.standard_normal((D, E)).astype(np.float32) / D**0.5
-gate, up, down = (rng.standard_normal(shape).astype(np.float32) / 4 for shape in ((E, D, M), (E, D, M), (E, M, D)))
+gate, up, down = (
+    rng.standard_normal(shape).astype(np.float32) / 4 for shape in ((E, D, M), (E, D, M), (E, M, D))
+)
 
 # %% [markdown]
 # ## One picture
 #
-# Every rank scores its own tokens against all experts, and keeps the best k of each token. Below is what the router of the toy really
-# chose; on the right, how many rows each expert gets.
+# Every rank scores its own tokens against all experts, and keeps the best k of each token. Below is what the
+# router of the toy really chose; on the right, how many rows each expert gets.
 
 
 # %%
@@ -75,8 +81,8 @@ scene.show(draw.token_flow(rows_of(chosen), E // n))
 # %% [markdown]
 # ## Predict
 #
-# A rank has 32 tokens of width 16 in float32, k = 2, and all experts are equally likely. **How many bytes does it send to other ranks in
-# the dispatch, if only the rows themselves travel?**
+# A rank has 32 tokens of width 16 in float32, k = 2, and all experts are equally likely. **How many bytes
+# does it send to other ranks in the dispatch, if only the rows themselves travel?**
 
 # %%
 print(f"{n} ranks, {TOKENS} tokens on each; {E} experts, {E // n} on a rank")
@@ -86,7 +92,8 @@ attempt("09.dispatch_bytes", bytes_dispatched, ranks=n)
 # %% [markdown]
 # ## Run: a dispatch by hand
 #
-# The reference is dense: all tokens through all experts, and most results get weight 0. That is right, and E/k times too much work.
+# The reference is dense: all tokens through all experts, and most results get weight 0. That is right, and
+# E/k times too much work.
 
 
 # %%
@@ -98,10 +105,11 @@ def dense(x, weights, chosen, gate, up, down):
 
 
 # %% [markdown]
-# By hand, as one rank sees it: (1) place: a row's slot is how many earlier rows of this rank chose the same expert. (2) Lay the rows into
-# a buffer `e c d` with C slots for each expert. (3) One all-to-all. (4) My experts multiply what has come from everybody. (5) The same
-# all-to-all back. (6) Read the rows at their slots and add them up, weighed. XLA's shapes are fixed before anybody has chosen, so C must
-# be too: with C = all tokens of a rank, nothing can be dropped.
+# By hand, as one rank sees it: (1) place: a row's slot is how many earlier rows of this rank chose the same
+# expert. (2) Lay the rows into a buffer `e c d` with C slots for each expert. (3) One all-to-all. (4) My
+# experts multiply what has come from everybody. (5) The same all-to-all back. (6) Read the rows at their
+# slots and add them up, weighed. XLA's shapes are fixed before anybody has chosen, so C must be too: with C =
+# all tokens of a rank, nothing can be dropped.
 
 
 # %%
@@ -114,7 +122,9 @@ def by_hand(slots):
         buffer = jnp.zeros((E * slots, D)).at[slot].set(jnp.repeat(x[0], K, axis=0), mode="drop")
         # b/ep e c d -> b e/ep c d
         here = lax.all_to_all(buffer.reshape(1, E, slots, D), "ep", split_axis=1, concat_axis=0, tiled=True)
-        hidden = jax.nn.silu(jnp.einsum("becd,edm->becm", here, gate)) * jnp.einsum("becd,edm->becm", here, up)
+        hidden = jax.nn.silu(jnp.einsum("becd,edm->becm", here, gate)) * jnp.einsum(
+            "becd,edm->becm", here, up
+        )
         out = jnp.einsum("becm,emd->becd", hidden, down)
         # b e/ep c d -> b/ep e c d
         back = lax.all_to_all(out, "ep", split_axis=0, concat_axis=1, tiled=True).reshape(E * slots, D)
@@ -129,7 +139,9 @@ def with_gradients(layer):
     """The layer's output, and the gradients of everything but the choice."""
 
     def run(x, weights, chosen, *experts):
-        y, pull = jax.vjp(lambda x, weights, *experts: layer(x, weights, chosen, *experts), x, weights, *experts)
+        y, pull = jax.vjp(
+            lambda x, weights, *experts: layer(x, weights, chosen, *experts), x, weights, *experts
+        )
         return y, *pull(jnp.cos(y))
 
     return jax.jit(run)
@@ -144,7 +156,8 @@ for name, a, b in zip(("y", "x", "weights", "gate", "up", "down"), got, want, st
 print("value: output and all gradients equal the dense evaluation; the router's weights have a gradient too")
 
 # %% [markdown]
-# Autodiff turned each all-to-all around: the gradients of the rows travel to the experts, and come back. Two forward, two backward.
+# Autodiff turned each all-to-all around: the gradients of the rows travel to the experts, and come back. Two
+# forward, two backward.
 
 # %%
 table = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(ours), mesh))
@@ -154,15 +167,22 @@ if n > 1:
     assert table == {("ep", "all-to-all"): table["ep", "all-to-all"]}
     row = table["ep", "all-to-all"]
     assert (row["count"], row["bytes_sent"]) == (4, 4 * buffer_bytes * (n - 1) // n)
-    print(f"communication: {row['count']} all-to-alls of a buffer of {buffer_bytes:,} B, {row['bytes_sent']:,} B sent")
-    print(f"of which rows: {K * TOKENS} of {E * TOKENS} slots are full: {E / K:g} times as much travels as is needed")
+    print(
+        f"communication: {row['count']} all-to-alls of a buffer of {buffer_bytes:,} B, {row['bytes_sent']:,}"
+        " B sent"
+    )
+    print(
+        f"of which rows: {K * TOKENS} of {E * TOKENS} slots are full: {E / K:g} times as much travels as is"
+        " needed"
+    )
 
 # %% [markdown]
-# That is the honest price of "dropless" in fixed shapes. There are three ways out. **Capacity** (GShard, Switch): fewer slots, and who
-# finds none is left out. **Ragged** exchange: send the full slots only, which XLA can do on GPUs and TPUs (`Plan.dispatch`). Or
-# **pack by rank, not by expert**: a token sends a rank at most min(k, E/n) rows, so `llmpar.moe` gives slots to n ranks, and not to E
-# experts. That helps where min(k, E/n) · n < E: not in this lesson's own case once a rank has only k experts or fewer, but very much with
-# many experts on a rank:
+# That is the honest price of "dropless" in fixed shapes. There are three ways out. **Capacity** (GShard,
+# Switch): fewer slots, and who finds none is left out. **Ragged** exchange: send the full slots only, which
+# XLA can do on GPUs and TPUs (`Plan.dispatch`). Or **pack by rank, not by expert**: a token sends a rank at
+# most min(k, E/n) rows, so `llmpar.moe` gives slots to n ranks, and not to E experts. That helps where min(k,
+# E/n) · n < E: not in this lesson's own case once a rank has only k experts or fewer, but very much with many
+# experts on a rank:
 
 # %%
 many = ExpertConfig(128, 8)
@@ -172,20 +192,26 @@ for how in (HOW, many):
         slots, by_expert = ranks * blocks * block / 4096 / how.chosen, how.num / how.chosen
         helps = min(how.chosen, how.num // ranks) * ranks < how.num
         assert (slots < 0.99 * by_expert) == helps
-        print(f"E = {how.num}, k = {how.chosen}, ep={ranks}: {slots:.2f} slots for each row, in place of {by_expert:g}{'' if helps else ': no gain'}")
+        print(
+            f"E = {how.num}, k = {how.chosen}, ep={ranks}: {slots:.2f} slots for each row, in place of"
+            f" {by_expert:g}{'' if helps else ': no gain'}"
+        )
 
 # %% [markdown]
-# Empty slots travel, but are never multiplied: the rows of an expert fill whole blocks, and a loop runs over the blocks that hold
-# something. (Gale et al. 2022 do the same with blocks of a sparse matrix.)
+# Empty slots travel, but are never multiplied: the rows of an expert fill whole blocks, and a loop runs over
+# the blocks that hold something. (Gale et al. 2022 do the same with blocks of a sparse matrix.)
 #
 # ## Capacity: who is left out
 #
-# An expert takes `factor` times its even share, the first to come. The others keep their residual stream as it was.
+# An expert takes `factor` times its even share, the first to come. The others keep their residual stream as
+# it was.
 
 # %%
 # NBVAL_CHECK_OUTPUT
 draws = np.random.default_rng(1)
-popular = draws.standard_normal((8, 256, E)) + np.linspace(1, -1, E)  # affinities of 8 rows of 256 tokens, expert 0 the hottest
+popular = draws.standard_normal((8, 256, E)) + np.linspace(
+    1, -1, E
+)  # affinities of 8 rows of 256 tokens, expert 0 the hottest
 print("capacity factor   dropped")
 dropped = {}
 for factor in (0.5, 1.0, 1.25, 1.5, 2.0, None):
@@ -200,8 +226,8 @@ assert dropped[None] == 0 and dropped[0.5] > dropped[1.0] > dropped[2.0]
 # %% [markdown]
 # ### Exercise (core): how much room?
 #
-# 512 tokens with k = 2 chose eight experts 260, 190, 150, 120, 100, 84, 70 and 50 times. What is the smallest capacity, in rows, at which
-# at most 1 % of all choices are dropped?
+# 512 tokens with k = 2 chose eight experts 260, 190, 150, 120, 100, 84, 70 and 50 times. What is the smallest
+# capacity, in rows, at which at most 1 % of all choices are dropped?
 
 # %%
 rows_per_expert = ...
@@ -210,8 +236,9 @@ attempt("09.capacity", rows_per_expert)
 # %% [markdown]
 # ### Exercise (stretch): combine
 #
-# Write step 6. `rows` is `[slots, d]`, `slot` says for each token and choice where its row lies (`len(rows)`: it was dropped), `weights`
-# are the router's. Both are `[tokens, k]`. Return `[tokens, d]`; NumPy is there as `np`.
+# Write step 6. `rows` is `[slots, d]`, `slot` says for each token and choice where its row lies (`len(rows)`:
+# it was dropped), `weights` are the router's. Both are `[tokens, k]`. Return `[tokens, d]`; NumPy is there as
+# `np`.
 
 
 # %%
@@ -223,7 +250,8 @@ attempt("09.combine", combine)
 # %% [markdown]
 # ## A hot expert
 #
-# Drag the heat: all ranks wait for the one that has the busiest expert. (In the stored page this is a picture.)
+# Drag the heat: all ranks wait for the one that has the busiest expert. (In the stored page this is a
+# picture.)
 
 # %%
 from llmpar.explorers import RoutingExplorer
@@ -238,13 +266,17 @@ RoutingExplorer(experts=8, chosen=K, ranks=4, heat=2, capacity=100)
 for skew in (0.0, 1.0, 2.0, 4.0):
     load = np.bincount(routed(skew)[1].ravel(), minlength=E)
     assert load.sum() == n * TOKENS * K
-    print(f"skew {skew:g}: the busiest expert has {load.max() / load.mean():.2f} times the mean, of at most {E / K:g}")
+    print(
+        f"skew {skew:g}: the busiest expert has {load.max() / load.mean():.2f} times the mean, of at most"
+        f" {E / K:g}"
+    )
 
 # %% [markdown]
-# Two cures are in use. A **balance loss** E/k · Σ f P multiplies each expert's share of the tokens with its mean affinity: its value is 1
-# where all are equal, and its gradient lowers the affinities of the busy. Here it is taken row by row (DeepSeek-V3 2024, section 2.1.2),
-# so no device must know another's rows. Or **a bias without a loss** (Wang et al. 2024): it takes part in choosing, not in
-# weighing, and after each step it goes up for experts with less than the mean load, and down for the others.
+# Two cures are in use. A **balance loss** E/k · Σ f P multiplies each expert's share of the tokens with its
+# mean affinity: its value is 1 where all are equal, and its gradient lowers the affinities of the busy. Here
+# it is taken row by row (DeepSeek-V3 2024, section 2.1.2), so no device must know another's rows. Or **a bias
+# without a loss** (Wang et al. 2024): it takes part in choosing, not in weighing, and after each step it goes
+# up for experts with less than the mean load, and down for the others.
 
 # %%
 balance = dataclasses.replace(HOW, balance=1.0)
@@ -263,13 +295,17 @@ for _ in range(40):
     load = np.bincount(np.asarray(moe.choose(biased, favour, jnp.asarray(bias))[1]).ravel(), minlength=E)
     seen.append(load.max() / load.mean())
     bias += biased.bias_rate * np.sign(load.mean() - load)
-print(f"busiest over mean: {seen[0]:.2f} at first, {seen[-1]:.2f} after 40 steps of the rule; the bias is {np.round(bias, 2)}")
+print(
+    f"busiest over mean: {seen[0]:.2f} at first, {seen[-1]:.2f} after 40 steps of the rule; the bias is"
+    f" {np.round(bias, 2)}"
+)
 assert seen[-1] < 1.3 < seen[0]
 
 # %% [markdown]
 # ## Compare: four verdicts on a Llama with experts
 #
-# `tiny-moe` has 8 experts with k = 2 in each layer. The same step, on one device and with experts cut by `ep`, beside ZeRO-3.
+# `tiny-moe` has 8 experts with k = 2 in each layer. The same step, on one device and with experts cut by
+# `ep`, beside ZeRO-3.
 
 # %%
 CONFIG = dataclasses.replace(preset("tiny-moe"), num_layers=2)
@@ -306,8 +342,13 @@ print("value: losses", [round(loss, 4) for loss in losses], "as on one device")
 experts = state.params["blocks"]["experts"]["gate"]
 shard = experts.addressable_shards[0].data.shape
 assert shard == (2, E // ep, CONFIG.width // (n // ep), CONFIG.ffn_width)
-print(f"sharding: gate {tuple(experts.shape)} is stored as {PLAN.stored('experts l e d m')}: {shard} on each device")
-print(f"          and its gradient waits for a sum over: {PLAN.unreduced('experts l e d m').sums or 'nobody'}")
+print(
+    f"sharding: gate {tuple(experts.shape)} is stored as {PLAN.stored('experts l e d m')}: {shard} on each"
+    " device"
+)
+print(
+    f"          and its gradient waits for a sum over: {PLAN.unreduced('experts l e d m').sums or 'nobody'}"
+)
 
 found = {
     k: (v["count"], v["bytes_sent"])
@@ -318,7 +359,8 @@ assert found == formula
 if n > 1:
     assert found["ep", "all-to-all"][0] == 4 * CONFIG.num_layers
     print(
-        f"communication: {found['ep', 'all-to-all'][0]} all-to-alls = 4 × {CONFIG.num_layers} layers; all kinds and bytes as predicted"
+        f"communication: {found['ep', 'all-to-all'][0]} all-to-alls = 4 × {CONFIG.num_layers} layers; all"
+        " kinds and bytes as predicted"
     )
 
 arguments = hlo.compiled_memory(compiled)["argument_bytes"]
@@ -326,8 +368,8 @@ assert arguments == sum(predict.argument_bytes(CONFIG, PLAN, BATCH, S).values())
 print(f"memory: {arguments:,} B of arguments per device, as predicted")
 
 # %% [markdown]
-# A dense weight is summed over `ep` as over any axis of the batch; an expert is not, since no other rank of `ep` has it. What the
-# routers did comes with the metrics of each step:
+# A dense weight is summed over `ep` as over any axis of the batch; an expert is not, since no other rank of
+# `ep` has it. What the routers did comes with the metrics of each step:
 
 # %%
 for name, value in moe.summary(CONFIG.experts, metrics, ep).items():
@@ -339,9 +381,9 @@ print(f"{'(at most':<17} {most_entropy:.3f} nats of entropy, where the router do
 # %% [markdown]
 # ## What it costs on real links
 #
-# Per layer and direction, 2·k·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only k of E of the tokens. So all that
-# hid behind the work of a batch needs a batch E/k times as large: data parallelism (its gradients are those of all experts), and
-# the reading of weights from memory.
+# Per layer and direction, 2·k·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only k of
+# E of the tokens. So all that hid behind the work of a batch needs a batch E/k times as large: data
+# parallelism (its gradients are those of all experts), and the reading of weights from memory.
 
 # %%
 h100 = chip("h100")
@@ -349,22 +391,26 @@ each = {name: preset(name) for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepse
 for name, config in each.items():
     how = config.experts
     sent = 2 * cost.moe_elements(4096, config.width, how.chosen, 8)  # bfloat16
-    batch_needed = cost.critical_batch(h100.flops_per_s, h100.hbm_bytes_per_s, experts=how.num, topk=how.chosen)
+    batch_needed = cost.critical_batch(
+        h100.flops_per_s, h100.hbm_bytes_per_s, experts=how.num, topk=how.chosen
+    )
     print(
-        f"{name:<14} {config.num_params / 1e9:6.1f} B parameters, {config.active_params / 1e9:5.1f} B active; "
-        f"4,096 tokens send {sent / 1e6:5.0f} MB per layer; E/k = {how.num / how.chosen:g}: {batch_needed:,.0f} tokens to fill a product"
+        f"{name:<14} {config.num_params / 1e9:6.1f} B parameters, {config.active_params / 1e9:5.1f} B active;"
+        f" 4,096 tokens send {sent / 1e6:5.0f} MB per layer; E/k = {how.num / how.chosen:g}:"
+        f" {batch_needed:,.0f} tokens to fill a product"
     )
 assert cost.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 print(
-    "published: 128 experts, k = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU before data parallelism hides (Scaling book)"
+    "published: 128 experts, k = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU before data parallelism"
+    " hides (Scaling book)"
 )
 
 # %% [markdown]
 # ### Exercise (expert): nodes that stay closed
 #
-# DeepSeek-V3 has 256 experts on 8 nodes and chooses 8 of them. A token is sent to a node once, however many of its experts are there. If
-# all choices were equally likely: on how many nodes do its experts lie on average, with all nodes open (`free`), and with only
-# 4 of them (`limited`, as its router does)?
+# DeepSeek-V3 has 256 experts on 8 nodes and chooses 8 of them. A token is sent to a node once, however many
+# of its experts are there. If all choices were equally likely: on how many nodes do its experts lie on
+# average, with all nodes open (`free`), and with only 4 of them (`limited`, as its router does)?
 
 # %%
 free, limited = ..., ...
@@ -387,21 +433,25 @@ print("value: Auto equals one device; its all-to-alls:", exchanges or "none")
 # ## Five lines
 #
 # 1. A layer of experts moves tokens: two all-to-alls forward, two backward, k rows per token each.
-# 2. Static shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange does neither.
-# 3. Only full blocks are multiplied: k/E of the work of all experts, forward and backward.
-# 4. Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too.
-# 5. The slowest rank sets the pace: balance by a loss, or by a bias that follows the load.
+# 2. Static shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange
+# does neither. 3. Only full blocks are multiplied: k/E of the work of all experts, forward and backward. 4.
+# Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too. 5. The slowest rank sets
+# the pace: balance by a loss, or by a bias that follows the load.
 #
 # ## On your cluster
 #
 # ```
-# llmpar train --model tiny-moe --mesh "ep=4 fsdp=2"                        experts on 4 ranks, ZeRO-3 beside them
-# llmpar inspect --model tiny-moe --mesh "ep=8"                             what is sent and held, predicted and compiled
-# llmpar train --model tiny-moe --mesh "ep=8" --dispatch ragged --grouped ragged_dot     on GPUs and TPUs
-# llmpar models qwen3-30b-a3b                                               total and active parameters
-# ```
+# llmpar train --model tiny-moe --mesh "ep=4 fsdp=2"                        experts on 4 ranks, ZeRO-3 beside
+# them llmpar inspect --model tiny-moe --mesh "ep=8"                             what is sent and held,
+# predicted and compiled llmpar train --model tiny-moe --mesh "ep=8" --dispatch ragged --grouped ragged_dot
+# on GPUs and TPUs llmpar models qwen3-30b-a3b                                               total and active
+# parameters ```
 #
-# **One number to remember: E/k.** The parameters that you get for the work of one, and the batch that you need to feed them.
+# **One number to remember: E/k.** The parameters that you get for the work of one, and the batch that you
+# need to feed them.
 
 # %%
-print(f"tiny-moe: E/k = {E / K:g}; {preset('tiny-moe').num_params:,} parameters, {preset('tiny-moe').active_params:,} active")
+print(
+    f"tiny-moe: E/k = {E / K:g}; {preset('tiny-moe').num_params:,} parameters,"
+    f" {preset('tiny-moe').active_params:,} active"
+)

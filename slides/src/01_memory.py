@@ -1,10 +1,11 @@
 # %% [markdown] tags=["slide"]
 # ## Why one GPU is not enough
 #
-# Adam in mixed precision holds **16 bytes per parameter**, before any activation. And at 40 % of its peak, one H100 would
-# train an 8B model on 15 trillion tokens for **58 years**.
+# Adam in mixed precision holds **16 bytes per parameter**, before any activation. And at 40 % of its peak,
+# one H100 would train an 8B model on 15 trillion tokens for **58 years**.
 #
-# <footer>Rajbhandari et al. 2020 (ZeRO), section 3.1 · <code>llmpar models llama3-8b</code> · lesson <code>notebooks/04_zero</code></footer>
+# <footer>Rajbhandari et al. 2020 (ZeRO), section 3.1 · <code>llmpar models llama3-8b</code> · lesson
+# <code>notebooks/04_zero</code></footer>
 
 # %%
 import math
@@ -16,7 +17,12 @@ from llmpar.scene import Group, Rect, Text, compose, legend
 
 h100 = chip("h100")
 PARTS = {"weights": (2, "s1"), "gradients": (2, "s2"), "optimizer": (12, "s3")}
-MODELS = {"Llama 3.2 1B": "llama3.2-1b", "Llama 3 8B": "llama3-8b", "Llama 3 70B": "llama3-70b", "Llama 3.1 405B": "llama3.1-405b"}
+MODELS = {
+    "Llama 3.2 1B": "llama3.2-1b",
+    "Llama 3 8B": "llama3-8b",
+    "Llama 3 70B": "llama3-70b",
+    "Llama 3.1 405B": "llama3.1-405b",
+}
 SIDE, ACROSS = 17, 26
 
 
@@ -44,28 +50,40 @@ for name, key in MODELS.items():
     items, total = squares(params)
     said = f"{16 * params / 1e9:,.0f} GB"
     rows += [Text(0, top + 9, name), Group(tuple(items), 130, top)]
-    rows.append(Text(130 + (SIDE + 4) * min(total, ACROSS) + 10, top + 9, f"{said}: {total} H100" + "s" * (total > 1), bold=True))
+    rows.append(
+        Text(
+            130 + (SIDE + 4) * min(total, ACROSS) + 10,
+            top + 9,
+            f"{said}: {total} H100" + "s" * (total > 1),
+            bold=True,
+        )
+    )
     words.append(f"{name}: {said}, {total} H100")
     top += (SIDE + 4) * math.ceil(total / ACROSS) + 18
-years = cost.train_seconds(preset("llama3-8b").num_params, 15e12, 1, 0.4 * h100.flops_per_s) / (365.25 * 86400)
+years = cost.train_seconds(preset("llama3-8b").num_params, 15e12, 1, 0.4 * h100.flops_per_s) / (
+    365.25 * 86400
+)
 assert round(years) == 58
 assert [words[0].endswith(", 1 H100"), words[3].endswith(", 102 H100")] == [True, True]
 key = legend([(fill, f"{part}, {n} bytes") for part, (n, fill) in PARTS.items()])
 assert round(h100.usable_bytes / 2**30, 1) == 59.3 and words[2].endswith(", 18 H100")
-assert [math.ceil(16 * preset(key).num_params / h100.hbm_bytes) for key in ("llama3-70b", "llama3.1-405b")] == [14, 77]
+assert [
+    math.ceil(16 * preset(key).num_params / h100.hbm_bytes) for key in ("llama3-70b", "llama3.1-405b")
+] == [14, 77]
 title = "How many H100s hold the state and nothing else, with the 59 GiB of each that JAX takes"
 scene.show(compose(title, [rows, key], "\n".join(words)))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** how many GPUs does it take to train a 70B model? Take bids before you show the squares: 18, and that is without
-# one activation, one buffer, one batch.
+# **Ask:** how many GPUs does it take to train a 70B model? Take bids before you show the squares: 18, and
+# that is without one activation, one buffer, one batch.
 #
-# **Misunderstanding:** "8B parameters in bf16 are 16 GB, that fits." The weights do. The optimizer does not: a float32 copy
-# of the weights and two moments are 12 of the 16 bytes.
+# **Misunderstanding:** "8B parameters in bf16 are 16 GB, that fits." The weights do. The optimizer does not:
+# a float32 copy of the weights and two moments are 12 of the 16 bytes.
 #
-# **Source:** 2 + 2 + 12 bytes: Rajbhandari et al. 2020. The years: 6 FLOPs per parameter and token (Narayanan et al. 2021,
-# eq. 4, without recomputation), attention not counted. Of an H100's 79 GiB JAX takes three quarters unless told otherwise
-# (XLA_PYTHON_CLIENT_MEM_FRACTION): `llmpar.hardware`. With all of it, 70B would need 14, and 405B 77.
+# **Source:** 2 + 2 + 12 bytes: Rajbhandari et al. 2020. The years: 6 FLOPs per parameter and token (Narayanan
+# et al. 2021, eq. 4, without recomputation), attention not counted. Of an H100's 79 GiB JAX takes three
+# quarters unless told otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION): `llmpar.hardware`. With all of it, 70B
+# would need 14, and 405B 77.
 
 # %% [markdown] tags=["slide"]
 # ## Five words
@@ -88,38 +106,48 @@ picture = draw.mesh("dp=2 tp=4", devices_per_host=4, highlight_axis="tp")
 held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
 assert held == {(0, i): [i, i + 4] for i in range(4)}  # four shards, each on two replicas, four devices apart
 assert list(AXES)[0] == "pp" and list(AXES)[-1] == "tp"
-scene.show(compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2]))
+scene.show(
+    compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2])
+)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** a matrix is cut by tp. Which device holds the same piece as device 1? (Device 5: same tp, other dp.)
+# **Ask:** a matrix is cut by tp. Which device holds the same piece as device 1? (Device 5: same tp, other
+# dp.)
 #
-# **Misunderstanding:** that a device *is* a tensor-parallel or a data-parallel device. Every device has a coordinate on every
-# axis; on each axis it has other partners. Groups over tp are neighbours, groups over dp are four apart: the last axis
-# gets the fastest links. Our axes, slow links first: pp dp fsdp ep sp tp.
+# **Misunderstanding:** that a device *is* a tensor-parallel or a data-parallel device. Every device has a
+# coordinate on every axis; on each axis it has other partners. Groups over tp are neighbours, groups over dp
+# are four apart: the last axis gets the fastest links. Our axes, slow links first: pp dp fsdp ep sp tp.
 #
 # **Source:** `llmpar.notation.AXES`. The order is Megatron's and MaxText's.
 
 # %% [markdown] tags=["slide"]
 # ## Look at any mesh
 #
-# A model on a cluster that you do not have: drag an axis, click a device, step through what its group exchanges.
+# A model on a cluster that you do not have: drag an axis, click a device, step through what its group
+# exchanges.
 #
-# <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.widget</code> · <code>make gallery</code></footer>
+# <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.widget</code> · <code>make
+# gallery</code></footer>
 
-# %% alt="Sixteen H100s in two nodes; the group of device 0 over fsdp is filled, with the arrows of one all-gather's round; below, memory per device"
+# %% alt="Sixteen H100s in two nodes; the group of device 0 over fsdp is filled, with the arrows of one
+# all-gather's round; below, memory per device"
 from llmpar.widget import MeshExplorer
 
-explorer = MeshExplorer(mesh="dp=2 fsdp=4 tp=2", model="llama3-8b", chip="h100", batch_size=32, axis="fsdp", step=1)
+explorer = MeshExplorer(
+    mesh="dp=2 fsdp=4 tp=2", model="llama3-8b", chip="h100", batch_size=32, axis="fsdp", step=1
+)
 reply = explorer.answer(explorer.state)
 assert reply["refusal"] is None and sum(size for _, size in reply["memory"]) < reply["capacity"]
 whole = explorer.scene
-scene.show(compose(whole.title, [[part] for part in whole.items[0].items[1:-1]], whole.text.partition("\n")[2]))
+scene.show(
+    compose(whole.title, [[part] for part in whole.items[0].items[1:-1]], whole.text.partition("\n")[2])
+)
 
 # %% [markdown] tags=["notes"]
-# Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that needs no Python. **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups
-# cross nodes.
+# Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that needs no Python.
+# **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups cross nodes.
 #
-# **Misunderstanding:** that the time shown is a measurement. It lies between perfect overlap and none, at peak rates; bytes
-# and layouts are exact.
+# **Misunderstanding:** that the time shown is a measurement. It lies between perfect overlap and none, at
+# peak rates; bytes and layouts are exact.
 #
 # **Source:** `llmpar.predict`, `llmpar.cost`; slices are tested equal to JAX's `devices_indices_map`.

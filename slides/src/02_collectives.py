@@ -1,9 +1,11 @@
 # %% [markdown] tags=["slide"]
 # ## A movement is an arrow
 #
-# `/tp`: a dim is cut over `tp`. `+tp`: a sum over `tp` that nobody has finished. The collective follows from the two sides.
+# `/tp`: a dim is cut over `tp`. `+tp`: a sum over `tp` that nobody has finished. The collective follows from
+# the two sides.
 #
-# <footer>Lesson <code>notebooks/00_setup</code> · the table of all arrows is in <code>README.md</code></footer>
+# <footer>Lesson <code>notebooks/00_setup</code> · the table of all arrows is in
+# <code>README.md</code></footer>
 
 # %%
 from llmpar import draw, scene
@@ -17,21 +19,25 @@ assert [str(move) for move in arrow.moves] == ["reduce-scatter over tp on s"]
 ((_, sent),) = draw.moved(arrow, (4096, 4096), {"tp": 4}, 2)
 assert sent == 4096 * 4096 * 2 * 3 // 4 == 24 * 2**20
 picture = draw.arrow(arrow, (4096, 4096), {"tp": 4}, itemsize=2)
-scene.show(compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2]))
+scene.show(
+    compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2])
+)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** on the left every device has numbers for the whole matrix. Are they right? No: each has its own addends, the slanted
-# lines say so. Only the sum of the four is the result.
+# **Ask:** on the left every device has numbers for the whole matrix. Are they right? No: each has its own
+# addends, the slanted lines say so. Only the sum of the four is the result.
 #
-# **Misunderstanding:** that left and right hold the same values in other places. A value with `+tp` is not a copy; using it
-# without finishing the sum is the classic silent bug. In our package the arrow has to say it, and a test plants the fault.
+# **Misunderstanding:** that left and right hold the same values in other places. A value with `+tp` is not a
+# copy; using it without finishing the sum is the classic silent bug. In our package the arrow has to say it,
+# and a test plants the fault.
 #
 # **Source:** `llmpar.notation`. The idea of one letter per dim is einops'.
 
 # %% [markdown] tags=["slide"]
 # ## Five collectives, and what they send
 #
-# <footer>Read from a compiled program and equal to <code>llmpar.cost</code> · lesson <code>notebooks/00_setup</code></footer>
+# <footer>Read from a compiled program and equal to <code>llmpar.cost</code> · lesson
+# <code>notebooks/00_setup</code></footer>
 
 # %%
 import re
@@ -60,11 +66,18 @@ def five(x):
     )
 
 
-program = jax.jit(jax.shard_map(five, mesh=mesh, in_specs=P("tp"), out_specs=(P("tp"), P("tp"), P(), P("tp"), P("tp"))))
+program = jax.jit(
+    jax.shard_map(five, mesh=mesh, in_specs=P("tp"), out_specs=(P("tp"), P("tp"), P(), P("tp"), P("tp")))
+)
 text = hlo.partitioned_hlo(program.lower(jnp.zeros((N * 512, 512))))
 compiled = {c.kind.removeprefix("collective-"): c.bytes_sent for c in hlo.census_hlo(text, mesh)}
 assert compiled == {kind: cost.sent_bytes(kind, 2**20, N) for kind in cost.KINDS}
-written = {"all-gather": "d/tp -> d", "reduce-scatter": "d +tp -> d/tp", "all-reduce": "d +tp -> d", "all-to-all": "s/tp n -> s n/tp"}
+written = {
+    "all-gather": "d/tp -> d",
+    "reduce-scatter": "d +tp -> d/tp",
+    "all-reduce": "d +tp -> d",
+    "all-to-all": "s/tp n -> s n/tp",
+}
 assert all([move.kind for move in parse_arrow(arrow).moves] == [kind] for kind, arrow in written.items())
 assert compiled["all-reduce"] == compiled["reduce-scatter"] + compiled["all-gather"]
 ends_with = {
@@ -72,22 +85,33 @@ ends_with = {
     "all-to-all": "another cut of the same", "permute": "its neighbour's piece",
 }  # fmt: skip
 lines = [
-    f"| {kind} | {f'`{written[kind]}`' if kind in written else 'one step of a ring'} | {end} | {compiled[kind] / 2**20:.2f} MiB |"
+    f"| {kind} | {f'`{written[kind]}`' if kind in written else 'one step of a ring'} | {end} |"
+    f" {compiled[kind] / 2**20:.2f} MiB |"
     for kind, end in ends_with.items()
 ]
-Markdown("\n".join(["| collective | arrow | each device ends with | sent of 1 MiB, 4 devices |", "|---|---|---|---|", *lines]))
+Markdown(
+    "\n".join(
+        [
+            "| collective | arrow | each device ends with | sent of 1 MiB, 4 devices |",
+            "|---|---|---|---|",
+            *lines,
+        ]
+    )
+)
 
 # %% [markdown]
 # An all-reduce **is** a reduce-scatter, then an all-gather.
 
 # %% [markdown] tags=["notes"]
-# **Ask:** which of these does data parallelism use? Which one is FSDP made of? (All-reduce; all-gather and reduce-scatter.)
+# **Ask:** which of these does data parallelism use? Which one is FSDP made of? (All-reduce; all-gather and
+# reduce-scatter.)
 #
-# **Misunderstanding:** that the size printed in a profile or in HLO is what is sent. It is the size of the *result*, which for
-# a reduce-scatter is a quarter here, and for an all-gather everything. Sent bytes follow from kind, size and group.
+# **Misunderstanding:** that the size printed in a profile or in HLO is what is sent. It is the size of the
+# *result*, which for a reduce-scatter is a quarter here, and for an all-gather everything. Sent bytes follow
+# from kind, size and group.
 #
-# **Source:** the ring algorithms of NCCL and of Patarasuk and Yuan 2009. Five collectives in one `shard_map` were compiled for
-# this slide; `llmpar.hlo` counted them.
+# **Source:** the ring algorithms of NCCL and of Patarasuk and Yuan 2009. Five collectives in one `shard_map`
+# were compiled for this slide; `llmpar.hlo` counted them.
 
 # %% [markdown] tags=["slide"]
 # ## A ring of four
@@ -101,20 +125,29 @@ Markdown("\n".join(["| collective | arrow | each device ends with | sent of 1 Mi
 # <footer>Patarasuk and Yuan 2009 · lesson <code>notebooks/00_setup</code></footer>
 
 # %% place="beside"
-pairs = [tuple(map(int, pair)) for pair in re.findall(r"\{(\d+),(\d+)\}", re.search(r"source_target_pairs=\{(.*?\})\}", text)[1])]
+pairs = [
+    tuple(map(int, pair))
+    for pair in re.findall(r"\{(\d+),(\d+)\}", re.search(r"source_target_pairs=\{(.*?\})\}", text)[1])
+]
 assert pairs == RING
-assert cost.sent_bytes("all-gather", 1, N) == (N - 1) / N and cost.sent_bytes("all-reduce", 1, N) == 2 * (N - 1) / N
+assert (
+    cost.sent_bytes("all-gather", 1, N) == (N - 1) / N
+    and cost.sent_bytes("all-reduce", 1, N) == 2 * (N - 1) / N
+)
 assert 1 < cost.sent_bytes("all-reduce", 1, 8) == 1.75 and cost.sent_bytes("all-reduce", 1, 1024) < 2
 picture = draw.ring_steps(pairs, axis="tp")
-scene.show(compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2]))
+scene.show(
+    compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2])
+)
 
 # %% [markdown] tags=["notes"]
-# The pairs of the picture are the source-target pairs of the compiled program. Switches of H100 nodes can add (NVLink SHARP): then a
-# GPU sends its buffer once, N in place of 1.75 N among 8.
+# The pairs of the picture are the source-target pairs of the compiled program. Switches of H100 nodes can add
+# (NVLink SHARP): then a GPU sends its buffer once, N in place of 1.75 N among 8.
 #
-# **Ask:** with twice the devices, does each one send twice as much? No: it stays below 2N for an all-reduce, however many.
+# **Ask:** with twice the devices, does each one send twice as much? No: it stays below 2N for an all-reduce,
+# however many.
 #
-# **Misunderstanding:** "so it costs nothing to add devices." The number of steps grows, and with it the latency; and the slowest
-# link of the ring sets the pace.
+# **Misunderstanding:** "so it costs nothing to add devices." The number of steps grows, and with it the
+# latency; and the slowest link of the ring sets the pace.
 #
 # **Source:** Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".

@@ -1,7 +1,8 @@
 # %% [markdown] tags=["slide"]
 # ## Data parallelism
 #
-# All weights on every device; each sees its own rows of the batch. The gradient is an unfinished sum: `d m +dp -> d m`.
+# All weights on every device; each sees its own rows of the batch. The gradient is an unfinished sum: `d m
+# +dp -> d m`.
 #
 # <footer>Lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar train --mesh dp=4</code></footer>
 
@@ -33,37 +34,59 @@ items = []
 for r in range(REPLICAS):
     x, mid = r * (WIDE + 22), r * (WIDE + 22) + WIDE / 2
     items.append(Text(mid, 0, f"device {r}", anchor="middle", bold=True))
-    boxes = (("dp", f"rows {own * r}–{own * r + own - 1}", "white"), ("cell", "all weights", "ink"), ("cell", "its own gradient", "ink"))
+    boxes = (
+        ("dp", f"rows {own * r}–{own * r + own - 1}", "white"),
+        ("cell", "all weights", "ink"),
+        ("cell", "its own gradient", "ink"),
+    )
     for i, (fill, words, color) in enumerate(boxes):
         y = 18 + i * (HIGH + 14)
         hatched = [Rect(x, y + HIGH - 10, WIDE, 10, "paper", "dp-line", hatch="/")] * (i == 2)
-        items += [Rect(x, y, WIDE, HIGH, fill, "edge"), *hatched, Text(mid, y + 17 + 5 * (i < 2), words, anchor="middle", fill=color)]
-        items.append(Line(((mid, y + HIGH), (mid, y + HIGH + 13)), "dp-line" if i == 2 else "edge", 2, head=True))
+        items += [
+            Rect(x, y, WIDE, HIGH, fill, "edge"),
+            *hatched,
+            Text(mid, y + 17 + 5 * (i < 2), words, anchor="middle", fill=color),
+        ]
+        items.append(
+            Line(((mid, y + HIGH), (mid, y + HIGH + 13)), "dp-line" if i == 2 else "edge", 2, head=True)
+        )
 y, whole = 18 + 3 * (HIGH + 14), REPLICAS * (WIDE + 22) - 22
-items += [Rect(0, y, whole, 32, "dp", "dp-line"), Text(whole / 2, y + 16, "all-reduce over dp: everybody gets the sum", anchor="middle", fill="white")]
+items += [
+    Rect(0, y, whole, 32, "dp", "dp-line"),
+    Text(whole / 2, y + 16, "all-reduce over dp: everybody gets the sum", anchor="middle", fill="white"),
+]
 for r in range(REPLICAS):
     mid = r * (WIDE + 22) + WIDE / 2
     items.append(Line(((mid, y + 32), (mid, y + 45)), "dp-line", 2, head=True))
-    items += [Rect(mid - WIDE / 2, y + 46, WIDE, 30, "cell", "edge"), Text(mid, y + 61, "the same update", anchor="middle")]
+    items += [
+        Rect(mid - WIDE / 2, y + 46, WIDE, 30, "cell", "edge"),
+        Text(mid, y + 61, "the same update", anchor="middle"),
+    ]
 key = legend([("dp", f"cut by dp = {REPLICAS}"), ("dp", "unfinished sum over dp", "/")])
-words = f"{REPLICAS} devices; each has all weights and {own} of {ROWS} rows; one all-reduce of the gradient; the same update everywhere"
+words = (
+    f"{REPLICAS} devices; each has all weights and {own} of {ROWS} rows; one all-reduce of the gradient; the"
+    " same update everywhere"
+)
 scene.show(compose("", [items, key], words))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what must be equal on all devices after the step, and what never needs to be? (Weights and optimizer state; the rows.)
+# **Ask:** what must be equal on all devices after the step, and what never needs to be? (Weights and
+# optimizer state; the rows.)
 #
-# **Misunderstanding:** summing losses that are means. If every device divides by its *own* number of tokens, replicas with
-# padding count too much. Divide once, by the tokens of the whole batch: our step sums losses and counts, then divides.
+# **Misunderstanding:** summing losses that are means. If every device divides by its *own* number of tokens,
+# replicas with padding count too much. Divide once, by the tokens of the whole batch: our step sums losses
+# and counts, then divides.
 #
 # **Source:** Li et al. 2020 (PyTorch Distributed). Lesson 03 lets you repair three broken versions.
 
 # %% [markdown] tags=["slide"]
 # ## Gradients travel, not weights
 #
-# A compiled step of a small Llama with `Plan("dp=8", zero=0)`. Averaging *weights* instead gives the same with plain SGD, and
-# **something else** with Adam.
+# A compiled step of a small Llama with `Plan("dp=8", zero=0)`. Averaging *weights* instead gives the same
+# with plain SGD, and **something else** with Adam.
 #
-# <footer>Lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar inspect --mesh dp=8 --zero 0</code></footer>
+# <footer>Lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar inspect --mesh dp=8 --zero
+# 0</code></footer>
 
 # %%
 import numpy as np
@@ -82,10 +105,20 @@ assert {c.kind for c in census} == {"all-reduce"} and {c.axes for c in census} =
 gradients, scalars = [c for c in census if c.shape != (3,)], [c for c in census if c.shape == (3,)]
 assert sorted(c.shape for c in gradients) == sorted(shape for _, shape in LLAMA.param_shapes().values())
 grad_bytes = sum(c.bytes_sent for c in gradients)
-assert grad_bytes == cost.sent_bytes("all-reduce", 4 * LLAMA.num_params, 8) == 4 * cost.zero_elements(LLAMA.num_params, 0, devices=8)
-assert grad_bytes + sum(c.bytes_sent for c in scalars) == predict.collectives(LLAMA, plan, BATCH, SEQ).total_bytes
+assert (
+    grad_bytes
+    == cost.sent_bytes("all-reduce", 4 * LLAMA.num_params, 8)
+    == 4 * cost.zero_elements(LLAMA.num_params, 0, devices=8)
+)
+assert (
+    grad_bytes + sum(c.bytes_sent for c in scalars)
+    == predict.collectives(LLAMA, plan, BATCH, SEQ).total_bytes
+)
 
-w, g = np.float32([1, -2, 3]), np.float32([[0.5, -0.1, 2], [-0.2, 0.4, 1]])  # one weight, the gradients of two replicas
+w, g = (
+    np.float32([1, -2, 3]),
+    np.float32([[0.5, -0.1, 2], [-0.2, 0.4, 1]]),
+)  # one weight, the gradients of two replicas
 
 
 def updated(optimizer, gradient):
@@ -103,47 +136,71 @@ lines = [
     (f"gradients of {len(gradients)} weights, {LLAMA.num_params:,} numbers", len(gradients), grad_bytes),
     ("loss, number of tokens, norm", len(scalars), sum(c.bytes_sent for c in scalars)),
 ]
-Markdown("\n".join(["| summed over dp | all-reduces | bytes sent per device |", "|---|--:|--:|", *(f"| {a} | {b} | {c:,} |" for a, b, c in lines)]))
+Markdown(
+    "\n".join(
+        [
+            "| summed over dp | all-reduces | bytes sent per device |",
+            "|---|--:|--:|",
+            *(f"| {a} | {b} | {c:,} |" for a, b, c in lines),
+        ]
+    )
+)
 
 # %% [markdown]
 # $$ 2\,\Psi\,\frac{N-1}{N} \text{ numbers per device and step} $$
 
 # %% [markdown] tags=["notes"]
-# **Ask:** a popular explanation says "the replicas synchronise their weights after each step". Where are the weights in this list?
-# Nowhere: equal weights and equal gradients give equal updates.
+# **Ask:** a popular explanation says "the replicas synchronise their weights after each step". Where are the
+# weights in this list? Nowhere: equal weights and equal gradients give equal updates.
 #
-# **Misunderstanding:** that averaging weights is the same thing. For SGD it is; Adam divides by the root of the squared
-# gradient, and the mean of quotients is not the quotient of means. (Done seldom and on purpose it is called local SGD.)
+# **Misunderstanding:** that averaging weights is the same thing. For SGD it is; Adam divides by the root of
+# the squared gradient, and the mean of quotients is not the quotient of means. (Done seldom and on purpose it
+# is called local SGD.)
 #
-# **Source:** the rows are read from the partitioned HLO of this deck's own step. 2Ψ: Rajbhandari et al. 2020, section 7.1.
+# **Source:** the rows are read from the partitioned HLO of this deck's own step. 2Ψ: Rajbhandari et al. 2020,
+# section 7.1.
 
 # %% [markdown] tags=["slide"]
 # ## Overlap: send while you compute
 #
-# The last layers' gradients are ready first. They travel while the backward pass goes on, and hide above $C/W$ tokens per
-# GPU: about **2,200** in an H100 node.
+# The last layers' gradients are ready first. They travel while the backward pass goes on, and hide above
+# $C/W$ tokens per GPU: about **2,200** in an H100 node.
 #
-# <footer>Austin et al. 2025 (How to Scale Your Model), GPU chapter · a model, not a measurement · lesson <code>notebooks/03_data_parallelism</code></footer>
+# <footer>Austin et al. 2025 (How to Scale Your Model), GPU chapter · a model, not a measurement · lesson
+# <code>notebooks/03_data_parallelism</code></footer>
 
 # %%
 h100, llama, TOKENS = chip("h100"), preset("llama3.2-1b"), 4096
-block = sum(int(np.prod(shape)) for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks.")) // llama.num_layers
-compute_s = [4 * 4 * block * TOKENS / h100.flops_per_s] * 4  # backward: 4 FLOPs per parameter and token, 4 layers a piece
+block = (
+    sum(
+        int(np.prod(shape)) for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks.")
+    )
+    // llama.num_layers
+)
+compute_s = [
+    4 * 4 * block * TOKENS / h100.flops_per_s
+] * 4  # backward: 4 FLOPs per parameter and token, 4 layers a piece
 comm_s = [cost.collective_seconds(h100, "all-reduce", 2 * 4 * block, 8)] * 4  # bf16
 labels = [f"layers {i}–{i + 3}" for i in (12, 8, 4, 0)]
-assert round(cost.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS  # a threshold: published rates
+assert (
+    round(cost.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS
+)  # a threshold: published rates
 assert comm_s[0] < compute_s[0]
 scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
 
 # %% [markdown] tags=["notes"]
-# Llama 3.2 1B, 4,096 tokens per GPU, 8 H100s, bf16 gradients, computing at peak speed, links at the rate large messages reach.
+# Llama 3.2 1B, 4,096 tokens per GPU, 8 H100s, bf16 gradients, computing at peak speed, links at the rate
+# large messages reach.
 #
-# **Ask:** which piece can never hide? The last one: the first layers' gradients are ready when there is nothing left to compute.
+# **Ask:** which piece can never hide? The last one: the first layers' gradients are ready when there is
+# nothing left to compute.
 #
-# **Misunderstanding:** that more GPUs need a larger batch *per GPU* to hide. The threshold is per GPU and stays; it is the global
-# batch that grows, until it passes the critical batch and the extra rows teach little.
+# **Misunderstanding:** that more GPUs need a larger batch *per GPU* to hide. The threshold is per GPU and
+# stays; it is the global batch that grows, until it passes the critical batch and the extra rows teach
+# little.
 #
-# **Source:** threshold C/W at published rates: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is 2,500 between nodes.
+# **Source:** threshold C/W at published rates: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is
+# 2,500 between nodes.
 
 # %%
 assert round(cost.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2) == 2500
@@ -151,8 +208,8 @@ assert round(cost.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2)
 # %% [markdown] tags=["slide"]
 # ## Buckets and accumulation
 #
-# The same bytes in fewer messages: each pays its latency once. With accumulation gradients travel **once per step**, if
-# they wait for its end. Layer by layer they would in every microbatch.
+# The same bytes in fewer messages: each pays its latency once. With accumulation gradients travel **once per
+# step**, if they wait for its end. Layer by layer they would in every microbatch.
 #
 # <footer>Li et al. 2020 (PyTorch Distributed) · lesson <code>notebooks/03_data_parallelism</code></footer>
 
@@ -169,7 +226,10 @@ for name, options in VARIANTS.items():
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     ((key, row),) = hlo.census_table(hlo.census_jaxpr(jaxpr, step.mesh.shape)).items()
     predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)[key]
-    assert key == ("dp", "all-reduce") and row == {"count": predicted.count, "bytes_sent": predicted.bytes_sent}
+    assert key == ("dp", "all-reduce") and row == {
+        "count": predicted.count,
+        "bytes_sent": predicted.bytes_sent,
+    }
     read[name] = (row["count"] - 1, row["bytes_sent"] - SMALL, step.plan.microbatches)  # gradients alone
 assert len({sent for _, sent, _ in read.values()}) == 1
 counts = [count for count, *_ in read.values()]
@@ -182,14 +242,24 @@ try:
 except ValueError as refusal:
     assert "once per microbatch" in str(refusal)
 lines = [f"| `{name}` | {micro} | {count} | {sent:,} |" for name, (count, sent, micro) in read.items()]
-Markdown("\n".join(["| gradients are reduced | microbatches | all-reduces | bytes sent per step |", "|---|--:|--:|--:|", *lines]))
+Markdown(
+    "\n".join(
+        [
+            "| gradients are reduced | microbatches | all-reduces | bytes sent per step |",
+            "|---|--:|--:|--:|",
+            *lines,
+        ]
+    )
+)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** the first row overlaps best, the third has the fewest messages. What would you measure to choose? (Latency against
-# bandwidth: time per message is α + bytes/W. PyTorch's default bucket is 25 MiB.)
+# **Ask:** the first row overlaps best, the third has the fewest messages. What would you measure to choose?
+# (Latency against bandwidth: time per message is α + bytes/W. PyTorch's default bucket is 25 MiB.)
 #
-# **Misunderstanding:** that accumulation saves bytes per step. It saves bytes per *token*: the same gradient carries twice the
-# rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch communicates. Here `reduce="layer"` with
-# microbatches would do that, and is refused. And only the last microbatch's backward pass can hide what is sent.
+# **Misunderstanding:** that accumulation saves bytes per step. It saves bytes per *token*: the same gradient
+# carries twice the rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch
+# communicates. Here `reduce="layer"` with microbatches would do that, and is refused. And only the last
+# microbatch's backward pass can hide what is sent.
 #
-# **Source:** counted in the traced programs of this deck, equal to `llmpar.predict`. Li et al. 2020, section 3.2.
+# **Source:** counted in the traced programs of this deck, equal to `llmpar.predict`. Li et al. 2020, section
+# 3.2.

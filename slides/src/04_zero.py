@@ -1,8 +1,8 @@
 # %% [markdown] tags=["slide"]
 # ## Sharded data parallelism: three levels
 #
-# Most of the state is looked at by nobody most of the time. ZeRO cuts it over the replicas: **1** the optimizer, **2** and the
-# gradients, **3** and the weights.
+# Most of the state is looked at by nobody most of the time. ZeRO cuts it over the replicas: **1** the
+# optimizer, **2** and the gradients, **3** and the weights.
 #
 # <footer>Rajbhandari et al. 2020 (ZeRO), table 1 · lesson <code>notebooks/04_zero</code></footer>
 
@@ -25,28 +25,35 @@ from llmpar.step import Step
 
 PARTS = {"weights": (2, 0, 0), "gradients": (0, 2, 0), "optimizer": (0, 0, 12)}
 rows = [
-    (f"stage {stage}", {part: cost.zero_bytes(7.5e9, 64, stage, *sizes) for part, sizes in PARTS.items()}) for stage in range(4)
+    (f"stage {stage}", {part: cost.zero_bytes(7.5e9, 64, stage, *sizes) for part, sizes in PARTS.items()})
+    for stage in range(4)
 ]
 for (_, held), published_gb in zip(rows, (120, 31.4, 16.6, 1.88), strict=True):
     assert abs(sum(held.values()) / 1e9 - published_gb) <= 0.03 * published_gb
-scene.show(draw.memory_bars(rows, chip("a100-40").usable_bytes, "7.5 billion parameters on 64 devices: state per device"))
+scene.show(
+    draw.memory_bars(
+        rows, chip("a100-40").usable_bytes, "7.5 billion parameters on 64 devices: state per device"
+    )
+)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what do stages 1 to 3 tend to for very many devices? (4Ψ, 2Ψ and 0 bytes. Stage 2 can never beat 2 bytes per
-# parameter.)
+# **Ask:** what do stages 1 to 3 tend to for very many devices? (4Ψ, 2Ψ and 0 bytes. Stage 2 can never beat 2
+# bytes per parameter.)
 #
-# **Misunderstanding:** that the stages are "more parallel". All are data parallelism, with the same arithmetic on the same rows;
-# lesson 04 trains the four and gets one loss curve. Activations are not in these bars, and no stage cuts them.
+# **Misunderstanding:** that the stages are "more parallel". All are data parallelism, with the same
+# arithmetic on the same rows; lesson 04 trains the four and gets one loss curve. Activations are not in these
+# bars, and no stage cuts them.
 #
-# **Source:** Rajbhandari et al. 2020, table 1; the paper's GB are 1e9 bytes, the picture counts GiB. Checked within 3 %,
-# which is the paper's rounding.
+# **Source:** Rajbhandari et al. 2020, table 1; the paper's GB are 1e9 bytes, the picture counts GiB. Checked
+# within 3 %, which is the paper's rounding.
 
 # %% [markdown] tags=["slide"]
 # ## FSDP2, and the same here
 #
 # PyTorch's `fully_shard` is ZeRO-3 per parameter. Here it is a field of the plan:
 #
-# <footer>Zhao et al. 2023 (PyTorch FSDP); PyTorch documentation of <code>fully_shard</code> · lesson <code>notebooks/04_zero</code></footer>
+# <footer>Zhao et al. 2023 (PyTorch FSDP); PyTorch documentation of <code>fully_shard</code> · lesson
+# <code>notebooks/04_zero</code></footer>
 
 # %%
 PAIRS = {
@@ -61,24 +68,35 @@ plan = Plan("dp=2 fsdp=4", zero=3, regather="again", dtype="bfloat16")
 assert str(plan.stored("ffn d m")) == "d/fsdp m" and str(plan.place("ffn d m")) == "d m"
 assert Plan("fsdp=8").zero == 3 and Plan("fsdp=8").regather == "again"
 # hybrid: the gradient is reduce-scattered over fsdp first, then all-reduced on the shard
-assert [str(m) for m in draw.parse_arrow("d m +dp +fsdp -> d/fsdp m").moves] == ["reduce-scatter over fsdp on d", "all-reduce over dp"]
-Markdown("\n".join(["| PyTorch | llmpar |", "|---|---|", *(f"| `{theirs}` | `{ours}` |" for theirs, ours in PAIRS.items())]))
+assert [str(m) for m in draw.parse_arrow("d m +dp +fsdp -> d/fsdp m").moves] == [
+    "reduce-scatter over fsdp on d",
+    "all-reduce over dp",
+]
+Markdown(
+    "\n".join(
+        [
+            "| PyTorch | llmpar |",
+            "|---|---|",
+            *(f"| `{theirs}` | `{ours}` |" for theirs, ours in PAIRS.items()),
+        ]
+    )
+)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what does the optimizer see under `fully_shard`? Shards, as here; elementwise optimizers need nothing else. One that
-# looks at whole matrices (Muon, Adafactor) has to communicate.
+# **Ask:** what does the optimizer see under `fully_shard`? Shards, as here; elementwise optimizers need
+# nothing else. One that looks at whole matrices (Muon, Adafactor) has to communicate.
 #
-# **Misunderstanding:** that FSDP splits the *computation* of a layer. It splits storage. Each device gathers whole weights and
-# computes on its own rows; tensor parallelism is what splits the product.
+# **Misunderstanding:** that FSDP splits the *computation* of a layer. It splits storage. Each device gathers
+# whole weights and computes on its own rows; tensor parallelism is what splits the product.
 #
-# **Source:** Zhao et al. 2023. `Shard(0)` cuts a parameter's first dim, we cut the model width d. FSDP1 flattened many
-# parameters into one buffer; FSDP2 shards each.
+# **Source:** Zhao et al. 2023. `Shard(0)` cuts a parameter's first dim, we cut the model width d. FSDP1
+# flattened many parameters into one buffer; FSDP2 shards each.
 
 # %% [markdown] tags=["slide"]
 # ## Gather a layer, use it, forget it
 #
-# The next layer's weights arrive while this one computes. In the compiled program each matrix is gathered **twice** and its
-# gradient scattered **once**.
+# The next layer's weights arrive while this one computes. In the compiled program each matrix is gathered
+# **twice** and its gradient scattered **once**.
 #
 # <footer>Lesson <code>notebooks/04_zero</code> · <code>llmpar inspect --mesh fsdp=8 --zero 3</code></footer>
 
@@ -94,20 +112,28 @@ assert found["fsdp", "all-gather"]["count"] == LLAMA.num_layers * (2 * 7 + 2) + 
 assert found["fsdp", "reduce-scatter"]["count"] == LLAMA.num_layers * (7 + 2) + 3
 
 h100, llama, TOKENS = chip("h100"), preset("llama3-8b"), 2560
-block = sum(product(shape) for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks.")) // llama.num_layers
+block = (
+    sum(product(shape) for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks."))
+    // llama.num_layers
+)
 gather_s = cost.collective_seconds(h100, "all-gather", 2 * block, 8)
 forward_s = 2 * block * TOKENS / h100.flops_per_s
 assert gather_s < forward_s
-scene.show(draw.overlap([forward_s] * 5, [gather_s] * 5, [f"layer {i}" for i in range(5)], first="comm", axis="fsdp"))
+scene.show(
+    draw.overlap([forward_s] * 5, [gather_s] * 5, [f"layer {i}" for i in range(5)], first="comm", axis="fsdp")
+)
 
 # %% [markdown] tags=["notes"]
-# Picture: five layers of Llama 3 8B in the forward pass, 2,560 tokens per GPU, 8 H100s, bf16; a model, not a measurement. Counts:
-# read from the partitioned HLO of a small Llama, with a norm's scale and whatever lies outside the blocks gathered once.
+# Picture: five layers of Llama 3 8B in the forward pass, 2,560 tokens per GPU, 8 H100s, bf16; a model, not a
+# measurement. Counts: read from the partitioned HLO of a small Llama, with a norm's scale and whatever lies
+# outside the blocks gathered once.
 #
-# **Ask:** nobody wrote the reduce-scatter. Where does it come from? The gradient of an all-gather *is* a reduce-scatter.
+# **Ask:** nobody wrote the reduce-scatter. Where does it come from? The gradient of an all-gather *is* a
+# reduce-scatter.
 #
-# **Misunderstanding:** that the gathered weights cost nothing. Two whole layers live at a time: the one in use and the next.
-# Gathering all layers at once is a common accident (a scan whose weights are gathered outside of it).
+# **Misunderstanding:** that the gathered weights cost nothing. Two whole layers live at a time: the one in
+# use and the next. Gathering all layers at once is a common accident (a scan whose weights are gathered
+# outside of it).
 #
 # **Source:** Zhao et al. 2023, section 3.3; Rajbhandari et al. 2020, section 7.2.
 
@@ -126,9 +152,21 @@ sent = {stage: [round(cost.zero_elements(1, stage, accumulation=a), 6) for a in 
 assert sent == {0: [2, 2], 1: [2, 2], 2: [2, 5], 3: [3, 12]}
 for stage in range(4):  # our own step, counted: weights and gradients alone move
     for a, formula in zip((1, A), sent[stage], strict=True):
-        ours = predict.collectives(CONFIG, Plan(f"fsdp={N}", zero=stage, microbatches=a), N * A, 1).total_bytes / 4 / psi * N / (N - 1)
-        assert abs(ours - formula) < 1e-3 if stage < 3 else 0.94 * formula < ours < formula  # the embedding is gathered once
-assert cost.sent_bytes("all-reduce", 1, N) == 2 * cost.sent_bytes("reduce-scatter", 1, N) == 2 * cost.sent_bytes("all-gather", 1, N)
+        ours = (
+            predict.collectives(CONFIG, Plan(f"fsdp={N}", zero=stage, microbatches=a), N * A, 1).total_bytes
+            / 4
+            / psi
+            * N
+            / (N - 1)
+        )
+        assert (
+            abs(ours - formula) < 1e-3 if stage < 3 else 0.94 * formula < ours < formula
+        )  # the embedding is gathered once
+assert (
+    cost.sent_bytes("all-reduce", 1, N)
+    == 2 * cost.sent_bytes("reduce-scatter", 1, N)
+    == 2 * cost.sent_bytes("all-gather", 1, N)
+)
 lines = [f"| {s} | `{FORMULA[s]}` | {sent[s][0]:.0f}Ψ | {sent[s][1]:.0f}Ψ | {held[s]} |" for s in range(4)]
 head = f"| ZeRO | numbers sent | a = 1 | a = {A} | state of an 8B model, {N} GPUs |"
 Markdown("\n".join([head, "|---|---|--:|--:|--:|", *lines]))
@@ -137,21 +175,25 @@ Markdown("\n".join([head, "|---|---|--:|--:|--:|", *lines]))
 # Stage 1 is free. Stage 2 pays when you accumulate. Stage 3 pays for every microbatch.
 
 # %% [markdown] tags=["notes"]
-# **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between the two halves.
+# **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between
+# the two halves.
 #
-# **Misunderstanding:** "ZeRO-2 is the balance of memory and communication." With accumulation it scatters every microbatch's
-# gradients: a + 1 instead of 2. Stage 1 is the better companion of accumulation, and of pipelines.
+# **Misunderstanding:** "ZeRO-2 is the balance of memory and communication." With accumulation it scatters
+# every microbatch's gradients: a + 1 instead of 2. Stage 1 is the better companion of accumulation, and of
+# pipelines.
 #
-# **Source:** Rajbhandari et al. 2020, section 7, for a = 1; the counts over microbatches follow from *when* each stage
-# communicates, and the package's tests hold them against compiled programs. Ψ times (N-1)/N on a ring.
+# **Source:** Rajbhandari et al. 2020, section 7, for a = 1; the counts over microbatches follow from *when*
+# each stage communicates, and the package's tests hold them against compiled programs. Ψ times (N-1)/N on a
+# ring.
 
 # %% [markdown] tags=["slide"]
 # ## Offload: the CPU as a shelf
 #
-# Gradients down, weights up: $4\Psi$ bytes cross PCIe per step, 0.8 s for 13B. That hides behind **10,500 tokens** per GPU
-# and step, if the CPU's Adam keeps up.
+# Gradients down, weights up: $4\Psi$ bytes cross PCIe per step, 0.8 s for 13B. That hides behind **10,500
+# tokens** per GPU and step, if the CPU's Adam keeps up.
 #
-# <footer>Ren et al. 2021 (ZeRO-Offload), section 3 · a model, not a measurement · lesson <code>notebooks/04_zero</code></footer>
+# <footer>Ren et al. 2021 (ZeRO-Offload), section 3 · a model, not a measurement · lesson
+# <code>notebooks/04_zero</code></footer>
 
 # %%
 PCIE_BYTES_PER_S = 16 * 32e9 / 8 * 128 / 130  # one way: 16 lanes of PCIe 5.0, 32 GT/s each, 128b/130b coded
@@ -163,15 +205,20 @@ assert round(crossing_s, 1) == 0.8 and round(hidden_tokens, -2) == 10_500
 assert state["weights"] < h100.usable_bytes < sum(state.values())
 quarters = {part: held / 4 for part, held in state.items()}
 assert sum(quarters.values()) == cost.zero_bytes(psi, 4, 3)
-bars = [("all on one GPU", state), ("ZeRO-3 over 4 GPUs", quarters), ("offloaded, one GPU", {"weights": state["weights"]})]
+bars = [
+    ("all on one GPU", state),
+    ("ZeRO-3 over 4 GPUs", quarters),
+    ("offloaded, one GPU", {"weights": state["weights"]}),
+]
 scene.show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GPU memory"))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** when would you rather buy a second GPU? When the batch is small: the crossing takes as long for one token as for
-# ten thousand.
+# **Ask:** when would you rather buy a second GPU? When the batch is small: the crossing takes as long for one
+# token as for ten thousand.
 #
-# **Misunderstanding:** that offload adds memory for activations. It moves the state that is used once per step; activations are
-# used at once, and moving them costs far more per byte saved.
+# **Misunderstanding:** that offload adds memory for activations. It moves the state that is used once per
+# step; activations are used at once, and moving them costs far more per byte saved.
 #
-# **Source:** Ren et al. 2021: of all ways to cut the work between GPU and CPU, 4 bytes per parameter and step (2 of gradients,
-# 2 of weights) is the least. 63 GB/s per direction is PCIe 5.0 x16 without protocol; the GPU is taken at its peak.
+# **Source:** Ren et al. 2021: of all ways to cut the work between GPU and CPU, 4 bytes per parameter and step
+# (2 of gradients, 2 of weights) is the least. 63 GB/s per direction is PCIe 5.0 x16 without protocol; the GPU
+# is taken at its peak.

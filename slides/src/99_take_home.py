@@ -27,27 +27,36 @@ ROWS = [
     ("pipeline", "the stack of layers", "2bsd per hop", "m ≥ 9 (p - 1)"),
     ("experts", "the experts", "4Kbsd per layer", "their load is even"),
 ]
-Markdown("\n".join(["| strategy | cuts | each device sends | good while |", "|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in ROWS)]))
+Markdown(
+    "\n".join(
+        [
+            "| strategy | cuts | each device sends | good while |",
+            "|---|---|---|---|",
+            *(f"| {' | '.join(row)} |" for row in ROWS),
+        ]
+    )
+)
 
 # %% [markdown]
 # Begin at the top. Go down only when you must, and let `llmpar inspect` say what moves.
 
 # %% [markdown] tags=["notes"]
-# Ψ parameters, a microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one microbatch
-# between two stages; of a ring s is the whole sequence, k·h the width of its KV heads; K experts per token; factors (N-1)/N
-# left out.
+# Ψ parameters, a microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one
+# microbatch between two stages; of a ring s is the whole sequence, k·h the width of its KV heads; K experts
+# per token; factors (N-1)/N left out.
 #
 # **Ask:** everybody names the one line that their own training needs next, and the number that would show it.
 #
-# **Misunderstanding:** that there is one best recipe. The order of the table is the order of cost on most clusters; links, batch
-# and model decide where you stop.
+# **Misunderstanding:** that there is one best recipe. The order of the table is the order of cost on most
+# clusters; links, batch and model decide where you stop.
 #
 # **Source:** Rajbhandari et al. 2020; Shoeybi et al. 2019; Korthikanti et al. 2022; Narayanan et al. 2021.
 
 # %% [markdown] tags=["slide"]
 # ## Quiz
 #
-# <footer>Answers in the speaker's notes, key S · lessons <code>notebooks/00_setup</code> to <code>notebooks/08_pipeline_schedules</code></footer>
+# <footer>Answers in the speaker's notes, key S · lessons <code>notebooks/00_setup</code> to
+# <code>notebooks/08_pipeline_schedules</code></footer>
 
 # %%
 from llmpar.config import preset
@@ -73,19 +82,23 @@ from llmpar.notation import parse_layout
 held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
 assert len(held) == 4 and {len(devices) for devices in held.values()} == {2}
 assert cost.sent_bytes("all-reduce", 8, 8) == 14
-assert cost.zero_elements(1, 0, accumulation=4) == cost.zero_elements(1, 0) and cost.zero_elements(1, 2, accumulation=4) == 5
+assert (
+    cost.zero_elements(1, 0, accumulation=4) == cost.zero_elements(1, 0)
+    and cost.zero_elements(1, 2, accumulation=4) == 5
+)
 assert 2 < 16 * preset("llama3-8b").num_params / chip("h100").usable_bytes <= 3
 assert 16 * preset("llama3-8b").num_params < 2 * chip("h100").hbm_bytes
 assert cost.tp_elements(1, 1, 1, 8) == 4 * cost.sent_bytes("all-reduce", 1, 8)
 assert timetable(make("1f1b", 16, 64)).peak_live()[3] == 13
 
 # %% [markdown] tags=["notes"]
-# **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once, at the end. 4. (4 + 1)Ψ = 5Ψ. 5. three: two would do
-# with all of their memory, and JAX takes three quarters. 6. four: two forward, two backward. 7. 3 of 15, 20 %.
-# 8. 16 − 3 = 13.
+# **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once, at the end. 4. (4 + 1)Ψ = 5Ψ. 5.
+# three: two would do with all of their memory, and JAX takes three quarters. 6. four: two forward, two
+# backward. 7. 3 of 15, 20 %. 8. 16 − 3 = 13.
 #
 # **Ask** them twice: before the first slide and after the last.
 #
-# **Misunderstanding** to look for: in 2, "8 MB, it is an average"; in 4, "2Ψ", which holds for one microbatch.
+# **Misunderstanding** to look for: in 2, "8 MB, it is an average"; in 4, "2Ψ", which holds for one
+# microbatch.
 #
 # **Source:** every answer is asserted in this slide's source.
