@@ -10,6 +10,8 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from llmpar.notation import Layout
+
 
 class Allowed(NamedTuple):
     """What a field may be: a kind of value, from the least to the most; None if that says something too."""
@@ -596,6 +598,11 @@ class OptimizerConfig(OptimizerOptions):
             )
         if not (self.warmup >= 0 and 0 <= self.weight_decay < math.inf):
             raise ValueError(f"warmup {self.warmup}, weight decay {self.weight_decay}: use 0 or more")
+
+
+def is_vector(layout: Layout) -> bool:
+    """Whether a weight is a norm's scale or a bias: it scales or shifts, and multiplies no matrix."""
+    return layout.letters.strip("l") in ("d", "h", "nh", "kh", "e")
 
 
 def describe(config: ModelConfig) -> dict:

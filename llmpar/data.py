@@ -8,11 +8,13 @@ own rows.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import glob
 import hashlib
 import json
 import os
+import pathlib
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +23,6 @@ from typing import Literal, SupportsInt
 
 import numpy as np
 from jaxtyping import Int32
-
-from llmpar.hardware import host_bytes
 
 Batch = dict[str, Int32[np.ndarray, "b s"]]
 
@@ -295,6 +295,16 @@ class Corpus:
         resuming."""
         parts = (self.tokens.astype("<i4"), self.offsets.astype("<i8"))
         return hashlib.sha256(b"".join(x.tobytes() for x in parts)).hexdigest()[:16]
+
+
+def host_bytes() -> int:
+    """The memory that this machine, or the container this runs in, has; 0 where it does not say."""
+    found = []
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(ValueError, OSError):
+        found.append(int(pathlib.Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(found, default=0)
 
 
 def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -22,7 +23,6 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from llmpar.config import ModelConfig
-from llmpar.notation import product
 
 Tree = Any
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
@@ -74,7 +74,7 @@ class _Weight:
             : self.name.count("{}")
         ]  # dims with a tensor for each index: layers, experts
         self.names = self.named({x: slice(self.sizes[x]) for x in self.stacked})
-        self.their_shape = tuple(product(self.sizes[x] for x in group) for group in self.groups)
+        self.their_shape = tuple(math.prod(self.sizes[x] for x in group) for group in self.groups)
 
     def named(self, cut: dict[str, slice]) -> list[str]:
         """The names of the tensors of a block."""
@@ -86,7 +86,7 @@ class _Weight:
         cut = {x: slice(*s.indices(self.sizes[x])) for x, s in zip(self.letters, index, strict=True)}
         region, parts, inner, letters = [], [], [], [x for group in self.groups for x in group]
         for first, *rest in self.groups:
-            width = product(self.sizes[x] for x in rest)
+            width = math.prod(self.sizes[x] for x in rest)
             region.append(slice(cut[first].start * width, cut[first].stop * width))
             parts += [cut[first].stop - cut[first].start, *(self.sizes[x] for x in rest)]
             inner += [slice(None), *(cut[x] for x in rest)]

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from llmpar.notation import AXES, Layout, MeshShape, parse_mesh, product
+from llmpar.notation import AXES, Layout, MeshShape, parse_mesh
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 POOL_SIZE = ("NPROC", "PJRT_NPROC")
@@ -139,7 +139,7 @@ def sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
 
 def shard_bytes(layout: Layout, shape: tuple[int, ...], itemsize: int, sizes: dict[str, int]) -> int:
     """Bytes that one device holds of a value of ``shape``."""
-    return product(layout.shard_shape(shape, sizes)) * itemsize
+    return math.prod(layout.shard_shape(shape, sizes)) * itemsize
 
 
 def groups(shape: MeshShape, *axes: str) -> np.ndarray:
@@ -148,4 +148,4 @@ def groups(shape: MeshShape, *axes: str) -> np.ndarray:
     names = list(AXES)
     grid = np.arange(shape.size).reshape(tuple(shape.sizes.values()))
     grid = np.moveaxis(grid, [names.index(a) for a in axes], range(-len(axes), 0))
-    return grid.reshape(-1, product(shape.sizes[a] for a in axes))
+    return grid.reshape(-1, math.prod(shape.sizes[a] for a in axes))

@@ -106,7 +106,7 @@ class Layout:
             )
         out = []
         for dim, size in zip(self.dims, shape, strict=True):
-            parts = product(sizes[a] for a in dim.axes)
+            parts = math.prod(sizes[a] for a in dim.axes)
             if size % parts:
                 raise ValueError(
                     f"dim {dim.name} = {size} in '{self}' is not a multiple of {'·'.join(dim.axes)} = {parts}"
@@ -115,9 +115,7 @@ class Layout:
         return tuple(out)
 
     def _repr_svg_(self) -> str:
-        from llmpar import (
-            draw,
-        )  # a layout draws itself in a notebook; nothing else on this floor knows pictures
+        from llmpar import draw
 
         return draw.layout_svg(self)
 
@@ -316,7 +314,7 @@ class MeshShape:
     @property
     def size(self) -> int:
         """The number of devices."""
-        return product(self.sizes.values())
+        return math.prod(self.sizes.values())
 
     def __str__(self) -> str:
         named = " ".join(f"{a}={n}" for a, n in self.sizes.items() if n > 1)
@@ -372,7 +370,7 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
 
 def _fit(text: str, sizes: dict[str, int], num_devices: int | None, reshape: bool) -> MeshShape:
     free = next((a for a, n in sizes.items() if n == -1), None)
-    known = product(n for n in sizes.values() if n != -1)
+    known = math.prod(n for n in sizes.values() if n != -1)
     if num_devices is None:
         if free:
             raise ValueError(f"mesh '{text}' leaves {free} to be inferred, which needs the number of devices")
@@ -391,8 +389,8 @@ def nearest_mesh(sizes: dict[str, int], num_devices: int) -> MeshShape:
     anything)."""
     options: list[dict[str, int]] = [{}]
     for axis in sizes:
-        options = [o | {axis: n} for o in options for n in divisors(num_devices // product(o.values()))]
-    full = [o for o in options if product(o.values()) == num_devices]
+        options = [o | {axis: n} for o in options for n in divisors(num_devices // math.prod(o.values()))]
+    full = [o for o in options if math.prod(o.values()) == num_devices]
 
     def distance(option: dict[str, int]) -> float:
         return sum(
@@ -426,8 +424,3 @@ def ring_bytes(kind: str, message_bytes: int, group: int) -> int:
     fraction of a byte counts as one.
     """
     return math.ceil(message_bytes * ring_share(kind, group))
-
-
-def product(numbers) -> int:
-    """The product of some integers; 1 for none."""
-    return functools.reduce(lambda a, b: a * b, numbers, 1)

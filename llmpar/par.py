@@ -23,6 +23,7 @@ transposes right; it stays on.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from llmpar.mesh import sharding, spec
-from llmpar.notation import Arrow, Layout, Move, parse_layout, product
+from llmpar.notation import Arrow, Layout, Move, parse_layout
 
 WEIGHT, MOVED = "weight", "moved"
 """Names under which remat policies know gathered weights and the results of communication."""
@@ -40,7 +41,7 @@ WEIGHT, MOVED = "weight", "moved"
 class Solo:
     """One device: moves do nothing. The reference that every test compares with."""
 
-    cache: Any = None  # who attends where tokens come one at a time (`llmpar.generate`)
+    cache: Any = None  # who attends where tokens come one at a time (`llmpar.serve.decode`)
 
     def __init__(self, plan):
         self.plan = plan
@@ -73,7 +74,7 @@ class Solo:
 
     def parts(self, layout: str) -> int:
         """How many blocks the layout's one dim is cut into."""
-        return product(self.plan.mesh.sizes[a] for a in self.axes(layout))
+        return math.prod(self.plan.mesh.sizes[a] for a in self.axes(layout))
 
     def local(self, f, layouts: list[str], result):
         """``f`` as a function of whole values laid out as ``layouts`` say, giving one laid out as ``result``

@@ -1,4 +1,4 @@
-"""One executor for every pipeline: it walks a timetable of `schedule` inside one shard_map program.
+"""One executor for every pipeline: it walks a `timetable` inside one shard_map program.
 
 A `lax.scan` goes through the lockstep ticks. In each of them a device
 
@@ -8,8 +8,8 @@ A `lax.scan` goes through the lockstep ticks. In each of them a device
     part.
 
 The devices of a dp, fsdp, sp or tp group belong to one stage, so they take the same branch, and their
-collectives may stay inside it. What a cell needs later lies in slots that `schedule.slots` has allocated from
-what is alive.
+collectives may stay inside it. What a cell needs later lies in slots that `timetable.slots` has allocated
+from what is alive.
 
 The layers of a stage are its share of the blocks' weights, stored `l/pp`; `layer_order` says which layer lies
 where. The embedding, the last norm and the head are whole on every stage, used on the first or the last, and
@@ -39,8 +39,9 @@ from llmpar.model import Batch, Llama
 from llmpar.notation import Arrow
 from llmpar.par import Manual, scope, vary
 from llmpar.plan import Plan
-from llmpar.schedule import KINDS, Schedule, slots, timetable
+from llmpar.schedules import KINDS, Schedule
 from llmpar.split import split, trace
+from llmpar.timetable import slots, timetable
 
 Tree = Any
 PP = "pp"

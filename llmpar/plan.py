@@ -30,19 +30,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from llmpar import orders
-from llmpar.notation import (
-    Arrow,
-    Dim,
-    Layout,
-    MeshShape,
-    divisors,
-    parse_arrow,
-    parse_layout,
-    parse_mesh,
-    product,
-)
-from llmpar.schedule import timetable
+from llmpar import schedules
+from llmpar.notation import Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh
+from llmpar.timetable import timetable
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
@@ -86,8 +76,8 @@ class Plan:
         grouped: how rows are multiplied by their experts: in a loop over ``blocks``, or by
             `jax.lax.ragged_dot`, which GPUs and TPUs have kernels for.
         order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal work.
-        schedule: the order in which pipeline stages work: a name of `orders.SCHEDULES`, or an order written
-            out, one line per stage (`orders.from_text`).
+        schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
+            written out, one line per stage (`schedules.from_text`).
         chunks: pieces of the model per stage, for schedules that let one choose.
         stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass
             recomputes, or the ``residuals``, so that nothing is computed twice. The first is no slower on
@@ -160,15 +150,15 @@ class Plan:
         return alike and (self.mesh.sp == 1 or self.order == "contiguous")
 
     @functools.cached_property
-    def pipeline(self) -> orders.Schedule | None:
+    def pipeline(self) -> schedules.Schedule | None:
         """What each stage does and in which order; None where there is one stage."""
         if self.mesh.pp == 1:
             return None
         written = self.schedule.strip().count("\n")
         return (
-            orders.from_text(self.schedule)
+            schedules.from_text(self.schedule)
             if written
-            else orders.make(self.schedule, self.mesh.pp, self.microbatches, self.chunks)
+            else schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.chunks)
         )
 
     def padded(self, config):
@@ -278,7 +268,7 @@ class Plan:
                 f" = {sizes['sp']}; use sequence='ring', which needs no heads"
             )
         for what in ("queries", "keys"):
-            local = seq_len // product(sizes[a] for a in self.regions[what].get("s", ()))
+            local = seq_len // math.prod(sizes[a] for a in self.regions[what].get("s", ()))
             if self.attention_block and local > self.attention_block and local % self.attention_block:
                 self._divides(f"each device's number of {what}", local, (), "attention_block", fixed=True)
         if self.attention_kernel != "portable":
@@ -424,7 +414,7 @@ class Plan:
         change a ``fixed`` size.
         """
         pieces = getattr(self, times) if times else 1
-        parts = pieces * product(self.mesh.sizes[a] for a in axes)
+        parts = pieces * math.prod(self.mesh.sizes[a] for a in axes)
         if size % parts == 0:
             return
         name = "·".join((*axes, times) if pieces > 1 else axes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ from llmpar import pipeline
 from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
 from llmpar.model import Batch, Llama
-from llmpar.notation import AXES, Arrow, Dim, Layout, product
+from llmpar.notation import AXES, Arrow, Dim, Layout
 from llmpar.par import Auto, Manual, Solo, vary, varying
 from llmpar.plan import Plan
 
@@ -198,7 +199,7 @@ class Step:
         """The layout of as many layers as pp does not divide: it cuts the next dim that it can."""
         layers, sizes = sum((d.axes for d in layout.dims if d.name == "l"), ()), self.plan.mesh.sizes
         others = [(d, n) for d, n in zip(layout.dims, leaf.shape, strict=False) if d.name != "l"]
-        fits = [d for d, n in others if n % product(sizes[a] for a in d.axes + layers) == 0][:1]
+        fits = [d for d, n in others if n % math.prod(sizes[a] for a in d.axes + layers) == 0][:1]
         return Layout(
             tuple(Dim(d.name, d.axes * (d.name != "l") + layers * (d in fits)) for d in layout.dims)
         )

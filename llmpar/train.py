@@ -19,9 +19,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from llmpar import hardware, moe, predict
+from llmpar import moe
 from llmpar.checkpoint import Checkpoints
-from llmpar.config import ModelConfig, OptimizerConfig
+from llmpar.config import ModelConfig, OptimizerConfig, is_vector
 from llmpar.data import Stream
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
@@ -53,7 +53,7 @@ def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) ->
 
 def _matrices(config: ModelConfig) -> Tree:
     """True for weights that decay: matrices, not norms' scales and biases."""
-    return jax.tree.map(lambda dims: not predict.is_vector(parse_layout(dims)), weight_dims(config))
+    return jax.tree.map(lambda dims: not is_vector(parse_layout(dims)), weight_dims(config))
 
 
 def muon_dims(config: ModelConfig) -> Tree:
@@ -65,7 +65,7 @@ def muon_dims(config: ModelConfig) -> Tree:
 
     def numbers(dims: str):
         layout = parse_layout(dims)
-        if predict.is_vector(layout) or layout.region == "vocab":
+        if is_vector(layout) or layout.region == "vocab":
             return None
         letters = layout.letters
         into = "d" if not letters.endswith("d") else letters.strip("ld")
@@ -89,8 +89,7 @@ class Report:
     seconds: list[float] = field(default_factory=list)
     start: int = 0
     tokens_per_step: int = 0
-    flops_per_step: float = 0.0
-    peak_flops_per_s: float = 0.0
+    ideal_step_s: float | None = None
     memory_bytes: int = 0
 
     @property
@@ -106,13 +105,9 @@ class Report:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B; causal attention counted half); None
-        where the devices are simulated or not in the table of chips."""
-        return (
-            self.flops_per_step / self.step_s / self.peak_flops_per_s
-            if self.peak_flops_per_s and self.step_s
-            else None
-        )
+        """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B); None where nobody said what the peak
+        is."""
+        return self.ideal_step_s / self.step_s if self.ideal_step_s and self.step_s else None
 
 
 def made_of(stream: Stream, steps: int, options: OptimizerConfig, seed: int) -> dict[str, Any]:
@@ -146,6 +141,7 @@ def train(
     held_out: Stream | None = None,
     eval_every: int = 0,
     eval_batches: int = 1,
+    ideal_step_s: float | None = None,
     tell: Callable[[str], None] = lambda words: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> tuple[State, Report]:
@@ -158,8 +154,9 @@ def train(
 
     A checkpoint of other data, seeds or sizes is refused, unless ``anyway``; ``tell`` is told what else
     differs. Every ``eval_every`` steps, and after the last, ``eval_batches`` batches of ``held_out`` are
-    evaluated (0: never). When ``stop`` says so after a step, the state is saved, if it is ever, and training
-    ends.
+    evaluated (0: never). ``ideal_step_s`` is what a step's useful FLOPs would take at the devices' peak, from
+    which the report has the utilisation. When ``stop`` says so after a step, the state is saved, if it is
+    ever, and training ends.
     """
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     if steps < 1:
@@ -181,13 +178,7 @@ def train(
         resumed = state is not None
         state = step.init(seed) if state is None else step.from_natural(state)
         shape = stream.config.batch_size, stream.config.seq_len
-        chip = hardware.guess(mesh.devices.flat[0].device_kind)
-        report = Report(
-            start=int(state.step),
-            tokens_per_step=shape[0] * shape[1],
-            flops_per_step=sum(predict.flops(config, *shape).values()),
-            peak_flops_per_s=0.0 if chip is None or chip.simulated else chip.flops_per_s * plan.mesh.size,
-        )
+        report = Report(start=int(state.step), tokens_per_step=shape[0] * shape[1], ideal_step_s=ideal_step_s)
         if resumed:
             tell(
                 f"goes on from the checkpoint of step {report.start}"

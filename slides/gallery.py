@@ -14,14 +14,17 @@ import html
 import shutil
 from pathlib import Path
 
-from llmpar import attention, draw, explore, predict
+from llmpar import attention, draw
 from llmpar.config import preset
-from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
-from llmpar.hardware import chip
+from llmpar.draw.scene import Scene, to_svg
+from llmpar.explore import answers
+from llmpar.explore.explorer import MeshExplorer
+from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
 from llmpar.plan import Plan
-from llmpar.scene import Scene, to_svg
-from llmpar.schedule import make, timetable
-from llmpar.widget import MeshExplorer
+from llmpar.predict import traffic
+from llmpar.predict.hardware import chip
+from llmpar.schedules import make
+from llmpar.timetable import timetable
 
 OUT = Path(__file__).resolve().parent / "_gallery"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
@@ -38,7 +41,7 @@ def sent_in_a_step() -> Scene:
     """What one step of a small Llama sends, as predicted; the bars of what was compiled are for `llmpar
     inspect`."""
     plan = Plan("dp=2 fsdp=2 tp=2", tp_sequence=True)
-    found = predict.collectives(preset("tiny"), plan, 16, 64).items()
+    found = traffic.step_traffic(preset("tiny"), plan, 16, 64).items()
     rows = [
         {"axis": axes, "kind": kind, "count": row.count, "predicted_bytes": row.bytes_sent}
         for (axes, kind), row in found
@@ -49,7 +52,7 @@ def sent_in_a_step() -> Scene:
 def drawings() -> dict[str, Scene]:
     """One example of every drawing, from the package's own numbers."""
     parts = attention.live_blocks(4, "contiguous", s=1024) / 256**2
-    step = explore.answer(explore.START)["time"]
+    step = answers.answer(answers.START)["time"]
     memory = MemoryExplorer()
     return {
         "mesh": draw.mesh("dp=2 fsdp=2 tp=4", devices_per_host=8, highlight_axis="fsdp"),
@@ -65,8 +68,8 @@ def drawings() -> dict[str, Scene]:
         "memory_bars": memory.scene,
         "time_bars": draw.time_bars([("a step", {k: v for k, v in step.items() if k != "simulated"})]),
         "loss_curve": draw.loss_curve([5.5 * 0.97**i + 1 for i in range(60)], 2.0, "An example of a loss"),
-        "explorer without a browser": explore.scene(
-            explore.START | {"axis": "fsdp", "mesh": "fsdp=8", "step": 2}
+        "explorer without a browser": answers.scene(
+            answers.START | {"axis": "fsdp", "mesh": "fsdp=8", "step": 2}
         ),
     }
 

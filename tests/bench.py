@@ -30,6 +30,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import pathlib
 import resource
 import statistics
@@ -46,12 +47,13 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention, hardware, hlo, moe, pipeline, predict
+from llmpar import attention, moe, pipeline
 from llmpar.config import ExpertConfig, preset
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, use_devices
-from llmpar.notation import product
 from llmpar.par import Solo
 from llmpar.plan import Plan
+from llmpar.predict import hardware, memory
 from llmpar.step import Step, init_params, model_graph
 
 devices = use_devices(8)
@@ -143,8 +145,8 @@ def programs(config, only):
     batch = batch_of(config.vocab_size, BATCH, SEQ)
     if not only or "plain jax" in only:
         step, state = plain(config, jax.device_put(batch))
-        memory = hlo.compiled_memory(step.lower(state).compile())
-        yield "plain jax", _stepper(step, state), {"temp_mib": memory["temp_bytes"] / 2**20}
+        held = hlo.compiled_memory(step.lower(state).compile())
+        yield "plain jax", _stepper(step, state), {"temp_mib": held["temp_bytes"] / 2**20}
     for name, plan in PLANS.items():
         if (only and name not in only) or plan.mesh.size > len(devices):
             continue
@@ -157,7 +159,7 @@ def programs(config, only):
         step = Step(model, plan, make_mesh(plan.mesh), optax.adamw(1e-3), clip=None)
         compiled = step.lower(rows, SEQ).compile()
         placed = jax.device_put(batch_of(model.vocab_size, rows, SEQ), step.batch_sharding)
-        memory, text = hlo.compiled_memory(compiled), hlo.partitioned_hlo(step.lower(rows, SEQ))
+        held, text = hlo.compiled_memory(compiled), hlo.partitioned_hlo(step.lower(rows, SEQ))
         stages = (
             [pipeline.taken(plan.pipeline, model.num_layers, i) for i in range(plan.mesh.pp)]
             if plan.pipeline
@@ -169,11 +171,11 @@ def programs(config, only):
             statistics.mean(hlo.executed_flops(compiled.as_text(), t, trips) for t in stages) * plan.mesh.size
         )
         facts = {
-            "temp_mib": memory["temp_bytes"] / 2**20,
-            "argument_mib": memory["argument_bytes"] / 2**20,
+            "temp_mib": held["temp_bytes"] / 2**20,
+            "argument_mib": held["argument_bytes"] / 2**20,
             "sent_mib": sum(c.bytes_sent for c in census) / 2**20,
             "results_mib": sum(_result_bytes(c) for c in census) / 2**20,
-            "executed_over_useful": executed / sum(predict.flops(model, rows, SEQ).values()),
+            "executed_over_useful": executed / sum(memory.flops(model, rows, SEQ).values()),
         }
         if (
             how := model.experts
@@ -182,7 +184,7 @@ def programs(config, only):
                 rows
                 * SEQ
                 // plan.microbatches
-                // product(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep", "sp"))
+                // math.prod(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep", "sp"))
             )
             blocks, block = how.slots(tokens, tokens // SEQ, plan.mesh.ep)
             facts |= {
@@ -211,7 +213,7 @@ def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
         model = lambda params: nnx.merge(model_graph(config), params).summed(batch, par)[0]
         jax.block_until_ready(jax.jit(model)(jax.jit(lambda: init_params(config))()))
     jax.effects_barrier()
-    devices = product(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep"))
+    devices = math.prod(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep"))
     dealt = np.stack(chosen).reshape(
         config.num_layers, devices, -1, plan.microbatches, SEQ * config.experts.chosen
     )
@@ -410,7 +412,7 @@ def accelerated(rounds: int) -> dict:
             last = run()
             seconds.append(time.perf_counter() - start)
         step_s = statistics.median(seconds)
-        work = sum(predict.flops(config, batch, seq).values())
+        work = sum(memory.flops(config, batch, seq).values())
         peak = chip.flops_per_s * n if chip else 0.0
         rows[name] = {
             "step_s": step_s,

@@ -21,7 +21,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention, hlo
+from llmpar import attention
 from llmpar.attention import (
     Mask,
     all_gather_kv,
@@ -35,6 +35,7 @@ from llmpar.attention import (
     ulysses,
     usp,
 )
+from llmpar.inspect import hlo
 
 CAUSAL, BOTH, WINDOW, BAND = Mask(), Mask(causal=False), Mask(window=10), Mask(causal=False, window=5)
 B, S, H = 2, 32, 4

@@ -20,12 +20,12 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from llmpar import explore
-from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
-from llmpar.grid import coordinates
+from llmpar.draw.geometry import coordinates
+from llmpar.draw.scene import LIGHT, size_text
+from llmpar.explore import answers
+from llmpar.explore.explorer import MODULE, MeshExplorer
+from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
 from llmpar.notation import AXES, MeshShape, parse_mesh
-from llmpar.scene import LIGHT, size_text
-from llmpar.widget import MODULE, MeshExplorer
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,7 +151,7 @@ def test_the_module_draws_what_python_says(page):
     assert explorer.state["device"] == 14, "from 5 one to the right and one row of 8 down"
     assert page.evaluate("document.activeElement.dataset.device") == "14"
     sizes = parse_mesh(explorer.state["mesh"]).sizes
-    rows = explore.device_rows(explorer.state, explore.tensors(explorer.state), sizes, tuple(AXES))
+    rows = answers.device_rows(explorer.state, answers.tensors(explorer.state), sizes, tuple(AXES))
     held = {name: cut for name, _, cut, _ in rows}
     shown = page.locator('tr:has([data-tensor="weight blocks.ffn.gate"]) td').all_inner_texts()
     assert shown[2] == held["weight blocks.ffn.gate"] and shown[0] == "8 KiB"
@@ -170,7 +170,7 @@ def test_the_module_draws_what_python_says(page):
     assert "batch 16 is not a multiple of dp·fsdp·ep = 3" in page.locator(".refusal").inner_text()
     page.locator("[data-mesh]").click()
     settle(page)
-    assert explorer.state["mesh"] == explore.nearest(explorer.state | {"mesh": "dp=3 tp=2"})
+    assert explorer.state["mesh"] == answers.nearest(explorer.state | {"mesh": "dp=3 tp=2"})
     assert page.locator(".refusal").inner_text() == ""
     page.locator('[data-name="mesh"]').fill("dp=2 tq=2")
     settle(page)
@@ -190,7 +190,7 @@ def test_an_axis_shows_its_groups_and_a_collective_step_by_step(page):
     assert "round 0 of 6" in round_text.inner_text(), (
         "an all-reduce of 4 is a reduce-scatter and an all-gather"
     )
-    sent = next(row for row in explore.answer(explorer.state)["traffic"] if row["axes"] == ["tp"])
+    sent = next(row for row in answers.answer(explorer.state)["traffic"] if row["axes"] == ["tp"])
     for i in range(1, 7):
         page.locator('[data-step="1"]').click()
         each = size_text(sent["largest"] / 6)
@@ -312,16 +312,16 @@ def test_a_table_is_one_stop_of_the_tab_key(page):
     mount(page, explorer)
     assert page.locator('[data-part="holds"] [tabindex="0"]').count() == 1
     page.locator('[data-part="holds"] [tabindex="0"]').focus()
-    names = [row["name"] for row in explore.tensors(explorer.state)]
+    names = [row["name"] for row in answers.tensors(explorer.state)]
     page.keyboard.press("ArrowDown")
     settle(page)
-    assert explorer.state["tensor"] == names[names.index(explore.START["tensor"]) + 1]
+    assert explorer.state["tensor"] == names[names.index(answers.START["tensor"]) + 1]
     assert page.evaluate("document.activeElement.dataset.tensor") == explorer.state["tensor"]
 
 
 def test_the_picture_equals_jax_layouts_on_random_meshes(page):
     """Coordinates in the labels are those of Python, for meshes of 1 to 512 devices and any order of axes."""
-    from test_grid import cases
+    from test_geometry import cases
 
     explorer = MeshExplorer(model="tiny", seq_len=64)
     mount(page, explorer)
@@ -378,7 +378,7 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
         )
         page.locator('[data-name="mesh"]').fill("fsdp=8")
         page.locator('[data-name="zero"]').select_option("1")
-        sent = explore.answer(explorer.state | {"mesh": "fsdp=8", "zero": 1})["traffic"][0]
+        sent = answers.answer(explorer.state | {"mesh": "fsdp=8", "zero": 1})["traffic"][0]
         assert size_text(sent["bytes"]) in page.locator('[data-part="traffic"]').inner_text()
         saved = {}
         for do, start in (("svg", b"<svg"), ("png", b"\x89PNG"), ("html", b"<!doctype html>")):
@@ -441,7 +441,7 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
 @pytest.mark.parametrize("mesh", ["ep=16 fsdp=4", "fsdp:4,ep:16", "dp=3", "garbage"])
 def test_a_page_knows_its_own_state_and_never_shows_another_models(page, mesh, tmp_path):
     explorer = MeshExplorer(mesh=mesh, model="qwen3-30b-a3b", batch_size=64, order="pp, dp, fsdp, ep, sp, tp")
-    explorer.states = lambda: explore.neighbours(dict(explorer.state), 8)  # fewer, for speed
+    explorer.states = lambda: answers.neighbours(dict(explorer.state), 8)  # fewer, for speed
     explorer.save(tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
     own, told, memory = (
@@ -607,8 +607,8 @@ def test_jupyterlab_session(chromium, lab):
     page.wait_for_function(kernel, timeout=60_000)
     page.evaluate("""async () => { const app = window.jupyterapp, book = app.shell.currentWidget.content;
         book.activeCellIndex = 1; await app.commands.execute('notebook:run-cell'); }""")
-    state = explore.START | {"model": "tiny", "seq_len": 64, "batch_size": 64, "mesh": "dp=2 fsdp=4"}
-    wanted = f"dp=2 fsdp=4 4 2 {explore.key(state)}"
+    state = answers.START | {"model": "tiny", "seq_len": 64, "batch_size": 64, "mesh": "dp=2 fsdp=4"}
+    wanted = f"dp=2 fsdp=4 4 2 {answers.key(state)}"
     shown = "text => document.querySelector('.jp-Notebook').innerText.includes(text)"
     page.wait_for_function(shown, arg=wanted, timeout=60_000)
     page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")

@@ -8,9 +8,11 @@ import optax
 import pytest
 from parity import LLAMA, QWEN, all_plans, live, name
 
-from llmpar import cost, hlo, pipeline, predict
+from llmpar import pipeline
+from llmpar.inspect import hlo
 from llmpar.mesh import abstract_mesh, make_mesh
 from llmpar.plan import Plan
+from llmpar.predict import formulas, memory, traffic
 from llmpar.step import Step
 
 BATCH, SEQ, MIXED = 16, 32, "dp=2 fsdp=2 tp=2"
@@ -32,7 +34,7 @@ EVERY = [*all_plans(), *SPECIAL]
 
 
 def predicted(config, plan):
-    return {k: (v.count, v.bytes_sent) for k, v in predict.collectives(config, plan, BATCH, SEQ).items()}
+    return {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(config, plan, BATCH, SEQ).items()}
 
 
 def table(census):
@@ -57,8 +59,8 @@ def compare_with_hlo(config, plan):
         "loss, tokens and norm"
     )
     assert small not in {c.arrow for pair in hlo.unordered(text, step.mesh) for c in pair}
-    memory = hlo.compiled_memory(compiled)
-    assert memory["argument_bytes"] == sum(predict.argument_bytes(config, plan, BATCH, SEQ).values())
+    held = hlo.compiled_memory(compiled)
+    assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
 
 
 @pytest.mark.parametrize("plan", EVERY, ids=name)
@@ -132,11 +134,11 @@ def compare_every_stage(config, plan, num_layers=4):
     compiled, text = hlo.read_program(program)
     for stage in range(plan.mesh.pp):
         census = hlo.census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, config.num_layers, stage))
-        want = predict.collectives(config, plan, BATCH, SEQ, stage)
+        want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
         assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
         assert not any(c.conditional for c in census)
-    memory = hlo.compiled_memory(compiled)
-    assert memory["argument_bytes"] == sum(predict.argument_bytes(config, plan, BATCH, SEQ).values())
+    held = hlo.compiled_memory(compiled)
+    assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
 
 
 @pytest.mark.parametrize("plan", PIPED, ids=name)
@@ -157,7 +159,7 @@ def compare_every_traced_stage(config, plan):
         census = hlo.census_jaxpr(
             jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, config.num_layers, stage)
         )
-        want = predict.collectives(config, plan, BATCH, SEQ, stage)
+        want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
         assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
 
 
@@ -194,10 +196,10 @@ def test_groups_that_divide_no_message_are_counted_alike(mesh):
     plan = Plan(mesh, zero=0 if "fsdp" not in mesh else 3, regather="keep")
     step = Step(config, plan, abstract_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(48, 15)).jaxpr
-    want = {k: (v.count, v.bytes_sent) for k, v in predict.collectives(config, plan, 48, 15).items()}
+    want = {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(config, plan, 48, 15).items()}
     census = hlo.census_jaxpr(jaxpr, plan.mesh.sizes)
     assert table(census) == want
-    exact = lambda kind, message, axes: cost.sent_bytes(
+    exact = lambda kind, message, axes: formulas.sent_bytes(
         kind, message, math.prod(plan.mesh.sizes[a] for a in axes)
     )
     assert any(exact(e.kind, math.prod(e.shape) * 4, e.axes) % 1 for e in census if e.kind == "all-reduce")
@@ -214,7 +216,7 @@ def test_zero_moves_what_the_paper_says_with_accumulation(zero, volumes):
     for a in (1, 2, 4):
         plan = Plan("fsdp=4", zero=zero, microbatches=a, remat="block")
         blocks = dataclasses.replace(LLAMA, num_layers=4)
-        deep, shallow = (predict.collectives(c, plan, BATCH, SEQ).total_bytes for c in (blocks, LLAMA))
+        deep, shallow = (traffic.step_traffic(c, plan, BATCH, SEQ).total_bytes for c in (blocks, LLAMA))
         difference = deep - shallow
         psi = 4 * (blocks.num_params - LLAMA.num_params)
         factor = {"2Ψ": 2, "(a+1)Ψ": a + 1, "3aΨ": 3 * a}[volumes]
@@ -264,7 +266,7 @@ def test_auto_is_one_device_in_value_but_chooses_its_own_collectives():
     kinds = {c.kind for c in hlo.census_hlo(hlo.partitioned_hlo(program), step.mesh)}
     assert "all-reduce" in kinds and "reduce-scatter" not in kinds
     assert hlo.compiled_memory(program.compile())["argument_bytes"] == sum(
-        predict.argument_bytes(LLAMA, Plan("fsdp=8"), BATCH, SEQ).values()
+        memory.argument_bytes(LLAMA, Plan("fsdp=8"), BATCH, SEQ).values()
     )
 
 

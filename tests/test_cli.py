@@ -18,16 +18,16 @@ import optax
 import pytest
 import rich.console
 
-import llmpar.inspection
+import llmpar.inspect.report
 import llmpar.train
 from llmpar.checkpoint import Checkpoints
-from llmpar.cli import main
-from llmpar.commands import Stopper, progress, start
+from llmpar.cli.commands import Stopper, progress, start
+from llmpar.cli.main import main
+from llmpar.cli.tools import Models, parse
 from llmpar.config import PRESETS
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.step import Step
-from llmpar.tools import Models, parse
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 CARD = {
@@ -102,7 +102,7 @@ def refusal(call, monkeypatch):
 
     def refusal(*words: str) -> str:
         monkeypatch.setattr(llmpar.train, "Step", made)
-        monkeypatch.setattr(llmpar.inspection, "Step", made)
+        monkeypatch.setattr(llmpar.inspect.report, "Step", made)
         status, out, err = call(*words)
         assert status == 1 and out == "", err
         *before, sentence = [line for line in err.splitlines() if not line.startswith("  ")]
@@ -129,7 +129,7 @@ def model(tmp_path):
 
 def run(*words: str, code: str = "", **variables: str) -> subprocess.CompletedProcess:
     """The command (or some code) in a process of its own."""
-    command = [sys.executable, *(("-c", code) if code else ("-m", "llmpar.cli")), *words]
+    command = [sys.executable, *(("-c", code) if code else ("-m", "llmpar.cli.main")), *words]
     environment = {k: v for k, v in os.environ.items() if k not in variables} | {
         k: v for k, v in variables.items() if v
     }
@@ -337,7 +337,7 @@ def test_tables_keep_every_figure_whole_on_80_columns():
         flops=flops,
     )
     console = rich.console.Console(width=80, record=True, file=io.StringIO())
-    for table in llmpar.inspection.tables(document):
+    for table in llmpar.inspect.report.tables(document):
         console.print(table)
     text = console.export_text()
     assert (
@@ -537,7 +537,7 @@ def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(
         yield lambda done, words: os.kill(os.getpid(), signal.SIGTERM) if done == 2 else None
 
     with monkeypatch.context() as patched:
-        patched.setattr("llmpar.commands.progress", interrupting)
+        patched.setattr("llmpar.cli.commands.progress", interrupting)
         status, out, err = call(*words)
     assert status == 143 and out == "", err
     why = f"llmpar: stopped after step 3; kept in {tmp_path / 'kept'}: the same command goes on from there"
@@ -548,7 +548,7 @@ def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(
 
 def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys, monkeypatch):
     clock = iter(range(0, 100, 4))
-    monkeypatch.setattr("llmpar.commands.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("llmpar.cli.commands.time.monotonic", lambda: next(clock))
     with progress(9) as show:
         for done in range(1, 10):
             show(done, "loss 1")

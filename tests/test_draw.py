@@ -14,11 +14,8 @@ import pytest
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
-from llmpar import draw, explore, schedule
-from llmpar.hardware import chip
-from llmpar.mesh import make_mesh, sharding
-from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh, ring_bytes
-from llmpar.scene import (
+from llmpar import draw, schedules, timetable
+from llmpar.draw.scene import (
     DARK,
     LIGHT,
     SERIES,
@@ -36,6 +33,10 @@ from llmpar.scene import (
     to_png,
     to_svg,
 )
+from llmpar.explore import answers
+from llmpar.mesh import make_mesh, sharding
+from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh, ring_bytes
+from llmpar.predict.hardware import chip
 
 GIB = 2**30
 ROWS = [
@@ -62,7 +63,7 @@ CAUSAL = [[0.5] + [1.0 if t <= r else 0.0 for t in range(1, 8)] for r in range(8
 
 def pipeline(name, p, m, **costs):
     """One schedule's timetable."""
-    return schedule.timetable(schedule.make(name, p, m), **costs)
+    return timetable.timetable(schedules.make(name, p, m), **costs)
 
 
 # Name of the drawing: the scene, and words that its text twin must have.
@@ -160,8 +161,8 @@ CASES = {
         lambda: draw.timetable(
             [[(0, 1, "F", 0, 0)], []],
             waiting={
-                0: (schedule.Op("B", 0), 1, schedule.Op("B", 0)),
-                1: (schedule.Op("F", 1), 0, schedule.Op("F", 1)),
+                0: (schedules.Op("B", 0), 1, schedules.Op("B", 0)),
+                1: (schedules.Op("F", 1), 0, schedules.Op("F", 1)),
             },
         ),
         ["stuck after 1 time units", "stage 1 waits to run F1 for F1 on stage 0"],
@@ -193,7 +194,7 @@ CASES = {
     "token flow wide": (lambda: draw.token_flow([[1] * 16] * 8, 2), ["112 of 128 rows change their rank"]),
     "loss one": (lambda: draw.loss_curve([3.25]), ["3.250 nats/token over 1 step"]),
 }
-for _name, (_p, _m) in itertools.product(schedule.SCHEDULES, [(2, 4), (4, 8)]):
+for _name, (_p, _m) in itertools.product(schedules.SCHEDULES, [(2, 4), (4, 8)]):
     _draw = functools.partial(lambda *args: draw.timetable(pipeline(*args)), _name, _p, _m)
     CASES[f"timetable {_name} {_p} {_m}"] = (_draw, [f"stage {_p - 1}: ", "held", "busy"])
 CASES["timetable costs"] = (
@@ -338,7 +339,7 @@ def test_an_arrow_is_seen_on_every_fill(theme):
         assert max(contrast(theme[role], theme[fill]) for role in ("ink", "paper")) >= 3, fill
     paper, ink = draw.arrows([((0, 0), (9, 0))])
     assert (paper.stroke, ink.stroke) == ("paper", "ink") and paper.width >= ink.width + 2
-    scene = explore.scene(explore.START | {"axis": "tp", "step": 1})
+    scene = answers.scene(answers.START | {"axis": "tp", "step": 1})
     strokes = [item.stroke for item in flatten(scene.items) if isinstance(item, Line) and item.head]
     assert strokes == ["paper"] * 2 + ["ink"] * 2, "no halo over another arrow's head"
 
@@ -485,7 +486,7 @@ def test_arrows_send_what_a_ring_sends():
         assert sends == ring_bytes(move.kind, whole, group), text
 
 
-@pytest.mark.parametrize("name", schedule.SCHEDULES)
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
 def test_held_activations_are_the_schedules_peaks(name):
     table = pipeline(name, 4, 8)
     for stage, peak in enumerate(table.peak_live()):

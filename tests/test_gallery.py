@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmpar import draw
-from llmpar.scene import Scene
+from llmpar.draw.scene import Scene
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("gallery", ROOT / "slides" / "gallery.py")
@@ -18,7 +18,7 @@ spec.loader.exec_module(gallery)
 
 def test_every_drawing_is_in_the_gallery():
     functions = dict(inspect.getmembers(draw, inspect.isfunction))
-    home = {name: f for name, f in functions.items() if f.__module__ in ("llmpar.draw", "llmpar.charts")}
+    home = {name: f for name, f in functions.items() if f.__module__ in ("llmpar.draw", "llmpar.draw.charts")}
     drawn = gallery.drawings()
     scenes = {name for name, f in home.items() if f.__annotations__.get("return") == "Scene"}
     assert scenes == set(drawn) - {"explorer without a browser"}

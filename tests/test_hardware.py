@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmpar import doctor, hardware
-from llmpar.hardware import CHIPS, GIB, NAMES, Chip, chip, guess
+from llmpar.cli import doctor
+from llmpar.predict import hardware
+from llmpar.predict.hardware import CHIPS, GIB, NAMES, Chip, chip, guess
 
 FIGURES = [
     f.name for f in dataclasses.fields(Chip) if f.name not in ("name", "aliases", "link", "date", "sources")
@@ -253,6 +254,7 @@ def test_the_jax_package_agrees_with_the_tpu_rows():
 
 
 def test_hardware_and_cost_import_neither_jax_nor_numpy():
-    code = "import sys, llmpar.cost, llmpar.hardware; print(sorted({'jax', 'numpy'} & set(sys.modules)))"
+    code = "import sys; from llmpar.predict import formulas, hardware\n"
+    code += "print(sorted({'jax', 'numpy'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"

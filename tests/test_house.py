@@ -2,6 +2,7 @@
 lists agree."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -14,35 +15,27 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmpar"
 
-FLOORS = {
-    "ground": {"notation", "hardware", "config", "schedule", "orders", "scene", "charts", "grid", "draw"},
-    "moving": {"mesh", "par", "hlo", "split"},
-    "computing": {"model", "attention", "moe"},
-    "deciding": {"plan", "pipeline", "cost", "predict", "planner", "aot"},
-    "running": {"train", "step", "generate", "checkpoint", "hf", "data"},
-    "roof": (
-        {
-            "cli",
-            "commands",
-            "tools",
-            "doctor",
-            "inspection",
-            "demo",
-            "serve",
-            "launch",
-            "__init__",
-            "__main__",
-        }
-        | {"explore", "explorers", "widget"}
-    ),
+# The core is flat: it is read like a paper. Half of it decides and needs no JAX, the other half runs.
+THINKS = {"notation", "config", "schedules", "timetable", "plan"}
+RUNS = {"mesh", "par", "attention", "moe", "model", "split", "pipeline", "step"}
+RUNS |= {"train", "data", "checkpoint", "hf"}
+CORE = THINKS | RUNS
+# Around it stand wings with one question each. A wing names those that it may ask; the core asks none.
+WINGS = {
+    "predict": set(),  # what would it cost?
+    "draw": {"predict"},  # show a value
+    "inspect": {"predict", "draw"},  # what did the compiler make of it?
+    "serve": set(),  # answer requests
+    "launch": set(),  # on a cluster
+    "explore": {"predict", "draw", "inspect"},  # the same in the reader's hands
+    "cli": {"predict", "draw", "inspect", "serve", "launch", "explore"},  # from a terminal
 }
-HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}
-LOOKERS = {"scene", "charts", "grid", "draw", "hlo", "cost", "predict"}  # they look at values
-COMPUTERS = {"notation", "par", "model", "attention", "moe", "pipeline"}  # they make them
+NO_JAX_WINGS = {"predict", "draw"}
+NO_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 MODEL_TEXT = ("model", "attention", "moe")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
-# What is read like a paper. Its statements are counted, not its lines, so that nobody gains by making lines
-# longer.
+# The part of the core that states and executes the strategies. Its statements are counted, not its lines, so
+# that nobody gains by making lines longer.
 PAPER = {"notation", "plan", "par", "model", "attention", "moe", "split", "pipeline", "step"}
 MAX_PAPER_STATEMENTS = 1_850
 # In pieces, so that this file obeys its own rule.
@@ -57,18 +50,27 @@ REGISTRY_HOSTS += ("unpkg" + ".com", "jsdelivr" + ".net", "cdnjs" + ".cloudflare
 HOME = re.compile(r"(?<![\w.])(?:/ho" + r"me/\w|/Us" + r"ers/\w|[A-Z]:\\Us" + r"ers\\|/ro" + r"ot/)")
 
 
+@functools.cache
 def trees():
-    """Parse every file of the package."""
-    return {path.stem: ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.glob("*.py"))}
+    """Parse every file of the package, once: ``"par"``, ``"draw.scene"``, ``"draw"`` for a wing's front
+    door."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {name_of(path): ast.parse(path.read_text(), str(path)) for path in paths}
 
 
-def imports(tree, known):
+def name_of(path):
+    """Name a file of the package as imports do, below the package."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imports(name, tree):
     """List what a file imports, as (names inside this package, top names outside it).
 
     A picture of oneself is exempt: `_repr_svg_` and its kin may draw; Jupyter calls them, nothing that
     computes does.
     """
-    inside, outside, queue = set(), set(), [tree]
+    known, inside, outside, queue = set(trees()), set(), set(), [tree]
     while queue:
         node = queue.pop()
         if isinstance(node, ast.FunctionDef) and node.name.startswith("_repr_"):
@@ -77,16 +79,18 @@ def imports(tree, known):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = ".".join(filter(None, ("llmpar" if node.level else "", node.module)))
+            base = ["llmpar", *name.split(".")][: -node.level or None] if node.level else []
+            base = ".".join([*base, *filter(None, [node.module])])
             names = [f"{base}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            top, *rest = name.split(".")
+        for target in names:
+            top, *rest = target.split(".")
             if top != "llmpar":
                 outside.add(top)
-            else:
-                inside.add(rest[0] if rest and rest[0] in known else "__init__")
+                continue
+            found = [".".join(rest[:n]) for n in (2, 1) if ".".join(rest[:n]) in known]
+            inside.add(found[0] if found else "__init__")
     return inside, outside
 
 
@@ -106,60 +110,71 @@ def repository_files():
             yield name, re.sub(r'"image/png": "[^"]*"', "", content.decode())
 
 
-def test_every_file_stands_on_a_floor():
-    assert set(trees()) <= set(HEIGHT), "add the new file to FLOORS here and to the tree in the README"
+def test_every_file_is_in_the_core_or_in_a_wing():
+    folders = {name.split(".")[0] for name in trees()} - {"__init__", "__main__"}
+    assert folders <= CORE | set(WINGS), "add the new file to the core or to a wing, here and in the README"
+    assert folders >= CORE, "a file of the core is gone; take it out here and in the README"
 
 
-def upward_imports(sources):
-    """Name every import that goes up, or takes from the package's front door what has a file of its own."""
-    known = set(HEIGHT) - {"__init__"}
+def forbidden_imports(sources):
+    """Name every import that leaves the core for a wing, climbs from one wing to another that did not invite
+    it, or takes from the package's front door what has a file of its own."""
     for name, tree in sources.items():
-        for other in sorted(imports(tree, known)[0]):
-            if other == "__init__" and name not in FLOORS["roof"]:
-                yield f"{name} imports from llmpar itself; name the file"
-            elif HEIGHT.get(other, 0) > HEIGHT.get(name, 0):  # a file without a floor fails the test above
-                yield f"{name} imports {other}, which is above it"
+        wing = name.split(".")[0]
+        for other in sorted(imports(name, tree)[0]):
+            there = other.split(".")[0]
+            if other == "__init__":
+                if name != "__main__" and wing != "cli" and wing != "explore":
+                    yield f"{name} imports from llmpar itself; name the file"
+            elif there in WINGS and wing in CORE:
+                yield f"{name} is in the core and imports {other}, a wing"
+            elif there in WINGS and wing in WINGS and there != wing and there not in WINGS[wing]:
+                yield f"{name} imports {other}, which its wing may not ask"
 
 
-def test_imports_go_down():
-    assert list(upward_imports(trees())) == []
+def test_the_core_imports_no_wing_and_wings_ask_only_whom_they_may():
+    assert list(forbidden_imports(trees())) == []
 
 
 @pytest.mark.parametrize(
     "name, text",
     [
-        ("notation", "from llmpar.mesh import spec"),
-        ("model", "import llmpar.train"),
-        ("par", "from llmpar import plan"),
-        ("par", "from . import plan"),
-        ("mesh", "def f():\n    from llmpar import cli"),
+        ("notation", "from llmpar.draw import scene"),
+        ("model", "import llmpar.inspect.hlo"),
+        ("par", "from llmpar import predict"),
+        ("par", "from .inspect import hlo"),
+        ("draw.scene", "from ..inspect import hlo"),
+        ("predict.traffic", "def f():\n    from llmpar.draw import layouts"),
+        ("mesh", "def f():\n    from llmpar.cli import main"),
         ("mesh", "from llmpar import __version__"),
     ],
 )
-def test_an_upward_import_is_seen(name, text):
-    assert len(list(upward_imports({name: ast.parse(text)}))) == 1
+def test_a_forbidden_import_is_seen(name, text):
+    assert len(list(forbidden_imports({name: ast.parse(text)}))) == 1
 
 
-def test_imports_within_a_floor_have_no_cycle():
-    known = set(HEIGHT) - {"__init__"}
-    below = {name: imports(tree, known)[0] - {"__init__", name} for name, tree in trees().items()}
+def test_no_imports_go_in_a_circle():
+    """A wing's front door counts as its files do: what it offers it imports."""
+    below = {name: imports(name, tree)[0] - {"__init__", name} for name, tree in trees().items()}
     while below:
         free = {name for name, others in below.items() if not others & set(below)}
         assert free, f"these files import one another in a circle: {sorted(below)}"
         below = {name: others for name, others in below.items() if name not in free}
 
 
-def test_nothing_that_computes_looks():
-    for name, tree in trees().items():
-        assert name not in COMPUTERS or not imports(tree, HEIGHT)[0] & LOOKERS, (
-            f"{name} computes, so it must not look"
-        )
+def thinks(name):
+    """Tell whether a file belongs to the half without JAX."""
+    return name in THINKS or name.split(".")[0] in NO_JAX_WINGS
 
 
-def test_ground_floor_has_no_jax():
+def test_what_thinks_imports_no_jax():
     for name, tree in trees().items():
-        if name in FLOORS["ground"]:
-            assert not imports(tree, HEIGHT)[1] & {"jax", "jaxlib", "flax", "optax", "orbax"}, name
+        inside, outside = imports(name, tree)
+        if thinks(name):
+            assert not outside & NO_JAX, name
+            assert not [other for other in inside if other in RUNS], (
+                f"{name} needs no JAX, and imports what does"
+            )
 
 
 def loaded_by(statement):
@@ -172,7 +187,7 @@ def loaded_by(statement):
 def test_import_llmpar_is_light():
     heavy = {"IPython", "ipykernel", "ipywidgets", "anywidget", "jupyterlab", "jupyter_server", "matplotlib"}
     assert not loaded_by("import llmpar") & heavy
-    files = [name for name in trees() if name in FLOORS["ground"]]
+    files = [name for name in trees() if thinks(name)]
     assert not loaded_by("; ".join(f"import llmpar.{name}" for name in files)) & {"jax", "flax", *heavy}
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 import os
 import random
 import subprocess
@@ -24,9 +25,9 @@ from llmpar.mesh import (
     spec,
     use_devices,
 )
-from llmpar.notation import AXES, DIMS, Dim, Layout, MeshShape, parse_layout, product
+from llmpar.notation import AXES, DIMS, Dim, Layout, MeshShape, parse_layout
 
-ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) if product(sizes) <= 8]
+ALL = [MeshShape(*sizes) for sizes in itertools.product((1, 2, 4, 8), repeat=6) if math.prod(sizes) <= 8]
 
 
 def in_a_fresh_process(code: str, **variables: str) -> subprocess.CompletedProcess:
@@ -250,7 +251,7 @@ def test_every_axis_on_a_torus_lies_along_its_links(grid, devices, mesh):
     assert len({d.id for d in made.flat}) == len(devices)
     sides = [spans(made, lambda d, k=k: (*d.coords, d.slice_index)[k]) for k in range(4)]
     for axis, n in zip(AXES, made.shape, strict=True):
-        assert n == 1 or [product(box) for box in itertools.product(*(side[axis] for side in sides))] == [
+        assert n == 1 or [math.prod(box) for box in itertools.product(*(side[axis] for side in sides))] == [
             n
         ], axis
 
@@ -312,12 +313,12 @@ def test_shard_bytes_are_what_jax_gives_every_device(seed):
             tuple(a for a, home in zip(axes, homes, strict=True) if home == i) for i in range(len(letters))
         ]
         layout = Layout(tuple(map(Dim, letters, cuts)))
-        value = tuple(product(shape.sizes[a] for a in cut) * rng.choice([1, 3, 8]) for cut in cuts)
+        value = tuple(math.prod(shape.sizes[a] for a in cut) * rng.choice([1, 3, 8]) for cut in cuts)
         mesh = make_mesh(shape)
         itemsize = rng.choice([1, 2, 4])
         blocks = NamedSharding(mesh, spec(layout)).devices_indices_map(value)
         held = {
-            product(len(range(*i.indices(n))) for i, n in zip(index, value, strict=True))
+            math.prod(len(range(*i.indices(n))) for i, n in zip(index, value, strict=True))
             for index in blocks.values()
         }
         assert {n * itemsize for n in held} == {shard_bytes(layout, value, itemsize, shape.sizes)}
@@ -334,8 +335,8 @@ def test_groups_differ_along_their_axes_only_and_cover_the_mesh():
         for axes in itertools.chain.from_iterable(itertools.combinations(AXES, n) for n in (1, 2, 3)):
             rows = groups(shape, *axes)
             assert rows.shape == (
-                shape.size // product(shape.sizes[a] for a in axes),
-                product(shape.sizes[a] for a in axes),
+                shape.size // math.prod(shape.sizes[a] for a in axes),
+                math.prod(shape.sizes[a] for a in axes),
             )
             assert sorted(rows.ravel().tolist()) == list(range(shape.size))
             for row in rows.tolist():

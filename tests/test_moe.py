@@ -26,8 +26,9 @@ from parity import (
 )
 from test_census import compare_every_stage, compare_every_traced_stage, compare_with_hlo, predicted, table
 
-from llmpar import hlo, moe
+from llmpar import moe
 from llmpar.config import ExpertConfig, preset
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual, Solo
 from llmpar.plan import Plan

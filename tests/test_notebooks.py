@@ -541,7 +541,8 @@ def test_a_threshold_takes_published_rates(source):
 
 
 def test_the_readmes_table_of_orders_is_what_the_simulator_finds():
-    from llmpar.schedule import make, timetable
+    from llmpar.schedules import make
+    from llmpar.timetable import timetable
 
     def value(formula, **letters):
         return eval(

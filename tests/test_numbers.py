@@ -1,4 +1,5 @@
-"""Every published number with a formula in `cost` or `hardware`: the row's inputs go in, never the answer.
+"""Every published number with a formula in `formulas` or `hardware`: the row's inputs go in, never the
+answer.
 
 A case is dispatched by the family of its id to a function that takes the row's inputs by name. Defaults are
 those that the row's text states in words. `TESTED_ELSEWHERE` names the remaining ids; together they must
@@ -13,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from llmpar import cost
-from llmpar.hardware import GIB, chip
+from llmpar.predict import formulas
+from llmpar.predict.hardware import GIB, chip
 
 HERE = Path(__file__).parent
 ROWS = {row["id"]: row for row in json.loads((HERE / "numbers.json").read_text(encoding="utf-8"))}
 
 TESTED_ELSEWHERE = {
-    "test_schedule.py": {
+    "test_timetable.py": {
         "ptdp.bubble",
         "gpipe",
         "circular",
@@ -80,7 +81,7 @@ def symbolic(expected, formula, points):
 
 def zero_table(params, dp, param_bytes, grad_bytes, optim_bytes):
     return {
-        f"stage{z}": cost.zero_bytes(params, dp, z, param_bytes, grad_bytes, optim_bytes) / 1e9
+        f"stage{z}": formulas.zero_bytes(params, dp, z, param_bytes, grad_bytes, optim_bytes) / 1e9
         for z in (1, 2, 3)
     }
 
@@ -88,24 +89,28 @@ def zero_table(params, dp, param_bytes, grad_bytes, optim_bytes):
 def zero_comm(params, expected):
     stage = {"dp": 0, "stage1": 1, "stage2": 2, "stage3": 3}
     points = [(1,), (7.5e9,), (123456789,)]
-    return symbolic(expected, lambda key, psi: cost.zero_elements(psi, stage[key]), points)
+    return symbolic(expected, lambda key, psi: formulas.zero_elements(psi, stage[key]), points)
 
 
 def zero_largest(mp, gpus, hbm_bytes):
     stage = {"baseline": 0, "stage1": 1, "stage2": 2, "stage3": 3}
-    return {k: cost.zero_max_params(hbm_bytes, gpus // mp, z, model_parallel=mp) for k, z in stage.items()}
+    return {
+        k: formulas.zero_max_params(hbm_bytes, gpus // mp, z, model_parallel=mp) for k, z in stage.items()
+    }
 
 
 def korth_layer(heads, h, tp, micro, seq, **_):
     layer = (micro, seq, h, heads)
     return {
-        "none": cost.gpt_activation_bytes(*layer),
-        "tp": cost.gpt_activation_bytes(*layer, tp=tp),
-        "tp_sp": cost.gpt_activation_bytes(*layer, tp=tp, sequence_parallel=True),
-        "tp_sel": cost.gpt_activation_bytes(*layer, tp=tp, recompute="selective"),
-        "tp_sp_sel": cost.gpt_activation_bytes(*layer, tp=tp, sequence_parallel=True, recompute="selective"),
-        "full": cost.gpt_activation_bytes(*layer, tp=tp, recompute="full"),
-        "five_as_over_h": cost.gpt_activation_bytes(1, seq, h, heads) / (seq * h) - 34,
+        "none": formulas.gpt_activation_bytes(*layer),
+        "tp": formulas.gpt_activation_bytes(*layer, tp=tp),
+        "tp_sp": formulas.gpt_activation_bytes(*layer, tp=tp, sequence_parallel=True),
+        "tp_sel": formulas.gpt_activation_bytes(*layer, tp=tp, recompute="selective"),
+        "tp_sp_sel": formulas.gpt_activation_bytes(
+            *layer, tp=tp, sequence_parallel=True, recompute="selective"
+        ),
+        "full": formulas.gpt_activation_bytes(*layer, tp=tp, recompute="full"),
+        "five_as_over_h": formulas.gpt_activation_bytes(1, seq, h, heads) / (seq * h) - 34,
     }
 
 
@@ -116,27 +121,27 @@ def korth_percent(**inputs):
 
 
 def korth_savings(model, h=12288, heads=96, s=2048):
-    kept = cost.gpt_activation_bytes(1, s, h, heads, recompute="selective") / cost.gpt_activation_bytes(
-        1, s, h, heads
-    )
-    flops = [cost.gpt_step_flops(1, s, 96, h, 0, recompute) for recompute in ("selective", "none")]
+    kept = formulas.gpt_activation_bytes(
+        1, s, h, heads, recompute="selective"
+    ) / formulas.gpt_activation_bytes(1, s, h, heads)
+    flops = [formulas.gpt_step_flops(1, s, 96, h, 0, recompute) for recompute in ("selective", "none")]
     return {"saved_pct": 100 * (1 - kept), "flops_overhead_pct": 100 * (flops[0] / flops[1] - 1)}
 
 
 def playbook_states(params):
-    gb = [cost.zero_bytes(params, 1, 0, grad_bytes=grad) / 1e9 for grad in (2, 6)]
+    gb = [formulas.zero_bytes(params, 1, 0, grad_bytes=grad) / 1e9 for grad in (2, 6)]
     return {"gb": gb[0], "gb_fp32grad": gb[1]}
 
 
 def argument_gib(params, n=None, devices=None, bytes_per_param=12):
-    return {"gib": cost.zero_bytes(params, n or devices, 3, bytes_per_param, 0, 0) / GIB}
+    return {"gib": formulas.zero_bytes(params, n or devices, 3, bytes_per_param, 0, 0) / GIB}
 
 
 def ring_table_1(expected, **_):
     scheme = {"vanilla": "vanilla", "mem_eff": "mem_eff", "bpt": "blockwise", "ring": "ring"}
 
     def formula(key, b, c, h, s, n):
-        return cost.attention_peak_bytes(scheme[key], b, s, h, n, c)
+        return formulas.attention_peak_bytes(scheme[key], b, s, h, n, c)
 
     return symbolic(expected, formula, [(1, 512, 4096, 8192, 32), (4, 128, 768, 1024, 12)])
 
@@ -145,28 +150,28 @@ def ring_table_1(expected, **_):
 
 
 def ptdp_table_1(h, layers, vocab, seq, tp, pp, gpus, batch, tflops_per_gpu, full_recompute, **_):
-    flops = cost.gpt_step_flops(batch, seq, layers, h, vocab, "full" if full_recompute else "none")
+    flops = formulas.gpt_step_flops(batch, seq, layers, h, vocab, "full" if full_recompute else "none")
     return {
-        "params_b": cost.gpt_params(h, layers, vocab, seq) / 1e9,
+        "params_b": formulas.gpt_params(h, layers, vocab, seq) / 1e9,
         "agg_pflops": gpus * tflops_per_gpu / 1e3,
-        "pct_peak": 100 * cost.utilization(tflops_per_gpu * 1e12, 1, chip("a100").flops_per_s),
+        "pct_peak": 100 * formulas.utilization(tflops_per_gpu * 1e12, 1, chip("a100").flops_per_s),
         "dp": gpus // (tp * pp),
         "iter_s_derived": flops / (gpus * tflops_per_gpu * 1e12),
     }
 
 
 def ptdp_days(tokens, params, gpus, flops):
-    return {"days": cost.train_seconds(params, tokens, gpus, flops, flops_per_param_token=8) / 86400}
+    return {"days": formulas.train_seconds(params, tokens, gpus, flops, flops_per_param_token=8) / 86400}
 
 
 def korth_utilization(h, layers, gpus, batch, seq, vocab, peak, iter_s, expected, **_):
     step = (batch, seq, layers, h, vocab)
     model, selective, full = (
-        cost.gpt_step_flops(*step, recompute) for recompute in ("none", "selective", "full")
+        formulas.gpt_step_flops(*step, recompute) for recompute in ("none", "selective", "full")
     )
     return {
-        "mfu_pct": 100 * cost.utilization(model / iter_s, gpus, peak),
-        "hfu_pct": 100 * cost.utilization(selective / iter_s, gpus, peak),
+        "mfu_pct": 100 * formulas.utilization(model / iter_s, gpus, peak),
+        "hfu_pct": 100 * formulas.utilization(selective / iter_s, gpus, peak),
         "full_recompute_iter_s": iter_s * full / selective,  # at equal HFU
         # The paper's gain is the ratio of its two measured times; only the identity can be checked.
         "throughput_gain_pct": 100 * (expected["full_recompute_iter_s"] / iter_s - 1),
@@ -174,40 +179,42 @@ def korth_utilization(h, layers, gpus, batch, seq, vocab, peak, iter_s, expected
 
 
 def llama3_table_4(gpus, tp, cp, pp, dp, seq, batch_per_dp, tflops):
-    mfu = cost.utilization(tflops * 1e12, 1, chip("h100").flops_per_s)
+    mfu = formulas.utilization(tflops * 1e12, 1, chip("h100").flops_per_s)
     return {"product": tp * cp * pp * dp, "tokens": seq * batch_per_dp * dp, "mfu_pct": 100 * mfu}
 
 
 def palm_flops(N, L, H, Q, T):
-    return {"tflop": cost.flops_per_token(N, L, H, Q, T) / 1e12}
+    return {"tflop": formulas.flops_per_token(N, L, H, Q, T) / 1e12}
 
 
 def palm_mfu(tokens_per_s, N, L, H, Q, T, chips, peak):
     def mfu(attention):
-        return 100 * cost.utilization(
-            tokens_per_s * cost.flops_per_token(N, L, H, Q, T, attention), chips, peak
+        return 100 * formulas.utilization(
+            tokens_per_s * formulas.flops_per_token(N, L, H, Q, T, attention), chips, peak
         )
 
     return {"mfu_pct": mfu("full"), "mfu_noattn_pct": mfu("none")}
 
 
 def exact_params(**inputs):
-    counts = cost.param_counts(**inputs)
+    counts = formulas.param_counts(**inputs)
     return {"params": counts["total"], "active": counts["active"]}
 
 
 def mpt_bytes(d, layers, seq, gpus, params, micro_batch, full_checkpoint, vocab=50368):
     """fp32 state cut over all GPUs, flash attention (no scores), bf16 and fp32 logits, and a layer being
     recomputed."""
-    layer = {r: cost.gpt_activation_bytes(micro_batch, seq, d, 1, recompute=r) for r in ("selective", "full")}
+    layer = {
+        r: formulas.gpt_activation_bytes(micro_batch, seq, d, 1, recompute=r) for r in ("selective", "full")
+    }
     kept = layers * layer["full"] + layer["selective"] if full_checkpoint else layers * layer["selective"]
-    return cost.zero_bytes(params, gpus, 3, 4, 4, 8) + kept + micro_batch * seq * vocab * (2 + 4)
+    return formulas.zero_bytes(params, gpus, 3, 4, 4, 8) + kept + micro_batch * seq * vocab * (2 + 4)
 
 
 def mpt(tok_s_gpu, peak, **run):
-    flops = cost.flops_per_token(run["params"], run["layers"], 1, run["d"], run["seq"])
+    flops = formulas.flops_per_token(run["params"], run["layers"], 1, run["d"], run["seq"])
     return {
-        "mfu_pct": 100 * cost.utilization(tok_s_gpu * flops, 1, peak),
+        "mfu_pct": 100 * formulas.utilization(tok_s_gpu * flops, 1, peak),
         "fits_80gb": mpt_bytes(**run) < 80e9,
     }
 
@@ -215,24 +222,24 @@ def mpt(tok_s_gpu, peak, **run):
 def titan(model, fsdp, local_batch, seq, param_bytes, optim):
     assert (model, optim) == ("llama3-8b", "adamw fp32")
     dims = {k: LLAMA3_8B[k] for k in ("d", "heads", "kv_heads", "head_dim", "ffn")}
-    counts, tokens = cost.param_counts(**LLAMA3_8B), local_batch * seq
+    counts, tokens = formulas.param_counts(**LLAMA3_8B), local_batch * seq
     layer_params = (counts["attention"] + counts["ffn"]) / LLAMA3_8B["layers"]
     held = {
-        "state": cost.zero_bytes(counts["total"], fsdp, 3, param_bytes, 4, 8),
-        "kept": LLAMA3_8B["layers"] * cost.llama_activation_bytes(tokens, **dims, recompute="selective"),
-        "one layer, recomputed": cost.llama_activation_bytes(tokens, **dims),
+        "state": formulas.zero_bytes(counts["total"], fsdp, 3, param_bytes, 4, 8),
+        "kept": LLAMA3_8B["layers"] * formulas.llama_activation_bytes(tokens, **dims, recompute="selective"),
+        "one layer, recomputed": formulas.llama_activation_bytes(tokens, **dims),
         "this and the next layer, gathered in bf16": 2 * 2 * layer_params,
         "logits in bf16 and fp32, their gradient": tokens * LLAMA3_8B["vocab"] * (2 + 4 + 4),
     }
-    flops = cost.flops_per_token(counts["total"], LLAMA3_8B["layers"], 32, 128, seq)
+    flops = formulas.flops_per_token(counts["total"], LLAMA3_8B["layers"], 32, 128, seq)
     return {"peak_gib": sum(held.values()) / GIB, "tps": ASSUMED_MFU * chip("h100").flops_per_s / flops}
 
 
 def maxtext_tier(model, seq, tok_s, peak):
     assert model == "llama3-8b"
-    counts = cost.param_counts(**LLAMA3_8B)
-    flops = cost.flops_per_token(counts["total"], 32, 32, 128, seq, excluded_params=counts["embedding"])
-    return {"mfu_pct": 100 * cost.utilization(tok_s * flops, 1, peak)}
+    counts = formulas.param_counts(**LLAMA3_8B)
+    flops = formulas.flops_per_token(counts["total"], 32, 32, 128, seq, excluded_params=counts["embedding"])
+    return {"mfu_pct": 100 * formulas.utilization(tok_s * flops, 1, peak)}
 
 
 def dsv3_hours(h_per_T, tokens_T, gpus):
@@ -240,18 +247,18 @@ def dsv3_hours(h_per_T, tokens_T, gpus):
 
 
 def book_days_70b(chips, mfu, params=70e9, tokens=15e12):
-    return {"days": cost.train_seconds(params, tokens, chips, mfu * chip("v5p").flops_per_s) / 86400}
+    return {"days": formulas.train_seconds(params, tokens, chips, mfu * chip("v5p").flops_per_s) / 86400}
 
 
 def book_13b_parts():
-    counts = cost.param_counts(**LLAMA2_13B)
+    counts = formulas.param_counts(**LLAMA2_13B)
     vocab = counts["embedding"] + counts["unembedding"]
     return {"ffw": counts["ffn"], "attn": counts["attention"], "vocab": vocab}
 
 
 def book_16b(d=4096, vocab=32000, layers=64):
-    counts = cost.param_counts(vocab, d, layers, ffn=4 * d, glu=True)
-    kv = cost.kv_cache_bytes(1, layers, 1, d, bytes_each=1)
+    counts = formulas.param_counts(vocab, d, layers, ffn=4 * d, glu=True)
+    kv = formulas.kv_cache_bytes(1, layers, 1, d, bytes_each=1)
     return {"params": counts["total"], "attn_share": counts["attention"] / counts["total"], "kv": kv}
 
 
@@ -261,61 +268,61 @@ def book_16b(d=4096, vocab=32000, layers=64):
 def ring_collectives(expected):
     def formula(key, result, group):
         kind = "permute" if key == "collective_permute" else key.replace("_", "-")
-        return cost.sent_bytes_of_result(kind, result, group)
+        return formulas.sent_bytes_of_result(kind, result, group)
 
     return symbolic(expected, formula, [(4096, 2), (999, 8), (1e9, 512)])
 
 
 def tp_elements(b, s, h, t):
-    return {"elements": cost.tp_elements(b, s, h, t)}
+    return {"elements": formulas.tp_elements(b, s, h, t)}
 
 
 def ulysses(N, h, P):
-    return {"ulysses": cost.ulysses_elements(N, h, P), "megatron_sp": cost.ulysses_elements(N, h, 1)}
+    return {"ulysses": formulas.ulysses_elements(N, h, P), "megatron_sp": formulas.ulysses_elements(N, h, 1)}
 
 
 def playbook_ratios(expected):
     strategy = {"dp": "dp", "zero3": "zero3", "tp": "tp"}
 
     def formula(key, degree, size, flops, bandwidth):
-        return cost.comm_over_compute(strategy[key], degree, flops, bandwidth, size)
+        return formulas.comm_over_compute(strategy[key], degree, flops, bandwidth, size)
 
     return symbolic(expected, formula, [(8, 4096, 989e12, 450e9), (2, 100, 1.0, 3.0)])
 
 
 def book_corner_to_corner(W, shape=(8, 128, 8192), mesh=(4, 4), hop_s=1e-6):
     hops = sum(n - 1 for n in mesh)  # no axis of 16: nothing wraps
-    first, last = cost.point_to_point_seconds(2 * math.prod(shape), hops, len(mesh), W, hop_s)
+    first, last = formulas.point_to_point_seconds(2 * math.prod(shape), hops, len(mesh), W, hop_s)
     return {"first_us": first * 1e6, "total_us": last * 1e6}
 
 
 def book_gather_quiz(bytes, W, size=4):
-    us = [1e6 * cost.torus_seconds("all-gather", bytes, (size,), W / 2, wrap) for wrap in (True, False)]
+    us = [1e6 * formulas.torus_seconds("all-gather", bytes, (size,), W / 2, wrap) for wrap in (True, False)]
     return {"us": us[0], "nowrap_us": us[1]}
 
 
 def book_gather_v4p(W, shape=(1024, 4096), mesh=(4, 4, 4)):
     local = 2 * math.prod(shape) / mesh[1]  # Y cuts the other dim and stays
-    return {"us": 1e6 * cost.torus_seconds("all-gather", local, mesh[:1], W / 2)}
+    return {"us": 1e6 * formulas.torus_seconds("all-gather", local, mesh[:1], W / 2)}
 
 
 def book_copies(mesh=(4, 8, 2)):
-    return {"ratio": cost.copies(dict(zip("XYZ", mesh, strict=True)), "X")}
+    return {"ratio": formulas.copies(dict(zip("XYZ", mesh, strict=True)), "X")}
 
 
 def book_all_to_all(array=1e9, group=16):
-    local = cost.torus_seconds("all-to-all", array / group, (group,), 45e9)
-    return {"ratio": local / cost.torus_seconds("all-gather", array, (group,), 45e9)}
+    local = formulas.torus_seconds("all-to-all", array / group, (group,), 45e9)
+    return {"ratio": local / formulas.torus_seconds("all-gather", array, (group,), 45e9)}
 
 
 def book_gpu_gather(bytes, N, W):
-    return {"us": 1e6 * cost.switch_seconds("all-gather", bytes, N, W), "approx_us": 1e6 * bytes / W}
+    return {"us": 1e6 * formulas.switch_seconds("all-gather", bytes, N, W), "approx_us": 1e6 * bytes / W}
 
 
 def book_two_nodes():
     h100 = chip("h100")
     levels = [(h100.node_size, h100.link_bytes_per_s), (2, h100.node_size * h100.dcn_bytes_per_s)]
-    rate = dict(zip(("node", "leaf"), cost.level_bytes_per_s(levels), strict=True))
+    rate = dict(zip(("node", "leaf"), formulas.level_bytes_per_s(levels), strict=True))
     return {"bound": min(rate, key=rate.get), "gbps": min(rate.values()) / 1e9}
 
 
@@ -323,98 +330,102 @@ def book_two_nodes():
 
 
 def ring_table_2(tflops, gbps):
-    block = cost.ring_min_block(tflops * 1e12, gbps * 1e9)
+    block = formulas.ring_min_block(tflops * 1e12, gbps * 1e9)
     return {"c_k": block / 1e3, "s_k": 6 * block / 1e3}
 
 
 def ring_table_3(baseline_k, devices):
     """The ring's 6bch does not see s: a device that holds `baseline` in one block holds it as its share of s
     = n c."""
-    alone = cost.attention_peak_bytes("ring", 1, baseline_k, 1, 1, block=baseline_k)
+    alone = formulas.attention_peak_bytes("ring", 1, baseline_k, 1, 1, block=baseline_k)
     longest = max(
         s
         for s in range(baseline_k, 2 * devices * baseline_k, baseline_k)
-        if cost.attention_peak_bytes("ring", 1, s, 1, 1, block=s / devices) <= alone
+        if formulas.attention_peak_bytes("ring", 1, s, 1, 1, block=s / devices) <= alone
     )
     return {"ring_k": longest}
 
 
 def striped(a, t, expected):
     for key, cluster in {"a": a, "t": t}.items():
-        bound = cost.striped_speedup(int(cluster.split("x")[0]))
+        bound = formulas.striped_speedup(int(cluster.split("x")[0]))
         assert 1 < expected[key] < bound < 2, (key, bound)
-        assert 1 < cost.striped_speedup(int(cluster.split("x")[0]), attention_share=0.5) < bound
+        assert 1 < formulas.striped_speedup(int(cluster.split("x")[0]), attention_share=0.5) < bound
     return expected
 
 
 def capacity(tokens, experts, cf, topk):
-    return {"capacity": cost.expert_capacity(tokens, experts, cf, topk)}
+    return {"capacity": formulas.expert_capacity(tokens, experts, cf, topk)}
 
 
 def moe_batch(E, k, C, W):
-    return {"tokens": cost.dp_min_tokens(C, W, experts=E, topk=k)}
+    return {"tokens": formulas.dp_min_tokens(C, W, experts=E, topk=k)}
 
 
 def book_critical(C=V5E.flops_per_s, W=820e9):
-    return {"B": cost.critical_batch(C, W)}
+    return {"B": formulas.critical_batch(C, W)}
 
 
 def book_critical_int8(C=V5E.flops_per_s, W=820e9):
-    return {"B": cost.critical_batch(C, W, weight_bytes=1)}
+    return {"B": formulas.critical_batch(C, W, weight_bytes=1)}
 
 
 def book_load(params, chips, W):
-    return {"ms": 1e3 * cost.decode_seconds(0, params, 0, chips, math.inf, W)}
+    return {"ms": 1e3 * formulas.decode_seconds(0, params, 0, chips, math.inf, W)}
 
 
 def book_matmul(D, F, C, W):
     """The book rounds 2DF, DF and D + F to two digits on the way; without that the threshold is 3 % lower."""
-    assert cost.matmul_critical_batch(D, F, C, W) == pytest.approx(262.7, abs=0.05)
+    assert formulas.matmul_critical_batch(D, F, C, W) == pytest.approx(262.7, abs=0.05)
     flops, weights, row = (float(f"{x:.1e}") for x in (2 * D * F, D * F, D + F))
     return {"B": weights / W / (flops / C - row / W)}
 
 
 def book_dp(C, W):
-    return {"one": cost.dp_min_tokens(C, W), "three": cost.dp_min_tokens(C, 3 * W)}
+    return {"one": formulas.dp_min_tokens(C, W), "three": formulas.dp_min_tokens(C, 3 * W)}
 
 
 def book_tp(F, C=459e12, W=180e9):
-    return {"Y": math.floor(cost.tp_max_degree(F, C, W))}
+    return {"Y": math.floor(formulas.tp_max_degree(F, C, W))}
 
 
 def book_optimum(N, B, F, M_X=2, M_Y=1):
-    return {"X": cost.fsdp_tp_optimum(B, N, F, M_X, M_Y)}
+    return {"X": formulas.fsdp_tp_optimum(B, N, F, M_X, M_Y)}
 
 
 def book_mixed(alpha, F, MxMy):
-    return {"B": cost.fsdp_tp_min_tokens(alpha, 1, F, MxMy)}
+    return {"B": formulas.fsdp_tp_min_tokens(alpha, 1, F, MxMy)}
 
 
 def book_dcn(Cpod, W):
-    return {"tokens": cost.dp_min_tokens(Cpod, W)}
+    return {"tokens": formulas.dp_min_tokens(Cpod, W)}
 
 
 def book_gpu_dp(C):
     h100 = chip("h100")
     node_egress = h100.node_size * h100.dcn_bytes_per_s
-    return {"node": cost.dp_min_tokens(C, h100.link_bytes_per_s), "cross": cost.dp_min_tokens(C, node_egress)}
+    return {
+        "node": formulas.dp_min_tokens(C, h100.link_bytes_per_s),
+        "cross": formulas.dp_min_tokens(C, node_egress),
+    }
 
 
 def book_kv_70b(layers=80, kv_heads=8, head_dim=128):
-    return {"bytes": cost.kv_cache_bytes(1, layers, kv_heads, head_dim, bytes_each=1)}
+    return {"bytes": formulas.kv_cache_bytes(1, layers, kv_heads, head_dim, bytes_each=1)}
 
 
 def book_decode_30b(params=30e9, kv=100e3, context=8192, chips=16):
     ms = {
-        b: 1e3 * cost.decode_seconds(b, params, kv * context, chips, V5E.flops_per_s, V5E.hbm_bytes_per_s, 1)
+        b: 1e3
+        * formulas.decode_seconds(b, params, kv * context, chips, V5E.flops_per_s, V5E.hbm_bytes_per_s, 1)
         for b in (4, 256)
     }
     return {"bs4_ms": ms[4], "bs256_ms": ms[256]}
 
 
 def book_decode_13b(batch, context=8192, chips=8, rate=6.56e12, params=13e9):
-    cache = cost.kv_cache_bytes(context, 40, 40, 128)
-    seconds = cost.decode_seconds(batch, params, cache, chips, V5E.flops_per_s, rate / chips)
+    cache = formulas.kv_cache_bytes(context, 40, 40, 128)
+    seconds = formulas.decode_seconds(batch, params, cache, chips, V5E.flops_per_s, rate / chips)
     return {"kv_gb": batch * cache / 1e9, "ms": seconds * 1e3, "tok_s": batch / seconds}
 
 
@@ -594,7 +605,7 @@ def test_a_run_too_large_for_80_gb_is_noticed():
 
 def test_the_playbook_dp_ratio_is_the_time_of_an_all_reduce_over_a_backward():
     params, tokens, dp, flops, bandwidth = 7e9, 4096, 8, 989e12, 450e9
-    communicate = cost.zero_elements(params, 0, devices=dp) / bandwidth
+    communicate = formulas.zero_elements(params, 0, devices=dp) / bandwidth
     backward = 4 * params * tokens / flops
-    ratio = cost.comm_over_compute("dp", dp, flops, bandwidth, tokens)
+    ratio = formulas.comm_over_compute("dp", dp, flops, bandwidth, tokens)
     assert ratio == pytest.approx(communicate / backward, rel=1e-12)

@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from llmpar import cost, hlo
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, sharding, spec
 from llmpar.notation import parse_arrow, parse_layout
 from llmpar.par import MOVED, WEIGHT, Auto, Manual, Solo, vary, varying
 from llmpar.plan import Plan
-from llmpar.predict import Traffic
+from llmpar.predict import formulas
+from llmpar.predict.traffic import Traffic
 
 MIXED = "dp=2 fsdp=2 tp=2"
 PLAN = Plan(MIXED)
@@ -160,7 +161,7 @@ def test_bytes_sent_are_those_of_a_ring(group):
     """
     for result in (24 * group, 4):
         for kind in ("all-gather", "all-reduce", "all-to-all", "reduce-scatter"):
-            whole = math.ceil(round(cost.sent_bytes_of_result(kind, result, group), 6))
+            whole = math.ceil(round(formulas.sent_bytes_of_result(kind, result, group), 6))
             traffic = Traffic({"tp": group})
             traffic.add(kind, ("tp",), "values", result * (group if kind == "reduce-scatter" else 1))
             assert hlo.ring_bytes(kind, group, result) == traffic.total_bytes == whole, kind

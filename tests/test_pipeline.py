@@ -12,13 +12,15 @@ import optax
 import pytest
 from parity import BATCH, LLAMA, QWEN, SEQ, assert_same
 
-from llmpar import hlo, pipeline
+from llmpar import pipeline
 from llmpar import step as step_file
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh
 from llmpar.notation import Layout
 from llmpar.plan import Plan
-from llmpar.schedule import make, slots, timetable
+from llmpar.schedules import make
 from llmpar.step import Step
+from llmpar.timetable import slots, timetable
 
 DEEP = dataclasses.replace(LLAMA, num_layers=4)
 

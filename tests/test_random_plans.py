@@ -1,7 +1,7 @@
 """The option space is the contract: random plans, models and batches, from all fields there are.
 
 What `Plan.check` accepts must give the loss, gradients, router metrics and updates of `oracle`, and send what
-`predict` says. What it refuses it must refuse by a ValueError with advice, and each piece of the advice must
+`traffic` says. What it refuses it must refuse by a ValueError with advice, and each piece of the advice must
 end that complaint.
 
     pytest tests/test_random_plans.py                           the plans of `SEEDS` and the one of the day
@@ -28,12 +28,14 @@ import oracle
 import pytest
 from parity import arranged, emulated_ragged_all_to_all, live
 
-from llmpar import attention, hlo, orders, pipeline, predict
+from llmpar import attention, pipeline, schedules
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh
-from llmpar.notation import AXES, MeshShape, product
+from llmpar.notation import AXES, MeshShape
 from llmpar.par import Manual
 from llmpar.plan import Plan
+from llmpar.predict import traffic
 from llmpar.step import State, Step
 
 SEEDS = range(11)
@@ -50,7 +52,7 @@ DRAWN = {
         loss_chunks=(1, 2, 3, 4),
         ffn_chunks=(1, 2, 3, 4),
         attention_block=(None, 2, 3, 4, 8, 64),
-        schedule=(*orders.SCHEDULES, WRITTEN),
+        schedule=(*schedules.SCHEDULES, WRITTEN),
         chunks=(None, None, 1, 2, 3),
         mesh=(),
     ),
@@ -161,7 +163,7 @@ def draw_all(rng) -> dict:
         "width": ("fsdp",),
         "head_width": ("fsdp",) if asked["qk_norm"] or asked["qkv_bias"] else (),
     }.items():  # most sizes fit the mesh
-        parts = product(asked[part] for part in parts)
+        parts = math.prod(asked[part] for part in parts)
         asked[cut] = -(-asked[cut] // parts) * parts if rng.random() < 0.9 else asked[cut]
     asked["num_heads"] = -(-asked["num_heads"] // asked["num_kv_heads"]) * asked["num_kv_heads"]
     return asked
@@ -175,7 +177,7 @@ def build(asked: dict) -> tuple[ModelConfig, Plan]:
     if (schedule := asked["schedule"]) == WRITTEN:
         name = ("gpipe", "1f1b", "zb-h1")[asked["batch"] % 3]
         schedule = "\n".join(
-            " ".join(map(str, row)) for row in orders.make(name, asked["pp"], asked["microbatches"]).order
+            " ".join(map(str, row)) for row in schedules.make(name, asked["pp"], asked["microbatches"]).order
         )
     mesh = MeshShape(**{axis: asked[axis] for axis in AXES})
     plan = Plan(**take(Plan) | {"mesh": mesh, "schedule": schedule})
@@ -268,7 +270,7 @@ def draw(seed: int) -> tuple[dict, list[tuple[dict, str]]]:
 
 
 def devices(asked: dict) -> int:
-    return product(asked[axis] for axis in AXES)
+    return math.prod(asked[axis] for axis in AXES)
 
 
 def tell(asked: dict) -> str:
@@ -453,7 +455,7 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
     for stage in range(plan.mesh.pp) if plan.reading == "manual" else ():
         taken = pipeline.taken(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
         census = hlo.census_table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes, taken))
-        want = predict.collectives(config, plan, asked["batch"], asked["seq"], stage)
+        want = traffic.step_traffic(config, plan, asked["batch"], asked["seq"], stage)
         table = {k: (v["count"], v["bytes_sent"]) for k, v in census.items()}
         want = {k: (v.count, v.bytes_sent) for k, v in want.items()}
         sent |= {

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 from parity import BATCH, LLAMA, SEQ, assert_same, batch, name
 from test_census import predicted, table
 
-from llmpar import attention, hlo
+from llmpar import attention
 from llmpar.config import preset
+from llmpar.inspect import hlo
 from llmpar.mesh import abstract_mesh, make_mesh
 from llmpar.plan import Plan
 from llmpar.step import Step

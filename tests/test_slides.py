@@ -12,8 +12,9 @@ import jupytext
 import pytest
 
 from llmpar import draw
-from llmpar.schedule import make, timetable
-from llmpar.tools import parse
+from llmpar.cli.tools import parse
+from llmpar.schedules import make
+from llmpar.timetable import timetable
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("slides_build", ROOT / "slides" / "build.py")

@@ -19,7 +19,6 @@ import pytest
 from flax import nnx
 from parity import LLAMA, weights
 
-from llmpar import hardware
 from llmpar.checkpoint import Checkpoints, checksums
 from llmpar.config import ExpertConfig
 from llmpar.data import DataConfig, Stream, read_corpus
@@ -27,6 +26,7 @@ from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
 from llmpar.par import Solo
 from llmpar.plan import Plan
+from llmpar.predict import hardware
 from llmpar.step import Step, model_graph, weight_dims
 from llmpar.train import OptimizerConfig, Report, _place, make_optimizer, muon_dims, train
 
@@ -133,7 +133,7 @@ def test_a_report_without_steps_has_no_times():
 
 def test_the_peak_of_a_run_is_that_of_all_its_devices(monkeypatch, whole):
     """As on eight H100s; nothing is left to train."""
-    monkeypatch.setattr("llmpar.hardware.guess", lambda kind: hardware.chip("h100"))
+    monkeypatch.setattr("llmpar.predict.hardware.guess", lambda kind: hardware.chip("h100"))
     shape = dict(steps=6, folder=whole[0])
     many, one = (run(plan, **shape)[1] for plan in (MIXED, Plan()))
     assert many.peak_flops_per_s == 8 * one.peak_flops_per_s == 8 * hardware.chip("h100").flops_per_s

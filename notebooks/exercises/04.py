@@ -6,8 +6,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from exercises import Exercise
-from llmpar import cost, hlo
+from llmpar.inspect import hlo
 from llmpar.mesh import abstract_mesh
+from llmpar.predict import formulas
 
 DEVICES, PARTS, ROWS, COLUMNS = 4, 3, 8, 2
 
@@ -54,7 +55,7 @@ def memory_table(params: float = 7e9, devices: int = 4) -> Exercise:
     """Ask for the GB of model state per device at stages 0 to 3, mixed precision with Adam."""
 
     def table(**sizes):
-        return {stage: cost.zero_bytes(params, devices, stage, **sizes) / 1e9 for stage in range(4)}
+        return {stage: formulas.zero_bytes(params, devices, stage, **sizes) / 1e9 for stage in range(4)}
 
     right = table()
     return Exercise(

@@ -3,7 +3,8 @@
 import re
 
 from exercises import Exercise
-from llmpar.schedule import from_text, make, timetable
+from llmpar.schedules import from_text, make
+from llmpar.timetable import timetable
 
 
 def held(stages: int = 16, microbatches: int = 64, stage: int = 3) -> Exercise:

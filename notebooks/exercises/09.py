@@ -146,7 +146,7 @@ def nodes() -> Exercise:
         ],
         hint=(
             "A node is missed if all k experts lie elsewhere: C(E - E/n, k) of the C(E, k) choices. See"
-            " `cost.expert_nodes`."
+            " `formulas.expert_nodes`."
         ),
         tolerance=0.004,
     )

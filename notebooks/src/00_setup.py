@@ -33,8 +33,8 @@ devices = use_devices()
 import numpy as np
 
 from llmpar import draw
+from llmpar.draw.scene import show
 from llmpar.notation import AXES, parse_arrow, parse_layout, parse_mesh
-from llmpar.scene import show
 
 n = len(devices)
 tp, fsdp = (
@@ -76,7 +76,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from llmpar import hlo
+from llmpar.inspect import hlo
 
 mesh = make_mesh(cube)
 live = [axis for axis, size in cube.sizes.items() if size > 1]
@@ -123,8 +123,8 @@ attempt("00.held", bytes_held, rows=rows, columns=columns, dp=cube.dp, fsdp=cube
 # follows below.
 
 # %%
-from llmpar import cost
 from llmpar.mesh import shard_bytes, sharding
+from llmpar.predict import formulas
 
 LAYOUTS = ("b d", "b/dp d", "b/dp,fsdp d", "b/dp,fsdp d/tp", "b/dp d/tp", "b d/fsdp,tp")
 whole = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
@@ -152,7 +152,10 @@ print("layout           shards  copies  a device holds   bytes   values  holders
 for text in LAYOUTS:
     layout = parse_layout(text)
     array = jax.device_put(whole, sharding(mesh, layout))
-    copies, predicted = cost.copies(cube.sizes, layout.axes), shard_bytes(layout, whole.shape, 4, cube.sizes)
+    copies, predicted = (
+        formulas.copies(cube.sizes, layout.axes),
+        shard_bytes(layout, whole.shape, 4, cube.sizes),
+    )
     value = all(np.array_equal(shard.data, whole[shard.index]) for shard in array.addressable_shards)
     who = by_jax(array) == by_notation(layout)
     memory = all(shard.data.nbytes == predicted for shard in array.addressable_shards)
@@ -165,7 +168,7 @@ for text in LAYOUTS:
 # were just compared with JAX:
 
 # %%
-from llmpar.scene import Group, compose
+from llmpar.draw.scene import Group, compose
 
 drawn, placed, y = [draw.layout(text, (rows, columns), cube, itemsize=4) for text in LAYOUTS], [], 0
 for left, right in zip(drawn[::2], drawn[1::2], strict=True):
@@ -270,7 +273,7 @@ import html
 import ipywidgets as widgets
 from IPython.display import display
 
-from llmpar.scene import to_svg
+from llmpar.draw.scene import to_svg
 
 text = widgets.Text("b/fsdp,tp d", description="layout")
 sizes = widgets.Dropdown(
@@ -302,7 +305,7 @@ display(widgets.VBox([text, sizes, picture])._repr_mimebundle_() | words, raw=Tr
 # …)` needs core ipywidgets only.)
 
 # %%
-from llmpar.widget import MeshExplorer
+from llmpar.explore.explorer import MeshExplorer
 
 explorer = MeshExplorer(
     mesh="dp=2 fsdp=4 tp=2", model="llama3-8b", chip="h100", batch_size=32, axis="fsdp", step=1
@@ -328,7 +331,7 @@ print(live)
 # it. Write the layout.
 
 # %%
-from llmpar.scene import Rect, small
+from llmpar.draw.scene import Rect, small
 
 puzzle = {(0, 0): "devices 0 2", (0, 1): "devices 4 6", (1, 0): "devices 1 3", (1, 1): "devices 5 7"}
 grid = [Rect(120 * c, 50 * r, 116, 46, "cell", "edge") for r, c in puzzle]
@@ -431,6 +434,6 @@ for (axes, kind), row in chosen.items():
 # %%
 for text in LAYOUTS:
     layout = parse_layout(text)
-    copies, held = cost.copies(cube.sizes, layout.axes), shard_bytes(layout, whole.shape, 4, cube.sizes)
+    copies, held = formulas.copies(cube.sizes, layout.axes), shard_bytes(layout, whole.shape, 4, cube.sizes)
     assert held * n == copies * whole.nbytes, "as many times the memory as there are copies"
 print(f"{n} devices = shards x copies, for each of the {len(LAYOUTS)} layouts above")

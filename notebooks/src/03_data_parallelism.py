@@ -21,7 +21,7 @@ devices = use_devices()
 
 # %%
 from llmpar import draw
-from llmpar.scene import show, time_text
+from llmpar.draw.scene import show, time_text
 
 n = len(devices)
 show(draw.arrow("d m +dp -> d m", (64, 128), f"dp={n}", 4))
@@ -142,7 +142,7 @@ def by_package(weights, x, counted):
 
 
 # %%
-from llmpar import hlo
+from llmpar.inspect import hlo
 
 
 def distance(got, want):
@@ -309,7 +309,7 @@ print("one device:", " ".join(f"{loss:.3f}" for loss in solo_losses), "nats per 
 # *Memory*: the bytes that a step is given, per device.
 
 # %%
-from llmpar import cost, predict
+from llmpar.predict import formulas, memory, traffic
 
 
 def verdicts(plan):
@@ -335,13 +335,13 @@ def verdicts(plan):
     print(f"  sharding: every weight whole on every device, the batch cut into {n}")
 
     census = hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)
-    formula = predict.collectives(config, plan, BATCH, SEQ)
+    formula = traffic.step_traffic(config, plan, BATCH, SEQ)
     found = hlo.census_table(census)
     assert found == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in formula.items()}
     total = {key: sum(row[key] for row in found.values()) for key in ("count", "bytes_sent")}
     print(f"  communication: {total['count']} all-reduces, {total['bytes_sent']:,} bytes, as predicted")
 
-    held = predict.argument_bytes(config, plan, BATCH, SEQ, moments=1, scalars=1)  # momentum
+    held = memory.argument_bytes(config, plan, BATCH, SEQ, moments=1, scalars=1)  # momentum
     assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(held.values())
     print(f"  memory: {sum(held.values()):,} bytes per device go in, as predicted")
     final = hlo.census_table(hlo.census_hlo(compiled.as_text(), step.mesh))
@@ -415,11 +415,11 @@ print("microbatches   end         layer, if it ran")
 for a in (1, 2, 4):
     at_end, by_layer = (Plan(f"dp={n}", zero=0, reduce=when, microbatches=a) for when in ("end", "layer"))
     sent_at_end, sent_by_layer = (
-        predict.collectives(config, plan, BATCH * a, SEQ).total_bytes for plan in (at_end, by_layer)
+        traffic.step_traffic(config, plan, BATCH * a, SEQ).total_bytes for plan in (at_end, by_layer)
     )
     assert sent_at_end == read["end"][1].total_bytes
     assert sent_by_layer == a * sent_at_end - (a - 1) * int(
-        cost.sent_bytes("all-reduce", small, n)
+        formulas.sent_bytes("all-reduce", small, n)
     )  # which is sent once
     print(f"{a:>12}   {sent_at_end:<9,}   {sent_by_layer:,} bytes per step")
 try:
@@ -445,7 +445,7 @@ except ValueError as refusal:
 
 # %%
 # NBVAL_CHECK_OUTPUT
-from llmpar.hardware import chip
+from llmpar.predict.hardware import chip
 
 h100, v5p = chip("h100"), chip("v5p")
 axis = 2 * 90e9  # both directions of a ring, at the book's rate
@@ -457,7 +457,7 @@ thresholds = {
     "TPU v5p, one axis": (v5p, axis, 2550),
 }
 for where, (device, rate, published) in thresholds.items():
-    tokens = cost.dp_min_tokens(device.flops_per_s, rate)
+    tokens = formulas.dp_min_tokens(device.flops_per_s, rate)
     assert abs(tokens / published - 1) < 1e-3
     print(f"{where:<26}{rate / 1e9:4.0f} GB/s: {tokens:5.0f} tokens per device (published {published})")
 
@@ -488,7 +488,7 @@ layer = sum(
     if path.startswith("blocks.")
 )
 pieces, per_piece = 8, 4 * int(layer)
-comm_s = [cost.collective_seconds(h100, "all-reduce", 2 * per_piece, 8)] * pieces
+comm_s = [formulas.collective_seconds(h100, "all-reduce", 2 * per_piece, 8)] * pieces
 print("tokens per device   computing   with communication   communication waited for")
 for tokens in (512, 1024, 2048, 4096, 8192):
     compute_s = [4 * per_piece * tokens / h100.flops_per_s] * pieces

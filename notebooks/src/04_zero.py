@@ -29,12 +29,15 @@ import optax
 from exercises import attempt
 from jax import lax
 
-from llmpar import cost, draw, hlo, predict, scene
+from llmpar import draw
 from llmpar.config import preset
-from llmpar.hardware import chip
+from llmpar.draw import scene
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
+from llmpar.predict import formulas, memory, traffic
+from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
 jax.config.update(
@@ -49,8 +52,8 @@ mesh = make_mesh(f"fsdp={N}")
 #
 # Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the
 # optimizer (a float32 copy of the weight and two moments). This is what a device holds of a model of 7.5
-# billion parameters when 64 devices share it. The numbers are `llmpar.cost.zero_bytes`; the right ends of the
-# bars are the paper's Table 1 (the picture counts in GiB of 2^30 bytes, the paper in GB of 1e9).
+# billion parameters when 64 devices share it. The numbers are `llmpar.predict.formulas.zero_bytes`; the right
+# ends of the bars are the paper's Table 1 (the picture counts in GiB of 2^30 bytes, the paper in GB of 1e9).
 
 # %%
 parts = {
@@ -59,7 +62,10 @@ parts = {
     "optimizer": dict(param_bytes=0, grad_bytes=0, optim_bytes=12),
 }
 rows = [
-    (f"stage {stage}", {part: cost.zero_bytes(7.5e9, 64, stage, **sizes) for part, sizes in parts.items()})
+    (
+        f"stage {stage}",
+        {part: formulas.zero_bytes(7.5e9, 64, stage, **sizes) for part, sizes in parts.items()},
+    )
     for stage in range(4)
 ]
 scene.show(
@@ -81,7 +87,7 @@ published_gb = {
 }
 print("GB per device    stage 1  stage 2  stage 3   (Table 1 of the paper: 7.5B parameters)")
 for num_devices, expected in published_gb.items():
-    ours = [cost.zero_bytes(7.5e9, num_devices, stage) / 1e9 for stage in (1, 2, 3)]
+    ours = [formulas.zero_bytes(7.5e9, num_devices, stage) / 1e9 for stage in (1, 2, 3)]
     assert all(abs(x - y) <= 0.03 * y for x, y in zip(ours, expected, strict=True))
     print(f"{num_devices:5} devices   " + "".join(f"{x:9.2f}" for x in ours))
 print("all within 3 % of the paper, which rounds")
@@ -292,7 +298,7 @@ print(
 
 # %% [markdown]
 # **Communication.** We predict kinds, counts and bytes, then read them out of the program that XLA's
-# partitioner hands on. `cost.zero_elements` is the formula of the ZeRO paper, section 7: 2Ψ, 2Ψ, 2Ψ, 3Ψ.
+# partitioner hands on. `formulas.zero_elements` is the formula of the ZeRO paper, section 7: 2Ψ, 2Ψ, 2Ψ, 3Ψ.
 
 # %%
 PSI_BYTES = 4 * W.size
@@ -302,7 +308,9 @@ expected_counts = {
     2: {"reduce-scatter": L, "all-gather": 1},
     3: {"reduce-scatter": L, "all-gather": 2 * L},
 }
-loss_bytes = cost.sent_bytes("all-reduce", 4, N)  # everybody learns the loss: one more all-reduce, of 4 bytes
+loss_bytes = formulas.sent_bytes(
+    "all-reduce", 4, N
+)  # everybody learns the loss: one more all-reduce, of 4 bytes
 found = {
     stage: hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh) for stage, (_, lowered, _) in programs.items()
 }
@@ -310,8 +318,10 @@ for stage, census in found.items():
     state = [c for c in census if c.shape != ()]
     counts = {kind: sum(c.count for c in state if c.kind == kind) for kind in {c.kind for c in state}}
     assert counts == (expected_counts[stage] if N > 1 else {}), f"stage {stage}: {counts}"
-    assert sum(c.bytes_sent for c in state) == 4 * cost.zero_elements(W.size, stage, devices=N)
-    assert sum(c.bytes_sent for c in census) == 4 * cost.zero_elements(W.size, stage, devices=N) + loss_bytes
+    assert sum(c.bytes_sent for c in state) == 4 * formulas.zero_elements(W.size, stage, devices=N)
+    assert (
+        sum(c.bytes_sent for c in census) == 4 * formulas.zero_elements(W.size, stage, devices=N) + loss_bytes
+    )
     volume = sum(c.bytes_sent for c in state) / (PSI_BYTES * LAP) if N > 1 else 0
     print(
         f"stage {stage}: {volume:.0f}Ψ sent as",
@@ -359,7 +369,7 @@ bars = [
         "kind": f"{kind} (stage {stage})",
         "count": counts[kind],
         "predicted_bytes": round(
-            cost.sent_bytes(kind, PSI_BYTES, N) * (2 if stage == 3 and kind == "all-gather" else 1)
+            formulas.sent_bytes(kind, PSI_BYTES, N) * (2 if stage == 3 and kind == "all-gather" else 1)
         ),
         "compiled_bytes": sum(c.bytes_sent for c in found[stage] if c.kind == kind and c.shape != ()),
     }
@@ -439,7 +449,7 @@ for zero, (step, *_) in llamas.items():
 
 # %%
 for zero, (step, lowered, _, _, _) in llamas.items():
-    predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)
+    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
     compiled_table = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh))
     assert compiled_table == {
         key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
@@ -454,7 +464,7 @@ print("communication: kinds, counts and bytes per device and step are as predict
 # %%
 optimizer_bytes = {}
 for zero, (step, _, compiled, state, _) in llamas.items():
-    predicted = predict.argument_bytes(LLAMA, step.plan, BATCH, SEQ)
+    predicted = memory.argument_bytes(LLAMA, step.plan, BATCH, SEQ)
     assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(predicted.values())
     optimizer_bytes[zero] = sum(
         x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.optimizer) if x.ndim
@@ -507,17 +517,19 @@ for zero in range(4):
     for a in (1, 2, 4):
         plan = Plan(f"fsdp={N}", zero=zero, microbatches=a)
         step = Step(LLAMA, plan, mesh, optax.adamw(3e-3))
-        predicted = predict.collectives(LLAMA, plan, 4 * N, SEQ)
+        predicted = traffic.step_traffic(LLAMA, plan, 4 * N, SEQ)
         if a > 1:  # a loop over microbatches: the census multiplies what is inside by its length
             traced = step.run.trace(step.abstract_state, step.abstract_batch(4 * N, SEQ)).jaxpr
             read = hlo.census_table(hlo.census_jaxpr(traced, mesh.shape))
             assert read == {
                 key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
             }
-        scalars = int(cost.sent_bytes("all-reduce", 3 * 4, N))  # loss, tokens and norm, in one message
-        less = 2 * a if zero == 3 else cost.zero_elements(1, zero, a)
-        assert predicted.total_bytes - scalars == 4 * LAP * (cost.zero_elements(twice, zero, a) + less * once)
-        line.append(cost.zero_elements(1, zero, a))
+        scalars = int(formulas.sent_bytes("all-reduce", 3 * 4, N))  # loss, tokens and norm, in one message
+        less = 2 * a if zero == 3 else formulas.zero_elements(1, zero, a)
+        assert predicted.total_bytes - scalars == 4 * LAP * (
+            formulas.zero_elements(twice, zero, a) + less * once
+        )
+        line.append(formulas.zero_elements(1, zero, a))
     print(f"stage {zero}          " + "".join(f"{f'{factor:g}Ψ':>12}" for factor in line))
 print(
     "communication: formula = prediction for every a = traced program where a > 1, in kind, count and bytes"
@@ -568,11 +580,11 @@ for regather in ("again", "keep"):
     plan = Plan(f"fsdp={N}", zero=3, regather=regather)
     step = Step(LLAMA, plan, mesh, optax.adamw(3e-3))
     traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    predicted = predict.collectives(LLAMA, plan, BATCH, SEQ)
+    predicted = traffic.step_traffic(LLAMA, plan, BATCH, SEQ)
     assert hlo.census_table(hlo.census_jaxpr(traced, mesh.shape)) == {
         k: {"count": r.count, "bytes_sent": r.bytes_sent} for k, r in predicted.items()
     }
-    gathers = predicted.get(("fsdp", "all-gather"), predict.Prediction()).count
+    gathers = predicted.get(("fsdp", "all-gather"), traffic.Prediction()).count
     print(
         f"the Llama with regather='{regather}': {gathers} all-gathers, {predicted.total_bytes:,} B in all, as"
         " predicted"
@@ -605,11 +617,11 @@ pcie_bytes_per_s = 16e9 * 16 * 128 / 130 / 8
 moved = (2 + 2) * params / num_devices
 freed = 12 * params / num_devices
 print(
-    f"7B on 4 A100-40 at stage 2: {cost.zero_bytes(params, 4, 2) / 1e9:.1f} GB of state on a device of"
+    f"7B on 4 A100-40 at stage 2: {formulas.zero_bytes(params, 4, 2) / 1e9:.1f} GB of state on a device of"
     f" {a100.hbm_bytes / 1e9:.0f} GB"
 )
 print(
-    f"optimizer on the host: {cost.zero_bytes(params, 4, 2, optim_bytes=0) / 1e9:.1f} GB stay,"
+    f"optimizer on the host: {formulas.zero_bytes(params, 4, 2, optim_bytes=0) / 1e9:.1f} GB stay,"
     f" {freed / 1e9:.0f} GB per device go to the host"
 )
 print(
@@ -617,7 +629,7 @@ print(
     " runs on the host's processor"
 )
 for batch_tokens in (16_384, 131_072):
-    compute_s = cost.train_seconds(params, batch_tokens, num_devices, 0.5 * a100.flops_per_s)
+    compute_s = formulas.train_seconds(params, batch_tokens, num_devices, 0.5 * a100.flops_per_s)
     print(
         f"a step of {batch_tokens:,} tokens at half of the peak: {compute_s:.1f} s of computing, PCIe is"
         f" {moved / pcie_bytes_per_s / compute_s:.0%} of that"
@@ -643,7 +655,7 @@ assert (
 )
 print("value and memory: Auto equals Manual")
 auto = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(auto_lowered), mesh))
-manual = predict.collectives(LLAMA, llamas[3][0].plan, BATCH, SEQ)
+manual = traffic.step_traffic(LLAMA, llamas[3][0].plan, BATCH, SEQ)
 for name, table in (
     ("manual", {k: (r.count, r.bytes_sent) for k, r in manual.items()}),
     ("auto", {k: (r["count"], r["bytes_sent"]) for k, r in auto.items()}),

@@ -30,13 +30,16 @@ import optax
 from exercises import attempt
 from jax import lax
 
-from llmpar import cost, draw, hlo, predict, scene
+from llmpar import draw
 from llmpar.config import preset
-from llmpar.hardware import chip
+from llmpar.draw import scene
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.notation import parse_arrow, parse_layout
 from llmpar.par import Manual
 from llmpar.plan import Plan
+from llmpar.predict import formulas, memory, traffic
+from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
 jax.config.update(
@@ -209,7 +212,7 @@ censuses = {
 for name, census in censuses.items():
     assert {c.kind for c in census} <= {"all-reduce"} and {c.shape for c in census} <= {(B, S, D)}, name
     assert sum(c.count for c in census) == (2 * L - 1) * (T > 1)
-    assert sum(c.bytes_sent for c in census) == (2 * L - 1) * cost.sent_bytes("all-reduce", message, T)
+    assert sum(c.bytes_sent for c in census) == (2 * L - 1) * formulas.sent_bytes("all-reduce", message, T)
 print(
     f"communication: {L} all-reduces forward and {L - 1} backward, 2L-1 = {2 * L - 1} of b·s·d"
     if T > 1
@@ -305,7 +308,10 @@ print("value: the vocabulary-parallel loss of every token equals the loss from w
 print(f"communication: {len(loss_census)} all-reduces of one number per token")
 for name in ("tiny", "llama3-8b"):
     vocab = preset(name).vocab_size
-    gather, three = cost.sent_bytes("all-gather", 4 * vocab, 8), 3 * cost.sent_bytes("all-reduce", 4, 8)
+    gather, three = (
+        formulas.sent_bytes("all-gather", 4 * vocab, 8),
+        3 * formulas.sent_bytes("all-reduce", 4, 8),
+    )
     print(f"{name}: gathering logits over 8 devices would send {gather / three:,.0f} times as much")
 
 # %% [markdown]
@@ -372,7 +378,7 @@ for path, (dims, _) in LLAMA.param_shapes().items():
 # %%
 tables, moved = {}, {}
 for name, (step, lowered, _, _, _) in llamas.items():
-    predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)
+    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
     moved[name] = census = hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)
     tables[name] = hlo.census_table(census)
     assert tables[name] == {
@@ -388,7 +394,7 @@ print("communication: kinds, counts and bytes per device and step are as predict
 
 for step, _, compiled, _, _ in llamas.values():
     assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(
-        predict.argument_bytes(LLAMA, step.plan, BATCH, SEQ).values()
+        memory.argument_bytes(LLAMA, step.plan, BATCH, SEQ).values()
     )
 print("memory: argument bytes per device are as predicted")
 
@@ -402,7 +408,7 @@ print("memory: argument bytes per device are as predicted")
 # %%
 bars = []
 for name, (step, *_) in llamas.items():
-    predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)
+    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
     bars += [{"axis": axis, "kind": f"{kind} ({name})", "count": row["count"], "predicted_bytes": predicted[axis, kind].bytes_sent,
               "compiled_bytes": row["bytes_sent"]} for (axis, kind), row in tables[name].items()]  # fmt: skip
 if bars:
@@ -419,7 +425,7 @@ else:
 def per_block(plan):
     """Count and bytes that one more layer adds, by kind, for messages over tp."""
     deeper = dataclasses.replace(LLAMA, num_layers=3)
-    more, less = (predict.collectives(config, plan, BATCH, SEQ) for config in (deeper, LLAMA))
+    more, less = (traffic.step_traffic(config, plan, BATCH, SEQ) for config in (deeper, LLAMA))
     added = {
         kind: (more[a, kind].count - less[a, kind].count, more[a, kind].bytes_sent - less[a, kind].bytes_sent)
         for a, kind in less
@@ -430,12 +436,12 @@ def per_block(plan):
 stream = 4 * BATCH * SEQ * LLAMA.width  # bytes of b s d
 plain, sequence = (per_block(step.plan) for step, *_ in llamas.values())
 if T > 1:
-    assert plain == {"all-reduce": (4, 4 * cost.sent_bytes("all-reduce", stream, T))}
+    assert plain == {"all-reduce": (4, 4 * formulas.sent_bytes("all-reduce", stream, T))}
     assert sequence == {
-        kind: (4, 4 * cost.sent_bytes(kind, stream, T)) for kind in ("all-gather", "reduce-scatter")
+        kind: (4, 4 * formulas.sent_bytes(kind, stream, T)) for kind in ("all-gather", "reduce-scatter")
     }
 assert sum(sent for _, sent in plain.values()) == sum(sent for _, sent in sequence.values())
-assert sum(sent for _, sent in plain.values()) == 4 * cost.tp_elements(BATCH, SEQ, LLAMA.width, T)
+assert sum(sent for _, sent in plain.values()) == 4 * formulas.tp_elements(BATCH, SEQ, LLAMA.width, T)
 print(
     "one block, plain:        ",
     "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in plain.items()) or "nothing",
@@ -466,13 +472,13 @@ gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
 unit = gpt3["b"] * gpt3["s"] * gpt3["h"]
 print(" t    10 + 24/t   34/t    MiB per layer: tp   tp + sequence")
 for t in (1, 2, 4, 8, 16):
-    alone = cost.gpt_activation_bytes(**gpt3, tp=t)
-    both = cost.gpt_activation_bytes(**gpt3, tp=t, sequence_parallel=True)
+    alone = formulas.gpt_activation_bytes(**gpt3, tp=t)
+    both = formulas.gpt_activation_bytes(**gpt3, tp=t, sequence_parallel=True)
     assert abs(alone / unit - (10 + 24 / t)) < 1e-9 and abs(both / unit - 34 / t) < 1e-9
     print(f"{t:2}   {alone / unit:9.2f}  {both / unit:6.2f}   {alone / 2**20:18.0f}   {both / 2**20:13.0f}")
 assert (
-    cost.gpt_activation_bytes(**gpt3, tp=8) == 327_155_712
-    and cost.gpt_activation_bytes(**gpt3, tp=8, sequence_parallel=True) == 106_954_752
+    formulas.gpt_activation_bytes(**gpt3, tp=8) == 327_155_712
+    and formulas.gpt_activation_bytes(**gpt3, tp=8, sequence_parallel=True) == 106_954_752
 )
 
 # %% [markdown]
@@ -512,7 +518,7 @@ for where, device, rate in links:
     print(f"{where}, {rate / 1e9:.0f} GB/s: α = {alpha:,.0f}, so t may go to", end=" ")
     for name in ("llama3-70b", "llama3.1-405b"):
         ffn = preset(name).ffn_width
-        degrees[where, name] = cost.tp_max_degree(ffn, device.flops_per_s, rate)
+        degrees[where, name] = formulas.tp_max_degree(ffn, device.flops_per_s, rate)
         print(
             f"{degrees[where, name]:.1f} for {name} (F = {ffn:,})", end="; " if name == "llama3-70b" else "\n"
         )
@@ -532,17 +538,17 @@ layer_params = (config.num_params - 2 * config.vocab_size * config.width) / conf
 layer_message = 2 * num_tokens * config.width
 bars, efficiency = [], {}
 assert (
-    f"{cost.tp_max_degree(config.ffn_width, h100.flops_per_s, 370e9):.1f}" == "10.7"
+    f"{formulas.tp_max_degree(config.ffn_width, h100.flops_per_s, 370e9):.1f}" == "10.7"
     and h100.reached_link_bytes_per_s == 370e9
 )
 print(" t   computing   sending: best    worst   tokens/s per device, of t = 1: best   worst")
 for t in (1, 2, 4, 8, 16, 32):
-    compute_s = cost.train_seconds(layer_params, num_tokens, t, h100.flops_per_s)
-    best_s = 4 * cost.collective_seconds(h100, "all-reduce", layer_message, t)
+    compute_s = formulas.train_seconds(layer_params, num_tokens, t, h100.flops_per_s)
+    best_s = 4 * formulas.collective_seconds(h100, "all-reduce", layer_message, t)
     worst_s = (
         best_s
         if t <= h100.node_size
-        else 4 * cost.sent_bytes("all-reduce", layer_message, t) / h100.dcn_bytes_per_s
+        else 4 * formulas.sent_bytes("all-reduce", layer_message, t) / h100.dcn_bytes_per_s
     )
     efficiency[t] = [compute_s / (compute_s + send_s) for send_s in (best_s, worst_s)]
     print(

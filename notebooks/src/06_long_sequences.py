@@ -33,13 +33,16 @@ import optax
 from exercises import attempt
 from jax import lax
 
-from llmpar import attention, cost, draw, hlo, predict, scene
+from llmpar import attention, draw
 from llmpar.config import preset
-from llmpar.generate import Decoder
-from llmpar.hardware import chip
+from llmpar.draw import scene
+from llmpar.inspect import hlo
 from llmpar.mesh import abstract_mesh, make_mesh, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
+from llmpar.predict import formulas, memory, traffic
+from llmpar.predict.hardware import chip
+from llmpar.serve.decode import Decoder
 from llmpar.step import Step
 
 jax.config.update(
@@ -221,7 +224,9 @@ assert {c.kind for c in census} <= {"collective-permute"} and {c.shape for c in 
 hops = sum(c.count for c in moved["f32"]) // 2
 hop = 2 * 4 * L * K * H  # bytes of K and V of one device's positions
 assert hops == n - 1 == sum(c.count for c in moved["s32"])
-assert sum(c.bytes_sent for c in moved["f32"]) == (n - 1) * hop == 4 * cost.ring_elements(1, S, K, H, n)[0]
+assert (
+    sum(c.bytes_sent for c in moved["f32"]) == (n - 1) * hop == 4 * formulas.ring_elements(1, S, K, H, n)[0]
+)
 assert sum(c.bytes_sent for c in moved["s32"]) == (n - 1) * 4 * L
 compiled_pairs = {
     pair
@@ -380,11 +385,11 @@ print(
     f" {sent['f32'][1]:,} B"
 )
 
-memory, whole_memory = hlo.compiled_memory(compiled), hlo.compiled_memory(whole)
-assert memory["argument_bytes"] == 4 * L * (2 * K * R * H + 2 * K * H + 1)
-print(f"memory: {memory['argument_bytes']:,} B of arguments per device, 1/{n} of everything")
+ring_memory, whole_memory = hlo.compiled_memory(compiled), hlo.compiled_memory(whole)
+assert ring_memory["argument_bytes"] == 4 * L * (2 * K * R * H + 2 * K * H + 1)
+print(f"memory: {ring_memory['argument_bytes']:,} B of arguments per device, 1/{n} of everything")
 if n > 1:
-    assert memory["temp_bytes"] < whole_memory["temp_bytes"] / n
+    assert ring_memory["temp_bytes"] < whole_memory["temp_bytes"] / n
     print(
         f"memory: full attention keeps its {S} x {S} scores; the ring's temporaries are less than 1/{n} of"
         " what that takes"
@@ -493,7 +498,7 @@ print(
 # %%
 tables = {}
 for name, (step, lowered, _, _, _) in llamas.items():
-    predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)
+    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
     tables[name] = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh))
     assert tables[name] == {
         key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
@@ -511,7 +516,7 @@ print(
 )
 
 for step, _, compiled, _, _ in llamas.values():
-    given = predict.argument_bytes(LLAMA, step.plan, BATCH, SEQ, moments=0, scalars=1)
+    given = memory.argument_bytes(LLAMA, step.plan, BATCH, SEQ, moments=0, scalars=1)
     assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(given.values())
 print(
     f"memory: {sum(given.values()):,} B of arguments per device as predicted: weights {given['params']:,},"
@@ -526,7 +531,7 @@ rows = [
         "count": row["count"],
         "compiled_bytes": row["bytes_sent"],
         "predicted_bytes": (
-            predict.collectives(LLAMA, llamas[name][0].plan, BATCH, SEQ)[axis, kind].bytes_sent
+            traffic.step_traffic(LLAMA, llamas[name][0].plan, BATCH, SEQ)[axis, kind].bytes_sent
         ),
     }
     for name, table in tables.items()
@@ -564,7 +569,7 @@ EXCHANGE = {
 def sent_in_step(config, sequence, size, length=4096):
     """Numbers of head width that a step sends per layer and position held; the few bytes of positions are
     left in."""
-    predicted = predict.collectives(
+    predicted = traffic.step_traffic(
         config, Plan(f"sp={size}", sequence=sequence, dtype="bfloat16"), 1, length
     )
     total = sum(predicted["sp", kind].bytes_sent for kind in EXCHANGE[sequence])
@@ -611,14 +616,14 @@ for name in ("llama2-7b", "llama3-8b", "llama3-70b", "llama3.1-405b"):
 # %%
 # NBVAL_CHECK_OUTPUT
 a100, h100 = chip("a100-80"), chip("h100")
-block = cost.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s)
+block = formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s)
 assert abs(block / 1e3 - 1.0) < 0.06 and abs(6 * block / 1e3 - 6.2) < 0.15  # Liu et al. 2023, table 2
 print(
     f"A100 in a node, {a100.link_bytes_per_s / 1e9:.0f} GB/s: blocks of {block:.0f} positions hide a hop,"
     f" sequences of {6 * block:.0f} per device (published 1.0k and 6.2k)"
 )
 for where, rate in (("in a node", a100.link_bytes_per_s), ("between nodes", a100.dcn_bytes_per_s)):
-    causal = [2 * cost.ring_min_block(a100.flops_per_s, rate, ratio) for ratio in (1, 1 / 4)]
+    causal = [2 * formulas.ring_min_block(a100.flops_per_s, rate, ratio) for ratio in (1, 1 / 4)]
     print(
         f"A100 {where}, {rate / 1e9:.0f} GB/s, causal zigzag: {causal[0]:6.0f} positions, {causal[1]:6.0f}"
         " with 4 query heads per KV head"

@@ -33,13 +33,17 @@ import optax
 from exercises import attempt
 from jax import lax
 
-from llmpar import draw, hlo, pipeline, predict, scene
+from llmpar import draw, pipeline
 from llmpar.config import preset
+from llmpar.draw import scene
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
-from llmpar.schedule import make, timetable
+from llmpar.predict import memory, traffic
+from llmpar.schedules import make
 from llmpar.step import Step
+from llmpar.timetable import timetable
 
 jax.config.update(
     "jax_default_matmul_precision", "highest"
@@ -87,7 +91,7 @@ attempt("07.idle_share", idle_share)
 # microbatches. (In the stored page this is a picture.)
 
 # %%
-from llmpar.explorers import TimelineExplorer
+from llmpar.explore.small import TimelineExplorer
 
 explorer = TimelineExplorer(schedule="gpipe", stages=4, microbatches=8)
 explorer
@@ -292,7 +296,7 @@ print(
 text = hlo.partitioned_hlo(lowered)
 for stage in range(p):
     taken = pipeline.taken(step.plan.pipeline, LLAMA.num_layers, stage) if p > 1 else None
-    predicted = predict.collectives(LLAMA, step.plan, 2 * M, SEQ, stage)
+    predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
     compiled_rows = hlo.census_table(hlo.census_hlo(text, step.mesh, taken))
     assert compiled_rows == {
         key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
@@ -309,7 +313,7 @@ if p > 1:
         "bytes_sent": 2 * (M + p - 2) * stream,
     }
 
-given = predict.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1)
+given = memory.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1)
 assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(given.values())
 print(f"memory: {sum(given.values()):,} B of arguments per device as predicted")
 

@@ -33,13 +33,17 @@ import numpy as np
 import optax
 from exercises import attempt
 
-from llmpar import draw, hlo, pipeline, predict, scene
+from llmpar import draw, pipeline
 from llmpar.config import preset
+from llmpar.draw import scene
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
-from llmpar.schedule import closed_forms, from_text, make, slots, timetable
+from llmpar.predict import memory, traffic
+from llmpar.schedules import from_text, make
 from llmpar.split import split, trace
 from llmpar.step import Step
+from llmpar.timetable import closed_forms, slots, timetable
 
 jax.config.update(
     "jax_default_matmul_precision", "highest"
@@ -336,7 +340,7 @@ for name, (step, compiled) in programs.items() if p > 1 else ():
     for stage in range(p):
         taken = pipeline.taken(order, LLAMA.num_layers, stage)
         found = hlo.census_hlo(compiled.as_text(), step.mesh, taken)
-        predicted = predict.collectives(LLAMA, step.plan, 2 * M, SEQ, stage)
+        predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
         rows = hlo.census_table(found)["pp", "collective-permute"]
         hops = predicted["pp", "collective-permute"]
         assert rows == {"count": hops.count, "bytes_sent": hops.bytes_sent}
@@ -374,11 +378,9 @@ if executed and devices[0].platform == "cpu":  # elsewhere products are library 
 # %%
 print("gpipe        slots for inputs per stage", slots(timetable(make("gpipe", 4, M))).num_saved.tolist())
 for name, (step, compiled) in programs.items():
-    memory, given = (
-        hlo.compiled_memory(compiled),
-        predict.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1),
-    )
-    assert memory["argument_bytes"] == sum(given.values())
+    held = hlo.compiled_memory(compiled)
+    given = memory.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1)
+    assert held["argument_bytes"] == sum(given.values())
     if p > 1:
         table, found = timetable(step.plan.pipeline), slots(timetable(step.plan.pipeline))
         if step.plan.pipeline.num_chunks == 1:
@@ -428,7 +430,7 @@ except ValueError as refusal:
 # Below is a schedule for p stages and 4 microbatches: 1F1B, in which each W follows its B at once. Change it,
 # and run the cell again. You are told whether it is legal; what is left of the bubble; what each stage holds;
 # and you see it. With `TRAIN = True` it is compiled, and its losses and weights are compared with those of
-# one device. (`TimelineExplorer(order=SCHEDULE)` of `llmpar.explorers` draws while you type.)
+# one device. (`TimelineExplorer(order=SCHEDULE)` of `llmpar.explore.small` draws while you type.)
 
 # %%
 TRAIN = True

@@ -32,13 +32,16 @@ import optax
 from exercises import attempt
 from jax import lax
 
-from llmpar import cost, draw, hlo, moe, predict, scene
+from llmpar import draw, moe
 from llmpar.config import ExpertConfig, preset
-from llmpar.hardware import chip
+from llmpar.draw import scene
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, spec
 from llmpar.notation import parse_layout
 from llmpar.par import Solo
 from llmpar.plan import Plan
+from llmpar.predict import formulas, memory, traffic
+from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
 jax.config.update(
@@ -254,7 +257,7 @@ attempt("09.combine", combine)
 # picture.)
 
 # %%
-from llmpar.explorers import RoutingExplorer
+from llmpar.explore.small import RoutingExplorer
 
 RoutingExplorer(experts=8, chosen=K, ranks=4, heat=2, capacity=100)
 
@@ -354,7 +357,7 @@ found = {
     k: (v["count"], v["bytes_sent"])
     for k, v in hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)).items()
 }
-formula = {k: (v.count, v.bytes_sent) for k, v in predict.collectives(CONFIG, PLAN, BATCH, S).items()}
+formula = {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(CONFIG, PLAN, BATCH, S).items()}
 assert found == formula
 if n > 1:
     assert found["ep", "all-to-all"][0] == 4 * CONFIG.num_layers
@@ -364,7 +367,7 @@ if n > 1:
     )
 
 arguments = hlo.compiled_memory(compiled)["argument_bytes"]
-assert arguments == sum(predict.argument_bytes(CONFIG, PLAN, BATCH, S).values())
+assert arguments == sum(memory.argument_bytes(CONFIG, PLAN, BATCH, S).values())
 print(f"memory: {arguments:,} B of arguments per device, as predicted")
 
 # %% [markdown]
@@ -390,8 +393,8 @@ h100 = chip("h100")
 each = {name: preset(name) for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")}
 for name, config in each.items():
     how = config.experts
-    sent = 2 * cost.moe_elements(4096, config.width, how.chosen, 8)  # bfloat16
-    batch_needed = cost.critical_batch(
+    sent = 2 * formulas.moe_elements(4096, config.width, how.chosen, 8)  # bfloat16
+    batch_needed = formulas.critical_batch(
         h100.flops_per_s, h100.hbm_bytes_per_s, experts=how.num, topk=how.chosen
     )
     print(
@@ -399,7 +402,7 @@ for name, config in each.items():
         f" 4,096 tokens send {sent / 1e6:5.0f} MB per layer; E/k = {how.num / how.chosen:g}:"
         f" {batch_needed:,.0f} tokens to fill a product"
     )
-assert cost.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
+assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 print(
     "published: 128 experts, k = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU before data parallelism"
     " hides (Scaling book)"

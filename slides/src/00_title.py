@@ -12,8 +12,9 @@
 # <footer>Begin with the lesson <code>notebooks/00_setup</code></footer>
 
 # %% place="beside"
-from llmpar import draw, scene
-from llmpar.scene import compose
+from llmpar import draw
+from llmpar.draw import scene
+from llmpar.draw.scene import compose
 
 
 def on_a_slide(picture):

@@ -10,10 +10,11 @@
 # %%
 import math
 
-from llmpar import cost, scene
 from llmpar.config import preset
-from llmpar.hardware import chip
-from llmpar.scene import Group, Rect, Text, compose, legend
+from llmpar.draw import scene
+from llmpar.draw.scene import Group, Rect, Text, compose, legend
+from llmpar.predict import formulas
+from llmpar.predict.hardware import chip
 
 h100 = chip("h100")
 PARTS = {"weights": (2, "s1"), "gradients": (2, "s2"), "optimizer": (12, "s3")}
@@ -46,7 +47,7 @@ def squares(params):
 rows, words, top = [], [], 0
 for name, key in MODELS.items():
     params = preset(key).num_params
-    assert cost.zero_bytes(params, 1, 0) == 16 * params
+    assert formulas.zero_bytes(params, 1, 0) == 16 * params
     items, total = squares(params)
     said = f"{16 * params / 1e9:,.0f} GB"
     rows += [Text(0, top + 9, name), Group(tuple(items), 130, top)]
@@ -60,7 +61,7 @@ for name, key in MODELS.items():
     )
     words.append(f"{name}: {said}, {total} H100")
     top += (SIDE + 4) * math.ceil(total / ACROSS) + 18
-years = cost.train_seconds(preset("llama3-8b").num_params, 15e12, 1, 0.4 * h100.flops_per_s) / (
+years = formulas.train_seconds(preset("llama3-8b").num_params, 15e12, 1, 0.4 * h100.flops_per_s) / (
     365.25 * 86400
 )
 assert round(years) == 58
@@ -82,8 +83,8 @@ scene.show(compose(title, [rows, key], "\n".join(words)))
 #
 # **Source:** 2 + 2 + 12 bytes: Rajbhandari et al. 2020. The years: 6 FLOPs per parameter and token (Narayanan
 # et al. 2021, eq. 4, without recomputation), attention not counted. Of an H100's 79 GiB JAX takes three
-# quarters unless told otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION): `llmpar.hardware`. With all of it, 70B
-# would need 14, and 405B 77.
+# quarters unless told otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION): `llmpar.predict.hardware`. With all of it,
+# 70B would need 14, and 405B 77.
 
 # %% [markdown] tags=["slide"]
 # ## Five words
@@ -126,12 +127,12 @@ scene.show(
 # A model on a cluster that you do not have: drag an axis, click a device, step through what its group
 # exchanges.
 #
-# <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.widget</code> · <code>make
+# <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.explore.explorer</code> · <code>make
 # gallery</code></footer>
 
 # %% alt="Sixteen H100s in two nodes; the group of device 0 over fsdp is filled, with the arrows of one
 # all-gather's round; below, memory per device"
-from llmpar.widget import MeshExplorer
+from llmpar.explore.explorer import MeshExplorer
 
 explorer = MeshExplorer(
     mesh="dp=2 fsdp=4 tp=2", model="llama3-8b", chip="h100", batch_size=32, axis="fsdp", step=1
@@ -150,4 +151,5 @@ scene.show(
 # **Misunderstanding:** that the time shown is a measurement. It lies between perfect overlap and none, at
 # peak rates; bytes and layouts are exact.
 #
-# **Source:** `llmpar.predict`, `llmpar.cost`; slices are tested equal to JAX's `devices_indices_map`.
+# **Source:** `llmpar.predict.traffic`, `llmpar.predict.formulas`; slices are tested equal to JAX's
+# `devices_indices_map`.

@@ -8,10 +8,11 @@
 # <code>README.md</code></footer>
 
 # %%
-from llmpar import draw, scene
+from llmpar import draw
+from llmpar.draw import scene
+from llmpar.draw.scene import compose
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.notation import parse_arrow
-from llmpar.scene import compose
 
 use_devices()
 arrow = parse_arrow("s d +tp -> s/tp d")
@@ -36,7 +37,7 @@ scene.show(
 # %% [markdown] tags=["slide"]
 # ## Five collectives, and what they send
 #
-# <footer>Read from a compiled program and equal to <code>llmpar.cost</code> · lesson
+# <footer>Read from a compiled program and equal to <code>llmpar.predict.formulas</code> · lesson
 # <code>notebooks/00_setup</code></footer>
 
 # %%
@@ -48,7 +49,8 @@ from IPython.display import Markdown
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from llmpar import cost, hlo
+from llmpar.inspect import hlo
+from llmpar.predict import formulas
 
 N = 4
 RING = [(i, (i + 1) % N) for i in range(N)]
@@ -71,7 +73,7 @@ program = jax.jit(
 )
 text = hlo.partitioned_hlo(program.lower(jnp.zeros((N * 512, 512))))
 compiled = {c.kind.removeprefix("collective-"): c.bytes_sent for c in hlo.census_hlo(text, mesh)}
-assert compiled == {kind: cost.sent_bytes(kind, 2**20, N) for kind in cost.KINDS}
+assert compiled == {kind: formulas.sent_bytes(kind, 2**20, N) for kind in formulas.KINDS}
 written = {
     "all-gather": "d/tp -> d",
     "reduce-scatter": "d +tp -> d/tp",
@@ -111,7 +113,7 @@ Markdown(
 # from kind, size and group.
 #
 # **Source:** the ring algorithms of NCCL and of Patarasuk and Yuan 2009. Five collectives in one `shard_map`
-# were compiled for this slide; `llmpar.hlo` counted them.
+# were compiled for this slide; `llmpar.inspect.hlo` counted them.
 
 # %% [markdown] tags=["slide"]
 # ## A ring of four
@@ -131,10 +133,10 @@ pairs = [
 ]
 assert pairs == RING
 assert (
-    cost.sent_bytes("all-gather", 1, N) == (N - 1) / N
-    and cost.sent_bytes("all-reduce", 1, N) == 2 * (N - 1) / N
+    formulas.sent_bytes("all-gather", 1, N) == (N - 1) / N
+    and formulas.sent_bytes("all-reduce", 1, N) == 2 * (N - 1) / N
 )
-assert 1 < cost.sent_bytes("all-reduce", 1, 8) == 1.75 and cost.sent_bytes("all-reduce", 1, 1024) < 2
+assert 1 < formulas.sent_bytes("all-reduce", 1, 8) == 1.75 and formulas.sent_bytes("all-reduce", 1, 1024) < 2
 picture = draw.ring_steps(pairs, axis="tp")
 scene.show(
     compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2])

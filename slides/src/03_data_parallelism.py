@@ -16,12 +16,15 @@ use_devices()
 import optax
 from IPython.display import Markdown
 
-from llmpar import cost, draw, hlo, predict, scene
+from llmpar import draw
 from llmpar.config import preset
-from llmpar.hardware import chip
+from llmpar.draw import scene
+from llmpar.draw.scene import Line, Rect, Text, compose, legend
+from llmpar.inspect import hlo
 from llmpar.notation import parse_arrow
 from llmpar.plan import Plan
-from llmpar.scene import Line, Rect, Text, compose, legend
+from llmpar.predict import formulas, traffic
+from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
 REPLICAS, ROWS, WIDE, HIGH = 4, 16, 130, 44
@@ -107,12 +110,12 @@ assert sorted(c.shape for c in gradients) == sorted(shape for _, shape in LLAMA.
 grad_bytes = sum(c.bytes_sent for c in gradients)
 assert (
     grad_bytes
-    == cost.sent_bytes("all-reduce", 4 * LLAMA.num_params, 8)
-    == 4 * cost.zero_elements(LLAMA.num_params, 0, devices=8)
+    == formulas.sent_bytes("all-reduce", 4 * LLAMA.num_params, 8)
+    == 4 * formulas.zero_elements(LLAMA.num_params, 0, devices=8)
 )
 assert (
     grad_bytes + sum(c.bytes_sent for c in scalars)
-    == predict.collectives(LLAMA, plan, BATCH, SEQ).total_bytes
+    == traffic.step_traffic(LLAMA, plan, BATCH, SEQ).total_bytes
 )
 
 w, g = (
@@ -180,10 +183,10 @@ block = (
 compute_s = [
     4 * 4 * block * TOKENS / h100.flops_per_s
 ] * 4  # backward: 4 FLOPs per parameter and token, 4 layers a piece
-comm_s = [cost.collective_seconds(h100, "all-reduce", 2 * 4 * block, 8)] * 4  # bf16
+comm_s = [formulas.collective_seconds(h100, "all-reduce", 2 * 4 * block, 8)] * 4  # bf16
 labels = [f"layers {i}–{i + 3}" for i in (12, 8, 4, 0)]
 assert (
-    round(cost.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS
+    round(formulas.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS
 )  # a threshold: published rates
 assert comm_s[0] < compute_s[0]
 scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
@@ -203,7 +206,7 @@ scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
 # 2,500 between nodes.
 
 # %%
-assert round(cost.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2) == 2500
+assert round(formulas.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2) == 2500
 
 # %% [markdown] tags=["slide"]
 # ## Buckets and accumulation
@@ -220,12 +223,12 @@ VARIANTS = {
     'reduce="bucket"': dict(reduce="bucket", bucket_bytes=1 << 18),
     'reduce="end", microbatches=2': dict(reduce="end", microbatches=2),
 }
-read, SMALL = {}, int(cost.sent_bytes("all-reduce", 3 * 4, 8))  # the loss, the number of tokens, the norm
+read, SMALL = {}, int(formulas.sent_bytes("all-reduce", 3 * 4, 8))  # the loss, the number of tokens, the norm
 for name, options in VARIANTS.items():
     step = make_step(Plan("dp=8", zero=0, **options))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     ((key, row),) = hlo.census_table(hlo.census_jaxpr(jaxpr, step.mesh.shape)).items()
-    predicted = predict.collectives(LLAMA, step.plan, BATCH, SEQ)[key]
+    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)[key]
     assert key == ("dp", "all-reduce") and row == {
         "count": predicted.count,
         "bytes_sent": predicted.bytes_sent,
@@ -235,7 +238,9 @@ assert len({sent for _, sent, _ in read.values()}) == 1
 counts = [count for count, *_ in read.values()]
 assert counts == [3 + 9 * LLAMA.num_layers, 12, 2, 12]
 every_time = Plan("dp=8", zero=0, reduce="layer", microbatches=2)
-assert predict.collectives(LLAMA, every_time, BATCH, SEQ).total_bytes == 2 * read['reduce="layer"'][1] + SMALL
+assert (
+    traffic.step_traffic(LLAMA, every_time, BATCH, SEQ).total_bytes == 2 * read['reduce="layer"'][1] + SMALL
+)
 try:
     every_time.check(LLAMA, BATCH, SEQ)
     raise AssertionError("layer by layer with microbatches should be refused")
@@ -261,5 +266,5 @@ Markdown(
 # communicates. Here `reduce="layer"` with microbatches would do that, and is refused. And only the last
 # microbatch's backward pass can hide what is sent.
 #
-# **Source:** counted in the traced programs of this deck, equal to `llmpar.predict`. Li et al. 2020, section
-# 3.2.
+# **Source:** counted in the traced programs of this deck, equal to `llmpar.predict.traffic`. Li et al. 2020,
+# section 3.2.

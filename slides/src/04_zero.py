@@ -8,6 +8,7 @@
 
 # %%
 import dataclasses
+import math
 
 from llmpar.mesh import make_mesh, use_devices
 
@@ -16,16 +17,18 @@ use_devices()
 import optax
 from IPython.display import Markdown
 
-from llmpar import cost, draw, hlo, predict, scene
+from llmpar import draw
 from llmpar.config import preset
-from llmpar.hardware import chip
-from llmpar.notation import product
+from llmpar.draw import scene
+from llmpar.inspect import hlo
 from llmpar.plan import Plan
+from llmpar.predict import formulas, traffic
+from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
 PARTS = {"weights": (2, 0, 0), "gradients": (0, 2, 0), "optimizer": (0, 0, 12)}
 rows = [
-    (f"stage {stage}", {part: cost.zero_bytes(7.5e9, 64, stage, *sizes) for part, sizes in PARTS.items()})
+    (f"stage {stage}", {part: formulas.zero_bytes(7.5e9, 64, stage, *sizes) for part, sizes in PARTS.items()})
     for stage in range(4)
 ]
 for (_, held), published_gb in zip(rows, (120, 31.4, 16.6, 1.88), strict=True):
@@ -105,7 +108,7 @@ LLAMA, BATCH, SEQ = dataclasses.replace(preset("tiny"), num_layers=2), 16, 32
 plan = Plan("fsdp=8", zero=3)
 step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
 found = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh))
-predicted = predict.collectives(LLAMA, plan, BATCH, SEQ)
+predicted = traffic.step_traffic(LLAMA, plan, BATCH, SEQ)
 assert found == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
 # a block has 7 matrices and 2 norms; a norm's scale is gathered once; embedding, head and last norm too
 assert found["fsdp", "all-gather"]["count"] == LLAMA.num_layers * (2 * 7 + 2) + 3
@@ -113,10 +116,10 @@ assert found["fsdp", "reduce-scatter"]["count"] == LLAMA.num_layers * (7 + 2) + 
 
 h100, llama, TOKENS = chip("h100"), preset("llama3-8b"), 2560
 block = (
-    sum(product(shape) for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks."))
+    sum(math.prod(shape) for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks."))
     // llama.num_layers
 )
-gather_s = cost.collective_seconds(h100, "all-gather", 2 * block, 8)
+gather_s = formulas.collective_seconds(h100, "all-gather", 2 * block, 8)
 forward_s = 2 * block * TOKENS / h100.flops_per_s
 assert gather_s < forward_s
 scene.show(
@@ -147,13 +150,15 @@ scene.show(
 # %%
 CONFIG, N, A = preset("llama3-8b"), 64, 4
 FORMULA, psi = {0: "2Ψ", 1: "2Ψ", 2: "(a+1)Ψ", 3: "3aΨ"}, CONFIG.num_params
-held = {stage: f"{cost.zero_bytes(psi, N, stage) / 1e9:.1f} GB" for stage in range(4)}
-sent = {stage: [round(cost.zero_elements(1, stage, accumulation=a), 6) for a in (1, A)] for stage in range(4)}
+held = {stage: f"{formulas.zero_bytes(psi, N, stage) / 1e9:.1f} GB" for stage in range(4)}
+sent = {
+    stage: [round(formulas.zero_elements(1, stage, accumulation=a), 6) for a in (1, A)] for stage in range(4)
+}
 assert sent == {0: [2, 2], 1: [2, 2], 2: [2, 5], 3: [3, 12]}
 for stage in range(4):  # our own step, counted: weights and gradients alone move
     for a, formula in zip((1, A), sent[stage], strict=True):
         ours = (
-            predict.collectives(CONFIG, Plan(f"fsdp={N}", zero=stage, microbatches=a), N * A, 1).total_bytes
+            traffic.step_traffic(CONFIG, Plan(f"fsdp={N}", zero=stage, microbatches=a), N * A, 1).total_bytes
             / 4
             / psi
             * N
@@ -163,9 +168,9 @@ for stage in range(4):  # our own step, counted: weights and gradients alone mov
             abs(ours - formula) < 1e-3 if stage < 3 else 0.94 * formula < ours < formula
         )  # the embedding is gathered once
 assert (
-    cost.sent_bytes("all-reduce", 1, N)
-    == 2 * cost.sent_bytes("reduce-scatter", 1, N)
-    == 2 * cost.sent_bytes("all-gather", 1, N)
+    formulas.sent_bytes("all-reduce", 1, N)
+    == 2 * formulas.sent_bytes("reduce-scatter", 1, N)
+    == 2 * formulas.sent_bytes("all-gather", 1, N)
 )
 lines = [f"| {s} | `{FORMULA[s]}` | {sent[s][0]:.0f}Ψ | {sent[s][1]:.0f}Ψ | {held[s]} |" for s in range(4)]
 head = f"| ZeRO | numbers sent | a = 1 | a = {A} | state of an 8B model, {N} GPUs |"
@@ -198,13 +203,13 @@ Markdown("\n".join([head, "|---|---|--:|--:|--:|", *lines]))
 # %%
 PCIE_BYTES_PER_S = 16 * 32e9 / 8 * 128 / 130  # one way: 16 lanes of PCIe 5.0, 32 GT/s each, 128b/130b coded
 psi = preset("llama2-13b").num_params
-state = {part: cost.zero_bytes(psi, 1, 0, *sizes) for part, sizes in PARTS.items()}
+state = {part: formulas.zero_bytes(psi, 1, 0, *sizes) for part, sizes in PARTS.items()}
 crossing_s = 4 * psi / PCIE_BYTES_PER_S
 hidden_tokens = crossing_s * h100.flops_per_s / (6 * psi)
 assert round(crossing_s, 1) == 0.8 and round(hidden_tokens, -2) == 10_500
 assert state["weights"] < h100.usable_bytes < sum(state.values())
 quarters = {part: held / 4 for part, held in state.items()}
-assert sum(quarters.values()) == cost.zero_bytes(psi, 4, 3)
+assert sum(quarters.values()) == formulas.zero_bytes(psi, 4, 3)
 bars = [
     ("all on one GPU", state),
     ("ZeRO-3 over 4 GPUs", quarters),

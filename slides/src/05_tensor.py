@@ -8,6 +8,7 @@
 
 # %%
 import dataclasses
+import math
 
 from llmpar.mesh import make_mesh, use_devices
 
@@ -16,12 +17,15 @@ use_devices()
 import optax
 from IPython.display import Markdown
 
-from llmpar import cost, draw, hlo, predict, scene
+from llmpar import draw
 from llmpar.config import preset
-from llmpar.hardware import chip
-from llmpar.notation import parse_arrow, parse_layout, product
+from llmpar.draw import scene
+from llmpar.draw.scene import Group, Rect, Text, compose, legend, small
+from llmpar.inspect import hlo
+from llmpar.notation import parse_arrow, parse_layout
 from llmpar.plan import Plan
-from llmpar.scene import Group, Rect, Text, compose, legend, small
+from llmpar.predict import formulas, traffic
+from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
 TP = 4
@@ -183,10 +187,11 @@ plan = Plan("tp=8")
 step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
 census = hlo.census_hlo(hlo.partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh)
 stream = 4 * BATCH * SEQ * LLAMA.width
-large = [c for c in census if c.bytes_sent >= c.count * cost.sent_bytes("all-reduce", stream, 8)]
+large = [c for c in census if c.bytes_sent >= c.count * formulas.sent_bytes("all-reduce", stream, 8)]
 assert {c.kind for c in census} == {"all-reduce"} and sum(c.count for c in large) == 4 * LLAMA.num_layers + 2
 assert sum(c.bytes_sent for c in large) == 4 * (
-    cost.tp_elements(BATCH, SEQ, LLAMA.width, 8, LLAMA.num_layers) + 2 * 2 * BATCH * SEQ * LLAMA.width * 7 / 8
+    formulas.tp_elements(BATCH, SEQ, LLAMA.width, 8, LLAMA.num_layers)
+    + 2 * 2 * BATCH * SEQ * LLAMA.width * 7 / 8
 )
 Markdown("\n".join(["| first, then second | what moves | per token |", "|---|---|--:|", *lines]))
 
@@ -219,7 +224,7 @@ Markdown("\n".join(["| first, then second | what moves | per token |", "|---|---
 GPT3 = dict(b=1, s=2048, h=12288, heads=96)
 rows = []
 for t in (4, 8):
-    total, cut = (cost.gpt_activation_bytes(**GPT3, tp=t, sequence_parallel=sp) for sp in (False, True))
+    total, cut = (formulas.gpt_activation_bytes(**GPT3, tp=t, sequence_parallel=sp) for sp in (False, True))
     whole = 10 * 2048 * 12288
     rows += [
         (f"t = {t}", {"cut by tp": total - whole, "the same on every device": whole}),
@@ -239,7 +244,7 @@ def jaxpr_bytes(tp_sequence):
     found = hlo.census_table(traced)
     assert found == {
         key: {"count": p.count, "bytes_sent": p.bytes_sent}
-        for key, p in predict.collectives(LLAMA, plan, BATCH, SEQ).items()
+        for key, p in traffic.step_traffic(LLAMA, plan, BATCH, SEQ).items()
     }
     return {
         kind: sum(c.bytes_sent for c in traced if c.kind == kind and c.bytes_sent >= c.count * stream * 7 / 8)
@@ -280,11 +285,11 @@ import io
 import matplotlib.pyplot as plt
 from IPython.display import display
 
-from llmpar.scene import LIGHT
+from llmpar.draw.scene import LIGHT
 
 h100, llama70, TOKENS, DEGREES = chip("h100"), preset("llama3-70b"), 8192, (1, 2, 4, 8, 16, 32)
 block = (
-    sum(product(shape) for path, (_, shape) in llama70.param_shapes().items() if path.startswith("blocks."))
+    sum(math.prod(shape) for path, (_, shape) in llama70.param_shapes().items() if path.startswith("blocks."))
     // llama70.num_layers
 )
 
@@ -293,7 +298,7 @@ def efficiency(node, t):
     """Share of a layer's time, forward and backward, that is spent in matrix products."""
     compute_s = 6 * block * TOKENS / t / node.flops_per_s
     return compute_s / (
-        compute_s + 4 * cost.collective_seconds(node, "all-reduce", 2 * TOKENS * llama70.width, t)
+        compute_s + 4 * formulas.collective_seconds(node, "all-reduce", 2 * TOKENS * llama70.width, t)
     )
 
 
@@ -343,11 +348,11 @@ display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "
 # as GPUs has hardly any, a node with one port has a wall. The model lets a hierarchical all-reduce use all
 # ports at once; real ones reach less.
 #
-# **Source:** `llmpar.cost.collective_seconds`, 8,192 tokens, bf16, products at peak, no overlap. Narayanan et
-# al. 2021: use tensor parallelism up to the node, then pipelines. The curves are times, at 370 GB/s as
-# reached. The limit F·W/C (Austin et al. 2025) is a threshold, at the published 450 GB/s: 13 for 70B in a
-# node, as in lesson 05.
+# **Source:** `llmpar.predict.formulas.collective_seconds`, 8,192 tokens, bf16, products at peak, no overlap.
+# Narayanan et al. 2021: use tensor parallelism up to the node, then pipelines. The curves are times, at 370
+# GB/s as reached. The limit F·W/C (Austin et al. 2025) is a threshold, at the published 450 GB/s: 13 for 70B
+# in a node, as in lesson 05.
 
 # %%
-assert int(cost.tp_max_degree(llama70.ffn_width, h100.flops_per_s, h100.link_bytes_per_s)) == 13
+assert int(formulas.tp_max_degree(llama70.ffn_width, h100.flops_per_s, h100.link_bytes_per_s)) == 13
 assert (h100.link_bytes_per_s, h100.reached_link_bytes_per_s) == (450e9, 370e9)

@@ -17,11 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llmpar import attention, cost, draw, hlo, scene
+from llmpar import attention, draw
 from llmpar.config import preset
-from llmpar.hardware import chip
+from llmpar.draw import scene
+from llmpar.draw.scene import Group, Text, compose, stack
+from llmpar.inspect import hlo
 from llmpar.notation import parse_layout
-from llmpar.scene import Group, Text, compose, stack
+from llmpar.predict import formulas
+from llmpar.predict.hardware import chip
 
 N, TOKENS, LLAMA = 8, 131_072, preset("llama3-8b")
 
@@ -49,7 +52,7 @@ assert {c.kind for c in census} == {"collective-permute"} and sum(c.count for c 
 hop = sum(c.bytes_sent for c in census) // (N - 1)
 assert (
     hop == 64 * 2**20
-    and (N - 1) * hop == 2 * cost.ring_elements(1, TOKENS, LLAMA.num_kv_heads, LLAMA.head_width, N)[0]
+    and (N - 1) * hop == 2 * formulas.ring_elements(1, TOKENS, LLAMA.num_kv_heads, LLAMA.head_width, N)[0]
 )
 scene.show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 
@@ -68,7 +71,7 @@ scene.show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 
 # %%
 a100 = chip("a100-80")
-assert round(cost.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s), -2) == 1000
+assert round(formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s), -2) == 1000
 
 # %% [markdown] tags=["slide"]
 # ## Zigzag: nobody waits

@@ -8,8 +8,10 @@
 # --stages 4 --microbatches 1</code></footer>
 
 # %%
-from llmpar import draw, scene
-from llmpar.schedule import make, timetable
+from llmpar import draw
+from llmpar.draw import scene
+from llmpar.schedules import make
+from llmpar.timetable import timetable
 
 P = 4
 naive = timetable(make("gpipe", P, 1))
@@ -69,7 +71,7 @@ import io
 import matplotlib.pyplot as plt
 from IPython.display import display
 
-from llmpar.scene import LIGHT
+from llmpar.draw.scene import LIGHT
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 idle = {p: [timetable(make("gpipe", p, m)).bubble_fraction for m in COUNTS] for p in (2, 4, 8)}

@@ -10,8 +10,10 @@
 # %%
 from IPython.display import Markdown
 
-from llmpar import draw, scene
-from llmpar.schedule import closed_forms, make, timetable
+from llmpar import draw
+from llmpar.draw import scene
+from llmpar.schedules import make
+from llmpar.timetable import closed_forms, timetable
 
 P, M = 4, 5
 table, gpipe = timetable(make("1f1b", P, M)), timetable(make("gpipe", P, M))
@@ -110,13 +112,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from llmpar import hlo, pipeline, predict
+from llmpar import pipeline
 from llmpar.config import preset
+from llmpar.inspect import hlo
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
-from llmpar.schedule import slots
+from llmpar.predict import traffic
 from llmpar.split import split, trace
 from llmpar.step import Step
+from llmpar.timetable import slots
 
 
 def cell(w0, w1, x, dy):
@@ -224,7 +228,7 @@ for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
         rows = hlo.census_table(
             hlo.census_jaxpr(traced, {"pp": 4}, pipeline.taken(plan.pipeline, LLAMA.num_layers, stage))
         )
-        predicted = predict.collectives(LLAMA, plan, 16, 16, stage)
+        predicted = traffic.step_traffic(LLAMA, plan, 16, 16, stage)
         assert rows == {
             key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
         }

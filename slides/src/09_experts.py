@@ -13,11 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from llmpar import cost, draw, hlo, moe, predict, scene
+from llmpar import draw, moe
 from llmpar.config import ExpertConfig, preset
+from llmpar.draw import scene
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.par import Solo
 from llmpar.plan import Plan
+from llmpar.predict import formulas, traffic
 from llmpar.step import Step
 
 use_devices()
@@ -25,7 +28,7 @@ MODEL, PLAN, BATCH, SEQ = preset("tiny-moe"), Plan("ep=8"), 16, 32
 step = Step(MODEL, PLAN, make_mesh(PLAN.mesh), optax.sgd(0.1))
 traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
 sent = hlo.census_table(hlo.census_jaxpr(traced, PLAN.mesh.sizes))["ep", "all-to-all"]
-told = predict.collectives(MODEL, PLAN, BATCH, SEQ)["ep", "all-to-all"]
+told = traffic.step_traffic(MODEL, PLAN, BATCH, SEQ)["ep", "all-to-all"]
 assert sent["count"] == told.count == 4 * MODEL.num_layers and sent["bytes_sent"] == told.bytes_sent
 
 HOW, RANKS = ExpertConfig(8, 2), 4
@@ -57,7 +60,7 @@ scene.show(draw.token_flow(visits(0), 2))
 # %%
 mixtral = preset("mixtral-8x7b")
 assert (round(mixtral.num_params / 1e9, 1), round(mixtral.active_params / 1e9, 1)) == (46.7, 12.9)
-assert cost.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
+assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 
 # %% [markdown] tags=["slide"]
 # ## A hot expert: room, drops, balance
@@ -69,7 +72,7 @@ assert cost.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 # tiny-moe --mesh ep=4</code></footer>
 
 # %%
-hot, room = visits(1.5), cost.expert_capacity(64 * RANKS, 8, 1.25, 2)
+hot, room = visits(1.5), formulas.expert_capacity(64 * RANKS, 8, 1.25, 2)
 dropped = sum(max(0, n - room) for n in np.sum(hot, 0)) / np.sum(hot)
 assert room == 80 and 0.1 < dropped < 0.25
 scene.show(draw.token_flow(hot, 2, capacity=room))

@@ -6,15 +6,19 @@
 # %%
 from IPython.display import Markdown
 
-from llmpar import cost
-from llmpar.schedule import make, timetable
+from llmpar.predict import formulas
+from llmpar.schedules import make
+from llmpar.timetable import timetable
 
-assert [cost.zero_elements(1, stage) for stage in range(4)] == [2, 2, 2, 3]
-assert cost.tp_elements(1, 1, 1, 2) == 4 and cost.tp_elements(1, 1, 1, 10**9) < 8
-assert cost.pp_elements(1, 1, 1) == 2
-assert abs(sum(cost.ring_elements(1, 10**6, 1, 1, 10**6)) / 10**6 - 6) < 1e-3
-assert round(2 * cost.moe_elements(1, 1, 2, 10**9)) == 4 * 2
-assert cost.gpt_activation_bytes(1, 2048, 1024, 8, 8, True) == cost.gpt_activation_bytes(1, 2048, 1024, 8) / 8
+assert [formulas.zero_elements(1, stage) for stage in range(4)] == [2, 2, 2, 3]
+assert formulas.tp_elements(1, 1, 1, 2) == 4 and formulas.tp_elements(1, 1, 1, 10**9) < 8
+assert formulas.pp_elements(1, 1, 1) == 2
+assert abs(sum(formulas.ring_elements(1, 10**6, 1, 1, 10**6)) / 10**6 - 6) < 1e-3
+assert round(2 * formulas.moe_elements(1, 1, 2, 10**9)) == 4 * 2
+assert (
+    formulas.gpt_activation_bytes(1, 2048, 1024, 8, 8, True)
+    == formulas.gpt_activation_bytes(1, 2048, 1024, 8) / 8
+)
 one = timetable(make("1f1b", 4, 12))
 assert abs(one.bubble_fraction - 3 / 15) < 1e-12
 ROWS = [
@@ -60,7 +64,7 @@ Markdown(
 
 # %%
 from llmpar.config import preset
-from llmpar.hardware import chip
+from llmpar.predict.hardware import chip
 
 QUESTIONS = [
     ("`d m/tp` on `dp=2 tp=4`: how many shards, how many copies of each?", "00"),
@@ -81,14 +85,14 @@ from llmpar.notation import parse_layout
 
 held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
 assert len(held) == 4 and {len(devices) for devices in held.values()} == {2}
-assert cost.sent_bytes("all-reduce", 8, 8) == 14
+assert formulas.sent_bytes("all-reduce", 8, 8) == 14
 assert (
-    cost.zero_elements(1, 0, accumulation=4) == cost.zero_elements(1, 0)
-    and cost.zero_elements(1, 2, accumulation=4) == 5
+    formulas.zero_elements(1, 0, accumulation=4) == formulas.zero_elements(1, 0)
+    and formulas.zero_elements(1, 2, accumulation=4) == 5
 )
 assert 2 < 16 * preset("llama3-8b").num_params / chip("h100").usable_bytes <= 3
 assert 16 * preset("llama3-8b").num_params < 2 * chip("h100").hbm_bytes
-assert cost.tp_elements(1, 1, 1, 8) == 4 * cost.sent_bytes("all-reduce", 1, 8)
+assert formulas.tp_elements(1, 1, 1, 8) == 4 * formulas.sent_bytes("all-reduce", 1, 8)
 assert timetable(make("1f1b", 16, 64)).peak_live()[3] == 13
 
 # %% [markdown] tags=["notes"]

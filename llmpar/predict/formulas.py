@@ -2,7 +2,7 @@
 them.
 
 Plain arithmetic on numbers, each with its formula, unit and source. What *our* train step costs is predicted
-elsewhere from a `Plan` with these functions; pipelines have their own closed forms in `schedule`. Unless a
+elsewhere from a `Plan` with these functions; pipelines have their own closed forms in `timetable`. Unless a
 name says bytes, volumes are elements. A `group` is the devices that take part. Book = Austin et al., How to
 Scale Your Model, 2025.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 
-from llmpar.hardware import Chip
 from llmpar.notation import ring_share
+from llmpar.predict.hardware import Chip
 
 
 def zero_bytes(params, devices, stage, param_bytes=2, grad_bytes=2, optim_bytes=12):

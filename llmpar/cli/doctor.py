@@ -10,8 +10,8 @@ import socket
 
 import jax
 
-from llmpar import hardware
 from llmpar.mesh import use_devices
+from llmpar.predict import hardware
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {"tokenizers": "hf", "safetensors": "hf"}

@@ -2,7 +2,7 @@
 front end.
 
 Pure Python, without Jupyter. A *state* is a dict of what a reader can choose. `tensors` and `answer` turn it
-into JSON, which is all that a front end draws, together with the geometry of `grid`, which a browser does for
+into JSON, which is all that a front end draws, together with `geometry`, which a browser does for
 itself.
 """
 
@@ -14,24 +14,17 @@ import math
 from collections import Counter
 from typing import Any
 
-from llmpar import cost, draw, predict
-from llmpar.charts import many, memory_bars
 from llmpar.config import PRESETS, ModelConfig, preset
-from llmpar.grid import coordinates, groups, lane, places, rounds, shard_numbers, slices, strides
-from llmpar.hardware import CHIPS, GIB, Chip, chip
-from llmpar.notation import (
-    AXES,
-    Layout,
-    MeshShape,
-    NotationError,
-    divisors,
-    parse_layout,
-    parse_mesh,
-    product,
-)
+from llmpar.draw import layouts
+from llmpar.draw.charts import many, memory_bars
+from llmpar.draw.geometry import coordinates, groups, lane, places, rounds, shard_numbers, slices, strides
+from llmpar.draw.scene import Group, Scene, compose, flatten, size_text, small, time_text
+from llmpar.notation import AXES, Layout, MeshShape, NotationError, divisors, parse_layout, parse_mesh
 from llmpar.plan import Plan
-from llmpar.scene import Group, Scene, compose, flatten, size_text, small, time_text
-from llmpar.schedule import SCHEDULES, make, slots, timetable
+from llmpar.predict import formulas, memory, traffic
+from llmpar.predict.hardware import CHIPS, GIB, Chip, chip
+from llmpar.schedules import SCHEDULES, make
+from llmpar.timetable import slots, timetable
 
 START: dict[str, Any] = {
     "mesh": "dp=2 fsdp=2 tp=2",
@@ -252,13 +245,13 @@ def answer(state: dict) -> dict:
         out["says"] = f"mesh {state['mesh'][:200]}: refused\n{error}\n{out['refusal']['text']}".strip()
         return out
     size = config, plan, state["batch_size"], state["seq_len"]
-    held = predict.argument_bytes(*size)
+    held = memory.argument_bytes(*size)
     parts = {
         "weights": held["params"],
         "optimizer": held["optimizer"],
         "batch": held["batch"] + held["counters"],
     }
-    parts["gradients, activations (estimate)"] = predict.temp_bytes(*size)
+    parts["gradients, activations (estimate)"] = memory.temp_bytes(*size)
     out["memory"] = [[name, value] for name, value in parts.items()]
     out["traffic"] = sent(kind, order, *size)
     computing, idle = step_seconds(kind, *size)
@@ -283,18 +276,18 @@ def answer(state: dict) -> dict:
 
 
 def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> list[dict]:
-    """What `predict.collectives` says, row by row, the largest first: what of, the largest collective, and
+    """What `traffic.step_traffic` says, row by row, the largest first: what of, the largest collective, and
     seconds."""
     sizes, rows = plan.mesh.sizes, []
     apart = strides(sizes, order)
-    for (names, what), row in predict.collectives(config, plan, batch_size, seq_len).items():
+    for (names, what), row in traffic.step_traffic(config, plan, batch_size, seq_len).items():
         axes = tuple(names.split(","))
-        group, inner = product(sizes[a] for a in axes), min(apart[a] for a in axes)
+        group, inner = math.prod(sizes[a] for a in axes), min(apart[a] for a in axes)
         short = {"collective-permute": "permute"}.get(what, what)
         each = sum((counter for counter in row.of.values()), Counter[int]())
-        lap = cost.sent_bytes(short, 1, group)
+        lap = formulas.sent_bytes(short, 1, group)
         seconds = sum(
-            n * cost.collective_seconds(kind, short, one / lap, group, inner) for one, n in each.items()
+            n * formulas.collective_seconds(kind, short, one / lap, group, inner) for one, n in each.items()
         )
         parts = {name: sum(one * n for one, n in counter.items()) for name, counter in row.of.items()}
         several = sorted(parts.items(), key=lambda part: -part[1])
@@ -326,17 +319,17 @@ def step_seconds(
 ) -> tuple[float, float]:
     """Seconds that the busiest stage computes at peak rate, and that it idles in the schedule's bubble.
 
-    A layer costs 1 forward and 2 backward, and is run as often as `predict.runs` counts, recomputation
+    A layer costs 1 forward and 2 backward, and is run as often as `traffic.runs` counts, recomputation
     included; the loss is with the last stage. In the bubble's costs (F, B, W) it is B that recomputes.
     """
-    useful = sum(predict.flops(config, batch_size, seq_len).values())
+    useful = sum(memory.flops(config, batch_size, seq_len).values())
     unembedding = 6.0 * config.vocab_size * config.width * batch_size * seq_len
     layer = (useful - unembedding) / 3 / config.num_layers / plan.microbatches  # forward, one microbatch
     loss, rate = (
         unembedding / plan.microbatches,
         plan.mesh.size // plan.mesh.pp * kind.per_device().flops_per_s,
     )
-    stages = [predict.runs(config, plan, stage) for stage in range(plan.mesh.pp)]
+    stages = [traffic.runs(config, plan, stage) for stage in range(plan.mesh.pp)]
     busiest = (
         max((run.forward + run.again + 2 * run.backward) * layer + run.loss * loss for run in stages) / rate
     )
@@ -508,7 +501,7 @@ def device_rows(state: dict, rows: list[dict], sizes: dict[str, int], order) -> 
         held = slices(live, shape_of(row, state, sizes), sizes, at)
         words = "cannot be cut evenly" if held is None else "[" + ", ".join(f"{a}:{b}" for a, b in held) + "]"
         bytes_held = (
-            product(b - a for a, b in held) * row["itemsize"] * row["times"] if held is not None else 0
+            math.prod(b - a for a, b in held) * row["itemsize"] * row["times"] if held is not None else 0
         )
         out.append([row["name"], str(live), words, size_text(bytes_held)])
     return out
@@ -545,14 +538,14 @@ def scene(state: dict) -> Scene:
         what = f"{many(shape.size, 'device')} in link order; "
         name = chosen["name"]
         what += f"filled: same shard of {name} as device {device}" if cut else f"{name} cannot be cut evenly"
-    items = draw.cells(
+    items = layouts.cells(
         place, number, device, "group" if axes else "shard" if cut else "device", axes[0] if axes else "s1"
     )
     if row and len(teams[0]) <= 64:
         team, steps = teams[number[device]], rounds(row["kind"], len(teams[0]), row.get("pairs"))
         at = min(state["step"], len(steps) - 1)
         ends = [(team[s] // place["block"], team[t] // place["block"]) for s, t, _ in steps[at]["sends"]]
-        items += draw.arrows([tuple((x, y) for x, y in lane(place, a, b)) for a, b in ends if a != b])
+        items += layouts.arrows([tuple((x, y) for x, y in lane(place, a, b)) for a, b in ends if a != b])
         each = size_text(row["largest"] / max(1, len(steps) - 1))
         which = f"One {row['kind']}" + f", the largest of {row['count']}," * (row["sizes"] > 1)
         notes.append(

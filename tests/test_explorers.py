@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llmpar import explore, inspection
-from llmpar.explorers import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
+from llmpar.cli.tools import COMMANDS
+from llmpar.explore import answers
+from llmpar.explore.explorer import MODULE, Explorer, MeshExplorer
+from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
+from llmpar.inspect import report
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import parse_layout
-from llmpar.tools import COMMANDS
-from llmpar.widget import MODULE, Explorer, MeshExplorer
 
 EXPLORERS = [MeshExplorer, TimelineExplorer, RingExplorer, RoutingExplorer, MemoryExplorer]
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -60,14 +61,14 @@ def test_a_page_needs_no_network_and_no_kernel(kind):
 def test_the_front_end_moves_the_state_and_python_answers():
     explorer = MeshExplorer(model="tiny", seq_len=64)
     widget = explorer.rich
-    assert widget.answer["key"] == explore.key(explorer.state) and widget.tensors is None
+    assert widget.answer["key"] == answers.key(explorer.state) and widget.tensors is None
     widget.state = explorer.state | {"mesh": "dp=4 tp=2"}  # as a slider in the browser does
-    assert explorer.state["mesh"] == "dp=4 tp=2" and widget.answer == explore.answer(explorer.state)
+    assert explorer.state["mesh"] == "dp=4 tp=2" and widget.answer == answers.answer(explorer.state)
     before = widget.answer
     widget.state = explorer.state | {"device": 5, "axis": "tp"}
     assert widget.answer is before, "looking asks for nothing"
     widget.state = explorer.state | {"model": "small"}
-    assert widget.tensors == explore.tensors(explorer.state)
+    assert widget.tensors == answers.tensors(explorer.state)
     widget.state = explorer.state | {"model": "gpt5"}
     assert widget.tensors == [] and "unknown model" in widget.answer["refusal"]["why"]
     widget.state = explorer.state | {"model": "small"}
@@ -76,7 +77,7 @@ def test_the_front_end_moves_the_state_and_python_answers():
     explorer.set(batch_size=16, mesh="tp=8")
     assert widget.state["mesh"] == "tp=8" and widget.answer["refusal"] is None
     explorer.set(model="tiny")
-    assert widget.tensors == explore.tensors(explorer.state), (
+    assert widget.tensors == answers.tensors(explorer.state), (
         "the tensors follow Python's set as they follow the form"
     )
 
@@ -201,7 +202,7 @@ def test_a_state_is_changed_by_set_only():
 
 def test_a_page_offers_only_what_it_stored_and_knows_its_own_state():
     explorer = MeshExplorer(mesh="tp=2, dp=2", order="pp,dp,fsdp,ep,sp,tp", model="tiny", seq_len=64)
-    explorer.states = lambda: explore.neighbours(dict(explorer.state), 8)  # fewer, for speed
+    explorer.states = lambda: answers.neighbours(dict(explorer.state), 8)  # fewer, for speed
     doc = explorer.document() | explorer.stored()
     assert doc["answers"][explorer.key(explorer.state)]["refusal"] is None
     offered = {c["name"] for c in doc["controls"] if len(c["stored"]) > 1 or c.get("free")}
@@ -257,7 +258,7 @@ def test_a_programs_memory_counts_what_is_donated_once_and_temporaries():
     place = sharding(make_mesh("dp=8"), parse_layout("b/dp d"))
     grow = jax.jit(lambda x: jnp.sin(x) + x, in_shardings=place, out_shardings=place, donate_argnums=0)
     program = grow.lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile()
-    memory = dict(MeshExplorer.of(program).answer({**explore.START})["memory"])
+    memory = dict(MeshExplorer.of(program).answer({**answers.START})["memory"])
     assert memory["arguments"] == 8 * 64 * 4 and memory["results beside them"] == 0
     assert memory["temporaries"] == program.memory_analysis().temp_size_in_bytes
 
@@ -269,7 +270,7 @@ def test_arrays_of_two_meshes_are_not_put_on_one():
     )
     with pytest.raises(ValueError, match="one mesh at a time"):
         MeshExplorer.of([one, two])
-    beside = inspection.shardings([two, jnp.zeros(3)])["tensors"][1]
+    beside = report.shardings([two, jnp.zeros(3)])["tensors"][1]
     assert beside["holds"] == [0] + [None] * 7, "an array on one device is not on the others"
 
 

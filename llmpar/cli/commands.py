@@ -23,7 +23,7 @@ import tyro
 from llmpar.config import ModelConfig, OptimizerConfig, OptimizerOptions, preset
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
-from llmpar.schedule import timetable
+from llmpar.timetable import timetable
 
 LINE_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -279,6 +279,7 @@ class Train:
                 f"{order.name}: {order.num_stages} stages, {order.num_microbatches} microbatches, {idle:.0%}"
                 " of a step idle"
             )
+        mesh = make_mesh(plan.mesh)
         with Stopper() as stopper, progress(self.steps) as show:
 
             def on_step(number, report):
@@ -292,7 +293,7 @@ class Train:
             _, report = train(
                 config,
                 plan,
-                make_mesh(plan.mesh),
+                mesh,
                 stream,
                 self.steps,
                 options,
@@ -304,6 +305,7 @@ class Train:
                 held_out=held_out,
                 eval_every=self.text.eval_every,
                 eval_batches=self.text.eval_batches,
+                ideal_step_s=ideal_step_s(config, self.step, mesh),
                 tell=say,
                 stop=lambda: stopper.number > 0,
             )
@@ -364,7 +366,7 @@ class Inspect:
         import rich
 
         check_picture(self.svg)
-        from llmpar.inspection import inspect, tables
+        from llmpar.inspect.report import inspect, tables
 
         start()
         config, plan = self.step.resolve()
@@ -458,20 +460,32 @@ def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, pa
     """Refuse a model whose simulated devices together hold more than this machine's memory."""
     import jax
 
-    from llmpar import hardware, predict
+    from llmpar.data import host_bytes
+    from llmpar.predict import memory
 
-    if jax.devices()[0].platform != "cpu" or not (memory := hardware.host_bytes()):
+    if jax.devices()[0].platform != "cpu" or not (room := host_bytes()):
         return
-    held = predict.argument_bytes(config, plan, batch_size, seq_len)
+    held = memory.argument_bytes(config, plan, batch_size, seq_len)
     need = plan.mesh.size * sum(held[part] for part in parts)
-    if need > memory:
+    if need > room:
         what = (
             f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB on {plan.mesh.size}"
             " simulated devices"
         )
         raise ValueError(
-            f"{what}, and this machine has {memory / 2**30:,.1f} GiB; use a smaller model, or cut it more"
+            f"{what}, and this machine has {room / 2**30:,.1f} GiB; use a smaller model, or cut it more"
         )
+
+
+def ideal_step_s(config: ModelConfig, step: StepOptions, mesh) -> float | None:
+    """What a step's useful FLOPs take at the devices' peak, in seconds; None for simulated and unknown
+    devices."""
+    from llmpar.predict import hardware, memory
+
+    chip = hardware.guess(mesh.devices.flat[0].device_kind)
+    if chip is None or chip.simulated:
+        return None
+    return sum(memory.flops(config, step.batch_size, step.seq_len).values()) / chip.flops_per_s / mesh.size
 
 
 def start() -> None:

@@ -1,4 +1,4 @@
-"""Checks of `cost` that do not come from a paper: identities, limits, and small worlds that are played
+"""Checks of `formulas` that do not come from a paper: identities, limits, and small worlds that are played
 through."""
 
 import math
@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from llmpar import cost
-from llmpar.hardware import chip
+from llmpar.predict import formulas
+from llmpar.predict.hardware import chip
 
 GROUPS = (2, 3, 8, 64)
 exactly = (
@@ -21,7 +21,7 @@ exactly = (
 
 @pytest.mark.parametrize("devices", [1, 2, 64, 10**6])
 def test_zero_stages_only_ever_save_and_are_equal_on_one_device(devices):
-    held = [cost.zero_bytes(1e9, devices, stage) for stage in range(4)]
+    held = [formulas.zero_bytes(1e9, devices, stage) for stage in range(4)]
     assert held == sorted(held, reverse=True)
     assert len(set(held)) == (1 if devices == 1 else 4)
     assert held[0] == 16e9
@@ -30,26 +30,28 @@ def test_zero_stages_only_ever_save_and_are_equal_on_one_device(devices):
 def test_zero_limits_are_what_is_never_cut():
     """With endless devices stage 1 keeps weights and gradients, stage 2 weights, stage 3 nothing."""
     limits = [
-        cost.zero_bytes(1, 1e15, stage, param_bytes=3, grad_bytes=5, optim_bytes=7) for stage in range(4)
+        formulas.zero_bytes(1, 1e15, stage, param_bytes=3, grad_bytes=5, optim_bytes=7) for stage in range(4)
     ]
     assert limits == pytest.approx([15, 8, 3, 0], abs=1e-9)
 
 
 def test_largest_model_fills_the_memory_exactly():
     for stage in range(4):
-        params = cost.zero_max_params(80e9, 16, stage, param_bytes=4, grad_bytes=4, optim_bytes=8)
-        assert cost.zero_bytes(params, 16, stage, 4, 4, 8) == exactly(80e9)
+        params = formulas.zero_max_params(80e9, 16, stage, param_bytes=4, grad_bytes=4, optim_bytes=8)
+        assert formulas.zero_bytes(params, 16, stage, 4, 4, 8) == exactly(80e9)
 
 
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole():
     layer = (2, 2048, 4096, 32)
     for recompute in ("none", "selective"):
-        alone = cost.gpt_activation_bytes(*layer, recompute=recompute)
-        both = cost.gpt_activation_bytes(*layer, tp=8, sequence_parallel=True, recompute=recompute)
-        tensor = cost.gpt_activation_bytes(*layer, tp=8, recompute=recompute)
+        alone = formulas.gpt_activation_bytes(*layer, recompute=recompute)
+        both = formulas.gpt_activation_bytes(*layer, tp=8, sequence_parallel=True, recompute=recompute)
+        tensor = formulas.gpt_activation_bytes(*layer, tp=8, recompute=recompute)
         assert both * 8 == exactly(alone)
         assert tensor - both == exactly(10 * 2 * 2048 * 4096 * 7 / 8)
-    assert cost.gpt_activation_bytes(*layer, sequence_parallel=True) == cost.gpt_activation_bytes(*layer)
+    assert formulas.gpt_activation_bytes(*layer, sequence_parallel=True) == formulas.gpt_activation_bytes(
+        *layer
+    )
 
 
 def test_llama_activations_count_the_tensors_of_a_block():
@@ -69,15 +71,15 @@ def test_llama_activations_count_the_tensors_of_a_block():
     }
     selective = ("input", "q", "v", "attended", "gate")  # and the block's output, the next one's input
     shape = (10, d, n, k, h, m)
-    assert cost.llama_activation_bytes(*shape) == 2 * 10 * sum(tensors.values())
+    assert formulas.llama_activation_bytes(*shape) == 2 * 10 * sum(tensors.values())
     kept = d + sum(tensors[name] for name in selective)
-    assert cost.llama_activation_bytes(*shape, recompute="selective") == 2 * 10 * kept
-    assert cost.llama_activation_bytes(*shape, recompute="full", bytes_each=4) == 4 * 10 * d
+    assert formulas.llama_activation_bytes(*shape, recompute="selective") == 2 * 10 * kept
+    assert formulas.llama_activation_bytes(*shape, recompute="full", bytes_each=4) == 4 * 10 * d
 
 
 def test_a_cache_of_all_heads_is_two_widths_per_layer():
-    assert cost.kv_cache_bytes(7, 32, 32, 128) == 7 * 32 * 2 * 4096 * 2
-    assert cost.kv_cache_bytes(7, 32, 8, 128) * 4 == cost.kv_cache_bytes(7, 32, 32, 128)
+    assert formulas.kv_cache_bytes(7, 32, 32, 128) == 7 * 32 * 2 * 4096 * 2
+    assert formulas.kv_cache_bytes(7, 32, 8, 128) * 4 == formulas.kv_cache_bytes(7, 32, 32, 128)
 
 
 # ---------------------------------------------------------------- parameters and FLOPs
@@ -87,17 +89,17 @@ def test_parameters_are_counted_as_if_the_matrices_were_listed():
     v, d, layers, n, k, h, m, e = 100, 24, 3, 4, 2, 8, 50, 5
     block = [(d, n * h), (d, k * h), (d, k * h), (n * h, d), (d,), (d,), (d, e)] + 3 * e * [(d, m)]
     matrices = [(v, d), (d,), (d, v)] + layers * block
-    counts = cost.param_counts(v, d, layers, n, k, h, m, glu=True, experts=e, topk=2)
+    counts = formulas.param_counts(v, d, layers, n, k, h, m, glu=True, experts=e, topk=2)
     assert counts["total"] == sum(map(math.prod, matrices))
     assert counts["total"] - counts["active"] == layers * (e - 2) * 3 * d * m
-    biased = cost.param_counts(v, d, layers, n, k, h, m, glu=True, bias=True, norm="ln", tied=True)
-    plain = cost.param_counts(v, d, layers, n, k, h, m, glu=True)
+    biased = formulas.param_counts(v, d, layers, n, k, h, m, glu=True, bias=True, norm="ln", tied=True)
+    plain = formulas.param_counts(v, d, layers, n, k, h, m, glu=True)
     added = layers * (n * h + 2 * k * h + d + 2 * m + d) + (2 * layers + 1) * d - v * d
     assert biased["total"] - plain["total"] == added
 
 
 def test_dense_models_are_all_active():
-    counts = cost.param_counts(32000, 4096, 32, 32, 8, 128, 14336, glu=True)
+    counts = formulas.param_counts(32000, 4096, 32, 32, 8, 128, 14336, glu=True)
     assert (
         counts["active"] == counts["total"] == sum(counts[p] for p in counts if p not in ("total", "active"))
     )
@@ -105,10 +107,10 @@ def test_dense_models_are_all_active():
 
 def test_narayanan_count_is_exact_but_for_the_last_norm():
     h, layers, vocab, seq = 768, 12, 50257, 1024
-    exact = cost.param_counts(vocab, h, layers, ctx=seq, learned_pos=True, tied=True, bias=True, norm="ln")[
-        "total"
-    ]
-    assert cost.gpt_params(h, layers, vocab, seq) == exactly(exact - 2 * h, rel=1e-12)
+    exact = formulas.param_counts(
+        vocab, h, layers, ctx=seq, learned_pos=True, tied=True, bias=True, norm="ln"
+    )["total"]
+    assert formulas.gpt_params(h, layers, vocab, seq) == exactly(exact - 2 * h, rel=1e-12)
 
 
 def test_gpt_flops_are_three_or_four_forwards_of_the_matrix_products():
@@ -117,28 +119,30 @@ def test_gpt_flops_are_three_or_four_forwards_of_the_matrix_products():
     scores = layers * 2 * (2 * b * s * s * h)  # q k^T and its product with v, unmasked
     logits = 2 * b * s * h * vocab
     step = (b, s, layers, h, vocab)
-    assert cost.gpt_step_flops(*step, "none") == exactly(3 * (weights + scores + logits))
-    assert cost.gpt_step_flops(*step, "full") == exactly(4 * (weights + scores) + 3 * logits)
-    extra = cost.gpt_step_flops(*step, "selective") - cost.gpt_step_flops(*step, "none")
+    assert formulas.gpt_step_flops(*step, "none") == exactly(3 * (weights + scores + logits))
+    assert formulas.gpt_step_flops(*step, "full") == exactly(4 * (weights + scores) + 3 * logits)
+    extra = formulas.gpt_step_flops(*step, "selective") - formulas.gpt_step_flops(*step, "none")
     assert extra == exactly(3 * scores), "as published: three times the products that are recomputed"
 
 
 def test_palm_and_narayanan_agree_on_the_same_matrices():
     """6N + 12LHQT over the weights that multiply is the GPT step without recomputation."""
     b, s, layers, h, vocab = 2, 2048, 24, 2048, 51200
-    per_token = cost.flops_per_token(12 * layers * h**2 + vocab * h, layers, 16, h // 16, s)
-    assert b * s * per_token == exactly(cost.gpt_step_flops(b, s, layers, h, vocab, "none"))
+    per_token = formulas.flops_per_token(12 * layers * h**2 + vocab * h, layers, 16, h // 16, s)
+    assert b * s * per_token == exactly(formulas.gpt_step_flops(b, s, layers, h, vocab, "none"))
 
 
 def test_flop_conventions_are_ordered_and_causal_is_half_way():
     n, shape = 8.03e9, (32, 32, 128, 8192)
-    full, causal, none = (cost.flops_per_token(n, *shape, attention=a) for a in ("full", "causal", "none"))
+    full, causal, none = (
+        formulas.flops_per_token(n, *shape, attention=a) for a in ("full", "causal", "none")
+    )
     assert none == 6 * n and full - causal == causal - none > 0
-    assert full - cost.flops_per_token(n, *shape, excluded_params=5e8) == exactly(3e9)
+    assert full - formulas.flops_per_token(n, *shape, excluded_params=5e8) == exactly(3e9)
 
 
 def test_full_recomputation_is_a_third_longer_at_the_same_rate():
-    days = [cost.train_seconds(1e9, 1e12, 8, 4e14, factor) for factor in (6, 8)]
+    days = [formulas.train_seconds(1e9, 1e12, 8, 4e14, factor) for factor in (6, 8)]
     assert days[1] / days[0] == exactly(4 / 3)
 
 
@@ -159,9 +163,9 @@ def replayed_ring(kind, group, chunk=1):
 @pytest.mark.parametrize("group", GROUPS)
 def test_ring_bytes_are_those_of_a_ring_that_is_played(group):
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        assert cost.sent_bytes(kind, 4 * group, group) == exactly(replayed_ring(kind, group, chunk=4))
+        assert formulas.sent_bytes(kind, 4 * group, group) == exactly(replayed_ring(kind, group, chunk=4))
     # All-to-all: a local buffer of one chunk for each device, of which all but one's own leave.
-    assert cost.sent_bytes("all-to-all", 4 * group, group) == exactly(4 * (group - 1))
+    assert formulas.sent_bytes("all-to-all", 4 * group, group) == exactly(4 * (group - 1))
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -172,37 +176,37 @@ def test_all_reduce_is_reduce_scatter_then_all_gather_in_bytes_and_time(group):
         return time("all-reduce"), time("reduce-scatter") + time("all-gather")
 
     for time in (
-        lambda kind: cost.sent_bytes(kind, v, group),
-        lambda kind: cost.switch_seconds(kind, v, group, 450e9),
-        lambda kind: cost.tree_seconds(kind, v, levels),
-        lambda kind: cost.torus_seconds(kind, v, shape, 45e9),
-        lambda kind: cost.torus_seconds(kind, v, shape, 45e9, wrap=False),
-        lambda kind: cost.torus_seconds(kind, 1.0, shape, 45e9, hop_s=1e-6),
-        lambda kind: cost.collective_seconds(chip("h100"), kind, v, group),
-        lambda kind: cost.collective_seconds(chip("v5p"), kind, v, group),
+        lambda kind: formulas.sent_bytes(kind, v, group),
+        lambda kind: formulas.switch_seconds(kind, v, group, 450e9),
+        lambda kind: formulas.tree_seconds(kind, v, levels),
+        lambda kind: formulas.torus_seconds(kind, v, shape, 45e9),
+        lambda kind: formulas.torus_seconds(kind, v, shape, 45e9, wrap=False),
+        lambda kind: formulas.torus_seconds(kind, 1.0, shape, 45e9, hop_s=1e-6),
+        lambda kind: formulas.collective_seconds(chip("h100"), kind, v, group),
+        lambda kind: formulas.collective_seconds(chip("v5p"), kind, v, group),
     ):
         together, apart = parts(time)
         assert together == exactly(apart) and together > 0
 
 
 def test_nothing_moves_within_a_group_of_one():
-    for kind in cost.KINDS:
-        assert cost.sent_bytes(kind, 1e9, 1) == 0
-        assert cost.torus_seconds(kind, 1e9, (1,), 45e9, hop_s=1e-6) == 0
-        assert cost.tree_seconds(kind, 1e9, [(1, 450e9), (1, 400e9)]) == 0
+    for kind in formulas.KINDS:
+        assert formulas.sent_bytes(kind, 1e9, 1) == 0
+        assert formulas.torus_seconds(kind, 1e9, (1,), 45e9, hop_s=1e-6) == 0
+        assert formulas.tree_seconds(kind, 1e9, [(1, 450e9), (1, 400e9)]) == 0
         for name in ("h100", "v5e", "tpu7x", "cpu"):
-            assert cost.collective_seconds(chip(name), kind, 1e9, 1) == 0
+            assert formulas.collective_seconds(chip(name), kind, 1e9, 1) == 0
     for stage in range(4):
-        assert cost.zero_elements(1e9, stage, 4, devices=1) == 0
-    assert cost.tp_elements(1, 8, 8, 1) == cost.moe_elements(8, 8, 2, 1) == 0
-    assert cost.ring_elements(1, 8, 2, 4, 1) == (0, 0)
+        assert formulas.zero_elements(1e9, stage, 4, devices=1) == 0
+    assert formulas.tp_elements(1, 8, 8, 1) == formulas.moe_elements(8, 8, 2, 1) == 0
+    assert formulas.ring_elements(1, 8, 2, 4, 1) == (0, 0)
 
 
 def test_a_kind_that_does_not_exist_is_caught():
     for call in (
-        lambda: cost.sent_bytes("allgather", 1, 2),
-        lambda: cost.torus_seconds("allgather", 1, (2,), 1),
-        lambda: cost.tree_seconds("allgather", 1, [(2, 1)]),
+        lambda: formulas.sent_bytes("allgather", 1, 2),
+        lambda: formulas.torus_seconds("allgather", 1, (2,), 1),
+        lambda: formulas.tree_seconds("allgather", 1, [(2, 1)]),
     ):
         with pytest.raises(AssertionError, match="allgather"):
             call()
@@ -210,9 +214,11 @@ def test_a_kind_that_does_not_exist_is_caught():
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_bytes_from_result_and_from_message_differ_for_reduce_scatter_only(group):
-    for kind in cost.KINDS:
+    for kind in formulas.KINDS:
         result = 1024 / group if kind == "reduce-scatter" else 1024
-        assert cost.sent_bytes_of_result(kind, result, group) == exactly(cost.sent_bytes(kind, 1024, group))
+        assert formulas.sent_bytes_of_result(kind, result, group) == exactly(
+            formulas.sent_bytes(kind, 1024, group)
+        )
 
 
 def played_all_to_all(size, wrap):
@@ -239,50 +245,50 @@ def played_all_to_all(size, wrap):
     ("size", "wrap"), [(4, True), (8, True), (16, True), (2, False), (4, False), (16, False)]
 )
 def test_torus_all_to_all_is_the_load_of_its_busiest_link(size, wrap):
-    seconds = cost.torus_seconds("all-to-all", size * 1.0, (size,), 1.0, wrap)
+    seconds = formulas.torus_seconds("all-to-all", size * 1.0, (size,), 1.0, wrap)
     assert seconds == exactly(played_all_to_all(size, wrap))
 
 
 @pytest.mark.parametrize("group", [4, 16, 64])
 def test_torus_all_to_all_is_a_quarter_of_gathering_the_array_on_a_ring(group):
     v = 1e9
-    gather = cost.torus_seconds("all-gather", v, (group,), 45e9)
-    assert cost.torus_seconds("all-to-all", v / group, (group,), 45e9) == exactly(gather / 4)
+    gather = formulas.torus_seconds("all-gather", v, (group,), 45e9)
+    assert formulas.torus_seconds("all-to-all", v / group, (group,), 45e9) == exactly(gather / 4)
 
 
 def test_a_torus_gathers_faster_over_more_axes_and_slower_without_wrap():
-    one, two = (cost.torus_seconds("all-gather", 1e9, shape, 45e9) for shape in ((16,), (4, 4)))
+    one, two = (formulas.torus_seconds("all-gather", 1e9, shape, 45e9) for shape in ((16,), (4, 4)))
     assert one == exactly(2 * two)
-    line = cost.torus_seconds("all-gather", 1e9, (16,), 45e9, wrap=False)
+    line = formulas.torus_seconds("all-gather", 1e9, (16,), 45e9, wrap=False)
     assert line == exactly(one * 2 * 15 / 16)
 
 
 def test_small_messages_cost_their_hops():
-    assert cost.torus_seconds("all-gather", 1, (16,), 45e9, hop_s=1e-6) == exactly(8e-6)
-    assert cost.torus_seconds("all-gather", 1, (16,), 45e9, wrap=False, hop_s=1e-6) == exactly(15e-6)
-    large = cost.torus_seconds("all-gather", 1e9, (16,), 45e9)
-    assert cost.torus_seconds("all-gather", 1e9, (16,), 45e9, hop_s=1e-6) == large
+    assert formulas.torus_seconds("all-gather", 1, (16,), 45e9, hop_s=1e-6) == exactly(8e-6)
+    assert formulas.torus_seconds("all-gather", 1, (16,), 45e9, wrap=False, hop_s=1e-6) == exactly(15e-6)
+    large = formulas.torus_seconds("all-gather", 1e9, (16,), 45e9)
+    assert formulas.torus_seconds("all-gather", 1e9, (16,), 45e9, hop_s=1e-6) == large
 
 
 def test_a_tree_is_as_slow_as_its_slowest_level():
     levels = [(8, 450e9), (32, 400e9), (4, 12.8e12)]
-    assert cost.level_bytes_per_s(levels) == exactly(
+    assert formulas.level_bytes_per_s(levels) == exactly(
         [514.29e9, 412.9e9, 17.07e12], rel=1e-3
     )  # printed to 3 digits
-    assert cost.tree_seconds("all-gather", 413e9, levels) == exactly(1, rel=1e-3)
-    assert cost.tree_seconds("all-gather", 1e9, levels[:1]) == exactly(
-        cost.switch_seconds("all-gather", 1e9, 8, 450e9)
+    assert formulas.tree_seconds("all-gather", 413e9, levels) == exactly(1, rel=1e-3)
+    assert formulas.tree_seconds("all-gather", 1e9, levels[:1]) == exactly(
+        formulas.switch_seconds("all-gather", 1e9, 8, 450e9)
     )
-    assert cost.tree_seconds("all-to-all", 1e9, levels[:1]) == exactly(
-        cost.switch_seconds("all-to-all", 1e9, 8, 450e9)
+    assert formulas.tree_seconds("all-to-all", 1e9, levels[:1]) == exactly(
+        formulas.switch_seconds("all-to-all", 1e9, 8, 450e9)
     )
 
 
 def test_all_to_all_loses_the_node_as_soon_as_it_leaves_it():
     """The book: from B/(8 x 450e9) inside a node to B/(2 x 400e9) over two, for an array of B bytes."""
     array = 1e9
-    inside = cost.tree_seconds("all-to-all", array / 8, [(8, 450e9)])
-    across = cost.tree_seconds("all-to-all", array / 16, [(8, 450e9), (2, 400e9)])
+    inside = formulas.tree_seconds("all-to-all", array / 8, [(8, 450e9)])
+    across = formulas.tree_seconds("all-to-all", array / 16, [(8, 450e9), (2, 400e9)])
     assert inside == exactly(array * 7 / 64 / 450e9)
     assert across == exactly(array * (2 - 1) / 2**2 / 400e9)
     assert across > 2 * inside
@@ -290,27 +296,27 @@ def test_all_to_all_loses_the_node_as_soon_as_it_leaves_it():
 
 def test_a_collective_over_links_follows_its_group_out_of_the_node():
     h100, v = chip("h100"), 1e9
-    node = cost.collective_seconds(h100, "all-gather", v, 8)
-    assert node == exactly(cost.switch_seconds("all-gather", v, 8, 370e9))
-    assert cost.collective_seconds(h100, "all-gather", v, 64) == exactly(node), (
+    node = formulas.collective_seconds(h100, "all-gather", v, 8)
+    assert node == exactly(formulas.switch_seconds("all-gather", v, 8, 370e9))
+    assert formulas.collective_seconds(h100, "all-gather", v, 64) == exactly(node), (
         "8 nodes: the node still binds"
     )
-    assert cost.collective_seconds(h100, "all-gather", v, 1024) == exactly(v * 127 / 128 / 400e9)
+    assert formulas.collective_seconds(h100, "all-gather", v, 1024) == exactly(v * 127 / 128 / 400e9)
     # One device in each of 8 nodes, as dp has it outside tp=8: a lone port, eight times slower than all ports
     # together.
-    assert cost.collective_seconds(h100, "all-gather", v, 8, inner=8) == exactly(v * 7 / 8 / 50e9)
-    assert cost.collective_seconds(h100, "permute", v, 8, inner=8) == exactly(v / 50e9)
-    assert cost.collective_seconds(h100, "all-to-all", v, 8, inner=8) == exactly(v * 7 / 8 / 50e9)
+    assert formulas.collective_seconds(h100, "all-gather", v, 8, inner=8) == exactly(v * 7 / 8 / 50e9)
+    assert formulas.collective_seconds(h100, "permute", v, 8, inner=8) == exactly(v / 50e9)
+    assert formulas.collective_seconds(h100, "all-to-all", v, 8, inner=8) == exactly(v * 7 / 8 / 50e9)
 
 
 def test_a_collective_on_a_torus_wraps_where_the_chip_does():
     v5e, v = chip("v5e"), 1e9
-    assert cost.collective_seconds(v5e, "all-gather", v, 16) == exactly(v / 90e9)
-    assert cost.collective_seconds(v5e, "all-gather", v, 8) == exactly(v * 7 / 8 / 45e9)
-    beyond = cost.collective_seconds(v5e, "all-gather", v, 2, inner=256)
+    assert formulas.collective_seconds(v5e, "all-gather", v, 16) == exactly(v / 90e9)
+    assert formulas.collective_seconds(v5e, "all-gather", v, 8) == exactly(v * 7 / 8 / 45e9)
+    beyond = formulas.collective_seconds(v5e, "all-gather", v, 2, inner=256)
     assert beyond == exactly(v / 2 / v5e.dcn_bytes_per_s)
     fast_between = replace(v5e, dcn_bytes_per_s=1e12)
-    slices = cost.collective_seconds(fast_between, "all-gather", v, 512)
+    slices = formulas.collective_seconds(fast_between, "all-gather", v, 512)
     assert slices == exactly(v * 255 / 256 / (2 * 90e9)), "inside a slice, over both of its axes"
 
 
@@ -319,19 +325,19 @@ def test_two_cores_of_a_chip_share_its_links():
     ironwood, v = chip("tpu7x"), 1e9
     whole = replace(ironwood, devices_per_chip=1)
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        chips = cost.collective_seconds(whole, kind, v, 4)
-        assert cost.collective_seconds(ironwood, kind, v, 8) == exactly(chips)
-        assert cost.collective_seconds(ironwood, kind, v, 4, inner=2) == exactly(2 * chips)
+        chips = formulas.collective_seconds(whole, kind, v, 4)
+        assert formulas.collective_seconds(ironwood, kind, v, 8) == exactly(chips)
+        assert formulas.collective_seconds(ironwood, kind, v, 4, inner=2) == exactly(2 * chips)
     local = v / 8
-    chips = cost.collective_seconds(whole, "all-to-all", 2 * local, 4)
-    assert cost.collective_seconds(ironwood, "all-to-all", local, 8) == exactly(chips)
-    assert cost.collective_seconds(ironwood, "all-gather", v, 2) < cost.collective_seconds(
+    chips = formulas.collective_seconds(whole, "all-to-all", 2 * local, 4)
+    assert formulas.collective_seconds(ironwood, "all-to-all", local, 8) == exactly(chips)
+    assert formulas.collective_seconds(ironwood, "all-gather", v, 2) < formulas.collective_seconds(
         whole, "all-gather", v, 2
     )
 
 
 def test_point_to_point_is_latency_and_bandwidth():
-    first, last = cost.point_to_point_seconds(9e10, 6, 2, 4.5e10, 1e-6)
+    first, last = formulas.point_to_point_seconds(9e10, 6, 2, 4.5e10, 1e-6)
     assert (first, last) == exactly((6e-6, 1 + 6e-6))
 
 
@@ -343,7 +349,7 @@ def test_zero_traffic_is_that_of_the_collectives_it_makes(devices):
     """Stage by stage, spelled as collectives over a + 1 of them: the closed forms are their sums."""
 
     def moved(*kinds):
-        return sum(cost.sent_bytes(kind, 100, devices) for kind in kinds)
+        return sum(formulas.sent_bytes(kind, 100, devices) for kind in kinds)
 
     for a in (1, 4):
         made = {
@@ -353,25 +359,27 @@ def test_zero_traffic_is_that_of_the_collectives_it_makes(devices):
             3: a * ["all-gather", "all-gather", "reduce-scatter"],
         }
         for stage, kinds in made.items():
-            assert cost.zero_elements(100, stage, a, devices) == exactly(moved(*kinds)), (stage, a)
+            assert formulas.zero_elements(100, stage, a, devices) == exactly(moved(*kinds)), (stage, a)
 
 
 def test_accumulation_is_free_below_stage_two():
-    assert [cost.zero_elements(1, stage, accumulation=8) for stage in range(4)] == [2, 2, 9, 24]
+    assert [formulas.zero_elements(1, stage, accumulation=8) for stage in range(4)] == [2, 2, 9, 24]
 
 
 def test_megatron_traffic_is_four_all_reduces_or_their_halves():
     b, s, d, t = 2, 128, 64, 8
     message = b * s * d
-    assert cost.tp_elements(b, s, d, t, layers=3) == exactly(
-        3 * 4 * cost.sent_bytes("all-reduce", message, t)
+    assert formulas.tp_elements(b, s, d, t, layers=3) == exactly(
+        3 * 4 * formulas.sent_bytes("all-reduce", message, t)
     )
-    split = 4 * (cost.sent_bytes("all-gather", message, t) + cost.sent_bytes("reduce-scatter", message, t))
-    assert cost.tp_elements(b, s, d, t) == exactly(split)
+    split = 4 * (
+        formulas.sent_bytes("all-gather", message, t) + formulas.sent_bytes("reduce-scatter", message, t)
+    )
+    assert formulas.tp_elements(b, s, d, t) == exactly(split)
 
 
 def test_pipeline_hops_go_forward_and_back():
-    assert cost.pp_elements(1, 8, 16, microbatches=4, chunks=3) == 3 * 4 * 2 * 8 * 16
+    assert formulas.pp_elements(1, 8, 16, microbatches=4, chunks=3) == 3 * 4 * 2 * 8 * 16
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
@@ -382,20 +390,22 @@ def test_ring_attention_sends_what_a_played_ring_sends(n):
     backward = forward + sum(
         2 * block for _ in range(n)
     )  # gradients make the whole round, back to their owner
-    assert cost.ring_elements(b, s, k, h, n) == (forward, backward)
+    assert formulas.ring_elements(b, s, k, h, n) == (forward, backward)
 
 
 def test_ulysses_shrinks_with_its_degree_and_with_grouped_heads():
-    assert cost.ulysses_elements(1024, 64, 8) * 8 == cost.ulysses_elements(1024, 64, 1) == 4 * 1024 * 64
-    assert cost.ulysses_elements(1024, 64, 8, kv_ratio=0.25) / cost.ulysses_elements(1024, 64, 8) == exactly(
-        2.5 / 4
+    assert (
+        formulas.ulysses_elements(1024, 64, 8) * 8 == formulas.ulysses_elements(1024, 64, 1) == 4 * 1024 * 64
     )
+    assert formulas.ulysses_elements(1024, 64, 8, kv_ratio=0.25) / formulas.ulysses_elements(
+        1024, 64, 8
+    ) == exactly(2.5 / 4)
 
 
 def test_expert_dispatch_is_two_all_to_alls_of_k_copies():
     tokens, d, topk, ep = 128, 32, 2, 8
-    both = 2 * cost.sent_bytes("all-to-all", topk * tokens * d, ep)
-    assert cost.moe_elements(tokens, d, topk, ep) == exactly(both)
+    both = 2 * formulas.sent_bytes("all-to-all", topk * tokens * d, ep)
+    assert formulas.moe_elements(tokens, d, topk, ep) == exactly(both)
 
 
 @pytest.mark.parametrize(
@@ -409,28 +419,28 @@ def test_expert_dispatch_is_two_all_to_alls_of_k_copies():
     ],
 )
 def test_capacity_rounds_up_but_not_for_a_float_digit(tokens, experts, factor, topk, slots):
-    assert cost.expert_capacity(tokens, experts, factor, topk) == slots
+    assert formulas.expert_capacity(tokens, experts, factor, topk) == slots
 
 
 def test_copies_are_the_axes_that_do_not_cut():
-    assert cost.copies({"dp": 2, "fsdp": 4, "tp": 8}, {"fsdp"}) == 16
-    assert cost.copies({"dp": 2, "tp": 8}, {"dp", "tp"}) == 1
+    assert formulas.copies({"dp": 2, "fsdp": 4, "tp": 8}, {"fsdp"}) == 16
+    assert formulas.copies({"dp": 2, "tp": 8}, {"dp", "tp"}) == 1
 
 
 def test_what_is_left_out_is_one_or_nothing():
-    assert cost.flops_per_token(7) == cost.flops_per_token(7, 0, 4, 4, 4) == 42
+    assert formulas.flops_per_token(7) == formulas.flops_per_token(7, 0, 4, 4, 4) == 42
     for given in (
         {"heads": 1, "head_dim": 1, "seq": 1},
         {"layers": 1, "head_dim": 1, "seq": 1},
         {"layers": 1, "heads": 1, "seq": 1},
         {"layers": 1, "heads": 1, "head_dim": 1},
     ):
-        assert cost.flops_per_token(7, **given) == 42, "no attention term without all four"
-    assert cost.pp_elements(1, 8, 16) == cost.pp_elements(1, 8, 16, 1, 1)
-    assert cost.expert_capacity(64, 8, 1.0) == 8
-    assert cost.fsdp_tp_optimum(100, 4, 16) == 5
-    assert cost.fsdp_tp_min_tokens(6, 3, 4) == 4
-    assert cost.param_counts(10, 4, 1) == cost.param_counts(10, 4, 1, heads=2, ctx=8, topk=3)
+        assert formulas.flops_per_token(7, **given) == 42, "no attention term without all four"
+    assert formulas.pp_elements(1, 8, 16) == formulas.pp_elements(1, 8, 16, 1, 1)
+    assert formulas.expert_capacity(64, 8, 1.0) == 8
+    assert formulas.fsdp_tp_optimum(100, 4, 16) == 5
+    assert formulas.fsdp_tp_min_tokens(6, 3, 4) == 4
+    assert formulas.param_counts(10, 4, 1) == formulas.param_counts(10, 4, 1, heads=2, ctx=8, topk=3)
 
 
 # ---------------------------------------------------------------- thresholds: at them, both times are equal
@@ -444,18 +454,18 @@ def matmul_seconds(tokens, d, f, flops, bandwidth, weight_bytes=2, row_bytes=0):
 def test_matrix_product_is_balanced_at_its_critical_batch(name):
     row, d, f = chip(name), 4096, 16384
     rates = (row.flops_per_s, row.hbm_bytes_per_s)
-    compute, memory = matmul_seconds(cost.critical_batch(*rates), d, f, *rates)
+    compute, memory = matmul_seconds(formulas.critical_batch(*rates), d, f, *rates)
     assert compute == exactly(memory)
-    exact = cost.matmul_critical_batch(d, f, *rates, bytes_each=2)
+    exact = formulas.matmul_critical_batch(d, f, *rates, bytes_each=2)
     compute, memory = matmul_seconds(exact, d, f, *rates, row_bytes=2)
     assert compute == exactly(memory)
-    assert exact > cost.critical_batch(*rates), "its own activations count too"
-    wide = cost.matmul_critical_batch(10**7, 10**7, *rates, bytes_each=2)
-    assert wide == exactly(cost.critical_batch(*rates), rel=1e-4)  # limit of large d and f
+    assert exact > formulas.critical_batch(*rates), "its own activations count too"
+    wide = formulas.matmul_critical_batch(10**7, 10**7, *rates, bytes_each=2)
+    assert wide == exactly(formulas.critical_batch(*rates), rel=1e-4)  # limit of large d and f
 
 
 def test_a_narrow_product_is_never_compute_bound():
-    assert cost.matmul_critical_batch(64, 64, 197e12, 819e9) == math.inf
+    assert formulas.matmul_critical_batch(64, 64, 197e12, 819e9) == math.inf
 
 
 @pytest.mark.parametrize("axes", [1, 3])
@@ -464,7 +474,7 @@ def test_fsdp_hides_exactly_at_its_threshold(axes):
     axes."""
     row, d, f, chips = chip("v5p"), 8192, 28672, 64
     egress = axes * row.axis_bytes_per_s
-    tokens = cost.dp_min_tokens(row.flops_per_s, egress) * chips
+    tokens = formulas.dp_min_tokens(row.flops_per_s, egress) * chips
     compute = 4 * tokens * d * f / (chips * row.flops_per_s)
     gather = 2 * 2 * d * f / egress
     assert compute == exactly(gather)
@@ -473,7 +483,7 @@ def test_fsdp_hides_exactly_at_its_threshold(axes):
 def test_tensor_parallelism_hides_exactly_at_its_degree():
     """The book's pair of products: 4BDF flops over Y chips against moving 4BD bytes."""
     row, b, d, f = chip("v5p"), 1024, 8192, 32768
-    degree = cost.tp_max_degree(f, row.flops_per_s, row.axis_bytes_per_s)
+    degree = formulas.tp_max_degree(f, row.flops_per_s, row.axis_bytes_per_s)
     assert 4 * b * d * f / (degree * row.flops_per_s) == exactly(4 * b * d / row.axis_bytes_per_s)
 
 
@@ -485,21 +495,21 @@ def test_the_best_split_of_fsdp_and_tp_is_where_neither_neighbour_is_better():
         y = devices / x
         return d * f / (y * mx) + batch * d / (x * my)
 
-    best = cost.fsdp_tp_optimum(batch, devices, f, mx, my)
+    best = formulas.fsdp_tp_optimum(batch, devices, f, mx, my)
     assert all(traffic(best) < traffic(best * factor) for factor in (0.5, 0.9, 1.1, 2))
 
 
 def test_at_the_mixed_threshold_the_best_split_just_hides():
     c, w, f, mx, my, devices = 459e12, 180e9, 32768, 2, 1, 512
-    batch = cost.fsdp_tp_min_tokens(c, w, f, mx, my) * devices
-    x = cost.fsdp_tp_optimum(batch, devices, f, mx, my)
+    batch = formulas.fsdp_tp_min_tokens(c, w, f, mx, my) * devices
+    x = formulas.fsdp_tp_optimum(batch, devices, f, mx, my)
     compute = 4 * batch * f / (devices * c)  # per unit of width, as below
     communicate = 4 * f / (devices / x * mx * w) + 4 * batch / (x * my * w)
     assert compute == exactly(communicate)
 
 
 def test_experts_raise_the_data_parallel_batch():
-    assert cost.dp_min_tokens(1e15, 4e11, experts=128, topk=4) == 32 * cost.dp_min_tokens(1e15, 4e11)
+    assert formulas.dp_min_tokens(1e15, 4e11, experts=128, topk=4) == 32 * formulas.dp_min_tokens(1e15, 4e11)
 
 
 @pytest.mark.parametrize("kv_ratio", [1.0, 0.125])
@@ -507,7 +517,7 @@ def test_ring_attention_hides_exactly_at_its_block(kv_ratio):
     """A hop: 4 c^2 d flops on a block of c tokens against sending K and V, 2 c d kv_ratio elements of 2
     bytes."""
     row, d = chip("a100"), 4096
-    block = cost.ring_min_block(row.flops_per_s, row.link_bytes_per_s, kv_ratio)
+    block = formulas.ring_min_block(row.flops_per_s, row.link_bytes_per_s, kv_ratio)
     compute = 4 * block**2 * d / row.flops_per_s
     send = 2 * 2 * block * d * kv_ratio / row.link_bytes_per_s
     assert compute == exactly(send)
@@ -528,33 +538,33 @@ def test_striping_gains_what_a_played_causal_ring_gains(n):
         for name, own in owners.items()
     }
     # A block's diagonal is c(c+1)/2 and not c^2/2: blocks of 16 tokens are off by up to a sixteenth.
-    assert time["contiguous"] / time["striped"] == pytest.approx(cost.striped_speedup(n), rel=1 / c)
-    assert 1 <= cost.striped_speedup(n, attention_share=0.3) <= cost.striped_speedup(n) < 2
+    assert time["contiguous"] / time["striped"] == pytest.approx(formulas.striped_speedup(n), rel=1 / c)
+    assert 1 <= formulas.striped_speedup(n, attention_share=0.3) <= formulas.striped_speedup(n) < 2
 
 
 def test_playbook_ratios_cross_one_where_the_book_says():
     """The playbook counts 1 byte an element and one direction: at C/W = 2 tokens an endless ring just
     hides."""
-    assert cost.comm_over_compute("zero3", 10**9, 989e12, 450e9, 989e12 / 450e9 / 2) == exactly(1)
-    assert cost.comm_over_compute("dp", 8, 989e12, 450e9, 4096, bytes_each=2) == exactly(
-        cost.zero_elements(7e9, 0, devices=8) * 2 / 450e9 / (4 * 7e9 * 4096 / 989e12)
+    assert formulas.comm_over_compute("zero3", 10**9, 989e12, 450e9, 989e12 / 450e9 / 2) == exactly(1)
+    assert formulas.comm_over_compute("dp", 8, 989e12, 450e9, 4096, bytes_each=2) == exactly(
+        formulas.zero_elements(7e9, 0, devices=8) * 2 / 450e9 / (4 * 7e9 * 4096 / 989e12)
     )
     # One h x h product of s tokens on t devices against moving s h (t-1)/t elements.
     s, h, t = 2048, 4096, 8
     moved, computed = s * h * (t - 1) / t / 450e9, 2 * s * h * h / t / 989e12
-    assert cost.comm_over_compute("tp", t, 989e12, 450e9, h) == exactly(moved / computed)
+    assert formulas.comm_over_compute("tp", t, 989e12, 450e9, h) == exactly(moved / computed)
 
 
 def test_decoding_is_memory_bound_until_its_critical_batch():
     row, params = chip("v5e"), 30e9
     rates = (row.flops_per_s, row.hbm_bytes_per_s)
-    critical = cost.critical_batch(*rates, weight_bytes=1)
+    critical = formulas.critical_batch(*rates, weight_bytes=1)
     step = {
-        b: cost.decode_seconds(b, params, 0, 16, *rates, weight_bytes=1)
+        b: formulas.decode_seconds(b, params, 0, 16, *rates, weight_bytes=1)
         for b in (0, 1, critical, 2 * critical)
     }
     assert step[0] == step[1] == params / (16 * row.hbm_bytes_per_s)
     assert step[critical] == exactly(step[0])
     assert step[2 * critical] == exactly(2 * step[critical])
-    cached = cost.decode_seconds(4, params, 1e9, 16, *rates, weight_bytes=1)
+    cached = formulas.decode_seconds(4, params, 1e9, 16, *rates, weight_bytes=1)
     assert cached - step[0] == exactly(4e9 / (16 * row.hbm_bytes_per_s))

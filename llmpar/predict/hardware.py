@@ -536,13 +536,3 @@ def guess(device_kind: str) -> Chip | None:
         if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):
             return NAMES[name]
     return None
-
-
-def host_bytes() -> int:
-    """The memory that this machine, or the container this runs in, has; 0 where it does not say."""
-    found = []
-    with contextlib.suppress(ValueError, OSError, AttributeError):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(ValueError, OSError):
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(found, default=0)

@@ -2,6 +2,7 @@
 collectives do."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -12,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmpar import explore, grid
+from llmpar.draw import geometry
+from llmpar.draw.scene import size_text, time_text
+from llmpar.explore import answers
 from llmpar.mesh import groups as mesh_groups
-from llmpar.notation import AXES, DIMS, Dim, Layout, parse_layout, parse_mesh, product
-from llmpar.scene import size_text, time_text
+from llmpar.notation import AXES, DIMS, Dim, Layout, parse_layout, parse_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULE = ROOT / "llmpar" / "static" / "explorer.js"
+MODULE = ROOT / "llmpar" / "explore" / "static" / "explorer.js"
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
@@ -27,14 +29,14 @@ def cases(num=1000, most=64, seed=6):
     rng, out = random.Random(seed), []
     while len(out) < num:
         sizes = {axis: rng.choice((1, 1, 1, 2, 2, 3, 4, 5, 8)) for axis in AXES}
-        if product(sizes.values()) > most:
+        if math.prod(sizes.values()) > most:
             continue
         order, free = rng.sample(list(AXES), 6), rng.sample(list(AXES), 6)
         dims = []
         for name in rng.sample(list(DIMS), rng.randint(1, 4)):
             dims.append([name, [free.pop() for _ in range(rng.randint(0, min(2, len(free))))]])
         shape = [
-            product(sizes[a] for a in axes) * rng.randint(1, 5) + (rng.random() < 0.03) for _, axes in dims
+            math.prod(sizes[a] for a in axes) * rng.randint(1, 5) + (rng.random() < 0.03) for _, axes in dims
         ]
         out.append({"sizes": sizes, "order": order, "dims": dims, "shape": shape})
     return out
@@ -49,8 +51,8 @@ def held(case):
     """By Python: per device its slices, or None where a dim cannot be cut."""
     sizes, order = case["sizes"], case["order"]
     return [
-        grid.slices(layout(case), case["shape"], sizes, grid.coordinates(sizes, order, device))
-        for device in range(product(sizes.values()))
+        geometry.slices(layout(case), case["shape"], sizes, geometry.coordinates(sizes, order, device))
+        for device in range(math.prod(sizes.values()))
     ]
 
 
@@ -127,26 +129,28 @@ def test_the_module_agrees_with_python_in_1000_random_cases(javascript):
     for case in asked:
         dims = [{"name": name, "axes": axes} for name, axes in case["dims"]]
         for device, cut in enumerate(held(case)):
-            at = grid.coordinates(case["sizes"], case["order"], device)
+            at = geometry.coordinates(case["sizes"], case["order"], device)
             calls.append(({"dims": dims}, case["shape"], case["sizes"], at))
             ours.append(cut and [list(c) for c in cut])
     assert javascript("slices", calls) == ours and len(calls) > 10_000
-    large = [case for case in asked if product(case["sizes"].values()) > 2]
+    large = [case for case in asked if math.prod(case["sizes"].values()) > 2]
     placed = [(case["sizes"], case["order"], device) for case in large for device in range(3)]
-    assert javascript("coordinates", placed) == [grid.coordinates(*call) for call in placed]
+    assert javascript("coordinates", placed) == [geometry.coordinates(*call) for call in placed]
     rng = random.Random(1)
     teams = [(case["sizes"], case["order"], rng.sample(list(AXES), rng.randint(1, 3))) for case in asked]
-    assert javascript("groups", teams) == [grid.groups(*call) for call in teams]
+    assert javascript("groups", teams) == [geometry.groups(*call) for call in teams]
     row = {"layout": {"3": str(parse_layout("l/pp b/dp,fsdp s/sp d/tp"))}, "shape": [8, 64, 8, 16]}
-    state, shards = explore.START, [(case["sizes"], case["order"]) for case in asked]
-    numbers = [grid.shard_numbers(parse_layout(row["layout"]["3"]), row["shape"], *call) for call in shards]
+    state, shards = answers.START, [(case["sizes"], case["order"]) for case in asked]
+    numbers = [
+        geometry.shard_numbers(parse_layout(row["layout"]["3"]), row["shape"], *call) for call in shards
+    ]
     assert javascript("shardNumbers", [(row, state, *call) for call in shards]) == numbers
     cuts = [
         [
-            grid.slices(
-                parse_layout(row["layout"]["3"]), row["shape"], sizes, grid.coordinates(sizes, order, d)
+            geometry.slices(
+                parse_layout(row["layout"]["3"]), row["shape"], sizes, geometry.coordinates(sizes, order, d)
             )
-            for d in range(product(sizes.values()))
+            for d in range(math.prod(sizes.values()))
         ]
         for sizes, order in shards[:100]
     ]
@@ -158,32 +162,34 @@ def test_the_module_agrees_with_python_in_1000_random_cases(javascript):
     assert numbers[:100] == want
     spots = [(case["sizes"], case["order"], node) for case in asked for node in (1, 4, 8, 10**6)]
     spots += [(dict.fromkeys(AXES, 4), list(AXES), 8), (parse_mesh("dp=509").sizes, list(AXES), 8)]
-    assert javascript("places", spots) == [grid.places(*call) for call in spots]
+    assert javascript("places", spots) == [geometry.places(*call) for call in spots]
     arrows = [
-        (grid.places(*call), *rng.choices(range(8), k=2)) for call in spots if product(call[0].values()) >= 8
+        (geometry.places(*call), *rng.choices(range(8), k=2))
+        for call in spots
+        if math.prod(call[0].values()) >= 8
     ]
-    assert javascript("lane", arrows) == [grid.lane(*call) for call in arrows]
+    assert javascript("lane", arrows) == [geometry.lane(*call) for call in arrows]
     steps = [(kind, g, None) for kind in KINDS for g in range(1, 17)] + [
         ("collective-permute", 4, [[0, 1], [3, 2]])
     ]
-    assert javascript("rounds", steps) == [grid.rounds(*call) for call in steps]
+    assert javascript("rounds", steps) == [geometry.rounds(*call) for call in steps]
 
 
 def test_what_a_device_holds_is_equal_in_bytes(javascript):
     """The whole chain of the module: layouts of the model, live axes, padded layers, slices, bytes."""
     rng, calls, ours = random.Random(5), [], []
-    rows = explore.tensors(explore.START)
+    rows = answers.tensors(answers.START)
     for _ in range(60):
         zero, tp_sequence, order = rng.randrange(4), rng.random() < 0.5, rng.sample(list(AXES), 6)
-        state = explore.START | {
+        state = answers.START | {
             "zero": zero,
             "tp_sequence": tp_sequence,
-            "schedule": rng.choice(list(explore.CHUNKS)),
+            "schedule": rng.choice(list(answers.CHUNKS)),
         }
         sizes = {axis: rng.choice((1, 1, 2, 3, 4)) for axis in AXES}
-        state["device"] = rng.randrange(product(sizes.values()))
+        state["device"] = rng.randrange(math.prod(sizes.values()))
         calls.append((rows, state, sizes, order, state["device"]))
-        ours.append(explore.device_rows(state, rows, sizes, order))
+        ours.append(answers.device_rows(state, rows, sizes, order))
     for got, want in zip(javascript("holdings", calls), ours, strict=True):
         cuts = [x["cut"] and "[" + ", ".join(f"{a}:{b}" for a, b in x["cut"]) + "]" for x in got]
         for x, cut, row in zip(got, cuts, want, strict=True):
@@ -235,28 +241,28 @@ def test_meshes_are_read_refused_and_spelt_alike(javascript):
     while len(texts) < 1000:
         between, some = rng.choice((" ", ",", ", ")), rng.choices(bits, k=rng.randint(1, 4))
         texts.append(rng.choice(("", "!", " ")) + between.join(some) + "  " * rng.choice((0, 0, 0, 100)))
-    names, read = list(AXES), javascript("readMesh", [(text, list(AXES), explore.MOST) for text in texts])
+    names, read = list(AXES), javascript("readMesh", [(text, list(AXES), answers.MOST) for text in texts])
     num_read = 0
     for text, got in zip(texts, read, strict=True):
         try:
-            shape = explore.read_mesh(text)
+            shape = answers.read_mesh(text)
             assert got == {"sizes": shape.sizes, "text": str(shape)}, text
             num_read += 1
         except ValueError as error:
             assert got == {"why": str(error)}, text
     assert 30 < num_read < 900
     states = [
-        explore.START | {"mesh": text, "order": rng.choice(("tp,sp,ep  fsdp dp pp", "tp"))} for text in texts
+        answers.START | {"mesh": text, "order": rng.choice(("tp,sp,ep  fsdp dp pp", "tp"))} for text in texts
     ]
-    ours = [explore.key(state) for state in states]
-    assert javascript("key", [(state, list(explore.VIEW), names, explore.MOST) for state in states]) == ours
+    ours = [answers.key(state) for state in states]
+    assert javascript("key", [(state, list(answers.VIEW), names, answers.MOST) for state in states]) == ours
 
 
 def test_groups_are_those_of_the_mesh():
     for text in ("dp=2 fsdp=2 tp=2", "pp=2 dp=3 sp=2", "dp=1"):
         shape = parse_mesh(text)
         for axes in (("dp",), ("tp",), ("dp", "fsdp"), ("fsdp", "dp", "tp")):
-            assert grid.groups(shape.sizes, AXES, axes) == mesh_groups(shape, *axes).tolist()
+            assert geometry.groups(shape.sizes, AXES, axes) == mesh_groups(shape, *axes).tolist()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("all-to-all", "collective-permute")])
@@ -266,7 +272,7 @@ def test_rounds_carry_out_the_collective(kind, g):
     value = np.arange(g * g, dtype=float).reshape(g, g) + 1  # value[rank, block]
     reduced = kind in ("reduce-scatter", "all-reduce")
     own = value.copy() if reduced else np.diag(np.arange(g) + 1.0)
-    steps = grid.rounds(kind, g)
+    steps = geometry.rounds(kind, g)
     gather_from = g - 1 if kind == "all-reduce" else 0
     for t, step in enumerate(steps[1:]):
         before = own.copy()
@@ -294,7 +300,7 @@ def test_rounds_carry_out_the_collective(kind, g):
 @pytest.mark.parametrize("g", [1, 2, 3, 5, 8])
 def test_an_all_to_all_is_a_transpose_and_gathers_nothing(g):
     own = [{(rank, to) for to in range(g)} for rank in range(g)]  # pieces, from whom and for whom
-    steps = grid.rounds("all-to-all", g)
+    steps = geometry.rounds("all-to-all", g)
     for step in steps:
         for source, target, b in step["sends"]:
             assert b == target and (source, target) in own[source], (
@@ -305,22 +311,22 @@ def test_an_all_to_all_is_a_transpose_and_gathers_nothing(g):
         assert step["held"] == [[sum(to == b for _, to in mine) for b in range(g)] for mine in own]
         assert all(sum(row) == g for row in step["held"]), "g pieces before, g after"
     assert own == [{(source, rank) for source in range(g)} for rank in range(g)] and len(steps) == g
-    assert steps == grid.rounds("ragged-all-to-all", g)
+    assert steps == geometry.rounds("ragged-all-to-all", g)
 
 
 def test_a_permute_is_one_hop_and_a_pipeline_is_no_ring():
-    start, end = grid.rounds("collective-permute", 4)
+    start, end = geometry.rounds("collective-permute", 4)
     assert [[s, d] for s, d, _ in end["sends"]] == [[0, 1], [1, 2], [2, 3], [3, 0]]
     assert np.array_equal(end["held"], np.roll(start["held"], 1, 0)), "all of what a rank has goes on"
-    _, end = grid.rounds("collective-permute", 4, [(0, 1), (1, 2), (2, 3)])
+    _, end = geometry.rounds("collective-permute", 4, [(0, 1), (1, 2), (2, 3)])
     assert len(end["sends"]) == 3 and end["held"][0] == [0] * 4 and end["held"][3] == [0, 0, 1, 0]
 
 
 def test_cells_do_not_overlap_and_frames_hold_their_nodes():
     rng = random.Random(3)
     for case in cases(200, 600, seed=4):
-        n, node = product(case["sizes"].values()), rng.choice((1, 2, 4, 8, 16))
-        place = grid.places(case["sizes"], case["order"], node)
+        n, node = math.prod(case["sizes"].values()), rng.choice((1, 2, 4, 8, 16))
+        place = geometry.places(case["sizes"], case["order"], node)
         spots = {tuple(xy) for xy in place["cells"]}
         assert len(spots) == len(place["cells"]) == n // place["block"] <= 512
         rows = {}
@@ -338,11 +344,11 @@ def test_cells_do_not_overlap_and_frames_hold_their_nodes():
 @pytest.mark.parametrize("n", [8, 64, 512])
 def test_arrows_keep_clear_of_the_words_in_cells(n):
     """A cell's words stand in its middle: 20 pixels a number, 54 and two lines where there is room."""
-    place = grid.places(parse_mesh(f"fsdp={n // 4} tp=4").sizes, tuple(AXES), 8)
+    place = geometry.places(parse_mesh(f"fsdp={n // 4} tp=4").sizes, tuple(AXES), 8)
     wide, tall = (54, 26) if place["h"] > 30 else (24, 10)
     words = [(x + place["w"] / 2, y + place["h"] / 2) for x, y in place["cells"]]
     for i in range(n):
-        points = grid.lane(place, i, (i + 1) % n)
+        points = geometry.lane(place, i, (i + 1) % n)
         for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
             low, high, top, end = min(x0, x1), max(x0, x1), min(y0, y1), max(y0, y1)
             assert not any(
@@ -356,8 +362,8 @@ def test_arrows_of_a_ring_share_no_line_and_their_heads_have_room(mesh):
     """A head is 7 pixels long. Rings that wrap rows once ran there and back on one line, heads inside the
     cells."""
     sizes = parse_mesh(mesh).sizes
-    place, team = grid.places(sizes, tuple(AXES), 8), grid.groups(sizes, tuple(AXES), ("fsdp",))[0]
-    lanes = [grid.lane(place, a, b) for a, b in zip(team, [*team[1:], team[0]], strict=True)]
+    place, team = geometry.places(sizes, tuple(AXES), 8), geometry.groups(sizes, tuple(AXES), ("fsdp",))[0]
+    lanes = [geometry.lane(place, a, b) for a, b in zip(team, [*team[1:], team[0]], strict=True)]
     between = [lane for lane in lanes if len(lane) == 4]
     assert between
     for *_, (x, y), (x1, y1) in between:
@@ -370,5 +376,5 @@ def test_arrows_of_a_ring_share_no_line_and_their_heads_have_room(mesh):
 
 
 def test_more_than_512_devices_are_drawn_in_blocks():
-    place = grid.places(parse_mesh("dp=16 fsdp=32 tp=8").sizes, tuple(AXES), 8)
+    place = geometry.places(parse_mesh("dp=16 fsdp=32 tp=8").sizes, tuple(AXES), 8)
     assert place["block"] == 8 and len(place["cells"]) == 512

@@ -7,19 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmpar.schedule import (
-    SCHEDULES,
-    Op,
-    Schedule,
-    closed_forms,
-    from_text,
-    make,
-    schedule_document,
-    search,
-    slots,
-    text_timeline,
-    timetable,
-)
+from llmpar.cli.tools import Schedule
+from llmpar.schedules import SCHEDULES, Op, from_text, make
+from llmpar.timetable import closed_forms, schedule_document, search, slots, text_timeline, timetable
 
 ROWS = {
     row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import collections
+import math
 
 import jax
 import optax
 from rich.table import Table
 
-from llmpar import draw, hlo, pipeline, predict
-from llmpar.charts import many
+from llmpar import pipeline
 from llmpar.config import ModelConfig
-from llmpar.grid import places
+from llmpar.draw import layouts
+from llmpar.draw.charts import many
+from llmpar.draw.geometry import places
+from llmpar.draw.scene import Scene, compose, size_text
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh
-from llmpar.notation import product
 from llmpar.plan import Plan
-from llmpar.scene import Scene, compose, size_text
+from llmpar.predict import memory, traffic
 from llmpar.step import Step
 
 
@@ -33,7 +36,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
     lowered = step.lower(batch_size, seq_len)
     compiled, partitioned = hlo.read_program(lowered)
-    every = [predict.collectives(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
+    every = [traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
     stage = max(range(plan.mesh.pp), key=lambda i: every[i].total_bytes)
     predicted = every[stage]
     taken = [
@@ -66,8 +69,8 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     # With experts it depends on the routing: empty blocks are skipped.
     text = compiled.as_text() or ""
     executed = None if config.experts else sum([hlo.executed_flops(text, t) for t in taken]) / plan.mesh.pp
-    memory = hlo.compiled_memory(compiled)
-    useful = predict.flops(config, batch_size, seq_len)
+    held = hlo.compiled_memory(compiled)
+    useful = memory.flops(config, batch_size, seq_len)
     return {
         "model": config.name,
         "params": config.num_params,
@@ -81,11 +84,11 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
         "collectives": rows,
         "memory": {
             "predicted_argument_bytes": sum(
-                predict.argument_bytes(config, plan, batch_size, seq_len).values()
+                memory.argument_bytes(config, plan, batch_size, seq_len).values()
             ),
-            "compiled_argument_bytes": memory["argument_bytes"],
-            "predicted_temp_bytes": predict.temp_bytes(config, plan, batch_size, seq_len),
-            "compiled_temp_bytes": memory["temp_bytes"],
+            "compiled_argument_bytes": held["argument_bytes"],
+            "predicted_temp_bytes": memory.temp_bytes(config, plan, batch_size, seq_len),
+            "compiled_temp_bytes": held["temp_bytes"],
         },
         "flops": {
             "predicted_per_device": sum(useful.values()) / plan.mesh.size,
@@ -126,11 +129,11 @@ def tables(document: dict) -> list[Table]:
     held = Table(title="per device", title_justify="left")
     for name in ("", "predicted", "compiled"):
         held.add_column(name, justify="right" if name else "left")
-    memory, flops = document["memory"], document["flops"]
+    held, flops = document["memory"], document["flops"]
     held.add_row(
-        "arguments", f"{memory['predicted_argument_bytes']:,} B", f"{memory['compiled_argument_bytes']:,} B"
+        "arguments", f"{held['predicted_argument_bytes']:,} B", f"{held['compiled_argument_bytes']:,} B"
     )
-    temporaries = memory["predicted_temp_bytes"], memory["compiled_temp_bytes"]
+    temporaries = held["predicted_temp_bytes"], held["compiled_temp_bytes"]
     held.add_row("temporaries (estimate)", *(f"{n:,} B" for n in temporaries))
     work = flops["predicted_per_device"], flops["executed_per_device"]
     held.add_row(
@@ -244,12 +247,12 @@ def shardings_scene(found: dict, state: dict) -> Scene:
         words = "nothing"
         if (shard := r["holds"][device]) is not None:
             cut = r["shards"][shard]
-            held = size_text(r["itemsize"] * product(b - a for a, b in cut))
+            held = size_text(r["itemsize"] * math.prod(b - a for a, b in cut))
             words = f"[{', '.join(f'{a}:{b}' for a, b in cut)}], {held}"
         said.append(
             f"{r['name']} {r['layout']}: device {device} holds {words}; {many(len(r['shards']), 'shard')}"
         )
     mesh = " ".join(f"{a}={n}" for a, n in found["sizes"].items() if n > 1) or "one device"
     note = f"Filled: the shard of {row['name']} that device {device} holds."
-    items = draw.cells(place, row["holds"], device, "shard", "s1")
+    items = layouts.cells(place, row["holds"], device, "shard", "s1")
     return compose(f"{found['title']} on {mesh}", [items], "\n".join(said), [note, *said[:8]])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from llmpar.notation import Layout, divisors, product
+from llmpar.notation import Layout, divisors
 
 
 def strides(sizes: dict[str, int], order) -> dict[str, int]:
@@ -30,7 +30,7 @@ def coordinates(sizes: dict[str, int], order, device: int) -> dict[str, int]:
 def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
     """The devices that talk over ``axes`` (outermost first), group by group; groups by their first device."""
     apart, found = strides(sizes, order), dict[int, list[tuple[int, int]]]()
-    for device in range(product(sizes.values())):
+    for device in range(math.prod(sizes.values())):
         first, rank = device, 0
         for a in axes:
             at = device // apart[a] % sizes[a]
@@ -59,7 +59,7 @@ def shard_numbers(layout: Layout, shape, sizes: dict[str, int], order) -> list[i
     if slices(layout, shape, sizes, dict.fromkeys(sizes, 0)) is None:
         return None
     apart, seen, out = strides(sizes, order), dict[int, int](), list[int]()
-    for device in range(product(sizes.values())):
+    for device in range(math.prod(sizes.values())):
         shard = 0
         for axis in layout.axes:
             shard = shard * sizes[axis] + device // apart[axis] % sizes[axis]
@@ -74,7 +74,7 @@ def places(sizes: dict[str, int], order, node: int) -> dict:
     A gap parts the blocks of every axis, so that nesting shows. Above 512 devices a cell stands for ``block``
     of them.
     """
-    n, apart = product(sizes.values()), strides(sizes, order)
+    n, apart = math.prod(sizes.values()), strides(sizes, order)
     nested = sorted(
         {apart[a] * k for a in order for k in divisors(sizes[a])}
     )  # block sizes that part no axis badly

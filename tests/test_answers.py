@@ -2,30 +2,36 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import pytest
 
-from llmpar import explore, grid, predict
 from llmpar.config import PRESETS, preset
-from llmpar.hardware import CHIPS, chip
-from llmpar.notation import AXES, MeshShape, parse_layout, parse_mesh, product
+from llmpar.draw import geometry
+from llmpar.draw.scene import Rect, Text, flatten, to_svg
+from llmpar.explore import answers
+from llmpar.notation import AXES, MeshShape, parse_layout, parse_mesh
 from llmpar.plan import Plan
-from llmpar.scene import Rect, Text, flatten, to_svg
+from llmpar.predict import memory, traffic
+from llmpar.predict.hardware import CHIPS, chip
 
-TINY = explore.START | {"model": "tiny", "seq_len": 64, "chip": "a100-40"}
+TINY = answers.START | {"model": "tiny", "seq_len": 64, "chip": "a100-40"}
 
 
 def total(state, kind):
     """Bytes that a device holds of one kind of tensor, by the state's own layouts."""
     sizes, out = parse_mesh(state["mesh"]).sizes, 0
-    for row in explore.tensors(state):
+    for row in answers.tensors(state):
         if row["kind"] == kind:
-            layout = parse_layout(row["layout"][explore.mode(state)])
-            cut = grid.slices(
-                layout, explore.shape_of(row, state, sizes), sizes, grid.coordinates(sizes, tuple(AXES), 0)
+            layout = parse_layout(row["layout"][answers.mode(state)])
+            cut = geometry.slices(
+                layout,
+                answers.shape_of(row, state, sizes),
+                sizes,
+                geometry.coordinates(sizes, tuple(AXES), 0),
             )
-            out += row["itemsize"] * row["times"] * product(b - a for a, b in cut)
+            out += row["itemsize"] * row["times"] * math.prod(b - a for a, b in cut)
     return out
 
 
@@ -35,30 +41,30 @@ def total(state, kind):
 )
 def test_tensors_add_up_to_the_predicted_arguments(mesh, zero):
     state = TINY | {"mesh": mesh, "zero": zero, "tp_sequence": "tp" in mesh, "microbatches": 4}
-    held = predict.argument_bytes(preset("tiny"), explore.make_plan(state, mesh), state["batch_size"], 64)
+    held = memory.argument_bytes(preset("tiny"), answers.make_plan(state, mesh), state["batch_size"], 64)
     assert (total(state, "weight"), total(state, "moments")) == (held["params"], held["optimizer"])
     assert total(state, "batch") == held["batch"]
-    assert dict(explore.answer(state)["memory"])["weights"] == held["params"]
+    assert dict(answers.answer(state)["memory"])["weights"] == held["params"]
 
 
 def test_a_pipeline_pads_layers_as_the_plan_does():
     config = dataclasses.replace(preset("tiny"), num_layers=6)
     for schedule in ("1f1b", "interleaved", "zb-v"):
         state = TINY | {"mesh": "pp=4", "schedule": schedule, "microbatches": 4}
-        padded = explore.make_plan(state, "pp=4").padded(config).num_layers
-        row = next(row for row in explore.tensors(state) if row["name"] == "weight blocks.ffn.gate") | {
+        padded = answers.make_plan(state, "pp=4").padded(config).num_layers
+        row = next(row for row in answers.tensors(state) if row["name"] == "weight blocks.ffn.gate") | {
             "shape": [6, 64, 128]
         }
-        assert explore.shape_of(row, state, parse_mesh("pp=4").sizes) == [padded, 64, 128]
-    pipeline = explore.answer(TINY | {"mesh": "pp=4", "microbatches": 4})
+        assert answers.shape_of(row, state, parse_mesh("pp=4").sizes) == [padded, 64, 128]
+    pipeline = answers.answer(TINY | {"mesh": "pp=4", "microbatches": 4})
     assert pipeline["time"]["pipeline bubble"] == pytest.approx(0.75 * pipeline["time"]["computing"]), (
         "(p - 1) / m"
     )
     assert any(row["axes"] == ["pp"] and "activations" in row["what"] for row in pipeline["traffic"])
-    ring = explore.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4})
+    ring = answers.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4})
     assert "ulysses" in ring["refusal"]["why"], "what would work is a field of the explorer too"
     assert (
-        explore.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4, "sequence": "ulysses"})["refusal"]
+        answers.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4, "sequence": "ulysses"})["refusal"]
         is None
     )
 
@@ -66,10 +72,10 @@ def test_a_pipeline_pads_layers_as_the_plan_does():
 @pytest.mark.parametrize("mesh", ["dp=2 ep=4", "ep=2 tp=2", "fsdp=2 ep=2 sp=2"])
 def test_experts_are_held_and_sent_as_predicted(mesh):
     state = TINY | {"model": "tiny-moe", "mesh": mesh, "tp_sequence": "tp" in mesh}
-    reply = explore.answer(state)
+    reply = answers.answer(state)
     assert reply["refusal"] is None and total(state, "weight") == dict(reply["memory"])["weights"]
     assert any("experts" in row["what"] and row["axes"] == ["ep"] for row in reply["traffic"])
-    assert [row["layout"]["3"] for row in explore.tensors(state) if row["name"].endswith("experts.gate")][
+    assert [row["layout"]["3"] for row in answers.tensors(state) if row["name"].endswith("experts.gate")][
         0
     ].startswith("l/pp e/ep")
 
@@ -78,8 +84,8 @@ def test_layouts_are_the_plans_on_any_mesh():
     """Layouts are written once, for a mesh where every axis is live; sizes of one cut nothing."""
     for mesh in ("dp=2 tp=2", "fsdp=8", "pp=1 sp=2"):
         sizes = parse_mesh(mesh).sizes
-        plan = explore.make_plan(TINY, mesh)
-        for row in explore.tensors(TINY):
+        plan = answers.make_plan(TINY, mesh)
+        for row in answers.tensors(TINY):
             if row["kind"] == "weight":
                 dims, shape = preset("tiny").param_shapes()[row["name"].partition(" ")[2]]
                 all_live = parse_layout(row["layout"]["3"])
@@ -88,20 +94,20 @@ def test_layouts_are_the_plans_on_any_mesh():
 
 def test_traffic_is_the_prediction():
     state = TINY | {"mesh": "dp=2 fsdp=2 tp=2", "tp_sequence": True}
-    plan = explore.make_plan(state, state["mesh"])
-    want = predict.collectives(preset("tiny"), plan, 16, 64)
+    plan = answers.make_plan(state, state["mesh"])
+    want = traffic.step_traffic(preset("tiny"), plan, 16, 64)
     got = {
         (",".join(row["axes"]), row["kind"]): (row["count"], row["bytes"])
-        for row in explore.answer(state)["traffic"]
+        for row in answers.answer(state)["traffic"]
     }
     assert got == {key: (row.count, row.bytes_sent) for key, row in want.items()}
-    assert all(row["what"] and row["seconds"] > 0 for row in explore.answer(state)["traffic"])
+    assert all(row["what"] and row["seconds"] > 0 for row in answers.answer(state)["traffic"])
 
 
 def test_the_code_builds_the_plan():
     state = TINY | {"mesh": "fsdp=4 tp=2", "zero": 1, "tp_sequence": True}
-    flag, code = explore.answer(state)["code"].splitlines()
-    assert flag == '--mesh "fsdp=4 tp=2"' and eval(code, {"Plan": Plan}) == explore.make_plan(
+    flag, code = answers.answer(state)["code"].splitlines()
+    assert flag == '--mesh "fsdp=4 tp=2"' and eval(code, {"Plan": Plan}) == answers.make_plan(
         state, "fsdp=4 tp=2"
     )
 
@@ -129,27 +135,27 @@ def test_the_code_builds_the_plan():
     ],
 )
 def test_a_refusal_says_why_and_what_works(change, words, nearest):
-    reply = explore.answer(TINY | change)
+    reply = answers.answer(TINY | change)
     assert words in reply["refusal"]["why"] and reply["says"].count("refused") == 1
     assert bool(reply["refusal"]["nearest"]) == nearest and len(reply["says"]) < 600
     assert nearest or reply["refusal"]["batch_size"] or reply["refusal"]["text"] == "", (
         "no advice where there is none"
     )
     if nearest:
-        works = TINY | change | {"mesh": reply["refusal"]["nearest"], "order": explore.START["order"]}
-        assert explore.answer(works)["refusal"] is None
-    explore.scene(TINY | change)  # a picture of it, not an exception
+        works = TINY | change | {"mesh": reply["refusal"]["nearest"], "order": answers.START["order"]}
+        assert answers.answer(works)["refusal"] is None
+    answers.scene(TINY | change)  # a picture of it, not an exception
     json.dumps(reply)
 
 
 def test_the_nearest_mesh_is_near():
-    assert explore.nearest(TINY | {"mesh": "dp=2 tp=16"}) in (
+    assert answers.nearest(TINY | {"mesh": "dp=2 tp=16"}) in (
         "dp=4 tp=8",
         "dp=2 fsdp=2 tp=8",
         "dp=2 sp=2 tp=8",
     )
-    assert explore.nearest(TINY | {"mesh": "dp=2 fsdp=2 tp=2"}) == "dp=2 fsdp=2 tp=2"
-    found = explore.nearest(TINY | {"mesh": "dp=7"})
+    assert answers.nearest(TINY | {"mesh": "dp=2 fsdp=2 tp=2"}) == "dp=2 fsdp=2 tp=2"
+    found = answers.nearest(TINY | {"mesh": "dp=7"})
     assert parse_mesh(found).size <= 7
 
 
@@ -165,10 +171,10 @@ def test_the_nearest_mesh_is_near():
 def test_advice_stays_with_the_axes_that_the_reader_named(asked, near, batch):
     """No stages for one microbatch, of which a pipeline would idle most of its time, and no axis out of the
     blue."""
-    refusal = explore.answer(explore.START | {"mesh": asked})["refusal"]
+    refusal = answers.answer(answers.START | {"mesh": asked})["refusal"]
     assert refusal["nearest"] == near
     if batch:
-        worked = explore.answer(explore.START | {"mesh": asked, "batch_size": refusal["batch_size"]})
+        worked = answers.answer(answers.START | {"mesh": asked, "batch_size": refusal["batch_size"]})
         assert worked["refusal"] is None or asked == "fsdp=7", (
             "the other remedy: a batch that the mesh divides"
         )
@@ -176,30 +182,30 @@ def test_advice_stays_with_the_axes_that_the_reader_named(asked, near, batch):
 
 def test_a_mesh_that_cannot_be_read_has_no_nearest_one():
     assert (
-        explore.answer(TINY | {"mesh": "garbage"})["refusal"]["text"]
-        == f"a mesh that works is '{explore.START['mesh']}'"
+        answers.answer(TINY | {"mesh": "garbage"})["refusal"]["text"]
+        == f"a mesh that works is '{answers.START['mesh']}'"
     )
 
 
 def test_llama_3s_published_cluster_is_answered():
     """Grattafiori et al. 2024, table 4: 16,384 GPUs, tp 8, pp 16, dp 128."""
-    state = explore.START | {
+    state = answers.START | {
         "mesh": "pp=16 dp=128 tp=8",
         "model": "llama3.1-405b",
         "batch_size": 2048,
         "microbatches": 16,
     }
-    reply = explore.answer(state)
+    reply = answers.answer(state)
     assert reply["refusal"] is None and "16384 devices" in reply["says"]
-    drawn = explore.scene(state | {"device": 16383, "axis": "tp"})
+    drawn = answers.scene(state | {"device": 16383, "axis": "tp"})
     filled = [item for item in flatten(drawn.items) if isinstance(item, Rect) and item.fill == "tp"]
     assert len(filled) == 1, "the cell that holds the group of the last device, though not its first device"
 
 
 def test_axis_order_changes_time_not_bytes():
-    state = explore.START | {"mesh": "fsdp=8 tp=8", "batch_size": 64}
+    state = answers.START | {"mesh": "fsdp=8 tp=8", "batch_size": 64}
     inner, outer = (
-        explore.answer(state | {"order": order}) for order in ("pp dp fsdp ep sp tp", "tp pp dp fsdp ep sp")
+        answers.answer(state | {"order": order}) for order in ("pp dp fsdp ep sp tp", "tp pp dp fsdp ep sp")
     )
     seconds = [{tuple(r["axes"]): r["seconds"] for r in reply["traffic"]} for reply in (inner, outer)]
     assert seconds[0]["tp",] < seconds[1]["tp",], "outermost, tp crosses nodes"
@@ -207,18 +213,18 @@ def test_axis_order_changes_time_not_bytes():
 
 
 def test_time_is_between_all_hidden_and_nothing_hidden():
-    reply = explore.answer(explore.START)
+    reply = answers.answer(answers.START)
     time = reply["time"]
     assert time["communicating"] == pytest.approx(sum(row["seconds"] for row in reply["traffic"]))
-    flops = sum(predict.flops(preset("llama3-8b"), 16, 4096).values())
+    flops = sum(memory.flops(preset("llama3-8b"), 16, 4096).values())
     loss = 6 * preset("llama3-8b").vocab_size * preset("llama3-8b").width * 16 * 4096
     assert time["computing"] == pytest.approx(((flops - loss) * 4 / 3 + loss) / 8 / chip("h100").flops_per_s)
     assert re.match(
-        r"524 ms to 63\d ms \(computing 524 ms at peak rate; communicating 11\d ms\)", explore.step_time(time)
+        r"524 ms to 63\d ms \(computing 524 ms at peak rate; communicating 11\d ms\)", answers.step_time(time)
     )
     same = {"computing": 4.26, "pipeline bubble": 0, "communicating": 1e-9, "simulated": False}
-    assert explore.step_time(same).startswith("4.26 s (")
-    assert "not predicted" in explore.step_time(explore.answer(TINY | {"chip": "cpu"})["time"])
+    assert answers.step_time(same).startswith("4.26 s (")
+    assert "not predicted" in answers.step_time(answers.answer(TINY | {"chip": "cpu"})["time"])
 
 
 @pytest.mark.parametrize(
@@ -236,16 +242,16 @@ def test_a_pipelines_time_counts_what_its_stages_recompute(schedule, remat, laps
     loss. The bubble is by costs of (1, 2, 1) where the backward is split: 3/16 of the work for ZB-H1, not
     1/8."""
     config, tokens = preset("llama3-8b"), 8 * 4096
-    state = explore.START | {
+    state = answers.START | {
         "mesh": "pp=4",
         "batch_size": 8,
         "microbatches": 8,
         "schedule": schedule,
         "remat": remat,
     }
-    time = explore.answer(state)["time"]
+    time = answers.answer(state)["time"]
     loss = 6 * config.vocab_size * config.width * tokens
-    layers = sum(predict.flops(config, 8, 4096).values()) - loss
+    layers = sum(memory.flops(config, 8, 4096).values()) - loss
     assert time["computing"] == pytest.approx(
         (layers / 3 * laps / 4 + losses * loss) / chip("h100").flops_per_s
     )
@@ -255,41 +261,41 @@ def test_a_pipelines_time_counts_what_its_stages_recompute(schedule, remat, laps
 def test_a_hop_of_a_pipeline_is_between_stages_and_as_large_as_a_message():
     """32 MiB from stage to stage: 1 sequence of 4096 tokens, width 4096, bfloat16; nothing goes from the last
     to the first."""
-    state = explore.START | {"mesh": "pp=4", "batch_size": 8, "microbatches": 8}
-    (row,) = [row for row in explore.answer(state)["traffic"] if row["kind"] == "collective-permute"]
+    state = answers.START | {"mesh": "pp=4", "batch_size": 8, "microbatches": 8}
+    (row,) = [row for row in answers.answer(state)["traffic"] if row["kind"] == "collective-permute"]
     assert row["largest"] == 2**25 and row["sizes"] == 1 and row["pairs"] == [[0, 1], [1, 2], [2, 3]]
-    looped = explore.answer(state | {"schedule": "interleaved"})["traffic"]
+    looped = answers.answer(state | {"schedule": "interleaved"})["traffic"]
     assert [[3, 0]] == [row["pairs"][3:] for row in looped if "pairs" in row][0], "chunks come round again"
-    drawn = explore.scene(state | {"axis": "pp", "row": 1, "step": 1})
+    drawn = answers.scene(state | {"axis": "pp", "row": 1, "step": 1})
     words = " ".join(t.text for t in flatten(drawn.items) if isinstance(t, Text))
     assert "One collective-permute over pp: round 1 of 1, 32 MiB a device." in words
 
 
 def test_no_row_shows_a_size_that_no_collective_has():
     config = preset("llama3-8b")
-    state = explore.START | {"mesh": "fsdp=8", "batch_size": 8}
-    row = explore.answer(state)["traffic"][0]
+    state = answers.START | {"mesh": "fsdp=8", "batch_size": 8}
+    row = answers.answer(state)["traffic"][0]
     assert row["what"] == "weights" and row["sizes"] > 1
     assert row["largest"] == config.vocab_size * config.width * 2 * 7 // 8, "the embedding, in bfloat16"
-    sp = explore.START | {"mesh": "sp=8", "batch_size": 1, "seq_len": 131072}
-    (ring,) = [row for row in explore.answer(sp)["traffic"] if row["kind"] == "collective-permute"]
+    sp = answers.START | {"mesh": "sp=8", "batch_size": 1, "seq_len": 131072}
+    (ring,) = [row for row in answers.answer(sp)["traffic"] if row["kind"] == "collective-permute"]
     assert ring["largest"] == 2**26 and ring["sizes"] == 3, "float32 gradients; keys and values 32 MiB; ids"
     assert "keys and values" in ring["what"] and "ids of positions and documents" in ring["what"]
 
 
 def test_the_links_that_seconds_assume_are_said():
-    assert "one axis of the torus of v5p" in explore.answer(explore.START | {"chip": "v5p"})["says"]
-    assert "nodes of 8 devices" in explore.answer(explore.START)["says"]
-    reply = explore.answer(explore.START)
+    assert "one axis of the torus of v5p" in answers.answer(answers.START | {"chip": "v5p"})["says"]
+    assert "nodes of 8 devices" in answers.answer(answers.START)["says"]
+    reply = answers.answer(answers.START)
     assert reply["capacity"] <= reply["whole"] == int(chip("h100").usable_hbm_gib * 2**30)
-    assert "1 device of" in explore.answer(TINY | {"mesh": "dp=1"})["says"]
+    assert "1 device of" in answers.answer(TINY | {"mesh": "dp=1"})["says"]
 
 
 def test_every_model_and_chip_answers():
-    assert {"deepseek-v3"} == set(PRESETS) - set(explore.MODELS)
-    for name in explore.MODELS:
+    assert {"deepseek-v3"} == set(PRESETS) - set(answers.MODELS)
+    for name in answers.MODELS:
         for kind in (CHIPS[0].name, CHIPS[-1].name):
-            reply = explore.answer(explore.START | {"model": name, "chip": kind, "mesh": "fsdp=2"})
+            reply = answers.answer(answers.START | {"model": name, "chip": kind, "mesh": "fsdp=2"})
             assert reply["refusal"] is None and all(value >= 0 for _, value in reply["memory"]), name
 
 
@@ -302,52 +308,52 @@ def test_any_six_axis_mesh_from_1_to_512_devices_has_a_picture_and_words():
         "fsdp=512",
     ):
         for axis in ("", "fsdp"):
-            drawn = explore.scene(TINY | {"mesh": mesh, "axis": axis, "step": 1})
+            drawn = answers.scene(TINY | {"mesh": mesh, "axis": axis, "step": 1})
             assert drawn.text.startswith(f"mesh {parse_mesh(mesh)}") and to_svg(drawn)
 
 
 def test_neighbours_are_what_an_export_looks_up():
-    stored = explore.neighbours(TINY, most=60)
-    keys = [explore.key(one) for one in stored]
-    assert len(set(keys)) == 60 and stored[0] == TINY and explore.key(TINY | {"zero": 0}) in keys
+    stored = answers.neighbours(TINY, most=60)
+    keys = [answers.key(one) for one in stored]
+    assert len(set(keys)) == 60 and stored[0] == TINY and answers.key(TINY | {"zero": 0}) in keys
 
 
 @pytest.mark.parametrize("mesh", ["ep=16 fsdp=4", "tp=2 dp=2", "dp:2,fsdp:2", "2,2,2", "!dp=2"])
 def test_a_state_is_found_however_its_mesh_is_written(mesh):
     state = TINY | {"mesh": mesh, "order": "pp,dp, fsdp ep sp tp"}
     shape = str(parse_mesh(mesh))
-    assert explore.key(state) == explore.key(TINY | {"mesh": shape}) == explore.answer(state)["key"]
-    stored = [explore.key(one) for one in explore.neighbours(state, most=20)]
-    assert stored[0] == explore.key(state) and len(set(stored)) == len(stored)
+    assert answers.key(state) == answers.key(TINY | {"mesh": shape}) == answers.answer(state)["key"]
+    stored = [answers.key(one) for one in answers.neighbours(state, most=20)]
+    assert stored[0] == answers.key(state) and len(set(stored)) == len(stored)
 
 
 def test_what_no_mesh_can_help_is_stored_once():
     for refused in ({"model": "deepseek-v3"}, {"mesh": "garbage"}, {"batch_size": 0}):
-        assert explore.neighbours(TINY | refused) == [TINY | refused]
+        assert answers.neighbours(TINY | refused) == [TINY | refused]
 
 
 def test_a_key_ignores_what_is_only_looked_at():
-    assert explore.key(TINY) == explore.key(TINY | {"device": 3, "axis": "tp", "step": 2})
+    assert answers.key(TINY) == answers.key(TINY | {"device": 3, "axis": "tp", "step": 2})
     assert (
-        len({explore.key(TINY | {n: "?"}) for n in TINY if n not in explore.VIEW} | {explore.key(TINY)})
+        len({answers.key(TINY | {n: "?"}) for n in TINY if n not in answers.VIEW} | {answers.key(TINY)})
         == len(TINY) - 5 + 1
     )
 
 
 def test_compare_names_both():
-    one, two = explore.answer(TINY), explore.answer(TINY | {"mesh": "dp=3"})
-    rows = explore.compare(one, two)
+    one, two = answers.answer(TINY), answers.answer(TINY | {"mesh": "dp=3"})
+    rows = answers.compare(one, two)
     assert all(row[2] == "refused" and row[1] != "refused" for row in rows)
 
 
 def test_meshes_lists_every_factorization_once():
-    found = [tuple(m.values()) for m in explore.meshes(8)]
-    assert len(found) == len(set(found)) == 56 and all(product(m) == 8 for m in found)
-    assert explore.distance(MeshShape(dp=2).sizes, MeshShape(dp=8).sizes) == 2
+    found = [tuple(m.values()) for m in answers.meshes(8)]
+    assert len(found) == len(set(found)) == 56 and all(math.prod(m) == 8 for m in found)
+    assert answers.distance(MeshShape(dp=2).sizes, MeshShape(dp=8).sizes) == 2
 
 
 def test_the_batchs_and_activations_bytes_follow_the_state():
-    rows = {row["name"]: row for row in explore.tensors(TINY | {"microbatches": 2})}
+    rows = {row["name"]: row for row in answers.tensors(TINY | {"microbatches": 2})}
     assert rows["activation residual stream"]["shape"] == [8, 64, 64]
     assert rows["batch tokens, targets, positions, weights"]["shape"] == [16, 64]
     assert {f.name for f in dataclasses.fields(Plan)} >= {"zero", "tp_sequence", "remat"}

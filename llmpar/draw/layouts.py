@@ -1,56 +1,18 @@
-"""The drawings: values in, a :class:`~llmpar.scene.Scene` out. They draw what they are given and run nothing.
+"""Draw meshes, layouts and arrows: who holds what, what moves, which wires an axis runs over.
 
-    mesh  layout  arrow              who holds what, and what moves
-    links                            which wires an axis runs over
-    collectives  ring_steps          what was sent, and how
-    live_blocks                      who computes in ring attention, and who waits
-    timetable  overlap               who works when
-    memory_bars  time_bars           what fills the memory, and the step
-    loss_curve                       whether it learns
-
-One language in all: a colour is a mesh axis, always the same one; slanted lines are an unfinished sum
-(or what was compiled, beside what was predicted), dots are copies; a cell says in words what its colour says.
-Every number has its unit.
+One language in all drawings: a colour is a mesh axis, always the same one; slanted lines are an unfinished
+sum (or what was compiled, beside what was predicted), dots are copies; a cell says in words what its colour
+says. Every number has its unit.
 """
 
 from __future__ import annotations
 
 import math
-from itertools import product as every
+from itertools import product
 
-# isort: off
-from llmpar.charts import (  # noqa: F401  offered from here
-    collectives,
-    live_blocks,
-    loss_curve,
-    many,
-    memory_bars,
-    overlap,
-    ring_steps,
-    some,
-    time_bars,
-    timetable,
-    token_flow,
-)
-
-# isort: on
-from llmpar.grid import groups, strides
-from llmpar.hardware import Chip
-from llmpar.notation import (
-    AXES,
-    Arrow,
-    Dim,
-    Layout,
-    MeshShape,
-    divisors,
-    parse_arrow,
-    parse_layout,
-    parse_mesh,
-    product,
-)
-
-# isort: off
-from llmpar.scene import (
+from llmpar.draw.charts import many, some
+from llmpar.draw.geometry import groups, strides
+from llmpar.draw.scene import (
     SMALL,
     Group,
     Line,
@@ -68,8 +30,18 @@ from llmpar.scene import (
     stack,
     text_width,
 )
-
-# isort: on
+from llmpar.notation import (
+    AXES,
+    Arrow,
+    Dim,
+    Layout,
+    MeshShape,
+    divisors,
+    parse_arrow,
+    parse_layout,
+    parse_mesh,
+)
+from llmpar.predict.hardware import Chip
 
 MAX_CELLS = 64
 """What a mesh or a layout shows one by one; above, it shows blocks."""
@@ -122,7 +94,7 @@ def mesh(
         if parts < n:
             break
     block, host = shape.size // count, devices_per_host or shape.size
-    inner = [block * product(p for *_, p in levels[i + 1 :]) for i in range(len(levels))]
+    inner = [block * math.prod(p for *_, p in levels[i + 1 :]) for i in range(len(levels))]
     split = [i for i, size in enumerate(inner) if host % size == 0 and size * levels[i][2] % host == 0]
     boxed = split[0] if split and host < shape.size else None
     teams = groups(shape.sizes, AXES, [highlight_axis]) if highlight_axis else []
@@ -183,7 +155,7 @@ def mesh(
 
 
 def cells(place: dict, number, device: int, word: str, color: str) -> list:
-    """Devices where `grid.places` puts them; those with the same ``number`` as the chosen ``device`` are
+    """Devices where `geometry.places` puts them; those with the same ``number`` as the chosen ``device`` are
     filled, and of cells that stand for several those that hold such a device."""
     w, h, per = place["w"], place["h"], place["block"]
     lit = {d // per for d, n in enumerate(number) if n == number[device] is not None}
@@ -219,7 +191,7 @@ def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
         [],
         [a for a in order if sizes[a] > 1],
     )
-    span = max(product(sizes.values()), one.node_size)
+    span = max(math.prod(sizes.values()), one.node_size)
     at = lambda devices: 80 + 380 * math.log2(devices) / math.log2(2 * span)
     edge, bottom, right = at(one.node_size), 36 * len(shown), at(2 * span) + 12
     for i, axis in enumerate(shown):
@@ -254,7 +226,7 @@ def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list
     them."""
     axes = [a for a in AXES if a in sizes]
     held: dict[tuple[int, ...], list[int]] = {}
-    for device, place in enumerate(every(*(range(sizes[a]) for a in axes))):
+    for device, place in enumerate(product(*(range(sizes[a]) for a in axes))):
         at = dict(zip(axes, place, strict=True))
         index = [0] * len(layout.dims)
         for d, dim in enumerate(layout.dims):
@@ -275,10 +247,10 @@ def _places(axes: tuple[str, ...], sizes: dict[str, int], index: int) -> dict[st
 def _copies(layout: Layout, sizes: dict[str, int]) -> tuple[int, int, int]:
     """Shards, copies of each, and the parts of an unfinished sum."""
     shards, parts = (
-        product(sizes.get(a, 1) for a in layout.axes),
-        product(sizes.get(a, 1) for a in layout.sums),
+        math.prod(sizes.get(a, 1) for a in layout.axes),
+        math.prod(sizes.get(a, 1) for a in layout.sums),
     )
-    return shards, product(sizes.values()) // shards // parts, parts
+    return shards, math.prod(sizes.values()) // shards // parts, parts
 
 
 def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout | None = None) -> list:
@@ -291,7 +263,7 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout 
         items, wide, high = _cells(layout, shape, sizes, (max(0, w - wide), max(0, h - high)))
     x, y, *_ = bounds([item for item in flatten(items) if isinstance(item, Rect)])
     sums = [a for a in layout.sums if sizes is None or sizes.get(a, 1) > 1]
-    num = 2 ** len(sums) if sizes is None else product(sizes[a] for a in sums)
+    num = 2 ** len(sums) if sizes is None else math.prod(sizes[a] for a in sums)
     shown = list(range(num)) if num < 6 else [0, 1, 2, -1, num - 1]
     stroke = f"{sums[0]}-line" if sums and sums[0] in AXES else "edge"
     sheets: list = []
@@ -317,10 +289,10 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
     first = set(
         holders(Layout((Dim("sum", layout.sums),)), sizes)[0,]
     )  # the front sheet is the first addend of a sum
-    counts = [product(sizes.get(a, 1) for a in d.axes) for d in dims]
+    counts = [math.prod(sizes.get(a, 1) for a in d.axes) for d in dims]
     for most in (8, 5, 4, 3):  # -1 stands for the blocks left out
         picked = [list(range(n)) if n <= most else [*range(most - 2), -1, n - 1] for n in counts]
-        if product(map(len, picked)) <= MAX_CELLS:
+        if math.prod(map(len, picked)) <= MAX_CELLS:
             break
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
     marks = [("/", f"{a}-line" if a in AXES else "edge") for a in sums[:1]]
@@ -335,7 +307,7 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
         return f"{dims[d].name}: " + " ".join(f"{a} {n}" for a, n in places.items())
 
     widths = [max(text_width(tick(d, i), SMALL) for i in picked[d]) + 12 for d in range(num)]
-    across, down = (product(len(blocks) for blocks in picked[::-1][i::2]) for i in (0, 1))
+    across, down = (math.prod(len(blocks) for blocks in picked[::-1][i::2]) for i in (0, 1))
     w = max([92 if named else 40, *widths[::-1][::2]]) + more[0] / across
     h = (44 if named else 30) + more[1] / down
 
@@ -387,7 +359,7 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
 
 
 def _held_bytes(layout: Layout, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> int:
-    return itemsize * product(layout.shard_shape(shape, sizes) if layout.dims else shape)
+    return itemsize * math.prod(layout.shard_shape(shape, sizes) if layout.dims else shape)
 
 
 def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
@@ -448,7 +420,7 @@ def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize:
     """
     held, out = _held_bytes(arrow.before, shape, sizes, itemsize), []
     for move in arrow.moves:
-        g = product(sizes[a] for a in move.axes)
+        g = math.prod(sizes[a] for a in move.axes)
         share = held * (g - 1) // g
         out.append(
             (move, {"all-gather": held * (g - 1), "all-reduce": 2 * share, "slice": 0}.get(move.kind, share))

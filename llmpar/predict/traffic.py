@@ -1,22 +1,22 @@
-"""What a training step of ours will hold and send, by formula, before anything is traced.
+"""What a training step sends, by formula, before anything is traced.
 
-`cost` has the published formulas; this file applies their reasoning to the model and the step of this
-package, to the byte. The tests hold every number here against the compiled program: `collectives` and
-`argument_bytes` exactly.
+`formulas` has the published ones; this file applies their reasoning to the model and the step of this
+package, to the byte. The tests hold `step_traffic` against the compiled program, exactly.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
-from llmpar.config import ExpertConfig, ModelConfig
-from llmpar.notation import AXES, Layout, parse_layout, product, ring_bytes
+from llmpar.config import ExpertConfig, ModelConfig, is_vector
+from llmpar.notation import AXES, parse_layout, ring_bytes
 from llmpar.plan import Plan
-from llmpar.schedule import slots, timetable
+from llmpar.timetable import slots, timetable
 
 FLOAT32 = 4
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Traffic(dict):
         axes = tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
         if not axes or not count:
             return
-        group = product(self.sizes[a] for a in axes)
+        group = math.prod(self.sizes[a] for a in axes)
         row = self.setdefault((",".join(axes), kind), Prediction())
         row.count += count
         one = ring_bytes(kind, message_bytes, group)
@@ -109,7 +109,7 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
     )
 
 
-def collectives(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
+def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
     """Everything that a device of a pipeline's stage (of the only one, where there is none) sends in one
     training step, under the Manual reading. All stages take part in each permute between them, whether they
     have something to send or not.
@@ -127,16 +127,16 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
     """Gather weights, reduce gradients, gather updates. Per device and parameter, with N = fsdp and a
     microbatches (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 move 2, ZeRO 2 a + 1, ZeRO 3 up to 3a
     times (N-1)/N."""
-    sizes, micro, item = plan.mesh.sizes, plan.microbatches, _ITEMSIZE[plan.dtype]
+    sizes, micro, item = plan.mesh.sizes, plan.microbatches, ITEMSIZE[plan.dtype]
     buckets: dict[tuple, list[int]] = {}
     for path, (dims, shape) in sorted(
         plan.padded(config).param_shapes().items(), key=lambda item: item[0].split(".")
     ):
         stacked = path.startswith("blocks.")
         layers = shape[0] // plan.mesh.pp if stacked else 1
-        elements = product(plan.place(dims).shard_shape(shape, sizes))  # of the leaf, whole over fsdp
+        elements = math.prod(plan.place(dims).shard_shape(shape, sizes))  # of the leaf, whole over fsdp
         one = elements // layers
-        shard = product(plan.graded(dims).shard_shape(shape, sizes))
+        shard = math.prod(plan.graded(dims).shard_shape(shape, sizes))
         fsdp = plan.live("fsdp")
         region = parse_layout(dims).region
         rest = tuple(a for a in plan.live("pp") + plan.varying(region) if a not in plan.stored(dims).axes)
@@ -165,7 +165,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
                     "collective-permute",
                     ("pp",),
                     of,
-                    FLOAT32 * product(place(dims).shard_shape(shape, sizes)),
+                    FLOAT32 * math.prod(place(dims).shard_shape(shape, sizes)),
                 )
         if plan.zero in (1, 2):
             visits = (
@@ -208,8 +208,8 @@ def _activations(
     same bytes (Korthikanti et al. 2022).
     """
     sizes, tp = plan.mesh.sizes, plan.live("tp")
-    tokens = product(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
-    stream = tokens * config.width * _ITEMSIZE[plan.dtype]
+    tokens = math.prod(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
+    stream = tokens * config.width * ITEMSIZE[plan.dtype]
     both, ends = 2 * (run.forward + run.backward), run.embed + run.loss
     if plan.tp_sequence:
         traffic.add("all-gather", tp, "activations", stream, both + 2 * run.again + ends)
@@ -219,7 +219,7 @@ def _activations(
     chunk, chunks = tokens * FLOAT32 // plan.loss_chunks, run.loss * plan.loss_chunks
     traffic.add("all-reduce", tp, "three numbers per token for the loss", chunk, 3 * chunks)
     if config.experts:
-        rows = product(plan.place("data b").shard_shape((batch_size // plan.microbatches,), sizes))
+        rows = math.prod(plan.place("data b").shard_shape((batch_size // plan.microbatches,), sizes))
         _experts(traffic, config, config.experts, plan, tokens, rows, run)
     if plan.live("sp"):
         _attention(traffic, config, plan, tokens, run)
@@ -239,7 +239,7 @@ def _experts(
     the tally."""
     ep, tp = plan.live("ep"), plan.live("tp")
     blocks, block = how.slots(tokens, rows * (plan.mesh.tp if plan.tp_sequence else 1), plan.mesh.ep)
-    buffer = plan.mesh.ep * blocks * block * config.width * _ITEMSIZE[plan.dtype]
+    buffer = plan.mesh.ep * blocks * block * config.width * ITEMSIZE[plan.dtype]
     forward = run.forward + run.again
     filled = tokens * how.chosen / (plan.mesh.ep * blocks * block)
     slots = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
@@ -273,14 +273,14 @@ def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, r
     ring makes n).
     """
     sp, n, tp = plan.live("sp"), plan.mesh.sp, plan.mesh.tp
-    head = tokens * config.head_width // tp * _ITEMSIZE[plan.dtype]
+    head = tokens * config.head_width // tp * ITEMSIZE[plan.dtype]
     ids, k, q = 4 * tokens, head * config.num_kv_heads, head * config.num_heads
     forward, times, ids_of = run.forward + run.again, run.backward, "ids of positions and documents"
     if plan.sequence == "ring":
         hops = (n - 1) * (forward + times)
         traffic.add("collective-permute", sp, "keys and values", k, 2 * hops)
         traffic.add("collective-permute", sp, ids_of, ids, 2 * hops)
-        back = k * FLOAT32 // _ITEMSIZE[plan.dtype]
+        back = k * FLOAT32 // ITEMSIZE[plan.dtype]
         traffic.add("collective-permute", sp, "gradients of keys and values", back, 2 * (n - 1) * times)
     elif plan.sequence == "ulysses":
         traffic.add("all-to-all", sp, "queries and what attention gives", q, 2 * (forward + times))
@@ -290,92 +290,3 @@ def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, r
         traffic.add("reduce-scatter", sp, "gradients of keys and values", n * k, 2 * times)
     if plan.sequence != "ring":
         traffic.add("all-gather", sp, ids_of, n * ids, 2 * run.attended)
-
-
-def argument_bytes(
-    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, moments: int = 2, scalars: int = 2
-) -> dict[str, int]:
-    """Bytes per device that a step is given: float32 weights, ``moments`` float32 copies of them in the
-    optimizer's state (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's,
-    and AdamW's one).
-    """
-    sizes, shapes = plan.mesh.sizes, plan.padded(config).param_shapes()
-
-    def held(place) -> int:
-        return FLOAT32 * sum(
-            product(place(dims).shard_shape(shape, sizes)) for dims, shape in shapes.values()
-        )
-
-    batch = 4 * 4 * product(plan.place("data b s").shard_shape((batch_size, seq_len), sizes))
-    return {
-        "params": held(plan.stored),
-        "optimizer": moments * held(plan.graded),
-        "batch": batch,
-        "counters": 4 * scalars,
-    }
-
-
-def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> int:
-    """An estimate of the bytes per device that a step holds besides its arguments: gradients, what the
-    backward pass needs of the forward pass, one block being differentiated, and the logits. Not exact: the
-    compiler fuses and reuses.
-    """
-    sizes, item = plan.mesh.sizes, _ITEMSIZE[plan.dtype]
-    tokens = product(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
-    tp, shapes = sizes["tp"], plan.padded(config).param_shapes()
-
-    def held_as(place, part: str = "") -> int:
-        found = (
-            place(dims).shard_shape(shape, sizes)
-            for path, (dims, shape) in shapes.items()
-            if path.startswith(part)
-        )
-        return FLOAT32 * sum(map(product, found))
-
-    grads = held_as(plan.accumulated)
-    stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
-    heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
-    ffn = 4 * tokens * config.ffn_width * item // tp // plan.ffn_chunks
-    if how := config.experts:  # all slots of the buffer, on their way there, back, and inside the experts
-        blocks, rows = how.slots(tokens, 1, sizes["ep"])
-        ffn = sizes["ep"] * blocks * rows * (4 * config.ffn_width // tp + 3 * config.width) * item
-    block = (
-        8 * stream + heads + ffn
-    )  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
-    kept = block - ffn * (plan.ffn_chunks > 1)  # chunks are computed again
-    layers = plan.padded(config).num_layers
-    held = 0
-    if (
-        order := plan.pipeline
-    ):  # one chunk is differentiated at a time; of the others that are alive, what F saved
-        layers //= len(order.routes[0])
-        alive = slots(timetable(order))
-        saved, messages, residual = (
-            int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual)
-        )
-        one = stream if plan.stage_saves == "input" else layers * kept
-        held = saved * one + messages * stream + residual * layers * kept
-        borrowed = held_as(plan.stored, "blocks.") + held_as(plan.accumulated, "blocks.")
-        held += (order.parameter_copies - 1) * borrowed
-    held += layers * (stream if plan.remat == "block" else kept)
-    logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
-    return grads + held + 2 * block + logits
-
-
-def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
-    """Useful matrix-product FLOPs of one step, whole batch, forward and backward without recomputation: 6 per
-    token and weight that is active for it (the embedding is looked up, not multiplied), and 12·L·n·h·s per
-    token of attention, halved by causality (Chowdhery et al. 2022, appendix B, whose convention does not
-    halve it)."""
-    tokens = batch_size * seq_len
-    multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
-    vectors = sum(
-        product(shape) for dims, shape in config.param_shapes().values() if is_vector(parse_layout(dims))
-    )
-    attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
-    return {"weights": 6.0 * (multiplied - vectors) * tokens, "attention": attention}
-
-
-def is_vector(layout: Layout) -> bool:
-    """Whether a weight is a norm's scale or a bias: it scales or shifts, and multiplies no matrix."""
-    return layout.letters.strip("l") in ("d", "h", "nh", "kh", "e")

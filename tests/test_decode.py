@@ -12,12 +12,12 @@ import pytest
 from flax import nnx
 from parity import LLAMA, MOE, QWEN, name, weights
 
-from llmpar import hlo
-from llmpar.generate import Decoder, generate
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import parse_layout
 from llmpar.par import Manual, Solo
 from llmpar.plan import Plan
+from llmpar.serve.decode import Decoder, generate
 from llmpar.step import Step, model_graph
 
 B, S, MORE = 2, 5, 6
@@ -73,7 +73,7 @@ def test_chosen_tokens_of_rows_that_are_cut_are_taken_from_any_device(monkeypatc
     mesh, fetched = make_mesh("dp=4 tp=2"), []
     logits = jax.device_put(np.eye(4, 8, dtype=np.float32) * 1e4, sharding(mesh, parse_layout("b/dp v")))
     fetch = lambda x: fetched.append(x.is_fully_replicated and len(x.sharding.device_set)) or np.array(x)
-    monkeypatch.setattr("llmpar.generate.np", SimpleNamespace(asarray=fetch, ndarray=np.ndarray))
+    monkeypatch.setattr("llmpar.serve.decode.np", SimpleNamespace(asarray=fetch, ndarray=np.ndarray))
 
     class Decided(Decoder):
         """Takes nothing in and is sure of every row."""

@@ -6,17 +6,18 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from llmpar import attention, moe, predict
-from llmpar.charts import live_blocks, memory_bars, timetable, token_flow
+from llmpar import attention, moe
 from llmpar.config import ExpertConfig, preset
-from llmpar.explore import MODELS, START, make_plan
-from llmpar.hardware import CHIPS, GIB, chip
+from llmpar.draw.charts import live_blocks, memory_bars, timetable, token_flow
+from llmpar.draw.scene import Group, Scene, compose, flatten, to_svg
+from llmpar.explore.answers import MODELS, START, make_plan
+from llmpar.explore.explorer import Explorer
 from llmpar.notation import MeshShape
-from llmpar.orders import Schedule, from_text
-from llmpar.scene import Group, Scene, compose, flatten, to_svg
-from llmpar.schedule import SCHEDULES, Timetable, make, reached
-from llmpar.schedule import timetable as simulate
-from llmpar.widget import Explorer
+from llmpar.predict import memory
+from llmpar.predict.hardware import CHIPS, GIB, chip
+from llmpar.schedules import SCHEDULES, Schedule, from_text, make
+from llmpar.timetable import Timetable, reached
+from llmpar.timetable import timetable as simulate
 
 
 class TimelineExplorer(Explorer):
@@ -238,10 +239,10 @@ class MemoryExplorer(Explorer):
             plan = make_plan(START | {"zero": zero, "remat": state["remat"]}, mesh)
             plan.check(config, state["batch_size"], state["seq_len"])
             size = config, plan, state["batch_size"], state["seq_len"]
-            held = predict.argument_bytes(*size)
+            held = memory.argument_bytes(*size)
             parts = {"weights": held["params"], "optimizer": held["optimizer"]}
             rows.append(
-                (f"ZeRO {zero}", parts | {"gradients, activations (estimate)": predict.temp_bytes(*size)})
+                (f"ZeRO {zero}", parts | {"gradients, activations (estimate)": memory.temp_bytes(*size)})
             )
         title = (
             f"{state['model']} on {mesh}, batch {state['batch_size']} x {state['seq_len']} tokens: memory per"

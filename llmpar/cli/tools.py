@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from llmpar.commands import MAX_SEED, Inspect, Train, check_picture, emit, fits_host, say, speaks, start
+from llmpar.cli.commands import MAX_SEED, Inspect, Train, check_picture, emit, fits_host, say, speaks, start
 from llmpar.config import PRESETS, describe, from_dict, preset
 
 
@@ -33,7 +33,7 @@ class Demo:
 
     def run(self) -> None:
         """Run it."""
-        from llmpar.demo import demonstrate
+        from llmpar.cli.demo import demonstrate
 
         emit(demonstrate(self.out, self.steps), self.json)
 
@@ -107,10 +107,10 @@ class Generate:
 
         from llmpar import data
         from llmpar.checkpoint import Checkpoints
-        from llmpar.generate import Decoder, abstract_params, check_temperature, generate
         from llmpar.mesh import make_mesh, use_devices
         from llmpar.notation import parse_mesh
         from llmpar.plan import Plan
+        from llmpar.serve.decode import Decoder, abstract_params, check_temperature, generate
         from llmpar.step import init_params
 
         start()
@@ -173,7 +173,7 @@ class Schedule:
 
     def run(self) -> None:
         """Simulate and print."""
-        from llmpar import draw, orders, schedule
+        from llmpar import draw, schedules, timetable
 
         try:
             f, b, w = (float(x) for x in self.costs.split(","))
@@ -183,15 +183,15 @@ class Schedule:
             many = f"{self.stages} stages and {self.microbatches} microbatches are too many to simulate"
             raise ValueError(f"{many}; use at most {MAX_CELLS:,} of stages x microbatches x chunks")
         check_picture(self.svg)
-        made = orders.make(self.name, self.stages, self.microbatches, self.chunks)
-        document = schedule.schedule_document(made, (f, b, w), self.hop)
-        table = schedule.timetable(made, (f, b, w), self.hop)
+        made = schedules.make(self.name, self.stages, self.microbatches, self.chunks)
+        document = timetable.schedule_document(made, (f, b, w), self.hop)
+        table = timetable.timetable(made, (f, b, w), self.hop)
         if self.svg:
             draw.timetable(table).save(self.svg)
             say(f"drew the timetable into {self.svg}")
         emit(document, self.json)
         if not self.json:
-            print(schedule.text_timeline(table))
+            print(timetable.text_timeline(table))
             for key in (
                 "makespan",
                 "makespan_lockstep",
@@ -215,7 +215,7 @@ class Doctor:
 
     def run(self) -> None:
         """Look, and print."""
-        from llmpar.doctor import examine
+        from llmpar.cli.doctor import examine
 
         document = examine()
         emit(document, self.json)
@@ -254,8 +254,8 @@ class Lab:
             f"--port={self.port}",
             "--ip=127.0.0.1",
         ]
-        # static/labconfig lets a saved notebook keep its widgets, which reopen without a kernel
-        config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(pathlib.Path(__file__).parent / "static")]
+        # labconfig lets a saved notebook keep its widgets, which reopen without a kernel
+        config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(pathlib.Path(__file__).parent)]
         env = os.environ | {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
         root = (
             hasattr(os, "geteuid") and os.geteuid() == 0

@@ -10,12 +10,12 @@ from typing import Any
 from llmpar.notation import AXES
 
 # isort: off
-from llmpar.scene import (
-    SERIES,
-    SMALL,
+from llmpar.draw.scene import (
     Group,
     Line,
     Rect,
+    SERIES,
+    SMALL,
     Scene,
     Text,
     compose,
@@ -312,7 +312,7 @@ def timetable(table, unit: str = "time units", waiting=None) -> Scene:
     Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits
     for, what there).
 
-    ``table`` is a :class:`~llmpar.schedule.Timetable` or, per stage, rows of (start, end, kind, microbatch,
+    ``table`` is a :class:`~llmpar.timetable.Timetable` or, per stage, rows of (start, end, kind, microbatch,
     chunk). A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
     """
     title, stages = "", table

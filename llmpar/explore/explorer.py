@@ -1,7 +1,7 @@
 """Explorers: pictures with controls, in a notebook, in VS Code, and as one HTML page that needs neither.
 
     MeshExplorer      who holds what, who talks with whom, what a step holds and sends; or an array's sharding
-    (llmpar.explorers: pipelines, rings and memory, on the same machinery)
+    (llmpar.explore.small: pipelines, rings and memory, on the same machinery)
 
 Each has a ``state`` (a dict), which `set` changes; a static twin, which is what a committed notebook keeps;
 ``rich``, drawn in the browser (an anywidget); and ``plain``, core ipywidgets only, for where the rich one
@@ -21,10 +21,12 @@ import anywidget
 import ipywidgets
 import traitlets
 
-from llmpar import __version__, explore, inspection
-from llmpar.charts import PARTS
+from llmpar import __version__
+from llmpar.draw.charts import PARTS
+from llmpar.draw.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
+from llmpar.explore import answers
+from llmpar.inspect import report
 from llmpar.notation import AXES, MeshShape, parse_mesh
-from llmpar.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 
 MODULE = Path(__file__).parent / "static" / "explorer.js"
 PAGE = """<!doctype html>
@@ -291,8 +293,8 @@ class MeshExplorer(Explorer):
     >>> MeshExplorer(mesh="fsdp=8 tp=8", model="llama3-70b", chip="h100")
     """
 
-    title, kind, view = "Mesh explorer", "mesh", explore.VIEW
-    start, controls = explore.START, explore.CONTROLS
+    title, kind, view = "Mesh explorer", "mesh", answers.VIEW
+    start, controls = answers.START, answers.CONTROLS
     _given: dict[str, Any] | None = None  # what `of` read from an array or a program
 
     @classmethod
@@ -300,7 +302,7 @@ class MeshExplorer(Explorer):
         """The shardings of a live array, of a tree of them, or of a compiled program, as the compiler has
         them."""
         self = cls(front)
-        self._given = inspection.shardings(value)
+        self._given = report.shardings(value)
         self.title = self._given["title"]
         self.set(tensor=self._given["tensors"][0]["name"])
         return self
@@ -316,8 +318,8 @@ class MeshExplorer(Explorer):
         doc = super().document() | {
             "axes": AXES,
             "kinds": kinds,
-            "most": explore.MOST,
-            "shapes": explore.SHAPES,
+            "most": answers.MOST,
+            "shapes": answers.SHAPES,
         }
         return doc | (self._given or {"tensors": self.tensors})
 
@@ -328,37 +330,37 @@ class MeshExplorer(Explorer):
 
     def _tensors(self, state: dict) -> list[dict]:
         try:
-            return explore.tensors(state)
+            return answers.tensors(state)
         except ValueError:
             return []
 
     def key(self, state: dict) -> str:
-        return explore.key(state)
+        return answers.key(state)
 
     def answer(self, state: dict) -> dict:
         if self._given:
             same = {name: self._given[name] for name in ("traffic", "memory", "node")}
             return same | {
-                "key": explore.key(state),
+                "key": answers.key(state),
                 "refusal": None,
                 "time": None,
                 "code": "",
                 "says": self.scene.text,
             }
-        return explore.answer(state)
+        return answers.answer(state)
 
     def states(self) -> list[dict]:
-        return [dict(self.state)] if self._given else explore.neighbours(dict(self.state))
+        return [dict(self.state)] if self._given else answers.neighbours(dict(self.state))
 
     def draw(self, state: dict) -> Scene:
-        return inspection.shardings_scene(self._given, state) if self._given else explore.scene(state)
+        return report.shardings_scene(self._given, state) if self._given else answers.scene(state)
 
     def _changed(self, change) -> None:
         new = self.state | change["new"]
         if (
             self._rich
             and not self._given
-            and any(change["old"][name] != new[name] for name in explore.SHAPES)
+            and any(change["old"][name] != new[name] for name in answers.SHAPES)
         ):
             self._rich.tensors = self._tensors(new)  # before the answer that speaks of them
         super()._changed(change)
@@ -366,7 +368,7 @@ class MeshExplorer(Explorer):
     def compare(self, **other) -> str:
         """This state beside another, as text."""
         one, two = self.answer(self.state), self.answer(self.state | other)
-        return "\n".join(f"{name}: {a} | {b}" for name, a, b in explore.compare(one, two))
+        return "\n".join(f"{name}: {a} | {b}" for name, a, b in answers.compare(one, two))
 
     def fields(self) -> list[dict]:
         if self._given:
@@ -383,9 +385,9 @@ class MeshExplorer(Explorer):
     def show_plain(self, state: dict) -> str:
         table = ""
         try:
-            _, _, shape, order = explore.read(state)
+            _, _, shape, order = answers.read(state)
             if not self._given:
-                held = explore.device_rows(state, self.tensors, shape.sizes, order)
+                held = answers.device_rows(state, self.tensors, shape.sizes, order)
                 cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in held)
                 table = "".join(f"<tr>{row}</tr>" for row in cells)
         except ValueError:

@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 from parity import LLAMA, QWEN
 
-from llmpar import hlo, predict
-from llmpar.config import preset
+from llmpar.config import is_vector, preset
+from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
 from llmpar.par import Solo
 from llmpar.plan import Plan
+from llmpar.predict import memory, traffic
 from llmpar.step import Step, init_params, model_graph
 
 BATCH, SEQ, MIXED = 4, 32, "dp=2 fsdp=2 tp=2"
@@ -34,7 +35,7 @@ def executed(config, batch=BATCH, seq=SEQ, **plan):
 
 
 def pieces(config, batch=BATCH, seq=SEQ):
-    useful = predict.flops(config, batch, seq)
+    useful = memory.flops(config, batch, seq)
     logits = 2 * batch * seq * config.vocab_size * config.width
     return useful["weights"], useful["attention"], logits
 
@@ -65,19 +66,17 @@ def test_block_rematerialisation_is_another_forward_pass_of_the_blocks():
 def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():
     """PaLM, appendix B: 6N + 12·L·n·h·s per token, where N leaves the embedding out."""
     config = preset("llama3-8b")
-    per_token = {k: v / 8192 for k, v in predict.flops(config, 1, 8192).items()}
+    per_token = {k: v / 8192 for k, v in memory.flops(config, 1, 8192).items()}
     matrices = config.num_params - 128_256 * 4096 - 4096 * (2 * 32 + 1)
     assert per_token == {"weights": 6 * matrices, "attention": 12 * 32 * 32 * 128 * 8192 / 2}
-    assert predict.flops(QWEN, 1, 8)["weights"] == 6 * 8 * (
+    assert memory.flops(QWEN, 1, 8)["weights"] == 6 * 8 * (
         QWEN.num_params
-        - sum(math.prod(s) for d, s in QWEN.param_shapes().values() if predict.is_vector(parse_layout(d)))
+        - sum(math.prod(s) for d, s in QWEN.param_shapes().values() if is_vector(parse_layout(d)))
     ), "a tied embedding multiplies, as the head"
 
 
 def test_vectors_are_norms_and_biases():
-    found = {
-        p.split(".")[-1] for p, (d, _) in QWEN.param_shapes().items() if predict.is_vector(parse_layout(d))
-    }
+    found = {p.split(".")[-1] for p, (d, _) in QWEN.param_shapes().items() if is_vector(parse_layout(d))}
     assert found == {"scale", "q_bias", "k_bias", "v_bias"}
 
 
@@ -91,7 +90,7 @@ def test_argument_bytes_follow_the_table_of_zero(devices):
     psi = LLAMA.num_params
     table = {0: (4, 8), 1: (4, 8 / devices), 2: (4, 8 / devices), 3: (4 / devices, 8 / devices)}
     for zero, (params, optimizer) in table.items():
-        got = predict.argument_bytes(LLAMA, Plan(f"fsdp={devices}", zero=zero), 16, SEQ)
+        got = memory.argument_bytes(LLAMA, Plan(f"fsdp={devices}", zero=zero), 16, SEQ)
         assert got == {
             "params": params * psi,
             "optimizer": optimizer * psi,
@@ -103,7 +102,7 @@ def test_argument_bytes_follow_the_table_of_zero(devices):
 def test_tensor_parallelism_cuts_all_but_the_norms():
     psi = LLAMA.num_params
     norms = LLAMA.width * (2 * LLAMA.num_layers + 1)
-    assert predict.argument_bytes(LLAMA, Plan("tp=4"), 16, SEQ)["params"] == 4 * ((psi - norms) // 4 + norms)
+    assert memory.argument_bytes(LLAMA, Plan("tp=4"), 16, SEQ)["params"] == 4 * ((psi - norms) // 4 + norms)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_what_each_device_really_holds_is_the_prediction(plan):
     """By the shards of a state that was made, not by the compiler's count (which test_census.py compares)."""
     step = Step(QWEN, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     state = step.init(0)
-    want = predict.argument_bytes(QWEN, plan, 16, SEQ)
+    want = memory.argument_bytes(QWEN, plan, 16, SEQ)
     for device in step.mesh.devices.flat:
         held = [
             sum(
@@ -130,7 +129,7 @@ def test_what_each_device_really_holds_is_the_prediction(plan):
 def test_the_estimate_of_temporaries_is_finite_and_monotone():
     """It is an estimate, and nothing more is claimed: more work never holds less, and each remedy helps."""
     base = Plan(MIXED)
-    estimate = lambda plan=base, batch=16, seq=SEQ, **more: predict.temp_bytes(
+    estimate = lambda plan=base, batch=16, seq=SEQ, **more: memory.temp_bytes(
         dataclasses.replace(LLAMA, **more), plan, batch, seq
     )
     assert 0 < estimate() < math.inf
@@ -162,18 +161,18 @@ def test_the_estimate_of_temporaries_is_finite_and_monotone():
 
 
 def test_the_ring_arithmetic_of_traffic():
-    traffic = predict.Traffic(Plan("dp=4 tp=2").mesh.sizes)
-    traffic.add("all-gather", ("tp", "dp"), "weights", 1024, 3)
-    traffic.add("all-reduce", ("dp",), "gradients", 1024)
-    traffic.add("reduce-scatter", ("fsdp",), "gradients", 1024)  # of one device: nothing
-    traffic.add("all-reduce", (), "gradients", 1024)
-    traffic.add("all-reduce", ("tp",), "gradients", 1024, 0)
-    assert {k: (v.count, v.bytes_sent) for k, v in traffic.items()} == {
+    sent = traffic.Traffic(Plan("dp=4 tp=2").mesh.sizes)
+    sent.add("all-gather", ("tp", "dp"), "weights", 1024, 3)
+    sent.add("all-reduce", ("dp",), "gradients", 1024)
+    sent.add("reduce-scatter", ("fsdp",), "gradients", 1024)  # of one device: nothing
+    sent.add("all-reduce", (), "gradients", 1024)
+    sent.add("all-reduce", ("tp",), "gradients", 1024, 0)
+    assert {k: (v.count, v.bytes_sent) for k, v in sent.items()} == {
         ("dp,tp", "all-gather"): (3, 3 * 1024 * 7 // 8),
         ("dp", "all-reduce"): (1, 2 * 1024 * 3 // 4),
     }
-    assert traffic.total_bytes == 3 * 896 + 1536
-    assert traffic["dp,tp", "all-gather"].of == {"weights": {896: 3}}
+    assert sent.total_bytes == 3 * 896 + 1536
+    assert sent["dp,tp", "all-gather"].of == {"weights": {896: 3}}
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,7 @@ def test_the_ring_arithmetic_of_traffic():
 )
 def test_a_collective_says_what_it_sends(model, mesh, said):
     """Kinds and axes do not tell: ep gathers no weights, and 12 bytes over dp and fsdp are no gradients."""
-    found = predict.collectives(preset(model), Plan(mesh, microbatches=2), 16, SEQ)
+    found = traffic.step_traffic(preset(model), Plan(mesh, microbatches=2), 16, SEQ)
     for row in found.values():
         assert row.count == sum(sum(sizes.values()) for sizes in row.of.values())
         assert row.bytes_sent == sum(one * count for sizes in row.of.values() for one, count in sizes.items())
@@ -212,7 +211,7 @@ def test_slots_are_not_tokens():
     tokens."""
     config = preset("qwen3-30b-a3b")
     for ep, share in ((8, "12%"), (16, "6%")):
-        (of,) = predict.collectives(config, Plan(f"ep={ep} fsdp=4"), 64, 4096)["ep", "all-to-all"].of
+        (of,) = traffic.step_traffic(config, Plan(f"ep={ep} fsdp=4"), 64, 4096)["ep", "all-to-all"].of
         assert of.endswith(f"{share} of them filled")
 
 
@@ -223,7 +222,7 @@ def test_zero_sends_two_two_two_three_times_the_weights():
     def volume(zero, layers):
         config = dataclasses.replace(LLAMA, num_layers=layers)
         plan = Plan("fsdp=8", zero=zero, remat="block")
-        return predict.collectives(config, plan, 16, SEQ).total_bytes / 4, config.num_params
+        return traffic.step_traffic(config, plan, 16, SEQ).total_bytes / 4, config.num_params
 
     for zero, factor in {0: 2, 1: 2, 2: 2, 3: 3}.items():
         (many, psi), (few, less) = volume(zero, 6), volume(zero, 2)
@@ -232,7 +231,7 @@ def test_zero_sends_two_two_two_three_times_the_weights():
 
 def test_buckets_send_the_same_bytes_in_fewer_collectives():
     def gradients(**plan):
-        row = predict.collectives(LLAMA, Plan("dp=8", zero=0, **plan), 16, SEQ)["dp", "all-reduce"]
+        row = traffic.step_traffic(LLAMA, Plan("dp=8", zero=0, **plan), 16, SEQ)["dp", "all-reduce"]
         return row.count - 1, row.bytes_sent  # one of scalars: loss, tokens, norm
 
     leaves = len(LLAMA.param_shapes())

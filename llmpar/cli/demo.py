@@ -9,7 +9,7 @@ import pathlib
 import jax
 
 from llmpar import draw
-from llmpar.commands import Inspect, StepOptions, Train, say
+from llmpar.cli.commands import Inspect, StepOptions, Train, say
 from llmpar.mesh import use_devices
 from llmpar.notation import parse_mesh
 

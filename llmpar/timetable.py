@@ -18,26 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .orders import KINDS, SCHEDULES, Costs, Op, Schedule, from_text, greedy, make
-
-__all__ = [
-    "KINDS",
-    "SCHEDULES",
-    "ClosedForm",
-    "Op",
-    "Schedule",
-    "Slots",
-    "Timetable",
-    "closed_forms",
-    "from_text",
-    "make",
-    "reached",
-    "schedule_document",
-    "search",
-    "slots",
-    "text_timeline",
-    "timetable",
-]
+from llmpar.schedules import KINDS, Costs, Op, Schedule, greedy
 
 
 @dataclass(frozen=True)

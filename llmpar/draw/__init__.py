@@ -1,0 +1,43 @@
+"""Show a value: values in, a `draw.scene.Scene` out. No JAX, and nothing here runs anything.
+
+layouts      mesh  layout  arrow  links         who holds what, and what moves
+charts       collectives  ring_steps            what was sent, and how
+             live_blocks  token_flow            who computes in ring attention; where tokens go
+             timetable  overlap                 who works when
+             memory_bars  time_bars             what fills the memory, and the step
+             loss_curve                         whether it learns
+geometry                                        where a device lies, who holds which slice
+scene                                           rectangles, lines and words; SVG, PNG and a text twin
+"""
+
+from llmpar.draw.charts import (
+    collectives,
+    live_blocks,
+    loss_curve,
+    memory_bars,
+    overlap,
+    ring_steps,
+    time_bars,
+    timetable,
+    token_flow,
+)
+from llmpar.draw.layouts import arrow, holders, layout, layout_svg, links, mesh, moved
+
+__all__ = [
+    "arrow",
+    "collectives",
+    "holders",
+    "layout",
+    "layout_svg",
+    "links",
+    "live_blocks",
+    "loss_curve",
+    "memory_bars",
+    "mesh",
+    "moved",
+    "overlap",
+    "ring_steps",
+    "time_bars",
+    "timetable",
+    "token_flow",
+]

@@ -1,0 +1,1 @@
+"""What did the compiler make of it? The compiled program, read."""

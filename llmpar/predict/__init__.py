@@ -1,0 +1,1 @@
+"""What would it cost? Formulas, chips, traffic, memory: plain arithmetic, no JAX."""

@@ -1,0 +1,98 @@
+"""What a training step holds, and how many of its FLOPs are useful, by formula, before anything is traced.
+
+The tests hold `argument_bytes` against the compiled program, exactly; `temp_bytes` is an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+
+from llmpar.config import ModelConfig, is_vector
+from llmpar.notation import parse_layout
+from llmpar.plan import Plan
+from llmpar.predict.traffic import FLOAT32, ITEMSIZE
+from llmpar.timetable import slots, timetable
+
+
+def argument_bytes(
+    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, moments: int = 2, scalars: int = 2
+) -> dict[str, int]:
+    """Bytes per device that a step is given: float32 weights, ``moments`` float32 copies of them in the
+    optimizer's state (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's,
+    and AdamW's one).
+    """
+    sizes, shapes = plan.mesh.sizes, plan.padded(config).param_shapes()
+
+    def held(place) -> int:
+        return FLOAT32 * sum(
+            math.prod(place(dims).shard_shape(shape, sizes)) for dims, shape in shapes.values()
+        )
+
+    batch = 4 * 4 * math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), sizes))
+    return {
+        "params": held(plan.stored),
+        "optimizer": moments * held(plan.graded),
+        "batch": batch,
+        "counters": 4 * scalars,
+    }
+
+
+def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> int:
+    """An estimate of the bytes per device that a step holds besides its arguments: gradients, what the
+    backward pass needs of the forward pass, one block being differentiated, and the logits. Not exact: the
+    compiler fuses and reuses.
+    """
+    sizes, item = plan.mesh.sizes, ITEMSIZE[plan.dtype]
+    tokens = math.prod(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
+    tp, shapes = sizes["tp"], plan.padded(config).param_shapes()
+
+    def held_as(place, part: str = "") -> int:
+        found = (
+            place(dims).shard_shape(shape, sizes)
+            for path, (dims, shape) in shapes.items()
+            if path.startswith(part)
+        )
+        return FLOAT32 * sum(map(math.prod, found))
+
+    grads = held_as(plan.accumulated)
+    stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
+    heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
+    ffn = 4 * tokens * config.ffn_width * item // tp // plan.ffn_chunks
+    if how := config.experts:  # all slots of the buffer, on their way there, back, and inside the experts
+        blocks, rows = how.slots(tokens, 1, sizes["ep"])
+        ffn = sizes["ep"] * blocks * rows * (4 * config.ffn_width // tp + 3 * config.width) * item
+    block = (
+        8 * stream + heads + ffn
+    )  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
+    kept = block - ffn * (plan.ffn_chunks > 1)  # chunks are computed again
+    layers = plan.padded(config).num_layers
+    held = 0
+    if (
+        order := plan.pipeline
+    ):  # one chunk is differentiated at a time; of the others that are alive, what F saved
+        layers //= len(order.routes[0])
+        alive = slots(timetable(order))
+        saved, messages, residual = (
+            int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual)
+        )
+        one = stream if plan.stage_saves == "input" else layers * kept
+        held = saved * one + messages * stream + residual * layers * kept
+        borrowed = held_as(plan.stored, "blocks.") + held_as(plan.accumulated, "blocks.")
+        held += (order.parameter_copies - 1) * borrowed
+    held += layers * (stream if plan.remat == "block" else kept)
+    logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
+    return grads + held + 2 * block + logits
+
+
+def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
+    """Useful matrix-product FLOPs of one step, whole batch, forward and backward without recomputation: 6 per
+    token and weight that is active for it (the embedding is looked up, not multiplied), and 12·L·n·h·s per
+    token of attention, halved by causality (Chowdhery et al. 2022, appendix B, whose convention does not
+    halve it)."""
+    tokens = batch_size * seq_len
+    multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
+    vectors = sum(
+        math.prod(shape) for dims, shape in config.param_shapes().values() if is_vector(parse_layout(dims))
+    )
+    attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
+    return {"weights": 6.0 * (multiplied - vectors) * tokens, "attention": attention}

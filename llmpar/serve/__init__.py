@@ -1,0 +1,1 @@
+"""Answer requests: one token after the other, from a cache."""
