@@ -3,19 +3,20 @@
 #
 # **Question.** Which devices are there, and who holds what?
 #
-# Everything that follows in these lessons is about placing arrays on several devices and moving them between
-# devices. So first the words:
+# Everything that follows in these lessons is about placing arrays on several devices and moving them between devices.
+# So first the words:
 #
 # | word | meaning |
 # |---|---|
-# | *device* | one accelerator, or one simulated accelerator: something with memory of its own that runs
-# programs | | *process* | a running Python; on a cluster each host runs one or more, and each sees all
-# devices but owns only some | | *mesh* | the devices in a grid, so that they can be named by coordinates | |
-# *axis* | one direction of the grid; ours are called `pp dp fsdp ep sp tp`, slow links first | | *shard* |
-# the piece of an array that a device holds | | *replica* | one of several devices that hold the same shard |
+# | *device* | one accelerator, or one simulated accelerator: something with memory of its own that runs programs |
+# | *process* | a running Python; on a cluster each host runs one or more, and each sees all devices but owns only some |
+# | *mesh* | the devices in a grid, so that they can be named by coordinates |
+# | *axis* | one direction of the grid; ours are called `pp dp fsdp ep sp tp`, slow links first |
+# | *shard* | the piece of an array that a device holds |
+# | *replica* | one of several devices that hold the same shard |
 #
-# Without an accelerator, `use_devices` asks JAX for 8 simulated devices: eight memories and eight threads in
-# this one processor. Values, layouts and bytes are exact on them. Times mean nothing.
+# Without an accelerator, `use_devices` asks JAX for 8 simulated devices: eight memories and eight threads in this one
+# processor. Values, layouts and bytes are exact on them. Times mean nothing.
 
 # %%
 from llmpar.mesh import use_devices
@@ -25,9 +26,8 @@ devices = use_devices()
 # %% [markdown]
 # ## One screen
 #
-# A **layout** is a line of text: `b/dp d/tp` says that the dim `b` is cut by the mesh axis `dp`, and `d` by
-# `tp`. An axis that the layout does not name cuts nothing: along it, devices hold copies. That is the whole
-# notation for now.
+# A **layout** is a line of text: `b/dp d/tp` says that the dim `b` is cut by the mesh axis `dp`, and `d` by `tp`. An axis
+# that the layout does not name cuts nothing: along it, devices hold copies. That is the whole notation for now.
 
 # %%
 import numpy as np
@@ -51,8 +51,8 @@ show(draw.layout("b/dp d/tp", (rows, columns), cube))
 # %% [markdown]
 # ## Meshes
 #
-# The same devices make a line, a table or a cube. The order is always that of the list above: neighbours on
-# the last axis are next to each other, where links are fast; partners on the first are farthest apart.
+# The same devices make a line, a table or a cube. The order is always that of the list above: neighbours on the last axis
+# are next to each other, where links are fast; partners on the first are farthest apart.
 
 # %%
 from llmpar.mesh import groups, make_mesh
@@ -66,9 +66,9 @@ for shape in (line, table, cube):
 show(draw.mesh(cube, highlight_axis="fsdp"))
 
 # %% [markdown]
-# Devices that differ in one coordinate only form a **group**: they are the ones that talk when something
-# moves over that axis. `groups` computes them from the sizes; JAX can be asked who is really there. In the
-# program below every device sends its position over each axis, and what it hears must be its group.
+# Devices that differ in one coordinate only form a **group**: they are the ones that talk when something moves over that
+# axis. `groups` computes them from the sizes; JAX can be asked who is really there. In the program below every device
+# sends its position over each axis, and what it hears must be its group.
 
 # %%
 import jax
@@ -117,10 +117,9 @@ attempt("00.held", bytes_held, rows=rows, columns=columns, dp=cube.dp, fsdp=cube
 # %% [markdown]
 # ## Run: one array, six ways
 #
-# The same array is placed six ways on the cube. For each, three things are compared with JAX: every shard
-# holds the right numbers (*value*), the devices that the notation names hold it (*sharding*), and it has as
-# many bytes as predicted (*memory*). The fourth verdict, communication, needs something that moves; it
-# follows below.
+# The same array is placed six ways on the cube. For each, three things are compared with JAX: every shard holds the right
+# numbers (*value*), the devices that the notation names hold it (*sharding*), and it has as many bytes as predicted
+# (*memory*). The fourth verdict, communication, needs something that moves; it follows below.
 
 # %%
 from llmpar.mesh import shard_bytes, sharding
@@ -164,8 +163,8 @@ for text in LAYOUTS:
     print(f"{text:<16} {n // copies:>6} {copies:>7} {held:>15} {predicted:>7}   equal   equal    equal")
 
 # %% [markdown]
-# Shards times copies is the number of devices, in every row. The six as pictures, drawn from the layouts that
-# were just compared with JAX:
+# Shards times copies is the number of devices, in every row. The six as pictures, drawn from the layouts that were just
+# compared with JAX:
 
 # %%
 from llmpar.draw.scene import Group, compose
@@ -179,9 +178,9 @@ show(compose(f"One array, six ways on {cube}", [placed], "\n".join(s.text for s 
 # %% [markdown]
 # ## Run: something moves
 #
-# An **arrow** says how a layout changes. `b/tp d -> b d/tp` moves the cut from `b` to `d`: each device cuts
-# its shard into pieces, keeps one and sends the others, an all-to-all. Here it is written by hand in bare
-# `lax`, and by the package from the text of the arrow, with the four verdicts.
+# An **arrow** says how a layout changes. `b/tp d -> b d/tp` moves the cut from `b` to `d`: each device cuts its shard into
+# pieces, keeps one and sends the others, an all-to-all. Here it is written by hand in bare `lax`, and by the package from
+# the text of the arrow, with the four verdicts.
 
 # %%
 from llmpar.mesh import spec
@@ -233,8 +232,8 @@ show(draw.arrow(arrow, (rows, columns), cube, 4))
 # %% [markdown]
 # ## Refusals
 #
-# What cannot work is refused in one sentence that holds the arithmetic and, where there is one, a way out.
-# These are about a mesh of 8 devices, whatever is here.
+# What cannot work is refused in one sentence that holds the arithmetic and, where there is one, a way out. These are
+# about a mesh of 8 devices, whatever is here.
 
 
 # %%
@@ -263,8 +262,8 @@ assert "8 are present" in said[3]
 # %% [markdown]
 # ## Try it
 #
-# In a running notebook: type any layout and choose a mesh. A layout that cannot be shows its refusal. (In the
-# stored page this is a picture.)
+# In a running notebook: type any layout and choose a mesh. A layout that cannot be shows its refusal. (In the stored page
+# this is a picture.)
 
 # %%
 import base64
@@ -299,10 +298,9 @@ display(widgets.VBox([text, sizes, picture])._repr_mimebundle_() | words, raw=Tr
 # %% [markdown]
 # ## The mesh explorer
 #
-# The same question for a whole model and a cluster that you do not have: who holds what, who talks with whom,
-# and what moves in a step. Drag an axis, click a device, choose *groups* and step through a collective. `save
-# HTML` writes a page that works without Python. (In the stored page this is a picture; `MeshExplorer("plain",
-# …)` needs core ipywidgets only.)
+# The same question for a whole model and a cluster that you do not have: who holds what, who talks with whom, and what
+# moves in a step. Drag an axis, click a device, choose *groups* and step through a collective. `save HTML` writes a page
+# that works without Python. (In the stored page this is a picture; `MeshExplorer("plain", …)` needs core ipywidgets only.)
 
 # %%
 from llmpar.explore.explorer import MeshExplorer
@@ -327,8 +325,8 @@ print(live)
 # %% [markdown]
 # ## Exercise, core: which layout is this?
 #
-# The mesh is `dp=2 fsdp=2 tp=2`, the array `b d`, rows run down. Each rectangle names the devices that hold
-# it. Write the layout.
+# The mesh is `dp=2 fsdp=2 tp=2`, the array `b d`, rows run down. Each rectangle names the devices that hold it. Write the
+# layout.
 
 # %%
 from llmpar.draw.scene import Rect, small
@@ -352,9 +350,9 @@ attempt("00.layout_of", layout_seen)
 # %% [markdown]
 # ## Exercise, stretch: two layouts of the same size
 #
-# On 8 devices (`dp=8`), `b/dp d` and `b d/dp` of a float32 array `[1024, 256]` take the same memory. Which
-# one collective turns the first into the second, and how many bytes does each device send for it? (The table
-# of arrows is in the [README](../README.md).)
+# On 8 devices (`dp=8`), `b/dp d` and `b d/dp` of a float32 array `[1024, 256]` take the same memory. Which one collective
+# turns the first into the second, and how many bytes does each device send for it? (The table of arrows is in the
+# [README](../README.md).)
 
 # %%
 collective = ...  # "all-gather", "reduce-scatter", "all-reduce" or "all-to-all"
@@ -365,16 +363,16 @@ attempt("00.swap", {"collective": collective, "bytes_sent": bytes_sent})
 # %% [markdown]
 # ## Exercise, expert: when the order of the axes matters
 #
-# Two hosts have four devices each: 0 to 3 and 4 to 7. Fast links join the devices of a host; a slow one joins
-# the hosts. With `tp` innermost (as here) every `tp` group stays on one host. With `tp` outermost, none
-# would. That is why the axes have a fixed order, slow links first, and why you rarely think about it.
+# Two hosts have four devices each: 0 to 3 and 4 to 7. Fast links join the devices of a host; a slow one joins the hosts.
+# With `tp` innermost (as here) every `tp` group stays on one host. With `tp` outermost, none would. That is why the axes
+# have a fixed order, slow links first, and why you rarely think about it.
 
 # %%
 show(draw.mesh("dp=2 tp=4", devices_per_host=4, highlight_axis="tp"))
 
 # %% [markdown]
-# Count the trouble: write a function that returns the number of groups of `axis` whose devices are not all on
-# one host. `sizes` lists the axes from the outermost to the innermost, as in `{"dp": 2, "tp": 4}`.
+# Count the trouble: write a function that returns the number of groups of `axis` whose devices are not all on one host.
+# `sizes` lists the axes from the outermost to the innermost, as in `{"dp": 2, "tp": 4}`.
 
 
 # %%
@@ -394,10 +392,9 @@ attempt("00.groups_across_hosts", groups_across_hosts)
 #
 # ## Where XLA's partitioner differs
 #
-# JAX can also be given only the two layouts, and XLA's partitioner chooses what to send. For `b/tp d -> b
-# d/tp` it finds the same all-to-all. For `b/dp d -> b d/tp` there are several roads, and the shortest is
-# neither its own nor the one that a single arrow takes: cut first (free), then gather the smaller piece. Two
-# arrows say exactly that.
+# JAX can also be given only the two layouts, and XLA's partitioner chooses what to send. For `b/tp d -> b d/tp` it finds
+# the same all-to-all. For `b/dp d -> b d/tp` there are several roads, and the shortest is neither its own nor the one
+# that a single arrow takes: cut first (free), then gather the smaller piece. Two arrows say exactly that.
 
 # %%
 start, end = parse_layout("b/dp d"), parse_layout("b d/tp")
@@ -424,12 +421,12 @@ for (axes, kind), row in chosen.items():
 # ```
 # llmpar doctor                                      which devices, which versions, what is missing
 # llmpar doctor --json                               the same for a script
-# llmpar inspect --mesh "dp=2 fsdp=-1 tp=4"          -1 is what is left; refused in one sentence if it cannot
-# be llmpar inspect --mesh-dim 1,-1,4                   the same sizes as EasyLM writes them: dp, fsdp, mp
-# llmpar lab                                         these notebooks ```
+# llmpar inspect --mesh "dp=2 fsdp=-1 tp=4"          -1 is what is left; refused in one sentence if it cannot be
+# llmpar inspect --mesh-dim 1,-1,4                   the same sizes as EasyLM writes them: dp, fsdp, mp
+# llmpar lab                                         these notebooks
+# ```
 #
-# **One number to remember: shards × copies = devices**, so 8 here. Twice the copies, half the shards, twice
-# the memory on each device.
+# **One number to remember: shards × copies = devices**, so 8 here. Twice the copies, half the shards, twice the memory on each device.
 
 # %%
 for text in LAYOUTS:

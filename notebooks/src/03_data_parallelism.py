@@ -3,10 +3,9 @@
 #
 # **Question.** What must replicas agree on, and when can they talk?
 #
-# Every device has all the weights and its own part of the batch. Each computes a gradient from its part; the
-# gradients are added up over the devices; every device then makes the same update. What travels is
-# **gradients**: not weights, not activations, not data. Weights agree because they started equal and every
-# update is the same.
+# Every device has all the weights and its own part of the batch. Each computes a gradient from its part; the gradients are
+# added up over the devices; every device then makes the same update. What travels is **gradients**: not weights, not
+# activations, not data. Weights agree because they started equal and every update is the same.
 
 # %%
 from llmpar.mesh import use_devices
@@ -16,8 +15,8 @@ devices = use_devices()
 # %% [markdown]
 # ## One screen
 #
-# As an arrow: a gradient with dims `d m` leaves the backward pass as an unfinished sum over `dp` (each device
-# has its part of it) and is finished by an all-reduce. That line is the strategy.
+# As an arrow: a gradient with dims `d m` leaves the backward pass as an unfinished sum over `dp` (each device has its part
+# of it) and is finished by an all-reduce. That line is the strategy.
 
 # %%
 from llmpar import draw
@@ -29,8 +28,8 @@ show(draw.arrow("d m +dp -> d m", (64, 128), f"dp={n}", 4))
 # %% [markdown]
 # ## Predict
 #
-# The Llama below has float32 gradients. How many bytes does each device send per step so that all devices
-# have the sum of all gradients, by ring all-reduces?
+# The Llama below has float32 gradients. How many bytes does each device send per step so that all devices have the sum of
+# all gradients, by ring all-reduces?
 
 # %%
 import dataclasses
@@ -50,9 +49,8 @@ attempt("03.sent", bytes_sent, params=config.num_params, devices=n)
 # %% [markdown]
 # ## By hand, on a toy
 #
-# Two matrices, and rows of which not all count: as in text, where some targets are left out, and where the
-# last batch is not full. One device first: the sum of the squared errors, divided by the number of rows that
-# count.
+# Two matrices, and rows of which not all count: as in text, where some targets are left out, and where the last batch is
+# not full. One device first: the sum of the squared errors, divided by the number of rows that count.
 
 # %%
 import jax
@@ -92,12 +90,12 @@ print(
 )
 
 # %% [markdown]
-# Now the same on all devices, in bare `lax` inside `jax.shard_map`. The count is summed *before* dividing: a
-# mean over all targets is the sum of sums over the sum of counts, not the mean of the devices' means.
+# Now the same on all devices, in bare `lax` inside `jax.shard_map`. The count is summed *before* dividing: a mean over all
+# targets is the sum of sums over the sum of counts, not the mean of the devices' means.
 #
-# `lax.pcast` says "from here on, a copy of each device's own". Without it `shard_map` knows that the weights
-# are the same everywhere, so differentiating by them already adds up over the devices; you would have got the
-# all-reduce unasked, as part of the backward pass. Both give the same sum, and both will be wanted.
+# `lax.pcast` says "from here on, a copy of each device's own". Without it `shard_map` knows that the weights are the same
+# everywhere, so differentiating by them already adds up over the devices; you would have got the all-reduce unasked, as
+# part of the backward pass. Both give the same sum, and both will be wanted.
 
 
 # %%
@@ -119,8 +117,8 @@ def on_mesh(function):
 
 
 # %% [markdown]
-# The package does the same from the text of two arrows. Each collective carries its arrow into the compiled
-# program, where a census of what is sent finds it again.
+# The package does the same from the text of two arrows. Each collective carries its arrow into the compiled program, where a census
+# of what is sent finds it again.
 
 # %%
 from llmpar.notation import parse_arrow
@@ -175,10 +173,9 @@ print("its arrows:    " + "; ".join(f"{arrow}: {sent_bytes} B" for arrow, sent_b
 # %% [markdown]
 # ## Three that are broken
 #
-# Each looks right. Each gets the gradient of a device's *sum* and its own count. On one device all three are
-# correct: that is why they are written. The second was in Hugging Face Transformers until October 2024, over
-# microbatches in place of devices: each was divided by its own number of targets, and then the mean was
-# taken.
+# Each looks right. Each gets the gradient of a device's *sum* and its own count. On one device all three are correct: that
+# is why they are written. The second was in Hugging Face Transformers until October 2024, over microbatches in place of
+# devices: each was divided by its own number of targets, and then the mean was taken.
 
 
 # %%
@@ -222,8 +219,8 @@ for broken, got, right in zip(
     print(f"{broken.__name__}: off by {error:.0%} of the largest gradient on {n} devices")
 
 # %% [markdown]
-# A fourth fault, adding twice, cannot be written in arrows: a sum that is finished on all devices is not an
-# unfinished one. The refusal comes while the program is traced, before anything is compiled.
+# A fourth fault, adding twice, cannot be written in arrows: a sum that is finished on all devices is not an unfinished one.
+# The refusal comes while the program is traced, before anything is compiled.
 
 
 # %%
@@ -246,13 +243,13 @@ except ValueError as refusal:
 # | plan | gradients are summed |
 # |---|---|
 # | `reduce="end"` | after the backward pass, one all-reduce per stacked weight |
-# | `reduce="layer"` | inside the backward pass, layer by layer (the *unasked* way above); in *every* backward
-# pass | | `reduce="bucket"` | after it, concatenated into flat buckets | | `microbatches=2` | after two
-# microbatches, whose gradients are first added on the device |
+# | `reduce="layer"` | inside the backward pass, layer by layer (the *unasked* way above); in *every* backward pass |
+# | `reduce="bucket"` | after it, concatenated into flat buckets |
+# | `microbatches=2` | after two microbatches, whose gradients are first added on the device |
 #
-# The batch is uneven on purpose: a fifth of the targets are left out, and the last device has none at all,
-# like the padding of an epoch's last batch. (Divided by its own count, that device's mean would be 0/0.) The
-# reference is `Solo`, the same model text on one device, with the update written out.
+# The batch is uneven on purpose: a fifth of the targets are left out, and the last device has none at all, like the padding
+# of an epoch's last batch. (Divided by its own count, that device's mean would be 0/0.) The reference is `Solo`, the same
+# model text on one device, with the update written out.
 
 # %%
 import optax
@@ -303,10 +300,9 @@ assert solo_losses[-1] < solo_losses[0] - 0.5, "it learns"
 print("one device:", " ".join(f"{loss:.3f}" for loss in solo_losses), "nats per target")
 
 # %% [markdown]
-# Four verdicts for each plan. *Value*: four steps give the losses of one device, and the momentum (all
-# gradients so far) of every weight is the same. *Sharding*: every weight is whole on every device, the batch
-# is cut. *Communication*: kinds, counts and bytes in the partitioned program are those of the formula.
-# *Memory*: the bytes that a step is given, per device.
+# Four verdicts for each plan. *Value*: four steps give the losses of one device, and the momentum (all gradients so far) of
+# every weight is the same. *Sharding*: every weight is whole on every device, the batch is cut. *Communication*: kinds, counts and bytes in the
+# partitioned program are those of the formula. *Memory*: the bytes that a step is given, per device.
 
 # %%
 from llmpar.predict import formulas, memory, traffic
@@ -362,9 +358,9 @@ for name, plan in plans.items():
 # %% [markdown]
 # ## Compare
 #
-# The bytes are those of the parameters, twice (n − 1)/n times, and one small message (the loss, the number of
-# targets, the gradients' squared norm), whichever way they are packed. Accumulation sends the same per
-# *step*, and so half per microbatch, if the sums wait for the last one.
+# The bytes are those of the parameters, twice (n − 1)/n times, and one small message (the loss, the number of targets, the
+# gradients' squared norm), whichever way they are packed. Accumulation sends the same per *step*, and so half per microbatch, if the sums wait for
+# the last one.
 
 # %%
 small = 4 * 3  # bytes of loss, number of targets and squared norm
@@ -403,12 +399,11 @@ if n > 1:
 show(draw.collectives(rows))
 
 # %% [markdown]
-# `partitioned` counts what we asked for. The final program may merge: XLA's combiner joins all-reduces that
-# nothing keeps apart, which is its own way of making buckets. Those inside the loop over layers stay there,
-# once per layer.
+# `partitioned` counts what we asked for. The final program may merge: XLA's combiner joins all-reduces that nothing keeps
+# apart, which is its own way of making buckets. Those inside the loop over layers stay there, once per layer.
 #
-# Sums inside the backward pass cannot wait: each microbatch has a backward pass of its own. Here is what that
-# would send. The package refuses to run it.
+# Sums inside the backward pass cannot wait: each microbatch has a backward pass of its own. Here is what that would send.
+# The package refuses to run it.
 
 # %%
 print("microbatches   end         layer, if it ran")
@@ -431,17 +426,15 @@ except ValueError as refusal:
 # %% [markdown]
 # ## When can they talk?
 #
-# The gradient of the last layer is ready first. Sending it while the layers below are still being
-# differentiated hides the communication, if there is as much to compute as to send. A backward pass costs 4
-# FLOPs per parameter and token, an all-reduce moves 4 bytes per parameter in bfloat16 (2 bytes, twice), so
-# for a chip with C FLOP/s and W bytes/s:
+# The gradient of the last layer is ready first. Sending it while the layers below are still being differentiated hides the
+# communication, if there is as much to compute as to send. A backward pass costs 4 FLOPs per parameter and token, an
+# all-reduce moves 4 bytes per parameter in bfloat16 (2 bytes, twice), so for a chip with C FLOP/s and W bytes/s:
 #
 # $$ \frac{4\,\Psi\,T}{C} \ge \frac{4\,\Psi}{W} \quad\Longleftrightarrow\quad T \ge \frac{C}{W} $$
 #
-# The size of the model drops out. T is tokens **per device and backward pass**, and the thresholds are
-# properties of the hardware (Austin et al. 2025). In all lessons a *threshold* takes published rates (450
-# GB/s of an H100's NVLink; for a TPU v5p the book's 90 GB/s per link and direction), and a *time* takes what
-# large messages reach (370 GB/s on H100):
+# The size of the model drops out. T is tokens **per device and backward pass**, and the thresholds are properties of the
+# hardware (Austin et al. 2025). In all lessons a *threshold* takes published rates (450 GB/s of an H100's NVLink; for a TPU
+# v5p the book's 90 GB/s per link and direction), and a *time* takes what large messages reach (370 GB/s on H100):
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -462,13 +455,12 @@ for where, (device, rate, published) in thresholds.items():
     print(f"{where:<26}{rate / 1e9:4.0f} GB/s: {tokens:5.0f} tokens per device (published {published})")
 
 # %% [markdown]
-# Across nodes each device exchanges an eighth of the gradients over its own port, so together a node's 8
-# ports count. Gradients reduced in float32, as this package does, double the bytes and every threshold; a
-# program that reaches only half of C halves them.
+# Across nodes each device exchanges an eighth of the gradients over its own port, so together a node's 8 ports count.
+# Gradients reduced in float32, as this package does, double the bytes and every threshold; a program that reaches only half
+# of C halves them.
 #
-# The timeline below is computed, not measured (simulated devices have no links): Llama 3 8B on 8 H100, the
-# backward pass in pieces of four layers (`28+` is layers 28 to 31), each sent as one bucket. Computing at the
-# peak rate, links as reached.
+# The timeline below is computed, not measured (simulated devices have no links): Llama 3 8B on 8 H100, the backward pass in
+# pieces of four layers (`28+` is layers 28 to 31), each sent as one bucket. Computing at the peak rate, links as reached.
 
 
 # %%
@@ -510,22 +502,20 @@ for a in (1, 2, 4):
     print(f"{a:>12}   {time_text(waited):>10}   {waited / (a * sum(compute_s)):.1%}")
 
 # %% [markdown]
-# Above the threshold only the last bucket is waited for (an eighth here): it is complete when the backward
-# pass ends. Smaller buckets shorten that wait, until their number costs more than it saves, because every
-# all-reduce also has a latency. Accumulation does *not* move the threshold: a gradient is final only in the
-# last microbatch's backward pass, so only the tokens of that one hide it. It is the wait's *share* of the
-# step that becomes `a` times smaller. And in this package `end` and `bucket` send after the backward pass and
-# hide nothing: what is hidden here is `layer`, with one microbatch.
+# Above the threshold only the last bucket is waited for (an eighth here): it is complete when the backward pass ends. Smaller
+# buckets shorten that wait, until their number costs more than it saves, because every all-reduce also has a latency.
+# Accumulation does *not* move the threshold: a gradient is final only in the last microbatch's backward pass, so only the tokens
+# of that one hide it. It is the wait's *share* of the step that becomes `a` times smaller. And in this package `end` and
+# `bucket` send after the backward pass and hide nothing: what is hidden here is `layer`, with one microbatch.
 #
-# More replicas mean more tokens per step, and that is not free either: beyond the *critical batch* more
-# tokens make a step's gradient hardly better (McCandlish et al. 2018). That limit is about learning and is
-# not computed here.
+# More replicas mean more tokens per step, and that is not free either: beyond the *critical batch* more tokens make a
+# step's gradient hardly better (McCandlish et al. 2018). That limit is about learning and is not computed here.
 #
 # ## Exercise, core: repair the three
 #
-# Two cures are enough for the three broken ones above. Both functions get a device's gradient of its *sum*
-# (one array) and its own count (a float), and return what every device uses: first the mean over all targets,
-# then the same clipped to a norm of 1. `lax.psum(x, "dp")` adds over the devices.
+# Two cures are enough for the three broken ones above. Both functions get a device's gradient of its *sum* (one array) and
+# its own count (a float), and return what every device uses: first the mean over all targets, then the same clipped to a
+# norm of 1. `lax.psum(x, "dp")` adds over the devices.
 
 
 # %%
@@ -540,9 +530,9 @@ attempt("03.repair", {"gradient": gradient, "clipped": clipped})
 # %% [markdown]
 # ## Exercise, stretch: choose the bucket
 #
-# Another cluster: the backward pass of 32 equal layers takes 80 ms, all gradients in one all-reduce 60 ms,
-# and each all-reduce costs 1 ms of latency on top. Of 1, 2, 4, 8, 16 or 32 layers per bucket, with which is
-# the step over soonest? Use `end`.
+# Another cluster: the backward pass of 32 equal layers takes 80 ms, all gradients in one all-reduce 60 ms, and each
+# all-reduce costs 1 ms of latency on top. Of 1, 2, 4, 8, 16 or 32 layers per bucket, with which is the step over soonest?
+# Use `end`.
 
 # %%
 layers_per_bucket = ...
@@ -552,9 +542,8 @@ attempt("03.bucket", layers_per_bucket)
 # %% [markdown]
 # ## Exercise, expert: the last batch
 #
-# An epoch ends with a batch whose rows do not divide by the number of devices. Write a function that returns
-# targets (`[rows, positions]`, NumPy, -1: not counted) with enough rows added, so that the mean over all
-# targets stays what it was.
+# An epoch ends with a batch whose rows do not divide by the number of devices. Write a function that returns targets
+# (`[rows, positions]`, NumPy, -1: not counted) with enough rows added, so that the mean over all targets stays what it was.
 
 
 # %%
@@ -567,18 +556,16 @@ attempt("03.pad", pad)
 # ## Five lines
 #
 # 1. Replicas agree on gradients: one arrow, `+dp -> whole`, per weight.
-# 2. The mean is the sum of sums over the sum of counts; a mean of means, a sum of means and a local norm are
-# wrong. 3. Bytes are twice the gradients' times (n − 1)/n, however they are packed: end, layer, bucket. 4.
-# Accumulating microbatches sends the same once, for more tokens, if the sums wait for the last one; layer by
-# layer they do not. 5. It hides behind *one* backward pass of at least C/W tokens per device; the last bucket
-# never does.
+# 2. The mean is the sum of sums over the sum of counts; a mean of means, a sum of means and a local norm are wrong.
+# 3. Bytes are twice the gradients' times (n − 1)/n, however they are packed: end, layer, bucket.
+# 4. Accumulating microbatches sends the same once, for more tokens, if the sums wait for the last one; layer by layer they do not.
+# 5. It hides behind *one* backward pass of at least C/W tokens per device; the last bucket never does.
 #
 # ## Where XLA's partitioner differs
 #
-# Under `jax.jit` with the batch cut and the weights whole, no collective is written: the partitioner finds
-# out that the gradients are unfinished sums. It gives the same numbers. When it sums and what it merges is
-# its choice; to hold it to a bucket size or to the end of an accumulation, the sums must be written, as
-# above.
+# Under `jax.jit` with the batch cut and the weights whole, no collective is written: the partitioner finds out that the
+# gradients are unfinished sums. It gives the same numbers. When it sums and what it merges is its choice; to hold it to a
+# bucket size or to the end of an accumulation, the sums must be written, as above.
 
 # %%
 from llmpar.mesh import sharding
@@ -610,14 +597,13 @@ print(
 # ## On your cluster
 #
 # ```
-# llmpar train --mesh dp=-1 --batch-size 32 --microbatches 2      replicas on every device, gradients summed
-# once per step llmpar train --mesh dp=-1 --reduce layer                      layer by layer, behind the
-# backward pass llmpar inspect --mesh dp=-1 --zero 0 --reduce bucket          count the all-reduces and their
-# bytes, with source lines llmpar inspect --mesh dp=-1 --reading auto                    what the partitioner
-# does instead ```
+# llmpar train --mesh dp=-1 --batch-size 32 --microbatches 2      replicas on every device, gradients summed once per step
+# llmpar train --mesh dp=-1 --reduce layer                      layer by layer, behind the backward pass
+# llmpar inspect --mesh dp=-1 --zero 0 --reduce bucket          count the all-reduces and their bytes, with source lines
+# llmpar inspect --mesh dp=-1 --reading auto                    what the partitioner does instead
+# ```
 #
-# **One number to remember: 2.** Data parallelism sends two bytes per byte of gradient and step, on any number
-# of devices.
+# **One number to remember: 2.** Data parallelism sends two bytes per byte of gradient and step, on any number of devices.
 
 # %%
 print(f"2 x (n - 1) / n = {2 * (n - 1) / n:g} for n = {n}, below 2 for any n")

@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 04 · ZeRO and FSDP: why hold everything everywhere?
 #
-# Data parallelism keeps a whole copy of the weights, the gradients and the optimizer's state on every device,
-# and most of the time nobody looks at most of it. ZeRO (Rajbhandari et al. 2020) cuts these three, one after
-# the other:
+# Data parallelism keeps a whole copy of the weights, the gradients and the optimizer's state on every device, and most of
+# the time nobody looks at most of it. ZeRO (Rajbhandari et al. 2020) cuts these three, one after the other:
 #
 # | stage | cut over `fsdp` | arrows |
 # |---|---|---|
@@ -50,10 +49,10 @@ mesh = make_mesh(f"fsdp={N}")
 # %% [markdown]
 # ## One picture
 #
-# Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the
-# optimizer (a float32 copy of the weight and two moments). This is what a device holds of a model of 7.5
-# billion parameters when 64 devices share it. The numbers are `llmpar.predict.formulas.zero_bytes`; the right
-# ends of the bars are the paper's Table 1 (the picture counts in GiB of 2^30 bytes, the paper in GB of 1e9).
+# Mixed precision with Adam holds 16 bytes per parameter: 2 for the weight, 2 for its gradient, and 12 for the optimizer (a
+# float32 copy of the weight and two moments). This is what a device holds of a model of 7.5 billion parameters when 64
+# devices share it. The numbers are `llmpar.predict.formulas.zero_bytes`; the right ends of the bars are the paper's Table 1
+# (the picture counts in GiB of 2^30 bytes, the paper in GB of 1e9).
 
 # %%
 parts = {
@@ -95,20 +94,20 @@ print("all within 3 % of the paper, which rounds")
 # %% [markdown]
 # ## Predict
 #
-# The toy below has 4 layers of 32 × 32 weights in float32: Ψ = 4096 parameters, 16,384 bytes. On a ring of N
-# devices a reduce-scatter or an all-gather sends (N-1)/N of a message, an all-reduce twice that.
+# The toy below has 4 layers of 32 × 32 weights in float32: Ψ = 4096 parameters, 16,384 bytes. On a ring of N devices a
+# reduce-scatter or an all-gather sends (N-1)/N of a message, an all-reduce twice that.
 #
-# **How many bytes does one device send per step at stage 3?** There every layer's weight is gathered before
-# it is used, and thrown away. Replace the dots by a number, or by a formula with `N`.
+# **How many bytes does one device send per step at stage 3?** There every layer's weight is gathered before it is used, and
+# thrown away. Replace the dots by a number, or by a formula with `N`.
 
 # %%
 bytes_at_stage_3 = ...
 attempt("04.stage3_bytes", bytes_at_stage_3, devices=N)
 
 # %% [markdown]
-# And the table that decides what you can train. **A model of 7 billion parameters, mixed precision with Adam,
-# on a node with 4 A100 of 40 GB:** how many GB (1e9 bytes) of model state does a device hold at each stage?
-# Which stages leave room for anything else?
+# And the table that decides what you can train. **A model of 7 billion parameters, mixed precision with Adam, on a node with 4
+# A100 of 40 GB:** how many GB (1e9 bytes) of model state does a device hold at each stage? Which stages leave room for anything
+# else?
 
 # %%
 memory_gb = {0: ..., 1: ..., 2: ..., 3: ...}
@@ -117,9 +116,9 @@ attempt("04.memory_table", memory_gb)
 # %% [markdown]
 # ## Run: four trainings by hand
 #
-# No package here, only `lax` inside `jax.shard_map`: what you read is what one device does. The model is a
-# stack of `tanh(x @ w)`, the optimizer is Adam. Adam looks at one element at a time. That is why a device can
-# update its share of the weights without seeing the rest, and why stages 1 to 3 exist.
+# No package here, only `lax` inside `jax.shard_map`: what you read is what one device does. The model is a stack of
+# `tanh(x @ w)`, the optimizer is Adam. Adam looks at one element at a time. That is why a device can update its share of
+# the weights without seeing the rest, and why stages 1 to 3 exist.
 
 # %%
 L, D, ROWS, RATE, STEPS = 4, 32, 16, 3e-3, 5
@@ -148,8 +147,8 @@ def my_block(w):
 
 
 # %% [markdown]
-# `lax.pcast(w, "fsdp", to="varying")` says: from here on, treat the weight as this device's own. Without it,
-# `jax.grad` would sum the gradient over devices by itself, and we want to see who does that, and how.
+# `lax.pcast(w, "fsdp", to="varying")` says: from here on, treat the weight as this device's own. Without it, `jax.grad` would
+# sum the gradient over devices by itself, and we want to see who does that, and how.
 
 
 # %%
@@ -201,16 +200,16 @@ def stage3(w, m, v, t, x, y, gather_again=True):
 
 
 # %% [markdown]
-# Stage 3 has no reduce-scatter in its text, and yet there will be one in its program: **the gradient of a
-# gather is a reduce-scatter.** A weight was copied to everybody, so its gradient is the sum of what everybody
-# has to say, and each device needs that sum for its own block alone.
+# Stage 3 has no reduce-scatter in its text, and yet there will be one in its program: **the gradient of a gather is a
+# reduce-scatter.** A weight was copied to everybody, so its gradient is the sum of what everybody has to say, and each
+# device needs that sum for its own block alone.
 #
 # %%
 scene.show(draw.arrow("d m +fsdp -> d/fsdp m", (D, D), mesh.shape, itemsize=4))
 
 # %% [markdown]
-# Every device has computed a whole gradient from its own rows of the batch (hatched: the sum over devices is
-# not done yet). After the reduce-scatter each has one block, finished.
+# Every device has computed a whole gradient from its own rows of the batch (hatched: the sum over devices is not done yet). After
+# the reduce-scatter each has one block, finished.
 #
 # Now the programs. A layout says where each array lives; the rest is the same for all four.
 
@@ -297,8 +296,8 @@ print(
 )
 
 # %% [markdown]
-# **Communication.** We predict kinds, counts and bytes, then read them out of the program that XLA's
-# partitioner hands on. `formulas.zero_elements` is the formula of the ZeRO paper, section 7: 2Ψ, 2Ψ, 2Ψ, 3Ψ.
+# **Communication.** We predict kinds, counts and bytes, then read them out of the program that XLA's partitioner hands on.
+# `formulas.zero_elements` is the formula of the ZeRO paper, section 7: 2Ψ, 2Ψ, 2Ψ, 3Ψ.
 
 # %%
 PSI_BYTES = 4 * W.size
@@ -333,12 +332,11 @@ print(
 )
 
 # %% [markdown]
-# An all-reduce *is* a reduce-scatter followed by an all-gather. Stage 1 puts the update between the two
-# halves; that is why it costs nothing to send. Stage 3 pays one gather more, since the backward pass needs
-# the weights a second time.
+# An all-reduce *is* a reduce-scatter followed by an all-gather. Stage 1 puts the update between the two halves; that is why it
+# costs nothing to send. Stage 3 pays one gather more, since the backward pass needs the weights a second time.
 #
-# Stages 1 and 2 send the same here. They differ in when: stage 1 holds all gradients of all layers until the
-# end, stage 2 one layer's. We shall see below when that becomes a difference in bytes.
+# Stages 1 and 2 send the same here. They differ in when: stage 1 holds all gradients of all layers until the end, stage 2 one
+# layer's. We shall see below when that becomes a difference in bytes.
 #
 # **Memory.** What a device is given: weights, two moments, its rows of the batch, the step's number.
 
@@ -381,8 +379,8 @@ scene.show(draw.collectives(bars))
 # %% [markdown]
 # ## The same for a Llama
 #
-# Now the package: a Llama of 2 layers, trained by `llmpar.step.Step` with AdamW. Its model text names no mesh
-# axis; `Plan(mesh, zero=…)` is all that changes.
+# Now the package: a Llama of 2 layers, trained by `llmpar.step.Step` with AdamW. Its model text names no mesh axis;
+# `Plan(mesh, zero=…)` is all that changes.
 
 # %%
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
@@ -490,17 +488,15 @@ if devices[0].platform == "cpu" and N > 1:
 # Accumulation runs `a` microbatches before one update. Now *when* a gradient is cut matters:
 #
 # * stages 0 and 1 add up whole gradients and communicate once: **2Ψ**;
-# * stage 2 holds only shards, so each microbatch's gradient is reduce-scattered before it is added:
-# **(a+1)Ψ**; * stage 3 gathers twice and scatters once for each microbatch: **3aΨ**.
+# * stage 2 holds only shards, so each microbatch's gradient is reduce-scattered before it is added: **(a+1)Ψ**;
+# * stage 3 gathers twice and scatters once for each microbatch: **3aΨ**.
 #
-# Stage 2 is often called the balance of memory and communication. With accumulation it is the balance of a
-# price, too.
+# Stage 2 is often called the balance of memory and communication. With accumulation it is the balance of a price, too.
 #
-# One honest detail. In our step the embedding, the output head and the last norm are gathered once per
-# microbatch, not twice: the forward pass ends where the backward pass begins, so they are still there; and of
-# a block's norms only what their scales were broadcast to is kept, so these are not gathered twice either.
-# They cost 2aΨ at stage 3. The assertions count the two parts separately. (`llmpar/predict.py` says so too;
-# in a large model the blocks are nearly everything.)
+# One honest detail. In our step the embedding, the output head and the last norm are gathered once per microbatch, not twice: the
+# forward pass ends where the backward pass begins, so they are still there; and of a block's norms only what their scales were
+# broadcast to is kept, so these are not gathered twice either. They cost 2aΨ at stage 3. The assertions count the two parts
+# separately. (`llmpar/predict.py` says so too; in a large model the blocks are nearly everything.)
 
 # %%
 shapes = LLAMA.param_shapes()
@@ -538,9 +534,9 @@ print(
 # %% [markdown]
 # ### Exercise (stretch): make stage 2 from stage 1
 #
-# Here is the sum over microbatches of stage 1. `gradient(part)` is this device's whole gradient `d m` of one
-# microbatch. Write stage 2's: it must return the same shard, `d/fsdp m`, and never add up anything whole.
-# Your function is run for four devices, and what it sends is counted.
+# Here is the sum over microbatches of stage 1. `gradient(part)` is this device's whole gradient `d m` of one microbatch. Write
+# stage 2's: it must return the same shard, `d/fsdp m`, and never add up anything whole. Your function is run for four devices,
+# and what it sends is counted.
 
 
 # %%
@@ -557,9 +553,8 @@ attempt("04.stage2_accumulated", stage2_accumulated)
 # %% [markdown]
 # ## Gather again, or gather once and keep?
 #
-# FSDP may keep a gathered weight until the backward pass has used it. That saves a third of the traffic and
-# gives back the memory that stage 3 had saved. By hand it is one word, `jax.checkpoint`; in the package it is
-# `Plan.regather`.
+# FSDP may keep a gathered weight until the backward pass has used it. That saves a third of the traffic and gives back the
+# memory that stage 3 had saved. By hand it is one word, `jax.checkpoint`; in the package it is `Plan.regather`.
 
 # %%
 keep_arrays, keep_lowered, keep_compiled = prepare(lambda *args: stage3(*args, gather_again=False), 3)
@@ -593,10 +588,9 @@ for regather in ("again", "keep"):
 # %% [markdown]
 # ### Exercise (expert): bytes against memory
 #
-# Ψ weights in blocks, many devices, `a = 4` microbatches in a step. Three policies: gather `again` in each
-# backward pass; `keep` until the end of the microbatch; `keep all step`, until the update. For each: how many
-# Ψ elements does a device send per step, and how many Ψ of gathered weights does it still hold when the
-# forward pass ends? What does the last policy remind you of?
+# Ψ weights in blocks, many devices, `a = 4` microbatches in a step. Three policies: gather `again` in each backward pass; `keep`
+# until the end of the microbatch; `keep all step`, until the update. For each: how many Ψ elements does a device send per step,
+# and how many Ψ of gathered weights does it still hold when the forward pass ends? What does the last policy remind you of?
 
 # %%
 policies = {"again": (..., ...), "keep": (..., ...), "keep all step": (..., ...)}
@@ -605,10 +599,10 @@ attempt("04.keep_or_gather", policies)
 # %% [markdown]
 # ## Offload: the host's memory as one more place
 #
-# The optimizer's state is touched once per step. ZeRO-Offload (Ren et al. 2021) keeps it in the host's
-# memory: each step, gradients go down and updated weights come up, 2 + 2 bytes per parameter of a device's
-# share, over PCIe. Simulated devices have no PCIe, so here it is a cost and not a run. PCIe 4.0 × 16 carries
-# 16 GT/s × 16 lanes × 128/130 = 31.5 GB/s each way; the two ways can overlap, which we do not count on.
+# The optimizer's state is touched once per step. ZeRO-Offload (Ren et al. 2021) keeps it in the host's memory: each step,
+# gradients go down and updated weights come up, 2 + 2 bytes per parameter of a device's share, over PCIe. Simulated devices
+# have no PCIe, so here it is a cost and not a run. PCIe 4.0 × 16 carries 16 GT/s × 16 lanes × 128/130 = 31.5 GB/s each way;
+# the two ways can overlap, which we do not count on.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -640,9 +634,8 @@ for batch_tokens in (16_384, 131_072):
 #
 # ## Where XLA's partitioner differs
 #
-# We wrote the collectives. The other way is to say only where arrays live and let XLA's partitioner choose:
-# `reading="auto"`, or `jax.jit` with shardings. The value is the same, the memory is the same. What is sent
-# is another matter.
+# We wrote the collectives. The other way is to say only where arrays live and let XLA's partitioner choose: `reading="auto"`, or
+# `jax.jit` with shardings. The value is the same, the memory is the same. What is sent is another matter.
 
 # %%
 auto_step, auto_lowered, auto_compiled, auto_state, auto_losses = train_llama(
@@ -671,9 +664,9 @@ if devices[0].platform == "cpu" and N > 1:
     )
 
 # %% [markdown]
-# The partitioner for CPUs sums whole gradients (an all-reduce), then cuts them. In other shapes it may even
-# move activations instead of weights. The GPU compiler does form reduce-scatters. So read the program of
-# *your* back end before you believe a table, this one included.
+# The partitioner for CPUs sums whole gradients (an all-reduce), then cuts them. In other shapes it may even move
+# activations instead of weights. The GPU compiler does form reduce-scatters. So read the program of *your* back end before you
+# believe a table, this one included.
 #
 # ## Summary
 #
@@ -681,8 +674,7 @@ if devices[0].platform == "cpu" and N > 1:
 # 2. An all-reduce is a reduce-scatter and an all-gather. Stage 1 updates between the two, for free.
 # 3. The gradient of a gather is a reduce-scatter: stage 3 needs no communication code in its backward pass.
 # 4. A step sends 2Ψ, 2Ψ, 2Ψ, 3Ψ; with `a` microbatches 2Ψ, 2Ψ, (a+1)Ψ, 3aΨ.
-# 5. Activations are not touched by any stage. For these: recompute (lesson 01), or cut the model itself
-# (lesson 05).
+# 5. Activations are not touched by any stage. For these: recompute (lesson 01), or cut the model itself (lesson 05).
 #
 # ## On your cluster
 #
@@ -691,10 +683,9 @@ if devices[0].platform == "cpu" and N > 1:
 #     llmpar inspect --mesh "fsdp=-1" --zero 2 --microbatches 2
 #     llmpar inspect --mesh "fsdp=-1" --zero 3 --regather keep
 #     llmpar inspect --mesh "fsdp=-1" --zero 3 --reading auto
-# llmpar train --model llama3.2-1b --mesh "fsdp=-1" --remat block --dtype bfloat16 --batch-size 16 --seq-len
-# 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
+#     llmpar train --model llama3.2-1b --mesh "fsdp=-1" --remat block --dtype bfloat16 --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
 #
-# With several nodes, `dp` between the nodes and `fsdp` inside: `--mesh "dp=4 fsdp=4"`. Gradients are then
-# reduce-scattered on the fast links first, and only a shard is all-reduced on the slow ones.
+# With several nodes, `dp` between the nodes and `fsdp` inside: `--mesh "dp=4 fsdp=4"`. Gradients are then reduce-scattered on the
+# fast links first, and only a shard is all-reduced on the slow ones.
 #
 # **One number to remember: 16 bytes per parameter,** and 3Ψ elements per step to hold only 16/N of them.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 05 · Tensor and sequence parallelism: can one matrix product be spread over devices?
 #
-# ZeRO stores a weight in pieces, but every device still computes with the whole of it. Tensor parallelism
-# (Shoeybi et al. 2019) computes with the pieces: no device ever sees a whole matrix. What moves is
-# activations, many times per step, so the links must be fast.
+# ZeRO stores a weight in pieces, but every device still computes with the whole of it. Tensor parallelism (Shoeybi et al. 2019)
+# computes with the pieces: no device ever sees a whole matrix. What moves is activations, many times per step, so the links must
+# be fast.
 #
 # | what | layout or arrow |
 # |---|---|
@@ -52,9 +52,8 @@ B, S, D, M, L, STEPS = 4, 16, 32, 128, 4, 5
 # %% [markdown]
 # ## One picture
 #
-# The two weights of a feed-forward, `d m` and `m d`, as the devices hold them. The first is cut into columns,
-# the second into rows, along the *same* dim `m`. Each device makes exactly the part of the hidden layer that
-# its rows of the second matrix want to read.
+# The two weights of a feed-forward, `d m` and `m d`, as the devices hold them. The first is cut into columns, the second into rows,
+# along the *same* dim `m`. Each device makes exactly the part of the hidden layer that its rows of the second matrix want to read.
 
 # %%
 scene.show(draw.layout("d m/tp", (D, M), mesh.shape, itemsize=4))
@@ -63,10 +62,9 @@ scene.show(draw.layout("m/tp d", (M, D), mesh.shape, itemsize=4))
 # %% [markdown]
 # ## Why column first, then row
 #
-# Between the two stands a function that is not linear: relu, gelu or silu. Column outputs are whole numbers
-# of some hidden units, so it can be applied at once. Row outputs are parts of a sum, and relu(a) + relu(b) is
-# not relu(a + b). What the four orders send for the hidden dim m = 4d, by the rules of our arrows (a device's
-# bytes per token, in units of d · 4 bytes):
+# Between the two stands a function that is not linear: relu, gelu or silu. Column outputs are whole numbers of some hidden units, so
+# it can be applied at once. Row outputs are parts of a sum, and relu(a) + relu(b) is not relu(a + b). What the four orders send for
+# the hidden dim m = 4d, by the rules of our arrows (a device's bytes per token, in units of d · 4 bytes):
 
 # %%
 orders = {
@@ -88,9 +86,8 @@ for order, arrows in orders.items():
 # %% [markdown]
 # ## Predict
 #
-# A stack of `L = 4` such pairs, `x = relu(x @ w1) @ w2`, a loss on top, and the gradients of all weights.
-# **How many all-reduces does one forward and backward pass run, by the best text that you can think of?** The
-# input of the first layer is data.
+# A stack of `L = 4` such pairs, `x = relu(x @ w1) @ w2`, a loss on top, and the gradients of all weights. **How many all-reduces does
+# one forward and backward pass run, by the best text that you can think of?** The input of the first layer is data.
 
 # %%
 num_all_reduces = ...
@@ -99,8 +96,8 @@ attempt("05.stack_all_reduces", num_all_reduces, devices=T)
 # %% [markdown]
 # ### Exercise (core): attention is such a pair, too
 #
-# Its dims: `d` width, `n` query heads, `k` KV heads, `h` the width of a head. Q is `d n h`, K and V are `d k
-# h`, O is `n h d`. Write the layout of each under tensor parallelism, as in `"d m/tp"`.
+# Its dims: `d` width, `n` query heads, `k` KV heads, `h` the width of a head. Q is `d n h`, K and V are `d k h`, O is `n h d`.
+# Write the layout of each under tensor parallelism, as in `"d m/tp"`.
 
 # %%
 layouts = {"q": ..., "k": ..., "v": ..., "o": ...}
@@ -109,10 +106,9 @@ attempt("05.attention_layouts", layouts)
 # %% [markdown]
 # ## Run: a split stack by hand
 #
-# Bare `lax` inside `jax.shard_map`. Megatron calls the two ends of a pair *f* and *g*. g is the all-reduce
-# after the row matrix; in the backward pass it does nothing. f does nothing in the forward pass, and in the
-# backward pass it is an all-reduce: each device knows the gradient of `x` through its own columns only. In
-# JAX f is `lax.pcast(x, "tp", to="varying")`, and autodiff knows the rest.
+# Bare `lax` inside `jax.shard_map`. Megatron calls the two ends of a pair *f* and *g*. g is the all-reduce after the row matrix; in
+# the backward pass it does nothing. f does nothing in the forward pass, and in the backward pass it is an all-reduce: each device knows
+# the gradient of `x` through its own columns only. In JAX f is `lax.pcast(x, "tp", to="varying")`, and autodiff knows the rest.
 
 
 # %%
@@ -233,8 +229,8 @@ print(
 # %% [markdown]
 # ## Heads
 #
-# Between Q, K, V and O no head looks at another one: a head is to attention what a hidden unit is to the
-# feed-forward. So the text below is the same for all heads and for some of them, and one all-reduce ends it.
+# Between Q, K, V and O no head looks at another one: a head is to attention what a hidden unit is to the feed-forward. So the text
+# below is the same for all heads and for some of them, and one all-reduce ends it.
 
 
 # %%
@@ -271,9 +267,9 @@ print(f"communication: {len(heads)} all-reduce of b·s·d forward")
 # %% [markdown]
 # ## The loss: three numbers per token
 #
-# The output head is a column matrix, `v/tp d`, so the logits `b s v/tp` are cut along the vocabulary.
-# Gathering them would be the largest message of the whole step. The loss needs only three numbers per token
-# from everybody: the largest logit, the sum of exponentials, and the logit of the target.
+# The output head is a column matrix, `v/tp d`, so the logits `b s v/tp` are cut along the vocabulary. Gathering them would be the largest
+# message of the whole step. The loss needs only three numbers per token from everybody: the largest logit, the sum of exponentials, and
+# the logit of the target.
 
 
 # %%
@@ -317,10 +313,9 @@ for name in ("tiny", "llama3-8b"):
 # %% [markdown]
 # ## A Llama under tensor parallelism, then with sequence parallelism
 #
-# Under plain tensor parallelism the norms and the residual stream are computed by every device, the same
-# thing T times, and kept T times. Sequence parallelism (Korthikanti et al. 2022) cuts the stream along the
-# sequence wherever heads and hidden units are not cut. Each all-reduce becomes a reduce-scatter (leaving a
-# pair) and an all-gather (entering the next one):
+# Under plain tensor parallelism the norms and the residual stream are computed by every device, the same thing T times, and kept T times.
+# Sequence parallelism (Korthikanti et al. 2022) cuts the stream along the sequence wherever heads and hidden units are not cut. Each
+# all-reduce becomes a reduce-scatter (leaving a pair) and an all-gather (entering the next one):
 
 # %%
 scene.show(draw.arrow("b s d +tp -> b s/tp d", (B, S, D), mesh.shape, itemsize=4))
@@ -401,9 +396,9 @@ print("memory: argument bytes per device are as predicted")
 # %% [markdown]
 # ## Picture of the compiled programs
 #
-# What each step sends. The all-reduces that remain with sequence parallelism are small: three numbers per
-# token for the loss, the gradients of the norms' scales, which now see only a part of the sequence on each
-# device, and one message with the loss and the global norm.
+# What each step sends. The all-reduces that remain with sequence parallelism are small: three numbers per token for the loss, the
+# gradients of the norms' scales, which now see only a part of the sequence on each device, and one message with the loss and the global
+# norm.
 
 # %%
 bars = []
@@ -461,10 +456,9 @@ for c in moved["tp + sequence"]:
 # %% [markdown]
 # ## What sequence parallelism buys: 10 + 24/t becomes 34/t
 #
-# Bytes of activations that one GPT layer keeps for its backward pass, in units of s·b·h, 16 bits, with
-# attention recomputed (Korthikanti et al. 2022, table 2). Plain tensor parallelism leaves 10 of them whole:
-# the two norms' inputs, the inputs of the pairs, the dropout masks. For GPT-3 (h = 12,288, 96 heads, s =
-# 2048, one sequence):
+# Bytes of activations that one GPT layer keeps for its backward pass, in units of s·b·h, 16 bits, with attention recomputed (Korthikanti
+# et al. 2022, table 2). Plain tensor parallelism leaves 10 of them whole: the two norms' inputs, the inputs of the pairs, the
+# dropout masks. For GPT-3 (h = 12,288, 96 heads, s = 2048, one sequence):
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -498,10 +492,9 @@ if devices[0].platform == "cpu" and T > 1:
 # %% [markdown]
 # ## The limit: F/α, and the cliff from 8 to 16
 #
-# Tensor parallelism divides the work by t, but not the message: every device sends 2·(t-1)/t·b·s·d per
-# all-reduce. With a link of W bytes/s and C FLOP/s per chip, computing hides sending only while t < F/α,
-# where F is the feed-forward width and α = C/W per mesh axis (Austin et al. 2025). As in lesson 03 these are
-# thresholds, so W is the published rate; for a TPU v5p, whose α is 2550, the book's.
+# Tensor parallelism divides the work by t, but not the message: every device sends 2·(t-1)/t·b·s·d per all-reduce. With a link of W bytes/s
+# and C FLOP/s per chip, computing hides sending only while t < F/α, where F is the feed-forward width and α = C/W per mesh axis
+# (Austin et al. 2025). As in lesson 03 these are thresholds, so W is the published rate; for a TPU v5p, whose α is 2550, the book's.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -526,10 +519,10 @@ for where, device, rate in links:
 assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 
 # %% [markdown]
-# Now a layer of Llama 70B on H100 nodes of 8, 4096 tokens, bf16: computing at the peak, and four all-reduces
-# that nothing hides. These are times, so inside a node messages run at the 370 GB/s that large ones reach,
-# and the 13 from above becomes 10.7. Beyond 8 the truth lies between two models: *best*, every GPU's own
-# network port is used and the levels overlap; *worst*, one flat ring runs at the speed of one port.
+# Now a layer of Llama 70B on H100 nodes of 8, 4096 tokens, bf16: computing at the peak, and four all-reduces that nothing hides. These are
+# times, so inside a node messages run at the 370 GB/s that large ones reach, and the 13 from above becomes 10.7. Beyond 8 the
+# truth lies between two models: *best*, every GPU's own network port is used and the levels overlap; *worst*, one flat ring runs at the speed
+# of one port.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -562,10 +555,9 @@ assert efficiency[16][0] < efficiency[8][0] and efficiency[16][1] < efficiency[8
 scene.show(draw.time_bars(bars, title="One layer of Llama 70B, 4096 tokens, H100 nodes of 8"))
 
 # %% [markdown]
-# Inside the node the loss is gentle. At 16 even the best case computes half as long for the same message, and
-# the worst case is a cliff. Measured curves fall there too (Ultra-Scale Playbook 2025). Where nodes have 4
-# GPUs and share one port, the cliff stands between 4 and 8. This is arithmetic about links; simulated devices
-# have none, and nothing was timed here.
+# Inside the node the loss is gentle. At 16 even the best case computes half as long for the same message, and the worst case is a cliff.
+# Measured curves fall there too (Ultra-Scale Playbook 2025). Where nodes have 4 GPUs and share one port, the cliff stands between 4
+# and 8. This is arithmetic about links; simulated devices have none, and nothing was timed here.
 #
 # ### Exercise (stretch): more devices than KV heads
 #
@@ -578,9 +570,9 @@ except ValueError as refusal:
     print(refusal)
 
 # %% [markdown]
-# vLLM, for one, lets several devices hold the same KV head. Write the list of KV heads that device `rank` of
-# `tp` needs, for any numbers of query heads and KV heads, so that its own block of query heads (block `rank`
-# of `tp`, in order) finds its keys. What must then happen to the gradients of K and V?
+# vLLM, for one, lets several devices hold the same KV head. Write the list of KV heads that device `rank` of `tp` needs, for any
+# numbers of query heads and KV heads, so that its own block of query heads (block `rank` of `tp`, in order) finds its keys. What must then
+# happen to the gradients of K and V?
 
 
 # %%
@@ -592,9 +584,8 @@ attempt("05.kv_heads", kv_heads)
 # %% [markdown]
 # ## For experts: hide the gather inside the product
 #
-# Before a pair, sequence parallelism gathers `x` and then multiplies: the product waits for the last byte.
-# But block `i` of the result needs only block `i` of `x`. So pass blocks around a ring, and multiply the one
-# that is here while the next one travels (Wang et al. 2023).
+# Before a pair, sequence parallelism gathers `x` and then multiplies: the product waits for the last byte. But block `i` of the result needs
+# only block `i` of `x`. So pass blocks around a ring, and multiply the one that is here while the next one travels (Wang et al. 2023).
 
 
 # %%
@@ -644,9 +635,8 @@ scene.show(draw.ring_steps(pairs, num_steps=T, axis="tp"))
 # %% [markdown]
 # ### Exercise (expert): count the hops
 #
-# Take one Llama layer with sequence parallelism, forward and backward, and turn each of its gathers and each
-# of its scatters (see "one block" above) into such a ring. How many permutes does a device run? Return it as
-# a function of `tp`.
+# Take one Llama layer with sequence parallelism, forward and backward, and turn each of its gathers and each of its scatters (see "one block"
+# above) into such a ring. How many permutes does a device run? Return it as a function of `tp`.
 
 
 # %%
@@ -658,8 +648,7 @@ attempt("05.ring_permutes", ring_permutes)
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# For the plain stack, hardly at all: say where the weights are, and the partitioner finds the same 2L-1
-# all-reduces.
+# For the plain stack, hardly at all: say where the weights are, and the partitioner finds the same 2L-1 all-reduces.
 
 # %%
 auto_stack = jax.jit(
@@ -705,21 +694,19 @@ if devices[0].platform == "cpu" and T > 1:
 # ## Summary
 #
 # 1. Column, then row, along the same dim: nothing moves between them, and one all-reduce ends the pair.
-# 2. Attention is a pair (heads), the feed-forward is a pair (hidden units), the loss needs three numbers per
-# token. 3. Each layer runs 4 all-reduces of b·s·d, two forward and two backward; a stack of plain pairs 2L-1.
-# 4. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and activations fall
-# from 10 + 24/t to 34/t. 5. Work is divided by t, messages are not: stay below F/α, which means inside the
-# fast links.
+# 2. Attention is a pair (heads), the feed-forward is a pair (hidden units), the loss needs three numbers per token.
+# 3. Each layer runs 4 all-reduces of b·s·d, two forward and two backward; a stack of plain pairs 2L-1.
+# 4. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and activations fall from 10 + 24/t to 34/t.
+# 5. Work is divided by t, messages are not: stay below F/α, which means inside the fast links.
 #
 # ## On your cluster
 #
 #     llmpar inspect --mesh "tp=-1" --tp-sequence
 #     llmpar inspect --mesh "dp=2 tp=4" --tp-sequence --reading auto
 #     llmpar inspect --mesh "fsdp=2 tp=4" --tp-sequence --svg bytes.svg
-# llmpar train --model llama3.2-1b --mesh "fsdp=-1 tp=4" --tp-sequence --remat block --dtype bfloat16
-# --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
+#     llmpar train --model llama3.2-1b --mesh "fsdp=-1 tp=4" --tp-sequence --remat block --dtype bfloat16 --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
 #
-# `tp` is the innermost axis of every mesh here: its partners are neighbours, on one node if tp divides the
-# node. Look at the picture of lesson 00 before you choose a size that does not.
+# `tp` is the innermost axis of every mesh here: its partners are neighbours, on one node if tp divides the node. Look at the picture of lesson
+# 00 before you choose a size that does not.
 #
 # **One number to remember: 4 all-reduces of b·s·d per layer,** however many devices share the work.

@@ -1,21 +1,19 @@
 # %% [markdown]
 # # 06 · Long sequences: can attention be cut along the sequence?
 #
-# Data parallelism cuts the batch, tensor parallelism the heads. A single sequence of a million tokens has a
-# batch of one, and in Llama 3 eight KV heads. So cut its positions: over the axis `sp`, every device holds
-# `s/sp` of them. Norms and feed-forwards do not notice, since they look at one position at a time. Attention
-# does: every query wants to see every earlier key.
+# Data parallelism cuts the batch, tensor parallelism the heads. A single sequence of a million tokens has a batch of one, and
+# in Llama 3 eight KV heads. So cut its positions: over the axis `sp`, every device holds `s/sp` of them. Norms and feed-forwards
+# do not notice, since they look at one position at a time. Attention does: every query wants to see every earlier key.
 #
 # | variant | what moves | arrow |
 # |---|---|---|
-# | ring (Liu et al. 2023) | keys and values, from neighbour to neighbour | none: `b s/sp k h` travels while
-# it is used | | Ulysses (Jacobs et al. 2023) | positions are exchanged for heads, and back | `b s/sp k h -> b
-# s k/sp h` | | gathered keys (Llama 3, 2024) | all keys and values to everybody | `b s/sp k h -> b s k h` |
+# | ring (Liu et al. 2023) | keys and values, from neighbour to neighbour | none: `b s/sp k h` travels while it is used |
+# | Ulysses (Jacobs et al. 2023) | positions are exchanged for heads, and back | `b s/sp k h -> b s k/sp h` |
+# | gathered keys (Llama 3, 2024) | all keys and values to everybody | `b s/sp k h -> b s k h` |
 #
 # **Question.** What must travel so that every query sees every key, and why do some devices wait for others?
 #
-# Letters: `b` batch, `s` positions of queries, `t` of keys, `k` KV heads, `r` query heads per KV head, `h`
-# head width.
+# Letters: `b` batch, `s` positions of queries, `t` of keys, `k` KV heads, `r` query heads per KV head, `h` head width.
 
 # %%
 from llmpar.mesh import use_devices
@@ -57,8 +55,8 @@ L = S // n  # positions of one device
 # %% [markdown]
 # ## One picture
 #
-# A ring. Everybody starts with the keys of its own positions, looks at them, and hands them on. After n − 1
-# hops each block has been everywhere. Queries never move.
+# A ring. Everybody starts with the keys of its own positions, looks at them, and hands them on. After n − 1 hops each block has
+# been everywhere. Queries never move.
 
 # %%
 PAIRS = [(i, (i + 1) % n) for i in range(n)]
@@ -67,8 +65,8 @@ scene.show(draw.ring_steps(PAIRS))
 # %% [markdown]
 # ## Predict
 #
-# The toy has S positions, 2 KV heads and 4 query heads of width 16, float32. **How many bytes of keys and
-# values does one device send in the forward pass?**
+# The toy has S positions, 2 KV heads and 4 query heads of width 16, float32. **How many bytes of keys and values does one device
+# send in the forward pass?**
 
 # %%
 print(f"{n} devices, S = {S} positions, {L} on each")
@@ -78,8 +76,8 @@ attempt("06.ring_bytes", bytes_of_keys_and_values, devices=n, seq=S)
 # %% [markdown]
 # ### Exercise (core): one hop of a real model
 #
-# Llama 3 8B: 32 query heads, 8 KV heads, head width 128, 32 layers. A sequence of 131,072 tokens over `sp=8`,
-# in bfloat16. How many bytes does a device hand on in one hop of one layer?
+# Llama 3 8B: 32 query heads, 8 KV heads, head width 128, 32 layers. A sequence of 131,072 tokens over `sp=8`, in bfloat16. How many
+# bytes does a device hand on in one hop of one layer?
 
 # %%
 hop_bytes = ...
@@ -88,10 +86,9 @@ attempt("06.hop_bytes", hop_bytes)
 # %% [markdown]
 # ## Attention can be done in parts
 #
-# The softmax divides by the sum over *all* keys. So how can a device begin before it has seen them all? It
-# keeps three things per query: the largest score so far, the sum of exponentials, and the weighted sum of
-# values, both relative to that maximum. Two such results about different keys join into one (Milakov and
-# Gimelshein 2018).
+# The softmax divides by the sum over *all* keys. So how can a device begin before it has seen them all? It keeps three things per
+# query: the largest score so far, the sum of exponentials, and the weighted sum of values, both relative to that maximum. Two such
+# results about different keys join into one (Milakov and Gimelshein 2018).
 
 
 # %%
@@ -145,14 +142,14 @@ assert np.allclose(by_hand, want, atol=1e-5) and np.allclose(merged, want, atol=
 print("value: two halves of the keys, joined by hand or by attention.merge, give attention to all keys")
 
 # %% [markdown]
-# The package keeps two things instead of three: the output divided already, and `lse`, the log of the sum of
-# exponentials (`top + log(total)`). It is the same information, and all that the backward pass needs: scores
-# are computed again there, so nothing of size `s t` is ever stored (Dao et al. 2022).
+# The package keeps two things instead of three: the output divided already, and `lse`, the log of the sum of exponentials
+# (`top + log(total)`). It is the same information, and all that the backward pass needs: scores are computed again there, so
+# nothing of size `s t` is ever stored (Dao et al. 2022).
 #
 # ## Run: a ring by hand
 #
-# What you read is what one device does. Who sees whom is decided by *positions*, which travel with the keys.
-# The text has a look, a hop and a join; it also counts how many pairs its mask lets through in each step.
+# What you read is what one device does. Who sees whom is decided by *positions*, which travel with the keys. The text has a look, a
+# hop and a join; it also counts how many pairs its mask lets through in each step.
 
 
 # %%
@@ -207,8 +204,7 @@ print("value: a ring by hand gives full attention, whichever way positions are d
 # %% [markdown]
 # ## Compare: four verdicts
 #
-# The number of hops is read from the compiled program. The loop runs n − 1 times; a census that forgot to
-# multiply would find one hop.
+# The number of hops is read from the compiled program. The loop runs n − 1 times; a census that forgot to multiply would find one hop.
 
 # %%
 assert all(shard.data.shape == (1, L, K, R, H) for shards in places.values() for shard in shards)
@@ -244,15 +240,13 @@ assert arguments == 4 * L * (K * R * H + 2 * K * H + 1)
 print(f"memory: {arguments:,} B of arguments per device, 1/{n} of everything")
 
 # %% [markdown]
-# The paper's ring makes n hops, and the last brings home what nobody uses. At n = 8 that is an eighth of the
-# traffic.
+# The paper's ring makes n hops, and the last brings home what nobody uses. At n = 8 that is an eighth of the traffic.
 #
 # ## Who waits?
 #
-# A step of the ring ends when the busiest device is done. Under a causal mask a query sees no later key. So a
-# device whose positions are early finds nothing in most of the blocks that come by. Drawn are the pairs that
-# the program above let through, as a share of a block (a query's own key counts half, which makes a triangle
-# exactly ½).
+# A step of the ring ends when the busiest device is done. Under a causal mask a query sees no later key. So a device whose
+# positions are early finds nothing in most of the blocks that come by. Drawn are the pairs that the program above let through,
+# as a share of a block (a query's own key counts half, which makes a triangle exactly ½).
 
 # %%
 for order, pairs in live.items():
@@ -261,9 +255,8 @@ parts = {order: (pairs - (np.arange(n) == 0) * L / 2) / L**2 for order, pairs in
 scene.show(draw.live_blocks(parts["contiguous"].tolist()))
 
 # %% [markdown]
-# Positions in order: the last rank computes all the time, the first one at the start only. The cure costs
-# nothing: cut the sequence into 2n parts and give rank i an early one and a late one, the parts i and 2n − 1
-# − i. This is the **zigzag** order:
+# Positions in order: the last rank computes all the time, the first one at the start only. The cure costs nothing: cut the
+# sequence into 2n parts and give rank i an early one and a late one, the parts i and 2n − 1 − i. This is the **zigzag** order:
 
 # %%
 scene.show(draw.live_blocks(parts["zigzag"].tolist()))
@@ -279,13 +272,12 @@ for order, expected in (("contiguous", 2 - 1 / n), ("zigzag", 1)):
 assert parts["contiguous"].max(0).sum() == n - 1 / 2 and np.isclose(parts["zigzag"].max(0).sum(), n / 2)
 
 # %% [markdown]
-# (The drawing has one sign for half a block. In step 0 it is a triangle. Later, either all queries see the
-# early part of the keys, or the late part of the queries sees all keys.) The busiest rank has 2 − 1/n times
-# the mean in order, and exactly the mean in zigzag. Brandon et al. 2023 reach nearly the same with `striped`:
-# every n-th position.
+# (The drawing has one sign for half a block. In step 0 it is a triangle. Later, either all queries see the early part of the keys,
+# or the late part of the queries sees all keys.) The busiest rank has 2 − 1/n times the mean in order, and exactly the mean in
+# zigzag. Brandon et al. 2023 reach nearly the same with `striped`: every n-th position.
 #
-# A real kernel works in tiles, and skips only those that are masked throughout. What the busiest of 8 ranks
-# computes of 4,096 positions, 512 on each, as a share of attention without a mask:
+# A real kernel works in tiles, and skips only those that are masked throughout. What the busiest of 8 ranks computes of 4,096
+# positions, 512 on each, as a share of attention without a mask:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -306,15 +298,14 @@ assert all(
 )
 
 # %% [markdown]
-# In order, the busiest rank computes nearly as much as if there were no mask, whatever the tile. In zigzag a
-# tile may be as large as a part (256 here): the mask's edge runs through tiles in the first step only, when a
-# rank looks at its own keys. In striped order it runs through tiles in *every* step, so it wants fine ones.
-# `attention.ring` takes tiles no longer than a part unless told otherwise.
+# In order, the busiest rank computes nearly as much as if there were no mask, whatever the tile. In zigzag a tile may be as large as a
+# part (256 here): the mask's edge runs through tiles in the first step only, when a rank looks at its own keys. In striped order it
+# runs through tiles in *every* step, so it wants fine ones. `attention.ring` takes tiles no longer than a part unless told otherwise.
 #
 # ### Exercise (stretch): write the zigzag
 #
-# Return an array of the positions 0 … s − 1 in the order in which they lie on the ranks: first all of rank 0,
-# then all of rank 1, … . The sequence `s` is a multiple of 2n. NumPy is there as `np`.
+# Return an array of the positions 0 … s − 1 in the order in which they lie on the ranks: first all of rank 0, then all of rank 1, … .
+# The sequence `s` is a multiple of 2n. NumPy is there as `np`.
 
 
 # %%
@@ -326,9 +317,9 @@ attempt("06.zigzag", zigzag)
 # %% [markdown]
 # ## Backwards
 #
-# `attention.ring` is the ring of the package: the same forward pass, and a backward pass of its own. It saves
-# the output and `lse`, and turns the ring again: keys and values make their n − 1 hops a second time, and the
-# *gradients* of keys and values follow one hop behind them, in float32, collecting what each rank adds.
+# `attention.ring` is the ring of the package: the same forward pass, and a backward pass of its own. It saves the output and `lse`,
+# and turns the ring again: keys and values make their n − 1 hops a second time, and the *gradients* of keys and values follow
+# one hop behind them, in float32, collecting what each rank adds.
 
 
 # %%
@@ -396,13 +387,12 @@ if n > 1:
     )
 
 # %% [markdown]
-# That is the promise of the ring: twice the devices take twice the sequence, with the same share on each, and
-# no scores are kept.
+# That is the promise of the ring: twice the devices take twice the sequence, with the same share on each, and no scores are kept.
 #
 # ### Grouped queries make hops short
 #
-# Only KV heads travel, in the dtype in which they are computed. Read from the traced program of the forward
-# pass, for 8 query heads over 8 devices (tracing needs no devices):
+# Only KV heads travel, in the dtype in which they are computed. Read from the traced program of the forward pass, for 8 query heads
+# over 8 devices (tracing needs no devices):
 
 
 # %%
@@ -428,10 +418,9 @@ for kv_heads, dtype in ((8, jnp.float32), (8, jnp.bfloat16), (2, jnp.bfloat16), 
 # %% [markdown]
 # ## A Llama with its sequence cut
 #
-# Now the package: 2 layers, trained by `llmpar.step.Step`. The three variants are one field of the plan,
-# `sequence`; the model's text has one arrow for each, which is empty where nothing moves. Tokens, targets,
-# positions and document numbers are dealt in zigzag; RoPE turns by true positions, so nothing else knows
-# about it.
+# Now the package: 2 layers, trained by `llmpar.step.Step`. The three variants are one field of the plan, `sequence`; the model's
+# text has one arrow for each, which is empty where nothing moves. Tokens, targets, positions and document numbers are dealt in
+# zigzag; RoPE turns by true positions, so nothing else knows about it.
 
 # %%
 SP = min(n, 4)
@@ -542,19 +531,18 @@ if rows:
     scene.show(draw.collectives(rows))
 
 # %% [markdown]
-# The ring sends the most here: K and V twice, and float32 gradients behind them. The small all-gathers are of
-# positions and document numbers, once for all layers. Which variant is best depends on the heads, the degree
-# and the links. Numbers of 2 bytes sent per layer and position held, in bfloat16, with q = k r query heads:
+# The ring sends the most here: K and V twice, and float32 gradients behind them. The small all-gathers are of positions and document
+# numbers, once for all layers. Which variant is best depends on the heads, the degree and the links. Numbers of 2 bytes sent per layer and
+# position held, in bfloat16, with q = k r query heads:
 #
 # | | forward | in a training step | limit | waits for |
 # |---|---|---|---|---|
-# | ring | 2 k h (n − 1) | 8 k h (n − 1): K, V twice, dK, dV in float32 | none | hops, where they are longer
-# than the work on a block | | Ulysses | (2 q + 2 k) h (n − 1)/n | twice as much | n divides k | four
-# all-to-alls, with nothing to do meanwhile | | gather | 2 k h (n − 1) | twice as much | holds K and V of the
-# whole sequence | an all-gather |
+# | ring | 2 k h (n − 1) | 8 k h (n − 1): K, V twice, dK, dV in float32 | none | hops, where they are longer than the work on a block |
+# | Ulysses | (2 q + 2 k) h (n − 1)/n | twice as much | n divides k | four all-to-alls, with nothing to do meanwhile |
+# | gather | 2 k h (n − 1) | twice as much | holds K and V of the whole sequence | an all-gather |
 #
-# The ring's backward pass sends three times what its forward pass sends, the others' just as much: so what is
-# true of the forward pass need not be true of training. Is the middle column what the package predicts?
+# The ring's backward pass sends three times what its forward pass sends, the others' just as much: so what is true of the forward pass
+# need not be true of training. Is the middle column what the package predicts?
 
 
 # %%
@@ -604,12 +592,11 @@ for name in ("llama2-7b", "llama3-8b", "llama3-70b", "llama3.1-405b"):
 # %% [markdown]
 # ## When does a hop cost no time?
 #
-# While a device computes on one block, the next is on its way. A block of c positions takes 4 c² h FLOPs per
-# query head (two products), and its K and V are 4 c h bytes per KV head in bfloat16. With C FLOP/s and links
-# of W bytes/s (published rates, as in all thresholds of these lessons) the hop is hidden if
+# While a device computes on one block, the next is on its way. A block of c positions takes 4 c² h FLOPs per query head (two
+# products), and its K and V are 4 c h bytes per KV head in bfloat16. With C FLOP/s and links of W bytes/s (published rates, as in all
+# thresholds of these lessons) the hop is hidden if
 #
-# $$ \frac{4 c^2 q h}{C} \ge \frac{4 c k h}{W} \quad\Longleftrightarrow\quad c \ge \frac{C}{W}\cdot\frac{k}{q}
-# $$
+# $$ \frac{4 c^2 q h}{C} \ge \frac{4 c k h}{W} \quad\Longleftrightarrow\quad c \ge \frac{C}{W}\cdot\frac{k}{q} $$
 #
 # A zigzag causal ring has half of the work for the same hops, so it needs twice the block.
 
@@ -630,10 +617,10 @@ for where, rate in (("in a node", a100.link_bytes_per_s), ("between nodes", a100
     )
 
 # %% [markdown]
-# The published 6.2k are six blocks: the paper counts six that a device holds at once (queries, keys and
-# values in use, keys and values on their way, the output). Below: the forward pass of Llama 2 7B's attention
-# (one KV head per query head) on 8 A100 of a node, per layer, with links as large messages reach them (247 of
-# 300 GB/s). It is computed and not measured, because simulated devices have no links.
+# The published 6.2k are six blocks: the paper counts six that a device holds at once (queries, keys and values in use, keys and
+# values on their way, the output). Below: the forward pass of Llama 2 7B's attention (one KV head per query head) on 8 A100 of a
+# node, per layer, with links as large messages reach them (247 of 300 GB/s). It is computed and not measured, because simulated
+# devices have no links.
 
 # %%
 llama = preset("llama2-7b")
@@ -661,19 +648,16 @@ for length in (4096, 8192, 16_384, 32_768):
 scene.show(draw.time_bars(bars, title="Ring over 8 A100 in a node: attention of one layer, forward"))
 
 # %% [markdown]
-# Work grows with the square of the block, a hop with the block. The longer the sequence, the less there is to
-# wait for.
+# Work grows with the square of the block, a hop with the block. The longer the sequence, the less there is to wait for.
 #
 # ### Exercise (expert): when does Ulysses beat the ring?
 #
-# Take the table above. For each model: over how many ranks, at least, does Ulysses send *less* than the ring,
-# in the forward pass (`forward`), and in a whole training step (`step`)? Give a power of two, or `None` where
-# Ulysses cannot be cut that far. (Llama 2 7B has 32 query and 32 KV heads, Llama 3 8B 32 and 8, Llama 3 70B
-# 64 and 8.)
+# Take the table above. For each model: over how many ranks, at least, does Ulysses send *less* than the ring, in the forward pass
+# (`forward`), and in a whole training step (`step`)? Give a power of two, or `None` where Ulysses cannot be cut that far. (Llama 2 7B has
+# 32 query and 32 KV heads, Llama 3 8B 32 and 8, Llama 3 70B 64 and 8.)
 #
-# Fewer bytes are not less time: the ring's hide behind work, the all-to-alls of Ulysses do not. From how many
-# positions per device on does the ring of Llama 3 8B, causal and in zigzag, hide its hops forward in an H100
-# node (989.4 TFLOP/s, 450 GB/s as published)?
+# Fewer bytes are not less time: the ring's hide behind work, the all-to-alls of Ulysses do not. From how many positions per device on
+# does the ring of Llama 3 8B, causal and in zigzag, hide its hops forward in an H100 node (989.4 TFLOP/s, 450 GB/s as published)?
 
 # %%
 answer = {
@@ -690,9 +674,8 @@ attempt("06.rivals", answer)
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# `reading="auto"` says only where values live. The ring itself is an island of ours in either reading,
-# because no layout says "keep it moving". Ulysses can be said in layouts: positions cut before, heads cut
-# after, and XLA finds the collectives.
+# `reading="auto"` says only where values live. The ring itself is an island of ours in either reading, because no layout says "keep it
+# moving". Ulysses can be said in layouts: positions cut before, heads cut after, and XLA finds the collectives.
 
 # %%
 *_, auto_lowered, auto_compiled, _, auto_losses = train_llama(
@@ -716,8 +699,8 @@ if devices[0].platform == "cpu" and SP > 1:
     )
 
 # %% [markdown]
-# And one letter can cost a collective per layer. A constraint on the hidden values of a feed-forward that
-# forgets `s` says "whole along s", and the partitioner obeys. The values stay right and no error is raised:
+# And one letter can cost a collective per layer. A constraint on the hidden values of a feed-forward that forgets `s` says "whole
+# along s", and the partitioner obeys. The values stay right and no error is raised:
 
 
 # %%
@@ -747,11 +730,10 @@ print(
 # %% [markdown]
 # ## What is left to hold
 #
-# With no scores kept, the widest values of a block are those inside its feed-forward: `b s m`, three of them,
-# in every layer. A feed-forward looks at one position at a time, so it can take the positions in pieces, and
-# compute its hidden values again in the backward pass instead of keeping them (Liu and Abbeel 2023). Nothing
-# is sent for it: gathers and sums stand before and after. Compiled here: one device's share of a step, in one
-# piece and in eight.
+# With no scores kept, the widest values of a block are those inside its feed-forward: `b s m`, three of them, in every layer. A
+# feed-forward looks at one position at a time, so it can take the positions in pieces, and compute its hidden values again in the
+# backward pass instead of keeping them (Liu and Abbeel 2023). Nothing is sent for it: gathers and sums stand before and after. Compiled
+# here: one device's share of a step, in one piece and in eight.
 
 # %%
 share, wide = 1024, dataclasses.replace(LLAMA, ffn_width=8 * LLAMA.width)
@@ -772,10 +754,9 @@ print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
 # %% [markdown]
 # ## When tokens come one at a time
 #
-# Generating has one query per layer, and the keys of everything before it: a cache. Cut its positions over
-# `sp` too, `b t/sp k h`. To rotate it for every token would be absurd. The query goes to all ranks, which
-# costs nothing (they all computed it); each looks at its own share, and the partial results merge in two
-# small sums.
+# Generating has one query per layer, and the keys of everything before it: a cache. Cut its positions over `sp` too, `b t/sp k h`. To
+# rotate it for every token would be absurd. The query goes to all ranks, which costs nothing (they all computed it); each looks at its
+# own share, and the partial results merge in two small sums.
 
 # %%
 POSITIONS = 4096
@@ -802,30 +783,27 @@ if SP > 1:
 # ## Five lines
 #
 # 1. Attention to parts of the keys merges exactly: keep the output and the log of the sum of exponentials.
-# 2. A ring needs n − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · 2
-# · (n − 1) permutes. 3. In order, the busiest rank has 2 − 1/n times the mean; in zigzag everybody has the
-# same, for a permutation of the data. 4. Only KV heads travel. A hop hides behind a block of C/W ×
-# kv_heads/heads positions, twice that under a causal mask. 5. Forward, Ulysses sends less from n > 1 +
-# heads/kv_heads on; in a training step from half of that on, since the ring's gradients
+# 2. A ring needs n − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · 2 · (n − 1) permutes.
+# 3. In order, the busiest rank has 2 − 1/n times the mean; in zigzag everybody has the same, for a permutation of the data.
+# 4. Only KV heads travel. A hop hides behind a block of C/W × kv_heads/heads positions, twice that under a causal mask.
+# 5. Forward, Ulysses sends less from n > 1 + heads/kv_heads on; in a training step from half of that on, since the ring's gradients
 #    travel in float32. n must divide the KV heads. The ring has no such limit, and can hide.
 #
 # ## On your cluster
 #
 # ```
 # llmpar train --mesh "sp=8" --order zigzag --seq-len 32768 --batch-size 1        a ring over 8 devices
-# llmpar train --mesh "fsdp=2 sp=4" --sequence ulysses --seq-len 32768             heads for positions, and
-# ZeRO-3 beside it llmpar inspect --mesh "sp=8" --seq-len 32768 --dtype bfloat16                    hops,
-# bytes and memory, before you train llmpar inspect --mesh "sp=8" --sequence gather --seq-len 32768
-# the same for gathered keys llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block
-# --ffn-chunks 16 --loss-chunks 16 ```
+# llmpar train --mesh "fsdp=2 sp=4" --sequence ulysses --seq-len 32768             heads for positions, and ZeRO-3 beside it
+# llmpar inspect --mesh "sp=8" --seq-len 32768 --dtype bfloat16                    hops, bytes and memory, before you train
+# llmpar inspect --mesh "sp=8" --sequence gather --seq-len 32768                   the same for gathered keys
+# llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block --ffn-chunks 16 --loss-chunks 16
+# ```
 #
-# Where a device sees whole sequences (`sp=1`, `ulysses`, `gather`), `--attention-kernel cudnn --dtype
-# bfloat16` gives the work to cuDNN on NVIDIA GPUs. Not in a ring: the public function returns its log of sums
-# rounded to 16 bits, too coarse to merge by.
+# Where a device sees whole sequences (`sp=1`, `ulysses`, `gather`), `--attention-kernel cudnn --dtype bfloat16` gives the work to cuDNN
+# on NVIDIA GPUs. Not in a ring: the public function returns its log of sums rounded to 16 bits, too coarse to merge by.
 #
-# `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold
-# says. It multiplies with every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER
-# --mesh "sp=4 tp=2"`.
+# `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
+# every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.
 #
 # **One number to remember: n − 1.** Twice the devices take twice the sequence, with the same memory on each.
 

@@ -1,21 +1,20 @@
 # %% [markdown]
 # # 07 · Pipelines: what does a stage wait for?
 #
-# Tensor parallelism cuts every layer; a pipeline cuts *between* layers. Each device, or group of devices, is
-# a **stage**: it holds some layers whole, takes a stream of activations from the stage before, and hands its
-# own on. In the forward and backward pass nothing else crosses. That makes `pp` the axis for the slowest
-# links, and gives it a problem that no other axis has: a stage without input has nothing to do.
+# Tensor parallelism cuts every layer; a pipeline cuts *between* layers. Each device, or group of devices, is a **stage**: it holds
+# some layers whole, takes a stream of activations from the stage before, and hands its own on. In the forward and backward pass
+# nothing else crosses. That makes `pp` the axis for the slowest links, and gives it a problem that no other axis has: a stage without
+# input has nothing to do.
 #
 # | what | layout or movement |
 # |---|---|
 # | weights of the blocks | `l/pp d m`: every stage has `l/pp` of the layers |
-# | embedding, head, last norm | whole on every stage, used on the first or the last; gradient `+pp -> whole`
-# | | activations | `b s d`, from stage i to i + 1; their gradients back |
+# | embedding, head, last norm | whole on every stage, used on the first or the last; gradient `+pp -> whole` |
+# | activations | `b s d`, from stage i to i + 1; their gradients back |
 #
 # **Question.** How much of the time do stages wait, what shortens it, and what does that cost?
 #
-# Letters: `p` stages, `m` microbatches (`u` is one of them), `F` and `B` the forward and backward work of a
-# microbatch on a stage.
+# Letters: `p` stages, `m` microbatches (`u` is one of them), `F` and `B` the forward and backward work of a microbatch on a stage.
 
 # %%
 from llmpar.mesh import use_devices
@@ -55,8 +54,8 @@ M = 8  # microbatches
 # %% [markdown]
 # ## One picture
 #
-# Four stages, one batch. The batch goes down the stages and its gradient comes up again. B is drawn twice as
-# long as F, since it is two products where F is one: the gradient of the input, and that of the weights.
+# Four stages, one batch. The batch goes down the stages and its gradient comes up again. B is drawn twice as long as F, since it is
+# two products where F is one: the gradient of the input, and that of the weights.
 
 # %%
 naive = timetable(make("gpipe", 4, 1))
@@ -64,14 +63,13 @@ assert naive.bubble_fraction == 3 / 4  # (p-1)/p
 scene.show(draw.timetable(naive))
 
 # %% [markdown]
-# Four devices, the speed of one. The cure: cut the batch into `m` microbatches and hand each on as soon as it
-# is done (Huang et al. 2018, GPipe). Gradients are summed over microbatches, as in gradient accumulation, and
-# weights change only at the end of the step. So nothing changes in the result.
+# Four devices, the speed of one. The cure: cut the batch into `m` microbatches and hand each on as soon as it is done (Huang et al.
+# 2018, GPipe). Gradients are summed over microbatches, as in gradient accumulation, and weights change only at the end of the step. So
+# nothing changes in the result.
 #
 # ## Predict
 #
-# Four stages, eight microbatches: all forwards, then all backwards. **Which share of the total time does a
-# stage wait?**
+# Four stages, eight microbatches: all forwards, then all backwards. **Which share of the total time does a stage wait?**
 
 # %%
 idle_share = ...
@@ -80,15 +78,14 @@ attempt("07.idle_share", idle_share)
 # %% [markdown]
 # ## Two numbers are called "the bubble"
 #
-# The idle time is the same, (p − 1)(F + B): the last stage starts p − 1 forwards late, and the first waits p
-# − 1 backwards for the last to come back. But it is divided by different things, so ask which one is meant
-# before you compare:
+# The idle time is the same, (p − 1)(F + B): the last stage starts p − 1 forwards late, and the first waits p − 1 backwards for the
+# last to come back. But it is divided by different things, so ask which one is meant before you compare:
 #
 # * over the **ideal** time m(F + B): (p − 1)/m (Narayanan et al. 2021);
 # * over the **total** time: (p − 1)/(m + p − 1) (Huang et al. 2018).
 #
-# No formula is built into the simulator: it only knows who must wait for whom. Drag the stages and the
-# microbatches. (In the stored page this is a picture.)
+# No formula is built into the simulator: it only knows who must wait for whom. Drag the stages and the microbatches. (In the stored
+# page this is a picture.)
 
 # %%
 from llmpar.explore.small import TimelineExplorer
@@ -129,9 +126,8 @@ attempt("07.microbatches", smallest_m)
 # %% [markdown]
 # ## Run: a pipeline by hand
 #
-# The shortest pipeline in JAX: a scan over ticks. In each tick every stage takes what its neighbour has sent,
-# runs its layers, and passes the result on by one `ppermute`. Autodiff turns the scan round, and the permutes
-# with it. What you read is one device's work.
+# The shortest pipeline in JAX: a scan over ticks. In each tick every stage takes what its neighbour has sent, runs its layers, and
+# passes the result on by one `ppermute`. Autodiff turns the scan round, and the permutes with it. What you read is one device's work.
 
 # %%
 D, LAYERS, ROWS = 32, 8, 4
@@ -182,8 +178,7 @@ scene.show(draw.layout(CUT, weights.shape, mesh.shape, itemsize=4))
 # %% [markdown]
 # ## Compare: four verdicts
 #
-# And a fifth number, the FLOPs of the matrix products, counted in the compiled program with its loops
-# multiplied.
+# And a fifth number, the FLOPs of the matrix products, counted in the compiled program with its loops multiplied.
 
 # %%
 assert np.allclose(loss, want_loss, rtol=1e-5) and np.abs(grads - want).max() < 1e-5 * np.abs(want).max()
@@ -211,17 +206,16 @@ if devices[0].platform == "cpu" and p > 1:  # elsewhere products are library cal
     print(f"work: {executed / useful:.3f} of what is useful = 1 + (p-1)/m")
 
 # %% [markdown]
-# So this pipeline never waits! In the ticks of the bubble it computes on zeros and on microbatches that it
-# has already had, and throws the result away. Time is lost just the same, and so is energy. GSPMD pipelines
-# (Xu et al. 2021) work like this, by scan and autodiff: every schedule that they can express is "all
-# forwards, then all backwards". (Alpa and JaxPP, which bring a runtime of their own, run 1F1B.)
+# So this pipeline never waits! In the ticks of the bubble it computes on zeros and on microbatches that it has already had, and
+# throws the result away. Time is lost just the same, and so is energy. GSPMD pipelines (Xu et al. 2021) work like this, by scan and
+# autodiff: every schedule that they can express is "all forwards, then all backwards". (Alpa and JaxPP, which bring a runtime of their
+# own, run 1F1B.)
 #
 # ## A schedule is a table
 #
-# This package goes another way. *What each stage does in which order* is data, one line per stage. It is
-# proved legal before anything is compiled, and measured, and drawn; and one executor (`llmpar/pipeline.py`)
-# walks whichever table it is given. In each tick a stage runs the cell that the table has for it, **or
-# nothing**.
+# This package goes another way. *What each stage does in which order* is data, one line per stage. It is proved legal before anything
+# is compiled, and measured, and drawn; and one executor (`llmpar/pipeline.py`) walks whichever table it is given. In each tick a stage
+# runs the cell that the table has for it, **or nothing**.
 
 # %%
 gpipe = make("gpipe", 4, 4)
@@ -229,10 +223,9 @@ print(gpipe)
 print(timetable(gpipe).ticks[:, 0].tolist(), "is stage 0: kind, microbatch, chunk in each tick; -1 is idle")
 
 # %% [markdown]
-# Now a Llama: 4 layers on p stages, 8 microbatches of 2 rows, trained by `llmpar.step.Step`. The schedule is
-# one field of the plan, and the model's text does not know about it. `stage_saves` says what a stage keeps of
-# a forward pass until the backward: `input`, the activation that came in, from which B computes the forward
-# pass again; or `residuals`, all that B will need.
+# Now a Llama: 4 layers on p stages, 8 microbatches of 2 rows, trained by `llmpar.step.Step`. The schedule is one field of the plan,
+# and the model's text does not know about it. `stage_saves` says what a stage keeps of a forward pass until the backward: `input`, the
+# activation that came in, from which B computes the forward pass again; or `residuals`, all that B will need.
 
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=4), 16, 3
@@ -318,11 +311,10 @@ assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(given.values())
 print(f"memory: {sum(given.values()):,} B of arguments per device as predicted")
 
 # %% [markdown]
-# A permute takes part in the program of every stage, so it costs a tick in which *anybody* sends: m + p − 2
-# each way, where the pipeline by hand has m + p − 1. The all-reduces finish the gradients of embedding, head
-# and last norm, which every stage holds, and make one loss and one norm of the parts. With tied embeddings
-# the same sum joins the first stage's look-up with the last stage's head. That every stage holds embedding
-# and head is a choice of *this package* (each stage runs the same program): others put them on the end
+# A permute takes part in the program of every stage, so it costs a tick in which *anybody* sends: m + p − 2 each way, where the
+# pipeline by hand has m + p − 1. The all-reduces finish the gradients of embedding, head and last norm, which every stage holds, and
+# make one loss and one norm of the parts. With tied embeddings the same sum joins the first stage's look-up with the last stage's head.
+# That every stage holds embedding and head is a choice of *this package* (each stage runs the same program): others put them on the end
 # stages. It is not free:
 
 # %%
@@ -341,8 +333,8 @@ for name in ("llama3.2-1b", "llama3-8b", "llama3-70b"):
 # %% [markdown]
 # ## Bubbles are skipped
 #
-# The compiled program has a branch per kind of work, and the table says how often a stage takes it. With
-# both, the executed products can be counted stage by stage:
+# The compiled program has a branch per kind of work, and the table says how often a stage takes it. With both, the executed products
+# can be counted stage by stage:
 
 
 # %%
@@ -370,14 +362,14 @@ if devices[0].platform == "cpu":
     assert one_device <= sum(executed_by_stage("input")) < 4 / 3 * one_device
 
 # %% [markdown]
-# With residuals saved, all stages together run exactly the products of one device, not one more. With the
-# input saved, B runs F again: 4 instead of 3. The last stage is better off, because its B follows its F at
-# once: there F computes nothing and B does it all. (It has more to do because the head is there.)
+# With residuals saved, all stages together run exactly the products of one device, not one more. With the input saved, B runs F
+# again: 4 instead of 3. The last stage is better off, because its B follows its F at once: there F computes nothing and B
+# does it all. (It has more to do because the head is there.)
 #
 # ## What waits must be held
 #
-# In this order every microbatch goes forward before any comes back. So a stage holds something of all of
-# them: an input each, or all residuals. Compiled memory, from 8 to 32 microbatches of the same size:
+# In this order every microbatch goes forward before any comes back. So a stage holds something of all of them: an input each, or all
+# residuals. Compiled memory, from 8 to 32 microbatches of the same size:
 
 # %%
 temp = {M: hlo.compiled_memory(compiled)["temp_bytes"]}
@@ -404,9 +396,9 @@ if p > 1:
 #
 # ### Exercise (stretch): uneven stages
 #
-# Layers rarely divide evenly, and the head's product with the vocabulary may cost as much as two or three
-# layers. Here is a simulation of the forward pass: stage i takes `costs[i]` for each microbatch. Find the
-# closed form, `forward_time(costs, m)`, and compare the two splits below. The total work is the same in both.
+# Layers rarely divide evenly, and the head's product with the vocabulary may cost as much as two or three layers. Here is a simulation
+# of the forward pass: stage i takes `costs[i]` for each microbatch. Find the closed form, `forward_time(costs, m)`, and compare the
+# two splits below. The total work is the same in both.
 
 
 # %%
@@ -435,15 +427,14 @@ def forward_time(costs, m): ...
 attempt("07.uneven", forward_time)
 
 # %% [markdown]
-# (Where layers do not divide evenly this package gives the first stages one more, so the last one, which has
-# the head, has one less. Llama 3 405B has 126 layers instead of 128 for this very reason: one less on the
-# first stage, and one less on the last. Llama team 2024, section 3.3.2.)
+# (Where layers do not divide evenly this package gives the first stages one more, so the last one, which has the head, has one
+# less. Llama 3 405B has 126 layers instead of 128 for this very reason: one less on the first stage, and one less on the last. Llama
+# team 2024, section 3.3.2.)
 #
 # ### Exercise (expert): one embedding on two stages
 #
-# Llama 3.2 1B ties its head to its embedding: 128,256 × 2,048 numbers, used on the first stage and on the
-# last. The gradients of the two uses must be added, in float32, once per step. Over 4 stages, how many bytes
-# does a device of the *first* stage send for that
+# Llama 3.2 1B ties its head to its embedding: 128,256 × 2,048 numbers, used on the first stage and on the last. The gradients of the
+# two uses must be added, in float32, once per step. Over 4 stages, how many bytes does a device of the *first* stage send for that
 #
 # * if all stages take part, as they do here (a ring all-reduce over pp);
 # * if only the first and the last stage form a group, as in Megatron-LM?
@@ -457,10 +448,9 @@ attempt("07.tied", answer)
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# It places values and inserts what must be sent between them. It has no notion of *when*, so there is no
-# layout that says "stage 1 works on microbatch 3 while stage 0 works on 4". Under `jit` a pipeline must be
-# written as a program that shifts a buffer, which is the masked one from above. The package refuses instead
-# of pretending:
+# It places values and inserts what must be sent between them. It has no notion of *when*, so there is no layout that says "stage 1
+# works on microbatch 3 while stage 0 works on 4". Under `jit` a pipeline must be written as a program that shifts a buffer, which is
+# the masked one from above. The package refuses instead of pretending:
 
 # %%
 try:
@@ -472,22 +462,21 @@ except ValueError as refusal:
 # %% [markdown]
 # ## Five lines
 #
-# 1. A pipeline cuts between layers: one activation crosses per microbatch and stage, and its gradient comes
-# back. 2. Idle time is (p − 1)(F + B): (p − 1)/m of the ideal, (p − 1)/(m + p − 1) of the total. Say which
-# you mean. 3. Microbatches are gradient accumulation. The result is that of one device. 4. A masked pipeline
-# computes on garbage in the bubble; one that walks a table skips it. 5. All forwards before all backwards
-# holds something of every microbatch.
+# 1. A pipeline cuts between layers: one activation crosses per microbatch and stage, and its gradient comes back.
+# 2. Idle time is (p − 1)(F + B): (p − 1)/m of the ideal, (p − 1)/(m + p − 1) of the total. Say which you mean.
+# 3. Microbatches are gradient accumulation. The result is that of one device.
+# 4. A masked pipeline computes on garbage in the bubble; one that walks a table skips it.
+# 5. All forwards before all backwards holds something of every microbatch.
 #
 # ## On your cluster
 #
 # ```
-# llmpar schedule gpipe --stages 4 --microbatches 8                            the timetable, both bubbles,
-# what is held llmpar inspect --mesh "pp=2 dp=2 tp=2" --schedule gpipe --microbatches 8     bytes per axis and
-# memory, before you train llmpar train --mesh "pp=2 dp=2 tp=2" --schedule gpipe --microbatches 8       and
-# training ```
+# llmpar schedule gpipe --stages 4 --microbatches 8                            the timetable, both bubbles, what is held
+# llmpar inspect --mesh "pp=2 dp=2 tp=2" --schedule gpipe --microbatches 8     bytes per axis and memory, before you train
+# llmpar train --mesh "pp=2 dp=2 tp=2" --schedule gpipe --microbatches 8       and training
+# ```
 #
-# Put `pp` on the slowest links: between nodes, or between pods. It multiplies with dp, fsdp and tp inside
-# each stage.
+# Put `pp` on the slowest links: between nodes, or between pods. It multiplies with dp, fsdp and tp inside each stage.
 #
 # **One number to remember: m ≥ 9(p − 1)** microbatches for at most 10 % of idle time, in this order.
 

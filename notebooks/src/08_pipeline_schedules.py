@@ -1,23 +1,20 @@
 # %% [markdown]
 # # 08 · Pipeline schedules: who can fill the bubble, and who pays for it?
 #
-# All forwards, then all backwards: that holds something of every microbatch, and the only cure for the bubble
-# is more microbatches (lesson 07). But a stage may choose *what to do next*. Every schedule below runs the
-# same cells, F and B of each microbatch on each stage, in another order, and nearly all of them come from
-# four ideas:
+# All forwards, then all backwards: that holds something of every microbatch, and the only cure for the bubble is more microbatches
+# (lesson 07). But a stage may choose *what to do next*. Every schedule below runs the same cells, F and B of each microbatch on each
+# stage, in another order, and nearly all of them come from four ideas:
 #
 # | idea | schedule | changes |
 # |---|---|---|
 # | run a backward as soon as there is one | 1F1B (Narayanan et al. 2020 and 2021) | memory |
-# | several smaller chunks of layers per stage | interleaved (Narayanan et al. 2021) | the bubble, for
-# messages | | split the backward: only its first half is awaited | zero bubble (Qi et al. 2023) | the bubble,
-# for nothing or for memory | | send microbatches in at both ends | DualPipe (DeepSeek-AI 2024) | what can
-# overlap, for a second copy of the weights |
+# | several smaller chunks of layers per stage | interleaved (Narayanan et al. 2021) | the bubble, for messages |
+# | split the backward: only its first half is awaited | zero bubble (Qi et al. 2023) | the bubble, for nothing or for memory |
+# | send microbatches in at both ends | DualPipe (DeepSeek-AI 2024) | what can overlap, for a second copy of the weights |
 #
 # **Question.** Which of them may you use in a memory that is given, and what is left of the bubble?
 #
-# Letters: `p` stages, `m` microbatches, `v` chunks per stage; F forward, B gradient of the input, W gradient
-# of the weights.
+# Letters: `p` stages, `m` microbatches, `v` chunks per stage; F forward, B gradient of the input, W gradient of the weights.
 
 # %%
 from llmpar.mesh import use_devices
@@ -54,20 +51,18 @@ M = 8  # microbatches
 # %% [markdown]
 # ## One picture
 #
-# 1F1B. A stage runs some forwards ahead, then one forward and one backward in turn. Under each row, in grey:
-# what it holds.
+# 1F1B. A stage runs some forwards ahead, then one forward and one backward in turn. Under each row, in grey: what it holds.
 
 # %%
 scene.show(draw.timetable(timetable(make("1f1b", 4, M))))
 
 # %% [markdown]
-# The idle time is that of GPipe, since the first microbatch still goes down and the last still comes up. But
-# a stage no longer waits with its first backward until all forwards are through.
+# The idle time is that of GPipe, since the first microbatch still goes down and the last still comes up. But a stage no longer waits
+# with its first backward until all forwards are through.
 #
 # ## Predict
 #
-# Sixteen stages, 64 microbatches, 1F1B. **How many microbatches does stage 3 hold at most?** (Stages count
-# from 0.)
+# Sixteen stages, 64 microbatches, 1F1B. **How many microbatches does stage 3 hold at most?** (Stages count from 0.)
 
 # %%
 microbatches_held = ...
@@ -76,8 +71,8 @@ attempt("08.held", microbatches_held)
 # %% [markdown]
 # ### Exercise (core): write it down
 #
-# A schedule is text: one line per stage, `F0` the forward of microbatch 0, `B0` its backward. Write 1F1B for
-# 3 stages and 4 microbatches. How many forwards does each stage run before its first backward?
+# A schedule is text: one line per stage, `F0` the forward of microbatch 0, `B0` its backward. Write 1F1B for 3 stages and 4
+# microbatches. How many forwards does each stage run before its first backward?
 
 # %%
 one_f_one_b = ...  # """F0 F1 …
@@ -86,10 +81,10 @@ attempt("08.one_f_one_b", one_f_one_b)
 # %% [markdown]
 # ## Chunks: interleaved 1F1B
 #
-# Cut the layers into 2p pieces and give stage i the pieces i and p + i. A microbatch comes by twice, each
-# time for half of the work. The pipe fills in half of the time: a bubble of (p − 1)/v instead of p − 1. The
-# price: (vp − 1)/(p − 1) times the messages, a little more than v, since they also go from the last stage's
-# chunk to the first stage's next one; and more in flight. A black bar marks the second chunk.
+# Cut the layers into 2p pieces and give stage i the pieces i and p + i. A microbatch comes by twice, each time for half of the work.
+# The pipe fills in half of the time: a bubble of (p − 1)/v instead of p − 1. The price: (vp − 1)/(p − 1) times the messages, a little
+# more than v, since they also go from the last stage's chunk to the first stage's next one; and more in flight.
+# A black bar marks the second chunk.
 
 # %%
 interleaved, plain = timetable(make("interleaved", 4, M, 2)), timetable(make("1f1b", 4, M))
@@ -107,9 +102,9 @@ scene.show(draw.timetable(interleaved))
 # %% [markdown]
 # ## Split the backward
 #
-# Of the two products of a backward, the stage before waits for one only: the gradient of the *input* (B). The
-# gradient of the *weights* (W) is awaited by nobody before the end of the step. So W can be put where the
-# bubble was. ZB-H1 keeps 1F1B's order of F and B, and puts W off by i microbatches on stage i:
+# Of the two products of a backward, the stage before waits for one only: the gradient of the *input* (B). The gradient of the
+# *weights* (W) is awaited by nobody before the end of the step. So W can be put where the bubble was. ZB-H1 keeps 1F1B's order of F and
+# B, and puts W off by i microbatches on stage i:
 
 # %%
 zb_h1 = timetable(make("zb-h1", 4, M))
@@ -117,11 +112,10 @@ assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4 and pla
 scene.show(draw.timetable(zb_h1))
 
 # %% [markdown]
-# A third of the bubble, at the same *peak* of memory: every stage holds 4 now, where those of 1F1B held 4, 3,
-# 2 and 1. Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced function
-# is a list of equations. Keep those that lead to the input's gradient: that is B. Those that are left are W,
-# and what they need of the others must be kept for them. `llmpar.split` does that. Here, for two layers, it
-# cuts twice, between F and B, and between B and W:
+# A third of the bubble, at the same *peak* of memory: every stage holds 4 now, where those of 1F1B held 4, 3, 2 and 1. Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced
+# function is a list of equations. Keep those that lead to the input's gradient: that is B. Those that are left are W, and what they
+# need of the others must be kept for them. `llmpar.split` does that. Here, for two layers, it cuts twice, between F and B, and between
+# B and W:
 
 
 # %%
@@ -160,19 +154,17 @@ for got, want in zip((y, dx, *W(w0, w1, *kept, *left)), cell(*given), strict=Tru
 print("value: F, then B, then W give the same bits as the whole")
 
 # %% [markdown]
-# Two products each, six in all. (That is the rule F = B = W of the papers. Attention has products without
-# weights, so its W is smaller; then B is larger than W.)
+# Two products each, six in all. (That is the rule F = B = W of the papers. Attention has products without weights, so its W is
+# smaller; then B is larger than W.)
 #
-# Beware: from here on there is a third definition of "the bubble". The zero-bubble papers look at each
-# stage's *own* time, from its first cell to its last, and call the idle time of the longest one the bubble
-# (of the **critical stage**). Before its first cell a stage has not begun, after its last it is through:
-# corners of the **whole drawing**, in which nobody works. They can be used if the optimizer's steps of
-# different stages need not wait for one another, as those of the next step then begin earlier on the stages
-# that are through.
+# Beware: from here on there is a third definition of "the bubble". The zero-bubble papers look at each stage's *own* time, from its first
+# cell to its last, and call the idle time of the longest one the bubble (of the **critical stage**). Before its first cell a stage has not
+# begun, after its last it is through: corners of the **whole drawing**, in which nobody works. They can be used if the optimizer's steps
+# of different stages need not wait for one another, as those of the next step then begin earlier on the stages that are through.
 #
-# By that definition the bubble goes away with more memory: ZB-H2 runs twice as many forwards ahead. And ZB-V
-# has none with the peak of 1F1B: it has two chunks in the shape of a V, so the first stage also has the
-# *last* layers and can turn round at once. What is still idle below are the white corners:
+# By that definition the bubble goes away with more memory: ZB-H2 runs twice as many forwards ahead. And ZB-V has none with the peak of
+# 1F1B: it has two chunks in the shape of a V, so the first stage also has the *last* layers and can turn round at once. What is still
+# idle below are the white corners:
 
 # %%
 zb_v = timetable(make("zb-v", 4, M))
@@ -187,9 +179,8 @@ print(
 )
 
 # %% [markdown]
-# DualPipe goes through the layers in both directions, with two copies of the weights. It is made for
-# something that this drawing does not show: a forward of one direction computes while the experts of the
-# other exchange their tokens.
+# DualPipe goes through the layers in both directions, with two copies of the weights. It is made for something that this drawing
+# does not show: a forward of one direction computes while the experts of the other exchange their tokens.
 
 # %%
 scene.show(draw.timetable(timetable(make("dualpipe", 4, M))))
@@ -197,10 +188,9 @@ scene.show(draw.timetable(timetable(make("dualpipe", 4, M))))
 # %% [markdown]
 # ## The published formulas
 #
-# They were derived on paper; the simulator knows only who waits for whom. Both must agree for every number of
-# stages, microbatches and chunks, and for unequal costs where a formula allows them. Below, for 8 stages and
-# 32 microbatches: the bubble of the critical stage, in units of F = B = W, and what is idle in the whole
-# drawing, over the ideal and over the total time.
+# They were derived on paper; the simulator knows only who waits for whom. Both must agree for every number of stages, microbatches
+# and chunks, and for unequal costs where a formula allows them. Below, for 8 stages and 32 microbatches: the bubble of the critical
+# stage, in units of F = B = W, and what is idle in the whole drawing, over the ideal and over the total time.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -239,12 +229,10 @@ h1, h2 = (timetable(make(name, 8, 32)) for name in ("zb-h1", "zb-h2"))
 assert h2.bubble == 0 < h1.bubble and h1.makespan == h2.makespan
 
 # %% [markdown]
-# So ZB-H2, whose bubble is 0, ends no earlier than ZB-H1 as long as the stages wait for one another at the
-# end of a step.
+# So ZB-H2, whose bubble is 0, ends no earlier than ZB-H1 as long as the stages wait for one another at the end of a step.
 #
-# Measured times make an even harder test: eight stages of a model of 1.5B parameters, times in milliseconds,
-# and messages that take 0.6 to 0.8 ms. The paper's rates, (time − m(F + B + W)) / time, are reproduced to
-# their last digit:
+# Measured times make an even harder test: eight stages of a model of 1.5B parameters, times in milliseconds, and messages that take
+# 0.6 to 0.8 ms. The paper's rates, (time − m(F + B + W)) / time, are reproduced to their last digit:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -267,9 +255,8 @@ for m, (costs, hop, rates) in PUBLISHED.items():
 # %% [markdown]
 # ## Run: one executor, five tables
 #
-# A Llama of 8 layers under four schedules; the fifth will be yours, further down. The programs differ in
-# their table and in their slots, and in nothing else. In each tick: take a message, run the cell of the table
-# (or nothing), pass the result on by a permute to the right or to the left.
+# A Llama of 8 layers under four schedules; the fifth will be yours, further down. The programs differ in their table and in their slots, and in nothing else. In each tick:
+# take a message, run the cell of the table (or nothing), pass the result on by a permute to the right or to the left.
 
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=8), 16, 2
@@ -366,14 +353,13 @@ if executed and devices[0].platform == "cpu":  # elsewhere products are library 
     )
 
 # %% [markdown]
-# The work above one device's is the forward pass that B repeats, by choice (`stage_saves="input"`): all of it
-# but that of the last chunk of layers, whose B follows at once. Bubbles compute nothing.
+# The work above one device's is the forward pass that B repeats, by choice (`stage_saves="input"`): all of it but that of the last
+# chunk of layers, whose B follows at once. Bubbles compute nothing.
 #
 # ## What a stage keeps
 #
-# The executor gives an activation a slot from its F to its last reader. So the number of slots is what the
-# table holds at once, and the compiled memory follows it. With `zb-h1` and `zb-v` there are also slots for
-# what B leaves to W.
+# The executor gives an activation a slot from its F to its last reader. So the number of slots is what the table holds at once, and
+# the compiled memory follows it. With `zb-h1` and `zb-v` there are also slots for what B leaves to W.
 
 # %%
 print("gpipe        slots for inputs per stage", slots(timetable(make("gpipe", 4, M))).num_saved.tolist())
@@ -410,9 +396,8 @@ if p > 1:
 # %% [markdown]
 # ## A wrong table is refused
 #
-# Before anything is compiled, the timetable is simulated. If stages wait for one another in a circle, the
-# sentence names the stage, the tick and the circle. Here stage 1 wants its second microbatch first, and stage
-# 0 wants the first one back before it sends the second:
+# Before anything is compiled, the timetable is simulated. If stages wait for one another in a circle, the sentence names the stage, the
+# tick and the circle. Here stage 1 wants its second microbatch first, and stage 0 wants the first one back before it sends the second:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -427,10 +412,10 @@ except ValueError as refusal:
 # %% [markdown]
 # ## Write your own
 #
-# Below is a schedule for p stages and 4 microbatches: 1F1B, in which each W follows its B at once. Change it,
-# and run the cell again. You are told whether it is legal; what is left of the bubble; what each stage holds;
-# and you see it. With `TRAIN = True` it is compiled, and its losses and weights are compared with those of
-# one device. (`TimelineExplorer(order=SCHEDULE)` of `llmpar.explore.small` draws while you type.)
+# Below is a schedule for p stages and 4 microbatches: 1F1B, in which each W follows its B at once. Change it, and run the cell again. You
+# are told whether it is legal; what is left of the bubble; what each stage holds; and you see it. With `TRAIN = True` it is
+# compiled, and its losses and weights are compared with those of one device. (`TimelineExplorer(order=SCHEDULE)` of
+# `llmpar.explore.small` draws while you type.)
 
 # %%
 TRAIN = True
@@ -484,8 +469,8 @@ if TRAIN and order and order.num_stages == p > 1:
 # %% [markdown]
 # ### Exercise (stretch): a third of the bubble
 #
-# 3 stages, 5 microbatches, F = B = W. 1F1B has a bubble of 6 and holds 3 microbatches. Write an order with a
-# bubble of **2** that holds no more. `examine(text)` tells you how far you are.
+# 3 stages, 5 microbatches, F = B = W. 1F1B has a bubble of 6 and holds 3 microbatches. Write an order with a bubble of **2** that holds
+# no more. `examine(text)` tells you how far you are.
 
 # %%
 third_of_the_bubble = ...  # """F0 F1 …
@@ -494,9 +479,9 @@ attempt("08.third_of_the_bubble", third_of_the_bubble)
 # %% [markdown]
 # ### Exercise (expert): other costs, and one microbatch more
 #
-# In a model with long sequences attention makes W cheaper than B: F : B : W = 1 : 1.2 : 0.8. 3 stages, 5
-# microbatches, and memory for **4** of them on each stage, between ZB-H1 (3) and ZB-H2 (5). Write an order
-# with a bubble of at most **2.0**. `examine(text, costs=(1, 1.2, 0.8))` knows the costs.
+# In a model with long sequences attention makes W cheaper than B: F : B : W = 1 : 1.2 : 0.8. 3 stages, 5 microbatches, and memory for
+# **4** of them on each stage, between ZB-H1 (3) and ZB-H2 (5). Write an order with a bubble of at most **2.0**.
+# `examine(text, costs=(1, 1.2, 0.8))` knows the costs.
 
 # %%
 between_h1_and_h2 = ...  # """F0 F1 …
@@ -505,29 +490,29 @@ attempt("08.between_h1_and_h2", between_h1_and_h2)
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# It has no schedule at all (lesson 07), and pipelines written for it alone (GSPMD pipelines) are scans turned
-# round by autodiff: GPipe, or breadth-first over looped chunks, the last of the orders that need no backward
-# before the end of all forwards. Early backwards need the backward pass *in* the loop, as an operation that
-# the table can place. That is why the executor differentiates one cell, and not the loop.
+# It has no schedule at all (lesson 07), and pipelines written for it alone (GSPMD pipelines) are scans turned round by autodiff: GPipe, or
+# breadth-first over looped chunks, the last of the orders that need no backward before the end of all forwards. Early backwards need the
+# backward pass *in* the loop, as an operation that the table can place. That is why the executor differentiates one cell, and not the
+# loop.
 #
 # ## Five lines
 #
 # 1. 1F1B: the bubble of GPipe, but stage i holds p − i microbatches, however many there are.
-# 2. Interleaved: the bubble divided by v, for (vp − 1)/(p − 1) times the messages and 1 + (p − 1)/(pv) of the
-# memory. 3. Split the backward: nobody waits for W, so it fills the bubble. A third is left at the same peak
-# of memory, none for twice the peak. 4. A schedule is a table. Proved legal, measured and drawn before it is
-# compiled; one executor runs them all, with one device's result. 5. "Bubble" has three definitions. "A third"
-# and "none" hold for that of the critical stage; the whole drawing keeps idle corners.
+# 2. Interleaved: the bubble divided by v, for (vp − 1)/(p − 1) times the messages and 1 + (p − 1)/(pv) of the memory.
+# 3. Split the backward: nobody waits for W, so it fills the bubble. A third is left at the same peak of memory, none for twice the peak.
+# 4. A schedule is a table. Proved legal, measured and drawn before it is compiled; one executor runs them all, with one device's result.
+# 5. "Bubble" has three definitions. "A third" and "none" hold for that of the critical stage; the whole drawing keeps idle corners.
 #
 # ## On your cluster
 #
 # ```
-# llmpar schedule zb-h1 --stages 8 --microbatches 32 --costs 1,1.2,0.8        bubble and memory with your
-# costs llmpar train --mesh "pp=2 dp=2 tp=2" --schedule zb-h1 --microbatches 8      and training llmpar train
-# --mesh "pp=2 dp=2" --schedule interleaved --chunks 2 --microbatches 4 --stage-saves residuals ```
+# llmpar schedule zb-h1 --stages 8 --microbatches 32 --costs 1,1.2,0.8        bubble and memory with your costs
+# llmpar train --mesh "pp=2 dp=2 tp=2" --schedule zb-h1 --microbatches 8      and training
+# llmpar train --mesh "pp=2 dp=2" --schedule interleaved --chunks 2 --microbatches 4 --stage-saves residuals
+# ```
 #
-# Measure F, B and W of one stage first: a schedule that is best with equal costs need not be best with yours.
-# If memory allows, `--stage-saves residuals` computes nothing twice.
+# Measure F, B and W of one stage first: a schedule that is best with equal costs need not be best with yours. If memory allows,
+# `--stage-saves residuals` computes nothing twice.
 #
 # **One number to remember: p − i.** What 1F1B's stage i holds, however many microbatches there are.
 

@@ -1,11 +1,10 @@
 # %% [markdown]
 # # 09 · Experts: what moves when a token chooses?
 #
-# A dense model uses every weight for every token. A mixture of experts has many feed-forwards in each layer,
-# and a **router** sends a token to a few of them: Mixtral 8x7B has 46.7 billion parameters, and 12.9 of them
-# work on a token (Jiang et al. 2024). Experts are cut by the axis `ep`: each rank holds some of them, whole.
-# Then tokens must travel to their experts and back. It is sometimes said that expert parallelism moves
-# nothing; it moves the tokens, twice in each direction of each layer:
+# A dense model uses every weight for every token. A mixture of experts has many feed-forwards in each layer, and a **router** sends a
+# token to a few of them: Mixtral 8x7B has 46.7 billion parameters, and 12.9 of them work on a token (Jiang et al. 2024). Experts are
+# cut by the axis `ep`: each rank holds some of them, whole. Then tokens must travel to their experts and back. It is sometimes said
+# that expert parallelism moves nothing; it moves the tokens, twice in each direction of each layer:
 #
 # | step | arrow |
 # |---|---|
@@ -14,8 +13,7 @@
 #
 # **Question.** What moves, how much of it is padding, and what happens when everybody wants the same expert?
 #
-# Letters: `b` blocks of tokens, one per rank; `e` experts; `c` slots; `d` width; `m` an expert's width; `k`
-# experts that a token visits.
+# Letters: `b` blocks of tokens, one per rank; `e` experts; `c` slots; `d` width; `m` an expert's width; `k` experts that a token visits.
 
 # %%
 from llmpar.mesh import use_devices
@@ -61,8 +59,8 @@ gate, up, down = (
 # %% [markdown]
 # ## One picture
 #
-# Every rank scores its own tokens against all experts, and keeps the best k of each token. Below is what the
-# router of the toy really chose; on the right, how many rows each expert gets.
+# Every rank scores its own tokens against all experts, and keeps the best k of each token. Below is what the router of the toy really
+# chose; on the right, how many rows each expert gets.
 
 
 # %%
@@ -84,8 +82,8 @@ scene.show(draw.token_flow(rows_of(chosen), E // n))
 # %% [markdown]
 # ## Predict
 #
-# A rank has 32 tokens of width 16 in float32, k = 2, and all experts are equally likely. **How many bytes
-# does it send to other ranks in the dispatch, if only the rows themselves travel?**
+# A rank has 32 tokens of width 16 in float32, k = 2, and all experts are equally likely. **How many bytes does it send to other ranks in
+# the dispatch, if only the rows themselves travel?**
 
 # %%
 print(f"{n} ranks, {TOKENS} tokens on each; {E} experts, {E // n} on a rank")
@@ -95,8 +93,7 @@ attempt("09.dispatch_bytes", bytes_dispatched, ranks=n)
 # %% [markdown]
 # ## Run: a dispatch by hand
 #
-# The reference is dense: all tokens through all experts, and most results get weight 0. That is right, and
-# E/k times too much work.
+# The reference is dense: all tokens through all experts, and most results get weight 0. That is right, and E/k times too much work.
 
 
 # %%
@@ -108,11 +105,10 @@ def dense(x, weights, chosen, gate, up, down):
 
 
 # %% [markdown]
-# By hand, as one rank sees it: (1) place: a row's slot is how many earlier rows of this rank chose the same
-# expert. (2) Lay the rows into a buffer `e c d` with C slots for each expert. (3) One all-to-all. (4) My
-# experts multiply what has come from everybody. (5) The same all-to-all back. (6) Read the rows at their
-# slots and add them up, weighed. XLA's shapes are fixed before anybody has chosen, so C must be too: with C =
-# all tokens of a rank, nothing can be dropped.
+# By hand, as one rank sees it: (1) place: a row's slot is how many earlier rows of this rank chose the same expert. (2) Lay the rows into
+# a buffer `e c d` with C slots for each expert. (3) One all-to-all. (4) My experts multiply what has come from everybody. (5) The same
+# all-to-all back. (6) Read the rows at their slots and add them up, weighed. XLA's shapes are fixed before anybody has chosen, so C must
+# be too: with C = all tokens of a rank, nothing can be dropped.
 
 
 # %%
@@ -159,8 +155,7 @@ for name, a, b in zip(("y", "x", "weights", "gate", "up", "down"), got, want, st
 print("value: output and all gradients equal the dense evaluation; the router's weights have a gradient too")
 
 # %% [markdown]
-# Autodiff turned each all-to-all around: the gradients of the rows travel to the experts, and come back. Two
-# forward, two backward.
+# Autodiff turned each all-to-all around: the gradients of the rows travel to the experts, and come back. Two forward, two backward.
 
 # %%
 table = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(ours), mesh))
@@ -180,12 +175,11 @@ if n > 1:
     )
 
 # %% [markdown]
-# That is the honest price of "dropless" in fixed shapes. There are three ways out. **Capacity** (GShard,
-# Switch): fewer slots, and who finds none is left out. **Ragged** exchange: send the full slots only, which
-# XLA can do on GPUs and TPUs (`Plan.dispatch`). Or **pack by rank, not by expert**: a token sends a rank at
-# most min(k, E/n) rows, so `llmpar.moe` gives slots to n ranks, and not to E experts. That helps where min(k,
-# E/n) · n < E: not in this lesson's own case once a rank has only k experts or fewer, but very much with many
-# experts on a rank:
+# That is the honest price of "dropless" in fixed shapes. There are three ways out. **Capacity** (GShard, Switch): fewer slots, and who
+# finds none is left out. **Ragged** exchange: send the full slots only, which XLA can do on GPUs and TPUs (`Plan.dispatch`). Or
+# **pack by rank, not by expert**: a token sends a rank at most min(k, E/n) rows, so `llmpar.moe` gives slots to n ranks, and not to E
+# experts. That helps where min(k, E/n) · n < E: not in this lesson's own case once a rank has only k experts or fewer, but very much with
+# many experts on a rank:
 
 # %%
 many = ExpertConfig(128, 8)
@@ -201,13 +195,12 @@ for how in (HOW, many):
         )
 
 # %% [markdown]
-# Empty slots travel, but are never multiplied: the rows of an expert fill whole blocks, and a loop runs over
-# the blocks that hold something. (Gale et al. 2022 do the same with blocks of a sparse matrix.)
+# Empty slots travel, but are never multiplied: the rows of an expert fill whole blocks, and a loop runs over the blocks that hold
+# something. (Gale et al. 2022 do the same with blocks of a sparse matrix.)
 #
 # ## Capacity: who is left out
 #
-# An expert takes `factor` times its even share, the first to come. The others keep their residual stream as
-# it was.
+# An expert takes `factor` times its even share, the first to come. The others keep their residual stream as it was.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -229,8 +222,8 @@ assert dropped[None] == 0 and dropped[0.5] > dropped[1.0] > dropped[2.0]
 # %% [markdown]
 # ### Exercise (core): how much room?
 #
-# 512 tokens with k = 2 chose eight experts 260, 190, 150, 120, 100, 84, 70 and 50 times. What is the smallest
-# capacity, in rows, at which at most 1 % of all choices are dropped?
+# 512 tokens with k = 2 chose eight experts 260, 190, 150, 120, 100, 84, 70 and 50 times. What is the smallest capacity, in rows, at which
+# at most 1 % of all choices are dropped?
 
 # %%
 rows_per_expert = ...
@@ -239,9 +232,8 @@ attempt("09.capacity", rows_per_expert)
 # %% [markdown]
 # ### Exercise (stretch): combine
 #
-# Write step 6. `rows` is `[slots, d]`, `slot` says for each token and choice where its row lies (`len(rows)`:
-# it was dropped), `weights` are the router's. Both are `[tokens, k]`. Return `[tokens, d]`; NumPy is there as
-# `np`.
+# Write step 6. `rows` is `[slots, d]`, `slot` says for each token and choice where its row lies (`len(rows)`: it was dropped), `weights`
+# are the router's. Both are `[tokens, k]`. Return `[tokens, d]`; NumPy is there as `np`.
 
 
 # %%
@@ -253,8 +245,7 @@ attempt("09.combine", combine)
 # %% [markdown]
 # ## A hot expert
 #
-# Drag the heat: all ranks wait for the one that has the busiest expert. (In the stored page this is a
-# picture.)
+# Drag the heat: all ranks wait for the one that has the busiest expert. (In the stored page this is a picture.)
 
 # %%
 from llmpar.explore.small import RoutingExplorer
@@ -275,11 +266,10 @@ for skew in (0.0, 1.0, 2.0, 4.0):
     )
 
 # %% [markdown]
-# Two cures are in use. A **balance loss** E/k · Σ f P multiplies each expert's share of the tokens with its
-# mean affinity: its value is 1 where all are equal, and its gradient lowers the affinities of the busy. Here
-# it is taken row by row (DeepSeek-V3 2024, section 2.1.2), so no device must know another's rows. Or **a bias
-# without a loss** (Wang et al. 2024): it takes part in choosing, not in weighing, and after each step it goes
-# up for experts with less than the mean load, and down for the others.
+# Two cures are in use. A **balance loss** E/k · Σ f P multiplies each expert's share of the tokens with its mean affinity: its value is 1
+# where all are equal, and its gradient lowers the affinities of the busy. Here it is taken row by row (DeepSeek-V3 2024, section 2.1.2),
+# so no device must know another's rows. Or **a bias without a loss** (Wang et al. 2024): it takes part in choosing, not in
+# weighing, and after each step it goes up for experts with less than the mean load, and down for the others.
 
 # %%
 balance = dataclasses.replace(HOW, balance=1.0)
@@ -307,8 +297,7 @@ assert seen[-1] < 1.3 < seen[0]
 # %% [markdown]
 # ## Compare: four verdicts on a Llama with experts
 #
-# `tiny-moe` has 8 experts with k = 2 in each layer. The same step, on one device and with experts cut by
-# `ep`, beside ZeRO-3.
+# `tiny-moe` has 8 experts with k = 2 in each layer. The same step, on one device and with experts cut by `ep`, beside ZeRO-3.
 
 # %%
 CONFIG = dataclasses.replace(preset("tiny-moe"), num_layers=2)
@@ -371,8 +360,8 @@ assert arguments == sum(memory.argument_bytes(CONFIG, PLAN, BATCH, S).values())
 print(f"memory: {arguments:,} B of arguments per device, as predicted")
 
 # %% [markdown]
-# A dense weight is summed over `ep` as over any axis of the batch; an expert is not, since no other rank of
-# `ep` has it. What the routers did comes with the metrics of each step:
+# A dense weight is summed over `ep` as over any axis of the batch; an expert is not, since no other rank of `ep` has it. What the
+# routers did comes with the metrics of each step:
 
 # %%
 for name, value in moe.summary(CONFIG.experts, metrics, ep).items():
@@ -384,9 +373,9 @@ print(f"{'(at most':<17} {most_entropy:.3f} nats of entropy, where the router do
 # %% [markdown]
 # ## What it costs on real links
 #
-# Per layer and direction, 2·k·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only k of
-# E of the tokens. So all that hid behind the work of a batch needs a batch E/k times as large: data
-# parallelism (its gradients are those of all experts), and the reading of weights from memory.
+# Per layer and direction, 2·k·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only k of E of the tokens. So all that
+# hid behind the work of a batch needs a batch E/k times as large: data parallelism (its gradients are those of all experts), and
+# the reading of weights from memory.
 
 # %%
 h100 = chip("h100")
@@ -411,9 +400,9 @@ print(
 # %% [markdown]
 # ### Exercise (expert): nodes that stay closed
 #
-# DeepSeek-V3 has 256 experts on 8 nodes and chooses 8 of them. A token is sent to a node once, however many
-# of its experts are there. If all choices were equally likely: on how many nodes do its experts lie on
-# average, with all nodes open (`free`), and with only 4 of them (`limited`, as its router does)?
+# DeepSeek-V3 has 256 experts on 8 nodes and chooses 8 of them. A token is sent to a node once, however many of its experts are there. If
+# all choices were equally likely: on how many nodes do its experts lie on average, with all nodes open (`free`), and with only
+# 4 of them (`limited`, as its router does)?
 
 # %%
 free, limited = ..., ...
@@ -436,22 +425,21 @@ print("value: Auto equals one device; its all-to-alls:", exchanges or "none")
 # ## Five lines
 #
 # 1. A layer of experts moves tokens: two all-to-alls forward, two backward, k rows per token each.
-# 2. Static shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange
-# does neither. 3. Only full blocks are multiplied: k/E of the work of all experts, forward and backward. 4.
-# Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too. 5. The slowest rank sets
-# the pace: balance by a loss, or by a bias that follows the load.
+# 2. Static shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange does neither.
+# 3. Only full blocks are multiplied: k/E of the work of all experts, forward and backward.
+# 4. Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too.
+# 5. The slowest rank sets the pace: balance by a loss, or by a bias that follows the load.
 #
 # ## On your cluster
 #
 # ```
-# llmpar train --model tiny-moe --mesh "ep=4 fsdp=2"                        experts on 4 ranks, ZeRO-3 beside
-# them llmpar inspect --model tiny-moe --mesh "ep=8"                             what is sent and held,
-# predicted and compiled llmpar train --model tiny-moe --mesh "ep=8" --dispatch ragged --grouped ragged_dot
-# on GPUs and TPUs llmpar models qwen3-30b-a3b                                               total and active
-# parameters ```
+# llmpar train --model tiny-moe --mesh "ep=4 fsdp=2"                        experts on 4 ranks, ZeRO-3 beside them
+# llmpar inspect --model tiny-moe --mesh "ep=8"                             what is sent and held, predicted and compiled
+# llmpar train --model tiny-moe --mesh "ep=8" --dispatch ragged --grouped ragged_dot     on GPUs and TPUs
+# llmpar models qwen3-30b-a3b                                               total and active parameters
+# ```
 #
-# **One number to remember: E/k.** The parameters that you get for the work of one, and the batch that you
-# need to feed them.
+# **One number to remember: E/k.** The parameters that you get for the work of one, and the batch that you need to feed them.
 
 # %%
 print(

@@ -29,14 +29,13 @@ assert "8 devices" in mesh.title
 scene.show(on_a_slide(mesh))
 
 # %% [markdown] tags=["notes"]
-# Every number and picture in this deck is computed when it is built, or read out of a compiled program; what
-# a slide says is asserted in its source. Press S for these notes, Esc for the overview. `make demo` trains a
-# small Llama on the mesh on the right, reads the compiled program, and compares the loss with one device. It
-# runs on a laptop.
+# Every number and picture in this deck is computed when it is built, or read out of a compiled program; what a slide
+# says is asserted in its source. Press S for these notes, Esc for the overview. `make demo` trains a small Llama on the
+# mesh on the right, reads the compiled program, and compares the loss with one device. It runs on a laptop.
 #
 # **Ask:** who has run out of memory on a GPU this month? What did you do about it?
 #
-# **Misunderstanding:** that one needs a cluster to learn this. Eight simulated devices give exact values,
-# layouts, collectives and bytes. They say nothing about time.
+# **Misunderstanding:** that one needs a cluster to learn this. Eight simulated devices give exact values, layouts,
+# collectives and bytes. They say nothing about time.
 #
 # **Source:** README.

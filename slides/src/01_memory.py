@@ -1,11 +1,10 @@
 # %% [markdown] tags=["slide"]
 # ## Why one GPU is not enough
 #
-# Adam in mixed precision holds **16 bytes per parameter**, before any activation. And at 40 % of its peak,
-# one H100 would train an 8B model on 15 trillion tokens for **58 years**.
+# Adam in mixed precision holds **16 bytes per parameter**, before any activation. And at 40 % of its peak, one H100 would
+# train an 8B model on 15 trillion tokens for **58 years**.
 #
-# <footer>Rajbhandari et al. 2020 (ZeRO), section 3.1 · <code>llmpar models llama3-8b</code> · lesson
-# <code>notebooks/04_zero</code></footer>
+# <footer>Rajbhandari et al. 2020 (ZeRO), section 3.1 · <code>llmpar models llama3-8b</code> · lesson <code>notebooks/04_zero</code></footer>
 
 # %%
 import math
@@ -75,16 +74,15 @@ title = "How many H100s hold the state and nothing else, with the 59 GiB of each
 scene.show(compose(title, [rows, key], "\n".join(words)))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** how many GPUs does it take to train a 70B model? Take bids before you show the squares: 18, and
-# that is without one activation, one buffer, one batch.
+# **Ask:** how many GPUs does it take to train a 70B model? Take bids before you show the squares: 18, and that is without
+# one activation, one buffer, one batch.
 #
-# **Misunderstanding:** "8B parameters in bf16 are 16 GB, that fits." The weights do. The optimizer does not:
-# a float32 copy of the weights and two moments are 12 of the 16 bytes.
+# **Misunderstanding:** "8B parameters in bf16 are 16 GB, that fits." The weights do. The optimizer does not: a float32 copy
+# of the weights and two moments are 12 of the 16 bytes.
 #
-# **Source:** 2 + 2 + 12 bytes: Rajbhandari et al. 2020. The years: 6 FLOPs per parameter and token (Narayanan
-# et al. 2021, eq. 4, without recomputation), attention not counted. Of an H100's 79 GiB JAX takes three
-# quarters unless told otherwise (XLA_PYTHON_CLIENT_MEM_FRACTION): `llmpar.predict.hardware`. With all of it,
-# 70B would need 14, and 405B 77.
+# **Source:** 2 + 2 + 12 bytes: Rajbhandari et al. 2020. The years: 6 FLOPs per parameter and token (Narayanan et al. 2021,
+# eq. 4, without recomputation), attention not counted. Of an H100's 79 GiB JAX takes three quarters unless told otherwise
+# (XLA_PYTHON_CLIENT_MEM_FRACTION): `llmpar.predict.hardware`. With all of it, 70B would need 14, and 405B 77.
 
 # %% [markdown] tags=["slide"]
 # ## Five words
@@ -112,26 +110,22 @@ scene.show(
 )
 
 # %% [markdown] tags=["notes"]
-# **Ask:** a matrix is cut by tp. Which device holds the same piece as device 1? (Device 5: same tp, other
-# dp.)
+# **Ask:** a matrix is cut by tp. Which device holds the same piece as device 1? (Device 5: same tp, other dp.)
 #
-# **Misunderstanding:** that a device *is* a tensor-parallel or a data-parallel device. Every device has a
-# coordinate on every axis; on each axis it has other partners. Groups over tp are neighbours, groups over dp
-# are four apart: the last axis gets the fastest links. Our axes, slow links first: pp dp fsdp ep sp tp.
+# **Misunderstanding:** that a device *is* a tensor-parallel or a data-parallel device. Every device has a coordinate on every
+# axis; on each axis it has other partners. Groups over tp are neighbours, groups over dp are four apart: the last axis
+# gets the fastest links. Our axes, slow links first: pp dp fsdp ep sp tp.
 #
 # **Source:** `llmpar.notation.AXES`. The order is Megatron's and MaxText's.
 
 # %% [markdown] tags=["slide"]
 # ## Look at any mesh
 #
-# A model on a cluster that you do not have: drag an axis, click a device, step through what its group
-# exchanges.
+# A model on a cluster that you do not have: drag an axis, click a device, step through what its group exchanges.
 #
-# <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.explore.explorer</code> · <code>make
-# gallery</code></footer>
+# <footer>Lesson <code>notebooks/00_setup</code> · <code>llmpar.explore.explorer</code> · <code>make gallery</code></footer>
 
-# %% alt="Sixteen H100s in two nodes; the group of device 0 over fsdp is filled, with the arrows of one
-# all-gather's round; below, memory per device"
+# %% alt="Sixteen H100s in two nodes; the group of device 0 over fsdp is filled, with the arrows of one all-gather's round; below, memory per device"
 from llmpar.explore.explorer import MeshExplorer
 
 explorer = MeshExplorer(
@@ -145,11 +139,10 @@ scene.show(
 )
 
 # %% [markdown] tags=["notes"]
-# Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that needs no Python.
-# **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups cross nodes.
+# Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that needs no Python. **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups
+# cross nodes.
 #
-# **Misunderstanding:** that the time shown is a measurement. It lies between perfect overlap and none, at
-# peak rates; bytes and layouts are exact.
+# **Misunderstanding:** that the time shown is a measurement. It lies between perfect overlap and none, at peak rates; bytes
+# and layouts are exact.
 #
-# **Source:** `llmpar.predict.traffic`, `llmpar.predict.formulas`; slices are tested equal to JAX's
-# `devices_indices_map`.
+# **Source:** `llmpar.predict.traffic`, `llmpar.predict.formulas`; slices are tested equal to JAX's `devices_indices_map`.

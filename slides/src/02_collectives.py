@@ -1,11 +1,9 @@
 # %% [markdown] tags=["slide"]
 # ## A movement is an arrow
 #
-# `/tp`: a dim is cut over `tp`. `+tp`: a sum over `tp` that nobody has finished. The collective follows from
-# the two sides.
+# `/tp`: a dim is cut over `tp`. `+tp`: a sum over `tp` that nobody has finished. The collective follows from the two sides.
 #
-# <footer>Lesson <code>notebooks/00_setup</code> · the table of all arrows is in
-# <code>README.md</code></footer>
+# <footer>Lesson <code>notebooks/00_setup</code> · the table of all arrows is in <code>README.md</code></footer>
 
 # %%
 from llmpar import draw
@@ -25,20 +23,18 @@ scene.show(
 )
 
 # %% [markdown] tags=["notes"]
-# **Ask:** on the left every device has numbers for the whole matrix. Are they right? No: each has its own
-# addends, the slanted lines say so. Only the sum of the four is the result.
+# **Ask:** on the left every device has numbers for the whole matrix. Are they right? No: each has its own addends, the slanted
+# lines say so. Only the sum of the four is the result.
 #
-# **Misunderstanding:** that left and right hold the same values in other places. A value with `+tp` is not a
-# copy; using it without finishing the sum is the classic silent bug. In our package the arrow has to say it,
-# and a test plants the fault.
+# **Misunderstanding:** that left and right hold the same values in other places. A value with `+tp` is not a copy; using it
+# without finishing the sum is the classic silent bug. In our package the arrow has to say it, and a test plants the fault.
 #
 # **Source:** `llmpar.notation`. The idea of one letter per dim is einops'.
 
 # %% [markdown] tags=["slide"]
 # ## Five collectives, and what they send
 #
-# <footer>Read from a compiled program and equal to <code>llmpar.predict.formulas</code> · lesson
-# <code>notebooks/00_setup</code></footer>
+# <footer>Read from a compiled program and equal to <code>llmpar.predict.formulas</code> · lesson <code>notebooks/00_setup</code></footer>
 
 # %%
 import re
@@ -105,15 +101,13 @@ Markdown(
 # An all-reduce **is** a reduce-scatter, then an all-gather.
 
 # %% [markdown] tags=["notes"]
-# **Ask:** which of these does data parallelism use? Which one is FSDP made of? (All-reduce; all-gather and
-# reduce-scatter.)
+# **Ask:** which of these does data parallelism use? Which one is FSDP made of? (All-reduce; all-gather and reduce-scatter.)
 #
-# **Misunderstanding:** that the size printed in a profile or in HLO is what is sent. It is the size of the
-# *result*, which for a reduce-scatter is a quarter here, and for an all-gather everything. Sent bytes follow
-# from kind, size and group.
+# **Misunderstanding:** that the size printed in a profile or in HLO is what is sent. It is the size of the *result*, which for
+# a reduce-scatter is a quarter here, and for an all-gather everything. Sent bytes follow from kind, size and group.
 #
-# **Source:** the ring algorithms of NCCL and of Patarasuk and Yuan 2009. Five collectives in one `shard_map`
-# were compiled for this slide; `llmpar.inspect.hlo` counted them.
+# **Source:** the ring algorithms of NCCL and of Patarasuk and Yuan 2009. Five collectives in one `shard_map` were compiled for
+# this slide; `llmpar.inspect.hlo` counted them.
 
 # %% [markdown] tags=["slide"]
 # ## A ring of four
@@ -143,13 +137,12 @@ scene.show(
 )
 
 # %% [markdown] tags=["notes"]
-# The pairs of the picture are the source-target pairs of the compiled program. Switches of H100 nodes can add
-# (NVLink SHARP): then a GPU sends its buffer once, N in place of 1.75 N among 8.
+# The pairs of the picture are the source-target pairs of the compiled program. Switches of H100 nodes can add (NVLink SHARP): then a
+# GPU sends its buffer once, N in place of 1.75 N among 8.
 #
-# **Ask:** with twice the devices, does each one send twice as much? No: it stays below 2N for an all-reduce,
-# however many.
+# **Ask:** with twice the devices, does each one send twice as much? No: it stays below 2N for an all-reduce, however many.
 #
-# **Misunderstanding:** "so it costs nothing to add devices." The number of steps grows, and with it the
-# latency; and the slowest link of the ring sets the pace.
+# **Misunderstanding:** "so it costs nothing to add devices." The number of steps grows, and with it the latency; and the slowest
+# link of the ring sets the pace.
 #
 # **Source:** Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".

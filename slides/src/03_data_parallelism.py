@@ -1,8 +1,7 @@
 # %% [markdown] tags=["slide"]
 # ## Data parallelism
 #
-# All weights on every device; each sees its own rows of the batch. The gradient is an unfinished sum: `d m
-# +dp -> d m`.
+# All weights on every device; each sees its own rows of the batch. The gradient is an unfinished sum: `d m +dp -> d m`.
 #
 # <footer>Lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar train --mesh dp=4</code></footer>
 
@@ -73,23 +72,20 @@ words = (
 scene.show(compose("", [items, key], words))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what must be equal on all devices after the step, and what never needs to be? (Weights and
-# optimizer state; the rows.)
+# **Ask:** what must be equal on all devices after the step, and what never needs to be? (Weights and optimizer state; the rows.)
 #
-# **Misunderstanding:** summing losses that are means. If every device divides by its *own* number of tokens,
-# replicas with padding count too much. Divide once, by the tokens of the whole batch: our step sums losses
-# and counts, then divides.
+# **Misunderstanding:** summing losses that are means. If every device divides by its *own* number of tokens, replicas with
+# padding count too much. Divide once, by the tokens of the whole batch: our step sums losses and counts, then divides.
 #
 # **Source:** Li et al. 2020 (PyTorch Distributed). Lesson 03 lets you repair three broken versions.
 
 # %% [markdown] tags=["slide"]
 # ## Gradients travel, not weights
 #
-# A compiled step of a small Llama with `Plan("dp=8", zero=0)`. Averaging *weights* instead gives the same
-# with plain SGD, and **something else** with Adam.
+# A compiled step of a small Llama with `Plan("dp=8", zero=0)`. Averaging *weights* instead gives the same with plain SGD, and
+# **something else** with Adam.
 #
-# <footer>Lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar inspect --mesh dp=8 --zero
-# 0</code></footer>
+# <footer>Lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar inspect --mesh dp=8 --zero 0</code></footer>
 
 # %%
 import numpy as np
@@ -153,24 +149,21 @@ Markdown(
 # $$ 2\,\Psi\,\frac{N-1}{N} \text{ numbers per device and step} $$
 
 # %% [markdown] tags=["notes"]
-# **Ask:** a popular explanation says "the replicas synchronise their weights after each step". Where are the
-# weights in this list? Nowhere: equal weights and equal gradients give equal updates.
+# **Ask:** a popular explanation says "the replicas synchronise their weights after each step". Where are the weights in this list?
+# Nowhere: equal weights and equal gradients give equal updates.
 #
-# **Misunderstanding:** that averaging weights is the same thing. For SGD it is; Adam divides by the root of
-# the squared gradient, and the mean of quotients is not the quotient of means. (Done seldom and on purpose it
-# is called local SGD.)
+# **Misunderstanding:** that averaging weights is the same thing. For SGD it is; Adam divides by the root of the squared
+# gradient, and the mean of quotients is not the quotient of means. (Done seldom and on purpose it is called local SGD.)
 #
-# **Source:** the rows are read from the partitioned HLO of this deck's own step. 2Ψ: Rajbhandari et al. 2020,
-# section 7.1.
+# **Source:** the rows are read from the partitioned HLO of this deck's own step. 2Ψ: Rajbhandari et al. 2020, section 7.1.
 
 # %% [markdown] tags=["slide"]
 # ## Overlap: send while you compute
 #
-# The last layers' gradients are ready first. They travel while the backward pass goes on, and hide above
-# $C/W$ tokens per GPU: about **2,200** in an H100 node.
+# The last layers' gradients are ready first. They travel while the backward pass goes on, and hide above $C/W$ tokens per
+# GPU: about **2,200** in an H100 node.
 #
-# <footer>Austin et al. 2025 (How to Scale Your Model), GPU chapter · a model, not a measurement · lesson
-# <code>notebooks/03_data_parallelism</code></footer>
+# <footer>Austin et al. 2025 (How to Scale Your Model), GPU chapter · a model, not a measurement · lesson <code>notebooks/03_data_parallelism</code></footer>
 
 # %%
 h100, llama, TOKENS = chip("h100"), preset("llama3.2-1b"), 4096
@@ -192,18 +185,14 @@ assert comm_s[0] < compute_s[0]
 scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
 
 # %% [markdown] tags=["notes"]
-# Llama 3.2 1B, 4,096 tokens per GPU, 8 H100s, bf16 gradients, computing at peak speed, links at the rate
-# large messages reach.
+# Llama 3.2 1B, 4,096 tokens per GPU, 8 H100s, bf16 gradients, computing at peak speed, links at the rate large messages reach.
 #
-# **Ask:** which piece can never hide? The last one: the first layers' gradients are ready when there is
-# nothing left to compute.
+# **Ask:** which piece can never hide? The last one: the first layers' gradients are ready when there is nothing left to compute.
 #
-# **Misunderstanding:** that more GPUs need a larger batch *per GPU* to hide. The threshold is per GPU and
-# stays; it is the global batch that grows, until it passes the critical batch and the extra rows teach
-# little.
+# **Misunderstanding:** that more GPUs need a larger batch *per GPU* to hide. The threshold is per GPU and stays; it is the global
+# batch that grows, until it passes the critical batch and the extra rows teach little.
 #
-# **Source:** threshold C/W at published rates: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is
-# 2,500 between nodes.
+# **Source:** threshold C/W at published rates: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is 2,500 between nodes.
 
 # %%
 assert round(formulas.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2) == 2500
@@ -211,8 +200,8 @@ assert round(formulas.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s),
 # %% [markdown] tags=["slide"]
 # ## Buckets and accumulation
 #
-# The same bytes in fewer messages: each pays its latency once. With accumulation gradients travel **once per
-# step**, if they wait for its end. Layer by layer they would in every microbatch.
+# The same bytes in fewer messages: each pays its latency once. With accumulation gradients travel **once per step**, if
+# they wait for its end. Layer by layer they would in every microbatch.
 #
 # <footer>Li et al. 2020 (PyTorch Distributed) · lesson <code>notebooks/03_data_parallelism</code></footer>
 
@@ -258,13 +247,11 @@ Markdown(
 )
 
 # %% [markdown] tags=["notes"]
-# **Ask:** the first row overlaps best, the third has the fewest messages. What would you measure to choose?
-# (Latency against bandwidth: time per message is α + bytes/W. PyTorch's default bucket is 25 MiB.)
+# **Ask:** the first row overlaps best, the third has the fewest messages. What would you measure to choose? (Latency against
+# bandwidth: time per message is α + bytes/W. PyTorch's default bucket is 25 MiB.)
 #
-# **Misunderstanding:** that accumulation saves bytes per step. It saves bytes per *token*: the same gradient
-# carries twice the rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch
-# communicates. Here `reduce="layer"` with microbatches would do that, and is refused. And only the last
-# microbatch's backward pass can hide what is sent.
+# **Misunderstanding:** that accumulation saves bytes per step. It saves bytes per *token*: the same gradient carries twice the
+# rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch communicates. Here `reduce="layer"` with
+# microbatches would do that, and is refused. And only the last microbatch's backward pass can hide what is sent.
 #
-# **Source:** counted in the traced programs of this deck, equal to `llmpar.predict.traffic`. Li et al. 2020,
-# section 3.2.
+# **Source:** counted in the traced programs of this deck, equal to `llmpar.predict.traffic`. Li et al. 2020, section 3.2.

@@ -1,8 +1,8 @@
 # %% [markdown] tags=["slide"]
 # ## Sharded data parallelism: three levels
 #
-# Most of the state is looked at by nobody most of the time. ZeRO cuts it over the replicas: **1** the
-# optimizer, **2** and the gradients, **3** and the weights.
+# Most of the state is looked at by nobody most of the time. ZeRO cuts it over the replicas: **1** the optimizer, **2** and the
+# gradients, **3** and the weights.
 #
 # <footer>Rajbhandari et al. 2020 (ZeRO), table 1 · lesson <code>notebooks/04_zero</code></footer>
 
@@ -40,23 +40,21 @@ scene.show(
 )
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what do stages 1 to 3 tend to for very many devices? (4Ψ, 2Ψ and 0 bytes. Stage 2 can never beat 2
-# bytes per parameter.)
+# **Ask:** what do stages 1 to 3 tend to for very many devices? (4Ψ, 2Ψ and 0 bytes. Stage 2 can never beat 2 bytes per
+# parameter.)
 #
-# **Misunderstanding:** that the stages are "more parallel". All are data parallelism, with the same
-# arithmetic on the same rows; lesson 04 trains the four and gets one loss curve. Activations are not in these
-# bars, and no stage cuts them.
+# **Misunderstanding:** that the stages are "more parallel". All are data parallelism, with the same arithmetic on the same rows;
+# lesson 04 trains the four and gets one loss curve. Activations are not in these bars, and no stage cuts them.
 #
-# **Source:** Rajbhandari et al. 2020, table 1; the paper's GB are 1e9 bytes, the picture counts GiB. Checked
-# within 3 %, which is the paper's rounding.
+# **Source:** Rajbhandari et al. 2020, table 1; the paper's GB are 1e9 bytes, the picture counts GiB. Checked within 3 %,
+# which is the paper's rounding.
 
 # %% [markdown] tags=["slide"]
 # ## FSDP2, and the same here
 #
 # PyTorch's `fully_shard` is ZeRO-3 per parameter. Here it is a field of the plan:
 #
-# <footer>Zhao et al. 2023 (PyTorch FSDP); PyTorch documentation of <code>fully_shard</code> · lesson
-# <code>notebooks/04_zero</code></footer>
+# <footer>Zhao et al. 2023 (PyTorch FSDP); PyTorch documentation of <code>fully_shard</code> · lesson <code>notebooks/04_zero</code></footer>
 
 # %%
 PAIRS = {
@@ -86,20 +84,20 @@ Markdown(
 )
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what does the optimizer see under `fully_shard`? Shards, as here; elementwise optimizers need
-# nothing else. One that looks at whole matrices (Muon, Adafactor) has to communicate.
+# **Ask:** what does the optimizer see under `fully_shard`? Shards, as here; elementwise optimizers need nothing else. One that
+# looks at whole matrices (Muon, Adafactor) has to communicate.
 #
-# **Misunderstanding:** that FSDP splits the *computation* of a layer. It splits storage. Each device gathers
-# whole weights and computes on its own rows; tensor parallelism is what splits the product.
+# **Misunderstanding:** that FSDP splits the *computation* of a layer. It splits storage. Each device gathers whole weights and
+# computes on its own rows; tensor parallelism is what splits the product.
 #
-# **Source:** Zhao et al. 2023. `Shard(0)` cuts a parameter's first dim, we cut the model width d. FSDP1
-# flattened many parameters into one buffer; FSDP2 shards each.
+# **Source:** Zhao et al. 2023. `Shard(0)` cuts a parameter's first dim, we cut the model width d. FSDP1 flattened many
+# parameters into one buffer; FSDP2 shards each.
 
 # %% [markdown] tags=["slide"]
 # ## Gather a layer, use it, forget it
 #
-# The next layer's weights arrive while this one computes. In the compiled program each matrix is gathered
-# **twice** and its gradient scattered **once**.
+# The next layer's weights arrive while this one computes. In the compiled program each matrix is gathered **twice** and its
+# gradient scattered **once**.
 #
 # <footer>Lesson <code>notebooks/04_zero</code> · <code>llmpar inspect --mesh fsdp=8 --zero 3</code></footer>
 
@@ -127,16 +125,13 @@ scene.show(
 )
 
 # %% [markdown] tags=["notes"]
-# Picture: five layers of Llama 3 8B in the forward pass, 2,560 tokens per GPU, 8 H100s, bf16; a model, not a
-# measurement. Counts: read from the partitioned HLO of a small Llama, with a norm's scale and whatever lies
-# outside the blocks gathered once.
+# Picture: five layers of Llama 3 8B in the forward pass, 2,560 tokens per GPU, 8 H100s, bf16; a model, not a measurement. Counts:
+# read from the partitioned HLO of a small Llama, with a norm's scale and whatever lies outside the blocks gathered once.
 #
-# **Ask:** nobody wrote the reduce-scatter. Where does it come from? The gradient of an all-gather *is* a
-# reduce-scatter.
+# **Ask:** nobody wrote the reduce-scatter. Where does it come from? The gradient of an all-gather *is* a reduce-scatter.
 #
-# **Misunderstanding:** that the gathered weights cost nothing. Two whole layers live at a time: the one in
-# use and the next. Gathering all layers at once is a common accident (a scan whose weights are gathered
-# outside of it).
+# **Misunderstanding:** that the gathered weights cost nothing. Two whole layers live at a time: the one in use and the next.
+# Gathering all layers at once is a common accident (a scan whose weights are gathered outside of it).
 #
 # **Source:** Zhao et al. 2023, section 3.3; Rajbhandari et al. 2020, section 7.2.
 
@@ -180,25 +175,21 @@ Markdown("\n".join([head, "|---|---|--:|--:|--:|", *lines]))
 # Stage 1 is free. Stage 2 pays when you accumulate. Stage 3 pays for every microbatch.
 
 # %% [markdown] tags=["notes"]
-# **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between
-# the two halves.
+# **Ask:** why is stage 1 free? An all-reduce is a reduce-scatter and an all-gather; the update goes between the two halves.
 #
-# **Misunderstanding:** "ZeRO-2 is the balance of memory and communication." With accumulation it scatters
-# every microbatch's gradients: a + 1 instead of 2. Stage 1 is the better companion of accumulation, and of
-# pipelines.
+# **Misunderstanding:** "ZeRO-2 is the balance of memory and communication." With accumulation it scatters every microbatch's
+# gradients: a + 1 instead of 2. Stage 1 is the better companion of accumulation, and of pipelines.
 #
-# **Source:** Rajbhandari et al. 2020, section 7, for a = 1; the counts over microbatches follow from *when*
-# each stage communicates, and the package's tests hold them against compiled programs. Ψ times (N-1)/N on a
-# ring.
+# **Source:** Rajbhandari et al. 2020, section 7, for a = 1; the counts over microbatches follow from *when* each stage
+# communicates, and the package's tests hold them against compiled programs. Ψ times (N-1)/N on a ring.
 
 # %% [markdown] tags=["slide"]
 # ## Offload: the CPU as a shelf
 #
-# Gradients down, weights up: $4\Psi$ bytes cross PCIe per step, 0.8 s for 13B. That hides behind **10,500
-# tokens** per GPU and step, if the CPU's Adam keeps up.
+# Gradients down, weights up: $4\Psi$ bytes cross PCIe per step, 0.8 s for 13B. That hides behind **10,500 tokens** per GPU
+# and step, if the CPU's Adam keeps up.
 #
-# <footer>Ren et al. 2021 (ZeRO-Offload), section 3 · a model, not a measurement · lesson
-# <code>notebooks/04_zero</code></footer>
+# <footer>Ren et al. 2021 (ZeRO-Offload), section 3 · a model, not a measurement · lesson <code>notebooks/04_zero</code></footer>
 
 # %%
 PCIE_BYTES_PER_S = 16 * 32e9 / 8 * 128 / 130  # one way: 16 lanes of PCIe 5.0, 32 GT/s each, 128b/130b coded
@@ -218,12 +209,11 @@ bars = [
 scene.show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GPU memory"))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** when would you rather buy a second GPU? When the batch is small: the crossing takes as long for one
-# token as for ten thousand.
+# **Ask:** when would you rather buy a second GPU? When the batch is small: the crossing takes as long for one token as for
+# ten thousand.
 #
-# **Misunderstanding:** that offload adds memory for activations. It moves the state that is used once per
-# step; activations are used at once, and moving them costs far more per byte saved.
+# **Misunderstanding:** that offload adds memory for activations. It moves the state that is used once per step; activations are
+# used at once, and moving them costs far more per byte saved.
 #
-# **Source:** Ren et al. 2021: of all ways to cut the work between GPU and CPU, 4 bytes per parameter and step
-# (2 of gradients, 2 of weights) is the least. 63 GB/s per direction is PCIe 5.0 x16 without protocol; the GPU
-# is taken at its peak.
+# **Source:** Ren et al. 2021: of all ways to cut the work between GPU and CPU, 4 bytes per parameter and step (2 of gradients,
+# 2 of weights) is the least. 63 GB/s per direction is PCIe 5.0 x16 without protocol; the GPU is taken at its peak.

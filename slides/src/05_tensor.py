@@ -3,8 +3,7 @@
 #
 # `s d` times `d m/tp` gives `s m/tp`: every device computes its own columns. Nothing moves.
 #
-# <footer>Shoeybi et al. 2019 (Megatron-LM), section 3 · lesson
-# <code>notebooks/05_tensor_parallelism</code></footer>
+# <footer>Shoeybi et al. 2019 (Megatron-LM), section 3 · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
 # %%
 import dataclasses
@@ -98,19 +97,17 @@ scene.show(
 # %% [markdown] tags=["notes"]
 # **Ask:** which device needs which part of x? All of x, every device: that is why it must be whole before.
 #
-# **Misunderstanding:** that the results must be gathered now. Only if somebody needs whole rows; an
-# activation function works on numbers one by one and is content with a piece.
+# **Misunderstanding:** that the results must be gathered now. Only if somebody needs whole rows; an activation function works on
+# numbers one by one and is content with a piece.
 #
 # **Source:** Shoeybi et al. 2019. In attention the columns are heads: n and k are cut, h is whole.
 
 # %% [markdown] tags=["slide"]
 # ## Then cut the rows
 #
-# `s m/tp` times `m/tp d` gives `s d +tp`: every device has addends for the whole result. **One all-reduce**
-# finishes the sum.
+# `s m/tp` times `m/tp d` gives `s d +tp`: every device has addends for the whole result. **One all-reduce** finishes the sum.
 #
-# <footer>Shoeybi et al. 2019 (Megatron-LM), section 3 · lesson
-# <code>notebooks/05_tensor_parallelism</code></footer>
+# <footer>Shoeybi et al. 2019 (Megatron-LM), section 3 · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
 # %%
 layouts = ("s m/tp", "m/tp d", "s d +tp")
@@ -125,11 +122,10 @@ scene.show(
 )
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what if we forget the all-reduce? In most frameworks nothing crashes: every device continues with
-# its own addends, and the loss is wrong. A test of ours plants exactly this fault and sees it caught.
+# **Ask:** what if we forget the all-reduce? In most frameworks nothing crashes: every device continues with its own addends, and
+# the loss is wrong. A test of ours plants exactly this fault and sees it caught.
 #
-# **Misunderstanding:** that each device has "a part of the result". It has a part of the *sum*, for all of
-# the result.
+# **Misunderstanding:** that each device has "a part of the result". It has a part of the *sum*, for all of the result.
 #
 # **Source:** Shoeybi et al. 2019. In the model's text: `par.move(y @ down, "ffn b s d +m -> stream b s d")`.
 
@@ -138,8 +134,7 @@ scene.show(
 #
 # Sent per token by a Llama 3 8B feed-forward (gate and up, then down), forward, 8 devices, bf16:
 #
-# <footer>Shoeybi et al. 2019 · lesson <code>notebooks/05_tensor_parallelism</code> · <code>llmpar inspect
-# --mesh tp=8</code></footer>
+# <footer>Shoeybi et al. 2019 · lesson <code>notebooks/05_tensor_parallelism</code> · <code>llmpar inspect --mesh tp=8</code></footer>
 
 # %%
 CONFIG = preset("llama3-8b")
@@ -199,26 +194,24 @@ Markdown("\n".join(["| first, then second | what moves | per token |", "|---|---
 # With attention the same way: **4 all-reduces per layer and step**, counted in our compiled program.
 
 # %% [markdown] tags=["notes"]
-# Two forward (attention, feed-forward) and two backward; the program has 4L + 2, one more for the embedding's
-# look-up and one for the logits, and a few numbers per token for the loss.
+# Two forward (attention, feed-forward) and two backward; the program has 4L + 2, one more for the embedding's look-up and one for
+# the logits, and a few numbers per token for the loss.
 #
-# **Ask:** why not finish the sum after the first product? Between the two lies SiLU times a gate, which is
-# not linear: it needs finished numbers. Columns give it finished numbers of some features.
+# **Ask:** why not finish the sum after the first product? Between the two lies SiLU times a gate, which is not linear: it needs
+# finished numbers. Columns give it finished numbers of some features.
 #
-# **Misunderstanding:** that all-reduces can be saved by cutting "smarter". The layer's output depends on all
-# features; something has to cross once per product pair.
+# **Misunderstanding:** that all-reduces can be saved by cutting "smarter". The layer's output depends on all features; something
+# has to cross once per product pair.
 #
-# **Source:** Shoeybi et al. 2019, figure 4: two all-reduces forward, two backward. Volume 8bsh(t-1)/t:
-# Narayanan et al. 2021.
+# **Source:** Shoeybi et al. 2019, figure 4: two all-reduces forward, two backward. Volume 8bsh(t-1)/t: Narayanan et al. 2021.
 
 # %% [markdown] tags=["slide"]
 # ## Sequence parallelism
 #
-# Norms and residuals are the same work on every device. Cut their sequence: all-reduce becomes reduce-scatter
-# and all-gather. **Same bytes sent, less memory held.**
+# Norms and residuals are the same work on every device. Cut their sequence: all-reduce becomes reduce-scatter and
+# all-gather. **Same bytes sent, less memory held.**
 #
-# <footer>Korthikanti et al. 2022, table 2 · lesson <code>notebooks/05_tensor_parallelism</code> ·
-# <code>llmpar inspect --mesh tp=8 --tp-sequence</code></footer>
+# <footer>Korthikanti et al. 2022, table 2 · lesson <code>notebooks/05_tensor_parallelism</code> · <code>llmpar inspect --mesh tp=8 --tp-sequence</code></footer>
 
 # %%
 GPT3 = dict(b=1, s=2048, h=12288, heads=96)
@@ -259,24 +252,22 @@ assert (
 scene.show(draw.memory_bars(rows, title="Activations of one GPT-3 layer, one sequence of 2,048, per device"))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** the grey part does not shrink from t = 4 to t = 8. What is in it? Two norms, two dropouts, the
-# inputs of the products: 10sbh bytes, whole on every device.
+# **Ask:** the grey part does not shrink from t = 4 to t = 8. What is in it? Two norms, two dropouts, the inputs of the products:
+# 10sbh bytes, whole on every device.
 #
-# **Misunderstanding:** that this is context parallelism. It cuts the sequence over the *tp* devices and only
-# outside of the products; attention still sees whole sequences. Ring attention is another axis (our `sp`).
+# **Misunderstanding:** that this is context parallelism. It cuts the sequence over the *tp* devices and only outside of the
+# products; attention still sees whole sequences. Ring attention is another axis (our `sp`).
 #
-# **Source:** Korthikanti et al. 2022: sbh(10 + 24/t + 5as/ht) becomes sbh/t (34 + 5as/h). It is the GPT block
-# with dropout and stored scores; ours keeps less. Equal bytes are asserted on the traced step of a small
-# Llama.
+# **Source:** Korthikanti et al. 2022: sbh(10 + 24/t + 5as/ht) becomes sbh/t (34 + 5as/h). It is the GPT block with dropout and
+# stored scores; ours keeps less. Equal bytes are asserted on the traced step of a small Llama.
 
 # %% [markdown] tags=["slide"]
 # ## The 8→16 cliff
 #
-# Products shrink with $t$; the all-reduces do not. Beyond the node they also meet **slower links**. How steep
-# the cliff is depends on the node's ports.
+# Products shrink with $t$; the all-reduces do not. Beyond the node they also meet **slower links**. How steep the cliff is depends
+# on the node's ports.
 #
-# <footer>Narayanan et al. 2021, takeaway 1 · a model, not a measurement · lesson
-# <code>notebooks/05_tensor_parallelism</code></footer>
+# <footer>Narayanan et al. 2021, takeaway 1 · a model, not a measurement · lesson <code>notebooks/05_tensor_parallelism</code></footer>
 
 # %%
 import base64
@@ -341,17 +332,14 @@ said = [
 display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "\n".join(said)}, raw=True)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** both curves fall already inside the node. Why? Twice the devices halve the product, and the
-# all-reduce of b·s·d stays.
+# **Ask:** both curves fall already inside the node. Why? Twice the devices halve the product, and the all-reduce of b·s·d stays.
 #
-# **Misunderstanding:** that the cliff is a law. It is the ratio of the links: a node with as many fast ports
-# as GPUs has hardly any, a node with one port has a wall. The model lets a hierarchical all-reduce use all
-# ports at once; real ones reach less.
+# **Misunderstanding:** that the cliff is a law. It is the ratio of the links: a node with as many fast ports as GPUs has hardly
+# any, a node with one port has a wall. The model lets a hierarchical all-reduce use all ports at once; real ones reach less.
 #
-# **Source:** `llmpar.predict.formulas.collective_seconds`, 8,192 tokens, bf16, products at peak, no overlap.
-# Narayanan et al. 2021: use tensor parallelism up to the node, then pipelines. The curves are times, at 370
-# GB/s as reached. The limit F·W/C (Austin et al. 2025) is a threshold, at the published 450 GB/s: 13 for 70B
-# in a node, as in lesson 05.
+# **Source:** `llmpar.predict.formulas.collective_seconds`, 8,192 tokens, bf16, products at peak, no overlap. Narayanan et al. 2021: use
+# tensor parallelism up to the node, then pipelines. The curves are times, at 370 GB/s as reached. The limit F·W/C (Austin et al.
+# 2025) is a threshold, at the published 450 GB/s: 13 for 70B in a node, as in lesson 05.
 
 # %%
 assert int(formulas.tp_max_degree(llama70.ffn_width, h100.flops_per_s, h100.link_bytes_per_s)) == 13

@@ -1,11 +1,9 @@
 # %% [markdown] tags=["slide"]
 # ## Pipelines: stages, and the bubble
 #
-# Each stage holds some layers and hands its result on. With one batch, one of $p$ stages works; the others
-# wait.
+# Each stage holds some layers and hands its result on. With one batch, one of $p$ stages works; the others wait.
 #
-# <footer>Huang et al. 2018 (GPipe) · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe
-# --stages 4 --microbatches 1</code></footer>
+# <footer>Huang et al. 2018 (GPipe) · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 4 --microbatches 1</code></footer>
 
 # %%
 from llmpar import draw
@@ -19,23 +17,21 @@ assert naive.bubble_fraction == (P - 1) / P
 scene.show(draw.timetable(naive))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** how much faster is this than one device? Not at all: it is the same work, one after the other. It
-# holds a model that one device cannot, and that is all.
+# **Ask:** how much faster is this than one device? Not at all: it is the same work, one after the other. It holds a model that one
+# device cannot, and that is all.
 #
-# **Misunderstanding:** that the forward arrow is expensive. What crosses is one activation, b·s·d numbers per
-# hop; that is why pipelines get the slowest links. Waiting is what costs.
+# **Misunderstanding:** that the forward arrow is expensive. What crosses is one activation, b·s·d numbers per hop; that is why
+# pipelines get the slowest links. Waiting is what costs.
 #
-# **Source:** Huang et al. 2018 (GPipe), figure 2b. B is drawn twice as long as F: two products instead of
-# one.
+# **Source:** Huang et al. 2018 (GPipe), figure 2b. B is drawn twice as long as F: two products instead of one.
 
 # %% [markdown] tags=["slide"]
 # ## Microbatches fill it
 #
-# All forwards, then all backwards (GPipe). Idle share of the total: $(p-1)/(m+p-1)$. Beware: papers also give
-# idle over *ideal*: $(p-1)/m$.
+# All forwards, then all backwards (GPipe). Idle share of the total: $(p-1)/(m+p-1)$. Beware: papers also give idle over
+# *ideal*: $(p-1)/m$.
 #
-# <footer>Huang et al. 2018; Narayanan et al. 2021 · <code>notebooks/07_pipelines</code> · <code>llmpar
-# schedule gpipe --stages 4 --microbatches 4</code></footer>
+# <footer>Huang et al. 2018; Narayanan et al. 2021 · <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 4 --microbatches 4</code></footer>
 
 # %%
 M = 4
@@ -50,19 +46,17 @@ scene.show(draw.timetable(filled))
 # %% [markdown] tags=["notes"]
 # **Ask:** this picture: 43 % idle, or 75 %? Both: 9 of 21 time units, and 9 on top of an ideal 12.
 #
-# **Misunderstanding:** that microbatches change the result. They are gradient accumulation: the same sum, in
-# another order.
+# **Misunderstanding:** that microbatches change the result. They are gradient accumulation: the same sum, in another order.
 #
-# **Source:** Narayanan et al. 2021. The grey area under a row is what the stage holds: here every microbatch,
-# until the backward comes.
+# **Source:** Narayanan et al. 2021. The grey area under a row is what the stage holds: here every microbatch, until the backward
+# comes.
 
 # %% [markdown] tags=["slide"]
 # ## How many microbatches are enough?
 #
 # For at most 10 % idle: $m \ge 9\,(p-1)$. Four stages need 27 microbatches, eight need 63.
 #
-# <footer>Huang et al. 2018 (GPipe) · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe
-# --stages 8 --microbatches 63</code></footer>
+# <footer>Huang et al. 2018 (GPipe) · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 8 --microbatches 63</code></footer>
 
 # %%
 import base64
@@ -109,10 +103,9 @@ said = [
 display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "\n".join(said)}, raw=True)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what stops you from 1,000 microbatches? The global batch: at one row per microbatch, m rows per
-# replica. And GPipe holds the activations of all of them.
+# **Ask:** what stops you from 1,000 microbatches? The global batch: at one row per microbatch, m rows per replica. And GPipe holds
+# the activations of all of them.
 #
-# **Misunderstanding:** that a smaller microbatch is free. Below some hundreds of tokens a product no longer
-# keeps the chip busy.
+# **Misunderstanding:** that a smaller microbatch is free. Below some hundreds of tokens a product no longer keeps the chip busy.
 #
 # **Source:** each point is a simulated timetable; the formula agrees to rounding.

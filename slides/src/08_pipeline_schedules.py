@@ -1,11 +1,10 @@
 # %% [markdown] tags=["slide"]
 # ## 1F1B: the same bubble, less memory
 #
-# Start a backward as soon as one is ready. Stage $i$ holds at most $p-i$ microbatches, however many there
-# are: here 4, 3, 2, 1, where GPipe would hold 5.
+# Start a backward as soon as one is ready. Stage $i$ holds at most $p-i$ microbatches, however many there are: here 4, 3, 2, 1,
+# where GPipe would hold 5.
 #
-# <footer>Narayanan et al. 2021, section 2.2.1 · lesson <code>notebooks/08_pipeline_schedules</code> ·
-# <code>llmpar schedule 1f1b --stages 4 --microbatches 5</code></footer>
+# <footer>Narayanan et al. 2021, section 2.2.1 · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule 1f1b --stages 4 --microbatches 5</code></footer>
 
 # %%
 from IPython.display import Markdown
@@ -24,22 +23,21 @@ assert (
 scene.show(draw.timetable(table))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** which stage needs the most memory for activations? The first: it waits longest for its backward.
-# Give it fewer layers, or the embedding to somebody else.
+# **Ask:** which stage needs the most memory for activations? The first: it waits longest for its backward. Give it fewer layers,
+# or the embedding to somebody else.
 #
-# **Misunderstanding:** that 1F1B is faster. Same order of dependencies, same makespan; it allows more
-# microbatches in the same memory, and *those* shrink the bubble.
+# **Misunderstanding:** that 1F1B is faster. Same order of dependencies, same makespan; it allows more microbatches in the same
+# memory, and *those* shrink the bubble.
 #
 # **Source:** Narayanan et al. 2021; the schedule is PipeDream-Flush (Narayanan et al. 2020).
 
 # %% [markdown] tags=["slide"]
 # ## Interleaved: smaller pieces, smaller bubble
 #
-# Each stage holds $v$ chunks of layers, so the pipe fills in $1/v$ of the time. Bubble over ideal:
-# $(p-1)/(vm)$. The price: $(vp-1)/(p-1)$ times the messages.
+# Each stage holds $v$ chunks of layers, so the pipe fills in $1/v$ of the time. Bubble over ideal: $(p-1)/(vm)$. The
+# price: $(vp-1)/(p-1)$ times the messages.
 #
-# <footer>Narayanan et al. 2021 · <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule
-# interleaved --stages 4 --microbatches 4 --costs 1,1,0</code></footer>
+# <footer>Narayanan et al. 2021 · <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule interleaved --stages 4 --microbatches 4 --costs 1,1,0</code></footer>
 
 # %%
 M, V, COSTS = 4, 2, (1, 1, 0)  # B as long as F: narrower, and the bubble over ideal is the same
@@ -52,25 +50,22 @@ assert table.bubble_over_ideal == timetable(make("interleaved", P, M, V)).bubble
 scene.show(draw.timetable(table))
 
 # %% [markdown] tags=["notes"]
-# For once F and B are drawn equally long, so that the halves are wide enough to read. A black bar marks chunk
-# 1.
+# For once F and B are drawn equally long, so that the halves are wide enough to read. A black bar marks chunk 1.
 #
-# **Ask:** stage 0 holds the first layers. What else? The first layers of the second half: 0, 4 of 8 chunks,
-# not 0, 1.
+# **Ask:** stage 0 holds the first layers. What else? The first layers of the second half: 0, 4 of 8 chunks, not 0, 1.
 #
-# **Misunderstanding:** that interleaving saves memory. It holds more than 1F1B: a factor of 1 + (p-1)/(pv) on
-# the first stage when there are enough microbatches (Korthikanti et al. 2022).
+# **Misunderstanding:** that interleaving saves memory. It holds more than 1F1B: a factor of 1 + (p-1)/(pv) on the first stage when
+# there are enough microbatches (Korthikanti et al. 2022).
 #
 # **Source:** Narayanan et al. 2021. Microbatches must be a multiple of p.
 
 # %% [markdown] tags=["slide"]
 # ## Zero bubble: split the backward
 #
-# Only the inputs' gradient **B** is awaited by another stage. The weights' gradient **W** can fill the gaps:
-# a third of 1F1B's bubble at the same peak of memory.
+# Only the inputs' gradient **B** is awaited by another stage. The weights' gradient **W** can fill the gaps: a third of 1F1B's
+# bubble at the same peak of memory.
 #
-# <footer>Qi et al. 2023 (Zero Bubble), table 2 · lesson <code>notebooks/08_pipeline_schedules</code> ·
-# <code>llmpar schedule zb-h1 --stages 4 --microbatches 4</code></footer>
+# <footer>Qi et al. 2023 (Zero Bubble), table 2 · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule zb-h1 --stages 4 --microbatches 4</code></footer>
 
 # %%
 table, plain = timetable(make("zb-h1", P, M)), timetable(make("1f1b", P, M))
@@ -84,21 +79,18 @@ scene.show(draw.timetable(table))
 #
 # **Ask:** why was B drawn twice as long before? It was B and W in one, which is how autodiff gives it.
 #
-# **Misunderstanding:** "a third" of what? Of the bubble as a time, with F = B = W. As a rate it is another
-# number, since the total shrinks too. And the optimizer must not wait for all stages to agree on a norm, or
-# the end is not parallel.
+# **Misunderstanding:** "a third" of what? Of the bubble as a time, with F = B = W. As a rate it is another number, since the total
+# shrinks too. And the optimizer must not wait for all stages to agree on a norm, or the end is not parallel.
 #
-# **Source:** Qi et al. 2023: (p-1)(F+B-W). Its published rates are reproduced by our simulator to four
-# decimals.
+# **Source:** Qi et al. 2023: (p-1)(F+B-W). Its published rates are reproduced by our simulator to four decimals.
 
 # %% [markdown] tags=["slide"]
 # ## Where to cut the backward
 #
-# A traced stage is a list of equations. Those that lead to the input's gradient are **B**; what is left is
-# **W**. For any layer, with the same bits. Two layers:
+# A traced stage is a list of equations. Those that lead to the input's gradient are **B**; what is left is **W**. For any layer,
+# with the same bits. Two layers:
 #
-# <footer>Qi et al. 2023 (Zero Bubble) · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar
-# train --mesh pp=2 --schedule zb-h1 --microbatches 4</code></footer>
+# <footer>Qi et al. 2023 (Zero Bubble) · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar train --mesh pp=2 --schedule zb-h1 --microbatches 4</code></footer>
 
 # %%
 from llmpar.mesh import use_devices
@@ -153,22 +145,21 @@ lines = [
 Markdown("\n".join(["| | products | other equations | arrays kept for later |", "|---|--:|---|--:|", *lines]))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** which equations can be in neither? Those that nobody needs: tracing drops them. And none is in
-# both: six products, as in the whole.
+# **Ask:** which equations can be in neither? Those that nobody needs: tracing drops them. And none is in both: six products, as in
+# the whole.
 #
-# **Misunderstanding:** that the split is free. What B leaves for W must be held until W runs; the more it is
-# put off, the more is held.
+# **Misunderstanding:** that the split is free. What B leaves for W must be held until W runs; the more it is put off, the more is
+# held.
 #
-# **Source:** computed here with `llmpar.split`, and compared with the uncut function bit by bit. The idea: Qi
-# et al. 2023, section 2.
+# **Source:** computed here with `llmpar.split`, and compared with the uncut function bit by bit. The idea: Qi et al. 2023,
+# section 2.
 
 # %% [markdown] tags=["slide"]
 # ## What each order buys
 #
 # Eight stages, 32 microbatches, simulated with F = B = W = 1 time unit:
 #
-# <footer>Lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule dualpipe --stages 8
-# --microbatches 32</code></footer>
+# <footer>Lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule dualpipe --stages 8 --microbatches 32</code></footer>
 
 # %%
 P8, M8 = 8, 32
@@ -194,28 +185,26 @@ Markdown("\n".join([head, "|---|--:|--:|--:|--:|", *lines]))
 # DualPipe's aim is not in this table: it hides the experts' all-to-alls.
 
 # %% [markdown] tags=["notes"]
-# Held: microbatches, at most. Weights: copies. Bubble: idle in the longest stage's own time, as the papers
-# define it. ZB-H2 has none, and yet ends when ZB-H1 does: its corners are of use only if stages need not wait
-# for one another before the next step.
+# Held: microbatches, at most. Weights: copies. Bubble: idle in the longest stage's own time, as the papers define it.
+# ZB-H2 has none, and yet ends when ZB-H1 does: its corners are of use only if stages need not wait for one another
+# before the next step.
 #
-# **Ask:** ZB-V wins in every column. Why does not everybody use it? Its zero needs F = B = W; real layers
-# have other ratios, and attention's W is small. And each stage runs two chunks, with twice the messages.
+# **Ask:** ZB-V wins in every column. Why does not everybody use it? Its zero needs F = B = W; real layers have other ratios, and
+# attention's W is small. And each stage runs two chunks, with twice the messages.
 #
-# **Misunderstanding:** that DualPipe is the best bubble. It sends microbatches from both ends through two
-# copies of the model, so that one's forward computes while the other's backward communicates.
+# **Misunderstanding:** that DualPipe is the best bubble. It sends microbatches from both ends through two copies of the model, so
+# that one's forward computes while the other's backward communicates.
 #
-# **Source:** bubbles as the papers define them, idle time on the critical stage; every entry is simulated and
-# equal to its closed form: Narayanan et al. 2021, section 2.2; Qi et al. 2023, table 2 and section 6;
-# DeepSeek-V3 2024, table 2.
+# **Source:** bubbles as the papers define them, idle time on the critical stage; every entry is simulated and equal to its closed
+# form: Narayanan et al. 2021, section 2.2; Qi et al. 2023, table 2 and section 6; DeepSeek-V3 2024, table 2.
 
 # %% [markdown] tags=["slide"]
 # ## A schedule is a table; one program walks it
 #
-# In each tick a stage runs its cell **or nothing**: no work on garbage. Two permutes stand in the text,
-# whatever the table. A Llama of 8 layers, 4 stages, 8 microbatches:
+# In each tick a stage runs its cell **or nothing**: no work on garbage. Two permutes stand in the text, whatever the table.
+# A Llama of 8 layers, 4 stages, 8 microbatches:
 #
-# <footer>Executor: <code>llmpar/pipeline.py</code> · lesson <code>notebooks/08_pipeline_schedules</code> ·
-# <code>llmpar inspect --mesh pp=2 --schedule zb-v --microbatches 4</code></footer>
+# <footer>Executor: <code>llmpar/pipeline.py</code> · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar inspect --mesh pp=2 --schedule zb-v --microbatches 4</code></footer>
 
 # %%
 LLAMA, lines = dataclasses.replace(preset("tiny"), num_layers=8), []
@@ -249,15 +238,12 @@ Markdown(
 )
 
 # %% [markdown] tags=["notes"]
-# With v = 2 chunks (interleaved, zb-v) a cell is half as much work, so ticks are shorter and there are more
-# of them.
+# With v = 2 chunks (interleaved, zb-v) a cell is half as much work, so ticks are shorter and there are more of them.
 #
-# **Ask:** why do stages run in step at all? They need not for the result; but a permute waits for all who
-# take part in it, so in a compiled loop over ticks they do. `llmpar schedule` gives the makespan both ways.
+# **Ask:** why do stages run in step at all? They need not for the result; but a permute waits for all who take part in it, so in
+# a compiled loop over ticks they do. `llmpar schedule` gives the makespan both ways.
 #
-# **Misunderstanding:** that a schedule needs a program of its own. GSPMD pipelines turn a scan round by
-# autodiff, which fixes "all forwards first" (Alpa and JaxPP do not). Here the backward is a cell of the table
-# like any other.
+# **Misunderstanding:** that a schedule needs a program of its own. GSPMD pipelines turn a scan round by autodiff, which fixes
+# "all forwards first" (Alpa and JaxPP do not). Here the backward is a cell of the table like any other.
 #
-# **Source:** ticks and slots from the table, permutes and bytes read from the traced program, equal to the
-# prediction for each stage.
+# **Source:** ticks and slots from the table, permutes and bytes read from the traced program, equal to the prediction for each stage.

@@ -1,11 +1,10 @@
 # %% [markdown] tags=["slide"]
 # ## Experts: the tokens travel
 #
-# Each rank of `ep` holds some experts, whole. A router sends every token to $k$ of $E$: **two all-to-alls
-# forward, two backward** in each layer. Parameters of $E$ feed-forwards, work of $k$.
+# Each rank of `ep` holds some experts, whole. A router sends every token to $k$ of $E$: **two all-to-alls forward, two
+# backward** in each layer. Parameters of $E$ feed-forwards, work of $k$.
 #
-# <footer>Shazeer et al. 2017; Lepikhin et al. 2020 (GShard) · lesson <code>notebooks/09_experts</code> ·
-# <code>llmpar inspect --model tiny-moe --mesh ep=8</code></footer>
+# <footer>Shazeer et al. 2017; Lepikhin et al. 2020 (GShard) · lesson <code>notebooks/09_experts</code> · <code>llmpar inspect --model tiny-moe --mesh ep=8</code></footer>
 
 # %%
 import jax
@@ -47,15 +46,14 @@ scene.show(draw.token_flow(visits(0), 2))
 # %% [markdown] tags=["notes"]
 # What a random router chose for 4 ranks of 64 tokens, 2 experts on each, k = 2. Grey rows stay at home.
 #
-# **Ask:** which gradients need no sum over `ep`? Those of the experts: nobody else on `ep` has them.
-# Everything dense is summed over it, as over any axis of the batch.
+# **Ask:** which gradients need no sum over `ep`? Those of the experts: nobody else on `ep` has them. Everything dense is summed over
+# it, as over any axis of the batch.
 #
-# **Misunderstanding:** that expert parallelism sends nothing, since experts stay where they are. The tokens
-# do not: 2·k·tokens·d (EP−1)/EP elements per layer forward, the same again backward. Counts and bytes here
-# are read from the traced step, and predicted.
+# **Misunderstanding:** that expert parallelism sends nothing, since experts stay where they are. The tokens do not: 2·k·tokens·d
+# (EP−1)/EP elements per layer forward, the same again backward. Counts and bytes here are read from the traced step, and predicted.
 #
-# **Source:** Mixtral 8x7B (Jiang et al. 2024): 46.7 billion parameters, 12.9 of them active. Batches must be
-# E/k times as large for data parallelism to hide (Austin et al. 2025).
+# **Source:** Mixtral 8x7B (Jiang et al. 2024): 46.7 billion parameters, 12.9 of them active. Batches must be E/k times as large for
+# data parallelism to hide (Austin et al. 2025).
 
 # %%
 mixtral = preset("mixtral-8x7b")
@@ -65,11 +63,10 @@ assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 # %% [markdown] tags=["slide"]
 # ## A hot expert: room, drops, balance
 #
-# All wait for the busiest rank. A **capacity** drops who comes late; **dropless** sends room for the worst
-# case; a **balance loss**, or a **bias** that follows the load, makes it rarer.
+# All wait for the busiest rank. A **capacity** drops who comes late; **dropless** sends room for the worst case; a **balance
+# loss**, or a **bias** that follows the load, makes it rarer.
 #
-# <footer>Fedus et al. 2021; DeepSeek-V3 2024 · <code>notebooks/09_experts</code> · <code>llmpar train --model
-# tiny-moe --mesh ep=4</code></footer>
+# <footer>Fedus et al. 2021; DeepSeek-V3 2024 · <code>notebooks/09_experts</code> · <code>llmpar train --model tiny-moe --mesh ep=4</code></footer>
 
 # %%
 hot, room = visits(1.5), formulas.expert_capacity(64 * RANKS, 8, 1.25, 2)
@@ -78,18 +75,16 @@ assert room == 80 and 0.1 < dropped < 0.25
 scene.show(draw.token_flow(hot, 2, capacity=room))
 
 # %% [markdown] tags=["notes"]
-# The same tokens, with expert 0 more attractive. The line is a capacity factor of 1.25: 80 rows. What is
-# beyond it is dropped: those tokens skip the layer, and keep their residual stream.
+# The same tokens, with expert 0 more attractive. The line is a capacity factor of 1.25: 80 rows. What is beyond it is dropped: those
+# tokens skip the layer, and keep their residual stream.
 #
-# **Ask:** what does dropless cost? In fixed shapes, slots for all that *could* come: up to min(k, experts of
-# a rank) rows from each token for each rank. Empty slots travel, but are not multiplied. GPUs and TPUs can
-# exchange the full slots alone.
+# **Ask:** what does dropless cost? In fixed shapes, slots for all that *could* come: up to min(k, experts of a rank) rows from each
+# token for each rank. Empty slots travel, but are not multiplied. GPUs and TPUs can exchange the full slots alone.
 #
-# **Misunderstanding:** that a balance loss is free. It pulls the router away from what the data wants; the
-# bias of DeepSeek-V3 has no gradient: it takes part in choosing, not in weighing.
+# **Misunderstanding:** that a balance loss is free. It pulls the router away from what the data wants; the bias of DeepSeek-V3 has no
+# gradient: it takes part in choosing, not in weighing.
 #
-# **Source:** balance loss E/k Σ f P: Fedus et al. 2021, eq. 4, row by row in DeepSeek-V3; the bias: Wang et
-# al. 2024.
+# **Source:** balance loss E/k Σ f P: Fedus et al. 2021, eq. 4, row by row in DeepSeek-V3; the bias: Wang et al. 2024.
 
 # %%
 even = ExpertConfig(8, 2, balance=1.0)

@@ -45,22 +45,21 @@ Markdown(
 # Begin at the top. Go down only when you must, and let `llmpar inspect` say what moves.
 
 # %% [markdown] tags=["notes"]
-# Ψ parameters, a microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one
-# microbatch between two stages; of a ring s is the whole sequence, k·h the width of its KV heads; K experts
-# per token; factors (N-1)/N left out.
+# Ψ parameters, a microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one microbatch
+# between two stages; of a ring s is the whole sequence, k·h the width of its KV heads; K experts per token; factors (N-1)/N
+# left out.
 #
 # **Ask:** everybody names the one line that their own training needs next, and the number that would show it.
 #
-# **Misunderstanding:** that there is one best recipe. The order of the table is the order of cost on most
-# clusters; links, batch and model decide where you stop.
+# **Misunderstanding:** that there is one best recipe. The order of the table is the order of cost on most clusters; links, batch
+# and model decide where you stop.
 #
 # **Source:** Rajbhandari et al. 2020; Shoeybi et al. 2019; Korthikanti et al. 2022; Narayanan et al. 2021.
 
 # %% [markdown] tags=["slide"]
 # ## Quiz
 #
-# <footer>Answers in the speaker's notes, key S · lessons <code>notebooks/00_setup</code> to
-# <code>notebooks/08_pipeline_schedules</code></footer>
+# <footer>Answers in the speaker's notes, key S · lessons <code>notebooks/00_setup</code> to <code>notebooks/08_pipeline_schedules</code></footer>
 
 # %%
 from llmpar.config import preset
@@ -96,13 +95,12 @@ assert formulas.tp_elements(1, 1, 1, 8) == 4 * formulas.sent_bytes("all-reduce",
 assert timetable(make("1f1b", 16, 64)).peak_live()[3] == 13
 
 # %% [markdown] tags=["notes"]
-# **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once, at the end. 4. (4 + 1)Ψ = 5Ψ. 5.
-# three: two would do with all of their memory, and JAX takes three quarters. 6. four: two forward, two
-# backward. 7. 3 of 15, 20 %. 8. 16 − 3 = 13.
+# **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once, at the end. 4. (4 + 1)Ψ = 5Ψ. 5. three: two would do
+# with all of their memory, and JAX takes three quarters. 6. four: two forward, two backward. 7. 3 of 15, 20 %.
+# 8. 16 − 3 = 13.
 #
 # **Ask** them twice: before the first slide and after the last.
 #
-# **Misunderstanding** to look for: in 2, "8 MB, it is an average"; in 4, "2Ψ", which holds for one
-# microbatch.
+# **Misunderstanding** to look for: in 2, "8 MB, it is an average"; in 4, "2Ψ", which holds for one microbatch.
 #
 # **Source:** every answer is asserted in this slide's source.
