@@ -2,6 +2,6 @@
 
 import sys
 
-from llmpar.cli.main import main
+from llmpar.cli import main
 
 sys.exit(main())

@@ -525,7 +525,7 @@ def decode(
 # ---------------------------------------------------------------------------------- who holds which positions
 
 
-def order(name: str, s: int, n: int) -> np.ndarray:
+def sequence_permutation(name: str, s: int, n: int) -> np.ndarray:
     """Return the permutation that lays s positions onto n ranks, s/n to each in turn; np.argsort undoes it.
 
     'contiguous' gives the last rank of a causal ring most of the work; 'zigzag' gives rank i the parts i and
@@ -559,7 +559,7 @@ def live_blocks(
     is 16 n.
     """
     s = s or 16 * n
-    tiles = order(name, s, n).reshape(-1, _fit(block, s // n))
+    tiles = sequence_permutation(name, s, n).reshape(-1, _fit(block, s // n))
     low, high = tiles.min(1), tiles.max(1)
     live = mask.admits(low[:, None] - high, high[:, None] - low) * tiles.shape[1] ** 2
     pairs = live.reshape(n, len(tiles) // n, n, -1).sum((1, 3))

@@ -71,16 +71,16 @@ ALLOWED = {
     "high_freq_factor": _RATE,
     "original_context": Allowed(int, 1),
     # ExpertConfig
-    "num": _SIZE,
-    "chosen": _SIZE,
-    "shared": _COUNT,
+    "num_experts": _SIZE,
+    "top_k": _SIZE,
+    "num_shared": _COUNT,
     "renormalise": Allowed(bool),
     "scale": _RATE,
     "bias_rate": _SOME_RATE,
-    "groups": _SIZE,
-    "groups_chosen": _SIZE,
-    "balance": _RATE,
-    "z": _RATE,
+    "num_groups": _SIZE,
+    "top_groups": _SIZE,
+    "aux_loss": _RATE,
+    "z_loss": _RATE,
     "capacity_factor": Allowed(float, 1e-9, 1e9, none=True),
     "dense_layers": _COUNT,
     "dense_width": _COUNT,
@@ -122,54 +122,56 @@ class ExpertConfig:
     """A mixture of experts in every layer. `ModelConfig.ffn_width` is the width of one expert.
 
     Attributes:
-        num, chosen: experts of a layer, and how many of them a token visits (the field's E and k).
-        shared: experts that every token visits besides.
-        score: what makes affinities of the router's logits: ``softmax`` over all, or a ``sigmoid`` of each
-            (DeepSeek-V3).
+        num_experts, top_k: experts of a layer, and how many of them a token visits (the field's E and k).
+        num_shared: experts that every token visits besides.
+        score: how the router's logits become affinities: a ``softmax`` over all experts, or a ``sigmoid`` of
+            each (DeepSeek-V3).
         renormalise: the chosen experts' weights add up to one (Mixtral: the same as a softmax over the chosen
             logits).
         scale: factor on the weights of the chosen.
         bias_rate: None, or the step of a bias that takes part in choosing but not in weighing, and that rises
             for experts with less than the mean load and falls for the others (Wang et al. 2024, balancing
             without a loss).
-        groups, groups_chosen: node-limited routing: only the best groups of experts are open to a token, a
+        num_groups, top_groups: node-limited routing: only the best groups of experts are open to a token, a
             group being worth the sum of its two best affinities (DeepSeek-V3 2024, section 2.1.2).
-        balance, z: coefficients of the balance loss (`moe.route`) and of the router's z loss.
+        aux_loss, z_loss: coefficients of the load-balancing loss (`moe.route`) and of the router's z loss.
         capacity_factor: None drops no token; else an expert takes this times its even share of each piece of
             a row that a device holds, the first to come, and the others go without it.
         dense_layers, dense_width: the first layers with an ordinary feed-forward of that width.
     """
 
-    num: int
-    chosen: int
-    shared: int = 0
+    num_experts: int
+    top_k: int
+    num_shared: int = 0
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = True
     scale: float = 1.0
     bias_rate: float | None = None
-    groups: int = 1
-    groups_chosen: int = 1
-    balance: float = 0.0
-    z: float = 0.0
+    num_groups: int = 1
+    top_groups: int = 1
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
     capacity_factor: float | None = None
     dense_layers: int = 0
     dense_width: int = 0
 
     def __post_init__(self):
         _check(self)
-        if not 1 <= self.chosen <= self.num:
+        if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
-                f"a token cannot visit {self.chosen} of {self.num} experts; choose from 1 to {self.num}"
+                f"a token cannot visit {self.top_k} of {self.num_experts} experts; choose from 1 to"
+                f" {self.num_experts}"
             )
-        if self.num % self.groups or not 1 <= self.groups_chosen <= self.groups:
+        if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(
-                f"{self.num} experts cannot be routed in {self.groups_chosen} of {self.groups} equal groups"
+                f"{self.num_experts} experts cannot be routed in {self.top_groups} of {self.num_groups} equal"
+                " groups"
             )
-        if self.chosen > self.num // self.groups * self.groups_chosen:
+        if self.top_k > self.num_experts // self.num_groups * self.top_groups:
             raise ValueError(
-                f"{self.groups_chosen} of {self.groups} groups hold"
-                f" {self.num // self.groups * self.groups_chosen} experts, fewer than the {self.chosen} that"
-                " a token visits; choose more groups"
+                f"{self.top_groups} of {self.num_groups} groups hold"
+                f" {self.num_experts // self.num_groups * self.top_groups} experts, fewer than the"
+                f" {self.top_k} that a token visits; choose more groups"
             )
 
     def capacity(self, tokens: int) -> int:
@@ -177,7 +179,7 @@ class ExpertConfig:
         token)."""
         if self.capacity_factor is None:
             return tokens
-        return min(tokens, math.ceil(round(self.chosen * tokens * self.capacity_factor / self.num, 9)))
+        return min(tokens, math.ceil(round(self.top_k * tokens * self.capacity_factor / self.num_experts, 9)))
 
     def slots(self, tokens: int, pieces: int, ranks: int) -> tuple[int, int]:
         """(blocks, rows of a block) that a device with ``tokens`` tokens in ``pieces`` pieces keeps for each
@@ -187,11 +189,11 @@ class ExpertConfig:
         padding where tokens are many; a block has 4 to 128 rows.
         """
         block = 4
-        while block < 128 and 32 * block * self.num <= tokens * self.chosen:
+        while block < 128 and 32 * block * self.num_experts <= tokens * self.top_k:
             block *= 2
-        here = self.num // ranks
+        here = self.num_experts // ranks
         most = pieces * self.capacity(tokens // pieces)  # for one expert
-        rows = min(tokens * min(self.chosen, here), most * here)
+        rows = min(tokens * min(self.top_k, here), most * here)
         return min((rows + here * (block - 1)) // block, here * -(-most // block)), block
 
 
@@ -275,15 +277,15 @@ class ModelConfig:
         }
         ffn = {"gate": ("ffn d m", (d, m)), "up": ("ffn d m", (d, m)), "down": ("ffn m d", (m, d))}
         if how := self.experts:
-            e = how.num
+            e = how.num_experts
             block |= {"experts.router": ("stream d e", (d, e))}
             block |= {
                 f"experts.{x}": (f"experts e {dims[4:]}", (e, *shape)) for x, (dims, shape) in ffn.items()
             }
             if how.bias_rate is not None:
                 block["experts.bias"] = ("stream e", (e,))
-            if how.shared:
-                wide = m * how.shared
+            if how.num_shared:
+                wide = m * how.num_shared
                 block |= {f"experts.shared.{x}": ("ffn d m", (d, wide)) for x in ("gate", "up")}
                 block |= {"experts.shared.down": ("ffn m d", (wide, d))}
         else:
@@ -324,7 +326,7 @@ class ModelConfig:
     def active_params(self) -> int:
         """Parameters that take part for one token: all but those of the experts that it does not visit."""
         how = self.experts or ExpertConfig(1, 1)
-        idle = (how.num - how.chosen) * 3 * self.width * self.ffn_width
+        idle = (how.num_experts - how.top_k) * 3 * self.width * self.ffn_width
         return self.num_params - (self.num_layers - how.dense_layers) * idle
 
 
@@ -337,7 +339,7 @@ _LLAMA31 = dict(rope_theta=500_000.0, rope_scaling=RopeScaling())
 _LLAMA32 = dict(rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0), tied=True)
 _QWEN2 = dict(rope_theta=1e6, norm_eps=1e-6, qkv_bias=True)
 _QWEN3 = dict(rope_theta=1e6, norm_eps=1e-6, qk_norm=True, head_width=128)
-_MIXTRAL = dict(rope_theta=1e6, experts=ExpertConfig(8, 2, balance=0.02))
+_MIXTRAL = dict(rope_theta=1e6, experts=ExpertConfig(8, 2, aux_loss=0.02))
 _DEEPSEEK = dict(
     head_width=192,
     norm_eps=1e-6,
@@ -345,13 +347,13 @@ _DEEPSEEK = dict(
     experts=ExpertConfig(
         256,
         8,
-        shared=1,
+        num_shared=1,
         score="sigmoid",
         scale=2.5,
         bias_rate=0.001,
-        groups=8,
-        groups_chosen=4,
-        balance=1e-4,
+        num_groups=8,
+        top_groups=4,
+        aux_loss=1e-4,
         dense_layers=3,
         dense_width=18_432,
     ),
@@ -363,7 +365,7 @@ PRESETS: dict[str, ModelConfig] = {
         # sizes for lessons: every dim divides by 8, so that any mesh of 8 devices can be tried
         _model("tiny", 264, 64, 4, 16, 8, 128),
         _model("tiny-tied", 264, 64, 4, 8, 8, 128, tied=True),
-        _model("tiny-moe", 264, 64, 4, 16, 8, 64, experts=ExpertConfig(8, 2, balance=0.01, z=0.001)),
+        _model("tiny-moe", 264, 64, 4, 16, 8, 64, experts=ExpertConfig(8, 2, aux_loss=0.01, z_loss=0.001)),
         _model("small", 4096, 256, 8, 8, 8, 768),
         _model("gpt2-scale", 50_304, 768, 12, 12, 12, 2048, tied=True),
         _model("llama2-7b", 32_000, 4096, 32, 32, 32, 11_008),
@@ -398,7 +400,7 @@ PRESETS: dict[str, ModelConfig] = {
             32,
             4,
             768,
-            experts=ExpertConfig(128, 8, balance=0.001),
+            experts=ExpertConfig(128, 8, aux_loss=0.001),
             **_QWEN3,
         ),
         _model("mixtral-8x7b", 32_000, 4096, 32, 32, 8, 14_336, **_MIXTRAL),
@@ -426,9 +428,9 @@ THEIRS = {
     "head_dim": "head_width", "num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_width",
     "moe_intermediate_size": "ffn_width", "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tied",
     "initializer_range": "init_scale", "sliding_window": "window", "attention_bias": "qkv_bias",
-    "mlp_bias": "qkv_bias", "original_max_position_embeddings": "original_context", "num_experts": "num",
-    "num_local_experts": "num", "num_experts_per_tok": "chosen", "norm_topk_prob": "renormalise",
-    "router_aux_loss_coef": "balance", "router_z_loss_coef": "z",
+    "mlp_bias": "qkv_bias", "original_max_position_embeddings": "original_context",
+    "num_local_experts": "num_experts", "num_experts_per_tok": "top_k", "norm_topk_prob": "renormalise",
+    "router_aux_loss_coef": "aux_loss", "router_z_loss_coef": "z_loss",
     "expert_capacity_factor": "capacity_factor",
 }  # fmt: skip
 """What Hugging Face calls our fields."""
@@ -528,11 +530,11 @@ def from_hugging_face(path: str) -> ModelConfig:
     experts = None
     if kind in ("mixtral", "qwen3_moe"):
         experts = ExpertConfig(
-            num=raw.get("num_experts") or raw["num_local_experts"],
-            chosen=raw["num_experts_per_tok"],
+            num_experts=raw.get("num_experts") or raw["num_local_experts"],
+            top_k=raw["num_experts_per_tok"],
             renormalise=kind == "mixtral" or raw.get("norm_topk_prob", False),
-            balance=raw.get("router_aux_loss_coef", 0.001),
-            z=raw.get("router_z_loss_coef", 0.0),
+            aux_loss=raw.get("router_aux_loss_coef", 0.001),
+            z_loss=raw.get("router_z_loss_coef", 0.0),
             capacity_factor=raw.get("expert_capacity_factor"),
         )
     width, heads, head_width = raw["hidden_size"], raw["num_attention_heads"], raw.get("head_dim")

@@ -374,8 +374,9 @@ class Stream:
     a document; the tail, shorter than a row, is left out. Batches straddle epochs. The held-out part is never
     shuffled; a document may be cut in two by the split.
 
-    ``order`` gives the position that each place of the sequence holds (:func:`llmpar.attention.order`).
-    Targets are formed before it is applied, so a step permutes nothing.
+    ``positions`` gives the position that each place of the sequence holds
+    (:func:`llmpar.attention.sequence_permutation`). Targets are formed before it is applied, so a step
+    permutes nothing.
     """
 
     def __init__(
@@ -383,7 +384,7 @@ class Stream:
         corpus: Corpus,
         config: DataConfig,
         part: Literal["train", "held_out"] = "train",
-        order: Sequence[int] | np.ndarray | Literal["contiguous"] = "contiguous",
+        positions: Sequence[int] | np.ndarray | Literal["contiguous"] = "contiguous",
     ):
         self.corpus, self.config, self.part = corpus, config, part
         total, s = len(corpus.tokens), config.seq_len
@@ -399,12 +400,14 @@ class Stream:
             )
             hint = "use a shorter seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
             raise ValueError(f"seq_len {s} needs {s + 1} tokens, but {found}; {hint}")
-        self.order = (
-            np.arange(s) if isinstance(order, str) and order == "contiguous" else np.atleast_1d(order)
+        self.positions = (
+            np.arange(s)
+            if isinstance(positions, str) and positions == "contiguous"
+            else np.atleast_1d(positions)
         )
-        if not np.array_equal(np.sort(self.order), np.arange(s)):
+        if not np.array_equal(np.sort(self.positions), np.arange(s)):
             raise ValueError(
-                f"order {str(order):.60} is no permutation of 0 to {s - 1}; use one, or 'contiguous'"
+                f"positions {str(positions):.60} is no permutation of 0 to {s - 1}; use one, or 'contiguous'"
             )
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
@@ -432,7 +435,7 @@ class Stream:
             "positions": np.broadcast_to(np.arange(s, dtype=np.int32), (len(picks), s)),
             "segments": documents[:, :-1] - documents[:, :1] + 1,
         }
-        return {name: np.ascontiguousarray(x[:, self.order]) for name, x in batch.items()}
+        return {name: np.ascontiguousarray(x[:, self.positions]) for name, x in batch.items()}
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The epoch's order of rows; and for each document in its order, where it starts and how far its

@@ -244,7 +244,11 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
             f"'{config.name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms"
         )
     if how and (
-        config.qkv_bias or how.shared or how.score != "softmax" or how.bias_rate is not None or how.scale != 1
+        config.qkv_bias
+        or how.num_shared
+        or how.score != "softmax"
+        or how.bias_rate is not None
+        or how.scale != 1
     ):
         raise ValueError(
             f"'{config.name}' routes as neither Mixtral nor Qwen3-MoE does; those use a softmax over experts"
@@ -269,16 +273,16 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
         raw |= {"sliding_window": config.window, "use_sliding_window": True, "max_window_layers": 0}
     if how:
         raw |= {
-            "num_experts_per_tok": how.chosen,
-            "router_aux_loss_coef": how.balance,
+            "num_experts_per_tok": how.top_k,
+            "router_aux_loss_coef": how.aux_loss,
             "norm_topk_prob": how.renormalise,
         }
         raw |= {
             "moe_intermediate_size": config.ffn_width,
-            "num_experts": how.num,
-            "num_local_experts": how.num,
+            "num_experts": how.num_experts,
+            "num_local_experts": how.num_experts,
         }
-        raw |= {"router_z_loss_coef": how.z} if how.z else {}
+        raw |= {"router_z_loss_coef": how.z_loss} if how.z_loss else {}
         raw |= {"expert_capacity_factor": how.capacity_factor} if how.capacity_factor else {}
     if scaling := config.rope_scaling:
         raw["max_position_embeddings"] = int(scaling.factor * scaling.original_context)

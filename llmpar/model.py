@@ -141,7 +141,7 @@ class Experts(nnx.Module):
     router chooses."""
 
     def __init__(self, config: ModelConfig, how: ExpertConfig, rngs: nnx.Rngs):
-        d, m, e, self.how = config.width, config.ffn_width, how.num, how
+        d, m, e, self.how = config.width, config.ffn_width, how.num_experts, how
         self.router = param(rngs, "stream d e", (d, e), config.init_scale)
         self.gate = param(rngs, "experts e d m", (e, d, m), config.init_scale)
         self.up = param(rngs, "experts e d m", (e, d, m), config.init_scale)
@@ -150,8 +150,8 @@ class Experts(nnx.Module):
         )
         if how.bias_rate is not None:
             self.bias = nnx.Param(jnp.zeros(e), dims="stream e")
-        if how.shared:
-            self.shared = FeedForward(config, rngs, how.shared * m)
+        if how.num_shared:
+            self.shared = FeedForward(config, rngs, how.num_shared * m)
 
     def __call__(self, x, par):
         """The weighted sum of the chosen experts (and of the shared ones), and what the router tells: whom it
@@ -178,7 +178,7 @@ class Experts(nnx.Module):
             "ffn b s d +m",
         )
         y = visit(x, weights, chosen, *(par.weight(w) for w in (self.gate, self.up, self.down)))
-        if self.how.shared:
+        if self.how.num_shared:
             y = y + self.shared.inside(x, par)
         return par.move(y, "ffn b s d +m -> stream b s d"), told
 

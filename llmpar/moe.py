@@ -45,13 +45,13 @@ def choose(how: ExpertConfig, scores, bias=None):
     weighs by affinity alone.
     """
     favour = lax.stop_gradient(scores if bias is None else scores + bias.astype(scores.dtype)[None, None])
-    if how.groups > 1:
-        grouped = favour.reshape(*favour.shape[:-1], how.groups, -1)
+    if how.num_groups > 1:
+        grouped = favour.reshape(*favour.shape[:-1], how.num_groups, -1)
         worth = lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(-1)
-        best = lax.top_k(worth, how.groups_chosen)[1]
-        is_open = jax.nn.one_hot(best, how.groups, dtype=bool).any(-2)
+        best = lax.top_k(worth, how.top_groups)[1]
+        is_open = jax.nn.one_hot(best, how.num_groups, dtype=bool).any(-2)
         favour = jnp.where(is_open[..., None], grouped, -jnp.inf).reshape(favour.shape)
-    chosen = lax.top_k(favour, how.chosen)[1]
+    chosen = lax.top_k(favour, how.top_k)[1]
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if how.renormalise:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
@@ -59,7 +59,8 @@ def choose(how: ExpertConfig, scores, bias=None):
 
 
 def route(how: ExpertConfig, here, logits, bias=None):
-    """Weights and chosen experts ``b s k`` (`how.num` where a token is dropped), and what is told of them.
+    """Weights and chosen experts ``b s k`` (`how.num_experts` where a token is dropped), and what is told of
+    them.
 
     Told: ``loss``, ``b s``, float32, the token's part of
 
@@ -73,18 +74,18 @@ def route(how: ExpertConfig, here, logits, bias=None):
     """
     scores = affinities(how, logits)
     weights, chosen = choose(how, scores, bias)
-    hot = jax.nn.one_hot(chosen, how.num, dtype=jnp.float32).sum(-2)
+    hot = jax.nn.one_hot(chosen, how.num_experts, dtype=jnp.float32).sum(-2)
     share = scores / scores.sum(-1, keepdims=True)
-    loss = how.z * jax.nn.logsumexp(logits, axis=-1) ** 2
-    if how.balance:
+    loss = how.z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    if how.aux_loss:
         counts = here.move(hot.sum(1), "stream b e +s -> stream b e")
-        row = counts * how.num / counts.sum(-1, keepdims=True)  # E f_e / k: sums to E
-        loss = loss + how.balance * (share * row[:, None]).sum(-1)
+        row = counts * how.num_experts / counts.sum(-1, keepdims=True)  # E f_e / k: sums to E
+        loss = loss + how.aux_loss * (share * row[:, None]).sum(-1)
     if how.capacity_factor is not None:
         before = jnp.cumsum(hot, axis=1) - hot  # of each expert's tokens, those that came first
         line = jnp.take_along_axis(before, chosen, axis=-1)
-        chosen = jnp.where(line < how.capacity(logits.shape[1]), chosen, how.num)
-    dropped = (chosen == how.num).sum(dtype=jnp.float32)
+        chosen = jnp.where(line < how.capacity(logits.shape[1]), chosen, how.num_experts)
+    dropped = (chosen == how.num_experts).sum(dtype=jnp.float32)
     entropy = -(share * jnp.log(share + 1e-20)).sum()
     tally = jnp.concatenate([hot.sum((0, 1)), jnp.stack([dropped, entropy])])
     return weights, chosen, {"loss": loss, "tally": lax.stop_gradient(tally)}
@@ -126,8 +127,8 @@ def visit(how: ExpertConfig, here, x, weights, chosen, gate, up, down):
     sum.
     """
     b, s, d = x.shape
-    k, tokens, ranks = how.chosen, b * s, here.parts("experts e")
-    local, pairs = how.num // ranks, tokens * k
+    k, tokens, ranks = how.top_k, b * s, here.parts("experts e")
+    local, pairs = how.num_experts // ranks, tokens * k
     blocks, block = how.slots(tokens, b * here.parts("stream s") // here.parts("ffn s"), ranks)
     slots = blocks * block
 
@@ -135,7 +136,7 @@ def visit(how: ExpertConfig, here, x, weights, chosen, gate, up, down):
     # expert.
     expert = chosen.reshape(pairs)
     order = jnp.argsort(expert, stable=True)
-    counts = (expert[:, None] == jnp.arange(how.num)[None]).sum(0, dtype=jnp.int32)
+    counts = (expert[:, None] == jnp.arange(how.num_experts)[None]).sum(0, dtype=jnp.int32)
     everyone = here.move(counts[None], "ffn b e -> counts b e")  # ranks × experts
     mine = everyone[
         here.index("experts e")
@@ -145,9 +146,11 @@ def visit(how: ExpertConfig, here, x, weights, chosen, gate, up, down):
     start = block * (
         jnp.cumsum(in_blocks[here.index("experts e")], axis=-1) - in_blocks[here.index("experts e")]
     )
-    start = (start + slots * jnp.arange(ranks)[:, None]).reshape(how.num) - (jnp.cumsum(mine) - mine)
+    start = (start + slots * jnp.arange(ranks)[:, None]).reshape(how.num_experts) - (jnp.cumsum(mine) - mine)
     in_line = jnp.zeros_like(order).at[order].set(jnp.arange(pairs))
-    slot = jnp.where(expert < how.num, start[jnp.minimum(expert, how.num - 1)] + in_line, ranks * slots)
+    slot = jnp.where(
+        expert < how.num_experts, start[jnp.minimum(expert, how.num_experts - 1)] + in_line, ranks * slots
+    )
     pair = jnp.full_like(slot, pairs, shape=ranks * slots).at[slot].set(jnp.arange(pairs), mode="drop")
 
     x, *ints = _alike(x.reshape(tokens, d), pair // k, slot.reshape(tokens, k))
@@ -259,7 +262,7 @@ def summary(how: ExpertConfig, metrics: dict, ranks: int = 1) -> dict[str, float
     busiest = lambda x: float((x.max(1) / x.mean(1)).max())
     return {
         "drop_fraction": float(dropped.sum() / total),
-        "router_entropy": float(entropy.sum() / total * how.chosen),
+        "router_entropy": float(entropy.sum() / total * how.top_k),
         "expert_imbalance": busiest(load),
         "rank_imbalance": busiest(per_rank),
     }

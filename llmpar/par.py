@@ -91,10 +91,10 @@ class Solo:
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
         alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
         if plan.remat == "block":
-            keep = plan.zero == 3 and plan.regather == "keep"
+            keep = plan.zero == 3 and not plan.reshard_after_forward
             names = jax.checkpoint_policies.save_only_these_names(WEIGHT)
             block = jax.checkpoint(block, policy=names if keep else None, prevent_cse=alone)
-        elif plan.zero == 3 and plan.regather == "again" and plan.live("fsdp"):
+        elif plan.zero == 3 and plan.reshard_after_forward and plan.live("fsdp"):
             block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
         return lax.scan(block, x, stack, unroll=plan.unroll or length)
 

@@ -56,8 +56,8 @@ class Plan:
         microbatches: per step and device; their gradients are summed before the update. In a pipeline, what
             fills it.
         remat: what the backward pass recomputes: ``none``, or the whole ``block``.
-        regather: ZeRO-3 only: gather a block's weights ``again`` in the backward pass, or ``keep`` them from
-            the forward.
+        reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
+            forward pass and gather them again in the backward pass; else they are kept in between.
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
@@ -69,16 +69,17 @@ class Plan:
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; or
             `jax.nn.dot_product_attention` by ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, where no partial
             results are merged: not in a ring.
-        sequence: what attention does where the sequence is cut by sp: pass keys around a ``ring``, exchange
-            positions for heads (``ulysses``), or ``gather`` all keys.
+        context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
+            exchange positions for heads (``ulysses``), or ``gather`` all keys.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
             only (``ragged``, which CPUs lack).
         grouped: how rows are multiplied by their experts: in a loop over ``blocks``, or by
             `jax.lax.ragged_dot`, which GPUs and TPUs have kernels for.
-        order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal work.
+        sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
+            work.
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
             written out, one line per stage (`schedules.from_text`).
-        chunks: pieces of the model per stage, for schedules that let one choose.
+        virtual_stages: pieces of the model per stage (Megatron's word), for schedules that let one choose.
         stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass
             recomputes, or the ``residuals``, so that nothing is computed twice. The first is no slower on
             CPUs, where copying residuals to their slots and back costs as much as a fifth more products, and
@@ -93,19 +94,19 @@ class Plan:
     bucket_bytes: int = 4 << 20
     microbatches: int = 1
     remat: Literal["none", "block"] = "none"
-    regather: Literal["again", "keep"] = "again"
+    reshard_after_forward: bool = True
     dtype: Literal["float32", "bfloat16"] = "float32"
     unroll: int = 1
     loss_chunks: int = 1
     ffn_chunks: int = 1
     attention_block: int | None = None
     attention_kernel: Literal["portable", "cudnn", "xla"] = "portable"
-    sequence: Literal["ring", "ulysses", "gather"] = "ring"
+    context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
     dispatch: Literal["padded", "ragged"] = "padded"
     grouped: Literal["blocks", "ragged_dot"] = "blocks"
-    order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
+    sequence_order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     schedule: str = "1f1b"
-    chunks: int | None = None
+    virtual_stages: int | None = None
     stage_saves: Literal["input", "residuals"] = "input"
 
     def __post_init__(self):
@@ -123,13 +124,13 @@ class Plan:
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Region to dim to the axes that cut it."""
         b, s, tp = self.live(*BATCH_AXES), self.live("sp"), self.live("tp")
-        heads = s if self.sequence == "ulysses" else ()
+        heads = s if self.context_parallel == "ulysses" else ()
         return {
             "data": {"b": b, "s": s},
             "stream": {"b": b, "s": s + tp * self.tp_sequence},
             "attention": {"b": b, "s": s, "n": tp, "k": tp},
             "queries": {"b": b, "s": () if heads else s, "k": tp + heads},
-            "keys": {"b": b, "s": s if self.sequence == "ring" else (), "k": tp + heads},
+            "keys": {"b": b, "s": s if self.context_parallel == "ring" else (), "k": tp + heads},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
             "experts": {"b": self.live("dp", "fsdp"), "s": s, "e": self.live("ep"), "m": tp},
@@ -147,7 +148,7 @@ class Plan:
         skip masked blocks while compiling. (Gathered keys are those of the whole row, beside queries of a
         part of it.)"""
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
-        return alike and (self.mesh.sp == 1 or self.order == "contiguous")
+        return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
     @functools.cached_property
     def pipeline(self) -> schedules.Schedule | None:
@@ -158,7 +159,7 @@ class Plan:
         return (
             schedules.from_text(self.schedule)
             if written
-            else schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.chunks)
+            else schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.virtual_stages)
         )
 
     def padded(self, config):
@@ -247,25 +248,25 @@ class Plan:
         for name, size in cut_by_tp.items():
             self._divides(name, size, ("tp",), suits=math.gcd(*cut_by_tp.values()), fixed=True)
         if config.experts:
-            self._divides("experts", config.experts.num, ("ep",), fixed=True)
+            self._divides("experts", config.experts.num_experts, ("ep",), fixed=True)
         if self.tp_sequence:
             self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, *cut_by_tp.values()))
         for chunks in ("loss_chunks", "ffn_chunks"):
             self._divides("sequence", seq_len, ("sp",), chunks)
-        if sizes["sp"] > 1 and self.order == "zigzag" and seq_len % (2 * sizes["sp"]):
+        if sizes["sp"] > 1 and self.sequence_order == "zigzag" and seq_len % (2 * sizes["sp"]):
             near = 2 * sizes["sp"] * max(1, seq_len // (2 * sizes["sp"]))
             raise ValueError(
-                f"order='zigzag' cuts a sequence into 2·sp = {2 * sizes['sp']} parts, and {seq_len} is no"
-                f" multiple; use {near}, or order='striped'"
+                f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sizes['sp']} parts, and {seq_len}"
+                f" is no multiple; use {near}, or sequence_order='striped'"
             )
         if (
             sizes["sp"] > 1
-            and self.sequence == "ulysses"
+            and self.context_parallel == "ulysses"
             and config.num_kv_heads // sizes["tp"] % sizes["sp"]
         ):
             raise ValueError(
-                f"sequence='ulysses' cuts the {config.num_kv_heads // sizes['tp']} KV heads of a device by sp"
-                f" = {sizes['sp']}; use sequence='ring', which needs no heads"
+                f"context_parallel='ulysses' cuts the {config.num_kv_heads // sizes['tp']} KV heads of a"
+                f" device by sp = {sizes['sp']}; use context_parallel='ring', which needs no heads"
             )
         for what in ("queries", "keys"):
             local = seq_len // math.prod(sizes[a] for a in self.regions[what].get("s", ()))
@@ -276,7 +277,9 @@ class Plan:
         cut_by_fsdp = {"model width": config.width}
         cut_by_fsdp |= {"head width": config.head_width} if config.qkv_bias or config.qk_norm else {}
         cut_by_fsdp |= (
-            {"experts": config.experts.num} if config.experts and config.experts.bias_rate is not None else {}
+            {"experts": config.experts.num_experts}
+            if config.experts and config.experts.bias_rate is not None
+            else {}
         )
         rows = batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches)
         for name, size in cut_by_fsdp.items() if self.zero else ():
@@ -296,8 +299,8 @@ class Plan:
         sizes = self.mesh.sizes
         one = lambda axis: f"mesh '{self.mesh}' has {axis}=1"
         rules = [
-            ("schedule chunks stage_saves", sizes["pp"] == 1, one("pp")),
-            ("sequence order", sizes["sp"] == 1, one("sp")),
+            ("schedule virtual_stages stage_saves", sizes["pp"] == 1, one("pp")),
+            ("context_parallel sequence_order", sizes["sp"] == 1, one("sp")),
             ("tp_sequence", sizes["tp"] == 1, one("tp")),
             ("dispatch", sizes["ep"] == 1, one("ep")),
             (
@@ -306,7 +309,7 @@ class Plan:
                 one("fsdp") + ", the axis by which ZeRO cuts state",
             ),
             (
-                "regather",
+                "reshard_after_forward",
                 sizes["fsdp"] == 1 or self.zero != 3,
                 "only ZeRO 3 with fsdp > 1 gathers weights for use",
             ),
@@ -317,7 +320,7 @@ class Plan:
                 self.reading == "auto",
                 "under reading='auto' XLA decides when gradients are summed",
             ),
-            ("chunks", "\n" in self.schedule.strip(), "the order is written out"),
+            ("virtual_stages", "\n" in self.schedule.strip(), "the order is written out"),
         ]
         return {
             name: why for names, holds, why in rules if holds for name in names.split() if self._is_set(name)
@@ -344,10 +347,10 @@ class Plan:
     def _check_kernel(self) -> None:
         """Refuse what a kernel for whole sequences cannot do."""
         why = ""
-        if self.mesh.sp > 1 and self.sequence == "ring":
+        if self.mesh.sp > 1 and self.context_parallel == "ring":
             why = (
-                "gives no log of sums in float32 to merge by, which a ring needs; use sequence='ulysses' or"
-                " 'gather'"
+                "gives no log of sums in float32 to merge by, which a ring needs; use"
+                " context_parallel='ulysses' or 'gather'"
             )
         if self.attention_block:
             why = "chooses its own blocks; leave attention_block out"
@@ -366,7 +369,7 @@ class Plan:
         order, name = self.pipeline, f"schedule '{self.pipeline.name}'"
         if order.split_backward or self.stage_saves == "residuals":
             why = f"{name if order.split_backward else 'stage_saves=residuals'} checkpoints no block"
-            self._refuse_idle({"remat": why, "regather": why})
+            self._refuse_idle({"remat": why, "reshard_after_forward": why})
         if config.experts and config.experts.bias_rate is not None:
             raise ValueError(
                 f"{name} does not tell how many tokens each expert got, which bias_rate needs; use"
@@ -394,10 +397,11 @@ class Plan:
                     f"{field}={getattr(self, field)!r} does not go with pp={self.mesh.pp}; use"
                     f" {field}={value!r}"
                 )
-        if self.mesh.sp > 1 and self.sequence == "ring":
+        if self.mesh.sp > 1 and self.context_parallel == "ring":
             why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
             raise ValueError(
-                f"sequence='ring' does not go with {name}: {why}; use sequence='ulysses' or 'gather'"
+                f"context_parallel='ring' does not go with {name}: {why}; use context_parallel='ulysses' or"
+                " 'gather'"
             )
 
     def _divides(

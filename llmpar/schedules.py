@@ -59,7 +59,7 @@ class Schedule:
     """An order and its placement. Nothing is proved before `timetable.timetable`."""
 
     name: str
-    order: tuple[Row, ...]
+    rows: tuple[Row, ...]  # the operations of each stage, in order
     num_microbatches: int
     num_chunks: int = 1
     placement: str = "linear"
@@ -67,7 +67,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        return len(self.order)
+        return len(self.rows)
 
     @cached_property
     def routes(self) -> list[list[tuple[int, int]]]:
@@ -103,7 +103,7 @@ class Schedule:
         return {"F": dict(pairs), "B": {b: a for a, b in pairs}, "W": {}}
 
     def __str__(self) -> str:
-        return "\n".join("".join("& "[not op.joined] + str(op) for op in row)[1:] for row in self.order)
+        return "\n".join("".join("& "[not op.joined] + str(op) for op in row)[1:] for row in self.rows)
 
 
 # ---- orders

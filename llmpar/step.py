@@ -276,7 +276,7 @@ class Step:
             return after
         load = metrics["load"]
         lacking = (
-            load.sum(1, keepdims=True) - how.num * load
+            load.sum(1, keepdims=True) - how.num_experts * load
         )  # whole numbers: a mean would be rounded, and has a sign then
         bias = before["blocks"]["experts"]["bias"] + how.bias_rate * jnp.sign(lacking)
         blocks = after["blocks"]
@@ -374,7 +374,7 @@ class Step:
     def _nothing(self, par: Solo) -> tuple[tuple[jax.Array, Any], Tree]:
         """Loss and gradients of no microbatches: zeros, typed as varying like what will be added."""
         plan, weights, how = self.plan, self.abstract_state.params, self.config.experts
-        tally = jnp.zeros((self.config.num_layers, how.num + 2)) if how else None
+        tally = jnp.zeros((self.config.num_layers, how.num_experts + 2)) if how else None
         if isinstance(par, Auto):
             return (jnp.float32(0), tally), jax.tree.map(lambda w: jnp.zeros(w.shape), weights)
 

@@ -79,7 +79,7 @@ class Timetable:
         """The lockstep table that an executor walks: integers [tick, stage, (kind, microbatch, chunk)], -1
         for idle."""
         table = np.full((1 + max(tick[-1] for tick in self.tick), self.schedule.num_stages, 3), -1)
-        for stage, row in enumerate(self.schedule.order):
+        for stage, row in enumerate(self.schedule.rows):
             table[list(self.tick[stage]), stage] = [
                 (KINDS.index(op.kind), op.microbatch, op.chunk) for op in row
             ]
@@ -89,7 +89,7 @@ class Timetable:
     def messages(self) -> np.ndarray:
         """Integers [message, (tick sent, from stage, tick used, to stage)], those to the same stage
         included."""
-        order = self.schedule.order
+        order = self.schedule.rows
         at = {(s, *op[:3]): t for s, row in enumerate(order) for op, t in zip(row, self.tick[s], strict=True)}
         found = (
             (at[there, *need[:3]], there, at[stage, *op[:3]], stage)
@@ -126,7 +126,7 @@ class Timetable:
         """
         after_backward = residual if self.schedule.split_backward else 0
         change = {"F": activation, "B": after_backward - activation, "W": -after_backward}
-        row, start, end = self.schedule.order[stage], self.start[stage], self.end[stage]
+        row, start, end = self.schedule.rows[stage], self.start[stage], self.end[stage]
         times = [a if op.kind == "F" else b for op, a, b in zip(row, start, end, strict=True)]
         return np.array(times), np.cumsum([change[op.kind] for op in row]) / self.schedule.visits
 
@@ -139,7 +139,7 @@ def _run(
     schedule: Schedule, cost: dict[str, float], hop: float, cells: bool
 ) -> tuple[list[list], list[list], dict]:
     """Runs every stage as far as it gets: returns starts, ends, and what each stuck stage waits for."""
-    rows, awake = schedule.order, list(range(schedule.num_stages))
+    rows, awake = schedule.rows, list(range(schedule.num_stages))
     starts: list[list] = [[] for _ in rows]
     ends: list[list] = [[] for _ in rows]
     sent, waiting, stuck = dict[tuple, float](), defaultdict[tuple, list[int]](list), dict[int, tuple]()
@@ -177,7 +177,7 @@ def _run(
 def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dict) -> None:
     """Raises a ValueError naming stage, tick and cycle unless each operation is there exactly once and has
     run."""
-    name, due = f"schedule '{schedule.name}' is illegal", [set[Op]() for _ in schedule.order]
+    name, due = f"schedule '{schedule.name}' is illegal", [set[Op]() for _ in schedule.rows]
     for u in range(schedule.num_microbatches):
         for stage, chunk in schedule.route(u):
             due[stage] |= {Op(kind, u, chunk) for kind in KINDS[: 2 + schedule.split_backward]}
@@ -187,7 +187,7 @@ def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dic
             f"stage {s} waits at tick {(ends[s] or [0])[-1]:g} to run {op}, which needs {need} on stage"
             f" {there}"
         )
-    for stage, row in enumerate(schedule.order):
+    for stage, row in enumerate(schedule.rows):
         seen: dict[Op, str] = {}
         for k, op in enumerate(op._replace(joined=False) for op in row):
             at = f"tick {starts[stage][k]:g}" if k < len(starts[stage]) else f"place {k} of its row"
@@ -251,7 +251,7 @@ def reached(
     """How far an order runs that may be illegal: per stage rows of (start, end, kind, microbatch, chunk), and
     of each stage that is stuck its next operation, and the stage and operation that it waits for."""
     starts, ends, stuck = _run(schedule, _each(schedule, costs), 0, True)
-    each = zip(starts, ends, schedule.order, strict=True)
+    each = zip(starts, ends, schedule.rows, strict=True)
     return [
         [(a, b, *op[:3]) for a, b, op in zip(start, end, row, strict=False)] for start, end, row in each
     ], stuck
@@ -281,15 +281,15 @@ def schedule_document(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float =
                 {**op._asdict(), "start": start, "end": end, "tick": tick}
                 for op, start, end, tick in zip(row, t.start[s], t.end[s], t.tick[s], strict=True)
             ]
-            for s, row in enumerate(schedule.order)
+            for s, row in enumerate(schedule.rows)
         ],
     }
 
 
 def text_timeline(table: Timetable) -> str:
     """Draws the lockstep table in plain text, a row per stage and a column per tick."""
-    cells = [["."] * len(table.ticks) for _ in table.schedule.order]
-    for stage, row in enumerate(table.schedule.order):
+    cells = [["."] * len(table.ticks) for _ in table.schedule.rows]
+    for stage, row in enumerate(table.schedule.rows):
         for op, tick in zip(row, table.tick[stage], strict=True):
             cells[stage][tick] = str(op)
     width = max(len(cell) for row in cells for cell in row)
@@ -341,7 +341,7 @@ def slots(table: Timetable) -> Slots:
         name: np.full(table.ticks.shape[:2], -1) for name in "saved residual read left right keep".split()
     }
     grid["send"], count = np.zeros(table.ticks.shape[:2], int), np.zeros((3, p), int)
-    for s, row in enumerate(table.schedule.order):
+    for s, row in enumerate(table.schedule.rows):
         at = {op[:3]: t for op, t in zip(row, table.tick[s], strict=True)}
         runs = [[at[kind, *op[1:3]] for kind in KINDS[: 2 + split]] for op in row if op.kind == "F"]
         inbox = table.messages[table.messages[:, 3] == s].tolist()

@@ -63,7 +63,7 @@ def drawings() -> dict[str, Scene]:
         "ring_steps": draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
         "live_blocks": draw.live_blocks([[round(float(x), 1) for x in row] for row in parts]),
         "token_flow": draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
-        "timetable": draw.timetable(timetable(make("zb-h1", 4, 16))),
+        "timetable": draw.timeline(timetable(make("zb-h1", 4, 16))),
         "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
         "memory_bars": memory.scene,
         "time_bars": draw.time_bars([("a step", {k: v for k, v in step.items() if k != "simulated"})]),

@@ -188,7 +188,7 @@ def programs(config, only):
             )
             blocks, block = how.slots(tokens, tokens // SEQ, plan.mesh.ep)
             facts |= {
-                "rows": tokens * how.chosen,
+                "rows": tokens * how.top_k,
                 "slots": plan.mesh.ep * blocks * block,
                 "multiplied": float(trips * block),
             }
@@ -215,13 +215,13 @@ def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
     jax.effects_barrier()
     devices = math.prod(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep"))
     dealt = np.stack(chosen).reshape(
-        config.num_layers, devices, -1, plan.microbatches, SEQ * config.experts.chosen
+        config.num_layers, devices, -1, plan.microbatches, SEQ * config.experts.top_k
     )
     dealt = np.moveaxis(dealt, 3, 2).reshape(config.num_layers * devices * plan.microbatches, -1)
-    block = config.experts.slots(
-        dealt.shape[1] // config.experts.chosen, dealt.shape[1] // SEQ, plan.mesh.ep
-    )[1]
-    counts = (dealt[:, :, None] == np.arange(config.experts.num)).sum(1)
+    block = config.experts.slots(dealt.shape[1] // config.experts.top_k, dealt.shape[1] // SEQ, plan.mesh.ep)[
+        1
+    ]
+    counts = (dealt[:, :, None] == np.arange(config.experts.num_experts)).sum(1)
     return Fraction(int((-(-counts // block)).sum()), len(dealt))
 
 
@@ -338,7 +338,7 @@ def attentions(n: int = 8, s: int = 8192, heads: int = 8, width: int = 64):
         kinds["ringattention package"] = over(peer, False), "contiguous"
     made, want = {}, None
     for name, (f, order) in kinds.items():
-        places = attention.order(order, s, n)
+        places = attention.sequence_permutation(order, s, n)
         given = [x[:, places] for x in arrays] + [places[None].astype(np.int32)]
         given = jax.device_put(given, None if f is one else jax.NamedSharding(mesh, cut))
 
@@ -373,7 +373,7 @@ def long_block(s: int = 65_536) -> dict:
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     compiled = step.lower(1, s).compile()
-    places = attention.order(plan.order, s, len(devices))
+    places = attention.sequence_permutation(plan.sequence_order, s, len(devices))
     batch = {name: x[:, places] for name, x in batch_of(config.vocab_size, 1, s).items()}
     state, batch = step.init(0), jax.device_put(batch, step.batch_sharding)
     cpu, wall = time.process_time(), time.perf_counter()

@@ -70,29 +70,29 @@ def experts(x, w, how, pieces):
         (ranked := -jnp.sort(-x, -1))[..., k - 1] - ranked[..., k] if k < x.shape[-1] else jnp.array(math.inf)
     )
     closest = math.inf
-    if how.groups > 1:
-        grouped = favour.reshape(b, s, how.groups, -1)
+    if how.num_groups > 1:
+        grouped = favour.reshape(b, s, how.num_groups, -1)
         worth = jnp.sort(grouped, -1)[..., -2:].sum(-1)
-        closest = gap(worth, how.groups_chosen).min()
-        best = jnp.argsort(jnp.argsort(-worth, -1), -1) < how.groups_chosen
+        closest = gap(worth, how.top_groups).min()
+        best = jnp.argsort(jnp.argsort(-worth, -1), -1) < how.top_groups
         favour = jnp.where(best[..., None], grouped, -math.inf).reshape(b, s, -1)
-    closest = jnp.minimum(closest, gap(favour, how.chosen).min())
-    chosen = jnp.argsort(jnp.argsort(-favour, -1), -1) < how.chosen  # b s e
+    closest = jnp.minimum(closest, gap(favour, how.top_k).min())
+    chosen = jnp.argsort(jnp.argsort(-favour, -1), -1) < how.top_k  # b s e
     weight = jnp.where(chosen, score, 0)
     weight = how.scale * (weight / weight.sum(-1, keepdims=True) if how.renormalise else weight)
     share = score / score.sum(-1, keepdims=True)
-    loss = how.z * jax.scipy.special.logsumexp(logits, -1) ** 2
-    loss += how.balance * how.num / how.chosen / s * (share * chosen.sum(1)[:, None]).sum(-1)
+    loss = how.z_loss * jax.scipy.special.logsumexp(logits, -1) ** 2
+    loss += how.aux_loss * how.num_experts / how.top_k / s * (share * chosen.sum(1)[:, None]).sum(-1)
     kept = chosen
     for piece in (
         np.unique(pieces) if how.capacity_factor is not None else ()
     ):  # what one device holds of a row
         here = (pieces == piece)[:, None]
-        room = math.ceil(round(how.chosen * here.sum() * how.capacity_factor / how.num, 9))
+        room = math.ceil(round(how.top_k * here.sum() * how.capacity_factor / how.num_experts, 9))
         kept &= ~here | (jnp.cumsum(chosen & here, 1) <= room)
     each = jax.vmap(swiglu, (None, 0, 0, 0), -1)(x, w["experts.gate"], w["experts.up"], w["experts.down"])
     y = (each * jnp.where(kept, weight, 0)[:, :, None]).sum(-1)
-    if how.shared:
+    if how.num_shared:
         y += swiglu(x, *(w[f"experts.shared.{n}"] for n in ("gate", "up", "down")))
     entropy = -(share * jnp.log(share)).sum()
     told = {

@@ -63,7 +63,7 @@ def weights(config):
 def every_expert(how, here, x, weights, chosen, gate, up, down):
     """`moe.visit` without sending, sorting or leaving out: all tokens through all experts, most with weight
     0."""
-    share = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(chosen, how.num), weights)
+    share = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(chosen, how.num_experts), weights)
     y = jax.nn.silu(jnp.einsum("bsd,edm->bsem", x, gate)) * jnp.einsum("bsd,edm->bsem", x, up)
     return jnp.einsum("bsem,emd,bse->bsd", y, down, share.astype(x.dtype))
 
@@ -87,7 +87,7 @@ def spread(config, plan: Plan, step_class=Step):
     order again."""
     plan.check(config, BATCH, SEQ)
     step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    places = attention.order(plan.order, SEQ, plan.mesh.sp)
+    places = attention.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)
     data = jax.device_put({k: x[:, places] for k, x in batch().items()}, step.batch_sharding)
     padded = arranged(
         weights(config), np.minimum(step.layer_order, config.num_layers - 1)

@@ -64,7 +64,9 @@ def test_a_pipeline_pads_layers_as_the_plan_does():
     ring = answers.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4})
     assert "ulysses" in ring["refusal"]["why"], "what would work is a field of the explorer too"
     assert (
-        answers.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4, "sequence": "ulysses"})["refusal"]
+        answers.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4, "context_parallel": "ulysses"})[
+            "refusal"
+        ]
         is None
     )
 

@@ -30,8 +30,8 @@ from llmpar.attention import (
     full,
     live_blocks,
     merge,
-    order,
     ring,
+    sequence_permutation,
     ulysses,
     usp,
 )
@@ -281,7 +281,9 @@ def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
     *_, positions, segments = inputs()
     where = positions, segments
     bfloat16_agrees(partial(blockwise, block=8, **ids_of(*where)), where)
-    bfloat16_agrees(sharded(RINGS["overlap"], mesh_of(sp=4), order("zigzag", S, 4), *where, CAUSAL), where)
+    bfloat16_agrees(
+        sharded(RINGS["overlap"], mesh_of(sp=4), sequence_permutation("zigzag", S, 4), *where, CAUSAL), where
+    )
 
 
 # --------------------------------------------------------------------------------------- over several devices
@@ -323,7 +325,7 @@ def test_every_variant_matches_full(variant, mesh, layout, mask, packed, kv_head
     q, k, v, *where = inputs(kv_heads, ratio, packed)
     how = {} if block is None else {"block": block}
     mesh = mesh_of(**mesh)
-    attend = sharded(VARIANTS[variant], mesh, order(layout, S, mesh.size), *where, mask, **how)
+    attend = sharded(VARIANTS[variant], mesh, sequence_permutation(layout, S, mesh.size), *where, mask, **how)
     agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
 
 
@@ -349,7 +351,7 @@ def test_every_variant_with_everything_matches_full(variant, sp, tp, mask, packe
     attend = sharded(
         VARIANTS[variant],
         mesh,
-        order("zigzag", S, mesh.size if variant == "usp" else sp),
+        sequence_permutation("zigzag", S, mesh.size if variant == "usp" else sp),
         *where,
         mask,
         axes=axes,
@@ -438,7 +440,7 @@ def fault_live_block_skipped(monkeypatch):
 def test_planted_faults_are_caught(fault, what, monkeypatch):
     fault(monkeypatch)
     q, k, v, *where = inputs()
-    attend = sharded(RINGS["overlap"], mesh_of(sp=2), order("zigzag", S, 2), *where, CAUSAL)
+    attend = sharded(RINGS["overlap"], mesh_of(sp=2), sequence_permutation("zigzag", S, 2), *where, CAUSAL)
     with pytest.raises(AssertionError, match=what):
         agree(results(attend, q, k, v), reference(CAUSAL))
 
@@ -507,7 +509,7 @@ def test_ring_hops_are_n_minus_1_each_way(n, dtype, overlap):
     attend = sharded(
         partial(ring, axis="sp", overlap=overlap),
         mesh_of(sp=n),
-        order("zigzag", s, n),
+        sequence_permutation("zigzag", s, n),
         positions,
         None,
         CAUSAL,
@@ -525,7 +527,9 @@ def test_rivals_move_what_they_say():
     elements = B * S // 4 * 4 * H  # K or V on one of four devices; q has twice the heads
 
     def moved(variant, backward):
-        attend = sharded(VARIANTS[variant], mesh_of(sp=4), order("zigzag", S, 4), *where, CAUSAL)
+        attend = sharded(
+            VARIANTS[variant], mesh_of(sp=4), sequence_permutation("zigzag", S, 4), *where, CAUSAL
+        )
         loss = lambda q, k, v: attend(q, k, v)[0].sum()
         counts = counted(jax.grad(loss, (0, 1, 2)) if backward else loss, q, k, v)
         return {(name, size): times for (name, dtype, size), times in counts.items() if dtype != "int32"}
@@ -561,7 +565,9 @@ def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
     """Count the blocks that each rank computes while it runs, and compare with what live_blocks says."""
     n, block = 4, 4
     q, k, v, *where = inputs()
-    attend = sharded(RINGS["overlap"], mesh_of(sp=n), order(layout, S, n), *where, mask, block=block)
+    attend = sharded(
+        RINGS["overlap"], mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask, block=block
+    )
     ran = blocks_run(monkeypatch, attend, q, k, v)
     pairs = live_blocks(n, layout, mask, s=S, block=block).sum(1) // block**2
     assert [ran["_attend", rank] for rank in range(n)] == pairs.tolist()
@@ -583,7 +589,13 @@ def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attenti
     n, block = 8, S // 16
     q, k, v, positions, _ = inputs()
     program = lambda mask: sharded(
-        RINGS["overlap"], mesh_of(sp=n), order("zigzag", S, n), positions, None, mask, block=block
+        RINGS["overlap"],
+        mesh_of(sp=n),
+        sequence_permutation("zigzag", S, n),
+        positions,
+        None,
+        mask,
+        block=block,
     )
     loss = lambda mask: lambda q, k, v: program(mask)(q, k, v)[0].sum()
     ran = blocks_run(monkeypatch, program(CAUSAL), q, k, v)
@@ -651,20 +663,20 @@ def test_temporary_memory_of_a_rank_depends_on_its_share_alone():
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_orders_are_permutations_and_argsort_undoes_them(name, n):
-    laid = order(name, 16, n)
+    laid = sequence_permutation(name, 16, n)
     assert (laid[np.argsort(laid)] == np.arange(16)).all()
     assert sorted(laid) == list(range(16))
 
 
 def test_orders_as_written():
-    assert order("zigzag", 8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    assert order("striped", 8, 2).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert sequence_permutation("zigzag", 8, 2).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert sequence_permutation("striped", 8, 2).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, BOTH, WINDOW], ids=str)
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
 def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
-    laid = order(name, S, 4).reshape(4, -1)
+    laid = sequence_permutation(name, S, 4).reshape(4, -1)
     gap = laid[:, :, None, None] - laid
     seen = np.ones(gap.shape, bool)
     if mask.causal:
@@ -704,9 +716,9 @@ def test_refusals_say_what_would_work():
     with pytest.raises(
         ValueError, match="12 is not a multiple of 8; use a sequence of 8 or 16; orders contiguous and"
     ):
-        order("zigzag", 12, 4)
+        sequence_permutation("zigzag", 12, 4)
     with pytest.raises(ValueError, match="'zig' is not known; use contiguous"):
-        order("zig", 12, 4)
+        sequence_permutation("zig", 12, 4)
     with pytest.raises(
         ValueError, match="block=12 does not divide the 32 positions held here; use a divisor, such as 8"
     ):

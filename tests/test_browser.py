@@ -424,7 +424,7 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
             "zb-h1" in page.locator(".picture").inner_text() and page.locator(".refusal").inner_text() == ""
         )
     elif kind is RingExplorer:
-        page.locator('[data-name="order"]').select_option("contiguous")
+        page.locator('[data-name="sequence_order"]').select_option("contiguous")
         assert "3.5 blocks" in page.locator(".picture").inner_text()
     elif kind is RoutingExplorer:
         page.locator('[data-name="experts"]').select_option("16")

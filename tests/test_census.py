@@ -20,9 +20,9 @@ SPECIAL = [
     Plan("dp=8", zero=0, reduce="layer"),
     Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=100_000),
     Plan(MIXED, reduce="layer"),
-    Plan("fsdp=8", regather="keep"),
+    Plan("fsdp=8", reshard_after_forward=False),
     Plan("fsdp=8", remat="block"),
-    Plan(MIXED, remat="block", regather="keep", loss_chunks=2),
+    Plan(MIXED, remat="block", reshard_after_forward=False, loss_chunks=2),
     Plan(MIXED, remat="block", tp_sequence=True, unroll=0),
     Plan(MIXED, tp_sequence=True, dtype="bfloat16", unroll=0),
     Plan(MIXED, zero=1, microbatches=2),
@@ -101,14 +101,14 @@ PIPED = [
     piped("pp=2 fsdp=2 tp=2", tp_sequence=True),
     piped("pp=4 dp=2", zero=0, stage_saves="residuals"),
     piped("pp=2 fsdp=2 tp=2", "zb-v", zero=2),
-    piped("pp=2 sp=2 dp=2", "interleaved", sequence="ulysses"),
+    piped("pp=2 sp=2 dp=2", "interleaved", context_parallel="ulysses"),
 ]
 EVERY_PIPED = [
     piped(
         f"pp=2 {inside}",
         schedule,
         stage_saves=saves,
-        sequence="ulysses" if "sp" in inside else "ring",
+        context_parallel="ulysses" if "sp" in inside else "ring",
         tp_sequence="tp" in inside,
     )
     for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe")
@@ -121,8 +121,8 @@ EVERY_PIPED = [
         for z in range(3)
     ),
     piped("pp=2 fsdp=2 tp=2", remat="block"),
-    piped("pp=2 fsdp=2 tp=2", remat="block", regather="keep"),
-    piped("pp=2 fsdp=2 tp=2", regather="keep", loss_chunks=2),
+    piped("pp=2 fsdp=2 tp=2", remat="block", reshard_after_forward=False),
+    piped("pp=2 fsdp=2 tp=2", reshard_after_forward=False, loss_chunks=2),
     piped("pp=2 tp=2", dtype="bfloat16", tp_sequence=True),
 ]
 
@@ -193,7 +193,7 @@ def test_groups_that_divide_no_message_are_counted_alike(mesh):
     config = dataclasses.replace(
         LLAMA, num_heads=6, num_kv_heads=6, head_width=10, ffn_width=102, vocab_size=258
     )
-    plan = Plan(mesh, zero=0 if "fsdp" not in mesh else 3, regather="keep")
+    plan = Plan(mesh, zero=0 if "fsdp" not in mesh else 3, reshard_after_forward=False)
     step = Step(config, plan, abstract_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(48, 15)).jaxpr
     want = {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(config, plan, 48, 15).items()}

@@ -21,8 +21,8 @@ import rich.console
 import llmpar.inspect.report
 import llmpar.train
 from llmpar.checkpoint import Checkpoints
+from llmpar.cli import main
 from llmpar.cli.commands import Stopper, progress, start
-from llmpar.cli.main import main
 from llmpar.cli.tools import Models, parse
 from llmpar.config import PRESETS
 from llmpar.mesh import make_mesh
@@ -129,7 +129,7 @@ def model(tmp_path):
 
 def run(*words: str, code: str = "", **variables: str) -> subprocess.CompletedProcess:
     """The command (or some code) in a process of its own."""
-    command = [sys.executable, *(("-c", code) if code else ("-m", "llmpar.cli.main")), *words]
+    command = [sys.executable, *(("-c", code) if code else ("-m", "llmpar")), *words]
     environment = {k: v for k, v in os.environ.items() if k not in variables} | {
         k: v for k, v in variables.items() if v
     }

@@ -88,7 +88,7 @@ def test_parameter_counts_are_exact(name):
 
 # Where the experts are as wide as the model, shared ones are wider in one dim of two.
 SHARED = dataclasses.replace(
-    MOE, name="tiny-shared", ffn_width=MOE.width, experts=ExpertConfig(8, 2, shared=2)
+    MOE, name="tiny-shared", ffn_width=MOE.width, experts=ExpertConfig(8, 2, num_shared=2)
 )
 
 
@@ -342,7 +342,7 @@ def test_what_a_field_may_be_is_said(tmp_path):
 def test_fields_of_families_are_checked_too(tmp_path):
     windowed = QWEN2 | {"use_sliding_window": True, "sliding_window": 8}
     experts = MISTRAL | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    assert preset(written(tmp_path, experts)).experts.num == 8
+    assert preset(written(tmp_path, experts)).experts.num_experts == 8
     bad = [
         windowed | {"max_window_layers": "x"},
         windowed | {"layer_types": 5},
@@ -383,7 +383,7 @@ def test_fields_of_families_are_checked_too(tmp_path):
         (lambda: dataclasses.replace(LLAMA, norm_eps=-1.0), "norm_eps is -1.0; use a number from 0 to 1"),
         (lambda: RopeScaling(factor=0.5), "factor is 0.5; use a number from 1"),
         (lambda: RopeScaling(low_freq_factor=4.0), "low_freq_factor 4.0 is not below high_freq_factor 4.0"),
-        (lambda: ExpertConfig(8, 2, groups=0), "groups is 0"),
+        (lambda: ExpertConfig(8, 2, num_groups=0), "groups is 0"),
         (lambda: ExpertConfig(8, 2, capacity_factor=math.nan), "capacity_factor is NaN"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

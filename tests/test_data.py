@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmpar import data
-from llmpar.attention import order as sequence_order
+from llmpar.attention import sequence_permutation
 from llmpar.data import (
     ByteTokenizer,
     Corpus,
@@ -84,13 +84,13 @@ def test_no_target_crosses_documents_and_segments_change_exactly_there(corpus, o
     if order == "random":
         order = np.random.default_rng(1).permutation(16)
     elif order != "contiguous":
-        order = sequence_order(order, 16, 4)
+        order = sequence_permutation(order, 16, 4)
     # without a held-out part, so that no document is cut
-    stream = Stream(corpus, config(held_out=0), order=order)
+    stream = Stream(corpus, config(held_out=0), positions=order)
     assert stream.num_rows > 2 * 16
     batches = [stream.batch(step) for step in range(40)]
     assert [faults(batch, corpus) for batch in batches] == [set()] * 40
-    assert all((batch["positions"] == np.arange(16)[stream.order]).all() for batch in batches)
+    assert all((batch["positions"] == np.arange(16)[stream.positions]).all() for batch in batches)
     # and there was something to get wrong
     assert sum((batch["targets"] == -1).sum() for batch in batches) > 50
     assert max(batch["segments"].max() for batch in batches) > 2
@@ -98,9 +98,9 @@ def test_no_target_crosses_documents_and_segments_change_exactly_there(corpus, o
 
 @pytest.mark.parametrize("name", ["tokens", "targets", "positions", "segments"])
 def test_the_check_sees_an_array_that_was_not_permuted_with_the_others(corpus, name):
-    order = sequence_order("zigzag", 16, 4)
+    order = sequence_permutation("zigzag", 16, 4)
     plain, zigzag = (
-        Stream(corpus, config(held_out=0, batch_size=40), order=o).batch(0) for o in ("contiguous", order)
+        Stream(corpus, config(held_out=0, batch_size=40), positions=o).batch(0) for o in ("contiguous", order)
     )
     assert same(zigzag, {k: x[:, order] for k, x in plain.items()})
     assert faults(zigzag | {name: plain[name]}, corpus)
@@ -443,7 +443,7 @@ NO_ORDER = [np.arange(15), np.arange(17), np.arange(1, 17), [0] * 16, np.arange(
 @pytest.mark.parametrize("order", NO_ORDER, ids=["short", "long", "shifted", "repeated", "square"])
 def test_an_order_that_is_no_permutation_is_refused(corpus, order):
     with pytest.raises(ValueError, match=r"is no permutation of 0 to 15; use one, or 'contiguous'"):
-        Stream(corpus, CONFIG, order=order)
+        Stream(corpus, CONFIG, positions=order)
 
 
 def test_a_step_before_the_first_is_refused(corpus):
@@ -625,4 +625,4 @@ def test_of_a_large_file_no_more_is_read_than_the_limit(tmp_path):
 
 @pytest.mark.parametrize("name", ["zigzag", "striped", "contiguous"])
 def test_one_rank_has_all_positions_in_order_however_many_there_are(name):
-    assert sequence_order(name, 15, 1).tolist() == list(range(15))
+    assert sequence_permutation(name, 15, 1).tolist() == list(range(15))

@@ -15,6 +15,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 
 from llmpar import draw, schedules, timetable
+from llmpar.draw import layouts
 from llmpar.draw.scene import (
     DARK,
     LIGHT,
@@ -158,7 +159,7 @@ CASES = {
     ),
     "live parts": (lambda: draw.live_blocks([[0.26, 0.37, 0.51, 0.04, 0.96]]), ["0.26 0.37 0.51"]),
     "timetable stuck": (
-        lambda: draw.timetable(
+        lambda: draw.timeline(
             [[(0, 1, "F", 0, 0)], []],
             waiting={
                 0: (schedules.Op("B", 0), 1, schedules.Op("B", 0)),
@@ -195,14 +196,14 @@ CASES = {
     "loss one": (lambda: draw.loss_curve([3.25]), ["3.250 nats/token over 1 step"]),
 }
 for _name, (_p, _m) in itertools.product(schedules.SCHEDULES, [(2, 4), (4, 8)]):
-    _draw = functools.partial(lambda *args: draw.timetable(pipeline(*args)), _name, _p, _m)
+    _draw = functools.partial(lambda *args: draw.timeline(pipeline(*args)), _name, _p, _m)
     CASES[f"timetable {_name} {_p} {_m}"] = (_draw, [f"stage {_p - 1}: ", "held", "busy"])
 CASES["timetable costs"] = (
-    lambda: draw.timetable(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
+    lambda: draw.timeline(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
     ["stage 7"],
 )
 CASES["timetable plain"] = (
-    lambda: draw.timetable([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]], "ms"),
+    lambda: draw.timeline([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]], "ms"),
     ["3 ms, 0.0% of"],
 )
 
@@ -337,7 +338,7 @@ def test_an_arrow_is_seen_on_every_fill(theme):
     assert contrast(theme["ink"], theme["paper"]) >= 3
     for fill in ("cell", *AXES, *SERIES):
         assert max(contrast(theme[role], theme[fill]) for role in ("ink", "paper")) >= 3, fill
-    paper, ink = draw.arrows([((0, 0), (9, 0))])
+    paper, ink = layouts.arrows([((0, 0), (9, 0))])
     assert (paper.stroke, ink.stroke) == ("paper", "ink") and paper.width >= ink.width + 2
     scene = answers.scene(answers.START | {"axis": "tp", "step": 1})
     strokes = [item.stroke for item in flatten(scene.items) if isinstance(item, Line) and item.head]
@@ -490,12 +491,12 @@ def test_arrows_send_what_a_ring_sends():
 def test_held_activations_are_the_schedules_peaks(name):
     table = pipeline(name, 4, 8)
     for stage, peak in enumerate(table.peak_live()):
-        line = next(x for x in draw.timetable(table).text.split("\n") if x.startswith(f"stage {stage}:"))
+        line = next(x for x in draw.timeline(table).text.split("\n") if x.startswith(f"stage {stage}:"))
         assert line.endswith(f"at most {peak:g} held")
 
 
 def test_timetables_draw_every_operation():
-    scene = draw.timetable(pipeline("zb-h1", 4, 8))
+    scene = draw.timeline(pipeline("zb-h1", 4, 8))
     tips = [r.tip for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
     assert len(tips) == 4 * 8 * 3 and "stage 0, F0: 0 to 1 time units" in tips
 
@@ -505,13 +506,13 @@ def test_timetables_draw_every_operation():
 )
 def test_a_long_timetable_goes_on_below_and_stays_legible(name, p, m):
     table = pipeline(name, p, m)
-    scene = draw.timetable(table)
+    scene = draw.timeline(table)
     assert scene.width <= 1300 and scene.height <= 1300 and overlaps(scene) == []
     cells = [r for r in flatten(scene.items) if isinstance(r, Rect) and r.tip]
     drawn = {}
     for cell in cells:
         drawn.setdefault(cell.tip, []).append(cell.w)
-    assert len(drawn) == sum(map(len, table.schedule.order)) <= len(cells)
+    assert len(drawn) == sum(map(len, table.schedule.rows)) <= len(cells)
     start_end = {tip: [float(x.split()[0]) for x in tip.partition(": ")[2].split(" to ")] for tip in drawn}
     whole = {
         tip: sum(ws) / (end - start)

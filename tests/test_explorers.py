@@ -171,7 +171,7 @@ def test_plain_fields_are_wide_enough_to_type_in():
 
 
 def test_ring_and_memory_show_what_the_formulas_say():
-    contiguous, zigzag = (RingExplorer(order=order).scene.text for order in ("contiguous", "zigzag"))
+    contiguous, zigzag = (RingExplorer(sequence_order=order).scene.text for order in ("contiguous", "zigzag"))
     assert "The ring takes 3.5 blocks" in contiguous and "The ring takes 2 blocks" in zigzag
     text = MemoryExplorer(model="llama2-7b", devices=64, chip="a100-80", batch_size=64).scene.text
     rows = re.findall(r"ZeRO (\d): ([\d.]+) GiB", text)

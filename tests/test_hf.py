@@ -169,7 +169,7 @@ OURS = {
     "qwen2 with a window": dataclasses.replace(LESSON, qkv_bias=True, window=5),
     "qwen3": dataclasses.replace(LESSON, qk_norm=True, head_width=8),
     "mixtral": dataclasses.replace(
-        LESSON, experts=ExpertConfig(4, 2, balance=0.1, z=0.2, capacity_factor=4.0)
+        LESSON, experts=ExpertConfig(4, 2, aux_loss=0.1, z_loss=0.2, capacity_factor=4.0)
     ),
     "qwen3_moe": dataclasses.replace(LESSON, qk_norm=True, experts=ExpertConfig(8, 3, renormalise=False)),
 }
@@ -217,7 +217,7 @@ def test_tensors_survive_the_round_trip(fixture, kind):
 
 def test_every_weight_has_a_name():
     every = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
-    experts = dataclasses.replace(every, experts=ExpertConfig(4, 2, shared=1, bias_rate=0.1))
+    experts = dataclasses.replace(every, experts=ExpertConfig(4, 2, num_shared=1, bias_rate=0.1))
     assert hf.NAMES.keys() == every.param_shapes().keys() | experts.param_shapes().keys()
 
 
@@ -402,7 +402,7 @@ def test_configurations_without_a_name_there_are_refused():
     with pytest.raises(ValueError, match="both biases and norms on q and k"):
         hf.to_hugging_face(both)
     with pytest.raises(ValueError, match="routes as neither Mixtral nor Qwen3-MoE does"):
-        hf.to_hugging_face(dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, shared=1)))
+        hf.to_hugging_face(dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, num_shared=1)))
     with pytest.raises(ValueError, match="'deepseek-v3' cannot run here"):
         hf.to_hugging_face(PRESETS["deepseek-v3"])
 

@@ -36,15 +36,15 @@ from llmpar.step import Step
 
 HERE = Solo(Plan())
 DEEPSEEK = ExpertConfig(
-    8, 2, shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, groups=4, groups_chosen=2, balance=0.01
+    8, 2, num_shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, num_groups=4, top_groups=2, aux_loss=0.01
 )
 CONVENTIONS = {
-    "mixtral": ExpertConfig(8, 2, balance=0.01, z=0.001),
-    "not renormalised": ExpertConfig(8, 3, renormalise=False, z=0.01),
+    "mixtral": ExpertConfig(8, 2, aux_loss=0.01, z_loss=0.001),
+    "not renormalised": ExpertConfig(8, 3, renormalise=False, z_loss=0.01),
     "deepseek": DEEPSEEK,
-    "all of them": ExpertConfig(4, 4, balance=0.01),
-    "one expert": ExpertConfig(1, 1, z=0.01),
-    "capacity": ExpertConfig(8, 2, balance=0.01, capacity_factor=1.1),
+    "all of them": ExpertConfig(4, 4, aux_loss=0.01),
+    "one expert": ExpertConfig(1, 1, z_loss=0.01),
+    "capacity": ExpertConfig(8, 2, aux_loss=0.01, capacity_factor=1.1),
 }
 
 
@@ -52,16 +52,24 @@ def layer(how, tokens=(3, 7), d=8, m=12, seed=0, skew=0.0):
     """Random inputs of a layer: x, router, bias, gate, up, down. ``skew`` prefers the first experts."""
     draw = np.random.default_rng(seed)
     shapes = dict(
-        x=(*tokens, d), router=(d, how.num), gate=(how.num, d, m), up=(how.num, d, m), down=(how.num, m, d)
+        x=(*tokens, d),
+        router=(d, how.num_experts),
+        gate=(how.num_experts, d, m),
+        up=(how.num_experts, d, m),
+        down=(how.num_experts, m, d),
     )
     values = {k: jnp.asarray(draw.standard_normal(shape), jnp.float32) for k, shape in shapes.items()}
-    return values | {"bias": jnp.asarray(draw.standard_normal(how.num) * 0.3, jnp.float32), "skew": skew}
+    return values | {
+        "bias": jnp.asarray(draw.standard_normal(how.num_experts) * 0.3, jnp.float32),
+        "skew": skew,
+    }
 
 
 def run(how, values):
     """Output, told and chosen of a layer on one device."""
     logits = (
-        values["x"] @ values["router"] - values["skew"] * jnp.arange(how.num, dtype=jnp.float32)[None, None]
+        values["x"] @ values["router"]
+        - values["skew"] * jnp.arange(how.num_experts, dtype=jnp.float32)[None, None]
     )
     weights, chosen, told = moe.route(
         how, HERE, logits, values["bias"] if how.bias_rate is not None else None
@@ -74,26 +82,28 @@ def oracle(how, values):
     """The same in numpy, token by token: output, loss of each token, tally, chosen."""
     v = {k: np.asarray(x, np.float64) for k, x in values.items()}
     b, s, _ = v["x"].shape
-    y, loss, tally = np.zeros_like(v["x"]), np.zeros((b, s)), np.zeros(how.num + 2)
-    chosen = np.full((b, s, how.chosen), how.num)
-    room = s if how.capacity_factor is None else math.ceil(how.chosen * s * how.capacity_factor / how.num)
+    y, loss, tally = np.zeros_like(v["x"]), np.zeros((b, s)), np.zeros(how.num_experts + 2)
+    chosen = np.full((b, s, how.top_k), how.num_experts)
+    room = (
+        s if how.capacity_factor is None else math.ceil(how.top_k * s * how.capacity_factor / how.num_experts)
+    )
     for row in range(b):
-        shares, waiting = [], np.zeros(how.num, int)
+        shares, waiting = [], np.zeros(how.num_experts, int)
         for t in range(s):
             x = v["x"][row, t]
-            logits = x @ v["router"] - v["skew"] * np.arange(how.num)
+            logits = x @ v["router"] - v["skew"] * np.arange(how.num_experts)
             e = np.exp(logits - logits.max())
             score = e / e.sum() if how.score == "softmax" else 1 / (1 + np.exp(-logits))
             favour = score + (v["bias"] if how.bias_rate is not None else 0)
-            size = how.num // how.groups
-            worth = [np.sort(favour[g * size : (g + 1) * size])[-2:].sum() for g in range(how.groups)]
-            is_open = np.isin(np.arange(how.num) // size, np.argsort(worth)[::-1][: how.groups_chosen])
-            best = [i for i in np.argsort(-favour, kind="stable") if is_open[i]][: how.chosen]
+            size = how.num_experts // how.num_groups
+            worth = [np.sort(favour[g * size : (g + 1) * size])[-2:].sum() for g in range(how.num_groups)]
+            is_open = np.isin(np.arange(how.num_experts) // size, np.argsort(worth)[::-1][: how.top_groups])
+            best = [i for i in np.argsort(-favour, kind="stable") if is_open[i]][: how.top_k]
             weight = score[best] / (score[best].sum() if how.renormalise else 1) * how.scale
             share = score / score.sum()
             shares.append(share)
             tally[-1] -= (share * np.log(share + 1e-20)).sum()
-            loss[row, t] = how.z * (np.log(e.sum()) + logits.max()) ** 2
+            loss[row, t] = how.z_loss * (np.log(e.sum()) + logits.max()) ** 2
             for i, (expert, w) in enumerate(zip(best, weight, strict=True)):
                 tally[expert] += 1
                 waiting[expert] += 1
@@ -104,8 +114,8 @@ def oracle(how, values):
                 up = x @ v["up"][expert]
                 gate = x @ v["gate"][expert]
                 y[row, t] += w * ((gate / (1 + np.exp(-gate)) * up) @ v["down"][expert])
-        f = waiting / (how.chosen * s)
-        loss[row] += how.balance * how.num * (np.array(shares) * f).sum(1)
+        f = waiting / (how.top_k * s)
+        loss[row] += how.aux_loss * how.num_experts * (np.array(shares) * f).sum(1)
     return y, loss, tally, chosen
 
 
@@ -154,7 +164,7 @@ def test_mixtrals_weights_are_a_softmax_over_the_chosen_logits():
 def test_the_balance_loss_is_its_coefficient_where_all_experts_are_equal_and_more_where_not():
     """Equal affinities and equal shares of the tokens: E/k sum of k/E · 1/E over E experts = 1 (ties go round
     by hand)."""
-    how = ExpertConfig(4, 1, balance=1.0)
+    how = ExpertConfig(4, 1, aux_loss=1.0)
     even = 1e-4 * jax.nn.one_hot(jnp.arange(8) % 4, 4)[None]
     assert moe.route(how, HERE, even)[2]["loss"].mean() == pytest.approx(1, abs=1e-3)
     assert moe.route(how, HERE, jnp.zeros((1, 8, 4)).at[..., 0].set(9.0))[2]["loss"].mean() == pytest.approx(
@@ -227,7 +237,7 @@ def test_executed_products_are_near_k_of_e_of_all_experts():
         )
         jax.block_until_ready(grads)
         jax.effects_barrier()
-    all_experts = 3 * 3 * 2 * 512 * d * m * how.num
+    all_experts = 3 * 3 * 2 * 512 * d * m * how.num_experts
     assert all_experts * 8 / 64 <= sum(flops) <= 1.1 * all_experts * 8 / 64
 
 
@@ -255,11 +265,11 @@ SAMPLE = [
     Plan("ep=2 sp=2 tp=2", tp_sequence=True, reading="auto"),
 ]
 EVERY = [
-    Plan("ep=4 sp=2", sequence="ulysses", microbatches=2),
+    Plan("ep=4 sp=2", context_parallel="ulysses", microbatches=2),
     Plan("fsdp=2 ep=2 tp=2", zero=1),
     Plan("fsdp=4 ep=2", zero=2),
     Plan("ep=4 dp=2", zero=0, reduce="bucket", bucket_bytes=50_000),
-    Plan("ep=2 fsdp=2 sp=2", sequence="gather"),
+    Plan("ep=2 fsdp=2 sp=2", context_parallel="gather"),
 ] + [
     Plan(f"dp={dp} fsdp={fsdp} ep={ep} sp={sp} tp={tp}", tp_sequence=tp_sequence, reading=reading)
     for dp, fsdp, ep, sp, tp in itertools.product((1, 2), (1, 2, 4), (1, 2, 4, 8), (1, 2), (1, 2, 4))
@@ -287,7 +297,7 @@ def with_experts(**changes):
 OTHERS = {
     "deepseek": dataclasses.replace(MOE, experts=DEEPSEEK),
     "capacity": with_experts(capacity_factor=0.5),
-    "all of them": with_experts(chosen=8),
+    "all of them": with_experts(top_k=8),
 }
 
 
@@ -321,7 +331,7 @@ def test_the_tally_of_many_devices_is_that_of_one():
 SENT = [
     Plan("ep=8"),
     Plan(MIXED),
-    Plan("ep=4 fsdp=2", regather="keep"),
+    Plan("ep=4 fsdp=2", reshard_after_forward=False),
     Plan("ep=2 sp=2 tp=2"),
     Plan("ep=2 sp=2 tp=2", tp_sequence=True),
     Plan("ep=2 sp=2 tp=2", tp_sequence=True, loss_chunks=2, microbatches=2),
@@ -352,7 +362,7 @@ def test_shared_experts_groups_and_the_bias_are_counted():
 
 
 def test_two_all_to_alls_forward_and_two_backward_in_each_layer():
-    step = Step(MOE, Plan("ep=4", regather="keep"), make_mesh("ep=4"), optax.adamw(1e-3))
+    step = Step(MOE, Plan("ep=4", reshard_after_forward=False), make_mesh("ep=4"), optax.adamw(1e-3))
     traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ))
     census = hlo.census_jaxpr(traced.jaxpr.jaxpr, step.plan.mesh.sizes)
     exchanges = [c for c in census if c.kind == "all-to-all"]
@@ -422,7 +432,7 @@ def test_experts_in_a_pipeline_give_the_dense_loss_and_gradients(plan):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "plan", [*PIPED, Plan("pp=2 sp=2 ep=2", sequence="ulysses", schedule="zb-h1", microbatches=2)]
+    "plan", [*PIPED, Plan("pp=2 sp=2 ep=2", context_parallel="ulysses", schedule="zb-h1", microbatches=2)]
 )
 def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
     compare_every_stage(MOE, plan)
@@ -430,7 +440,7 @@ def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
 
 def test_the_balance_of_rows_that_are_cut_is_counted_in_a_pipeline():
     """Tokens per expert are summed over sp where the routers' losses are made: in B, not in F."""
-    compare_every_traced_stage(MOE, Plan("pp=2 sp=2", sequence="ulysses", microbatches=2))
+    compare_every_traced_stage(MOE, Plan("pp=2 sp=2", context_parallel="ulysses", microbatches=2))
 
 
 def test_the_bias_follows_the_load_and_balances_it():
@@ -507,7 +517,7 @@ def test_what_cannot_run_says_so():
     with pytest.raises(ValueError, match="no experts in 'tiny' here"):
         Plan("ep=2").check(preset("tiny"), 8, 64)
     with pytest.raises(ValueError, match="experts 6 is not a multiple of ep = 4; make ep one of 1, 2, 3, 6"):
-        Plan("ep=4").check(with_experts(num=6), 8, 64)
+        Plan("ep=4").check(with_experts(num_experts=6), 8, 64)
     with pytest.raises(ValueError, match="experts 8 is not a multiple of fsdp = 3; make fsdp one of 1, 2, 4"):
         Plan("fsdp=3").check(
             dataclasses.replace(OTHERS["deepseek"], width=24), 12, 64
@@ -517,6 +527,6 @@ def test_what_cannot_run_says_so():
     with pytest.raises(ValueError, match="cannot visit 3 of 2 experts"):
         ExpertConfig(2, 3)
     with pytest.raises(ValueError, match="8 experts cannot be routed in 1 of 3 equal groups"):
-        ExpertConfig(8, 2, groups=3)
+        ExpertConfig(8, 2, num_groups=3)
     with pytest.raises(ValueError, match="hold 2 experts, fewer than the 3"):
-        ExpertConfig(8, 3, groups=4)
+        ExpertConfig(8, 3, num_groups=4)

@@ -285,14 +285,14 @@ def stack(plan):
 LAYERS = [
     Plan(MIXED),
     Plan(MIXED, remat="block"),
-    Plan(MIXED, remat="block", regather="keep"),
-    Plan(MIXED, regather="keep"),
+    Plan(MIXED, remat="block", reshard_after_forward=False),
+    Plan(MIXED, reshard_after_forward=False),
     Plan(MIXED, unroll=0),
     Plan(MIXED, unroll=2, zero=1),
 ]
 
 
-@pytest.mark.parametrize("plan", LAYERS, ids=lambda p: f"{p.remat} {p.regather} {p.unroll}")
+@pytest.mark.parametrize("plan", LAYERS, ids=lambda p: f"{p.remat} {p.reshard_after_forward} {p.unroll}")
 def test_layers_are_a_loop_however_they_are_saved(plan):
     x, ws = value(8, 8), 0.1 * value(3, 8, 16)
     want = x
@@ -310,7 +310,7 @@ def test_layers_are_a_loop_however_they_are_saved(plan):
     np.testing.assert_allclose(grads, want_grads, rtol=1e-4, atol=1e-5 * np.abs(want_grads).max())
     found = census(jax.grad(functools.partial(loss, run), argnums=1), x, ws, plan=plan)
     gathers = sum(c.count for c in found if c.axes == ("fsdp",) and c.kind == "all-gather")
-    assert gathers == 3 * (0 if plan.zero < 3 else 1 if plan.regather == "keep" else 2)
+    assert gathers == 3 * (0 if plan.zero < 3 else 1 if not plan.reshard_after_forward else 2)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 4])

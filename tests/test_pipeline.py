@@ -28,7 +28,9 @@ DEEP = dataclasses.replace(LLAMA, num_layers=4)
 def piped(mesh, schedule, **fields):
     """A plan by the schedule's name, microbatches, and what else it says."""
     name, m, *chunks = schedule.split()
-    return Plan(mesh, schedule=name, microbatches=int(m), chunks=int(chunks[0]) if chunks else None, **fields)
+    return Plan(
+        mesh, schedule=name, microbatches=int(m), virtual_stages=int(chunks[0]) if chunks else None, **fields
+    )
 
 
 def step_of(config, plan):
@@ -48,7 +50,7 @@ CASES = {
     "gpipe, m = p, tp": (LLAMA, piped("pp=2 dp=2 tp=2", "gpipe 2")),
     "1f1b, m = 2p, fsdp": (DEEP, piped("pp=4 fsdp=2", "1f1b 8")),
     "1f1b, m = 2p, tied, biases, tp_sequence": (QWEN, piped("pp=2 fsdp=2 tp=2", "1f1b 4", tp_sequence=True)),
-    "1f1b, sp, remat": (LLAMA, piped("pp=2 sp=2 dp=2", "1f1b 2", sequence="ulysses", remat="block")),
+    "1f1b, sp, remat": (LLAMA, piped("pp=2 sp=2 dp=2", "1f1b 2", context_parallel="ulysses", remat="block")),
     "interleaved, m = 2p, ZeRO-2": (DEEP, piped("pp=2 dp=2 fsdp=2", "interleaved 4", zero=2)),
     "zb-h1, m = p, tp_sequence": (DEEP, piped("pp=4 tp=2", "zb-h1 4", tp_sequence=True)),
     "zb-v, m = 2p, fsdp tp": (DEEP, piped("pp=2 fsdp=2 tp=2", "zb-v 4")),
@@ -96,7 +98,7 @@ def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(name, p, time
     if times * p * (inside in ("dp=2", "fsdp=2")) > 8:
         inside = inside.replace("dp=2", "dp=1")  # 16 rows, no more
     assert_same(
-        EIGHT, piped(f"pp={p} {inside}", f"{name} {times * p}", sequence="ulysses", stage_saves=saves)
+        EIGHT, piped(f"pp={p} {inside}", f"{name} {times * p}", context_parallel="ulysses", stage_saves=saves)
     )
 
 
@@ -267,11 +269,11 @@ REFUSED = {
     "has 2 stages but mesh 'pp=4' has pp=4; use pp=2": dict(mesh="pp=4", schedule=WRITTEN, microbatches=4),
     "has 4 microbatches but the plan has 2; use microbatches=4": dict(schedule=WRITTEN, microbatches=2),
     "2 layers cannot fill stages·chunks = 4; use 4 layers": dict(schedule="interleaved"),
-    "2 layers cannot fill stages·chunks = 6; use 6 layers": dict(schedule="interleaved", chunks=3),
+    "2 layers cannot fill stages·chunks = 6; use 6 layers": dict(schedule="interleaved", virtual_stages=3),
     "batch 16 is not a multiple of dp·fsdp·ep·microbatches = 6": dict(mesh="pp=2 dp=2", microbatches=3),
     "reading='auto' does not go": dict(reading="auto"),
     "reduce='layer' does not go": dict(mesh="pp=2", zero=0, microbatches=1, reduce="layer"),
-    "use sequence='ulysses' or 'gather'": dict(mesh="pp=2 sp=2"),
+    "use context_parallel='ulysses' or 'gather'": dict(mesh="pp=2 sp=2"),
 }
 
 

@@ -44,7 +44,7 @@ def test_what_attention_does_with_a_cut_sequence_is_two_rows_of_the_table():
     two, back = "attention b s k r h -> queries b s k r h", "queries b s k r h -> attention b s k r h"
     keys = "attention b s k h -> keys b s k h"
     moves = {
-        kind: [arrows(Plan("sp=2 tp=2", sequence=kind).resolve(arrow)) for arrow in (two, keys, back)]
+        kind: [arrows(Plan("sp=2 tp=2", context_parallel=kind).resolve(arrow)) for arrow in (two, keys, back)]
         for kind in ("ring", "ulysses", "gather")
     }
     assert moves == {
@@ -362,22 +362,23 @@ def test_a_zigzag_needs_two_parts_a_rank_and_the_advice_works():
     plan = Plan("sp=4")
     message = refusal(plan, seq=20)
     assert (
-        message == "order='zigzag' cuts a sequence into 2·sp = 8 parts, and 20 is no multiple; use 16, or"
-        " order='striped'"
+        message
+        == "sequence_order='zigzag' cuts a sequence into 2·sp = 8 parts, and 20 is no multiple; use 16, or"
+        " sequence_order='striped'"
     )
     plan.check(LLAMA, 16, 16)
-    dataclasses.replace(plan, order="striped").check(LLAMA, 16, 20)
+    dataclasses.replace(plan, sequence_order="striped").check(LLAMA, 16, 20)
 
 
 def test_ulysses_needs_heads_and_the_advice_works():
-    plan = Plan("sp=4 tp=2", sequence="ulysses")
+    plan = Plan("sp=4 tp=2", context_parallel="ulysses")
     few = dataclasses.replace(LLAMA, num_kv_heads=4)
     message = refusal(plan, few)
     assert message.startswith(
-        "sequence='ulysses' cuts the 2 KV heads of a device by sp = 4; use sequence='ring'"
+        "context_parallel='ulysses' cuts the 2 KV heads of a device by sp = 4; use context_parallel='ring'"
     )
     plan.check(LLAMA, 16, 16)
-    dataclasses.replace(plan, sequence="ring").check(few, 16, 16)
+    dataclasses.replace(plan, context_parallel="ring").check(few, 16, 16)
 
 
 @pytest.mark.parametrize("field", ["microbatches", "loss_chunks", "ffn_chunks", "attention_block"])
@@ -389,24 +390,30 @@ def test_numbers_below_one_are_refused(field):
 
 
 OTHER = dict(
-    sequence="rings",
+    context_parallel="rings",
     reading="Manual",
     remat="blocks",
     zero=4,
     dtype="float31",
     reduce="layers",
-    regather="keeps",
+    reshard_after_forward="keeps",
 )
 OTHER |= dict(
     stage_saves="residual",
     dispatch="padd",
     grouped="block",
-    order="zig-zag",
+    sequence_order="zig-zag",
     attention_kernel="cuda",
     unroll=-1,
 )
 OTHER |= dict(
-    tp_sequence=1, schedule=0, chunks=0, microbatches=2.0, loss_chunks=True, ffn_chunks="2", bucket_bytes=0
+    tp_sequence=1,
+    schedule=0,
+    virtual_stages=0,
+    microbatches=2.0,
+    loss_chunks=True,
+    ffn_chunks="2",
+    bucket_bytes=0,
 )
 OTHER |= dict(attention_block=0)
 
@@ -423,14 +430,14 @@ def test_every_field_refuses_what_its_type_does_not_have():
 
 IDLE = {
     "schedule": dict(schedule="bogus"),
-    "chunks": dict(chunks=2),
+    "virtual_stages": dict(virtual_stages=2),
     "stage_saves": dict(stage_saves="residuals"),
-    "sequence": dict(sequence="gather"),
-    "order": dict(order="striped"),
+    "context_parallel": dict(context_parallel="gather"),
+    "sequence_order": dict(sequence_order="striped"),
     "tp_sequence": dict(tp_sequence=True),
     "dispatch": dict(dispatch="ragged"),
     "zero": dict(zero=2),
-    "regather": dict(regather="keep"),
+    "reshard_after_forward": dict(reshard_after_forward=False),
     "remat": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", remat="block"),
     "grouped": dict(grouped="ragged_dot"),
     "bucket_bytes": dict(bucket_bytes=1),
@@ -452,13 +459,13 @@ def test_an_option_that_would_change_nothing_is_refused_with_the_reason(field):
 def test_positions_are_in_order_only_where_queries_meet_their_own_keys():
     """Gathered keys are a whole row beside the queries of a part of it: a kernel that counts from the left
     edge is wrong."""
-    assert Plan().in_order and Plan("sp=2", sequence="ulysses", order="contiguous").in_order
-    assert not Plan("sp=2", sequence="gather", order="contiguous").in_order
-    assert not Plan("sp=2", sequence="ulysses").in_order
+    assert Plan().in_order and Plan("sp=2", context_parallel="ulysses", sequence_order="contiguous").in_order
+    assert not Plan("sp=2", context_parallel="gather", sequence_order="contiguous").in_order
+    assert not Plan("sp=2", context_parallel="ulysses").in_order
 
 
 def test_a_block_of_attention_divides_the_queries_of_a_rank_and_the_keys_that_it_gathers():
-    plan = Plan("sp=3", sequence="gather", attention_block=3, order="striped")
+    plan = Plan("sp=3", context_parallel="gather", attention_block=3, sequence_order="striped")
     assert refusal(plan, seq=48).startswith(
         "each device's number of queries 16 is not a multiple of attention_block = 3"
     )

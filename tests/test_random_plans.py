@@ -53,7 +53,7 @@ DRAWN = {
         ffn_chunks=(1, 2, 3, 4),
         attention_block=(None, 2, 3, 4, 8, 64),
         schedule=(*schedules.SCHEDULES, WRITTEN),
-        chunks=(None, None, 1, 2, 3),
+        virtual_stages=(None, None, 1, 2, 3),
         mesh=(),
     ),
     ModelConfig: dict(
@@ -133,9 +133,9 @@ def draw_all(rng) -> dict:
         "zero",
         "tp_sequence",
         "reduce",
-        "regather",
-        "sequence",
-        "order",
+        "reshard_after_forward",
+        "context_parallel",
+        "sequence_order",
         "dispatch",
         "grouped",
     )  # idle on most meshes
@@ -177,7 +177,7 @@ def build(asked: dict) -> tuple[ModelConfig, Plan]:
     if (schedule := asked["schedule"]) == WRITTEN:
         name = ("gpipe", "1f1b", "zb-h1")[asked["batch"] % 3]
         schedule = "\n".join(
-            " ".join(map(str, row)) for row in schedules.make(name, asked["pp"], asked["microbatches"]).order
+            " ".join(map(str, row)) for row in schedules.make(name, asked["pp"], asked["microbatches"]).rows
         )
     mesh = MeshShape(**{axis: asked[axis] for axis in AXES})
     plan = Plan(**take(Plan) | {"mesh": mesh, "schedule": schedule})
@@ -219,7 +219,7 @@ def remedies(why: str, asked: dict) -> list[dict]:
             )
     if m := re.search(r"reduce='\w+' .*; use '(\w+)'", why):
         found.append({"reduce": m[1]})
-    if m := re.search(r"order='zigzag'.*; use (\d+),", why):
+    if m := re.search(r"sequence_order='zigzag'.*; use (\d+),", why):
         found.append({"seq": int(m[1])})
     if m := re.search(r"leave (\w+) out", why):
         found.append({m[1]: getattr(Plan(), m[1])})
@@ -378,7 +378,11 @@ def pieces_of(plan: Plan, seq: int):
 
 
 def places_of(plan: Plan, seq: int):
-    return attention.order(plan.order, seq, plan.mesh.sp) if plan.mesh.sp > 1 else np.arange(seq)
+    return (
+        attention.sequence_permutation(plan.sequence_order, seq, plan.mesh.sp)
+        if plan.mesh.sp > 1
+        else np.arange(seq)
+    )
 
 
 def run(config, plan, asked, data, weights, num_steps=2):
@@ -590,7 +594,7 @@ def plain(**changes) -> dict:
 
 
 def in_order_if_contiguous(self):
-    return self.mesh.sp == 1 or self.order == "contiguous"
+    return self.mesh.sp == 1 or self.sequence_order == "contiguous"
 
 
 def no_mark(move):
@@ -608,7 +612,7 @@ FAULTS = {
         "in_order",
         lambda _: property(in_order_if_contiguous),
         "gradients",
-        dict(sp=2, sequence="gather", order="contiguous", attention_kernel="xla"),
+        dict(sp=2, context_parallel="gather", sequence_order="contiguous", attention_kernel="xla"),
     ),
     "scores over the width": (attention, "_scale", without_root, "gradients", dict(dp=2)),
     "a mark is missing": (

@@ -48,8 +48,8 @@ SAMPLE = [p for p in EVERY if p.mesh.size == 8 and (p.mesh.fsdp == 1 or p.mesh.t
     Plan(MIXED, reduce="layer"),
     Plan(MIXED, microbatches=2, zero=1, reading="auto"),
     Plan(MIXED, remat="block", tp_sequence=True, loss_chunks=2),
-    Plan(MIXED, remat="block", regather="keep", unroll=0),
-    Plan("fsdp=8", regather="keep", loss_chunks=4),
+    Plan(MIXED, remat="block", reshard_after_forward=False, unroll=0),
+    Plan("fsdp=8", reshard_after_forward=False, loss_chunks=4),
 ]
 
 

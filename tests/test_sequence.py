@@ -23,24 +23,24 @@ from llmpar.plan import Plan
 from llmpar.step import Step
 
 PLANS = [
-    Plan("sp=4", order="contiguous"),
+    Plan("sp=4", sequence_order="contiguous"),
     Plan("dp=2 sp=4", zero=0),
-    Plan("sp=8", order="striped"),
+    Plan("sp=8", sequence_order="striped"),
     Plan("fsdp=2 sp=2 tp=2", tp_sequence=True),
-    Plan("sp=4 tp=2", sequence="ulysses", order="striped"),
-    Plan("fsdp=2 sp=4", sequence="gather", remat="block"),
+    Plan("sp=4 tp=2", context_parallel="ulysses", sequence_order="striped"),
+    Plan("fsdp=2 sp=4", context_parallel="gather", remat="block"),
     Plan("fsdp=2 sp=4", microbatches=2, zero=2),
-    Plan("sp=2", sequence="gather", order="contiguous"),
+    Plan("sp=2", context_parallel="gather", sequence_order="contiguous"),
 ]
 CHUNKED = Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, ffn_chunks=4)
 KERNELS = [
-    Plan("sp=2 fsdp=4", sequence="ulysses", attention_kernel="xla", ffn_chunks=2, remat="block"),
-    Plan("dp=2 sp=2", sequence="gather", order="contiguous", attention_kernel="xla", zero=0),
+    Plan("sp=2 fsdp=4", context_parallel="ulysses", attention_kernel="xla", ffn_chunks=2, remat="block"),
+    Plan("dp=2 sp=2", context_parallel="gather", sequence_order="contiguous", attention_kernel="xla", zero=0),
     Plan("dp=2", attention_kernel="xla", zero=0),
 ]
 AUTO = [
     Plan("fsdp=2 sp=2 tp=2", reading="auto", ffn_chunks=2, loss_chunks=2),
-    Plan("dp=2 sp=4", reading="auto", sequence="ulysses"),
+    Plan("dp=2 sp=4", reading="auto", context_parallel="ulysses"),
 ]
 
 
@@ -52,8 +52,8 @@ def test_a_cut_sequence_gives_the_gradients_of_one_device(plan):
 def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monkeypatch):
     """The planted fault: zigzag places, read as contiguous ones by a plan that skips what it takes for
     masked."""
-    places = attention.order("zigzag", SEQ, 2)
-    monkeypatch.setattr(attention, "order", lambda *_: places)
+    places = attention.sequence_permutation("zigzag", SEQ, 2)
+    monkeypatch.setattr(attention, "sequence_permutation", lambda *_: places)
     with pytest.raises(AssertionError):
         assert_same(LLAMA, Plan("dp=2", zero=0, attention_block=4))
 
@@ -95,7 +95,7 @@ def test_no_activation_is_gathered_over_the_sequence():
     per_layer = BATCH // 2 * SEQ // 4 * LLAMA.width * 4 * 3
     times, sent = gathered(Forgets("sp=4 fsdp=2"))
     assert (times, sent) == (LLAMA.num_layers, LLAMA.num_layers * per_layer)
-    assert gathered(Plan("sp=4 fsdp=2", sequence="gather"))[1] > 0
+    assert gathered(Plan("sp=4 fsdp=2", context_parallel="gather"))[1] > 0
 
 
 def test_the_ring_for_llama3_heads_sends_a_sixth_of_one_that_turns_all_query_heads_in_float32():
@@ -181,10 +181,10 @@ def test_the_busiest_rank_of_a_causal_ring(places, most):
         (
             Plan("sp=4"),
             12,
-            "order='zigzag' cuts a sequence into 2·sp = 8 parts, and 12 is no multiple; use 8",
+            "sequence_order='zigzag' cuts a sequence into 2·sp = 8 parts, and 12 is no multiple; use 8",
         ),
-        (Plan("sp=4", order="striped"), 18, "sequence 18 is not a multiple of sp = 4"),
-        (Plan("sp=4 tp=4", sequence="ulysses"), 32, "cuts the 2 KV heads of a device by sp = 4"),
+        (Plan("sp=4", sequence_order="striped"), 18, "sequence 18 is not a multiple of sp = 4"),
+        (Plan("sp=4 tp=4", context_parallel="ulysses"), 32, "cuts the 2 KV heads of a device by sp = 4"),
         (Plan("sp=2", attention_block=24), 128, "not a multiple of attention_block = 24"),
         (Plan("sp=2", ffn_chunks=3), 32, "sequence 32 is not a multiple of sp·ffn_chunks = 6"),
         (
@@ -210,7 +210,7 @@ def test_what_cannot_be_cut_is_refused(plan, seq, sentence):
 
 
 def test_positions_travel_with_their_tokens():
-    places = attention.order("zigzag", SEQ, 4)
+    places = attention.sequence_permutation("zigzag", SEQ, 4)
     assert sorted(places) == list(range(SEQ)) and list(places[:4]) == [0, 1, 14, 15]
     np.testing.assert_array_equal(batch()["positions"][0][places], places)
 
@@ -222,7 +222,7 @@ def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(mon
         attention, "ring", lambda *args, block, **how: asked.append(block) or ring(*args, block=block, **how)
     )
     for block in (16, 64, 128):
-        plan = Plan("sp=4", order="zigzag", attention_block=block)
+        plan = Plan("sp=4", sequence_order="zigzag", attention_block=block)
         step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
         step.run.trace(step.abstract_state, step.abstract_batch(4, 256))  # 64 positions a rank
     assert set(asked) == {16, None}

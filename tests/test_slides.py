@@ -173,7 +173,7 @@ def test_a_timetable_is_what_the_command_below_it_gives(deck):
         if " time units, " in alt and command:
             given = parse(shlex.split(command[1]))
             made = make(given.name, given.stages, given.microbatches, given.chunks)
-            of_command = draw.timetable(timetable(made, tuple(map(float, given.costs.split(",")))))
+            of_command = draw.timeline(timetable(made, tuple(map(float, given.costs.split(",")))))
             assert html.unescape(alt) == " ".join(of_command.text.split()), slide["title"]
             drawn += 1
     assert drawn == 5

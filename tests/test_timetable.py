@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmpar.cli.tools import Schedule
-from llmpar.schedules import SCHEDULES, Op, from_text, make
+from llmpar.schedules import SCHEDULES, Op, Schedule, from_text, make
 from llmpar.timetable import closed_forms, schedule_document, search, slots, text_timeline, timetable
 
 ROWS = {
@@ -110,7 +109,7 @@ def test_symbolic_rows_of_the_papers(row):
 def test_a_misplaced_weight_gradient_misses_the_published_bubble():
     plain = make("1f1b", 4, 8)
     eager = "\n".join(
-        " ".join(f"{op} W{op.microbatch}" if op.kind == "B" else str(op) for op in r) for r in plain.order
+        " ".join(f"{op} W{op.microbatch}" if op.kind == "B" else str(op) for op in r) for r in plain.rows
     )
     bubbles = [timetable(s).bubble for s in (make("zb-h1", 4, 8), from_text(eager), plain)]
     assert bubbles == [3, 6, 9]  # W at once already frees the stage before; ZB-H1 halves what that leaves
@@ -136,9 +135,7 @@ def test_v_half_needs_about_half_the_memory_and_leaves_about_half_the_bubble(p, 
 
 def test_dualpipe_gains_when_gradients_leave_before_the_weights():
     joined = make("dualpipe", 8, 16)
-    apart = replace(
-        joined, order=tuple(tuple(op._replace(joined=False) for op in row) for row in joined.order)
-    )
+    apart = replace(joined, rows=tuple(tuple(op._replace(joined=False) for op in row) for row in joined.rows))
     assert timetable(joined).bubble == pytest.approx(6) and timetable(apart).bubble == pytest.approx(3)
 
 
@@ -150,7 +147,7 @@ def test_every_operation_starts_as_soon_as_it_can_and_no_sooner(name, hop):
     table = timetable(schedule, tuple(costs.values()), hop)
     visits = {"linear": 1, "looped": 2, "vee": 2, "dual": 1}[schedule.placement]
     cells = []  # (start, end, stage, the end of the row's cell before, operations)
-    for s, row in enumerate(schedule.order):
+    for s, row in enumerate(schedule.rows):
         before = 0
         for op, start, end in zip(row, table.start[s], table.end[s], strict=True):
             whole = costs["B"] + costs["W"] * (not schedule.split_backward)
@@ -179,9 +176,9 @@ def test_every_operation_starts_as_soon_as_it_can_and_no_sooner(name, hop):
 def test_lockstep_is_legal_and_never_beats_free_running(name):
     schedule = make(name, 4, 8)
     table = timetable(schedule, (1, 1.5, 0.5), 0.25)
-    assert (table.ticks[..., 0] >= 0).sum() == sum(map(len, schedule.order))
+    assert (table.ticks[..., 0] >= 0).sum() == sum(map(len, schedule.rows))
     assert (table.messages[:, 2] > table.messages[:, 0]).all()
-    if not any(op.joined for row in schedule.order for op in row):  # lockstep does not join cells
+    if not any(op.joined for row in schedule.rows for op in row):  # lockstep does not join cells
         assert table.makespan_lockstep >= table.makespan - EXACT
     if schedule.split_backward and schedule.placement == "linear":
         unit = timetable(schedule, (1, 1, 1))
@@ -262,19 +259,19 @@ def test_any_loss_of_an_operation_is_noticed(name):
     schedule, rng = make(name, 4, 8), np.random.default_rng(0)
     for _ in range(10):
         stage = int(rng.integers(4))
-        k = int(rng.integers(len(schedule.order[stage])))
-        op, row = schedule.order[stage][k], list(schedule.order[stage])
+        k = int(rng.integers(len(schedule.rows[stage])))
+        op, row = schedule.rows[stage][k], list(schedule.rows[stage])
         for change in (row[:k] + row[k + 1 :], row[:k] + [op] + row[k:]):
-            order = schedule.order[:stage] + (tuple(change),) + schedule.order[stage + 1 :]
+            order = schedule.rows[:stage] + (tuple(change),) + schedule.rows[stage + 1 :]
             with pytest.raises(ValueError, match=f"stage {stage} (never runs|runs) {op}"):
-                timetable(replace(schedule, order=order))
+                timetable(replace(schedule, rows=order))
 
 
 def test_text_and_order_are_the_same_thing():
     for name in SCHEDULES:
         schedule = make(name, 4, 8)
         assert from_text(str(schedule), schedule.name, schedule.placement) == schedule
-    assert from_text("F0 . B0 # one stage").order == ((Op("F", 0), Op("B", 0)),)
+    assert from_text("F0 . B0 # one stage").rows == ((Op("F", 0), Op("B", 0)),)
     with pytest.raises(ValueError, match=r"stage 1: 'X1' is no operation(.|\n)*F0 X1\n   \^\^"):
         from_text("F0 B0\nF0 X1")
     for text in ("", "F0 F999999999 B0", "F0 F1.999999999 B0"):
@@ -335,7 +332,7 @@ def walk(table, buffers):
                 if inbox[t, s] >= 0:
                     assert way[source % p] == sign
                     messages[s][int(inbox[t, s])] = out[source % p]
-    assert ran == sum(map(len, schedule.order))
+    assert ran == sum(map(len, schedule.rows))
     for held, number in (
         (saved, buffers.num_saved),
         (residual, buffers.num_residual),

@@ -105,7 +105,7 @@ def test_the_loss_falls_on_real_text_and_the_log_says_what_happened(tmp_path):
 
 
 def test_the_log_of_experts_says_how_even_their_load_is(tmp_path):
-    config = dataclasses.replace(SMALL, experts=ExpertConfig(4, 2, balance=0.01, capacity_factor=1.0))
+    config = dataclasses.replace(SMALL, experts=ExpertConfig(4, 2, aux_loss=0.01, capacity_factor=1.0))
     run(Plan("ep=2"), 2, config, log=str(tmp_path / "run.jsonl"))
     rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     for row in rows:
@@ -491,7 +491,7 @@ EVALUATED = [Plan("ep=2 tp=2", microbatches=2), Plan("pp=2 dp=2", schedule="inte
 def test_evaluation_is_the_cross_entropy_whatever_the_plan(plan):
     config = dataclasses.replace(SMALL, num_layers=5) if plan.pipeline else SMALL
     config = (
-        dataclasses.replace(config, experts=ExpertConfig(4, 2, balance=0.5)) if plan.mesh.ep > 1 else config
+        dataclasses.replace(config, experts=ExpertConfig(4, 2, aux_loss=0.5)) if plan.mesh.ep > 1 else config
     )
     step, batch = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1e-3)), stream().batch(3)
     params = jax.device_put(weights(config), jax.tree.map(lambda x: x.sharding, step.abstract_natural.params))

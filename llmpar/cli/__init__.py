@@ -1,1 +1,82 @@
-"""The command line: `llmpar COMMAND`."""
+"""The front door: run one command, and turn whatever happens into an exit status and a sentence.
+
+Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 130 Ctrl-C, 143 asked to end
+(SIGTERM). With ``--json`` a command prints one JSON document on stdout and everything else on stderr. Nothing
+heavy is imported before `main` runs, so that Ctrl-C is heard from the start.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import llmpar
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and give its exit status."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every letter
+    try:
+        _run(sys.argv[1:] if argv is None else argv)
+        return 0
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError as error:  # whoever read has enough
+        return _fail("", 141, error)
+    except MemoryError as error:
+        return _fail("the memory of this machine is full; use a smaller model, batch or text", 1, error)
+    except Exception as error:
+        return _fail(explain(error), 1, error)
+
+
+def _run(argv: list[str]) -> None:
+    if argv[:1] == ["--version"]:
+        print(f"llmpar {llmpar.__version__}")
+        return
+    from llmpar.cli.tools import parse
+
+    parse(argv).run()
+    if sys.stdout:
+        sys.stdout.flush()  # so that a full disk or a closed pipe is known here
+
+
+def explain(error: Exception) -> str:
+    """What went wrong, in a sentence: a refusal's own, or that this is a fault.
+
+    Our refusals are ValueErrors raised here. One that another library raised is a case that nobody thought
+    of.
+    """
+    trace, here = error.__traceback__, os.path.dirname(llmpar.__file__) + os.sep
+    frames = []
+    while trace:
+        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    refused = isinstance(error, ValueError) and (not frames or frames[-1][0].startswith(here))
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
+    if refused or isinstance(error, OSError | FloatingPointError):
+        return str(error)
+    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+    if "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
+        return (
+            f"the memory of a device is full ({said}); use a smaller model or batch, more microbatches, or"
+            " --remat block"
+        )
+    ours = [f"{file.removeprefix(here)}:{line}" for file, line in frames if file.startswith(here)][-1:]
+    return f"this is a fault of llmpar, at {''.join(ours)}: {said}; LLMPAR_TRACEBACK=1 shows the stack"
+
+
+def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
+    """Say it, and give the status."""
+    if error and os.environ.get("LLMPAR_TRACEBACK"):
+        import traceback
+
+        traceback.print_exception(error)
+    if sentence:
+        print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
+    if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # what is still in its buffer cannot be written
+    return status

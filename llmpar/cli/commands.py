@@ -78,13 +78,13 @@ class MemoryOptions:
 
     Attributes:
         remat: recompute nothing, or whole blocks, in the backward pass.
-        regather: ZeRO-3: gather weights again in the backward pass, or keep them.
+        reshard_after_forward: ZeRO-3: let gathered weights go, and gather them again in the backward pass.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
         ffn_chunks: pieces of the sequence that go through a feed-forward one after the other.
     """
 
     remat: Literal["none", "block"] = "none"
-    regather: Literal["again", "keep"] = "again"
+    reshard_after_forward: bool = True
     loss_chunks: int = 1
     ffn_chunks: int = 1
 
@@ -95,15 +95,15 @@ class SequenceOptions:
 
     Attributes:
         tp_sequence: sequence parallelism: cut the residual stream's sequence by tp.
-        sequence: pass keys around a ring, exchange positions for heads, or gather all keys.
-        order: how positions are dealt to the ranks of sp.
+        context_parallel: pass keys around a ring, exchange positions for heads, or gather all keys.
+        sequence_order: how positions are dealt to the ranks of sp.
         attention_block: queries and keys per block of attention; it must divide what a device holds.
         attention_kernel: who computes attention to whole sequences: this package, cuDNN, or plain XLA.
     """
 
     tp_sequence: bool = False
-    sequence: Literal["ring", "ulysses", "gather"] = "ring"
-    order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
+    context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
+    sequence_order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     attention_block: Number = None
     attention_kernel: Literal["portable", "cudnn", "xla"] = "portable"
 
@@ -127,12 +127,12 @@ class PipelineOptions:
 
     Attributes:
         schedule: gpipe, 1f1b, interleaved, zb-h1, zb-v, …, or an order written out.
-        chunks: pieces of the model per stage, for schedules that let one choose.
+        virtual_stages: pieces of the model per stage, for schedules that let one choose.
         stage_saves: what a stage keeps of a forward pass: its input, to recompute from, or all residuals.
     """
 
     schedule: str = "1f1b"
-    chunks: Number = None
+    virtual_stages: Number = None
     stage_saves: Literal["input", "residuals"] = "input"
 
 
@@ -266,8 +266,8 @@ class Train:
         tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
         data.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
-        positions = attention.order(plan.order, source.seq_len, plan.mesh.sp)
-        stream = data.Stream(corpus, source, order=positions)
+        positions = attention.sequence_permutation(plan.sequence_order, source.seq_len, plan.mesh.sp)
+        stream = data.Stream(corpus, source, positions=positions)
         held_out = data.Stream(corpus, source, "held_out", positions) if self.text.eval_every else None
         say(
             f"{config.name}: {config.num_params:,} parameters on {plan.mesh} ({plan.mesh.size} devices);"

@@ -155,7 +155,7 @@ class Schedule:
         name: gpipe, 1f1b, interleaved, zb-h1, …; a wrong name lists all.
         stages: pipeline stages p.
         microbatches: m.
-        chunks: model chunks per stage, for schedules that have several.
+        virtual_stages: model chunks per stage, for schedules that have several.
         costs: times of forward, input-gradient and weight-gradient work: F,B,W.
         hop: latency of a send between stages, in the same unit.
         svg: also draw the timetable into this SVG (or PNG).
@@ -165,7 +165,7 @@ class Schedule:
     name: Annotated[str, tyro.conf.Positional] = "1f1b"
     stages: int = 4
     microbatches: int = 8
-    chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    virtual_stages: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     costs: str = "1,1,1"
     hop: float = 0.0
     svg: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
@@ -179,15 +179,15 @@ class Schedule:
             f, b, w = (float(x) for x in self.costs.split(","))
         except ValueError as error:
             raise ValueError(f"--costs '{self.costs}' is not three numbers F,B,W such as 1,1,1") from error
-        if self.stages * self.microbatches * (self.chunks or 1) > MAX_CELLS:
+        if self.stages * self.microbatches * (self.virtual_stages or 1) > MAX_CELLS:
             many = f"{self.stages} stages and {self.microbatches} microbatches are too many to simulate"
             raise ValueError(f"{many}; use at most {MAX_CELLS:,} of stages x microbatches x chunks")
         check_picture(self.svg)
-        made = schedules.make(self.name, self.stages, self.microbatches, self.chunks)
+        made = schedules.make(self.name, self.stages, self.microbatches, self.virtual_stages)
         document = timetable.schedule_document(made, (f, b, w), self.hop)
         table = timetable.timetable(made, (f, b, w), self.hop)
         if self.svg:
-            draw.timetable(table).save(self.svg)
+            draw.timeline(table).save(self.svg)
             say(f"drew the timetable into {self.svg}")
         emit(document, self.json)
         if not self.json:

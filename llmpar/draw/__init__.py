@@ -3,7 +3,7 @@
 layouts      mesh  layout  arrow  links         who holds what, and what moves
 charts       collectives  ring_steps            what was sent, and how
              live_blocks  token_flow            who computes in ring attention; where tokens go
-             timetable  overlap                 who works when
+             timeline  overlap                  who works when
              memory_bars  time_bars             what fills the memory, and the step
              loss_curve                         whether it learns
 geometry                                        where a device lies, who holds which slice
@@ -18,7 +18,7 @@ from llmpar.draw.charts import (
     overlap,
     ring_steps,
     time_bars,
-    timetable,
+    timeline,
     token_flow,
 )
 from llmpar.draw.layouts import arrow, holders, layout, layout_svg, links, mesh, moved
@@ -38,6 +38,6 @@ __all__ = [
     "overlap",
     "ring_steps",
     "time_bars",
-    "timetable",
+    "timeline",
     "token_flow",
 ]

@@ -32,7 +32,7 @@ from llmpar.draw.scene import (
 # isort: on
 
 
-def some(numbers, most: int = 8) -> str:
+def number_ranges(numbers, most: int = 8) -> str:
     """Numbers as text: ``0 4``, ``0–7`` where they are consecutive, with an ellipsis where they are many."""
     n = list(numbers)
     if len(n) > 2 and n == list(range(n[0], n[-1] + 1)):
@@ -40,7 +40,7 @@ def some(numbers, most: int = 8) -> str:
     return " ".join(map(str, n if len(n) <= most else [*n[: most - 2], "…", n[-1]]))
 
 
-def many(n: int, what: str) -> str:
+def count_noun(n: int, what: str) -> str:
     """A count with its noun: ``1 copy``, ``2 copies``."""
     return f"{n} {what if n == 1 else what[:-1] + 'ies' if what.endswith('y') else what + 's'}"
 
@@ -139,7 +139,7 @@ def live_blocks(matrix, axis: str = "sp") -> Scene:
     said = [
         f"rank {r}: {' '.join(f'{x:g}' for x in row)} = {sum(row):g} blocks" for r, row in enumerate(matrix)
     ]
-    title = f"Live attention blocks: {many(ranks, 'rank')}, {many(steps, 'ring step')}"
+    title = f"Live attention blocks: {count_noun(ranks, 'rank')}, {count_noun(steps, 'ring step')}"
     return compose(title, [items], "\n".join([*said, note]), [note])
 
 
@@ -171,7 +171,7 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
         held = [held[came_from.get(r, r)] for r in range(ranks)]
     note = f"Filled: a rank holds its own block. After a step each sends what it holds over {axis}."
     note += f" Ranks {drawn} to {ranks - 1} are not drawn." * (ranks > drawn)
-    title = f"Ring over {axis}: {many(ranks, 'rank')}, {many(steps, 'step')}"
+    title = f"Ring over {axis}: {count_noun(ranks, 'rank')}, {count_noun(steps, 'step')}"
     return compose(title, [items], "\n".join([*said, note]), [note])
 
 
@@ -203,7 +203,7 @@ def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, a
         y = h * e
         items.append(small(right - 64, y + h / 2, f"expert {e}", "start", "ink"))
         items.append(Rect(right, y + 4, wide * n / most, h - 8, axis, f"{axis}-line"))
-        items.append(small(right + wide + 10, y + h / 2, many(n, "row"), "start", "ink"))
+        items.append(small(right + wide + 10, y + h / 2, count_noun(n, "row"), "start", "ink"))
     if capacity is not None:
         x = right + wide * capacity / most
         items += [
@@ -221,7 +221,7 @@ def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, a
         "load: " + " ".join(map(str, load)) + (f", capacity {capacity:g}" if capacity is not None else "")
     )
     return compose(
-        f"Tokens on their way to {many(experts, 'expert')}", [items], "\n".join([*said, note]), [note]
+        f"Tokens on their way to {count_noun(experts, 'expert')}", [items], "\n".join([*said, note]), [note]
     )
 
 
@@ -306,7 +306,7 @@ def _bars(
     return compose(title, [items, key], "\n".join(said))
 
 
-def timetable(table, unit: str = "time units", waiting=None) -> Scene:
+def timeline(table, unit: str = "time units", waiting=None) -> Scene:
     """Who works when in a pipeline, and under each stage's row the activations that it holds.
 
     Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits
@@ -319,7 +319,7 @@ def timetable(table, unit: str = "time units", waiting=None) -> Scene:
     if hasattr(table, "schedule"):
         title, each = (
             f"{table.schedule.name}: ",
-            zip(table.start, table.end, table.schedule.order, strict=True),
+            zip(table.start, table.end, table.schedule.rows, strict=True),
         )
         stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
     waiting, done = waiting or {}, [row[-1][1] if row else 0 for row in stages]
@@ -464,7 +464,7 @@ def overlap(
                 items.append(Rect(at(start), top, w, 28, fill, "ink", 0.75, tip=f"{word} {full}"))
                 items += fitting(at(start) + w / 2, top + 14, w - 4, full, label, fill=on(fill))
     key = legend([("s1", "computing"), (axis, f"communicating over {axis}")])
-    room = f"At most {many(ahead, 'piece')} fetched ahead of the one at work."
+    room = f"At most {count_noun(ahead, 'piece')} fetched ahead of the one at work."
     notes = [room] if first == "comm" else []
     return compose("Communication behind computing", [items, key], "\n".join([*said, *notes]), notes)
 
@@ -503,8 +503,8 @@ def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
             if (x := (known or [math.nan])[0]) == (known or [0])[-1]
             else f"{x:.3f} to {known[-1]:.3f}"
         )
-        said.append(f"{name}: {course} nats/token over {many(len(curve), 'step')}")
-        said[-1] += f"; not finite at step {some(lost)}" * bool(lost)
+        said.append(f"{name}: {course} nats/token over {count_noun(len(curve), 'step')}")
+        said[-1] += f"; not finite at step {number_ranges(lost)}" * bool(lost)
     for k, (y, words) in enumerate(sorted(ends)):  # curves that end together are named below one another
         items.append(small(wide + 10, max(y, min(ends)[0] + 16 * k), words, "start", "ink"))
     return compose(title, [items], "\n".join(said), said)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from itertools import product
 
-from llmpar.draw.charts import many, some
+from llmpar.draw.charts import count_noun, number_ranges
 from llmpar.draw.geometry import groups, strides
 from llmpar.draw.scene import (
     SMALL,
@@ -104,7 +104,11 @@ def mesh(
         axis, per, _ = levels[depth]
         return f"{axis} {i}" if per == 1 else f"{axis} {i * per}–{i * per + per - 1}"
 
-    widest = [some(range(shape.size - block, shape.size)), name(-1, levels[-1][2] - 1), f"group {len(teams)}"]
+    widest = [
+        number_ranges(range(shape.size - block, shape.size)),
+        name(-1, levels[-1][2] - 1),
+        f"group {len(teams)}",
+    ]
     room = 10 + max(text_width(w) for w in widest[: 2 + bool(teams)])
 
     def leaf(first: int, where: str, axis: str) -> Block:
@@ -112,7 +116,7 @@ def mesh(
         lit = bool(teams) and any(d in teams[0] for d in devices)
         fill = highlight_axis if highlight_axis and lit else "cell"
         items: list = [Rect(0, 0, room, 40, fill, f"{highlight_axis or axis}-line", 1.5, radius=3)]
-        items += [Text(room / 2, 12, some(devices), anchor="middle", fill=on(fill))]
+        items += [Text(room / 2, 12, number_ranges(devices), anchor="middle", fill=on(fill))]
         items += [small(room / 2, 28, where, fill=on(fill) if lit else f"{axis}-line")]
         if not teams or block > 1:
             return items, room, 40
@@ -140,17 +144,17 @@ def mesh(
     notes = [f"Each cell is a block of {block} devices."] * (block > 1)
     if devices_per_host:
         where = ", dashed." if boxed is not None else f": device i is on host i // {host}."
-        notes.append(f"Hosts of {many(host, 'device')}{where}")
+        notes.append(f"Hosts of {count_noun(host, 'device')}{where}")
     if teams:
-        which = f"the first of {many(len(teams), 'group')} over {highlight_axis}"
-        notes.append(f"Filled: {which}, devices {some(teams[0])}.")
+        which = f"the first of {count_noun(len(teams), 'group')} over {highlight_axis}"
+        notes.append(f"Filled: {which}, devices {number_ranges(teams[0])}.")
     said = [
-        f"groups over {a}: " + " | ".join(map(some, g[:8])) + " | …" * (len(g) > 8)
+        f"groups over {a}: " + " | ".join(map(number_ranges, g[:8])) + " | …" * (len(g) > 8)
         for a, g in by_axis.items()
     ]
     text = "\n".join([*(fact for _, fact in facts), *said, *notes])
     return compose(
-        f"mesh {shape}: {many(shape.size, 'device')}", [node(0, 0)[0], legend(facts, 400)], text, notes
+        f"mesh {shape}: {count_noun(shape.size, 'device')}", [node(0, 0)[0], legend(facts, 400)], text, notes
     )
 
 
@@ -203,8 +207,8 @@ def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
         items += [Rect(at(apart[axis]), y + 3, at(reach) - at(apart[axis]), 22, axis, f"{axis}-line")]
         items += [small(right, y + 14, words, "start", "ink")]
         said.append(
-            f"{axis} {sizes[axis]}: neighbours {many(apart[axis], 'device')} apart, groups reach {reach};"
-            f" {words}"
+            f"{axis} {sizes[axis]}: neighbours {count_noun(apart[axis], 'device')} apart, groups reach"
+            f" {reach}; {words}"
         )
     steps = [2**i for i in range(0, math.floor(math.log2(span)) + 1, 1 + (span > 64))]
     items += [
@@ -321,9 +325,9 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
             shard, devices = 0, [device for device in held[index] if device in first]
             for i, n in zip(index, counts, strict=True):
                 shard = shard * n + i
-            words = f"{'devices' if len(devices) > 1 else 'device'} {some(devices, 4)}"
+            words = f"{'devices' if len(devices) > 1 else 'device'} {number_ranges(devices, 4)}"
             items += [small(w / 2, h / 2 - 8, f"shard {shard}", fill="ink")]
-            items += fitting(w / 2, h / 2 + 8, w - 4, words, many(len(devices), "device"), fill="soft")
+            items += fitting(w / 2, h / 2 + 8, w - 4, words, count_noun(len(devices), "device"), fill="soft")
         return items, w, tall
 
     def node(index: tuple[int, ...]) -> Block:
@@ -368,7 +372,7 @@ def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
         cuts = [f"{d.name} is {'cut by ' + ', '.join(d.axes) if d.axes else 'whole'}" for d in layout.dims]
         return cuts + [f"an unfinished sum over {s}" for s in layout.sums]
     shards, copies, parts = _copies(layout, sizes)
-    facts = [f"{many(shards, 'shard')} in {many(copies, 'copy')}"]
+    facts = [f"{count_noun(shards, 'shard')} in {count_noun(copies, 'copy')}"]
     facts += [f"unfinished sum over {','.join(layout.sums)}: {parts} parts still to be added"] * (parts > 1)
     if shape and layout.dims:
         held, whole = ("×".join(map(str, x)) for x in (layout.shard_shape(shape, sizes), shape))
@@ -402,7 +406,7 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
     layout, sizes = parse_layout(layout) if isinstance(layout, str) else layout, _full(sizes)
     facts = _facts(layout, shape, sizes, itemsize)
     held = holders(layout, sizes).values() if sizes else []
-    text = [*facts, *(f"shard {i}: devices {some(d)}" for i, d in enumerate(held))][:MAX_CELLS]
+    text = [*facts, *(f"shard {i}: devices {number_ranges(d)}" for i, d in enumerate(held))][:MAX_CELLS]
     title = f"{layout}" + (f" on {MeshShape(**sizes)}" if sizes else "")
     return compose(title, [_tensor(layout, shape, sizes), _key([layout], sizes)], "\n".join(text), facts)
 

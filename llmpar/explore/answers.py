@@ -16,7 +16,7 @@ from typing import Any
 
 from llmpar.config import PRESETS, ModelConfig, preset
 from llmpar.draw import layouts
-from llmpar.draw.charts import many, memory_bars
+from llmpar.draw.charts import count_noun, memory_bars
 from llmpar.draw.geometry import coordinates, groups, lane, places, rounds, shard_numbers, slices, strides
 from llmpar.draw.scene import Group, Scene, compose, flatten, size_text, small, time_text
 from llmpar.notation import AXES, Layout, MeshShape, NotationError, divisors, parse_layout, parse_mesh
@@ -38,7 +38,7 @@ START: dict[str, Any] = {
     "remat": "block",
     "microbatches": 1,
     "schedule": "1f1b",
-    "sequence": "ring",
+    "context_parallel": "ring",
     "device": 0,
     "tensor": "weight blocks.ffn.gate",
     "axis": "",
@@ -73,7 +73,7 @@ CONTROLS: list[dict] = [  # free: what a page without Python can follow by itsel
     {"name": "zero", "kind": "choice", "label": "ZeRO stage", "options": [0, 1, 2, 3]},
     {"name": "schedule", "kind": "choice", "label": "pipeline schedule", "options": list(SCHEDULES)},
     {
-        "name": "sequence",
+        "name": "context_parallel",
         "kind": "choice",
         "label": "attention over sp",
         "options": ["ring", "ulysses", "gather"],
@@ -140,7 +140,8 @@ def make_plan(state: dict, mesh) -> Plan:
     """The state's plan on a mesh; it computes in bfloat16. Controls that decide nothing there are left
     out."""
     given = {
-        name: state[name] for name in ("zero", "tp_sequence", "remat", "microbatches", "schedule", "sequence")
+        name: state[name]
+        for name in ("zero", "tp_sequence", "remat", "microbatches", "schedule", "context_parallel")
     }
     return Plan(mesh, dtype="bfloat16", **given).effective(preset(state["model"]))
 
@@ -355,7 +356,8 @@ def _says(state: dict, out: dict, shape: MeshShape) -> str:
     held = ", ".join(f"{name} {size_text(value)}" for name, value in out["memory"])
     fit = f"about {size_text(abs(room - total))} {'free' if total <= room else 'too much'}"
     lines = [
-        f"{state['model']} on {shape} = {many(shape.size, 'device')} of {state['chip']}, ZeRO {state['zero']}"
+        f"{state['model']} on {shape} = {count_noun(shape.size, 'device')} of {state['chip']}, ZeRO"
+        f" {state['zero']}"
     ]
     lines.append(f"memory per device: {size_text(total)} of {size_text(room)} usable, {fit} ({held})")
     for row in out["traffic"]:
@@ -529,13 +531,15 @@ def scene(state: dict) -> Scene:
     if axes:
         teams = groups(sizes, order, axes)
         number = [i for _, i in sorted((d, i) for i, team in enumerate(teams) for d in team)]
-        what = f"{many(len(teams), 'group')} over {','.join(axes)}; filled: the group of device {device}"
+        what = (
+            f"{count_noun(len(teams), 'group')} over {','.join(axes)}; filled: the group of device {device}"
+        )
     else:
         chosen = next((r for r in rows if r["name"] == state["tensor"]), rows[0])
         layout = parse_layout(chosen["layout"][mode(state)])
         cut = shard_numbers(layout, shape_of(chosen, state, sizes), sizes, order)
         number = cut or list(range(shape.size))
-        what = f"{many(shape.size, 'device')} in link order; "
+        what = f"{count_noun(shape.size, 'device')} in link order; "
         name = chosen["name"]
         what += f"filled: same shard of {name} as device {device}" if cut else f"{name} cannot be cut evenly"
     items = layouts.cells(

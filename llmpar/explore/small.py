@@ -8,7 +8,7 @@ import numpy as np
 
 from llmpar import attention, moe
 from llmpar.config import ExpertConfig, preset
-from llmpar.draw.charts import live_blocks, memory_bars, timetable, token_flow
+from llmpar.draw.charts import live_blocks, memory_bars, timeline, token_flow
 from llmpar.draw.scene import Group, Scene, compose, flatten, to_svg
 from llmpar.explore.answers import MODELS, START, make_plan
 from llmpar.explore.explorer import Explorer
@@ -16,8 +16,7 @@ from llmpar.notation import MeshShape
 from llmpar.predict import memory
 from llmpar.predict.hardware import CHIPS, GIB, chip
 from llmpar.schedules import SCHEDULES, Schedule, from_text, make
-from llmpar.timetable import Timetable, reached
-from llmpar.timetable import timetable as simulate
+from llmpar.timetable import Timetable, reached, timetable
 
 
 class TimelineExplorer(Explorer):
@@ -82,18 +81,18 @@ class TimelineExplorer(Explorer):
 
     def table(self, state: dict) -> Timetable:
         """The timetable of a state. ValueError names stage, tick and cycle."""
-        return simulate(self.order(state), (state["forward"], state["backward"], state["weights"]))
+        return timetable(self.order(state), (state["forward"], state["backward"], state["weights"]))
 
     def draw_stuck(self, state: dict) -> Scene:
         """A refused order as far as it runs, and what each stage then waits for."""
         rows, waits = reached(self.order(state), (state["forward"], state["backward"], state["weights"]))
         if not waits:
             raise ValueError("it runs to its end; what is wrong is which operations it has")
-        return timetable(rows, waiting=waits)
+        return timeline(rows, waiting=waits)
 
     def draw(self, state: dict) -> Scene:
         table = self.table(state)
-        drawn, peak = timetable(table), max(table.peak_live())
+        drawn, peak = timeline(table), max(table.peak_live())
         facts = (
             f"Bubble over ideal {table.bubble_over_ideal:.3g}, as a share of the whole"
             f" {table.bubble_fraction:.3g}; "
@@ -132,11 +131,11 @@ class RingExplorer(Explorer):
     waits."""
 
     title = "Ring explorer"
-    start = {"ranks": 4, "order": "zigzag", "window": 0, "tokens": 256}
+    start = {"ranks": 4, "sequence_order": "zigzag", "window": 0, "tokens": 256}
     controls = [
         {"name": "ranks", "kind": "choice", "label": "ranks of sp", "options": [2, 4, 8]},
         {
-            "name": "order",
+            "name": "sequence_order",
             "kind": "choice",
             "label": "positions are dealt",
             "options": ["contiguous", "zigzag", "striped"],
@@ -153,7 +152,7 @@ class RingExplorer(Explorer):
     def draw(self, state: dict) -> Scene:
         n, local = state["ranks"], state["tokens"]
         mask = attention.Mask(window=state["window"] or None)
-        parts = attention.live_blocks(n, state["order"], mask, s=n * local) / local**2
+        parts = attention.live_blocks(n, state["sequence_order"], mask, s=n * local) / local**2
         return live_blocks([[round(float(x), 2) for x in row] for row in parts])
 
 
@@ -185,12 +184,12 @@ class RoutingExplorer(Explorer):
 
     def draw(self, state: dict) -> Scene:
         how, ranks = ExpertConfig(state["experts"], state["chosen"]), state["ranks"]
-        logits = np.random.default_rng(0).standard_normal((ranks, self.tokens, how.num), np.float32)
+        logits = np.random.default_rng(0).standard_normal((ranks, self.tokens, how.num_experts), np.float32)
         logits[..., 0] += state["heat"]
         _, chosen = moe.choose(how, moe.affinities(how, jnp.asarray(logits)))
-        rows = [np.bincount(np.ravel(mine), minlength=how.num).tolist() for mine in chosen]
-        room = state["capacity"] / 100 * ranks * self.tokens * how.chosen / how.num
-        return token_flow(rows, how.num // ranks, room)
+        rows = [np.bincount(np.ravel(mine), minlength=how.num_experts).tolist() for mine in chosen]
+        room = state["capacity"] / 100 * ranks * self.tokens * how.top_k / how.num_experts
+        return token_flow(rows, how.num_experts // ranks, room)
 
 
 class MemoryExplorer(Explorer):

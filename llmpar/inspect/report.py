@@ -12,7 +12,7 @@ from rich.table import Table
 from llmpar import pipeline
 from llmpar.config import ModelConfig
 from llmpar.draw import layouts
-from llmpar.draw.charts import many
+from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import places
 from llmpar.draw.scene import Scene, compose, size_text
 from llmpar.inspect import hlo
@@ -126,20 +126,20 @@ def tables(document: dict) -> list[Table]:
             same,
             _short(row["source"]),
         )
-    held = Table(title="per device", title_justify="left")
+    figures = Table(title="per device", title_justify="left")
     for name in ("", "predicted", "compiled"):
-        held.add_column(name, justify="right" if name else "left")
+        figures.add_column(name, justify="right" if name else "left")
     held, flops = document["memory"], document["flops"]
-    held.add_row(
+    figures.add_row(
         "arguments", f"{held['predicted_argument_bytes']:,} B", f"{held['compiled_argument_bytes']:,} B"
     )
     temporaries = held["predicted_temp_bytes"], held["compiled_temp_bytes"]
-    held.add_row("temporaries (estimate)", *(f"{n:,} B" for n in temporaries))
+    figures.add_row("temporaries (estimate)", *(f"{n:,} B" for n in temporaries))
     work = flops["predicted_per_device"], flops["executed_per_device"]
-    held.add_row(
+    figures.add_row(
         "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)
     )
-    return [moves, held]
+    return [moves, figures]
 
 
 def _short(source: str) -> str:
@@ -250,7 +250,8 @@ def shardings_scene(found: dict, state: dict) -> Scene:
             held = size_text(r["itemsize"] * math.prod(b - a for a, b in cut))
             words = f"[{', '.join(f'{a}:{b}' for a, b in cut)}], {held}"
         said.append(
-            f"{r['name']} {r['layout']}: device {device} holds {words}; {many(len(r['shards']), 'shard')}"
+            f"{r['name']} {r['layout']}: device {device} holds {words};"
+            f" {count_noun(len(r['shards']), 'shard')}"
         )
     mesh = " ".join(f"{a}={n}" for a, n in found["sizes"].items() if n > 1) or "one device"
     note = f"Filled: the shard of {row['name']} that device {device} holds."

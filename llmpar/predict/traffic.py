@@ -85,7 +85,7 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
     """Read off the plan, and of a pipeline off its schedule: F runs a chunk forward, unless the loss follows;
     B runs it forward again from what F was given, or has its residuals; then backward."""
     m, order, recomputed = plan.microbatches, plan.pipeline, plan.remat == "block"
-    keeps = plan.regather == "keep"
+    keeps = not plan.reshard_after_forward
     if order is None:
         n = config.num_layers * m
         return Runs(m, m, n, n * recomputed, n, n * (2 - keeps), n * (1 + (recomputed and not keeps)), m)
@@ -117,7 +117,9 @@ def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int,
     traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
     _weights(traffic, config, plan, run)
     _activations(traffic, config, plan, batch_size, seq_len, run)
-    tally = config.num_layers * (config.experts.num + 2) if config.experts and not plan.pipeline else 0
+    tally = (
+        config.num_layers * (config.experts.num_experts + 2) if config.experts and not plan.pipeline else 0
+    )
     small = "the loss, the tokens and the gradients' norm" + ", the tally of tokens per expert" * bool(tally)
     traffic.add("all-reduce", plan.live(*AXES), small, FLOAT32 * (3 + tally))
     return traffic
@@ -241,24 +243,24 @@ def _experts(
     blocks, block = how.slots(tokens, rows * (plan.mesh.tp if plan.tp_sequence else 1), plan.mesh.ep)
     buffer = plan.mesh.ep * blocks * block * config.width * ITEMSIZE[plan.dtype]
     forward = run.forward + run.again
-    filled = tokens * how.chosen / (plan.mesh.ep * blocks * block)
+    filled = tokens * how.top_k / (plan.mesh.ep * blocks * block)
     slots = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
     kind = (
         "ragged-all-to-all" if plan.dispatch == "ragged" else "all-to-all"
     )  # ragged: this is the most that can be sent
     traffic.add(kind, ep, slots, buffer, 2 * (forward + run.backward))
-    traffic.add("all-gather", ep, "tokens per expert", plan.mesh.ep * how.num * FLOAT32, forward)
+    traffic.add("all-gather", ep, "tokens per expert", plan.mesh.ep * how.num_experts * FLOAT32, forward)
     cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
-    if how.balance:
+    if how.aux_loss:
         shared = run.backward + run.again if cells else forward
         traffic.add(
             "all-reduce",
             plan.place("stream s").axes,
             "tokens per expert and row",
-            rows * how.num * FLOAT32,
+            rows * how.num_experts * FLOAT32,
             shared,
         )
-    choices = tokens * how.chosen * FLOAT32
+    choices = tokens * how.top_k * FLOAT32
     if plan.tp_sequence:
         traffic.add("all-gather", tp, "the routers' choices", choices, 2 * forward)
         traffic.add("reduce-scatter", tp, "gradients of the routers' choices", choices, run.backward)
@@ -276,17 +278,17 @@ def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, r
     head = tokens * config.head_width // tp * ITEMSIZE[plan.dtype]
     ids, k, q = 4 * tokens, head * config.num_kv_heads, head * config.num_heads
     forward, times, ids_of = run.forward + run.again, run.backward, "ids of positions and documents"
-    if plan.sequence == "ring":
+    if plan.context_parallel == "ring":
         hops = (n - 1) * (forward + times)
         traffic.add("collective-permute", sp, "keys and values", k, 2 * hops)
         traffic.add("collective-permute", sp, ids_of, ids, 2 * hops)
         back = k * FLOAT32 // ITEMSIZE[plan.dtype]
         traffic.add("collective-permute", sp, "gradients of keys and values", back, 2 * (n - 1) * times)
-    elif plan.sequence == "ulysses":
+    elif plan.context_parallel == "ulysses":
         traffic.add("all-to-all", sp, "queries and what attention gives", q, 2 * (forward + times))
         traffic.add("all-to-all", sp, "keys and values", k, 2 * (forward + times))
     else:
         traffic.add("all-gather", sp, "keys and values", n * k, 2 * forward)
         traffic.add("reduce-scatter", sp, "gradients of keys and values", n * k, 2 * times)
-    if plan.sequence != "ring":
+    if plan.context_parallel != "ring":
         traffic.add("all-gather", sp, ids_of, n * ids, 2 * run.attended)

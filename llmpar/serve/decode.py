@@ -95,7 +95,9 @@ class Decoder:
             raise ValueError(f"generation has no pipeline, and {where}; use dp, fsdp, ep, sp, tp")
         if length < 1:
             raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
-        serving = Serving(plan.mesh, zero=plan.zero, dtype=plan.dtype, order="contiguous").effective(config)
+        serving = Serving(plan.mesh, zero=plan.zero, dtype=plan.dtype, sequence_order="contiguous").effective(
+            config
+        )
         assert isinstance(serving, Serving)
         serving.check(config, batch_size, plan.mesh.sp)
         return serving

@@ -554,7 +554,7 @@ attempt("04.stage2_accumulated", stage2_accumulated)
 # ## Gather again, or gather once and keep?
 #
 # FSDP may keep a gathered weight until the backward pass has used it. That saves a third of the traffic and gives back the
-# memory that stage 3 had saved. By hand it is one word, `jax.checkpoint`; in the package it is `Plan.regather`.
+# memory that stage 3 had saved. By hand it is one word, `jax.checkpoint`; in the package it is `Plan.reshard_after_forward`.
 
 # %%
 keep_arrays, keep_lowered, keep_compiled = prepare(lambda *args: stage3(*args, gather_again=False), 3)
@@ -571,8 +571,8 @@ if N > 1:
         " compiler's plan for this device)"
     )
 
-for regather in ("again", "keep"):
-    plan = Plan(f"fsdp={N}", zero=3, regather=regather)
+for reshard in (True, False):
+    plan = Plan(f"fsdp={N}", zero=3, reshard_after_forward=reshard)
     step = Step(LLAMA, plan, mesh, optax.adamw(3e-3))
     traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     predicted = traffic.step_traffic(LLAMA, plan, BATCH, SEQ)
@@ -581,7 +581,7 @@ for regather in ("again", "keep"):
     }
     gathers = predicted.get(("fsdp", "all-gather"), traffic.Prediction()).count
     print(
-        f"the Llama with regather='{regather}': {gathers} all-gathers, {predicted.total_bytes:,} B in all, as"
+        f"the Llama with reshard_after_forward={reshard}: {gathers} all-gathers, {predicted.total_bytes:,} B in all, as"
         " predicted"
     )
 
@@ -681,7 +681,7 @@ if devices[0].platform == "cpu" and N > 1:
 # Ask before you train. `inspect` compiles the step and runs nothing:
 #
 #     llmpar inspect --mesh "fsdp=-1" --zero 2 --microbatches 2
-#     llmpar inspect --mesh "fsdp=-1" --zero 3 --regather keep
+#     llmpar inspect --mesh "fsdp=-1" --zero 3 --no-reshard-after-forward
 #     llmpar inspect --mesh "fsdp=-1" --zero 3 --reading auto
 #     llmpar train --model llama3.2-1b --mesh "fsdp=-1" --remat block --dtype bfloat16 --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
 #

@@ -445,7 +445,10 @@ def train_llama(plan):
     start = start or jax.device_get(step.init(seed=0))
     lowered = step.lower(BATCH, SEQ)
     compiled = lowered.compile()
-    dealt = {name: x[:, attention.order(plan.order, SEQ, plan.mesh.sp)] for name, x in TEXT.items()}
+    dealt = {
+        name: x[:, attention.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)]
+        for name, x in TEXT.items()
+    }
     state, batch, losses = (
         jax.device_put(start, step.shardings),
         jax.device_put(dealt, step.batch_sharding),
@@ -679,7 +682,7 @@ attempt("06.rivals", answer)
 
 # %%
 *_, auto_lowered, auto_compiled, _, auto_losses = train_llama(
-    Plan(f"sp={SP}", sequence="ulysses", reading="auto")
+    Plan(f"sp={SP}", context_parallel="ulysses", reading="auto")
 )
 assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
 assert (
@@ -792,10 +795,10 @@ if SP > 1:
 # ## On your cluster
 #
 # ```
-# llmpar train --mesh "sp=8" --order zigzag --seq-len 32768 --batch-size 1        a ring over 8 devices
-# llmpar train --mesh "fsdp=2 sp=4" --sequence ulysses --seq-len 32768             heads for positions, and ZeRO-3 beside it
+# llmpar train --mesh "sp=8" --sequence-order zigzag --seq-len 32768 --batch-size 1        a ring over 8 devices
+# llmpar train --mesh "fsdp=2 sp=4" --context-parallel ulysses --seq-len 32768             heads for positions, and ZeRO-3 beside it
 # llmpar inspect --mesh "sp=8" --seq-len 32768 --dtype bfloat16                    hops, bytes and memory, before you train
-# llmpar inspect --mesh "sp=8" --sequence gather --seq-len 32768                   the same for gathered keys
+# llmpar inspect --mesh "sp=8" --context-parallel gather --seq-len 32768                   the same for gathered keys
 # llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block --ffn-chunks 16 --loss-chunks 16
 # ```
 #

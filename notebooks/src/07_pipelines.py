@@ -60,7 +60,7 @@ M = 8  # microbatches
 # %%
 naive = timetable(make("gpipe", 4, 1))
 assert naive.bubble_fraction == 3 / 4  # (p-1)/p
-scene.show(draw.timetable(naive))
+scene.show(draw.timeline(naive))
 
 # %% [markdown]
 # Four devices, the speed of one. The cure: cut the batch into `m` microbatches and hand each on as soon as it is done (Huang et al.
@@ -418,7 +418,7 @@ def simulate(costs, m):
 
 
 for costs in ([2, 2, 2, 2 + 2], [3, 3, 2, 0 + 2]):  # 8 layers, and a head that costs as much as 2 of them
-    scene.show(draw.timetable(simulate(costs, 6)))
+    scene.show(draw.timeline(simulate(costs, 6)))
 
 
 def forward_time(costs, m): ...

@@ -54,7 +54,7 @@ M = 8  # microbatches
 # 1F1B. A stage runs some forwards ahead, then one forward and one backward in turn. Under each row, in grey: what it holds.
 
 # %%
-scene.show(draw.timetable(timetable(make("1f1b", 4, M))))
+scene.show(draw.timeline(timetable(make("1f1b", 4, M))))
 
 # %% [markdown]
 # The idle time is that of GPipe, since the first microbatch still goes down and the last still comes up. But a stage no longer waits
@@ -97,7 +97,7 @@ print(
     f"messages: {interleaved.hops.sum()}, and {plain.hops.sum()} in 1F1B, which is"
     f" {interleaved.hops.sum() / plain.hops.sum():.2f} times as many"
 )
-scene.show(draw.timetable(interleaved))
+scene.show(draw.timeline(interleaved))
 
 # %% [markdown]
 # ## Split the backward
@@ -109,7 +109,7 @@ scene.show(draw.timetable(interleaved))
 # %%
 zb_h1 = timetable(make("zb-h1", 4, M))
 assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4 and plain.peak_live() == [4, 3, 2, 1]
-scene.show(draw.timetable(zb_h1))
+scene.show(draw.timeline(zb_h1))
 
 # %% [markdown]
 # A third of the bubble, at the same *peak* of memory: every stage holds 4 now, where those of 1F1B held 4, 3, 2 and 1. Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced
@@ -168,7 +168,7 @@ print("value: F, then B, then W give the same bits as the whole")
 
 # %%
 zb_v = timetable(make("zb-v", 4, M))
-scene.show(draw.timetable(zb_v))
+scene.show(draw.timeline(zb_v))
 for stage, (starts, ends) in enumerate(zip(zb_v.start, zb_v.end, strict=True)):
     not_begun, through = starts[0], zb_v.makespan - ends[-1]
     assert np.isclose(not_begun + through, zb_v.makespan - zb_v.ideal), "all that is idle"
@@ -183,7 +183,7 @@ print(
 # does not show: a forward of one direction computes while the experts of the other exchange their tokens.
 
 # %%
-scene.show(draw.timetable(timetable(make("dualpipe", 4, M))))
+scene.show(draw.timeline(timetable(make("dualpipe", 4, M))))
 
 # %% [markdown]
 # ## The published formulas
@@ -456,7 +456,7 @@ def examine(text, costs=(1, 1, 1)):
         f"microbatches held per stage {table.peak_live()}, 1F1B's {known.peak_live()}; {table.hops.sum()}"
         " messages"
     )
-    scene.show(draw.timetable(table))
+    scene.show(draw.timeline(table))
     return order
 
 
@@ -508,7 +508,7 @@ attempt("08.between_h1_and_h2", between_h1_and_h2)
 # ```
 # llmpar schedule zb-h1 --stages 8 --microbatches 32 --costs 1,1.2,0.8        bubble and memory with your costs
 # llmpar train --mesh "pp=2 dp=2 tp=2" --schedule zb-h1 --microbatches 8      and training
-# llmpar train --mesh "pp=2 dp=2" --schedule interleaved --chunks 2 --microbatches 4 --stage-saves residuals
+# llmpar train --mesh "pp=2 dp=2" --schedule interleaved --virtual-stages 2 --microbatches 4 --stage-saves residuals
 # ```
 #
 # Measure F, B and W of one stage first: a schedule that is best with equal costs need not be best with yours. If memory allows,

@@ -186,11 +186,11 @@ many = ExpertConfig(128, 8)
 for how in (HOW, many):
     for ranks in (1, 2, 4, 8):
         blocks, block = how.slots(4096, 1, ranks)
-        slots, by_expert = ranks * blocks * block / 4096 / how.chosen, how.num / how.chosen
-        helps = min(how.chosen, how.num // ranks) * ranks < how.num
+        slots, by_expert = ranks * blocks * block / 4096 / how.top_k, how.num_experts / how.top_k
+        helps = min(how.top_k, how.num_experts // ranks) * ranks < how.num_experts
         assert (slots < 0.99 * by_expert) == helps
         print(
-            f"E = {how.num}, k = {how.chosen}, ep={ranks}: {slots:.2f} slots for each row, in place of"
+            f"E = {how.num_experts}, k = {how.top_k}, ep={ranks}: {slots:.2f} slots for each row, in place of"
             f" {by_expert:g}{'' if helps else ': no gain'}"
         )
 
@@ -382,13 +382,13 @@ h100 = chip("h100")
 each = {name: preset(name) for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")}
 for name, config in each.items():
     how = config.experts
-    sent = 2 * formulas.moe_elements(4096, config.width, how.chosen, 8)  # bfloat16
+    sent = 2 * formulas.moe_elements(4096, config.width, how.top_k, 8)  # bfloat16
     batch_needed = formulas.critical_batch(
-        h100.flops_per_s, h100.hbm_bytes_per_s, experts=how.num, topk=how.chosen
+        h100.flops_per_s, h100.hbm_bytes_per_s, experts=how.num_experts, topk=how.top_k
     )
     print(
         f"{name:<14} {config.num_params / 1e9:6.1f} B parameters, {config.active_params / 1e9:5.1f} B active;"
-        f" 4,096 tokens send {sent / 1e6:5.0f} MB per layer; E/k = {how.num / how.chosen:g}:"
+        f" 4,096 tokens send {sent / 1e6:5.0f} MB per layer; E/k = {how.num_experts / how.top_k:g}:"
         f" {batch_needed:,.0f} tokens to fill a product"
     )
 assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200

@@ -60,14 +60,14 @@ scene.show(
 PAIRS = {
     "fully_shard(block)": 'Plan("fsdp=8", zero=3)',
     "a 2-D mesh (HSDP)": 'Plan("dp=2 fsdp=4", zero=3)',
-    "reshard_after_forward=True": 'regather="again"',
-    "reshard_after_forward=False": 'regather="keep"',
+    "reshard_after_forward=True": "reshard_after_forward=True",
+    "reshard_after_forward=False": "reshard_after_forward=False",
     "MixedPrecisionPolicy(param_dtype=…)": 'dtype="bfloat16"',
     "DTensor placement Shard(0)": "weight stored d/fsdp m",
 }
-plan = Plan("dp=2 fsdp=4", zero=3, regather="again", dtype="bfloat16")
+plan = Plan("dp=2 fsdp=4", zero=3, reshard_after_forward=True, dtype="bfloat16")
 assert str(plan.stored("ffn d m")) == "d/fsdp m" and str(plan.place("ffn d m")) == "d m"
-assert Plan("fsdp=8").zero == 3 and Plan("fsdp=8").regather == "again"
+assert Plan("fsdp=8").zero == 3 and Plan("fsdp=8").reshard_after_forward
 # hybrid: the gradient is reduce-scattered over fsdp first, then all-reduced on the shard
 assert [str(m) for m in draw.parse_arrow("d m +dp +fsdp -> d/fsdp m").moves] == [
     "reduce-scatter over fsdp on d",

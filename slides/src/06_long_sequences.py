@@ -78,7 +78,7 @@ assert round(formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s), -
 # In order, the last rank works in every step and the others wait. Give rank $i$ the parts $i$ and $2n-1-i$ of $2n$:
 # everybody has the same work.
 #
-# <footer>Brandon et al. 2023 (Striped Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar train --mesh sp=8 --order zigzag</code></footer>
+# <footer>Brandon et al. 2023 (Striped Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar train --mesh sp=8 --sequence-order zigzag</code></footer>
 
 # %%
 LOCAL = 64

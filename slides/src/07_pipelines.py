@@ -14,7 +14,7 @@ from llmpar.timetable import timetable
 P = 4
 naive = timetable(make("gpipe", P, 1))
 assert naive.bubble_fraction == (P - 1) / P
-scene.show(draw.timetable(naive))
+scene.show(draw.timeline(naive))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** how much faster is this than one device? Not at all: it is the same work, one after the other. It holds a model that one
@@ -41,7 +41,7 @@ assert (
     abs(filled.bubble_fraction - (P - 1) / (M + P - 1)) < 1e-12
     and abs(filled.bubble_over_ideal - (P - 1) / M) < 1e-12
 )
-scene.show(draw.timetable(filled))
+scene.show(draw.timeline(filled))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** this picture: 43 % idle, or 75 %? Both: 9 of 21 time units, and 9 on top of an ideal 12.

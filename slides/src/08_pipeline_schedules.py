@@ -20,7 +20,7 @@ assert table.makespan == gpipe.makespan
 assert (
     table.peak_live() == [4, 3, 2, 1] == closed_forms(P, M)["1f1b"].peak_live and gpipe.peak_live() == [5] * P
 )
-scene.show(draw.timetable(table))
+scene.show(draw.timeline(table))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which stage needs the most memory for activations? The first: it waits longest for its backward. Give it fewer layers,
@@ -47,7 +47,7 @@ assert table.hops.sum() * (P - 1) == plain.hops.sum() * (
     V * P - 1
 )  # more than V: also from the last stage to the first
 assert table.bubble_over_ideal == timetable(make("interleaved", P, M, V)).bubble_over_ideal
-scene.show(draw.timetable(table))
+scene.show(draw.timeline(table))
 
 # %% [markdown] tags=["notes"]
 # For once F and B are drawn equally long, so that the halves are wide enough to read. A black bar marks chunk 1.
@@ -72,7 +72,7 @@ table, plain = timetable(make("zb-h1", P, M)), timetable(make("1f1b", P, M))
 form = closed_forms(P, M)["zb-h1"]
 assert table.bubble == form.bubble == (P - 1) * (1 + 1 - 1) == plain.bubble / 3
 assert table.peak_live() == [P] * P and plain.peak_live() == list(range(P, 0, -1))
-scene.show(draw.timetable(table))
+scene.show(draw.timeline(table))
 
 # %% [markdown] tags=["notes"]
 # Every stage holds 4 here; 1F1B's stages held 4, 3, 2 and 1. The peak is the same, the sum is not.

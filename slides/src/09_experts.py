@@ -87,7 +87,7 @@ scene.show(draw.token_flow(hot, 2, capacity=room))
 # **Source:** balance loss E/k Σ f P: Fedus et al. 2021, eq. 4, row by row in DeepSeek-V3; the bias: Wang et al. 2024.
 
 # %%
-even = ExpertConfig(8, 2, balance=1.0)
+even = ExpertConfig(8, 2, aux_loss=1.0)
 spread = (
     1e-4 * jnp.asarray(np.eye(8)[np.arange(64) % 8] + np.eye(8)[(np.arange(64) + 1) % 8], jnp.float32)[None]
 )
