@@ -272,7 +272,7 @@ class Plan:
         """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any
         compilation."""
         sizes = self.mesh.sizes
-        config.param_shapes()  # refuses what cannot run at all
+        config.weights()  # refuses what cannot run at all
         self._refuse_idle(self.idle(config))
         if sizes["ep"] > 1 and not config.experts:
             why = f"but no experts in '{config.name}' here; use pp, dp, fsdp, sp, tp"

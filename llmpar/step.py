@@ -30,12 +30,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from llmpar import pipeline
 from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
-from llmpar.model import Batch, Llama
+from llmpar.model import Batch
 from llmpar.notation import AXES, Arrow, Dim, Layout
 from llmpar.par import Auto, Manual, Solo, vary, varying
 from llmpar.plan import Plan
+from llmpar.weights import Tree, init_params, model_graph, weight_dims
 
-Tree = Any
 WHOLE = Layout(())
 
 
@@ -45,26 +45,6 @@ class State(NamedTuple):
     params: Tree
     optimizer: Tree
     step: Any
-
-
-def weight_dims(config: ModelConfig) -> Tree:
-    """The tree of every weight's region and dims, shaped as the parameters are."""
-    tree: dict = {}
-    for path, (dims, _) in config.param_shapes().items():
-        *parents, leaf = path.split(".")
-        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, tree)[leaf] = dims
-    return tree
-
-
-@functools.cache
-def model_graph(config: ModelConfig):
-    """The model without its weights: ``nnx.merge(model_graph(config), params)`` is the model."""
-    return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))[0]
-
-
-def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
-    """Fresh weights as a plain dict of arrays; under jit each device makes only its own shard."""
-    return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(params=seed)), nnx.Param))
 
 
 def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, order: np.ndarray) -> bool:

@@ -21,11 +21,12 @@ from jax.sharding import Mesh
 
 from llmpar import moe
 from llmpar.checkpoint import Checkpoints
-from llmpar.config import ModelConfig, OptimizerConfig, is_vector
+from llmpar.config import ModelConfig, OptimizerConfig, Weight
 from llmpar.data import Stream
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
-from llmpar.step import State, Step, Tree, weight_dims
+from llmpar.step import State, Step
+from llmpar.weights import Tree, described
 
 ADAMW = OptimizerConfig()
 
@@ -53,7 +54,7 @@ def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) ->
 
 def _matrices(config: ModelConfig) -> Tree:
     """True for weights that decay: matrices, not norms' scales and biases."""
-    return jax.tree.map(lambda dims: not is_vector(parse_layout(dims)), weight_dims(config))
+    return jax.tree.map(lambda weight: not weight.is_vector, described(config))
 
 
 def muon_dims(config: ModelConfig) -> Tree:
@@ -63,9 +64,9 @@ def muon_dims(config: ModelConfig) -> Tree:
     Embedding and head, norms and biases are None: those are Adam's.
     """
 
-    def numbers(dims: str):
-        layout = parse_layout(dims)
-        if is_vector(layout) or layout.region == "vocab":
+    def numbers(weight: Weight):
+        layout = parse_layout(weight.dims)
+        if weight.is_vector or layout.region == "vocab":
             return None
         letters = layout.letters
         into = "d" if not letters.endswith("d") else letters.strip("ld")
@@ -74,7 +75,7 @@ def muon_dims(config: ModelConfig) -> Tree:
             tuple(i for i, x in enumerate(letters) if x not in into + "l"),
         )
 
-    return jax.tree.map(numbers, weight_dims(config))
+    return jax.tree.map(numbers, described(config))
 
 
 @dataclass

@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 from parity import LLAMA, QWEN, by_arrow, predicted_by_arrow
 
-from llmpar.config import is_vector, preset
+from llmpar.config import preset
 from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, spec
-from llmpar.notation import parse_layout
 from llmpar.par import Manual, Solo, vary
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
-from llmpar.step import Step, init_params, model_graph
+from llmpar.step import Step
+from llmpar.weights import init_params, model_graph
 
 BATCH, SEQ, MIXED = 4, 32, "dp=2 fsdp=2 tp=2"
 
@@ -70,13 +70,12 @@ def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():
     matrices = config.num_params - 128_256 * 4096 - 4096 * (2 * 32 + 1)
     assert per_token == {"weights": 6 * matrices, "attention": 12 * 32 * 32 * 128 * 8192 / 2}
     assert memory.flops(QWEN, 1, 8)["weights"] == 6 * 8 * (
-        QWEN.num_params
-        - sum(math.prod(s) for d, s in QWEN.param_shapes().values() if is_vector(parse_layout(d)))
+        QWEN.num_params - sum(math.prod(w.shape) for w in QWEN.weights().values() if w.is_vector)
     ), "a tied embedding multiplies, as the head"
 
 
 def test_vectors_are_norms_and_biases():
-    found = {p.split(".")[-1] for p, (d, _) in QWEN.param_shapes().items() if is_vector(parse_layout(d))}
+    found = {p.split(".")[-1] for p, w in QWEN.weights().items() if w.is_vector}
     assert found == {"scale", "q_bias", "k_bias", "v_bias"}
 
 
@@ -234,7 +233,7 @@ def test_buckets_send_the_same_bytes_in_fewer_collectives():
         row = traffic.step_traffic(LLAMA, Plan("dp=8", zero=0, **plan), 16, SEQ)["dp", "all-reduce"]
         return row.count - 1, row.bytes_sent  # one of scalars: loss, tokens, norm
 
-    leaves = len(LLAMA.param_shapes())
+    leaves = len(LLAMA.weights())
     (at_end, sent), (big, same), (small, too) = (
         gradients(),
         gradients(reduce="bucket"),

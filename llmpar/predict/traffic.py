@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmpar.config import ExpertConfig, ModelConfig, is_vector
-from llmpar.notation import AXES, TRANSPOSES, Arrow, parse_layout, ring_bytes
+from llmpar.config import ExpertConfig, ModelConfig, Weight
+from llmpar.notation import AXES, TRANSPOSES, Arrow, ring_bytes
 from llmpar.plan import Plan
 from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
@@ -178,9 +178,9 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
     held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.sizes))
     buckets: dict[tuple, list[int]] = {}
-    shapes = plan.padded(config).param_shapes()
-    for path, (dims, shape) in sorted(shapes.items(), key=lambda item: item[0].split(".")):
-        gathers, gradients, pieces = _uses(config, plan, run, path, dims)
+    for path, weight in sorted(plan.padded(config).weights().items(), key=lambda item: item[0].split(".")):
+        dims, shape = weight.dims, weight.shape
+        gathers, gradients, pieces = _uses(config, plan, run, path, weight)
         used = dims.replace(" l ", " ")  # layer by layer
         one = shape[1:] if used != dims else shape
         of = Sent(used, "weights", "gradients")
@@ -214,12 +214,11 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             traffic.add("all-reduce", axes, "gradients", sum(bucket), text=text)
 
 
-def _uses(config: ModelConfig, plan: Plan, run: Runs, path: str, dims: str) -> tuple[int, int, int]:
+def _uses(config: ModelConfig, plan: Plan, run: Runs, path: str, weight: Weight) -> tuple[int, int, int]:
     """How often a weight is gathered for use, its gradient comes back, and is added up."""
     if path.startswith("blocks."):
-        vector = is_vector(parse_layout(dims))
-        gathers = run.vectors if vector else run.matrices
-        if vector and "bias" in path and plan.stage_saves == "residuals":
+        gathers = run.vectors if weight.is_vector else run.matrices
+        if weight.is_vector and "bias" in path and plan.stage_saves == "residuals":
             gathers = run.forward
         learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
         return gathers, learned * run.backward, plan.microbatches * _visits(plan)
