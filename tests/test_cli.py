@@ -22,8 +22,10 @@ import llmpar.inspect.report
 import llmpar.train
 from llmpar.checkpoint import Checkpoints
 from llmpar.cli import main
-from llmpar.cli.commands import Stopper, progress, start
-from llmpar.cli.tools import Models, parse
+from llmpar.cli.commands import parse
+from llmpar.cli.models import Models
+from llmpar.cli.options import start
+from llmpar.cli.train import Stopper, progress
 from llmpar.config import PRESETS
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
@@ -421,7 +423,7 @@ FAULTS = [
     (
         KeyError("x"),
         1,
-        r"llmpar: this is a fault of llmpar, at cli.py:\d+: KeyError: 'x'; LLMPAR_TRACEBACK=1 .*\n",
+        r"llmpar: this is a fault of llmpar, at cli/__init__.py:\d+: KeyError: 'x'; LLMPAR_TRACEBACK=1 .*\n",
     ),
     (
         Odd("first\nsecond"),
@@ -453,7 +455,7 @@ def test_whatever_happens_is_a_status_and_at_most_one_line(call, monkeypatch, er
 def test_a_value_error_of_another_library_is_not_taken_for_a_refusal(call, monkeypatch):
     monkeypatch.setattr(Models, "run", lambda self: json.loads("{"))
     status, _, err = call("models")
-    assert status == 1 and err.startswith("llmpar: this is a fault of llmpar, at cli.py:"), err
+    assert status == 1 and err.startswith("llmpar: this is a fault of llmpar, at cli/__init__.py:"), err
     assert "JSONDecodeError" in err and err.count("\n") == 1
     monkeypatch.setenv("LLMPAR_TRACEBACK", "1")
     _, _, err = call("models")
@@ -537,7 +539,7 @@ def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(
         yield lambda done, words: os.kill(os.getpid(), signal.SIGTERM) if done == 2 else None
 
     with monkeypatch.context() as patched:
-        patched.setattr("llmpar.cli.commands.progress", interrupting)
+        patched.setattr("llmpar.cli.train.progress", interrupting)
         status, out, err = call(*words)
     assert status == 143 and out == "", err
     why = f"llmpar: stopped after step 3; kept in {tmp_path / 'kept'}: the same command goes on from there"
@@ -548,7 +550,7 @@ def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(
 
 def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys, monkeypatch):
     clock = iter(range(0, 100, 4))
-    monkeypatch.setattr("llmpar.cli.commands.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("llmpar.cli.train.time.monotonic", lambda: next(clock))
     with progress(9) as show:
         for done in range(1, 10):
             show(done, "loss 1")

@@ -34,7 +34,7 @@ def _run(argv: list[str]) -> None:
     if argv[:1] == ["--version"]:
         print(f"llmpar {llmpar.__version__}")
         return
-    from llmpar.cli.tools import parse
+    from llmpar.cli.commands import parse
 
     parse(argv).run()
     if sys.stdout:

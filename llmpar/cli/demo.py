@@ -1,17 +1,35 @@
-"""The main job: train on 8 devices under data, sharded and tensor parallelism, read the program, draw,
-check."""
+"""``llmpar demo``: train on 8 devices under three kinds of parallelism, read the program, draw, check."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
+from dataclasses import dataclass
 
-import jax
-
-from llmpar import draw
-from llmpar.cli.commands import Inspect, StepOptions, Train, say
-from llmpar.mesh import use_devices
+from llmpar.cli.inspect import Inspect
+from llmpar.cli.options import StepOptions, emit, say
+from llmpar.cli.train import Train
 from llmpar.notation import parse_mesh
+
+
+@dataclass(frozen=True)
+class Demo:
+    """The main job: train on 8 devices under three kinds of parallelism, read the compiled program, draw,
+    check.
+
+    Attributes:
+        out: folder for pictures and the log.
+        steps: to train, on the mesh and again on one device.
+        json: print one JSON document on stdout.
+    """
+
+    out: str = "demo"
+    steps: int = 60
+    json: bool = False
+
+    def run(self) -> None:
+        """Run it."""
+        emit(demonstrate(self.out, self.steps), self.json)
 
 
 def demonstrate(out: str, steps: int) -> dict:
@@ -21,6 +39,11 @@ def demonstrate(out: str, steps: int) -> dict:
     Raises ValueError when the losses differ by more than 1e-3 nats, a predicted byte is not a compiled one,
     or the loss has not clearly fallen.
     """
+    import jax
+
+    from llmpar import draw
+    from llmpar.mesh import use_devices
+
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     present = len(use_devices(8))

@@ -1,4 +1,4 @@
-"""Look at the environment: what is here, what is missing, and how to get it."""
+"""``llmpar doctor``: look at the environment: what is here, what is missing, and how to get it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import importlib.util
 import os
 import platform
 import socket
+from dataclasses import dataclass
 
-import jax
-
-from llmpar.mesh import use_devices
+from llmpar.cli.options import emit
 from llmpar.predict import hardware
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -18,9 +17,31 @@ OPTIONAL = {"tokenizers": "hf", "safetensors": "hf"}
 """Packages that an extra brings: ``pip install 'llmpar[hf]'``."""
 
 
+@dataclass(frozen=True)
+class Doctor:
+    """Check the environment: versions, devices, what is missing and how to get it.
+
+    Attributes:
+        json: print one JSON document on stdout.
+    """
+
+    json: bool = False
+
+    def run(self) -> None:
+        """Look, and print."""
+        document = examine()
+        emit(document, self.json)
+        for line in [] if self.json else document["lines"]:
+            print(line)
+
+
 def examine(simulated: int = 8) -> dict:
     """The environment as plain data, with ``lines`` for people. Starts JAX (with simulated devices if it
     must)."""
+    import jax
+
+    from llmpar.mesh import use_devices
+
     devices = use_devices(simulated)
     first = devices[0]
     fake = first.platform == "cpu"
