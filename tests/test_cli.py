@@ -2,6 +2,8 @@
 compiled."""
 
 import contextlib
+import dataclasses
+import functools
 import io
 import json
 import os
@@ -26,7 +28,8 @@ from llmpar.cli.commands import parse
 from llmpar.cli.models import Models
 from llmpar.cli.options import start
 from llmpar.cli.train import Stopper, progress
-from llmpar.config import PRESETS
+from llmpar.config import PRESETS, OptimizerConfig
+from llmpar.data import DataConfig
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.step import Step
@@ -397,6 +400,35 @@ def test_a_process_has_the_same_statuses():
         and "Traceback" not in bad.stderr
         and (bad.returncode, bad.stdout) == (2, "")
     )
+
+
+def test_every_field_of_a_plan_an_optimizer_and_a_text_is_a_flag_with_its_default():
+    """Flags come from the dataclasses that the package computes with: there is no copy that could differ."""
+    for kind, given in [(Plan, "step.plan"), (OptimizerConfig, "optimizer"), (DataConfig, "text")]:
+        filled = functools.reduce(getattr, given.split("."), parse(["train"]))
+        own = {
+            "mesh",
+            "seq_len",
+            "batch_size",
+            "seed",
+        }  # of the command: they serve more than one of the three
+        fields = {f.name: f.default for f in dataclasses.fields(kind) if f.name not in own}
+        assert vars(filled) == fields and len(fields) >= 5
+    words = ("--zero", "1", "--no-reshard-after-forward", "--attention_block", "8", "--schedule", "gpipe")
+    plan = parse(["inspect", *words]).step.plan
+    assert (plan.zero, plan.reshard_after_forward, plan.attention_block, plan.schedule) == (
+        1,
+        False,
+        8,
+        "gpipe",
+    )
+
+
+def test_help_of_a_flag_is_the_docstring_of_its_field(call):
+    _, out, _ = call("inspect", "--help")
+    text = " ".join(re.sub("[│╭╮╰╯─]", "", out).split())
+    assert "how positions are dealt to the ranks of sp. 'zigzag' gives each the same causal work." in text
+    assert "`" not in text and ":mod:" not in text and "--mesh STR" in text and "--pp" not in text
 
 
 def test_jax_that_has_started_already_is_refused_and_the_advice_works():

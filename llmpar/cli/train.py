@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 import signal
@@ -12,53 +11,36 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from llmpar.cli.options import (
     MAX_SEED,
     File,
-    Number,
     StepOptions,
-    Words,
     check_picture,
     emit,
     fits_host,
+    flags_of,
     say,
     speaks,
     start,
 )
-from llmpar.config import ModelConfig, OptimizerConfig, OptimizerOptions
+from llmpar.config import ModelConfig, OptimizerConfig
+from llmpar.data import DataConfig, Stream
+from llmpar.plan import Plan
 from llmpar.timetable import timetable
+
+if TYPE_CHECKING:  # it loads JAX
+    from llmpar.train import Report
 
 LINE_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 
 
-@dataclass(frozen=True)
-class TextOptions:
-    """Text: what is trained on, and what is kept for evaluation.
-
-    Attributes:
-        data: files or globs of text or JSONL; left out, the running Python's own library.
-        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json.
-        start_token: the token of tokenizer.json that begins a document; left out, what it puts first or a
-            usual name.
-        limit_bytes: stop reading after so much text.
-        held_out: the last 1 of so many parts is never trained on; 0 keeps nothing out.
-        eval_every: steps between evaluations on the held-out part, and after the last step; 0 evaluates
-            never.
-        eval_batches: batches per evaluation, always the same ones.
-    """
-
-    data: Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")] = ()
-    tokenizer: str = "bytes"
-    start_token: Words = None
-    limit_bytes: Number = None
-    held_out: int = 20
-    eval_every: int = 0
-    eval_batches: int = 4
+OptimizerFlags = flags_of(OptimizerConfig)
+TextFlags = flags_of(DataConfig, "seq_len", "batch_size", "seed")
 
 
 @dataclass(frozen=True)
@@ -76,6 +58,9 @@ class Train:
         log: append a JSON line per step to this file; the first after a resumption has "resumed", and
             replaces older rows from its step on.
         plot: draw the loss into this PNG or SVG.
+        eval_every: steps between evaluations on the held-out part of the text, and after the last step; 0
+            evaluates never.
+        eval_batches: batches per evaluation, always the same ones.
         json: print one JSON document on stdout.
     """
 
@@ -86,18 +71,19 @@ class Train:
     anyway: bool = False
     log: File = None
     plot: File = None
+    eval_every: int = 0
+    eval_batches: int = 4
     json: bool = False
     step: StepOptions = StepOptions()
-    optimizer: OptimizerOptions = OptimizerOptions()
-    text: TextOptions = TextOptions()
+    optimizer: Annotated[Any, tyro.conf.arg(constructor=OptimizerFlags)] = OptimizerFlags()
+    text: Annotated[Any, tyro.conf.arg(constructor=TextFlags)] = TextFlags()
 
     def run(self) -> dict:
-        """Train, showing progress, and describe the run."""
+        """Train, showing progress, and give the document that ``--json`` prints."""
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed is {self.seed}; use 0 to {MAX_SEED}")
         options = OptimizerConfig(**vars(self.optimizer))
         check_picture(self.plot)
-        from llmpar import attention, data
         from llmpar.checkpoint import Checkpoints
         from llmpar.mesh import make_mesh
         from llmpar.train import train
@@ -106,40 +92,14 @@ class Train:
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
         config, plan = self.step.resolve()
         fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
-        text = {
-            f.name: getattr(self.text, f.name)
-            for f in dataclasses.fields(data.DataConfig)
-            if hasattr(self.text, f.name)
-        }
-        source = data.DataConfig(
-            seq_len=self.step.seq_len, batch_size=self.step.batch_size, seed=self.seed, **text
-        )
-        tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
-        data.check_vocab(tokenizer, config.vocab_size)
-        corpus = data.read_corpus(source, tokenizer)
-        positions = attention.sequence_permutation(plan.sequence_order, source.seq_len, plan.mesh.sp)
-        stream = data.Stream(corpus, source, positions=positions)
-        held_out = data.Stream(corpus, source, "held_out", positions) if self.text.eval_every else None
-        say(
-            f"{config.name}: {config.num_params:,} parameters on {plan.mesh} ({plan.mesh.size} devices);"
-            f" {corpus.source}"
-        )
-        if order := plan.pipeline:
-            idle = timetable(order).bubble_fraction
-            say(
-                f"{order.name}: {order.num_stages} stages, {order.num_microbatches} microbatches, {idle:.0%}"
-                " of a step idle"
-            )
+        stream, held_out = self.read_text(config, plan)
+        say_plan(config, plan, stream.corpus.source)
         mesh = make_mesh(plan.mesh)
         with Stopper() as stopper, progress(self.steps) as show:
 
             def on_step(number, report):
                 stopper.worked = True
-                mfu = f", MFU {report.mfu:.1%}" if report.mfu else ""
-                held = f", {report.memory_bytes / 2**30:.2f} GiB" if report.memory_bytes else ""
-                evaluated = f", held-out {report.eval_losses[-1][1]:.3f}" if report.eval_losses else ""
-                rate = f"{report.tokens_per_s:,.0f} tokens/s{mfu}{held}"
-                show(number + 1, f"loss {report.losses[-1]:.3f} nats{evaluated}, {rate}")
+                show(number + 1, progress_text(report))
 
             _, report = train(
                 config,
@@ -154,52 +114,88 @@ class Train:
                 on_step,
                 anyway=self.anyway,
                 held_out=held_out,
-                eval_every=self.text.eval_every,
-                eval_batches=self.text.eval_batches,
+                eval_every=self.eval_every,
+                eval_batches=self.eval_batches,
                 ideal_step_s=ideal_step_s(config, self.step, mesh),
                 tell=say,
                 stop=lambda: stopper.number > 0,
             )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
-            kept = (
-                f"kept in {self.checkpoints}: the same command goes on from there"
-                if keep
-                else "nothing was kept"
-            )
-            say(f"llmpar: stopped after step {done}; {kept}")
+            goes_on = f"kept in {self.checkpoints}: the same command goes on from there"
+            say(f"llmpar: stopped after step {done}; {goes_on if keep else 'nothing was kept'}")
             raise SystemExit(128 + stopper.number)
-        if self.plot and report.losses and speaks():
-            from llmpar import draw
-
-            draw.loss_curve(report.losses).save(self.plot)
-            say(f"drew the loss into {self.plot}")
-        if report.losses:
-            say(
-                f"loss {report.losses[0]:.4f} -> {report.losses[-1]:.4f} nats per token in"
-                f" {len(report.losses)} steps"
-            )
-        document = {
-            "model": config.name,
-            "mesh": plan.mesh.sizes,
-            "losses": report.losses,
-            "grad_norms": report.grad_norms,
-            "tokens_per_s": report.tokens_per_s,
-            "step_s": report.step_s,
-            "params": config.num_params,
-            "devices": plan.mesh.size,
-            "start": report.start,
-            "mfu": report.mfu,
-            "peak_memory_bytes": report.memory_bytes,
-            "eval_losses": report.eval_losses,
-        }
+        self.show_losses(report.losses)
+        document = document_of(config, plan, report)
         emit(document, self.json)
         return document
 
+    def read_text(self, config: ModelConfig, plan: Plan) -> tuple[Stream, Stream | None]:
+        """Read the text to train on, and its held-out part if it is to be evaluated."""
+        from llmpar import attention, data
+
+        batch_size, seq_len = self.step.batch_size, self.step.seq_len
+        source = DataConfig(**vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed)
+        tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
+        data.check_vocab(tokenizer, config.vocab_size)
+        corpus = data.read_corpus(source, tokenizer)
+        positions = attention.sequence_permutation(plan.sequence_order, seq_len, plan.mesh.sp)
+        held_out = Stream(corpus, source, "held_out", positions) if self.eval_every else None
+        return Stream(corpus, source, positions=positions), held_out
+
+    def show_losses(self, losses: list[float]) -> None:
+        """Draw the losses where this was asked for, and say the first and the last."""
+        if not losses:
+            return
+        if self.plot and speaks():
+            from llmpar import draw
+
+            draw.loss_curve(losses).save(self.plot)
+            say(f"drew the loss into {self.plot}")
+        say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
+
+
+def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
+    """Say what is trained on what."""
+    devices = f"{plan.mesh} ({plan.mesh.size} devices)"
+    say(f"{config.name}: {config.num_params:,} parameters on {devices}; {source}")
+    if order := plan.pipeline:
+        idle = timetable(order).bubble_fraction
+        counts = f"{order.num_stages} stages, {order.num_microbatches} microbatches"
+        say(f"{order.name}: {counts}, {idle:.0%} of a step idle")
+
+
+def progress_text(report: Report) -> str:
+    """Give the newest figures of a running training in a line."""
+    mfu = f", MFU {report.mfu:.1%}" if report.mfu else ""
+    memory = f", {report.memory_bytes / 2**30:.2f} GiB" if report.memory_bytes else ""
+    evaluated = f", held-out {report.eval_losses[-1][1]:.3f}" if report.eval_losses else ""
+    rate = f"{report.tokens_per_s:,.0f} tokens/s"
+    return f"loss {report.losses[-1]:.3f} nats{evaluated}, {rate}{mfu}{memory}"
+
+
+def document_of(config: ModelConfig, plan: Plan, report: Report) -> dict:
+    """Give the document of a training run; its keys are a contract."""
+    return {
+        "model": config.name,
+        "mesh": plan.mesh.sizes,
+        "losses": report.losses,
+        "grad_norms": report.grad_norms,
+        "tokens_per_s": report.tokens_per_s,
+        "step_s": report.step_s,
+        "params": config.num_params,
+        "devices": plan.mesh.size,
+        "start": report.start,
+        "mfu": report.mfu,
+        "peak_memory_bytes": report.memory_bytes,
+        "eval_losses": report.eval_losses,
+    }
+
 
 class Stopper:
-    """While open, the first Ctrl-C or SIGTERM asks for an end after the running step, so that it can be
-    saved; the second, or one before any step was done, ends the process. On many hosts all would have to stop
-    at one step: not there.
+    """Let the first Ctrl-C or SIGTERM end training after the running step, so that it can be saved.
+
+    The second signal ends the process at once, and so does one before any step was done. With several
+    processes signals keep their usual meaning, because all of them would have to stop at the same step.
     """
 
     def __init__(self):
@@ -226,8 +222,8 @@ class Stopper:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[int, str], None]]:
-    """Give a function that shows a step and words: on a bar in a terminal, else as a line every `LINE_S`
-    seconds."""
+    """Give a function that shows how many steps are done, with a text: a bar in a terminal, else a line every
+    `LINE_S` seconds."""
     if sys.stderr.isatty() and speaks():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -256,8 +252,7 @@ def progress(total: int) -> Iterator[Callable[[int, str], None]]:
 
 
 def ideal_step_s(config: ModelConfig, step: StepOptions, mesh) -> float | None:
-    """What a step's useful FLOPs take at the devices' peak, in seconds; None for simulated and unknown
-    devices."""
+    """Give the seconds that a step's useful FLOPs take at the devices' peak; None where no peak is known."""
     from llmpar.predict import hardware, memory
 
     chip = hardware.guess(mesh.devices.flat[0].device_kind)
