@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import llmpar
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmpar"
 
@@ -189,6 +191,18 @@ def test_import_llmpar_is_light():
     assert not loaded_by("import llmpar") & heavy
     files = [name for name in trees() if thinks(name)]
     assert not loaded_by("; ".join(f"import llmpar.{name}" for name in files)) & {"jax", "flax", *heavy}
+
+
+def test_the_front_door_offers_what_the_files_have():
+    assert not loaded_by("import llmpar") & NO_JAX
+    assert sorted(llmpar.__all__) == llmpar.__all__ and set(llmpar.__all__) <= set(dir(llmpar))
+    for name in llmpar.__all__:
+        offered = getattr(llmpar, name)
+        assert offered is getattr(sys.modules[offered.__module__], name) and offered.__name__ == name
+    with pytest.raises(AttributeError, match="llmpar has no 'Mesh'; it has MeshExplorer, Plan, Step, "):
+        llmpar.Mesh  # noqa: B018
+    with pytest.raises(ImportError):
+        from llmpar import Mesh  # noqa: F401
 
 
 def axis_words(tree):
