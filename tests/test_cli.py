@@ -132,13 +132,13 @@ def model(tmp_path):
     return model
 
 
-def run(*words: str, code: str = "", **variables: str) -> subprocess.CompletedProcess:
-    """The command (or some code) in a process of its own."""
+def run(*words: str, code: str = "", at: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
+    """Run the command, or code, in a process of its own, in the folder ``at``."""
     command = [sys.executable, *(("-c", code) if code else ("-m", "llmpar")), *words]
     environment = {k: v for k, v in os.environ.items() if k not in variables} | {
         k: v for k, v in variables.items() if v
     }
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=at)
 
 
 # -------------------------------------------------------------------------------------------------- documents
@@ -196,7 +196,8 @@ def test_doctor_says_what_is_here(document, call):
 def test_doctor_names_the_extra_of_what_is_missing(document, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = document("doctor")
-    assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf"}
+    lab = dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib"), "lab")
+    assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf"} | lab
 
 
 TINY_STEP = ("--batch-size", "8", "--seq-len", "16")
@@ -589,6 +590,72 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys, monkeyp
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "compiling …" and lines[1] == "step 1/9: loss 1" and lines[-1] == "step 9/9: loss 1"
     assert 3 < len(lines) < 7
+
+
+# ------------------------------------------------------------------------------------- without the extra lab
+
+WITHOUT_LAB = """
+import importlib.metadata, sys
+
+REFUSED = {"jupyterlab", "ipywidgets", "anywidget", "traitlets", "nbval", "matplotlib", "PIL", "IPython"}
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in REFUSED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def test_a_rank_without_the_extra_lab_trains_inspects_and_draws_an_svg(tmp_path):
+    code = (
+        WITHOUT_LAB
+        + """
+from llmpar.cli import main
+
+step = ["--mesh", "dp=2 fsdp=2 tp=2", "--batch-size", "8", "--seq-len", "16"]
+assert main(["train", "--steps", "2", *step, "--plot", "loss.svg", "--json"]) == 0
+assert main(["inspect", *step, "--svg", "bytes.svg", "--json"]) == 0
+assert main(["doctor"]) == 0
+assert not REFUSED & {name.partition(".")[0] for name in sys.modules}
+"""
+    )
+    done = run(code=code, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    train, inspect, *lines = done.stdout.splitlines()
+    assert len(json.loads(train)["losses"]) == 2
+    assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in json.loads(inspect)["collectives"])
+    assert all("<svg" in (tmp_path / name).read_text() for name in ("loss.svg", "bytes.svg"))
+    assert "jupyterlab is missing: pip install 'llmpar[lab]'" in lines
+
+
+def test_what_needs_the_extra_lab_names_it_in_a_sentence(tmp_path):
+    code = (
+        WITHOUT_LAB
+        + """
+from llmpar.cli import main
+
+for words in ("lab", "train --plot loss.png", "schedule gpipe --svg table.png", "demo"):
+    assert main(words.split()) == 1
+import llmpar
+from llmpar import draw
+
+for action in (lambda: llmpar.MeshExplorer, lambda: draw.mesh("dp=2").save("mesh.png")):
+    try:
+        action()
+    except (ImportError, ValueError) as error:
+        print("llmpar:", error, file=sys.stderr)
+"""
+    )
+    done = run(code=code, at=tmp_path)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0 and len(lines) == 6, done.stderr
+    assert all(x.startswith("llmpar: ") and x.endswith("pip install 'llmpar[lab]'") for x in lines), lines
+    for line, word in zip(
+        lines, ("JupyterLab", "loss.svg", "table.svg", "mesh.svg", "anywidget", "SVG"), strict=True
+    ):
+        assert word in line
 
 
 # -------------------------------------------------------------------------------------- the README's commands

@@ -294,7 +294,7 @@ def requirement(text):
     return name, tuple(map(int, bound.split(".")))
 
 
-def test_environment_yml_repeats_the_dependencies():
+def test_environment_yml_repeats_the_dependencies_and_the_extra_lab():
     """The same names and bounds under conda-forge's names. This does not prove that conda can solve it."""
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert environment["name"] == "llmpar" and environment["channels"] == ["conda-forge", "nodefaults"]
@@ -302,7 +302,8 @@ def test_environment_yml_repeats_the_dependencies():
     assert pip == {"pip": ["-e ."]}
     conda.remove("pip")
     conda_name = {"matplotlib": "matplotlib-base"}  # without Qt
-    pyproject = map(requirement, project()["project"]["dependencies"])
+    listed = project()["project"]["dependencies"] + project()["project"]["optional-dependencies"]["lab"]
+    pyproject = map(requirement, listed)
     wanted = {conda_name.get(name, name): bound for name, bound in pyproject}
     wanted["python"] = requirement("python" + project()["project"]["requires-python"])[1]
     assert dict(map(requirement, conda)) == wanted
@@ -318,6 +319,14 @@ def test_extra_dev_repeats_the_groups():
     extras = project()["project"]["optional-dependencies"]
     assert sorted(extras["dev"]) == sorted(members("dev"))
     assert set(extras["hf"]) <= set(extras["dev"]), "the tests read tokenizers and safetensors"
+    assert sorted(extras["lab"]) == sorted(members("lab")) and set(extras["lab"]) <= set(extras["dev"])
+
+
+def test_a_rank_of_a_job_installs_no_notebook():
+    """What draws in a browser or makes a PNG is in the extra lab, with what it needs."""
+    plain = {requirement(text)[0] for text in project()["project"]["dependencies"]}
+    lab = {requirement(text)[0] for text in project()["project"]["optional-dependencies"]["lab"]}
+    assert not plain & lab and lab == {"jupyterlab", "ipywidgets", "anywidget", "nbval", "matplotlib"}
 
 
 def test_constraints_pin_every_dependency_without_addresses():

@@ -7,7 +7,7 @@ import pathlib
 from dataclasses import dataclass
 
 from llmpar.cli.inspect import Inspect
-from llmpar.cli.options import StepOptions, emit, say
+from llmpar.cli.options import StepOptions, check_picture, emit, say
 from llmpar.cli.train import Train
 from llmpar.notation import parse_mesh
 
@@ -46,6 +46,7 @@ def demonstrate(out: str, steps: int) -> dict:
 
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    check_picture(str(folder / "mesh.png"))
     present = len(use_devices(8))
     mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"
     options = StepOptions(mesh=mesh)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import socket
 from dataclasses import dataclass
 
-from llmpar.cli.options import emit
+from llmpar.cli.options import emit, installed
 from llmpar.predict import hardware
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {"tokenizers": "hf", "safetensors": "hf"}
+OPTIONAL |= dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib"), "lab")
 """Packages that an extra brings: ``pip install 'llmpar[hf]'``."""
 
 
@@ -47,7 +47,7 @@ def examine(simulated: int = 8) -> dict:
     fake = first.platform == "cpu"
     chip = hardware.guess(first.device_kind)
     versions = {name: importlib.metadata.version(name) for name in REQUIRED}
-    missing = {name: extra for name, extra in OPTIONAL.items() if importlib.util.find_spec(name) is None}
+    missing = {name: extra for name, extra in OPTIONAL.items() if not installed(name)}
     hosts = len({d.process_index for d in devices})
     lines = [
         f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from llmpar.cli.options import installed
+
 
 @dataclass(frozen=True)
 class Lab:
@@ -25,6 +27,8 @@ class Lab:
 
     def run(self) -> None:
         """Start JupyterLab and wait until it ends."""
+        if not installed("jupyterlab"):
+            raise ValueError("JupyterLab is not installed; pip install 'llmpar[lab]'")
         if not pathlib.Path(self.folder).is_dir():
             raise ValueError(
                 f"there is no folder '{self.folder}' here; run this from the project's root, or give --folder"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import inspect
 import json
 import logging
@@ -109,12 +110,24 @@ class StepOptions:
         return config, plan
 
 
+def installed(package: str) -> bool:
+    """Tell whether a package can be imported, without importing it."""
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.util.find_spec(package) is not None
+    return False
+
+
 def check_picture(path: str | None) -> None:
-    """Refuse a path that no drawing can be saved to, before the work that it is to show."""
+    """Refuse a path that no drawing can be saved to, before the work that it would show."""
     if path is None:
         return
-    if pathlib.Path(path).suffix not in PICTURES:
+    suffix = pathlib.Path(path).suffix
+    if suffix not in PICTURES:
         raise ValueError(f"a drawing is saved as .svg or .png, and '{path}' is neither; rename it")
+    if suffix == ".png" and not installed("matplotlib"):
+        svg = pathlib.Path(path).with_suffix(".svg")
+        lacks = f"'{path}' would be drawn by matplotlib, which is not installed"
+        raise ValueError(f"{lacks}; use '{svg}', or pip install 'llmpar[lab]'")
     folder = pathlib.Path(path).absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or pathlib.Path(path).is_dir():
         raise ValueError(
