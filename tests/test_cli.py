@@ -16,9 +16,11 @@ import wave
 from pathlib import Path
 
 import jax
+import numpy as np
 import optax
 import pytest
 import rich.console
+from flax import nnx
 
 import llmpar.inspect.report
 import llmpar.train
@@ -31,6 +33,8 @@ from llmpar.cli.train import Stopper, progress
 from llmpar.config import PRESETS, OptimizerConfig
 from llmpar.data import DataConfig
 from llmpar.mesh import make_mesh
+from llmpar.model import FeedForward
+from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.step import Step
 
@@ -661,30 +665,82 @@ for action in (lambda: llmpar.MeshExplorer, lambda: draw.mesh("dp=2").save("mesh
 # -------------------------------------------------------------------------------------- the README's commands
 
 
-def written() -> list[list[str]]:
-    """The commands of the README's list, as words."""
-    lines = re.findall(r"^    (llmpar .*)$", README, re.M)
-    return [shlex.split(re.split(r" {3,}", line)[0]) for line in lines]
+NOT_RUN = {
+    "make demo": "it installs; tests/test_notebooks.py and this file run what it runs",
+    "make test": "it runs this test",
+    "make lab": "it installs and opens a browser",
+    "make slides": "it installs; tests/test_slides.py builds the deck",
+    "make gallery": "it installs; tests/test_gallery.py makes the page",
+    "make notebooks": "it installs; tests/test_notebooks.py executes the lessons",
+    "pip install '.[lab]'": "it installs",
+    "pip install .": "it installs",
+    "python tests/bench.py attention": "it measures for minutes",
+    "llmpar lab": "it opens a browser and waits; tests/test_explorers.py looks at what it starts",
+}
+COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
 
 
-def test_every_command_of_the_readme_is_understood():
-    assert len(written()) >= 10
-    for _, *words in written():
-        parse(words)
+def written() -> list[str]:
+    """List every command of the README: of its indented lines without what stands beside it, and in text."""
+    lines = re.findall(rf"^    (?:\$ )?({COMMAND})$", README, re.M)
+    lines = [re.split(r" {3,}| +# ", line)[0].strip() for line in lines]
+    return list(dict.fromkeys(lines + re.findall(rf"`({COMMAND})`", README)))
 
 
-@pytest.mark.parametrize(
-    "words", [w for w in written() if w[1] in ("models", "schedule", "doctor")], ids=" ".join
-)
-def test_commands_of_the_readme_that_compile_nothing_run(call, words):
-    status, out, _ = call(*words[1:])
-    assert status == 0 and out
+def examples() -> list[str]:
+    """List every Python example of the README."""
+    return re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+
+
+def test_what_of_the_readme_is_not_run_is_listed_with_a_reason():
+    skipped = [line for line in written() if not line.startswith("llmpar ") or line == "llmpar lab"]
+    assert sorted(skipped) == sorted(NOT_RUN)
+    targets = re.findall(r"^([\w-]+):", (Path(__file__).parent.parent / "Makefile").read_text(), re.M)
+    assert {line.split()[1] for line in NOT_RUN if line.startswith("make ")} <= set(targets)
+    assert README.count("```") == 2 * len(examples()), "every fenced block is a Python example"
+
+
+def test_every_command_of_the_readme_runs(call, tmp_path, monkeypatch):
+    """In the README's order, in one folder: a later command reads what an earlier one wrote."""
+    monkeypatch.chdir(tmp_path)
+    refused = dict(re.findall(r"^    \$ (.*)\n    (llmpar: .*)$", README, re.M))
+    ran = [line for line in written() if line not in NOT_RUN]
+    assert len(ran) >= 13 and len(refused) == 1 and set(refused) <= set(ran)
+    for line in ran:
+        status, out, err = call(*shlex.split(line)[1:])
+        if line in refused:
+            assert (status, out, err.splitlines()[-1]) == (1, "", refused[line]), line
+        else:
+            assert status == 0 and (out or "nats per token" in err), (line, err)
+    assert (tmp_path / "kept").is_dir()
+    assert any("eval_loss" in line for line in (tmp_path / "run.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda text: text.strip().splitlines()[-1][:40])
+def test_every_python_example_of_the_readme_runs(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cut = jax.NamedSharding(make_mesh(Plan("dp=2 fsdp=2 tp=2").mesh), jax.P("dp", "tp"))
+    array = jax.device_put(np.zeros((8, 8), np.float32), cut)
+    with jax.numpy_dtype_promotion("standard"):
+        exec(example, {"jax": jax, "Plan": Plan, "array": array})
+    losses = [float(x) for x in re.findall(r"^\d (\S+)$", capsys.readouterr().out, re.M)]
+    assert "print(" not in example or (len(losses) == 3 and round(losses[0], 2) == 5.58 > losses[2])
+    assert "mesh.html" not in example or "<!doctype html>" in (tmp_path / "mesh.html").read_text()
+
+
+def test_the_readme_s_feed_forward_is_the_model_s():
+    names: dict = {"jax": jax}
+    exec(examples()[0], names)
+    config, par = PRESETS["tiny"], Solo(Plan())
+    layer = FeedForward(config, nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 8, config.width))
+    np.testing.assert_array_equal(names["__call__"](layer, x, par), layer(x, par))
 
 
 def test_the_readme_trains_before_it_generates_from_a_checkpoint():
     """Every folder that a command reads was written by one before it, of the model that is asked for."""
     kept = set()
-    for _, *words in written():
+    for words in [shlex.split(line)[1:] for line in written() if line.startswith("llmpar ")]:
         command = parse(words)
         if words[0] == "train" and command.checkpoints:
             kept.add(command.checkpoints)
