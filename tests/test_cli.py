@@ -481,12 +481,12 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    "error, status, said", FAULTS, ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else ""
+    "error, status, sentence", FAULTS, ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else ""
 )
-def test_whatever_happens_is_a_status_and_at_most_one_line(call, monkeypatch, error, status, said):
+def test_whatever_happens_is_a_status_and_at_most_one_line(call, monkeypatch, error, status, sentence):
     monkeypatch.setattr(Models, "run", lambda self: (_ for _ in ()).throw(error))
     found, out, err = call("models")
-    assert found == status and out == "" and re.fullmatch(said, err), err
+    assert found == status and out == "" and re.fullmatch(sentence, err), err
 
 
 def test_a_value_error_of_another_library_is_not_taken_for_a_refusal(call, monkeypatch):
@@ -765,7 +765,7 @@ BOTH = [("train",), ("inspect",)]
 
 @pytest.mark.parametrize("command", BOTH, ids=" ".join)
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, sentence",
     [
         (
             ("--batch-size", "12"),
@@ -815,12 +815,12 @@ BOTH = [("train",), ("inspect",)]
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
 def test_a_step_that_cannot_be_is_refused_in_a_sentence_before_it_is_made(
-    refusal, model, command, flags, said
+    refusal, model, command, flags, sentence
 ):
     entries = dict(f.split("=") for f in flags if "=" in f and f[0] != "-" and "_" in f)
     card = {k: int(v) if v.isdigit() else v for k, v in entries.items()}
     flags = [f for f in flags if f.split("=")[0] not in entries]
-    assert refusal(*command, "--model", model(**card), *TINY_STEP, *flags).startswith(said)
+    assert refusal(*command, "--model", model(**card), *TINY_STEP, *flags).startswith(sentence)
 
 
 def test_unknown_models_are_refused(refusal, tmp_path):
@@ -835,7 +835,7 @@ def noise(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make, said",
+    "make, sentence",
     [
         (None, "matches no file; give a file or a glob"),
         (lambda f: f.mkdir(), "is a folder; name its files"),
@@ -845,34 +845,41 @@ def noise(file: Path) -> None:
     ],
     ids=["missing", "folder", "empty", "short", "binary"],
 )
-def test_data_that_cannot_be_read_is_refused(refusal, model, tmp_path, make, said):
+def test_data_that_cannot_be_read_is_refused(refusal, model, tmp_path, make, sentence):
     file = tmp_path / "data"
     if make:
         make(file)
-    assert said in refusal("train", "--model", model(), *TINY_STEP, "--data", str(file))
+    assert sentence in refusal("train", "--model", model(), *TINY_STEP, "--data", str(file))
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(refusal, model, tmp_path):
-    said = refusal("train", "--model", model(vocab_size=256), *TINY_STEP)
+    sentence = refusal("train", "--model", model(vocab_size=256), *TINY_STEP)
     assert (
-        said == "tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or"
+        sentence
+        == "tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or"
         " more, or a smaller tokenizer ('bytes' has 257)"
     )
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<s>": 0} | {f"w{i}": i + 1 for i in range(299)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>"))
     made.save(str(tmp_path / "tokenizer.json"))
-    said = refusal("train", "--model", model(), *TINY_STEP, "--tokenizer", str(tmp_path / "tokenizer.json"))
-    assert "has 300 tokens but the model's vocabulary has 264; use a model with 300 or more" in said
+    sentence = refusal(
+        "train", "--model", model(), *TINY_STEP, "--tokenizer", str(tmp_path / "tokenizer.json")
+    )
+    assert "has 300 tokens but the model's vocabulary has 264; use a model with 300 or more" in sentence
 
 
 def test_a_tokenizer_that_is_not_there_is_refused(refusal, model, tmp_path):
-    said = refusal("train", "--model", model(), *TINY_STEP, "--tokenizer", str(tmp_path / "tokenizer.json"))
-    assert said.startswith("cannot read tokenizer '") and said.endswith("give 'bytes' or a tokenizer.json")
+    sentence = refusal(
+        "train", "--model", model(), *TINY_STEP, "--tokenizer", str(tmp_path / "tokenizer.json")
+    )
+    assert sentence.startswith("cannot read tokenizer '") and sentence.endswith(
+        "give 'bytes' or a tokenizer.json"
+    )
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, sentence",
     [
         (("--steps", "0"), "training to step 0 does nothing; use 1 or more"),
         (("--learning-rate", "-1"), "learning rate -1.0, clip 1.0: both must be positive numbers"),
@@ -886,9 +893,11 @@ def test_a_tokenizer_that_is_not_there_is_refused(refusal, model, tmp_path):
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
-def test_training_options_that_would_do_harm_are_refused(refusal, model, tmp_path, monkeypatch, flags, said):
+def test_training_options_that_would_do_harm_are_refused(
+    refusal, model, tmp_path, monkeypatch, flags, sentence
+):
     monkeypatch.chdir(tmp_path)
-    assert said in refusal("train", "--model", model(), *TINY_STEP, *flags)
+    assert sentence in refusal("train", "--model", model(), *TINY_STEP, *flags)
 
 
 def test_training_a_pipeline_says_how_long_its_stages_wait(call, model):
@@ -909,7 +918,7 @@ def test_training_a_pipeline_says_how_long_its_stages_wait(call, model):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, sentence",
     [
         (("nope",), "no schedule is called 'nope'; try one of gpipe, 1f1b, "),
         (("gpipe", "--costs", "1,2"), "--costs '1,2' is not three numbers F,B,W such as 1,1,1"),
@@ -919,12 +928,12 @@ def test_training_a_pipeline_says_how_long_its_stages_wait(call, model):
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
-def test_schedules_that_cannot_be_are_refused(refusal, words, said):
-    assert said in refusal("schedule", *words)
+def test_schedules_that_cannot_be_are_refused(refusal, words, sentence):
+    assert sentence in refusal("schedule", *words)
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, sentence",
     [
         (
             ("train", "--plot", "x.xyz"),
@@ -962,12 +971,12 @@ def test_schedules_that_cannot_be_are_refused(refusal, words, said):
     ],
     ids=lambda x: " ".join(x)[:40] if isinstance(x, tuple) else "",
 )
-def test_what_cannot_end_well_is_refused_before_the_work(refusal, tmp_path, monkeypatch, flags, said):
+def test_what_cannot_end_well_is_refused_before_the_work(refusal, tmp_path, monkeypatch, flags, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    assert said in refusal(*flags)
+    assert sentence in refusal(*flags)
 
 
 def test_a_home_that_is_not_there_is_done_without(monkeypatch):
@@ -1032,9 +1041,9 @@ def test_generate_continues_from_a_checkpoint_whatever_the_meshes(call, document
     ask = ("generate", "import ", "--tokens", "5", "--checkpoints", str(tmp_path / "kept"), "--mesh")
     one, many = (document(*ask, mesh) for mesh in ("dp=1", "sp=2 tp=2"))
     assert one["tokens"] == many["tokens"] and len(one["tokens"]) == 5 and one["prompt"] == "import "
-    status, _, said = call("generate", "--checkpoints", str(tmp_path / "none"), "--mesh", "dp=1")
-    assert status == 1 and "there is no checkpoint in" in said and not (tmp_path / "none").exists()
-    status, _, said = call(*ask, "dp=1", "--model", "tiny-tied")
-    assert status == 1 and "is of another model: it has" in said
-    status, _, said = call("generate", "--mesh", "dp=2")
-    assert status == 1 and "cuts rows by dp, but a prompt is one row; use sp and tp" in said
+    status, _, sentence = call("generate", "--checkpoints", str(tmp_path / "none"), "--mesh", "dp=1")
+    assert status == 1 and "there is no checkpoint in" in sentence and not (tmp_path / "none").exists()
+    status, _, sentence = call(*ask, "dp=1", "--model", "tiny-tied")
+    assert status == 1 and "is of another model: it has" in sentence
+    status, _, sentence = call("generate", "--mesh", "dp=2")
+    assert status == 1 and "cuts rows by dp, but a prompt is one row; use sp and tp" in sentence

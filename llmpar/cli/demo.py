@@ -14,8 +14,8 @@ from llmpar.notation import parse_mesh
 
 @dataclass(frozen=True)
 class Demo:
-    """The main job: train on 8 devices under three kinds of parallelism, read the compiled program, draw,
-    check.
+    """Train on 8 devices under three kinds of parallelism, read the compiled program, draw, and check it all
+    against one device.
 
     Attributes:
         out: folder for pictures and the log.
@@ -28,16 +28,16 @@ class Demo:
     json: bool = False
 
     def run(self) -> None:
-        """Run it."""
+        """Run the demonstration."""
         emit(demonstrate(self.out, self.steps), self.json)
 
 
 def demonstrate(out: str, steps: int) -> dict:
-    """Train twice (the mesh, then one device), inspect once, draw three pictures into ``out``, and compare
-    the losses.
+    """Train on the mesh and on one device, inspect the step, draw three pictures into ``out``, and compare.
 
-    Raises ValueError when the losses differ by more than 1e-3 nats, a predicted byte is not a compiled one,
-    or the loss has not clearly fallen.
+    Raises:
+        ValueError: the losses differ by more than 1e-3 nats, predicted and compiled bytes differ, or the loss
+            has not fallen below 0.7 of the first.
     """
     import jax
 
@@ -50,9 +50,7 @@ def demonstrate(out: str, steps: int) -> dict:
     present = len(use_devices(8))
     mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"
     options = StepOptions(mesh=mesh)
-    with jax.default_matmul_precision(
-        "highest"
-    ):  # float32 as such: accelerators' products are shorter by default
+    with jax.default_matmul_precision("highest"):  # accelerators multiply with fewer bits by default
         many = Train(step=options, steps=steps, log=str(folder / "log.jsonl")).run()
         read = Inspect(step=options, svg=str(folder / "bytes.svg")).run()
         one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=steps).run()
@@ -69,7 +67,7 @@ def demonstrate(out: str, steps: int) -> dict:
     first, last = many["losses"][0], many["losses"][-1]
     failed = ["a predicted byte is not a compiled one"] * (not exact)
     failed += ["the mesh and one device differ by more than 1e-3 nats"] * (gap > 1e-3)
-    fell = f"the loss fell from {first:.2f} to {last:.2f}, not below 0.7 of that; give it some 60 steps"
+    fell = f"the loss fell from {first:.2f} to {last:.2f}, not below 0.7 of that; give it about 60 steps"
     failed += [fell] * (last > 0.7 * first)
     if failed:
         raise ValueError(f"the demonstration failed: {'; '.join(failed)}")

@@ -28,7 +28,7 @@ class Doctor:
     json: bool = False
 
     def run(self) -> None:
-        """Look, and print."""
+        """Examine the environment, and print it."""
         document = examine()
         emit(document, self.json)
         for line in [] if self.json else document["lines"]:
@@ -36,8 +36,10 @@ class Doctor:
 
 
 def examine(simulated: int = 8) -> dict:
-    """The environment as plain data, with ``lines`` for people. Starts JAX (with simulated devices if it
-    must)."""
+    """Describe the environment as plain data, with ``lines`` for people.
+
+    It starts JAX, with ``simulated`` devices where there is no accelerator.
+    """
     import jax
 
     from llmpar.mesh import use_devices

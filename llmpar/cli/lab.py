@@ -44,12 +44,11 @@ class Lab:
             f"--port={self.port}",
             "--ip=127.0.0.1",
         ]
-        # labconfig lets a saved notebook keep its widgets, which reopen without a kernel
+        # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel
         config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(pathlib.Path(__file__).parent)]
         env = os.environ | {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
-        root = (
-            hasattr(os, "geteuid") and os.geteuid() == 0
-        )  # as in most containers; it serves this machine alone
+        # Most containers run as root, and the server is open to this machine only.
+        root = hasattr(os, "geteuid") and os.geteuid() == 0
         command += ["--allow-root"] * root + ["--no-browser"] * (not self.browser)
         ended = subprocess.run(command, env=env).returncode
         if ended:
