@@ -592,7 +592,7 @@ def from_dict(kept: dict[str, Any]) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerOptions:
+class OptimizerConfig:
     """The optimizer and its rate, which warms up linearly, then falls along a cosine to a tenth at the last
     step.
 
@@ -604,16 +604,12 @@ class OptimizerOptions:
         clip: largest global norm of the gradient.
     """
 
+    # any Optax optimizer fits a `Step`; these four have a name
     optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
     learning_rate: float = 3e-3
     warmup: int = 10
     weight_decay: float = 0.1
     clip: float = 1.0
-
-
-@dataclass(frozen=True)
-class OptimizerConfig(OptimizerOptions):
-    """`OptimizerOptions` that make sense. (Any Optax optimizer fits a `Step`; these four have a name.)"""
 
     def __post_init__(self):
         if not (0 < self.learning_rate < math.inf and self.clip > 0):
