@@ -246,7 +246,7 @@ class Train:
             raise ValueError(f"seed is {self.seed}; use 0 to {MAX_SEED}")
         options = OptimizerConfig(**vars(self.optimizer))
         check_picture(self.plot)
-        from llmpar import attention, data
+        from llmpar import data, sequence_order
         from llmpar.checkpoint import Checkpoints
         from llmpar.mesh import make_mesh
         from llmpar.train import train
@@ -266,7 +266,7 @@ class Train:
         tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
         data.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
-        positions = attention.sequence_permutation(plan.sequence_order, source.seq_len, plan.mesh.sp)
+        positions = sequence_order.sequence_permutation(plan.sequence_order, source.seq_len, plan.mesh.sp)
         stream = data.Stream(corpus, source, positions=positions)
         held_out = data.Stream(corpus, source, "held_out", positions) if self.text.eval_every else None
         say(
