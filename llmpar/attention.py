@@ -38,8 +38,8 @@ Partial = tuple[Float[Array, "b s k r h"], Float[Array, "b s k r"]]  # out in q'
 QueryIds = tuple[Int[Array | np.ndarray, "_ s"], Int[Array | np.ndarray, "_ s"] | None]
 KeyIds = tuple[Int[Array | np.ndarray, "_ t"], Int[Array | np.ndarray, "_ t"] | None]
 
-# Up to so many tiles are written out instead of looped over: 20 % faster on a CPU, 0.03 s of compiling for each
-# pair of tiles.
+# Up to so many tiles are written out instead of looped over: 20 % faster on a CPU, 0.03 s of compiling for
+# each pair of tiles.
 FEW_ROWS, FEW_KEYS, FEW_IN_TRIANGLE = 2, 4, 8
 
 
