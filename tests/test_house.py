@@ -20,7 +20,7 @@ PACKAGE = ROOT / "llmpar"
 # The core is flat: it is read like a paper. Half of it decides and needs no JAX, the other half runs.
 THINKS = {"notation", "config", "schedules", "timetable", "plan", "sequence_order"}
 RUNS = {"mesh", "par", "attention", "moe", "model", "weights", "split", "pipeline", "step"}
-RUNS |= {"train", "data", "checkpoint", "hf"}
+RUNS |= {"optimizer", "train", "data", "checkpoint", "hf"}
 CORE = THINKS | RUNS
 # Around it stand wings with one question each. A wing names those that it may ask; the core asks none.
 WINGS = {

@@ -24,11 +24,12 @@ from llmpar.config import ExpertConfig
 from llmpar.data import DataConfig, Stream, read_corpus
 from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
+from llmpar.optimizer import make_optimizer, muon_dims
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import hardware
 from llmpar.step import Step
-from llmpar.train import OptimizerConfig, Report, _place, make_optimizer, muon_dims, train
+from llmpar.train import OptimizerConfig, Report, _place, train
 from llmpar.weights import model_graph, weight_dims
 
 SMALL = dataclasses.replace(
