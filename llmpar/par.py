@@ -265,6 +265,13 @@ def vary(x, axes):
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def vary_alike(tree, like=()):
+    """``tree``, every leaf typed as varying over each mesh axis over which any leaf does, of ``like`` too:
+    loops and branches insist."""
+    axes = sorted(frozenset().union(*map(varying, jax.tree.leaves((tree, like)))))
+    return jax.tree.map(lambda x: vary(x, axes), tree)
+
+
 def _together(values):
     """The values, none to be used before all are there: XLA may then not hoist one that no layer changes, and
     what an island sends of it, out of the loop over layers. (On simulated devices JAX 0.10.2 crashes when

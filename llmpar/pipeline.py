@@ -76,13 +76,11 @@ def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
 class Stage(Llama):
     """A Llama cut open: its loss is that of a stream that is there already."""
 
-    def tables(self, par):
-        """The output head alone: the embedding is looked up on another stage."""
-        return None, par.weight(self.embedding if self.config.tied else self.head)
-
-    def hidden(self, embedding, batch: Batch, par):
-        """The last norm of the stream that comes with the batch."""
-        return self.norm(batch["stream"], par), None
+    def hidden_and_head(self, batch: Batch, par):
+        """The last norm of the stream that comes with the batch, and the output head. The embedding is looked
+        up on another stage."""
+        head = par.weight(self.embedding if self.config.tied else self.head)
+        return self.norm(batch["stream"], par), head, None
 
 
 def unrolled(block, x, stack):
@@ -162,12 +160,16 @@ class _Executor:
             last = jax.tree.map(lambda w: w[few:], stack)
             return _when(f"full{kind}", full, lambda x, w: run(one, x, w)[0], lambda x, w: x, x, last)
 
-        x, loss = (model := self.model(blocks, self.shared)).run(x, batch, self.par, layers)
-        return x, None if loss is None else model.routed(loss, batch, self.par).sum()
+        x, loss = (model := self.model(blocks, self.shared)).run_blocks(x, batch, self.par, layers)
+        return x, None if loss is None else model.router_losses(loss, batch, self.par).sum()
 
     def loss(self, own, x, batch):
         """The last stage's part of the loss, from the stream after its blocks."""
-        return self.model(self.chunks, self.shared | own).losses(batch | {"stream": x}, self.par).sum()
+        return (
+            self.model(self.chunks, self.shared | own)
+            .cross_entropies(batch | {"stream": x}, self.par)[0]
+            .sum()
+        )
 
     def cell(self, known, x, later):
         """F, B and W of a chunk: the stream after it; its input's gradient, loss and shared gradients; those

@@ -286,7 +286,7 @@ class Step:
 
     def _loss(self, par: Solo, params: Tree, batch: Batch) -> tuple[jax.Array, Any]:
         """The loss summed over the tokens, and the routers' tally (None without experts)."""
-        return nnx.merge(model_graph(self.config), params).summed(batch, par)
+        return nnx.merge(model_graph(self.config), params).loss(batch, par)
 
     def _auto(self, par: Auto, params: Tree, batch: Batch):
         (loss, tally), grads = self._accumulate(par, params, batch)
@@ -432,7 +432,7 @@ class Step:
             parts = jax.tree.map(
                 lambda x: jnp.moveaxis(x.reshape(-1, plan.microbatches, *x.shape[1:]), 1, 0), batch
             )
-            loss = lax.map(lambda part: model.losses(part, par).sum(), parts).sum()
+            loss = lax.map(lambda part: model.cross_entropies(part, par)[0].sum(), parts).sum()
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 
         def manual(params, batch):

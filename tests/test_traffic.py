@@ -30,7 +30,7 @@ def executed(config, batch=BATCH, seq=SEQ, **plan):
     params = jax.eval_shape(lambda: init_params(config))
     one = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     data = dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
-    loss = lambda params, data: nnx.merge(model_graph(config), params).losses(data, par).sum()
+    loss = lambda params, data: nnx.merge(model_graph(config), params).cross_entropies(data, par)[0].sum()
     return hlo.executed_flops(jax.jit(jax.value_and_grad(loss)).lower(params, data).compile().as_text())
 
 
