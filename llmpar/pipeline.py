@@ -88,7 +88,10 @@ class _Executor:
         table = self.instructions(self.schedule.layers(config.num_layers))
         self.table = {name: jnp.asarray(column)[:, lax.axis_index("pp")] for name, column in table.items()}
         stage = jax.eval_shape(lambda table: self.stage(at(table, 0)), self.table)
-        self.stream = jax.eval_shape(embed, stage, stage.shared["embedding"])
+        # Typed by the weights alone: where one does not vary over pp, the loop's messages will not fit.
+        self.stream = jax.eval_shape(
+            lambda now: embed(self.stage(now)), {name: column[0, 0] for name, column in table.items()}
+        )
         self.programs, self.saved, self.residual = programs(stage, self.stream, sums)
 
     def instructions(self, layers: dict[tuple[int, int], int]) -> dict[str, np.ndarray]:
@@ -148,7 +151,7 @@ class _Executor:
     def forward(self, carry, now):
         """F: the message, or the embedded tokens, through the chunk."""
         (state, x), stage = carry, self.stage(now)
-        x = when("enters", stage.first, lambda x: embed(stage, stage.shared["embedding"]), x)
+        x = when("enters", stage.first, lambda x: embed(stage), x)
         y, saved = self.programs["F"](stage, x)
         return state | {"saved": _put(state["saved"], saved, now["saved"])}, y
 

@@ -70,11 +70,9 @@ class Stage:
         return nnx.merge(_graph(self.config), {"blocks": self.blocks, **self.shared, **weights})
 
 
-def embed(stage: Stage, embedding):
-    """The stream ``b s d`` that enters the first stage."""
-    return (model := stage.model(embedding=embedding)).embed(
-        stage.par.weight(model.embedding), stage.batch, stage.par
-    )
+def embed(stage: Stage, **weights):
+    """The stream ``b s d`` that enters the first stage; with this ``embedding``, if one is given."""
+    return (model := stage.model(**weights)).embed(stage.par.weight(model.embedding), stage.batch, stage.par)
 
 
 def through(stage: Stage, blocks, x, kind: str):
@@ -141,10 +139,10 @@ def _from_loss(stage: Stage, dy_and_sums, y):
 
 
 def _into_embedding(stage: Stage, sums, dx):
-    args = stage.shared["embedding"], dx
-    pull = lambda w, dx: jax.vjp(functools.partial(embed, stage), w)[1](dx)[0]
+    pull = lambda w, dx: jax.vjp(lambda w: embed(stage, embedding=w), w)[1](dx)[0]
     # Traced, so that the look-up does not run again for its gradient.
-    return add(stage, sums, {"embedding": trace(pull, *args)(*args)})
+    grad = trace(pull, w := stage.shared["embedding"], dx)(w, dx)
+    return add(stage, sums, {"embedding": grad})
 
 
 def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
