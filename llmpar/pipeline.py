@@ -39,8 +39,9 @@ from llmpar.config import ModelConfig
 from llmpar.model import Batch
 from llmpar.par import Manual, scope, vary, varying
 from llmpar.schedules import KINDS, Schedule
-from llmpar.stage import Stage, Tree, add, at, embed, programs, when
+from llmpar.stage import Stage, add, at, embed, programs, when
 from llmpar.timetable import slots, timetable
+from llmpar.weights import Tree
 
 _pieces = lambda x, n: x.reshape(n, -1, *x.shape[1:])
 WAYS = {"right": 1, "left": -1}  # to the next stage and to the previous one

@@ -29,11 +29,9 @@ from jax import lax
 
 from llmpar.config import ModelConfig
 from llmpar.model import Batch, Llama
-from llmpar.notation import Arrow
 from llmpar.par import Manual
 from llmpar.split import split, trace
-
-Tree = Any
+from llmpar.weights import Tree, weight_dims
 
 
 class StageModel(Llama):
@@ -148,15 +146,10 @@ def _into_embedding(stage: Stage, sums, dx):
 def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     """The sums with gradients added to those of the same name, at ZeRO 2 cut before that
     (`Plan.accumulated`)."""
-    shapes, plan = stage.config.param_shapes(), stage.par.plan
-
-    def one(path, g, done):
-        dims, _ = shapes[jax.tree_util.keystr(path, simple=True, separator=".")]
-        return done + stage.par.carry_out(
-            g, Arrow(plan.unreduced(dims), plan.accumulated(dims)), f"gradient {dims}"
-        )
-
-    return sums | jax.tree_util.tree_map_with_path(one, grads, {name: sums[name] for name in grads})
+    move = lambda g, dims: stage.par.carry_out(g, stage.par.plan.accumulate(dims), f"gradient {dims}")
+    one = lambda done, g, dims: done + move(g, dims)
+    dims = weight_dims(stage.config)
+    return sums | {name: jax.tree.map(one, sums[name], g, dims[name]) for name, g in grads.items()}
 
 
 def programs(stage: Stage, x, sums):
