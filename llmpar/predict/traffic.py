@@ -134,9 +134,8 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
     last = m * sum(layers[route[-1]] for route in order.routes if route[-1][0] == stage)
     cells = order.visits * plan.microbatches
     if plan.stage_saves == "residuals":
-        twice = n + cells * min(
-            layers.values()
-        )  # a layer that only some chunks have keeps its gathered weights
+        # A layer that only some chunks have keeps its gathered weights.
+        twice = n + cells * min(layers.values())
         return Runs(embed, loss, n, 0, n, twice, twice, cells)
     forward, attended = 2 * n - last, 2 * cells - loss
     if order.split_backward:  # layer by layer, nothing checkpointed
