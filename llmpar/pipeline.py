@@ -13,7 +13,7 @@ from what is alive.
 
 The layers of a stage are its share of the blocks' weights, stored `l/pp`; `layer_order` says which layer lies
 where. The embedding, the last norm and the head are whole on every stage, used on the first or the last, and
-their gradients are summed over pp at the end of the step (`Plan.unreduced` says so): with tied embeddings
+their gradients are summed over pp at the end of the step (`plan.Life` says so): with tied embeddings
 that sum joins the two uses. Where a schedule wants two copies of the model (DualPipe), a stage borrows its
 opposite's layers for the step, and returns their gradients.
 
@@ -36,7 +36,6 @@ from jax import lax
 
 from llmpar.config import ModelConfig
 from llmpar.model import Batch, Llama
-from llmpar.notation import Arrow
 from llmpar.par import Manual, scope, vary
 from llmpar.plan import Plan
 from llmpar.schedules import KINDS, Schedule
@@ -97,8 +96,8 @@ def gradients(
     """Loss (summed over tokens) and gradients of this device's part of the batch, inside shard_map. The
     blocks come in `layer_order`.
 
-    ``params`` vary over the sums of `Plan.unreduced`, pp among them where a weight is not cut by it.
-    Gradients come laid out as `Plan.accumulated`, the loss unfinished over pp and the axes of the data.
+    ``params`` vary over the sums of `Life.unreduced`, pp among them where a weight is not cut by it.
+    Gradients come laid out as `Life.accumulated`, the loss unfinished over pp and the axes of the data.
     """
     return _Executor(config, plan, par, params, batch).run()
 
@@ -196,13 +195,11 @@ class _Executor:
         return y, (dx, done), d_blocks
 
     def add(self, sums, grads):
-        """Gradients added to those of the same name, at ZeRO 2 cut before that (`Plan.accumulated`)."""
+        """Gradients added to those of the same name, at ZeRO 2 cut before that (`Life.accumulate`)."""
 
         def one(done, g, path):
             dims, plan = self.shapes[path].dims, self.plan
-            return done + self.par.carry_out(
-                g, Arrow(plan.unreduced(dims), plan.accumulated(dims)), f"gradient {dims}"
-            )
+            return done + self.par.carry_out(g, plan.life(dims).accumulate, f"gradient {dims}")
 
         return sums | {name: jax.tree.map(one, sums[name], g, self.paths[name]) for name, g in grads.items()}
 
@@ -212,7 +209,7 @@ class _Executor:
 
         def zeros(path):
             dims, shape = self.shapes[path].dims, self.shapes[path].shape
-            layout = self.plan.accumulated(dims)
+            layout = self.plan.life(dims).accumulated
             return vary(jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes)), layout.axes + layout.sums)
 
         grads = jax.tree.map(zeros, self.paths)

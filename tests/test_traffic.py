@@ -283,10 +283,10 @@ def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fi
     specs = jax.tree.map(spec, layouts)
 
     def step(values):
-        sums = {name: plan.unreduced(dims).sums for name, (dims, _) in weights.items()}
+        sums = {name: plan.life(dims).unreduced.sums for name, (dims, _) in weights.items()}
         grads = jax.grad(loss)({name: vary(x, sums.get(name, ())) for name, x in values.items()})
         for name, (dims, _) in weights.items():
-            grads[name] = par.carry_out(grads[name], plan.finish(dims), f"gradient {dims}")
+            grads[name] = par.carry_out(grads[name], plan.life(dims).finish, f"gradient {dims}")
         return grads
 
     traced = jax.make_jaxpr(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs))(given)
@@ -297,7 +297,7 @@ def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fi
     for dims, shape in weights.values():
         elements = math.prod(plan.stored(dims).shard_shape(shape, plan.mesh.sizes))
         of = traffic.Sent(dims, "weights")
-        sent.carry(plan.gather(dims), elements * traffic.ITEMSIZE[plan.dtype], of, 1, 1)
-        sent.carry(plan.finish(dims), 4 * elements, traffic.Sent("gradient " + dims, "gradients"), 1)
+        sent.carry(plan.life(dims).gather, elements * traffic.ITEMSIZE[plan.dtype], of, 1, 1)
+        sent.carry(plan.life(dims).finish, 4 * elements, traffic.Sent("gradient " + dims, "gradients"), 1)
     assert by_arrow(hlo.census_jaxpr(traced.jaxpr, mesh.shape)) == predicted_by_arrow(sent)
     assert {kind for _, kind in sent} >= {"all-gather", "reduce-scatter"}
