@@ -32,10 +32,10 @@ from llmpar.par import Solo
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
 from 1)."""
-# Positions and segments of the queries, then those of the keys.
-Ids = tuple[Int[Array, "_ s"], Int[Array, "_ s"], Int[Array, "_ t"], Int[Array, "_ t"]]
-# Cosines and sines for each pair of a head's numbers.
-Rope = tuple[Float[Array, "b s 1 half"], Float[Array, "b s 1 half"]]
+# Positions and segments of the queries, then those of the keys. Their regions may cut them otherwise than x.
+Ids = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
+# Cosines and sines for each of p positions and each pair of a head's numbers.
+Rope = tuple[Float[Array, "b p 1 half"], Float[Array, "b p 1 half"]]
 # What a router tells beside its choice (`moe.route`), and whom it chose; None without experts.
 Aux = dict[str, Array] | None
 
@@ -316,10 +316,10 @@ class Llama(nnx.Module):
 # ------------------------------------------------------------------------------------------------------- RoPE
 
 
-def rope_table(config: ModelConfig, positions_bs: Int[Array, "b s"]) -> Rope:
+def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
     """Cosines and sines of the rotary embedding at true positions (Su et al. 2021)."""
     frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
-    angles = positions_bs[..., None].astype(jnp.float32) * frequencies
+    angles = positions_bp[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
 
