@@ -35,7 +35,7 @@ from llmpar.attention import (
     ulysses,
     usp,
 )
-from llmpar.inspect import hlo
+from llmpar.inspect.census import executed_flops
 
 CAUSAL, BOTH, WINDOW, BAND = Mask(), Mask(causal=False), Mask(window=10), Mask(causal=False, window=5)
 B, S, H = 2, 32, 4
@@ -576,7 +576,7 @@ def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
 
 
 def flops(f, *args):
-    return hlo.executed_flops(jax.jit(f).lower(*args).compile().as_text())
+    return executed_flops(jax.jit(f).lower(*args).compile().as_text())
 
 
 def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attention(monkeypatch):

@@ -9,7 +9,15 @@ import pytest
 from parity import LLAMA, QWEN, all_plans, live, name
 
 from llmpar import pipeline
-from llmpar.inspect import hlo
+from llmpar.inspect.census import (
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+    read_program,
+    unordered,
+)
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import formulas, memory, traffic
@@ -38,7 +46,7 @@ def predicted(config, plan):
 
 
 def table(census):
-    return {k: (v["count"], v["bytes_sent"]) for k, v in hlo.census_table(census).items()}
+    return {k: (v["count"], v["bytes_sent"]) for k, v in census_table(census).items()}
 
 
 def lowered(config, plan):
@@ -49,8 +57,8 @@ def lowered(config, plan):
 
 def compare_with_hlo(config, plan):
     step, program = lowered(config, plan)
-    compiled, text = hlo.read_program(program)
-    census = hlo.census_hlo(text, step.mesh)
+    compiled, text = read_program(program)
+    census = census_hlo(text, step.mesh)
     assert table(census) == predicted(config, plan)
     assert all(c.arrow for c in census), (
         "every collective carries the line of the model or the step that it is for"
@@ -58,8 +66,8 @@ def compare_with_hlo(config, plan):
     small = (  # what is summed once needs everything, so that no device can enter it early
         "loss, tokens and norm"
     )
-    assert small not in {c.arrow for pair in hlo.unordered(text, step.mesh) for c in pair}
-    held = hlo.compiled_memory(compiled)
+    assert small not in {c.arrow for pair in unordered(text, step.mesh) for c in pair}
+    held = compiled_memory(compiled)
     assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
 
 
@@ -67,7 +75,7 @@ def compare_with_hlo(config, plan):
 def test_the_formula_gives_what_the_traced_step_sends(plan):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    assert table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(LLAMA, plan)
+    assert table(census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(LLAMA, plan)
 
 
 STAGES = [Plan(MIXED, zero=z, tp_sequence=z % 2 == 1) for z in range(4)]
@@ -131,13 +139,13 @@ def compare_every_stage(config, plan, num_layers=4):
     """One program serves all stages; each takes other branches of it."""
     config = dataclasses.replace(config, num_layers=num_layers)
     step, program = lowered(config, plan)
-    compiled, text = hlo.read_program(program)
+    compiled, text = read_program(program)
     for stage in range(plan.mesh.pp):
-        census = hlo.census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, config.num_layers, stage))
+        census = census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, config.num_layers, stage))
         want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
         assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
         assert not any(c.conditional for c in census)
-    held = hlo.compiled_memory(compiled)
+    held = compiled_memory(compiled)
     assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
 
 
@@ -156,9 +164,7 @@ def compare_every_traced_stage(config, plan):
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0))
     jaxpr = live(step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr)
     for stage in range(plan.mesh.pp):
-        census = hlo.census_jaxpr(
-            jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, config.num_layers, stage)
-        )
+        census = census_jaxpr(jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, config.num_layers, stage))
         want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
         assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
 
@@ -197,7 +203,7 @@ def test_groups_that_divide_no_message_are_counted_alike(mesh):
     step = Step(config, plan, abstract_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(48, 15)).jaxpr
     want = {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(config, plan, 48, 15).items()}
-    census = hlo.census_jaxpr(jaxpr, plan.mesh.sizes)
+    census = census_jaxpr(jaxpr, plan.mesh.sizes)
     assert table(census) == want
     exact = lambda kind, message, axes: formulas.sent_bytes(
         kind, message, math.prod(plan.mesh.sizes[a] for a in axes)
@@ -263,9 +269,9 @@ def test_auto_is_one_device_in_value_but_chooses_its_own_collectives():
     """On simulated devices XLA's partitioner never forms a reduce-scatter: ZeRO's saving is in memory, not in
     bytes."""
     step, program = lowered(LLAMA, Plan("fsdp=8", reading="auto"))
-    kinds = {c.kind for c in hlo.census_hlo(hlo.partitioned_hlo(program), step.mesh)}
+    kinds = {c.kind for c in census_hlo(partitioned_hlo(program), step.mesh)}
     assert "all-reduce" in kinds and "reduce-scatter" not in kinds
-    assert hlo.compiled_memory(program.compile())["argument_bytes"] == sum(
+    assert compiled_memory(program.compile())["argument_bytes"] == sum(
         memory.argument_bytes(LLAMA, Plan("fsdp=8"), BATCH, SEQ).values()
     )
 
@@ -280,4 +286,4 @@ def test_a_program_that_sends_more_is_noticed():
     plan = Plan("dp=2 fsdp=4")
     step = Chatty(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    assert table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)) != predicted(LLAMA, plan)
+    assert table(census_jaxpr(jaxpr, plan.mesh.sizes)) != predicted(LLAMA, plan)

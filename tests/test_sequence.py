@@ -17,7 +17,8 @@ from test_census import predicted, table
 
 from llmpar import attention
 from llmpar.config import preset
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh
 from llmpar.plan import Plan
 from llmpar.step import Step
@@ -63,8 +64,8 @@ def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monk
 )
 def test_what_attention_sends_is_predicted_to_the_byte(plan):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    text = hlo.partitioned_hlo(step.lower(16, 32))
-    assert table(hlo.census_hlo(text, step.mesh)) == predicted(LLAMA, plan)
+    text = partitioned_hlo(step.lower(16, 32))
+    assert table(census_hlo(text, step.mesh)) == predicted(LLAMA, plan)
 
 
 def gathered(plan):
@@ -73,7 +74,7 @@ def gathered(plan):
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     rows = {
         k: v
-        for k, v in table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)).items()
+        for k, v in table(census_jaxpr(jaxpr, plan.mesh.sizes)).items()
         if k[1] == "all-gather" and "sp" in k[0]
     }
     return rows.get(("sp", "all-gather"), (0, 0))
@@ -119,7 +120,7 @@ def test_the_ring_for_llama3_heads_sends_a_sixth_of_one_that_turns_all_query_hea
 
     over = jax.shard_map(run, mesh=abstract_mesh("sp=8"), in_specs=(cut,) * 5, out_specs=cut)
     jaxpr = jax.make_jaxpr(over)(*given, *[jax.ShapeDtypeStruct((1, tokens), jnp.int32)] * 2)
-    ours = sum(c.bytes_sent for c in hlo.census_jaxpr(jaxpr.jaxpr, {"sp": n}))
+    ours = sum(c.bytes_sent for c in census_jaxpr(jaxpr.jaxpr, {"sp": n}))
     assert ours == (n - 1) * tokens // n * (2 * k * h * 2 + 2 * 4)
     assert ours <= n * (tokens // n) * config.num_heads * h * (4 + 2) / 6
 
@@ -133,7 +134,7 @@ def test_chunks_of_a_feed_forward_take_less_memory(remat):
     programs = [
         Step(wide, plan, make_mesh(plan.mesh), optax.sgd(1e-3)).lower(8, 256).compile() for plan in plans
     ]
-    whole, pieces = (hlo.compiled_memory(program)["temp_bytes"] for program in programs)
+    whole, pieces = (compiled_memory(program)["temp_bytes"] for program in programs)
     one = 8 * 256 * wide.ffn_width * 4  # an array of b·s·m
     spared = 2 if remat == "block" else 2 + 3 * wide.num_layers
     assert whole - pieces >= 0.75 * spared * one
@@ -141,7 +142,8 @@ def test_chunks_of_a_feed_forward_take_less_memory(remat):
 
 MILLION = """
 import jax, optax
-from llmpar import hlo
+from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.config import preset
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.plan import Plan
@@ -151,7 +153,7 @@ for n, tokens in ((8, 2**17), (64, 2**20)):
     plan = Plan(f"!sp={n}", remat="block", ffn_chunks=16, loss_chunks=16)
     plan.check(preset("tiny"), 1, tokens)
     step = Step(preset("tiny"), plan, make_mesh(plan.mesh, jax.devices()[:n]), optax.sgd(1e-3))
-    print(hlo.compiled_memory(step.lower(1, tokens).compile())["temp_bytes"])
+    print(compiled_memory(step.lower(1, tokens).compile())["temp_bytes"])
 """
 
 

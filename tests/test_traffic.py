@@ -12,7 +12,7 @@ from flax import nnx
 from parity import LLAMA, QWEN
 
 from llmpar.config import is_vector, preset
-from llmpar.inspect import hlo
+from llmpar.inspect.census import executed_flops
 from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
 from llmpar.par import Solo
@@ -31,7 +31,7 @@ def executed(config, batch=BATCH, seq=SEQ, **plan):
     one = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     data = dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
     loss = lambda params, data: nnx.merge(model_graph(config), params).losses(data, par).sum()
-    return hlo.executed_flops(jax.jit(jax.value_and_grad(loss)).lower(params, data).compile().as_text())
+    return executed_flops(jax.jit(jax.value_and_grad(loss)).lower(params, data).compile().as_text())
 
 
 def pieces(config, batch=BATCH, seq=SEQ):

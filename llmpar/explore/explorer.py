@@ -25,7 +25,7 @@ from llmpar import __version__
 from llmpar.draw.charts import PARTS
 from llmpar.draw.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 from llmpar.explore import answers
-from llmpar.inspect import report
+from llmpar.inspect.shardings import shardings, shardings_scene
 from llmpar.notation import AXES, MeshShape, parse_mesh
 
 MODULE = Path(__file__).parent / "static" / "explorer.js"
@@ -302,7 +302,7 @@ class MeshExplorer(Explorer):
         """The shardings of a live array, of a tree of them, or of a compiled program, as the compiler has
         them."""
         self = cls(front)
-        self._given = report.shardings(value)
+        self._given = shardings(value)
         self.title = self._given["title"]
         self.set(tensor=self._given["tensors"][0]["name"])
         return self
@@ -353,7 +353,7 @@ class MeshExplorer(Explorer):
         return [dict(self.state)] if self._given else answers.neighbours(dict(self.state))
 
     def draw(self, state: dict) -> Scene:
-        return report.shardings_scene(self._given, state) if self._given else answers.scene(state)
+        return shardings_scene(self._given, state) if self._given else answers.scene(state)
 
     def _changed(self, change) -> None:
         new = self.state | change["new"]

@@ -76,7 +76,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_hlo, census_table, compiled_memory
 
 mesh = make_mesh(cube)
 live = [axis for axis, size in cube.sizes.items() if size > 1]
@@ -94,7 +94,7 @@ for axis, answer in zip(live, heard, strict=True):
         assert (told[group] == group).all()
     print(f"groups over {axis}: {groups(cube, axis).tolist()}, as JAX has them")
 
-sent = hlo.census_table(hlo.census_hlo(ask.lower(jnp.arange(n)).compile().as_text(), mesh))
+sent = census_table(census_hlo(ask.lower(jnp.arange(n)).compile().as_text(), mesh))
 assert {key: row["count"] for key, row in sent.items()} == {(axis, "all-gather"): 1 for axis in live}
 print(f"compiled: {len(sent)} collectives, one all-gather per axis in use")
 
@@ -207,7 +207,7 @@ def on_mesh(function):
 
 hand, package = on_mesh(by_hand)(before), on_mesh(by_arrow)(before)
 compiled = on_mesh(by_arrow).lower(before).compile()
-found = hlo.census_table(hlo.census_hlo(compiled.as_text(), mesh))
+found = census_table(census_hlo(compiled.as_text(), mesh))
 predicted = {
     (",".join(move.axes), move.kind): {"count": 1, "bytes_sent": sent}
     for move, sent in draw.moved(arrow, whole.shape, cube.sizes, 4)
@@ -222,9 +222,7 @@ assert package.sharding.is_equivalent_to(sharding(mesh, arrow.after), 2)
 print(f"sharding: {arrow.after}, as the arrow ends")
 assert found == predicted
 print(f"communication: compiled = predicted = {predicted or 'nothing, there is one device'}")
-assert hlo.compiled_memory(compiled)["argument_bytes"] == shard_bytes(
-    arrow.before, whole.shape, 4, cube.sizes
-)
+assert compiled_memory(compiled)["argument_bytes"] == shard_bytes(arrow.before, whole.shape, 4, cube.sizes)
 print(f"memory: {shard_bytes(arrow.before, whole.shape, 4, cube.sizes)} bytes per device go in, as predicted")
 
 show(draw.arrow(arrow, (rows, columns), cube, 4))
@@ -406,7 +404,7 @@ two = sum(
 )
 relay = jax.jit(lambda x: x, out_shardings=sharding(mesh, end))
 there = jax.device_put(whole, sharding(mesh, start))
-chosen = hlo.census_table(hlo.census_hlo(relay.lower(there).compile().as_text(), mesh))
+chosen = census_table(census_hlo(relay.lower(there).compile().as_text(), mesh))
 assert all(np.array_equal(s.data, whole[s.index]) for s in relay(there).addressable_shards)
 assert two <= single
 print(f"two arrows, cut first: {two} bytes per device")
