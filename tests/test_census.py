@@ -10,6 +10,8 @@ from parity import LLAMA, QWEN, all_plans, live, name
 
 from llmpar import pipeline
 from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
     census_hlo,
     census_table,
     compiled_memory,
@@ -49,6 +51,15 @@ def table(census):
     return {k: (v["count"], v["bytes_sent"]) for k, v in census_table(census).items()}
 
 
+def arrow_sums(census):
+    """The rows by arrow, added up again by axes and kind."""
+    sums = {}
+    for row in arrow_rows(census):
+        total = sums.setdefault((row["axis"], row["kind"]), {"count": 0, "bytes_sent": 0})
+        total |= {number: total[number] + row[number] for number in total}
+    return sums
+
+
 def lowered(config, plan):
     plan.check(config, BATCH, SEQ)
     step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
@@ -60,9 +71,8 @@ def compare_with_hlo(config, plan):
     compiled, text = read_program(program)
     census = census_hlo(text, step.mesh)
     assert table(census) == predicted(config, plan)
-    assert all(c.arrow for c in census), (
-        "every collective carries the line of the model or the step that it is for"
-    )
+    assert all(c.arrow for c in census), "a collective names the line of the model or the step that it is for"
+    assert arrow_sums(census) == census_table(census)
     small = (  # what is summed once needs everything, so that no device can enter it early
         "loss, tokens and norm"
     )
@@ -93,6 +103,31 @@ SAMPLE = [
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
 def test_the_formula_gives_what_the_partitioned_program_sends_and_is_given(plan):
     compare_with_hlo(LLAMA, plan)
+
+
+ALIKE = [Plan(MIXED, tp_sequence=True, remat="block"), Plan("dp=8", zero=0, reduce="bucket"), SPECIAL[3]]
+
+
+@pytest.mark.parametrize("plan", ALIKE, ids=name)
+def test_an_arrow_sends_the_same_before_and_after_the_compiler(plan):
+    """By arrow and direction: the traced step, and the partitioned program."""
+    step, program = lowered(LLAMA, plan)
+    jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
+    traced, sent = census_jaxpr(jaxpr, plan.mesh.sizes), census_hlo(partitioned_hlo(program), step.mesh)
+    by_text = lambda rows: sorted(map(str, rows))
+    assert by_text(arrow_rows(traced)) == by_text(arrow_rows(sent))
+    directions = {(c.arrow, c.kind): c.direction for c in sent if c.kind == "reduce-scatter"}
+    if plan.tp_sequence:  # Korthikanti et al. 2022: what is scattered forward is gathered backward
+        assert directions["ffn b s d +m -> stream b s d", "reduce-scatter"] == "forward"
+        assert directions["stream b s d -> ffn b s d", "reduce-scatter"] == "backward"
+        assert {c.direction for c in sent if c.arrow == "ffn d m" and c.kind == "all-gather"} == {
+            "forward",
+            "recomputed",
+        }
+    assert {c.direction for c in sent if c.arrow.startswith(("gradient", "loss"))} == {""}
+    lines, total = arrow_text(sent, most=3).splitlines(), f"{sum(c.bytes_sent for c in sent):,} B"
+    assert len(lines) == min(len(arrow_rows(sent)), 4) + 1 and lines[-1].startswith("in all")
+    assert lines[-1].endswith(total)
 
 
 @pytest.mark.full
@@ -145,6 +180,7 @@ def compare_every_stage(config, plan, num_layers=4):
         want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
         assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
         assert not any(c.conditional for c in census)
+        assert all(c.arrow for c in census) and arrow_sums(census) == census_table(census)
     held = compiled_memory(compiled)
     assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
 

@@ -322,6 +322,8 @@ def test_tables_keep_every_figure_whole_on_80_columns():
         compiled_bytes=480_772_096,
         source="llmpar/model.py:68, llmpar/attention.py:312, llmpar/moe.py:1",
     )
+    arrow = dict(arrow="experts b e c d +m -> stream b s d", direction="recomputed", count=1234)
+    arrow |= {"bytes_sent": 480_772_096}
     memory = {
         f"{who}_{what}_bytes": 10**10 for who in ("predicted", "compiled") for what in ("argument", "temp")
     }
@@ -333,6 +335,7 @@ def test_tables_keep_every_figure_whole_on_80_columns():
         zero=3,
         schedule=None,
         collectives=[row],
+        arrows=[arrow | {"axis": "dp,fsdp", "kind": "reduce-scatter"}],
         memory=memory,
         flops=flops,
     )
@@ -342,7 +345,8 @@ def test_tables_keep_every_figure_whole_on_80_columns():
     text = console.export_text()
     assert (
         "…" not in text
-        and text.count("480,772,096 B") == 2
+        and text.count("480,772,096 B") == 4
+        and "experts b e c d +m -> stream b s d" in text
         and "1,234" in text
         and "moe.py:1" in text.replace("\n", "")
     )

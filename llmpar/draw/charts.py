@@ -103,6 +103,51 @@ def collectives(rows) -> Scene:
     return compose("Bytes sent per device and step", [items, key], "\n".join(said))
 
 
+ARROWS_DRAWN = 24
+"""The most bars of `arrows_sent`; a Llama has fewer on every mesh of two axes."""
+
+
+def arrows_sent(rows) -> Scene:
+    """Bytes that a device sends per step for each arrow of the model or the step: which line sends what.
+
+    Rows are those of `llmpar.inspect.census.arrow_rows`: ``arrow``, ``direction``, ``axis``, ``kind``,
+    ``count``, ``bytes_sent``. A bar is one arrow, in parts by axis; the smallest arrows share the last bar.
+    """
+    by_arrow: dict[str, list] = {}
+    for row in rows:
+        by_arrow.setdefault(row["arrow"] or "(the partitioner's)", []).append(row)
+    total = lambda parts: sum(row["bytes_sent"] for row in parts)
+    bars: list[tuple[str, list]] = sorted(by_arrow.items(), key=lambda bar: -total(bar[1]))
+    if rest := bars[ARROWS_DRAWN:]:
+        bars[ARROWS_DRAWN:] = [(f"{len(rest)} more", [row for _, parts in rest for row in parts])]
+    left, wide = max((text_width(name) for name, _ in bars), default=0) + 12, 300
+    most = max([total(parts) for _, parts in bars] + [1])
+    items, lines = list[Any](), []
+    for i, (name, parts) in enumerate(bars):
+        x, y = left, 24 * i
+        items.append(Text(left - 10, y + 9, name, anchor="end"))
+        sizes: dict[tuple[str, str], int] = {}
+        for row in parts:
+            key = row["axis"], row["kind"]
+            sizes[key] = sizes.get(key, 0) + row["bytes_sent"]
+        for (axes, kind), n in sizes.items():
+            axis = axes.split(",")[0]
+            fill, stroke = (axis, f"{axis}-line") if axis in AXES else ("s2", "edge")
+            tip = f"{axes} {kind} {size_text(n)}"
+            items.append(Rect(x, y, wide * n / most, 18, fill, stroke, tip=tip))
+            items += [Line(((x, y), (x, y + 18)), "paper", 2)] * (x > left)
+            x += wide * n / most
+        words = ", ".join(f"{axes} {kind} {size_text(n)}" for (axes, kind), n in sizes.items())
+        items.append(small(x + 10, y + 9, words, "start", "ink"))
+        passes = (f"{r['direction']} {r['axis']} {r['kind']} ×{r['count']}".strip() for r in parts)
+        lines.append(f"{name}: {size_text(total(parts))} ({', '.join(passes)})")
+    note = f"In all {size_text(total(rows))}."
+    used = {row["axis"].split(",")[0] for row in rows}
+    axes_key = legend([(axis, f"over {axis}") for axis in AXES if axis in used])
+    title = "Bytes sent per device and step, by arrow"
+    return compose(title, [items, axes_key], "\n".join([*lines, note]), [note])
+
+
 def live_blocks(matrix, axis: str = "sp") -> Scene:
     """The attention blocks of a ring: ``matrix[rank][step]`` is the part of a block that must be computed,
     from 0 to 1; a cell is filled by so much from below (which part of the block it is, is not said).

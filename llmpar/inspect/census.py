@@ -57,15 +57,21 @@ class Collective:
     source: str  # 'llmpar/model.py:88'; '' where the compiler does not say
     conditional: bool = False  # in a branch: counted as if the branch that sends most were always taken
     arrow: str = ""  # what it carries out, as `par.scope` names it; '' where the partitioner chose
+    direction: str = ""  # forward, backward or recomputed; '' where it belongs to no pass: gradients' sums
 
 
-_ARROW = re.compile(r".*arrow\[(.*?)\]")
+def arrow_of(scope: str) -> dict[str, Any]:
+    """Reads an operation's named scopes: the innermost ``arrow`` and the ``direction``, as a `Collective` has
+    them.
 
-
-def arrow_of(scope: str) -> str:
-    """Gives the arrow that a scope names, the innermost of several; '' where it names none."""
-    found = _ARROW.match(scope)
-    return found[1] if found else ""
+    JAX names the pass: jvp is forward, its transpose backward, and what is rematerialized is forward again.
+    A pipeline's F is not differentiated.
+    """
+    found = re.match(r".*arrow\[(.*?)\]", scope)
+    marks = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
+    marks |= {"when-F/": "forward"}
+    direction = next((name for mark, name in marks.items() if mark in scope), "")
+    return {"arrow": found[1] if found else "", "direction": direction}
 
 
 Taken = Mapping[str, Fraction]
@@ -94,6 +100,38 @@ def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dic
         row["count"] += c.count
         row["bytes_sent"] += c.bytes_sent
     return table
+
+
+def arrow_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
+    """Sums counts and bytes by arrow, direction, axes and kind, the largest first: which line of the model
+    sends what. The rows of one axis and kind add up to its row in `census_table`."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for c in collectives:
+        key = {"arrow": c.arrow, "direction": c.direction, "axis": ",".join(c.axes), "kind": c.kind}
+        row = rows.setdefault(tuple(key.values()), key | {"count": 0, "bytes_sent": 0})
+        row["count"] += c.count
+        row["bytes_sent"] += c.bytes_sent
+    return sorted(rows.values(), key=lambda row: -row["bytes_sent"])
+
+
+def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> str:
+    """Writes `arrow_rows` as lines of text, with their sum below; those after the first ``most`` as one."""
+    rows = arrow_rows(collectives)
+    if rest := rows[most:] if most is not None else []:
+        total = {name: sum(row[name] for row in rest) for name in ("count", "bytes_sent")}
+        rows[most:] = [{"arrow": f"({len(rest)} more)", "direction": "", "axis": "", "kind": ""} | total]
+    cells = [
+        (r["arrow"] or "(the partitioner's)", r["direction"], f"{r['axis']} {r['kind']}", f"×{r['count']}")
+        for r in rows
+    ]
+    sizes = [f"{r['bytes_sent']:,} B" for r in rows] + [f"{sum(r['bytes_sent'] for r in rows):,} B"]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    last = max(map(len, sizes))
+    lines = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=True)), size.rjust(last)])
+        for row, size in zip(cells, sizes, strict=False)
+    ]
+    return "\n".join([*lines, "in all".ljust(sum(widths) + 2 * len(widths)) + sizes[-1].rjust(last)])
 
 
 def weigh_branches(branches: list[Work], scope: str, taken: Taken | None) -> Work:
@@ -174,7 +212,7 @@ def _collective(module: Module, op: Op, mesh: Any) -> Collective | None:
     dtypes, dims = ",".join(sorted({d for d, _ in results})), tuple(shape for _, shape in results)
     sent, source = ring_bytes(kind, group_size, bits // 8), module.source(op)
     shape = dims[0] if len(dims) == 1 else dims
-    return Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, arrow=arrow_of(op.scope))
+    return Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))
 
 
 def unordered(text: str, mesh: Any) -> list[tuple[Collective, Collective]]:

@@ -36,27 +36,29 @@ def census_jaxpr(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None = N
     `axis_sizes` is `mesh.shape`, in mesh order. Refuses a `while` (a loop with traced bounds) that holds a
     collective.
     """
-    return counted(_jaxpr_work(jaxpr, axis_sizes, taken))
+    return counted(_work(jaxpr, axis_sizes, taken))
 
 
-def _jaxpr_work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None) -> Work:
+def _work(jaxpr: Any, axis_sizes: dict[str, int], taken: Taken | None, outer: str = "") -> Work:
+    """Counts the collectives of a jaxpr that stands in the named scopes ``outer``."""
     work: Work = []
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         kind = _KINDS.get(
             re.sub("^unreduced_|_invariant|_reduced|_start", "", name)
         )  # one collective in many variants
-        inside = [_jaxpr_work(x, axis_sizes, taken) for x in jax.tree.leaves(params) if hasattr(x, "eqns")]
+        scope = f"{outer}/{eqn.source_info.name_stack}"
+        inner = [x for x in jax.tree.leaves(params) if hasattr(x, "eqns")]
+        inside = [_work(x, axis_sizes, taken, scope) for x in inner]
         if not kind and not any(inside):
             continue
         frames = getattr(eqn.source_info.traceback, "frames", ())
         source = innermost((frame.file_name, frame.line_num) for frame in frames)
         if kind:
-            arrow = arrow_of(str(eqn.source_info.name_stack))
             found = _named_collectives(kind, eqn, axis_sizes, source)
-            work += [(replace(one, arrow=arrow), Fraction(1)) for one in found]
+            work += [(replace(one, **arrow_of(scope)), Fraction(1)) for one in found]
         elif name == "cond":
-            work += weigh_branches(inside, str(eqn.source_info.name_stack), taken)
+            work += weigh_branches(inside, scope, taken)
         else:
             times = params["length"] if name == "scan" else None if name == "while" else 1
             work += repeat(sum(inside, []), times, source)

@@ -1,4 +1,5 @@
-"""Predicted beside compiled: what a training step sends and holds, by formula and as the compiler has it."""
+"""Compares predicted with compiled: what a training step sends and holds, by formula and as the compiler has
+it."""
 
 from __future__ import annotations
 
@@ -7,9 +8,18 @@ import collections
 import optax
 from rich.table import Table
 
-from llmpar import pipeline
+from llmpar import draw, pipeline
 from llmpar.config import ModelConfig
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory, executed_flops, read_program
+from llmpar.draw.scene import Scene, compose
+from llmpar.inspect.census import (
+    Collective,
+    arrow_rows,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    executed_flops,
+    read_program,
+)
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
@@ -39,27 +49,21 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     ]
     census = census_hlo(partitioned, mesh, taken[stage])
     found = census_table(census)
-    rows = []
-    for key in sorted(
-        predicted.keys() | found.keys(), key=lambda k: -max(_bytes(predicted, k), _bytes(found, k))
-    ):
-        sources, arrows = collections.Counter[str](), collections.Counter[str]()
-        for c in census:
-            if (",".join(c.axes), c.kind) == key:
-                sources[c.source] += c.bytes_sent
-                arrows[c.arrow] += c.bytes_sent
-        rows.append(
-            {
-                "axis": key[0],
-                "kind": key[1],
-                "count": found.get(key, {"count": 0})["count"],
-                "predicted_count": predicted[key].count if key in predicted else 0,
-                "predicted_bytes": _bytes(predicted, key),
-                "compiled_bytes": _bytes(found, key),
-                "source": ", ".join(name for name, _ in sources.most_common()),
-                "arrow": "; ".join(name for name, _ in arrows.most_common() if name),
-            }
+    rows = [
+        {
+            "axis": key[0],
+            "kind": key[1],
+            "count": found.get(key, {"count": 0})["count"],
+            "predicted_count": predicted[key].count if key in predicted else 0,
+            "predicted_bytes": _bytes(predicted, key),
+            "compiled_bytes": _bytes(found, key),
+            "source": ", ".join(_by_size(census, key, "source")),
+            "arrow": "; ".join(filter(None, _by_size(census, key, "arrow"))),
+        }
+        for key in sorted(
+            predicted.keys() | found.keys(), key=lambda k: -max(_bytes(predicted, k), _bytes(found, k))
         )
+    ]
     # With experts it depends on the routing: empty blocks are skipped.
     text = compiled.as_text() or ""
     executed = None if config.experts else sum([executed_flops(text, t) for t in taken]) / plan.mesh.pp
@@ -76,6 +80,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
         "batch_size": batch_size,
         "seq_len": seq_len,
         "collectives": rows,
+        "arrows": arrow_rows(census),
         "memory": {
             "predicted_argument_bytes": sum(
                 memory.argument_bytes(config, plan, batch_size, seq_len).values()
@@ -91,17 +96,30 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     }
 
 
+def _by_size(census: list[Collective], key: tuple[str, str], name: str) -> list[str]:
+    """List what the collectives of one axis and kind say in field ``name``, the one of most bytes first."""
+    sizes = collections.Counter[str]()
+    for c in census:
+        if (",".join(c.axes), c.kind) == key:
+            sizes[getattr(c, name)] += c.bytes_sent
+    return [value for value, _ in sizes.most_common()]
+
+
 def _bytes(table, key) -> int:
     row = table.get(key)
     return 0 if row is None else row["bytes_sent"] if isinstance(row, dict) else row.bytes_sent
 
 
-def tables(document: dict) -> list[Table]:
-    """The document as tables for a terminal."""
+def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
     title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
-    moves = Table(title=title + ": bytes sent per device and step", title_justify="left")
+    return title
+
+
+def tables(document: dict) -> list[Table]:
+    """Give the document as tables for a terminal."""
+    moves = Table(title=f"{_title(document)}: bytes sent per device and step", title_justify="left")
     for name in ("axes", "collective", "count", "predicted", "compiled", "", "from"):
         number = name in (
             "count",
@@ -133,7 +151,33 @@ def tables(document: dict) -> list[Table]:
     figures.add_row(
         "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)
     )
-    return [moves, figures]
+    return [moves, _arrow_table(document), figures]
+
+
+def _arrow_table(document: dict) -> Table:
+    """Which arrow of the model or the step sends what, below the axes and the collective that carry it
+    out."""
+    title = "compiled: what is sent by which arrow of the model or the step"
+    table = Table(title=title, title_justify="left")
+    for name in ("arrow", "direction", "count", "bytes"):
+        number = name in ("count", "bytes")
+        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for group in document["collectives"]:
+        rows = [r for r in document["arrows"] if (r["axis"], r["kind"]) == (group["axis"], group["kind"])]
+        total = f"{group['count']:,}", f"{group['compiled_bytes']:,} B"
+        table.add_row(f"{group['axis']} {group['kind']}", "", *total, style="bold")
+        for row in rows:
+            arrow = row["arrow"] or "(chosen by the partitioner)"
+            table.add_row("  " + arrow, row["direction"], f"{row['count']:,}", f"{row['bytes_sent']:,} B")
+        table.add_section()
+    return table
+
+
+def picture(document: dict) -> Scene:
+    """Draw the bytes: predicted beside compiled by axis and collective, and below by arrow."""
+    charts = draw.collectives(document["collectives"]), draw.arrows_sent(document["arrows"])
+    text = "\n".join(chart.text for chart in charts)
+    return compose(_title(document), [list(chart.items) for chart in charts], text)
 
 
 def _short(source: str) -> str:
