@@ -23,12 +23,14 @@ from llmpar.draw.charts import (
     timeline,
     token_flow,
 )
-from llmpar.draw.layouts import arrow, holders, layout, layout_svg, links, mesh, moved
+from llmpar.draw.geometry import groups, holders
+from llmpar.draw.layouts import arrow, layout, layout_svg, links, mesh, moved
 
 __all__ = [
     "arrow",
     "arrows_sent",
     "collectives",
+    "groups",
     "holders",
     "layout",
     "layout_svg",

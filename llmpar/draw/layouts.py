@@ -8,10 +8,9 @@ says. Every number has its unit.
 from __future__ import annotations
 
 import math
-from itertools import product
 
 from llmpar.draw.charts import count_noun, number_ranges
-from llmpar.draw.geometry import groups, strides
+from llmpar.draw.geometry import groups, holders, strides
 from llmpar.draw.scene import (
     SMALL,
     Group,
@@ -223,21 +222,6 @@ def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
 
 
 # ---------------------------------------------------------------------------------------------------- layouts
-
-
-def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list[int]]:
-    """Which devices of the mesh hold each shard: a block index per dim, to device positions. As JAX places
-    them."""
-    axes = [a for a in AXES if a in sizes]
-    held: dict[tuple[int, ...], list[int]] = {}
-    for device, place in enumerate(product(*(range(sizes[a]) for a in axes))):
-        at = dict(zip(axes, place, strict=True))
-        index = [0] * len(layout.dims)
-        for d, dim in enumerate(layout.dims):
-            for axis in dim.axes:
-                index[d] = index[d] * sizes.get(axis, 1) + at.get(axis, 0)
-        held.setdefault(tuple(index), []).append(device)
-    return held
 
 
 def _places(axes: tuple[str, ...], sizes: dict[str, int], index: int) -> dict[str, int]:

@@ -19,7 +19,17 @@ from llmpar.draw import layouts
 from llmpar.draw.charts import count_noun, memory_bars
 from llmpar.draw.geometry import coordinates, groups, lane, places, rounds, shard_numbers, slices, strides
 from llmpar.draw.scene import Group, Scene, compose, flatten, size_text, small, time_text
-from llmpar.notation import AXES, Layout, MeshShape, NotationError, divisors, parse_layout, parse_mesh
+from llmpar.notation import (
+    AXES,
+    Layout,
+    MeshShape,
+    NotationError,
+    divisors,
+    mesh_distance,
+    near_meshes,
+    parse_layout,
+    parse_mesh,
+)
 from llmpar.plan import Plan
 from llmpar.predict import formulas, memory, traffic
 from llmpar.predict.hardware import CHIPS, GIB, Chip, chip
@@ -378,21 +388,6 @@ def step_time(time: dict) -> str:
     return f"{span} ({parts}; communicating {time_text(comm)})"
 
 
-def meshes(n: int, axes=tuple(AXES)):
-    """Every mesh of n devices, as sizes by axis."""
-    if len(axes) == 1:
-        yield {axes[0]: n}
-        return
-    for size in divisors(n):
-        for rest in meshes(n // size, axes[1:]):
-            yield {axes[0]: size} | rest
-
-
-def distance(one: dict[str, int], two: dict[str, int]) -> float:
-    """How different two meshes are: doublings and halvings, summed over the axes."""
-    return sum(abs(math.log2(one[a] / two[a])) for a in AXES)
-
-
 def remedy(state: dict) -> dict:
     """What would work instead of a refused state: the ``nearest`` mesh, a ``batch_size`` for the asked one,
     and a ``text``."""
@@ -443,14 +438,10 @@ def nearest(state: dict) -> str | None:
     ):
         counts = {most, *divisors(most), *(2**i for i in range(most.bit_length()))}
         for n in sorted(counts - {1}, reverse=True) if axes else ():
-            near = [dict.fromkeys(AXES, 1) | sizes for sizes in meshes(n, tuple(axes))]
-            near = [s for s in near if s["pp"] <= asked.pp or state["microbatches"] >= 2 * s["pp"]]
-            near.sort(key=lambda sizes: distance(sizes, asked.sizes))
-            found = next(
-                (text for text in (str(MeshShape(**sizes)) for sizes in near) if _works(state, text)), None
-            )
-            if found:
-                return found
+            for near in near_meshes({a: asked.sizes[a] for a in axes}, n):
+                if near.pp <= asked.pp or state["microbatches"] >= 2 * near.pp:
+                    if _works(state, str(near)):
+                        return str(near)
     return "dp=1"
 
 
@@ -480,9 +471,9 @@ def neighbours(state: dict, most: int = 600) -> list[dict]:
     if refused and not refused["nearest"]:
         return [state]
     near = [
-        (distance(sizes, shape.sizes), str(MeshShape(**sizes)))
+        (mesh_distance(mesh.sizes, shape.sizes), str(mesh))
         for n in divisors(shape.size)
-        for sizes in meshes(n)
+        for mesh in near_meshes(shape.sizes, n)
     ]
     asked = itertools.product(
         [mesh for _, mesh in sorted(near)], sorted(range(4), key=lambda z: z != state["zero"])

@@ -131,7 +131,7 @@ def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> st
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=True)), size.rjust(last)])
         for row, size in zip(cells, sizes, strict=False)
     ]
-    return "\n".join([*lines, "in all".ljust(sum(widths) + 2 * len(widths)) + sizes[-1].rjust(last)])
+    return "\n".join([*lines, "in all".ljust(max(8, sum(widths) + 2 * len(widths))) + sizes[-1].rjust(last)])
 
 
 def weigh_branches(branches: list[Work], scope: str, taken: Taken | None) -> Work:

@@ -140,7 +140,14 @@ def by_package(weights, x, counted):
 
 
 # %%
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory, partitioned_hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
 
 
 def distance(got, want):
@@ -397,6 +404,15 @@ if n > 1:
         f" {len(layered) - len(inside)} outside it"
     )
 show(draw.collectives(rows))
+
+# %% [markdown]
+# A sum keeps the text of its arrow through the compiler. So the census can say which weight's gradient sends which bytes; the rows add
+# up to the whole. Here for sums within the backward pass, layer by layer:
+
+# %%
+census, formula, _ = read["layer"]
+print(arrow_text(census))
+assert sum(row["bytes_sent"] for row in arrow_rows(census)) == formula.total_bytes
 
 # %% [markdown]
 # `partitioned` counts what we asked for. The final program may merge: XLA's combiner joins all-reduces that nothing keeps

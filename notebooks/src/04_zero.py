@@ -31,7 +31,14 @@ from jax import lax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory, partitioned_hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.notation import parse_layout
@@ -447,7 +454,8 @@ for zero, (step, *_) in llamas.items():
 # %%
 for zero, (step, lowered, _, _, _) in llamas.items():
     predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
-    compiled_table = census_table(census_hlo(partitioned_hlo(lowered), step.mesh))
+    census = census_hlo(partitioned_hlo(lowered), step.mesh)
+    compiled_table = census_table(census)
     assert compiled_table == {
         key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
     }
@@ -457,6 +465,17 @@ for zero, (step, lowered, _, _, _) in llamas.items():
         or "nothing",
     )
 print("communication: kinds, counts and bytes per device and step are as predicted")
+
+# %% [markdown]
+# Which line of the model sends what? In stage 3 a weight is gathered forward, gathered again where its layer is recomputed, and its
+# gradient is scattered backward: three times the weight's bytes under one name.
+
+# %%
+print(arrow_text(census))
+assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
+for name in ("ffn d m", "attention n h d"):
+    passes = {c.direction: c.bytes_sent for c in census if c.arrow == name}
+    assert N == 1 or set(passes) == {"forward", "recomputed", "backward"}, passes
 
 # %%
 optimizer_bytes = {}

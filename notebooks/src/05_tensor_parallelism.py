@@ -33,7 +33,14 @@ from jax import lax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory, partitioned_hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.notation import parse_arrow, parse_layout
@@ -411,7 +418,7 @@ else:
 
 # %% [markdown]
 # **One block** is the difference between a model of 3 layers and one of 2. The census says which arrow each
-# collective came from.
+# collective carries out, and whether forward or backward.
 
 
 # %%
@@ -447,9 +454,11 @@ print(
     "communication: each all-reduce became a reduce-scatter and an all-gather; the bytes on the wire are"
     " equal"
 )
-for c in moved["tp + sequence"]:
-    if c.count == LLAMA.num_layers:
-        print(f"  ×{c.count} {c.kind:<15} {c.arrow}")
+for name, census in moved.items():
+    print(f"{name}, by the arrows of the model:\n{arrow_text(census)}")
+    for key, row in tables[name].items():
+        of_key = [r for r in arrow_rows(census) if (r["axis"], r["kind"]) == key]
+        assert sum(r["bytes_sent"] for r in of_key) == row["bytes_sent"]
 
 # %% [markdown]
 # ## What sequence parallelism buys: 10 + 24/t becomes 34/t

@@ -34,7 +34,14 @@ from jax import lax
 from llmpar import attention, draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory, partitioned_hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh, sharding, spec
 from llmpar.notation import parse_layout
@@ -492,7 +499,8 @@ print(
 tables = {}
 for name, (step, lowered, _, _, _) in llamas.items():
     predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
-    tables[name] = census_table(census_hlo(partitioned_hlo(lowered), step.mesh))
+    census = census_hlo(partitioned_hlo(lowered), step.mesh)
+    tables[name] = census_table(census)
     assert tables[name] == {
         key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
     }
@@ -502,6 +510,8 @@ for name, (step, lowered, _, _, _) in llamas.items():
         "; ".join(f"{kind} ×{row['count']} {row['bytes_sent']:,} B" for kind, row in attends.items())
         or "nothing",
     )
+    assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
+    print(arrow_text((c for c in census if c.kind != "all-reduce"), most=8))  # by the arrows of the model
 assert ("sp", "all-gather") not in tables["ring"], "no activation is gathered over sp"
 print(
     "communication: kinds, counts and bytes per device and step are as predicted (and the all-reduces of"

@@ -35,7 +35,15 @@ from jax import lax
 from llmpar import draw, pipeline
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory, executed_flops, partitioned_hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    executed_flops,
+    partitioned_hlo,
+)
 from llmpar.mesh import make_mesh, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
@@ -290,7 +298,8 @@ text = partitioned_hlo(lowered)
 for stage in range(p):
     taken = pipeline.taken(step.plan.pipeline, LLAMA.num_layers, stage) if p > 1 else None
     predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
-    compiled_rows = census_table(census_hlo(text, step.mesh, taken))
+    census = census_hlo(text, step.mesh, taken)
+    compiled_rows = census_table(census)
     assert compiled_rows == {
         key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
     }
@@ -305,6 +314,10 @@ if p > 1:
         "count": 2 * (M + p - 2),
         "bytes_sent": 2 * (M + p - 2) * stream,
     }
+print(
+    arrow_text(census)
+)  # the same by arrow: activations go to the next stage, their gradients to the previous one
+assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
 
 given = memory.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1)
 assert compiled_memory(compiled)["argument_bytes"] == sum(given.values())

@@ -33,7 +33,14 @@ from exercises import attempt
 from llmpar import draw, pipeline
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory, executed_flops
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    executed_flops,
+)
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
@@ -341,6 +348,9 @@ for name, (step, compiled) in programs.items() if p > 1 else ():
         f"communication: {name:<12}{ticks:3} ticks, {rows['count']:3} permutes of {stream:,} B, as the table"
         " says"
     )
+    permutes = [c for c in found if c.kind == "collective-permute"]
+    assert sum(row["bytes_sent"] for row in arrow_rows(permutes)) == rows["bytes_sent"]
+    print(arrow_text(permutes))  # by arrow: forward to the next stage, backward to the previous one
 if executed and devices[0].platform == "cpu":  # elsewhere products are library calls, which cannot be counted
     one_device = executed_flops(solo.as_text())
     assert executed["1f1b"] == executed["zb-h1"] and executed["interleaved"] == executed["zb-v"], (

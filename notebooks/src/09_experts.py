@@ -33,7 +33,14 @@ from jax import lax
 from llmpar import draw, moe
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw import scene
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory, partitioned_hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
 from llmpar.mesh import make_mesh, spec
 from llmpar.notation import parse_layout
 from llmpar.par import Solo
@@ -342,10 +349,8 @@ print(
     f"          and its gradient waits for a sum over: {PLAN.unreduced('experts l e d m').sums or 'nobody'}"
 )
 
-found = {
-    k: (v["count"], v["bytes_sent"])
-    for k, v in census_table(census_hlo(partitioned_hlo(lowered), step.mesh)).items()
-}
+census = census_hlo(partitioned_hlo(lowered), step.mesh)
+found = {k: (v["count"], v["bytes_sent"]) for k, v in census_table(census).items()}
 formula = {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(CONFIG, PLAN, BATCH, S).items()}
 assert found == formula
 if n > 1:
@@ -354,6 +359,8 @@ if n > 1:
         f"communication: {found['ep', 'all-to-all'][0]} all-to-alls = 4 × {CONFIG.num_layers} layers; all"
         " kinds and bytes as predicted"
     )
+    print(arrow_text(c for c in census if c.kind == "all-to-all"))  # by arrow: there and back, twice
+assert sum(row["bytes_sent"] for row in arrow_rows(census)) == sum(sent for _, sent in formula.values())
 
 arguments = compiled_memory(compiled)["argument_bytes"]
 assert arguments == sum(memory.argument_bytes(CONFIG, PLAN, BATCH, S).values())
