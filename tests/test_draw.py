@@ -26,9 +26,9 @@ from llmpar.draw.scene import (
     Text,
     compose,
     flatten,
-    on,
     show,
     size_text,
+    text_color_on,
     ticks,
     time_text,
     to_png,
@@ -351,7 +351,7 @@ def test_texts_and_strokes_can_be_read(theme):
         assert contrast(theme[role], theme["cell"]) >= 4.5, role
     assert contrast(theme["edge"], theme["paper"]) >= 3
     for fill in ("cell", *AXES, *SERIES):
-        assert contrast(theme[on(fill)], theme[fill]) >= 4.5, fill
+        assert contrast(theme[text_color_on(fill)], theme[fill]) >= 4.5, fill
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])

@@ -70,7 +70,7 @@ DARK = LIGHT | {  # fills stay, so that black or white text on them stays legibl
 SERIES = ("s1", "s2", "s3", "s4", "s5")
 
 
-def on(fill: str) -> str:
+def text_color_on(fill: str) -> str:
     """The role of text that is legible on a fill."""
     return "ink" if fill in ("paper", "cell") else "white" if fill in ("pp", "sp", "dp", "s5") else "black"
 
@@ -181,7 +181,7 @@ def stack(blocks, gap: float = 12, across: bool = False) -> list[Group]:
     return out
 
 
-def small(x: float, y: float, text: str, anchor: str = "middle", fill: str = "soft") -> Text:
+def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str = "soft") -> Text:
     """A label."""
     return Text(x, y, text, SMALL, anchor, fill)
 

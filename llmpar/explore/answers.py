@@ -18,7 +18,7 @@ from llmpar.config import PRESETS, ModelConfig, preset
 from llmpar.draw import layouts
 from llmpar.draw.charts import count_noun, memory_bars
 from llmpar.draw.geometry import coordinates, groups, lane, places, rounds, shard_numbers, slices, strides
-from llmpar.draw.scene import Group, Scene, compose, flatten, size_text, small, time_text
+from llmpar.draw.scene import Group, Scene, compose, flatten, size_text, small_text, time_text
 from llmpar.notation import (
     AXES,
     Layout,
@@ -173,9 +173,9 @@ def tensors(state: dict) -> list[dict]:
     config, _, _, _ = read(
         state | {name: START[name] for name in ("mesh", "order")}
     )  # the same on every mesh
-    every = parse_mesh(" ".join(f"{a}=2" for a in AXES))
+    all_axes = parse_mesh(" ".join(f"{a}=2" for a in AXES))
     both = ({"zero": zero, "tp_sequence": cut} for zero in range(4) for cut in (False, True))
-    plans = {mode(s): make_plan(s, every) for s in (state | one for one in both)}
+    plans = {mode(s): make_plan(s, all_axes) for s in (state | one for one in both)}
     rows, b, s, of = [], state["batch_size"], state["seq_len"], [state[name] for name in SHAPES]
 
     def row(kind: str, name: str, shape, itemsize: int, place, times: int = 1) -> None:
@@ -548,7 +548,7 @@ def scene(state: dict) -> Scene:
         )
     notes += [f"Dashed: nodes of {node} devices."] * bool(place["frames"])
     notes += [f"Each cell stands for {place['block']} devices."] * (place["block"] > 1)
-    blocks = [[small(0, 0, what, "start")], items]
+    blocks = [[small_text(0, 0, what, "start")], items]
     if reply["memory"]:
         bars = memory_bars(
             [("a device", dict(reply["memory"]))], reply["capacity"], whole_bytes=reply["whole"]
@@ -558,9 +558,9 @@ def scene(state: dict) -> Scene:
     held = [
         " ".join(cells) for cells in device_rows(state, rows, sizes, order) if cells[0].startswith("weight")
     ]
-    said = (
+    details = (
         f"{what}\ndevice {device}: {', '.join(f'{a} {at[a]}' for a in order if sizes[a] > 1)}\n"
         + "\n".join(held)
     )
     lines = reply["says"].splitlines()[1 if reply["refusal"] else -1 :]
-    return compose(f"mesh {shape}", blocks, f"{reply['says']}\n{said}", [*notes, *lines])
+    return compose(f"mesh {shape}", blocks, f"{reply['says']}\n{details}", [*notes, *lines])

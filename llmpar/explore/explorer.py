@@ -261,18 +261,18 @@ class Explorer:
 
 
 def _field(c: dict, value):
-    how: dict[str, Any] = {"value": value, "layout": ipywidgets.Layout(width="100%")}
+    shared: dict[str, Any] = {"value": value, "layout": ipywidgets.Layout(width="100%")}
     if c["kind"] == "choice":
-        return ipywidgets.Dropdown(options=c["options"], **how)
+        return ipywidgets.Dropdown(options=c["options"], **shared)
     if c["kind"] == "flag":
-        return ipywidgets.Checkbox(indent=False, **how)
+        return ipywidgets.Checkbox(indent=False, **shared)
     if c["kind"] == "lines":
-        return ipywidgets.Textarea(rows=5, continuous_update=False, **how)
+        return ipywidgets.Textarea(rows=5, continuous_update=False, **shared)
     if c["kind"] == "slider":
-        return ipywidgets.IntSlider(min=c["min"], max=c["max"], **how)
+        return ipywidgets.IntSlider(min=c["min"], max=c["max"], **shared)
     if c["kind"] == "int":
-        return ipywidgets.BoundedIntText(min=c["min"], max=1 << 30, **how)
-    return ipywidgets.Text(continuous_update=False, **how)
+        return ipywidgets.BoundedIntText(min=c["min"], max=1 << 30, **shared)
+    return ipywidgets.Text(continuous_update=False, **shared)
 
 
 def _labelled(label: str, field: ipywidgets.Widget) -> ipywidgets.Widget:

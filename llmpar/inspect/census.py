@@ -149,9 +149,9 @@ def repeat(work: Work, times: int | Fraction | None, source: str = "") -> Work:
     trips."""
     if times is None and work:
         loop, what = "the loop" + (source and f" at {source}"), ", ".join(sorted({c.kind for c, _ in work}))
-        how = "use lax.scan, or lax.fori_loop with bounds that are Python integers"
+        remedy = "use lax.scan, or lax.fori_loop with bounds that are Python integers"
         raise ValueError(
-            f"cannot count {loop}: it runs {what}, but the program does not say how often; {how}"
+            f"cannot count {loop}: it runs {what}, but the program does not say how often; {remedy}"
         )
     return [(c, n * times) for c, n in work if times]
 
@@ -178,17 +178,17 @@ def _count(
     module: Module,
     leaf: Callable[[str, Op], Collective | None],
     taken: Taken | None,
-    untold: int | Fraction | None = None,
+    unknown_trips: int | Fraction | None = None,
 ) -> list[Collective]:
-    """Counts the leaves in everything that the program executes, loops that do not say how often `untold`
-    times."""
+    """Counts the leaves in everything that the program executes, loops that do not say how often
+    `unknown_trips` times."""
 
     def work(comp: str) -> Iterable[tuple[Collective, Fraction]]:
         for op in module.computations[comp].values():
             if op.kind == "while":
                 inside = [found for callee in op.called(*CALLS[op.kind]) for found in work(callee)]
                 trips = module.trips(comp, op) if inside else 0
-                yield from repeat(inside, untold if trips is None else trips, module.source(op))
+                yield from repeat(inside, unknown_trips if trips is None else trips, module.source(op))
             elif op.kind == "conditional":
                 branches = op.called(*CALLS[op.kind])
                 yield from weigh_branches([list(work(branch)) for branch in branches], op.scope, taken)

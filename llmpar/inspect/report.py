@@ -40,9 +40,11 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
     lowered = step.lower(batch_size, seq_len)
     compiled, partitioned = read_program(lowered)
-    every = [traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
-    stage = max(range(plan.mesh.pp), key=lambda i: every[i].total_bytes)
-    predicted = every[stage]
+    by_stage = [
+        traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
+    ]
+    stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
+    predicted = by_stage[stage]
     taken = [
         pipeline.taken(plan.pipeline, config.num_layers, i) if plan.pipeline else None
         for i in range(plan.mesh.pp)

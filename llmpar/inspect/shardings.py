@@ -69,8 +69,8 @@ def shardings(value) -> dict:
         cuts = {
             d: tuple(c.indices(n)[:2] for c, n in zip(cut, x.shape, strict=True)) for d, cut in where.items()
         }
-        on = [cuts.get(d) for d in devices]
-        shards = [s for s in dict.fromkeys(on) if s is not None]
+        per_device = [cuts.get(d) for d in devices]
+        shards = [s for s in dict.fromkeys(per_device) if s is not None]
         number = {None: None} | {s: i for i, s in enumerate(shards)}
         rows.append(
             {
@@ -80,7 +80,7 @@ def shardings(value) -> dict:
                 "itemsize": x.dtype.itemsize,
                 "times": 1,
                 "layout": str(getattr(sharding, "spec", sharding)),
-                "holds": [number[s] for s in on],
+                "holds": [number[s] for s in per_device],
                 "shards": [[list(cut) for cut in s] for s in shards],
             }
         )
@@ -104,18 +104,18 @@ def shardings_scene(found: dict, state: dict) -> Scene:
     """The static twin of what `shardings` read: the devices, and the shard of one array that each holds."""
     row = next((r for r in found["tensors"] if r["name"] == state["tensor"]), found["tensors"][0])
     place, device = places(found["sizes"], tuple(found["sizes"]), found["node"]), state["device"]
-    said = []
+    lines = []
     for r in found["tensors"]:
         words = "nothing"
         if (shard := r["holds"][device]) is not None:
             cut = r["shards"][shard]
             held = size_text(r["itemsize"] * math.prod(b - a for a, b in cut))
             words = f"[{', '.join(f'{a}:{b}' for a, b in cut)}], {held}"
-        said.append(
+        lines.append(
             f"{r['name']} {r['layout']}: device {device} holds {words};"
             f" {count_noun(len(r['shards']), 'shard')}"
         )
     mesh = " ".join(f"{a}={n}" for a, n in found["sizes"].items() if n > 1) or "one device"
     note = f"Filled: the shard of {row['name']} that device {device} holds."
     items = layouts.cells(place, row["holds"], device, "shard", "s1")
-    return compose(f"{found['title']} on {mesh}", [items], "\n".join(said), [note, *said[:8]])
+    return compose(f"{found['title']} on {mesh}", [items], "\n".join(lines), [note, *lines[:8]])

@@ -328,11 +328,11 @@ print(live)
 # layout.
 
 # %%
-from llmpar.draw.scene import Rect, small
+from llmpar.draw.scene import Rect, small_text
 
 puzzle = {(0, 0): "devices 0 2", (0, 1): "devices 4 6", (1, 0): "devices 1 3", (1, 1): "devices 5 7"}
 grid = [Rect(120 * c, 50 * r, 116, 46, "cell", "edge") for r, c in puzzle]
-grid += [small(120 * c + 58, 50 * r + 23, who, fill="ink") for (r, c), who in puzzle.items()]
+grid += [small_text(120 * c + 58, 50 * r + 23, who, fill="ink") for (r, c), who in puzzle.items()]
 show(
     compose(
         "Which layout is this?",

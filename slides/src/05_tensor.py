@@ -19,7 +19,7 @@ from IPython.display import Markdown
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.draw.scene import Group, Rect, Text, compose, legend, small
+from llmpar.draw.scene import Group, Rect, Text, compose, legend, small_text
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.notation import parse_arrow, parse_layout
@@ -39,7 +39,7 @@ def matrix(text, wide, high):
     rows, columns = (TP if dim.axes else 1 for dim in layout.dims)
     w, h, items = wide / columns, high / rows, [Text(wide / 2, -34, text, 17, "middle", bold=True)]
     items.append(
-        small(
+        small_text(
             wide / 2,
             -13,
             (
@@ -56,7 +56,15 @@ def matrix(text, wide, high):
         items.append(Rect(j * w, i * h, w, h, tint, "ink", 1))
         items += [Rect(j * w, i * h, w, h, "", "tp-line", hatch="/")] if layout.sums else []
         items += (
-            [Text((j + 0.5) * w, (i + 0.5) * h, str(devices[0]), anchor="middle", fill=scene.on(tint))]
+            [
+                Text(
+                    (j + 0.5) * w,
+                    (i + 0.5) * h,
+                    str(devices[0]),
+                    anchor="middle",
+                    fill=scene.text_color_on(tint),
+                )
+            ]
             if len(devices) == 1
             else []
         )
