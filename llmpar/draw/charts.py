@@ -274,10 +274,10 @@ def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, a
 # ----------------------------------------------------------------------------------------- when, and how much
 
 
-def _scale(at, values, y: float, text, up: float = 0) -> list:
+def _scale(x_of, values, y: float, text, up: float = 0) -> list:
     """Ticks with their labels below ``y``, and grid lines from there ``up``."""
-    lines = [Line(((at(v), y - up), (at(v), y + 4)), "grid", 1) for v in values]
-    return [*lines, *(small_text(at(v), y + 13, text(v)) for v in values)]
+    lines = [Line(((x_of(v), y - up), (x_of(v), y + 4)), "grid", 1) for v in values]
+    return [*lines, *(small_text(x_of(v), y + 13, text(v)) for v in values)]
 
 
 def memory_bars(
@@ -322,9 +322,9 @@ def _bars(
             items.append(Rect(x, y, w, 28, fill, "ink", 0.75, hatch, tip=f"{part} {text(value)}"))
             ends = [x, x + w]
             if (
-                limit is not None and x < (at := left + wide * limit / high) < x + w
+                limit is not None and x < (limit_x := left + wide * limit / high) < x + w
             ):  # the label keeps off the limit's line
-                ends = [at, x + w] if 2 * at < 2 * x + w else [x, at]
+                ends = [limit_x, x + w] if 2 * limit_x < 2 * x + w else [x, limit_x]
             items += (
                 []
                 if hatch
@@ -514,8 +514,8 @@ def overlap(
         return out if first == "compute" else out[::-1]
 
     span, left, wide = sum(compute_s) + sum(comm_s), text_width("communicate", SMALL) + 12, 640
-    at = lambda t: left + wide * t / span
-    items, lines = _scale(at, ticks(0, span), 196, time_text, 184), []
+    x_of = lambda t: left + wide * t / span
+    items, lines = _scale(x_of, ticks(0, span), 196, time_text, 184), []
     for k, name in enumerate(("in turn", "side by side")):
         both, y = lanes(bool(k)), 108 * k
         total = max(both[0][-1][1], both[1][-1][1])
@@ -529,9 +529,9 @@ def overlap(
             top = y + 16 + 34 * j
             items.append(small_text(left - 10, top + 14, word, "end"))
             for (start, end), label in zip(lane, labels, strict=True):
-                w, full = at(end) - at(start), f"{label}: {time_text(end - start)}"
-                items.append(Rect(at(start), top, w, 28, fill, "ink", 0.75, tip=f"{word} {full}"))
-                items += fitting(at(start) + w / 2, top + 14, w - 4, full, label, fill=text_color_on(fill))
+                w, full = x_of(end) - x_of(start), f"{label}: {time_text(end - start)}"
+                items.append(Rect(x_of(start), top, w, 28, fill, "ink", 0.75, tip=f"{word} {full}"))
+                items += fitting(x_of(start) + w / 2, top + 14, w - 4, full, label, fill=text_color_on(fill))
     key = legend([("s1", "computing"), (axis, f"communicating over {axis}")])
     room = f"At most {count_noun(ahead, 'piece')} fetched ahead of the one at work."
     notes = [room] if first == "comm" else []
@@ -547,11 +547,11 @@ def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
     pad = 0.05 * (max(finite) - min(finite)) or 0.5
     low, high, wide, tall = min(finite) - pad, max(finite) + pad, 560, 260
     last = max(2, *map(len, curves.values())) - 1
-    at, up = (lambda step: wide * step / last), (lambda loss: tall * (high - loss) / (high - low))
+    x_of, y_of = (lambda step: wide * step / last), (lambda loss: tall * (high - loss) / (high - low))
     steps = [t for t in ticks(0, last, 6) if t == int(t)]
-    items = _scale(at, steps, tall, lambda v: f"{v:g}", tall)
-    items += [Line(((-4, up(v)), (wide, up(v))), "grid", 1) for v in ticks(low, high)]
-    items += [small_text(-8, up(v), f"{v:g}", "end") for v in ticks(low, high)]
+    items = _scale(x_of, steps, tall, lambda v: f"{v:g}", tall)
+    items += [Line(((-4, y_of(v)), (wide, y_of(v))), "grid", 1) for v in ticks(low, high)]
+    items += [small_text(-8, y_of(v), f"{v:g}", "end") for v in ticks(low, high)]
     items += [Line(((0, 0), (0, tall), (wide, tall)), "edge", 1.5)]
     items += [
         small_text(-4, -18, "loss (nats/token)", "start", "ink"),
@@ -561,12 +561,12 @@ def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
     for name, curve in curves.items():
         dash, points = (
             name == "reference",
-            [(at(i), up(x)) if math.isfinite(x) else None for i, x in enumerate(curve)],
+            [(x_of(i), y_of(x)) if math.isfinite(x) else None for i, x in enumerate(curve)],
         )
         items += [Line((a, b), "ink" if dash else "dp-line", 2, dash) for a, b in pairwise(points) if a and b]
         items += [Rect(p[0] - 3, p[1] - 3, 6, 6, "ink", radius=3) for p in points[-1:] if p]
         lost, known = [i for i, p in enumerate(points) if not p], [x for x in curve if math.isfinite(x)]
-        ends += [(up(x), f"{name} {x:.3f} nats/token") for x in known[-1:]]
+        ends += [(y_of(x), f"{name} {x:.3f} nats/token") for x in known[-1:]]
         course = (
             f"{x:.3f}"
             if (x := (known or [math.nan])[0]) == (known or [0])[-1]

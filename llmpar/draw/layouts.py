@@ -217,15 +217,15 @@ def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
         [a for a in order if sizes[a] > 1],
     )
     span = max(math.prod(sizes.values()), one.node_size)
-    at = lambda devices: 80 + 380 * math.log2(devices) / math.log2(2 * span)
-    edge, bottom, right = at(one.node_size), 36 * len(shown), at(2 * span) + 12
+    x_of = lambda devices: 80 + 380 * math.log2(devices) / math.log2(2 * span)
+    edge, bottom, right = x_of(one.node_size), 36 * len(shown), x_of(2 * span) + 12
     for i, axis in enumerate(shown):
         reach, y = apart[axis] * sizes[axis], 36 * i
         beyond = reach > one.node_size
         rate = one.dcn_bytes_per_s if beyond else one.reached_link_bytes_per_s
         words = f"{rate / 1e9:.3g} GB/s, {'network between nodes' if beyond else 'links of a node'}"
         items += [Text(70, y + 14, f"{axis} {sizes[axis]}", anchor="end", bold=True)]
-        items += [Rect(at(apart[axis]), y + 3, at(reach) - at(apart[axis]), 22, axis, f"{axis}-line")]
+        items += [Rect(x_of(apart[axis]), y + 3, x_of(reach) - x_of(apart[axis]), 22, axis, f"{axis}-line")]
         items += [small_text(right, y + 14, words, "start", "ink")]
         lines.append(
             f"{axis} {sizes[axis]}: neighbours {count_noun(apart[axis], 'device')} apart, groups reach"
@@ -234,7 +234,7 @@ def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
     steps = [2**i for i in range(0, math.floor(math.log2(span)) + 1, 1 + (span > 64))]
     items += [
         small_text(right, bottom + 14, "devices apart", "start"),
-        *(small_text(at(n), bottom + 14, str(n)) for n in steps),
+        *(small_text(x_of(n), bottom + 14, str(n)) for n in steps),
     ]
     items += [
         Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True),
@@ -352,24 +352,29 @@ class _Grid:
         if d == num:
             return self.cell(index, w, h)
         items: list = []
-        axes, across, at, other = [*_places(self.dims[d].axes, self.sizes, 0)], (num - d) % 2 == 1, 0.0, 0.0
+        axes, across, offset, other = (
+            [*_places(self.dims[d].axes, self.sizes, 0)],
+            (num - d) % 2 == 1,
+            0.0,
+            0.0,
+        )
         # the columns' ticks stand above the first row
         labelled = not across or d < num - 1 or not d or index[-1] == 0
         margin, gap = (16 if across else self.tick_width(d)) * labelled, 5 if d >= num - 2 else 14
         for before, i in zip([-1, *self.picked[d]], self.picked[d], strict=False):
             kid, kw, kh = self.block((*index, i), w, h)
-            if at:
-                ends = (at - gap / 2, margin), (at - gap / 2, margin + kh if across else margin + kw)
+            if offset:
+                ends = (offset - gap / 2, margin), (offset - gap / 2, margin + kh if across else margin + kw)
                 items.append(self.border(d, before, i, ends if across else tuple((y, x) for x, y in ends)))
             if labelled:
                 ticks_above = 16 * (not across and d == num - 2 and i == 0)
-                x, y = (at + kw / 2, 7) if across else (margin - 8, at + (kh + ticks_above) / 2)
+                x, y = (offset + kw / 2, 7) if across else (margin - 8, offset + (kh + ticks_above) / 2)
                 color = f"{axes[0]}-line" if axes else "soft"
                 items.append(small_text(x, y, self.tick(d, i), "middle" if across else "end", color))
-            items.append(Group(tuple(kid), *((at, margin) if across else (margin, at))))
-            at += gap + (kw if across else kh)
+            items.append(Group(tuple(kid), *((offset, margin) if across else (margin, offset))))
+            offset += gap + (kw if across else kh)
             other = max(other, kh if across else kw)
-        return (items, at - gap, other + margin) if across else (items, other + margin, at - gap)
+        return (items, offset - gap, other + margin) if across else (items, other + margin, offset - gap)
 
 
 def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[float, float] = (0, 0)) -> Block:

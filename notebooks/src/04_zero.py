@@ -467,8 +467,9 @@ for zero, (step, lowered, _, _, _) in llamas.items():
 print("communication: kinds, counts and bytes per device and step are as predicted")
 
 # %% [markdown]
-# Which line of the model sends what? In stage 3 a weight is gathered forward, gathered again where its layer is recomputed, and its
-# gradient is scattered backward: three times the weight's bytes under one name.
+# Which line of the model sends what? In stage 3 a block's weight is gathered forward, gathered again for the backward pass (JAX counts that
+# as recomputed), and its gradient is scattered backward: three times the weight's bytes under one name. The embedding and the head are
+# used where the forward pass begins and ends, so nobody gathers them twice.
 
 # %%
 print(arrow_text(census))
