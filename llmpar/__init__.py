@@ -1,3 +1,35 @@
 """llmpar: learn, plan and run LLM parallelism in JAX. A layout is a line of text, a movement is an arrow."""
 
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+__all__ = ["MeshExplorer", "Plan", "Step", "make_mesh", "preset", "use_devices"]
+
+if TYPE_CHECKING:
+    from llmpar.config import preset
+    from llmpar.explore.explorer import MeshExplorer
+    from llmpar.mesh import make_mesh, use_devices
+    from llmpar.plan import Plan
+    from llmpar.step import Step
+
+_FILES = {
+    "MeshExplorer": "explore.explorer",
+    "Plan": "plan",
+    "Step": "step",
+    "make_mesh": "mesh",
+    "preset": "config",
+    "use_devices": "mesh",
+}
+
+
+def __getattr__(name: str):
+    """Load a name from its file when it is first asked for, so that importing llmpar loads no JAX."""
+    import importlib
+
+    if name not in _FILES:
+        raise AttributeError(f"llmpar has no {name!r}; it has {', '.join(__all__)}, and a file for the rest")
+    return getattr(importlib.import_module(f"llmpar.{_FILES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

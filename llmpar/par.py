@@ -143,8 +143,7 @@ class Manual(Solo):
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims).astype(self.dtype)
-        arrow = Arrow(self.plan.stored(param.dims), self.plan.place(param.dims))
-        return checkpoint_name(self.carry_out(x, arrow, param.dims), WEIGHT)
+        return checkpoint_name(self.carry_out(x, self.plan.gather(param.dims), param.dims), WEIGHT)
 
     def move(self, x, arrow: str):
         """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in

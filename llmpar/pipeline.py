@@ -117,7 +117,7 @@ class _Executor:
         self.copies = schedule.parameter_copies
         self.chunks = jax.tree.map(lambda w: self.copied(cut(w, schedule.visits)), params["blocks"])
         self.shared = {name: w for name, w in params.items() if name != "blocks"}
-        self.shapes = plan.padded(config).param_shapes()
+        self.shapes = plan.padded(config).weights()
         self.counts = layers_of(schedule, config.num_layers)
         name_of = lambda path, w: jax.tree_util.keystr(path, simple=True, separator=".")
         self.paths = jax.tree_util.tree_map_with_path(name_of, params)
@@ -197,7 +197,7 @@ class _Executor:
         """Gradients added to those of the same name, at ZeRO 2 cut before that (`Plan.accumulated`)."""
 
         def one(done, g, path):
-            dims, plan = self.shapes[path][0], self.plan
+            dims, plan = self.shapes[path].dims, self.plan
             return done + self.par.carry_out(
                 g, Arrow(plan.unreduced(dims), plan.accumulated(dims)), f"gradient {dims}"
             )
@@ -209,7 +209,7 @@ class _Executor:
         chunk by chunk."""
 
         def zeros(path):
-            dims, shape = self.shapes[path]
+            dims, shape = self.shapes[path].dims, self.shapes[path].shape
             layout = self.plan.accumulated(dims)
             return vary(jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes)), layout.axes + layout.sums)
 

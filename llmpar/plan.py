@@ -17,9 +17,22 @@ the table in :meth:`Plan.regions` is the whole of tensor, sequence and data para
 The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm)
 is whole on every stage, and its gradient is one more sum to finish.
 
-ZeRO (Rajbhandari et al. 2020) cuts a weight's width ``d`` (else its ``h``, else its ``e``) by fsdp: the
-optimizer's state from stage 1 on, accumulated gradients from stage 2 on, the stored weight itself at stage 3,
-which is FSDP.
+A weight's life in one step is five layouts and four arrows; only the update itself moves nothing:
+
+    stored -gather-> used -backward-> unreduced -accumulate-> accumulated -finish-> graded -update-> graded
+                                                                                    graded -restore-> stored
+
+ZeRO (Rajbhandari et al. 2020) decides which of them are cut by fsdp: a weight's width ``d`` (else its ``h``,
+else its ``e``). Of ``ffn d m`` on ``fsdp=2 tp=2``, with dp besides:
+
+    zero  stored          used     unreduced (each microbatch)   accumulated               graded
+    0     d m/tp          d m/tp   d m/tp +dp +fsdp              d m/tp +dp +fsdp          d m/tp
+    1     d m/tp          d m/tp   d m/tp +dp +fsdp              d m/tp +dp +fsdp          d/fsdp m/tp
+    2     d m/tp          d m/tp   d m/tp +dp +fsdp              d/fsdp m/tp +dp           d/fsdp m/tp
+    3     d/fsdp m/tp     d m/tp   d/fsdp m/tp +dp               d/fsdp m/tp +dp           d/fsdp m/tp
+
+Each cell that differs from its neighbour is a collective (`gather`, `accumulate`, `finish`, `restore`). Stage
+3 is FSDP: its weights are gathered for use, and autodiff makes a reduce-scatter of that on the way back.
 """
 
 from __future__ import annotations
@@ -207,22 +220,51 @@ class Plan:
         """The layout of a weight's finished gradient and of its optimizer state."""
         return self.sharded(dims) if self.zero else self.place(dims)
 
+    def copied(self, dims: str) -> tuple[str, ...]:
+        """The axes whose devices store the same block of a weight and use it on different values: over them
+        its gradient is a sum."""
+        stored = self.stored(dims).axes
+        differ = self.live("pp") + self.varying(parse_layout(dims).region)
+        return tuple(a for a in differ if a not in stored)
+
     def unreduced(self, dims: str) -> Layout:
-        """A weight's gradient as the backward pass leaves it: every axis that the weight is not cut by is
-        still to be summed, if :attr:`reduce` says that this happens afterwards."""
-        stored = self.stored(dims)
-        waiting = () if self.reduce == "layer" else self.live("pp") + self.varying(parse_layout(dims).region)
-        return Layout(stored.dims, tuple(a for a in waiting if a not in stored.axes))
+        """A weight's gradient as the backward pass leaves it; with ``reduce="layer"`` the sums are finished
+        inside that pass."""
+        return Layout(self.stored(dims).dims, () if self.reduce == "layer" else self.copied(dims))
 
     def accumulated(self, dims: str) -> Layout:
         """What is added up over microbatches: at ZeRO 2 the gradient's shard, else the gradient as it
         comes."""
         raw = self.unreduced(dims)
-        return (
-            raw
-            if self.zero != 2
-            else Layout(self.sharded(dims).dims, tuple(a for a in raw.sums if a != "fsdp"))
-        )
+        if self.zero != 2:
+            return raw
+        return Layout(self.sharded(dims).dims, tuple(a for a in raw.sums if a != "fsdp"))
+
+    # -------------------------------------------------------------------------- the arrows of a weight's life
+
+    def gather(self, dims: str) -> Arrow:
+        """From how a weight is stored to how it is used: at ZeRO 3 an all-gather over fsdp."""
+        return Arrow(self.stored(dims), self.place(dims))
+
+    def accumulate(self, dims: str) -> Arrow:
+        """From a microbatch's gradient to what is added up: at ZeRO 2 a reduce-scatter over fsdp."""
+        return Arrow(self.unreduced(dims), self.accumulated(dims))
+
+    def finish(self, dims: str) -> Arrow:
+        """From the gradients added up to the finished gradient: every sum that is still open."""
+        return Arrow(self.accumulated(dims), self.graded(dims))
+
+    def restore(self, dims: str) -> Arrow:
+        """From the updated weight to how it is stored: at ZeRO 1 and 2 an all-gather over fsdp."""
+        return Arrow(self.graded(dims), self.stored(dims))
+
+    def spread(self, arrow: str) -> tuple[str, ...]:
+        """The axes over which a value begins to differ where a logical ``arrow`` ends: no communication then,
+        an all-reduce of the gradient in the backward pass."""
+        summed = {a for move in self.resolve(arrow).moves if move.kind == "all-reduce" for a in move.axes}
+        logical = parse_arrow(arrow)
+        differ = set(self.varying(logical.before.region)) - summed
+        return tuple(a for a in self.varying(logical.after.region) if a not in differ)
 
     # ----------------------------------------------------------------------------------------------- refusals
 
@@ -230,7 +272,7 @@ class Plan:
         """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any
         compilation."""
         sizes = self.mesh.sizes
-        config.param_shapes()  # refuses what cannot run at all
+        config.weights()  # refuses what cannot run at all
         self._refuse_idle(self.idle(config))
         if sizes["ep"] > 1 and not config.experts:
             why = f"but no experts in '{config.name}' here; use pp, dp, fsdp, sp, tp"

@@ -30,12 +30,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from llmpar import pipeline
 from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
-from llmpar.model import Batch, Llama
+from llmpar.model import Batch
 from llmpar.notation import AXES, Arrow, Dim, Layout
 from llmpar.par import Auto, Manual, Solo, vary, varying
 from llmpar.plan import Plan
+from llmpar.weights import Tree, init_params, model_graph, weight_dims
 
-Tree = Any
 WHOLE = Layout(())
 
 
@@ -45,26 +45,6 @@ class State(NamedTuple):
     params: Tree
     optimizer: Tree
     step: Any
-
-
-def weight_dims(config: ModelConfig) -> Tree:
-    """The tree of every weight's region and dims, shaped as the parameters are."""
-    tree: dict = {}
-    for path, (dims, _) in config.param_shapes().items():
-        *parents, leaf = path.split(".")
-        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, tree)[leaf] = dims
-    return tree
-
-
-@functools.cache
-def model_graph(config: ModelConfig):
-    """The model without its weights: ``nnx.merge(model_graph(config), params)`` is the model."""
-    return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))[0]
-
-
-def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
-    """Fresh weights as a plain dict of arrays; under jit each device makes only its own shard."""
-    return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(params=seed)), nnx.Param))
 
 
 def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, order: np.ndarray) -> bool:
@@ -358,7 +338,7 @@ class Step:
         def cut(g, dims):
             if isinstance(par, Auto):
                 return par.constrain(g, plan.graded(dims) if plan.zero == 2 else plan.stored(dims))
-            return par.carry_out(g, Arrow(plan.unreduced(dims), plan.accumulated(dims)), f"gradient {dims}")
+            return par.carry_out(g, plan.accumulate(dims), f"gradient {dims}")
 
         def one(part: Batch) -> tuple[tuple[jax.Array, Any], Tree]:
             loss, grads = jax.value_and_grad(functools.partial(self._loss, par), has_aux=True)(params, part)
@@ -389,24 +369,20 @@ class Step:
 
     def _reduce(self, par: Manual, grads: Tree) -> Tree:
         """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
-        arrows = jax.tree.map(
-            lambda dims: Arrow(self.plan.accumulated(dims), self.plan.graded(dims)), self.dims
-        )
         if self.plan.reduce == "bucket":
-            return self._in_buckets(par, grads, arrows)
-        return jax.tree.map(
-            lambda g, arrow, dims: par.carry_out(g, arrow, f"gradient {dims}"), grads, arrows, self.dims
-        )
+            return self._in_buckets(par, grads)
+        finish = lambda g, dims: par.carry_out(g, self.plan.finish(dims), f"gradient {dims}")
+        return jax.tree.map(finish, grads, self.dims)
 
-    def _in_buckets(self, par: Manual, grads: Tree, arrows: Tree) -> Tree:
+    def _in_buckets(self, par: Manual, grads: Tree) -> Tree:
         """All-reduce the leaves that are summed over the same axes in flat buckets of at least
         `Plan.bucket_bytes`: fewer collectives, the same bytes, and the first can leave while the backward
         pass still runs (Li et al. 2020).
         """
         leaves, tree = jax.tree.flatten(grads)
         buckets: dict[tuple, list[list[int]]] = {}
-        for i, (leaf, arrow) in enumerate(zip(leaves, jax.tree.leaves(arrows), strict=True)):
-            alike = buckets.setdefault((arrow.before.sums, varying(leaf)), [[]])
+        for i, (leaf, dims) in enumerate(zip(leaves, jax.tree.leaves(self.dims), strict=True)):
+            alike = buckets.setdefault((self.plan.accumulated(dims).sums, varying(leaf)), [[]])
             if sum(leaves[j].nbytes for j in alike[-1]) >= self.plan.bucket_bytes:
                 alike.append([])
             alike[-1].append(i)
@@ -424,14 +400,13 @@ class Step:
     def _restore(self, par: Solo, params: Tree) -> Tree:
         """From the layout of the update to the stored layout: ZeRO 1 and 2 gather, the others are there
         already."""
-        if not isinstance(par, Manual) or self.plan.zero in (0, 3) or not self.plan.live("fsdp"):
+        plan = self.plan
+        if not isinstance(par, Manual) or plan.zero in (0, 3) or not plan.live("fsdp"):
             return self._constrain(params, self.stored)
 
         def gather(params):
-            move = lambda w, before, after, dims: par.carry_out(
-                w, Arrow(before, after), f"updated {dims}", invariant=True
-            )
-            return jax.tree.map(move, params, self.graded, self.stored, self.dims)
+            move = lambda w, dims: par.carry_out(w, plan.restore(dims), f"updated {dims}", invariant=True)
+            return jax.tree.map(move, params, self.dims)
 
         specs = [jax.tree.map(spec, layouts) for layouts in (self.graded, self.stored)]
         return jax.shard_map(gather, mesh=self.mesh, in_specs=(specs[0],), out_specs=specs[1])(params)

@@ -1,5 +1,4 @@
-"""Training: a loop around :class:`llmpar.step.Step` that measures, evaluates, logs, checkpoints and stops
-when it should."""
+"""Train: a loop around :class:`llmpar.step.Step` that measures, evaluates, logs, saves and resumes."""
 
 from __future__ import annotations
 
@@ -16,72 +15,25 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from llmpar import moe
 from llmpar.checkpoint import Checkpoints
-from llmpar.config import ModelConfig, OptimizerConfig, is_vector
+from llmpar.config import ModelConfig, OptimizerConfig
 from llmpar.data import Stream
-from llmpar.notation import parse_layout
+from llmpar.optimizer import make_optimizer
 from llmpar.plan import Plan
-from llmpar.step import State, Step, Tree, weight_dims
+from llmpar.step import State, Step
 
 ADAMW = OptimizerConfig()
 
 
-def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
-    """The Optax optimizer that ``options`` name, with its schedule. Clipping is the step's (:class:`Step`),
-    not here."""
-    rate, warmup = options.learning_rate, min(options.warmup, max(steps - 1, 0))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else rate, rate, warmup, max(steps, warmup + 1), rate / 10
-    )
-    if options.optimizer == "adamw":
-        return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=_matrices(config))
-    if options.optimizer == "adafactor":
-        return optax.adafactor(schedule)
-    if options.optimizer == "muon":
-        return optax.contrib.muon(
-            schedule,
-            weight_decay=options.weight_decay,
-            muon_weight_dimension_numbers=muon_dims(config),
-            adam_weight_decay=0.0,
-        )
-    return optax.sgd(schedule, momentum=0.9)
-
-
-def _matrices(config: ModelConfig) -> Tree:
-    """True for weights that decay: matrices, not norms' scales and biases."""
-    return jax.tree.map(lambda dims: not is_vector(parse_layout(dims)), weight_dims(config))
-
-
-def muon_dims(config: ModelConfig) -> Tree:
-    """How Muon (Jordan et al. 2024) reads each weight as a matrix: from the dims it sums over to the dims it
-    makes.
-
-    Embedding and head, norms and biases are None: those are Adam's.
-    """
-
-    def numbers(dims: str):
-        layout = parse_layout(dims)
-        if is_vector(layout) or layout.region == "vocab":
-            return None
-        letters = layout.letters
-        into = "d" if not letters.endswith("d") else letters.strip("ld")
-        return optax.contrib.MuonDimensionNumbers(
-            tuple(letters.index(x) for x in into),
-            tuple(i for i, x in enumerate(letters) if x not in into + "l"),
-        )
-
-    return jax.tree.map(numbers, weight_dims(config))
-
-
 @dataclass
 class Report:
-    """What a training run measured. Losses are nats per target; ``step_s`` is the median of steps after the
-    first two. ``eval_losses`` are pairs of a number of steps done and the loss of held-out text after
-    them."""
+    """What a training run measured. Losses are in nats per target.
+
+    ``eval_losses`` are pairs: the number of steps done, and the loss of held-out text after them.
+    """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -94,7 +46,7 @@ class Report:
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds per step, without the compiling ones; None before the first."""
+        """Median seconds per step, without the first two, which compile; None before the first."""
         times = sorted(self.seconds[2:] or self.seconds)
         return times[len(times) // 2] if times else None
 
@@ -105,14 +57,14 @@ class Report:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B); None where nobody said what the peak
-        is."""
+        """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B); None where the devices' peak is
+        unknown."""
         return self.ideal_step_s / self.step_s if self.ideal_step_s and self.step_s else None
 
 
 def made_of(stream: Stream, steps: int, options: OptimizerConfig, seed: int) -> dict[str, Any]:
-    """What a run is made of besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). No mesh and
-    no plan: these change no loss."""
+    """Describe a run besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). Mesh and plan are
+    left out: they change no loss."""
     corpus, config = stream.corpus, stream.config
     return {
         "data": {"name": corpus.source, "fingerprint": corpus.fingerprint},
@@ -147,27 +99,25 @@ def train(
 ) -> tuple[State, Report]:
     """Train to step ``steps``, from the newest checkpoint if there is one.
 
-    Batches are a function of the step's number, so a resumed run repeats nothing and equals one that was
-    never stopped. The state comes back, and lies in checkpoints, with its layers in the model's order,
-    whatever the pipeline's. Raises FloatingPointError when a loss is not finite, naming the step; checkpoints
-    taken before it stay.
+    The step's number decides its batch, so a resumed run repeats nothing and equals one that was never
+    stopped. The state that is given back and saved has its layers in the model's order, whatever the
+    pipeline's order is.
 
-    A checkpoint of other data, seeds or sizes is refused, unless ``anyway``; ``tell`` is told what else
-    differs. Every ``eval_every`` steps, and after the last, ``eval_batches`` batches of ``held_out`` are
-    evaluated (0: never). ``ideal_step_s`` is what a step's useful FLOPs would take at the devices' peak, from
-    which the report has the utilisation. When ``stop`` says so after a step, the state is saved, if it is
-    ever, and training ends.
+    Args:
+        anyway: resume from a checkpoint of other data, seeds or sizes, which is refused otherwise.
+        held_out: text of which ``eval_batches`` batches are evaluated every ``eval_every`` steps (0: never),
+            and after the last step.
+        ideal_step_s: seconds that a step's useful FLOPs take at the devices' peak; the report divides by the
+            measured seconds.
+        tell: called with sentences for people, such as how the checkpoint differs from this run.
+        stop: called after each step; when it gives True, the state is saved (with ``checkpoints``) and
+            training ends.
+
+    Raises:
+        FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
     """
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
-    if steps < 1:
-        raise ValueError(f"training to step {steps} does nothing; use 1 or more")
-    if eval_every < 0 or eval_batches < 1:
-        raise ValueError(
-            f"evaluation every {eval_every} steps of {eval_batches} batches: use 0 (never) or more, and 1 or"
-            " more"
-        )
-    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
+    _check_run(steps, eval_every, eval_batches)
     made = made_of(stream, steps, options, seed) if checkpoints else None
     writes = checkpoints is not None and (checkpoints.latest or 0) < steps
     with checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(), _opened(log) as lines:
@@ -177,91 +127,131 @@ def train(
         )
         resumed = state is not None
         state = step.init(seed) if state is None else step.from_natural(state)
-        shape = stream.config.batch_size, stream.config.seq_len
-        report = Report(start=int(state.step), tokens_per_step=shape[0] * shape[1], ideal_step_s=ideal_step_s)
+        num_tokens = stream.config.batch_size * stream.config.seq_len
+        report = Report(start=int(state.step), tokens_per_step=num_tokens, ideal_step_s=ideal_step_s)
         if resumed:
-            tell(
-                f"goes on from the checkpoint of step {report.start}"
-                + "; nothing is left to do" * (report.start >= steps)
-            )
-        waiting: list[tuple[int, dict]] = []
-        clock = time.perf_counter()
-
-        def note(row: dict) -> None:
-            if lines:
-                print(json.dumps(row), file=lines, flush=True)
-
-        def read() -> None:
-            nonlocal clock
-            number, metrics = waiting.pop(0)
-            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-            if not math.isfinite(loss + norm):
-                if checkpoints and not math.isfinite(loss):
-                    checkpoints.discard(number)  # its weights have just given this loss
-                kept = checkpoints.latest if checkpoints else None
-                saved = (
-                    f"the checkpoint of step {kept} is intact"
-                    if kept is not None
-                    else "no checkpoint was taken"
-                )
-                found = f"the loss of step {number} is {loss}, its gradient's norm {norm}"
-                raise FloatingPointError(f"{found}: stopped; {saved}; try a lower learning rate")
-            now = time.perf_counter()
-            report.seconds.append(now - clock)
-            clock = now
-            report.losses.append(loss)
-            report.memory_bytes = _memory(mesh)
-            report.grad_norms.append(norm)
-            row = {"step": number, "loss": loss, "grad_norm": norm, "seconds": report.seconds[-1]}
-            row |= {"resumed": report.start} if resumed and number == report.start else {}
-            row |= (
-                moe.summary(config.experts, metrics, plan.mesh.ep)
-                if config.experts and "load" in metrics
-                else {}
-            )
-            note(row)
-            if on_step:
-                on_step(number, report)
-
+            nothing = "; nothing is left to do" * (report.start >= steps)
+            tell(f"goes on from the checkpoint of step {report.start}{nothing}")
+        measured = _Measured(step, report, checkpoints, lines, on_step, resumed)
         for number in range(report.start, steps):
             state, metrics = step.run(state, _place(step, stream, number))
-            waiting.append((number, metrics))
-            if len(waiting) > 1:  # devices work on one step while the next is sent
-                read()
+            measured.add(number, metrics)
             done, stopped = number + 1, stop()
             evaluates = held_out is not None and eval_every and (done % eval_every == 0 or done == steps)
             saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
-            while waiting and (evaluates or saves):
-                read()  # never keep what a bad step has spoiled
             if evaluates or saves:
+                measured.read_all()  # never keep what a bad step has spoiled
                 natural = step.to_natural(state)
                 if held_out and evaluates:
-                    report.eval_losses.append((done, _evaluate(step, natural, held_out, eval_batches)))
-                    note({"steps_done": done, "eval_loss": report.eval_losses[-1][1]})
-                    if on_step:
-                        on_step(number, report)
+                    measured.add_evaluation(done, _evaluate(step, natural, held_out, eval_batches))
                 if checkpoints and saves:
                     checkpoints.save(done, natural, config, made)
                 state = step.from_natural(natural)
-                clock = time.perf_counter()
+                measured.restart_clock()
             if stopped:
                 break
-        while waiting:
-            read()
+        measured.read_all()
         return step.to_natural(state), report
 
 
+def _check_run(steps: int, eval_every: int, eval_batches: int) -> None:
+    """Refuse a run that would do nothing, or not what it says."""
+    if steps < 1:
+        raise ValueError(f"training to step {steps} does nothing; use 1 or more")
+    if eval_every < 0 or eval_batches < 1:
+        raise ValueError(
+            f"evaluation every {eval_every} steps of {eval_batches} batches: use 0 (never) or more, and 1 or"
+            " more"
+        )
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
+
+
+class _Measured:
+    """Read what steps measured into a report, and write it to the log (``lines``).
+
+    A step is read when the next one has been sent, so that devices do not wait for this process.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        report: Report,
+        checkpoints: Checkpoints | None,
+        lines: Any,
+        on_step: Callable[[int, Report], None] | None,
+        resumed: bool,
+    ):
+        self.step, self.report, self.checkpoints, self.lines = step, report, checkpoints, lines
+        self.on_step, self.resumed = on_step or (lambda number, report: None), resumed
+        self.waiting: list[tuple[int, dict]] = []
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave what was done since the last step out of the next step's seconds."""
+        self.clock = time.perf_counter()
+
+    def add(self, number: int, metrics: dict) -> None:
+        """Remember a step that was sent, and read the one before it."""
+        self.waiting.append((number, metrics))
+        if len(self.waiting) > 1:
+            self._read()
+
+    def read_all(self) -> None:
+        """Read the steps that were sent and not yet read."""
+        while self.waiting:
+            self._read()
+
+    def add_evaluation(self, num_steps: int, loss: float) -> None:
+        """Report the loss of held-out text after so many steps."""
+        self.report.eval_losses.append((num_steps, loss))
+        self._write({"steps_done": num_steps, "eval_loss": loss})
+        self.on_step(num_steps - 1, self.report)
+
+    def _read(self) -> None:
+        number, metrics = self.waiting.pop(0)
+        loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        if not math.isfinite(loss + norm):
+            self._refuse(number, loss, norm)
+        report, config, now = self.report, self.step.config, time.perf_counter()
+        report.seconds.append(now - self.clock)
+        self.clock = now
+        report.losses.append(loss)
+        report.grad_norms.append(norm)
+        report.memory_bytes = _memory(self.step.mesh)
+        row = {"step": number, "loss": loss, "grad_norm": norm, "seconds": report.seconds[-1]}
+        if self.resumed and number == report.start:
+            row["resumed"] = report.start
+        if config.experts and "load" in metrics:
+            row |= moe.summary(config.experts, metrics, self.step.plan.mesh.ep)
+        self._write(row)
+        self.on_step(number, report)
+
+    def _refuse(self, number: int, loss: float, norm: float) -> None:
+        """Stop at a loss or gradient that is not finite; a checkpoint whose weights gave this loss goes."""
+        if self.checkpoints and not math.isfinite(loss):
+            self.checkpoints.discard(number)
+        kept = self.checkpoints.latest if self.checkpoints else None
+        saved = "no checkpoint was taken" if kept is None else f"the checkpoint of step {kept} is intact"
+        found = f"the loss of step {number} is {loss}, its gradient's norm {norm}"
+        raise FloatingPointError(f"{found}: stopped; {saved}; try a lower learning rate")
+
+    def _write(self, row: dict) -> None:
+        if self.lines:
+            print(json.dumps(row), file=self.lines, flush=True)
+
+
 def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
-    """The mean cross-entropy of the first targets of a text that is not trained on, in nats; without the
-    routers' losses."""
-    told = [jax.device_get(step.evaluate(state.params, _place(step, held_out, i))) for i in range(batches)]
-    loss, tokens = (sum(float(x[i]) for x in told) for i in (0, 1))
+    """Give the mean cross-entropy in nats over the first ``batches`` of held-out text, without the routers'
+    losses."""
+    sums = [jax.device_get(step.evaluate(state.params, _place(step, held_out, i))) for i in range(batches)]
+    loss, tokens = (sum(float(x[i]) for x in sums) for i in (0, 1))
     return loss / max(tokens, 1)
 
 
 def _place(step: Step, stream: Stream, number: int) -> dict:
-    """The step's batch on its devices; every process makes only the rows that its own devices hold, and each
-    of them once."""
+    """Put a step's batch on its devices. Each process makes only the rows that its own devices hold, each row
+    once."""
     shape = stream.config.batch_size, stream.config.seq_len
     rows = functools.cache(lambda begin, end: stream.local_batch(number, slice(begin, end)))
 
@@ -272,16 +262,18 @@ def _place(step: Step, stream: Stream, number: int) -> dict:
     return {name: on_devices(functools.partial(piece, name)) for name in step.abstract_batch(*shape)}
 
 
-def _memory(mesh: Mesh) -> int:
-    """Peak bytes in use on the fullest local device, where the platform counts them; else 0."""
+def _memory(mesh: Mesh | AbstractMesh) -> int:
+    """Give the peak bytes in use on the fullest local device; 0 where the platform does not count them."""
     local = [d.memory_stats() or {} for d in mesh.devices.flat if d.process_index == jax.process_index()]
     return max((stats.get("peak_bytes_in_use", 0) for stats in local), default=0)
 
 
 @contextlib.contextmanager
 def _opened(path: str | None) -> Iterator[Any]:
-    """A JSONL log opened for appending (by the first process), or nothing. A line that a killed run left torn
-    is ended."""
+    """Open a JSONL log for appending, in the first process; give None in the others and without a path.
+
+    A line that a killed run left unfinished is ended first.
+    """
     if path is None or jax.process_index() != 0:
         yield None
         return

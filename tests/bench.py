@@ -54,7 +54,8 @@ from llmpar.mesh import make_mesh, use_devices
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
-from llmpar.step import Step, init_params, model_graph
+from llmpar.step import Step
+from llmpar.weights import init_params, model_graph
 
 devices = use_devices(8)
 

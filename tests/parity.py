@@ -20,12 +20,27 @@ from llmpar.mesh import make_mesh
 from llmpar.notation import MeshShape
 from llmpar.par import Solo
 from llmpar.plan import Plan
-from llmpar.step import Step, init_params, model_graph
+from llmpar.step import Step
+from llmpar.weights import init_params, model_graph
 
 BATCH, SEQ = 16, 16
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 MOE = dataclasses.replace(preset("tiny-moe"), num_layers=2)
 QWEN = dataclasses.replace(LLAMA, name="tiny-qwen", tied=True, qkv_bias=True, qk_norm=True, head_width=8)
+
+
+def by_arrow(census):
+    """What a census counted, as {(axes, kind, arrow): (executions, bytes)}."""
+    found: dict[tuple, list[int]] = {}
+    for c in census:
+        row = found.setdefault((",".join(c.axes), c.kind, c.arrow), [0, 0])
+        row[0], row[1] = row[0] + c.count, row[1] + c.bytes_sent
+    return {key: tuple(row) for key, row in found.items()}
+
+
+def predicted_by_arrow(traffic):
+    """The same of a prediction."""
+    return {(*key, text): tuple(line) for key, row in traffic.items() for text, line in row.arrows.items()}
 
 
 cheap_jit = functools.partial(jax.jit, compiler_options=CHEAP)

@@ -11,7 +11,7 @@ import jax
 import pytest
 from parity import LLAMA, assert_same, solo
 
-from llmpar.cli import commands, demo
+from llmpar.cli import demo, inspect, train
 from llmpar.plan import Plan
 
 TOLERANCES = {"highest": 1e-5, "default": 2**-9 * 16} if jax.default_backend() != "cpu" else {None: 1e-5}
@@ -40,7 +40,7 @@ def test_the_demonstration_compares_in_float32(monkeypatch, tmp_path):
         seen.append(jax.config.jax_default_matmul_precision)
         return {"losses": [5.0, 1.0], "collectives": []}
 
-    for command in (commands.Train, commands.Inspect):
+    for command in (train.Train, inspect.Inspect):
         monkeypatch.setattr(command, "run", run)
     before = jax.config.jax_default_matmul_precision
     demo.demonstrate(str(tmp_path), 2)

@@ -6,7 +6,7 @@ import math
 import jax
 import optax
 import pytest
-from parity import LLAMA, QWEN, all_plans, live, name
+from parity import LLAMA, QWEN, all_plans, by_arrow, live, name, predicted_by_arrow
 
 from llmpar import pipeline
 from llmpar.inspect.census import (
@@ -44,11 +44,7 @@ EVERY = [*all_plans(), *SPECIAL]
 
 
 def predicted(config, plan):
-    return {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(config, plan, BATCH, SEQ).items()}
-
-
-def table(census):
-    return {k: (v["count"], v["bytes_sent"]) for k, v in census_table(census).items()}
+    return predicted_by_arrow(traffic.step_traffic(config, plan, BATCH, SEQ))
 
 
 def arrow_sums(census):
@@ -70,7 +66,7 @@ def compare_with_hlo(config, plan):
     step, program = lowered(config, plan)
     compiled, text = read_program(program)
     census = census_hlo(text, step.mesh)
-    assert table(census) == predicted(config, plan)
+    assert by_arrow(census) == predicted(config, plan)
     assert all(c.arrow for c in census), "a collective names the line of the model or the step that it is for"
     assert arrow_sums(census) == census_table(census)
     small = (  # what is summed once needs everything, so that no device can enter it early
@@ -85,7 +81,7 @@ def compare_with_hlo(config, plan):
 def test_the_formula_gives_what_the_traced_step_sends(plan):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    assert table(census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(LLAMA, plan)
+    assert by_arrow(census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(LLAMA, plan)
 
 
 STAGES = [Plan(MIXED, zero=z, tp_sequence=z % 2 == 1) for z in range(4)]
@@ -178,7 +174,7 @@ def compare_every_stage(config, plan, num_layers=4):
     for stage in range(plan.mesh.pp):
         census = census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, config.num_layers, stage))
         want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
-        assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
+        assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
         assert not any(c.conditional for c in census)
         assert all(c.arrow for c in census) and arrow_sums(census) == census_table(census)
     held = compiled_memory(compiled)
@@ -202,7 +198,7 @@ def compare_every_traced_stage(config, plan):
     for stage in range(plan.mesh.pp):
         census = census_jaxpr(jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, config.num_layers, stage))
         want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
-        assert table(census) == {k: (v.count, v.bytes_sent) for k, v in want.items()}, f"stage {stage}"
+        assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
 
 
 def test_tied_embeddings_and_biases_are_counted_in_a_pipeline():
@@ -238,9 +234,8 @@ def test_groups_that_divide_no_message_are_counted_alike(mesh):
     plan = Plan(mesh, zero=0 if "fsdp" not in mesh else 3, reshard_after_forward=False)
     step = Step(config, plan, abstract_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(48, 15)).jaxpr
-    want = {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(config, plan, 48, 15).items()}
     census = census_jaxpr(jaxpr, plan.mesh.sizes)
-    assert table(census) == want
+    assert by_arrow(census) == predicted_by_arrow(traffic.step_traffic(config, plan, 48, 15))
     exact = lambda kind, message, axes: formulas.sent_bytes(
         kind, message, math.prod(plan.mesh.sizes[a] for a in axes)
     )
@@ -271,7 +266,10 @@ def test_tensor_parallelism_moves_two_and_two_per_layer_and_the_same_bytes_with_
 
     def per_layer(plan):
         deep = dataclasses.replace(LLAMA, num_layers=3)
-        many, few = (predicted(c, plan) for c in (deep, LLAMA))
+        many, few = (
+            {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(c, plan, BATCH, SEQ).items()}
+            for c in (deep, LLAMA)
+        )
         return {
             k[1]: (many[k][0] - few[k][0], many[k][1] - few[k][1])
             for k in few
@@ -322,4 +320,4 @@ def test_a_program_that_sends_more_is_noticed():
     plan = Plan("dp=2 fsdp=4")
     step = Chatty(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    assert table(census_jaxpr(jaxpr, plan.mesh.sizes)) != predicted(LLAMA, plan)
+    assert by_arrow(census_jaxpr(jaxpr, plan.mesh.sizes)) != predicted(LLAMA, plan)

@@ -2,6 +2,8 @@
 compiled."""
 
 import contextlib
+import dataclasses
+import functools
 import io
 import json
 import os
@@ -14,18 +16,25 @@ import wave
 from pathlib import Path
 
 import jax
+import numpy as np
 import optax
 import pytest
 import rich.console
+from flax import nnx
 
 import llmpar.inspect.report
 import llmpar.train
 from llmpar.checkpoint import Checkpoints
 from llmpar.cli import main
-from llmpar.cli.commands import Stopper, progress, start
-from llmpar.cli.tools import Models, parse
-from llmpar.config import PRESETS
+from llmpar.cli.commands import parse
+from llmpar.cli.models import Models
+from llmpar.cli.options import start
+from llmpar.cli.train import Stopper, progress
+from llmpar.config import PRESETS, OptimizerConfig
+from llmpar.data import DataConfig
 from llmpar.mesh import make_mesh
+from llmpar.model import FeedForward
+from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.step import Step
 
@@ -127,13 +136,13 @@ def model(tmp_path):
     return model
 
 
-def run(*words: str, code: str = "", **variables: str) -> subprocess.CompletedProcess:
-    """The command (or some code) in a process of its own."""
+def run(*words: str, code: str = "", at: Path | None = None, **variables: str) -> subprocess.CompletedProcess:
+    """Run the command, or code, in a process of its own, in the folder ``at``."""
     command = [sys.executable, *(("-c", code) if code else ("-m", "llmpar")), *words]
     environment = {k: v for k, v in os.environ.items() if k not in variables} | {
         k: v for k, v in variables.items() if v
     }
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=at)
 
 
 # -------------------------------------------------------------------------------------------------- documents
@@ -191,7 +200,8 @@ def test_doctor_says_what_is_here(document, call):
 def test_doctor_names_the_extra_of_what_is_missing(document, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = document("doctor")
-    assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf"}
+    lab = dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib"), "lab")
+    assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf"} | lab
 
 
 TINY_STEP = ("--batch-size", "8", "--seq-len", "16")
@@ -323,7 +333,7 @@ def test_tables_keep_every_figure_whole_on_80_columns():
         source="llmpar/model.py:68, llmpar/attention.py:312, llmpar/moe.py:1",
     )
     arrow = dict(arrow="experts b e c d +m -> stream b s d", direction="recomputed", count=1234)
-    arrow |= {"bytes_sent": 480_772_096}
+    arrow |= {"bytes_sent": 480_772_096, "as_predicted": True}
     memory = {
         f"{who}_{what}_bytes": 10**10 for who in ("predicted", "compiled") for what in ("argument", "temp")
     }
@@ -401,6 +411,35 @@ def test_a_process_has_the_same_statuses():
     )
 
 
+def test_every_field_of_a_plan_an_optimizer_and_a_text_is_a_flag_with_its_default():
+    """Flags come from the dataclasses that the package computes with: there is no copy that could differ."""
+    for kind, given in [(Plan, "step.plan"), (OptimizerConfig, "optimizer"), (DataConfig, "text")]:
+        filled = functools.reduce(getattr, given.split("."), parse(["train"]))
+        own = {
+            "mesh",
+            "seq_len",
+            "batch_size",
+            "seed",
+        }  # of the command: they serve more than one of the three
+        fields = {f.name: f.default for f in dataclasses.fields(kind) if f.name not in own}
+        assert vars(filled) == fields and len(fields) >= 5
+    words = ("--zero", "1", "--no-reshard-after-forward", "--attention_block", "8", "--schedule", "gpipe")
+    plan = parse(["inspect", *words]).step.plan
+    assert (plan.zero, plan.reshard_after_forward, plan.attention_block, plan.schedule) == (
+        1,
+        False,
+        8,
+        "gpipe",
+    )
+
+
+def test_help_of_a_flag_is_the_docstring_of_its_field(call):
+    _, out, _ = call("inspect", "--help")
+    text = " ".join(re.sub("[│╭╮╰╯─]", "", out).split())
+    assert "how positions are dealt to the ranks of sp. 'zigzag' gives each the same causal work." in text
+    assert "`" not in text and ":mod:" not in text and "--mesh STR" in text and "--pp" not in text
+
+
 def test_jax_that_has_started_already_is_refused_and_the_advice_works():
     code = "import sys, jax; jax.devices(); from llmpar.cli import main; sys.exit(main(['doctor', '--json']))"
     late = run(code=code, XLA_FLAGS="", JAX_NUM_CPU_DEVICES="")
@@ -425,7 +464,7 @@ FAULTS = [
     (
         KeyError("x"),
         1,
-        r"llmpar: this is a fault of llmpar, at cli.py:\d+: KeyError: 'x'; LLMPAR_TRACEBACK=1 .*\n",
+        r"llmpar: this is a fault of llmpar, at cli/__init__.py:\d+: KeyError: 'x'; LLMPAR_TRACEBACK=1 .*\n",
     ),
     (
         Odd("first\nsecond"),
@@ -446,18 +485,18 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    "error, status, said", FAULTS, ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else ""
+    "error, status, sentence", FAULTS, ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else ""
 )
-def test_whatever_happens_is_a_status_and_at_most_one_line(call, monkeypatch, error, status, said):
+def test_whatever_happens_is_a_status_and_at_most_one_line(call, monkeypatch, error, status, sentence):
     monkeypatch.setattr(Models, "run", lambda self: (_ for _ in ()).throw(error))
     found, out, err = call("models")
-    assert found == status and out == "" and re.fullmatch(said, err), err
+    assert found == status and out == "" and re.fullmatch(sentence, err), err
 
 
 def test_a_value_error_of_another_library_is_not_taken_for_a_refusal(call, monkeypatch):
     monkeypatch.setattr(Models, "run", lambda self: json.loads("{"))
     status, _, err = call("models")
-    assert status == 1 and err.startswith("llmpar: this is a fault of llmpar, at cli.py:"), err
+    assert status == 1 and err.startswith("llmpar: this is a fault of llmpar, at cli/__init__.py:"), err
     assert "JSONDecodeError" in err and err.count("\n") == 1
     monkeypatch.setenv("LLMPAR_TRACEBACK", "1")
     _, _, err = call("models")
@@ -541,7 +580,7 @@ def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(
         yield lambda done, words: os.kill(os.getpid(), signal.SIGTERM) if done == 2 else None
 
     with monkeypatch.context() as patched:
-        patched.setattr("llmpar.cli.commands.progress", interrupting)
+        patched.setattr("llmpar.cli.train.progress", interrupting)
         status, out, err = call(*words)
     assert status == 143 and out == "", err
     why = f"llmpar: stopped after step 3; kept in {tmp_path / 'kept'}: the same command goes on from there"
@@ -552,7 +591,7 @@ def test_an_interrupted_training_says_what_is_kept_and_its_command_goes_on(
 
 def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys, monkeypatch):
     clock = iter(range(0, 100, 4))
-    monkeypatch.setattr("llmpar.cli.commands.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("llmpar.cli.train.time.monotonic", lambda: next(clock))
     with progress(9) as show:
         for done in range(1, 10):
             show(done, "loss 1")
@@ -561,33 +600,151 @@ def test_without_a_terminal_progress_is_a_line_every_few_seconds(capsys, monkeyp
     assert 3 < len(lines) < 7
 
 
+# ------------------------------------------------------------------------------------- without the extra lab
+
+WITHOUT_LAB = """
+import importlib.metadata, sys
+
+REFUSED = {"jupyterlab", "ipywidgets", "anywidget", "traitlets", "nbval", "matplotlib", "PIL", "IPython"}
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in REFUSED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def test_a_rank_without_the_extra_lab_trains_inspects_and_draws_an_svg(tmp_path):
+    code = (
+        WITHOUT_LAB
+        + """
+from llmpar.cli import main
+
+step = ["--mesh", "dp=2 fsdp=2 tp=2", "--batch-size", "8", "--seq-len", "16"]
+assert main(["train", "--steps", "2", *step, "--plot", "loss.svg", "--json"]) == 0
+assert main(["inspect", *step, "--svg", "bytes.svg", "--json"]) == 0
+assert main(["doctor"]) == 0
+assert not REFUSED & {name.partition(".")[0] for name in sys.modules}
+"""
+    )
+    done = run(code=code, at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    train, inspect, *lines = done.stdout.splitlines()
+    assert len(json.loads(train)["losses"]) == 2
+    assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in json.loads(inspect)["collectives"])
+    assert all("<svg" in (tmp_path / name).read_text() for name in ("loss.svg", "bytes.svg"))
+    assert "jupyterlab is missing: pip install 'llmpar[lab]'" in lines
+
+
+def test_what_needs_the_extra_lab_names_it_in_a_sentence(tmp_path):
+    code = (
+        WITHOUT_LAB
+        + """
+from llmpar.cli import main
+
+for words in ("lab", "train --plot loss.png", "schedule gpipe --svg table.png", "demo"):
+    assert main(words.split()) == 1
+import llmpar
+from llmpar import draw
+
+for action in (lambda: llmpar.MeshExplorer, lambda: draw.mesh("dp=2").save("mesh.png")):
+    try:
+        action()
+    except (ImportError, ValueError) as error:
+        print("llmpar:", error, file=sys.stderr)
+"""
+    )
+    done = run(code=code, at=tmp_path)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 0 and len(lines) == 6, done.stderr
+    assert all(x.startswith("llmpar: ") and x.endswith("pip install 'llmpar[lab]'") for x in lines), lines
+    for line, word in zip(
+        lines, ("JupyterLab", "loss.svg", "table.svg", "mesh.svg", "anywidget", "SVG"), strict=True
+    ):
+        assert word in line
+
+
 # -------------------------------------------------------------------------------------- the README's commands
 
 
-def written() -> list[list[str]]:
-    """The commands of the README's list, as words."""
-    lines = re.findall(r"^    (llmpar .*)$", README, re.M)
-    return [shlex.split(re.split(r" {3,}", line)[0]) for line in lines]
+NOT_RUN = {
+    "make demo": "it installs; tests/test_notebooks.py and this file run what it runs",
+    "make test": "it runs this test",
+    "make lab": "it installs and opens a browser",
+    "make slides": "it installs; tests/test_slides.py builds the deck",
+    "make gallery": "it installs; tests/test_gallery.py makes the page",
+    "make notebooks": "it installs; tests/test_notebooks.py executes the lessons",
+    "pip install '.[lab]'": "it installs",
+    "pip install .": "it installs",
+    "python tests/bench.py attention": "it measures for minutes",
+    "llmpar lab": "it opens a browser and waits; tests/test_explorers.py looks at what it starts",
+}
+COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
 
 
-def test_every_command_of_the_readme_is_understood():
-    assert len(written()) >= 10
-    for _, *words in written():
-        parse(words)
+def written() -> list[str]:
+    """List every command of the README: of its indented lines without what stands beside it, and in text."""
+    lines = re.findall(rf"^    (?:\$ )?({COMMAND})$", README, re.M)
+    lines = [re.split(r" {3,}| +# ", line)[0].strip() for line in lines]
+    return list(dict.fromkeys(lines + re.findall(rf"`({COMMAND})`", README)))
 
 
-@pytest.mark.parametrize(
-    "words", [w for w in written() if w[1] in ("models", "schedule", "doctor")], ids=" ".join
-)
-def test_commands_of_the_readme_that_compile_nothing_run(call, words):
-    status, out, _ = call(*words[1:])
-    assert status == 0 and out
+def examples() -> list[str]:
+    """List every Python example of the README."""
+    return re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+
+
+def test_what_of_the_readme_is_not_run_is_listed_with_a_reason():
+    skipped = [line for line in written() if not line.startswith("llmpar ") or line == "llmpar lab"]
+    assert sorted(skipped) == sorted(NOT_RUN)
+    targets = re.findall(r"^([\w-]+):", (Path(__file__).parent.parent / "Makefile").read_text(), re.M)
+    assert {line.split()[1] for line in NOT_RUN if line.startswith("make ")} <= set(targets)
+    assert README.count("```") == 2 * len(examples()), "every fenced block is a Python example"
+
+
+def test_every_command_of_the_readme_runs(call, tmp_path, monkeypatch):
+    """In the README's order, in one folder: a later command reads what an earlier one wrote."""
+    monkeypatch.chdir(tmp_path)
+    refused = dict(re.findall(r"^    \$ (.*)\n    (llmpar: .*)$", README, re.M))
+    ran = [line for line in written() if line not in NOT_RUN]
+    assert len(ran) >= 13 and len(refused) == 1 and set(refused) <= set(ran)
+    for line in ran:
+        status, out, err = call(*shlex.split(line)[1:])
+        if line in refused:
+            assert (status, out, err.splitlines()[-1]) == (1, "", refused[line]), line
+        else:
+            assert status == 0 and (out or "nats per token" in err), (line, err)
+    assert (tmp_path / "kept").is_dir()
+    assert any("eval_loss" in line for line in (tmp_path / "run.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda text: text.strip().splitlines()[-1][:40])
+def test_every_python_example_of_the_readme_runs(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cut = jax.NamedSharding(make_mesh(Plan("dp=2 fsdp=2 tp=2").mesh), jax.P("dp", "tp"))
+    array = jax.device_put(np.zeros((8, 8), np.float32), cut)
+    with jax.numpy_dtype_promotion("standard"):
+        exec(example, {"jax": jax, "Plan": Plan, "array": array})
+    losses = [float(x) for x in re.findall(r"^\d (\S+)$", capsys.readouterr().out, re.M)]
+    assert "print(" not in example or (len(losses) == 3 and round(losses[0], 2) == 5.58 > losses[2])
+    assert "mesh.html" not in example or "<!doctype html>" in (tmp_path / "mesh.html").read_text()
+
+
+def test_the_readme_s_feed_forward_is_the_model_s():
+    names: dict = {"jax": jax}
+    exec(examples()[0], names)
+    config, par = PRESETS["tiny"], Solo(Plan())
+    layer = FeedForward(config, nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 8, config.width))
+    np.testing.assert_array_equal(names["__call__"](layer, x, par), layer(x, par))
 
 
 def test_the_readme_trains_before_it_generates_from_a_checkpoint():
     """Every folder that a command reads was written by one before it, of the model that is asked for."""
     kept = set()
-    for _, *words in written():
+    for words in [shlex.split(line)[1:] for line in written() if line.startswith("llmpar ")]:
         command = parse(words)
         if words[0] == "train" and command.checkpoints:
             kept.add(command.checkpoints)
@@ -612,7 +769,7 @@ BOTH = [("train",), ("inspect",)]
 
 @pytest.mark.parametrize("command", BOTH, ids=" ".join)
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, sentence",
     [
         (
             ("--batch-size", "12"),
@@ -662,12 +819,12 @@ BOTH = [("train",), ("inspect",)]
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
 def test_a_step_that_cannot_be_is_refused_in_a_sentence_before_it_is_made(
-    refusal, model, command, flags, said
+    refusal, model, command, flags, sentence
 ):
     entries = dict(f.split("=") for f in flags if "=" in f and f[0] != "-" and "_" in f)
     card = {k: int(v) if v.isdigit() else v for k, v in entries.items()}
     flags = [f for f in flags if f.split("=")[0] not in entries]
-    assert refusal(*command, "--model", model(**card), *TINY_STEP, *flags).startswith(said)
+    assert refusal(*command, "--model", model(**card), *TINY_STEP, *flags).startswith(sentence)
 
 
 def test_unknown_models_are_refused(refusal, tmp_path):
@@ -682,7 +839,7 @@ def noise(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make, said",
+    "make, sentence",
     [
         (None, "matches no file; give a file or a glob"),
         (lambda f: f.mkdir(), "is a folder; name its files"),
@@ -692,34 +849,41 @@ def noise(file: Path) -> None:
     ],
     ids=["missing", "folder", "empty", "short", "binary"],
 )
-def test_data_that_cannot_be_read_is_refused(refusal, model, tmp_path, make, said):
+def test_data_that_cannot_be_read_is_refused(refusal, model, tmp_path, make, sentence):
     file = tmp_path / "data"
     if make:
         make(file)
-    assert said in refusal("train", "--model", model(), *TINY_STEP, "--data", str(file))
+    assert sentence in refusal("train", "--model", model(), *TINY_STEP, "--data", str(file))
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(refusal, model, tmp_path):
-    said = refusal("train", "--model", model(vocab_size=256), *TINY_STEP)
+    sentence = refusal("train", "--model", model(vocab_size=256), *TINY_STEP)
     assert (
-        said == "tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or"
+        sentence
+        == "tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or"
         " more, or a smaller tokenizer ('bytes' has 257)"
     )
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<s>": 0} | {f"w{i}": i + 1 for i in range(299)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>"))
     made.save(str(tmp_path / "tokenizer.json"))
-    said = refusal("train", "--model", model(), *TINY_STEP, "--tokenizer", str(tmp_path / "tokenizer.json"))
-    assert "has 300 tokens but the model's vocabulary has 264; use a model with 300 or more" in said
+    sentence = refusal(
+        "train", "--model", model(), *TINY_STEP, "--tokenizer", str(tmp_path / "tokenizer.json")
+    )
+    assert "has 300 tokens but the model's vocabulary has 264; use a model with 300 or more" in sentence
 
 
 def test_a_tokenizer_that_is_not_there_is_refused(refusal, model, tmp_path):
-    said = refusal("train", "--model", model(), *TINY_STEP, "--tokenizer", str(tmp_path / "tokenizer.json"))
-    assert said.startswith("cannot read tokenizer '") and said.endswith("give 'bytes' or a tokenizer.json")
+    sentence = refusal(
+        "train", "--model", model(), *TINY_STEP, "--tokenizer", str(tmp_path / "tokenizer.json")
+    )
+    assert sentence.startswith("cannot read tokenizer '") and sentence.endswith(
+        "give 'bytes' or a tokenizer.json"
+    )
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, sentence",
     [
         (("--steps", "0"), "training to step 0 does nothing; use 1 or more"),
         (("--learning-rate", "-1"), "learning rate -1.0, clip 1.0: both must be positive numbers"),
@@ -733,9 +897,11 @@ def test_a_tokenizer_that_is_not_there_is_refused(refusal, model, tmp_path):
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
-def test_training_options_that_would_do_harm_are_refused(refusal, model, tmp_path, monkeypatch, flags, said):
+def test_training_options_that_would_do_harm_are_refused(
+    refusal, model, tmp_path, monkeypatch, flags, sentence
+):
     monkeypatch.chdir(tmp_path)
-    assert said in refusal("train", "--model", model(), *TINY_STEP, *flags)
+    assert sentence in refusal("train", "--model", model(), *TINY_STEP, *flags)
 
 
 def test_training_a_pipeline_says_how_long_its_stages_wait(call, model):
@@ -756,7 +922,7 @@ def test_training_a_pipeline_says_how_long_its_stages_wait(call, model):
 
 
 @pytest.mark.parametrize(
-    "words, said",
+    "words, sentence",
     [
         (("nope",), "no schedule is called 'nope'; try one of gpipe, 1f1b, "),
         (("gpipe", "--costs", "1,2"), "--costs '1,2' is not three numbers F,B,W such as 1,1,1"),
@@ -766,12 +932,12 @@ def test_training_a_pipeline_says_how_long_its_stages_wait(call, model):
     ],
     ids=lambda x: " ".join(x) if isinstance(x, tuple) else "",
 )
-def test_schedules_that_cannot_be_are_refused(refusal, words, said):
-    assert said in refusal("schedule", *words)
+def test_schedules_that_cannot_be_are_refused(refusal, words, sentence):
+    assert sentence in refusal("schedule", *words)
 
 
 @pytest.mark.parametrize(
-    "flags, said",
+    "flags, sentence",
     [
         (
             ("train", "--plot", "x.xyz"),
@@ -809,12 +975,12 @@ def test_schedules_that_cannot_be_are_refused(refusal, words, said):
     ],
     ids=lambda x: " ".join(x)[:40] if isinstance(x, tuple) else "",
 )
-def test_what_cannot_end_well_is_refused_before_the_work(refusal, tmp_path, monkeypatch, flags, said):
+def test_what_cannot_end_well_is_refused_before_the_work(refusal, tmp_path, monkeypatch, flags, sentence):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    assert said in refusal(*flags)
+    assert sentence in refusal(*flags)
 
 
 def test_a_home_that_is_not_there_is_done_without(monkeypatch):
@@ -879,9 +1045,9 @@ def test_generate_continues_from_a_checkpoint_whatever_the_meshes(call, document
     ask = ("generate", "import ", "--tokens", "5", "--checkpoints", str(tmp_path / "kept"), "--mesh")
     one, many = (document(*ask, mesh) for mesh in ("dp=1", "sp=2 tp=2"))
     assert one["tokens"] == many["tokens"] and len(one["tokens"]) == 5 and one["prompt"] == "import "
-    status, _, said = call("generate", "--checkpoints", str(tmp_path / "none"), "--mesh", "dp=1")
-    assert status == 1 and "there is no checkpoint in" in said and not (tmp_path / "none").exists()
-    status, _, said = call(*ask, "dp=1", "--model", "tiny-tied")
-    assert status == 1 and "is of another model: it has" in said
-    status, _, said = call("generate", "--mesh", "dp=2")
-    assert status == 1 and "cuts rows by dp, but a prompt is one row; use sp and tp" in said
+    status, _, sentence = call("generate", "--checkpoints", str(tmp_path / "none"), "--mesh", "dp=1")
+    assert status == 1 and "there is no checkpoint in" in sentence and not (tmp_path / "none").exists()
+    status, _, sentence = call(*ask, "dp=1", "--model", "tiny-tied")
+    assert status == 1 and "is of another model: it has" in sentence
+    status, _, sentence = call("generate", "--mesh", "dp=2")
+    assert status == 1 and "cuts rows by dp, but a prompt is one row; use sp and tp" in sentence

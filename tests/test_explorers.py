@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llmpar.cli.tools import COMMANDS
+from llmpar.cli.commands import COMMANDS
 from llmpar.explore import answers
 from llmpar.explore.explorer import MODULE, Explorer, MeshExplorer
 from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer

@@ -222,7 +222,7 @@ def test_doctor_says_when_nobody_told_jax_how_much_of_a_gpu_to_take(monkeypatch,
     gpu = SimpleNamespace(
         platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=0, memory_stats=lambda: None
     )
-    monkeypatch.setattr(doctor, "use_devices", lambda simulated: [gpu] * 8)
+    monkeypatch.setattr("llmpar.mesh.use_devices", lambda simulated: [gpu] * 8)
     said = [line for line in doctor.examine()["lines"] if line.startswith("JAX takes 75% of a GPU's memory")]
     assert [line.rpartition(" ")[2] for line in said] == ([] if share else ["XLA_CLIENT_MEM_FRACTION=.95"])
 

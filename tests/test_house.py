@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+import llmpar
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmpar"
 
 # The core is flat: it is read like a paper. Half of it decides and needs no JAX, the other half runs.
 THINKS = {"notation", "config", "schedules", "timetable", "plan"}
-RUNS = {"mesh", "par", "attention", "moe", "model", "split", "pipeline", "step"}
-RUNS |= {"train", "data", "checkpoint", "hf"}
+RUNS = {"mesh", "par", "attention", "moe", "model", "weights", "split", "pipeline", "step"}
+RUNS |= {"optimizer", "train", "data", "checkpoint", "hf"}
 CORE = THINKS | RUNS
 # Around it stand wings with one question each. A wing names those that it may ask; the core asks none.
 WINGS = {
@@ -36,7 +38,7 @@ MODEL_TEXT = ("model", "attention", "moe")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
 # The part of the core that states and executes the strategies. Its statements are counted, not its lines, so
 # that nobody gains by making lines longer.
-PAPER = {"notation", "plan", "par", "model", "attention", "moe", "split", "pipeline", "step"}
+PAPER = {"notation", "plan", "par", "model", "attention", "moe", "weights", "split", "pipeline", "step"}
 MAX_PAPER_STATEMENTS = 1_850
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = (
@@ -191,6 +193,18 @@ def test_import_llmpar_is_light():
     assert not loaded_by("; ".join(f"import llmpar.{name}" for name in files)) & {"jax", "flax", *heavy}
 
 
+def test_the_front_door_offers_what_the_files_have():
+    assert not loaded_by("import llmpar") & NO_JAX
+    assert sorted(llmpar.__all__) == llmpar.__all__ and set(llmpar.__all__) <= set(dir(llmpar))
+    for name in llmpar.__all__:
+        offered = getattr(llmpar, name)
+        assert offered is getattr(sys.modules[offered.__module__], name) and offered.__name__ == name
+    with pytest.raises(AttributeError, match="llmpar has no 'Mesh'; it has MeshExplorer, Plan, Step, "):
+        llmpar.Mesh  # noqa: B018
+    with pytest.raises(ImportError):
+        from llmpar import Mesh  # noqa: F401
+
+
 def axis_words(tree):
     """Find the mesh axes that occur as words in strings; docstrings may talk about them."""
     talk = {
@@ -280,7 +294,7 @@ def requirement(text):
     return name, tuple(map(int, bound.split(".")))
 
 
-def test_environment_yml_repeats_the_dependencies():
+def test_environment_yml_repeats_the_dependencies_and_the_extra_lab():
     """The same names and bounds under conda-forge's names. This does not prove that conda can solve it."""
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     assert environment["name"] == "llmpar" and environment["channels"] == ["conda-forge", "nodefaults"]
@@ -288,7 +302,8 @@ def test_environment_yml_repeats_the_dependencies():
     assert pip == {"pip": ["-e ."]}
     conda.remove("pip")
     conda_name = {"matplotlib": "matplotlib-base"}  # without Qt
-    pyproject = map(requirement, project()["project"]["dependencies"])
+    listed = project()["project"]["dependencies"] + project()["project"]["optional-dependencies"]["lab"]
+    pyproject = map(requirement, listed)
     wanted = {conda_name.get(name, name): bound for name, bound in pyproject}
     wanted["python"] = requirement("python" + project()["project"]["requires-python"])[1]
     assert dict(map(requirement, conda)) == wanted
@@ -304,6 +319,14 @@ def test_extra_dev_repeats_the_groups():
     extras = project()["project"]["optional-dependencies"]
     assert sorted(extras["dev"]) == sorted(members("dev"))
     assert set(extras["hf"]) <= set(extras["dev"]), "the tests read tokenizers and safetensors"
+    assert sorted(extras["lab"]) == sorted(members("lab")) and set(extras["lab"]) <= set(extras["dev"])
+
+
+def test_a_rank_of_a_job_installs_no_notebook():
+    """What draws in a browser or makes a PNG is in the extra lab, with what it needs."""
+    plain = {requirement(text)[0] for text in project()["project"]["dependencies"]}
+    lab = {requirement(text)[0] for text in project()["project"]["optional-dependencies"]["lab"]}
+    assert not plain & lab and lab == {"jupyterlab", "ipywidgets", "anywidget", "nbval", "matplotlib"}
 
 
 def test_constraints_pin_every_dependency_without_addresses():

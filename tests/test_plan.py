@@ -172,7 +172,8 @@ def test_every_weights_layouts_hang_together():
     """
     for plan in all_plans((1, 8)):
         for config in (LLAMA, QWEN):
-            for dims, shape in config.param_shapes().values():
+            for weight in config.weights().values():
+                dims = weight.dims
                 stored, graded, raw = plan.stored(dims), plan.graded(dims), plan.unreduced(dims)
                 assert set(raw.sums) == set(plan.varying(parse_layout(dims).region)) - set(stored.axes)
                 for before, after in itertools.pairwise(
@@ -180,7 +181,7 @@ def test_every_weights_layouts_hang_together():
                 ):
                     assert Arrow(before, after).moves is not None
                 assert graded.cut("d") + graded.cut("h") == (plan.live("fsdp") if plan.zero else ())
-                graded.shard_shape(shape, plan.mesh.sizes)
+                graded.shard_shape(weight.shape, plan.mesh.sizes)
 
 
 # --------------------------------------------------------------------------------------------------- refusals

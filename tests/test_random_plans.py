@@ -307,12 +307,12 @@ def batch_of(asked: dict, rng) -> dict:
 def weights_of(config, rng) -> dict:
     """Flat float32 weights, of a size at which nothing saturates or vanishes."""
     out = {}
-    for path, (_, shape) in config.param_shapes().items():
+    for path, weight in config.weights().items():
         base, std = (
             float(path.endswith("scale")),
             0.1 if path.endswith("scale") or "bias" in path else config.width**-0.5,
         )
-        out[path] = (base + std * (3 if "router" in path else 1) * rng.standard_normal(shape)).astype(
+        out[path] = (base + std * (3 if "router" in path else 1) * rng.standard_normal(weight.shape)).astype(
             np.float32
         )
     return out

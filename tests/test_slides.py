@@ -12,7 +12,7 @@ import jupytext
 import pytest
 
 from llmpar import draw
-from llmpar.cli.tools import parse
+from llmpar.cli.commands import parse
 from llmpar.schedules import make
 from llmpar.timetable import timetable
 

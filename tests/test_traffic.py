@@ -9,16 +9,17 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from parity import LLAMA, QWEN
+from parity import LLAMA, QWEN, by_arrow, predicted_by_arrow
 
-from llmpar.config import is_vector, preset
+from llmpar.config import preset
 from llmpar.inspect.census import executed_flops
-from llmpar.mesh import make_mesh
-from llmpar.notation import parse_layout
-from llmpar.par import Solo
+from llmpar.inspect.jaxpr import census_jaxpr
+from llmpar.mesh import make_mesh, spec
+from llmpar.par import Manual, Solo, vary
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
-from llmpar.step import Step, init_params, model_graph
+from llmpar.step import Step
+from llmpar.weights import init_params, model_graph
 
 BATCH, SEQ, MIXED = 4, 32, "dp=2 fsdp=2 tp=2"
 
@@ -70,13 +71,12 @@ def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():
     matrices = config.num_params - 128_256 * 4096 - 4096 * (2 * 32 + 1)
     assert per_token == {"weights": 6 * matrices, "attention": 12 * 32 * 32 * 128 * 8192 / 2}
     assert memory.flops(QWEN, 1, 8)["weights"] == 6 * 8 * (
-        QWEN.num_params
-        - sum(math.prod(s) for d, s in QWEN.param_shapes().values() if is_vector(parse_layout(d)))
+        QWEN.num_params - sum(math.prod(w.shape) for w in QWEN.weights().values() if w.is_vector)
     ), "a tied embedding multiplies, as the head"
 
 
 def test_vectors_are_norms_and_biases():
-    found = {p.split(".")[-1] for p, (d, _) in QWEN.param_shapes().items() if is_vector(parse_layout(d))}
+    found = {p.split(".")[-1] for p, w in QWEN.weights().items() if w.is_vector}
     assert found == {"scale", "q_bias", "k_bias", "v_bias"}
 
 
@@ -234,7 +234,7 @@ def test_buckets_send_the_same_bytes_in_fewer_collectives():
         row = traffic.step_traffic(LLAMA, Plan("dp=8", zero=0, **plan), 16, SEQ)["dp", "all-reduce"]
         return row.count - 1, row.bytes_sent  # one of scalars: loss, tokens, norm
 
-    leaves = len(LLAMA.param_shapes())
+    leaves = len(LLAMA.weights())
     (at_end, sent), (big, same), (small, too) = (
         gradients(),
         gradients(reduce="bucket"),
@@ -243,3 +243,62 @@ def test_buckets_send_the_same_bytes_in_fewer_collectives():
     assert sent == same == too and (at_end, big, small) == (leaves, 1, leaves)
     per_layer, also = gradients(reduce="layer")
     assert also == sent and per_layer == 3 + (leaves - 3) * LLAMA.num_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class WidePlan(Plan):
+    """A strategy that the package does not have: inside a feed-forward every device of sp sees the whole
+    sequence, and its width is cut by sp as well as by tp. One line of the table of regions."""
+
+    @functools.cached_property
+    def regions(self):
+        return Plan.regions.func(self) | {
+            "wide": {"b": self.live("dp", "fsdp", "ep"), "m": self.live("tp", "sp")}
+        }
+
+
+def wide_feed_forward(par, x, up, down):
+    x = par.move(x, "stream b s d -> wide b s d")
+    return par.move(jax.nn.relu(x @ par.weight(up)) @ par.weight(down), "wide b s d +m -> stream b s d")
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(), dict(tp_sequence=True), dict(zero=0), dict(dtype="bfloat16")], ids=str
+)
+def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fields):
+    b, s, d, m = 4, 16, 8, 32
+    plan = WidePlan("fsdp=2 sp=2 tp=2", **fields)
+    weights = {"up": ("wide d m", (d, m)), "down": ("wide m d", (m, d))}
+    par, mesh = Manual(plan), make_mesh(plan.mesh)
+
+    def loss(values):
+        given = (nnx.Param(values[name], dims=dims) for name, (dims, _) in weights.items())
+        y = wide_feed_forward(par, values["x"], *given)
+        return vary((y.astype(jnp.float32) ** 2).sum(), plan.varying("stream"))
+
+    layouts = {name: plan.stored(dims) for name, (dims, _) in weights.items()} | {
+        "x": plan.place("stream b s d")
+    }
+    given = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (_, shape) in weights.items()}
+    given["x"] = jax.ShapeDtypeStruct((b, s, d), jnp.dtype(plan.dtype))
+    specs = jax.tree.map(spec, layouts)
+
+    def step(values):
+        sums = {name: plan.unreduced(dims).sums for name, (dims, _) in weights.items()}
+        grads = jax.grad(loss)({name: vary(x, sums.get(name, ())) for name, x in values.items()})
+        for name, (dims, _) in weights.items():
+            grads[name] = par.carry_out(grads[name], plan.finish(dims), f"gradient {dims}")
+        return grads
+
+    traced = jax.make_jaxpr(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs))(given)
+    sent = traffic.Traffic(plan.mesh.sizes)
+    values = traffic.Values(sent, plan, b, s)
+    values.carry("stream b s d -> wide b s d", (b, s, d), "activations", 1, 1)
+    values.carry("wide b s d +m -> stream b s d", (b, s, d), "activations", 1, 1)
+    for dims, shape in weights.values():
+        elements = math.prod(plan.stored(dims).shard_shape(shape, plan.mesh.sizes))
+        of = traffic.Sent(dims, "weights")
+        sent.carry(plan.gather(dims), elements * traffic.ITEMSIZE[plan.dtype], of, 1, 1)
+        sent.carry(plan.finish(dims), 4 * elements, traffic.Sent("gradient " + dims, "gradients"), 1)
+    assert by_arrow(census_jaxpr(traced.jaxpr, mesh.shape)) == predicted_by_arrow(sent)
+    assert {kind for _, kind in sent} >= {"all-gather", "reduce-scatter"}

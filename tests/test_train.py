@@ -24,11 +24,13 @@ from llmpar.config import ExpertConfig
 from llmpar.data import DataConfig, Stream, read_corpus
 from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
+from llmpar.optimizer import make_optimizer, muon_dims
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import hardware
-from llmpar.step import Step, model_graph, weight_dims
-from llmpar.train import OptimizerConfig, Report, _place, make_optimizer, muon_dims, train
+from llmpar.step import Step
+from llmpar.train import OptimizerConfig, Report, _place, train
+from llmpar.weights import model_graph, weight_dims
 
 SMALL = dataclasses.replace(
     LLAMA, name="small-test", num_layers=1, width=32, num_heads=8, num_kv_heads=8, ffn_width=32
@@ -306,9 +308,9 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence_and_the_advice_works(tm
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     damage(copy)
-    said = "['params']['head'] is not what was written" if damage is change_a_sum else ""
+    sentence = "['params']['head'] is not what was written" if damage is change_a_sum else ""
     with pytest.raises(
-        ValueError, match="the checkpoint of step 6 in .*copy cannot be used: " + re.escape(said)
+        ValueError, match="the checkpoint of step 6 in .*copy cannot be used: " + re.escape(sentence)
     ) as caught:
         run(folder=copy)
     assert "\n" not in str(caught.value) and "delete the folder 6" in str(caught.value)
@@ -360,8 +362,8 @@ def other_text(**changes) -> Stream:
 )
 def test_another_run_does_not_go_on_from_a_checkpoint_without_a_word(whole, name, change):
     change = change | ({"text": other_text(**change["text"])} if "text" in change else {})
-    said = rf"step 6 in .* was made with {name} .* \(asked: .*\); ask for that, .*--anyway"
-    with pytest.raises(ValueError, match=said) as caught:
+    sentence = rf"step 6 in .* was made with {name} .* \(asked: .*\); ask for that, .*--anyway"
+    with pytest.raises(ValueError, match=sentence) as caught:
         run(folder=whole[0], **change)
     assert "\n" not in str(caught.value)
 
@@ -372,38 +374,38 @@ def test_all_that_differs_is_named_and_anyway_goes_on_saying_so(whole):
         ValueError, match=r"was made with .*seed 0 \(asked: 7\), .*batch_size 8 \(asked: 16\)"
     ):
         run(folder=folder, seed=7, text=other_text(batch_size=16))
-    told = []
-    resumed, report = run(folder=folder, seed=7, anyway=True, tell=told.append)
+    messages = []
+    resumed, report = run(folder=folder, seed=7, anyway=True, tell=messages.append)
     assert same_bits(resumed, state) and report.start == 6 and report.losses == []
     assert (
-        told[0] == "from step 6 on this is another run than was begun: it had seed 0 (asked: 7)"
-        and len(told) == 2
+        messages[0] == "from step 6 on this is another run than was begun: it had seed 0 (asked: 7)"
+        and len(messages) == 2
     )
 
 
 def test_another_rate_goes_on_and_is_said(whole):
-    told = []
-    run(folder=whole[0], steps=5, options=OptimizerConfig(learning_rate=1e-4), tell=told.append)
+    messages = []
+    run(folder=whole[0], steps=5, options=OptimizerConfig(learning_rate=1e-4), tell=messages.append)
     had = "steps 6 (asked: 5), learning_rate 0.003 (asked: 0.0001)"
-    assert told[0] == f"from step 6 on this is another curve than was begun: it had {had}"
-    assert told[1] == "goes on from the checkpoint of step 6; nothing is left to do"
+    assert messages[0] == f"from step 6 on this is another curve than was begun: it had {had}"
+    assert messages[1] == "goes on from the checkpoint of step 6; nothing is left to do"
 
 
 def test_a_checkpoint_that_does_not_know_what_made_it_goes_on_and_that_is_said(whole, tmp_path):
     shutil.copytree(whole[0], tmp_path / "old")
     file = tmp_path / "old" / "6" / "about" / "metadata"
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "made"}))
-    told = []
-    resumed, _ = run(folder=tmp_path / "old", seed=7, tell=told.append)
-    assert same_bits(resumed, whole[1]) and told[0].endswith(
+    messages = []
+    resumed, _ = run(folder=tmp_path / "old", seed=7, tell=messages.append)
+    assert same_bits(resumed, whole[1]) and messages[0].endswith(
         "does not say what made it: its data, seed and optimizer are not compared"
     )
 
 
 def test_one_process_writes_into_a_folder(tmp_path):
     keep = Checkpoints(str(tmp_path))
-    said = f"process {os.getpid()} on .* is writing checkpoints to .*; wait for it"
-    with keep.writing(), pytest.raises(ValueError, match=said):
+    sentence = f"process {os.getpid()} on .* is writing checkpoints to .*; wait for it"
+    with keep.writing(), pytest.raises(ValueError, match=sentence):
         run(folder=tmp_path)
     with keep.writing():
         pass
@@ -445,11 +447,11 @@ def test_a_full_disk_is_called_that_and_the_checkpoint_before_is_intact(whole, t
     monkeypatch.setattr(
         keep._manager, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
-    said = (
+    sentence = (
         r"the checkpoint of step 8 could not be written to .* \(the checkpoint of step 6 is intact\): the"
         r" disk is full; free"
     )
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         keep.save(8, whole[1], SMALL)
 
 
@@ -622,7 +624,7 @@ def test_muon_reads_every_matrix_from_its_inputs_to_its_outputs():
         muon_dims(SMALL), is_leaf=lambda x: not isinstance(x, dict)
     ):
         numbers["/".join(k.key for k in path)] = leaf
-    dims = {k.replace(".", "/"): parse_layout(d).letters for k, (d, _) in SMALL.param_shapes().items()}
+    dims = {k.replace(".", "/"): parse_layout(w.dims).letters for k, w in SMALL.weights().items()}
     read = {
         k: ("".join(dims[k][i] for i in n.reduction_axis), "".join(dims[k][i] for i in n.output_axis))
         for k, n in numbers.items()

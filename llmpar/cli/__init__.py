@@ -1,4 +1,4 @@
-"""The front door: run one command, and turn whatever happens into an exit status and a sentence.
+"""Run one command, and turn whatever happens into an exit status and a sentence.
 
 Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 130 Ctrl-C, 143 asked to end
 (SIGTERM). With ``--json`` a command prints one JSON document on stdout and everything else on stderr. Nothing
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
-    except BrokenPipeError as error:  # whoever read has enough
+    except BrokenPipeError as error:  # the reader closed it
         return _fail("", 141, error)
     except MemoryError as error:
         return _fail("the memory of this machine is full; use a smaller model, batch or text", 1, error)
@@ -34,7 +34,7 @@ def _run(argv: list[str]) -> None:
     if argv[:1] == ["--version"]:
         print(f"llmpar {llmpar.__version__}")
         return
-    from llmpar.cli.tools import parse
+    from llmpar.cli.commands import parse
 
     parse(argv).run()
     if sys.stdout:
@@ -42,33 +42,33 @@ def _run(argv: list[str]) -> None:
 
 
 def explain(error: Exception) -> str:
-    """What went wrong, in a sentence: a refusal's own, or that this is a fault.
+    """Explain an error in a sentence: a refusal's own words, or that this is a fault of the package.
 
-    Our refusals are ValueErrors raised here. One that another library raised is a case that nobody thought
-    of.
+    A refusal is a ValueError that this package raises. A ValueError that another library raises is a case
+    that this package has overlooked.
     """
-    trace, here = error.__traceback__, os.path.dirname(llmpar.__file__) + os.sep
+    trace, package = error.__traceback__, os.path.dirname(llmpar.__file__) + os.sep
     frames = []
     while trace:
         frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
-    refused = isinstance(error, ValueError) and (not frames or frames[-1][0].startswith(here))
+    refused = isinstance(error, ValueError) and (not frames or frames[-1][0].startswith(package))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: '{error.filename}'" if error.filename else error.strerror
     if refused or isinstance(error, OSError | FloatingPointError):
         return str(error)
-    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-    if "RESOURCE_EXHAUSTED" in said or "Out of memory" in said:
+    summary = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+    if "RESOURCE_EXHAUSTED" in summary or "Out of memory" in summary:
         return (
-            f"the memory of a device is full ({said}); use a smaller model or batch, more microbatches, or"
+            f"the memory of a device is full ({summary}); use a smaller model or batch, more microbatches, or"
             " --remat block"
         )
-    ours = [f"{file.removeprefix(here)}:{line}" for file, line in frames if file.startswith(here)][-1:]
-    return f"this is a fault of llmpar, at {''.join(ours)}: {said}; LLMPAR_TRACEBACK=1 shows the stack"
+    ours = [f"{file.removeprefix(package)}:{line}" for file, line in frames if file.startswith(package)][-1:]
+    return f"this is a fault of llmpar, at {''.join(ours)}: {summary}; LLMPAR_TRACEBACK=1 shows the stack"
 
 
 def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
-    """Say it, and give the status."""
+    """Print the sentence, and give the status."""
     if error and os.environ.get("LLMPAR_TRACEBACK"):
         import traceback
 

@@ -1,34 +1,56 @@
-"""The main job: train on 8 devices under data, sharded and tensor parallelism, read the program, draw,
-check."""
+"""``llmpar demo``: train on 8 devices under three kinds of parallelism, read the program, draw, check."""
 
 from __future__ import annotations
 
 import dataclasses
 import pathlib
+from dataclasses import dataclass
 
-import jax
-
-from llmpar import draw
-from llmpar.cli.commands import Inspect, StepOptions, Train, say
-from llmpar.mesh import use_devices
+from llmpar.cli.inspect import Inspect
+from llmpar.cli.options import StepOptions, check_picture, emit, say
+from llmpar.cli.train import Train
 from llmpar.notation import parse_mesh
 
 
-def demonstrate(out: str, steps: int) -> dict:
-    """Train twice (the mesh, then one device), inspect once, draw three pictures into ``out``, and compare
-    the losses.
+@dataclass(frozen=True)
+class Demo:
+    """Train on 8 devices under three kinds of parallelism, read the compiled program, draw, and check it all
+    against one device.
 
-    Raises ValueError when the losses differ by more than 1e-3 nats, a predicted byte is not a compiled one,
-    or the loss has not clearly fallen.
+    Attributes:
+        out: folder for pictures and the log.
+        steps: to train, on the mesh and again on one device.
+        json: print one JSON document on stdout.
     """
+
+    out: str = "demo"
+    steps: int = 60
+    json: bool = False
+
+    def run(self) -> None:
+        """Run the demonstration."""
+        emit(demonstrate(self.out, self.steps), self.json)
+
+
+def demonstrate(out: str, steps: int) -> dict:
+    """Train on the mesh and on one device, inspect the step, draw three pictures into ``out``, and compare.
+
+    Raises:
+        ValueError: the losses differ by more than 1e-3 nats, predicted and compiled bytes differ, or the loss
+            has not fallen below 0.7 of the first.
+    """
+    import jax
+
+    from llmpar import draw
+    from llmpar.mesh import use_devices
+
     folder = pathlib.Path(out)
     folder.mkdir(parents=True, exist_ok=True)
+    check_picture(str(folder / "mesh.png"))
     present = len(use_devices(8))
     mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"
     options = StepOptions(mesh=mesh)
-    with jax.default_matmul_precision(
-        "highest"
-    ):  # float32 as such: accelerators' products are shorter by default
+    with jax.default_matmul_precision("highest"):  # accelerators multiply with fewer bits by default
         many = Train(step=options, steps=steps, log=str(folder / "log.jsonl")).run()
         read = Inspect(step=options, svg=str(folder / "bytes.svg")).run()
         one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=steps).run()
@@ -45,7 +67,7 @@ def demonstrate(out: str, steps: int) -> dict:
     first, last = many["losses"][0], many["losses"][-1]
     failed = ["a predicted byte is not a compiled one"] * (not exact)
     failed += ["the mesh and one device differ by more than 1e-3 nats"] * (gap > 1e-3)
-    fell = f"the loss fell from {first:.2f} to {last:.2f}, not below 0.7 of that; give it some 60 steps"
+    fell = f"the loss fell from {first:.2f} to {last:.2f}, not below 0.7 of that; give it about 60 steps"
     failed += [fell] * (last > 0.7 * first)
     if failed:
         raise ValueError(f"the demonstration failed: {'; '.join(failed)}")

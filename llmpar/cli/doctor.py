@@ -1,32 +1,55 @@
-"""Look at the environment: what is here, what is missing, and how to get it."""
+"""``llmpar doctor``: look at the environment: what is here, what is missing, and how to get it."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import socket
+from dataclasses import dataclass
 
-import jax
-
-from llmpar.mesh import use_devices
+from llmpar.cli.options import emit, installed
 from llmpar.predict import hardware
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {"tokenizers": "hf", "safetensors": "hf"}
+OPTIONAL |= dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib"), "lab")
 """Packages that an extra brings: ``pip install 'llmpar[hf]'``."""
 
 
+@dataclass(frozen=True)
+class Doctor:
+    """Check the environment: versions, devices, what is missing and how to get it.
+
+    Attributes:
+        json: print one JSON document on stdout.
+    """
+
+    json: bool = False
+
+    def run(self) -> None:
+        """Examine the environment, and print it."""
+        document = examine()
+        emit(document, self.json)
+        for line in [] if self.json else document["lines"]:
+            print(line)
+
+
 def examine(simulated: int = 8) -> dict:
-    """The environment as plain data, with ``lines`` for people. Starts JAX (with simulated devices if it
-    must)."""
+    """Describe the environment as plain data, with ``lines`` for people.
+
+    It starts JAX, with ``simulated`` devices where there is no accelerator.
+    """
+    import jax
+
+    from llmpar.mesh import use_devices
+
     devices = use_devices(simulated)
     first = devices[0]
     fake = first.platform == "cpu"
     chip = hardware.guess(first.device_kind)
     versions = {name: importlib.metadata.version(name) for name in REQUIRED}
-    missing = {name: extra for name, extra in OPTIONAL.items() if importlib.util.find_spec(name) is None}
+    missing = {name: extra for name, extra in OPTIONAL.items() if not installed(name)}
     hosts = len({d.process_index for d in devices})
     lines = [
         f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),

@@ -385,10 +385,14 @@ def to_svg(scene: Scene) -> str:
 def to_png(scene: Scene, target=None, scale: float = 2) -> bytes:
     """The scene as a PNG through matplotlib, at ``scale`` times its size; also written to a ``target`` path
     or file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import FancyBboxPatch, Polygon
-    from PIL import Image
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import FancyBboxPatch, Polygon
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        lacks = f"a PNG is drawn by {error.name}, which is not installed"
+        raise ValueError(f"{lacks}; save an SVG, or pip install 'llmpar[lab]'") from error
 
     point, color = 0.75, {"": "none"} | LIGHT  # a CSS pixel is 3/4 of a typographic point
     figure = Figure(figsize=(scene.width / 96, scene.height / 96), dpi=96 * scale, facecolor=color["paper"])

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from llmpar.config import PRESETS, ModelConfig, preset
 from llmpar.draw import layouts
@@ -36,6 +36,15 @@ from llmpar.predict.hardware import CHIPS, GIB, Chip, chip
 from llmpar.schedules import SCHEDULES, make
 from llmpar.timetable import slots, timetable
 
+PLAN = {f.name: f.default for f in dataclasses.fields(Plan)}
+"""The fields of a plan with their defaults."""
+
+
+def choices(field: str) -> list:
+    """List the values that a field of `Plan` may have."""
+    return list(get_args(get_type_hints(Plan)[field]))
+
+
 START: dict[str, Any] = {
     "mesh": "dp=2 fsdp=2 tp=2",
     "order": " ".join(AXES),
@@ -43,12 +52,12 @@ START: dict[str, Any] = {
     "chip": "h100",
     "batch_size": 16,
     "seq_len": 4096,
-    "zero": 3,
-    "tp_sequence": False,
+    "zero": PLAN["zero"],
+    "tp_sequence": PLAN["tp_sequence"],
     "remat": "block",
-    "microbatches": 1,
-    "schedule": "1f1b",
-    "context_parallel": "ring",
+    "microbatches": PLAN["microbatches"],
+    "schedule": PLAN["schedule"],
+    "context_parallel": PLAN["context_parallel"],
     "device": 0,
     "tensor": "weight blocks.ffn.gate",
     "axis": "",
@@ -80,15 +89,15 @@ CONTROLS: list[dict] = [  # free: what a page without Python can follow by itsel
     {"name": "batch_size", "kind": "int", "label": "batch (sequences)", "min": 1},
     {"name": "seq_len", "kind": "int", "label": "sequence (tokens)", "min": 1},
     {"name": "microbatches", "kind": "int", "label": "microbatches", "min": 1},
-    {"name": "zero", "kind": "choice", "label": "ZeRO stage", "options": [0, 1, 2, 3]},
+    {"name": "zero", "kind": "choice", "label": "ZeRO stage", "options": choices("zero")},
     {"name": "schedule", "kind": "choice", "label": "pipeline schedule", "options": list(SCHEDULES)},
     {
         "name": "context_parallel",
         "kind": "choice",
         "label": "attention over sp",
-        "options": ["ring", "ulysses", "gather"],
+        "options": choices("context_parallel"),
     },
-    {"name": "remat", "kind": "choice", "label": "recompute", "options": ["none", "block"]},
+    {"name": "remat", "kind": "choice", "label": "recompute", "options": choices("remat")},
     {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},
 ]
 CHUNKS = {name: len(make(name, 2, 4).routes[0]) // 2 for name in SCHEDULES}
@@ -147,13 +156,11 @@ def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
 
 
 def make_plan(state: dict, mesh) -> Plan:
-    """The state's plan on a mesh; it computes in bfloat16. Controls that decide nothing there are left
-    out."""
-    given = {
-        name: state[name]
-        for name in ("zero", "tp_sequence", "remat", "microbatches", "schedule", "context_parallel")
-    }
-    return Plan(mesh, dtype="bfloat16", **given).effective(preset(state["model"]))
+    """Make the state's plan on a mesh, in bfloat16. Controls that change nothing there keep their default."""
+    fields = {control["name"] for control in CONTROLS} & PLAN.keys() - {"mesh"}
+    return Plan(mesh, dtype="bfloat16", **{name: state[name] for name in fields}).effective(
+        preset(state["model"])
+    )
 
 
 def mode(state: dict) -> str:
@@ -196,7 +203,8 @@ def tensors(state: dict) -> list[dict]:
         ("moments", "graded", 2),
         ("gradient", "accumulated", 1),
     ):
-        for path, (dims, shape) in config.param_shapes().items():
+        for path, weight in config.weights().items():
+            dims, shape = weight.dims, weight.shape
             row(
                 kind,
                 path,

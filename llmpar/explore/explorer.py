@@ -17,9 +17,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import anywidget
-import ipywidgets
-import traitlets
+try:
+    import anywidget
+    import ipywidgets
+    import traitlets
+except ModuleNotFoundError as error:
+    lacks = f"explorers need {error.name}, which is not installed"
+    raise ImportError(f"{lacks}; pip install 'llmpar[lab]'") from error
 
 from llmpar import __version__
 from llmpar.draw.charts import PARTS

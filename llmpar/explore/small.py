@@ -10,7 +10,7 @@ from llmpar import attention, moe
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw.charts import live_blocks, memory_bars, timeline, token_flow
 from llmpar.draw.scene import Group, Scene, compose, flatten, to_svg
-from llmpar.explore.answers import MODELS, START, make_plan
+from llmpar.explore.answers import MODELS, START, choices, make_plan
 from llmpar.explore.explorer import Explorer
 from llmpar.notation import MeshShape
 from llmpar.predict import memory
@@ -138,7 +138,7 @@ class RingExplorer(Explorer):
             "name": "sequence_order",
             "kind": "choice",
             "label": "positions are dealt",
-            "options": ["contiguous", "zigzag", "striped"],
+            "options": choices("sequence_order"),
         },
         {
             "name": "window",
@@ -225,7 +225,7 @@ class MemoryExplorer(Explorer):
             "label": "sequence (tokens)",
             "options": [2**i for i in range(9, 18)],
         },
-        {"name": "remat", "kind": "choice", "label": "recompute", "options": ["none", "block"]},
+        {"name": "remat", "kind": "choice", "label": "recompute", "options": choices("remat")},
     ]
 
     def draw(self, state: dict) -> Scene:

@@ -82,7 +82,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
         "batch_size": batch_size,
         "seq_len": seq_len,
         "collectives": rows,
-        "arrows": arrow_rows(census),
+        "arrows": _arrows(census, predicted),
         "memory": {
             "predicted_argument_bytes": sum(
                 memory.argument_bytes(config, plan, batch_size, seq_len).values()
@@ -96,6 +96,17 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
             "executed_per_device": executed,
         },
     }
+
+
+def _arrows(census: list[Collective], predicted: traffic.Traffic) -> list[dict]:
+    """List `arrow_rows`; ``as_predicted`` tells whether an arrow sends what is predicted, all directions
+    together."""
+    rows, found = arrow_rows(census), collections.Counter[tuple]()
+    key = lambda row: (row["axis"], row["kind"], row["arrow"])
+    for row in rows:
+        found[key(row)] += row["bytes_sent"]
+    lines = {(*k, text): line[1] for k, row in predicted.items() for text, line in row.arrows.items()}
+    return [row | {"as_predicted": found[key(row)] == lines.get(key(row), 0)} for row in rows]
 
 
 def _by_size(census: list[Collective], key: tuple[str, str], name: str) -> list[str]:
@@ -161,7 +172,7 @@ def _arrow_table(document: dict) -> Table:
     out."""
     title = "compiled: what is sent by which arrow of the model or the step"
     table = Table(title=title, title_justify="left")
-    for name in ("arrow", "direction", "count", "bytes"):
+    for name in ("arrow", "direction", "count", "bytes", ""):
         number = name in ("count", "bytes")
         table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for group in document["collectives"]:
@@ -170,7 +181,8 @@ def _arrow_table(document: dict) -> Table:
         table.add_row(f"{group['axis']} {group['kind']}", "", *total, style="bold")
         for row in rows:
             arrow = row["arrow"] or "(chosen by the partitioner)"
-            table.add_row("  " + arrow, row["direction"], f"{row['count']:,}", f"{row['bytes_sent']:,} B")
+            numbers = f"{row['count']:,}", f"{row['bytes_sent']:,} B", "=" if row["as_predicted"] else "≠"
+            table.add_row("  " + arrow, row["direction"], *numbers)
         table.add_section()
     return table
 

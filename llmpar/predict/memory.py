@@ -6,12 +6,23 @@ The tests hold `argument_bytes` against the compiled program, exactly; `temp_byt
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from llmpar.config import ModelConfig, is_vector
-from llmpar.notation import parse_layout
+from llmpar.config import ModelConfig
+from llmpar.notation import Layout
 from llmpar.plan import Plan
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 from llmpar.timetable import slots, timetable
+
+
+def _elements(config: ModelConfig, plan: Plan, layout_of: Callable[[str], Layout], part: str = "") -> int:
+    """Numbers that each device holds of all weights (of those whose path begins with ``part``), laid out by
+    one of the plan's layouts."""
+    weights, sizes = plan.padded(config).weights(), plan.mesh.sizes
+    held = (
+        layout_of(w.dims).shard_shape(w.shape, sizes) for path, w in weights.items() if path.startswith(part)
+    )
+    return sum(map(math.prod, held))
 
 
 def argument_bytes(
@@ -21,13 +32,8 @@ def argument_bytes(
     optimizer's state (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's,
     and AdamW's one).
     """
-    sizes, shapes = plan.mesh.sizes, plan.padded(config).param_shapes()
-
-    def held(place) -> int:
-        return FLOAT32 * sum(
-            math.prod(place(dims).shard_shape(shape, sizes)) for dims, shape in shapes.values()
-        )
-
+    held = lambda layout_of: FLOAT32 * _elements(config, plan, layout_of)
+    sizes = plan.mesh.sizes
     batch = 4 * 4 * math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), sizes))
     return {
         "params": held(plan.stored),
@@ -44,16 +50,7 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     """
     sizes, item = plan.mesh.sizes, ITEMSIZE[plan.dtype]
     tokens = math.prod(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
-    tp, shapes = sizes["tp"], plan.padded(config).param_shapes()
-
-    def held_as(place, part: str = "") -> int:
-        found = (
-            place(dims).shard_shape(shape, sizes)
-            for path, (dims, shape) in shapes.items()
-            if path.startswith(part)
-        )
-        return FLOAT32 * sum(map(math.prod, found))
-
+    tp, held_as = sizes["tp"], lambda *asked: FLOAT32 * _elements(config, plan, *asked)
     grads = held_as(plan.accumulated)
     stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
@@ -91,8 +88,6 @@ def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float
     halve it)."""
     tokens = batch_size * seq_len
     multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
-    vectors = sum(
-        math.prod(shape) for dims, shape in config.param_shapes().values() if is_vector(parse_layout(dims))
-    )
+    vectors = sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
     attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
     return {"weights": 6.0 * (multiplied - vectors) * tokens, "attention": attention}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmpar.config import ExpertConfig, ModelConfig, is_vector
-from llmpar.notation import AXES, parse_layout, ring_bytes
+from llmpar.config import ExpertConfig, ModelConfig, Weight
+from llmpar.notation import AXES, TRANSPOSES, Arrow, ring_bytes
 from llmpar.plan import Plan
+from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
 
 FLOAT32 = 4
@@ -23,38 +25,74 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Prediction:
     """Executions per step and bytes sent per device and step, by (mesh axes, kind of collective).
 
-    ``of`` says what was sent: name -> bytes that one collective sends -> how many such.
+    ``of`` says what was sent: name -> bytes that one collective sends -> how many such. ``arrows`` says for
+    which line of the model: the arrow's text -> [executions, bytes].
     """
 
     count: int = 0
     bytes_sent: int = 0
     of: dict[str, Counter[int]] = field(default_factory=dict, compare=False)
+    arrows: dict[str, list[int]] = field(default_factory=dict, compare=False)
 
 
 class Traffic(dict):
-    """(axes, kind) -> Prediction. `add` does the ring arithmetic (`notation.ring_bytes`)."""
+    """(axes, kind) -> Prediction. `carry` prices an arrow, `add` a single collective
+    (`notation.ring_bytes`)."""
 
     def __init__(self, sizes: dict[str, int]):
         super().__init__()
         self.sizes = sizes
 
-    def add(self, kind: str, axes: tuple[str, ...], of: str, message_bytes: int, count: int = 1) -> None:
+    def add(
+        self, kind: str, axes: tuple[str, ...], of: str, message_bytes: int, count: int = 1, text: str = ""
+    ) -> None:
         """``count`` collectives over ``axes`` on messages ``of`` something, of ``message_bytes`` (the
-        unscattered size)."""
+        unscattered size), for the arrow ``text`` of the model."""
         axes = tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
         if not axes or not count:
             return
-        group = math.prod(self.sizes[a] for a in axes)
+        one = ring_bytes(kind, message_bytes, math.prod(self.sizes[a] for a in axes))
         row = self.setdefault((",".join(axes), kind), Prediction())
         row.count += count
-        one = ring_bytes(kind, message_bytes, group)
         row.bytes_sent += count * one
         row.of.setdefault(of, Counter())[one] += count
+        line = row.arrows.setdefault(text, [0, 0])
+        line[0], line[1] = line[0] + count, line[1] + count * one
+
+    def carry(self, arrow: Arrow, held_bytes: int, of: Sent, forward: int, backward: int = 0) -> int:
+        """An arrow on a value of which each device holds ``held_bytes``, carried out ``forward`` times; its
+        gradient comes back ``backward`` times. Gives the bytes that each device holds in the end.
+
+        Forward the collectives are those of `Arrow.moves`. Backward they are their transposes
+        (`notation.TRANSPOSES`), on the same messages.
+        """
+        for move in arrow.moves:
+            parts = math.prod(self.sizes[a] for a in move.axes)
+            message = held_bytes * parts if move.kind == "all-gather" else held_bytes
+            held_bytes = message // parts if move.kind in ("reduce-scatter", "slice") else message
+            for kind, what, count in (
+                (move.kind, of.value, forward),
+                (TRANSPOSES.get(move.kind), of.gradient or of.value, backward),
+            ):
+                if kind not in (None, "slice"):  # a slice takes of what is there
+                    self.add(of.ragged * "ragged-" + kind, move.axes, what, message, count, of.text)
+        return held_bytes
 
     @property
     def total_bytes(self) -> int:
         """Bytes sent per device and step, over all axes."""
         return sum(row.bytes_sent for row in self.values())
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What an arrow moves, in words: the arrow's text, the value, its gradient (where it has another name),
+    and whether only the full part of each message travels."""
+
+    text: str
+    value: str
+    gradient: str = ""
+    ragged: bool = False
 
 
 @dataclass
@@ -116,179 +154,218 @@ def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int,
     """
     traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
     _weights(traffic, config, plan, run)
-    _activations(traffic, config, plan, batch_size, seq_len, run)
+    values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
+    _activations(values, config, run)
+    if config.experts:
+        _experts(values, config, config.experts, run)
+    if plan.live("sp"):
+        _attention(values, config, run)
+    if plan.pipeline:
+        _stages(values, config, plan.pipeline)
     tally = (
         config.num_layers * (config.experts.num_experts + 2) if config.experts and not plan.pipeline else 0
     )
     small = "the loss, the tokens and the gradients' norm" + ", the tally of tokens per expert" * bool(tally)
-    traffic.add("all-reduce", plan.live(*AXES), small, FLOAT32 * (3 + tally))
+    traffic.add("all-reduce", plan.live(*AXES), small, FLOAT32 * (3 + tally), text="loss, tokens and norm")
     return traffic
 
 
+# ---------------------------------------------------------------------------------------------------- weights
+
+
 def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> None:
-    """Gather weights, reduce gradients, gather updates. Per device and parameter, with N = fsdp and a
-    microbatches (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 move 2, ZeRO 2 a + 1, ZeRO 3 up to 3a
-    times (N-1)/N."""
-    sizes, micro, item = plan.mesh.sizes, plan.microbatches, ITEMSIZE[plan.dtype]
+    """The arrows of each weight's life. Per device and parameter, with N = fsdp and a microbatches, they send
+    (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
+    held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.sizes))
     buckets: dict[tuple, list[int]] = {}
-    for path, (dims, shape) in sorted(
-        plan.padded(config).param_shapes().items(), key=lambda item: item[0].split(".")
-    ):
-        stacked = path.startswith("blocks.")
-        layers = shape[0] // plan.mesh.pp if stacked else 1
-        elements = math.prod(plan.place(dims).shard_shape(shape, sizes))  # of the leaf, whole over fsdp
-        one = elements // layers
-        shard = math.prod(plan.graded(dims).shard_shape(shape, sizes))
-        fsdp = plan.live("fsdp")
-        region = parse_layout(dims).region
-        rest = tuple(a for a in plan.live("pp") + plan.varying(region) if a not in plan.stored(dims).axes)
-        vector = is_vector(parse_layout(dims))
-        learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
-        twice = (
-            config.tied and plan.pipeline is not None
-        )  # on its first stage and on its last; else one value is used twice
-        used = run.embed * (path == "embedding") + run.loss * (path != "embedding" or twice)
-        if plan.zero == 3:
-            gathers = used if not stacked else run.vectors if vector else run.matrices
-            if vector and "bias" in path and plan.stage_saves == "residuals":
-                gathers = run.forward
-            traffic.add("all-gather", fsdp, "weights", one * item, gathers)
-            traffic.add(
-                "reduce-scatter", fsdp, "gradients", one * item, learned * (run.backward if stacked else used)
-            )
-        if (
-            stacked and plan.pipeline and plan.pipeline.parameter_copies > 1
-        ):  # borrowed, and their gradients returned
-            for place, of in (
-                (plan.stored, "weights of the other direction"),
-                (plan.accumulated, "their gradients"),
-            ):
-                traffic.add(
-                    "collective-permute",
-                    ("pp",),
-                    of,
-                    FLOAT32 * math.prod(place(dims).shard_shape(shape, sizes)),
-                )
-        if plan.zero in (1, 2):
-            visits = (
-                plan.pipeline.visits if plan.pipeline and stacked else 1
-            )  # a chunk's gradients are cut by themselves
-            times = 1 if plan.zero == 1 else micro * visits if stacked or not plan.pipeline else used
-            traffic.add(
-                "reduce-scatter",
-                fsdp,
-                "gradients",
-                elements * FLOAT32 // (visits if plan.zero == 2 else 1),
-                times,
-            )
-            traffic.add("all-gather", fsdp, "updated weights", elements * FLOAT32)
-            rest = tuple(a for a in rest if a != "fsdp")
-        if plan.reduce == "layer":
-            message = (shard if plan.zero else elements) // layers * FLOAT32
-            traffic.add("all-reduce", rest, "gradients", message, learned * layers * micro)
-        elif plan.reduce == "bucket":
-            buckets.setdefault((rest, plan.stored(dims).axes), []).append(elements * FLOAT32)
-        else:
-            traffic.add("all-reduce", rest, "gradients", (shard if plan.zero else elements) * FLOAT32)
-    for (axes, _), leaves in buckets.items():
-        filled = 0
-        for size in leaves:
-            filled += size
-            if filled >= plan.bucket_bytes:
-                traffic.add("all-reduce", axes, "gradients", filled)
-                filled = 0
-        if filled:
-            traffic.add("all-reduce", axes, "gradients", filled)
-
-
-def _activations(
-    traffic: Traffic, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, run: Runs
-) -> None:
-    """Tensor parallelism, per microbatch (Shoeybi et al. 2019, section 3): two all-reduces of b·s·d forward
-    and two backward per layer, one forward for the embedding, one backward for the logits; three numbers per
-    token for the loss. With sequence parallelism each all-reduce is a reduce-scatter and an all-gather of the
-    same bytes (Korthikanti et al. 2022).
-    """
-    sizes, tp = plan.mesh.sizes, plan.live("tp")
-    tokens = math.prod(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
-    stream = tokens * config.width * ITEMSIZE[plan.dtype]
-    both, ends = 2 * (run.forward + run.backward), run.embed + run.loss
-    if plan.tp_sequence:
-        traffic.add("all-gather", tp, "activations", stream, both + 2 * run.again + ends)
-        traffic.add("reduce-scatter", tp, "activations", stream, both + run.again + ends)
-    else:
-        traffic.add("all-reduce", tp, "activations", stream, both + run.again + ends)
-    chunk, chunks = tokens * FLOAT32 // plan.loss_chunks, run.loss * plan.loss_chunks
-    traffic.add("all-reduce", tp, "three numbers per token for the loss", chunk, 3 * chunks)
-    if config.experts:
-        rows = math.prod(plan.place("data b").shard_shape((batch_size // plan.microbatches,), sizes))
-        _experts(traffic, config, config.experts, plan, tokens, rows, run)
-    if plan.live("sp"):
-        _attention(traffic, config, plan, tokens, run)
-    if plan.pipeline:
-        send = slots(timetable(plan.pipeline)).send
-        here = stream // (plan.mesh.tp if plan.tp_sequence else 1)
-        times = sum(int((send == way).any(1).sum()) for way in (1, -1))
-        traffic.add("collective-permute", ("pp",), "activations and their gradients", here, times)
-
-
-def _experts(
-    traffic: Traffic, config: ModelConfig, how: ExpertConfig, plan: Plan, tokens: int, rows: int, run: Runs
-) -> None:
-    """Two all-to-alls forward and two backward per layer, of a buffer with the same number of slots for each
-    rank of ep; the tokens per expert, gathered; what tp must know of the routing: weights, experts, and the
-    weights' gradient; for the balance loss the tokens per expert of each row that is cut; and once per step
-    the tally."""
-    ep, tp = plan.live("ep"), plan.live("tp")
-    blocks, block = how.slots(tokens, rows * (plan.mesh.tp if plan.tp_sequence else 1), plan.mesh.ep)
-    buffer = plan.mesh.ep * blocks * block * config.width * ITEMSIZE[plan.dtype]
-    forward = run.forward + run.again
-    filled = tokens * how.top_k / (plan.mesh.ep * blocks * block)
-    slots = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
-    kind = (
-        "ragged-all-to-all" if plan.dispatch == "ragged" else "all-to-all"
-    )  # ragged: this is the most that can be sent
-    traffic.add(kind, ep, slots, buffer, 2 * (forward + run.backward))
-    traffic.add("all-gather", ep, "tokens per expert", plan.mesh.ep * how.num_experts * FLOAT32, forward)
-    cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
-    if how.aux_loss:
-        shared = run.backward + run.again if cells else forward
-        traffic.add(
-            "all-reduce",
-            plan.place("stream s").axes,
-            "tokens per expert and row",
-            rows * how.num_experts * FLOAT32,
-            shared,
+    for path, weight in sorted(plan.padded(config).weights().items(), key=lambda item: item[0].split(".")):
+        dims, shape = weight.dims, weight.shape
+        gathers, gradients, pieces = _uses(config, plan, run, path, weight)
+        used = dims.replace(" l ", " ")  # layer by layer
+        one = shape[1:] if used != dims else shape
+        of = Sent(used, "weights", "gradients")
+        traffic.carry(
+            plan.gather(used), ITEMSIZE[plan.dtype] * held(plan.stored(used), one), of, gathers, gradients
         )
-    choices = tokens * how.top_k * FLOAT32
-    if plan.tp_sequence:
-        traffic.add("all-gather", tp, "the routers' choices", choices, 2 * forward)
-        traffic.add("reduce-scatter", tp, "gradients of the routers' choices", choices, run.backward)
-        traffic.add("all-reduce", tp, "the routers' losses", rows * FLOAT32, cells or run.loss)
-    else:
-        traffic.add("all-reduce", tp, "gradients of the routers' choices", choices, run.backward)
+        if plan.reduce == "layer":  # summed where its values begin to differ: inside the backward pass
+            message = FLOAT32 * held(plan.stored(used), one)
+            traffic.add("all-reduce", plan.copied(dims), "gradients", message, gradients, used)
+        if used != dims and plan.pipeline and plan.pipeline.parameter_copies > 1:  # lent, and returned
+            for layout, name in {
+                plan.stored: "weights of the other direction",
+                plan.accumulated: "their gradients",
+            }.items():
+                message = FLOAT32 * held(layout(dims), shape)
+                traffic.add("collective-permute", ("pp",), name, message, text="l -> the opposite stage")
+        of, visits = Sent(f"gradient {dims}", "gradients"), _visits(plan) if used != dims else 1
+        traffic.carry(
+            plan.accumulate(dims), FLOAT32 * held(plan.unreduced(dims), shape) // visits, of, pieces
+        )
+        message = FLOAT32 * held(plan.accumulated(dims), shape)
+        if plan.reduce == "bucket":
+            buckets.setdefault((plan.copied(dims), plan.stored(dims).axes), []).append(message)
+        else:
+            traffic.carry(plan.finish(dims), message, of, 1)
+        of = Sent(f"updated {dims}", "updated weights")
+        traffic.carry(plan.restore(dims), FLOAT32 * held(plan.graded(dims), shape), of, 1)
+    for (axes, _), leaves in buckets.items():
+        for bucket in _buckets(leaves, plan.bucket_bytes):
+            text = f"bucket of {len(bucket)} gradients"
+            traffic.add("all-reduce", axes, "gradients", sum(bucket), text=text)
 
 
-def _attention(traffic: Traffic, config: ModelConfig, plan: Plan, tokens: int, run: Runs) -> None:
-    """Attention over a sequence cut by sp. A ring of n makes n - 1 hops of K, V and two id arrays forward,
-    and again backward with the float32 gradients of K and V n - 1 hops behind them (Liu et al. 2023, whose
-    ring makes n).
+def _uses(config: ModelConfig, plan: Plan, run: Runs, path: str, weight: Weight) -> tuple[int, int, int]:
+    """How often a weight is gathered for use, its gradient comes back, and is added up."""
+    if path.startswith("blocks."):
+        gathers = run.vectors if weight.is_vector else run.matrices
+        if weight.is_vector and "bias" in path and plan.stage_saves == "residuals":
+            gathers = run.forward
+        learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
+        return gathers, learned * run.backward, plan.microbatches * _visits(plan)
+    embedding = (
+        path == "embedding"
+    )  # where it is the head too, a pipeline uses it on its first stage and its last
+    times = run.embed * embedding + run.loss * (not embedding or config.tied and plan.pipeline is not None)
+    return times, times, times if plan.pipeline else plan.microbatches
+
+
+def _visits(plan: Plan) -> int:
+    """Chunks of the model that a stage adds gradients to one by one."""
+    return plan.pipeline.visits if plan.pipeline and plan.zero == 2 else 1
+
+
+def _buckets(leaves: list[int], least_bytes: int) -> Iterator[list[int]]:
+    """Deal leaves, in order, into buckets that are closed when they have reached a size."""
+    bucket: list[int] = []
+    for size in leaves:
+        bucket.append(size)
+        if sum(bucket) >= least_bytes:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
+
+
+# ----------------------------------------------------------------------------------------------------- values
+
+
+@dataclass
+class Values:
+    """The values of one microbatch, ``b`` sequences of ``s`` tokens, and what their arrows send."""
+
+    traffic: Traffic
+    plan: Plan
+    b: int
+    s: int
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.plan.dtype]
+
+    def held(self, layout: str, *shape: int) -> int:
+        """Elements of a value of ``shape`` that each device holds."""
+        return math.prod(self.plan.place(layout).shard_shape(shape, self.plan.mesh.sizes))
+
+    def carry(
+        self, arrow: str, shape, of: str, forward: int, backward: int = 0, itemsize: int = 0, **names
+    ) -> None:
+        """`Traffic.carry` for an arrow of the model's text, then the all-reduce of the gradient over the axes
+        along which values begin to differ where it ends (`Plan.spread`)."""
+        sent = Sent(arrow, of, **names)
+        held = (itemsize or self.itemsize) * self.held(arrow.partition(" ->")[0], *shape)
+        held = self.traffic.carry(self.plan.resolve(arrow), held, sent, forward, backward)
+        self.traffic.add("all-reduce", self.plan.spread(arrow), sent.gradient or of, held, backward, arrow)
+
+
+def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
+    """The arrows of `model`, without those inside attention and between experts.
+
+    Tensor parallelism makes of them two all-reduces of b·s·d forward and two backward per layer, one forward
+    for the embedding and one backward for the logits (Shoeybi et al. 2019, section 3). With sequence
+    parallelism each is a reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022). A
+    block that is computed again repeats all but its last reduction.
     """
-    sp, n, tp = plan.live("sp"), plan.mesh.sp, plan.mesh.tp
-    head = tokens * config.head_width // tp * ITEMSIZE[plan.dtype]
-    ids, k, q = 4 * tokens, head * config.num_kv_heads, head * config.num_heads
-    forward, times, ids_of = run.forward + run.again, run.backward, "ids of positions and documents"
+    stream, of, layers = (values.b, values.s, config.width), "activations", run.forward + run.again
+    values.carry("vocab b s d +v -> stream b s d", stream, of, run.embed, run.embed)
+    values.carry("stream b s d -> attention b s d", stream, of, layers, run.backward)
+    values.carry("attention b s d +n -> stream b s d", stream, of, layers, run.backward)
+    values.carry("stream b s d -> ffn b s d", stream, of, layers, run.backward)
+    values.carry("ffn b s d +m -> stream b s d", stream, of, run.forward, run.backward)
+    values.carry("stream b s d -> vocab b s d", stream, of, run.loss, run.loss)
+    chunks, of = values.plan.loss_chunks, "three numbers per token for the loss"
+    piece = values.b, values.s // chunks
+    values.carry("vocab b s +v -> data b s", piece, of, 3 * run.loss * chunks, itemsize=FLOAT32)
+
+
+def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Runs) -> None:
+    """The arrows of `moe`: tokens to their experts and back, in a buffer with the same number of slots for
+    each rank of ep; the tokens per expert; what tp must know of the routing; and the routers' losses."""
+    plan, b, s, ranks = values.plan, values.b, values.s, values.plan.mesh.ep
+    tokens, pieces = values.held("data b s", b, s), values.held("data b", b)
+    blocks, block = experts.slots(tokens, pieces * (plan.mesh.tp if plan.tp_sequence else 1), ranks)
+    slots, layers = blocks * block, run.forward + run.again
+    groups = math.prod(plan.mesh.sizes[a] for a in plan.place("ffn b").axes)
+    filled = tokens * experts.top_k / (ranks * slots)
+    of = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
+    buffer, ragged = (
+        (groups, ranks, slots, config.width),
+        plan.dispatch == "ragged",
+    )  # ragged: at most so much
+    values.carry("ffn b e c d -> experts b e c d", buffer, of, layers, run.backward, ragged=ragged)
+    values.carry("experts b e c d +m -> ffn b e c d +m", buffer, of, layers, run.backward, ragged=ragged)
+    e, small = experts.num_experts, FLOAT32
+    values.carry("ffn b e -> counts b e", (groups, e), "tokens per expert", layers, itemsize=small)
+    cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
+    if experts.aux_loss:
+        times = run.backward + run.again if cells else layers
+        values.carry(
+            "stream b e +s -> stream b e", (b, e), "tokens per expert and row", times, itemsize=small
+        )
+    choices, of, gradients = (
+        (b, s, experts.top_k),
+        "the routers' choices",
+        "gradients of the routers' choices",
+    )
+    values.carry("stream b s e -> ffn b s e", choices, of, layers, run.backward, small, gradient=gradients)
+    values.carry("stream b s e -> ffn b s e", choices, of, layers, 0, small)  # which experts: no gradient
+    values.carry("stream b +s -> data b +s", (b,), "the routers' losses", cells or run.loss, itemsize=small)
+
+
+def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
+    """The arrows of attention over a sequence that sp cuts, and the hops of a ring.
+
+    A ring of n makes n - 1 hops of K, V and two id arrays forward, and again backward with the float32
+    gradients of K and V n - 1 hops behind them (Liu et al. 2023, whose ring makes n).
+    """
+    plan, b, s, layers, again = values.plan, values.b, values.s, run.forward + run.again, run.backward
+    k, h = config.num_kv_heads, config.head_width
+    of, ids_of, gradients = (
+        "keys and values",
+        "ids of positions and documents",
+        "gradients of keys and values",
+    )
+    queries, keys = (b, s, k, config.num_heads // k, h), (b, s, k, h)
+    met = "queries and what attention gives"
+    values.carry("attention b s k r h -> queries b s k r h", queries, met, layers, again)
+    values.carry("queries b s k r h -> attention b s k r h", queries, met, layers, again)
+    values.carry("attention b s k h -> keys b s k h", keys, of, 2 * layers, 2 * again, gradient=gradients)
+    values.carry("data b s -> keys b s", (b, s), ids_of, 2 * run.attended, itemsize=4)
     if plan.context_parallel == "ring":
-        hops = (n - 1) * (forward + times)
-        traffic.add("collective-permute", sp, "keys and values", k, 2 * hops)
-        traffic.add("collective-permute", sp, ids_of, ids, 2 * hops)
-        back = k * FLOAT32 // ITEMSIZE[plan.dtype]
-        traffic.add("collective-permute", sp, "gradients of keys and values", back, 2 * (n - 1) * times)
-    elif plan.context_parallel == "ulysses":
-        traffic.add("all-to-all", sp, "queries and what attention gives", q, 2 * (forward + times))
-        traffic.add("all-to-all", sp, "keys and values", k, 2 * (forward + times))
-    else:
-        traffic.add("all-gather", sp, "keys and values", n * k, 2 * forward)
-        traffic.add("reduce-scatter", sp, "gradients of keys and values", n * k, 2 * times)
-    if plan.context_parallel != "ring":
-        traffic.add("all-gather", sp, ids_of, n * ids, 2 * run.attended)
+        hops, held, item = plan.mesh.sp - 1, values.held("keys b s k h", *keys), values.itemsize
+        for name, message, times in (
+            (of, held * item, layers + again),
+            (ids_of, 4 * values.held("keys b s", b, s), layers + again),
+            (gradients, held * FLOAT32, again),
+        ):
+            text = "keys b t -> the next rank"
+            values.traffic.add("collective-permute", plan.live("sp"), name, message, 2 * hops * times, text)
+
+
+def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:
+    """Activations go to the next stage of a pipeline, their gradients to the previous one."""
+    send = slots(timetable(schedule)).send
+    held = values.itemsize * values.held("stream b s d", values.b, values.s, config.width)
+    for way, where in {1: "next", -1: "previous"}.items():
+        text, times = f"stream b s d -> the {where} stage", int((send == way).any(1).sum())
+        of = "activations and their gradients"
+        values.traffic.add("collective-permute", ("pp",), of, held, times, text)

@@ -25,7 +25,7 @@ from llmpar.mesh import sharding, spec
 from llmpar.notation import Layout
 from llmpar.par import Manual, vary
 from llmpar.plan import Plan
-from llmpar.step import Tree, init_params, model_graph, weight_dims
+from llmpar.weights import Tree, model_graph, weight_dims
 
 CACHE = "cache l b t k h"
 
@@ -42,13 +42,6 @@ class Serving(Plan):
             name: {d: axes for d, axes in cuts.items() if d != "s"} for name, cuts in super().regions.items()
         }
         return table | {"cache": {"b": table["data"]["b"], "t": self.live("sp"), "k": self.live("tp")}}
-
-
-def abstract_params(config: ModelConfig, plan: Plan, mesh: Mesh) -> Tree:
-    """Shapes and shardings of the float32 weights under a plan."""
-    shapes, dims = jax.eval_shape(lambda: init_params(config)), weight_dims(config)
-    place = lambda x, dims: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, plan.stored(dims)))
-    return jax.tree.map(place, shapes, dims)
 
 
 class Decoder:

@@ -263,7 +263,8 @@ import optax
 from flax import nnx
 
 from llmpar.par import Solo
-from llmpar.step import State, Step, init_params, model_graph
+from llmpar.step import State, Step
+from llmpar.weights import init_params, model_graph
 
 BATCH, SEQ, RATE, MOMENTUM, STEPS = 2 * n, 16, 0.05, 0.9, 4
 RHYME = b"one device adds, and two devices add, and eight devices add what each of them had. "
@@ -491,8 +492,8 @@ def end(compute_s, comm_s):
 
 llama = preset("llama3-8b")
 layer = sum(
-    np.prod(shape) // shape[0]
-    for path, (_, shape) in llama.param_shapes().items()
+    np.prod(weight.shape) // weight.shape[0]
+    for path, weight in llama.weights().items()
     if path.startswith("blocks.")
 )
 pieces, per_piece = 8, 4 * int(layer)

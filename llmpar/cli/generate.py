@@ -1,0 +1,95 @@
+"""``llmpar generate``: continue a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from llmpar.cli.options import MAX_SEED, emit, fits_host, say, speaks, start
+from llmpar.config import from_dict, preset
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Continue a text with a model whose cache of keys and values is cut over a mesh.
+
+    llmpar generate "def " --checkpoints kept --mesh "sp=4 tp=2"
+
+    Attributes:
+        prompt: the text to continue.
+        checkpoints: folder that `llmpar train --checkpoints` wrote; random weights where it is left out.
+        model: a preset's name or the path of a config.json; left out, the checkpoint's, or tiny.
+        mesh: sizes of the axes; sp cuts the cache's positions, tp its heads.
+        devices: CPU devices to simulate where there is no accelerator.
+        tokens: how many to add.
+        temperature: 0 takes the likeliest token, more draws from a flatter distribution.
+        seed: of drawing.
+        tokenizer: 'bytes', or the path of a Hugging Face tokenizer.json; left out, the checkpoint's, or
+            bytes.
+        dtype: of weights and cache.
+        json: print one JSON document on stdout.
+    """
+
+    prompt: Annotated[str, tyro.conf.Positional] = "def "
+    checkpoints: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    model: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    mesh: str = "sp=-1"
+    devices: int = 8
+    tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    json: bool = False
+
+    def run(self) -> None:
+        """Restore the weights, take the prompt in, add tokens, and print."""
+        if self.tokens < 1 or not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(
+                f"{self.tokens} tokens with seed {self.seed}: use 1 or more, and a seed from 0 to {MAX_SEED}"
+            )
+        if any("\ud800" <= x <= "\udfff" for x in self.prompt):
+            raise ValueError("the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8")
+        import jax
+
+        from llmpar import data
+        from llmpar.checkpoint import Checkpoints
+        from llmpar.mesh import make_mesh, use_devices
+        from llmpar.notation import parse_mesh
+        from llmpar.plan import Plan
+        from llmpar.serve.decode import Decoder, check_temperature, generate
+        from llmpar.weights import abstract_params, init_params
+
+        start()
+        check_temperature(self.temperature)
+        devices = use_devices(self.devices)
+        keep = Checkpoints(self.checkpoints) if self.checkpoints is not None else None
+        about = keep.about() if keep else {}
+        config = from_dict(about["config"]) if keep and self.model is None else preset(self.model or "tiny")
+        tokenizer = data.tokenizer_of(about.get("made"), self.tokenizer)
+        data.check_vocab(tokenizer, config.vocab_size)
+        plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
+        if rows := plan.live("dp", "fsdp", "ep"):
+            raise ValueError(
+                f"mesh '{plan.mesh}' cuts rows by {', '.join(rows)}, but a prompt is one row; use sp and tp"
+            )
+        mesh, prompt = make_mesh(plan.mesh), [[tokenizer.start_id, *tokenizer.encode(self.prompt)]]
+        length = len(prompt[0]) + self.tokens
+        Decoder.check(config, plan, 1, length)
+        fits_host(config, plan, 1, plan.mesh.sp, ("params",))
+        abstract = abstract_params(config, plan, mesh)
+        if keep:
+            params = keep.params(abstract, config)
+        else:
+            say("no --checkpoints: the weights are random, and so will be the text")
+            cut = jax.tree.map(lambda x: x.sharding, abstract)
+            params = jax.jit(lambda: init_params(config, self.seed), out_shardings=cut)()
+        say("compiling …")
+        decoder = Decoder(config, plan, mesh, params, 1, length)
+        tokens = [int(row[0]) for row in generate(decoder, prompt, self.tokens, self.temperature, self.seed)]
+        text = tokenizer.decode(tokens)
+        emit({"prompt": self.prompt, "text": text, "tokens": tokens, "mesh": plan.mesh.sizes}, self.json)
+        if not self.json and speaks():
+            print(self.prompt + text)

@@ -1,0 +1,44 @@
+"""``llmpar inspect``: predicted beside compiled, for one training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmpar.cli.options import File, StepOptions, check_picture, emit, say, speaks, start
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Compile one training step and show predicted beside compiled: bytes and collectives per axis, memory,
+    FLOPs.
+
+    llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --zero 3
+
+    Attributes:
+        svg: also draw the bytes into this SVG (or PNG).
+        json: print one JSON document on stdout.
+    """
+
+    svg: File = None
+    json: bool = False
+    step: StepOptions = StepOptions()
+
+    def run(self) -> dict:
+        """Inspect, and print tables unless JSON was asked for."""
+        import rich
+
+        check_picture(self.svg)
+        from llmpar.inspect.report import inspect, picture, tables
+
+        start()
+        config, plan = self.step.resolve()
+        say(f"compiling a step of {config.name} on {plan.mesh} …")
+        document = inspect(config, plan, self.step.batch_size, self.step.seq_len)
+        if self.svg and speaks():
+            picture(document).save(self.svg)
+            say(f"drew the bytes into {self.svg}")
+        if not self.json and speaks():
+            for table in tables(document):
+                rich.print(table)
+        emit(document, self.json)
+        return document

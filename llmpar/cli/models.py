@@ -1,0 +1,35 @@
+"""``llmpar models``: the presets, with exact numbers of parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from llmpar.cli.options import emit
+from llmpar.config import PRESETS, describe, preset
+
+
+@dataclass(frozen=True)
+class Models:
+    """List the presets, or describe one model, with exact numbers of parameters.
+
+    Attributes:
+        name: a preset's name or the path of a config.json; all presets where it is left out.
+        json: print one JSON document on stdout.
+    """
+
+    name: Annotated[str | None, tyro.conf.Positional] = None
+    json: bool = False
+
+    def run(self) -> None:
+        """Print the models."""
+        models = [describe(c) for c in (PRESETS.values() if self.name is None else [preset(self.name)])]
+        emit({"models": models}, self.json)
+        for m in [] if self.json else models:
+            active = f", {m['active_params']:,} active" if m["active_params"] < m["params"] else ""
+            print(
+                f"{m['name']:<16}{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7}"
+                f" wide{active}"
+            )

@@ -1,0 +1,180 @@
+"""What several commands share: the options of a step, printing, and refusals before the work."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import pathlib
+import re
+import sys
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+from llmpar.config import ModelConfig, preset
+from llmpar.notation import parse_mesh
+from llmpar.plan import Plan
+
+MAX_SEED, MAX_SEQ_LEN, MAX_TOKENS = 2**32 - 1, 2**31 - 1, 2**40
+"""JAX makes keys of 32 bits; positions are int32; sizes of arrays are counted in 64 bits."""
+PICTURES = (".svg", ".png")
+METAVARS = {str | None: "STR", int | None: "INT", tuple[str, ...]: "FILE ..."}
+"""What help shows for the types that tyro would spell out."""
+
+File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+
+
+def speaks() -> bool:
+    """Tell whether this process prints and draws: of several that train together only the first does.
+
+    It does not start JAX.
+    """
+    jax = sys.modules.get("jax")
+    return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def say(*words) -> None:
+    """Print for people, on stderr, in the process that speaks."""
+    if speaks():
+        print(*words, file=sys.stderr, flush=True)
+
+
+def emit(document: dict, as_json: bool) -> None:
+    """Print the document on stdout if it was asked for."""
+    if as_json and speaks():
+        print(json.dumps(document))
+
+
+def flags_of(kind: type, *without: str) -> Any:
+    """Make a dataclass with the fields, defaults and help of ``kind``, but without its checks.
+
+    The command line fills it in, and ``kind(**vars(filled))`` checks it when the command runs: a value that
+    cannot be is then refused like everything else. ``without`` names the fields that a command gives by
+    itself.
+    """
+    hints = get_type_hints(kind)
+    for name, hint in hints.items():
+        if hint in METAVARS:
+            hints[name] = Annotated[hint, tyro.conf.arg(metavar=METAVARS[hint])]
+    fields = [(f.name, hints[f.name], f.default) for f in dataclasses.fields(kind) if f.name not in without]
+    text = re.sub(r"\n {8}", " ", inspect.cleandoc(kind.__doc__ or ""))  # one line for each field
+    text = re.sub(r"(:\w+:)?`+", "'", text)  # a terminal shows no markup
+    return dataclasses.make_dataclass(kind.__name__, fields, namespace={"__doc__": text}, frozen=True)
+
+
+PlanFlags = flags_of(Plan, "mesh")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What one training step is: a model, a batch and a mesh.
+
+    Attributes:
+        model: a preset's name, or the path of a Hugging Face config.json.
+        batch_size: sequences per step, over all devices.
+        seq_len: tokens per sequence.
+        mesh: sizes of the axes, as 'dp=2 fsdp=-1 tp=2' (or 'dp:2,fsdp:-1,tp:2'); one may be -1.
+        mesh_dim: the same as numbers dp,fsdp,tp,sp as in LWM, or dp,fsdp,mp as in EasyLM; replaces --mesh.
+        devices: CPU devices to simulate where there is no accelerator.
+    """
+
+    model: str = "tiny"
+    batch_size: int = 16
+    seq_len: int = 128
+    mesh: str = "dp=-1"
+    mesh_dim: Annotated[str | None, tyro.conf.arg(metavar="STR")] = None
+    devices: int = 8
+    plan: Annotated[Any, tyro.conf.arg(constructor=PlanFlags)] = PlanFlags()
+
+    def resolve(self) -> tuple[ModelConfig, Plan]:
+        """Give the model and the plan, on the devices that are there or are simulated from here on.
+
+        Refuses what cannot run, before anything is compiled.
+        """
+        from llmpar.mesh import use_devices
+
+        config = preset(self.model)
+        devices = use_devices(self.devices)
+        mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, len(devices))
+        plan = Plan(mesh, **vars(self.plan))
+        if self.seq_len > MAX_SEQ_LEN or self.batch_size * self.seq_len > MAX_TOKENS:
+            batch = f"a batch of {self.batch_size:,} sequences of {self.seq_len:,} tokens"
+            raise ValueError(f"{batch}: use at most {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens")
+        plan.check(config, self.batch_size, self.seq_len)
+        return config, plan
+
+
+def installed(package: str) -> bool:
+    """Tell whether a package can be imported, without importing it."""
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.util.find_spec(package) is not None
+    return False
+
+
+def check_picture(path: str | None) -> None:
+    """Refuse a path that no drawing can be saved to, before the work that it would show."""
+    if path is None:
+        return
+    suffix = pathlib.Path(path).suffix
+    if suffix not in PICTURES:
+        raise ValueError(f"a drawing is saved as .svg or .png, and '{path}' is neither; rename it")
+    if suffix == ".png" and not installed("matplotlib"):
+        svg = pathlib.Path(path).with_suffix(".svg")
+        lacks = f"'{path}' would be drawn by matplotlib, which is not installed"
+        raise ValueError(f"{lacks}; use '{svg}', or pip install 'llmpar[lab]'")
+    folder = pathlib.Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or pathlib.Path(path).is_dir():
+        raise ValueError(
+            f"'{path}' cannot be written; give a file in a folder that is there and can be written"
+        )
+
+
+def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, parts: tuple[str, ...]) -> None:
+    """Refuse a model whose simulated devices together hold more than this machine's memory."""
+    import jax
+
+    from llmpar.data import host_bytes
+    from llmpar.predict import memory
+
+    if jax.devices()[0].platform != "cpu" or not (room := host_bytes()):
+        return
+    held = memory.argument_bytes(config, plan, batch_size, seq_len)
+    need = plan.mesh.size * sum(held[part] for part in parts)
+    if need > room:
+        what = (
+            f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB on {plan.mesh.size}"
+            " simulated devices"
+        )
+        raise ValueError(
+            f"{what}, and this machine has {room / 2**30:,.1f} GiB; use a smaller model, or cut it more"
+        )
+
+
+def start() -> None:
+    """Set JAX up: float32, and compiled programs kept between runs.
+
+    They are kept in the user's cache folder, unless JAX has another folder already. Orbax's threads log a
+    file that cannot be read or written; their lines are suppressed, because an exception follows.
+    """
+    import jax
+
+    if not os.environ.get("LLMPAR_TRACEBACK"):
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        if sys.unraisablehook is sys.__unraisablehook__:
+            sys.unraisablehook = lambda _: None
+
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        say("JAX_ENABLE_X64 is ignored: weights are float32, tokens int32")
+        jax.config.update("jax_enable_x64", False)
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        with contextlib.suppress(RuntimeError):  # nobody's home
+            jax.config.update(
+                "jax_compilation_cache_dir", str(pathlib.Path.home() / ".cache" / "llmpar" / "jax")
+            )

@@ -1,0 +1,70 @@
+"""``llmpar schedule``: print a pipeline schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from llmpar.cli.options import check_picture, emit, say
+
+MAX_CELLS = 40_000
+"""Simulating more takes minutes."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Print a pipeline schedule: its timetable, bubble by every definition, makespan, live activations per
+    stage.
+
+    Attributes:
+        name: gpipe, 1f1b, interleaved, zb-h1, …; a wrong name lists all.
+        stages: pipeline stages p.
+        microbatches: m.
+        virtual_stages: model chunks per stage, for schedules that have several.
+        costs: times of forward, input-gradient and weight-gradient work: F,B,W.
+        hop: latency of a send between stages, in the same unit.
+        svg: also draw the timetable into this SVG (or PNG).
+        json: print one JSON document on stdout.
+    """
+
+    name: Annotated[str, tyro.conf.Positional] = "1f1b"
+    stages: int = 4
+    microbatches: int = 8
+    virtual_stages: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    costs: str = "1,1,1"
+    hop: float = 0.0
+    svg: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    json: bool = False
+
+    def run(self) -> None:
+        """Simulate and print."""
+        from llmpar import draw, schedules, timetable
+
+        try:
+            f, b, w = (float(x) for x in self.costs.split(","))
+        except ValueError as error:
+            raise ValueError(f"--costs '{self.costs}' is not three numbers F,B,W such as 1,1,1") from error
+        if self.stages * self.microbatches * (self.virtual_stages or 1) > MAX_CELLS:
+            many = f"{self.stages} stages and {self.microbatches} microbatches are too many to simulate"
+            raise ValueError(f"{many}; use at most {MAX_CELLS:,} of stages x microbatches x chunks")
+        check_picture(self.svg)
+        made = schedules.make(self.name, self.stages, self.microbatches, self.virtual_stages)
+        document = timetable.schedule_document(made, (f, b, w), self.hop)
+        table = timetable.timetable(made, (f, b, w), self.hop)
+        if self.svg:
+            draw.timeline(table).save(self.svg)
+            say(f"drew the timetable into {self.svg}")
+        emit(document, self.json)
+        if not self.json:
+            print(timetable.text_timeline(table))
+            for key in (
+                "makespan",
+                "makespan_lockstep",
+                "bubble_over_ideal",
+                "bubble_fraction",
+                "bubble_rate",
+                "peak_live",
+            ):
+                print(f"{key:<20}{document[key]}")

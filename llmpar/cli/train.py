@@ -1,0 +1,261 @@
+"""``llmpar train``: train on text, with progress, and stop so that the same command goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from llmpar.cli.options import (
+    MAX_SEED,
+    File,
+    StepOptions,
+    check_picture,
+    emit,
+    fits_host,
+    flags_of,
+    say,
+    speaks,
+    start,
+)
+from llmpar.config import ModelConfig, OptimizerConfig
+from llmpar.data import DataConfig, Stream
+from llmpar.plan import Plan
+from llmpar.timetable import timetable
+
+if TYPE_CHECKING:  # it loads JAX
+    from llmpar.train import Report
+
+LINE_S = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
+OptimizerFlags = flags_of(OptimizerConfig)
+TextFlags = flags_of(DataConfig, "seq_len", "batch_size", "seed")
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train on text: by default the running Python's own library sources, so it works offline.
+
+    llmpar train --mesh "dp=2 fsdp=2 tp=2" --steps 200 --data "texts/*.txt" --checkpoints kept --eval-every 50
+
+    Attributes:
+        steps: train to this step.
+        seed: of weights and of the order of data.
+        checkpoints: folder to save to and to resume from: the same command goes on where it was stopped.
+        every: steps between checkpoints.
+        anyway: resume although data, seed or batch are not those that the checkpoint was made with.
+        log: append a JSON line per step to this file; the first after a resumption has "resumed", and
+            replaces older rows from its step on.
+        plot: draw the loss into this PNG or SVG.
+        eval_every: steps between evaluations on the held-out part of the text, and after the last step; 0
+            evaluates never.
+        eval_batches: batches per evaluation, always the same ones.
+        json: print one JSON document on stdout.
+    """
+
+    steps: int = 50
+    seed: int = 0
+    checkpoints: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    every: int = 100
+    anyway: bool = False
+    log: File = None
+    plot: File = None
+    eval_every: int = 0
+    eval_batches: int = 4
+    json: bool = False
+    step: StepOptions = StepOptions()
+    optimizer: Annotated[Any, tyro.conf.arg(constructor=OptimizerFlags)] = OptimizerFlags()
+    text: Annotated[Any, tyro.conf.arg(constructor=TextFlags)] = TextFlags()
+
+    def run(self) -> dict:
+        """Train, showing progress, and give the document that ``--json`` prints."""
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed is {self.seed}; use 0 to {MAX_SEED}")
+        options = OptimizerConfig(**vars(self.optimizer))
+        check_picture(self.plot)
+        from llmpar.checkpoint import Checkpoints
+        from llmpar.mesh import make_mesh
+        from llmpar.train import train
+
+        start()
+        keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
+        config, plan = self.step.resolve()
+        fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
+        stream, held_out = self.read_text(config, plan)
+        say_plan(config, plan, stream.corpus.source)
+        mesh = make_mesh(plan.mesh)
+        with Stopper() as stopper, progress(self.steps) as show:
+
+            def on_step(number, report):
+                stopper.worked = True
+                show(number + 1, progress_text(report))
+
+            _, report = train(
+                config,
+                plan,
+                mesh,
+                stream,
+                self.steps,
+                options,
+                self.seed,
+                keep,
+                self.log,
+                on_step,
+                anyway=self.anyway,
+                held_out=held_out,
+                eval_every=self.eval_every,
+                eval_batches=self.eval_batches,
+                ideal_step_s=ideal_step_s(config, self.step, mesh),
+                tell=say,
+                stop=lambda: stopper.number > 0,
+            )
+        if stopper.number and (done := report.start + len(report.losses)) < self.steps:
+            goes_on = f"kept in {self.checkpoints}: the same command goes on from there"
+            say(f"llmpar: stopped after step {done}; {goes_on if keep else 'nothing was kept'}")
+            raise SystemExit(128 + stopper.number)
+        self.show_losses(report.losses)
+        document = document_of(config, plan, report)
+        emit(document, self.json)
+        return document
+
+    def read_text(self, config: ModelConfig, plan: Plan) -> tuple[Stream, Stream | None]:
+        """Read the text to train on, and its held-out part if it is to be evaluated."""
+        from llmpar import attention, data
+
+        batch_size, seq_len = self.step.batch_size, self.step.seq_len
+        source = DataConfig(**vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed)
+        tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
+        data.check_vocab(tokenizer, config.vocab_size)
+        corpus = data.read_corpus(source, tokenizer)
+        positions = attention.sequence_permutation(plan.sequence_order, seq_len, plan.mesh.sp)
+        held_out = Stream(corpus, source, "held_out", positions) if self.eval_every else None
+        return Stream(corpus, source, positions=positions), held_out
+
+    def show_losses(self, losses: list[float]) -> None:
+        """Draw the losses where this was asked for, and say the first and the last."""
+        if not losses:
+            return
+        if self.plot and speaks():
+            from llmpar import draw
+
+            draw.loss_curve(losses).save(self.plot)
+            say(f"drew the loss into {self.plot}")
+        say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
+
+
+def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
+    """Say what is trained on what."""
+    devices = f"{plan.mesh} ({plan.mesh.size} devices)"
+    say(f"{config.name}: {config.num_params:,} parameters on {devices}; {source}")
+    if order := plan.pipeline:
+        idle = timetable(order).bubble_fraction
+        counts = f"{order.num_stages} stages, {order.num_microbatches} microbatches"
+        say(f"{order.name}: {counts}, {idle:.0%} of a step idle")
+
+
+def progress_text(report: Report) -> str:
+    """Give the newest figures of a running training in a line."""
+    mfu = f", MFU {report.mfu:.1%}" if report.mfu else ""
+    memory = f", {report.memory_bytes / 2**30:.2f} GiB" if report.memory_bytes else ""
+    evaluated = f", held-out {report.eval_losses[-1][1]:.3f}" if report.eval_losses else ""
+    rate = f"{report.tokens_per_s:,.0f} tokens/s"
+    return f"loss {report.losses[-1]:.3f} nats{evaluated}, {rate}{mfu}{memory}"
+
+
+def document_of(config: ModelConfig, plan: Plan, report: Report) -> dict:
+    """Give the document of a training run; its keys are a contract."""
+    return {
+        "model": config.name,
+        "mesh": plan.mesh.sizes,
+        "losses": report.losses,
+        "grad_norms": report.grad_norms,
+        "tokens_per_s": report.tokens_per_s,
+        "step_s": report.step_s,
+        "params": config.num_params,
+        "devices": plan.mesh.size,
+        "start": report.start,
+        "mfu": report.mfu,
+        "peak_memory_bytes": report.memory_bytes,
+        "eval_losses": report.eval_losses,
+    }
+
+
+class Stopper:
+    """Let the first Ctrl-C or SIGTERM end training after the running step, so that it can be saved.
+
+    The second signal ends the process at once, and so does one before any step was done. With several
+    processes signals keep their usual meaning, because all of them would have to stop at the same step.
+    """
+
+    def __init__(self):
+        self.number, self.worked, self._before = 0, False, {}
+
+    def __enter__(self) -> Stopper:
+        import jax
+
+        if threading.current_thread() is threading.main_thread() and jax.process_count() == 1:
+            self._before = {n: signal.signal(n, self) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def __call__(self, number: int, _frame) -> None:
+        again, self.number = self.number > 0, number
+        if again or not self.worked:
+            os.write(2, b"llmpar: ended at once; checkpoints taken before are intact\n")
+            os._exit(128 + number)
+        os.write(2, b"llmpar: ends after this step; once more ends at once\n")
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[int, str], None]]:
+    """Give a function that shows how many steps are done, with a text: a bar in a terminal, else a line every
+    `LINE_S` seconds."""
+    if sys.stderr.isatty() and speaks():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = [
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+        ]
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("compiling", total=total)
+            yield lambda done, words: bar.update(task, completed=done, description=words)
+        return
+    last = -math.inf
+
+    def line(done: int, words: str) -> None:
+        nonlocal last
+        if time.monotonic() > last + LINE_S or done == total:
+            say(f"step {done}/{total}: {words}")
+            last = time.monotonic()
+
+    say("compiling …")
+    yield line
+
+
+def ideal_step_s(config: ModelConfig, step: StepOptions, mesh) -> float | None:
+    """Give the seconds that a step's useful FLOPs take at the devices' peak; None where no peak is known."""
+    from llmpar.predict import hardware, memory
+
+    chip = hardware.guess(mesh.devices.flat[0].device_kind)
+    if chip is None or chip.simulated:
+        return None
+    return sum(memory.flops(config, step.batch_size, step.seq_len).values()) / chip.flops_per_s / mesh.size
