@@ -282,6 +282,12 @@ def test_inspect_document(model, tmp_path):
     assert all(
         row["predicted_bytes"] == row["compiled_bytes"] > 0 and row["source"] and row["arrow"] for row in rows
     )
+    arrows = found["arrows"]
+    assert all(row["arrow"] and row["as_predicted"] for row in arrows)
+    for row in rows:
+        parts = [r for r in arrows if (r["axis"], r["kind"]) == (row["axis"], row["kind"])]
+        assert sum(r["bytes_sent"] for r in parts) == row["compiled_bytes"]
+        assert sum(r["count"] for r in parts) == row["count"]
     [sums] = [row["arrow"].split("; ") for row in rows if (row["axis"], row["kind"]) == ("tp", "all-reduce")]
     assert {"ffn b s d +m -> stream b s d", "attention b s d +n -> stream b s d"} <= set(sums), (
         "lines of the model's text"

@@ -170,7 +170,7 @@ def tables(document: dict) -> list[Table]:
 def _arrow_table(document: dict) -> Table:
     """Which arrow of the model or the step sends what, below the axes and the collective that carry it
     out."""
-    title = "compiled: what is sent by which arrow of the model or the step"
+    title = "by arrow of the model or the step, as compiled (=: as predicted)"
     table = Table(title=title, title_justify="left")
     for name in ("arrow", "direction", "count", "bytes", ""):
         number = name in ("count", "bytes")
@@ -182,7 +182,7 @@ def _arrow_table(document: dict) -> Table:
         for row in rows:
             arrow = row["arrow"] or "(chosen by the partitioner)"
             numbers = f"{row['count']:,}", f"{row['bytes_sent']:,} B", "=" if row["as_predicted"] else "≠"
-            table.add_row("  " + arrow, row["direction"], *numbers)
+            table.add_row(" " + arrow, row["direction"], *numbers)
         table.add_section()
     return table
 
