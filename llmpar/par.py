@@ -143,7 +143,7 @@ class Manual(Solo):
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims).astype(self.dtype)
-        return checkpoint_name(self.carry_out(x, self.plan.gather(param.dims), param.dims), WEIGHT)
+        return checkpoint_name(self.carry_out(x, self.plan.life(param.dims).gather, param.dims), WEIGHT)
 
     def move(self, x, arrow: str):
         """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in
@@ -255,8 +255,9 @@ _ragged.defvjp(
 
 
 def varying(x) -> frozenset[str]:
-    """The mesh axes over which shard_map's type of ``x`` says that devices may hold different values."""
-    kind = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)).manual_axis_type
+    """The mesh axes over which shard_map's type of ``x`` (or this type) says that devices may hold different
+    values."""
+    kind = (jax.typeof(x) if isinstance(x, jax.Array) else x).manual_axis_type
     return kind.varying if kind else frozenset()
 
 
@@ -264,6 +265,13 @@ def vary(x, axes):
     """``x`` typed as varying over ``axes`` too. Its transpose sums over those that are new."""
     missing = tuple(a for a in axes if a not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_alike(tree, like=()):
+    """``tree``, every leaf typed as varying over each mesh axis over which any leaf does, of ``like`` too:
+    loops and branches insist."""
+    axes = sorted(frozenset().union(*map(varying, jax.tree.leaves((tree, like)))))
+    return jax.tree.map(lambda x: vary(x, axes), tree)
 
 
 def _together(values):

@@ -28,7 +28,7 @@ import oracle
 import pytest
 from parity import arranged, emulated_ragged_all_to_all, live
 
-from llmpar import attention, pipeline, schedules
+from llmpar import attention, pipeline, schedules, sequence_order
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
@@ -380,7 +380,7 @@ def pieces_of(plan: Plan, seq: int):
 
 def places_of(plan: Plan, seq: int):
     return (
-        attention.sequence_permutation(plan.sequence_order, seq, plan.mesh.sp)
+        sequence_order.sequence_permutation(plan.sequence_order, seq, plan.mesh.sp)
         if plan.mesh.sp > 1
         else np.arange(seq)
     )

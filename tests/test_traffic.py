@@ -31,7 +31,7 @@ def executed(config, batch=BATCH, seq=SEQ, **plan):
     params = jax.eval_shape(lambda: init_params(config))
     one = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     data = dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
-    loss = lambda params, data: nnx.merge(model_graph(config), params).losses(data, par).sum()
+    loss = lambda params, data: nnx.merge(model_graph(config), params).cross_entropies(data, par)[0].sum()
     return executed_flops(jax.jit(jax.value_and_grad(loss)).lower(params, data).compile().as_text())
 
 
@@ -284,10 +284,10 @@ def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fi
     specs = jax.tree.map(spec, layouts)
 
     def step(values):
-        sums = {name: plan.unreduced(dims).sums for name, (dims, _) in weights.items()}
+        sums = {name: plan.life(dims).unreduced.sums for name, (dims, _) in weights.items()}
         grads = jax.grad(loss)({name: vary(x, sums.get(name, ())) for name, x in values.items()})
         for name, (dims, _) in weights.items():
-            grads[name] = par.carry_out(grads[name], plan.finish(dims), f"gradient {dims}")
+            grads[name] = par.carry_out(grads[name], plan.life(dims).finish, f"gradient {dims}")
         return grads
 
     traced = jax.make_jaxpr(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs))(given)
@@ -298,7 +298,7 @@ def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fi
     for dims, shape in weights.values():
         elements = math.prod(plan.stored(dims).shard_shape(shape, plan.mesh.sizes))
         of = traffic.Sent(dims, "weights")
-        sent.carry(plan.gather(dims), elements * traffic.ITEMSIZE[plan.dtype], of, 1, 1)
-        sent.carry(plan.finish(dims), 4 * elements, traffic.Sent("gradient " + dims, "gradients"), 1)
+        sent.carry(plan.life(dims).gather, elements * traffic.ITEMSIZE[plan.dtype], of, 1, 1)
+        sent.carry(plan.life(dims).finish, 4 * elements, traffic.Sent("gradient " + dims, "gradients"), 1)
     assert by_arrow(census_jaxpr(traced.jaxpr, mesh.shape)) == predicted_by_arrow(sent)
     assert {kind for _, kind in sent} >= {"all-gather", "reduce-scatter"}

@@ -6,23 +6,23 @@ The tests hold `argument_bytes` against the compiled program, exactly; `temp_byt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from llmpar.config import ModelConfig
-from llmpar.notation import Layout
 from llmpar.plan import Plan
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 from llmpar.timetable import slots, timetable
 
 
-def _elements(config: ModelConfig, plan: Plan, layout_of: Callable[[str], Layout], part: str = "") -> int:
-    """Numbers that each device holds of all weights (of those whose path begins with ``part``), laid out by
-    one of the plan's layouts."""
+def _held(config: ModelConfig, plan: Plan, layout: str, part: str = "") -> int:
+    """Bytes per device of one float32 copy of all weights (of those whose path begins with ``part``) in a
+    layout of `plan.Life`."""
     weights, sizes = plan.padded(config).weights(), plan.mesh.sizes
-    held = (
-        layout_of(w.dims).shard_shape(w.shape, sizes) for path, w in weights.items() if path.startswith(part)
+    shapes = (
+        getattr(plan.life(w.dims), layout).shard_shape(w.shape, sizes)
+        for path, w in weights.items()
+        if path.startswith(part)
     )
-    return sum(map(math.prod, held))
+    return FLOAT32 * sum(map(math.prod, shapes))
 
 
 def argument_bytes(
@@ -32,12 +32,11 @@ def argument_bytes(
     optimizer's state (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's,
     and AdamW's one).
     """
-    held = lambda layout_of: FLOAT32 * _elements(config, plan, layout_of)
     sizes = plan.mesh.sizes
     batch = 4 * 4 * math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), sizes))
     return {
-        "params": held(plan.stored),
-        "optimizer": moments * held(plan.graded),
+        "params": _held(config, plan, "stored"),
+        "optimizer": moments * _held(config, plan, "graded"),
         "batch": batch,
         "counters": 4 * scalars,
     }
@@ -50,8 +49,8 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     """
     sizes, item = plan.mesh.sizes, ITEMSIZE[plan.dtype]
     tokens = math.prod(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
-    tp, held_as = sizes["tp"], lambda *asked: FLOAT32 * _elements(config, plan, *asked)
-    grads = held_as(plan.accumulated)
+    tp = sizes["tp"]
+    grads = _held(config, plan, "accumulated")
     stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
     ffn = 4 * tokens * config.ffn_width * item // tp // plan.ffn_chunks
@@ -62,19 +61,18 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
         8 * stream + heads + ffn
     )  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
     kept = block - ffn * (plan.ffn_chunks > 1)  # chunks are computed again
-    layers = plan.padded(config).num_layers
-    held = 0
+    layers, held = config.num_layers, 0
     if (
         order := plan.pipeline
     ):  # one chunk is differentiated at a time; of the others that are alive, what F saved
-        layers //= len(order.routes[0])
+        layers = max(order.layers(layers).values())
         alive = slots(timetable(order))
         saved, messages, residual = (
             int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual)
         )
         one = stream if plan.stage_saves == "input" else layers * kept
         held = saved * one + messages * stream + residual * layers * kept
-        borrowed = held_as(plan.stored, "blocks.") + held_as(plan.accumulated, "blocks.")
+        borrowed = sum(_held(config, plan, name, "blocks.") for name in ("stored", "accumulated"))
         held += (order.parameter_copies - 1) * borrowed
     held += layers * (stream if plan.remat == "block" else kept)
     logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks

@@ -129,14 +129,13 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
         return Runs(m, m, n, n * recomputed, n, n * (2 - keeps), n * (1 + (recomputed and not keeps)), m)
     m //= len(order.routes)  # each way through the stages has as many
     embed, loss = (m * sum(route[i][0] == stage for route in order.routes) for i in (0, -1))
-    n = last = 0
-    few, more = divmod(config.num_layers, len(order.routes[0]))
-    for route in order.routes:
-        n += m * sum(few + (i < more) for i, cell in enumerate(route) if cell[0] == stage)
-        last += m * (few + (len(route) <= more)) * (route[-1][0] == stage)
+    layers = order.layers(config.num_layers)
+    n = m * sum(num for cell, num in layers.items() if cell[0] == stage)
+    last = m * sum(layers[route[-1]] for route in order.routes if route[-1][0] == stage)
     cells = order.visits * plan.microbatches
     if plan.stage_saves == "residuals":
-        twice = n + cells * few  # a layer that only some chunks have keeps its gathered weights
+        # A layer that only some chunks have keeps its gathered weights.
+        twice = n + cells * min(layers.values())
         return Runs(embed, loss, n, 0, n, twice, twice, cells)
     forward, attended = 2 * n - last, 2 * cells - loss
     if order.split_backward:  # layer by layer, nothing checkpointed
@@ -179,35 +178,29 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
     held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.sizes))
     buckets: dict[tuple, list[int]] = {}
     for path, weight in sorted(plan.padded(config).weights().items(), key=lambda item: item[0].split(".")):
-        dims, shape = weight.dims, weight.shape
-        gathers, gradients, pieces = _uses(config, plan, run, path, weight)
-        used = dims.replace(" l ", " ")  # layer by layer
-        one = shape[1:] if used != dims else shape
-        of = Sent(used, "weights", "gradients")
-        traffic.carry(
-            plan.gather(used), ITEMSIZE[plan.dtype] * held(plan.stored(used), one), of, gathers, gradients
+        dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
+        life, gathers, gradients, pieces = plan.life(dims), *_uses(config, plan, run, path, weight)
+        layers, visits = (shape[0] // plan.mesh.pp, _visits(plan)) if stacked else (1, 1)
+        stored, of = (
+            held(life.stored, shape) // layers,
+            Sent(dims.replace(" l ", " "), "weights", "gradients"),
         )
+        traffic.carry(life.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
         if plan.reduce == "layer":  # summed where its values begin to differ: inside the backward pass
-            message = FLOAT32 * held(plan.stored(used), one)
-            traffic.add("all-reduce", plan.copied(dims), "gradients", message, gradients, used)
-        if used != dims and plan.pipeline and plan.pipeline.parameter_copies > 1:  # lent, and returned
-            for layout, name in {
-                plan.stored: "weights of the other direction",
-                plan.accumulated: "their gradients",
-            }.items():
-                message = FLOAT32 * held(layout(dims), shape)
-                traffic.add("collective-permute", ("pp",), name, message, text="l -> the opposite stage")
-        of, visits = Sent(f"gradient {dims}", "gradients"), _visits(plan) if used != dims else 1
-        traffic.carry(
-            plan.accumulate(dims), FLOAT32 * held(plan.unreduced(dims), shape) // visits, of, pieces
-        )
-        message = FLOAT32 * held(plan.accumulated(dims), shape)
+            traffic.add("all-reduce", life.copied, "gradients", FLOAT32 * stored, gradients, of.text)
+        if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # lent, and returned
+            names = {"weights of the other direction": life.stored, "their gradients": life.accumulated}
+            for name, layout in names.items():
+                message, text = FLOAT32 * held(layout, shape), "l -> the opposite stage"
+                traffic.add("collective-permute", ("pp",), name, message, text=text)
+        of, added = Sent(f"gradient {dims}", "gradients"), FLOAT32 * held(life.accumulated, shape)
+        traffic.carry(life.accumulate, FLOAT32 * held(life.unreduced, shape) // visits, of, pieces)
         if plan.reduce == "bucket":
-            buckets.setdefault((plan.copied(dims), plan.stored(dims).axes), []).append(message)
+            buckets.setdefault((life.copied, life.stored.axes), []).append(added)
         else:
-            traffic.carry(plan.finish(dims), message, of, 1)
+            traffic.carry(life.finish, added, of, 1)
         of = Sent(f"updated {dims}", "updated weights")
-        traffic.carry(plan.restore(dims), FLOAT32 * held(plan.graded(dims), shape), of, 1)
+        traffic.carry(life.restore, FLOAT32 * held(life.graded, shape), of, 1)
     for (axes, _), leaves in buckets.items():
         for bucket in _buckets(leaves, plan.bucket_bytes):
             text = f"bucket of {len(bucket)} gradients"

@@ -134,8 +134,9 @@ class Decoder:
             x, new = lax.scan(layer, x, (weights, cache))
             return x, None
 
-        embedding, head = model.tables(par)
-        x, _ = model.run(model.embed(embedding, batch, par), batch, par, layers)
+        embedding = par.weight(model.embedding)
+        head = embedding if self.config.tied else par.weight(model.head)
+        x, _ = model.run_blocks(model.embed(embedding, batch, par), batch, par, layers)
         x = par.move(model.norm(x[:, -1:], par), "stream b s d -> vocab b s d")[:, 0]
         logits = jnp.einsum("bd,vd->bv", x, head, preferred_element_type=jnp.float32)
         return (

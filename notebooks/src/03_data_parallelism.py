@@ -293,7 +293,7 @@ fresh = jax.tree.map(np.asarray, jax.jit(lambda key: init_params(config, key))(j
 def solo_step(params, velocity, batch):
     def loss(params):
         count = (batch["targets"] >= 0).sum().astype(jnp.float32)
-        return nnx.merge(model_graph(config), params).losses(batch, Solo(Plan())).sum() / count
+        return nnx.merge(model_graph(config), params).cross_entropies(batch, Solo(Plan()))[0].sum() / count
 
     value, grads = jax.value_and_grad(loss)(params)
     velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, grads)
