@@ -140,12 +140,3 @@ def sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
 def shard_bytes(layout: Layout, shape: tuple[int, ...], itemsize: int, sizes: dict[str, int]) -> int:
     """Bytes that one device holds of a value of ``shape``."""
     return math.prod(layout.shard_shape(shape, sizes)) * itemsize
-
-
-def groups(shape: MeshShape, *axes: str) -> np.ndarray:
-    """Device positions of the groups that communicate over ``axes``: one row a group, [num_groups,
-    group_size]."""
-    names = list(AXES)
-    grid = np.arange(shape.size).reshape(tuple(shape.sizes.values()))
-    grid = np.moveaxis(grid, [names.index(a) for a in axes], range(-len(axes), 0))
-    return grid.reshape(-1, math.prod(shape.sizes[a] for a in axes))

@@ -394,25 +394,24 @@ def _fit(text: str, sizes: dict[str, int], num_devices: int | None, reshape: boo
         sizes = sizes | {free: num_devices // known}
     elif free or known > num_devices:
         need = f"a multiple of {known} devices" if free else f"{known} devices"
-        suggestion = nearest_mesh(sizes, num_devices)
+        suggestion = near_meshes(sizes, num_devices)[0]
         raise ValueError(f"mesh '{text}' needs {need} but {num_devices} are present; try '{suggestion}'")
     return MeshShape(reshape=reshape, **sizes)  # type: ignore[arg-type]
 
 
-def nearest_mesh(sizes: dict[str, int], num_devices: int) -> MeshShape:
-    """The mesh over the same axes that fills ``num_devices`` and changes the asked ``sizes`` least (-1 may be
-    anything)."""
-    options: list[dict[str, int]] = [{}]
+def near_meshes(sizes: dict[str, int], num_devices: int) -> list[MeshShape]:
+    """Lists every mesh over the same axes that fills ``num_devices``, those first that change the asked
+    ``sizes`` least (-1 may be anything)."""
+    found: list[dict[str, int]] = [{}]
     for axis in sizes:
-        options = [o | {axis: n} for o in options for n in divisors(num_devices // math.prod(o.values()))]
-    full = [o for o in options if math.prod(o.values()) == num_devices]
+        found = [o | {axis: n} for o in found for n in divisors(num_devices // math.prod(o.values()))]
+    full = [o for o in found if math.prod(o.values()) == num_devices]
+    return [MeshShape(**o) for o in sorted(full, key=lambda o: mesh_distance(o, sizes))]  # type: ignore[arg-type]
 
-    def distance(option: dict[str, int]) -> float:
-        return sum(
-            abs(math.log2(n / sizes[a])) if sizes[a] > 0 else 0.1 * (n == 1) for a, n in option.items()
-        )
 
-    return MeshShape(**min(full, key=distance))  # type: ignore[arg-type]
+def mesh_distance(sizes: dict[str, int], asked: dict[str, int]) -> float:
+    """Sums over the axes the doublings and halvings that turn the asked sizes into these."""
+    return sum(abs(math.log2(n / asked[a])) if asked[a] > 0 else 0.1 * (n == 1) for a, n in sizes.items())
 
 
 def divisors(n: int) -> list[int]:

@@ -49,7 +49,7 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import attention, moe, pipeline, sequence_order
 from llmpar.config import ExpertConfig, preset
-from llmpar.inspect import hlo
+from llmpar.inspect.census import Collective, census_hlo, compiled_memory, executed_flops, partitioned_hlo
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.par import Solo
 from llmpar.plan import Plan
@@ -146,7 +146,7 @@ def programs(config, only):
     batch = batch_of(config.vocab_size, BATCH, SEQ)
     if not only or "plain jax" in only:
         step, state = plain(config, jax.device_put(batch))
-        held = hlo.compiled_memory(step.lower(state).compile())
+        held = compiled_memory(step.lower(state).compile())
         yield "plain jax", _stepper(step, state), {"temp_mib": held["temp_bytes"] / 2**20}
     for name, plan in PLANS.items():
         if (only and name not in only) or plan.mesh.size > len(devices):
@@ -160,16 +160,16 @@ def programs(config, only):
         step = Step(model, plan, make_mesh(plan.mesh), optax.adamw(1e-3), clip=None)
         compiled = step.lower(rows, SEQ).compile()
         placed = jax.device_put(batch_of(model.vocab_size, rows, SEQ), step.batch_sharding)
-        held, text = hlo.compiled_memory(compiled), hlo.partitioned_hlo(step.lower(rows, SEQ))
+        held, text = compiled_memory(compiled), partitioned_hlo(step.lower(rows, SEQ))
         stages = (
             [pipeline.taken(plan.pipeline, model.num_layers, i) for i in range(plan.mesh.pp)]
             if plan.pipeline
             else [None]
         )
-        census = hlo.census_hlo(text, step.mesh, stages[0])
+        census = census_hlo(text, step.mesh, stages[0])
         trips = live_blocks(model, plan, batch) if model.experts else None
         executed = (
-            statistics.mean(hlo.executed_flops(compiled.as_text(), t, trips) for t in stages) * plan.mesh.size
+            statistics.mean(executed_flops(compiled.as_text(), t, trips) for t in stages) * plan.mesh.size
         )
         facts = {
             "temp_mib": held["temp_bytes"] / 2**20,
@@ -226,7 +226,7 @@ def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
     return Fraction(int((-(-counts // block)).sum()), len(dealt))
 
 
-def _result_bytes(c: hlo.Collective) -> float:
+def _result_bytes(c: Collective) -> float:
     """The size of a collective's results, as tables of other projects count it, from the bytes that a ring
     sends."""
     factor = {"all-reduce": 2.0, "reduce-scatter": float(c.group_size)}.get(c.kind, 1.0)
@@ -352,10 +352,10 @@ def attentions(n: int = 8, s: int = 8192, heads: int = 8, width: int = 64):
         found = [np.asarray(x)[:, np.argsort(places)] for x in compiled(*given)]
         want = want or found
         error = max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, want, strict=True))
-        text = hlo.partitioned_hlo(lowered)
-        sent = sum(c.bytes_sent for c in hlo.census_hlo(text, mesh)) if f is not one else 0
+        text = partitioned_hlo(lowered)
+        sent = sum(c.bytes_sent for c in census_hlo(text, mesh)) if f is not one else 0
         facts = {
-            "temp_mib": hlo.compiled_memory(compiled)["temp_bytes"] / 2**20,
+            "temp_mib": compiled_memory(compiled)["temp_bytes"] / 2**20,
             "sent_mib": sent / 2**20,
             "error": error,
         }
@@ -384,7 +384,7 @@ def long_block(s: int = 65_536) -> dict:
         "cpu_s": time.process_time() - cpu,
         "wall_s": time.perf_counter() - wall,
     }
-    row |= {"temp_mib": hlo.compiled_memory(compiled)["temp_bytes"] / 2**20, "before_gib": before / 2**20}
+    row |= {"temp_mib": compiled_memory(compiled)["temp_bytes"] / 2**20, "before_gib": before / 2**20}
     row["peak_rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {"seq": s, "rows": {f"one block, {s:,} positions": row}}
 

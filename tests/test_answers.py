@@ -11,7 +11,7 @@ from llmpar.config import PRESETS, preset
 from llmpar.draw import geometry
 from llmpar.draw.scene import Rect, Text, flatten, to_svg
 from llmpar.explore import answers
-from llmpar.notation import AXES, MeshShape, parse_layout, parse_mesh
+from llmpar.notation import AXES, parse_layout, parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.predict.hardware import CHIPS, chip
@@ -347,12 +347,6 @@ def test_compare_names_both():
     one, two = answers.answer(TINY), answers.answer(TINY | {"mesh": "dp=3"})
     rows = answers.compare(one, two)
     assert all(row[2] == "refused" and row[1] != "refused" for row in rows)
-
-
-def test_meshes_lists_every_factorization_once():
-    found = [tuple(m.values()) for m in answers.meshes(8)]
-    assert len(found) == len(set(found)) == 56 and all(math.prod(m) == 8 for m in found)
-    assert answers.distance(MeshShape(dp=2).sizes, MeshShape(dp=8).sizes) == 2
 
 
 def test_the_batchs_and_activations_bytes_follow_the_state():

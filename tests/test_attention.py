@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import attention
 from llmpar.attention import blockwise, decode, full, merge, ring
-from llmpar.inspect import hlo
+from llmpar.inspect.census import executed_flops
 from llmpar.sequence_order import Mask, live_blocks, sequence_permutation
 
 CAUSAL, BOTH, WINDOW, BAND = Mask(), Mask(causal=False), Mask(window=10), Mask(causal=False, window=5)
@@ -518,7 +518,7 @@ def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
 
 
 def flops(f, *args):
-    return hlo.executed_flops(jax.jit(f).lower(*args).compile().as_text())
+    return executed_flops(jax.jit(f).lower(*args).compile().as_text())
 
 
 def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attention(monkeypatch):

@@ -9,7 +9,17 @@ import pytest
 from parity import LLAMA, QWEN, all_plans, by_arrow, live, name, predicted_by_arrow
 
 from llmpar import pipeline
-from llmpar.inspect import hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+    read_program,
+    unordered,
+)
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import formulas, memory, traffic
@@ -37,6 +47,15 @@ def predicted(config, plan):
     return predicted_by_arrow(traffic.step_traffic(config, plan, BATCH, SEQ))
 
 
+def arrow_sums(census):
+    """The rows by arrow, added up again by axes and kind."""
+    sums = {}
+    for row in arrow_rows(census):
+        total = sums.setdefault((row["axis"], row["kind"]), {"count": 0, "bytes_sent": 0})
+        total |= {number: total[number] + row[number] for number in total}
+    return sums
+
+
 def lowered(config, plan):
     plan.check(config, BATCH, SEQ)
     step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
@@ -45,17 +64,16 @@ def lowered(config, plan):
 
 def compare_with_hlo(config, plan):
     step, program = lowered(config, plan)
-    compiled, text = hlo.read_program(program)
-    census = hlo.census_hlo(text, step.mesh)
+    compiled, text = read_program(program)
+    census = census_hlo(text, step.mesh)
     assert by_arrow(census) == predicted(config, plan)
-    assert all(c.arrow for c in census), (
-        "every collective carries the line of the model or the step that it is for"
-    )
+    assert all(c.arrow for c in census), "a collective names the line of the model or the step that it is for"
+    assert arrow_sums(census) == census_table(census)
     small = (  # what is summed once needs everything, so that no device can enter it early
         "loss, tokens and norm"
     )
-    assert small not in {c.arrow for pair in hlo.unordered(text, step.mesh) for c in pair}
-    held = hlo.compiled_memory(compiled)
+    assert small not in {c.arrow for pair in unordered(text, step.mesh) for c in pair}
+    held = compiled_memory(compiled)
     assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
 
 
@@ -63,7 +81,7 @@ def compare_with_hlo(config, plan):
 def test_the_formula_gives_what_the_traced_step_sends(plan):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    assert by_arrow(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(LLAMA, plan)
+    assert by_arrow(census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(LLAMA, plan)
 
 
 STAGES = [Plan(MIXED, zero=z, tp_sequence=z % 2 == 1) for z in range(4)]
@@ -81,6 +99,31 @@ SAMPLE = [
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
 def test_the_formula_gives_what_the_partitioned_program_sends_and_is_given(plan):
     compare_with_hlo(LLAMA, plan)
+
+
+ALIKE = [Plan(MIXED, tp_sequence=True, remat="block"), Plan("dp=8", zero=0, reduce="bucket"), SPECIAL[3]]
+
+
+@pytest.mark.parametrize("plan", ALIKE, ids=name)
+def test_an_arrow_sends_the_same_before_and_after_the_compiler(plan):
+    """By arrow and direction: the traced step, and the partitioned program."""
+    step, program = lowered(LLAMA, plan)
+    jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
+    traced, sent = census_jaxpr(jaxpr, plan.mesh.sizes), census_hlo(partitioned_hlo(program), step.mesh)
+    by_text = lambda rows: sorted(map(str, rows))
+    assert by_text(arrow_rows(traced)) == by_text(arrow_rows(sent))
+    directions = {(c.arrow, c.kind): c.direction for c in sent if c.kind == "reduce-scatter"}
+    if plan.tp_sequence:  # Korthikanti et al. 2022: what is scattered forward is gathered backward
+        assert directions["ffn b s d +m -> stream b s d", "reduce-scatter"] == "forward"
+        assert directions["stream b s d -> ffn b s d", "reduce-scatter"] == "backward"
+        assert {c.direction for c in sent if c.arrow == "ffn d m" and c.kind == "all-gather"} == {
+            "forward",
+            "recomputed",
+        }
+    assert {c.direction for c in sent if c.arrow.startswith(("gradient", "loss"))} == {""}
+    lines, total = arrow_text(sent, most=3).splitlines(), f"{sum(c.bytes_sent for c in sent):,} B"
+    assert len(lines) == min(len(arrow_rows(sent)), 4) + 1 and lines[-1].startswith("in all")
+    assert lines[-1].endswith(total)
 
 
 @pytest.mark.full
@@ -127,13 +170,14 @@ def compare_every_stage(config, plan, num_layers=4):
     """One program serves all stages; each takes other branches of it."""
     config = dataclasses.replace(config, num_layers=num_layers)
     step, program = lowered(config, plan)
-    compiled, text = hlo.read_program(program)
+    compiled, text = read_program(program)
     for stage in range(plan.mesh.pp):
-        census = hlo.census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, config.num_layers, stage))
+        census = census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, config.num_layers, stage))
         want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
         assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
         assert not any(c.conditional for c in census)
-    held = hlo.compiled_memory(compiled)
+        assert all(c.arrow for c in census) and arrow_sums(census) == census_table(census)
+    held = compiled_memory(compiled)
     assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
 
 
@@ -152,9 +196,7 @@ def compare_every_traced_stage(config, plan):
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0))
     jaxpr = live(step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr)
     for stage in range(plan.mesh.pp):
-        census = hlo.census_jaxpr(
-            jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, config.num_layers, stage)
-        )
+        census = census_jaxpr(jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, config.num_layers, stage))
         want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
         assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
 
@@ -192,7 +234,7 @@ def test_groups_that_divide_no_message_are_counted_alike(mesh):
     plan = Plan(mesh, zero=0 if "fsdp" not in mesh else 3, reshard_after_forward=False)
     step = Step(config, plan, abstract_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(48, 15)).jaxpr
-    census = hlo.census_jaxpr(jaxpr, plan.mesh.sizes)
+    census = census_jaxpr(jaxpr, plan.mesh.sizes)
     assert by_arrow(census) == predicted_by_arrow(traffic.step_traffic(config, plan, 48, 15))
     exact = lambda kind, message, axes: formulas.sent_bytes(
         kind, message, math.prod(plan.mesh.sizes[a] for a in axes)
@@ -261,9 +303,9 @@ def test_auto_is_one_device_in_value_but_chooses_its_own_collectives():
     """On simulated devices XLA's partitioner never forms a reduce-scatter: ZeRO's saving is in memory, not in
     bytes."""
     step, program = lowered(LLAMA, Plan("fsdp=8", reading="auto"))
-    kinds = {c.kind for c in hlo.census_hlo(hlo.partitioned_hlo(program), step.mesh)}
+    kinds = {c.kind for c in census_hlo(partitioned_hlo(program), step.mesh)}
     assert "all-reduce" in kinds and "reduce-scatter" not in kinds
-    assert hlo.compiled_memory(program.compile())["argument_bytes"] == sum(
+    assert compiled_memory(program.compile())["argument_bytes"] == sum(
         memory.argument_bytes(LLAMA, Plan("fsdp=8"), BATCH, SEQ).values()
     )
 
@@ -278,4 +320,4 @@ def test_a_program_that_sends_more_is_noticed():
     plan = Plan("dp=2 fsdp=4")
     step = Chatty(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    assert by_arrow(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)) != predicted(LLAMA, plan)
+    assert by_arrow(census_jaxpr(jaxpr, plan.mesh.sizes)) != predicted(LLAMA, plan)

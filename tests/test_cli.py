@@ -282,6 +282,12 @@ def test_inspect_document(model, tmp_path):
     assert all(
         row["predicted_bytes"] == row["compiled_bytes"] > 0 and row["source"] and row["arrow"] for row in rows
     )
+    arrows = found["arrows"]
+    assert all(row["arrow"] and row["as_predicted"] for row in arrows)
+    for row in rows:
+        parts = [r for r in arrows if (r["axis"], r["kind"]) == (row["axis"], row["kind"])]
+        assert sum(r["bytes_sent"] for r in parts) == row["compiled_bytes"]
+        assert sum(r["count"] for r in parts) == row["count"]
     [sums] = [row["arrow"].split("; ") for row in rows if (row["axis"], row["kind"]) == ("tp", "all-reduce")]
     assert {"ffn b s d +m -> stream b s d", "attention b s d +n -> stream b s d"} <= set(sums), (
         "lines of the model's text"
@@ -332,6 +338,8 @@ def test_tables_keep_every_figure_whole_on_80_columns():
         compiled_bytes=480_772_096,
         source="llmpar/model.py:68, llmpar/attention.py:312, llmpar/moe.py:1",
     )
+    arrow = dict(arrow="experts b e c d +m -> stream b s d", direction="recomputed", count=1234)
+    arrow |= {"bytes_sent": 480_772_096, "as_predicted": True}
     memory = {
         f"{who}_{what}_bytes": 10**10 for who in ("predicted", "compiled") for what in ("argument", "temp")
     }
@@ -343,6 +351,7 @@ def test_tables_keep_every_figure_whole_on_80_columns():
         zero=3,
         schedule=None,
         collectives=[row],
+        arrows=[arrow | {"axis": "dp,fsdp", "kind": "reduce-scatter"}],
         memory=memory,
         flops=flops,
     )
@@ -352,7 +361,8 @@ def test_tables_keep_every_figure_whole_on_80_columns():
     text = console.export_text()
     assert (
         "…" not in text
-        and text.count("480,772,096 B") == 2
+        and text.count("480,772,096 B") == 4
+        and "experts b e c d +m -> stream b s d" in text
         and "1,234" in text
         and "moe.py:1" in text.replace("\n", "")
     )

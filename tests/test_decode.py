@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 from parity import LLAMA, MOE, QWEN, name, weights
 
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_table
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import parse_layout
 from llmpar.par import Manual, Solo
@@ -107,7 +108,7 @@ def test_a_token_moves_one_small_sum_per_layer_whatever_the_cache(length):
     run = decoder(LLAMA, plan, length)
     assert {s.data.shape[2] for s in run.cache[0].addressable_shards} == {length // 4}
     jaxpr = run.run.trace(run.params, run.cache, PROMPT[:, :1], np.int32(0)).jaxpr
-    sent = hlo.census_table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes))
+    sent = census_table(census_jaxpr(jaxpr, plan.mesh.sizes))
     row = 4 * B * LLAMA.num_heads
     numbers = 2 * LLAMA.num_layers * row * (1 + LLAMA.head_width + 1) * 3 // 4
     assert sent == {("sp", "all-reduce"): {"count": 2 * LLAMA.num_layers, "bytes_sent": numbers}}

@@ -26,9 +26,9 @@ from llmpar.draw.scene import (
     Text,
     compose,
     flatten,
-    on,
     show,
     size_text,
+    text_color_on,
     ticks,
     time_text,
     to_png,
@@ -57,6 +57,15 @@ ROWS = [
     },
     {"axis": "dp,ep", "kind": "all-reduce", "count": 1, "predicted_bytes": 1 << 18, "compiled_bytes": None},
     {"axis": "?", "kind": "all-to-all", "count": 1, "predicted_bytes": 0, "compiled_bytes": 512},
+]
+ARROW_ROWS = [
+    dict(zip(("arrow", "direction", "axis", "kind", "count", "bytes_sent"), row, strict=True))
+    for row in (
+        ("ffn b s d +m -> stream b s d", "forward", "tp", "reduce-scatter", 4, 2 << 20),
+        ("ffn b s d +m -> stream b s d", "backward", "tp", "all-gather", 4, 1 << 20),
+        ("gradient ffn l d m", "", "dp", "all-reduce", 2, 1 << 20),
+        ("", "", "?", "all-to-all", 1, 512),
+    )
 ]
 STATE = {"params": 16 * GIB, "gradients": 16 * GIB, "optimizer": 64 * GIB, "activations": 9.3 * GIB}
 CAUSAL = [[0.5] + [1.0 if t <= r else 0.0 for t in range(1, 8)] for r in range(8)]
@@ -138,6 +147,20 @@ CASES = {
         lambda: draw.collectives(ROWS),
         ["3 MiB, equal", "1.5 MiB, +50.0%", "compiled unknown", "512 B"],
     ),
+    "arrows sent": (
+        lambda: draw.arrows_sent(ARROW_ROWS),
+        [
+            "ffn b s d +m -> stream b s d: 3 MiB (forward tp reduce-scatter ×4, backward tp all-gather ×4)",
+            "gradient ffn l d m: 1 MiB (dp all-reduce ×2)",
+            "(the partitioner's): 512 B (? all-to-all ×1)",
+            "In all 4 MiB",
+        ],
+    ),
+    "arrows sent, many": (
+        lambda: draw.arrows_sent([ARROW_ROWS[0] | {"arrow": f"{i}"} for i in range(30)]),
+        ["6 more: 12 MiB", "In all 60 MiB"],
+    ),
+    "arrows sent, none": (lambda: draw.arrows_sent([]), ["In all 0 B"]),
     "live causal": (lambda: draw.live_blocks(CAUSAL), ["7.5 blocks", "it would be 4 blocks"]),
     "live balanced": (lambda: draw.live_blocks([[0.5] * 4] * 4), ["2 blocks"]),
     "ring": (lambda: draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]), ["step 1: rank 0 holds block 3"]),
@@ -328,7 +351,7 @@ def test_texts_and_strokes_can_be_read(theme):
         assert contrast(theme[role], theme["cell"]) >= 4.5, role
     assert contrast(theme["edge"], theme["paper"]) >= 3
     for fill in ("cell", *AXES, *SERIES):
-        assert contrast(theme[on(fill)], theme[fill]) >= 4.5, fill
+        assert contrast(theme[text_color_on(fill)], theme[fill]) >= 4.5, fill
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])

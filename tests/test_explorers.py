@@ -19,7 +19,7 @@ from llmpar.cli.commands import COMMANDS
 from llmpar.explore import answers
 from llmpar.explore.explorer import MODULE, Explorer, MeshExplorer
 from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
-from llmpar.inspect import report
+from llmpar.inspect.shardings import shardings
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import parse_layout
 
@@ -270,7 +270,7 @@ def test_arrays_of_two_meshes_are_not_put_on_one():
     )
     with pytest.raises(ValueError, match="one mesh at a time"):
         MeshExplorer.of([one, two])
-    beside = report.shardings([two, jnp.zeros(3)])["tensors"][1]
+    beside = shardings([two, jnp.zeros(3)])["tensors"][1]
     assert beside["holds"] == [0] + [None] * 7, "an array on one device is not on the others"
 
 

@@ -16,7 +16,6 @@ import pytest
 from llmpar.draw import geometry
 from llmpar.draw.scene import size_text, time_text
 from llmpar.explore import answers
-from llmpar.mesh import groups as mesh_groups
 from llmpar.notation import AXES, DIMS, Dim, Layout, parse_layout, parse_mesh
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -258,11 +257,27 @@ def test_meshes_are_read_refused_and_spelt_alike(javascript):
     assert javascript("key", [(state, list(answers.VIEW), names, answers.MOST) for state in states]) == ours
 
 
-def test_groups_are_those_of_the_mesh():
+def test_groups_differ_along_their_axes_only_and_cover_the_mesh():
+    """Beside numpy's own order of a grid of devices."""
     for text in ("dp=2 fsdp=2 tp=2", "pp=2 dp=3 sp=2", "dp=1"):
-        shape = parse_mesh(text)
-        for axes in (("dp",), ("tp",), ("dp", "fsdp"), ("fsdp", "dp", "tp")):
-            assert geometry.groups(shape.sizes, AXES, axes) == mesh_groups(shape, *axes).tolist()
+        sizes = parse_mesh(text).sizes
+        grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        for axes in (("dp",), ("tp",), ("dp", "fsdp"), ("fsdp", "dp", "tp"), ("sp", "pp")):
+            last = np.moveaxis(grid, [list(AXES).index(a) for a in axes], range(-len(axes), 0))
+            rows = last.reshape(-1, math.prod(sizes[a] for a in axes)).tolist()
+            assert geometry.groups(sizes, AXES, axes) == rows
+            assert sorted(sum(rows, [])) == list(range(grid.size))
+            for row in rows:
+                places = [geometry.coordinates(sizes, AXES, device) for device in row]
+                assert len({tuple(n for a, n in place.items() if a not in axes) for place in places}) == 1
+
+
+def test_groups_have_the_order_of_their_axes():
+    groups = lambda *axes: geometry.groups(parse_mesh("dp=2 fsdp=2 tp=2").sizes, AXES, axes)
+    assert groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups("dp", "tp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert groups("tp", "dp") == [[0, 4, 1, 5], [2, 6, 3, 7]]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("all-to-all", "collective-permute")])

@@ -17,9 +17,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llmpar.inspect.hlo import (
+from llmpar.inspect.census import (
     census_hlo,
-    census_jaxpr,
     census_table,
     compiled_memory,
     executed_flops,
@@ -27,6 +26,7 @@ from llmpar.inspect.hlo import (
     ring_bytes,
     unordered,
 )
+from llmpar.inspect.jaxpr import census_jaxpr
 
 CUBE = {"dp": 2, "fsdp": 2, "tp": 2}
 AXES = tuple(CUBE)
@@ -571,7 +571,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     ],
 )
 def test_trips_are_counted_from_constants_in_the_carried_tuple(was, becomes, trips, monkeypatch):
-    monkeypatch.setattr("llmpar.inspect.hlo._MAX_TRIPS", 100)
+    monkeypatch.setattr("llmpar.inspect.hlo.MAX_TRIPS", 100)
     text = LOOP.replace(was, becomes) if was else LOOP
     assert becomes in text
     if trips is None or "multiply" in becomes:

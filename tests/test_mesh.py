@@ -17,7 +17,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from llmpar.mesh import (
     POOL_SIZE,
     abstract_mesh,
-    groups,
     make_mesh,
     ordered_devices,
     shard_bytes,
@@ -323,29 +322,3 @@ def test_shard_bytes_are_what_jax_gives_every_device(seed):
         }
         assert {n * itemsize for n in held} == {shard_bytes(layout, value, itemsize, shape.sizes)}
         assert layout.shard_shape(value, shape.sizes) == sharding(mesh, layout).shard_shape(value)
-
-
-def test_groups_differ_along_their_axes_only_and_cover_the_mesh():
-    for shape in ALL[::3]:
-        mesh = make_mesh(shape)
-        position = {d: i for i, d in enumerate(mesh.devices.flat)}
-        places = {
-            position[d]: dict(zip(AXES, index, strict=True)) for index, d in np.ndenumerate(mesh.devices)
-        }
-        for axes in itertools.chain.from_iterable(itertools.combinations(AXES, n) for n in (1, 2, 3)):
-            rows = groups(shape, *axes)
-            assert rows.shape == (
-                shape.size // math.prod(shape.sizes[a] for a in axes),
-                math.prod(shape.sizes[a] for a in axes),
-            )
-            assert sorted(rows.ravel().tolist()) == list(range(shape.size))
-            for row in rows.tolist():
-                assert len({tuple(n for a, n in places[i].items() if a not in axes) for i in row}) == 1
-
-
-def test_groups_have_the_order_of_their_axes():
-    shape = MeshShape(dp=2, fsdp=2, tp=2)
-    assert groups(shape, "tp").tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups(shape, "dp").tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups(shape, "dp", "tp").tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert groups(shape, "tp", "dp").tolist() == [[0, 4, 1, 5], [2, 6, 3, 7]]

@@ -29,7 +29,7 @@ from test_census import compare_every_stage, compare_every_traced_stage, compare
 
 from llmpar import moe
 from llmpar.config import ExpertConfig, preset
-from llmpar.inspect import hlo
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual, Solo
 from llmpar.plan import Plan
@@ -347,7 +347,7 @@ SENT = [
 def test_the_formula_gives_what_the_traced_step_sends(plan):
     step = Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, 32)).jaxpr
-    assert by_arrow(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(MOE, plan)
+    assert by_arrow(census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(MOE, plan)
 
 
 @pytest.mark.full
@@ -363,7 +363,7 @@ def test_shared_experts_groups_and_the_bias_are_counted():
 def test_two_all_to_alls_forward_and_two_backward_in_each_layer():
     step = Step(MOE, Plan("ep=4", reshard_after_forward=False), make_mesh("ep=4"), optax.adamw(1e-3))
     traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ))
-    census = hlo.census_jaxpr(traced.jaxpr.jaxpr, step.plan.mesh.sizes)
+    census = census_jaxpr(traced.jaxpr.jaxpr, step.plan.mesh.sizes)
     exchanges = [c for c in census if c.kind == "all-to-all"]
     there, back = "ffn b e c d -> experts b e c d", "experts b e c d +m -> ffn b e c d +m"
     assert [(c.count, c.arrow) for c in exchanges] == [(2, there), (2, back), (2, back), (2, there)], (
@@ -403,7 +403,7 @@ def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_fo
     plan = Plan("ep=4 fsdp=2", dispatch="ragged")
     step = OnAccelerators(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, 32))
-    assert by_kind(by_arrow(hlo.census_jaxpr(traced.jaxpr, plan.mesh.sizes))) == by_kind(predicted(MOE, plan))
+    assert by_kind(by_arrow(census_jaxpr(traced.jaxpr, plan.mesh.sizes))) == by_kind(predicted(MOE, plan))
     padded, kinds = predicted(MOE, Plan("ep=4 fsdp=2")), {"all-to-all": "ragged-all-to-all"}
     assert predicted(MOE, plan) == {
         (axes, kinds.get(kind, kind), arrow): row for (axes, kind, arrow), row in padded.items()

@@ -18,7 +18,8 @@ from llmpar.notation import (
     MeshShape,
     NotationError,
     divisors,
-    nearest_mesh,
+    mesh_distance,
+    near_meshes,
     parse_arrow,
     parse_layout,
     parse_mesh,
@@ -423,9 +424,16 @@ def test_minus_one_needs_a_number_of_devices():
 def test_the_nearest_mesh_is_the_nearest_of_all():
     """By trying all: fills the devices, over the asked axes, with the smallest change in the logarithms."""
     asked = {"dp": 3, "tp": 5}
-    best = nearest_mesh(asked, 8)
+    best, *others = near_meshes(asked, 8)
     cost = lambda dp, tp: abs(np.log2(dp / 3)) + abs(np.log2(tp / 5))
     assert best.size == 8 and cost(best.dp, best.tp) == min(cost(n, 8 // n) for n in divisors(8))
+    assert all(cost(m.dp, m.tp) >= cost(best.dp, best.tp) for m in others) and len(others) == 3
+
+
+def test_near_meshes_list_every_factorization_once():
+    found = [tuple(mesh.sizes.values()) for mesh in near_meshes(MeshShape(tp=2).sizes, 8)]
+    assert len(found) == len(set(found)) == 56 and all(math.prod(sizes) == 8 for sizes in found)
+    assert mesh_distance(MeshShape(dp=2).sizes, MeshShape(dp=8).sizes) == 2
 
 
 def test_divisors():

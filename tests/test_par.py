@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from llmpar.inspect import hlo
+from llmpar.inspect.census import ring_bytes
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, sharding, spec
 from llmpar.notation import parse_arrow, parse_layout
 from llmpar.par import MOVED, WEIGHT, Auto, Manual, Solo, vary, varying
@@ -47,7 +48,7 @@ def carried(arrow):
 
 def census(f, *args, plan=PLAN):
     """The collectives that a function names when it is traced."""
-    return hlo.census_jaxpr(jax.make_jaxpr(f)(*args).jaxpr, plan.mesh.sizes)
+    return census_jaxpr(jax.make_jaxpr(f)(*args).jaxpr, plan.mesh.sizes)
 
 
 ARROWS = {
@@ -155,7 +156,7 @@ def test_from_here_on_devices_differ_is_free_and_its_transpose_is_an_all_reduce(
 
 @pytest.mark.parametrize("group", [2, 3, 6, 8, 16])
 def test_bytes_sent_are_those_of_a_ring(group):
-    """`hlo.ring_bytes` starts from the result, which of a reduce-scatter is a shard; beside the published
+    """`ring_bytes` starts from the result, which of a reduce-scatter is a shard; beside the published
     formula, which has fractions where the group does not divide the message; and beside `predict`, which
     starts from the message.
     """
@@ -164,7 +165,7 @@ def test_bytes_sent_are_those_of_a_ring(group):
             whole = math.ceil(round(formulas.sent_bytes_of_result(kind, result, group), 6))
             traffic = Traffic({"tp": group})
             traffic.add(kind, ("tp",), "values", result * (group if kind == "reduce-scatter" else 1))
-            assert hlo.ring_bytes(kind, group, result) == traffic.total_bytes == whole, kind
+            assert ring_bytes(kind, group, result) == traffic.total_bytes == whole, kind
 
 
 @pytest.mark.parametrize("text", ["b s/tp -> b s", "b s +tp -> b s", "b/dp s +tp -> b s/tp"])

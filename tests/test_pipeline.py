@@ -15,7 +15,8 @@ from parity import BATCH, LLAMA, QWEN, SEQ, assert_same
 from llmpar import pipeline
 from llmpar import stage as stage_file
 from llmpar import step as step_file
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_table, compiled_memory
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh
 from llmpar.notation import Layout
 from llmpar.plan import Plan
@@ -185,7 +186,7 @@ def test_what_is_sent_is_what_the_table_says(name, p, m):
     assert {pair for perm in permutes(jaxpr) for pair in perm} == {
         tuple(pair) for pair in np.argwhere(table.hops).tolist()
     }
-    rows = hlo.census_table(hlo.census_jaxpr(jaxpr, {"pp": p}))
+    rows = census_table(census_jaxpr(jaxpr, {"pp": p}))
     stream = BATCH // m * SEQ * DEEP.width * 4
     count = 2 * len(table.ticks)
     assert rows["pp", "collective-permute"] == {"count": count, "bytes_sent": count * stream}
@@ -198,7 +199,7 @@ def test_what_is_sent_is_what_the_table_says(name, p, m):
 def test_a_copy_of_the_layers_travels_nowhere():
     """Weights of blocks stay on their stage: only whole weights are summed over pp, once each."""
     jaxpr, _, _ = traced("1f1b", 4, 8)
-    found = [c for c in hlo.census_jaxpr(jaxpr, {"pp": 4}) if c.kind == "all-reduce"]
+    found = [c for c in census_jaxpr(jaxpr, {"pp": 4}) if c.kind == "all-reduce"]
     assert sorted(c.shape for c in found) == [(3,), (64,), (264, 64), (264, 64)] and all(
         c.count == 1 for c in found
     )
@@ -295,7 +296,7 @@ def test_compiled_memory_of_1f1b_is_flat_in_m_and_gpipes_grows_by_an_input_per_m
 
     def temp(name, m):
         compiled = trace(LLAMA, piped("pp=2", f"{name} {m}"), rows=2 * m).lower().compile()
-        return hlo.compiled_memory(compiled)["temp_bytes"]
+        return compiled_memory(compiled)["temp_bytes"]
 
     stream = 2 * SEQ * LLAMA.width * 4
     assert temp("1f1b", 8) == pytest.approx(temp("1f1b", 64), rel=0.01)

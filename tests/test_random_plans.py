@@ -30,7 +30,8 @@ from parity import arranged, emulated_ragged_all_to_all, live
 
 from llmpar import attention, pipeline, schedules, sequence_order
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_table
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh
 from llmpar.notation import AXES, MeshShape
 from llmpar.par import Manual
@@ -458,7 +459,7 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
     sent = {}
     for stage in range(plan.mesh.pp) if plan.reading == "manual" else ():
         taken = pipeline.taken(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
-        census = hlo.census_table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes, taken))
+        census = census_table(census_jaxpr(jaxpr, plan.mesh.sizes, taken))
         want = traffic.step_traffic(config, plan, asked["batch"], asked["seq"], stage)
         table = {k: (v["count"], v["bytes_sent"]) for k, v in census.items()}
         want = {k: (v.count, v.bytes_sent) for k, v in want.items()}

@@ -17,7 +17,8 @@ from test_census import predicted
 
 from llmpar import attention, sequence_order
 from llmpar.config import preset
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh
 from llmpar.plan import Plan
 from llmpar.step import Step
@@ -63,15 +64,15 @@ def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monk
 )
 def test_what_attention_sends_is_predicted_to_the_byte(plan):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    text = hlo.partitioned_hlo(step.lower(16, 32))
-    assert by_arrow(hlo.census_hlo(text, step.mesh)) == predicted(LLAMA, plan)
+    text = partitioned_hlo(step.lower(16, 32))
+    assert by_arrow(census_hlo(text, step.mesh)) == predicted(LLAMA, plan)
 
 
 def gathered(plan):
     """The all-gathers of a traced step that run over sp: (times, bytes sent)."""
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    census = hlo.census_jaxpr(jaxpr, plan.mesh.sizes)
+    census = census_jaxpr(jaxpr, plan.mesh.sizes)
     rows = [(c.count, c.bytes_sent) for c in census if c.kind == "all-gather" and c.axes == ("sp",)]
     return tuple(map(sum, zip((0, 0), *rows, strict=True)))
 
@@ -116,7 +117,7 @@ def test_the_ring_for_llama3_heads_sends_a_sixth_of_one_that_turns_all_query_hea
 
     over = jax.shard_map(run, mesh=abstract_mesh("sp=8"), in_specs=(cut,) * 5, out_specs=cut)
     jaxpr = jax.make_jaxpr(over)(*given, *[jax.ShapeDtypeStruct((1, tokens), jnp.int32)] * 2)
-    ours = sum(c.bytes_sent for c in hlo.census_jaxpr(jaxpr.jaxpr, {"sp": n}))
+    ours = sum(c.bytes_sent for c in census_jaxpr(jaxpr.jaxpr, {"sp": n}))
     assert ours == (n - 1) * tokens // n * (2 * k * h * 2 + 2 * 4)
     assert ours <= n * (tokens // n) * config.num_heads * h * (4 + 2) / 6
 
@@ -130,7 +131,7 @@ def test_chunks_of_a_feed_forward_take_less_memory(remat):
     programs = [
         Step(wide, plan, make_mesh(plan.mesh), optax.sgd(1e-3)).lower(8, 256).compile() for plan in plans
     ]
-    whole, pieces = (hlo.compiled_memory(program)["temp_bytes"] for program in programs)
+    whole, pieces = (compiled_memory(program)["temp_bytes"] for program in programs)
     one = 8 * 256 * wide.ffn_width * 4  # an array of b·s·m
     spared = 2 if remat == "block" else 2 + 3 * wide.num_layers
     assert whole - pieces >= 0.75 * spared * one
@@ -138,7 +139,8 @@ def test_chunks_of_a_feed_forward_take_less_memory(remat):
 
 MILLION = """
 import jax, optax
-from llmpar import hlo
+from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.config import preset
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.plan import Plan
@@ -148,7 +150,7 @@ for n, tokens in ((8, 2**17), (64, 2**20)):
     plan = Plan(f"!sp={n}", remat="block", ffn_chunks=16, loss_chunks=16)
     plan.check(preset("tiny"), 1, tokens)
     step = Step(preset("tiny"), plan, make_mesh(plan.mesh, jax.devices()[:n]), optax.sgd(1e-3))
-    print(hlo.compiled_memory(step.lower(1, tokens).compile())["temp_bytes"])
+    print(compiled_memory(step.lower(1, tokens).compile())["temp_bytes"])
 """
 
 

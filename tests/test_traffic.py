@@ -12,7 +12,8 @@ from flax import nnx
 from parity import LLAMA, QWEN, by_arrow, predicted_by_arrow
 
 from llmpar.config import preset
-from llmpar.inspect import hlo
+from llmpar.inspect.census import executed_flops
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, spec
 from llmpar.par import Manual, Solo, vary
 from llmpar.plan import Plan
@@ -31,7 +32,7 @@ def executed(config, batch=BATCH, seq=SEQ, **plan):
     one = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     data = dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
     loss = lambda params, data: nnx.merge(model_graph(config), params).cross_entropies(data, par)[0].sum()
-    return hlo.executed_flops(jax.jit(jax.value_and_grad(loss)).lower(params, data).compile().as_text())
+    return executed_flops(jax.jit(jax.value_and_grad(loss)).lower(params, data).compile().as_text())
 
 
 def pieces(config, batch=BATCH, seq=SEQ):
@@ -299,5 +300,5 @@ def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fi
         of = traffic.Sent(dims, "weights")
         sent.carry(plan.life(dims).gather, elements * traffic.ITEMSIZE[plan.dtype], of, 1, 1)
         sent.carry(plan.life(dims).finish, 4 * elements, traffic.Sent("gradient " + dims, "gradients"), 1)
-    assert by_arrow(hlo.census_jaxpr(traced.jaxpr, mesh.shape)) == predicted_by_arrow(sent)
+    assert by_arrow(census_jaxpr(traced.jaxpr, mesh.shape)) == predicted_by_arrow(sent)
     assert {kind for _, kind in sent} >= {"all-gather", "reduce-scatter"}

@@ -28,16 +28,14 @@ class Inspect:
         import rich
 
         check_picture(self.svg)
-        from llmpar.inspect.report import inspect, tables
+        from llmpar.inspect.report import inspect, picture, tables
 
         start()
         config, plan = self.step.resolve()
         say(f"compiling a step of {config.name} on {plan.mesh} …")
         document = inspect(config, plan, self.step.batch_size, self.step.seq_len)
         if self.svg and speaks():
-            from llmpar import draw
-
-            draw.collectives(document["collectives"]).save(self.svg)
+            picture(document).save(self.svg)
             say(f"drew the bytes into {self.svg}")
         if not self.json and speaks():
             for table in tables(document):

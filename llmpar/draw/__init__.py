@@ -1,7 +1,8 @@
 """Show a value: values in, a `draw.scene.Scene` out. No JAX, and nothing here runs anything.
 
 layouts      mesh  layout  arrow  links         who holds what, and what moves
-charts       collectives  ring_steps            what was sent, and how
+charts       collectives  arrows_sent           what was sent, and for which arrow
+             ring_steps                         how a ring passes blocks on
              live_blocks  token_flow            who computes in ring attention; where tokens go
              timeline  overlap                  who works when
              memory_bars  time_bars             what fills the memory, and the step
@@ -11,6 +12,7 @@ scene                                           rectangles, lines and words; SVG
 """
 
 from llmpar.draw.charts import (
+    arrows_sent,
     collectives,
     live_blocks,
     loss_curve,
@@ -21,11 +23,14 @@ from llmpar.draw.charts import (
     timeline,
     token_flow,
 )
-from llmpar.draw.layouts import arrow, holders, layout, layout_svg, links, mesh, moved
+from llmpar.draw.geometry import groups, holders
+from llmpar.draw.layouts import arrow, layout, layout_svg, links, mesh, moved
 
 __all__ = [
     "arrow",
+    "arrows_sent",
     "collectives",
+    "groups",
     "holders",
     "layout",
     "layout_svg",

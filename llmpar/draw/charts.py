@@ -4,6 +4,7 @@ all."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,9 +22,9 @@ from llmpar.draw.scene import (
     compose,
     fitting,
     legend,
-    on,
+    text_color_on,
     size_text,
-    small,
+    small_text,
     text_width,
     ticks,
     time_text,
@@ -74,7 +75,7 @@ def collectives(rows) -> Scene:
     left, wide = max(map(text_width, names), default=0) + 12, 420
     pairs = [(r.get("predicted_bytes"), r.get("compiled_bytes")) for r in rows]
     items: list = []
-    most, said = max([n or 0 for pair in pairs for n in pair] + [1]), []
+    most, lines = max([n or 0 for pair in pairs for n in pair] + [1]), []
     for i, (row, name, (predicted, compiled)) in enumerate(zip(rows, names, pairs, strict=True)):
         axis, y, verdict = row["axis"].split(",")[0], 44 * i, ""
         if None not in (predicted, compiled):
@@ -96,16 +97,61 @@ def collectives(rows) -> Scene:
                 left, y + 16 * k, wide * (n or 0) / most, 14, "cell" if k else axis, color, hatch="/" * k
             )
             items += [bar] * bool(n) + [
-                small(left + wide + 10, y + 16 * k + 7, words[k] + verdict * k, "start", "ink")
+                small_text(left + wide + 10, y + 16 * k + 7, words[k] + verdict * k, "start", "ink")
             ]
-        said.append(f"{name}: {words[0]}; {words[1]}{verdict}")
+        lines.append(f"{name}: {words[0]}; {words[1]}{verdict}")
     key = legend([("s2", "predicted"), ("edge", "compiled", "/")])
-    return compose("Bytes sent per device and step", [items, key], "\n".join(said))
+    return compose("Bytes sent per device and step", [items, key], "\n".join(lines))
+
+
+ARROWS_DRAWN = 24
+"""The most bars of `arrows_sent`; a Llama has fewer on every mesh of two axes."""
+
+
+def arrows_sent(rows) -> Scene:
+    """Bytes that a device sends per step for each arrow of the model or the step: which line sends what.
+
+    Rows are those of `llmpar.inspect.census.arrow_rows`: ``arrow``, ``direction``, ``axis``, ``kind``,
+    ``count``, ``bytes_sent``. A bar is one arrow, in parts by axis; the smallest arrows share the last bar.
+    """
+    by_arrow: dict[str, list] = {}
+    for row in rows:
+        by_arrow.setdefault(row["arrow"] or "(the partitioner's)", []).append(row)
+    total = lambda parts: sum(row["bytes_sent"] for row in parts)
+    bars: list[tuple[str, list]] = sorted(by_arrow.items(), key=lambda bar: -total(bar[1]))
+    if rest := bars[ARROWS_DRAWN:]:
+        bars[ARROWS_DRAWN:] = [(f"{len(rest)} more", [row for _, parts in rest for row in parts])]
+    left, wide = max((text_width(name) for name, _ in bars), default=0) + 12, 300
+    most = max([total(parts) for _, parts in bars] + [1])
+    items, lines = list[Any](), []
+    for i, (name, parts) in enumerate(bars):
+        x, y = left, 24 * i
+        items.append(Text(left - 10, y + 9, name, anchor="end"))
+        sizes: dict[tuple[str, str], int] = {}
+        for row in parts:
+            key = row["axis"], row["kind"]
+            sizes[key] = sizes.get(key, 0) + row["bytes_sent"]
+        for (axes, kind), n in sizes.items():
+            axis = axes.split(",")[0]
+            fill, stroke = (axis, f"{axis}-line") if axis in AXES else ("s2", "edge")
+            tip = f"{axes} {kind} {size_text(n)}"
+            items.append(Rect(x, y, wide * n / most, 18, fill, stroke, tip=tip))
+            items += [Line(((x, y), (x, y + 18)), "paper", 2)] * (x > left)
+            x += wide * n / most
+        words = ", ".join(f"{axes} {kind} {size_text(n)}" for (axes, kind), n in sizes.items())
+        items.append(small_text(x + 10, y + 9, words, "start", "ink"))
+        passes = (f"{r['direction']} {r['axis']} {r['kind']} ×{r['count']}".strip() for r in parts)
+        lines.append(f"{name}: {size_text(total(parts))} ({', '.join(passes)})")
+    note = f"In all {size_text(total(rows))}."
+    used = {row["axis"].split(",")[0] for row in rows}
+    axes_key = legend([(axis, f"over {axis}") for axis in AXES if axis in used])
+    title = "Bytes sent per device and step, by arrow"
+    return compose(title, [items, axes_key], "\n".join([*lines, note]), [note])
 
 
 def live_blocks(matrix, axis: str = "sp") -> Scene:
     """The attention blocks of a ring: ``matrix[rank][step]`` is the part of a block that must be computed,
-    from 0 to 1; a cell is filled by so much from below (which part of the block it is, is not said).
+    from 0 to 1; a cell is filled by so much from below (the picture does not say which part).
 
     A step takes as long as its busiest rank; the last row adds these up.
     """
@@ -116,10 +162,10 @@ def live_blocks(matrix, axis: str = "sp") -> Scene:
         32,
         text_width(f"rank {ranks}", SMALL) + 14,
     )
-    items: list = [small(left + w * (t + 0.5), -12, f"step {t}") for t in range(steps)]
+    items: list = [small_text(left + w * (t + 0.5), -12, f"step {t}") for t in range(steps)]
     for r, row in enumerate([*matrix, busiest]):
         last, y = r == ranks, h * r + 14 * (r == ranks)
-        items.append(small(left - 10, y + h / 2, "busiest" if last else f"rank {r}", "end"))
+        items.append(small_text(left - 10, y + h / 2, "busiest" if last else f"rank {r}", "end"))
         for t, part in enumerate(row):
             x, tall = left + w * t, 0 if last else h * part
             items.append(Rect(x, y, w, h, "paper", "edge"))
@@ -127,20 +173,20 @@ def live_blocks(matrix, axis: str = "sp") -> Scene:
             inside = 2 * tall >= h  # the number stands in the larger part
             spot, color = (
                 h - tall / 2 if inside else (h - tall) / 2,
-                on(axis) if inside else "ink" if part else "soft",
+                text_color_on(axis) if inside else "ink" if part else "soft",
             )
-            items.append(small(x + w / 2, y + spot, {0.5: "½"}.get(part, f"{part:g}"), fill=color))
+            items.append(small_text(x + w / 2, y + spot, {0.5: "½"}.get(part, f"{part:g}"), fill=color))
         total = f"{sum(row):g} blocks" + " of time" * last
         items.append(Text(left + w * steps + 12, y + h / 2, total, SMALL, bold=last))
     time, ideal = sum(busiest), sum(map(sum, matrix)) / ranks
     note = (
         f"The ring takes {time:g} blocks of time; evenly spread over the ranks it would be {ideal:g} blocks."
     )
-    said = [
+    lines = [
         f"rank {r}: {' '.join(f'{x:g}' for x in row)} = {sum(row):g} blocks" for r, row in enumerate(matrix)
     ]
     title = f"Live attention blocks: {count_noun(ranks, 'rank')}, {count_noun(steps, 'ring step')}"
-    return compose(title, [items], "\n".join([*said, note]), [note])
+    return compose(title, [items], "\n".join([*lines, note]), [note])
 
 
 def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
@@ -153,26 +199,26 @@ def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     drawn, steps, came_from = min(ranks, 16), num_steps or ranks, {target: source for source, target in pairs}
     w, h, left = 64, 62, text_width(f"step {steps}", SMALL) + 14
     middle = [left + w * (r + 0.4) for r in range(drawn)]
-    items: list = [small(x, -14, f"rank {r}") for r, x in enumerate(middle)]
-    said, held = [], list(range(ranks))
+    items: list = [small_text(x, -14, f"rank {r}") for r, x in enumerate(middle)]
+    lines, held = [], list(range(ranks))
     for t in range(steps):
-        items.append(small(left - 12, h * t + 14, f"step {t}", "end"))
+        items.append(small_text(left - 12, h * t + 14, f"step {t}", "end"))
         for r, (x, block) in enumerate(zip(middle, held, strict=False)):
             fill = axis if block == r else "cell"
             items.append(Rect(left + w * r, h * t, w * 0.8, 28, fill, f"{axis}-line", radius=3))
-            items += fitting(x, h * t + 14, w * 0.8, f"block {block}", str(block), fill=on(fill))
+            items += fitting(x, h * t + 14, w * 0.8, f"block {block}", str(block), fill=text_color_on(fill))
         for source, target in pairs if t + 1 < steps else ():
             if max(source, target) < drawn:
                 ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
                 items.append(Line(ends, f"{axis}-line", 1.5, head=True))
-        said.append(
+        lines.append(
             f"step {t}: " + ", ".join(f"rank {r} holds block {b}" for r, b in enumerate(held[:drawn]))
         )
         held = [held[came_from.get(r, r)] for r in range(ranks)]
     note = f"Filled: a rank holds its own block. After a step each sends what it holds over {axis}."
     note += f" Ranks {drawn} to {ranks - 1} are not drawn." * (ranks > drawn)
     title = f"Ring over {axis}: {count_noun(ranks, 'rank')}, {count_noun(steps, 'step')}"
-    return compose(title, [items], "\n".join([*said, note]), [note])
+    return compose(title, [items], "\n".join([*lines, note]), [note])
 
 
 def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, axis: str = "ep") -> Scene:
@@ -201,37 +247,37 @@ def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, a
         items.append(Text(left - 10, gap * (r + 0.5), f"rank {r}", anchor="end"))
     for e, n in enumerate(load):
         y = h * e
-        items.append(small(right - 64, y + h / 2, f"expert {e}", "start", "ink"))
+        items.append(small_text(right - 64, y + h / 2, f"expert {e}", "start", "ink"))
         items.append(Rect(right, y + 4, wide * n / most, h - 8, axis, f"{axis}-line"))
-        items.append(small(right + wide + 10, y + h / 2, count_noun(n, "row"), "start", "ink"))
+        items.append(small_text(right + wide + 10, y + h / 2, count_noun(n, "row"), "start", "ink"))
     if capacity is not None:
         x = right + wide * capacity / most
         items += [
             Line(((x, -4), (x, h * experts + 4)), "ink", 2, dash=True),
-            small(x, -12, f"capacity {capacity:g}"),
+            small_text(x, -12, f"capacity {capacity:g}"),
         ]
     away = sum(n for r, row in enumerate(rows) for e, n in enumerate(row) if e // experts_per_rank != r)
     busiest = max(load) * experts / max(total, 1)
     note = f"{away} of {total} rows change their rank; the busiest expert has {busiest:.2f} × the mean."
-    said = [
+    lines = [
         f"rank {r}: " + ", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n)
         for r, row in enumerate(rows)
     ]
-    said.append(
+    lines.append(
         "load: " + " ".join(map(str, load)) + (f", capacity {capacity:g}" if capacity is not None else "")
     )
     return compose(
-        f"Tokens on their way to {count_noun(experts, 'expert')}", [items], "\n".join([*said, note]), [note]
+        f"Tokens on their way to {count_noun(experts, 'expert')}", [items], "\n".join([*lines, note]), [note]
     )
 
 
 # ----------------------------------------------------------------------------------------- when, and how much
 
 
-def _scale(at, values, y: float, text, up: float = 0) -> list:
+def _scale(x_of, values, y: float, text, up: float = 0) -> list:
     """Ticks with their labels below ``y``, and grid lines from there ``up``."""
-    lines = [Line(((at(v), y - up), (at(v), y + 4)), "grid", 1) for v in values]
-    return [*lines, *(small(at(v), y + 13, text(v)) for v in values)]
+    lines = [Line(((x_of(v), y - up), (x_of(v), y + 4)), "grid", 1) for v in values]
+    return [*lines, *(small_text(x_of(v), y + 13, text(v)) for v in values)]
 
 
 def memory_bars(
@@ -268,7 +314,7 @@ def _bars(
     fills = {p: (PARTS[p], "") if p in PARTS else looks.pop(0) for p in parts}
     left, wide, bottom = max(text_width(name) for name, _ in rows) + 12, 480, 42 * len(rows) - 8
     high = max([sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
-    items, said = _scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
+    items, lines = _scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
     for i, (name, row) in enumerate(rows):
         x, y, total = left, 42 * i, sum(row.values())
         for part, value in row.items():
@@ -276,34 +322,108 @@ def _bars(
             items.append(Rect(x, y, w, 28, fill, "ink", 0.75, hatch, tip=f"{part} {text(value)}"))
             ends = [x, x + w]
             if (
-                limit is not None and x < (at := left + wide * limit / high) < x + w
+                limit is not None and x < (limit_x := left + wide * limit / high) < x + w
             ):  # the label keeps off the limit's line
-                ends = [at, x + w] if 2 * at < 2 * x + w else [x, at]
+                ends = [limit_x, x + w] if 2 * limit_x < 2 * x + w else [x, limit_x]
             items += (
                 []
                 if hatch
-                else fitting(sum(ends) / 2, y + 14, ends[1] - ends[0] - 8, text(value), fill=on(fill))
+                else fitting(
+                    sum(ends) / 2, y + 14, ends[1] - ends[0] - 8, text(value), fill=text_color_on(fill)
+                )
             )
             x += w
         over = limit is not None and total > limit
         spare = "" if limit is None else f"; {text(abs(limit - total))} {words[1 + over]}"
         items.append(Text(left - 10, y + 14, name, anchor="end"))
         items.append(Text(left + wide + 12, y + 14, text(total) + spare, SMALL, bold=over))
-        said.append(
+        lines.append(
             f"{name}: {text(total)}{spare} (" + ", ".join(f"{p} {text(v)}" for p, v in row.items()) + ")"
         )
     if limit is not None:
-        x, said = left + wide * limit / high, [*said, f"{words[0]}: {text(limit)}"]
+        x, lines = left + wide * limit / high, [*lines, f"{words[0]}: {text(limit)}"]
         items += [
             Line(((x, -8), (x, bottom + 4)), "paper", 5),
             Line(((x, -8), (x, bottom + 4)), "ink", 2, dash=True),
         ]
-        items += [small(x, -16, f"{words[0]} {text(limit)}", "end" if whole else "middle")]
+        items += [small_text(x, -16, f"{words[0]} {text(limit)}", "end" if whole else "middle")]
     if whole is not None:
-        x, said = left + wide * whole / high, [*said, f"whole memory: {text(whole)}"]
-        items += [Line(((x, -10), (x, -1)), "edge", 2), small(x, -16, f"whole {text(whole)}", "start")]
+        x, lines = left + wide * whole / high, [*lines, f"whole memory: {text(whole)}"]
+        items += [Line(((x, -10), (x, -1)), "edge", 2), small_text(x, -16, f"whole {text(whole)}", "start")]
     key = legend([(fill, part, hatch) if hatch else (fill, part) for part, (fill, hatch) in fills.items()])
-    return compose(title, [items, key], "\n".join(said))
+    return compose(title, [items, key], "\n".join(lines))
+
+
+ROW, CELL, FLOOR, HELD = 58, 26, 48, 16
+"""Pixels of a timeline: from stage to stage, an operation's height, from a stage's top to the foot of what it
+holds, and the height of the most that any stage holds."""
+SHORTEST, BAND_GAP = 34, 40
+"""Pixels for the shortest operation, and between a part of a timeline and the one below."""
+
+
+@dataclass(frozen=True)
+class _Band:
+    """The part of a timeline from time ``low`` to ``high``."""
+
+    low: float
+    high: float
+    left: float
+    wide: float
+    unit: str
+
+    def x(self, time: float) -> float:
+        """Where a time is drawn."""
+        return self.left + self.wide * (time - self.low) / (self.high - self.low)
+
+    def operations(self, stage: int, row) -> list:
+        """A stage's operations as named cells; a bar marks chunk 1 or later."""
+        items: list = []
+        for start, end, kind, u, chunk in row:
+            if max(start, self.low) >= min(end, self.high):
+                continue
+            name, fill, y = f"{kind}{u}" + f".{chunk}" * (chunk > 0), KINDS[kind], float(ROW * stage)
+            x = self.x(max(start, self.low))
+            w, tip = (
+                self.x(min(end, self.high)) - x,
+                f"stage {stage}, {name}: {start:g} to {end:g} {self.unit}",
+            )
+            items.append(Rect(x, y, w, CELL, fill, "edge", 0.75, tip=tip))
+            color = text_color_on(fill)
+            items += fitting(x + w / 2, y + 12, w - 2, name, f"{kind}{u}", str(u), fill=color)
+            items += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
+        return items
+
+    def held(self, stage: int, held: dict[float, float], most: float) -> Line:
+        """What a stage holds over time, as an area; ``held`` says from when on how many microbatches."""
+        floor, now = (
+            float(ROW * stage + FLOOR),
+            max([(t, n) for t, n in held.items() if t <= self.low], default=(0, 0.0))[1],
+        )
+        outline = [(self.left, floor)]
+        for t, n in [(self.low, now), *((t, n) for t, n in held.items() if self.low < t < self.high)]:
+            outline += [(self.x(t), floor - HELD * v / most) for v in (now, n)]
+            now = n
+        end = self.x(self.high)
+        return Line((*outline, (end, floor - HELD * now / most), (end, floor)), "edge", 0.75, fill="s2")
+
+    def wait(self, stage: int, done, waiting) -> list:
+        """The operation that a stuck stage has next, and an arrow to the stage that it waits for."""
+        (op, there, _), x, w = waiting[stage], self.x(done[stage]), self.wide / (self.high - self.low)
+        items: list = [Rect(x, float(ROW * stage), w, CELL, "paper", "ink", 1.5, dash=True)]
+        items += fitting(x + w / 2, ROW * stage + 12, w - 2, str(op))
+        if there != stage and self.low <= done[there] < self.high:
+            start = x + w * 0.3, ROW * stage + CELL * (there > stage)
+            end = self.x(done[there]) + w * 0.6, ROW * there + CELL * (there < stage)
+            items.append(Line((start, end), "tp-line", 2, head=True))
+        return items
+
+
+def _held_over_time(row, last: str) -> dict[float, float]:
+    """From when on a stage holds how many microbatches: from the start of F to the end of ``last``."""
+    visits = sum(kind == "F" for _, _, kind, *_ in row) / max(1, len({u for *_, u, _ in row})) or 1
+    steps = sorted((s, 1) if kind == "F" else (e, -1) for s, e, kind, *_ in row if kind in ("F", last))
+    totals = accumulate(step for _, step in steps)
+    return {t: n / visits for (t, _), n in zip(steps, totals, strict=True)}
 
 
 def timeline(table, unit: str = "time units", waiting=None) -> Scene:
@@ -317,100 +437,49 @@ def timeline(table, unit: str = "time units", waiting=None) -> Scene:
     """
     title, stages = "", table
     if hasattr(table, "schedule"):
-        title, each = (
-            f"{table.schedule.name}: ",
-            zip(table.start, table.end, table.schedule.rows, strict=True),
-        )
+        title = f"{table.schedule.name}: "
+        each = zip(table.start, table.end, table.schedule.rows, strict=True)
         stages = [[(s, e, *op[:3]) for s, e, op in zip(*row, strict=True)] for row in each]
     waiting, done = waiting or {}, [row[-1][1] if row else 0 for row in stages]
     span = max(done) + (1 if waiting else 0)
     kinds = {kind for row in stages for _, _, kind, *_ in row}
     last = "W" if "W" in kinds else "B"
     shortest = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
-    need = 34 * span / shortest
+    need, bottom = SHORTEST * span / shortest, ROW * len(stages)
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
-    bands = max(1, min(round(need / 1000), 1100 // (58 * len(stages) + 40)))
-    left, wide, reach = (
-        text_width(f"stage {len(stages)}") + 10,
-        min(1040, max(560, need / bands)),
-        span / bands,
-    )
-    held = list[dict[float, float]]()  # per stage: from when on, how many
-    for row in stages:
-        visits = sum(kind == "F" for _, _, kind, *_ in row) / max(1, len({u for *_, u, _ in row})) or 1
-        steps = sorted((s, 1) if kind == "F" else (e, -1) for s, e, kind, *_ in row if kind in ("F", last))
-        totals = accumulate(step for _, step in steps)
-        held.append({t: n / visits for (t, _), n in zip(steps, totals, strict=True)})
-    most, bottom = max(max(h.values(), default=0) for h in held) or 1, 58 * len(stages)
-    items, said = list[Any](), []
-    for band in range(bands):
-        low, high = band * reach, (band + 1) * reach
-        at = lambda t, low=low: left + wide * (t - low) / reach
-        part: list = _scale(at, ticks(low, high), bottom, lambda v: f"{v:g}", bottom)
-        part.append(small(left - 10, bottom + 13, unit, "end"))
+    num_bands = max(1, min(round(need / 1000), 1100 // (bottom + BAND_GAP)))
+    left, wide = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))
+    held = [_held_over_time(row, last) for row in stages]
+    most = max(max(h.values(), default=0) for h in held) or 1
+    items, lines = list[Any](), []
+    for k in range(num_bands):
+        band = _Band(k * span / num_bands, (k + 1) * span / num_bands, left, wide, unit)
+        part = _scale(band.x, ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
+        part.append(small_text(left - 10, bottom + 13, unit, "end"))
         for i, row in enumerate(stages):
-            y, floor = 58.0 * i, 58.0 * i + 48
-            for start, end, kind, u, chunk in row:
-                if max(start, low) >= min(end, high):
-                    continue
-                name, x, fill = f"{kind}{u}" + f".{chunk}" * (chunk > 0), at(max(start, low)), KINDS[kind]
-                w = at(min(end, high)) - x
-                part.append(
-                    Rect(
-                        x, y, w, 26, fill, "edge", 0.75, tip=f"stage {i}, {name}: {start:g} to {end:g} {unit}"
-                    )
+            part += [*band.operations(i, row), band.held(i, held[i], most)]
+            part.append(small_text(left - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
+            if i in waiting and band.low <= done[i] < band.high:
+                part += band.wait(i, done, waiting)
+                lines.append(
+                    f"stage {i} waits to run {waiting[i][0]} for {waiting[i][2]} on stage {waiting[i][1]}"
                 )
-                part += fitting(x + w / 2, y + 12, w - 2, name, f"{kind}{u}", str(u), fill=on(fill))
-                part += [Rect(x + 1, y + 22, w - 2, 3, "black")] * (chunk > 0)
-            outline, now = (
-                [(left, floor)],
-                max([(t, n) for t, n in held[i].items() if t <= low], default=(0, 0.0))[1],
-            )
-            for t, n in [(low, now), *((t, n) for t, n in held[i].items() if low < t < high)]:
-                outline += [(at(t), floor - 16 * v / most) for v in (now, n)]
-                now = n
-            part.append(
-                Line(
-                    (*outline, (at(high), floor - 16 * now / most), (at(high), floor)),
-                    "edge",
-                    0.75,
-                    fill="s2",
-                )
-            )
-            part += [small(left - 10, y + 13, f"stage {i}", "end", "ink")]
-            busy = sum(end - start for start, end, *_ in row) / span
-            peak = f"at most {max(held[i].values(), default=0):g} held"
-            if (
-                i in waiting and low <= done[i] < high
-            ):  # its next operation, and an arrow to the stage that it waits for
-                op, there, what = waiting[i]
-                x, w = at(done[i]), wide / reach
-                part += [
-                    Rect(x, y, w, 26, "paper", "ink", 1.5, dash=True),
-                    *fitting(x + w / 2, y + 12, w - 2, str(op)),
-                ]
-                if there != i and low <= done[there] < high:
-                    ends = (
-                        (x + w * 0.3, y + 26 * (there > i)),
-                        (at(done[there]) + w * 0.6, 58 * there + 26 * (there < i)),
-                    )
-                    part.append(Line(ends, "tp-line", 2, head=True))
-                said.append(f"stage {i} waits to run {op} for {what} on stage {there}")
-            if band == 0 and not waiting:
-                part += [small(at(high) + 10, y + 13, f"busy {busy:.1%}", "start", "ink")]
-                part += [small(at(high) + 10, floor - 8, peak, "start", "ink")]
+            if k == 0 and not waiting:
+                busy = f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"
+                peak, x = f"at most {max(held[i].values(), default=0):g} held", band.x(band.high) + 10
+                part.append(small_text(x, ROW * i + 13, busy, "start", "ink"))
+                part.append(small_text(x, ROW * i + FLOOR - 8, peak, "start", "ink"))
                 names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
-                said.append(
-                    f"stage {i}: {' '.join(names[:24])}{' …' * (len(names) > 24)}; busy {busy:.1%}, {peak}"
-                )
-        items.append(Group(tuple(part), 0, band * (bottom + 40)))
+                shown = " ".join(names[:24]) + " …" * (len(names) > 24)
+                lines.append(f"stage {i}: {shown}; {busy}, {peak}")
+        items.append(Group(tuple(part), 0, k * (bottom + BAND_GAP)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
     key = [("s1", "F forward")] + [("s3", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
     key += [("s4", "W weights' gradients")] * (last == "W") + [("s2", "activations held, in microbatches")]
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
     key += [("paper", "waits, and for which stage")] * bool(waiting)
     title += f"stuck after {max(done):g} {unit}" if waiting else f"{span:g} {unit}, {idle:.1%} of them idle"
-    return compose(title, [items, legend(key, 900)], "\n".join(said))
+    return compose(title, [items, legend(key, 900)], "\n".join(lines))
 
 
 def overlap(
@@ -445,28 +514,28 @@ def overlap(
         return out if first == "compute" else out[::-1]
 
     span, left, wide = sum(compute_s) + sum(comm_s), text_width("communicate", SMALL) + 12, 640
-    at = lambda t: left + wide * t / span
-    items, said = _scale(at, ticks(0, span), 196, time_text, 184), []
+    x_of = lambda t: left + wide * t / span
+    items, lines = _scale(x_of, ticks(0, span), 196, time_text, 184), []
     for k, name in enumerate(("in turn", "side by side")):
         both, y = lanes(bool(k)), 108 * k
         total = max(both[0][-1][1], both[1][-1][1])
-        said.append(
+        lines.append(
             f"{name}: {time_text(total)}, {time_text(total - sum(compute_s))} of it without computing"
         )
-        items.append(Text(left, y, said[-1], bold=True))
+        items.append(Text(left, y, lines[-1], bold=True))
         for j, (lane, word, fill) in enumerate(
             zip(both, ("compute", "communicate"), ("s1", axis), strict=True)
         ):
             top = y + 16 + 34 * j
-            items.append(small(left - 10, top + 14, word, "end"))
+            items.append(small_text(left - 10, top + 14, word, "end"))
             for (start, end), label in zip(lane, labels, strict=True):
-                w, full = at(end) - at(start), f"{label}: {time_text(end - start)}"
-                items.append(Rect(at(start), top, w, 28, fill, "ink", 0.75, tip=f"{word} {full}"))
-                items += fitting(at(start) + w / 2, top + 14, w - 4, full, label, fill=on(fill))
+                w, full = x_of(end) - x_of(start), f"{label}: {time_text(end - start)}"
+                items.append(Rect(x_of(start), top, w, 28, fill, "ink", 0.75, tip=f"{word} {full}"))
+                items += fitting(x_of(start) + w / 2, top + 14, w - 4, full, label, fill=text_color_on(fill))
     key = legend([("s1", "computing"), (axis, f"communicating over {axis}")])
     room = f"At most {count_noun(ahead, 'piece')} fetched ahead of the one at work."
     notes = [room] if first == "comm" else []
-    return compose("Communication behind computing", [items, key], "\n".join([*said, *notes]), notes)
+    return compose("Communication behind computing", [items, key], "\n".join([*lines, *notes]), notes)
 
 
 def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
@@ -478,33 +547,33 @@ def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
     pad = 0.05 * (max(finite) - min(finite)) or 0.5
     low, high, wide, tall = min(finite) - pad, max(finite) + pad, 560, 260
     last = max(2, *map(len, curves.values())) - 1
-    at, up = (lambda step: wide * step / last), (lambda loss: tall * (high - loss) / (high - low))
+    x_of, y_of = (lambda step: wide * step / last), (lambda loss: tall * (high - loss) / (high - low))
     steps = [t for t in ticks(0, last, 6) if t == int(t)]
-    items = _scale(at, steps, tall, lambda v: f"{v:g}", tall)
-    items += [Line(((-4, up(v)), (wide, up(v))), "grid", 1) for v in ticks(low, high)]
-    items += [small(-8, up(v), f"{v:g}", "end") for v in ticks(low, high)]
+    items = _scale(x_of, steps, tall, lambda v: f"{v:g}", tall)
+    items += [Line(((-4, y_of(v)), (wide, y_of(v))), "grid", 1) for v in ticks(low, high)]
+    items += [small_text(-8, y_of(v), f"{v:g}", "end") for v in ticks(low, high)]
     items += [Line(((0, 0), (0, tall), (wide, tall)), "edge", 1.5)]
     items += [
-        small(-4, -18, "loss (nats/token)", "start", "ink"),
-        small(wide / 2, tall + 34, "step", fill="ink"),
+        small_text(-4, -18, "loss (nats/token)", "start", "ink"),
+        small_text(wide / 2, tall + 34, "step", fill="ink"),
     ]
-    said, ends = [], []
+    lines, ends = [], []
     for name, curve in curves.items():
         dash, points = (
             name == "reference",
-            [(at(i), up(x)) if math.isfinite(x) else None for i, x in enumerate(curve)],
+            [(x_of(i), y_of(x)) if math.isfinite(x) else None for i, x in enumerate(curve)],
         )
         items += [Line((a, b), "ink" if dash else "dp-line", 2, dash) for a, b in pairwise(points) if a and b]
         items += [Rect(p[0] - 3, p[1] - 3, 6, 6, "ink", radius=3) for p in points[-1:] if p]
         lost, known = [i for i, p in enumerate(points) if not p], [x for x in curve if math.isfinite(x)]
-        ends += [(up(x), f"{name} {x:.3f} nats/token") for x in known[-1:]]
+        ends += [(y_of(x), f"{name} {x:.3f} nats/token") for x in known[-1:]]
         course = (
             f"{x:.3f}"
             if (x := (known or [math.nan])[0]) == (known or [0])[-1]
             else f"{x:.3f} to {known[-1]:.3f}"
         )
-        said.append(f"{name}: {course} nats/token over {count_noun(len(curve), 'step')}")
-        said[-1] += f"; not finite at step {number_ranges(lost)}" * bool(lost)
+        lines.append(f"{name}: {course} nats/token over {count_noun(len(curve), 'step')}")
+        lines[-1] += f"; not finite at step {number_ranges(lost)}" * bool(lost)
     for k, (y, words) in enumerate(sorted(ends)):  # curves that end together are named below one another
-        items.append(small(wide + 10, max(y, min(ends)[0] + 16 * k), words, "start", "ink"))
-    return compose(title, [items], "\n".join(said), said)
+        items.append(small_text(wide + 10, max(y, min(ends)[0] + 16 * k), words, "start", "ink"))
+    return compose(title, [items], "\n".join(lines), lines)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from llmpar.notation import Layout, divisors
+from llmpar.notation import AXES, Layout, divisors
 
 
 def strides(sizes: dict[str, int], order) -> dict[str, int]:
@@ -39,32 +39,48 @@ def groups(sizes: dict[str, int], order, axes) -> list[list[int]]:
     return [[device for _, device in sorted(found[first])] for first in sorted(found)]
 
 
+def block(layout: Layout, sizes: dict[str, int], at: dict[str, int]) -> tuple[int, ...]:
+    """Which block of every dim the device at ``at`` holds, counted from 0."""
+    index = []
+    for dim in layout.dims:
+        index.append(0)
+        for axis in dim.axes:
+            index[-1] = index[-1] * sizes[axis] + at[axis]
+    return tuple(index)
+
+
 def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> list[tuple[int, int]] | None:
     """First and last-plus-one index of every dim that the device at ``at`` holds; None where a dim is not
     divisible."""
     out = []
-    for dim, size in zip(layout.dims, shape, strict=True):
-        parts, index = 1, 0
-        for axis in dim.axes:
-            parts, index = parts * sizes[axis], index * sizes[axis] + at[axis]
-        step, rest = divmod(size, parts)
+    for dim, size, index in zip(layout.dims, shape, block(layout, sizes, at), strict=True):
+        step, rest = divmod(size, math.prod(sizes[axis] for axis in dim.axes))
         if rest:
             return None
         out.append((index * step, (index + 1) * step))
     return out
 
 
+def holders(layout: Layout, sizes: dict[str, int], order=tuple(AXES)) -> dict[tuple[int, ...], list[int]]:
+    """Which devices of the mesh hold each shard: a block index per dim, to positions in the list of devices.
+
+    An axis without a size has size 1. Shards come in the order of their first device.
+    """
+    sizes = dict.fromkeys(layout.axes, 1) | sizes
+    apart = dict.fromkeys(layout.axes, 1) | strides(sizes, [a for a in order if a in sizes])
+    held: dict[tuple[int, ...], list[int]] = {}
+    for device in range(math.prod(sizes.values())):
+        at = {a: device // apart[a] % sizes[a] for a in layout.axes}
+        held.setdefault(block(layout, sizes, at), []).append(device)
+    return held
+
+
 def shard_numbers(layout: Layout, shape, sizes: dict[str, int], order) -> list[int] | None:
     """Which shard each device holds, numbered in order of appearance; None where a dim is not divisible."""
     if slices(layout, shape, sizes, dict.fromkeys(sizes, 0)) is None:
         return None
-    apart, seen, out = strides(sizes, order), dict[int, int](), list[int]()
-    for device in range(math.prod(sizes.values())):
-        shard = 0
-        for axis in layout.axes:
-            shard = shard * sizes[axis] + device // apart[axis] % sizes[axis]
-        out.append(seen.setdefault(shard, len(seen)))
-    return out
+    number = {d: i for i, held in enumerate(holders(layout, sizes, order).values()) for d in held}
+    return [number[device] for device in range(len(number))]
 
 
 def places(sizes: dict[str, int], order, node: int) -> dict:

@@ -8,10 +8,11 @@ says. Every number has its unit.
 from __future__ import annotations
 
 import math
-from itertools import product
+from dataclasses import dataclass
+from typing import Any
 
 from llmpar.draw.charts import count_noun, number_ranges
-from llmpar.draw.geometry import groups, strides
+from llmpar.draw.geometry import groups, holders, strides
 from llmpar.draw.scene import (
     SMALL,
     Group,
@@ -24,10 +25,10 @@ from llmpar.draw.scene import (
     fitting,
     flatten,
     legend,
-    on,
     size_text,
-    small,
+    small_text,
     stack,
+    text_color_on,
     text_width,
 )
 from llmpar.notation import (
@@ -70,7 +71,46 @@ def _frame(block: Block, name: str, color: str, dash: bool = False) -> Block:
     items, w, h = block
     w = max(w, text_width(name, SMALL))
     box = Rect(0, 0, w + 16, h + 32, "", color, 1.5, radius=4, dash=dash)
-    return [box, small(8, 12, name, "start", color), Group(tuple(items), 8, 24)], w + 16, h + 32
+    return [box, small_text(8, 12, name, "start", color), Group(tuple(items), 8, 24)], w + 16, h + 32
+
+
+def _levels(sizes: dict[str, int]) -> list[tuple[str, int, int]]:
+    """The axes that a mesh is drawn by, outermost first: axis, its coordinates per block, its blocks. All
+    blocks together are at most `MAX_CELLS`."""
+    levels, count = [], 1
+    for axis, n in sizes.items():
+        parts = max(q for q in divisors(n) if count * q <= MAX_CELLS)
+        count *= parts
+        levels += [(axis, n // parts, parts)] * (parts > 1 or n == 1)
+        if parts < n:
+            break
+    return levels
+
+
+def _devices(devices: range, room: float, where: str, axis: str, lit_axis: str | None, teams) -> Block:
+    """A cell of consecutive devices; filled where one of them is in the first of the ``teams`` over
+    ``lit_axis``."""
+    lit = bool(teams) and any(d in teams[0] for d in devices)
+    fill = lit_axis if lit_axis and lit else "cell"
+    items: list = [Rect(0, 0, room, 40, fill, f"{lit_axis or axis}-line", 1.5, radius=3)]
+    items += [Text(room / 2, 12, number_ranges(devices), anchor="middle", fill=text_color_on(fill))]
+    items += [small_text(room / 2, 28, where, fill=text_color_on(fill) if lit else f"{axis}-line")]
+    if not teams or len(devices) > 1:
+        return items, room, 40
+    team = next(i for i, team in enumerate(teams) if devices[0] in team)
+    return [*items, small_text(room / 2, 48, f"group {team}", fill="ink")], room, 54
+
+
+def _axis_facts(shape: MeshShape, live: dict[str, int]) -> tuple[list[tuple[str, str]], list[str]]:
+    """What is said of each axis in use: its size and how far partners lie apart; and its groups, as lines."""
+    by_axis = {a: groups(shape.sizes, AXES, [a]) for a in live}
+    apart = {a: g[0][-1] // max(1, len(g[0]) - 1) for a, g in by_axis.items()}
+    facts = [(a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)) for a, n in live.items()]
+    lines = [
+        f"groups over {a}: " + " | ".join(map(number_ranges, g[:8])) + " | …" * (len(g) > 8)
+        for a, g in by_axis.items()
+    ]
+    return facts, lines
 
 
 def mesh(
@@ -86,19 +126,13 @@ def mesh(
     if highlight_axis not in (None, *AXES):
         raise ValueError(f"'{highlight_axis}' is no mesh axis to highlight; the axes are {' '.join(AXES)}")
     live = {a: n for a, n in shape.sizes.items() if n > 1} or {"dp": 1}
-    levels, count = [], 1  # of each level: axis, its coordinates per block, blocks
-    for axis, n in live.items():
-        parts = max(q for q in divisors(n) if count * q <= MAX_CELLS)
-        count *= parts
-        levels += [(axis, n // parts, parts)] * (parts > 1 or n == 1)
-        if parts < n:
-            break
-    block, host = shape.size // count, devices_per_host or shape.size
+    levels = _levels(live)
+    block = shape.size // math.prod(parts for *_, parts in levels)
+    host = devices_per_host or shape.size
     inner = [block * math.prod(p for *_, p in levels[i + 1 :]) for i in range(len(levels))]
     split = [i for i, size in enumerate(inner) if host % size == 0 and size * levels[i][2] % host == 0]
     boxed = split[0] if split and host < shape.size else None
     teams = groups(shape.sizes, AXES, [highlight_axis]) if highlight_axis else []
-    group_of = {d: g for g, group in enumerate(teams) for d in group}
 
     def name(depth: int, i: int) -> str:
         axis, per, _ = levels[depth]
@@ -111,20 +145,9 @@ def mesh(
     ]
     room = 10 + max(text_width(w) for w in widest[: 2 + bool(teams)])
 
-    def leaf(first: int, where: str, axis: str) -> Block:
-        devices = range(first, first + block)
-        lit = bool(teams) and any(d in teams[0] for d in devices)
-        fill = highlight_axis if highlight_axis and lit else "cell"
-        items: list = [Rect(0, 0, room, 40, fill, f"{highlight_axis or axis}-line", 1.5, radius=3)]
-        items += [Text(room / 2, 12, number_ranges(devices), anchor="middle", fill=on(fill))]
-        items += [small(room / 2, 28, where, fill=on(fill) if lit else f"{axis}-line")]
-        if not teams or block > 1:
-            return items, room, 40
-        return [*items, small(room / 2, 48, f"group {group_of[first]}", fill="ink")], room, 54
-
     def node(depth: int, first: int, where: str = "", axis: str = "") -> Block:
         if depth == len(levels):
-            return leaf(first, where, axis)
+            return _devices(range(first, first + block), room, where, axis, highlight_axis, teams)
         child, _, n = levels[depth]
         kids = [node(depth + 1, first + i * inner[depth], name(depth, i), child) for i in range(n)]
         last = depth == len(levels) - 1
@@ -138,9 +161,7 @@ def mesh(
             whole = _grid(kids, 6 if last else 10, min(n, 16) if last else 0)
         return _frame(whole, where, f"{axis}-line") if where else whole
 
-    by_axis = {a: groups(shape.sizes, AXES, [a]) for a in live}
-    apart = {a: g[0][-1] // max(1, len(g[0]) - 1) for a, g in by_axis.items()}
-    facts = [(a, f"{a} = {n}: {AXES[a]}" + f", partners {apart[a]} apart" * (n > 1)) for a, n in live.items()]
+    facts, lines = _axis_facts(shape, live)
     notes = [f"Each cell is a block of {block} devices."] * (block > 1)
     if devices_per_host:
         where = ", dashed." if boxed is not None else f": device i is on host i // {host}."
@@ -148,11 +169,7 @@ def mesh(
     if teams:
         which = f"the first of {count_noun(len(teams), 'group')} over {highlight_axis}"
         notes.append(f"Filled: {which}, devices {number_ranges(teams[0])}.")
-    said = [
-        f"groups over {a}: " + " | ".join(map(number_ranges, g[:8])) + " | …" * (len(g) > 8)
-        for a, g in by_axis.items()
-    ]
-    text = "\n".join([*(fact for _, fact in facts), *said, *notes])
+    text = "\n".join([*(fact for _, fact in facts), *lines, *notes])
     return compose(
         f"mesh {shape}: {count_noun(shape.size, 'device')}", [node(0, 0)[0], legend(facts, 400)], text, notes
     )
@@ -168,8 +185,12 @@ def cells(place: dict, number, device: int, word: str, color: str) -> list:
         d = i * per
         fill, here = color if i in lit else "cell", i == device // per
         items.append(Rect(x, y, w, h, fill, "ink" if here else "edge", 3 if here else 1, radius=3))
-        items.append(Text(x + w / 2, y + (15 if h > 30 else h / 2), str(d), SMALL, "middle", on(fill), here))
-        label = small(x + w / 2, y + 30, f"{word} {number[d]}", fill="soft" if fill == "cell" else on(fill))
+        items.append(
+            Text(x + w / 2, y + (15 if h > 30 else h / 2), str(d), SMALL, "middle", text_color_on(fill), here)
+        )
+        label = small_text(
+            x + w / 2, y + 30, f"{word} {number[d]}", fill="soft" if fill == "cell" else text_color_on(fill)
+        )
         items += [label] * (h > 30 and per == 1 and number[d] is not None)
     return items
 
@@ -189,55 +210,40 @@ def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
     device sends, as reached.
     """
     sizes, one = parse_mesh(shape).sizes, chip.per_device()
-    apart, items, said, shown = (
+    apart, items, lines, shown = (
         strides(sizes, order),
         list[Rect | Line | Text](),
         [],
         [a for a in order if sizes[a] > 1],
     )
     span = max(math.prod(sizes.values()), one.node_size)
-    at = lambda devices: 80 + 380 * math.log2(devices) / math.log2(2 * span)
-    edge, bottom, right = at(one.node_size), 36 * len(shown), at(2 * span) + 12
+    x_of = lambda devices: 80 + 380 * math.log2(devices) / math.log2(2 * span)
+    edge, bottom, right = x_of(one.node_size), 36 * len(shown), x_of(2 * span) + 12
     for i, axis in enumerate(shown):
         reach, y = apart[axis] * sizes[axis], 36 * i
         beyond = reach > one.node_size
         rate = one.dcn_bytes_per_s if beyond else one.reached_link_bytes_per_s
         words = f"{rate / 1e9:.3g} GB/s, {'network between nodes' if beyond else 'links of a node'}"
         items += [Text(70, y + 14, f"{axis} {sizes[axis]}", anchor="end", bold=True)]
-        items += [Rect(at(apart[axis]), y + 3, at(reach) - at(apart[axis]), 22, axis, f"{axis}-line")]
-        items += [small(right, y + 14, words, "start", "ink")]
-        said.append(
+        items += [Rect(x_of(apart[axis]), y + 3, x_of(reach) - x_of(apart[axis]), 22, axis, f"{axis}-line")]
+        items += [small_text(right, y + 14, words, "start", "ink")]
+        lines.append(
             f"{axis} {sizes[axis]}: neighbours {count_noun(apart[axis], 'device')} apart, groups reach"
             f" {reach}; {words}"
         )
     steps = [2**i for i in range(0, math.floor(math.log2(span)) + 1, 1 + (span > 64))]
     items += [
-        small(right, bottom + 14, "devices apart", "start"),
-        *(small(at(n), bottom + 14, str(n)) for n in steps),
+        small_text(right, bottom + 14, "devices apart", "start"),
+        *(small_text(x_of(n), bottom + 14, str(n)) for n in steps),
     ]
     items += [
         Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True),
-        small(edge, -14, f"node of {one.node_size}"),
+        small_text(edge, -14, f"node of {one.node_size}"),
     ]
-    return compose(f"{parse_mesh(shape)} on {chip.name}: the links of each axis", [items], "\n".join(said))
+    return compose(f"{parse_mesh(shape)} on {chip.name}: the links of each axis", [items], "\n".join(lines))
 
 
 # ---------------------------------------------------------------------------------------------------- layouts
-
-
-def holders(layout: Layout, sizes: dict[str, int]) -> dict[tuple[int, ...], list[int]]:
-    """Which devices of the mesh hold each shard: a block index per dim, to device positions. As JAX places
-    them."""
-    axes = [a for a in AXES if a in sizes]
-    held: dict[tuple[int, ...], list[int]] = {}
-    for device, place in enumerate(product(*(range(sizes[a]) for a in axes))):
-        at = dict(zip(axes, place, strict=True))
-        index = [0] * len(layout.dims)
-        for d, dim in enumerate(layout.dims):
-            for axis in dim.axes:
-                index[d] = index[d] * sizes.get(axis, 1) + at.get(axis, 0)
-        held.setdefault(tuple(index), []).append(device)
-    return held
 
 
 def _places(axes: tuple[str, ...], sizes: dict[str, int], index: int) -> dict[str, int]:
@@ -280,84 +286,118 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout 
     return sheets + items
 
 
+def _picked(counts: list[int]) -> list[list[int]]:
+    """The blocks of each dim that are drawn, at most `MAX_CELLS` in all; -1 stands for those left out."""
+    for most in (8, 5, 4, 3):
+        picked = [list(range(n)) if n <= most else [*range(most - 2), -1, n - 1] for n in counts]
+        if math.prod(map(len, picked)) <= MAX_CELLS:
+            break
+    return picked
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """A tensor to be drawn as cells. Without a mesh (not ``named``) each axis cuts in two."""
+
+    dims: tuple[Dim, ...]
+    sizes: dict[str, int]
+    named: bool
+    shape: Any
+    picked: list[list[int]]
+    marks: list[tuple[str, str]]  # hatch and stroke of the strips at the foot of a cell
+    devices: dict[tuple[int, ...], list[int]]  # of the front sheet, by block
+
+    def tick(self, d: int, i: int) -> str:
+        """The label of block ``i`` of dim ``d``."""
+        dim = self.dims[d]
+        places = _places(dim.axes, self.sizes, i)
+        if not places:
+            return dim.name + (f" = {self.shape[d]}" if self.shape else "")
+        if i < 0 or not self.named:
+            return "⋯" if i < 0 else f"{dim.name}/{','.join(places)}"
+        return f"{dim.name}: " + " ".join(f"{a} {n}" for a, n in places.items())
+
+    def tick_width(self, d: int) -> float:
+        """The room for the labels of dim ``d``."""
+        return max(text_width(self.tick(d, i), SMALL) for i in self.picked[d]) + 12
+
+    def cell(self, index: tuple[int, ...], w: float, h: float) -> Block:
+        """One block: its shard, the devices that hold it, and the strips of `marks`."""
+        tall = h + 10 * len(self.marks)
+        if -1 in index:
+            return [Text(w / 2, tall / 2, "⋯", anchor="middle", fill="soft")], w, tall
+        items: list = [Rect(0, 0, w, tall, "cell", "edge")]
+        items += [
+            Rect(0, h + 10 * i, w, 10, "paper", stroke, hatch=m) for i, (m, stroke) in enumerate(self.marks)
+        ]
+        if self.named:
+            shard, devices = 0, self.devices[index]
+            for i, dim in zip(index, self.dims, strict=True):
+                shard = shard * math.prod(self.sizes.get(a, 1) for a in dim.axes) + i
+            words = f"{'devices' if len(devices) > 1 else 'device'} {number_ranges(devices, 4)}"
+            items += [small_text(w / 2, h / 2 - 8, f"shard {shard}", fill="ink")]
+            items += fitting(w / 2, h / 2 + 8, w - 4, words, count_noun(len(devices), "device"), fill="soft")
+        return items, w, tall
+
+    def border(self, d: int, before: int, i: int, points) -> Line:
+        """The line between two neighbouring blocks, in the colour of the outermost axis that cuts there."""
+        one, two = (_places(self.dims[d].axes, self.sizes, j) for j in (before, i))
+        axes = [*_places(self.dims[d].axes, self.sizes, 0)]
+        axis = next((a for a in axes if -1 not in (before, i) and one[a] != two[a]), axes[0])
+        return Line(points, f"{axis}-line", 3)
+
+    def block(self, index: tuple[int, ...], w: float, h: float) -> Block:
+        """The cells of all blocks that begin with ``index``, with the ticks of the dims inside."""
+        d, num = len(index), len(self.dims)
+        if d == num:
+            return self.cell(index, w, h)
+        items: list = []
+        axes, across, offset, other = (
+            [*_places(self.dims[d].axes, self.sizes, 0)],
+            (num - d) % 2 == 1,
+            0.0,
+            0.0,
+        )
+        # the columns' ticks stand above the first row
+        labelled = not across or d < num - 1 or not d or index[-1] == 0
+        margin, gap = (16 if across else self.tick_width(d)) * labelled, 5 if d >= num - 2 else 14
+        for before, i in zip([-1, *self.picked[d]], self.picked[d], strict=False):
+            kid, kw, kh = self.block((*index, i), w, h)
+            if offset:
+                ends = (offset - gap / 2, margin), (offset - gap / 2, margin + kh if across else margin + kw)
+                items.append(self.border(d, before, i, ends if across else tuple((y, x) for x, y in ends)))
+            if labelled:
+                ticks_above = 16 * (not across and d == num - 2 and i == 0)
+                x, y = (offset + kw / 2, 7) if across else (margin - 8, offset + (kh + ticks_above) / 2)
+                color = f"{axes[0]}-line" if axes else "soft"
+                items.append(small_text(x, y, self.tick(d, i), "middle" if across else "end", color))
+            items.append(Group(tuple(kid), *((offset, margin) if across else (margin, offset))))
+            offset += gap + (kw if across else kh)
+            other = max(other, kh if across else kw)
+        return (items, offset - gap, other + margin) if across else (items, other + margin, offset - gap)
+
+
 def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[float, float] = (0, 0)) -> Block:
     """A tensor as cells with their ticks, and how wide and high they are without ticks, which can be
     ``more``: the last dim runs across, the one before it down, and so on outwards. Blocks are parted by a
     line in the colour of the axis that cuts there. Without sizes, each axis cuts in two.
     """
-    dims, num, named = layout.dims, len(layout.dims), sizes is not None
+    num, named = len(layout.dims), sizes is not None
     if num > 4:
         raise ValueError(f"layout '{layout}' has {num} dims; a drawing has room for 4")
     sizes = sizes if sizes is not None else dict.fromkeys(layout.axes, 2)
-    held = holders(layout, sizes)
-    first = set(
-        holders(Layout((Dim("sum", layout.sums),)), sizes)[0,]
-    )  # the front sheet is the first addend of a sum
-    counts = [math.prod(sizes.get(a, 1) for a in d.axes) for d in dims]
-    for most in (8, 5, 4, 3):  # -1 stands for the blocks left out
-        picked = [list(range(n)) if n <= most else [*range(most - 2), -1, n - 1] for n in counts]
-        if math.prod(map(len, picked)) <= MAX_CELLS:
-            break
+    # The front sheet is the first addend of a sum.
+    first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])
+    devices = {index: [d for d in held if d in first] for index, held in holders(layout, sizes).items()}
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
     marks = [("/", f"{a}-line" if a in AXES else "edge") for a in sums[:1]]
     marks += [(".", "edge")] * (named and _copies(layout, sizes)[1] > 1)
-
-    def tick(d: int, i: int) -> str:
-        places = _places(dims[d].axes, sizes, i)
-        if not places:
-            return dims[d].name + (f" = {shape[d]}" if shape else "")
-        if i < 0 or not named:
-            return "⋯" if i < 0 else f"{dims[d].name}/{','.join(places)}"
-        return f"{dims[d].name}: " + " ".join(f"{a} {n}" for a, n in places.items())
-
-    widths = [max(text_width(tick(d, i), SMALL) for i in picked[d]) + 12 for d in range(num)]
+    picked = _picked([math.prod(sizes.get(a, 1) for a in dim.axes) for dim in layout.dims])
+    grid = _Grid(layout.dims, sizes, named, shape, picked, marks, devices)
     across, down = (math.prod(len(blocks) for blocks in picked[::-1][i::2]) for i in (0, 1))
-    w = max([92 if named else 40, *widths[::-1][::2]]) + more[0] / across
+    w = max([92 if named else 40, *(grid.tick_width(d) for d in range(num)[::-1][::2])]) + more[0] / across
     h = (44 if named else 30) + more[1] / down
-
-    def cell(index: tuple[int, ...]) -> Block:
-        tall = h + 10 * len(marks)
-        if -1 in index:
-            return [Text(w / 2, tall / 2, "⋯", anchor="middle", fill="soft")], w, tall
-        items: list = [Rect(0, 0, w, tall, "cell", "edge")]
-        items += [Rect(0, h + 10 * i, w, 10, "paper", stroke, hatch=m) for i, (m, stroke) in enumerate(marks)]
-        if named:
-            shard, devices = 0, [device for device in held[index] if device in first]
-            for i, n in zip(index, counts, strict=True):
-                shard = shard * n + i
-            words = f"{'devices' if len(devices) > 1 else 'device'} {number_ranges(devices, 4)}"
-            items += [small(w / 2, h / 2 - 8, f"shard {shard}", fill="ink")]
-            items += fitting(w / 2, h / 2 + 8, w - 4, words, count_noun(len(devices), "device"), fill="soft")
-        return items, w, tall
-
-    def node(index: tuple[int, ...]) -> Block:
-        d = len(index)
-        if d == num:
-            return cell(index)
-        items: list = []
-        axes, across, at, other = [*_places(dims[d].axes, sizes, 0)], (num - d) % 2 == 1, 0.0, 0.0
-        labelled = (
-            not across or d < num - 1 or not d or index[-1] == 0
-        )  # the columns' ticks stand above the first row
-        margin, gap = (16 if across else widths[d]) * labelled, 5 if d >= num - 2 else 14
-        for before, i in zip([-1, *picked[d]], picked[d], strict=False):
-            kid, kw, kh = node((*index, i))
-            if at:
-                one, two = (_places(dims[d].axes, sizes, j) for j in (before, i))
-                stroke = next((a for a in axes if -1 not in (before, i) and one[a] != two[a]), axes[0])
-                ends = (at - gap / 2, margin), (at - gap / 2, margin + kh if across else margin + kw)
-                items.append(Line(ends if across else tuple((y, x) for x, y in ends), f"{stroke}-line", 3))
-            if labelled:
-                ticks_above = 16 * (not across and d == num - 2 and i == 0)
-                x, y = (at + kw / 2, 7) if across else (margin - 8, at + (kh + ticks_above) / 2)
-                color = f"{axes[0]}-line" if axes else "soft"
-                items.append(small(x, y, tick(d, i), "middle" if across else "end", color))
-            items.append(Group(tuple(kid), *((at, margin) if across else (margin, at))))
-            at += gap + (kw if across else kh)
-            other = max(other, kh if across else kw)
-        return (items, at - gap, other + margin) if across else (items, other + margin, at - gap)
-
-    items = node(())[0]
+    items = grid.block((), w, h)[0]
     left, top, right, bottom = bounds([item for item in flatten(items) if isinstance(item, Rect)])
     return items, right - left, bottom - top
 
@@ -447,7 +487,7 @@ def arrow(arrow: Arrow | str, shape=None, sizes=None, itemsize: int | None = Non
     down = bounds(before)[2] + bounds(after)[2] + room > 1000
     link = Line(((0, -10), (0, tall)) if down else ((0, tall), (room, tall)), color, 2.5, head=True)
     x, anchor = (14, "start") if down else (room / 2, "middle")
-    middle = [link, *(small(x, 18 * i, word, anchor, color) for i, word in enumerate(words))]
+    middle = [link, *(small_text(x, 18 * i, word, anchor, color) for i, word in enumerate(words))]
     ends = (("before", arrow.before), ("after", arrow.after))
     facts = [f"{when}: {'; '.join(_facts(held, shape, sizes, itemsize))}" for when, held in ends]
     text = "\n".join([facts[0], *map(": ".join, steps), facts[1]])

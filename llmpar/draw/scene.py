@@ -20,6 +20,8 @@ from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 TITLE, BODY, SMALL = 15, 13, 11  # the type scale, in pixels
+PLAIN_EM, BOLD_EM = 0.6, 0.66  # the assumed width of a character, in sizes of its text
+BASELINE = 0.35  # how far a text's baseline lies below its middle, in sizes of the text
 
 LIGHT = {
     "paper": "#FFFFFF",
@@ -70,7 +72,7 @@ DARK = LIGHT | {  # fills stay, so that black or white text on them stays legibl
 SERIES = ("s1", "s2", "s3", "s4", "s5")
 
 
-def on(fill: str) -> str:
+def text_color_on(fill: str) -> str:
     """The role of text that is legible on a fill."""
     return "ink" if fill in ("paper", "cell") else "white" if fill in ("pp", "sp", "dp", "s5") else "black"
 
@@ -148,7 +150,7 @@ class Group:
 
 def text_width(text: str, size: float = BODY) -> float:
     """The approximate width of a text."""
-    return 0.6 * size * len(text)
+    return PLAIN_EM * size * len(text)
 
 
 def flatten(items, dx: float = 0, dy: float = 0) -> list:
@@ -173,15 +175,15 @@ def bounds(items) -> Box:
 def stack(blocks, gap: float = 12, across: bool = False) -> list[Group]:
     """Blocks of items below one another from the left, or beside one another with their middles on one
     line."""
-    out, at = [], 0.0
+    out, offset = [], 0.0
     for block in blocks:
         x0, y0, x1, y1 = bounds(block)
-        out.append(Group(tuple(block), at * across - x0, -(y0 + y1) / 2 if across else at - y0))
-        at += gap + (x1 - x0 if across else y1 - y0)
+        out.append(Group(tuple(block), offset * across - x0, -(y0 + y1) / 2 if across else offset - y0))
+        offset += gap + (x1 - x0 if across else y1 - y0)
     return out
 
 
-def small(x: float, y: float, text: str, anchor: str = "middle", fill: str = "soft") -> Text:
+def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str = "soft") -> Text:
     """A label."""
     return Text(x, y, text, SMALL, anchor, fill)
 
@@ -277,7 +279,9 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scen
 
     def paragraph(texts, size: float, fill: str, bold: bool = False) -> list[Text]:
         lines = [
-            line for text in texts for line in textwrap.wrap(text, int(wide / size / (0.66 if bold else 0.6)))
+            line
+            for text in texts
+            for line in textwrap.wrap(text, int(wide / size / (BOLD_EM if bold else PLAIN_EM)))
         ]
         return [Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold) for i, line in enumerate(lines)]
 
@@ -328,16 +332,16 @@ def to_svg(scene: Scene) -> str:
 
     for item in flatten(scene.items):
         if isinstance(item, Text):
-            at = f'x="{_n(item.x)}" y="{_n(item.y + 0.35 * item.size)}" text-anchor="{item.anchor}"'
-            at += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
-            body.append(f"<text {at} {paint(item.fill)}>{escape(item.text)}</text>")
+            position = f'x="{_n(item.x)}" y="{_n(item.y + BASELINE * item.size)}" text-anchor="{item.anchor}"'
+            position += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
+            body.append(f"<text {position} {paint(item.fill)}>{escape(item.text)}</text>")
         elif isinstance(item, Rect):
-            at = (
+            position = (
                 f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
                 f' rx="{_n(item.radius)}"'
             )
             style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
-            body.append(f"<rect {at} {style}>" + f"<title>{tip}</title>" * bool(tip) + "</rect>")
+            body.append(f"<rect {position} {style}>" + f"<title>{tip}</title>" * bool(tip) + "</rect>")
             if item.hatch:
                 name = f"llmpar-{'dots' if item.hatch == '.' else 'lines'}-{item.stroke}"
                 lines, dots = paint("", item.stroke, 1.6), paint(item.stroke)
@@ -347,7 +351,7 @@ def to_svg(scene: Scene) -> str:
                     else f'<path d="M-1,7 7,-1" {lines}'
                 )
                 patterns[name] = f'<pattern id="{name}" width="6" height="6" {in_pixels}>{mark}/></pattern>'
-                body.append(f'<rect {at} fill="url(#{name})"/>')
+                body.append(f'<rect {position} fill="url(#{name})"/>')
         else:
             tag, style = (
                 "polygon" if item.fill else "polyline",
@@ -406,7 +410,7 @@ def to_png(scene: Scene, target=None, scale: float = 2) -> bytes:
                 "weight": "bold" if item.bold else "normal",
                 "color": color[item.fill],
             }
-            axes.text(item.x, item.y + 0.35 * item.size, item.text, family="DejaVu Sans", **style)
+            axes.text(item.x, item.y + BASELINE * item.size, item.text, family="DejaVu Sans", **style)
             continue
         stroke: dict[str, Any] = {
             "edgecolor": color[item.stroke],

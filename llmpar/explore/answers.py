@@ -18,8 +18,18 @@ from llmpar.config import PRESETS, ModelConfig, preset
 from llmpar.draw import layouts
 from llmpar.draw.charts import count_noun, memory_bars
 from llmpar.draw.geometry import coordinates, groups, lane, places, rounds, shard_numbers, slices, strides
-from llmpar.draw.scene import Group, Scene, compose, flatten, size_text, small, time_text
-from llmpar.notation import AXES, Layout, MeshShape, NotationError, divisors, parse_layout, parse_mesh
+from llmpar.draw.scene import Group, Scene, compose, flatten, size_text, small_text, time_text
+from llmpar.notation import (
+    AXES,
+    Layout,
+    MeshShape,
+    NotationError,
+    divisors,
+    mesh_distance,
+    near_meshes,
+    parse_layout,
+    parse_mesh,
+)
 from llmpar.plan import Plan
 from llmpar.predict import formulas, memory, traffic
 from llmpar.predict.hardware import CHIPS, GIB, Chip, chip
@@ -170,9 +180,9 @@ def tensors(state: dict) -> list[dict]:
     config, _, _, _ = read(
         state | {name: START[name] for name in ("mesh", "order")}
     )  # the same on every mesh
-    every = parse_mesh(" ".join(f"{a}=2" for a in AXES))
+    all_axes = parse_mesh(" ".join(f"{a}=2" for a in AXES))
     both = ({"zero": zero, "tp_sequence": cut} for zero in range(4) for cut in (False, True))
-    plans = {mode(s): make_plan(s, every) for s in (state | one for one in both)}
+    plans = {mode(s): make_plan(s, all_axes) for s in (state | one for one in both)}
     rows, b, s, of = [], state["batch_size"], state["seq_len"], [state[name] for name in SHAPES]
 
     def row(kind: str, name: str, shape, itemsize: int, place, times: int = 1) -> None:
@@ -386,21 +396,6 @@ def step_time(time: dict) -> str:
     return f"{span} ({parts}; communicating {time_text(comm)})"
 
 
-def meshes(n: int, axes=tuple(AXES)):
-    """Every mesh of n devices, as sizes by axis."""
-    if len(axes) == 1:
-        yield {axes[0]: n}
-        return
-    for size in divisors(n):
-        for rest in meshes(n // size, axes[1:]):
-            yield {axes[0]: size} | rest
-
-
-def distance(one: dict[str, int], two: dict[str, int]) -> float:
-    """How different two meshes are: doublings and halvings, summed over the axes."""
-    return sum(abs(math.log2(one[a] / two[a])) for a in AXES)
-
-
 def remedy(state: dict) -> dict:
     """What would work instead of a refused state: the ``nearest`` mesh, a ``batch_size`` for the asked one,
     and a ``text``."""
@@ -451,14 +446,10 @@ def nearest(state: dict) -> str | None:
     ):
         counts = {most, *divisors(most), *(2**i for i in range(most.bit_length()))}
         for n in sorted(counts - {1}, reverse=True) if axes else ():
-            near = [dict.fromkeys(AXES, 1) | sizes for sizes in meshes(n, tuple(axes))]
-            near = [s for s in near if s["pp"] <= asked.pp or state["microbatches"] >= 2 * s["pp"]]
-            near.sort(key=lambda sizes: distance(sizes, asked.sizes))
-            found = next(
-                (text for text in (str(MeshShape(**sizes)) for sizes in near) if _works(state, text)), None
-            )
-            if found:
-                return found
+            for near in near_meshes({a: asked.sizes[a] for a in axes}, n):
+                if near.pp <= asked.pp or state["microbatches"] >= 2 * near.pp:
+                    if _works(state, str(near)):
+                        return str(near)
     return "dp=1"
 
 
@@ -488,9 +479,9 @@ def neighbours(state: dict, most: int = 600) -> list[dict]:
     if refused and not refused["nearest"]:
         return [state]
     near = [
-        (distance(sizes, shape.sizes), str(MeshShape(**sizes)))
+        (mesh_distance(mesh.sizes, shape.sizes), str(mesh))
         for n in divisors(shape.size)
-        for sizes in meshes(n)
+        for mesh in near_meshes(shape.sizes, n)
     ]
     asked = itertools.product(
         [mesh for _, mesh in sorted(near)], sorted(range(4), key=lambda z: z != state["zero"])
@@ -565,7 +556,7 @@ def scene(state: dict) -> Scene:
         )
     notes += [f"Dashed: nodes of {node} devices."] * bool(place["frames"])
     notes += [f"Each cell stands for {place['block']} devices."] * (place["block"] > 1)
-    blocks = [[small(0, 0, what, "start")], items]
+    blocks = [[small_text(0, 0, what, "start")], items]
     if reply["memory"]:
         bars = memory_bars(
             [("a device", dict(reply["memory"]))], reply["capacity"], whole_bytes=reply["whole"]
@@ -575,9 +566,9 @@ def scene(state: dict) -> Scene:
     held = [
         " ".join(cells) for cells in device_rows(state, rows, sizes, order) if cells[0].startswith("weight")
     ]
-    said = (
+    details = (
         f"{what}\ndevice {device}: {', '.join(f'{a} {at[a]}' for a in order if sizes[a] > 1)}\n"
         + "\n".join(held)
     )
     lines = reply["says"].splitlines()[1 if reply["refusal"] else -1 :]
-    return compose(f"mesh {shape}", blocks, f"{reply['says']}\n{said}", [*notes, *lines])
+    return compose(f"mesh {shape}", blocks, f"{reply['says']}\n{details}", [*notes, *lines])

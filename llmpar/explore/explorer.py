@@ -29,7 +29,7 @@ from llmpar import __version__
 from llmpar.draw.charts import PARTS
 from llmpar.draw.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 from llmpar.explore import answers
-from llmpar.inspect import report
+from llmpar.inspect.shardings import shardings, shardings_scene
 from llmpar.notation import AXES, MeshShape, parse_mesh
 
 MODULE = Path(__file__).parent / "static" / "explorer.js"
@@ -265,18 +265,18 @@ class Explorer:
 
 
 def _field(c: dict, value):
-    how: dict[str, Any] = {"value": value, "layout": ipywidgets.Layout(width="100%")}
+    shared: dict[str, Any] = {"value": value, "layout": ipywidgets.Layout(width="100%")}
     if c["kind"] == "choice":
-        return ipywidgets.Dropdown(options=c["options"], **how)
+        return ipywidgets.Dropdown(options=c["options"], **shared)
     if c["kind"] == "flag":
-        return ipywidgets.Checkbox(indent=False, **how)
+        return ipywidgets.Checkbox(indent=False, **shared)
     if c["kind"] == "lines":
-        return ipywidgets.Textarea(rows=5, continuous_update=False, **how)
+        return ipywidgets.Textarea(rows=5, continuous_update=False, **shared)
     if c["kind"] == "slider":
-        return ipywidgets.IntSlider(min=c["min"], max=c["max"], **how)
+        return ipywidgets.IntSlider(min=c["min"], max=c["max"], **shared)
     if c["kind"] == "int":
-        return ipywidgets.BoundedIntText(min=c["min"], max=1 << 30, **how)
-    return ipywidgets.Text(continuous_update=False, **how)
+        return ipywidgets.BoundedIntText(min=c["min"], max=1 << 30, **shared)
+    return ipywidgets.Text(continuous_update=False, **shared)
 
 
 def _labelled(label: str, field: ipywidgets.Widget) -> ipywidgets.Widget:
@@ -306,7 +306,7 @@ class MeshExplorer(Explorer):
         """The shardings of a live array, of a tree of them, or of a compiled program, as the compiler has
         them."""
         self = cls(front)
-        self._given = report.shardings(value)
+        self._given = shardings(value)
         self.title = self._given["title"]
         self.set(tensor=self._given["tensors"][0]["name"])
         return self
@@ -357,7 +357,7 @@ class MeshExplorer(Explorer):
         return [dict(self.state)] if self._given else answers.neighbours(dict(self.state))
 
     def draw(self, state: dict) -> Scene:
-        return report.shardings_scene(self._given, state) if self._given else answers.scene(state)
+        return shardings_scene(self._given, state) if self._given else answers.scene(state)
 
     def _changed(self, change) -> None:
         new = self.state | change["new"]

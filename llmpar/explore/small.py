@@ -183,13 +183,15 @@ class RoutingExplorer(Explorer):
     tokens = 64  # of each rank
 
     def draw(self, state: dict) -> Scene:
-        how, ranks = ExpertConfig(state["experts"], state["chosen"]), state["ranks"]
-        logits = np.random.default_rng(0).standard_normal((ranks, self.tokens, how.num_experts), np.float32)
+        experts, ranks = ExpertConfig(state["experts"], state["chosen"]), state["ranks"]
+        logits = np.random.default_rng(0).standard_normal(
+            (ranks, self.tokens, experts.num_experts), np.float32
+        )
         logits[..., 0] += state["heat"]
-        _, chosen = moe.choose(how, moe.affinities(how, jnp.asarray(logits)))
-        rows = [np.bincount(np.ravel(mine), minlength=how.num_experts).tolist() for mine in chosen]
-        room = state["capacity"] / 100 * ranks * self.tokens * how.top_k / how.num_experts
-        return token_flow(rows, how.num_experts // ranks, room)
+        _, chosen = moe.choose(experts, moe.affinities(experts, jnp.asarray(logits)))
+        rows = [np.bincount(np.ravel(mine), minlength=experts.num_experts).tolist() for mine in chosen]
+        room = state["capacity"] / 100 * ranks * self.tokens * experts.top_k / experts.num_experts
+        return token_flow(rows, experts.num_experts // ranks, room)
 
 
 class MemoryExplorer(Explorer):

@@ -6,7 +6,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from exercises import Exercise
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_table
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh
 from llmpar.predict import formulas
 
@@ -156,7 +157,7 @@ def stage2_accumulated() -> Exercise:
             if "must match shard count" in str(error):
                 return "not tiled"
             raise
-        sent = hlo.census_table(hlo.census_jaxpr(traced, {"fsdp": DEVICES}))
+        sent = census_table(census_jaxpr(traced, {"fsdp": DEVICES}))
         value = jax.vmap(device, axis_name="fsdp")(
             gradients
         )  # after the trace, which refuses shapes that do not fit

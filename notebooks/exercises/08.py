@@ -114,7 +114,7 @@ def one_f_one_b(stages: int = 3, microbatches: int = 4) -> Exercise:
 
 def _eager(stages: int, microbatches: int) -> str:
     """1F1B in which each W follows its B at once."""
-    rows = make("1f1b", stages, microbatches).order
+    rows = make("1f1b", stages, microbatches).rows
     return "\n".join(
         " ".join(f"{op} W{op.microbatch}" if op.kind == "B" else str(op) for op in row) for row in rows
     )

@@ -55,7 +55,7 @@ show(draw.layout("b/dp d/tp", (rows, columns), cube))
 # are next to each other, where links are fast; partners on the first are farthest apart.
 
 # %%
-from llmpar.mesh import groups, make_mesh
+from llmpar.mesh import make_mesh
 
 for shape in (line, table, cube):
     mesh = make_mesh(shape)
@@ -76,7 +76,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_hlo, census_table, compiled_memory
 
 mesh = make_mesh(cube)
 live = [axis for axis, size in cube.sizes.items() if size > 1]
@@ -90,11 +90,12 @@ ask = jax.jit(jax.shard_map(hear, mesh=mesh, in_specs=P(tuple(AXES)), out_specs=
 heard = ask(jnp.arange(n))
 for axis, answer in zip(live, heard, strict=True):
     told = np.asarray(answer).reshape(n, -1)  # row i: what device i hears
-    for group in groups(cube, axis):
+    groups = draw.groups(cube.sizes, AXES, [axis])
+    for group in groups:
         assert (told[group] == group).all()
-    print(f"groups over {axis}: {groups(cube, axis).tolist()}, as JAX has them")
+    print(f"groups over {axis}: {groups}, as JAX has them")
 
-sent = hlo.census_table(hlo.census_hlo(ask.lower(jnp.arange(n)).compile().as_text(), mesh))
+sent = census_table(census_hlo(ask.lower(jnp.arange(n)).compile().as_text(), mesh))
 assert {key: row["count"] for key, row in sent.items()} == {(axis, "all-gather"): 1 for axis in live}
 print(f"compiled: {len(sent)} collectives, one all-gather per axis in use")
 
@@ -207,7 +208,7 @@ def on_mesh(function):
 
 hand, package = on_mesh(by_hand)(before), on_mesh(by_arrow)(before)
 compiled = on_mesh(by_arrow).lower(before).compile()
-found = hlo.census_table(hlo.census_hlo(compiled.as_text(), mesh))
+found = census_table(census_hlo(compiled.as_text(), mesh))
 predicted = {
     (",".join(move.axes), move.kind): {"count": 1, "bytes_sent": sent}
     for move, sent in draw.moved(arrow, whole.shape, cube.sizes, 4)
@@ -222,9 +223,7 @@ assert package.sharding.is_equivalent_to(sharding(mesh, arrow.after), 2)
 print(f"sharding: {arrow.after}, as the arrow ends")
 assert found == predicted
 print(f"communication: compiled = predicted = {predicted or 'nothing, there is one device'}")
-assert hlo.compiled_memory(compiled)["argument_bytes"] == shard_bytes(
-    arrow.before, whole.shape, 4, cube.sizes
-)
+assert compiled_memory(compiled)["argument_bytes"] == shard_bytes(arrow.before, whole.shape, 4, cube.sizes)
 print(f"memory: {shard_bytes(arrow.before, whole.shape, 4, cube.sizes)} bytes per device go in, as predicted")
 
 show(draw.arrow(arrow, (rows, columns), cube, 4))
@@ -329,11 +328,11 @@ print(live)
 # layout.
 
 # %%
-from llmpar.draw.scene import Rect, small
+from llmpar.draw.scene import Rect, small_text
 
 puzzle = {(0, 0): "devices 0 2", (0, 1): "devices 4 6", (1, 0): "devices 1 3", (1, 1): "devices 5 7"}
 grid = [Rect(120 * c, 50 * r, 116, 46, "cell", "edge") for r, c in puzzle]
-grid += [small(120 * c + 58, 50 * r + 23, who, fill="ink") for (r, c), who in puzzle.items()]
+grid += [small_text(120 * c + 58, 50 * r + 23, who, fill="ink") for (r, c), who in puzzle.items()]
 show(
     compose(
         "Which layout is this?",
@@ -406,7 +405,7 @@ two = sum(
 )
 relay = jax.jit(lambda x: x, out_shardings=sharding(mesh, end))
 there = jax.device_put(whole, sharding(mesh, start))
-chosen = hlo.census_table(hlo.census_hlo(relay.lower(there).compile().as_text(), mesh))
+chosen = census_table(census_hlo(relay.lower(there).compile().as_text(), mesh))
 assert all(np.array_equal(s.data, whole[s.index]) for s in relay(there).addressable_shards)
 assert two <= single
 print(f"two arrows, cut first: {two} bytes per device")

@@ -140,7 +140,14 @@ def by_package(weights, x, counted):
 
 
 # %%
-from llmpar.inspect import hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
 
 
 def distance(got, want):
@@ -161,10 +168,10 @@ for name, (loss, grads) in results.items():
         " them"
     )
 
-texts = {name: hlo.partitioned_hlo(way.lower(toy, x, counted)) for name, way in ways.items()}
-sent = {name: hlo.census_table(hlo.census_hlo(text, mesh)) for name, text in texts.items()}
+texts = {name: partitioned_hlo(way.lower(toy, x, counted)) for name, way in ways.items()}
+sent = {name: census_table(census_hlo(text, mesh)) for name, text in texts.items()}
 assert sent["by hand"] == sent["unasked"] == sent["by the package"]
-arrows = {c.arrow: c.bytes_sent for c in hlo.census_hlo(texts["by the package"], mesh)}
+arrows = {c.arrow: c.bytes_sent for c in census_hlo(texts["by the package"], mesh)}
 assert n == 1 or arrows.keys() == {"rows that count", "loss", *map(str, GRADIENTS.values())}
 assert sum(arrows.values()) == sum(row["bytes_sent"] for row in sent["by hand"].values())
 print(f"communication: each compiles to {sent['by hand'] or 'nothing'}")
@@ -331,17 +338,17 @@ def verdicts(plan):
     assert whole and step.batch_sharding.shard_shape((BATCH, SEQ)) == (BATCH // n, SEQ)
     print(f"  sharding: every weight whole on every device, the batch cut into {n}")
 
-    census = hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)
+    census = census_hlo(partitioned_hlo(lowered), step.mesh)
     formula = traffic.step_traffic(config, plan, BATCH, SEQ)
-    found = hlo.census_table(census)
+    found = census_table(census)
     assert found == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in formula.items()}
     total = {key: sum(row[key] for row in found.values()) for key in ("count", "bytes_sent")}
     print(f"  communication: {total['count']} all-reduces, {total['bytes_sent']:,} bytes, as predicted")
 
     held = memory.argument_bytes(config, plan, BATCH, SEQ, moments=1, scalars=1)  # momentum
-    assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(held.values())
+    assert compiled_memory(compiled)["argument_bytes"] == sum(held.values())
     print(f"  memory: {sum(held.values()):,} bytes per device go in, as predicted")
-    final = hlo.census_table(hlo.census_hlo(compiled.as_text(), step.mesh))
+    final = census_table(census_hlo(compiled.as_text(), step.mesh))
     return census, formula, sum(row["count"] for row in final.values())
 
 
@@ -398,6 +405,15 @@ if n > 1:
         f" {len(layered) - len(inside)} outside it"
     )
 show(draw.collectives(rows))
+
+# %% [markdown]
+# A sum keeps the text of its arrow through the compiler. So the census can say which weight's gradient sends which bytes; the rows add
+# up to the whole. Here for sums within the backward pass, layer by layer:
+
+# %%
+census, formula, _ = read["layer"]
+print(arrow_text(census))
+assert sum(row["bytes_sent"] for row in arrow_rows(census)) == formula.total_bytes
 
 # %% [markdown]
 # `partitioned` counts what we asked for. The final program may merge: XLA's combiner joins all-reduces that nothing keeps
@@ -579,8 +595,8 @@ assert (
     abs(float(auto_loss) - float(want_loss)) < 1e-5 * float(want_loss) and distance(auto_grads, want) < 1e-5
 )
 lowered = auto.lower(toy, x, counted)
-asked = hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh)
-final = hlo.census_hlo(lowered.compile().as_text(), mesh)
+asked = census_hlo(partitioned_hlo(lowered), mesh)
+final = census_hlo(lowered.compile().as_text(), mesh)
 print(
     f"by hand:     {sum(row['count'] for row in sent['by hand'].values())} all-reduces,"
     f" {sum(arrows.values())} bytes"

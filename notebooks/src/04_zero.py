@@ -31,7 +31,15 @@ from jax import lax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect import hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
@@ -310,9 +318,7 @@ expected_counts = {
 loss_bytes = formulas.sent_bytes(
     "all-reduce", 4, N
 )  # everybody learns the loss: one more all-reduce, of 4 bytes
-found = {
-    stage: hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh) for stage, (_, lowered, _) in programs.items()
-}
+found = {stage: census_hlo(partitioned_hlo(lowered), mesh) for stage, (_, lowered, _) in programs.items()}
 for stage, census in found.items():
     state = [c for c in census if c.shape != ()]
     counts = {kind: sum(c.count for c in state if c.kind == kind) for kind in {c.kind for c in state}}
@@ -346,7 +352,7 @@ for stage, (_, _, compiled) in programs.items():
         shard_bytes(parse_layout(place[stage]), W.shape, 4, mesh.shape) for place in (WEIGHT_AT, MOMENT_AT)
     )
     predicted = weights + 2 * moments + 2 * X.nbytes // N + 4
-    assert hlo.compiled_memory(compiled)["argument_bytes"] == predicted
+    assert compiled_memory(compiled)["argument_bytes"] == predicted
     print(
         f"stage {stage}: {weights:6,} B of weights + {2 * moments:6,} B of moments, {predicted:6,} B of"
         " arguments in all"
@@ -448,7 +454,8 @@ for zero, (step, *_) in llamas.items():
 # %%
 for zero, (step, lowered, _, _, _) in llamas.items():
     predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
-    compiled_table = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh))
+    census = census_hlo(partitioned_hlo(lowered), step.mesh)
+    compiled_table = census_table(census)
     assert compiled_table == {
         key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
     }
@@ -459,11 +466,23 @@ for zero, (step, lowered, _, _, _) in llamas.items():
     )
 print("communication: kinds, counts and bytes per device and step are as predicted")
 
+# %% [markdown]
+# Which line of the model sends what? In stage 3 a block's weight is gathered forward, gathered again for the backward pass (JAX counts that
+# as recomputed), and its gradient is scattered backward: three times the weight's bytes under one name. The embedding and the head are
+# used where the forward pass begins and ends, so nobody gathers them twice.
+
+# %%
+print(arrow_text(census))
+assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
+for name in ("ffn d m", "attention n h d"):
+    passes = {c.direction: c.bytes_sent for c in census if c.arrow == name}
+    assert N == 1 or set(passes) == {"forward", "recomputed", "backward"}, passes
+
 # %%
 optimizer_bytes = {}
 for zero, (step, _, compiled, state, _) in llamas.items():
     predicted = memory.argument_bytes(LLAMA, step.plan, BATCH, SEQ)
-    assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(predicted.values())
+    assert compiled_memory(compiled)["argument_bytes"] == sum(predicted.values())
     optimizer_bytes[zero] = sum(
         x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.optimizer) if x.ndim
     )
@@ -478,7 +497,7 @@ print(
     " from stage 1 on"
 )
 if devices[0].platform == "cpu" and N > 1:
-    temporaries = [hlo.compiled_memory(compiled)["temp_bytes"] for _, _, compiled, _, _ in llamas.values()]
+    temporaries = [compiled_memory(compiled)["temp_bytes"] for _, _, compiled, _, _ in llamas.values()]
     assert temporaries[3] < temporaries[0]
     print("temporaries: stage 3 needs less than stage 0, whose gradients are whole")
 
@@ -515,7 +534,7 @@ for zero in range(4):
         predicted = traffic.step_traffic(LLAMA, plan, 4 * N, SEQ)
         if a > 1:  # a loop over microbatches: the census multiplies what is inside by its length
             traced = step.run.trace(step.abstract_state, step.abstract_batch(4 * N, SEQ)).jaxpr
-            read = hlo.census_table(hlo.census_jaxpr(traced, mesh.shape))
+            read = census_table(census_jaxpr(traced, mesh.shape))
             assert read == {
                 key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
             }
@@ -557,8 +576,8 @@ attempt("04.stage2_accumulated", stage2_accumulated)
 
 # %%
 keep_arrays, keep_lowered, keep_compiled = prepare(lambda *args: stage3(*args, gather_again=False), 3)
-again_temp, keep_temp = (hlo.compiled_memory(c)["temp_bytes"] for c in (programs[3][2], keep_compiled))
-kept = [c for c in hlo.census_hlo(hlo.partitioned_hlo(keep_lowered), mesh) if c.shape != ()]
+again_temp, keep_temp = (compiled_memory(c)["temp_bytes"] for c in (programs[3][2], keep_compiled))
+kept = [c for c in census_hlo(partitioned_hlo(keep_lowered), mesh) if c.shape != ()]
 assert np.allclose(train(keep_arrays, keep_compiled)[0], reference_losses, rtol=1e-5)
 assert sum(c.bytes_sent for c in kept) == 2 * PSI_BYTES * LAP
 assert sum(c.count for c in kept if c.kind == "all-gather") == (L if N > 1 else 0)
@@ -575,7 +594,7 @@ for reshard in (True, False):
     step = Step(LLAMA, plan, mesh, optax.adamw(3e-3))
     traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     predicted = traffic.step_traffic(LLAMA, plan, BATCH, SEQ)
-    assert hlo.census_table(hlo.census_jaxpr(traced, mesh.shape)) == {
+    assert census_table(census_jaxpr(traced, mesh.shape)) == {
         k: {"count": r.count, "bytes_sent": r.bytes_sent} for k, r in predicted.items()
     }
     gathers = predicted.get(("fsdp", "all-gather"), traffic.Prediction()).count
@@ -641,12 +660,9 @@ auto_step, auto_lowered, auto_compiled, auto_state, auto_losses = train_llama(
     Plan(f"fsdp={N}", zero=3, reading="auto")
 )
 assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
-assert (
-    hlo.compiled_memory(auto_compiled)["argument_bytes"]
-    == hlo.compiled_memory(llamas[3][2])["argument_bytes"]
-)
+assert compiled_memory(auto_compiled)["argument_bytes"] == compiled_memory(llamas[3][2])["argument_bytes"]
 print("value and memory: Auto equals Manual")
-auto = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(auto_lowered), mesh))
+auto = census_table(census_hlo(partitioned_hlo(auto_lowered), mesh))
 manual = traffic.step_traffic(LLAMA, llamas[3][0].plan, BATCH, SEQ)
 for name, table in (
     ("manual", {k: (r.count, r.bytes_sent) for k, r in manual.items()}),

@@ -33,7 +33,15 @@ from jax import lax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect import hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.notation import parse_arrow, parse_layout
 from llmpar.par import Manual
@@ -202,8 +210,7 @@ print(f"sharding: after training a device holds {(L, D, M // T)} of w1 and {(L, 
 message = 4 * B * S * D  # bytes of b s d
 loss_free = lambda census: [c for c in census if c.shape != ()]
 censuses = {
-    name: loss_free(hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh))
-    for name, (_, lowered, _) in programs.items()
+    name: loss_free(census_hlo(partitioned_hlo(lowered), mesh)) for name, (_, lowered, _) in programs.items()
 }
 for name, census in censuses.items():
     assert {c.kind for c in census} <= {"all-reduce"} and {c.shape for c in census} <= {(B, S, D)}, name
@@ -218,9 +225,7 @@ print(
 predicted = sum(
     shard_bytes(place, a.shape, 4, sizes) for a, place in zip((W1, W2, X, Y), PLACES, strict=True)
 )
-assert all(
-    hlo.compiled_memory(compiled)["argument_bytes"] == predicted for _, _, compiled in programs.values()
-)
+assert all(compiled_memory(compiled)["argument_bytes"] == predicted for _, _, compiled in programs.values())
 print(
     f"memory: {predicted:,} B of arguments per device as predicted; weights are cut by {T}, activations"
     " are not"
@@ -256,7 +261,7 @@ heads_by_hand = over_tp(
 heads_by_arrow = over_tp(lambda *args: Manual(plan).move(attend(*args), "attention b s d +n -> stream b s d"))
 assert np.allclose(heads_by_hand(*matrices, X), jax.jit(attend)(*matrices, X), atol=1e-5)
 assert np.allclose(heads_by_hand(*matrices, X), heads_by_arrow(*matrices, X), atol=1e-7)
-heads = hlo.census_jaxpr(jax.make_jaxpr(heads_by_hand)(*matrices, X), mesh.shape)
+heads = census_jaxpr(jax.make_jaxpr(heads_by_hand)(*matrices, X), mesh.shape)
 assert [(c.kind, c.shape) for c in heads] == [("all-reduce", (B, S, D))] * (T > 1)
 print(
     f"value: attention with {NUM_HEADS // T} of {NUM_HEADS} heads per device equals attention with all; by"
@@ -297,7 +302,7 @@ split_loss = jax.jit(
 )  # fmt: skip
 whole_loss = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(X @ HEAD_MATRIX.T), TARGETS)
 assert np.allclose(split_loss(HEAD_MATRIX, X, TARGETS), whole_loss, atol=1e-4)
-loss_census = hlo.census_jaxpr(jax.make_jaxpr(split_loss)(HEAD_MATRIX, X, TARGETS), mesh.shape)
+loss_census = census_jaxpr(jax.make_jaxpr(split_loss)(HEAD_MATRIX, X, TARGETS), mesh.shape)
 assert [(c.kind, c.shape) for c in loss_census] == [("all-reduce", (B, S))] * (3 * (T > 1))
 assert plan.resolve("vocab b s +v -> data b s") == parse_arrow("b s +tp -> b s" if T > 1 else "b s -> b s")
 print("value: the vocabulary-parallel loss of every token equals the loss from whole logits")
@@ -374,8 +379,8 @@ for path, weight in LLAMA.weights().items():
 tables, moved = {}, {}
 for name, (step, lowered, _, _, _) in llamas.items():
     predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
-    moved[name] = census = hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)
-    tables[name] = hlo.census_table(census)
+    moved[name] = census = census_hlo(partitioned_hlo(lowered), step.mesh)
+    tables[name] = census_table(census)
     assert tables[name] == {
         key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
     }
@@ -388,7 +393,7 @@ for name, (step, lowered, _, _, _) in llamas.items():
 print("communication: kinds, counts and bytes per device and step are as predicted")
 
 for step, _, compiled, _, _ in llamas.values():
-    assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(
+    assert compiled_memory(compiled)["argument_bytes"] == sum(
         memory.argument_bytes(LLAMA, step.plan, BATCH, SEQ).values()
     )
 print("memory: argument bytes per device are as predicted")
@@ -413,7 +418,7 @@ else:
 
 # %% [markdown]
 # **One block** is the difference between a model of 3 layers and one of 2. The census says which arrow each
-# collective came from.
+# collective carries out, and whether forward or backward.
 
 
 # %%
@@ -449,9 +454,11 @@ print(
     "communication: each all-reduce became a reduce-scatter and an all-gather; the bytes on the wire are"
     " equal"
 )
-for c in moved["tp + sequence"]:
-    if c.count == LLAMA.num_layers:
-        print(f"  ×{c.count} {c.kind:<15} {c.arrow}")
+for name, census in moved.items():
+    print(f"{name}, by the arrows of the model:\n{arrow_text(census)}")
+    for key, row in tables[name].items():
+        of_key = [r for r in arrow_rows(census) if (r["axis"], r["kind"]) == key]
+        assert sum(r["bytes_sent"] for r in of_key) == row["bytes_sent"]
 
 # %% [markdown]
 # ## What sequence parallelism buys: 10 + 24/t becomes 34/t
@@ -480,7 +487,7 @@ assert (
 
 # %%
 temporaries = {
-    name: hlo.compiled_memory(compiled)["temp_bytes"] for name, (_, _, compiled, _, _) in llamas.items()
+    name: compiled_memory(compiled)["temp_bytes"] for name, (_, _, compiled, _, _) in llamas.items()
 }
 if devices[0].platform == "cpu" and T > 1:
     assert temporaries["tp + sequence"] < temporaries["tp"]
@@ -614,14 +621,14 @@ lowered = {
     f.__name__: jax.jit(jax.shard_map(f, **ring_specs)).lower(rows, weight)
     for f in (gather_then_multiply, ring_matmul)
 }
-texts = {name: hlo.partitioned_hlo(program) for name, program in lowered.items()}
+texts = {name: partitioned_hlo(program) for name, program in lowered.items()}
 blocks = [
     jax.device_put(a, sharding(mesh, parse_layout(place)))
     for a, place in ((rows, "s/tp d"), (weight, "d m/tp"))
 ]
 for program in lowered.values():
     assert np.allclose(program.compile()(*blocks), rows @ weight, atol=1e-4)
-ring, gathered = (hlo.census_hlo(texts[name], mesh) for name in ("ring_matmul", "gather_then_multiply"))
+ring, gathered = (census_hlo(texts[name], mesh) for name in ("ring_matmul", "gather_then_multiply"))
 assert sum(c.count for c in ring) == T - 1 and {c.kind for c in ring} <= {"collective-permute"}
 assert sum(c.bytes_sent for c in ring) == sum(c.bytes_sent for c in gathered)
 print(
@@ -657,7 +664,7 @@ auto_stack = jax.jit(
     out_shardings=(*[sharding(mesh, p) for p in PLACES[:2]], None),
 )
 auto_lowered = auto_stack.lower(W1, W2, X, Y)
-found_auto = [c for c in hlo.census_hlo(hlo.partitioned_hlo(auto_lowered), mesh) if c.shape == (B, S, D)]
+found_auto = [c for c in census_hlo(partitioned_hlo(auto_lowered), mesh) if c.shape == (B, S, D)]
 assert np.allclose(train(programs["by hand"][0], auto_lowered.compile())[0], want_losses, rtol=1e-4)
 print(
     f"the stack by jit: {sum(c.count for c in found_auto)} {'all-reduces' if T > 1 else 'collectives'} of"
@@ -675,11 +682,11 @@ auto_step, auto_lowered, auto_compiled, _, auto_losses = train_llama(
 )
 assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
 assert (
-    hlo.compiled_memory(auto_compiled)["argument_bytes"]
-    == hlo.compiled_memory(llamas["tp + sequence"][2])["argument_bytes"]
+    compiled_memory(auto_compiled)["argument_bytes"]
+    == compiled_memory(llamas["tp + sequence"][2])["argument_bytes"]
 )
 print("value and memory: Auto equals Manual")
-auto = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(auto_lowered), mesh))
+auto = census_table(census_hlo(partitioned_hlo(auto_lowered), mesh))
 for name, table in (("manual", tables["tp + sequence"]), ("auto", auto)):
     for (_, kind), row in sorted(table.items(), key=lambda item: -item[1]["bytes_sent"]):
         print(f"{name:>7}: {kind:<18} ×{row['count']:<4}{row['bytes_sent']:>12,} B")

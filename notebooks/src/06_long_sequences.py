@@ -34,7 +34,15 @@ from jax import lax
 from llmpar import attention, draw, sequence_order
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect import hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
@@ -212,7 +220,7 @@ print(
     f"sharding: every device holds {(1, L, K, R, H)} of the output {out.shape}: its own positions, all heads"
 )
 
-census = hlo.census_hlo(ring_compiled.as_text(), mesh)
+census = census_hlo(ring_compiled.as_text(), mesh)
 moved = {dtype: [c for c in census if c.dtype == dtype] for dtype in ("f32", "s32")}
 assert {c.kind for c in census} <= {"collective-permute"} and {c.shape for c in moved["f32"]} <= {
     (1, L, K, H)
@@ -235,7 +243,7 @@ print(
     " B of positions"
 )
 
-arguments = hlo.compiled_memory(ring_compiled)["argument_bytes"]
+arguments = compiled_memory(ring_compiled)["argument_bytes"]
 assert arguments == 4 * L * (K * R * H + 2 * K * H + 1)
 print(f"memory: {arguments:,} B of arguments per device, 1/{n} of everything")
 
@@ -360,7 +368,7 @@ print(
     "value: output and gradients of q, k and v equal those of full attention to 1e-5 of their largest element"
 )
 
-found = hlo.census_hlo(hlo.partitioned_hlo(lowered), mesh)
+found = census_hlo(partitioned_hlo(lowered), mesh)
 sent = {
     dtype: (
         sum(c.count for c in found if c.dtype == dtype),
@@ -376,7 +384,7 @@ print(
     f" {sent['f32'][1]:,} B"
 )
 
-ring_memory, whole_memory = hlo.compiled_memory(compiled), hlo.compiled_memory(whole)
+ring_memory, whole_memory = compiled_memory(compiled), compiled_memory(whole)
 assert ring_memory["argument_bytes"] == 4 * L * (2 * K * R * H + 2 * K * H + 1)
 print(f"memory: {ring_memory['argument_bytes']:,} B of arguments per device, 1/{n} of everything")
 if n > 1:
@@ -403,7 +411,7 @@ def forward_bytes(kv_heads, dtype, heads=8, size=8, length=1024):
     traced = jax.make_jaxpr(
         spread(lambda *args: (package_ring(*args),), GIVEN, (QUERIES,), abstract_mesh(f"sp={size}"))
     )(*abstract)
-    return sum(c.bytes_sent for c in hlo.census_jaxpr(traced, {"sp": size}) if c.dtype != "s32")
+    return sum(c.bytes_sent for c in census_jaxpr(traced, {"sp": size}) if c.dtype != "s32")
 
 
 base = forward_bytes(8, jnp.float32)
@@ -491,7 +499,8 @@ print(
 tables = {}
 for name, (step, lowered, _, _, _) in llamas.items():
     predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
-    tables[name] = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh))
+    census = census_hlo(partitioned_hlo(lowered), step.mesh)
+    tables[name] = census_table(census)
     assert tables[name] == {
         key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
     }
@@ -501,6 +510,8 @@ for name, (step, lowered, _, _, _) in llamas.items():
         "; ".join(f"{kind} ×{row['count']} {row['bytes_sent']:,} B" for kind, row in attends.items())
         or "nothing",
     )
+    assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
+    print(arrow_text((c for c in census if c.kind != "all-reduce"), most=8))  # by the arrows of the model
 assert ("sp", "all-gather") not in tables["ring"], "no activation is gathered over sp"
 print(
     "communication: kinds, counts and bytes per device and step are as predicted (and the all-reduces of"
@@ -509,7 +520,7 @@ print(
 
 for step, _, compiled, _, _ in llamas.values():
     given = memory.argument_bytes(LLAMA, step.plan, BATCH, SEQ, moments=0, scalars=1)
-    assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(given.values())
+    assert compiled_memory(compiled)["argument_bytes"] == sum(given.values())
 print(
     f"memory: {sum(given.values()):,} B of arguments per device as predicted: weights {given['params']:,},"
     f" batch {given['batch']:,}"
@@ -686,11 +697,11 @@ attempt("06.rivals", answer)
 )
 assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
 assert (
-    hlo.compiled_memory(auto_compiled)["argument_bytes"]
-    == hlo.compiled_memory(llamas["ulysses"][2])["argument_bytes"]
+    compiled_memory(auto_compiled)["argument_bytes"]
+    == compiled_memory(llamas["ulysses"][2])["argument_bytes"]
 )
 print("value and memory: Auto equals Manual")
-auto = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(auto_lowered), llamas["ulysses"][0].mesh))
+auto = census_table(census_hlo(partitioned_hlo(auto_lowered), llamas["ulysses"][0].mesh))
 for name, table in (("manual", tables["ulysses"]), ("auto", auto)):
     for (_, kind), row in sorted(table.items(), key=lambda item: -item[1]["bytes_sent"]):
         print(f"{name:>7}: {kind:<11} ×{row['count']:<4}{row['bytes_sent']:>10,} B")
@@ -717,7 +728,7 @@ def feed_forward(hidden):
 
     shapes = ((BATCH, S, 32), stream), ((32, 64), weights), ((64, 32), weights)
     given = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape, place in shapes]
-    return hlo.census_hlo(hlo.partitioned_hlo(jax.jit(run, out_shardings=stream).lower(*given)), mesh)
+    return census_hlo(partitioned_hlo(jax.jit(run, out_shardings=stream).lower(*given)), mesh)
 
 
 right, wrong = feed_forward("b s/sp m"), feed_forward("b s m")
@@ -747,7 +758,7 @@ for pieces in (1, 8):
         .lower(1, share)
         .compile()
     )
-    temporaries[pieces] = hlo.compiled_memory(program)["temp_bytes"]
+    temporaries[pieces] = compiled_memory(program)["temp_bytes"]
     print(f"{pieces} piece{'s' * (pieces > 1)}: {temporaries[pieces] / 2**20:.1f} MiB of temporaries")
 hidden_bytes = 4 * share * wide.ffn_width
 if devices[0].platform == "cpu":
@@ -767,7 +778,7 @@ weights = jax.device_put(start.params, llamas["ring"][0].shardings.params)
 decoder = Decoder(LLAMA, Plan(f"sp={SP}"), make_mesh(f"sp={SP}"), weights, 1, POSITIONS)
 token = np.zeros((1, 1), np.int32)
 jaxpr = decoder.run.trace(decoder.params, decoder.cache, token, np.int32(0)).jaxpr
-sent = hlo.census_table(hlo.census_jaxpr(jaxpr, {"sp": SP}))
+sent = census_table(census_jaxpr(jaxpr, {"sp": SP}))
 share = {shard.data.nbytes for shard in decoder.cache[0].addressable_shards}
 assert share == {4 * LLAMA.num_layers * POSITIONS // SP * LLAMA.num_kv_heads * LLAMA.head_width}
 if SP > 1:

@@ -35,7 +35,15 @@ from jax import lax
 from llmpar import draw, pipeline
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect import hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    executed_flops,
+    partitioned_hlo,
+)
 from llmpar.mesh import make_mesh, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
@@ -185,7 +193,7 @@ assert np.allclose(loss, want_loss, rtol=1e-5) and np.abs(grads - want).max() < 
 print("value: loss and gradients equal those of one device")
 assert {shard.data.shape for shard in grads.addressable_shards} == {(LAYERS // p, D, D)}
 print(f"sharding: {LAYERS // p} of {LAYERS} layers, and their gradients, on each of {p} stages")
-sent = hlo.census_table(c for c in hlo.census_hlo(hand.as_text(), mesh) if c.shape != ())
+sent = census_table(c for c in census_hlo(hand.as_text(), mesh) if c.shape != ())
 ticks = M + p - 1
 if p > 1:
     assert sent == {
@@ -195,11 +203,11 @@ print(
     f"communication: {2 * ticks * (p > 1)} permutes of {ROWS * D * 4} B, one per tick forward and one per"
     " tick back"
 )
-assert hlo.compiled_memory(hand)["argument_bytes"] == 4 * (LAYERS // p * D * D + M * ROWS * D)
+assert compiled_memory(hand)["argument_bytes"] == 4 * (LAYERS // p * D * D + M * ROWS * D)
 print(f"memory: arguments are 1/{p} of the weights, and the microbatches")
 product = 2 * ROWS * D * D
 if devices[0].platform == "cpu" and p > 1:  # elsewhere products are library calls, which cannot be counted
-    executed, useful = hlo.executed_flops(hand.as_text()), 3 * M * (LAYERS // p) * product
+    executed, useful = executed_flops(hand.as_text()), 3 * M * (LAYERS // p) * product
     assert executed == 3 * ticks * (LAYERS // p) * product and Fraction(executed, useful) == 1 + Fraction(
         p - 1, M
     )
@@ -286,11 +294,12 @@ print(
     " are whole"
 )
 
-text = hlo.partitioned_hlo(lowered)
+text = partitioned_hlo(lowered)
 for stage in range(p):
     taken = pipeline.taken(step.plan.pipeline, LLAMA.num_layers, stage) if p > 1 else None
     predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
-    compiled_rows = hlo.census_table(hlo.census_hlo(text, step.mesh, taken))
+    census = census_hlo(text, step.mesh, taken)
+    compiled_rows = census_table(census)
     assert compiled_rows == {
         key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
     }
@@ -305,9 +314,13 @@ if p > 1:
         "count": 2 * (M + p - 2),
         "bytes_sent": 2 * (M + p - 2) * stream,
     }
+print(
+    arrow_text(census)
+)  # the same by arrow: activations go to the next stage, their gradients to the previous one
+assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
 
 given = memory.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1)
-assert hlo.compiled_memory(compiled)["argument_bytes"] == sum(given.values())
+assert compiled_memory(compiled)["argument_bytes"] == sum(given.values())
 print(f"memory: {sum(given.values()):,} B of arguments per device as predicted")
 
 # %% [markdown]
@@ -346,11 +359,11 @@ def executed_by_stage(saves):
         if p > 1
         else [None]
     )
-    return [hlo.executed_flops(compiled.as_text(), taken) for taken in takes]
+    return [executed_flops(compiled.as_text(), taken) for taken in takes]
 
 
 if devices[0].platform == "cpu":
-    one_device = hlo.executed_flops(solo.as_text())
+    one_device = executed_flops(solo.as_text())
     for saves in programs:
         stages = executed_by_stage(saves)
         print(
@@ -372,10 +385,10 @@ if devices[0].platform == "cpu":
 # residuals. Compiled memory, from 8 to 32 microbatches of the same size:
 
 # %%
-temp = {M: hlo.compiled_memory(compiled)["temp_bytes"]}
+temp = {M: compiled_memory(compiled)["temp_bytes"]}
 *_, larger = compile_step(Plan(f"pp={p}", schedule="gpipe"), microbatches=4 * M)
-temp[4 * M] = hlo.compiled_memory(larger)["temp_bytes"]
-saved = hlo.compiled_memory(programs["residuals"][2])["temp_bytes"]
+temp[4 * M] = compiled_memory(larger)["temp_bytes"]
+saved = compiled_memory(programs["residuals"][2])["temp_bytes"]
 bars = [
     (f"m = {M}, input", {"temporaries": temp[M]}),
     (f"m = {4 * M}, input", {"temporaries": temp[4 * M]}),

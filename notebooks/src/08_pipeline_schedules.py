@@ -33,7 +33,14 @@ from exercises import attempt
 from llmpar import draw, pipeline
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect import hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    executed_flops,
+)
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
@@ -322,13 +329,13 @@ for name, (step, compiled) in programs.items() if p > 1 else ():
     send, ticks, executed[name] = slots(timetable(order)).send, len(timetable(order).ticks), 0
     for stage in range(p):
         taken = pipeline.taken(order, LLAMA.num_layers, stage)
-        found = hlo.census_hlo(compiled.as_text(), step.mesh, taken)
+        found = census_hlo(compiled.as_text(), step.mesh, taken)
         predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
-        rows = hlo.census_table(found)["pp", "collective-permute"]
+        rows = census_table(found)["pp", "collective-permute"]
         hops = predicted["pp", "collective-permute"]
         assert rows == {"count": hops.count, "bytes_sent": hops.bytes_sent}
         assert sum(c.bytes_sent for c in found) == predicted.total_bytes
-        executed[name] += hlo.executed_flops(compiled.as_text(), taken)
+        executed[name] += executed_flops(compiled.as_text(), taken)
     assert (
         rows["count"] == sum((send == way).any(1).sum() for way in (1, -1))
         and rows["bytes_sent"] == rows["count"] * stream
@@ -337,8 +344,11 @@ for name, (step, compiled) in programs.items() if p > 1 else ():
         f"communication: {name:<12}{ticks:3} ticks, {rows['count']:3} permutes of {stream:,} B, as the table"
         " says"
     )
+    permutes = [c for c in found if c.kind == "collective-permute"]
+    assert sum(row["bytes_sent"] for row in arrow_rows(permutes)) == rows["bytes_sent"]
+    print(arrow_text(permutes))  # by arrow: forward to the next stage, backward to the previous one
 if executed and devices[0].platform == "cpu":  # elsewhere products are library calls, which cannot be counted
-    one_device = hlo.executed_flops(solo.as_text())
+    one_device = executed_flops(solo.as_text())
     assert executed["1f1b"] == executed["zb-h1"] and executed["interleaved"] == executed["zb-v"], (
         "to split costs nothing"
     )
@@ -360,7 +370,7 @@ if executed and devices[0].platform == "cpu":  # elsewhere products are library 
 # %%
 print("gpipe        slots for inputs per stage", slots(timetable(make("gpipe", 4, M))).num_saved.tolist())
 for name, (step, compiled) in programs.items():
-    held = hlo.compiled_memory(compiled)
+    held = compiled_memory(compiled)
     given = memory.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1)
     assert held["argument_bytes"] == sum(given.values())
     if p > 1:
@@ -378,7 +388,7 @@ print(f"memory: {sum(given.values()):,} B of arguments per device as predicted, 
 
 # %%
 more, compiled_more = compile_step(Plan(f"pp={p}", schedule="1f1b", microbatches=4 * M), rows=8 * M)
-few, many = (hlo.compiled_memory(program)["temp_bytes"] for program in (programs["1f1b"][1], compiled_more))
+few, many = (compiled_memory(program)["temp_bytes"] for program in (programs["1f1b"][1], compiled_more))
 lines_few, lines_many = (program.as_text().count("\n") for program in (programs["1f1b"][1], compiled_more))
 if p > 1:
     assert slots(timetable(more.plan.pipeline)).num_saved.tolist() == [p - i for i in range(p)]

@@ -33,7 +33,14 @@ from jax import lax
 from llmpar import draw, moe
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw import scene
-from llmpar.inspect import hlo
+from llmpar.inspect.census import (
+    arrow_rows,
+    arrow_text,
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
 from llmpar.mesh import make_mesh, spec
 from llmpar.notation import parse_layout
 from llmpar.par import Solo
@@ -158,7 +165,7 @@ print("value: output and all gradients equal the dense evaluation; the router's 
 # Autodiff turned each all-to-all around: the gradients of the rows travel to the experts, and come back. Two forward, two backward.
 
 # %%
-table = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(ours), mesh))
+table = census_table(census_hlo(partitioned_hlo(ours), mesh))
 buffer_bytes = E * TOKENS * D * 4
 useful = 2 * K * TOKENS * D * 4  # there and back, forward
 if n > 1:
@@ -342,10 +349,8 @@ print(
     f"          and its gradient waits for a sum over: {PLAN.unreduced('experts l e d m').sums or 'nobody'}"
 )
 
-found = {
-    k: (v["count"], v["bytes_sent"])
-    for k, v in hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(lowered), step.mesh)).items()
-}
+census = census_hlo(partitioned_hlo(lowered), step.mesh)
+found = {k: (v["count"], v["bytes_sent"]) for k, v in census_table(census).items()}
 formula = {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(CONFIG, PLAN, BATCH, S).items()}
 assert found == formula
 if n > 1:
@@ -354,8 +359,10 @@ if n > 1:
         f"communication: {found['ep', 'all-to-all'][0]} all-to-alls = 4 × {CONFIG.num_layers} layers; all"
         " kinds and bytes as predicted"
     )
+    print(arrow_text(c for c in census if c.kind == "all-to-all"))  # by arrow: there and back, twice
+assert sum(row["bytes_sent"] for row in arrow_rows(census)) == sum(sent for _, sent in formula.values())
 
-arguments = hlo.compiled_memory(compiled)["argument_bytes"]
+arguments = compiled_memory(compiled)["argument_bytes"]
 assert arguments == sum(memory.argument_bytes(CONFIG, PLAN, BATCH, S).values())
 print(f"memory: {arguments:,} B of arguments per device, as predicted")
 
@@ -417,7 +424,7 @@ attempt("09.nodes", ... if free is ... else {"free": free, "limited": limited})
 auto = dataclasses.replace(PLAN, reading="auto")
 *_, auto_lowered, auto_compiled, auto_losses, _ = train(auto)
 assert np.allclose(auto_losses, one_losses, rtol=1e-4)
-auto_found = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(auto_lowered), step.mesh))
+auto_found = census_table(census_hlo(partitioned_hlo(auto_lowered), step.mesh))
 exchanges = {key: row["count"] for key, row in auto_found.items() if key[1] == "all-to-all"}
 print("value: Auto equals one device; its all-to-alls:", exchanges or "none")
 

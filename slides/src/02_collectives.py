@@ -45,7 +45,7 @@ from IPython.display import Markdown
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_hlo, partitioned_hlo
 from llmpar.predict import formulas
 
 N = 4
@@ -67,8 +67,8 @@ def five(x):
 program = jax.jit(
     jax.shard_map(five, mesh=mesh, in_specs=P("tp"), out_specs=(P("tp"), P("tp"), P(), P("tp"), P("tp")))
 )
-text = hlo.partitioned_hlo(program.lower(jnp.zeros((N * 512, 512))))
-compiled = {c.kind.removeprefix("collective-"): c.bytes_sent for c in hlo.census_hlo(text, mesh)}
+text = partitioned_hlo(program.lower(jnp.zeros((N * 512, 512))))
+compiled = {c.kind.removeprefix("collective-"): c.bytes_sent for c in census_hlo(text, mesh)}
 assert compiled == {kind: formulas.sent_bytes(kind, 2**20, N) for kind in formulas.KINDS}
 written = {
     "all-gather": "d/tp -> d",
@@ -107,7 +107,7 @@ Markdown(
 # a reduce-scatter is a quarter here, and for an all-gather everything. Sent bytes follow from kind, size and group.
 #
 # **Source:** the ring algorithms of NCCL and of Patarasuk and Yuan 2009. Five collectives in one `shard_map` were compiled for
-# this slide; `llmpar.inspect.hlo` counted them.
+# this slide; `llmpar.inspect.census` counted them.
 
 # %% [markdown] tags=["slide"]
 # ## A ring of four

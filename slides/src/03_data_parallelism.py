@@ -19,7 +19,8 @@ from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.draw.scene import Line, Rect, Text, compose, legend
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.notation import parse_arrow
 from llmpar.plan import Plan
 from llmpar.predict import formulas, traffic
@@ -99,7 +100,7 @@ def make_step(plan):
 
 plan = Plan("dp=8", zero=0)
 step = make_step(plan)
-census = hlo.census_hlo(hlo.partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh)
+census = census_hlo(partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh)
 assert {c.kind for c in census} == {"all-reduce"} and {c.axes for c in census} == {("dp",)}
 gradients, scalars = [c for c in census if c.shape != (3,)], [c for c in census if c.shape == (3,)]
 assert sorted(c.shape for c in gradients) == sorted(w.shape for w in LLAMA.weights().values())
@@ -214,7 +215,7 @@ read, SMALL = {}, int(formulas.sent_bytes("all-reduce", 3 * 4, 8))  # the loss, 
 for name, options in VARIANTS.items():
     step = make_step(Plan("dp=8", zero=0, **options))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    ((key, row),) = hlo.census_table(hlo.census_jaxpr(jaxpr, step.mesh.shape)).items()
+    ((key, row),) = census_table(census_jaxpr(jaxpr, step.mesh.shape)).items()
     predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)[key]
     assert key == ("dp", "all-reduce") and row == {
         "count": predicted.count,

@@ -20,7 +20,7 @@ from IPython.display import Markdown
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
 from llmpar.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
@@ -105,7 +105,7 @@ Markdown(
 LLAMA, BATCH, SEQ = dataclasses.replace(preset("tiny"), num_layers=2), 16, 32
 plan = Plan("fsdp=8", zero=3)
 step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-found = hlo.census_table(hlo.census_hlo(hlo.partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh))
+found = census_table(census_hlo(partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh))
 predicted = traffic.step_traffic(LLAMA, plan, BATCH, SEQ)
 assert found == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
 # a block has 7 matrices and 2 norms; a norm's scale is gathered once; embedding, head and last norm too

@@ -19,8 +19,9 @@ from IPython.display import Markdown
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.draw.scene import Group, Rect, Text, compose, legend, small
-from llmpar.inspect import hlo
+from llmpar.draw.scene import Group, Rect, Text, compose, legend, small_text
+from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.notation import parse_arrow, parse_layout
 from llmpar.plan import Plan
 from llmpar.predict import formulas, traffic
@@ -38,7 +39,7 @@ def matrix(text, wide, high):
     rows, columns = (TP if dim.axes else 1 for dim in layout.dims)
     w, h, items = wide / columns, high / rows, [Text(wide / 2, -34, text, 17, "middle", bold=True)]
     items.append(
-        small(
+        small_text(
             wide / 2,
             -13,
             (
@@ -55,7 +56,15 @@ def matrix(text, wide, high):
         items.append(Rect(j * w, i * h, w, h, tint, "ink", 1))
         items += [Rect(j * w, i * h, w, h, "", "tp-line", hatch="/")] if layout.sums else []
         items += (
-            [Text((j + 0.5) * w, (i + 0.5) * h, str(devices[0]), anchor="middle", fill=scene.on(tint))]
+            [
+                Text(
+                    (j + 0.5) * w,
+                    (i + 0.5) * h,
+                    str(devices[0]),
+                    anchor="middle",
+                    fill=scene.text_color_on(tint),
+                )
+            ]
             if len(devices) == 1
             else []
         )
@@ -180,7 +189,7 @@ lines = [f"| {way} | {shown[way]} | {n:.0f} KiB |" for way, n in kib.items()]
 LLAMA, BATCH, SEQ = dataclasses.replace(preset("tiny"), num_layers=2), 16, 32
 plan = Plan("tp=8")
 step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-census = hlo.census_hlo(hlo.partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh)
+census = census_hlo(partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh)
 stream = 4 * BATCH * SEQ * LLAMA.width
 large = [c for c in census if c.bytes_sent >= c.count * formulas.sent_bytes("all-reduce", stream, 8)]
 assert {c.kind for c in census} == {"all-reduce"} and sum(c.count for c in large) == 4 * LLAMA.num_layers + 2
@@ -231,10 +240,10 @@ def jaxpr_bytes(tp_sequence):
     step = Step(
         LLAMA, (plan := Plan("tp=8", tp_sequence=tp_sequence)), make_mesh(plan.mesh), optax.adamw(1e-3)
     )
-    traced = hlo.census_jaxpr(
+    traced = census_jaxpr(
         step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr, step.mesh.shape
     )
-    found = hlo.census_table(traced)
+    found = census_table(traced)
     assert found == {
         key: {"count": p.count, "bytes_sent": p.bytes_sent}
         for key, p in traffic.step_traffic(LLAMA, plan, BATCH, SEQ).items()

@@ -20,7 +20,7 @@ from llmpar import attention, draw, sequence_order
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.draw.scene import Group, Text, compose, stack
-from llmpar.inspect import hlo
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.notation import parse_layout
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
@@ -43,7 +43,7 @@ def hop_census(n, tokens, heads, kv_heads, width, dtype):
     traced = jax.make_jaxpr(
         jax.shard_map(run, mesh=abstract_mesh(f"sp={n}"), in_specs=specs, out_specs=spec(queries))
     )(*given)
-    return [c for c in hlo.census_jaxpr(traced, {"sp": n}) if c.dtype != "s32"]
+    return [c for c in census_jaxpr(traced, {"sp": n}) if c.dtype != "s32"]
 
 
 census = hop_census(N, TOKENS, LLAMA.num_heads, LLAMA.num_kv_heads, LLAMA.head_width, jnp.bfloat16)

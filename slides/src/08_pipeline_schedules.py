@@ -106,7 +106,8 @@ import optax
 
 from llmpar import pipeline
 from llmpar.config import preset
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_table
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
 from llmpar.predict import traffic
@@ -212,8 +213,8 @@ for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
     step, order = Step(LLAMA, plan, abstract_mesh("pp=4"), optax.sgd(1.0)), timetable(plan.pipeline)
     traced = jax.jit(step.gradients).trace(step.abstract_state.params, step.abstract_batch(16, 16)).jaxpr
     for stage in range(4):
-        rows = hlo.census_table(
-            hlo.census_jaxpr(traced, {"pp": 4}, pipeline.taken(plan.pipeline, LLAMA.num_layers, stage))
+        rows = census_table(
+            census_jaxpr(traced, {"pp": 4}, pipeline.taken(plan.pipeline, LLAMA.num_layers, stage))
         )
         predicted = traffic.step_traffic(LLAMA, plan, 16, 16, stage)
         assert rows == {

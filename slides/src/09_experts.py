@@ -15,7 +15,8 @@ import optax
 from llmpar import draw, moe
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw import scene
-from llmpar.inspect import hlo
+from llmpar.inspect.census import census_table
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.par import Solo
 from llmpar.plan import Plan
@@ -26,7 +27,7 @@ use_devices()
 MODEL, PLAN, BATCH, SEQ = preset("tiny-moe"), Plan("ep=8"), 16, 32
 step = Step(MODEL, PLAN, make_mesh(PLAN.mesh), optax.sgd(0.1))
 traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-sent = hlo.census_table(hlo.census_jaxpr(traced, PLAN.mesh.sizes))["ep", "all-to-all"]
+sent = census_table(census_jaxpr(traced, PLAN.mesh.sizes))["ep", "all-to-all"]
 told = traffic.step_traffic(MODEL, PLAN, BATCH, SEQ)["ep", "all-to-all"]
 assert sent["count"] == told.count == 4 * MODEL.num_layers and sent["bytes_sent"] == told.bytes_sent
 

@@ -1,0 +1,319 @@
+"""Reads which collectives a program runs: how often, over which mesh axes, for how many bytes, for which line
+of the model.
+
+A program can be read in three places, from the question to the answer:
+
+- its jaxpr (`llmpar.inspect.jaxpr`): what the author wrote, in the author's axes. It is empty where the
+  partitioner decides;
+- the text just after SPMD partitioning (`partitioned_hlo`, then `census_hlo`): what will be sent, at its true
+  width, nothing merged yet. Prefer this one;
+- the final text (`compiled.as_text()`, then `census_hlo`): what this back end runs. The CPU widens bf16 to
+  f32 and fp8 to f16 (`to_apply=..._promoted` tells). It merges all-reduces of equal groups and, outside
+  loops, a rematerialized gather with its first; nothing here undoes that. A text out of the persistent cache
+  may name old source lines.
+
+`Compiled.cost_analysis` counts the body of a loop once; here a loop multiplies by its trip count. Not
+counted: groups of one device (they send nothing), `collective-broadcast`, `send` and `recv`.
+"""
+
+import functools
+import math
+import operator
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from llmpar import notation
+from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """States what one collective of a program sends in one step."""
+
+    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, ragged-all-to-all or collective-permute
+    axes: tuple[str, ...]  # in mesh order; ('other',) where the groups follow no set of whole axes
+    group_size: int
+    count: int  # executions per step
+    bytes_sent: int  # per device and step
+    dtype: str  # as XLA writes it: f32, bf16, s32
+    shape: tuple  # of the result of one execution; several shapes if it has several results
+    source: str  # 'llmpar/model.py:88'; '' where the compiler does not say
+    conditional: bool = False  # in a branch: counted as if the branch that sends most were always taken
+    arrow: str = ""  # what it carries out, as `par.scope` names it; '' where the partitioner chose
+    direction: str = ""  # forward, backward or recomputed; '' where it belongs to no pass: gradients' sums
+
+
+def arrow_of(scope: str) -> dict[str, Any]:
+    """Reads an operation's named scopes: the innermost ``arrow`` and the ``direction``, as a `Collective` has
+    them.
+
+    JAX names the pass: jvp is forward, its transpose backward, and what is rematerialized is forward again.
+    A pipeline's F is not differentiated.
+    """
+    found = re.match(r".*arrow\[(.*?)\]", scope)
+    marks = {"rematted_computation": "recomputed", "transpose(": "backward", "jvp(": "forward"}
+    marks |= {"when-F/": "forward"}
+    direction = next((name for mark, name in marks.items() if mark in scope), "")
+    return {"arrow": found[1] if found else "", "direction": direction}
+
+
+Taken = Mapping[str, Fraction]
+"""How often the true branch of a cond under `jax.named_scope("when-NAME")` is taken."""
+Work = list[tuple[Collective, Fraction]]
+"""Collectives as they are when run once, and how often each is run."""
+
+
+def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
+    """Gives the bytes that one of g devices on a ring sends for a result of R bytes, as `notation.ring_bytes`
+    counts them.
+
+    All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g, collective-permute R.
+    """
+    return notation.ring_bytes(
+        kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size
+    )
+
+
+def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:
+    """Sums counts and bytes by axes (written 'dp,fsdp') and kind, to compare two censuses or one with a
+    formula."""
+    table: dict[tuple[str, str], dict[str, int]] = {}
+    for c in collectives:
+        row = table.setdefault((",".join(c.axes), c.kind), {"count": 0, "bytes_sent": 0})
+        row["count"] += c.count
+        row["bytes_sent"] += c.bytes_sent
+    return table
+
+
+def arrow_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
+    """Sums counts and bytes by arrow, direction, axes and kind, the largest first: which line of the model
+    sends what. The rows of one axis and kind add up to its row in `census_table`."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for c in collectives:
+        key = {"arrow": c.arrow, "direction": c.direction, "axis": ",".join(c.axes), "kind": c.kind}
+        row = rows.setdefault(tuple(key.values()), key | {"count": 0, "bytes_sent": 0})
+        row["count"] += c.count
+        row["bytes_sent"] += c.bytes_sent
+    return sorted(rows.values(), key=lambda row: -row["bytes_sent"])
+
+
+def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> str:
+    """Writes `arrow_rows` as lines of text, with their sum below; those after the first ``most`` as one."""
+    rows = arrow_rows(collectives)
+    if rest := rows[most:] if most is not None else []:
+        total = {name: sum(row[name] for row in rest) for name in ("count", "bytes_sent")}
+        rows[most:] = [{"arrow": f"({len(rest)} more)", "direction": "", "axis": "", "kind": ""} | total]
+    cells = [
+        (r["arrow"] or "(the partitioner's)", r["direction"], f"{r['axis']} {r['kind']}", f"×{r['count']}")
+        for r in rows
+    ]
+    sizes = [f"{r['bytes_sent']:,} B" for r in rows] + [f"{sum(r['bytes_sent'] for r in rows):,} B"]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    last = max(map(len, sizes))
+    lines = [
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=True)), size.rjust(last)])
+        for row, size in zip(cells, sizes, strict=False)
+    ]
+    return "\n".join([*lines, "in all".ljust(max(8, sum(widths) + 2 * len(widths))) + sizes[-1].rjust(last)])
+
+
+def weigh_branches(branches: list[Work], scope: str, taken: Taken | None) -> Work:
+    """Weighs two branches, false and true, by how often each is taken; where that is not said, the dearest
+    counts."""
+    name = re.search(r"when-(\w+)\)*(?:/cond)?$", scope)
+    if taken and name and (share := taken.get(name[1])) is not None:
+        return repeat(branches[0], 1 - share) + repeat(branches[1], share)
+    dearest = max(branches, key=lambda work: sum(c.bytes_sent * times for c, times in work))
+    return [(replace(c, conditional=True), times) for c, times in dearest]
+
+
+def repeat(work: Work, times: int | Fraction | None, source: str = "") -> Work:
+    """Multiplies the work of a loop's body by its trips. Refuses a body with collectives and unknown
+    trips."""
+    if times is None and work:
+        loop, what = "the loop" + (source and f" at {source}"), ", ".join(sorted({c.kind for c, _ in work}))
+        remedy = "use lax.scan, or lax.fori_loop with bounds that are Python integers"
+        raise ValueError(
+            f"cannot count {loop}: it runs {what}, but the program does not say how often; {remedy}"
+        )
+    return [(c, n * times) for c, n in work if times]
+
+
+def counted(work: Work) -> list[Collective]:
+    """Gives the collectives with the counts and bytes of all their runs."""
+    return [replace(c, count=int(times), bytes_sent=int(c.bytes_sent * times)) for c, times in work]
+
+
+def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collective]:
+    """Counts the collectives of HLO text, partitioned or final, and finds the axes of `mesh` that their
+    groups span.
+
+    A mesh is anything with `axis_names` and `shape`. Devices in the text are positions in the mesh in
+    row-major order, whatever ids its devices have. Of an asynchronous pair the start is counted. Refuses a
+    collective in a loop whose trip count is unknown, and groups that do not cover the mesh (the program of
+    another mesh).
+    """
+    module = Module(text)
+    return _count(module, lambda _, op: _collective(module, op, mesh), taken)
+
+
+def _count(
+    module: Module,
+    leaf: Callable[[str, Op], Collective | None],
+    taken: Taken | None,
+    unknown_trips: int | Fraction | None = None,
+) -> list[Collective]:
+    """Counts the leaves in everything that the program executes, loops that do not say how often
+    `unknown_trips` times."""
+
+    def work(comp: str) -> Iterable[tuple[Collective, Fraction]]:
+        for op in module.computations[comp].values():
+            if op.kind == "while":
+                inside = [found for callee in op.called(*CALLS[op.kind]) for found in work(callee)]
+                trips = module.trips(comp, op) if inside else 0
+                yield from repeat(inside, unknown_trips if trips is None else trips, module.source(op))
+            elif op.kind == "conditional":
+                branches = op.called(*CALLS[op.kind])
+                yield from weigh_branches([list(work(branch)) for branch in branches], op.scope, taken)
+            elif op.kind in CALLS:
+                yield from work(op.called(*CALLS[op.kind])[0])
+            elif found := leaf(comp, op):
+                yield found, Fraction(1)
+
+    return counted(list(work(module.entry)))
+
+
+def _collective(module: Module, op: Op, mesh: Any) -> Collective | None:
+    kind = op.kind.removesuffix("-start")
+    axes, group_size = group_axes(op.attrs, mesh) if kind in KINDS else ((), 1)
+    if group_size == 1:
+        return None
+    results = shapes(op.type)
+    if op.kind.endswith("-start") and kind != "all-reduce":  # (operands, results, ...)
+        results = results[(n := op.inside.count("%")) : 2 * n]
+    bits = sum(math.prod(shape) * (8 if dtype == "pred" else integers(dtype)[0]) for dtype, shape in results)
+    dtypes, dims = ",".join(sorted({d for d, _ in results})), tuple(shape for _, shape in results)
+    sent, source = ring_bytes(kind, group_size, bits // 8), module.source(op)
+    shape = dims[0] if len(dims) == 1 else dims
+    return Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))
+
+
+def unordered(text: str, mesh: Any) -> list[tuple[Collective, Collective]]:
+    """Lists the pairs of collectives in HLO text that no path of data orders, those in loops and branches
+    too.
+
+    A device may enter such a pair in either order while another does the opposite. Simulated devices block a
+    thread in each collective, so many of these want many threads (`llmpar.mesh.THREADS_PER_DEVICE`).
+    """
+    module, pairs = Module(text), list[tuple[Collective, Collective]]()
+
+    @functools.cache
+    def inside(comp: str) -> list[Collective]:
+        """Lists a computation's collectives, and notes its unordered pairs."""
+        before, found = (
+            dict[str, int](),
+            dict[int, list[Collective]](),
+        )  # sets of places as bits; place to what is there
+        for place, (name, op) in enumerate(
+            module.computations[comp].items()
+        ):  # an operand stands before its users
+            waits = re.findall(r"control-predecessors=\{(.*?)\}", op.attrs)
+            needs = [n for n in re.findall(r"%([\w.\-]+)", " ".join((op.inside, *waits))) if n in before]
+            before[name] = functools.reduce(operator.or_, (before[n] for n in needs), 0) | 1 << place
+            callees = op.called(*CALLS[op.kind]) if op.kind in CALLS else []
+            here = [c for callee in callees if callee in module.computations for c in inside(callee)]
+            here += [one] if (one := _collective(module, op, mesh)) else []
+            if not here:
+                continue
+            loose = [c for other, theirs in found.items() if not before[name] >> other & 1 for c in theirs]
+            pairs.extend((a, b) for a in loose for b in here)
+            found[place] = here
+        return [c for here in found.values() for c in here]
+
+    inside(module.entry)
+    return pairs
+
+
+def executed_flops(text: str, taken: Taken | None = None, trips: int | Fraction | None = None) -> int:
+    """Counts the FLOPs of every `dot` that HLO text executes on a device, 2MNK each; GPU library calls are
+    not seen.
+
+    Loops with traced bounds (over the blocks of experts) are refused, or run `trips` times: of several, their
+    mean.
+    """
+    module = Module(text)
+
+    def leaf(comp: str, op: Op) -> Collective | None:
+        if op.kind != "dot":
+            return None
+        name, index = op.operand(0)
+        _, lhs = shapes(module.computations[comp][name].type)[index or 0]
+        dtype, shape = shapes(op.type)[0]
+        flops = 2 * math.prod(shape) * math.prod(lhs[int(d)] for d in op.called("lhs_contracting_dims"))
+        return Collective(
+            "dot", (), 1, 1, flops, dtype, shape, ""
+        )  # walks as a collective, FLOPs in place of bytes
+
+    return sum(c.bytes_sent for c in _count(module, leaf, taken, trips))
+
+
+_CHEAP: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
+    """Compiles a lowered program and gives its HLO text just after SPMD partitioning: true dtypes, nothing
+    combined.
+
+    Costs a compilation, away from the persistent cache, which would skip the pass. A program for one device
+    is not partitioned: then the text is the one before optimizations.
+    """
+    return read_program(lowered)[1]
+
+
+def read_program(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+    """Compiles a lowered program once to be read: gives the executable, and the text that `partitioned_hlo`
+    gives.
+
+    On CPUs the executable's machine code is not optimized, for two thirds of the time; its HLO and memory are
+    the same.
+    """
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    compilation_cache.reset_cache()  # whether to use the cache is asked once and remembered until a reset
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            dump: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+            compiled = lowered.compile(dump | (_CHEAP if jax.default_backend() == "cpu" else {}))
+            wanted = re.compile(r"\.(after_(tpu-)?spmd-partitioning|before_optimizations)\.")
+            files = [f for f in Path(folder).glob("*.txt") if wanted.search(f.name)]
+            return compiled, max(files, key=lambda f: (".after_" in f.name, f.stat().st_size)).read_text()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+
+
+def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Gives a device's bytes as planned; peak is their sum, the alias once (the CPU's own peak lacks
+    temporaries)."""
+    stats = compiled.memory_analysis()
+    memory = {
+        f"{k}_bytes": getattr(stats, f"{k}_size_in_bytes") for k in ("argument", "output", "alias", "temp")
+    }
+    return memory | {"peak_bytes": sum(memory.values()) - 2 * memory["alias_bytes"]}

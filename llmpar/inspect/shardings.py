@@ -1,0 +1,121 @@
+"""Reads who holds which shard of live arrays or of a compiled program, and draws it."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from llmpar.draw import layouts
+from llmpar.draw.charts import count_noun
+from llmpar.draw.geometry import places
+from llmpar.draw.scene import Scene, compose, size_text
+from llmpar.inspect.census import census_hlo, census_table, compiled_memory
+
+
+def shardings(value) -> dict:
+    """A live array, a tree of them, or a compiled program as a document: shards and who holds which, as the
+    compiler has it.
+
+    Of a program also what it sends and holds. Slices come from ``devices_indices_map``; no rule of this
+    package is applied.
+    """
+
+    def named(tree, infos, what: str) -> list:
+        pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(infos), strict=True)
+        return [(what + jax.tree_util.keystr(path), info, s) for (path, s), info in pairs]
+
+    traffic, rows, memory = list[dict](), list[dict](), list[list]()
+    if program := hasattr(value, "input_shardings"):
+        leaves = named(value.input_shardings[0], value.args_info[0], "argument")
+        leaves += named(value.output_shardings, value.out_info, "result")
+    else:
+        arrays = {path: x for path, x in jax.tree.leaves_with_path(value) if hasattr(x, "sharding")}
+        leaves = [("array" + jax.tree_util.keystr(path), x, x.sharding) for path, x in arrays.items()]
+    if not leaves:
+        raise ValueError(
+            f"found no array in {type(value).__name__}; give an array, a tree of them, or a compiled program"
+        )
+    meshes = {s.mesh: name for name, _, s in reversed(leaves) if hasattr(s, "mesh")}
+    if len(meshes) > 1:
+        (one, here), (two, there) = [(dict(m.shape), name) for m, name in meshes.items()][:2]
+        why = f"{there} lies on mesh {two} and {here} on mesh {one}" + ", of other devices" * (one == two)
+        raise ValueError(f"a picture has one mesh, but {why}; give the arrays of one mesh at a time")
+    mesh = next(iter(meshes), None)
+    devices = list(mesh.devices.flat) if mesh else sorted(leaves[0][2].device_set, key=lambda d: d.id)
+    census = census_hlo(value.as_text(), mesh) if program and mesh else []
+    for (axes, kind), row in census_table(census).items():
+        entry = {
+            "axes": axes.split(","),
+            "kind": kind,
+            "count": row["count"],
+            "bytes": row["bytes_sent"],
+            "seconds": 0,
+        }
+        each = {
+            c.bytes_sent // c.count for c in census if (",".join(c.axes), c.kind) == (axes, kind) and c.count
+        }
+        traffic.append(entry | {"what": "as compiled", "largest": max(each, default=0), "sizes": len(each)})
+    if program:
+        held = compiled_memory(value)
+        fresh = held["output_bytes"] - held["alias_bytes"]
+        memory = [
+            ["arguments", held["argument_bytes"]],
+            ["results beside them", fresh],
+            ["temporaries", held["temp_bytes"]],
+        ]
+    for name, x, sharding in leaves:
+        where = sharding.devices_indices_map(tuple(x.shape))
+        cuts = {
+            d: tuple(c.indices(n)[:2] for c, n in zip(cut, x.shape, strict=True)) for d, cut in where.items()
+        }
+        per_device = [cuts.get(d) for d in devices]
+        shards = [s for s in dict.fromkeys(per_device) if s is not None]
+        number = {None: None} | {s: i for i, s in enumerate(shards)}
+        rows.append(
+            {
+                "name": name,
+                "kind": name.partition("[")[0],
+                "shape": list(x.shape),
+                "itemsize": x.dtype.itemsize,
+                "times": 1,
+                "layout": str(getattr(sharding, "spec", sharding)),
+                "holds": [number[s] for s in per_device],
+                "shards": [[list(cut) for cut in s] for s in shards],
+            }
+        )
+    sizes = dict(mesh.shape) if mesh else {"device": len(devices)}
+    title = "Shardings of a compiled program" if program else "Shardings of live arrays"
+    return {
+        "fixed": True,
+        "title": title,
+        "sizes": sizes,
+        "axes": dict.fromkeys(sizes, ""),
+        "tensors": rows,
+        "traffic": traffic if program else None,
+        "memory": memory,
+        "node": len(devices) // len({d.process_index for d in devices}),
+        "kinds": {},
+        "controls": [],
+    }
+
+
+def shardings_scene(found: dict, state: dict) -> Scene:
+    """The static twin of what `shardings` read: the devices, and the shard of one array that each holds."""
+    row = next((r for r in found["tensors"] if r["name"] == state["tensor"]), found["tensors"][0])
+    place, device = places(found["sizes"], tuple(found["sizes"]), found["node"]), state["device"]
+    lines = []
+    for r in found["tensors"]:
+        words = "nothing"
+        if (shard := r["holds"][device]) is not None:
+            cut = r["shards"][shard]
+            held = size_text(r["itemsize"] * math.prod(b - a for a, b in cut))
+            words = f"[{', '.join(f'{a}:{b}' for a, b in cut)}], {held}"
+        lines.append(
+            f"{r['name']} {r['layout']}: device {device} holds {words};"
+            f" {count_noun(len(r['shards']), 'shard')}"
+        )
+    mesh = " ".join(f"{a}={n}" for a, n in found["sizes"].items() if n > 1) or "one device"
+    note = f"Filled: the shard of {row['name']} that device {device} holds."
+    items = layouts.cells(place, row["holds"], device, "shard", "s1")
+    return compose(f"{found['title']} on {mesh}", [items], "\n".join(lines), [note, *lines[:8]])
