@@ -44,12 +44,12 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python notebooks/build.py --check
 
-# One pytest process; it runs the notebooks one at a time (tests/test_notebooks.py) and builds the slides (tests/test_slides.py).
+# Two workers. Whatever starts a kernel or a browser runs on one of them, one after the other (tests/conftest.py).
 test: lint node_modules
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup
 
 test-fast: lint
-	$(BIN)/python -m pytest $(TESTS) -m "not slow and not full and not browser and not hf"
+	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup -m "not slow and not full and not browser and not hf"
 
 # All that the default tests sample: every mesh, ZeRO stage and reading. About half an hour on two cores.
 test-full: lint

@@ -5,6 +5,7 @@ Warnings are errors too (pyproject.toml). What the tests start (kernels, the com
 variables. LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator` there; they run on CPUs too.
 """
 
+import importlib.metadata
 import os
 from pathlib import Path
 
@@ -16,7 +17,12 @@ SIMULATED = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
     "--xla_cpu_collective_timeout_seconds=600",
+    # Most programs here run once or twice: half of the time to compile, the same values.
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
 )
+if importlib.metadata.version("jax") < "0.11":  # later ones have no other emitters
+    SIMULATED += ("--xla_cpu_use_fusion_emitters=false",)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *SIMULATED)).strip()
 os.environ |= dict.fromkeys(
     ("NPROC", "PJRT_NPROC"), "32"
@@ -39,9 +45,20 @@ check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))
 install_import_hook("llmpar", "conftest.check_types")
 
 
+# Where Jupyter kernels and browsers start: never two at once. With two workers these are one worker's first
+# work.
+KERNELS = {"test_notebooks", "test_slides", "test_browser", "test_gallery"}
+
+
 def pytest_collection_modifyitems(items):
-    """On an accelerator run what is marked for it; the other tests count on 8 simulated devices."""
+    """On an accelerator run what is marked for it; the other tests count on 8 simulated devices.
+
+    A file stays on one worker, whose caches its tests share; what takes longest starts first.
+    """
+    items.sort(key=lambda item: item.path.stem not in KERNELS)
     for item in items:
+        name = item.path.stem
+        item.add_marker(pytest.mark.xdist_group("kernels" if name in KERNELS else name))
         if PLATFORM != "cpu" and not item.get_closest_marker("accelerator"):
             item.add_marker(pytest.mark.skip(reason="needs 8 simulated devices"))
 

@@ -12,12 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-if jax.__version_info__ < (0, 11):  # later ones have no other emitters
-    CHEAP["xla_cpu_use_fusion_emitters"] = False
-"""Compiler options for programs that run once or twice: a quarter to a half of the time to compile, and the
-same values."""
-
 
 def frequencies(c):
     """Radians per position of each pair; Llama 3.1's code, wavelength by wavelength."""
@@ -145,7 +139,7 @@ class Trainer:
             if self.run is None:
                 pieces = np.zeros(batch["tokens"].shape[1], int) if self.pieces is None else self.pieces
                 f = jax.value_and_grad(lambda w, batch: loss(w, batch, self.c, pieces), has_aux=True)
-                self.run = jax.jit(f).lower(*given).compile(CHEAP)
+                self.run = jax.jit(f).lower(*given).compile()
             (value, told), grads = jax.tree.map(np.asarray, self.run(*given))
         return float(value), grads, told
 

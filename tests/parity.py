@@ -12,7 +12,6 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.interpreters import partial_eval
-from oracle import CHEAP
 
 from llmpar import moe, sequence_order
 from llmpar.config import preset
@@ -43,9 +42,6 @@ def predicted_by_arrow(traffic):
     return {(*key, text): tuple(line) for key, row in traffic.items() for text, line in row.arrows.items()}
 
 
-cheap_jit = functools.partial(jax.jit, compiler_options=CHEAP)
-
-
 @functools.cache
 def batch(seed: int = 0):
     """Random tokens in two documents a row, with targets left out unevenly: a mean of means would be another
@@ -68,7 +64,7 @@ def batch(seed: int = 0):
 @functools.cache
 def weights(config):
     """Fresh weights with biases and scales that are not trivial."""
-    params = cheap_jit(lambda key: init_params(config, key))(jax.random.key(1))
+    params = jax.jit(lambda key: init_params(config, key))(jax.random.key(1))
     rng = np.random.default_rng(2)
     return jax.tree.map(
         lambda w: np.asarray(w) + 0.05 * rng.standard_normal(w.shape).astype(np.float32), params
@@ -93,7 +89,7 @@ def solo(config, dtype: str = "float32"):
         return nnx.merge(model_graph(config), params).loss(batch, par)[0] / total
 
     with mock.patch.object(moe, "visit", every_expert):
-        value, grads = cheap_jit(jax.value_and_grad(loss))(weights(config), batch())
+        value, grads = jax.jit(jax.value_and_grad(loss))(weights(config), batch())
     return float(value), jax.tree.map(np.asarray, grads)
 
 
@@ -107,7 +103,7 @@ def spread(config, plan: Plan, step_class=Step):
     padded = arranged(
         weights(config), np.minimum(step.layer_order, config.num_layers - 1)
     )  # weights where none should be used
-    grads, metrics = cheap_jit(step.gradients)(jax.device_put(padded, step.shardings.params), data)
+    grads, metrics = jax.jit(step.gradients)(jax.device_put(padded, step.shardings.params), data)
     grads = arranged(
         jax.tree.map(np.asarray, grads), np.argsort(step.layer_order, stable=True)[: config.num_layers]
     )

@@ -19,7 +19,6 @@ from parity import (
     assert_same,
     batch,
     by_arrow,
-    cheap_jit,
     emulated_ragged_all_to_all,
     every_expert,
     name,
@@ -126,7 +125,7 @@ def oracle(how, values):
 def test_a_layer_is_what_numpy_computes_token_by_token(convention, skew):
     how = CONVENTIONS[convention]
     values = layer(how, skew=skew)
-    y, aux, chosen = cheap_jit(functools.partial(run, how))(values)
+    y, aux, chosen = jax.jit(functools.partial(run, how))(values)
     want_y, want_loss, want_tally, want_chosen = oracle(how, values)
     assert np.array_equal(chosen, want_chosen)
     np.testing.assert_allclose(y, want_y, atol=2e-5 * np.abs(want_y).max())
@@ -145,9 +144,9 @@ def test_the_gradient_is_that_of_all_experts_on_all_tokens(convention):
         y, aux, _ = run(how, values)
         return (y**2).sum() + aux["loss"].sum()
 
-    got = cheap_jit(jax.grad(loss))(values)
+    got = jax.jit(jax.grad(loss))(values)
     with mock.patch.object(moe, "visit", every_expert):
-        want = cheap_jit(jax.grad(loss))(values)
+        want = jax.jit(jax.grad(loss))(values)
     for key in values:
         assert np.abs(got[key] - want[key]).max() <= 2e-5 * np.abs(want[key]).max(), key
     assert not np.abs(got["bias"]).any()  # it takes part in choosing alone
@@ -189,9 +188,9 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
     how = ExpertConfig(8, 3, renormalise=False)
     values = layer(how, (4, 32))
     x = values["x"].astype(jnp.bfloat16)
-    weights, chosen, _ = cheap_jit(functools.partial(moe.route, how, HERE))(values["x"] @ values["router"])
+    weights, chosen, _ = jax.jit(functools.partial(moe.route, how, HERE))(values["x"] @ values["router"])
     with mock.patch.object(moe, "multiply_blocks", lambda rows, weights, owner: rows):
-        visit = cheap_jit(functools.partial(moe.visit, how, HERE))
+        visit = jax.jit(functools.partial(moe.visit, how, HERE))
         y = visit(x, weights, chosen, *(values[n] for n in ("gate", "up", "down")))
     want = (np.asarray(x, np.float64) * np.asarray(weights, np.float64).sum(-1, keepdims=True)).astype(
         jnp.bfloat16
@@ -317,7 +316,7 @@ def test_the_tally_of_many_devices_is_that_of_one():
         plan = Plan(mesh)
         step = Step(OTHERS["capacity"], plan, make_mesh(plan.mesh), optax.adamw(1e-3))
         params = jax.device_put(weights(OTHERS["capacity"]), step.shardings.params)
-        aux[mesh] = cheap_jit(step.gradients)(params, jax.device_put(batch(), step.batch_sharding))[1]
+        aux[mesh] = jax.jit(step.gradients)(params, jax.device_put(batch(), step.batch_sharding))[1]
     one, many = aux.values()
     assert np.array_equal(one["load"].sum(1), [2 * BATCH * SEQ] * 2)
     assert (many["dropped"] > 0).all()

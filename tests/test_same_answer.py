@@ -9,21 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from oracle import CHEAP
-from parity import (
-    BATCH,
-    LLAMA,
-    QWEN,
-    SEQ,
-    all_plans,
-    assert_same,
-    batch,
-    cheap_jit,
-    name,
-    solo,
-    spread,
-    weights,
-)
+from parity import BATCH, LLAMA, QWEN, SEQ, all_plans, assert_same, batch, name, solo, spread, weights
 
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual
@@ -72,7 +58,7 @@ def test_every_plan_gives_the_loss_and_gradients_of_one_device(plan):
 def run_steps(plan: Plan, num_steps: int, optimizer=None):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optimizer or optax.adamw(3e-3))
     state = step.init(0)._replace(params=jax.device_put(weights(LLAMA), step.shardings.params))
-    run, losses = step.lower(BATCH, SEQ).compile(CHEAP), []
+    run, losses = step.lower(BATCH, SEQ).compile(), []
     for number in range(num_steps):
         state, metrics = run(state, jax.device_put(batch(number % 3), step.batch_sharding))
         losses.append(float(metrics["loss"]))
@@ -135,7 +121,7 @@ def test_a_batch_without_a_target_has_no_loss_and_no_gradient(reading):
     config, plan = dataclasses.replace(LLAMA, num_layers=1), Plan("dp=2", reading=reading)
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0))
     silent = jax.device_put(batch() | {"targets": np.full((BATCH, SEQ), -1, np.int32)}, step.batch_sharding)
-    grads, metrics = cheap_jit(step.gradients)(jax.device_put(weights(config), step.shardings.params), silent)
+    grads, metrics = jax.jit(step.gradients)(jax.device_put(weights(config), step.shardings.params), silent)
     assert metrics["loss"] == 0 == metrics["grad_norm"] and not any(np.any(g) for g in jax.tree.leaves(grads))
 
 
