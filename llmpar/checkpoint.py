@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from llmpar.config import ModelConfig
-from llmpar.step import State, Tree
+from llmpar.step import State
+from llmpar.weights import Tree
 
 FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")
 """What a run keeps from its first step to its last: with another of these a step would not be the one that

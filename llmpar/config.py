@@ -10,8 +10,6 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from llmpar.notation import Layout
-
 
 class Allowed(NamedTuple):
     """What a field may be: a kind of value, from the least to the most; None if that says something too."""
@@ -211,6 +209,22 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """One weight of the model: its region and dims, its shape, and how it starts: normally distributed with
+    standard deviation ``std``, or where that is 0 equal to ``fill`` everywhere."""
+
+    dims: str
+    shape: tuple[int, ...]
+    std: float = 0.0
+    fill: float = 1.0
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether it is a norm's scale or a bias: it scales or shifts, and multiplies no matrix."""
+        return self.dims.partition(" ")[2].replace(" ", "").strip("l") in ("d", "h", "nh", "kh", "e")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A Llama-family model: grouped-query attention, RoPE, SwiGLU, RMSNorm; Qwen's biases and norms by
     choice.
@@ -250,62 +264,70 @@ class ModelConfig:
                 f"use a number of KV heads that divides {self.num_heads}"
             )
 
-    def param_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Path of every weight to its (region and dims, shape). The blocks' weights are stacked: ``l`` leads
-        their dims.
+    def weights(self) -> dict[str, Weight]:
+        """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Raises
+        ValueError for a model that is counted but not implemented.
 
-        >>> preset("tiny").param_shapes()["blocks.ffn.gate"]
-        ('ffn l d m', (4, 64, 128))
+        >>> preset("tiny").weights()["blocks.ffn.gate"]
+        Weight(dims='ffn l d m', shape=(4, 64, 128), std=0.02, fill=1.0)
         """
         if self.latent or self.experts and self.experts.dense_layers:
             why = "latent attention and leading dense layers are counted but not implemented"
             raise ValueError(
                 f"'{self.name}' cannot run here: {why}; use mixtral-8x7b or qwen3-30b-a3b, or a dense model"
             )
-        return self._shapes()
+        return self._weights()
 
-    def _shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        l, d, m, v = self.num_layers, self.width, self.ffn_width, self.vocab_size
-        n, k, h = self.num_heads, self.num_kv_heads, self.head_width
-        block = {
-            "attention_norm.scale": ("stream d", (d,)),
-            "attention.q": ("attention d n h", (d, n, h)),
-            "attention.k": ("attention d k h", (d, k, h)),
-            "attention.v": ("attention d k h", (d, k, h)),
-            "attention.o": ("attention n h d", (n, h, d)),
-            "ffn_norm.scale": ("stream d", (d,)),
+    def _weights(self) -> dict[str, Weight]:
+        v, d, std = self.vocab_size, self.width, self.init_scale
+        found = {"embedding": Weight("vocab v d", (v, d), std), "norm.scale": Weight("stream d", (d,))}
+        if not self.tied:
+            found["head"] = Weight("vocab v d", (v, d), std)
+        for path, weight in self.block_weights().items():
+            dims, shape = weight.dims.replace(" ", " l ", 1), (self.num_layers, *weight.shape)
+            found["blocks." + path] = dataclasses.replace(weight, dims=dims, shape=shape)
+        return found
+
+    def block_weights(self) -> dict[str, Weight]:
+        """The weights of one block, by their paths in it. What ends in the residual stream starts smaller, by
+        the root of twice the number of layers (Radford et al. 2019, section 2.3)."""
+        d, n, k, h = self.width, self.num_heads, self.num_kv_heads, self.head_width
+        std, last = self.init_scale, self.init_scale / (2 * self.num_layers) ** 0.5
+        found = {
+            "attention_norm.scale": Weight("stream d", (d,)),
+            "attention.q": Weight("attention d n h", (d, n, h), std),
+            "attention.k": Weight("attention d k h", (d, k, h), std),
+            "attention.v": Weight("attention d k h", (d, k, h), std),
+            "attention.o": Weight("attention n h d", (n, h, d), last),
+            "ffn_norm.scale": Weight("stream d", (d,)),
         }
-        ffn = {"gate": ("ffn d m", (d, m)), "up": ("ffn d m", (d, m)), "down": ("ffn m d", (m, d))}
-        if how := self.experts:
-            e = how.num_experts
-            block |= {"experts.router": ("stream d e", (d, e))}
-            block |= {
-                f"experts.{x}": (f"experts e {dims[4:]}", (e, *shape)) for x, (dims, shape) in ffn.items()
-            }
-            if how.bias_rate is not None:
-                block["experts.bias"] = ("stream e", (e,))
-            if how.num_shared:
-                wide = m * how.num_shared
-                block |= {f"experts.shared.{x}": ("ffn d m", (d, wide)) for x in ("gate", "up")}
-                block |= {"experts.shared.down": ("ffn m d", (wide, d))}
-        else:
-            block |= {f"ffn.{x}": weight for x, weight in ffn.items()}
         if self.qkv_bias:
-            heads = (("q", "n", n), ("k", "k", k), ("v", "k", k))
-            block |= {f"attention.{x}_bias": (f"attention {dim} h", (num, h)) for x, dim, num in heads}
+            for name, dim, heads in (("q", "n", n), ("k", "k", k), ("v", "k", k)):
+                found[f"attention.{name}_bias"] = Weight(f"attention {dim} h", (heads, h), fill=0)
         if self.qk_norm:
-            block |= {f"attention.{x}_norm.scale": ("attention h", (h,)) for x in "qk"}
-        shapes = {"embedding": ("vocab v d", (v, d)), "norm.scale": ("stream d", (d,))}
-        shapes |= {} if self.tied else {"head": ("vocab v d", (v, d))}
-        for path, (dims, shape) in block.items():
-            region, _, letters = dims.partition(" ")
-            shapes["blocks." + path] = (f"{region} l {letters}", (l, *shape))
-        return shapes
+            found |= {f"attention.{x}_norm.scale": Weight("attention h", (h,)) for x in "qk"}
+
+        def feed_forward(path: str, region: str, width: int, *experts: int) -> None:
+            e = "e " * len(experts)
+            for name in ("gate", "up"):
+                found[f"{path}.{name}"] = Weight(f"{region} {e}d m", (*experts, d, width), std)
+            found[f"{path}.down"] = Weight(f"{region} {e}m d", (*experts, width, d), last)
+
+        if experts := self.experts:
+            found["experts.router"] = Weight("stream d e", (d, experts.num_experts), std)
+            if experts.bias_rate is not None:
+                found["experts.bias"] = Weight("stream e", (experts.num_experts,), fill=0)
+            feed_forward("experts", "experts", self.ffn_width, experts.num_experts)
+            if experts.num_shared:
+                feed_forward("experts.shared", "ffn", self.ffn_width * experts.num_shared)
+        else:
+            feed_forward("ffn", "ffn", self.ffn_width)
+        return found
 
     @property
     def num_params(self) -> int:
         """The exact number of parameters; tied embeddings are counted once."""
-        sizes = {path: math.prod(shape) for path, (_, shape) in self._shapes().items()}
+        sizes = {path: math.prod(weight.shape) for path, weight in self._weights().items()}
         layers, how = self.num_layers, self.experts
         if latent := self.latent:
             sizes = {path: size for path, size in sizes.items() if not path.startswith("blocks.attention.")}
@@ -596,11 +618,6 @@ class OptimizerConfig:
             )
         if not (self.warmup >= 0 and 0 <= self.weight_decay < math.inf):
             raise ValueError(f"warmup {self.warmup}, weight decay {self.weight_decay}: use 0 or more")
-
-
-def is_vector(layout: Layout) -> bool:
-    """Whether a weight is a norm's scale or a bias: it scales or shifts, and multiplies no matrix."""
-    return layout.letters.strip("l") in ("d", "h", "nh", "kh", "e")
 
 
 def describe(config: ModelConfig) -> dict:

@@ -375,7 +375,7 @@ class Stream:
     shuffled; a document may be cut in two by the split.
 
     ``positions`` gives the position that each place of the sequence holds
-    (:func:`llmpar.attention.sequence_permutation`). Targets are formed before it is applied, so a step
+    (:func:`llmpar.sequence_order.sequence_permutation`). Targets are formed before it is applied, so a step
     permutes nothing.
     """
 

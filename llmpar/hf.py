@@ -121,7 +121,7 @@ class _Weight:
 
 def _weights(config: ModelConfig) -> dict[str, _Weight]:
     words = MIXTRAL if _kind(config) == "mixtral" else {}
-    return {path: _Weight(path, dims, shape, words) for path, (dims, shape) in config.param_shapes().items()}
+    return {path: _Weight(path, w.dims, w.shape, words) for path, w in config.weights().items()}
 
 
 def _kind(config: ModelConfig) -> str:
@@ -238,7 +238,7 @@ def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
     """What :func:`llmpar.config.from_hugging_face` reads back as this model, and `transformers` as the
     same."""
     kind, how = _kind(config), config.experts
-    config.param_shapes()  # refuses what is only counted
+    config.weights()  # refuses what is only counted
     if config.qkv_bias and config.qk_norm:
         raise ValueError(
             f"'{config.name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms"

@@ -3,23 +3,40 @@
 Where a value lives is said by arrows. `par` reads them (see :mod:`llmpar.par`); with `Solo` they mean
 nothing, and the model below is the plain Llama of Touvron et al. 2023 with grouped-query attention, RoPE and
 SwiGLU, plus what Qwen 2 and 3 add (biases on q, k and v; a norm on q and k).
+
+A training step asks for one number, and the methods of `Llama` lead to it in this order:
+
+    loss                      the sum of the targets' cross-entropies and of the routers' own losses
+      cross_entropies         of each target, from what the last block gives and the output head
+        hidden_and_head       embed, then run_blocks, then the last norm
+          run_blocks          Block after Block: attention and feed-forward (or experts)
+      router_losses           of the tokens that have a target
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from llmpar import attention, moe
 from llmpar.config import ExpertConfig, ModelConfig
+from llmpar.par import Solo
 
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
 from 1)."""
+# Positions and segments of the queries, then those of the keys.
+Ids = tuple[Int[Array, "_ s"], Int[Array, "_ s"], Int[Array, "_ t"], Int[Array, "_ t"]]
+# Cosines and sines for each pair of a head's numbers.
+Rope = tuple[Float[Array, "b s 1 half"], Float[Array, "b s 1 half"]]
+# What a router tells beside its choice (`moe.route`), and whom it chose; None without experts.
+Aux = dict[str, Array] | None
 
 
 def param(rngs: nnx.Rngs, dims: str, shape: tuple[int, ...], scale: float) -> nnx.Param:
@@ -34,7 +51,8 @@ class RMSNorm(nnx.Module):
     def __init__(self, dims: str, size: int, eps: float, rngs: nnx.Rngs):
         self.scale, self.eps = param(rngs, dims, (size,), 0), eps
 
-    def __call__(self, x, par):
+    @jax.named_scope("norm")
+    def __call__(self, x: Float[Array, "*dims d"], par: Solo) -> Float[Array, "*dims d"]:
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         return x32.astype(x.dtype) * jnp.expand_dims(par.weight(self.scale), range(x.ndim - 1))
@@ -59,28 +77,34 @@ class Attention(nnx.Module):
             self.k_norm = RMSNorm("attention h", h, config.norm_eps, rngs)
         self.config = config
 
-    def __call__(self, x, ids, rope, par):
+    @jax.named_scope("attention")
+    def __call__(self, x: Float[Array, "b s d"], ids: Ids, rope: Rope, par: Solo) -> Float[Array, "b s d"]:
         x = par.move(x, "stream b s d -> attention b s d")
-        q = jnp.einsum("bsd,dnh->bsnh", x, par.weight(self.q))
-        k = jnp.einsum("bsd,dkh->bskh", x, par.weight(self.k))
-        v = jnp.einsum("bsd,dkh->bskh", x, par.weight(self.v))
+        q_bsnh = jnp.einsum("bsd,dnh->bsnh", x, par.weight(self.q))
+        k_bskh = jnp.einsum("bsd,dkh->bskh", x, par.weight(self.k))
+        v_bskh = jnp.einsum("bsd,dkh->bskh", x, par.weight(self.v))
         if self.config.qkv_bias:
-            q, k, v = (
-                y + par.weight(bias)[None, None]
-                for y, bias in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias))
-            )
+            biases = (q_bsnh, self.q_bias), (k_bskh, self.k_bias), (v_bskh, self.v_bias)
+            q_bsnh, k_bskh, v_bskh = (y + par.weight(bias)[None, None] for y, bias in biases)
         if self.config.qk_norm:
-            q, k = self.q_norm(q, par), self.k_norm(k, par)
-        q, k = rotate(q, rope), rotate(k, rope)
-        q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # b s k r h, whatever heads are here
-        y = attend(q, k, v, ids, attention.Mask(window=self.config.window), par)
-        y = jnp.einsum("bsnh,nhd->bsd", y.reshape(*y.shape[:2], -1, y.shape[-1]), par.weight(self.o))
+            q_bsnh, k_bskh = self.q_norm(q_bsnh, par), self.k_norm(k_bskh, par)
+        q_bsnh, k_bskh = rotate(q_bsnh, rope), rotate(k_bskh, rope)
+        b, s, k, h = k_bskh.shape  # whatever heads are here
+        q_bskrh, mask = q_bsnh.reshape(b, s, k, -1, h), attention.Mask(window=self.config.window)
+        y_bsnh = attend(q_bskrh, k_bskh, v_bskh, ids, mask, par).reshape(q_bsnh.shape)
+        y = jnp.einsum("bsnh,nhd->bsd", y_bsnh, par.weight(self.o))
         return par.move(y, "attention b s d +n -> stream b s d")
 
 
-def attend(q, k, v, ids, mask: attention.Mask, par):
-    """Attention ``b s k r h``: queries and keys move to where the plan wants them to meet, and the result
-    moves back.
+def attend(
+    q: Float[Array, "b s k r h"],
+    k: Float[Array, "b s k h"],
+    v: Float[Array, "b s k h"],
+    ids: tuple[Array, ...],
+    mask: attention.Mask,
+    par: Solo,
+) -> Float[Array, "b s k r h"]:
+    """Queries and keys move to where the plan wants them to meet, attend, and the result moves back.
 
     Three ways to cut a long sequence are three tables of regions. In a ring nothing moves here, and the keys
     that are still cut travel during attention; Ulysses has whole sequences of some heads; gathered keys meet
@@ -90,29 +114,30 @@ def attend(q, k, v, ids, mask: attention.Mask, par):
         return par.cache.attend(q, k, v, ids[0], mask)
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     k, v = (par.move(x, "attention b s k h -> keys b s k h") for x in (k, v))
-    axes, block, kernel = par.axes("keys s"), par.plan.attention_block, par.plan.attention_kernel
-    compute = functools.partial(attention.blockwise, contiguous=par.plan.in_order, block=block)
-    if kernel != "portable":
-        compute = functools.partial(attention.by_kernel, contiguous=par.plan.in_order, kernel=kernel)
-    if axes:
-        (axis,) = axes
-        joins = (
-            block and block >= q.shape[1]
-        )  # a tile must not join the two parts that zigzag deals to a rank
-        compute = functools.partial(attention.ring, axis=axis, block=None if joins else block)
 
-    def here(q, k, v, q_positions, q_segments, k_positions, k_segments):
-        ids = dict(
-            q_positions_bs=q_positions,
-            q_segments_bs=q_segments,
-            k_positions_bt=k_positions,
-            k_segments_bt=k_segments,
-        )
-        return compute(q, k, v, mask=mask, **ids)[0]
+    def compute(q, k, v, *ids):
+        names = "q_positions_bs", "q_segments_bs", "k_positions_bt", "k_segments_bt"
+        run = kernel(par, num_queries=q.shape[1])
+        return run(q, k, v, mask=mask, **dict(zip(names, ids, strict=True)))[0]
 
     queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "keys b s"
-    y = par.local(here, [queries, keys, keys, q_ids, q_ids, k_ids, k_ids], queries)(q, k, v, *ids)
+    y = par.local(compute, [queries, keys, keys, q_ids, q_ids, k_ids, k_ids], queries)(q, k, v, *ids)
     return par.move(y, "queries b s k r h -> attention b s k r h")
+
+
+def kernel(par: Solo, num_queries: int):
+    """The function of `llmpar.attention` that computes it: a ring where keys are still cut, else what the
+    plan names."""
+    plan, block = par.plan, par.plan.attention_block
+    if axes := par.axes("keys s"):
+        (axis,) = axes
+        # A tile must not join the two parts that zigzag deals to a rank.
+        return functools.partial(
+            attention.ring, axis=axis, block=block if block and block < num_queries else None
+        )
+    if plan.attention_kernel == "portable":
+        return functools.partial(attention.blockwise, contiguous=plan.in_order, block=block)
+    return functools.partial(attention.by_kernel, contiguous=plan.in_order, kernel=plan.attention_kernel)
 
 
 class FeedForward(nnx.Module):
@@ -124,11 +149,12 @@ class FeedForward(nnx.Module):
         self.up = param(rngs, "ffn d m", (d, m), config.init_scale)
         self.down = param(rngs, "ffn m d", (m, d), config.init_scale / (2 * config.num_layers) ** 0.5)
 
-    def __call__(self, x, par):
+    @jax.named_scope("feed_forward")
+    def __call__(self, x: Float[Array, "b s d"], par: Solo) -> Float[Array, "b s d"]:
         x = par.move(x, "stream b s d -> ffn b s d")
         return par.move(self.inside(x, par), "ffn b s d +m -> stream b s d")
 
-    def inside(self, x, par):
+    def inside(self, x: Float[Array, "b s d"], par: Solo) -> Float[Array, "b s d"]:
         """The three products and what is between them; the sum over m is unfinished."""
         gate, up, down = (par.weight(w) for w in (self.gate, self.up, self.down))
         mix = lambda x: (jax.nn.silu(x @ gate) * (x @ up)) @ down
@@ -140,47 +166,43 @@ class Experts(nnx.Module):
     """A mixture of experts (Shazeer et al. 2017): each token visits a few of many feed-forwards, as its
     router chooses."""
 
-    def __init__(self, config: ModelConfig, how: ExpertConfig, rngs: nnx.Rngs):
-        d, m, e, self.how = config.width, config.ffn_width, how.num_experts, how
-        self.router = param(rngs, "stream d e", (d, e), config.init_scale)
-        self.gate = param(rngs, "experts e d m", (e, d, m), config.init_scale)
-        self.up = param(rngs, "experts e d m", (e, d, m), config.init_scale)
-        self.down = param(
-            rngs, "experts e m d", (e, m, d), config.init_scale / (2 * config.num_layers) ** 0.5
-        )
-        if how.bias_rate is not None:
+    def __init__(self, config: ModelConfig, experts: ExpertConfig, rngs: nnx.Rngs):
+        self.config, scale = experts, config.init_scale
+        d, m, e = config.width, config.ffn_width, experts.num_experts
+        self.router = param(rngs, "stream d e", (d, e), scale)
+        self.gate = param(rngs, "experts e d m", (e, d, m), scale)
+        self.up = param(rngs, "experts e d m", (e, d, m), scale)
+        self.down = param(rngs, "experts e m d", (e, m, d), scale / (2 * config.num_layers) ** 0.5)
+        if experts.bias_rate is not None:
             self.bias = nnx.Param(jnp.zeros(e), dims="stream e")
-        if how.num_shared:
-            self.shared = FeedForward(config, rngs, how.num_shared * m)
+        if experts.num_shared:
+            self.shared = FeedForward(config, rngs, experts.num_shared * m)
 
-    def __call__(self, x, par):
-        """The weighted sum of the chosen experts (and of the shared ones), and what the router tells: whom it
-        chose, and the losses and tally of `moe.route`."""
+    @jax.named_scope("experts")
+    def __call__(self, x: Float[Array, "b s d"], par: Solo) -> tuple[Float[Array, "b s d"], Aux]:
+        """The weighted sum of the chosen experts (and of the shared ones), and what the router tells."""
         logits = jnp.einsum("bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32)
-        bias = (
-            []
-            if self.how.bias_rate is None
-            else [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
-        )
-        told = {"loss": "stream b s", "tally": "stream e +b +s"}
+        bias = []
+        if self.config.bias_rate is not None:
+            bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
         route = par.local(
-            functools.partial(moe.route, self.how, par.explicit),
+            functools.partial(moe.route, self.config, par.explicit),
             ["stream b s e", *["stream e"] * len(bias)],
-            ("stream b s e", "stream b s e", told),
+            ("stream b s e", "stream b s e", {"loss": "stream b s", "tally": "stream e +b +s"}),
         )
-        weights, chosen, told = route(logits, *bias)
-        told = told | {"chosen": chosen}
+        weights, chosen, aux = route(logits, *bias)
+        aux = aux | {"chosen": chosen}
         x = par.move(x, "stream b s d -> ffn b s d")
         weights, chosen = (par.move(y, "stream b s e -> ffn b s e") for y in (weights, chosen))
         visit = par.local(
-            functools.partial(moe.visit, self.how, par.explicit),
+            functools.partial(moe.visit, self.config, par.explicit),
             ["ffn b s d", "ffn b s e", "ffn b s e", "experts e d m", "experts e d m", "experts e m d"],
             "ffn b s d +m",
         )
         y = visit(x, weights, chosen, *(par.weight(w) for w in (self.gate, self.up, self.down)))
-        if self.how.num_shared:
+        if self.config.num_shared:
             y = y + self.shared.inside(x, par)
-        return par.move(y, "ffn b s d +m -> stream b s d"), told
+        return par.move(y, "ffn b s d +m -> stream b s d"), aux
 
 
 class Block(nnx.Module):
@@ -196,12 +218,14 @@ class Block(nnx.Module):
             self.ffn = FeedForward(config, rngs)
         self.config = config
 
-    def __call__(self, x, ids, rope, par):
-        """The stream after the layer, and what its router tells; None without one."""
+    def __call__(
+        self, x: Float[Array, "b s d"], ids: Ids, rope: Rope, par: Solo
+    ) -> tuple[Float[Array, "b s d"], Aux]:
+        """The stream after the layer, and what its router tells."""
         x = x + self.attention(self.attention_norm(x, par), ids, rope, par)
         y = self.ffn_norm(x, par)
-        y, told = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
-        return x + y, told
+        y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
+        return x + y, aux
 
 
 class Llama(nnx.Module):
@@ -218,25 +242,56 @@ class Llama(nnx.Module):
             self.head = param(rngs, "vocab v d", (v, d), config.init_scale)
         self.config = config
 
-    def tables(self, par):
-        """The embedding and the output head, one value used twice where they are tied."""
-        embedding = par.weight(self.embedding)
-        return embedding, embedding if self.config.tied else par.weight(self.head)
+    def loss(self, batch: Batch, par: Solo) -> tuple[Float[Array, ""], Array | None]:
+        """What training makes small, summed over the tokens here: the cross-entropies and the routers' own
+        losses. And the routers' tally, ``l e`` (None without experts)."""
+        losses, aux = self.cross_entropies(batch, par)
+        if aux is None:
+            return losses.sum(), None
+        return losses.sum() + self.router_losses(aux["loss"].sum(0), batch, par).sum(), aux["tally"]
 
-    def embed(self, table, batch: Batch, par):
+    def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
+        """The cross-entropy of every target in nats, float32, 0 where the target is -1; and what the routers
+        tell, layer by layer.
+
+        Devices that hold a block of the vocabulary exchange three numbers per token (the maximum, the sum of
+        exponentials, the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
+        """
+        x, head, aux = self.hidden_and_head(batch, par)
+        x = par.move(x, "stream b s d -> vocab b s d")
+
+        @jax.named_scope("loss")
+        def piece(inputs):
+            x, targets = inputs
+            logits = jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32)
+            top = par.max(logits.max(-1), "vocab b s +v -> data b s")
+            logits = logits - top[..., None]
+            local = (targets - par.index("vocab v") * head.shape[0])[..., None]
+            hit = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (1, 1, head.shape[0]), 2) == local, logits, 0)
+            total = par.move(jnp.exp(logits).sum(-1), "vocab b s +v -> data b s")
+            target = par.move(hit.sum(-1), "vocab b s +v -> data b s")
+            return jnp.where(targets >= 0, jnp.log(total) - target, 0)
+
+        return par.chunked(piece, (x, batch["targets"]), par.plan.loss_chunks), aux
+
+    def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s d"], Array, Aux]:
+        """The residual stream after the last block and norm, the output head ``v d`` (the embedding, used a
+        second time, where they are tied), and what the layers' routers tell."""
+        embedding = par.weight(self.embedding)
+        head = embedding if self.config.tied else par.weight(self.head)
+        x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, par.layers)
+        return self.norm(x, par), head, aux
+
+    @jax.named_scope("embed")
+    def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Float[Array, "b s d"]:
         """Look tokens up. Each device knows a block of the vocabulary, and contributes zero for all other
         tokens."""
-        local = batch["tokens"] - par.index("vocab v") * table.shape[0]
-        known = (0 <= local) & (local < table.shape[0])
-        x = jnp.where(known[..., None], table[jnp.where(known, local, 0)], 0)
+        local = batch["tokens"] - par.index("vocab v") * embedding.shape[0]
+        known = (0 <= local) & (local < embedding.shape[0])
+        x = jnp.where(known[..., None], embedding[jnp.where(known, local, 0)], 0)
         return par.move(x, "vocab b s d +v -> stream b s d")
 
-    def hidden(self, embedding, batch: Batch, par):
-        """The residual stream after the last block and norm, ``b s d``, and what the layers' routers tell."""
-        x, told = self.run(self.embed(embedding, batch, par), batch, par, par.layers)
-        return self.norm(x, par), told
-
-    def run(self, x, batch: Batch, par, layers):
+    def run_blocks(self, x: Float[Array, "b s d"], batch: Batch, par: Solo, layers) -> tuple[Array, Any]:
         """The residual stream after the blocks that are here, run one after the other by ``layers``, and what
         they tell."""
         graph, weights = nnx.split(self.blocks)
@@ -249,71 +304,32 @@ class Llama(nnx.Module):
 
         return layers(block, x, weights)
 
-    def losses(self, batch: Batch, par):
-        """The cross-entropy of every target in nats, ``b s`` float32, 0 where the target is -1: see
-        `observed`."""
-        return self.observed(batch, par)[0]
-
-    def summed(self, batch: Batch, par):
-        """What training makes small, summed over the tokens here: the cross-entropies and the routers' own
-        losses. And the routers' tally, ``l e`` (None without experts)."""
-        losses, told = self.observed(batch, par)
-        if told is None:
-            return losses.sum(), None
-        return losses.sum() + self.routed(told["loss"].sum(0), batch, par).sum(), told["tally"]
-
-    def observed(self, batch: Batch, par):
-        """The cross-entropies ``b s``, and what the routers tell (None without experts).
-
-        Devices that hold a block of the vocabulary exchange three numbers per token (the maximum, the sum of
-        exponentials, the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
-        """
-        embedding, head = self.tables(par)
-        x, told = self.hidden(embedding, batch, par)
-        x = par.move(x, "stream b s d -> vocab b s d")
-
-        def piece(inputs):
-            x, targets = inputs
-            logits = jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32)
-            top = par.max(logits.max(-1), "vocab b s +v -> data b s")
-            logits = logits - top[..., None]
-            local = (targets - par.index("vocab v") * head.shape[0])[..., None]
-            hit = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (1, 1, head.shape[0]), 2) == local, logits, 0)
-            total = par.move(jnp.exp(logits).sum(-1), "vocab b s +v -> data b s")
-            target = par.move(hit.sum(-1), "vocab b s +v -> data b s")
-            return jnp.where(targets >= 0, jnp.log(total) - target, 0)
-
-        return par.chunked(piece, (x, batch["targets"]), par.plan.loss_chunks), told
-
-    def routed(self, loss, batch: Batch, par):
-        """The routers' own losses ``b`` from those of the tokens ``b s``: of those that have a target."""
+    @jax.named_scope("router_losses")
+    def router_losses(self, loss: Float[Array, "b s"], batch: Batch, par: Solo) -> Float[Array, " b"]:
+        """The routers' own losses of each row, from those of its tokens: of those that have a target."""
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         return par.move(jnp.where(counted, loss, 0).sum(1), "stream b +s -> data b +s")
 
-    def logits(self, batch: Batch, par):
-        """All logits, ``b s v`` float32, gathered: for parity tests and sampling, not for training."""
-        embedding, head = self.tables(par)
-        x = par.move(self.hidden(embedding, batch, par)[0], "stream b s d -> vocab b s d")
-        return par.move(
-            jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32),
-            "vocab b s v -> data b s v",
-        )
+    def logits(self, batch: Batch, par: Solo) -> Float[Array, "b s v"]:
+        """All logits, float32, gathered: for parity tests and sampling, not for training."""
+        x, head, _ = self.hidden_and_head(batch, par)
+        x = par.move(x, "stream b s d -> vocab b s d")
+        y = jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32)
+        return par.move(y, "vocab b s v -> data b s v")
 
 
 # ------------------------------------------------------------------------------------------------------- RoPE
 
 
-def rope_table(config: ModelConfig, positions_bs) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines ``b s 1 h/2`` of the rotary embedding at true positions (Su et al. 2021)."""
-    angles = (
-        positions_bs[..., None].astype(jnp.float32)
-        * jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
-    )
+def rope_table(config: ModelConfig, positions_bs: Int[Array, "b s"]) -> Rope:
+    """Cosines and sines of the rotary embedding at true positions (Su et al. 2021)."""
+    frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
+    angles = positions_bs[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
 
-def rope_frequencies(config: ModelConfig) -> np.ndarray:
-    """Radians per position of each pair, ``h/2``; low frequencies are stretched where Llama 3.1's scaling is
+def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " half"]:
+    """Radians per position of each pair; low frequencies are stretched where Llama 3.1's scaling is
     set.
 
     Wavelengths up to the original context over ``high_freq_factor`` stay, those beyond it over
@@ -331,7 +347,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     return frequency * (blend + (1 - blend) / scaling.factor)
 
 
-def rotate(x, rope):
+def rotate(x: Float[Array, "b s heads h"], rope: Rope) -> Float[Array, "b s heads h"]:
     """Turn the pairs (i, i + h/2) of each head by their angles, in float32: Hugging Face's order of the
     halves."""
     cos, sin = rope

@@ -142,7 +142,7 @@ class Manual(Solo):
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims).astype(self.dtype)
-        return checkpoint_name(self.carry_out(x, self.plan.gather(param.dims), param.dims), WEIGHT)
+        return checkpoint_name(self.carry_out(x, self.plan.life(param.dims).gather, param.dims), WEIGHT)
 
     def move(self, x, arrow: str):
         """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in
@@ -263,6 +263,13 @@ def vary(x, axes):
     """``x`` typed as varying over ``axes`` too. Its transpose sums over those that are new."""
     missing = tuple(a for a in axes if a not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def vary_alike(tree, like=()):
+    """``tree``, every leaf typed as varying over each mesh axis over which any leaf does, of ``like`` too:
+    loops and branches insist."""
+    axes = sorted(frozenset().union(*map(varying, jax.tree.leaves((tree, like)))))
+    return jax.tree.map(lambda x: vary(x, axes), tree)
 
 
 def _together(values):

@@ -13,7 +13,7 @@ from what is alive.
 
 The layers of a stage are its share of the blocks' weights, stored `l/pp`; `layer_order` says which layer lies
 where. The embedding, the last norm and the head are whole on every stage, used on the first or the last, and
-their gradients are summed over pp at the end of the step (`Plan.unreduced` says so): with tied embeddings
+their gradients are summed over pp at the end of the step (`plan.Life` says so): with tied embeddings
 that sum joins the two uses. Where a schedule wants two copies of the model (DualPipe), a stage borrows its
 opposite's layers for the step, and returns their gradients.
 
@@ -36,7 +36,6 @@ from jax import lax
 
 from llmpar.config import ModelConfig
 from llmpar.model import Batch, Llama
-from llmpar.notation import Arrow
 from llmpar.par import Manual, scope, vary
 from llmpar.plan import Plan
 from llmpar.schedules import KINDS, Schedule
@@ -77,13 +76,11 @@ def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
 class Stage(Llama):
     """A Llama cut open: its loss is that of a stream that is there already."""
 
-    def tables(self, par):
-        """The output head alone: the embedding is looked up on another stage."""
-        return None, par.weight(self.embedding if self.config.tied else self.head)
-
-    def hidden(self, embedding, batch: Batch, par):
-        """The last norm of the stream that comes with the batch."""
-        return self.norm(batch["stream"], par), None
+    def hidden_and_head(self, batch: Batch, par):
+        """The last norm of the stream that comes with the batch, and the output head. The embedding is looked
+        up on another stage."""
+        head = par.weight(self.embedding if self.config.tied else self.head)
+        return self.norm(batch["stream"], par), head, None
 
 
 def unrolled(block, x, stack):
@@ -99,8 +96,8 @@ def gradients(
     """Loss (summed over tokens) and gradients of this device's part of the batch, inside shard_map. The
     blocks come in `layer_order`.
 
-    ``params`` vary over the sums of `Plan.unreduced`, pp among them where a weight is not cut by it.
-    Gradients come laid out as `Plan.accumulated`, the loss unfinished over pp and the axes of the data.
+    ``params`` vary over the sums of `Life.unreduced`, pp among them where a weight is not cut by it.
+    Gradients come laid out as `Life.accumulated`, the loss unfinished over pp and the axes of the data.
     """
     return _Executor(config, plan, par, params, batch).run()
 
@@ -117,7 +114,7 @@ class _Executor:
         self.copies = schedule.parameter_copies
         self.chunks = jax.tree.map(lambda w: self.copied(cut(w, schedule.visits)), params["blocks"])
         self.shared = {name: w for name, w in params.items() if name != "blocks"}
-        self.shapes = plan.padded(config).param_shapes()
+        self.shapes = plan.padded(config).weights()
         self.counts = layers_of(schedule, config.num_layers)
         name_of = lambda path, w: jax.tree_util.keystr(path, simple=True, separator=".")
         self.paths = jax.tree_util.tree_map_with_path(name_of, params)
@@ -163,12 +160,16 @@ class _Executor:
             last = jax.tree.map(lambda w: w[few:], stack)
             return _when(f"full{kind}", full, lambda x, w: run(one, x, w)[0], lambda x, w: x, x, last)
 
-        x, loss = (model := self.model(blocks, self.shared)).run(x, batch, self.par, layers)
-        return x, None if loss is None else model.routed(loss, batch, self.par).sum()
+        x, loss = (model := self.model(blocks, self.shared)).run_blocks(x, batch, self.par, layers)
+        return x, None if loss is None else model.router_losses(loss, batch, self.par).sum()
 
     def loss(self, own, x, batch):
         """The last stage's part of the loss, from the stream after its blocks."""
-        return self.model(self.chunks, self.shared | own).losses(batch | {"stream": x}, self.par).sum()
+        return (
+            self.model(self.chunks, self.shared | own)
+            .cross_entropies(batch | {"stream": x}, self.par)[0]
+            .sum()
+        )
 
     def cell(self, known, x, later):
         """F, B and W of a chunk: the stream after it; its input's gradient, loss and shared gradients; those
@@ -194,13 +195,11 @@ class _Executor:
         return y, (dx, done), d_blocks
 
     def add(self, sums, grads):
-        """Gradients added to those of the same name, at ZeRO 2 cut before that (`Plan.accumulated`)."""
+        """Gradients added to those of the same name, at ZeRO 2 cut before that (`Life.accumulate`)."""
 
         def one(done, g, path):
-            dims, plan = self.shapes[path][0], self.plan
-            return done + self.par.carry_out(
-                g, Arrow(plan.unreduced(dims), plan.accumulated(dims)), f"gradient {dims}"
-            )
+            dims, plan = self.shapes[path].dims, self.plan
+            return done + self.par.carry_out(g, plan.life(dims).accumulate, f"gradient {dims}")
 
         return sums | {name: jax.tree.map(one, sums[name], g, self.paths[name]) for name, g in grads.items()}
 
@@ -209,8 +208,8 @@ class _Executor:
         chunk by chunk."""
 
         def zeros(path):
-            dims, shape = self.shapes[path]
-            layout = self.plan.accumulated(dims)
+            dims, shape = self.shapes[path].dims, self.shapes[path].shape
+            layout = self.plan.life(dims).accumulated
             return vary(jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes)), layout.axes + layout.sums)
 
         grads = jax.tree.map(zeros, self.paths)

@@ -31,7 +31,7 @@ else its ``e``). Of ``ffn d m`` on ``fsdp=2 tp=2``, with dp besides:
     2     d m/tp          d m/tp   d m/tp +dp +fsdp              d/fsdp m/tp +dp           d/fsdp m/tp
     3     d/fsdp m/tp     d m/tp   d/fsdp m/tp +dp               d/fsdp m/tp +dp           d/fsdp m/tp
 
-Each cell that differs from its neighbour is a collective (`gather`, `accumulate`, `finish`, `restore`). Stage
+Each cell that differs from its neighbour is a collective (`Life`). Stage
 3 is FSDP: its weights are gathered for use, and autodiff makes a reduce-scatter of that on the way back.
 """
 
@@ -49,6 +49,35 @@ from llmpar.timetable import timetable
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
+
+
+@dataclass(frozen=True)
+class Life:
+    """Where a weight, its gradient and its optimizer state lie in the course of a step (see the table above).
+
+    Attributes:
+        stored: the weight between steps.
+        used: the weight in a matrix product: whole over fsdp.
+        unreduced: its gradient as the backward pass leaves it, with the sums that are still open.
+        accumulated: what is added up over microbatches.
+        graded: the finished gradient, and the optimizer's state.
+        copied: the axes whose devices store the same block and use it on different values: over them the
+            gradient is a sum. With ``reduce="layer"`` the backward pass itself finishes it.
+    """
+
+    stored: Layout
+    used: Layout
+    unreduced: Layout
+    accumulated: Layout
+    graded: Layout
+    copied: tuple[str, ...]
+
+    gather = property(lambda self: Arrow(self.stored, self.used), doc="At ZeRO 3 an all-gather over fsdp.")
+    accumulate = property(
+        lambda self: Arrow(self.unreduced, self.accumulated), doc="At ZeRO 2 a reduce-scatter."
+    )
+    finish = property(lambda self: Arrow(self.accumulated, self.graded), doc="Finishes every sum still open.")
+    restore = property(lambda self: Arrow(self.graded, self.stored), doc="At ZeRO 1 and 2 an all-gather.")
 
 
 @dataclass(frozen=True)
@@ -205,58 +234,22 @@ class Plan:
         logical = parse_arrow(arrow)
         return Arrow(self.place(logical.before), self.place(logical.after))
 
-    def sharded(self, dims: str) -> Layout:
-        """A weight's layout cut by fsdp as well: how ZeRO keeps optimizer state (1), gradients (2) and
-        weights (3)."""
+    def life(self, dims: str) -> Life:
+        """The layouts of a weight, its gradients and its optimizer state in one step, and the arrows between
+        them. Raises ValueError for an unknown region."""
         used, fsdp = self.place(dims), self.live("fsdp")
         target = next(x for x in "dhe" if x in used.letters)
-        return Layout(tuple(Dim(d.name, d.axes + fsdp * (d.name == target)) for d in used.dims))
+        cut = Layout(tuple(Dim(d.name, d.axes + fsdp * (d.name == target)) for d in used.dims))
+        stored, graded = cut if self.zero == 3 else used, cut if self.zero else used
+        differ = self.live("pp") + self.varying(parse_layout(dims).region)
+        copied = tuple(a for a in differ if a not in stored.axes)
+        unreduced = Layout(stored.dims, () if self.reduce == "layer" else copied)
+        shard = Layout(cut.dims, tuple(a for a in unreduced.sums if a != "fsdp"))
+        return Life(stored, used, unreduced, shard if self.zero == 2 else unreduced, graded, copied)
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
-        return self.sharded(dims) if self.zero == 3 else self.place(dims)
-
-    def graded(self, dims: str) -> Layout:
-        """The layout of a weight's finished gradient and of its optimizer state."""
-        return self.sharded(dims) if self.zero else self.place(dims)
-
-    def copied(self, dims: str) -> tuple[str, ...]:
-        """The axes whose devices store the same block of a weight and use it on different values: over them
-        its gradient is a sum."""
-        stored = self.stored(dims).axes
-        differ = self.live("pp") + self.varying(parse_layout(dims).region)
-        return tuple(a for a in differ if a not in stored)
-
-    def unreduced(self, dims: str) -> Layout:
-        """A weight's gradient as the backward pass leaves it; with ``reduce="layer"`` the sums are finished
-        inside that pass."""
-        return Layout(self.stored(dims).dims, () if self.reduce == "layer" else self.copied(dims))
-
-    def accumulated(self, dims: str) -> Layout:
-        """What is added up over microbatches: at ZeRO 2 the gradient's shard, else the gradient as it
-        comes."""
-        raw = self.unreduced(dims)
-        if self.zero != 2:
-            return raw
-        return Layout(self.sharded(dims).dims, tuple(a for a in raw.sums if a != "fsdp"))
-
-    # -------------------------------------------------------------------------- the arrows of a weight's life
-
-    def gather(self, dims: str) -> Arrow:
-        """From how a weight is stored to how it is used: at ZeRO 3 an all-gather over fsdp."""
-        return Arrow(self.stored(dims), self.place(dims))
-
-    def accumulate(self, dims: str) -> Arrow:
-        """From a microbatch's gradient to what is added up: at ZeRO 2 a reduce-scatter over fsdp."""
-        return Arrow(self.unreduced(dims), self.accumulated(dims))
-
-    def finish(self, dims: str) -> Arrow:
-        """From the gradients added up to the finished gradient: every sum that is still open."""
-        return Arrow(self.accumulated(dims), self.graded(dims))
-
-    def restore(self, dims: str) -> Arrow:
-        """From the updated weight to how it is stored: at ZeRO 1 and 2 an all-gather over fsdp."""
-        return Arrow(self.graded(dims), self.stored(dims))
+        return self.life(dims).stored
 
     def spread(self, arrow: str) -> tuple[str, ...]:
         """The axes over which a value begins to differ where a logical ``arrow`` ends: no communication then,
@@ -272,7 +265,7 @@ class Plan:
         """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any
         compilation."""
         sizes = self.mesh.sizes
-        config.param_shapes()  # refuses what cannot run at all
+        config.weights()  # refuses what cannot run at all
         self._refuse_idle(self.idle(config))
         if sizes["ep"] > 1 and not config.experts:
             why = f"but no experts in '{config.name}' here; use pp, dp, fsdp, sp, tp"

@@ -2,8 +2,8 @@
 keeps.
 
     forward and backward   Manual: in shard_map, collectives by the arrows     Auto: in jit, XLA's choice
-    reduce the gradients   `Plan.unreduced`, for what the backward pass has not summed already
-    clip, update           any Optax optimizer, on global arrays cut as `Plan.graded` says
+    reduce the gradients   `plan.Life.finish`, for what the backward pass has not summed already
+    clip, update           any Optax optimizer, on global arrays cut as `plan.Life` says
     restore the weights    ZeRO 1 and 2: the updated shards are gathered again
 
 The optimizer runs on global arrays under jit, so one that looks at whole matrices (Adafactor, Muon) stays
@@ -30,12 +30,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from llmpar import pipeline
 from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
-from llmpar.model import Batch, Llama
+from llmpar.model import Batch
 from llmpar.notation import AXES, Arrow, Dim, Layout
 from llmpar.par import Auto, Manual, Solo, vary, varying
 from llmpar.plan import Plan
+from llmpar.weights import Tree, init_params, model_graph, weight_dims
 
-Tree = Any
 WHOLE = Layout(())
 
 
@@ -45,26 +45,6 @@ class State(NamedTuple):
     params: Tree
     optimizer: Tree
     step: Any
-
-
-def weight_dims(config: ModelConfig) -> Tree:
-    """The tree of every weight's region and dims, shaped as the parameters are."""
-    tree: dict = {}
-    for path, (dims, _) in config.param_shapes().items():
-        *parents, leaf = path.split(".")
-        functools.reduce(lambda node, key: node.setdefault(key, {}), parents, tree)[leaf] = dims
-    return tree
-
-
-@functools.cache
-def model_graph(config: ModelConfig):
-    """The model without its weights: ``nnx.merge(model_graph(config), params)`` is the model."""
-    return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))[0]
-
-
-def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
-    """Fresh weights as a plain dict of arrays; under jit each device makes only its own shard."""
-    return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(params=seed)), nnx.Param))
 
 
 def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, order: np.ndarray) -> bool:
@@ -131,7 +111,9 @@ class Step:
                 "dispatch='ragged' needs a GPU or TPU: XLA has no ragged all-to-all for CPUs; use 'padded'"
             )
         self.dims, self._live = weight_dims(config), plan.live(*AXES)
-        self.stored, self.graded = (jax.tree.map(place, self.dims) for place in (plan.stored, plan.graded))
+        self.life = jax.tree.map(plan.life, self.dims)
+        self.stored = jax.tree.map(lambda life: life.stored, self.life)
+        self.graded = jax.tree.map(lambda life: life.graded, self.life)
         self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
         state = self._shapes(plan.padded(config))
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
@@ -283,7 +265,7 @@ class Step:
         return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias}}}
 
     def gradients(self, params: Tree, batch: Batch) -> tuple[Tree, dict]:
-        """Gradients (cut as `Plan.graded`) and metrics, without an update: what the parity tests compare."""
+        """Gradients (cut as `Life.graded`) and metrics, without an update: what the parity tests compare."""
         return self._gradients(self._reading(), params, batch)
 
     def _reading(self) -> Manual | Auto:
@@ -304,7 +286,7 @@ class Step:
 
     def _loss(self, par: Solo, params: Tree, batch: Batch) -> tuple[jax.Array, Any]:
         """The loss summed over the tokens, and the routers' tally (None without experts)."""
-        return nnx.merge(model_graph(self.config), params).summed(batch, par)
+        return nnx.merge(model_graph(self.config), params).loss(batch, par)
 
     def _auto(self, par: Auto, params: Tree, batch: Batch):
         (loss, tally), grads = self._accumulate(par, params, batch)
@@ -314,7 +296,7 @@ class Step:
 
     def _manual(self, par: Manual, params: Tree, batch: Batch):
         """On one device: its part of the batch, its shards of the weights."""
-        params = jax.tree.map(lambda w, dims: vary(w, self.plan.unreduced(dims).sums), params, self.dims)
+        params = jax.tree.map(lambda w, life: vary(w, life.unreduced.sums), params, self.life)
         (loss, tally), grads = self._accumulate(par, params, batch)
         grads = self._reduce(par, grads)
         square = sum(self._once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
@@ -355,14 +337,14 @@ class Step:
             loss, grads = pipeline.gradients(self.config, plan, par, params, batch)
             return (loss, None), grads
 
-        def cut(g, dims):
+        def cut(g, life, dims):
             if isinstance(par, Auto):
-                return par.constrain(g, plan.graded(dims) if plan.zero == 2 else plan.stored(dims))
-            return par.carry_out(g, plan.accumulate(dims), f"gradient {dims}")
+                return par.constrain(g, life.graded if plan.zero == 2 else life.stored)
+            return par.carry_out(g, life.accumulate, f"gradient {dims}")
 
         def one(part: Batch) -> tuple[tuple[jax.Array, Any], Tree]:
             loss, grads = jax.value_and_grad(functools.partial(self._loss, par), has_aux=True)(params, part)
-            return loss, jax.tree.map(cut, grads, self.dims)
+            return loss, jax.tree.map(cut, grads, self.life, self.dims)
 
         if parts == 1:
             return one(batch)
@@ -378,12 +360,12 @@ class Step:
         if isinstance(par, Auto):
             return (jnp.float32(0), tally), jax.tree.map(lambda w: jnp.zeros(w.shape), weights)
 
-        def zeros(w, dims):
-            layout = plan.accumulated(dims)
+        def zeros(w, life):
+            layout = life.accumulated
             return vary(jnp.zeros(layout.shard_shape(w.shape, plan.mesh.sizes)), layout.axes + layout.sums)
 
         tally = jax.tree.map(lambda x: vary(x, plan.varying("stream")), tally)
-        return (vary(jnp.float32(0), plan.varying("data")), tally), jax.tree.map(zeros, weights, self.dims)
+        return (vary(jnp.float32(0), plan.varying("data")), tally), jax.tree.map(zeros, weights, self.life)
 
     # ------------------------------------------------------------------------------------ reducing, restoring
 
@@ -391,8 +373,8 @@ class Step:
         """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
         if self.plan.reduce == "bucket":
             return self._in_buckets(par, grads)
-        finish = lambda g, dims: par.carry_out(g, self.plan.finish(dims), f"gradient {dims}")
-        return jax.tree.map(finish, grads, self.dims)
+        finish = lambda g, life, dims: par.carry_out(g, life.finish, f"gradient {dims}")
+        return jax.tree.map(finish, grads, self.life, self.dims)
 
     def _in_buckets(self, par: Manual, grads: Tree) -> Tree:
         """All-reduce the leaves that are summed over the same axes in flat buckets of at least
@@ -401,8 +383,8 @@ class Step:
         """
         leaves, tree = jax.tree.flatten(grads)
         buckets: dict[tuple, list[list[int]]] = {}
-        for i, (leaf, dims) in enumerate(zip(leaves, jax.tree.leaves(self.dims), strict=True)):
-            alike = buckets.setdefault((self.plan.accumulated(dims).sums, varying(leaf)), [[]])
+        for i, (leaf, life) in enumerate(zip(leaves, jax.tree.leaves(self.life), strict=True)):
+            alike = buckets.setdefault((life.accumulated.sums, varying(leaf)), [[]])
             if sum(leaves[j].nbytes for j in alike[-1]) >= self.plan.bucket_bytes:
                 alike.append([])
             alike[-1].append(i)
@@ -425,8 +407,8 @@ class Step:
             return self._constrain(params, self.stored)
 
         def gather(params):
-            move = lambda w, dims: par.carry_out(w, plan.restore(dims), f"updated {dims}", invariant=True)
-            return jax.tree.map(move, params, self.dims)
+            move = lambda w, life, dims: par.carry_out(w, life.restore, f"updated {dims}", invariant=True)
+            return jax.tree.map(move, params, self.life, self.dims)
 
         specs = [jax.tree.map(spec, layouts) for layouts in (self.graded, self.stored)]
         return jax.shard_map(gather, mesh=self.mesh, in_specs=(specs[0],), out_specs=specs[1])(params)
@@ -450,7 +432,7 @@ class Step:
             parts = jax.tree.map(
                 lambda x: jnp.moveaxis(x.reshape(-1, plan.microbatches, *x.shape[1:]), 1, 0), batch
             )
-            loss = lax.map(lambda part: model.losses(part, par).sum(), parts).sum()
+            loss = lax.map(lambda part: model.cross_entropies(part, par)[0].sum(), parts).sum()
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 
         def manual(params, batch):

@@ -15,64 +15,17 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from llmpar import moe
 from llmpar.checkpoint import Checkpoints
-from llmpar.config import ModelConfig, OptimizerConfig, is_vector
+from llmpar.config import ModelConfig, OptimizerConfig
 from llmpar.data import Stream
-from llmpar.notation import parse_layout
+from llmpar.optimizer import make_optimizer
 from llmpar.plan import Plan
-from llmpar.step import State, Step, Tree, weight_dims
+from llmpar.step import State, Step
 
 ADAMW = OptimizerConfig()
-
-
-def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
-    """Make the Optax optimizer that ``options`` name, with its schedule of rates. The step clips
-    (:class:`Step`)."""
-    rate, warmup = options.learning_rate, min(options.warmup, max(steps - 1, 0))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else rate, rate, warmup, max(steps, warmup + 1), rate / 10
-    )
-    if options.optimizer == "adamw":
-        return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=_matrices(config))
-    if options.optimizer == "adafactor":
-        return optax.adafactor(schedule)
-    if options.optimizer == "muon":
-        return optax.contrib.muon(
-            schedule,
-            weight_decay=options.weight_decay,
-            muon_weight_dimension_numbers=muon_dims(config),
-            adam_weight_decay=0.0,
-        )
-    return optax.sgd(schedule, momentum=0.9)
-
-
-def _matrices(config: ModelConfig) -> Tree:
-    """Mark the weights that decay: matrices, not norms' scales and biases."""
-    return jax.tree.map(lambda dims: not is_vector(parse_layout(dims)), weight_dims(config))
-
-
-def muon_dims(config: ModelConfig) -> Tree:
-    """Tell Muon (Jordan et al. 2024) how each weight is a matrix: which dims it sums over, which it makes.
-
-    Embedding and head, norms and biases are None: Adam trains those.
-    """
-
-    def numbers(dims: str):
-        layout = parse_layout(dims)
-        if is_vector(layout) or layout.region == "vocab":
-            return None
-        letters = layout.letters
-        into = "d" if not letters.endswith("d") else letters.strip("ld")
-        return optax.contrib.MuonDimensionNumbers(
-            tuple(letters.index(x) for x in into),
-            tuple(i for i, x in enumerate(letters) if x not in into + "l"),
-        )
-
-    return jax.tree.map(numbers, weight_dims(config))
 
 
 @dataclass

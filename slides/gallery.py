@@ -14,7 +14,7 @@ import html
 import shutil
 from pathlib import Path
 
-from llmpar import attention, draw
+from llmpar import draw, sequence_order
 from llmpar.config import preset
 from llmpar.draw.scene import Scene, to_svg
 from llmpar.explore import answers
@@ -51,7 +51,7 @@ def sent_in_a_step() -> Scene:
 
 def drawings() -> dict[str, Scene]:
     """One example of every drawing, from the package's own numbers."""
-    parts = attention.live_blocks(4, "contiguous", s=1024) / 256**2
+    parts = sequence_order.live_blocks(4, "contiguous", s=1024) / 256**2
     step = answers.answer(answers.START)["time"]
     memory = MemoryExplorer()
     return {

@@ -47,14 +47,15 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention, moe, pipeline
+from llmpar import attention, moe, pipeline, sequence_order
 from llmpar.config import ExpertConfig, preset
 from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
-from llmpar.step import Step, init_params, model_graph
+from llmpar.step import Step
+from llmpar.weights import init_params, model_graph
 
 devices = use_devices(8)
 
@@ -204,13 +205,13 @@ def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
     """
     chosen, visit = [], moe.visit
 
-    def watched(how, here, x, weights, choices, *experts):
+    def watched(experts, par, x, weights, choices, *matrices):
         jax.debug.callback(lambda choices: chosen.append(np.asarray(choices)), choices)
-        return visit(how, here, x, weights, choices, *experts)
+        return visit(experts, par, x, weights, choices, *matrices)
 
     par = Solo(Plan("dp=1", attention_block=64))
     with mock.patch.object(moe, "visit", watched):
-        model = lambda params: nnx.merge(model_graph(config), params).summed(batch, par)[0]
+        model = lambda params: nnx.merge(model_graph(config), params).loss(batch, par)[0]
         jax.block_until_ready(jax.jit(model)(jax.jit(lambda: init_params(config))()))
     jax.effects_barrier()
     devices = math.prod(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep"))
@@ -338,7 +339,7 @@ def attentions(n: int = 8, s: int = 8192, heads: int = 8, width: int = 64):
         kinds["ringattention package"] = over(peer, False), "contiguous"
     made, want = {}, None
     for name, (f, order) in kinds.items():
-        places = attention.sequence_permutation(order, s, n)
+        places = sequence_order.sequence_permutation(order, s, n)
         given = [x[:, places] for x in arrays] + [places[None].astype(np.int32)]
         given = jax.device_put(given, None if f is one else jax.NamedSharding(mesh, cut))
 
@@ -373,7 +374,7 @@ def long_block(s: int = 65_536) -> dict:
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     compiled = step.lower(1, s).compile()
-    places = attention.sequence_permutation(plan.sequence_order, s, len(devices))
+    places = sequence_order.sequence_permutation(plan.sequence_order, s, len(devices))
     batch = {name: x[:, places] for name, x in batch_of(config.vocab_size, 1, s).items()}
     state, batch = step.init(0), jax.device_put(batch, step.batch_sharding)
     cpu, wall = time.process_time(), time.perf_counter()

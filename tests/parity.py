@@ -14,13 +14,14 @@ from flax import nnx
 from jax.interpreters import partial_eval
 from oracle import CHEAP
 
-from llmpar import attention, moe
+from llmpar import moe, sequence_order
 from llmpar.config import preset
 from llmpar.mesh import make_mesh
 from llmpar.notation import MeshShape
 from llmpar.par import Solo
 from llmpar.plan import Plan
-from llmpar.step import Step, init_params, model_graph
+from llmpar.step import Step
+from llmpar.weights import init_params, model_graph
 
 BATCH, SEQ = 16, 16
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
@@ -74,10 +75,10 @@ def weights(config):
     )
 
 
-def every_expert(how, here, x, weights, chosen, gate, up, down):
+def every_expert(experts, par, x, weights, chosen, gate, up, down):
     """`moe.visit` without sending, sorting or leaving out: all tokens through all experts, most with weight
     0."""
-    share = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(chosen, how.num_experts), weights)
+    share = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(chosen, experts.num_experts), weights)
     y = jax.nn.silu(jnp.einsum("bsd,edm->bsem", x, gate)) * jnp.einsum("bsd,edm->bsem", x, up)
     return jnp.einsum("bsem,emd,bse->bsd", y, down, share.astype(x.dtype))
 
@@ -89,7 +90,7 @@ def solo(config, dtype: str = "float32"):
 
     def loss(params, batch):
         total = (batch["targets"] >= 0).sum().astype(jnp.float32)
-        return nnx.merge(model_graph(config), params).summed(batch, par)[0] / total
+        return nnx.merge(model_graph(config), params).loss(batch, par)[0] / total
 
     with mock.patch.object(moe, "visit", every_expert):
         value, grads = cheap_jit(jax.value_and_grad(loss))(weights(config), batch())
@@ -101,7 +102,7 @@ def spread(config, plan: Plan, step_class=Step):
     order again."""
     plan.check(config, BATCH, SEQ)
     step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    places = attention.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)
+    places = sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)
     data = jax.device_put({k: x[:, places] for k, x in batch().items()}, step.batch_sharding)
     padded = arranged(
         weights(config), np.minimum(step.layer_order, config.num_layers - 1)

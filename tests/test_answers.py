@@ -89,7 +89,8 @@ def test_layouts_are_the_plans_on_any_mesh():
         plan = answers.make_plan(TINY, mesh)
         for row in answers.tensors(TINY):
             if row["kind"] == "weight":
-                dims, shape = preset("tiny").param_shapes()[row["name"].partition(" ")[2]]
+                weight = preset("tiny").weights()[row["name"].partition(" ")[2]]
+                dims, shape = weight.dims, weight.shape
                 all_live = parse_layout(row["layout"]["3"])
                 assert all_live.shard_shape(shape, sizes) == plan.stored(dims).shard_shape(shape, sizes)
 

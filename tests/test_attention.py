@@ -1,4 +1,4 @@
-"""Attention: every variant gives what the definition gives, moves what its docstring says, and skips what is
+"""Attention: every way gives what the definition gives, moves what its docstring says, and skips what is
 masked.
 
 The oracle is plain numpy in float64, one query at a time. Tolerances: outputs 1e-5 (values are of order 1,
@@ -22,20 +22,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from llmpar import attention
-from llmpar.attention import (
-    Mask,
-    all_gather_kv,
-    blockwise,
-    decode,
-    full,
-    live_blocks,
-    merge,
-    ring,
-    sequence_permutation,
-    ulysses,
-    usp,
-)
+from llmpar.attention import blockwise, decode, full, merge, ring
 from llmpar.inspect import hlo
+from llmpar.sequence_order import Mask, live_blocks, sequence_permutation
 
 CAUSAL, BOTH, WINDOW, BAND = Mask(), Mask(causal=False), Mask(window=10), Mask(causal=False, window=5)
 B, S, H = 2, 32, 4
@@ -118,8 +107,8 @@ def mesh_of(**axes):
     )
 
 
-def sharded(variant, mesh, permutation, positions, segments, mask, axes=None, **how):
-    """The variant inside shard_map, laid out by the permutation, as a function of whole sequences in plain
+def sharded(attend, mesh, permutation, positions, segments, mask, axes=None, **options):
+    """`attend` inside shard_map, laid out by the permutation, as a function of whole sequences in plain
     order.
 
     All axes cut positions, unless `axes` are said to: then the others cut KV heads.
@@ -128,16 +117,16 @@ def sharded(variant, mesh, permutation, positions, segments, mask, axes=None, **
     ids, cut = P(None, axes or mesh.axis_names), P(None, axes or mesh.axis_names, heads or None)
 
     def local(q, k, v, positions, segments):
-        return variant(q, k, v, mask=mask, **ids_of(positions, segments), **how)
+        return attend(q, k, v, mask=mask, **ids_of(positions, segments), **options)
 
     inner = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 3 + (ids,) * 2, out_specs=cut)
     laid = lambda x: None if x is None else x[:, permutation]
     back = np.argsort(permutation)
 
-    def attend(q, k, v):
+    def whole(q, k, v):
         return tuple(x[:, back] for x in inner(*map(laid, (q, k, v, positions, segments))))
 
-    return attend
+    return whole
 
 
 @lru_cache
@@ -289,82 +278,54 @@ def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
 # --------------------------------------------------------------------------------------- over several devices
 
 RINGS = {"overlap": partial(ring, axis="sp"), "in turn": partial(ring, axis="sp", overlap=False)}
-VARIANTS = {
-    **RINGS,
-    "ulysses": partial(ulysses, axis="sp"),
-    "gather": partial(all_gather_kv, axis="sp"),
-    "usp": partial(usp, axes=("tp", "sp")),
-}
 
 
 @pytest.mark.parametrize(
-    ("variant", "mesh", "layout", "mask", "packed", "kv_heads", "ratio", "block"),
+    ("way", "n", "layout", "mask", "packed", "kv_heads", "ratio", "block"),
     [
-        ("overlap", {"sp": 2}, "zigzag", CAUSAL, False, 2, 4, None),
-        ("overlap", {"sp": 2}, "contiguous", BAND, True, 2, 1, 16),
-        ("overlap", {"sp": 4}, "zigzag", CAUSAL, True, 2, 1, 2),
-        ("overlap", {"sp": 4}, "striped", WINDOW, False, 1, 4, None),
-        ("overlap", {"sp": 4}, "contiguous", CAUSAL, False, 2, 8, 1),
-        ("overlap", {"sp": 8}, "zigzag", BOTH, True, 1, 4, None),
-        ("overlap", {"sp": 8}, "striped", CAUSAL, True, 2, 1, None),
-        ("in turn", {"sp": 2}, "striped", BOTH, False, 1, 1, None),
-        ("in turn", {"sp": 4}, "zigzag", WINDOW, True, 2, 4, None),
-        ("in turn", {"sp": 8}, "zigzag", CAUSAL, False, 2, 1, None),
-        ("ulysses", {"sp": 2}, "contiguous", WINDOW, True, 2, 4, 8),
-        ("ulysses", {"sp": 4}, "zigzag", CAUSAL, True, 4, 1, None),
-        ("ulysses", {"sp": 8}, "striped", BOTH, False, 8, 1, 16),
-        ("gather", {"sp": 2}, "zigzag", BOTH, True, 1, 4, None),
-        ("gather", {"sp": 4}, "contiguous", BAND, False, 2, 1, 4),
-        ("gather", {"sp": 8}, "zigzag", CAUSAL, True, 2, 4, None),
-        ("usp", {"sp": 2, "tp": 4}, "striped", WINDOW, True, 4, 1, None),
-        ("usp", {"sp": 4, "tp": 2}, "zigzag", CAUSAL, True, 2, 4, None),
+        ("overlap", 2, "zigzag", CAUSAL, False, 2, 4, None),
+        ("overlap", 2, "contiguous", BAND, True, 2, 1, 16),
+        ("overlap", 4, "zigzag", CAUSAL, True, 2, 1, 2),
+        ("overlap", 4, "striped", WINDOW, False, 1, 4, None),
+        ("overlap", 4, "contiguous", CAUSAL, False, 2, 8, 1),
+        ("overlap", 8, "zigzag", BOTH, True, 1, 4, None),
+        ("overlap", 8, "striped", CAUSAL, True, 2, 1, None),
+        ("in turn", 2, "striped", BOTH, False, 1, 1, None),
+        ("in turn", 4, "zigzag", WINDOW, True, 2, 4, None),
+        ("in turn", 8, "zigzag", CAUSAL, False, 2, 1, None),
     ],
-    ids=lambda x: "x".join(map(str, x.values())) if isinstance(x, dict) else str(x),
+    ids=str,
 )
-def test_every_variant_matches_full(variant, mesh, layout, mask, packed, kv_heads, ratio, block):
+def test_a_ring_matches_full(way, n, layout, mask, packed, kv_heads, ratio, block):
     q, k, v, *where = inputs(kv_heads, ratio, packed)
-    how = {} if block is None else {"block": block}
-    mesh = mesh_of(**mesh)
-    attend = sharded(VARIANTS[variant], mesh, sequence_permutation(layout, S, mesh.size), *where, mask, **how)
+    attend = sharded(RINGS[way], mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask, block=block)
     agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
 
 
 EVERY = [
-    (variant, sp, tp, mask, packed, ratio)
-    for variant in VARIANTS
+    (way, sp, tp, mask, packed, ratio)
+    for way in RINGS
     for sp in (2, 4, 8)
     for tp in ((1, 2) if sp < 8 else (1,))
     for mask in (CAUSAL, BOTH, WINDOW)
     for packed in (False, True)
     for ratio in (1, 4, 8)
-    if variant != "usp" or tp > 1
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("variant", "sp", "tp", "mask", "packed", "ratio"), EVERY, ids=str)
-def test_every_variant_with_everything_matches_full(variant, sp, tp, mask, packed, ratio):
-    """Heads cut by tp where it is there and positions by sp, in zigzag; usp takes the positions over both."""
-    kv_heads = sp * tp if variant == "ulysses" else 2
-    q, k, v, *where = inputs(kv_heads, ratio, packed)
-    mesh, axes = mesh_of(tp=tp, sp=sp), "sp" if variant != "usp" else None
-    attend = sharded(
-        VARIANTS[variant],
-        mesh,
-        sequence_permutation("zigzag", S, mesh.size if variant == "usp" else sp),
-        *where,
-        mask,
-        axes=axes,
-    )
-    agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
+@pytest.mark.parametrize(("way", "sp", "tp", "mask", "packed", "ratio"), EVERY, ids=str)
+def test_a_ring_with_everything_matches_full(way, sp, tp, mask, packed, ratio):
+    """Heads cut by tp where it is there and positions by sp, in zigzag."""
+    q, k, v, *where = inputs(2, ratio, packed)
+    mesh, zigzag = mesh_of(tp=tp, sp=sp), sequence_permutation("zigzag", S, sp)
+    attend = sharded(RINGS[way], mesh, zigzag, *where, mask, axes="sp")
+    agree(results(attend, q, k, v), reference(mask, 2, ratio, packed))
 
 
-def test_ulysses_over_contiguous_positions_writes_only_the_triangle():
-    q, k, v, *where = inputs(4)
-    attend = sharded(
-        VARIANTS["ulysses"], mesh_of(sp=4), np.arange(S), *where, CAUSAL, block=8, contiguous=True
-    )
-    agree(results(attend, q, k, v), reference(CAUSAL, 4))
+def test_blockwise_over_contiguous_positions_writes_only_the_triangle():
+    q, k, v, *where = inputs()
+    attend = partial(blockwise, block=8, contiguous=True, **ids_of(*where))
     assert str(jax.make_jaxpr(attend)(q, k, v)).count("cond[") == 4 * 5 // 2
 
 
@@ -401,7 +362,7 @@ def test_the_two_rings_of_a_step_do_not_run_side_by_side():
 def fault_ids_stay(monkeypatch):
     hop = attention._hop
     monkeypatch.setattr(
-        attention, "_hop", lambda how, x: (*hop(how, x[:2]), x[2]) if len(x) == 3 else hop(how, x)
+        attention, "_hop", lambda axis, x: (*hop(axis, x[:2]), x[2]) if len(x) == 3 else hop(axis, x)
     )
 
 
@@ -411,16 +372,16 @@ def fault_average(monkeypatch):
 
 def fault_gradients_do_not_come_home(monkeypatch):
     hop = attention._hop
-    monkeypatch.setattr(attention, "_hop", lambda how, x: hop(how, x) if len(x) == 3 else x)
+    monkeypatch.setattr(attention, "_hop", lambda axis, x: hop(axis, x) if len(x) == 3 else x)
 
 
 def fault_lse_gradient_dropped(monkeypatch):
-    block = attention._attend_grad
+    attend_grad = attention._attend_tiles_grad
 
     def without(q, k, v, seen, scale, out_grad, lse, delta):
-        return block(q, k, v, seen, scale, out_grad, lse, delta * 0)
+        return attend_grad(q, k, v, seen, scale, out_grad, lse, delta * 0)
 
-    monkeypatch.setattr(attention, "_attend_grad", without)
+    monkeypatch.setattr(attention, "_attend_tiles_grad", without)
 
 
 def fault_live_block_skipped(monkeypatch):
@@ -522,30 +483,11 @@ def test_ring_hops_are_n_minus_1_each_way(n, dtype, overlap):
     assert counted(jax.grad(loss, (0, 1, 2)), q, k, v) == both
 
 
-def test_rivals_move_what_they_say():
-    q, k, v, *where = inputs(kv_heads=4)
-    elements = B * S // 4 * 4 * H  # K or V on one of four devices; q has twice the heads
-
-    def moved(variant, backward):
-        attend = sharded(
-            VARIANTS[variant], mesh_of(sp=4), sequence_permutation("zigzag", S, 4), *where, CAUSAL
-        )
-        loss = lambda q, k, v: attend(q, k, v)[0].sum()
-        counts = counted(jax.grad(loss, (0, 1, 2)) if backward else loss, q, k, v)
-        return {(name, size): times for (name, dtype, size), times in counts.items() if dtype != "int32"}
-
-    to_and_fro = {("all_to_all", elements): 2, ("all_to_all", 2 * elements): 2, ("all_to_all", B * S * 2): 1}
-    assert moved("ulysses", False) == to_and_fro  # k and v; q and out; lse
-    assert moved("gather", False) == {("all_gather", elements): 2}
-    assert moved("gather", True) == {("all_gather", elements): 2, ("reduce_scatter", 4 * elements): 2}
-    assert {name for name, _ in moved("overlap", True)} == {"ppermute"}
-
-
 def blocks_run(monkeypatch, attend, q, k, v):
     """Run output and gradients, and count on each rank of sp the blocks that it computes: (name, rank) ->
     blocks."""
     ran = Counter()
-    for name in ("_attend", "_attend_grad"):
+    for name in ("_attend_tiles", "_attend_tiles_grad"):
         compute = getattr(attention, name)
 
         def counting(*args, name=name, compute=compute):
@@ -570,8 +512,8 @@ def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
     )
     ran = blocks_run(monkeypatch, attend, q, k, v)
     pairs = live_blocks(n, layout, mask, s=S, block=block).sum(1) // block**2
-    assert [ran["_attend", rank] for rank in range(n)] == pairs.tolist()
-    assert [ran["_attend_grad", rank] for rank in range(n)] == pairs.tolist()
+    assert [ran["_attend_tiles", rank] for rank in range(n)] == pairs.tolist()
+    assert [ran["_attend_tiles_grad", rank] for rank in range(n)] == pairs.tolist()
     assert pairs.sum() < n * (S // block) ** 2 / n * 0.6
 
 
@@ -600,7 +542,10 @@ def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attenti
     loss = lambda mask: lambda q, k, v: program(mask)(q, k, v)[0].sum()
     ran = blocks_run(monkeypatch, program(CAUSAL), q, k, v)
     every = (S // block) ** 2 // n  # pairs of blocks on one rank
-    shares = {name: [ran[name, rank] / every for rank in range(n)] for name in ("_attend", "_attend_grad")}
+    shares = {
+        name: [ran[name, rank] / every for rank in range(n)]
+        for name in ("_attend_tiles", "_attend_tiles_grad")
+    }
     assert shares == dict.fromkeys(shares, [17 / 32] * n)
     forward = flops(program(CAUSAL), q, k, v)
     both = flops(jax.grad(loss(CAUSAL), (0, 1, 2)), q, k, v)
@@ -727,9 +672,5 @@ def test_refusals_say_what_would_work():
         full(*map(jnp.asarray, (q, k, v)), **ids | {"q_segments_bs": jnp.zeros((B, S), jnp.int32)})
     with pytest.raises(ValueError, match="window=0 hides every key"):
         Mask(window=0)
-    with pytest.raises(
-        ValueError, match="over sp=4 cuts KV heads by 4, but there are 2 here; use ring, or usp with 2"
-    ):
-        results(sharded(VARIANTS["ulysses"], mesh_of(sp=4), np.arange(S), positions, None, CAUSAL), q, k, v)
     with pytest.raises(ValueError, match="same positions; found 16 and 32"):
         blockwise(jnp.asarray(q[:, :16]), jnp.asarray(k), jnp.asarray(v), contiguous=True, **ids)

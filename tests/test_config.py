@@ -79,7 +79,7 @@ def test_parameter_counts_are_exact(name):
     config = preset(name)
     assert config.num_params == PUBLISHED[name]
     if name != "deepseek-v3":  # which is counted, but has no tensors here
-        assert config.num_params == sum(math.prod(shape) for _, shape in config.param_shapes().values())
+        assert config.num_params == sum(math.prod(w.shape) for w in config.weights().values())
     described = describe(config)
     assert described["params"] == PUBLISHED[name] and described["name"] == name
     assert described["active_params"] == ACTIVE.get(name, PUBLISHED[name])
@@ -108,15 +108,15 @@ def test_shapes_and_dims_are_those_of_the_real_model(config):
             region, _, letters = dims.partition(" ")
             dims = f"{region} l {letters}"
         real[".".join(map(str, path))] = (dims, p.shape)
-    assert real == config.param_shapes()
+    assert real == {path: (w.dims, w.shape) for path, w in config.weights().items()}
     assert {len(shape) for dims, shape in real.values() if len(dims.split()) - 1 != len(shape)} == set()
 
 
 def test_dims_mean_the_same_size_everywhere():
     config = PRESETS["qwen3-4b"]
     letters = dict(d=2560, n=32, k=8, h=128, m=9728, v=151_936, l=36)
-    for dims, shape in config.param_shapes().values():
-        assert shape == tuple(letters[x] for x in dims.split()[1:])
+    for weight in config.weights().values():
+        assert weight.shape == tuple(letters[x] for x in weight.dims.split()[1:])
 
 
 def test_uneven_groups_of_heads_are_refused():

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from llmpar import data
-from llmpar.attention import sequence_permutation
 from llmpar.data import (
     ByteTokenizer,
     Corpus,
@@ -23,6 +22,7 @@ from llmpar.data import (
     read_corpus,
     tokenizer_of,
 )
+from llmpar.sequence_order import sequence_permutation
 
 CONFIG = DataConfig(seq_len=16, batch_size=5, held_out=4)
 PINNED_FIRSTS, PINNED_FINGERPRINT = [122, 531, 238, 696, 30], "b17273b56be68de9"

@@ -18,7 +18,8 @@ from llmpar.notation import parse_layout
 from llmpar.par import Manual, Solo
 from llmpar.plan import Plan
 from llmpar.serve.decode import Decoder, generate
-from llmpar.step import Step, model_graph
+from llmpar.step import Step
+from llmpar.weights import model_graph
 
 B, S, MORE = 2, 5, 6
 PROMPT = np.random.default_rng(3).integers(0, 256, (B, S)).astype(np.int32)

@@ -22,7 +22,7 @@ from llmpar.config import PRESETS, ExpertConfig, RopeScaling, from_hugging_face,
 from llmpar.mesh import make_mesh, sharding
 from llmpar.par import Solo
 from llmpar.plan import Plan
-from llmpar.step import init_params, model_graph, weight_dims
+from llmpar.weights import init_params, model_graph, weight_dims
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 TOLERANCE = (
@@ -218,7 +218,7 @@ def test_tensors_survive_the_round_trip(fixture, kind):
 def test_every_weight_has_a_name():
     every = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
     experts = dataclasses.replace(every, experts=ExpertConfig(4, 2, num_shared=1, bias_rate=0.1))
-    assert hf.NAMES.keys() == every.param_shapes().keys() | experts.param_shapes().keys()
+    assert hf.NAMES.keys() == every.weights().keys() | experts.weights().keys()
 
 
 @pytest.mark.parametrize("kind", OURS)

@@ -66,16 +66,14 @@ def layer(how, tokens=(3, 7), d=8, m=12, seed=0, skew=0.0):
 
 
 def run(how, values):
-    """Output, told and chosen of a layer on one device."""
+    """Output, aux and chosen of a layer on one device."""
     logits = (
         values["x"] @ values["router"]
         - values["skew"] * jnp.arange(how.num_experts, dtype=jnp.float32)[None, None]
     )
-    weights, chosen, told = moe.route(
-        how, HERE, logits, values["bias"] if how.bias_rate is not None else None
-    )
+    weights, chosen, aux = moe.route(how, HERE, logits, values["bias"] if how.bias_rate is not None else None)
     y = moe.visit(how, HERE, values["x"], weights, chosen, *(values[n] for n in ("gate", "up", "down")))
-    return y, told, chosen
+    return y, aux, chosen
 
 
 def oracle(how, values):
@@ -127,12 +125,12 @@ def oracle(how, values):
 def test_a_layer_is_what_numpy_computes_token_by_token(convention, skew):
     how = CONVENTIONS[convention]
     values = layer(how, skew=skew)
-    y, told, chosen = cheap_jit(functools.partial(run, how))(values)
+    y, aux, chosen = cheap_jit(functools.partial(run, how))(values)
     want_y, want_loss, want_tally, want_chosen = oracle(how, values)
     assert np.array_equal(chosen, want_chosen)
     np.testing.assert_allclose(y, want_y, atol=2e-5 * np.abs(want_y).max())
-    np.testing.assert_allclose(told["loss"], want_loss, rtol=1e-5)
-    np.testing.assert_allclose(told["tally"], want_tally, rtol=1e-5)
+    np.testing.assert_allclose(aux["loss"], want_loss, rtol=1e-5)
+    np.testing.assert_allclose(aux["tally"], want_tally, rtol=1e-5)
     if how.capacity_factor is not None:
         assert 0 < want_tally[-2] < 3 * 7 * 2
 
@@ -143,8 +141,8 @@ def test_the_gradient_is_that_of_all_experts_on_all_tokens(convention):
     values = layer(how, (2, 9), skew=0.3)
 
     def loss(values):
-        y, told, _ = run(how, values)
-        return (y**2).sum() + told["loss"].sum()
+        y, aux, _ = run(how, values)
+        return (y**2).sum() + aux["loss"].sum()
 
     got = cheap_jit(jax.grad(loss))(values)
     with mock.patch.object(moe, "visit", every_expert):
@@ -177,8 +175,8 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(tokens):
     """Also token counts that no block divides."""
     how = ExpertConfig(4, 1)
     values = layer(how, tokens, skew=60.0)
-    y, told, _ = run(how, values)
-    assert list(told["tally"][:5]) == [tokens[0] * tokens[1], 0, 0, 0, 0]
+    y, aux, _ = run(how, values)
+    assert list(aux["tally"][:5]) == [tokens[0] * tokens[1], 0, 0, 0, 0]
     np.testing.assert_allclose(y, oracle(how, values)[0], atol=1e-4)
     grads = jax.grad(lambda gate: run(how, values | {"gate": gate})[0].sum())(values["gate"])
     assert np.abs(grads[0]).max() > 0 and not np.abs(grads[1:]).any()
@@ -191,7 +189,7 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
     values = layer(how, (4, 32))
     x = values["x"].astype(jnp.bfloat16)
     weights, chosen, _ = cheap_jit(functools.partial(moe.route, how, HERE))(values["x"] @ values["router"])
-    with mock.patch.object(moe, "blockwise", lambda rows, weights, owner: rows):
+    with mock.patch.object(moe, "multiply_blocks", lambda rows, weights, owner: rows):
         visit = cheap_jit(functools.partial(moe.visit, how, HERE))
         y = visit(x, weights, chosen, *(values[n] for n in ("gate", "up", "down")))
     want = (np.asarray(x, np.float64) * np.asarray(weights, np.float64).sum(-1, keepdims=True)).astype(
@@ -313,13 +311,13 @@ def test_other_conventions_and_drops_too(kind, plan):
 
 
 def test_the_tally_of_many_devices_is_that_of_one():
-    told = {}
+    aux = {}
     for mesh in ("dp=1", "fsdp=2 ep=2 tp=2"):
         plan = Plan(mesh)
         step = Step(OTHERS["capacity"], plan, make_mesh(plan.mesh), optax.adamw(1e-3))
         params = jax.device_put(weights(OTHERS["capacity"]), step.shardings.params)
-        told[mesh] = cheap_jit(step.gradients)(params, jax.device_put(batch(), step.batch_sharding))[1]
-    one, many = told.values()
+        aux[mesh] = cheap_jit(step.gradients)(params, jax.device_put(batch(), step.batch_sharding))[1]
+    one, many = aux.values()
     assert np.array_equal(one["load"].sum(1), [2 * BATCH * SEQ] * 2)
     assert (many["dropped"] > 0).all()
     for key in ("load", "dropped", "router_entropy"):

@@ -190,9 +190,7 @@ def test_w_is_the_weights_products_and_nothing_runs_twice():
     _, saved = traced("1f1b", 4, 8, saves="residuals")
     _, both = traced("zb-h1", 4, 8, saves="residuals")
     joint = flops(whole.b.jaxpr)
-    layer = sum(
-        int(np.prod(shape[1:])) for path, (dims, shape) in DEEP.param_shapes().items() if len(shape) > 2
-    )
+    layer = sum(int(np.prod(w.shape[1:])) for w in DEEP.weights().values() if len(w.shape) > 2)
     assert flops(zero_bubble.w.jaxpr) == 2 * BATCH // 8 * SEQ * layer == flops(both.w.jaxpr)
     assert flops(zero_bubble.b.jaxpr) + flops(zero_bubble.w.jaxpr) == joint
     assert flops(saved.f.jaxpr) + flops(saved.b.jaxpr) == joint

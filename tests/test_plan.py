@@ -2,12 +2,12 @@
 compiled."""
 
 import dataclasses
-import itertools
 import re
 
 import pytest
 from parity import LLAMA, QWEN, all_plans
 
+from llmpar import plan as plan_file
 from llmpar.notation import Arrow, MeshShape, parse_layout
 from llmpar.plan import Plan
 
@@ -121,12 +121,19 @@ ZERO = {
 
 @pytest.mark.parametrize("zero", ZERO)
 def test_what_each_stage_of_zero_cuts(zero):
-    plan = Plan(MIXED, zero=zero)
-    assert (
-        tuple(str(f(DIMS)) for f in (plan.stored, plan.graded, plan.unreduced, plan.accumulated))
-        == ZERO[zero]
-    )
-    assert str(plan.sharded(DIMS)) == "l d/fsdp m/tp" and str(plan.place(DIMS)) == "l d m/tp"
+    life = Plan(MIXED, zero=zero).life(DIMS)
+    assert tuple(map(str, (life.stored, life.graded, life.unreduced, life.accumulated))) == ZERO[zero]
+    assert str(life.used) == "l d m/tp"
+
+
+def test_the_table_that_opens_plan_py_is_what_a_plan_gives():
+    """Per stage of ZeRO: stored, used, unreduced, accumulated, graded of `ffn d m` on dp, fsdp and tp."""
+    rows = [re.split("  +", line.strip()) for line in plan_file.__doc__.splitlines()]
+    table = {cells[0]: cells[1:] for cells in rows if cells[0] in ("0", "1", "2", "3")}
+    for zero in range(4):
+        life = Plan(MIXED, zero=zero).life("ffn d m")
+        layouts = life.stored, life.used, life.unreduced, life.accumulated, life.graded
+        assert table[str(zero)] == list(map(str, layouts))
 
 
 @pytest.mark.parametrize(
@@ -140,29 +147,25 @@ def test_what_each_stage_of_zero_cuts(zero):
 )
 def test_what_each_stage_of_zero_moves(zero, gather, reduce, restore):
     """Hybrid sharding: with dp x fsdp the shard is reduce-scattered first and all-reduced then."""
-    plan = Plan(MIXED, zero=zero)
-    assert arrows(Arrow(plan.stored(DIMS), plan.place(DIMS))) == gather
-    cut, finish = (
-        Arrow(plan.unreduced(DIMS), plan.accumulated(DIMS)),
-        Arrow(plan.accumulated(DIMS), plan.graded(DIMS)),
-    )
-    assert arrows(cut) + arrows(finish) == reduce
-    assert arrows(cut) == (reduce[:1] if zero == 2 else []), "only ZeRO-2 cuts every microbatch's gradient"
-    assert arrows(Arrow(plan.graded(DIMS), plan.stored(DIMS))) == restore
+    life = Plan(MIXED, zero=zero).life(DIMS)
+    assert arrows(life.gather) == gather and arrows(life.restore) == restore
+    assert arrows(life.accumulate) + arrows(life.finish) == reduce
+    early = reduce[:1] if zero == 2 else []
+    assert arrows(life.accumulate) == early, "only ZeRO-2 cuts every microbatch's gradient"
 
 
 def test_a_weight_without_width_is_cut_in_its_heads_width():
     plan = Plan("fsdp=2 tp=2")
-    assert str(plan.sharded("attention l n h")) == "l n/tp h/fsdp"
-    assert str(plan.sharded("attention l h")) == "l h/fsdp"
-    assert str(plan.sharded("vocab v d")) == "v/tp d/fsdp"
-    assert str(plan.sharded("attention l n h d")) == "l n/tp h d/fsdp", "one dim is cut, not two"
+    assert str(plan.stored("attention l n h")) == "l n/tp h/fsdp"
+    assert str(plan.stored("attention l h")) == "l h/fsdp"
+    assert str(plan.stored("vocab v d")) == "v/tp d/fsdp"
+    assert str(plan.stored("attention l n h d")) == "l n/tp h d/fsdp", "one dim is cut, not two"
 
 
 def test_reducing_layer_by_layer_leaves_nothing_for_later():
     plan = Plan(MIXED, zero=0, reduce="layer")
-    assert plan.unreduced(DIMS).sums == () and plan.stored(DIMS) == plan.unreduced(DIMS)
-    assert Plan(MIXED, zero=3, reduce="layer").unreduced(DIMS) == Plan(MIXED).stored(DIMS)
+    assert plan.life(DIMS).unreduced.sums == () and plan.stored(DIMS) == plan.life(DIMS).unreduced
+    assert Plan(MIXED, zero=3, reduce="layer").life(DIMS).unreduced == Plan(MIXED).stored(DIMS)
 
 
 def test_every_weights_layouts_hang_together():
@@ -172,15 +175,14 @@ def test_every_weights_layouts_hang_together():
     """
     for plan in all_plans((1, 8)):
         for config in (LLAMA, QWEN):
-            for dims, shape in config.param_shapes().values():
-                stored, graded, raw = plan.stored(dims), plan.graded(dims), plan.unreduced(dims)
-                assert set(raw.sums) == set(plan.varying(parse_layout(dims).region)) - set(stored.axes)
-                for before, after in itertools.pairwise(
-                    (raw, plan.accumulated(dims), graded, stored, plan.place(dims))
-                ):
-                    assert Arrow(before, after).moves is not None
-                assert graded.cut("d") + graded.cut("h") == (plan.live("fsdp") if plan.zero else ())
-                graded.shard_shape(shape, plan.mesh.sizes)
+            for weight in config.weights().values():
+                life = plan.life(weight.dims)
+                region = parse_layout(weight.dims).region
+                assert set(life.unreduced.sums) == set(plan.varying(region)) - set(life.stored.axes)
+                for arrow in (life.gather, life.accumulate, life.finish, life.restore):
+                    assert arrow.moves is not None
+                assert life.graded.cut("d") + life.graded.cut("h") == (plan.live("fsdp") if plan.zero else ())
+                life.graded.shard_shape(weight.shape, plan.mesh.sizes)
 
 
 # --------------------------------------------------------------------------------------------------- refusals

@@ -28,7 +28,7 @@ import oracle
 import pytest
 from parity import arranged, emulated_ragged_all_to_all, live
 
-from llmpar import attention, pipeline, schedules
+from llmpar import attention, pipeline, schedules, sequence_order
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
 from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh
@@ -306,12 +306,12 @@ def batch_of(asked: dict, rng) -> dict:
 def weights_of(config, rng) -> dict:
     """Flat float32 weights, of a size at which nothing saturates or vanishes."""
     out = {}
-    for path, (_, shape) in config.param_shapes().items():
+    for path, weight in config.weights().items():
         base, std = (
             float(path.endswith("scale")),
             0.1 if path.endswith("scale") or "bias" in path else config.width**-0.5,
         )
-        out[path] = (base + std * (3 if "router" in path else 1) * rng.standard_normal(shape)).astype(
+        out[path] = (base + std * (3 if "router" in path else 1) * rng.standard_normal(weight.shape)).astype(
             np.float32
         )
     return out
@@ -379,7 +379,7 @@ def pieces_of(plan: Plan, seq: int):
 
 def places_of(plan: Plan, seq: int):
     return (
-        attention.sequence_permutation(plan.sequence_order, seq, plan.mesh.sp)
+        sequence_order.sequence_permutation(plan.sequence_order, seq, plan.mesh.sp)
         if plan.mesh.sp > 1
         else np.arange(seq)
     )

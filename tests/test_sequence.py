@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from parity import BATCH, LLAMA, SEQ, assert_same, batch, name
 from test_census import predicted, table
 
-from llmpar import attention
+from llmpar import attention, sequence_order
 from llmpar.config import preset
 from llmpar.inspect import hlo
 from llmpar.mesh import abstract_mesh, make_mesh
@@ -52,8 +52,8 @@ def test_a_cut_sequence_gives_the_gradients_of_one_device(plan):
 def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monkeypatch):
     """The planted fault: zigzag places, read as contiguous ones by a plan that skips what it takes for
     masked."""
-    places = attention.sequence_permutation("zigzag", SEQ, 2)
-    monkeypatch.setattr(attention, "sequence_permutation", lambda *_: places)
+    places = sequence_order.sequence_permutation("zigzag", SEQ, 2)
+    monkeypatch.setattr(sequence_order, "sequence_permutation", lambda *_: places)
     with pytest.raises(AssertionError):
         assert_same(LLAMA, Plan("dp=2", zero=0, attention_block=4))
 
@@ -169,7 +169,7 @@ def test_a_training_step_of_a_million_tokens_compiles_with_the_memory_of_a_rank_
 def test_the_busiest_rank_of_a_causal_ring(places, most):
     """Work of the busiest rank over the mean: 2 - 1/n when positions are dealt in order (Brandon et al.
     2023)."""
-    work = attention.live_blocks(8, places, block=1 if places != "contiguous" else 16, s=128).sum(1)
+    work = sequence_order.live_blocks(8, places, block=1 if places != "contiguous" else 16, s=128).sum(1)
     assert work.max() / work.mean() <= most + 1e-9
     if places == "contiguous":
         assert work.max() / work.mean() > 1.6
@@ -210,7 +210,7 @@ def test_what_cannot_be_cut_is_refused(plan, seq, sentence):
 
 
 def test_positions_travel_with_their_tokens():
-    places = attention.sequence_permutation("zigzag", SEQ, 4)
+    places = sequence_order.sequence_permutation("zigzag", SEQ, 4)
     assert sorted(places) == list(range(SEQ)) and list(places[:4]) == [0, 1, 14, 15]
     np.testing.assert_array_equal(batch()["positions"][0][places], places)
 
@@ -226,5 +226,5 @@ def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(mon
         step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
         step.run.trace(step.abstract_state, step.abstract_batch(4, 256))  # 64 positions a rank
     assert set(asked) == {16, None}
-    joined, apart = (attention.live_blocks(4, "zigzag", s=256, block=tile).sum() for tile in (64, 32))
+    joined, apart = (sequence_order.live_blocks(4, "zigzag", s=256, block=tile).sum() for tile in (64, 32))
     assert apart < 0.7 * joined

@@ -11,14 +11,14 @@ import pytest
 from flax import nnx
 from parity import LLAMA, QWEN, by_arrow, predicted_by_arrow
 
-from llmpar.config import is_vector, preset
+from llmpar.config import preset
 from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh, spec
-from llmpar.notation import parse_layout
 from llmpar.par import Manual, Solo, vary
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
-from llmpar.step import Step, init_params, model_graph
+from llmpar.step import Step
+from llmpar.weights import init_params, model_graph
 
 BATCH, SEQ, MIXED = 4, 32, "dp=2 fsdp=2 tp=2"
 
@@ -30,7 +30,7 @@ def executed(config, batch=BATCH, seq=SEQ, **plan):
     params = jax.eval_shape(lambda: init_params(config))
     one = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     data = dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
-    loss = lambda params, data: nnx.merge(model_graph(config), params).losses(data, par).sum()
+    loss = lambda params, data: nnx.merge(model_graph(config), params).cross_entropies(data, par)[0].sum()
     return hlo.executed_flops(jax.jit(jax.value_and_grad(loss)).lower(params, data).compile().as_text())
 
 
@@ -70,13 +70,12 @@ def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():
     matrices = config.num_params - 128_256 * 4096 - 4096 * (2 * 32 + 1)
     assert per_token == {"weights": 6 * matrices, "attention": 12 * 32 * 32 * 128 * 8192 / 2}
     assert memory.flops(QWEN, 1, 8)["weights"] == 6 * 8 * (
-        QWEN.num_params
-        - sum(math.prod(s) for d, s in QWEN.param_shapes().values() if is_vector(parse_layout(d)))
+        QWEN.num_params - sum(math.prod(w.shape) for w in QWEN.weights().values() if w.is_vector)
     ), "a tied embedding multiplies, as the head"
 
 
 def test_vectors_are_norms_and_biases():
-    found = {p.split(".")[-1] for p, (d, _) in QWEN.param_shapes().items() if is_vector(parse_layout(d))}
+    found = {p.split(".")[-1] for p, w in QWEN.weights().items() if w.is_vector}
     assert found == {"scale", "q_bias", "k_bias", "v_bias"}
 
 
@@ -234,7 +233,7 @@ def test_buckets_send_the_same_bytes_in_fewer_collectives():
         row = traffic.step_traffic(LLAMA, Plan("dp=8", zero=0, **plan), 16, SEQ)["dp", "all-reduce"]
         return row.count - 1, row.bytes_sent  # one of scalars: loss, tokens, norm
 
-    leaves = len(LLAMA.param_shapes())
+    leaves = len(LLAMA.weights())
     (at_end, sent), (big, same), (small, too) = (
         gradients(),
         gradients(reduce="bucket"),
@@ -284,10 +283,10 @@ def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fi
     specs = jax.tree.map(spec, layouts)
 
     def step(values):
-        sums = {name: plan.unreduced(dims).sums for name, (dims, _) in weights.items()}
+        sums = {name: plan.life(dims).unreduced.sums for name, (dims, _) in weights.items()}
         grads = jax.grad(loss)({name: vary(x, sums.get(name, ())) for name, x in values.items()})
         for name, (dims, _) in weights.items():
-            grads[name] = par.carry_out(grads[name], plan.finish(dims), f"gradient {dims}")
+            grads[name] = par.carry_out(grads[name], plan.life(dims).finish, f"gradient {dims}")
         return grads
 
     traced = jax.make_jaxpr(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs))(given)
@@ -298,7 +297,7 @@ def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fi
     for dims, shape in weights.values():
         elements = math.prod(plan.stored(dims).shard_shape(shape, plan.mesh.sizes))
         of = traffic.Sent(dims, "weights")
-        sent.carry(plan.gather(dims), elements * traffic.ITEMSIZE[plan.dtype], of, 1, 1)
-        sent.carry(plan.finish(dims), 4 * elements, traffic.Sent("gradient " + dims, "gradients"), 1)
+        sent.carry(plan.life(dims).gather, elements * traffic.ITEMSIZE[plan.dtype], of, 1, 1)
+        sent.carry(plan.life(dims).finish, 4 * elements, traffic.Sent("gradient " + dims, "gradients"), 1)
     assert by_arrow(hlo.census_jaxpr(traced.jaxpr, mesh.shape)) == predicted_by_arrow(sent)
     assert {kind for _, kind in sent} >= {"all-gather", "reduce-scatter"}

@@ -24,11 +24,13 @@ from llmpar.config import ExpertConfig
 from llmpar.data import DataConfig, Stream, read_corpus
 from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
+from llmpar.optimizer import make_optimizer, muon_dims
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import hardware
-from llmpar.step import Step, model_graph, weight_dims
-from llmpar.train import OptimizerConfig, Report, _place, make_optimizer, muon_dims, train
+from llmpar.step import Step
+from llmpar.train import OptimizerConfig, Report, _place, train
+from llmpar.weights import model_graph, weight_dims
 
 SMALL = dataclasses.replace(
     LLAMA, name="small-test", num_layers=1, width=32, num_heads=8, num_kv_heads=8, ffn_width=32
@@ -622,7 +624,7 @@ def test_muon_reads_every_matrix_from_its_inputs_to_its_outputs():
         muon_dims(SMALL), is_leaf=lambda x: not isinstance(x, dict)
     ):
         numbers["/".join(k.key for k in path)] = leaf
-    dims = {k.replace(".", "/"): parse_layout(d).letters for k, (d, _) in SMALL.param_shapes().items()}
+    dims = {k.replace(".", "/"): parse_layout(w.dims).letters for k, w in SMALL.weights().items()}
     read = {
         k: ("".join(dims[k][i] for i in n.reduction_axis), "".join(dims[k][i] for i in n.output_axis))
         for k, n in numbers.items()

@@ -59,8 +59,8 @@ class Generate:
         from llmpar.mesh import make_mesh, use_devices
         from llmpar.notation import parse_mesh
         from llmpar.plan import Plan
-        from llmpar.serve.decode import Decoder, abstract_params, check_temperature, generate
-        from llmpar.step import init_params
+        from llmpar.serve.decode import Decoder, check_temperature, generate
+        from llmpar.weights import abstract_params, init_params
 
         start()
         check_temperature(self.temperature)

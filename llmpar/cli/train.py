@@ -131,14 +131,14 @@ class Train:
 
     def read_text(self, config: ModelConfig, plan: Plan) -> tuple[Stream, Stream | None]:
         """Read the text to train on, and its held-out part if it is to be evaluated."""
-        from llmpar import attention, data
+        from llmpar import data, sequence_order
 
         batch_size, seq_len = self.step.batch_size, self.step.seq_len
         source = DataConfig(**vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed)
         tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
         data.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
-        positions = attention.sequence_permutation(plan.sequence_order, seq_len, plan.mesh.sp)
+        positions = sequence_order.sequence_permutation(plan.sequence_order, seq_len, plan.mesh.sp)
         held_out = Stream(corpus, source, "held_out", positions) if self.eval_every else None
         return Stream(corpus, source, positions=positions), held_out
 

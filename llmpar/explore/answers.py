@@ -193,7 +193,8 @@ def tensors(state: dict) -> list[dict]:
         ("moments", "graded", 2),
         ("gradient", "accumulated", 1),
     ):
-        for path, (dims, shape) in config.param_shapes().items():
+        for path, weight in config.weights().items():
+            dims, shape = weight.dims, weight.shape
             row(
                 kind,
                 path,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from llmpar import attention, moe
+from llmpar import moe, sequence_order
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw.charts import live_blocks, memory_bars, timeline, token_flow
 from llmpar.draw.scene import Group, Scene, compose, flatten, to_svg
@@ -151,8 +151,8 @@ class RingExplorer(Explorer):
 
     def draw(self, state: dict) -> Scene:
         n, local = state["ranks"], state["tokens"]
-        mask = attention.Mask(window=state["window"] or None)
-        parts = attention.live_blocks(n, state["sequence_order"], mask, s=n * local) / local**2
+        mask = sequence_order.Mask(window=state["window"] or None)
+        parts = sequence_order.live_blocks(n, state["sequence_order"], mask, s=n * local) / local**2
         return live_blocks([[round(float(x), 2) for x in row] for row in parts])
 
 

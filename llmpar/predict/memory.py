@@ -7,11 +7,22 @@ from __future__ import annotations
 
 import math
 
-from llmpar.config import ModelConfig, is_vector
-from llmpar.notation import parse_layout
+from llmpar.config import ModelConfig
 from llmpar.plan import Plan
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 from llmpar.timetable import slots, timetable
+
+
+def _held(config: ModelConfig, plan: Plan, layout: str, part: str = "") -> int:
+    """Bytes per device of one float32 copy of all weights (of those whose path begins with ``part``) in a
+    layout of `plan.Life`."""
+    weights, sizes = plan.padded(config).weights(), plan.mesh.sizes
+    shapes = (
+        getattr(plan.life(w.dims), layout).shard_shape(w.shape, sizes)
+        for path, w in weights.items()
+        if path.startswith(part)
+    )
+    return FLOAT32 * sum(map(math.prod, shapes))
 
 
 def argument_bytes(
@@ -21,17 +32,11 @@ def argument_bytes(
     optimizer's state (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's,
     and AdamW's one).
     """
-    sizes, shapes = plan.mesh.sizes, plan.padded(config).param_shapes()
-
-    def held(place) -> int:
-        return FLOAT32 * sum(
-            math.prod(place(dims).shard_shape(shape, sizes)) for dims, shape in shapes.values()
-        )
-
+    sizes = plan.mesh.sizes
     batch = 4 * 4 * math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), sizes))
     return {
-        "params": held(plan.stored),
-        "optimizer": moments * held(plan.graded),
+        "params": _held(config, plan, "stored"),
+        "optimizer": moments * _held(config, plan, "graded"),
         "batch": batch,
         "counters": 4 * scalars,
     }
@@ -44,17 +49,8 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     """
     sizes, item = plan.mesh.sizes, ITEMSIZE[plan.dtype]
     tokens = math.prod(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
-    tp, shapes = sizes["tp"], plan.padded(config).param_shapes()
-
-    def held_as(place, part: str = "") -> int:
-        found = (
-            place(dims).shard_shape(shape, sizes)
-            for path, (dims, shape) in shapes.items()
-            if path.startswith(part)
-        )
-        return FLOAT32 * sum(map(math.prod, found))
-
-    grads = held_as(plan.accumulated)
+    tp = sizes["tp"]
+    grads = _held(config, plan, "accumulated")
     stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
     ffn = 4 * tokens * config.ffn_width * item // tp // plan.ffn_chunks
@@ -77,7 +73,7 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
         )
         one = stream if plan.stage_saves == "input" else layers * kept
         held = saved * one + messages * stream + residual * layers * kept
-        borrowed = held_as(plan.stored, "blocks.") + held_as(plan.accumulated, "blocks.")
+        borrowed = sum(_held(config, plan, name, "blocks.") for name in ("stored", "accumulated"))
         held += (order.parameter_copies - 1) * borrowed
     held += layers * (stream if plan.remat == "block" else kept)
     logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
@@ -91,8 +87,6 @@ def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float
     halve it)."""
     tokens = batch_size * seq_len
     multiplied = config.active_params - config.vocab_size * config.width * (not config.tied)
-    vectors = sum(
-        math.prod(shape) for dims, shape in config.param_shapes().values() if is_vector(parse_layout(dims))
-    )
+    vectors = sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
     attention = 12 * config.num_layers * config.num_heads * config.head_width * seq_len * tokens / 2
     return {"weights": 6.0 * (multiplied - vectors) * tokens, "attention": attention}

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from llmpar.config import ExpertConfig, ModelConfig, is_vector
-from llmpar.notation import AXES, TRANSPOSES, Arrow, parse_layout, ring_bytes
+from llmpar.config import ExpertConfig, ModelConfig, Weight
+from llmpar.notation import AXES, TRANSPOSES, Arrow, ring_bytes
 from llmpar.plan import Plan
 from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
@@ -178,48 +178,41 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
     held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.sizes))
     buckets: dict[tuple, list[int]] = {}
-    shapes = plan.padded(config).param_shapes()
-    for path, (dims, shape) in sorted(shapes.items(), key=lambda item: item[0].split(".")):
-        gathers, gradients, pieces = _uses(config, plan, run, path, dims)
-        used = dims.replace(" l ", " ")  # layer by layer
-        one = shape[1:] if used != dims else shape
-        of = Sent(used, "weights", "gradients")
-        traffic.carry(
-            plan.gather(used), ITEMSIZE[plan.dtype] * held(plan.stored(used), one), of, gathers, gradients
+    for path, weight in sorted(plan.padded(config).weights().items(), key=lambda item: item[0].split(".")):
+        dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
+        life, gathers, gradients, pieces = plan.life(dims), *_uses(config, plan, run, path, weight)
+        layers, visits = (shape[0] // plan.mesh.pp, _visits(plan)) if stacked else (1, 1)
+        stored, of = (
+            held(life.stored, shape) // layers,
+            Sent(dims.replace(" l ", " "), "weights", "gradients"),
         )
+        traffic.carry(life.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
         if plan.reduce == "layer":  # summed where its values begin to differ: inside the backward pass
-            message = FLOAT32 * held(plan.stored(used), one)
-            traffic.add("all-reduce", plan.copied(dims), "gradients", message, gradients, used)
-        if used != dims and plan.pipeline and plan.pipeline.parameter_copies > 1:  # lent, and returned
-            for layout, name in {
-                plan.stored: "weights of the other direction",
-                plan.accumulated: "their gradients",
-            }.items():
-                message = FLOAT32 * held(layout(dims), shape)
-                traffic.add("collective-permute", ("pp",), name, message, text="l -> the opposite stage")
-        of, visits = Sent(f"gradient {dims}", "gradients"), _visits(plan) if used != dims else 1
-        traffic.carry(
-            plan.accumulate(dims), FLOAT32 * held(plan.unreduced(dims), shape) // visits, of, pieces
-        )
-        message = FLOAT32 * held(plan.accumulated(dims), shape)
+            traffic.add("all-reduce", life.copied, "gradients", FLOAT32 * stored, gradients, of.text)
+        if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # lent, and returned
+            names = {"weights of the other direction": life.stored, "their gradients": life.accumulated}
+            for name, layout in names.items():
+                message, text = FLOAT32 * held(layout, shape), "l -> the opposite stage"
+                traffic.add("collective-permute", ("pp",), name, message, text=text)
+        of, added = Sent(f"gradient {dims}", "gradients"), FLOAT32 * held(life.accumulated, shape)
+        traffic.carry(life.accumulate, FLOAT32 * held(life.unreduced, shape) // visits, of, pieces)
         if plan.reduce == "bucket":
-            buckets.setdefault((plan.copied(dims), plan.stored(dims).axes), []).append(message)
+            buckets.setdefault((life.copied, life.stored.axes), []).append(added)
         else:
-            traffic.carry(plan.finish(dims), message, of, 1)
+            traffic.carry(life.finish, added, of, 1)
         of = Sent(f"updated {dims}", "updated weights")
-        traffic.carry(plan.restore(dims), FLOAT32 * held(plan.graded(dims), shape), of, 1)
+        traffic.carry(life.restore, FLOAT32 * held(life.graded, shape), of, 1)
     for (axes, _), leaves in buckets.items():
         for bucket in _buckets(leaves, plan.bucket_bytes):
             text = f"bucket of {len(bucket)} gradients"
             traffic.add("all-reduce", axes, "gradients", sum(bucket), text=text)
 
 
-def _uses(config: ModelConfig, plan: Plan, run: Runs, path: str, dims: str) -> tuple[int, int, int]:
+def _uses(config: ModelConfig, plan: Plan, run: Runs, path: str, weight: Weight) -> tuple[int, int, int]:
     """How often a weight is gathered for use, its gradient comes back, and is added up."""
     if path.startswith("blocks."):
-        vector = is_vector(parse_layout(dims))
-        gathers = run.vectors if vector else run.matrices
-        if vector and "bias" in path and plan.stage_saves == "residuals":
+        gathers = run.vectors if weight.is_vector else run.matrices
+        if weight.is_vector and "bias" in path and plan.stage_saves == "residuals":
             gathers = run.forward
         learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
         return gathers, learned * run.backward, plan.microbatches * _visits(plan)

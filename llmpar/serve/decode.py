@@ -25,7 +25,7 @@ from llmpar.mesh import sharding, spec
 from llmpar.notation import Layout
 from llmpar.par import Manual, vary
 from llmpar.plan import Plan
-from llmpar.step import Tree, init_params, model_graph, weight_dims
+from llmpar.weights import Tree, model_graph, weight_dims
 
 CACHE = "cache l b t k h"
 
@@ -42,13 +42,6 @@ class Serving(Plan):
             name: {d: axes for d, axes in cuts.items() if d != "s"} for name, cuts in super().regions.items()
         }
         return table | {"cache": {"b": table["data"]["b"], "t": self.live("sp"), "k": self.live("tp")}}
-
-
-def abstract_params(config: ModelConfig, plan: Plan, mesh: Mesh) -> Tree:
-    """Shapes and shardings of the float32 weights under a plan."""
-    shapes, dims = jax.eval_shape(lambda: init_params(config)), weight_dims(config)
-    place = lambda x, dims: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, plan.stored(dims)))
-    return jax.tree.map(place, shapes, dims)
 
 
 class Decoder:
@@ -141,8 +134,9 @@ class Decoder:
             x, new = lax.scan(layer, x, (weights, cache))
             return x, None
 
-        embedding, head = model.tables(par)
-        x, _ = model.run(model.embed(embedding, batch, par), batch, par, layers)
+        embedding = par.weight(model.embedding)
+        head = embedding if self.config.tied else par.weight(model.head)
+        x, _ = model.run_blocks(model.embed(embedding, batch, par), batch, par, layers)
         x = par.move(model.norm(x[:, -1:], par), "stream b s d -> vocab b s d")[:, 0]
         logits = jnp.einsum("bd,vd->bv", x, head, preferred_element_type=jnp.float32)
         return (

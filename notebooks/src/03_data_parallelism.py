@@ -256,7 +256,8 @@ import optax
 from flax import nnx
 
 from llmpar.par import Solo
-from llmpar.step import State, Step, init_params, model_graph
+from llmpar.step import State, Step
+from llmpar.weights import init_params, model_graph
 
 BATCH, SEQ, RATE, MOMENTUM, STEPS = 2 * n, 16, 0.05, 0.9, 4
 RHYME = b"one device adds, and two devices add, and eight devices add what each of them had. "
@@ -285,7 +286,7 @@ fresh = jax.tree.map(np.asarray, jax.jit(lambda key: init_params(config, key))(j
 def solo_step(params, velocity, batch):
     def loss(params):
         count = (batch["targets"] >= 0).sum().astype(jnp.float32)
-        return nnx.merge(model_graph(config), params).losses(batch, Solo(Plan())).sum() / count
+        return nnx.merge(model_graph(config), params).cross_entropies(batch, Solo(Plan()))[0].sum() / count
 
     value, grads = jax.value_and_grad(loss)(params)
     velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, grads)
@@ -475,8 +476,8 @@ def end(compute_s, comm_s):
 
 llama = preset("llama3-8b")
 layer = sum(
-    np.prod(shape) // shape[0]
-    for path, (_, shape) in llama.param_shapes().items()
+    np.prod(weight.shape) // weight.shape[0]
+    for path, weight in llama.weights().items()
     if path.startswith("blocks.")
 )
 pieces, per_piece = 8, 4 * int(layer)

@@ -499,11 +499,10 @@ if devices[0].platform == "cpu" and N > 1:
 # separately. (`llmpar/predict.py` says so too; in a large model the blocks are nearly everything.)
 
 # %%
-shapes = LLAMA.param_shapes()
 twice = sum(
-    int(np.prod(shape))
-    for path, (_, shape) in shapes.items()
-    if path.startswith("blocks.") and len(shape) > 2
+    int(np.prod(weight.shape))
+    for path, weight in LLAMA.weights().items()
+    if path.startswith("blocks.") and len(weight.shape) > 2
 )
 once = LLAMA.num_params - twice
 print(f"Ψ = {LLAMA.num_params:,} parameters: {twice:,} in matrices of blocks, {once:,} elsewhere")

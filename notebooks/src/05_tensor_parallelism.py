@@ -367,8 +367,8 @@ for step, _, _, state, _ in llamas.values():
         promised = jax.tree.map(lambda x, layout: layout.shard_shape(x.shape, mesh.shape), tree, step.stored)
         assert jax.tree.map(lambda x: x.addressable_shards[0].data.shape, tree) == promised
 print("sharding: every weight and every moment lies as the plan promises:")
-for path, (dims, _) in LLAMA.param_shapes().items():
-    print(f"  {path:<28} {dims:<20} -> {llamas['tp'][0].plan.stored(dims)}")
+for path, weight in LLAMA.weights().items():
+    print(f"  {path:<28} {weight.dims:<20} -> {llamas['tp'][0].plan.stored(weight.dims)}")
 
 # %%
 tables, moved = {}, {}

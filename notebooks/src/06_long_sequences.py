@@ -31,7 +31,7 @@ import optax
 from exercises import attempt
 from jax import lax
 
-from llmpar import attention, draw
+from llmpar import attention, draw, sequence_order
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.inspect import hlo
@@ -182,7 +182,7 @@ def spread(function, given, made, over=mesh):
 
 def deal(order, *arrays):
     """Lay positions onto ranks in this order: nothing but a permutation of the data, made before the step."""
-    return [np.take(x, attention.order(order, S, n), axis=1) for x in arrays]
+    return [np.take(x, sequence_order.sequence_permutation(order, S, n), axis=1) for x in arrays]
 
 
 ring = spread(ring_by_hand, GIVEN, (QUERIES, parse_layout("n/sp t")))
@@ -250,7 +250,7 @@ print(f"memory: {arguments:,} B of arguments per device, 1/{n} of everything")
 
 # %%
 for order, pairs in live.items():
-    assert (pairs == attention.live_blocks(n, order, s=S)).all()
+    assert (pairs == sequence_order.live_blocks(n, order, s=S)).all()
 parts = {order: (pairs - (np.arange(n) == 0) * L / 2) / L**2 for order, pairs in live.items()}
 scene.show(draw.live_blocks(parts["contiguous"].tolist()))
 
@@ -285,7 +285,7 @@ length = 4096
 shares = {}
 for order in ("contiguous", "striped", "zigzag"):
     for tile in (512, 256, 64, 16):
-        shares[order, tile] = attention.live_blocks(8, order, s=length, block=tile).sum(1).max() / (
+        shares[order, tile] = sequence_order.live_blocks(8, order, s=length, block=tile).sum(1).max() / (
             length * length / 8
         )
     print(
@@ -446,7 +446,7 @@ def train_llama(plan):
     lowered = step.lower(BATCH, SEQ)
     compiled = lowered.compile()
     dealt = {
-        name: x[:, attention.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)]
+        name: x[:, sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)]
         for name, x in TEXT.items()
     }
     state, batch, losses = (

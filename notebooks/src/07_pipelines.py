@@ -319,9 +319,9 @@ print(f"memory: {sum(given.values()):,} B of arguments per device as predicted")
 
 # %%
 for name in ("llama3.2-1b", "llama3-8b", "llama3-70b"):
-    shapes = preset(name).param_shapes().values()
+    described = preset(name).weights().values()
     on_every_stage = sum(
-        int(np.prod(shape)) for dims, shape in shapes if "pp" not in Plan("pp=4").stored(dims).axes
+        int(np.prod(w.shape)) for w in described if "pp" not in Plan("pp=4").stored(w.dims).axes
     )
     share = (preset(name).num_params - on_every_stage) // 4
     print(

@@ -212,9 +212,9 @@ print("capacity factor   dropped")
 dropped = {}
 for factor in (0.5, 1.0, 1.25, 1.5, 2.0, None):
     how = dataclasses.replace(HOW, capacity_factor=factor)
-    _, kept, told = moe.route(how, Solo(Plan()), jnp.asarray(popular, jnp.float32))
+    _, kept, aux = moe.route(how, Solo(Plan()), jnp.asarray(popular, jnp.float32))
     counts = (np.asarray(kept)[..., None] == np.arange(E)).sum(2)  # b s e
-    dropped[factor] = float(told["tally"][-2]) / (8 * 256 * K)
+    dropped[factor] = float(aux["tally"][-2]) / (8 * 256 * K)
     assert counts.sum(1).max() <= how.capacity(256) and dropped[factor] == 1 - counts.sum() / (8 * 256 * K)
     print(f"{factor or 'none':>15}   {dropped[factor]:.1%}")
 assert dropped[None] == 0 and dropped[0.5] > dropped[1.0] > dropped[2.0]

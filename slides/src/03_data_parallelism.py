@@ -102,7 +102,7 @@ step = make_step(plan)
 census = hlo.census_hlo(hlo.partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh)
 assert {c.kind for c in census} == {"all-reduce"} and {c.axes for c in census} == {("dp",)}
 gradients, scalars = [c for c in census if c.shape != (3,)], [c for c in census if c.shape == (3,)]
-assert sorted(c.shape for c in gradients) == sorted(shape for _, shape in LLAMA.param_shapes().values())
+assert sorted(c.shape for c in gradients) == sorted(w.shape for w in LLAMA.weights().values())
 grad_bytes = sum(c.bytes_sent for c in gradients)
 assert (
     grad_bytes
@@ -168,9 +168,7 @@ Markdown(
 # %%
 h100, llama, TOKENS = chip("h100"), preset("llama3.2-1b"), 4096
 block = (
-    sum(
-        int(np.prod(shape)) for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks.")
-    )
+    sum(int(np.prod(w.shape)) for path, w in llama.weights().items() if path.startswith("blocks."))
     // llama.num_layers
 )
 compute_s = [

@@ -114,7 +114,7 @@ assert found["fsdp", "reduce-scatter"]["count"] == LLAMA.num_layers * (7 + 2) + 
 
 h100, llama, TOKENS = chip("h100"), preset("llama3-8b"), 2560
 block = (
-    sum(math.prod(shape) for path, (_, shape) in llama.param_shapes().items() if path.startswith("blocks."))
+    sum(math.prod(w.shape) for path, w in llama.weights().items() if path.startswith("blocks."))
     // llama.num_layers
 )
 gather_s = formulas.collective_seconds(h100, "all-gather", 2 * block, 8)

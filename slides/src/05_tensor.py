@@ -149,7 +149,7 @@ WAYS = {
 def times(arrow):
     """Gate and up are two products: an unfinished sum of width m occurs twice, what comes after their
     elementwise product once."""
-    return sum(dims == "ffn l d m" for dims, _ in CONFIG.param_shapes().values()) if "m +tp" in arrow else 1
+    return sum(w.dims == "ffn l d m" for w in CONFIG.weights().values()) if "m +tp" in arrow else 1
 
 
 def kib_per_token(arrows):
@@ -280,7 +280,7 @@ from llmpar.draw.scene import LIGHT
 
 h100, llama70, TOKENS, DEGREES = chip("h100"), preset("llama3-70b"), 8192, (1, 2, 4, 8, 16, 32)
 block = (
-    sum(math.prod(shape) for path, (_, shape) in llama70.param_shapes().items() if path.startswith("blocks."))
+    sum(math.prod(w.shape) for path, w in llama70.weights().items() if path.startswith("blocks."))
     // llama70.num_layers
 )
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llmpar import attention, draw
+from llmpar import attention, draw, sequence_order
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.draw.scene import Group, Text, compose, stack
@@ -87,8 +87,8 @@ LOCAL = 64
 def shares(n, order):
     """Which part of a block each rank must compute in each step, from the pairs that the causal mask lets
     through."""
-    pairs = attention.live_blocks(n, order, s=n * LOCAL)
-    at = attention.order(order, n * LOCAL, n).reshape(n, LOCAL)
+    pairs = sequence_order.live_blocks(n, order, s=n * LOCAL)
+    at = sequence_order.sequence_permutation(order, n * LOCAL, n).reshape(n, LOCAL)
     by_mask = [[(at[rank][:, None] >= at[rank - step]).sum() for step in range(n)] for rank in range(n)]
     assert (pairs == np.array(by_mask)).all()
     return (

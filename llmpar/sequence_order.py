@@ -1,0 +1,96 @@
+"""Say which keys a query sees and which rank holds which positions, and count the work that this gives a
+ring.
+
+No JAX. Attention itself never asks for the order: positions travel with queries and keys.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Say which keys a query may see, whatever the positions; two of different segments never see each other.
+
+    `causal`: no key after the query. `window`: none `window` or more positions before it (nor after it, if
+    not causal).
+    """
+
+    causal: bool = True
+    window: int | None = None
+
+    def __post_init__(self):
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"window={self.window} hides every key, the query's own too; use 1 or more, or None"
+            )
+
+    def admits(self, low, high):
+        """Tell whether a gap (query minus key position) somewhere in [low, high] can be seen; exact if low is
+        high."""
+        seen = low <= high
+        if self.causal:
+            seen &= high >= 0
+        elif self.window:
+            seen &= high > -self.window
+        return seen & (low < self.window) if self.window else seen
+
+
+CAUSAL = Mask()
+
+
+def sequence_permutation(name: str, s: int, n: int) -> np.ndarray:
+    """Return the permutation that lays s positions onto n ranks, s/n to each in turn; np.argsort undoes it.
+
+    'contiguous' gives the last rank of a causal ring most of the work; 'zigzag' gives rank i the parts i and
+    2n-1-i of 2n; 'striped' gives it every n-th position from i on (Brandon et al. 2023).
+    """
+    parts = {"contiguous": n, "zigzag": 2 * n, "striped": n}.get(name)
+    if parts is None:
+        raise ValueError(f"order '{name}' is not known; use contiguous, zigzag or striped")
+    if n == 1:
+        return np.arange(s)  # one rank has them all, of whatever number
+    if s % parts:
+        near = [str(m) for m in (s // parts * parts, -(-s // parts) * parts) if m]
+        other = f"; orders contiguous and striped would take {s}" if s % n == 0 else ""
+        raise ValueError(
+            f"{name} order over {n} ranks cuts the sequence into {parts} parts, but {s} is not a multiple of"
+            f" {parts}; use a sequence of {' or '.join(near)}{other}"
+        )
+    cut = np.arange(s).reshape(parts, -1)
+    if name == "zigzag":
+        cut = np.concatenate([cut[:n], cut[: n - 1 : -1]], axis=1)
+    return np.arange(s).reshape(-1, n).T.ravel() if name == "striped" else cut.ravel()
+
+
+def live_blocks(
+    n: int, name: str = "zigzag", mask: Mask = CAUSAL, *, s: int = 0, block: int = 1
+) -> np.ndarray:
+    """Return pairs[rank, step]: how many query-key pairs a ring of n computes, whole tiles of `block`
+    positions counted.
+
+    At step j rank i holds the keys of rank i-j. With block 1 these are the pairs that are seen. By default s
+    is 16 n.
+    """
+    s = s or 16 * n
+    tiles = sequence_permutation(name, s, n).reshape(-1, tile_length(block, s // n))
+    low, high = tiles.min(1), tiles.max(1)
+    live = mask.admits(low[:, None] - high, high[:, None] - low) * tiles.shape[1] ** 2
+    pairs = live.reshape(n, len(tiles) // n, n, -1).sum((1, 3))
+    return np.stack([np.roll(row[::-1], rank + 1) for rank, row in enumerate(pairs)])
+
+
+def tile_length(block: int | None, length: int) -> int:
+    """Return the tile length: as asked; else a half (which tells a zigzag's two parts apart), halved again
+    down to 256."""
+    if block is None:
+        block = length
+        while block % 2 == 0 and (block > 256 or block == length):
+            block //= 2
+    if block < 1 or length % min(block, length):
+        near = min((n for n in range(1, length + 1) if length % n == 0), key=lambda n: abs(n - block))
+        raise ValueError(
+            f"block={block} does not divide the {length} positions held here; use a divisor, such as {near}"
+        )
+    return min(block, length)
