@@ -303,7 +303,7 @@ class ModelConfig:
         }
         if self.qkv_bias:
             for name, dim, heads in (("q", "n", n), ("k", "k", k), ("v", "k", k)):
-                found[f"attention.{name}_bias"] = Weight(f"attention {dim} h", (heads, h), fill=0)
+                found[f"attention.{name}_bias"] = Weight(f"attention {dim} h", (heads, h), fill=0.0)
         if self.qk_norm:
             found |= {f"attention.{x}_norm.scale": Weight("attention h", (h,)) for x in "qk"}
 
@@ -316,7 +316,7 @@ class ModelConfig:
         if experts := self.experts:
             found["experts.router"] = Weight("stream d e", (d, experts.num_experts), std)
             if experts.bias_rate is not None:
-                found["experts.bias"] = Weight("stream e", (experts.num_experts,), fill=0)
+                found["experts.bias"] = Weight("stream e", (experts.num_experts,), fill=0.0)
             feed_forward("experts", "experts", self.ffn_width, experts.num_experts)
             if experts.num_shared:
                 feed_forward("experts.shared", "ffn", self.ffn_width * experts.num_shared)

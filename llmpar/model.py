@@ -16,6 +16,7 @@ A training step asks for one number, and the methods of `Llama` lead to it in th
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,31 +26,38 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from llmpar import attention, moe
-from llmpar.config import ExpertConfig, ModelConfig
+from llmpar.config import ExpertConfig, ModelConfig, Weight
 from llmpar.par import Solo
 
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
 from 1)."""
-# Positions and segments of the queries, then those of the keys.
-Ids = tuple[Int[Array, "_ s"], Int[Array, "_ s"], Int[Array, "_ t"], Int[Array, "_ t"]]
-# Cosines and sines for each pair of a head's numbers.
-Rope = tuple[Float[Array, "b s 1 half"], Float[Array, "b s 1 half"]]
+# Positions and segments of the queries, then those of the keys. Their regions may cut them otherwise than x.
+Ids = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
+# Cosines and sines for each of p positions and each pair of a head's numbers.
+Rope = tuple[Float[Array, "b p 1 half"], Float[Array, "b p 1 half"]]
 # What a router tells beside its choice (`moe.route`), and whom it chose; None without experts.
 Aux = dict[str, Array] | None
 
 
-def param(rngs: nnx.Rngs, dims: str, shape: tuple[int, ...], scale: float) -> nnx.Param:
-    """A weight, normally distributed (constant one where ``scale`` is 0), that knows its region and dims."""
-    value = scale * jax.random.normal(rngs.params(), shape) if scale else jnp.ones(shape)
-    return nnx.Param(value, dims=dims)
+def param(rngs: nnx.Rngs, weights: dict[str, Weight], path: str) -> nnx.Param:
+    """Start one of the described weights; it knows its region and dims."""
+    weight = weights[path]
+    value = jnp.full(weight.shape, weight.fill)
+    if weight.std:
+        value = weight.std * jax.random.normal(rngs.params(), weight.shape)
+    return nnx.Param(value, dims=weight.dims)
+
+
+Make = Callable[[str], nnx.Param]
+"""Starts the weight with a path (`ModelConfig.block_weights`)."""
 
 
 class RMSNorm(nnx.Module):
     """Divide by the root mean square over the last dim, in float32 (Zhang & Sennrich 2019)."""
 
-    def __init__(self, dims: str, size: int, eps: float, rngs: nnx.Rngs):
-        self.scale, self.eps = param(rngs, dims, (size,), 0), eps
+    def __init__(self, scale: nnx.Param, eps: float):
+        self.scale, self.eps = scale, eps
 
     @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "*dims d"], par: Solo) -> Float[Array, "*dims d"]:
@@ -61,20 +69,13 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention (Ainslie et al. 2023): n = k·r query heads share k KV heads."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        d, n, k, h = config.width, config.num_heads, config.num_kv_heads, config.head_width
-        self.q = param(rngs, "attention d n h", (d, n, h), config.init_scale)
-        self.k = param(rngs, "attention d k h", (d, k, h), config.init_scale)
-        self.v = param(rngs, "attention d k h", (d, k, h), config.init_scale)
-        self.o = param(rngs, "attention n h d", (n, h, d), config.init_scale / (2 * config.num_layers) ** 0.5)
+    def __init__(self, config: ModelConfig, make: Make):
+        self.q, self.k, self.v, self.o = (make(f"attention.{x}") for x in "qkvo")
         if config.qkv_bias:
-            self.q_bias, self.k_bias, self.v_bias = (
-                nnx.Param(jnp.zeros((heads, h)), dims=f"attention {dim} h")
-                for dim, heads in (("n", n), ("k", k), ("k", k))
-            )
+            self.q_bias, self.k_bias, self.v_bias = (make(f"attention.{x}_bias") for x in "qkv")
         if config.qk_norm:
-            self.q_norm = RMSNorm("attention h", h, config.norm_eps, rngs)
-            self.k_norm = RMSNorm("attention h", h, config.norm_eps, rngs)
+            norms = (RMSNorm(make(f"attention.{x}_norm.scale"), config.norm_eps) for x in "qk")
+            self.q_norm, self.k_norm = norms
         self.config = config
 
     @jax.named_scope("attention")
@@ -143,11 +144,8 @@ def kernel(par: Solo, num_queries: int):
 class FeedForward(nnx.Module):
     """SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, width: int | None = None):
-        d, m = config.width, width or config.ffn_width
-        self.gate = param(rngs, "ffn d m", (d, m), config.init_scale)
-        self.up = param(rngs, "ffn d m", (d, m), config.init_scale)
-        self.down = param(rngs, "ffn m d", (m, d), config.init_scale / (2 * config.num_layers) ** 0.5)
+    def __init__(self, make: Make, path: str):
+        self.gate, self.up, self.down = (make(f"{path}.{x}") for x in ("gate", "up", "down"))
 
     @jax.named_scope("feed_forward")
     def __call__(self, x: Float[Array, "b s d"], par: Solo) -> Float[Array, "b s d"]:
@@ -166,17 +164,13 @@ class Experts(nnx.Module):
     """A mixture of experts (Shazeer et al. 2017): each token visits a few of many feed-forwards, as its
     router chooses."""
 
-    def __init__(self, config: ModelConfig, experts: ExpertConfig, rngs: nnx.Rngs):
-        self.config, scale = experts, config.init_scale
-        d, m, e = config.width, config.ffn_width, experts.num_experts
-        self.router = param(rngs, "stream d e", (d, e), scale)
-        self.gate = param(rngs, "experts e d m", (e, d, m), scale)
-        self.up = param(rngs, "experts e d m", (e, d, m), scale)
-        self.down = param(rngs, "experts e m d", (e, m, d), scale / (2 * config.num_layers) ** 0.5)
-        if experts.bias_rate is not None:
-            self.bias = nnx.Param(jnp.zeros(e), dims="stream e")
-        if experts.num_shared:
-            self.shared = FeedForward(config, rngs, experts.num_shared * m)
+    def __init__(self, config: ExpertConfig, make: Make):
+        self.config, self.router = config, make("experts.router")
+        self.gate, self.up, self.down = (make(f"experts.{x}") for x in ("gate", "up", "down"))
+        if config.bias_rate is not None:
+            self.bias = make("experts.bias")
+        if config.num_shared:
+            self.shared = FeedForward(make, "experts.shared")
 
     @jax.named_scope("experts")
     def __call__(self, x: Float[Array, "b s d"], par: Solo) -> tuple[Float[Array, "b s d"], Aux]:
@@ -209,13 +203,14 @@ class Block(nnx.Module):
     """One layer: attention and feed-forward, each normed before and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm("stream d", config.width, config.norm_eps, rngs)
-        self.attention = Attention(config, rngs)
-        self.ffn_norm = RMSNorm("stream d", config.width, config.norm_eps, rngs)
+        make = functools.partial(param, rngs, config.block_weights())
+        self.attention_norm = RMSNorm(make("attention_norm.scale"), config.norm_eps)
+        self.attention = Attention(config, make)
+        self.ffn_norm = RMSNorm(make("ffn_norm.scale"), config.norm_eps)
         if config.experts:
-            self.experts = Experts(config, config.experts, rngs)
+            self.experts = Experts(config.experts, make)
         else:
-            self.ffn = FeedForward(config, rngs)
+            self.ffn = FeedForward(make, "ffn")
         self.config = config
 
     def __call__(
@@ -233,13 +228,13 @@ class Llama(nnx.Module):
     vocabulary-parallel loss."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        v, d = config.vocab_size, config.width
-        self.embedding = param(rngs, "vocab v d", (v, d), config.init_scale)
+        make = functools.partial(param, rngs, config.weights())
+        self.embedding = make("embedding")
         stack = nnx.vmap(lambda keys: Block(config, keys), in_axes=0, out_axes=0)
         self.blocks = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)
-        self.norm = RMSNorm("stream d", d, config.norm_eps, rngs)
+        self.norm = RMSNorm(make("norm.scale"), config.norm_eps)
         if not config.tied:
-            self.head = param(rngs, "vocab v d", (v, d), config.init_scale)
+            self.head = make("head")
         self.config = config
 
     def loss(self, batch: Batch, par: Solo) -> tuple[Float[Array, ""], Array | None]:
@@ -321,10 +316,10 @@ class Llama(nnx.Module):
 # ------------------------------------------------------------------------------------------------------- RoPE
 
 
-def rope_table(config: ModelConfig, positions_bs: Int[Array, "b s"]) -> Rope:
+def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
     """Cosines and sines of the rotary embedding at true positions (Su et al. 2021)."""
     frequencies = jnp.asarray(rope_frequencies(config), jnp.float32)[None, None]
-    angles = positions_bs[..., None].astype(jnp.float32) * frequencies
+    angles = positions_bp[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
 
 

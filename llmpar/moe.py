@@ -128,9 +128,7 @@ class Slots(NamedTuple):
     slot_p: Int[Array, " p"]  # of each pair, counted through all parts; g·c for one that was dropped
     pair_c: Int[Array, " gc"]  # the pair in each slot, all parts one after the other; p in an empty one
     rows_gg: Int[Array, "g g"]  # rows of full blocks that rank i has for rank j
-    owner_n: Int[
-        Array, " gn"
-    ]  # which of this rank's experts owns each block that arrives; l for an empty one
+    owner_n: Int[Array, " gn"]  # this rank's expert for each block that arrives; l for an empty block
 
 
 def assign_slots(

@@ -254,8 +254,9 @@ _ragged.defvjp(
 
 
 def varying(x) -> frozenset[str]:
-    """The mesh axes over which shard_map's type of ``x`` says that devices may hold different values."""
-    kind = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)).manual_axis_type
+    """The mesh axes over which shard_map's type of ``x`` (or this type) says that devices may hold different
+    values."""
+    kind = (jax.typeof(x) if isinstance(x, jax.Array) else x).manual_axis_type
     return kind.varying if kind else frozenset()
 
 

@@ -3,369 +3,203 @@
 A `lax.scan` goes through the lockstep ticks. In each of them a device
 
 1. takes what a neighbour sent it, `messages[read]`: an activation for F, a gradient for B;
-2. runs the cell that the table has for its stage: F, B, W, or nothing at all;
+2. runs the cell that the table has for its stage: F, B, W (`stage.programs`), or nothing at all;
 3. passes the result one stage on or back, by two ppermutes outside the branches, in which every stage takes
     part.
 
-The devices of a dp, fsdp, sp or tp group belong to one stage, so they take the same branch, and their
-collectives may stay inside it. What a cell needs later lies in slots that `timetable.slots` has allocated
-from what is alive.
+What a cell needs later lies in slots that `timetable.slots` has allocated from what is alive. 1F1B with
+p = 2 stages and m = 2 microbatches has six ticks. Each cell here says what it runs and reads, the slot that F
+writes or B reads, and where the result goes:
 
-The layers of a stage are its share of the blocks' weights, stored `l/pp`; `layer_order` says which layer lies
-where. The embedding, the last norm and the head are whole on every stage, used on the first or the last, and
-their gradients are summed over pp at the end of the step (`plan.Life` says so): with tied embeddings
-that sum joins the two uses. Where a schedule wants two copies of the model (DualPipe), a stage borrows its
-opposite's layers for the step, and returns their gradients.
+    tick | stage 0                              | stage 1
+       0 | F0 of tokens, saved 0, to stage 1    | -
+       1 | F1 of tokens, saved 1, to stage 1    | F0 of message 0, saved 0, to nobody
+       2 | -                                    | B0 of the loss, saved 0, to stage 0
+       3 | B0 of message 0, saved 0, to nobody  | F1 of message 0, saved 0, to nobody
+       4 | -                                    | B1 of the loss, saved 0, to stage 0
+       5 | B1 of message 0, saved 1, to nobody  | -
 
-By default (`Plan.stage_saves`) B recomputes its stage from the input that F saved, and F of the last stage
-computes nothing, since its B follows and does. With residuals saved F keeps what B will need instead. In
-schedules that split the backward, W gets what is left of B once the input's gradient is out. Both cuts are
-made by `split` in the equations of one traced cell, whatever the stage computes.
+The layers of a stage are its share of the blocks' weights, stored `l/pp`; `schedules.layer_order` says which
+layer lies where. All other weights are whole on every stage, and their gradients are summed over pp at the
+end of the step (`plan.Life` says so). Where a schedule wants two copies of the model (DualPipe), a stage
+borrows its opposite's layers for the step, and returns their gradients.
 """
 
 from __future__ import annotations
 
+import functools
 from fractions import Fraction
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from llmpar.config import ModelConfig
-from llmpar.model import Batch, Llama
-from llmpar.par import Manual, scope, vary
-from llmpar.plan import Plan
+from llmpar.model import Batch
+from llmpar.par import Manual, scope, vary, varying
 from llmpar.schedules import KINDS, Schedule
-from llmpar.split import split, trace
+from llmpar.stage import Stage, add, at, embed, programs, when
 from llmpar.timetable import slots, timetable
+from llmpar.weights import Tree
 
-Tree = Any
-PP = "pp"
-
-
-def layers_of(schedule: Schedule, num_layers: int) -> dict[tuple[int, int], int]:
-    """How many layers each (stage, chunk) has: where they cannot all have the same number, the first have one
-    more."""
-    n, cells = num_layers, len(schedule.routes[0])
-    return {cell: n // cells + (i < n % cells) for route in schedule.routes for i, cell in enumerate(route)}
-
-
-def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
-    """Which layer lies at each place of the stored stack, so that cutting it by pp gives every stage its
-    chunks in order.
-
-    Where a chunk has fewer layers than the others its last place holds none, written `num_layers`: zeros,
-    which no stage computes with. The identity where each stage has one chunk and all the same number of
-    layers. `llmpar.step.Step` applies it where weights come from or go to a world without pipelines: fresh
-    weights, checkpoints, Hugging Face.
-    """
-    if schedule is None:
-        return np.arange(num_layers)
-    every = layers_of(schedule, num_layers)
-    counts = {cell: every[cell] for cell in schedule.routes[0]}
-    ends = dict(zip(counts, np.cumsum(list(counts.values())), strict=True))
-    places = [np.arange(max(counts.values())) + ends[cell] - counts[cell] for cell in sorted(counts)]
-    return np.concatenate(
-        [np.where(p < ends[cell], p, num_layers) for p, cell in zip(places, sorted(counts), strict=True)]
-    )
-
-
-class Stage(Llama):
-    """A Llama cut open: its loss is that of a stream that is there already."""
-
-    def hidden_and_head(self, batch: Batch, par):
-        """The last norm of the stream that comes with the batch, and the output head. The embedding is looked
-        up on another stage."""
-        head = par.weight(self.embedding if self.config.tied else self.head)
-        return self.norm(batch["stream"], par), head, None
-
-
-def unrolled(block, x, stack):
-    """As `Solo.layers`, layer by layer: every product is then an equation to cut at."""
-    for i in range(jax.tree.leaves(stack)[0].shape[0]):
-        x, _ = block(x, _at(stack, i))
-    return x, None
+_pieces = lambda x, n: x.reshape(n, -1, *x.shape[1:])
+WAYS = {"right": 1, "left": -1}  # to the next stage and to the previous one
 
 
 def gradients(
-    config: ModelConfig, plan: Plan, par: Manual, params: Tree, batch: Batch
+    config: ModelConfig, par: Manual, params: Tree, batch: Batch, zeros: Tree
 ) -> tuple[jax.Array, Tree]:
     """Loss (summed over tokens) and gradients of this device's part of the batch, inside shard_map. The
-    blocks come in `layer_order`.
+    blocks come in `schedules.layer_order`.
 
     ``params`` vary over the sums of `Life.unreduced`, pp among them where a weight is not cut by it.
-    Gradients come laid out as `Life.accumulated`, the loss unfinished over pp and the axes of the data.
+    Gradients start as ``zeros`` and come laid out as `Life.accumulated`, the loss unfinished over pp and the
+    axes of the data.
     """
-    return _Executor(config, plan, par, params, batch).run()
+    sums = {name: g for name, g in zeros.items() if name != "blocks"}
+    sums["loss"] = vary(jnp.float32(0), par.plan.live("pp") + par.plan.varying("data"))
+    walk = _Executor(config, par, params, batch, sums)
+    chunks = lambda g: jnp.concatenate([_pieces(g, walk.schedule.visits)] * walk.copies)
+    state = {
+        "sums": sums,
+        "blocks": {"blocks": jax.tree.map(chunks, zeros["blocks"])},
+        "saved": _room(walk.slots.num_saved, walk.saved),
+        "residual": _room(walk.slots.num_residual, walk.residual),
+    }
+    messages = _room(walk.slots.num_messages + 1, walk.stream)
+    sends = {name: jnp.asarray((walk.slots.send == way).any(1)) for name, way in WAYS.items()}
+    (state, _), _ = lax.scan(walk.tick, (state, messages), (walk.table, sends))
+    own = lambda g: g if walk.copies == 1 else g[:1] + walk.opposite(g[1:])
+    blocks = jax.tree.map(lambda g: own(g).reshape(-1, *g.shape[2:]), state["blocks"])
+    return state["sums"].pop("loss"), state["sums"] | blocks
 
 
 class _Executor:
-    """What the cells compute, on the weights and the tokens of one device."""
+    """What a device does in a tick, with its weights, its tokens and its column of the table."""
 
-    def __init__(self, config, plan, par, params, batch):
-        self.config, self.plan, self.par = config, plan, par
-        self.schedule, self.save = (schedule := plan.pipeline), plan.stage_saves == "residuals"
-        self.ticks, self.slots = (table := timetable(schedule)).ticks, slots(table)
-        cut = lambda x, n: x.reshape(n, -1, *x.shape[1:])
-        self.batch = jax.tree.map(lambda x: cut(x, schedule.num_microbatches), batch)
-        self.copies = schedule.parameter_copies
-        self.chunks = jax.tree.map(lambda w: self.copied(cut(w, schedule.visits)), params["blocks"])
-        self.shared = {name: w for name, w in params.items() if name != "blocks"}
-        self.shapes = plan.padded(config).weights()
-        self.counts = layers_of(schedule, config.num_layers)
-        name_of = lambda path, w: jax.tree_util.keystr(path, simple=True, separator=".")
-        self.paths = jax.tree_util.tree_map_with_path(name_of, params)
-        self.graph, _ = nnx.split(nnx.eval_shape(lambda: Stage(config, nnx.Rngs(0))))
+    def __init__(self, config, par, params, batch, sums):
+        self.schedule, self.recomputes = par.plan.pipeline, par.plan.stage_saves == "input"
+        self.copies, self.slots = self.schedule.parameter_copies, slots(timetable(self.schedule))
+        self.batch = jax.tree.map(lambda x: _pieces(x, self.schedule.num_microbatches), batch)
+        both = lambda w: w if self.copies == 1 else jnp.concatenate([w, self.opposite(w)])
+        self.chunks = jax.tree.map(lambda w: both(_pieces(w, self.schedule.visits)), params["blocks"])
+        shared = {name: w for name, w in params.items() if name != "blocks"}
+        self.inputs = functools.partial(Stage, config, par, shared=shared)
+        table = self.instructions(self.schedule.layers(config.num_layers))
+        self.table = {name: jnp.asarray(column)[:, lax.axis_index("pp")] for name, column in table.items()}
+        stage = jax.eval_shape(lambda table: self.stage(at(table, 0)), self.table)
+        # Typed by the weights alone: where one does not vary over pp, the loop's messages will not fit.
+        self.stream = jax.eval_shape(
+            lambda now: embed(self.stage(now)), {name: column[0, 0] for name, column in table.items()}
+        )
+        self.programs, self.saved, self.residual = programs(stage, self.stream, sums)
+
+    def instructions(self, layers: dict[tuple[int, int], int]) -> dict[str, np.ndarray]:
+        """The table as numbers [tick, stage] by name: the operation, its slots (`timetable.Slots`), and which
+        part of the model its chunk is. A slot of -1 is the last one; of messages nobody reads that."""
+        kind, u, chunk = np.moveaxis(timetable(self.schedule).ticks, 2, 0)
+        names = "saved", "residual", "left", "right", "keep", "read"
+        found = {name: getattr(self.slots, name) for name in names} | {"kind": kind, "u": u, "chunk": chunk}
+        enters, leaves = found["read"] < 0, (self.slots.send == 0) & (found["keep"] < 0)
+        found |= {"first": np.where(kind, leaves, enters), "last": np.where(kind, enters, leaves)}
+        p, most = self.schedule.num_stages, max(layers.values())
+        full = np.reshape([layers[cell] == most for cell in sorted(layers)], (p, -1))
+        return found | {"full": full[np.arange(p), chunk]}
 
     def opposite(self, x):
         """What the stage at the same distance from the other end has."""
         p = self.schedule.num_stages
         with scope("l -> the opposite stage"):
-            return lax.ppermute(x, PP, [(i, p - 1 - i) for i in range(p)])
+            return lax.ppermute(x, "pp", [(i, p - 1 - i) for i in range(p)])
 
-    def copied(self, w):
-        """One's own chunks, and of a schedule with two copies of the model the opposite's."""
-        return w if self.copies == 1 else jnp.concatenate([w, self.opposite(w)])
-
-    def model(self, blocks, shared) -> Stage:
-        return nnx.merge(self.graph, {"blocks": blocks, **shared})
-
-    def embed(self, embedding, batch):
-        """The stream that enters the first stage."""
-        model = self.model(self.chunks, self.shared | {"embedding": embedding})
-        return model.embed(self.par.weight(model.embedding), batch, self.par)
-
-    def through(self, blocks, x, batch, chunk, kind):
-        """The stream after the blocks of one chunk, and for B the losses of its routers, if it has any. Where
-        some chunks have a layer less, the last one may be skipped."""
-        run = unrolled if self.save or self.schedule.split_backward else self.par.layers
-        few, most = min(self.counts.values()), max(self.counts.values())
-
-        def layers(block, x, stack):
-            def one(x, w):
-                y, told = block(x[0], w)
-                return (y, None if x[1] is None else x[1] + told["loss"]), None
-
-            x = x, jnp.zeros_like(x[..., 0], jnp.float32) if self.config.experts and kind == "B" else None
-            x = run(one, x, jax.tree.map(lambda w: w[:few], stack))[0]
-            if few == most:
-                return x
-            grid = np.array([self.counts[cell] for cell in sorted(self.counts)]).reshape(
-                self.schedule.num_stages, -1
-            )
-            full = jnp.asarray(grid == most)[lax.axis_index(PP), chunk]
-            last = jax.tree.map(lambda w: w[few:], stack)
-            return _when(f"full{kind}", full, lambda x, w: run(one, x, w)[0], lambda x, w: x, x, last)
-
-        x, loss = (model := self.model(blocks, self.shared)).run_blocks(x, batch, self.par, layers)
-        return x, None if loss is None else model.router_losses(loss, batch, self.par).sum()
-
-    def loss(self, own, x, batch):
-        """The last stage's part of the loss, from the stream after its blocks."""
-        return (
-            self.model(self.chunks, self.shared | own)
-            .cross_entropies(batch | {"stream": x}, self.par)[0]
-            .sum()
+    def stage(self, now) -> Stage:
+        """The inputs of the cell that this device runs now."""
+        return self.inputs(
+            blocks=at(self.chunks, now["chunk"]),
+            batch=at(self.batch, now["u"]),
+            first=now["first"],
+            last=now["last"],
+            full=now["full"],
         )
 
-    def cell(self, known, x, later):
-        """F, B and W of a chunk: the stream after it; its input's gradient, loss and shared gradients; those
-        of its blocks."""
-        (blocks, shared, batch, chunk), (done, dy, last, first) = known, later
-
-        def from_loss(y, dy, done):
-            own = {name: shared[name] for name in ("norm", "embedding" if self.config.tied else "head")}
-            loss, (down, dy) = jax.value_and_grad(self.loss, argnums=(0, 1))(own, y, batch)
-            return dy, {"loss": done["loss"] + loss, "shared": self.add(done["shared"], down)}
-
-        def into_embedding(dx, done):  # traced, so that the look-up does not run again for its gradient
-            pull = lambda w, dx: jax.vjp(lambda w: self.embed(w, batch), w)[1](dx)
-            (down,) = trace(pull, shared["embedding"], dx)[0](shared["embedding"], dx)
-            return done | {"shared": self.add(done["shared"], {"embedding": down})}
-
-        (y, routed), pull = jax.vjp(lambda w, x: self.through(w, x, batch, chunk, "B"), blocks, x)
-        if routed is not None:  # every stage adds its own routers' losses
-            done = done | {"loss": done["loss"] + routed}
-        dy, done = _when("leaves", last, from_loss, lambda y, dy, done: (dy, done), y, dy, done)
-        d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, routed)))
-        done = _when("enters", first, into_embedding, lambda dx, done: done, dx, done)
-        return y, (dx, done), d_blocks
-
-    def add(self, sums, grads):
-        """Gradients added to those of the same name, at ZeRO 2 cut before that (`Life.accumulate`)."""
-
-        def one(done, g, path):
-            dims, plan = self.shapes[path].dims, self.plan
-            return done + self.par.carry_out(g, plan.life(dims).accumulate, f"gradient {dims}")
-
-        return sums | {name: jax.tree.map(one, sums[name], g, self.paths[name]) for name, g in grads.items()}
-
-    def nothing(self):
-        """Loss and gradients of no microbatches, typed as varying like what will be added; those of blocks
-        chunk by chunk."""
-
-        def zeros(path):
-            dims, shape = self.shapes[path].dims, self.shapes[path].shape
-            layout = self.plan.life(dims).accumulated
-            return vary(jnp.zeros(layout.shard_shape(shape, self.plan.mesh.sizes)), layout.axes + layout.sums)
-
-        grads = jax.tree.map(zeros, self.paths)
-        chunks = lambda g: g.reshape(self.schedule.visits, -1, *g.shape[1:])
-        blocks = jax.tree.map(lambda g: jnp.concatenate([chunks(g)] * self.copies), grads.pop("blocks"))
-        return {
-            "loss": vary(jnp.float32(0), self.plan.live(PP) + self.plan.varying("data")),
-            "shared": grads,
-        }, blocks
-
-    def trace(self, x, done) -> tuple[list, list]:
-        """Trace a cell and cut it into what F, B and W run. Gives the types of what F and of what B keep for
-        later."""
-        zero = vary(
-            jnp.int32(0), self.plan.live(PP)
-        )  # stages differ in everything, their tokens of the moment too
-        x, known = _at(_buffer([1], x), 0), self.known({"chunk": zero, "u": zero})
-        whole, (_, early, late) = trace(self.cell, known, x, (done, x, zero > 0, zero > 0))
-        self.early, self.late, self.num_early = (
-            *map(jax.tree.structure, (early, late)),
-            len(jax.tree.leaves(early)),
-        )
-        num_known, saved, residual = len(jax.tree.leaves(known)), [jax.typeof(x)], list[Any]()
-        if self.save:
-            self.f, self.b, saved = split(whole, 1, num_known, num_known + 1)
-            num_known += len(saved)
-        else:
-            self.b, _ = whole.part(whole.jaxpr.outvars[1:], whole.jaxpr.invars)
-        if self.schedule.split_backward:
-            self.b, self.w, residual = split(self.b, self.num_early, num_known, len(self.b.jaxpr.invars))
-        return saved, residual
-
-    def run(self):
-        """Scan over the ticks."""
-        done, blocks = self.nothing()
-        x = jax.eval_shape(self.embed, self.shared["embedding"], _at(self.batch, 0))
-        state = {"done": done, "blocks": blocks}
-        for name, kept in zip(("saved", "residual"), self.trace(x, done), strict=True):
-            state[name] = [_buffer(getattr(self.slots, f"num_{name}"), x) for x in kept]
-        cells = {name: jnp.asarray(grid)[:, lax.axis_index(PP)] for name, grid in self.cells().items()}
-        sends = {way: jnp.asarray((self.slots.send == way).any(1)) for way in (1, -1)}
-        messages = _buffer(self.slots.num_messages + 1, x)
-        (state, _), _ = lax.scan(self.tick, (state, messages), (cells, sends))
-        mine = lambda g: g if self.copies == 1 else g[:1] + self.opposite(g[1:])
-        blocks = jax.tree.map(lambda g: mine(g).reshape(-1, *g.shape[2:]), state["blocks"])
-        return state["done"]["loss"], state["done"]["shared"] | {"blocks": blocks}
-
-    def cells(self) -> dict[str, np.ndarray]:
-        """The table as integers [tick, stage] by name. What nobody sent goes to a message slot that nobody
-        reads, the last."""
-        s, num_slots = self.slots, max(self.slots.num_messages) + 1
-        kind, u, chunk = np.moveaxis(self.ticks, 2, 0)
-        letters = {name: getattr(s, name) % num_slots for name in ("left", "right", "keep", "read")}
-        cells = {"kind": kind, "u": u, "chunk": chunk, "saved": s.saved, "residual": s.residual, **letters}
-        return cells | {"enters": s.read < 0, "leaves": (s.send == 0) & (s.keep < 0)}
-
-    def tick(self, carry, now):
+    def tick(self, carry, instruction):
         """One cell on every stage, then the messages. A branch per kind: XLA updates the state of a
         conditional with two branches in place, but copies it all through a `lax.switch` with more."""
-        (state, messages), (cell, sends) = carry, now
-        y = _at(messages, cell["read"])
-        for i, work in enumerate(
-            (self.forward, self.backward, self.weights)[: 2 + self.schedule.split_backward]
-        ):
-            state, y = _when(
-                KINDS[i], cell["kind"] == i, work, lambda state, y, cell: (state, y), state, y, cell
-            )
-        for name, way in {"left": 1, "right": -1}.items():
-            if (self.slots.send == way).any():
-                messages = _put(messages, self.pass_on(y, way, sends[way]), cell[name])
+        (state, messages), (now, sends) = carry, instruction
+        y = at(messages, now["read"])
+        for kind, run in {"F": self.forward, "B": self.backward, "W": self.weights}.items():
+            if self.programs[kind]:
+                state, y = when(kind, now["kind"] == KINDS.index(kind), run, (state, y), now)
+        for name, slot in {
+            "right": now["left"],
+            "left": now["right"],
+        }.items():  # sent right, it comes from left
+            if (self.slots.send == WAYS[name]).any():
+                messages = _put(messages, self.send(y, name, sends[name]), slot)
         if (self.slots.keep >= 0).any():
-            messages = _put(messages, y, cell["keep"])
+            messages = _put(messages, y, now["keep"])
         return (state, messages), None
 
-    def pass_on(self, y, way: int, somebody_sends):
+    def send(self, y, name: str, somebody_sends):
         """What comes from the neighbour, between stages that ever send this way, in ticks in which one of
         them does."""
-        sends, p = self.slots.send == way, self.schedule.num_stages
-        pairs = [(int(s), int(s + way) % p) for s in np.flatnonzero(sends.any(0))]
+        way, p = WAYS[name], self.schedule.num_stages
+        pairs = [(int(s), int(s + way) % p) for s in np.flatnonzero((self.slots.send == way).any(0))]
         with scope(f"stream b s d -> the {'next' if way == 1 else 'previous'} stage"):
-            return _when(
-                "right" if way == 1 else "left",
-                somebody_sends,
-                lambda y: lax.ppermute(y, PP, pairs),
-                lambda y: y,
-                y,
-            )
+            return when(name, somebody_sends, lambda y: lax.ppermute(y, "pp", pairs), y)
 
-    def known(self, cell):
-        """What a cell is given besides activations and gradients."""
-        return _at(self.chunks, cell["chunk"]), self.shared, _at(self.batch, cell["u"]), cell["chunk"]
+    def forward(self, carry, now):
+        """F: the message, or the embedded tokens, through the chunk."""
+        (state, x), stage = carry, self.stage(now)
+        x = when("enters", stage.first, lambda x: embed(stage), x)
+        y, saved = self.programs["F"](stage, x)
+        return state | {"saved": _put(state["saved"], saved, now["saved"])}, y
 
-    def forward(self, state, x, cell):
-        blocks, shared, batch, chunk = known = self.known(cell)
-        x = _when("enters", cell["enters"], lambda x: self.embed(shared["embedding"], batch), lambda x: x, x)
-        if self.save:
-            y, *kept = self.f(*jax.tree.leaves(known), x)
-        else:
-            forward = lambda x: self.through(blocks, x, batch, chunk, "F")[0]
-            y, kept = _when("leaves", cell["leaves"], lambda x: x, forward, x), [x]
-        return state | {"saved": _put(state["saved"], kept, cell["saved"])}, y
+    def backward(self, carry, now):
+        """B: the gradient of the chunk's input, and of its weights if there is no W."""
+        state, dy = carry
+        given = at(state["saved"], now["saved"]), dy, state["sums"]
+        (dx, sums), rest = self.programs["B"](self.stage(now), *given)
+        if not self.schedule.split_backward:
+            return self.add_blocks(state | {"sums": sums}, rest, now), dx
+        return state | {"sums": sums, "residual": _put(state["residual"], rest, now["residual"])}, dx
 
-    def backward(self, state, dy, cell):
-        later = state["done"], dy, cell["enters"], cell["leaves"]
-        out = self.b(*jax.tree.leaves((self.known(cell), _at(state["saved"], cell["saved"]), later)))
-        (dx, done), rest = jax.tree.unflatten(self.early, out[: self.num_early]), out[self.num_early :]
-        if self.schedule.split_backward:
-            return state | {"done": done, "residual": _put(state["residual"], rest, cell["residual"])}, dx
-        return self.grow(state | {"done": done}, rest, cell), dx
+    def weights(self, carry, now):
+        """W: the gradients of the chunk's weights. It sends nothing."""
+        state, x = carry
+        kept = [at(state[name], now[name]) for name in ("saved", "residual")[self.recomputes :]]
+        return self.add_blocks(state, self.programs["W"](self.stage(now), *kept), now), x
 
-    def weights(self, state, x, cell):
-        kept = [_at(state[name], cell[name]) for name in ("saved", "residual")[not self.save :]]
-        return self.grow(state, self.w(*jax.tree.leaves((self.known(cell), kept))), cell), x
-
-    def grow(self, state, d_blocks, cell):
-        d_blocks = {"blocks": jax.tree.unflatten(self.late, d_blocks)}
-        blocks = self.add({"blocks": _at(state["blocks"], cell["chunk"])}, d_blocks)["blocks"]
-        return state | {"blocks": _put(state["blocks"], blocks, cell["chunk"])}
-
-
-def _when(name: str, *args):
-    """`lax.cond` with a name by which a census finds how often it is taken (`taken`)."""
-    with jax.named_scope(f"when-{name}"):
-        return lax.cond(*args)
+    def add_blocks(self, state, grads, now):
+        """The state with the gradients of one chunk's blocks added."""
+        sums = add(self.stage(now), at(state["blocks"], now["chunk"]), grads)
+        return state | {"blocks": _put(state["blocks"], sums, now["chunk"])}
 
 
 def taken(schedule: Schedule, num_layers: int, stage: int) -> dict[str, Fraction]:
     """How often a stage takes the named branches of the program, of the times that it comes to them."""
-    counts = layers_of(schedule, num_layers)
-    full = [n == max(counts.values()) for cell, n in counts.items() if cell[0] == stage]
-    last = [route[-1] for route in schedule.routes]
-    before = [
-        n == max(counts.values()) for cell, n in counts.items() if cell[0] == stage and cell not in last
-    ]
-    fulls = {"fullB": Fraction(sum(full), len(full)), "fullF": Fraction(sum(before), max(1, len(before)))}
-    ticks, send = (table := timetable(schedule)).ticks, slots(table).send
-    cells = {kind: Fraction(int((ticks[:, stage, 0] == i).sum()), len(ticks)) for i, kind in enumerate(KINDS)}
-    ways = {
-        name: Fraction(int((send == way).any(1).sum()), len(ticks))
-        for name, way in {"right": 1, "left": -1}.items()
+    table, counts = timetable(schedule), schedule.layers(num_layers)
+    ticks = {kind: table.ticks[:, stage, 0] == i for i, kind in enumerate(KINDS)} | {
+        name: (slots(table).send == way).any(1) for name, way in WAYS.items()
     }
-    end = lambda i: Fraction(
-        sum(r[i][0] == stage for r in schedule.routes), schedule.visits * schedule.parameter_copies
-    )
-    return cells | ways | fulls | {"enters": end(0), "leaves": end(-1)}
+    first, last = ({route[i] for route in schedule.routes} for i in (0, -1))
+    full = {cell for cell, n in counts.items() if n == max(counts.values())}
+    mine = {cell for cell in counts if cell[0] == stage}
+    share = lambda some, of: Fraction(len(some & of), max(1, len(of)))
+    return {name: Fraction(int(found.sum()), len(found)) for name, found in ticks.items()} | {
+        "fullB": share(full, mine),
+        "fullF": share(full, mine - last),
+        "enters": share(first, mine),
+        "leaves": share(last, mine),
+    }
 
 
-def _buffer(num_slots, x):
-    """Room for the largest stage's number of values like ``x``: every stage runs the same program."""
-    axes = x.manual_axis_type.varying if x.manual_axis_type else ()
-    return vary(jnp.zeros((max(num_slots), *x.shape), x.dtype), axes)
+def _room(num_slots, like: Tree) -> Tree:
+    """Slots for values like these, as many as the largest stage has: every stage runs the same program."""
+    zeros = lambda x: vary(jnp.zeros((max(num_slots), *x.shape), x.dtype), varying(x))
+    return jax.tree.map(zeros, like)
 
 
-def _at(tree: Tree, slot):
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, slot, keepdims=False), tree)
-
-
-def _put(buffers: Tree, values: Tree, slot):
-    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), buffers, values)
+def _put(room: Tree, values: Tree, slot):
+    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), room, values)

@@ -207,8 +207,10 @@ class Plan:
     def padded(self, config):
         """The model with as many layers as a pipeline's state has places: the same number for every chunk of
         every stage."""
-        cells = len(self.pipeline.routes[0]) if self.pipeline else 1
-        return dataclasses.replace(config, num_layers=-(-config.num_layers // cells) * cells)
+        if self.pipeline is None:
+            return config
+        most = max(self.pipeline.layers(config.num_layers).values())
+        return dataclasses.replace(config, num_layers=most * len(self.pipeline.routes[0]))
 
     # ------------------------------------------------------------------------------------ logical to physical
 

@@ -21,8 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 Costs = tuple[float, float, float]
 KINDS = "FBW"  # in a table of integers a kind is its place here
@@ -54,6 +56,13 @@ PLACEMENTS: dict[str, Callable[[int, int], list[list[tuple[int, int]]]]] = {
 }
 
 
+def deal(num_layers: int, num_cells: int) -> list[int]:
+    """How many layers each cell of a route gets: where they cannot all have the same number, the first have
+    one more."""
+    few, more = divmod(num_layers, num_cells)
+    return [few + (i < more) for i in range(num_cells)]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """An order and its placement. Nothing is proved before `timetable.timetable`."""
@@ -76,6 +85,14 @@ class Schedule:
     def route(self, microbatch: int) -> list[tuple[int, int]]:
         """The (stage, chunk) cells that hold this microbatch's layers, first to last."""
         return self.routes[microbatch * len(self.routes) // self.num_microbatches]
+
+    def layers(self, num_layers: int) -> dict[tuple[int, int], int]:
+        """How many of the model's layers each (stage, chunk) cell has."""
+        return {
+            cell: n
+            for route in self.routes
+            for cell, n in zip(route, deal(num_layers, len(route)), strict=True)
+        }
 
     @property
     def visits(self) -> int:
@@ -104,6 +121,25 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join("".join("& "[not op.joined] + str(op) for op in row)[1:] for row in self.rows)
+
+
+def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
+    """Which layer lies at each place of the stored stack, so that cutting it by pp gives every stage its
+    chunks in order.
+
+    Where a chunk has fewer layers than the others its last place holds none, written `num_layers`: zeros,
+    which no stage computes with. The identity where each stage has one chunk and all the same number of
+    layers. `llmpar.step.Step` applies it where weights come from or go to a world without pipelines: fresh
+    weights, checkpoints, Hugging Face.
+    """
+    if schedule is None:
+        return np.arange(num_layers)
+    counts, layers = schedule.layers(num_layers), iter(range(num_layers))
+    stack, places = {}, max(counts.values())
+    for cell in schedule.routes[0]:
+        found = list(islice(layers, counts[cell]))
+        stack[cell] = found + [num_layers] * (places - len(found))
+    return np.concatenate([stack[cell] for cell in sorted(stack)])
 
 
 # ---- orders

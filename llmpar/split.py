@@ -1,5 +1,5 @@
-"""Cut a traced function between its outputs, by its equations: what the first need, and what is left for the
-others.
+"""Cut a traced function between its two results, by its equations: what the first needs, and what is left for
+the second.
 
 A pipeline cuts the backward pass of a stage so: the gradient of its input first, for which another stage
 waits, the weights' gradients when there is nothing better to do (Qi et al. 2023, section 2). It works for
@@ -16,58 +16,65 @@ import jax
 _is_var = lambda v: not hasattr(v, "val")  # an input of an equation is a variable or a literal
 
 
-@dataclass
+@dataclass(frozen=True)
 class Traced:
-    """A function of flat inputs as its equations."""
+    """A function of pytrees as its equations; `args` and `result` are pytrees of the variables in them."""
 
     jaxpr: Any
     consts: list
+    args: tuple
+    result: Any
 
-    def __call__(self, *inputs):
-        return jax.core.eval_jaxpr(self.jaxpr, self.consts, *inputs)
+    def __call__(self, *args):
+        out = jax.core.eval_jaxpr(self.jaxpr, self.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self.result), out)
 
-    def part(self, outs, ins, skip=lambda eqn: False) -> tuple[Traced, set]:
-        """What it takes to get ``outs`` from ``ins``, less the equations to skip, and all variables that this
-        reads."""
-        read, eqns = {v for v in outs if _is_var(v)}, []
+    def part(self, result, args: tuple, skip=lambda eqn: False) -> tuple[Traced, set]:
+        """The function from ``args`` to ``result``, pytrees of variables: the equations that it takes, less
+        those to skip, and all variables that these read."""
+        read, eqns = set(filter(_is_var, jax.tree.leaves(result))), []
         for eqn in reversed(self.jaxpr.eqns):
             if read & set(eqn.outvars) and not skip(eqn):
                 eqns.append(eqn)
                 read.update(filter(_is_var, eqn.invars))
-        ends = dict(
-            invars=list(ins), outvars=list(outs), debug_info=self.jaxpr.debug_info.with_unknown_names()
+        jaxpr = self.jaxpr.replace(
+            eqns=eqns[::-1],
+            invars=jax.tree.leaves(args),
+            outvars=jax.tree.leaves(result),
+            debug_info=self.jaxpr.debug_info.with_unknown_names(),
         )
-        return Traced(self.jaxpr.replace(eqns=eqns[::-1], **ends), self.consts), read
+        return Traced(jaxpr, self.consts, args, result), read
 
 
-def trace(f, *args) -> tuple[Traced, Any]:
-    """``f`` as its equations, without those whose results nobody takes, and the shape of its result."""
+def trace(f, *args) -> Traced:
+    """``f`` as its equations, without those whose results nobody takes."""
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-    jaxpr = getattr(closed, "jaxpr", closed)
-    return Traced(jaxpr, closed.consts).part(jaxpr.outvars, jaxpr.invars)[0], shape
+    variables = lambda tree, flat: jax.tree.unflatten(jax.tree.structure(tree), flat)
+    args, result = variables(args, closed.jaxpr.invars), variables(shape, closed.jaxpr.outvars)
+    return Traced(closed.jaxpr, closed.consts, args, result).part(result, args)[0]
 
 
-def split(whole: Traced, num_early: int, num_known: int, num_given: int) -> tuple[Traced, Traced, list]:
-    """Cut a traced function between its outputs: `first` gives the early ones, and what `second` needs for
-    the others.
+def split(f, known: tuple, given: tuple, later: tuple = ()) -> tuple[Traced, Traced, list]:
+    """Cut ``f(*known, *given, *later) -> (early, late)`` in two, by example arguments or their types.
 
-    Of inputs i and outputs o, `first(*i[:num_given]) -> (*o[:num_early], *crossing)` and
-    `second(*i[:num_known], *crossing, *i[num_given:]) -> o[num_early:]`; the third result is the types of
-    what crosses. No equation runs in both, except those that follow from the known inputs (weights and tokens
-    here) and need not be kept: casts, gathers over fsdp, masks. The finer the equations, the more work is
-    left for the second; it is right in any case.
+    ``first(*known, *given) -> (early, crossing)`` and ``second(*known, crossing, *later) -> late``. The third
+    result is the types of ``crossing``, a list. No equation runs in both, except those that follow from the
+    known arguments (weights and tokens of a stage) and need not be kept: casts, gathers over fsdp, masks. The
+    finer the equations, the more work is left for the second; it is right in any case.
     """
-    jaxpr = whole.jaxpr
-    known, given = {*jaxpr.constvars, *jaxpr.invars[:num_known]}, jaxpr.invars[:num_given]
-    for eqn in jaxpr.eqns:
-        if known.issuperset(filter(_is_var, eqn.invars)):
-            known.update(eqn.outvars)
-    early, late = jaxpr.outvars[:num_early], jaxpr.outvars[num_early:]
+    whole = f if isinstance(f, Traced) else trace(f, *known, *given, *later)
+    there = len(known) + len(given)
+    known, given, later = whole.args[: len(known)], whole.args[:there], whole.args[there:]
+    follows = {*whole.jaxpr.constvars, *jax.tree.leaves(known)}
+    for eqn in whole.jaxpr.eqns:
+        if follows.issuperset(filter(_is_var, eqn.invars)):
+            follows.update(eqn.outvars)
+    early, late = whole.result
     first, _ = whole.part(early, given)
-    made = dict.fromkeys([*given, *(v for eqn in first.jaxpr.eqns for v in eqn.outvars)])
-    skip = lambda eqn: eqn.outvars[0] in made and not known.issuperset(eqn.outvars)
+    made = dict.fromkeys(jax.tree.leaves(given) + [v for eqn in first.jaxpr.eqns for v in eqn.outvars])
+    skip = lambda eqn: eqn.outvars[0] in made and not follows.issuperset(eqn.outvars)
     _, read = whole.part(late, (), skip)
-    crossing = [v for v in made if v in read - known]
-    first, _ = whole.part([*early, *crossing], given)
-    second, _ = whole.part(late, [*given[:num_known], *crossing, *jaxpr.invars[num_given:]], skip)
+    crossing = [v for v in made if v in read - follows]
+    first, _ = whole.part((early, crossing), given)
+    second, _ = whole.part(late, (*known, crossing, *later), skip)
     return first, second, [v.aval for v in crossing]

@@ -27,7 +27,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from llmpar import pipeline
+from llmpar import pipeline, schedules
 from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
 from llmpar.model import Batch
@@ -94,7 +94,7 @@ class Step:
 
     Attributes:
         layer_order: which of the model's layers lies at each place of the stack that the state holds (see
-        `pipeline`).
+        `schedules.layer_order`).
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Step:
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)
-        self.layer_order = pipeline.layer_order(plan.pipeline, config.num_layers)
+        self.layer_order = schedules.layer_order(plan.pipeline, config.num_layers)
         state = self._shapes(plan.padded(config))
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
         self.abstract_state = self.abstract_natural = jax.tree.map(
@@ -334,7 +334,7 @@ class Step:
         microbatch's gradients are cut before that."""
         plan, parts = self.plan, self.plan.microbatches
         if plan.pipeline and isinstance(par, Manual):
-            loss, grads = pipeline.gradients(self.config, plan, par, params, batch)
+            loss, grads = pipeline.gradients(self.config, par, params, batch, zeros=self._nothing(par)[1])
             return (loss, None), grads
 
         def cut(g, life, dims):

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "llmpar"
 
 # The core is flat: it is read like a paper. Half of it decides and needs no JAX, the other half runs.
 THINKS = {"notation", "config", "schedules", "timetable", "plan", "sequence_order"}
-RUNS = {"mesh", "par", "attention", "moe", "model", "weights", "split", "pipeline", "step"}
+RUNS = {"mesh", "par", "attention", "moe", "model", "weights", "split", "stage", "pipeline", "step"}
 RUNS |= {"optimizer", "train", "data", "checkpoint", "hf"}
 CORE = THINKS | RUNS
 # Around it stand wings with one question each. A wing names those that it may ask; the core asks none.
@@ -48,9 +48,10 @@ PAPER = {
     "model",
     "weights",
     "split",
+    "stage",
     "pipeline",
+    "step",
 }
-PAPER |= {"step"}
 MAX_PAPER_STATEMENTS = 1_850
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = (

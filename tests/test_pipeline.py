@@ -13,12 +13,14 @@ import pytest
 from parity import BATCH, LLAMA, QWEN, SEQ, assert_same
 
 from llmpar import pipeline
+from llmpar import stage as stage_file
 from llmpar import step as step_file
 from llmpar.inspect import hlo
 from llmpar.mesh import make_mesh
 from llmpar.notation import Layout
 from llmpar.plan import Plan
-from llmpar.schedules import make
+from llmpar.schedules import KINDS, Op, layer_order, make
+from llmpar.split import split
 from llmpar.step import Step
 from llmpar.timetable import slots, timetable
 
@@ -108,18 +110,53 @@ def test_eight_stages_give_the_loss_and_gradients_of_one_device(name, times):
     assert_same(dataclasses.replace(LLAMA, num_layers=16), piped("pp=8", f"{name} {times * 8}"))
 
 
+# ---------------------------------------------------------------------------------------- what the table says
+
+
+def told(table):
+    """What every stage does in every tick, in the words of `llmpar.pipeline`."""
+    here, schedule = slots(table), table.schedule
+    for tick, row in enumerate(table.ticks.tolist()):
+        cells = []
+        for stage, (kind, u, chunk) in enumerate(row):
+            entry = {"F": "tokens", "B": "the loss"}.get(KINDS[kind])
+            message, way = here.read[tick, stage], here.send[tick, stage]
+            read = entry if message < 0 else f"message {message}"
+            to = f"stage {(stage + way) % schedule.num_stages}" if way else "nobody"
+            op = Op(KINDS[kind], u, chunk)
+            cells.append(f"{op} of {read}, saved {here.saved[tick, stage]}, to {to}" if kind >= 0 else "-")
+        yield [str(tick), *cells]
+
+
+def test_the_table_in_the_executors_docstring_is_the_one_that_it_walks():
+    lines = [line.split("|") for line in pipeline.__doc__.splitlines() if " | " in line]
+    shown = [[cell.strip() for cell in line] for line in lines]
+    assert shown == [["tick", "stage 0", "stage 1"], *told(timetable(make("1f1b", 2, 2)))]
+    assert shown[1:] != list(told(timetable(make("gpipe", 2, 2))))
+
+
 # ----------------------------------------------------------------------------------------------- what is sent
 
 
 @functools.cache
 def traced(name, p, m, inside="", saves="input"):
-    """The jaxpr of a pipeline's gradients and the executor that wrote it."""
-    seen, run = [], pipeline._Executor.run
+    """The jaxpr of a pipeline's gradients, its schedule, and the FLOPs of its programs F, B and W."""
+    counts = {}
+
+    def counted(stage, x, sums):
+        made, saved, residual = stage_file.programs(stage, x, sums)
+        kept = [saved, residual][saves == "input" :]
+        args = {"F": [x], "B": [saved, x, sums], "W": kept}
+        for kind, run in made.items():
+            counts[kind] = flops(jax.make_jaxpr(run)(stage, *args[kind]).jaxpr) if run else 0
+        return made, saved, residual
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline._Executor, "run", lambda self: (seen.append(self), run(self))[1])
+        patch.setattr(pipeline, "programs", counted)
         config = EIGHT if name == "interleaved" else DEEP
-        jaxpr = trace(config, piped(f"pp={p} {inside}", f"{name} {m}", stage_saves=saves)).jaxpr
-    return jaxpr, seen[-1]
+        plan = piped(f"pp={p} {inside}", f"{name} {m}", stage_saves=saves)
+        jaxpr = trace(config, plan).jaxpr
+    return jaxpr, plan.pipeline, counts
 
 
 def inner(eqn):
@@ -142,8 +179,9 @@ def test_what_is_sent_is_what_the_table_says(name, p, m):
     if name != "1f1b" and p == 4:
         table = timetable(make(name, p, m))
         assert table.hops[p - 1, 0] == m and table.hops[0, p - 1] == m  # round the end, for the second chunk
-    jaxpr, executor = traced(name, p, m)
-    table, send = timetable(executor.schedule), executor.slots.send
+    jaxpr, schedule, _ = traced(name, p, m)
+    table = timetable(schedule)
+    send = slots(table).send
     assert {pair for perm in permutes(jaxpr) for pair in perm} == {
         tuple(pair) for pair in np.argwhere(table.hops).tolist()
     }
@@ -159,7 +197,7 @@ def test_what_is_sent_is_what_the_table_says(name, p, m):
 
 def test_a_copy_of_the_layers_travels_nowhere():
     """Weights of blocks stay on their stage: only whole weights are summed over pp, once each."""
-    jaxpr, _ = traced("1f1b", 4, 8)
+    jaxpr, _, _ = traced("1f1b", 4, 8)
     found = [c for c in hlo.census_jaxpr(jaxpr, {"pp": 4}) if c.kind == "all-reduce"]
     assert sorted(c.shape for c in found) == [(3,), (64,), (264, 64), (264, 64)] and all(
         c.count == 1 for c in found
@@ -185,16 +223,16 @@ def flops(jaxpr):
 def test_w_is_the_weights_products_and_nothing_runs_twice():
     """B recomputes F, and B and W together are the joint backward; with ``save`` nothing is recomputed at
     all."""
-    _, whole = traced("1f1b", 4, 8)
-    _, zero_bubble = traced("zb-h1", 4, 8)
-    _, saved = traced("1f1b", 4, 8, saves="residuals")
-    _, both = traced("zb-h1", 4, 8, saves="residuals")
-    joint = flops(whole.b.jaxpr)
+    *_, whole = traced("1f1b", 4, 8)
+    *_, zero_bubble = traced("zb-h1", 4, 8)
+    *_, saved = traced("1f1b", 4, 8, saves="residuals")
+    *_, both = traced("zb-h1", 4, 8, saves="residuals")
+    joint = whole["B"]
     layer = sum(int(np.prod(w.shape[1:])) for w in DEEP.weights().values() if len(w.shape) > 2)
-    assert flops(zero_bubble.w.jaxpr) == 2 * BATCH // 8 * SEQ * layer == flops(both.w.jaxpr)
-    assert flops(zero_bubble.b.jaxpr) + flops(zero_bubble.w.jaxpr) == joint
-    assert flops(saved.f.jaxpr) + flops(saved.b.jaxpr) == joint
-    assert flops(both.f.jaxpr) + flops(both.b.jaxpr) + flops(both.w.jaxpr) == joint
+    assert zero_bubble["W"] == 2 * BATCH // 8 * SEQ * layer == both["W"]
+    assert zero_bubble["B"] + zero_bubble["W"] == joint
+    assert saved["F"] + saved["B"] == joint and saved["W"] == 0
+    assert both["F"] + both["B"] + both["W"] == joint
 
 
 def test_a_cut_function_gives_the_same_bits_and_no_product_twice():
@@ -215,17 +253,31 @@ def test_a_cut_function_gives_the_same_bits_and_no_product_twice():
         for name, shape in dict(first=(4, 8), second=(8, 4), more=(3, 4, 4)).items()
     }
     x, dy = (jax.random.normal(next(key), (5, 4)) for _ in "xy")
-    whole, shape = pipeline.trace(f, w, x, dy)
-    leaves = jax.tree.leaves((w, x, dy))
-    first, second, crossing = pipeline.split(whole, 1, 3, 5)
-    dx, *kept = first(*leaves)
-    got = jax.tree.unflatten(jax.tree.structure(shape), [dx, *second(*leaves[:3], *kept)])
+    first, second, crossing = split(f, known=(w,), given=(x, dy))
+    dx, kept = first(w, x, dy)
     assert len(kept) == len(crossing) > 0
-    jax.tree.map(np.testing.assert_array_equal, got, f(w, x, dy))
-    assert (
-        flops(first.jaxpr) + flops(second.jaxpr) == flops(whole.jaxpr)
-        and flops(second.jaxpr) == 2 * 2 * 5 * 4 * 8
-    )
+    jax.tree.map(np.testing.assert_array_equal, (dx, second(w, kept)), f(w, x, dy))
+    assert flops(first.jaxpr) + flops(second.jaxpr) == flops(jax.make_jaxpr(f)(w, x, dy).jaxpr)
+    assert flops(second.jaxpr) == 2 * 2 * 5 * 4 * 8
+
+
+def test_what_is_cut_can_be_cut_again_and_what_comes_later_goes_to_the_second():
+    """As a pipeline does: y, then the gradient of x once dy is there, then the weights' gradients."""
+
+    def f(weights, x, dy):
+        y, pull = jax.vjp(lambda w, x: jnp.tanh(x @ w["first"]) @ w["second"], weights, x)
+        dw, dx = pull(dy)
+        return y, (dx, dw)
+
+    rng = np.random.default_rng(0)
+    w = {"first": rng.standard_normal((4, 8)), "second": rng.standard_normal((8, 4))}
+    w, x, dy = jax.tree.map(jnp.float32, (w, rng.standard_normal((5, 4)), rng.standard_normal((5, 4))))
+    forward, both, saved = split(f, known=(w,), given=(x,), later=(dy,))
+    backward, weights, _ = split(both, known=(w, saved), given=(dy,))
+    y, kept = forward(w, x)
+    dx, left = backward(w, kept, dy)
+    jax.tree.map(np.testing.assert_array_equal, (y, (dx, weights(w, kept, left))), f(w, x, dy))
+    assert [flops(part.jaxpr) for part in (forward, backward, weights)] == [2 * 2 * 5 * 4 * 8] * 3
 
 
 # ----------------------------------------------------------------------------------------------- what is held
@@ -289,6 +341,14 @@ def test_a_wrong_table_is_not_even_traced():
 
 
 # ------------------------------------------------------------------------------------------- where layers lie
+
+
+def test_layers_are_dealt_to_chunks_along_the_way_through_the_stages():
+    """The first of a route have one more; both copies of a model have the same."""
+    assert make("1f1b", 4, 4).layers(6) == {(0, 0): 2, (1, 0): 2, (2, 0): 1, (3, 0): 1}
+    assert make("zb-v", 2, 4).layers(7) == {(0, 0): 2, (1, 0): 2, (1, 1): 2, (0, 1): 1}
+    assert make("dualpipe", 2, 4).layers(5) == {(0, 0): 3, (1, 0): 2, (1, 1): 3, (0, 1): 2}
+    assert layer_order(make("zb-v", 2, 4), 7).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -363,7 +423,7 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
 
 def test_layers_in_another_order_are_noticed():
     config, plan = CASES["interleaved, m = 2p, ZeRO-2"]
-    assert pipeline.layer_order(make("zb-v", 2, 4), 8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert layer_order(make("zb-v", 2, 4), 8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
 
     class Natural(Step):
         def __init__(self, *args):

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from parity import BATCH, LLAMA, SEQ, assert_same, batch, name
-from test_census import predicted, table
+from parity import BATCH, LLAMA, SEQ, assert_same, batch, by_arrow, name
+from test_census import predicted
 
 from llmpar import attention, sequence_order
 from llmpar.config import preset
@@ -64,19 +64,16 @@ def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monk
 def test_what_attention_sends_is_predicted_to_the_byte(plan):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     text = hlo.partitioned_hlo(step.lower(16, 32))
-    assert table(hlo.census_hlo(text, step.mesh)) == predicted(LLAMA, plan)
+    assert by_arrow(hlo.census_hlo(text, step.mesh)) == predicted(LLAMA, plan)
 
 
 def gathered(plan):
     """The all-gathers of a traced step that run over sp: (times, bytes sent)."""
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    rows = {
-        k: v
-        for k, v in table(hlo.census_jaxpr(jaxpr, plan.mesh.sizes)).items()
-        if k[1] == "all-gather" and "sp" in k[0]
-    }
-    return rows.get(("sp", "all-gather"), (0, 0))
+    census = hlo.census_jaxpr(jaxpr, plan.mesh.sizes)
+    rows = [(c.count, c.bytes_sent) for c in census if c.kind == "all-gather" and c.axes == ("sp",)]
+    return tuple(map(sum, zip((0, 0), *rows, strict=True)))
 
 
 class Forgets(Plan):

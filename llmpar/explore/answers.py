@@ -23,7 +23,7 @@ from llmpar.notation import AXES, Layout, MeshShape, NotationError, divisors, pa
 from llmpar.plan import Plan
 from llmpar.predict import formulas, memory, traffic
 from llmpar.predict.hardware import CHIPS, GIB, Chip, chip
-from llmpar.schedules import SCHEDULES, make
+from llmpar.schedules import SCHEDULES, deal, make
 from llmpar.timetable import slots, timetable
 
 PLAN = {f.name: f.default for f in dataclasses.fields(Plan)}
@@ -90,7 +90,7 @@ CONTROLS: list[dict] = [  # free: what a page without Python can follow by itsel
     {"name": "remat", "kind": "choice", "label": "recompute", "options": choices("remat")},
     {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},
 ]
-CHUNKS = {name: len(make(name, 2, 4).routes[0]) // 2 for name in SCHEDULES}
+CHUNKS = {name: make(name, 2, 4).visits for name in SCHEDULES}
 """Pieces of the model that a stage holds, by schedule. A pipeline's state has room for equally many layers in
 each."""
 
@@ -226,7 +226,7 @@ def shape_of(row: dict, state: dict, sizes: dict[str, int]) -> list[int]:
     if "chunks" not in row or sizes["pp"] == 1:
         return row["shape"]
     cells = sizes["pp"] * row["chunks"].get(state["schedule"], 1)
-    return [-(-row["shape"][0] // cells) * cells, *row["shape"][1:]]
+    return [cells * max(deal(row["shape"][0], cells)), *row["shape"][1:]]
 
 
 def answer(state: dict) -> dict:

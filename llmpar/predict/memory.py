@@ -61,12 +61,11 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
         8 * stream + heads + ffn
     )  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
     kept = block - ffn * (plan.ffn_chunks > 1)  # chunks are computed again
-    layers = plan.padded(config).num_layers
-    held = 0
+    layers, held = config.num_layers, 0
     if (
         order := plan.pipeline
     ):  # one chunk is differentiated at a time; of the others that are alive, what F saved
-        layers //= len(order.routes[0])
+        layers = max(order.layers(layers).values())
         alive = slots(timetable(order))
         saved, messages, residual = (
             int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual)

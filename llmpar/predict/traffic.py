@@ -129,14 +129,13 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
         return Runs(m, m, n, n * recomputed, n, n * (2 - keeps), n * (1 + (recomputed and not keeps)), m)
     m //= len(order.routes)  # each way through the stages has as many
     embed, loss = (m * sum(route[i][0] == stage for route in order.routes) for i in (0, -1))
-    n = last = 0
-    few, more = divmod(config.num_layers, len(order.routes[0]))
-    for route in order.routes:
-        n += m * sum(few + (i < more) for i, cell in enumerate(route) if cell[0] == stage)
-        last += m * (few + (len(route) <= more)) * (route[-1][0] == stage)
+    layers = order.layers(config.num_layers)
+    n = m * sum(num for cell, num in layers.items() if cell[0] == stage)
+    last = m * sum(layers[route[-1]] for route in order.routes if route[-1][0] == stage)
     cells = order.visits * plan.microbatches
     if plan.stage_saves == "residuals":
-        twice = n + cells * few  # a layer that only some chunks have keeps its gathered weights
+        # A layer that only some chunks have keeps its gathered weights.
+        twice = n + cells * min(layers.values())
         return Runs(embed, loss, n, 0, n, twice, twice, cells)
     forward, attended = 2 * n - last, 2 * cells - loss
     if order.split_backward:  # layer by layer, nothing checkpointed

@@ -124,16 +124,13 @@ def cell(w0, w1, x, dy):
     gradients."""
     y, pull = jax.vjp(lambda w0, w1, x: jnp.tanh(x @ w0) @ w1, w0, w1, x)
     dw0, dw1, dx = pull(dy)
-    return y, dx, dw0, dw1
+    return y, (dx, (dw0, dw1))
 
 
 rng = np.random.default_rng(0)
-given = [rng.standard_normal(shape).astype(np.float32) for shape in ((16, 64), (64, 16), (8, 16), (8, 16))]
-whole, _ = trace(cell, *given)
-F, backward, saved = split(
-    whole, num_early=1, num_known=2, num_given=3
-)  # w0, w1 are known; x is there, dy is not
-B, W, residual = split(backward, num_early=1, num_known=2 + len(saved), num_given=3 + len(saved))
+w0, w1, x, dy = (rng.standard_normal(n).astype(np.float32) for n in ((16, 64), (64, 16), (8, 16), (8, 16)))
+F, backward, saved = split(cell, known=(w0, w1), given=(x,), later=(dy,))  # dy is not there when F runs
+B, W, residual = split(backward, known=(w0, w1, saved), given=(dy,))
 for name, part in {"F": F, "B": B, "W": W}.items():
     print(f"{name}: {' '.join(eqn.primitive.name for eqn in part.jaxpr.eqns)}")
 print(
@@ -145,12 +142,11 @@ print(
 
 # %%
 products = lambda part: sum(eqn.primitive.name == "dot_general" for eqn in part.jaxpr.eqns)
-assert (products(F), products(B), products(W)) == (2, 2, 2) and products(whole) == 6, "nothing runs twice"
-w0, w1, x, dy = given
-y, *kept = F(w0, w1, x)
-dx, *left = B(w0, w1, *kept, dy)
-for got, want in zip((y, dx, *W(w0, w1, *kept, *left)), cell(*given), strict=True):
-    np.testing.assert_array_equal(got, want)
+assert (products(F), products(B), products(W)) == (2, 2, 2), "nothing runs twice"
+assert products(trace(cell, w0, w1, x, dy)) == 6
+y, kept = F(w0, w1, x)
+dx, left = B(w0, w1, kept, dy)
+jax.tree.map(np.testing.assert_array_equal, (y, (dx, W(w0, w1, kept, left))), cell(w0, w1, x, dy))
 print("value: F, then B, then W give the same bits as the whole")
 
 # %% [markdown]

@@ -110,7 +110,7 @@ from llmpar.inspect import hlo
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
 from llmpar.predict import traffic
-from llmpar.split import split, trace
+from llmpar.split import split
 from llmpar.step import Step
 from llmpar.timetable import slots
 
@@ -119,20 +119,18 @@ def cell(w0, w1, x, dy):
     """What a stage of two layers does with one microbatch."""
     y, pull = jax.vjp(lambda w0, w1, x: jnp.tanh(x @ w0) @ w1, w0, w1, x)
     dw0, dw1, dx = pull(dy)
-    return y, dx, dw0, dw1
+    return y, (dx, (dw0, dw1))
 
 
-given = [
+w0, w1, x, dy = (
     np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     for shape in ((16, 64), (64, 16), (8, 16), (8, 16))
-]
-whole, _ = trace(cell, *given)
-forward, both, saved = split(whole, 1, 2, 3)
-backward, weights, left = split(both, 1, 2 + len(saved), 3 + len(saved))
-y, *kept = forward(*given[:3])
-dx, *rest = backward(*given[:2], *kept, given[3])
-for got, want in zip((y, dx, *weights(*given[:2], *kept, *rest)), cell(*given), strict=True):
-    np.testing.assert_array_equal(got, want)
+)
+forward, both, saved = split(cell, known=(w0, w1), given=(x,), later=(dy,))
+backward, weights, left = split(both, known=(w0, w1, saved), given=(dy,))
+y, kept = forward(w0, w1, x)
+dx, rest = backward(w0, w1, kept, dy)
+jax.tree.map(np.testing.assert_array_equal, (y, (dx, weights(w0, w1, kept, rest))), cell(w0, w1, x, dy))
 parts = {"F": forward, "B": backward, "W": weights}
 names = {name: [eqn.primitive.name for eqn in part.jaxpr.eqns] for name, part in parts.items()}
 assert [found.count("dot_general") for found in names.values()] == [2, 2, 2]

@@ -1,0 +1,190 @@
+"""What one stage of a pipeline computes with one microbatch.
+
+    embed      tokens -> stream              on the first stage
+    through    stream -> stream              the stage's chunk of the blocks
+    loss       stream -> loss                on the last stage
+    cell       both ways: all that F, B and W compute, in one function
+    programs   the cell cut into F, B and W
+
+The devices of a dp, fsdp, sp or tp group belong to one stage, so they take the same branches, and their
+collectives may stay inside a `lax.cond`. The last norm and the head are used on the last stage alone, the
+embedding on the first. With tied embeddings both have its gradient; their sum over pp ends the step.
+
+By default (`Plan.stage_saves`) B recomputes the stage from the input that F saved, and F of the last stage
+computes nothing, since its B follows and does. With residuals saved F keeps what B will need instead. In
+schedules that split the backward, W gets what is left of B once the input's gradient is out. Both cuts are
+made by `split` in the equations of one traced cell, whatever the stage computes.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from llmpar.config import ModelConfig
+from llmpar.model import Batch, Llama
+from llmpar.par import Manual, Solo
+from llmpar.split import split, trace
+from llmpar.weights import Tree, weight_dims
+
+
+class StageModel(Llama):
+    """A Llama cut open: its loss is that of a stream that comes with the batch, and the embedding is looked
+    up on another stage."""
+
+    def hidden_and_head(self, batch: Batch, par: Solo):
+        head = par.weight(self.embedding if self.config.tied else self.head)
+        return self.norm(batch["stream"], par), head, None
+
+
+_graph = functools.cache(lambda config: nnx.split(nnx.eval_shape(lambda: StageModel(config, nnx.Rngs(0))))[0])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stage:
+    """A stage's inputs besides activations and gradients: weights, the tokens of one microbatch, and which
+    part of the model this is."""
+
+    config: ModelConfig = field(metadata={"static": True})
+    par: Manual = field(metadata={"static": True})
+    blocks: Tree  # of one chunk, with a leading dim of its layers
+    shared: Tree  # embedding, last norm and head, which every stage has
+    batch: Tree
+    first: Any  # whether this chunk has the model's first layer,
+    last: Any  # its last layer,
+    full: Any  # and as many layers as any
+
+    def model(self, **weights) -> StageModel:
+        """The model with this stage's weights, or others in their place."""
+        return nnx.merge(_graph(self.config), {"blocks": self.blocks, **self.shared, **weights})
+
+
+def embed(stage: Stage, **weights):
+    """The stream ``b s d`` that enters the first stage; with this ``embedding``, if one is given."""
+    return (model := stage.model(**weights)).embed(stage.par.weight(model.embedding), stage.batch, stage.par)
+
+
+def through(stage: Stage, blocks, x, kind: str):
+    """The stream after the blocks, and for B the sum of its routers' losses, if it has any. Where some chunks
+    have a layer less, the last one may be skipped."""
+    plan = stage.par.plan
+    few, most = min(counts := plan.pipeline.layers(stage.config.num_layers).values()), max(counts)
+    run = _unrolled if plan.stage_saves == "residuals" or plan.pipeline.split_backward else stage.par.layers
+
+    def layers(block, x, stack):
+        def one(carry, w):
+            x, loss = carry
+            y, aux = block(x, w)
+            return (y, None if loss is None else loss + aux["loss"]), None
+
+        loss = jnp.zeros_like(x[..., 0], jnp.float32) if stage.config.experts and kind == "B" else None
+        carry, _ = run(one, (x, loss), jax.tree.map(lambda w: w[:few], stack))
+        if few == most:
+            return carry
+        last = jax.tree.map(lambda w: w[few:], stack)
+        return when(f"full{kind}", stage.full, lambda carry, w: run(one, carry, w)[0], carry, last)
+
+    x, loss = (model := stage.model(blocks=blocks)).run_blocks(x, stage.batch, stage.par, layers)
+    return x, None if loss is None else model.router_losses(loss, stage.batch, stage.par).sum()
+
+
+def _unrolled(block, x, stack):
+    """As `Solo.layers`, layer by layer: every product is then an equation to cut at."""
+    for i in range(jax.tree.leaves(stack)[0].shape[0]):
+        x, _ = block(x, at(stack, i))
+    return x, None
+
+
+def loss(stage: Stage, weights, y):
+    """The microbatch's loss, summed over its tokens here, from the stream after the last block. ``weights``
+    are the last norm's and the head's."""
+    return stage.model(**weights).cross_entropies(stage.batch | {"stream": y}, stage.par)[0].sum()
+
+
+# ------------------------------------------------------------------------------------------ forward, backward
+
+
+def cell(stage: Stage, x, dy, sums):
+    """All that a stage computes for one microbatch, both ways.
+
+    From its input x, the gradient dy of its output and the sums so far (the loss, and the gradients of
+    ``shared``): F's result, B's and W's, ``(y, ((dx, sums), d_blocks))``. The last stage gets dy from the
+    loss.
+    """
+    (y, routed), pull = jax.vjp(lambda blocks, x: through(stage, blocks, x, "B"), stage.blocks, x)
+    if routed is not None:  # every stage adds its own routers' losses
+        sums = sums | {"loss": sums["loss"] + routed}
+    dy, sums = when("leaves", stage.last, functools.partial(_from_loss, stage), (dy, sums), y)
+    d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, routed)))
+    sums = when("enters", stage.first, functools.partial(_into_embedding, stage), sums, dx)
+    return y, ((dx, sums), {"blocks": d_blocks})
+
+
+def _from_loss(stage: Stage, dy_and_sums, y):
+    _, sums = dy_and_sums
+    weights = {name: stage.shared[name] for name in ("norm", "embedding" if stage.config.tied else "head")}
+    value, (grads, dy) = jax.value_and_grad(functools.partial(loss, stage), argnums=(0, 1))(weights, y)
+    return dy, add(stage, sums, grads) | {"loss": sums["loss"] + value}
+
+
+def _into_embedding(stage: Stage, sums, dx):
+    pull = lambda w, dx: jax.vjp(lambda w: embed(stage, embedding=w), w)[1](dx)[0]
+    # Traced, so that the look-up does not run again for its gradient.
+    grad = trace(pull, w := stage.shared["embedding"], dx)(w, dx)
+    return add(stage, sums, {"embedding": grad})
+
+
+def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
+    """The sums with gradients added to those of the same name, at ZeRO 2 cut before that
+    (`Life.accumulate`)."""
+    move = lambda g, dims: stage.par.carry_out(g, stage.par.plan.life(dims).accumulate, f"gradient {dims}")
+    one = lambda done, g, dims: done + move(g, dims)
+    dims = weight_dims(stage.config)
+    return sums | {name: jax.tree.map(one, sums[name], g, dims[name]) for name, g in grads.items()}
+
+
+def programs(stage: Stage, x, sums):
+    """What F, B and W run, from the types of their arguments, and the types of what F and B keep for later:
+    ``{F, B, W}, saved, residual``.
+
+    ``F(stage, x) -> (y, saved)``; ``B(stage, saved, dy, sums) -> ((dx, sums), residual)``;
+    ``W(stage, residual) -> d_blocks``, or ``W(stage, saved, residual)`` where F saves residuals. (An input is
+    not for W: it would run the forward pass again.) Without a split backward there is no W, and B gives
+    d_blocks in place of a residual.
+    """
+    plan, given = stage.par.plan, (x, sums)
+    if plan.stage_saves == "residuals":
+        F, both, saved = split(cell, (stage,), (x,), given)
+        B, W, residual = (
+            split(both, (stage, saved), given) if plan.pipeline.split_backward else (both, None, [])
+        )
+        return {"F": F, "B": B, "W": W}, saved, residual
+    both = trace(lambda *args: cell(*args)[1], stage, x, *given)
+    B, W, residual = split(both, (stage,), (x, *given)) if plan.pipeline.split_backward else (both, None, [])
+    return {"F": _forward, "B": B, "W": W}, x, residual
+
+
+def _forward(stage: Stage, x):
+    """F where B recomputes: keeps its input, and on the last stage does nothing else."""
+    return when(
+        "leaves", stage.last, lambda x: x, x, otherwise=lambda x: through(stage, stage.blocks, x, "F")[0]
+    ), x
+
+
+def when(name: str, condition, do, x, *args, otherwise=lambda x, *_: x):
+    """``do(x, *args)``, or else ``x`` as it is: a `lax.cond` with a name by which a census finds how often it
+    is taken (`pipeline.taken`)."""
+    with jax.named_scope(f"when-{name}"):
+        return lax.cond(condition, do, otherwise, x, *args)
+
+
+def at(tree: Tree, index):
+    """What lies at one place of a tree's leading dim."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
