@@ -20,6 +20,8 @@ from flax import nnx
 from parity import LLAMA, weights
 
 from llmpar.checkpoint import Checkpoints, checksums
+from llmpar.cli.options import StepOptions
+from llmpar.cli.train import ideal_step_s
 from llmpar.config import ExpertConfig
 from llmpar.data import DataConfig, Stream, read_corpus
 from llmpar.mesh import make_mesh
@@ -27,7 +29,7 @@ from llmpar.notation import parse_layout
 from llmpar.optimizer import make_optimizer, muon_dims
 from llmpar.par import Solo
 from llmpar.plan import Plan
-from llmpar.predict import hardware
+from llmpar.predict import hardware, memory
 from llmpar.step import Step
 from llmpar.train import OptimizerConfig, Report, _place, train
 from llmpar.weights import model_graph, weight_dims
@@ -125,20 +127,19 @@ def test_a_log_is_continued_not_overwritten(tmp_path):
 def test_a_report_without_steps_has_no_times():
     report = Report()
     assert report.step_s is None and report.tokens_per_s is None and report.mfu is None
-    report = Report(
-        seconds=[9.0, 8.0, 3.0, 1.0, 2.0], tokens_per_step=10, flops_per_step=6.0, peak_flops_per_s=12.0
-    )
+    report = Report(seconds=[9.0, 8.0, 3.0, 1.0, 2.0], tokens_per_step=10, ideal_step_s=0.5)
     assert (report.step_s, report.tokens_per_s, report.mfu) == (2.0, 5.0, 0.25), (
         "the median, without the compiling two"
     )
 
 
-def test_the_peak_of_a_run_is_that_of_all_its_devices(monkeypatch, whole):
-    """As on eight H100s; nothing is left to train."""
+def test_all_devices_share_the_ideal_step(monkeypatch):
+    """The useful FLOPs of a step at the peak of eight H100s, and of one."""
     monkeypatch.setattr("llmpar.predict.hardware.guess", lambda kind: hardware.chip("h100"))
-    shape = dict(steps=6, folder=whole[0])
-    many, one = (run(plan, **shape)[1] for plan in (MIXED, Plan()))
-    assert many.peak_flops_per_s == 8 * one.peak_flops_per_s == 8 * hardware.chip("h100").flops_per_s
+    step = StepOptions(batch_size=8, seq_len=16)
+    many, one = (ideal_step_s(SMALL, step, make_mesh(plan.mesh)) for plan in (MIXED, Plan()))
+    useful = sum(memory.flops(SMALL, 8, 16).values())
+    assert one == 8 * many and math.isclose(one * hardware.chip("h100").flops_per_s, useful)
 
 
 def test_training_checks_the_plan_first():

@@ -210,7 +210,7 @@ def tensors(state: dict) -> list[dict]:
                 path,
                 shape,
                 4,
-                lambda plan, dims=dims, method=method: getattr(plan, method)(dims),
+                lambda plan, dims=dims, method=method: getattr(plan.life(dims), method),
                 times,
             )
     micro = max(1, b // state["microbatches"])
