@@ -405,8 +405,10 @@ def near_meshes(sizes: dict[str, int], num_devices: int) -> list[MeshShape]:
     found: list[dict[str, int]] = [{}]
     for axis in sizes:
         found = [o | {axis: n} for o in found for n in divisors(num_devices // math.prod(o.values()))]
-    full = [o for o in found if math.prod(o.values()) == num_devices]
-    return [MeshShape(**o) for o in sorted(full, key=lambda o: mesh_distance(o, sizes))]  # type: ignore[arg-type]
+    found = sorted(
+        (o for o in found if math.prod(o.values()) == num_devices), key=lambda o: mesh_distance(o, sizes)
+    )
+    return [MeshShape(**o) for o in found]  # type: ignore[arg-type]
 
 
 def mesh_distance(sizes: dict[str, int], asked: dict[str, int]) -> float:

@@ -198,21 +198,14 @@ def tensors(state: dict) -> list[dict]:
         stacked = {"chunks": {s: n for s, n in CHUNKS.items() if n > 1}} if name.startswith("blocks.") else {}
         rows.append(entry | stacked | {"layout": layouts})
 
-    for kind, method, times in (
+    for kind, name, times in (
         ("weight", "stored", 1),
         ("moments", "graded", 2),
         ("gradient", "accumulated", 1),
     ):
         for path, weight in config.weights().items():
-            dims, shape = weight.dims, weight.shape
-            row(
-                kind,
-                path,
-                shape,
-                4,
-                lambda plan, dims=dims, method=method: getattr(plan.life(dims), method),
-                times,
-            )
+            place = lambda plan, dims=weight.dims, name=name: getattr(plan.life(dims), name)
+            row(kind, path, weight.shape, 4, place, times)
     micro = max(1, b // state["microbatches"])
     n, k, h = config.num_heads, config.num_kv_heads, config.head_width
     acts = {
