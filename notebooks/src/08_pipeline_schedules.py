@@ -44,10 +44,11 @@ from llmpar.inspect.census import (
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
+from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import from_text, make
 from llmpar.split import split, trace
 from llmpar.step import Step
-from llmpar.timetable import closed_forms, slots, timetable
+from llmpar.timetable import slots, timetable
 
 jax.config.update(
     "jax_default_matmul_precision", "highest"

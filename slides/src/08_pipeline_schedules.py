@@ -11,8 +11,9 @@ from IPython.display import Markdown
 
 from llmpar import draw
 from llmpar.draw import scene
+from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import make
-from llmpar.timetable import closed_forms, timetable
+from llmpar.timetable import timetable
 
 P, M = 4, 5
 table, gpipe = timetable(make("1f1b", P, M)), timetable(make("gpipe", P, M))
