@@ -35,7 +35,7 @@ from llmpar.notation import AXES, Arrow, Dim, Layout
 from llmpar.optimizer import counts_empty_places
 from llmpar.par import Auto, Manual, Solo, vary, varying
 from llmpar.plan import Plan
-from llmpar.weights import Tree, init_params, model_graph, weight_dims
+from llmpar.weights import Tree, described, init_params, model_graph, weight_dims
 
 WHOLE = Layout(())
 
@@ -112,7 +112,7 @@ class Step:
 
     def _shapes(self, config: ModelConfig) -> State:
         """The state's leaves by shape and dtype."""
-        params = jax.eval_shape(lambda: init_params(config))
+        params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), described(config))
         return jax.eval_shape(lambda p: State(p, self.optimizer.init(p), jnp.int32(0)), params)
 
     def _layouts(self, state: State) -> State:

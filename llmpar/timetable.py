@@ -12,11 +12,14 @@ import heapq
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 
 from llmpar.schedules import KINDS, Costs, Op, Schedule
+
+WAYS = {"right": 1, "left": -1}  # to the next stage and to the previous one
 
 
 @dataclass(frozen=True)
@@ -318,3 +321,21 @@ def slots(table: Timetable) -> Slots:
             grid["read"][used, s] = grid[("keep", "left", "right")[way]][sent, s] = slot
         count[:, s] = [1 + max(found, default=-1) for found in (saved, residual, letters)]
     return Slots(**grid, num_saved=count[0], num_residual=count[1], num_messages=count[2])
+
+
+def branch_shares(schedule: Schedule, num_layers: int, stage: int) -> dict[str, Fraction]:
+    """How often a stage takes the named branches of the program, of the times that it comes to them."""
+    table, counts = timetable(schedule), schedule.layers(num_layers)
+    ticks = {kind: table.ticks[:, stage, 0] == i for i, kind in enumerate(KINDS)} | {
+        name: (slots(table).send == way).any(1) for name, way in WAYS.items()
+    }
+    first, last = ({route[i] for route in schedule.routes} for i in (0, -1))
+    full = {cell for cell, n in counts.items() if n == max(counts.values())}
+    mine = {cell for cell in counts if cell[0] == stage}
+    share = lambda some, of: Fraction(len(some & of), max(1, len(of)))
+    return {name: Fraction(int(found.sum()), len(found)) for name, found in ticks.items()} | {
+        "fullB": share(full, mine),
+        "fullF": share(full, mine - last),
+        "enters": share(first, mine),
+        "leaves": share(last, mine),
+    }

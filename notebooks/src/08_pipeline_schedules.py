@@ -30,7 +30,7 @@ import numpy as np
 import optax
 from exercises import attempt
 
-from llmpar import draw, pipeline
+from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.inspect.census import (
@@ -48,7 +48,7 @@ from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import from_text, make
 from llmpar.split import split, trace
 from llmpar.step import Step
-from llmpar.timetable import slots, timetable
+from llmpar.timetable import branch_shares, slots, timetable
 
 jax.config.update(
     "jax_default_matmul_precision", "highest"
@@ -329,7 +329,7 @@ for name, (step, compiled) in programs.items() if p > 1 else ():
     order = step.plan.pipeline
     send, ticks, executed[name] = slots(timetable(order)).send, len(timetable(order).ticks), 0
     for stage in range(p):
-        taken = pipeline.taken(order, LLAMA.num_layers, stage)
+        taken = branch_shares(order, LLAMA.num_layers, stage)
         found = census_hlo(compiled.as_text(), step.mesh, taken)
         predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
         rows = census_table(found)["pp", "collective-permute"]
