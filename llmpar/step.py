@@ -84,6 +84,7 @@ class Step:
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)
+        self.batch_sharding = sharding(mesh, plan.place("data b s"))
         self.layer_order = schedules.layer_order(plan.pipeline, config.num_layers)
         state = self._shapes(plan.padded(config))
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
@@ -106,7 +107,6 @@ class Step:
         self._in_order = self.layer_order.tolist() == list(
             range(config.num_layers)
         )  # then nothing is ever moved
-        self.batch_sharding = sharding(mesh, plan.place("data b s"))
         given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
         self.run = jax.jit(self._step, in_shardings=given, out_shardings=made, donate_argnums=0)
 
