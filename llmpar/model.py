@@ -291,8 +291,11 @@ class Llama(nnx.Module):
         they tell."""
         graph, weights = nnx.split(self.blocks)
         rope = rope_table(self.config, batch["positions"])
-        keys = [par.move(batch[name], "data b s -> keys b s") for name in ("positions", "segments")]
-        ids = *(par.move(x, "keys b s -> queries b s") for x in keys), *keys
+        t_positions, t_segments = (
+            par.move(batch[name], "data b s -> keys b s") for name in ("positions", "segments")
+        )
+        q_positions, q_segments = (par.move(x, "keys b s -> queries b s") for x in (t_positions, t_segments))
+        ids = q_positions, q_segments, t_positions, t_segments
 
         def block(x, w):
             return nnx.merge(graph, w)(x, ids, rope, par)

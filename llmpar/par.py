@@ -25,12 +25,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import Array, Int
 
 from llmpar.mesh import sharding, spec
 from llmpar.notation import Arrow, Layout, Move, parse_layout
@@ -42,7 +45,7 @@ WEIGHT, MOVED = "weight", "moved"
 class Solo:
     """One device: moves do nothing. The reference that every test compares with."""
 
-    cache: Any = None  # who attends where tokens come one at a time (`llmpar.serve.decode`)
+    cache: Any = None  # keeps keys and values where tokens come one at a time, and attends (`serve.decode`)
 
     def __init__(self, plan):
         self.plan = plan
@@ -52,19 +55,19 @@ class Solo:
         """The parameter in the computing dtype."""
         return param[...].astype(self.dtype)
 
-    def move(self, x, arrow: str):
+    def move(self, x: Array, arrow: str) -> Array:
         """``x`` itself: it is where it should be."""
         return x
 
-    def ragged(self, x, full, arrow: str):
+    def ragged(self, x: Array, full: Int[Array, "g g"], arrow: str) -> Array:
         """As `move`."""
         return x
 
-    def max(self, x, arrow: str):
+    def max(self, x: Array, arrow: str) -> Array:
         """``x`` itself, behind a stop_gradient."""
         return lax.stop_gradient(x)
 
-    def index(self, layout: str):
+    def index(self, layout: str) -> int | Int[Array, ""]:
         """0: the one block that there is."""
         return 0
 
@@ -77,7 +80,7 @@ class Solo:
         """How many blocks the layout's one dim is cut into."""
         return math.prod(self.plan.mesh.sizes[a] for a in self.axes(layout))
 
-    def local(self, f, layouts: list[str], result):
+    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """``f`` as a function of whole values laid out as ``layouts`` say, giving one laid out as ``result``
         (or several)."""
         return f
@@ -86,9 +89,9 @@ class Solo:
         lambda self: self, doc="The reading for moves inside an island, where a device sees its blocks only."
     )
 
-    def layers(self, block, x, stack):
-        """Run ``x, told = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,
-        rematerialised as planned. What the layers told is stacked."""
+    def layers(self, block: Callable, x: Any, stack: Any) -> tuple[Any, Any]:
+        """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,
+        rematerialised as planned. The layers' auxiliary results are stacked."""
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
         alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
         if plan.remat == "block":
@@ -99,7 +102,7 @@ class Solo:
             block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
         return lax.scan(block, x, stack, unroll=plan.unroll or length)
 
-    def chunked(self, f, xs, num_chunks: int):
+    def chunked(self, f: Callable, xs: Any, num_chunks: int) -> Any:
         """Apply ``f`` to ``num_chunks`` pieces of ``xs``, one after the other, and join what comes out, all
         along dim 1.
 
@@ -145,7 +148,7 @@ class Manual(Solo):
         x = self._vary(param[...], self.plan.varying(region), param.dims).astype(self.dtype)
         return checkpoint_name(self.carry_out(x, self.plan.life(param.dims).gather, param.dims), WEIGHT)
 
-    def move(self, x, arrow: str):
+    def move(self, x: Array, arrow: str) -> Array:
         """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in
         that order."""
         physical = self.plan.resolve(arrow)
@@ -154,7 +157,7 @@ class Manual(Solo):
         x = self._vary(x, self.plan.varying(region), arrow) if region else x
         return checkpoint_name(x, MOVED) if physical.moves else x
 
-    def ragged(self, x, full, arrow: str):
+    def ragged(self, x: Array, full: Int[Array, "g g"], arrow: str) -> Array:
         """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which rank i sends rank j the first ``full[i,
         j]`` rows of its block alone; the others arrive as zeros. XLA has it for GPUs and TPUs, not for
         CPUs."""
@@ -169,7 +172,7 @@ class Manual(Solo):
             y = _ragged(rows, full, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
-    def max(self, x, arrow: str):
+    def max(self, x: Array, arrow: str) -> Array:
         """An all-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
         axes = self.plan.resolve(arrow).before.sums
         x = lax.stop_gradient(x)
@@ -182,17 +185,17 @@ class Manual(Solo):
         """The mesh axes that cut the layout's one dim."""
         return self.plan.place(layout).axes
 
-    def local(self, f, layouts: list[str], result):
+    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """``f`` itself: everything here works on one device's blocks. Its collectives stay where they are
         written."""
         return lambda *args: f(*_together(args))
 
-    def index(self, layout: str):
+    def index(self, layout: str) -> int | Int[Array, ""]:
         """The position of this device's block among the blocks of the layout's one dim."""
         axes = self.axes(layout)
         return lax.axis_index(axes) if axes else 0
 
-    def carry_out(self, x, arrow: Arrow, text: str = "", invariant: bool = False):
+    def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
         """Run the collectives of a physical arrow. ``invariant`` marks gathered results as equal on all
         devices."""
         position = {d.name: i for i, d in enumerate(arrow.before.dims or arrow.after.dims)}
@@ -208,7 +211,7 @@ class Manual(Solo):
                 x = _collective(x, move, position, "invarying" if invariant else "varying")
         return x
 
-    def _vary(self, x, axes: tuple[str, ...], text: str):
+    def _vary(self, x: Array, axes: tuple[str, ...], text: str) -> Array:
         """From here on ``x`` may differ along ``axes``: free now, an all-reduce of the gradient in the
         backward pass."""
         with scope(text):
@@ -254,14 +257,14 @@ _ragged.defvjp(
 )
 
 
-def varying(x) -> frozenset[str]:
+def varying(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     """The mesh axes over which shard_map's type of ``x`` (or this type) says that devices may hold different
     values."""
     kind = (jax.typeof(x) if isinstance(x, jax.Array) else x).manual_axis_type
     return kind.varying if kind else frozenset()
 
 
-def vary(x, axes):
+def vary(x: Array, axes: Iterable[str]) -> Array:
     """``x`` typed as varying over ``axes`` too. Its transpose sums over those that are new."""
     missing = tuple(a for a in axes if a not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -289,7 +292,7 @@ class Auto(Solo):
     """Under `jax.jit`: every arrow is a sharding constraint, and XLA's partitioner chooses the
     collectives."""
 
-    def __init__(self, plan, mesh):
+    def __init__(self, plan, mesh: Mesh | AbstractMesh):
         super().__init__(plan)
         self.mesh = mesh
 
@@ -297,13 +300,13 @@ class Auto(Solo):
         """The parameter laid out as it is used."""
         return checkpoint_name(self.constrain(super().weight(param), self.plan.place(param.dims)), WEIGHT)
 
-    def move(self, x, arrow: str):
+    def move(self, x: Array, arrow: str) -> Array:
         """``x`` laid out as the arrow ends; an unfinished sum is finished wherever the partitioner likes."""
         return self.constrain(x, self.plan.resolve(arrow).after) if x.ndim else x
 
     axes = Manual.axes
 
-    def local(self, f, layouts: list[str], result):
+    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """``f`` inside shard_map, on each device's blocks; sums that it leaves unfinished are finished."""
         given, ends = tuple(spec(self.plan.place(x)) for x in layouts), jax.tree.map(self.plan.place, result)
 
@@ -316,6 +319,6 @@ class Auto(Solo):
 
     explicit = property(lambda self: Manual(self.plan), doc="`Manual`: an island is inside shard_map.")
 
-    def constrain(self, x, layout: Layout):
+    def constrain(self, x: Array, layout: Layout) -> Array:
         """Pin a value's layout."""
         return lax.with_sharding_constraint(x, sharding(self.mesh, layout))

@@ -10,12 +10,20 @@ Scale Your Model, 2025.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 
 from llmpar.predict.hardware import Chip
 from llmpar.predict.ring import ring_share
 
 
-def zero_bytes(params, devices, stage, param_bytes=2, grad_bytes=2, optim_bytes=12):
+def zero_bytes(
+    params: float,
+    devices: float,
+    stage: int,
+    param_bytes: float = 2,
+    grad_bytes: float = 2,
+    optim_bytes: float = 12,
+) -> float:
     """Bytes of model state per device: stage 0 (P+G+K)Psi, 1 (P+G)Psi + K Psi/N, 2 P Psi + (G+K)Psi/N, 3 all
     over N.
 
@@ -27,13 +35,23 @@ def zero_bytes(params, devices, stage, param_bytes=2, grad_bytes=2, optim_bytes=
     return params * sum(b / devices if i in cut else b for i, b in enumerate(held))
 
 
-def zero_max_params(hbm_bytes, devices, stage, model_parallel=1, **state_bytes):
+def zero_max_params(
+    hbm_bytes: float, devices: float, stage: int, model_parallel: float = 1, **state_bytes: float
+) -> float:
     """Largest Psi whose model state alone fills `hbm_bytes` on each device (ZeRO, table 2); activations not
     counted."""
     return model_parallel * hbm_bytes / zero_bytes(1, devices, stage, **state_bytes)
 
 
-def gpt_activation_bytes(b, s, h, heads, tp=1, sequence_parallel=False, recompute="none"):
+def gpt_activation_bytes(
+    b: float,
+    s: float,
+    h: float,
+    heads: float,
+    tp: float = 1,
+    sequence_parallel: bool = False,
+    recompute: str = "none",
+) -> float:
     """Bytes one GPT layer keeps for its backward in 16 bits: sbh(10 + 24/t + 5as/ht), with SP sbh/t (34 +
     5as/h).
 
@@ -48,7 +66,16 @@ def gpt_activation_bytes(b, s, h, heads, tp=1, sequence_parallel=False, recomput
     return s * b * h * (whole + (cut + scores) / tp)
 
 
-def llama_activation_bytes(tokens, d, heads, kv_heads, head_dim, ffn, recompute="none", bytes_each=2):
+def llama_activation_bytes(
+    tokens: float,
+    d: float,
+    heads: float,
+    kv_heads: float,
+    head_dim: float,
+    ffn: float,
+    recompute: str = "none",
+    bytes_each: float = 2,
+) -> float:
     """Bytes one Llama layer keeps with flash attention, counted from its products (derived here, not
     published).
 
@@ -64,7 +91,7 @@ def llama_activation_bytes(tokens, d, heads, kv_heads, head_dim, ffn, recompute=
     return tokens * kept * bytes_each
 
 
-def attention_peak_bytes(scheme, b, s, h, heads, block):
+def attention_peak_bytes(scheme: str, b: float, s: float, h: float, heads: float, block: float) -> float:
     """Largest bf16 activation of one layer, bytes: vanilla 2bns^2, mem_eff 8bsh, blockwise 2bsh, ring 6bch.
 
     Liu et al. 2023 (Ring Attention), table 1, whose vanilla row prints h for the n heads of the scores.
@@ -77,28 +104,30 @@ def attention_peak_bytes(scheme, b, s, h, heads, block):
     }[scheme]
 
 
-def kv_cache_bytes(tokens, layers, kv_heads, head_dim, bytes_each=2):
+def kv_cache_bytes(
+    tokens: float, layers: float, kv_heads: float, head_dim: float, bytes_each: float = 2
+) -> float:
     """Bytes of keys and values: 2 layers kv_heads head_dim bytes for each token (Book, inference chapter)."""
     return 2 * tokens * layers * kv_heads * head_dim * bytes_each
 
 
 def param_counts(
-    vocab,
-    d,
-    layers,
-    heads=1,
-    kv_heads=None,
-    head_dim=None,
-    ffn=None,
-    glu=False,
-    norm="rms",
-    bias=False,
-    tied=False,
-    learned_pos=False,
-    ctx=0,
-    experts=0,
-    topk=0,
-):
+    vocab: float,
+    d: float,
+    layers: float,
+    heads: float = 1,
+    kv_heads: float | None = None,
+    head_dim: float | None = None,
+    ffn: float | None = None,
+    glu: bool = False,
+    norm: str = "rms",
+    bias: bool = False,
+    tied: bool = False,
+    learned_pos: bool = False,
+    ctx: float = 0,
+    experts: float = 0,
+    topk: float = 0,
+) -> dict[str, float]:
     """Exact parameters by part, with total and active (top-k experts only). `heads` may be absent if n h = d.
 
     `bias` adds one to every linear layer but the router and the unembedding, `norm="ln"` one to every norm.
@@ -120,12 +149,14 @@ def param_counts(
     return part | {"total": total, "active": total - idle}
 
 
-def gpt_params(h, layers, vocab, seq):
+def gpt_params(h: float, layers: float, vocab: float, seq: float) -> float:
     """12lh^2 (1 + 13/12h + (V+s)/12lh): Narayanan et al. 2021, eq. 2. Leaves out the final norm's 2h."""
     return 12 * layers * h**2 * (1 + 13 / (12 * h) + (vocab + seq) / (12 * layers * h))
 
 
-def gpt_step_flops(batch, seq, layers, h, vocab, recompute="full"):
+def gpt_step_flops(
+    batch: float, seq: float, layers: float, h: float, vocab: float, recompute: str = "full"
+) -> float:
     """Matmul FLOPs of a GPT train step, with attention counted in full (not halved for the causal mask).
 
     "none": 72Bsl h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, eq. 7). "selective": s/3h for s/6h (eq. 8,
@@ -138,7 +169,15 @@ def gpt_step_flops(batch, seq, layers, h, vocab, recompute="full"):
     return 72 * core * (1 + seq / ({"none": 6, "selective": 3}[recompute] * h) + vocab / (12 * layers * h))
 
 
-def flops_per_token(params, layers=0, heads=0, head_dim=0, seq=0, attention="full", excluded_params=0):
+def flops_per_token(
+    params: float,
+    layers: float = 0,
+    heads: float = 0,
+    head_dim: float = 0,
+    seq: float = 0,
+    attention: str = "full",
+    excluded_params: float = 0,
+) -> float:
     """Train FLOPs per token: 6N + 12LHQT, the model's own work without recomputation.
 
     Chowdhery et al. 2022 (PaLM), appendix B. Conventions differ: `attention` is "full" (PaLM, MaxText),
@@ -148,12 +187,14 @@ def flops_per_token(params, layers=0, heads=0, head_dim=0, seq=0, attention="ful
     return 6 * (params - excluded_params) + share * 12 * layers * heads * head_dim * seq
 
 
-def utilization(flops_per_s, devices, peak_flops_per_s):
+def utilization(flops_per_s: float, devices: float, peak_flops_per_s: float) -> float:
     """Achieved over peak: MFU if the numerator is the model's FLOPs, HFU if it includes recomputation."""
     return flops_per_s / (devices * peak_flops_per_s)
 
 
-def train_seconds(params, tokens, devices, reached_flops_per_s, flops_per_param_token=6):
+def train_seconds(
+    params: float, tokens: float, devices: float, reached_flops_per_s: float, flops_per_param_token: float = 6
+) -> float:
     """6PT/(nX), or 8PT/(nX) with full recomputation (Narayanan et al. 2021, eq. 4); attention not counted."""
     return flops_per_param_token * params * tokens / (devices * reached_flops_per_s)
 
@@ -163,7 +204,7 @@ def train_seconds(params, tokens, devices, reached_flops_per_s, flops_per_param_
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
 
 
-def sent_bytes(kind, message_bytes, group):
+def sent_bytes(kind: str, message_bytes: float, group: int) -> float:
     """Bytes each device sends in a ring, from the *message*: V(g-1)/g, all-reduce twice that, permute V.
 
     The message is the gathered result, the unreduced input, the reduced buffer, or (all-to-all, permute) the
@@ -173,13 +214,20 @@ def sent_bytes(kind, message_bytes, group):
     return message_bytes * float(ring_share(kind, group))
 
 
-def sent_bytes_of_result(kind, result_bytes, group):
+def sent_bytes_of_result(kind: str, result_bytes: float, group: int) -> float:
     """The same from the *result* R that HLO prints: they differ for reduce-scatter alone, whose result is a
     shard."""
     return sent_bytes(kind, result_bytes * (group if kind == "reduce-scatter" else 1), group)
 
 
-def torus_seconds(kind, message_bytes, shape, link_bytes_per_s, wrap=True, hop_s=0.0):
+def torus_seconds(
+    kind: str,
+    message_bytes: float,
+    shape: Sequence[int],
+    link_bytes_per_s: float,
+    wrap: bool = True,
+    hop_s: float = 0.0,
+) -> float:
     """Seconds on a torus over axes of sizes `shape`, with one-way `link_bytes_per_s` (Book, sharding
     chapter).
 
@@ -206,25 +254,27 @@ def torus_seconds(kind, message_bytes, shape, link_bytes_per_s, wrap=True, hop_s
     return max(seconds, hop_s * laps * sum(n // 2 if wrap else n - 1 for n in shape))
 
 
-def point_to_point_seconds(message_bytes, hops, ports, link_bytes_per_s, hop_s):
+def point_to_point_seconds(
+    message_bytes: float, hops: float, ports: float, link_bytes_per_s: float, hop_s: float
+) -> tuple[float, float]:
     """(first byte, last byte) in seconds of one send across `hops` links that leaves by several `ports` at
     once."""
     return hops * hop_s, hops * hop_s + message_bytes / (ports * link_bytes_per_s)
 
 
-def switch_seconds(kind, message_bytes, group, egress_bytes_per_s):
+def switch_seconds(kind: str, message_bytes: float, group: int, egress_bytes_per_s: float) -> float:
     """Seconds below one switch: what a device sends over what it can send, V(g-1)/(g W) (Book, GPU
     chapter)."""
     return sent_bytes(kind, message_bytes, group) / egress_bytes_per_s
 
 
-def level_bytes_per_s(levels):
+def level_bytes_per_s(levels: Sequence[tuple[float, float]]) -> list[float]:
     """Collective bandwidth W D/(D-1) of each level, (children, egress of a child), of a tree (Book, GPU
     chapter)."""
     return [math.inf if degree == 1 else egress * degree / (degree - 1) for degree, egress in levels]
 
 
-def tree_seconds(kind, message_bytes, levels):
+def tree_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]) -> float:
     """Seconds over a tree of switches, levels from the inside: the slowest level, the others hidden behind
     it.
 
@@ -236,7 +286,7 @@ def tree_seconds(kind, message_bytes, levels):
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
         return (2 if kind == "all-reduce" else 1) * message_bytes / min(level_bytes_per_s(levels))
     assert kind in KINDS, kind
-    seconds, below = 0.0, 1
+    seconds, below = 0.0, 1.0
     for degree, egress in levels:
         if degree > 1:
             leaving = 1 if kind == "permute" else 1 - below / group
@@ -245,7 +295,7 @@ def tree_seconds(kind, message_bytes, levels):
     return seconds
 
 
-def collective_seconds(chip: Chip, kind, message_bytes, group, inner=1):
+def collective_seconds(chip: Chip, kind: str, message_bytes: float, group: int, inner: float = 1) -> float:
     """Seconds of a collective over `group` devices, `inner` apart in link order, on this chip's links as
     reached.
 
@@ -274,7 +324,7 @@ def collective_seconds(chip: Chip, kind, message_bytes, group, inner=1):
 # ---------------------------------------------------------------- what a strategy moves, per device and step
 
 
-def zero_elements(params, stage, accumulation=1, devices=math.inf):
+def zero_elements(params: float, stage: int, accumulation: float = 1, devices: float = math.inf) -> float:
     """Elements sent for gradients and weights: 2, 2, a+1 and 3a Psi for stages 0 to 3, times (N-1)/N.
 
     ZeRO, section 7, for a = 1. Over a accumulation steps stages 0 and 1 reduce once, stage 2 scatters its
@@ -284,19 +334,19 @@ def zero_elements(params, stage, accumulation=1, devices=math.inf):
     return params * {0: 2, 1: 2, 2: accumulation + 1, 3: 3 * accumulation}[stage] * lap
 
 
-def tp_elements(b, s, d, tp, layers=1):
+def tp_elements(b: float, s: float, d: float, tp: float, layers: float = 1) -> float:
     """8 b s d (t-1)/t a layer, from two all-reduces each way (Narayanan et al. 2021, 3.2); with SP the same
     in all."""
     return 8 * layers * b * s * d * (tp - 1) / tp
 
 
-def pp_elements(b, s, d, microbatches=1, chunks=1):
+def pp_elements(b: float, s: float, d: float, microbatches: float = 1, chunks: float = 1) -> float:
     """2 b s d for each microbatch and hop (activation forward, gradient back), times the chunks v of a
     stage."""
     return 2 * b * s * d * microbatches * chunks
 
 
-def ring_elements(b, s, kv_heads, head_dim, sp):
+def ring_elements(b: float, s: float, kv_heads: float, head_dim: float, sp: float) -> tuple[float, float]:
     """(forward, backward) of one layer's ring attention: n-1 hops of K and V; the same back, and n hops of dK
     and dV.
 
@@ -307,7 +357,7 @@ def ring_elements(b, s, kv_heads, head_dim, sp):
     return 2 * (sp - 1) * block, (2 * (sp - 1) + 2 * sp * (sp > 1)) * block
 
 
-def ulysses_elements(tokens, d, sp, kv_ratio=1.0):
+def ulysses_elements(tokens: float, d: float, sp: float, kv_ratio: float = 1.0) -> float:
     """Elements per link and layer: 4Nh/P, for q, k, v and the output (Jacobs et al. 2023, section 3.2).
 
     Megatron's sequence parallelism moves 4Nh at any degree, as this does at P = 1. `kv_ratio` = kv_heads /
@@ -316,7 +366,7 @@ def ulysses_elements(tokens, d, sp, kv_ratio=1.0):
     return tokens * d * (2 + 2 * kv_ratio) / sp
 
 
-def moe_elements(tokens, d, topk, ep, at_home=None):
+def moe_elements(tokens: float, d: float, topk: float, ep: float, at_home: float | None = None) -> float:
     """2 k tokens d (EP-1)/EP: dispatch and combine of one layer forward, for the device's tokens; the same
     backward. `at_home`: the share of rows whose expert is on their own rank, 1/EP if all are equally likely,
     more with locality.
@@ -324,7 +374,7 @@ def moe_elements(tokens, d, topk, ep, at_home=None):
     return 2 * topk * tokens * d * (1 - (1 / ep if at_home is None else at_home))
 
 
-def expert_nodes(experts, topk, nodes):
+def expert_nodes(experts: int, topk: int, nodes: int) -> float:
     """Nodes on which a token's k experts lie, on average, if all are equally likely: n (1 - C(E - E/n, k) /
     C(E, k)).
 
@@ -334,13 +384,13 @@ def expert_nodes(experts, topk, nodes):
     return nodes * (1 - math.comb(experts - experts // nodes, topk) / math.comb(experts, topk))
 
 
-def expert_capacity(tokens, experts, factor, topk=1):
+def expert_capacity(tokens: float, experts: float, factor: float, topk: float = 1) -> float:
     """Slots for each expert: k tokens factor / experts, rounded up (Fedus et al. 2021, Switch Transformer,
     eq. 3)."""
     return math.ceil(round(topk * tokens * factor / experts, 9))  # 9 digits: 1.1 * 1000 is not 1101
 
 
-def copies(mesh_axes, cut_axes):
+def copies(mesh_axes: Mapping[str, int], cut_axes: Collection[str]) -> float:
     """Copies of an array that a mesh holds: the product of the axes that do not cut it (Book, sharding
     chapter)."""
     return math.prod(size for axis, size in mesh_axes.items() if axis not in cut_axes)
@@ -349,42 +399,50 @@ def copies(mesh_axes, cut_axes):
 # ---------------------------------------------------------------- thresholds
 
 
-def critical_batch(flops_per_s, hbm_bytes_per_s, weight_bytes=2, experts=1, topk=1):
+def critical_batch(
+    flops_per_s: float, hbm_bytes_per_s: float, weight_bytes: float = 2, experts: float = 1, topk: float = 1
+) -> float:
     """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d, f: bytes C / 2W, times E/k (Book,
     rooflines)."""
     return experts / topk * weight_bytes * flops_per_s / (2 * hbm_bytes_per_s)
 
 
-def matmul_critical_batch(d, f, flops_per_s, hbm_bytes_per_s, bytes_each=1):
+def matmul_critical_batch(
+    d: float, f: float, flops_per_s: float, hbm_bytes_per_s: float, bytes_each: float = 1
+) -> float:
     """The same with the activations' own traffic: solve bytes (df + B(d+f))/W = 2Bdf/C for B. Infinite if
     never."""
     spare = 2 * d * f / flops_per_s - bytes_each * (d + f) / hbm_bytes_per_s
     return bytes_each * d * f / hbm_bytes_per_s / spare if spare > 0 else math.inf
 
 
-def dp_min_tokens(flops_per_s, bytes_per_s, experts=1, topk=1):
+def dp_min_tokens(flops_per_s: float, bytes_per_s: float, experts: float = 1, topk: float = 1) -> float:
     """Tokens per chip above which DP or FSDP hides: (E/k) C/W, W all that leaves a chip (Book, training and
     GPUs)."""
     return experts / topk * flops_per_s / bytes_per_s
 
 
-def tp_max_degree(ffn, flops_per_s, bytes_per_s, axes=1):
+def tp_max_degree(ffn: float, flops_per_s: float, bytes_per_s: float, axes: float = 1) -> float:
     """Largest TP degree that hides its bf16 communication: axes F W/C, W per axis (Book, training
     chapter)."""
     return axes * ffn * bytes_per_s / flops_per_s
 
 
-def fsdp_tp_optimum(batch_tokens, devices, ffn, fsdp_axes=1, tp_axes=1):
+def fsdp_tp_optimum(
+    batch_tokens: float, devices: float, ffn: float, fsdp_axes: float = 1, tp_axes: float = 1
+) -> float:
     """FSDP degree that balances its traffic with TP's: X_opt = sqrt(B/F Mx/My N) (Book, training chapter)."""
     return math.sqrt(batch_tokens / ffn * fsdp_axes / tp_axes * devices)
 
 
-def fsdp_tp_min_tokens(flops_per_s, bytes_per_s, ffn, fsdp_axes=1, tp_axes=1):
+def fsdp_tp_min_tokens(
+    flops_per_s: float, bytes_per_s: float, ffn: float, fsdp_axes: float = 1, tp_axes: float = 1
+) -> float:
     """Tokens per chip above which that optimum hides: 4 (C/W)^2 / (Mx My F) (Book, training chapter)."""
     return 4 * (flops_per_s / bytes_per_s) ** 2 / (fsdp_axes * tp_axes * ffn)
 
 
-def ring_min_block(flops_per_s, link_bytes_per_s, kv_ratio=1.0):
+def ring_min_block(flops_per_s: float, link_bytes_per_s: float, kv_ratio: float = 1.0) -> float:
     """Tokens per block above which ring attention hides its hops: C/W, times kv_heads/heads with GQA.
 
     Liu et al. 2023, table 2, where the least sequence per device is six blocks. A causal mask doubles it.
@@ -392,7 +450,7 @@ def ring_min_block(flops_per_s, link_bytes_per_s, kv_ratio=1.0):
     return flops_per_s / link_bytes_per_s * kv_ratio
 
 
-def striped_speedup(sp, attention_share=1.0):
+def striped_speedup(sp: float, attention_share: float = 1.0) -> float:
     """Gain of striped (or zigzag) over contiguous causal ring attention on the critical path, between 1 and
     2.
 
@@ -402,7 +460,9 @@ def striped_speedup(sp, attention_share=1.0):
     return 1 / (1 - attention_share + attention_share / (2 - 1 / sp))
 
 
-def comm_over_compute(strategy, degree, flops_per_s, bytes_per_s, size, bytes_each=1):
+def comm_over_compute(
+    strategy: str, degree: float, flops_per_s: float, bytes_per_s: float, size: float, bytes_each: float = 1
+) -> float:
     """Communication over computation time, below 1 if it can hide: (g-1)/g C/W over 2 `size`; "tp" (g-1) C/W
     over 2h.
 
@@ -414,7 +474,15 @@ def comm_over_compute(strategy, degree, flops_per_s, bytes_per_s, size, bytes_ea
     return bytes_each * shared * flops_per_s / bytes_per_s / (2 * size)
 
 
-def decode_seconds(batch, params, cache_bytes, devices, flops_per_s, hbm_bytes_per_s, weight_bytes=2):
+def decode_seconds(
+    batch: float,
+    params: float,
+    cache_bytes: float,
+    devices: float,
+    flops_per_s: float,
+    hbm_bytes_per_s: float,
+    weight_bytes: float = 2,
+) -> float:
     """Seconds of a decode step: B cache/W + max(2BP/C, P bytes/W), cache a sequence's (Book, inference
     chapter)."""
     rate = devices * hbm_bytes_per_s
