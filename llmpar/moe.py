@@ -21,7 +21,7 @@ of them, c slots of its part of the buffer, n blocks of slots. (Shazeer et al. 2
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -280,13 +280,6 @@ _grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 # --------------------------------------------------------------------------------------------------- watching
-
-
-def flow(chosen: Any, num_experts: int, num_ranks: int) -> Int[Array, "g g"]:
-    """Rows that rank i sends rank j, from the chosen experts of tokens that lie on the ranks in equal parts,
-    in order (numpy or JAX). The diagonal stays where it is; dropped choices are not counted."""
-    owner = jnp.asarray(chosen).reshape(num_ranks, -1) // (num_experts // num_ranks)
-    return (owner[:, :, None] == jnp.arange(num_ranks)[None, None]).sum(1)
 
 
 def summary(experts: ExpertConfig, metrics: dict, num_ranks: int = 1) -> dict[str, float]:

@@ -28,7 +28,6 @@ borrows its opposite's layers for the step, and returns their gradients.
 from __future__ import annotations
 
 import functools
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -38,13 +37,12 @@ from jax import lax
 from llmpar.config import ModelConfig
 from llmpar.model import Batch
 from llmpar.par import Manual, scope, vary, varying
-from llmpar.schedules import KINDS, Schedule
+from llmpar.schedules import KINDS
 from llmpar.stage import Stage, add, at, embed, programs, when
-from llmpar.timetable import slots, timetable
+from llmpar.timetable import WAYS, slots, timetable
 from llmpar.weights import Tree
 
 _pieces = lambda x, n: x.reshape(n, -1, *x.shape[1:])
-WAYS = {"right": 1, "left": -1}  # to the next stage and to the previous one
 
 
 def gradients(
@@ -176,24 +174,6 @@ class _Executor:
         """The state with the gradients of one chunk's blocks added."""
         sums = add(self.stage(now), at(state["blocks"], now["chunk"]), grads)
         return state | {"blocks": _put(state["blocks"], sums, now["chunk"])}
-
-
-def taken(schedule: Schedule, num_layers: int, stage: int) -> dict[str, Fraction]:
-    """How often a stage takes the named branches of the program, of the times that it comes to them."""
-    table, counts = timetable(schedule), schedule.layers(num_layers)
-    ticks = {kind: table.ticks[:, stage, 0] == i for i, kind in enumerate(KINDS)} | {
-        name: (slots(table).send == way).any(1) for name, way in WAYS.items()
-    }
-    first, last = ({route[i] for route in schedule.routes} for i in (0, -1))
-    full = {cell for cell, n in counts.items() if n == max(counts.values())}
-    mine = {cell for cell in counts if cell[0] == stage}
-    share = lambda some, of: Fraction(len(some & of), max(1, len(of)))
-    return {name: Fraction(int(found.sum()), len(found)) for name, found in ticks.items()} | {
-        "fullB": share(full, mine),
-        "fullF": share(full, mine - last),
-        "enters": share(first, mine),
-        "leaves": share(last, mine),
-    }
 
 
 def _room(num_slots, like: Tree) -> Tree:

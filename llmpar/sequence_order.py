@@ -64,23 +64,6 @@ def sequence_permutation(name: str, s: int, n: int) -> np.ndarray:
     return np.arange(s).reshape(-1, n).T.ravel() if name == "striped" else cut.ravel()
 
 
-def live_blocks(
-    n: int, name: str = "zigzag", mask: Mask = CAUSAL, *, s: int = 0, block: int = 1
-) -> np.ndarray:
-    """Return pairs[rank, step]: how many query-key pairs a ring of n computes, whole tiles of `block`
-    positions counted.
-
-    At step j rank i holds the keys of rank i-j. With block 1 these are the pairs that are seen. By default s
-    is 16 n.
-    """
-    s = s or 16 * n
-    tiles = sequence_permutation(name, s, n).reshape(-1, tile_length(block, s // n))
-    low, high = tiles.min(1), tiles.max(1)
-    live = mask.admits(low[:, None] - high, high[:, None] - low) * tiles.shape[1] ** 2
-    pairs = live.reshape(n, len(tiles) // n, n, -1).sum((1, 3))
-    return np.stack([np.roll(row[::-1], rank + 1) for rank, row in enumerate(pairs)])
-
-
 def tile_length(block: int | None, length: int) -> int:
     """Return the tile length: as asked; else a half (which tells a zigzag's two parts apart), halved again
     down to 256."""

@@ -180,7 +180,7 @@ def _forward(stage: Stage, x):
 
 def when(name: str, condition, do, x, *args, otherwise=lambda x, *_: x):
     """``do(x, *args)``, or else ``x`` as it is: a `lax.cond` with a name by which a census finds how often it
-    is taken (`pipeline.taken`)."""
+    is taken (`timetable.branch_shares`)."""
     with jax.named_scope(f"when-{name}"):
         return lax.cond(condition, do, otherwise, x, *args)
 

@@ -32,9 +32,10 @@ from llmpar.config import ModelConfig
 from llmpar.mesh import sharding, spec
 from llmpar.model import Batch
 from llmpar.notation import AXES, Arrow, Dim, Layout
+from llmpar.optimizer import counts_empty_places
 from llmpar.par import Auto, Manual, Solo, vary, varying
 from llmpar.plan import Plan
-from llmpar.weights import Tree, init_params, model_graph, weight_dims
+from llmpar.weights import Tree, described, init_params, model_graph, weight_dims
 
 WHOLE = Layout(())
 
@@ -45,37 +46,6 @@ class State(NamedTuple):
     params: Tree
     optimizer: Tree
     step: Any
-
-
-def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, order: np.ndarray) -> bool:
-    """Whether the updates of a stack of layers depend on places that are empty, zeros, when it is taken in
-    ``order``.
-
-    An optimizer that treats elements or layers alone does not see them; a mean over a whole leaf does
-    (Adafactor's root mean square: Shazeer and Stern 2018, section 6). This asks the optimizer itself: three
-    updates of small weights, both ways.
-    """
-
-    def small(x):
-        shape = [x.shape[0], *(min(4, n) for n in x.shape[1:])]
-        return np.cos(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape)
-
-    stack, num_layers = jax.tree.map(small, params["blocks"]), int(order.max())
-    rest = {name: w for name, w in params.items() if name != "blocks"}
-    rest = jax.tree.map(lambda x: np.ones((4,) * x.ndim, np.float32), rest)
-
-    def moved(places: np.ndarray) -> list:
-        laid = lambda tree: jax.tree.map(lambda x: jnp.take(x, places, 0, mode="fill", fill_value=0), tree)
-        grads, weights = rest | {"blocks": laid(jax.tree.map(np.sin, stack))}, rest | {"blocks": laid(stack)}
-        state, back = optimizer.init(weights), np.argsort(places, kind="stable")[:num_layers]
-        with jax.numpy_dtype_promotion("standard"):
-            for _ in range(3):  # the first may have a learning rate of 0
-                updates, state = optimizer.update(grads, state, weights)
-                weights = optax.apply_updates(weights, updates)
-        return jax.tree.leaves(jax.tree.map(lambda w, old: w[back] - old, weights["blocks"], stack))
-
-    natural, taken = jax.jit(lambda: (moved(np.arange(num_layers)), moved(order)))()
-    return any(np.abs(a - b).max() > 1e-3 * np.abs(a).max() for a, b in zip(natural, taken, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -114,6 +84,7 @@ class Step:
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)
+        self.batch_sharding = sharding(mesh, plan.place("data b s"))
         self.layer_order = schedules.layer_order(plan.pipeline, config.num_layers)
         state = self._shapes(plan.padded(config))
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
@@ -136,13 +107,12 @@ class Step:
         self._in_order = self.layer_order.tolist() == list(
             range(config.num_layers)
         )  # then nothing is ever moved
-        self.batch_sharding = sharding(mesh, plan.place("data b s"))
         given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
         self.run = jax.jit(self._step, in_shardings=given, out_shardings=made, donate_argnums=0)
 
     def _shapes(self, config: ModelConfig) -> State:
         """The state's leaves by shape and dtype."""
-        params = jax.eval_shape(lambda: init_params(config))
+        params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), described(config))
         return jax.eval_shape(lambda p: State(p, self.optimizer.init(p), jnp.int32(0)), params)
 
     def _layouts(self, state: State) -> State:

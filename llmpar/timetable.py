@@ -12,13 +12,14 @@ import heapq
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
-from llmpar.schedules import KINDS, Costs, Op, Schedule, greedy
+from llmpar.schedules import KINDS, Costs, Op, Schedule
+
+WAYS = {"right": 1, "left": -1}  # to the next stage and to the previous one
 
 
 @dataclass(frozen=True)
@@ -257,46 +258,6 @@ def reached(
     ], stuck
 
 
-def schedule_document(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:
-    """The document of `llmpar schedule --json`: times in the costs' unit, `peak_live` in microbatches per
-    stage."""
-    t = timetable(schedule, costs, hop)
-    fields = "makespan makespan_lockstep ideal span bubble bubble_over_ideal bubble_fraction bubble_rate"
-    return {
-        "name": schedule.name,
-        "stages": schedule.num_stages,
-        "microbatches": schedule.num_microbatches,
-        "chunks": schedule.num_chunks,
-        "placement": schedule.placement,
-        "split_backward": schedule.split_backward,
-        "parameter_copies": schedule.parameter_copies,
-        "costs": list(costs),
-        "hop": hop,
-        **{field: float(getattr(t, field)) for field in fields.split()},
-        "peak_live": t.peak_live(),
-        "hops": t.hops.tolist(),
-        "ticks": len(t.ticks),
-        "table": [
-            [
-                {**op._asdict(), "start": start, "end": end, "tick": tick}
-                for op, start, end, tick in zip(row, t.start[s], t.end[s], t.tick[s], strict=True)
-            ]
-            for s, row in enumerate(schedule.rows)
-        ],
-    }
-
-
-def text_timeline(table: Timetable) -> str:
-    """Draws the lockstep table in plain text, a row per stage and a column per tick."""
-    cells = [["."] * len(table.ticks) for _ in table.schedule.rows]
-    for stage, row in enumerate(table.schedule.rows):
-        for op, tick in zip(row, table.tick[stage], strict=True):
-            cells[stage][tick] = str(op)
-    width = max(len(cell) for row in cells for cell in row)
-    lines = (" ".join([f"stage {i}", *(cell.ljust(width) for cell in row)]) for i, row in enumerate(cells))
-    return "\n".join(line.rstrip() for line in lines)
-
-
 @dataclass(frozen=True)
 class Slots:
     """Where an executor of the lockstep table keeps things: integers [tick, stage], -1 for nothing.
@@ -362,68 +323,19 @@ def slots(table: Timetable) -> Slots:
     return Slots(**grid, num_saved=count[0], num_residual=count[1], num_messages=count[2])
 
 
-def search(
-    p: int,
-    m: int,
-    costs: Costs,
-    memory_limit: float,
-    hop: float = 0.0,
-    placement: str = "linear",
-    num_chunks: int = 2,
-) -> Schedule:
-    """Looks for an order with a small bubble whose stages never hold more than `memory_limit` microbatches.
-
-    The zero-bubble paper's automatic scheduling in spirit (Qi 2023, sec. 3): a greedy filling under each of a
-    few policies, and the best of them kept. It promises no optimum.
-    """
-    shape = Schedule("search", ((),) * p, m, 1 if placement == "linear" else num_chunks, placement, True)
-    limit = int(memory_limit * shape.visits + 1e-9)  # in chunks
-    if placement == "dual" or limit < shape.visits:
-        raise ValueError(
-            f"cannot search a {placement} pipeline under {memory_limit} live microbatches: one must fit, and"
-            " two directions are not searched; use linear, looped or vee, and a limit of at least 1"
-        )
-    policies = product(("BFW", "FBW"), (-1, 1)[: shape.visits], (0, 1), (0, 0.5, 1, 1.1))
-    found = (timetable(greedy(shape, costs, hop, limit, policy), costs, hop) for policy in policies)
-    return min(found, key=lambda table: (table.bubble, table.makespan)).schedule
-
-
-class ClosedForm(NamedTuple):
-    """A published formula's values."""
-
-    bubble: float  # as `Timetable.bubble`, without hops
-    peak_live: list[float]
-    from_m: int  # it holds from so many microbatches
-    source: str
-
-
-def closed_forms(p: int, m: int, v: int = 2, costs: Costs = (1, 1, 1)) -> dict[str, ClosedForm]:
-    """The published bubbles and peaks; what a form assumes of the costs stands behind its source."""
-    F, B, W = costs
-    whole, stages = (p - 1) * (F + B + W), range(p)
-    double = (p / 2 - 1) * (
-        F + 2 * B - W
-    )  # (p/2-1)(F&B + B - 3W) with the paper's full B, B+W here, and F&B = F+B+W
-    half = (p - 1) * (F + 2 * B - W) / 2  # the same for 2p stages of half the work
-    rows: dict[str, tuple[float, list[float], int, str]] = {
-        "gpipe": (whole, [m] * p, 1, "Narayanan 2021, sec. 2.2.1"),
-        "1f1b": (whole, [min(m, p - i) for i in stages], 1, "Narayanan 2021, sec. 2.2.1"),
-        "interleaved": (
-            whole / v,
-            [min(m, p + (p - 1 - 2 * i) / v) for i in stages],
-            p,
-            "Narayanan 2021, sec. 2.2.2",
-        ),
-        "breadth-first": (whole / v, [m] * p, p, "Lamy-Poirier 2022"),
-        "zb-h1": ((p - 1) * (F + B - W), [p] * p, p, "Qi 2023, Table 2; W <= F"),
-        "zb-h2": (
-            (p - 1) * (F + B - 2 * W),
-            [2 * p - 1] * p,
-            2 * p - 1,
-            "Qi 2023, Table 2; W <= F, 2W <= F+B",
-        ),
-        "zb-v": (0, [p] * p, 2 * p - 1, "Qi 2023, sec. 6; F = B = W"),
-        "dualpipe": (double, [p + 1] * p, 2 * p, "DeepSeek-V3 2024, Table 2; F = B"),
-        "dualpipev": (half, [p + 0.5] * p, 2 * p, "DualPipe's repository; F = B"),
+def branch_shares(schedule: Schedule, num_layers: int, stage: int) -> dict[str, Fraction]:
+    """How often a stage takes the named branches of the program, of the times that it comes to them."""
+    table, counts = timetable(schedule), schedule.layers(num_layers)
+    ticks = {kind: table.ticks[:, stage, 0] == i for i, kind in enumerate(KINDS)} | {
+        name: (slots(table).send == way).any(1) for name, way in WAYS.items()
     }
-    return {name: ClosedForm(*row) for name, row in rows.items()}
+    first, last = ({route[i] for route in schedule.routes} for i in (0, -1))
+    full = {cell for cell, n in counts.items() if n == max(counts.values())}
+    mine = {cell for cell in counts if cell[0] == stage}
+    share = lambda some, of: Fraction(len(some & of), max(1, len(of)))
+    return {name: Fraction(int(found.sum()), len(found)) for name, found in ticks.items()} | {
+        "fullB": share(full, mine),
+        "fullF": share(full, mine - last),
+        "enters": share(first, mine),
+        "leaves": share(last, mine),
+    }

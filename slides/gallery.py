@@ -14,7 +14,7 @@ import html
 import shutil
 from pathlib import Path
 
-from llmpar import draw, sequence_order
+from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw.scene import Scene, to_svg
 from llmpar.explore import answers
@@ -23,6 +23,7 @@ from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, 
 from llmpar.plan import Plan
 from llmpar.predict import traffic
 from llmpar.predict.hardware import chip
+from llmpar.predict.ring import pairs_by_step
 from llmpar.schedules import make
 from llmpar.timetable import timetable
 
@@ -58,7 +59,7 @@ def sent_in_a_step() -> dict[str, Scene]:
 
 def drawings() -> dict[str, Scene]:
     """One example of every drawing, from the package's own numbers."""
-    parts = sequence_order.live_blocks(4, "contiguous", s=1024) / 256**2
+    parts = pairs_by_step(4, "contiguous", s=1024) / 256**2
     step = answers.answer(answers.START)["time"]
     memory = MemoryExplorer()
     return {

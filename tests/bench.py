@@ -47,7 +47,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention, moe, pipeline, sequence_order
+from llmpar import attention, moe, sequence_order
 from llmpar.config import ExpertConfig, preset
 from llmpar.inspect.census import Collective, census_hlo, compiled_memory, executed_flops, partitioned_hlo
 from llmpar.mesh import make_mesh, use_devices
@@ -55,6 +55,7 @@ from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.step import Step
+from llmpar.timetable import branch_shares
 from llmpar.weights import init_params, model_graph
 
 devices = use_devices(8)
@@ -162,7 +163,7 @@ def programs(config, only):
         placed = jax.device_put(batch_of(model.vocab_size, rows, SEQ), step.batch_sharding)
         held, text = compiled_memory(compiled), partitioned_hlo(step.lower(rows, SEQ))
         stages = (
-            [pipeline.taken(plan.pipeline, model.num_layers, i) for i in range(plan.mesh.pp)]
+            [branch_shares(plan.pipeline, model.num_layers, i) for i in range(plan.mesh.pp)]
             if plan.pipeline
             else [None]
         )

@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 from llmpar import attention
 from llmpar.attention import blockwise, decode, full, merge, ring
 from llmpar.inspect.census import executed_flops
-from llmpar.sequence_order import Mask, live_blocks, sequence_permutation
+from llmpar.predict.ring import pairs_by_step
+from llmpar.sequence_order import Mask, sequence_permutation
 
 CAUSAL, BOTH, WINDOW, BAND = Mask(), Mask(causal=False), Mask(window=10), Mask(causal=False, window=5)
 B, S, H = 2, 32, 4
@@ -504,14 +505,14 @@ def blocks_run(monkeypatch, attend, q, k, v):
 @pytest.mark.parametrize("mask", [CAUSAL, Mask(window=4)], ids=str)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
-    """Count the blocks that each rank computes while it runs, and compare with what live_blocks says."""
+    """Count the blocks that each rank computes while it runs, and compare with what pairs_by_step says."""
     n, block = 4, 4
     q, k, v, *where = inputs()
     attend = sharded(
         RINGS["overlap"], mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask, block=block
     )
     ran = blocks_run(monkeypatch, attend, q, k, v)
-    pairs = live_blocks(n, layout, mask, s=S, block=block).sum(1) // block**2
+    pairs = pairs_by_step(n, layout, mask, s=S, block=block).sum(1) // block**2
     assert [ran["_attend_tiles", rank] for rank in range(n)] == pairs.tolist()
     assert [ran["_attend_tiles_grad", rank] for rank in range(n)] == pairs.tolist()
     assert pairs.sum() < n * (S // block) ** 2 / n * 0.6
@@ -628,7 +629,7 @@ def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
         seen &= gap >= 0
     if mask.window:
         seen &= gap < mask.window
-    pairs = live_blocks(4, name, mask, s=S)
+    pairs = pairs_by_step(4, name, mask, s=S)
     for rank, step in np.ndindex(4, 4):
         assert pairs[rank, step] == seen[rank, :, (rank - step) % 4].sum()
 
@@ -636,19 +637,19 @@ def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_zigzag_balances_what_contiguous_does_not(n):
     chunk = 16
-    work = live_blocks(n, "contiguous", s=n * chunk).sum(1)
+    work = pairs_by_step(n, "contiguous", s=n * chunk).sum(1)
     assert work.max() / work.mean() == pytest.approx(
         2 - (chunk + 1) / (n * chunk + 1)
     )  # 2 - 1/n for long chunks
-    zigzag = live_blocks(n, "zigzag", s=n * chunk)
+    zigzag = pairs_by_step(n, "zigzag", s=n * chunk)
     assert (zigzag == zigzag[0]).all()
     assert zigzag.sum() == work.sum()
-    assert np.ptp(live_blocks(n, "striped", s=n * chunk).max(0)) <= chunk
+    assert np.ptp(pairs_by_step(n, "striped", s=n * chunk).max(0)) <= chunk
 
 
 def test_the_busiest_rank_of_a_zigzag_ring_does_half_the_work():
     """Summed over the steps of a lockstep ring of 8, in whole tiles of half a chunk, as run."""
-    makespan = lambda name, block: live_blocks(8, name, s=128, block=block).max(0).sum()
+    makespan = lambda name, block: pairs_by_step(8, name, s=128, block=block).max(0).sum()
     assert makespan("zigzag", 8) <= 0.55 * makespan("contiguous", 16)
 
 

@@ -8,7 +8,6 @@ import optax
 import pytest
 from parity import LLAMA, QWEN, all_plans, by_arrow, live, name, predicted_by_arrow
 
-from llmpar import pipeline
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -24,6 +23,7 @@ from llmpar.mesh import abstract_mesh, make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import formulas, memory, traffic
 from llmpar.step import Step
+from llmpar.timetable import branch_shares
 
 BATCH, SEQ, MIXED = 16, 32, "dp=2 fsdp=2 tp=2"
 SPECIAL = [
@@ -172,7 +172,7 @@ def compare_every_stage(config, plan, num_layers=4):
     step, program = lowered(config, plan)
     compiled, text = read_program(program)
     for stage in range(plan.mesh.pp):
-        census = census_hlo(text, step.mesh, pipeline.taken(plan.pipeline, config.num_layers, stage))
+        census = census_hlo(text, step.mesh, branch_shares(plan.pipeline, config.num_layers, stage))
         want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
         assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
         assert not any(c.conditional for c in census)
@@ -196,7 +196,7 @@ def compare_every_traced_stage(config, plan):
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0))
     jaxpr = live(step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr)
     for stage in range(plan.mesh.pp):
-        census = census_jaxpr(jaxpr, plan.mesh.sizes, pipeline.taken(plan.pipeline, config.num_layers, stage))
+        census = census_jaxpr(jaxpr, plan.mesh.sizes, branch_shares(plan.pipeline, config.num_layers, stage))
         want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
         assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
 

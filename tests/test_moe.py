@@ -475,8 +475,6 @@ def test_the_summary_and_the_flow_of_a_step():
         "expert_imbalance": 3.0,
         "rank_imbalance": 1.5,
     }
-    chosen = np.array([[0, 1], [2, 3], [3, 4], [0, 3]])  # 4: dropped
-    assert moe.flow(chosen, 4, 2).tolist() == [[2, 2], [1, 2]]
 
 
 # ----------------------------------------------------------------------------------------------------- faults

@@ -28,7 +28,7 @@ import oracle
 import pytest
 from parity import arranged, emulated_ragged_all_to_all, live
 
-from llmpar import attention, pipeline, schedules, sequence_order
+from llmpar import attention, schedules, sequence_order
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
@@ -38,6 +38,7 @@ from llmpar.par import Manual
 from llmpar.plan import Plan
 from llmpar.predict import traffic
 from llmpar.step import State, Step
+from llmpar.timetable import branch_shares
 
 SEEDS = range(11)
 WRITTEN = "written by hand"  # an order in text, drawn for the mesh
@@ -458,7 +459,7 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
         }
     sent = {}
     for stage in range(plan.mesh.pp) if plan.reading == "manual" else ():
-        taken = pipeline.taken(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
+        taken = branch_shares(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
         census = census_table(census_jaxpr(jaxpr, plan.mesh.sizes, taken))
         want = traffic.step_traffic(config, plan, asked["batch"], asked["seq"], stage)
         table = {k: (v["count"], v["bytes_sent"]) for k, v in census.items()}

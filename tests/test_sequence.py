@@ -21,6 +21,7 @@ from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh
 from llmpar.plan import Plan
+from llmpar.predict.ring import pairs_by_step
 from llmpar.step import Step
 
 PLANS = [
@@ -168,7 +169,7 @@ def test_a_training_step_of_a_million_tokens_compiles_with_the_memory_of_a_rank_
 def test_the_busiest_rank_of_a_causal_ring(places, most):
     """Work of the busiest rank over the mean: 2 - 1/n when positions are dealt in order (Brandon et al.
     2023)."""
-    work = sequence_order.live_blocks(8, places, block=1 if places != "contiguous" else 16, s=128).sum(1)
+    work = pairs_by_step(8, places, block=1 if places != "contiguous" else 16, s=128).sum(1)
     assert work.max() / work.mean() <= most + 1e-9
     if places == "contiguous":
         assert work.max() / work.mean() > 1.6
@@ -225,5 +226,5 @@ def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(mon
         step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
         step.run.trace(step.abstract_state, step.abstract_batch(4, 256))  # 64 positions a rank
     assert set(asked) == {16, None}
-    joined, apart = (sequence_order.live_blocks(4, "zigzag", s=256, block=tile).sum() for tile in (64, 32))
+    joined, apart = (pairs_by_step(4, "zigzag", s=256, block=tile).sum() for tile in (64, 32))
     assert apart < 0.7 * joined

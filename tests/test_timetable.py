@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmpar.cli.schedule import schedule_document, text_timeline
+from llmpar.predict.bubbles import closed_forms, search
 from llmpar.schedules import SCHEDULES, Op, Schedule, from_text, make
-from llmpar.timetable import closed_forms, schedule_document, search, slots, text_timeline, timetable
+from llmpar.timetable import slots, timetable
 
 ROWS = {
     row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))

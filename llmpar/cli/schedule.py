@@ -7,7 +7,10 @@ from typing import Annotated
 
 import tyro
 
+from llmpar import schedules
 from llmpar.cli.options import check_picture, emit, say
+from llmpar.schedules import Costs, make
+from llmpar.timetable import Timetable, timetable
 
 MAX_CELLS = 40_000
 """Simulating more takes minutes."""
@@ -40,7 +43,7 @@ class Schedule:
 
     def run(self) -> None:
         """Simulate and print."""
-        from llmpar import draw, schedules, timetable
+        from llmpar import draw
 
         try:
             f, b, w = (float(x) for x in self.costs.split(","))
@@ -50,15 +53,15 @@ class Schedule:
             many = f"{self.stages} stages and {self.microbatches} microbatches are too many to simulate"
             raise ValueError(f"{many}; use at most {MAX_CELLS:,} of stages x microbatches x chunks")
         check_picture(self.svg)
-        made = schedules.make(self.name, self.stages, self.microbatches, self.virtual_stages)
-        document = timetable.schedule_document(made, (f, b, w), self.hop)
-        table = timetable.timetable(made, (f, b, w), self.hop)
+        made = make(self.name, self.stages, self.microbatches, self.virtual_stages)
+        document = schedule_document(made, (f, b, w), self.hop)
+        table = timetable(made, (f, b, w), self.hop)
         if self.svg:
             draw.timeline(table).save(self.svg)
             say(f"drew the timetable into {self.svg}")
         emit(document, self.json)
         if not self.json:
-            print(timetable.text_timeline(table))
+            print(text_timeline(table))
             for key in (
                 "makespan",
                 "makespan_lockstep",
@@ -68,3 +71,43 @@ class Schedule:
                 "peak_live",
             ):
                 print(f"{key:<20}{document[key]}")
+
+
+def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:
+    """The document of `llmpar schedule --json`: times in the costs' unit, `peak_live` in microbatches per
+    stage."""
+    t = timetable(schedule, costs, hop)
+    fields = "makespan makespan_lockstep ideal span bubble bubble_over_ideal bubble_fraction bubble_rate"
+    return {
+        "name": schedule.name,
+        "stages": schedule.num_stages,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.num_chunks,
+        "placement": schedule.placement,
+        "split_backward": schedule.split_backward,
+        "parameter_copies": schedule.parameter_copies,
+        "costs": list(costs),
+        "hop": hop,
+        **{field: float(getattr(t, field)) for field in fields.split()},
+        "peak_live": t.peak_live(),
+        "hops": t.hops.tolist(),
+        "ticks": len(t.ticks),
+        "table": [
+            [
+                {**op._asdict(), "start": start, "end": end, "tick": tick}
+                for op, start, end, tick in zip(row, t.start[s], t.end[s], t.tick[s], strict=True)
+            ]
+            for s, row in enumerate(schedule.rows)
+        ],
+    }
+
+
+def text_timeline(table: Timetable) -> str:
+    """Draws the lockstep table in plain text, a row per stage and a column per tick."""
+    cells = [["."] * len(table.ticks) for _ in table.schedule.rows]
+    for stage, row in enumerate(table.schedule.rows):
+        for op, tick in zip(row, table.tick[stage], strict=True):
+            cells[stage][tick] = str(op)
+    width = max(len(cell) for row in cells for cell in row)
+    lines = (" ".join([f"stage {i}", *(cell.ljust(width) for cell in row)]) for i, row in enumerate(cells))
+    return "\n".join(line.rstrip() for line in lines)

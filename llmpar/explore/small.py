@@ -15,6 +15,7 @@ from llmpar.explore.explorer import Explorer
 from llmpar.notation import MeshShape
 from llmpar.predict import memory
 from llmpar.predict.hardware import CHIPS, GIB, chip
+from llmpar.predict.ring import pairs_by_step
 from llmpar.schedules import SCHEDULES, Schedule, from_text, make
 from llmpar.timetable import Timetable, reached, timetable
 
@@ -152,7 +153,7 @@ class RingExplorer(Explorer):
     def draw(self, state: dict) -> Scene:
         n, local = state["ranks"], state["tokens"]
         mask = sequence_order.Mask(window=state["window"] or None)
-        parts = sequence_order.live_blocks(n, state["sequence_order"], mask, s=n * local) / local**2
+        parts = pairs_by_step(n, state["sequence_order"], mask, s=n * local) / local**2
         return live_blocks([[round(float(x), 2) for x in row] for row in parts])
 
 

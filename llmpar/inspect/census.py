@@ -30,8 +30,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from llmpar import notation
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
+from llmpar.predict import ring
 
 KINDS = (
     "all-reduce",
@@ -81,14 +81,12 @@ Work = list[tuple[Collective, Fraction]]
 
 
 def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
-    """Gives the bytes that one of g devices on a ring sends for a result of R bytes, as `notation.ring_bytes`
+    """Gives the bytes that one of g devices on a ring sends for a result of R bytes, as `ring.ring_bytes`
     counts them.
 
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g, collective-permute R.
     """
-    return notation.ring_bytes(
-        kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size
-    )
+    return ring.ring_bytes(kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size)
 
 
 def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:

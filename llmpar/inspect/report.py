@@ -8,7 +8,7 @@ import collections
 import optax
 from rich.table import Table
 
-from llmpar import draw, pipeline
+from llmpar import draw
 from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, compose
 from llmpar.inspect.census import (
@@ -24,6 +24,7 @@ from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.step import Step
+from llmpar.timetable import branch_shares
 
 
 def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, optimizer=None) -> dict:
@@ -46,7 +47,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
     predicted = by_stage[stage]
     taken = [
-        pipeline.taken(plan.pipeline, config.num_layers, i) if plan.pipeline else None
+        branch_shares(plan.pipeline, config.num_layers, i) if plan.pipeline else None
         for i in range(plan.mesh.pp)
     ]
     census = census_hlo(partitioned, mesh, taken[stage])

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 
-from llmpar.notation import ring_share
 from llmpar.predict.hardware import Chip
+from llmpar.predict.ring import ring_share
 
 
 def zero_bytes(params, devices, stage, param_bytes=2, grad_bytes=2, optim_bytes=12):

@@ -6,6 +6,7 @@ The tests hold `argument_bytes` against the compiled program, exactly; `temp_byt
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from llmpar.config import ModelConfig
 from llmpar.plan import Plan
@@ -13,16 +14,16 @@ from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 from llmpar.timetable import slots, timetable
 
 
-def _held(config: ModelConfig, plan: Plan, layout: str, part: str = "") -> int:
-    """Bytes per device of one float32 copy of all weights (of those whose path begins with ``part``) in a
-    layout of `plan.Life`."""
-    weights, sizes = plan.padded(config).weights(), plan.mesh.sizes
-    shapes = (
-        getattr(plan.life(w.dims), layout).shard_shape(w.shape, sizes)
-        for path, w in weights.items()
-        if path.startswith(part)
-    )
-    return FLOAT32 * sum(map(math.prod, shapes))
+def _local(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> tuple[int, Counter[str]]:
+    """What lies on each device: tokens of a batch, and bytes of one float32 copy of the weights ``stored``,
+    ``graded`` and ``accumulated`` (`plan.Life`); of the blocks' weights alone as ``blocks stored`` …"""
+    sizes, held = plan.mesh.sizes, Counter[str]()
+    for path, weight in plan.padded(config).weights().items():
+        life = plan.life(weight.dims)
+        for name in ("stored", "graded", "accumulated"):
+            size = FLOAT32 * math.prod(getattr(life, name).shard_shape(weight.shape, sizes))
+            held.update({name: size, f"blocks {name}": size * path.startswith("blocks.")})
+    return math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), sizes)), held
 
 
 def argument_bytes(
@@ -32,12 +33,11 @@ def argument_bytes(
     optimizer's state (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's,
     and AdamW's one).
     """
-    sizes = plan.mesh.sizes
-    batch = 4 * 4 * math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), sizes))
+    tokens, held = _local(config, plan, batch_size, seq_len)
     return {
-        "params": _held(config, plan, "stored"),
-        "optimizer": moments * _held(config, plan, "graded"),
-        "batch": batch,
+        "params": held["stored"],
+        "optimizer": moments * held["graded"],
+        "batch": 4 * 4 * tokens,
         "counters": 4 * scalars,
     }
 
@@ -47,36 +47,29 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     backward pass needs of the forward pass, one block being differentiated, and the logits. Not exact: the
     compiler fuses and reuses.
     """
-    sizes, item = plan.mesh.sizes, ITEMSIZE[plan.dtype]
-    tokens = math.prod(plan.place("data b s").shard_shape((batch_size // plan.microbatches, seq_len), sizes))
-    tp = sizes["tp"]
-    grads = _held(config, plan, "accumulated")
+    tokens, weights = _local(config, plan, batch_size // plan.microbatches, seq_len)
+    tp, ep, item = plan.mesh.tp, plan.mesh.ep, ITEMSIZE[plan.dtype]
     stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
     ffn = 4 * tokens * config.ffn_width * item // tp // plan.ffn_chunks
-    if how := config.experts:  # all slots of the buffer, on their way there, back, and inside the experts
-        blocks, rows = how.slots(tokens, 1, sizes["ep"])
-        ffn = sizes["ep"] * blocks * rows * (4 * config.ffn_width // tp + 3 * config.width) * item
-    block = (
-        8 * stream + heads + ffn
-    )  # what autodiff keeps of one: inputs of products, of norms and of nonlinearities
+    if config.experts:  # all slots of the buffer, on their way there, back, and inside the experts
+        blocks, rows = config.experts.slots(tokens, 1, ep)
+        ffn = ep * blocks * rows * (4 * config.ffn_width // tp + 3 * config.width) * item
+    # What autodiff keeps of one block: inputs of products, of norms and of nonlinearities.
+    block = 8 * stream + heads + ffn
     kept = block - ffn * (plan.ffn_chunks > 1)  # chunks are computed again
     layers, held = config.num_layers, 0
-    if (
-        order := plan.pipeline
-    ):  # one chunk is differentiated at a time; of the others that are alive, what F saved
-        layers = max(order.layers(layers).values())
-        alive = slots(timetable(order))
-        saved, messages, residual = (
-            int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual)
-        )
+    # One chunk is differentiated at a time; of the others that are alive, what F saved is held.
+    if order := plan.pipeline:
+        layers, alive = max(order.layers(layers).values()), slots(timetable(order))
+        counts = alive.num_saved, alive.num_messages, alive.num_residual
+        saved, messages, residual = (int(max(n)) for n in counts)
         one = stream if plan.stage_saves == "input" else layers * kept
         held = saved * one + messages * stream + residual * layers * kept
-        borrowed = sum(_held(config, plan, name, "blocks.") for name in ("stored", "accumulated"))
-        held += (order.parameter_copies - 1) * borrowed
+        held += (order.parameter_copies - 1) * (weights["blocks stored"] + weights["blocks accumulated"])
     held += layers * (stream if plan.remat == "block" else kept)
     logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
-    return grads + held + 2 * block + logits
+    return weights["accumulated"] + held + 2 * block + logits
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llmpar.config import ExpertConfig, ModelConfig, Weight
-from llmpar.notation import AXES, TRANSPOSES, Arrow, ring_bytes
+from llmpar.notation import AXES, TRANSPOSES, Arrow
 from llmpar.plan import Plan
+from llmpar.predict.ring import ring_bytes
 from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
 
@@ -23,21 +24,49 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass
 class Prediction:
-    """Executions per step and bytes sent per device and step, by (mesh axes, kind of collective).
+    """What the collectives of one kind over the same axes send, per device and step.
 
-    ``of`` says what was sent: name -> bytes that one collective sends -> how many such. ``arrows`` says for
-    which line of the model: the arrow's text -> [executions, bytes].
+    ``messages`` counts executions by (what was sent, the arrow that it was sent for, bytes of one message).
     """
 
-    count: int = 0
-    bytes_sent: int = 0
-    of: dict[str, Counter[int]] = field(default_factory=dict, compare=False)
-    arrows: dict[str, list[int]] = field(default_factory=dict, compare=False)
+    kind: str = ""
+    group_size: int = 1
+    messages: Counter[tuple[str, str, int]] = field(default_factory=Counter)
+
+    def sent(self, message_bytes: int) -> int:
+        """Bytes that a device sends of one message."""
+        return ring_bytes(self.kind, message_bytes, self.group_size)
+
+    @property
+    def count(self) -> int:
+        """Executions per step."""
+        return self.messages.total()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent per device and step."""
+        return sum(self.sent(size) * times for (_, _, size), times in self.messages.items())
+
+    @property
+    def of(self) -> dict[str, Counter[int]]:
+        """What was sent -> bytes that one collective sends -> how many such."""
+        found: dict[str, Counter[int]] = {}
+        for (what, _, size), times in self.messages.items():
+            found.setdefault(what, Counter())[self.sent(size)] += times
+        return found
+
+    @property
+    def arrows(self) -> dict[str, tuple[int, int]]:
+        """The arrow's text -> (executions, bytes)."""
+        found: dict[str, tuple[int, int]] = {}
+        for (_, text, size), times in self.messages.items():
+            count, sent = found.get(text, (0, 0))
+            found[text] = count + times, sent + times * self.sent(size)
+        return found
 
 
 class Traffic(dict):
-    """(axes, kind) -> Prediction. `carry` prices an arrow, `add` a single collective
-    (`notation.ring_bytes`)."""
+    """(axes, kind) -> Prediction. `carry` adds what an arrow sends, `add` a single kind of collective."""
 
     def __init__(self, sizes: dict[str, int]):
         super().__init__()
@@ -49,15 +78,9 @@ class Traffic(dict):
         """``count`` collectives over ``axes`` on messages ``of`` something, of ``message_bytes`` (the
         unscattered size), for the arrow ``text`` of the model."""
         axes = tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
-        if not axes or not count:
-            return
-        one = ring_bytes(kind, message_bytes, math.prod(self.sizes[a] for a in axes))
-        row = self.setdefault((",".join(axes), kind), Prediction())
-        row.count += count
-        row.bytes_sent += count * one
-        row.of.setdefault(of, Counter())[one] += count
-        line = row.arrows.setdefault(text, [0, 0])
-        line[0], line[1] = line[0] + count, line[1] + count * one
+        if axes and count:
+            row = Prediction(kind, math.prod(self.sizes[a] for a in axes))
+            self.setdefault((",".join(axes), kind), row).messages[of, text, message_bytes] += count
 
     def carry(self, arrow: Arrow, held_bytes: int, of: Sent, forward: int, backward: int = 0) -> int:
         """An arrow on a value of which each device holds ``held_bytes``, carried out ``forward`` times; its

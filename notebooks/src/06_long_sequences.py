@@ -19,6 +19,7 @@
 
 # %%
 from llmpar.mesh import use_devices
+from llmpar.predict.ring import pairs_by_step
 
 devices = use_devices()
 
@@ -260,7 +261,7 @@ print(f"memory: {arguments:,} B of arguments per device, 1/{n} of everything")
 
 # %%
 for order, pairs in live.items():
-    assert (pairs == sequence_order.live_blocks(n, order, s=S)).all()
+    assert (pairs == pairs_by_step(n, order, s=S)).all()
 parts = {order: (pairs - (np.arange(n) == 0) * L / 2) / L**2 for order, pairs in live.items()}
 scene.show(draw.live_blocks(parts["contiguous"].tolist()))
 
@@ -295,7 +296,7 @@ length = 4096
 shares = {}
 for order in ("contiguous", "striped", "zigzag"):
     for tile in (512, 256, 64, 16):
-        shares[order, tile] = sequence_order.live_blocks(8, order, s=length, block=tile).sum(1).max() / (
+        shares[order, tile] = pairs_by_step(8, order, s=length, block=tile).sum(1).max() / (
             length * length / 8
         )
     print(

@@ -35,7 +35,7 @@ from exercises import attempt
 from jax import lax
 from lesson import as_table, counting_text, train_steps
 
-from llmpar import draw, pipeline
+from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.inspect.census import (
@@ -53,7 +53,7 @@ from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.schedules import make
 from llmpar.step import Step
-from llmpar.timetable import timetable
+from llmpar.timetable import branch_shares, timetable
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -277,7 +277,7 @@ print(
 
 text = partitioned_hlo(lowered)
 for stage in range(p):
-    taken = pipeline.taken(step.plan.pipeline, LLAMA.num_layers, stage) if p > 1 else None
+    taken = branch_shares(step.plan.pipeline, LLAMA.num_layers, stage) if p > 1 else None
     predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
     census = census_hlo(text, step.mesh, taken)
     compiled_rows = census_table(census)
@@ -333,7 +333,7 @@ for name in ("llama3.2-1b", "llama3-8b", "llama3-70b"):
 def executed_by_stage(saves):
     step, _, compiled = programs[saves]
     takes = (
-        [pipeline.taken(step.plan.pipeline, LLAMA.num_layers, stage) for stage in range(p)]
+        [branch_shares(step.plan.pipeline, LLAMA.num_layers, stage) for stage in range(p)]
         if p > 1
         else [None]
     )

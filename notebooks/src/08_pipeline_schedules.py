@@ -33,7 +33,7 @@ import optax
 from exercises import attempt
 from lesson import counting_text, train_steps
 
-from llmpar import draw, pipeline
+from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.inspect.census import (
@@ -47,10 +47,11 @@ from llmpar.inspect.census import (
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
+from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import from_text, make
 from llmpar.split import split, trace
 from llmpar.step import Step
-from llmpar.timetable import closed_forms, slots, timetable
+from llmpar.timetable import branch_shares, slots, timetable
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -314,7 +315,7 @@ for name, (step, compiled) in programs.items() if p > 1 else ():
     order = step.plan.pipeline
     send, ticks, executed[name] = slots(timetable(order)).send, len(timetable(order).ticks), 0
     for stage in range(p):
-        taken = pipeline.taken(order, LLAMA.num_layers, stage)
+        taken = branch_shares(order, LLAMA.num_layers, stage)
         found = census_hlo(compiled.as_text(), step.mesh, taken)
         predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
         rows = census_table(found)["pp", "collective-permute"]

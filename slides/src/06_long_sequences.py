@@ -9,6 +9,7 @@
 # %%
 
 from llmpar.mesh import abstract_mesh, spec, use_devices
+from llmpar.predict.ring import pairs_by_step
 
 use_devices()
 
@@ -87,7 +88,7 @@ LOCAL = 64
 def shares(n, order):
     """Which part of a block each rank must compute in each step, from the pairs that the causal mask lets
     through."""
-    pairs = sequence_order.live_blocks(n, order, s=n * LOCAL)
+    pairs = pairs_by_step(n, order, s=n * LOCAL)
     at = sequence_order.sequence_permutation(order, n * LOCAL, n).reshape(n, LOCAL)
     by_mask = [[(at[rank][:, None] >= at[rank - step]).sum() for step in range(n)] for rank in range(n)]
     assert (pairs == np.array(by_mask)).all()

@@ -11,8 +11,9 @@ from IPython.display import Markdown
 
 from llmpar import draw
 from llmpar.draw import scene
+from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import make
-from llmpar.timetable import closed_forms, timetable
+from llmpar.timetable import branch_shares, timetable
 
 P, M = 4, 5
 table, gpipe = timetable(make("1f1b", P, M)), timetable(make("gpipe", P, M))
@@ -103,7 +104,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from llmpar import pipeline
 from llmpar.config import preset
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
@@ -213,7 +213,7 @@ for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
     traced = jax.jit(step.gradients).trace(step.abstract_state.params, step.abstract_batch(16, 16)).jaxpr
     for stage in range(4):
         rows = census_table(
-            census_jaxpr(traced, {"pp": 4}, pipeline.taken(plan.pipeline, LLAMA.num_layers, stage))
+            census_jaxpr(traced, {"pp": 4}, branch_shares(plan.pipeline, LLAMA.num_layers, stage))
         )
         predicted = traffic.step_traffic(LLAMA, plan, 16, 16, stage)
         assert rows == {

@@ -1,0 +1,77 @@
+"""What an order of pipeline stages costs: the published bubbles and peaks, and a search for a better
+order."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+from llmpar.schedules import Costs, Schedule, greedy
+from llmpar.timetable import timetable
+
+
+class ClosedForm(NamedTuple):
+    """A published formula's values."""
+
+    bubble: float  # as `Timetable.bubble`, without hops
+    peak_live: list[float]
+    from_m: int  # it holds from so many microbatches
+    source: str
+
+
+def closed_forms(p: int, m: int, v: int = 2, costs: Costs = (1, 1, 1)) -> dict[str, ClosedForm]:
+    """The published bubbles and peaks; what a form assumes of the costs stands behind its source."""
+    F, B, W = costs
+    whole, stages = (p - 1) * (F + B + W), range(p)
+    double = (p / 2 - 1) * (
+        F + 2 * B - W
+    )  # (p/2-1)(F&B + B - 3W) with the paper's full B, B+W here, and F&B = F+B+W
+    half = (p - 1) * (F + 2 * B - W) / 2  # the same for 2p stages of half the work
+    rows: dict[str, tuple[float, list[float], int, str]] = {
+        "gpipe": (whole, [m] * p, 1, "Narayanan 2021, sec. 2.2.1"),
+        "1f1b": (whole, [min(m, p - i) for i in stages], 1, "Narayanan 2021, sec. 2.2.1"),
+        "interleaved": (
+            whole / v,
+            [min(m, p + (p - 1 - 2 * i) / v) for i in stages],
+            p,
+            "Narayanan 2021, sec. 2.2.2",
+        ),
+        "breadth-first": (whole / v, [m] * p, p, "Lamy-Poirier 2022"),
+        "zb-h1": ((p - 1) * (F + B - W), [p] * p, p, "Qi 2023, Table 2; W <= F"),
+        "zb-h2": (
+            (p - 1) * (F + B - 2 * W),
+            [2 * p - 1] * p,
+            2 * p - 1,
+            "Qi 2023, Table 2; W <= F, 2W <= F+B",
+        ),
+        "zb-v": (0, [p] * p, 2 * p - 1, "Qi 2023, sec. 6; F = B = W"),
+        "dualpipe": (double, [p + 1] * p, 2 * p, "DeepSeek-V3 2024, Table 2; F = B"),
+        "dualpipev": (half, [p + 0.5] * p, 2 * p, "DualPipe's repository; F = B"),
+    }
+    return {name: ClosedForm(*row) for name, row in rows.items()}
+
+
+def search(
+    p: int,
+    m: int,
+    costs: Costs,
+    memory_limit: float,
+    hop: float = 0.0,
+    placement: str = "linear",
+    num_chunks: int = 2,
+) -> Schedule:
+    """Looks for an order with a small bubble whose stages never hold more than `memory_limit` microbatches.
+
+    The zero-bubble paper's automatic scheduling in spirit (Qi 2023, sec. 3): a greedy filling under each of a
+    few policies, and the best of them kept. It promises no optimum.
+    """
+    shape = Schedule("search", ((),) * p, m, 1 if placement == "linear" else num_chunks, placement, True)
+    limit = int(memory_limit * shape.visits + 1e-9)  # in chunks
+    if placement == "dual" or limit < shape.visits:
+        raise ValueError(
+            f"cannot search a {placement} pipeline under {memory_limit} live microbatches: one must fit, and"
+            " two directions are not searched; use linear, looped or vee, and a limit of at least 1"
+        )
+    policies = product(("BFW", "FBW"), (-1, 1)[: shape.visits], (0, 1), (0, 0.5, 1, 1.1))
+    found = (timetable(greedy(shape, costs, hop, limit, policy), costs, hop) for policy in policies)
+    return min(found, key=lambda table: (table.bubble, table.makespan)).schedule
