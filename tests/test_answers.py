@@ -223,11 +223,12 @@ def test_time_is_between_all_hidden_and_nothing_hidden():
     loss = 6 * preset("llama3-8b").vocab_size * preset("llama3-8b").width * 16 * 4096
     assert time["computing"] == pytest.approx(((flops - loss) * 4 / 3 + loss) / 8 / chip("h100").flops_per_s)
     assert re.match(
-        r"524 ms to 63\d ms \(computing 524 ms at peak rate; communicating 11\d ms\)", answers.step_time(time)
+        r"524 ms to 63\d ms \(computing 524 ms at peak rate; communicating 11\d ms\)",
+        answers.time_words(time),
     )
     same = {"computing": 4.26, "pipeline bubble": 0, "communicating": 1e-9, "simulated": False}
-    assert answers.step_time(same).startswith("4.26 s (")
-    assert "not predicted" in answers.step_time(answers.answer(TINY | {"chip": "cpu"})["time"])
+    assert answers.time_words(same).startswith("4.26 s (")
+    assert "not predicted" in answers.time_words(answers.answer(TINY | {"chip": "cpu"})["time"])
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from llmpar.notation import (
     parse_mesh,
 )
 from llmpar.plan import Plan
-from llmpar.predict import formulas, memory, traffic
+from llmpar.predict import memory, step_time, traffic
 from llmpar.predict.hardware import CHIPS, GIB, Chip, chip
 from llmpar.schedules import SCHEDULES, deal, make
 from llmpar.timetable import slots, timetable
@@ -266,7 +266,7 @@ def answer(state: dict) -> dict:
     parts["gradients, activations (estimate)"] = memory.temp_bytes(*size)
     out["memory"] = [[name, value] for name, value in parts.items()]
     out["traffic"] = sent(kind, order, *size)
-    computing, idle = step_seconds(kind, *size)
+    computing, idle = step_time.computing(kind, *size)
     comm = sum(row["seconds"] for row in out["traffic"])
     out["time"] = {
         "computing": computing,
@@ -294,13 +294,7 @@ def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, se
     apart = strides(sizes, order)
     for (names, what), row in traffic.step_traffic(config, plan, batch_size, seq_len).items():
         axes = tuple(names.split(","))
-        group, inner = math.prod(sizes[a] for a in axes), min(apart[a] for a in axes)
-        short = {"collective-permute": "permute"}.get(what, what)
         each = sum((counter for counter in row.of.values()), Counter[int]())
-        lap = formulas.sent_bytes(short, 1, group)
-        seconds = sum(
-            n * formulas.collective_seconds(kind, short, one / lap, group, inner) for one, n in each.items()
-        )
         parts = {name: sum(one * n for one, n in counter.items()) for name, counter in row.of.items()}
         several = sorted(parts.items(), key=lambda part: -part[1])
         words = ", ".join(f"{name} {size_text(value)}" if len(parts) > 1 else name for name, value in several)
@@ -313,7 +307,7 @@ def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, se
                 "what": words,
                 "largest": max(each),
                 "sizes": len(each),
-                "seconds": seconds,
+                "seconds": step_time.communicating(kind, row, min(apart[a] for a in axes)),
             }
         )
         if (
@@ -324,31 +318,6 @@ def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, se
                 [s, (s + 1) % sizes["pp"]] for s, there in enumerate(sends.tolist()) if there
             ]
     return sorted(rows, key=lambda row: -row["bytes"])
-
-
-def step_seconds(
-    kind: Chip, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int
-) -> tuple[float, float]:
-    """Seconds that the busiest stage computes at peak rate, and that it idles in the schedule's bubble.
-
-    A layer costs 1 forward and 2 backward, and is run as often as `traffic.runs` counts, recomputation
-    included; the loss is with the last stage. In the bubble's costs (F, B, W) it is B that recomputes.
-    """
-    useful = sum(memory.flops(config, batch_size, seq_len).values())
-    unembedding = 6.0 * config.vocab_size * config.width * batch_size * seq_len
-    layer = (useful - unembedding) / 3 / config.num_layers / plan.microbatches  # forward, one microbatch
-    loss, rate = (
-        unembedding / plan.microbatches,
-        plan.mesh.size // plan.mesh.pp * kind.per_device().flops_per_s,
-    )
-    stages = [traffic.runs(config, plan, stage) for stage in range(plan.mesh.pp)]
-    busiest = (
-        max((run.forward + run.again + 2 * run.backward) * layer + run.loss * loss for run in stages) / rate
-    )
-    if plan.pipeline is None:
-        return busiest, 0.0
-    again = max((run.forward + run.again) / run.backward - 1 for run in stages)
-    return busiest, busiest * timetable(plan.pipeline, (1, 1 + again, 1)).bubble_over_ideal
 
 
 def assumed(kind: Chip) -> str:
@@ -374,11 +343,11 @@ def _says(state: dict, out: dict, shape: MeshShape) -> str:
     for row in out["traffic"]:
         sent = f"{size_text(row['bytes'])} sent per device and step" + " (first stage)" * (shape.pp > 1)
         lines.append(f"{','.join(row['axes'])} {row['kind']} x{row['count']}: {sent} ({row['what']})")
-    lines += [out["links"]] * bool(out["links"]) + [f"time per step: {step_time(out['time'])}"]
+    lines += [out["links"]] * bool(out["links"]) + [f"time per step: {time_words(out['time'])}"]
     return "\n".join(lines)
 
 
-def step_time(time: dict) -> str:
+def time_words(time: dict) -> str:
     """A step's time in words: between perfect overlap of computing and communicating, and none."""
     if time["simulated"]:
         return "not predicted: simulated devices share one processor and have no links"
@@ -452,7 +421,7 @@ def compare(one: dict, two: dict) -> list[list[str]]:
     for name, cell in (
         ("memory per device", lambda x: size_text(sum(value for _, value in x["memory"]))),
         ("sent per device and step", lambda x: size_text(sum(row["bytes"] for row in x["traffic"]))),
-        ("time per step", lambda x: step_time(x["time"])),
+        ("time per step", lambda x: time_words(x["time"])),
     ):
         rows.append([name, *(cell(x) if not x["refusal"] else "refused" for x in (one, two))])
     return rows

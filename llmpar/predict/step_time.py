@@ -1,0 +1,48 @@
+"""How long a training step takes, by terms: computing at peak rate, waiting in a pipeline's bubble,
+communicating.
+
+What is hidden behind what nobody knows here: a step takes between the longest term and the sum of them.
+"""
+
+from __future__ import annotations
+
+from llmpar.config import ModelConfig
+from llmpar.plan import Plan
+from llmpar.predict import formulas, memory, traffic
+from llmpar.predict.hardware import Chip
+from llmpar.timetable import timetable
+
+
+def communicating(chip: Chip, row: traffic.Prediction, stride: int) -> float:
+    """Seconds that the collectives of one kind over the same axes take, one after the other, at the rate of
+    the links between devices that are ``stride`` apart (`formulas.collective_seconds`)."""
+    kind = {"collective-permute": "permute"}.get(row.kind, row.kind)
+    return sum(
+        times * formulas.collective_seconds(chip, kind, size, row.group_size, stride)
+        for (_, _, size), times in row.messages.items()
+    )
+
+
+def computing(
+    chip: Chip, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int
+) -> tuple[float, float]:
+    """Seconds that the busiest stage computes at peak rate, and that it idles in the schedule's bubble.
+
+    A layer costs 1 forward and 2 backward, and is run as often as `traffic.runs` counts, recomputation
+    included; the loss is with the last stage. In the bubble's costs (F, B, W) it is B that recomputes.
+    """
+    useful = sum(memory.flops(config, batch_size, seq_len).values())
+    unembedding = 6.0 * config.vocab_size * config.width * batch_size * seq_len
+    layer = (useful - unembedding) / 3 / config.num_layers / plan.microbatches  # forward, one microbatch
+    loss, rate = (
+        unembedding / plan.microbatches,
+        plan.mesh.size // plan.mesh.pp * chip.per_device().flops_per_s,
+    )
+    stages = [traffic.runs(config, plan, stage) for stage in range(plan.mesh.pp)]
+    busiest = (
+        max((run.forward + run.again + 2 * run.backward) * layer + run.loss * loss for run in stages) / rate
+    )
+    if plan.pipeline is None:
+        return busiest, 0.0
+    again = max((run.forward + run.again) / run.backward - 1 for run in stages)
+    return busiest, busiest * timetable(plan.pipeline, (1, 1 + again, 1)).bubble_over_ideal
