@@ -14,12 +14,14 @@ included. A picture's words become its alt text. A notebook that writes to stder
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import re
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jupytext
@@ -30,9 +32,7 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 HERE = Path(__file__).resolve().parent
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-MAX_NOTEBOOK_BYTES = (
-    500_000  # a page that GitHub still renders at once; a lesson with one figure has about 50 kB
-)
+MAX_NOTEBOOK_BYTES = 500_000  # GitHub still renders that at once; a lesson with one figure has about 50 kB
 MAX_TOTAL_BYTES = 5_000_000
 CELL_TIMEOUT_S = 600  # a lesson takes a minute on two idle cores; this only ends a hang
 MARKS = {"# NBVAL_CHECK_OUTPUT", "# NBVAL_IGNORE_OUTPUT", "# NBVAL_RAISES_EXCEPTION", "# NBVAL_SKIP"}
@@ -70,9 +70,10 @@ def cell_ids(notebook: nbformat.NotebookNode) -> list[str]:
     return ids
 
 
-def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookNode:
-    """Run every cell in a fresh kernel started in `folder`, on the CPU, without the user's own Jupyter
-    settings."""
+@contextlib.contextmanager
+def kernel(folder: Path) -> Iterator[Callable[[nbformat.NotebookNode], nbformat.NotebookNode]]:
+    """Start a fresh kernel in `folder`, on the CPU, without the user's own Jupyter settings; give the
+    function that runs a notebook in it, in an empty namespace."""
     with tempfile.TemporaryDirectory() as scratch:
         env = {
             "JAX_PLATFORMS": "cpu",
@@ -83,17 +84,25 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookN
             "JUPYTER_RUNTIME_DIR": scratch,
         }
         client = NotebookClient(
-            notebook,
+            nbformat.v4.new_notebook(),
             timeout=CELL_TIMEOUT_S,
             kernel_name="python3",
             record_timing=False,
             store_widget_state=False,
-            extra_arguments=[
-                "--IPKernelApp.log_level=40"
-            ],  # errors only: ipykernel 7 warns about every TCP kernel
+            # Errors only: ipykernel 7 warns about every TCP kernel.
+            extra_arguments=["--IPKernelApp.log_level=40"],
             resources={"metadata": {"path": str(folder)}},
         )
-        return client.execute(env=os.environ | env)
+
+        def execute(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+            client.nb = notebook
+            done = client.execute(cleanup_kc=False)
+            client.nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%reset -f")])
+            client.execute(cleanup_kc=False)
+            return done
+
+        with client.setup_kernel(env=os.environ | env):
+            yield execute
 
 
 def tidy(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -245,7 +254,8 @@ def house_problems(folder: Path = HERE) -> list[str]:
 def build(source: Path) -> list[str]:
     """Execute one source and write its notebook; return its faults, in which case nothing is written."""
     try:
-        notebook = tidy(execute(read_source(source), source.parent.parent))
+        with kernel(source.parent.parent) as execute:
+            notebook = tidy(execute(read_source(source)))
     except (CellExecutionError, DeadKernelError, TimeoutError) as error:
         return [f"{source.name}: {error}"]
     found = faults(notebook)

@@ -6,9 +6,9 @@ deck.
 A cell's tags say where it goes: `# %% [markdown] tags=["slide"]` begins a slide; `subslide`, `fragment`,
 `notes` (shown to the speaker, key S) and `skip` are the others; a cell without one continues the slide. Of a
 code cell the output is shown, and its text as well where it is tagged `code`; with `place="beside"` its
-figure stands right of the text. Every
-number and figure is computed here: a deck that prints to stderr, raises, or shows a figure without words is
-refused. A figure's words are `alt="…"` beside the tags, or its text/plain, or what its cell prints (`tidy` in
+figure stands right of the text. The parts run in one kernel, each in an empty namespace. Every number and
+figure is computed here: a deck that prints to stderr, raises, or shows a figure without words is refused. A
+figure's words are `alt="…"` beside the tags, or its text/plain, or what its cell prints (`tidy` in
 notebooks/build.py).
 
 reveal.js comes from the installed sphinx-revealjs (extra `dev`), formulas become MathML: the deck fetches
@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -38,12 +39,8 @@ HERE = Path(__file__).resolve().parent
 PLACES = ("slide", "subslide", "fragment", "notes", "skip")
 SIZE = (1280, 720)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-BROWSER_FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-)  # the page is our own
+# The page is our own: it needs no sandbox.
+BROWSER_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 REVEAL_FILES = ("LICENSE", "dist/reveal.css", "dist/reveal.js", "plugin/notes/notes.js")
 # Code first, so that a dollar inside it stays a dollar; then $$display$$ and $inline$.
 FORMULA = re.compile(
@@ -63,30 +60,39 @@ def notebook_builder() -> ModuleType:
     return module
 
 
-def run(source: Path) -> NotebookNode:
-    """Execute one part of the deck and place its cells on slides."""
+def run(sources: Sequence[Path]) -> NotebookNode:
+    """Execute the parts of a deck in one kernel, and place their cells on slides."""
     builder = notebook_builder()
-    try:
-        deck = builder.tidy(builder.execute(builder.read_source(source), source.parent.parent))
-    except CellExecutionError as error:
-        raise ValueError(f"{source.name}: {error}") from error
+    parts = []
+    with builder.kernel(sources[0].parent.parent) as execute:
+        for source in sources:
+            print(f"running {source.name}", flush=True)
+            try:
+                parts.append(builder.tidy(execute(builder.read_source(source))))
+            except CellExecutionError as error:
+                raise ValueError(f"{source.name}: {error}") from error
+            place(parts[-1], source.name, builder)
+    deck = parts[0]
+    deck.cells = [cell for part in parts for cell in part.cells]
+    return deck
+
+
+def place(part: NotebookNode, name: str, builder: ModuleType) -> None:
+    """Place the cells of one part on slides, as their tags say; refuse a part with a fault."""
     number = 0
-    for cell in deck.cells:
+    for cell in part.cells:
         tags = cell.metadata.get("tags", [])
         unknown = set(tags) - {*PLACES, "code"}
         if unknown:
             known = ", ".join((*PLACES, "code"))
-            raise ValueError(
-                f"{source.name}: tag {sorted(unknown)[0]!r} means nothing here; use one of {known}"
-            )
+            raise ValueError(f"{name}: tag {sorted(unknown)[0]!r} means nothing here; use one of {known}")
         cell.metadata["slideshow"] = {"slide_type": next((tag for tag in tags if tag in PLACES), "-")}
         if cell.cell_type == "code":
             number += 1
             if "code" not in tags:
                 cell.metadata["tags"] = [*tags, "remove-input"]
             for fault in builder.cell_faults(cell):
-                raise ValueError(f"{source.name}, code cell {number}: {fault}")
-    return deck
+                raise ValueError(f"{name}, code cell {number}: {fault}")
 
 
 def set_formulas_aside(deck: NotebookNode) -> dict[str, str]:
@@ -183,12 +189,7 @@ def build(src: Path = HERE / "src", out: Path = HERE / "_build") -> Path:
     sources = sorted(src.glob("*.py"))
     if not sources:
         raise ValueError(f"there are no slides in {os.path.relpath(src)}: write one as NN_name.py")
-    decks = []
-    for source in sources:
-        print(f"running {source.name}", flush=True)
-        decks.append(run(source))
-    deck = decks[0]
-    deck.cells = [cell for part in decks for cell in part.cells]
+    deck = run(sources)
     out.mkdir(parents=True, exist_ok=True)
     copy_assets(out)
     page = out / "index.html"

@@ -29,6 +29,11 @@ from llmpar.timetable import timetable
 
 OUT = Path(__file__).resolve().parent / "_gallery"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
+STYLE = (
+    ":root{color-scheme:light dark}"
+    "body{font:14px/1.5 DejaVu Sans,Verdana,sans-serif;max-width:1280px;margin:20px auto;padding:0 16px}"
+    "img{max-width:100%}section{margin:0 0 40px}pre{white-space:pre-wrap}"
+)
 EXPLORERS = {
     "mesh-explorer": lambda: MeshExplorer(mesh="dp=2 fsdp=4 tp=2", batch_size=32, axis="fsdp", step=1),
     "timeline-explorer": TimelineExplorer,
@@ -38,16 +43,18 @@ EXPLORERS = {
 }
 
 
-def sent_in_a_step() -> Scene:
-    """What one step of a small Llama sends, as predicted; the bars of what was compiled are for `llmpar
-    inspect`."""
+def sent_in_a_step() -> dict[str, Scene]:
+    """What one step of a small Llama sends, as predicted, by collective and by arrow; what was compiled is
+    for `llmpar inspect`."""
     plan = Plan("dp=2 fsdp=2 tp=2", tp_sequence=True)
-    found = traffic.step_traffic(preset("tiny"), plan, 16, 64).items()
-    rows = [
-        {"axis": axes, "kind": kind, "count": row.count, "predicted_bytes": row.bytes_sent}
-        for (axes, kind), row in found
-    ]
-    return draw.collectives(sorted(rows, key=lambda row: -row["predicted_bytes"]))
+    kinds, arrows = [], []
+    for (axes, kind), found in traffic.step_traffic(preset("tiny"), plan, 16, 64).items():
+        row = {"axis": axes, "kind": kind, "direction": ""}  # a prediction counts both passes together
+        kinds.append(row | {"count": found.count, "predicted_bytes": found.bytes_sent})
+        for text, (count, sent) in found.arrows.items():
+            arrows.append(row | {"arrow": text, "count": count, "bytes_sent": sent})
+    kinds.sort(key=lambda row: -row["predicted_bytes"])
+    return {"collectives": draw.collectives(kinds), "arrows_sent": draw.arrows_sent(arrows)}
 
 
 def drawings() -> dict[str, Scene]:
@@ -60,11 +67,11 @@ def drawings() -> dict[str, Scene]:
         "links": draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
         "layout": draw.layout("b/dp,fsdp s d/tp", (32, 16, 8), "dp=2 fsdp=2 tp=2", itemsize=4),
         "arrow": draw.arrow("b s d +tp -> b s/tp d", (8, 16, 32), "tp=4", 2),
-        "collectives": sent_in_a_step(),
+        **sent_in_a_step(),
         "ring_steps": draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
         "live_blocks": draw.live_blocks([[round(float(x), 1) for x in row] for row in parts]),
         "token_flow": draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
-        "timetable": draw.timeline(timetable(make("zb-h1", 4, 16))),
+        "timeline": draw.timeline(timetable(make("zb-h1", 4, 16))),
         "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
         "memory_bars": memory.scene,
         "time_bars": draw.time_bars([("a step", {k: v for k, v in step.items() if k != "simulated"})]),
@@ -116,16 +123,9 @@ def build(folder: Path = OUT) -> Path:
         alt = html.escape(explorer.scene.text.partition("\n")[0], quote=True)
         link = f'<p><a href="{name}.html">Open it</a>; it needs no kernel and no network.</p>'
         body.append(f'<section><h2>{explorer.title}</h2>{link}<img src="{picture}" alt="{alt}"></section>')
-    style = (
-        ":root{color-scheme:light dark}body{font:14px/1.5 DejaVu"
-        " Sans,Verdana,sans-serif;max-width:1280px;margin:20px auto;"
-    )
-    style += "padding:0 16px}img{max-width:100%}section{margin:0 0 40px}pre{white-space:pre-wrap}"
-    head = f'<meta charset="utf-8"><title>llmpar: gallery</title><style>{style}</style>'
-    text = (
-        "<!doctype html><html"
-        f' lang="en"><head>{head}</head><body><main><h1>Gallery</h1>{"".join(body)}</main></body></html>'
-    )
+    head = f'<meta charset="utf-8"><title>llmpar: gallery</title><style>{STYLE}</style>'
+    main = f"<main><h1>Gallery</h1>{''.join(body)}</main>"
+    text = f'<!doctype html><html lang="en"><head>{head}</head><body>{main}</body></html>'
     (folder / "index.html").write_text(text, encoding="utf-8")
     return folder / "index.html"
 

@@ -18,9 +18,8 @@ spec.loader.exec_module(gallery)
 
 def test_every_drawing_is_in_the_gallery():
     functions = dict(inspect.getmembers(draw, inspect.isfunction))
-    home = {name: f for name, f in functions.items() if f.__module__ in ("llmpar.draw", "llmpar.draw.charts")}
     drawn = gallery.drawings()
-    scenes = {name for name, f in home.items() if f.__annotations__.get("return") == "Scene"}
+    scenes = {name for name, f in functions.items() if f.__annotations__.get("return") == "Scene"}
     assert scenes == set(drawn) - {"explorer without a browser"}
     assert all(isinstance(scene, Scene) and len(scene.text) > 40 for scene in drawn.values())
 

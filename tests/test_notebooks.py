@@ -545,9 +545,8 @@ def test_the_readmes_table_of_orders_is_what_the_simulator_finds():
     from llmpar.timetable import timetable
 
     def value(formula, **letters):
-        return eval(
-            re.sub(r"(?<=[0-9vi)])(?=[pvim(])", "*", formula.replace(" ", "")), {}, letters
-        )  # our own README
+        spelt_out = re.sub(r"(?<=[0-9vi)])(?=[pvim(])", "*", formula.replace(" ", ""))
+        return eval(spelt_out, {}, letters)  # our own README
 
     table = r"^\| (GPipe|1F1B|interleaved|ZB-H1|ZB-H2, ZB-V)[^|]*\|(.*)\|$"
     rows = dict(re.findall(table, (ROOT / "README.md").read_text(), re.M))

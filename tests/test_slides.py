@@ -3,6 +3,7 @@
 import html
 import importlib.util
 import json
+import os
 import re
 import shlex
 from html.parser import HTMLParser
@@ -172,7 +173,7 @@ def test_a_timetable_is_what_the_command_below_it_gives(deck):
         )
         if " time units, " in alt and command:
             given = parse(shlex.split(command[1]))
-            made = make(given.name, given.stages, given.microbatches, given.chunks)
+            made = make(given.name, given.stages, given.microbatches, given.virtual_stages)
             of_command = draw.timeline(timetable(made, tuple(map(float, given.costs.split(",")))))
             assert html.unescape(alt) == " ".join(of_command.text.split()), slide["title"]
             drawn += 1
@@ -184,7 +185,7 @@ def one_part(tmp_path, text):
     source = tmp_path / "src" / "00_part.py"
     source.parent.mkdir(exist_ok=True)
     source.write_text(text)
-    return slides.to_html(slides.run(source))
+    return slides.to_html(slides.run([source]))
 
 
 TITLE = '# %% [markdown] tags=["slide"]\n# # Title\n#\n'
@@ -229,6 +230,18 @@ def test_a_figure_takes_its_words_from_where_they_are(tmp_path):
         ' \\"printed\\"")\n',
     )
     assert Page(page).alts == ["A line from one to two", 'A line, as "printed"']
+
+
+def test_parts_share_a_kernel_and_no_names(tmp_path):
+    parts = [tmp_path / "src" / f"0{number}_part.py" for number in (0, 1)]
+    parts[0].parent.mkdir()
+    for part in parts:
+        part.write_text(
+            TITLE
+            + "\n# %%\nimport os\nassert 'said' not in globals()\nsaid = os.getpid()\nprint('pid', said)\n"
+        )
+    told = [cell.outputs[0].text for cell in slides.run(parts).cells if cell.cell_type == "code"]
+    assert told[0] == told[1] != f"pid {os.getpid()}\n"
 
 
 def test_no_slides_is_said(tmp_path):

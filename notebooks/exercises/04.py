@@ -158,9 +158,8 @@ def stage2_accumulated() -> Exercise:
                 return "not tiled"
             raise
         sent = census_table(census_jaxpr(traced, {"fsdp": DEVICES}))
-        value = jax.vmap(device, axis_name="fsdp")(
-            gradients
-        )  # after the trace, which refuses shapes that do not fit
+        # After the trace, which refuses shapes that do not fit.
+        value = jax.vmap(device, axis_name="fsdp")(gradients)
         return [value, sorted([kind, axes, row["count"]] for (axes, kind), row in sent.items())]
 
     return Exercise(

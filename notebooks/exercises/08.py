@@ -53,7 +53,7 @@ def _rows(text: str, stages: int, microbatches: int) -> list | str:
             f"{asked} were asked for, but there are {found[0]} lines and {found[1]} microbatches"
         )
     timetable(order)
-    return [[str(op) for op in row] for row in order.order]
+    return [[str(op) for op in row] for row in order.rows]
 
 
 def _ahead(stages: int, microbatches: int, more: int = 0, all_alike: int = 0) -> str:

@@ -15,6 +15,9 @@
 # | *shard* | the piece of an array that a device holds |
 # | *replica* | one of several devices that hold the same shard |
 #
+# Words of this package (layout, arrow, region, reading, island) have a table of their own in the
+# [README](../README.md#words).
+#
 # Without an accelerator, `use_devices` asks JAX for 8 simulated devices: eight memories and eight threads in this one
 # processor. Values, layouts and bytes are exact on them. Times mean nothing.
 
@@ -37,10 +40,8 @@ from llmpar.draw.scene import show
 from llmpar.notation import AXES, parse_arrow, parse_layout, parse_mesh
 
 n = len(devices)
-tp, fsdp = (
-    2 if n % 2 == 0 else 1,
-    2 if n % 4 == 0 else 1,
-)  # with one device all axes have size 1, and all checks hold
+# With one device all axes have size 1, and all checks hold.
+tp, fsdp = 2 if n % 2 == 0 else 1, 2 if n % 4 == 0 else 1
 line = parse_mesh("dp=-1", n)  # -1: what is left
 table = parse_mesh(f"dp=-1 tp={tp}", n)
 cube = parse_mesh(f"dp=-1 fsdp={fsdp} tp={tp}", n)

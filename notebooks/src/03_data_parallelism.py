@@ -16,7 +16,8 @@ devices = use_devices()
 # ## One screen
 #
 # As an arrow: a gradient with dims `d m` leaves the backward pass as an unfinished sum over `dp` (each device has its part
-# of it) and is finished by an all-reduce. That line is the strategy.
+# of it) and is finished by an all-reduce. That line is the strategy. (*Arrow*, *region*, *reading*: the README explains
+# them under [Words](../README.md#words).)
 
 # %%
 from llmpar import draw
@@ -261,6 +262,7 @@ except ValueError as refusal:
 # %%
 import optax
 from flax import nnx
+from lesson import as_table
 
 from llmpar.par import Solo
 from llmpar.step import State, Step
@@ -341,7 +343,7 @@ def verdicts(plan):
     census = census_hlo(partitioned_hlo(lowered), step.mesh)
     formula = traffic.step_traffic(config, plan, BATCH, SEQ)
     found = census_table(census)
-    assert found == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in formula.items()}
+    assert found == as_table(formula)
     total = {key: sum(row[key] for row in found.values()) for key in ("count", "bytes_sent")}
     print(f"  communication: {total['count']} all-reduces, {total['bytes_sent']:,} bytes, as predicted")
 
@@ -377,9 +379,8 @@ rows = []
 print("plan        partitioned  final program        bytes  bytes / 4-byte parameter")
 for name, (census, formula, final) in read.items():
     count, size = sum(c.count for c in census), sum(c.bytes_sent for c in census)
-    assert (
-        size == formula.total_bytes and abs(size - bound) <= count
-    )  # a ring that does not divide rounds each message
+    # A ring that does not divide rounds each message.
+    assert size == formula.total_bytes and abs(size - bound) <= count
     print(f"{name:<12}{count:>11}{final:>15}{size:>13,}{size / (4 * config.num_params):>12.3f}")
     rows.append(
         {
@@ -430,9 +431,8 @@ for a in (1, 2, 4):
         traffic.step_traffic(config, plan, BATCH * a, SEQ).total_bytes for plan in (at_end, by_layer)
     )
     assert sent_at_end == read["end"][1].total_bytes
-    assert sent_by_layer == a * sent_at_end - (a - 1) * int(
-        formulas.sent_bytes("all-reduce", small, n)
-    )  # which is sent once
+    # The small message is sent once.
+    assert sent_by_layer == a * sent_at_end - (a - 1) * int(formulas.sent_bytes("all-reduce", small, n))
     print(f"{a:>12}   {sent_at_end:<9,}   {sent_by_layer:,} bytes per step")
 try:
     by_layer.check(config, BATCH * a, SEQ)

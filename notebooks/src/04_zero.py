@@ -11,6 +11,8 @@
 # | 2 | and gradients | the same, but the gradient is cut *as soon as it exists* |
 # | 3 = FSDP | and weights | weight `d/fsdp -> d` before each use; its gradient comes back as `d/fsdp` |
 #
+# (*Arrow*, *region* and *reading* are explained in the README, under [Words](../README.md#words).)
+#
 # **Question.** How much memory does each stage save, and what does it cost to send?
 
 # %%
@@ -20,6 +22,7 @@ devices = use_devices()
 
 # %%
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +30,10 @@ import numpy as np
 import optax
 from exercises import attempt
 from jax import lax
+from lesson import as_table, counting_text, train_steps
 
 from llmpar import draw
+from llmpar import plan as plan_file
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.inspect.census import (
@@ -47,12 +52,31 @@ from llmpar.predict import formulas, memory, traffic
 from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
-jax.config.update(
-    "jax_default_matmul_precision", "highest"
-)  # accelerators round float32 products unless told not to
+# Accelerators round float32 products unless told not to.
+jax.config.update("jax_default_matmul_precision", "highest")
 N = max(n for n in (1, 2, 4, 8) if n <= len(devices))
 LAP = (N - 1) / N  # what a ring of N devices sends of each message
 mesh = make_mesh(f"fsdp={N}")
+
+# %% [markdown]
+# ## A weight's life in one step
+#
+# This table stands at the top of `llmpar/plan.py`: a line is a ZeRO stage, and its cells say where one weight of a feed-forward,
+# `d m`, lies in the course of a step, from *stored* to its finished gradient, *graded*. Where a cell differs from its left
+# neighbour something is sent, except that stages 0 to 2 leave the backward pass (after *used*) with open sums and send nothing
+# for it; where *graded* differs from *stored*, the updated weight is gathered once more.
+
+# %%
+# NBVAL_CHECK_OUTPUT
+table = re.search(r"zero  stored.*?(?=\n\n)", plan_file.__doc__, re.S)[0].replace("\n    ", "\n")
+print(table)
+PARTS = ("stored", "used", "unreduced", "accumulated", "graded")
+for line in table.splitlines()[1:]:
+    stage, *cells = re.split("  +", line)
+    life = Plan("dp=2 fsdp=2 tp=2", zero=int(stage)).life("ffn d m")
+    assert [str(getattr(life, part)) for part in PARTS] == cells
+    here = Plan("fsdp=2", zero=int(stage)).life("ffn d m")  # as on this lesson's mesh, without dp and tp
+    assert [str(getattr(here, part)) for part in PARTS] == [re.sub(r"/tp| \+dp", "", cell) for cell in cells]
 
 # %% [markdown]
 # ## One picture
@@ -194,16 +218,14 @@ def stage3(w, m, v, t, x, y, gather_again=True):
     def gathered_layer(shard, x):
         return layer(lax.all_gather(shard, "fsdp", axis=0, tiled=True), x)  # d/fsdp m -> d m
 
-    use = (
-        jax.checkpoint(gathered_layer) if gather_again else gathered_layer
-    )  # keep nothing: gather again in the backward
+    # Keep nothing: gather again in the backward.
+    use = jax.checkpoint(gathered_layer) if gather_again else gathered_layer
 
     def sharded_loss(shards, x, y):
         return error(lax.scan(lambda x, shard: (use(shard, x), None), x, shards)[0], y)
 
-    value, g = jax.value_and_grad(sharded_loss)(
-        w, x, y
-    )  # g is a shard: no reduce-scatter is written anywhere
+    # `g` is a shard: no reduce-scatter is written anywhere.
+    value, g = jax.value_and_grad(sharded_loss)(w, x, y)
     return *adam(w, g, m, v, t), lax.psum(value, "fsdp")
 
 
@@ -315,9 +337,8 @@ expected_counts = {
     2: {"reduce-scatter": L, "all-gather": 1},
     3: {"reduce-scatter": L, "all-gather": 2 * L},
 }
-loss_bytes = formulas.sent_bytes(
-    "all-reduce", 4, N
-)  # everybody learns the loss: one more all-reduce, of 4 bytes
+# Everybody learns the loss: one more all-reduce, of 4 bytes.
+loss_bytes = formulas.sent_bytes("all-reduce", 4, N)
 found = {stage: census_hlo(partitioned_hlo(lowered), mesh) for stage, (_, lowered, _) in programs.items()}
 for stage, census in found.items():
     state = [c for c in census if c.shape != ()]
@@ -391,35 +412,15 @@ scene.show(draw.collectives(bars))
 # %%
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 BATCH, SEQ = 16, 16
-tokens = (
-    np.arange(BATCH)[:, None] * 7 + np.arange(1, BATCH + 1)[:, None] * np.arange(SEQ + 1)
-) % 256  # rows that count in steps
-TEXT = {
-    "tokens": tokens[:, :-1].astype(np.int32),
-    "targets": tokens[:, 1:].astype(np.int32),
-    "positions": np.tile(np.arange(SEQ, dtype=np.int32), (BATCH, 1)),
-    "segments": np.ones((BATCH, SEQ), np.int32),
-}
-start = None  # one initial state for all plans
+TEXT = counting_text(BATCH, SEQ)
 
 
 def train_llama(plan):
-    """Compile the step, train from the common start, and return the step, its lowered and compiled program,
-    and what came out."""
-    global start
+    """Compile the step and train: the step, its lowered and its compiled program, the last state, losses."""
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(3e-3))
-    start = start or jax.device_get(step.init(seed=0))
     lowered = step.lower(BATCH, SEQ)
     compiled = lowered.compile()
-    state, batch, losses = (
-        jax.device_put(start, step.shardings),
-        jax.device_put(TEXT, step.batch_sharding),
-        [],
-    )
-    for _ in range(STEPS):
-        state, metrics = compiled(state, batch)
-        losses.append(float(metrics["loss"]))
-    return step, lowered, compiled, state, losses
+    return step, lowered, compiled, *train_steps(step, compiled, TEXT, STEPS)
 
 
 *_, solo_losses = train_llama(Plan("dp=1", zero=0))
@@ -456,9 +457,7 @@ for zero, (step, lowered, _, _, _) in llamas.items():
     predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
     census = census_hlo(partitioned_hlo(lowered), step.mesh)
     compiled_table = census_table(census)
-    assert compiled_table == {
-        key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
-    }
+    assert compiled_table == as_table(predicted)
     print(
         f"stage {zero}:",
         "; ".join(f"{kind} ×{row.count} {row.bytes_sent:,} B" for (_, kind), row in sorted(predicted.items()))
@@ -473,6 +472,7 @@ print("communication: kinds, counts and bytes per device and step are as predict
 
 # %%
 print(arrow_text(census))
+scene.show(draw.arrows_sent(arrow_rows(census)))
 assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
 for name in ("ffn d m", "attention n h d"):
     passes = {c.direction: c.bytes_sent for c in census if c.arrow == name}
@@ -515,7 +515,7 @@ if devices[0].platform == "cpu" and N > 1:
 # One honest detail. In our step the embedding, the output head and the last norm are gathered once per microbatch, not twice: the
 # forward pass ends where the backward pass begins, so they are still there; and of a block's norms only what their scales were
 # broadcast to is kept, so these are not gathered twice either. They cost 2aΨ at stage 3. The assertions count the two parts
-# separately. (`llmpar/predict.py` says so too; in a large model the blocks are nearly everything.)
+# separately. (`llmpar/predict/traffic.py` counts so too; in a large model the blocks are nearly everything.)
 
 # %%
 twice = sum(
@@ -535,9 +535,7 @@ for zero in range(4):
         if a > 1:  # a loop over microbatches: the census multiplies what is inside by its length
             traced = step.run.trace(step.abstract_state, step.abstract_batch(4 * N, SEQ)).jaxpr
             read = census_table(census_jaxpr(traced, mesh.shape))
-            assert read == {
-                key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
-            }
+            assert read == as_table(predicted)
         scalars = int(formulas.sent_bytes("all-reduce", 3 * 4, N))  # loss, tokens and norm, in one message
         less = 2 * a if zero == 3 else formulas.zero_elements(1, zero, a)
         assert predicted.total_bytes - scalars == 4 * LAP * (
@@ -594,9 +592,7 @@ for reshard in (True, False):
     step = Step(LLAMA, plan, mesh, optax.adamw(3e-3))
     traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     predicted = traffic.step_traffic(LLAMA, plan, BATCH, SEQ)
-    assert census_table(census_jaxpr(traced, mesh.shape)) == {
-        k: {"count": r.count, "bytes_sent": r.bytes_sent} for k, r in predicted.items()
-    }
+    assert census_table(census_jaxpr(traced, mesh.shape)) == as_table(predicted)
     gathers = predicted.get(("fsdp", "all-gather"), traffic.Prediction()).count
     print(
         f"the Llama with reshard_after_forward={reshard}: {gathers} all-gathers, {predicted.total_bytes:,} B in all, as"
@@ -664,12 +660,9 @@ assert compiled_memory(auto_compiled)["argument_bytes"] == compiled_memory(llama
 print("value and memory: Auto equals Manual")
 auto = census_table(census_hlo(partitioned_hlo(auto_lowered), mesh))
 manual = traffic.step_traffic(LLAMA, llamas[3][0].plan, BATCH, SEQ)
-for name, table in (
-    ("manual", {k: (r.count, r.bytes_sent) for k, r in manual.items()}),
-    ("auto", {k: (r["count"], r["bytes_sent"]) for k, r in auto.items()}),
-):
-    for (_, kind), (count, sent) in sorted(table.items(), key=lambda item: -item[1][1]):
-        print(f"{name:>7}: {kind:<15} ×{count:<4}{sent:>12,} B")
+for name, table in (("manual", as_table(manual)), ("auto", auto)):
+    for (_, kind), row in sorted(table.items(), key=lambda item: -item[1]["bytes_sent"]):
+        print(f"{name:>7}: {kind:<15} ×{row['count']:<4}{row['bytes_sent']:>12,} B")
 if devices[0].platform == "cpu" and N > 1:
     assert not any(kind == "reduce-scatter" for _, kind in auto)
     assert sum(row["bytes_sent"] for row in auto.values()) > manual.total_bytes

@@ -12,6 +12,8 @@
 # | the pair | one `b s d +tp -> b s d` after the row matrix, and nothing between |
 # | with sequence parallelism | `b s/tp d -> b s d` before, `b s d +tp -> b s/tp d` after |
 #
+# (*Arrow*, *region* and *reading* are explained in the README, under [Words](../README.md#words).)
+#
 # **Question.** Where must devices talk, how much do they send, and why does it stop paying at 8 or so?
 
 # %%
@@ -29,6 +31,7 @@ import numpy as np
 import optax
 from exercises import attempt
 from jax import lax
+from lesson import as_table, counting_text, train_steps
 
 from llmpar import draw
 from llmpar.config import preset
@@ -50,9 +53,8 @@ from llmpar.predict import formulas, memory, traffic
 from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
-jax.config.update(
-    "jax_default_matmul_precision", "highest"
-)  # accelerators round float32 products unless told not to
+# Accelerators round float32 products unless told not to.
+jax.config.update("jax_default_matmul_precision", "highest")
 T = max(n for n in (1, 2, 4, 8) if n <= len(devices))
 mesh, sizes = make_mesh(f"tp={T}"), {"tp": T}
 B, S, D, M, L, STEPS = 4, 16, 32, 128, 4, 5
@@ -148,9 +150,8 @@ W1 = (rng.standard_normal((L, D, M)) * (2 / D) ** 0.5).astype(np.float32)
 W2 = (rng.standard_normal((L, M, D)) * (1 / M) ** 0.5).astype(np.float32)
 X, Y = (rng.standard_normal((B, S, D)).astype(np.float32) for _ in range(2))
 plan = Plan(f"tp={T}")
-PLACES = [
-    plan.place(text) for text in ("ffn l d m", "ffn l m d", "stream b s d", "stream b s d")
-]  # l d m/tp, l m/tp d, b s d
+# l d m/tp, l m/tp d, b s d
+PLACES = [plan.place(text) for text in ("ffn l d m", "ffn l m d", "stream b s d", "stream b s d")]
 
 
 def sgd(run):
@@ -327,35 +328,15 @@ scene.show(draw.arrow("b s d +tp -> b s/tp d", (B, S, D), mesh.shape, itemsize=4
 
 # %%
 BATCH, SEQ = 4, 16
-counting = (
-    np.arange(BATCH)[:, None] * 7 + np.arange(1, BATCH + 1)[:, None] * np.arange(SEQ + 1)
-) % 256  # rows that count in steps
-TEXT = {
-    "tokens": counting[:, :-1].astype(np.int32),
-    "targets": counting[:, 1:].astype(np.int32),
-    "positions": np.tile(np.arange(SEQ, dtype=np.int32), (BATCH, 1)),
-    "segments": np.ones((BATCH, SEQ), np.int32),
-}
-start = None  # one initial state for all plans
+TEXT = counting_text(BATCH, SEQ)
 
 
 def train_llama(plan):
-    """Compile the step, train from the common start, and return the step, its lowered and compiled program,
-    and what came out."""
-    global start
+    """Compile the step and train: the step, its lowered and its compiled program, the last state, losses."""
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(3e-3))
-    start = start or jax.device_get(step.init(seed=0))
     lowered = step.lower(BATCH, SEQ)
     compiled = lowered.compile()
-    state, batch, losses = (
-        jax.device_put(start, step.shardings),
-        jax.device_put(TEXT, step.batch_sharding),
-        [],
-    )
-    for _ in range(STEPS):
-        state, metrics = compiled(state, batch)
-        losses.append(float(metrics["loss"]))
-    return step, lowered, compiled, state, losses
+    return step, lowered, compiled, *train_steps(step, compiled, TEXT, STEPS)
 
 
 *_, solo_losses = train_llama(Plan("dp=1"))
@@ -381,9 +362,7 @@ for name, (step, lowered, _, _, _) in llamas.items():
     predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
     moved[name] = census = census_hlo(partitioned_hlo(lowered), step.mesh)
     tables[name] = census_table(census)
-    assert tables[name] == {
-        key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
-    }
+    assert tables[name] == as_table(predicted)
     assert sum(c.count for c in census if c.shape == (BATCH, SEQ)) == len(loss_census)  # the loss: as by hand
     print(
         f"{name}:",

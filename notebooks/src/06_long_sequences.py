@@ -11,6 +11,8 @@
 # | Ulysses (Jacobs et al. 2023) | positions are exchanged for heads, and back | `b s/sp k h -> b s k/sp h` |
 # | gathered keys (Llama 3, 2024) | all keys and values to everybody | `b s/sp k h -> b s k h` |
 #
+# (*Arrow*, *reading* and *island* are explained in the README, under [Words](../README.md#words).)
+#
 # **Question.** What must travel so that every query sees every key, and why do some devices wait for others?
 #
 # Letters: `b` batch, `s` positions of queries, `t` of keys, `k` KV heads, `r` query heads per KV head, `h` head width.
@@ -31,6 +33,7 @@ import numpy as np
 import optax
 from exercises import attempt
 from jax import lax
+from lesson import as_table, counting_text, train_steps
 
 from llmpar import attention, draw, sequence_order
 from llmpar.config import preset
@@ -52,9 +55,8 @@ from llmpar.predict.hardware import chip
 from llmpar.serve.decode import Decoder
 from llmpar.step import Step
 
-jax.config.update(
-    "jax_default_matmul_precision", "highest"
-)  # accelerators round float32 products unless told not to
+# Accelerators round float32 products unless told not to.
+jax.config.update("jax_default_matmul_precision", "highest")
 assert {preset(name).num_kv_heads for name in ("llama3-8b", "llama3-70b", "llama3.1-405b")} == {8}
 n = max(size for size in (1, 2, 4, 8) if size <= len(devices))
 mesh = make_mesh(f"sp={n}")
@@ -427,51 +429,31 @@ for kv_heads, dtype in ((8, jnp.float32), (8, jnp.bfloat16), (2, jnp.bfloat16), 
 # %% [markdown]
 # ## A Llama with its sequence cut
 #
-# Now the package: 2 layers, trained by `llmpar.step.Step`. The three variants are one field of the plan, `sequence`; the model's
+# Now the package: 2 layers, trained by `llmpar.step.Step`. The three variants are one field of the plan, `context_parallel`; the model's
 # text has one arrow for each, which is empty where nothing moves. Tokens, targets, positions and document numbers are dealt in
 # zigzag; RoPE turns by true positions, so nothing else knows about it.
 
 # %%
 SP = min(n, 4)
 LLAMA, BATCH, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=2), 2, 32, 3
-counting = (
-    np.arange(BATCH)[:, None] * 7 + np.arange(1, BATCH + 1)[:, None] * np.arange(SEQ + 1)
-) % 256  # rows that count in steps
-TEXT = {
-    "tokens": counting[:, :-1].astype(np.int32),
-    "targets": counting[:, 1:].astype(np.int32),
-    "positions": np.tile(np.arange(SEQ, dtype=np.int32), (BATCH, 1)),
-    "segments": 1 + (np.arange(SEQ, dtype=np.int32) >= np.array([[20], [9]])),  # two documents in each row
-}
-start = None  # one initial state for all plans
+TEXT = counting_text(BATCH, SEQ)
+TEXT["segments"] = 1 + (TEXT["positions"] >= np.array([[20], [9]]))  # two documents in each row
 
 
 def train_llama(plan):
-    """Compile the step, train from the common start, and return the step, its lowered and compiled program,
-    and what came out."""
-    global start
+    """Compile the step and train: the step, its lowered and its compiled program, the last state, losses."""
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.5))
-    start = start or jax.device_get(step.init(seed=0))
     lowered = step.lower(BATCH, SEQ)
     compiled = lowered.compile()
-    dealt = {
-        name: x[:, sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)]
-        for name, x in TEXT.items()
-    }
-    state, batch, losses = (
-        jax.device_put(start, step.shardings),
-        jax.device_put(dealt, step.batch_sharding),
-        [],
-    )
-    for _ in range(STEPS):
-        state, metrics = compiled(state, batch)
-        losses.append(float(metrics["loss"]))
-    return step, lowered, compiled, state, losses
+    order = sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)
+    dealt = {name: x[:, order] for name, x in TEXT.items()}
+    return step, lowered, compiled, *train_steps(step, compiled, dealt, STEPS)
 
 
 *_, solo_state, solo_losses = train_llama(Plan("dp=1"))
 llamas = {
-    sequence: train_llama(Plan(f"sp={SP}", sequence=sequence)) for sequence in ("ring", "ulysses", "gather")
+    variant: train_llama(Plan(f"sp={SP}", context_parallel=variant))
+    for variant in ("ring", "ulysses", "gather")
 }
 print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
 
@@ -502,9 +484,7 @@ for name, (step, lowered, _, _, _) in llamas.items():
     predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
     census = census_hlo(partitioned_hlo(lowered), step.mesh)
     tables[name] = census_table(census)
-    assert tables[name] == {
-        key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
-    }
+    assert tables[name] == as_table(predicted)
     attends = {kind: row for (_, kind), row in tables[name].items() if kind != "all-reduce"}
     print(
         f"{name:<8}",
@@ -569,13 +549,13 @@ EXCHANGE = {
 }
 
 
-def sent_in_step(config, sequence, size, length=4096):
+def sent_in_step(config, variant, size, length=4096):
     """Numbers of head width that a step sends per layer and position held; the few bytes of positions are
     left in."""
     predicted = traffic.step_traffic(
-        config, Plan(f"sp={size}", sequence=sequence, dtype="bfloat16"), 1, length
+        config, Plan(f"sp={size}", context_parallel=variant, dtype="bfloat16"), 1, length
     )
-    total = sum(predicted["sp", kind].bytes_sent for kind in EXCHANGE[sequence])
+    total = sum(predicted["sp", kind].bytes_sent for kind in EXCHANGE[variant])
     return total / (2 * config.head_width * config.num_layers * length // size)
 
 
@@ -592,12 +572,8 @@ for name in ("llama2-7b", "llama3-8b", "llama3-70b", "llama3.1-405b"):
             "ulysses": 2 * forward["ulysses"],
             "gather": 2 * forward["ring"],
         }
-        for sequence, formula in in_step.items():
-            assert np.isclose(sent_in_step(config, sequence, size), formula, rtol=2e-3), (
-                name,
-                sequence,
-                size,
-            )
+        for variant, formula in in_step.items():
+            assert np.isclose(sent_in_step(config, variant, size), formula, rtol=2e-3), (name, variant, size)
         if name == "llama3.1-405b":
             print(
                 f"{name}, n = {size}: ring {in_step['ring']:.0f}, Ulysses {in_step['ulysses']:.0f}, gather"
@@ -775,7 +751,7 @@ print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
 
 # %%
 POSITIONS = 4096
-weights = jax.device_put(start.params, llamas["ring"][0].shardings.params)
+weights = llamas["ring"][3].params
 decoder = Decoder(LLAMA, Plan(f"sp={SP}"), make_mesh(f"sp={SP}"), weights, 1, POSITIONS)
 token = np.zeros((1, 1), np.int32)
 jaxpr = decoder.run.trace(decoder.params, decoder.cache, token, np.int32(0)).jaxpr
@@ -783,9 +759,8 @@ sent = census_table(census_jaxpr(jaxpr, {"sp": SP}))
 share = {shard.data.nbytes for shard in decoder.cache[0].addressable_shards}
 assert share == {4 * LLAMA.num_layers * POSITIONS // SP * LLAMA.num_kv_heads * LLAMA.head_width}
 if SP > 1:
-    small = (
-        4 * LLAMA.num_heads * (1 + LLAMA.head_width + 1)
-    )  # the largest score; the weighted values and their weight
+    # The largest score; the weighted values and their weight.
+    small = 4 * LLAMA.num_heads * (1 + LLAMA.head_width + 1)
     assert set(sent) == {("sp", "all-reduce")}
     assert sent["sp", "all-reduce"]["bytes_sent"] == LLAMA.num_layers * 2 * small * (SP - 1) // SP
     turned = 2 * share.pop() * (SP - 1)

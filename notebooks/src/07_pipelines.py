@@ -12,6 +12,8 @@
 # | embedding, head, last norm | whole on every stage, used on the first or the last; gradient `+pp -> whole` |
 # | activations | `b s d`, from stage i to i + 1; their gradients back |
 #
+# (*Arrow* and *reading* are explained in the README, under [Words](../README.md#words).)
+#
 # **Question.** How much of the time do stages wait, what shortens it, and what does that cost?
 #
 # Letters: `p` stages, `m` microbatches (`u` is one of them), `F` and `B` the forward and backward work of a microbatch on a stage.
@@ -31,6 +33,7 @@ import numpy as np
 import optax
 from exercises import attempt
 from jax import lax
+from lesson import as_table, counting_text, train_steps
 
 from llmpar import draw
 from llmpar.config import preset
@@ -52,9 +55,8 @@ from llmpar.schedules import make
 from llmpar.step import Step
 from llmpar.timetable import branch_shares, timetable
 
-jax.config.update(
-    "jax_default_matmul_precision", "highest"
-)  # accelerators round float32 products unless told not to
+# Accelerators round float32 products unless told not to.
+jax.config.update("jax_default_matmul_precision", "highest")
 p = max(size for size in (1, 2, 4) if size <= len(devices))
 mesh = make_mesh(f"pp={p}")
 M = 8  # microbatches
@@ -238,14 +240,7 @@ print(timetable(gpipe).ticks[:, 0].tolist(), "is stage 0: kind, microbatch, chun
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=4), 16, 3
 ROWS_EACH = 2  # of a microbatch
-counting = (np.arange(2 * M)[:, None] * 7 + np.arange(1, 2 * M + 1)[:, None] * np.arange(SEQ + 1)) % 256
-TEXT = {
-    "tokens": counting[:, :-1].astype(np.int32),
-    "targets": counting[:, 1:].astype(np.int32),
-    "positions": np.tile(np.arange(SEQ, dtype=np.int32), (2 * M, 1)),
-    "segments": np.ones((2 * M, SEQ), np.int32),
-}
-start = None  # one initial state for all plans
+TEXT = counting_text(2 * M, SEQ)
 
 
 def compile_step(plan, microbatches=M):
@@ -255,27 +250,13 @@ def compile_step(plan, microbatches=M):
     return step, lowered, lowered.compile()
 
 
-def train(step, compiled):
-    global start
-    start = start or jax.device_get(step.init(seed=0))
-    state, batch, losses = (
-        jax.device_put(start, step.shardings),
-        jax.device_put(TEXT, step.batch_sharding),
-        [],
-    )
-    for _ in range(STEPS):
-        state, metrics = compiled(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
 solo_step, _, solo = compile_step(Plan("dp=1"))
-solo_state, solo_losses = train(solo_step, solo)
+solo_state, solo_losses = train_steps(solo_step, solo, TEXT, STEPS)
 programs = {
     saves: compile_step(Plan(f"pp={p}", schedule="gpipe", stage_saves=saves))
     for saves in ("input", "residuals")
 }
-trained = {saves: train(step, compiled) for saves, (step, _, compiled) in programs.items()}
+trained = {saves: train_steps(step, compiled, TEXT, STEPS) for saves, (step, _, compiled) in programs.items()}
 print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
 
 # %%
@@ -300,9 +281,7 @@ for stage in range(p):
     predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
     census = census_hlo(text, step.mesh, taken)
     compiled_rows = census_table(census)
-    assert compiled_rows == {
-        key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
-    }
+    assert compiled_rows == as_table(predicted)
 for (axis, kind), row in compiled_rows.items():
     print(
         f"communication: {kind} over {axis} ×{row['count']}, {row['bytes_sent']:,} B per device and step, as"
@@ -314,9 +293,8 @@ if p > 1:
         "count": 2 * (M + p - 2),
         "bytes_sent": 2 * (M + p - 2) * stream,
     }
-print(
-    arrow_text(census)
-)  # the same by arrow: activations go to the next stage, their gradients to the previous one
+# The same by arrow: activations go to the next stage, their gradients to the previous one.
+print(arrow_text(census))
 assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
 
 given = memory.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1)

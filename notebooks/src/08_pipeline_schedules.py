@@ -12,6 +12,8 @@
 # | split the backward: only its first half is awaited | zero bubble (Qi et al. 2023) | the bubble, for nothing or for memory |
 # | send microbatches in at both ends | DualPipe (DeepSeek-AI 2024) | what can overlap, for a second copy of the weights |
 #
+# (*Schedule*, *timetable* and *arrow* are explained in the README, under [Words](../README.md#words).)
+#
 # **Question.** Which of them may you use in a memory that is given, and what is left of the bubble?
 #
 # Letters: `p` stages, `m` microbatches, `v` chunks per stage; F forward, B gradient of the input, W gradient of the weights.
@@ -29,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from exercises import attempt
+from lesson import counting_text, train_steps
 
 from llmpar import draw
 from llmpar.config import preset
@@ -50,9 +53,8 @@ from llmpar.split import split, trace
 from llmpar.step import Step
 from llmpar.timetable import branch_shares, slots, timetable
 
-jax.config.update(
-    "jax_default_matmul_precision", "highest"
-)  # accelerators round float32 products unless told not to
+# Accelerators round float32 products unless told not to.
+jax.config.update("jax_default_matmul_precision", "highest")
 p = max(size for size in (1, 2, 4) if size <= len(devices))  # stages of what is run here
 M = 8  # microbatches
 
@@ -97,9 +99,8 @@ attempt("08.one_f_one_b", one_f_one_b)
 # %%
 interleaved, plain = timetable(make("interleaved", 4, M, 2)), timetable(make("1f1b", 4, M))
 assert interleaved.bubble == plain.bubble / 2
-assert interleaved.peak_live()[0] == plain.peak_live()[0] * (
-    1 + 3 / (4 * 2)
-)  # 1 + (p-1)/(pv), Korthikanti et al. 2022
+# 1 + (p-1)/(pv), Korthikanti et al. 2022.
+assert interleaved.peak_live()[0] == plain.peak_live()[0] * (1 + 3 / (4 * 2))
 assert interleaved.hops.sum() * (4 - 1) == plain.hops.sum() * (2 * 4 - 1)
 print(
     f"messages: {interleaved.hops.sum()}, and {plain.hops.sum()} in 1F1B, which is"
@@ -264,14 +265,7 @@ for m, (costs, hop, rates) in PUBLISHED.items():
 
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=8), 16, 2
-counting = (np.arange(2 * M)[:, None] * 7 + np.arange(1, 2 * M + 1)[:, None] * np.arange(SEQ + 1)) % 256
-TEXT = {
-    "tokens": counting[:, :-1].astype(np.int32),
-    "targets": counting[:, 1:].astype(np.int32),
-    "positions": np.tile(np.arange(SEQ, dtype=np.int32), (2 * M, 1)),
-    "segments": np.ones((2 * M, SEQ), np.int32),
-}
-start = None  # one initial state for all plans, layers in the model's order
+TEXT = counting_text(2 * M, SEQ)
 
 
 def compile_step(plan, rows=2 * M):
@@ -282,13 +276,7 @@ def compile_step(plan, rows=2 * M):
 
 def train(step, compiled):
     """Losses, and the weights after them, layers in the model's order again."""
-    global start
-    start = start or jax.device_get(step.to_natural(step.init(seed=0)))
-    state, losses = step.from_natural(jax.device_put(start, step.shardings)), []
-    batch = jax.device_put(TEXT, step.batch_sharding)
-    for _ in range(STEPS):
-        state, metrics = compiled(state, batch)
-        losses.append(float(metrics["loss"]))
+    state, losses = train_steps(step, compiled, TEXT, STEPS)
     return jax.device_get(step.to_natural(state).params), losses
 
 
@@ -321,10 +309,8 @@ for name, (step, _) in programs.items():
 
 # %%
 # NBVAL_CHECK_OUTPUT
-stream, executed = (
-    2 * SEQ * LLAMA.width * 4,
-    {},
-)  # the bytes of one microbatch's activation; FLOPs of all stages
+stream = 2 * SEQ * LLAMA.width * 4  # the bytes of one microbatch's activation
+executed = {}  # FLOPs of all stages
 for name, (step, compiled) in programs.items() if p > 1 else ():
     order = step.plan.pipeline
     send, ticks, executed[name] = slots(timetable(order)).send, len(timetable(order).ticks), 0

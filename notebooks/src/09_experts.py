@@ -11,6 +11,8 @@
 # | dispatch | `b/ep e c d -> b e/ep c d`, an all-to-all |
 # | combine | `b e/ep c d -> b/ep e c d`, the same back |
 #
+# (*Arrow*, *reading* and *island* are explained in the README, under [Words](../README.md#words).)
+#
 # **Question.** What moves, how much of it is padding, and what happens when everybody wants the same expert?
 #
 # Letters: `b` blocks of tokens, one per rank; `e` experts; `c` slots; `d` width; `m` an expert's width; `k` experts that a token visits.
@@ -49,9 +51,8 @@ from llmpar.predict import formulas, memory, traffic
 from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
-jax.config.update(
-    "jax_default_matmul_precision", "highest"
-)  # accelerators round float32 products unless told not to
+# Accelerators round float32 products unless told not to.
+jax.config.update("jax_default_matmul_precision", "highest")
 n = max(size for size in (1, 2, 4, 8) if size <= len(devices))
 mesh = make_mesh(f"ep={n}")
 E, K, D, M, TOKENS = 8, 2, 16, 32, 32  # experts, chosen, width, an expert's width, tokens of one rank
@@ -212,9 +213,8 @@ for how in (HOW, many):
 # %%
 # NBVAL_CHECK_OUTPUT
 draws = np.random.default_rng(1)
-popular = draws.standard_normal((8, 256, E)) + np.linspace(
-    1, -1, E
-)  # affinities of 8 rows of 256 tokens, expert 0 the hottest
+# Affinities of 8 rows of 256 tokens, expert 0 the hottest.
+popular = draws.standard_normal((8, 256, E)) + np.linspace(1, -1, E)
 print("capacity factor   dropped")
 dropped = {}
 for factor in (0.5, 1.0, 1.25, 1.5, 2.0, None):
@@ -279,7 +279,7 @@ for skew in (0.0, 1.0, 2.0, 4.0):
 # weighing, and after each step it goes up for experts with less than the mean load, and down for the others.
 
 # %%
-balance = dataclasses.replace(HOW, balance=1.0)
+balance = dataclasses.replace(HOW, aux_loss=1.0)
 for name, logits in {
     "all equal": 1e-3 * np.eye(E)[np.arange(64) % E] + 1e-3 * np.eye(E)[(np.arange(64) + 1) % E],
     "expert 0 and 1 only": 50.0 * (np.arange(64)[:, None] * 0 + (np.arange(E) < 2)),
@@ -346,7 +346,7 @@ print(
     " device"
 )
 print(
-    f"          and its gradient waits for a sum over: {PLAN.unreduced('experts l e d m').sums or 'nobody'}"
+    f"          and its gradient waits for a sum over: {PLAN.life('experts l e d m').unreduced.sums or 'nobody'}"
 )
 
 census = census_hlo(partitioned_hlo(lowered), step.mesh)

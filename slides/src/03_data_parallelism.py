@@ -115,10 +115,8 @@ assert (
     == traffic.step_traffic(LLAMA, plan, BATCH, SEQ).total_bytes
 )
 
-w, g = (
-    np.float32([1, -2, 3]),
-    np.float32([[0.5, -0.1, 2], [-0.2, 0.4, 1]]),
-)  # one weight, the gradients of two replicas
+# One weight, the gradients of two replicas.
+w, g = np.float32([1, -2, 3]), np.float32([[0.5, -0.1, 2], [-0.2, 0.4, 1]])
 
 
 def updated(optimizer, gradient):
@@ -177,9 +175,8 @@ compute_s = [
 ] * 4  # backward: 4 FLOPs per parameter and token, 4 layers a piece
 comm_s = [formulas.collective_seconds(h100, "all-reduce", 2 * 4 * block, 8)] * 4  # bf16
 labels = [f"layers {i}–{i + 3}" for i in (12, 8, 4, 0)]
-assert (
-    round(formulas.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS
-)  # a threshold: published rates
+# A threshold: published rates.
+assert round(formulas.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS
 assert comm_s[0] < compute_s[0]
 scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
 

@@ -21,6 +21,7 @@ from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
+from llmpar.notation import parse_arrow
 from llmpar.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
@@ -69,7 +70,7 @@ plan = Plan("dp=2 fsdp=4", zero=3, reshard_after_forward=True, dtype="bfloat16")
 assert str(plan.stored("ffn d m")) == "d/fsdp m" and str(plan.place("ffn d m")) == "d m"
 assert Plan("fsdp=8").zero == 3 and Plan("fsdp=8").reshard_after_forward
 # hybrid: the gradient is reduce-scattered over fsdp first, then all-reduced on the shard
-assert [str(m) for m in draw.parse_arrow("d m +dp +fsdp -> d/fsdp m").moves] == [
+assert [str(m) for m in parse_arrow("d m +dp +fsdp -> d/fsdp m").moves] == [
     "reduce-scatter over fsdp on d",
     "all-reduce over dp",
 ]
@@ -159,9 +160,8 @@ for stage in range(4):  # our own step, counted: weights and gradients alone mov
             * N
             / (N - 1)
         )
-        assert (
-            abs(ours - formula) < 1e-3 if stage < 3 else 0.94 * formula < ours < formula
-        )  # the embedding is gathered once
+        # The embedding is gathered once.
+        assert abs(ours - formula) < 1e-3 if stage < 3 else 0.94 * formula < ours < formula
 assert (
     formulas.sent_bytes("all-reduce", 1, N)
     == 2 * formulas.sent_bytes("reduce-scatter", 1, N)

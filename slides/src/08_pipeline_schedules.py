@@ -44,9 +44,8 @@ scene.show(draw.timeline(table))
 M, V, COSTS = 4, 2, (1, 1, 0)  # B as long as F: narrower, and the bubble over ideal is the same
 table, plain = timetable(make("interleaved", P, M, V), COSTS), timetable(make("1f1b", P, M), COSTS)
 assert table.bubble_over_ideal == (P - 1) / M / V and plain.bubble_over_ideal == (P - 1) / M
-assert table.hops.sum() * (P - 1) == plain.hops.sum() * (
-    V * P - 1
-)  # more than V: also from the last stage to the first
+# More than V: also from the last stage to the first.
+assert table.hops.sum() * (P - 1) == plain.hops.sum() * (V * P - 1)
 assert table.bubble_over_ideal == timetable(make("interleaved", P, M, V)).bubble_over_ideal
 scene.show(draw.timeline(table))
 
