@@ -257,7 +257,7 @@ _ragged.defvjp(
 )
 
 
-def varying(x: Array | jax.ShapeDtypeStruct) -> frozenset[str]:
+def varying(x: Any) -> frozenset[str]:
     """The mesh axes over which shard_map's type of ``x`` (or this type) says that devices may hold different
     values."""
     kind = (jax.typeof(x) if isinstance(x, jax.Array) else x).manual_axis_type

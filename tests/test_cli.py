@@ -33,7 +33,7 @@ from llmpar.cli.train import Stopper, progress
 from llmpar.config import PRESETS, OptimizerConfig
 from llmpar.data import DataConfig
 from llmpar.mesh import make_mesh
-from llmpar.model import FeedForward
+from llmpar.model import FeedForward, param
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.step import Step
@@ -742,7 +742,7 @@ def test_the_readme_s_feed_forward_is_the_model_s():
     names: dict = {"jax": jax}
     exec(examples()[0], names)
     config, par = PRESETS["tiny"], Solo(Plan())
-    layer = FeedForward(config, nnx.Rngs(0))
+    layer = FeedForward(functools.partial(param, nnx.Rngs(0), config.block_weights()), "ffn")
     x = jax.random.normal(jax.random.key(0), (2, 8, config.width))
     np.testing.assert_array_equal(names["__call__"](layer, x, par), layer(x, par))
 

@@ -76,15 +76,15 @@ DRAWN = {
         latent=(None,) * 30 + (LatentAttention(4, 4, 4, 4),),
     ),
     ExpertConfig: dict(
-        num=(4, 8, 3, 6),
-        chosen=(2, 1, 3),
-        shared=(0, 1, 2),
+        num_experts=(4, 8, 3, 6),
+        top_k=(2, 1, 3),
+        num_shared=(0, 1, 2),
         scale=(1.0, 2.5),
         bias_rate=(None, 0.01),
-        groups=(1, 2, 3),
-        groups_chosen=(1, 2),
-        balance=(0.05, 0.0),
-        z=(0.01, 0.0),
+        num_groups=(1, 2, 3),
+        top_groups=(1, 2),
+        aux_loss=(0.05, 0.0),
+        z_loss=(0.01, 0.0),
         capacity_factor=(None, 0.6, 1.0, 1.3),
         dense_layers=(0,) * 30 + (1,),
         dense_width=(24,),
@@ -158,7 +158,7 @@ def draw_all(rng) -> dict:
     for cut, parts in {
         "batch": ("dp", "fsdp", "ep", "microbatches"),
         "seq": ("sp", "sp", "tp"),
-        "num": ("ep",),
+        "num_experts": ("ep",),
         "num_kv_heads": ("tp",),
         "ffn_width": ("tp",),
         "vocab_size": ("tp",),
@@ -238,9 +238,9 @@ def remedies(why: str, asked: dict) -> list[dict]:
     if "use an even head width" in why:
         found.append({"head_width": asked["head_width"] + 1})
     if "choose more groups" in why:
-        found += [{"groups_chosen": asked["groups"]}]
+        found += [{"top_groups": asked["num_groups"]}]
     if m := re.search(r"choose from 1 to (\d+)", why):
-        found += [{"chosen": int(m[1])}]
+        found += [{"top_k": int(m[1])}]
     return found
 
 
