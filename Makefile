@@ -51,9 +51,11 @@ test: lint node_modules
 test-fast: lint
 	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup -m "not slow and not full and not browser and not hf"
 
-# All that the default tests sample: every mesh, ZeRO stage and reading. About half an hour on two cores.
+# All that the default tests sample: every mesh, ZeRO stage and reading, in parts: make test-full PART=1/8, … PART=8/8.
+# tests/full_runs.md tells when each part ran last.
+PART ?= 1/1
 test-full: lint
-	$(BIN)/python -m pytest $(TESTS) -m full
+	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup -m full --part $(PART)
 
 lab: $(STAMP)
 	$(BIN)/llmpar lab

@@ -6,7 +6,10 @@ variables. LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator
 """
 
 import importlib.metadata
+import itertools
+import operator
 import os
+import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,11 +53,17 @@ install_import_hook("llmpar", "conftest.check_types")
 KERNELS = {"test_notebooks", "test_slides", "test_browser", "test_gallery"}
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items, config=None):
     """On an accelerator run what is marked for it; the other tests count on 8 simulated devices.
 
-    A file stays on one worker, whose caches its tests share; what takes longest starts first.
+    A file stays on one worker, whose caches its tests share; kernels start first. ``--part 2/8`` keeps every
+    eighth test, always the same ones: eight such runs are all of them.
     """
+    if config and (part := config.getoption("--part")):
+        number, parts = map(int, part.split("/"))
+        mine = [zlib.crc32(item.nodeid.encode()) % parts == number - 1 for item in items]
+        config.hook.pytest_deselected(items=list(itertools.compress(items, map(operator.not_, mine))))
+        items[:] = itertools.compress(items, mine)
     items.sort(key=lambda item: item.path.stem not in KERNELS)
     for item in items:
         name = item.path.stem
@@ -64,6 +73,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_addoption(parser):
+    parser.addoption("--part", metavar="K/N", help="the K-th of N equal parts of the tests, such as 2/8")
     group = parser.getgroup("random plans (test_random_plans.py)")
     group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
     group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")

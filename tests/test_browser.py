@@ -512,7 +512,7 @@ def lab(tmp_path):
     """A JupyterLab of its own: free port, private folders, one notebook."""
     cells = [
         (
-            "from llmpar.widget import MeshExplorer\nexplorer = MeshExplorer(model='tiny', seq_len=64,"
+            "from llmpar import MeshExplorer\nexplorer = MeshExplorer(model='tiny', seq_len=64,"
             " batch_size=64)\nexplorer"
         ),
         (
@@ -533,7 +533,7 @@ def lab(tmp_path):
     env = os.environ | {
         f"JUPYTER_{name.upper()}_DIR": str(tmp_path / name) for name in ("config", "data", "runtime")
     }
-    env |= {"JUPYTER_CONFIG_PATH": str(MODULE.parent)}  # as `llmpar lab` does
+    env |= {"JUPYTER_CONFIG_PATH": str(ROOT / "llmpar" / "cli")}  # as `llmpar lab` does
     env |= {
         "IPYTHONDIR": str(tmp_path / "ipython"),
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]),

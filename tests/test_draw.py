@@ -37,8 +37,8 @@ from llmpar.draw.scene import (
 from llmpar.explore import answers
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
+from llmpar.predict.collectives import ring_bytes
 from llmpar.predict.hardware import chip
-from llmpar.predict.ring import ring_bytes
 
 GIB = 2**30
 ROWS = [

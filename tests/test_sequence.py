@@ -190,7 +190,7 @@ def test_the_busiest_rank_of_a_causal_ring(places, most):
         (
             Plan("sp=2", attention_kernel="xla"),
             32,
-            "no log of sums in float32 to merge by, which a ring needs; use sequence='ul",
+            "no log of sums in float32 to merge by, which a ring needs; use context_parallel='ul",
         ),
         (
             Plan("dp=2", attention_kernel="cudnn"),

@@ -31,7 +31,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
-from llmpar.predict import ring
+from llmpar.predict import collectives
 
 KINDS = (
     "all-reduce",
@@ -81,12 +81,14 @@ Work = list[tuple[Collective, Fraction]]
 
 
 def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
-    """Gives the bytes that one of g devices on a ring sends for a result of R bytes, as `ring.ring_bytes`
-    counts them.
+    """Gives the bytes that one of g devices on a ring sends for a result of R bytes, as
+    `collectives.ring_bytes` counts them.
 
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g, collective-permute R.
     """
-    return ring.ring_bytes(kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size)
+    return collectives.ring_bytes(
+        kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size
+    )
 
 
 def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dict[str, int]]:

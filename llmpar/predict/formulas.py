@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+from llmpar.predict.collectives import ring_share
 from llmpar.predict.hardware import Chip
-from llmpar.predict.ring import ring_share
 
 
 def zero_bytes(

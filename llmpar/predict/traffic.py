@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from llmpar.config import ExpertConfig, ModelConfig, Weight
 from llmpar.notation import AXES, TRANSPOSES, Arrow
 from llmpar.plan import Plan
-from llmpar.predict.ring import ring_bytes
+from llmpar.predict.collectives import ring_bytes
 from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
 
