@@ -287,11 +287,11 @@ def summary(experts: ExpertConfig, metrics: dict, num_ranks: int = 1) -> dict[st
     and how much more than the mean the busiest expert and the busiest of ``num_ranks`` have, in the worst
     layer."""
     load, dropped, entropy = (np.asarray(metrics[key]) for key in ("load", "dropped", "router_entropy"))
-    total, per_rank = load.sum(), load.reshape(load.shape[0], num_ranks, -1).sum(-1)
+    total, per_rank = float(load.sum()), load.reshape(load.shape[0], num_ranks, -1).sum(-1)
     busiest = lambda x: float((x.max(1) / x.mean(1)).max())
     return {
-        "drop_fraction": float(dropped.sum() / total),
-        "router_entropy": float(entropy.sum() / total * experts.top_k),
+        "drop_fraction": float(dropped.sum()) / total,
+        "router_entropy": float(entropy.sum()) / total * experts.top_k,
         "expert_imbalance": busiest(load),
         "rank_imbalance": busiest(per_rank),
     }
