@@ -144,9 +144,8 @@ class _Executor:
         them does."""
         way, p = WAYS[name], self.schedule.num_stages
         pairs = [(int(s), int(s + way) % p) for s in np.flatnonzero((self.slots.send == way).any(0))]
-        # The scope is inside the branch: that is where a census of the traced program looks for it.
-        text = f"stream b s d -> the {'next' if way == 1 else 'previous'} stage"
-        return when(name, somebody_sends, scope(text)(lambda y: lax.ppermute(y, "pp", pairs)), y)
+        with scope(f"stream b s d -> the {'next' if way == 1 else 'previous'} stage"):
+            return when(name, somebody_sends, lambda y: lax.ppermute(y, "pp", pairs), y)
 
     def forward(self, carry, now):
         """F: the message, or the embedded tokens, through the chunk."""
