@@ -38,8 +38,8 @@ class Op(NamedTuple):
 
     @property
     def results(self) -> list[tuple[str, tuple[int, ...]]]:
-        """The dtypes and shapes of what it gives. What starts a collective gives its operands before them, but
-        for an all-reduce under JAX 0.10."""
+        """The dtypes and shapes of what it gives. What starts a collective gives its operands before them
+        (an all-reduce only from JAX 0.12 on)."""
         found, operands = shapes(self.type), self.inside.count("%")
         started = self.kind.endswith("-start") and len(found) >= 2 * operands
         return found[operands : 2 * operands] if started else found
