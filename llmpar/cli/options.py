@@ -100,7 +100,7 @@ class StepOptions:
         from llmpar.mesh import use_devices
 
         config = preset(self.model)
-        devices = use_devices(self.devices)
+        devices = use_devices(self.devices, at_least=1)
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, len(devices))
         plan = Plan(mesh, **vars(self.plan))
         if self.seq_len > MAX_SEQ_LEN or self.batch_size * self.seq_len > MAX_TOKENS:
