@@ -4,9 +4,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from llmpar.cli import doctor
+from llmpar.cli.train import say_memory
 from llmpar.predict import hardware
 from llmpar.predict.hardware import CHIPS, GIB, NAMES, Chip, chip, guess
 
@@ -214,7 +216,7 @@ def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("share", [None, ".9"])
-def test_doctor_says_when_nobody_told_jax_how_much_of_a_gpu_to_take(monkeypatch, share):
+def test_doctor_and_train_say_when_nobody_told_jax_how_much_of_a_gpu_to_take(monkeypatch, capsys, share):
     for name in hardware.MEMORY_SHARES:
         monkeypatch.delenv(name, raising=False)
     if share:
@@ -224,7 +226,12 @@ def test_doctor_says_when_nobody_told_jax_how_much_of_a_gpu_to_take(monkeypatch,
     )
     monkeypatch.setattr("llmpar.mesh.use_devices", lambda simulate, at_least: [gpu] * 8)
     said = [line for line in doctor.examine()["lines"] if line.startswith("JAX takes 75% of a GPU's memory")]
-    assert [line.rpartition(" ")[2] for line in said] == ([] if share else ["XLA_CLIENT_MEM_FRACTION=.95"])
+    sentence = (
+        "JAX takes 75% of a GPU's memory, 59.3 of 79.1 GiB; alone on it, set XLA_CLIENT_MEM_FRACTION=.95"
+    )
+    assert said == ([] if share else [sentence])
+    say_memory(SimpleNamespace(devices=np.array([gpu])))
+    assert capsys.readouterr().err == ("" if share else sentence + "\n"), "train says it, too"
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ FLAGS = {
         Flag(
             hardware.MEMORY_SHARES[0],
             ".95",
-            "JAX takes 75% of a GPU's memory; alone on it, give it nearly all",
+            "JAX takes 75% of a GPU's memory; alone on it, it may have nearly all",
         ),
         Flag(
             "XLA_FLAGS",
@@ -95,8 +95,10 @@ FLAGS = {
 """Settings that matter, by platform."""
 
 
-def say_flag(flag: Flag) -> str:
-    """The flag as a line for people."""
+def _say_flag(flag: Flag, chip: hardware.Chip | None) -> str:
+    """The flag as a line for people; of a known GPU's memory with its size."""
+    if chip and flag.variable in hardware.MEMORY_SHARES:
+        return hardware.memory_left_out(chip)
     doubt = "" if flag.verified else " (its effect was not verified)"
     return f"{flag.why}: set {flag.variable}={_quoted(flag.value)}{doubt}"
 
@@ -157,7 +159,7 @@ def examine(simulated: int = 8) -> dict:
             " command"
         )
     flags = FLAGS.get(first.platform, ())
-    lines += [say_flag(flag) for flag in flags if not flag.is_set]
+    lines += [_say_flag(flag, chip) for flag in flags if not flag.is_set]
     grids = {mesh: device_grid(mesh, devices) for mesh in default_meshes(len(devices), num_domains)}
     crossed = {mesh: links(SimpleNamespace(devices=g, axis_names=tuple(AXES))) for mesh, g in grids.items()}
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
