@@ -1,0 +1,249 @@
+"""Compiles a training step for a cluster that is not here, by that cluster's own compiler, and reads the
+program.
+
+Nothing runs, and no device is needed: `llmpar.inspect.targets` gives the compiler's description of the
+devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import time
+from typing import Any
+
+import jax
+import optax
+from rich.table import Table
+
+from llmpar import draw
+from llmpar.config import ModelConfig
+from llmpar.draw.scene import Scene, time_text
+from llmpar.inspect import report
+from llmpar.inspect.census import census_hlo, census_table, compiled_memory, read_program
+from llmpar.inspect.roofline import Roofline, Sent, merged_terms, roofline
+from llmpar.inspect.targets import Target, need_compiler
+from llmpar.mesh import make_mesh
+from llmpar.notation import MeshShape
+from llmpar.plan import Plan
+from llmpar.predict import memory
+from llmpar.step import Step
+from llmpar.timetable import timetable
+
+GIB = 2**30
+
+
+def compile_step(
+    config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int, optimizer=None
+) -> dict:
+    """Compile one training step for ``target``, once, and give the document of ``llmpar compile --json``.
+
+    Bytes and FLOPs are those of one device and step. ``collectives`` and ``arrows`` are read from the program
+    as XLA's partitioner left it, ``final`` from what the compiler made of that: it merges, splits and
+    rewrites. Times are estimates (`llmpar.inspect.roofline`). A program that its compiler refuses for want of
+    memory gives a document with ``fits`` false and what it said in ``why``; so does one that is too large for
+    the device.
+    """
+    plan.check(config, batch_size, seq_len)
+    if plan.attention_kernel == "cudnn":
+        need_compiler("cudnn")
+    mesh = make_mesh(plan.mesh, target.devices)
+    step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
+    begin = time.perf_counter()
+    held = memory.argument_bytes(config, plan, batch_size, seq_len)
+    need: dict[str, Any] = {
+        "predicted_arguments": sum(held.values()),
+        "compiled_arguments": None,
+        "predicted_temp": memory.temp_bytes(config, plan, batch_size, seq_len),
+        "compiled_temp": None,
+        "capacity": target.chip.usable_bytes,
+    }
+    document: dict[str, Any] = {"target": target.text, "devices": target.num_devices}
+    try:
+        compiled, partitioned = read_program(step.lower(batch_size, seq_len), target.platform)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        said = re.search(r"\((\d[\d.]*)G\) exceeds|Used (\d[\d.]*)G of", str(error))
+        needs = f"{said[1] or said[2]} GiB" + " of temporaries alone" * bool(said[1]) if said else "more"
+        why = _too_large(needs, config, plan, target, batch_size, seq_len)
+        return document | {
+            "fits": False,
+            "why": why,
+            "memory_bytes": need,
+            "compile_s": time.perf_counter() - begin,
+        }
+    seconds, text = time.perf_counter() - begin, compiled.as_text() or ""
+    program = compiled_memory(compiled)
+    need |= {"compiled_arguments": program["argument_bytes"], "compiled_temp": program["temp_bytes"]}
+    document |= report.compare(config, plan, batch_size, seq_len, partitioned, mesh)
+    walked = _busiest(text, mesh, config, plan, target)
+    useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size
+    rate = target.chip.per_device().flops_per_s
+    fits = program["peak_bytes"] <= need["capacity"]
+    needs = f"{program['peak_bytes'] / GIB:.1f} GiB"
+    why = "" if fits else _too_large(needs, config, plan, target, batch_size, seq_len)
+    return document | {
+        "fits": fits,
+        "why": why,
+        "memory_bytes": need,
+        "final": _final(text, mesh, config, plan, document["stage"]),
+        "overlap": [_overlap(row) for row in sorted(walked.sent.values(), key=lambda s: -s.exposed_s)],
+        "flops": {"useful_per_device": useful, "executed_per_device": walked.flops},
+        "roofline": {
+            "step_s": walked.step_s,
+            "mfu": useful / (walked.step_s * rate),
+            "exposed_s": walked.exposed_s,
+            "terms": merged_terms(walked.terms),
+        },
+        "turns": _turns(walked),
+        "compile_s": seconds,
+    }
+
+
+def that_fits(
+    config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int
+) -> tuple[Plan, int] | None:
+    """Find a plan near this one that fits by prediction with a tenth to spare, and its bytes; None if none
+    does.
+
+    It tries, in this order and together: to recompute and to cut the loss into pieces, more microbatches,
+    replicas that cut the state (fsdp in place of dp, ZeRO 3), and more tensor parallelism within a host.
+    """
+    sizes, host = plan.mesh.sizes, target.shape[1] if target.is_gpu else 8
+    cut = sizes | {"dp": 1, "fsdp": sizes["dp"] * sizes["fsdp"]}
+    meshes = [sizes, cut]
+    for tp in (2, 4, 8):
+        if sizes["tp"] < tp <= host and cut["fsdp"] % tp == 0:
+            meshes.append(cut | {"fsdp": cut["fsdp"] * sizes["tp"] // tp, "tp": tp})
+    frugal: dict[str, Any] = {"remat": "block", "loss_chunks": 8, "reshard_after_forward": True}
+    own = dict[str, Any](), frugal, frugal | {"attention_kernel": Plan().attention_kernel}
+    for mesh, changes, more in itertools.product(meshes, own, (1, 2, 4, 8)):
+        changes = changes | {"mesh": MeshShape(**mesh), "microbatches": plan.microbatches * more}
+        changes |= {"zero": 3} if mesh is not sizes else {}
+        try:
+            near = dataclasses.replace(plan, **changes).effective(config)
+            near.check(config, batch_size, seq_len)
+        except ValueError:
+            continue
+        held = sum(memory.argument_bytes(config, near, batch_size, seq_len).values())
+        need = held + memory.temp_bytes(config, near, batch_size, seq_len)
+        if near != plan and need <= 0.9 * target.chip.usable_bytes:
+            return near, need
+    return None
+
+
+def _too_large(
+    needs: str, config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int
+) -> str:
+    """Say what a step needs and has, and which plan would fit."""
+    chip, found = target.chip, that_fits(config, plan, target, batch_size, seq_len)
+    whole = chip.usable_hbm_gib * GIB
+    part = chip.usable_bytes < whole
+    rest = f" (of {whole / GIB:.1f}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 takes more)" if part else ""
+    room = f"a device of {target.text} offers JAX {chip.usable_bytes / GIB:.1f} GiB{rest}"
+    sentence = f"{config.name} on mesh '{plan.mesh}' needs {needs}, and {room}"
+    if found is None:
+        return f"{sentence}; no plan near this one fits: use more devices, or shorter sequences"
+    near, need = found
+    flags = [
+        f"--{f.name.replace('_', '-')} {getattr(near, f.name)}"
+        for f in dataclasses.fields(near)
+        if f.name != "mesh" and getattr(near, f.name) != getattr(plan, f.name)
+    ]
+    flags = [f"--mesh '{near.mesh}'"] * (near.mesh != plan.mesh) + flags
+    return f"{sentence}; {' '.join(flags)} would need {need / GIB:.1f} GiB"
+
+
+LONGEST = 3
+"""So many loops are drawn: those that take most of the step."""
+
+
+def _turns(walked: Roofline) -> list[dict]:
+    """List the turns of the longest loops, each with its events from its begin on, those of one name in a row
+    as one."""
+    loops = sorted(walked.turns[1:], key=lambda turn: -turn.count * turn.seconds)[:LONGEST]
+    found = []
+    for turn in [loop for loop in loops if loop.events] or walked.turns[:1]:
+        begin, events = turn.events[0].start_s, list[dict]()
+        for event in turn.events:
+            last = events[-1] if events else None
+            if last and event.lane == "compute" and (last["lane"], last["name"]) == (event.lane, event.name):
+                last["end_s"] = event.end_s - begin
+            else:
+                times = {"start_s": event.start_s - begin, "end_s": event.end_s - begin}
+                events.append(dataclasses.asdict(event) | times)
+        found.append({"name": turn.name, "count": turn.count, "events": events})
+    return found
+
+
+def picture(document: dict) -> Scene:
+    """Draw the schedule of one turn of each of the longest loops: what computes, and what is on the links
+    beside it."""
+    return draw.two_lanes(document["turns"], f"One turn of each loop on {document['target']}, estimated")
+
+
+def _busiest(text: str, mesh, config: ModelConfig, plan: Plan, target: Target) -> Roofline:
+    """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
+    schedule's bubble as one more term."""
+    stages = [roofline(text, mesh, target.links, branches) for branches in report.taken(config, plan)]
+    longest = max(stages, key=lambda walk: walk.step_s)
+    if plan.pipeline:
+        bubble = longest.step_s * float(timetable(plan.pipeline).bubble_over_ideal)
+        longest.terms["pipeline bubble"] += bubble
+        longest.step_s += bubble
+    return longest
+
+
+def _overlap(row: Sent) -> dict:
+    return dataclasses.asdict(row) | {"count": round(row.count), "asynchronous": round(row.asynchronous)}
+
+
+def _final(text: str, mesh, config: ModelConfig, plan: Plan, stage: int) -> list[dict]:
+    """List what the final program sends, by axes and kind."""
+    table = census_table(census_hlo(text, mesh, report.taken(config, plan)[stage]))
+    return [
+        {"axis": axis, "kind": kind, "count": row["count"], "bytes": row["bytes_sent"]}
+        for (axis, kind), row in sorted(table.items(), key=lambda item: -item[1]["bytes_sent"])
+    ]
+
+
+def tables(document: dict) -> list[Table]:
+    """Give the document as tables for a terminal."""
+    need = document["memory_bytes"]
+    held = Table(title=f"memory per device of {document['target']}", title_justify="left")
+    for name in ("", "predicted", "compiled"):
+        held.add_column(name, justify="right" if name else "left")
+    gib = lambda n: "refused" if n is None else f"{n / GIB:.3f} GiB"
+    for name in ("arguments", "temp"):
+        held.add_row(name, gib(need[f"predicted_{name}"]), gib(need[f"compiled_{name}"]))
+    held.add_row("usable", "", gib(need["capacity"]))
+    if "roofline" not in document:
+        return [held]
+    moves = report.tables(document | {"memory": None})
+    waits = Table(
+        title="overlap: what lies between a collective's start and its end (estimate)", title_justify="left"
+    )
+    for name in ("arrow, direction, axes, collective", "products beside", "on links", "exposed"):
+        number = not name.startswith("arrow")
+        waits.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for row in document["overlap"]:
+        words = row["arrow"] or "(the compiler's)", row["direction"], row["axis"], row["kind"]
+        apart = "" if row["asynchronous"] else ", not started apart"
+        times = time_text(row["busy_s"]), time_text(row["exposed_s"])
+        where = f"{' · '.join(filter(None, words))} ×{row['count']:,}{apart}"
+        waits.add_row(where, f"{row['hidden_flops'] / 1e12:,.1f} TFLOP", *times)
+    found, flops = document["roofline"], document["flops"]
+    figures = Table(
+        title=f"a step, estimated: {time_text(found['step_s'])}, MFU {found['mfu']:.1%}", title_justify="left"
+    )
+    figures.add_column("term")
+    figures.add_column("per step", justify="right")
+    for name, seconds in found["terms"].items():
+        figures.add_row(name, time_text(seconds))
+    work = flops["executed_per_device"], flops["useful_per_device"]
+    figures.add_row(
+        "FLOPs executed (useful) per device", "{:,.1f} ({:,.1f}) TFLOP".format(*(n / 1e12 for n in work))
+    )
+    return [held, *moves, waits, figures]
