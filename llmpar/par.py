@@ -95,10 +95,10 @@ class Solo:
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
         alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
         if plan.remat == "block":
-            keep = plan.zero == 3 and not plan.reshard_after_forward
+            keep = plan.gathers_weights and not plan.reshard_after_forward
             names = jax.checkpoint_policies.save_only_these_names(WEIGHT)
             block = jax.checkpoint(block, policy=names if keep else None, prevent_cse=alone)
-        elif plan.zero == 3 and plan.reshard_after_forward and plan.live("fsdp"):
+        elif plan.gathers_weights and plan.reshard_after_forward:
             block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
         return lax.scan(block, x, stack, unroll=plan.unroll or length)
 
@@ -122,13 +122,11 @@ class Solo:
 
 
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
-    """Save everything except what was gathered over fsdp (and its renamed copy, also beyond the barrier
-    before an island): no recomputing, but gathering again."""
+    """Save everything except gathered weights (and their renamed copies, also beyond the barrier before an
+    island): no recomputing, but gathering again. What else is gathered is saved under its name."""
     if prim.name == "name":
         return params["name"] != WEIGHT
-    if prim.name == "optimization_barrier":
-        return False
-    return not (prim.name == "all_gather" and "fsdp" in params["axis_name"])
+    return prim.name not in ("all_gather", "optimization_barrier")
 
 
 # ----------------------------------------------------------------------------------------------------- Manual
@@ -139,10 +137,11 @@ class Manual(Solo):
     arrow's text."""
 
     def weight(self, param):
-        """The stored shard, cast, then gathered over fsdp if it is stored cut (ZeRO-3).
+        """The stored shard, cast, then gathered if it is stored cut (ZeRO-3).
 
-        What the backward pass does is the mirror image: reduce-scatter over fsdp in the computing dtype, then
-        one float32 all-reduce of the shard over every other axis on which the region's values differ.
+        What the backward pass does is the mirror image: reduce-scatter over the axes of ZeRO in the computing
+        dtype, then one float32 all-reduce of the shard over every other axis on which the region's values
+        differ.
         """
         region = parse_layout(param.dims).region
         x = self._vary(param[...], self.plan.varying(region), param.dims).astype(self.dtype)

@@ -141,6 +141,7 @@ PIPED = [
     piped("pp=4 dp=2", zero=0, stage_saves="residuals"),
     piped("pp=2 fsdp=2 tp=2", "zb-v", zero=2),
     piped("pp=2 sp=2 dp=2", "interleaved", context_parallel="ulysses"),
+    piped("pp=2 sp=2 fsdp=2", "zb-h1", zero=2, context_parallel="gather"),
 ]
 EVERY_PIPED = [
     piped(

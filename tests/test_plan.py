@@ -162,6 +162,38 @@ def test_a_weight_without_width_is_cut_in_its_heads_width():
     assert str(plan.stored("attention l n h d")) == "l n/tp h d/fsdp", "one dim is cut, not two"
 
 
+def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
+    """A matrix by fsdp, ep and sp, an expert by what is left, a vector by fsdp; one collective each."""
+    mesh = "dp=2 fsdp=2 ep=2 sp=2 tp=2"
+    plan = Plan(mesh)
+    assert str(plan.stored("ffn l d m")) == "l d/fsdp,ep,sp m/tp"
+    assert str(plan.stored("experts l e d m")) == "l e/ep d/fsdp,sp m/tp"
+    assert str(plan.stored("attention l n h")) == "l n/tp h/fsdp"
+    life = plan.life("ffn l d m")
+    assert arrows(life.gather) == ["all-gather over fsdp,ep,sp on d"] and life.copied == ("dp",)
+    life = Plan(mesh, zero=1).life("ffn l d m")
+    assert arrows(life.finish) == ["reduce-scatter over fsdp,ep,sp on d", "all-reduce over dp"]
+    assert arrows(life.restore) == ["all-gather over fsdp,ep,sp on d"]
+    fewer = Plan(mesh, zero_axes="fsdp,sp")
+    assert str(fewer.stored("ffn l d m")) == "l d/fsdp,sp m/tp" and fewer.life("ffn l d m").copied == (
+        "dp",
+        "ep",
+    )
+    assert Plan("sp=2", zero=0).stored(DIMS) == Plan("sp=2", zero_axes="fsdp").stored(DIMS)
+
+
+def test_a_width_that_all_axes_of_zero_do_not_divide_is_refused_and_both_ways_out_work():
+    odd, plan = dataclasses.replace(LLAMA, width=60), Plan("fsdp=2 sp=4")
+    message = refusal(plan, odd)
+    assert (
+        message == "model width 60 is not a multiple of fsdp·sp = 8; make fsdp·sp one of 1, 2, 4, or use"
+        " zero_axes='fsdp'"
+    )
+    Plan("fsdp=2 sp=2").check(odd, 16, 16)
+    dataclasses.replace(plan, zero_axes="fsdp").check(odd, 16, 16)
+    assert "zero_axes" not in refusal(Plan("fsdp=8 sp=2"), odd)
+
+
 def test_reducing_layer_by_layer_leaves_nothing_for_later():
     plan = Plan(MIXED, zero=0, reduce="layer")
     assert plan.life(DIMS).unreduced.sums == () and plan.stored(DIMS) == plan.life(DIMS).unreduced
@@ -396,6 +428,7 @@ OTHER = dict(
     reading="Manual",
     remat="blocks",
     zero=4,
+    zero_axes="fsdp,dp",
     dtype="float31",
     reduce="layers",
     reshard_after_forward="keeps",
@@ -439,6 +472,7 @@ IDLE = {
     "tp_sequence": dict(tp_sequence=True),
     "dispatch": dict(dispatch="ragged"),
     "zero": dict(zero=2),
+    "zero_axes": dict(mesh="fsdp=2 sp=2", zero_axes="fsdp,sp"),
     "reshard_after_forward": dict(reshard_after_forward=False),
     "remat": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", remat="block"),
     "grouped": dict(grouped="ragged_dot"),
