@@ -40,6 +40,14 @@ from llmpar.notation import Arrow, Layout, Move, parse_layout
 
 WEIGHT, MOVED = "weight", "moved"
 """Names under which remat policies know gathered weights and the results of communication."""
+PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
+"""Names of what is dear to compute again: queries, keys and values before RoPE; the stream between attention
+and feed-forward; the feed-forward's first products. Attention names its own results."""
+SAVED = {"block": (), "ffn": (PROJECTED, STREAM, "attention_out", "attention_lse")}
+SAVED["selective"] = *SAVED["ffn"], HIDDEN
+"""What a block's forward pass keeps for the backward pass, by `Plan.remat`. Per byte, in FLOPs, a product
+costs the width that it sums over, attention more, norms, RoPE and SwiGLU next to nothing. Moved values are
+sent again, but for attention's last reduction, which is in the stream."""
 
 
 class Solo:
@@ -94,11 +102,11 @@ class Solo:
         rematerialised as planned. The layers' auxiliary results are stacked."""
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
         alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
-        if plan.remat == "block":
-            keep = plan.gathers_weights and not plan.reshard_after_forward
-            names = jax.checkpoint_policies.save_only_these_names(WEIGHT)
-            block = jax.checkpoint(block, policy=names if keep else None, prevent_cse=alone)
-        elif plan.gathers_weights and plan.reshard_after_forward:
+        keep = plan.gathers_weights and not plan.reshard_after_forward
+        if plan.remat != "none":
+            policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)
+            block = jax.checkpoint(block, policy=policy, prevent_cse=alone)
+        elif plan.gathers_weights and not keep:
             block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
         return lax.scan(block, x, stack, unroll=plan.unroll or length)
 
@@ -119,6 +127,13 @@ class Solo:
         )
         _, out = lax.scan(lambda _, piece: (None, f(piece)), None, pieces)
         return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 2).reshape(y.shape[1], -1, *y.shape[3:]), out)
+
+
+def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
+    """Save what has one of the names. cuDNN's kernel stands for attention's: JAX names nothing inside."""
+    if prim.name == "dot_product_attention_fwd_wrapper":
+        return "attention_out" in names
+    return prim.name == "name" and params["name"] in names
 
 
 def _all_but_gathered_weights(prim, *_, **params) -> bool:

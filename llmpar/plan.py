@@ -105,7 +105,10 @@ class Plan:
         bucket_bytes: a bucket is closed when it has reached this size.
         microbatches: per step and device; their gradients are summed before the update. In a pipeline, what
             fills it.
-        remat: what the backward pass recomputes: ``none``, or the whole ``block``.
+        remat: what the backward pass recomputes: ``none``; ``selective``, what is cheap, all but the results
+            of matrix products and of attention, which are kept (Korthikanti et al. 2022, section 5, has the
+            reasoning: FLOPs per byte); ``ffn``, the feed-forward's products too, whose results are most of
+            the bytes; or the whole ``block``. Experts' products are kept by ``none`` alone.
         reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
             forward pass and gather them again in the backward pass; else they are kept in between.
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
@@ -144,7 +147,7 @@ class Plan:
     reduce: Literal["end", "layer", "bucket"] = "end"
     bucket_bytes: int = 4 << 20
     microbatches: int = 1
-    remat: Literal["none", "block"] = "none"
+    remat: Literal["none", "selective", "ffn", "block"] = "none"
     reshard_after_forward: bool = True
     dtype: Literal["float32", "bfloat16"] = "float32"
     unroll: int = 1

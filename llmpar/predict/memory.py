@@ -67,7 +67,14 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
         one = stream if plan.stage_saves == "input" else layers * kept
         held = saved * one + messages * stream + residual * layers * kept
         held += (order.parameter_copies - 1) * (weights["blocks stored"] + weights["blocks accumulated"])
-    held += layers * (stream if plan.remat == "block" else kept)
+    hidden = ffn // 2 if plan.ffn_chunks == 1 and not config.experts else 0  # gate and up
+    saved = {
+        "none": kept,
+        "selective": 2 * stream + heads + hidden,
+        "ffn": 2 * stream + heads,
+        "block": stream,
+    }
+    held += layers * once[plan.remat]
     logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
     return weights["accumulated"] + held + 2 * block + logits
 
