@@ -39,6 +39,9 @@ SPECIAL = [
     *(Plan("fsdp=8", zero=z, microbatches=2) for z in range(4)),
     Plan(MIXED, microbatches=4, zero=2),
     Plan("tp=4", loss_chunks=4),
+    Plan(MIXED, remat="selective", tp_sequence=True),
+    Plan(MIXED, remat="ffn"),
+    Plan(MIXED, remat="selective", reshard_after_forward=False, unroll=0),
 ]
 EVERY = [*all_plans(), *SPECIAL]
 
@@ -87,6 +90,7 @@ def test_the_formula_gives_what_the_traced_step_sends(plan):
 STAGES = [Plan(MIXED, zero=z, tp_sequence=z % 2 == 1) for z in range(4)]
 SAMPLE = [
     Plan("dp=8", zero=0),
+    *SPECIAL[-3:-1],
     *SPECIAL[1:3],
     *STAGES,
     *SPECIAL[3:9:2],
@@ -161,6 +165,7 @@ EVERY_PIPED = [
         for z in range(3)
     ),
     piped("pp=2 fsdp=2 tp=2", remat="block"),
+    piped("pp=2 fsdp=2 tp=2", remat="selective", tp_sequence=True),
     piped("pp=2 fsdp=2 tp=2", remat="block", reshard_after_forward=False),
     piped("pp=2 fsdp=2 tp=2", reshard_after_forward=False, loss_chunks=2),
     piped("pp=2 tp=2", dtype="bfloat16", tp_sequence=True),
@@ -222,8 +227,9 @@ def test_every_stage_of_every_pipeline_sends_what_the_formula_gives(plan, config
     compare_every_stage(config, plan)
 
 
-def test_biases_norms_on_heads_and_tied_embeddings_are_counted():
-    compare_with_hlo(QWEN, Plan(MIXED, tp_sequence=True))
+@pytest.mark.parametrize("remat", ["none", "selective"])
+def test_biases_norms_on_heads_and_tied_embeddings_are_counted(remat):
+    compare_with_hlo(QWEN, Plan(MIXED, tp_sequence=True, remat=remat))
 
 
 @pytest.mark.parametrize("mesh", ["dp=6", "fsdp=16 tp=3", "dp=16", "tp=6 dp=16"])

@@ -340,6 +340,7 @@ SENT = [
     Plan("ep=4 fsdp=2", zero=2, microbatches=2),
     Plan("ep=2 fsdp=2 sp=2", zero=2, microbatches=2),
     Plan("ep=2 fsdp=2 sp=2", remat="block"),
+    Plan("ep=2 fsdp=2 sp=2", remat="selective"),
     Plan("ep=2 fsdp=2 sp=2", zero_axes="fsdp,sp", reshard_after_forward=False),
     Plan("ep=4 fsdp=2", zero=1, zero_axes="fsdp"),
     Plan("ep=4 dp=2", reduce="bucket", zero=0, bucket_bytes=50_000),

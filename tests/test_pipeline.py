@@ -53,6 +53,10 @@ CASES = {
     "gpipe, m = p, tp": (LLAMA, piped("pp=2 dp=2 tp=2", "gpipe 2")),
     "1f1b, m = 2p, fsdp": (DEEP, piped("pp=4 fsdp=2", "1f1b 8")),
     "1f1b, m = 2p, tied, biases, tp_sequence": (QWEN, piped("pp=2 fsdp=2 tp=2", "1f1b 4", tp_sequence=True)),
+    "1f1b, sp, selective remat": (
+        LLAMA,
+        piped("pp=2 sp=2 dp=2", "1f1b 2", context_parallel="gather", remat="selective"),
+    ),
     "1f1b, sp, remat": (LLAMA, piped("pp=2 sp=2 dp=2", "1f1b 2", context_parallel="ulysses", remat="block")),
     "interleaved, m = 2p, ZeRO-2": (DEEP, piped("pp=2 dp=2 fsdp=2", "interleaved 4", zero=2)),
     "zb-h1, m = p, tp_sequence": (DEEP, piped("pp=4 tp=2", "zb-h1 4", tp_sequence=True)),

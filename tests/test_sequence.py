@@ -31,6 +31,8 @@ PLANS = [
     Plan("fsdp=2 sp=2 tp=2", tp_sequence=True),
     Plan("sp=4 tp=2", context_parallel="ulysses", sequence_order="striped"),
     Plan("fsdp=2 sp=4", context_parallel="gather", remat="block"),
+    Plan("fsdp=2 sp=4", remat="selective"),
+    Plan("sp=4 tp=2", context_parallel="ulysses", remat="ffn", tp_sequence=True),
     Plan("fsdp=2 sp=4", microbatches=2, zero=2),
     Plan("fsdp=2 sp=4", zero=1, zero_axes="fsdp"),
     Plan("dp=2 sp=2 fsdp=2", reduce="layer", zero_axes="fsdp"),

@@ -68,7 +68,7 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
         held = saved * one + messages * stream + residual * layers * kept
         held += (order.parameter_copies - 1) * (weights["blocks stored"] + weights["blocks accumulated"])
     hidden = ffn // 2 if plan.ffn_chunks == 1 and not config.experts else 0  # gate and up
-    saved = {
+    once = {
         "none": kept,
         "selective": 2 * stream + heads + hidden,
         "ffn": 2 * stream + heads,
