@@ -102,11 +102,11 @@ class Solo:
         rematerialised as planned. The layers' auxiliary results are stacked."""
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
         alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
-        keep = plan.gathers_weights and not plan.reshard_after_forward
+        keep = plan.gathers == "block" and not plan.reshard_after_forward
         if plan.remat != "none":
             policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)
             block = jax.checkpoint(block, policy=policy, prevent_cse=alone)
-        elif plan.gathers_weights and not keep:
+        elif plan.gathers == "block" and not keep:
             block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
         return lax.scan(block, x, stack, unroll=plan.unroll or length)
 
@@ -152,15 +152,21 @@ class Manual(Solo):
     arrow's text."""
 
     def weight(self, param):
-        """The stored shard, cast, then gathered if it is stored cut (ZeRO-3).
+        """The weight as it is used: from its stored shard (`gather`), unless a pipeline has done that for the
+        step.
 
         What the backward pass does is the mirror image: reduce-scatter over the axes of ZeRO in the computing
         dtype, then one float32 all-reduce of the shard over every other axis on which the region's values
         differ.
         """
         region = parse_layout(param.dims).region
-        x = self._vary(param[...], self.plan.varying(region), param.dims).astype(self.dtype)
-        return checkpoint_name(self.carry_out(x, self.plan.life(param.dims).gather, param.dims), WEIGHT)
+        x = self._vary(param[...], self.plan.varying(region), param.dims)
+        whole = x.astype(self.dtype) if self.plan.gathers == "step" else self.gather(x, param.dims)
+        return checkpoint_name(whole, WEIGHT)
+
+    def gather(self, shard: Array, dims: str) -> Array:
+        """A weight's stored shard, cast, then gathered if it is stored cut (ZeRO-3)."""
+        return self.carry_out(shard.astype(self.dtype), self.plan.life(dims).gather, dims)
 
     def move(self, x: Array, arrow: str) -> Array:
         """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in

@@ -110,7 +110,9 @@ class Plan:
             reasoning: FLOPs per byte); ``ffn``, the feed-forward's products too, whose results are most of
             the bytes; or the whole ``block``. Experts' products are kept by ``none`` alone.
         reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
-            forward pass and gather them again in the backward pass; else they are kept in between.
+            forward pass and gather them again in the backward pass; else they are kept in between. In a
+            pipeline, where a layer is used by each microbatch, they are then gathered once and kept for the
+            step: gradients are added up whole, float32, and reduce-scattered when it ends.
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
@@ -257,8 +259,9 @@ class Plan:
         over = tuple(a for a in self._zero_axes(target) if a in differ and a not in used.axes)
         cut = Layout(tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims))
         stored, graded = cut if self.zero == 3 else used, cut if self.zero else used
-        copied = tuple(a for a in self.live("pp") + differ if a not in stored.axes)
-        unreduced = Layout(stored.dims, () if self.reduce == "layer" else copied)
+        kept = used if self.gathers == "step" else stored
+        copied = tuple(a for a in self.live("pp") + differ if a not in kept.axes)
+        unreduced = Layout(kept.dims, () if self.reduce == "layer" else copied)
         shard = Layout(cut.dims, tuple(a for a in unreduced.sums if a not in over))
         return Life(stored, used, unreduced, shard if self.zero == 2 else unreduced, graded, copied)
 
@@ -268,9 +271,12 @@ class Plan:
         return self.live(*self.zero_axes.split(",")) if target == "d" else self.live("fsdp")
 
     @property
-    def gathers_weights(self) -> bool:
-        """Whether weights are stored in pieces and gathered for use, as FSDP does."""
-        return self.zero == 3 and bool(self._zero_axes())
+    def gathers(self) -> Literal["", "block", "step"]:
+        """When weights that are stored in pieces are gathered for use: for each ``block``, as FSDP does, or
+        in a pipeline once a ``step``; empty where they are not."""
+        if self.zero != 3 or not self._zero_axes():
+            return ""
+        return "step" if self.mesh.pp > 1 and not self.reshard_after_forward else "block"
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
@@ -379,8 +385,19 @@ class Plan:
                 self._zero_axes() == self.live("fsdp", "ep", "sp"),
                 f"mesh '{self.mesh}' has no others",
             ),
-            ("reshard_after_forward", not self.gathers_weights, "only ZeRO 3 gathers weights for use"),
+            ("reshard_after_forward", not self.gathers, "only ZeRO 3 gathers weights for use"),
             ("grouped", config.experts is None, f"'{config.name}' has no experts"),
+            (
+                "ffn_chunks",
+                config.experts is not None and not config.experts.num_shared,
+                f"'{config.name}' has experts in place of a feed-forward",
+            ),
+            ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
+            (
+                "reduce",
+                not any(self.life(weight.dims).copied for weight in config.weights().values()),
+                "no weight is kept by two devices, so no sum is left for `reduce`",
+            ),
             ("bucket_bytes", self.reduce != "bucket", f"reduce is '{self.reduce}'"),
             (
                 "reduce bucket_bytes",
@@ -435,8 +452,11 @@ class Plan:
             return
         order, name = self.pipeline, f"schedule '{self.pipeline.name}'"
         if order.split_backward or self.stage_saves == "residuals":
-            why = f"{name if order.split_backward else 'stage_saves=residuals'} checkpoints no block"
-            self._refuse_idle({"remat": why, "reshard_after_forward": why})
+            who = name if order.split_backward else "stage_saves=residuals"
+            why = f"{who} cuts a stage's backward pass, with its layers written out and none checkpointed"
+            self._refuse_idle({"remat": why, "unroll": why})
+        if min(order.layers(config.num_layers).values(), default=0) == 1:
+            self._refuse_idle({"unroll": f"{name} has a chunk of one layer, and a loop over that is no loop"})
         if config.experts and config.experts.bias_rate is not None:
             raise ValueError(
                 f"{name} does not tell how many tokens each expert got, which bias_rate needs; use"

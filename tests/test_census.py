@@ -146,6 +146,8 @@ PIPED = [
     piped("pp=2 fsdp=2 tp=2", "zb-v", zero=2),
     piped("pp=2 sp=2 dp=2", "interleaved", context_parallel="ulysses"),
     piped("pp=2 sp=2 fsdp=2", "zb-h1", zero=2, context_parallel="gather"),
+    piped("pp=2 fsdp=2 tp=2", reshard_after_forward=False, dtype="bfloat16", tp_sequence=True),
+    piped("pp=2 fsdp=2 sp=2", "dualpipe", reshard_after_forward=False, context_parallel="gather"),
 ]
 EVERY_PIPED = [
     piped(
@@ -167,7 +169,11 @@ EVERY_PIPED = [
     piped("pp=2 fsdp=2 tp=2", remat="block"),
     piped("pp=2 fsdp=2 tp=2", remat="selective", tp_sequence=True),
     piped("pp=2 fsdp=2 tp=2", remat="block", reshard_after_forward=False),
-    piped("pp=2 fsdp=2 tp=2", reshard_after_forward=False, loss_chunks=2),
+    *(
+        piped("pp=2 fsdp=2 tp=2", name, reshard_after_forward=False, stage_saves=saves)
+        for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "dualpipe")
+        for saves in ("input", "residuals")
+    ),
     piped("pp=2 tp=2", dtype="bfloat16", tp_sequence=True),
 ]
 
@@ -185,6 +191,25 @@ def compare_every_stage(config, plan, num_layers=4):
         assert all(c.arrow for c in census) and arrow_sums(census) == census_table(census)
     held = compiled_memory(compiled)
     assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
+
+
+def test_weights_kept_for_a_step_are_gathered_once_and_their_gradients_scattered_once():
+    """In a pipeline: however many microbatches, each weight of a stage is one gather, its gradient one
+    reduce-scatter, in float32."""
+    config = dataclasses.replace(LLAMA, num_layers=4)
+    for schedule in ("1f1b", "zb-h1"):
+        for microbatches in (4, 8):
+            plan = Plan(
+                "pp=2 fsdp=4", schedule=schedule, microbatches=microbatches, reshard_after_forward=False
+            )
+            sent = traffic.step_traffic(config, plan, 32, SEQ)
+            held = sum(
+                math.prod(w.shape) // (2 if path.startswith("blocks.") else 1)
+                for path, w in config.weights().items()
+            )
+            for kind in ("all-gather", "reduce-scatter"):
+                assert sent["fsdp", kind].count == len(config.weights())
+                assert sent["fsdp", kind].bytes_sent == 4 * held * 3 // 4
 
 
 @pytest.mark.parametrize("plan", PIPED, ids=name)

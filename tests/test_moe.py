@@ -344,7 +344,7 @@ SENT = [
     Plan("ep=2 fsdp=2 sp=2", zero_axes="fsdp,sp", reshard_after_forward=False),
     Plan("ep=4 fsdp=2", zero=1, zero_axes="fsdp"),
     Plan("ep=4 dp=2", reduce="bucket", zero=0, bucket_bytes=50_000),
-    Plan("ep=4 fsdp=2", reduce="layer", dtype="bfloat16"),
+    Plan("ep=4 fsdp=2", reduce="layer", zero_axes="fsdp", dtype="bfloat16"),
     Plan("fsdp=2 tp=2"),
 ]
 

@@ -8,6 +8,7 @@ import pytest
 from parity import LLAMA, QWEN, all_plans
 
 from llmpar import plan as plan_file
+from llmpar.config import preset
 from llmpar.notation import Arrow, MeshShape, parse_layout
 from llmpar.plan import Plan
 
@@ -476,6 +477,8 @@ IDLE = {
     "reshard_after_forward": dict(reshard_after_forward=False),
     "remat": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", remat="block"),
     "grouped": dict(grouped="ragged_dot"),
+    "reduce": dict(mesh="fsdp=2 sp=2", reduce="layer"),
+    "unroll": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", unroll=0),
     "bucket_bytes": dict(bucket_bytes=1),
 }
 
@@ -488,8 +491,21 @@ def test_an_option_that_would_change_nothing_is_refused_with_the_reason(field):
     assert message.startswith(f"{field}={IDLE[field][field]!r} would change nothing: ")
     assert message.endswith(f"; leave {field} out")
     without.check(LLAMA, 16, 16)
-    if field != "remat":  # which needs the schedule, and that may be wrong itself
+    if (
+        "schedule" not in IDLE[field] or field == "schedule"
+    ):  # which needs the schedule, and that may be wrong itself
         assert plan.effective(LLAMA) == without
+
+
+def test_a_model_of_experts_or_of_one_layer_has_idle_fields_too():
+    experts = dataclasses.replace(preset("tiny-moe"), num_layers=2)
+    assert "ffn_chunks=2 would change nothing" in refusal(Plan(ffn_chunks=2), experts)
+    shared = dataclasses.replace(experts, experts=dataclasses.replace(experts.experts, num_shared=1))
+    Plan(ffn_chunks=2).check(shared, 16, 16)
+    assert "unroll=0 would change nothing" in refusal(
+        Plan(unroll=0), dataclasses.replace(LLAMA, num_layers=1)
+    )
+    assert "a chunk of one layer" in refusal(Plan("pp=2", microbatches=2, unroll=0))
 
 
 def test_positions_are_in_order_only_where_queries_meet_their_own_keys():

@@ -167,9 +167,8 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
     forward, attended = 2 * n - last, 2 * cells - loss
     if order.split_backward:  # layer by layer, nothing checkpointed
         return Runs(embed, loss, forward, 0, 0, n, forward, forward, attended)
-    more = n * (not keeps)
     again = n * recomputed, n * attention
-    return Runs(embed, loss, forward, *again, n, forward + more, forward + more * recomputed, attended)
+    return Runs(embed, loss, forward, *again, n, forward + n, forward + again[0], attended)
 
 
 def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
@@ -211,10 +210,13 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             held(life.stored, shape) // layers,
             Sent(dims.replace(" l ", " "), "weights", "gradients"),
         )
+        copies = plan.pipeline.parameter_copies if stacked and plan.pipeline else 1
+        if plan.gathers == "step":  # all layers at once, those that are lent too; no gradient comes back here
+            of, stored, gathers, gradients = Sent(dims, "weights"), copies * layers * stored, 1, 0
         traffic.carry(life.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
         if plan.reduce == "layer":  # summed where its values begin to differ: inside the backward pass
             traffic.add("all-reduce", life.copied, "gradients", FLOAT32 * stored, gradients, of.text)
-        if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # lent, and returned
+        if copies > 1:  # lent, and returned
             names = {"weights of the other direction": life.stored, "their gradients": life.accumulated}
             for name, layout in names.items():
                 message, text = FLOAT32 * held(layout, shape), "l -> the opposite stage"
