@@ -5,6 +5,8 @@ The model calls these methods and never names a mesh axis:
 
     par.weight(p)          a parameter, as it is needed for computing
     par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
+    par.enter(f, x, arrow, *ws)  products f(x, *ws) of a value that moves into a region
+    par.leave(f, x, arrow, *ws)  products that move out of one
     par.max(x, arrow)      the same for a maximum, through which no gradient flows
     par.index(layout)      which block of a dim this device holds; par.parts(layout): of how many
     par.layers(f, x, ws)   a stack of blocks
@@ -26,6 +28,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -58,6 +61,15 @@ class Solo:
     def move(self, x: Array, arrow: str) -> Array:
         """``x`` itself: it is where it should be."""
         return x
+
+    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Any:
+        """``multiply(x, *weights)`` of ``x`` moved: products that treat each position by itself, each with
+        the dims ``b s`` first."""
+        return multiply(self.move(x, arrow), *weights)
+
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
+        """``multiply(x, *weights)``, moved: the mirror image of `enter`."""
+        return self.move(multiply(x, *weights), arrow)
 
     def ragged(self, x: Array, full: Int[Array, "g g"], arrow: str) -> Array:
         """As `move`."""
@@ -157,6 +169,27 @@ class Manual(Solo):
         x = self._vary(x, self.plan.varying(region), arrow) if region else x
         return checkpoint_name(x, MOVED) if physical.moves else x
 
+    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Any:
+        """With `Plan.tp_comm_overlap` a ring of permutes in place of the all-gather: one block is multiplied
+        while the next one travels."""
+        if ring := self._ring(arrow, "all-gather"):
+            return _enter(multiply, ring, x, weights)
+        return super().enter(multiply, x, arrow, *weights)
+
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
+        """With `Plan.tp_comm_overlap` a ring of permutes in place of the reduce-scatter: the sum of one block
+        travels while this device's share of the next one is multiplied."""
+        if ring := self._ring(arrow, "reduce-scatter"):
+            return _leave(multiply, ring, x, weights)
+        return super().leave(multiply, x, arrow, *weights)
+
+    def _ring(self, arrow: str, kind: str) -> _Ring | None:
+        """The ring that an arrow is, where the plan asks for one and the arrow is such a collective."""
+        moves = self.plan.resolve(arrow).moves
+        if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
+            return None
+        return _Ring(*moves[0].axes, arrow)
+
     def ragged(self, x: Array, full: Int[Array, "g g"], arrow: str) -> Array:
         """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which rank i sends rank j the first ``full[i,
         j]`` rows of its block alone; the others arrive as zeros. XLA has it for GPUs and TPUs, not for
@@ -255,6 +288,105 @@ _ragged.defvjp(
     lambda rows, full, axis: (_ragged(rows, full, axis), full),
     lambda axis, full, grad: (_ragged(grad, full.T, axis), None),
 )
+
+
+# ------------------------------------------------------------------------------------------ collective matmul
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """A ring of the ranks along an axis, for values ``b s …`` whose positions it cuts.
+
+    Blocks are counted as they come round: block i is that of the rank i before this one, block 0 its own.
+    """
+
+    axis: str
+    arrow: str
+
+    def hop(self, x: Array) -> Array:
+        """What the rank before sends."""
+        n = lax.axis_size(self.axis)
+        with scope(self.arrow):
+            arrived = lax.ppermute(x, self.axis, [(i, (i + 1) % n) for i in range(n)])
+        return checkpoint_name(arrived, MOVED)
+
+    def gather(self, x: Array) -> list[Array]:
+        """The blocks of all ranks, in n - 1 hops."""
+        blocks = [x]
+        for _ in range(1, lax.axis_size(self.axis)):
+            blocks.append(self.hop(blocks[-1]))
+        return blocks
+
+    def scatter(self, part: Callable[[int], Array]) -> Array:
+        """The sum of all ranks' parts of this rank's block, in n - 1 hops: each block's sum sets out from the
+        rank behind its own."""
+        total = part(1)
+        for i in range(2, (n := lax.axis_size(self.axis)) + 1):
+            total = self.hop(total) + part(i % n)
+        return total
+
+    def _places(self) -> Array:
+        """Which block lies at each place of the sequence, and at which place each block."""
+        n = lax.axis_size(self.axis)
+        return (lax.axis_index(self.axis) - jnp.arange(n)) % n
+
+    def join(self, blocks: list[Array]) -> Array:
+        """The whole sequence of blocks."""
+        stacked = jnp.stack(blocks, 1)[:, self._places()]
+        return stacked.reshape(stacked.shape[0], -1, *stacked.shape[3:])
+
+    def block(self, x: Array, i: int) -> Array:
+        """One block of a whole sequence."""
+        size = x.shape[1] // lax.axis_size(self.axis)
+        return lax.dynamic_slice_in_dim(x, self._places()[i] * size, size, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _enter(multiply, ring: _Ring, x, weights):
+    """Gather, then multiply, block by block. The backward pass is `_leave` for the gradient of ``x``; that of
+    the weights is one product with all positions, which `_entering` keeps."""
+    return _entering(multiply, ring, x, weights)[0]
+
+
+def _entering(multiply, ring, x, weights):
+    blocks = ring.gather(x)
+    join = lambda *blocks: ring.join(list(blocks))
+    return jax.tree.map(join, *(multiply(block, *weights) for block in blocks)), (join(*blocks), weights)
+
+
+def _entering_backward(multiply, ring, saved, dy):
+    x, weights = saved
+    part = lambda i: _pull(multiply, 0, *(jax.tree.map(lambda y: ring.block(y, i), (x, dy))), weights)
+    return ring.scatter(part), _pull(multiply, 1, x, dy, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _leave(multiply, ring: _Ring, x, weights):
+    """Multiply, then reduce and scatter, block by block. The backward pass is `_enter` for the gradient of
+    ``x``; the same hops bring what the weights' needs."""
+    return ring.scatter(lambda i: multiply(ring.block(x, i), *weights))
+
+
+def _leaving(multiply, ring, x, weights):
+    return _leave(multiply, ring, x, weights), (x, weights)
+
+
+def _leaving_backward(multiply, ring, saved, dy):
+    x, weights = saved
+    blocks = ring.gather(dy)
+    parts = [_pull(multiply, 0, ring.block(x, i), block, weights) for i, block in enumerate(blocks)]
+    return ring.join(parts), _pull(multiply, 1, x, ring.join(blocks), weights)
+
+
+_enter.defvjp(_entering, _entering_backward)
+_leave.defvjp(_leaving, _leaving_backward)
+
+
+def _pull(multiply, which: int, x, dy, weights):
+    """The gradient of ``x`` or of the ``weights``, where ``multiply(x, *weights)`` has the gradient ``dy``."""
+    pull = lambda *given: multiply(x, *given) if which else multiply(*given, *weights)
+    found = jax.vjp(pull, *(weights if which else (x,)))[1](dy)
+    return found if which else found[0]
 
 
 def varying(x: Any) -> frozenset[str]:
