@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -310,19 +311,22 @@ class _Ring:
             arrived = lax.ppermute(x, self.axis, [(i, (i + 1) % n) for i in range(n)])
         return checkpoint_name(arrived, MOVED)
 
-    def gather(self, x: Array) -> list[Array]:
-        """The blocks of all ranks, in n - 1 hops."""
-        blocks = [x]
-        for _ in range(1, lax.axis_size(self.axis)):
-            blocks.append(self.hop(blocks[-1]))
-        return blocks
+    def gather(self, x: Array, use: Callable[[int, Array], Any]) -> tuple[list[Array], list]:
+        """The blocks of all ranks, in n - 1 hops, and what ``use`` makes of each while the next one
+        travels."""
+        blocks, made = [x], []
+        for i in range(1, lax.axis_size(self.axis)):
+            arrived, done = _together((self.hop(blocks[-1]), use(i - 1, blocks[-1])))
+            blocks.append(arrived)
+            made.append(done)
+        return blocks, [*made, use(len(made), blocks[-1])]
 
     def scatter(self, part: Callable[[int], Array]) -> Array:
         """The sum of all ranks' parts of this rank's block, in n - 1 hops: each block's sum sets out from the
-        rank behind its own."""
+        rank behind its own, and the next part is made while it travels."""
         total = part(1)
         for i in range(2, (n := lax.axis_size(self.axis)) + 1):
-            total = self.hop(total) + part(i % n)
+            total = operator.add(*_together((self.hop(total), part(i % n))))
         return total
 
     def _places(self) -> Array:
@@ -330,7 +334,7 @@ class _Ring:
         n = lax.axis_size(self.axis)
         return (lax.axis_index(self.axis) - jnp.arange(n)) % n
 
-    def join(self, blocks: list[Array]) -> Array:
+    def join(self, *blocks: Array) -> Array:
         """The whole sequence of blocks."""
         stacked = jnp.stack(blocks, 1)[:, self._places()]
         return stacked.reshape(stacked.shape[0], -1, *stacked.shape[3:])
@@ -349,9 +353,8 @@ def _enter(multiply, ring: _Ring, x, weights):
 
 
 def _entering(multiply, ring, x, weights):
-    blocks = ring.gather(x)
-    join = lambda *blocks: ring.join(list(blocks))
-    return jax.tree.map(join, *(multiply(block, *weights) for block in blocks)), (join(*blocks), weights)
+    blocks, made = ring.gather(x, lambda _, block: multiply(block, *weights))
+    return jax.tree.map(ring.join, *made), (ring.join(*blocks), weights)
 
 
 def _entering_backward(multiply, ring, saved, dy):
@@ -373,9 +376,9 @@ def _leaving(multiply, ring, x, weights):
 
 def _leaving_backward(multiply, ring, saved, dy):
     x, weights = saved
-    blocks = ring.gather(dy)
-    parts = [_pull(multiply, 0, ring.block(x, i), block, weights) for i, block in enumerate(blocks)]
-    return ring.join(parts), _pull(multiply, 1, x, ring.join(blocks), weights)
+    part = lambda i, block: _pull(multiply, 0, ring.block(x, i), block, weights)
+    blocks, parts = ring.gather(dy, part)
+    return ring.join(*parts), _pull(multiply, 1, x, ring.join(*blocks), weights)
 
 
 _enter.defvjp(_entering, _entering_backward)
