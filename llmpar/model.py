@@ -94,7 +94,7 @@ class Attention(nnx.Module):
         return par.leave(unite, y_bsnh, "attention b s d +n -> stream b s d", par.weight(self.o))
 
 
-def project(x: Float[Array, "b s d"], *weights: Float[Array, "d heads h"]) -> tuple[Array, ...]:
+def project(x: Float[Array, "b s d"], *weights: Float[Array, "d _ h"]) -> tuple[Array, ...]:
     """Queries, keys and values of the heads that are here."""
     return tuple(jnp.einsum("bsd,dnh->bsnh", x, w) for w in weights)
 

@@ -189,7 +189,8 @@ class Manual(Solo):
         moves = self.plan.resolve(arrow).moves
         if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
             return None
-        return _Ring(*moves[0].axes, arrow)
+        (axis,) = moves[0].axes
+        return _Ring(axis, arrow)
 
     def ragged(self, x: Array, full: Int[Array, "g g"], arrow: str) -> Array:
         """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which rank i sends rank j the first ``full[i,
@@ -336,7 +337,7 @@ class _Ring:
 
     def join(self, *blocks: Array) -> Array:
         """The whole sequence of blocks."""
-        stacked = jnp.stack(blocks, 1)[:, self._places()]
+        stacked = jnp.stack(blocks, 1).at[:, self._places()].get(mode="promise_in_bounds")
         return stacked.reshape(stacked.shape[0], -1, *stacked.shape[3:])
 
     def block(self, x: Array, i: int) -> Array:
@@ -359,7 +360,8 @@ def _entering(multiply, ring, x, weights):
 
 def _entering_backward(multiply, ring, saved, dy):
     x, weights = saved
-    part = lambda i: _pull(multiply, 0, *(jax.tree.map(lambda y: ring.block(y, i), (x, dy))), weights)
+    block = lambda y, i: jax.tree.map(lambda y: ring.block(y, i), y)
+    part = lambda i: _pull(multiply, 0, block(x, i), block(dy, i), weights)
     return ring.scatter(part), _pull(multiply, 1, x, dy, weights)
 
 
@@ -377,8 +379,16 @@ def _leaving(multiply, ring, x, weights):
 def _leaving_backward(multiply, ring, saved, dy):
     x, weights = saved
     part = lambda i, block: _pull(multiply, 0, ring.block(x, i), block, weights)
-    blocks, parts = ring.gather(dy, part)
+    blocks, parts = ring.gather(_after(x, dy), part)
     return ring.join(*parts), _pull(multiply, 1, x, ring.join(*blocks), weights)
+
+
+def _after(known, held):
+    """What is held, on CPUs not before ``known`` is. All permutes of a program are one channel to simulated
+    devices; where ``known`` is computed again, nothing else would order the rings that it takes before this
+    one."""
+    wait = lambda known, held: jnp.where(known.max() <= jnp.inf, held, jnp.zeros((), held.dtype))
+    return lax.platform_dependent(known, held, cpu=wait, default=lambda _, held: held)
 
 
 _enter.defvjp(_entering, _entering_backward)
@@ -386,7 +396,8 @@ _leave.defvjp(_leaving, _leaving_backward)
 
 
 def _pull(multiply, which: int, x, dy, weights):
-    """The gradient of ``x`` or of the ``weights``, where ``multiply(x, *weights)`` has the gradient ``dy``."""
+    """The gradient of ``x`` or of the ``weights``, where ``multiply(x, *weights)`` has the gradient
+    ``dy``."""
     pull = lambda *given: multiply(x, *given) if which else multiply(*given, *weights)
     found = jax.vjp(pull, *(weights if which else (x,)))[1](dy)
     return found if which else found[0]

@@ -91,9 +91,9 @@ class Plan:
         zero: ZeRO stage on the fsdp axis, 0 to 3. At 0 fsdp is one more replica axis.
         tp_sequence: also cut the residual stream's sequence by tp (Korthikanti et al. 2022, sequence
             parallelism).
-        tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the products between
-            their hops, in place of all-gather before them and reduce-scatter behind (collective matmul, Wang
-            et al. 2023).
+        tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the products
+            between their hops, in place of all-gather before them and reduce-scatter behind (collective
+            matmul, Wang et al. 2023).
         reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step,
             once however many microbatches there are; ``layer`` by layer inside the backward pass; or at the
             end in flat ``bucket``s.
@@ -107,8 +107,8 @@ class Plan:
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
         ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel
-            2023); with more than one the backward pass computes its hidden values again instead of keeping
-            them.
+            2023), each moving by itself; with more than one the backward pass computes its hidden values
+            again instead of keeping them.
         attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
             to 256.
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; or
@@ -293,10 +293,11 @@ class Plan:
         if self.tp_sequence:
             self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, *cut_by_tp.values()))
         self._divides("sequence", seq_len, ("sp",), "loss_chunks")
-        pieces = self.ffn_chunks > 1 and not config.experts  # experts see all that is gathered
-        self._divides(
-            "sequence", seq_len, ("sp", "tp") if pieces and self.tp_sequence else ("sp",), "ffn_chunks"
-        )
+        pieces = (
+            self.tp_sequence and not config.experts
+        )  # each is gathered by itself; experts need all at once
+        cuts, fits = (("sp", "tp"), math.gcd(seq_len, *cut_by_tp.values())) if pieces else (("sp",), 0)
+        self._divides("sequence", seq_len, cuts, "ffn_chunks", suits=fits)
         if sizes["sp"] > 1 and self.sequence_order == "zigzag" and seq_len % (2 * sizes["sp"]):
             near = 2 * sizes["sp"] * max(1, seq_len // (2 * sizes["sp"]))
             raise ValueError(

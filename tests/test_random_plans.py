@@ -134,6 +134,7 @@ def draw_all(rng) -> dict:
     often = (
         "zero",
         "tp_sequence",
+        "tp_comm_overlap",
         "reduce",
         "reshard_after_forward",
         "context_parallel",

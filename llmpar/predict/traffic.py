@@ -317,10 +317,10 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     values.ring("attention b s d +n -> stream b s d", stream, of, layers, run.backward)
     # Experts must see all positions before one travels on: their two arrows are never a ring.
     carry, pieces = (values.carry, 1) if config.experts else (values.ring, values.plan.ffn_chunks)
-    piece = values.b, values.s // pieces, config.width
-    carry("stream b s d -> ffn b s d", piece, of, layers * pieces, run.backward * pieces)
-    carry("ffn b s d +m -> stream b s d", piece, of, run.forward * pieces, run.backward * pieces)
-    values.carry("stream b s d -> vocab b s d", stream, of, run.loss, run.loss)
+    stream = values.b, values.s // pieces, config.width
+    carry("stream b s d -> ffn b s d", stream, of, layers * pieces, run.backward * pieces)
+    carry("ffn b s d +m -> stream b s d", stream, of, run.forward * pieces, run.backward * pieces)
+    values.carry("stream b s d -> vocab b s d", (values.b, values.s, config.width), of, run.loss, run.loss)
     chunks, of = values.plan.loss_chunks, "three numbers per token for the loss"
     piece = values.b, values.s // chunks
     values.carry("vocab b s +v -> data b s", piece, of, 3 * run.loss * chunks, itemsize=FLOAT32)
