@@ -348,27 +348,26 @@ class _Ring:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _enter(multiply, ring: _Ring, x, weights):
-    """Gather, then multiply, block by block. The backward pass is `_leave` for the gradient of ``x``; that of
-    the weights is one product with all positions, which `_entering` keeps."""
+    """Gather, then multiply, block by block. For the gradient of ``x`` the backward pass is `_leave`."""
     return _entering(multiply, ring, x, weights)[0]
 
 
 def _entering(multiply, ring, x, weights):
     blocks, made = ring.gather(x, lambda _, block: multiply(block, *weights))
-    return jax.tree.map(ring.join, *made), (ring.join(*blocks), weights)
+    return jax.tree.map(ring.join, *made), (blocks, weights)
 
 
 def _entering_backward(multiply, ring, saved, dy):
-    x, weights = saved
-    block = lambda y, i: jax.tree.map(lambda y: ring.block(y, i), y)
-    part = lambda i: _pull(multiply, 0, block(x, i), block(dy, i), weights)
-    return ring.scatter(part), _pull(multiply, 1, x, dy, weights)
+    blocks, weights = saved
+    cut = lambda i: jax.tree.map(lambda y: ring.block(y, i), dy)
+    pull = _Pull(multiply, weights)
+    return ring.scatter(lambda i: pull(blocks[i], cut(i))), pull.gradients()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _leave(multiply, ring: _Ring, x, weights):
-    """Multiply, then reduce and scatter, block by block. The backward pass is `_enter` for the gradient of
-    ``x``; the same hops bring what the weights' needs."""
+    """Multiply, then reduce and scatter, block by block. For the gradient of ``x`` the backward pass is
+    `_enter`."""
     return ring.scatter(lambda i: multiply(ring.block(x, i), *weights))
 
 
@@ -378,9 +377,31 @@ def _leaving(multiply, ring, x, weights):
 
 def _leaving_backward(multiply, ring, saved, dy):
     x, weights = saved
-    part = lambda i, block: _pull(multiply, 0, ring.block(x, i), block, weights)
-    blocks, parts = ring.gather(_after(x, dy), part)
-    return ring.join(*parts), _pull(multiply, 1, x, ring.join(*blocks), weights)
+    pull = _Pull(multiply, weights)
+    _, parts = ring.gather(_after(x, dy), lambda i, block: pull(ring.block(x, i), block))
+    return ring.join(*parts), pull.gradients()
+
+
+_enter.defvjp(_entering, _entering_backward)
+_leave.defvjp(_leaving, _leaving_backward)
+
+
+class _Pull:
+    """The gradients of ``multiply(x, *weights)``, block by block: each call gives that of one block, and
+    keeps what the block adds to those of the weights."""
+
+    def __init__(self, multiply, weights):
+        self.multiply, self.weights, self.found = multiply, weights, []
+
+    def __call__(self, x, dy):
+        dx, *more = jax.vjp(self.multiply, x, *self.weights)[1](dy)
+        self.found.append(more)
+        return dx
+
+    def gradients(self) -> tuple[Array, ...]:
+        """Those of the weights, summed over the blocks in float32."""
+        add = lambda *parts: sum(x.astype(jnp.float32) for x in parts).astype(parts[0].dtype)
+        return tuple(add(*parts) for parts in zip(*self.found, strict=True))
 
 
 def _after(known, held):
@@ -389,18 +410,6 @@ def _after(known, held):
     one."""
     wait = lambda known, held: jnp.where(known.max() <= jnp.inf, held, jnp.zeros((), held.dtype))
     return lax.platform_dependent(known, held, cpu=wait, default=lambda _, held: held)
-
-
-_enter.defvjp(_entering, _entering_backward)
-_leave.defvjp(_leaving, _leaving_backward)
-
-
-def _pull(multiply, which: int, x, dy, weights):
-    """The gradient of ``x`` or of the ``weights``, where ``multiply(x, *weights)`` has the gradient
-    ``dy``."""
-    pull = lambda *given: multiply(x, *given) if which else multiply(*given, *weights)
-    found = jax.vjp(pull, *(weights if which else (x,)))[1](dy)
-    return found if which else found[0]
 
 
 def varying(x: Any) -> frozenset[str]:
