@@ -5,8 +5,7 @@ The model calls these methods and never names a mesh axis:
 
     par.weight(p)          a parameter, as it is needed for computing
     par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
-    par.enter(f, x, arrow, *ws)  products f(x, *ws) of a value that moves into a region
-    par.leave(f, x, arrow, *ws)  products that move out of one
+    par.enter, par.leave   moves with the products that come right behind, or right before
     par.max(x, arrow)      the same for a maximum, through which no gradient flows
     par.index(layout)      which block of a dim this device holds; par.parts(layout): of how many
     par.layers(f, x, ws)   a stack of blocks
@@ -15,8 +14,8 @@ The model calls these methods and never names a mesh axis:
                            itself, with the arrows of par.explicit, over the axes that par.axes(layout) names
 
 In `Manual` every arrow becomes the named collective, in a scope that carries its text into the compiled
-program: a census of that program (`llmpar.inspect.census`) is the record of what moves, and says for which
-    line of the model.
+program: a census of that program (`llmpar.inspect.census`) is the record of what moves, and says for which line of
+the model.
 Autodiff writes the backward collectives: all-gather and reduce-scatter are each other's transpose, and the
 transpose of "from here on, devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce that
 Megatron calls f (Shoeybi et al. 2019, section 3). shard_map's varying-axes check is what makes those
