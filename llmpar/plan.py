@@ -99,6 +99,9 @@ class Plan:
             groups for each gather, and more state on every device.
         tp_sequence: also cut the residual stream's sequence by tp (Korthikanti et al. 2022, sequence
             parallelism).
+        tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the products
+            between their hops, in place of all-gather before them and reduce-scatter behind (collective
+            matmul, Wang et al. 2023).
         reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step,
             once however many microbatches there are; ``layer`` by layer inside the backward pass; or at the
             end in flat ``bucket``s.
@@ -117,8 +120,8 @@ class Plan:
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
         ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel
-            2023); with more than one the backward pass computes its hidden values again instead of keeping
-            them.
+            2023), each moving by itself; with more than one the backward pass computes its hidden values
+            again instead of keeping them.
         attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
             to 256.
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; or
@@ -146,6 +149,7 @@ class Plan:
     zero: Literal[0, 1, 2, 3] = 3
     zero_axes: Literal["fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"] = "fsdp,ep,sp"
     tp_sequence: bool = False
+    tp_comm_overlap: bool = False
     reduce: Literal["end", "layer", "bucket"] = "end"
     bucket_bytes: int = 4 << 20
     microbatches: int = 1
@@ -317,8 +321,12 @@ class Plan:
             self._divides("experts", config.experts.num_experts, ("ep",), fixed=True)
         if self.tp_sequence:
             self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, *cut_by_tp.values()))
-        for chunks in ("loss_chunks", "ffn_chunks"):
-            self._divides("sequence", seq_len, ("sp",), chunks)
+        self._divides("sequence", seq_len, ("sp",), "loss_chunks")
+        pieces = (
+            self.tp_sequence and not config.experts
+        )  # each is gathered by itself; experts need all at once
+        cuts, fits = (("sp", "tp"), math.gcd(seq_len, *cut_by_tp.values())) if pieces else (("sp",), 0)
+        self._divides("sequence", seq_len, cuts, "ffn_chunks", suits=fits)
         if sizes["sp"] > 1 and self.sequence_order == "zigzag" and seq_len % (2 * sizes["sp"]):
             near = 2 * sizes["sp"] * max(1, seq_len // (2 * sizes["sp"]))
             raise ValueError(
@@ -373,6 +381,12 @@ class Plan:
             ("schedule virtual_stages stage_saves", sizes["pp"] == 1, one("pp")),
             ("context_parallel sequence_order", sizes["sp"] == 1, one("sp")),
             ("tp_sequence", sizes["tp"] == 1, one("tp")),
+            ("tp_comm_overlap", not self.tp_sequence, "without tp_sequence nothing is gathered over tp"),
+            (
+                "tp_comm_overlap",
+                self.reading == "auto",
+                "under reading='auto' XLA chooses how activations travel",
+            ),
             ("dispatch", sizes["ep"] == 1, one("ep")),
             (
                 "zero",
@@ -484,11 +498,15 @@ class Plan:
                     f"{field}={getattr(self, field)!r} does not go with pp={self.mesh.pp}; use"
                     f" {field}={value!r}"
                 )
+        why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
         if self.mesh.sp > 1 and self.context_parallel == "ring":
-            why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
             raise ValueError(
                 f"context_parallel='ring' does not go with {name}: {why}; use context_parallel='ulysses' or"
                 " 'gather'"
+            )
+        if self.tp_comm_overlap:
+            raise ValueError(
+                f"tp_comm_overlap=True does not go with {name}: {why}; leave tp_comm_overlap out"
             )
 
     def _divides(

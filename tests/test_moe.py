@@ -259,6 +259,7 @@ def test_memory_is_linear_in_the_tokens():
 MIXED = "dp=2 fsdp=2 ep=2"
 SAMPLE = [
     Plan("ep=2 sp=2 tp=2", tp_sequence=True, remat="block", loss_chunks=2),
+    Plan("ep=2 fsdp=2 tp=2", tp_sequence=True, tp_comm_overlap=True, remat="block"),
     Plan("fsdp=2 ep=4", zero=2, microbatches=2),
     Plan("fsdp=2 ep=2 sp=2", zero_axes="fsdp,sp", context_parallel="gather"),
     Plan("fsdp=2 ep=2 sp=2", zero=1, microbatches=2),
@@ -334,6 +335,7 @@ SENT = [
     Plan("ep=4 fsdp=2", reshard_after_forward=False),
     Plan("ep=2 sp=2 tp=2"),
     Plan("ep=2 sp=2 tp=2", tp_sequence=True),
+    Plan("ep=2 sp=2 tp=2", tp_sequence=True, tp_comm_overlap=True, ffn_chunks=2, microbatches=2),
     Plan("ep=2 sp=2 tp=2", tp_sequence=True, loss_chunks=2, microbatches=2),
     Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block"),
     Plan("ep=4 fsdp=2", zero=1, microbatches=2),

@@ -444,6 +444,7 @@ OTHER |= dict(
 )
 OTHER |= dict(
     tp_sequence=1,
+    tp_comm_overlap=0,
     schedule=0,
     virtual_stages=0,
     microbatches=2.0,
@@ -471,6 +472,7 @@ IDLE = {
     "context_parallel": dict(context_parallel="gather"),
     "sequence_order": dict(sequence_order="striped"),
     "tp_sequence": dict(tp_sequence=True),
+    "tp_comm_overlap": dict(mesh="tp=2", tp_comm_overlap=True),
     "dispatch": dict(dispatch="ragged"),
     "zero": dict(zero=2),
     "zero_axes": dict(mesh="fsdp=2 sp=2", zero_axes="fsdp,sp"),

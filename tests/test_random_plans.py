@@ -135,6 +135,7 @@ def draw_all(rng) -> dict:
         "zero",
         "zero_axes",
         "tp_sequence",
+        "tp_comm_overlap",
         "reduce",
         "reshard_after_forward",
         "context_parallel",

@@ -288,6 +288,16 @@ class Values:
         """Elements of a value of ``shape`` that each device holds."""
         return math.prod(self.plan.place(layout).shard_shape(shape, self.plan.mesh.sizes))
 
+    def ring(self, arrow: str, shape, of: str, forward: int, backward: int) -> None:
+        """An arrow that products go with (`par.Manual.enter` and `leave`). A ring of n makes n - 1 hops of a
+        block forward, n - 1 backward, and so sends what the one collective would (Wang et al. 2023)."""
+        if not self.plan.tp_comm_overlap:
+            return self.carry(arrow, shape, of, forward, backward)
+        ((axis,),) = (move.axes for move in self.plan.resolve(arrow).moves)
+        block = self.itemsize * self.held("stream b s d", *shape)
+        hops = (self.plan.mesh.sizes[axis] - 1) * (forward + backward)
+        self.traffic.add("collective-permute", (axis,), of, block, hops, arrow)
+
     def carry(
         self, arrow: str, shape, of: str, forward: int, backward: int = 0, itemsize: int = 0, **names
     ) -> None:
@@ -310,12 +320,15 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     """
     stream, of, layers = (values.b, values.s, config.width), "activations", run.forward + run.again
     values.carry("vocab b s d +v -> stream b s d", stream, of, run.embed, run.embed)
-    values.carry("stream b s d -> attention b s d", stream, of, layers, run.backward)
+    values.ring("stream b s d -> attention b s d", stream, of, layers, run.backward)
     reduced = run.forward + run.attention
-    values.carry("attention b s d +n -> stream b s d", stream, of, reduced, run.backward)
-    values.carry("stream b s d -> ffn b s d", stream, of, layers, run.backward)
-    values.carry("ffn b s d +m -> stream b s d", stream, of, run.forward, run.backward)
-    values.carry("stream b s d -> vocab b s d", stream, of, run.loss, run.loss)
+    values.ring("attention b s d +n -> stream b s d", stream, of, reduced, run.backward)
+    # Experts must see all positions before one travels on: their two arrows are never a ring.
+    carry, pieces = (values.carry, 1) if config.experts else (values.ring, values.plan.ffn_chunks)
+    stream = values.b, values.s // pieces, config.width
+    carry("stream b s d -> ffn b s d", stream, of, layers * pieces, run.backward * pieces)
+    carry("ffn b s d +m -> stream b s d", stream, of, run.forward * pieces, run.backward * pieces)
+    values.carry("stream b s d -> vocab b s d", (values.b, values.s, config.width), of, run.loss, run.loss)
     chunks, of = values.plan.loss_chunks, "three numbers per token for the loss"
     piece = values.b, values.s // chunks
     values.carry("vocab b s +v -> data b s", piece, of, 3 * run.loss * chunks, itemsize=FLOAT32)
