@@ -639,3 +639,37 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
     else:
         with pytest.raises((ValueError, TypeError), match=seen):
             compare(0, plain(**changes))
+
+
+# --------------------------------------------------------------------------------------- what decides nothing
+
+NOT_IN_THE_PROGRAM = {
+    "sequence_order": "the batch is dealt by it, outside of the step",
+    "schedule": "two names may mean one order",
+    "virtual_stages": "may be what the schedule takes by itself",
+    "bucket_bytes": "a least size, that of each leaf perhaps",
+    "attention_block": "a most size, that of the whole sequence perhaps",
+}
+
+
+def lowered(config, plan: Plan, asked: dict) -> str:
+    step = step_of(config, plan, optax.sgd(0.1), asked["clip"])
+    with as_on_accelerators(plan):
+        return step.lower(asked["batch"], asked["seq"]).as_text()
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(i, marks=pytest.mark.full) for i in range(4, 40))]
+)
+def test_a_field_that_is_set_changes_the_program_or_is_refused(seed):
+    asked, _ = draw(5000 + seed)
+    config, plan = build(asked)
+    program = lowered(config, plan, asked)
+    for field in dataclasses.fields(Plan)[1:]:
+        if field.name in NOT_IN_THE_PROGRAM or getattr(plan, field.name) == field.default:
+            continue
+        if field.name == "zero" and not Plan(plan.mesh, zero_axes=plan.zero_axes).gathers:
+            continue  # no axis to cut by: then 0 is the same as 3, and says what is true
+        if not refused(asked | {field.name: field.default}):
+            without = dataclasses.replace(plan, **{field.name: field.default})
+            assert lowered(config, without, asked) != program, f"{field.name} in {tell(asked)}"
