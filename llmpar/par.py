@@ -14,8 +14,8 @@ The model calls these methods and never names a mesh axis:
                            itself, with the arrows of par.explicit, over the axes that par.axes(layout) names
 
 In `Manual` every arrow becomes the named collective, in a scope that carries its text into the compiled
-program: a census of that program (`llmpar.inspect.census`) is the record of what moves, and says for which line of
-the model.
+program: a census of that program (`llmpar.inspect.census`) is the record of what moves, and says for which
+line of the model.
 Autodiff writes the backward collectives: all-gather and reduce-scatter are each other's transpose, and the
 transpose of "from here on, devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce that
 Megatron calls f (Shoeybi et al. 2019, section 3). shard_map's varying-axes check is what makes those
