@@ -23,11 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llmpar import attention, moe
 from llmpar.config import ExpertConfig, ModelConfig, Weight
-from llmpar.par import Solo
+from llmpar.par import HIDDEN, PROJECTED, STREAM, Solo
 
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
@@ -85,6 +86,7 @@ class Attention(nnx.Module):
         if self.config.qkv_bias:
             biases = (q_bsnh, self.q_bias), (k_bskh, self.k_bias), (v_bskh, self.v_bias)
             q_bsnh, k_bskh, v_bskh = (y + par.weight(bias)[None, None] for y, bias in biases)
+        q_bsnh, k_bskh, v_bskh = (checkpoint_name(y, PROJECTED) for y in (q_bsnh, k_bskh, v_bskh))
         if self.config.qk_norm:
             q_bsnh, k_bskh = self.q_norm(q_bsnh, par), self.k_norm(k_bskh, par)
         q_bsnh, k_bskh = rotate(q_bsnh, rope), rotate(k_bskh, rope)
@@ -164,12 +166,13 @@ class FeedForward(nnx.Module):
     ) -> Float[Array, "b s d"]:
         """The three products and what is between them, and how ``x`` comes to them and their sum away."""
         gate, up, down = (par.weight(w) for w in (self.gate, self.up, self.down))
+        chunks = par.plan.ffn_chunks
+        keep = lambda y: y if chunks > 1 else checkpoint_name(y, HIDDEN)  # pieces would add up to all of it
 
         def pair(x):
-            gate_bsm, up_bsm = par.enter(columns, x, enter, gate, up)
+            gate_bsm, up_bsm = map(keep, par.enter(columns, x, enter, gate, up))
             return par.leave(jnp.matmul, jax.nn.silu(gate_bsm) * up_bsm, leave, down)
 
-        chunks = par.plan.ffn_chunks
         return par.chunked(pair, x, chunks) if chunks > 1 else pair(x)
 
 
@@ -235,7 +238,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "b s d"], ids: Ids, rope: Rope, par: Solo
     ) -> tuple[Float[Array, "b s d"], Aux]:
         """The stream after the layer, and what its router tells."""
-        x = x + self.attention(self.attention_norm(x, par), ids, rope, par)
+        x = checkpoint_name(x + self.attention(self.attention_norm(x, par), ids, rope, par), STREAM)
         y = self.ffn_norm(x, par)
         y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
         return x + y, aux
