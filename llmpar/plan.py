@@ -101,7 +101,8 @@ class Plan:
             parallelism).
         tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the products
             between their hops, in place of all-gather before them and reduce-scatter behind (collective
-            matmul, Wang et al. 2023).
+            matmul, Wang et al. 2023). Experts, the embedding and the head keep theirs: no product goes with
+            them, or one per step.
         reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step,
             once however many microbatches there are; ``layer`` by layer inside the backward pass; or at the
             end in flat ``bucket``s.
