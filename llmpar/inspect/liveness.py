@@ -28,16 +28,16 @@ from llmpar.step import Step
 LAWS = {
     "late": "What no product and no loop waits for runs last, and its operands live until then: weights'"
     " gradients, the value of the loss. (XLA's schedulers fill a program from its end.)",
-    "zeros": "Zeros with which a loop starts are made first: nothing holds them back. (The same schedulers.)",
     "narrow": "A product is written in the type to which its one reader converts it. (Fusion into the"
     " product's epilogue.)",
     "prologue": "What only one product reads is computed inside it. (GPU: Triton's fusion of products.)",
     "prefetch": "While a layer runs, the next one's weights are gathered already: they are held twice. (GPU:"
     " the collective pipeliner, which moves gathers of a loop's slices one turn ahead.)",
     "stacks": "A gather along any dim but the first wants that dim outermost. A stack whose slices are gathered"
-    " so in a loop is copied whole, before the loop. (Layout assignment, then code motion out of loops.)",
-    "scatters": "A reduce-scatter along any dim but the first copies what it is given, unless a product wrote it"
-    " in that order to begin with. (Layout assignment.)",
+    " so in a loop is copied whole, before the loop; so is a stack of what was gathered, before the next loop"
+    " reads it. (Layout assignment, then code motion out of loops.)",
+    "scatters": "A reduce-scatter along any dim but the first copies what a loop gives it; a product would have"
+    " written it in that order to begin with. (Layout assignment.)",
     "copies": "A branch through which many values pass gives copies of those that it updates. (Copy insertion"
     " analyses live ranges within a budget; a pipeline's unrolled stage exceeds it.)",
 }
@@ -57,11 +57,12 @@ MANY = 64
 WRAPPERS = set("jit pjit closed_call core_call custom_jvp_call custom_vjp_call checkpoint remat2 shard_map".split())
 # They move nothing: the result is the operand.
 SAME = set("pvary pcast name optimization_barrier stop_gradient reshape squeeze expand_dims copy_p".split())
+SAME |= {"reduce_precision"}  # of what a remat policy saves, to the precision that it has
 # They move or repeat elements; the other cheap ones work element by element.
 MOVES = set("transpose slice concatenate pad rev dynamic_slice split broadcast_in_dim".split())
 CHEAP = SAME | MOVES
 CHEAP |= set("add sub mul div neg exp exp2 log log1p logistic tanh max min pow integer_pow sqrt rsqrt square".split())
-CHEAP |= set("add_any mul_any select_n convert_element_type reduce_precision abs sign clamp is_finite erf".split())
+CHEAP |= set("add_any mul_any select_n convert_element_type abs sign clamp is_finite erf".split())
 CHEAP |= set("eq ne lt le gt ge and or not xor rem floor ceil round sin cos tan iota axis_index copy".split())
 CHEAP |= set("shift_left shift_right_logical sharding_constraint device_put full".split())
 # They read what does not exist otherwise.
@@ -94,6 +95,11 @@ class Op:
 
     cheap = property(lambda self: self.name in CHEAP)
 
+    @property
+    def turns_at_once(self) -> int:
+        """How many turns of a scan are written out in its body."""
+        return max(1, min(self.params["unroll"], self.params["length"])) if self.name == "scan" else 1
+
     def carried(self) -> tuple[int, int]:
         """Where in a scan's or a while's operands what it carries begins, and how much that is."""
         if self.name == "scan":
@@ -104,12 +110,24 @@ class Op:
 class Program:
     """The equations of a jaxpr in a row, as XLA has them after inlining and taking equal ones together."""
 
-    def __init__(self, jaxpr: Any, laws: frozenset[str]):
+    def __init__(self, jaxpr: Any, laws: frozenset[str], loop: Op | None = None):
         self.ops: list[Op] = []
         self._known: dict[tuple, list[Value]] = {}
-        values = {v: Value(v.aval, "input") for v in (*jaxpr.constvars, *jaxpr.invars)}
-        self.inputs = [values[v] for v in jaxpr.invars]
-        self.results = self._add(jaxpr, values, "", 0)
+        fresh = lambda variables: [Value(v.aval, "input") for v in variables]
+        self.inputs, self.results = fresh(jaxpr.invars), []
+        given = self.inputs
+        first, many = loop.carried() if loop else (0, 0)
+        for turn in range(loop.turns_at_once if loop else 1):
+            if turn:  # of a loop that is unrolled: the same again, from where the last left off
+                slices = fresh(jaxpr.invars[first + many :])
+                given = [*given[:first], *carried, *slices]
+                self.inputs += slices
+            values = dict(zip(jaxpr.invars, given, strict=True))
+            values |= {v: Value(v.aval, "constant") for v in jaxpr.constvars}
+            found = self._add(jaxpr, values, "", 0)
+            carried = found[:many]
+            self.results += found[many:]
+        self.results = carried + self.results
         self._index()
         if "narrow" in laws and self._narrow():
             self._index()
@@ -134,7 +152,8 @@ class Program:
                 apart = len(self.ops) + 1 if eqn.params.get("prevent_cse") else fence
                 found = self._add(body, given, where, apart)
             elif (found := _same(eqn, operands)) is None:
-                alone = name in LOOP | COLLECTIVE or bool(inner)
+                # Zeros are made where they are read, each time again.
+                alone = name in LOOP | COLLECTIVE or bool(inner) or not any(operands)
                 key = () if alone else (name, fence, _names(eqn, operands), str(eqn.params))
                 found = self._known.get(key)
                 if found is None:
@@ -191,6 +210,8 @@ def _same(eqn: Any, operands: list[Value | None]) -> list[Value | None] | None:
     name, size = eqn.primitive.name, lambda v: math.prod(v.aval.shape)
     if name in SAME and None not in operands and len(operands) == len(eqn.outvars):
         return operands
+    if name in REDUCE and operands[0] and size(eqn.invars[0]) == size(eqn.outvars[0]):
+        return operands[:1]  # over a dim of one
     if name in ("slice", "dynamic_slice", "dynamic_update_slice"):  # of one piece that is the whole
         part = int(name == "dynamic_update_slice")
         if size(eqn.invars[0]) == size(eqn.invars[part]) == size(eqn.outvars[0]) and operands[part]:
@@ -244,11 +265,10 @@ def schedule(program: Program, laws: frozenset[str]) -> list[int]:
             waited[i] = any(waited[j] or ops[j].name not in CHEAP | COLLECTIVE | REDUCE for j in after(i))
             if not waited[i] and not ops[i].cheap and ops[i].name not in REDUCE:
                 place[i] += many
-    if "zeros" in laws:
-        constants = program.constants()
-        for i in range(many):
-            if constants.issuperset(ops[i].results) and any(ops[j].name in LOOP for j in after(i)):
-                place[i] = -1
+    constants = program.constants()
+    for i in reversed(range(many)):
+        if constants.issuperset(ops[i].results):
+            place[i] = min([place[j] for j in after(i)], default=place[i])
     for i in range(many):
         known = [place[program.made[v]] for v in ops[i].operands if v in program.made]
         place[i] = max([place[i], *known])
@@ -326,20 +346,21 @@ class Liveness:
         self.laws = laws
         self._known: dict[tuple, Peak] = {}
         self._wanted: dict[tuple, bool] = {}
-        self._programs: dict[int, tuple[Program, Any]] = {}  # with their jaxprs, so that no other has the id
+        self._programs: dict[tuple, tuple[Program, Any]] = {}  # with their jaxprs, so that no other has the id
 
-    def program(self, jaxpr: Any) -> Program:
+    def program(self, jaxpr: Any, loop: Op | None = None) -> Program:
         """The program of a jaxpr, read once."""
-        if id(jaxpr) not in self._programs:
-            self._programs[id(jaxpr)] = Program(jaxpr, self.laws), jaxpr
-        return self._programs[id(jaxpr)][0]
+        key = id(jaxpr), loop is not None and loop.turns_at_once > 1
+        if key not in self._programs:
+            self._programs[key] = Program(jaxpr, self.laws, loop), jaxpr
+        return self._programs[key][0]
 
     def fullest(self, jaxpr: Any, donated: frozenset[int] = frozenset(), loop: Op | None = None) -> Peak:
         """The peak of a program, which may write over its ``donated`` inputs; the body of a scan if ``loop``
         is one."""
         key = id(jaxpr), donated
         if key not in self._known:
-            self._known[key] = self._measure(self.program(jaxpr), donated, loop)
+            self._known[key] = self._measure(self.program(jaxpr, loop), donated, loop)
         return self._known[key]
 
     def _measure(self, program: Program, donated: frozenset[int], loop: Op | None) -> Peak:
@@ -378,6 +399,8 @@ class Liveness:
                     memory.of[v] = memory.add(v.bytes, over, v.what)
             memory.watch(inside)
             memory.drop(now)
+            if copied := self._copied(program, op):
+                memory.watch(Peak(copied[0].bytes, ((copied[0].bytes, f"copy of {copied[0].what}"),)))
         given = {id(memory.of[program.inputs[i]]): i for i in donated}
         reused = tuple(given.get(id(memory.of.get(v))) for v in program.results)
         held = tuple(sorted(memory.peak.held, key=lambda row: -row[0]))
@@ -400,6 +423,11 @@ class Liveness:
             for pair in zip(op.results[:many], op.operands[first : first + many], strict=True):
                 take([pair])
             inside = self.fullest(op.inner[-1], frozenset(range(first, first + many)), _as_scan(op))
+            turned = [v for v in op.operands if v in program.made and self._stacks_turned(program, v)]
+            if "stacks" in self.laws and turned:
+                most = max(turned, key=lambda v: v.bytes)
+                held = (*inside.held, (most.bytes, f"copy of {most.what}"))
+                inside = dataclasses.replace(inside, bytes=inside.bytes + most.bytes, held=held)
         elif op.name == "cond":
             donated = frozenset(i for i, v in enumerate(op.operands[1:]) if free(v))
             branches = [self.fullest(branch, donated) for branch in op.inner]
@@ -417,12 +445,16 @@ class Liveness:
             for v in new:
                 fits = (s for s in program.sources(v, real) if s.bytes == v.bytes and free(s))
                 take([(v, next(fits, None))])
-        elif op.name in SCATTER and "scatters" in self.laws and op.params.get("scatter_dimension"):
-            (v,) = op.operands[:1]
-            maker = program.ops[program.made[v]] if v in program.made else op
-            if maker.name in LOOP | UPDATE:
-                inside = Peak(v.bytes, ((v.bytes, f"copy of {v.what}"),))
         return taken, inside
+
+    def _copied(self, program: Program, op: Op) -> list[Value]:
+        """What a loop gives and a reduce-scatter wants in another order, the largest first: copies take the
+        places of the originals one by one."""
+        if op.name not in LOOP or "scatters" not in self.laws:
+            return []
+        readers = lambda v: [program.ops[i] for i in program.readers.get(v, [])]
+        turned = lambda v: any(r.name in SCATTER and r.params["scatter_dimension"] for r in readers(v))
+        return sorted(filter(turned, op.results), key=lambda v: -v.bytes)
 
     def _ahead(self, program: Program, loop: Op) -> list[Value]:
         """What a turn of a loop gathers for the next one: weights that are sliced by the turn's number."""
@@ -443,6 +475,16 @@ class Liveness:
             return False
         places = [i - len(op.operands) for i, v in enumerate(op.operands) if v is value]
         return any(self._gathered(body, len(body.invars) + i) for body in op.inner for i in places)
+
+    def _stacks_turned(self, program: Program, value: Value) -> bool:
+        """Whether a loop stacked what it gathered along another dim than the first."""
+        op = program.ops[program.made[value]]
+        if op.name != "scan":
+            return False
+        body = self.program(op.inner[0])
+        result = body.results[op.results.index(value)]
+        maker = body.ops[body.made[result]] if result in body.made else op
+        return maker.name in GATHER and bool(maker.params["all_gather_dimension"])
 
     def _gathered(self, jaxpr: Any, place: int) -> bool:
         if place < 0:

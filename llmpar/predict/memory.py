@@ -62,7 +62,7 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     """
     tokens, held = _local(config, plan, batch_size // plan.microbatches, seq_len)
     item, layers = ITEMSIZE[plan.dtype], config.num_layers
-    kept, work, stream = _block(config, plan, tokens, seq_len)
+    kept, crossing, work, stream = _block(config, plan, tokens, seq_len)
     gathered = plan.zero == 3 and plan.live("fsdp") != ()
     narrow = lambda name: held[name] * item // FLOAT32
     layer = narrow("blocks used") * plan.mesh.pp // plan.padded(config).num_layers
@@ -75,15 +75,20 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
         saves += layer
         work += narrow("largest used")
     if order := plan.pipeline:
-        return held["turned"] + _pipeline(plan, order, layers, held, stream, kept, saves, loss, work)
+        one = max(order.layers(layers).values())  # chunk is differentiated at a time
+        chunk = one * saves * (plan.stage_saves == "input")
+        busy = chunk + max(loss, held["blocks unreduced"] // order.visits + work)
+        saved = stream if plan.stage_saves == "input" else 2 * one * kept
+        return held["turned"] + _stage(order, held, stream, saved, one * crossing, busy)
     blocks = layers * saves + after_loss + held["blocks unreduced"] + work
     cutting = held["unreduced"] + held["largest unreduced"] if plan.zero in (1, 2) else held["unreduced"]
     more = held["accumulated"] if plan.microbatches > 1 else 0
     return held["turned"] + more + max(layers * saves + loss, blocks, cutting)
 
 
-def _block(config: ModelConfig, plan: Plan, tokens: int, seq_len: int) -> tuple[int, int, int]:
-    """Bytes that autodiff keeps of a block, that its backward pass works with at once, and of the stream."""
+def _block(config: ModelConfig, plan: Plan, tokens: int, seq_len: int) -> tuple[int, int, int, int]:
+    """Bytes that autodiff keeps of a block, that the gradient of its input leaves for those of its weights,
+    that its backward pass works with at once, and of the stream."""
     tp, item = plan.mesh.tp, ITEMSIZE[plan.dtype]
     whole = tokens * config.width * item
     stream = whole // (tp if plan.tp_sequence else 1)
@@ -107,24 +112,23 @@ def _block(config: ModelConfig, plan: Plan, tokens: int, seq_len: int) -> tuple[
     # Inputs of products; of norms, in float32; of nonlinearities. Pieces of a feed-forward are computed again.
     norms = 2 * stream * FLOAT32 // item
     kept = 6 * ffn * (plan.ffn_chunks == 1) + norms + 2 * stream + 2 * whole + 3 * queries + 2 * keys
+    crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
     sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
     work = 4 * ffn // plan.ffn_chunks + 5 * whole + 3 * stream + 3 * queries + 2 * keys + sums + scores
-    return kept, work, stream
+    return kept, crossing, work, stream
 
 
-def _pipeline(plan, order, num_layers, held, stream, kept, saves, loss, work) -> int:
-    """The same for a stage of a pipeline: one chunk is differentiated at a time; of the other microbatches
-    that are alive, what F and B saved is held."""
-    layers, alive = max(order.layers(num_layers).values()), slots(timetable(order))
-    saved, messages, residual = (
-        int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual)
-    )
-    # Slots that a branch updates by the hundred are held twice (`inspect.liveness`, the law "copies").
-    state = held["accumulated"] + (messages + 1) * stream + 2 * residual * layers * kept // 2
-    state += saved * (stream if plan.stage_saves == "input" else 2 * layers * kept)
+def _stage(order, held: Counter[str], stream: int, saved: int, crossing: int, busy: int) -> int:
+    """The same for a stage of a pipeline that is ``busy`` with one chunk: of the microbatches that are alive,
+    what F (``saved``) and B (``crossing``) left lies in slots. A branch that updates slots by the hundred
+    copies them (`inspect.liveness`, the law "copies")."""
+    alive = slots(timetable(order))
+    counts = alive.num_saved, alive.num_messages, alive.num_residual
+    num_saved, num_messages, num_residual = (int(max(n)) for n in counts)
+    state = held["accumulated"] + num_saved * saved + (num_messages + 1) * stream
     state += (order.parameter_copies - 1) * (held["blocks stored"] + held["blocks accumulated"])
-    chunk = layers * saves * (plan.stage_saves == "input")
-    return state + chunk + max(loss, held["blocks unreduced"] // order.visits + work)
+    left = num_residual * crossing
+    return state + left + max(left, busy)
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
