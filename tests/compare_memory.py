@@ -85,16 +85,16 @@ def compiled(case: Case, target: str) -> dict[str, Any]:
     }
 
 
-def traced(case: Case, platform: str):
-    """The peak of a case by its traced program."""
+def traced(case: Case, platform: str, without: str | None = None):
+    """The peak of a case by its traced program, by all laws of a platform or less one."""
     import optax
 
-    from llmpar.inspect.liveness import traced_peak
+    from llmpar.inspect.liveness import TARGETS, traced_peak
     from llmpar.mesh import abstract_mesh
     from llmpar.step import Step
 
     step = Step(case.config, case.plan, abstract_mesh(case.plan.mesh), optax.adamw(1e-3))
-    return traced_peak(step, case.batch_size, case.seq_len, platform)
+    return traced_peak(step, case.batch_size, case.seq_len, TARGETS[platform] - {without})
 
 
 def record(target: str, names: list[str]) -> None:

@@ -26,20 +26,32 @@ import jax
 from llmpar.step import Step
 
 LAWS = {
-    "late": "What no product and no loop waits for runs last, and its operands live until then: weights'"
-    " gradients, the value of the loss. (XLA's schedulers fill a program from its end.)",
-    "narrow": "A product is written in the type to which its one reader converts it. (Fusion into the"
-    " product's epilogue.)",
+    "late": (
+        "What no product and no loop waits for runs last, and its operands live until then: weights'"
+        " gradients, the value of the loss. (XLA's schedulers fill a program from its end.)"
+    ),
+    "narrow": (
+        "A product is written in the type to which its one reader converts it. (Fusion into the"
+        " product's epilogue.)"
+    ),
     "prologue": "What only one product reads is computed inside it. (GPU: Triton's fusion of products.)",
-    "prefetch": "While a layer runs, the next one's weights are gathered already: they are held twice. (GPU:"
-    " the collective pipeliner, which moves gathers of a loop's slices one turn ahead.)",
-    "stacks": "A gather along any dim but the first wants that dim outermost. A stack whose slices are gathered"
-    " so in a loop is copied whole, before the loop; so is a stack of what was gathered, before the next loop"
-    " reads it. (Layout assignment, then code motion out of loops.)",
-    "scatters": "A reduce-scatter along any dim but the first copies what a loop gives it; a product would have"
-    " written it in that order to begin with. (Layout assignment.)",
-    "copies": "A branch through which many values pass gives copies of those that it updates. (Copy insertion"
-    " analyses live ranges within a budget; a pipeline's unrolled stage exceeds it.)",
+    "prefetch": (
+        "While a layer runs, the next one's weights are gathered already: they are held twice. (GPU:"
+        " the collective pipeliner, which moves gathers of a loop's slices one turn ahead.)"
+    ),
+    "stacks": (
+        "A gather along any dim but the first wants that dim outermost. A stack whose slices are gathered so"
+        " in a loop is copied whole, before the loop; so is a stack of what was gathered, before the next"
+        " loop reads it. (Layout assignment, then code motion out of loops.)"
+    ),
+    "scatters": (
+        "A reduce-scatter along any dim but the first copies what a loop gives it; a product would have"
+        " written it in that order to begin with. (Layout assignment.)"
+    ),
+    "copies": (
+        "A branch through which many values pass gives copies of those that it updates. (Copy insertion"
+        " analyses live ranges within a budget; a pipeline's unrolled stage exceeds it.)"
+    ),
 }
 """What compilers do to memory, and which pass does it."""
 
@@ -54,14 +66,18 @@ MANY = 64
 """A branch through which more values pass is copied (the law ``copies``)."""
 
 # Equations that only wrap others.
-WRAPPERS = set("jit pjit closed_call core_call custom_jvp_call custom_vjp_call checkpoint remat2 shard_map".split())
+WRAPPERS = set(
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call checkpoint remat2 shard_map".split()
+)
 # They move nothing: the result is the operand.
 SAME = set("pvary pcast name optimization_barrier stop_gradient reshape squeeze expand_dims copy_p".split())
 SAME |= {"reduce_precision"}  # of what a remat policy saves, to the precision that it has
 # They move or repeat elements; the other cheap ones work element by element.
 MOVES = set("transpose slice concatenate pad rev dynamic_slice split broadcast_in_dim".split())
 CHEAP = SAME | MOVES
-CHEAP |= set("add sub mul div neg exp exp2 log log1p logistic tanh max min pow integer_pow sqrt rsqrt square".split())
+CHEAP |= set(
+    "add sub mul div neg exp exp2 log log1p logistic tanh max min pow integer_pow sqrt rsqrt square".split()
+)
 CHEAP |= set("add_any mul_any select_n convert_element_type abs sign clamp is_finite erf".split())
 CHEAP |= set("eq ne lt le gt ge and or not xor rem floor ceil round sin cos tan iota axis_index copy".split())
 CHEAP |= set("shift_left shift_right_logical sharding_constraint device_put full".split())
@@ -112,10 +128,11 @@ class Program:
 
     def __init__(self, jaxpr: Any, laws: frozenset[str], loop: Op | None = None):
         self.ops: list[Op] = []
-        self._known: dict[tuple, list[Value]] = {}
+        self._known: dict[tuple, list[Value | None]] = {}
         fresh = lambda variables: [Value(v.aval, "input") for v in variables]
-        self.inputs, self.results = fresh(jaxpr.invars), []
-        given = self.inputs
+        self.inputs = fresh(jaxpr.invars)
+        given: list[Value | None] = [*self.inputs]
+        carried, stacked = list[Value | None](), list[Value | None]()
         first, many = loop.carried() if loop else (0, 0)
         for turn in range(loop.turns_at_once if loop else 1):
             if turn:  # of a loop that is unrolled: the same again, from where the last left off
@@ -126,8 +143,8 @@ class Program:
             values |= {v: Value(v.aval, "constant") for v in jaxpr.constvars}
             found = self._add(jaxpr, values, "", 0)
             carried = found[:many]
-            self.results += found[many:]
-        self.results = carried + self.results
+            stacked += found[many:]
+        self.results = carried + stacked
         self._index()
         if "narrow" in laws and self._narrow():
             self._index()
@@ -151,15 +168,17 @@ class Program:
                 # What is recomputed on purpose is not taken together with the first time.
                 apart = len(self.ops) + 1 if eqn.params.get("prevent_cse") else fence
                 found = self._add(body, given, where, apart)
-            elif (found := _same(eqn, operands)) is None:
+            elif (view := _same(eqn, operands)) is not None:
+                found = view
+            else:
                 # Zeros are made where they are read, each time again.
                 alone = name in LOOP | COLLECTIVE or bool(inner) or not any(operands)
                 key = () if alone else (name, fence, _names(eqn, operands), str(eqn.params))
-                found = self._known.get(key)
-                if found is None:
-                    found = [Value(v.aval, f"{name} {where}") for v in eqn.outvars]
-                    self.ops.append(Op(name, operands, found, inner, eqn.params))
-                    self._known |= {} if alone else {key: found}
+                if key not in self._known or alone:
+                    made = [Value(v.aval, f"{name} {where}") for v in eqn.outvars]
+                    self.ops.append(Op(name, operands, made, inner, eqn.params))
+                    self._known[key] = [*made]
+                found = self._known[key]
             values.update(zip(eqn.outvars, found, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -231,20 +250,29 @@ def existing(program: Program, laws: frozenset[str]) -> set[Value]:
     """The values that lie in memory."""
     ends, real = set(program.results), set[Value]()
     constants = program.constants()
-    for i, op in enumerate(program.ops):
+    for op in program.ops:
         for v in op.results:
             readers = [program.ops[j] for j in program.readers.get(v, [])]
             if not op.cheap or v in ends:
                 exists = True
             elif v in constants:  # made where it is read, but for what a loop or an update starts from
                 exists = any(_starts(reader, v) for reader in readers)
-            elif "prologue" in laws and op.name != "transpose" and [r.name for r in readers] == ["dot_general"]:
+            elif (
+                "prologue" in laws and op.name != "transpose" and [r.name for r in readers] == ["dot_general"]
+            ):
                 exists = False
             else:
-                exists = any(not r.cheap and r.name not in REDUCE for r in readers)
+                exists = any(_wants(reader, v) for reader in readers)
             if exists:
                 real.add(v)
     return real
+
+
+def _wants(reader: Op, value: Value) -> bool:
+    """Whether an equation reads a value from memory. (What an update puts in place is written there.)"""
+    if reader.name == "dynamic_update_slice":
+        return value is not reader.operands[1]
+    return not reader.cheap and reader.name not in REDUCE
 
 
 def _starts(reader: Op, value: Value) -> bool:
@@ -346,7 +374,9 @@ class Liveness:
         self.laws = laws
         self._known: dict[tuple, Peak] = {}
         self._wanted: dict[tuple, bool] = {}
-        self._programs: dict[tuple, tuple[Program, Any]] = {}  # with their jaxprs, so that no other has the id
+        self._programs: dict[
+            tuple, tuple[Program, Any]
+        ] = {}  # with their jaxprs, so that no other has the id
 
     def program(self, jaxpr: Any, loop: Op | None = None) -> Program:
         """The program of a jaxpr, read once."""
@@ -402,7 +432,7 @@ class Liveness:
             if copied := self._copied(program, op):
                 memory.watch(Peak(copied[0].bytes, ((copied[0].bytes, f"copy of {copied[0].what}"),)))
         given = {id(memory.of[program.inputs[i]]): i for i in donated}
-        reused = tuple(given.get(id(memory.of.get(v))) for v in program.results)
+        reused = tuple(given.get(id(memory.of.get(v))) if v else None for v in program.results)
         held = tuple(sorted(memory.peak.held, key=lambda row: -row[0]))
         return Peak(memory.peak.bytes, held, reused)
 
@@ -423,7 +453,7 @@ class Liveness:
             for pair in zip(op.results[:many], op.operands[first : first + many], strict=True):
                 take([pair])
             inside = self.fullest(op.inner[-1], frozenset(range(first, first + many)), _as_scan(op))
-            turned = [v for v in op.operands if v in program.made and self._stacks_turned(program, v)]
+            turned = [v for v in op.operands if v and v in program.made and self._stacks_turned(program, v)]
             if "stacks" in self.laws and turned:
                 most = max(turned, key=lambda v: v.bytes)
                 held = (*inside.held, (most.bytes, f"copy of {most.what}"))
@@ -507,16 +537,19 @@ def _as_scan(op: Op) -> Op | None:
     return op if op.name == "scan" else None
 
 
-def traced_peak(step: Step, batch_size: int, seq_len: int, target: str = "gpu") -> Peak | None:
+def traced_peak(
+    step: Step, batch_size: int, seq_len: int, target: str | frozenset[str] = "gpu"
+) -> Peak | None:
     """The temporaries of a step's fullest moment on one device, traced and not compiled; ``target`` is one of
-    `TARGETS`.
+    `TARGETS`, or the laws themselves.
 
     None under reading='auto': what XLA's partitioner will make of a program is not in its equations.
     """
     if step.plan.reading == "auto":
         return None
     traced = step.run.trace(step.abstract_state, step.abstract_batch(batch_size, seq_len)).jaxpr.jaxpr
-    liveness = Liveness(TARGETS[target])
+    laws = TARGETS[{"cuda": "gpu", "rocm": "gpu"}.get(target, target)] if isinstance(target, str) else target
+    liveness = Liveness(laws)
     peaks = [liveness.fullest(body) for body in _mapped(traced)]
     return max(peaks, key=lambda peak: peak.bytes)
 

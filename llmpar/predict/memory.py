@@ -109,7 +109,8 @@ def _block(config: ModelConfig, plan: Plan, tokens: int, seq_len: int) -> tuple[
     scores = rows * heads * tile * (2 * FLOAT32 + 2 * item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         scores = 3 * rows * dense * item
-    # Inputs of products; of norms, in float32; of nonlinearities. Pieces of a feed-forward are computed again.
+    # Inputs of products; of norms, in float32; of nonlinearities. Pieces of a feed-forward are computed
+    # again.
     norms = 2 * stream * FLOAT32 // item
     kept = 6 * ffn * (plan.ffn_chunks == 1) + norms + 2 * stream + 2 * whole + 3 * queries + 2 * keys
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
