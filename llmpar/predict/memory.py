@@ -28,8 +28,9 @@ def _local(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> tu
             held[f"largest {name}"] = max(held[f"largest {name}"], size)
             if path == ("embedding" if config.tied else "head"):
                 held[f"head {name}"] = size
-            dims = [d for d in life.stored.dims if d.name != "l"]
-            if name == "stored" and life.gather.moves and "fsdp" not in dims[0].axes:
+            pairs = zip(life.stored.dims, life.used.dims, strict=True)
+            cut = [here != whole for here, whole in pairs if here.name != "l"]
+            if name == "stored" and plan.gathers == "block" and any(cut[1:]):
                 held["turned"] += size * (path.startswith("blocks.") or plan.microbatches > 1)
     return math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), sizes)), held
 
@@ -62,33 +63,37 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     """
     tokens, held = _local(config, plan, batch_size // plan.microbatches, seq_len)
     item, layers = ITEMSIZE[plan.dtype], config.num_layers
-    kept, crossing, work, stream = _block(config, plan, tokens, seq_len)
-    gathered = plan.zero == 3 and plan.live("fsdp") != ()
+    saves, crossing, work, stream = _block(config, plan, tokens, seq_len)
     narrow = lambda name: held[name] * item // FLOAT32
     layer = narrow("blocks used") * plan.mesh.pp // plan.padded(config).num_layers
-    work += layer * (2 if gathered else 1)
+    work += layer * (2 if plan.gathers == "block" else 1)
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
     after_loss = logits if plan.loss_chunks == 1 else 2 * narrow("head used")
     loss = logits + 2 * narrow("head used")
-    saves = stream if plan.remat == "block" else kept
+    once = saves[plan.remat]
     if not plan.reshard_after_forward:  # and a turned copy of the largest
-        saves += layer
-        work += narrow("largest used")
+        once += layer * (plan.mesh.pp == 1)
+        work += narrow("largest used") * (plan.mesh.pp == 1)
     if order := plan.pipeline:
         one = max(order.layers(layers).values())  # chunk is differentiated at a time
-        chunk = one * saves * (plan.stage_saves == "input")
+        chunk = one * once * (plan.stage_saves == "input")
         busy = chunk + max(loss, held["blocks unreduced"] // order.visits + work)
-        saved = stream if plan.stage_saves == "input" else 2 * one * kept
-        return held["turned"] + _stage(order, held, stream, saved, one * crossing, busy)
-    blocks = layers * saves + after_loss + held["blocks unreduced"] + work
+        saved = stream if plan.stage_saves == "input" else 2 * one * once
+        whole = narrow("used") if plan.gathers == "step" else 0
+        way = "used" if plan.gathers == "step" else "stored"
+        lent = (order.parameter_copies - 1) * (held[f"blocks {way}"] + held["blocks accumulated"])
+        return held["turned"] + whole + lent + _stage(order, held, stream, saved, one * crossing, busy)
+    blocks = layers * once + after_loss + held["blocks unreduced"] + work
     cutting = held["unreduced"] + held["largest unreduced"] if plan.zero in (1, 2) else held["unreduced"]
     more = held["accumulated"] if plan.microbatches > 1 else 0
-    return held["turned"] + more + max(layers * saves + loss, blocks, cutting)
+    return held["turned"] + more + max(layers * once + loss, blocks, cutting)
 
 
-def _block(config: ModelConfig, plan: Plan, tokens: int, seq_len: int) -> tuple[int, int, int, int]:
-    """Bytes that autodiff keeps of a block, that the gradient of its input leaves for those of its weights,
-    that its backward pass works with at once, and of the stream."""
+def _block(
+    config: ModelConfig, plan: Plan, tokens: int, seq_len: int
+) -> tuple[dict[str, int], int, int, int]:
+    """Bytes that autodiff keeps of a block by `Plan.remat`, that the gradient of its input leaves for those
+    of its weights, that its backward pass works with at once, and of the stream."""
     tp, item = plan.mesh.tp, ITEMSIZE[plan.dtype]
     whole = tokens * config.width * item
     stream = whole // (tp if plan.tp_sequence else 1)
@@ -116,7 +121,10 @@ def _block(config: ModelConfig, plan: Plan, tokens: int, seq_len: int) -> tuple[
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
     sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
     work = 4 * ffn // plan.ffn_chunks + 5 * whole + 3 * stream + 3 * queries + 2 * keys + sums + scores
-    return kept, crossing, work, stream
+    results = 2 * stream + 2 * queries + 2 * keys  # of products and of attention
+    hidden = 2 * ffn * (plan.ffn_chunks == 1 and not config.experts)
+    saves = {"none": kept, "selective": results + hidden, "ffn": results, "block": stream}
+    return saves, crossing, work, stream
 
 
 def _stage(order, held: Counter[str], stream: int, saved: int, crossing: int, busy: int) -> int:
@@ -127,7 +135,6 @@ def _stage(order, held: Counter[str], stream: int, saved: int, crossing: int, bu
     counts = alive.num_saved, alive.num_messages, alive.num_residual
     num_saved, num_messages, num_residual = (int(max(n)) for n in counts)
     state = held["accumulated"] + num_saved * saved + (num_messages + 1) * stream
-    state += (order.parameter_copies - 1) * (held["blocks stored"] + held["blocks accumulated"])
     left = num_residual * crossing
     return state + left + max(left, busy)
 
