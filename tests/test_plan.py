@@ -406,6 +406,7 @@ OTHER |= dict(
     grouped="block",
     sequence_order="zig-zag",
     attention_kernel="cuda",
+    documents="one",
     unroll=-1,
 )
 OTHER |= dict(

@@ -162,7 +162,8 @@ def test_a_training_step_of_a_million_tokens_compiles_with_the_memory_of_a_rank_
         [sys.executable, "-c", MILLION], env=environment, check=True, capture_output=True, text=True
     )
     few, many = map(int, done.stdout.split())
-    assert many == few < 2**27
+    ids = 8 * (2**20 - 2**17)  # positions and documents of the whole row, which every rank knows
+    assert few < 2**27 and 0 <= many - few <= 4 * ids
 
 
 @pytest.mark.parametrize("places, most", [("zigzag", 1.0), ("striped", 1.1), ("contiguous", 2 - 1 / 8)])

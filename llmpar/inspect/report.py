@@ -22,7 +22,7 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.mesh import make_mesh
+from llmpar.mesh import make_mesh, platform_of
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.step import Step
@@ -106,6 +106,7 @@ def compare(
         "params": config.num_params,
         "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
         "reading": plan.reading,
+        "attention_kernel": plan.on(platform_of(mesh)).attention_kernel,
         "zero": plan.zero,
         "stage": stage,
         "schedule": plan.schedule if plan.pipeline else None,
@@ -144,6 +145,7 @@ def _bytes(table, key) -> int:
 def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
+    title += f", {document['attention_kernel']} attention"
     title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
     return title
 
