@@ -369,13 +369,14 @@ class _Walk:
             if inner.kind != "parameter":
                 continue
             takes = uses(name)
-            updated = [o for via, o in takes if o.kind == "dynamic-update-slice" and o.operand(0)[0] == via]
-            cut = [o for _, o in takes if o.kind in ("dynamic-slice", "gather", "slice")]
+            first = [o for via, o in takes if o.operand(0)[0] == via]
+            updated = [o for o in first if o.kind == "dynamic-update-slice"]
+            cut = [o for o in first if o.kind in ("dynamic-slice", "gather", "slice")]
             if takes and len(updated) + len(cut) == len(takes):
                 moved += sum(_size(shapes(o.type)[0]) for o in cut)
                 for o in updated:
                     part = body.get(o.operand(1)[0])
-                    moved -= _size(shapes(o.type)[0]) - (2 * _size(shapes(part.type)[0]) if part else 0)
+                    moved -= _size(shapes(o.type)[0]) - (_size(shapes(part.type)[0]) if part else 0)
             elif (place := int(inner.inside)) < len(operands):
                 moved += size(operands[place])
         return max(0.0, moved + written)
