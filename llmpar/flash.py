@@ -7,8 +7,8 @@ all pairs are seen, which need no mask, then those of which some pairs may be. T
 list; a tile that sees nothing is in none. This covers any order of the sequence, causal or not, windows and
 packed documents, without an array of s x t.
 
-Written in Pallas, which makes Triton programs of the three kernels for GPUs. On CPUs they are interpreted:
-slowly, for tests.
+Written in Pallas, which makes Triton programs of the three kernels for GPUs (JAX 0.12 still does, and warns
+that a later version will not). On CPUs they are interpreted: slowly, for tests.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Ids
 are ``[b, 2, s]``: positions, then segments.
