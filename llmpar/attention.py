@@ -30,7 +30,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from llmpar import flash
+from llmpar import flash, flash_tpu
 from llmpar.par import scope, vary_alike
 from llmpar.sequence_order import CAUSAL, Mask, tile_length
 
@@ -205,7 +205,10 @@ class _Options:
     platform: str | None = None
     branch: bool = True
 
-    kernel = property(lambda self: flash.Setting(self.mask, self.scale, self.platform or "cpu"))
+    @property
+    def kernel(self) -> flash.Setting:
+        run = flash_tpu.run if self.platform == "tpu" else None
+        return flash.Setting(self.mask, self.scale, self.platform or "cpu", run)
 
 
 def _over_pairs(options, visit, rows, keys, row_sums, key_sums=()):

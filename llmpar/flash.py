@@ -8,7 +8,8 @@ list; a tile that sees nothing is in none. This covers any order of the sequence
 packed documents, without an array of s x t.
 
 Written in Pallas, which makes Triton programs of the three kernels for GPUs (JAX 0.12 still does, and warns
-that a later version will not). On CPUs they are interpreted: slowly, for tests.
+that a later version will not). For TPUs `llmpar.flash_tpu` walks the same lists with the same tiles. On CPUs
+the kernels are interpreted: slowly, for tests.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Ids
 are ``[b, 2, s]``: positions, then segments.
@@ -17,6 +18,7 @@ are ``[b, 2, s]``: positions, then segments.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -80,11 +82,63 @@ def _times(a, b, contract=((1,), (0,))):
 _by_row = ((1,), (1,))  # a times the transpose of b
 
 
-def _seen(mask, q_ids, k_ids):
+def seen_pairs(mask, q_ids, k_ids):
     """Tell which pairs are seen: ids are columns of queries, rows of keys, or the other way round."""
     gap = q_ids[0] - k_ids[0]
     seen = q_ids[1] == k_ids[1]
     return seen & mask.admits(gap, gap) if mask.causal or mask.window else seen
+
+
+def forward_tile(scale, queries, keys, values, seen, carry):
+    """Merge a tile of keys into (sums of values, largest score to base 2, sum of weights)."""
+    held, top, total = carry
+    scores = _times(queries, keys, _by_row) * (scale * LOG2_E)
+    scores = scores if seen is None else jnp.where(seen, scores, LEAST)
+    most = jnp.maximum(top, scores.max(1, keepdims=top.ndim == 2))
+    weights = jnp.exp2(scores - _column(most))
+    weights = weights if seen is None else jnp.where(seen, weights, 0)
+    shrink = jnp.exp2(top - most)
+    held = held * _column(shrink) + _times(weights.astype(values.dtype), values)
+    return held, most, total * shrink + weights.sum(1, keepdims=top.ndim == 2)
+
+
+def started(before, like):
+    """Return the carry of `forward_tile` that stands for an (out, lse), or for nothing."""
+    out, lse = like
+    if not before:
+        return jnp.zeros(out, jnp.float32), jnp.full(lse, LEAST), jnp.zeros(lse, jnp.float32)
+    some = before[1] > LEAST
+    return before[0], jnp.where(some, before[1] * LOG2_E, LEAST), some.astype(jnp.float32)
+
+
+def finished(carry):
+    """Return the (out, lse) that a carry stands for."""
+    held, top, total = carry
+    some = total > 0
+    total = jnp.where(some, total, 1)
+    return held / _column(total), jnp.where(some, top / LOG2_E + jnp.log(total), -jnp.inf)
+
+
+def queries_grad_tile(scale, queries, keys, values, out_grad, lse, delta, seen):
+    """Return dS K of a tile of keys, with dS = P (dO V' - delta), not scaled yet."""
+    weights = jnp.exp2(_times(queries, keys, _by_row) * (scale * LOG2_E) - lse * LOG2_E)
+    weights = weights if seen is None else jnp.where(seen, weights, 0)
+    scores_grad = weights * (_times(out_grad, values, _by_row) - delta)
+    return _times(scores_grad.astype(keys.dtype), keys)
+
+
+def keys_grad_tile(scale, queries, keys, values, out_grad, lse, delta, seen):
+    """Return dS' Q, not scaled yet, and P' dO of a tile of queries. Pairs are transposed: a row for each
+    key."""
+    weights = jnp.exp2(_times(keys, queries, _by_row) * (scale * LOG2_E) - lse * LOG2_E)
+    weights = weights if seen is None else jnp.where(seen, weights, 0)
+    scores_grad = weights * (_times(values, out_grad, _by_row) - delta)
+    dv = _times(weights.astype(out_grad.dtype), out_grad)
+    return _times(scores_grad.astype(queries.dtype), queries), dv
+
+
+def _column(x):
+    return x[:, None] if x.ndim == 1 else x
 
 
 def _forward(mask, scale, k_tile, q, k, v, *refs):
@@ -93,68 +147,42 @@ def _forward(mask, scale, k_tile, q, k, v, *refs):
     queries, ids = q[...], (q_ids[0, :][:, None], q_ids[1, :][:, None])
 
     def visit(j, masked, carry):
-        held, top, total = carry
         at = pl.ds(j * k_tile, k_tile)
-        scores = _times(queries, k[at, :], _by_row) * (scale * LOG2_E)
-        if masked:
-            seen = _seen(mask, ids, (k_ids[0, at][None], k_ids[1, at][None]))
-            scores = jnp.where(seen, scores, LEAST)
-        most = jnp.maximum(top, scores.max(1))
-        weights = jnp.exp2(scores - most[:, None])
-        weights = jnp.where(seen, weights, 0) if masked else weights
-        shrink = jnp.exp2(top - most)
-        held = held * shrink[:, None] + _times(weights.astype(v.dtype), v[at, :])
-        return held, most, total * shrink + weights.sum(1)
+        seen = seen_pairs(mask, ids, (k_ids[0, at][None], k_ids[1, at][None])) if masked else None
+        return forward_tile(scale, queries, k[at, :], v[at, :], seen, carry)
 
-    carry = jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, LEAST), jnp.zeros(lse.shape, jnp.float32)
-    if before:
-        some = before[1][...] > LEAST
-        carry = before[0][...], jnp.where(some, before[1][...] * LOG2_E, LEAST), some.astype(jnp.float32)
-    held, top, total = _walk(order, counts, visit, carry)
-    some = total > 0
-    total = jnp.where(some, total, 1)
-    out[...] = (held / total[:, None]).astype(out.dtype)
-    lse[...] = jnp.where(some, top / LOG2_E + jnp.log(total), -jnp.inf)
+    carry = started([x[...] for x in before], (out.shape, lse.shape))
+    made, lse[...] = finished(_walk(order, counts, visit, carry))
+    out[...] = made.astype(out.dtype)
 
 
 def _queries_grad(mask, scale, k_tile, q, k, v, grad, lse, delta, *refs):
-    """One tile of queries: dQ = dS K, with dS = P (dO V' - delta), besides what came before."""
+    """One tile of queries: dQ, besides what came before."""
     *before, q_ids, k_ids, order, counts, dq = refs
-    queries, ids, out_grad = q[...], (q_ids[0, :][:, None], q_ids[1, :][:, None]), grad[...]
-    log_total, less = lse[...][:, None] * LOG2_E, delta[...][:, None]
+    queries, ids = q[...], (q_ids[0, :][:, None], q_ids[1, :][:, None])
+    terms = grad[...], lse[...][:, None], delta[...][:, None]
 
     def visit(j, masked, held):
         at = pl.ds(j * k_tile, k_tile)
-        keys = k[at, :]
-        weights = jnp.exp2(_times(queries, keys, _by_row) * (scale * LOG2_E) - log_total)
-        if masked:
-            seen = _seen(mask, ids, (k_ids[0, at][None], k_ids[1, at][None]))
-            weights = jnp.where(seen, weights, 0)
-        scores_grad = weights * (_times(out_grad, v[at, :], _by_row) - less)
-        return held + _times(scores_grad.astype(keys.dtype), keys)
+        seen = seen_pairs(mask, ids, (k_ids[0, at][None], k_ids[1, at][None])) if masked else None
+        return held + queries_grad_tile(scale, queries, k[at, :], v[at, :], *terms, seen)
 
     held = _walk(order, counts, visit, jnp.zeros(dq.shape, jnp.float32)) * scale
     dq[...] = held + before[0][...] if before else held
 
 
 def _keys_grad(mask, scale, q_tile, q, k, v, grad, lse, delta, *refs):
-    """One tile of keys: dV = P' dO and dK = dS' Q, over all query heads that share them."""
+    """One tile of keys: dK and dV, over all query heads that share them."""
     q_ids, k_ids, order, counts, dk, dv = refs
     keys, values, ids = k[...], v[...], (k_ids[0, :][:, None], k_ids[1, :][:, None])
 
     def head(r, carry):
         def visit(i, masked, carry):
-            dk_sum, dv_sum = carry
             at = pl.ds(i * q_tile, q_tile)
-            queries, out_grad = q[at, r, :], grad[at, r, :]
-            log_total = lse[r, at][None] * LOG2_E
-            weights = jnp.exp2(_times(keys, queries, _by_row) * (scale * LOG2_E) - log_total)
-            if masked:
-                seen = _seen(mask, (q_ids[0, at][None], q_ids[1, at][None]), ids)
-                weights = jnp.where(seen, weights, 0)
-            dv_sum = dv_sum + _times(weights.astype(out_grad.dtype), out_grad)
-            scores_grad = weights * (_times(values, out_grad, _by_row) - delta[r, at][None])
-            return dk_sum + _times(scores_grad.astype(queries.dtype), queries), dv_sum
+            seen = seen_pairs(mask, (q_ids[0, at][None], q_ids[1, at][None]), ids) if masked else None
+            terms = grad[at, r, :], lse[r, at][None], delta[r, at][None]
+            more = keys_grad_tile(scale, q[at, r, :], keys, values, *terms, seen)
+            return carry[0] + more[0], carry[1] + more[1]
 
         return _walk(order, counts, visit, carry)
 
@@ -169,11 +197,12 @@ def _keys_grad(mask, scale, q_tile, q, k, v, grad, lse, delta, *refs):
 @dataclass(frozen=True)
 class Setting:
     """What does not depend on the arrays. `platform`: of the devices that run it; on ``cpu`` kernels are
-    interpreted."""
+    interpreted. `run`: who runs them, in place of this file's `run`."""
 
     mask: Mask
     scale: float
     platform: str = "cpu"
+    run: Callable | None = None
 
 
 def forward(
@@ -184,7 +213,7 @@ def forward(
     given = [("rows", q), ("keys", k), ("keys", v)]
     given += [("rows", before[0]), ("numbers", before[1])] if before else []
     made = [("rows", jnp.float32 if before else q.dtype), ("numbers", jnp.float32)]
-    out, lse = _run("flash_forward", _forward, how, (q_ids, k_ids), given, made)
+    out, lse = _call("flash_forward", how, (q_ids, k_ids), given, made)
     return out, lse
 
 
@@ -203,67 +232,77 @@ def backward(
     given = [("rows", q), ("keys", k), ("keys", v)]
     given += list(zip(("rows", "numbers", "numbers"), terms, strict=True))
     more, ids = [] if before is None else [("rows", before)], (q_ids, k_ids)
-    (dq,) = _run("flash_queries_grad", _queries_grad, how, ids, given + more, [("rows", jnp.float32)])
-    dk, dv = _run("flash_keys_grad", _keys_grad, how, ids, given, [("keys", jnp.float32)] * 2)
+    (dq,) = _call("flash_queries_grad", how, ids, given + more, [("rows", jnp.float32)])
+    dk, dv = _call("flash_keys_grad", how, ids, given, [("keys", jnp.float32)] * 2)
     return dq, dk, dv
 
 
-def _run(name, kernel, how, ids, given, made):
-    """Run a kernel on arrays of any length and width: pad them to tiles, tell each program its blocks, cut
-    the results.
+def _call(name, how, ids, given, made):
+    """Run a kernel on arrays of any length and width: pad them to tiles, list the tiles, cut the results.
 
-    A program has one tile of queries of one head, or one tile of keys of one KV head, and of the others all
-    that its list may name. Programs that read the same keys are neighbours. Kinds of arrays: ``rows b s k r
-    h``, ``keys b t k h``, ``numbers b s k r``.
+    Kinds of arrays: ``rows b s k r h``, ``keys b t k h``, ``numbers b s k r``.
     """
     (_, q), (_, keys), *_ = given
-    (b, s, k, r, h), t, of_keys = q.shape, keys.shape[1], name == "flash_keys_grad"
-    tiles = kernel_tiles(name, h, q.dtype.itemsize, s, t)
+    (b, s, k, r, h), t = q.shape, keys.shape[1]
+    tiles = kernel_tiles(name, h, q.dtype.itemsize, s, t, how.platform)
     q_ids, k_ids = _pad_ids(ids[0], b, tiles.q, NOBODY), _pad_ids(ids[1], b, tiles.k, NOBODY + 1)
-    order, counts = tile_list(how.mask, q_ids, k_ids, tiles.q, tiles.k, of_keys)
-    kinds = _kinds(tiles, of_keys, b, q_ids.shape[-1], k_ids.shape[-1], k, r, padded_width(h))
-    given = [*given, ("q_ids", q_ids), ("k_ids", k_ids), ("list", order), ("list", counts)]
-    arrays = vary_alike([_pad(_turned(kind, x), kinds[kind][0]) for kind, x in given])
-    alike = {"manual_axis_type": jax.typeof(arrays[0]).manual_axis_type}
-    call = interpreted if how.platform == "cpu" else functools.partial(_compiled, name, tiles)
-    results = call(
-        functools.partial(kernel, how.mask, how.scale, tiles.q if of_keys else tiles.k),
-        out_shape=[jax.ShapeDtypeStruct(kinds[kind][0], dtype, **alike) for kind, dtype in made],
-        grid=(order.shape[1], k if of_keys else k * r, b),
-        in_specs=[kinds[kind][1](x.shape) for (kind, _), x in zip(given, arrays, strict=True)],
-        out_specs=[kinds[kind][1](kinds[kind][0]) for kind, _ in made],
-    )(*arrays)
+    lists = tile_list(how.mask, q_ids, k_ids, tiles.q, tiles.k, name == "flash_keys_grad")
+    all_s, all_t, width = q_ids.shape[-1], k_ids.shape[-1], padded_width(h)
     ends = {"rows": (b, s, k, r, h), "keys": (b, t, k, h), "numbers": (b, k, r, s)}
+    padded = {"rows": (b, all_s, k, r, width), "keys": (b, all_t, k, width), "numbers": (b, k, r, all_s)}
+    arrays = [_pad(_turned(kind, x), padded[kind]) for kind, x in given]
+    arrays = vary_alike([*arrays, q_ids, k_ids, *lists])
+    kinds = [*(kind for kind, _ in given), "q_ids", "k_ids", "list", "list"]
+    shapes = [(kind, jax.ShapeDtypeStruct(padded[kind], dtype)) for kind, dtype in made]
+    results = (how.run or run)(name, how, tiles, list(zip(kinds, arrays, strict=True)), shapes)
     cut = lambda kind, x: x[tuple(map(slice, ends[kind]))]
     return [_turned(kind, cut(kind, x), back=True) for (kind, _), x in zip(made, results, strict=True)]
 
 
-def _kinds(tiles, of_keys, b, s, t, k, r, h):
-    """Kind of array -> (whole shape or None, the block that program (tile i, head n, row b) sees of it)."""
+def run(name, how, tiles, given, made):
+    """Run a kernel on padded arrays: ``given`` are (kind, array), ``made`` (kind, type of the result).
+
+    A program has one tile of queries of one head, or one tile of keys of one KV head, and of the others all
+    that its list may name. Programs that read the same keys are neighbours.
+    """
+    (b, s, k, r, h), t, of_keys = given[0][1].shape, given[1][1].shape[1], name == "flash_keys_grad"
+    blocks, alike = _blocks(tiles, of_keys, s, t, r, h), jax.typeof(given[0][1]).manual_axis_type
+    call = interpreted if how.platform == "cpu" else functools.partial(_compiled, name, tiles)
+    return call(
+        functools.partial(KERNELS[name], how.mask, how.scale, tiles.q if of_keys else tiles.k),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=alike) for _, x in made],
+        grid=(given[-1][1].shape[1], k if of_keys else k * r, b),
+        in_specs=[blocks[kind](x) for kind, x in given],
+        out_specs=[blocks[kind](x) for kind, x in made],
+    )(*(x for _, x in given))
+
+
+def _blocks(tiles, of_keys, s, t, r, h):
+    """Kind of array -> the block that program (tile i, head n, row b) sees of it."""
     if of_keys:
+        s_here, t_here, heads = s, tiles.k, r
         rows, numbers = (lambda i, n, b: (b, 0, n, 0, 0)), (lambda i, n, b: (b, n, 0, 0))
         keys, q_at, k_at = (
             (lambda i, n, b: (b, i, n, 0)),
             (lambda i, n, b: (b, 0, 0)),
             (lambda i, n, b: (b, 0, i)),
         )
-        s_here, t_here, heads = s, tiles.k, r
     else:
-        rows, numbers = (lambda i, n, b: (b, i, n // r, n % r, 0)), (lambda i, n, b: (b, n // r, n % r, i))
+        s_here, t_here, heads = tiles.q, t, None
+        rows, numbers = ((lambda i, n, b: (b, i, n // r, n % r, 0)), (lambda i, n, b: (b, n // r, n % r, i)))
         keys, q_at, k_at = (
             (lambda i, n, b: (b, 0, n // r, 0)),
             (lambda i, n, b: (b, 0, i)),
             (lambda i, n, b: (b, 0, 0)),
         )
-        s_here, t_here, heads = tiles.q, t, None
     block = lambda shape, at: lambda _: pl.BlockSpec(shape, at)
     return {
-        "rows": ((b, s, k, r, h), block((None, s_here, None, heads, h), rows)),
-        "keys": ((b, t, k, h), block((None, t_here, None, h), keys)),
-        "numbers": ((b, k, r, s), block((None, None, heads, s_here), numbers)),
-        "q_ids": (None, block((None, 2, s_here), q_at)),
-        "k_ids": (None, block((None, 2, t_here), k_at)),
-        "list": (None, lambda shape: pl.BlockSpec((None, None, shape[-1]), lambda i, n, b: (b, i, 0))),
+        "rows": block((None, s_here, None, heads, h), rows),
+        "keys": block((None, t_here, None, h), keys),
+        "numbers": block((None, None, heads, s_here), numbers),
+        "q_ids": block((None, 2, s_here), q_at),
+        "k_ids": block((None, 2, t_here), k_at),
+        "list": lambda x: pl.BlockSpec((None, None, x.shape[-1]), lambda i, n, b: (b, i, 0)),
     }
 
 
@@ -286,6 +325,9 @@ def _pad_ids(ids, b, tile, segment):
         return ids
     behind = jnp.stack([ids[:, 0, -1:], jnp.full_like(ids[:, 0, -1:], segment)], 1)
     return jnp.concatenate([ids, jnp.repeat(behind, more, -1)], -1)
+
+
+KERNELS = {"flash_forward": _forward, "flash_queries_grad": _queries_grad, "flash_keys_grad": _keys_grad}
 
 
 def _compiled(name, tiles, kernel, **how):

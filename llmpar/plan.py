@@ -115,7 +115,8 @@ class Plan:
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; ``flash``, the kernel of
             :mod:`llmpar.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
-            ring. ``auto`` is flash on GPUs and portable elsewhere, and where attention_block asks for blocks.
+            ring. ``auto`` is flash on GPUs and TPUs, and portable on CPUs or where attention_block asks for
+            blocks.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
             breaks the promise gives NaN.
         context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
@@ -398,15 +399,14 @@ class Plan:
         """The plan with what it leaves to the platform decided (``cpu``, ``gpu`` or ``tpu``). Refuses a
         kernel that the platform lacks."""
         kernel = self.attention_kernel
-        if kernel == "cudnn" and platform != "gpu" or kernel == "flash" and platform == "tpu":
-            names = {"cudnn": "NVIDIA GPUs", "flash": "GPUs"}
+        if kernel == "cudnn" and platform != "gpu":
             raise ValueError(
-                f"attention_kernel='{kernel}' is for {names[kernel]}, and the devices of this mesh are"
+                f"attention_kernel='cudnn' is for NVIDIA GPUs, and the devices of this mesh are"
                 f" {platform.upper()}s; use attention_kernel='auto'"
             )
         if kernel != "auto":
             return self
-        fused = platform == "gpu" and not self.attention_block
+        fused = platform != "cpu" and not self.attention_block
         return dataclasses.replace(self, attention_kernel="flash" if fused else "portable")
 
     def _check_kernel(self, seq_len: int) -> None:

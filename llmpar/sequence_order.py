@@ -98,7 +98,9 @@ def padded_width(head_width: int) -> int:
     return max(16, 1 << (head_width - 1).bit_length())
 
 
-def kernel_tiles(name: str, head_width: int, itemsize: int, s: int, t: int) -> KernelTiles:
+def kernel_tiles(
+    name: str, head_width: int, itemsize: int, s: int, t: int, platform: str = "gpu"
+) -> KernelTiles:
     """Return the tiles of a kernel of `llmpar.flash`.
 
     A program keeps one tile, and its sums, in registers, and passes the others through shared memory. Chosen
@@ -107,6 +109,8 @@ def kernel_tiles(name: str, head_width: int, itemsize: int, s: int, t: int) -> K
     """
     width = padded_width(head_width) * itemsize  # bytes
     own, other = (128, 64) if width <= 256 else (64, 32) if width <= 512 else (32, 32)
+    if platform == "tpu":  # vector memory holds more, and its lanes want 128 numbers
+        own = other = 512 if width <= 512 else 256
     q, k = (other, own) if name == "flash_keys_grad" else (own, other)
     fit = lambda tile, length: min(tile, padded_width(length))
     return KernelTiles(fit(q, s), fit(k, t), 8, 3 if width <= 256 else 2)

@@ -4,6 +4,7 @@ and is what GPUs are given: no branch, no array of queries times keys.
 Interpreted on CPUs, against `attention.full` in float32: values 1e-5, gradients 1e-5 of the largest.
 """
 
+import dataclasses
 import re
 from functools import partial
 
@@ -14,9 +15,21 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh
 from parity import LLAMA, QWEN, assert_same, name
-from test_attention import CAUSAL, B, S, agree, ids_of, inputs, mesh_of, reference, results, sharded
+from test_attention import (
+    CAUSAL,
+    B,
+    S,
+    agree,
+    bfloat16_agrees,
+    ids_of,
+    inputs,
+    mesh_of,
+    reference,
+    results,
+    sharded,
+)
 
-from llmpar import attention, flash
+from llmpar import attention, flash, flash_tpu
 from llmpar.attention import full, fused, ring
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
@@ -66,8 +79,6 @@ def test_the_kernel_matches_full_whatever_the_shapes_order_documents_and_mask(se
 
 
 def test_the_kernel_in_bfloat16_is_as_exact_as_the_portable_blocks():
-    from test_attention import bfloat16_agrees
-
     *_, positions, segments = inputs(packed=True)
     where = positions, segments
     bfloat16_agrees(partial(INTERPRETED, **ids_of(*where)), where)
@@ -80,6 +91,42 @@ def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     out, lse, *grads = results(partial(INTERPRETED, mask=Mask(causal=False), **ids), q, k, v)
     assert (np.asarray(out)[:, ::8] == 0).all() and (np.asarray(lse)[:, ::8] == -np.inf).all()
     assert all(np.isfinite(grad).all() for grad in grads) and (np.asarray(grads[0])[:, ::8] == 0).all()
+
+
+@pytest.fixture
+def as_on_tpus(monkeypatch):
+    """The kernels for TPUs, in Pallas's interpreter."""
+    monkeypatch.setattr(flash_tpu, "run", partial(flash_tpu.run, interpret=True))
+
+
+@pytest.mark.parametrize("seed", [0, 3, *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 24))])
+def test_the_kernel_for_tpus_matches_full_whatever_the_shapes_order_documents_and_mask(seed, as_on_tpus):
+    q, k, v, ids, mask = drawn(seed)
+    attends = (partial(attend, mask=mask, **ids) for attend in (partial(fused, platform="tpu"), full))
+    close(*(results(attend, q, k, v) for attend in attends))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_kernel_goes_on_from_earlier_keys(platform, as_on_tpus):
+    """Two hops of a ring by hand: keys in two parts, and the gradients from the lse of both."""
+    *qkv, positions, segments = inputs(packed=True)
+    q, k, v = map(jnp.asarray, qkv)
+    how = attention._Options(CAUSAL, q.shape[-1] ** -0.5, platform=platform).kernel
+    ids, halves = np.stack([positions, segments], 1), (slice(0, 12), slice(12, S))
+    parts = [(k[:, at], v[:, at], ids[:, :, at]) for at in halves]
+    done = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
+    for k_part, v_part, k_ids in parts:
+        done = flash.forward(how, q, k_part, v_part, ids, k_ids, done)
+    grad = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+    terms, dq = (grad, done[1], (grad * done[0]).sum(-1)), jnp.zeros(q.shape)
+    more = []
+    for k_part, v_part, k_ids in parts:
+        dq, *dkv = flash.backward(how, q, k_part, v_part, ids, k_ids, terms, dq)
+        more.append(dkv)
+    attend = lambda *args: full(*args, **ids_of(positions, segments))[0]
+    out, pull = jax.vjp(attend, q, k, v)
+    found = *done, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
+    close((found[0], np.float32(0), *found[2:]), (out, np.float32(0), *pull(grad)))
 
 
 def test_ours_and_pallas_own_interpreter_agree(monkeypatch):
@@ -208,15 +255,13 @@ def test_a_plan_on_the_kernel_gives_the_gradients_of_one_device(plan):
 
 
 def test_a_window_and_small_heads_under_a_plan():
-    import dataclasses
-
     config = dataclasses.replace(QWEN, window=5)
     assert_same(config, Plan("sp=2 fsdp=2", attention_kernel="flash", remat="block"))
 
 
-def test_auto_is_the_kernel_on_gpus_and_blocks_elsewhere():
+def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
     chosen = lambda platform, **fields: Plan(**fields).on(platform).attention_kernel
-    assert (chosen("cpu"), chosen("gpu"), chosen("tpu")) == ("portable", "flash", "portable")
+    assert (chosen("cpu"), chosen("gpu"), chosen("tpu")) == ("portable", "flash", "flash")
     assert chosen("gpu", attention_block=512) == "portable"
     assert chosen("gpu", attention_kernel="xla") == "xla"
 
@@ -229,7 +274,11 @@ def test_auto_is_the_kernel_on_gpus_and_blocks_elsewhere():
             "cpu",
             "is for NVIDIA GPUs, and the devices of this",
         ),
-        (dict(attention_kernel="flash"), "tpu", "is for GPUs, and the devices of this mesh are TPUs; use "),
+        (
+            dict(attention_kernel="cudnn", dtype="bfloat16"),
+            "tpu",
+            "the devices of this mesh are TPUs; use att",
+        ),
     ],
 )
 def test_a_platform_refuses_a_kernel_that_it_lacks(fields, platform, sentence):

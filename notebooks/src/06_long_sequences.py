@@ -791,7 +791,7 @@ if SP > 1:
 # llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block --ffn-chunks 16 --loss-chunks 16
 # ```
 #
-# On GPUs all three run on a kernel of ours (`--attention-kernel auto` is `flash` there): it keeps no scores, takes documents and any
+# On GPUs and TPUs all three run on a kernel of ours (`--attention-kernel auto` is `flash` there): it keeps no scores, takes documents and any
 # order, and returns its log of sums in float32, which a ring needs to merge. Where a device sees whole sequences in contiguous order and
 # each row is one document, `--attention-kernel cudnn --documents whole --dtype bfloat16` gives the work to cuDNN. Not in a ring: the
 # public function returns its log of sums rounded to 16 bits, too coarse to merge by.
