@@ -245,10 +245,7 @@ class _Walk:
         axes, group = group_axes(op.attrs, self.mesh)
         if group == 1:
             return None, 0.0
-        results = shapes(op.type)
-        if op.kind.endswith("-start") and kind != "all-reduce":
-            results = results[(n := op.inside.count("%")) : 2 * n]
-        held = sum(map(_size, results))
+        held = sum(map(_size, op.results))
         message = held * group if kind == "reduce-scatter" else held
         named = arrow_of(op.scope)
         merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))  # the compiler may merge several
