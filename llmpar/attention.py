@@ -343,6 +343,8 @@ def _ring_backward(options, saved, grads):
         held, dq, dkv = carry
         dkv = dkv if dkv is None else _hop(options.axis, dkv)
         dq, more = _look_back(options, rows, tuple(held), _tile(ids, _owner(options, i)), dq)
+        if options.platform:  # one hop beside each of its two kernels: a GPU has one on its way at a time
+            held, more = lax.optimization_barrier((held, more))
         if not last:
             held = _hop(options.axis, held if options.overlap else _after(dq[..., 0], held))
         return held, dq, jnp.stack(more) if dkv is None else dkv + jnp.stack(more)

@@ -246,6 +246,10 @@ PLANS = [
     Plan("dp=2 sp=2", attention_kernel="flash", reading="auto"),
     Plan("pp=2 dp=2", attention_kernel="flash", schedule="zb-h1", microbatches=4, zero=0),
     Plan("pp=2 sp=2", attention_kernel="flash", context_parallel="ulysses", microbatches=2),
+    pytest.param(
+        Plan("pp=2 sp=2", attention_kernel="flash", context_parallel="gather", stage_saves="residuals"),
+        marks=pytest.mark.full,
+    ),
 ]
 
 
@@ -257,6 +261,14 @@ def test_a_plan_on_the_kernel_gives_the_gradients_of_one_device(plan):
 def test_a_window_and_small_heads_under_a_plan():
     config = dataclasses.replace(QWEN, window=5)
     assert_same(config, Plan("sp=2 fsdp=2", attention_kernel="flash", remat="block"))
+
+
+def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
+    """A branch of a compiled GPU program asks the host which way to go."""
+    q, k, v, *where = inputs(packed=True)
+    attend = partial(attention.blockwise, block=8, branch=False, **ids_of(*where))
+    agree(results(attend, q, k, v), reference(CAUSAL, packed=True))
+    assert "cond[" not in str(jax.make_jaxpr(attend)(q, k, v))
 
 
 def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():

@@ -29,6 +29,7 @@ def test_the_regions_are_the_table_of_the_module():
         "attention": {"b": batch, "s": ("sp",), "n": tp, "k": tp},
         "queries": {"b": batch, "s": ("sp",), "k": tp},
         "keys": {"b": batch, "s": ("sp",), "k": tp},
+        "ids": {"b": batch},
         "ffn": {"b": batch, "s": ("sp",), "m": tp},
         "vocab": {"b": batch, "s": ("sp",), "v": tp},
         "experts": {"b": ("dp", "fsdp"), "s": ("sp",), "e": ("ep",), "m": tp},
