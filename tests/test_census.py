@@ -96,6 +96,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
 def test_the_formula_gives_what_the_partitioned_program_sends_and_is_given(plan):
     compare_with_hlo(LLAMA, plan)

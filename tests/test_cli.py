@@ -193,6 +193,7 @@ def test_doctor_says_what_is_here(document, call):
     assert found["versions"]["jax"] == jax.__version__ and found["jax_backend"] == "cpu"
     status, out, _ = call("doctor")
     assert status == 0 and "8 simulated CPU devices on 1 host" in out
+    assert found["links"]["fsdp=-1"]["fsdp"]["link"] == "simulated: shared memory" and found["flags"] == []
     for name, extra in found["missing"].items():
         assert f"{name} is missing: pip install 'llmpar[{extra}]'" in out
 
@@ -352,6 +353,9 @@ def test_tables_keep_every_figure_whole_on_80_columns():
         schedule=None,
         collectives=[row],
         arrows=[arrow | {"axis": "dp,fsdp", "kind": "reduce-scatter"}],
+        links={
+            "dp": {"link": "NVLink within a host (2 each), network between 4 hosts", "size": 8, "hosts": 4}
+        },
         memory=memory,
         flops=flops,
     )
@@ -365,6 +369,7 @@ def test_tables_keep_every_figure_whole_on_80_columns():
         and "experts b e c d +m -> stream b s d" in text
         and "1,234" in text
         and "moe.py:1" in text.replace("\n", "")
+        and "network between 4 hosts" in text
     )
 
 

@@ -39,6 +39,7 @@ SAMPLE = [p for p in EVERY if p.mesh.size == 8 and (p.mesh.fsdp == 1 or p.mesh.t
 ]
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
 def test_a_plan_gives_the_loss_and_gradients_of_one_device(plan):
     assert_same(LLAMA, plan)

@@ -22,6 +22,7 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
+from llmpar.inspect.links import links, links_table
 from llmpar.mesh import make_mesh, platform_of
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
@@ -105,6 +106,7 @@ def compare(
         "model": config.name,
         "params": config.num_params,
         "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
+        "links": links(mesh),
         "reading": plan.reading,
         "attention_kernel": plan.on(platform_of(mesh)).attention_kernel,
         "zero": plan.zero,
@@ -186,7 +188,8 @@ def tables(document: dict) -> list[Table]:
     figures.add_row(
         "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)
     )
-    return [moves, _arrow_table(document), figures]
+    crossed = [links_table(document["links"], "links that the axes cross")] * bool(document["links"])
+    return [moves, _arrow_table(document), *crossed, figures]
 
 
 def _arrow_table(document: dict) -> Table:
