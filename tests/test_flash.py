@@ -376,6 +376,8 @@ def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_lists():
     pairs = 2 * b * s * s * k * r * h
     assert kernel_flops("flash_forward", shapes) == 2 * pairs
     assert kernel_flops("flash_queries_grad", shapes) == 3 * pairs
+    on_tpus = [(b, 4, 4), (b, 4, 2), (b, k, r, s, h), (b, k, s, h), (b, k, s, h)]
+    assert kernel_flops("flash_forward", on_tpus) == 2 * pairs
     assert kernel_flops("flash_keys_grad", shapes, share=0.5) == 2 * pairs
     tiles = kernel_tiles("flash_forward", h, 2, s, s)
     ids = np.stack([np.arange(s), np.ones(s, int)]).astype(np.int32)[None]
