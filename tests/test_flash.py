@@ -31,6 +31,7 @@ from test_attention import (
 
 from llmpar import attention, flash, flash_tpu
 from llmpar.attention import full, fused, ring
+from llmpar.inspect.report import inspect
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
 from llmpar.predict.ring import kernel_flops, seen_share
@@ -256,6 +257,14 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=name)
 def test_a_plan_on_the_kernel_gives_the_gradients_of_one_device(plan):
     assert_same(LLAMA, plan)
+
+
+def test_inspect_says_which_kernel_and_finds_what_was_predicted():
+    document = inspect(LLAMA, Plan("sp=2", attention_kernel="flash", sequence_order="striped"), 2, 16)
+    assert document["attention_kernel"] == "flash" and document["flops"]["executed_per_device"] is None
+    rows = document["collectives"]
+    assert rows and all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
+    assert all(row["predicted_count"] == row["count"] for row in rows)
 
 
 def test_a_window_and_small_heads_under_a_plan():

@@ -43,11 +43,9 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     mesh = make_mesh(plan.mesh)
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
     compiled, partitioned = read_program(step.lower(batch_size, seq_len))
-    # With experts it depends on the routing: empty blocks are skipped.
-    text = compiled.as_text() or ""
-    work = (
-        [executed_flops(text, branches) for branches in taken(config, plan)] if not config.experts else None
-    )
+    # With experts it depends on the routing: empty blocks are skipped. A kernel walks lists of the data's.
+    text, known = compiled.as_text() or "", not config.experts and step.plan.attention_kernel != "flash"
+    work = [executed_flops(text, branches) for branches in taken(config, plan)] if known else None
     held = compiled_memory(compiled)
     useful = memory.flops(config, batch_size, seq_len)
     return compare(config, plan, batch_size, seq_len, partitioned, mesh) | {
