@@ -493,7 +493,8 @@ def by_kernel(
         seen = sees(mask, queries, keys)
         mask_b1st = None if seen is None else seen[:, None]
         attend = partial(attend, mask=mask_b1st, is_causal=contiguous and mask.causal)
-    return attend(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v).reshape(q.shape), None
+    out = attend(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v).reshape(q.shape)
+    return checkpoint_name(out, OUT), None
 
 
 def _scale(scale, q):

@@ -24,6 +24,7 @@ POOL_SIZE = ("NPROC", "PJRT_NPROC")
 wins."""
 THREADS_PER_DEVICE = 4
 MAX_SIMULATED = 1024
+_DESCRIBED = "compile_only_runtime"  # what `jax.experimental.topologies` devices say that they run on
 
 
 def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
@@ -151,10 +152,11 @@ def link_domain(device) -> int:
 
     TPUs: the slice. GPUs of a running cluster: XLA's slice, which is a host, or all hosts that share NVLink.
     GPUs that a topology describes have one slice for all; their process is the host. CPUs: the process.
+    Every process finds the same numbers: it asks for nothing that a device tells only its own process.
     """
-    real_gpu = device.platform == "gpu" and getattr(device, "local_hardware_id", None) is not None
-    name = "slice_index" if device.platform == "tpu" or real_gpu else "process_index"
-    return getattr(device, name, None) or 0
+    runtime = getattr(getattr(device, "client", None), "runtime_type", _DESCRIBED)
+    slices = device.platform == "tpu" or (device.platform == "gpu" and runtime != _DESCRIBED)
+    return getattr(device, "slice_index" if slices else "process_index", None) or 0
 
 
 def domains_of(devices: list) -> list[list]:

@@ -84,6 +84,24 @@ def test_only_the_first_of_several_processes_prints_and_draws(call, tmp_path, mo
     assert status == 1 and not out and err.count("llmpar: ") == 1
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_small_commands_and_the_demonstration_too(call, tmp_path, monkeypatch, process):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    picture, folder = tmp_path / "table.svg", tmp_path / "demo"
+    for words in (["doctor"], ["models"], ["schedule", "1f1b", "--svg", str(picture)]):
+        for more in [], ["--json"]:
+            status, out, err = call(*words, *more)
+            assert status == 0 and bool(out) == (process == 0), (words, out)
+            assert process == 0 or not err
+    assert picture.exists() == (process == 0)
+    for command in (llmpar.cli.demo.Train, llmpar.cli.demo.Inspect):
+        monkeypatch.setattr(command, "run", lambda _: {"losses": [5.0, 1.0], "collectives": []})
+    status, out, err = call("demo", "--out", str(folder), "--json")
+    assert status == 0 and bool(out) == bool(err) == (process == 0)
+    assert [path.name for path in sorted(folder.iterdir())] == ["loss.png", "mesh.png"] * (process == 0)
+
+
 @pytest.fixture
 def document(call):
     """Run a command with --json that must succeed: its document, which is all of stdout."""

@@ -319,11 +319,11 @@ def test_what_does_not_fit_is_refused_with_the_size_and_with_a_plan_that_does():
 
 @tpu_compiler
 def test_a_tpu_compiles_what_was_predicted_and_refuses_what_does_not_fit():
-    document, _ = compiled("--target", "v5e:2x2", *SMALL, "--mesh", "!fsdp=4", "--batch-size", "4")
+    document, _ = compiled("--target", "v5e:2x2", *SMALL, "--mesh", "fsdp=4", "--batch-size", "4")
     assert as_predicted(document) and document["fits"]
     held = document["memory_bytes"]
     assert held["compiled_arguments"] >= held["predicted_arguments"], "small arrays fill tiles of 8 x 128"
-    document, said = compiled("--target", "v5e:2x4", "--mesh", "!fsdp=8", "--batch-size", "16", status=1)
+    document, said = compiled("--target", "v5e:2x4", "--mesh", "fsdp=8", "--batch-size", "16", status=1)
     assert not document["fits"] and "GiB" in said and "15.8 GiB" in said
 
 

@@ -25,7 +25,7 @@ from llmpar.notation import AXES, MeshShape
 RECORDED = json.loads((Path(__file__).parent / "topologies.json").read_text())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Device:
     """What a mesh asks of a device."""
 
@@ -36,7 +36,7 @@ class Device:
     core_on_chip: int | None
     platform: str
     device_kind: str
-    local_hardware_id: int | None = None  # None where nothing runs: of a topology that is described
+    client: SimpleNamespace | None = None  # None where nothing runs: of a topology that is described
 
 
 def recorded(name: str) -> list[Device]:
@@ -49,12 +49,15 @@ def recorded(name: str) -> list[Device]:
     ]
 
 
+RUNNING = SimpleNamespace(runtime_type=jax.devices()[0].client.runtime_type)
+
+
 def gpus(kind: str, num_hosts: int, per_host: int, *, processes: int = 1, hosts_per_domain: int = 1) -> list:
     """GPUs of a running cluster as XLA numbers them: a slice is a host (by boot), or what NVLink joins."""
     made = []
     for host, local in itertools.product(range(num_hosts), range(per_host)):
-        process = host * processes + local * processes // per_host
-        made.append(Device(len(made), process, host // hosts_per_domain, (0, 0, 0), None, "gpu", kind, local))
+        process, place = host * processes + local * processes // per_host, host // hosts_per_domain
+        made.append(Device(len(made), process, place, (0, 0, 0), None, "gpu", kind, RUNNING))
     return made
 
 

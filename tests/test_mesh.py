@@ -71,7 +71,7 @@ import os
 import jax
 from types import SimpleNamespace as Device
 real = jax.devices
-gpu = Device(platform="gpu", device_kind="NVIDIA L4", process_index=0, id=0, local_hardware_id=0)
+gpu = Device(platform="gpu", device_kind="NVIDIA L4", process_index=0, id=0)
 jax.devices = lambda: real() if jax.config.jax_platforms == "cpu" else real() and [gpu]
 from llmpar.mesh import make_mesh, use_devices
 """

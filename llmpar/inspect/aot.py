@@ -221,7 +221,7 @@ def tables(document: dict) -> list[Table]:
     held.add_row("usable", "", gib(need["capacity"]))
     if "roofline" not in document:
         return [held]
-    moves = report.tables(document | {"memory": None})
+    moves = report.move_tables(document)
     waits = Table(
         title="overlap: what lies between a collective's start and its end (estimate)", title_justify="left"
     )

@@ -150,8 +150,8 @@ def _title(document: dict) -> str:
     return title
 
 
-def tables(document: dict) -> list[Table]:
-    """Give the document as tables for a terminal."""
+def move_tables(document: dict) -> list[Table]:
+    """Give what moves as tables for a terminal: by axes and collective, by arrow, and over which links."""
     moves = Table(title=f"{_title(document)}: bytes sent per device and step", title_justify="left")
     for name in ("axes", "collective", "count", "predicted", "compiled", "", "from"):
         number = name in (
@@ -171,8 +171,12 @@ def tables(document: dict) -> list[Table]:
             same,
             _short(row["source"]),
         )
-    if document.get("memory") is None:
-        return [moves, _arrow_table(document)]
+    crossed = [links_table(document["links"], "links that the axes cross")] * bool(document["links"])
+    return [moves, _arrow_table(document), *crossed]
+
+
+def tables(document: dict) -> list[Table]:
+    """Give the document as tables for a terminal."""
     figures = Table(title="per device", title_justify="left")
     for name in ("", "predicted", "compiled"):
         figures.add_column(name, justify="right" if name else "left")
@@ -186,8 +190,7 @@ def tables(document: dict) -> list[Table]:
     figures.add_row(
         "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)
     )
-    crossed = [links_table(document["links"], "links that the axes cross")] * bool(document["links"])
-    return [moves, _arrow_table(document), *crossed, figures]
+    return [*move_tables(document), figures]
 
 
 def _arrow_table(document: dict) -> Table:
