@@ -11,7 +11,7 @@ the table in :meth:`Plan.regions` is the whole of tensor, sequence and data para
     keys        dp,fsdp,ep    sp            tp (k)       the same for keys; gathered keys: s whole
     ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
     experts     dp,fsdp       sp            tp (m)       where tokens meet experts, e cut by ep
-    counts      dp,fsdp       sp                         tokens per expert, known to all of ep
+    routing     dp,fsdp       sp                         who chose which expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
 The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm)
@@ -176,7 +176,7 @@ class Plan:
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
             "experts": {"b": self.live("dp", "fsdp"), "s": s, "e": self.live("ep"), "m": tp},
-            "counts": {"b": self.live("dp", "fsdp"), "s": s},
+            "routing": {"b": self.live("dp", "fsdp"), "s": s},
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
