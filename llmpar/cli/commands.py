@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tyro
 
+from llmpar.cli.compile import Compile
 from llmpar.cli.demo import Demo
 from llmpar.cli.doctor import Doctor
 from llmpar.cli.generate import Generate
@@ -18,6 +19,7 @@ COMMANDS = {
     "lab": Lab,
     "train": Train,
     "inspect": Inspect,
+    "compile": Compile,
     "models": Models,
     "schedule": Schedule,
     "generate": Generate,
@@ -28,6 +30,7 @@ DESCRIPTION = """Learn, plan and run LLM parallelism in JAX.
 
     llmpar train --mesh "dp=2 fsdp=2 tp=2" --steps 50     train, on 8 simulated devices or on accelerators
     llmpar inspect --mesh "dp=2 fsdp=2 tp=2"              what a step sends and holds: predicted, compiled
+    llmpar compile --target h100:8x8                      the same, by the compiler of an absent cluster
 
 --json prints one JSON document; llmpar COMMAND --help says more.
 LLMPAR_TRACEBACK=1 shows a failure's stack."""

@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -99,14 +100,23 @@ class StepOptions:
         """
         from llmpar.mesh import use_devices
 
+        return self.settle(len(use_devices(self.devices)))
+
+    def settle(self, num_devices: int, own: Mapping[str, Any] | None = None) -> tuple[ModelConfig, Plan]:
+        """Give the model and the plan on so many devices.
+
+        ``own`` are defaults of a command that are not the plan's: where the user did not change them and they
+        would decide nothing, they are left out.
+        """
         config = preset(self.model)
-        devices = use_devices(self.devices)
-        mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, len(devices))
-        plan = Plan(mesh, **vars(self.plan))
-        if self.seq_len > MAX_SEQ_LEN or self.batch_size * self.seq_len > MAX_TOKENS:
-            batch = f"a batch of {self.batch_size:,} sequences of {self.seq_len:,} tokens"
+        mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
+        plan, batch_size = Plan(mesh, **vars(self.plan)), self.batch_size or num_devices
+        spare = {name for name in plan.idle(config) if own and getattr(plan, name) == own.get(name)}
+        plan = dataclasses.replace(plan, **{name: getattr(Plan(), name) for name in spare})
+        if self.seq_len > MAX_SEQ_LEN or batch_size * self.seq_len > MAX_TOKENS:
+            batch = f"a batch of {batch_size:,} sequences of {self.seq_len:,} tokens"
             raise ValueError(f"{batch}: use at most {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens")
-        plan.check(config, self.batch_size, self.seq_len)
+        plan.check(config, batch_size, self.seq_len)
         return config, plan
 
 

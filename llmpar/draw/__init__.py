@@ -4,7 +4,7 @@ layouts      mesh  layout  arrow  links         who holds what, and what moves
 charts       collectives  arrows_sent           what was sent, and for which arrow
              ring_steps                         how a ring passes blocks on
              live_blocks  token_flow            who computes in ring attention; where tokens go
-             timeline  overlap                  who works when
+             timeline  overlap  two_lanes       who works when
              memory_bars  time_bars             what fills the memory, and the step
              loss_curve                         whether it learns
 geometry                                        where a device lies, who holds which slice
@@ -22,6 +22,7 @@ from llmpar.draw.charts import (
     time_bars,
     timeline,
     token_flow,
+    two_lanes,
 )
 from llmpar.draw.geometry import groups, holders
 from llmpar.draw.layouts import arrow, layout, layout_svg, links, mesh, moved
@@ -45,4 +46,5 @@ __all__ = [
     "time_bars",
     "timeline",
     "token_flow",
+    "two_lanes",
 ]

@@ -538,6 +538,49 @@ def overlap(
     return compose("Communication behind computing", [items, key], "\n".join([*lines, *notes]), notes)
 
 
+def two_lanes(turns, title: str) -> Scene:
+    """Draw schedules: per turn of a loop what computes, and below what is on the links; what waits for the
+    links is hatched.
+
+    A turn is ``{"name", "count", "events"}``; an event ``{"lane": "compute" or "links", "name", "start_s",
+    "end_s", "exposed_s"}`` in seconds from the turn's begin.
+    """
+    left, wide, blocks, lines = text_width("compute", SMALL) + 12, 760, [], []
+    for turn in turns:
+        events = turn["events"]
+        span = max([event["end_s"] for event in events] + [1e-9])
+        x_of = lambda t, span=span: left + wide * t / span
+        waits = sum(event["exposed_s"] for event in events)
+        head = f"{turn['name']}, {turn['count']} turns of {time_text(span)}, {time_text(waits)} of it waiting"
+        items: list = [Text(left, 0, head, bold=True)]
+        items += _scale(x_of, ticks(0, span), 104, time_text, 96)
+        for lane, (word, fill) in enumerate((("compute", "s1"), ("links", "s2"))):
+            top = 14 + 40 * lane
+            items.append(small_text(left - 10, top + 16, word, "end"))
+            for event in (event for event in events if event["lane"] == word):
+                x, w = x_of(event["start_s"]), x_of(event["end_s"]) - x_of(event["start_s"])
+                full = f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}"
+                items.append(Rect(x, top, w, 32, fill, "ink", 0.75 if w > 3 else 0.25, tip=full))
+                if event["exposed_s"]:
+                    w_open = wide * event["exposed_s"] / span
+                    items.append(
+                        Rect(x + w - w_open, top, w_open, 32, fill, "ink", 0.75, "/", tip=f"waits {full}")
+                    )
+                elif w > 24:
+                    items += fitting(
+                        x + w / 2, top + 16, w - 4, full, event["name"], fill=text_color_on(fill)
+                    )
+        blocks.append(items)
+        lines.append(head)
+        sent = [event for event in events if event["lane"] == "links"]
+        lines += [
+            f"  {e['name']}: {time_text(e['end_s'] - e['start_s'])}, {time_text(e['exposed_s'])} exposed"
+            for e in sent
+        ]
+    key = legend([("s1", "computing"), ("s2", "communicating"), ("s2", "computing waits for it", "/")], 640)
+    return compose(title, [*blocks, key], "\n".join(lines))
+
+
 def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
     """The loss per step, in nats per token; ``reference`` is another curve, or one number, drawn dashed."""
     level = isinstance(reference, int | float)

@@ -171,7 +171,8 @@ def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collect
     another mesh).
     """
     module = Module(text)
-    return _count(module, lambda _, op: _collective(module, op, mesh), taken)
+    leaf = lambda comp, op: None if comp in module.echoes else _collective(module, op, mesh)
+    return _count(module, leaf, taken)
 
 
 def _count(
@@ -287,20 +288,21 @@ def partitioned_hlo(lowered: jax.stages.Lowered) -> str:
     return read_program(lowered)[1]
 
 
-def read_program(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+def read_program(lowered: jax.stages.Lowered, platform: str = "") -> tuple[jax.stages.Compiled, str]:
     """Compiles a lowered program once to be read: gives the executable, and the text that `partitioned_hlo`
-    gives.
+    gives. ``platform`` is the one that it is compiled for, if not that of JAX's devices here.
 
     On CPUs the executable's machine code is not optimized, for two thirds of the time; its HLO and memory are
     the same.
     """
+    platform = platform or jax.default_backend()
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     compilation_cache.reset_cache()  # whether to use the cache is asked once and remembered until a reset
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         with tempfile.TemporaryDirectory() as folder:
             dump: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning"}
-            compiled = lowered.compile(dump | (_CHEAP if jax.default_backend() == "cpu" else {}))
+            compiled = lowered.compile(dump | (_CHEAP if platform == "cpu" else {}))
             wanted = re.compile(r"\.(after_(tpu-)?spmd-partitioning|before_optimizations)\.")
             files = [f for f in Path(folder).glob("*.txt") if wanted.search(f.name)]
             return compiled, max(files, key=lambda f: (".after_" in f.name, f.stat().st_size)).read_text()

@@ -1,6 +1,7 @@
 """Reads the text of an HLO module: its computations, how often its loops run, its groups of devices, its
 source lines."""
 
+import functools
 import math
 import operator
 import re
@@ -81,6 +82,13 @@ class Module:
                 name = line
         if not self.entry:
             raise ValueError("expected the text of an HLO module, but no line of it begins with ENTRY")
+
+    @functools.cached_property
+    def echoes(self) -> set[str]:
+        """Names the computations in which a TPU's collective goes on or ends that began in another one: they
+        repeat it."""
+        ends = lambda comp: "AsyncCollectiveDone" in self.computations[comp][self.roots[comp]].attrs
+        return {c for c, root in self.roots.items() if c.startswith("async_collective") or root and ends(c)}
 
     def source(self, op: Op) -> str:
         """Names the line of Python that asked for an operation, as `innermost` does."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 
 import optax
+from jax.sharding import Mesh
 from rich.table import Table
 
 from llmpar import draw
@@ -13,6 +14,7 @@ from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, compose
 from llmpar.inspect.census import (
     Collective,
+    Taken,
     arrow_rows,
     census_hlo,
     census_table,
@@ -39,18 +41,50 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     plan.check(config, batch_size, seq_len)
     mesh = make_mesh(plan.mesh)
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
-    lowered = step.lower(batch_size, seq_len)
-    compiled, partitioned = read_program(lowered)
+    compiled, partitioned = read_program(step.lower(batch_size, seq_len))
+    # With experts it depends on the routing: empty blocks are skipped.
+    text = compiled.as_text() or ""
+    work = (
+        [executed_flops(text, branches) for branches in taken(config, plan)] if not config.experts else None
+    )
+    held = compiled_memory(compiled)
+    useful = memory.flops(config, batch_size, seq_len)
+    return compare(config, plan, batch_size, seq_len, partitioned, mesh) | {
+        "memory": {
+            "predicted_argument_bytes": sum(
+                memory.argument_bytes(config, plan, batch_size, seq_len).values()
+            ),
+            "compiled_argument_bytes": held["argument_bytes"],
+            "predicted_temp_bytes": memory.temp_bytes(config, plan, batch_size, seq_len),
+            "compiled_temp_bytes": held["temp_bytes"],
+        },
+        "flops": {
+            "predicted_per_device": sum(useful.values()) / plan.mesh.size,
+            "executed_per_device": sum(work) / plan.mesh.pp if work else None,
+        },
+    }
+
+
+def taken(config: ModelConfig, plan: Plan) -> list[Taken | None]:
+    """Give for every pipeline stage how often its branches are taken; [None] without a pipeline."""
+    if plan.pipeline is None:
+        return [None]
+    return [branch_shares(plan.pipeline, config.num_layers, stage) for stage in range(plan.mesh.pp)]
+
+
+def compare(
+    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, partitioned: str, mesh: Mesh
+) -> dict:
+    """Lay the collectives of a partitioned program beside the predicted ones, by axes and kind, and by arrow.
+
+    Of a pipeline's stages it takes the one that sends most.
+    """
     by_stage = [
         traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
     ]
     stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
     predicted = by_stage[stage]
-    taken = [
-        branch_shares(plan.pipeline, config.num_layers, i) if plan.pipeline else None
-        for i in range(plan.mesh.pp)
-    ]
-    census = census_hlo(partitioned, mesh, taken[stage])
+    census = census_hlo(partitioned, mesh, taken(config, plan)[stage])
     found = census_table(census)
     rows = [
         {
@@ -67,11 +101,6 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
             predicted.keys() | found.keys(), key=lambda k: -max(_bytes(predicted, k), _bytes(found, k))
         )
     ]
-    # With experts it depends on the routing: empty blocks are skipped.
-    text = compiled.as_text() or ""
-    executed = None if config.experts else sum([executed_flops(text, t) for t in taken]) / plan.mesh.pp
-    held = compiled_memory(compiled)
-    useful = memory.flops(config, batch_size, seq_len)
     return {
         "model": config.name,
         "params": config.num_params,
@@ -84,18 +113,6 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
         "seq_len": seq_len,
         "collectives": rows,
         "arrows": _arrows(census, predicted),
-        "memory": {
-            "predicted_argument_bytes": sum(
-                memory.argument_bytes(config, plan, batch_size, seq_len).values()
-            ),
-            "compiled_argument_bytes": held["argument_bytes"],
-            "predicted_temp_bytes": memory.temp_bytes(config, plan, batch_size, seq_len),
-            "compiled_temp_bytes": held["temp_bytes"],
-        },
-        "flops": {
-            "predicted_per_device": sum(useful.values()) / plan.mesh.size,
-            "executed_per_device": executed,
-        },
     }
 
 
@@ -152,6 +169,8 @@ def tables(document: dict) -> list[Table]:
             same,
             _short(row["source"]),
         )
+    if document.get("memory") is None:
+        return [moves, _arrow_table(document)]
     figures = Table(title="per device", title_justify="left")
     for name in ("", "predicted", "compiled"):
         figures.add_column(name, justify="right" if name else "left")

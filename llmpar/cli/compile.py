@@ -1,0 +1,118 @@
+"""``llmpar compile``: one training step, compiled for a cluster that is not here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import tyro
+
+from llmpar.cli.options import File, PlanFlags, StepOptions, check_picture, emit, say, speaks, start
+
+EVERY_S = 20
+"""A compilation says that it is still at work this often."""
+
+BIG = {"dtype": "bfloat16", "remat": "block", "loss_chunks": 8}
+"""What large models are trained with: defaults here, where `train` has those of a model that fits
+anywhere."""
+BigFlags = dataclasses.make_dataclass(
+    "Plan",
+    [(f.name, f.type, BIG.get(f.name, f.default)) for f in dataclasses.fields(PlanFlags)],
+    namespace={"__doc__": PlanFlags.__doc__},
+    frozen=True,
+)
+
+
+@dataclass(frozen=True)
+class TargetOptions(StepOptions):
+    """What one training step is, and the cluster that it is compiled for.
+
+    Attributes:
+        target: hosts x GPUs as h100:8x8 (a100, a100-40, h100, h200, b200), or a TPU slice as v5p:4x4x4 (v4,
+            v5e, v5p, v6e, 7x); 2*v5e:4x4 is two slices.
+        model: a preset's name, or the path of a Hugging Face config.json.
+        batch_size: sequences per step, over all devices; None: one per device.
+        seq_len: tokens per sequence.
+        mesh: sizes of the axes, as 'dp=2 fsdp=-1 tp=2' (or 'dp:2,fsdp:-1,tp:2'); one may be -1.
+        mesh_dim: the same as numbers dp,fsdp,tp,sp as in LWM, or dp,fsdp,mp as in EasyLM; replaces --mesh.
+    """
+
+    target: str = "h100:8x8"
+    model: str = "llama3-8b"
+    batch_size: int | None = None  # type: ignore[assignment]
+    seq_len: int = 8192
+    mesh: str = "fsdp=-1"
+    devices: tyro.conf.Suppress[int] = 8
+    plan: Annotated[Any, tyro.conf.arg(constructor=BigFlags)] = BigFlags()
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compile one training step for a cluster, by its own compiler and without a device, and read the
+    program.
+
+    llmpar compile --target h100:8x8 --mesh "fsdp=8 tp=8" --tp-sequence True
+
+    Attributes:
+        svg: also draw the schedule of a layer into this SVG (or PNG).
+        json: print one JSON document on stdout.
+    """
+
+    svg: File = None
+    json: bool = False
+    step: TargetOptions = TargetOptions()
+
+    def run(self) -> dict:
+        """Compile, print tables unless JSON was asked for, and refuse what does not fit."""
+        import rich
+
+        from llmpar.inspect.targets import QUIET, parse_target
+
+        check_picture(self.svg)
+        target = parse_target(self.step.target)
+        os.environ.update(QUIET)  # before JAX starts
+        from llmpar.inspect.aot import compile_step, picture, tables
+
+        start()
+        config, plan = self.step.settle(len(target.devices), own=BIG)
+        batch_size = self.step.batch_size or target.num_devices
+        say(f"compiling a step of {config.name} on {plan.mesh} for {target.text} …")
+        with _still_at_work(target.platform):
+            document = compile_step(config, plan, target, batch_size, self.step.seq_len)
+        if self.svg and speaks() and "roofline" in document:
+            picture(document).save(self.svg)
+            say(f"drew the schedule into {self.svg}")
+        if not self.json and speaks():
+            for table in tables(document):
+                rich.print(table)
+        emit(document, self.json)
+        if not document["fits"]:
+            raise ValueError(document["why"])
+        return document
+
+
+@contextlib.contextmanager
+def _still_at_work(platform: str):
+    """Say from time to time that the compiler is still at work."""
+    usual = {"gpu": "seconds", "tpu": "one to five minutes"}[platform]
+    done, begin = threading.Event(), time.perf_counter()
+
+    def watch():
+        while not done.wait(EVERY_S):
+            say(
+                f"… still compiling after {time.perf_counter() - begin:.0f} s; {usual} of processor time are"
+                " usual"
+            )
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,476 @@
+"""Walks the schedule of a compiled program, and estimates what each part of a step takes: a roofline.
+
+The compiler for GPUs and TPUs orders all operations of a device. A walk along that order keeps two clocks:
+one for what computes, one for what communicates. An operation computes for as long as its products take at a
+share of the chip's peak, or its bytes at a share of the memory's rate, whichever is longer (Williams et al.
+2009). A collective that is started runs beside what follows, until it is asked to be done: if it is not by
+then, the rest is *exposed*. Collectives run one after the other, as XLA for GPUs runs them unless told
+otherwise.
+
+Times are estimates, counts are exact: FLOPs and bytes are those of the program.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmpar.inspect.census import KINDS, Taken, arrow_of
+from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
+from llmpar.predict import formulas
+from llmpar.predict.hardware import Chip
+
+PRODUCT_SHARE = 0.70
+"""Of peak, that large bf16 products reach: 650 to 740 of 989 TFLOP/s on H100 (cuBLAS, NVIDIA's own
+figures)."""
+FUSED_SHARE = 0.60
+"""Of peak, that cuDNN's attention reaches, both directions together (Shah et al. 2024, section 4: H100, head
+128)."""
+KERNEL_SHARE = 0.40
+"""Of peak, that this package's own kernels are taken to reach: FlashAttention-2, written as they are, reaches
+35 % on H100 (Shah et al. 2024, section 1), and a grouped product more."""
+MEMORY_SHARE = 0.80
+"""Of the memory's published rate, that elementwise work reaches."""
+LAUNCH_S, START_S, HOST_S = 2e-6, 10e-6, 15e-6
+"""Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides."""
+FREE = set(
+    "parameter constant tuple get-tuple-element bitcast iota after-all partition-id replica-id opt-barrier"
+    " domain add-dependency".split()
+)
+
+
+@dataclass
+class Sent:
+    """States how one arrow's collectives of one kind lie in the schedule. Times are seconds per step.
+
+    Attributes:
+        count: executions per step.
+        asynchronous: how many of them are started and awaited apart.
+        hidden_flops: FLOPs of products between start and done, summed over the step.
+        busy_s: what they take on the links.
+        exposed_s: what of that nothing hides.
+    """
+
+    arrow: str
+    axis: str
+    kind: str
+    direction: str = ""
+    count: float = 0
+    asynchronous: float = 0
+    hidden_flops: float = 0.0
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+@dataclass
+class Event:
+    """States one span of the walk: what ran, where (``compute`` or ``links``), from when to when in
+    seconds."""
+
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    exposed_s: float = 0.0
+
+
+@dataclass
+class Turn:
+    """Holds one turn of a loop: what it runs, in the order of the schedule, and how many turns there are."""
+
+    name: str
+    count: int
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """Gives the seconds of one turn."""
+        return self.events[-1].end_s - self.events[0].start_s if self.events else 0.0
+
+
+@dataclass
+class Roofline:
+    """States an estimate of a step: seconds by term, executed FLOPs, bytes of memory traffic, the
+    collectives."""
+
+    step_s: float = 0.0
+    flops: float = 0.0
+    memory_bytes: float = 0.0
+    terms: dict[str, float] = field(default_factory=lambda: collections.defaultdict(float))
+    sent: dict[tuple, Sent] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)  # the step itself, then each of its loops
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of communication that nothing hides."""
+        return sum(row.exposed_s for row in self.sent.values())
+
+
+def roofline(text: str, mesh: Any, chip: Chip, taken: Taken | None = None) -> Roofline:
+    """Estimate the step of a final, scheduled program on the devices of ``mesh``, which are ``chip``s.
+
+    ``taken`` says how often the branches of a pipeline's stage are taken. Of any other branch the dearest
+    counts.
+    """
+    walk = _Walk(Module(text), mesh, chip, taken)
+    walk.found.turns.append(step := Turn("step", 1))
+    walk.run(walk.module.entry, step.events)
+    walk.found.step_s = walk.now
+    return walk.found
+
+
+class _Walk:
+    """Holds the two clocks, and what has been counted so far."""
+
+    def __init__(self, module: Module, mesh: Any, chip: Chip, taken: Taken | None):
+        self.module, self.mesh, self.taken, self.found = module, mesh, taken, Roofline()
+        self.chip, device = chip, chip.per_device()
+        self.peak, self.rate = device.flops_per_s, device.hbm_bytes_per_s * MEMORY_SHARE
+        self.gpu = chip.link == "switch"
+        self.now = self.free = 0.0
+        self.times = 1.0  # how often what is being walked runs in a step
+
+    def run(self, comp: str, events: list[Event]) -> float:
+        """Walk a computation once, and give the FLOPs of its products."""
+        pending: dict[str, tuple[float, float, float, Sent]] = {}
+        flops = 0.0
+        for name, op in self.module.computations[comp].items():
+            if op.kind == "while":
+                flops += self.loop(comp, op, events)
+            elif op.kind == "conditional":
+                flops += self.branch(op, events)
+            elif op.kind == "call":
+                flops += self.run(op.called("to_apply", "calls")[0], events)
+            else:
+                role, key, sends = self.role(name, op)
+                row, seconds = self.collective(sends) if sends and role != "done" else (None, 0.0)
+                if role == "done" and key in pending:
+                    begin, end, before, row = pending.pop(key)
+                    row.hidden_flops += self.times * (flops - before)
+                    self.wait(begin, end, row, events)
+                elif row:
+                    begin = max(self.now, self.free)
+                    self.free = begin + seconds
+                    row.count += self.times
+                    row.busy_s += self.times * seconds
+                    if role == "start":
+                        row.asynchronous += self.times
+                        pending[key] = begin, self.free, flops, row
+                    else:
+                        self.wait(begin, self.free, row, events)
+                if not (role in ("start", "done") or op.kind in KINDS):
+                    flops += self.compute(comp, op, events)
+        return flops
+
+    def role(self, name: str, op: Op) -> tuple[str, str, Op | None]:
+        """Tell whether an operation starts a collective, awaits one (``done``), or runs one to its end; by
+        which key start and done know each other; and which collective it is.
+
+        On GPUs they are operations of their own. A TPU starts and ends one in fusions, and carries it along
+        in those between, where products run.
+        """
+        if op.kind.endswith("-start") and op.kind.removesuffix("-start") in KINDS:
+            return "start", name, op
+        if op.kind.endswith("-done"):
+            return "done", op.operand(0)[0], None
+        if op.kind in KINDS:
+            return "whole", name, op
+        body = op.called("calls")[0] if op.kind == "fusion" else ""
+        inner = next((o for o in self.module.computations.get(body, {}).values() if o.kind in KINDS), None)
+        if inner is None:
+            return "", name, None
+        channel = "".join(re.findall(r"channel_id=\d+", inner.attrs))
+        root = self.module.computations[body][self.module.roots[body]].attrs
+        if "AsyncCollectiveStart" in root:
+            return "start", channel, inner
+        if "AsyncCollectiveDone" in root:
+            return "done", channel, None
+        return ("", name, None) if body in self.module.echoes else ("whole", name, inner)
+
+    def wait(self, begin: float, end: float, row: Sent, events: list[Event]) -> None:
+        """Wait for a collective that runs from ``begin`` to ``end``."""
+        exposed = max(0.0, end - self.now)
+        row.exposed_s += self.times * exposed
+        self.found.terms["exposed communication"] += self.times * exposed
+        events.append(Event("links", row.arrow or row.kind, begin, end, exposed))
+        self.now = max(self.now, end)
+
+    def loop(self, comp: str, op: Op, events: list[Event]) -> float:
+        """Walk a loop's body once, for as many turns as it has."""
+        trips = self.module.trips(comp, op) or 1
+        body, begin, lag = op.called("body")[0], self.now, max(0.0, self.free - self.now)
+        self.times *= trips
+        outermost = events is self.found.turns[0].events
+        turn = Turn(f"{arrow_of(op.scope)['direction']} loop".strip(), trips, [] if outermost else events)
+        self.found.turns += [turn] * outermost
+        flops = self.run(body, turn.events)
+        self.times /= trips
+        self.now = begin + trips * (self.now - begin)
+        self.free = self.now + (lag if self.free == begin + lag else 0.0)
+        if outermost:
+            events.append(Event("compute", f"loop of {trips}", begin, self.now))
+        return trips * flops
+
+    def branch(self, op: Op, events: list[Event]) -> float:
+        """Walk the branches, each as often as it is taken; the dearest alone where that is not known."""
+        branches = op.called(*CALLS["conditional"])
+        name = re.search(r"when-(\w+)\)*(?:/cond)?$", op.scope)
+        share = self.taken.get(name[1]) if self.taken and name else None
+        if share is None:
+            dearest = max(branches, key=lambda b: (self.flops_of(b), len(self.module.computations[b])))
+            shares = {dearest: 1.0}
+        else:
+            shares = dict(zip(branches, (1 - float(share), float(share)), strict=True))
+        flops, times = 0.0, self.times
+        if self.gpu:
+            self.now += HOST_S
+            self.found.terms["host decides a branch"] += times * HOST_S
+        for branch, part in shares.items():
+            if part:
+                begin, self.times = self.now, times * part
+                flops += part * self.run(branch, events)
+                self.now, self.times = begin + part * (self.now - begin), times
+                self.free = min(self.free, self.now) if self.free > begin else self.free
+        return flops
+
+    def collective(self, op: Op) -> tuple[Sent | None, float]:
+        """Find the row of a collective, and its seconds on the links; None for a group of one."""
+        kind = op.kind.removesuffix("-start")
+        axes, group = group_axes(op.attrs, self.mesh)
+        if group == 1:
+            return None, 0.0
+        results = shapes(op.type)
+        if op.kind.endswith("-start") and kind != "all-reduce":
+            results = results[(n := op.inside.count("%")) : 2 * n]
+        held = sum(map(_size, results))
+        message = held * group if kind == "reduce-scatter" else held
+        named = arrow_of(op.scope)
+        merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))  # the compiler may merge several
+        named["arrow"] = "; ".join(merged) or named["arrow"]
+        key = (named["arrow"], ",".join(axes), kind, named["direction"])
+        row = self.found.sent.setdefault(key, Sent(*key))
+        kind = {"collective-permute": "permute", "ragged-all-to-all": "all-to-all"}.get(kind, kind)
+        return row, self.link_seconds(kind, message, axes, group) + (START_S if self.gpu else 0.0)
+
+    @functools.cache  # noqa: B019 - a walk lives as long as its program
+    def link_seconds(self, kind: str, message: float, axes: tuple[str, ...], group: int) -> float:
+        """Give the seconds of a collective over mesh axes, by where their devices lie on the links."""
+        devices, names = self.mesh.devices, list(self.mesh.axis_names)
+        if axes == ("other",) or self.chip.link == "switch" or not getattr(devices.flat[0], "coords", None):
+            inner = 1
+            if axes != ("other",):
+                last = max(names.index(a) for a in axes)
+                inner = math.prod(devices.shape[last + 1 :])
+            return formulas.collective_seconds(self.chip, kind, message, group, inner)
+        at = tuple(slice(None) if name in axes else 0 for name in names)
+        coords = {tuple(d.coords) for d in devices[at].flat}
+        extents = [len({c[i] for c in coords}) for i in range(len(next(iter(coords))))]
+        box = tuple(n for n in extents if n > 1) or (1,)
+        if math.prod(box) != len(coords):
+            box = (len(coords),)
+        slices = len({getattr(d, "slice_index", 0) for d in devices[at].flat})
+        seconds = formulas.torus_seconds(
+            kind,
+            message * (group if kind == "all-to-all" else 1),
+            box,
+            self.chip.per_device().reached_link_bytes_per_s,
+            all(map(self.chip.wraps, box)),
+            self.chip.hop_s,
+        )
+        if slices > 1:  # each device sends its part of what leaves a slice over the data centre's network
+            across = formulas.sent_bytes(kind, message, slices) * slices / group
+            seconds = max(seconds, across / self.chip.per_device().dcn_bytes_per_s)
+        return seconds
+
+    def compute(self, comp: str, op: Op, events: list[Event]) -> float:
+        """Run an operation on the clock that computes, and give its FLOPs."""
+        if op.kind in FREE or op.kind.endswith(("-start", "-done")):
+            return 0.0
+        flops, share, term = self.product(comp, op)
+        moved = self.traffic(comp, op)
+        seconds = max(flops / (share * self.peak), moved / self.rate, LAUNCH_S if self.gpu else 0.0)
+        found = self.found
+        found.flops += self.times * flops
+        found.memory_bytes += self.times * moved
+        found.terms[term if flops else "elementwise"] += self.times * seconds
+        events.append(Event("compute", _short(op, term if flops else ""), self.now, self.now + seconds))
+        self.now += seconds
+        return flops
+
+    def product(self, comp: str, op: Op) -> tuple[float, float, str]:
+        """Give an operation's FLOPs, the share of peak that such products reach, and the term they are in."""
+        if op.kind == "custom-call":
+            if flops := kernel_flops(self.module, comp, op):
+                own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
+                term = "attention" if "fmha" in op.attrs or "attention" in op.attrs else "kernels"
+                return flops, KERNEL_SHARE if own else FUSED_SHARE, term
+        wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0  # TF32 runs at half the rate of bf16
+        return flops_of(self.module, comp, op, {}), PRODUCT_SHARE * wide, "products"
+
+    def wide(self, comp: str, op: Op) -> bool:
+        """Tell whether an operation's products take float32."""
+        if op.kind == "fusion":
+            body = op.called("calls", "to_apply")[0]
+            dots = [o for o in self.module.computations[body].values() if o.kind in ("dot", "convolution")]
+            return any(self.wide(body, o) for o in dots)
+        if op.kind not in ("dot", "custom-call", "convolution") or "%" not in op.inside:
+            return False
+        found = shapes(self.module.computations[comp][op.operand(0)[0]].type)
+        return bool(found) and found[0][0] == "f32"
+
+    @functools.cache  # noqa: B019
+    def flops_of(self, comp: str) -> float:
+        """Give the FLOPs of a computation and all that it calls."""
+        return computation_flops(self.module, comp, {})
+
+    def traffic(self, comp: str, op: Op) -> float:
+        """Give the bytes that an operation reads and writes. A fusion reads only the slices that it takes of
+        an operand, and writes only the slice that it updates in place."""
+        ops = self.module.computations[comp]
+
+        def size(ref: tuple[str, str]) -> float:
+            found = shapes(ops[ref[0]].type) if ref[0] in ops else []
+            return (
+                _size(found[int(ref[1])]) if ref[1] and int(ref[1]) < len(found) else sum(map(_size, found))
+            )
+
+        operands = re.findall(r"%([\w.\-]+)(?:#(\d+))?", op.inside)
+        written = sum(map(_size, shapes(op.type)))
+        if op.kind in ("dynamic-slice", "slice", "gather"):
+            return 2 * written
+        if op.kind == "dynamic-update-slice":
+            return 2 * size(operands[1])
+        if op.kind != "fusion":
+            return written + sum(map(size, operands))
+        body = self.module.computations[op.called("calls", "to_apply")[0]]
+        users: dict[str, list[tuple[str, Op]]] = collections.defaultdict(list)
+        for other in body.values():
+            for used in re.findall(r"%([\w.\-]+)", other.inside) if other.kind != "parameter" else ():
+                users[used].append((used, other))
+        renamed = {n: o for n, o in body.items() if o.kind in ("bitcast", "convert", "copy", "reshape")}
+        names = {id(o): n for n, o in renamed.items()}
+
+        def uses(name: str) -> list[tuple[str, Op]]:
+            """List what takes a value, beyond its renamed copies."""
+            return list(
+                itertools.chain.from_iterable(
+                    uses(names[id(o)]) if id(o) in names else [(via, o)] for via, o in users[name]
+                )
+            )
+
+        moved = 0.0
+        for name, inner in body.items():
+            if inner.kind != "parameter":
+                continue
+            takes = uses(name)
+            updated = [o for via, o in takes if o.kind == "dynamic-update-slice" and o.operand(0)[0] == via]
+            cut = [o for _, o in takes if o.kind in ("dynamic-slice", "gather", "slice")]
+            if takes and len(updated) + len(cut) == len(takes):
+                moved += sum(_size(shapes(o.type)[0]) for o in cut)
+                for o in updated:
+                    part = body.get(o.operand(1)[0])
+                    moved -= _size(shapes(o.type)[0]) - (2 * _size(shapes(part.type)[0]) if part else 0)
+            elif (place := int(inner.inside)) < len(operands):
+                moved += size(operands[place])
+        return max(0.0, moved + written)
+
+
+def _size(value: tuple[str, tuple[int, ...]]) -> float:
+    dtype, shape = value
+    return math.prod(shape) * (8 if dtype == "pred" else (integers(dtype) or [0])[0]) / 8
+
+
+def _short(op: Op, term: str) -> str:
+    """Name an operation for a picture: the named scope that it comes from."""
+    parts = [
+        p for p in re.split(r"/", op.scope) if p and not re.search(r"[()\[\]]|body|closed_call|checkpoint", p)
+    ]
+    return parts[-2] if term and len(parts) > 1 else (parts[-1] if parts else op.kind)
+
+
+def flops_of(module: Module, comp: str, op: Op, seen: dict[str, float]) -> float:
+    """Give the FLOPs of one operation's products, 2MNK each, with what it calls: dots, the convolutions that
+    TPUs make of them, and calls of GPU libraries."""
+    if op.kind == "dot" or op.kind == "custom-call" and ("cublas" in op.attrs or "gemm" in op.attrs):
+        dims = op.called("lhs_contracting_dims") or re.findall(
+            r'"lhs_contracting_dimensions":\s*\["(\d+)"', op.attrs
+        )
+        return (
+            2.0
+            * math.prod(shapes(op.type)[0][1])
+            * math.prod(_shape_of(module, comp, op, 0)[int(d)] for d in dims)
+        )
+    if op.kind == "convolution":
+        return _convolution_flops(module, comp, op)
+    if op.kind == "conditional":
+        return max(
+            (computation_flops(module, c, seen) for c in op.called(*CALLS["conditional"])), default=0.0
+        )
+    if op.kind == "while":
+        return (module.trips(comp, op) or 1) * computation_flops(module, op.called("body")[0], seen)
+    if op.kind in CALLS:
+        return sum(computation_flops(module, c, seen) for c in op.called(*CALLS[op.kind])[:1])
+    return 0.0
+
+
+def computation_flops(module: Module, comp: str, seen: dict[str, float]) -> float:
+    """Give the FLOPs of a computation's products, kernels included."""
+    if comp not in seen:
+        seen[comp] = 0.0
+        ops = module.computations.get(comp, {}).values()
+        seen[comp] = sum(flops_of(module, comp, op, seen) or kernel_flops(module, comp, op) for op in ops)
+    return seen[comp]
+
+
+def _shape_of(module: Module, comp: str, op: Op, i: int) -> tuple[int, ...]:
+    name, index = op.operand(i)
+    return shapes(module.computations[comp][name].type)[index or 0][1]
+
+
+def _convolution_flops(module: Module, comp: str, op: Op) -> float:
+    """Give the FLOPs of a product that the TPU compiler wrote as a convolution, ``bf_io->bf`` and the like.
+
+    A dim of the window whose left side is dilated, or which slides over a padded kernel, stands for a batch
+    or for rows: each output has one product there, however wide the window is.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", op.attrs)
+    if not labels:
+        return 0.0
+    kernel, result = _shape_of(module, comp, op, 1), shapes(op.type)[0][1]
+    left = _shape_of(module, comp, op, 0)
+    contracted = kernel[labels[2].index("i")]
+    for spatial in "0123456789":  # a window over all of a dim that the result has no more: contracted too
+        if spatial in labels[1] and result[labels[3].index(spatial)] == 1:
+            contracted *= min(left[labels[1].index(spatial)], kernel[labels[2].index(spatial)])
+    return 2.0 * math.prod(result) * contracted
+
+
+def kernel_flops(module: Module, comp: str, op: Op) -> float:
+    """Give the FLOPs of a kernel that the program shows as one call; 0 for what is none.
+
+    cuDNN's attention says its shape: QK' and PV forward, five products backward, half of them under a causal
+    mask (Dao 2023, section 4.1).
+    """
+    if op.kind != "custom-call":
+        return 0.0
+    if "__cudnn$fmha" in op.attrs:
+        dims = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[(.*?)\]', op.attrs)
+        width = _shape_of(module, comp, op, 0)[-1]
+        products = 5 if "Backward" in op.attrs else 2
+        pairs = math.prod(integers(dims[1])) if dims else 0
+        return 2.0 * products * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
+    return 0.0
+
+
+def merged_terms(terms: Mapping[str, float]) -> dict[str, float]:
+    """Give the terms, the longest first, without those of no time."""
+    return {name: seconds for name, seconds in sorted(terms.items(), key=lambda t: -t[1]) if seconds}
+
+
+__all__ = ["Event", "Roofline", "Sent", "merged_terms", "roofline"]
