@@ -184,15 +184,18 @@ class ExpertConfig:
         token travels to a rank once, however many of its experts are there."""
         return min(tokens, self._most(tokens, pieces) * (self.num_experts // ranks))
 
-    def blocks(self, tokens: int, pieces: int, ranks: int, least: int = 4) -> tuple[int, int]:
+    def blocks(
+        self, tokens: int, pieces: int, ranks: int, fewest: int = 4, largest: int = 32
+    ) -> tuple[int, int]:
         """(blocks, rows of a block) in which one of ``ranks``, each with so many tokens, lays out what its
         experts get.
 
-        Enough for the worst case. The rows of an expert fill whole blocks of ``least`` to 128 rows, a quarter
-        of an even share or less, so that about an eighth is padding, and less where rows are many.
+        Enough for the worst case. The rows of an expert fill whole blocks of ``fewest`` to ``largest`` rows,
+        an eighth of an even share or less, so that about a sixteenth is padding, and less where rows are
+        many.
         """
-        block, here, most = least, self.num_experts // ranks, ranks * self._most(tokens, pieces)
-        while block < 128 and 8 * block * self.num_experts <= ranks * tokens * self.top_k:
+        block, here, most = fewest, self.num_experts // ranks, ranks * self._most(tokens, pieces)
+        while block < largest and 16 * block * self.num_experts <= ranks * tokens * self.top_k:
             block *= 2
         rows = min(ranks * tokens * min(self.top_k, here), most * here)
         return min((rows + here * (block - 1)) // block, here * -(-most // block)), block

@@ -1,22 +1,22 @@
 """Route tokens to experts, on one device or on many: choose, send, multiply, send back, add up.
 
 A layer of experts does six things. (1) The router scores every token against every expert, and the best k are
-chosen. (2) Each device lays its tokens, k copies of each, in order of their experts into a buffer with the
-same number of slots for each rank that holds experts. (3) One all-to-all, the arrow ``b/ep e c d -> b e/ep c
-d``: block e of everyone's buffer goes to the rank of those experts. (4) Each rank multiplies the rows of each
-of its experts by that expert's weights. (5) The same all-to-all back. (6) A token adds its k rows up, weighed
-by the router. Autodiff turns each all-to-all around, so there are two forward and two backward.
+chosen. (2) Who chose whom is told to all ranks that hold experts, and each device lays its tokens into a
+buffer with the same number of slots for each of these ranks: a token once for every rank that has an expert
+of it. (3) One all-to-all, the arrow ``b/ep e c d -> b e/ep c d``: block e of everyone's buffer goes to rank
+e. (4) Each rank sends what came through its experts (`llmpar.grouped`) and adds up each row's results,
+weighed by the router. (5) The same all-to-all back. (6) A token adds up what its ranks gave. Autodiff turns
+each all-to-all around, so there are two forward and two backward.
 
 XLA's shapes are static, so the slots of the buffer are as many as could be needed. Without a capacity no
-token is dropped: then a rank gets slots for all tokens that could choose it, and most of them travel empty
-(`ExpertConfig.slots`). Where XLA has `jax.lax.ragged_all_to_all` (GPU, TPU), ``dispatch="ragged"`` sends the
-full slots alone. Empty slots are never multiplied: the rows of an expert fill whole blocks, and the loop runs
-over blocks that hold something.
+token is dropped: then a rank gets slots for all tokens (`ExpertConfig.slots`), and those whose experts are
+elsewhere leave theirs empty. Where XLA has `jax.lax.ragged_all_to_all` (GPU, TPU), ``dispatch="ragged"``
+sends the full slots alone. Empty slots are never multiplied.
 
 Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an expert's width. In steps 2
 to 6 also t tokens, p pairs of a token and one of its choices, g ranks that hold experts, l the experts of one
-of them, c slots of its part of the buffer, n blocks of slots. (Shazeer et al. 2017; capacity: Lepikhin et al.
-2020, Fedus et al. 2021; blocks of rows of one expert: Gale et al. 2022.)
+of them, c slots of its part of the buffer. (Shazeer et al. 2017; capacity: Lepikhin et al. 2020, Fedus et al.
+2021; a token to a rank once: DeepSeek-V3 2024, section 3.2.2, to a node.)
 """
 
 from __future__ import annotations
@@ -119,15 +119,16 @@ def visit(
     """
     (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
     size = b * s, b * par.parts("stream s") // par.parts("ffn s"), num_ranks
-    way = grouped.way(par.plan.grouped)
-    blocks, block = experts.blocks(*size, least=grouped.LEAST[way])
-    chunk = 1 if way == "blocks" else min(blocks, -(-5 * b * s * k // (4 * block)) + len(gate) // 2)
-    arrived = rows, weights_rk, expert_rk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
+    way = "interpreted" if (par.plan.grouped, par.platform) == ("triton", "cpu") else par.plan.grouped
+    blocks, block = experts.blocks(*size, *grouped.BLOCK_ROWS[way])
+    chunk = 0 if way == "blocks" else min(blocks, grouped.usual_chunk(b * s * k, block, len(gate)))
+    blocks = -(-blocks // chunk) * chunk if chunk else blocks
+    split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
+    rows, weights, chosen = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if num_ranks > 1:
-        *arrived, slots = dispatch(experts, par, arrived, experts.slots(*size))
-        rows, weights_rk, expert_rk = arrived
-    where = grouped.lay_out(expert_rk, len(gate), -(-blocks // chunk) * chunk, block)
-    rows = grouped.feed_forward(way, chunk, rows, weights_rk, (gate, up, down), where)
+        rows, weights, chosen, slots = dispatch(experts, par, (rows, weights, chosen), experts.slots(*size))
+    where, how = grouped.lay_out(chosen, len(gate), blocks, block), grouped.How(way, chunk, split)
+    rows = grouped.feed_forward(how, rows, weights, (gate, up, down), where)
     return (combine(par, rows, slots) if num_ranks > 1 else rows).reshape(x.shape)
 
 

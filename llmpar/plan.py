@@ -51,6 +51,23 @@ BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
 
 
+SUITS = {
+    "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
+    "grouped": {
+        "cpu": ("blocks", "ragged_dot", "triton"),
+        "gpu": ("triton",),
+        "tpu": ("ragged_dot", "blocks"),
+    },
+}
+"""What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for."""
+UNSUITED = {
+    "ragged": "XLA has no ragged all-to-all for CPUs",
+    "ragged_dot": "XLA for GPUs multiplies every row by every expert",
+    "blocks": "a GPU's host would wait for every turn of the loop",
+    "triton": "its compiler writes programs for GPUs",
+}
+
+
 @dataclass(frozen=True)
 class Life:
     """Where a weight, its gradient and its optimizer state lie in the course of a step (see the table above).
@@ -114,9 +131,11 @@ class Plan:
         context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
             exchange positions for heads (``ulysses``), or ``gather`` all keys.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
-            only (``ragged``, which CPUs lack).
-        grouped: how rows are multiplied by their experts: in a loop over ``blocks``, or by
-            `jax.lax.ragged_dot`, which GPUs and TPUs have kernels for.
+            only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
+        grouped: how rows are multiplied by their experts (Megatron's grouped GEMM): in a loop over
+            ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; CPUs and GPUs multiply every row by every
+            expert), or by the kernels of :mod:`llmpar.grouped` in ``triton`` (GPUs; CPUs interpret them,
+            slowly). ``auto``: what suits the devices.
         sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
             work.
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
@@ -144,8 +163,8 @@ class Plan:
     attention_block: int | None = None
     attention_kernel: Literal["portable", "cudnn", "xla"] = "portable"
     context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
-    dispatch: Literal["padded", "ragged"] = "padded"
-    grouped: Literal["blocks", "ragged_dot"] = "blocks"
+    dispatch: Literal["auto", "padded", "ragged"] = "auto"
+    grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
     sequence_order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     schedule: str = "1f1b"
     virtual_stages: int | None = None
@@ -397,6 +416,21 @@ class Plan:
             raise ValueError(
                 f"attention_kernel='{self.attention_kernel}' {why}, or attention_kernel='portable'"
             )
+
+    def on(self, platform: str) -> Plan:
+        """The plan with what it leaves to the platform decided (``cpu``, ``gpu`` or ``tpu``). Refuses what
+        its devices cannot do, or only absurdly slowly."""
+        for name, suits in SUITS.items():
+            value, (first, *_) = getattr(self, name), suits[platform]
+            if value not in ("auto", *suits[platform]):
+                raise ValueError(
+                    f"{name}='{value}' does not suit the {platform.upper()}s of this mesh:"
+                    f" {UNSUITED[value]}; use {name}='{first}', or 'auto'"
+                )
+        decided: dict[str, Any] = {
+            name: suits[platform][0] for name, suits in SUITS.items() if getattr(self, name) == "auto"
+        }
+        return dataclasses.replace(self, **decided)
 
     def _check_pipeline(self, config) -> None:
         """Refuse a pipeline that the executor cannot walk. Simulating the order proves it legal, or names the

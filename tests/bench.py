@@ -181,28 +181,29 @@ def programs(config, only):
         }
         if (
             how := model.experts
-        ):  # of a device, layer and microbatch: rows sent, slots they travel in, rows multiplied
-            tokens = (
-                rows
-                * SEQ
-                // plan.microbatches
-                // math.prod(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep", "sp"))
-            )
-            blocks, block = how.slots(tokens, tokens // SEQ, plan.mesh.ep)
+        ):  # of a device, layer and microbatch: slots that travel, rows, rows multiplied
+            size = tokens_of(plan, rows), tokens_of(plan, rows) // SEQ, plan.mesh.ep
             facts |= {
-                "rows": tokens * how.top_k,
-                "slots": plan.mesh.ep * blocks * block,
-                "multiplied": float(trips * block),
+                "slots": plan.mesh.ep * how.slots(*size) * (plan.mesh.ep > 1),
+                "rows": size[0] * how.top_k,
+                "multiplied": float(trips * model.experts.num_experts // plan.mesh.ep * how.blocks(*size)[1]),
             }
         yield name, _stepper(lambda state, c=compiled, p=placed: _loss_last(c(state, p)), step.init(0)), facts
 
 
-def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
-    """How many blocks of rows a device multiplies of a layer and microbatch, in the mean: as fresh weights
-    route.
+def tokens_of(plan: Plan, rows: int) -> int:
+    """A device's tokens in one microbatch of a step with so many rows."""
+    return (
+        rows * SEQ // plan.microbatches // math.prod(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep", "sp"))
+    )
 
-    From all tokens' choices on one device, dealt to devices and microbatches as the plan does: what a device
-    has for one expert fills whole blocks.
+
+def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
+    """How many blocks of rows a device multiplies for one of its experts, of a layer and microbatch, in the
+    mean: as fresh weights route.
+
+    From all tokens' choices on one device, dealt to devices and microbatches as the plan does: what the
+    ranks of a group have for one expert fills whole blocks.
     """
     chosen, visit = [], moe.visit
 
@@ -215,16 +216,14 @@ def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
         model = lambda params: nnx.merge(model_graph(config), params).loss(batch, par)[0]
         jax.block_until_ready(jax.jit(model)(jax.jit(lambda: init_params(config))()))
     jax.effects_barrier()
-    devices = math.prod(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep"))
-    dealt = np.stack(chosen).reshape(
-        config.num_layers, devices, -1, plan.microbatches, SEQ * config.experts.top_k
-    )
-    dealt = np.moveaxis(dealt, 3, 2).reshape(config.num_layers * devices * plan.microbatches, -1)
-    block = config.experts.slots(dealt.shape[1] // config.experts.top_k, dealt.shape[1] // SEQ, plan.mesh.ep)[
-        1
-    ]
-    counts = (dealt[:, :, None] == np.arange(config.experts.num_experts)).sum(1)
-    return Fraction(int((-(-counts // block)).sum()), len(dealt))
+    how, ranks = config.experts, plan.mesh.ep
+    tokens = tokens_of(plan, BATCH)
+    groups = len(batch["tokens"]) * SEQ // plan.microbatches // (tokens * ranks)
+    dealt = np.stack(chosen).reshape(config.num_layers, groups * ranks, plan.microbatches, -1)
+    dealt = np.moveaxis(dealt, 2, 1).reshape(-1, ranks * tokens * how.top_k)
+    counts = (dealt[:, :, None] == np.arange(how.num_experts)).sum(1)
+    blocks = -(-counts // how.blocks(tokens, tokens // SEQ, ranks)[1])
+    return Fraction(int(blocks.sum()), blocks.size)
 
 
 def _result_bytes(c: Collective) -> float:

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from parity import arranged, emulated_ragged_all_to_all, live
+from parity import arranged, emulated_ragged_all_to_all, live, ragged_on_cpus
 
 from llmpar import attention, schedules, sequence_order
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
@@ -357,6 +357,7 @@ def as_on_accelerators(plan: Plan, ragged=emulated_ragged_all_to_all):
     plain = jax.nn.dot_product_attention
     instead = lambda *args, implementation, **more: plain(*args, implementation="xla", **more)
     with (
+        ragged_on_cpus(),
         mock.patch.object(jax.lax, "ragged_all_to_all", ragged),
         mock.patch.object(jax.nn, "dot_product_attention", instead),
         jax.numpy_dtype_promotion("strict" if plan.attention_kernel == "portable" else "standard"),
@@ -366,9 +367,8 @@ def as_on_accelerators(plan: Plan, ragged=emulated_ragged_all_to_all):
 
 def step_of(config, plan, optimizer, clip):
     """A step; of a plan for accelerators too."""
-    step = Step(config, dataclasses.replace(plan, dispatch="padded"), make_mesh(plan.mesh), optimizer, clip)
-    step.plan = plan
-    return step
+    with ragged_on_cpus():
+        return Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
 
 
 def pieces_of(plan: Plan, seq: int):

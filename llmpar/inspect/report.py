@@ -22,7 +22,7 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
-from llmpar.mesh import make_mesh
+from llmpar.mesh import make_mesh, platform_of
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.step import Step
@@ -79,6 +79,7 @@ def compare(
 
     Of a pipeline's stages it takes the one that sends most.
     """
+    plan = plan.on(platform_of(mesh))
     by_stage = [
         traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
     ]
@@ -104,6 +105,8 @@ def compare(
     return {
         "model": config.name,
         "params": config.num_params,
+        "dispatch": plan.dispatch if plan.live("ep") else None,
+        "grouped": plan.grouped if config.experts else None,
         "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
         "reading": plan.reading,
         "zero": plan.zero,

@@ -52,9 +52,9 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
     heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
     ffn = 4 * tokens * config.ffn_width * item // tp // plan.ffn_chunks
-    if config.experts:  # all slots of the buffer, on their way there, back, and inside the experts
-        blocks, rows = config.experts.slots(tokens, 1, ep)
-        ffn = ep * blocks * rows * (4 * config.ffn_width // tp + 3 * config.width) * item
+    if config.experts:  # the slots of the buffer there and back, and what comes out of all visits
+        blocks, rows = config.experts.blocks(tokens, 1, ep)
+        ffn = (2 * ep * config.experts.slots(tokens, 1, ep) + blocks * rows) * config.width * item
     # What autodiff keeps of one block: inputs of products, of norms and of nonlinearities.
     block = 8 * stream + heads + ffn
     kept = block - ffn * (plan.ffn_chunks > 1)  # chunks are computed again
