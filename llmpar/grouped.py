@@ -286,12 +286,12 @@ def _ragged_dot(a, b, owners, num_owners: int, dims, groups: list[int]):
 
 def kernel_dot(
     rows: Float[Array, "q a"],
-    w: Float[Array, "l a b"],
+    w: Float[Array, "l _ _"],
     owner_n: Int[Array, " n"],
     transposed: bool = False,
     interpret: bool = False,
-) -> Float[Array, "q b"]:
-    """Each block of rows times the weights of its owner (``w`` is ``l b a`` where transposed): a kernel in
+) -> Float[Array, "q _"]:
+    """Each block of rows times the weights of its owner (or these transposed): a kernel in
     Triton that sums in float32. A block that nobody owns gives zeros and multiplies nothing."""
     (num_rows, inner), outer = rows.shape, w.shape[1 if transposed else 2]
     block, tile, step = num_rows // len(owner_n), _tile(outer, 128), _tile(inner, 128 // rows.itemsize)
@@ -384,7 +384,7 @@ def _tile(size: int, most: int) -> int:
     if size % 16:
         raise ValueError(
             f"grouped='triton' multiplies tiles of 16 columns or more, and a width of {size} is no multiple"
-            " of 16; use a model width and an expert's width per tp rank that are"
+            " of 16; use widths, of the model and of each device's part of an expert, that are"
         )
     return min(most, size & -size)
 

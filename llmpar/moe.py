@@ -119,7 +119,7 @@ def visit(
     """
     (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
     size = b * s, b * par.parts("stream s") // par.parts("ffn s"), num_ranks
-    way = "interpreted" if (par.plan.grouped, par.platform) == ("triton", "cpu") else par.plan.grouped
+    way = par.plan.grouped
     blocks, block = experts.blocks(*size, *grouped.BLOCK_ROWS[way])
     chunk = 0 if way == "blocks" else min(blocks, grouped.usual_chunk(b * s * k, block, len(gate)))
     blocks = -(-blocks // chunk) * chunk if chunk else blocks

@@ -53,11 +53,7 @@ BATCH_AXES = ("dp", "fsdp", "ep")
 
 SUITS = {
     "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
-    "grouped": {
-        "cpu": ("blocks", "ragged_dot", "triton"),
-        "gpu": ("triton",),
-        "tpu": ("ragged_dot", "blocks"),
-    },
+    "grouped": {"cpu": ("blocks", "ragged_dot"), "gpu": ("triton",), "tpu": ("ragged_dot", "blocks")},
 }
 """What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for."""
 UNSUITED = {
@@ -133,9 +129,8 @@ class Plan:
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
         grouped: how rows are multiplied by their experts (Megatron's grouped GEMM): in a loop over
-            ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; CPUs and GPUs multiply every row by every
-            expert), or by the kernels of :mod:`llmpar.grouped` in ``triton`` (GPUs; CPUs interpret them,
-            slowly). ``auto``: what suits the devices.
+            ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every row by every expert), or
+            by the kernels of :mod:`llmpar.grouped` in ``triton`` (GPUs). ``auto``: what suits the devices.
         sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
             work.
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order

@@ -32,10 +32,11 @@ from llmpar.config import ExpertConfig, preset
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual, Solo
-from llmpar.plan import Plan
+from llmpar.plan import SUITS, Plan
 from llmpar.step import Step
 
 HERE = Solo(Plan())
+WAYS = [way for way in grouped.BLOCK_ROWS if way != "triton"]  # that CPUs have
 DEEPSEEK = ExpertConfig(
     8, 2, num_shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, num_groups=4, top_groups=2, aux_loss=0.01
 )
@@ -225,7 +226,7 @@ def test_a_capacity_leaves_fewer_slots():
     assert ExpertConfig(64, 2).slots(1024, 1, 8) == 1024
 
 
-@pytest.mark.parametrize("way", grouped.BLOCK_ROWS)
+@pytest.mark.parametrize("way", WAYS)
 def test_executed_products_are_near_k_of_e_of_all_experts(way):
     """64 experts, k = 8, nothing dropped: 9 products, of pieces that are computed again 11 (on CPUs all), and
     a tenth for blocks that are not full. Every product calls the counter when it is executed."""
@@ -244,12 +245,12 @@ def test_executed_products_are_near_k_of_e_of_all_experts(way):
         return counting
 
     weights, chosen, _ = moe.route(how, HERE, values["x"] @ values["router"])
-    suited = dict(zip(grouped.BLOCK_ROWS, ("blocks", "ragged_dot", "triton", "triton"), strict=True))
     with (
         mock.patch.object(grouped, "_dot", counted(grouped._dot, lambda _, w: math.prod(w.shape[-2:]))),
         mock.patch.object(grouped, "_outer", counted(grouped._outer, lambda a, b: a.shape[1] * b.shape[1])),
     ):
-        par = Solo(Plan(grouped=suited[way]))
+        par = Solo(Plan())
+        object.__setattr__(par.plan, "grouped", way)
         visit = lambda x, *ws: (moe.visit(how, par, x, weights, chosen, *ws) ** 2).sum()
         grads = jax.jit(jax.grad(visit, argnums=(0, 1, 2, 3)))(
             *(values[n] for n in ("x", "gate", "up", "down"))
@@ -431,15 +432,48 @@ def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
         ("ragged_dot", "gpu", "multiplies every row by every expert; use grouped='triton'"),
         ("blocks", "gpu", "host would wait for every turn"),
         ("triton", "tpu", "for GPUs; use grouped='ragged_dot'"),
+        ("triton", "cpu", "for GPUs; use grouped='blocks'"),
     ]:
         with pytest.raises(ValueError, match=why):
             Plan(grouped=value).on(platform)
 
 
-@pytest.mark.parametrize("grouped", ["triton", pytest.param("ragged_dot", marks=pytest.mark.full)])
-def test_the_grouped_products_of_accelerators_give_the_same(grouped):
-    """The kernels in Triton, interpreted; `jax.lax.ragged_dot` as CPUs have it."""
-    assert_same(MOE, Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block", grouped=grouped))
+def plain_dot(rows, w, owner_n, transposed=False, interpret=False):
+    """`grouped.kernel_dot` in a line: Pallas's interpreter does not know the varying types of shard_map."""
+    blocks, w = rows.reshape(len(owner_n), -1, rows.shape[1]), jnp.concatenate([w, jnp.zeros_like(w[:1])])
+    return jnp.einsum("nqb,nab->nqa" if transposed else "nqa,nab->nqb", blocks, w[owner_n]).reshape(
+        len(rows), -1
+    )
+
+
+def plain_outer(rows, grads, owner_n, num_owners, interpret=False):
+    """`grouped.kernel_outer` likewise."""
+    hot = jax.nn.one_hot(owner_n, num_owners, dtype=jnp.float32)
+    rows, grads = (x.reshape(len(owner_n), -1, x.shape[1]) for x in (rows, grads))
+    return jnp.einsum("nl,nqa,nqb->lab", hot, rows, grads)
+
+
+ACCELERATED = [
+    ("triton", Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block", grouped="triton")),
+    ("triton", Plan("pp=2 ep=2", schedule="zb-h1", microbatches=2, grouped="triton")),
+    ("triton", Plan("fsdp=2 ep=4", reading="auto", grouped="triton")),
+    ("ragged_dot", Plan("ep=4 sp=2", context_parallel="ulysses", grouped="ragged_dot")),
+]
+
+
+@pytest.mark.parametrize(
+    "way, plan",
+    [ACCELERATED[0], *(pytest.param(*case, marks=pytest.mark.full) for case in ACCELERATED[1:])],
+    ids=lambda x: x if isinstance(x, str) else name(x),
+)
+def test_the_grouped_products_of_accelerators_give_the_same(way, plan):
+    """Chunk by chunk, on many devices; `jax.lax.ragged_dot` as CPUs have it, the kernels in plain JAX."""
+    with (
+        mock.patch.dict(SUITS["grouped"], cpu=(way,)),
+        mock.patch.object(grouped, "kernel_dot", plain_dot),
+        mock.patch.object(grouped, "kernel_outer", plain_outer),
+    ):
+        assert_same(MOE, plan)
 
 
 OWNERS = {
@@ -487,7 +521,7 @@ def test_a_kernel_refuses_widths_without_tiles_and_tells_its_flops():
 
 
 @pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("way", grouped.BLOCK_ROWS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("routing", ["even", "all to one", "half to nobody"])
 def test_every_way_of_multiplying_gives_the_same_output_and_gradients(way, split, routing):
     """Also chunk by chunk, and with the weights' gradients in a loop of their own."""

@@ -50,6 +50,7 @@ DRAWN = {
         bucket_bytes=(1, 3000, 4 << 20),
         microbatches=(1, 2, 3, 4, 8),
         dtype=("float32",) * 7 + ("bfloat16",),
+        grouped=("auto", "blocks", "ragged_dot"),  # triton is for GPUs
         unroll=(1, 0, 2, 3),
         loss_chunks=(1, 2, 3, 4),
         ffn_chunks=(1, 2, 3, 4),
