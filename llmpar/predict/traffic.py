@@ -322,7 +322,9 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     slots = experts.slots(tokens, pieces * (plan.mesh.tp if plan.tp_sequence else 1), ranks)
     layers, choices, small = run.forward + run.again, (b, s, experts.top_k), FLOAT32
     groups = math.prod(plan.mesh.sizes[a] for a in plan.place("ffn b").axes)
-    of = f"slots for tokens on their way to their experts and back, for {experts.top_k} choices a token"
+    elsewhere = math.comb(experts.num_experts - experts.num_experts // ranks, experts.top_k)
+    filled = min(1, (1 - elsewhere / math.comb(experts.num_experts, experts.top_k)) * tokens / slots)
+    of = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
     buffer, ragged = (groups, ranks, slots, config.width), plan.dispatch == "ragged"  # then at most so much
     there, back = "ffn b e c d -> experts b e c d", "experts b e c d +m -> ffn b e c d +m"
     values.carry(there, buffer, of, layers, run.backward, ragged=ragged)
