@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-full lab bench slides notebooks gallery lint clean
+.PHONY: help setup compilers demo test test-fast test-full lab bench slides notebooks gallery lint clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -35,6 +35,19 @@ $(STAMP): pyproject.toml constraints.txt
 node_modules: package.json
 	@if command -v npm >/dev/null 2>&1; then npm install --silent --no-package-lock --no-audit --no-fund || echo "llmpar: npm install failed; accessibility is not checked"; fi
 
+# What `llmpar compile` asks: the compilers for GPUs and TPUs, without a device. They lie beside the environment, since JAX looks
+# for a GPU wherever its plugin is installed: PYTHONPATH=$(VENV)/aot llmpar compile. Tests that need them find them there.
+COMPILERS := jax-cuda12-plugin jax-cuda12-pjrt libtpu
+compilers: $(VENV)/aot/.installed
+
+$(VENV)/aot/.installed: $(STAMP)
+	@if command -v uv >/dev/null 2>&1 && uv --version >/dev/null 2>&1; then \
+	  set -ex; uv pip install --quiet --python $(BIN)/python --no-deps -c constraints.txt --target $(VENV)/aot $(COMPILERS); \
+	else \
+	  set -ex; $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt --upgrade --target $(VENV)/aot $(COMPILERS); \
+	fi
+	@touch $@
+
 demo: $(STAMP)
 	$(BIN)/llmpar demo --out demo
 
@@ -45,7 +58,7 @@ lint: $(STAMP)
 	$(BIN)/python notebooks/build.py --check
 
 # Two workers. Whatever starts a kernel or a browser runs on one of them, one after the other (tests/conftest.py).
-test: lint node_modules
+test: lint node_modules compilers
 	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup
 
 test-fast: lint

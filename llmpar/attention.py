@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from llmpar.par import scope, vary_alike
@@ -266,6 +267,7 @@ def _ring_forward(options, queries, keys):
 
 def _ring_saving(options, queries, keys):
     out, lse = _ring_forward(options, queries, keys)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
     return (out, lse), (queries, keys, out, lse)
 
 
@@ -388,7 +390,7 @@ def by_kernel(
     seen, q_bsnh = sees(mask, queries, keys), q.reshape(*q.shape[:2], -1, q.shape[-1])
     seen, causal = None if seen is None else seen[:, None], contiguous and mask.causal
     out = jax.nn.dot_product_attention(q_bsnh, k, v, mask=seen, is_causal=causal, implementation=kernel)
-    return out.reshape(q.shape), None
+    return checkpoint_name(out.reshape(q.shape), "attention_out"), None
 
 
 def _scale(scale, q):

@@ -23,11 +23,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llmpar import attention, moe
 from llmpar.config import ExpertConfig, ModelConfig, Weight
-from llmpar.par import Solo
+from llmpar.par import HIDDEN, PROJECTED, STREAM, Solo
 
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
@@ -87,6 +88,7 @@ class Attention(nnx.Module):
         if self.config.qkv_bias:
             biases = (q_bsnh, self.q_bias), (k_bskh, self.k_bias), (v_bskh, self.v_bias)
             q_bsnh, k_bskh, v_bskh = (y + par.weight(bias)[None, None] for y, bias in biases)
+        q_bsnh, k_bskh, v_bskh = (checkpoint_name(y, PROJECTED) for y in (q_bsnh, k_bskh, v_bskh))
         if self.config.qk_norm:
             q_bsnh, k_bskh = self.q_norm(q_bsnh, par), self.k_norm(k_bskh, par)
         q_bsnh, k_bskh = rotate(q_bsnh, rope), rotate(k_bskh, rope)
@@ -155,8 +157,9 @@ class FeedForward(nnx.Module):
     def inside(self, x: Float[Array, "b s d"], par: Solo) -> Float[Array, "b s d"]:
         """The three products and what is between them; the sum over m is unfinished."""
         gate, up, down = (par.weight(w) for w in (self.gate, self.up, self.down))
-        mix = lambda x: (jax.nn.silu(x @ gate) * (x @ up)) @ down
         chunks = par.plan.ffn_chunks
+        keep = lambda y: y if chunks > 1 else checkpoint_name(y, HIDDEN)  # pieces would add up to all of it
+        mix = lambda x: (jax.nn.silu(keep(x @ gate)) * keep(x @ up)) @ down
         return par.chunked(mix, x, chunks) if chunks > 1 else mix(x)
 
 
@@ -217,7 +220,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "b s d"], ids: Ids, rope: Rope, par: Solo
     ) -> tuple[Float[Array, "b s d"], Aux]:
         """The stream after the layer, and what its router tells."""
-        x = x + self.attention(self.attention_norm(x, par), ids, rope, par)
+        x = checkpoint_name(x + self.attention(self.attention_norm(x, par), ids, rope, par), STREAM)
         y = self.ffn_norm(x, par)
         y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
         return x + y, aux

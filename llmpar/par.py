@@ -40,6 +40,14 @@ from llmpar.notation import Arrow, Layout, Move, parse_layout
 
 WEIGHT, MOVED = "weight", "moved"
 """Names under which remat policies know gathered weights and the results of communication."""
+PROJECTED, STREAM, HIDDEN = "projected", "stream", "hidden"
+"""Names of what is dear to compute again: queries, keys and values before RoPE; the stream between attention
+and feed-forward; the feed-forward's first products. Attention names its own results."""
+SAVED = {"block": (), "ffn": (PROJECTED, STREAM, "attention_out", "attention_lse")}
+SAVED["selective"] = *SAVED["ffn"], HIDDEN
+"""What a block's forward pass keeps for the backward pass, by `Plan.remat`. Per byte, in FLOPs, a product
+costs the width that it sums over, attention more, norms, RoPE and SwiGLU next to nothing. Moved values are
+sent again, but for attention's last reduction, which is in the stream."""
 
 
 class Solo:
@@ -94,11 +102,11 @@ class Solo:
         rematerialised as planned. The layers' auxiliary results are stacked."""
         plan, length = self.plan, jax.tree.leaves(stack)[0].shape[0]
         alone = not 0 < plan.unroll < length  # no loop keeps XLA from merging the two computations
-        if plan.remat == "block":
-            keep = plan.zero == 3 and not plan.reshard_after_forward
-            names = jax.checkpoint_policies.save_only_these_names(WEIGHT)
-            block = jax.checkpoint(block, policy=names if keep else None, prevent_cse=alone)
-        elif plan.zero == 3 and plan.reshard_after_forward and plan.live("fsdp"):
+        keep = plan.gathers == "block" and not plan.reshard_after_forward
+        if plan.remat != "none":
+            policy = functools.partial(_named, SAVED[plan.remat] + (WEIGHT,) * keep)
+            block = jax.checkpoint(block, policy=policy, prevent_cse=alone)
+        elif plan.gathers == "block" and not keep:
             block = jax.checkpoint(block, policy=_all_but_gathered_weights, prevent_cse=alone)
         return lax.scan(block, x, stack, unroll=plan.unroll or length)
 
@@ -121,14 +129,19 @@ class Solo:
         return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 2).reshape(y.shape[1], -1, *y.shape[3:]), out)
 
 
+def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
+    """Save what has one of the names. cuDNN's kernel stands for attention's: JAX names nothing inside."""
+    if prim.name == "dot_product_attention_fwd_wrapper":
+        return "attention_out" in names
+    return prim.name == "name" and params["name"] in names
+
+
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
-    """Save everything except what was gathered over fsdp (and its renamed copy, also beyond the barrier
-    before an island): no recomputing, but gathering again."""
+    """Save everything except gathered weights (and their renamed copies, also beyond the barrier before an
+    island): no recomputing, but gathering again. What else is gathered is saved under its name."""
     if prim.name == "name":
         return params["name"] != WEIGHT
-    if prim.name == "optimization_barrier":
-        return False
-    return not (prim.name == "all_gather" and "fsdp" in params["axis_name"])
+    return prim.name not in ("all_gather", "optimization_barrier")
 
 
 # ----------------------------------------------------------------------------------------------------- Manual
@@ -139,14 +152,21 @@ class Manual(Solo):
     arrow's text."""
 
     def weight(self, param):
-        """The stored shard, cast, then gathered over fsdp if it is stored cut (ZeRO-3).
+        """The weight as it is used: from its stored shard (`gather`), unless a pipeline has done that for the
+        step.
 
-        What the backward pass does is the mirror image: reduce-scatter over fsdp in the computing dtype, then
-        one float32 all-reduce of the shard over every other axis on which the region's values differ.
+        What the backward pass does is the mirror image: reduce-scatter over the axes of ZeRO in the computing
+        dtype, then one float32 all-reduce of the shard over every other axis on which the region's values
+        differ.
         """
         region = parse_layout(param.dims).region
-        x = self._vary(param[...], self.plan.varying(region), param.dims).astype(self.dtype)
-        return checkpoint_name(self.carry_out(x, self.plan.life(param.dims).gather, param.dims), WEIGHT)
+        x = self._vary(param[...], self.plan.varying(region), param.dims)
+        whole = x.astype(self.dtype) if self.plan.gathers == "step" else self.gather(x, param.dims)
+        return checkpoint_name(whole, WEIGHT)
+
+    def gather(self, shard: Array, dims: str) -> Array:
+        """A weight's stored shard, cast, then gathered if it is stored cut (ZeRO-3)."""
+        return self.carry_out(shard.astype(self.dtype), self.plan.life(dims).gather, dims)
 
     def move(self, x: Array, arrow: str) -> Array:
         """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in

@@ -21,7 +21,8 @@ writes or B reads, and where the result goes:
 
 The layers of a stage are its share of the blocks' weights, stored `l/pp`; `schedules.layer_order` says which
 layer lies where. All other weights are whole on every stage, and their gradients are summed over pp at the
-end of the step (`plan.Life` says so). Where a schedule wants two copies of the model (DualPipe), a stage
+end of the step (`plan.Life` says so). Weights that ZeRO-3 stores cut are gathered for each cell, or before
+the walk for all of it (`Plan.gathers`). Where a schedule wants two copies of the model (DualPipe), a stage
 borrows its opposite's layers for the step, and returns their gradients.
 """
 
@@ -40,7 +41,7 @@ from llmpar.par import Manual, scope, vary, varying
 from llmpar.schedules import KINDS
 from llmpar.stage import Stage, add, at, embed, programs, when
 from llmpar.timetable import WAYS, slots, timetable
-from llmpar.weights import Tree
+from llmpar.weights import Tree, weight_dims
 
 _pieces = lambda x, n: x.reshape(n, -1, *x.shape[1:])
 
@@ -81,8 +82,11 @@ class _Executor:
         self.copies, self.slots = self.schedule.parameter_copies, slots(timetable(self.schedule))
         self.batch = jax.tree.map(lambda x: _pieces(x, self.schedule.num_microbatches), batch)
         both = lambda w: w if self.copies == 1 else jnp.concatenate([w, self.opposite(w)])
-        self.chunks = jax.tree.map(lambda w: both(_pieces(w, self.schedule.visits)), params["blocks"])
-        shared = {name: w for name, w in params.items() if name != "blocks"}
+        shared = params | {"blocks": jax.tree.map(both, params["blocks"])}
+        if par.plan.gathers == "step":
+            shared = jax.tree.map(par.gather, shared, weight_dims(config))
+        chunks = functools.partial(_pieces, n=self.copies * self.schedule.visits)
+        self.chunks = jax.tree.map(chunks, shared.pop("blocks"))
         self.inputs = functools.partial(Stage, config, par, shared=shared)
         table = self.instructions(self.schedule.layers(config.num_layers))
         self.table = {name: jnp.asarray(column)[:, lax.axis_index("pp")] for name, column in table.items()}

@@ -33,6 +33,12 @@ else its ``e``). Of ``ffn d m`` on ``fsdp=2 tp=2``, with dp besides:
 
 Each cell that differs from its neighbour is a collective (`Life`). Stage
 3 is FSDP: its weights are gathered for use, and autodiff makes a reduce-scatter of that on the way back.
+
+Devices along sp, and along ep where no expert is concerned, hold the same weights too and use them on other
+tokens. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes
+``d/fsdp,sp``, and one collective over both axes takes the place of one over fsdp (Llama 3 2024, section
+3.3.2, shards over its data and context parallel ranks alike). A weight without ``d`` is a small vector and
+stays with fsdp. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
 """
 
 from __future__ import annotations
@@ -70,7 +76,7 @@ class Life:
 
     Attributes:
         stored: the weight between steps.
-        used: the weight in a matrix product: whole over fsdp.
+        used: the weight in a matrix product: whole over the axes of ZeRO.
         unreduced: its gradient as the backward pass leaves it, with the sums that are still open.
         accumulated: what is added up over microbatches.
         graded: the finished gradient, and the optimizer's state.
@@ -85,7 +91,7 @@ class Life:
     graded: Layout
     copied: tuple[str, ...]
 
-    gather = property(lambda self: Arrow(self.stored, self.used), doc="At ZeRO 3 an all-gather over fsdp.")
+    gather = property(lambda self: Arrow(self.stored, self.used), doc="At ZeRO 3 an all-gather.")
     accumulate = property(
         lambda self: Arrow(self.unreduced, self.accumulated), doc="At ZeRO 2 a reduce-scatter."
     )
@@ -101,7 +107,9 @@ class Plan:
         mesh: sizes of the six axes; a string is parsed.
         reading: who writes the collectives: ``manual`` (we do, inside shard_map), ``auto`` (XLA's partitioner
             does).
-        zero: ZeRO stage on the fsdp axis, 0 to 3. At 0 fsdp is one more replica axis.
+        zero: ZeRO stage, 0 to 3. At 0 fsdp is one more replica axis.
+        zero_axes: the axes by which ZeRO cuts what a device would hold as others do. Fewer axes are smaller
+            groups for each gather, and more state on every device.
         tp_sequence: also cut the residual stream's sequence by tp (Korthikanti et al. 2022, sequence
             parallelism).
         reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step,
@@ -110,9 +118,14 @@ class Plan:
         bucket_bytes: a bucket is closed when it has reached this size.
         microbatches: per step and device; their gradients are summed before the update. In a pipeline, what
             fills it.
-        remat: what the backward pass recomputes: ``none``, or the whole ``block``.
+        remat: what the backward pass recomputes: ``none``; ``selective``, what is cheap, all but the results
+            of matrix products and of attention, which are kept (Korthikanti et al. 2022, section 5, has the
+            reasoning: FLOPs per byte); ``ffn``, the feed-forward's products too, whose results are most of
+            the bytes; or the whole ``block``. Experts' products are kept by ``none`` alone.
         reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
-            forward pass and gather them again in the backward pass; else they are kept in between.
+            forward pass and gather them again in the backward pass; else they are kept in between. In a
+            pipeline, where a layer is used by each microbatch, they are then gathered once and kept for the
+            step: gradients are added up whole, float32, and reduce-scattered when it ends.
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
@@ -145,11 +158,12 @@ class Plan:
     mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed
     reading: Literal["manual", "auto"] = "manual"
     zero: Literal[0, 1, 2, 3] = 3
+    zero_axes: Literal["fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"] = "fsdp,ep,sp"
     tp_sequence: bool = False
     reduce: Literal["end", "layer", "bucket"] = "end"
     bucket_bytes: int = 4 << 20
     microbatches: int = 1
-    remat: Literal["none", "block"] = "none"
+    remat: Literal["none", "selective", "ffn", "block"] = "none"
     reshard_after_forward: bool = True
     dtype: Literal["float32", "bfloat16"] = "float32"
     unroll: int = 1
@@ -231,7 +245,7 @@ class Plan:
     def place(self, layout: Layout | str) -> Layout:
         """The physical layout of a logical one (``'attention b s d +n'`` becomes ``'b/dp,fsdp s d +tp'``).
 
-        A weight is placed as it is *used*: cut by tp where its dims are, whole over fsdp.
+        A weight is placed as it is *used*: cut by tp where its dims are, whole over the axes of ZeRO.
         """
         layout = parse_layout(layout) if isinstance(layout, str) else layout
         if not layout.region:
@@ -253,15 +267,30 @@ class Plan:
     def life(self, dims: str) -> Life:
         """The layouts of a weight, its gradients and its optimizer state in one step, and the arrows between
         them. Raises ValueError for an unknown region."""
-        used, fsdp = self.place(dims), self.live("fsdp")
+        used, differ = self.place(dims), self.varying(parse_layout(dims).region)
         target = next(x for x in "dhe" if x in used.letters)
-        cut = Layout(tuple(Dim(d.name, d.axes + fsdp * (d.name == target)) for d in used.dims))
+        # Copies that are used on equal values have no sum to share: a `serve.decode.Serving` cuts no s.
+        over = tuple(a for a in self._zero_axes(target) if a in differ and a not in used.axes)
+        cut = Layout(tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims))
         stored, graded = cut if self.zero == 3 else used, cut if self.zero else used
-        differ = self.live("pp") + self.varying(parse_layout(dims).region)
-        copied = tuple(a for a in differ if a not in stored.axes)
-        unreduced = Layout(stored.dims, () if self.reduce == "layer" else copied)
-        shard = Layout(cut.dims, tuple(a for a in unreduced.sums if a != "fsdp"))
+        kept = used if self.gathers == "step" else stored
+        copied = tuple(a for a in self.live("pp") + differ if a not in kept.axes)
+        unreduced = Layout(kept.dims, () if self.reduce == "layer" else copied)
+        shard = Layout(cut.dims, tuple(a for a in unreduced.sums if a not in over))
         return Life(stored, used, unreduced, shard if self.zero == 2 else unreduced, graded, copied)
+
+    def _zero_axes(self, target: str = "d") -> tuple[str, ...]:
+        """The live axes by which ZeRO cuts the dim ``target``: vectors, which have no width d, by fsdp
+        alone."""
+        return self.live(*self.zero_axes.split(",")) if target == "d" else self.live("fsdp")
+
+    @property
+    def gathers(self) -> Literal["", "block", "step"]:
+        """When weights that are stored in pieces are gathered for use: for each ``block``, as FSDP does, or
+        in a pipeline once a ``step``; empty where they are not."""
+        if self.zero != 3 or not self._zero_axes():
+            return ""
+        return "step" if self.mesh.pp > 1 and not self.reshard_after_forward else "block"
 
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
@@ -325,16 +354,8 @@ class Plan:
                 self._divides(f"each device's number of {what}", local, (), "attention_block", fixed=True)
         if self.attention_kernel != "portable":
             self._check_kernel()
-        cut_by_fsdp = {"model width": config.width}
-        cut_by_fsdp |= {"head width": config.head_width} if config.qkv_bias or config.qk_norm else {}
-        cut_by_fsdp |= (
-            {"experts": config.experts.num_experts}
-            if config.experts and config.experts.bias_rate is not None
-            else {}
-        )
-        rows = batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches)
-        for name, size in cut_by_fsdp.items() if self.zero else ():
-            self._divides(name, size, ("fsdp",), suits=math.gcd(rows, *cut_by_fsdp.values()), fixed=True)
+        if self.zero:
+            self._check_zero(config, batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches))
         if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
             why = f"does not go with ZeRO {self.zero}, whose gradients are reduce-scattered"
             raise ValueError(f"reduce='{self.reduce}' {why}; use 'end'")
@@ -343,6 +364,19 @@ class Plan:
                 "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1"
             )
         self._check_pipeline(config)
+
+    def _check_zero(self, config, rows: int) -> None:
+        """Refuse dims that ZeRO cannot cut evenly. With fsdp as many ``rows`` of the batch are cut too."""
+        cut = {"model width": (config.width, self._zero_axes("d"))}
+        if config.qkv_bias or config.qk_norm:
+            cut["head width"] = config.head_width, self._zero_axes("h")
+        if config.experts and config.experts.bias_rate is not None:
+            cut["experts"] = config.experts.num_experts, self._zero_axes("e")
+        suits = math.gcd(rows, *(size for size, _ in cut.values()))
+        for name, (size, axes) in cut.items():
+            fewer = len(axes) > 1 or axes != self.live("fsdp")
+            ways = ", or use zero_axes='fsdp'" * (fewer and size % self.mesh.fsdp == 0)
+            self._divides(name, size, axes, suits=suits, fixed=True, ways=ways)
 
     def idle(self, config) -> dict[str, str]:
         """The fields that are set and decide nothing for this mesh and model, with the reason: `check`
@@ -356,15 +390,28 @@ class Plan:
             ("dispatch", sizes["ep"] == 1, one("ep")),
             (
                 "zero",
-                sizes["fsdp"] == 1 and self.zero in (1, 2),
-                one("fsdp") + ", the axis by which ZeRO cuts state",
+                not self._zero_axes() and self.zero in (1, 2),
+                f"mesh '{self.mesh}' has no axis by which ZeRO cuts state; those are {self.zero_axes}",
             ),
+            ("zero_axes", not self.zero, "ZeRO 0 cuts nothing"),
             (
-                "reshard_after_forward",
-                sizes["fsdp"] == 1 or self.zero != 3,
-                "only ZeRO 3 with fsdp > 1 gathers weights for use",
+                "zero_axes",
+                self._zero_axes() == self.live("fsdp", "ep", "sp"),
+                f"mesh '{self.mesh}' has no others",
             ),
+            ("reshard_after_forward", not self.gathers, "only ZeRO 3 gathers weights for use"),
             ("grouped", config.experts is None, f"'{config.name}' has no experts"),
+            (
+                "ffn_chunks",
+                config.experts is not None and not config.experts.num_shared,
+                f"'{config.name}' has experts in place of a feed-forward",
+            ),
+            ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
+            (
+                "reduce",
+                not any(self.life(weight.dims).copied for weight in config.weights().values()),
+                "no weight is kept by two devices, so no sum is left for `reduce`",
+            ),
             ("bucket_bytes", self.reduce != "bucket", f"reduce is '{self.reduce}'"),
             (
                 "reduce bucket_bytes",
@@ -434,8 +481,11 @@ class Plan:
             return
         order, name = self.pipeline, f"schedule '{self.pipeline.name}'"
         if order.split_backward or self.stage_saves == "residuals":
-            why = f"{name if order.split_backward else 'stage_saves=residuals'} checkpoints no block"
-            self._refuse_idle({"remat": why, "reshard_after_forward": why})
+            who = name if order.split_backward else "stage_saves=residuals"
+            why = f"{who} cuts a stage's backward pass, with its layers written out and none checkpointed"
+            self._refuse_idle({"remat": why, "unroll": why})
+        if min(order.layers(config.num_layers).values(), default=0) == 1:
+            self._refuse_idle({"unroll": f"{name} has a chunk of one layer, and a loop over that is no loop"})
         if config.experts and config.experts.bias_rate is not None:
             raise ValueError(
                 f"{name} does not tell how many tokens each expert got, which bias_rate needs; use"
@@ -478,10 +528,11 @@ class Plan:
         times: str = "",
         suits: int = 0,
         fixed: bool = False,
+        ways: str = "",
     ):
         """Refuse a ``size`` that is no multiple of the axes' sizes and of the field ``times``, multiplied.
         The advice keeps to divisors of ``suits``, which whatever else these axes cut has too, and does not
-        change a ``fixed`` size.
+        change a ``fixed`` size. Other ``ways`` follow.
         """
         pieces = getattr(self, times) if times else 1
         parts = pieces * math.prod(self.mesh.sizes[a] for a in axes)
@@ -491,7 +542,7 @@ class Plan:
         fits = [n for n in divisors(suits or size) if n <= 4 * parts]
         near = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
         change = "" if fixed else f"use {' or '.join(map(str, near))}, or "
-        ways = f"{change}make {name} one of {', '.join(map(str, fits))}"
+        ways = f"{change}make {name} one of {', '.join(map(str, fits))}{ways}"
         raise ValueError(f"{what} {size} is not a multiple of {name} = {parts}; {ways}")
 
 

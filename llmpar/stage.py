@@ -145,7 +145,7 @@ def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     """The sums with gradients added to those of the same name, at ZeRO 2 cut before that
     (`Life.accumulate`)."""
     move = lambda g, dims: stage.par.carry_out(g, stage.par.plan.life(dims).accumulate, f"gradient {dims}")
-    one = lambda done, g, dims: done + move(g, dims)
+    one = lambda done, g, dims: done + move(g.astype(done.dtype), dims)
     dims = weight_dims(stage.config)
     return sums | {name: jax.tree.map(one, sums[name], g, dims[name]) for name, g in grads.items()}
 

@@ -371,8 +371,7 @@ class Step:
     def _restore(self, par: Solo, params: Tree) -> Tree:
         """From the layout of the update to the stored layout: ZeRO 1 and 2 gather, the others are there
         already."""
-        plan = self.plan
-        if not isinstance(par, Manual) or plan.zero in (0, 3) or not plan.live("fsdp"):
+        if not isinstance(par, Manual) or self.graded == self.stored:
             return self._constrain(params, self.stored)
 
         def gather(params):

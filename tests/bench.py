@@ -58,7 +58,7 @@ from llmpar.weights import init_params, model_graph
 devices = use_devices(8)
 
 BATCH, SEQ = 16, 256
-FAST = dict(unroll=0, attention_block=64)
+FAST = dict(unroll=0, attention_block=64)  # a stage of one layer has no loop to unroll
 PLANS = {
     "one": Plan("dp=1", zero=0, microbatches=8, **FAST),
     "dp8": Plan("dp=8", zero=0, **FAST),
@@ -66,11 +66,13 @@ PLANS = {
     "fsdp8 remat": Plan("fsdp=8", remat="block", attention_block=64, loss_chunks=4),
     "tp4 dp2": Plan("tp=4 dp=2", zero=0, microbatches=4, **FAST),
     "sp4 dp2": Plan("sp=4 dp=2", zero=0, microbatches=4, unroll=0),
-    "pp4 dp2": Plan("pp=4 dp=2", zero=0, microbatches=8, **FAST),
-    "pp4 dp2 saved": Plan("pp=4 dp=2", zero=0, microbatches=8, stage_saves="residuals", **FAST),
+    "pp4 dp2": Plan("pp=4 dp=2", zero=0, microbatches=8, attention_block=64),
+    "pp4 dp2 saved": Plan("pp=4 dp=2", zero=0, microbatches=8, stage_saves="residuals", attention_block=64),
     "one m16": Plan("dp=1", zero=0, microbatches=16, **FAST),
-    "pp4 dp2 m16": Plan("pp=4 dp=2", zero=0, microbatches=16, **FAST),
-    "pp4 dp2 m16 saved": Plan("pp=4 dp=2", zero=0, microbatches=16, stage_saves="residuals", **FAST),
+    "pp4 dp2 m16": Plan("pp=4 dp=2", zero=0, microbatches=16, attention_block=64),
+    "pp4 dp2 m16 saved": Plan(
+        "pp=4 dp=2", zero=0, microbatches=16, stage_saves="residuals", attention_block=64
+    ),
     "one moe": Plan("dp=1", zero=0, microbatches=2, loss_chunks=4, **FAST),
     "ep4 dp2 moe": Plan("ep=4 dp=2", zero=0, loss_chunks=4, **FAST),
 }

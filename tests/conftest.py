@@ -3,6 +3,7 @@ checked.
 
 Warnings are errors too (pyproject.toml). What the tests start (kernels, the command line) inherits these
 variables. LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator` there; they run on CPUs too.
+LLMPAR_TEST_ROUNDING=bf16 (or tf32) rehearses that on CPUs: products are rounded as there (rounding.py).
 """
 
 import importlib.metadata
@@ -14,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = os.environ.get("LLMPAR_TEST_PLATFORM", "cpu")
+ROUNDING = os.environ.get("LLMPAR_TEST_ROUNDING", "")
 SIMULATED = (
     "--xla_force_host_platform_device_count=8",
     # Eight device threads on two busy cores wait long for one another: by default XLA aborts after a minute.
@@ -40,6 +42,12 @@ import pytest
 from beartype import BeartypeConf, beartype
 from jaxtyping import install_import_hook
 
+if ROUNDING:
+    from rounding import round_products
+
+    round_products(ROUNDING)
+if PLATFORM != "cpu" or ROUNDING:  # what tests compare, they compare in float32
+    jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Every annotation in the package is checked at run time, shapes included. As for mypy, an int will do for a
@@ -68,8 +76,13 @@ def pytest_collection_modifyitems(items, config=None):
     for item in items:
         name = item.path.stem
         item.add_marker(pytest.mark.xdist_group("kernels" if name in KERNELS else name))
-        if PLATFORM != "cpu" and not item.get_closest_marker("accelerator"):
-            item.add_marker(pytest.mark.skip(reason="needs 8 simulated devices"))
+        if PLATFORM == "cpu" and not ROUNDING:
+            continue
+        if not item.get_closest_marker("accelerator"):
+            item.add_marker(pytest.mark.skip(reason="counts on 8 simulated devices and exact products"))
+        plan = getattr(item, "callspec", None) and item.callspec.params.get("plan")
+        if plan and plan.mesh.size > len(jax.devices()):
+            item.add_marker(pytest.mark.skip(reason=f"needs {plan.mesh.size} devices"))
 
 
 def pytest_addoption(parser):

@@ -39,6 +39,9 @@ SPECIAL = [
     *(Plan("fsdp=8", zero=z, microbatches=2) for z in range(4)),
     Plan(MIXED, microbatches=4, zero=2),
     Plan("tp=4", loss_chunks=4),
+    Plan(MIXED, remat="selective", tp_sequence=True),
+    Plan(MIXED, remat="ffn"),
+    Plan(MIXED, remat="selective", reshard_after_forward=False, unroll=0),
 ]
 EVERY = [*all_plans(), *SPECIAL]
 
@@ -87,6 +90,7 @@ def test_the_formula_gives_what_the_traced_step_sends(plan):
 STAGES = [Plan(MIXED, zero=z, tp_sequence=z % 2 == 1) for z in range(4)]
 SAMPLE = [
     Plan("dp=8", zero=0),
+    *SPECIAL[-3:-1],
     *SPECIAL[1:3],
     *STAGES,
     *SPECIAL[3:9:2],
@@ -96,6 +100,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
 def test_the_formula_gives_what_the_partitioned_program_sends_and_is_given(plan):
     compare_with_hlo(LLAMA, plan)
@@ -141,6 +146,9 @@ PIPED = [
     piped("pp=4 dp=2", zero=0, stage_saves="residuals"),
     piped("pp=2 fsdp=2 tp=2", "zb-v", zero=2),
     piped("pp=2 sp=2 dp=2", "interleaved", context_parallel="ulysses"),
+    piped("pp=2 sp=2 fsdp=2", "zb-h1", zero=2, context_parallel="gather"),
+    piped("pp=2 fsdp=2 tp=2", reshard_after_forward=False, dtype="bfloat16", tp_sequence=True),
+    piped("pp=2 fsdp=2 sp=2", "dualpipe", reshard_after_forward=False, context_parallel="gather"),
 ]
 EVERY_PIPED = [
     piped(
@@ -160,8 +168,13 @@ EVERY_PIPED = [
         for z in range(3)
     ),
     piped("pp=2 fsdp=2 tp=2", remat="block"),
+    piped("pp=2 fsdp=2 tp=2", remat="selective", tp_sequence=True),
     piped("pp=2 fsdp=2 tp=2", remat="block", reshard_after_forward=False),
-    piped("pp=2 fsdp=2 tp=2", reshard_after_forward=False, loss_chunks=2),
+    *(
+        piped("pp=2 fsdp=2 tp=2", name, reshard_after_forward=False, stage_saves=saves)
+        for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "dualpipe")
+        for saves in ("input", "residuals")
+    ),
     piped("pp=2 tp=2", dtype="bfloat16", tp_sequence=True),
 ]
 
@@ -179,6 +192,25 @@ def compare_every_stage(config, plan, num_layers=4):
         assert all(c.arrow for c in census) and arrow_sums(census) == census_table(census)
     held = compiled_memory(compiled)
     assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
+
+
+def test_weights_kept_for_a_step_are_gathered_once_and_their_gradients_scattered_once():
+    """In a pipeline: however many microbatches, each weight of a stage is one gather, its gradient one
+    reduce-scatter, in float32."""
+    config = dataclasses.replace(LLAMA, num_layers=4)
+    for schedule in ("1f1b", "zb-h1"):
+        for microbatches in (4, 8):
+            plan = Plan(
+                "pp=2 fsdp=4", schedule=schedule, microbatches=microbatches, reshard_after_forward=False
+            )
+            sent = traffic.step_traffic(config, plan, 32, SEQ)
+            held = sum(
+                math.prod(w.shape) // (2 if path.startswith("blocks.") else 1)
+                for path, w in config.weights().items()
+            )
+            for kind in ("all-gather", "reduce-scatter"):
+                assert sent["fsdp", kind].count == len(config.weights())
+                assert sent["fsdp", kind].bytes_sent == 4 * held * 3 // 4
 
 
 @pytest.mark.parametrize("plan", PIPED, ids=name)
@@ -221,8 +253,9 @@ def test_every_stage_of_every_pipeline_sends_what_the_formula_gives(plan, config
     compare_every_stage(config, plan)
 
 
-def test_biases_norms_on_heads_and_tied_embeddings_are_counted():
-    compare_with_hlo(QWEN, Plan(MIXED, tp_sequence=True))
+@pytest.mark.parametrize("remat", ["none", "selective"])
+def test_biases_norms_on_heads_and_tied_embeddings_are_counted(remat):
+    compare_with_hlo(QWEN, Plan(MIXED, tp_sequence=True, remat=remat))
 
 
 @pytest.mark.parametrize("mesh", ["dp=6", "fsdp=16 tp=3", "dp=16", "tp=6 dp=16"])

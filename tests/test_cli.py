@@ -84,6 +84,24 @@ def test_only_the_first_of_several_processes_prints_and_draws(call, tmp_path, mo
     assert status == 1 and not out and err.count("llmpar: ") == 1
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_small_commands_and_the_demonstration_too(call, tmp_path, monkeypatch, process):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    picture, folder = tmp_path / "table.svg", tmp_path / "demo"
+    for words in (["doctor"], ["models"], ["schedule", "1f1b", "--svg", str(picture)]):
+        for more in [], ["--json"]:
+            status, out, err = call(*words, *more)
+            assert status == 0 and bool(out) == (process == 0), (words, out)
+            assert process == 0 or not err
+    assert picture.exists() == (process == 0)
+    for command in (llmpar.cli.demo.Train, llmpar.cli.demo.Inspect):
+        monkeypatch.setattr(command, "run", lambda _: {"losses": [5.0, 1.0], "collectives": []})
+    status, out, err = call("demo", "--out", str(folder), "--json")
+    assert status == 0 and bool(out) == bool(err) == (process == 0)
+    assert [path.name for path in sorted(folder.iterdir())] == ["loss.png", "mesh.png"] * (process == 0)
+
+
 @pytest.fixture
 def document(call):
     """Run a command with --json that must succeed: its document, which is all of stdout."""
@@ -193,6 +211,7 @@ def test_doctor_says_what_is_here(document, call):
     assert found["versions"]["jax"] == jax.__version__ and found["jax_backend"] == "cpu"
     status, out, _ = call("doctor")
     assert status == 0 and "8 simulated CPU devices on 1 host" in out
+    assert found["links"]["fsdp=-1"]["fsdp"]["link"] == "simulated: shared memory" and found["flags"] == []
     for name, extra in found["missing"].items():
         assert f"{name} is missing: pip install 'llmpar[{extra}]'" in out
 
@@ -352,6 +371,9 @@ def test_tables_keep_every_figure_whole_on_80_columns():
         schedule=None,
         collectives=[row],
         arrows=[arrow | {"axis": "dp,fsdp", "kind": "reduce-scatter"}],
+        links={
+            "dp": {"link": "NVLink within a host (2 each), network between 4 hosts", "size": 8, "hosts": 4}
+        },
         memory=memory,
         flops=flops,
     )
@@ -365,6 +387,7 @@ def test_tables_keep_every_figure_whole_on_80_columns():
         and "experts b e c d +m -> stream b s d" in text
         and "1,234" in text
         and "moe.py:1" in text.replace("\n", "")
+        and "network between 4 hosts" in text
     )
 
 

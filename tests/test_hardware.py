@@ -4,9 +4,11 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from llmpar.cli import doctor
+from llmpar.cli.train import say_memory
 from llmpar.predict import hardware
 from llmpar.predict.hardware import CHIPS, GIB, NAMES, Chip, chip, guess
 
@@ -214,7 +216,7 @@ def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("share", [None, ".9"])
-def test_doctor_says_when_nobody_told_jax_how_much_of_a_gpu_to_take(monkeypatch, share):
+def test_doctor_and_train_say_when_nobody_told_jax_how_much_of_a_gpu_to_take(monkeypatch, capsys, share):
     for name in hardware.MEMORY_SHARES:
         monkeypatch.delenv(name, raising=False)
     if share:
@@ -222,9 +224,56 @@ def test_doctor_says_when_nobody_told_jax_how_much_of_a_gpu_to_take(monkeypatch,
     gpu = SimpleNamespace(
         platform="gpu", device_kind="NVIDIA H100 80GB HBM3", process_index=0, memory_stats=lambda: None
     )
-    monkeypatch.setattr("llmpar.mesh.use_devices", lambda simulated: [gpu] * 8)
+    monkeypatch.setattr("llmpar.mesh.use_devices", lambda simulate, at_least: [gpu] * 8)
     said = [line for line in doctor.examine()["lines"] if line.startswith("JAX takes 75% of a GPU's memory")]
-    assert [line.rpartition(" ")[2] for line in said] == ([] if share else ["XLA_CLIENT_MEM_FRACTION=.95"])
+    sentence = (
+        "JAX takes 75% of a GPU's memory, 59.3 of 79.1 GiB; alone on it, set XLA_CLIENT_MEM_FRACTION=.95"
+    )
+    assert said == ([] if share else [sentence])
+    say_memory(SimpleNamespace(devices=np.array([gpu])))
+    assert capsys.readouterr().err == ("" if share else sentence + "\n"), "train says it, too"
+
+
+@pytest.mark.parametrize(
+    "platform, kind, variables",
+    [
+        ("gpu", "NVIDIA H100 80GB HBM3", ["XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS"]),
+        ("tpu", "TPU v5 lite", ["LIBTPU_INIT_ARGS"]),
+        ("cpu", "cpu", []),
+    ],
+)
+def test_doctor_names_flags_and_links_of_what_is_here(monkeypatch, platform, kind, variables):
+    """Each flag with its reason until it is set; the links that three meshes would cross."""
+    for name in (*hardware.MEMORY_SHARES, "XLA_FLAGS", "LIBTPU_INIT_ARGS"):
+        monkeypatch.delenv(name, raising=False)
+    here = [
+        SimpleNamespace(
+            platform=platform, device_kind=kind, process_index=i // 4, slice_index=0, id=i,
+            coords=(i % 2, i // 2, 0), core_on_chip=0, memory_stats=lambda: None,
+        )
+        for i in range(8)
+    ]  # fmt: skip
+    monkeypatch.setattr("llmpar.mesh.use_devices", lambda simulate, at_least: here)
+    found = doctor.examine()
+    assert [(flag["variable"], flag["is_set"]) for flag in found["flags"]] == [(v, False) for v in variables]
+    said = [line for line in found["lines"] if "set " in line]
+    assert [any(f"set {v}=" in line for line in said) for v in variables] == [True] * len(variables)
+    domains = 1 if platform == "tpu" else 2
+    assert (found["domains"], found["hosts"]) == (domains, 2)
+    assert list(found["links"]) == ["fsdp=-1", "fsdp=-1 tp=4"]
+    assert found["links"]["fsdp=-1"]["fsdp"]["hosts"] == 2
+    for flag in found["flags"]:
+        monkeypatch.setenv(flag["variable"], ".9" if "FRACTION" in flag["variable"] else flag["value"])
+    assert all(flag["is_set"] for flag in doctor.examine()["flags"])
+
+
+def test_doctor_speaks_of_the_lessons_where_there_is_one_gpu(monkeypatch):
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA L4", process_index=0, memory_stats=lambda: None)
+    monkeypatch.setattr("llmpar.mesh.use_devices", lambda simulate, at_least: [gpu])
+    found = doctor.examine()
+    assert [line for line in found["lines"] if "JAX_PLATFORMS=cpu" in line] and found["links"] == {
+        "fsdp=-1": {}
+    }
 
 
 def test_rings_close_where_the_hardware_has_the_links():

@@ -66,6 +66,44 @@ def test_too_late_is_refused_and_the_advice_works():
     assert heeded.stdout.strip() == "8", heeded.stderr
 
 
+ONE_GPU = """
+import os
+import jax
+from types import SimpleNamespace as Device
+real = jax.devices
+gpu = Device(platform="gpu", device_kind="NVIDIA L4", process_index=0, id=0)
+jax.devices = lambda: real() if jax.config.jax_platforms == "cpu" else real() and [gpu]
+from llmpar.mesh import make_mesh, use_devices
+"""
+
+
+def test_one_gpu_is_left_alone_for_simulated_devices_and_that_is_said():
+    """Lessons need several devices; the command line takes what is there."""
+    code = "mesh = make_mesh('dp=8')\nassert mesh.size == 8 and not mesh.local_devices[0].platform == 'gpu'\n"
+    code += "import jax.numpy as jnp; assert float(jnp.ones(3).sum()) == 3 and len(use_devices()) == 8"
+    done = in_a_fresh_process(ONE_GPU + "assert len(use_devices()) == 8\n" + code, JAX_PLATFORMS="")
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout.strip()
+        == "1 x NVIDIA L4 is too few for parallelism: 8 simulated CPU devices are used instead"
+        " (JAX_PLATFORMS=gpu takes what is here)"
+    )
+    done = in_a_fresh_process(ONE_GPU + "print(use_devices(at_least=1)[0].platform)", JAX_PLATFORMS="")
+    assert done.stdout == "gpu\n", done.stderr
+
+
+@pytest.mark.parametrize("told", ["", "JAX_PLATFORMS"])
+def test_one_gpu_that_jax_runs_on_already_is_refused_and_one_that_is_asked_for_is_taken(told):
+    late = "" if told else "jax.devices()\n"
+    asked = "jax.config.update('jax_platforms', 'cpu,cuda')\n" if told else ""
+    code = ONE_GPU + asked + late + "print(len(use_devices(simulate=8)))"
+    done = in_a_fresh_process(code, JAX_PLATFORMS="")
+    if told:
+        assert done.stdout == "1\n", done.stderr
+        return
+    assert "JAX has started on 1 x NVIDIA L4; call use_devices() first" in done.stderr
+
+
 MANY_STEPS = """
 import os
 from llmpar.mesh import make_mesh, use_devices
@@ -255,20 +293,27 @@ def test_every_axis_on_a_torus_lies_along_its_links(grid, devices, mesh):
         ], axis
 
 
-def test_slices_of_several_sizes_and_holes_are_refused_and_the_advice_works(grid):
-    uneven, hole = [*fakes(3, 1), Fake(900, 0, 0)], V5P[:6] + V5P[8:10]
-    with pytest.raises(
-        ValueError, match=r"mesh 'dp=2 tp=2' .*: the 2 \+ 1 \+ 1 devices of its slices.*try '!dp=2 tp=2'"
-    ):
-        grid(MeshShape(dp=2, tp=2), uneven)
-    with pytest.raises(
-        ValueError, match="mesh 'dp=2 tp=4' .* 8 x TPU v5p, .*: the 8 devices of its slices.*try '!dp=2 tp=4'"
-    ):
-        grid("dp=2 tp=4", hole)
-    assert (
-        grid("!dp=2 tp=2", uneven).ravel().tolist() == uneven
-        and grid("!dp=2 tp=4", hole).ravel().tolist() == hole
-    )
+def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advice_works(grid):
+    hole, uneven = V5P[:6] + V5P[8:10], [*TWO, *tpus("TPU v5 lite", 2, 2, num_slices=3)[8:]]
+    for devices, mesh, many in (hole, "dp=2 tp=4", "8"), (uneven, "dp=17 tp=4", r"32 \+ 32 \+ 4"):
+        with pytest.raises(
+            ValueError, match=rf"mesh '{mesh}' was asked for on {many} x TPU v5.* no equal boxes .* '!{mesh}'"
+        ):
+            grid(mesh, devices)
+        assert grid("!" + mesh, devices).ravel().tolist() == devices
+
+
+def test_hosts_with_several_numbers_of_gpus_are_used_as_well_as_can_be(grid):
+    """2 + 1 + 1 GPUs, and 8 + 8 + 4: the fast axis stays inside a host where it can."""
+    few = [*fakes(3, 1), Fake(900, 0, 0)]
+    assert sorted(len({d.slice_index for d in pair}) for pair in grid("dp=2 tp=2", few).reshape(2, 2)) == [
+        1,
+        2,
+    ]
+    some = [*fakes(3, 4), *fakes(2, 4)]
+    some = [Fake(i, d.slice_index, d.slice_index) for i, d in enumerate(some)]
+    assert spans(grid("dp=5 tp=4", some), lambda d: d.slice_index) == {"dp": {3}, "tp": {1}}
+    assert spans(grid("fsdp=20", some), lambda d: d.slice_index) == {"fsdp": {3}}
 
 
 def test_an_exclamation_mark_keeps_the_given_order(grid):

@@ -283,6 +283,8 @@ MIXED = "dp=2 fsdp=2 ep=2"
 SAMPLE = [
     Plan("ep=2 sp=2 tp=2", tp_sequence=True, remat="block", loss_chunks=2),
     Plan("fsdp=2 ep=4", zero=2, microbatches=2),
+    Plan("fsdp=2 ep=2 sp=2", zero_axes="fsdp,sp", context_parallel="gather"),
+    Plan("fsdp=2 ep=2 sp=2", zero=1, microbatches=2),
     Plan("ep=2 sp=2 tp=2", tp_sequence=True, reading="auto"),
 ]
 EVERY = [
@@ -359,8 +361,13 @@ SENT = [
     Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block"),
     Plan("ep=4 fsdp=2", zero=1, microbatches=2),
     Plan("ep=4 fsdp=2", zero=2, microbatches=2),
+    Plan("ep=2 fsdp=2 sp=2", zero=2, microbatches=2),
+    Plan("ep=2 fsdp=2 sp=2", remat="block"),
+    Plan("ep=2 fsdp=2 sp=2", remat="selective"),
+    Plan("ep=2 fsdp=2 sp=2", zero_axes="fsdp,sp", reshard_after_forward=False),
+    Plan("ep=4 fsdp=2", zero=1, zero_axes="fsdp"),
     Plan("ep=4 dp=2", reduce="bucket", zero=0, bucket_bytes=50_000),
-    Plan("ep=4 fsdp=2", reduce="layer", dtype="bfloat16"),
+    Plan("ep=4 fsdp=2", reduce="layer", zero_axes="fsdp", dtype="bfloat16"),
     Plan("fsdp=2 tp=2"),
 ]
 

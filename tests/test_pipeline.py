@@ -53,6 +53,10 @@ CASES = {
     "gpipe, m = p, tp": (LLAMA, piped("pp=2 dp=2 tp=2", "gpipe 2")),
     "1f1b, m = 2p, fsdp": (DEEP, piped("pp=4 fsdp=2", "1f1b 8")),
     "1f1b, m = 2p, tied, biases, tp_sequence": (QWEN, piped("pp=2 fsdp=2 tp=2", "1f1b 4", tp_sequence=True)),
+    "1f1b, sp, selective remat": (
+        LLAMA,
+        piped("pp=2 sp=2 dp=2", "1f1b 2", context_parallel="gather", remat="selective"),
+    ),
     "1f1b, sp, remat": (LLAMA, piped("pp=2 sp=2 dp=2", "1f1b 2", context_parallel="ulysses", remat="block")),
     "interleaved, m = 2p, ZeRO-2": (DEEP, piped("pp=2 dp=2 fsdp=2", "interleaved 4", zero=2)),
     "zb-h1, m = p, tp_sequence": (DEEP, piped("pp=4 tp=2", "zb-h1 4", tp_sequence=True)),
@@ -67,6 +71,18 @@ CASES = {
         piped("pp=2 dp=2", "zb-v 4", stage_saves="residuals"),
     ),
     "dualpipe, 5 layers": (dataclasses.replace(LLAMA, num_layers=5), piped("pp=2 fsdp=2 tp=2", "dualpipe 4")),
+    "1f1b, weights kept for the step, tied": (
+        QWEN,
+        piped("pp=2 fsdp=2 tp=2", "1f1b 4", reshard_after_forward=False, remat="block"),
+    ),
+    "zb-v, weights kept for the step, saved": (
+        DEEP,
+        piped("pp=2 fsdp=4", "zb-v 4", reshard_after_forward=False, stage_saves="residuals"),
+    ),
+    "dualpipe, weights kept for the step": (
+        LLAMA,
+        piped("pp=2 dp=2 fsdp=2", "dualpipe 4", reshard_after_forward=False),
+    ),
     "1f1b, saved": (LLAMA, piped("pp=2 tp=2", "1f1b 4", stage_saves="residuals")),
 }
 
@@ -103,6 +119,13 @@ def test_every_pipeline_gives_the_loss_and_gradients_of_one_device(name, p, time
     assert_same(
         EIGHT, piped(f"pp={p} {inside}", f"{name} {times * p}", context_parallel="ulysses", stage_saves=saves)
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, zero_axes", list(itertools.product(NAMES, ("fsdp,ep,sp", "fsdp"))))
+def test_every_pipeline_may_keep_its_weights_for_the_step(name, zero_axes):
+    kept = dict(reshard_after_forward=False, zero_axes=zero_axes, context_parallel="gather")
+    assert_same(EIGHT, piped("pp=2 fsdp=2 sp=2", f"{name} 4", **kept))
 
 
 @pytest.mark.full

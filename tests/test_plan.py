@@ -8,6 +8,7 @@ import pytest
 from parity import LLAMA, QWEN, all_plans
 
 from llmpar import plan as plan_file
+from llmpar.config import preset
 from llmpar.notation import Arrow, MeshShape, parse_layout
 from llmpar.plan import Plan
 
@@ -160,6 +161,38 @@ def test_a_weight_without_width_is_cut_in_its_heads_width():
     assert str(plan.stored("attention l h")) == "l h/fsdp"
     assert str(plan.stored("vocab v d")) == "v/tp d/fsdp"
     assert str(plan.stored("attention l n h d")) == "l n/tp h d/fsdp", "one dim is cut, not two"
+
+
+def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
+    """A matrix by fsdp, ep and sp, an expert by what is left, a vector by fsdp; one collective each."""
+    mesh = "dp=2 fsdp=2 ep=2 sp=2 tp=2"
+    plan = Plan(mesh)
+    assert str(plan.stored("ffn l d m")) == "l d/fsdp,ep,sp m/tp"
+    assert str(plan.stored("experts l e d m")) == "l e/ep d/fsdp,sp m/tp"
+    assert str(plan.stored("attention l n h")) == "l n/tp h/fsdp"
+    life = plan.life("ffn l d m")
+    assert arrows(life.gather) == ["all-gather over fsdp,ep,sp on d"] and life.copied == ("dp",)
+    life = Plan(mesh, zero=1).life("ffn l d m")
+    assert arrows(life.finish) == ["reduce-scatter over fsdp,ep,sp on d", "all-reduce over dp"]
+    assert arrows(life.restore) == ["all-gather over fsdp,ep,sp on d"]
+    fewer = Plan(mesh, zero_axes="fsdp,sp")
+    assert str(fewer.stored("ffn l d m")) == "l d/fsdp,sp m/tp" and fewer.life("ffn l d m").copied == (
+        "dp",
+        "ep",
+    )
+    assert Plan("sp=2", zero=0).stored(DIMS) == Plan("sp=2", zero_axes="fsdp").stored(DIMS)
+
+
+def test_a_width_that_all_axes_of_zero_do_not_divide_is_refused_and_both_ways_out_work():
+    odd, plan = dataclasses.replace(LLAMA, width=60), Plan("fsdp=2 sp=4")
+    message = refusal(plan, odd)
+    assert (
+        message == "model width 60 is not a multiple of fsdp·sp = 8; make fsdp·sp one of 1, 2, 4, or use"
+        " zero_axes='fsdp'"
+    )
+    Plan("fsdp=2 sp=2").check(odd, 16, 16)
+    dataclasses.replace(plan, zero_axes="fsdp").check(odd, 16, 16)
+    assert "zero_axes" not in refusal(Plan("fsdp=8 sp=2"), odd)
 
 
 def test_reducing_layer_by_layer_leaves_nothing_for_later():
@@ -396,6 +429,7 @@ OTHER = dict(
     reading="Manual",
     remat="blocks",
     zero=4,
+    zero_axes="fsdp,dp",
     dtype="float31",
     reduce="layers",
     reshard_after_forward="keeps",
@@ -439,9 +473,12 @@ IDLE = {
     "tp_sequence": dict(tp_sequence=True),
     "dispatch": dict(dispatch="ragged"),
     "zero": dict(zero=2),
+    "zero_axes": dict(mesh="fsdp=2 sp=2", zero_axes="fsdp,sp"),
     "reshard_after_forward": dict(reshard_after_forward=False),
     "remat": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", remat="block"),
     "grouped": dict(grouped="ragged_dot"),
+    "reduce": dict(mesh="fsdp=2 sp=2", reduce="layer"),
+    "unroll": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", unroll=0),
     "bucket_bytes": dict(bucket_bytes=1),
 }
 
@@ -454,8 +491,21 @@ def test_an_option_that_would_change_nothing_is_refused_with_the_reason(field):
     assert message.startswith(f"{field}={IDLE[field][field]!r} would change nothing: ")
     assert message.endswith(f"; leave {field} out")
     without.check(LLAMA, 16, 16)
-    if field != "remat":  # which needs the schedule, and that may be wrong itself
+    if (
+        "schedule" not in IDLE[field] or field == "schedule"
+    ):  # which needs the schedule, and that may be wrong itself
         assert plan.effective(LLAMA) == without
+
+
+def test_a_model_of_experts_or_of_one_layer_has_idle_fields_too():
+    experts = dataclasses.replace(preset("tiny-moe"), num_layers=2)
+    assert "ffn_chunks=2 would change nothing" in refusal(Plan(ffn_chunks=2), experts)
+    shared = dataclasses.replace(experts, experts=dataclasses.replace(experts.experts, num_shared=1))
+    Plan(ffn_chunks=2).check(shared, 16, 16)
+    assert "unroll=0 would change nothing" in refusal(
+        Plan(unroll=0), dataclasses.replace(LLAMA, num_layers=1)
+    )
+    assert "a chunk of one layer" in refusal(Plan("pp=2", microbatches=2, unroll=0))
 
 
 def test_positions_are_in_order_only_where_queries_meet_their_own_keys():

@@ -134,6 +134,7 @@ def draw_all(rng) -> dict:
     }
     often = (
         "zero",
+        "zero_axes",
         "tp_sequence",
         "reduce",
         "reshard_after_forward",
@@ -163,7 +164,7 @@ def draw_all(rng) -> dict:
         "num_kv_heads": ("tp",),
         "ffn_width": ("tp",),
         "vocab_size": ("tp",),
-        "width": ("fsdp",),
+        "width": ("fsdp", "ep", "sp"),
         "head_width": ("fsdp",) if asked["qk_norm"] or asked["qkv_bias"] else (),
     }.items():  # most sizes fit the mesh
         parts = math.prod(asked[part] for part in parts)
@@ -204,7 +205,8 @@ def remedies(why: str, asked: dict) -> list[dict]:
     """The changes that a refusal proposes, each by itself."""
     found = []
     uneven = (
-        r"([\w -]*),? \d+ is not a multiple of (\S+) = \d+; (?:use ([\d or]+), or )?make \2 one of ([\d, ]+)$"
+        r"([\w -]*),? \d+ is not a multiple of (\S+) = \d+; (?:use ([\d or]+), or )?make \2 one of ([\d,"
+        r" ]*\d)(?:, or use zero_axes='fsdp')?$"
     )
     if m := re.search(uneven, why):
         found += [{SIZES[m[1]]: int(n)} for n in (m[3] or "").split(" or ") if n]

@@ -36,9 +36,13 @@ SAMPLE = [p for p in EVERY if p.mesh.size == 8 and (p.mesh.fsdp == 1 or p.mesh.t
     Plan(MIXED, remat="block", tp_sequence=True, loss_chunks=2),
     Plan(MIXED, remat="block", reshard_after_forward=False, unroll=0),
     Plan("fsdp=8", reshard_after_forward=False, loss_chunks=4),
+    Plan(MIXED, remat="selective", tp_sequence=True, unroll=0),
+    Plan(MIXED, remat="ffn", reshard_after_forward=False),
+    Plan(MIXED, remat="selective", reading="auto"),
 ]
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("plan", SAMPLE, ids=name)
 def test_a_plan_gives_the_loss_and_gradients_of_one_device(plan):
     assert_same(LLAMA, plan)

@@ -31,7 +31,12 @@ PLANS = [
     Plan("fsdp=2 sp=2 tp=2", tp_sequence=True),
     Plan("sp=4 tp=2", context_parallel="ulysses", sequence_order="striped"),
     Plan("fsdp=2 sp=4", context_parallel="gather", remat="block"),
+    Plan("fsdp=2 sp=4", remat="selective"),
+    Plan("sp=4 tp=2", context_parallel="ulysses", remat="ffn", tp_sequence=True),
     Plan("fsdp=2 sp=4", microbatches=2, zero=2),
+    Plan("fsdp=2 sp=4", zero=1, zero_axes="fsdp"),
+    Plan("dp=2 sp=2 fsdp=2", reduce="layer", zero_axes="fsdp"),
+    Plan("dp=2 sp=4", zero=1, microbatches=2, sequence_order="contiguous"),
     Plan("sp=2", context_parallel="gather", sequence_order="contiguous"),
 ]
 CHUNKED = Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, ffn_chunks=4)
@@ -90,7 +95,7 @@ class Forgets(Plan):
 
 def test_no_activation_is_gathered_over_the_sequence():
     """A ring passes keys on, and no other part of a block looks at two positions."""
-    assert gathered(Plan("sp=4 fsdp=2")) == gathered(Plan("sp=4 tp=2", tp_sequence=True)) == (0, 0)
+    assert gathered(Plan("sp=4 fsdp=2")) == gathered(Plan("sp=4 tp=2", zero=0, tp_sequence=True)) == (0, 0)
     per_layer = BATCH // 2 * SEQ // 4 * LLAMA.width * 4 * 3
     times, sent = gathered(Forgets("sp=4 fsdp=2"))
     assert (times, sent) == (LLAMA.num_layers, LLAMA.num_layers * per_layer)

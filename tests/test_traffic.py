@@ -17,7 +17,8 @@ from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, spec
 from llmpar.par import Manual, Solo, vary
 from llmpar.plan import Plan
-from llmpar.predict import memory, traffic
+from llmpar.predict import memory, step_time, traffic
+from llmpar.predict.hardware import chip
 from llmpar.step import Step
 from llmpar.weights import init_params, model_graph
 
@@ -62,6 +63,25 @@ def test_block_rematerialisation_is_another_forward_pass_of_the_blocks():
     again = executed(LLAMA, remat="block") - executed(LLAMA)
     blocks = (weights - 3 * logits) / 3
     assert 0.7 * blocks < again <= blocks + attention * 2 * 2 / 6
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=lambda c: c.name)
+def test_selective_rematerialisation_repeats_no_product(config):
+    """Neither a matrix product nor attention; `ffn` repeats the two into the hidden width alone."""
+    hidden = 2 * 2 * BATCH * SEQ * config.width * config.ffn_width * config.num_layers
+    assert executed(config, remat="selective") == executed(config)
+    assert executed(config, remat="ffn") == executed(config) + hidden
+    assert executed(config, remat="ffn", ffn_chunks=2) == executed(config, ffn_chunks=2)
+
+
+def test_a_step_that_repeats_less_is_predicted_to_take_less_time():
+    """Between none and block, in the order of what they repeat; experts' products are repeated by `selective`
+    too."""
+    for config in LLAMA, preset("tiny-moe"):
+        plans = [Plan("dp=2", remat=remat) for remat in ("none", "selective", "ffn", "block")]
+        seconds = [step_time.computing(chip("h100"), config, plan, BATCH, SEQ)[0] for plan in plans]
+        assert seconds == sorted(seconds) and seconds[0] < seconds[2] < seconds[3]
+        assert (seconds[0] == seconds[1]) == (config.experts is None)
 
 
 def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():
@@ -144,6 +164,8 @@ def test_the_estimate_of_temporaries_is_finite_and_monotone():
     change = functools.partial(dataclasses.replace, base)
     for remedy in (
         change(remat="block"),
+        change(remat="ffn"),
+        change(remat="selective"),
         change(mesh="dp=2 fsdp=2 tp=4"),
         change(mesh="dp=4 fsdp=2 tp=2"),
         change(microbatches=2),

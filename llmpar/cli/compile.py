@@ -56,7 +56,7 @@ class Compile:
     """Compile one training step for a cluster, by its own compiler and without a device, and read the
     program.
 
-    llmpar compile --target h100:8x8 --mesh "fsdp=8 tp=8" --tp-sequence True
+    llmpar compile --target h100:8x8 --mesh "fsdp=8 tp=8" --tp-sequence
 
     Attributes:
         svg: also draw the schedule of a layer into this SVG (or PNG).

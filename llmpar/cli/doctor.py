@@ -6,9 +6,11 @@ import importlib.metadata
 import os
 import platform
 import socket
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 
-from llmpar.cli.options import emit, installed
+from llmpar.cli.options import emit, installed, speaks
+from llmpar.notation import AXES
 from llmpar.predict import hardware
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -29,10 +31,94 @@ class Doctor:
 
     def run(self) -> None:
         """Examine the environment, and print it."""
+        import rich
+
         document = examine()
         emit(document, self.json)
-        for line in [] if self.json else document["lines"]:
+        if self.json or not speaks():
+            return
+        for line in document["lines"]:
             print(line)
+        for mesh, found in {} if document["simulated"] else document["links"].items():
+            from llmpar.inspect.links import links_table
+
+            rich.print(links_table(found, f"links that the axes of '{mesh}' cross"))
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A setting that XLA reads from an environment variable when JAX starts, and the reason for it.
+
+    Attributes:
+        variable: the environment variable.
+        value: what to put there; of XLA_FLAGS and LIBTPU_INIT_ARGS, what to add.
+        why: what it does.
+        verified: whether a compiled program was seen to change by it.
+    """
+
+    variable: str
+    value: str
+    why: str
+    verified: bool = True
+
+    @property
+    def is_set(self) -> bool:
+        """Whether this environment says something of it."""
+        if self.variable in hardware.MEMORY_SHARES:
+            return hardware.asked_memory_share() is not None
+        return self.value.partition("=")[0] in os.environ.get(self.variable, "")
+
+
+FLAGS = {
+    "gpu": (
+        Flag(
+            hardware.MEMORY_SHARES[0],
+            ".95",
+            "JAX takes 75% of a GPU's memory; alone on it, it may have nearly all",
+        ),
+        Flag(
+            "XLA_FLAGS",
+            "--xla_gpu_experimental_parallel_collective_overlap_limit=4",
+            "for rings: by default one collective is in flight, so only one of two hops hides behind work",
+        ),
+    ),
+    "tpu": (
+        Flag(
+            "LIBTPU_INIT_ARGS",
+            "--xla_tpu_enable_async_collective_fusion=true"
+            " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+            "collectives beside products instead of between them",
+            verified=False,
+        ),
+    ),
+}
+"""Settings that matter, by platform."""
+
+
+def _say_flag(flag: Flag, chip: hardware.Chip | None) -> str:
+    """The flag as a line for people; of a known GPU's memory with its size."""
+    if chip and flag.variable in hardware.MEMORY_SHARES:
+        return hardware.memory_left_out(chip)
+    doubt = "" if flag.verified else " (its effect was not verified)"
+    return f"{flag.why}: set {flag.variable}={_quoted(flag.value)}{doubt}"
+
+
+def _quoted(text: str) -> str:
+    return f"'{text}'" if " " in text else text
+
+
+def default_meshes(num_devices: int, num_domains: int) -> list[str]:
+    """Three meshes that people begin with: sharded state alone, with tensor parallelism, with a pipeline."""
+    inside = num_devices // num_domains
+    tp = next((n for n in (8, 4, 2) if inside % n == 0 and num_devices > n), 1)
+    pp = num_domains if num_domains > 1 else 2
+    meshes = ["fsdp=-1", f"fsdp=-1 tp={tp}"] if tp > 1 else ["fsdp=-1"]
+    return meshes + [f"pp={pp} dp=-1 tp={tp}"] * (num_devices % (pp * tp) == 0 and num_devices > pp * tp)
+
+
+def domains_text(platform: str, num_domains: int) -> str:
+    """How many domains of fast links there are, where it is not plain from the hosts."""
+    return f" in {num_domains} slice{'s' * (num_domains > 1)}" if platform == "tpu" else ""
 
 
 def examine(simulated: int = 8) -> dict:
@@ -42,19 +128,21 @@ def examine(simulated: int = 8) -> dict:
     """
     import jax
 
-    from llmpar.mesh import use_devices
+    from llmpar.inspect.links import links
+    from llmpar.mesh import device_grid, domains_of, use_devices
 
-    devices = use_devices(simulated)
+    devices = use_devices(simulated, at_least=1)
     first = devices[0]
     fake = first.platform == "cpu"
     chip = hardware.guess(first.device_kind)
     versions = {name: importlib.metadata.version(name) for name in REQUIRED}
     missing = {name: extra for name, extra in OPTIONAL.items() if not installed(name)}
     hosts = len({d.process_index for d in devices})
+    num_domains = len(domains_of(devices))
     lines = [
         f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),
         f"{len(devices)} {'simulated CPU devices' if fake else first.device_kind} on {hosts}"
-        f" host{'s' * (hosts > 1)}"
+        f" host{'s' * (hosts > 1)}{domains_text(first.platform, num_domains)}"
         + ("; times on them say nothing about links, bytes and counts are exact" if fake else ""),
     ]
     if chip and not fake:
@@ -63,11 +151,17 @@ def examine(simulated: int = 8) -> dict:
             f"taken for a {chip.name}: {chip.flops_per_s / 1e12:.0f} TFLOP/s in bf16, {chip.link} links"
             + (f", {memory / 2**30:.1f} GiB usable memory" if memory else "")
         )
-        if chip.memory_share < 1 and hardware.asked_memory_share() is None:
-            name = hardware.MEMORY_SHARES[0]
-            lines.append(f"JAX takes {chip.memory_share:.0%} of a GPU's memory; alone on it, set {name}=.95")
     elif not fake:
         lines.append(f"'{first.device_kind}' is not in the table of chips; give plan and train a TOML row")
+    if not fake and len(devices) == 1:
+        lines.append(
+            "lessons simulate 8 devices beside the one that is here; JAX_PLATFORMS=cpu does so for every"
+            " command"
+        )
+    flags = FLAGS.get(first.platform, ())
+    lines += [_say_flag(flag, chip) for flag in flags if not flag.is_set]
+    grids = {mesh: device_grid(mesh, devices) for mesh in default_meshes(len(devices), num_domains)}
+    crossed = {mesh: links(SimpleNamespace(devices=g, axis_names=tuple(AXES))) for mesh, g in grids.items()}
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
     try:
         address = socket.gethostbyname(socket.gethostname())
@@ -87,6 +181,9 @@ def examine(simulated: int = 8) -> dict:
         "simulated": fake,
         "devices": len(devices),
         "hosts": hosts,
+        "domains": num_domains,
+        "links": crossed,
+        "flags": [asdict(flag) | {"is_set": flag.is_set} for flag in flags],
         "device_kind": first.device_kind,
         "chip": chip.name if chip else None,
         "missing": missing,

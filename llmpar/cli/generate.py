@@ -64,7 +64,7 @@ class Generate:
 
         start()
         check_temperature(self.temperature)
-        devices = use_devices(self.devices)
+        devices = use_devices(self.devices, at_least=1)
         keep = Checkpoints(self.checkpoints) if self.checkpoints is not None else None
         about = keep.about() if keep else {}
         config = from_dict(about["config"]) if keep and self.model is None else preset(self.model or "tiny")

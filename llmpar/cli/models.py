@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from llmpar.cli.options import emit
+from llmpar.cli.options import emit, speaks
 from llmpar.config import PRESETS, describe, preset
 
 
@@ -27,7 +27,7 @@ class Models:
         """Print the models."""
         models = [describe(c) for c in (PRESETS.values() if self.name is None else [preset(self.name)])]
         emit({"models": models}, self.json)
-        for m in [] if self.json else models:
+        for m in models if speaks() and not self.json else []:
             active = f", {m['active_params']:,} active" if m["active_params"] < m["params"] else ""
             print(
                 f"{m['name']:<16}{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7}"

@@ -100,7 +100,7 @@ class StepOptions:
         """
         from llmpar.mesh import use_devices
 
-        return self.settle(len(use_devices(self.devices)))
+        return self.settle(len(use_devices(self.devices, at_least=1)))
 
     def settle(self, num_devices: int, own: Mapping[str, Any] | None = None) -> tuple[ModelConfig, Plan]:
         """Give the model and the plan on so many devices.

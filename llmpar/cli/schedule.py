@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from llmpar import schedules
-from llmpar.cli.options import check_picture, emit, say
+from llmpar.cli.options import check_picture, emit, say, speaks
 from llmpar.schedules import Costs, make
 from llmpar.timetable import Timetable, timetable
 
@@ -56,11 +56,11 @@ class Schedule:
         made = make(self.name, self.stages, self.microbatches, self.virtual_stages)
         document = schedule_document(made, (f, b, w), self.hop)
         table = timetable(made, (f, b, w), self.hop)
-        if self.svg:
+        if self.svg and speaks():
             draw.timeline(table).save(self.svg)
             say(f"drew the timetable into {self.svg}")
         emit(document, self.json)
-        if not self.json:
+        if not self.json and speaks():
             print(text_timeline(table))
             for key in (
                 "makespan",

@@ -95,6 +95,7 @@ class Train:
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
         mesh = make_mesh(plan.mesh)
+        say_memory(mesh)
         with Stopper() as stopper, progress(self.steps) as show:
 
             def on_step(number, report):
@@ -162,6 +163,15 @@ def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
         idle = timetable(order).bubble_fraction
         counts = f"{order.num_stages} stages, {order.num_microbatches} microbatches"
         say(f"{order.name}: {counts}, {idle:.0%} of a step idle")
+
+
+def say_memory(mesh) -> None:
+    """Say what JAX leaves out of the GPUs' memory, where nobody told it its share."""
+    from llmpar.predict import hardware
+
+    chip = hardware.guess(mesh.devices.flat[0].device_kind)
+    if chip and (left_out := hardware.memory_left_out(chip)):
+        say(left_out)
 
 
 def progress_text(report: Report) -> str:

@@ -8,6 +8,7 @@ devices.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import time
 from typing import Any
@@ -24,6 +25,7 @@ from llmpar.inspect.census import census_hlo, census_table, compiled_memory, rea
 from llmpar.inspect.roofline import Roofline, Sent, merged_terms, roofline
 from llmpar.inspect.targets import Target, need_compiler
 from llmpar.mesh import make_mesh
+from llmpar.notation import MeshShape
 from llmpar.plan import Plan
 from llmpar.predict import memory
 from llmpar.step import Step
@@ -63,8 +65,9 @@ def compile_step(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        said = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", str(error))
-        why = f"its compiler needs {said[1]} of {said[2]}" if said else str(error).partition("\n")[0]
+        said = re.search(r"\((\d[\d.]*)G\) exceeds|Used (\d[\d.]*)G of", str(error))
+        needs = f"{said[1] or said[2]} GiB" + " of temporaries alone" * bool(said[1]) if said else "more"
+        why = _too_large(needs, config, plan, target, batch_size, seq_len)
         return document | {
             "fits": False,
             "why": why,
@@ -79,7 +82,8 @@ def compile_step(
     useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size
     rate = target.chip.per_device().flops_per_s
     fits = program["peak_bytes"] <= need["capacity"]
-    why = "" if fits else f"it needs {program['peak_bytes'] / GIB:.1f} GiB of {need['capacity'] / GIB:.1f}"
+    needs = f"{program['peak_bytes'] / GIB:.1f} GiB"
+    why = "" if fits else _too_large(needs, config, plan, target, batch_size, seq_len)
     return document | {
         "fits": fits,
         "why": why,
@@ -96,6 +100,60 @@ def compile_step(
         "turns": _turns(walked),
         "compile_s": seconds,
     }
+
+
+def that_fits(
+    config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int
+) -> tuple[Plan, int] | None:
+    """Find a plan near this one that fits by prediction with a tenth to spare, and its bytes; None if none
+    does.
+
+    It tries, in this order and together: to recompute and to cut the loss into pieces, more microbatches,
+    replicas that cut the state (fsdp in place of dp, ZeRO 3), and more tensor parallelism within a host.
+    """
+    sizes, host = plan.mesh.sizes, target.shape[1] if target.is_gpu else 8
+    cut = sizes | {"dp": 1, "fsdp": sizes["dp"] * sizes["fsdp"]}
+    meshes = [sizes, cut]
+    for tp in (2, 4, 8):
+        if sizes["tp"] < tp <= host and cut["fsdp"] % tp == 0:
+            meshes.append(cut | {"fsdp": cut["fsdp"] * sizes["tp"] // tp, "tp": tp})
+    frugal: dict[str, Any] = {"remat": "block", "loss_chunks": 8, "reshard_after_forward": True}
+    own = dict[str, Any](), frugal, frugal | {"attention_kernel": Plan().attention_kernel}
+    for mesh, changes, more in itertools.product(meshes, own, (1, 2, 4, 8)):
+        changes = changes | {"mesh": MeshShape(**mesh), "microbatches": plan.microbatches * more}
+        changes |= {"zero": 3} if mesh is not sizes else {}
+        try:
+            near = dataclasses.replace(plan, **changes).effective(config)
+            near.check(config, batch_size, seq_len)
+        except ValueError:
+            continue
+        held = sum(memory.argument_bytes(config, near, batch_size, seq_len).values())
+        need = held + memory.temp_bytes(config, near, batch_size, seq_len)
+        if near != plan and need <= 0.9 * target.chip.usable_bytes:
+            return near, need
+    return None
+
+
+def _too_large(
+    needs: str, config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int
+) -> str:
+    """Say what a step needs and has, and which plan would fit."""
+    chip, found = target.chip, that_fits(config, plan, target, batch_size, seq_len)
+    whole = chip.usable_hbm_gib * GIB
+    part = chip.usable_bytes < whole
+    rest = f" (of {whole / GIB:.1f}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 takes more)" if part else ""
+    room = f"a device of {target.text} offers JAX {chip.usable_bytes / GIB:.1f} GiB{rest}"
+    sentence = f"{config.name} on mesh '{plan.mesh}' needs {needs}, and {room}"
+    if found is None:
+        return f"{sentence}; no plan near this one fits: use more devices, or shorter sequences"
+    near, need = found
+    flags = [
+        f"--{f.name.replace('_', '-')} {getattr(near, f.name)}"
+        for f in dataclasses.fields(near)
+        if f.name != "mesh" and getattr(near, f.name) != getattr(plan, f.name)
+    ]
+    flags = [f"--mesh '{near.mesh}'"] * (near.mesh != plan.mesh) + flags
+    return f"{sentence}; {' '.join(flags)} would need {need / GIB:.1f} GiB"
 
 
 LONGEST = 3
@@ -163,7 +221,7 @@ def tables(document: dict) -> list[Table]:
     held.add_row("usable", "", gib(need["capacity"]))
     if "roofline" not in document:
         return [held]
-    moves = report.tables(document | {"memory": None})
+    moves = report.move_tables(document)
     waits = Table(
         title="overlap: what lies between a collective's start and its end (estimate)", title_justify="left"
     )

@@ -206,9 +206,7 @@ def _collective(module: Module, op: Op, mesh: Any) -> Collective | None:
     axes, group_size = group_axes(op.attrs, mesh) if kind in KINDS else ((), 1)
     if group_size == 1:
         return None
-    results = shapes(op.type)
-    if op.kind.endswith("-start") and kind != "all-reduce":  # (operands, results, ...)
-        results = results[(n := op.inside.count("%")) : 2 * n]
+    results = op.results
     bits = sum(math.prod(shape) * (8 if dtype == "pred" else integers(dtype)[0]) for dtype, shape in results)
     dtypes, dims = ",".join(sorted({d for d, _ in results})), tuple(shape for _, shape in results)
     sent, source = ring_bytes(kind, group_size, bits // 8), module.source(op)

@@ -36,6 +36,14 @@ class Op(NamedTuple):
         found = re.search(r'op_name="(.*?)"', self.attrs)
         return found[1] if found else ""
 
+    @property
+    def results(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The dtypes and shapes of what it gives. What starts a collective gives its operands before them
+        (an all-reduce only from JAX 0.12 on)."""
+        found, operands = shapes(self.type), self.inside.count("%")
+        started = self.kind.endswith("-start") and len(found) >= 2 * operands
+        return found[operands : 2 * operands] if started else found
+
     def operand(self, i: int) -> tuple[str, int | None]:
         """Gives an operand's name: %x, or %x#1 where JAX 0.12 leaves out the get-tuple-element."""
         name, index = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.inside)[i]

@@ -22,6 +22,7 @@ from llmpar.inspect.census import (
     executed_flops,
     read_program,
 )
+from llmpar.inspect.links import links, links_table
 from llmpar.mesh import make_mesh, platform_of
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
@@ -108,6 +109,7 @@ def compare(
         "dispatch": plan.dispatch if plan.live("ep") else None,
         "grouped": plan.grouped if config.experts else None,
         "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
+        "links": links(mesh),
         "reading": plan.reading,
         "zero": plan.zero,
         "stage": stage,
@@ -151,8 +153,8 @@ def _title(document: dict) -> str:
     return title
 
 
-def tables(document: dict) -> list[Table]:
-    """Give the document as tables for a terminal."""
+def move_tables(document: dict) -> list[Table]:
+    """Give what moves as tables for a terminal: by axes and collective, by arrow, and over which links."""
     moves = Table(title=f"{_title(document)}: bytes sent per device and step", title_justify="left")
     for name in ("axes", "collective", "count", "predicted", "compiled", "", "from"):
         number = name in (
@@ -172,8 +174,12 @@ def tables(document: dict) -> list[Table]:
             same,
             _short(row["source"]),
         )
-    if document.get("memory") is None:
-        return [moves, _arrow_table(document)]
+    crossed = [links_table(document["links"], "links that the axes cross")] * bool(document["links"])
+    return [moves, _arrow_table(document), *crossed]
+
+
+def tables(document: dict) -> list[Table]:
+    """Give the document as tables for a terminal."""
     figures = Table(title="per device", title_justify="left")
     for name in ("", "predicted", "compiled"):
         figures.add_column(name, justify="right" if name else "left")
@@ -187,7 +193,7 @@ def tables(document: dict) -> list[Table]:
     figures.add_row(
         "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)
     )
-    return [moves, _arrow_table(document), figures]
+    return [*move_tables(document), figures]
 
 
 def _arrow_table(document: dict) -> Table:

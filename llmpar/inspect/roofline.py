@@ -247,10 +247,7 @@ class _Walk:
         axes, group = group_axes(op.attrs, self.mesh)
         if group == 1:
             return None, 0.0
-        results = shapes(op.type)
-        if op.kind.endswith("-start") and kind != "all-reduce":
-            results = results[(n := op.inside.count("%")) : 2 * n]
-        held = sum(map(_size, results))
+        held = sum(map(_size, op.results))
         message = held * group if kind == "reduce-scatter" else held
         named = arrow_of(op.scope)
         merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))  # the compiler may merge several
@@ -371,13 +368,14 @@ class _Walk:
             if inner.kind != "parameter":
                 continue
             takes = uses(name)
-            updated = [o for via, o in takes if o.kind == "dynamic-update-slice" and o.operand(0)[0] == via]
-            cut = [o for _, o in takes if o.kind in ("dynamic-slice", "gather", "slice")]
+            first = [o for via, o in takes if o.operand(0)[0] == via]
+            updated = [o for o in first if o.kind == "dynamic-update-slice"]
+            cut = [o for o in first if o.kind in ("dynamic-slice", "gather", "slice")]
             if takes and len(updated) + len(cut) == len(takes):
                 moved += sum(_size(shapes(o.type)[0]) for o in cut)
                 for o in updated:
                     part = body.get(o.operand(1)[0])
-                    moved -= _size(shapes(o.type)[0]) - (2 * _size(shapes(part.type)[0]) if part else 0)
+                    moved -= _size(shapes(o.type)[0]) - (_size(shapes(part.type)[0]) if part else 0)
             elif (place := int(inner.inside)) < len(operands):
                 moved += size(operands[place])
         return max(0.0, moved + written)

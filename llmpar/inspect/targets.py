@@ -22,7 +22,7 @@ from llmpar.predict.hardware import Chip, chip
 QUIET = {
     "JAX_PLATFORMS": "cpu",  # this process computes nothing elsewhere; compilers are asked for by name
     "CUDA_VISIBLE_DEVICES": "",
-    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nothing is opened that two processes could not share

@@ -121,6 +121,16 @@ def asked_memory_share() -> float | None:
     raise ValueError(f"{name}={os.environ[name]} is no share of a GPU's memory; use one above 0, such as .95")
 
 
+def memory_left_out(chip: Chip) -> str:
+    """A sentence on the memory that JAX leaves out because nobody told it its share; empty where it takes
+    all."""
+    if chip.memory_share == 1 or asked_memory_share() is not None:
+        return ""
+    whole = chip.usable_hbm_gib
+    taken = f"{chip.memory_share:.0%} of a GPU's memory, {whole * chip.memory_share:.1f} of {whole:.1f} GiB"
+    return f"JAX takes {taken}; alone on it, set {MEMORY_SHARES[0]}=.95"
+
+
 def _tpu(
     name,
     aliases,

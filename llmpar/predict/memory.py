@@ -16,11 +16,11 @@ from llmpar.timetable import slots, timetable
 
 def _local(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> tuple[int, Counter[str]]:
     """What lies on each device: tokens of a batch, and bytes of one float32 copy of the weights ``stored``,
-    ``graded`` and ``accumulated`` (`plan.Life`); of the blocks' weights alone as ``blocks stored`` …"""
+    ``used``, ``graded`` and ``accumulated`` (`plan.Life`); of the blocks' alone as ``blocks stored`` …"""
     sizes, held = plan.mesh.sizes, Counter[str]()
     for path, weight in plan.padded(config).weights().items():
         life = plan.life(weight.dims)
-        for name in ("stored", "graded", "accumulated"):
+        for name in ("stored", "used", "graded", "accumulated"):
             size = FLOAT32 * math.prod(getattr(life, name).shard_shape(weight.shape, sizes))
             held.update({name: size, f"blocks {name}": size * path.startswith("blocks.")})
     return math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), sizes)), held
@@ -66,8 +66,17 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
         saved, messages, residual = (int(max(n)) for n in counts)
         one = stream if plan.stage_saves == "input" else layers * kept
         held = saved * one + messages * stream + residual * layers * kept
-        held += (order.parameter_copies - 1) * (weights["blocks stored"] + weights["blocks accumulated"])
-    held += layers * (stream if plan.remat == "block" else kept)
+        lent, way = order.parameter_copies - 1, "used" if plan.gathers == "step" else "stored"
+        held += lent * (weights[f"blocks {way}"] + weights["blocks accumulated"])
+        held += weights["used"] * item // FLOAT32 * (plan.gathers == "step")
+    hidden = ffn // 2 if plan.ffn_chunks == 1 and not config.experts else 0  # gate and up
+    once = {
+        "none": kept,
+        "selective": 2 * stream + heads + hidden,
+        "ffn": 2 * stream + heads,
+        "block": stream,
+    }
+    held += layers * once[plan.remat]
     logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
     return weights["accumulated"] + held + 2 * block + logits
 

@@ -126,6 +126,7 @@ class Runs:
         embed, loss: the look-up and the loss, forward and backward.
         forward, again: layers forward; and again for the backward pass, but for the last reduction
             (`Plan.remat`).
+        attention: of these repetitions, those that repeat attention itself and its reduction.
         backward: layers backward.
         matrices, vectors: gathers of each weight of a layer that ZeRO-3 stores cut; a bias is of no use
             backward.
@@ -136,6 +137,7 @@ class Runs:
     loss: int
     forward: int
     again: int
+    attention: int
     backward: int
     matrices: int
     vectors: int
@@ -145,11 +147,13 @@ class Runs:
 def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
     """Read off the plan, and of a pipeline off its schedule: F runs a chunk forward, unless the loss follows;
     B runs it forward again from what F was given, or has its residuals; then backward."""
-    m, order, recomputed = plan.microbatches, plan.pipeline, plan.remat == "block"
+    m, order = plan.microbatches, plan.pipeline
+    recomputed, attention = plan.remat != "none", plan.remat == "block"
     keeps = not plan.reshard_after_forward
     if order is None:
         n = config.num_layers * m
-        return Runs(m, m, n, n * recomputed, n, n * (2 - keeps), n * (1 + (recomputed and not keeps)), m)
+        twice = n * (1 + (recomputed and not keeps))
+        return Runs(m, m, n, n * recomputed, n * attention, n, n * (2 - keeps), twice, m)
     m //= len(order.routes)  # each way through the stages has as many
     embed, loss = (m * sum(route[i][0] == stage for route in order.routes) for i in (0, -1))
     layers = order.layers(config.num_layers)
@@ -159,14 +163,12 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
     if plan.stage_saves == "residuals":
         # A layer that only some chunks have keeps its gathered weights.
         twice = n + cells * min(layers.values())
-        return Runs(embed, loss, n, 0, n, twice, twice, cells)
+        return Runs(embed, loss, n, 0, 0, n, twice, twice, cells)
     forward, attended = 2 * n - last, 2 * cells - loss
     if order.split_backward:  # layer by layer, nothing checkpointed
-        return Runs(embed, loss, forward, 0, n, forward, forward, attended)
-    again = n * (not keeps)
-    return Runs(
-        embed, loss, forward, n * recomputed, n, forward + again, forward + again * recomputed, attended
-    )
+        return Runs(embed, loss, forward, 0, 0, n, forward, forward, attended)
+    again = n * recomputed, n * attention
+    return Runs(embed, loss, forward, *again, n, forward + n, forward + again[0], attended)
 
 
 def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
@@ -208,10 +210,13 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             held(life.stored, shape) // layers,
             Sent(dims.replace(" l ", " "), "weights", "gradients"),
         )
+        copies = plan.pipeline.parameter_copies if stacked and plan.pipeline else 1
+        if plan.gathers == "step":  # all layers at once, those that are lent too; no gradient comes back here
+            of, stored, gathers, gradients = Sent(dims, "weights"), copies * layers * stored, 1, 0
         traffic.carry(life.gather, ITEMSIZE[plan.dtype] * stored, of, gathers, gradients)
         if plan.reduce == "layer":  # summed where its values begin to differ: inside the backward pass
             traffic.add("all-reduce", life.copied, "gradients", FLOAT32 * stored, gradients, of.text)
-        if stacked and plan.pipeline and plan.pipeline.parameter_copies > 1:  # lent, and returned
+        if copies > 1:  # lent, and returned
             names = {"weights of the other direction": life.stored, "their gradients": life.accumulated}
             for name, layout in names.items():
                 message, text = FLOAT32 * held(layout, shape), "l -> the opposite stage"
@@ -234,7 +239,8 @@ def _uses(config: ModelConfig, plan: Plan, run: Runs, path: str, weight: Weight)
     """How often a weight is gathered for use, its gradient comes back, and is added up."""
     if path.startswith("blocks."):
         gathers = run.vectors if weight.is_vector else run.matrices
-        if weight.is_vector and "bias" in path and plan.stage_saves == "residuals":
+        kept = plan.stage_saves == "residuals" or plan.remat in ("selective", "ffn")
+        if path.endswith("_bias") and kept:  # in the queries, keys and values that are kept
             gathers = run.forward
         learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
         return gathers, learned * run.backward, plan.microbatches * _visits(plan)
@@ -299,12 +305,14 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     Tensor parallelism makes of them two all-reduces of b·s·d forward and two backward per layer, one forward
     for the embedding and one backward for the logits (Shoeybi et al. 2019, section 3). With sequence
     parallelism each is a reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022). A
-    block that is computed again repeats all but its last reduction.
+    block that is computed again repeats all but its last reduction, and not attention's where the stream
+    after it is kept.
     """
     stream, of, layers = (values.b, values.s, config.width), "activations", run.forward + run.again
     values.carry("vocab b s d +v -> stream b s d", stream, of, run.embed, run.embed)
     values.carry("stream b s d -> attention b s d", stream, of, layers, run.backward)
-    values.carry("attention b s d +n -> stream b s d", stream, of, layers, run.backward)
+    reduced = run.forward + run.attention
+    values.carry("attention b s d +n -> stream b s d", stream, of, reduced, run.backward)
     values.carry("stream b s d -> ffn b s d", stream, of, layers, run.backward)
     values.carry("ffn b s d +m -> stream b s d", stream, of, run.forward, run.backward)
     values.carry("stream b s d -> vocab b s d", stream, of, run.loss, run.loss)
@@ -364,9 +372,10 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     values.carry("data b s -> keys b s", (b, s), ids_of, 2 * run.attended, itemsize=4)
     if plan.context_parallel == "ring":
         hops, held, item = plan.mesh.sp - 1, values.held("keys b s k h", *keys), values.itemsize
+        turns = run.forward + run.attention + again
         for name, message, times in (
-            (of, held * item, layers + again),
-            (ids_of, 4 * values.held("keys b s", b, s), layers + again),
+            (of, held * item, turns),
+            (ids_of, 4 * values.held("keys b s", b, s), turns),
             (gradients, held * FLOAT32, again),
         ):
             text = "keys b t -> the next rank"

@@ -50,7 +50,7 @@ class Decoder:
 
     Args:
         config, plan, mesh: what, how, and where. Of the plan count its mesh, ZeRO stage and dtype.
-        params: weights, laid out as `Plan.stored` says.
+        params: weights; they are laid out here as a `Serving` plan stores them.
         batch_size: rows.
         length: positions that the cache must hold. A rank holds its share of them, rounded up.
 
@@ -61,7 +61,7 @@ class Decoder:
     def __init__(
         self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, batch_size: int, length: int
     ):
-        self.config, self.params, self.length, self.start = config, params, length, 0
+        self.config, self.length, self.start = config, length, 0
         self.plan = plan = self.check(config, plan, batch_size, length)
         slots = -(-length // plan.mesh.sp) * plan.mesh.sp
         shape = (config.num_layers, batch_size, slots, config.num_kv_heads, config.head_width)
@@ -69,12 +69,9 @@ class Decoder:
         cut, rows = plan.place(CACHE), plan.place("data b s")
         zeros = jax.jit(lambda: jnp.zeros(shape, plan.dtype), out_shardings=sharding(mesh, cut))
         self.cache = zeros(), zeros()
-        given = (
-            jax.tree.map(lambda dims: spec(plan.stored(dims)), weight_dims(config)),
-            spec(cut),
-            spec(rows),
-            spec(Layout(())),
-        )
+        stored = jax.tree.map(plan.stored, weight_dims(config))
+        self.params = jax.device_put(params, jax.tree.map(functools.partial(sharding, mesh), stored))
+        given = jax.tree.map(spec, stored), spec(cut), spec(rows), spec(Layout(()))
         run = jax.shard_map(
             self._forward, mesh=mesh, in_specs=given, out_specs=(spec(plan.place("data b v")), spec(cut))
         )
@@ -88,9 +85,8 @@ class Decoder:
             raise ValueError(f"generation has no pipeline, and {where}; use dp, fsdp, ep, sp, tp")
         if length < 1:
             raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
-        serving = Serving(plan.mesh, zero=plan.zero, dtype=plan.dtype, sequence_order="contiguous").effective(
-            config
-        )
+        kept = {name: getattr(plan, name) for name in ("mesh", "zero", "dtype")}
+        serving = Serving(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").effective(config)
         assert isinstance(serving, Serving)
         serving.check(config, batch_size, plan.mesh.sp)
         return serving

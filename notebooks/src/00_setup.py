@@ -18,8 +18,8 @@
 # Words of this package (layout, arrow, region, reading, island) have a table of their own in the
 # [README](../README.md#words).
 #
-# Without an accelerator, `use_devices` asks JAX for 8 simulated devices: eight memories and eight threads in this one
-# processor. Values, layouts and bytes are exact on them. Times mean nothing.
+# With fewer than two accelerators, `use_devices` asks JAX for 8 simulated devices: eight memories and eight threads in this
+# one processor. Values, layouts and bytes are exact on them. Times mean nothing.
 
 # %%
 from llmpar.mesh import use_devices

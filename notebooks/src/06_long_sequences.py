@@ -431,7 +431,8 @@ for kv_heads, dtype in ((8, jnp.float32), (8, jnp.bfloat16), (2, jnp.bfloat16), 
 #
 # Now the package: 2 layers, trained by `llmpar.step.Step`. The three variants are one field of the plan, `context_parallel`; the model's
 # text has one arrow for each, which is empty where nothing moves. Tokens, targets, positions and document numbers are dealt in
-# zigzag; RoPE turns by true positions, so nothing else knows about it.
+# zigzag; RoPE turns by true positions, so nothing else knows about it. `zero=0` keeps the weights whole: what moves is then
+# attention's, and the gradients'. (By default ZeRO cuts them by `sp` too, as Llama 3 does: its ranks hold the same weights.)
 
 # %%
 SP = min(n, 4)
@@ -452,7 +453,7 @@ def train_llama(plan):
 
 *_, solo_state, solo_losses = train_llama(Plan("dp=1"))
 llamas = {
-    variant: train_llama(Plan(f"sp={SP}", context_parallel=variant))
+    variant: train_llama(Plan(f"sp={SP}", zero=0, context_parallel=variant))
     for variant in ("ring", "ulysses", "gather")
 }
 print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
@@ -553,7 +554,7 @@ def sent_in_step(config, variant, size, length=4096):
     """Numbers of head width that a step sends per layer and position held; the few bytes of positions are
     left in."""
     predicted = traffic.step_traffic(
-        config, Plan(f"sp={size}", context_parallel=variant, dtype="bfloat16"), 1, length
+        config, Plan(f"sp={size}", zero=0, context_parallel=variant, dtype="bfloat16"), 1, length
     )
     total = sum(predicted["sp", kind].bytes_sent for kind in EXCHANGE[variant])
     return total / (2 * config.head_width * config.num_layers * length // size)
@@ -670,7 +671,7 @@ attempt("06.rivals", answer)
 
 # %%
 *_, auto_lowered, auto_compiled, _, auto_losses = train_llama(
-    Plan(f"sp={SP}", context_parallel="ulysses", reading="auto")
+    Plan(f"sp={SP}", zero=0, context_parallel="ulysses", reading="auto")
 )
 assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
 assert (
@@ -752,7 +753,7 @@ print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
 # %%
 POSITIONS = 4096
 weights = llamas["ring"][3].params
-decoder = Decoder(LLAMA, Plan(f"sp={SP}"), make_mesh(f"sp={SP}"), weights, 1, POSITIONS)
+decoder = Decoder(LLAMA, Plan(f"sp={SP}", zero=0), make_mesh(f"sp={SP}"), weights, 1, POSITIONS)
 token = np.zeros((1, 1), np.int32)
 jaxpr = decoder.run.trace(decoder.params, decoder.cache, token, np.int32(0)).jaxpr
 sent = census_table(census_jaxpr(jaxpr, {"sp": SP}))

@@ -368,8 +368,8 @@ assert arguments == sum(memory.argument_bytes(CONFIG, PLAN, BATCH, S).values())
 print(f"memory: {arguments:,} B of arguments per device, as predicted")
 
 # %% [markdown]
-# A dense weight is summed over `ep` as over any axis of the batch; an expert is not, since no other rank of `ep` has it. What the
-# routers did comes with the metrics of each step:
+# A dense weight is summed over `ep` as over any axis of the batch, and ZeRO cuts its state by `ep` too; an expert is neither, since
+# no other rank of `ep` has it. What the routers did comes with the metrics of each step:
 
 # %%
 for name, value in moe.summary(CONFIG.experts, metrics, ep).items():

@@ -1,0 +1,128 @@
+"""Which links a mesh's axes cross: inside a host, along a torus, or through the network.
+
+dp=2 fsdp=8 tp=4 on 8 hosts of 8 H100
+dp    2   network between 2 hosts
+fsdp  8   NVLink within a host (2 each), network between 4 hosts
+tp    4   NVLink within a host
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from llmpar.mesh import domains_per_group, link_domain
+from llmpar.predict import hardware
+from llmpar.predict.hardware import Chip
+
+SWITCHES = {"mi300x": "Infinity Fabric"}
+"""What the links of a switch are called where it is not NVLink."""
+
+
+NO_TORUS: dict = {"dims": [], "hops": None, "closed": False}
+
+
+def links(mesh: Any) -> dict[str, dict]:
+    """Tell for every axis longer than one which links its groups cross.
+
+    ``mesh`` is a `jax.sharding.Mesh`, or anything with a grid of ``devices`` and ``axis_names``. Of a device
+    it reads what JAX and `jax.experimental.topologies` tell: platform, device_kind, process_index,
+    slice_index and coords, so recorded stand-ins will do.
+
+    Returns per axis:
+        size: devices in a group.
+        link: the links in words.
+        hosts: over how many hosts a group reaches, at most.
+        devices_per_host: members of a group that share a host, at least.
+        domains: over how many domains of fast links a group reaches, at most: slices of TPUs; hosts of GPUs,
+            or what NVLink joins of several hosts.
+        dims: of a torus, over how many places a group reaches along x, y, z and the cores of a chip; else
+            empty.
+        hops: of a torus, links from a device to the next one on the axis, at most; else None.
+        closed: whether a group is a whole dim of a torus, closed into a ring.
+    """
+    grid = np.asarray(mesh.devices)
+    chip, host = hardware.guess(grid.flat[0].device_kind), _hosts(grid)
+    spans = zip(domains_per_group(grid, host), domains_per_group(grid), strict=True)
+    found = {}
+    for i, (axis, (hosts, domains)) in enumerate(zip(mesh.axis_names, spans, strict=True)):
+        if (size := grid.shape[i]) == 1:
+            continue
+        groups = np.moveaxis(grid, i, -1).reshape(-1, size)
+        counts = [min(collections.Counter(map(host, group)).values()) for group in groups]
+        row = {"size": size, "hosts": hosts, "devices_per_host": min(counts), "domains": domains}
+        row |= _on_torus(grid, groups, chip) if grid.flat[0].platform == "tpu" else NO_TORUS
+        found[axis] = {"link": _words(row, grid.flat[0].platform, chip)} | row
+    return found
+
+
+def _hosts(grid: np.ndarray):
+    """What the devices of one host have in common: their process or, of GPUs with a process each, their
+    domain."""
+    processes = {d.process_index for d in grid.flat}
+    alone = grid.flat[0].platform == "gpu" and len(processes) == grid.size
+    return link_domain if alone else lambda device: device.process_index
+
+
+def _on_torus(grid: np.ndarray, groups: np.ndarray, chip: Chip | None) -> dict:
+    """The keys ``dims``, ``hops`` and ``closed`` of `links`."""
+    place = lambda d: (*d.coords, getattr(d, "core_on_chip", 0) or 0)
+    places = np.array([[place(d) for d in group] for group in groups])  # groups, members, dims
+    sides = places.max((0, 1)) + 1
+    closes = [chip is not None and chip.wraps(int(n)) for n in sides[:3]]
+    if chip and chip.num_axes == 3:  # a torus is made of whole cubes
+        closes = [all(closes)] * 3
+    steps = np.abs(np.diff(places, axis=1))[..., :3]
+    steps = np.where(closes, np.minimum(steps, sides[:3] - steps), steps).sum(-1)
+    domains = np.array([[link_domain(d) for d in group] for group in groups])
+    near = steps[np.diff(domains, axis=1) == 0]
+    dims = [max(len(np.unique(group[:, k])) for group in places) for k in range(4)]
+    whole = [k for k in range(3) if dims[k] > 1]
+    closed = len(whole) == 1 and dims[whole[0]] == sides[whole[0]] and closes[whole[0]]
+    return {"dims": dims, "hops": int(near.max(initial=0)), "closed": bool(closed)}
+
+
+def _words(row: dict, platform: str, chip: Chip | None) -> str:
+    """The links of one axis in words."""
+    domains, within = row["domains"], row["size"] // row["domains"]
+    if platform == "cpu":
+        inside, between = "shared memory", f"between {domains} processes"
+        words = [inside] * (domains == 1) + [between] * (domains > 1)
+        return "simulated: " + ", ".join(words)
+    if platform == "tpu":
+        inside, between = _ici(row, within), f"DCN between {domains} slices"
+    else:
+        name = SWITCHES.get(chip.name, "NVLink") if chip else "NVLink or PCIe"
+        many = row["hosts"] // domains
+        where = "within a host" if many <= 1 else f"across {many} hosts"
+        inside = f"{name} {where}" + f" ({within} each)" * (domains > 1)
+        between = f"network between {domains} " + ("hosts" if many <= 1 else f"domains of {name}")
+    return ", ".join([inside] * (within > 1) + [between] * (domains > 1))
+
+
+def _ici(row: dict, within: int) -> str:
+    """How a group of so many chips (or their cores) lies on the links of a slice."""
+    dims = [n for n in row["dims"][:3] if n > 1]
+    apart = f", {row['hops']} links apart" if row["hops"] > 1 else ""
+    if math.prod(row["dims"]) != within:
+        return f"ICI, scattered over {' x '.join(map(str, dims))} chips{apart}"
+    cores = ", and the cores of a chip" if row["dims"][3] > 1 else ""
+    if not dims:
+        return "the cores of a chip"
+    if len(dims) > 1:
+        return f"ICI, {len(dims)} torus dims ({' x '.join(map(str, dims))}){cores}{apart}"
+    return f"ICI {'ring' if row['closed'] else 'line'} of {dims[0]} (one torus dim){cores}{apart}"
+
+
+def links_table(found: dict[str, dict], title: str) -> Table:
+    """What `links` found, for a terminal."""
+    table = Table(title=title, title_justify="left")
+    for name in ("axis", "size", "hosts", "link"):
+        table.add_column(name, justify="right" if name in ("size", "hosts") else "left", overflow="fold")
+    for axis, row in found.items():
+        table.add_row(axis, str(row["size"]), str(row["hosts"]), row["link"])
+    return table

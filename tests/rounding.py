@@ -1,0 +1,54 @@
+"""A rehearsal on CPUs of what accelerators do to matrix products: by default they round what they multiply.
+
+    LLMPAR_TEST_ROUNDING=bf16 python -m pytest -m accelerator     as on a TPU
+    LLMPAR_TEST_ROUNDING=tf32 python -m pytest -m accelerator     as on a GPU
+    python tests/rounding.py bf16 notebooks/src/03_*.py           a lesson or another script; exact: unrounded
+
+Products of float32 whose precision was left to the default get operands with 7 bits of mantissa (bfloat16:
+one pass of a TPU) or 10 (TF32: a tensor core); sums stay in float32, as there. Those of a stated precision
+("highest", or a dot algorithm) are left alone, and so is everything else. Forward, backward and inside loops:
+it is the lowering of the product that is replaced, once, before anything is compiled.
+"""
+
+import os
+import runpy
+import sys
+
+import jax
+from jax import lax
+from jax.interpreters import mlir
+
+MANTISSA_BITS = {"bf16": 7, "tf32": 10}
+
+
+def round_products(to: str) -> None:
+    """Round the operands of every matrix product that is compiled for CPUs from now on, unless its precision
+    was stated."""
+    bits = MANTISSA_BITS[to]
+
+    def product(x, y, **how):
+        x, y = (lax.reduce_precision(z, 8, bits) if z.dtype == "float32" else z for z in (x, y))
+        return lax.dot_general_p.bind(x, y, precision=(lax.Precision.HIGHEST,) * 2, **how)
+
+    rounded = mlir.lower_fun(product, multiple_results=False)
+    exact = mlir._platform_specific_lowerings["cpu"][lax.dot_general_p].rule  # the one private name
+
+    def lower(context, x, y, *, precision, **how):
+        if precision in (None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2):
+            return rounded(context, x, y, **how)
+        return exact(context, x, y, precision=precision, **how)
+
+    mlir.register_lowering(lax.dot_general_p, lower, platform="cpu")
+    # Programs that were compiled before must not be found again, in memory or in the folder that keeps them.
+    jax.clear_caches()
+    jax.config.update("jax_enable_compilation_cache", False)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    name, script, *sys.argv[1:] = sys.argv[1:]
+    if name != "exact":
+        round_products(name)
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(script))))  # as a kernel in notebooks/
+    sys.argv[0] = script
+    runpy.run_path(script, run_name="__main__")

@@ -1,0 +1,341 @@
+"""Clusters that are not here: targets, the walk along a schedule, and programs of their own compilers.
+
+The compilers lie beside the environment, in its folder `aot` (`make setup` puts them there), because JAX
+looks for a GPU wherever its plugin is installed. Where they are not there, the tests that need them are
+skipped.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmpar import draw
+from llmpar.inspect import roofline
+from llmpar.inspect.hlo import Module
+from llmpar.inspect.targets import GPUS, TPUS, gpu_description, parse_target
+from llmpar.notation import AXES, parse_mesh
+from llmpar.predict.hardware import chip
+
+COMPILERS = Path(sys.prefix) / "aot"
+ROOT = Path(__file__).resolve().parent.parent
+H100 = chip("h100")
+PEAK, RATE = H100.flops_per_s, H100.hbm_bytes_per_s * roofline.MEMORY_SHARE
+
+
+def has(package: str) -> bool:
+    return (COMPILERS / package).is_dir()
+
+
+gpu_compiler = pytest.mark.skipif(
+    not has("jax_plugins"), reason="no compiler for GPUs beside the environment"
+)
+tpu_compiler = pytest.mark.skipif(not has("libtpu"), reason="no compiler for TPUs beside the environment")
+
+
+# ---------------------------------------------------------------------------------------------------- targets
+
+
+def test_targets_say_what_they_are():
+    h100 = parse_target("H100:8x8")
+    assert (h100.chip.name, h100.num_devices, h100.platform, h100.links.node_size) == ("h100", 64, "gpu", 8)
+    assert parse_target("a100:16x4").links.node_size == 4, "nodes of four GPUs"
+    slices = parse_target("2*v5e:4x4")
+    assert (slices.num_slices, slices.num_devices, slices.platform) == (2, 32, "tpu")
+    assert parse_target("v4:2x2x2").num_devices == 16, "two devices a chip"
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("h100", "not of the form CHIP:SHAPE"),
+        ("h100:8", "hosts x GPUs per host"),
+        ("h100:0x8", "all 1 or more"),
+        ("v5p:4x4", "a slice of 3 extents"),
+        ("v5e:4x4x4", "a slice of 2 extents"),
+        ("2*h100:8x8", "use h100:16x8"),
+        ("mi300x:1x8", "no compiler here for chip 'mi300x'"),
+        ("h1000:8x8", "is not known"),
+        ("", "not of the form"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        parse_target(text)
+
+
+def test_every_target_has_a_row_and_its_description_says_what_the_row_says():
+    for name in GPUS:
+        text = gpu_description(chip(name))
+        found = dict(re.findall(r"  (\w+): (\S+)", text))
+        assert int(found["device_memory_size"]) == round(chip(name).usable_hbm_gib * 2**30)
+        assert int(found["memory_bandwidth"]) == int(chip(name).hbm_bytes_per_s)
+        # Four times the threads of a warp, times cores, times the clock, is near the published float32 rate.
+        assert text.count("{") == text.count("}") == 3
+    for name, devices in TPUS.items():
+        assert chip(name).devices_per_chip == devices
+
+
+# ------------------------------------------------------------------------------------- the walk of a schedule
+
+
+class Devices:
+    """A mesh of 16 GPUs on two hosts, as the walk sees it."""
+
+    def __init__(self, text: str):
+        sizes = parse_mesh(text).sizes
+        self.axis_names, self.shape = tuple(AXES), sizes
+        self.devices = np.empty(tuple(sizes.values()), object)
+
+
+GROUPS = "replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}"
+PRODUCTS = """
+HloModule step, is_scheduled=true
+
+%turn (p: (s32[], bf16[8192,8192], bf16[1024,8192])) -> (s32[], bf16[8192,8192], bf16[1024,8192]) {
+  %p = (s32[], bf16[8192,8192]{1,0}, bf16[1024,8192]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = bf16[8192,8192]{1,0} get-tuple-element(%p), index=1
+  %w = bf16[1024,8192]{1,0} get-tuple-element(%p), index=2
+  %start = (bf16[1024,8192]{1,0}, bf16[8192,8192]{1,0}) all-gather-start(%w), GROUPS, dimensions={0}, SCOPE
+  BETWEEN
+  %done = bf16[8192,8192]{1,0} all-gather-done(%start)
+  %z = bf16[8192,8192]{1,0} dot(%x, %done), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %t = (s32[], bf16[8192,8192]{1,0}, bf16[1024,8192]{1,0}) tuple(%i, %z, %w)
+}
+
+%more (p: (s32[], bf16[8192,8192], bf16[1024,8192])) -> pred[] {
+  %p = (s32[], bf16[8192,8192]{1,0}, bf16[1024,8192]{1,0}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}
+
+ENTRY %main (a: (s32[], bf16[8192,8192], bf16[1024,8192])) -> (s32[], bf16[8192,8192], bf16[1024,8192]) {
+  %a = (s32[], bf16[8192,8192]{1,0}, bf16[1024,8192]{1,0}) parameter(0)
+  ROOT %loop = (s32[], bf16[8192,8192]{1,0}, bf16[1024,8192]{1,0}) while(%a), condition=%more, body=%turnTRIPS
+}
+"""
+TRIPS = ', metadata={op_name="jvp()/while"}, backend_config={"known_trip_count":{"n":"5"}}'
+SCOPE = 'metadata={op_name="jvp()/while/body/arrow[ffn d m]/all_gather"}'
+PRODUCTS = PRODUCTS.replace("GROUPS", GROUPS).replace("TRIPS", TRIPS).replace("SCOPE", SCOPE)
+DOT = "%y = bf16[8192,8192]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+def test_the_walk_counts_turns_and_tells_hidden_from_exposed():
+    """Five turns of a gather over the eight GPUs of a host, with a product beside it or with none."""
+    one = 2 * 8192**3
+    product_s = one / (roofline.PRODUCT_SHARE * PEAK)
+    gather_s = 8192 * 8192 * 2 * 7 / 8 / H100.reached_link_bytes_per_s + roofline.START_S
+    assert gather_s < product_s, "else nothing could hide it"
+    mesh = Devices("dp=2 fsdp=8")
+    hidden = roofline.roofline(PRODUCTS.replace("BETWEEN", DOT), mesh, H100)
+    (row,) = hidden.sent.values()
+    assert (row.arrow, row.axis, row.kind, row.direction) == ("ffn d m", "fsdp", "all-gather", "forward")
+    assert (row.count, row.asynchronous, row.hidden_flops) == (5, 5, 5 * one)
+    assert row.exposed_s == 0 and row.busy_s == pytest.approx(5 * gather_s)
+    assert hidden.flops == 10 * one and hidden.step_s == pytest.approx(10 * product_s)
+    open_ = roofline.roofline(PRODUCTS.replace("BETWEEN", ""), mesh, H100)
+    (row,) = open_.sent.values()
+    assert row.hidden_flops == 0 and row.exposed_s == pytest.approx(5 * gather_s)
+    assert open_.step_s == pytest.approx(5 * (product_s + gather_s))
+    assert open_.terms["exposed communication"] == pytest.approx(open_.exposed_s)
+    assert sum(open_.terms.values()) == pytest.approx(open_.step_s), "terms add up to the step"
+    step, turn = open_.turns
+    assert turn.count == 5 and turn.seconds == pytest.approx(product_s + gather_s)
+
+
+def test_two_collectives_share_the_links():
+    """A second gather beside the first waits for it: XLA for GPUs runs one at a time."""
+    more = re.search(r"  %start = .*", PRODUCTS)[0].replace("%start", "%second").strip()
+    more += "\n  %also = bf16[8192,8192]{1,0} all-gather-done(%second)"
+    found = roofline.roofline(PRODUCTS.replace("BETWEEN", more), Devices("dp=2 fsdp=8"), H100)
+    (row,) = found.sent.values()
+    assert row.count == 10 and row.exposed_s == pytest.approx(row.busy_s)
+
+
+def test_links_beyond_a_host_are_slower():
+    text = PRODUCTS.replace("BETWEEN", "").replace("1024,8192", "4096,8192")
+    starts = {1: range(0, 16, 2), 8: range(8)}
+    pairs = lambda step: "replica_groups={" + ",".join(f"{{{i},{i + step}}}" for i in starts[step]) + "}"
+    near = roofline.roofline(text.replace(GROUPS, pairs(1)), Devices("dp=8 fsdp=2"), H100)
+    far = roofline.roofline(text.replace(GROUPS, pairs(8)), Devices("fsdp=2 tp=8"), H100)
+    # 450 GB/s of NVLink, of which 370 are reached, against one port of 50 GB/s
+    assert far.exposed_s / near.exposed_s == pytest.approx(370 / 50, rel=0.1)
+
+
+FUSION = """
+HloModule step
+
+%slices (a: f32[64,1024,1024], i: s32[]) -> f32[1,1024,1024] {
+  %a = f32[64,1024,1024]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %s = f32[1,1024,1024]{2,1,0} dynamic-slice(%a, %i, %zero, %zero), dynamic_slice_sizes={1,1024,1024}
+  ROOT %m = f32[1,1024,1024]{2,1,0} multiply(%s, %s)
+}
+
+%updates (a: f32[64,1024,1024], u: f32[1,1024,1024], i: s32[]) -> f32[64,1024,1024] {
+  %a = f32[64,1024,1024]{2,1,0} parameter(0)
+  %u = f32[1,1024,1024]{2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %d = f32[64,1024,1024]{2,1,0} dynamic-update-slice(%a, %u, %i, %zero, %zero)
+}
+
+ENTRY %main (a: f32[64,1024,1024], i: s32[]) -> f32[64,1024,1024] {
+  %a = f32[64,1024,1024]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %f = f32[1,1024,1024]{2,1,0} fusion(%a, %i), kind=kLoop, calls=%slices
+  ROOT %g = f32[64,1024,1024]{2,1,0} fusion(%a, %f, %i), kind=kLoop, calls=%updates
+}
+"""
+
+
+def test_a_fusion_moves_the_slices_that_it_takes_and_the_slice_that_it_updates():
+    found = roofline.roofline(FUSION, Devices("dp=16"), H100)
+    slice_bytes = 4 * 1024**2
+    # a slice read and its square written; that read again, and written into its place
+    assert found.memory_bytes == pytest.approx(4 * slice_bytes, rel=1e-3)
+    assert found.flops == 0 and set(found.terms) == {"elementwise"}
+    assert found.step_s == pytest.approx(4 * slice_bytes / RATE, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "left, kernel, result, attrs, flops",
+    [
+        ("2048,512", "512,1024", "2048,1024", "dim_labels=bf_io->bf", 2 * 2048 * 512 * 1024),
+        ("2048,512", "1024,512", "2048,1024", "dim_labels=bf_oi->bf", 2 * 2048 * 512 * 1024),
+        # heads in a window: contracted where the result has lost them, rows where it has them
+        (
+            "2048,32,64",
+            "32,64,512",
+            "2048,512,1",
+            "window={size=32}, dim_labels=b0f_0io->bf0",
+            2 * 2048 * 32 * 64 * 512,
+        ),
+        (
+            "2048,512,1",
+            "512,32,64",
+            "2048,32,64",
+            "window={size=32 pad=31_31 rhs_reversal=1}, dim_labels=bf0_i0o->b0f",
+            2 * 2048 * 512 * 32 * 64,
+        ),
+    ],
+)
+def test_products_that_a_tpu_writes_as_convolutions(left, kernel, result, attrs, flops):
+    text = f"""
+HloModule step
+
+ENTRY %main (a: bf16[{left}], b: bf16[{kernel}]) -> bf16[{result}] {{
+  %a = bf16[{left}] parameter(0)
+  %b = bf16[{kernel}] parameter(1)
+  ROOT %c = bf16[{result}] convolution(%a, %b), {attrs}
+}}
+"""
+    module = Module(text)
+    assert roofline.computation_flops(module, module.entry, {}) == flops
+
+
+def test_the_picture_says_what_waits():
+    found = roofline.roofline(PRODUCTS.replace("BETWEEN", ""), Devices("dp=2 fsdp=8"), H100)
+    turn = found.turns[1]
+    events = [vars(event) for event in turn.events]
+    scene = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": events}], "one turn")
+    assert "forward loop, 5 turns" in scene.text and "exposed" in scene.text
+    assert "computing waits for it" in draw.scene.to_svg(scene)
+
+
+# --------------------------------------------------------------------------------------------- real compilers
+
+
+def compiled(*flags: str, status: int = 0) -> tuple[dict, str]:
+    """Run `llmpar compile` where the compilers are, and give its document and what it said."""
+    path = os.pathsep.join([str(ROOT), str(COMPILERS)])
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    words = [sys.executable, "-m", "llmpar", "compile", "--json", *flags]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=600, env=environment | {"PYTHONPATH": path}, cwd=ROOT
+    )
+    assert done.returncode == status, done.stderr[-2000:]
+    return json.loads(done.stdout), done.stderr
+
+
+def as_predicted(document: dict) -> bool:
+    rows = document["collectives"]
+    assert rows and all(row["predicted_bytes"] for row in rows)
+    return all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows) and all(
+        row["as_predicted"] for row in document["arrows"]
+    )
+
+
+SMALL = "--model", "tiny", "--seq-len", "256"
+PLANS = {
+    "fsdp": ("--mesh", "fsdp=16"),
+    "dp fsdp tp": ("--mesh", "dp=2 fsdp=4 tp=2", "--tp-sequence"),
+    "pipeline": ("--mesh", "pp=2 fsdp=8", "--microbatches", "4", "--batch-size", "32"),
+}
+
+
+@gpu_compiler
+@pytest.mark.parametrize("flags", PLANS.values(), ids=PLANS)
+def test_gpus_compile_what_was_predicted(flags):
+    document, _ = compiled("--target", "h100:2x8", *SMALL, *flags)
+    memory = document["memory_bytes"]
+    assert document["fits"] and as_predicted(document)
+    assert memory["predicted_arguments"] == memory["compiled_arguments"]
+    assert memory["compiled_temp"] > 0 and memory["capacity"] == chip("h100").usable_bytes
+    flops, found = document["flops"], document["roofline"]
+    assert flops["executed_per_device"] >= 0.99 * flops["useful_per_device"] / (
+        4 if "pp=2" in flags[1] else 1
+    )
+    assert 0 < found["mfu"] < 1 and found["step_s"] > 0
+    assert sum(found["terms"].values()) == pytest.approx(found["step_s"], rel=1e-6)
+    final = sum(row["bytes"] for row in document["final"])
+    predicted = sum(row["predicted_bytes"] for row in document["collectives"])
+    assert final == pytest.approx(predicted, rel=0.02), (
+        "bf16 stays bf16; the compiler merges, and adds nothing"
+    )
+    apart = sum(row["asynchronous"] for row in document["overlap"])
+    assert apart > 0, "GPUs start their collectives apart"
+    named = sum(row["busy_s"] for row in document["overlap"] if row["arrow"])
+    assert named > 0.7 * sum(row["busy_s"] for row in document["overlap"]), (
+        "but for merged ones, each says whose"
+    )
+
+
+@gpu_compiler
+def test_what_does_not_fit_is_refused_with_the_size_and_with_a_plan_that_does():
+    document, said = compiled("--target", "a100-40:1x8", "--mesh", "dp=8", "--zero", "0", status=1)
+    assert not document["fits"] and document["why"] in said
+    need = document["memory_bytes"]
+    assert need["compiled_arguments"] + need["compiled_temp"] > need["capacity"]
+    assert re.search(r"needs [\d.]+ GiB, and a device of a100-40:1x8 offers JAX 29\.6 GiB", said), said
+    assert re.search(r"--mesh '[^']+' .*would need [\d.]+ GiB|no plan near this one fits", said), said
+
+
+@tpu_compiler
+def test_a_tpu_compiles_what_was_predicted_and_refuses_what_does_not_fit():
+    document, _ = compiled("--target", "v5e:2x2", *SMALL, "--mesh", "fsdp=4", "--batch-size", "4")
+    assert as_predicted(document) and document["fits"]
+    held = document["memory_bytes"]
+    assert held["compiled_arguments"] >= held["predicted_arguments"], "small arrays fill tiles of 8 x 128"
+    document, said = compiled("--target", "v5e:2x4", "--mesh", "fsdp=8", "--batch-size", "16", status=1)
+    assert not document["fits"] and "GiB" in said and "15.8 GiB" in said
+
+
+def test_a_missing_compiler_is_one_sentence():
+    words = [sys.executable, "-m", "llmpar", "compile", "--target", "h100:1x8"]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+    if "aot-gpu" not in done.stderr:
+        pytest.skip("the compiler is in this environment")
+    assert done.returncode == 1
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith("llmpar: XLA's compiler for NVIDIA GPUs is not installed")
+    )

@@ -1,0 +1,294 @@
+"""Meshes on recorded topologies: every device once, fast axes on fast links, and what `links` says of it.
+
+topologies.json holds, per topology, what `jax.experimental.topologies` gave for it with libtpu 0.0.42.1 and
+the CUDA plugin 0.10.2, one device a row: id, process, slice, x, y, z, core (-1: it has none).
+"""
+
+import functools
+import inspect
+import itertools
+import json
+import math
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+from llmpar.inspect.links import links
+from llmpar.mesh import device_grid, link_domain, make_mesh
+from llmpar.notation import AXES, MeshShape
+
+RECORDED = json.loads((Path(__file__).parent / "topologies.json").read_text())
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """What a mesh asks of a device."""
+
+    id: int
+    process_index: int
+    slice_index: int | None
+    coords: tuple[int, ...]
+    core_on_chip: int | None
+    platform: str
+    device_kind: str
+    client: SimpleNamespace | None = None  # None where nothing runs: of a topology that is described
+
+
+def recorded(name: str) -> list[Device]:
+    """The devices of a recorded topology, in its order."""
+    topology = RECORDED[name]
+    none = lambda n: None if n < 0 else n
+    return [
+        Device(i, process, none(where), (x, y, z), none(core), topology["platform"], topology["device_kind"])
+        for i, process, where, x, y, z, core in topology["devices"]
+    ]
+
+
+RUNNING = SimpleNamespace(runtime_type=jax.devices()[0].client.runtime_type)
+
+
+def gpus(kind: str, num_hosts: int, per_host: int, *, processes: int = 1, hosts_per_domain: int = 1) -> list:
+    """GPUs of a running cluster as XLA numbers them: a slice is a host (by boot), or what NVLink joins."""
+    made = []
+    for host, local in itertools.product(range(num_hosts), range(per_host)):
+        process, place = host * processes + local * processes // per_host, host // hosts_per_domain
+        made.append(Device(len(made), process, place, (0, 0, 0), None, "gpu", kind, RUNNING))
+    return made
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+TOPOLOGIES = {name: recorded(name) for name in RECORDED} | {
+    "running h100:8x8": gpus(H100, 8, 8),
+    "running h100:8x8, a process per GPU": gpus(H100, 8, 8, processes=8),
+    "a100:4x4": gpus("NVIDIA A100-SXM4-40GB", 4, 4),
+    "gb200:2x18x4": gpus("NVIDIA GB200", 36, 4, hosts_per_domain=18),
+    "one h100": gpus(H100, 1, 8),
+    "one GPU": gpus("NVIDIA L4", 1, 1),
+    "one TPU": recorded("v5e:4x8")[:1],
+}
+
+
+GRID = inspect.unwrap(device_grid)  # types are checked, and stand-ins are no JAX devices
+
+
+@pytest.fixture
+def grid():
+    return GRID
+
+
+def read(made) -> dict:
+    return links(SimpleNamespace(devices=made, axis_names=tuple(AXES)))
+
+
+@functools.cache
+def factorizations(n: int) -> list[tuple[int, ...]]:
+    """All ways to give six axes sizes whose product is n."""
+
+    def ways(n, num_axes):
+        if num_axes == 1:
+            return [(n,)]
+        return [(m, *rest) for m in range(1, n + 1) if n % m == 0 for rest in ways(n // m, num_axes - 1)]
+
+    return ways(n, len(AXES))
+
+
+def check(shape: MeshShape, made, devices) -> None:
+    """Every device once; a fast axis stays in its domain where it can; on a torus groups are boxes, and the
+    innermost axis has neighbours on one link."""
+    assert made.shape == tuple(shape.sizes.values())
+    assert len({d.id for d in made.flat}) == shape.size and set(made.flat) <= set(devices)
+    found, inner = read(made), 1
+    per_domain = shape.size / len({link_domain(d) for d in made.flat})
+    for axis in reversed(found):
+        row = found[axis]
+        inner *= row["size"]
+        if per_domain % inner == 0:
+            assert row["domains"] == 1, (str(shape), axis, row)
+        if made.flat[0].platform == "tpu":
+            assert math.prod(row["dims"]) == row["size"] / row["domains"], (str(shape), axis, row)
+    if found and made.flat[0].platform == "tpu":
+        assert row_of_innermost(found)["hops"] <= 1, (str(shape), found)
+
+
+def row_of_innermost(found: dict) -> dict:
+    return found[list(found)[-1]]
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_mesh_of_all_devices_follows_their_links(grid, name):
+    """Forty factorizations of the number of devices, and each axis alone."""
+    devices = TOPOLOGIES[name]
+    rng = random.Random(name)
+    every = factorizations(len(devices))
+    sizes = rng.sample(every, min(40, len(every)))
+    sizes += [tuple(len(devices) if i == k else 1 for i in range(6)) for k in range(6)]
+    for shape in (MeshShape(*one) for one in sizes):
+        check(shape, grid(shape, devices), devices)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_factorization_follows_the_links(grid, name):
+    devices = TOPOLOGIES[name]
+    for shape in (MeshShape(*sizes) for sizes in factorizations(len(devices))):
+        check(shape, grid(shape, devices), devices)
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_a_smaller_mesh_takes_devices_that_lie_together(grid, name):
+    """Random meshes of fewer devices: of GPUs every one is laid out; of TPUs every one that fits a box, the
+    others are refused in a sentence with what works."""
+    devices, rng = TOPOLOGIES[name], random.Random(name)
+    for _ in range(25):
+        size = rng.randint(1, len(devices))
+        shape = MeshShape(*rng.choice(factorizations(size)))
+        try:
+            made = grid(shape, devices)
+        except ValueError as error:
+            assert devices[0].platform == "tpu" and str(error).endswith(f"'!{shape}' for plain order")
+            assert grid(f"!{shape}", devices).ravel().tolist() == devices[: shape.size]
+            continue
+        assert len({d.id for d in made.flat}) == shape.size
+        if made.flat[0].platform == "tpu":
+            check(shape, made, devices)
+
+
+@pytest.mark.parametrize(
+    "name, mesh, hosts, domains",
+    [
+        ("running h100:8x8", "fsdp=8", 1, 1),
+        ("running h100:8x8", "dp=2 tp=8", 2, 2),
+        ("running h100:8x8", "dp=3 tp=4", 2, 2),  # 8 + 4: each tp in a host
+        ("running h100:8x8", "dp=2 tp=6", 2, 2),  # 6 + 6
+        ("running h100:8x8", "dp=3 tp=6", 3, 3),
+        ("running h100:8x8", "dp=13", 2, 2),
+        ("a100:4x4", "dp=3 tp=4", 3, 3),
+        ("v5e:4x8", "fsdp=4", 1, 1),
+        ("v5e:4x8", "fsdp=8", 2, 1),
+        ("v5p:4x4x4", "fsdp=8", 2, 1),
+        ("v5p:4x4x4", "fsdp=16 tp=2", 8, 1),
+        ("2 x v5e:4x8", "fsdp=32", 8, 1),
+        ("2 x v5e:4x8", "dp=2 fsdp=4", 2, 1),
+        ("2 x v5e:4x8", "dp=2 fsdp=20", 12, 2),
+    ],
+)
+def test_a_smaller_mesh_uses_few_hosts_and_few_domains(grid, name, mesh, hosts, domains):
+    made = grid(mesh, TOPOLOGIES[name])
+    assert len({d.process_index for d in made.flat}) == hosts
+    assert len({link_domain(d) for d in made.flat}) == domains
+    innermost = row_of_innermost(read(made))
+    assert "dp" not in mesh or innermost["domains"] == (2 if mesh == "dp=13" else 1)
+
+
+NVLINK, NETWORK = "NVLink within a host", "network between {} hosts"
+BOTH = "NVLink within a host ({} each), network between {} hosts"
+
+
+@pytest.mark.parametrize(
+    "name, mesh, said",
+    [
+        ("h100:8x8", "pp=4 dp=2 tp=8", {"pp": NETWORK.format(4), "dp": NETWORK.format(2), "tp": NVLINK}),
+        ("h100:8x8", "dp=4 fsdp=2 sp=8", {"dp": NETWORK.format(4), "fsdp": NETWORK.format(2), "sp": NVLINK}),
+        ("h100:8x8", "dp=2 fsdp=8 tp=4", {"dp": NETWORK.format(2), "fsdp": BOTH.format(2, 4), "tp": NVLINK}),
+        ("h100:8x8", "fsdp=64", {"fsdp": BOTH.format(8, 8)}),
+        (
+            "running h100:8x8, a process per GPU",
+            "dp=2 fsdp=8 tp=4",
+            {"dp": NETWORK.format(2), "fsdp": BOTH.format(2, 4), "tp": NVLINK},
+        ),
+        ("a100:4x4", "tp=16", {"tp": BOTH.format(4, 4)}),
+        (
+            "gb200:2x18x4",
+            "dp=2 fsdp=18 tp=4",
+            {"dp": NETWORK.format(2), "fsdp": "NVLink across 18 hosts", "tp": NVLINK},
+        ),
+        (
+            "gb200:2x18x4",
+            "fsdp=144",
+            {"fsdp": "NVLink across 18 hosts (72 each), network between 2 domains of NVLink"},
+        ),
+        ("one h100", "fsdp=4 tp=2", {"fsdp": NVLINK, "tp": NVLINK}),
+        ("one GPU", "dp=1", {}),
+        (
+            "v5p:4x4x4",
+            "fsdp=16 tp=4",
+            {"fsdp": "ICI, 2 torus dims (4 x 4)", "tp": "ICI ring of 4 (one torus dim)"},
+        ),
+        (
+            "v5p:4x4x4",
+            "fsdp=8 tp=8",
+            {"fsdp": "ICI, 2 torus dims (2 x 4), 2 links apart", "tp": "ICI, 2 torus dims (4 x 2)"},
+        ),
+        ("v6e:16x16", "fsdp=16 tp=16", dict.fromkeys(("fsdp", "tp"), "ICI ring of 16 (one torus dim)")),
+        (
+            "v5e:4x8",
+            "fsdp=8 tp=4",
+            {"fsdp": "ICI line of 8 (one torus dim)", "tp": "ICI line of 4 (one torus dim)"},
+        ),
+        ("v5e:2x4", "sp=8", {"sp": "ICI, 2 torus dims (2 x 4)"}),
+        (
+            "2 x v5e:4x8",
+            "dp=4 tp=16",
+            {
+                "dp": "ICI line of 2 (one torus dim), 2 links apart, DCN between 2 slices",
+                "tp": "ICI, 2 torus dims (2 x 8)",
+            },
+        ),
+        ("2 x v5e:4x8", "dp=2 fsdp=32", {"dp": "DCN between 2 slices", "fsdp": "ICI, 2 torus dims (4 x 8)"}),
+        (
+            "tpu7x:2x2x2",
+            "fsdp=8 tp=2",
+            {"fsdp": "ICI, 3 torus dims (2 x 2 x 2)", "tp": "the cores of a chip"},
+        ),
+    ],
+)
+def test_links_are_said_in_words(grid, name, mesh, said):
+    assert {axis: row["link"] for axis, row in read(grid(mesh, TOPOLOGIES[name])).items()} == said
+
+
+def test_plain_order_on_a_torus_is_seen(grid):
+    """What a mesh would be without regard to links: neighbours several links apart, or scattered."""
+    devices = TOPOLOGIES["v5p:4x4x4"]
+    assert [row["hops"] for row in read(grid("!fsdp=8 tp=8", devices)).values()] == [3, 2]
+    shuffled = random.Random(0).sample(devices, 64)
+    assert "scattered" in read(grid("!fsdp=8 tp=8", shuffled))["tp"]["link"]
+
+
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5e:4x8", "v5p:2x2x2", "v5p:4x4x4", "v6e:16x16", "v3:4x4"])
+def test_a_ring_over_a_whole_slice_goes_round_it_link_by_link(grid, name):
+    """Ring attention sends to the next rank: every hop is one link, the last one back to the first, too."""
+    devices = TOPOLOGIES[name]
+    ring = grid(f"sp={len(devices)}", devices).ravel()
+    hops = [
+        sum(abs(a - b) for a, b in zip(d.coords, e.coords, strict=True))
+        for d, e in zip(ring, [*ring[1:], ring[0]], strict=True)
+    ]
+    assert set(hops) <= {0, 1}  # 0: between the cores of a chip
+
+
+def test_the_fields_of_a_link_and_one_host():
+    found = read(GRID("dp=2 fsdp=8 tp=4", TOPOLOGIES["h100:8x8"]))
+    want = {
+        "size": 8,
+        "hosts": 4,
+        "devices_per_host": 2,
+        "domains": 4,
+        "dims": [],
+        "hops": None,
+        "closed": False,
+    }
+    assert found["fsdp"] == {"link": BOTH.format(2, 4)} | want
+    strange = [replace(d, device_kind="NVIDIA L4") for d in TOPOLOGIES["one h100"]]
+    assert read(GRID("tp=8", strange))["tp"]["link"] == "NVLink or PCIe within a host"
+
+
+def test_simulated_devices_share_memory():
+    found = links(make_mesh("dp=2 tp=4"))
+    assert {row["link"] for row in found.values()} == {"simulated: shared memory"}
+    assert {row["hosts"] for row in found.values()} == {1} and list(found) == ["dp", "tp"]
+    assert np.prod([row["size"] for row in found.values()]) == len(jax.devices())
