@@ -24,11 +24,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from llmpar.par import vary_alike
+from llmpar.par import HIDDEN, vary_alike
 
 Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
 
@@ -126,7 +127,7 @@ def _run(how, x, shares, weights, where):
 
 def _forward(how, *args):
     y, kept = _run(how, *args)
-    return y, (*args, kept)
+    return y, (*args, tuple(checkpoint_name(z, HIDDEN) for z in kept))
 
 
 def _backward(how, saved, grad):
