@@ -244,6 +244,7 @@ PLANS = [
     Plan("fsdp=2 sp=2 tp=2", attention_kernel="flash", tp_sequence=True, ffn_chunks=2),
     Plan("sp=2 dp=2", context_parallel="ulysses", sequence_order="striped", attention_kernel="flash", zero=0),
     Plan("sp=4", context_parallel="gather", attention_kernel="flash", microbatches=2),
+    Plan("dp=2 sp=2", attention_kernel="flash", remat="ffn"),
     Plan("dp=2 sp=2", attention_kernel="flash", reading="auto"),
     Plan("pp=2 dp=2", attention_kernel="flash", schedule="zb-h1", microbatches=4, zero=0),
     Plan("pp=2 sp=2", attention_kernel="flash", context_parallel="ulysses", microbatches=2),
