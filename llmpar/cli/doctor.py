@@ -53,21 +53,20 @@ class Flag:
     Attributes:
         variable: the environment variable.
         value: what to put there; of XLA_FLAGS and LIBTPU_INIT_ARGS, what to add.
-        why: what it does.
-        verified: whether a compiled program was seen to change by it.
+        why: what it does, as seen in compiled programs.
     """
 
     variable: str
     value: str
     why: str
-    verified: bool = True
 
     @property
     def is_set(self) -> bool:
         """Whether this environment says something of it."""
         if self.variable in hardware.MEMORY_SHARES:
             return hardware.asked_memory_share() is not None
-        return self.value.partition("=")[0] in os.environ.get(self.variable, "")
+        told = os.environ.get(self.variable, "")
+        return all(part.partition("=")[0] + "=" in told for part in self.value.split())
 
 
 FLAGS = {
@@ -87,9 +86,9 @@ FLAGS = {
         Flag(
             "LIBTPU_INIT_ARGS",
             "--xla_tpu_enable_async_collective_fusion=true"
-            " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
-            "collectives beside products instead of between them",
-            verified=False,
+            " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true"
+            " --xla_enable_async_all_gather=true",
+            "on v5p all-gathers run beside products with all three of these (v5e does so by itself)",
         ),
     ),
 }
@@ -100,8 +99,7 @@ def _say_flag(flag: Flag, chip: hardware.Chip | None) -> str:
     """The flag as a line for people; of a known GPU's memory with its size."""
     if chip and flag.variable in hardware.MEMORY_SHARES:
         return hardware.memory_left_out(chip)
-    doubt = "" if flag.verified else " (its effect was not verified)"
-    return f"{flag.why}: set {flag.variable}={_quoted(flag.value)}{doubt}"
+    return f"{flag.why}: set {flag.variable}={_quoted(flag.value)}"
 
 
 def _quoted(text: str) -> str:
