@@ -38,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
-from llmpar.mesh import sharding, spec
+from llmpar.mesh import platform_of, sharding, spec
 from llmpar.notation import Arrow, Layout, Move, parse_layout
 
 WEIGHT, MOVED = "weight", "moved"
@@ -58,8 +58,8 @@ class Solo:
 
     cache: Any = None  # keeps keys and values where tokens come one at a time, and attends (`serve.decode`)
 
-    def __init__(self, plan):
-        self.plan = plan
+    def __init__(self, plan, platform: str = "cpu"):
+        self.plan, self.platform = plan.on(platform), platform  # of the devices: cpu, gpu or tpu
         self.dtype = jnp.dtype(plan.dtype)
 
     def weight(self, param):
@@ -467,7 +467,7 @@ class Auto(Solo):
     collectives."""
 
     def __init__(self, plan, mesh: Mesh | AbstractMesh):
-        super().__init__(plan)
+        super().__init__(plan, platform_of(mesh))
         self.mesh = mesh
 
     def weight(self, param):
@@ -491,7 +491,9 @@ class Auto(Solo):
 
         return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends))
 
-    explicit = property(lambda self: Manual(self.plan), doc="`Manual`: an island is inside shard_map.")
+    explicit = property(
+        lambda self: Manual(self.plan, self.platform), doc="`Manual`: an island is inside shard_map."
+    )
 
     def constrain(self, x: Array, layout: Layout) -> Array:
         """Pin a value's layout."""

@@ -9,6 +9,7 @@ the table in :meth:`Plan.regions` is the whole of tensor, sequence and data para
     attention   dp,fsdp,ep    sp            tp (n, k)    inside attention
     queries     dp,fsdp,ep    sp            tp (k)       where queries meet keys; Ulysses: s whole, k by tp,sp
     keys        dp,fsdp,ep    sp            tp (k)       the same for keys; gathered keys: s whole
+    ids         dp,fsdp,ep                               positions and documents of all keys
     ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
     experts     dp,fsdp       sp            tp (m)       where tokens meet experts, e cut by ep
     counts      dp,fsdp       sp                         tokens per expert, known to all of ep
@@ -55,6 +56,9 @@ from llmpar.timetable import timetable
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
+MAX_MASK_BYTES = 64 << 20
+"""A mask of queries times keys, in 16 bits, above which it costs more than the scores that it spares: cuDNN
+reads it whole, and computes its gradient too. 5,792 positions."""
 
 
 @dataclass(frozen=True)
@@ -125,9 +129,13 @@ class Plan:
             again instead of keeping them.
         attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
             to 256.
-        attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; or
-            `jax.nn.dot_product_attention` by ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, where no partial
-            results are merged: not in a ring.
+        attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; ``flash``, the kernel of
+            :mod:`llmpar.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
+            ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
+            ring. ``auto`` is flash on GPUs and TPUs, and portable on CPUs or where attention_block asks for
+            blocks.
+        documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
+            breaks the promise gives NaN.
         context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
             exchange positions for heads (``ulysses``), or ``gather`` all keys.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
@@ -161,7 +169,8 @@ class Plan:
     loss_chunks: int = 1
     ffn_chunks: int = 1
     attention_block: int | None = None
-    attention_kernel: Literal["portable", "cudnn", "xla"] = "portable"
+    attention_kernel: Literal["auto", "portable", "flash", "cudnn", "xla"] = "auto"
+    documents: Literal["packed", "whole"] = "packed"
     context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
     dispatch: Literal["padded", "ragged"] = "padded"
     grouped: Literal["blocks", "ragged_dot"] = "blocks"
@@ -192,6 +201,7 @@ class Plan:
             "attention": {"b": b, "s": s, "n": tp, "k": tp},
             "queries": {"b": b, "s": () if heads else s, "k": tp + heads},
             "keys": {"b": b, "s": s if self.context_parallel == "ring" else (), "k": tp + heads},
+            "ids": {"b": b},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
             "experts": {"b": self.live("dp", "fsdp"), "s": s, "e": self.live("ep"), "m": tp},
@@ -347,8 +357,7 @@ class Plan:
             local = seq_len // math.prod(sizes[a] for a in self.regions[what].get("s", ()))
             if self.attention_block and local > self.attention_block and local % self.attention_block:
                 self._divides(f"each device's number of {what}", local, (), "attention_block", fixed=True)
-        if self.attention_kernel != "portable":
-            self._check_kernel()
+        self._check_kernel(seq_len)
         if self.zero:
             self._check_zero(config, batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches))
         if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
@@ -403,6 +412,11 @@ class Plan:
             ("reshard_after_forward", not self.gathers, "only ZeRO 3 gathers weights for use"),
             ("grouped", config.experts is None, f"'{config.name}' has no experts"),
             (
+                "documents",
+                self.attention_kernel != "cudnn" or not self.in_order,
+                "only attention_kernel='cudnn' reads it, on whole sequences in contiguous order",
+            ),
+            (
                 "ffn_chunks",
                 config.experts is not None and not config.experts.num_shared,
                 f"'{config.name}' has experts in place of a feed-forward",
@@ -443,22 +457,43 @@ class Plan:
         }
         return dataclasses.replace(self, **defaults)
 
-    def _check_kernel(self) -> None:
-        """Refuse what a kernel for whole sequences cannot do."""
-        why = ""
-        if self.mesh.sp > 1 and self.context_parallel == "ring":
+    def on(self, platform: str) -> Plan:
+        """The plan with what it leaves to the platform decided (``cpu``, ``gpu`` or ``tpu``). Refuses a
+        kernel that the platform lacks."""
+        kernel = self.attention_kernel
+        if kernel == "cudnn" and platform != "gpu":
+            raise ValueError(
+                f"attention_kernel='cudnn' is for NVIDIA GPUs, and the devices of this mesh are"
+                f" {platform.upper()}s; use attention_kernel='auto'"
+            )
+        if kernel != "auto":
+            return self
+        fused = platform != "cpu" and not self.attention_block
+        return dataclasses.replace(self, attention_kernel="flash" if fused else "portable")
+
+    def _check_kernel(self, seq_len: int) -> None:
+        """Refuse what a kernel cannot do, and a mask of all queries and keys that is too large."""
+        kernel, why, s = self.attention_kernel, "", self.regions["queries"]["s"]
+        masked = kernel == "xla" or kernel == "cudnn" and self.documents == "packed"
+        mask_bytes = 2 * seq_len**2 // math.prod(self.mesh.sizes[a] for a in s)
+        if masked and mask_bytes > MAX_MASK_BYTES:
+            why = (
+                f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions;"
+                " use attention_kernel='flash'"
+            )
+            if kernel == "cudnn" and self.in_order:
+                why += ", or documents='whole'"
+        if kernel in ("cudnn", "xla") and self.mesh.sp > 1 and self.context_parallel == "ring":
             why = (
                 "gives no log of sums in float32 to merge by, which a ring needs; use"
                 " context_parallel='ulysses' or 'gather'"
             )
-        if self.attention_block:
+        if self.attention_block and kernel not in ("auto", "portable"):
             why = "chooses its own blocks; leave attention_block out"
-        if self.attention_kernel == "cudnn" and self.dtype == "float32":
+        if kernel == "cudnn" and self.dtype == "float32":
             why = "computes in 16 bits; use dtype='bfloat16'"
         if why:
-            raise ValueError(
-                f"attention_kernel='{self.attention_kernel}' {why}, or attention_kernel='portable'"
-            )
+            raise ValueError(f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'")
 
     def _check_pipeline(self, config) -> None:
         """Refuse a pipeline that the executor cannot walk. Simulating the order proves it legal, or names the

@@ -209,10 +209,8 @@ def test_the_ring_arithmetic_of_traffic():
             "tiny",
             "sp=2 tp=2",
             {
-                (
-                    "sp",
-                    "collective-permute",
-                ): "keys and values, ids of positions and documents, gradients of keys and values"
+                ("sp", "collective-permute"): "keys and values, gradients of keys and values",
+                ("sp", "all-gather"): "ids of positions and documents",
             },
         ),
         ("tiny-moe", "ep=4 fsdp=2", {("ep", "all-gather"): "tokens per expert"}),

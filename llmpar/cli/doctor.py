@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -160,8 +161,11 @@ def examine(simulated: int = 8) -> dict:
         )
     flags = FLAGS.get(first.platform, ())
     lines += [_say_flag(flag, chip) for flag in flags if not flag.is_set]
-    grids = {mesh: device_grid(mesh, devices) for mesh in default_meshes(len(devices), num_domains)}
-    crossed = {mesh: links(SimpleNamespace(devices=g, axis_names=tuple(AXES))) for mesh, g in grids.items()}
+    crossed = {}
+    for mesh in default_meshes(len(devices), num_domains):
+        with contextlib.suppress(ValueError):  # slices with holes, or of several sizes
+            grid = device_grid(mesh, devices)
+            crossed[mesh] = links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
     try:
         address = socket.gethostbyname(socket.gethostname())

@@ -23,7 +23,8 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.inspect.links import links, links_table
-from llmpar.mesh import make_mesh
+from llmpar.inspect.liveness import traced_peak
+from llmpar.mesh import make_mesh, platform_of
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.step import Step
@@ -43,12 +44,11 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     mesh = make_mesh(plan.mesh)
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
     compiled, partitioned = read_program(step.lower(batch_size, seq_len))
-    # With experts it depends on the routing: empty blocks are skipped.
-    text = compiled.as_text() or ""
-    work = (
-        [executed_flops(text, branches) for branches in taken(config, plan)] if not config.experts else None
-    )
+    # With experts it depends on the routing: empty blocks are skipped. A kernel walks lists of the data's.
+    text, known = compiled.as_text() or "", not config.experts and step.plan.attention_kernel != "flash"
+    work = [executed_flops(text, branches) for branches in taken(config, plan)] if known else None
     held = compiled_memory(compiled)
+    peak = traced_peak(step, batch_size, seq_len, mesh.devices.flat[0].platform)
     useful = memory.flops(config, batch_size, seq_len)
     return compare(config, plan, batch_size, seq_len, partitioned, mesh) | {
         "memory": {
@@ -57,6 +57,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
             ),
             "compiled_argument_bytes": held["argument_bytes"],
             "predicted_temp_bytes": memory.temp_bytes(config, plan, batch_size, seq_len),
+            "traced_temp_bytes": peak.bytes if peak else None,
             "compiled_temp_bytes": held["temp_bytes"],
         },
         "flops": {
@@ -108,6 +109,7 @@ def compare(
         "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
         "links": links(mesh),
         "reading": plan.reading,
+        "attention_kernel": plan.on(platform_of(mesh)).attention_kernel,
         "zero": plan.zero,
         "stage": stage,
         "schedule": plan.schedule if plan.pipeline else None,
@@ -146,6 +148,7 @@ def _bytes(table, key) -> int:
 def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
+    title += f", {document['attention_kernel']} attention"
     title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
     return title
 
@@ -184,8 +187,10 @@ def tables(document: dict) -> list[Table]:
     figures.add_row(
         "arguments", f"{held['predicted_argument_bytes']:,} B", f"{held['compiled_argument_bytes']:,} B"
     )
-    temporaries = held["predicted_temp_bytes"], held["compiled_temp_bytes"]
-    figures.add_row("temporaries (estimate)", *(f"{n:,} B" for n in temporaries))
+    for way, name in {"formula": "predicted", "traced program": "traced"}.items():
+        if (estimate := held[f"{name}_temp_bytes"]) is not None:
+            temporaries = f"{estimate:,} B", f"{held['compiled_temp_bytes']:,} B"
+            figures.add_row(f"temporaries (estimate by {way})", *temporaries)
     work = flops["predicted_per_device"], flops["executed_per_device"]
     figures.add_row(
         "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)

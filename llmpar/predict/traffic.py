@@ -371,8 +371,8 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
 def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     """The arrows of attention over a sequence that sp cuts, and the hops of a ring.
 
-    A ring of n makes n - 1 hops of K, V and two id arrays forward, and again backward with the float32
-    gradients of K and V n - 1 hops behind them (Liu et al. 2023, whose ring makes n).
+    A ring of n makes n - 1 hops of K and V, in one message, and again backward, with the float32 gradients of
+    both n - 1 hops behind them (Liu et al. 2023, whose ring makes n).
     """
     plan, b, s, layers, again = values.plan, values.b, values.s, run.forward + run.again, run.backward
     k, h = config.num_kv_heads, config.head_width
@@ -386,17 +386,13 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     values.carry("attention b s k r h -> queries b s k r h", queries, met, layers, again)
     values.carry("queries b s k r h -> attention b s k r h", queries, met, layers, again)
     values.carry("attention b s k h -> keys b s k h", keys, of, 2 * layers, 2 * again, gradient=gradients)
-    values.carry("data b s -> keys b s", (b, s), ids_of, 2 * run.attended, itemsize=4)
+    values.carry("data b s -> ids b s", (b, s), ids_of, 2 * run.attended, itemsize=4)
     if plan.context_parallel == "ring":
-        hops, held, item = plan.mesh.sp - 1, values.held("keys b s k h", *keys), values.itemsize
-        turns = run.forward + run.attention + again
-        for name, message, times in (
-            (of, held * item, turns),
-            (ids_of, 4 * values.held("keys b s", b, s), turns),
-            (gradients, held * FLOAT32, again),
-        ):
-            text = "keys b t -> the next rank"
-            values.traffic.add("collective-permute", plan.live("sp"), name, message, 2 * hops * times, text)
+        hops, both = plan.mesh.sp - 1, 2 * values.held("keys b s k h", *keys)
+        turns, text = run.forward + run.attention + again, "keys b t -> the next rank"
+        for name, item, times in ((of, values.itemsize, turns), (gradients, FLOAT32, again)):
+            axis, times = plan.live("sp"), hops * times
+            values.traffic.add("collective-permute", axis, name, both * item, times, text)
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:
