@@ -12,7 +12,7 @@ the table in :meth:`Plan.regions` is the whole of tensor, sequence and data para
     ids         dp,fsdp,ep                               positions and documents of all keys
     ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
     experts     dp,fsdp       sp            tp (m)       where tokens meet experts, e cut by ep
-    counts      dp,fsdp       sp                         tokens per expert, known to all of ep
+    routing     dp,fsdp       sp                         who chose which expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
 The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm)
@@ -59,6 +59,25 @@ BATCH_AXES = ("dp", "fsdp", "ep")
 MAX_MASK_BYTES = 64 << 20
 """A mask of queries times keys, in 16 bits, above which it costs more than the scores that it spares: cuDNN
 reads it whole, and computes its gradient too. 5,792 positions."""
+
+
+SUITS = {
+    "attention_kernel": {
+        "cpu": ("portable", "xla", "flash"),
+        "gpu": ("flash", "cudnn", "portable", "xla"),
+        "tpu": ("flash", "portable", "xla"),
+    },
+    "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
+    "grouped": {"cpu": ("blocks", "ragged_dot"), "gpu": ("triton",), "tpu": ("ragged_dot", "blocks")},
+}
+"""What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for."""
+UNSUITED = {
+    "cudnn": "it is for NVIDIA GPUs",
+    "ragged": "XLA has no ragged all-to-all for CPUs",
+    "ragged_dot": "XLA for GPUs multiplies every row by every expert",
+    "blocks": "a GPU's host would wait for every turn of the loop",
+    "triton": "its compiler writes programs for GPUs",
+}
 
 
 @dataclass(frozen=True)
@@ -139,9 +158,10 @@ class Plan:
         context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
             exchange positions for heads (``ulysses``), or ``gather`` all keys.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
-            only (``ragged``, which CPUs lack).
-        grouped: how rows are multiplied by their experts: in a loop over ``blocks``, or by
-            `jax.lax.ragged_dot`, which GPUs and TPUs have kernels for.
+            only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
+        grouped: how rows are multiplied by their experts (Megatron's grouped GEMM): in a loop over
+            ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every row by every expert), or
+            by the kernels of :mod:`llmpar.grouped` in ``triton`` (GPUs). ``auto``: what suits the devices.
         sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
             work.
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
@@ -172,8 +192,8 @@ class Plan:
     attention_kernel: Literal["auto", "portable", "flash", "cudnn", "xla"] = "auto"
     documents: Literal["packed", "whole"] = "packed"
     context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
-    dispatch: Literal["padded", "ragged"] = "padded"
-    grouped: Literal["blocks", "ragged_dot"] = "blocks"
+    dispatch: Literal["auto", "padded", "ragged"] = "auto"
+    grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
     sequence_order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     schedule: str = "1f1b"
     virtual_stages: int | None = None
@@ -205,7 +225,7 @@ class Plan:
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
             "experts": {"b": self.live("dp", "fsdp"), "s": s, "e": self.live("ep"), "m": tp},
-            "counts": {"b": self.live("dp", "fsdp"), "s": s},
+            "routing": {"b": self.live("dp", "fsdp"), "s": s},
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
@@ -457,20 +477,6 @@ class Plan:
         }
         return dataclasses.replace(self, **defaults)
 
-    def on(self, platform: str) -> Plan:
-        """The plan with what it leaves to the platform decided (``cpu``, ``gpu`` or ``tpu``). Refuses a
-        kernel that the platform lacks."""
-        kernel = self.attention_kernel
-        if kernel == "cudnn" and platform != "gpu":
-            raise ValueError(
-                f"attention_kernel='cudnn' is for NVIDIA GPUs, and the devices of this mesh are"
-                f" {platform.upper()}s; use attention_kernel='auto'"
-            )
-        if kernel != "auto":
-            return self
-        fused = platform != "cpu" and not self.attention_block
-        return dataclasses.replace(self, attention_kernel="flash" if fused else "portable")
-
     def _check_kernel(self, seq_len: int) -> None:
         """Refuse what a kernel cannot do, and a mask of all queries and keys that is too large."""
         kernel, why, s = self.attention_kernel, "", self.regions["queries"]["s"]
@@ -494,6 +500,22 @@ class Plan:
             why = "computes in 16 bits; use dtype='bfloat16'"
         if why:
             raise ValueError(f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'")
+
+    def on(self, platform: str) -> Plan:
+        """The plan with what it leaves to the platform decided (``cpu``, ``gpu`` or ``tpu``). Refuses what
+        its devices cannot do, or only absurdly slowly."""
+        decided: dict[str, Any] = {}
+        for name, suits in SUITS.items():
+            value, first = getattr(self, name), suits[platform][0]
+            if name == "attention_kernel" and self.attention_block:
+                first = "portable"  # the one whose tiles can be chosen
+            if value not in ("auto", *suits[platform]):
+                raise ValueError(
+                    f"{name}='{value}' does not suit the {platform.upper()}s of this mesh:"
+                    f" {UNSUITED[value]}; use {name}='{first}', or 'auto'"
+                )
+            decided |= {name: first} if value == "auto" else {}
+        return dataclasses.replace(self, **decided)
 
     def _check_pipeline(self, config) -> None:
         """Refuse a pipeline that the executor cannot walk. Simulating the order proves it legal, or names the

@@ -244,6 +244,7 @@ PLANS = [
     Plan("fsdp=2 sp=2 tp=2", attention_kernel="flash", tp_sequence=True, ffn_chunks=2),
     Plan("sp=2 dp=2", context_parallel="ulysses", sequence_order="striped", attention_kernel="flash", zero=0),
     Plan("sp=4", context_parallel="gather", attention_kernel="flash", microbatches=2),
+    Plan("dp=2 sp=2", attention_kernel="flash", remat="ffn"),
     Plan("dp=2 sp=2", attention_kernel="flash", reading="auto"),
     Plan("pp=2 dp=2", attention_kernel="flash", schedule="zb-h1", microbatches=4, zero=0),
     Plan("pp=2 sp=2", attention_kernel="flash", context_parallel="ulysses", microbatches=2),
@@ -293,12 +294,12 @@ def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
         (
             dict(attention_kernel="cudnn", dtype="bfloat16"),
             "cpu",
-            "is for NVIDIA GPUs, and the devices of this",
+            "does not suit the CPUs of this mesh: it is for NVIDIA GPUs",
         ),
         (
             dict(attention_kernel="cudnn", dtype="bfloat16"),
             "tpu",
-            "the devices of this mesh are TPUs; use att",
+            "does not suit the TPUs of this mesh: it is for NVIDIA GPUs",
         ),
     ],
 )

@@ -34,7 +34,7 @@ def test_the_regions_are_the_table_of_the_module():
         "ffn": {"b": batch, "s": ("sp",), "m": tp},
         "vocab": {"b": batch, "s": ("sp",), "v": tp},
         "experts": {"b": ("dp", "fsdp"), "s": ("sp",), "e": ("ep",), "m": tp},
-        "counts": {"b": ("dp", "fsdp"), "s": ("sp",)},
+        "routing": {"b": ("dp", "fsdp"), "s": ("sp",)},
     }
     with_sequence = Plan(MeshShape(dp=2, sp=2, tp=2), tp_sequence=True).regions
     assert with_sequence["stream"]["s"] == ("sp", "tp") and with_sequence["ffn"]["s"] == ("sp",)

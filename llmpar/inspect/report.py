@@ -81,6 +81,7 @@ def compare(
 
     Of a pipeline's stages it takes the one that sends most.
     """
+    plan = plan.on(platform_of(mesh))
     by_stage = [
         traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
     ]
@@ -106,6 +107,8 @@ def compare(
     return {
         "model": config.name,
         "params": config.num_params,
+        "dispatch": plan.dispatch if plan.live("ep") else None,
+        "grouped": plan.grouped if config.experts else None,
         "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
         "links": links(mesh),
         "reading": plan.reading,
