@@ -358,7 +358,7 @@ SENT = [
     Plan("ep=4 fsdp=2", reshard_after_forward=False),
     Plan("ep=2 sp=2 tp=2"),
     Plan("ep=2 sp=2 tp=2", tp_sequence=True),
-    Plan("ep=2 sp=2 tp=2", tp_sequence=True, tp_comm_overlap=True, ffn_chunks=2, microbatches=2),
+    Plan("ep=2 sp=2 tp=2", tp_sequence=True, tp_comm_overlap=True, microbatches=2),
     Plan("ep=2 sp=2 tp=2", tp_sequence=True, loss_chunks=2, microbatches=2),
     Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block"),
     Plan("ep=4 fsdp=2", zero=1, microbatches=2),
