@@ -369,8 +369,8 @@ def _ring_backward(options, saved, grads):
 def _look_back(options, rows, keys, ids, dq):
     """Add what some keys give to dq, and return it with the float32 gradients of these keys."""
     if options.platform:
-        (q, q_ids), *terms = rows
-        dq, *more = flash.backward(options.kernel, q, *keys, q_ids, ids, tuple(terms), dq)
+        ((q, q_ids), *terms), (k, v) = rows, keys
+        dq, *more = flash.backward(options.kernel, q, k, v, q_ids, ids, tuple(terms), dq)
         return dq, tuple(more)
 
     def add_pair(seen, row, key, dq, dkv):

@@ -375,7 +375,7 @@ class Block:
         x, axis = self.value, 0
         for i in () if at is ... else at if isinstance(at, tuple) else (at,):
             if isinstance(i, pl.Slice):
-                x = lax.dynamic_slice_in_dim(x, i.start, i.size, axis)
+                x = lax.dynamic_slice_in_dim(x, i.start, i.size, axis)  # type: ignore[arg-type]
             elif not isinstance(i, slice):
                 x, axis = lax.dynamic_index_in_dim(x, i, axis, keepdims=False), axis - 1
             axis += 1

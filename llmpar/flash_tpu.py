@@ -10,6 +10,7 @@ memory: 256 KiB for 131,072 queries and keys. Compiled without a TPU, and interp
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def run(name, how, tiles, given, made, interpret=False):
         functools.partial(KERNELS[name], how.mask, how.scale),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, **alike) for x in typed],
         grid_spec=spec,
-        compiler_params=tpu.CompilerParams(dimension_semantics=in_turn),
+        compiler_params=tpu.CompilerParams(dimension_semantics=in_turn),  # type: ignore[arg-type]
         name=name,
         interpret=interpret,
     )(order, counts, *arrays)
@@ -56,7 +57,7 @@ def run(name, how, tiles, given, made, interpret=False):
 
 
 # Kind of array -> as the kernel takes it, and back: the last two dims are tiles of vector memory.
-LAID = {
+LAID: dict[str, tuple[Any, Any]] = {
     "rows": (lambda x: x.transpose(0, 2, 3, 1, 4), lambda x: x.transpose(0, 3, 1, 2, 4)),
     "keys": (lambda x: x.transpose(0, 2, 1, 3), lambda x: x.transpose(0, 2, 1, 3)),
     "numbers": (lambda x: x[:, :, :, None], lambda x: x[:, :, :, 0]),
@@ -65,8 +66,9 @@ LAID = {
 }
 
 
-def _next(order, counts, b, i, j):
+def _next(lists, b, i, j):
     """The list's tile; behind its end the last one again, which is there already."""
+    order, counts = lists
     return order[b, i, jnp.minimum(j, jnp.maximum(counts[b, i, 1] - 1, 0))]
 
 
@@ -79,11 +81,11 @@ def _blocks_of_queries(tiles, r, width):
             (None, None, None, 1, tiles.q), lambda b, n, i, j, *lists: (b, n // r, n % r, 0, i)
         ),
         "keys": pl.BlockSpec(
-            (None, None, tiles.k, width), lambda b, n, i, j, *lists: (b, n // r, _next(*lists, b, i, j), 0)
+            (None, None, tiles.k, width), lambda b, n, i, j, *lists: (b, n // r, _next(lists, b, i, j), 0)
         ),
         "q_ids": pl.BlockSpec((None, 2, 1, tiles.q), lambda b, n, i, j, *lists: (b, 0, 0, i)),
         "k_ids": pl.BlockSpec(
-            (None, 2, 1, tiles.k), lambda b, n, i, j, *lists: (b, 0, 0, _next(*lists, b, i, j))
+            (None, 2, 1, tiles.k), lambda b, n, i, j, *lists: (b, 0, 0, _next(lists, b, i, j))
         ),
     }
 
@@ -91,7 +93,7 @@ def _blocks_of_queries(tiles, r, width):
 def _blocks_of_keys(tiles, r, width):
     """Program (row b, KV head n, tile i, query head m, place j in the list) -> its blocks."""
     del r
-    next_of = lambda lists, b, i, j: _next(*lists, b, i, j)
+    next_of = lambda lists, b, i, j: _next(lists, b, i, j)
     return {
         "rows": pl.BlockSpec(
             (None, None, None, tiles.q, width),

@@ -294,12 +294,12 @@ def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
         (
             dict(attention_kernel="cudnn", dtype="bfloat16"),
             "cpu",
-            "is for NVIDIA GPUs, and the devices of this",
+            "does not suit the CPUs of this mesh: it is for NVIDIA GPUs",
         ),
         (
             dict(attention_kernel="cudnn", dtype="bfloat16"),
             "tpu",
-            "the devices of this mesh are TPUs; use att",
+            "does not suit the TPUs of this mesh: it is for NVIDIA GPUs",
         ),
     ],
 )

@@ -57,6 +57,7 @@ PAPER = {
     "par",
     "sequence_order",
     "attention",
+    "grouped",
     "moe",
     "model",
     "weights",
@@ -65,9 +66,9 @@ PAPER = {
     "pipeline",
     "step",
 }
-MAX_PAPER_STATEMENTS = 2_020
-# Kernels are read by those who want to know how; they are counted one by one.
-MAX_KERNEL_STATEMENTS = {"flash": 235, "flash_tpu": 90}
+MAX_PAPER_STATEMENTS = 2_070
+# Kernels and what lays out their work: part of no page of the paper.
+MAX_KERNEL_STATEMENTS = {"grouped": 240, "flash": 235, "flash_tpu": 90}
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = (
     "pypi" + ".org",

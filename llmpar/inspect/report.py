@@ -23,6 +23,7 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.inspect.links import links, links_table
+from llmpar.inspect.liveness import traced_peak
 from llmpar.mesh import make_mesh, platform_of
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
@@ -47,6 +48,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     text, known = compiled.as_text() or "", not config.experts and step.plan.attention_kernel != "flash"
     work = [executed_flops(text, branches) for branches in taken(config, plan)] if known else None
     held = compiled_memory(compiled)
+    peak = traced_peak(step, batch_size, seq_len, mesh.devices.flat[0].platform)
     useful = memory.flops(config, batch_size, seq_len)
     return compare(config, plan, batch_size, seq_len, partitioned, mesh) | {
         "memory": {
@@ -55,6 +57,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
             ),
             "compiled_argument_bytes": held["argument_bytes"],
             "predicted_temp_bytes": memory.temp_bytes(config, plan, batch_size, seq_len),
+            "traced_temp_bytes": peak.bytes if peak else None,
             "compiled_temp_bytes": held["temp_bytes"],
         },
         "flops": {
@@ -78,6 +81,7 @@ def compare(
 
     Of a pipeline's stages it takes the one that sends most.
     """
+    plan = plan.on(platform_of(mesh))
     by_stage = [
         traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
     ]
@@ -103,6 +107,8 @@ def compare(
     return {
         "model": config.name,
         "params": config.num_params,
+        "dispatch": plan.dispatch if plan.live("ep") else None,
+        "grouped": plan.grouped if config.experts else None,
         "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
         "links": links(mesh),
         "reading": plan.reading,
@@ -184,8 +190,10 @@ def tables(document: dict) -> list[Table]:
     figures.add_row(
         "arguments", f"{held['predicted_argument_bytes']:,} B", f"{held['compiled_argument_bytes']:,} B"
     )
-    temporaries = held["predicted_temp_bytes"], held["compiled_temp_bytes"]
-    figures.add_row("temporaries (estimate)", *(f"{n:,} B" for n in temporaries))
+    for way, name in {"formula": "predicted", "traced program": "traced"}.items():
+        if (estimate := held[f"{name}_temp_bytes"]) is not None:
+            temporaries = f"{estimate:,} B", f"{held['compiled_temp_bytes']:,} B"
+            figures.add_row(f"temporaries (estimate by {way})", *temporaries)
     work = flops["predicted_per_device"], flops["executed_per_device"]
     figures.add_row(
         "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)

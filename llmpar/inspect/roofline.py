@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmpar import grouped
 from llmpar.inspect.census import KINDS, Taken, arrow_of
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
 from llmpar.predict import formulas
@@ -203,7 +204,8 @@ class _Walk:
 
     def loop(self, comp: str, op: Op, events: list[Event]) -> float:
         """Walk a loop's body once, for as many turns as it has."""
-        trips = self.module.trips(comp, op) or 1
+        if not (trips := turns_of(self.module, comp, op)):
+            return 0.0
         body, begin, lag = op.called("body")[0], self.now, max(0.0, self.free - self.now)
         self.times *= trips
         outermost = events is self.found.turns[0].events
@@ -411,10 +413,17 @@ def flops_of(module: Module, comp: str, op: Op, seen: dict[str, float]) -> float
             (computation_flops(module, c, seen) for c in op.called(*CALLS["conditional"])), default=0.0
         )
     if op.kind == "while":
-        return (module.trips(comp, op) or 1) * computation_flops(module, op.called("body")[0], seen)
+        return turns_of(module, comp, op) * computation_flops(module, op.called("body")[0], seen)
     if op.kind in CALLS:
         return sum(computation_flops(module, c, seen) for c in op.called(*CALLS[op.kind])[:1])
     return 0.0
+
+
+def turns_of(module: Module, comp: str, loop: Op) -> int:
+    """Count the turns of a loop: one where only the data can tell, and none of that which takes what exceeds
+    a rank's usual share of tokens."""
+    trips = module.trips(comp, loop)
+    return int(f"/{grouped.OVERFLOW}/" not in loop.scope) if trips is None else trips or 1
 
 
 def computation_flops(module: Module, comp: str, seen: dict[str, float]) -> float:
@@ -453,7 +462,8 @@ def kernel_flops(module: Module, comp: str, op: Op) -> float:
     """Give the FLOPs of a kernel that the program shows as one call; 0 for what is none.
 
     cuDNN's attention says its shape: QK' and PV forward, five products backward, half of them under a causal
-    mask (Dao 2023, section 4.1).
+    mask (Dao 2023, section 4.1). The products of experts count every block of their grid, those too that
+    are skipped when they run because nobody owns them.
     """
     if op.kind != "custom-call":
         return 0.0
@@ -463,6 +473,9 @@ def kernel_flops(module: Module, comp: str, op: Op) -> float:
         products = 5 if "Backward" in op.attrs else 2
         pairs = math.prod(integers(dims[1])) if dims else 0
         return 2.0 * products * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
+    if "grouped_" in op.scope:
+        given = [_shape_of(module, comp, op, i) for i in range(op.inside.count("%"))]
+        return grouped.kernel_flops(op.scope, *given) or 0.0
     return 0.0
 
 

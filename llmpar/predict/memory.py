@@ -16,13 +16,22 @@ from llmpar.timetable import slots, timetable
 
 def _local(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> tuple[int, Counter[str]]:
     """What lies on each device: tokens of a batch, and bytes of one float32 copy of the weights ``stored``,
-    ``used``, ``graded`` and ``accumulated`` (`plan.Life`); of the blocks' alone as ``blocks stored`` …"""
+    ``used``, ``unreduced``, ``accumulated`` and ``graded`` (`plan.Life`); of the blocks' weights alone as
+    ``blocks stored`` …; of the output head as ``head used``; of the largest weight as ``largest unreduced``;
+    and of those that a loop gathers along a dim that is not their first as ``turned``."""
     sizes, held = plan.mesh.sizes, Counter[str]()
     for path, weight in plan.padded(config).weights().items():
         life = plan.life(weight.dims)
-        for name in ("stored", "used", "graded", "accumulated"):
+        for name in ("stored", "used", "unreduced", "accumulated", "graded"):
             size = FLOAT32 * math.prod(getattr(life, name).shard_shape(weight.shape, sizes))
             held.update({name: size, f"blocks {name}": size * path.startswith("blocks.")})
+            held[f"largest {name}"] = max(held[f"largest {name}"], size)
+            if path == ("embedding" if config.tied else "head"):
+                held[f"head {name}"] = size
+            pairs = zip(life.stored.dims, life.used.dims, strict=True)
+            cut = [here != whole for here, whole in pairs if here.name != "l"]
+            if name == "stored" and plan.gathers == "block" and any(cut[1:]):
+                held["turned"] += size * (path.startswith("blocks.") or plan.microbatches > 1)
     return math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), sizes)), held
 
 
@@ -43,42 +52,92 @@ def argument_bytes(
 
 
 def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> int:
-    """An estimate of the bytes per device that a step holds besides its arguments: gradients, what the
-    backward pass needs of the forward pass, one block being differentiated, and the logits. Not exact: the
-    compiler fuses and reuses.
+    """An estimate of the bytes per device that a step holds besides its arguments, for choosing among many
+    plans; `llmpar.inspect.liveness` is closer and needs the traced program.
+
+    It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
+    the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
+    text, and follows what compilers do with it: weights are gathered for the next block while one runs, and
+    the logits' float32 gradient, or with pieces of the loss the gathered head and its gradient, stays until
+    the blocks are done.
     """
-    tokens, weights = _local(config, plan, batch_size // plan.microbatches, seq_len)
-    tp, ep, item = plan.mesh.tp, plan.mesh.ep, ITEMSIZE[plan.dtype]
-    stream = tokens * config.width * item // (tp if plan.tp_sequence else 1)
-    heads = tokens * config.head_width * (2 * config.num_heads + 2 * config.num_kv_heads) * item // tp
-    ffn = 4 * tokens * config.ffn_width * item // tp // plan.ffn_chunks
-    if config.experts:  # all slots of the buffer, on their way there, back, and inside the experts
-        blocks, rows = config.experts.slots(tokens, 1, ep)
-        ffn = ep * blocks * rows * (4 * config.ffn_width // tp + 3 * config.width) * item
-    # What autodiff keeps of one block: inputs of products, of norms and of nonlinearities.
-    block = 8 * stream + heads + ffn
-    kept = block - ffn * (plan.ffn_chunks > 1)  # chunks are computed again
-    layers, held = config.num_layers, 0
-    # One chunk is differentiated at a time; of the others that are alive, what F saved is held.
+    tokens, held = _local(config, plan, batch_size // plan.microbatches, seq_len)
+    item, layers = ITEMSIZE[plan.dtype], config.num_layers
+    saves, crossing, work, stream = _block(config, plan, tokens, seq_len)
+    narrow = lambda name: held[name] * item // FLOAT32
+    layer = narrow("blocks used") * plan.mesh.pp // plan.padded(config).num_layers
+    work += layer * (2 if plan.gathers == "block" else 1)
+    logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
+    after_loss = logits if plan.loss_chunks == 1 else 2 * narrow("head used")
+    loss = logits + 2 * narrow("head used")
+    once = saves[plan.remat]
+    if not plan.reshard_after_forward:  # and a turned copy of the largest
+        once += layer * (plan.mesh.pp == 1)
+        work += narrow("largest used") * (plan.mesh.pp == 1)
     if order := plan.pipeline:
-        layers, alive = max(order.layers(layers).values()), slots(timetable(order))
-        counts = alive.num_saved, alive.num_messages, alive.num_residual
-        saved, messages, residual = (int(max(n)) for n in counts)
-        one = stream if plan.stage_saves == "input" else layers * kept
-        held = saved * one + messages * stream + residual * layers * kept
-        lent, way = order.parameter_copies - 1, "used" if plan.gathers == "step" else "stored"
-        held += lent * (weights[f"blocks {way}"] + weights["blocks accumulated"])
-        held += weights["used"] * item // FLOAT32 * (plan.gathers == "step")
-    hidden = ffn // 2 if plan.ffn_chunks == 1 and not config.experts else 0  # gate and up
-    once = {
-        "none": kept,
-        "selective": 2 * stream + heads + hidden,
-        "ffn": 2 * stream + heads,
-        "block": stream,
-    }
-    held += layers * once[plan.remat]
-    logits = 2 * FLOAT32 * tokens * config.vocab_size // tp // plan.loss_chunks
-    return weights["accumulated"] + held + 2 * block + logits
+        one = max(order.layers(layers).values())  # chunk is differentiated at a time
+        chunk = one * once * (plan.stage_saves == "input")
+        busy = chunk + max(loss, held["blocks unreduced"] // order.visits + work)
+        saved = stream if plan.stage_saves == "input" else 2 * one * once
+        whole = narrow("used") if plan.gathers == "step" else 0
+        way = "used" if plan.gathers == "step" else "stored"
+        lent = (order.parameter_copies - 1) * (held[f"blocks {way}"] + held["blocks accumulated"])
+        return held["turned"] + whole + lent + _stage(order, held, stream, saved, one * crossing, busy)
+    blocks = layers * once + after_loss + held["blocks unreduced"] + work
+    cutting = held["unreduced"] + held["largest unreduced"] if plan.zero in (1, 2) else held["unreduced"]
+    more = held["accumulated"] if plan.microbatches > 1 else 0
+    return held["turned"] + more + max(layers * once + loss, blocks, cutting)
+
+
+def _block(
+    config: ModelConfig, plan: Plan, tokens: int, seq_len: int
+) -> tuple[dict[str, int], int, int, int]:
+    """Bytes that autodiff keeps of a block by `Plan.remat`, that the gradient of its input leaves for those
+    of its weights, that its backward pass works with at once, and of the stream."""
+    tp, item = plan.mesh.tp, ITEMSIZE[plan.dtype]
+    whole = tokens * config.width * item
+    stream = whole // (tp if plan.tp_sequence else 1)
+    queries = tokens * config.head_width * config.num_heads * item // tp
+    keys = tokens * config.head_width * config.num_kv_heads * item // tp
+    ffn = tokens * config.ffn_width * item // tp
+    if config.experts:  # the slots of the buffer, and the hidden values of a rank's usual share of visits
+        slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
+        visits = tokens * config.experts.top_k
+        ffn = (slots_here * config.width + visits * (config.ffn_width // tp + config.width)) * item
+    # Scores and their gradient in float32, and both again as the products read them.
+    rows = max(tokens * plan.mesh.sp // seq_len, 1)
+    local = seq_len if plan.context_parallel == "ulysses" else seq_len // plan.mesh.sp
+    tile = min(plan.attention_block or 256, local) ** 2
+    heads = config.num_heads // tp // (plan.mesh.sp if plan.context_parallel == "ulysses" else 1)
+    dense = tokens * seq_len // rows
+    if plan.attention_kernel == "xla":
+        tile = dense
+    scores = rows * heads * tile * (2 * FLOAT32 + 2 * item)
+    if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
+        scores = 3 * rows * dense * item
+    # Inputs of products; of norms, in float32; of nonlinearities. Pieces of a feed-forward are computed
+    # again.
+    norms = 2 * stream * FLOAT32 // item
+    kept = 6 * ffn * (plan.ffn_chunks == 1) + norms + 2 * stream + 2 * whole + 3 * queries + 2 * keys
+    crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
+    sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
+    work = 4 * ffn // plan.ffn_chunks + 5 * whole + 3 * stream + 3 * queries + 2 * keys + sums + scores
+    results = 2 * stream + 2 * queries + 2 * keys  # of products and of attention
+    hidden = 2 * ffn * (plan.ffn_chunks == 1 and not config.experts)
+    saves = {"none": kept, "selective": results + hidden, "ffn": results, "block": stream}
+    return saves, crossing, work, stream
+
+
+def _stage(order, held: Counter[str], stream: int, saved: int, crossing: int, busy: int) -> int:
+    """The same for a stage of a pipeline that is ``busy`` with one chunk: of the microbatches that are alive,
+    what F (``saved``) and B (``crossing``) left lies in slots. A branch that updates slots by the hundred
+    copies them (`inspect.liveness`, the law "copies")."""
+    alive = slots(timetable(order))
+    counts = alive.num_saved, alive.num_messages, alive.num_residual
+    num_saved, num_messages, num_residual = (int(max(n)) for n in counts)
+    state = held["accumulated"] + num_saved * saved + (num_messages + 1) * stream
+    left = num_residual * crossing
+    return state + left + max(left, busy)
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:

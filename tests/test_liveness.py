@@ -1,0 +1,223 @@
+"""What a traced step holds at its fullest moment: by hand for small programs, and against what real compilers
+said."""
+
+import functools
+import json
+import statistics
+
+import compare_memory
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from llmpar.inspect.liveness import LAWS, TARGETS, Liveness, traced_peak
+from llmpar.mesh import abstract_mesh
+from llmpar.plan import Plan
+from llmpar.predict import memory
+from llmpar.step import Step
+
+RECORD = json.loads(compare_memory.RECORD.read_text())
+H100, TPU = "h100:8x8", "v5p:4x4x4"
+GIB = 2**30
+KB = 1024
+SQUARE = jnp.zeros((16, 16))  # one kilobyte
+
+
+# ------------------------------------------------------------------------------------------- by hand
+
+
+def held(f, *args, laws=()):
+    """The peak of a function's program in kilobytes; a few bytes of indices are left out."""
+    peak = Liveness(frozenset(laws)).fullest(jax.make_jaxpr(f)(*args).jaxpr).bytes
+    return round(peak / KB, 1)
+
+
+def test_a_chain_of_products_holds_two():
+    assert held(lambda x: x @ x, SQUARE) == 1
+    assert held(lambda x: x @ x @ x @ x, SQUARE) == 2
+
+
+def test_what_is_cheap_exists_only_where_it_is_wanted():
+    """A product wants the sine, a sum reads it as it comes."""
+    assert held(lambda x: jnp.sin(x) @ x, SQUARE) == 2
+    assert held(lambda x: jnp.sin(x * x + x).sum(), SQUARE) == 0
+    assert held(lambda x: jnp.sin(x) @ x, SQUARE, laws=["prologue"]) == 1
+
+
+def test_a_result_takes_the_place_of_what_is_read_last():
+    """The sine takes the product's memory; a transpose cannot."""
+    assert held(lambda x: jnp.sin(x @ x) @ x, SQUARE) == 2
+    assert held(lambda x: jnp.sin(x @ x).T @ x, SQUARE) == 2
+    assert held(lambda x: lax.dynamic_update_index_in_dim(x @ x, x[0], 0, 0), SQUARE) == 1
+    assert (
+        held(lambda x: lax.dynamic_update_index_in_dim(x, x[0], 0, 0), SQUARE) == 1
+    )  # the input is not ours
+
+
+def test_a_loop_holds_what_it_stacks_its_carry_once_and_its_body():
+    turn = lambda carry, x: (carry @ x, jnp.sin(carry))
+    # Four slices stacked, the carry, and the new carry beside the old one.
+    assert held(lambda x, xs: lax.scan(turn, x @ x, xs), SQUARE, jnp.zeros((4, 16, 16))) == 6
+
+
+def test_of_branches_the_largest_counts_and_a_state_is_changed_in_place():
+    change = lambda state, x: lax.cond(
+        x[0, 0] > 0, lambda s: lax.dynamic_update_index_in_dim(s, x, 1, 0), lambda s: s, state
+    )
+    many = lambda x: change(jnp.stack([x @ x] * 8), x)
+    assert held(many, SQUARE) == 9  # the product, of which eight copies are made
+    assert held(lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x, x), SQUARE) == 2
+
+
+def test_what_only_the_end_waits_for_runs_last():
+    """Its operand lives on, through all that others wait for."""
+
+    def f(x):
+        y = x @ x
+        gradient = y @ x  # only the result waits
+        for _ in range(3):
+            y = y @ x
+        return y, gradient
+
+    assert held(f, SQUARE) == 3
+    assert held(f, SQUARE, laws=["late"]) == 3
+    big = lambda x: (jnp.sin(x @ x.T @ x), (x @ x.T).sum(), x @ x.T @ x @ x.T)
+    assert held(big, SQUARE, laws=["late"]) >= held(big, SQUARE)
+
+
+def test_a_product_is_written_in_the_type_that_is_read():
+    half = jnp.zeros((16, 16), jnp.bfloat16)
+    product = lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32).astype(jnp.bfloat16) @ x
+    assert held(product, half) == 1.5 and held(product, half, laws=["narrow"]) == 1
+
+
+def test_equal_equations_are_one_and_what_is_recomputed_is_not():
+    assert held(lambda x: (x @ x) + (x @ x), SQUARE) == 1
+    again = jax.checkpoint(lambda x: x @ x, prevent_cse=True)
+    assert held(lambda x: again(x) + again(x), SQUARE) == 2  # the sum takes the place of one
+    assert held(lambda x: again(x).T @ again(x), SQUARE) == 3
+
+
+def test_another_reading_is_not_traced():
+    case = compare_memory.cases(H100)[0]
+    plan = Plan("fsdp=64", reading="auto")
+    step = Step(case.config, plan, abstract_mesh(plan.mesh), __import__("optax").sgd(0.1))
+    assert traced_peak(step, 64, 128) is None
+
+
+# -------------------------------------------------------------------- against what compilers have said
+
+
+@functools.cache
+def peak(target, name, without=None):
+    """The temporaries that the traced program of a recorded case has, with all laws or less one; None where
+    it can only be traced beside cuDNN."""
+    case = next(c for c in compare_memory.cases(target) if c.name == name)
+    platform = "gpu" if target == H100 else "tpu"
+    try:
+        return compare_memory.traced(case, platform, without).bytes
+    except RuntimeError as error:
+        assert "cuDNN" in str(error)
+        return None
+
+
+def errors(target, without=None, names=None):
+    """Relative errors of the traced estimate, by name."""
+    rows = RECORD[target]["plans"]
+    found = {name: peak(target, name, without) for name in names or rows}
+    return {name: size / rows[name]["temp"] - 1 for name, size in found.items() if size}
+
+
+def test_temporaries_on_a_gpu():
+    """Within 15 % of what the compiler for H100s plans, half of them within 8 %. (Experts within 25 %: when
+    what waits for an exchange runs is the scheduler's choice, not the program's.)"""
+    found = errors(H100)
+    wide = {n: f"{e:+.1%}" for n, e in found.items() if abs(e) > (0.25 if n.startswith("moe") else 0.15)}
+    assert not wide and len(found) >= 24
+    assert statistics.median(map(abs, found.values())) <= 0.08
+
+
+WITNESSES = {
+    "late": "fsdp-tp8-sequence",
+    "narrow": "pp4-1f1b",
+    "prologue": "pp4-zb-h1",
+    "prefetch": "fsdp",
+    "stacks": "405b-fsdp-tp8",
+    "scatters": "fsdp-zero1",
+    "copies": "pp4-zb-h1",
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_every_law_is_needed(law):
+    """Without it, one of the compiled plans is worse by at least three hundredths."""
+    (true,) = errors(H100, names=[WITNESSES[law]]).values()
+    (less,) = errors(H100, law, [WITNESSES[law]]).values()
+    assert abs(less) >= abs(true) + 0.03
+
+
+def test_a_target_has_known_laws():
+    assert all(laws <= set(LAWS) for laws in TARGETS.values())
+
+
+def test_what_is_alive_is_told():
+    """The list of what is held adds up to the peak, and starts with the largest."""
+    case = next(c for c in compare_memory.cases(H100) if c.name == "fsdp")
+    found = compare_memory.traced(case, "gpu")
+    sizes = [size for size, _ in found.held]
+    assert sum(sizes) == found.bytes and sizes == sorted(sizes, reverse=True)
+    assert "8192,128256" in found.held[0][1]  # the logits, until their weight's gradient is made
+
+
+# ------------------------------------------------------------------------------------------ the formula
+
+
+def formula_errors(target):
+    rows, found = RECORD[target]["plans"], {}
+    for case in compare_memory.cases(target):
+        if case.name in rows:
+            size = memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len)
+            found[case.name] = size / rows[case.name]["temp"] - 1
+    return found
+
+
+def test_the_formula_on_a_gpu():
+    """Within a quarter of what the compiler for H100s plans, half of them within 8 %."""
+    found = formula_errors(H100)
+    assert not {name: f"{e:+.1%}" for name, e in found.items() if abs(e) > 0.25}
+    assert statistics.median(map(abs, found.values())) <= 0.08
+
+
+def test_arguments_are_exact():
+    for target, kept in RECORD.items():
+        for case in compare_memory.cases(target):
+            row = kept["plans"].get(case.name, {})
+            if "arguments" in row:
+                parts = memory.argument_bytes(case.config, case.plan, case.batch_size, case.seq_len)
+                padding = 0 if target == H100 else 1e-3  # TPUs pad vectors to whole tiles
+                assert row["arguments"] == pytest.approx(sum(parts.values()), rel=padding, abs=0), case.name
+
+
+def verdicts(target, capacity, guess):
+    """Cases that are called feasible and are not, and those that are called too large and fit with 10 % to
+    spare."""
+    rows, wrong = RECORD[target]["plans"], []
+    for case in compare_memory.cases(target):
+        if (row := rows.get(case.name)) is None or (temp := guess(case)) is None:
+            continue
+        given = sum(memory.argument_bytes(case.config, case.plan, case.batch_size, case.seq_len).values())
+        needs = given + row["temp"]
+        if given + temp <= capacity and needs > capacity:
+            wrong.append(f"{case.name} is called feasible")
+        if given + temp > capacity and needs <= 0.9 * capacity:
+            wrong.append(f"{case.name} is refused")
+    return wrong
+
+
+@pytest.mark.parametrize("gib", [59.3, 75.1, 79.1])  # what JAX takes by default, at .95, and all there is
+def test_verdicts_on_a_gpu(gib):
+    """Nothing that does not fit is called feasible, and nothing refused that fits with room."""
+    assert not verdicts(H100, gib * GIB, lambda case: peak(H100, case.name))
+    estimate = lambda c: memory.temp_bytes(c.config, c.plan, c.batch_size, c.seq_len)
+    assert not verdicts(H100, gib * GIB, estimate)
