@@ -444,7 +444,8 @@ class Plan:
             ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
             (
                 "reduce",
-                not any(self.life(weight.dims).copied for weight in config.weights().values()),
+                (self.reduce == "layer" or not self.zero)  # a bucket is refused with ZeRO anyway
+                and not any(self.life(weight.dims).copied for weight in config.weights().values()),
                 "no weight is kept by two devices, so no sum is left for `reduce`",
             ),
             ("bucket_bytes", self.reduce != "bucket", f"reduce is '{self.reduce}'"),
