@@ -130,7 +130,7 @@ def attend(
         run = kernel(par, num_queries=q.shape[1])
         return run(q, k, v, mask=mask, **dict(zip(names, ids, strict=True)))[0]
 
-    queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "keys b s"
+    queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "ids b s"
     y = par.local(compute, [queries, keys, keys, q_ids, q_ids, k_ids, k_ids], queries)(q, k, v, *ids)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
@@ -138,16 +138,23 @@ def attend(
 def kernel(par: Solo, num_queries: int):
     """The function of `llmpar.attention` that computes it: a ring where keys are still cut, else what the
     plan names."""
-    plan, block = par.plan, par.plan.attention_block
+    plan, block, branch = par.plan, par.plan.attention_block, par.platform != "gpu"
+    flash = par.platform if plan.attention_kernel == "flash" else None
     if axes := par.axes("keys s"):
         (axis,) = axes
         # A tile must not join the two parts that zigzag deals to a rank.
-        return functools.partial(
-            attention.ring, axis=axis, block=block if block and block < num_queries else None
-        )
+        block = block if block and block < num_queries else None
+        return functools.partial(attention.ring, axis=axis, platform=flash, block=block, branch=branch)
+    if flash:
+        return functools.partial(attention.fused, platform=flash)
     if plan.attention_kernel == "portable":
-        return functools.partial(attention.blockwise, contiguous=plan.in_order, block=block)
-    return functools.partial(attention.by_kernel, contiguous=plan.in_order, kernel=plan.attention_kernel)
+        return functools.partial(attention.blockwise, contiguous=plan.in_order, block=block, branch=branch)
+    return functools.partial(
+        attention.by_kernel,
+        contiguous=plan.in_order,
+        kernel=plan.attention_kernel,
+        whole=plan.documents == "whole",
+    )
 
 
 class FeedForward(nnx.Module):
@@ -313,9 +320,9 @@ class Llama(nnx.Module):
         graph, weights = nnx.split(self.blocks)
         rope = rope_table(self.config, batch["positions"])
         t_positions, t_segments = (
-            par.move(batch[name], "data b s -> keys b s") for name in ("positions", "segments")
+            par.move(batch[name], "data b s -> ids b s") for name in ("positions", "segments")
         )
-        q_positions, q_segments = (par.move(x, "keys b s -> queries b s") for x in (t_positions, t_segments))
+        q_positions, q_segments = (par.move(x, "ids b s -> queries b s") for x in (t_positions, t_segments))
         ids = q_positions, q_segments, t_positions, t_segments
 
         def block(x, w):

@@ -38,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
-from llmpar.mesh import sharding, spec
+from llmpar.mesh import platform_of, sharding, spec
 from llmpar.notation import Arrow, Layout, Move, parse_layout
 
 WEIGHT, MOVED = "weight", "moved"
@@ -58,8 +58,8 @@ class Solo:
 
     cache: Any = None  # keeps keys and values where tokens come one at a time, and attends (`serve.decode`)
 
-    def __init__(self, plan):
-        self.plan = plan
+    def __init__(self, plan, platform: str = "cpu"):
+        self.plan, self.platform = plan.on(platform), platform  # of the devices: cpu, gpu or tpu
         self.dtype = jnp.dtype(plan.dtype)
 
     def weight(self, param):
@@ -79,7 +79,7 @@ class Solo:
         """``multiply(x, *weights)``, moved: the mirror image of `enter`."""
         return self.move(multiply(x, *weights), arrow)
 
-    def ragged(self, x: Array, full: Int[Array, "g g"], arrow: str) -> Array:
+    def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
         """As `move`."""
         return x
 
@@ -211,10 +211,10 @@ class Manual(Solo):
         (axis,) = moves[0].axes
         return _Ring(axis, arrow)
 
-    def ragged(self, x: Array, full: Int[Array, "g g"], arrow: str) -> Array:
-        """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which rank i sends rank j the first ``full[i,
-        j]`` rows of its block alone; the others arrive as zeros. XLA has it for GPUs and TPUs, not for
-        CPUs."""
+    def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
+        """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
+        ``send[j]`` rows of its block alone, and gets ``come[j]``; the others arrive as zeros. XLA has it for
+        GPUs and TPUs, not for CPUs."""
         moves = self.plan.resolve(arrow).moves
         if not moves:
             return self.move(x, arrow)
@@ -223,7 +223,7 @@ class Manual(Solo):
             -1, *x.shape[3:]
         )
         with scope(arrow):
-            y = _ragged(rows, full, axis)
+            y = _ragged(rows, send, come, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
     def max(self, x: Array, arrow: str) -> Array:
@@ -293,21 +293,19 @@ def _collective(x, move: Move, position: dict[str, int], to: str):
     return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, dim)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _ragged(rows, full, axis: str):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _ragged(rows, send, come, axis: str):
     """Of every rank's block for me the rows that are full. The gradient goes back as it came, by the same
-    counts turned around; JAX's own transpose would first exchange offsets that every rank knows."""
-    rank, slots = lax.axis_index(axis), rows.shape[0] // full.shape[0]
-    begin = slots * jnp.arange(full.shape[0], dtype=jnp.int32)
-    mine = jnp.full_like(begin, slots) * rank.astype(jnp.int32)
-    return lax.ragged_all_to_all(
-        rows, jnp.zeros_like(rows), begin, full[rank], mine, full[:, rank], axis_name=axis
-    )
+    numbers turned around; JAX's own transpose would first exchange offsets that every rank knows."""
+    slots = rows.shape[0] // len(send)
+    begin = slots * jnp.arange(len(send), dtype=jnp.int32)
+    mine = jnp.full_like(begin, slots) * lax.axis_index(axis).astype(jnp.int32)
+    return lax.ragged_all_to_all(rows, jnp.zeros_like(rows), begin, send, mine, come, axis_name=axis)
 
 
 _ragged.defvjp(
-    lambda rows, full, axis: (_ragged(rows, full, axis), full),
-    lambda axis, full, grad: (_ragged(grad, full.T, axis), None),
+    lambda rows, send, come, axis: (_ragged(rows, send, come, axis), (send, come)),
+    lambda axis, sizes, grad: (_ragged(grad, *sizes[::-1], axis), None, None),
 )
 
 
@@ -467,7 +465,7 @@ class Auto(Solo):
     collectives."""
 
     def __init__(self, plan, mesh: Mesh | AbstractMesh):
-        super().__init__(plan)
+        super().__init__(plan, platform_of(mesh))
         self.mesh = mesh
 
     def weight(self, param):
@@ -491,7 +489,9 @@ class Auto(Solo):
 
         return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends))
 
-    explicit = property(lambda self: Manual(self.plan), doc="`Manual`: an island is inside shard_map.")
+    explicit = property(
+        lambda self: Manual(self.plan, self.platform), doc="`Manual`: an island is inside shard_map."
+    )
 
     def constrain(self, x: Array, layout: Layout) -> Array:
         """Pin a value's layout."""

@@ -37,6 +37,7 @@ def traced(config, plan):
     [
         (GQA, overlapped("fsdp=4 tp=2", remat="block", reshard_after_forward=False)),
         (LLAMA, overlapped("dp=2 tp=4", zero=0, ffn_chunks=4)),
+        (QWEN, overlapped("dp=4 tp=2", zero=0, remat="selective")),
         (LLAMA, overlapped("fsdp=2 tp=4", zero=1, ffn_chunks=2, remat="block", unroll=0)),
         (MOE, overlapped("fsdp=2 ep=2 tp=2")),
     ],
@@ -46,9 +47,8 @@ def test_products_between_hops_give_the_gradients_of_one_device(config, plan):
     assert_same(config, plan)
 
 
-@pytest.mark.parametrize("config", [LLAMA, MOE], ids=lambda c: c.name)
-@pytest.mark.parametrize("remat", ["none", "block"])
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("config, chunks", [(LLAMA, 1), (LLAMA, 2), (MOE, 1)], ids=["1", "2", "experts"])
+@pytest.mark.parametrize("remat", ["none", "selective", "ffn", "block"])
 def test_a_ring_sends_the_bytes_of_the_collective_that_it_replaces(config, remat, chunks):
     """Arrow by arrow: n - 1 hops of a block each. What no product goes with stays as it is."""
     plan = overlapped("fsdp=2 tp=4", remat=remat, ffn_chunks=chunks)

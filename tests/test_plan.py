@@ -30,10 +30,11 @@ def test_the_regions_are_the_table_of_the_module():
         "attention": {"b": batch, "s": ("sp",), "n": tp, "k": tp},
         "queries": {"b": batch, "s": ("sp",), "k": tp},
         "keys": {"b": batch, "s": ("sp",), "k": tp},
+        "ids": {"b": batch},
         "ffn": {"b": batch, "s": ("sp",), "m": tp},
         "vocab": {"b": batch, "s": ("sp",), "v": tp},
         "experts": {"b": ("dp", "fsdp"), "s": ("sp",), "e": ("ep",), "m": tp},
-        "counts": {"b": ("dp", "fsdp"), "s": ("sp",)},
+        "routing": {"b": ("dp", "fsdp"), "s": ("sp",)},
     }
     with_sequence = Plan(MeshShape(dp=2, sp=2, tp=2), tp_sequence=True).regions
     assert with_sequence["stream"]["s"] == ("sp", "tp") and with_sequence["ffn"]["s"] == ("sp",)
@@ -440,6 +441,7 @@ OTHER |= dict(
     grouped="block",
     sequence_order="zig-zag",
     attention_kernel="cuda",
+    documents="one",
     unroll=-1,
 )
 OTHER |= dict(

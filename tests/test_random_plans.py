@@ -26,7 +26,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from parity import arranged, emulated_ragged_all_to_all, live
+from parity import arranged, emulated_ragged_all_to_all, live, ragged_on_cpus
 
 from llmpar import attention, schedules, sequence_order
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
@@ -50,10 +50,12 @@ DRAWN = {
         bucket_bytes=(1, 3000, 4 << 20),
         microbatches=(1, 2, 3, 4, 8),
         dtype=("float32",) * 7 + ("bfloat16",),
+        grouped=("auto", "blocks", "ragged_dot"),  # triton is for GPUs
         unroll=(1, 0, 2, 3),
         loss_chunks=(1, 2, 3, 4),
         ffn_chunks=(1, 2, 3, 4),
         attention_block=(None, 2, 3, 4, 8, 64),
+        documents=("packed",),
         schedule=(*schedules.SCHEDULES, WRITTEN),
         virtual_stages=(None, None, 1, 2, 3),
         mesh=(),
@@ -357,21 +359,23 @@ def optimizer_of(rule: dict):
 def as_on_accelerators(plan: Plan, ragged=emulated_ragged_all_to_all):
     """CPUs lack the ragged all-to-all and cuDNN: the one is emulated, and XLA's own kernel stands in for the
     other. JAX writes both kernels with mixed dtypes."""
-    plain = jax.nn.dot_product_attention
+    plain, on = jax.nn.dot_product_attention, Plan.on
+    there = lambda plan, platform: plan if plan.attention_kernel == "cudnn" else on(plan, platform)
     instead = lambda *args, implementation, **more: plain(*args, implementation="xla", **more)
     with (
+        ragged_on_cpus(),
         mock.patch.object(jax.lax, "ragged_all_to_all", ragged),
         mock.patch.object(jax.nn, "dot_product_attention", instead),
-        jax.numpy_dtype_promotion("strict" if plan.attention_kernel == "portable" else "standard"),
+        mock.patch.object(Plan, "on", there),
+        jax.numpy_dtype_promotion("standard" if plan.attention_kernel in ("cudnn", "xla") else "strict"),
     ):
         yield
 
 
 def step_of(config, plan, optimizer, clip):
     """A step; of a plan for accelerators too."""
-    step = Step(config, dataclasses.replace(plan, dispatch="padded"), make_mesh(plan.mesh), optimizer, clip)
-    step.plan = plan
-    return step
+    with as_on_accelerators(plan):
+        return Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
 
 
 def pieces_of(plan: Plan, seq: int):
