@@ -91,10 +91,7 @@ def test_the_demonstration_holds(tmp_path):
 def script(file: Path, rounding: str) -> subprocess.CompletedProcess:
     """Run a script, such as a lesson, in a process of its own, with products rounded ("" leaves them)."""
     told = ("XLA_FLAGS", "NPROC", "PJRT_NPROC") if conftest.PLATFORM != "cpu" else ()
-    cheap = " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     environment = {k: v for k, v in os.environ.items() if k not in told} | {"MPLBACKEND": "agg"}
-    if conftest.PLATFORM == "cpu":
-        environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + cheap
     command = [sys.executable, str(TESTS / "rounding.py"), rounding or "exact", str(file)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
 
