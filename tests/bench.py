@@ -73,7 +73,9 @@ PLANS = {
     "pp4 dp2 saved": Plan("pp=4 dp=2", zero=0, microbatches=8, stage_saves="residuals", attention_block=64),
     "one m16": Plan("dp=1", zero=0, microbatches=16, **FAST),
     "pp4 dp2 m16": Plan("pp=4 dp=2", zero=0, microbatches=16, attention_block=64),
-    "pp4 dp2 m16 saved": Plan("pp=4 dp=2", zero=0, microbatches=16, stage_saves="residuals", attention_block=64),
+    "pp4 dp2 m16 saved": Plan(
+        "pp=4 dp=2", zero=0, microbatches=16, stage_saves="residuals", attention_block=64
+    ),
     "one moe": Plan("dp=1", zero=0, microbatches=8, **FAST),
     "ep4 dp2 moe": Plan("ep=4 dp=2", zero=0, **FAST),
 }
