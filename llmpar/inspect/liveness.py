@@ -119,7 +119,7 @@ class Op:
     def carried(self) -> tuple[int, int]:
         """Where in a scan's or a while's operands what it carries begins, and how much that is."""
         if self.name == "scan":
-            return self.params["num_consts"], self.params["num_carry"]
+            return self.params["carried"]
         return len(self.operands) - len(self.results), len(self.results)
 
 
@@ -176,7 +176,8 @@ class Program:
                 key = () if alone else (name, fence, _names(eqn, operands), str(eqn.params))
                 if key not in self._known or alone:
                     made = [Value(v.aval, f"{name} {where}") for v in eqn.outvars]
-                    self.ops.append(Op(name, operands, made, inner, eqn.params))
+                    more = {"carried": _carried(eqn, inner[0])} if name == "scan" else {}
+                    self.ops.append(Op(name, operands, made, inner, eqn.params | more))
                     self._known[key] = [*made]
                 found = self._known[key]
             values.update(zip(eqn.outvars, found, strict=True))
@@ -236,6 +237,14 @@ def _same(eqn: Any, operands: list[Value | None]) -> list[Value | None] | None:
         if size(eqn.invars[0]) == size(eqn.invars[part]) == size(eqn.outvars[0]) and operands[part]:
             return [operands[part]]
     return None
+
+
+def _carried(eqn: Any, body: Any) -> tuple[int, int]:
+    """Where in a scan's operands its carry begins, and how much it is; told by the shapes, since versions of
+    JAX name it differently: what is sliced or stacked has one dim more outside than in the body."""
+    whole = lambda out, inside: [a.aval.shape == b.aval.shape for a, b in zip(out, inside, strict=True)]
+    many = sum(whole(eqn.outvars, body.outvars))
+    return sum(whole(eqn.invars, body.invars)) - many, many
 
 
 def _names(eqn: Any, operands: list[Value | None]) -> tuple:
