@@ -73,13 +73,8 @@ PLANS = {
     "pp4 dp2 m16 saved": Plan(
         "pp=4 dp=2", zero=0, microbatches=16, stage_saves="residuals", attention_block=64
     ),
-<<<<<<< HEAD
     "one moe": Plan("dp=1", zero=0, microbatches=2, loss_chunks=4, **FAST),
     "ep4 dp2 moe": Plan("ep=4 dp=2", zero=0, loss_chunks=4, **FAST),
-=======
-    "one moe": Plan("dp=1", zero=0, microbatches=8, **FAST),
-    "ep4 dp2 moe": Plan("ep=4 dp=2", zero=0, **FAST),
->>>>>>> memory
 }
 
 
