@@ -95,7 +95,7 @@ DRAWN = {
 BATCH = dict(
     batch=(8, 4, 6, 3, 16, 5),
     seq=(16, 24, 32, 15, 12, 36, 48),
-    documents=(2, 1, 4),
+    num_documents=(2, 1, 4),
     restart=(False, True),
     targets=("some",) * 7 + ("none",),
     clip=(0.3, None, 1e3),
@@ -303,7 +303,7 @@ def batch_of(asked: dict, rng) -> dict:
     targets[rng.integers(b)] = -1
     if asked["targets"] == "none":
         targets[:] = -1
-    place, ends = np.arange(s, dtype=np.int32), np.sort(rng.integers(0, s, (b, asked["documents"] - 1)), 1)
+    place, ends = np.arange(s, dtype=np.int32), np.sort(rng.integers(0, s, (b, asked["num_documents"] - 1)), 1)
     segments = 1 + (place >= ends[..., None]).sum(1, dtype=np.int32)
     begin = np.maximum.accumulate(np.where(np.diff(segments, axis=1, prepend=1), place, 0), 1, dtype=np.int32)
     positions = place - begin * asked["restart"]
