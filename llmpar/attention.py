@@ -30,6 +30,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from llmpar import flash, flash_tpu
 from llmpar.par import scope, vary_alike
 from llmpar.sequence_order import CAUSAL, Mask, tile_length
 
@@ -38,6 +39,9 @@ KV = Float[Array, "b t k h"]
 Partial = tuple[Float[Array, "b s k r h"], Float[Array, "b s k r"]]  # out in q's dtype, lse in float32
 QueryIds = tuple[Int[Array | np.ndarray, "_ s"], Int[Array | np.ndarray, "_ s"] | None]
 KeyIds = tuple[Int[Array | np.ndarray, "_ t"], Int[Array | np.ndarray, "_ t"] | None]
+
+IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
+"""Names under which remat policies know what the backward pass of attention reads."""
 
 # Up to so many tiles are written out instead of looped over: 20 % faster on a CPU, 0.03 s of compiling for
 # each pair of tiles.
@@ -128,21 +132,45 @@ def merge(
 # ------------------------------------------------------------------------------------------------------ tiles
 
 
-def _cut_into_tiles(
-    q, k, v, q_block, k_block, *, q_positions_bs, k_positions_bt, q_segments_bs=None, k_segments_bt=None
-):
-    """Return the tiles of queries (q, ids) and of keys (k, v, ids), all varying over the same mesh axes."""
-    if (q_segments_bs is None) != (k_segments_bt is None):
-        raise ValueError("segments were given for only one of queries and keys; give both or neither")
+def _cut_into_tiles(options, q, k, v, q_block, k_block, **ids):
+    """Return the tiles of queries, with their ids, of keys (k, v), and of each rank's key ids, all varying
+    over the same mesh axes."""
+    q_ids, k_ids = _checked(options, k, **ids)
 
     def cut(block, x):
         x = jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
         return jnp.moveaxis(x, 2, -2) if x.ndim > 3 else x
 
-    queries, keys = (q, (q_positions_bs, q_segments_bs)), (k, v, (k_positions_bt, k_segments_bt))
-    return vary_alike(
-        (jax.tree.map(partial(cut, q_block), queries), jax.tree.map(partial(cut, k_block), keys))
-    )
+    by_rank = lambda x: x.reshape(_ring_size(options), -1, *x.shape[1:])
+    queries = jax.tree.map(partial(cut, q_block), (q, q_ids))
+    keys, k_ids = jax.tree.map(partial(cut, k_block), ((k, v), k_ids))
+    return vary_alike((queries, keys, jax.tree.map(by_rank, k_ids)))
+
+
+def _for_kernel(options, q, k, v, **ids):
+    """Return the same as the kernel takes it: whole sequences, with ids ``b 2 s``."""
+
+    def joined(positions, segments):
+        segments = jnp.zeros_like(positions) if segments is None else segments
+        return jnp.stack(jnp.broadcast_arrays(positions, segments), 1)
+
+    q_ids, k_ids = (joined(*x) for x in _checked(options, k, **ids))
+    by_rank = jnp.moveaxis(k_ids.reshape(*k_ids.shape[:2], _ring_size(options), -1), 2, 0)
+    return (q, q_ids), (k, v), by_rank
+
+
+def _checked(options, k, *, q_positions_bs, k_positions_bt, q_segments_bs=None, k_segments_bt=None):
+    """Return (positions, segments) of queries and of all ranks' keys, which are gathered if those of one rank
+    are given."""
+    if (q_segments_bs is None) != (k_segments_bt is None):
+        raise ValueError("segments were given for only one of queries and keys; give both or neither")
+    k_ids, n = (k_positions_bt, k_segments_bt), _ring_size(options)
+    if n > 1 and k_positions_bt.shape[1] == k.shape[1]:
+        with scope("data b s -> ids b s"):
+            k_ids = jax.tree.map(lambda x: lax.all_gather(x, options.axis, axis=1, tiled=True), k_ids)
+    if (found := k_ids[0].shape[1]) != (want := k.shape[1] * n):
+        raise ValueError(f"{want} keys need as many positions; found {found}")
+    return (q_positions_bs, q_segments_bs), k_ids
 
 
 def _join_tiles(out, lse):
@@ -165,13 +193,22 @@ def _zeros(tree):
 
 @dataclass(frozen=True)
 class _Options:
-    """How to attend to every pair of tiles. `contiguous`: it is known beforehand which pairs are masked."""
+    """How to attend. `contiguous`: it is known beforehand which pairs of tiles are masked. `platform`: by the
+    kernel for these devices, which takes sequences as they are; else by tiles. `branch`: a pair that is not
+    seen is a branch not taken, and not only masked."""
 
     mask: Mask
     scale: float
     contiguous: bool = False
     axis: str | None = None
     overlap: bool = True
+    platform: str | None = None
+    branch: bool = True
+
+    @property
+    def kernel(self) -> flash.Setting:
+        run = flash_tpu.run if self.platform == "tpu" else None
+        return flash.Setting(self.mask, self.scale, self.platform or "cpu", run)
 
 
 def _over_pairs(options, visit, rows, keys, row_sums, key_sums=()):
@@ -185,6 +222,8 @@ def _over_pairs(options, visit, rows, keys, row_sums, key_sums=()):
     def at(i, j, *sums):
         row, key = _tile(rows, i), _tile(keys, j)
         ids = row[0][1], key[2]
+        if not options.branch:
+            return visit(sees(mask, *ids), row, key, *sums)
         return lax.cond(may_see(mask, *ids), lambda: visit(sees(mask, *ids), row, key, *sums), lambda: sums)
 
     def step(pair, sums):
@@ -213,22 +252,23 @@ def ring(
     axis: str,
     overlap: bool = True,
     block: int | None = None,
+    platform: str | None = None,
+    branch: bool = True,
     mask: Mask = CAUSAL,
     scale: float | None = None,
     **ids: Unpack[Ids],
 ) -> Partial:
     """Attend to the keys of all n ranks along `axis`, each of which holds s/n positions; call it in
-    `jax.shard_map`.
+    `jax.shard_map`. The ids of keys are those of all ranks, in their order, which are few and never travel;
+    or of this rank, and then they are gathered.
 
         forward                                        backward
         out, lse = 0, -inf                             keys = the previous rank's; dq = 0
         repeat n times:                                repeat n times, with my own keys last:
-            for each tile of queries, tile of keys:        for each tile of queries, tile of keys:
-                if any query may see any key:                  if any query may see any key:
-                    merge attention to it into out, lse            add its part to dq, dk, dv
+            merge attention to the keys into out, lse      add their part to dq, dk, dv
             keys = the previous rank's (n-1 times)         keys, dk, dv = the previous rank's
 
-    Forward, n-1 hops: K, V travel in their own dtype, KV heads only, with their ids: n-1 times 2 b t k h
+    Forward, n-1 hops: K and V travel together, in their own dtype, KV heads only: n-1 times 2 b t k h
     elements sent per rank.
 
     Backward: K and V make their n-1 hops again. The gradient of a rank's keys sets out one hop behind them,
@@ -236,73 +276,109 @@ def ring(
     home, where the rank's own share is waiting: n-1 times 2 b t k h float32 besides.
 
     With `overlap` a hop may run while the present keys are looked at, and a second copy of K and V is held;
-    without, it waits. Two tiles of `block` positions of which none may see the other are a branch not taken.
+    without, it waits. Tiles have `block` positions, and two of which none may see the other are a branch not
+    taken; with a `platform`, its kernel attends (`llmpar.flash`).
     """
     blocks = tile_length(block, q.shape[1]), tile_length(block, k.shape[1])
-    options = _Options(mask, _scale(scale, q), axis=axis, overlap=overlap)
-    return _join_tiles(*_ring_forward(options, *_cut_into_tiles(q, k, v, *blocks, **ids)))
+    options = _Options(mask, _scale(scale, q), axis=axis, overlap=overlap, platform=platform, branch=branch)
+    return _attend(options, q, k, v, blocks, **ids)
+
+
+def _attend(options, q, k, v, blocks, **ids):
+    """Lay sequences out as the kernel or as tiles take them, and walk around the ring."""
+    if options.platform:
+        return _ring_forward(options, *vary_alike(_for_kernel(options, q, k, v, **ids)))
+    return _join_tiles(*_ring_forward(options, *_cut_into_tiles(options, q, k, v, *blocks, **ids)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring_forward(options, queries, keys):
-    """Walk over hops and pairs of tiles: (out, lse) of the tiles of queries. Without an axis there is no
-    hop."""
+def _ring_forward(options, queries, keys, ids):
+    """Walk over hops: (out, lse) of the queries, which come with their ids. `keys` are (k, v), `ids` those of
+    every rank's. Without an axis there is no hop."""
+
+    def hop(carry, i):
+        held, done = carry
+        done = _look(options, queries, tuple(held), _tile(ids, _owner(options, i)), done)
+        return (_hop(options.axis, held if options.overlap else _after(done[1], held)), done), None
+
+    n, done = _ring_size(options), None
+    if n > 1 or not options.platform:
+        out = _zeros(queries[0])
+        done = out, jnp.full_like(out[..., 0], -jnp.inf)
+    if n > 1:
+        (held, done), _ = lax.scan(hop, (jnp.stack(keys), done), jnp.arange(n - 1))
+        keys = tuple(held)
+    out, lse = _look(options, queries, keys, _tile(ids, _owner(options, n - 1)), done)
+    return out.astype(queries[0].dtype), lse
+
+
+def _look(options, queries, keys, ids, done):
+    """Merge attention to some keys into what is done."""
+    if options.platform:
+        (q, q_ids), (k, v) = queries, keys
+        return flash.forward(options.kernel, q, k, v, q_ids, ids, done)
 
     def merge_pair(seen, row, key, done, _):
         ((q, _),), (k, v, _) = row, key
         return merge(*done, *_attend_tiles(q, k, v, seen, options.scale)), ()
 
-    def hop(carry, _):
-        keys, done = carry
-        done, _ = _over_pairs(options, merge_pair, (queries,), keys, done)
-        return (_hop(options.axis, keys if options.overlap else _after(done[1], keys)), done), None
-
-    out = _zeros(queries[0])
-    done = out, jnp.full_like(out[..., 0], -jnp.inf)
-    if (n := _ring_size(options)) > 1:
-        (keys, done), _ = lax.scan(hop, (keys, done), length=n - 1)
-    (out, lse), _ = _over_pairs(options, merge_pair, (queries,), keys, done)
-    return out.astype(queries[0].dtype), lse
+    return _over_pairs(options, merge_pair, (queries,), (*keys, ids), done)[0]
 
 
-def _ring_saving(options, queries, keys):
-    out, lse = _ring_forward(options, queries, keys)
-    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out, lse), (queries, keys, out, lse)
+def _ring_saving(options, queries, keys, ids):
+    q, k, v = (checkpoint_name(x, IN) for x in (queries[0], *keys))
+    out, lse = _ring_forward(options, (q, queries[1]), (k, v), ids)
+    out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
+    return (out, lse), ((q, queries[1]), (k, v), ids, out, lse)
 
 
 def _ring_backward(options, saved, grads):
     """Walk the same way with recomputed weights: the gradients of `queries` and `keys`."""
-    (queries, own, out, lse), (out_grad, lse_grad) = saved, grads
+    (queries, own, ids, out, lse), (out_grad, lse_grad) = saved, grads
     delta = (out_grad.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - lse_grad
     # A row that saw nothing: any number, its weights are masked again.
     rows = queries, out_grad, jnp.where(jnp.isfinite(lse), lse, 0), delta
+
+    def step(carry, i, last=False):
+        held, dq, dkv = carry
+        dkv = dkv if dkv is None else _hop(options.axis, dkv)
+        dq, more = _look_back(options, rows, tuple(held), _tile(ids, _owner(options, i)), dq)
+        if options.platform:  # one hop beside each of its two kernels: a GPU has one on its way at a time
+            held, more = lax.optimization_barrier((held, more))
+        if not last:
+            held = _hop(options.axis, held if options.overlap else _after(dq[..., 0], held))
+        return held, dq, jnp.stack(more) if dkv is None else dkv + jnp.stack(more)
+
+    n, dq, dkv = _ring_size(options), None if options.platform else _zeros(queries[0]), None
+    if n > 1:
+        # Nothing else would keep these hops from running beside the forward ring's, and simulated devices
+        # confuse two permutes of one shape, one of them in a loop: wrong numbers or a deadlock in half of the
+        # runs (JAX 0.10.2).
+        first = _hop(options.axis, _after(delta, jnp.stack(own)))
+        carry = step((first, _zeros(queries[0]), None), 1, last=n == 2)
+        if n > 2:
+            carry, _ = lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.arange(2, n - 1))
+            carry = step(carry, n - 1, last=True)
+        _, dq, dkv = carry
+    dq, more = _look_back(options, rows, own, _tile(ids, _owner(options, 0)), dq)
+    dk, dv = more if dkv is None else _hop(options.axis, dkv) + jnp.stack(more)
+    grads = dq.astype(queries[0].dtype), dk.astype(own[0].dtype), dv.astype(own[1].dtype)
+    return (grads[0], None), grads[1:], None
+
+
+def _look_back(options, rows, keys, ids, dq):
+    """Add what some keys give to dq, and return it with the float32 gradients of these keys."""
+    if options.platform:
+        ((q, q_ids), *terms), (k, v) = rows, keys
+        dq, *more = flash.backward(options.kernel, q, k, v, q_ids, ids, tuple(terms), dq)
+        return dq, tuple(more)
 
     def add_pair(seen, row, key, dq, dkv):
         ((q, _), *terms), (k, v, _) = row, key
         dq_more, *dkv_more = _attend_tiles_grad(q, k, v, seen, options.scale, *terms)
         return dq + dq_more, jax.tree.map(jnp.add, dkv, tuple(dkv_more))
 
-    def step(carry, last=False):
-        keys, dq, dkv = carry
-        dkv = dkv and _hop(options.axis, dkv)
-        dq, more = _over_pairs(options, add_pair, rows, keys, dq, _zeros(keys[:2]))
-        if not last:
-            keys = _hop(options.axis, keys if options.overlap else _after(dq[..., 0], keys))
-        return keys, dq, jax.tree.map(jnp.add, dkv, more) if dkv else more
-
-    carry = own, _zeros(queries[0]), None
-    if (n := _ring_size(options)) > 1:
-        # Nothing else would keep these hops from running beside the forward ring's, and simulated devices
-        # confuse two permutes of one shape, one of them in a loop: wrong numbers or a deadlock in half of the
-        # runs (JAX 0.10.2).
-        first = _hop(options.axis, _after(delta, own))
-        carry = step((first, *carry[1:]), last=n == 2)
-        if n > 2:
-            carry, _ = lax.scan(lambda carry, _: (step(carry), None), carry, length=n - 3)
-            carry = step(carry, last=True)
-    _, dq, (dk, dv) = step((own, *carry[1:]), last=True)
-    return (dq.astype(queries[0].dtype), None), (dk.astype(own[0].dtype), dv.astype(own[1].dtype), None)
+    return _over_pairs(options, add_pair, rows, (*keys, ids), dq, _zeros(keys))
 
 
 _ring_forward.defvjp(_ring_saving, _ring_backward)
@@ -312,17 +388,23 @@ def _ring_size(options):
     return lax.axis_size(options.axis) if options.axis else 1
 
 
+def _owner(options, hops):
+    """The rank whose keys are here after so many hops."""
+    return (lax.axis_index(options.axis) - hops) % _ring_size(options) if options.axis else 0
+
+
 def _hop(axis, held):
+    """Hand everything on in one message: XLA for GPUs overlaps one collective at a time with work."""
     n = lax.axis_size(axis)
     with scope("keys b t -> the next rank"):
-        return jax.tree.map(lambda x: lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]), held)
+        return lax.ppermute(held, axis, [(i, (i + 1) % n) for i in range(n)])
 
 
 def _after(known, held):
     """Return what is held, but not before `known` is. (A true dependence, because XLA for CPUs drops
     optimization barriers.)"""
     sane = known.max() <= jnp.inf  # a NaN, which shows anyway, makes zeros of what is held
-    return jax.tree.map(lambda x: jnp.where(sane, x, jnp.zeros((), x.dtype)), held)
+    return jnp.where(sane, held, jnp.zeros((), held.dtype))
 
 
 # ------------------------------------------------------------------------------------------------- one device
@@ -333,9 +415,10 @@ def full(
 ) -> Partial:
     """Attend with the whole score matrix, which autodiff keeps: b k r s t numbers. The reference for all the
     others."""
-    tiles = _cut_into_tiles(q, k, v, q.shape[1], k.shape[1], **ids)
-    (q_tile, q_ids), (k_tile, v_tile, k_ids) = _tile(tiles, 0)
-    out, lse = _attend_tiles(q_tile, k_tile, v_tile, sees(mask, q_ids, k_ids), _scale(scale, q))
+    options = _Options(mask, _scale(scale, q))
+    queries, keys, ids_by_rank = _cut_into_tiles(options, q, k, v, q.shape[1], k.shape[1], **ids)
+    (q_tile, q_ids), (k_tile, v_tile), k_ids = _tile((queries, keys, _tile(ids_by_rank, 0)), 0)
+    out, lse = _attend_tiles(q_tile, k_tile, v_tile, sees(mask, q_ids, k_ids), options.scale)
     return _join_tiles(out.astype(q.dtype)[None], lse[None])
 
 
@@ -346,6 +429,7 @@ def blockwise(
     *,
     block: int | None = None,
     contiguous: bool = False,
+    branch: bool = True,
     mask: Mask = CAUSAL,
     scale: float | None = None,
     **ids: Unpack[Ids],
@@ -365,8 +449,17 @@ def blockwise(
         raise ValueError(
             f"contiguous attention has queries and keys at the same positions; found {s} and {t} of them"
         )
-    options = _Options(mask, _scale(scale, q), contiguous=contiguous and s <= FEW_IN_TRIANGLE * q_block)
-    return _join_tiles(*_ring_forward(options, *_cut_into_tiles(q, k, v, q_block, k_block, **ids)))
+    few = s <= FEW_IN_TRIANGLE * q_block
+    options = _Options(mask, _scale(scale, q), contiguous=contiguous and few, branch=branch)
+    return _attend(options, q, k, v, (q_block, k_block), **ids)
+
+
+def fused(
+    q: Q, k: KV, v: KV, *, platform: str, mask: Mask = CAUSAL, scale: float | None = None, **ids: Unpack[Ids]
+) -> Partial:
+    """Attend by the kernel of `llmpar.flash` for a platform: what `full` gives, and what `blockwise` saves.
+    Interpreted where the platform is ``cpu``."""
+    return _attend(_Options(mask, _scale(scale, q), platform=platform), q, k, v, (), **ids)
 
 
 def by_kernel(
@@ -376,21 +469,32 @@ def by_kernel(
     *,
     kernel: Literal["cudnn", "xla"],
     contiguous: bool = False,
+    whole: bool = False,
     mask: Mask = CAUSAL,
     **ids: Unpack[Ids],
 ) -> tuple[Q, None]:
     """Attend with `jax.nn.dot_product_attention`, 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla', which keeps all
     scores.
 
-    The mask is an array of b s t, one for all heads; with `contiguous` a kernel may skip what is later. No
-    lse: the kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10).
+    The mask is an array of b s t, one for all heads; with `contiguous` a kernel may skip what is later. There
+    is none where rows are promised to be `whole`, one document each, and causal: a row that is not gives NaN.
+    No lse: the kernel rounds it to q's dtype, too coarse to merge by, and drops its gradient (JAX 0.10).
     """
     queries = ids["q_positions_bs"], ids.get("q_segments_bs")
     keys = ids["k_positions_bt"], ids.get("k_segments_bt")
-    seen, q_bsnh = sees(mask, queries, keys), q.reshape(*q.shape[:2], -1, q.shape[-1])
-    seen, causal = None if seen is None else seen[:, None], contiguous and mask.causal
-    out = jax.nn.dot_product_attention(q_bsnh, k, v, mask=seen, is_causal=causal, implementation=kernel)
-    return checkpoint_name(out.reshape(q.shape), "attention_out"), None
+    attend = partial(jax.nn.dot_product_attention, implementation=kernel)
+    if whole and contiguous and mask.causal:
+        if keys[1] is not None:
+            kept = (keys[1] == keys[1][:, :1]).all(1)
+            q = q * jnp.where(kept, 1, jnp.nan).astype(q.dtype)[:, None, None, None, None]
+        window = mask.window and (mask.window - 1, 0)
+        attend = partial(attend, is_causal=True, local_window_size=window)
+    else:
+        seen = sees(mask, queries, keys)
+        mask_b1st = None if seen is None else seen[:, None]
+        attend = partial(attend, mask=mask_b1st, is_causal=contiguous and mask.causal)
+    out = attend(q.reshape(*q.shape[:2], -1, q.shape[-1]), k, v).reshape(q.shape)
+    return checkpoint_name(out, OUT), None
 
 
 def _scale(scale, q):

@@ -179,20 +179,30 @@ class ExpertConfig:
             return tokens
         return min(tokens, math.ceil(round(self.top_k * tokens * self.capacity_factor / self.num_experts, 9)))
 
-    def slots(self, tokens: int, pieces: int, ranks: int) -> tuple[int, int]:
-        """(blocks, rows of a block) that a device with ``tokens`` tokens in ``pieces`` pieces keeps for each
-        of ``ranks``.
+    def slots(self, tokens: int, pieces: int, ranks: int) -> int:
+        """How many slots a device with ``tokens`` tokens in ``pieces`` pieces keeps for each of ``ranks``: a
+        token travels to a rank once, however many of its experts are there."""
+        return min(tokens, self._most(tokens, pieces) * (self.num_experts // ranks))
 
-        Enough for the worst case. The rows of one expert fill whole blocks, so at most 1/16 of k·tokens is
-        padding where tokens are many; a block has 4 to 128 rows.
+    def blocks(
+        self, tokens: int, pieces: int, ranks: int, fewest: int = 4, largest: int = 32
+    ) -> tuple[int, int]:
+        """(blocks, rows of a block) in which one of ``ranks``, each with so many tokens, lays out what its
+        experts get.
+
+        Enough for the worst case. The rows of an expert fill whole blocks of ``fewest`` to ``largest`` rows,
+        an eighth of an even share or less, so that about a sixteenth is padding, and less where rows are
+        many.
         """
-        block = 4
-        while block < 128 and 32 * block * self.num_experts <= tokens * self.top_k:
+        block, here, most = fewest, self.num_experts // ranks, ranks * self._most(tokens, pieces)
+        while block < largest and 16 * block * self.num_experts <= ranks * tokens * self.top_k:
             block *= 2
-        here = self.num_experts // ranks
-        most = pieces * self.capacity(tokens // pieces)  # for one expert
-        rows = min(tokens * min(self.top_k, here), most * here)
+        rows = min(ranks * tokens * min(self.top_k, here), most * here)
         return min((rows + here * (block - 1)) // block, here * -(-most // block)), block
+
+    def _most(self, tokens: int, pieces: int) -> int:
+        """How many of a device's tokens one expert takes at most."""
+        return pieces * self.capacity(tokens // pieces)
 
 
 @dataclass(frozen=True)

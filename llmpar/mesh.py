@@ -314,6 +314,12 @@ def spec(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*[d.axes or None for d in layout.dims])
 
 
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """The platform of a mesh's devices: cpu, gpu or tpu. An abstract mesh counts as CPUs."""
+    name = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
+    return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
+
+
 def sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
     """The layout on the devices of ``mesh``."""
     return NamedSharding(mesh, spec(layout))

@@ -81,10 +81,8 @@ class Attention(nnx.Module):
 
     @jax.named_scope("attention")
     def __call__(self, x: Float[Array, "b s d"], ids: Ids, rope: Rope, par: Solo) -> Float[Array, "b s d"]:
-        x = par.move(x, "stream b s d -> attention b s d")
-        q_bsnh = jnp.einsum("bsd,dnh->bsnh", x, par.weight(self.q))
-        k_bskh = jnp.einsum("bsd,dkh->bskh", x, par.weight(self.k))
-        v_bskh = jnp.einsum("bsd,dkh->bskh", x, par.weight(self.v))
+        weights = (par.weight(w) for w in (self.q, self.k, self.v))
+        q_bsnh, k_bskh, v_bskh = par.enter(project, x, "stream b s d -> attention b s d", *weights)
         if self.config.qkv_bias:
             biases = (q_bsnh, self.q_bias), (k_bskh, self.k_bias), (v_bskh, self.v_bias)
             q_bsnh, k_bskh, v_bskh = (y + par.weight(bias)[None, None] for y, bias in biases)
@@ -95,8 +93,17 @@ class Attention(nnx.Module):
         b, s, k, h = k_bskh.shape  # whatever heads are here
         q_bskrh, mask = q_bsnh.reshape(b, s, k, -1, h), attention.Mask(window=self.config.window)
         y_bsnh = attend(q_bskrh, k_bskh, v_bskh, ids, mask, par).reshape(q_bsnh.shape)
-        y = jnp.einsum("bsnh,nhd->bsd", y_bsnh, par.weight(self.o))
-        return par.move(y, "attention b s d +n -> stream b s d")
+        return par.leave(unite, y_bsnh, "attention b s d +n -> stream b s d", par.weight(self.o))
+
+
+def project(x: Float[Array, "b s d"], *weights: Float[Array, "d _ h"]) -> tuple[Array, ...]:
+    """Queries, keys and values of the heads that are here."""
+    return tuple(jnp.einsum("bsd,dnh->bsnh", x, w) for w in weights)
+
+
+def unite(y: Float[Array, "b s n h"], w: Float[Array, "n h d"]) -> Float[Array, "b s d"]:
+    """The heads' results as one; a sum over n, unfinished where some heads are elsewhere."""
+    return jnp.einsum("bsnh,nhd->bsd", y, w)
 
 
 def attend(
@@ -123,7 +130,7 @@ def attend(
         run = kernel(par, num_queries=q.shape[1])
         return run(q, k, v, mask=mask, **dict(zip(names, ids, strict=True)))[0]
 
-    queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "keys b s"
+    queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "ids b s"
     y = par.local(compute, [queries, keys, keys, q_ids, q_ids, k_ids, k_ids], queries)(q, k, v, *ids)
     return par.move(y, "queries b s k r h -> attention b s k r h")
 
@@ -131,16 +138,23 @@ def attend(
 def kernel(par: Solo, num_queries: int):
     """The function of `llmpar.attention` that computes it: a ring where keys are still cut, else what the
     plan names."""
-    plan, block = par.plan, par.plan.attention_block
+    plan, block, branch = par.plan, par.plan.attention_block, par.platform != "gpu"
+    flash = par.platform if plan.attention_kernel == "flash" else None
     if axes := par.axes("keys s"):
         (axis,) = axes
         # A tile must not join the two parts that zigzag deals to a rank.
-        return functools.partial(
-            attention.ring, axis=axis, block=block if block and block < num_queries else None
-        )
+        block = block if block and block < num_queries else None
+        return functools.partial(attention.ring, axis=axis, platform=flash, block=block, branch=branch)
+    if flash:
+        return functools.partial(attention.fused, platform=flash)
     if plan.attention_kernel == "portable":
-        return functools.partial(attention.blockwise, contiguous=plan.in_order, block=block)
-    return functools.partial(attention.by_kernel, contiguous=plan.in_order, kernel=plan.attention_kernel)
+        return functools.partial(attention.blockwise, contiguous=plan.in_order, block=block, branch=branch)
+    return functools.partial(
+        attention.by_kernel,
+        contiguous=plan.in_order,
+        kernel=plan.attention_kernel,
+        whole=plan.documents == "whole",
+    )
 
 
 class FeedForward(nnx.Module):
@@ -150,17 +164,28 @@ class FeedForward(nnx.Module):
         self.gate, self.up, self.down = (make(f"{path}.{x}") for x in ("gate", "up", "down"))
 
     @jax.named_scope("feed_forward")
-    def __call__(self, x: Float[Array, "b s d"], par: Solo) -> Float[Array, "b s d"]:
-        x = par.move(x, "stream b s d -> ffn b s d")
-        return par.move(self.inside(x, par), "ffn b s d +m -> stream b s d")
-
-    def inside(self, x: Float[Array, "b s d"], par: Solo) -> Float[Array, "b s d"]:
-        """The three products and what is between them; the sum over m is unfinished."""
+    def __call__(
+        self,
+        x: Float[Array, "b s d"],
+        par: Solo,
+        enter: str = "stream b s d -> ffn b s d",
+        leave: str = "ffn b s d +m -> stream b s d",
+    ) -> Float[Array, "b s d"]:
+        """The three products and what is between them, and how ``x`` comes to them and their sum away."""
         gate, up, down = (par.weight(w) for w in (self.gate, self.up, self.down))
         chunks = par.plan.ffn_chunks
         keep = lambda y: y if chunks > 1 else checkpoint_name(y, HIDDEN)  # pieces would add up to all of it
-        mix = lambda x: (jax.nn.silu(keep(x @ gate)) * keep(x @ up)) @ down
-        return par.chunked(mix, x, chunks) if chunks > 1 else mix(x)
+
+        def pair(x):
+            gate_bsm, up_bsm = map(keep, par.enter(columns, x, enter, gate, up))
+            return par.leave(jnp.matmul, jax.nn.silu(gate_bsm) * up_bsm, leave, down)
+
+        return par.chunked(pair, x, chunks) if chunks > 1 else pair(x)
+
+
+def columns(x: Float[Array, "b s d"], *weights: Float[Array, "d m"]) -> tuple[Array, ...]:
+    """``x`` times each of the weights."""
+    return tuple(x @ w for w in weights)
 
 
 class Experts(nnx.Module):
@@ -198,7 +223,7 @@ class Experts(nnx.Module):
         )
         y = visit(x, weights, chosen, *(par.weight(w) for w in (self.gate, self.up, self.down)))
         if self.config.num_shared:
-            y = y + self.shared.inside(x, par)
+            y = y + self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
         return par.move(y, "ffn b s d +m -> stream b s d"), aux
 
 
@@ -295,9 +320,9 @@ class Llama(nnx.Module):
         graph, weights = nnx.split(self.blocks)
         rope = rope_table(self.config, batch["positions"])
         t_positions, t_segments = (
-            par.move(batch[name], "data b s -> keys b s") for name in ("positions", "segments")
+            par.move(batch[name], "data b s -> ids b s") for name in ("positions", "segments")
         )
-        q_positions, q_segments = (par.move(x, "keys b s -> queries b s") for x in (t_positions, t_segments))
+        q_positions, q_segments = (par.move(x, "ids b s -> queries b s") for x in (t_positions, t_segments))
         ids = q_positions, q_segments, t_positions, t_segments
 
         def block(x, w):

@@ -1,22 +1,22 @@
 """Route tokens to experts, on one device or on many: choose, send, multiply, send back, add up.
 
 A layer of experts does six things. (1) The router scores every token against every expert, and the best k are
-chosen. (2) Each device lays its tokens, k copies of each, in order of their experts into a buffer with the
-same number of slots for each rank that holds experts. (3) One all-to-all, the arrow ``b/ep e c d -> b e/ep c
-d``: block e of everyone's buffer goes to the rank of those experts. (4) Each rank multiplies the rows of each
-of its experts by that expert's weights. (5) The same all-to-all back. (6) A token adds its k rows up, weighed
-by the router. Autodiff turns each all-to-all around, so there are two forward and two backward.
+chosen. (2) Who chose whom is told to all ranks that hold experts, and each device lays its tokens into a
+buffer with the same number of slots for each of these ranks: a token once for every rank that has an expert
+of it. (3) One all-to-all, the arrow ``b/ep e c d -> b e/ep c d``: block e of everyone's buffer goes to rank
+e. (4) Each rank sends what came through its experts (`llmpar.grouped`) and adds up each row's results,
+weighed by the router. (5) The same all-to-all back. (6) A token adds up what its ranks gave. Autodiff turns
+each all-to-all around, so there are two forward and two backward.
 
 XLA's shapes are static, so the slots of the buffer are as many as could be needed. Without a capacity no
-token is dropped: then a rank gets slots for all tokens that could choose it, and most of them travel empty
-(`ExpertConfig.slots`). Where XLA has `jax.lax.ragged_all_to_all` (GPU, TPU), ``dispatch="ragged"`` sends the
-full slots alone. Empty slots are never multiplied: the rows of an expert fill whole blocks, and the loop runs
-over blocks that hold something.
+token is dropped: then a rank gets slots for all tokens (`ExpertConfig.slots`), and those whose experts are
+elsewhere leave theirs empty. Where XLA has `jax.lax.ragged_all_to_all` (GPU, TPU), ``dispatch="ragged"``
+sends the full slots alone. Empty slots are never multiplied.
 
 Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an expert's width. In steps 2
 to 6 also t tokens, p pairs of a token and one of its choices, g ranks that hold experts, l the experts of one
-of them, c slots of its part of the buffer, n blocks of slots. (Shazeer et al. 2017; capacity: Lepikhin et al.
-2020, Fedus et al. 2021; blocks of rows of one expert: Gale et al. 2022.)
+of them, c slots of its part of the buffer. (Shazeer et al. 2017; capacity: Lepikhin et al. 2020, Fedus et al.
+2021; a token to a rank once: DeepSeek-V3 2024, section 3.2.2, to a node.)
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from llmpar import grouped
 from llmpar.config import ExpertConfig
 from llmpar.par import Solo, vary_alike
 
@@ -116,79 +117,80 @@ def visit(
     ``gate``, ``up`` and ``down`` are this device's experts. Experts whose width is cut give a part of the
     sum.
     """
-    rows, slots = dispatch(experts, par, x, chosen)
-    multiply = ragged_dot if par.plan.grouped == "ragged_dot" else multiply_blocks
-    rows = multiply(rows, (gate, up, down), slots.owner_n)
-    return combine(par, rows, weights, slots).astype(x.dtype)
+    (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
+    size = b * s, b * par.parts("stream s") // par.parts("ffn s"), num_ranks
+    way = par.plan.grouped
+    blocks, block = experts.blocks(*size, *grouped.BLOCK_ROWS[way])
+    chunk = 0 if way == "blocks" else min(blocks, grouped.usual_chunk(b * s * k, block, len(gate)))
+    blocks = -(-blocks // chunk) * chunk if chunk else blocks
+    split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
+    rows, weights, chosen = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
+    if num_ranks > 1:
+        rows, weights, chosen, slots = dispatch(experts, par, (rows, weights, chosen), experts.slots(*size))
+    where, how = grouped.lay_out(chosen, len(gate), blocks, block), grouped.How(way, chunk, split)
+    rows = grouped.feed_forward(how, rows, weights, (gate, up, down), where)
+    return (combine(par, rows, slots) if num_ranks > 1 else rows).reshape(x.shape)
 
 
 class Slots(NamedTuple):
-    """Which pair of token and choice travels in which slot; the buffer of a rank has a part for each rank."""
+    """Which token travels in which slot of the buffer, in which every rank has a part."""
 
-    slot_p: Int[Array, " p"]  # of each pair, counted through all parts; g·c for one that was dropped
-    pair_c: Int[Array, " gc"]  # the pair in each slot, all parts one after the other; p in an empty one
-    rows_gg: Int[Array, "g g"]  # rows of full blocks that rank i has for rank j
-    owner_n: Int[Array, " gn"]  # this rank's expert for each block that arrives; l for an empty block
-
-
-def assign_slots(
-    experts: ExpertConfig, par: Solo, expert_p: Int[Array, " p"], blocks: int, block: int
-) -> Slots:
-    """Lay pairs out in order of their experts, each expert from a new block on, each rank's from a new part
-    on, with ``blocks`` blocks of ``block`` slots in a part."""
-    num_pairs, num_experts, num_ranks = len(expert_p), experts.num_experts, par.parts("experts e")
-    me, num_slots = par.index("experts e"), blocks * block
-    counts_e = (expert_p[:, None] == jnp.arange(num_experts)[None]).sum(0, dtype=jnp.int32)
-    counts_ge = par.move(counts_e[None], "ffn b e -> counts b e")
-    blocks_ggl = -(-counts_ge.reshape(num_ranks, num_ranks, -1) // block)
-
-    # This rank's counts again, but known only when the ranks have met: two collectives never race.
-    counts_e, blocks_gl = counts_ge[me], blocks_ggl[me]
-    start_gl = (
-        block * (jnp.cumsum(blocks_gl, axis=-1) - blocks_gl) + num_slots * jnp.arange(num_ranks)[:, None]
-    )
-    shift_e = start_gl.reshape(num_experts) - (jnp.cumsum(counts_e) - counts_e)
-    order_p = jnp.argsort(expert_p, stable=True)
-    line_p = jnp.zeros_like(order_p).at[order_p].set(jnp.arange(num_pairs))
-    slot_p = shift_e[jnp.minimum(expert_p, num_experts - 1)] + line_p
-    slot_p = jnp.where(expert_p < num_experts, slot_p, num_ranks * num_slots)
-    empty_c = jnp.full_like(slot_p, num_pairs, shape=num_ranks * num_slots)
-    pair_c = empty_c.at[slot_p].set(jnp.arange(num_pairs), mode="drop")
-
-    ends_gl = jnp.cumsum(blocks_ggl[:, me], axis=-1)
-    owner_gn = (jnp.arange(blocks)[None, :, None] >= ends_gl[:, None]).sum(-1, dtype=jnp.int32)
-    return Slots(slot_p, pair_c, block * blocks_ggl.sum(-1, dtype=jnp.int32), owner_gn.reshape(-1))
+    slot_tk: Int[Array, "t k"]  # of each choice, counted through all parts; past the end where none is needed
+    choice_c: Int[Array, " gc"]  # the choice in each slot, all parts one after the other; t·k in an empty one
+    sent_g: Int[Array, " g"]  # how many tokens go to each rank, and how many come from it
+    came_g: Int[Array, " g"]
 
 
 def dispatch(
-    experts: ExpertConfig, par: Solo, x: Float[Array, "b s d"], chosen: Int[Array, "b s k"]
-) -> tuple[Float[Array, "gn block d"], Slots]:
-    """Steps 2 and 3: copy tokens into slots and send each part to its rank, where its blocks arrive."""
-    (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
-    blocks, block = experts.slots(b * s, b * par.parts("stream s") // par.parts("ffn s"), num_ranks)
-    slots = assign_slots(experts, par, chosen.reshape(-1), blocks, block)
-    rows = take(*vary_alike((x.reshape(b * s, d), slots.pair_c // k, slots.slot_p.reshape(b * s, k))))
-    rows = rows.reshape(1, num_ranks, blocks * block, d)
-    rows = exchange(par, rows, slots.rows_gg, "ffn b e c d -> experts b e c d")
-    return rows.reshape(num_ranks * blocks, block, d), slots
+    experts: ExpertConfig,
+    par: Solo,
+    mine: tuple[Float[Array, "t d"], Float[Array, "t k"], Int[Array, "t k"]],
+    num_slots: int,
+) -> tuple[Float[Array, "gc d"], Float[Array, "gc k"], Int[Array, "gc k"], Slots]:
+    """Steps 2 and 3: all ranks learn who chose what, and each token goes to every rank that holds an expert
+    of it, once. What arrives: rows, their weights, their experts as numbered here (for one that is elsewhere
+    as many as there are here), and where to send them back."""
+    (x, weights, chosen), num_ranks = mine, par.parts("experts e")
+    (t, k), here, me = chosen.shape, experts.num_experts // num_ranks, par.index("experts e")
+    known = [par.move(z[None], "ffn b s e -> routing b s e") for z in (weights, chosen)]
+    # None of them before both are there: then no collective races another.
+    weights_gtk, chosen_gtk = lax.optimization_barrier(tuple(known))
+    rank_gtk = chosen_gtk // here  # past the last for a choice that was dropped
+    again_gtk = (jnp.tril(rank_gtk[..., None] == rank_gtk[..., None, :], -1)).any(-1)
+    rank_gtk = jnp.where(again_gtk, num_ranks, rank_gtk)
+
+    start_g, size = num_slots * jnp.arange(num_ranks), num_ranks * num_slots
+    slot_p, choice_c = grouped.arrange(rank_gtk[me].reshape(-1), start_g, size)
+    comes_gtk, number_gtk = rank_gtk == me, lax.broadcasted_iota(jnp.int32, rank_gtk.shape, 0)
+    sender_gtk = jnp.where(comes_gtk, number_gtk, num_ranks)
+    slot_q, came_c = grouped.arrange(sender_gtk.reshape(-1), start_g, size)
+    sent_g, came_g = grouped.count(rank_gtk[me], num_ranks), comes_gtk.sum((1, 2), dtype=jnp.int32)
+    slots = Slots(slot_p.reshape(t, k), choice_c, sent_g, came_g)
+
+    rows = take(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(1, num_ranks, num_slots, -1)
+    rows = exchange(par, rows, sent_g, came_g, "ffn b e c d -> experts b e c d")
+    weights = take(*vary_alike((weights_gtk.reshape(-1, k), came_c // k, slot_q.reshape(-1, k))))
+    expert = chosen_gtk.reshape(-1, k).at[came_c // k].get(mode="fill", fill_value=size) - me * here
+    expert = jnp.where((expert >= 0) & (expert < here), expert, here)
+    return rows.reshape(size, -1), weights, expert, slots
 
 
-def combine(
-    par: Solo, rows: Float[Array, "gn block d"], weights: Float[Array, "b s k"], slots: Slots
-) -> Float[Array, "b s d"]:
-    """Steps 5 and 6: send the rows back, and add up each token's k rows by weight, in float32."""
-    (b, s, k), d, num_ranks = weights.shape, rows.shape[-1], len(slots.rows_gg)
-    rows = rows.reshape(num_ranks, 1, -1, d)
-    rows = exchange(par, rows, slots.rows_gg.T, "experts b e c d +m -> ffn b e c d +m")
-    rows = take(*vary_alike((rows.reshape(-1, d), slots.slot_p, slots.pair_c[:, None])))
-    rows_bskd = rows.reshape(b, s, k, d).astype(jnp.float32)
-    return jnp.einsum("bsk,bskd->bsd", weights, rows_bskd)
+def combine(par: Solo, rows: Float[Array, "gc d"], slots: Slots) -> Float[Array, "t d"]:
+    """Steps 5 and 6: send the rows back, and add up what each token gets from its ranks, in float32."""
+    num_ranks, (t, k) = len(slots.sent_g), slots.slot_tk.shape
+    rows = rows.reshape(num_ranks, 1, -1, rows.shape[-1])
+    back = "experts b e c d +m -> ffn b e c d +m"
+    rows = exchange(par, rows, slots.came_g, slots.sent_g, back)
+    rows = take(
+        *vary_alike((rows.reshape(-1, rows.shape[-1]), slots.slot_tk.reshape(-1), slots.choice_c[:, None]))
+    )
+    return rows.reshape(t, k, -1).astype(jnp.float32).sum(1).astype(rows.dtype)
 
 
-def exchange(par: Solo, rows: Array, rows_gg: Int[Array, "g g"], arrow: str) -> Array:
-    """Everyone's part for a rank goes to that rank: all slots, or the ``rows_gg`` rows of rank i for rank j
-    alone."""
-    return par.ragged(rows, rows_gg, arrow) if par.plan.dispatch == "ragged" else par.move(rows, arrow)
+def exchange(par: Solo, rows: Array, sent_g: Int[Array, " g"], came_g: Int[Array, " g"], arrow: str) -> Array:
+    """Everyone's part for a rank goes to that rank: all slots, or those alone that are full, of which it
+    knows how many go to each rank and come from it."""
+    return par.ragged(rows, sent_g, came_g, arrow) if par.plan.dispatch == "ragged" else par.move(rows, arrow)
 
 
 @jax.custom_vjp
@@ -209,74 +211,6 @@ def _take_backward(back, grad):
 
 
 take.defvjp(_take_forward, _take_backward)
-
-
-# ------------------------------------------------------------------------------------------ grouped products
-
-Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
-
-
-def multiply_blocks(
-    rows: Float[Array, "gn block d"], weights: Weights, owner_n: Int[Array, " gn"]
-) -> Float[Array, "gn block d"]:
-    """Step 4: every block of rows through the expert that owns it.
-
-    Blocks without an owner give zeros and cost nothing: the loop runs over the live ones, in order of their
-    experts. The derivative does the same twice, so k of E experts cost k/E of all of them, forward and
-    backward, and a block's padding.
-    """
-    order_n = jnp.argsort(owner_n, stable=True)
-    num_live = (owner_n < weights[0].shape[0]).sum(dtype=jnp.int32)
-    return swiglu(lambda x, w: _grouped(*vary_alike((x, w, owner_n, order_n, num_live))), rows, *weights)
-
-
-def ragged_dot(
-    rows: Float[Array, "gn block d"], weights: Weights, owner_n: Int[Array, " gn"]
-) -> Float[Array, "gn block d"]:
-    """The same by `jax.lax.ragged_dot`, which wants the rows of an expert side by side. On CPUs it multiplies
-    all rows by all experts, and masks."""
-    order_n = jnp.argsort(owner_n, stable=True)
-    rows, owner_n, order_n, back_n = vary_alike((rows, owner_n, order_n, jnp.argsort(order_n)))
-    counts_l = (owner_n[:, None] == jnp.arange(len(weights[0]))[None]).sum(0, dtype=jnp.int32) * rows.shape[1]
-    multiply = lambda x, w: lax.ragged_dot(*vary_alike((x, w, counts_l)))
-    y = swiglu(multiply, take(rows, order_n, back_n[:, None]).reshape(-1, rows.shape[2]), *weights)
-    return take(y.reshape(rows.shape), back_n, order_n[:, None])
-
-
-def swiglu(multiply, rows: Array, gate: Array, up: Array, down: Array) -> Array:
-    """The feed-forward of `model.FeedForward`, for rows of many experts."""
-    return multiply(jax.nn.silu(multiply(rows, gate)) * multiply(rows, up), down)
-
-
-@jax.custom_vjp
-def _grouped(rows, w, owner_n, order_n, num_live):
-    def multiply(i, out):
-        n = order_n[i]
-        y = jnp.matmul(rows[n], w[owner_n[n]], preferred_element_type=jnp.float32)
-        return lax.dynamic_update_index_in_dim(out, y.astype(rows.dtype), n, 0)
-
-    out = vary_alike(jnp.zeros((*rows.shape[:2], w.shape[2]), rows.dtype), like=rows)
-    return lax.fori_loop(0, num_live, multiply, out)
-
-
-def _grouped_forward(rows, w, *where):
-    return _grouped(rows, w, *where), (rows, w, where)
-
-
-def _grouped_backward(saved, grad):
-    rows, w, (owner_n, order_n, num_live) = saved
-    drows = _grouped(grad, w.swapaxes(1, 2), owner_n, order_n, num_live)
-
-    def add(i, dw):
-        n = order_n[i]
-        more = jnp.matmul(rows[n].T, grad[n], preferred_element_type=jnp.float32)
-        return lax.dynamic_update_index_in_dim(dw, dw[owner_n[n]] + more, owner_n[n], 0)
-
-    dw = vary_alike(jnp.zeros(w.shape, jnp.float32), like=rows)
-    return drows, lax.fori_loop(0, num_live, add, dw).astype(w.dtype), None, None, None
-
-
-_grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
 # --------------------------------------------------------------------------------------------------- watching

@@ -5,6 +5,7 @@ The model calls these methods and never names a mesh axis:
 
     par.weight(p)          a parameter, as it is needed for computing
     par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
+    par.enter, par.leave   moves with the products that come right behind, or right before
     par.max(x, arrow)      the same for a maximum, through which no gradient flows
     par.index(layout)      which block of a dim this device holds; par.parts(layout): of how many
     par.layers(f, x, ws)   a stack of blocks
@@ -14,7 +15,7 @@ The model calls these methods and never names a mesh axis:
 
 In `Manual` every arrow becomes the named collective, in a scope that carries its text into the compiled
 program: a census of that program (`llmpar.inspect.census`) is the record of what moves, and says for which
-    line of the model.
+line of the model.
 Autodiff writes the backward collectives: all-gather and reduce-scatter are each other's transpose, and the
 transpose of "from here on, devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce that
 Megatron calls f (Shoeybi et al. 2019, section 3). shard_map's varying-axes check is what makes those
@@ -25,7 +26,9 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,7 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
-from llmpar.mesh import sharding, spec
+from llmpar.mesh import platform_of, sharding, spec
 from llmpar.notation import Arrow, Layout, Move, parse_layout
 
 WEIGHT, MOVED = "weight", "moved"
@@ -55,8 +58,8 @@ class Solo:
 
     cache: Any = None  # keeps keys and values where tokens come one at a time, and attends (`serve.decode`)
 
-    def __init__(self, plan):
-        self.plan = plan
+    def __init__(self, plan, platform: str = "cpu"):
+        self.plan, self.platform = plan.on(platform), platform  # of the devices: cpu, gpu or tpu
         self.dtype = jnp.dtype(plan.dtype)
 
     def weight(self, param):
@@ -67,7 +70,16 @@ class Solo:
         """``x`` itself: it is where it should be."""
         return x
 
-    def ragged(self, x: Array, full: Int[Array, "g g"], arrow: str) -> Array:
+    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Any:
+        """``multiply(x, *weights)`` of ``x`` moved: products that treat each position by itself, each with
+        the dims ``b s`` first."""
+        return multiply(self.move(x, arrow), *weights)
+
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
+        """``multiply(x, *weights)``, moved: the mirror image of `enter`."""
+        return self.move(multiply(x, *weights), arrow)
+
+    def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
         """As `move`."""
         return x
 
@@ -177,10 +189,32 @@ class Manual(Solo):
         x = self._vary(x, self.plan.varying(region), arrow) if region else x
         return checkpoint_name(x, MOVED) if physical.moves else x
 
-    def ragged(self, x: Array, full: Int[Array, "g g"], arrow: str) -> Array:
-        """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which rank i sends rank j the first ``full[i,
-        j]`` rows of its block alone; the others arrive as zeros. XLA has it for GPUs and TPUs, not for
-        CPUs."""
+    def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Any:
+        """With `Plan.tp_comm_overlap` a ring of permutes in place of the all-gather: one block is multiplied
+        while the next one travels."""
+        if ring := self._ring(arrow, "all-gather"):
+            return _enter(multiply, ring, x, weights)
+        return super().enter(multiply, x, arrow, *weights)
+
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
+        """With `Plan.tp_comm_overlap` a ring of permutes in place of the reduce-scatter: the sum of one block
+        travels while this device's share of the next one is multiplied."""
+        if ring := self._ring(arrow, "reduce-scatter"):
+            return _leave(multiply, ring, x, weights)
+        return super().leave(multiply, x, arrow, *weights)
+
+    def _ring(self, arrow: str, kind: str) -> _Ring | None:
+        """The ring that an arrow is, where the plan asks for one and the arrow is such a collective."""
+        moves = self.plan.resolve(arrow).moves
+        if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
+            return None
+        (axis,) = moves[0].axes
+        return _Ring(axis, arrow)
+
+    def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
+        """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
+        ``send[j]`` rows of its block alone, and gets ``come[j]``; the others arrive as zeros. XLA has it for
+        GPUs and TPUs, not for CPUs."""
         moves = self.plan.resolve(arrow).moves
         if not moves:
             return self.move(x, arrow)
@@ -189,7 +223,7 @@ class Manual(Solo):
             -1, *x.shape[3:]
         )
         with scope(arrow):
-            y = _ragged(rows, full, axis)
+            y = _ragged(rows, send, come, axis)
         return checkpoint_name(y.reshape(x.shape[1], x.shape[0], *x.shape[2:]), MOVED)
 
     def max(self, x: Array, arrow: str) -> Array:
@@ -259,22 +293,140 @@ def _collective(x, move: Move, position: dict[str, int], to: str):
     return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, dim)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _ragged(rows, full, axis: str):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _ragged(rows, send, come, axis: str):
     """Of every rank's block for me the rows that are full. The gradient goes back as it came, by the same
-    counts turned around; JAX's own transpose would first exchange offsets that every rank knows."""
-    rank, slots = lax.axis_index(axis), rows.shape[0] // full.shape[0]
-    begin = slots * jnp.arange(full.shape[0], dtype=jnp.int32)
-    mine = jnp.full_like(begin, slots) * rank.astype(jnp.int32)
-    return lax.ragged_all_to_all(
-        rows, jnp.zeros_like(rows), begin, full[rank], mine, full[:, rank], axis_name=axis
-    )
+    numbers turned around; JAX's own transpose would first exchange offsets that every rank knows."""
+    slots = rows.shape[0] // len(send)
+    begin = slots * jnp.arange(len(send), dtype=jnp.int32)
+    mine = jnp.full_like(begin, slots) * lax.axis_index(axis).astype(jnp.int32)
+    return lax.ragged_all_to_all(rows, jnp.zeros_like(rows), begin, send, mine, come, axis_name=axis)
 
 
 _ragged.defvjp(
-    lambda rows, full, axis: (_ragged(rows, full, axis), full),
-    lambda axis, full, grad: (_ragged(grad, full.T, axis), None),
+    lambda rows, send, come, axis: (_ragged(rows, send, come, axis), (send, come)),
+    lambda axis, sizes, grad: (_ragged(grad, *sizes[::-1], axis), None, None),
 )
+
+
+# ------------------------------------------------------------------------------------------ collective matmul
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """A ring of the ranks along an axis, for values ``b s …`` whose positions it cuts.
+
+    Blocks are counted as they come round: block i is that of the rank i before this one, block 0 its own.
+    """
+
+    axis: str
+    arrow: str
+
+    def hop(self, x: Array) -> Array:
+        """What the rank before sends."""
+        n = lax.axis_size(self.axis)
+        with scope(self.arrow):
+            arrived = lax.ppermute(x, self.axis, [(i, (i + 1) % n) for i in range(n)])
+        return checkpoint_name(arrived, MOVED)
+
+    def gather(self, x: Array, use: Callable[[int, Array], Any]) -> tuple[list[Array], list]:
+        """The blocks of all ranks, in n - 1 hops, and what ``use`` makes of each while the next one
+        travels."""
+        blocks, made = [x], []
+        for i in range(1, lax.axis_size(self.axis)):
+            arrived, done = _together((self.hop(blocks[-1]), use(i - 1, blocks[-1])))
+            blocks.append(arrived)
+            made.append(done)
+        return blocks, [*made, use(len(made), blocks[-1])]
+
+    def scatter(self, part: Callable[[int], Array]) -> Array:
+        """The sum of all ranks' parts of this rank's block, in n - 1 hops: each block's sum sets out from the
+        rank behind its own, and the next part is made while it travels."""
+        total = part(1)
+        for i in range(2, (n := lax.axis_size(self.axis)) + 1):
+            total = operator.add(*_together((self.hop(total), part(i % n))))
+        return total
+
+    def _places(self) -> Array:
+        """Which block lies at each place of the sequence, and at which place each block."""
+        n = lax.axis_size(self.axis)
+        return (lax.axis_index(self.axis) - jnp.arange(n)) % n
+
+    def join(self, *blocks: Array) -> Array:
+        """The whole sequence of blocks."""
+        stacked = jnp.stack(blocks, 1).at[:, self._places()].get(mode="promise_in_bounds")
+        return stacked.reshape(stacked.shape[0], -1, *stacked.shape[3:])
+
+    def block(self, x: Array, i: int) -> Array:
+        """One block of a whole sequence."""
+        size = x.shape[1] // lax.axis_size(self.axis)
+        return lax.dynamic_slice_in_dim(x, self._places()[i] * size, size, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _enter(multiply, ring: _Ring, x, weights):
+    """Gather, then multiply, block by block. For the gradient of ``x`` the backward pass is `_leave`."""
+    return _entering(multiply, ring, x, weights)[0]
+
+
+def _entering(multiply, ring, x, weights):
+    blocks, made = ring.gather(x, lambda _, block: multiply(block, *weights))
+    return jax.tree.map(ring.join, *made), (blocks, weights)
+
+
+def _entering_backward(multiply, ring, saved, dy):
+    blocks, weights = saved
+    cut = lambda i: jax.tree.map(lambda y: ring.block(y, i), dy)
+    pull = _Pull(multiply, weights)
+    return ring.scatter(lambda i: pull(blocks[i], cut(i))), pull.gradients()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _leave(multiply, ring: _Ring, x, weights):
+    """Multiply, then reduce and scatter, block by block. For the gradient of ``x`` the backward pass is
+    `_enter`."""
+    return ring.scatter(lambda i: multiply(ring.block(x, i), *weights))
+
+
+def _leaving(multiply, ring, x, weights):
+    return _leave(multiply, ring, x, weights), (x, weights)
+
+
+def _leaving_backward(multiply, ring, saved, dy):
+    x, weights = saved
+    pull = _Pull(multiply, weights)
+    _, parts = ring.gather(_after(x, dy), lambda i, block: pull(ring.block(x, i), block))
+    return ring.join(*parts), pull.gradients()
+
+
+_enter.defvjp(_entering, _entering_backward)
+_leave.defvjp(_leaving, _leaving_backward)
+
+
+class _Pull:
+    """The gradients of ``multiply(x, *weights)``, block by block: each call gives that of one block, and
+    keeps what the block adds to those of the weights."""
+
+    def __init__(self, multiply, weights):
+        self.multiply, self.weights, self.found = multiply, weights, []
+
+    def __call__(self, x, dy):
+        dx, *more = jax.vjp(self.multiply, x, *self.weights)[1](dy)
+        self.found.append(more)
+        return dx
+
+    def gradients(self) -> tuple[Array, ...]:
+        """Those of the weights, summed over the blocks in float32."""
+        add = lambda *parts: sum(x.astype(jnp.float32) for x in parts).astype(parts[0].dtype)
+        return tuple(add(*parts) for parts in zip(*self.found, strict=True))
+
+
+def _after(known, held):
+    """What is held, on CPUs not before ``known`` is. All permutes of a program are one channel to simulated
+    devices; where ``known`` is computed again, nothing else would order the rings that it takes before this
+    one."""
+    wait = lambda known, held: jnp.where(known.max() <= jnp.inf, held, jnp.zeros((), held.dtype))
+    return lax.platform_dependent(known, held, cpu=wait, default=lambda _, held: held)
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -313,7 +465,7 @@ class Auto(Solo):
     collectives."""
 
     def __init__(self, plan, mesh: Mesh | AbstractMesh):
-        super().__init__(plan)
+        super().__init__(plan, platform_of(mesh))
         self.mesh = mesh
 
     def weight(self, param):
@@ -337,7 +489,9 @@ class Auto(Solo):
 
         return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends))
 
-    explicit = property(lambda self: Manual(self.plan), doc="`Manual`: an island is inside shard_map.")
+    explicit = property(
+        lambda self: Manual(self.plan, self.platform), doc="`Manual`: an island is inside shard_map."
+    )
 
     def constrain(self, x: Array, layout: Layout) -> Array:
         """Pin a value's layout."""

@@ -19,6 +19,12 @@ writes or B reads, and where the result goes:
        4 | -                                    | B1 of the loss, saved 0, to stage 0
        5 | B1 of message 0, saved 1, to nobody  | -
 
+On GPUs the stages wait for these messages. To hide one, it would have to travel through a tick in which
+nobody reads it, and in 1F1B 45 of 48 are read in the very next tick: 8 microbatches on 4 stages would
+take 38 ticks in place of 22. All that waits is 43 of 3,571 ms in that step of Llama 3 8B on 64 H100s
+(`llmpar compile`, an estimate). So each message goes where its tick ends, in a branch that is taken only
+where somebody sends: else a third more would be sent.
+
 The layers of a stage are its share of the blocks' weights, stored `l/pp`; `schedules.layer_order` says which
 layer lies where. All other weights are whole on every stage, and their gradients are summed over pp at the
 end of the step (`plan.Life` says so). Weights that ZeRO-3 stores cut are gathered for each cell, or before

@@ -9,9 +9,10 @@ the table in :meth:`Plan.regions` is the whole of tensor, sequence and data para
     attention   dp,fsdp,ep    sp            tp (n, k)    inside attention
     queries     dp,fsdp,ep    sp            tp (k)       where queries meet keys; Ulysses: s whole, k by tp,sp
     keys        dp,fsdp,ep    sp            tp (k)       the same for keys; gathered keys: s whole
+    ids         dp,fsdp,ep                               positions and documents of all keys
     ffn         dp,fsdp,ep    sp            tp (m)       inside the feed-forward
     experts     dp,fsdp       sp            tp (m)       where tokens meet experts, e cut by ep
-    counts      dp,fsdp       sp                         tokens per expert, known to all of ep
+    routing     dp,fsdp       sp                         who chose which expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
 The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm)
@@ -55,6 +56,28 @@ from llmpar.timetable import timetable
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
+MAX_MASK_BYTES = 64 << 20
+"""A mask of queries times keys, in 16 bits, above which it costs more than the scores that it spares: cuDNN
+reads it whole, and computes its gradient too. 5,792 positions."""
+
+
+SUITS = {
+    "attention_kernel": {
+        "cpu": ("portable", "xla", "flash"),
+        "gpu": ("flash", "cudnn", "portable", "xla"),
+        "tpu": ("flash", "portable", "xla"),
+    },
+    "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
+    "grouped": {"cpu": ("blocks", "ragged_dot"), "gpu": ("triton",), "tpu": ("ragged_dot", "blocks")},
+}
+"""What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for."""
+UNSUITED = {
+    "cudnn": "it is for NVIDIA GPUs",
+    "ragged": "XLA has no ragged all-to-all for CPUs",
+    "ragged_dot": "XLA for GPUs multiplies every row by every expert",
+    "blocks": "a GPU's host would wait for every turn of the loop",
+    "triton": "its compiler writes programs for GPUs",
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +122,10 @@ class Plan:
             groups for each gather, and more state on every device.
         tp_sequence: also cut the residual stream's sequence by tp (Korthikanti et al. 2022, sequence
             parallelism).
+        tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the products
+            between their hops, in place of all-gather before them and reduce-scatter behind (collective
+            matmul, Wang et al. 2023). Experts, the embedding and the head keep theirs: no product goes with
+            them, or one per step.
         reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step,
             once however many microbatches there are; ``layer`` by layer inside the backward pass; or at the
             end in flat ``bucket``s.
@@ -117,19 +144,24 @@ class Plan:
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
         ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel
-            2023); with more than one the backward pass computes its hidden values again instead of keeping
-            them.
+            2023), each moving by itself; with more than one the backward pass computes its hidden values
+            again instead of keeping them.
         attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
             to 256.
-        attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; or
-            `jax.nn.dot_product_attention` by ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, where no partial
-            results are merged: not in a ring.
+        attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; ``flash``, the kernel of
+            :mod:`llmpar.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
+            ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
+            ring. ``auto`` is flash on GPUs and TPUs, and portable on CPUs or where attention_block asks for
+            blocks.
+        documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
+            breaks the promise gives NaN.
         context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
             exchange positions for heads (``ulysses``), or ``gather`` all keys.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
-            only (``ragged``, which CPUs lack).
-        grouped: how rows are multiplied by their experts: in a loop over ``blocks``, or by
-            `jax.lax.ragged_dot`, which GPUs and TPUs have kernels for.
+            only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
+        grouped: how rows are multiplied by their experts (Megatron's grouped GEMM): in a loop over
+            ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every row by every expert), or
+            by the kernels of :mod:`llmpar.grouped` in ``triton`` (GPUs). ``auto``: what suits the devices.
         sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
             work.
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
@@ -146,6 +178,7 @@ class Plan:
     zero: Literal[0, 1, 2, 3] = 3
     zero_axes: Literal["fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"] = "fsdp,ep,sp"
     tp_sequence: bool = False
+    tp_comm_overlap: bool = False
     reduce: Literal["end", "layer", "bucket"] = "end"
     bucket_bytes: int = 4 << 20
     microbatches: int = 1
@@ -156,10 +189,11 @@ class Plan:
     loss_chunks: int = 1
     ffn_chunks: int = 1
     attention_block: int | None = None
-    attention_kernel: Literal["portable", "cudnn", "xla"] = "portable"
+    attention_kernel: Literal["auto", "portable", "flash", "cudnn", "xla"] = "auto"
+    documents: Literal["packed", "whole"] = "packed"
     context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
-    dispatch: Literal["padded", "ragged"] = "padded"
-    grouped: Literal["blocks", "ragged_dot"] = "blocks"
+    dispatch: Literal["auto", "padded", "ragged"] = "auto"
+    grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
     sequence_order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     schedule: str = "1f1b"
     virtual_stages: int | None = None
@@ -187,10 +221,11 @@ class Plan:
             "attention": {"b": b, "s": s, "n": tp, "k": tp},
             "queries": {"b": b, "s": () if heads else s, "k": tp + heads},
             "keys": {"b": b, "s": s if self.context_parallel == "ring" else (), "k": tp + heads},
+            "ids": {"b": b},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
             "experts": {"b": self.live("dp", "fsdp"), "s": s, "e": self.live("ep"), "m": tp},
-            "counts": {"b": self.live("dp", "fsdp"), "s": s},
+            "routing": {"b": self.live("dp", "fsdp"), "s": s},
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
@@ -317,8 +352,12 @@ class Plan:
             self._divides("experts", config.experts.num_experts, ("ep",), fixed=True)
         if self.tp_sequence:
             self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, *cut_by_tp.values()))
-        for chunks in ("loss_chunks", "ffn_chunks"):
-            self._divides("sequence", seq_len, ("sp",), chunks)
+        self._divides("sequence", seq_len, ("sp",), "loss_chunks")
+        pieces = (
+            self.tp_sequence and not config.experts
+        )  # each is gathered by itself; experts need all at once
+        cuts, fits = (("sp", "tp"), math.gcd(seq_len, *cut_by_tp.values())) if pieces else (("sp",), 0)
+        self._divides("sequence", seq_len, cuts, "ffn_chunks", suits=fits)
         if sizes["sp"] > 1 and self.sequence_order == "zigzag" and seq_len % (2 * sizes["sp"]):
             near = 2 * sizes["sp"] * max(1, seq_len // (2 * sizes["sp"]))
             raise ValueError(
@@ -338,8 +377,7 @@ class Plan:
             local = seq_len // math.prod(sizes[a] for a in self.regions[what].get("s", ()))
             if self.attention_block and local > self.attention_block and local % self.attention_block:
                 self._divides(f"each device's number of {what}", local, (), "attention_block", fixed=True)
-        if self.attention_kernel != "portable":
-            self._check_kernel()
+        self._check_kernel(seq_len)
         if self.zero:
             self._check_zero(config, batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches))
         if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
@@ -373,6 +411,12 @@ class Plan:
             ("schedule virtual_stages stage_saves", sizes["pp"] == 1, one("pp")),
             ("context_parallel sequence_order", sizes["sp"] == 1, one("sp")),
             ("tp_sequence", sizes["tp"] == 1, one("tp")),
+            ("tp_comm_overlap", not self.tp_sequence, "without tp_sequence nothing is gathered over tp"),
+            (
+                "tp_comm_overlap",
+                self.reading == "auto",
+                "under reading='auto' XLA chooses how activations travel",
+            ),
             ("dispatch", sizes["ep"] == 1, one("ep")),
             (
                 "zero",
@@ -388,6 +432,11 @@ class Plan:
             ("reshard_after_forward", not self.gathers, "only ZeRO 3 gathers weights for use"),
             ("grouped", config.experts is None, f"'{config.name}' has no experts"),
             (
+                "documents",
+                self.attention_kernel != "cudnn" or not self.in_order,
+                "only attention_kernel='cudnn' reads it, on whole sequences in contiguous order",
+            ),
+            (
                 "ffn_chunks",
                 config.experts is not None and not config.experts.num_shared,
                 f"'{config.name}' has experts in place of a feed-forward",
@@ -395,7 +444,8 @@ class Plan:
             ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
             (
                 "reduce",
-                not any(self.life(weight.dims).copied for weight in config.weights().values()),
+                (self.reduce == "layer" or not self.zero)  # a bucket is refused with ZeRO anyway
+                and not any(self.life(weight.dims).copied for weight in config.weights().values()),
                 "no weight is kept by two devices, so no sum is left for `reduce`",
             ),
             ("bucket_bytes", self.reduce != "bucket", f"reduce is '{self.reduce}'"),
@@ -428,22 +478,45 @@ class Plan:
         }
         return dataclasses.replace(self, **defaults)
 
-    def _check_kernel(self) -> None:
-        """Refuse what a kernel for whole sequences cannot do."""
-        why = ""
-        if self.mesh.sp > 1 and self.context_parallel == "ring":
+    def _check_kernel(self, seq_len: int) -> None:
+        """Refuse what a kernel cannot do, and a mask of all queries and keys that is too large."""
+        kernel, why, s = self.attention_kernel, "", self.regions["queries"]["s"]
+        masked = kernel == "xla" or kernel == "cudnn" and self.documents == "packed"
+        mask_bytes = 2 * seq_len**2 // math.prod(self.mesh.sizes[a] for a in s)
+        if masked and mask_bytes > MAX_MASK_BYTES:
+            why = (
+                f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions;"
+                " use attention_kernel='flash'"
+            )
+            if kernel == "cudnn" and self.in_order:
+                why += ", or documents='whole'"
+        if kernel in ("cudnn", "xla") and self.mesh.sp > 1 and self.context_parallel == "ring":
             why = (
                 "gives no log of sums in float32 to merge by, which a ring needs; use"
                 " context_parallel='ulysses' or 'gather'"
             )
-        if self.attention_block:
+        if self.attention_block and kernel not in ("auto", "portable"):
             why = "chooses its own blocks; leave attention_block out"
-        if self.attention_kernel == "cudnn" and self.dtype == "float32":
+        if kernel == "cudnn" and self.dtype == "float32":
             why = "computes in 16 bits; use dtype='bfloat16'"
         if why:
-            raise ValueError(
-                f"attention_kernel='{self.attention_kernel}' {why}, or attention_kernel='portable'"
-            )
+            raise ValueError(f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'")
+
+    def on(self, platform: str) -> Plan:
+        """The plan with what it leaves to the platform decided (``cpu``, ``gpu`` or ``tpu``). Refuses what
+        its devices cannot do, or only absurdly slowly."""
+        decided: dict[str, Any] = {}
+        for name, suits in SUITS.items():
+            value, first = getattr(self, name), suits[platform][0]
+            if name == "attention_kernel" and self.attention_block:
+                first = "portable"  # the one whose tiles can be chosen
+            if value not in ("auto", *suits[platform]):
+                raise ValueError(
+                    f"{name}='{value}' does not suit the {platform.upper()}s of this mesh:"
+                    f" {UNSUITED[value]}; use {name}='{first}', or 'auto'"
+                )
+            decided |= {name: first} if value == "auto" else {}
+        return dataclasses.replace(self, **decided)
 
     def _check_pipeline(self, config) -> None:
         """Refuse a pipeline that the executor cannot walk. Simulating the order proves it legal, or names the
@@ -484,11 +557,15 @@ class Plan:
                     f"{field}={getattr(self, field)!r} does not go with pp={self.mesh.pp}; use"
                     f" {field}={value!r}"
                 )
+        why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
         if self.mesh.sp > 1 and self.context_parallel == "ring":
-            why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
             raise ValueError(
                 f"context_parallel='ring' does not go with {name}: {why}; use context_parallel='ulysses' or"
                 " 'gather'"
+            )
+        if self.tp_comm_overlap:
+            raise ValueError(
+                f"tp_comm_overlap=True does not go with {name}: {why}; leave tp_comm_overlap out"
             )
 
     def _divides(

@@ -279,9 +279,10 @@ def dualpipe(p: int, m: int) -> Schedule:
     gained by the overlap of communication that it is made for. The published bubble holds for m >= 2p.
     """
     if p % 2 or m % 2:
+        even = " and ".join(f"{name} = {n + 1}" for name, n in {"p": p, "m": m}.items() if n % 2)
         raise ValueError(
             f"dualpipe sends half of the microbatches in at each end of pairs of stages: p = {p} and m = {m} "
-            f"must be even; use p = {p + p % 2} and m = {m + m % 2}, or dualpipev"
+            f"must be even; use {even}, or dualpipev"
         )
     half = m // 2
     rows = (

@@ -29,7 +29,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from llmpar import pipeline, schedules
 from llmpar.config import ModelConfig
-from llmpar.mesh import sharding, spec
+from llmpar.mesh import platform_of, sharding, spec
 from llmpar.model import Batch
 from llmpar.notation import AXES, Arrow, Dim, Layout
 from llmpar.optimizer import counts_empty_places
@@ -75,11 +75,8 @@ class Step:
         optimizer: optax.GradientTransformation,
         clip: float | None = 1.0,
     ):
+        plan = plan.on(platform_of(mesh))
         self.config, self.plan, self.mesh, self.optimizer, self.clip = config, plan, mesh, optimizer, clip
-        if plan.dispatch == "ragged" and isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
-            raise ValueError(
-                "dispatch='ragged' needs a GPU or TPU: XLA has no ragged all-to-all for CPUs; use 'padded'"
-            )
         self.dims, self._live = weight_dims(config), plan.live(*AXES)
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
@@ -240,7 +237,9 @@ class Step:
 
     def _reading(self) -> Manual | Auto:
         """The reading of the model's text that the plan asks for."""
-        return Manual(self.plan) if self.plan.reading == "manual" else Auto(self.plan, self.mesh)
+        if self.plan.reading == "auto":
+            return Auto(self.plan, self.mesh)
+        return Manual(self.plan, platform_of(self.mesh))
 
     def _gradients(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         if isinstance(par, Auto):
@@ -405,7 +404,8 @@ class Step:
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 
         def manual(params, batch):
-            return self._sums(par := Manual(plan), sums(par, params, batch))
+            par = Manual(plan, platform_of(self.mesh))
+            return self._sums(par, sums(par, params, batch))
 
         if plan.reading == "auto" or plan.pipeline:
             return jax.jit(functools.partial(sums, Auto(plan, self.mesh)))

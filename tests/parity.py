@@ -18,7 +18,7 @@ from llmpar.config import preset
 from llmpar.mesh import make_mesh
 from llmpar.notation import MeshShape
 from llmpar.par import Solo
-from llmpar.plan import Plan
+from llmpar.plan import SUITS, Plan
 from llmpar.step import Step
 from llmpar.weights import init_params, model_graph
 
@@ -143,6 +143,11 @@ def emulated_ragged_all_to_all(x, out, begin, send, mine, recv, *, axis_name):
     ).min(0)
     arrived = sent.reshape(-1, *x.shape[1:]).at[source].get(mode="fill", fill_value=0)
     return jnp.where(here.any(0)[:, None], arrived, out)
+
+
+def ragged_on_cpus():
+    """A context in which plans may ask CPUs for the ragged all-to-all."""
+    return mock.patch.dict(SUITS["dispatch"], cpu=("padded", "ragged"))
 
 
 def live(jaxpr):

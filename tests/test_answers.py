@@ -283,8 +283,8 @@ def test_no_row_shows_a_size_that_no_collective_has():
     assert row["largest"] == config.vocab_size * config.width * 2 * 7 // 8, "the embedding, in bfloat16"
     sp = answers.START | {"mesh": "sp=8", "batch_size": 1, "seq_len": 131072}
     (ring,) = [row for row in answers.answer(sp)["traffic"] if row["kind"] == "collective-permute"]
-    assert ring["largest"] == 2**26 and ring["sizes"] == 3, "float32 gradients; keys and values 32 MiB; ids"
-    assert "keys and values" in ring["what"] and "ids of positions and documents" in ring["what"]
+    assert ring["largest"] == 2**27 and ring["sizes"] == 2, "float32 gradients; keys with values 64 MiB"
+    assert "keys and values" in ring["what"] and "ids" not in ring["what"]
 
 
 def test_the_links_that_seconds_assume_are_said():

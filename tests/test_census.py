@@ -35,6 +35,8 @@ SPECIAL = [
     Plan(MIXED, remat="block", reshard_after_forward=False, loss_chunks=2),
     Plan(MIXED, remat="block", tp_sequence=True, unroll=0),
     Plan(MIXED, tp_sequence=True, dtype="bfloat16", unroll=0),
+    Plan("fsdp=2 tp=4", tp_sequence=True, tp_comm_overlap=True),
+    Plan("dp=2 tp=4", zero=0, tp_sequence=True, tp_comm_overlap=True, remat="block", dtype="bfloat16"),
     Plan(MIXED, zero=1, microbatches=2),
     *(Plan("fsdp=8", zero=z, microbatches=2) for z in range(4)),
     Plan(MIXED, microbatches=4, zero=2),
@@ -96,6 +98,7 @@ SAMPLE = [
     *SPECIAL[3:9:2],
     Plan("fsdp=8", zero=2, microbatches=2),
     Plan("dp=2 tp=2", tp_sequence=True),
+    Plan("fsdp=2 tp=4", tp_sequence=True, tp_comm_overlap=True, remat="block"),
     Plan("dp=1"),
 ]
 
@@ -321,6 +324,8 @@ def test_tensor_parallelism_moves_two_and_two_per_layer_and_the_same_bytes_with_
         "reduce-scatter": (4, 4 * message * 3 // 4),
     }
     assert with_sp["all-reduce"] == (0, norms)
+    ring = per_layer(Plan("tp=4", tp_sequence=True, tp_comm_overlap=True))
+    assert ring == {"collective-permute": (8 * 3, 8 * message * 3 // 4), "all-reduce": (0, norms)}
 
 
 def test_axes_of_size_one_leave_no_collective():

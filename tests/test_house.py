@@ -19,7 +19,20 @@ PACKAGE = ROOT / "llmpar"
 
 # The core is flat: it is read like a paper. Half of it decides and needs no JAX, the other half runs.
 THINKS = {"notation", "config", "schedules", "timetable", "plan", "sequence_order"}
-RUNS = {"mesh", "par", "attention", "moe", "model", "weights", "split", "stage", "pipeline", "step"}
+RUNS = {
+    "mesh",
+    "par",
+    "attention",
+    "flash",
+    "flash_tpu",
+    "moe",
+    "model",
+    "weights",
+    "split",
+    "stage",
+    "pipeline",
+    "step",
+}
 RUNS |= {"optimizer", "train", "data", "checkpoint", "hf"}
 CORE = THINKS | RUNS
 # Around it stand wings with one question each. A wing names those that it may ask; the core asks none.
@@ -34,7 +47,7 @@ WINGS = {
 }
 NO_JAX_WINGS = {"predict", "draw"}
 NO_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
-MODEL_TEXT = ("model", "attention", "moe")
+MODEL_TEXT = ("model", "attention", "flash", "flash_tpu", "moe")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
 # The part of the core that states and executes the strategies. Its statements are counted, not its lines, so
 # that nobody gains by making lines longer.
@@ -44,6 +57,7 @@ PAPER = {
     "par",
     "sequence_order",
     "attention",
+    "grouped",
     "moe",
     "model",
     "weights",
@@ -52,7 +66,9 @@ PAPER = {
     "pipeline",
     "step",
 }
-MAX_PAPER_STATEMENTS = 1_900
+MAX_PAPER_STATEMENTS = 2_070
+# Kernels and what lays out their work: part of no page of the paper.
+MAX_KERNEL_STATEMENTS = {"grouped": 240, "flash": 235, "flash_tpu": 90}
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = (
     "pypi" + ".org",
@@ -256,6 +272,7 @@ def test_the_paper_stays_short():
     counts = {name: statements(tree) for name, tree in trees().items()}
     paper = sum(counts[name] for name in PAPER)
     assert paper <= MAX_PAPER_STATEMENTS, (paper, sum(counts.values()), counts)
+    assert all(counts[name] <= most for name, most in MAX_KERNEL_STATEMENTS.items()), counts
 
 
 def test_statements_are_counted_inside_others():

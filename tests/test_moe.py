@@ -22,19 +22,21 @@ from parity import (
     emulated_ragged_all_to_all,
     every_expert,
     name,
+    ragged_on_cpus,
     weights,
 )
 from test_census import compare_every_stage, compare_every_traced_stage, compare_with_hlo, predicted
 
-from llmpar import moe
+from llmpar import grouped, moe
 from llmpar.config import ExpertConfig, preset
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual, Solo
-from llmpar.plan import Plan
+from llmpar.plan import SUITS, Plan
 from llmpar.step import Step
 
 HERE = Solo(Plan())
+WAYS = [way for way in grouped.BLOCK_ROWS if way != "triton"]  # that CPUs have
 DEEPSEEK = ExpertConfig(
     8, 2, num_shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, num_groups=4, top_groups=2, aux_loss=0.01
 )
@@ -183,18 +185,17 @@ def test_all_tokens_to_one_expert_and_none_to_the_others(tokens):
 
 
 def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
-    """Experts that change nothing, in bfloat16: what comes out is the token times the sum of its weights,
-    rounded once."""
+    """Experts without weights, in bfloat16: what comes out is what each gives times the sum of the token's
+    weights, rounded once."""
     how = ExpertConfig(8, 3, renormalise=False)
     values = layer(how, (4, 32))
     x = values["x"].astype(jnp.bfloat16)
     weights, chosen, _ = jax.jit(functools.partial(moe.route, how, HERE))(values["x"] @ values["router"])
-    with mock.patch.object(moe, "multiply_blocks", lambda rows, weights, owner: rows):
+    with mock.patch.object(grouped, "_dot", lambda way, rows, *_, **__: rows):
         visit = jax.jit(functools.partial(moe.visit, how, HERE))
         y = visit(x, weights, chosen, *(values[n] for n in ("gate", "up", "down")))
-    want = (np.asarray(x, np.float64) * np.asarray(weights, np.float64).sum(-1, keepdims=True)).astype(
-        jnp.bfloat16
-    )
+    one = np.asarray(jax.jit(lambda x: jax.nn.silu(x) * x)(x), np.float64)
+    want = (one * np.asarray(weights, np.float64).sum(-1, keepdims=True)).astype(jnp.bfloat16)
     assert (
         y.dtype == jnp.bfloat16 and (y == want).mean() > 0.99
     )  # the sums in float32 round otherwise once in 2^16
@@ -203,40 +204,62 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
 # ------------------------------------------------------------------------------------------------------ costs
 
 
-def test_slots_hold_the_worst_case_and_little_more():
+def test_slots_and_blocks_hold_the_worst_case_and_little_more():
+    """From tokens that like the first experts, one rank sends and the first one lays out."""
     for tokens, num, k, ranks in itertools.product((1, 5, 64, 1000), (4, 8), (1, 2, 4), (1, 2, 4)):
-        how = ExpertConfig(num, k)
-        blocks, block = how.slots(tokens, 1, ranks)
-        here, draw = num // ranks, np.random.default_rng(0)
+        how, here, draw = ExpertConfig(num, k), num // ranks, np.random.default_rng(0)
+        slots, (blocks, block) = how.slots(tokens, 1, ranks), how.blocks(tokens, 1, ranks)
         for _ in range(20):
-            skewed = draw.random((tokens, num)) + draw.random(num) * 3
-            counts = np.bincount(np.argsort(-skewed, axis=1)[:, :k].ravel(), minlength=num)[:here]
+            skewed = draw.random((ranks, tokens, num)) + draw.random(num) * 3
+            chosen = np.argsort(-skewed, axis=2)[..., :k]
+            assert max((chosen // here == rank).any(2).sum(1).max() for rank in range(ranks)) <= slots
+            counts = np.bincount(chosen.ravel(), minlength=num)[:here]
             assert (-(-counts // block)).sum() <= blocks
-        assert blocks * block <= tokens * min(k, here) + here * (block - 1)
-        assert block == 4 or block * num * 16 <= tokens * k
+        assert blocks * block <= ranks * tokens * min(k, here) + here * (block - 1)
+        assert slots <= tokens and (block == 4 or block * num * 8 <= ranks * tokens * k)
 
 
-def test_executed_products_are_near_k_of_e_of_all_experts():
-    """64 experts, k = 8, nothing dropped: at most 1.1 times k/E, forward and backward. Every product calls
-    the counter when it is executed."""
-    how, (d, m), tokens = ExpertConfig(64, 8), (4, 6), (1, 512)
+def test_a_capacity_leaves_fewer_slots():
+    """8 ranks of 8 experts, k = 2, 1.25 times an even share: 40 of 1024 tokens for an expert, 320 for a
+    rank."""
+    assert ExpertConfig(64, 2, capacity_factor=1.25).slots(1024, 1, 8) == 320
+    assert ExpertConfig(64, 2).slots(1024, 1, 8) == 1024
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_executed_products_are_near_k_of_e_of_all_experts(way):
+    """64 experts, k = 8, nothing dropped: 9 products, of pieces that are computed again 11 (on CPUs all), and
+    a tenth for blocks that are not full. Every product calls the counter when it is executed."""
+    how, (d, m), tokens = ExpertConfig(64, 8), (16, 32), (1, 512)
+    if way != "blocks":
+        tokens = (1, 2048)  # whole blocks of 16 rows
     values, flops = layer(how, tokens, d, m), []
 
-    def counted(a, b, **kw):
-        jax.debug.callback(lambda _: flops.append(2 * a.shape[0] * a.shape[1] * b.shape[1]), a[0, 0])
-        return matmul(a, b, **kw)
+    def counted(f, size):
+        def counting(way, rows, other, owners, *args, **named):
+            each = 2 * len(rows) // len(owners) * size(rows, other)
+            num = len(owners) if way == "blocks" else (owners < how.num_experts).sum()
+            jax.debug.callback(lambda n: flops.append(each * int(n)), num)
+            return f(way, rows, other, owners, *args, **named)
 
-    matmul = jnp.matmul
+        return counting
+
     weights, chosen, _ = moe.route(how, HERE, values["x"] @ values["router"])
-    with mock.patch.object(jnp, "matmul", counted):
-        visit = lambda x, *ws: (moe.visit(how, HERE, x, weights, chosen, *ws) ** 2).sum()
+    with (
+        mock.patch.object(grouped, "_dot", counted(grouped._dot, lambda _, w: math.prod(w.shape[-2:]))),
+        mock.patch.object(grouped, "_outer", counted(grouped._outer, lambda a, b: a.shape[1] * b.shape[1])),
+    ):
+        par = Solo(Plan())
+        object.__setattr__(par.plan, "grouped", way)
+        visit = lambda x, *ws: (moe.visit(how, par, x, weights, chosen, *ws) ** 2).sum()
         grads = jax.jit(jax.grad(visit, argnums=(0, 1, 2, 3)))(
             *(values[n] for n in ("x", "gate", "up", "down"))
         )
         jax.block_until_ready(grads)
         jax.effects_barrier()
-    all_experts = 3 * 3 * 2 * 512 * d * m * how.num_experts
-    assert all_experts * 8 / 64 <= sum(flops) <= 1.1 * all_experts * 8 / 64
+    useful = 9 * 2 * tokens[1] * d * m * how.top_k
+    executed = 11 / 9 if way == "blocks" else 1  # a single device has one chunk
+    assert executed * useful <= sum(flops) <= 1.1 * executed * useful
 
 
 def temporary_bytes(tokens):
@@ -259,6 +282,7 @@ def test_memory_is_linear_in_the_tokens():
 MIXED = "dp=2 fsdp=2 ep=2"
 SAMPLE = [
     Plan("ep=2 sp=2 tp=2", tp_sequence=True, remat="block", loss_chunks=2),
+    Plan("ep=2 fsdp=2 tp=2", tp_sequence=True, tp_comm_overlap=True, remat="block"),
     Plan("fsdp=2 ep=4", zero=2, microbatches=2),
     Plan("fsdp=2 ep=2 sp=2", zero_axes="fsdp,sp", context_parallel="gather"),
     Plan("fsdp=2 ep=2 sp=2", zero=1, microbatches=2),
@@ -334,6 +358,7 @@ SENT = [
     Plan("ep=4 fsdp=2", reshard_after_forward=False),
     Plan("ep=2 sp=2 tp=2"),
     Plan("ep=2 sp=2 tp=2", tp_sequence=True),
+    Plan("ep=2 sp=2 tp=2", tp_sequence=True, tp_comm_overlap=True, microbatches=2),
     Plan("ep=2 sp=2 tp=2", tp_sequence=True, loss_chunks=2, microbatches=2),
     Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block"),
     Plan("ep=4 fsdp=2", zero=1, microbatches=2),
@@ -375,45 +400,166 @@ def test_two_all_to_alls_forward_and_two_backward_in_each_layer():
     assert [(c.count, c.arrow) for c in exchanges] == [(2, there), (2, back), (2, back), (2, there)], (
         "forward, then transposed"
     )
-    blocks, block = MOE.experts.slots(BATCH * SEQ // 4, BATCH // 4, 4)
-    assert {c.bytes_sent // c.count for c in exchanges} == {4 * blocks * block * MOE.width * 4 * 3 // 4}
+    tokens = BATCH * SEQ // 4  # each could go to every rank, once
+    assert {c.bytes_sent // c.count for c in exchanges} == {4 * tokens * MOE.width * 4 * 3 // 4}
 
 
 # ------------------------------------------------------------------------------------- what accelerators have
 
 
-class OnAccelerators(Step):
-    """Believes that the simulated devices can do it."""
-
-    def __init__(self, config, plan, *args):
-        super().__init__(config, dataclasses.replace(plan, dispatch="padded"), *args)
-        self.plan = plan
-
-
 def test_only_full_slots_travel_where_xla_can():
     """The offsets and sizes that it is given, tried out on an emulation: XLA for CPUs lacks the
     collective."""
-    with mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all):
-        assert_same(MOE, Plan("ep=4 fsdp=2", dispatch="ragged"), step_class=OnAccelerators)
+    with ragged_on_cpus(), mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all):
+        assert_same(MOE, Plan("ep=4 fsdp=2", dispatch="ragged"))
 
 
 def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_for_a_gpu():
     plan = Plan("ep=4 fsdp=2", dispatch="ragged")
-    step = OnAccelerators(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, 32))
+    with ragged_on_cpus():
+        step = Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+        traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, 32))
     assert by_arrow(census_jaxpr(traced.jaxpr, plan.mesh.sizes)) == predicted(MOE, plan)
     padded, kinds = predicted(MOE, Plan("ep=4 fsdp=2")), {"all-to-all": "ragged-all-to-all"}
     assert predicted(MOE, plan) == {
         (axes, kinds.get(kind, kind), arrow): row for (axes, kind, arrow), row in padded.items()
-    }, "and nothing else is sent: both ways the offsets follow from the counts"
+    }, "and nothing else is sent: both ways the offsets follow from the choices"
     assert "ragged_all_to_all" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    with pytest.raises(ValueError, match="dispatch='ragged' needs a GPU or TPU"):
+
+
+def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
+    choice = lambda platform: [getattr(Plan().on(platform), name) for name in ("dispatch", "grouped")]
+    assert choice("cpu") == ["padded", "blocks"]
+    assert choice("gpu") == ["ragged", "triton"]
+    assert choice("tpu") == ["ragged", "ragged_dot"]
+    plan = Plan("ep=4 fsdp=2", dispatch="ragged")
+    with pytest.raises(
+        ValueError, match="'ragged' does not suit the CPUs .*; use dispatch='padded', or 'auto'"
+    ):
         Step(MOE, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+    for value, platform, why in [
+        ("ragged_dot", "gpu", "multiplies every row by every expert; use grouped='triton'"),
+        ("blocks", "gpu", "host would wait for every turn"),
+        ("triton", "tpu", "for GPUs; use grouped='ragged_dot'"),
+        ("triton", "cpu", "for GPUs; use grouped='blocks'"),
+    ]:
+        with pytest.raises(ValueError, match=why):
+            Plan(grouped=value).on(platform)
 
 
-@pytest.mark.full
-def test_ragged_dot_gives_the_same():
-    assert_same(MOE, Plan("ep=4", grouped="ragged_dot"))
+def plain_dot(rows, w, owner_n, transposed=False, interpret=False):
+    """`grouped.kernel_dot` in a line: Pallas's interpreter does not know the varying types of shard_map."""
+    blocks, w = rows.reshape(len(owner_n), -1, rows.shape[1]), jnp.concatenate([w, jnp.zeros_like(w[:1])])
+    return jnp.einsum("nqb,nab->nqa" if transposed else "nqa,nab->nqb", blocks, w[owner_n]).reshape(
+        len(rows), -1
+    )
+
+
+def plain_outer(rows, grads, owner_n, num_owners, interpret=False):
+    """`grouped.kernel_outer` likewise."""
+    hot = jax.nn.one_hot(owner_n, num_owners, dtype=jnp.float32)
+    rows, grads = (x.reshape(len(owner_n), -1, x.shape[1]) for x in (rows, grads))
+    return jnp.einsum("nl,nqa,nqb->lab", hot, rows, grads)
+
+
+ACCELERATED = [
+    ("triton", Plan("ep=2 tp=2 fsdp=2", tp_sequence=True, remat="block", grouped="triton")),
+    ("triton", Plan("pp=2 ep=2", schedule="zb-h1", microbatches=2, grouped="triton")),
+    ("triton", Plan("fsdp=2 ep=4", reading="auto", grouped="triton")),
+    ("ragged_dot", Plan("ep=4 sp=2", context_parallel="ulysses", grouped="ragged_dot")),
+]
+
+
+@pytest.mark.parametrize(
+    "way, plan",
+    [ACCELERATED[0], *(pytest.param(*case, marks=pytest.mark.full) for case in ACCELERATED[1:])],
+    ids=lambda x: x if isinstance(x, str) else name(x),
+)
+def test_the_grouped_products_of_accelerators_give_the_same(way, plan):
+    """Chunk by chunk, on many devices; `jax.lax.ragged_dot` as CPUs have it, the kernels in plain JAX."""
+    with (
+        mock.patch.dict(SUITS["grouped"], cpu=(way,)),
+        mock.patch.object(grouped, "kernel_dot", plain_dot),
+        mock.patch.object(grouped, "kernel_outer", plain_outer),
+    ):
+        assert_same(MOE, plan)
+
+
+OWNERS = {
+    "each some": [0, 0, 1, 2, 2, 3],
+    "some none": [1, 1, 1, 3, 4, 4],
+    "all to one": [2] * 6,
+    "nobody": [4] * 6,
+    "one block": [0],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("owners", OWNERS)
+def test_a_kernel_is_what_numpy_computes_row_by_row(owners, dtype):
+    """4 owners of blocks of 16 rows; number 4 is nobody. Sums of 48 or 96 products in float32."""
+    owner_n, draw = np.array(OWNERS[owners]), np.random.default_rng(0)
+    num, (a, b) = 16 * len(owner_n), (48, 64)
+    rows, grads, w = (
+        jnp.asarray(draw.standard_normal(shape), dtype) for shape in ((num, a), (num, b), (4, a, b))
+    )
+    rows_, grads_, w_ = (np.asarray(z, np.float64) for z in (rows, grads, w))
+    w_, owner_q = np.concatenate([w_, np.zeros((1, a, b))]), np.repeat(owner_n, 16)
+    wants = {
+        "rows": (np.einsum("qa,qab->qb", rows_, w_[owner_q]), (rows, w)),
+        "transposed": (np.einsum("qb,qab->qa", grads_, w_[owner_q]), (grads, w)),
+    }
+    for way in ("interpreted", "ragged_dot"):
+        for kind, (want, (x, matrix)) in wants.items():
+            got = grouped._dot(way, x, matrix, jnp.asarray(owner_n), kind == "transposed")
+            assert got.dtype == dtype
+            np.testing.assert_allclose(np.asarray(got, float), want, atol=2e-5 if dtype == "float32" else 0.2)
+        got = grouped._outer(way, rows, grads, jnp.asarray(owner_n), 4)
+        want = [rows_[owner_q == i].T @ grads_[owner_q == i] for i in range(4)]
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_a_kernel_refuses_widths_without_tiles_and_tells_its_flops():
+    rows, w, owner = jnp.zeros((32, 16)), jnp.zeros((3, 16, 24)), jnp.zeros(2, jnp.int32)
+    with pytest.raises(ValueError, match="a width of 24 is no multiple of 16"):
+        grouped.kernel_dot(rows, w, owner, interpret=True)
+    assert grouped.kernel_flops("grouped_dot", (2,), (32, 16), (3, 16, 64)) == 8 / 9 * 2 * 32 * 16 * 64
+    assert grouped.kernel_flops("grouped_outer", (3,), (3,), (32, 16), (32, 64)) == 8 / 9 * 2 * 32 * 16 * 64
+    assert grouped.kernel_flops("another", (2,)) is None
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("routing", ["even", "all to one", "half to nobody"])
+def test_every_way_of_multiplying_gives_the_same_output_and_gradients(way, split, routing):
+    """Also chunk by chunk, and with the weights' gradients in a loop of their own."""
+    draw, (r, k, num, d, m) = np.random.default_rng(0), (90, 3, 4, 16, 32)
+    expert_rk = np.argsort(draw.random((r, num)), axis=1)[:, :k]
+    if routing == "all to one":
+        expert_rk = np.where(np.arange(k) == 0, 2, num)[None].repeat(r, 0)
+    if routing == "half to nobody":
+        expert_rk = np.where(draw.random((r, k)) < 0.5, num, expert_rk)
+    shapes = (r, d), (r, k), (num, d, m), (num, d, m), (num, m, d), (r, d)
+    x, shares, *weights, grad = (jnp.asarray(draw.standard_normal(s), jnp.float32) for s in shapes)
+    hot = jax.nn.one_hot(expert_rk, num)
+
+    def dense(x, shares, gate, up, down):
+        each = [(jax.nn.silu(x @ gate[i]) * (x @ up[i])) @ down[i] for i in range(num)]
+        return jnp.einsum("lrd,rkl,rk->rd", jnp.stack(each), hot, shares)
+
+    def ours(x, shares, *weights):
+        where = grouped.lay_out(jnp.asarray(expert_rk), num, 24, 16)
+        return grouped.feed_forward(
+            grouped.How(way, 0 if way == "blocks" else 3, split), x, shares, weights, where
+        )
+
+    results = []
+    for f in (ours, dense):
+        y, pull = jax.vjp(jax.jit(f), x, shares, *weights)
+        results.append([y, *pull(grad)])
+    for got, want in zip(*results, strict=True):
+        assert np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
 
 # ----------------------------------------------------------------------------------------- pipelines, balance

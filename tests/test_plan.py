@@ -30,10 +30,11 @@ def test_the_regions_are_the_table_of_the_module():
         "attention": {"b": batch, "s": ("sp",), "n": tp, "k": tp},
         "queries": {"b": batch, "s": ("sp",), "k": tp},
         "keys": {"b": batch, "s": ("sp",), "k": tp},
+        "ids": {"b": batch},
         "ffn": {"b": batch, "s": ("sp",), "m": tp},
         "vocab": {"b": batch, "s": ("sp",), "v": tp},
         "experts": {"b": ("dp", "fsdp"), "s": ("sp",), "e": ("ep",), "m": tp},
-        "counts": {"b": ("dp", "fsdp"), "s": ("sp",)},
+        "routing": {"b": ("dp", "fsdp"), "s": ("sp",)},
     }
     with_sequence = Plan(MeshShape(dp=2, sp=2, tp=2), tp_sequence=True).regions
     assert with_sequence["stream"]["s"] == ("sp", "tp") and with_sequence["ffn"]["s"] == ("sp",)
@@ -440,10 +441,12 @@ OTHER |= dict(
     grouped="block",
     sequence_order="zig-zag",
     attention_kernel="cuda",
+    documents="one",
     unroll=-1,
 )
 OTHER |= dict(
     tp_sequence=1,
+    tp_comm_overlap=0,
     schedule=0,
     virtual_stages=0,
     microbatches=2.0,
@@ -471,6 +474,7 @@ IDLE = {
     "context_parallel": dict(context_parallel="gather"),
     "sequence_order": dict(sequence_order="striped"),
     "tp_sequence": dict(tp_sequence=True),
+    "tp_comm_overlap": dict(mesh="tp=2", tp_comm_overlap=True),
     "dispatch": dict(dispatch="ragged"),
     "zero": dict(zero=2),
     "zero_axes": dict(mesh="fsdp=2 sp=2", zero_axes="fsdp,sp"),

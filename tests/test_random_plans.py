@@ -26,7 +26,7 @@ import numpy as np
 import optax
 import oracle
 import pytest
-from parity import arranged, emulated_ragged_all_to_all, live
+from parity import arranged, emulated_ragged_all_to_all, live, ragged_on_cpus
 
 from llmpar import attention, schedules, sequence_order
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
@@ -50,10 +50,12 @@ DRAWN = {
         bucket_bytes=(1, 3000, 4 << 20),
         microbatches=(1, 2, 3, 4, 8),
         dtype=("float32",) * 7 + ("bfloat16",),
+        grouped=("auto", "blocks", "ragged_dot"),  # triton is for GPUs
         unroll=(1, 0, 2, 3),
         loss_chunks=(1, 2, 3, 4),
         ffn_chunks=(1, 2, 3, 4),
         attention_block=(None, 2, 3, 4, 8, 64),
+        documents=("packed",),
         schedule=(*schedules.SCHEDULES, WRITTEN),
         virtual_stages=(None, None, 1, 2, 3),
         mesh=(),
@@ -135,6 +137,7 @@ def draw_all(rng) -> dict:
         "zero",
         "zero_axes",
         "tp_sequence",
+        "tp_comm_overlap",
         "reduce",
         "reshard_after_forward",
         "context_parallel",
@@ -356,21 +359,23 @@ def optimizer_of(rule: dict):
 def as_on_accelerators(plan: Plan, ragged=emulated_ragged_all_to_all):
     """CPUs lack the ragged all-to-all and cuDNN: the one is emulated, and XLA's own kernel stands in for the
     other. JAX writes both kernels with mixed dtypes."""
-    plain = jax.nn.dot_product_attention
+    plain, on = jax.nn.dot_product_attention, Plan.on
+    there = lambda plan, platform: plan if plan.attention_kernel == "cudnn" else on(plan, platform)
     instead = lambda *args, implementation, **more: plain(*args, implementation="xla", **more)
     with (
+        ragged_on_cpus(),
         mock.patch.object(jax.lax, "ragged_all_to_all", ragged),
         mock.patch.object(jax.nn, "dot_product_attention", instead),
-        jax.numpy_dtype_promotion("strict" if plan.attention_kernel == "portable" else "standard"),
+        mock.patch.object(Plan, "on", there),
+        jax.numpy_dtype_promotion("standard" if plan.attention_kernel in ("cudnn", "xla") else "strict"),
     ):
         yield
 
 
 def step_of(config, plan, optimizer, clip):
     """A step; of a plan for accelerators too."""
-    step = Step(config, dataclasses.replace(plan, dispatch="padded"), make_mesh(plan.mesh), optimizer, clip)
-    step.plan = plan
-    return step
+    with as_on_accelerators(plan):
+        return Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
 
 
 def pieces_of(plan: Plan, seq: int):
@@ -638,3 +643,37 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
     else:
         with pytest.raises((ValueError, TypeError), match=seen):
             compare(0, plain(**changes))
+
+
+# --------------------------------------------------------------------------------------- what decides nothing
+
+NOT_IN_THE_PROGRAM = {
+    "sequence_order": "the batch is dealt by it, outside of the step",
+    "schedule": "two names may mean one order",
+    "virtual_stages": "may be what the schedule takes by itself",
+    "bucket_bytes": "a least size, that of each leaf perhaps",
+    "attention_block": "a most size, that of the whole sequence perhaps",
+}
+
+
+def lowered(config, plan: Plan, asked: dict) -> str:
+    step = step_of(config, plan, optax.sgd(0.1), asked["clip"])
+    with as_on_accelerators(plan):
+        return step.lower(asked["batch"], asked["seq"]).as_text()
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(i, marks=pytest.mark.full) for i in range(4, 40))]
+)
+def test_a_field_that_is_set_changes_the_program_or_is_refused(seed):
+    asked, _ = draw(5000 + seed)
+    config, plan = build(asked)
+    program = lowered(config, plan, asked)
+    for field in dataclasses.fields(Plan)[1:]:
+        if field.name in NOT_IN_THE_PROGRAM or getattr(plan, field.name) == field.default:
+            continue
+        if field.name == "zero" and not Plan(plan.mesh, zero_axes=plan.zero_axes).gathers:
+            continue  # no axis to cut by: then 0 is the same as 3, and says what is true
+        if not refused(asked | {field.name: field.default}):
+            without = dataclasses.replace(plan, **{field.name: field.default})
+            assert lowered(config, without, asked) != program, f"{field.name} in {tell(asked)}"

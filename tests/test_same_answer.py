@@ -24,6 +24,10 @@ SAMPLE = [p for p in EVERY if p.mesh.size == 8 and (p.mesh.fsdp == 1 or p.mesh.t
     Plan("fsdp=8"),
     Plan("fsdp=8", zero=2),
     Plan("tp=8", tp_sequence=True),
+    Plan("tp=8", tp_sequence=True, tp_comm_overlap=True),
+    Plan("fsdp=2 tp=4", tp_sequence=True, tp_comm_overlap=True, remat="block", loss_chunks=2),
+    Plan("dp=2 fsdp=2 tp=2", zero=2, tp_sequence=True, tp_comm_overlap=True, microbatches=2),
+    Plan("dp=4 tp=2", zero=0, tp_sequence=True, tp_comm_overlap=True, reduce="layer", unroll=0),
     Plan("dp=2"),
     Plan("dp=2 tp=2", tp_sequence=True),
     Plan("fsdp=8", reading="auto"),
@@ -48,7 +52,15 @@ def test_a_plan_gives_the_loss_and_gradients_of_one_device(plan):
     assert_same(LLAMA, plan)
 
 
-@pytest.mark.parametrize("plan", [Plan(MIXED, tp_sequence=True), Plan(MIXED, reading="auto")], ids=name)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(MIXED, tp_sequence=True),
+        Plan("dp=4 tp=2", tp_sequence=True, tp_comm_overlap=True, remat="block"),
+        Plan(MIXED, reading="auto"),
+    ],
+    ids=name,
+)
 def test_biases_norms_on_heads_and_tied_embeddings_too(plan):
     assert_same(QWEN, plan)
 

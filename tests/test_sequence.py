@@ -29,6 +29,9 @@ PLANS = [
     Plan("dp=2 sp=4", zero=0),
     Plan("sp=8", sequence_order="striped"),
     Plan("fsdp=2 sp=2 tp=2", tp_sequence=True),
+    Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, tp_comm_overlap=True, context_parallel="ulysses"),
+    Plan("sp=4 tp=2", tp_sequence=True, tp_comm_overlap=True, remat="block", sequence_order="striped"),
+    Plan("sp=2 tp=4", tp_sequence=True, tp_comm_overlap=True, ffn_chunks=2, context_parallel="gather"),
     Plan("sp=4 tp=2", context_parallel="ulysses", sequence_order="striped"),
     Plan("fsdp=2 sp=4", context_parallel="gather", remat="block"),
     Plan("fsdp=2 sp=4", remat="selective"),
@@ -75,11 +78,13 @@ def test_what_attention_sends_is_predicted_to_the_byte(plan):
 
 
 def gathered(plan):
-    """The all-gathers of a traced step that run over sp: (times, bytes sent)."""
+    """The all-gathers of a traced step that run over sp, but for positions and documents: (times, bytes
+    sent)."""
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     census = census_jaxpr(jaxpr, plan.mesh.sizes)
-    rows = [(c.count, c.bytes_sent) for c in census if c.kind == "all-gather" and c.axes == ("sp",)]
+    found = [c for c in census if c.kind == "all-gather" and c.axes == ("sp",)]
+    rows = [(c.count, c.bytes_sent) for c in found if c.arrow != "data b s -> ids b s"]
     return tuple(map(sum, zip((0, 0), *rows, strict=True)))
 
 
@@ -167,7 +172,8 @@ def test_a_training_step_of_a_million_tokens_compiles_with_the_memory_of_a_rank_
         [sys.executable, "-c", MILLION], env=environment, check=True, capture_output=True, text=True
     )
     few, many = map(int, done.stdout.split())
-    assert many == few < 2**27
+    ids = 8 * (2**20 - 2**17)  # positions and documents of the whole row, which every rank knows
+    assert few < 2**27 and 0 <= many - few <= 4 * ids
 
 
 @pytest.mark.parametrize("places, most", [("zigzag", 1.0), ("striped", 1.1), ("contiguous", 2 - 1 / 8)])

@@ -432,3 +432,15 @@ def test_the_picture_is_the_lockstep_table():
 def test_a_schedule_is_only_data():
     assert isinstance(hash(make("dualpipe", 4, 8)), int) and make("zb-v", 4, 8) == make("zb-v", 4, 8)
     assert isinstance(make("v-half", 4, 8), Schedule)
+
+
+def test_a_message_that_travels_for_a_tick_longer_costs_more_ticks_than_it_can_hide():
+    """Why the executor sends where a tick ends: 1F1B reads nearly every message in the next tick."""
+    order = make("1f1b", 4, 8)
+    table = timetable(order, (1, 0.5, 0.5))
+    sent = table.messages[table.messages[:, 1] != table.messages[:, 3]]
+    assert (len(sent), (sent[:, 2] == sent[:, 0] + 1).sum()) == (48, 45)
+    later = timetable(order, (1, 0.5, 0.5), hop=1)  # one tick travelling: read two ticks after it was made
+    assert (len(table.ticks), table.makespan, later.makespan) == (22, 22, 38)
+    sends = slots(table).send
+    assert ((sends == 1).any(1).sum(), (sends == -1).any(1).sum()) == (15, 17)  # of 22 ticks, each way

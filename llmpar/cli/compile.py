@@ -17,7 +17,7 @@ from llmpar.cli.options import File, PlanFlags, StepOptions, check_picture, emit
 EVERY_S = 20
 """A compilation says that it is still at work this often."""
 
-BIG = {"dtype": "bfloat16", "remat": "block", "loss_chunks": 8}
+BIG = {"dtype": "bfloat16", "remat": "selective", "loss_chunks": 8}
 """What large models are trained with: defaults here, where `train` has those of a model that fits
 anywhere."""
 BigFlags = dataclasses.make_dataclass(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -52,21 +53,20 @@ class Flag:
     Attributes:
         variable: the environment variable.
         value: what to put there; of XLA_FLAGS and LIBTPU_INIT_ARGS, what to add.
-        why: what it does.
-        verified: whether a compiled program was seen to change by it.
+        why: what it does, as seen in compiled programs.
     """
 
     variable: str
     value: str
     why: str
-    verified: bool = True
 
     @property
     def is_set(self) -> bool:
         """Whether this environment says something of it."""
         if self.variable in hardware.MEMORY_SHARES:
             return hardware.asked_memory_share() is not None
-        return self.value.partition("=")[0] in os.environ.get(self.variable, "")
+        told = os.environ.get(self.variable, "")
+        return all(part.partition("=")[0] + "=" in told for part in self.value.split())
 
 
 FLAGS = {
@@ -86,9 +86,9 @@ FLAGS = {
         Flag(
             "LIBTPU_INIT_ARGS",
             "--xla_tpu_enable_async_collective_fusion=true"
-            " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
-            "collectives beside products instead of between them",
-            verified=False,
+            " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true"
+            " --xla_enable_async_all_gather=true",
+            "on v5p all-gathers run beside products with all three of these (v5e does so by itself)",
         ),
     ),
 }
@@ -99,8 +99,7 @@ def _say_flag(flag: Flag, chip: hardware.Chip | None) -> str:
     """The flag as a line for people; of a known GPU's memory with its size."""
     if chip and flag.variable in hardware.MEMORY_SHARES:
         return hardware.memory_left_out(chip)
-    doubt = "" if flag.verified else " (its effect was not verified)"
-    return f"{flag.why}: set {flag.variable}={_quoted(flag.value)}{doubt}"
+    return f"{flag.why}: set {flag.variable}={_quoted(flag.value)}"
 
 
 def _quoted(text: str) -> str:
@@ -160,8 +159,11 @@ def examine(simulated: int = 8) -> dict:
         )
     flags = FLAGS.get(first.platform, ())
     lines += [_say_flag(flag, chip) for flag in flags if not flag.is_set]
-    grids = {mesh: device_grid(mesh, devices) for mesh in default_meshes(len(devices), num_domains)}
-    crossed = {mesh: links(SimpleNamespace(devices=g, axis_names=tuple(AXES))) for mesh, g in grids.items()}
+    crossed = {}
+    for mesh in default_meshes(len(devices), num_domains):
+        with contextlib.suppress(ValueError):  # slices with holes, or of several sizes
+            grid = device_grid(mesh, devices)
+            crossed[mesh] = links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
     try:
         address = socket.gethostbyname(socket.gethostname())

@@ -28,7 +28,8 @@ from llmpar.inspect.targets import Target, need_compiler
 from llmpar.mesh import make_mesh
 from llmpar.notation import MeshShape
 from llmpar.plan import Plan
-from llmpar.predict import memory
+from llmpar.predict import memory, ring
+from llmpar.sequence_order import Mask
 from llmpar.step import Step
 from llmpar.timetable import timetable
 
@@ -82,7 +83,7 @@ def compile_step(
     program = compiled_memory(compiled)
     need |= {"compiled_arguments": program["argument_bytes"], "compiled_temp": program["temp_bytes"]}
     document |= report.compare(config, plan, batch_size, seq_len, partitioned, mesh)
-    walked = _busiest(text, mesh, config, plan, target)
+    walked = _busiest(text, mesh, config, plan, target, seq_len)
     useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size
     rate = target.chip.per_device().flops_per_s
     fits = program["peak_bytes"] <= need["capacity"]
@@ -188,10 +189,17 @@ def picture(document: dict) -> Scene:
     return draw.two_lanes(document["turns"], f"One turn of each loop on {document['target']}, estimated")
 
 
-def _busiest(text: str, mesh, config: ModelConfig, plan: Plan, target: Target) -> Roofline:
+def _seen_share(config: ModelConfig, plan: Plan, seq_len: int) -> float:
+    """Give the share of all pairs of tiles that the kernel of attention computes, one document a row."""
+    ranks = 1 if plan.context_parallel == "ulysses" else plan.mesh.sp
+    return ring.seen_share(seq_len, ranks, plan.sequence_order, Mask(True, config.window))
+
+
+def _busiest(text: str, mesh, config: ModelConfig, plan: Plan, target: Target, seq_len: int) -> Roofline:
     """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
     schedule's bubble as one more term."""
-    stages = [roofline(text, mesh, target.links, branches) for branches in report.taken(config, plan)]
+    seen = _seen_share(config, plan, seq_len)
+    stages = [roofline(text, mesh, target.links, branches, seen) for branches in report.taken(config, plan)]
     longest = max(stages, key=lambda walk: walk.step_s)
     if plan.pipeline:
         bubble = longest.step_s * float(timetable(plan.pipeline).bubble_over_ideal)

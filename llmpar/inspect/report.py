@@ -24,7 +24,7 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.links import links, links_table
 from llmpar.inspect.liveness import traced_peak
-from llmpar.mesh import make_mesh
+from llmpar.mesh import make_mesh, platform_of
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.step import Step
@@ -44,11 +44,9 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     mesh = make_mesh(plan.mesh)
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
     compiled, partitioned = read_program(step.lower(batch_size, seq_len))
-    # With experts it depends on the routing: empty blocks are skipped.
-    text = compiled.as_text() or ""
-    work = (
-        [executed_flops(text, branches) for branches in taken(config, plan)] if not config.experts else None
-    )
+    # With experts it depends on the routing: empty blocks are skipped. A kernel walks lists of the data's.
+    text, known = compiled.as_text() or "", not config.experts and step.plan.attention_kernel != "flash"
+    work = [executed_flops(text, branches) for branches in taken(config, plan)] if known else None
     held = compiled_memory(compiled)
     peak = traced_peak(step, batch_size, seq_len, mesh.devices.flat[0].platform)
     useful = memory.flops(config, batch_size, seq_len)
@@ -83,6 +81,7 @@ def compare(
 
     Of a pipeline's stages it takes the one that sends most.
     """
+    plan = plan.on(platform_of(mesh))
     by_stage = [
         traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
     ]
@@ -108,9 +107,12 @@ def compare(
     return {
         "model": config.name,
         "params": config.num_params,
+        "dispatch": plan.dispatch if plan.live("ep") else None,
+        "grouped": plan.grouped if config.experts else None,
         "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
         "links": links(mesh),
         "reading": plan.reading,
+        "attention_kernel": plan.on(platform_of(mesh)).attention_kernel,
         "zero": plan.zero,
         "stage": stage,
         "schedule": plan.schedule if plan.pipeline else None,
@@ -149,6 +151,7 @@ def _bytes(table, key) -> int:
 def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
+    title += f", {document['attention_kernel']} attention"
     title += f", {document['schedule']}, stage {document['stage']}" if document["schedule"] else ""
     return title
 

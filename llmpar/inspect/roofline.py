@@ -21,9 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from llmpar import grouped
 from llmpar.inspect.census import KINDS, Taken, arrow_of
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
-from llmpar.predict import formulas
+from llmpar.predict import formulas, ring
 from llmpar.predict.hardware import Chip
 
 PRODUCT_SHARE = 0.70
@@ -112,13 +113,14 @@ class Roofline:
         return sum(row.exposed_s for row in self.sent.values())
 
 
-def roofline(text: str, mesh: Any, chip: Chip, taken: Taken | None = None) -> Roofline:
+def roofline(text: str, mesh: Any, chip: Chip, taken: Taken | None = None, seen: float = 1.0) -> Roofline:
     """Estimate the step of a final, scheduled program on the devices of ``mesh``, which are ``chip``s.
 
     ``taken`` says how often the branches of a pipeline's stage are taken. Of any other branch the dearest
-    counts.
+    counts. ``seen`` is the share of its pairs of tiles that this package's kernel of attention computes
+    (`ring.seen_share`), which no program says.
     """
-    walk = _Walk(Module(text), mesh, chip, taken)
+    walk = _Walk(Module(text), mesh, chip, taken, seen)
     walk.found.turns.append(step := Turn("step", 1))
     walk.run(walk.module.entry, step.events)
     walk.found.step_s = walk.now
@@ -128,7 +130,8 @@ def roofline(text: str, mesh: Any, chip: Chip, taken: Taken | None = None) -> Ro
 class _Walk:
     """Holds the two clocks, and what has been counted so far."""
 
-    def __init__(self, module: Module, mesh: Any, chip: Chip, taken: Taken | None):
+    def __init__(self, module: Module, mesh: Any, chip: Chip, taken: Taken | None, seen: float):
+        self.seen = seen
         self.module, self.mesh, self.taken, self.found = module, mesh, taken, Roofline()
         self.chip, device = chip, chip.per_device()
         self.peak, self.rate = device.flops_per_s, device.hbm_bytes_per_s * MEMORY_SHARE
@@ -203,7 +206,8 @@ class _Walk:
 
     def loop(self, comp: str, op: Op, events: list[Event]) -> float:
         """Walk a loop's body once, for as many turns as it has."""
-        trips = self.module.trips(comp, op) or 1
+        if not (trips := turns_of(self.module, comp, op)):
+            return 0.0
         body, begin, lag = op.called("body")[0], self.now, max(0.0, self.free - self.now)
         self.times *= trips
         outermost = events is self.found.turns[0].events
@@ -303,9 +307,9 @@ class _Walk:
     def product(self, comp: str, op: Op) -> tuple[float, float, str]:
         """Give an operation's FLOPs, the share of peak that such products reach, and the term they are in."""
         if op.kind == "custom-call":
-            if flops := kernel_flops(self.module, comp, op):
+            if flops := kernel_flops(self.module, comp, op, self.seen):
                 own = "xla.gpu.triton" in op.attrs or "tpu_custom_call" in op.attrs
-                term = "attention" if "fmha" in op.attrs or "attention" in op.attrs else "kernels"
+                term = "experts' kernels" if "grouped_" in op.scope else "attention"
                 return flops, KERNEL_SHARE if own else FUSED_SHARE, term
         wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0  # TF32 runs at half the rate of bf16
         return flops_of(self.module, comp, op, {}), PRODUCT_SHARE * wide, "products"
@@ -411,10 +415,17 @@ def flops_of(module: Module, comp: str, op: Op, seen: dict[str, float]) -> float
             (computation_flops(module, c, seen) for c in op.called(*CALLS["conditional"])), default=0.0
         )
     if op.kind == "while":
-        return (module.trips(comp, op) or 1) * computation_flops(module, op.called("body")[0], seen)
+        return turns_of(module, comp, op) * computation_flops(module, op.called("body")[0], seen)
     if op.kind in CALLS:
         return sum(computation_flops(module, c, seen) for c in op.called(*CALLS[op.kind])[:1])
     return 0.0
+
+
+def turns_of(module: Module, comp: str, loop: Op) -> int:
+    """Count the turns of a loop: one where only the data can tell, and none of that which takes what exceeds
+    a rank's usual share of tokens."""
+    trips = module.trips(comp, loop)
+    return int(f"/{grouped.OVERFLOW}/" not in loop.scope) if trips is None else trips or 1
 
 
 def computation_flops(module: Module, comp: str, seen: dict[str, float]) -> float:
@@ -449,11 +460,12 @@ def _convolution_flops(module: Module, comp: str, op: Op) -> float:
     return 2.0 * math.prod(result) * contracted
 
 
-def kernel_flops(module: Module, comp: str, op: Op) -> float:
+def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
     """Give the FLOPs of a kernel that the program shows as one call; 0 for what is none.
 
     cuDNN's attention says its shape: QK' and PV forward, five products backward, half of them under a causal
-    mask (Dao 2023, section 4.1).
+    mask (Dao 2023, section 4.1). Of this package's own ``seen`` of all pairs count. The products of experts
+    count every block of their grid, those too that are skipped when they run because nobody owns them.
     """
     if op.kind != "custom-call":
         return 0.0
@@ -463,7 +475,11 @@ def kernel_flops(module: Module, comp: str, op: Op) -> float:
         products = 5 if "Backward" in op.attrs else 2
         pairs = math.prod(integers(dims[1])) if dims else 0
         return 2.0 * products * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
-    return 0.0
+    name = next((name for name in (*ring.PRODUCTS, "grouped_") if name in op.scope), "")
+    given = [_shape_of(module, comp, op, i) for i in range(op.inside.count("%"))] if name else []
+    if name in ring.PRODUCTS:
+        return ring.kernel_flops(name, given, seen)
+    return grouped.kernel_flops(op.scope, *given) or 0.0 if name else 0.0
 
 
 def merged_terms(terms: Mapping[str, float]) -> dict[str, float]:

@@ -100,9 +100,10 @@ def _block(
     queries = tokens * config.head_width * config.num_heads * item // tp
     keys = tokens * config.head_width * config.num_kv_heads * item // tp
     ffn = tokens * config.ffn_width * item // tp
-    if config.experts:  # all slots of the buffer, on their way there, back, and inside the experts
-        blocks, rows = config.experts.slots(tokens, 1, plan.mesh.ep)
-        ffn = plan.mesh.ep * blocks * rows * (config.ffn_width // tp + config.width) * item
+    if config.experts:  # the slots of the buffer, and the hidden values of a rank's usual share of visits
+        slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
+        visits = tokens * config.experts.top_k
+        ffn = (slots_here * config.width + visits * (config.ffn_width // tp + config.width)) * item
     # Scores and their gradient in float32, and both again as the products read them.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
     local = seq_len if plan.context_parallel == "ulysses" else seq_len // plan.mesh.sp

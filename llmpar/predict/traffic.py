@@ -288,6 +288,16 @@ class Values:
         """Elements of a value of ``shape`` that each device holds."""
         return math.prod(self.plan.place(layout).shard_shape(shape, self.plan.mesh.sizes))
 
+    def ring(self, arrow: str, shape, of: str, forward: int, backward: int) -> None:
+        """An arrow that products go with (`par.Manual.enter` and `leave`). A ring of n makes n - 1 hops of a
+        block forward, n - 1 backward, and so sends what the one collective would (Wang et al. 2023)."""
+        if not self.plan.tp_comm_overlap:
+            return self.carry(arrow, shape, of, forward, backward)
+        ((axis,),) = (move.axes for move in self.plan.resolve(arrow).moves)
+        block = self.itemsize * self.held("stream b s d", *shape)
+        hops = (self.plan.mesh.sizes[axis] - 1) * (forward + backward)
+        self.traffic.add("collective-permute", (axis,), of, block, hops, arrow)
+
     def carry(
         self, arrow: str, shape, of: str, forward: int, backward: int = 0, itemsize: int = 0, **names
     ) -> None:
@@ -310,56 +320,55 @@ def _activations(values: Values, config: ModelConfig, run: Runs) -> None:
     """
     stream, of, layers = (values.b, values.s, config.width), "activations", run.forward + run.again
     values.carry("vocab b s d +v -> stream b s d", stream, of, run.embed, run.embed)
-    values.carry("stream b s d -> attention b s d", stream, of, layers, run.backward)
+    values.ring("stream b s d -> attention b s d", stream, of, layers, run.backward)
     reduced = run.forward + run.attention
-    values.carry("attention b s d +n -> stream b s d", stream, of, reduced, run.backward)
-    values.carry("stream b s d -> ffn b s d", stream, of, layers, run.backward)
-    values.carry("ffn b s d +m -> stream b s d", stream, of, run.forward, run.backward)
-    values.carry("stream b s d -> vocab b s d", stream, of, run.loss, run.loss)
+    values.ring("attention b s d +n -> stream b s d", stream, of, reduced, run.backward)
+    # Experts must see all positions before one travels on: their two arrows are never a ring.
+    carry, pieces = (values.carry, 1) if config.experts else (values.ring, values.plan.ffn_chunks)
+    stream = values.b, values.s // pieces, config.width
+    carry("stream b s d -> ffn b s d", stream, of, layers * pieces, run.backward * pieces)
+    carry("ffn b s d +m -> stream b s d", stream, of, run.forward * pieces, run.backward * pieces)
+    values.carry("stream b s d -> vocab b s d", (values.b, values.s, config.width), of, run.loss, run.loss)
     chunks, of = values.plan.loss_chunks, "three numbers per token for the loss"
     piece = values.b, values.s // chunks
     values.carry("vocab b s +v -> data b s", piece, of, 3 * run.loss * chunks, itemsize=FLOAT32)
 
 
 def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Runs) -> None:
-    """The arrows of `moe`: tokens to their experts and back, in a buffer with the same number of slots for
-    each rank of ep; the tokens per expert; what tp must know of the routing; and the routers' losses."""
+    """The arrows of `moe`: who chose which expert, told to all ranks of experts; tokens to their ranks and
+    back, in a buffer with the same number of slots for each; what tp must know of the routing; and the
+    routers' losses. A block that is computed again sends its tokens again, and nothing back."""
     plan, b, s, ranks = values.plan, values.b, values.s, values.plan.mesh.ep
     tokens, pieces = values.held("data b s", b, s), values.held("data b", b)
-    blocks, block = experts.slots(tokens, pieces * (plan.mesh.tp if plan.tp_sequence else 1), ranks)
-    slots, layers = blocks * block, run.forward + run.again
+    slots = experts.slots(tokens, pieces * (plan.mesh.tp if plan.tp_sequence else 1), ranks)
+    layers, choices, small = run.forward + run.again, (b, s, experts.top_k), FLOAT32
     groups = math.prod(plan.mesh.sizes[a] for a in plan.place("ffn b").axes)
-    filled = tokens * experts.top_k / (ranks * slots)
+    elsewhere = math.comb(experts.num_experts - experts.num_experts // ranks, experts.top_k)
+    filled = min(1, (1 - elsewhere / math.comb(experts.num_experts, experts.top_k)) * tokens / slots)
     of = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
-    buffer, ragged = (
-        (groups, ranks, slots, config.width),
-        plan.dispatch == "ragged",
-    )  # ragged: at most so much
-    values.carry("ffn b e c d -> experts b e c d", buffer, of, layers, run.backward, ragged=ragged)
-    values.carry("experts b e c d +m -> ffn b e c d +m", buffer, of, layers, run.backward, ragged=ragged)
-    e, small = experts.num_experts, FLOAT32
-    values.carry("ffn b e -> counts b e", (groups, e), "tokens per expert", layers, itemsize=small)
+    buffer, ragged = (groups, ranks, slots, config.width), plan.dispatch == "ragged"  # then at most so much
+    there, back = "ffn b e c d -> experts b e c d", "experts b e c d +m -> ffn b e c d +m"
+    values.carry(there, buffer, of, layers, run.backward, ragged=ragged)
+    values.carry(back, buffer, of, run.forward, run.backward, ragged=ragged)
+    of, gradients = "the routers' choices", "gradients of the routers' choices"
+    for arrow in ("stream b s e -> ffn b s e", "ffn b s e -> routing b s e"):
+        values.carry(arrow, choices, of, layers, run.backward, small, gradient=gradients)
+        values.carry(arrow, choices, of, layers, 0, small)  # which experts: no gradient
+    e = experts.num_experts
     cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
     if experts.aux_loss:
         times = run.backward + run.again if cells else layers
         values.carry(
             "stream b e +s -> stream b e", (b, e), "tokens per expert and row", times, itemsize=small
         )
-    choices, of, gradients = (
-        (b, s, experts.top_k),
-        "the routers' choices",
-        "gradients of the routers' choices",
-    )
-    values.carry("stream b s e -> ffn b s e", choices, of, layers, run.backward, small, gradient=gradients)
-    values.carry("stream b s e -> ffn b s e", choices, of, layers, 0, small)  # which experts: no gradient
     values.carry("stream b +s -> data b +s", (b,), "the routers' losses", cells or run.loss, itemsize=small)
 
 
 def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     """The arrows of attention over a sequence that sp cuts, and the hops of a ring.
 
-    A ring of n makes n - 1 hops of K, V and two id arrays forward, and again backward with the float32
-    gradients of K and V n - 1 hops behind them (Liu et al. 2023, whose ring makes n).
+    A ring of n makes n - 1 hops of K and V, in one message, and again backward, with the float32 gradients of
+    both n - 1 hops behind them (Liu et al. 2023, whose ring makes n).
     """
     plan, b, s, layers, again = values.plan, values.b, values.s, run.forward + run.again, run.backward
     k, h = config.num_kv_heads, config.head_width
@@ -373,17 +382,13 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     values.carry("attention b s k r h -> queries b s k r h", queries, met, layers, again)
     values.carry("queries b s k r h -> attention b s k r h", queries, met, layers, again)
     values.carry("attention b s k h -> keys b s k h", keys, of, 2 * layers, 2 * again, gradient=gradients)
-    values.carry("data b s -> keys b s", (b, s), ids_of, 2 * run.attended, itemsize=4)
+    values.carry("data b s -> ids b s", (b, s), ids_of, 2 * run.attended, itemsize=4)
     if plan.context_parallel == "ring":
-        hops, held, item = plan.mesh.sp - 1, values.held("keys b s k h", *keys), values.itemsize
-        turns = run.forward + run.attention + again
-        for name, message, times in (
-            (of, held * item, turns),
-            (ids_of, 4 * values.held("keys b s", b, s), turns),
-            (gradients, held * FLOAT32, again),
-        ):
-            text = "keys b t -> the next rank"
-            values.traffic.add("collective-permute", plan.live("sp"), name, message, 2 * hops * times, text)
+        hops, both = plan.mesh.sp - 1, 2 * values.held("keys b s k h", *keys)
+        turns, text = run.forward + run.attention + again, "keys b t -> the next rank"
+        for name, item, times in ((of, values.itemsize, turns), (gradients, FLOAT32, again)):
+            axis, times = plan.live("sp"), hops * times
+            values.traffic.add("collective-permute", axis, name, both * item, times, text)
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:

@@ -330,7 +330,8 @@ attempt("06.zigzag", zigzag)
 #
 # `attention.ring` is the ring of the package: the same forward pass, and a backward pass of its own. It saves the output and `lse`,
 # and turns the ring again: keys and values make their n − 1 hops a second time, and the *gradients* of keys and values follow
-# one hop behind them, in float32, collecting what each rank adds.
+# one hop behind them, in float32, collecting what each rank adds. K and V travel as one message, because links carry one collective
+# at a time beside the work. Positions are few: all ranks learn all of them at once, before the first hop.
 
 
 # %%
@@ -379,11 +380,11 @@ sent = {
     )
     for dtype in ("f32", "s32")
 }
-assert {c.kind for c in found} <= {"collective-permute"}
-assert sent["f32"] == (6 * (n - 1), 3 * (n - 1) * hop)  # K, V; K, V again; their gradients
-assert sent["s32"] == (2 * (n - 1), 2 * (n - 1) * 4 * L)
+assert {c.kind for c in found if c.dtype == "f32"} <= {"collective-permute"}
+assert sent["f32"] == (3 * (n - 1), 3 * (n - 1) * hop)  # K with V; K with V again; their gradients
+assert sent["s32"] == (int(n > 1), (n - 1) * 4 * L)  # positions, gathered once
 print(
-    f"communication: K, V forward, K, V backward, dK, dV: {sent['f32'][0]} permutes = 3 · 2 · (n-1),"
+    f"communication: K with V forward, the same backward, dK with dV: {sent['f32'][0]} permutes = 3 · (n-1),"
     f" {sent['f32'][1]:,} B"
 )
 
@@ -494,7 +495,8 @@ for name, (step, lowered, _, _, _) in llamas.items():
     )
     assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
     print(arrow_text((c for c in census if c.kind != "all-reduce"), most=8))  # by the arrows of the model
-assert ("sp", "all-gather") not in tables["ring"], "no activation is gathered over sp"
+ids = tables["ring"].get(("sp", "all-gather")), tables["ulysses"].get(("sp", "all-gather"))
+assert ids[0] == ids[1], "positions and document numbers are gathered over sp, and no activation"
 print(
     "communication: kinds, counts and bytes per device and step are as predicted (and the all-reduces of"
     " gradients)"
@@ -774,7 +776,7 @@ if SP > 1:
 # ## Five lines
 #
 # 1. Attention to parts of the keys merges exactly: keep the output and the log of the sum of exponentials.
-# 2. A ring needs n − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · 2 · (n − 1) permutes.
+# 2. A ring needs n − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · (n − 1) permutes.
 # 3. In order, the busiest rank has 2 − 1/n times the mean; in zigzag everybody has the same, for a permutation of the data.
 # 4. Only KV heads travel. A hop hides behind a block of C/W × kv_heads/heads positions, twice that under a causal mask.
 # 5. Forward, Ulysses sends less from n > 1 + heads/kv_heads on; in a training step from half of that on, since the ring's gradients
@@ -790,8 +792,10 @@ if SP > 1:
 # llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block --ffn-chunks 16 --loss-chunks 16
 # ```
 #
-# Where a device sees whole sequences (`sp=1`, `ulysses`, `gather`), `--attention-kernel cudnn --dtype bfloat16` gives the work to cuDNN
-# on NVIDIA GPUs. Not in a ring: the public function returns its log of sums rounded to 16 bits, too coarse to merge by.
+# On GPUs and TPUs all three run on a kernel of ours (`--attention-kernel auto` is `flash` there): it keeps no scores, takes documents and any
+# order, and returns its log of sums in float32, which a ring needs to merge. Where a device sees whole sequences in contiguous order and
+# each row is one document, `--attention-kernel cudnn --documents whole --dtype bfloat16` gives the work to cuDNN. Not in a ring: the
+# public function returns its log of sums rounded to 16 bits, too coarse to merge by.
 #
 # `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
 # every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.

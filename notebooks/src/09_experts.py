@@ -185,26 +185,27 @@ if n > 1:
 # %% [markdown]
 # That is the honest price of "dropless" in fixed shapes. There are three ways out. **Capacity** (GShard, Switch): fewer slots, and who
 # finds none is left out. **Ragged** exchange: send the full slots only, which XLA can do on GPUs and TPUs (`Plan.dispatch`). Or
-# **pack by rank, not by expert**: a token sends a rank at most min(k, E/n) rows, so `llmpar.moe` gives slots to n ranks, and not to E
-# experts. That helps where min(k, E/n) · n < E: not in this lesson's own case once a rank has only k experts or fewer, but very much with
-# many experts on a rank:
+# **pack by rank, not by expert**: a token travels to a rank once, however many of its experts are there, and comes back as their sum.
+# So `llmpar.moe` gives slots to n ranks, and not to E experts; who chose what is told to all ranks beforehand, k numbers a token. That
+# helps where n < E, and very much with many experts on a rank:
 
 # %%
 many = ExpertConfig(128, 8)
 for how in (HOW, many):
     for ranks in (1, 2, 4, 8):
-        blocks, block = how.slots(4096, 1, ranks)
-        slots, by_expert = ranks * blocks * block / 4096 / how.top_k, how.num_experts / how.top_k
-        helps = min(how.top_k, how.num_experts // ranks) * ranks < how.num_experts
-        assert (slots < 0.99 * by_expert) == helps
+        slots = ranks * how.slots(4096, 1, ranks) / 4096 / how.top_k
+        by_expert, helps = how.num_experts / how.top_k, ranks < how.num_experts
+        assert slots == ranks / how.top_k and (slots < by_expert) == helps
         print(
-            f"E = {how.num_experts}, k = {how.top_k}, ep={ranks}: {slots:.2f} slots for each row, in place of"
+            f"E = {how.num_experts}, k = {how.top_k}, ep={ranks}: {slots:.2f} slots for each choice, in place of"
             f" {by_expert:g}{'' if helps else ': no gain'}"
         )
 
 # %% [markdown]
-# Empty slots travel, but are never multiplied: the rows of an expert fill whole blocks, and a loop runs over the blocks that hold
-# something. (Gale et al. 2022 do the same with blocks of a sparse matrix.)
+# Empty slots travel, but are never multiplied: on its rank the rows of an expert fill whole blocks, and only blocks that hold something
+# are worked on. (Gale et al. 2022 do the same with blocks of a sparse matrix.) Who multiplies depends on the devices (`Plan.grouped`):
+# on CPUs a loop over each expert's blocks; on TPUs `jax.lax.ragged_dot`, for which XLA has a kernel there; on GPUs two kernels of
+# `llmpar.grouped` in Triton, for XLA has none: it would multiply every row by every expert.
 #
 # ## Capacity: who is left out
 #
@@ -431,9 +432,9 @@ print("value: Auto equals one device; its all-to-alls:", exchanges or "none")
 # %% [markdown]
 # ## Five lines
 #
-# 1. A layer of experts moves tokens: two all-to-alls forward, two backward, k rows per token each.
+# 1. A layer of experts moves tokens: two all-to-alls forward, two backward, up to k rows per token each.
 # 2. Static shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange does neither.
-# 3. Only full blocks are multiplied: k/E of the work of all experts, forward and backward.
+# 3. Only full blocks are multiplied: k/E of the work of all experts. What would be kept for the worst case is computed again.
 # 4. Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too.
 # 5. The slowest rank sets the pace: balance by a loss, or by a bias that follows the load.
 #
@@ -442,7 +443,7 @@ print("value: Auto equals one device; its all-to-alls:", exchanges or "none")
 # ```
 # llmpar train --model tiny-moe --mesh "ep=4 fsdp=2"                        experts on 4 ranks, ZeRO-3 beside them
 # llmpar inspect --model tiny-moe --mesh "ep=8"                             what is sent and held, predicted and compiled
-# llmpar train --model tiny-moe --mesh "ep=8" --dispatch ragged --grouped ragged_dot     on GPUs and TPUs
+# llmpar compile --target h100:8x8 --model qwen3-30b-a3b --mesh "fsdp=8 ep=8"        full slots alone, and products by a kernel
 # llmpar models qwen3-30b-a3b                                               total and active parameters
 # ```
 #

@@ -79,8 +79,8 @@ scene.show(draw.token_flow(hot, 2, capacity=room))
 # The same tokens, with expert 0 more attractive. The line is a capacity factor of 1.25: 80 rows. What is beyond it is dropped: those
 # tokens skip the layer, and keep their residual stream.
 #
-# **Ask:** what does dropless cost? In fixed shapes, slots for all that *could* come: up to min(k, experts of a rank) rows from each
-# token for each rank. Empty slots travel, but are not multiplied. GPUs and TPUs can exchange the full slots alone.
+# **Ask:** what does dropless cost? In fixed shapes, slots for all that *could* come: one from each token for each rank, where a token
+# travels once. Empty slots travel, but are not multiplied. GPUs and TPUs can exchange the full slots alone.
 #
 # **Misunderstanding:** that a balance loss is free. It pulls the router away from what the data wants; the bias of DeepSeek-V3 has no
 # gradient: it takes part in choosing, not in weighing.

@@ -1,0 +1,386 @@
+"""Attend by a kernel that keeps no scores: forward, and backward from the log of sums.
+
+FlashAttention (Dao 2023) over *lists* of tiles. Positions and segments travel with queries and keys, as
+everywhere in `llmpar.attention`. Before a kernel starts, the extremes of every tile of queries are compared
+with those of every tile of keys, and each tile gets the list of those that it meets: first the tiles of which
+all pairs are seen, which need no mask, then those of which some pairs may be. The kernel walks along its
+list; a tile that sees nothing is in none. This covers any order of the sequence, causal or not, windows and
+packed documents, without an array of s x t.
+
+Written in Pallas, which makes Triton programs of the three kernels for GPUs (JAX 0.12 still does, and warns
+that a later version will not). For TPUs `llmpar.flash_tpu` walks the same lists with the same tiles. On CPUs
+the kernels are interpreted: slowly, for tests.
+
+Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Ids
+are ``[b, 2, s]``: positions, then segments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from llmpar.par import vary_alike
+from llmpar.sequence_order import Mask, kernel_tiles, padded_width
+
+LOG2_E = float(np.log2(np.e))  # GPUs have an instruction for powers of 2
+LEAST = float(np.finfo(np.float32).min) / 2  # for minus infinity, of which no difference can be taken
+NOBODY = np.iinfo(np.int32).min  # the segment of padding; that of keys is one more, and equals no other
+
+Q = Float[Array, "b s k r h"]
+KV = Float[Array, "b t k h"]
+Numbers = Float[Array, "b s k r"]
+QueryIds = Int[Array | np.ndarray, "_ 2 s"]
+KeyIds = Int[Array | np.ndarray, "_ 2 t"]
+
+# ------------------------------------------------------------------------------------------- lists of tiles
+
+
+def tile_list(
+    mask: Mask, q_ids: QueryIds, k_ids: KeyIds, q_tile: int, k_tile: int, of_keys: bool = False
+) -> tuple[Int[Array, "_ row other"], Int[Array, "_ row 2"]]:
+    """Return for each tile of queries the tiles of keys in the order of its list, and how many of them are
+    seen whole, and at least in part. With `of_keys`: for each tile of keys its tiles of queries."""
+
+    def extremes(ids, tile, axis):
+        ids = jnp.moveaxis(ids.reshape(*ids.shape[:2], -1, tile), 1, 0)
+        return jnp.expand_dims(ids.min(-1), axis), jnp.expand_dims(ids.max(-1), axis)
+
+    (q_low, q_high), (k_low, k_high) = extremes(q_ids, q_tile, -1), extremes(k_ids, k_tile, -2)
+    low, high = q_low[0] - k_high[0], q_high[0] - k_low[0]
+    some = mask.admits(low, high) & (q_high[1] >= k_low[1]) & (q_low[1] <= k_high[1])
+    alike = (q_high[1] == k_low[1]) & (q_low[1] == k_high[1])  # one segment here, the same there
+    every = mask.admits(low, low) & mask.admits(high, high) & alike
+    kind = 2 - some.astype(jnp.int32) - (some & every).astype(jnp.int32)
+    kind = kind.swapaxes(1, 2) if of_keys else kind
+    counts = jnp.stack([(kind == 0).sum(-1), (kind < 2).sum(-1)], -1)
+    return jnp.argsort(kind, axis=-1, stable=True).astype(jnp.int32), counts.astype(jnp.int32)
+
+
+def _walk(order, counts, visit, carry):
+    """Visit the tiles of a list, ``visit(tile, masked, carry) -> carry``."""
+    whole, partly, carry = counts[0], counts[1], vary_alike(carry, counts[0])
+    carry = lax.fori_loop(0, whole, lambda i, carry: visit(order[i], False, carry), carry)
+    return lax.fori_loop(whole, partly, lambda i, carry: visit(order[i], True, carry), carry)
+
+
+# ---------------------------------------------------------------------------------------------------- kernels
+
+
+def _times(a, b, contract=((1,), (0,))):
+    return lax.dot_general(a, b, (contract, ((), ())), preferred_element_type=jnp.float32)
+
+
+_by_row = ((1,), (1,))  # a times the transpose of b
+
+
+def seen_pairs(mask, q_ids, k_ids):
+    """Tell which pairs are seen: ids are columns of queries, rows of keys, or the other way round."""
+    gap = q_ids[0] - k_ids[0]
+    seen = q_ids[1] == k_ids[1]
+    return seen & mask.admits(gap, gap) if mask.causal or mask.window else seen
+
+
+def forward_tile(scale, queries, keys, values, seen, carry):
+    """Merge a tile of keys into (sums of values, largest score to base 2, sum of weights)."""
+    held, top, total = carry
+    scores = _times(queries, keys, _by_row) * (scale * LOG2_E)
+    scores = scores if seen is None else jnp.where(seen, scores, LEAST)
+    most = jnp.maximum(top, scores.max(1, keepdims=top.ndim == 2))
+    weights = jnp.exp2(scores - _column(most))
+    weights = weights if seen is None else jnp.where(seen, weights, 0)
+    shrink = jnp.exp2(top - most)
+    held = held * _column(shrink) + _times(weights.astype(values.dtype), values)
+    return held, most, total * shrink + weights.sum(1, keepdims=top.ndim == 2)
+
+
+def started(before, like):
+    """Return the carry of `forward_tile` that stands for an (out, lse), or for nothing."""
+    out, lse = like
+    if not before:
+        return jnp.zeros(out, jnp.float32), jnp.full(lse, LEAST), jnp.zeros(lse, jnp.float32)
+    some = before[1] > LEAST
+    return before[0], jnp.where(some, before[1] * LOG2_E, LEAST), some.astype(jnp.float32)
+
+
+def finished(carry):
+    """Return the (out, lse) that a carry stands for."""
+    held, top, total = carry
+    some = total > 0
+    total = jnp.where(some, total, 1)
+    return held / _column(total), jnp.where(some, top / LOG2_E + jnp.log(total), -jnp.inf)
+
+
+def queries_grad_tile(scale, queries, keys, values, out_grad, lse, delta, seen):
+    """Return dS K of a tile of keys, with dS = P (dO V' - delta), not scaled yet."""
+    weights = jnp.exp2(_times(queries, keys, _by_row) * (scale * LOG2_E) - lse * LOG2_E)
+    weights = weights if seen is None else jnp.where(seen, weights, 0)
+    scores_grad = weights * (_times(out_grad, values, _by_row) - delta)
+    return _times(scores_grad.astype(keys.dtype), keys)
+
+
+def keys_grad_tile(scale, queries, keys, values, out_grad, lse, delta, seen):
+    """Return dS' Q, not scaled yet, and P' dO of a tile of queries. Pairs are transposed: a row for each
+    key."""
+    weights = jnp.exp2(_times(keys, queries, _by_row) * (scale * LOG2_E) - lse * LOG2_E)
+    weights = weights if seen is None else jnp.where(seen, weights, 0)
+    scores_grad = weights * (_times(values, out_grad, _by_row) - delta)
+    dv = _times(weights.astype(out_grad.dtype), out_grad)
+    return _times(scores_grad.astype(queries.dtype), queries), dv
+
+
+def _column(x):
+    return x[:, None] if x.ndim == 1 else x
+
+
+def _forward(mask, scale, k_tile, q, k, v, *refs):
+    """One tile of queries: merge what came before, if any, with its list of tiles of keys."""
+    *before, q_ids, k_ids, order, counts, out, lse = refs
+    queries, ids = q[...], (q_ids[0, :][:, None], q_ids[1, :][:, None])
+
+    def visit(j, masked, carry):
+        at = pl.ds(j * k_tile, k_tile)
+        seen = seen_pairs(mask, ids, (k_ids[0, at][None], k_ids[1, at][None])) if masked else None
+        return forward_tile(scale, queries, k[at, :], v[at, :], seen, carry)
+
+    carry = started([x[...] for x in before], (out.shape, lse.shape))
+    made, lse[...] = finished(_walk(order, counts, visit, carry))
+    out[...] = made.astype(out.dtype)
+
+
+def _queries_grad(mask, scale, k_tile, q, k, v, grad, lse, delta, *refs):
+    """One tile of queries: dQ, besides what came before."""
+    *before, q_ids, k_ids, order, counts, dq = refs
+    queries, ids = q[...], (q_ids[0, :][:, None], q_ids[1, :][:, None])
+    terms = grad[...], lse[...][:, None], delta[...][:, None]
+
+    def visit(j, masked, held):
+        at = pl.ds(j * k_tile, k_tile)
+        seen = seen_pairs(mask, ids, (k_ids[0, at][None], k_ids[1, at][None])) if masked else None
+        return held + queries_grad_tile(scale, queries, k[at, :], v[at, :], *terms, seen)
+
+    held = _walk(order, counts, visit, jnp.zeros(dq.shape, jnp.float32)) * scale
+    dq[...] = held + before[0][...] if before else held
+
+
+def _keys_grad(mask, scale, q_tile, q, k, v, grad, lse, delta, *refs):
+    """One tile of keys: dK and dV, over all query heads that share them."""
+    q_ids, k_ids, order, counts, dk, dv = refs
+    keys, values, ids = k[...], v[...], (k_ids[0, :][:, None], k_ids[1, :][:, None])
+
+    def head(r, carry):
+        def visit(i, masked, carry):
+            at = pl.ds(i * q_tile, q_tile)
+            seen = seen_pairs(mask, (q_ids[0, at][None], q_ids[1, at][None]), ids) if masked else None
+            terms = grad[at, r, :], lse[r, at][None], delta[r, at][None]
+            more = keys_grad_tile(scale, q[at, r, :], keys, values, *terms, seen)
+            return carry[0] + more[0], carry[1] + more[1]
+
+        return _walk(order, counts, visit, carry)
+
+    zeros = vary_alike((jnp.zeros(dk.shape, jnp.float32), jnp.zeros(dv.shape, jnp.float32)), counts[0])
+    sums = lax.fori_loop(0, q.shape[1], head, zeros)
+    dk[...], dv[...] = sums[0] * scale, sums[1]
+
+
+# ---------------------------------------------------------------------------------------------------- calling
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What does not depend on the arrays. `platform`: of the devices that run it; on ``cpu`` kernels are
+    interpreted. `run`: who runs them, in place of this file's `run`."""
+
+    mask: Mask
+    scale: float
+    platform: str = "cpu"
+    run: Callable | None = None
+
+
+def forward(
+    how: Setting, q: Q, k: KV, v: KV, q_ids: QueryIds, k_ids: KeyIds, before: tuple[Q, Numbers] | None = None
+) -> tuple[Q, Numbers]:
+    """Attend: (out in q's dtype, lse in float32). Merged with what came ``before``, such a pair about other
+    keys with its out in float32, the new out is in float32 too."""
+    given = [("rows", q), ("keys", k), ("keys", v)]
+    given += [("rows", before[0]), ("numbers", before[1])] if before else []
+    made = [("rows", jnp.float32 if before else q.dtype), ("numbers", jnp.float32)]
+    out, lse = _call("flash_forward", how, (q_ids, k_ids), given, made)
+    return out, lse
+
+
+def backward(
+    how: Setting,
+    q: Q,
+    k: KV,
+    v: KV,
+    q_ids: QueryIds,
+    k_ids: KeyIds,
+    terms: tuple[Q, Numbers, Numbers],
+    before: Q | None = None,
+) -> tuple[Q, KV, KV]:
+    """Return float32 (dq, dk, dv), dq added to what came ``before``. The terms: dO; the lse of whole rows,
+    finite; and delta, the row sum of dO O less the gradient of lse."""
+    given = [("rows", q), ("keys", k), ("keys", v)]
+    given += list(zip(("rows", "numbers", "numbers"), terms, strict=True))
+    more, ids = [] if before is None else [("rows", before)], (q_ids, k_ids)
+    (dq,) = _call("flash_queries_grad", how, ids, given + more, [("rows", jnp.float32)])
+    dk, dv = _call("flash_keys_grad", how, ids, given, [("keys", jnp.float32)] * 2)
+    return dq, dk, dv
+
+
+def _call(name, how, ids, given, made):
+    """Run a kernel on arrays of any length and width: pad them to tiles, list the tiles, cut the results.
+
+    Kinds of arrays: ``rows b s k r h``, ``keys b t k h``, ``numbers b s k r``.
+    """
+    (_, q), (_, keys), *_ = given
+    (b, s, k, r, h), t = q.shape, keys.shape[1]
+    tiles = kernel_tiles(name, h, q.dtype.itemsize, s, t, how.platform)
+    q_ids, k_ids = _pad_ids(ids[0], b, tiles.q, NOBODY), _pad_ids(ids[1], b, tiles.k, NOBODY + 1)
+    lists = tile_list(how.mask, q_ids, k_ids, tiles.q, tiles.k, name == "flash_keys_grad")
+    all_s, all_t, width = q_ids.shape[-1], k_ids.shape[-1], padded_width(h)
+    ends = {"rows": (b, s, k, r, h), "keys": (b, t, k, h), "numbers": (b, k, r, s)}
+    padded = {"rows": (b, all_s, k, r, width), "keys": (b, all_t, k, width), "numbers": (b, k, r, all_s)}
+    arrays = [_pad(_turned(kind, x), padded[kind]) for kind, x in given]
+    arrays = vary_alike([*arrays, q_ids, k_ids, *lists])
+    kinds = [*(kind for kind, _ in given), "q_ids", "k_ids", "list", "list"]
+    shapes = [(kind, jax.ShapeDtypeStruct(padded[kind], dtype)) for kind, dtype in made]
+    results = (how.run or run)(name, how, tiles, list(zip(kinds, arrays, strict=True)), shapes)
+    cut = lambda kind, x: x[tuple(map(slice, ends[kind]))]
+    return [_turned(kind, cut(kind, x), back=True) for (kind, _), x in zip(made, results, strict=True)]
+
+
+def run(name, how, tiles, given, made):
+    """Run a kernel on padded arrays: ``given`` are (kind, array), ``made`` (kind, type of the result).
+
+    A program has one tile of queries of one head, or one tile of keys of one KV head, and of the others all
+    that its list may name. Programs that read the same keys are neighbours.
+    """
+    (b, s, k, r, h), t, of_keys = given[0][1].shape, given[1][1].shape[1], name == "flash_keys_grad"
+    blocks, alike = _blocks(tiles, of_keys, s, t, r, h), jax.typeof(given[0][1]).manual_axis_type
+    call = interpreted if how.platform == "cpu" else functools.partial(_compiled, name, tiles)
+    return call(
+        functools.partial(KERNELS[name], how.mask, how.scale, tiles.q if of_keys else tiles.k),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=alike) for _, x in made],
+        grid=(given[-1][1].shape[1], k if of_keys else k * r, b),
+        in_specs=[blocks[kind](x) for kind, x in given],
+        out_specs=[blocks[kind](x) for kind, x in made],
+    )(*(x for _, x in given))
+
+
+def _blocks(tiles, of_keys, s, t, r, h):
+    """Kind of array -> the block that program (tile i, head n, row b) sees of it."""
+    if of_keys:
+        s_here, t_here, heads = s, tiles.k, r
+        rows, numbers = (lambda i, n, b: (b, 0, n, 0, 0)), (lambda i, n, b: (b, n, 0, 0))
+        keys, q_at, k_at = (
+            (lambda i, n, b: (b, i, n, 0)),
+            (lambda i, n, b: (b, 0, 0)),
+            (lambda i, n, b: (b, 0, i)),
+        )
+    else:
+        s_here, t_here, heads = tiles.q, t, None
+        rows, numbers = ((lambda i, n, b: (b, i, n // r, n % r, 0)), (lambda i, n, b: (b, n // r, n % r, i)))
+        keys, q_at, k_at = (
+            (lambda i, n, b: (b, 0, n // r, 0)),
+            (lambda i, n, b: (b, 0, i)),
+            (lambda i, n, b: (b, 0, 0)),
+        )
+    block = lambda shape, at: lambda _: pl.BlockSpec(shape, at)
+    return {
+        "rows": block((None, s_here, None, heads, h), rows),
+        "keys": block((None, t_here, None, h), keys),
+        "numbers": block((None, None, heads, s_here), numbers),
+        "q_ids": block((None, 2, s_here), q_at),
+        "k_ids": block((None, 2, t_here), k_at),
+        "list": lambda x: pl.BlockSpec((None, None, x.shape[-1]), lambda i, n, b: (b, i, 0)),
+    }
+
+
+def _turned(kind, x, back=False):
+    """Positions of numbers are neighbours in a kernel: ``b k r s``."""
+    return x if kind != "numbers" else x.transpose(0, 3, 1, 2) if back else x.transpose(0, 2, 3, 1)
+
+
+def _pad(x, shape):
+    """Return x with zeros behind it along every axis, up to a shape."""
+    more = [(0, m - n) for n, m in zip(x.shape, shape or x.shape, strict=True)]
+    return jnp.pad(x, more) if any(n for _, n in more) else x
+
+
+def _pad_ids(ids, b, tile, segment):
+    """Repeat the last position up to a multiple of the tile, so that its extremes stay; the segment is
+    nobody's."""
+    ids = jnp.broadcast_to(ids, (b, *ids.shape[1:]))
+    if not (more := -ids.shape[-1] % tile):
+        return ids
+    behind = jnp.stack([ids[:, 0, -1:], jnp.full_like(ids[:, 0, -1:], segment)], 1)
+    return jnp.concatenate([ids, jnp.repeat(behind, more, -1)], -1)
+
+
+KERNELS = {"flash_forward": _forward, "flash_queries_grad": _queries_grad, "flash_keys_grad": _keys_grad}
+
+
+def _compiled(name, tiles, kernel, **how):
+    """`pl.pallas_call` through Triton. The import is late: nothing but a GPU wants it."""
+    from jax.experimental.pallas import triton
+
+    ask = triton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    return pl.pallas_call(kernel, name=name, compiler_params=ask, **how)
+
+
+def interpreted(kernel, *, out_shape, grid, in_specs, out_specs):
+    """`pl.pallas_call` in plain JAX, one program after the other: for CPUs, also inside `jax.shard_map`,
+    whose varying types Pallas's own interpreter breaks (JAX 0.10)."""
+
+    def place(spec, x, program):
+        sizes = [1 if n is None else n for n in spec.block_shape]
+        return [i * n for i, n in zip(spec.index_map(*program), sizes, strict=True)], sizes
+
+    def run(*arrays):
+        def program(number, made):
+            at, blocks = jnp.unravel_index(number, grid), []
+            for spec, x in zip([*in_specs, *out_specs], [*arrays, *made], strict=True):
+                kept = [n for n in spec.block_shape if n is not None]
+                blocks.append(Block(lax.dynamic_slice(x, *place(spec, x, at)).reshape(kept)))
+            kernel(*blocks)
+            return [
+                lax.dynamic_update_slice(x, block.value.reshape(place(spec, x, at)[1]), place(spec, x, at)[0])
+                for spec, x, block in zip(out_specs, made, blocks[len(arrays) :], strict=True)
+            ]
+
+        made = vary_alike([jnp.zeros(x.shape, x.dtype) for x in out_shape], arrays)
+        return lax.fori_loop(0, int(np.prod(grid)), program, made)
+
+    return run
+
+
+class Block:
+    """What `interpreted` gives a kernel in place of a reference: read by numbers, `pl.ds` and ``:``, written
+    whole."""
+
+    def __init__(self, value):
+        self.value, self.shape, self.dtype = value, value.shape, value.dtype
+
+    def __getitem__(self, at):
+        x, axis = self.value, 0
+        for i in () if at is ... else at if isinstance(at, tuple) else (at,):
+            if isinstance(i, pl.Slice):
+                x = lax.dynamic_slice_in_dim(x, i.start, i.size, axis)  # type: ignore[arg-type]
+            elif not isinstance(i, slice):
+                x, axis = lax.dynamic_index_in_dim(x, i, axis, keepdims=False), axis - 1
+            axis += 1
+        return x
+
+    def __setitem__(self, at, value):
+        assert at is ... and value.dtype == self.dtype
+        self.value = value

@@ -1,0 +1,145 @@
+"""Collective matmul: rings of permutes with the products between their hops, in place of what waits for
+them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from parity import BATCH, LLAMA, MOE, QWEN, SEQ, assert_same, by_arrow, name, predicted_by_arrow
+
+from llmpar import par
+from llmpar.inspect.census import census_hlo, read_program, unordered
+from llmpar.inspect.jaxpr import census_jaxpr
+from llmpar.mesh import make_mesh
+from llmpar.plan import Plan
+from llmpar.predict import traffic
+from llmpar.step import Step
+
+GQA = dataclasses.replace(QWEN, name="two KV heads", num_heads=8, num_kv_heads=2)
+RINGS = {"stream b s d -> attention b s d", "attention b s d +n -> stream b s d"}
+RINGS |= {"stream b s d -> ffn b s d", "ffn b s d +m -> stream b s d"}
+
+
+def overlapped(mesh, **fields):
+    return Plan(mesh, tp_sequence=True, tp_comm_overlap=True, **fields)
+
+
+def traced(config, plan):
+    plan.check(config, BATCH, SEQ)
+    step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+    return step, step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
+
+
+@pytest.mark.parametrize(
+    "config, plan",
+    [
+        (GQA, overlapped("fsdp=4 tp=2", remat="block", reshard_after_forward=False)),
+        (LLAMA, overlapped("dp=2 tp=4", zero=0, ffn_chunks=4)),
+        (QWEN, overlapped("dp=4 tp=2", zero=0, remat="selective")),
+        (LLAMA, overlapped("fsdp=2 tp=4", zero=1, ffn_chunks=2, remat="block", unroll=0)),
+        (MOE, overlapped("fsdp=2 ep=2 tp=2")),
+    ],
+    ids=lambda x: name(x) if isinstance(x, Plan) else x.name,
+)
+def test_products_between_hops_give_the_gradients_of_one_device(config, plan):
+    assert_same(config, plan)
+
+
+@pytest.mark.parametrize("config, chunks", [(LLAMA, 1), (LLAMA, 2), (MOE, 1)], ids=["1", "2", "experts"])
+@pytest.mark.parametrize("remat", ["none", "selective", "ffn", "block"])
+def test_a_ring_sends_the_bytes_of_the_collective_that_it_replaces(config, remat, chunks):
+    """Arrow by arrow: n - 1 hops of a block each. What no product goes with stays as it is."""
+    plan = overlapped("fsdp=2 tp=4", remat=remat, ffn_chunks=chunks)
+    waits = dataclasses.replace(plan, tp_comm_overlap=False)
+    found, before = (predicted_by_arrow(traffic.step_traffic(config, p, BATCH, SEQ)) for p in (plan, waits))
+    assert by_arrow(census_jaxpr(traced(config, plan)[1], plan.mesh.sizes)) == found
+    rings = {text for _, kind, text in found if kind == "collective-permute"}
+    assert rings == {text for text in RINGS if "ffn" not in text or not config.experts}
+    sums = {"all-gather": [0, 0], "reduce-scatter": [0, 0]}
+    for (axis, kind, text), (count, sent) in before.items():
+        if axis == "tp" and text in rings:
+            sums[kind] = [sums[kind][0] + count, sums[kind][1] + sent]
+        else:
+            assert found[axis, kind, text] == (count, sent)
+    hops = [
+        sum(row) for row in zip(*(v for k, v in found.items() if k[1] == "collective-permute"), strict=True)
+    ]
+    (gathers, gathered), (scatters, scattered) = sums.values()
+    assert hops == [3 * (gathers + scatters), gathered + scattered]
+
+
+def test_each_hop_travels_beside_a_product_and_no_product_waits_for_it():
+    """A barrier joins what a hop brings with what was multiplied meanwhile: neither may be delayed past
+    it."""
+    found = []
+
+    def walk(jaxpr):
+        made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+        def before(v, seen):  # the equations that a value follows from, back to the last barrier
+            eqn = None if hasattr(v, "val") else made.get(v)
+            if eqn is None or id(eqn) in seen or eqn.primitive.name == "optimization_barrier":
+                return seen
+            seen[id(eqn)] = eqn
+            for operand in eqn.invars:
+                before(operand, seen)
+            return seen
+
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "optimization_barrier":
+                chains = [list(before(v, {}).values()) for v in eqn.invars]
+                hops = [any(e.primitive.name == "ppermute" for e in chain) for chain in chains]
+                if any(hops):
+                    others = [chain for chain, is_hop in zip(chains, hops, strict=True) if not is_hop]
+                    found.append(
+                        sum(hops) == 1 and "dot_general" in " ".join(str(e) for e in sum(others, []))
+                    )
+            for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(inner, "eqns"):
+                    walk(getattr(inner, "jaxpr", inner))
+
+    _, jaxpr = traced(LLAMA, overlapped("tp=4"))
+    walk(jaxpr.jaxpr)
+    assert found == [True] * (8 * 3)  # four rings forward, four backward
+
+
+@pytest.mark.parametrize(
+    "plan", [overlapped("fsdp=2 tp=4", remat="block"), overlapped("tp=8", unroll=0)], ids=name
+)
+def test_data_orders_the_rings_on_simulated_devices(plan):
+    """They take two permutes of one program for one another where nothing says which is first."""
+    step, _ = traced(LLAMA, plan)
+    compiled, text = read_program(step.lower(BATCH, SEQ))
+    for program in (text, compiled.as_text()):
+        pairs = unordered(program, step.mesh)
+        assert not [pair for pair in pairs if {c.kind for c in pair} == {"collective-permute"}]
+    assert sum(c.count for c in census_hlo(text, step.mesh) if c.kind == "collective-permute")
+
+
+@pytest.mark.parametrize(
+    "plan, why",
+    [
+        (Plan("tp=2", tp_comm_overlap=True), "without tp_sequence nothing is gathered over tp"),
+        (overlapped("tp=2", reading="auto"), "under reading='auto' XLA chooses how activations travel"),
+        (overlapped("pp=2 tp=2", microbatches=2), "a ring's permutes wait for every device of the mesh"),
+        (overlapped("tp=4", ffn_chunks=8), "sequence 16 is not a multiple of sp·tp·ffn_chunks = 32"),
+    ],
+    ids=lambda x: name(x) if isinstance(x, Plan) else "",
+)
+def test_what_it_does_not_go_with_is_refused(plan, why):
+    with pytest.raises(ValueError, match=why):
+        plan.check(LLAMA, BATCH, SEQ)
+
+
+@pytest.mark.parametrize("fault", ["the wrong block", "a part too few"])
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    if fault == "the wrong block":
+        places = par._Ring._places
+        monkeypatch.setattr(par._Ring, "_places", lambda ring: np.roll(np.arange(4), 1) + 0 * places(ring))
+    else:
+        scatter = par._Ring.scatter
+        monkeypatch.setattr(par._Ring, "scatter", lambda ring, part: scatter(ring, lambda i: part(max(i, 1))))
+    with pytest.raises(AssertionError, match="off by|loss"):
+        assert_same(LLAMA, overlapped("tp=4"))

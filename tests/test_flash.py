@@ -1,0 +1,400 @@
+"""The kernel of attention gives what the definition gives, from lists of tiles that leave out what is masked,
+and is what GPUs are given: no branch, no array of queries times keys.
+
+Interpreted on CPUs, against `attention.full` in float32: values 1e-5, gradients 1e-5 of the largest.
+"""
+
+import dataclasses
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh
+from parity import LLAMA, QWEN, assert_same, name
+from test_attention import (
+    CAUSAL,
+    B,
+    S,
+    agree,
+    bfloat16_agrees,
+    ids_of,
+    inputs,
+    mesh_of,
+    reference,
+    results,
+    sharded,
+)
+
+from llmpar import attention, flash, flash_tpu
+from llmpar.attention import full, fused, ring
+from llmpar.inspect.report import inspect
+from llmpar.mesh import abstract_mesh
+from llmpar.plan import Plan
+from llmpar.predict.ring import kernel_flops, seen_share
+from llmpar.sequence_order import Mask, kernel_tiles, sequence_permutation
+
+INTERPRETED = partial(fused, platform="cpu")
+
+
+def drawn(seed):
+    """A random case: shapes that no tile divides, an order of positions, documents, a mask."""
+    rng = np.random.default_rng(seed)
+    s, t = (int(n) for n in rng.integers(1, 200, 2))
+    b, k, r, h = (int(rng.choice(n)) for n in ((1, 2), (1, 2), (1, 2, 3, 8), (8, 24, 64, 96, 128)))
+    places = {"plain": np.arange(s + t), "any": rng.permutation(s + t)}[rng.choice(["plain", "any"])]
+    of = np.sort(rng.integers(1, 4, (b, s + t)), 1)  # documents; a tile may lie in one or in several
+    at = np.tile(np.arange(s + t), (b, 1))
+    at, of = at[:, places].astype(np.int32), of[:, places].astype(np.int32)
+    q_at, k_at = (slice(0, s), slice(s, s + t)) if rng.random() < 0.3 else (slice(-s, None), slice(-t, None))
+    ids = dict(q_positions_bs=at[:, q_at], k_positions_bt=at[:, k_at])
+    if rng.random() < 0.7:
+        ids |= dict(q_segments_bs=of[:, q_at], k_segments_bt=of[:, k_at])
+    window = rng.choice([None, None, 1, 7, 90])
+    mask = Mask(causal=bool(rng.random() < 0.7), window=window and int(window))
+    numbers = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    return numbers(b, s, k, r, h), numbers(b, t, k, h), numbers(b, t, k, h), ids, mask
+
+
+def close(found, expected):
+    """Values to 1e-5, gradients to 1e-5 of the largest of all three: a row that sees one key alone has no
+    gradient in q and k but rounding."""
+    largest = max(1e-3, *(np.abs(np.asarray(x)).max() for x in expected[2:]))
+    for what, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.array_equal(np.isfinite(a), np.isfinite(b)), what
+        error = np.abs(np.where(np.isfinite(a), a, 0) - np.where(np.isfinite(b), b, 0)).max()
+        assert error <= 1e-5 * (largest if what.startswith("d") else 1), f"{what} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(n, marks=pytest.mark.full) for n in range(6, 40))]
+)
+def test_the_kernel_matches_full_whatever_the_shapes_order_documents_and_mask(seed):
+    q, k, v, ids, mask = drawn(seed)
+    attends = (partial(attend, mask=mask, **ids) for attend in (INTERPRETED, full))
+    close(*(results(attend, q, k, v) for attend in attends))
+
+
+def test_the_kernel_in_bfloat16_is_as_exact_as_the_portable_blocks():
+    *_, positions, segments = inputs(packed=True)
+    where = positions, segments
+    bfloat16_agrees(partial(INTERPRETED, **ids_of(*where)), where)
+
+
+def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
+    q, k, v, positions, _ = inputs()
+    hidden = (np.arange(S) % 8 > 0).astype(np.int32)[None]
+    ids = ids_of(positions, np.ones((1, S), np.int32)) | {"q_segments_bs": hidden}
+    out, lse, *grads = results(partial(INTERPRETED, mask=Mask(causal=False), **ids), q, k, v)
+    assert (np.asarray(out)[:, ::8] == 0).all() and (np.asarray(lse)[:, ::8] == -np.inf).all()
+    assert all(np.isfinite(grad).all() for grad in grads) and (np.asarray(grads[0])[:, ::8] == 0).all()
+
+
+@pytest.fixture
+def as_on_tpus(monkeypatch):
+    """The kernels for TPUs, in Pallas's interpreter."""
+    monkeypatch.setattr(flash_tpu, "run", partial(flash_tpu.run, interpret=True))
+
+
+@pytest.mark.parametrize("seed", [0, 3, *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 24))])
+def test_the_kernel_for_tpus_matches_full_whatever_the_shapes_order_documents_and_mask(seed, as_on_tpus):
+    q, k, v, ids, mask = drawn(seed)
+    attends = (partial(attend, mask=mask, **ids) for attend in (partial(fused, platform="tpu"), full))
+    close(*(results(attend, q, k, v) for attend in attends))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_kernel_goes_on_from_earlier_keys(platform, as_on_tpus):
+    """Two hops of a ring by hand: keys in two parts, and the gradients from the lse of both."""
+    *qkv, positions, segments = inputs(packed=True)
+    q, k, v = map(jnp.asarray, qkv)
+    how = attention._Options(CAUSAL, q.shape[-1] ** -0.5, platform=platform).kernel
+    ids, halves = np.stack([positions, segments], 1), (slice(0, 12), slice(12, S))
+    parts = [(k[:, at], v[:, at], ids[:, :, at]) for at in halves]
+    done = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
+    for k_part, v_part, k_ids in parts:
+        done = flash.forward(how, q, k_part, v_part, ids, k_ids, done)
+    grad = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+    terms, dq = (grad, done[1], (grad * done[0]).sum(-1)), jnp.zeros(q.shape)
+    more = []
+    for k_part, v_part, k_ids in parts:
+        dq, *dkv = flash.backward(how, q, k_part, v_part, ids, k_ids, terms, dq)
+        more.append(dkv)
+    attend = lambda *args: full(*args, **ids_of(positions, segments))[0]
+    out, pull = jax.vjp(attend, q, k, v)
+    found = *done, dq, *(jnp.concatenate(x, 1) for x in zip(*more, strict=True))
+    close((found[0], np.float32(0), *found[2:]), (out, np.float32(0), *pull(grad)))
+
+
+def test_ours_and_pallas_own_interpreter_agree(monkeypatch):
+    q, k, v, ids, mask = drawn(3)
+    attend = partial(INTERPRETED, mask=mask, **ids)
+    ours = results(attend, q, k, v)
+    monkeypatch.setattr(flash, "interpreted", partial(pl.pallas_call, interpret=True))
+    close(results(attend, q, k, v), ours)
+
+
+@pytest.mark.parametrize(
+    ("n", "layout", "mask", "packed", "kv_heads", "ratio", "overlap"),
+    [
+        (2, "zigzag", CAUSAL, True, 2, 4, True),
+        (4, "striped", Mask(window=10), True, 1, 2, True),
+        (8, "zigzag", CAUSAL, False, 1, 1, False),
+        (2, "contiguous", Mask(causal=False), False, 2, 1, True),
+    ],
+    ids=str,
+)
+def test_a_ring_on_the_kernel_matches_full(n, layout, mask, packed, kv_heads, ratio, overlap):
+    q, k, v, *where = inputs(kv_heads, ratio, packed)
+    turn = partial(ring, axis="sp", overlap=overlap, platform="cpu")
+    attend = sharded(turn, mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask)
+    agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
+
+
+# ----------------------------------------------------------------------------------------------------- lists
+
+
+def seen_pairs(mask, q_ids, k_ids):
+    gap = q_ids[:, 0, :, None] - k_ids[:, 0, None]
+    return np.asarray(mask.admits(gap, gap)) & (q_ids[:, 1, :, None] == k_ids[:, 1, None])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_list_holds_every_tile_that_is_seen_and_masks_every_one_that_is_not_seen_whole(seed):
+    rng, tile = np.random.default_rng(seed), 4
+    mask = Mask(causal=bool(seed % 3), window=(None, 5, 9)[seed % 3])
+    ids = lambda: np.stack([rng.permutation(24), np.sort(rng.integers(0, 3, 24))]).astype(np.int32)[None]
+    q_ids, k_ids = ids(), ids()
+    pairs = seen_pairs(mask, q_ids, k_ids)[0].reshape(6, tile, 6, tile).swapaxes(1, 2)
+    for of_keys in (False, True):
+        order, counts = map(np.asarray, flash.tile_list(mask, q_ids, k_ids, tile, tile, of_keys))
+        for i in range(6):
+            assert sorted(order[0, i]) == list(range(6))
+            of = lambda j: pairs[j, i] if of_keys else pairs[i, j]  # noqa: B023
+            whole, some = counts[0, i]
+            assert all(of(j).all() for j in order[0, i, :whole])
+            assert not any(of(j).any() for j in order[0, i, some:])
+
+
+def test_in_contiguous_order_a_list_is_the_triangle_and_only_its_diagonal_is_masked():
+    ids = np.stack([np.arange(64), np.ones(64, int)]).astype(np.int32)[None]
+    _, counts = flash.tile_list(CAUSAL, ids, ids, 8, 8)
+    assert np.asarray(counts)[0].tolist() == [[i, i + 1] for i in range(8)]
+    of = np.where(np.arange(64) < 32, 1, 2)  # two documents: half of the triangle is gone
+    ids[:, 1] = of
+    _, counts = flash.tile_list(CAUSAL, ids, ids, 8, 8)
+    assert np.asarray(counts)[0].tolist() == [[i % 4, i % 4 + 1] for i in range(8)]
+
+
+def fault_tile_forgotten(monkeypatch):
+    lists = flash.tile_list
+    less = lambda *args: (lambda order, counts: (order, jnp.maximum(counts - 1, 0)))(*lists(*args))
+    monkeypatch.setattr(flash, "tile_list", less)
+
+
+def fault_documents_ignored(monkeypatch):
+    seen = lambda mask, q_ids, k_ids: mask.admits(q_ids[0] - k_ids[0], q_ids[0] - k_ids[0])
+    monkeypatch.setattr(flash, "_seen", seen)
+
+
+def fault_mask_forgotten(monkeypatch):
+    lists = flash.tile_list
+    all_whole = lambda order, counts: (order, counts.at[..., 0].set(counts[..., 1]))
+    monkeypatch.setattr(flash, "tile_list", lambda *args: all_whole(*lists(*args)))
+
+
+def fault_lse_gradient_dropped(monkeypatch):
+    backward = flash.backward
+    without = lambda how, *args: backward(how, *args[:5], (*args[5][:2], args[5][2] * 0), *args[6:])
+    monkeypatch.setattr(flash, "backward", without)
+
+
+def fault_earlier_keys_forgotten(monkeypatch):
+    forward = flash.forward
+    monkeypatch.setattr(flash, "forward", lambda *args: forward(*args[:6], (args[6][0] * 0, args[6][1])))
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        (fault_tile_forgotten, "out|lse"),
+        (fault_documents_ignored, "out"),
+        (fault_mask_forgotten, "out"),
+        (fault_lse_gradient_dropped, "dq"),
+        (fault_earlier_keys_forgotten, "out"),
+    ],
+)
+def test_planted_faults_are_caught(fault, what, monkeypatch):
+    fault(monkeypatch)
+    q, k, v, *where = inputs(packed=True)
+    turn = partial(ring, axis="sp", platform="cpu")
+    attend = sharded(turn, mesh_of(sp=2), sequence_permutation("zigzag", S, 2), *where, CAUSAL)
+    with pytest.raises(AssertionError, match=what):
+        agree(results(attend, q, k, v), reference(CAUSAL, packed=True))
+
+
+# ----------------------------------------------------------------------------------------------------- plans
+
+PLANS = [
+    Plan("fsdp=2 sp=4", attention_kernel="flash", remat="block", loss_chunks=2),
+    Plan("fsdp=2 sp=2 tp=2", attention_kernel="flash", tp_sequence=True, ffn_chunks=2),
+    Plan("sp=2 dp=2", context_parallel="ulysses", sequence_order="striped", attention_kernel="flash", zero=0),
+    Plan("sp=4", context_parallel="gather", attention_kernel="flash", microbatches=2),
+    Plan("dp=2 sp=2", attention_kernel="flash", remat="ffn"),
+    Plan("dp=2 sp=2", attention_kernel="flash", reading="auto"),
+    Plan("pp=2 dp=2", attention_kernel="flash", schedule="zb-h1", microbatches=4, zero=0),
+    Plan("pp=2 sp=2", attention_kernel="flash", context_parallel="ulysses", microbatches=2),
+    pytest.param(
+        Plan("pp=2 sp=2", attention_kernel="flash", context_parallel="gather", stage_saves="residuals"),
+        marks=pytest.mark.full,
+    ),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=name)
+def test_a_plan_on_the_kernel_gives_the_gradients_of_one_device(plan):
+    assert_same(LLAMA, plan)
+
+
+def test_inspect_says_which_kernel_and_finds_what_was_predicted():
+    document = inspect(LLAMA, Plan("sp=2", attention_kernel="flash", sequence_order="striped"), 2, 16)
+    assert document["attention_kernel"] == "flash" and document["flops"]["executed_per_device"] is None
+    rows = document["collectives"]
+    assert rows and all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)
+    assert all(row["predicted_count"] == row["count"] for row in rows)
+
+
+def test_a_window_and_small_heads_under_a_plan():
+    config = dataclasses.replace(QWEN, window=5)
+    assert_same(config, Plan("sp=2 fsdp=2", attention_kernel="flash", remat="block"))
+
+
+def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
+    """A branch of a compiled GPU program asks the host which way to go."""
+    q, k, v, *where = inputs(packed=True)
+    attend = partial(attention.blockwise, block=8, branch=False, **ids_of(*where))
+    agree(results(attend, q, k, v), reference(CAUSAL, packed=True))
+    assert "cond[" not in str(jax.make_jaxpr(attend)(q, k, v))
+
+
+def test_auto_is_the_kernel_on_accelerators_and_blocks_on_cpus():
+    chosen = lambda platform, **fields: Plan(**fields).on(platform).attention_kernel
+    assert (chosen("cpu"), chosen("gpu"), chosen("tpu")) == ("portable", "flash", "flash")
+    assert chosen("gpu", attention_block=512) == "portable"
+    assert chosen("gpu", attention_kernel="xla") == "xla"
+
+
+@pytest.mark.parametrize(
+    ("fields", "platform", "sentence"),
+    [
+        (
+            dict(attention_kernel="cudnn", dtype="bfloat16"),
+            "cpu",
+            "does not suit the CPUs of this mesh: it is for NVIDIA GPUs",
+        ),
+        (
+            dict(attention_kernel="cudnn", dtype="bfloat16"),
+            "tpu",
+            "does not suit the TPUs of this mesh: it is for NVIDIA GPUs",
+        ),
+    ],
+)
+def test_a_platform_refuses_a_kernel_that_it_lacks(fields, platform, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Plan(**fields).on(platform)
+
+
+CUDNN = dict(attention_kernel="cudnn", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (
+            Plan(**CUDNN),
+            "holds a mask of queries times keys, 128 MiB a row at 8192 positions; use attention_k",
+        ),
+        (Plan(**CUDNN), "use attention_kernel='flash', or documents='whole', or attention_kernel='portable'"),
+        (Plan("sp=2", context_parallel="ulysses", **CUDNN), "or attention_kernel='portable'"),
+        (Plan(attention_kernel="xla"), "holds a mask of queries times keys"),
+        (Plan(attention_kernel="flash", attention_block=64), "chooses its own blocks; leave attention_block"),
+        (Plan(documents="whole"), "documents='whole' would change nothing: only attention_kernel='cudnn'"),
+        (Plan("sp=2", context_parallel="ulysses", documents="whole", **CUDNN), "would change nothing"),
+    ],
+    ids=str,
+)
+def test_a_mask_of_all_queries_and_keys_is_refused(plan, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        plan.check(LLAMA, 16, 8192)
+
+
+def test_whole_documents_need_no_mask_and_a_row_of_two_gives_no_number():
+    q, k, v, positions, _ = inputs()
+    ids = ids_of(positions, np.ones((B, S), np.int32))
+    attend = partial(attention.by_kernel, kernel="xla", contiguous=True, whole=True, mask=Mask(window=10))
+    out = attend(*map(jnp.asarray, (q, k, v)), **ids)[0]
+    expected = full(*map(jnp.asarray, (q, k, v)), mask=Mask(window=10), **ids)[0]
+    assert np.abs(np.asarray(out) - np.asarray(expected)).max() <= 1e-5
+    ids["k_segments_bt"][1, 20:] = 2
+    out = np.asarray(attend(*map(jnp.asarray, (q, k, v)), **ids)[0])
+    assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
+
+
+# ------------------------------------------------------------------------------------------------ what is run
+
+
+def on_a_gpu(s, order="zigzag", **how):
+    """The text of a ring of 4 and its gradients, lowered for an H100 that is not here."""
+    n, shapes = 4, ((1, s, 2, 4, 128), (1, s, 2, 128), (1, s, 2, 128))
+    cut = jax.sharding.PartitionSpec(None, "sp")
+
+    def local(q, k, v, at, of):
+        return ring(q, k, v, axis="sp", platform="gpu", **ids_of(at, of), **how)[0].astype(jnp.float32)
+
+    mesh, known = abstract_mesh(f"sp={n}"), AbstractDevice.__init__.__annotations__
+    platform = {"platform": "cuda"} if "platform" in known else {}  # from JAX 0.11 on
+    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, **platform)
+    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
+    attend = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 5, out_specs=cut)
+    loss = lambda *args: attend(*args).sum()
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    given += [jax.ShapeDtypeStruct((1, s), jnp.int32)] * 2
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*given)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+def test_a_gpu_gets_three_kernels_no_branch_and_no_array_of_queries_times_keys():
+    s = 4096
+    text = on_a_gpu(s)
+    kernels = set(re.findall(r'name = "(flash_\w+)"', text))
+    assert kernels == {"flash_forward", "flash_queries_grad", "flash_keys_grad"}
+    assert "stablehlo.case" not in text and "stablehlo.if" not in text
+    local = s // 4
+    sizes = {tuple(map(int, x.split("x"))) for x in re.findall(r"tensor<(\d+(?:x\d+)*)x[a-z]\w*>", text)}
+    assert not [shape for shape in sizes if shape.count(local) > 1 or s in shape and local in shape]
+
+
+def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_lists():
+    b, s, k, r, h = 2, 512, 2, 4, 64
+    shapes = [(b, s, k, r, h), (b, s, k, h), (b, s, k, h)]
+    pairs = 2 * b * s * s * k * r * h
+    assert kernel_flops("flash_forward", shapes) == 2 * pairs
+    assert kernel_flops("flash_queries_grad", shapes) == 3 * pairs
+    on_tpus = [(b, 4, 4), (b, 4, 2), (b, k, r, s, h), (b, k, s, h), (b, k, s, h)]
+    assert kernel_flops("flash_forward", on_tpus) == 2 * pairs
+    assert kernel_flops("flash_keys_grad", shapes, share=0.5) == 2 * pairs
+    tiles = kernel_tiles("flash_forward", h, 2, s, s)
+    ids = np.stack([np.arange(s), np.ones(s, int)]).astype(np.int32)[None]
+    _, counts = flash.tile_list(CAUSAL, ids, ids, tiles.q, tiles.k)
+    listed = np.asarray(counts)[..., 1].sum() * tiles.q * tiles.k / s**2
+    assert seen_share(s, mask=CAUSAL, tiles=tiles) == listed
+    with pytest.raises(
+        ValueError, match="'flush' is no kernel of llmpar.flash; it has flash_forward, flash_k"
+    ):
+        kernel_flops("flush", shapes)
