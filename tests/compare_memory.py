@@ -127,7 +127,7 @@ def main() -> None:
                 continue
             try:
                 peak = traced(case, parse_target(where).platform)
-            except RuntimeError as error:  # cuDNN's attention can only be traced beside cuDNN
+            except (RuntimeError, ValueError) as error:  # cuDNN's attention can only be traced beside cuDNN
                 print(f"  {case.name:26} {error}")
                 continue
             guesses = {

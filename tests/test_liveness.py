@@ -117,8 +117,8 @@ def peak(target, name, without=None):
     platform = "gpu" if target == H100 else "tpu"
     try:
         return compare_memory.traced(case, platform, without).bytes
-    except RuntimeError as error:
-        assert "cuDNN" in str(error)
+    except (RuntimeError, ValueError) as error:
+        assert "cudnn" in str(error).lower()
         return None
 
 
