@@ -58,7 +58,6 @@ PAPER = {
     "par",
     "sequence_order",
     "attention",
-    "grouped",
     "moe",
     "model",
     "weights",
