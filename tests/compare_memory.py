@@ -2,7 +2,7 @@
 
     python tests/compare_memory.py h100:8x8             compile what is not recorded yet, and compare
     python tests/compare_memory.py h100:8x8 fsdp-keep   compile these plans again
-    python tests/compare_memory.py                      compare what is recorded
+    python tests/compare_memory.py                      compare what is recorded, and write compiled.md
 
 What the compilers say is kept in fixtures/compiled_memory.json, with their versions. `test_liveness.py` holds
 the predictions against it, and needs no compiler.
@@ -11,8 +11,8 @@ the predictions against it, and needs no compiler.
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
 import statistics
 import sys
 import tomllib
@@ -29,6 +29,19 @@ from llmpar.predict import memory
 
 HERE = Path(__file__).parent
 RECORD = HERE / "fixtures" / "compiled_memory.json"
+TABLE = HERE / "compiled.md"
+HEAD = """# What compilers of clusters make of training steps
+
+Made by `python tests/compare_memory.py`, from what `python tests/compare_memory.py TARGET` recorded: the
+plans of [memory_plans.toml](memory_plans.toml), compiled for clusters that were not there. Memory in GiB per
+device.
+
+- *Traced*: liveness of the traced program (`llmpar/inspect/liveness.py`). *Formula*: for choosing among
+  thousands of plans (`llmpar/predict/memory.py`).
+- *Bytes*: whether what is sent equals the prediction, for every axis, collective and arrow. *Rewritten*:
+  bytes of the final program over those, where the compiler itself replaced collectives.
+- *Exposed*: communication that nothing hides, and the step, by the roofline of the schedule: estimates.
+"""
 COMMON = {"dtype": "bfloat16", "remat": "block", "attention_kernel": "portable"}
 GIB = 2**30
 
@@ -58,31 +71,39 @@ def cases(target: str, file: Path = HERE / "memory_plans.toml") -> list[Case]:
 
 
 def compiled(case: Case, target: str) -> dict[str, Any]:
-    """Compile a case; bytes per device. A compiler that refuses says what the temporaries would have been."""
-    import jax
-    import optax
+    """Compile a case, and keep what a row of the table needs. A compiler that refuses says what the
+    temporaries would have been."""
+    from llmpar.inspect.aot import compile_step
 
-    from llmpar.mesh import make_mesh
-    from llmpar.step import Step
-
-    jax.config.update("jax_enable_compilation_cache", False)
-    mesh = make_mesh(case.plan.mesh, parse_target(target).devices)
-    step = Step(case.config, case.plan, mesh, optax.adamw(1e-3))
-    case.plan.check(case.config, case.batch_size, case.seq_len)
-    lowered = step.lower(case.batch_size, case.seq_len)
-    try:
-        held = lowered.compile().memory_analysis()
-    except jax.errors.JaxRuntimeError as error:
-        said = re.search(r"HLO temporaries \(([\d.]+)G\)", str(error))
-        if not said:
-            raise
-        return {"refused": True, "temp": round(float(said[1]) * GIB)}
+    found = compile_step(case.config, case.plan, parse_target(target), case.batch_size, case.seq_len)
+    held = found["memory_bytes"]
+    if "roofline" not in found:
+        return {"refused": True, "temp": held["compiled_temp"]}
     return {
         "refused": False,
-        "arguments": held.argument_size_in_bytes,
-        "temp": held.temp_size_in_bytes,
-        "alias": held.alias_size_in_bytes,
+        "arguments": held["compiled_arguments"],
+        "temp": held["compiled_temp"],
+        "alias": held["compiled_alias"],
+        "as_predicted": (
+            all(row["as_predicted"] for row in found["arrows"])
+            and all(row["predicted_bytes"] == row["compiled_bytes"] for row in found["collectives"])
+        ),
+        "rewritten": rewritten(found),
+        "exposed_s": found["roofline"]["exposed_s"],
+        "step_s": found["roofline"]["step_s"],
+        "mfu": found["roofline"]["mfu"],
     }
+
+
+def rewritten(document: dict[str, Any]) -> dict[str, float]:
+    """Name what the compiler itself made of the partitioned program: by axis and kind the bytes of the final
+    program over those before, where they differ by more than a hundredth."""
+    before = {f"{row['axis']} {row['kind']}": row["compiled_bytes"] for row in document["collectives"]}
+    after = {f"{row['axis']} {row['kind']}": row["bytes"] for row in document["final"]}
+    largest = max([*before.values(), *after.values(), 1])
+    names = [name for name in before | after if max(before.get(name, 0), after.get(name, 0)) > 1e-3 * largest]
+    shares = {name: after.get(name, 0) / before[name] if before.get(name) else math.inf for name in names}
+    return {name: round(share, 3) for name, share in shares.items() if abs(share - 1) > 0.01}
 
 
 def traced(case: Case, platform: str, without: str | None = None):
@@ -111,41 +132,73 @@ def record(target: str, names: list[str]) -> None:
             print(case.name, found, flush=True)
 
 
+def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
+    """Print predicted beside compiled for one target, and add its part of the table to ``lines``."""
+    print(f"\n{where}, {kept['versions']}: temporaries in GiB per device")
+    versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
+    lines += [f"\n## {where} ({versions})\n"]
+    lines += ["| plan | arguments | temporaries | traced | formula | bytes | rewritten | exposed of step |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    errors: dict[str, list[float]] = {"formula": [], "traced": []}
+    for case in cases(where):
+        if (row := kept["plans"].get(case.name)) is None:
+            continue
+        guesses = {"formula": memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len)}
+        try:
+            guesses["traced"] = traced(case, parse_target(where).platform).bytes
+        except (RuntimeError, ValueError) as error:  # cuDNN's attention can only be traced beside cuDNN
+            print(f"  {case.name:26} {error}")
+        held = sum(memory.argument_bytes(case.config, case.plan, case.batch_size, case.seq_len).values())
+        line = f"  {case.name:26} {row['temp'] / GIB:8.2f}{' refused' * row['refused']:8}"
+        cells = []
+        for way in ("traced", "formula"):
+            if way not in guesses:
+                cells.append("not traced")
+                continue
+            error = guesses[way] / row["temp"] - 1
+            if not row["refused"]:  # a compiler that refuses has not packed them yet
+                errors[way].append(error)
+            line += f"  {way} {guesses[way] / GIB:7.2f} {error:+7.1%}"
+            cells.append(f"{guesses[way] / GIB:.2f} ({error:+.0%})")
+        print(line, flush=True)
+        plan = f"{case.name}: {case.config.name}, {case.plan.mesh}, {case.batch_size} x {case.seq_len:,}"
+        if row["refused"]:
+            lines.append(
+                f"| {plan} | {held / GIB:.2f} | {row['temp'] / GIB:.2f}, refused | {' | '.join(cells)} |"
+                " | | |"
+            )
+            continue
+        same = "=" if held == row["arguments"] else f"{row['arguments'] / held:.4f} of"
+        words = "; ".join(f"{name} × {share}" for name, share in row.get("rewritten", {}).items()) or "no"
+        sent = {True: "=", False: "≠", None: ""}[row.get("as_predicted")]
+        waits = f"{1e3 * row['exposed_s']:,.0f} of {1e3 * row['step_s']:,.0f} ms" if "step_s" in row else ""
+        lines.append(
+            f"| {plan} | {same} {held / GIB:.2f} | {row['temp'] / GIB:.2f} | {' | '.join(cells)} | {sent}"
+            f" | {words if 'rewritten' in row else ''} | {waits} |"
+        )
+    for way, found in errors.items():
+        size = sorted(map(abs, found))
+        near = sum(e <= 0.15 for e in size)
+        says = (
+            f"{way}: median {statistics.median(size):.1%}, worst {size[-1]:.1%}, {near} of {len(size)} within"
+            " 15 %"
+        )
+        print(f"  {says}")
+        lines.append(f"\nTemporaries, {says}.")
+
+
 def main() -> None:
     """Record if a target is given, then compare."""
     os.environ.update(QUIET)
     target, *names = sys.argv[1:] or [""]
     if target:
         record(target, names)
+    lines = [HEAD]
     for where, kept in json.loads(RECORD.read_text()).items():
-        if target not in ("", where):
-            continue
-        print(f"\n{where}, {kept['versions']}: temporaries in GiB per device")
-        errors: dict[str, list[float]] = {"formula": [], "traced": []}
-        for case in cases(where):
-            if (row := kept["plans"].get(case.name)) is None:
-                continue
-            try:
-                peak = traced(case, parse_target(where).platform)
-            except (RuntimeError, ValueError) as error:  # cuDNN's attention can only be traced beside cuDNN
-                print(f"  {case.name:26} {error}")
-                continue
-            guesses = {
-                "formula": memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len),
-                "traced": peak.bytes,
-            }
-            line = f"  {case.name:26} {row['temp'] / GIB:8.2f}{' refused' * row['refused']:8}"
-            for way, guess in guesses.items():
-                errors[way].append(guess / row["temp"] - 1)
-                line += f"  {way} {guess / GIB:7.2f} {errors[way][-1]:+7.1%}"
-            print(line, flush=True)
-        for way, found in errors.items():
-            size = sorted(map(abs, found))
-            near = sum(e <= 0.15 for e in size)
-            print(
-                f"  {way}: median {statistics.median(size):.1%}, worst {size[-1]:.1%},"
-                f" {near} of {len(size)} within 15 %"
-            )
+        if target in ("", where):
+            compare(where, kept, lines)
+    if not target:
+        TABLE.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

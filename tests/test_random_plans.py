@@ -303,7 +303,10 @@ def batch_of(asked: dict, rng) -> dict:
     targets[rng.integers(b)] = -1
     if asked["targets"] == "none":
         targets[:] = -1
-    place, ends = np.arange(s, dtype=np.int32), np.sort(rng.integers(0, s, (b, asked["num_documents"] - 1)), 1)
+    place, ends = (
+        np.arange(s, dtype=np.int32),
+        np.sort(rng.integers(0, s, (b, asked["num_documents"] - 1)), 1),
+    )
     segments = 1 + (place >= ends[..., None]).sum(1, dtype=np.int32)
     begin = np.maximum.accumulate(np.where(np.diff(segments, axis=1, prepend=1), place, 0), 1, dtype=np.int32)
     positions = place - begin * asked["restart"]

@@ -72,6 +72,7 @@ def compile_step(
             raise
         said = re.search(r"\((\d[\d.]*)G\) exceeds|Used (\d[\d.]*)G of", str(error))
         needs = f"{said[1] or said[2]} GiB" + " of temporaries alone" * bool(said[1]) if said else "more"
+        need["compiled_temp"] = round(float(said[1]) * GIB) if said and said[1] else None
         why = _too_large(needs, config, plan, target, batch_size, seq_len)
         return document | {
             "fits": False,
@@ -81,7 +82,8 @@ def compile_step(
         }
     seconds, text = time.perf_counter() - begin, compiled.as_text() or ""
     program = compiled_memory(compiled)
-    need |= {"compiled_arguments": program["argument_bytes"], "compiled_temp": program["temp_bytes"]}
+    found = {"arguments": "argument_bytes", "temp": "temp_bytes", "alias": "alias_bytes"}
+    need |= {f"compiled_{name}": program[key] for name, key in found.items()}
     document |= report.compare(config, plan, batch_size, seq_len, partitioned, mesh)
     walked = _busiest(text, mesh, config, plan, target, seq_len)
     useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from llmpar import attention
 from llmpar.config import ModelConfig
-from llmpar.mesh import sharding, spec
+from llmpar.mesh import platform_of, sharding, spec
 from llmpar.notation import Layout
 from llmpar.par import Manual, vary
 from llmpar.plan import Plan
@@ -62,7 +62,8 @@ class Decoder:
         self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, batch_size: int, length: int
     ):
         self.config, self.length, self.start = config, length, 0
-        self.plan = plan = self.check(config, plan, batch_size, length)
+        self.platform = platform_of(mesh)
+        self.plan = plan = self.check(config, plan, batch_size, length).on(self.platform)
         slots = -(-length // plan.mesh.sp) * plan.mesh.sp
         shape = (config.num_layers, batch_size, slots, config.num_kv_heads, config.head_width)
         self.everywhere = sharding(mesh, Layout(()))
@@ -109,7 +110,7 @@ class Decoder:
 
     def _forward(self, params: Tree, cache, tokens, start):
         """On one device: logits of the last token, and the cache with all of them."""
-        par = Manual(self.plan)
+        par = Manual(self.plan, self.platform)
         par.cache = cache_of_layer = _Cache(par)
         model = nnx.merge(model_graph(self.config), params)
         none = tokens * 0  # of shape b s, and cut as tokens are
