@@ -480,7 +480,7 @@ class Plan:
 
     def _check_kernel(self, seq_len: int) -> None:
         """Refuse what a kernel cannot do, and a mask of all queries and keys that is too large."""
-        kernel, why, s = self.attention_kernel, "", self.regions["queries"]["s"]
+        kernel, why, s = self.attention_kernel, "", self.regions["queries"].get("s", ())
         masked = kernel == "xla" or kernel == "cudnn" and self.documents == "packed"
         mask_bytes = 2 * seq_len**2 // math.prod(self.mesh.sizes[a] for a in s)
         if masked and mask_bytes > MAX_MASK_BYTES:

@@ -198,7 +198,7 @@ def fault_tile_forgotten(monkeypatch):
 
 def fault_documents_ignored(monkeypatch):
     seen = lambda mask, q_ids, k_ids: mask.admits(q_ids[0] - k_ids[0], q_ids[0] - k_ids[0])
-    monkeypatch.setattr(flash, "_seen", seen)
+    monkeypatch.setattr(flash, "seen_pairs", seen)
 
 
 def fault_mask_forgotten(monkeypatch):

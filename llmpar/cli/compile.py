@@ -80,7 +80,7 @@ class Compile:
 
         start()
         config, plan = self.step.settle(len(target.devices), own=BIG)
-        batch_size = self.step.batch_size or target.num_devices
+        batch_size = target.num_devices if self.step.batch_size is None else self.step.batch_size
         say(f"compiling a step of {config.name} on {plan.mesh} for {target.text} …")
         with _still_at_work(target.platform):
             document = compile_step(config, plan, target, batch_size, self.step.seq_len)

@@ -110,7 +110,8 @@ class StepOptions:
         """
         config = preset(self.model)
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
-        plan, batch_size = Plan(mesh, **vars(self.plan)), self.batch_size or num_devices
+        plan = Plan(mesh, **vars(self.plan))
+        batch_size = num_devices if self.batch_size is None else self.batch_size
         spare = {name for name in plan.idle(config) if own and getattr(plan, name) == own.get(name)}
         plan = dataclasses.replace(plan, **{name: getattr(Plan(), name) for name in spare})
         if self.seq_len > MAX_SEQ_LEN or batch_size * self.seq_len > MAX_TOKENS:
