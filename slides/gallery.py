@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import json
 import shutil
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def drawings() -> dict[str, Scene]:
     parts = pairs_by_step(4, "contiguous", s=1024) / 256**2
     step = answers.answer(answers.START)["time"]
     memory = MemoryExplorer()
+    compiled = json.loads((Path(__file__).parent / "recorded" / "llama3-8b_h100.json").read_text())
     return {
         "mesh": draw.mesh("dp=2 fsdp=2 tp=4", devices_per_host=8, highlight_axis="fsdp"),
         "links": draw.links("dp=2 fsdp=4 tp=4", chip("h100")),
@@ -73,6 +75,7 @@ def drawings() -> dict[str, Scene]:
         "token_flow": draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
         "timeline": draw.timeline(timetable(make("zb-h1", 4, 16))),
         "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
+        "two_lanes": draw.two_lanes(compiled["turns"], f"One turn of each loop on {compiled['target']}"),
         "memory_bars": memory.scene,
         "time_bars": draw.time_bars([("a step", {k: v for k, v in step.items() if k != "simulated"})]),
         "loss_curve": draw.loss_curve([5.5 * 0.97**i + 1 for i in range(60)], 2.0, "An example of a loss"),
