@@ -176,7 +176,7 @@ def test_the_estimate_of_temporaries_is_finite_and_monotone():
         assert estimate(remedy) < estimate(), remedy
     stages = [estimate(change(zero=z, microbatches=2)) for z in range(4)]
     assert stages[0] == stages[1] > max(stages[2:]), "a sum over microbatches is cut from stage 2 on"
-    assert estimate(change(loss_chunks=4), vocab_size=8 * 264) < estimate(vocab_size=8 * 264)
+    assert estimate(change(loss_chunks=4), vocab_size=32 * 264) < estimate(vocab_size=32 * 264)
 
 
 # ---------------------------------------------------------------------------------------------------- traffic

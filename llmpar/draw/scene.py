@@ -220,6 +220,7 @@ def scaled(value: float, units: tuple[str, ...], base: float) -> str:
     power = 0
     while power + 1 < len(units) and abs(value) >= 0.9995 * base:
         value, power = value / base, power + 1
+    value *= 1 + 1e-12  # ties are rounded up, as browsers do it; Python rounds them to even
     number = f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return f"{number} {units[power]}"
 
