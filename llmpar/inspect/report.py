@@ -48,7 +48,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     text, known = compiled.as_text() or "", not config.experts and step.plan.attention_kernel != "flash"
     work = [executed_flops(text, branches) for branches in taken(config, plan)] if known else None
     held = compiled_memory(compiled)
-    peak = traced_peak(step, batch_size, seq_len, mesh.devices.flat[0].platform)
+    peak = traced_peak(step, batch_size, seq_len, platform_of(mesh))
     useful = memory.flops(config, batch_size, seq_len)
     return compare(config, plan, batch_size, seq_len, partitioned, mesh) | {
         "memory": {
@@ -112,7 +112,7 @@ def compare(
         "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
         "links": links(mesh),
         "reading": plan.reading,
-        "attention_kernel": plan.on(platform_of(mesh)).attention_kernel,
+        "attention_kernel": plan.attention_kernel,
         "zero": plan.zero,
         "stage": stage,
         "schedule": plan.schedule if plan.pipeline else None,

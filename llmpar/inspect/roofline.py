@@ -251,10 +251,8 @@ class _Walk:
             return None, 0.0
         held = sum(map(_size, op.results))
         message = held * group if kind == "reduce-scatter" else held
-        named = arrow_of(op.scope)
         merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))  # the compiler may merge several
-        named["arrow"] = "; ".join(merged) or named["arrow"]
-        key = (named["arrow"], ",".join(axes), kind, named["direction"])
+        key = ("; ".join(merged), ",".join(axes), kind, arrow_of(op.scope)["direction"])
         row = self.found.sent.setdefault(key, Sent(*key))
         kind = {"collective-permute": "permute", "ragged-all-to-all": "all-to-all"}.get(kind, kind)
         return row, self.link_seconds(kind, message, axes, group) + (START_S if self.gpu else 0.0)
@@ -485,6 +483,3 @@ def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
 def merged_terms(terms: Mapping[str, float]) -> dict[str, float]:
     """Give the terms, the longest first, without those of no time."""
     return {name: seconds for name, seconds in sorted(terms.items(), key=lambda t: -t[1]) if seconds}
-
-
-__all__ = ["Event", "Roofline", "Sent", "merged_terms", "roofline"]

@@ -144,19 +144,16 @@ def parse_target(text: str) -> Target:
 
 def need_compiler(platform: str) -> None:
     """Refuse, with the extra to install, where the compiler for a platform is missing."""
-    package, extra = {
-        "gpu": ("jax_plugins.xla_cuda12", "aot-gpu"),
-        "tpu": ("libtpu", "aot-tpu"),
-        "cudnn": ("nvidia.cudnn", "aot-gpu-cudnn"),
+    package, extra, what = {
+        "gpu": ("jax_plugins.xla_cuda12", "aot-gpu", "XLA's compiler for NVIDIA GPUs"),
+        "tpu": ("libtpu", "aot-tpu", "the TPU compiler"),
+        "cudnn": ("nvidia.cudnn", "aot-gpu-cudnn", "cuDNN"),
     }[platform]
     try:
         there = importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
         there = False
     if not there:
-        what = {"gpu": "XLA's compiler for NVIDIA GPUs", "tpu": "the TPU compiler", "cudnn": "cuDNN"}[
-            platform
-        ]
         raise ValueError(f"{what} is not installed; pip install 'llmpar[{extra}]' (no device is needed)")
 
 
