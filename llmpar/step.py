@@ -38,9 +38,18 @@ from llmpar.plan import Plan
 from llmpar.weights import Tree, described, init_params, model_graph, weight_dims
 
 WHOLE = Layout(())
-HIDES = {"xla_gpu_enable_latency_hiding_scheduler": True}
-"""What XLA for GPUs leaves out where a program has a ragged all-to-all, whose time it cannot estimate: to
-start collectives early. Without it not one of them is beside a product."""
+
+
+def compiler_options(plan: Plan, platform: str) -> dict[str, bool | int]:
+    """What XLA must be told of a plan to send while it computes. On GPUs it keeps one collective in flight,
+    of two hops of a ring the other waits; and where a program has a ragged all-to-all, whose time it cannot
+    estimate, it starts no collective early."""
+    if platform != "gpu":
+        return {}
+    ring = plan.mesh.sp > 1 and plan.context_parallel == "ring" or plan.tp_comm_overlap
+    ragged = plan.mesh.ep > 1 and plan.on(platform).dispatch == "ragged"
+    found = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4} if ring else {}
+    return found | ({"xla_gpu_enable_latency_hiding_scheduler": True} if ragged else {})
 
 
 class State(NamedTuple):
@@ -108,13 +117,12 @@ class Step:
             range(config.num_layers)
         )  # then nothing is ever moved
         given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
-        hide = plan.mesh.ep > 1 and platform_of(mesh) == "gpu" and plan.on("gpu").dispatch == "ragged"
         self.run = jax.jit(
             self._step,
             in_shardings=given,
             out_shardings=made,
             donate_argnums=0,
-            compiler_options=HIDES if hide else None,
+            compiler_options=compiler_options(plan, platform_of(mesh)),
         )
 
     def _shapes(self, config: ModelConfig) -> State:
