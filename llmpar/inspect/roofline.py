@@ -372,8 +372,8 @@ class _Walk:
             updated = [o for o in first if o.kind == "dynamic-update-slice"]
             cut = [o for o in first if o.kind in ("dynamic-slice", "gather", "slice")]
             if takes and len(updated) + len(cut) == len(takes):
-                held = _size(shapes(inner.type)[0])
-                moved += sum(min(_size(shapes(o.type)[0]), held) for o in cut)
+                taken = sum(_size(shapes(o.type)[0]) for o in cut)
+                moved += min(taken, _size(shapes(inner.type)[0]))
                 for o in updated:
                     part = body.get(o.operand(1)[0])
                     moved -= _size(shapes(o.type)[0]) - (_size(shapes(part.type)[0]) if part else 0)
