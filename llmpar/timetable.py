@@ -8,6 +8,7 @@ chunks costs 1/v of them; the unit is the caller's. Three bubbles are in use and
 papers do. Numpy only.
 """
 
+import functools
 import heapq
 import math
 from collections import defaultdict
@@ -231,6 +232,11 @@ def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) ->
         raise ValueError(
             f"costs {costs} and hop {hop}: give three durations F, B, W and one more, none negative"
         )
+    return _timetable(schedule, tuple(costs), hop)
+
+
+@functools.lru_cache(maxsize=64)
+def _timetable(schedule: Schedule, costs: Costs, hop: float) -> Timetable:
     ticks, ends, stuck = _run(schedule, lambda *_: 1, 0, False)
     _refuse(schedule, ticks, ends, stuck)
     starts, ends, stuck = _run(schedule, _each(schedule, costs), hop, True)

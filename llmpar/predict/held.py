@@ -67,10 +67,20 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
         "gradients": grads,
         "optimizer": state,
         "gathered weights": gathered,
-        "activations": 0.0 if run.offload else kept * layers * alive,
+        "activations": _kept(run, kept, counts, alive),
         "messages": 2.0 * soft.messages * run.stream_tokens * run.config.width * alive * (mesh.pp > 1),
         "working set": max(working, logits * soft.logit_bytes),
     }
+
+
+def _kept(run: Run, kept: float, counts: list[int], alive: float) -> float:
+    """Bytes of activations: of all layers of the microbatches that are alive; where a stage keeps its inputs
+    alone, these and one chunk's."""
+    if run.offload:
+        return 0.0
+    if run.again:
+        return 2.0 * run.stream_tokens * run.config.width * alive * len(counts) + kept * max(counts)
+    return kept * sum(counts) * alive
 
 
 def _alive(run: Run, stage: int) -> float:

@@ -74,6 +74,7 @@ SOFTWARE = {
             overhead_bytes=0.5e9,
             logit_bytes=4,
             late_bytes=4,
+            flash2=True,
             reduces_late=True,
         ),
     )
