@@ -240,9 +240,10 @@ class Manual(Solo):
         return self.plan.place(layout).axes
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """``f`` itself: everything here works on one device's blocks. Its collectives stay where they are
-        written."""
-        return lambda *args: f(*_together(args))
+        """``f`` itself: everything here works on one device's blocks. On simulated devices its collectives
+        stay where they are written; elsewhere they would wait there for weights that are still on their
+        way."""
+        return (lambda *args: f(*_together(args))) if self.platform == "cpu" else f
 
     def index(self, layout: str) -> int | Int[Array, ""]:
         """The position of this device's block among the blocks of the layout's one dim."""
