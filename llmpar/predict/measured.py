@@ -38,6 +38,10 @@ INPUTS = {
     "kv_heads": "KV heads",
     "ffn": "width of the feed-forward",
     "vocab": "vocabulary",
+    "experts": "experts of a layer, each of width ffn",
+    "top_k": "experts that a token visits",
+    "topk": "the same",
+    "shared_experts": "experts that every token visits",
     "activation": "'… two matrices' where the feed-forward has no gate",
     "seq": "tokens of a sequence",
     # the machine
@@ -84,10 +88,12 @@ MEASURED = {
     "tokens_per_s_per_gpu": "step_s", "tokens_per_s_per_device": "step_s", "tok_s_gpu": "step_s",
     "tokens_per_s_per_chip": "step_s", "tflops_per_gpu": "step_s", "tflops_per_chip": "step_s",
     "tflops_per_device": "step_s", "off": "step_s",
-    "mem_gb": "memory", "mem_gib": "memory", "alloc_gib": "memory",
-    "fits_80GB": "fits", "fits": "fits",
+    "mfu_pct": "step_s", "mem_gb": "memory", "mem_gib": "memory", "alloc_gib": "memory",
+    "fits_80GB": "fits", "fits_80gb": "fits", "fits_40GB": "fits", "fits": "fits",
 }  # fmt: skip
 """What was measured, and which of our answers it is held against. The rest of ``expected`` is derived."""
+NARROW = ("FP8", "MXFP8", "NVFP4", "INT8")
+"""Precisions whose products are priced as 8-bit ones."""
 NETWORKS = {"800 gb/s per node of 8": 12.5e9, "400 gb/s per gpu": 50e9}
 
 
@@ -215,6 +221,9 @@ def read(path: str | Path) -> tuple[list[Case], dict[str, str]]:
             cases += list(_cases(group))
         except ValueError as why:
             left[str(group["id"])] = str(why)
+        except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+            what = f"{type(error).__name__}: {error}"
+            left[str(group["id"])] = f"an input has a value that it cannot have, or one is missing ({what})"
     return cases, left
 
 
@@ -275,7 +284,7 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
     vp = known.get("vp", 1)
     run = Run(
         config, links, mesh, known["seq"], rows, microbatches, software, zero,
-        schedule="interleaved" if vp > 1 else known.get("schedule", "1f1b").split(",")[0],
+        schedule=_schedule(str(known.get("schedule", "")), vp),
         virtual_stages=vp,
         tp_sequence=source.tp_sequence and mesh.tp > 1,
         tp_overlap=(source.tp_overlap or chip.link == "torus") and mesh.tp > 1,
@@ -283,7 +292,7 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
         context_parallel=source.context_parallel,
         ffn_products=ffn_products,
         gpt=source.gpt,
-        fp8=str(known.get("precision", "")).upper().startswith("FP8") or "float8" in group.get("what", ""),
+        fp8=str(known.get("precision", "")).upper().startswith(NARROW) or "float8" in group.get("what", ""),
         slices=slices,
         expert_tp=source.expert_tp,
         balanced=source.balanced,
@@ -295,6 +304,13 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
     if str(known.get("remat", "")).startswith("custom") or "mesh" in known and not held.fits(run):
         run = dataclasses.replace(run, offload=software.name == "maxtext" and not held.fits(run))
     return Case(name, group["id"], run, _measured(found, run, source), group.get("source", ""))
+
+
+def _schedule(said: str, chunks: int) -> str:
+    """Our name of a schedule in words: '1f1b, no gradient buckets'."""
+    if chunks > 1 or "interleaved" in said.lower():
+        return "interleaved" if chunks > 1 else "1f1b"
+    return "gpipe" if "gpipe" in said.lower() else "1f1b"
 
 
 def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
@@ -316,9 +332,11 @@ def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
 
 
 def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
-    words = f"{group.get('what', '')}, {group['id']}".lower()
-    if "model" not in known and "h" not in known and "d" not in known and "params" not in known:
-        named = [name for name in sorted(MODELS, key=len) if name in words]
+    words = f"{group.get('what', '')}, {group['id']}".lower().replace(" ", "-")
+    if not {"model", "h", "d", "params"} & set(known):
+        named = [name for name in sorted(MODELS | PRESETS, key=len) if name in words]
+        sizes = re.findall(r"\b(8b|70b|405b)\b", group["id"].lower())
+        named = named or [f"llama-3.1-{size}" for size in sizes]
         known |= {"model": named[-1]} if named else {}
     if "model" in known:
         name = str(known["model"]).lower().split(" (")[0]
@@ -352,6 +370,10 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
         group["id"], known.get("vocab", 51_200), width, known["layers"], heads, known.get("kv_heads", heads),
         width // heads, known.get("ffn", 4 * width), tied=source.gpt,
     )  # fmt: skip
+    if known.get("experts", 0) > 1:
+        top = known.get("top_k", known.get("topk", 1))
+        many = ExpertConfig(known["experts"], top, num_shared=known.get("shared_experts", 0))
+        config = dataclasses.replace(config, experts=many)
     return config, gated
 
 
@@ -401,10 +423,13 @@ def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
     data = known.get("dp") or max(1, devices // (tp * pp * cp))
     if fsdp == 1 and "grad_accum" in known and "dp" not in known and "tp" not in known:
         return MeshShape(fsdp=devices), slices
-    if ep > 1 and data % ep == 0 and not (fsdp > 1):
+    if ep > 1 and fsdp % ep == 0:
+        fsdp //= ep
+    elif ep > 1 and data % ep == 0 and fsdp == 1:
         data //= ep
-    if fsdp > 1:
-        data = max(1, devices // (tp * pp * cp * fsdp)) if devices else known.get("dp", 1)
+    if fsdp > 1 or ep > 1 and not known.get("dp"):
+        fsdp_ranks = fsdp * ep
+        data = max(1, devices // (tp * pp * cp * fsdp_ranks)) if devices else known.get("dp", 1)
     return MeshShape(pp=pp, dp=data, fsdp=fsdp, ep=ep, sp=cp, tp=tp), slices
 
 
@@ -446,7 +471,8 @@ def _recompute(known: dict, source: Source, run: Run) -> Any:
 
 def _measured(found: dict, run: Run, source: Source) -> dict[str, Any]:
     step = None
-    for key, value in found.items():
+    for key in sorted(found, key=list(MEASURED).index):
+        value = found[key]
         if MEASURED[key] != "step_s" or step is not None or value is None:
             continue
         per_device = run.tokens_per_step / run.mesh.size
@@ -455,6 +481,9 @@ def _measured(found: dict, run: Run, source: Source) -> dict[str, Any]:
             step = value / 1e3
         elif key.startswith("tok") or key == "off":
             step = per_device / value * (run.chip.devices_per_chip if key.endswith("chip") else 1)
+        elif key == "mfu_pct":
+            peak = run.chip.per_device().flops_per_s * run.mesh.size
+            step = run.flops(causal=False) / peak / value * 100
         elif key.startswith("tflops"):
             many = chips if key.endswith("chip") else run.mesh.size
             step = run.flops(not source.full_attention) / many / value / 1e12
@@ -530,8 +559,15 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
     for i, case in enumerate(cases):
         run = case.run
         if case.measured["step_s"]:
-            same = dataclasses.replace(run.config, name="")
-            what = same, run.tokens_per_step, run.seq_len, run.mesh.size, run.chip.name, run.fp8, case.source
+            what = (
+                _nameless(run.config),
+                run.tokens_per_step,
+                run.seq_len,
+                run.mesh.size,
+                run.chip.name,
+                run.fp8,
+                case.source,
+            )
             alike.setdefault(what, []).append(i)
     listed: dict[str, list[int]] = {}
     for group in dict.fromkeys(case.group for case in cases):
@@ -547,19 +583,22 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
     for name, some in listed.items():
         predicted = [rows[i]["predicted"]["step_s"] for i in some]
         measured = [cases[i].measured["step_s"] for i in some]
-        equal = len({cases[i].run.tokens_per_step for i in some}) == 1
-        equal = equal and len({cases[i].run.config for i in some}) == 1
+        steps = {(cases[i].run.tokens_per_step, _nameless(cases[i].run.config)) for i in some}
         first = measured[predicted.index(min(predicted))]
         found.append(
             {
                 "id": name,
                 "runs": len(some),
                 "spearman": spearman(predicted, measured),
-                "choice_over_best": first / min(measured) if equal else None,
+                "choice_over_best": first / min(measured) if len(steps) == 1 else None,
                 "step_mean_abs_error": statistics.mean(abs(rows[i]["error"]["step_s"]) for i in some),
             }
         )
     return found
+
+
+def _nameless(config: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(config, name="")
 
 
 def _common(names: list[str]) -> str:

@@ -143,6 +143,12 @@ RATES: dict[str, Rates] = {
 }
 
 
+GENERATION = {
+    "a100-40": "a100-80", "gh200": "h100", "gb200": "b200", "gb300": "b200", "v5e": "v6e", "v4": "v5p",
+}  # fmt: skip
+"""Chips that nobody's runs here are of, and the chip whose cores or design they share."""
+
+
 def rates(chip_name: str) -> Rates:
-    """The row of a chip, or the general one."""
-    return RATES.get(chip_name, Rates())
+    """The row of a chip or of its generation, or the general one."""
+    return RATES.get(GENERATION.get(chip_name, chip_name), Rates())

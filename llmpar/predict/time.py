@@ -8,6 +8,7 @@ played with them: what the busiest stage waits is the bubble. `Rates` has a chip
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -404,9 +405,8 @@ def _finish(run, clock, forward, backward, shared, experts, simulate) -> Time:
     total = loads[busiest]
     if p > 1:
         hop = clock.hop() if run.software.overlaps else 0.0
-        if simulate:
-            span = _played(run, forward, backward, hop)
-        else:
+        span = _played(run, forward, backward, hop) if simulate else None
+        if span is None:
             through = sum(of(forward, s) + of(backward, s) for s in shared)
             one = loads[busiest] / m
             span = total + max(0.0, through - one) / v + 2 * (p - 1) * hop
@@ -440,16 +440,18 @@ def _finish(run, clock, forward, backward, shared, experts, simulate) -> Time:
     return Time(total, dict(terms.terms), terms.terms.get("bubble", 0.0) / total)
 
 
-def _played(run: Run, forward, backward, hop: float) -> float:
+def _played(run: Run, forward, backward, hop: float) -> float | None:
     """The schedule's makespan with these times. Of many microbatches few are played, and the rest added at
-    the busiest stage's pace: the steady state repeats."""
+    the busiest stage's pace: the steady state repeats. None where there is no such order."""
     m, p = run.microbatches, run.mesh.pp
     few = min(m, 4 * p)
-    try:
-        order = _order(run.schedule, p, few, run.virtual_stages)
-    except ValueError:
-        few = m
-        order = _order(run.schedule, p, m, run.virtual_stages)
+    order = None
+    for count in dict.fromkeys((few, m)):
+        with contextlib.suppress(ValueError):
+            few, order = count, _order(run.schedule, p, count, run.virtual_stages)
+            break
+    if order is None:
+        return None
     f = {cell: part.seconds for cell, part in forward.items()}
     b = {cell: part.seconds for cell, part in backward.items()}
     split = order.split_backward
