@@ -5,12 +5,14 @@ The tests hold `argument_bytes` against the compiled program, exactly; `temp_byt
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 
 from llmpar.config import ModelConfig
 from llmpar.plan import Plan
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
+from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
 
 
@@ -133,12 +135,20 @@ def _stage(order, held: Counter[str], stream: int, saved: int, crossing: int, bu
     """The same for a stage of a pipeline that is ``busy`` with one chunk: of the microbatches that are alive,
     what F (``saved``) and B (``crossing``) left lies in slots. A branch that updates slots by the hundred
     copies them (`inspect.liveness`, the law "copies")."""
-    alive = slots(timetable(order))
-    counts = alive.num_saved, alive.num_messages, alive.num_residual
-    num_saved, num_messages, num_residual = (int(max(n)) for n in counts)
+    num_saved, num_messages, num_residual = _alive(order)
     state = held["accumulated"] + num_saved * saved + (num_messages + 1) * stream
     left = num_residual * crossing
     return state + left + max(left, busy)
+
+
+@functools.lru_cache(maxsize=256)
+def _alive(order: Schedule) -> tuple[int, int, int]:
+    """Slots for what F left, for messages, and for what B left for W."""
+    alive = slots(timetable(order))
+    saved, messages, residual = (
+        int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual)
+    )
+    return saved, messages, residual
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:
