@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.extend
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from llmpar.notation import AXES, Layout, MeshShape, parse_mesh
+from llmpar.notation import AXES, DIMS, Dim, Layout, MeshShape, parse_mesh
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 POOL_SIZE = ("NPROC", "PJRT_NPROC")
@@ -309,9 +309,38 @@ def abstract_mesh(shape: str | MeshShape) -> AbstractMesh:
     return AbstractMesh(tuple(shape.sizes.values()), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def explicit(mesh: Mesh | AbstractMesh) -> Any:
+    """The same mesh with explicit axes: what lies on it has its sharding in its type."""
+    return mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+
+
 def spec(layout: Layout) -> PartitionSpec:
     """The layout as JAX writes it: per dim the axes that cut it."""
     return PartitionSpec(*[d.axes or None for d in layout.dims])
+
+
+def kind(layout: Layout, reduced: Iterable[str] = ()) -> PartitionSpec:
+    """The layout as JAX's types write it on explicit axes: `spec`, and the sums that are not finished."""
+    return PartitionSpec(*spec(layout), unreduced=set(layout.sums), reduced=set(reduced))
+
+
+def from_type(x: Any, letters: str | None = None) -> Layout:
+    """The layout of an array, or of a tracer on explicit axes, as its type has it. The dims are named by
+    ``letters``; without them they get letters in order.
+
+    Raises ValueError where the mesh axes have names that are not ours.
+    """
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    where = sharding.spec
+    letters = letters or "".join(DIMS)[: len(where)]
+    dims = tuple(Dim(d, axes_of(cut)) for d, cut in zip(letters, where.partitions, strict=True))
+    sums = tuple(a for a in sharding.mesh.axis_names if a in where.unreduced)
+    return Layout(dims, sums)
+
+
+def axes_of(cut: Any) -> tuple[str, ...]:
+    """One dim's entry of a PartitionSpec as a tuple of axes."""
+    return () if cut is None else (cut,) if isinstance(cut, str) else tuple(cut)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:

@@ -1,5 +1,5 @@
-"""One model text, three readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's
-partitioner.
+"""One model text, four readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's
+partitioner, `Explicit` with layouts as types.
 
 The model calls these methods and never names a mesh axis:
 
@@ -7,6 +7,9 @@ The model calls these methods and never names a mesh axis:
     par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
     par.enter, par.leave   moves with the products that come right behind, or right before
     par.max(x, arrow)      the same for a maximum, through which no gradient flows
+    par.beside(f, x, p)    f of a value and a parameter that it is multiplied with, or that is added to it
+    par.summed(f, …)       a function that gives, on each device, one term of an unfinished sum
+    par.total(x, layout)   the sum of all that is here
     par.index(layout)      which block of a dim this device holds; par.parts(layout): of how many
     par.layers(f, x, ws)   a stack of blocks
     par.chunked(f, xs, n)  pieces of a sequence, one after the other
@@ -35,11 +38,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Int
 
-from llmpar.mesh import platform_of, sharding, spec
-from llmpar.notation import Arrow, Layout, Move, parse_layout
+from llmpar.mesh import from_type, kind, platform_of, sharding, spec
+from llmpar.notation import Arrow, Layout, Move, parse_arrow, parse_layout
 
 WEIGHT, MOVED = "weight", "moved"
 """Names under which remat policies know gathered weights and the results of communication."""
@@ -66,6 +69,11 @@ class Solo:
         """The parameter in the computing dtype."""
         return param[...].astype(self.dtype)
 
+    def beside(self, f: Callable, x: Array, param) -> Array:
+        """``f(x, weight)``, number by number along the last dims of ``x``."""
+        weight = self.weight(param)
+        return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
+
     def move(self, x: Array, arrow: str) -> Array:
         """``x`` itself: it is where it should be."""
         return x
@@ -86,6 +94,15 @@ class Solo:
     def max(self, x: Array, arrow: str) -> Array:
         """``x`` itself, behind a stop_gradient."""
         return lax.stop_gradient(x)
+
+    def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
+        """``f(par, …)`` as a function of values laid out as ``layouts`` say. On each device it gives a term
+        of a sum; the arrow finishes it."""
+        return lambda *args: self.move(f(self, *args), arrow)
+
+    def total(self, x: Array, layout: str) -> Array:
+        """The sum over all dims of what is here, laid out as ``layout`` says."""
+        return x.sum()
 
     def index(self, layout: str) -> int | Int[Array, ""]:
         """0: the one block that there is."""
@@ -496,3 +513,109 @@ class Auto(Solo):
     def constrain(self, x: Array, layout: Layout) -> Array:
         """Pin a value's layout."""
         return lax.with_sharding_constraint(x, sharding(self.mesh, layout))
+
+    def carry_out(self, x: Array, arrow: Arrow, text: str = "") -> Array:
+        """``x`` laid out as a physical arrow ends."""
+        return self.constrain(x, arrow.after)
+
+
+# --------------------------------------------------------------------------------------------------- Explicit
+
+
+class Explicit(Auto):
+    """On a mesh of explicit axes: a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks.
+
+    An unfinished sum ``+a`` is ``unreduced={a}`` in the type. What `Manual` calls varying is ``reduced={a}``
+    here: a value that is equal along a, and used on values that are not. Its gradient is a sum over a, which
+    stays unfinished up to the reshard that the mark came from. `seen` lists, for every arrow's two ends, its
+    text, the physical layout and the type that JAX found.
+    """
+
+    def __init__(self, plan, mesh: Mesh | AbstractMesh):
+        super().__init__(plan, mesh)
+        self.seen: dict[tuple[str, str, str], None] = {}
+
+    def weight(self, param):
+        """The weight as it is used. The gradient of its stored shard is a sum that the step finishes."""
+        life, region = self.plan.life(param.dims), parse_layout(param.dims).region
+        shard = self.lay(param[...], life.stored, param.dims, region).astype(self.dtype)
+        return checkpoint_name(self.lay(shard, life.used, param.dims, region), WEIGHT)
+
+    def beside(self, f: Callable, x: Array, param) -> Array:
+        """``f(x, weight)``, the weight spread as ``x`` is: as an outer product with ones, whose gradient is
+        an unfinished sum. It is not kept for the backward pass."""
+        weight = self.weight(param)
+        lead = x.ndim - weight.ndim
+        ones = jnp.ones(x.shape[:lead], x.dtype, out_sharding=PartitionSpec(*jax.typeof(x).sharding.spec.partitions[:lead]))
+        spread = lambda w: lax.dot_general(ones, w, (((), ()), ((), ())), precision="highest")
+        return jax.checkpoint(lambda x, w: f(x, spread(w)))(x, weight)
+
+    def move(self, x: Array, arrow: str) -> Array:
+        """``x`` with the type that the arrow ends in."""
+        physical, logical = self.plan.resolve(arrow), parse_arrow(arrow)
+        self.check(x, logical.before, physical.before, arrow)
+        x = self.lay(x, physical.after, arrow, logical.after.region)
+        self.check(x, logical.after, physical.after, arrow)
+        return checkpoint_name(x, MOVED) if physical.moves else x
+
+    def check(self, x: Array, logical: Layout, layout: Layout, arrow: str) -> None:
+        """Note a layout and the type beside it, and refuse a value of another type."""
+        found = from_type(x, layout.letters or None)
+        if found != layout:
+            raise ValueError(f"arrow '{arrow}' has '{layout}' here, but the type is {jax.typeof(x)}: '{found}'")
+        self.seen[str(logical), str(layout), str(jax.typeof(x))] = None
+
+    def lay(self, x: Array, layout: Layout, text: str, region: str = "") -> Array:
+        """``x`` typed as a layout says. In a ``region`` its gradient is a sum over the axes over which values
+        differ there and ``x`` does not."""
+        differ = self.plan.varying(region) if region and jnp.issubdtype(x.dtype, jnp.floating) else ()
+        reduced = [a for a in differ if a not in layout.axes + layout.sums]
+        with scope(text):
+            return reshard(x, NamedSharding(self.mesh, kind(layout, reduced)))
+
+    def copied(self, weight: Array, life) -> Array:
+        """A stored weight whose gradient is a sum over the copies, unfinished: `Life.unreduced`."""
+        return reshard(weight, NamedSharding(self.mesh, kind(life.stored, life.unreduced.sums)))
+
+    def carry_out(self, x: Array, arrow: Arrow, text: str = "") -> Array:
+        """``x`` with the type that a physical arrow ends in."""
+        return self.lay(x, arrow.after, text or str(arrow))
+
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
+        """``multiply(x, *weights)`` as a sum that is typed unfinished, then moved."""
+        with scope(arrow):
+            y = multiply(x, *weights, out_sharding=kind(self.plan.resolve(arrow).before))
+        return self.move(y, arrow)
+
+    def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
+        """An island, whose result is typed as an unfinished sum; then moved."""
+        island = self.local(functools.partial(f, self.explicit), layouts, parse_arrow(arrow).before)
+
+        def finished(*args):
+            with scope(arrow):
+                y = island(*args)
+            return self.move(y, arrow)
+
+        return finished
+
+    def total(self, x: Array, layout: str) -> Array:
+        """The sum over all dims, finished."""
+        sums = Layout((), self.plan.place(layout).axes + self.plan.place(layout).sums)
+        with scope("loss, tokens and norm"):
+            x = lax.reduce_sum(x, range(x.ndim), out_sharding=kind(sums))
+        return self.carry_out(x, Arrow(sums, Layout(())), "loss, tokens and norm")
+
+    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
+        """``f`` inside shard_map, on each device's blocks; the sums that it leaves unfinished stay so."""
+        ends = jax.tree.map(self.plan.place, result, is_leaf=lambda x: isinstance(x, Layout))
+
+        def unfinished(y, end):
+            return lax.pcast(vary(y, end.sums), end.sums, to="unreduced") if end.sums else y
+
+        def call(*args):
+            marks = [jax.typeof(x).sharding.spec.reduced for x in args]
+            given = tuple(kind(self.plan.place(x), mark) for x, mark in zip(layouts, marks, strict=True))
+            inside = lambda *args: jax.tree.map(unfinished, f(*_together(tuple(map(vary, args, marks)))), ends)
+            return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(kind, ends))(*args)
+
+        return call

@@ -12,6 +12,7 @@ right when its state is cut; for elementwise ones such as AdamW the compiled upd
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -25,15 +26,15 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from llmpar import pipeline, schedules
 from llmpar.config import ModelConfig
-from llmpar.mesh import platform_of, sharding, spec
+from llmpar.mesh import explicit, platform_of, sharding, spec
 from llmpar.model import Batch
 from llmpar.notation import AXES, Arrow, Dim, Layout
 from llmpar.optimizer import counts_empty_places
-from llmpar.par import Auto, Manual, Solo, vary, varying
+from llmpar.par import Auto, Explicit, Manual, Solo, vary, varying
 from llmpar.plan import Plan
 from llmpar.weights import Tree, described, init_params, model_graph, weight_dims
 
@@ -76,7 +77,8 @@ class Step:
         clip: float | None = 1.0,
     ):
         plan = plan.on(platform_of(mesh))
-        self.config, self.plan, self.mesh, self.optimizer, self.clip = config, plan, mesh, optimizer, clip
+        self.config, self.plan, self.optimizer, self.clip = config, plan, optimizer, clip
+        self._auto_mesh, self.mesh = mesh, (mesh := explicit(mesh) if plan.reading == "explicit" else mesh)
         self.dims, self._live = weight_dims(config), plan.live(*AXES)
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
@@ -203,6 +205,17 @@ class Step:
     def _step(self, state: State, batch: Batch) -> tuple[State, dict]:
         par = self._reading()
         grads, metrics = self._gradients(par, state.params, batch)
+        update = functools.partial(self._update, par)
+        if isinstance(par, Explicit):  # an optimizer is written by others, for whole arrays
+            update = jax.sharding.auto_axes(update, out_sharding=(self.shardings, sharding(self.mesh, WHOLE)))
+        with self._types():
+            return update(state, grads, metrics)
+
+    def _types(self):
+        """Where types have layouts, the mesh that they speak of."""
+        return use_abstract_mesh(self.mesh.abstract_mesh) if self.plan.reading == "explicit" else contextlib.nullcontext()
+
+    def _update(self, par, state: State, grads: Tree, metrics: dict) -> tuple[State, dict]:
         if self.clip is not None:
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(metrics["grad_norm"], 1e-12))
             grads = jax.tree.map(lambda g: g * scale, grads)
@@ -237,13 +250,14 @@ class Step:
 
     def _reading(self) -> Manual | Auto:
         """The reading of the model's text that the plan asks for."""
-        if self.plan.reading == "auto":
-            return Auto(self.plan, self.mesh)
-        return Manual(self.plan, platform_of(self.mesh))
+        if self.plan.reading == "manual":
+            return Manual(self.plan, platform_of(self.mesh))
+        return (Auto if self.plan.reading == "auto" else Explicit)(self.plan, self.mesh)
 
     def _gradients(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         if isinstance(par, Auto):
-            grads, metrics = self._auto(par, params, batch)
+            with self._types():
+                grads, metrics = self._global(par, params, batch)
             return grads, metrics | {"grad_norm": optax.tree.norm(grads)}
         specs = lambda layouts: jax.tree.map(spec, layouts)
         data = spec(self.plan.place("data b s"))
@@ -257,10 +271,14 @@ class Step:
         """The loss summed over the tokens, and the routers' tally (None without experts)."""
         return nnx.merge(model_graph(self.config), params).loss(batch, par)
 
-    def _auto(self, par: Auto, params: Tree, batch: Batch):
+    def _global(self, par: Auto, params: Tree, batch: Batch):
+        """On whole values."""
+        if isinstance(par, Explicit):
+            params = jax.tree.map(par.copied, params, self.life)
         (loss, tally), grads = self._accumulate(par, params, batch)
         tokens = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
-        grads = self._constrain(jax.tree.map(lambda g: g / tokens, grads), self.graded)
+        grads = jax.tree.map(lambda g: g / tokens, self._reduce(par, grads))
+        tally = jax.tree.map(lambda x: par.carry_out(x, Arrow(WHOLE, WHOLE), "loss, tokens and norm"), tally)
         return grads, {"loss": loss / tokens, "tokens": tokens} | self._told(tally)
 
     def _manual(self, par: Manual, params: Tree, batch: Batch):
@@ -307,8 +325,6 @@ class Step:
             return (loss, None), grads
 
         def cut(g, life, dims):
-            if isinstance(par, Auto):
-                return par.constrain(g, life.graded if plan.zero == 2 else life.stored)
             return par.carry_out(g, life.accumulate, f"gradient {dims}")
 
         def one(part: Batch) -> tuple[tuple[jax.Array, Any], Tree]:
@@ -327,7 +343,10 @@ class Step:
         plan, weights, how = self.plan, self.abstract_state.params, self.config.experts
         tally = jnp.zeros((self.config.num_layers, how.num_experts + 2)) if how else None
         if isinstance(par, Auto):
-            return (jnp.float32(0), tally), jax.tree.map(lambda w: jnp.zeros(w.shape), weights)
+            zeros = lambda w, life: par.carry_out(jnp.zeros(w.shape), Arrow(WHOLE, life.accumulated))
+            open_tally = Arrow(WHOLE, Layout((Dim("l"), Dim("e")), plan.varying("stream")))
+            tally = jax.tree.map(lambda x: par.carry_out(x, open_tally), tally)
+            return (jnp.float32(0), tally), jax.tree.map(zeros, weights, self.life)
 
         def zeros(w, life):
             layout = life.accumulated
@@ -383,7 +402,7 @@ class Step:
 
     def _constrain(self, tree: Tree, layouts: Tree) -> Tree:
         return jax.tree.map(
-            lambda x, layout: lax.with_sharding_constraint(x, sharding(self.mesh, layout)), tree, layouts
+            lambda x, layout: lax.with_sharding_constraint(x, sharding(self._auto_mesh, layout)), tree, layouts
         )
 
     @functools.cached_property
