@@ -16,7 +16,7 @@ import jax.extend
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from llmpar.notation import AXES, DIMS, Dim, Layout, MeshShape, parse_mesh
+from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_mesh
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 POOL_SIZE = ("NPROC", "PJRT_NPROC")
@@ -325,21 +325,34 @@ def kind(layout: Layout, reduced: Iterable[str] = ()) -> PartitionSpec:
 
 
 def from_type(x: Any, letters: str | None = None) -> Layout:
-    """The layout of an array, or of a tracer on explicit axes, as its type has it. The dims are named by
-    ``letters``; without them they get letters in order.
+    """The layout of an array, or of a tracer on explicit axes, as its sharding has it; the axes may have any
+    names. ``letters`` name the dims; without them they are named b, s, d and so on, in order.
 
-    Raises ValueError where the mesh axes have names that are not ours.
+    Raises ValueError for a value whose type tells no layout: a tracer on automatic axes, or inside shard_map.
     """
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    where = sharding.spec
-    letters = letters or "".join(DIMS)[: len(where)]
-    dims = tuple(Dim(d, axes_of(cut)) for d, cut in zip(letters, where.partitions, strict=True))
-    sums = tuple(a for a in sharding.mesh.axis_names if a in where.unreduced)
-    return Layout(dims, sums)
+    mesh = getattr(jax.typeof(x).sharding, "mesh", None)
+    where = jax.typeof(x).sharding
+    if not isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "sharding", None), NamedSharding):
+        where = x.sharding  # of an array it is known on any mesh
+    elif mesh is None or mesh.empty or not mesh.are_all_axes_explicit:
+        axes = "inside shard_map" if mesh is not None and mesh.manual_axes else "on automatic axes"
+        raise ValueError(
+            f"the type {jax.typeof(x)} tells no layout {axes}; use a mesh of AxisType.Explicit, under"
+            " jax.set_mesh"
+        )
+    cuts = [axes_of(cut) for cut in where.spec.partitions]
+    cuts += [()] * (x.ndim - len(cuts))
+    letters = "bsdnkrhmevclut"[: x.ndim] if letters is None else letters
+    if len(letters) != x.ndim:
+        raise ValueError(
+            f"{x.ndim} dims cannot be named by the {len(letters)} letters '{letters}'; give {x.ndim}"
+        )
+    sums = tuple(a for a in where.mesh.axis_names if a in where.spec.unreduced)
+    return Layout(tuple(map(Dim, letters, cuts)), sums)
 
 
 def axes_of(cut: Any) -> tuple[str, ...]:
-    """One dim's entry of a PartitionSpec as a tuple of axes."""
+    """The axes in one dim's entry of a PartitionSpec."""
     return () if cut is None else (cut,) if isinstance(cut, str) else tuple(cut)
 
 

@@ -42,7 +42,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, resha
 from jaxtyping import Array, Int
 
 from llmpar.mesh import from_type, kind, platform_of, sharding, spec
-from llmpar.notation import Arrow, Layout, Move, parse_arrow, parse_layout
+from llmpar.notation import Arrow, Layout, Move, parse_layout
 
 WEIGHT, MOVED = "weight", "moved"
 """Names under which remat policies know gathered weights and the results of communication."""
@@ -167,10 +167,11 @@ def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
 
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
     """Save everything except gathered weights (and their renamed copies, also beyond the barrier before an
-    island): no recomputing, but gathering again. What else is gathered is saved under its name."""
+    island, and typed anew inside it): no recomputing, but gathering again. What else is gathered is saved
+    under its name."""
     if prim.name == "name":
         return params["name"] != WEIGHT
-    return prim.name not in ("all_gather", "optimization_barrier")
+    return not prim.name.startswith(("all_gather", "reshard", "optimization_barrier", "reduced_vary_cast"))
 
 
 # ----------------------------------------------------------------------------------------------------- Manual
@@ -525,97 +526,97 @@ class Auto(Solo):
 class Explicit(Auto):
     """On a mesh of explicit axes: a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks.
 
-    An unfinished sum ``+a`` is ``unreduced={a}`` in the type. What `Manual` calls varying is ``reduced={a}``
-    here: a value that is equal along a, and used on values that are not. Its gradient is a sum over a, which
-    stays unfinished up to the reshard that the mark came from. `seen` lists, for every arrow's two ends, its
-    text, the physical layout and the type that JAX found.
+    An unfinished sum ``+a`` is ``unreduced={a}`` in the type. What `Manual` calls varying is ``reduced={a}``:
+    a value that is the same all over a, and is used there on values that are not. Its gradient is a sum over
+    a, unfinished until the move that set the mark finishes it on the way back. `seen` has every region that a
+    value was in, the layout there, what the type says, and the type itself.
     """
 
     def __init__(self, plan, mesh: Mesh | AbstractMesh):
         super().__init__(plan, mesh)
-        self.seen: dict[tuple[str, str, str], None] = {}
+        self.seen: dict[tuple[str, str, str, str], None] = {}
 
     def weight(self, param):
-        """The weight as it is used. The gradient of its stored shard is a sum that the step finishes."""
-        life, region = self.plan.life(param.dims), parse_layout(param.dims).region
-        shard = self.lay(param[...], life.stored, param.dims, region).astype(self.dtype)
-        return checkpoint_name(self.lay(shard, life.used, param.dims, region), WEIGHT)
+        """The weight as it is used. Where the step has marked the stored one, its gradient stays a sum."""
+        life, dims = self.plan.life(param.dims), param.dims
+        shard = self.lay(param[...], life.stored, dims, marked=True).astype(self.dtype)
+        return checkpoint_name(self.note(self.lay(shard, life.used, dims, marked=True), dims), WEIGHT)
 
     def beside(self, f: Callable, x: Array, param) -> Array:
-        """``f(x, weight)``, the weight spread as ``x`` is: as an outer product with ones, whose gradient is
-        an unfinished sum. It is not kept for the backward pass."""
+        """``f(x, weight)``, with the weight spread as ``x`` is, by an outer product with ones: the gradient
+        of that is an unfinished sum, which JAX's rule for broadcasting lacks. Nothing of it is kept."""
         weight = self.weight(param)
         lead = x.ndim - weight.ndim
-        ones = jnp.ones(x.shape[:lead], x.dtype, out_sharding=PartitionSpec(*jax.typeof(x).sharding.spec.partitions[:lead]))
+        cuts = PartitionSpec(*jax.typeof(x).sharding.spec.partitions[:lead])
+        ones = jnp.ones(x.shape[:lead], x.dtype, out_sharding=cuts)
         spread = lambda w: lax.dot_general(ones, w, (((), ()), ((), ())), precision="highest")
         return jax.checkpoint(lambda x, w: f(x, spread(w)))(x, weight)
 
     def move(self, x: Array, arrow: str) -> Array:
-        """``x`` with the type that the arrow ends in."""
-        physical, logical = self.plan.resolve(arrow), parse_arrow(arrow)
-        self.check(x, logical.before, physical.before, arrow)
-        x = self.lay(x, physical.after, arrow, logical.after.region)
-        self.check(x, logical.after, physical.after, arrow)
-        return checkpoint_name(x, MOVED) if physical.moves else x
+        """``x`` with the type in which the arrow ends."""
+        before, _, after = arrow.partition("->")
+        physical = self.plan.resolve(arrow)
+        x = self.lay(
+            self.note(x, before), physical.after, arrow, marked=jnp.issubdtype(x.dtype, jnp.floating)
+        )
+        return checkpoint_name(self.note(x, after), MOVED) if physical.moves else x
 
-    def check(self, x: Array, logical: Layout, layout: Layout, arrow: str) -> None:
-        """Note a layout and the type beside it, and refuse a value of another type."""
-        found = from_type(x, layout.letters or None)
-        if found != layout:
-            raise ValueError(f"arrow '{arrow}' has '{layout}' here, but the type is {jax.typeof(x)}: '{found}'")
-        self.seen[str(logical), str(layout), str(jax.typeof(x))] = None
+    def note(self, x: Array, text: str, layout: Layout | None = None) -> Array:
+        """``x``, whose type is the layout of what ``text`` names; refused where it is not."""
+        layout = layout or self.plan.place(text.strip())
+        found, kind = from_type(x, layout.letters or None), str(jax.typeof(x))
+        if set(found.sums) != set(layout.sums) or found.dims != layout.dims:
+            raise ValueError(f"'{text.strip()}' is '{layout}' here, but the type {kind} is '{found}'")
+        self.seen[text.strip(), str(layout), str(found), kind] = None
+        return x
 
-    def lay(self, x: Array, layout: Layout, text: str, region: str = "") -> Array:
-        """``x`` typed as a layout says. In a ``region`` its gradient is a sum over the axes over which values
-        differ there and ``x`` does not."""
-        differ = self.plan.varying(region) if region and jnp.issubdtype(x.dtype, jnp.floating) else ()
-        reduced = [a for a in differ if a not in layout.axes + layout.sums]
+    def lay(self, x: Array, layout: Layout, text: str, marked: bool = False) -> Array:
+        """``x`` typed as a layout says; ``marked`` as used in the region in which ``text`` ends."""
+        region = parse_layout(text.rpartition("->")[2].strip()).region if marked else ""
+        differ = self.plan.varying(region) if region else ()
+        marks = [a for a in differ if a not in layout.axes + layout.sums]
         with scope(text):
-            return reshard(x, NamedSharding(self.mesh, kind(layout, reduced)))
-
-    def copied(self, weight: Array, life) -> Array:
-        """A stored weight whose gradient is a sum over the copies, unfinished: `Life.unreduced`."""
-        return reshard(weight, NamedSharding(self.mesh, kind(life.stored, life.unreduced.sums)))
+            # XLA books a collective under what is before it, there and back: without barriers, a product.
+            x = reshard(lax.optimization_barrier(x), NamedSharding(self.mesh, kind(layout, marks)))
+            return lax.optimization_barrier(x)
 
     def carry_out(self, x: Array, arrow: Arrow, text: str = "") -> Array:
-        """``x`` with the type that a physical arrow ends in."""
-        return self.lay(x, arrow.after, text or str(arrow))
+        """``x`` with the type in which a physical arrow ends."""
+        return self.note(self.lay(x, arrow.after, text or str(arrow)), text, arrow.after)
 
     def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
-        """``multiply(x, *weights)`` as a sum that is typed unfinished, then moved."""
-        with scope(arrow):
-            y = multiply(x, *weights, out_sharding=kind(self.plan.resolve(arrow).before))
-        return self.move(y, arrow)
+        """``multiply(x, *weights)`` as an unfinished sum, moved."""
+        return self.move(multiply(x, *weights, out_sharding=kind(self.plan.resolve(arrow).before)), arrow)
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """An island, whose result is typed as an unfinished sum; then moved."""
-        island = self.local(functools.partial(f, self.explicit), layouts, parse_arrow(arrow).before)
-
-        def finished(*args):
-            with scope(arrow):
-                y = island(*args)
-            return self.move(y, arrow)
-
-        return finished
+        """An island whose result is typed as an unfinished sum, moved."""
+        island = self.local(functools.partial(f, self.explicit), layouts, arrow.partition("->")[0].strip())
+        return lambda *args: self.move(island(*args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
         """The sum over all dims, finished."""
-        sums = Layout((), self.plan.place(layout).axes + self.plan.place(layout).sums)
-        with scope("loss, tokens and norm"):
-            x = lax.reduce_sum(x, range(x.ndim), out_sharding=kind(sums))
-        return self.carry_out(x, Arrow(sums, Layout(())), "loss, tokens and norm")
+        place, text = self.plan.place(layout), "loss, tokens and norm"
+        sums = Layout((), place.axes + place.sums)
+        return self.carry_out(
+            lax.reduce_sum(x, range(x.ndim), out_sharding=kind(sums)), Arrow(sums, Layout(())), text
+        )
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """``f`` inside shard_map, on each device's blocks; the sums that it leaves unfinished stay so."""
-        ends = jax.tree.map(self.plan.place, result, is_leaf=lambda x: isinstance(x, Layout))
+        ends = jax.tree.map(self.plan.place, result)
 
         def unfinished(y, end):
             return lax.pcast(vary(y, end.sums), end.sums, to="unreduced") if end.sums else y
 
         def call(*args):
-            marks = [jax.typeof(x).sharding.spec.reduced for x in args]
+            marks = [jax.typeof(x).sharding.spec.reduced for x in map(self.note, args, layouts)]
             given = tuple(kind(self.plan.place(x), mark) for x, mark in zip(layouts, marks, strict=True))
-            inside = lambda *args: jax.tree.map(unfinished, f(*_together(tuple(map(vary, args, marks)))), ends)
-            return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(kind, ends))(*args)
+            inside = lambda *args: jax.tree.map(
+                unfinished, f(*_together(tuple(map(vary, args, marks)))), ends
+            )
+            out = jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(kind, ends))(
+                *args
+            )
+            return jax.tree.map(self.note, out, result)
 
         return call

@@ -383,6 +383,9 @@ class Plan:
         if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
             why = f"does not go with ZeRO {self.zero}, whose gradients are reduce-scattered"
             raise ValueError(f"reduce='{self.reduce}' {why}; use 'end'")
+        if self.reduce == "bucket" and self.reading == "explicit":
+            why = "joins gradients that are cut in different ways, and a type has one way"
+            raise ValueError(f"reduce='bucket' {why}; use reduce='end', or reading='manual'")
         if self.reduce == "layer" and self.microbatches > 1:
             raise ValueError(
                 "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1"
@@ -414,8 +417,8 @@ class Plan:
             ("tp_comm_overlap", not self.tp_sequence, "without tp_sequence nothing is gathered over tp"),
             (
                 "tp_comm_overlap",
-                self.reading == "auto",
-                "under reading='auto' XLA chooses how activations travel",
+                self.reading != "manual",
+                f"under reading='{self.reading}' XLA chooses how activations travel",
             ),
             ("dispatch", sizes["ep"] == 1, one("ep")),
             (

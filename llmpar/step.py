@@ -2,6 +2,7 @@
 keeps.
 
     forward and backward   Manual: in shard_map, collectives by the arrows     Auto: in jit, XLA's choice
+                           Explicit: in jit, collectives by the types that the arrows give
     reduce the gradients   `plan.Life.finish`, for what the backward pass has not summed already
     clip, update           any Optax optimizer, on global arrays cut as `plan.Life` says
     restore the weights    ZeRO 1 and 2: the updated shards are gathered again
@@ -12,7 +13,6 @@ right when its state is cut; for elementwise ones such as AdamW the compiled upd
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -78,11 +78,14 @@ class Step:
     ):
         plan = plan.on(platform_of(mesh))
         self.config, self.plan, self.optimizer, self.clip = config, plan, optimizer, clip
-        self._auto_mesh, self.mesh = mesh, (mesh := explicit(mesh) if plan.reading == "explicit" else mesh)
+        # What is made by constraints lies on the mesh as given; explicit axes are the same devices.
+        self._given, mesh = mesh, explicit(mesh) if plan.reading == "explicit" else mesh
+        self.mesh = mesh
         self.dims, self._live = weight_dims(config), plan.live(*AXES)
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)
+        self._tally = Layout((Dim("l"), Dim("e")), plan.varying("stream"))  # summed over all tokens
         self.batch_sharding = sharding(mesh, plan.place("data b s"))
         self.layer_order = schedules.layer_order(plan.pipeline, config.num_layers)
         state = self._shapes(plan.padded(config))
@@ -205,17 +208,15 @@ class Step:
     def _step(self, state: State, batch: Batch) -> tuple[State, dict]:
         par = self._reading()
         grads, metrics = self._gradients(par, state.params, batch)
+        if not isinstance(par, Explicit):
+            return self._update(par, state, grads, metrics)
+        # Optimizers are written by others, and for whole arrays.
         update = functools.partial(self._update, par)
-        if isinstance(par, Explicit):  # an optimizer is written by others, for whole arrays
-            update = jax.sharding.auto_axes(update, out_sharding=(self.shardings, sharding(self.mesh, WHOLE)))
-        with self._types():
-            return update(state, grads, metrics)
+        out = self.shardings, sharding(self.mesh, WHOLE)
+        with use_abstract_mesh(self.mesh.abstract_mesh):
+            return jax.sharding.auto_axes(update, out_sharding=out)(state, grads, metrics)
 
-    def _types(self):
-        """Where types have layouts, the mesh that they speak of."""
-        return use_abstract_mesh(self.mesh.abstract_mesh) if self.plan.reading == "explicit" else contextlib.nullcontext()
-
-    def _update(self, par, state: State, grads: Tree, metrics: dict) -> tuple[State, dict]:
+    def _update(self, par: Solo, state: State, grads: Tree, metrics: dict) -> tuple[State, dict]:
         if self.clip is not None:
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(metrics["grad_norm"], 1e-12))
             grads = jax.tree.map(lambda g: g * scale, grads)
@@ -256,9 +257,9 @@ class Step:
 
     def _gradients(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         if isinstance(par, Auto):
-            with self._types():
+            with use_abstract_mesh(self.mesh.abstract_mesh):
                 grads, metrics = self._global(par, params, batch)
-            return grads, metrics | {"grad_norm": optax.tree.norm(grads)}
+                return grads, metrics | {"grad_norm": optax.tree.norm(grads)}
         specs = lambda layouts: jax.tree.map(spec, layouts)
         data = spec(self.plan.place("data b s"))
         run = functools.partial(self._manual, par)
@@ -272,13 +273,16 @@ class Step:
         return nnx.merge(model_graph(self.config), params).loss(batch, par)
 
     def _global(self, par: Auto, params: Tree, batch: Batch):
-        """On whole values."""
-        if isinstance(par, Explicit):
-            params = jax.tree.map(par.copied, params, self.life)
+        """On whole values. A sum over a weight's copies stays open until the step finishes it, if JAX's types
+        can say so and `Plan.reduce` does not ask for it sooner."""
+        if isinstance(par, Explicit) and self.plan.reduce == "end":
+            mark = lambda w, life, dims: par.lay(w, life.stored, dims, marked=True)
+            params = jax.tree.map(mark, params, self.life, self.dims)
         (loss, tally), grads = self._accumulate(par, params, batch)
         tokens = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g / tokens, self._reduce(par, grads))
-        tally = jax.tree.map(lambda x: par.carry_out(x, Arrow(WHOLE, WHOLE), "loss, tokens and norm"), tally)
+        told = Arrow(self._tally, Layout(self._tally.dims))
+        tally = jax.tree.map(lambda x: par.carry_out(x, told, "loss, tokens and norm"), tally)
         return grads, {"loss": loss / tokens, "tokens": tokens} | self._told(tally)
 
     def _manual(self, par: Manual, params: Tree, batch: Batch):
@@ -343,10 +347,9 @@ class Step:
         plan, weights, how = self.plan, self.abstract_state.params, self.config.experts
         tally = jnp.zeros((self.config.num_layers, how.num_experts + 2)) if how else None
         if isinstance(par, Auto):
-            zeros = lambda w, life: par.carry_out(jnp.zeros(w.shape), Arrow(WHOLE, life.accumulated))
-            open_tally = Arrow(WHOLE, Layout((Dim("l"), Dim("e")), plan.varying("stream")))
-            tally = jax.tree.map(lambda x: par.carry_out(x, open_tally), tally)
-            return (jnp.float32(0), tally), jax.tree.map(zeros, weights, self.life)
+            whole = lambda w, life: par.carry_out(jnp.zeros(w.shape), Arrow(WHOLE, life.accumulated))
+            tally = jax.tree.map(lambda x: par.carry_out(x, Arrow(WHOLE, self._tally)), tally)
+            return (jnp.float32(0), tally), jax.tree.map(whole, weights, self.life)
 
         def zeros(w, life):
             layout = life.accumulated
@@ -357,14 +360,14 @@ class Step:
 
     # ------------------------------------------------------------------------------------ reducing, restoring
 
-    def _reduce(self, par: Manual, grads: Tree) -> Tree:
+    def _reduce(self, par: Manual | Auto, grads: Tree) -> Tree:
         """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
         if self.plan.reduce == "bucket":
             return self._in_buckets(par, grads)
         finish = lambda g, life, dims: par.carry_out(g, life.finish, f"gradient {dims}")
         return jax.tree.map(finish, grads, self.life, self.dims)
 
-    def _in_buckets(self, par: Manual, grads: Tree) -> Tree:
+    def _in_buckets(self, par: Manual | Auto, grads: Tree) -> Tree:
         """All-reduce the leaves that are summed over the same axes in flat buckets of at least
         `Plan.bucket_bytes`: fewer collectives, the same bytes, and the first can leave while the backward
         pass still runs (Li et al. 2020).
@@ -402,7 +405,7 @@ class Step:
 
     def _constrain(self, tree: Tree, layouts: Tree) -> Tree:
         return jax.tree.map(
-            lambda x, layout: lax.with_sharding_constraint(x, sharding(self._auto_mesh, layout)), tree, layouts
+            lambda x, layout: lax.with_sharding_constraint(x, sharding(self._given, layout)), tree, layouts
         )
 
     @functools.cached_property

@@ -16,10 +16,12 @@ class Inspect:
 
     Attributes:
         svg: also draw the bytes into this SVG (or PNG).
+        types: also trace the step under --reading explicit, and show the plan's layouts beside JAX's types.
         json: print one JSON document on stdout.
     """
 
     svg: File = None
+    types: bool = False
     json: bool = False
     step: StepOptions = StepOptions()
 
@@ -29,16 +31,19 @@ class Inspect:
 
         check_picture(self.svg)
         from llmpar.inspect.report import inspect, picture, tables
+        from llmpar.inspect.types import types, types_table
 
         start()
         config, plan = self.step.resolve()
+        rows = types(config, plan, self.step.batch_size, self.step.seq_len) if self.types else []
         say(f"compiling a step of {config.name} on {plan.mesh} …")
         document = inspect(config, plan, self.step.batch_size, self.step.seq_len)
+        document |= {"types": rows} if self.types else {}
         if self.svg and speaks():
             picture(document).save(self.svg)
             say(f"drew the bytes into {self.svg}")
         if not self.json and speaks():
-            for table in tables(document):
+            for table in [*tables(document), *[types_table(rows)] * self.types]:
                 rich.print(table)
         emit(document, self.json)
         return document
