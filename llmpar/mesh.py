@@ -330,24 +330,24 @@ def from_type(x: Any, letters: str | None = None) -> Layout:
 
     Raises ValueError for a value whose type tells no layout: a tracer on automatic axes, or inside shard_map.
     """
-    mesh = getattr(jax.typeof(x).sharding, "mesh", None)
-    where = jax.typeof(x).sharding
-    if not isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "sharding", None), NamedSharding):
-        where = x.sharding  # of an array it is known on any mesh
-    elif mesh is None or mesh.empty or not mesh.are_all_axes_explicit:
-        axes = "inside shard_map" if mesh is not None and mesh.manual_axes else "on automatic axes"
+    traced = isinstance(x, jax.core.Tracer)
+    where = jax.typeof(x).sharding if traced else x.sharding
+    mesh: Any = getattr(where, "mesh", None)
+    if traced and not mesh.are_all_axes_explicit:
+        axes = "inside shard_map" if mesh.manual_axes else "on automatic axes"
         raise ValueError(
             f"the type {jax.typeof(x)} tells no layout {axes}; use a mesh of AxisType.Explicit, under"
             " jax.set_mesh"
         )
-    cuts = [axes_of(cut) for cut in where.spec.partitions]
+    says = where.spec if mesh else PartitionSpec()  # without a mesh: one device
+    cuts = [axes_of(cut) for cut in says.partitions]
     cuts += [()] * (x.ndim - len(cuts))
     letters = "bsdnkrhmevclut"[: x.ndim] if letters is None else letters
     if len(letters) != x.ndim:
         raise ValueError(
             f"{x.ndim} dims cannot be named by the {len(letters)} letters '{letters}'; give {x.ndim}"
         )
-    sums = tuple(a for a in where.mesh.axis_names if a in where.spec.unreduced)
+    sums = tuple(a for a in (mesh.axis_names if mesh else ()) if a in says.unreduced)
     return Layout(tuple(map(Dim, letters, cuts)), sums)
 
 

@@ -573,7 +573,7 @@ class Explicit(Auto):
     def lay(self, x: Array, layout: Layout, text: str, marked: bool = False) -> Array:
         """``x`` typed as a layout says; ``marked`` as used in the region in which ``text`` ends."""
         region = parse_layout(text.rpartition("->")[2].strip()).region if marked else ""
-        differ = self.plan.varying(region) if region else ()
+        differ = (*self.plan.varying(region), *from_type(x).axes) if region else ()
         marks = [a for a in differ if a not in layout.axes + layout.sums]
         with scope(text):
             # XLA books a collective under what is before it, there and back: without barriers, a product.

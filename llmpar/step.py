@@ -208,15 +208,17 @@ class Step:
     def _step(self, state: State, batch: Batch) -> tuple[State, dict]:
         par = self._reading()
         grads, metrics = self._gradients(par, state.params, batch)
-        if not isinstance(par, Explicit):
-            return self._update(par, state, grads, metrics)
-        # Optimizers are written by others, and for whole arrays.
-        update = functools.partial(self._update, par)
-        out = self.shardings, sharding(self.mesh, WHOLE)
+        update = self._update
         with use_abstract_mesh(self.mesh.abstract_mesh):
-            return jax.sharding.auto_axes(update, out_sharding=out)(state, grads, metrics)
+            if isinstance(par, Explicit):  # optimizers are written by others, and for whole arrays
+                graded = jax.tree.map(functools.partial(sharding, self.mesh), self.graded)
+                out = self.shardings._replace(params=graded)
+                update = jax.sharding.auto_axes(update, out_sharding=out)
+            state = update(state, grads, metrics)
+            return state._replace(params=self._restore(par, state.params)), metrics
 
-    def _update(self, par: Solo, state: State, grads: Tree, metrics: dict) -> tuple[State, dict]:
+    def _update(self, state: State, grads: Tree, metrics: dict) -> State:
+        """The state after the optimizer, with weights cut as gradients are."""
         if self.clip is not None:
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(metrics["grad_norm"], 1e-12))
             grads = jax.tree.map(lambda g: g * scale, grads)
@@ -228,8 +230,7 @@ class Step:
         params = self._constrain(
             self._balanced(params, optax.apply_updates(params, updates), metrics), self.graded
         )
-        params = self._restore(par, params)
-        return State(params, optimizer, state.step + 1), metrics
+        return State(params, optimizer, state.step + 1)
 
     def _balanced(self, before: Tree, after: Tree, metrics: dict) -> Tree:
         """The routers' biases follow a rule and no gradient: up by `bias_rate` for an expert with less than
@@ -390,11 +391,14 @@ class Step:
                     leaves[j] = piece.reshape(leaves[j].shape)
         return jax.tree.unflatten(tree, leaves)
 
-    def _restore(self, par: Solo, params: Tree) -> Tree:
+    def _restore(self, par: Manual | Auto, params: Tree) -> Tree:
         """From the layout of the update to the stored layout: ZeRO 1 and 2 gather, the others are there
         already."""
-        if not isinstance(par, Manual) or self.graded == self.stored:
-            return self._constrain(params, self.stored)
+        if isinstance(par, Manual) and self.graded == self.stored:
+            return params
+        if isinstance(par, Auto):
+            restore = lambda w, life, dims: par.carry_out(w, life.restore, f"updated {dims}")
+            return jax.tree.map(restore, params, self.life, self.dims)
 
         def gather(params):
             move = lambda w, life, dims: par.carry_out(w, life.restore, f"updated {dims}", invariant=True)

@@ -1,22 +1,26 @@
 """The fourth reading: layouts as JAX's types. Its numbers are those of one device, its types those of the
 plan, its traffic Manual's."""
 
+import collections
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
-from parity import BATCH, LLAMA, MOE, QWEN, SEQ, assert_same, batch, name
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+from parity import BATCH, LLAMA, MOE, QWEN, SEQ, assert_same, batch, by_arrow, name, predicted_by_arrow
 
+from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.types import types
-from llmpar.mesh import explicit, from_type, make_mesh
+from llmpar.mesh import explicit, from_type, kind, make_mesh
 from llmpar.notation import AXES, divisors, parse_layout
 from llmpar.par import Explicit
 from llmpar.plan import Plan
+from llmpar.predict.traffic import step_traffic
 from llmpar.step import Step
 
 MIXED = "dp=2 fsdp=2 tp=2"
@@ -214,3 +218,102 @@ def test_a_sum_that_the_text_forgets_is_finished_by_no_one_else():
             return NoSum(self.plan, self.mesh)
 
     assert_same(LLAMA, spread(MIXED), step_class=Faulty)
+
+
+# ---------------------------------------------------------------------------------------------------- traffic
+
+SENDS = [
+    (LLAMA, spread(MIXED, tp_sequence=True)),
+    (LLAMA, spread("fsdp=2 sp=2 tp=2", zero=1)),
+    (LLAMA, spread("fsdp=2 sp=4", context_parallel="gather", zero=2, microbatches=2)),
+    (MOE, spread("ep=2 sp=2 tp=2", tp_sequence=True)),
+]
+ISLANDS = {"ffn b s e -> routing b s e"}
+
+
+@pytest.mark.parametrize("config, plan", SENDS, ids=[name(plan) for _, plan in SENDS])
+def test_every_arrow_sends_what_manual_sends(config, plan):
+    """Kind, count and bytes, arrow by arrow, with one difference: XLA for CPUs finishes and cuts a sum by an
+    all-reduce and a slice, which is twice a reduce-scatter. In islands reduce-scatters are written, and stay.
+    JAX's own sums (metrics, and the maximum of logits, which has no unfinished type) are under no arrow.
+    """
+    step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
+    found = by_arrow(census_hlo(read_program(step.lower(BATCH, SEQ))[1], step.mesh))
+    want = collections.defaultdict(lambda: np.zeros(2, int))
+    for (axes, sort, arrow), (count, sent) in predicted_by_arrow(
+        step_traffic(config, step.plan, BATCH, SEQ)
+    ).items():
+        twice = sort == "reduce-scatter" and arrow not in ISLANDS
+        want[axes, "all-reduce" if twice else sort, arrow] += count, sent * (1 + twice)
+    own = [key for key in found if key[2] in ("", "loss, tokens and norm")]
+    assert sum(found.pop(key)[1] for key in own) < 1200
+    want = {key: tuple(line) for key, line in want.items() if key[2] != "loss, tokens and norm"}
+    softmax = [key for key in want if key[2] == "vocab b s +v -> data b s"]
+    for key in softmax:  # a maximum and two sums, each of 4 bytes a token
+        want[key] = tuple(n * 2 // 3 for n in want[key])
+    assert found == want
+
+
+# --------------------------------------------------------------------------------------------------- refusals
+
+REFUSED = {
+    "reduce='bucket' joins gradients that are cut in different ways, and a type has one way; use"
+    " reduce='end', or reading='manual'": dict(mesh="dp=8", zero=0, reduce="bucket"),
+    "reading='explicit' does not go with pp=2; use reading='manual'": dict(mesh="pp=2 dp=4", microbatches=2),
+    "tp_comm_overlap=True would change nothing: under reading='explicit' XLA chooses how activations"
+    " travel": dict(mesh="tp=2", tp_sequence=True, tp_comm_overlap=True),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_types_cannot_say_is_refused_before_compiling(sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        spread(**REFUSED[sentence]).check(LLAMA, BATCH, SEQ)
+    dataclasses.replace(spread(**REFUSED[sentence]), reading="manual").check(LLAMA, BATCH, SEQ)
+
+
+# -------------------------------------------------------------------------------------------------- from_type
+
+
+def test_a_layout_is_read_from_any_array():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    x = jax.device_put(jnp.zeros((8, 4)), NamedSharding(mesh, PartitionSpec("data", "model")))
+    assert str(from_type(x)) == "b/data s/model" and str(from_type(x, "dm")) == "d/data m/model"
+    both = NamedSharding(make_mesh(MIXED), PartitionSpec(("dp", "fsdp")))
+    automatic = jax.device_put(jnp.zeros((8, 4)), both)
+    assert from_type(automatic, "bd") == parse_layout("b/dp,fsdp d")
+    assert str(from_type(jnp.zeros((2, 2)))) == "b s" and str(from_type(jnp.float32(1))) == "whole"
+
+
+def test_a_layout_is_read_from_a_tracer_with_its_unfinished_sums():
+    seen = []
+
+    def f(x, w):
+        y = jnp.matmul(x, w, out_sharding=PartitionSpec("dp", None, unreduced={"tp"}))
+        seen.extend([from_type(x, "bm"), from_type(y, "bd")])
+        return reshard(y, PartitionSpec("dp", None))
+
+    mesh = explicit(make_mesh(MIXED))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 8)), PartitionSpec("dp", "tp"))
+        w = jax.device_put(jnp.ones((8, 4)), PartitionSpec("tp", None))
+        np.testing.assert_array_equal(jax.jit(f)(x, w), jnp.full((4, 4), 8.0))
+    assert list(map(str, seen)) == ["b/dp m/tp", "b/dp d +tp"]
+    assert [kind(layout) for layout in seen] == [
+        PartitionSpec("dp", "tp"),
+        PartitionSpec("dp", None, unreduced={"tp"}),
+    ]
+
+
+def test_a_type_that_tells_no_layout_is_refused():
+    x = jnp.zeros((8, 8))
+    with pytest.raises(ValueError, match="no layout on automatic axes; use a mesh of AxisType.Explicit"):
+        jax.jit(lambda x: from_type(x) and x)(x)
+    mesh = explicit(make_mesh("dp=2"))
+    inside = lambda x: x * len(str(from_type(x)))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="tells no layout inside shard_map"):
+        jax.shard_map(inside, in_specs=PartitionSpec("dp"), out_specs=PartitionSpec("dp"))(
+            jax.device_put(x, PartitionSpec("dp"))
+        )
+    with pytest.raises(ValueError, match="2 dims cannot be named by the 3 letters 'bsd'; give 2"):
+        from_type(x, "bsd")
