@@ -258,9 +258,10 @@ class Manual(Solo):
         return self.plan.place(layout).axes
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """``f`` itself: everything here works on one device's blocks. Its collectives stay where they are
-        written."""
-        return lambda *args: f(*_together(args))
+        """``f`` itself: everything here works on one device's blocks. On simulated devices its collectives
+        stay where they are written; elsewhere they would wait there for weights that are still on their
+        way."""
+        return (lambda *args: f(*_together(args))) if self.platform == "cpu" else f
 
     def index(self, layout: str) -> int | Int[Array, ""]:
         """The position of this device's block among the blocks of the layout's one dim."""
@@ -611,9 +612,8 @@ class Explicit(Auto):
         def call(*args):
             marks = [jax.typeof(x).sharding.spec.reduced for x in map(self.note, args, layouts)]
             given = tuple(kind(self.plan.place(x), mark) for x, mark in zip(layouts, marks, strict=True))
-            inside = lambda *args: jax.tree.map(
-                unfinished, f(*_together(tuple(map(vary, args, marks)))), ends
-            )
+            block = self.explicit.local(f, layouts, result)
+            inside = lambda *args: jax.tree.map(unfinished, block(*map(vary, args, marks)), ends)
             out = jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(kind, ends))(
                 *args
             )

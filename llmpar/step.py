@@ -41,6 +41,18 @@ from llmpar.weights import Tree, described, init_params, model_graph, weight_dim
 WHOLE = Layout(())
 
 
+def compiler_options(plan: Plan, platform: str) -> dict[str, bool | int]:
+    """What XLA must be told of a plan to send while it computes. On GPUs it keeps one collective in flight,
+    of two hops of a ring the other waits; and where a program has a ragged all-to-all, whose time it cannot
+    estimate, it starts no collective early."""
+    if platform != "gpu":
+        return {}
+    ring = plan.mesh.sp > 1 and plan.context_parallel == "ring" or plan.tp_comm_overlap
+    ragged = plan.mesh.ep > 1 and plan.on(platform).dispatch == "ragged"
+    found = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4} if ring else {}
+    return found | ({"xla_gpu_enable_latency_hiding_scheduler": True} if ragged else {})
+
+
 class State(NamedTuple):
     """What a step changes: float32 master weights, the optimizer's state, and the number of steps done."""
 
@@ -110,7 +122,13 @@ class Step:
             range(config.num_layers)
         )  # then nothing is ever moved
         given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
-        self.run = jax.jit(self._step, in_shardings=given, out_shardings=made, donate_argnums=0)
+        self.run = jax.jit(
+            self._step,
+            in_shardings=given,
+            out_shardings=made,
+            donate_argnums=0,
+            compiler_options=compiler_options(plan, platform_of(mesh)),
+        )
 
     def _shapes(self, config: ModelConfig) -> State:
         """The state's leaves by shape and dtype."""

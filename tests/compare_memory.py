@@ -42,7 +42,7 @@ device.
   bytes of the final program over those, where the compiler itself replaced collectives.
 - *Exposed*: communication that nothing hides, and the step, by the roofline of the schedule: estimates.
 """
-COMMON = {"dtype": "bfloat16", "remat": "block", "attention_kernel": "portable"}
+COMMON = {"dtype": "bfloat16", "remat": "block"}
 GIB = 2**30
 
 

@@ -492,6 +492,14 @@ RESULTS = [  # the operation, then what it should count as
         8,
     ),
     (f"f32[4]{{0}} ragged-all-to-all(%x, %x), {PAIRED}", "ragged-all-to-all", 8),
+    (
+        (
+            "((f32[4]{0}, f32[4]{0}, s64[2]{0}), f32[4]{0}) ragged-all-to-all-start(%x, %x, %y),"
+            f" {PAIRED}"
+        ),
+        "ragged-all-to-all",
+        8,
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from llmpar.cli.options import File, PlanFlags, StepOptions, check_picture, emit, say, speaks, start
+from llmpar.cli.options import File, PlanFlags, StepOptions, check_picture, say, show, start
 
 EVERY_S = 20
 """A compilation says that it is still at work this often."""
@@ -69,28 +69,20 @@ class Compile:
 
     def run(self) -> dict:
         """Compile, print tables unless JSON was asked for, and refuse what does not fit."""
-        import rich
-
         from llmpar.inspect.targets import QUIET, parse_target
 
         check_picture(self.svg)
         target = parse_target(self.step.target)
         os.environ.update(QUIET)  # before JAX starts
-        from llmpar.inspect.aot import compile_step, picture, tables
+        from llmpar.inspect import aot
 
         start()
         config, plan = self.step.settle(len(target.devices), own=BIG)
         batch_size = target.num_devices if self.step.batch_size is None else self.step.batch_size
         say(f"compiling a step of {config.name} on {plan.mesh} for {target.text} …")
         with _still_at_work(target.platform):
-            document = compile_step(config, plan, target, batch_size, self.step.seq_len)
-        if self.svg and speaks() and "roofline" in document:
-            picture(document).save(self.svg)
-            say(f"drew the schedule into {self.svg}")
-        if not self.json and speaks():
-            for table in tables(document):
-                rich.print(table)
-        emit(document, self.json)
+            document = aot.compile_step(config, plan, target, batch_size, self.step.seq_len)
+        show(document, aot, "the schedule", self.svg if "turns" in document else None, self.json)
         if not document["fits"]:
             raise ValueError(document["why"])
         return document

@@ -76,11 +76,6 @@ FLAGS = {
             ".95",
             "JAX takes 75% of a GPU's memory; alone on it, it may have nearly all",
         ),
-        Flag(
-            "XLA_FLAGS",
-            "--xla_gpu_experimental_parallel_collective_overlap_limit=4",
-            "for rings: by default one collective is in flight, so only one of two hops hides behind work",
-        ),
     ),
     "tpu": (
         Flag(

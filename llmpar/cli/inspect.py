@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpar.cli.options import File, StepOptions, check_picture, emit, say, speaks, start
+from llmpar.cli.options import File, StepOptions, check_picture, say, show, start
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,15 @@ class Inspect:
 
     def run(self) -> dict:
         """Inspect, and print tables unless JSON was asked for."""
-        import rich
-
         check_picture(self.svg)
-        from llmpar.inspect.report import inspect, picture, tables
-        from llmpar.inspect.types import types, types_table
+        from llmpar.inspect import report
+        from llmpar.inspect.types import types
 
         start()
         config, plan = self.step.resolve()
         rows = types(config, plan, self.step.batch_size, self.step.seq_len) if self.types else []
         say(f"compiling a step of {config.name} on {plan.mesh} …")
-        document = inspect(config, plan, self.step.batch_size, self.step.seq_len)
+        document = report.inspect(config, plan, self.step.batch_size, self.step.seq_len)
         document |= {"types": rows} if self.types else {}
-        if self.svg and speaks():
-            picture(document).save(self.svg)
-            say(f"drew the bytes into {self.svg}")
-        if not self.json and speaks():
-            for table in [*tables(document), *[types_table(rows)] * self.types]:
-                rich.print(table)
-        emit(document, self.json)
+        show(document, report, "the bytes", self.svg, self.json)
         return document

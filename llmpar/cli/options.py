@@ -52,6 +52,21 @@ def emit(document: dict, as_json: bool) -> None:
         print(json.dumps(document))
 
 
+def show(document: dict, of: Any, what: str, svg: str | None, as_json: bool) -> None:
+    """Draw a document by ``of.picture`` and print its tables by ``of.tables``, or print it as JSON."""
+    import rich
+
+    if not speaks():
+        return
+    if svg:
+        of.picture(document).save(svg)
+        say(f"drew {what} into {svg}")
+    if not as_json:
+        for table in of.tables(document):
+            rich.print(table)
+    emit(document, as_json)
+
+
 def flags_of(kind: type, *without: str) -> Any:
     """Make a dataclass with the fields, defaults and help of ``kind``, but without its checks.
 

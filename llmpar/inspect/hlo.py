@@ -39,7 +39,10 @@ class Op(NamedTuple):
     @property
     def results(self) -> list[tuple[str, tuple[int, ...]]]:
         """The dtypes and shapes of what it gives. What starts a collective gives its operands before them
-        (an all-reduce only from JAX 0.12 on)."""
+        (an all-reduce only from JAX 0.12 on), as a tuple of their own where their number is another."""
+        if self.kind.endswith("-start") and self.type.startswith("(("):
+            _, _, results = self.type.partition("), ")
+            return shapes(results.partition("), ")[0]) if results.startswith("(") else shapes(results)[:1]
         found, operands = shapes(self.type), self.inside.count("%")
         started = self.kind.endswith("-start") and len(found) >= 2 * operands
         return found[operands : 2 * operands] if started else found

@@ -330,7 +330,7 @@ class _Walk:
 
     def traffic(self, comp: str, op: Op) -> float:
         """Give the bytes that an operation reads and writes. A fusion reads only the slices that it takes of
-        an operand, and writes only the slice that it updates in place."""
+        an operand, no gathered row twice, and writes only the slice that it updates in place."""
         ops = self.module.computations[comp]
 
         def size(ref: tuple[str, str]) -> float:
@@ -372,7 +372,8 @@ class _Walk:
             updated = [o for o in first if o.kind == "dynamic-update-slice"]
             cut = [o for o in first if o.kind in ("dynamic-slice", "gather", "slice")]
             if takes and len(updated) + len(cut) == len(takes):
-                moved += sum(_size(shapes(o.type)[0]) for o in cut)
+                taken = sum(_size(shapes(o.type)[0]) for o in cut)
+                moved += min(taken, _size(shapes(inner.type)[0]))
                 for o in updated:
                     part = body.get(o.operand(1)[0])
                     moved -= _size(shapes(o.type)[0]) - (_size(shapes(part.type)[0]) if part else 0)
