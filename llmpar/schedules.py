@@ -14,6 +14,7 @@ Sources: GPipe (Huang 2018); 1F1B and interleaved (Narayanan 2021, sec. 2.2); br
 """
 
 import difflib
+import functools
 import heapq
 import math
 import re
@@ -370,6 +371,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
+@functools.lru_cache(maxsize=256)  # plans by the thousand ask for the same few
 def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
     """Makes a schedule by its name in `SCHEDULES`."""
     if name not in SCHEDULES:

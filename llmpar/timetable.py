@@ -8,9 +8,11 @@ chunks costs 1/v of them; the unit is the caller's. Three bubbles are in use and
 papers do. Numpy only.
 """
 
+import functools
 import heapq
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -137,7 +139,7 @@ class Timetable:
 
 
 def _run(
-    schedule: Schedule, cost: dict[str, float], hop: float, cells: bool
+    schedule: Schedule, cost: Callable[[int, Op], float], hop: float, cells: bool
 ) -> tuple[list[list], list[list], dict]:
     """Runs every stage as far as it gets: returns starts, ends, and what each stuck stage waits for."""
     rows, awake = schedule.rows, list(range(schedule.num_stages))
@@ -167,7 +169,7 @@ def _run(
                 break
             for op in row[first:last]:
                 start.append(now)
-                now += cost[op.kind]
+                now += cost(stage, op)
                 end.append(now)
             for key in inside:
                 sent[key] = now
@@ -230,7 +232,12 @@ def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) ->
         raise ValueError(
             f"costs {costs} and hop {hop}: give three durations F, B, W and one more, none negative"
         )
-    ticks, ends, stuck = _run(schedule, dict.fromkeys(KINDS, 1), 0, False)
+    return _timetable(schedule, tuple(costs), hop)
+
+
+@functools.lru_cache(maxsize=64)
+def _timetable(schedule: Schedule, costs: Costs, hop: float) -> Timetable:
+    ticks, ends, stuck = _run(schedule, lambda *_: 1, 0, False)
     _refuse(schedule, ticks, ends, stuck)
     starts, ends, stuck = _run(schedule, _each(schedule, costs), hop, True)
     if stuck:  # only a cell can be at fault now
@@ -239,11 +246,18 @@ def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) ->
     return Timetable(schedule, costs, hop, start, end, tick)
 
 
-def _each(schedule: Schedule, costs: Costs) -> dict[str, float]:
+def _each(schedule: Schedule, costs: Costs) -> Callable[[int, Op], float]:
     """What one operation of each kind takes: of one chunk, and B with the weights' gradient where it is not
     split off."""
     forward, backward, weights = (cost / schedule.visits for cost in costs)
-    return {"F": forward, "B": backward if schedule.split_backward else backward + weights, "W": weights}
+    each = {"F": forward, "B": backward if schedule.split_backward else backward + weights, "W": weights}
+    return lambda _, op: each[op.kind]
+
+
+def makespan(schedule: Schedule, cost: Callable[[int, Op], float], hop: float = 0.0) -> float:
+    """Plays a legal schedule whose operations each take what ``cost`` of stage and operation says: stages may
+    differ, and so may chunks. Gives the time when the last one ends."""
+    return max(end[-1] for end in _run(schedule, cost, hop, True)[1])
 
 
 def reached(

@@ -729,6 +729,7 @@ NOT_RUN = {
         "tests/test_accelerator.py rehearses"
     ),
     "python tests/bench.py attention": "it measures for minutes",
+    "python tests/fit_rates.py tests/measured.json": "it takes minutes; tests/test_measured.py fits two",
     "llmpar lab": "it opens a browser and waits; tests/test_explorers.py looks at what it starts",
 }
 COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
@@ -764,7 +765,8 @@ def test_every_command_of_the_readme_runs(call, tmp_path, monkeypatch):
         if line.startswith("llmpar compile"):  # tests/test_compile.py runs it where the compilers are
             assert parse(shlex.split(line)[1:]).step.resolve
             continue
-        status, out, err = call(*shlex.split(line)[1:])
+        words = shlex.split(line.replace("tests/", f"{Path(__file__).parent}/"))
+        status, out, err = call(*words[1:])
         if line in refused:
             assert (status, out, err.splitlines()[-1]) == (1, "", refused[line]), line
         else:

@@ -11,6 +11,7 @@ from llmpar.cli.generate import Generate
 from llmpar.cli.inspect import Inspect
 from llmpar.cli.lab import Lab
 from llmpar.cli.models import Models
+from llmpar.cli.plan import Plan
 from llmpar.cli.schedule import Schedule
 from llmpar.cli.train import Train
 
@@ -19,6 +20,7 @@ COMMANDS = {
     "lab": Lab,
     "train": Train,
     "inspect": Inspect,
+    "plan": Plan,
     "compile": Compile,
     "models": Models,
     "schedule": Schedule,

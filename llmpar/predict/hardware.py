@@ -185,7 +185,9 @@ def _tpu(
     )
 
 
-def _gpu(name, aliases, flops, hbm, usable, hbm_rate, link, node, dcn, date, reach=370 / 450, **own):
+def _gpu(
+    name, aliases, flops, hbm, usable, hbm_rate, link, node, dcn, date, reach=370 / 450, devices=1, **own
+):
     source = {
         "flops_per_s": XLA,
         "hbm_bytes": XLA,
@@ -215,6 +217,7 @@ def _gpu(name, aliases, flops, hbm, usable, hbm_rate, link, node, dcn, date, rea
         node,
         dcn,
         date,
+        devices,
         memory_share=0.75 if name != "cpu" else 1.0,
         sources=source | own,
     )
@@ -389,6 +392,65 @@ CHIPS: tuple[Chip, ...] = (
         flops_per_s=f"{XLA}: 152 SMs x 4 x 1024 x 2 x 1.92591 GHz; marketing says 2500",
         dcn_bytes_per_s=f"{BOOK}, GPU chapter: 3600 GB/s leave a domain of 72",
     ),
+    _gpu(
+        "gh200",
+        ("gh200-96",),
+        989.4e12,
+        96e9,
+        97871 * 2**20 / GIB,
+        4000e9,
+        450e9,
+        4,
+        25e9,
+        "2023-05",
+        flops_per_s="NVIDIA GH200 data sheet: an H100's",
+        hbm_bytes="NVIDIA GH200 data sheet, HBM3 (the HBM3e variant has 144 GB)",
+        usable_hbm_gib="nvidia-smi: 97871 MiB",
+        hbm_bytes_per_s="NVIDIA GH200 data sheet",
+        node_size="quad GH200 nodes: CSCS documentation of Alps",
+        dcn_bytes_per_s="one 200 Gb/s Slingshot port per GPU: CSCS documentation of Alps",
+    ),
+    _gpu(
+        "gb300",
+        ("gb300-nvl72",),
+        2500e12,
+        288e9,
+        277.5,
+        8000e9,
+        900e9,
+        72,
+        100e9,
+        "2025-03",
+        flops_per_s="NVIDIA GB300 NVL72 page: 180 PFLOP/s in 72, without sparsity",
+        hbm_bytes="NVIDIA GB300 NVL72 page: 288 GB per GPU",
+        usable_hbm_gib="assumed: the share of its 288 GB that a GB200 offers of 192",
+        hbm_bytes_per_s="NVIDIA GB300 NVL72 page: 8 TB/s",
+        dcn_bytes_per_s="NVIDIA GB300 NVL72 page: one 800 Gb/s port per GPU",
+    ),
+    # Two dies per package, each a JAX device. Direct links of 50 GB/s between packages, no switch.
+    _gpu(
+        "mi250x",
+        ("mi250",),
+        383e12,
+        128e9,
+        68702699520 / GIB,
+        3276.8e9,
+        300e9,
+        4,
+        25e9,
+        "2021-11",
+        devices=2,
+        reach=0.8,
+        flops_per_s="AMD Instinct MI250X data sheet, both dies",
+        hbm_bytes="AMD Instinct MI250X data sheet, both dies",
+        hbm_bytes_per_s="AMD Instinct MI250X data sheet, both dies",
+        usable_hbm_gib="rocm-smi: VRAM Total Memory 68702699520 B per die",
+        link_bytes_per_s="LUMI documentation, LUMI-G: links of 50 GB/s, three of each die leave the package",
+        link_efficiency="not measured: assumed as for NVLink",
+        node_size="LUMI documentation, LUMI-G: four packages a node",
+        devices_per_chip="LUMI documentation, LUMI-G: a die is a device",
+        dcn_bytes_per_s="LUMI documentation, LUMI-G: one 200 Gb/s port per package",
+    ),
     # Seven direct links of 64 GB/s, no switch: a group of g < 8 reaches g - 1 of them, which this row does
     # not model.
     _gpu(
@@ -442,6 +504,73 @@ CHIPS: tuple[Chip, ...] = (
 )
 
 NAMES = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A machine that people name: a chip, and what of its row differs there.
+
+    Attributes:
+        chips_per_node: within reach of the fast links.
+        network_bytes_per_s: one way, of one chip.
+        ports: network ports of a node, in words.
+        num_chips: of the whole machine; None: as many as are asked for.
+    """
+
+    name: str
+    chip: str
+    chips_per_node: int
+    network_bytes_per_s: float
+    ports: str
+    num_chips: int | None
+    date: str
+    source: str
+
+    @property
+    def row(self) -> Chip:
+        """The chip's row as it is in this machine."""
+        return replace(
+            NAMES[self.chip], node_size=self.chips_per_node, dcn_bytes_per_s=self.network_bytes_per_s
+        )
+
+
+CLUSTERS = {
+    c.name: c
+    for c in (
+        Cluster(
+            "a100-node4", "a100-40", 4, 25e9, "4 x 200 Gb/s", None, "2020-11", "JUWELS Booster, Perlmutter"
+        ),
+        Cluster("juwels-booster", "a100-40", 4, 25e9, "4 x 200 Gb/s", 3744, "2020-11", "JSC documentation"),
+        Cluster("perlmutter", "a100-40", 4, 25e9, "4 x 200 Gb/s", 6144, "2021-05", "NERSC documentation"),
+        Cluster(
+            "selene", "a100-80", 8, 25e9, "8 x 200 Gb/s", 4480, "2020-11", "Narayanan et al. 2021, section 5"
+        ),
+        Cluster("dgx-h100", "h100", 8, 50e9, "8 x 400 Gb/s", None, "2022-09", "NVIDIA DGX H100 data sheet"),
+        Cluster("a3-high", "h100", 8, 12.5e9, "4 x 200 Gb/s", None, "2023-08", "Google Cloud, A3 High"),
+        Cluster("alps", "gh200", 4, 25e9, "4 x 200 Gb/s", 10_752, "2024-09", "CSCS documentation"),
+        Cluster("nvl72", "gb200", 72, 50e9, "72 x 400 Gb/s", None, "2024-03", "NVIDIA GB200 NVL72 page"),
+        Cluster("lumi", "mi250x", 4, 25e9, "4 x 200 Gb/s", 11_912, "2022-06", "LUMI documentation, LUMI-G"),
+        Cluster("v5e-256", "v5e", 256, 3.125e9, "6.4 Tb/s a pod", 256, "2023-08", CLOUD),
+        Cluster("v6e-256", "v6e", 256, 12.5e9, "25.6 Tb/s a pod", 256, "2024-10", CLOUD),
+        Cluster("v5p-pod", "v5p", 8960, 6.25e9, "50 Gb/s a chip", 8960, "2023-12", CLOUD),
+        Cluster("v4-pod", "v4", 4096, 6.25e9, "50 Gb/s a chip", 4096, "2021-05", CLOUD),
+        Cluster("tpu7x-pod", "7x", 9216, 12.5e9, "100 Gb/s a chip", 9216, "2025-11", CLOUD),
+    )
+}
+"""Machines and shapes of nodes by name. Power is not published alike, and stands in `POWER_W`."""
+POWER_W = {
+    "a100-40": 400, "a100-80": 400, "h100": 700, "h200": 700, "gh200": 900, "b200": 1000, "gb200": 1200,
+    "gb300": 1400, "mi250x": 560, "mi300x": 750, "v4": 192, "v5e": 200, "v5p": 450, "v6e": 300, "7x": 900,
+}  # fmt: skip
+"""Watts of one chip: GPUs' thermal design power by their data sheets (GH200 with its processor); v4: Jouppi
+et al. 2023, table 4, maximum; later TPUs: not published, assumed."""
+
+
+def cluster(name: str) -> Cluster:
+    """Find a machine by name."""
+    if name.lower() not in CLUSTERS:
+        raise ValueError(f"cluster '{name}' is not known; known are {', '.join(CLUSTERS)}; or give --chip")
+    return CLUSTERS[name.lower()]
 
 
 def chip(name: str | Path) -> Chip:
@@ -531,6 +660,9 @@ KINDS = (
     (r".*\bH200( 141GB.*)?", "h200"),
     (r".*\bB200", "b200"),
     (r".*\bGB200", "gb200"),
+    (r".*\bGB300", "gb300"),
+    (r".*\bGH200 (96GB HBM3|120GB)", "gh200"),
+    (r".*\bMI250X", "mi250x"),
     (r".*\bMI300X( VF| OAM)?", "mi300x"),
     (r"cpu", "cpu"),
 )

@@ -1,0 +1,273 @@
+"""``llmpar plan``: which mesh for a model on a machine; and the model of time held against measured runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from llmpar.cli.options import MAX_SEQ_LEN, MAX_TOKENS, File, emit, say, speaks
+from llmpar.config import preset
+from llmpar.notation import AXES, parse_mesh
+from llmpar.plan import Plan as Fields
+
+if TYPE_CHECKING:
+    from llmpar.predict.hardware import Chip
+    from llmpar.predict.planner import Question
+
+Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
+Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+MAX_DEVICES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Choose the mesh and the plan for a model on a machine: enumerate, price by time and memory, rank, and
+    say why the others lost. No device is needed, and no JAX.
+
+    llmpar plan --model llama3-70b --chip h100 --devices 512 --batch-tokens 4M --seq-len 8192
+
+    Attributes:
+        model: a preset's name, or the path of a Hugging Face config.json.
+        chip: a chip's name, or the path of a TOML file (h100 where no cluster is named).
+        cluster: a machine's name in place of a chip: its nodes and ports.
+        devices: JAX devices (64; all of a cluster that is no larger than 256).
+        batch_tokens: tokens per step, as 4M (K and M are 1024 and 1024 squared).
+        batch_size: sequences per step in its place; one per device where neither is given.
+        seq_len: tokens per sequence.
+        mesh: axes that are given, as 'tp=8 pp=4'; the others are chosen.
+        fix: other fields of the plan that are given, as 'remat=block zero=1'.
+        tokens: a budget to train on, as 15T: days, energy and cost are printed.
+        price: of a chip and hour, for the cost.
+        keep: how many meshes to print.
+        against: hold the model of time and memory against the measured runs of this file instead.
+        json: print one JSON document on stdout.
+    """
+
+    model: str = "llama3-8b"
+    chip: Text = None
+    cluster: Text = None
+    devices: Number = None
+    batch_tokens: Text = None
+    batch_size: Number = None
+    seq_len: int = 8192
+    mesh: Text = None
+    fix: Text = None
+    tokens: Text = None
+    price: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    keep: int = 8
+    against: File = None
+    json: bool = False
+
+    def run(self) -> dict:
+        """Plan, or hold the model against measurements."""
+        if self.against is not None:
+            if others := self.others():
+                raise ValueError(
+                    f"--against compares runs of a file, and {', '.join(others)} decides nothing"
+                )
+            return hold_against(self.against, self.json)
+        import rich
+
+        from llmpar.predict import planner
+
+        if not 1 <= self.keep <= 100:
+            raise ValueError(f"keep is {self.keep}; use 1 to 100")
+        if self.price is not None and (self.tokens is None or not 0 < self.price < 1e9):
+            raise ValueError("price is a positive cost of a chip and hour, and wants --tokens, as 15T")
+        budget = None if self.tokens is None else count(self.tokens, "tokens", 1000)
+        answer = planner.decide(self.question(), self.keep)
+        document = planner.document(answer, budget, self.price)
+        if not self.json and speaks():
+            for table in tables_of(document):
+                rich.print(table)
+            say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
+            print(document["plans"][0]["train"])
+            print(document["plans"][0]["compile"])
+        emit(document, self.json)
+        return document
+
+    def others(self) -> list[str]:
+        """The options of a question that were given."""
+        return [
+            f"--{f.name.replace('_', '-')}"
+            for f in dataclasses.fields(self)
+            if f.name not in ("against", "json") and getattr(self, f.name) != f.default
+        ]
+
+    def question(self) -> Question:
+        """The question that the options ask. Refuses options that contradict each other."""
+        from llmpar.predict.planner import Question
+
+        config, (chip, devices) = preset(self.model), self.machine()
+        if not 1 <= self.seq_len <= MAX_SEQ_LEN:
+            raise ValueError(f"sequence {self.seq_len} is none; use 1 to {MAX_SEQ_LEN:,} tokens")
+        batch_size = self.batch(devices)
+        if batch_size < 1 or batch_size * self.seq_len > MAX_TOKENS:
+            raise ValueError(f"batch {batch_size} of {self.seq_len:,} tokens: use 1 to {MAX_TOKENS:,} tokens")
+        return Question(config, chip, devices, batch_size, self.seq_len, self.fixed(), self.model)
+
+    def machine(self) -> tuple[Chip, int]:
+        """The chip as it is in the machine, and the number of devices."""
+        from llmpar.predict import hardware
+
+        if self.cluster is None:
+            chip, devices = hardware.chip(self.chip or "h100"), 64 if self.devices is None else self.devices
+            if chip.simulated:
+                raise ValueError("time means nothing on simulated devices; name a chip, as --chip h100")
+        else:
+            found = hardware.cluster(self.cluster)
+            chip, most = found.row, (found.num_chips or MAX_DEVICES) * found.row.devices_per_chip
+            if self.chip is not None and hardware.chip(self.chip).name != chip.name:
+                raise ValueError(f"cluster {found.name} has {chip.name}, not {self.chip}; leave --chip out")
+            usual = most if most <= 256 else 64
+            devices = usual if self.devices is None else self.devices
+            if devices > most:
+                raise ValueError(f"cluster {found.name} has {most:,} devices, not {devices:,}")
+        if not 1 <= devices <= MAX_DEVICES:
+            raise ValueError(f"devices is {devices}; use 1 to {MAX_DEVICES:,}")
+        return chip, devices
+
+    def batch(self, devices: int) -> int:
+        """Sequences of a step."""
+        if self.batch_tokens is None:
+            return devices if self.batch_size is None else self.batch_size
+        if self.batch_size is not None:
+            raise ValueError("--batch-tokens and --batch-size say the same thing; give one")
+        tokens = count(self.batch_tokens, "batch-tokens", 1024)
+        if tokens % self.seq_len:
+            near = max(1, round(tokens / self.seq_len)) * self.seq_len
+            raise ValueError(
+                f"a batch of {tokens:,.0f} tokens is no whole number of sequences of {self.seq_len:,}; use"
+                f" --batch-tokens {near}"
+            )
+        return int(tokens // self.seq_len)
+
+    def fixed(self) -> dict[str, Any]:
+        """The fields of the plan that are given, by name and value."""
+        given: dict[str, Any] = {}
+        if self.mesh:
+            sizes = parse_mesh(self.mesh).sizes
+            named = re.findall("|".join(AXES), self.mesh)
+            given |= {axis: sizes[axis] for axis in AXES if axis in named}
+        known = {f.name: f for f in dataclasses.fields(Fields) if f.name != "mesh"}
+        for pair in (self.fix or "").replace(",", " ").split():
+            name, _, text = pair.partition("=")
+            name = name.replace("-", "_")
+            if name not in known or not text:
+                raise ValueError(f"--fix '{pair}' is no field=value of a plan; fields are {', '.join(known)}")
+            value: Any = {"true": True, "false": False, "none": None}.get(text.lower(), text)
+            if value is None and isinstance(known[name].default, str):
+                value = text  # remat has a policy of that name
+            given[name] = int(text) if re.fullmatch(r"\d+", text) else value
+        Fields(**{name: value for name, value in given.items() if name not in AXES})  # refuses values
+        return given
+
+
+def count(text: str, name: str, base: int) -> float:
+    """Read a count such as 4M or 15T."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBGT]?)", text.strip().upper())
+    if not found or not float(found[1]):
+        raise ValueError(f"--{name} '{text}' is no count; write it as 4000000, 4M or 15T")
+    power = {"": 0, "K": 1, "M": 2, "B": 3, "G": 3, "T": 4}[found[2]]
+    return float(found[1]) * base**power
+
+
+def tables_of(document: dict) -> list:
+    """The answer as tables: the plans in order, what cannot be, what would change, and the budget."""
+    from rich.table import Table
+
+    what = f"{document['model']} on {document['devices']:,} {document['chip']}"
+    plans = Table("mesh", "s", "MFU", "GiB", "why", title=f"{what}, {document['tokens_per_step']:,} tokens")
+    for row in document["plans"]:
+        plans.add_row(
+            row["mesh"],
+            f"{row['step_s']:.3g}",
+            f"{row['mfu']:.1%}",
+            f"{row['memory_bytes']['total'] / 2**30:.1f}",
+            "; ".join(filter(None, (row["why"], row["change"]))),
+        )
+    best = document["plans"][0]
+    terms = Table("of the first", "s")
+    for name, seconds in sorted(best["terms"].items(), key=lambda item: -item[1]):
+        terms.add_row(name, f"{seconds:.4g}")
+    found = [plans, terms]
+    if document["rejected"]:
+        rejected = Table("cannot be", "why", "one change")
+        for row in document["rejected"]:
+            rejected.add_row(row["mesh"], row["why"], row["change"])
+        found.append(rejected)
+    changes = Table("if there were", "tokens/s", "")
+    for row in document["sensitivity"]:
+        changes.add_row(row["what"], f"{row['tokens_per_s']:,.0f}", f"x {row['ratio']:.2f}")
+    found.append(changes)
+    if budget := document.get("budget"):
+        sums = Table(f"{budget['tokens']:.3g} tokens", "")
+        for name, value in budget.items():
+            sums.add_row(name.replace("_", " "), f"{value:,.4g}")
+        found.append(sums)
+    return found
+
+
+def hold_against(path: str, as_json: bool) -> dict:
+    """Print predicted, measured and error of each run, and each sweep's rank correlation."""
+    import rich
+
+    from llmpar.predict.measured import against
+
+    document = against(path)
+    if not as_json and speaks():
+        for table in tables_against(document):
+            rich.print(table)
+    emit(document, as_json)
+    return document
+
+
+def tables_against(document: dict) -> list:
+    """The document as tables: single rows and short sweeps, sweeps, the worst rows, the sums."""
+    from rich.table import Table
+
+    from llmpar.predict.measured import tell_tale
+
+    percent = lambda x: "" if x is None else f"{100 * x:+.1f} %"
+    rows = Table(
+        "run", "chip", "mesh", "predicted s", "measured s", "error", "GB", "measured", "error", "fits"
+    )
+    long = {g["id"] for g in document["groups"] if g["runs"] > 40}
+    for row in document["rows"]:
+        if row["id"].rpartition("/")[0] in long:
+            continue
+        rows.add_row(*cells_against(row, percent))
+    sweeps = Table("sweep", "runs", "Spearman", "choice over best", "mean abs. error")
+    for g in document["groups"]:
+        choice = "" if g["choice_over_best"] is None else f"{g['choice_over_best']:.3f}"
+        sweeps.add_row(
+            g["id"], str(g["runs"]), f"{g['spearman']:.3f}", choice, percent(g["step_mean_abs_error"])
+        )
+    worst = Table("worst runs", "error", "the term that could be off")
+    timed = [row for row in document["rows"] if "step_s" in row["error"]]
+    for row in sorted(timed, key=lambda row: -abs(row["error"]["step_s"]))[:12]:
+        worst.add_row(row["id"], percent(row["error"]["step_s"]), tell_tale(row))
+    sums = Table("all runs", "")
+    for key, value in document["summary"].items():
+        sums.add_row(key.replace("_", " "), percent(value) if isinstance(value, float) else str(value))
+    for left in document["left_out"]:
+        sums.add_row(f"left out: {left['id']}", left["why"])
+    return [rows, sweeps, worst, sums]
+
+
+def cells_against(row: dict, percent) -> list[str]:
+    """A row of the table."""
+    predicted, measured, error = row["predicted"], row["measured"], row["error"]
+    number = lambda found, key, form: format(found[key], form) if found.get(key) is not None else ""
+    fits = "yes" if predicted["fits"] else "no"
+    return [
+        row["id"], row["chip"], row["mesh"],
+        number(predicted, "step_s", ".3f"), number(measured, "step_s", ".3f"), percent(error.get("step_s")),
+        number(predicted, "memory_gb", ".1f"), number(measured, "memory_gb", ".1f"),
+        percent(error.get("memory_gb")),
+        fits + (" (wrong)" if error.get("fits") else ""),
+    ]  # fmt: skip

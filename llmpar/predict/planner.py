@@ -1,0 +1,509 @@
+"""Which plan for a model on a machine: enumerates, prices, checks, ranks, and says why the others lost.
+
+Every mesh that divides the devices is priced with the ways to run it that could win: ZeRO, microbatches,
+schedules, recomputation. `time` ranks thousands of them in seconds; the first in rank are then held against
+`Plan.check` and `memory`, which follow the program that will run. Nothing here needs JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmpar.config import ModelConfig
+from llmpar.notation import AXES, MeshShape, divisors
+from llmpar.plan import Plan
+from llmpar.predict import hardware, held, memory, workload
+from llmpar.predict.hardware import GIB, Chip
+from llmpar.predict.time import Time, step_time
+
+MARGIN = 0.08
+"""Of the memory that a program may use, what a plan must leave free: the formula of temporaries is an
+estimate (`tests/compare_memory.py` holds it against two compilers)."""
+GPU_SHARE = 0.95
+"""Of a GPU's memory, what JAX takes when it is told to (XLA_CLIENT_MEM_FRACTION)."""
+LENIENT = 1.35
+"""A candidate whose textbook memory is larger than this many times the room is not priced."""
+NEXT_CHIP = {
+    "a100-40": "h100", "a100-80": "h100", "h100": "b200", "h200": "b200", "gh200": "gb200", "b200": "gb300",
+    "gb200": "gb300", "mi250x": "mi300x", "v4": "v5p", "v5e": "v6e", "v5p": "7x", "v6e": "7x",
+}  # fmt: skip
+SAME = 0.005
+"""Times that differ by less are the same: no model of time is that good."""
+TURNS = 6
+"""Of the ways to run a mesh, in the order of their time, how many are tried until one fits."""
+PUE = 1.2
+"""Power of a machine room over that of its chips: assumed."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be decided.
+
+    Attributes:
+        fixed: fields of the plan that are given, axes of the mesh among them.
+        model: how the user named it, for the lines that train and compile.
+    """
+
+    config: ModelConfig
+    chip: Chip
+    num_devices: int
+    batch_size: int
+    seq_len: int
+    fixed: dict[str, Any] = field(default_factory=dict, hash=False)
+    model: str = ""
+
+    @property
+    def room_bytes(self) -> float:
+        """Bytes that a plan may hold on a device."""
+        share = 1.0 if self.chip.link == "torus" else GPU_SHARE
+        return self.chip.usable_hbm_gib * GIB * share * (1 - MARGIN)
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the platform."""
+        return "tpu" if self.chip.link == "torus" else "gpu"
+
+
+@dataclass
+class Candidate:
+    """One way to run the step, priced."""
+
+    plan: Plan
+    time: Time
+    memory_bytes: dict[str, float] = field(default_factory=dict)
+    why_not: str = ""
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes on a device."""
+        return self.memory_bytes.get("total", math.inf)
+
+
+# ------------------------------------------------------------------------------------------- candidates
+
+
+def meshes(q: Question) -> Iterator[MeshShape]:
+    """Every mesh of all devices whose axes the model's dims allow and the machine's links can bear: tp within
+    a node or along one axis of a torus, a sequence cut into no less than 4,096 positions."""
+    c, n = q.config, q.num_devices
+    widths = math.gcd(c.num_heads, c.num_kv_heads, c.ffn_width, c.vocab_size)
+    node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
+    fixed = {a: v for a, v in q.fixed.items() if a in AXES}
+    choices = {
+        "tp": [t for t in divisors(widths) if t <= node],
+        "pp": [p for p in divisors(n) if p <= min(c.num_layers, 64)],
+        "ep": divisors(c.experts.num_experts) if c.experts else [1],
+        "sp": [s for s in divisors(n) if s == 1 or q.seq_len // s >= 4096],
+    }
+    given = {a: [v] for a, v in fixed.items() if a in choices}
+    choices |= given | {"pp": [p for p in given.get("pp", choices["pp"]) if p <= c.num_layers]}
+    for tp in choices["tp"]:
+        for pp in (p for p in choices["pp"] if n % (tp * p) == 0):
+            for ep in (e for e in choices["ep"] if n % (tp * pp * e) == 0):
+                for sp in (s for s in choices["sp"] if n % (tp * pp * ep * s) == 0):
+                    ranks = n // (tp * pp * ep * sp)
+                    for dp in [fixed["dp"]] if "dp" in fixed else divisors(ranks):
+                        if ranks % dp == 0 and fixed.get("fsdp", ranks // dp) == ranks // dp:
+                            yield MeshShape(pp=pp, dp=dp, fsdp=ranks // dp, ep=ep, sp=sp, tp=tp)
+
+
+def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
+    """Fields of plans on a mesh that could win, cheapest recomputation first among equals."""
+    rows = q.batch_size // (mesh.dp * mesh.fsdp * mesh.ep)
+    given = {k: v for k, v in q.fixed.items() if k not in AXES}
+    base: dict[str, Any] = {"mesh": mesh, "dtype": "bfloat16"}
+    if mesh.tp > 1 and q.seq_len % (mesh.sp * mesh.tp) == 0:
+        base["tp_sequence"] = True
+        base["tp_comm_overlap"] = mesh.pp == 1
+    if q.config.vocab_size > 8192 and q.seq_len // mesh.sp % 8 == 0:
+        base["loss_chunks"] = 8
+    cut = mesh.fsdp * mesh.ep * mesh.sp > 1
+    states: list[dict[str, Any]] = [{}]
+    if cut:
+        states += [{"zero": 1}]
+        # Gathered experts that are kept took 20 GiB more on H100s (compiled) than the formula of memory says.
+        states += [{"reshard_after_forward": False}] * (q.config.experts is None)
+    sequences: list[dict[str, Any]] = [{}]
+    if mesh.sp > 1:
+        fits_heads = q.config.num_kv_heads // mesh.tp % mesh.sp == 0
+        sequences = [{}] * (mesh.pp == 1)
+        sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}] * fits_heads
+        sequences = sequences or [{"context_parallel": "gather"}]
+    orders: list[dict[str, Any]] = [{}]
+    if mesh.pp > 1:
+        orders = [{"schedule": "1f1b"}]
+        orders += [
+            {"schedule": "interleaved", "virtual_stages": v}
+            for v in (2, 4)
+            if q.config.num_layers >= v * mesh.pp
+        ]
+    counts = [m for m in divisors(rows) if m <= 512 and (mesh.pp == 1 or m >= mesh.pp // 2)]
+    if "microbatches" in given:
+        counts = [m for m in (given["microbatches"],) if rows % m == 0]
+    if {"schedule", "virtual_stages"} & set(given):
+        orders = [{}]
+    for m in sorted(counts, reverse=mesh.pp > 1)[:6]:
+        for order in orders:
+            if order.get("virtual_stages") and m % mesh.pp:
+                continue
+            for state in states:
+                for sequence in sequences:
+                    for remat in ("none", "selective", "ffn", "block"):
+                        yield base | state | sequence | order | {"microbatches": m, "remat": remat} | given
+
+
+def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
+    """The ways to run a mesh, of those that differ in recomputation alone the first that may fit."""
+    found, settled = [], set[tuple]()
+    for fields in ways(q, mesh):
+        key = tuple(sorted((k, v) for k, v in fields.items() if k not in ("mesh", "remat")))
+        if key in settled:
+            continue
+        plan = Plan(**fields)
+        try:
+            run = workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)
+        except ValueError:  # an order that is given does not suit this mesh
+            continue
+        if sum(held.held_bytes(run, True).values()) > LENIENT * q.room_bytes and plan.remat != "block":
+            continue
+        settled.add(key)
+        found.append(Candidate(plan, step_time(run, simulate=False)))
+    return found
+
+
+def sure(q: Question, one: Candidate) -> Candidate:
+    """The same candidate, checked by the rules and the memory of the program that would run: with more
+    recomputation where that is what it takes."""
+    policies: Any = ("none", "selective", "ffn", "block")
+    later = policies[policies.index(one.plan.remat) :] if "remat" not in q.fixed else (one.plan.remat,)
+    plan = one.plan.effective(q.config)
+    try:
+        plan.check(q.config, q.batch_size, q.seq_len)
+    except ValueError as refusal:
+        return Candidate(plan, one.time, why_not=str(refusal))
+    found = held_by(q, plan)
+    least = dataclasses.replace(plan, remat=later[-1])
+    if found["total"] > q.room_bytes and len(later) > 1 and held_by(q, least)["total"] <= q.room_bytes:
+        for remat in later[1:]:
+            plan = dataclasses.replace(plan, remat=remat)
+            found = held_by(q, plan)
+            if found["total"] <= q.room_bytes:
+                break
+    if found["total"] <= q.room_bytes:
+        run = workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)
+        return Candidate(plan, step_time(run), found)
+    why = f"holds {found['total'] / GIB:.1f} GiB > {q.room_bytes / GIB:.1f} GiB, of which {_largest(found)}"
+    return Candidate(plan, one.time, found, why)
+
+
+def held_by(q: Question, plan: Plan) -> dict[str, float]:
+    """Bytes on each device by part: what a step is given, and what it holds besides (`memory`)."""
+    plan = plan.on(q.platform)
+    given = memory.argument_bytes(q.config, plan, q.batch_size, q.seq_len)
+    besides = memory.temp_bytes(q.config, plan, q.batch_size, q.seq_len)
+    run = workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)
+    grads = min(besides, held.held_bytes(run, True)["gradients"])
+    parts = {"params": given["params"], "grads": grads, "optimizer": given["optimizer"]}
+    return parts | {"activations": besides - grads, "total": sum(given.values()) + besides}
+
+
+def _largest(parts: dict[str, float]) -> str:
+    name = max((k for k in parts if k != "total"), key=lambda k: parts[k])
+    return f"{name} {parts[name] / GIB:.1f}"
+
+
+# ----------------------------------------------------------------------------------------------- the answer
+
+
+@dataclass
+class Answer:
+    """What was decided: the best plan of each mesh in order, and why other meshes cannot be."""
+
+    question: Question
+    plans: list[Candidate]
+    rejected: list[tuple[MeshShape, str, str]]
+    num_priced: int
+
+
+def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
+    """Answer the question. Raises ValueError with the smallest machine that would do where nothing fits."""
+    _refuse(q)
+    everything, impossible = list[Candidate](), list[tuple[MeshShape, str, str]]()
+    for mesh in meshes(q):
+        ranks = mesh.dp * mesh.fsdp * mesh.ep
+        if q.batch_size % ranks:
+            if len(impossible) < most_rejected:
+                why = f"batch {q.batch_size} is no multiple of dp·fsdp·ep = {ranks}"
+                change = f"batch_size={math.ceil(q.batch_size / ranks) * ranks}"
+                impossible.append((mesh, why, change))
+            continue
+        everything += priced(q, mesh)
+    everything.sort(key=lambda one: one.time.step_s)
+    best, failed, turns = dict[MeshShape, Candidate](), dict[MeshShape, Candidate](), Counter[MeshShape]()
+    for one in everything:
+        mesh = one.plan.mesh
+        if mesh in best or turns[mesh] == TURNS:
+            continue
+        if len(best) >= keep and one.time.step_s > 1.25 * max(b.time.step_s for b in best.values()):
+            break
+        if len(best) >= 2 * keep:
+            break
+        turns[mesh] += 1
+        checked = sure(q, one)
+        if checked.why_not:
+            failed.setdefault(mesh, checked)
+        else:
+            best[mesh] = checked
+    fastest = min((one.time.step_s for one in best.values()), default=0.0)
+
+    def order(one: Candidate) -> tuple[float, int, float]:
+        """By time, the simpler mesh first where it is as fast as the fastest, but for `SAME`."""
+        same = one.time.step_s <= fastest * (1 + SAME)
+        axes = sum(n > 1 for n in one.plan.mesh.sizes.values()) if same else 0
+        return (0.0 if same else one.time.step_s), axes, one.time.step_s
+
+    plans = sorted(best.values(), key=order)[:keep]
+    if not plans:
+        raise ValueError(nowhere(q, failed))
+    losers = [one for mesh, one in failed.items() if mesh not in best][:most_rejected]
+    rejected = [(one.plan.mesh, one.why_not, rescue(q, one)) for one in losers]
+    return Answer(q, plans, rejected + impossible, len(everything))
+
+
+def _refuse(q: Question) -> None:
+    """Refuse questions that no mesh answers."""
+    q.config.weights()  # refuses what cannot run at all
+    axes = {a: v for a, v in q.fixed.items() if a in AXES}
+    asked = math.prod(axes.values())
+    if q.num_devices % asked:
+        text = " ".join(f"{a}={v}" for a, v in axes.items())
+        raise ValueError(
+            f"{q.num_devices} devices cannot be cut by '{text}', {asked} devices; use a multiple of {asked},"
+            " or fix fewer axes"
+        )
+    unknown = sorted(set(q.fixed) - {*AXES, *(f.name for f in dataclasses.fields(Plan))})
+    if unknown:
+        raise ValueError(f"a plan has no field {', '.join(unknown)}")
+    if not any(True for _ in meshes(q)):
+        c = q.config
+        widths = math.gcd(c.num_heads, c.num_kv_heads, c.ffn_width, c.vocab_size)
+        text = " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
+        raise ValueError(
+            f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': tp divides {widths} and"
+            f" stays in a node, pp divides the devices and is at most its {c.num_layers} layers, sp leaves"
+            " 4,096 positions a rank"
+        )
+
+
+def rescue(q: Question, one: Candidate) -> str:
+    """The single change that would make a plan fit; empty where none does."""
+    if not one.memory_bytes:
+        return ""
+    plan, mesh = one.plan, one.plan.mesh
+    rows = q.batch_size // (mesh.dp * mesh.fsdp * mesh.ep)
+    more = next((m for m in divisors(rows) if m > plan.microbatches), None)
+    changes: list[dict[str, Any]] = [{"remat": "block"}, {"loss_chunks": 8}, {"zero": 3}]
+    changes += [{"reshard_after_forward": True}] + [{"microbatches": more}] * bool(more)
+    changes += [{"tp_sequence": True}]
+    for change in changes:
+        if all(getattr(plan, k) == v for k, v in change.items()):
+            continue
+        try:
+            other = dataclasses.replace(plan, **change)
+            other.check(q.config, q.batch_size, q.seq_len)
+            total = held_by(q, other)["total"]
+        except ValueError:
+            continue
+        if total <= q.room_bytes:
+            ((name, value),) = change.items()
+            return f"{name}={value} would hold {total / GIB:.1f} GiB"
+    return f"no single field: it wants {one.total_bytes / q.room_bytes:.1f} times the memory"
+
+
+def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
+    """The sentence for a model that fits on no mesh: the least that was wanted, and the smallest machine of
+    this chip on which some mesh does."""
+    least = min(failed.values(), key=lambda one: one.total_bytes, default=None)
+    wants = f"; the least is {least.plan.mesh}, which {least.why_not}" if least else ""
+    head = f"'{q.config.name}' fits on no mesh of {q.num_devices} {q.chip.name}{wants}"
+    for factor in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1024):
+        many = q.num_devices * factor
+        bigger = dataclasses.replace(q, num_devices=many, batch_size=max(q.batch_size, many), fixed={})
+        if smallest_fits(bigger):
+            return f"{head}; the smallest machine on which it does has {many} of them"
+    return f"{head}, nor on any machine that was tried"
+
+
+def smallest_fits(q: Question) -> bool:
+    """Whether some mesh of fully cut state fits, tried by what needs the least memory."""
+    tried = []
+    for mesh in meshes(q):
+        if mesh.dp == 1 and q.batch_size % (mesh.fsdp * mesh.ep) == 0:
+            rows = q.batch_size // (mesh.fsdp * mesh.ep)
+            for fields in ways(q, mesh):
+                plan = Plan(**fields)
+                if plan.remat == "block" and plan.zero == 3 and plan.reshard_after_forward:
+                    if plan.microbatches == rows:
+                        run = workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)
+                        tried.append((sum(held.held_bytes(run, True).values()), plan))
+    tried.sort(key=lambda pair: pair[0])
+    return any(not sure(q, Candidate(plan, Time(0.0, {}))).why_not for _, plan in tried[:8])
+
+
+# ------------------------------------------------------------------------------------------------- in words
+
+
+def document(answer: Answer, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
+    """The document of ``llmpar plan --json``. ``tokens``: a budget to train on; ``price``: of a chip and
+    hour."""
+    q, best = answer.question, answer.plans[0]
+    rows = [_row(q, one, best, answer.plans) for one in answer.plans]
+    found: dict[str, Any] = {
+        "model": q.config.name,
+        "chip": q.chip.name,
+        "devices": q.num_devices,
+        "batch_size": q.batch_size,
+        "seq_len": q.seq_len,
+        "tokens_per_step": q.batch_size * q.seq_len,
+        "room_bytes": q.room_bytes,
+        "margin": MARGIN,
+        "mfu_convention": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
+        "priced": answer.num_priced,
+        "plans": rows,
+        "rejected": [{"mesh": str(m), "why": why, "change": change} for m, why, change in answer.rejected],
+        "sensitivity": sensitivity(q, best),
+    }
+    if tokens:
+        found["budget"] = budget(q, best, tokens, price)
+    return found
+
+
+def _row(q: Question, one: Candidate, best: Candidate, others: list[Candidate]) -> dict[str, Any]:
+    run = workload.of_plan(q.config, one.plan, q.chip, q.batch_size, q.seq_len)
+    return {
+        "mesh": str(one.plan.mesh),
+        "plan": fields_of(one.plan),
+        "fits": not one.why_not,
+        "memory_bytes": one.memory_bytes,
+        "step_s": one.time.step_s,
+        "terms": one.time.terms,
+        "mfu": one.time.mfu(run),
+        "tokens_per_s": run.tokens_per_step / one.time.step_s,
+        "bubble_fraction": one.time.bubble_fraction,
+        "why": why(one, best),
+        "change": change(one, others),
+        "train": command(q, one.plan, "train"),
+        "compile": command(q, one.plan, "compile"),
+    }
+
+
+def why(one: Candidate, best: Candidate) -> str:
+    """Why a plan is slower than the best: the term that grew most, in seconds."""
+    if one is best:
+        name, seconds = max(one.time.terms.items(), key=lambda item: item[1])
+        return f"the fastest that fits; most of it is {name}, {seconds:.3g} of {one.time.step_s:.3g} s"
+    lost = one.time.step_s - best.time.step_s
+    grown = {k: v - best.time.terms.get(k, 0.0) for k, v in one.time.terms.items()}
+    if abs(lost) <= SAME * best.time.step_s:
+        return f"as fast as the first: {lost:+.2g} s"
+    name = max(grown, key=lambda k: grown[k])
+    before, now = best.time.terms.get(name, 0.0), one.time.terms[name]
+    return f"{lost:+.3g} s: {name} {now:.3g} s > {before:.3g} s"
+
+
+def change(one: Candidate, others: list[Candidate]) -> str:
+    """The single change to a faster plan: one factor moved between two axes, or one field; empty where none
+    of the others is so near."""
+    for other in others:
+        if other.time.step_s >= one.time.step_s:
+            return ""
+        a, b = one.plan.mesh.sizes, other.plan.mesh.sizes
+        moved = [f"{axis}={b[axis]}" for axis in AXES if a[axis] != b[axis]]
+        if len(moved) <= 2:
+            return f"{' '.join(moved)} takes {other.time.step_s:.3g} s"
+    return ""
+
+
+def fields_of(plan: Plan) -> dict[str, Any]:
+    """The fields of a plan that are not defaults, without the mesh."""
+    return {
+        f.name: getattr(plan, f.name)
+        for f in dataclasses.fields(Plan)
+        if f.name != "mesh" and getattr(plan, f.name) != f.default
+    }
+
+
+def command(q: Question, plan: Plan, name: str) -> str:
+    """The exact line that trains, or compiles, under a plan."""
+    words = ["llmpar", name, "--model", q.model or q.config.name, "--mesh", f'"{plan.mesh}"']
+    words += ["--batch-size", str(q.batch_size), "--seq-len", str(q.seq_len)]
+    fields = fields_of(plan)
+    if name == "compile":
+        words[2:2] = ["--target", target(q)]
+        for key, usual in (("dtype", "bfloat16"), ("remat", "selective"), ("loss_chunks", 8)):
+            fields.setdefault(key, getattr(plan, key))
+            if fields[key] == usual:
+                fields.pop(key)
+    for key, value in fields.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    if q.platform == "gpu":
+        words.insert(0, f"{hardware.MEMORY_SHARES[0]}={GPU_SHARE}")
+    return " ".join(words)
+
+
+def target(q: Question) -> str:
+    """The machine as ``llmpar compile --target`` names it."""
+    chips = q.num_devices // q.chip.devices_per_chip
+    if q.chip.link == "switch":
+        near = math.gcd(chips, q.chip.node_size)
+        return f"{q.chip.name}:{chips // near}x{near}"
+    sides, left = [], chips
+    for axes in range(q.chip.num_axes, 0, -1):
+        side = min((d for d in divisors(left) if d**axes >= left), default=left)
+        side = max(d for d in divisors(left) if d <= max(1, round(left ** (1 / axes)))) if axes > 1 else left
+        sides.append(side)
+        left //= side
+    return f"{q.chip.name}:{'x'.join(map(str, sorted(sides)))}"
+
+
+def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> dict[str, float]:
+    """Days, energy and cost of training on so many tokens."""
+    seconds = tokens / (q.batch_size * q.seq_len) * best.time.step_s
+    chips = q.num_devices / q.chip.devices_per_chip
+    found = {"tokens": tokens, "days": seconds / 86_400, "chip_hours": chips * seconds / 3600}
+    if watts := hardware.POWER_W.get(q.chip.name):
+        found["energy_mwh"] = chips * watts * PUE * seconds / 3600 / 1e6
+    return found | ({"cost": price * found["chip_hours"]} if price else {})
+
+
+def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
+    """Tokens per second of the same plan if one thing were different."""
+    run = workload.of_plan(q.config, best.plan, q.chip, q.batch_size, q.seq_len)
+    base = run.tokens_per_step / best.time.step_s
+    chip = q.chip
+    doubled = dataclasses.replace
+    cases = {
+        "twice the fast links": doubled(run, chip=doubled(chip, link_bytes_per_s=2 * chip.link_bytes_per_s)),
+        "twice the network": doubled(run, chip=doubled(chip, dcn_bytes_per_s=2 * chip.dcn_bytes_per_s)),
+        "twice the memory's rate": doubled(run, chip=doubled(chip, hbm_bytes_per_s=2 * chip.hbm_bytes_per_s)),
+        "twice the batch": doubled(run, microbatches=2 * run.microbatches),
+        "twice the sequence": doubled(run, seq_len=2 * run.seq_len),
+    }
+    if name := NEXT_CHIP.get(chip.name):
+        row = hardware.chip(name)
+        if row.devices_per_chip == chip.devices_per_chip:
+            cases[f"on {name}"] = doubled(run, chip=row)
+    rows = []
+    for what, other in cases.items():
+        rate = other.tokens_per_step / step_time(other).step_s
+        rows.append({"what": what, "tokens_per_s": rate, "ratio": rate / base})
+    return rows

@@ -1,0 +1,479 @@
+"""How long a training step takes, by named terms, from shapes, bytes and what a chip reaches.
+
+A product takes its FLOPs at a share of peak, and its operands' bytes at a share of the memory's rate. A
+collective takes its bytes at the rate of the slowest level of links that it crosses, and a start. Each
+chunk of a stage gets its own times, the embedding and the head with theirs, and the schedule's timetable is
+played with them: what the busiest stage waits is the bubble. `Rates` has a chip's constants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass, field
+
+from llmpar import schedules
+from llmpar.predict import formulas
+from llmpar.predict.hardware import Chip
+from llmpar.predict.rates import Rates, rates
+from llmpar.predict.workload import Product, Run
+from llmpar.timetable import makespan
+
+FORWARD_KERNELS, BACKWARD_KERNELS = 35, 60
+"""Kernels of a layer of an eager framework, and of its share of the backward pass: counted in Megatron's."""
+OPTIMIZER_BYTES = 30
+"""Read and written by Adam per parameter: gradient, weight and two moments in float32, and a 16-bit copy."""
+FLASH2 = dict.fromkeys(("h100", "h200", "gh200", "b200", "gb200", "gb300"), 0.6)
+"""What FlashAttention-2 reaches of what the vendor's kernels do: on H100 35 % of peak where cuDNN and
+FlashAttention-3 have 60 or more (Shah et al. 2024, sections 1 and 4)."""
+ACCUMULATED_BYTES = 8
+"""Read and written per parameter when a microbatch's gradient is added to a sum in float32."""
+LOSS_PASSES = 6
+"""Times that a loss reads or writes its logits in float32, both ways."""
+
+
+@dataclass
+class Pass:
+    """Seconds of one direction of a layer, by term, and its kernels."""
+
+    terms: dict[str, float] = field(default_factory=dict)
+    kernels: float = 0
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return sum(self.terms.values())
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count seconds under a name."""
+        if seconds:
+            self.terms[name] = self.terms.get(name, 0.0) + seconds
+
+    def take(self, other: Pass, times: float = 1.0) -> Pass:
+        """Count another's, ``times`` over."""
+        for name, seconds in other.terms.items():
+            self.add(name, times * seconds)
+        self.kernels += times * other.kernels
+        return self
+
+
+@dataclass
+class Time:
+    """A step's seconds, by term; the busiest stage's share of them; the bubble."""
+
+    step_s: float
+    terms: dict[str, float]
+    bubble_fraction: float = 0.0
+
+    def mfu(self, run: Run, causal: bool = False) -> float:
+        """Model FLOPs utilisation, by PaLM's convention where not ``causal`` (Chowdhery et al. 2022)."""
+        peak = run.chip.per_device().flops_per_s * run.mesh.size
+        return run.flops(causal) / self.step_s / peak
+
+
+class Clock:
+    """Prices what a run does on its chip."""
+
+    def __init__(self, run: Run, own: Rates | None = None):
+        self.run, self.rates = run, own or rates(run.chip.name)
+        chip = run.chip
+        self.device = chip.per_device()
+        self.peak = self.device.flops_per_s * self.rates.products
+        self.bytes_per_s = self.device.hbm_bytes_per_s * self.rates.memory
+        self.links: Chip = dataclasses.replace(
+            chip, link_efficiency=self.rates.links, dcn_bytes_per_s=chip.dcn_bytes_per_s * self.rates.network
+        )
+        self.inner = {"tp": 1, "sp": run.mesh.tp}
+        self.inner["ep"] = self.inner["sp"] * run.mesh.sp
+        self.inner["fsdp"] = self.inner["ep"] * run.mesh.ep
+        self.inner["dp"] = self.inner["fsdp"] * run.mesh.fsdp
+        self.inner["pp"] = self.inner["dp"] * run.mesh.dp
+
+    # ------------------------------------------------------------------------------------------- prices
+
+    def products(self, found: list[Product], fp8: bool = False) -> float:
+        """Seconds of matrix products."""
+        seconds = 0.0
+        for p in found:
+            share = self.rates.products if p.times == 1 else self.rates.grouped
+            rate = self.device.flops_per_s * share * (self.rates.eight_bit if fp8 else 1.0)
+            moved = 2.0 * p.times * (p.rows * p.inner + p.inner * p.out + p.rows * p.out)
+            waves = 1 + self.rates.half / (p.rows * p.out)
+            seconds += p.flops / rate * waves + moved / self.bytes_per_s
+            seconds += self.rates.kernel_s * min(p.times, 8)  # grouped products start together
+        return seconds
+
+    def collective(self, kind: str, message: float, group: float, inner: float) -> float:
+        """Seconds of a collective over ``group`` devices, ``inner`` apart."""
+        if group <= 1 or not message:
+            return 0.0
+        start = self.rates.start_s * (1 + math.log2(group)) * (2 if kind == "all-reduce" else 1)
+        return start + _on_links(self.links, kind, message, round(group), round(inner))
+
+    def exposed(self, links_s: float, behind_s: float, overlaps: bool) -> float:
+        """What of a collective costs time: all, or where it runs beside ``behind_s`` of computing what is
+        left over, and what computing loses to it."""
+        if not overlaps:
+            return links_s
+        return max(0.0, links_s - behind_s) + self.rates.shared * min(links_s, behind_s)
+
+    # -------------------------------------------------------------------------------------------- a layer
+
+    def gradients(self, found: list[Product], fp8: bool = False) -> float:
+        """Seconds of the products of their backward pass: of inputs' gradients and of weights'."""
+        inputs = [Product(p.rows, p.out, p.inner, p.times) for p in found]
+        weights = [Product(p.inner, p.rows, p.out, p.times) for p in found]
+        return self.products(inputs + weights, fp8)
+
+    def compute(self, dense: bool) -> tuple[Pass, float, float]:
+        """One layer forward without links; seconds of its feed-forward's products, and of attention."""
+        run, found = self.run, Pass()
+        attention, ffn = run.layer_products(dense)
+        first, second = self.products(attention, run.fp8), self.products(ffn, run.fp8)
+        found.add("products", first + second)
+        scores, n = run.attention_flops(), run.mesh.sp
+        scores *= 1.0 if run.balanced else 2 * n / (n + 1)
+        if run.software.fused_attention:
+            share = self.rates.attention * (FLASH2.get(run.chip.name, 1.0) if run.software.flash2 else 1.0)
+            core = scores / (self.device.flops_per_s * share) + self.rates.kernel_s
+        else:
+            core = scores / self.peak + 2 * self.rates.kernel_s
+        found.add("attention", core)
+        found.add("elementwise", run.elementwise_bytes(dense) / self.bytes_per_s + 6 * self.rates.kernel_s)
+        found.kernels = FORWARD_KERNELS
+        return found, second, core
+
+    def layer(self, dense: bool = False) -> tuple[Pass, Pass]:
+        """One layer of a microbatch, forward and backward, with the exchanges inside it."""
+        run = self.run
+        forward, ffn, core = self.compute(dense)
+        plain = dict(forward.terms)
+        backward = Pass({name: 2 * s for name, s in plain.items()}, BACKWARD_KERNELS)
+        backward.terms["products"] = sum(self.gradients(part, run.fp8) for part in run.layer_products(dense))
+        if run.software.fused_attention:  # five products where forward there are two
+            backward.terms["attention"] = 2.5 * plain["attention"]
+        again = {
+            "none": 0.0,
+            "selective": plain["elementwise"] / 2
+            + (0 if run.software.fused_attention else plain["attention"]),
+            "ffn": ffn + plain["elementwise"] / 2,
+            "block": sum(plain.values()),
+        }[run.recompute]
+        backward.add("recomputation", again + run.again * sum(plain.values()))
+        backward.kernels += FORWARD_KERNELS * (run.recompute == "block")
+        links = self.inside(dense, core)
+        twice = (1.0 if run.recompute == "block" else 0.0) + run.again
+        for name, (ahead, behind) in links.items():
+            overlaps = run.ep_overlap if name == "expert links" else name[0] == "t" and run.tp_overlap
+            forward.add(name, self.exposed(ahead, forward.terms["products"], overlaps))
+            hidden = self.exposed(behind, backward.terms["products"], overlaps)
+            backward.add(name, hidden + twice * ahead)
+        return forward, backward
+
+    def inside(self, dense: bool, core: float) -> dict[str, tuple[float, float]]:
+        """Seconds on links inside a layer, forward and backward: of tensor, sequence and expert
+        parallelism."""
+        run, c, mesh = self.run, self.run.config, self.run.mesh
+        width = 2.0 * run.tokens * c.width
+        found = {}
+        if mesh.tp > 1:
+            one = self.collective("all-reduce", width, mesh.tp, 1)
+            found["tensor-parallel links"] = (2 * one, 2 * one)
+        if mesh.sp > 1:
+            keys = 2.0 * run.tokens * 2 * c.num_kv_heads * c.head_width / mesh.tp
+            queries = 2.0 * run.tokens * 2 * c.num_heads * c.head_width / mesh.tp
+            inner = self.inner["sp"]
+            if run.context_parallel == "ring":
+                hop = self.collective("permute", keys, mesh.sp, inner) * (mesh.sp - 1)
+                found["sequence links"] = (
+                    self.exposed(hop, core, True),
+                    self.exposed(3 * hop, 2.5 * core, True),
+                )
+            elif run.context_parallel == "ulysses":
+                once = self.collective("all-to-all", keys + queries, mesh.sp, inner) + 3 * self.rates.start_s
+                found["sequence links"] = (once, once)
+            else:
+                once = self.collective("all-gather", keys * mesh.sp, mesh.sp, inner)
+                found["sequence links"] = (once, once)
+        if c.experts and mesh.ep > 1 and not dense:
+            once = 2 * self.exchange(2.0 * run.stream_tokens * c.width)
+            found["expert links"] = (once, once)
+        return found
+
+    def exchange(self, tokens_bytes: float) -> float:
+        """Seconds to send a microbatch's tokens to their experts. Between nodes a token travels once for each
+        node, and is dealt out there (DeepSeek-V3 2024, section 3.2.2); inside, once for each copy."""
+        run, ep, inner = self.run, self.run.mesh.ep, self.inner["ep"]
+        device, how = self.links.per_device(), run.config.experts
+        near = max(1, device.node_size // inner)
+        if run.chip.link == "torus" or near >= ep:
+            return self.collective("all-to-all", tokens_bytes * self.copies(), ep, inner)
+        nodes, start = ep / near, self.rates.start_s * (1 + math.log2(ep))
+        assert how
+        reached = nodes * (1 - (1 - 1 / nodes) ** how.top_k)
+        if how.num_groups > 1:
+            reached = min(reached, how.top_groups)
+        across = tokens_bytes * reached * (1 - 1 / nodes) / device.dcn_bytes_per_s
+        inside = tokens_bytes * self.copies() * (1 - 1 / near) / device.reached_link_bytes_per_s
+        return start + max(across, inside)
+
+    def copies(self) -> float:
+        """How often a token travels: once for each rank that has some of its experts here, once for each
+        expert in Megatron."""
+        how, ep = self.run.config.experts, self.run.mesh.ep
+        assert how
+        if self.run.software.name != "llmpar":
+            return how.top_k
+        left = how.num_experts - how.num_experts // ep
+        return ep * (1 - math.comb(left, how.top_k) / math.comb(how.num_experts, how.top_k))
+
+    def hop(self) -> float:
+        """Seconds to send a microbatch's activations to the next stage: each tp rank sends its part, and what
+        was whole is gathered there (Narayanan et al. 2021, section 4.1)."""
+        run = self.run
+        whole, tp = 2.0 * run.tokens * run.config.width, run.mesh.tp
+        again = 0.0 if run.tp_sequence else self.collective("all-gather", whole, tp, 1)
+        return self.collective("permute", whole / tp, 2, self.inner["pp"]) + again
+
+    def ends(self) -> tuple[tuple[Pass, Pass], tuple[Pass, Pass]]:
+        """The embedding and the loss of a microbatch, forward and backward each."""
+        run, c = self.run, self.run.config
+        moved = 8.0 * run.stream_tokens * c.width / self.bytes_per_s
+        multiplied = [Product(run.tokens, c.width, c.vocab_size / run.mesh.tp)]
+        product, back = self.products(multiplied), self.gradients(multiplied)
+        logits = 4.0 * run.tokens * c.vocab_size / run.mesh.tp
+        loss = LOSS_PASSES / 2 * logits / self.bytes_per_s
+        reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, run.mesh.tp, 1)
+        embed = Pass({"embedding": moved + reduced}, 6), Pass({"embedding": 2 * moved}, 6)
+        back += product * (run.loss_chunks > 1)  # pieces are computed again
+        head = (
+            Pass({"head and loss": product + loss}, 12),
+            Pass({"head and loss": back + loss + reduced}, 16),
+        )
+        return embed, head
+
+    # ------------------------------------------------------------------------------------ weights on links
+
+    def layer_weights(self, dense: bool) -> tuple[float, float]:
+        """Parameters of a layer on a device's tp rank: those that all data ranks share, and those of its
+        experts."""
+        s, mesh, how = self.run.sizes, self.run.mesh, self.run.config.experts
+        body = s["attention"] + (s["dense"] if dense else s["ffn"] + s["router"])
+        experts = 0.0 if dense or not how else s["experts"] / mesh.ep
+        return body / mesh.tp, experts / (mesh.tp if self.run.expert_tp else 1)
+
+    def gathers(self, shared: float, experts: float) -> tuple[float, float]:
+        """Seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
+        run, soft = self.run, self.run.software
+        sums = [0.0, 0.0]
+        own = run.mesh.fsdp * (run.mesh.sp if run.zero_over_sp else 1)
+        for params, group in ((shared, run.zero_group), (experts, own)):
+            inner = self.inner["sp"] if run.zero_over_sp else self.inner["ep"]
+            sums[0] += self.collective("all-gather", soft.gathered_bytes * params, group, inner)
+            sums[1] += self.collective("reduce-scatter", soft.reduced_bytes * params, group, inner)
+        return sums[0], sums[1]
+
+    def at_the_end(self, shared: float, experts: float) -> tuple[float, float]:
+        """Seconds of what gradients still need when the last microbatch is done, and of gathering the updated
+        weights, which a framework that overlaps does beside the next step."""
+        run, soft, mesh = self.run, self.run.software, self.run.mesh
+        reduced, updated = 0.0, 0.0
+        inner = self.inner["sp"] if run.zero_over_sp else self.inner["ep"]
+        for params, ranks in (
+            (shared, run.data_ranks * mesh.sp),
+            (experts, run.data_ranks * mesh.sp / mesh.ep),
+        ):
+            if run.zero == 3:
+                cut = run.zero_group if params is shared else run.zero_group / mesh.ep
+                left = ranks / cut
+                reduced += self.collective(
+                    "all-reduce", soft.late_bytes * params / cut, left, self.inner["dp"]
+                )
+            elif run.zero:
+                reduced += self.collective("reduce-scatter", soft.late_bytes * params, ranks, inner)
+                updated += self.collective("all-gather", soft.late_bytes * params, ranks, inner)
+            else:
+                reduced += self.collective("all-reduce", soft.late_bytes * params, ranks, inner)
+        return reduced, updated
+
+
+@functools.lru_cache(maxsize=200_000)
+def _on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> float:
+    """Seconds on the links: of a torus over as many axes as the group may have, of switches by levels."""
+    if chip.link == "torus" and group * inner <= chip.per_device().node_size:
+        cores = chip.devices_per_chip
+        near = max(1, min(group, cores // max(1, inner)))
+        chips, apart = max(1, group // near), max(1, inner // cores)
+        if chips == 1:
+            return formulas.switch_seconds(kind, message, group, chip.per_device().hbm_bytes_per_s)
+        free = chip.num_axes - (1 if apart > 1 else 0)
+        axes = min(free, max(1, math.floor(math.log2(chips) / 2)))
+        side = max(2, round(chips ** (1 / axes)))
+        rate = chip.per_device().reached_link_bytes_per_s * near
+        size = message * (group if kind == "all-to-all" else 1)
+        return formulas.torus_seconds(kind, size, (side,) * axes, rate, True, chip.hop_s)
+    return formulas.collective_seconds(chip, kind, message, group, inner)
+
+
+def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
+    """Seconds of a step by term. Without ``simulate`` the bubble is a closed form: quick, for ranking."""
+    clock = Clock(run, own)
+    stages = _stages(run)
+    forward, backward = {}, {}
+    dense = run.dense_layers
+    sparse_pair, dense_pair = clock.layer(), clock.layer(True) if dense else None
+    embed, head = clock.ends()
+    added = dict[tuple[int, int], float]()
+    gather, scatter, shared, experts = {}, {}, dict[int, float](), dict[int, float]()
+    first = 0
+    for cell, count in stages.items():
+        with_dense = max(0, min(count, dense - first))
+        first += count
+        f, b = Pass(), Pass()
+        body, own_experts = clock.layer_weights(False)
+        dense_body = clock.layer_weights(True)[0] if dense else 0.0
+        for pair, times in ((sparse_pair, count - with_dense), (dense_pair, with_dense)):
+            if pair and times:
+                f.take(pair[0], times)
+                b.take(pair[1], times)
+        here = (count - with_dense) * body + with_dense * dense_body
+        there = (count - with_dense) * own_experts
+        if cell == next(iter(stages)):
+            f.take(embed[0])
+            b.take(embed[1])
+            here += run.sizes["embedding"] / run.mesh.tp
+        if cell == next(reversed(stages)):
+            f.take(head[0])
+            b.take(head[1])
+            here += run.sizes["head"] / run.mesh.tp
+        forward[cell], backward[cell] = f, b
+        added[cell] = (here + there) / (run.zero_group if run.zero == 3 else 1)
+        shared[cell[0]] = shared.get(cell[0], 0.0) + here
+        experts[cell[0]] = experts.get(cell[0], 0.0) + there
+        if run.zero == 3 and run.zero_group > 1:
+            gather[cell], scatter[cell] = clock.gathers(here, there)
+    _travel(run, clock, forward, backward, gather, scatter)
+    for cell, params in added.items():
+        backward[cell].add(
+            "accumulation", ACCUMULATED_BYTES * params / clock.bytes_per_s * (run.microbatches > 1)
+        )
+    if run.mesh.pp > 1 and not run.software.overlaps:  # a stage waits for what it sends
+        hop = clock.hop()
+        for part in (*forward.values(), *backward.values()):
+            part.add("pipeline sends", hop)
+    if run.software.eager:
+        for part in (*forward.values(), *backward.values()):
+            part.add("launching", max(0.0, part.kernels * clock.rates.host_s - part.seconds))
+    return _finish(run, clock, forward, backward, shared, experts, simulate)
+
+
+def _stages(run: Run) -> dict[tuple[int, int], int]:
+    """(stage, chunk) to layers, in the order of the model."""
+    p, v = run.mesh.pp, run.virtual_stages
+    if p == 1:
+        return {(0, 0): run.config.num_layers}
+    base, more = divmod(run.config.num_layers, p * v)
+    counts = [base + (i < more) for i in range(p * v)]
+    return {(i % p, i // p): n for i, n in enumerate(counts)}
+
+
+def _travel(run: Run, clock: Clock, forward, backward, gather, scatter) -> None:
+    """Add what gathering weights and scattering gradients costs each chunk."""
+    name = "weights and gradients on links"
+    for cell, seconds in gather.items():
+        if run.mesh.pp > 1 and not run.reshard:
+            continue  # once a step: counted at its end
+        f, b = forward[cell], backward[cell]
+        overlaps = run.software.overlaps
+        f.add(name, clock.exposed(seconds, f.seconds, overlaps))
+        behind = scatter[cell] + seconds * run.reshard
+        b.add(name, clock.exposed(behind, b.seconds, overlaps))
+
+
+def _finish(run, clock, forward, backward, shared, experts, simulate) -> Time:
+    m, p, v = run.microbatches, run.mesh.pp, run.virtual_stages
+    of = lambda parts, stage: sum(parts[c].seconds for c in parts if c[0] == stage)
+    loads = {s: m * (of(forward, s) + of(backward, s)) for s in shared}
+    busiest = max(loads, key=lambda s: loads[s])
+    terms = Pass()
+    for cell in forward:
+        if cell[0] == busiest:
+            terms.take(forward[cell], m)
+            terms.take(backward[cell], m)
+    total = loads[busiest]
+    if p > 1:
+        hop = clock.hop() if run.software.overlaps else 0.0
+        span = _played(run, forward, backward, hop) if simulate else None
+        if span is None:
+            through = sum(of(forward, s) + of(backward, s) for s in shared)
+            one = loads[busiest] / m
+            span = total + max(0.0, through - one) / v + 2 * (p - 1) * hop
+        terms.add("bubble", span - total)
+        total = span
+    reduced = updated = 0.0
+    for s in shared:
+        a, b = clock.at_the_end(shared[s], experts[s])
+        if run.zero == 3 and p > 1 and not run.reshard:
+            x, y = clock.gathers(shared[s], experts[s])
+            a, b = a + y, b + x
+        reduced, updated = max(reduced, a), max(updated, b)
+    soft = run.software
+    ahead, behind = of(forward, busiest), of(backward, busiest)
+    left = clock.exposed(reduced, behind, soft.overlaps and not soft.reduces_late)
+    left += clock.exposed(updated, ahead, soft.overlaps)
+    if run.config.tied and p > 1:  # the embedding is on the first stage and on the last
+        left += clock.collective(
+            "all-reduce",
+            run.software.reduced_bytes * run.sizes["embedding"] / run.mesh.tp,
+            2,
+            clock.inner["pp"],
+        )
+    terms.add("gradients at the end", left)
+    cut = (run.zero_group if run.zero == 3 else run.data_ranks * run.mesh.sp) if run.zero else 1
+    held = max((shared[s] + experts[s] * run.mesh.ep) / cut for s in shared)
+    whole = max(shared[s] + experts[s] for s in shared)
+    optimizer = (OPTIMIZER_BYTES * held + 2 * run.software.reduced_bytes * whole) / clock.bytes_per_s
+    terms.add("optimizer", optimizer)
+    total += left + optimizer
+    return Time(total, dict(terms.terms), terms.terms.get("bubble", 0.0) / total)
+
+
+def _played(run: Run, forward, backward, hop: float) -> float | None:
+    """The schedule's makespan with these times. Of many microbatches few are played, and the rest added at
+    the busiest stage's pace: the steady state repeats. None where there is no such order."""
+    m, p = run.microbatches, run.mesh.pp
+    few = min(m, 4 * p)
+    order = None
+    for count in dict.fromkeys((few, m)):
+        with contextlib.suppress(ValueError):
+            few, order = count, _order(run.schedule, p, count, run.virtual_stages)
+            break
+    if order is None:
+        return None
+    f = {cell: part.seconds for cell, part in forward.items()}
+    b = {cell: part.seconds for cell, part in backward.items()}
+    split = order.split_backward
+    weights = {
+        cell: (part.terms.get("products", 0) + part.terms.get("head and loss", 0)) / 2
+        for cell, part in backward.items()
+    }
+
+    def cost(stage: int, op) -> float:
+        cell = stage, op.chunk
+        if cell not in f:  # two-way schedules place chunks elsewhere
+            cell = stage, 0
+        if op.kind == "F":
+            return f[cell]
+        if op.kind == "W":
+            return weights[cell]
+        return b[cell] - (weights[cell] if split else 0.0)
+
+    pace = max(sum(f[c] + b[c] for c in f if c[0] == s) for s in range(p))
+    return makespan(order, cost, hop) + (m - few) * pace
+
+
+@functools.lru_cache(maxsize=256)
+def _order(name: str, p: int, m: int, v: int) -> schedules.Schedule:
+    return schedules.make(name, p, m, v if v > 1 else None)

@@ -1,0 +1,345 @@
+"""What a training run computes and moves, as numbers: of this package's models and plans, and of others'.
+
+A `Run` states a model's dims and how it is cut, whoever runs it: so the same laws of time (`time`) and memory
+(`held`) serve a plan of ours and the published runs of `measured`. `products` lists matrix products by shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from llmpar.config import ModelConfig
+from llmpar.notation import MeshShape
+from llmpar.plan import Plan
+from llmpar.predict.hardware import Chip
+
+Recompute = Literal["none", "selective", "ffn", "block"]
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a training framework does, as its documentation says. Nothing here is fitted.
+
+    Attributes:
+        eager: each kernel is launched by the host when Python comes to it; else a compiled program runs.
+        fused_attention: scores never reach memory (FlashAttention); else they are written, masked, normed,
+            dropped out and read, squares of the whole sequence.
+        overlaps: gradients and weights travel while others are computed; else after and before them.
+        weight_bytes, grad_bytes: of the copies that products use, and of a gradient as it is summed up.
+        reduced_bytes, gathered_bytes: of a gradient and of a weight on the links.
+        late_bytes: of a gradient and of a weight on the links where they travel once, at the end of a step.
+        state_bytes: the optimizer's, with its own copy of the weights.
+        overhead_bytes: what the framework holds besides: CUDA's context, NCCL's buffers, the allocator's
+            fragments. A sum that is read by ``nvidia-smi`` has it; a sum of allocations has not.
+        flash2: attention by FlashAttention-2, which was written for A100s, on whatever chip.
+        messages: of the stream's size, that a pipeline keeps for each microbatch that is alive.
+        logit_bytes: held per logit while the loss is computed.
+        reduces_late: gradients over dp are reduced when all are there, although the rest overlaps: a loop
+            over layers hands its gradients out at its end.
+    """
+
+    name: str
+    eager: bool = True
+    fused_attention: bool = True
+    overlaps: bool = True
+    weight_bytes: float = 2
+    grad_bytes: float = 4
+    reduced_bytes: float = 2
+    gathered_bytes: float = 2
+    late_bytes: float = 2
+    state_bytes: float = 12
+    overhead_bytes: float = 2e9
+    flash2: bool = False
+    logit_bytes: float = 6
+    messages: float = 0
+    reduces_late: bool = False
+
+
+SOFTWARE = {
+    s.name: s
+    for s in (
+        Software("megatron-2021", fused_attention=False, overlaps=False, grad_bytes=2),
+        Software("megatron-deepspeed", fused_attention=False, overlaps=False, messages=2),
+        Software("megatron"),
+        Software("fsdp", weight_bytes=0, flash2=True, logit_bytes=14),
+        Software(
+            "maxtext", eager=False, weight_bytes=0, overhead_bytes=0.5e9, logit_bytes=2, reduces_late=True
+        ),
+        Software(
+            "llmpar",
+            eager=False,
+            weight_bytes=0,
+            overhead_bytes=0.5e9,
+            logit_bytes=4,
+            late_bytes=4,
+            flash2=True,
+            reduces_late=True,
+        ),
+    )
+}
+"""Frameworks by name. Megatron in 2021: Narayanan et al.; with DeepSpeed: Smith et al. 2022, and BigScience's
+chronicles: its fp16 gradients lie beside the flat buffer that is reduced, and its pipeline keeps what it sent
+and received. Megatron's distributed optimizer keeps bf16 weights and float32 gradients, and cuts 12 bytes of
+state. FSDP, MaxText and this package keep float32 weights and cast what they gather. PyTorch's loss holds
+logits in 16 bits and in float32, their log-softmax, and gradients in both: 14 bytes."""
+
+
+class Product(NamedTuple):
+    """``times`` products of ``rows`` by ``inner`` with ``inner`` by ``out``."""
+
+    rows: float
+    inner: float
+    out: float
+    times: float = 1
+
+    @property
+    def flops(self) -> float:
+        """2MNK each."""
+        return 2.0 * self.rows * self.inner * self.out * self.times
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training step of a model on a machine.
+
+    Attributes:
+        config: the dims.
+        mesh: sizes of pp, dp, fsdp, ep, sp, tp. ``ep`` counts as data, as everywhere here.
+        rows: sequences of one microbatch on one data rank.
+        recompute: what the backward pass computes again, in `Plan.remat`'s words.
+        again: times that a stage runs its layers forward once more, whatever is recomputed besides: a stage
+            of ours keeps its input alone.
+        ffn_products: matrices of a feed-forward: 3 with a gate, 2 without.
+        gpt: layer norms with biases, dropout, learned positions.
+        tp_overlap, ep_overlap: products run beside these exchanges.
+        fp8: products of the blocks in 8 bits.
+        slices: TPU slices or racks that the network joins; dp spans them.
+        offload: what layers keep waits in the host's memory (MaxText's custom policies).
+        balanced: positions are dealt so that all ranks of a ring have the same causal work; else the last
+            has 2n/(n+1) times the mean.
+        expert_tp: whether tp cuts each expert (Megatron's etp = tp); else each is whole.
+    """
+
+    config: ModelConfig
+    chip: Chip
+    mesh: MeshShape
+    seq_len: int
+    rows: int = 1
+    microbatches: int = 1
+    software: Software = SOFTWARE["llmpar"]
+    zero: int = 3
+    reshard: bool = True
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    recompute: Recompute = "none"
+    again: float = 0.0
+    tp_sequence: bool = False
+    tp_overlap: bool = False
+    ep_overlap: bool = False
+    context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
+    ffn_products: int = 3
+    gpt: bool = False
+    fp8: bool = False
+    slices: int = 1
+    expert_tp: bool = True
+    loss_chunks: int = 1
+    zero_over_sp: bool = True
+    balanced: bool = True
+    offload: bool = False
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different sequences."""
+        return self.mesh.dp * self.mesh.fsdp * self.mesh.ep
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of a step."""
+        return self.rows * self.microbatches * self.data_ranks
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step."""
+        return self.batch_size * self.seq_len
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a microbatch on a device, before tp."""
+        return self.rows * self.seq_len / self.mesh.sp
+
+    @property
+    def zero_group(self) -> int:
+        """Devices over which ZeRO cuts what is not an expert."""
+        return self.mesh.fsdp * self.mesh.ep * (self.mesh.sp if self.zero_over_sp else 1)
+
+    @property
+    def stream_tokens(self) -> float:
+        """Tokens of the residual stream on a device."""
+        return self.tokens / (self.mesh.tp if self.tp_sequence else 1)
+
+    @cached_property
+    def sizes(self) -> dict[str, float]:
+        """Parameters of one layer by part, and of the ends: ``attention``, ``ffn`` (shared experts too),
+        ``experts``, ``router``, ``vectors``, ``dense`` (a leading dense layer's feed-forward), ``embedding``,
+        ``head``."""
+        c = self.config
+        d, n, k, h = c.width, c.num_heads, c.num_kv_heads, c.head_width
+        attention = d * h * (2 * n + 2 * k)
+        if mla := c.latent:
+            down = d * (mla.q_rank + mla.kv_rank + mla.rope_width)
+            up = n * (mla.q_rank * h + mla.kv_rank * (h - mla.rope_width + mla.value_width))
+            attention = down + up + n * mla.value_width * d
+        each, how = self.ffn_products * d * c.ffn_width, c.experts
+        return {
+            "attention": attention,
+            "ffn": each * (how.num_shared if how else 1),
+            "experts": each * how.num_experts if how else 0,
+            "router": d * how.num_experts if how else 0,
+            "vectors": 13 * d if self.gpt else 2 * d,
+            "dense": self.ffn_products * d * how.dense_width if how and how.dense_layers else 0,
+            "embedding": c.vocab_size * d + (self.seq_len * d if self.gpt else 0),
+            "head": 0 if c.tied else c.vocab_size * d,
+        }
+
+    @property
+    def num_params(self) -> float:
+        """Parameters of the whole model."""
+        dense, s = self.dense_layers, self.sizes
+        layer = s["attention"] + s["vectors"]
+        sparse = s["ffn"] + s["experts"] + s["router"]
+        return (
+            self.config.num_layers * (layer + sparse)
+            + dense * (s["dense"] - sparse)
+            + s["embedding"]
+            + s["head"]
+        )
+
+    @property
+    def dense_layers(self) -> int:
+        """Leading layers without experts in a model that has them."""
+        how = self.config.experts
+        return min(how.dense_layers, self.config.num_layers) if how and how.dense_width else 0
+
+    @property
+    def head_products(self) -> float:
+        """Parameters that the loss multiplies by, tied or not."""
+        return self.config.vocab_size * self.config.width
+
+    def flops(self, causal: bool = True) -> float:
+        """Useful FLOPs of a step: 6 per active parameter that multiplies and token, and attention (Chowdhery
+        et al. 2022, appendix B), halved where ``causal``."""
+        c, s, how = self.config, self.sizes, self.config.experts
+        visits = how.top_k / how.num_experts if how else 0
+        layers = c.num_layers * s["attention"]
+        sparse = s["ffn"] + visits * s["experts"] + s["router"]
+        layers += (c.num_layers - self.dense_layers) * sparse + self.dense_layers * s["dense"]
+        seen = min(c.window or self.seq_len, self.seq_len)
+        heads = c.num_heads * (c.head_width + self.value_width) / 2
+        attention = 12 * c.num_layers * heads * seen * (0.5 if causal and seen == self.seq_len else 1)
+        return (6.0 * (layers + self.head_products) + attention) * self.tokens_per_step
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values."""
+        return self.config.latent.value_width if self.config.latent else self.config.head_width
+
+    # ------------------------------------------------------------------------------ what a layer computes
+
+    def attention_products(self) -> list[Product]:
+        """The projections of attention, forward, of a microbatch on a device."""
+        c, t, tp = self.config, self.tokens, self.mesh.tp
+        d, n, k, h = c.width, c.num_heads / tp, max(1, c.num_kv_heads / tp), c.head_width
+        if mla := c.latent:
+            return [
+                Product(t, d, mla.q_rank),
+                Product(t, mla.q_rank, n * h),
+                Product(t, d, mla.kv_rank + mla.rope_width),
+                Product(t, mla.kv_rank, n * (h - mla.rope_width + mla.value_width)),
+                Product(t, n * mla.value_width, d),
+            ]
+        return [Product(t, d, (n + 2 * k) * h), Product(t, n * h, d)]
+
+    def ffn_list(self, width: float, tokens: float | None = None, times: float = 1) -> list[Product]:
+        """The products of a feed-forward of ``width``."""
+        d, t = self.config.width, self.tokens if tokens is None else tokens
+        return [Product(t, d, width * (self.ffn_products - 1), times), Product(t, width, d, times)]
+
+    def expert_products(self) -> list[Product]:
+        """The products of a device's experts, with an even share of visits."""
+        how, c = self.config.experts, self.config
+        assert how
+        cut = self.mesh.tp if self.expert_tp else 1
+        here = how.num_experts / self.mesh.ep
+        # Each ep rank gets its even share of the visits of the ep ranks' tokens; where tp does not cut
+        # experts, tp ranks deal tokens among them.
+        visits = self.tokens * how.top_k / (1 if self.expert_tp else self.mesh.tp)
+        return self.ffn_list(c.ffn_width / cut, visits / here, here)
+
+    def layer_products(self, dense: bool = False) -> tuple[list[Product], list[Product]]:
+        """Products of a layer, forward: attention's, and the feed-forward's."""
+        c, how, tp = self.config, self.config.experts, self.mesh.tp
+        if how is None:
+            return self.attention_products(), self.ffn_list(c.ffn_width / tp)
+        if dense:
+            return self.attention_products(), self.ffn_list(how.dense_width / tp)
+        shared = self.ffn_list(c.ffn_width * how.num_shared / tp) if how.num_shared else []
+        router = [Product(self.stream_tokens, c.width, how.num_experts)]
+        return self.attention_products(), shared + router + self.expert_products()
+
+    def attention_flops(self) -> float:
+        """FLOPs of scores and of what they weigh, forward, of a microbatch and layer on a device: of whole
+        squares where attention is not fused, of the causal half where it is."""
+        c = self.config
+        seen = min(c.window or self.seq_len, self.seq_len)
+        half = 0.5 if self.software.fused_attention and seen == self.seq_len else 1.0
+        heads = c.num_heads / self.mesh.tp * (c.head_width + self.value_width)
+        return 2.0 * self.tokens * seen * heads * half
+
+    def score_elements(self) -> float:
+        """Elements of a layer's scores on a device; 0 where attention is fused."""
+        if self.software.fused_attention:
+            return 0.0
+        return self.tokens * self.seq_len * self.config.num_heads / self.mesh.tp
+
+    def elementwise_bytes(self, dense: bool = False) -> float:
+        """Bytes that a layer's elementwise work reads and writes, forward: norms, residual sums, rotary
+        embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its scores."""
+        c, how, tp = self.config, self.config.experts, self.mesh.tp
+        heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_width / tp
+        stream = (14 if self.gpt else 10) * self.stream_tokens * c.width
+        inner = 2 * heads * self.tokens * (1 if self.gpt else 1.5)
+        width = self.ffn_products * c.ffn_width / tp
+        if how and not dense:
+            width *= how.top_k + how.num_shared
+            stream += 4 * how.top_k * self.tokens * c.width / (tp if self.tp_sequence else 1)  # sorting
+        elif how:
+            width = self.ffn_products * how.dense_width / tp
+        return 2.0 * (stream + inner + width * self.tokens + 6 * self.score_elements())
+
+
+def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_len: int) -> Run:
+    """The run that a plan of ours is."""
+    ranks = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep
+    order = plan.pipeline
+    return Run(
+        config,
+        chip,
+        plan.mesh,
+        seq_len,
+        rows=max(1, batch_size // ranks // plan.microbatches),
+        microbatches=plan.microbatches,
+        zero=plan.zero,
+        reshard=plan.reshard_after_forward,
+        schedule=plan.schedule,
+        virtual_stages=order.visits if order else 1,
+        recompute=plan.remat,
+        again=1.0 if order and plan.stage_saves == "input" else 0.0,
+        tp_sequence=plan.tp_sequence,
+        tp_overlap=plan.tp_comm_overlap,
+        context_parallel=plan.context_parallel,
+        loss_chunks=plan.loss_chunks,
+        zero_over_sp="sp" in plan.zero_axes,
+        balanced=plan.sequence_order != "contiguous",
+    )

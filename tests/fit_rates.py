@@ -1,0 +1,91 @@
+"""Fits `predict.rates.Rates` of each chip on measured runs: `python tests/fit_rates.py FILE` prints them.
+
+The fit sees a run's shapes and its seconds, and gives one row for each chip: no name of a model, a source or
+a group reaches it. Gauss-Newton on logarithms of step times, from a prior that holds what few runs cannot
+say.
+Sweeps count by the root of their length, so that no sweep drowns the rest.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import sys
+
+import numpy as np
+
+from llmpar.predict.measured import read
+from llmpar.predict.rates import Rates
+from llmpar.predict.time import step_time
+
+PRIOR = Rates()
+SPREAD = {  # how far from the prior, in logarithms, a constant may be expected
+    "products": 0.25, "half": 1.0, "grouped": 0.5, "attention": 0.35, "memory": 0.25, "links": 0.08,
+    "network": 0.3,     "kernel_s": 1.0, "host_s": 0.7, "start_s": 0.5, "shared": 0.7, "eight_bit": 0.15,
+}  # fmt: skip
+MOST = {
+    "products": 0.95,
+    "grouped": 0.9,
+    "attention": 0.9,
+    "memory": 0.95,
+    "links": 1.0,
+    "network": 1.0,
+    "eight_bit": 1.9,
+}
+FAR, NOISE = 0.15, 0.05
+"""In logarithms: an error that counts less and less, and what two honest runs of a step differ by."""
+
+
+def fit(runs, prior: Rates = PRIOR, turns: int = 12) -> Rates:
+    """Fit one chip's row on (run, seconds, weight) of that chip."""
+    names = list(SPREAD)
+    start = np.log([getattr(prior, n) for n in names])
+    spread = np.array([SPREAD[n] for n in names])
+    top = np.log([MOST.get(n, 1e9) for n in names])
+    weights = np.array([w for _, _, w in runs]) ** 0.5 / NOISE
+
+    def row(x):
+        return dataclasses.replace(prior, **dict(zip(names, map(float, np.exp(x)), strict=True)))
+
+    def residuals(x):
+        own = row(x)
+        errors = np.array([math.log(step_time(run, own).step_s / s) for run, s, _ in runs])
+        far = np.abs(errors) > FAR  # what no constant explains must not bend those that do (Huber 1964)
+        errors = np.where(far, np.sign(errors) * np.sqrt(FAR * np.abs(2 * np.abs(errors) - FAR)), errors)
+        return np.concatenate([weights * errors, (x - start) / spread, 30 * np.maximum(x - top, 0)])
+
+    x, damp = start.copy(), 1e-2
+    best = residuals(x)
+    for _ in range(turns):
+        step = 1e-3
+        slope = np.stack([(residuals(x + step * np.eye(len(x))[i]) - best) / step for i in range(len(x))], 1)
+        for _ in range(12):
+            move = np.linalg.solve(slope.T @ slope + damp * np.eye(len(x)), -slope.T @ best)
+            new = x + np.clip(move, -0.5, 0.5)
+            found = residuals(new)
+            if found @ found < best @ best:
+                x, best, damp = new, found, damp / 5
+                break
+            damp *= 5
+        else:
+            break
+    return row(np.minimum(x, top))
+
+
+def fit_all(cases, turns: int = 12) -> dict[str, Rates]:
+    """Fit every chip that has a measured step."""
+    sizes = collections.Counter(case.group for case in cases if case.measured["step_s"])
+    by_chip = collections.defaultdict(list)
+    for case in cases:
+        if case.measured["step_s"]:
+            by_chip[case.run.chip.name].append((case.run, case.measured["step_s"], sizes[case.group] ** -0.5))
+    return {name: fit(runs, turns=turns) for name, runs in sorted(by_chip.items())}
+
+
+if __name__ == "__main__":
+    cases, _ = read(sys.argv[1])
+    for name, found in fit_all(cases).items():
+        print(
+            f'    "{name}": Rates({", ".join(f"{k}={v:.3g}" for k, v in dataclasses.asdict(found).items())}),'
+        )

@@ -1,0 +1,181 @@
+"""The model of time and memory against published runs, and the fit that sees chips only."""
+
+import dataclasses
+import json
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import fit_rates
+import measured_table
+import pytest
+
+from llmpar.predict import measured
+from llmpar.predict.rates import RATES, Rates
+from llmpar.predict.time import step_time
+
+HERE = Path(__file__).parent
+FILE = HERE / "measured.json"
+
+
+@pytest.fixture(scope="module")
+def document():
+    return measured.against(FILE)
+
+
+def test_step_times_are_right_on_the_whole(document):
+    summary = document["summary"]
+    assert summary["runs"] > 580
+    assert summary["step_mean_abs_error"] <= 0.12
+    assert summary["step_median_abs_error"] <= 0.10
+
+
+def test_memory_is_right_on_the_whole_and_every_published_run_is_accepted(document):
+    assert document["summary"]["memory_median_abs_error"] <= 0.08
+    assert document["summary"]["fits_wrong"] == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["vtrain.multi.3.6B", "vtrain.multi.175B", "bloom.rampup", "maxtext.a3.llama2-7b"]
+)
+def test_meshes_are_ranked_as_they_were_measured(document, name):
+    group = next(g for g in document["groups"] if g["id"] == name)
+    assert group["spearman"] >= 0.85
+    assert group["choice_over_best"] is None or group["choice_over_best"] <= 1.05
+
+
+def test_a_row_says_what_was_predicted_measured_and_by_which_terms(document):
+    for row in document["rows"]:
+        assert set(row) >= {"id", "predicted", "measured", "error", "terms"}
+        assert row["predicted"]["step_s"] == pytest.approx(sum(row["terms"].values()))
+        for key, error in row["error"].items():
+            if key != "fits":
+                assert error == pytest.approx(row["predicted"][key] / row["measured"][key] - 1)
+
+
+def test_what_is_no_training_step_is_left_out_by_name(document):
+    left = {row["id"]: row["why"] for row in document["left_out"]}
+    assert set(left) == {
+        "units.emfu.trap",
+        "eplb.flashlb",
+        "cp.packing.leak",
+        "cp.packed.balance",
+        "ep.order.marin",
+    }
+    assert all("nothing to compare" in why or "unknown inputs" in why for why in left.values())
+
+
+def write(path, *groups):
+    path.write_text(json.dumps(groups))
+    return path
+
+
+OWN = {
+    "id": "mine",
+    "inputs": {
+        "model": "llama3-8b",
+        "chip": "h100",
+        "gpus": 8,
+        "seq": 8192,
+        "batch": 8,
+        "fsdp": 8,
+        "software": "llmpar",
+    },
+    "expected": {"step_s": 1.0, "fits": True},
+}
+
+
+def test_a_users_own_run_is_compared(tmp_path):
+    found = measured.against(write(tmp_path / "mine.json", OWN))
+    (row,) = found["rows"]
+    assert row["mesh"] == "fsdp=8" and 0.5 < row["predicted"]["step_s"] < 2 and not row["error"]["fits"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"inputs": OWN["inputs"] | {"tensor": 2}}, "unknown inputs tensor"),
+        ({"inputs": OWN["inputs"] | {"model": "llama-9"}}, "'llama-9' is not known"),
+        ({"inputs": {"chip": "h100", "gpus": 8, "seq": 1, "batch": 8}}, "no dims of its model"),
+        ({"expected": {"loss": 2}}, "nothing to compare"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(tmp_path, change, sentence):
+    path = write(tmp_path / "mine.json", OWN | change)
+    with pytest.raises(ValueError, match=sentence):
+        measured.against(path)
+    both = measured.against(write(tmp_path / "both.json", OWN, OWN | change | {"id": "other"}))
+    assert [left["id"] for left in both["left_out"]] == ["other"] and sentence in both["left_out"][0]["why"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"inputs": {}}]'])
+def test_a_file_that_holds_no_groups_is_refused(tmp_path, text):
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ValueError, match=r"cannot read|no list of groups"):
+        measured.read(tmp_path / "bad.json")
+
+
+def test_rank_correlation_by_hand():
+    assert measured.spearman([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1)
+    assert measured.spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
+    assert measured.spearman([1, 2, 3], [1, 3, 2]) == pytest.approx(0.5)
+    assert measured.spearman([1, 1, 2], [1, 1, 2]) == pytest.approx(1)
+
+
+# ------------------------------------------------------------------------------------------------ the fit
+
+
+def some_cases():
+    cases, _ = measured.read(FILE)
+    return [c for c in cases if c.run.chip.name in ("b200", "v6e")]
+
+
+def test_the_fit_sees_chips_only():
+    """Other names of groups, sources and models change nothing; and time knows a chip's row alone."""
+    cases = some_cases()
+    sized = {c.group: sum(d.group == c.group for d in cases) for c in cases}
+    assert set(sized.values()) == {1}, "each of these is a group by itself, so that renaming keeps weights"
+    names = random.Random(0)
+    renamed = [
+        dataclasses.replace(
+            c, id=str(names.random()), group=str(names.random()), source="nobody",
+            run=dataclasses.replace(c.run, config=dataclasses.replace(c.run.config, name="x")),
+        )
+        for c in cases
+    ]  # fmt: skip
+    assert fit_rates.fit_all(cases, turns=2) == fit_rates.fit_all(renamed, turns=2)
+    assert set(fit_rates.fit_all(cases, turns=1)) == {"b200", "v6e"}
+
+
+def test_there_is_one_row_of_rates_for_a_chip_and_each_is_of_this_world():
+    assert all(isinstance(row, Rates) for row in RATES.values())
+    for row in RATES.values():
+        assert 0.4 < row.products <= 0.95 and 0.1 < row.grouped < 1 and 0.2 < row.attention < 0.9
+        assert 0.5 < row.memory <= 1 and 0.4 < row.links <= 1 and 0.2 < row.network <= 1
+        assert 1e-6 < row.kernel_s < 1e-4 and 0 <= row.shared < 0.6 and 1 < row.eight_bit <= 2
+
+
+def test_a_fit_on_half_of_the_sources_predicts_the_other_half():
+    """The cheap half of the table's cross-validation: A100s without vTrain's 527 runs."""
+    cases = [c for c in measured.read(FILE)[0] if c.measured["step_s"] and c.run.chip.name == "a100-80"]
+    own = fit_rates.fit_all([c for c in cases if "vTrain" not in c.source], turns=4)["a100-80"]
+    found = [
+        abs(step_time(c.run, own).step_s / c.measured["step_s"] - 1)
+        for c in cases
+        if c.group.startswith("vtrain.multi")
+    ]
+    assert statistics.mean(found) < 0.25, "other clusters and other years: MEASURED.md has 22 %"
+
+
+def test_the_table_in_the_docs_is_current():
+    written = measured_table.TABLE.read_text(encoding="utf-8")
+    assert written == measured_table.text(measured_table.kept()), "run python tests/measured_table.py"
+    assert measured_table.kept().count("\n") > 8, "the cross-validation is there"
+
+
+def test_predicting_needs_no_jax():
+    code = "import sys, llmpar.predict.measured as m; m.against(sys.argv[1]); print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(FILE)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,262 @@
+"""What the planner chooses, why others lose, and what it refuses."""
+
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from llmpar.cli import main
+from llmpar.cli.commands import parse
+from llmpar.config import preset
+from llmpar.plan import Plan
+from llmpar.predict import hardware, memory, planner, workload
+from llmpar.predict.hardware import chip
+from llmpar.predict.time import step_time
+
+H100 = chip("h100")
+
+
+def question(name="llama3-8b", devices=8, batch=None, seq=8192, row=H100, **fixed):
+    return planner.Question(preset(name), row, devices, batch or devices, seq, fixed, name)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return planner.decide(question())
+
+
+def test_every_plan_is_legal_and_fits_and_they_are_in_order(small):
+    q = small.question
+    assert small.num_priced > 100 and len(small.plans) == 8
+    times = [one.time.step_s for one in small.plans]
+    assert all(b > a * (1 - planner.SAME) for a, b in zip(times, times[1:], strict=False))
+    for one in small.plans:
+        one.plan.check(q.config, q.batch_size, q.seq_len)
+        assert one.plan.mesh.size == 8
+        plan = one.plan.on("gpu")
+        total = sum(memory.argument_bytes(q.config, plan, 8, 8192).values()) + memory.temp_bytes(
+            q.config, plan, 8, 8192
+        )
+        assert one.total_bytes == total <= q.room_bytes
+        run = workload.of_plan(q.config, one.plan, q.chip, 8, 8192)
+        assert one.time.step_s == step_time(run).step_s
+
+
+def test_the_first_is_no_slower_than_any_mesh_alone(small):
+    """The search leaves out nothing that a search of one mesh finds."""
+    best = small.plans[0].time.step_s
+    for mesh in ("fsdp=8", "fsdp=4 tp=2", "pp=2 fsdp=4", "fsdp=2 tp=4", "dp=2 fsdp=4"):
+        sizes = dict(Plan(mesh).mesh.sizes)
+        alone = planner.decide(question(**sizes))
+        assert [str(one.plan.mesh) for one in alone.plans] == [mesh]
+        assert best <= alone.plans[0].time.step_s * (1 + planner.SAME)
+
+
+def test_losers_say_why_in_numbers(small):
+    found = planner.document(small)
+    first, *others = found["plans"]
+    assert first["why"].startswith("the fastest that fits")
+    for row in others:
+        assert "s > " in row["why"] or "as fast" in row["why"]
+        assert row["fits"] and row["memory_bytes"]["total"] <= found["room_bytes"]
+    assert any(row["change"] for row in others)
+    for row in found["rejected"]:
+        assert " > " in row["why"] or "no multiple" in row["why"] or "is not a multiple" in row["why"]
+
+
+def test_a_change_that_rescues_does():
+    q = question("llama3-70b", 64, 64)
+    found = planner.decide(q, keep=4)
+    rescued = [
+        (one, text) for mesh, one, text in ((m, w, c) for m, w, c in found.rejected) if "would hold" in text
+    ]
+    assert rescued or found.plans, "some mesh is rescued by one field, or none is rejected"
+    one = planner.Candidate(Plan("fsdp=64", dtype="bfloat16"), found.plans[0].time)
+    checked = planner.sure(dataclasses.replace(q, fixed={"remat": "none"}), one)
+    assert "GiB >" in checked.why_not
+    text = planner.rescue(q, checked)
+    name, _, rest = text.partition("=")
+    change = {name: rest.split()[0]}
+    change = {k: int(v) if v.isdigit() else v for k, v in change.items()}
+    assert planner.held_by(q, dataclasses.replace(checked.plan, **change))["total"] <= q.room_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (dict(tp=3), "8 devices cannot be cut by 'tp=3'"),
+        (dict(pp=8, fsdp=2), "8 devices cannot be cut by 'pp=8 fsdp=2'"),
+        (dict(devices=64, pp=64), "no mesh of 64 h100 with pp=64 suits 'llama3-8b'"),
+        (dict(name="deepseek-v3"), "cannot run here"),
+        (dict(colour="red"), "a plan has no field colour"),
+    ],
+)
+def test_questions_without_an_answer_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        planner.decide(question(**options))
+
+
+def test_a_model_that_fits_nowhere_names_the_smallest_machine_on_which_it_does():
+    with pytest.raises(ValueError, match=r"fits on no mesh of 8 h100; .*has (\d+) of them") as refusal:
+        planner.decide(question("llama3-70b", 8, 8))
+    many = int(str(refusal.value).rsplit("has ", 1)[1].split()[0])
+    assert planner.decide(question("llama3-70b", many, many)).plans
+
+
+def test_the_405b_on_16384_in_seconds_and_without_jax():
+    code = """
+import dataclasses, sys, time
+from llmpar.config import preset
+from llmpar.predict import planner, hardware
+begin = time.process_time()
+q = planner.Question(preset("llama3.1-405b"), hardware.chip("h100"), 16384, 2048, 8192)
+best = planner.decide(q).plans[0].time.step_s
+took = time.process_time() - begin
+published = planner.decide(dataclasses.replace(q, fixed={"pp": 16, "fsdp": 128, "tp": 8}))
+print(took, best, published.plans[0].time.step_s, "jax" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    took, best, published, jax = done.stdout.split()
+    assert float(took) < 10 and jax == "False"
+    assert float(published) <= 1.10 * float(best)
+
+
+def test_more_links_never_slow_a_plan_and_a_better_chip_is_faster(small):
+    rows = {row["what"]: row["ratio"] for row in planner.document(small)["sensitivity"]}
+    assert rows["on b200"] > 1.2
+    assert all(
+        ratio >= 0.999
+        for what, ratio in rows.items()
+        if what.startswith("twice the") and "sequence" not in what
+    )
+
+
+def test_the_budget_is_arithmetic(small):
+    found = planner.document(small, tokens=1e12, price=2.0)
+    budget, rate = found["budget"], found["plans"][0]["tokens_per_s"]
+    assert budget["days"] == pytest.approx(1e12 / rate / 86_400)
+    assert budget["cost"] == pytest.approx(2.0 * budget["chip_hours"])
+    assert budget["chip_hours"] == pytest.approx(8 * budget["days"] * 24)
+    assert budget["energy_mwh"] == pytest.approx(budget["chip_hours"] * 700 * planner.PUE / 1e6)
+
+
+@pytest.mark.parametrize(
+    "name, row, devices",
+    [
+        ("llama3-8b", "h100", 64),
+        ("qwen3-30b-a3b", "h100", 64),
+        ("llama3-8b", "v5e", 256),
+        ("llama3-8b", "mi250x", 16),
+    ],
+)
+def test_the_printed_lines_are_the_plan(name, row, devices):
+    answer = planner.decide(question(name, devices, 4 * devices, 4096, chip(row)), keep=2)
+    for one, found in zip(answer.plans, planner.document(answer)["plans"], strict=True):
+        for key in ("train", "compile"):
+            words = shlex.split(found[key])
+            words = words[words.index("llmpar") + 1 :]
+            _, plan = parse(words).step.settle(devices)
+            assert plan == one.plan
+
+
+def test_machines_have_rows_and_sources():
+    for name, machine in hardware.CLUSTERS.items():
+        assert machine.name == name and machine.source and machine.date[:2] == "20"
+        row = hardware.cluster(name).row
+        assert row.node_size == machine.chips_per_node
+        assert row.name in hardware.POWER_W
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def call(capsys, *words):
+    status = main(["plan", *words])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_document_is_the_contract(capsys):
+    status, out, _ = call(capsys, "--devices", "8", "--tokens", "1T", "--json")
+    found = json.loads(out)
+    assert status == 0 and found["tokens_per_step"] == 8 * 8192
+    row = found["plans"][0]
+    assert set(row) >= {
+        "mesh",
+        "fits",
+        "memory_bytes",
+        "step_s",
+        "mfu",
+        "tokens_per_s",
+        "bubble_fraction",
+        "why",
+    }
+    assert set(row["memory_bytes"]) == {"params", "grads", "optimizer", "activations", "total"}
+    assert all(set(row) >= {"mesh", "why"} for row in found["rejected"])
+    assert found["budget"]["days"] > 0 and "mfu_convention" in found
+
+
+def test_the_table_ends_with_the_lines_to_run(capsys):
+    status, out, err = call(capsys, "--cluster", "dgx-h100", "--devices", "16", "--mesh", "fsdp=16")
+    assert status == 0 and "plans priced" in err
+    assert "llmpar train --model llama3-8b" in out and "llmpar compile --target h100:2x8" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--chip", "h800"], "'h800' is not known"),
+        (["--chip", "cpu"], "time means nothing on simulated devices"),
+        (["--cluster", "frontier"], "cluster 'frontier' is not known; known are"),
+        (["--cluster", "lumi", "--chip", "h100"], "cluster lumi has mi250x, not h100"),
+        (["--cluster", "v5e-256", "--devices", "512"], "has 256 devices, not 512"),
+        (["--model", "llama9"], "unknown model 'llama9'"),
+        (["--batch-tokens", "4M", "--batch-size", "4"], "say the same thing; give one"),
+        (["--batch-tokens", "4Q"], "is no count"),
+        (["--batch-tokens", "10000"], "no whole number of sequences of 8,192; use --batch-tokens 8192"),
+        (["--mesh", "tp=3"], "cannot be cut by 'tp=3'"),
+        (["--fix", "microbatches=0"], "microbatches=0 is not a value of a plan"),
+        (["--fix", "colour=red"], "no field=value of a plan"),
+        (["--price", "2"], "wants --tokens"),
+        (["--devices", "0"], "devices is 0"),
+        (["--seq-len", "0"], "sequence 0 is none"),
+        (["--keep", "0"], "keep is 0"),
+        (["--against", "x.json", "--devices", "8"], "--devices decides nothing"),
+        (["--against", "missing.json"], "cannot read measured runs from 'missing.json'"),
+        (["--model", "llama3-70b", "--devices", "8"], "the smallest machine on which it does has"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_a_sentence(capsys, words, sentence):
+    status, out, err = call(capsys, *words)
+    assert status == 1 and out == "" and sentence in err and err.startswith("llmpar: ")
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_fields_that_are_given_are_kept(capsys):
+    status, out, _ = call(
+        capsys, "--devices", "8", "--fix", "remat=block zero=1 microbatches=1", "--json", "--keep", "2"
+    )
+    assert status == 0
+    for row in json.loads(out)["plans"]:
+        assert row["plan"]["remat"] == "block" and row["plan"].get("zero", 3) == 1
+
+
+def test_against_prints_what_it_compares(capsys, tmp_path):
+    own = {
+        "id": "mine",
+        "inputs": {"model": "llama3-8b", "chip": "h100", "gpus": 8, "seq": 8192, "batch": 8, "fsdp": 8},
+        "expected": {"step_s": 1.0},
+    }
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps([own]))
+    status, out, _ = call(capsys, "--against", str(path), "--json")
+    found = json.loads(out)
+    assert status == 0 and set(found) >= {"rows", "groups", "summary"}
+    assert set(found["summary"]) >= {
+        "step_mean_abs_error", "step_median_abs_error", "memory_median_abs_error", "fits_wrong",
+    }  # fmt: skip
+    status, out, _ = call(capsys, "--against", str(path))
+    assert status == 0 and "mine" in out and "worst runs" in out

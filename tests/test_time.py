@@ -1,0 +1,157 @@
+"""The laws of time and memory against sums by hand, and the fit of chips' rates."""
+
+import dataclasses
+import math
+
+import pytest
+
+from llmpar import schedules
+from llmpar.config import preset
+from llmpar.notation import MeshShape
+from llmpar.plan import Plan
+from llmpar.predict import formulas, held, workload
+from llmpar.predict.hardware import chip
+from llmpar.predict.rates import Rates
+from llmpar.predict.time import Clock, step_time
+from llmpar.predict.workload import SOFTWARE, Product, Run
+from llmpar.timetable import makespan, timetable
+
+EASY = Rates(
+    products=0.5, half=0, grouped=0.25, attention=0.25, memory=1.0, links=1.0, network=1.0, kernel_s=0,
+    host_s=1e-6, start_s=0, shared=0.0, eight_bit=2.0,
+)  # fmt: skip
+H100 = chip("h100")
+
+
+def run_of(mesh="", **changes):
+    from llmpar.notation import parse_mesh
+
+    base = Run(preset("llama3-8b"), H100, parse_mesh(mesh) if mesh else MeshShape(), 8192)
+    return dataclasses.replace(base, **changes)
+
+
+def test_a_product_takes_its_flops_and_its_bytes():
+    clock = Clock(run_of(), EASY)
+    one = Product(1024, 4096, 2048)
+    moved = 2 * (1024 * 4096 + 4096 * 2048 + 1024 * 2048)
+    by_hand = 2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s) + moved / H100.hbm_bytes_per_s
+    assert math.isclose(clock.products([one]), by_hand)
+    assert clock.products([one], fp8=True) < clock.products([one])
+    each = dataclasses.replace(EASY, half=1024 * 2048)
+    assert Clock(run_of(), each).products([one]) - clock.products([one]) == pytest.approx(
+        2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s)
+    ), "a result of as many elements as `half` takes twice as long"
+
+
+def test_parameters_are_those_of_the_model():
+    for name in ("llama3-8b", "llama3-70b", "mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b"):
+        config = preset(name)
+        run = run_of(config=config)
+        assert run.num_params == pytest.approx(config.num_params, rel=1e-4), name
+    gpt = run_of(
+        config=dataclasses.replace(preset("llama2-7b"), ffn_width=4 * 4096, tied=True),
+        gpt=True,
+        ffn_products=2,
+    )
+    ours = formulas.gpt_params(4096, 32, 32_000, 8192)
+    assert gpt.num_params == pytest.approx(ours, rel=1e-3)
+
+
+def test_useful_flops_are_palms():
+    run = run_of("fsdp=8", rows=2)
+    tokens = 16 * 8192
+    assert run.tokens_per_step == tokens
+    params = run.num_params - run.sizes["embedding"]
+    by_hand = formulas.flops_per_token(params, 32, 32, 128, 8192) * tokens
+    assert run.flops(causal=False) == pytest.approx(by_hand, rel=1e-4)
+
+
+def test_products_of_a_layer_make_six_flops_per_parameter_and_token():
+    for mesh, name in (("", "llama3-8b"), ("tp=4", "llama3-8b"), ("tp=2 sp=2", "llama3-70b")):
+        run = run_of(mesh, config=preset(name))
+        attention, ffn = run.layer_products()
+        flops = sum(p.flops for p in attention + ffn)
+        s = run.sizes
+        assert flops == pytest.approx(2 * run.tokens * (s["attention"] + s["ffn"]) / run.mesh.tp)
+
+
+def test_a_pipeline_with_equal_stages_has_the_textbook_bubble():
+    config = dataclasses.replace(preset("llama3-8b"), vocab_size=2)  # ends that weigh nothing
+    run = run_of("pp=4", config=config, microbatches=8, zero=0)
+    found = step_time(run, EASY)
+    work = found.terms["bubble"] / (3 / 8)
+    rest = found.step_s - found.terms["bubble"] - found.terms["optimizer"]
+    assert rest == pytest.approx(work, rel=0.01)
+    quick = step_time(run, EASY, simulate=False)
+    assert quick.step_s == pytest.approx(found.step_s, rel=0.01)
+
+
+def test_the_head_makes_the_last_stage_the_busiest():
+    found = step_time(run_of("pp=4", microbatches=8, zero=0), EASY)
+    assert "head and loss" in found.terms and "embedding" not in found.terms
+
+
+def test_unequal_stages_are_played_as_they_are():
+    order = schedules.make("1f1b", 2, 4)
+    even = makespan(order, lambda stage, op: 1.0)
+    assert even == timetable(order, (1, 0.5, 0.5)).makespan
+    slow = makespan(order, lambda stage, op: 2.0 if stage else 1.0)
+    assert slow == 2 * 8 + 2, "the slow stage works all the time, but for one forward and one backward"
+
+
+def test_what_a_run_waits_for_is_named():
+    plain = step_time(run_of("fsdp=8", rows=1), EASY)
+    slow = step_time(run_of("tp=8"), EASY)
+    assert "tensor-parallel links" in slow.terms and "tensor-parallel links" not in plain.terms
+    assert plain.step_s == pytest.approx(sum(plain.terms.values()))
+    assert slow.step_s == pytest.approx(sum(slow.terms.values()))
+    again = step_time(run_of("fsdp=8", recompute="block"), EASY)
+    forward = (plain.terms["products"]) / 3
+    assert again.terms["recomputation"] >= 0.9 * forward
+
+
+def test_a_hidden_collective_costs_what_it_takes_from_computing():
+    clock = Clock(run_of("fsdp=8"), dataclasses.replace(EASY, shared=0.25))
+    assert clock.exposed(2.0, 8.0, True) == 0.5
+    assert clock.exposed(8.0, 2.0, True) == 6.5
+    assert clock.exposed(2.0, 8.0, False) == 2.0
+
+
+def test_an_eager_framework_is_as_slow_as_its_host():
+    tiny = run_of(config=preset("small"), seq_len=64, software=SOFTWARE["megatron"], zero=0)
+    found = step_time(tiny, dataclasses.replace(EASY, host_s=1e-3))
+    assert found.terms["launching"] > 0.9 * found.step_s
+    compiled = step_time(dataclasses.replace(tiny, software=SOFTWARE["maxtext"]), EASY)
+    assert "launching" not in compiled.terms
+
+
+def test_zero_bytes_are_the_textbooks():
+    """Rajbhandari et al. 2020: 16 bytes a parameter over all ranks, 4 whole and 12 cut for ZeRO 1 …"""
+    for zero, stage in ((0, 0), (1, 1), (3, 3)):
+        soft = dataclasses.replace(SOFTWARE["megatron"], grad_bytes=2)
+        run = run_of("dp=8" if zero < 3 else "fsdp=8", zero=zero, software=soft)
+        parts = held.held_bytes(run)
+        state = parts["weights"] + parts["gradients"] + parts["optimizer"]
+        by_hand = formulas.zero_bytes(run.num_params, 8, stage)
+        assert state == pytest.approx(by_hand, rel=1e-3)
+
+
+def test_a_gpt_layer_keeps_what_korthikanti_counts():
+    config = dataclasses.replace(
+        preset("llama2-7b"), width=12_288, num_heads=96, num_kv_heads=96, head_width=128, ffn_width=49_152
+    )
+    soft = SOFTWARE["megatron-2021"]
+    run = run_of(config=config, seq_len=2048, gpt=True, ffn_products=2, software=soft)
+    by_hand = formulas.gpt_activation_bytes(1, 2048, 12_288, 96)
+    assert held.activation_bytes(run)[0] == pytest.approx(by_hand, rel=0.05)
+    block = dataclasses.replace(run, recompute="block")
+    assert held.activation_bytes(block)[0] == formulas.gpt_activation_bytes(
+        1, 2048, 12_288, 96, recompute="full"
+    )
+
+
+def test_of_a_plan_comes_its_run():
+    plan = Plan("pp=2 fsdp=4 tp=2", microbatches=4, dtype="bfloat16", remat="block", tp_sequence=True)
+    run = workload.of_plan(preset("llama3-8b"), plan, H100, 32, 4096)
+    assert (run.rows, run.microbatches, run.recompute, run.tp_sequence) == (2, 4, "block", True)
+    assert run.tokens_per_step == 32 * 4096 and run.zero_group == 4 and run.again == 1
