@@ -3,12 +3,13 @@
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["MeshExplorer", "Plan", "Step", "make_mesh", "preset", "use_devices"]
+__all__ = ["MeshExplorer", "Plan", "Step", "explain", "from_type", "make_mesh", "preset", "use_devices"]
 
 if TYPE_CHECKING:
     from llmpar.config import preset
     from llmpar.explore.explorer import MeshExplorer
-    from llmpar.mesh import make_mesh, use_devices
+    from llmpar.inspect.explain import explain
+    from llmpar.mesh import from_type, make_mesh, use_devices
     from llmpar.plan import Plan
     from llmpar.step import Step
 
@@ -16,6 +17,8 @@ _FILES = {
     "MeshExplorer": "explore.explorer",
     "Plan": "plan",
     "Step": "step",
+    "explain": "inspect.explain",
+    "from_type": "mesh",
     "make_mesh": "mesh",
     "preset": "config",
     "use_devices": "mesh",

@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.extend
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from llmpar.notation import AXES, Layout, MeshShape, parse_mesh
+from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_mesh
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 POOL_SIZE = ("NPROC", "PJRT_NPROC")
@@ -318,9 +318,51 @@ def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh
     return AbstractMesh(tuple(sizes), tuple(AXES), axis_types=types, abstract_device=device)
 
 
+def explicit(mesh: Mesh | AbstractMesh) -> Any:
+    """The same mesh with explicit axes: what lies on it has its sharding in its type."""
+    return mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+
+
 def spec(layout: Layout) -> PartitionSpec:
     """The layout as JAX writes it: per dim the axes that cut it."""
     return PartitionSpec(*[d.axes or None for d in layout.dims])
+
+
+def kind(layout: Layout, reduced: Iterable[str] = ()) -> PartitionSpec:
+    """The layout as JAX's types write it on explicit axes: `spec`, and the sums that are not finished."""
+    return PartitionSpec(*spec(layout), unreduced=set(layout.sums), reduced=set(reduced))
+
+
+def from_type(x: Any, letters: str | None = None) -> Layout:
+    """The layout of an array, or of a tracer on explicit axes, as its sharding has it; the axes may have any
+    names. ``letters`` name the dims; without them they are named b, s, d and so on, in order.
+
+    Raises ValueError for a value whose type tells no layout: a tracer on automatic axes, or inside shard_map.
+    """
+    traced = isinstance(x, jax.core.Tracer)
+    where = jax.typeof(x).sharding if traced else x.sharding
+    mesh: Any = getattr(where, "mesh", None)
+    if traced and not mesh.are_all_axes_explicit:
+        axes = "inside shard_map" if mesh.manual_axes else "on automatic axes"
+        raise ValueError(
+            f"the type {jax.typeof(x)} tells no layout {axes}; use a mesh of AxisType.Explicit, under"
+            " jax.set_mesh"
+        )
+    says = where.spec if mesh else PartitionSpec()  # without a mesh: one device
+    cuts = [axes_of(cut) for cut in says.partitions]
+    cuts += [()] * (x.ndim - len(cuts))
+    letters = "bsdnkrhmevclut"[: x.ndim] if letters is None else letters
+    if len(letters) != x.ndim:
+        raise ValueError(
+            f"{x.ndim} dims cannot be named by the {len(letters)} letters '{letters}'; give {x.ndim}"
+        )
+    sums = tuple(a for a in (mesh.axis_names if mesh else ()) if a in says.unreduced)
+    return Layout(tuple(map(Dim, letters, cuts)), sums)
+
+
+def axes_of(cut: Any) -> tuple[str, ...]:
+    """The axes in one dim's entry of a PartitionSpec."""
+    return () if cut is None else (cut,) if isinstance(cut, str) else tuple(cut)
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:

@@ -64,7 +64,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*dims d"], par: Solo) -> Float[Array, "*dims d"]:
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return x32.astype(x.dtype) * jnp.expand_dims(par.weight(self.scale), range(x.ndim - 1))
+        return par.beside(jnp.multiply, x32.astype(x.dtype), self.scale)
 
 
 class Attention(nnx.Module):
@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         q_bsnh, k_bskh, v_bskh = par.enter(project, x, "stream b s d -> attention b s d", *weights)
         if self.config.qkv_bias:
             biases = (q_bsnh, self.q_bias), (k_bskh, self.k_bias), (v_bskh, self.v_bias)
-            q_bsnh, k_bskh, v_bskh = (y + par.weight(bias)[None, None] for y, bias in biases)
+            q_bsnh, k_bskh, v_bskh = (par.beside(jnp.add, y, bias) for y, bias in biases)
         q_bsnh, k_bskh, v_bskh = (checkpoint_name(y, PROJECTED) for y in (q_bsnh, k_bskh, v_bskh))
         if self.config.qk_norm:
             q_bsnh, k_bskh = self.q_norm(q_bsnh, par), self.k_norm(k_bskh, par)
@@ -101,9 +101,10 @@ def project(x: Float[Array, "b s d"], *weights: Float[Array, "d _ h"]) -> tuple[
     return tuple(jnp.einsum("bsd,dnh->bsnh", x, w) for w in weights)
 
 
-def unite(y: Float[Array, "b s n h"], w: Float[Array, "n h d"]) -> Float[Array, "b s d"]:
-    """The heads' results as one; a sum over n, unfinished where some heads are elsewhere."""
-    return jnp.einsum("bsnh,nhd->bsd", y, w)
+def unite(y: Float[Array, "b s n h"], w: Float[Array, "n h d"], **kinds: Any) -> Float[Array, "b s d"]:
+    """The heads' results as one; a sum over n, unfinished where some heads are elsewhere. (`Explicit` says
+    so in ``out_sharding``.)"""
+    return jnp.einsum("bsnh,nhd->bsd", y, w, **kinds)
 
 
 def attend(
@@ -269,9 +270,11 @@ class Llama(nnx.Module):
         """What training makes small, summed over the tokens here: the cross-entropies and the routers' own
         losses. And the routers' tally, ``l e`` (None without experts)."""
         losses, aux = self.cross_entropies(batch, par)
+        loss = par.total(losses, "data b s")
         if aux is None:
-            return losses.sum(), None
-        return losses.sum() + self.router_losses(aux["loss"].sum(0), batch, par).sum(), aux["tally"]
+            return loss, None
+        more = self.router_losses(aux["loss"].sum(0), batch, par)
+        return loss + par.total(more, "data b +s"), aux["tally"]
 
     def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
         """The cross-entropy of every target in nats, float32, 0 where the target is -1; and what the routers
@@ -289,10 +292,9 @@ class Llama(nnx.Module):
             logits = jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32)
             top = par.max(logits.max(-1), "vocab b s +v -> data b s")
             logits = logits - top[..., None]
-            local = (targets - par.index("vocab v") * head.shape[0])[..., None]
-            hit = jnp.where(jax.lax.broadcasted_iota(jnp.int32, (1, 1, head.shape[0]), 2) == local, logits, 0)
-            total = par.move(jnp.exp(logits).sum(-1), "vocab b s +v -> data b s")
-            target = par.move(hit.sum(-1), "vocab b s +v -> data b s")
+            total = par.summed(exponentials, ["vocab b s v"], "vocab b s +v -> data b s")(logits)
+            both = ["vocab b s v", "data b s"]
+            target = par.summed(pick, both, "vocab b s +v -> data b s")(logits, targets)
             return jnp.where(targets >= 0, jnp.log(total) - target, 0)
 
         return par.chunked(piece, (x, batch["targets"]), par.plan.loss_chunks), aux
@@ -309,10 +311,14 @@ class Llama(nnx.Module):
     def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Float[Array, "b s d"]:
         """Look tokens up. Each device knows a block of the vocabulary, and contributes zero for all other
         tokens."""
-        local = batch["tokens"] - par.index("vocab v") * embedding.shape[0]
-        known = (0 <= local) & (local < embedding.shape[0])
-        x = jnp.where(known[..., None], embedding[jnp.where(known, local, 0)], 0)
-        return par.move(x, "vocab b s d +v -> stream b s d")
+
+        def look_up(par, embedding, tokens):
+            local = tokens - par.index("vocab v") * embedding.shape[0]
+            known = (0 <= local) & (local < embedding.shape[0])
+            return jnp.where(known[..., None], embedding[jnp.where(known, local, 0)], 0)
+
+        look = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
+        return look(embedding, batch["tokens"])
 
     def run_blocks(self, x: Float[Array, "b s d"], batch: Batch, par: Solo, layers) -> tuple[Array, Any]:
         """The residual stream after the blocks that are here, run one after the other by ``layers``, and what
@@ -334,7 +340,8 @@ class Llama(nnx.Module):
     def router_losses(self, loss: Float[Array, "b s"], batch: Batch, par: Solo) -> Float[Array, " b"]:
         """The routers' own losses of each row, from those of its tokens: of those that have a target."""
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
-        return par.move(jnp.where(counted, loss, 0).sum(1), "stream b +s -> data b +s")
+        rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
+        return rows(jnp.where(counted, loss, 0))
 
     def logits(self, batch: Batch, par: Solo) -> Float[Array, "b s v"]:
         """All logits, float32, gathered: for parity tests and sampling, not for training."""
@@ -342,6 +349,18 @@ class Llama(nnx.Module):
         x = par.move(x, "stream b s d -> vocab b s d")
         y = jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32)
         return par.move(y, "vocab b s v -> data b s v")
+
+
+def exponentials(par: Solo, logits: Float[Array, "b s v"]) -> Float[Array, "b s"]:
+    """The sum of their exponentials over the part of the vocabulary that is here."""
+    return jnp.exp(logits).sum(-1)
+
+
+def pick(par: Solo, logits: Float[Array, "b s v"], targets: Int[Array, "b s"]) -> Float[Array, "b s"]:
+    """The targets' logits, 0 where a target is not here."""
+    local = (targets - par.index("vocab v") * logits.shape[-1])[..., None]
+    here = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2) == local
+    return jnp.where(here, logits, 0).sum(-1)
 
 
 # ------------------------------------------------------------------------------------------------------- RoPE

@@ -1,5 +1,5 @@
-"""One model text, three readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's
-partitioner.
+"""One model text, four readings: `Solo` on one device, `Manual` inside shard_map, `Auto` under XLA's
+partitioner, `Explicit` with layouts as types.
 
 The model calls these methods and never names a mesh axis:
 
@@ -7,6 +7,9 @@ The model calls these methods and never names a mesh axis:
     par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
     par.enter, par.leave   moves with the products that come right behind, or right before
     par.max(x, arrow)      the same for a maximum, through which no gradient flows
+    par.beside(f, x, p)    f of a value and a parameter that it is multiplied with, or that is added to it
+    par.summed(f, …)       a function that gives, on each device, one term of an unfinished sum
+    par.total(x, layout)   the sum of all that is here
     par.index(layout)      which block of a dim this device holds; par.parts(layout): of how many
     par.layers(f, x, ws)   a stack of blocks
     par.chunked(f, xs, n)  pieces of a sequence, one after the other
@@ -35,10 +38,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Int
 
-from llmpar.mesh import platform_of, sharding, spec
+from llmpar.mesh import from_type, kind, platform_of, sharding, spec
 from llmpar.notation import Arrow, Layout, Move, parse_layout
 
 WEIGHT, MOVED = "weight", "moved"
@@ -66,6 +69,11 @@ class Solo:
         """The parameter in the computing dtype."""
         return param[...].astype(self.dtype)
 
+    def beside(self, f: Callable, x: Array, param) -> Array:
+        """``f(x, weight)``, number by number along the last dims of ``x``."""
+        weight = self.weight(param)
+        return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
+
     def move(self, x: Array, arrow: str) -> Array:
         """``x`` itself: it is where it should be."""
         return x
@@ -86,6 +94,15 @@ class Solo:
     def max(self, x: Array, arrow: str) -> Array:
         """``x`` itself, behind a stop_gradient."""
         return lax.stop_gradient(x)
+
+    def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
+        """``f(par, …)`` as a function of values laid out as ``layouts`` say. On each device it gives a term
+        of a sum; the arrow finishes it."""
+        return lambda *args: self.move(f(self, *args), arrow)
+
+    def total(self, x: Array, layout: str) -> Array:
+        """The sum over all dims of what is here, laid out as ``layout`` says."""
+        return x.sum()
 
     def index(self, layout: str) -> int | Int[Array, ""]:
         """0: the one block that there is."""
@@ -150,10 +167,11 @@ def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
 
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
     """Save everything except gathered weights (and their renamed copies, also beyond the barrier before an
-    island): no recomputing, but gathering again. What else is gathered is saved under its name."""
+    island, and typed anew inside it): no recomputing, but gathering again. What else is gathered is saved
+    under its name."""
     if prim.name == "name":
         return params["name"] != WEIGHT
-    return prim.name not in ("all_gather", "optimization_barrier")
+    return not prim.name.startswith(("all_gather", "reshard", "optimization_barrier", "reduced_vary_cast"))
 
 
 # ----------------------------------------------------------------------------------------------------- Manual
@@ -497,3 +515,108 @@ class Auto(Solo):
     def constrain(self, x: Array, layout: Layout) -> Array:
         """Pin a value's layout."""
         return lax.with_sharding_constraint(x, sharding(self.mesh, layout))
+
+    def carry_out(self, x: Array, arrow: Arrow, text: str = "") -> Array:
+        """``x`` laid out as a physical arrow ends."""
+        return self.constrain(x, arrow.after)
+
+
+# --------------------------------------------------------------------------------------------------- Explicit
+
+
+class Explicit(Auto):
+    """On a mesh of explicit axes: a layout is a type, an arrow is `jax.sharding.reshard`, and JAX checks.
+
+    An unfinished sum ``+a`` is ``unreduced={a}`` in the type. What `Manual` calls varying is ``reduced={a}``:
+    a value that is the same all over a, and is used there on values that are not. Its gradient is a sum over
+    a, unfinished until the move that set the mark finishes it on the way back. `seen` has every region that a
+    value was in, the layout there, what the type says, and the type itself.
+    """
+
+    def __init__(self, plan, mesh: Mesh | AbstractMesh):
+        super().__init__(plan, mesh)
+        self.seen: dict[tuple[str, str, str, str], None] = {}
+
+    def weight(self, param):
+        """The weight as it is used. Where the step has marked the stored one, its gradient stays a sum."""
+        life, dims = self.plan.life(param.dims), param.dims
+        shard = self.lay(param[...], life.stored, dims, marked=True).astype(self.dtype)
+        return checkpoint_name(self.note(self.lay(shard, life.used, dims, marked=True), dims), WEIGHT)
+
+    def beside(self, f: Callable, x: Array, param) -> Array:
+        """``f(x, weight)``, with the weight spread as ``x`` is, by an outer product with ones: the gradient
+        of that is an unfinished sum, which JAX's rule for broadcasting lacks. Nothing of it is kept."""
+        weight = self.weight(param)
+        lead = x.ndim - weight.ndim
+        cuts = PartitionSpec(*jax.typeof(x).sharding.spec.partitions[:lead])
+        ones = jnp.ones(x.shape[:lead], x.dtype, out_sharding=cuts)
+        spread = lambda w: lax.dot_general(ones, w, (((), ()), ((), ())), precision="highest")
+        return jax.checkpoint(lambda x, w: f(x, spread(w)))(x, weight)
+
+    def move(self, x: Array, arrow: str) -> Array:
+        """``x`` with the type in which the arrow ends."""
+        before, _, after = arrow.partition("->")
+        physical = self.plan.resolve(arrow)
+        x = self.lay(
+            self.note(x, before), physical.after, arrow, marked=jnp.issubdtype(x.dtype, jnp.floating)
+        )
+        return checkpoint_name(self.note(x, after), MOVED) if physical.moves else x
+
+    def note(self, x: Array, text: str, layout: Layout | None = None) -> Array:
+        """``x``, whose type is the layout of what ``text`` names; refused where it is not."""
+        layout = layout or self.plan.place(text.strip())
+        found, kind = from_type(x, layout.letters or None), str(jax.typeof(x))
+        if set(found.sums) != set(layout.sums) or found.dims != layout.dims:
+            raise ValueError(f"'{text.strip()}' is '{layout}' here, but the type {kind} is '{found}'")
+        self.seen[text.strip(), str(layout), str(found), kind] = None
+        return x
+
+    def lay(self, x: Array, layout: Layout, text: str, marked: bool = False) -> Array:
+        """``x`` typed as a layout says; ``marked`` as used in the region in which ``text`` ends."""
+        region = parse_layout(text.rpartition("->")[2].strip()).region if marked else ""
+        differ = (*self.plan.varying(region), *from_type(x).axes) if region else ()
+        marks = [a for a in differ if a not in layout.axes + layout.sums]
+        with scope(text):
+            # XLA books a collective under what is before it, there and back: without barriers, a product.
+            x = reshard(lax.optimization_barrier(x), NamedSharding(self.mesh, kind(layout, marks)))
+            return lax.optimization_barrier(x)
+
+    def carry_out(self, x: Array, arrow: Arrow, text: str = "") -> Array:
+        """``x`` with the type in which a physical arrow ends."""
+        return self.note(self.lay(x, arrow.after, text or str(arrow)), text, arrow.after)
+
+    def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
+        """``multiply(x, *weights)`` as an unfinished sum, moved."""
+        return self.move(multiply(x, *weights, out_sharding=kind(self.plan.resolve(arrow).before)), arrow)
+
+    def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
+        """An island whose result is typed as an unfinished sum, moved."""
+        island = self.local(functools.partial(f, self.explicit), layouts, arrow.partition("->")[0].strip())
+        return lambda *args: self.move(island(*args), arrow)
+
+    def total(self, x: Array, layout: str) -> Array:
+        """The sum over all dims, finished."""
+        place, text = self.plan.place(layout), "loss, tokens and norm"
+        sums = Layout((), place.axes + place.sums)
+        return self.carry_out(
+            lax.reduce_sum(x, range(x.ndim), out_sharding=kind(sums)), Arrow(sums, Layout(())), text
+        )
+
+    def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
+        """``f`` inside shard_map, on each device's blocks; the sums that it leaves unfinished stay so."""
+        ends = jax.tree.map(self.plan.place, result)
+
+        def unfinished(y, end):
+            return lax.pcast(vary(y, end.sums), end.sums, to="unreduced") if end.sums else y
+
+        def call(*args):
+            marks = [jax.typeof(x).sharding.spec.reduced for x in map(self.note, args, layouts)]
+            given = tuple(kind(self.plan.place(x), mark) for x, mark in zip(layouts, marks, strict=True))
+            block = self.explicit.local(f, layouts, result)
+            inside = lambda *args: jax.tree.map(unfinished, block(*map(vary, args, marks)), ends)
+            out = jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(kind, ends))(
+                *args
+            )
+            return jax.tree.map(self.note, out, result)
+
+        return call

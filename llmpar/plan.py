@@ -116,7 +116,7 @@ class Plan:
     Attributes:
         mesh: sizes of the six axes; a string is parsed.
         reading: who writes the collectives: ``manual`` (we do, inside shard_map), ``auto`` (XLA's partitioner
-            does).
+            does), ``explicit`` (we say each one in JAX's types, and XLA writes it).
         zero: ZeRO stage, 0 to 3. At 0 fsdp is one more replica axis.
         zero_axes: the axes by which ZeRO cuts what a device would hold as others do. Fewer axes are smaller
             groups for each gather, and more state on every device.
@@ -174,7 +174,7 @@ class Plan:
     """
 
     mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed
-    reading: Literal["manual", "auto"] = "manual"
+    reading: Literal["manual", "auto", "explicit"] = "manual"
     zero: Literal[0, 1, 2, 3] = 3
     zero_axes: Literal["fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"] = "fsdp,ep,sp"
     tp_sequence: bool = False
@@ -383,6 +383,9 @@ class Plan:
         if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
             why = f"does not go with ZeRO {self.zero}, whose gradients are reduce-scattered"
             raise ValueError(f"reduce='{self.reduce}' {why}; use 'end'")
+        if self.reduce == "bucket" and self.reading == "explicit":
+            why = "joins gradients that are cut in different ways, and a type has one way"
+            raise ValueError(f"reduce='bucket' {why}; use reduce='end', or reading='manual'")
         if self.reduce == "layer" and self.microbatches > 1:
             raise ValueError(
                 "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1"
@@ -414,8 +417,8 @@ class Plan:
             ("tp_comm_overlap", not self.tp_sequence, "without tp_sequence nothing is gathered over tp"),
             (
                 "tp_comm_overlap",
-                self.reading == "auto",
-                "under reading='auto' XLA chooses how activations travel",
+                self.reading != "manual",
+                f"under reading='{self.reading}' XLA chooses how activations travel",
             ),
             ("dispatch", sizes["ep"] == 1, one("ep")),
             (

@@ -2,6 +2,7 @@
 keeps.
 
     forward and backward   Manual: in shard_map, collectives by the arrows     Auto: in jit, XLA's choice
+                           Explicit: in jit, collectives by the types that the arrows give
     reduce the gradients   `plan.Life.finish`, for what the backward pass has not summed already
     clip, update           any Optax optimizer, on global arrays cut as `plan.Life` says
     restore the weights    ZeRO 1 and 2: the updated shards are gathered again
@@ -25,15 +26,15 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from llmpar import pipeline, schedules
 from llmpar.config import ModelConfig
-from llmpar.mesh import platform_of, sharding, spec
+from llmpar.mesh import explicit, platform_of, sharding, spec
 from llmpar.model import Batch
 from llmpar.notation import AXES, Arrow, Dim, Layout
 from llmpar.optimizer import counts_empty_places
-from llmpar.par import Auto, Manual, Solo, vary, varying
+from llmpar.par import Auto, Explicit, Manual, Solo, vary, varying
 from llmpar.plan import Plan
 from llmpar.weights import Tree, described, init_params, model_graph, weight_dims
 
@@ -88,11 +89,15 @@ class Step:
         clip: float | None = 1.0,
     ):
         plan = plan.on(platform_of(mesh))
-        self.config, self.plan, self.mesh, self.optimizer, self.clip = config, plan, mesh, optimizer, clip
+        self.config, self.plan, self.optimizer, self.clip = config, plan, optimizer, clip
+        # What is made by constraints lies on the mesh as given; explicit axes are the same devices.
+        self._given, mesh = mesh, explicit(mesh) if plan.reading == "explicit" else mesh
+        self.mesh = mesh
         self.dims, self._live = weight_dims(config), plan.live(*AXES)
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)
+        self._tally = Layout((Dim("l"), Dim("e")), plan.varying("stream"))  # summed over all tokens
         self.batch_sharding = sharding(mesh, plan.place("data b s"))
         self.layer_order = schedules.layer_order(plan.pipeline, config.num_layers)
         state = self._shapes(plan.padded(config))
@@ -221,6 +226,17 @@ class Step:
     def _step(self, state: State, batch: Batch) -> tuple[State, dict]:
         par = self._reading()
         grads, metrics = self._gradients(par, state.params, batch)
+        update = self._update
+        with use_abstract_mesh(self.mesh.abstract_mesh):
+            if isinstance(par, Explicit):  # optimizers are written by others, and for whole arrays
+                graded = jax.tree.map(functools.partial(sharding, self.mesh), self.graded)
+                out = self.shardings._replace(params=graded)
+                update = jax.sharding.auto_axes(update, out_sharding=out)
+            state = update(state, grads, metrics)
+            return state._replace(params=self._restore(par, state.params)), metrics
+
+    def _update(self, state: State, grads: Tree, metrics: dict) -> State:
+        """The state after the optimizer, with weights cut as gradients are."""
         if self.clip is not None:
             scale = jnp.minimum(1.0, self.clip / jnp.maximum(metrics["grad_norm"], 1e-12))
             grads = jax.tree.map(lambda g: g * scale, grads)
@@ -232,8 +248,7 @@ class Step:
         params = self._constrain(
             self._balanced(params, optax.apply_updates(params, updates), metrics), self.graded
         )
-        params = self._restore(par, params)
-        return State(params, optimizer, state.step + 1), metrics
+        return State(params, optimizer, state.step + 1)
 
     def _balanced(self, before: Tree, after: Tree, metrics: dict) -> Tree:
         """The routers' biases follow a rule and no gradient: up by `bias_rate` for an expert with less than
@@ -255,14 +270,15 @@ class Step:
 
     def _reading(self) -> Manual | Auto:
         """The reading of the model's text that the plan asks for."""
-        if self.plan.reading == "auto":
-            return Auto(self.plan, self.mesh)
-        return Manual(self.plan, platform_of(self.mesh))
+        if self.plan.reading == "manual":
+            return Manual(self.plan, platform_of(self.mesh))
+        return (Auto if self.plan.reading == "auto" else Explicit)(self.plan, self.mesh)
 
     def _gradients(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[Tree, dict]:
         if isinstance(par, Auto):
-            grads, metrics = self._auto(par, params, batch)
-            return grads, metrics | {"grad_norm": optax.tree.norm(grads)}
+            with use_abstract_mesh(self.mesh.abstract_mesh):
+                grads, metrics = self._global(par, params, batch)
+                return grads, metrics | {"grad_norm": optax.tree.norm(grads)}
         specs = lambda layouts: jax.tree.map(spec, layouts)
         data = spec(self.plan.place("data b s"))
         run = functools.partial(self._manual, par)
@@ -275,10 +291,17 @@ class Step:
         """The loss summed over the tokens, and the routers' tally (None without experts)."""
         return nnx.merge(model_graph(self.config), params).loss(batch, par)
 
-    def _auto(self, par: Auto, params: Tree, batch: Batch):
+    def _global(self, par: Auto, params: Tree, batch: Batch):
+        """On whole values. A sum over a weight's copies stays open until the step finishes it, if JAX's types
+        can say so and `Plan.reduce` does not ask for it sooner."""
+        if isinstance(par, Explicit) and self.plan.reduce == "end":
+            mark = lambda w, life, dims: par.lay(w, life.stored, dims, marked=True)
+            params = jax.tree.map(mark, params, self.life, self.dims)
         (loss, tally), grads = self._accumulate(par, params, batch)
         tokens = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
-        grads = self._constrain(jax.tree.map(lambda g: g / tokens, grads), self.graded)
+        grads = jax.tree.map(lambda g: g / tokens, self._reduce(par, grads))
+        told = Arrow(self._tally, Layout(self._tally.dims))
+        tally = jax.tree.map(lambda x: par.carry_out(x, told, "loss, tokens and norm"), tally)
         return grads, {"loss": loss / tokens, "tokens": tokens} | self._told(tally)
 
     def _manual(self, par: Manual, params: Tree, batch: Batch):
@@ -325,8 +348,6 @@ class Step:
             return (loss, None), grads
 
         def cut(g, life, dims):
-            if isinstance(par, Auto):
-                return par.constrain(g, life.graded if plan.zero == 2 else life.stored)
             return par.carry_out(g, life.accumulate, f"gradient {dims}")
 
         def one(part: Batch) -> tuple[tuple[jax.Array, Any], Tree]:
@@ -345,7 +366,9 @@ class Step:
         plan, weights, how = self.plan, self.abstract_state.params, self.config.experts
         tally = jnp.zeros((self.config.num_layers, how.num_experts + 2)) if how else None
         if isinstance(par, Auto):
-            return (jnp.float32(0), tally), jax.tree.map(lambda w: jnp.zeros(w.shape), weights)
+            whole = lambda w, life: par.carry_out(jnp.zeros(w.shape), Arrow(WHOLE, life.accumulated))
+            tally = jax.tree.map(lambda x: par.carry_out(x, Arrow(WHOLE, self._tally)), tally)
+            return (jnp.float32(0), tally), jax.tree.map(whole, weights, self.life)
 
         def zeros(w, life):
             layout = life.accumulated
@@ -356,14 +379,14 @@ class Step:
 
     # ------------------------------------------------------------------------------------ reducing, restoring
 
-    def _reduce(self, par: Manual, grads: Tree) -> Tree:
+    def _reduce(self, par: Manual | Auto, grads: Tree) -> Tree:
         """Finish the sums: leaf by leaf, or many leaves concatenated into buckets (`_in_buckets`)."""
         if self.plan.reduce == "bucket":
             return self._in_buckets(par, grads)
         finish = lambda g, life, dims: par.carry_out(g, life.finish, f"gradient {dims}")
         return jax.tree.map(finish, grads, self.life, self.dims)
 
-    def _in_buckets(self, par: Manual, grads: Tree) -> Tree:
+    def _in_buckets(self, par: Manual | Auto, grads: Tree) -> Tree:
         """All-reduce the leaves that are summed over the same axes in flat buckets of at least
         `Plan.bucket_bytes`: fewer collectives, the same bytes, and the first can leave while the backward
         pass still runs (Li et al. 2020).
@@ -386,11 +409,14 @@ class Step:
                     leaves[j] = piece.reshape(leaves[j].shape)
         return jax.tree.unflatten(tree, leaves)
 
-    def _restore(self, par: Solo, params: Tree) -> Tree:
+    def _restore(self, par: Manual | Auto, params: Tree) -> Tree:
         """From the layout of the update to the stored layout: ZeRO 1 and 2 gather, the others are there
         already."""
-        if not isinstance(par, Manual) or self.graded == self.stored:
-            return self._constrain(params, self.stored)
+        if isinstance(par, Manual) and self.graded == self.stored:
+            return params
+        if isinstance(par, Auto):
+            restore = lambda w, life, dims: par.carry_out(w, life.restore, f"updated {dims}")
+            return jax.tree.map(restore, params, self.life, self.dims)
 
         def gather(params):
             move = lambda w, life, dims: par.carry_out(w, life.restore, f"updated {dims}", invariant=True)
@@ -401,7 +427,7 @@ class Step:
 
     def _constrain(self, tree: Tree, layouts: Tree) -> Tree:
         return jax.tree.map(
-            lambda x, layout: lax.with_sharding_constraint(x, sharding(self.mesh, layout)), tree, layouts
+            lambda x, layout: lax.with_sharding_constraint(x, sharding(self._given, layout)), tree, layouts
         )
 
     @functools.cached_property

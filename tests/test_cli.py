@@ -347,6 +347,20 @@ def test_inspect_draws_tables_for_people_and_reads_auto_too(call, model):
     )
 
 
+def test_inspect_prints_types_beside_layouts(call, model):
+    small = ["inspect", "--model", model(), "--mesh", "dp=2", *TINY_STEP, "--types"]
+    status, out, err = call(*small, "--json", "--reading", "explicit")
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["reading"] == "explicit" and all(r["layout"] == r["type_says"] for r in found["types"])
+    stream = next(row for row in found["types"] if row["value"] == "stream b s d")
+    assert stream["layout"] == "b/dp s d" and "@dp," in stream["type"]
+    status, out, _ = call(*small)  # types are those of the explicit reading, whatever is compiled
+    assert status == 0 and "type says" in out and "manual reading" in out
+    status, _, err = call("inspect", "--mesh", "pp=2", "--microbatches", "2", "--types")
+    assert status == 1 and "reading='explicit' does not go with pp=2; use reading='manual'" in err
+
+
 def test_tables_keep_every_figure_whole_on_80_columns():
     """What is long folds, and nothing is cut."""
     row = dict(

@@ -16,10 +16,12 @@ class Inspect:
 
     Attributes:
         svg: also draw the bytes into this SVG (or PNG).
+        types: also trace the step under --reading explicit, and show the plan's layouts beside JAX's types.
         json: print one JSON document on stdout.
     """
 
     svg: File = None
+    types: bool = False
     json: bool = False
     step: StepOptions = StepOptions()
 
@@ -27,10 +29,13 @@ class Inspect:
         """Inspect, and print tables unless JSON was asked for."""
         check_picture(self.svg)
         from llmpar.inspect import report
+        from llmpar.inspect.types import types
 
         start()
         config, plan = self.step.resolve()
+        rows = types(config, plan, self.step.batch_size, self.step.seq_len) if self.types else []
         say(f"compiling a step of {config.name} on {plan.mesh} …")
         document = report.inspect(config, plan, self.step.batch_size, self.step.seq_len)
+        document |= {"types": rows} if self.types else {}
         show(document, report, "the bytes", self.svg, self.json)
         return document

@@ -552,9 +552,10 @@ def traced_peak(
     """The temporaries of a step's fullest moment on one device, traced and not compiled; ``target`` is one of
     `TARGETS`, or the laws themselves.
 
-    None under reading='auto': what XLA's partitioner will make of a program is not in its equations.
+    None where XLA's partitioner writes the collectives: what it will make of a program is not in its
+    equations.
     """
-    if step.plan.reading == "auto":
+    if step.plan.reading != "manual":
         return None
     traced = step.run.trace(step.abstract_state, step.abstract_batch(batch_size, seq_len)).jaxpr.jaxpr
     laws = TARGETS[{"cuda": "gpu", "rocm": "gpu"}.get(target, target)] if isinstance(target, str) else target

@@ -24,6 +24,7 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.links import links, links_table
 from llmpar.inspect.liveness import traced_peak
+from llmpar.inspect.types import types_table
 from llmpar.mesh import make_mesh, platform_of
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
@@ -198,7 +199,11 @@ def tables(document: dict) -> list[Table]:
     figures.add_row(
         "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)
     )
-    return [*move_tables(document), figures]
+    return [
+        *move_tables(document),
+        figures,
+        *map(types_table, [document["types"]] if "types" in document else []),
+    ]
 
 
 def _arrow_table(document: dict) -> Table:

@@ -1,0 +1,46 @@
+"""Reads what JAX's types say of a training step, beside the plan's layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import optax
+from rich.table import Table
+
+from llmpar.config import ModelConfig
+from llmpar.mesh import make_mesh
+from llmpar.par import Explicit
+from llmpar.plan import Plan
+from llmpar.step import Step
+
+
+def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> list[dict]:
+    """Trace a step's gradients under the Explicit reading, whatever the plan's; nothing is compiled.
+
+    One row for every region that a value was in, for every weight as it is used, and for its gradient:
+    ``value`` is how the model's text calls it, ``layout`` what the plan makes of that, ``type_says`` the same
+    read back from JAX's ``type``. A type that says something else is refused while tracing.
+    """
+    plan = dataclasses.replace(plan, reading="explicit")
+    plan.check(config, batch_size, seq_len)
+    step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(0.0))
+    par = Explicit(step.plan, step.mesh)
+    trace = jax.jit(functools.partial(step._gradients, par)).trace
+    trace(step.abstract_state.params, step.abstract_batch(batch_size, seq_len))
+    names = "value", "layout", "type_says", "type"
+    return [dict(zip(names, row, strict=True)) for row in par.seen]
+
+
+def types_table(rows: list[dict]) -> Table:
+    """Give the rows as a table for a terminal."""
+    table = Table(
+        title="layouts of the plan beside JAX's types (U: unreduced, R: reduced)", title_justify="left"
+    )
+    for name in ("value", "layout", "", "type says", "type"):
+        table.add_column(name, overflow="fold", no_wrap=not name)
+    for row in rows:
+        same = "=" if row["layout"] == row["type_says"] else "≠"
+        table.add_row(row["value"], row["layout"], same, row["type_says"], row["type"])
+    return table
