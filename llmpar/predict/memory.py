@@ -105,6 +105,9 @@ def _block(
     if config.experts:  # the slots of the buffer, and the hidden values of a rank's usual share of visits
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k
+        if plan.grouped == "triton":  # laid out for the worst case: all ranks' visits may be here
+            num_blocks, block = config.experts.blocks(tokens, 1, plan.mesh.ep)
+            visits = num_blocks * block
         ffn = (slots_here * config.width + visits * (config.ffn_width // tp + config.width)) * item
     # Scores and their gradient in float32, and both again as the products read them.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
