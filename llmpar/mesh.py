@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import jax.extend
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from llmpar.notation import AXES, Layout, MeshShape, parse_mesh
 
@@ -24,6 +25,8 @@ POOL_SIZE = ("NPROC", "PJRT_NPROC")
 wins."""
 THREADS_PER_DEVICE = 4
 MAX_SIMULATED = 1024
+KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5"}
+"""What an abstract mesh says that its devices are, by platform."""
 _DESCRIBED = "compile_only_runtime"  # what `jax.experimental.topologies` devices say that they run on
 
 
@@ -303,10 +306,16 @@ def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
     return there_and_back(sides)
 
 
-def abstract_mesh(shape: str | MeshShape) -> AbstractMesh:
-    """A mesh without devices: enough to trace and to lower a program for any number of them."""
-    shape = parse_mesh(shape)
-    return AbstractMesh(tuple(shape.sizes.values()), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
+def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh:
+    """A mesh without devices: enough to trace and to lower a program for any number of them, as a platform
+    (cpu, gpu or tpu) would run it."""
+    sizes, device = parse_mesh(shape).sizes.values(), None
+    if platform != "cpu":
+        known = {"platform": {"gpu": "cuda"}.get(platform, platform), "device_kind": KINDS[platform]}
+        names = {field.name for field in dataclasses.fields(AbstractDevice)}  # platform: from JAX 0.10.2 on
+        device = AbstractDevice(**{k: v for k, v in known.items() if k in names}, num_cores=None)
+    types = (AxisType.Auto,) * len(AXES)
+    return AbstractMesh(tuple(sizes), tuple(AXES), axis_types=types, abstract_device=device)
 
 
 def spec(layout: Layout) -> PartitionSpec:
@@ -315,8 +324,12 @@ def spec(layout: Layout) -> PartitionSpec:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """The platform of a mesh's devices: cpu, gpu or tpu. An abstract mesh counts as CPUs."""
-    name = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "cpu"
+    """The platform of a mesh's devices: cpu, gpu or tpu. An abstract mesh counts as CPUs if it does not say
+    otherwise."""
+    if isinstance(mesh, AbstractMesh):
+        kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
+        return next((platform for platform in KINDS if KINDS[platform] == kind), "cpu")
+    name = mesh.devices.flat[0].platform
     return {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
 
 

@@ -135,7 +135,7 @@ class Plan:
         remat: what the backward pass recomputes: ``none``; ``selective``, what is cheap, all but the results
             of matrix products and of attention, which are kept (Korthikanti et al. 2022, section 5, has the
             reasoning: FLOPs per byte); ``ffn``, the feed-forward's products too, whose results are most of
-            the bytes; or the whole ``block``. Experts' products are kept by ``none`` alone.
+            the bytes; or the whole ``block``. The loop that multiplies experts on CPUs keeps nothing.
         reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
             forward pass and gather them again in the backward pass; else they are kept in between. In a
             pipeline, where a layer is used by each microbatch, they are then gathered once and kept for the

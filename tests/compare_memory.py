@@ -115,7 +115,7 @@ def traced(case: Case, platform: str, without: str | None = None):
     from llmpar.mesh import abstract_mesh
     from llmpar.step import Step
 
-    step = Step(case.config, case.plan, abstract_mesh(case.plan.mesh), optax.adamw(1e-3))
+    step = Step(case.config, case.plan, abstract_mesh(case.plan.mesh, platform), optax.adamw(1e-3))
     with jax.numpy_dtype_promotion("standard"):  # JAX writes its own kernel with mixed dtypes
         return traced_peak(step, case.batch_size, case.seq_len, TARGETS[platform] - {without})
 

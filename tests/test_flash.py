@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractDevice, AbstractMesh
 from parity import LLAMA, QWEN, assert_same, name
 from test_attention import (
     CAUSAL,
@@ -355,10 +354,7 @@ def on_a_gpu(s, order="zigzag", **how):
     def local(q, k, v, at, of):
         return ring(q, k, v, axis="sp", platform="gpu", **ids_of(at, of), **how)[0].astype(jnp.float32)
 
-    mesh, known = abstract_mesh(f"sp={n}"), AbstractDevice.__init__.__annotations__
-    platform = {"platform": "cuda"} if "platform" in known else {}  # from JAX 0.11 on
-    device = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, **platform)
-    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
+    mesh = abstract_mesh(f"sp={n}", "gpu")
     attend = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 5, out_specs=cut)
     loss = lambda *args: attend(*args).sum()
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]

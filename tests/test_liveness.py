@@ -15,6 +15,7 @@ from llmpar.inspect.liveness import LAWS, TARGETS, Liveness, traced_peak
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory
+from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
 RECORD = json.loads(compare_memory.RECORD.read_text())
@@ -130,12 +131,12 @@ def errors(target, without=None, names=None):
 
 
 def test_temporaries_on_a_gpu():
-    """Within 15 % of what the compiler for H100s plans, half of them within 8 %. (Experts within 25 %: when
-    what waits for an exchange runs is the scheduler's choice, not the program's.)"""
-    found = errors(H100)
-    wide = {n: f"{e:+.1%}" for n, e in found.items() if abs(e) > (0.25 if n.startswith("moe") else 0.15)}
-    assert not wide and len(found) >= 24
-    assert statistics.median(map(abs, found.values())) <= 0.08
+    """Within 15 % of what the compiler for H100s plans, half of them within 3 %. What is too large by a half
+    is left out: there the compiler computes again what the program keeps."""
+    room = 1.5 * chip("h100").usable_bytes
+    found = errors(H100, names=[n for n, row in RECORD[H100]["plans"].items() if row["temp"] < room])
+    assert not {n: f"{e:+.1%}" for n, e in found.items() if abs(e) > 0.15} and len(found) >= 34
+    assert statistics.median(map(abs, found.values())) <= 0.03
 
 
 WITNESSES = {

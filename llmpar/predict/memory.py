@@ -101,14 +101,12 @@ def _block(
     stream = whole // (tp if plan.tp_sequence else 1)
     queries = tokens * config.head_width * config.num_heads * item // tp
     keys = tokens * config.head_width * config.num_kv_heads * item // tp
-    ffn = tokens * config.ffn_width * item // tp
+    ffn = hidden = tokens * config.ffn_width * item // tp
     if config.experts:  # the slots of the buffer, and the hidden values of a rank's usual share of visits
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
         visits = tokens * config.experts.top_k
-        if plan.grouped == "triton":  # laid out for the worst case: all ranks' visits may be here
-            num_blocks, block = config.experts.blocks(tokens, 1, plan.mesh.ep)
-            visits = num_blocks * block
-        ffn = (slots_here * config.width + visits * (config.ffn_width // tp + config.width)) * item
+        hidden = visits * config.ffn_width * item // tp
+        ffn = hidden + (slots_here + visits) * config.width * item
     # Scores and their gradient in float32, and both again as the products read them.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
     local = seq_len if plan.context_parallel == "ulysses" else seq_len // plan.mesh.sp
@@ -119,7 +117,7 @@ def _block(
         tile = dense
     scores = rows * heads * tile * (2 * FLOAT32 + 2 * item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
-        scores = 3 * rows * dense * item
+        scores = 3 * rows * dense * item * (plan.documents == "packed")
     # Inputs of products; of norms, in float32; of nonlinearities. Pieces of a feed-forward are computed
     # again.
     norms = 2 * stream * FLOAT32 // item
@@ -128,8 +126,8 @@ def _block(
     sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
     work = 4 * ffn // plan.ffn_chunks + 5 * whole + 3 * stream + 3 * queries + 2 * keys + sums + scores
     results = 2 * stream + 2 * queries + 2 * keys  # of products and of attention
-    hidden = 2 * ffn * (plan.ffn_chunks == 1 and not config.experts)
-    saves = {"none": kept, "selective": results + hidden, "ffn": results, "block": stream}
+    products = 2 * hidden * (plan.ffn_chunks == 1)
+    saves = {"none": kept, "selective": results + products, "ffn": results, "block": stream}
     return saves, crossing, work, stream
 
 
