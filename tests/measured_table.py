@@ -1,4 +1,4 @@
-"""Writes MEASURED.md: every published run predicted, measured and the error, the sweeps, and a
+"""Writes measured.md: every published run predicted, measured and the error, the sweeps, and a
 cross-validation.
 
     python tests/measured_table.py            rows and sweeps; keeps the cross-validation that is there
@@ -19,7 +19,7 @@ from llmpar.predict.rates import Rates
 from llmpar.predict.time import step_time
 
 HERE = Path(__file__).parent
-FILE, TABLE = HERE / "measured.json", HERE.parent / "MEASURED.md"
+FILE, TABLE = HERE / "measured.json", HERE / "measured.md"
 HALF = ("vTrain", "dgxc-benchmarking", "torchtitan", "SimuMax", "gpu-recipes")
 """Sources of one half; the others are the other. A chip that only one half has is predicted by the prior."""
 CROSS = "## Fitted on half of the sources, tested on the other"

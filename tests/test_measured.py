@@ -166,7 +166,7 @@ def test_a_fit_on_half_of_the_sources_predicts_the_other_half():
         for c in cases
         if c.group.startswith("vtrain.multi")
     ]
-    assert statistics.mean(found) < 0.25, "other clusters and other years: MEASURED.md has 22 %"
+    assert statistics.mean(found) < 0.25, "other clusters and other years: measured.md has 22 %"
 
 
 def test_the_table_in_the_docs_is_current():
