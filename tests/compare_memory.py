@@ -179,7 +179,8 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
             f" | {words if 'rewritten' in row else ''} | {waits} |"
         )
     for way, found in errors.items():
-        size = sorted(map(abs, found))
+        if not (size := sorted(map(abs, found))):
+            continue
         near = sum(e <= 0.15 for e in size)
         says = (
             f"{way}: median {statistics.median(size):.1%}, worst {size[-1]:.1%}, {near} of {len(size)} within"

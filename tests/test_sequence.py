@@ -11,18 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
-from parity import BATCH, LLAMA, SEQ, assert_same, batch, by_arrow, name
+from parity import BATCH, LLAMA, SEQ, assert_same, batch, by_arrow, name, weights
 from test_census import predicted
 
 from llmpar import attention, sequence_order
 from llmpar.config import preset
 from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import abstract_mesh, make_mesh
+from llmpar.mesh import abstract_mesh, make_mesh, spec
+from llmpar.par import Manual
 from llmpar.plan import Plan
 from llmpar.predict.ring import pairs_by_step
 from llmpar.step import Step
+from llmpar.weights import model_graph
 
 PLANS = [
     Plan("sp=4", sequence_order="contiguous"),
@@ -239,3 +242,49 @@ def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(mon
     assert set(asked) == {16, None}
     joined, apart = (pairs_by_step(4, "zigzag", s=256, block=tile).sum() for tile in (64, 32))
     assert apart < 0.7 * joined
+
+
+# ----------------------------------------------------------------------------------- documents do not leak
+
+
+PROBED = [
+    Plan("sp=4 fsdp=2"),
+    Plan("sp=8", sequence_order="striped"),
+    Plan("sp=4", sequence_order="contiguous"),
+    Plan("sp=4 tp=2", context_parallel="ulysses"),
+    Plan("fsdp=2 sp=2 tp=2", context_parallel="gather", tp_sequence=True),
+    Plan("fsdp=2 sp=4", attention_kernel="flash"),
+    Plan("fsdp=2 sp=2", context_parallel="gather", attention_kernel="xla"),
+]
+
+
+@pytest.mark.parametrize("plan", PROBED, ids=name)
+def test_a_token_changes_its_own_document_and_no_other(plan):
+    """Of two equal documents in a row the first begins with another token: exactly half of the row's losses
+    change, and the other half stays as it was, to the bit."""
+    rows, half = 4, 16
+    rng = np.random.default_rng(5)
+    tokens = np.tile(rng.integers(0, 256, (rows, half + 1)).astype(np.int32), 2).reshape(rows, 2, half + 1)
+    known = {"tokens": tokens[..., :-1], "targets": tokens[..., 1:]}
+    places = np.arange(2 * half, dtype=np.int32).reshape(1, 2, half)
+    known |= {"positions": places % half, "segments": 1 + places // half}
+    known = {k: np.array(np.broadcast_to(x, (rows, 2, half)).reshape(rows, -1)) for k, x in known.items()}
+    changed = {**known, "tokens": known["tokens"].copy()}
+    changed["tokens"][:, 0] = (changed["tokens"][:, 0] + 1) % 256
+
+    step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.1))
+    order = sequence_order.sequence_permutation(plan.sequence_order, 2 * half, plan.mesh.sp)
+    data = spec(plan.place("data b s"))
+    losses = lambda params, batch: nnx.merge(model_graph(LLAMA), params).cross_entropies(batch, reading)[0]
+    reading = Manual(plan, "cpu")
+    given = jax.tree.map(spec, step.stored), data
+    run = jax.jit(jax.shard_map(losses, mesh=step.mesh, in_specs=given, out_specs=data))
+    params = jax.device_put(weights(LLAMA), step.shardings.params)
+    found = [
+        np.asarray(
+            run(params, jax.device_put({k: x[:, order] for k, x in batch.items()}, step.batch_sharding))
+        )
+        for batch in (known, changed)
+    ]
+    differ = (found[0] != found[1])[:, np.argsort(order)]
+    assert differ.mean() == 0.5 and differ[:, :half].all()

@@ -382,7 +382,8 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     values.carry("attention b s k r h -> queries b s k r h", queries, met, layers, again)
     values.carry("queries b s k r h -> attention b s k r h", queries, met, layers, again)
     values.carry("attention b s k h -> keys b s k h", keys, of, 2 * layers, 2 * again, gradient=gradients)
-    values.carry("data b s -> ids b s", (b, s), ids_of, 2 * run.attended, itemsize=4)
+    known = 2 - (plan.documents == "whole")  # cudnn's mask needs no positions then
+    values.carry("data b s -> ids b s", (b, s), ids_of, known * run.attended, itemsize=4)
     if plan.context_parallel == "ring":
         hops, both = plan.mesh.sp - 1, 2 * values.held("keys b s k h", *keys)
         turns, text = run.forward + run.attention + again, "keys b t -> the next rank"
