@@ -200,6 +200,14 @@ def test_arguments_are_exact():
                 assert row["arguments"] == pytest.approx(sum(parts.values()), rel=padding, abs=0), case.name
 
 
+def test_bytes_are_exact():
+    """Per axis, collective and arrow, in every program that a compiler took."""
+    rows = {
+        name: row for kept in RECORD.values() for name, row in kept["plans"].items() if not row["refused"]
+    }
+    assert len(rows) >= 37 and not [name for name, row in rows.items() if not row["as_predicted"]]
+
+
 def verdicts(target, capacity, guess):
     """Cases that are called feasible and are not, and those that are called too large and fit with 10 % to
     spare."""

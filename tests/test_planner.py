@@ -199,6 +199,12 @@ def test_the_document_is_the_contract(capsys):
     assert found["budget"]["days"] > 0 and "mfu_convention" in found
 
 
+def test_no_compile_line_where_there_is_no_compiler(capsys):
+    _, out, _ = call(capsys, "--cluster", "lumi", "--devices", "16", "--mesh", "tp=2", "--json")
+    plans = json.loads(out)["plans"]
+    assert all(row["compile"] is None and row["train"].startswith("XLA_CLIENT") for row in plans)
+
+
 def test_the_table_ends_with_the_lines_to_run(capsys):
     status, out, err = call(capsys, "--cluster", "dgx-h100", "--devices", "16", "--mesh", "fsdp=16")
     assert status == 0 and "plans priced" in err

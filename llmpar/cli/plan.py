@@ -72,6 +72,7 @@ class Plan:
             return hold_against(self.against, self.json)
         import rich
 
+        from llmpar.inspect.targets import GPUS, TPUS
         from llmpar.predict import planner
 
         if not 1 <= self.keep <= 100:
@@ -81,12 +82,14 @@ class Plan:
         budget = None if self.tokens is None else count(self.tokens, "tokens", 1000)
         answer = planner.decide(self.question(), self.keep)
         document = planner.document(answer, budget, self.price)
+        if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
+            for row in document["plans"]:
+                row["compile"] = None
         if not self.json and speaks():
             for table in tables_of(document):
                 rich.print(table)
             say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
-            print(document["plans"][0]["train"])
-            print(document["plans"][0]["compile"])
+            print(*filter(None, (document["plans"][0][name] for name in ("train", "compile"))), sep="\n")
         emit(document, self.json)
         return document
 

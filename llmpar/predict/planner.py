@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -438,7 +439,7 @@ def fields_of(plan: Plan) -> dict[str, Any]:
 
 def command(q: Question, plan: Plan, name: str) -> str:
     """The exact line that trains, or compiles, under a plan."""
-    words = ["llmpar", name, "--model", q.model or q.config.name, "--mesh", f'"{plan.mesh}"']
+    words = ["llmpar", name, "--model", shlex.quote(q.model or q.config.name), "--mesh", f'"{plan.mesh}"']
     words += ["--batch-size", str(q.batch_size), "--seq-len", str(q.seq_len)]
     fields = fields_of(plan)
     if name == "compile":
