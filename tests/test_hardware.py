@@ -237,7 +237,7 @@ def test_doctor_and_train_say_when_nobody_told_jax_how_much_of_a_gpu_to_take(mon
 @pytest.mark.parametrize(
     "platform, kind, variables",
     [
-        ("gpu", "NVIDIA H100 80GB HBM3", ["XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS"]),
+        ("gpu", "NVIDIA H100 80GB HBM3", ["XLA_CLIENT_MEM_FRACTION"]),
         ("tpu", "TPU v5 lite", ["LIBTPU_INIT_ARGS"]),
         ("cpu", "cpu", []),
     ],
