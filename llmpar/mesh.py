@@ -27,6 +27,8 @@ THREADS_PER_DEVICE = 4
 MAX_SIMULATED = 1024
 KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5"}
 """What an abstract mesh says that its devices are, by platform."""
+LETTERS = "bsdnkrhmevclut"
+"""Names of the dims of a value for which nobody gave any, in order."""
 _DESCRIBED = "compile_only_runtime"  # what `jax.experimental.topologies` devices say that they run on
 
 
@@ -351,7 +353,7 @@ def from_type(x: Any, letters: str | None = None) -> Layout:
     says = where.spec if mesh else PartitionSpec()  # without a mesh: one device
     cuts = [axes_of(cut) for cut in says.partitions]
     cuts += [()] * (x.ndim - len(cuts))
-    letters = "bsdnkrhmevclut"[: x.ndim] if letters is None else letters
+    letters = LETTERS[: x.ndim] if letters is None else letters
     if len(letters) != x.ndim:
         raise ValueError(
             f"{x.ndim} dims cannot be named by the {len(letters)} letters '{letters}'; give {x.ndim}"

@@ -86,6 +86,6 @@ def fit_all(cases, turns: int = 12) -> dict[str, Rates]:
 if __name__ == "__main__":
     cases, _ = read(sys.argv[1])
     for name, found in fit_all(cases).items():
-        print(
-            f'    "{name}": Rates({", ".join(f"{k}={v:.3g}" for k, v in dataclasses.asdict(found).items())}),'
-        )
+        said = {field.name: f"{getattr(found, field.name):.3g}" for field in dataclasses.fields(Rates)}
+        own = [f"{k}={v}" for k, v in said.items() if v != f"{getattr(PRIOR, k):.3g}"]
+        print(f'    "{name}": Rates({", ".join(own)}),')

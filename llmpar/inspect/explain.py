@@ -16,9 +16,8 @@ from typing import Any
 
 import jax
 
+from llmpar.mesh import LETTERS, axes_of
 from llmpar.notation import AXES, Arrow, Dim, Layout
-
-LETTERS = "bsdnkrhmevclut"
 
 
 class MissingArrow(ValueError):
@@ -66,8 +65,7 @@ def _open_sum(error: BaseException) -> str:
 
 
 def _layout(cuts: list, sums: Any = ()) -> Layout:
-    axes = lambda cut: () if cut is None else (cut,) if isinstance(cut, str) else tuple(cut)
-    return Layout(tuple(map(Dim, LETTERS, map(axes, cuts))), tuple(sorted(sums)))
+    return Layout(tuple(map(Dim, LETTERS, map(axes_of, cuts))), tuple(sorted(sums)))
 
 
 def layout_of(text: str) -> Layout:
@@ -239,10 +237,7 @@ CAPTURED = (
 def _meshes(context: str, own: str) -> str:
     types = [set(re.findall(r"Explicit|Auto|Manual", mesh)) for mesh in (context, own)]
     if "Manual" in types[0] ^ types[1]:
-        return (
-            "a value from outside shard_map is used inside it; no arrow leads in but an argument: give it to"
-            " the function, with the layout of its type as in_specs"
-        )
+        return CAPTURED
     where = [
         f"{_mesh(mesh)}, {'explicit' if 'Explicit' in kind else 'automatic'} axes"
         for mesh, kind in zip((context, own), types, strict=True)

@@ -111,9 +111,7 @@ def activation_bytes(run: Run) -> tuple[float, float]:
         inner += visited
     if c.latent:
         heads += 2.0 * t * (c.latent.q_rank + c.latent.kv_rank + c.latent.rope_width)
-    masks = (
-        2.0 * run.stream_tokens * d / 2 * 2 if run.gpt and run.software.name.startswith("megatron") else 0.0
-    )
+    masks = stream if run.gpt and run.software.name.startswith("megatron") else 0.0
     scores = 5.0 * run.score_elements()
     whole = 2.0 * t * d
     full = 2 * stream + 2 * (stream if run.tp_sequence or tp == 1 else whole) + heads + inner + masks + scores

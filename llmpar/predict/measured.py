@@ -24,7 +24,7 @@ from llmpar.predict import hardware, held
 from llmpar.predict.hardware import Chip
 from llmpar.predict.rates import Rates
 from llmpar.predict.time import step_time
-from llmpar.predict.workload import SOFTWARE, Run
+from llmpar.predict.workload import POLICIES, SOFTWARE, Run
 
 INPUTS = {
     # the model
@@ -301,8 +301,9 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
         if words in group.get("what", ""):
             known.setdefault("recompute", policy)
     run = dataclasses.replace(run, recompute=_recompute(known, source, run))
-    if str(known.get("remat", "")).startswith("custom") or "mesh" in known and not held.fits(run):
-        run = dataclasses.replace(run, offload=software.name == "maxtext" and not held.fits(run))
+    may_offload = "mesh" in known or str(known.get("remat", "")).startswith("custom")
+    if software.name == "maxtext" and may_offload and not held.fits(run):
+        run = dataclasses.replace(run, offload=True)
     return Case(name, group["id"], run, _measured(found, run, source), group.get("source", ""))
 
 
@@ -465,8 +466,7 @@ def _recompute(known: dict, source: Source, run: Run) -> Any:
     said = known.get("recompute", REMAT.get(str(known.get("remat", "")), source.recompute))
     if said != "auto":
         return said
-    policies: Any = ("none", "selective", "ffn", "block")
-    return next((p for p in policies if held.fits(dataclasses.replace(run, recompute=p))), "block")
+    return next((p for p in POLICIES if held.fits(dataclasses.replace(run, recompute=p))), "block")
 
 
 def _measured(found: dict, run: Run, source: Source) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
                 continue
             for state in states:
                 for sequence in sequences:
-                    for remat in ("none", "selective", "ffn", "block"):
+                    for remat in workload.POLICIES:
                         yield base | state | sequence | order | {"microbatches": m, "remat": remat} | given
 
 
@@ -178,7 +178,7 @@ def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
 def sure(q: Question, one: Candidate) -> Candidate:
     """The same candidate, checked by the rules and the memory of the program that would run: with more
     recomputation where that is what it takes."""
-    policies: Any = ("none", "selective", "ffn", "block")
+    policies = workload.POLICIES
     later = policies[policies.index(one.plan.remat) :] if "remat" not in q.fixed else (one.plan.remat,)
     plan = one.plan.effective(q.config)
     try:

@@ -319,21 +319,17 @@ def _on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> 
 
 def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
     """Seconds of a step by term. Without ``simulate`` the bubble is a closed form: quick, for ranking."""
-    clock = Clock(run, own)
-    stages = _stages(run)
-    forward, backward = {}, {}
-    dense = run.dense_layers
+    clock, stages = Clock(run, own), _stages(run)
+    dense, first = run.dense_layers, 0
     sparse_pair, dense_pair = clock.layer(), clock.layer(True) if dense else None
+    body, own_experts = clock.layer_weights(False)
+    dense_body = clock.layer_weights(True)[0] if dense else 0.0
     embed, head = clock.ends()
-    added = dict[tuple[int, int], float]()
-    gather, scatter, shared, experts = {}, {}, dict[int, float](), dict[int, float]()
-    first = 0
+    forward, backward, shared, experts = {}, {}, dict[int, float](), dict[int, float]()
     for cell, count in stages.items():
         with_dense = max(0, min(count, dense - first))
         first += count
         f, b = Pass(), Pass()
-        body, own_experts = clock.layer_weights(False)
-        dense_body = clock.layer_weights(True)[0] if dense else 0.0
         for pair, times in ((sparse_pair, count - with_dense), (dense_pair, with_dense)):
             if pair and times:
                 f.take(pair[0], times)
@@ -348,24 +344,10 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
             f.take(head[0])
             b.take(head[1])
             here += run.sizes["head"] / run.mesh.tp
+        _travel(run, clock, f, b, here, there)
         forward[cell], backward[cell] = f, b
-        added[cell] = (here + there) / (run.zero_group if run.zero == 3 else 1)
         shared[cell[0]] = shared.get(cell[0], 0.0) + here
         experts[cell[0]] = experts.get(cell[0], 0.0) + there
-        if run.zero == 3 and run.zero_group > 1:
-            gather[cell], scatter[cell] = clock.gathers(here, there)
-    _travel(run, clock, forward, backward, gather, scatter)
-    for cell, params in added.items():
-        backward[cell].add(
-            "accumulation", ACCUMULATED_BYTES * params / clock.bytes_per_s * (run.microbatches > 1)
-        )
-    if run.mesh.pp > 1 and not run.software.overlaps:  # a stage waits for what it sends
-        hop = clock.hop()
-        for part in (*forward.values(), *backward.values()):
-            part.add("pipeline sends", hop)
-    if run.software.eager:
-        for part in (*forward.values(), *backward.values()):
-            part.add("launching", max(0.0, part.kernels * clock.rates.host_s - part.seconds))
     return _finish(run, clock, forward, backward, shared, experts, simulate)
 
 
@@ -379,17 +361,22 @@ def _stages(run: Run) -> dict[tuple[int, int], int]:
     return {(i % p, i // p): n for i, n in enumerate(counts)}
 
 
-def _travel(run: Run, clock: Clock, forward, backward, gather, scatter) -> None:
-    """Add what gathering weights and scattering gradients costs each chunk."""
-    name = "weights and gradients on links"
-    for cell, seconds in gather.items():
-        if run.mesh.pp > 1 and not run.reshard:
-            continue  # once a step: counted at its end
-        f, b = forward[cell], backward[cell]
-        overlaps = run.software.overlaps
-        f.add(name, clock.exposed(seconds, f.seconds, overlaps))
-        behind = scatter[cell] + seconds * run.reshard
-        b.add(name, clock.exposed(behind, b.seconds, overlaps))
+def _travel(run: Run, clock: Clock, f: Pass, b: Pass, here: float, there: float) -> None:
+    """Add to a chunk's passes what is around its layers: gathering weights (``here`` parameters, and
+    ``there`` of experts), scattering and adding up gradients, sending activations, launching."""
+    name, overlaps = "weights and gradients on links", run.software.overlaps
+    cut = run.zero_group if run.zero == 3 else 1
+    if cut > 1 and (run.mesh.pp == 1 or run.reshard):  # else once a step: counted at its end
+        gather, scatter = clock.gathers(here, there)
+        f.add(name, clock.exposed(gather, f.seconds, overlaps))
+        b.add(name, clock.exposed(scatter + gather * run.reshard, b.seconds, overlaps))
+    if run.microbatches > 1:
+        b.add("accumulation", ACCUMULATED_BYTES * ((here + there) / cut) / clock.bytes_per_s)
+    for part in (f, b):
+        if run.mesh.pp > 1 and not overlaps:  # a stage waits for what it sends
+            part.add("pipeline sends", clock.hop())
+        if run.software.eager:
+            part.add("launching", max(0.0, part.kernels * clock.rates.host_s - part.seconds))
 
 
 def _finish(run, clock, forward, backward, shared, experts, simulate) -> Time:

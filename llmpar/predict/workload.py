@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from llmpar.config import ModelConfig
 from llmpar.notation import MeshShape
@@ -16,6 +16,8 @@ from llmpar.plan import Plan
 from llmpar.predict.hardware import Chip
 
 Recompute = Literal["none", "selective", "ffn", "block"]
+POLICIES: tuple[Recompute, ...] = get_args(Recompute)
+"""From what keeps most to what computes most again."""
 
 
 @dataclass(frozen=True)
