@@ -500,11 +500,10 @@ class Auto(Solo):
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """``f`` inside shard_map, on each device's blocks; sums that it leaves unfinished are finished."""
         given, ends = tuple(spec(self.plan.place(x)) for x in layouts), jax.tree.map(self.plan.place, result)
+        block = self.explicit.local(f, layouts, result)
 
         def inside(*args):
-            return jax.tree.map(
-                lambda y, end: lax.psum(y, end.sums) if end.sums else y, f(*_together(args)), ends
-            )
+            return jax.tree.map(lambda y, end: lax.psum(y, end.sums) if end.sums else y, block(*args), ends)
 
         return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends))
 
