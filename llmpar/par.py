@@ -226,8 +226,7 @@ class Manual(Solo):
         moves = self.plan.resolve(arrow).moves
         if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
             return None
-        (axis,) = moves[0].axes
-        return _Ring(axis, arrow)
+        return _Ring(moves[0].axes, arrow)
 
     def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
         """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
@@ -333,12 +332,12 @@ _ragged.defvjp(
 
 @dataclass(frozen=True)
 class _Ring:
-    """A ring of the ranks along an axis, for values ``b s …`` whose positions it cuts.
+    """A ring of the ranks along some axes, for values ``b s …`` whose positions they cut.
 
     Blocks are counted as they come round: block i is that of the rank i before this one, block 0 its own.
     """
 
-    axis: str
+    axis: tuple[str, ...]
     arrow: str
 
     def hop(self, x: Array) -> Array:

@@ -21,6 +21,7 @@ def _local(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> tu
     ``used``, ``unreduced``, ``accumulated`` and ``graded`` (`plan.Life`); of the blocks' weights alone as
     ``blocks stored`` …; of the output head as ``head used``; of the largest weight as ``largest unreduced``;
     and of those that a loop gathers along a dim that is not their first as ``turned``."""
+    plan = plan.of(config)
     sizes, held = plan.mesh.sizes, Counter[str]()
     for path, weight in plan.padded(config).weights().items():
         life = plan.life(weight.dims)
@@ -100,7 +101,7 @@ def _block(
     whole = tokens * config.width * item
     stream = whole // (tp if plan.tp_sequence else 1)
     queries = tokens * config.head_width * config.num_heads * item // tp
-    keys = tokens * config.head_width * config.num_kv_heads * item // tp
+    keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
     ffn = hidden = tokens * config.ffn_width * item // tp
     if config.experts:  # the slots of the buffer, and the hidden values of a rank's usual share of visits
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)

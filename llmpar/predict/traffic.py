@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llmpar.config import ExpertConfig, ModelConfig, Weight
-from llmpar.notation import AXES, TRANSPOSES, Arrow
+from llmpar.notation import TRANSPOSES, Arrow
 from llmpar.plan import Plan
 from llmpar.predict.collectives import ring_bytes
 from llmpar.schedules import Schedule
@@ -176,6 +176,7 @@ def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int,
     training step, under the Manual reading. All stages take part in each permute between them, whether they
     have something to send or not.
     """
+    plan = plan.of(config)
     traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
     _weights(traffic, config, plan, run)
     values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
@@ -190,7 +191,9 @@ def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int,
         config.num_layers * (config.experts.num_experts + 2) if config.experts and not plan.pipeline else 0
     )
     small = "the loss, the tokens and the gradients' norm" + ", the tally of tokens per expert" * bool(tally)
-    traffic.add("all-reduce", plan.live(*AXES), small, FLOAT32 * (3 + tally), text="loss, tokens and norm")
+    traffic.add(
+        "all-reduce", plan.live(*plan.mesh.sizes), small, FLOAT32 * (3 + tally), text="loss, tokens and norm"
+    )
     return traffic
 
 
@@ -293,10 +296,10 @@ class Values:
         block forward, n - 1 backward, and so sends what the one collective would (Wang et al. 2023)."""
         if not self.plan.tp_comm_overlap:
             return self.carry(arrow, shape, of, forward, backward)
-        ((axis,),) = (move.axes for move in self.plan.resolve(arrow).moves)
+        (axes,) = (move.axes for move in self.plan.resolve(arrow).moves)
         block = self.itemsize * self.held("stream b s d", *shape)
-        hops = (self.plan.mesh.sizes[axis] - 1) * (forward + backward)
-        self.traffic.add("collective-permute", (axis,), of, block, hops, arrow)
+        hops = (math.prod(self.plan.mesh.sizes[a] for a in axes) - 1) * (forward + backward)
+        self.traffic.add("collective-permute", axes, of, block, hops, arrow)
 
     def carry(
         self, arrow: str, shape, of: str, forward: int, backward: int = 0, itemsize: int = 0, **names
