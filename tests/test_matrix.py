@@ -2,7 +2,7 @@
 with two pipeline orders and every way of attention.
 
 Each is one compiled program: its loss and gradients equal one device's, and under Manual it sends what is
-predicted, stage by stage. The default tests run a sample; `matrix_runs.md` tells when all of them ran.
+predicted, stage by stage. The default tests run a sample; `full_runs.md` tells when all of them ran.
 Meshes of 6 to 64 devices, and primes other than 2, run in processes of their own.
 """
 
