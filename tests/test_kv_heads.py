@@ -47,6 +47,7 @@ PLANS = [
     (LLAMA2, Plan("tp=4 sp=2", context_parallel="ulysses")),
     (QWEN2, Plan("tp=4 sp=2", context_parallel="gather", tp_sequence=True, remat="ffn")),
     (LLAMA2, Plan("tp=4 pp=2", microbatches=2)),
+    (LLAMA2, Plan("tp=4 pp=2", microbatches=2, tp_sequence=True, tp_comm_overlap=True)),
     (LLAMA2, Plan("tp=4 pp=2", microbatches=2, tp_sequence=True, schedule="zb-h1")),
     (MOE2, Plan("tp=4 ep=2", tp_sequence=True)),
 ]

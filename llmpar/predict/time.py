@@ -182,7 +182,7 @@ class Clock:
             one = self.collective("all-reduce", width, mesh.tp, 1)
             found["tensor-parallel links"] = (2 * one, 2 * one)
         if mesh.sp > 1:
-            keys = 2.0 * run.tokens * 2 * c.num_kv_heads * c.head_width / mesh.tp
+            keys = 2.0 * run.tokens * 2 * run.kv_heads * c.head_width / mesh.tp
             queries = 2.0 * run.tokens * 2 * c.num_heads * c.head_width / mesh.tp
             inner = self.inner["sp"]
             if run.context_parallel == "ring":
@@ -260,7 +260,7 @@ class Clock:
         """Parameters of a layer on a device's tp rank: those that all data ranks share, and those of its
         experts."""
         s, mesh, how = self.run.sizes, self.run.mesh, self.run.config.experts
-        body = s["attention"] + (s["dense"] if dense else s["ffn"] + s["router"])
+        body = s["attention"] + s["copies"] + (s["dense"] if dense else s["ffn"] + s["router"])
         experts = 0.0 if dense or not how else s["experts"] / mesh.ep
         return body / mesh.tp, experts / (mesh.tp if self.run.expert_tp else 1)
 
