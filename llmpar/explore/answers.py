@@ -105,7 +105,7 @@ CONTROLS: list[dict] = [  # free: what a page without Python can follow by itsel
         "name": "context_parallel",
         "kind": "choice",
         "label": "attention over sp",
-        "options": choices("context_parallel"),
+        "options": [way for way in choices("context_parallel") if way != "usp"],  # which is two axes in one
     },
     {"name": "remat", "kind": "choice", "label": "recompute", "options": choices("remat")},
     {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},

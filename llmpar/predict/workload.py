@@ -140,7 +140,7 @@ class Run:
     tp_sequence: bool = False
     tp_overlap: bool = False
     ep_overlap: bool = False
-    context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
+    context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
     ffn_products: int = 3
     gpt: bool = False
     fp8: bool = False
@@ -189,8 +189,8 @@ class Run:
     @cached_property
     def sizes(self) -> dict[str, float]:
         """Parameters of one layer by part, and of the ends: ``attention``, ``copies`` (of KV heads, beyond
-        the first), ``ffn`` (shared experts too), ``experts``, ``router``, ``vectors``, ``dense`` (a leading dense layer's feed-forward), ``embedding``,
-        ``head``."""
+        the first), ``ffn`` (shared experts too), ``experts``, ``router``, ``vectors``, ``dense`` (a leading
+        dense layer's feed-forward), ``embedding``, ``head``."""
         c = self.config
         d, n, k, h = c.width, c.num_heads, c.num_kv_heads, c.head_width
         attention = d * h * (2 * n + 2 * k)
