@@ -296,8 +296,8 @@ def _refuse(q: Question) -> None:
         text = " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
         raise ValueError(
             f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': tp divides {widths},"
-            f" divides its {c.num_kv_heads} KV heads or is a multiple of them, and stays in a node, pp divides the devices and is at most its {c.num_layers} layers, sp leaves"
-            " 4,096 positions a rank"
+            f" divides its {c.num_kv_heads} KV heads or is a multiple of them, and stays in a node, pp"
+            f" divides the devices and is at most its {c.num_layers} layers, sp leaves 4,096 positions a rank"
         )
 
 

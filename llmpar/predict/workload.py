@@ -189,8 +189,8 @@ class Run:
     @cached_property
     def sizes(self) -> dict[str, float]:
         """Parameters of one layer by part, and of the ends: ``attention``, ``copies`` (of KV heads, beyond
-        the first), ``ffn`` (shared experts too), ``experts``, ``router``, ``vectors``, ``dense`` (a leading dense layer's feed-forward), ``embedding``,
-        ``head``."""
+        the first), ``ffn`` (shared experts too), ``experts``, ``router``, ``vectors``, ``dense`` (a leading
+        dense layer's feed-forward), ``embedding``, ``head``."""
         c = self.config
         d, n, k, h = c.width, c.num_heads, c.num_kv_heads, c.head_width
         attention = d * h * (2 * n + 2 * k)
