@@ -76,7 +76,7 @@ def test_what_copies_send_and_hold_is_as_predicted(case):
 
     for stage in range(plan.mesh.pp):
         taken = branch_shares(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
-        want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
+        want = traffic.step_traffic(config, step.plan, BATCH, SEQ, stage)
         assert by_arrow(census_hlo(text, step.mesh, taken)) == predicted_by_arrow(want)
     held = compiled_memory(compiled)
     assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
