@@ -53,7 +53,7 @@ def test_the_books_cache_of_llama_70b_in_8_bits():
 @pytest.mark.parametrize("batch", [4, 256])
 def test_the_books_30b_in_8_bits_on_16_v5e(batch):
     """A dense model of 30e9 parameters whose token keeps 100 kB, on an ideal chip. The book leaves
-    out elementwise work."""
+    out elementwise work, and what products read and write besides weights."""
     row = ROWS["sb.quiz30b"]["expected"]
     config = dataclasses.replace(
         preset("llama2-13b"), name="30b", vocab_size=32_000, width=7168, num_layers=49, num_heads=64,
@@ -64,7 +64,7 @@ def test_the_books_30b_in_8_bits_on_16_v5e(batch):
     assert params == pytest.approx(30e9, rel=0.02) and token == pytest.approx(100e3, rel=0.01)
     terms = serving.decode(q, parse_mesh("tp=16"), batch, 8192).terms
     counted = sum(terms[name] for name in ("products", "keys and values read", "head"))
-    assert 1e3 * counted == pytest.approx(row[f"bs{batch}_ms"], rel=0.03)
+    assert 1e3 * counted == pytest.approx(row[f"bs{batch}_ms"], rel=0.05)
 
 
 def test_the_critical_batch_is_the_books():

@@ -25,7 +25,7 @@ Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 MAX_DEVICES = 1 << 20
 SERVING = ("--prompt", "--output", "--first-token-ms", "--per-token-ms", "--weight-bits", "--cache-bits")
-TRAINING = ("--batch-tokens", "--seq-len", "--fix", "--tokens")
+TRAINING = ("--batch-tokens", "--seq-len", "--fix", "--tokens", "--html")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Plan:
         tokens: a budget to train on, as 15T: days, energy and cost are printed.
         price: of a chip and hour, for the cost.
         keep: how many meshes to print.
+        html: a page to write: the mesh explorer opened on the first plan, the others one click away.
         serve: answer requests instead of training: which mesh serves most of them.
         prompt, output: tokens of a request, in and out (1024 and 256).
         first_token_ms: bound of the time to the first token (TTFT).
@@ -72,6 +73,7 @@ class Plan:
     tokens: Text = None
     price: Real = None
     keep: int = 8
+    html: File = None
     serve: bool = False
     prompt: Number = None
     output: Number = None
@@ -108,12 +110,20 @@ class Plan:
 
         if self.price is not None and self.tokens is None:
             raise ValueError("price is a cost of a chip and hour, and wants --tokens, as 15T")
+        if self.html is not None:
+            self.check_page(self.html)
         budget = None if self.tokens is None else count(self.tokens, "tokens", 1000)
         answer = planner.decide(self.question(), self.keep)
         document = planner.document(answer, budget, self.price)
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
                 row["compile"] = None
+        if self.html is not None and speaks():
+            from llmpar.explore.planned import PlannedExplorer
+
+            found = [one.plan for one in answer.plans]
+            PlannedExplorer(document, found, self.model, self.chip or "h100").save(self.html)
+            say(f"wrote {self.html}")
         if not self.json and speaks():
             for table in tables_of(document):
                 rich.print(table)
@@ -121,6 +131,24 @@ class Plan:
             print(*filter(None, (document["plans"][0][name] for name in ("train", "compile"))), sep="\n")
         emit(document, self.json)
         return document
+
+    def check_page(self, path: str) -> None:
+        """Refuse a page that cannot be written or drawn, before the work."""
+        import pathlib
+
+        from llmpar.explore.answers import MOST
+
+        if pathlib.Path(path).suffix != ".html":
+            raise ValueError(f"'{path}' is no page; call it .html")
+        if pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir():
+            raise ValueError(f"'{path}' cannot be written; give a file in a folder that is there")
+        if self.cluster is not None:
+            raise ValueError(
+                f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others; write a"
+                " chip file with its node_size, and give it as --chip"
+            )
+        if (devices := self.machine()[1]) > MOST:
+            raise ValueError(f"{devices:,} devices cannot be drawn; use --html with at most {MOST:,}")
 
     def answer_requests(self) -> dict:
         """Plan the serving of requests."""
