@@ -419,11 +419,12 @@ class Plan:
                 f"context_parallel='ulysses' cuts the {here} {which} heads of a device by sp ="
                 f" {sizes['sp']}; use context_parallel='ring', which needs no heads"
             )
-        if self.context_parallel == "usp" and self.mesh.ul == 1:
+        if self.context_parallel == "usp" and self.mesh.ul in (1, self.mesh.sp):
+            parts, way = ("all", "ulysses") if self.mesh.ul > 1 else ("no part", "ring")
             raise ValueError(
                 f"context_parallel='usp' exchanges the {heads // sizes['tp']} {which} heads of a device among"
-                f" ranks of sp = {sizes['sp']}, and no part of these divides them; use"
-                " context_parallel='ring'"
+                f" ranks of sp = {sizes['sp']}, and {parts} of these divide them; use"
+                f" context_parallel='{way}'"
             )
         for what in ("queries", "keys"):
             local = seq_len // math.prod(self.mesh.sizes[a] for a in self.regions[what].get("s", ()))

@@ -327,3 +327,5 @@ def test_usp_takes_as_many_neighbours_as_divide_the_heads_and_is_refused_without
     plan = Plan("sp=2 tp=4", context_parallel="usp")
     with pytest.raises(ValueError, match="the 1 KV heads of a device among ranks of sp = 2, and no part"):
         plan.check(FOUR, 16, 16)
+    with pytest.raises(ValueError, match="and all of these divide them; use context_parallel='ulysses'"):
+        USP[1].check(LLAMA, 16, 16)
