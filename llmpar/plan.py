@@ -171,7 +171,8 @@ class Plan:
             ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every row by every expert), or
             by the kernels of :mod:`llmpar.grouped` in ``triton`` (GPUs). ``auto``: what suits the devices.
         sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
-            work.
+            work where a row is one document; ``balanced`` does for rows of several, by an order that the
+            loader chooses for each row (`llmpar.sequence_order.row_orders`).
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
             written out, one line per stage (`schedules.from_text`).
         virtual_stages: pieces of the model per stage (Megatron's word), for schedules that let one choose.
@@ -203,7 +204,7 @@ class Plan:
     hop: Literal["auto", "permute", "exchange"] = "auto"
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
     grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
-    sequence_order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
+    sequence_order: Literal["zigzag", "balanced", "striped", "contiguous"] = "zigzag"
     schedule: str = "1f1b"
     virtual_stages: int | None = None
     stage_saves: Literal["input", "residuals"] = "input"
@@ -401,7 +402,7 @@ class Plan:
             near = 2 * sizes["sp"] * max(1, seq_len // (2 * sizes["sp"]))
             raise ValueError(
                 f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sizes['sp']} parts, and {seq_len}"
-                f" is no multiple; use {near}, or sequence_order='striped'"
+                f" is no multiple; use {near}, or sequence_order='balanced' or 'striped'"
             )
         which, heads = ("query", config.num_heads) if self.mesh.kv > 1 else ("KV", config.num_kv_heads)
         if self.context_parallel == "ulysses" and (here := heads // sizes["tp"]) % sizes["sp"]:
