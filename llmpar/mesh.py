@@ -322,10 +322,10 @@ def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh
 
 
 def split(mesh: Any, shape: MeshShape) -> Any:
-    """The same devices with tp as two axes, where ``shape`` has copies of KV heads."""
-    if shape.kv == 1 or "kv" in mesh.axis_names:
+    """The same devices with two axes for one, where it has an inner part in ``shape`` (`notation.PARTS`)."""
+    sizes, kinds = shape.sizes, mesh.axis_types[:1] * len(shape.sizes)
+    if tuple(sizes) == tuple(mesh.axis_names):
         return mesh
-    sizes, kinds = shape.sizes, (*mesh.axis_types, mesh.axis_types[-1])
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices.reshape(*sizes.values()), tuple(sizes), axis_types=kinds)
     return AbstractMesh(

@@ -29,9 +29,12 @@ AXES = {
     "tp": "tensor parallelism",
 }
 """The mesh axes, slow links outermost, fast links innermost."""
-ORDER = (*AXES, "kv")
-"""The axes of layouts. ``kv`` is no axis of a user's mesh but the inner part of tp, where tp has more ranks
-than the model has KV heads: the ranks along it hold copies of one KV head (`MeshShape`)."""
+PARTS = {"sp": "ul", "tp": "kv"}
+"""The inner parts of two axes, which no user's mesh names (`MeshShape`). Ranks along ``ul`` exchange
+positions for heads, where the others of sp form a ring. Ranks along ``kv`` hold copies of one KV head, where
+tp has more ranks than the model has KV heads."""
+ORDER = tuple(part for axis in AXES for part in (axis, PARTS.get(axis)) if part)
+"""The axes of layouts, slow links outermost."""
 
 DIMS = {
     "b": "batch", "s": "query positions", "t": "key positions", "d": "model width", "n": "query heads",
@@ -313,7 +316,7 @@ def parse_arrow(text: str) -> Arrow:
 @dataclass(frozen=True)
 class MeshShape:
     """The sizes of the six mesh axes. ``reshape`` (a leading ``!``) keeps devices in plain row-major
-    order; ``kv`` of the ranks of tp, neighbours, hold copies of one KV head (`Plan.of`)."""
+    order. ``ul`` and ``kv`` are the sizes of the inner parts of sp and tp (`PARTS`, `Plan.of`)."""
 
     pp: int = 1
     dp: int = 1
@@ -322,6 +325,7 @@ class MeshShape:
     sp: int = 1
     tp: int = 1
     reshape: bool = False
+    ul: int = 1
     kv: int = 1
 
     @property
@@ -331,9 +335,11 @@ class MeshShape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, in link order. Where KV heads have copies, tp is two axes: ``tp`` and inside it
+        """Axis name to size, in link order. An axis with an inner part is two: ``tp`` and inside it
         ``kv``."""
-        return self.asked | ({"tp": self.tp // self.kv, "kv": self.kv} if self.kv > 1 else {})
+        found = self.asked | {part: getattr(self, part) for part in PARTS.values()}
+        found |= {axis: found[axis] // found[part] for axis, part in PARTS.items()}
+        return {axis: found[axis] for axis in ORDER if axis in AXES or found[axis] > 1}
 
     @property
     def size(self) -> int:
@@ -354,7 +360,7 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
     """
     if isinstance(text, MeshShape):
         shape = _fit(str(text), {a: n for a, n in text.asked.items() if n != 1}, num_devices, text.reshape)
-        return replace(shape, kv=text.kv)
+        return replace(shape, ul=text.ul, kv=text.kv)
     body = text.strip()
     reshape = body.startswith("!")
     offset = text.index(body) + reshape if body else 0

@@ -15,9 +15,12 @@ the table in :meth:`Plan.regions` is the whole of tensor, sequence and data para
     routing     dp,fsdp       sp                         who chose which expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
-Where tp has more ranks than the model has KV heads, its inner part is an axis of its own, ``kv``, whose ranks
-hold copies of one KV head and share the query heads that use it (`Plan.of`): ``n/tp,kv``, ``k/tp``,
-``r/kv``, and ``tp,kv`` wherever the table has tp. A gradient of the copied weights is one more sum, ``+kv``.
+Where sp is `usp`'s, its inner part is an axis of its own, ``ul``, whose ranks exchange positions for heads as
+Ulysses does, while the others form a ring: ``s/sp k/tp,ul`` where queries meet keys, and ``sp,ul`` wherever
+the table has sp (`Plan.of`). Where tp has more ranks than the model has KV heads, its inner part is an axis
+of its own, ``kv``, whose ranks hold copies of one KV head and share the query heads that use it (`Plan.of`):
+``n/tp,kv``, ``k/tp``, ``r/kv``, and ``tp,kv`` wherever the table has tp. A gradient of the copied weights is
+one more sum, ``+kv``.
 
 The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm)
 is whole on every stage, and its gradient is one more sum to finish.
@@ -160,7 +163,9 @@ class Plan:
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
             breaks the promise gives NaN.
         context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
-            exchange positions for heads (``ulysses``), or ``gather`` all keys.
+            exchange positions for heads (``ulysses``), ``gather`` all keys, or both of the first two
+            (``usp``): heads as far as there are any, among neighbours, and a ring of those groups (Fang and
+            Zhao 2024, unified sequence parallelism).
         hop: how the ranks of a ring hand on what they hold: by a ``permute``; or in an ``exchange``, an
             all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
             wait. ``auto``: an exchange in a pipeline of simulated devices, where a permute waits for every
@@ -200,7 +205,7 @@ class Plan:
     attention_block: int | None = None
     attention_kernel: Literal["auto", "portable", "flash", "cudnn", "xla"] = "auto"
     documents: Literal["packed", "whole"] = "packed"
-    context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
+    context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
     hop: Literal["auto", "permute", "exchange"] = "auto"
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
     grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
@@ -223,16 +228,17 @@ class Plan:
     @functools.cached_property
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Region to dim to the axes that cut it."""
-        b, s, tp = self.live(*BATCH_AXES), self.live("sp"), self.live("tp", "kv")
-        heads = s if self.context_parallel == "ulysses" else ()
+        b, s, tp = self.live(*BATCH_AXES), self.live("sp", "ul"), self.live("tp", "kv")
+        heads = {"ulysses": s, "usp": self.live("ul")}.get(self.context_parallel, ())
+        ring = tuple(a for a in s if a not in heads)
         # A KV head with copies is one to a device: Ulysses then cuts the query heads that use it.
         k, r = (self.live("tp"), self.live("kv") + heads) if self.mesh.kv > 1 else (tp + heads, ())
         return {
             "data": {"b": b, "s": s},
             "stream": {"b": b, "s": s + tp * self.tp_sequence},
             "attention": {"b": b, "s": s, "n": tp, "k": self.live("tp"), "r": self.live("kv")},
-            "queries": {"b": b, "s": () if heads else s, "k": k, "r": r},
-            "keys": {"b": b, "s": s if self.context_parallel == "ring" else (), "k": k},
+            "queries": {"b": b, "s": ring, "k": k, "r": r},
+            "keys": {"b": b, "s": () if self.context_parallel == "gather" else ring, "k": k},
             "ids": {"b": b},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
@@ -256,7 +262,7 @@ class Plan:
     @property
     def rings(self) -> bool:
         """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
-        return self.mesh.sp > 1 and self.context_parallel == "ring" or self.tp_comm_overlap
+        return bool(self.regions["keys"].get("s")) or self.tp_comm_overlap
 
     @property
     def detour(self) -> str:
@@ -283,9 +289,12 @@ class Plan:
 
     def of(self, config) -> Plan:
         """The plan for a model: ranks of tp that its KV heads cannot cut hold copies of them (Megatron-LM's
-        and vLLM's way with grouped queries)."""
+        and vLLM's way with grouped queries), and as many ranks of sp exchange heads as divide them."""
         copies, rest = divmod(self.mesh.tp, config.num_kv_heads)
         shape = dataclasses.replace(self.mesh, kv=1 if rest else max(1, copies))
+        if self.context_parallel == "usp":
+            heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
+            shape = dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
         return self if shape == self.mesh else dataclasses.replace(self, mesh=shape)
 
     def padded(self, config):
@@ -338,7 +347,8 @@ class Plan:
     def _zero_axes(self, target: str = "d") -> tuple[str, ...]:
         """The live axes by which ZeRO cuts the dim ``target``: vectors, which have no width d, by fsdp
         alone."""
-        return self.live(*self.zero_axes.split(",")) if target == "d" else self.live("fsdp")
+        axes = self.zero_axes.replace("sp", "sp,ul").split(",")
+        return self.live(*axes) if target == "d" else self.live("fsdp")
 
     @property
     def gathers(self) -> Literal["", "block", "step"]:
@@ -410,8 +420,14 @@ class Plan:
                 f"context_parallel='ulysses' cuts the {here} {which} heads of a device by sp ="
                 f" {sizes['sp']}; use context_parallel='ring', which needs no heads"
             )
+        if self.context_parallel == "usp" and self.mesh.ul == 1:
+            raise ValueError(
+                f"context_parallel='usp' exchanges the {heads // sizes['tp']} {which} heads of a device among"
+                f" ranks of sp = {sizes['sp']}, and no part of these divides them; use"
+                " context_parallel='ring'"
+            )
         for what in ("queries", "keys"):
-            local = seq_len // math.prod(sizes[a] for a in self.regions[what].get("s", ()))
+            local = seq_len // math.prod(self.mesh.sizes[a] for a in self.regions[what].get("s", ()))
             if self.attention_block and local > self.attention_block and local % self.attention_block:
                 self._divides(f"each device's number of {what}", local, (), "attention_block", fixed=True)
         self._check_kernel(seq_len)
@@ -485,7 +501,7 @@ class Plan:
             ("zero_axes", not self.zero, "ZeRO 0 cuts nothing"),
             (
                 "zero_axes",
-                self._zero_axes() == self.live("fsdp", "ep", "sp"),
+                self._zero_axes() == self.live("fsdp", "ep", "sp", "ul"),
                 f"mesh '{self.mesh}' has no others",
             ),
             ("reshard_after_forward", not self.gathers, "only ZeRO 3 gathers weights for use"),
@@ -549,7 +565,7 @@ class Plan:
             )
             if kernel == "cudnn" and self.in_order:
                 why += ", or documents='whole'"
-        if kernel in ("cudnn", "xla") and self.mesh.sp > 1 and self.context_parallel == "ring":
+        if kernel in ("cudnn", "xla") and self.regions["keys"].get("s"):
             why = (
                 "gives no log of sums in float32 to merge by, which a ring needs; use"
                 " context_parallel='ulysses' or 'gather'"

@@ -105,7 +105,7 @@ CONTROLS: list[dict] = [  # free: what a page without Python can follow by itsel
         "name": "context_parallel",
         "kind": "choice",
         "label": "attention over sp",
-        "options": choices("context_parallel"),
+        "options": [way for way in choices("context_parallel") if way != "usp"],  # which is two axes in one
     },
     {"name": "remat", "kind": "choice", "label": "recompute", "options": choices("remat")},
     {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},
@@ -243,9 +243,9 @@ def shape_of(row: dict, state: dict, sizes: dict[str, int]) -> list[int]:
     return [cells * max(deal(row["shape"][0], cells)), *row["shape"][1:]]
 
 
-def answer(state: dict) -> dict:
+def answer(state: dict, plan: Plan | None = None) -> dict:
     """Everything that needs more than geometry: refusal, memory, what is sent, seconds, the code, and all of
-    it in words."""
+    it in words. ``plan``: one with more fields than a state has."""
     out: dict[str, Any] = {
         "key": key(state),
         "refusal": None,
@@ -256,7 +256,7 @@ def answer(state: dict) -> dict:
     }
     try:
         config, kind, shape, order = read(state)
-        plan = make_plan(state, shape)
+        plan = plan or make_plan(state, shape)
         out |= {
             "node": kind.per_device().node_size,
             "capacity": kind.usable_bytes,

@@ -66,7 +66,7 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     """
     tokens, held = _local(config, plan, batch_size // plan.microbatches, seq_len)
     item, layers = ITEMSIZE[plan.dtype], config.num_layers
-    saves, crossing, work, stream = _block(config, plan, tokens, seq_len)
+    saves, crossing, work, stream = _block(config, plan.of(config), tokens, seq_len)
     narrow = lambda name: held[name] * item // FLOAT32
     layer = narrow("blocks used") * plan.mesh.pp // plan.padded(config).num_layers
     work += layer * (2 if plan.gathers == "block" else 1)
@@ -110,9 +110,10 @@ def _block(
         ffn = hidden + (slots_here + visits) * config.width * item
     # Scores and their gradient in float32, and both again as the products read them.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
-    local = seq_len if plan.context_parallel == "ulysses" else seq_len // plan.mesh.sp
+    apart = math.prod(plan.mesh.sizes[a] for a in plan.regions["queries"]["s"])
+    local = seq_len // apart
     tile = min(plan.attention_block or 256, local) ** 2
-    heads = config.num_heads // tp // (plan.mesh.sp if plan.context_parallel == "ulysses" else 1)
+    heads = config.num_heads // tp // (plan.mesh.sp // apart)
     dense = tokens * seq_len // rows
     if plan.attention_kernel == "xla":
         tile = dense

@@ -41,6 +41,12 @@ PUE = 1.2
 """Power of a machine room over that of its chips: assumed."""
 
 
+def room_bytes(chip: Chip) -> float:
+    """Bytes that a program may hold on a device of this chip, with the margin left free."""
+    share = 1.0 if chip.link == "torus" else GPU_SHARE
+    return chip.usable_hbm_gib * GIB * share * (1 - MARGIN)
+
+
 @dataclass(frozen=True)
 class Question:
     """What is to be decided.
@@ -61,8 +67,7 @@ class Question:
     @property
     def room_bytes(self) -> float:
         """Bytes that a plan may hold on a device."""
-        share = 1.0 if self.chip.link == "torus" else GPU_SHARE
-        return self.chip.usable_hbm_gib * GIB * share * (1 - MARGIN)
+        return room_bytes(self.chip)
 
     @property
     def platform(self) -> str:
@@ -481,7 +486,7 @@ def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> 
     seconds = tokens / (q.batch_size * q.seq_len) * best.time.step_s
     chips = q.num_devices / q.chip.devices_per_chip
     found = {"tokens": tokens, "days": seconds / 86_400, "chip_hours": chips * seconds / 3600}
-    if watts := hardware.POWER_W.get(q.chip.name):
+    if watts := hardware.POWER_W.get(q.chip.family):
         found["energy_mwh"] = chips * watts * PUE * seconds / 3600 / 1e6
     return found | ({"cost": price * found["chip_hours"]} if price else {})
 
@@ -499,7 +504,7 @@ def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
         "twice the batch": doubled(run, microbatches=2 * run.microbatches),
         "twice the sequence": doubled(run, seq_len=2 * run.seq_len),
     }
-    if name := NEXT_CHIP.get(chip.name):
+    if name := NEXT_CHIP.get(chip.family):
         row = hardware.chip(name)
         if row.devices_per_chip == chip.devices_per_chip:
             cases[f"on {name}"] = doubled(run, chip=row)

@@ -183,7 +183,7 @@ def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int,
     _activations(values, config, run)
     if config.experts:
         _experts(values, config, config.experts, run)
-    if plan.live("sp"):
+    if plan.mesh.sp > 1:
         _attention(values, config, run)
     if plan.pipeline:
         _stages(values, config, plan.pipeline)
@@ -392,11 +392,11 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     values.carry("attention b s k h -> keys b s k h", keys, of, 2 * layers, 2 * again, gradient=gradients)
     known = 2 - (plan.documents == "whole")  # cudnn's mask needs no positions then
     values.carry("data b s -> ids b s", (b, s), ids_of, known * run.attended, itemsize=4)
-    if plan.context_parallel == "ring":
-        hops, both = plan.mesh.sp - 1, 2 * values.held("keys b s k h", *keys)
+    if ring := plan.regions["keys"]["s"]:
+        hops, both = math.prod(plan.mesh.sizes[a] for a in ring) - 1, 2 * values.held("keys b s k h", *keys)
         turns, text = run.forward + run.attention + again, "keys b t -> the next rank"
         for name, item, times in ((of, values.itemsize, turns), (gradients, FLOAT32, again)):
-            values.hop(plan.live("sp"), name, both * item, hops * times, text)
+            values.hop(ring, name, both * item, hops * times, text)
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:

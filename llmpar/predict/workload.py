@@ -140,7 +140,7 @@ class Run:
     tp_sequence: bool = False
     tp_overlap: bool = False
     ep_overlap: bool = False
-    context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
+    context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
     ffn_products: int = 3
     gpt: bool = False
     fp8: bool = False
