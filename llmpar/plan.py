@@ -451,10 +451,10 @@ class Plan:
         heads, tp = config.num_kv_heads, self.mesh.tp
         if heads % tp and self.mesh.kv == 1:
             both = math.gcd(config.num_heads, config.ffn_width, config.vocab_size)
-            ways = [n for n in divisors(both) if n <= 4 * tp and (heads % n == 0 or n % heads == 0)]
+            fits = (n for n in divisors(both) if n <= 4 * tp and 0 in (heads % n, n % heads))
             raise ValueError(
                 f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of"
-                f" {', '.join(map(str, ways))}"
+                f" {', '.join(map(str, fits))}"
             )
         if self.mesh.kv > 1 and self.reading == "explicit":
             raise ValueError(

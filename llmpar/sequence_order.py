@@ -71,17 +71,18 @@ def sequence_permutation(name: str, s: int, n: int) -> np.ndarray:
 def row_orders(name: str, segments_bs: np.ndarray, n: int, window: int | None = None) -> np.ndarray:
     """Return ``b s``: which position of its row each place holds, where rank i of n has the i-th part of the
     places. Only 'balanced' looks at the documents, ``segments_bs`` of the rows as they were written."""
-    if name == "balanced":
-        return np.stack([balanced_order(row, n, window) for row in segments_bs])
-    return np.broadcast_to(sequence_permutation(name, segments_bs.shape[1], n), segments_bs.shape)
+    return (
+        np.stack([balanced_order(row, n, window) for row in segments_bs])
+        if name == "balanced"
+        else np.broadcast_to(sequence_permutation(name, segments_bs.shape[1], n), segments_bs.shape)
+    )
 
 
 def work(segments_s: np.ndarray, window: int | None = None) -> np.ndarray:
     """Return how many keys each position sees: those of its document up to itself, at most a ``window``."""
     s = np.arange(len(segments_s))
-    begins = np.diff(segments_s, prepend=segments_s[:1] - 1) != 0
-    seen = 1 + s - np.maximum.accumulate(np.where(begins, s, 0))
-    return np.minimum(seen, window or len(s))
+    begins = np.where(np.diff(segments_s, prepend=segments_s[:1] - 1), s, 0)
+    return np.minimum(1 + s - np.maximum.accumulate(begins), window or len(s))
 
 
 def balanced_order(segments_s: np.ndarray, n: int, window: int | None = None) -> np.ndarray:
@@ -96,14 +97,12 @@ def balanced_order(segments_s: np.ndarray, n: int, window: int | None = None) ->
     s, cost = len(segments_s), work(segments_s, window)
     if s % n:
         raise ValueError(f"balanced order deals {s} positions to {n} ranks; use a multiple of {n}")
-    starts = np.flatnonzero(cost == 1) if window != 1 else np.flatnonzero(np.diff(segments_s, prepend=-1))
-    lengths = np.diff(starts, append=s)
+    lengths = np.diff(starts := np.flatnonzero(work(segments_s) == 1), append=s)
     rank, load = np.empty(s, int), np.zeros(n, int)
 
     def deal(places: np.ndarray) -> None:
-        """Give the n rows of ``places`` one to each rank."""
-        heavy = np.argsort(-(sums := cost[places].sum(1)), kind="stable")
-        to = np.argsort(load, kind="stable")
+        sums = cost[places].sum(1)  # n rows, one for each rank
+        heavy, to = (np.argsort(x, kind="stable") for x in (-sums, load))
         rank[places[heavy]], load[to] = to[:, None], load[to] + sums[heavy]
 
     for begin, length in sorted(zip(starts, lengths, strict=True), key=lambda it: -it[1]):
@@ -112,9 +111,10 @@ def balanced_order(segments_s: np.ndarray, n: int, window: int | None = None) ->
     left = np.flatnonzero(np.arange(s) < np.repeat(starts + lengths % (2 * n), lengths))
     for places in left[np.argsort(-cost[left], kind="stable")].reshape(-1, n, 1):
         deal(places)
-    order = np.argsort(rank, kind="stable")
-    zigzag = sequence_permutation("zigzag", s, n) if s % (2 * n) == 0 else order
-    return min(order, zigzag, key=lambda order: cost[order].reshape(n, -1).sum(1).max())
+    zigzag = [sequence_permutation("zigzag", s, n)] if s % (2 * n) == 0 else []
+    return min(
+        [np.argsort(rank, kind="stable"), *zigzag], key=lambda order: cost[order].reshape(n, -1).sum(1).max()
+    )
 
 
 def tile_length(block: int | None, length: int) -> int:
