@@ -237,6 +237,20 @@ print(
 )
 
 # %% [markdown]
+# ### Exercise (stretch): a gated pair
+#
+# Llama's feed-forward has two column matrices: `silu(x @ gate) * (x @ up)`, and then the row matrix `down`. Write it as one device does.
+# It has all of `x` (`s d`), its own columns of `gate` and `up` (`d m/tp`) and its own rows of `down` (`m/tp d`), and returns the whole
+# result. Your function is run for four devices, and what it sends is counted. `jax.nn.silu` and `lax` are there.
+
+
+# %%
+def gated_pair(x, gate, up, down): ...
+
+
+attempt("05.gated_pair", gated_pair)
+
+# %% [markdown]
 # ## Heads
 #
 # Between Q, K, V and O no head looks at another one: a head is to attention what a hidden unit is to the feed-forward. So the text
