@@ -570,16 +570,18 @@ scene.show(draw.time_bars(bars, title="One layer of Llama 70B, 4096 tokens, H100
 #
 # ### Exercise (stretch): more devices than KV heads
 #
-# Llama 3 8B has 32 query heads and 8 KV heads. The package refuses to cut 8 KV heads by 16:
+# Llama 3 8B has 32 query heads and 8 KV heads. Over `tp=16` every KV head must lie on two devices. The package splits the axis for that:
+# an outer part, which cuts the KV heads, and an inner one, `kv`, whose devices hold copies of the same head:
 
 # %%
-try:
-    Plan("tp=16").check(preset("llama3-8b"), 16, 2048)
-except ValueError as refusal:
-    print(refusal)
+sixteen = Plan("tp=16").of(preset("llama3-8b"))
+parts = {axis: sixteen.mesh.sizes[axis] for axis in ("tp", "kv")}
+assert parts == {"tp": 8, "kv": 2}
+for matrix in ("d n h", "d k h"):
+    print(f"{parts}: '{matrix}' is stored as '{sixteen.stored(f'attention {matrix}')}'")
 
 # %% [markdown]
-# vLLM, for one, lets several devices hold the same KV head. Write the list of KV heads that device `rank` of `tp` needs, for any
+# vLLM, for one, shares heads in the same way. Write the list of KV heads that device `rank` of `tp` needs, for any
 # numbers of query heads and KV heads, so that its own block of query heads (block `rank` of `tp`, in order) finds its keys. What must then
 # happen to the gradients of K and V?
 
