@@ -438,6 +438,11 @@ class Plan:
         if self.reduce == "bucket" and self.reading == "explicit":
             why = "joins gradients that are cut in different ways, and a type has one way"
             raise ValueError(f"reduce='bucket' {why}; use reduce='end', or reading='manual'")
+        if self.reading == "explicit" and 1 < self.unroll < config.num_layers:
+            why = "JAX 0.10 cannot cut a loop over unfinished sums in pieces"
+            raise ValueError(
+                f"unroll={self.unroll} does not go with reading='explicit': {why}; use unroll=1 or unroll=0"
+            )
         if self.reduce == "layer" and self.microbatches > 1:
             raise ValueError(
                 "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1"
