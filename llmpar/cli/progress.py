@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from dataclasses import dataclass
 
 from llmpar import exercises
@@ -26,6 +27,8 @@ class Progress:
 
     def run(self) -> None:
         """Print the table."""
+        if self.folder is not None and not pathlib.Path(self.folder).is_dir():
+            raise ValueError(f"there is no folder '{self.folder}'; name the one in which you answered")
         folder = self.folder or next((name for name in FOLDERS if record.file(name).exists()), ".")
         names = [f"{lesson}.{name}" for lesson in exercises.lessons() for name in exercises.exercises(lesson)]
         document = record.results(

@@ -1,14 +1,10 @@
 """Exercises of lesson 04: what ZeRO's stages hold and send."""
 
-import jax
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from llmpar.exercises import Exercise
-from llmpar.inspect.census import census_table
-from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import abstract_mesh
+from llmpar.exercises.spread import carried_out
 from llmpar.predict import formulas
 
 DEVICES, PARTS, ROWS, COLUMNS = 4, 3, 8, 2
@@ -166,33 +162,17 @@ def stage2_accumulated() -> Exercise:
     def gathered(gradient, parts):
         return lax.all_gather(solution(gradient, parts), "fsdp", axis=0, tiled=True)
 
+    gradients = np.random.default_rng(0).standard_normal((DEVICES, PARTS, ROWS, COLUMNS)).astype(np.float32)
+
     def observe(learner):
-        """Run it for four devices side by side, and count what it sends."""
-        gradients = (
-            np.random.default_rng(0).standard_normal((DEVICES, PARTS, ROWS, COLUMNS)).astype(np.float32)
-        )
-
-        def device(parts):
-            return learner(lambda part: 2 * part, list(parts))
-
-        across = PartitionSpec("fsdp")
-        sharded = jax.shard_map(
-            lambda parts: device(parts[0]),
-            mesh=abstract_mesh(f"fsdp={DEVICES}"),
-            in_specs=across,
-            out_specs=across,
-            check_vma=False,
-        )
         try:
-            traced = jax.make_jaxpr(sharded)(gradients)
+            return carried_out(
+                lambda parts: learner(lambda part: 2 * part, list(parts)), "fsdp", DEVICES, gradients
+            )
         except ValueError as error:
             if "must match shard count" in str(error):
                 return "not tiled"
             raise
-        sent = census_table(census_jaxpr(traced, {"fsdp": DEVICES}))
-        # After the trace, which refuses shapes that do not fit.
-        value = jax.vmap(device, axis_name="fsdp")(gradients)
-        return [value, sorted([kind, axes, row["count"]] for (axes, kind), row in sent.items())]
 
     return Exercise(
         level="stretch",

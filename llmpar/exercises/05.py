@@ -2,7 +2,15 @@
 
 from collections.abc import Iterable
 
+import jax
+import numpy as np
+from jax import lax
+
 from llmpar.exercises import Exercise
+from llmpar.exercises.spread import carried_out
+
+DEVICES, POSITIONS, WIDTH, HIDDEN = 4, 6, 8, 3
+"""Of `gated_pair`: HIDDEN is what one device has of the feed-forward's width."""
 
 
 def stack_all_reduces(layers: int = 4, devices: int = 8) -> Exercise:
@@ -124,6 +132,96 @@ def attention_layouts() -> Exercise:
         because=(
             "Heads are to attention what hidden units are to the feed-forward: Q, K and V are column matrices"
             " cut between heads, and O is the row matrix that reads the same heads."
+        ),
+    )
+
+
+def gated_pair() -> Exercise:
+    """Ask for a gated feed-forward as a column-row pair, as one device writes it."""
+    draw = np.random.default_rng(0).standard_normal
+    x = np.broadcast_to(draw((POSITIONS, WIDTH)), (DEVICES, POSITIONS, WIDTH)).astype(np.float32)
+    columns = (DEVICES, WIDTH, HIDDEN)
+    gate, up, down = (
+        draw(shape).astype(np.float32) for shape in (columns, columns, (DEVICES, HIDDEN, WIDTH))
+    )
+
+    def hidden(x, gate, up):
+        return jax.nn.silu(x @ gate) * (x @ up)
+
+    def solution(x, gate, up, down):
+        mine = jax.nn.silu(x @ gate) * (x @ up)
+        return lax.psum(mine @ down, "tp")
+
+    def unfinished(x, gate, up, down):
+        return hidden(x, gate, up) @ down
+
+    def mean(x, gate, up, down):
+        return lax.pmean(hidden(x, gate, up) @ down, "tp")
+
+    def early(x, gate, up, down):
+        return lax.psum(hidden(x, gate, up), "tp") @ down
+
+    def between(x, gate, up, down):
+        return lax.psum(jax.nn.silu(lax.psum(x @ gate, "tp")) * lax.psum(x @ up, "tp") @ down, "tp")
+
+    def gathered(x, gate, up, down):
+        return lax.all_gather(unfinished(x, gate, up, down), "tp").sum(0)
+
+    def scattered(x, gate, up, down):
+        return lax.psum_scatter(unfinished(x, gate, up, down), "tp", scatter_dimension=1, tiled=True)
+
+    def ungated(x, gate, up, down):
+        return lax.psum(jax.nn.silu(x @ gate) @ down, "tp")
+
+    def twice(x, gate, up, down):
+        return lax.psum(solution(x, gate, up, down), "tp")
+
+    return Exercise(
+        level="stretch",
+        solution=solution,
+        observe=lambda learner: carried_out(learner, "tp", DEVICES, x, gate, up, down),
+        wrong=[
+            (unfinished, "Every device returns its own addends: the sum over tp is still to be finished."),
+            (mean, "A mean divides by the devices. The rows of `down` make addends: add them."),
+            (
+                early,
+                (
+                    "The hidden units of different devices are different units: they are not added up. Add"
+                    " behind `down`."
+                ),
+            ),
+            (
+                between,
+                (
+                    "Columns of `gate` and `up` give finished numbers of some hidden units. Nothing is added"
+                    " before `down`."
+                ),
+            ),
+            (
+                gathered,
+                "The value is right, but to gather all addends sends N/2 times as much as one all-reduce.",
+            ),
+            (
+                scattered,
+                (
+                    "That is sequence parallelism's way out: each device keeps a part. Here all want the"
+                    " whole sum."
+                ),
+            ),
+            (ungated, "`up` is left out: a hidden value is silu of the gate, times up."),
+            (
+                twice,
+                (
+                    "Added twice: after the first psum all devices have the sum, and the second one"
+                    " multiplies it by N."
+                ),
+            ),
+        ],
+        hint='Multiply as one device would with its own columns and rows; then one psum over "tp".',
+        nudges=["Which of the three products gives an unfinished sum?"],
+        because=(
+            "gate and up are column matrices, and what follows looks at one hidden unit at a time; down is"
+            " the row matrix, so its results are addends: one all-reduce."
         ),
     )
 

@@ -2,8 +2,10 @@
 better cut."""
 
 import numpy as np
+from jax import lax
 
 from llmpar.exercises import Exercise
+from llmpar.exercises.spread import carried_out
 
 
 def ring_bytes(devices: int = 8, seq: int = 256, kv_heads: int = 2, head_width: int = 16) -> Exercise:
@@ -171,6 +173,71 @@ def zigzag() -> Exercise:
         because=(
             "Part i and part 2N-1-i together have the same causal work for every i: what the one lacks the"
             " other has."
+        ),
+    )
+
+
+def to_heads(devices: int = 4, own: int = 3, heads: int = 8, width: int = 4) -> Exercise:
+    """Ask for the exchange of Ulysses, positions for heads, as one device writes it."""
+    x = np.random.default_rng(0).standard_normal((devices, own, heads, width)).astype(np.float32)
+
+    def solution(x):
+        return lax.all_to_all(x, "sp", split_axis=1, concat_axis=0, tiled=True)
+
+    def gathered(x):
+        mine = x.shape[1] // lax.axis_size("sp")
+        everything = lax.all_gather(x, "sp", axis=0, tiled=True)
+        return lax.dynamic_slice_in_dim(everything, lax.axis_index("sp") * mine, mine, 1)
+
+    def reshaped(x):
+        return x.reshape(-1, x.shape[1] // devices, x.shape[2])
+
+    def widths(x):
+        return lax.all_to_all(x, "sp", split_axis=2, concat_axis=0, tiled=True)
+
+    def observe(learner):
+        try:
+            return carried_out(learner, "sp", devices, x)
+        except ValueError as error:
+            if "all_to_all" in str(error):
+                return "not tiled"
+            raise
+
+    return Exercise(
+        level="stretch",
+        solution=solution,
+        observe=observe,
+        wrong=[
+            (
+                gathered,
+                (
+                    "The value is right, but to gather all heads of all positions and keep a slice sends N"
+                    " times as much."
+                ),
+            ),
+            (reshaped, "The shape is right, but nothing was sent: these are your own positions only."),
+            (lambda x: x, "Nothing has moved: you still have all heads of your own positions."),
+            (
+                lambda x: lax.all_gather(x, "sp", axis=0, tiled=True),
+                "Now every device has all heads of all positions. It needs an N-th of the heads.",
+            ),
+            (
+                lambda x: lax.all_to_all(x, "sp", split_axis=1, concat_axis=0),
+                (
+                    "Without tiled=True the dim that is split must have exactly one entry per device, and it"
+                    " goes away."
+                ),
+            ),
+            (widths, "That cuts inside the heads. Attention needs whole heads: split dim 1."),
+        ],
+        hint=(
+            "lax.all_to_all splits the dim of heads, sends the pieces round, and joins what comes along the"
+            " positions."
+        ),
+        nudges=["Which collective moves a cut from one dim to another? What is cut before, and what after?"],
+        because=(
+            "A cut moves from the positions to the heads: one all-to-all, of which a device sends (N-1)/N of"
+            " what it holds."
         ),
     )
 

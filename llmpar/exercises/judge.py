@@ -136,15 +136,15 @@ def kind(value: Any) -> str:
     return "an array" if getattr(value, "shape", ()) else "a number"
 
 
-def arguments(function: Any) -> str:
-    """Count the arguments of a function of the learner's; nothing is said of those that take any number."""
+def takes(function: Any, count: int) -> bool:
+    """Tell whether a function can be called with so many arguments."""
     try:
-        kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-    except (TypeError, ValueError):
-        return ""
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    many = f"{len(kinds)} argument{'s' * (len(kinds) != 1)}"
-    return many if all(kind in plain for kind in kinds) else ""
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that does not say
+        return True
+    return True
 
 
 def not_asked(answer: Any, asked: Any) -> str:
@@ -168,8 +168,9 @@ def mismatch(seen: Any, right: Any) -> str:
     or shapes."""
     if kind(seen) != kind(right):
         return not_asked(seen, right)
-    if callable(right) and (taken := arguments(seen)) != arguments(right) and taken:
-        return f"A function of {arguments(right)} is asked for, and yours takes {taken}."
+    if callable(right) and not takes(seen, len(asked := inspect.signature(right).parameters)):
+        mine = ", ".join(inspect.signature(seen).parameters) or "nothing"
+        return f"A function of {', '.join(asked)} is asked for, and yours is one of {mine}."
     if isinstance(right, Mapping):
         if seen.keys() != right.keys():
             return (

@@ -237,6 +237,20 @@ print(
 )
 
 # %% [markdown]
+# ### Exercise (stretch): a gated pair
+#
+# Llama's feed-forward has two column matrices: `silu(x @ gate) * (x @ up)`, and then the row matrix `down`. Write it as one device does.
+# It has all of `x` (`s d`), its own columns of `gate` and `up` (`d m/tp`) and its own rows of `down` (`m/tp d`), and returns the whole
+# result. Your function is run for four devices, and what it sends is counted. `jax.nn.silu` and `lax` are there.
+
+
+# %%
+def gated_pair(x, gate, up, down): ...
+
+
+attempt("05.gated_pair", gated_pair)
+
+# %% [markdown]
 # ## Heads
 #
 # Between Q, K, V and O no head looks at another one: a head is to attention what a hidden unit is to the feed-forward. So the text
@@ -556,16 +570,18 @@ scene.show(draw.time_bars(bars, title="One layer of Llama 70B, 4096 tokens, H100
 #
 # ### Exercise (stretch): more devices than KV heads
 #
-# Llama 3 8B has 32 query heads and 8 KV heads. The package refuses to cut 8 KV heads by 16:
+# Llama 3 8B has 32 query heads and 8 KV heads. Over `tp=16` every KV head must lie on two devices. The package splits the axis for that:
+# an outer part, which cuts the KV heads, and an inner one, `kv`, whose devices hold copies of the same head:
 
 # %%
-try:
-    Plan("tp=16").check(preset("llama3-8b"), 16, 2048)
-except ValueError as refusal:
-    print(refusal)
+sixteen = Plan("tp=16").of(preset("llama3-8b"))
+parts = {axis: sixteen.mesh.sizes[axis] for axis in ("tp", "kv")}
+assert parts == {"tp": 8, "kv": 2}
+for matrix in ("d n h", "d k h"):
+    print(f"{parts}: '{matrix}' is stored as '{sixteen.stored(f'attention {matrix}')}'")
 
 # %% [markdown]
-# vLLM, for one, lets several devices hold the same KV head. Write the list of KV heads that device `rank` of `tp` needs, for any
+# vLLM, for one, shares heads in the same way. Write the list of KV heads that device `rank` of `tp` needs, for any
 # numbers of query heads and KV heads, so that its own block of query heads (block `rank` of `tp`, in order) finds its keys. What must then
 # happen to the gradients of K and V?
 

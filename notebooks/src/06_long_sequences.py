@@ -586,6 +586,19 @@ for name in ("llama2-7b", "llama3-8b", "llama3-70b", "llama3.1-405b"):
             )
 
 # %% [markdown]
+# ### Exercise (stretch): positions for heads
+#
+# Ulysses before attention, as one device writes it: `x` has all heads of its own positions, `s/sp k h`. Return its share of the heads,
+# of all positions, `s k/sp h`. (No batch here; dims count from 0.) Your function is run for four devices, and what it sends is counted.
+
+
+# %%
+def to_heads(x): ...
+
+
+attempt("06.to_heads", to_heads)
+
+# %% [markdown]
 # ## When does a hop cost no time?
 #
 # While a device computes on one block, the next is on its way. A block has s/N positions. It takes 4 (s/N)² h FLOPs per query
