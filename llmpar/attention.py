@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from llmpar import flash, flash_tpu
-from llmpar.par import scope, vary_alike
+from llmpar.par import hop, scope, vary_alike
 from llmpar.sequence_order import CAUSAL, Mask, tile_length
 
 Q = Float[Array, "b s k r h"]
@@ -204,6 +204,7 @@ class _Options:
     overlap: bool = True
     platform: str | None = None
     branch: bool = True
+    hop: str = "permute"
 
     @property
     def kernel(self) -> flash.Setting:
@@ -254,6 +255,7 @@ def ring(
     block: int | None = None,
     platform: str | None = None,
     branch: bool = True,
+    hop: str = "permute",
     mask: Mask = CAUSAL,
     scale: float | None = None,
     **ids: Unpack[Ids],
@@ -277,10 +279,12 @@ def ring(
 
     With `overlap` a hop may run while the present keys are looked at, and a second copy of K and V is held;
     without, it waits. Tiles have `block` positions, and two of which none may see the other are a branch not
-    taken; with a `platform`, its kernel attends (`llmpar.flash`).
+    taken; with a `platform`, its kernel attends (`llmpar.flash`). `hop` is that of a `Plan`.
     """
     blocks = tile_length(block, q.shape[1]), tile_length(block, k.shape[1])
-    options = _Options(mask, _scale(scale, q), axis=axis, overlap=overlap, platform=platform, branch=branch)
+    options = _Options(
+        mask, _scale(scale, q), axis=axis, overlap=overlap, platform=platform, branch=branch, hop=hop
+    )
     return _attend(options, q, k, v, blocks, **ids)
 
 
@@ -299,7 +303,7 @@ def _ring_forward(options, queries, keys, ids):
     def hop(carry, i):
         held, done = carry
         done = _look(options, queries, tuple(held), _tile(ids, _owner(options, i)), done)
-        return (_hop(options.axis, held if options.overlap else _after(done[1], held)), done), None
+        return (_hop(options, held if options.overlap else _after(done[1], held)), done), None
 
     n, done = _ring_size(options), None
     if n > 1 or not options.platform:
@@ -341,12 +345,12 @@ def _ring_backward(options, saved, grads):
 
     def step(carry, i, last=False):
         held, dq, dkv = carry
-        dkv = dkv if dkv is None else _hop(options.axis, dkv)
+        dkv = dkv if dkv is None else _hop(options, dkv)
         dq, more = _look_back(options, rows, tuple(held), _tile(ids, _owner(options, i)), dq)
         if options.platform:  # one hop beside each of its two kernels: a GPU has one on its way at a time
             held, more = lax.optimization_barrier((held, more))
         if not last:
-            held = _hop(options.axis, held if options.overlap else _after(dq[..., 0], held))
+            held = _hop(options, held if options.overlap else _after(dq[..., 0], held))
         return held, dq, jnp.stack(more) if dkv is None else dkv + jnp.stack(more)
 
     n, dq, dkv = _ring_size(options), None if options.platform else _zeros(queries[0]), None
@@ -354,14 +358,14 @@ def _ring_backward(options, saved, grads):
         # Nothing else would keep these hops from running beside the forward ring's, and simulated devices
         # confuse two permutes of one shape, one of them in a loop: wrong numbers or a deadlock in half of the
         # runs (JAX 0.10.2).
-        first = _hop(options.axis, _after(delta, jnp.stack(own)))
+        first = _hop(options, _after(delta, jnp.stack(own)))
         carry = step((first, _zeros(queries[0]), None), 1, last=n == 2)
         if n > 2:
             carry, _ = lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.arange(2, n - 1))
             carry = step(carry, n - 1, last=True)
         _, dq, dkv = carry
     dq, more = _look_back(options, rows, own, _tile(ids, _owner(options, 0)), dq)
-    dk, dv = more if dkv is None else _hop(options.axis, dkv) + jnp.stack(more)
+    dk, dv = more if dkv is None else _hop(options, dkv) + jnp.stack(more)
     grads = dq.astype(queries[0].dtype), dk.astype(own[0].dtype), dv.astype(own[1].dtype)
     return (grads[0], None), grads[1:], None
 
@@ -393,11 +397,10 @@ def _owner(options, hops):
     return (lax.axis_index(options.axis) - hops) % _ring_size(options) if options.axis else 0
 
 
-def _hop(axis, held):
+def _hop(options, held):
     """Hand everything on in one message: XLA for GPUs overlaps one collective at a time with work."""
-    n = lax.axis_size(axis)
     with scope("keys b t -> the next rank"):
-        return lax.ppermute(held, axis, [(i, (i + 1) % n) for i in range(n)])
+        return hop(held, options.axis, options.hop)
 
 
 def _after(known, held):

@@ -227,7 +227,7 @@ class Manual(Solo):
         if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
             return None
         (axis,) = moves[0].axes
-        return _Ring(axis, arrow)
+        return _Ring(axis, arrow, self.plan.hop)
 
     def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
         """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
@@ -312,6 +312,16 @@ def _collective(x, move: Move, position: dict[str, int], to: str):
     return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, dim)
 
 
+def hop(x: Array, axis: str, way: str) -> Array:
+    """What the rank before on a ring holds, sent as `Plan.hop` says."""
+    n, me = lax.axis_size(axis), lax.axis_index(axis)
+    if way != "exchange":
+        return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
+    to_next = (jnp.arange(n) == (me + 1) % n).reshape(-1, *[1] * x.ndim)
+    arrived = lax.all_to_all(jnp.where(to_next, x, jnp.zeros_like(x)), axis, 0, 0)
+    return lax.dynamic_index_in_dim(arrived, (me - 1) % n, keepdims=False)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _ragged(rows, send, come, axis: str):
     """Of every rank's block for me the rows that are full. The gradient goes back as it came, by the same
@@ -340,13 +350,12 @@ class _Ring:
 
     axis: str
     arrow: str
+    way: str
 
     def hop(self, x: Array) -> Array:
         """What the rank before sends."""
-        n = lax.axis_size(self.axis)
         with scope(self.arrow):
-            arrived = lax.ppermute(x, self.axis, [(i, (i + 1) % n) for i in range(n)])
-        return checkpoint_name(arrived, MOVED)
+            return checkpoint_name(hop(x, self.axis, self.way), MOVED)
 
     def gather(self, x: Array, use: Callable[[int, Array], Any]) -> tuple[list[Array], list]:
         """The blocks of all ranks, in n - 1 hops, and what ``use`` makes of each while the next one

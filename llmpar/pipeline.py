@@ -41,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from llmpar import schedules
 from llmpar.config import ModelConfig
 from llmpar.model import Batch
 from llmpar.par import Manual, scope, vary, varying
@@ -54,9 +55,9 @@ _pieces = lambda x, n: x.reshape(n, -1, *x.shape[1:])
 
 def gradients(
     config: ModelConfig, par: Manual, params: Tree, batch: Batch, zeros: Tree
-) -> tuple[jax.Array, Tree]:
-    """Loss (summed over tokens) and gradients of this device's part of the batch, inside shard_map. The
-    blocks come in `schedules.layer_order`.
+) -> tuple[tuple[jax.Array, jax.Array | None], Tree]:
+    """Loss (summed over tokens), the routers' tally ``l e`` (None without experts) and gradients of this
+    device's part of the batch, inside shard_map. The blocks come in `schedules.layer_order`.
 
     ``params`` vary over the sums of `Life.unreduced`, pp among them where a weight is not cut by it.
     Gradients start as ``zeros`` and come laid out as `Life.accumulated`, the loss unfinished over pp and the
@@ -71,20 +72,26 @@ def gradients(
         "blocks": {"blocks": jax.tree.map(chunks, zeros["blocks"])},
         "saved": _room(walk.slots.num_saved, walk.saved),
         "residual": _room(walk.slots.num_residual, walk.residual),
+        "tally": _room([walk.copies * walk.schedule.visits], walk.tally),
     }
     messages = _room(walk.slots.num_messages + 1, walk.stream)
     sends = {name: jnp.asarray((walk.slots.send == way).any(1)) for name, way in WAYS.items()}
     (state, _), _ = lax.scan(walk.tick, (state, messages), (walk.table, sends))
     own = lambda g: g if walk.copies == 1 else g[:1] + walk.opposite(g[1:])
     blocks = jax.tree.map(lambda g: own(g).reshape(-1, *g.shape[2:]), state["blocks"])
-    return state["sums"].pop("loss"), state["sums"] | blocks
+    tally = jax.tree.map(walk.by_layer, state["tally"])
+    return (state["sums"].pop("loss"), tally), state["sums"] | blocks
 
 
 class _Executor:
     """What a device does in a tick, with its weights, its tokens and its column of the table."""
 
     def __init__(self, config, par, params, batch, sums):
-        self.schedule, self.recomputes = par.plan.pipeline, par.plan.stage_saves == "input"
+        self.config, self.schedule, self.recomputes = (
+            config,
+            par.plan.pipeline,
+            par.plan.stage_saves == "input",
+        )
         self.copies, self.slots = self.schedule.parameter_copies, slots(timetable(self.schedule))
         self.batch = jax.tree.map(lambda x: _pieces(x, self.schedule.num_microbatches), batch)
         both = lambda w: w if self.copies == 1 else jnp.concatenate([w, self.opposite(w)])
@@ -102,6 +109,8 @@ class _Executor:
             lambda now: embed(self.stage(now)), {name: column[0, 0] for name, column in table.items()}
         )
         self.programs, self.saved, self.residual = programs(stage, self.stream, sums)
+        given = stage, self.saved, self.stream, sums
+        self.tally = jax.eval_shape(lambda *given: self.programs["B"](*given)[0][2], *given)
 
     def instructions(self, layers: dict[tuple[int, int], int]) -> dict[str, np.ndarray]:
         """The table as numbers [tick, stage] by name: the operation, its slots (`timetable.Slots`), and which
@@ -120,6 +129,15 @@ class _Executor:
         p = self.schedule.num_stages
         with scope("l -> the opposite stage"):
             return lax.ppermute(x, "pp", [(i, p - 1 - i) for i in range(p)])
+
+    def by_layer(self, tally):
+        """The tally of the chunks that this device ran, at the places of their layers in the model."""
+        order = schedules.layer_order(self.schedule, num_layers := self.config.num_layers)
+        order = order.reshape(self.schedule.num_stages, -1)
+        places = jnp.asarray(np.concatenate([order, order[::-1]], 1) if self.copies > 1 else order)
+        tally = tally.reshape(-1, tally.shape[-1])
+        whole = vary(jnp.zeros((num_layers, tally.shape[-1])), varying(tally))
+        return whole.at[places[lax.axis_index("pp")]].add(tally, mode="drop")
 
     def stage(self, now) -> Stage:
         """The inputs of the cell that this device runs now."""
@@ -168,7 +186,9 @@ class _Executor:
         """B: the gradient of the chunk's input, and of its weights if there is no W."""
         state, dy = carry
         given = at(state["saved"], now["saved"]), dy, state["sums"]
-        (dx, sums), rest = self.programs["B"](self.stage(now), *given)
+        (dx, sums, tally), rest = self.programs["B"](self.stage(now), *given)
+        more = lambda room, new: _put(room, at(room, now["chunk"]) + new, now["chunk"])
+        state = state | {"tally": jax.tree.map(more, state["tally"], tally)}
         if not self.schedule.split_backward:
             return self.add_blocks(state | {"sums": sums}, rest, now), dx
         return state | {"sums": sums, "residual": _put(state["residual"], rest, now["residual"])}, dx

@@ -157,6 +157,10 @@ class Plan:
             breaks the promise gives NaN.
         context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
             exchange positions for heads (``ulysses``), or ``gather`` all keys.
+        hop: how the ranks of a ring hand on what they hold: by a ``permute``; or in an ``exchange``, an
+            all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
+            wait. ``auto``: an exchange in a pipeline of simulated devices, where a permute waits for every
+            device of the mesh, and a permute elsewhere.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
         grouped: how rows are multiplied by their experts (Megatron's grouped GEMM): in a loop over
@@ -192,6 +196,7 @@ class Plan:
     attention_kernel: Literal["auto", "portable", "flash", "cudnn", "xla"] = "auto"
     documents: Literal["packed", "whole"] = "packed"
     context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
+    hop: Literal["auto", "permute", "exchange"] = "auto"
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
     grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
     sequence_order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
@@ -240,6 +245,22 @@ class Plan:
         part of it.)"""
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
+
+    @property
+    def rings(self) -> bool:
+        """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
+        return self.mesh.sp > 1 and self.context_parallel == "ring" or self.tp_comm_overlap
+
+    @property
+    def detour(self) -> str:
+        """What simulated devices make the plan do otherwise than others would, in one line; '' for nothing.
+        Known once it is decided (`on`)."""
+        if self.hop != "exchange" or not self.rings:
+            return ""
+        return (
+            "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices would"
+            " wait for every stage of the pipeline"
+        )
 
     @functools.cached_property
     def pipeline(self) -> schedules.Schedule | None:
@@ -413,6 +434,7 @@ class Plan:
         rules = [
             ("schedule virtual_stages stage_saves", sizes["pp"] == 1, one("pp")),
             ("context_parallel sequence_order", sizes["sp"] == 1, one("sp")),
+            ("hop", not self.rings, "no ring hands anything on"),
             ("tp_sequence", sizes["tp"] == 1, one("tp")),
             ("tp_comm_overlap", not self.tp_sequence, "without tp_sequence nothing is gathered over tp"),
             (
@@ -519,6 +541,15 @@ class Plan:
                     f" {UNSUITED[value]}; use {name}='{first}', or 'auto'"
                 )
             decided |= {name: first} if value == "auto" else {}
+        waits = platform == "cpu" and self.mesh.pp > 1  # a permute, for what other stages do not take part in
+        if waits and self.hop == "permute" and self.rings:
+            raise ValueError(
+                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
+                " there for every device of the mesh, and other stages do other work; use hop='exchange', or"
+                " 'auto'"
+            )
+        if self.hop == "auto":
+            decided["hop"] = "exchange" if waits else "permute"
         return dataclasses.replace(self, **decided)
 
     def _check_pipeline(self, config) -> None:
@@ -533,11 +564,6 @@ class Plan:
             self._refuse_idle({"remat": why, "unroll": why})
         if min(order.layers(config.num_layers).values(), default=0) == 1:
             self._refuse_idle({"unroll": f"{name} has a chunk of one layer, and a loop over that is no loop"})
-        if config.experts and config.experts.bias_rate is not None:
-            raise ValueError(
-                f"{name} does not tell how many tokens each expert got, which bias_rate needs; use"
-                " bias_rate=None"
-            )
         timetable(order)
         if order.num_stages != self.mesh.pp:
             p = order.num_stages
@@ -560,16 +586,6 @@ class Plan:
                     f"{field}={getattr(self, field)!r} does not go with pp={self.mesh.pp}; use"
                     f" {field}={value!r}"
                 )
-        why = "a ring's permutes wait for every device of the mesh, and other stages do other work"
-        if self.mesh.sp > 1 and self.context_parallel == "ring":
-            raise ValueError(
-                f"context_parallel='ring' does not go with {name}: {why}; use context_parallel='ulysses' or"
-                " 'gather'"
-            )
-        if self.tp_comm_overlap:
-            raise ValueError(
-                f"tp_comm_overlap=True does not go with {name}: {why}; leave tp_comm_overlap out"
-            )
 
     def _divides(
         self,

@@ -72,8 +72,9 @@ def embed(stage: Stage, **weights):
 
 
 def through(stage: Stage, blocks, x, kind: str):
-    """The stream after the blocks, and for B the sum of its routers' losses, if it has any. Where some chunks
-    have a layer less, the last one may be skipped."""
+    """``(stream after the blocks, sum of their routers' losses), their tally``, the last two for B alone, and
+    None without experts. Where some chunks have a layer less, the last one may be skipped, and tells
+    zeros."""
     plan = stage.par.plan
     few, most = min(counts := plan.pipeline.layers(stage.config.num_layers).values()), max(counts)
     run = _unrolled if plan.stage_saves == "residuals" or plan.pipeline.split_backward else stage.par.layers
@@ -82,24 +83,31 @@ def through(stage: Stage, blocks, x, kind: str):
         def one(carry, w):
             x, loss = carry
             y, aux = block(x, w)
-            return (y, None if loss is None else loss + aux["loss"]), None
+            return (y, loss if loss is None else loss + aux["loss"]), loss if loss is None else aux["tally"]
+
+        def more(done, w):
+            carry, told = run(one, done[0], w)
+            return carry, jax.tree.map(lambda all, new: all.at[few:].set(new), done[1], told)
 
         loss = jnp.zeros_like(x[..., 0], jnp.float32) if stage.config.experts and kind == "B" else None
-        carry, _ = run(one, (x, loss), jax.tree.map(lambda w: w[:few], stack))
-        if few == most:
-            return carry
-        last = jax.tree.map(lambda w: w[few:], stack)
-        return when(f"full{kind}", stage.full, lambda carry, w: run(one, carry, w)[0], carry, last)
+        done = run(one, (x, loss), jax.tree.map(lambda w: w[:few], stack))
+        if few < most:
+            done = done[0], jax.tree.map(lambda told: jnp.pad(told, ((0, most - few), (0, 0))), done[1])
+            done = when(f"full{kind}", stage.full, more, done, jax.tree.map(lambda w: w[few:], stack))
+        (x, loss), told = done
+        return x, (loss, told)
 
-    x, loss = (model := stage.model(blocks=blocks)).run_blocks(x, stage.batch, stage.par, layers)
-    return x, None if loss is None else model.router_losses(loss, stage.batch, stage.par).sum()
+    x, (loss, told) = (model := stage.model(blocks=blocks)).run_blocks(x, stage.batch, stage.par, layers)
+    return (x, None if loss is None else model.router_losses(loss, stage.batch, stage.par).sum()), told
 
 
 def _unrolled(block, x, stack):
     """As `Solo.layers`, layer by layer: every product is then an equation to cut at."""
+    told = []
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
-        x, _ = block(x, at(stack, i))
-    return x, None
+        x, more = block(x, at(stack, i))
+        told.append(more)
+    return x, jax.tree.map(lambda *layers: jnp.stack(layers), *told)
 
 
 def loss(stage: Stage, weights, y):
@@ -115,16 +123,17 @@ def cell(stage: Stage, x, dy, sums):
     """All that a stage computes for one microbatch, both ways.
 
     From its input x, the gradient dy of its output and the sums so far (the loss, and the gradients of
-    ``shared``): F's result, B's and W's, ``(y, ((dx, sums), d_blocks))``. The last stage gets dy from the
-    loss.
+    ``shared``): F's result, B's and W's, ``(y, ((dx, sums, tally of its routers), d_blocks))``. The last
+    stage gets dy from the loss.
     """
-    (y, routed), pull = jax.vjp(lambda blocks, x: through(stage, blocks, x, "B"), stage.blocks, x)
+    run = functools.partial(through, stage, kind="B")
+    (y, routed), pull, tally = jax.vjp(run, stage.blocks, x, has_aux=True)
     if routed is not None:  # every stage adds its own routers' losses
         sums = sums | {"loss": sums["loss"] + routed}
     dy, sums = when("leaves", stage.last, functools.partial(_from_loss, stage), (dy, sums), y)
     d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, routed)))
     sums = when("enters", stage.first, functools.partial(_into_embedding, stage), sums, dx)
-    return y, ((dx, sums), {"blocks": d_blocks})
+    return y, ((dx, sums, tally), {"blocks": d_blocks})
 
 
 def _from_loss(stage: Stage, dy_and_sums, y):
@@ -154,7 +163,7 @@ def programs(stage: Stage, x, sums):
     """What F, B and W run, from the types of their arguments, and the types of what F and B keep for later:
     ``{F, B, W}, saved, residual``.
 
-    ``F(stage, x) -> (y, saved)``; ``B(stage, saved, dy, sums) -> ((dx, sums), residual)``;
+    ``F(stage, x) -> (y, saved)``; ``B(stage, saved, dy, sums) -> ((dx, sums, tally), residual)``;
     ``W(stage, residual) -> d_blocks``, or ``W(stage, saved, residual)`` where F saves residuals. (An input is
     not for W: it would run the forward pass again.) Without a split backward there is no W, and B gives
     d_blocks in place of a residual.
@@ -174,7 +183,7 @@ def programs(stage: Stage, x, sums):
 def _forward(stage: Stage, x):
     """F where B recomputes: keeps its input, and on the last stage does nothing else."""
     return when(
-        "leaves", stage.last, lambda x: x, x, otherwise=lambda x: through(stage, stage.blocks, x, "F")[0]
+        "leaves", stage.last, lambda x: x, x, otherwise=lambda x: through(stage, stage.blocks, x, "F")[0][0]
     ), x
 
 

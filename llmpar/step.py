@@ -47,9 +47,8 @@ def compiler_options(plan: Plan, platform: str) -> dict[str, bool | int]:
     estimate, it starts no collective early."""
     if platform != "gpu":
         return {}
-    ring = plan.mesh.sp > 1 and plan.context_parallel == "ring" or plan.tp_comm_overlap
     ragged = plan.mesh.ep > 1 and plan.on(platform).dispatch == "ragged"
-    found = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4} if ring else {}
+    found = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4} if plan.rings else {}
     return found | ({"xla_gpu_enable_latency_hiding_scheduler": True} if ragged else {})
 
 
@@ -257,10 +256,11 @@ class Step:
         if how is None or how.bias_rate is None:
             return after
         load = metrics["load"]
-        lacking = (
-            load.sum(1, keepdims=True) - how.num_experts * load
-        )  # whole numbers: a mean would be rounded, and has a sign then
-        bias = before["blocks"]["experts"]["bias"] + how.bias_rate * jnp.sign(lacking)
+        # Whole numbers: a mean would be rounded, and has a sign then.
+        lacking = jnp.sign(load.sum(1, keepdims=True) - how.num_experts * load)
+        if not self._in_order:
+            lacking = jnp.take(lacking, self.layer_order, 0, mode="fill", fill_value=0)
+        bias = before["blocks"]["experts"]["bias"] + how.bias_rate * lacking
         blocks = after["blocks"]
         return after | {"blocks": blocks | {"experts": blocks["experts"] | {"bias": bias}}}
 
@@ -344,8 +344,7 @@ class Step:
         microbatch's gradients are cut before that."""
         plan, parts = self.plan, self.plan.microbatches
         if plan.pipeline and isinstance(par, Manual):
-            loss, grads = pipeline.gradients(self.config, par, params, batch, zeros=self._nothing(par)[1])
-            return (loss, None), grads
+            return pipeline.gradients(self.config, par, params, batch, zeros=self._nothing(par)[1])
 
         def cut(g, life, dims):
             return par.carry_out(g, life.accumulate, f"gradient {dims}")

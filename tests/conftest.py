@@ -16,8 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORM = os.environ.get("LLMPAR_TEST_PLATFORM", "cpu")
 ROUNDING = os.environ.get("LLMPAR_TEST_ROUNDING", "")
+DEVICES = int(os.environ.get("LLMPAR_TEST_DEVICES", "8"))
 SIMULATED = (
-    "--xla_force_host_platform_device_count=8",
+    f"--xla_force_host_platform_device_count={DEVICES}",
     # Eight device threads on two busy cores wait long for one another: by default XLA aborts after a minute.
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
@@ -30,7 +31,7 @@ if importlib.metadata.version("jax") < "0.11":  # later ones have no other emitt
     SIMULATED += ("--xla_cpu_use_fusion_emitters=false",)
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *SIMULATED)).strip()
 os.environ |= dict.fromkeys(
-    ("NPROC", "PJRT_NPROC"), "32"
+    ("NPROC", "PJRT_NPROC"), str(4 * DEVICES)
 )  # as llmpar.mesh.use_devices does: no deadlock of simulated devices
 os.environ["JAX_PLATFORMS"] = PLATFORM
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".jax_cache")

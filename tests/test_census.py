@@ -150,6 +150,8 @@ PIPED = [
     piped("pp=2 fsdp=2 tp=2", "zb-v", zero=2),
     piped("pp=2 sp=2 dp=2", "interleaved", context_parallel="ulysses"),
     piped("pp=2 sp=2 fsdp=2", "zb-h1", zero=2, context_parallel="gather"),
+    piped("pp=2 sp=4", "1f1b", remat="block", dtype="bfloat16"),
+    piped("pp=2 sp=2 tp=2", "zb-h1", tp_sequence=True, tp_comm_overlap=True, stage_saves="residuals"),
     piped("pp=2 fsdp=2 tp=2", reshard_after_forward=False, dtype="bfloat16", tp_sequence=True),
     piped("pp=2 fsdp=2 sp=2", "dualpipe", reshard_after_forward=False, context_parallel="gather"),
 ]
@@ -158,7 +160,7 @@ EVERY_PIPED = [
         f"pp=2 {inside}",
         schedule,
         stage_saves=saves,
-        context_parallel="ulysses" if "sp" in inside else "ring",
+        context_parallel="ulysses" if "sp" in inside and saves == "input" else "ring",
         tp_sequence="tp" in inside,
     )
     for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe")
@@ -189,7 +191,7 @@ def compare_every_stage(config, plan, num_layers=4):
     compiled, text = read_program(program)
     for stage in range(plan.mesh.pp):
         census = census_hlo(text, step.mesh, branch_shares(plan.pipeline, config.num_layers, stage))
-        want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
+        want = traffic.step_traffic(config, step.plan, BATCH, SEQ, stage)
         assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
         assert not any(c.conditional for c in census)
         assert all(c.arrow for c in census) and arrow_sums(census) == census_table(census)
@@ -232,7 +234,7 @@ def compare_every_traced_stage(config, plan):
     jaxpr = live(step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr)
     for stage in range(plan.mesh.pp):
         census = census_jaxpr(jaxpr, plan.mesh.sizes, branch_shares(plan.pipeline, config.num_layers, stage))
-        want = traffic.step_traffic(config, plan, BATCH, SEQ, stage)
+        want = traffic.step_traffic(config, step.plan, BATCH, SEQ, stage)
         assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
 
 

@@ -44,7 +44,8 @@ WINGS = {
     "serve": set(),  # answer requests
     "launch": set(),  # on a cluster
     "explore": {"predict", "draw", "inspect"},  # the same in the reader's hands
-    "cli": {"predict", "draw", "inspect", "serve", "launch", "explore"},  # from a terminal
+    "exercises": {"predict", "draw", "inspect"},  # judge an answer
+    "cli": {"predict", "draw", "inspect", "serve", "launch", "explore", "exercises"},  # from a terminal
 }
 NO_JAX_WINGS = {"predict", "draw"}
 NO_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}

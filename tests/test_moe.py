@@ -33,6 +33,7 @@ from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual, Solo
 from llmpar.plan import SUITS, Plan
+from llmpar.sequence_order import sequence_permutation
 from llmpar.step import Step
 
 HERE = Solo(Plan())
@@ -569,6 +570,7 @@ PIPED = [
     Plan("pp=2 ep=2", schedule="1f1b", microbatches=2),
     Plan("pp=2 ep=2 tp=2", tp_sequence=True, schedule="zb-h1", microbatches=2),
     Plan("pp=2 ep=2", schedule="1f1b", microbatches=2, stage_saves="residuals"),
+    Plan("pp=2 sp=2 ep=2", schedule="zb-h1", microbatches=2),
 ]
 
 
@@ -591,6 +593,41 @@ def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
 def test_the_balance_of_rows_that_are_cut_is_counted_in_a_pipeline():
     """Tokens per expert are summed over sp where the routers' losses are made: in B, not in F."""
     compare_every_traced_stage(MOE, Plan("pp=2 sp=2", context_parallel="ulysses", microbatches=2))
+
+
+def test_the_routers_biases_move_in_a_pipeline_without_a_message_of_their_own():
+    config = dataclasses.replace(MOE, experts=ExpertConfig(8, 2, score="sigmoid", bias_rate=0.125))
+    compare_every_stage(config, Plan("pp=2 fsdp=2 ep=2", schedule="interleaved", microbatches=2), 5)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("pp=2 ep=2 tp=2", schedule="interleaved", microbatches=4),
+        Plan("pp=2 ep=2 sp=2", schedule="zb-h1", microbatches=2, sequence_order="striped"),
+        Plan("pp=2 fsdp=2 ep=2", schedule="dualpipe", microbatches=4, stage_saves="residuals"),
+    ],
+    ids=name,
+)
+def test_a_pipeline_tells_what_each_routers_experts_got_and_their_biases_follow(plan):
+    """5 layers: some chunks have one less than others."""
+    how = ExpertConfig(8, 2, score="sigmoid", bias_rate=0.125)
+    config = dataclasses.replace(MOE, num_layers=5, experts=how)
+    places = sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)
+    found = []
+    for cut, order in (plan, places), (Plan(), slice(None)):
+        step = Step(config, cut, make_mesh(cut.mesh), optax.sgd(1e-3))
+        data = jax.device_put({k: x[:, order] for k, x in batch().items()}, step.batch_sharding)
+        state, metrics = step.run(step.init(0), data)
+        found.append((metrics, np.asarray(step.to_natural(state).params["blocks"]["experts"]["bias"])))
+    (many, moved), (one, alone) = found
+    assert np.array_equal(one["load"].sum(1), [2 * BATCH * SEQ] * 5) and set(alone.ravel()) <= {
+        -0.125,
+        0,
+        0.125,
+    }
+    assert np.array_equal(many["load"], one["load"]) and np.array_equal(moved, alone)
+    np.testing.assert_allclose(many["router_entropy"], one["router_entropy"], rtol=1e-5)
 
 
 def test_the_bias_follows_the_load_and_balances_it():

@@ -16,18 +16,16 @@ import nbformat
 import pytest
 from jax import lax
 
+from llmpar import exercises
+
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "notebooks"
-sys.path.insert(0, str(LESSONS))  # as for a notebook, whose kernel starts in its folder
-
-import exercises  # noqa: E402
-
 spec = importlib.util.spec_from_file_location("notebooks_build", LESSONS / "build.py")
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
 
 SOURCES = build.sources()
-EXERCISE_FILES = sorted((LESSONS / "exercises").glob("[0-9][0-9].py"))
+EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9].py"))
 EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in exercises.exercises(file.stem)]
 TOY = """# %% [markdown]
 # # A toy
@@ -420,7 +418,7 @@ def test_lesson_leaves_its_exercises_blank(source):
     found = dict(attempts(nbformat.read(build.target(source), as_version=4)))
     number = source.stem[:2]
     assert sorted(found) == sorted(name for name in EXERCISES if name.startswith(number)), (
-        "the lesson, exercises/"
+        "the lesson, llmpar/exercises/"
     )
     for name, printed in found.items():
         assert f"{name} ({exercises.find(name).level}): {exercises.NOT_ATTEMPTED}" in printed

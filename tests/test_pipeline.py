@@ -57,6 +57,15 @@ CASES = {
         LLAMA,
         piped("pp=2 sp=2 dp=2", "1f1b 2", context_parallel="gather", remat="selective"),
     ),
+    "1f1b, ring, residuals": (LLAMA, piped("pp=2 sp=4", "1f1b 2", stage_saves="residuals", zero=2)),
+    "zb-h1, two rings": (
+        LLAMA,
+        piped("pp=2 sp=2 tp=2", "zb-h1 4", tp_sequence=True, tp_comm_overlap=True, sequence_order="striped"),
+    ),
+    "interleaved, ring, 5 layers, remat": (
+        dataclasses.replace(LLAMA, num_layers=5),
+        piped("pp=2 sp=2 fsdp=2", "interleaved 4", remat="block"),
+    ),
     "1f1b, sp, remat": (LLAMA, piped("pp=2 sp=2 dp=2", "1f1b 2", context_parallel="ulysses", remat="block")),
     "interleaved, m = 2p, ZeRO-2": (DEEP, piped("pp=2 dp=2 fsdp=2", "interleaved 4", zero=2)),
     "zb-h1, m = p, tp_sequence": (DEEP, piped("pp=4 tp=2", "zb-h1 4", tp_sequence=True)),
@@ -347,7 +356,6 @@ REFUSED = {
     "batch 16 is not a multiple of dp·fsdp·ep·microbatches = 6": dict(mesh="pp=2 dp=2", microbatches=3),
     "reading='auto' does not go": dict(reading="auto"),
     "reduce='layer' does not go": dict(mesh="pp=2", zero=0, microbatches=1, reduce="layer"),
-    "use context_parallel='ulysses' or 'gather'": dict(mesh="pp=2 sp=2"),
 }
 
 

@@ -443,6 +443,7 @@ OTHER |= dict(
     attention_kernel="cuda",
     documents="one",
     unroll=-1,
+    hop="hops",
 )
 OTHER |= dict(
     tp_sequence=1,
@@ -473,6 +474,7 @@ IDLE = {
     "stage_saves": dict(stage_saves="residuals"),
     "context_parallel": dict(context_parallel="gather"),
     "sequence_order": dict(sequence_order="striped"),
+    "hop": dict(mesh="sp=2", context_parallel="gather", hop="exchange"),
     "tp_sequence": dict(tp_sequence=True),
     "tp_comm_overlap": dict(mesh="tp=2", tp_comm_overlap=True),
     "dispatch": dict(dispatch="ragged"),
@@ -518,6 +520,19 @@ def test_positions_are_in_order_only_where_queries_meet_their_own_keys():
     assert Plan().in_order and Plan("sp=2", context_parallel="ulysses", sequence_order="contiguous").in_order
     assert not Plan("sp=2", context_parallel="gather", sequence_order="contiguous").in_order
     assert not Plan("sp=2", context_parallel="ulysses").in_order
+
+
+def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
+    """On simulated devices; on others a permute is one."""
+    inside = Plan("pp=2 sp=2", microbatches=2)
+    assert inside.on("cpu").hop == "exchange" and inside.on("gpu").hop == inside.on("tpu").hop == "permute"
+    assert Plan("sp=2").on("cpu").hop == "permute"
+    assert "all-to-all" in inside.on("cpu").detour and not inside.on("gpu").detour
+    assert not dataclasses.replace(inside, context_parallel="gather").on("cpu").detour
+    asked = dataclasses.replace(inside, hop="permute")
+    asked.check(LLAMA, 16, 16)
+    with pytest.raises(ValueError, match="hop='permute' does not go with pp=2 on sim.*use hop='exchange'"):
+        asked.on("cpu")
 
 
 def test_a_block_of_attention_divides_the_queries_of_a_rank_and_the_keys_that_it_gathers():

@@ -145,6 +145,7 @@ def draw_all(rng) -> dict:
         "reduce",
         "reshard_after_forward",
         "context_parallel",
+        "hop",
         "sequence_order",
         "dispatch",
         "grouped",
@@ -163,6 +164,9 @@ def draw_all(rng) -> dict:
             "reading": "manual",
         }
         asked |= {"reading": "auto"} if rng.random() < 0.05 else {}
+        asked["hop"] = (
+            "exchange" if asked["hop"] == "permute" else asked["hop"]
+        )  # refused on CPUs (test_plan)
     for cut, parts in {
         "batch": ("dp", "fsdp", "ep", "microbatches"),
         "seq": ("sp", "sp", "tp"),
@@ -367,7 +371,12 @@ def as_on_accelerators(plan: Plan, ragged=emulated_ragged_all_to_all):
     """CPUs lack the ragged all-to-all and cuDNN: the one is emulated, and XLA's own kernel stands in for the
     other. JAX writes both kernels with mixed dtypes."""
     plain, on = jax.nn.dot_product_attention, Plan.on
-    there = lambda plan, platform: plan if plan.attention_kernel == "cudnn" else on(plan, platform)
+
+    def there(plan, platform):
+        can = {"attention_kernel": "portable"} if plan.attention_kernel == "cudnn" else {}
+        decided = on(dataclasses.replace(plan, **can), platform)
+        return dataclasses.replace(decided, attention_kernel=plan.attention_kernel) if can else decided
+
     instead = lambda *args, implementation, **more: plain(*args, implementation="xla", **more)
     with (
         ragged_on_cpus(),
@@ -403,7 +412,7 @@ def places_of(plan: Plan, seq: int):
 
 def run(config, plan, asked, data, weights, num_steps=2):
     """Steps under the plan from these weights: metrics of each; gradients of the first and weights after it;
-    the jaxpr."""
+    the jaxpr; and the plan as it was decided."""
     step = step_of(config, plan, optimizer_of(RULES[asked["rule"]]), asked["clip"])
     abstract = step.abstract_state, step.abstract_batch(asked["batch"], asked["seq"])
     with as_on_accelerators(plan):
@@ -429,7 +438,7 @@ def run(config, plan, asked, data, weights, num_steps=2):
             flat(arranged(jax.tree.map(np.asarray, x), natural)) for x in (state.optimizer[0], state.params)
         ]
     assert int(state.step) == num_steps
-    return told, *kept, live(traced.jaxpr)
+    return told, *kept, live(traced.jaxpr), step.plan
 
 
 def furthest(got: dict, want: dict) -> tuple[float, str]:
@@ -455,7 +464,7 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
             break
     moved = {k: w - weights[k] for k, w in trainer.weights.items()}
     next_loss, _, _, next_experts = trainer.step(data)
-    told, got, after, jaxpr = run(config, plan, asked, data, weights)
+    told, got, after, jaxpr, plan = run(config, plan, asked, data, weights)
     found = {
         "loss": abs(told[0]["loss"] - loss) / max(1, abs(loss)),
         "norm": abs(told[0]["grad_norm"] - size) / max(size, 1e-30) if size else float(told[0]["grad_norm"]),
@@ -467,7 +476,7 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
     }
     if not config.experts or next_experts["closest"].min() > 1e-5:
         found["next loss"] = abs(told[1]["loss"] - next_loss) / max(1, abs(next_loss))
-    if config.experts and not plan.pipeline:
+    if config.experts:
         found |= {
             k: furthest({k: told[0][k]}, {k: experts[k]})[0] for k in ("load", "dropped", "router_entropy")
         }

@@ -85,7 +85,7 @@ class Train:
         options = OptimizerConfig(**vars(self.optimizer))
         check_picture(self.plot)
         from llmpar.checkpoint import Checkpoints
-        from llmpar.mesh import make_mesh
+        from llmpar.mesh import make_mesh, platform_of
         from llmpar.train import train
 
         start()
@@ -96,6 +96,8 @@ class Train:
         say_plan(config, plan, stream.corpus.source)
         mesh = make_mesh(plan.mesh)
         say_memory(mesh)
+        if detour := plan.on(platform_of(mesh)).detour:
+            say(detour)
         with Stopper() as stopper, progress(self.steps) as show:
 
             def on_step(number, report):

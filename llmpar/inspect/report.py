@@ -115,6 +115,7 @@ def compare(
         "links": links(mesh),
         "reading": plan.reading,
         "attention_kernel": plan.attention_kernel,
+        "detour": plan.detour or None,
         "zero": plan.zero,
         "stage": stage,
         "schedule": plan.schedule if plan.pipeline else None,
@@ -160,7 +161,8 @@ def _title(document: dict) -> str:
 
 def move_tables(document: dict) -> list[Table]:
     """Give what moves as tables for a terminal: by axes and collective, by arrow, and over which links."""
-    moves = Table(title=f"{_title(document)}: bytes sent per device and step", title_justify="left")
+    title = f"{_title(document)}: bytes sent per device and step"
+    moves = Table(title=title, title_justify="left", caption=document["detour"], caption_justify="left")
     for name in ("axes", "collective", "count", "predicted", "compiled", "", "from"):
         number = name in (
             "count",

@@ -186,9 +186,7 @@ def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int,
         _attention(values, config, run)
     if plan.pipeline:
         _stages(values, config, plan.pipeline)
-    tally = (
-        config.num_layers * (config.experts.num_experts + 2) if config.experts and not plan.pipeline else 0
-    )
+    tally = config.num_layers * (config.experts.num_experts + 2) if config.experts else 0
     small = "the loss, the tokens and the gradients' norm" + ", the tally of tokens per expert" * bool(tally)
     traffic.add("all-reduce", plan.live(*AXES), small, FLOAT32 * (3 + tally), text="loss, tokens and norm")
     return traffic
@@ -295,8 +293,14 @@ class Values:
             return self.carry(arrow, shape, of, forward, backward)
         ((axis,),) = (move.axes for move in self.plan.resolve(arrow).moves)
         block = self.itemsize * self.held("stream b s d", *shape)
-        hops = (self.plan.mesh.sizes[axis] - 1) * (forward + backward)
-        self.traffic.add("collective-permute", (axis,), of, block, hops, arrow)
+        self.hop(axis, of, block, (self.plan.mesh.sizes[axis] - 1) * (forward + backward), arrow)
+
+    def hop(self, axis: str, of: str, held_bytes: int, count: int, text: str) -> None:
+        """Ranks of a ring hand on what they hold, so many times (`par.hop`)."""
+        kind, pieces = "collective-permute", 1
+        if self.plan.hop == "exchange":
+            kind, pieces = "all-to-all", self.plan.mesh.sizes[axis]
+        self.traffic.add(kind, (axis,), of, pieces * held_bytes, count, text)
 
     def carry(
         self, arrow: str, shape, of: str, forward: int, backward: int = 0, itemsize: int = 0, **names
@@ -388,8 +392,7 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
         hops, both = plan.mesh.sp - 1, 2 * values.held("keys b s k h", *keys)
         turns, text = run.forward + run.attention + again, "keys b t -> the next rank"
         for name, item, times in ((of, values.itemsize, turns), (gradients, FLOAT32, again)):
-            axis, times = plan.live("sp"), hops * times
-            values.traffic.add("collective-permute", axis, name, both * item, times, text)
+            values.hop("sp", name, both * item, hops * times, text)
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:

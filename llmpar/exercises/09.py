@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from exercises import Exercise
+from llmpar.exercises import Exercise
 
 LOADS = (260, 190, 150, 120, 100, 84, 70, 50)
 """Rows that chose each of eight experts, of 512 tokens with k = 2."""

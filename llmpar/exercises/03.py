@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from exercises import Exercise
+from llmpar.exercises import Exercise
 
 CLIP = 1.0
 """The largest gradient norm in `repair`."""

@@ -3,7 +3,7 @@ better cut."""
 
 import numpy as np
 
-from exercises import Exercise
+from llmpar.exercises import Exercise
 
 
 def ring_bytes(devices: int = 8, seq: int = 256, kv_heads: int = 2, head_width: int = 16) -> Exercise:

@@ -2,7 +2,7 @@
 
 import re
 
-from exercises import Exercise
+from llmpar.exercises import Exercise
 from llmpar.schedules import from_text, make
 from llmpar.timetable import timetable
 

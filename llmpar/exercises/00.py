@@ -2,8 +2,8 @@
 
 import math
 
-from exercises import Exercise
 from llmpar.draw import holders
+from llmpar.exercises import Exercise
 from llmpar.notation import parse_layout, parse_mesh
 
 PUZZLE_MESH = "dp=2 fsdp=2 tp=2"

@@ -6,12 +6,12 @@ In a lesson, the learner replaces the dots and runs the cell again:
     bytes_sent = ...
     attempt("03.bytes_sent", bytes_sent)
 
-In `exercises/03.py` stands a function of that name. It takes what the lesson passes by keyword (with the
-lesson's own values as defaults) and describes the exercise: the solution, and the answers that people give
-when one thing is not yet clear, each with the sentence that helps. An answer may be a value or a function;
-`observe` turns it into what is compared, so that a learner's function is recognised by what it does. An
-answer with several named parts is judged part by part; a wrong answer that spoils some of them helps wherever
-it is met on those.
+In `llmpar/exercises/03.py` stands a function of that name. It takes what the lesson passes by keyword
+(with the lesson's own values as defaults) and describes the exercise: the solution, and the answers that
+people give when one thing is not yet clear, each with the sentence that helps. An answer may be a value or a
+function; `observe` turns it into what is compared, so that a learner's function is recognised by what it
+does. An answer with several named parts is judged part by part; a wrong answer that spoils some of them helps
+wherever it is met on those.
 
     def bytes_sent(devices: int = 8) -> Exercise:
         '''Ask how many bytes a device sends in a ring all-reduce of 1 MiB.'''
@@ -95,11 +95,9 @@ class Exercise:
         """Name the parts that are right; help with the others by planted answers that go wrong on them in the
         same way."""
         off = [name for name in right if not self.same(seen[name], right[name])]
-        said, helped = (
-            [f"Right: {', '.join(str(name) for name in right if name not in off)}."]
-            * (len(off) < len(right)),
-            set(),
-        )
+        good = [str(name) for name in right if name not in off]
+        said = [f"Right: {', '.join(good)}."] * bool(good)
+        helped: set[Any] = set()
         for value, sentence in planted:
             spoilt = {name for name in right if not self.same(value[name], right[name])}
             if not spoilt & helped and all(self.same(seen[name], value[name]) for name in spoilt):

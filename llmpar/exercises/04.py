@@ -5,7 +5,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from exercises import Exercise
+from llmpar.exercises import Exercise
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh

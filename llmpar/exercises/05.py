@@ -1,6 +1,6 @@
 """Exercises of lesson 05: which dim to cut, and what that sends."""
 
-from exercises import Exercise
+from llmpar.exercises import Exercise
 
 
 def stack_all_reduces(layers: int = 4, devices: int = 8) -> Exercise:

@@ -1,6 +1,6 @@
 """Exercises of lesson 07: how long stages wait, what uneven stages cost, and what a tied embedding sends."""
 
-from exercises import Exercise
+from llmpar.exercises import Exercise
 
 
 def idle_share(stages: int = 4, microbatches: int = 8) -> Exercise:
