@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tyro
 
+from llmpar.cli.calibrate import Calibrate
 from llmpar.cli.compile import Compile
 from llmpar.cli.demo import Demo
 from llmpar.cli.doctor import Doctor
@@ -21,6 +22,7 @@ COMMANDS = {
     "train": Train,
     "inspect": Inspect,
     "plan": Plan,
+    "calibrate": Calibrate,
     "compile": Compile,
     "models": Models,
     "schedule": Schedule,

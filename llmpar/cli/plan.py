@@ -1,4 +1,5 @@
-"""``llmpar plan``: which mesh for a model on a machine; and the model of time held against measured runs."""
+"""``llmpar plan``: which mesh for a model on a machine, to train it or to serve it; and the model of time
+held against measured runs."""
 
 from __future__ import annotations
 
@@ -17,10 +18,14 @@ from llmpar.plan import Plan as Fields
 if TYPE_CHECKING:
     from llmpar.predict.hardware import Chip
     from llmpar.predict.planner import Question
+    from llmpar.predict.serving import Demand
 
 Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 MAX_DEVICES = 1 << 20
+SERVING = ("--prompt", "--output", "--first-token-ms", "--per-token-ms", "--weight-bits", "--cache-bits")
+TRAINING = ("--batch-tokens", "--seq-len", "--fix", "--tokens", "--html")
 
 
 @dataclass(frozen=True)
@@ -29,20 +34,29 @@ class Plan:
     say why the others lost. No device is needed, and no JAX.
 
     llmpar plan --model llama3-70b --chip h100 --devices 512 --batch-tokens 4M --seq-len 8192
+    llmpar plan --serve --model llama3-70b --devices 16 --prompt 8192 --output 512 --per-token-ms 30
 
     Attributes:
         model: a preset's name, or the path of a Hugging Face config.json.
-        chip: a chip's name, or the path of a TOML file (h100 where no cluster is named).
+        chip: a chip's name, or the path of a TOML file, such as `llmpar calibrate` writes (h100 where no
+            cluster is named).
         cluster: a machine's name in place of a chip: its nodes and ports.
         devices: JAX devices (64; all of a cluster that is no larger than 256).
         batch_tokens: tokens per step, as 4M (K and M are 1024 and 1024 squared).
-        batch_size: sequences per step in its place; one per device where neither is given.
+        batch_size: sequences per step in its place; one per device where neither is given. With --serve
+            those that an instance decodes at once; as many as fit where it is not given.
         seq_len: tokens per sequence.
         mesh: axes that are given, as 'tp=8 pp=4'; the others are chosen.
         fix: other fields of the plan that are given, as 'remat=block zero=1'.
         tokens: a budget to train on, as 15T: days, energy and cost are printed.
         price: of a chip and hour, for the cost.
         keep: how many meshes to print.
+        html: a page to write: the mesh explorer opened on the first plan, the others one click away.
+        serve: answer requests instead of training: which mesh serves most of them.
+        prompt, output: tokens of a request, in and out (1024 and 256).
+        first_token_ms: bound of the time to the first token (TTFT).
+        per_token_ms: bound of the mean time of each token after it (TPOT).
+        weight_bits, cache_bits: as weights, and keys and values, lie in memory: 16, 8 or 4.
         against: hold the model of time and memory against the measured runs of this file instead.
         json: print one JSON document on stdout.
     """
@@ -57,34 +71,59 @@ class Plan:
     mesh: Text = None
     fix: Text = None
     tokens: Text = None
-    price: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    price: Real = None
     keep: int = 8
+    html: File = None
+    serve: bool = False
+    prompt: Number = None
+    output: Number = None
+    first_token_ms: Real = None
+    per_token_ms: Real = None
+    weight_bits: Number = None
+    cache_bits: Number = None
     against: File = None
     json: bool = False
 
     def run(self) -> dict:
-        """Plan, or hold the model against measurements."""
+        """Plan training or serving, or hold the model against measurements."""
         if self.against is not None:
-            if others := self.others():
+            if others := self.others("against", "chip"):
                 raise ValueError(
                     f"--against compares runs of a file, and {', '.join(others)} decides nothing"
                 )
-            return hold_against(self.against, self.json)
+            return hold_against(self.against, self.chip, self.json)
+        if not 1 <= self.keep <= 100:
+            raise ValueError(f"keep is {self.keep}; use 1 to 100")
+        if self.price is not None and not 0 < self.price < 1e9:
+            raise ValueError(f"price is {self.price}; give a positive cost of a chip and hour")
+        if idle := [name for name in self.others() if name in (TRAINING if self.serve else SERVING)]:
+            does = "--serve answers requests" if self.serve else "without --serve a step is trained"
+            raise ValueError(f"{does}, and {', '.join(idle)} decides nothing")
+        return self.answer_requests() if self.serve else self.train()
+
+    def train(self) -> dict:
+        """Plan a training step."""
         import rich
 
         from llmpar.inspect.targets import GPUS, TPUS
         from llmpar.predict import planner
 
-        if not 1 <= self.keep <= 100:
-            raise ValueError(f"keep is {self.keep}; use 1 to 100")
-        if self.price is not None and (self.tokens is None or not 0 < self.price < 1e9):
-            raise ValueError("price is a positive cost of a chip and hour, and wants --tokens, as 15T")
+        if self.price is not None and self.tokens is None:
+            raise ValueError("price is a cost of a chip and hour, and wants --tokens, as 15T")
+        if self.html is not None:
+            self.check_page(self.html)
         budget = None if self.tokens is None else count(self.tokens, "tokens", 1000)
         answer = planner.decide(self.question(), self.keep)
         document = planner.document(answer, budget, self.price)
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
                 row["compile"] = None
+        if self.html is not None and speaks():
+            from llmpar.explore.planned import PlannedExplorer
+
+            found = [one.plan for one in answer.plans]
+            PlannedExplorer(document, found, self.model, self.chip or "h100").save(self.html)
+            say(f"wrote {self.html}")
         if not self.json and speaks():
             for table in tables_of(document):
                 rich.print(table)
@@ -93,12 +132,68 @@ class Plan:
         emit(document, self.json)
         return document
 
-    def others(self) -> list[str]:
-        """The options of a question that were given."""
+    def check_page(self, path: str) -> None:
+        """Refuse a page that cannot be written or drawn, before the work."""
+        import pathlib
+
+        from llmpar.explore.answers import MOST
+
+        if pathlib.Path(path).suffix != ".html":
+            raise ValueError(f"'{path}' is no page; call it .html")
+        if pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir():
+            raise ValueError(f"'{path}' cannot be written; give a file in a folder that is there")
+        if self.cluster is not None:
+            raise ValueError(
+                f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others; write a"
+                " chip file with its node_size, and give it as --chip"
+            )
+        if (devices := self.machine()[1]) > MOST:
+            raise ValueError(f"{devices:,} devices cannot be drawn; use --html with at most {MOST:,}")
+
+    def answer_requests(self) -> dict:
+        """Plan the serving of requests."""
+        import rich
+
+        from llmpar.cli.plan_serving import tables
+        from llmpar.predict import serving
+
+        document = serving.document(serving.answer(self.demand(), self.keep), self.price)
+        if not self.json and speaks():
+            for table in tables(document):
+                rich.print(table)
+            say("no queue is modelled: rates are of a machine that always has work; experts are equally hot")
+            if document["plans"] and (line := document["plans"][0]["generate"]):
+                print(line)
+        emit(document, self.json)
+        return document
+
+    def demand(self) -> Demand:
+        """What the options ask to be served."""
+        from llmpar.predict.serving import SERVED_AXES, Demand
+
+        config, (chip, devices) = preset(self.model), self.machine()
+        fixed = {
+            name: value for name, value in self.fixed().items() if value > 1 or name in (*SERVED_AXES, "dp")
+        }
+        some = {
+            name: value
+            for name in ("prompt", "output", "weight_bits", "cache_bits")
+            if (value := getattr(self, name)) is not None
+        }
+        for name in ("first_token", "per_token"):
+            if (bound := getattr(self, f"{name}_ms")) is not None:
+                some[f"{name}_s"] = bound / 1e3
+        usual = {"prompt": 1024, "output": 256}
+        return Demand(
+            config, chip, devices, **(usual | some), batch=self.batch_size, fixed=fixed, model=self.model
+        )
+
+    def others(self, *without: str) -> list[str]:
+        """The options that were given."""
         return [
             f"--{f.name.replace('_', '-')}"
             for f in dataclasses.fields(self)
-            if f.name not in ("against", "json") and getattr(self, f.name) != f.default
+            if f.name not in ("json", *without) and getattr(self, f.name) != f.default
         ]
 
     def question(self) -> Question:
@@ -215,13 +310,23 @@ def tables_of(document: dict) -> list:
     return found
 
 
-def hold_against(path: str, as_json: bool) -> dict:
-    """Print predicted, measured and error of each run, and each sweep's rank correlation."""
+def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
+    """Print predicted, measured and error of each run, and each sweep's rank correlation. ``chip``: a file
+    whose measured rates replace those of the row that it started from."""
     import rich
 
+    from llmpar.predict import hardware
     from llmpar.predict.measured import against
 
-    document = against(path)
+    own = {}
+    if chip is not None:
+        row = hardware.chip(chip)
+        if row.reached is None:
+            raise ValueError(f"--against takes each run's own chip; --chip '{chip}' has no measured rates")
+        own = {row.family: row.reached}
+    document = against(path, own)
+    if own and not any(row["chip"] in own for row in document["rows"]):
+        raise ValueError(f"'{path}' has no run on {row.family}, of which '{chip}' is")
     if not as_json and speaks():
         for table in tables_against(document):
             rich.print(table)

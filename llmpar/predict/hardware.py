@@ -17,10 +17,14 @@ import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from llmpar.predict.rates import Rates, rates
+
 GIB = 2**30
 LINKS = ("torus", "switch")
 MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables that tell JAX which share of a GPU's memory to take."""
+SHARES = ("products", "grouped", "attention", "memory", "links", "network", "shared")
+"""Fields of `Rates` that are shares."""
 COUNTS = ("num_axes", "node_size", "devices_per_chip", "wrap_multiple")
 
 BOOK = "Austin et al., How to Scale Your Model, 2025"
@@ -66,6 +70,8 @@ class Chip:
         1.0  # of the usable memory that JAX takes where the environment does not say another
     )
     hop_s: float = 1e-6  # {BOOK}: about a microsecond per TPU hop; kept for switches too
+    reached: Rates | None = None  # measured on the machine at hand (`llmpar calibrate`)
+    base: str = ""  # the row that a file started from
     sources: dict[str, str] = field(default_factory=dict, hash=False, repr=False)
 
     @property
@@ -88,9 +94,20 @@ class Chip:
         return self.link_bytes_per_s * (2 if self.link == "torus" else 1)
 
     @property
+    def family(self) -> str:
+        """The row's name, also of a file that started from it."""
+        return self.base or self.name
+
+    @property
+    def rates(self) -> Rates:
+        """What software reaches of these figures: as measured here, else as fitted on published runs."""
+        return self.reached or rates(self.family)
+
+    @property
     def simulated(self) -> bool:
-        """True where time means nothing: simulated devices share one processor and have no links."""
-        return self.name == "cpu"
+        """True where time means nothing: simulated devices share one processor and have no links. Where
+        they were measured, it means what was measured."""
+        return self.family == "cpu" and self.reached is None
 
     def wraps(self, axis_size: int) -> bool:
         """Whether a torus axis of this length closes into a ring (a switch always does)."""
@@ -582,6 +599,8 @@ def chip(name: str | Path) -> Chip:
         name = "my-cluster"
         node_size = 4
         dcn_bytes_per_s = 3.125e9
+
+    A table ``[reached]`` holds fields of `Rates`, as ``llmpar calibrate`` measures them.
     """
     return _load(Path(name)) if str(name).endswith(".toml") else _row(str(name))
 
@@ -607,11 +626,12 @@ def _load(path: Path) -> Chip:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"chip file {str(path)!r} is not TOML: {error}") from error
     asked = f"chip file {str(path)!r}"
-    base = row.pop("base", None)
-    known = {f.name for f in fields(Chip)}
+    base, reached = row.pop("base", None), row.pop("reached", None)
+    known = {f.name for f in fields(Chip)} - {"base", "reached"}
     if unknown := sorted(set(row) - known):
         raise ValueError(
-            f"{asked} has the unknown field {', '.join(unknown)}; known: base, {', '.join(sorted(known))}"
+            f"{asked} has the unknown field {', '.join(unknown)}; known: base, reached,"
+            f" {', '.join(sorted(known))}"
         )
     row.setdefault("name", path.stem)
     row.setdefault("aliases", [])
@@ -637,13 +657,40 @@ def _load(path: Path) -> Chip:
     if base is not None:
         inherited = _row(str(base))
         row["sources"] = {k: v for k, v in inherited.sources.items() if k not in row} | row.get("sources", {})
+        row |= {"base": inherited.name}
+        row["reached"] = _reached(reached, inherited.rates, asked)
         return replace(inherited, **row)
-    optional = {"aliases", "devices_per_chip", "wrap_multiple", "memory_share", "hop_s", "sources"}
+    optional = {
+        "aliases",
+        "devices_per_chip",
+        "wrap_multiple",
+        "memory_share",
+        "hop_s",
+        "sources",
+        "reached",
+        "base",
+    }
     if missing := [f.name for f in fields(Chip) if f.name not in row and f.name not in optional]:
         raise ValueError(
             f"{asked} lacks {', '.join(missing)}; add them, or base = 'h100' to take them from a row"
         )
-    return Chip(**row)
+    return Chip(**row, reached=_reached(reached, Rates(), asked))
+
+
+def _reached(table: object, usual: Rates, asked: str) -> Rates | None:
+    """The rates of a file, and the usual ones where it names none."""
+    if table is None:
+        return None
+    known = [f.name for f in fields(Rates)]
+    if not isinstance(table, dict) or (unknown := sorted(set(table) - set(known))):
+        what = f"unknown field {', '.join(unknown)}" if isinstance(table, dict) else "value of reached"
+        raise ValueError(f"{asked} has the {what}; a table [reached] may have {', '.join(known)}")
+    for key, value in table.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value < float("inf") or key in SHARES and value > 1:
+            limit = "a share, above 0 and at most 1" if key in SHARES else "a positive number"
+            raise ValueError(f"{asked}: reached.{key} = {value!r} is not {limit}")
+    return replace(usual, **{key: float(value) for key, value in table.items()})
 
 
 # What jax.devices()[0].device_kind says, tried in this order. Words are matched whole: "GB200" is not a B200.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from llmpar import schedules
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip
-from llmpar.predict.rates import Rates, rates
+from llmpar.predict.rates import Rates
 from llmpar.predict.workload import Product, Run
 from llmpar.timetable import makespan
 
@@ -77,7 +77,7 @@ class Clock:
     """Prices what a run does on its chip."""
 
     def __init__(self, run: Run, own: Rates | None = None):
-        self.run, self.rates = run, own or rates(run.chip.name)
+        self.run, self.rates = run, own or run.chip.rates
         chip = run.chip
         self.device = chip.per_device()
         self.peak = self.device.flops_per_s * self.rates.products
@@ -110,7 +110,7 @@ class Clock:
         if group <= 1 or not message:
             return 0.0
         start = self.rates.start_s * (1 + math.log2(group)) * (2 if kind == "all-reduce" else 1)
-        return start + _on_links(self.links, kind, message, round(group), round(inner))
+        return start + on_links(self.links, kind, message, round(group), round(inner))
 
     def exposed(self, links_s: float, behind_s: float, overlaps: bool) -> float:
         """What of a collective costs time: all, or where it runs beside ``behind_s`` of computing what is
@@ -136,7 +136,7 @@ class Clock:
         scores, n = run.attention_flops(), run.mesh.sp
         scores *= 1.0 if run.balanced else 2 * n / (n + 1)
         if run.software.fused_attention:
-            share = self.rates.attention * (FLASH2.get(run.chip.name, 1.0) if run.software.flash2 else 1.0)
+            share = self.rates.attention * (FLASH2.get(run.chip.family, 1.0) if run.software.flash2 else 1.0)
             core = scores / (self.device.flops_per_s * share) + self.rates.kernel_s
         else:
             core = scores / self.peak + 2 * self.rates.kernel_s
@@ -182,21 +182,22 @@ class Clock:
             one = self.collective("all-reduce", width, mesh.tp, 1)
             found["tensor-parallel links"] = (2 * one, 2 * one)
         if mesh.sp > 1:
-            keys = 2.0 * run.tokens * 2 * c.num_kv_heads * c.head_width / mesh.tp
+            keys = 2.0 * run.tokens * 2 * run.kv_heads * c.head_width / mesh.tp
             queries = 2.0 * run.tokens * 2 * c.num_heads * c.head_width / mesh.tp
             inner = self.inner["sp"]
-            if run.context_parallel == "ring":
-                hop = self.collective("permute", keys, mesh.sp, inner) * (mesh.sp - 1)
-                found["sequence links"] = (
-                    self.exposed(hop, core, True),
-                    self.exposed(3 * hop, 2.5 * core, True),
-                )
-            elif run.context_parallel == "ulysses":
-                once = self.collective("all-to-all", keys + queries, mesh.sp, inner) + 3 * self.rates.start_s
-                found["sequence links"] = (once, once)
-            else:
+            here = max(1, int(run.kv_heads) // mesh.tp)
+            near = {"ulysses": mesh.sp, "usp": math.gcd(here, mesh.sp)}.get(run.context_parallel, 1)
+            once, hop = 0.0, 0.0
+            if run.context_parallel == "gather":
                 once = self.collective("all-gather", keys * mesh.sp, mesh.sp, inner)
-                found["sequence links"] = (once, once)
+            elif near > 1:
+                once = self.collective("all-to-all", keys + queries, near, inner) + 3 * self.rates.start_s
+            if run.context_parallel in ("ring", "usp") and (ring := mesh.sp // near) > 1:
+                hop = self.collective("permute", keys, ring, inner * near) * (ring - 1)
+            found["sequence links"] = (
+                once + self.exposed(hop, core, True),
+                once + self.exposed(3 * hop, 2.5 * core, True),
+            )
         if c.experts and mesh.ep > 1 and not dense:
             once = 2 * self.exchange(2.0 * run.stream_tokens * c.width)
             found["expert links"] = (once, once)
@@ -260,7 +261,7 @@ class Clock:
         """Parameters of a layer on a device's tp rank: those that all data ranks share, and those of its
         experts."""
         s, mesh, how = self.run.sizes, self.run.mesh, self.run.config.experts
-        body = s["attention"] + (s["dense"] if dense else s["ffn"] + s["router"])
+        body = s["attention"] + s["copies"] + (s["dense"] if dense else s["ffn"] + s["router"])
         experts = 0.0 if dense or not how else s["experts"] / mesh.ep
         return body / mesh.tp, experts / (mesh.tp if self.run.expert_tp else 1)
 
@@ -300,7 +301,7 @@ class Clock:
 
 
 @functools.lru_cache(maxsize=200_000)
-def _on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> float:
+def on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> float:
     """Seconds on the links: of a torus over as many axes as the group may have, of switches by levels."""
     if chip.link == "torus" and group * inner <= chip.per_device().node_size:
         cores = chip.devices_per_chip

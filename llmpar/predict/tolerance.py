@@ -134,6 +134,9 @@ def tolerance(
     values, and do better by far.
     """
     tokens = batch_size * seq_len
+    plan = replace(
+        plan, mesh=replace(plan.mesh, kv=1, ul=1)
+    )  # axes as they are asked for, without inner parts
     values, moves = _values(config, plan, seq_len, products), logits / max(1.0, loss)
     average, again = 1 / math.sqrt(tokens), math.sqrt(2)  # on the way forward, and once more on the way back
     terms = [
@@ -159,7 +162,7 @@ def _spread(term: Term) -> float:
 
 def _values(config: ModelConfig, plan: Plan, seq_len: int, products: Unit) -> list[Term]:
     """What makes a token's last hidden value differ."""
-    layers, tp, sp, ep = config.num_layers, *(plan.mesh.sizes[axis] for axis in ("tp", "sp", "ep"))
+    layers, tp, sp, ep = config.num_layers, plan.mesh.tp, plan.mesh.sp, plan.mesh.ep
     depth = _depth(layers)
     inner = config.width + (config.num_heads * config.head_width + config.ffn_width) / 2
     keys = min(seq_len, config.window or seq_len)

@@ -15,7 +15,7 @@ from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
-from llmpar.predict.tolerance import FACTOR, tolerance
+from llmpar.predict.tolerance import tolerance
 
 MODEL, ROWS, SEQ = dataclasses.replace(preset("tiny"), num_layers=2), 16, 32
 MESHES = ("dp=2", "dp=2 fsdp=2", "dp=2 fsdp=2 tp=2", "pp=2 dp=2 fsdp=2 tp=2")
@@ -82,7 +82,10 @@ KINDS = {
     "float32, products in TF32": ("float32", "tf32"),
     "bfloat16": ("bfloat16", "float32"),
 }
-lines = ["| computed in | loss within | gradient norm within | the largest term of the loss |", "|---|--:|--:|---|"]
+lines = [
+    "| computed in | loss within | gradient norm within | the largest term of the loss |",
+    "|---|--:|--:|---|",
+]
 for name, (dtype, products) in KINDS.items():
     told = tolerance(MODEL, dataclasses.replace(PLAN, dtype=dtype), ROWS, SEQ, products, **fresh)
     largest = max(told.terms, key=lambda term: term.loss)

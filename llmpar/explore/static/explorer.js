@@ -14,6 +14,13 @@ export function strides(sizes, order) {
   return out;
 }
 
+// tp as two axes: tp, and inside it kv, whose ranks hold copies of one of the model's KV heads.
+export function parted(sizes, order, heads) {
+  if (!heads) return [sizes, order];
+  const copies = sizes.tp % heads ? 1 : Math.max(1, sizes.tp / heads);
+  return [{ ...sizes, tp: sizes.tp / copies, kv: copies }, order.flatMap((a) => (a === "tp" ? ["tp", "kv"] : [a]))];
+}
+
 export function coordinates(sizes, order, device, apart = strides(sizes, order)) {
   return Object.fromEntries(order.map((a) => [a, Math.floor(device / apart[a]) % sizes[a]]));
 }
@@ -180,14 +187,16 @@ export function shapeOf(row, state, sizes) {
 
 function cutOf(row, state, sizes, at, device) {
   if (row.shards) return [row.layout, row.shards[row.holds[device]] ?? null];
-  const layout = live(parseLayout(row.layout[modeOf(state)]), sizes);
+  const [all] = parted(sizes, [], row.heads), layout = live(parseLayout(row.layout[modeOf(state)]), all);
+  if (all.kv) at = { ...at, tp: Math.floor(at.tp / all.kv), kv: at.tp % all.kv };
   const words = layout.dims.map((d) => d.name + (d.axes.length ? "/" + d.axes.join(",") : ""));
-  return [[...words, ...layout.sums.map((a) => "+" + a)].join(" ") || "whole", slices(layout, shapeOf(row, state, sizes), sizes, at)];
+  return [[...words, ...layout.sums.map((a) => "+" + a)].join(" ") || "whole", slices(layout, shapeOf(row, state, all), all, at)];
 }
 
 // The shard of one tensor that each device holds, as a number in order of appearance; null where it cannot be cut.
 export function shardNumbers(row, state, sizes, order) {
   if (row.shards) return [...row.holds];
+  [sizes, order] = parted(sizes, order, row.heads);
   const layout = live(parseLayout(row.layout[modeOf(state)]), sizes), shape = shapeOf(row, state, sizes);
   if (!slices(layout, shape, sizes, Object.fromEntries(order.map((a) => [a, 0])))) return null;
   const n = product(order.map((a) => sizes[a])), apart = strides(sizes, order), numbers = new Map(), out = [];
@@ -243,7 +252,7 @@ function themeCss({ light, dark }, scope) {
     `[data-jp-theme-light=true] ${scope}{${vars(light)}}[data-jp-theme-light=false] ${scope}{${vars(dark)}}`;
 }
 
-const AXES = ["pp", "dp", "fsdp", "ep", "sp", "tp"]; // a live array's mesh may name others: they are grey
+const AXES = ["pp", "dp", "fsdp", "ep", "sp", "tp", "kv"]; // a live array's mesh may name others: they are grey
 const axisColor = (a, line = "") => (AXES.includes(a) ? `var(--${a}${line})` : a === "s1" ? "var(--s1)" : line ? "var(--ink)" : "var(--s2)");
 const onFill = (a) => (["pp", "dp", "sp"].includes(a) ? "var(--white)" : "var(--black)");
 
@@ -475,7 +484,7 @@ function renderMesh(context) {
   root.innerHTML = widget.heading + (fixed ? "" : `<div class="cols"><div><div class="axes"></div><div class="form" style="margin-top:8px">` +
     controls.slice(0, 2).map((c) => control(c, widget.state[c.name])).join("") + `</div></div><div class="form" data-part="form">` +
     controls.slice(2).map((c) => control(c, widget.state[c.name])).join("") + settled(doc) + `</div></div>`) +
-    `<div class="refusal" role="status"></div>
+    `<div data-part="planned"></div><div class="refusal" role="status"></div>
     <div class="cols"><div><${sub} class="sub" data-part="what"></${sub}><div class="wide" data-part="grid"></div><p class="soft" data-part="hover">&nbsp;</p><div data-part="memory"></div></div>
     <div style="flex:1 1 430px"><${sub} class="sub" data-part="device" aria-live="polite"></${sub}><div class="scroll" tabindex="0" role="region" aria-label="what the device holds" ${KEYS} data-part="holds"></div></div></div>
     <div class="cols"><div class="wide" data-part="traffic"></div><div class="wide" data-part="steps"></div></div>
@@ -528,9 +537,9 @@ function renderMesh(context) {
     refresh(root, controls, state);
     axisRows();
     const node = (answer && answer.node) || doc.node || n, place = places(sizes, order, node);
-    const traffic = (answer && answer.traffic) || [], mine = traffic.filter((t) => t.axes.includes(state.axis)), row = mine[Math.min(state.row, mine.length - 1)];
-    const axes = row ? order.filter((a) => row.axes.includes(a)) : state.axis && sizes[state.axis] > 1 ? [state.axis] : [];
-    const teams = axes.length ? groups(sizes, order, axes) : [], teamOf = new Array(n);
+    const traffic = (answer && answer.traffic) || [], asked = state.axis === "tp" ? ["tp", "kv"] : [state.axis], mine = traffic.filter((t) => t.axes.some((a) => asked.includes(a))), row = mine[Math.min(state.row, mine.length - 1)];
+    const [cut, inside] = parted(sizes, order, tensor && tensor.heads), axes = inside.filter((a) => (row ? row.axes : asked).includes(a) && cut[a] > 1);
+    const teams = axes.length ? groups(cut, inside, axes) : [], teamOf = new Array(n);
     teams.forEach((team, i) => team.forEach((d) => { teamOf[d] = i; }));
     const shards = axes.length || !tensor ? null : shardNumbers(tensor, state, sizes, order), team = teams[teamOf[device]] || [];
     const g = team.length, plan = row && g <= 64 ? rounds(row.kind, g, row.pairs) : null, at = plan ? Math.min(state.step, plan.length - 1) : 0;
@@ -562,6 +571,7 @@ function renderMesh(context) {
     part("hover").textContent = part("hover").dataset.rest;
     part("holds").classList.toggle("waiting", waiting && !all.every(own));
     for (const name of ["memory", "traffic", "steps", "code", "compare"]) part(name).classList.toggle("waiting", waiting);
+    planned(answer);
     if (!waiting) { // else what is there stays, dimmed: it belongs to another state
       memory(answer, held);
       trafficTable(answer, traffic, row);
@@ -589,7 +599,24 @@ function renderMesh(context) {
     if (focus) [...box.querySelectorAll("[data-tensor]")].find((b) => b.dataset.tensor === focus)?.focus({ preventScroll: true });
   }
 
+  // What `llmpar plan` found: every plan in order, each one click away; of the one that is shown, why, and the lines that run it.
+  function planned(answer) {
+    if (!doc.planned) return;
+    const { rows, title } = doc.planned, at = answer && answer.planned, now = rows[at];
+    const body = rows.map((r, i) => `<tr${i === at ? ' class="on"' : ""}><th scope="row"><button type="button" data-plan="${i}" aria-pressed="${i === at}" ${KEYS}>${esc(r.mesh)}</button></th>` +
+      `<td class="n">${timeText(r.step_s)}</td><td class="n">${(100 * r.mfu).toFixed(1)} %</td><td class="n">${sizeText(r.memory_bytes.total)}</td><td>${esc([r.why, r.change].filter(Boolean).join("; "))}</td></tr>`);
+    const lines = now ? [now.train, now.compile].filter(Boolean).join("\n") : "";
+    fill("planned", `<${sub} class="sub">${esc(title)}</${sub}><table><thead><tr><th scope="col">mesh</th><th scope="col" class="n">a step</th><th scope="col" class="n">MFU</th><th scope="col" class="n">memory</th><th scope="col">why</th></tr></thead><tbody>${body.join("")}</tbody></table>` +
+      (now ? `<pre>${esc(lines)}</pre>` : `<p class="soft">What is shown below is none of these plans: bounds at peak rates stand in place of the planner's seconds.</p>`));
+  }
+
   function memory(answer, held) {
+    const plan = doc.planned && answer && doc.planned.rows[answer.planned];
+    if (plan) {
+      const { total, ...parts } = plan.memory_bytes, terms = Object.entries(plan.terms).sort((a, b) => b[1] - a[1]);
+      return fill("memory", barSvg("Memory per device, by the planner", Object.entries(parts), doc.parts, sizeText, doc.planned.room) +
+        `<div style="height:12px"></div>` + barSvg("Time per step, by the planner", terms, doc.parts, timeText) + `<p class="soft">${esc(doc.planned.note)}</p>`);
+    }
     const sum = (kind) => held.filter((x) => x.row.kind === kind).reduce((total, x) => total + x.bytes, 0);
     const known = answer && answer.memory.length, title = known ? "Memory per device" : fixed ? "These arrays, per device" : "Weights, moments and batch only, per device";
     const parts = known ? answer.memory : fixed ? [...new Set(held.map((x) => x.row.kind))].map((k) => [doc.kinds[k] || k, sum(k)]) : [["weights", sum("weight")], ["optimizer", sum("moments")], ["batch", sum("batch")]];
@@ -694,16 +721,17 @@ function renderMesh(context) {
     if (c && now !== null && now !== undefined) widget.set({ [c.name]: now, step: 0 });
   });
   root.addEventListener("click", (event) => {
-    const hit = event.target.closest("[data-device],[data-tensor],[data-groups],[data-outer],[data-traffic],[data-step],[data-mesh],[data-batch],[data-do]");
+    const hit = event.target.closest("[data-device],[data-tensor],[data-groups],[data-outer],[data-traffic],[data-step],[data-mesh],[data-batch],[data-plan],[data-do]");
     if (!hit || hit.disabled) return;
     const d = hit.dataset, { state } = widget;
     if (d.device) { widget.set({ device: Number(d.device) }); part("grid").querySelector('[tabindex="0"]').focus({ preventScroll: true }); }
     else if (d.tensor) widget.set({ tensor: d.tensor, axis: "", step: 0 });
     else if (d.groups) widget.set({ axis: state.axis === d.groups ? "" : d.groups, row: 0, step: 0 });
     else if (d.outer) { const next = [...order], i = next.indexOf(d.outer); [next[i - 1], next[i]] = [next[i], next[i - 1]]; widget.set({ order: next.join(" ") }); root.querySelector(`[data-outer="${d.outer}"]`).focus(); }
-    else if (d.traffic) { const all = widget.answer().traffic, t = all[Number(d.traffic)], axis = t.axes[0]; widget.set({ axis, row: all.filter((x) => x.axes.includes(axis)).indexOf(t), step: 0 }); }
+    else if (d.traffic) { const all = widget.answer().traffic, t = all[Number(d.traffic)], axis = t.axes[0] === "kv" ? "tp" : t.axes[0]; widget.set({ axis, row: all.filter((x) => x.axes.includes(axis) || (axis === "tp" && x.axes.includes("kv"))).indexOf(t), step: 0 }); }
     else if (d.step) widget.set({ step: state.step + Number(d.step) });
     else if (d.mesh) widget.set({ mesh: d.mesh, step: 0 });
+    else if (d.plan) { widget.set({ ...doc.planned.rows[d.plan].state, step: 0 }); root.querySelector(`[data-plan="${d.plan}"]`).focus(); }
     else if (d.batch) widget.set({ batch_size: Number(d.batch), step: 0 });
     else actions[d.do]();
   });
