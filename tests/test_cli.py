@@ -361,6 +361,17 @@ def test_inspect_prints_types_beside_layouts(call, model):
     assert status == 1 and "reading='explicit' does not go with pp=2; use reading='manual'" in err
 
 
+def test_inspect_tells_how_far_meshes_may_be_apart(call, model):
+    small = ["inspect", "--model", model(), "--mesh", "dp=2", *TINY_STEP, "--tolerance"]
+    status, out, err = call(*small, "--json")
+    assert status == 0, err
+    told = json.loads(out)["tolerance"]
+    assert 0 < told["bound"]["loss"] < told["bound"]["gradient"] < 1e-4
+    assert {"name", "by", "unit", "length", "loss", "grad_norm", "gradient"} == told["terms"][0].keys()
+    status, out, _ = call(*small)
+    assert status == 0 and "spread between two meshes" in out
+
+
 def test_tables_keep_every_figure_whole_on_80_columns():
     """What is long folds, and nothing is cut."""
     row = dict(
