@@ -81,8 +81,10 @@ def row_orders(name: str, segments_bs: np.ndarray, n: int, window: int | None = 
 def work(segments_s: np.ndarray, window: int | None = None) -> np.ndarray:
     """Return how many keys each position sees: those of its document up to itself, at most a ``window``."""
     s = np.arange(len(segments_s))
-    begins = np.where(np.diff(segments_s, prepend=segments_s[:1] - 1), s, 0)
-    return np.minimum(1 + s - np.maximum.accumulate(begins), window or len(s))
+    return np.minimum(
+        1 + s - np.maximum.accumulate(np.where(np.diff(segments_s, prepend=segments_s[:1] - 1), s, 0)),
+        window or len(s),
+    )
 
 
 def balanced_order(segments_s: np.ndarray, n: int, window: int | None = None) -> np.ndarray:
@@ -101,9 +103,8 @@ def balanced_order(segments_s: np.ndarray, n: int, window: int | None = None) ->
     rank, load = np.empty(s, int), np.zeros(n, int)
 
     def deal(places: np.ndarray) -> None:
-        sums = cost[places].sum(1)  # n rows, one for each rank
-        heavy, to = (np.argsort(x, kind="stable") for x in (-sums, load))
-        rank[places[heavy]], load[to] = to[:, None], load[to] + sums[heavy]
+        heavy, to = (np.argsort(x, kind="stable") for x in (-cost[places].sum(1), load))  # n rows, n ranks
+        rank[places[heavy]], load[to] = to[:, None], load[to] + cost[places[heavy]].sum(1)
 
     for begin, length in sorted(zip(starts, lengths, strict=True), key=lambda it: -it[1]):
         pieces = np.arange(begin + length % (2 * n), begin + length).reshape(2 * n, -1)
