@@ -100,8 +100,7 @@ def spread(config, plan: Plan, step_class=Step):
     order again."""
     plan.check(config, BATCH, SEQ)
     step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    places = sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)
-    data = jax.device_put({k: x[:, places] for k, x in batch().items()}, step.batch_sharding)
+    data = jax.device_put(dealt(batch(), plan), step.batch_sharding)
     padded = arranged(
         weights(config), np.minimum(step.layer_order, config.num_layers - 1)
     )  # weights where none should be used
@@ -110,6 +109,12 @@ def spread(config, plan: Plan, step_class=Step):
         jax.tree.map(np.asarray, grads), np.argsort(step.layer_order, stable=True)[: config.num_layers]
     )
     return float(metrics["loss"]), float(metrics["grad_norm"]), grads
+
+
+def dealt(data, plan: Plan):
+    """A batch, each row in the order that the plan asks for."""
+    places = sequence_order.row_orders(plan.sequence_order, data["segments"], plan.mesh.sp)
+    return {k: np.take_along_axis(x, places, 1) for k, x in data.items()}
 
 
 def arranged(params, order):
