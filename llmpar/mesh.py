@@ -17,7 +17,7 @@ import jax.extend
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_mesh
+from llmpar.notation import Dim, Layout, MeshShape, parse_mesh
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 POOL_SIZE = ("NPROC", "PJRT_NPROC")
@@ -127,8 +127,9 @@ def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
 
     See `device_grid` for the order of the devices.
     """
-    grid = device_grid(shape, ordered_devices() if devices is None else devices)
-    return Mesh(grid, tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
+    devices = ordered_devices() if devices is None else devices
+    grid = device_grid(shape := parse_mesh(shape, len(devices)), devices)
+    return Mesh(grid, tuple(shape.sizes), axis_types=(AxisType.Auto,) * grid.ndim)
 
 
 def device_grid(shape: str | MeshShape, devices: list) -> np.ndarray:
@@ -311,13 +312,25 @@ def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
 def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh:
     """A mesh without devices: enough to trace and to lower a program for any number of them, as a platform
     (cpu, gpu or tpu) would run it."""
-    sizes, device = parse_mesh(shape).sizes.values(), None
+    sizes, device = parse_mesh(shape).sizes, None
     if platform != "cpu":
         known = {"platform": {"gpu": "cuda"}.get(platform, platform), "device_kind": KINDS[platform]}
         names = {field.name for field in dataclasses.fields(AbstractDevice)}  # platform: from JAX 0.10.2 on
         device = AbstractDevice(**{k: v for k, v in known.items() if k in names}, num_cores=None)
-    types = (AxisType.Auto,) * len(AXES)
-    return AbstractMesh(tuple(sizes), tuple(AXES), axis_types=types, abstract_device=device)
+    types = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+
+
+def split(mesh: Any, shape: MeshShape) -> Any:
+    """The same devices with two axes for one, where it has an inner part in ``shape`` (`notation.PARTS`)."""
+    sizes, kinds = shape.sizes, mesh.axis_types[:1] * len(shape.sizes)
+    if tuple(sizes) == tuple(mesh.axis_names):
+        return mesh
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices.reshape(*sizes.values()), tuple(sizes), axis_types=kinds)
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=mesh.abstract_device
+    )
 
 
 def explicit(mesh: Mesh | AbstractMesh) -> Any:

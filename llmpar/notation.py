@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 AXES = {
     "pp": "pipeline stages",
@@ -29,6 +29,12 @@ AXES = {
     "tp": "tensor parallelism",
 }
 """The mesh axes, slow links outermost, fast links innermost."""
+PARTS = {"sp": "ul", "tp": "kv"}
+"""The inner parts of two axes, which no user's mesh names (`MeshShape`). Ranks along ``ul`` exchange
+positions for heads, where the others of sp form a ring. Ranks along ``kv`` hold copies of one KV head, where
+tp has more ranks than the model has KV heads."""
+ORDER = tuple(part for axis in AXES for part in (axis, PARTS.get(axis)) if part)
+"""The axes of layouts, slow links outermost."""
 
 DIMS = {
     "b": "batch", "s": "query positions", "t": "key positions", "d": "model width", "n": "query heads",
@@ -137,7 +143,7 @@ def _layout(text: str, start: int, end: int) -> Layout:
         raise NotationError(text, at, at + len(token), why)
 
     def claim(axis: str, owner: str, at: int) -> str:
-        if axis not in AXES:
+        if axis not in ORDER:
             fail(at, axis, f"unknown mesh axis '{axis}'; the axes are {' '.join(AXES)}")
         if axis in used:
             fail(at, axis, f"axis '{axis}' already {used[axis]}; an axis is used once in a layout")
@@ -228,7 +234,7 @@ class Arrow:
         found: dict[tuple[str, str, str], list[str]] = {}
         before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(self.before.sums, "+")
         after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(self.after.sums, "+")
-        for axis in sorted(before.keys() | after.keys(), key=list(AXES).index):
+        for axis in sorted(before.keys() | after.keys(), key=ORDER.index):
             old, new = before.get(axis, ""), after.get(axis, "")
             if old == new:
                 continue
@@ -250,7 +256,7 @@ class Arrow:
         nested = [
             *self.before.axes,
             *self.after.axes,
-            *AXES,
+            *ORDER,
         ]  # a move's axes are named as they nest in its dim
         moves = [
             Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
@@ -310,7 +316,7 @@ def parse_arrow(text: str) -> Arrow:
 @dataclass(frozen=True)
 class MeshShape:
     """The sizes of the six mesh axes. ``reshape`` (a leading ``!``) keeps devices in plain row-major
-    order."""
+    order. ``ul`` and ``kv`` are the sizes of the inner parts of sp and tp (`PARTS`, `Plan.of`)."""
 
     pp: int = 1
     dp: int = 1
@@ -319,19 +325,29 @@ class MeshShape:
     sp: int = 1
     tp: int = 1
     reshape: bool = False
+    ul: int = 1
+    kv: int = 1
+
+    @property
+    def asked(self) -> dict[str, int]:
+        """Axis name to size as a user writes them, in link order."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, in link order."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        """Axis name to size, in link order. An axis with an inner part is two: ``tp`` and inside it
+        ``kv``."""
+        found = self.asked | {part: getattr(self, part) for part in PARTS.values()}
+        found |= {axis: found[axis] // found[part] for axis, part in PARTS.items()}
+        return {axis: found[axis] for axis in ORDER if axis in AXES or found[axis] > 1}
 
     @property
     def size(self) -> int:
         """The number of devices."""
-        return math.prod(self.sizes.values())
+        return math.prod(self.asked.values())
 
     def __str__(self) -> str:
-        named = " ".join(f"{a}={n}" for a, n in self.sizes.items() if n > 1)
+        named = " ".join(f"{a}={n}" for a, n in self.asked.items() if n > 1)
         return ("!" if self.reshape else "") + (named or "dp=1")
 
 
@@ -343,7 +359,8 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
     never larger.
     """
     if isinstance(text, MeshShape):
-        return _fit(str(text), {a: n for a, n in text.sizes.items() if n != 1}, num_devices, text.reshape)
+        shape = _fit(str(text), {a: n for a, n in text.asked.items() if n != 1}, num_devices, text.reshape)
+        return replace(shape, ul=text.ul, kv=text.kv)
     body = text.strip()
     reshape = body.startswith("!")
     offset = text.index(body) + reshape if body else 0

@@ -226,8 +226,7 @@ class Manual(Solo):
         moves = self.plan.resolve(arrow).moves
         if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
             return None
-        (axis,) = moves[0].axes
-        return _Ring(axis, arrow, self.plan.hop)
+        return _Ring(moves[0].axes, arrow, self.plan.hop)
 
     def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
         """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
@@ -312,7 +311,7 @@ def _collective(x, move: Move, position: dict[str, int], to: str):
     return lax.dynamic_slice_in_dim(x, lax.axis_index(move.axes) * size, size, dim)
 
 
-def hop(x: Array, axis: str, way: str) -> Array:
+def hop(x: Array, axis: str | tuple[str, ...], way: str) -> Array:
     """What the rank before on a ring holds, sent as `Plan.hop` says."""
     n, me = lax.axis_size(axis), lax.axis_index(axis)
     if way != "exchange":
@@ -343,12 +342,12 @@ _ragged.defvjp(
 
 @dataclass(frozen=True)
 class _Ring:
-    """A ring of the ranks along an axis, for values ``b s …`` whose positions it cuts.
+    """A ring of the ranks along some axes, for values ``b s …`` whose positions they cut.
 
     Blocks are counted as they come round: block i is that of the rank i before this one, block 0 its own.
     """
 
-    axis: str
+    axis: tuple[str, ...]
     arrow: str
     way: str
 

@@ -6,7 +6,7 @@ the table in :meth:`Plan.regions` is the whole of tensor, sequence and data para
     region      b             s          d  n k m v
     data        dp,fsdp,ep    sp                         token ids, positions, losses
     stream      dp,fsdp,ep    sp[,tp]                    the residual stream; tp_sequence cuts its s by tp
-    attention   dp,fsdp,ep    sp            tp (n, k)    inside attention
+    attention   dp,fsdp,ep    sp            tp (n, k)    inside attention; n is k·r
     queries     dp,fsdp,ep    sp            tp (k)       where queries meet keys; Ulysses: s whole, k by tp,sp
     keys        dp,fsdp,ep    sp            tp (k)       the same for keys; gathered keys: s whole
     ids         dp,fsdp,ep                               positions and documents of all keys
@@ -14,6 +14,13 @@ the table in :meth:`Plan.regions` is the whole of tensor, sequence and data para
     experts     dp,fsdp       sp            tp (m)       where tokens meet experts, e cut by ep
     routing     dp,fsdp       sp                         who chose which expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
+
+Where sp is `usp`'s, its inner part is an axis of its own, ``ul``, whose ranks exchange positions for heads as
+Ulysses does, while the others form a ring: ``s/sp k/tp,ul`` where queries meet keys, and ``sp,ul`` wherever
+the table has sp (`Plan.of`). Where tp has more ranks than the model has KV heads, its inner part is an axis
+of its own, ``kv``, whose ranks hold copies of one KV head and share the query heads that use it (`Plan.of`):
+``n/tp,kv``, ``k/tp``, ``r/kv``, and ``tp,kv`` wherever the table has tp. A gradient of the copied weights is
+one more sum, ``+kv``.
 
 The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm)
 is whole on every stage, and its gradient is one more sum to finish.
@@ -156,7 +163,9 @@ class Plan:
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
             breaks the promise gives NaN.
         context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
-            exchange positions for heads (``ulysses``), or ``gather`` all keys.
+            exchange positions for heads (``ulysses``), ``gather`` all keys, or both of the first two
+            (``usp``): heads as far as there are any, among neighbours, and a ring of those groups (Fang and
+            Zhao 2024, unified sequence parallelism).
         hop: how the ranks of a ring hand on what they hold: by a ``permute``; or in an ``exchange``, an
             all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
             wait. ``auto``: an exchange in a pipeline of simulated devices, where a permute waits for every
@@ -195,7 +204,7 @@ class Plan:
     attention_block: int | None = None
     attention_kernel: Literal["auto", "portable", "flash", "cudnn", "xla"] = "auto"
     documents: Literal["packed", "whole"] = "packed"
-    context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
+    context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
     hop: Literal["auto", "permute", "exchange"] = "auto"
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
     grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
@@ -213,19 +222,22 @@ class Plan:
 
     def live(self, *axes: str) -> tuple[str, ...]:
         """Those of ``axes`` that have more than one device: the others must leave no trace in the program."""
-        return tuple(a for a in axes if self.mesh.sizes[a] > 1)
+        return tuple(a for a in axes if self.mesh.sizes.get(a, 1) > 1)
 
     @functools.cached_property
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Region to dim to the axes that cut it."""
-        b, s, tp = self.live(*BATCH_AXES), self.live("sp"), self.live("tp")
-        heads = s if self.context_parallel == "ulysses" else ()
+        b, s, tp = self.live(*BATCH_AXES), self.live("sp", "ul"), self.live("tp", "kv")
+        heads = {"ulysses": s, "usp": self.live("ul")}.get(self.context_parallel, ())
+        ring = tuple(a for a in s if a not in heads)
+        # A KV head with copies is one to a device: Ulysses then cuts the query heads that use it.
+        k, r = (self.live("tp"), self.live("kv") + heads) if self.mesh.kv > 1 else (tp + heads, ())
         return {
             "data": {"b": b, "s": s},
             "stream": {"b": b, "s": s + tp * self.tp_sequence},
-            "attention": {"b": b, "s": s, "n": tp, "k": tp},
-            "queries": {"b": b, "s": () if heads else s, "k": tp + heads},
-            "keys": {"b": b, "s": s if self.context_parallel == "ring" else (), "k": tp + heads},
+            "attention": {"b": b, "s": s, "n": tp, "k": self.live("tp"), "r": self.live("kv")},
+            "queries": {"b": b, "s": ring, "k": k, "r": r},
+            "keys": {"b": b, "s": () if self.context_parallel == "gather" else ring, "k": k},
             "ids": {"b": b},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
@@ -249,7 +261,7 @@ class Plan:
     @property
     def rings(self) -> bool:
         """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
-        return self.mesh.sp > 1 and self.context_parallel == "ring" or self.tp_comm_overlap
+        return bool(self.regions["keys"].get("s")) or self.tp_comm_overlap
 
     @property
     def detour(self) -> str:
@@ -273,6 +285,16 @@ class Plan:
             if written
             else schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.virtual_stages)
         )
+
+    def of(self, config) -> Plan:
+        """The plan for a model: ranks of tp that its KV heads cannot cut hold copies of them (Megatron-LM's
+        and vLLM's way with grouped queries), and as many ranks of sp exchange heads as divide them."""
+        copies, rest = divmod(self.mesh.tp, config.num_kv_heads)
+        shape = dataclasses.replace(self.mesh, kv=1 if rest else max(1, copies))
+        if self.context_parallel == "usp":
+            heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
+            shape = dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
+        return self if shape == self.mesh else dataclasses.replace(self, mesh=shape)
 
     def padded(self, config):
         """The model with as many layers as a pipeline's state has places: the same number for every chunk of
@@ -324,7 +346,8 @@ class Plan:
     def _zero_axes(self, target: str = "d") -> tuple[str, ...]:
         """The live axes by which ZeRO cuts the dim ``target``: vectors, which have no width d, by fsdp
         alone."""
-        return self.live(*self.zero_axes.split(",")) if target == "d" else self.live("fsdp")
+        axes = self.zero_axes.replace("sp", "sp,ul").split(",")
+        return self.live(*axes) if target == "d" else self.live("fsdp")
 
     @property
     def gathers(self) -> Literal["", "block", "step"]:
@@ -351,7 +374,9 @@ class Plan:
     def check(self, config, batch_size: int, seq_len: int) -> None:
         """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any
         compilation."""
-        sizes = self.mesh.sizes
+        if (fitted := self.of(config)) != self:
+            return fitted.check(config, batch_size, seq_len)
+        sizes = self.mesh.asked
         config.weights()  # refuses what cannot run at all
         self._refuse_idle(self.idle(config))
         if sizes["ep"] > 1 and not config.experts:
@@ -363,12 +388,15 @@ class Plan:
         self._divides("batch", batch_size, BATCH_AXES, "microbatches")
         cut_by_tp = {
             "heads": config.num_heads,
-            "KV heads": config.num_kv_heads,
             "feed-forward width": config.ffn_width,
             "vocabulary": config.vocab_size,
         }
         for name, size in cut_by_tp.items():
-            self._divides(name, size, ("tp",), suits=math.gcd(*cut_by_tp.values()), fixed=True)
+            self._divides(
+                name, size, ("tp",), suits=math.gcd(config.num_kv_heads, *cut_by_tp.values()), fixed=True
+            )
+        cut_by_tp["KV heads"] = config.num_kv_heads
+        self._check_kv_heads(config)
         if config.experts:
             self._divides("experts", config.experts.num_experts, ("ep",), fixed=True)
         if self.tp_sequence:
@@ -385,17 +413,20 @@ class Plan:
                 f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sizes['sp']} parts, and {seq_len}"
                 f" is no multiple; use {near}, or sequence_order='striped'"
             )
-        if (
-            sizes["sp"] > 1
-            and self.context_parallel == "ulysses"
-            and config.num_kv_heads // sizes["tp"] % sizes["sp"]
-        ):
+        which, heads = ("query", config.num_heads) if self.mesh.kv > 1 else ("KV", config.num_kv_heads)
+        if self.context_parallel == "ulysses" and (here := heads // sizes["tp"]) % sizes["sp"]:
             raise ValueError(
-                f"context_parallel='ulysses' cuts the {config.num_kv_heads // sizes['tp']} KV heads of a"
-                f" device by sp = {sizes['sp']}; use context_parallel='ring', which needs no heads"
+                f"context_parallel='ulysses' cuts the {here} {which} heads of a device by sp ="
+                f" {sizes['sp']}; use context_parallel='ring', which needs no heads"
+            )
+        if self.context_parallel == "usp" and self.mesh.ul == 1:
+            raise ValueError(
+                f"context_parallel='usp' exchanges the {heads // sizes['tp']} {which} heads of a device among"
+                f" ranks of sp = {sizes['sp']}, and no part of these divides them; use"
+                " context_parallel='ring'"
             )
         for what in ("queries", "keys"):
-            local = seq_len // math.prod(sizes[a] for a in self.regions[what].get("s", ()))
+            local = seq_len // math.prod(self.mesh.sizes[a] for a in self.regions[what].get("s", ()))
             if self.attention_block and local > self.attention_block and local % self.attention_block:
                 self._divides(f"each device's number of {what}", local, (), "attention_block", fixed=True)
         self._check_kernel(seq_len)
@@ -413,6 +444,24 @@ class Plan:
             )
         self._check_pipeline(config)
 
+    def _check_kv_heads(self, config) -> None:
+        """Refuse a tp that neither cuts the KV heads evenly nor gives each equally many copies, and copies
+        that a reading does not know."""
+        heads, tp = config.num_kv_heads, self.mesh.tp
+        if heads % tp and self.mesh.kv == 1:
+            both = math.gcd(config.num_heads, config.ffn_width, config.vocab_size)
+            ways = [n for n in divisors(both) if n <= 4 * tp and (heads % n == 0 or n % heads == 0)]
+            raise ValueError(
+                f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of"
+                f" {', '.join(map(str, ways))}"
+            )
+        if self.mesh.kv > 1 and self.reading == "explicit":
+            raise ValueError(
+                f"reading='explicit' does not go with tp = {tp} on {heads} KV heads: a type has no sum over"
+                " the part of tp that holds copies of a head beside one over all of it; use"
+                f" reading='manual', or a tp that divides {heads}"
+            )
+
     def _check_zero(self, config, rows: int) -> None:
         """Refuse dims that ZeRO cannot cut evenly. With fsdp as many ``rows`` of the batch are cut too."""
         cut = {"model width": (config.width, self._zero_axes("d"))}
@@ -429,7 +478,7 @@ class Plan:
     def idle(self, config) -> dict[str, str]:
         """The fields that are set and decide nothing for this mesh and model, with the reason: `check`
         refuses them."""
-        sizes = self.mesh.sizes
+        sizes, life = self.mesh.asked, self.of(config).life
         one = lambda axis: f"mesh '{self.mesh}' has {axis}=1"
         rules = [
             ("schedule virtual_stages stage_saves", sizes["pp"] == 1, one("pp")),
@@ -451,7 +500,7 @@ class Plan:
             ("zero_axes", not self.zero, "ZeRO 0 cuts nothing"),
             (
                 "zero_axes",
-                self._zero_axes() == self.live("fsdp", "ep", "sp"),
+                self._zero_axes() == self.live("fsdp", "ep", "sp", "ul"),
                 f"mesh '{self.mesh}' has no others",
             ),
             ("reshard_after_forward", not self.gathers, "only ZeRO 3 gathers weights for use"),
@@ -470,7 +519,7 @@ class Plan:
             (
                 "reduce",
                 (self.reduce == "layer" or not self.zero)  # a bucket is refused with ZeRO anyway
-                and not any(self.life(weight.dims).copied for weight in config.weights().values()),
+                and not any(life(weight.dims).copied for weight in config.weights().values()),
                 "no weight is kept by two devices, so no sum is left for `reduce`",
             ),
             ("bucket_bytes", self.reduce != "bucket", f"reduce is '{self.reduce}'"),
@@ -515,7 +564,7 @@ class Plan:
             )
             if kernel == "cudnn" and self.in_order:
                 why += ", or documents='whole'"
-        if kernel in ("cudnn", "xla") and self.mesh.sp > 1 and self.context_parallel == "ring":
+        if kernel in ("cudnn", "xla") and self.regions["keys"].get("s"):
             why = (
                 "gives no log of sums in float32 to merge by, which a ring needs; use"
                 " context_parallel='ulysses' or 'gather'"
@@ -602,7 +651,7 @@ class Plan:
         change a ``fixed`` size. Other ``ways`` follow.
         """
         pieces = getattr(self, times) if times else 1
-        parts = pieces * math.prod(self.mesh.sizes[a] for a in axes)
+        parts = pieces * math.prod(getattr(self.mesh, a) for a in axes)
         if size % parts == 0:
             return
         name = "·".join((*axes, times) if pieces > 1 else axes)

@@ -30,9 +30,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from llmpar import pipeline, schedules
 from llmpar.config import ModelConfig
-from llmpar.mesh import explicit, platform_of, sharding, spec
+from llmpar.mesh import explicit, platform_of, sharding, spec, split
 from llmpar.model import Batch
-from llmpar.notation import AXES, Arrow, Dim, Layout
+from llmpar.notation import Arrow, Dim, Layout
 from llmpar.optimizer import counts_empty_places
 from llmpar.par import Auto, Explicit, Manual, Solo, vary, varying
 from llmpar.plan import Plan
@@ -87,12 +87,13 @@ class Step:
         optimizer: optax.GradientTransformation,
         clip: float | None = 1.0,
     ):
-        plan = plan.on(platform_of(mesh))
+        plan = plan.on(platform_of(mesh)).of(config)
+        mesh = split(mesh, plan.mesh)
         self.config, self.plan, self.optimizer, self.clip = config, plan, optimizer, clip
         # What is made by constraints lies on the mesh as given; explicit axes are the same devices.
         self._given, mesh = mesh, explicit(mesh) if plan.reading == "explicit" else mesh
         self.mesh = mesh
-        self.dims, self._live = weight_dims(config), plan.live(*AXES)
+        self.dims, self._live = weight_dims(config), plan.live(*plan.mesh.sizes)
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)

@@ -21,15 +21,13 @@ TINY = answers.START | {"model": "tiny", "seq_len": 64, "chip": "a100-40"}
 
 def total(state, kind):
     """Bytes that a device holds of one kind of tensor, by the state's own layouts."""
-    sizes, out = parse_mesh(state["mesh"]).sizes, 0
+    heads, out = preset(state["model"]).num_kv_heads, 0
+    sizes, order = geometry.parted(parse_mesh(state["mesh"]).sizes, AXES, heads)
     for row in answers.tensors(state):
         if row["kind"] == kind:
             layout = parse_layout(row["layout"][answers.mode(state)])
             cut = geometry.slices(
-                layout,
-                answers.shape_of(row, state, sizes),
-                sizes,
-                geometry.coordinates(sizes, tuple(AXES), 0),
+                layout, answers.shape_of(row, state, sizes), sizes, geometry.coordinates(sizes, order, 0)
             )
             out += row["itemsize"] * row["times"] * math.prod(b - a for a, b in cut)
     return out
@@ -85,7 +83,7 @@ def test_experts_are_held_and_sent_as_predicted(mesh):
 def test_layouts_are_the_plans_on_any_mesh():
     """Layouts are written once, for a mesh where every axis is live; sizes of one cut nothing."""
     for mesh in ("dp=2 tp=2", "fsdp=8", "pp=1 sp=2"):
-        sizes = parse_mesh(mesh).sizes
+        sizes = parse_mesh(mesh).sizes | {"kv": 1}
         plan = answers.make_plan(TINY, mesh)
         for row in answers.tensors(TINY):
             if row["kind"] == "weight":

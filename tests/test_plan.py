@@ -27,8 +27,8 @@ def test_the_regions_are_the_table_of_the_module():
     assert Plan(MeshShape(dp=2, fsdp=2, ep=2, sp=2, tp=2)).regions == {
         "data": {"b": batch, "s": ("sp",)},
         "stream": {"b": batch, "s": ("sp",)},
-        "attention": {"b": batch, "s": ("sp",), "n": tp, "k": tp},
-        "queries": {"b": batch, "s": ("sp",), "k": tp},
+        "attention": {"b": batch, "s": ("sp",), "n": tp, "k": tp, "r": ()},
+        "queries": {"b": batch, "s": ("sp",), "k": tp, "r": ()},
         "keys": {"b": batch, "s": ("sp",), "k": tp},
         "ids": {"b": batch},
         "ffn": {"b": batch, "s": ("sp",), "m": tp},
@@ -234,7 +234,8 @@ def advice(message: str) -> tuple[list[int], list[int]]:
     """The sizes that a refusal offers: for what was asked (none for a model's own sizes), and for what does
     not divide it."""
     rule = (
-        r"(.+?) (\d+) .*is not a multiple of (\S+) = (\d+); (?:use ([\d or]+), or )?make \3 one of ([\d, ]+)"
+        r"(.+?) (\d+) .*is not a multiple of (\S+) = (\d+)(?:, nor tp of KV heads)?; "
+        r"(?:use ([\d or]+), or )?make \3 one of ([\d, ]+)"
     )
     found = re.fullmatch(rule, message)
     assert found, message

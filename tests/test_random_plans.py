@@ -179,7 +179,10 @@ def draw_all(rng) -> dict:
     }.items():  # most sizes fit the mesh
         parts = math.prod(asked[part] for part in parts)
         asked[cut] = -(-asked[cut] // parts) * parts if rng.random() < 0.9 else asked[cut]
-    asked["num_heads"] = -(-asked["num_heads"] // asked["num_kv_heads"]) * asked["num_kv_heads"]
+    if asked["tp"] > 1 and rng.random() < 0.25:  # copies of KV heads
+        asked["num_kv_heads"] = pick([n for n in range(1, asked["tp"]) if asked["tp"] % n == 0])
+    parts = math.lcm(asked["num_kv_heads"], asked["tp"] if asked["num_kv_heads"] < asked["tp"] else 1)
+    asked["num_heads"] = -(-asked["num_heads"] // parts) * parts
     return asked
 
 
@@ -215,8 +218,8 @@ def remedies(why: str, asked: dict) -> list[dict]:
     """The changes that a refusal proposes, each by itself."""
     found = []
     uneven = (
-        r"([\w -]*),? \d+ is not a multiple of (\S+) = \d+; (?:use ([\d or]+), or )?make \2 one of ([\d,"
-        r" ]*\d)(?:, or use zero_axes='fsdp')?$"
+        r"([\w -]*),? \d+ is not a multiple of (\S+) = \d+(?:, nor tp of KV heads)?; "
+        r"(?:use ([\d or]+), or )?make \2 one of ([\d, ]*\d)(?:, or use zero_axes='fsdp')?$"
     )
     if m := re.search(uneven, why):
         found += [{SIZES[m[1]]: int(n)} for n in (m[3] or "").split(" or ") if n]
@@ -483,7 +486,7 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
     sent = {}
     for stage in range(plan.mesh.pp) if plan.reading == "manual" else ():
         taken = branch_shares(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
-        census = census_table(census_jaxpr(jaxpr, plan.mesh.sizes, taken))
+        census = census_table(census_jaxpr(jaxpr, plan.of(config).mesh.sizes, taken))
         want = traffic.step_traffic(config, plan, asked["batch"], asked["seq"], stage)
         table = {k: (v["count"], v["bytes_sent"]) for k, v in census.items()}
         want = {k: (v.count, v.bytes_sent) for k, v in want.items()}

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from parity import BATCH, LLAMA, SEQ, assert_same, batch, by_arrow, name, weights
-from test_census import predicted
+from test_census import compare_every_stage, compare_with_hlo, predicted
 
 from llmpar import attention, sequence_order
 from llmpar.config import preset
@@ -288,3 +288,42 @@ def test_a_token_changes_its_own_document_and_no_other(plan):
     ]
     differ = (found[0] != found[1])[:, np.argsort(order)]
     assert differ.mean() == 0.5 and differ[:, :half].all()
+
+
+# ------------------------------------------------------------------------------------------ heads and a ring
+
+USP = [
+    Plan("sp=4 fsdp=2", context_parallel="usp", remat="selective"),
+    Plan("sp=8", context_parallel="usp", zero=1, sequence_order="striped"),
+    Plan("sp=4 tp=2", context_parallel="usp", tp_sequence=True, dtype="bfloat16"),
+    Plan("pp=2 sp=4", context_parallel="usp", microbatches=2, schedule="zb-h1"),
+    Plan("sp=4", context_parallel="usp", reading="auto"),
+    Plan("sp=4 dp=2", context_parallel="usp", reading="explicit"),
+]
+"""Of 4 KV heads, four ranks of sp=8 exchange them, and two such groups are a ring; tp=2 leaves two heads."""
+FOUR = dataclasses.replace(LLAMA, name="four KV heads", num_heads=8, num_kv_heads=4)
+TWO = dataclasses.replace(FOUR, name="two KV heads", num_kv_heads=2)
+
+
+@pytest.mark.parametrize("plan", USP, ids=name)
+def test_a_ring_of_groups_that_exchange_heads_gives_one_devices_answer(plan):
+    if plan.dtype == "float32":
+        assert_same(FOUR if plan.mesh.sp == 8 else TWO, plan)
+    if plan.reading == "manual":
+        compare = compare_every_stage if plan.pipeline else compare_with_hlo
+        compare(FOUR if plan.mesh.tp == 2 or plan.mesh.sp == 8 else TWO, plan)
+
+
+def test_neighbours_exchange_heads_and_their_groups_pass_keys_on():
+    sent = {
+        (axes, kind) for axes, kind, text in predicted(TWO, USP[0]) if "keys" in text or "queries" in text
+    }
+    assert sent == {("ul", "all-to-all"), ("sp", "collective-permute")}
+
+
+def test_usp_takes_as_many_neighbours_as_divide_the_heads_and_is_refused_without_any():
+    assert [USP[1].of(config).mesh.ul for config in (LLAMA, FOUR, TWO)] == [8, 4, 2]
+    assert str(USP[1].of(FOUR).place("queries b s k r h")) == "b s/sp k/ul r h"
+    plan = Plan("sp=2 tp=4", context_parallel="usp")
+    with pytest.raises(ValueError, match="the 1 KV heads of a device among ranks of sp = 2, and no part"):
+        plan.check(FOUR, 16, 16)

@@ -96,7 +96,7 @@ class Train:
         say_plan(config, plan, stream.corpus.source)
         mesh = make_mesh(plan.mesh)
         say_memory(mesh)
-        if detour := plan.on(platform_of(mesh)).detour:
+        if detour := plan.of(config).on(platform_of(mesh)).detour:
             say(detour)
         with Stopper() as stopper, progress(self.steps) as show:
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from llmpar.notation import AXES, Layout, divisors
+from llmpar.notation import ORDER, Layout, divisors
 
 
 def strides(sizes: dict[str, int], order) -> dict[str, int]:
@@ -20,6 +20,16 @@ def strides(sizes: dict[str, int], order) -> dict[str, int]:
     for axis in reversed(tuple(order)):
         out[axis], stride = stride, stride * sizes[axis]
     return out
+
+
+def parted(sizes: dict[str, int], order, heads: int) -> tuple[dict[str, int], list[str]]:
+    """Sizes and order with tp as two axes: tp, and inside it kv, whose ranks hold copies of one of the
+    model's KV ``heads``."""
+    copies = max(1, sizes["tp"] // heads) if sizes["tp"] % heads == 0 else 1
+    inside = {"tp": ("tp", "kv")}
+    return sizes | {"tp": sizes["tp"] // copies, "kv": copies}, [
+        x for a in order for x in inside.get(a, (a,))
+    ]
 
 
 def coordinates(sizes: dict[str, int], order, device: int) -> dict[str, int]:
@@ -61,7 +71,7 @@ def slices(layout: Layout, shape, sizes: dict[str, int], at: dict[str, int]) -> 
     return out
 
 
-def holders(layout: Layout, sizes: dict[str, int], order=tuple(AXES)) -> dict[tuple[int, ...], list[int]]:
+def holders(layout: Layout, sizes: dict[str, int], order=ORDER) -> dict[tuple[int, ...], list[int]]:
     """Which devices of the mesh hold each shard: a block index per dim, to positions in the list of devices.
 
     An axis without a size has size 1. Shards come in the order of their first device.

@@ -33,6 +33,7 @@ from llmpar.draw.scene import (
 )
 from llmpar.notation import (
     AXES,
+    ORDER,
     Arrow,
     Dim,
     Layout,
@@ -275,7 +276,7 @@ def _tensor(layout: Layout, shape, sizes: dict[str, int] | None, beside: Layout 
     sums = [a for a in layout.sums if sizes is None or sizes.get(a, 1) > 1]
     num = 2 ** len(sums) if sizes is None else math.prod(sizes[a] for a in sums)
     shown = list(range(num)) if num < 6 else [0, 1, 2, -1, num - 1]
-    stroke = f"{sums[0]}-line" if sums and sums[0] in AXES else "edge"
+    stroke = f"{sums[0]}-line" if sums and sums[0] in ORDER else "edge"
     sheets: list = []
     for i, k in reversed(list(enumerate(shown))[1:]):
         places = _places(tuple(sums), sizes, k).items() if sizes is not None else ()
@@ -390,7 +391,7 @@ def _cells(layout: Layout, shape, sizes: dict[str, int] | None, more: tuple[floa
     first = set(holders(Layout((Dim("sum", layout.sums),)), sizes)[0,])
     devices = {index: [d for d in held if d in first] for index, held in holders(layout, sizes).items()}
     sums = [a for a in layout.sums if not named or sizes.get(a, 1) > 1]
-    marks = [("/", f"{a}-line" if a in AXES else "edge") for a in sums[:1]]
+    marks = [("/", f"{a}-line" if a in ORDER else "edge") for a in sums[:1]]
     marks += [(".", "edge")] * (named and _copies(layout, sizes)[1] > 1)
     picked = _picked([math.prod(sizes.get(a, 1) for a in dim.axes) for dim in layout.dims])
     grid = _Grid(layout.dims, sizes, named, shape, picked, marks, devices)
@@ -423,7 +424,9 @@ def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
 
 
 def _key(layouts: list[Layout], sizes: dict[str, int] | None) -> list:
-    used = [a for a in AXES if (not sizes or sizes[a] > 1) and any(a in x.axes + x.sums for x in layouts)]
+    used = [
+        a for a in ORDER if (not sizes or sizes.get(a, 1) > 1) and any(a in x.axes + x.sums for x in layouts)
+    ]
     key: list = [(a, f"{a} = {sizes[a]}" if sizes else a) for a in used]
     key += [(a, f"unfinished sum over {a}", "/") for a in used if any(a in x.sums for x in layouts)]
     return legend(

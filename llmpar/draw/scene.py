@@ -36,12 +36,14 @@ LIGHT = {
     "fsdp": "#009E73",
     "ep": "#56B4E9",
     "tp": "#FDB52A",
+    "kv": "#FDB52A",  # a part of tp
     "pp-line": "#444444",
     "sp-line": "#85406A",
     "dp-line": "#005A9E",
     "fsdp-line": "#007556",
     "ep-line": "#00728C",
     "tp-line": "#8F5900",
+    "kv-line": "#8F5900",
     "s1": "#F0E442",
     "s2": "#BBBBBB",
     "s3": "#CC79A7",
@@ -67,6 +69,7 @@ DARK = LIGHT | {  # fills stay, so that black or white text on them stays legibl
     "fsdp-line": "#2CC295",
     "ep-line": "#7FDDF5",
     "tp-line": "#FDB52A",
+    "kv-line": "#FDB52A",
 }
 
 SERIES = ("s1", "s2", "s3", "s4", "s5")

@@ -17,7 +17,17 @@ from typing import Any, get_args, get_type_hints
 from llmpar.config import PRESETS, ModelConfig, preset
 from llmpar.draw import layouts
 from llmpar.draw.charts import count_noun, memory_bars
-from llmpar.draw.geometry import coordinates, groups, lane, places, rounds, shard_numbers, slices, strides
+from llmpar.draw.geometry import (
+    coordinates,
+    groups,
+    lane,
+    parted,
+    places,
+    rounds,
+    shard_numbers,
+    slices,
+    strides,
+)
 from llmpar.draw.scene import Group, Scene, compose, flatten, size_text, small_text, time_text
 from llmpar.notation import (
     AXES,
@@ -95,7 +105,7 @@ CONTROLS: list[dict] = [  # free: what a page without Python can follow by itsel
         "name": "context_parallel",
         "kind": "choice",
         "label": "attention over sp",
-        "options": choices("context_parallel"),
+        "options": [way for way in choices("context_parallel") if way != "usp"],  # which is two axes in one
     },
     {"name": "remat", "kind": "choice", "label": "recompute", "options": choices("remat")},
     {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},
@@ -180,7 +190,7 @@ def tensors(state: dict) -> list[dict]:
     config, _, _, _ = read(
         state | {name: START[name] for name in ("mesh", "order")}
     )  # the same on every mesh
-    all_axes = parse_mesh(" ".join(f"{a}=2" for a in AXES))
+    all_axes = dataclasses.replace(parse_mesh(" ".join(f"{a}=4" for a in AXES)), kv=2)
     both = ({"zero": zero, "tp_sequence": cut} for zero in range(4) for cut in (False, True))
     plans = {mode(s): make_plan(s, all_axes) for s in (state | one for one in both)}
     rows, b, s, of = [], state["batch_size"], state["seq_len"], [state[name] for name in SHAPES]
@@ -194,6 +204,7 @@ def tensors(state: dict) -> list[dict]:
             "itemsize": itemsize,
             "times": times,
             "of": of,
+            "heads": config.num_kv_heads,  # of which ranks of tp may hold copies
         }
         stacked = {"chunks": {s: n for s, n in CHUNKS.items() if n > 1}} if name.startswith("blocks.") else {}
         rows.append(entry | stacked | {"layout": layouts})
@@ -290,8 +301,8 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
 def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> list[dict]:
     """What `traffic.step_traffic` says, row by row, the largest first: what of, the largest collective, and
     seconds."""
-    sizes, rows = plan.mesh.sizes, []
-    apart = strides(sizes, order)
+    sizes, rows = plan.mesh.asked, []
+    apart = strides(*parted(sizes, order, config.num_kv_heads))
     for (names, what), row in traffic.step_traffic(config, plan, batch_size, seq_len).items():
         axes = tuple(names.split(","))
         each = sum((counter for counter in row.of.values()), Counter[int]())
@@ -454,14 +465,15 @@ def neighbours(state: dict, most: int = 600) -> list[dict]:
 
 def device_rows(state: dict, rows: list[dict], sizes: dict[str, int], order) -> list[list[str]]:
     """What the chosen device holds: (tensor, layout, slice, bytes) as text."""
-    at, out = coordinates(sizes, order, state["device"]), []
+    (cut, inside), out = parted(sizes, order, rows[0]["heads"] if rows else 1), []
+    at = coordinates(cut, inside, state["device"])
     for row in rows:
         layout = parse_layout(row["layout"][mode(state)])
         live = Layout(
-            tuple(dataclasses.replace(d, axes=tuple(a for a in d.axes if sizes[a] > 1)) for d in layout.dims),
-            tuple(a for a in layout.sums if sizes[a] > 1),
+            tuple(dataclasses.replace(d, axes=tuple(a for a in d.axes if cut[a] > 1)) for d in layout.dims),
+            tuple(a for a in layout.sums if cut[a] > 1),
         )
-        held = slices(live, shape_of(row, state, sizes), sizes, at)
+        held = slices(live, shape_of(row, state, cut), cut, at)
         words = "cannot be cut evenly" if held is None else "[" + ", ".join(f"{a}:{b}" for a, b in held) + "]"
         bytes_held = (
             math.prod(b - a for a, b in held) * row["itemsize"] * row["times"] if held is not None else 0
@@ -478,19 +490,19 @@ def scene(state: dict) -> Scene:
     the memory."""
     reply = answer(state)
     try:
-        _, kind, shape, order = read(state)
+        config, kind, shape, order = read(state)
         rows = tensors(state)
     except ValueError:
         return compose("refused", [], reply["says"], reply["says"].splitlines())
     sizes, node, device = shape.sizes, kind.per_device().node_size, min(state["device"], shape.size - 1)
     place, notes = places(sizes, order, node), list[str]()
-    sent = [row for row in reply["traffic"] if state["axis"] in row["axes"]]
+    cut, inside = parted(sizes, order, config.num_kv_heads)
+    asked = {state["axis"], "kv" if state["axis"] == "tp" else ""}  # a part of tp
+    sent = [row for row in reply["traffic"] if asked & {*row["axes"]}]
     row = sent[min(state["row"], len(sent) - 1)] if sent else None
-    axes = tuple(a for a in order if row and a in row["axes"]) or (state["axis"],) * (
-        sizes.get(state["axis"], 1) > 1
-    )
+    axes = tuple(a for a in inside if a in (row["axes"] if row else asked) and cut[a] > 1)
     if axes:
-        teams = groups(sizes, order, axes)
+        teams = groups(cut, inside, axes)
         number = [i for _, i in sorted((d, i) for i, team in enumerate(teams) for d in team)]
         what = (
             f"{count_noun(len(teams), 'group')} over {','.join(axes)}; filled: the group of device {device}"
@@ -498,13 +510,15 @@ def scene(state: dict) -> Scene:
     else:
         chosen = next((r for r in rows if r["name"] == state["tensor"]), rows[0])
         layout = parse_layout(chosen["layout"][mode(state)])
-        cut = shard_numbers(layout, shape_of(chosen, state, sizes), sizes, order)
-        number = cut or list(range(shape.size))
+        shards = shard_numbers(layout, shape_of(chosen, state, cut), cut, inside)
+        number = shards or list(range(shape.size))
         what = f"{count_noun(shape.size, 'device')} in link order; "
         name = chosen["name"]
-        what += f"filled: same shard of {name} as device {device}" if cut else f"{name} cannot be cut evenly"
+        what += (
+            f"filled: same shard of {name} as device {device}" if shards else f"{name} cannot be cut evenly"
+        )
     items = layouts.cells(
-        place, number, device, "group" if axes else "shard" if cut else "device", axes[0] if axes else "s1"
+        place, number, device, "group" if axes else "shard" if shards else "device", axes[0] if axes else "s1"
     )
     if row and len(teams[0]) <= 64:
         team, steps = teams[number[device]], rounds(row["kind"], len(teams[0]), row.get("pairs"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 import time
 from typing import Any
@@ -25,7 +26,7 @@ from llmpar.inspect.census import census_hlo, census_table, compiled_memory, rea
 from llmpar.inspect.liveness import traced_peak
 from llmpar.inspect.roofline import Roofline, Sent, merged_terms, roofline
 from llmpar.inspect.targets import Target, need_compiler
-from llmpar.mesh import make_mesh
+from llmpar.mesh import make_mesh, split
 from llmpar.notation import MeshShape
 from llmpar.plan import Plan
 from llmpar.predict import memory, ring
@@ -52,6 +53,7 @@ def compile_step(
         need_compiler("cudnn")
     mesh = make_mesh(plan.mesh, target.devices)
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
+    mesh = split(mesh, step.plan.mesh)
     begin = time.perf_counter()
     held = memory.argument_bytes(config, plan, batch_size, seq_len)
     need: dict[str, Any] = {
@@ -193,7 +195,8 @@ def picture(document: dict) -> Scene:
 
 def _seen_share(config: ModelConfig, plan: Plan, seq_len: int) -> float:
     """Give the share of all pairs of tiles that the kernel of attention computes, one document a row."""
-    ranks = 1 if plan.context_parallel == "ulysses" else plan.mesh.sp
+    plan = plan.of(config)
+    ranks = math.prod(plan.mesh.sizes[a] for a in plan.regions["queries"]["s"])
     return ring.seen_share(seq_len, ranks, plan.sequence_order, Mask(True, config.window))
 
 

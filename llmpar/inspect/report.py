@@ -25,7 +25,7 @@ from llmpar.inspect.census import (
 from llmpar.inspect.links import links, links_table
 from llmpar.inspect.liveness import traced_peak
 from llmpar.inspect.types import types_table
-from llmpar.mesh import make_mesh, platform_of
+from llmpar.mesh import make_mesh, platform_of, split
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.step import Step
@@ -82,7 +82,8 @@ def compare(
 
     Of a pipeline's stages it takes the one that sends most.
     """
-    plan = plan.on(platform_of(mesh))
+    plan = plan.on(platform_of(mesh)).of(config)
+    mesh = split(mesh, plan.mesh)
     by_stage = [
         traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
     ]
@@ -110,7 +111,7 @@ def compare(
         "params": config.num_params,
         "dispatch": plan.dispatch if plan.live("ep") else None,
         "grouped": plan.grouped if config.experts else None,
-        "mesh": {a: n for a, n in plan.mesh.sizes.items() if n > 1},
+        "mesh": {a: n for a, n in plan.mesh.asked.items() if n > 1},
         "links": links(mesh),
         "reading": plan.reading,
         "attention_kernel": plan.attention_kernel,

@@ -35,7 +35,7 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
     layers = sum(counts)
     dense = min(run.dense_layers, layers) if stage == 0 else 0
     first, last = stage == 0, stage == mesh.pp - 1
-    body = s["attention"] + s["vectors"]
+    body = s["attention"] + s["copies"] + s["vectors"]
     sparse = s["ffn"] + s["router"]
     shared = layers * body + (layers - dense) * sparse + dense * s["dense"]
     shared += first * s["embedding"] + last * (s["head"] or (s["embedding"] if mesh.pp > 1 else 0.0))
@@ -103,7 +103,7 @@ def activation_bytes(run: Run) -> tuple[float, float]:
     c, tp, how = run.config, run.mesh.tp, run.config.experts
     d, t = c.width, run.tokens
     stream = 2.0 * run.stream_tokens * d
-    heads = 2.0 * t * (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_width / tp
+    heads = 2.0 * t * (2 * c.num_heads + 2 * run.kv_heads) * c.head_width / tp
     visits = how.top_k + how.num_shared if how else 1
     inner = 2.0 * t * run.ffn_products * c.ffn_width / tp * visits
     if how:

@@ -21,6 +21,7 @@ def _local(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> tu
     ``used``, ``unreduced``, ``accumulated`` and ``graded`` (`plan.Life`); of the blocks' weights alone as
     ``blocks stored`` …; of the output head as ``head used``; of the largest weight as ``largest unreduced``;
     and of those that a loop gathers along a dim that is not their first as ``turned``."""
+    plan = plan.of(config)
     sizes, held = plan.mesh.sizes, Counter[str]()
     for path, weight in plan.padded(config).weights().items():
         life = plan.life(weight.dims)
@@ -65,7 +66,7 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
     """
     tokens, held = _local(config, plan, batch_size // plan.microbatches, seq_len)
     item, layers = ITEMSIZE[plan.dtype], config.num_layers
-    saves, crossing, work, stream = _block(config, plan, tokens, seq_len)
+    saves, crossing, work, stream = _block(config, plan.of(config), tokens, seq_len)
     narrow = lambda name: held[name] * item // FLOAT32
     layer = narrow("blocks used") * plan.mesh.pp // plan.padded(config).num_layers
     work += layer * (2 if plan.gathers == "block" else 1)
@@ -100,7 +101,7 @@ def _block(
     whole = tokens * config.width * item
     stream = whole // (tp if plan.tp_sequence else 1)
     queries = tokens * config.head_width * config.num_heads * item // tp
-    keys = tokens * config.head_width * config.num_kv_heads * item // tp
+    keys = tokens * config.head_width * max(config.num_kv_heads // tp, 1) * item
     ffn = hidden = tokens * config.ffn_width * item // tp
     if config.experts:  # the slots of the buffer, and the hidden values of a rank's usual share of visits
         slots_here = plan.mesh.ep * config.experts.slots(tokens, 1, plan.mesh.ep)
@@ -109,9 +110,10 @@ def _block(
         ffn = hidden + (slots_here + visits) * config.width * item
     # Scores and their gradient in float32, and both again as the products read them.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
-    local = seq_len if plan.context_parallel == "ulysses" else seq_len // plan.mesh.sp
+    apart = math.prod(plan.mesh.sizes[a] for a in plan.regions["queries"]["s"])
+    local = seq_len // apart
     tile = min(plan.attention_block or 256, local) ** 2
-    heads = config.num_heads // tp // (plan.mesh.sp if plan.context_parallel == "ulysses" else 1)
+    heads = config.num_heads // tp // (plan.mesh.sp // apart)
     dense = tokens * seq_len // rows
     if plan.attention_kernel == "xla":
         tile = dense

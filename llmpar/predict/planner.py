@@ -97,11 +97,11 @@ def meshes(q: Question) -> Iterator[MeshShape]:
     """Every mesh of all devices whose axes the model's dims allow and the machine's links can bear: tp within
     a node or along one axis of a torus, a sequence cut into no less than 4,096 positions."""
     c, n = q.config, q.num_devices
-    widths = math.gcd(c.num_heads, c.num_kv_heads, c.ffn_width, c.vocab_size)
+    widths, heads = math.gcd(c.num_heads, c.ffn_width, c.vocab_size), c.num_kv_heads
     node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
     fixed = {a: v for a, v in q.fixed.items() if a in AXES}
     choices = {
-        "tp": [t for t in divisors(widths) if t <= node],
+        "tp": [t for t in divisors(widths) if t <= node and (heads % t == 0 or t % heads == 0)],
         "pp": [p for p in divisors(n) if p <= min(c.num_layers, 64)],
         "ep": divisors(c.experts.num_experts) if c.experts else [1],
         "sp": [s for s in divisors(n) if s == 1 or q.seq_len // s >= 4096],
@@ -134,7 +134,9 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
         states += [{"zero": 1}, {"reshard_after_forward": False}]
     sequences: list[dict[str, Any]] = [{}]
     if mesh.sp > 1:
-        fits_heads = q.config.num_kv_heads // mesh.tp % mesh.sp == 0
+        few = q.config.num_kv_heads < mesh.tp  # then query heads are cut
+        heads = q.config.num_heads if few else q.config.num_kv_heads
+        fits_heads = heads // mesh.tp % mesh.sp == 0
         sequences = [{}] * (mesh.pp == 1)
         sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}] * fits_heads
         sequences = sequences or [{"context_parallel": "gather"}]
@@ -295,12 +297,12 @@ def _refuse(q: Question) -> None:
         raise ValueError(f"a plan has no field {', '.join(unknown)}")
     if not any(True for _ in meshes(q)):
         c = q.config
-        widths = math.gcd(c.num_heads, c.num_kv_heads, c.ffn_width, c.vocab_size)
+        widths = math.gcd(c.num_heads, c.ffn_width, c.vocab_size)
         text = " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
         raise ValueError(
-            f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': tp divides {widths} and"
-            f" stays in a node, pp divides the devices and is at most its {c.num_layers} layers, sp leaves"
-            " 4,096 positions a rank"
+            f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': tp divides {widths},"
+            f" divides its {c.num_kv_heads} KV heads or is a multiple of them, and stays in a node, pp"
+            f" divides the devices and is at most its {c.num_layers} layers, sp leaves 4,096 positions a rank"
         )
 
 

@@ -182,21 +182,22 @@ class Clock:
             one = self.collective("all-reduce", width, mesh.tp, 1)
             found["tensor-parallel links"] = (2 * one, 2 * one)
         if mesh.sp > 1:
-            keys = 2.0 * run.tokens * 2 * c.num_kv_heads * c.head_width / mesh.tp
+            keys = 2.0 * run.tokens * 2 * run.kv_heads * c.head_width / mesh.tp
             queries = 2.0 * run.tokens * 2 * c.num_heads * c.head_width / mesh.tp
             inner = self.inner["sp"]
-            if run.context_parallel == "ring":
-                hop = self.collective("permute", keys, mesh.sp, inner) * (mesh.sp - 1)
-                found["sequence links"] = (
-                    self.exposed(hop, core, True),
-                    self.exposed(3 * hop, 2.5 * core, True),
-                )
-            elif run.context_parallel == "ulysses":
-                once = self.collective("all-to-all", keys + queries, mesh.sp, inner) + 3 * self.rates.start_s
-                found["sequence links"] = (once, once)
-            else:
+            here = max(1, int(run.kv_heads) // mesh.tp)
+            near = {"ulysses": mesh.sp, "usp": math.gcd(here, mesh.sp)}.get(run.context_parallel, 1)
+            once, hop = 0.0, 0.0
+            if run.context_parallel == "gather":
                 once = self.collective("all-gather", keys * mesh.sp, mesh.sp, inner)
-                found["sequence links"] = (once, once)
+            elif near > 1:
+                once = self.collective("all-to-all", keys + queries, near, inner) + 3 * self.rates.start_s
+            if run.context_parallel in ("ring", "usp") and (ring := mesh.sp // near) > 1:
+                hop = self.collective("permute", keys, ring, inner * near) * (ring - 1)
+            found["sequence links"] = (
+                once + self.exposed(hop, core, True),
+                once + self.exposed(3 * hop, 2.5 * core, True),
+            )
         if c.experts and mesh.ep > 1 and not dense:
             once = 2 * self.exchange(2.0 * run.stream_tokens * c.width)
             found["expert links"] = (once, once)
@@ -260,7 +261,7 @@ class Clock:
         """Parameters of a layer on a device's tp rank: those that all data ranks share, and those of its
         experts."""
         s, mesh, how = self.run.sizes, self.run.mesh, self.run.config.experts
-        body = s["attention"] + (s["dense"] if dense else s["ffn"] + s["router"])
+        body = s["attention"] + s["copies"] + (s["dense"] if dense else s["ffn"] + s["router"])
         experts = 0.0 if dense or not how else s["experts"] / mesh.ep
         return body / mesh.tp, experts / (mesh.tp if self.run.expert_tp else 1)
 

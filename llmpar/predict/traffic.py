@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from llmpar.config import ExpertConfig, ModelConfig, Weight
-from llmpar.notation import AXES, TRANSPOSES, Arrow
+from llmpar.notation import TRANSPOSES, Arrow
 from llmpar.plan import Plan
 from llmpar.predict.collectives import ring_bytes
 from llmpar.schedules import Schedule
@@ -176,19 +176,22 @@ def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int,
     training step, under the Manual reading. All stages take part in each permute between them, whether they
     have something to send or not.
     """
+    plan = plan.of(config)
     traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
     _weights(traffic, config, plan, run)
     values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
     _activations(values, config, run)
     if config.experts:
         _experts(values, config, config.experts, run)
-    if plan.live("sp"):
+    if plan.mesh.sp > 1:
         _attention(values, config, run)
     if plan.pipeline:
         _stages(values, config, plan.pipeline)
     tally = config.num_layers * (config.experts.num_experts + 2) if config.experts else 0
     small = "the loss, the tokens and the gradients' norm" + ", the tally of tokens per expert" * bool(tally)
-    traffic.add("all-reduce", plan.live(*AXES), small, FLOAT32 * (3 + tally), text="loss, tokens and norm")
+    traffic.add(
+        "all-reduce", plan.live(*plan.mesh.sizes), small, FLOAT32 * (3 + tally), text="loss, tokens and norm"
+    )
     return traffic
 
 
@@ -291,16 +294,17 @@ class Values:
         block forward, n - 1 backward, and so sends what the one collective would (Wang et al. 2023)."""
         if not self.plan.tp_comm_overlap:
             return self.carry(arrow, shape, of, forward, backward)
-        ((axis,),) = (move.axes for move in self.plan.resolve(arrow).moves)
+        (axes,) = (move.axes for move in self.plan.resolve(arrow).moves)
         block = self.itemsize * self.held("stream b s d", *shape)
-        self.hop(axis, of, block, (self.plan.mesh.sizes[axis] - 1) * (forward + backward), arrow)
+        hops = math.prod(self.plan.mesh.sizes[a] for a in axes) - 1
+        self.hop(axes, of, block, hops * (forward + backward), arrow)
 
-    def hop(self, axis: str, of: str, held_bytes: int, count: int, text: str) -> None:
+    def hop(self, axes: tuple[str, ...], of: str, held_bytes: int, count: int, text: str) -> None:
         """Ranks of a ring hand on what they hold, so many times (`par.hop`)."""
         kind, pieces = "collective-permute", 1
         if self.plan.hop == "exchange":
-            kind, pieces = "all-to-all", self.plan.mesh.sizes[axis]
-        self.traffic.add(kind, (axis,), of, pieces * held_bytes, count, text)
+            kind, pieces = "all-to-all", math.prod(self.plan.mesh.sizes[a] for a in axes)
+        self.traffic.add(kind, axes, of, pieces * held_bytes, count, text)
 
     def carry(
         self, arrow: str, shape, of: str, forward: int, backward: int = 0, itemsize: int = 0, **names
@@ -388,11 +392,11 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     values.carry("attention b s k h -> keys b s k h", keys, of, 2 * layers, 2 * again, gradient=gradients)
     known = 2 - (plan.documents == "whole")  # cudnn's mask needs no positions then
     values.carry("data b s -> ids b s", (b, s), ids_of, known * run.attended, itemsize=4)
-    if plan.context_parallel == "ring":
-        hops, both = plan.mesh.sp - 1, 2 * values.held("keys b s k h", *keys)
+    if ring := plan.regions["keys"]["s"]:
+        hops, both = math.prod(plan.mesh.sizes[a] for a in ring) - 1, 2 * values.held("keys b s k h", *keys)
         turns, text = run.forward + run.attention + again, "keys b t -> the next rank"
         for name, item, times in ((of, values.itemsize, turns), (gradients, FLOAT32, again)):
-            values.hop("sp", name, both * item, hops * times, text)
+            values.hop(ring, name, both * item, hops * times, text)
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:

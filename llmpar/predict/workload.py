@@ -140,7 +140,7 @@ class Run:
     tp_sequence: bool = False
     tp_overlap: bool = False
     ep_overlap: bool = False
-    context_parallel: Literal["ring", "ulysses", "gather"] = "ring"
+    context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
     ffn_products: int = 3
     gpt: bool = False
     fp8: bool = False
@@ -181,11 +181,16 @@ class Run:
         """Tokens of the residual stream on a device."""
         return self.tokens / (self.mesh.tp if self.tp_sequence else 1)
 
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of all ranks of tp, which hold copies where they are more than the heads."""
+        return max(self.config.num_kv_heads, self.mesh.tp)
+
     @cached_property
     def sizes(self) -> dict[str, float]:
-        """Parameters of one layer by part, and of the ends: ``attention``, ``ffn`` (shared experts too),
-        ``experts``, ``router``, ``vectors``, ``dense`` (a leading dense layer's feed-forward), ``embedding``,
-        ``head``."""
+        """Parameters of one layer by part, and of the ends: ``attention``, ``copies`` (of KV heads, beyond
+        the first), ``ffn`` (shared experts too), ``experts``, ``router``, ``vectors``, ``dense`` (a leading
+        dense layer's feed-forward), ``embedding``, ``head``."""
         c = self.config
         d, n, k, h = c.width, c.num_heads, c.num_kv_heads, c.head_width
         attention = d * h * (2 * n + 2 * k)
@@ -196,6 +201,7 @@ class Run:
         each, how = self.ffn_products * d * c.ffn_width, c.experts
         return {
             "attention": attention,
+            "copies": 0 if c.latent else 2 * d * h * (self.kv_heads - k),
             "ffn": each * (how.num_shared if how else 1),
             "experts": each * how.num_experts if how else 0,
             "router": d * how.num_experts if how else 0,
@@ -252,7 +258,7 @@ class Run:
     def attention_products(self) -> list[Product]:
         """The projections of attention, forward, of a microbatch on a device."""
         c, t, tp = self.config, self.tokens, self.mesh.tp
-        d, n, k, h = c.width, c.num_heads / tp, max(1, c.num_kv_heads / tp), c.head_width
+        d, n, k, h = c.width, c.num_heads / tp, self.kv_heads / tp, c.head_width
         if mla := c.latent:
             return [
                 Product(t, d, mla.q_rank),
@@ -309,7 +315,7 @@ class Run:
         """Bytes that a layer's elementwise work reads and writes, forward: norms, residual sums, rotary
         embedding, the nonlinearity; of a GPT dropouts and biases too; of unfused attention its scores."""
         c, how, tp = self.config, self.config.experts, self.mesh.tp
-        heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_width / tp
+        heads = (c.num_heads + 2 * self.kv_heads) * c.head_width / tp
         stream = (14 if self.gpt else 10) * self.stream_tokens * c.width
         inner = 2 * heads * self.tokens * (1 if self.gpt else 1.5)
         width = self.ffn_products * c.ffn_width / tp

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from llmpar import attention
 from llmpar.config import ModelConfig
-from llmpar.mesh import platform_of, sharding, spec
+from llmpar.mesh import platform_of, sharding, spec, split
 from llmpar.notation import Layout
 from llmpar.par import Manual, vary
 from llmpar.plan import Plan
@@ -41,7 +41,7 @@ class Serving(Plan):
         table = {
             name: {d: axes for d, axes in cuts.items() if d != "s"} for name, cuts in super().regions.items()
         }
-        return table | {"cache": {"b": table["data"]["b"], "t": self.live("sp"), "k": self.live("tp")}}
+        return table | {"cache": {"b": table["data"]["b"], "t": self.live("sp"), "k": self.live("tp", "kv")}}
 
 
 class Decoder:
@@ -64,8 +64,10 @@ class Decoder:
         self.config, self.length, self.start = config, length, 0
         self.platform = platform_of(mesh)
         self.plan = plan = self.check(config, plan, batch_size, length).on(self.platform)
+        mesh = split(mesh, plan.mesh)
         slots = -(-length // plan.mesh.sp) * plan.mesh.sp
-        shape = (config.num_layers, batch_size, slots, config.num_kv_heads, config.head_width)
+        heads = max(config.num_kv_heads, plan.mesh.tp)  # the copies of a KV head have each a cache
+        shape = (config.num_layers, batch_size, slots, heads, config.head_width)
         self.everywhere = sharding(mesh, Layout(()))
         cut, rows = plan.place(CACHE), plan.place("data b s")
         zeros = jax.jit(lambda: jnp.zeros(shape, plan.dtype), out_shardings=sharding(mesh, cut))
@@ -87,7 +89,9 @@ class Decoder:
         if length < 1:
             raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
         kept = {name: getattr(plan, name) for name in ("mesh", "zero", "dtype")}
-        serving = Serving(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").effective(config)
+        serving = (
+            Serving(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").effective(config).of(config)
+        )
         assert isinstance(serving, Serving)
         serving.check(config, batch_size, plan.mesh.sp)
         return serving

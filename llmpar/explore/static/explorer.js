@@ -14,6 +14,13 @@ export function strides(sizes, order) {
   return out;
 }
 
+// tp as two axes: tp, and inside it kv, whose ranks hold copies of one of the model's KV heads.
+export function parted(sizes, order, heads) {
+  if (!heads) return [sizes, order];
+  const copies = sizes.tp % heads ? 1 : Math.max(1, sizes.tp / heads);
+  return [{ ...sizes, tp: sizes.tp / copies, kv: copies }, order.flatMap((a) => (a === "tp" ? ["tp", "kv"] : [a]))];
+}
+
 export function coordinates(sizes, order, device, apart = strides(sizes, order)) {
   return Object.fromEntries(order.map((a) => [a, Math.floor(device / apart[a]) % sizes[a]]));
 }
@@ -180,14 +187,16 @@ export function shapeOf(row, state, sizes) {
 
 function cutOf(row, state, sizes, at, device) {
   if (row.shards) return [row.layout, row.shards[row.holds[device]] ?? null];
-  const layout = live(parseLayout(row.layout[modeOf(state)]), sizes);
+  const [all] = parted(sizes, [], row.heads), layout = live(parseLayout(row.layout[modeOf(state)]), all);
+  if (all.kv) at = { ...at, tp: Math.floor(at.tp / all.kv), kv: at.tp % all.kv };
   const words = layout.dims.map((d) => d.name + (d.axes.length ? "/" + d.axes.join(",") : ""));
-  return [[...words, ...layout.sums.map((a) => "+" + a)].join(" ") || "whole", slices(layout, shapeOf(row, state, sizes), sizes, at)];
+  return [[...words, ...layout.sums.map((a) => "+" + a)].join(" ") || "whole", slices(layout, shapeOf(row, state, all), all, at)];
 }
 
 // The shard of one tensor that each device holds, as a number in order of appearance; null where it cannot be cut.
 export function shardNumbers(row, state, sizes, order) {
   if (row.shards) return [...row.holds];
+  [sizes, order] = parted(sizes, order, row.heads);
   const layout = live(parseLayout(row.layout[modeOf(state)]), sizes), shape = shapeOf(row, state, sizes);
   if (!slices(layout, shape, sizes, Object.fromEntries(order.map((a) => [a, 0])))) return null;
   const n = product(order.map((a) => sizes[a])), apart = strides(sizes, order), numbers = new Map(), out = [];
@@ -243,7 +252,7 @@ function themeCss({ light, dark }, scope) {
     `[data-jp-theme-light=true] ${scope}{${vars(light)}}[data-jp-theme-light=false] ${scope}{${vars(dark)}}`;
 }
 
-const AXES = ["pp", "dp", "fsdp", "ep", "sp", "tp"]; // a live array's mesh may name others: they are grey
+const AXES = ["pp", "dp", "fsdp", "ep", "sp", "tp", "kv"]; // a live array's mesh may name others: they are grey
 const axisColor = (a, line = "") => (AXES.includes(a) ? `var(--${a}${line})` : a === "s1" ? "var(--s1)" : line ? "var(--ink)" : "var(--s2)");
 const onFill = (a) => (["pp", "dp", "sp"].includes(a) ? "var(--white)" : "var(--black)");
 
@@ -528,9 +537,9 @@ function renderMesh(context) {
     refresh(root, controls, state);
     axisRows();
     const node = (answer && answer.node) || doc.node || n, place = places(sizes, order, node);
-    const traffic = (answer && answer.traffic) || [], mine = traffic.filter((t) => t.axes.includes(state.axis)), row = mine[Math.min(state.row, mine.length - 1)];
-    const axes = row ? order.filter((a) => row.axes.includes(a)) : state.axis && sizes[state.axis] > 1 ? [state.axis] : [];
-    const teams = axes.length ? groups(sizes, order, axes) : [], teamOf = new Array(n);
+    const traffic = (answer && answer.traffic) || [], asked = state.axis === "tp" ? ["tp", "kv"] : [state.axis], mine = traffic.filter((t) => t.axes.some((a) => asked.includes(a))), row = mine[Math.min(state.row, mine.length - 1)];
+    const [cut, inside] = parted(sizes, order, tensor && tensor.heads), axes = inside.filter((a) => (row ? row.axes : asked).includes(a) && cut[a] > 1);
+    const teams = axes.length ? groups(cut, inside, axes) : [], teamOf = new Array(n);
     teams.forEach((team, i) => team.forEach((d) => { teamOf[d] = i; }));
     const shards = axes.length || !tensor ? null : shardNumbers(tensor, state, sizes, order), team = teams[teamOf[device]] || [];
     const g = team.length, plan = row && g <= 64 ? rounds(row.kind, g, row.pairs) : null, at = plan ? Math.min(state.step, plan.length - 1) : 0;
@@ -719,7 +728,7 @@ function renderMesh(context) {
     else if (d.tensor) widget.set({ tensor: d.tensor, axis: "", step: 0 });
     else if (d.groups) widget.set({ axis: state.axis === d.groups ? "" : d.groups, row: 0, step: 0 });
     else if (d.outer) { const next = [...order], i = next.indexOf(d.outer); [next[i - 1], next[i]] = [next[i], next[i - 1]]; widget.set({ order: next.join(" ") }); root.querySelector(`[data-outer="${d.outer}"]`).focus(); }
-    else if (d.traffic) { const all = widget.answer().traffic, t = all[Number(d.traffic)], axis = t.axes[0]; widget.set({ axis, row: all.filter((x) => x.axes.includes(axis)).indexOf(t), step: 0 }); }
+    else if (d.traffic) { const all = widget.answer().traffic, t = all[Number(d.traffic)], axis = t.axes[0] === "kv" ? "tp" : t.axes[0]; widget.set({ axis, row: all.filter((x) => x.axes.includes(axis) || (axis === "tp" && x.axes.includes("kv"))).indexOf(t), step: 0 }); }
     else if (d.step) widget.set({ step: state.step + Number(d.step) });
     else if (d.mesh) widget.set({ mesh: d.mesh, step: 0 });
     else if (d.plan) { widget.set({ ...doc.planned.rows[d.plan].state, step: 0 }); root.querySelector(`[data-plan="${d.plan}"]`).focus(); }
