@@ -113,8 +113,8 @@ def test_a_shared_file_is_held_against_runs(tmp_path, capsys):
         ratio = a["predicted"]["step_s"] / b["predicted"]["step_s"]
         # Some wait for their host; where products take longer, more is hidden behind them.
         assert ratio > 0.98 if a["chip"] == "a100-80" else ratio == 1, (a["id"], ratio)
-        slower += ratio > 1.5
-    assert slower > 400
+        slower += ratio > 1.2
+    assert slower > 250
 
 
 @pytest.mark.parametrize(
