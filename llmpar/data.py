@@ -17,9 +17,9 @@ import os
 import pathlib
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, SupportsInt
+from typing import Any, Literal, SupportsInt
 
 import numpy as np
 from jaxtyping import Int32
@@ -375,8 +375,9 @@ class Stream:
     shuffled; a document may be cut in two by the split.
 
     ``positions`` gives the position that each place of the sequence holds
-    (:func:`llmpar.sequence_order.sequence_permutation`). Targets are formed before it is applied, so a step
-    permutes nothing.
+    (:func:`llmpar.sequence_order.sequence_permutation`), or is a function that gives them row by row, ``b
+    s``, from the rows' segments (:func:`llmpar.sequence_order.row_orders`). Targets are formed before it is
+    applied, so a step permutes nothing.
     """
 
     def __init__(
@@ -384,7 +385,9 @@ class Stream:
         corpus: Corpus,
         config: DataConfig,
         part: Literal["train", "held_out"] = "train",
-        positions: Sequence[int] | np.ndarray | Literal["contiguous"] = "contiguous",
+        positions: (
+            Sequence[int] | np.ndarray | Callable[[np.ndarray], np.ndarray] | Literal["contiguous"]
+        ) = "contiguous",
     ):
         self.corpus, self.config, self.part = corpus, config, part
         total, s = len(corpus.tokens), config.seq_len
@@ -400,15 +403,11 @@ class Stream:
             )
             hint = "use a shorter seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
             raise ValueError(f"seq_len {s} needs {s + 1} tokens, but {found}; {hint}")
-        self.positions = (
-            np.arange(s)
-            if isinstance(positions, str) and positions == "contiguous"
-            else np.atleast_1d(positions)
-        )
-        if not np.array_equal(np.sort(self.positions), np.arange(s)):
-            raise ValueError(
-                f"positions {str(positions):.60} is no permutation of 0 to {s - 1}; use one, or 'contiguous'"
-            )
+        self.positions: Any = positions
+        if not callable(positions):
+            plain = isinstance(positions, str) and positions == "contiguous"
+            self.positions = np.arange(s) if plain else np.atleast_1d(positions)
+            self._check_order(self.positions, (s,))
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def batch(self, step: int) -> Batch:
@@ -435,7 +434,19 @@ class Stream:
             "positions": np.broadcast_to(np.arange(s, dtype=np.int32), (len(picks), s)),
             "segments": documents[:, :-1] - documents[:, :1] + 1,
         }
-        return {name: np.ascontiguousarray(x[:, self.positions]) for name, x in batch.items()}
+        order = self.positions
+        if callable(order):
+            self._check_order(order := order(batch["segments"]), (len(picks), s))
+        order = np.broadcast_to(order, (len(picks), s))
+        return {name: np.take_along_axis(x, order, 1) for name, x in batch.items()}
+
+    def _check_order(self, order: np.ndarray, shape: tuple[int, ...]) -> None:
+        """Refuse an order that leaves out a position."""
+        if not np.array_equal(np.sort(order), np.broadcast_to(np.arange(shape[-1]), shape)):
+            raise ValueError(
+                f"positions {str(order):.60} is no permutation of 0 to {shape[-1] - 1}; use one, or"
+                " 'contiguous'"
+            )
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The epoch's order of rows; and for each document in its order, where it starts and how far its

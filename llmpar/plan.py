@@ -176,7 +176,8 @@ class Plan:
             ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every row by every expert), or
             by the kernels of :mod:`llmpar.grouped` in ``triton`` (GPUs). ``auto``: what suits the devices.
         sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
-            work.
+            work where a row is one document; ``balanced`` does for rows of several, by an order that the
+            loader chooses for each row (`llmpar.sequence_order.row_orders`).
         schedule: the order in which pipeline stages work: a name of `schedules.SCHEDULES`, or an order
             written out, one line per stage (`schedules.from_text`).
         virtual_stages: pieces of the model per stage (Megatron's word), for schedules that let one choose.
@@ -208,7 +209,7 @@ class Plan:
     hop: Literal["auto", "permute", "exchange"] = "auto"
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
     grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
-    sequence_order: Literal["zigzag", "striped", "contiguous"] = "zigzag"
+    sequence_order: Literal["zigzag", "balanced", "striped", "contiguous"] = "zigzag"
     schedule: str = "1f1b"
     virtual_stages: int | None = None
     stage_saves: Literal["input", "residuals"] = "input"
@@ -411,7 +412,7 @@ class Plan:
             near = 2 * sizes["sp"] * max(1, seq_len // (2 * sizes["sp"]))
             raise ValueError(
                 f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sizes['sp']} parts, and {seq_len}"
-                f" is no multiple; use {near}, or sequence_order='striped'"
+                f" is no multiple; use {near}, or sequence_order='balanced' or 'striped'"
             )
         which, heads = ("query", config.num_heads) if self.mesh.kv > 1 else ("KV", config.num_kv_heads)
         if self.context_parallel == "ulysses" and (here := heads // sizes["tp"]) % sizes["sp"]:
@@ -419,11 +420,12 @@ class Plan:
                 f"context_parallel='ulysses' cuts the {here} {which} heads of a device by sp ="
                 f" {sizes['sp']}; use context_parallel='ring', which needs no heads"
             )
-        if self.context_parallel == "usp" and self.mesh.ul == 1:
+        if self.context_parallel == "usp" and self.mesh.ul in (1, self.mesh.sp):
+            parts, way = ("all", "ulysses") if self.mesh.ul > 1 else ("no part", "ring")
             raise ValueError(
                 f"context_parallel='usp' exchanges the {heads // sizes['tp']} {which} heads of a device among"
-                f" ranks of sp = {sizes['sp']}, and no part of these divides them; use"
-                " context_parallel='ring'"
+                f" ranks of sp = {sizes['sp']}, and {parts} of these divide them; use"
+                f" context_parallel='{way}'"
             )
         for what in ("queries", "keys"):
             local = seq_len // math.prod(self.mesh.sizes[a] for a in self.regions[what].get("s", ()))
@@ -438,6 +440,11 @@ class Plan:
         if self.reduce == "bucket" and self.reading == "explicit":
             why = "joins gradients that are cut in different ways, and a type has one way"
             raise ValueError(f"reduce='bucket' {why}; use reduce='end', or reading='manual'")
+        if self.reading == "explicit" and 1 < self.unroll < config.num_layers:
+            why = "JAX 0.10 cannot cut a loop over unfinished sums in pieces"
+            raise ValueError(
+                f"unroll={self.unroll} does not go with reading='explicit': {why}; use unroll=1 or unroll=0"
+            )
         if self.reduce == "layer" and self.microbatches > 1:
             raise ValueError(
                 "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1"
@@ -450,10 +457,10 @@ class Plan:
         heads, tp = config.num_kv_heads, self.mesh.tp
         if heads % tp and self.mesh.kv == 1:
             both = math.gcd(config.num_heads, config.ffn_width, config.vocab_size)
-            ways = [n for n in divisors(both) if n <= 4 * tp and (heads % n == 0 or n % heads == 0)]
+            fits = (n for n in divisors(both) if n <= 4 * tp and 0 in (heads % n, n % heads))
             raise ValueError(
                 f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of"
-                f" {', '.join(map(str, ways))}"
+                f" {', '.join(map(str, fits))}"
             )
         if self.mesh.kv > 1 and self.reading == "explicit":
             raise ValueError(

@@ -81,8 +81,8 @@ def experts(x, w, how, pieces):
     for piece in (
         np.unique(pieces) if how.capacity_factor is not None else ()
     ):  # what one device holds of a row
-        here = (pieces == piece)[:, None]
-        room = math.ceil(round(how.top_k * here.sum() * how.capacity_factor / how.num_experts, 9))
+        here = (pieces == piece)[..., None]
+        room = math.ceil(round(how.top_k * here.sum(-2).max() * how.capacity_factor / how.num_experts, 9))
         kept &= ~here | (jnp.cumsum(chosen & here, 1) <= room)
     each = jax.vmap(swiglu, (None, 0, 0, 0), -1)(x, w["experts.gate"], w["experts.up"], w["experts.down"])
     y = (each * jnp.where(kept, weight, 0)[:, :, None]).sum(-1)

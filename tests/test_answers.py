@@ -45,6 +45,25 @@ def test_tensors_add_up_to_the_predicted_arguments(mesh, zero):
     assert dict(answers.answer(state)["memory"])["weights"] == held["params"]
 
 
+@pytest.mark.parametrize("mesh", ["tp=16", "fsdp=2 tp=32"])
+def test_copies_of_kv_heads_are_held_and_sent_as_predicted(mesh):
+    """8 KV heads on more ranks: neighbours hold the same one, and sum its gradients over `kv`."""
+    state = TINY | {"model": "llama3-8b", "mesh": mesh, "tp_sequence": True, "axis": "tp"}
+    held = memory.argument_bytes(preset("llama3-8b"), answers.make_plan(state, mesh), state["batch_size"], 64)
+    reply = answers.answer(state)
+    assert reply["refusal"] is None
+    assert (total(state, "weight"), total(state, "moments")) == (held["params"], held["optimizer"])
+    assert any(row["axes"] == ["kv"] and "gradients" in row["what"] for row in reply["traffic"])
+    rows, sizes = answers.tensors(state), parse_mesh(mesh).sizes
+    slices = [
+        {row[0]: row[2] for row in answers.device_rows(state | {"device": d}, rows, sizes, AXES)}
+        for d in (0, 1)
+    ]
+    assert slices[0]["weight blocks.attention.k"] == slices[1]["weight blocks.attention.k"]
+    assert slices[0]["weight blocks.attention.q"] != slices[1]["weight blocks.attention.q"]
+    assert "tp,kv" in answers.scene(state).text
+
+
 def test_a_pipeline_pads_layers_as_the_plan_does():
     config = dataclasses.replace(preset("tiny"), num_layers=6)
     for schedule in ("1f1b", "interleaved", "zb-v"):

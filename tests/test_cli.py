@@ -361,6 +361,17 @@ def test_inspect_prints_types_beside_layouts(call, model):
     assert status == 1 and "reading='explicit' does not go with pp=2; use reading='manual'" in err
 
 
+def test_inspect_tells_how_far_meshes_may_be_apart(call, model):
+    small = ["inspect", "--model", model(), "--mesh", "dp=2", *TINY_STEP, "--tolerance"]
+    status, out, err = call(*small, "--json")
+    assert status == 0, err
+    told = json.loads(out)["tolerance"]
+    assert 0 < told["bound"]["loss"] < told["bound"]["gradient"] < 1e-4
+    assert {"name", "by", "unit", "length", "loss", "grad_norm", "gradient"} == told["terms"][0].keys()
+    status, out, _ = call(*small)
+    assert status == 0 and "spread between two meshes" in out
+
+
 def test_tables_keep_every_figure_whole_on_80_columns():
     """What is long folds, and nothing is cut."""
     row = dict(
@@ -481,7 +492,9 @@ def test_every_field_of_a_plan_an_optimizer_and_a_text_is_a_flag_with_its_defaul
 def test_help_of_a_flag_is_the_docstring_of_its_field(call):
     _, out, _ = call("inspect", "--help")
     text = " ".join(re.sub("[│╭╮╰╯─]", "", out).split())
-    assert "how positions are dealt to the ranks of sp. 'zigzag' gives each the same causal work." in text
+    assert (
+        "how positions are dealt to the ranks of sp. 'zigzag' gives each the same causal work where" in text
+    )
     assert "`" not in text and ":mod:" not in text and "--mesh STR" in text and "--pp" not in text
 
 

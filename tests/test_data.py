@@ -1,5 +1,6 @@
 """Text to batches. A corpus whose tokens are their own addresses lets any row be checked alone."""
 
+import functools
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ from llmpar.data import (
     read_corpus,
     tokenizer_of,
 )
-from llmpar.sequence_order import sequence_permutation
+from llmpar.sequence_order import row_orders, sequence_permutation
 
 CONFIG = DataConfig(seq_len=16, batch_size=5, held_out=4)
 PINNED_FIRSTS, PINNED_FINGERPRINT = [122, 531, 238, 696, 30], "b17273b56be68de9"
@@ -79,10 +80,12 @@ def same(a, b):
 # ----------------------------------------------------------------------------------------------------- stream
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped", "random"])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped", "random", "balanced"])
 def test_no_target_crosses_documents_and_segments_change_exactly_there(corpus, order):
     if order == "random":
         order = np.random.default_rng(1).permutation(16)
+    elif order == "balanced":
+        order = functools.partial(row_orders, order, n=4)
     elif order != "contiguous":
         order = sequence_permutation(order, 16, 4)
     # without a held-out part, so that no document is cut
@@ -90,7 +93,15 @@ def test_no_target_crosses_documents_and_segments_change_exactly_there(corpus, o
     assert stream.num_rows > 2 * 16
     batches = [stream.batch(step) for step in range(40)]
     assert [faults(batch, corpus) for batch in batches] == [set()] * 40
-    assert all((batch["positions"] == np.arange(16)[stream.positions]).all() for batch in batches)
+    if callable(order):
+        plain = Stream(corpus, config(held_out=0))
+        for step, batch in enumerate(batches):
+            natural = plain.batch(step)
+            places = order(natural["segments"])
+            assert same(batch, {k: np.take_along_axis(x, places, 1) for k, x in natural.items()})
+        assert len({tuple(map(int, row)) for batch in batches for row in batch["positions"]}) > 10
+    else:
+        assert all((batch["positions"] == np.arange(16)[stream.positions]).all() for batch in batches)
     # and there was something to get wrong
     assert sum((batch["targets"] == -1).sum() for batch in batches) > 50
     assert max(batch["segments"].max() for batch in batches) > 2

@@ -283,7 +283,7 @@ def test_llmpar_lab_lets_saved_notebooks_keep_their_widgets(tmp_path, monkeypatc
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    COMMANDS["lab"](folder=str(tmp_path)).run()
+    COMMANDS["lab"](folder=str(tmp_path), copies=str(tmp_path / "lessons")).run()
     folder = asked["env"]["JUPYTER_CONFIG_PATH"].split(os.pathsep)[-1]
     settings = json.loads((Path(folder) / "labconfig" / "default_setting_overrides.json").read_text())
     assert settings["@jupyter-widgets/jupyterlab-manager:plugin"] == {"saveState": True}

@@ -186,6 +186,8 @@ def test_what_a_device_holds_is_equal_in_bytes(javascript):
             "schedule": rng.choice(list(answers.CHUNKS)),
         }
         sizes = {axis: rng.choice((1, 1, 2, 3, 4)) for axis in AXES}
+        if rng.random() < 0.2:
+            sizes |= {"tp": rng.choice((16, 24))}  # copies of KV heads, of which there are 8
         state["device"] = rng.randrange(math.prod(sizes.values()))
         calls.append((rows, state, sizes, order, state["device"]))
         ours.append(answers.device_rows(state, rows, sizes, order))

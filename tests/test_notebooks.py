@@ -5,6 +5,7 @@ starve.
 """
 
 import ast
+import contextlib
 import importlib.util
 import re
 import subprocess
@@ -17,6 +18,8 @@ import pytest
 from jax import lax
 
 from llmpar import exercises
+from llmpar.exercises import judge
+from llmpar.notation import parse_arrow, parse_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "notebooks"
@@ -220,7 +223,7 @@ def test_a_wrong_output_fails(tmp_path):
 def test_exercise_answers_blank_solution_and_wrong_answers(name):
     exercise = exercises.find(name)
     assert exercise.judge(...) == exercises.NOT_ATTEMPTED
-    assert exercise.judge(exercise.solution) == exercises.CORRECT
+    assert exercise.judge(exercise.solution).startswith(exercises.CORRECT)
     assert len(exercise.wrong) >= 3, "three plausible wrong answers at least"
     sentences = [sentence for _, sentence in exercise.wrong]
     assert len({*sentences, exercise.hint}) == len(sentences) + 1, (
@@ -287,10 +290,10 @@ VERDICTS = {  # what someone answered -> what the verdict says, and what it does
     "an attention layout": (
         "05.attention_layouts",
         solution_of("05.attention_layouts", o="n h d", q="d n h"),
-        "Right: k, v. O whole.*again at q",
+        "Right: k, v. O whole.*q: whole",
         "",
     ),
-    "rounded to whole GB": ("04.memory_table", {0: 112, 1: 49, 2: 38, 3: 28}, f"^{exercises.CORRECT}$", ""),
+    "rounded to whole GB": ("04.memory_table", {0: 112, 1: 49, 2: 38, 3: 28}, f"^{exercises.CORRECT}\\.", ""),
     "nearly": (
         "04.memory_table",
         {0: 112, 1: 49, 2: 40, 3: 28},
@@ -315,7 +318,7 @@ VERDICTS = {  # what someone answered -> what the verdict says, and what it does
     "another spelling": (
         "00.swap",
         solution_of("00.swap", collective="All_to_all"),
-        f"^{exercises.CORRECT}$",
+        f"^{exercises.CORRECT}\\.",
         "",
     ),
     "heads more than once": (
@@ -444,12 +447,12 @@ def constant(x):
     "blank", [..., [1, ...], {"dp": ...}, twice, documented, lambda x: None, (2, [..., 1])]
 )
 def test_blanks_are_recognised(blank):
-    assert exercises.is_blank(blank)
+    assert judge.is_blank(blank)
 
 
 @pytest.mark.parametrize("answer", [0, None, "", [], {}, constant, lambda x: x, print, "..."])
 def test_answers_are_not_blanks(answer):
-    assert not exercises.is_blank(answer)
+    assert not judge.is_blank(answer)
 
 
 def test_a_function_is_judged_by_what_it_does():
@@ -464,7 +467,7 @@ def test_a_function_is_judged_by_what_it_does():
         hint="Add it to itself.",
         observe=lambda function: [function(3), function(10)],
     )
-    assert doubling.judge(lambda x: x + x) == exercises.CORRECT
+    assert doubling.judge(lambda x: x + x) == f"{exercises.CORRECT}. Add it to itself."
     assert doubling.judge(lambda x: x * x) == "not yet. That is its square."
     assert doubling.judge(lambda x: x + 1) == "not yet. Add it to itself."
     assert (
@@ -478,7 +481,7 @@ def test_answers_are_compared_by_kind():
     import numpy as np
 
     def same(one, other):
-        return exercises.same(one, other, 1e-5)
+        return judge.same(one, other, 1e-5)
 
     assert same("b s/tp  d", " b s/tp d") and not same("b s d", "b s/tp d")
     assert same("all_to_all", "All-to-all ") and not same("all-to-all", "all-reduce")
@@ -538,12 +541,52 @@ def test_a_threshold_takes_published_rates(source):
     ] == []
 
 
+def letters_of(text):
+    """The letters that a text explains, with their meanings: "Letters: `b` rows of the batch, …"."""
+    said = re.search(r"Letters(:| mean one thing)(.*?)(?=\n\n)", re.sub(r"^# ?", "", text, flags=re.M), re.S)
+    if said is None:
+        return {}
+    found = re.findall(r"`(\S+)` ([^`,.(]+)", " ".join(said[2].split()))
+    return {letter: meaning.strip() for letter, meaning in found}
+
+
+def layouts_in(source):
+    """The layouts and arrows in a lesson's text: what stands in backticks, is legal, and names an axis."""
+    for cell in build.read_source(source).cells:
+        for span in re.findall(r"`([^`]+)`", cell.source) if cell.cell_type == "markdown" else ():
+            if re.search(r"/(pp|dp|fsdp|ep|sp|tp)\b|->", span):
+                with contextlib.suppress(ValueError):
+                    arrow = parse_arrow(span) if "->" in span else None
+                    yield from (arrow.before, arrow.after) if arrow else (parse_layout(span),)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_a_letter_means_one_thing_in_all_lessons(source):
+    """README explains all; a lesson repeats those that it uses, in the same words or some of them."""
+    known, here = letters_of((ROOT / "README.md").read_text()), letters_of(source.read_text())
+    small = {"of", "the", "a", "per", "at", "its"}
+    other = {
+        x: said for x, said in here.items() if not set(said.split()) & set(known.get(x, "").split()) - small
+    }
+    assert len(known) > 20 and other == {}, "say README's meaning, or take another letter"
+    used = {letter for layout in layouts_in(source) for letter in layout.letters}
+    assert used <= set(here), "the lesson's line of letters leaves out what its layouts use"
+
+
+OTHER_LETTERS = r"\bC/W\b|\(m \+ p|\bvp\b|\bE/k\b|\(a ?\+ ?1\)Ψ|34/t\b|\b2n ?[−-] ?1|m ≥ 9"
+
+
+@each_text
+def test_no_text_uses_a_papers_letter_for_what_has_one_of_ours(source):
+    assert re.findall(OTHER_LETTERS, source.read_text()) == []
+
+
 def test_the_readmes_table_of_orders_is_what_the_simulator_finds():
     from llmpar.schedules import make
     from llmpar.timetable import timetable
 
     def value(formula, **letters):
-        spelt_out = re.sub(r"(?<=[0-9vi)])(?=[pvim(])", "*", formula.replace(" ", ""))
+        spelt_out = re.sub(r"(?<=[0-9giu)])(?=[pgiu(])", "*", formula.replace(" ", ""))
         return eval(spelt_out, {}, letters)  # our own README
 
     table = r"^\| (GPipe|1F1B|interleaved|ZB-H1|ZB-H2, ZB-V)[^|]*\|(.*)\|$"
@@ -555,7 +598,7 @@ def test_the_readmes_table_of_orders_is_what_the_simulator_finds():
                 [part.strip() for part in re.split("[;,]", cell)] for cell in row.split("|")
             )
             for p, m, v in ((2, 4, 2), (4, 16, 2), (4, 16, 4), (8, 32, 2)):
-                name, letters = title.lower(), {"p": p, "m": m, "v": v}
+                name, letters = title.lower(), {"p": p, "u": m, "g": v}
                 table, plain = (
                     timetable(make(name, p, m, v if name == "interleaved" else None)),
                     timetable(make("1f1b", p, m)),

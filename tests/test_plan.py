@@ -401,7 +401,7 @@ def test_a_zigzag_needs_two_parts_a_rank_and_the_advice_works():
     assert (
         message
         == "sequence_order='zigzag' cuts a sequence into 2·sp = 8 parts, and 20 is no multiple; use 16, or"
-        " sequence_order='striped'"
+        " sequence_order='balanced' or 'striped'"
     )
     plan.check(LLAMA, 16, 16)
     dataclasses.replace(plan, sequence_order="striped").check(LLAMA, 16, 20)

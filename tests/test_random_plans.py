@@ -397,20 +397,14 @@ def step_of(config, plan, optimizer, clip):
         return Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
 
 
-def pieces_of(plan: Plan, seq: int):
+def pieces_of(plan: Plan, segments):
     """Which device holds a position of the stream: capacities are shared out there."""
-    parts = plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1)
-    out = np.empty(seq, int)
-    out[places_of(plan, seq)] = np.arange(seq) * parts // seq
-    return out
+    parts, seq = plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1), segments.shape[1]
+    return np.argsort(places_of(plan, segments), 1) * parts // seq
 
 
-def places_of(plan: Plan, seq: int):
-    return (
-        sequence_order.sequence_permutation(plan.sequence_order, seq, plan.mesh.sp)
-        if plan.mesh.sp > 1
-        else np.arange(seq)
-    )
+def places_of(plan: Plan, segments):
+    return sequence_order.row_orders(plan.sequence_order, segments, plan.mesh.sp)
 
 
 def run(config, plan, asked, data, weights, num_steps=2):
@@ -431,7 +425,8 @@ def run(config, plan, asked, data, weights, num_steps=2):
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.abstract_state.optimizer)
     state = jax.device_put(State(padded, zeros, np.int32(0)), step.shardings)
     there = jax.device_put(
-        {k: x[:, places_of(plan, asked["seq"])] for k, x in data.items()}, step.batch_sharding
+        {k: np.take_along_axis(x, places_of(plan, data["segments"]), 1) for k, x in data.items()},
+        step.batch_sharding,
     )
     told, kept = [], None
     for _ in range(num_steps):
@@ -458,8 +453,8 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
     name."""
     config, plan = build(asked)
     plan = Plan(dtype=plan.dtype) if alone else plan
-    rng, pieces = np.random.default_rng([seed, 1]), pieces_of(plan, asked["seq"])
-    data, rule = batch_of(asked, rng), RULES[asked["rule"]]
+    rng, rule = np.random.default_rng([seed, 1]), RULES[asked["rule"]]
+    pieces = pieces_of(plan, (data := batch_of(asked, rng))["segments"])
     for _ in range(10):  # a choice between experts that rounding decides is no test
         trainer = oracle.Trainer(weights := weights_of(config, rng), config, rule, asked["clip"], pieces)
         loss, size, grads, experts = trainer.step(data)

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from parity import BATCH, LLAMA, SEQ, assert_same, batch, by_arrow, name, weights
+from parity import BATCH, LLAMA, SEQ, assert_same, batch, by_arrow, dealt, name, weights
 from test_census import compare_every_stage, compare_with_hlo, predicted
 
 from llmpar import attention, sequence_order
@@ -44,6 +44,11 @@ PLANS = [
     Plan("dp=2 sp=2 fsdp=2", reduce="layer", zero_axes="fsdp"),
     Plan("dp=2 sp=4", zero=1, microbatches=2, sequence_order="contiguous"),
     Plan("sp=2", context_parallel="gather", sequence_order="contiguous"),
+    Plan("dp=2 sp=2", sequence_order="balanced"),
+    Plan("sp=4 fsdp=2", sequence_order="balanced", remat="block"),
+    Plan("sp=8", sequence_order="balanced"),
+    Plan("sp=4 tp=2", sequence_order="balanced", context_parallel="ulysses", tp_sequence=True),
+    Plan("sp=4 fsdp=2", sequence_order="balanced", context_parallel="gather", microbatches=2, zero=2),
 ]
 CHUNKED = Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, ffn_chunks=4)
 KERNELS = [
@@ -54,6 +59,7 @@ KERNELS = [
 AUTO = [
     Plan("fsdp=2 sp=2 tp=2", reading="auto", ffn_chunks=2, loss_chunks=2),
     Plan("dp=2 sp=4", reading="auto", context_parallel="ulysses"),
+    Plan("dp=2 sp=4", reading="auto", sequence_order="balanced"),
 ]
 
 
@@ -66,7 +72,7 @@ def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monk
     """The planted fault: zigzag places, read as contiguous ones by a plan that skips what it takes for
     masked."""
     places = sequence_order.sequence_permutation("zigzag", SEQ, 2)
-    monkeypatch.setattr(sequence_order, "sequence_permutation", lambda *_: places)
+    monkeypatch.setattr(sequence_order, "row_orders", lambda _, rows, n: np.broadcast_to(places, rows.shape))
     with pytest.raises(AssertionError):
         assert_same(LLAMA, Plan("dp=2", zero=0, attention_block=4))
 
@@ -255,6 +261,10 @@ PROBED = [
     Plan("fsdp=2 sp=2 tp=2", context_parallel="gather", tp_sequence=True),
     Plan("fsdp=2 sp=4", attention_kernel="flash"),
     Plan("fsdp=2 sp=2", context_parallel="gather", attention_kernel="xla"),
+    Plan("sp=4 fsdp=2", sequence_order="balanced"),
+    Plan("sp=8", sequence_order="balanced", attention_kernel="flash"),
+    Plan("sp=4 tp=2", sequence_order="balanced", context_parallel="ulysses"),
+    Plan("sp=2 tp=2", sequence_order="balanced", context_parallel="gather", tp_sequence=True),
 ]
 
 
@@ -273,7 +283,7 @@ def test_a_token_changes_its_own_document_and_no_other(plan):
     changed["tokens"][:, 0] = (changed["tokens"][:, 0] + 1) % 256
 
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.1))
-    order = sequence_order.sequence_permutation(plan.sequence_order, 2 * half, plan.mesh.sp)
+    orders = sequence_order.row_orders(plan.sequence_order, known["segments"], plan.mesh.sp)
     data = spec(plan.place("data b s"))
     losses = lambda params, batch: nnx.merge(model_graph(LLAMA), params).cross_entropies(batch, reading)[0]
     reading = Manual(plan, "cpu")
@@ -281,12 +291,10 @@ def test_a_token_changes_its_own_document_and_no_other(plan):
     run = jax.jit(jax.shard_map(losses, mesh=step.mesh, in_specs=given, out_specs=data))
     params = jax.device_put(weights(LLAMA), step.shardings.params)
     found = [
-        np.asarray(
-            run(params, jax.device_put({k: x[:, order] for k, x in batch.items()}, step.batch_sharding))
-        )
+        np.asarray(run(params, jax.device_put(dealt(batch, plan), step.batch_sharding)))
         for batch in (known, changed)
     ]
-    differ = (found[0] != found[1])[:, np.argsort(order)]
+    differ = np.take_along_axis(found[0] != found[1], np.argsort(orders, 1), 1)
     assert differ.mean() == 0.5 and differ[:, :half].all()
 
 
@@ -298,6 +306,7 @@ USP = [
     Plan("sp=4 tp=2", context_parallel="usp", tp_sequence=True, dtype="bfloat16"),
     Plan("pp=2 sp=4", context_parallel="usp", microbatches=2, schedule="zb-h1"),
     Plan("sp=4", context_parallel="usp", reading="auto"),
+    Plan("sp=4 dp=2", context_parallel="usp", sequence_order="balanced"),
     Plan("sp=4 dp=2", context_parallel="usp", reading="explicit"),
 ]
 """Of 4 KV heads, four ranks of sp=8 exchange them, and two such groups are a ring; tp=2 leaves two heads."""
@@ -327,3 +336,5 @@ def test_usp_takes_as_many_neighbours_as_divide_the_heads_and_is_refused_without
     plan = Plan("sp=2 tp=4", context_parallel="usp")
     with pytest.raises(ValueError, match="the 1 KV heads of a device among ranks of sp = 2, and no part"):
         plan.check(FOUR, 16, 16)
+    with pytest.raises(ValueError, match="and all of these divide them; use context_parallel='ulysses'"):
+        USP[1].check(LLAMA, 16, 16)

@@ -23,13 +23,14 @@ from llmpar.checkpoint import Checkpoints, checksums
 from llmpar.cli.options import StepOptions
 from llmpar.cli.train import ideal_step_s
 from llmpar.config import ExpertConfig
-from llmpar.data import DataConfig, Stream, read_corpus
+from llmpar.data import Corpus, DataConfig, Stream, read_corpus
 from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
 from llmpar.optimizer import make_optimizer, muon_dims
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
+from llmpar.sequence_order import row_orders
 from llmpar.step import Step
 from llmpar.train import OptimizerConfig, Report, _place, train
 from llmpar.weights import model_graph, weight_dims
@@ -222,6 +223,26 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
     assert same_bits(resumed, state) and int(resumed.step) == 6
     again, nothing = run(folder=tmp_path)
     assert nothing.start == 6 and nothing.losses == [] and same_bits(again, state)
+
+
+def test_rows_in_an_order_of_their_own_resume_to_the_bit_and_lose_what_one_device_does(tmp_path):
+    """`sequence_order="balanced"`: the step decides the batch, and the batch its order. 1e-4 as below."""
+    plan, long, rng = Plan("dp=2 sp=4", sequence_order="balanced"), stream().corpus, np.random.default_rng(0)
+    offsets = np.unique([0, *rng.integers(1, 20_000, 1000), 20_000])
+    tokens = long.tokens[:20_000].copy()
+    tokens[offsets[:-1]] = long.tokenizer.start_id
+    plain = Stream(
+        Corpus(tokens, offsets, long.tokenizer, "many short documents"), DataConfig(seq_len=64, batch_size=8)
+    )
+    text = Stream(plain.corpus, plain.config, positions=functools.partial(row_orders, "balanced", n=4))
+    assert (text.batch(0)["segments"].max(1) > 1).any(), "rows of several documents"
+    state, straight = run(plan, text=text)
+    with pytest.raises(Killed):
+        run(plan, text=text, folder=tmp_path, on_step=kill_at(4))
+    resumed, rest = run(plan, text=text, folder=tmp_path)
+    assert rest.start == 4 and rest.losses == straight.losses[4:] and same_bits(resumed, state)
+    _, alone = run(Plan(), text=plain)
+    np.testing.assert_allclose(straight.losses, alone.losses, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("plan", [Plan("dp=4 tp=2", zero=0), Plan()], ids=lambda p: str(p.mesh))

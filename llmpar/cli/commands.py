@@ -13,12 +13,14 @@ from llmpar.cli.inspect import Inspect
 from llmpar.cli.lab import Lab
 from llmpar.cli.models import Models
 from llmpar.cli.plan import Plan
+from llmpar.cli.progress import Progress
 from llmpar.cli.schedule import Schedule
 from llmpar.cli.train import Train
 
 COMMANDS = {
     "doctor": Doctor,
     "lab": Lab,
+    "progress": Progress,
     "train": Train,
     "inspect": Inspect,
     "plan": Plan,

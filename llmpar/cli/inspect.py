@@ -17,18 +17,24 @@ class Inspect:
     Attributes:
         svg: also draw the bytes into this SVG (or PNG).
         types: also trace the step under --reading explicit, and show the plan's layouts beside JAX's types.
+        tolerance: also show how far loss and gradients may be from those on another mesh, and which sums are
+            why.
         json: print one JSON document on stdout.
     """
 
     svg: File = None
     types: bool = False
+    tolerance: bool = False
     json: bool = False
     step: StepOptions = StepOptions()
 
     def run(self) -> dict:
         """Inspect, and print tables unless JSON was asked for."""
         check_picture(self.svg)
+        import jax
+
         from llmpar.inspect import report
+        from llmpar.inspect.spread import spread
         from llmpar.inspect.types import types
 
         start()
@@ -37,5 +43,8 @@ class Inspect:
         say(f"compiling a step of {config.name} on {plan.mesh} …")
         document = report.inspect(config, plan, self.step.batch_size, self.step.seq_len)
         document |= {"types": rows} if self.types else {}
+        if self.tolerance:
+            platform = jax.default_backend()
+            document["tolerance"] = spread(config, plan, self.step.batch_size, self.step.seq_len, platform)
         show(document, report, "the bytes", self.svg, self.json)
         return document

@@ -1,27 +1,42 @@
-"""``llmpar lab``: open JupyterLab on the notebooks."""
+"""``llmpar lab``: open JupyterLab on a learner's copies of the lessons."""
 
 from __future__ import annotations
 
+import datetime
+import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
-from llmpar.cli.options import installed
+from llmpar.cli.options import installed, say
+
+START = "start.ipynb"
+CORE_MINUTES, OTHER_MINUTES = 5, 12  # of an exercise; a lesson is read at these rates
+WORDS_PER_MINUTE, LINES_PER_MINUTE = 55, 25
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Open JupyterLab on the notebooks, with simulated devices unless an accelerator is found.
+    """Open JupyterLab on your own copies of the lessons, with outputs cleared.
+
+    The copies are made once and never overwritten: they hold your answers. Simulated devices are used unless
+    an accelerator is found.
 
     Attributes:
-        folder: where the notebooks are.
+        folder: where the lessons are.
+        copies: where yours go.
+        fresh: renew the copies; those that you have are moved to a folder in copies/earlier.
         port: to serve on; loopback only.
         browser: open one.
     """
 
     folder: str = "notebooks"
+    copies: str = "lessons"
+    fresh: bool = False
     port: int = 8888
     browser: bool = True
 
@@ -35,21 +50,117 @@ class Lab:
             )
         if not 0 < self.port < 65536:
             raise ValueError(f"--port {self.port} is no port; use 1 to 65535")
-        command = [
-            sys.executable,
-            "-m",
-            "jupyter",
-            "lab",
-            self.folder,
-            f"--port={self.port}",
-            "--ip=127.0.0.1",
-        ]
-        # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel
+        copies = pathlib.Path(self.copies)
+        if copies.resolve() == pathlib.Path(self.folder).resolve():
+            raise ValueError(f"--copies '{self.copies}' is where the lessons are; name another folder")
+        if self.fresh:
+            put_aside(copies)
+        say(deal(pathlib.Path(self.folder), copies))
+        command = [sys.executable, "-m", "jupyter", "lab", self.copies]
+        command += [f"--port={self.port}", "--ip=127.0.0.1", f"--LabApp.default_url=/lab/tree/{START}"]
+        # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel.
         config = [os.environ.get("JUPYTER_CONFIG_PATH", ""), str(pathlib.Path(__file__).parent)]
-        env = os.environ | {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
+        env = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(".jax_cache").resolve())} | os.environ
+        env |= {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
         # Most containers run as root, and the server is open to this machine only.
         root = hasattr(os, "geteuid") and os.geteuid() == 0
         command += ["--allow-root"] * root + ["--no-browser"] * (not self.browser)
         ended = subprocess.run(command, env=env).returncode
         if ended:
             raise ValueError(f"JupyterLab ended with status {ended}; it says why above")
+
+
+def put_aside(copies: pathlib.Path) -> None:
+    """Move a learner's notebooks and answers to a folder that is named after the time."""
+    mine = [path for path in sorted(copies.glob("*")) if path.suffix in (".ipynb", ".jsonl")]
+    if mine:
+        now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        earlier = copies / "earlier" / now
+        earlier.mkdir(parents=True)
+        for path in mine:
+            path.rename(earlier / path.name)
+
+
+def deal(folder: pathlib.Path, copies: pathlib.Path) -> str:
+    """Copy the lessons that are not there yet, cleared, and write the start page; say what was done."""
+    lessons = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+    copies.mkdir(parents=True, exist_ok=True)
+    (copies / ".gitignore").write_text("*\n")  # answers are nobody's change to the project
+    made = [path for path in lessons if not (copies / path.name).exists()]
+    for path in made:
+        (copies / path.name).write_text(cleared(path.read_text(encoding="utf-8")), encoding="utf-8")
+    (copies / START).write_text(start_page(lessons), encoding="utf-8")
+    kept = len(lessons) - len(made)
+    return (
+        f"{copies}: {len(made)} lesson{'s' * (len(made) != 1)} copied, {kept} kept as you left them"
+        + " (--fresh renews)" * (kept > 0)
+    )
+
+
+def cleared(notebook: str) -> str:
+    """Take the outputs out of a notebook: they answer what a lesson asks."""
+    document = json.loads(notebook)
+    for cell in document["cells"]:
+        if cell["cell_type"] == "code":
+            cell |= {"outputs": [], "execution_count": None}
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def start_page(lessons: list[pathlib.Path]) -> str:
+    """Write the page that a learner sees first: each lesson with its question and about how long it takes."""
+    rows = [
+        "# Start here",
+        "",
+        (
+            "Take the lessons in this order; each builds on those above. You need Python, NumPy, and an idea"
+            " of what a gradient is. You need no cluster: 8 simulated devices are in your laptop."
+        ),
+        "",
+        "| lesson | its question | about |",
+        "|---|---|--:|",
+    ]
+    for path in lessons:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        title, question = (
+            re.search(pattern, text_of(cells, "markdown"), re.S) for pattern in TITLE_AND_QUESTION
+        )
+        name = title[1] if title else path.stem
+        asked = " ".join(question[1].split()) if question else ""
+        rows.append(f"| [{name}]({path.name}) | {asked} | {minutes(cells)} min |")
+    rows += [
+        "",
+        (
+            'Replace the dots, run the cell, read the verdict. `hint("03.sent")` helps a step at a time,'
+            ' `solution("03.sent")` answers after an attempt, `llmpar progress` in a terminal shows what is'
+            " done."
+        ),
+        "",
+        (
+            "Your copies are never overwritten; `llmpar lab --fresh` renews them and keeps the old ones in"
+            " `earlier`. A lesson takes up to 1 GB of memory: shut a kernel down before you open the next"
+            " lesson."
+        ),
+    ]
+    page: dict[str, Any] = {"cell_type": "markdown", "id": "start", "metadata": {}}
+    page["source"] = "\n".join(rows)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    document = {"cells": [page], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+TITLE_AND_QUESTION = (r"^# (.*?)\n", r"\*\*Question\.\*\*(.*?)\n *\n")
+
+
+def text_of(cells: list[dict], kind: str) -> str:
+    """Join the sources of all cells of a kind."""
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
+    return "\n\n".join(sources) + "\n\n"
+
+
+def minutes(cells: list[dict]) -> int:
+    """Estimate how long a lesson takes, with its exercises, in steps of 5 minutes."""
+    text, code = text_of(cells, "markdown"), text_of(cells, "code")
+    exercises = re.findall(r"Exercise[^\n]*?\b(core|stretch|expert)\b", text)
+    reading = len(text.split()) / WORDS_PER_MINUTE + code.count("\n") / LINES_PER_MINUTE
+    doing = sum(CORE_MINUTES if level == "core" else OTHER_MINUTES for level in exercises) + CORE_MINUTES
+    return 5 * round((reading + doing) / 5)

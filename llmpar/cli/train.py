@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -141,7 +142,11 @@ class Train:
         tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
         data.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
-        positions = sequence_order.sequence_permutation(plan.sequence_order, seq_len, plan.mesh.sp)
+        rows = functools.partial(
+            sequence_order.row_orders, plan.sequence_order, n=plan.mesh.sp, window=config.window
+        )
+        fixed = sequence_order.sequence_permutation(plan.sequence_order, seq_len, plan.mesh.sp)
+        positions = rows if plan.sequence_order == "balanced" else fixed
         held_out = Stream(corpus, source, "held_out", positions) if self.eval_every else None
         return Stream(corpus, source, positions=positions), held_out
 

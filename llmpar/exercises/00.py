@@ -26,9 +26,16 @@ def held(rows: int = 32, columns: int = 16, dp: int = 2, fsdp: int = 2, tp: int 
             ),
             (4 * elements // dp, "dp cuts b first, and fsdp cuts each of those blocks again: `b/dp,fsdp`."),
             (elements // (dp * fsdp), "That is the number of elements; a float32 has 4 bytes."),
+            (elements // (dp * fsdp * tp), "Two things: tp cuts nothing here, and a float32 has 4 bytes."),
+            (8 * elements, "A float32 has 4 bytes, and two axes cut b: a device keeps one block of rows."),
         ],
         hint="Bytes of the array, over the product of the axes that stand behind a slash.",
         unit="bytes",
+        nudges=["Which axes does the layout name, and what do the others do?"],
+        because=(
+            "dp and fsdp cut b, tp is not named: a device holds the array's bytes over dp · fsdp, and along"
+            " tp there are copies."
+        ),
     )
 
 
@@ -70,10 +77,30 @@ def layout_of() -> Exercise:
                 "b/tp d/dp,fsdp",
                 "That leaves one device per shard. Devices 0 and 2 differ in fsdp only, and share a block.",
             ),
+            (
+                "b/fsdp d/dp",
+                (
+                    "Then devices 0 and 1, which differ in tp only, would share a block. In the picture 0 and"
+                    " 2 do, which differ in fsdp."
+                ),
+            ),
+            (
+                "b/tp d/fsdp,dp",
+                (
+                    "Three axes cut: eight blocks with one device each. In the picture there are four blocks"
+                    " of two."
+                ),
+            ),
+            ("b d/dp", "That leaves the rows whole. In the picture both dims are cut in two."),
         ],
         hint=(
             "Device 0 holds the first block. Which devices share its rows, and by how much do their numbers"
             " differ?"
+        ),
+        nudges=["Which devices stand in the same row, and which in the same column?"],
+        because=(
+            "Rows differ by 1 in the devices' numbers, which is tp, the innermost axis; columns differ by 4,"
+            " which is dp. fsdp cuts nothing: devices 0 and 2 share a block."
         ),
     )
 
@@ -113,12 +140,32 @@ def swap(elements: int = 1024 * 256, devices: int = 8) -> Exercise:
                     " `b/dp d`."
                 ),
             ),
+            (
+                {"collective": "all-to-all", "bytes_sent": 2 * local},
+                (
+                    "bytes_sent: no more can leave a device than its own shard, an eighth of the array on 8"
+                    " devices."
+                ),
+            ),
+            (
+                {"collective": "all-gather", "bytes_sent": local * (devices - 1) // devices},
+                "collective: an all-gather leaves no cut behind. Here one cut goes and another one comes.",
+            ),
+            (
+                {"collective": "all-reduce", "bytes_sent": 2 * local * (devices - 1)},
+                "collective: an all-reduce adds, and there is nothing to add: no + stands in `b/dp d`.",
+            ),
         ],
         hint=(
             "One axis leaves b and appears on d: look for that row in the table of arrows (linked above, in"
             " README.md)."
         ),
         unit="bytes",
+        nudges=["In which dim is the cut before, and in which after? Is there a sum to finish?"],
+        because=(
+            "The cut moves from one dim to another: an all-to-all. A device cuts its own shard into as many"
+            " pieces as there are devices, and keeps one."
+        ),
     )
 
 
@@ -185,9 +232,28 @@ def groups_across_hosts() -> Exercise:
                     " border."
                 ),
             ),
+            (
+                lambda sizes, axis, devices_per_host: len(sizes),
+                (
+                    "That is the number of axes. Count the groups of one axis that reach over more than one"
+                    " host."
+                ),
+            ),
+            (
+                lambda sizes, axis, devices_per_host: math.prod(sizes.values()) // sizes[axis],
+                (
+                    "That is the number of all groups of the axis. Count those whose devices are not all on"
+                    " one host."
+                ),
+            ),
         ],
         hint=(
             "Partners are as far apart as the product of the sizes behind their axis; hosts hold consecutive"
             " devices."
+        ),
+        nudges=["How far apart are two partners of an axis, counted in devices?"],
+        because=(
+            "Partners are as far apart as the product of the sizes behind their axis. A group is on one host"
+            " if all of its devices have the same number, divided by the devices of a host."
         ),
     )

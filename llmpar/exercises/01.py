@@ -98,7 +98,7 @@ def crossover() -> Exercise:
             ),
             (right / 3, "Attention's products have a backward pass too: 12, not 4."),
         ],
-        hint="6 (P - v d) = 12 l n h s. Solve for s.",
+        hint="6 (Ψ - v d) = 12 l n h s. Solve for s.",
         tolerance=0.01,
     )
 

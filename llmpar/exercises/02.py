@@ -21,7 +21,7 @@ def scattered(devices: int = 8) -> Exercise:
             ),
             (size, "Nearly: one of the n parts is its own, and stays."),
         ],
-        hint="Cut the buffer into n parts. Each part but one leaves the device, summed on its way.",
+        hint="Cut the buffer into N parts. Each part but one leaves the device, summed on its way.",
         unit="bytes",
     )
 
@@ -44,7 +44,7 @@ def sent() -> Exercise:
                 "reduce-scatter: 2 MB is the result; 8 MB are on each device before.",
             ),
         ],
-        hint="V (g - 1) / g with V = 8 MB, the whole message; an all-reduce twice.",
+        hint="(N - 1)/N of the whole message of 8 MB; an all-reduce twice.",
     )
 
 
@@ -104,9 +104,9 @@ def half_size(ranks: int = 8) -> Exercise:
         wrong=[
             (5e-6 * 450e9, "That is one hop's bytes. Each hop carries an n-th part of the message."),
             (2 * right, "Both laps start and both carry bytes: the factor 2 is on both sides."),
-            ((ranks - 1) * 5e-6 * 450e9, "Nearly: n - 1 hops, and (n - 1)/n of the bytes: n is left."),
+            ((ranks - 1) * 5e-6 * 450e9, "Nearly: N - 1 hops, and (N - 1)/N of the bytes: N is left."),
             (right / 1e6, "Those are MB; bytes are asked for."),
         ],
-        hint="2 (n - 1) hops start; 2 V (n - 1)/n bytes are sent. Set the two times equal.",
+        hint="2 (N - 1) hops start; 2 (N - 1)/N of the message is sent. Set the two times equal.",
         tolerance=0.01,
     )

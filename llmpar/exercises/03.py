@@ -38,9 +38,31 @@ def sent(params: int = 107_840, devices: int = 8) -> Exercise:
                 "That is the first half, the reduce-scatter; the sums must still be gathered.",
             ),
             (2 * params * (devices - 1) / devices, "That is the number of elements; a float32 has 4 bytes."),
+            (
+                2 * params * 4 * (devices - 1),
+                (
+                    "That sends everything to every other device, twice. A ring adds on the way: cut the"
+                    " message into a piece per device."
+                ),
+            ),
+            (
+                2 * params,
+                (
+                    "Two bytes each would be bfloat16; these gradients are float32, and a ring goes around"
+                    " twice."
+                ),
+            ),
         ],
-        hint="Bytes of all gradients V, and a ring all-reduce among g devices: 2 V (g - 1) / g.",
+        hint=(
+            "A ring all-reduce of V bytes among N devices sends 2 V (N - 1) / N from each; V is 4 bytes per"
+            " parameter."
+        ),
         unit="bytes",
+        nudges=["How many bytes has the gradient of one parameter, and how often does the ring go around?"],
+        because=(
+            "4 bytes per parameter; a ring goes around twice, to add and to share the sums, and each time a"
+            " device sends all pieces of the message but one."
+        ),
     )
 
 
@@ -88,7 +110,7 @@ def repair() -> Exercise:
     gradients = [
         (
             sum_of_means,
-            "gradient: a sum of n means is some n times too large; divide once, by the sum of counts.",
+            "gradient: a sum of N means is some N times too large; divide once, by the sum of counts.",
         ),
         (
             mean_of_means,
@@ -96,6 +118,16 @@ def repair() -> Exercise:
                 "gradient: a device with one target weighs as much as one with eight; add first, then divide"
                 " once."
             ),
+        ),
+    ]
+    gradients += [
+        (
+            lambda grad_sum, count: lax.psum(grad_sum, "dp"),
+            "gradient: that is the sum over all targets. Divide it by their number, on all devices together.",
+        ),
+        (
+            lambda grad_sum, count: grad_sum / count,
+            "gradient: that is each device's own mean; nobody has added yet, and weights would drift apart.",
         ),
     ]
     clips = [
@@ -120,6 +152,11 @@ def repair() -> Exercise:
                 " sum."
             ),
         ),
+        (mean, "clipped: nothing is clipped; where the norm is above 1, scale by 1 over it."),
+        (
+            lambda grad_sum, count: jnp.clip(mean(grad_sum, count), -CLIP, CLIP),
+            "clipped: that cuts each element, which turns the gradient. Scale all of it by one number.",
+        ),
     ]
 
     def run(answer: dict) -> dict:
@@ -139,6 +176,14 @@ def repair() -> Exercise:
         hint=(
             "Add gradients and counts over the devices first; divide, measure and scale only what they then"
             " share."
+        ),
+        nudges=[
+            "Which numbers differ between devices, and which must be the same before you divide by them or"
+            " measure them?"
+        ],
+        because=(
+            "A mean over all targets is the sum of sums over the sum of counts, and only the finished mean"
+            " has the norm that is to be clipped."
         ),
     )
 
@@ -172,8 +217,27 @@ def bucket(
                 sizes[-1],
                 "One bucket is full when the backward pass is over: nothing is left to hide it behind.",
             ),
+            (
+                layers // 2,
+                (
+                    "With two buckets, half of all that is sent waits for the end of the backward pass."
+                    " Smaller ones hide more."
+                ),
+            ),
+            (3, "32 layers do not divide into buckets of 3; of 1, 2, 4, 8, 16 and 32 one is best."),
         ],
         hint="Try all six: end(compute_s, comm_s) of this lesson with 32/k buckets of k layers.",
+        nudges=[
+            "What do small buckets cost, and what do large ones?",
+            (
+                "The last bucket is waited for; and if a bucket takes longer to send than to compute, they"
+                " queue."
+            ),
+        ],
+        because=(
+            "Buckets as small as possible, since the last one is waited for, but not so small that their"
+            " latencies make sending slower than computing."
+        ),
     )
 
 
@@ -225,6 +289,20 @@ def pad() -> Exercise:
             (repeat, "The repeated row counts again, and pulls the mean towards itself."),
             (always, "With rows that divide already, this adds a whole round of padding."),
             (columns, "That fills up positions; it is rows that are dealt out to devices."),
+            (
+                lambda targets, devices: np.concatenate(
+                    [np.full((-len(targets) % devices, *targets.shape[1:]), -1, targets.dtype), targets]
+                ),
+                (
+                    "Added in front, they move every row to another place. The rows that count stay where"
+                    " they are; add behind them."
+                ),
+            ),
         ],
         hint="How many rows are missing to the next multiple? -len(targets) % devices. Fill them with -1.",
+        nudges=["What must a row that is added not do to the sum of losses, and to the count?"],
+        because=(
+            "Rows of -1 add neither a loss nor a count, so the mean stays; -len(targets) % devices is 0 where"
+            " the rows divide already."
+        ),
     )

@@ -1,14 +1,10 @@
 """Exercises of lesson 04: what ZeRO's stages hold and send."""
 
-import jax
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from llmpar.exercises import Exercise
-from llmpar.inspect.census import census_table
-from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import abstract_mesh
+from llmpar.exercises.spread import carried_out
 from llmpar.predict import formulas
 
 DEVICES, PARTS, ROWS, COLUMNS = 4, 3, 8, 2
@@ -46,9 +42,18 @@ def stage3_bytes(devices: int = 8, psi_bytes: int = 16_384) -> Exercise:
                 3 * psi_bytes / devices,
                 "That is three shards. A device passes on every shard but one of each gathered weight.",
             ),
+            (
+                psi_bytes * lap,
+                "That is one movement, such as one gather. A weight moves three times at stage 3: where?",
+            ),
         ],
         hint="Count three movements, each of the whole weights: two gathers and one reduce-scatter.",
         unit="bytes",
+        nudges=["How often is a weight gathered, and what happens to its gradient?"],
+        because=(
+            "Each weight is gathered twice, forward and backward, and its gradient is scattered once: three"
+            " messages of all weights, of which a ring sends (N-1)/N."
+        ),
     )
 
 
@@ -92,12 +97,34 @@ def memory_table(params: float = 7e9, devices: int = 4) -> Exercise:
                     " the parts are cut at different stages. In mixed precision they are 2, 2 and 12."
                 ),
             ),
+            (
+                right | {1: (2 + 2) * params / devices / 1e9 + 12 * params / 1e9, 2: right[1]},
+                "1 and 2: the order is optimizer (1), then gradients (2), then weights (3).",
+            ),
+            (
+                {stage: held / devices for stage, held in right.items()},
+                ("Each is divided by the devices once more. Stage 0 cuts nothing: 16 bytes per parameter."),
+            ),
+            (
+                {stage: held / params * 1e9 for stage, held in right.items()},
+                "These are bytes per parameter; times 7e9 parameters they are right.",
+            ),
+            (
+                right | {3: 14 * params / devices / 1e9},
+                "3: at stage 3 all 16 bytes are divided by the devices: 2 + 2 + 12.",
+            ),
+            (right | {3: 2 * params / 1e9}, "3: the weights are cut as well at stage 3."),
         ],
         hint=(
             "Stage 0 holds 2 + 2 + 12 bytes per parameter. Stage 1 divides the 12 by the devices, stage 2"
             " also one 2, stage 3 all."
         ),
         tolerance=0.02,  # rounded by hand, to whole GB
+        nudges=["Of the 16 bytes per parameter, which ones does each stage cut?"],
+        because=(
+            "Stage 1 cuts the optimizer's 12 bytes, stage 2 the gradients' 2 as well, and stage 3 the"
+            " weights' 2 too. Of 40 GB, stage 3 leaves 12 for everything else, and stage 2 hardly any."
+        ),
     )
 
 
@@ -109,7 +136,8 @@ def stage2_accumulated() -> Exercise:
         return lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)
 
     def solution(gradient, parts):
-        return sum(scatter(gradient(part)) for part in parts)
+        shards = [lax.psum_scatter(gradient(part), "fsdp", scatter_dimension=0, tiled=True) for part in parts]
+        return sum(shards)
 
     def stage1(gradient, parts):
         return scatter(sum(gradient(part) for part in parts))
@@ -134,33 +162,17 @@ def stage2_accumulated() -> Exercise:
     def gathered(gradient, parts):
         return lax.all_gather(solution(gradient, parts), "fsdp", axis=0, tiled=True)
 
+    gradients = np.random.default_rng(0).standard_normal((DEVICES, PARTS, ROWS, COLUMNS)).astype(np.float32)
+
     def observe(learner):
-        """Run it for four devices side by side, and count what it sends."""
-        gradients = (
-            np.random.default_rng(0).standard_normal((DEVICES, PARTS, ROWS, COLUMNS)).astype(np.float32)
-        )
-
-        def device(parts):
-            return learner(lambda part: 2 * part, list(parts))
-
-        across = PartitionSpec("fsdp")
-        sharded = jax.shard_map(
-            lambda parts: device(parts[0]),
-            mesh=abstract_mesh(f"fsdp={DEVICES}"),
-            in_specs=across,
-            out_specs=across,
-            check_vma=False,
-        )
         try:
-            traced = jax.make_jaxpr(sharded)(gradients)
+            return carried_out(
+                lambda parts: learner(lambda part: 2 * part, list(parts)), "fsdp", DEVICES, gradients
+            )
         except ValueError as error:
             if "must match shard count" in str(error):
                 return "not tiled"
             raise
-        sent = census_table(census_jaxpr(traced, {"fsdp": DEVICES}))
-        # After the trace, which refuses shapes that do not fit.
-        value = jax.vmap(device, axis_name="fsdp")(gradients)
-        return [value, sorted([kind, axes, row["count"]] for (axes, kind), row in sent.items())]
 
     return Exercise(
         level="stretch",
@@ -204,17 +216,26 @@ def stage2_accumulated() -> Exercise:
                     " need be no more."
                 ),
             ),
+            (
+                lambda gradient, parts: scatter(gradient(parts[0])),
+                "Only the first microbatch arrives: scatter each, and add the shards up.",
+            ),
         ],
         hint="One psum_scatter per microbatch, then add up what it returns.",
         observe=observe,
+        nudges=["What is whole in stage 1's sum, and for how long?"],
+        because=(
+            "The sum of shards is the shard of the sum. So each gradient can be scattered as soon as it"
+            " exists, and nothing whole is ever added up; the price is one reduce-scatter per microbatch."
+        ),
     )
 
 
 def keep_or_gather(accumulate: int = 4) -> Exercise:
     """Ask what three policies send and hold, in units of Ψ elements, with several microbatches and many
     devices."""
-    a = accumulate
-    right = {"again": (3 * a, 0), "keep": (2 * a, 1), "keep all step": (a + 1, 1)}
+    u = accumulate
+    right = {"again": (3 * u, 0), "keep": (2 * u, 1), "keep all step": (u + 1, 1)}
     return Exercise(
         level="expert",
         solution=right,
@@ -234,15 +255,52 @@ def keep_or_gather(accumulate: int = 4) -> Exercise:
                 ),
             ),
             (
-                right | {"keep": (2 * a, 1 / 8), "keep all step": (a + 1, 1 / 8)},
+                right | {"keep": (2 * u, 1 / 8), "keep all step": (u + 1, 1 / 8)},
                 "What is kept is the gathered weight, whole, not the shard: a full Ψ.",
             ),
             (
-                right | {"again": (2 * a, 0), "keep": (a, 1)},
+                right | {"again": (2 * u, 0), "keep": (u, 1)},
                 "Do not forget the gradients: each microbatch reduce-scatters Ψ besides what it gathers.",
+            ),
+            (
+                right | {"again": (2 * u, 0)},
+                (
+                    "again: a gather forward, another one backward, and a reduce-scatter: three movements per"
+                    " microbatch."
+                ),
+            ),
+            (
+                right | {"keep": (3 * u, 1)},
+                (
+                    "keep: what is kept need not be gathered for the backward pass: two movements per"
+                    " microbatch."
+                ),
+            ),
+            (
+                right | {"keep all step": (2 * u, 1)},
+                "keep all step: the weights are gathered once in the whole step, not once per microbatch.",
+            ),
+            (
+                right | {"again": (3 * u, 1)},
+                (
+                    "again: nothing gathered is held when the forward pass ends; that is why it is gathered"
+                    " again."
+                ),
+            ),
+            (
+                right | {"keep": (2 * u, 0)},
+                (
+                    "keep: the gathered weights stay until the backward pass has used them: all of them are"
+                    " there when the forward pass ends."
+                ),
             ),
         ],
         hint=(
             "Per microbatch: one Ψ for each time that the weights are gathered, and one Ψ for the gradients."
+        ),
+        nudges=["For each policy: how often are the weights gathered in a step, and when are they dropped?"],
+        because=(
+            "u microbatches scatter u times. The weights are gathered 2u, u and 1 times. Kept for the whole"
+            " step, weights are whole on every device while gradients are cut: that is ZeRO-2."
         ),
     )

@@ -2,8 +2,10 @@
 better cut."""
 
 import numpy as np
+from jax import lax
 
 from llmpar.exercises import Exercise
+from llmpar.exercises.spread import carried_out
 
 
 def ring_bytes(devices: int = 8, seq: int = 256, kv_heads: int = 2, head_width: int = 16) -> Exercise:
@@ -16,7 +18,7 @@ def ring_bytes(devices: int = 8, seq: int = 256, kv_heads: int = 2, head_width: 
             (
                 devices * hop,
                 (
-                    "The last hop would bring everybody's own keys back, which nobody needs: n devices, n-1"
+                    "The last hop would bring everybody's own keys back, which nobody needs: N devices, N-1"
                     " hops."
                 ),
             ),
@@ -27,12 +29,27 @@ def ring_bytes(devices: int = 8, seq: int = 256, kv_heads: int = 2, head_width: 
                 "The 4 query heads stay at home; only the 2 heads of keys and values travel.",
             ),
             ((devices - 1) * hop / 4, "That is the number of elements; a float32 has 4 bytes."),
+            (
+                8 * (devices - 1) * hop,
+                "That moves whole sequences: a device hands on S/N positions at a time.",
+            ),
+            (
+                2 * devices * hop,
+                (
+                    "Two things: the 4 query heads stay at home, and after N-1 hops every block has been"
+                    " everywhere."
+                ),
+            ),
         ],
         hint=(
             "A hop hands on K and V of S/n positions, each position with 2 heads of 16 numbers. How many hops"
             " are there?"
         ),
         unit="bytes",
+        nudges=["What does one hop hand on, and how many hops are there?"],
+        because=(
+            "K and V of a device's own positions, N-1 times: after N-1 hops every block has been everywhere."
+        ),
     )
 
 
@@ -58,22 +75,28 @@ def hop_bytes(
             (right * devices, "That is the whole sequence. A device holds, and hands on, an eighth of it."),
             (right * (devices - 1), "That is the whole turn of the ring, all 7 hops. One hop was asked for."),
             (right * 32, "That is one hop in each of the 32 layers. One layer was asked for."),
+            (right // 4, "Count both, keys and values, in two bytes each: this is one of them in one byte."),
         ],
         hint="2 (K and V) × positions per device × KV heads × head width × bytes per number.",
         tolerance=0.01,  # 67.1e6 is fine
         unit="bytes",
+        nudges=["Which heads travel, for how many positions, and in how many bytes per number?"],
+        because=(
+            "2 × 16,384 positions × 8 KV heads × 128 × 2 bytes: K and V of the positions of one device, in"
+            " one layer."
+        ),
     )
 
 
 def zigzag() -> Exercise:
-    """Ask for the permutation that deals s positions to n ranks so that causal work is even."""
+    """Ask for the permutation that deals s positions to ranks so that causal work is even."""
 
     def parts(s, n):
         return np.arange(s).reshape(2 * n, -1)
 
-    def solution(s, n):
-        cut = parts(s, n)
-        return np.concatenate([np.concatenate([cut[i], cut[2 * n - 1 - i]]) for i in range(n)])
+    def solution(s, ranks):
+        cut = np.arange(s).reshape(2 * ranks, -1)
+        return np.concatenate([np.concatenate([cut[i], cut[2 * ranks - 1 - i]]) for i in range(ranks)])
 
     def contiguous(s, n):
         return np.arange(s)
@@ -117,7 +140,7 @@ def zigzag() -> Exercise:
             (
                 not_mirrored,
                 (
-                    "Rank i has parts i and n+i: both grow with i. Its second part must be the later the"
+                    "Rank i has parts i and N+i: both grow with i. Its second part must be the later the"
                     " earlier its first is."
                 ),
             ),
@@ -136,8 +159,86 @@ def zigzag() -> Exercise:
                 ),
             ),
             (late_first, "The right parts for each rank, the later one first. Put the earlier part first."),
+            (
+                lambda s, ranks: np.arange(s)[::-1],
+                "Backwards is still in order: now the first rank has all the late positions.",
+            ),
+            (
+                lambda s, ranks: np.concatenate([np.arange(s)[::2], np.arange(s)[1::2][::-1]]),
+                "Cut into 2N parts of neighbours first; you deal single positions.",
+            ),
         ],
-        hint="Cut the positions into 2n parts. Rank i gets part i, then part 2n-1-i.",
+        hint="Cut the positions into 2N parts. Rank i gets part i, then part 2N-1-i.",
+        nudges=["In causal attention, how much work has a position that is early, and one that is late?"],
+        because=(
+            "Part i and part 2N-1-i together have the same causal work for every i: what the one lacks the"
+            " other has."
+        ),
+    )
+
+
+def to_heads(devices: int = 4, own: int = 3, heads: int = 8, width: int = 4) -> Exercise:
+    """Ask for the exchange of Ulysses, positions for heads, as one device writes it."""
+    x = np.random.default_rng(0).standard_normal((devices, own, heads, width)).astype(np.float32)
+
+    def solution(x):
+        return lax.all_to_all(x, "sp", split_axis=1, concat_axis=0, tiled=True)
+
+    def gathered(x):
+        mine = x.shape[1] // lax.axis_size("sp")
+        everything = lax.all_gather(x, "sp", axis=0, tiled=True)
+        return lax.dynamic_slice_in_dim(everything, lax.axis_index("sp") * mine, mine, 1)
+
+    def reshaped(x):
+        return x.reshape(-1, x.shape[1] // devices, x.shape[2])
+
+    def widths(x):
+        return lax.all_to_all(x, "sp", split_axis=2, concat_axis=0, tiled=True)
+
+    def observe(learner):
+        try:
+            return carried_out(learner, "sp", devices, x)
+        except ValueError as error:
+            if "all_to_all" in str(error):
+                return "not tiled"
+            raise
+
+    return Exercise(
+        level="stretch",
+        solution=solution,
+        observe=observe,
+        wrong=[
+            (
+                gathered,
+                (
+                    "The value is right, but to gather all heads of all positions and keep a slice sends N"
+                    " times as much."
+                ),
+            ),
+            (reshaped, "The shape is right, but nothing was sent: these are your own positions only."),
+            (lambda x: x, "Nothing has moved: you still have all heads of your own positions."),
+            (
+                lambda x: lax.all_gather(x, "sp", axis=0, tiled=True),
+                "Now every device has all heads of all positions. It needs an N-th of the heads.",
+            ),
+            (
+                lambda x: lax.all_to_all(x, "sp", split_axis=1, concat_axis=0),
+                (
+                    "Without tiled=True the dim that is split must have exactly one entry per device, and it"
+                    " goes away."
+                ),
+            ),
+            (widths, "That cuts inside the heads. Attention needs whole heads: split dim 1."),
+        ],
+        hint=(
+            "lax.all_to_all splits the dim of heads, sends the pieces round, and joins what comes along the"
+            " positions."
+        ),
+        nudges=["Which collective moves a cut from one dim to another? What is cut before, and what after?"],
+        because=(
+            "A cut moves from the positions to the heads: one all-to-all, of which a device sends (N-1)/N of"
+            " what it holds."
+        ),
     )
 
 
@@ -214,10 +315,28 @@ def rivals(flops_per_s: float = 989.4e12, link_bytes_per_s: float = 450e9) -> Ex
                     " mask doubles it."
                 ),
             ),
+            (
+                right | {"hidden_from": block / 2 * 4},
+                (
+                    "hidden_from: that is C/β alone. Two things change it: grouped queries make it smaller,"
+                    " the causal mask twice as large."
+                ),
+            ),
+            (
+                right | {"llama3-8b step": 2},
+                "llama3-8b step: at N = 2 Ulysses still sends more: 4 (n + k) (N-1)/N against 8 k (N-1).",
+            ),
         ],
         hint=(
-            "Take both rows of the table above, with the heads of this model, for n = 2, 4, 8; n must divide"
+            "Take both rows of the table above, with the heads of this model, for N = 2, 4, 8; N must divide"
             " the KV heads. The block is in the formula above it."
         ),
         tolerance=0.02,  # rounded by hand
+        nudges=["Write down what each sends for N = 2, 4 and 8, once forward and once for a step."],
+        because=(
+            "Forward, the ring sends 2k(N-1) and Ulysses (2n+2k)(N-1)/N, so Ulysses wins from N > 1 + n/k on;"
+            " in a step the ring sends four times as much and Ulysses twice, so from half of that on. Ulysses"
+            " needs N to divide k. A hop hides from 2 · C/β · k/n positions per device on; the 2 is the"
+            " causal mask."
+        ),
     )

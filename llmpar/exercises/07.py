@@ -5,13 +5,13 @@ from llmpar.exercises import Exercise
 
 def idle_share(stages: int = 4, microbatches: int = 8) -> Exercise:
     """Ask which share of the total time a stage of GPipe waits."""
-    p, m = stages, microbatches
+    p, u = stages, microbatches
     return Exercise(
         level="core",
-        solution=(p - 1) / (m + p - 1),
+        solution=(p - 1) / (u + p - 1),
         wrong=[
             (
-                (p - 1) / m,
+                (p - 1) / u,
                 (
                     "That is the idle time over the ideal time. Its share of the total was asked for; the"
                     " total contains it."
@@ -21,19 +21,34 @@ def idle_share(stages: int = 4, microbatches: int = 8) -> Exercise:
                 (p - 1) / p,
                 "That is so with one batch. Eight microbatches keep a stage busy eight times as long.",
             ),
-            (m / (m + p - 1), "That is the share of the time in which a stage works."),
-            (p / (m + p), "Nearly: the last stage waits for p-1 others, not for p."),
+            (u / (u + p - 1), "That is the share of the time in which a stage works."),
+            (p / (u + p), "Nearly: the last stage waits for p-1 others, not for p."),
             (
-                2 * (p - 1) / (m + p - 1),
+                2 * (p - 1) / (u + p - 1),
                 "You counted a wait of p-1 forwards and p-1 backwards, but each over its own time only.",
+            ),
+            (
+                p - 1,
+                (
+                    "That is the number of slots that a stage waits. Over the number of all slots it is the"
+                    " share."
+                ),
             ),
         ],
         hint=(
-            "Forwards alone take m + p - 1 slots on the way to the end of the last stage. In how many of them"
+            "Forwards alone take u + p - 1 slots on the way to the end of the last stage. In how many of them"
             " does it work?"
         ),
         tolerance=0.02,  # 0.27 is fine
         unit="a fraction of 1",
+        nudges=[
+            "In how many slots of the last stage is there a forward, and how many slots pass until its last"
+            " one ends?"
+        ],
+        because=(
+            "The last stage begins p-1 slots late: u of u+p-1 slots have work, on the way down and on the"
+            " way up."
+        ),
     )
 
 
@@ -53,31 +68,34 @@ def microbatches(stages: int = 8) -> Exercise:
             (9 * (stages - 1) + 1, "One less gives exactly 10 %, which is allowed."),
             (9 * stages, "Count the stages that one waits for: p - 1."),
             (stages - 1, "That makes half of the time idle: (p-1)/(2(p-1))."),
+            (8 * (stages - 1), "That leaves one ninth idle, 11.1 %. One tenth of the total is asked for."),
         ],
-        hint="(p-1)/(m+p-1) <= 1/10; multiply out.",
+        hint="(p-1)/(u+p-1) <= 1/10; multiply out.",
+        nudges=["Write the idle share of the total for p stages, and set it to one tenth."],
+        because="(p-1)/(u+p-1) is at most 1/10 from u = 9(p-1) on.",
     )
 
 
 def uneven() -> Exercise:
-    """Ask for the time of m forwards through stages of unequal cost."""
+    """Ask for the time of u forwards through stages of unequal cost."""
 
-    def solution(costs, m):
-        return sum(costs) + (m - 1) * max(costs)
+    def solution(costs, u):
+        return sum(costs) + (u - 1) * max(costs)
 
-    def lockstep(costs, m):
-        return (m + len(costs) - 1) * max(costs)
+    def lockstep(costs, u):
+        return (u + len(costs) - 1) * max(costs)
 
-    def on_average(costs, m):
-        return (m + len(costs) - 1) * sum(costs) / len(costs)
+    def on_average(costs, u):
+        return (u + len(costs) - 1) * sum(costs) / len(costs)
 
-    def one_too_many(costs, m):
-        return sum(costs) + m * max(costs)
+    def one_too_many(costs, u):
+        return sum(costs) + u * max(costs)
 
-    def one_by_one(costs, m):
-        return m * sum(costs)
+    def one_by_one(costs, u):
+        return u * sum(costs)
 
-    def last(costs, m):
-        return sum(costs) + (m - 1) * costs[-1]
+    def last(costs, u):
+        return sum(costs) + (u - 1) * costs[-1]
 
     return Exercise(
         level="stretch",
@@ -103,7 +121,7 @@ def uneven() -> Exercise:
                     " them."
                 ),
             ),
-            (one_too_many, "The first microbatch is counted in the sum already; m - 1 others follow it."),
+            (one_too_many, "The first microbatch is counted in the sum already; u - 1 others follow it."),
             (one_by_one, "That is one microbatch after the other, without any overlap."),
             (
                 last,
@@ -112,10 +130,29 @@ def uneven() -> Exercise:
                     " another one?"
                 ),
             ),
+            (
+                lambda costs, u: max(costs) * u,
+                (
+                    "The slowest stage works that long. But the first microbatch must reach it, and the last"
+                    " one must leave the stages behind it."
+                ),
+            ),
+            (
+                lambda costs, u: sum(costs) + (u - 1) * costs[0],
+                (
+                    "Right if the first stage is the slowest. Which stage holds up the others when it is"
+                    " another one?"
+                ),
+            ),
         ],
         hint=(
             "The first microbatch takes the sum of all stages. How much later does each of the others come"
             " out?"
+        ),
+        nudges=["When does the first microbatch come out? And which stage decides when the next one does?"],
+        because=(
+            "The first microbatch passes all stages, one after the other; from then on the slowest stage lets"
+            " one through per its own time."
         ),
     )
 
@@ -130,12 +167,12 @@ def tied(rows: int = 128_256, width: int = 2048, stages: int = 4) -> Exercise:
         wrong=[
             (
                 right | {"all stages": size},
-                "all stages: that is a group of two. A ring of g devices sends 2 V (g-1)/g from each.",
+                "all stages: that is a group of two. A ring of N devices sends 2 V (N-1)/N from each.",
             ),
             (
                 right | {"first and last": 2 * size},
                 (
-                    "first and last: 2 V (g-1)/g with g = 2. Each sends one half to be added, and then its"
+                    "first and last: 2 V (N-1)/N with N = 2. Each sends one half to be added, and then its"
                     " finished half."
                 ),
             ),
@@ -162,11 +199,30 @@ def tied(rows: int = 128_256, width: int = 2048, stages: int = 4) -> Exercise:
                     " scattered, then gathered again."
                 ),
             ),
+            (
+                right | {"a middle stage": size},
+                (
+                    "a middle stage: only the first and the last stage use the embedding. Who is in no group"
+                    " sends nothing."
+                ),
+            ),
+            (
+                right | {"all stages": 2 * size},
+                (
+                    "all stages: nearly; of N pieces each device need not send one, in each of the two"
+                    " rounds: (N-1)/N."
+                ),
+            ),
         ],
         hint=(
-            "A ring all-reduce of V bytes among g devices sends 2 V (g-1)/g from each; g is 4 in one case and"
+            "A ring all-reduce of V bytes among N devices sends 2 V (N-1)/N from each; N is 4 in one case and"
             " 2 in the other."
         ),
         tolerance=0.01,
         unit="bytes",
+        nudges=["How large is the message, how many devices are in the group, and who is in it?"],
+        because=(
+            "A ring all-reduce of V bytes among N sends 2V(N-1)/N from each: 1.5V among four, V between two,"
+            " and nothing from who is in no group."
+        ),
     )

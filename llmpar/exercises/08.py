@@ -33,10 +33,22 @@ def held(stages: int = 16, microbatches: int = 64, stage: int = 3) -> Exercise:
                 ),
             ),
             (stage, "You counted the stages before it. What counts is how many come after it."),
+            (
+                stages - stage + 1,
+                (
+                    "One less: the microbatch whose backward comes back frees its place before the next"
+                    " forward: p - i."
+                ),
+            ),
         ],
         hint=(
             "In the picture for 4 stages: stage 0 holds 4, the last one 1. How long does microbatch 0 stay"
             " away from stage i?"
+        ),
+        nudges=["How far away is the last stage, from stage 3?"],
+        because=(
+            "A microbatch goes down p-i-1 stages and comes up again; meanwhile stage i runs one more forward"
+            " for each of them: with its own that is p-i."
         ),
     )
 
@@ -109,6 +121,14 @@ def one_f_one_b(stages: int = 3, microbatches: int = 4) -> Exercise:
             "Stage i runs p-i-1 forwards, then one forward and one backward in turn, then the backwards that"
             " are left."
         ),
+        nudges=[
+            "Stage 2 is the last one: what can it do as soon as F0 is done?",
+            "Stage 0 waits longest for its first backward. How many forwards can it run until then?",
+        ],
+        because=(
+            "Stages run 2, 1 and 0 forwards ahead, and then alternate: the last stage turns round at once,"
+            " and each stage above waits two cells longer."
+        ),
     )
 
 
@@ -120,7 +140,17 @@ def _eager(stages: int, microbatches: int) -> str:
     )
 
 
-def _better(level, best: str, limit: int, target: float, costs: tuple, wrong: list, hint: str):
+def _better(
+    level,
+    best: str,
+    limit: int,
+    target: float,
+    costs: tuple,
+    wrong: list,
+    hint: str,
+    nudges: list[str],
+    because: str,
+):
     """An order is judged by its bubble and what it holds; whoever reaches the target within the limit is
     right."""
 
@@ -129,7 +159,7 @@ def _better(level, best: str, limit: int, target: float, costs: tuple, wrong: li
         table = timetable(from_text(text), costs)
         return {"bubble": max(table.bubble, target), "held": max(*table.peak_live(), limit)}
 
-    return Exercise(level=level, solution=best, observe=observe, wrong=wrong, hint=hint)
+    return Exercise(level, best, wrong, hint, nudges, because, observe)
 
 
 def third_of_the_bubble() -> Exercise:
@@ -148,12 +178,32 @@ def third_of_the_bubble() -> Exercise:
             "No bubble at all, but stage 0 holds 5 microbatches; the memory is for 3.",
         ),
         (str(make("gpipe", 3, 5)), "That holds all microbatches, and its bubble is 1F1B's."),
+        (
+            "\n".join([" ".join(f"F{u} B{u} W{u}" for u in range(5))] * 3),
+            (
+                "That is one microbatch after the other, and the stages wait: early stages must run forwards"
+                " ahead."
+            ),
+        ),
     ]
     hint = (
         "Keep 1F1B's order of F and B. The later the stage, the longer its W can wait: i microbatches on"
         " stage i."
     )
-    return _better("stretch", str(make("zb-h1", 3, 5)), 3, 2.0, (1, 1, 1), wrong, hint)
+    return _better(
+        "stretch",
+        str(make("zb-h1", 3, 5)),
+        3,
+        2.0,
+        (1, 1, 1),
+        wrong,
+        hint,
+        nudges=["Which half of a backward does the stage before wait for?"],
+        because=(
+            "Only B is awaited by another stage. With 1F1B's order of F and B, and W put off by i"
+            " microbatches on stage i, W fills what was idle: (p-1)(F+B-W) is left."
+        ),
+    )
 
 
 def between_h1_and_h2() -> Exercise:
@@ -171,9 +221,29 @@ def between_h1_and_h2() -> Exercise:
         (str(make("zb-h2", 3, 5)), "Bubble 1.2, but 5 are held; the memory is for 4."),
         (_eager(3, 5), "Bubble 4.4: W comes at once, before work that other stages wait for."),
         (str(make("1f1b", 3, 5)), "Bubble 6: write B and W apart."),
+        (
+            "\n".join([" ".join(f"F{u} B{u} W{u}" for u in range(5))] * 3),
+            (
+                "That is one microbatch after the other, and the stages wait: early stages must run forwards"
+                " ahead."
+            ),
+        ),
     ]
     hint = (
         "Start from ZB-H1, let stages 0 and 1 run one more forward ahead, and let W of the last stage wait"
         " longer."
     )
-    return _better("expert", best, 4, 2.0, (1, 1.2, 0.8), wrong, hint)
+    return _better(
+        "expert",
+        best,
+        4,
+        2.0,
+        (1, 1.2, 0.8),
+        wrong,
+        hint,
+        nudges=["How many forwards ahead do stages run in ZB-H1, and what does one more cost in memory?"],
+        because=(
+            "With one more forward ahead, the later stages have work where they would wait, and W fills what"
+            " is left. The price is one more microbatch held."
+        ),
+    )

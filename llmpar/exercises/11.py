@@ -69,13 +69,13 @@ def slow_network() -> Exercise:
             (312e12 / (100e9 / 4), "Those are bits of a quarter: a byte has eight."),
             (312e12 / 300e9, "That is NVLink inside the node. The gathers cross nodes."),
         ],
-        hint="C/W: the GPU's FLOPs per second (312e12) over the bytes per second that leave it.",
+        hint="C/β: the GPU's FLOPs per second (312e12) over the bytes per second that leave it.",
         tolerance=0.01,
     )
 
 
 def data_sheet() -> Exercise:
-    """Ask by which factor the threshold C/W changes when rates are those that are reached."""
+    """Ask by which factor the threshold C/β changes when rates are those that are reached."""
     right = 0.752 / 0.432
     return Exercise(
         level="expert",
@@ -84,8 +84,8 @@ def data_sheet() -> Exercise:
             (0.432 / 0.752, "Upside down: slower links raise the threshold, slower products lower it."),
             (1 / 0.432, "The products reach less than their peak, too."),
             (0.752, "The links reach less than their rate, too."),
-            (0.752 * 0.432, "C is above the line, W below it."),
+            (0.752 * 0.432, "C is above the line, β below it."),
         ],
-        hint="C becomes 0.752 C, and W becomes 0.432 W.",
+        hint="C becomes 0.752 C, and β becomes 0.432 β.",
         tolerance=0.01,
     )

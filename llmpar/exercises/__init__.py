@@ -6,12 +6,14 @@ In a lesson, the learner replaces the dots and runs the cell again:
     bytes_sent = ...
     attempt("03.bytes_sent", bytes_sent)
 
+`hint("03.bytes_sent")` helps a step at a time, `solution("03.bytes_sent")` answers after an attempt.
+
 In `llmpar/exercises/03.py` stands a function of that name. It takes what the lesson passes by keyword
-(with the lesson's own values as defaults) and describes the exercise: the solution, and the answers that
-people give when one thing is not yet clear, each with the sentence that helps. An answer may be a value or a
-function; `observe` turns it into what is compared, so that a learner's function is recognised by what it
-does. An answer with several named parts is judged part by part; a wrong answer that spoils some of them helps
-wherever it is met on those.
+(with the lesson's own values as defaults) and describes the exercise: the solution and why it is right, and
+the answers that people give when one thing is not yet clear, each with the sentence that helps. An answer may
+be a value or a function; `observe` turns it into what is compared, so that a learner's function is recognised
+by what it does. An answer with several named parts is judged part by part; a wrong answer that spoils some of
+them helps wherever it is met on those.
 
     def bytes_sent(devices: int = 8) -> Exercise:
         '''Ask how many bytes a device sends in a ring all-reduce of 1 MiB.'''
@@ -20,7 +22,9 @@ wherever it is met on those.
             level="core",
             solution=2 * size * (devices - 1) // devices,
             wrong=[(size, "That is the size of the result; …"), (2 * size, "…"), (size * (devices - 1), "…")],
+            nudges=["How often does a byte travel?"],
             hint="A ring all-reduce is a reduce-scatter, then an all-gather.",
+            because="Both halves of a ring all-reduce send all pieces of the message but one.",
         )
 
 `tests/test_notebooks.py` judges every blank, solution and wrong answer.
@@ -28,207 +32,52 @@ wherever it is met on those.
 
 from __future__ import annotations
 
-import dis
+import functools
 import importlib.util
 import inspect
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import pathlib
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
 
-NOT_ATTEMPTED = "not attempted yet: replace the dots and run this cell again"
-CORRECT = "correct"
-UNITS = {
-    "bytes": {"KiB": 2**10, "kB": 1e3, "MiB": 2**20, "MB": 1e6, "GiB": 2**30, "GB": 1e9},
-    "a fraction of 1": {"per cent": 0.01},
-}
-"""What an answer is given in, and what people also count it in."""
+from llmpar.exercises.judge import CORRECT, NOT_ATTEMPTED, Exercise
+from llmpar.exercises.record import Answer, answers, note
 
+__all__ = [
+    "CORRECT",
+    "NOT_ATTEMPTED",
+    "Exercise",
+    "attempt",
+    "exercises",
+    "find",
+    "hint",
+    "lessons",
+    "solution",
+]
 
-@dataclass(frozen=True)
-class Exercise:
-    """Describe one exercise: its answer, plausible wrong answers with a sentence for each, a hint for all
-    others."""
-
-    level: Literal["core", "stretch", "expert"]
-    solution: Any
-    wrong: Sequence[tuple[Any, str]]
-    hint: str | Callable[[Any], str]  # a function of what was observed can count for the learner
-    observe: Callable[[Any], Any] = lambda answer: answer
-    tolerance: float = 1e-5  # relative; answers are float32 results or numbers rounded by hand
-    unit: str = ""  # of numbers: a key of `UNITS`
-
-    def judge(self, answer: Any) -> str:
-        """Return the verdict on an answer as one sentence."""
-        if is_blank(answer):
-            return NOT_ATTEMPTED
-        if fault := mismatch(answer, self.solution):
-            return f"not yet. {fault}"
-        try:
-            seen, right = self.observe(answer), self.observe(self.solution)
-            if is_blank(seen):
-                return NOT_ATTEMPTED
-            return CORRECT if self.same(seen, right) else f"not yet. {self.advice(seen, right)}"
-        except (
-            Exception
-        ) as error:  # the learner's own code runs here: whatever it raises is the learner's to read
-            return f"not yet. Your answer raised {type(error).__name__}: {error}"
-
-    def same(self, one: Any, other: Any) -> bool:
-        """Compare within the exercise's tolerance."""
-        return same(one, other, self.tolerance)
-
-    def advice(self, seen: Any, right: Any) -> str:
-        """Say what helps someone who answered `seen`."""
-        planted = [(self.observe(wrong), sentence) for wrong, sentence in self.wrong]
-        for value, sentence in planted:
-            if self.same(seen, value):
-                return sentence
-        if fault := mismatch(seen, right):
-            return fault
-        if isinstance(right, Mapping):
-            return self.part_by_part(seen, right, planted)
-        return self.in_another_unit(seen, right) or self.hinted(seen)
-
-    def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]]) -> str:
-        """Name the parts that are right; help with the others by planted answers that go wrong on them in the
-        same way."""
-        off = [name for name in right if not self.same(seen[name], right[name])]
-        good = [str(name) for name in right if name not in off]
-        said = [f"Right: {', '.join(good)}."] * bool(good)
-        helped: set[Any] = set()
-        for value, sentence in planted:
-            spoilt = {name for name in right if not self.same(value[name], right[name])}
-            if not spoilt & helped and all(self.same(seen[name], value[name]) for name in spoilt):
-                said, helped = [*said, sentence], helped | spoilt
-        for name in [name for name in off if name not in helped]:
-            if sentence := self.in_another_unit(seen[name], right[name]):
-                said, helped = [*said, f"{name}: {sentence}"], helped | {name}
-        if left := [f"{name}{near(seen[name], right[name])}" for name in off if name not in helped]:
-            said += [f"Look again at {', '.join(left)}. {self.hinted(seen)}"]
-        return " ".join(said)
-
-    def in_another_unit(self, seen: Any, right: Any) -> str:
-        """Recognise the right number in kilobytes, per cent and the like."""
-        for name, size in UNITS.get(self.unit, {}).items():
-            if kind(seen) == kind(right) == "a number" and same(
-                float(seen) * size, right, max(self.tolerance, 0.01)
-            ):
-                given = float(seen) * size
-                shown = f"{given:,.0f}" if given > 100 else f"{given:.3g}"
-                return f"That is the right value in {name}; it is asked for as {self.unit}: {shown}."
-        return ""
-
-    def hinted(self, seen: Any) -> str:
-        """Give the hint."""
-        return self.hint if isinstance(self.hint, str) else self.hint(seen)
+GIVEN: dict[str, dict[str, Any]] = {}
+"""What this notebook has passed to each exercise: its hints and its solution speak of the same numbers."""
+TOLD: Counter[str] = Counter()
+"""How many hints of each exercise this notebook has asked for."""
+TRIED: set[str] = set()
+"""What this notebook has answered, wherever the answers could not be noted."""
 
 
-def kind(value: Any) -> str:
-    """Name the kind of an answer."""
-    if value is None:
-        return "None"
-    if isinstance(value, str | bool):
-        return "text" if isinstance(value, str) else "True or False"
-    if isinstance(value, Mapping):
-        return "a dict"
-    if isinstance(value, list | tuple | set):
-        return "a list"
-    if callable(value):
-        return "a function"
-    return "an array" if getattr(value, "shape", ()) else "a number"
+def lessons() -> list[str]:
+    """List the numbers of the lessons that have exercises."""
+    return sorted(file.stem for file in pathlib.Path(__file__).parent.glob("[0-9][0-9].py"))
 
 
-def not_asked(answer: Any, asked: Any) -> str:
-    """Say which kind of answer is asked for."""
-    wanted = (
-        f"A function of {', '.join(inspect.signature(asked).parameters)}"
-        if callable(asked)
-        else kind(asked).capitalize()
-    )
-    plain = (
-        " Write it without quotes, commas and units."
-        if (kind(asked), kind(answer)) == ("a number", "text")
-        else ""
-    )
-    shown = f": {answer!r}" if kind(answer) in ("a number", "text", "True or False") else ""
-    return f"{wanted} is asked for, and this is {kind(answer)}{shown}.{plain}"
-
-
-def mismatch(seen: Any, right: Any) -> str:
-    """Say how an answer is of another kind than the right one, anywhere in it: text for a number, other names
-    or shapes."""
-    if kind(seen) != kind(right):
-        return not_asked(seen, right)
-    if isinstance(right, Mapping):
-        if seen.keys() != right.keys():
-            return (
-                f"The names asked for are {', '.join(map(str, right))}; yours are"
-                f" {', '.join(map(str, seen)) or 'none'}."
-            )
-        pairs = [
-            (seen[name], right[name]) for name in right if seen[name] is not None and right[name] is not None
-        ]
-    elif kind(right) == "an array" and seen.shape != right.shape:
-        return f"An array of shape {list(right.shape)} is asked for, and yours has {list(seen.shape)}."
-    else:
-        pairs = list(zip(seen, right, strict=False)) if isinstance(right, list | tuple) else []
-    return next(filter(None, (mismatch(one, other) for one, other in pairs)), "")
-
-
-def near(seen: Any, right: Any) -> str:
-    """Say by how much a number is off that is nearly right."""
-    if kind(seen) != "a number" or kind(right) != "a number" or not right:
-        return ""
-    error = abs(float(seen) / float(right) - 1)
-    return f" (off by {error:.0%})" if 0.005 < error < 0.1 else ""
-
-
-def is_blank(answer: Any) -> bool:
-    """Tell whether an answer still has its dots: `...` itself, somewhere in a container, or a function with
-    no body."""
-    if answer is ...:
-        return True
-    if inspect.isfunction(answer):
-        steps = [step for step in dis.get_instructions(answer) if step.opname not in ("RESUME", "NOP")]
-        return all(step.opname.startswith(("LOAD_CONST", "RETURN")) and step.argval is None for step in steps)
-    if isinstance(answer, Mapping):
-        return any(is_blank(value) for value in answer.values())
-    return isinstance(answer, list | tuple | set) and any(is_blank(value) for value in answer)
-
-
-def same(one: Any, other: Any, tolerance: float) -> bool:
-    """Compare two answers: texts by their words, numbers and arrays within a relative tolerance, the rest
-    exactly."""
-    if isinstance(one, str) and isinstance(other, str):
-        words, others = (re.sub(r"[-_\s]+", " ", text.strip().lower()) for text in (one, other))
-        return words == others
-    if isinstance(one, bool | str) or isinstance(other, bool | str) or one is None or other is None:
-        return type(one) is type(other) and one == other
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same(one[key], other[key], tolerance) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(same(a, b, tolerance) for a, b in zip(one, other, strict=True))
-    if hasattr(one, "shape") and hasattr(other, "shape") and (one.shape or other.shape):
-        import numpy as np
-
-        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
-        scale = np.abs(other).max(initial=0)
-        return one.shape == other.shape and bool(np.all(np.abs(one - other) <= tolerance * scale))
-    try:
-        return math.isclose(float(one), float(other), rel_tol=tolerance)
-    except (TypeError, ValueError):
-        return type(one) is type(other) and bool(one == other)
-
-
+@functools.cache
 def exercises(lesson: str) -> dict[str, Callable[..., Exercise]]:
     """List the exercises of a lesson: the functions in its file that say they return an `Exercise`."""
     if importlib.util.find_spec(f"{__name__}.{lesson}") is None:
         return {}
     functions = inspect.getmembers(importlib.import_module(f"{__name__}.{lesson}"), inspect.isfunction)
+    in_order = sorted(functions, key=lambda item: item[1].__code__.co_firstlineno)
     return {
-        name: f for name, f in functions if inspect.signature(f).return_annotation in (Exercise, "Exercise")
+        name: f for name, f in in_order if inspect.signature(f).return_annotation in (Exercise, "Exercise")
     }
 
 
@@ -243,6 +92,49 @@ def find(name: str, **given: Any) -> Exercise:
 
 
 def attempt(name: str, answer: Any, **given: Any) -> None:
-    """Print the verdict on the learner's answer."""
+    """Print the verdict on the learner's answer, and note both (`llmpar progress` shows them)."""
     exercise = find(name, **given)
-    print(f"{name} ({exercise.level}): {exercise.judge(answer)}")
+    GIVEN[name] = given
+    verdict = exercise.judge(answer)
+    print(f"{name} ({exercise.level}): {verdict}")
+    if verdict == NOT_ATTEMPTED:
+        print(f'hint("{name}") helps a step at a time')
+        return
+    TRIED.add(name)
+    if said := note(Answer.of(name, answer, verdict, correct=verdict.startswith(CORRECT))):
+        print(said)
+
+
+def hint(name: str) -> None:
+    """Print the next hint for an exercise; each says a little more, and the last one stays."""
+    hints = find(name, **GIVEN.get(name, {})).hints() or ["this one has none; a wrong answer helps."]
+    number = min(TOLD[name], len(hints) - 1)
+    TOLD[name] += 1
+    print(f"{name}, hint {number + 1} of {len(hints)}: {hints[number]}")
+    if number == len(hints) - 1:
+        print(f'That was the last one. solution("{name}") answers, once you have tried.')
+
+
+def solution(name: str) -> None:
+    """Print the solution of an exercise and why it is right, to those who have tried."""
+    exercise = find(name, **GIVEN.get(name, {}))
+    if name not in TRIED and not any(answer.exercise == name for answer in answers()):
+        print(
+            f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.'
+        )
+        return
+    print(f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.why()}")
+
+
+def spelt_out(value: Any) -> str:
+    """Write a solution for people: numbers as they are said, functions as their source."""
+    if callable(value):
+        return "\n" + textwrap.dedent(inspect.getsource(value)).rstrip()
+    if isinstance(value, Mapping):
+        return "".join(f"\n  {name}: {spelt_out(part).lstrip()}" for name, part in value.items())
+    if isinstance(value, tuple | list):
+        return ", ".join(map(spelt_out, value))
+    if isinstance(value, str):
+        return "\n" + value if "\n" in value else value
+    whole = value is not None and not isinstance(value, bool) and float(value) == int(value)
+    return f"{int(value):,}" if whole else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -24,6 +24,7 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.links import links, links_table
 from llmpar.inspect.liveness import traced_peak
+from llmpar.inspect.spread import spread_table
 from llmpar.inspect.types import types_table
 from llmpar.mesh import make_mesh, platform_of, split
 from llmpar.plan import Plan
@@ -206,6 +207,7 @@ def tables(document: dict) -> list[Table]:
         *move_tables(document),
         figures,
         *map(types_table, [document["types"]] if "types" in document else []),
+        *map(spread_table, [document["tolerance"]] if "tolerance" in document else []),
     ]
 
 

@@ -15,6 +15,8 @@
 # | *shard* | the piece of an array that a device holds |
 # | *replica* | one of several devices that hold the same shard |
 #
+# Letters: `b` rows of the batch, `d` width of the model.
+#
 # Words of this package (layout, arrow, region, reading, island) have a table of their own in the
 # [README](../README.md#words).
 #
@@ -39,13 +41,13 @@ from llmpar import draw
 from llmpar.draw.scene import show
 from llmpar.notation import AXES, parse_arrow, parse_layout, parse_mesh
 
-n = len(devices)
+N = len(devices)
 # With one device all axes have size 1, and all checks hold.
-tp, fsdp = 2 if n % 2 == 0 else 1, 2 if n % 4 == 0 else 1
-line = parse_mesh("dp=-1", n)  # -1: what is left
-table = parse_mesh(f"dp=-1 tp={tp}", n)
-cube = parse_mesh(f"dp=-1 fsdp={fsdp} tp={tp}", n)
-rows, columns = 4 * n, 2 * n
+tp, fsdp = 2 if N % 2 == 0 else 1, 2 if N % 4 == 0 else 1
+line = parse_mesh("dp=-1", N)  # -1: what is left
+table = parse_mesh(f"dp=-1 tp={tp}", N)
+cube = parse_mesh(f"dp=-1 fsdp={fsdp} tp={tp}", N)
+rows, columns = 4 * N, 2 * N
 
 show(draw.layout("b/dp d/tp", (rows, columns), cube))
 
@@ -61,7 +63,7 @@ from llmpar.mesh import make_mesh
 for shape in (line, table, cube):
     mesh = make_mesh(shape)
     live = [axis for axis, size in shape.sizes.items() if size > 1]
-    assert mesh.size == shape.size == n and mesh.axis_names == tuple(AXES)
+    assert mesh.size == shape.size == N and mesh.axis_names == tuple(AXES)
     print(f"mesh {str(shape):<18} {mesh.size} devices, axes in use: {' '.join(live) or 'none'}")
 
 show(draw.mesh(cube, highlight_axis="fsdp"))
@@ -88,15 +90,15 @@ def hear(position):
 
 
 ask = jax.jit(jax.shard_map(hear, mesh=mesh, in_specs=P(tuple(AXES)), out_specs=P(tuple(AXES))))
-heard = ask(jnp.arange(n))
+heard = ask(jnp.arange(N))
 for axis, answer in zip(live, heard, strict=True):
-    told = np.asarray(answer).reshape(n, -1)  # row i: what device i hears
+    told = np.asarray(answer).reshape(N, -1)  # row i: what device i hears
     groups = draw.groups(cube.sizes, AXES, [axis])
     for group in groups:
         assert (told[group] == group).all()
     print(f"groups over {axis}: {groups}, as JAX has them")
 
-sent = census_table(census_hlo(ask.lower(jnp.arange(n)).compile().as_text(), mesh))
+sent = census_table(census_hlo(ask.lower(jnp.arange(N)).compile().as_text(), mesh))
 assert {key: row["count"] for key, row in sent.items()} == {(axis, "all-gather"): 1 for axis in live}
 print(f"compiled: {len(sent)} collectives, one all-gather per axis in use")
 
@@ -110,7 +112,7 @@ print(f"compiled: {len(sent)} collectives, one all-gather per axis in use")
 print(f"{rows} x {columns} float32 on {dict(dp=cube.dp, fsdp=cube.fsdp, tp=cube.tp)}")
 
 # %%
-from exercises import attempt
+from llmpar.exercises import attempt, hint, solution
 
 bytes_held = ...  # your number
 
@@ -160,9 +162,9 @@ for text in LAYOUTS:
     value = all(np.array_equal(shard.data, whole[shard.index]) for shard in array.addressable_shards)
     who = by_jax(array) == by_notation(layout)
     memory = all(shard.data.nbytes == predicted for shard in array.addressable_shards)
-    assert value and who and memory and copies * len(by_jax(array)) == n
+    assert value and who and memory and copies * len(by_jax(array)) == N
     held = "x".join(map(str, layout.shard_shape(whole.shape, cube.sizes)))
-    print(f"{text:<16} {n // copies:>6} {copies:>7} {held:>15} {predicted:>7}   equal   equal    equal")
+    print(f"{text:<16} {N // copies:>6} {copies:>7} {held:>15} {predicted:>7}   equal   equal    equal")
 
 # %% [markdown]
 # Shards times copies is the number of devices, in every row. The six as pictures, drawn from the layouts that were just
@@ -432,5 +434,5 @@ for (axes, kind), row in chosen.items():
 for text in LAYOUTS:
     layout = parse_layout(text)
     copies, held = formulas.copies(cube.sizes, layout.axes), shard_bytes(layout, whole.shape, 4, cube.sizes)
-    assert held * n == copies * whole.nbytes, "as many times the memory as there are copies"
-print(f"{n} devices = shards x copies, for each of the {len(LAYOUTS)} layouts above")
+    assert held * N == copies * whole.nbytes, "as many times the memory as there are copies"
+print(f"{N} devices = shards x copies, for each of the {len(LAYOUTS)} layouts above")

@@ -7,8 +7,8 @@
 #
 # **Question.** How much memory and how much computing does a model want, before anything is parallel?
 #
-# Letters: `b` sequences, `s` positions, `d` width, `m` width of the feed-forward, `n` heads of width `h`, `k` heads of keys
-# and values, `l` layers, `v` vocabulary, `P` parameters, `t` tokens.
+# Letters: `b` rows of the batch, `s` positions, `d` width, `m` width of a feed-forward, `n` query heads, `k` KV heads, `h` width
+# of a head, `l` layers, `v` vocabulary, `Ψ` parameters, `T` tokens per device.
 #
 # Core path: every cell up to *Activations*, and *FLOPs*. 25 minutes.
 
@@ -160,7 +160,7 @@ attempt("01.fits", {"least": least, "left on 8": left_on_8})
 # %% [markdown]
 # ## FLOPs
 #
-# A product of `t d` by `d m` is `t m` sums of `d` terms: 2 `t d m` FLOPs. Its backward pass has two products of the same size:
+# A product of T rows, `d` wide, with a matrix `d m` has T·m sums of d terms: 2·T·d·m FLOPs. Its backward pass has two products of the same size:
 # one for the gradient of its input, and one for that of the weight. So: 2 per parameter and token forward, 4 backward, 6 in
 # all. The compiler counts the same.
 
@@ -179,7 +179,7 @@ def flops_of(function):
 
 forward = flops_of(lambda x, w: x @ w)
 both = flops_of(jax.value_and_grad(loss, argnums=(0, 1)))
-print(f"forward {forward:,.0f} = 2 t d m; both ways {both / forward:.2f} times as much")
+print(f"forward {forward:,.0f} = 2 T d m; both ways {both / forward:.2f} times as much")
 assert forward == 2 * T * D * M and 3 <= both / forward < 3.1
 
 # %% [markdown]
@@ -224,8 +224,8 @@ attempt("01.crossover", length)
 # %% [markdown]
 # ### Exercise (expert): which inputs to keep?
 #
-# Chen et al. (2016) keep the input of every c-th layer, and compute a group of c layers again when its backward pass comes.
-# A layer's activations are `ratio` times its input. Return the c that holds least at the worst moment.
+# Chen et al. (2016) keep some layers' inputs only, one of each group, and compute a group of layers again when its backward pass comes.
+# A layer's activations are `ratio` times its input. Return the size of a group that holds least at the worst moment.
 
 
 # %%

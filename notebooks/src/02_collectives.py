@@ -17,8 +17,8 @@
 #
 # **Question.** How many bytes does each send, and when do they cost time?
 #
-# Letters: `s` positions, `d` width, `n` heads, `V` bytes of the message, `g` devices of the group, `W` bytes per second that
-# leave a device, `α` seconds to start.
+# Letters: `s` positions, `d` width, `n` heads, `N` devices along the axis at hand, `β` bytes/s of the links. α: seconds to
+# start.
 #
 # Core path: up to *A ring by hand*, and *Time*. 25 minutes.
 
@@ -109,7 +109,7 @@ for kind, program in programs.items():
         print(f"{kind:<15} one collective, {found[0][2]:>9,} B sent")
 
 # %% [markdown]
-# A device of `g` sends `V (g - 1)/g`: its own part stays. An all-reduce is a reduce-scatter and then an all-gather, so it sends
+# A device of N sends (N - 1)/N of the message: its own part stays. An all-reduce is a reduce-scatter and then an all-gather, so it sends
 # twice as much. A permute sends its whole block.
 #
 # The values are what the table says:
@@ -150,7 +150,7 @@ attempt("02.sent", answer | {"all-reduce": all_reduce, "all-to-all": all_to_all}
 # ## A ring by hand
 #
 # How can everybody get a sum, and send less than two buffers? In a ring. **First lap**: a part's sum travels, and each device
-# adds its own addends. After `g - 1` hops each device has one finished part. **Second lap**: the finished parts travel.
+# adds its own addends. After N - 1 hops each device has one finished part. **Second lap**: the finished parts travel.
 
 
 # %%
@@ -199,9 +199,9 @@ attempt("02.ring_gather", ring_gather)
 # %% [markdown]
 # ## Time
 #
-# The α–β model: a collective takes its starts, and its bytes at the rate `W` of the slowest link that it crosses.
+# The α–β model: a collective takes its starts, and its bytes at the rate β of the slowest link that it crosses.
 #
-# $$ T = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{W} $$
+# $$ T = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
 #
 # Simulated devices have no links, so nothing is timed here. These are an H100's: 8 GPUs in a node on NVLink, and a network
 # port for each between nodes. `links` is the rate that large messages reach.
@@ -243,7 +243,7 @@ for size in (1e3, 1e5, 1e7, 1e9):
 #
 # ### Exercise (expert): the size at which bytes matter
 #
-# A ring all-reduce over 8 devices: each of its hops starts in 5 µs, and 450 GB/s leave a device. For which message `V`, in
+# A ring all-reduce over 8 devices: each of its hops starts in 5 µs, and 450 GB/s leave a device. For which message, in
 # **bytes**, do starts and bytes take equally long?
 
 # %%
@@ -253,7 +253,7 @@ attempt("02.half_size", size)
 # %% [markdown]
 # ## Measure your own
 #
-# `llmpar calibrate` times all five over sizes and groups, fits α and W, and writes a small file. On simulated devices it
+# `llmpar calibrate` times all five over sizes and groups, fits α and β, and writes a small file. On simulated devices it
 # measures how threads of one processor meet; on your cluster it measures your links.
 #
 # ## Where XLA's partitioner differs
@@ -284,7 +284,7 @@ for name, out in (("whole", P()), ("in parts", P("tp"))):
 # ## Five lines
 #
 # 1. Five patterns: all-gather, reduce-scatter, all-reduce, all-to-all, permute.
-# 2. `V (g - 1)/g` bytes each; an all-reduce is two of them; a permute sends its block.
+# 2. (N - 1)/N of the message each; an all-reduce is two of them; a permute sends its block.
 # 3. A result's size is not what was sent.
 # 4. Time is starts plus bytes over the slowest link crossed.
 # 5. Groups inside a node are fast; few large messages beat many small ones.

@@ -6,6 +6,10 @@
 # Every device has all the weights and its own part of the batch. Each computes a gradient from its part; the gradients are
 # added up over the devices; every device then makes the same update. What travels is **gradients**: not weights, not
 # activations, not data. Weights agree because they started equal and every update is the same.
+#
+# Letters: `b` rows of the batch, `d` width of the model, `m` width of a feed-forward, `u` microbatches, `N` devices
+# along the axis at hand, `Ψ` parameters, `T` tokens per device and backward pass, `C` FLOP/s of a device, `β` bytes/s
+# of its links.
 
 # %%
 from llmpar.mesh import use_devices
@@ -23,8 +27,8 @@ devices = use_devices()
 from llmpar import draw
 from llmpar.draw.scene import show, time_text
 
-n = len(devices)
-show(draw.arrow("d m +dp -> d m", (64, 128), f"dp={n}", 4))
+N = len(devices)
+show(draw.arrow("d m +dp -> d m", (64, 128), f"dp={N}", 4))
 
 # %% [markdown]
 # ## Predict
@@ -38,14 +42,14 @@ import dataclasses
 from llmpar.config import preset
 
 config = dataclasses.replace(preset("tiny"), num_layers=2)
-print(f"parameters: {config.num_params:,}; devices: {n}")
+print(f"parameters: {config.num_params:,}; devices: {N}")
 
 # %%
-from exercises import attempt
+from llmpar.exercises import attempt, hint, solution
 
 bytes_sent = ...  # your number, for the gradients alone
 
-attempt("03.sent", bytes_sent, params=config.num_params, devices=n)
+attempt("03.sent", bytes_sent, params=config.num_params, devices=N)
 
 # %% [markdown]
 # ## By hand, on a toy
@@ -63,9 +67,9 @@ from jax.sharding import PartitionSpec as P
 from llmpar.mesh import make_mesh
 
 jax.config.update("jax_default_matmul_precision", "highest")  # accelerators round float32 products otherwise
-mesh = make_mesh(f"dp={n}")
+mesh = make_mesh(f"dp={N}")
 rng = np.random.default_rng(0)
-rows, d, m = 4 * n, 16, 32
+rows, d, m = 4 * N, 16, 32
 toy = {
     "up": rng.normal(size=(d, m)).astype(np.float32) / 4,
     "down": rng.normal(size=(m, d)).astype(np.float32) / 4,
@@ -86,7 +90,7 @@ def one_device(weights, x, counted):
 
 want_loss, want = jax.jit(one_device)(toy, x, counted)
 print(
-    f"rows that count, per device: {counted.reshape(n, 4).sum(1).tolist()}; loss on one device"
+    f"rows that count, per device: {counted.reshape(N, 4).sum(1).tolist()}; loss on one device"
     f" {float(want_loss):.4f}"
 )
 
@@ -126,7 +130,7 @@ from llmpar.notation import parse_arrow
 from llmpar.par import Manual, vary
 from llmpar.plan import Plan
 
-par = Manual(Plan(f"dp={n}", zero=0))
+par = Manual(Plan(f"dp={N}", zero=0))
 GRADIENTS = {"up": parse_arrow("d m +dp -> d m"), "down": parse_arrow("m d +dp -> m d")}
 SCALAR = parse_arrow("+dp -> whole")
 
@@ -173,7 +177,7 @@ texts = {name: partitioned_hlo(way.lower(toy, x, counted)) for name, way in ways
 sent = {name: census_table(census_hlo(text, mesh)) for name, text in texts.items()}
 assert sent["by hand"] == sent["unasked"] == sent["by the package"]
 arrows = {c.arrow: c.bytes_sent for c in census_hlo(texts["by the package"], mesh)}
-assert n == 1 or arrows.keys() == {"rows that count", "loss", *map(str, GRADIENTS.values())}
+assert N == 1 or arrows.keys() == {"rows that count", "loss", *map(str, GRADIENTS.values())}
 assert sum(arrows.values()) == sum(row["bytes_sent"] for row in sent["by hand"].values())
 print(f"communication: each compiles to {sent['by hand'] or 'nothing'}")
 print("its arrows:    " + "; ".join(f"{arrow}: {sent_bytes} B" for arrow, sent_bytes in arrows.items()))
@@ -223,8 +227,8 @@ for broken, got, right in zip(
     BROKEN, on_mesh(all_three)(toy, x, counted), (want, want, clipped), strict=True
 ):
     error = distance(got, right)
-    assert (error > 1e-2) == (n > 1)
-    print(f"{broken.__name__}: off by {error:.0%} of the largest gradient on {n} devices")
+    assert (error > 1e-2) == (N > 1)
+    print(f"{broken.__name__}: off by {error:.0%} of the largest gradient on {N} devices")
 
 # %% [markdown]
 # A fourth fault, adding twice, cannot be written in arrows: a sum that is finished on all devices is not an unfinished one.
@@ -262,13 +266,13 @@ except ValueError as refusal:
 # %%
 import optax
 from flax import nnx
-from lesson import as_table
 
+from llmpar.exercises.lesson import as_table
 from llmpar.par import Solo
 from llmpar.step import State, Step
 from llmpar.weights import init_params, model_graph
 
-BATCH, SEQ, RATE, MOMENTUM, STEPS = 2 * n, 16, 0.05, 0.9, 4
+BATCH, SEQ, RATE, MOMENTUM, STEPS = 2 * N, 16, 0.05, 0.9, 4
 RHYME = b"one device adds, and two devices add, and eight devices add what each of them had. "
 
 
@@ -277,7 +281,7 @@ def make_batch(seed):
     start = rng.integers(0, len(RHYME), (BATCH, 1)) + np.arange(SEQ + 1)
     text = np.frombuffer(RHYME, np.uint8)[start % len(RHYME)].astype(np.int32)  # a byte is a token
     targets = np.where(rng.random((BATCH, SEQ)) < 0.2, -1, text[:, 1:]).astype(np.int32)
-    targets[BATCH - 2 if n > 1 else BATCH :] = -1
+    targets[BATCH - 2 if N > 1 else BATCH :] = -1
     positions = np.tile(np.arange(SEQ, dtype=np.int32), (BATCH, 1))
     return {
         "tokens": text[:, :-1],
@@ -337,8 +341,8 @@ def verdicts(plan):
     )
 
     whole = all(s.data.shape == w.shape for w in jax.tree.leaves(state.params) for s in w.addressable_shards)
-    assert whole and step.batch_sharding.shard_shape((BATCH, SEQ)) == (BATCH // n, SEQ)
-    print(f"  sharding: every weight whole on every device, the batch cut into {n}")
+    assert whole and step.batch_sharding.shard_shape((BATCH, SEQ)) == (BATCH // N, SEQ)
+    print(f"  sharding: every weight whole on every device, the batch cut into {N}")
 
     census = census_hlo(partitioned_hlo(lowered), step.mesh)
     formula = traffic.step_traffic(config, plan, BATCH, SEQ)
@@ -355,10 +359,10 @@ def verdicts(plan):
 
 
 plans = {
-    "end": Plan(f"dp={n}", zero=0),
-    "layer": Plan(f"dp={n}", zero=0, reduce="layer"),
-    "bucket": Plan(f"dp={n}", zero=0, reduce="bucket", bucket_bytes=128 * 1024),
-    "microbatches": Plan(f"dp={n}", zero=0, microbatches=2),
+    "end": Plan(f"dp={N}", zero=0),
+    "layer": Plan(f"dp={N}", zero=0, reduce="layer"),
+    "bucket": Plan(f"dp={N}", zero=0, reduce="bucket", bucket_bytes=128 * 1024),
+    "microbatches": Plan(f"dp={N}", zero=0, microbatches=2),
 }
 read = {}
 for name, plan in plans.items():
@@ -368,13 +372,13 @@ for name, plan in plans.items():
 # %% [markdown]
 # ## Compare
 #
-# The bytes are those of the parameters, twice (n − 1)/n times, and one small message (the loss, the number of targets, the
+# The bytes are those of the parameters, twice (N − 1)/N times, and one small message (the loss, the number of targets, the
 # gradients' squared norm), whichever way they are packed. Accumulation sends the same per *step*, and so half per microbatch, if the sums wait for
 # the last one.
 
 # %%
 small = 4 * 3  # bytes of loss, number of targets and squared norm
-bound = 2 * (4 * config.num_params + small) * (n - 1) / n
+bound = 2 * (4 * config.num_params + small) * (N - 1) / N
 rows = []
 print("plan        partitioned  final program        bytes  bytes / 4-byte parameter")
 for name, (census, formula, final) in read.items():
@@ -393,7 +397,7 @@ for name, (census, formula, final) in read.items():
     )
 counts = {name: row["count"] for name, row in zip(read, rows, strict=True)}
 leaves = len(jax.tree.leaves(fresh))
-if n > 1:
+if N > 1:
     stacked = len(jax.tree.leaves(fresh["blocks"]))
     assert counts["end"] == counts["microbatches"] == leaves + 1
     assert counts["layer"] == (leaves - stacked) + config.num_layers * stacked + 1
@@ -425,17 +429,17 @@ assert sum(row["bytes_sent"] for row in arrow_rows(census)) == formula.total_byt
 
 # %%
 print("microbatches   end         layer, if it ran")
-for a in (1, 2, 4):
-    at_end, by_layer = (Plan(f"dp={n}", zero=0, reduce=when, microbatches=a) for when in ("end", "layer"))
+for u in (1, 2, 4):
+    at_end, by_layer = (Plan(f"dp={N}", zero=0, reduce=when, microbatches=u) for when in ("end", "layer"))
     sent_at_end, sent_by_layer = (
-        traffic.step_traffic(config, plan, BATCH * a, SEQ).total_bytes for plan in (at_end, by_layer)
+        traffic.step_traffic(config, plan, BATCH * u, SEQ).total_bytes for plan in (at_end, by_layer)
     )
     assert sent_at_end == read["end"][1].total_bytes
     # The small message is sent once.
-    assert sent_by_layer == a * sent_at_end - (a - 1) * int(formulas.sent_bytes("all-reduce", small, n))
-    print(f"{a:>12}   {sent_at_end:<9,}   {sent_by_layer:,} bytes per step")
+    assert sent_by_layer == u * sent_at_end - (u - 1) * int(formulas.sent_bytes("all-reduce", small, N))
+    print(f"{u:>12}   {sent_at_end:<9,}   {sent_by_layer:,} bytes per step")
 try:
-    by_layer.check(config, BATCH * a, SEQ)
+    by_layer.check(config, BATCH * u, SEQ)
     raise AssertionError("this should have been refused")
 except ValueError as refusal:
     print(refusal)
@@ -445,9 +449,9 @@ except ValueError as refusal:
 #
 # The gradient of the last layer is ready first. Sending it while the layers below are still being differentiated hides the
 # communication, if there is as much to compute as to send. A backward pass costs 4 FLOPs per parameter and token, an
-# all-reduce moves 4 bytes per parameter in bfloat16 (2 bytes, twice), so for a chip with C FLOP/s and W bytes/s:
+# all-reduce moves 4 bytes per parameter in bfloat16 (2 bytes, twice), so for a chip with C FLOP/s and links of β bytes/s:
 #
-# $$ \frac{4\,\Psi\,T}{C} \ge \frac{4\,\Psi}{W} \quad\Longleftrightarrow\quad T \ge \frac{C}{W} $$
+# $$ \frac{4\,\Psi\,T}{C} \ge \frac{4\,\Psi}{\beta} \quad\Longleftrightarrow\quad T \ge \frac{C}{\beta} $$
 #
 # The size of the model drops out. T is tokens **per device and backward pass**, and the thresholds are properties of the
 # hardware (Austin et al. 2025). In all lessons a *threshold* takes published rates (450 GB/s of an H100's NVLink; for a TPU
@@ -512,17 +516,17 @@ assert f"side by side: {time_text(end(compute_s, comm_s))}" in timeline.text
 show(timeline)
 
 print("\nmicrobatches   waited for   of the step's backward passes")
-for a in (1, 2, 4):
-    earlier = compute_s * (a - 1)  # their gradients are not final: there is nothing to send yet
-    waited = end(earlier + compute_s, [0.0] * len(earlier) + comm_s) - a * sum(compute_s)
+for u in (1, 2, 4):
+    earlier = compute_s * (u - 1)  # their gradients are not final: there is nothing to send yet
+    waited = end(earlier + compute_s, [0.0] * len(earlier) + comm_s) - u * sum(compute_s)
     assert np.isclose(waited, end(compute_s, comm_s) - sum(compute_s))
-    print(f"{a:>12}   {time_text(waited):>10}   {waited / (a * sum(compute_s)):.1%}")
+    print(f"{u:>12}   {time_text(waited):>10}   {waited / (u * sum(compute_s)):.1%}")
 
 # %% [markdown]
 # Above the threshold only the last bucket is waited for (an eighth here): it is complete when the backward pass ends. Smaller
 # buckets shorten that wait, until their number costs more than it saves, because every all-reduce also has a latency.
 # Accumulation does *not* move the threshold: a gradient is final only in the last microbatch's backward pass, so only the tokens
-# of that one hide it. It is the wait's *share* of the step that becomes `a` times smaller. And in this package `end` and
+# of that one hide it. It is the wait's *share* of the step that becomes `u` times smaller. And in this package `end` and
 # `bucket` send after the backward pass and hide nothing: what is hidden here is `layer`, with one microbatch.
 #
 # More replicas mean more tokens per step, and that is not free either: beyond the *critical batch* more tokens make a
@@ -574,9 +578,9 @@ attempt("03.pad", pad)
 #
 # 1. Replicas agree on gradients: one arrow, `+dp -> whole`, per weight.
 # 2. The mean is the sum of sums over the sum of counts; a mean of means, a sum of means and a local norm are wrong.
-# 3. Bytes are twice the gradients' times (n − 1)/n, however they are packed: end, layer, bucket.
+# 3. Bytes are twice the gradients' times (N − 1)/N, however they are packed: end, layer, bucket.
 # 4. Accumulating microbatches sends the same once, for more tokens, if the sums wait for the last one; layer by layer they do not.
-# 5. It hides behind *one* backward pass of at least C/W tokens per device; the last bucket never does.
+# 5. It hides behind *one* backward pass of at least C/β tokens per device; the last bucket never does.
 #
 # ## Where XLA's partitioner differs
 #
@@ -623,4 +627,4 @@ print(
 # **One number to remember: 2.** Data parallelism sends two bytes per byte of gradient and step, on any number of devices.
 
 # %%
-print(f"2 x (n - 1) / n = {2 * (n - 1) / n:g} for n = {n}, below 2 for any n")
+print(f"2 x (N - 1) / N = {2 * (N - 1) / N:g} for N = {N}, below 2 for any N")

@@ -15,6 +15,10 @@
 # (*Arrow*, *region* and *reading* are explained in the README, under [Words](../README.md#words).)
 #
 # **Question.** Where must devices talk, how much do they send, and why does it stop paying at 8 or so?
+#
+# Letters: `b` rows of the batch, `s` positions, `t` positions of keys, `d` width of the model, `m` width of a
+# feed-forward, `n` query heads, `k` KV heads, `h` width of a head, `v` vocabulary, `l` layers, `N` devices along the
+# axis at hand, `C` FLOP/s of a device, `β` bytes/s of its links.
 
 # %%
 from llmpar.mesh import use_devices
@@ -29,13 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from exercises import attempt
 from jax import lax
-from lesson import as_table, counting_text, train_steps
 
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
+from llmpar.exercises import attempt, hint, solution
+from llmpar.exercises.lesson import as_table, counting_text, train_steps
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -55,8 +59,8 @@ from llmpar.step import Step
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
-T = max(n for n in (1, 2, 4, 8) if n <= len(devices))
-mesh, sizes = make_mesh(f"tp={T}"), {"tp": T}
+N = max(size for size in (1, 2, 4, 8) if size <= len(devices))
+mesh, sizes = make_mesh(f"tp={N}"), {"tp": N}
 B, S, D, M, L, STEPS = 4, 16, 32, 128, 4, 5
 
 # %% [markdown]
@@ -89,9 +93,9 @@ for order, arrows in orders.items():
         moving = parse_arrow(text)
         shape = (B, S, {"d": D, "m": M}[moving.before.letters[-1]])
         total += sum(sent for _, sent in draw.moved(moving, shape, mesh.shape, 4))
-    share = total / (4 * B * S * D) / ((T - 1) / T) if T > 1 else 0
-    print(f"{order:<15} {share:4.0f} (T-1)/T    " + ",   ".join(arrows))
-    assert order == "column, row" or share >= (2 if T > 1 else 0)
+    share = total / (4 * B * S * D) / ((N - 1) / N) if N > 1 else 0
+    print(f"{order:<15} {share:4.0f} (N-1)/N    " + ",   ".join(arrows))
+    assert order == "column, row" or share >= (2 if N > 1 else 0)
 
 # %% [markdown]
 # ## Predict
@@ -101,7 +105,7 @@ for order, arrows in orders.items():
 
 # %%
 num_all_reduces = ...
-attempt("05.stack_all_reduces", num_all_reduces, devices=T)
+attempt("05.stack_all_reduces", num_all_reduces, devices=N)
 
 # %% [markdown]
 # ### Exercise (core): attention is such a pair, too
@@ -149,7 +153,7 @@ rng = np.random.default_rng(0)
 W1 = (rng.standard_normal((L, D, M)) * (2 / D) ** 0.5).astype(np.float32)
 W2 = (rng.standard_normal((L, M, D)) * (1 / M) ** 0.5).astype(np.float32)
 X, Y = (rng.standard_normal((B, S, D)).astype(np.float32) for _ in range(2))
-plan = Plan(f"tp={T}")
+plan = Plan(f"tp={N}")
 # l d m/tp, l m/tp d, b s d
 PLACES = [plan.place(text) for text in ("ffn l d m", "ffn l m d", "stream b s d", "stream b s d")]
 
@@ -206,7 +210,7 @@ print(f"value: {STEPS} losses and the weights after them equal one device's; by 
 for _, w1, w2 in results.values():
     for array, place in ((w1, PLACES[0]), (w2, PLACES[1])):
         assert {s.data.shape for s in array.addressable_shards} == {place.shard_shape(array.shape, sizes)}
-print(f"sharding: after training a device holds {(L, D, M // T)} of w1 and {(L, M // T, D)} of w2")
+print(f"sharding: after training a device holds {(L, D, M // N)} of w1 and {(L, M // N, D)} of w2")
 
 message = 4 * B * S * D  # bytes of b s d
 loss_free = lambda census: [c for c in census if c.shape != ()]
@@ -215,11 +219,11 @@ censuses = {
 }
 for name, census in censuses.items():
     assert {c.kind for c in census} <= {"all-reduce"} and {c.shape for c in census} <= {(B, S, D)}, name
-    assert sum(c.count for c in census) == (2 * L - 1) * (T > 1)
-    assert sum(c.bytes_sent for c in census) == (2 * L - 1) * formulas.sent_bytes("all-reduce", message, T)
+    assert sum(c.count for c in census) == (2 * L - 1) * (N > 1)
+    assert sum(c.bytes_sent for c in census) == (2 * L - 1) * formulas.sent_bytes("all-reduce", message, N)
 print(
     f"communication: {L} all-reduces forward and {L - 1} backward, 2L-1 = {2 * L - 1} of b·s·d"
-    if T > 1
+    if N > 1
     else "communication: none on one device"
 )
 
@@ -228,9 +232,23 @@ predicted = sum(
 )
 assert all(compiled_memory(compiled)["argument_bytes"] == predicted for _, _, compiled in programs.values())
 print(
-    f"memory: {predicted:,} B of arguments per device as predicted; weights are cut by {T}, activations"
+    f"memory: {predicted:,} B of arguments per device as predicted; weights are cut by {N}, activations"
     " are not"
 )
+
+# %% [markdown]
+# ### Exercise (stretch): a gated pair
+#
+# Llama's feed-forward has two column matrices: `silu(x @ gate) * (x @ up)`, and then the row matrix `down`. Write it as one device does.
+# It has all of `x` (`s d`), its own columns of `gate` and `up` (`d m/tp`) and its own rows of `down` (`m/tp d`), and returns the whole
+# result. Your function is run for four devices, and what it sends is counted. `jax.nn.silu` and `lax` are there.
+
+
+# %%
+def gated_pair(x, gate, up, down): ...
+
+
+attempt("05.gated_pair", gated_pair)
 
 # %% [markdown]
 # ## Heads
@@ -263,9 +281,9 @@ heads_by_arrow = over_tp(lambda *args: Manual(plan).move(attend(*args), "attenti
 assert np.allclose(heads_by_hand(*matrices, X), jax.jit(attend)(*matrices, X), atol=1e-5)
 assert np.allclose(heads_by_hand(*matrices, X), heads_by_arrow(*matrices, X), atol=1e-7)
 heads = census_jaxpr(jax.make_jaxpr(heads_by_hand)(*matrices, X), mesh.shape)
-assert [(c.kind, c.shape) for c in heads] == [("all-reduce", (B, S, D))] * (T > 1)
+assert [(c.kind, c.shape) for c in heads] == [("all-reduce", (B, S, D))] * (N > 1)
 print(
-    f"value: attention with {NUM_HEADS // T} of {NUM_HEADS} heads per device equals attention with all; by"
+    f"value: attention with {NUM_HEADS // N} of {NUM_HEADS} heads per device equals attention with all; by"
     " hand = by arrow"
 )
 print(f"communication: {len(heads)} all-reduce of b·s·d forward")
@@ -304,8 +322,8 @@ split_loss = jax.jit(
 whole_loss = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(X @ HEAD_MATRIX.T), TARGETS)
 assert np.allclose(split_loss(HEAD_MATRIX, X, TARGETS), whole_loss, atol=1e-4)
 loss_census = census_jaxpr(jax.make_jaxpr(split_loss)(HEAD_MATRIX, X, TARGETS), mesh.shape)
-assert [(c.kind, c.shape) for c in loss_census] == [("all-reduce", (B, S))] * (3 * (T > 1))
-assert plan.resolve("vocab b s +v -> data b s") == parse_arrow("b s +tp -> b s" if T > 1 else "b s -> b s")
+assert [(c.kind, c.shape) for c in loss_census] == [("all-reduce", (B, S))] * (3 * (N > 1))
+assert plan.resolve("vocab b s +v -> data b s") == parse_arrow("b s +tp -> b s" if N > 1 else "b s -> b s")
 print("value: the vocabulary-parallel loss of every token equals the loss from whole logits")
 print(f"communication: {len(loss_census)} all-reduces of one number per token")
 for name in ("tiny", "llama3-8b"):
@@ -319,7 +337,7 @@ for name in ("tiny", "llama3-8b"):
 # %% [markdown]
 # ## A Llama under tensor parallelism, then with sequence parallelism
 #
-# Under plain tensor parallelism the norms and the residual stream are computed by every device, the same thing T times, and kept T times.
+# Under plain tensor parallelism the norms and the residual stream are computed by every device, the same thing N times, and kept N times.
 # Sequence parallelism (Korthikanti et al. 2022) cuts the stream along the sequence wherever heads and hidden units are not cut. Each
 # all-reduce becomes a reduce-scatter (leaving a pair) and an all-gather (entering the next one):
 
@@ -340,7 +358,7 @@ def train_llama(plan):
 
 
 *_, solo_losses = train_llama(Plan("dp=1"))
-llamas = {"tp": train_llama(Plan(f"tp={T}")), "tp + sequence": train_llama(Plan(f"tp={T}", tp_sequence=True))}
+llamas = {"tp": train_llama(Plan(f"tp={N}")), "tp + sequence": train_llama(Plan(f"tp={N}", tp_sequence=True))}
 print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
 
 # %%
@@ -414,13 +432,13 @@ def per_block(plan):
 
 stream = 4 * BATCH * SEQ * LLAMA.width  # bytes of b s d
 plain, sequence = (per_block(step.plan) for step, *_ in llamas.values())
-if T > 1:
-    assert plain == {"all-reduce": (4, 4 * formulas.sent_bytes("all-reduce", stream, T))}
+if N > 1:
+    assert plain == {"all-reduce": (4, 4 * formulas.sent_bytes("all-reduce", stream, N))}
     assert sequence == {
-        kind: (4, 4 * formulas.sent_bytes(kind, stream, T)) for kind in ("all-gather", "reduce-scatter")
+        kind: (4, 4 * formulas.sent_bytes(kind, stream, N)) for kind in ("all-gather", "reduce-scatter")
     }
 assert sum(sent for _, sent in plain.values()) == sum(sent for _, sent in sequence.values())
-assert sum(sent for _, sent in plain.values()) == 4 * formulas.tp_elements(BATCH, SEQ, LLAMA.width, T)
+assert sum(sent for _, sent in plain.values()) == 4 * formulas.tp_elements(BATCH, SEQ, LLAMA.width, N)
 print(
     "one block, plain:        ",
     "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in plain.items()) or "nothing",
@@ -440,22 +458,24 @@ for name, census in moved.items():
         assert sum(r["bytes_sent"] for r in of_key) == row["bytes_sent"]
 
 # %% [markdown]
-# ## What sequence parallelism buys: 10 + 24/t becomes 34/t
+# ## What sequence parallelism buys: 10 + 24/N becomes 34/N
 #
-# Bytes of activations that one GPT layer keeps for its backward pass, in units of s·b·h, 16 bits, with attention recomputed (Korthikanti
+# Bytes of activations that one GPT layer keeps for its backward pass, in units of b·s·d, 16 bits, with attention recomputed (Korthikanti
 # et al. 2022, table 2). Plain tensor parallelism leaves 10 of them whole: the two norms' inputs, the inputs of the pairs, the
-# dropout masks. For GPT-3 (h = 12,288, 96 heads, s = 2048, one sequence):
+# dropout masks. For GPT-3 (d = 12,288, 96 heads, s = 2048, one sequence):
 
 # %%
 # NBVAL_CHECK_OUTPUT
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
 unit = gpt3["b"] * gpt3["s"] * gpt3["h"]
-print(" t    10 + 24/t   34/t    MiB per layer: tp   tp + sequence")
-for t in (1, 2, 4, 8, 16):
-    alone = formulas.gpt_activation_bytes(**gpt3, tp=t)
-    both = formulas.gpt_activation_bytes(**gpt3, tp=t, sequence_parallel=True)
-    assert abs(alone / unit - (10 + 24 / t)) < 1e-9 and abs(both / unit - 34 / t) < 1e-9
-    print(f"{t:2}   {alone / unit:9.2f}  {both / unit:6.2f}   {alone / 2**20:18.0f}   {both / 2**20:13.0f}")
+print(" N    10 + 24/N   34/N    MiB per layer: tp   tp + sequence")
+for size in (1, 2, 4, 8, 16):
+    alone = formulas.gpt_activation_bytes(**gpt3, tp=size)
+    both = formulas.gpt_activation_bytes(**gpt3, tp=size, sequence_parallel=True)
+    assert abs(alone / unit - (10 + 24 / size)) < 1e-9 and abs(both / unit - 34 / size) < 1e-9
+    print(
+        f"{size:2}   {alone / unit:9.2f}  {both / unit:6.2f}   {alone / 2**20:18.0f}   {both / 2**20:13.0f}"
+    )
 assert (
     formulas.gpt_activation_bytes(**gpt3, tp=8) == 327_155_712
     and formulas.gpt_activation_bytes(**gpt3, tp=8, sequence_parallel=True) == 106_954_752
@@ -468,7 +488,7 @@ assert (
 temporaries = {
     name: compiled_memory(compiled)["temp_bytes"] for name, (_, _, compiled, _, _) in llamas.items()
 }
-if devices[0].platform == "cpu" and T > 1:
+if devices[0].platform == "cpu" and N > 1:
     assert temporaries["tp + sequence"] < temporaries["tp"]
     print(
         f"memory: the compiler plans {temporaries['tp + sequence'] / temporaries['tp']:.2f} times the"
@@ -476,11 +496,11 @@ if devices[0].platform == "cpu" and T > 1:
     )
 
 # %% [markdown]
-# ## The limit: F/α, and the cliff from 8 to 16
+# ## The limit, and the cliff from 8 to 16
 #
-# Tensor parallelism divides the work by t, but not the message: every device sends 2·(t-1)/t·b·s·d per all-reduce. With a link of W bytes/s
-# and C FLOP/s per chip, computing hides sending only while t < F/α, where F is the feed-forward width and α = C/W per mesh axis
-# (Austin et al. 2025). As in lesson 03 these are thresholds, so W is the published rate; for a TPU v5p, whose α is 2550, the book's.
+# Tensor parallelism divides the work by N, but not the message: every device sends 2·(N-1)/N·b·s·d per all-reduce. With links of β bytes/s
+# and C FLOP/s per chip, computing hides sending only while N < m / (C/β), where m is the feed-forward width (Austin et al. 2025).
+# As in lesson 03 these are thresholds, so β is the published rate; for a TPU v5p, whose C/β is 2550 per mesh axis, the book's.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -493,15 +513,15 @@ links = [
 ]
 degrees = {}
 for where, device, rate in links:
-    alpha = device.flops_per_s / rate
-    print(f"{where}, {rate / 1e9:.0f} GB/s: α = {alpha:,.0f}, so t may go to", end=" ")
+    ratio = device.flops_per_s / rate
+    print(f"{where}, {rate / 1e9:.0f} GB/s: C/β = {ratio:,.0f}, so N may go to", end=" ")
     for name in ("llama3-70b", "llama3.1-405b"):
         ffn = preset(name).ffn_width
         degrees[where, name] = formulas.tp_max_degree(ffn, device.flops_per_s, rate)
         print(
-            f"{degrees[where, name]:.1f} for {name} (F = {ffn:,})", end="; " if name == "llama3-70b" else "\n"
+            f"{degrees[where, name]:.1f} for {name} (m = {ffn:,})", end="; " if name == "llama3-70b" else "\n"
         )
-    assert where != "v5p" or round(alpha) == 2550
+    assert where != "v5p" or round(ratio) == 2550
 assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
 
 # %% [markdown]
@@ -520,22 +540,25 @@ assert (
     f"{formulas.tp_max_degree(config.ffn_width, h100.flops_per_s, 370e9):.1f}" == "10.7"
     and h100.reached_link_bytes_per_s == 370e9
 )
-print(" t   computing   sending: best    worst   tokens/s per device, of t = 1: best   worst")
-for t in (1, 2, 4, 8, 16, 32):
-    compute_s = formulas.train_seconds(layer_params, num_tokens, t, h100.flops_per_s)
-    best_s = 4 * formulas.collective_seconds(h100, "all-reduce", layer_message, t)
+print(" N   computing   sending: best    worst   tokens/s per device, of N = 1: best   worst")
+for size in (1, 2, 4, 8, 16, 32):
+    compute_s = formulas.train_seconds(layer_params, num_tokens, size, h100.flops_per_s)
+    best_s = 4 * formulas.collective_seconds(h100, "all-reduce", layer_message, size)
     worst_s = (
         best_s
-        if t <= h100.node_size
-        else 4 * formulas.sent_bytes("all-reduce", layer_message, t) / h100.dcn_bytes_per_s
+        if size <= h100.node_size
+        else 4 * formulas.sent_bytes("all-reduce", layer_message, size) / h100.dcn_bytes_per_s
     )
-    efficiency[t] = [compute_s / (compute_s + send_s) for send_s in (best_s, worst_s)]
+    efficiency[size] = [compute_s / (compute_s + send_s) for send_s in (best_s, worst_s)]
     print(
-        f"{t:2}  {1e3 * compute_s:7.2f} ms  {1e3 * best_s:11.2f} ms {1e3 * worst_s:5.1f} ms "
-        f" {efficiency[t][0]:37.0%} {efficiency[t][1]:7.0%}"
+        f"{size:2}  {1e3 * compute_s:7.2f} ms  {1e3 * best_s:11.2f} ms {1e3 * worst_s:5.1f} ms "
+        f" {efficiency[size][0]:37.0%} {efficiency[size][1]:7.0%}"
     )
     bars.append(
-        (f"t = {t}", {"computing": compute_s, "sending, at best": best_s, "more, at worst": worst_s - best_s})
+        (
+            f"N = {size}",
+            {"computing": compute_s, "sending, at best": best_s, "more, at worst": worst_s - best_s},
+        )
     )
 assert efficiency[16][0] < efficiency[8][0] and efficiency[16][1] < efficiency[8][1] / 4
 scene.show(draw.time_bars(bars, title="One layer of Llama 70B, 4096 tokens, H100 nodes of 8"))
@@ -547,16 +570,18 @@ scene.show(draw.time_bars(bars, title="One layer of Llama 70B, 4096 tokens, H100
 #
 # ### Exercise (stretch): more devices than KV heads
 #
-# Llama 3 8B has 32 query heads and 8 KV heads. The package refuses to cut 8 KV heads by 16:
+# Llama 3 8B has 32 query heads and 8 KV heads. Over `tp=16` every KV head must lie on two devices. The package splits the axis for that:
+# an outer part, which cuts the KV heads, and an inner one, `kv`, whose devices hold copies of the same head:
 
 # %%
-try:
-    Plan("tp=16").check(preset("llama3-8b"), 16, 2048)
-except ValueError as refusal:
-    print(refusal)
+sixteen = Plan("tp=16").of(preset("llama3-8b"))
+parts = {axis: sixteen.mesh.sizes[axis] for axis in ("tp", "kv")}
+assert parts == {"tp": 8, "kv": 2}
+for matrix in ("d n h", "d k h"):
+    print(f"{parts}: '{matrix}' is stored as '{sixteen.stored(f'attention {matrix}')}'")
 
 # %% [markdown]
-# vLLM, for one, lets several devices hold the same KV head. Write the list of KV heads that device `rank` of `tp` needs, for any
+# vLLM, for one, shares heads in the same way. Write the list of KV heads that device `rank` of `tp` needs, for any
 # numbers of query heads and KV heads, so that its own block of query heads (block `rank` of `tp`, in order) finds its keys. What must then
 # happen to the gradients of K and V?
 
@@ -581,12 +606,12 @@ def gather_then_multiply(x, w):  # s/tp d, d m/tp -> s m/tp
 
 def ring_matmul(x, w):
     rank, rows = lax.axis_index("tp"), x.shape[0]
-    y = lax.pcast(jnp.zeros((T * rows, w.shape[1])), "tp", to="varying")
-    for hop in range(T):
-        owner = (rank - hop) % T  # whose block is here now
+    y = lax.pcast(jnp.zeros((N * rows, w.shape[1])), "tp", to="varying")
+    for hop in range(N):
+        owner = (rank - hop) % N  # whose block is here now
         y = lax.dynamic_update_slice_in_dim(y, x @ w, owner * rows, axis=0)
-        if hop < T - 1:  # after t-1 hops every block has been everywhere
-            x = lax.ppermute(x, "tp", [(i, (i + 1) % T) for i in range(T)])
+        if hop < N - 1:  # after N-1 hops every block has been everywhere
+            x = lax.ppermute(x, "tp", [(i, (i + 1) % N) for i in range(N)])
     return y
 
 
@@ -608,15 +633,15 @@ blocks = [
 for program in lowered.values():
     assert np.allclose(program.compile()(*blocks), rows @ weight, atol=1e-4)
 ring, gathered = (census_hlo(texts[name], mesh) for name in ("ring_matmul", "gather_then_multiply"))
-assert sum(c.count for c in ring) == T - 1 and {c.kind for c in ring} <= {"collective-permute"}
+assert sum(c.count for c in ring) == N - 1 and {c.kind for c in ring} <= {"collective-permute"}
 assert sum(c.bytes_sent for c in ring) == sum(c.bytes_sent for c in gathered)
 print(
-    f"value: the ring product equals gather, then multiply. communication: {T - 1} permutes = t-1, with the"
+    f"value: the ring product equals gather, then multiply. communication: {N - 1} permutes = N-1, with the"
     " bytes of the one all-gather"
 )
 found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", texts["ring_matmul"])
 pairs = [tuple(map(int, pair)) for pair in re.findall(r"(\d+),(\d+)", found[1])] if found else [(0, 0)]
-scene.show(draw.ring_steps(pairs, num_steps=T, axis="tp"))
+scene.show(draw.ring_steps(pairs, num_steps=N, axis="tp"))
 
 # %% [markdown]
 # ### The same in a whole step
@@ -630,7 +655,7 @@ scene.show(draw.ring_steps(pairs, num_steps=T, axis="tp"))
 # scatter and the head's gather, one of each per step.
 
 # %%
-llamas["rings"] = train_llama(Plan(f"tp={T}", tp_sequence=T > 1, tp_comm_overlap=T > 1))
+llamas["rings"] = train_llama(Plan(f"tp={N}", tp_sequence=N > 1, tp_comm_overlap=N > 1))
 step, program, _, _, ring_losses = llamas["rings"]
 assert np.allclose(ring_losses, solo_losses, rtol=1e-4)
 print(f"value: {STEPS} losses equal those of one device")
@@ -654,9 +679,9 @@ for row in arrow_rows(census):
     if row["kind"] == "collective-permute":
         hops[row["arrow"]] = hops.get(row["arrow"], 0) + row["count"]
 for arrow, count in hops.items():
-    assert count == 2 * LLAMA.num_layers * (T - 1)  # forward and backward, n-1 hops each
-    print(f"  {arrow:<36} {count} permutes: 2 layers, forward and backward, t-1 = {T - 1} hops each")
-assert len(hops) == 4 * (T > 1)
+    assert count == 2 * LLAMA.num_layers * (N - 1)  # forward and backward, N-1 hops each
+    print(f"  {arrow:<36} {count} permutes: 2 layers, forward and backward, N-1 = {N - 1} hops each")
+assert len(hops) == 4 * (N > 1)
 
 # %% [markdown]
 # Does it help? That is a question for links, and ours are simulated. A compiler for GPUs starts a permute, runs the product, and
@@ -708,18 +733,18 @@ auto_lowered = auto_stack.lower(W1, W2, X, Y)
 found_auto = [c for c in census_hlo(partitioned_hlo(auto_lowered), mesh) if c.shape == (B, S, D)]
 assert np.allclose(train(programs["by hand"][0], auto_lowered.compile())[0], want_losses, rtol=1e-4)
 print(
-    f"the stack by jit: {sum(c.count for c in found_auto)} {'all-reduces' if T > 1 else 'collectives'} of"
+    f"the stack by jit: {sum(c.count for c in found_auto)} {'all-reduces' if N > 1 else 'collectives'} of"
     " b·s·d, and the same losses"
 )
 if devices[0].platform == "cpu":
-    assert sum(c.count for c in found_auto if c.kind == "all-reduce") == (2 * L - 1) * (T > 1)
+    assert sum(c.count for c in found_auto if c.kind == "all-reduce") == (2 * L - 1) * (N > 1)
 
 # %% [markdown]
 # For a whole Llama it goes its own ways.
 
 # %%
 auto_step, auto_lowered, auto_compiled, _, auto_losses = train_llama(
-    Plan(f"tp={T}", tp_sequence=True, reading="auto")
+    Plan(f"tp={N}", tp_sequence=True, reading="auto")
 )
 assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
 assert (
@@ -731,7 +756,7 @@ auto = census_table(census_hlo(partitioned_hlo(auto_lowered), mesh))
 for name, table in (("manual", tables["tp + sequence"]), ("auto", auto)):
     for (_, kind), row in sorted(table.items(), key=lambda item: -item[1]["bytes_sent"]):
         print(f"{name:>7}: {kind:<18} ×{row['count']:<4}{row['bytes_sent']:>12,} B")
-if devices[0].platform == "cpu" and T > 1:
+if devices[0].platform == "cpu" and N > 1:
     assert not any(kind == "reduce-scatter" for _, kind in auto)
     print(
         "communication: on simulated devices Auto never forms a reduce-scatter; it sends whole all-reduces"
@@ -744,8 +769,8 @@ if devices[0].platform == "cpu" and T > 1:
 # 1. Column, then row, along the same dim: nothing moves between them, and one all-reduce ends the pair.
 # 2. Attention is a pair (heads), the feed-forward is a pair (hidden units), the loss needs three numbers per token.
 # 3. Each layer runs 4 all-reduces of b·s·d, two forward and two backward; a stack of plain pairs 2L-1.
-# 4. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and activations fall from 10 + 24/t to 34/t.
-# 5. Work is divided by t, messages are not: stay below F/α, which means inside the fast links.
+# 4. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and activations fall from 10 + 24/N to 34/N.
+# 5. Work is divided by N, messages are not: stay below m / (C/β), which means inside the fast links.
 #
 # ## On your cluster
 #

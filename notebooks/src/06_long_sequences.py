@@ -15,7 +15,9 @@
 #
 # **Question.** What must travel so that every query sees every key, and why do some devices wait for others?
 #
-# Letters: `b` batch, `s` positions of queries, `t` of keys, `k` KV heads, `r` query heads per KV head, `h` head width.
+# Letters: `b` rows of the batch, `s` positions, `t` positions of keys, `d` width of the model, `m` width of a
+# feed-forward, `n` query heads, `k` KV heads, `r` query heads per KV head, `h` width of a head, `N` devices along the
+# axis at hand, `C` FLOP/s of a device, `β` bytes/s of its links.
 
 # %%
 from llmpar.mesh import use_devices
@@ -31,13 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from exercises import attempt
 from jax import lax
-from lesson import as_table, counting_text, train_steps
 
 from llmpar import attention, draw, sequence_order
 from llmpar.config import preset
 from llmpar.draw import scene
+from llmpar.exercises import attempt, hint, solution
+from llmpar.exercises.lesson import as_table, counting_text, train_steps
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -58,19 +60,19 @@ from llmpar.step import Step
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 assert {preset(name).num_kv_heads for name in ("llama3-8b", "llama3-70b", "llama3.1-405b")} == {8}
-n = max(size for size in (1, 2, 4, 8) if size <= len(devices))
-mesh = make_mesh(f"sp={n}")
-S, K, R, H = 32 * n, 2, 2, 16  # positions, KV heads, query heads per KV head, head width
-L = S // n  # positions of one device
+N = max(size for size in (1, 2, 4, 8) if size <= len(devices))
+mesh = make_mesh(f"sp={N}")
+S, K, R, H = 32 * N, 2, 2, 16  # positions, KV heads, query heads per KV head, head width
+OWN = S // N  # positions of one device
 
 # %% [markdown]
 # ## One picture
 #
-# A ring. Everybody starts with the keys of its own positions, looks at them, and hands them on. After n − 1 hops each block has
+# A ring. Everybody starts with the keys of its own positions, looks at them, and hands them on. After N − 1 hops each block has
 # been everywhere. Queries never move.
 
 # %%
-PAIRS = [(i, (i + 1) % n) for i in range(n)]
+PAIRS = [(i, (i + 1) % N) for i in range(N)]
 scene.show(draw.ring_steps(PAIRS))
 
 # %% [markdown]
@@ -80,9 +82,9 @@ scene.show(draw.ring_steps(PAIRS))
 # send in the forward pass?**
 
 # %%
-print(f"{n} devices, S = {S} positions, {L} on each")
+print(f"{N} devices, S = {S} positions, {OWN} on each")
 bytes_of_keys_and_values = ...
-attempt("06.ring_bytes", bytes_of_keys_and_values, devices=n, seq=S)
+attempt("06.ring_bytes", bytes_of_keys_and_values, devices=N, seq=S)
 
 # %% [markdown]
 # ### Exercise (core): one hop of a real model
@@ -177,7 +179,7 @@ def ring_by_hand(q, k, v, mine):  # b s/sp k r h, b s/sp k h twice, b s/sp
 
     held = k, v, mine
     done, pairs = at_home(*held)
-    (_, done), later = lax.scan(step, (held, done), length=n - 1)
+    (_, done), later = lax.scan(step, (held, done), length=N - 1)
     return finish(*done), jnp.concatenate([pairs[None], later])[None]
 
 
@@ -193,10 +195,10 @@ def spread(function, given, made, over=mesh):
 
 def deal(order, *arrays):
     """Lay positions onto ranks in this order: nothing but a permutation of the data, made before the step."""
-    return [np.take(x, sequence_order.sequence_permutation(order, S, n), axis=1) for x in arrays]
+    return [np.take(x, sequence_order.sequence_permutation(order, S, N), axis=1) for x in arrays]
 
 
-ring = spread(ring_by_hand, GIVEN, (QUERIES, parse_layout("n/sp t")))
+ring = spread(ring_by_hand, GIVEN, (QUERIES, parse_layout("b/sp t")))
 placed = [
     jax.device_put(x, sharding(mesh, place)) for x, place in zip((q, k, v, positions), GIVEN, strict=True)
 ]
@@ -215,43 +217,43 @@ print("value: a ring by hand gives full attention, whichever way positions are d
 # %% [markdown]
 # ## Compare: four verdicts
 #
-# The number of hops is read from the compiled program. The loop runs n − 1 times; a census that forgot to multiply would find one hop.
+# The number of hops is read from the compiled program. The loop runs N − 1 times; a census that forgot to multiply would find one hop.
 
 # %%
-assert all(shard.data.shape == (1, L, K, R, H) for shards in places.values() for shard in shards)
+assert all(shard.data.shape == (1, OWN, K, R, H) for shards in places.values() for shard in shards)
 print(
-    f"sharding: every device holds {(1, L, K, R, H)} of the output {out.shape}: its own positions, all heads"
+    f"sharding: every device holds {(1, OWN, K, R, H)} of the output {out.shape}: its own positions, all heads"
 )
 
 census = census_hlo(ring_compiled.as_text(), mesh)
 moved = {dtype: [c for c in census if c.dtype == dtype] for dtype in ("f32", "s32")}
 assert {c.kind for c in census} <= {"collective-permute"} and {c.shape for c in moved["f32"]} <= {
-    (1, L, K, H)
+    (1, OWN, K, H)
 }
 hops = sum(c.count for c in moved["f32"]) // 2
-hop = 2 * 4 * L * K * H  # bytes of K and V of one device's positions
-assert hops == n - 1 == sum(c.count for c in moved["s32"])
+hop = 2 * 4 * OWN * K * H  # bytes of K and V of one device's positions
+assert hops == N - 1 == sum(c.count for c in moved["s32"])
 assert (
-    sum(c.bytes_sent for c in moved["f32"]) == (n - 1) * hop == 4 * formulas.ring_elements(1, S, K, H, n)[0]
+    sum(c.bytes_sent for c in moved["f32"]) == (N - 1) * hop == 4 * formulas.ring_elements(1, S, K, H, N)[0]
 )
-assert sum(c.bytes_sent for c in moved["s32"]) == (n - 1) * 4 * L
+assert sum(c.bytes_sent for c in moved["s32"]) == (N - 1) * 4 * OWN
 compiled_pairs = {
     pair
     for text in re.findall(r"source_target_pairs=\{\{(.*?)\}\}", ring_compiled.as_text())
     for pair in text.split("},{")
 }
-assert n == 1 or compiled_pairs == {f"{source},{target}" for source, target in PAIRS}
+assert N == 1 or compiled_pairs == {f"{source},{target}" for source, target in PAIRS}
 print(
-    f"communication: hops: {hops}, along the pairs of the picture; a hop is {hop:,} B of K and V, and {4 * L}"
+    f"communication: hops: {hops}, along the pairs of the picture; a hop is {hop:,} B of K and V, and {4 * OWN}"
     " B of positions"
 )
 
 arguments = compiled_memory(ring_compiled)["argument_bytes"]
-assert arguments == 4 * L * (K * R * H + 2 * K * H + 1)
-print(f"memory: {arguments:,} B of arguments per device, 1/{n} of everything")
+assert arguments == 4 * OWN * (K * R * H + 2 * K * H + 1)
+print(f"memory: {arguments:,} B of arguments per device, 1/{N} of everything")
 
 # %% [markdown]
-# The paper's ring makes n hops, and the last brings home what nobody uses. At n = 8 that is an eighth of the traffic.
+# The paper's ring makes N hops, and the last brings home what nobody uses. At N = 8 that is an eighth of the traffic.
 #
 # ## Who waits?
 #
@@ -261,31 +263,31 @@ print(f"memory: {arguments:,} B of arguments per device, 1/{n} of everything")
 
 # %%
 for order, pairs in live.items():
-    assert (pairs == pairs_by_step(n, order, s=S)).all()
-parts = {order: (pairs - (np.arange(n) == 0) * L / 2) / L**2 for order, pairs in live.items()}
+    assert (pairs == pairs_by_step(N, order, s=S)).all()
+parts = {order: (pairs - (np.arange(N) == 0) * OWN / 2) / OWN**2 for order, pairs in live.items()}
 scene.show(draw.live_blocks(parts["contiguous"].tolist()))
 
 # %% [markdown]
 # Positions in order: the last rank computes all the time, the first one at the start only. The cure costs nothing: cut the
-# sequence into 2n parts and give rank i an early one and a late one, the parts i and 2n − 1 − i. This is the **zigzag** order:
+# sequence into 2N parts and give rank i an early one and a late one, the parts i and 2N − 1 − i. This is the **zigzag** order:
 
 # %%
 scene.show(draw.live_blocks(parts["zigzag"].tolist()))
 
 # %%
-for order, expected in (("contiguous", 2 - 1 / n), ("zigzag", 1)):
+for order, expected in (("contiguous", 2 - 1 / N), ("zigzag", 1)):
     work = parts[order].sum(1)
     assert np.isclose(work.max() / work.mean(), expected)
     print(
         f"{order:<11} busiest rank / mean = {work.max() / work.mean():.3f}; the ring takes"
         f" {parts[order].max(0).sum():g} blocks of time"
     )
-assert parts["contiguous"].max(0).sum() == n - 1 / 2 and np.isclose(parts["zigzag"].max(0).sum(), n / 2)
+assert parts["contiguous"].max(0).sum() == N - 1 / 2 and np.isclose(parts["zigzag"].max(0).sum(), N / 2)
 
 # %% [markdown]
 # (The drawing has one sign for half a block. In step 0 it is a triangle. Later, either all queries see the early part of the keys,
-# or the late part of the queries sees all keys.) The busiest rank has 2 − 1/n times the mean in order, and exactly the mean in
-# zigzag. Brandon et al. 2023 reach nearly the same with `striped`: every n-th position.
+# or the late part of the queries sees all keys.) The busiest rank has 2 − 1/N times the mean in order, and exactly the mean in
+# zigzag. Brandon et al. 2023 reach nearly the same with `striped`: every N-th position.
 #
 # A real kernel works in tiles, and skips only those that are masked throughout. What the busiest of 8 ranks computes of 4,096
 # positions, 512 on each, as a share of attention without a mask:
@@ -320,7 +322,7 @@ assert all(
 
 
 # %%
-def zigzag(s, n): ...
+def zigzag(s, ranks): ...
 
 
 attempt("06.zigzag", zigzag)
@@ -329,7 +331,7 @@ attempt("06.zigzag", zigzag)
 # ## Backwards
 #
 # `attention.ring` is the ring of the package: the same forward pass, and a backward pass of its own. It saves the output and `lse`,
-# and turns the ring again: keys and values make their n − 1 hops a second time, and the *gradients* of keys and values follow
+# and turns the ring again: keys and values make their N − 1 hops a second time, and the *gradients* of keys and values follow
 # one hop behind them, in float32, collecting what each rank adds. K and V travel as one message, because links carry one collective
 # at a time beside the work. Positions are few: all ranks learn all of them at once, before the first hop.
 
@@ -381,20 +383,20 @@ sent = {
     for dtype in ("f32", "s32")
 }
 assert {c.kind for c in found if c.dtype == "f32"} <= {"collective-permute"}
-assert sent["f32"] == (3 * (n - 1), 3 * (n - 1) * hop)  # K with V; K with V again; their gradients
-assert sent["s32"] == (int(n > 1), (n - 1) * 4 * L)  # positions, gathered once
+assert sent["f32"] == (3 * (N - 1), 3 * (N - 1) * hop)  # K with V; K with V again; their gradients
+assert sent["s32"] == (int(N > 1), (N - 1) * 4 * OWN)  # positions, gathered once
 print(
-    f"communication: K with V forward, the same backward, dK with dV: {sent['f32'][0]} permutes = 3 · (n-1),"
+    f"communication: K with V forward, the same backward, dK with dV: {sent['f32'][0]} permutes = 3 · (N-1),"
     f" {sent['f32'][1]:,} B"
 )
 
 ring_memory, whole_memory = compiled_memory(compiled), compiled_memory(whole)
-assert ring_memory["argument_bytes"] == 4 * L * (2 * K * R * H + 2 * K * H + 1)
-print(f"memory: {ring_memory['argument_bytes']:,} B of arguments per device, 1/{n} of everything")
-if n > 1:
-    assert ring_memory["temp_bytes"] < whole_memory["temp_bytes"] / n
+assert ring_memory["argument_bytes"] == 4 * OWN * (2 * K * R * H + 2 * K * H + 1)
+print(f"memory: {ring_memory['argument_bytes']:,} B of arguments per device, 1/{N} of everything")
+if N > 1:
+    assert ring_memory["temp_bytes"] < whole_memory["temp_bytes"] / N
     print(
-        f"memory: full attention keeps its {S} x {S} scores; the ring's temporaries are less than 1/{n} of"
+        f"memory: full attention keeps its {S} x {S} scores; the ring's temporaries are less than 1/{N} of"
         " what that takes"
     )
 
@@ -436,7 +438,7 @@ for kv_heads, dtype in ((8, jnp.float32), (8, jnp.bfloat16), (2, jnp.bfloat16), 
 # attention's, and the gradients'. (By default ZeRO cuts them by `sp` too, as Llama 3 does: its ranks hold the same weights.)
 
 # %%
-SP = min(n, 4)
+SP = min(N, 4)
 LLAMA, BATCH, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=2), 2, 32, 3
 TEXT = counting_text(BATCH, SEQ)
 TEXT["segments"] = 1 + (TEXT["positions"] >= np.array([[20], [9]]))  # two documents in each row
@@ -531,13 +533,13 @@ if rows:
 # %% [markdown]
 # The ring sends the most here: K and V twice, and float32 gradients behind them. The small all-gathers are of positions and document
 # numbers, once for all layers. Which variant is best depends on the heads, the degree and the links. Numbers of 2 bytes sent per layer and
-# position held, in bfloat16, with q = k r query heads:
+# position held, in bfloat16, with n = k r query heads:
 #
 # | | forward | in a training step | limit | waits for |
 # |---|---|---|---|---|
-# | ring | 2 k h (n − 1) | 8 k h (n − 1): K, V twice, dK, dV in float32 | none | hops, where they are longer than the work on a block |
-# | Ulysses | (2 q + 2 k) h (n − 1)/n | twice as much | n divides k | four all-to-alls, with nothing to do meanwhile |
-# | gather | 2 k h (n − 1) | twice as much | holds K and V of the whole sequence | an all-gather |
+# | ring | 2 k h (N − 1) | 8 k h (N − 1): K, V twice, dK, dV in float32 | none | hops, where they are longer than the work on a block |
+# | Ulysses | (2 n + 2 k) h (N − 1)/N | twice as much | N divides k | four all-to-alls, with nothing to do meanwhile |
+# | gather | 2 k h (N − 1) | twice as much | holds K and V of the whole sequence | an all-gather |
 #
 # The ring's backward pass sends three times what its forward pass sends, the others' just as much: so what is true of the forward pass
 # need not be true of training. Is the middle column what the package predicts?
@@ -579,18 +581,31 @@ for name in ("llama2-7b", "llama3-8b", "llama3-70b", "llama3.1-405b"):
             assert np.isclose(sent_in_step(config, variant, size), formula, rtol=2e-3), (name, variant, size)
         if name == "llama3.1-405b":
             print(
-                f"{name}, n = {size}: ring {in_step['ring']:.0f}, Ulysses {in_step['ulysses']:.0f}, gather"
+                f"{name}, N = {size}: ring {in_step['ring']:.0f}, Ulysses {in_step['ulysses']:.0f}, gather"
                 f" {in_step['gather']:.0f} head widths"
             )
 
 # %% [markdown]
+# ### Exercise (stretch): positions for heads
+#
+# Ulysses before attention, as one device writes it: `x` has all heads of its own positions, `s/sp k h`. Return its share of the heads,
+# of all positions, `s k/sp h`. (No batch here; dims count from 0.) Your function is run for four devices, and what it sends is counted.
+
+
+# %%
+def to_heads(x): ...
+
+
+attempt("06.to_heads", to_heads)
+
+# %% [markdown]
 # ## When does a hop cost no time?
 #
-# While a device computes on one block, the next is on its way. A block of c positions takes 4 c² h FLOPs per query head (two
-# products), and its K and V are 4 c h bytes per KV head in bfloat16. With C FLOP/s and links of W bytes/s (published rates, as in all
-# thresholds of these lessons) the hop is hidden if
+# While a device computes on one block, the next is on its way. A block has s/N positions. It takes 4 (s/N)² h FLOPs per query
+# head (two products), and its K and V are 4 (s/N) h bytes per KV head in bfloat16. With C FLOP/s and links of β bytes/s (published
+# rates, as in all thresholds of these lessons) the hop is hidden if
 #
-# $$ \frac{4 c^2 q h}{C} \ge \frac{4 c k h}{W} \quad\Longleftrightarrow\quad c \ge \frac{C}{W}\cdot\frac{k}{q} $$
+# $$ \frac{4\,(s/N)^2\,n\,h}{C} \ge \frac{4\,(s/N)\,k\,h}{\beta} \quad\Longleftrightarrow\quad \frac{s}{N} \ge \frac{C}{\beta}\cdot\frac{k}{n} $$
 #
 # A zigzag causal ring has half of the work for the same hops, so it needs twice the block.
 
@@ -623,11 +638,11 @@ llama = preset("llama2-7b")
 def step_times(length, size, node):
     """Seconds of one step of a zigzag causal ring in bfloat16: the work on what is live of a block, and the
     hop beside it."""
-    c = length // size
-    work = 4 * c * c * llama.num_heads * llama.head_width / 2
+    block = length // size
+    work = 4 * block * block * llama.num_heads * llama.head_width / 2
     return (
         work / node.flops_per_s,
-        4 * c * llama.num_kv_heads * llama.head_width / node.reached_link_bytes_per_s,
+        4 * block * llama.num_kv_heads * llama.head_width / node.reached_link_bytes_per_s,
     )
 
 
@@ -713,7 +728,7 @@ def feed_forward(hidden):
 
 right, wrong = feed_forward("b s/sp m"), feed_forward("b s m")
 assert right == []
-if n > 1:
+if N > 1:
     assert [(c.kind, c.axes, c.shape) for c in wrong] == [("all-gather", ("sp",), (BATCH, S, 64))]
 print("hidden values 'b s/sp m':", ", ".join(c.kind for c in right) or "nothing is sent")
 print(
@@ -776,11 +791,11 @@ if SP > 1:
 # ## Five lines
 #
 # 1. Attention to parts of the keys merges exactly: keep the output and the log of the sum of exponentials.
-# 2. A ring needs n − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · (n − 1) permutes.
-# 3. In order, the busiest rank has 2 − 1/n times the mean; in zigzag everybody has the same, for a permutation of the data.
-# 4. Only KV heads travel. A hop hides behind a block of C/W × kv_heads/heads positions, twice that under a causal mask.
-# 5. Forward, Ulysses sends less from n > 1 + heads/kv_heads on; in a training step from half of that on, since the ring's gradients
-#    travel in float32. n must divide the KV heads. The ring has no such limit, and can hide.
+# 2. A ring needs N − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · (N − 1) permutes.
+# 3. In order, the busiest rank has 2 − 1/N times the mean; in zigzag everybody has the same, for a permutation of the data.
+# 4. Only KV heads travel. A hop hides behind a block of C/β · k/n positions, twice that under a causal mask.
+# 5. Forward, Ulysses sends less from N > 1 + n/k on; in a training step from half of that on, since the ring's gradients
+#    travel in float32. N must divide the KV heads. The ring has no such limit, and can hide.
 #
 # ## On your cluster
 #
@@ -800,7 +815,7 @@ if SP > 1:
 # `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
 # every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.
 #
-# **One number to remember: n − 1.** Twice the devices take twice the sequence, with the same memory on each.
+# **One number to remember: N − 1.** Twice the devices take twice the sequence, with the same memory on each.
 
 # %%
-print(f"{n} devices: {n - 1} hops, and a sequence {n} times as long as one device's")
+print(f"{N} devices: {N - 1} hops, and a sequence {N} times as long as one device's")

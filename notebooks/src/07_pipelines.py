@@ -16,7 +16,9 @@
 #
 # **Question.** How much of the time do stages wait, what shortens it, and what does that cost?
 #
-# Letters: `p` stages, `m` microbatches (`u` is one of them), `F` and `B` the forward and backward work of a microbatch on a stage.
+# Letters: `b` rows of the batch, `s` positions, `d` width of the model, `m` width of a feed-forward, `l` layers, `u`
+# microbatches, `p` stages, `F` forward, `B` gradient of the input.
+# (Most papers write m for u. Until lesson 08 splits it, B is the whole backward pass.)
 
 # %%
 from llmpar.mesh import use_devices
@@ -31,13 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from exercises import attempt
 from jax import lax
-from lesson import as_table, counting_text, train_steps
 
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
+from llmpar.exercises import attempt, hint, solution
+from llmpar.exercises.lesson import as_table, counting_text, train_steps
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -59,7 +61,7 @@ from llmpar.timetable import branch_shares, timetable
 jax.config.update("jax_default_matmul_precision", "highest")
 p = max(size for size in (1, 2, 4) if size <= len(devices))
 mesh = make_mesh(f"pp={p}")
-M = 8  # microbatches
+U = 8  # microbatches
 
 # %% [markdown]
 # ## One picture
@@ -73,7 +75,7 @@ assert naive.bubble_fraction == 3 / 4  # (p-1)/p
 scene.show(draw.timeline(naive))
 
 # %% [markdown]
-# Four devices, the speed of one. The cure: cut the batch into `m` microbatches and hand each on as soon as it is done (Huang et al.
+# Four devices, the speed of one. The cure: cut the batch into `u` microbatches and hand each on as soon as it is done (Huang et al.
 # 2018, GPipe). Gradients are summed over microbatches, as in gradient accumulation, and weights change only at the end of the step. So
 # nothing changes in the result.
 #
@@ -91,8 +93,8 @@ attempt("07.idle_share", idle_share)
 # The idle time is the same, (p − 1)(F + B): the last stage starts p − 1 forwards late, and the first waits p − 1 backwards for the
 # last to come back. But it is divided by different things, so ask which one is meant before you compare:
 #
-# * over the **ideal** time m(F + B): (p − 1)/m (Narayanan et al. 2021);
-# * over the **total** time: (p − 1)/(m + p − 1) (Huang et al. 2018).
+# * over the **ideal** time u(F + B): (p − 1)/u (Narayanan et al. 2021);
+# * over the **total** time: (p − 1)/(u + p − 1) (Huang et al. 2018).
 #
 # No formula is built into the simulator: it only knows who must wait for whom. Drag the stages and the microbatches. (In the stored
 # page this is a picture.)
@@ -112,15 +114,15 @@ print(f"idle over ideal {table.bubble_over_ideal:.1%}, idle over total {table.bu
 
 # %%
 # NBVAL_CHECK_OUTPUT
-print("idle over total   " + "".join(f"{f'm = {m}':>9}" for m in (1, 2, 4, 8, 16, 32, 64)))
+print("idle over total   " + "".join(f"{f'u = {u}':>9}" for u in (1, 2, 4, 8, 16, 32, 64)))
 for stages in (2, 4, 8):
     line = []
-    for m in (1, 2, 4, 8, 16, 32, 64):
+    for u in (1, 2, 4, 8, 16, 32, 64):
         for costs in ((1, 1, 1), (3, 5, 2)):  # of F, and of the two halves of B
-            t = timetable(make("gpipe", stages, m), costs)
-            assert t.makespan == (m + stages - 1) * sum(costs)
-            assert np.isclose(t.bubble_over_ideal, (stages - 1) / m)
-            assert np.isclose(t.bubble_fraction, (stages - 1) / (m + stages - 1))
+            t = timetable(make("gpipe", stages, u), costs)
+            assert t.makespan == (u + stages - 1) * sum(costs)
+            assert np.isclose(t.bubble_over_ideal, (stages - 1) / u)
+            assert np.isclose(t.bubble_fraction, (stages - 1) / (u + stages - 1))
         line.append(t.bubble_fraction)
     print(f"{stages} stages          " + "".join(f"{share:9.1%}" for share in line))
 
@@ -143,7 +145,7 @@ attempt("07.microbatches", smallest_m)
 D, LAYERS, ROWS = 32, 8, 4
 rng = np.random.default_rng(0)
 weights = (rng.standard_normal((LAYERS, D, D)) / D**0.5).astype(np.float32)
-inputs = rng.standard_normal((M, ROWS, D)).astype(np.float32)  # u b d: cut into microbatches
+inputs = rng.standard_normal((U, ROWS, D)).astype(np.float32)  # u b d: cut into microbatches
 PAIRS = [(i, i + 1) for i in range(p - 1)]
 
 
@@ -162,12 +164,12 @@ def by_hand(w, xs):  # l/pp d m, u b d
 
     def tick(y, t):
         received = lax.ppermute(y, "pp", PAIRS)
-        x = jnp.where(stage == 0, xs[jnp.minimum(t, M - 1)], received)
+        x = jnp.where(stage == 0, xs[jnp.minimum(t, U - 1)], received)
         y = layers(w, x)
         return y, y
 
     nothing = lax.pcast(jnp.zeros((ROWS, D)), "pp", to="varying")
-    _, left = lax.scan(tick, nothing, jnp.arange(M + p - 1))
+    _, left = lax.scan(tick, nothing, jnp.arange(U + p - 1))
     loss = jnp.mean(left[p - 1 :] ** 2)  # the first microbatch leaves the last stage in tick p - 1
     return lax.psum(jnp.where(stage == p - 1, loss, 0), "pp")
 
@@ -196,7 +198,7 @@ print("value: loss and gradients equal those of one device")
 assert {shard.data.shape for shard in grads.addressable_shards} == {(LAYERS // p, D, D)}
 print(f"sharding: {LAYERS // p} of {LAYERS} layers, and their gradients, on each of {p} stages")
 sent = census_table(c for c in census_hlo(hand.as_text(), mesh) if c.shape != ())
-ticks = M + p - 1
+ticks = U + p - 1
 if p > 1:
     assert sent == {
         ("pp", "collective-permute"): {"count": 2 * ticks, "bytes_sent": 2 * ticks * ROWS * D * 4}
@@ -205,15 +207,15 @@ print(
     f"communication: {2 * ticks * (p > 1)} permutes of {ROWS * D * 4} B, one per tick forward and one per"
     " tick back"
 )
-assert compiled_memory(hand)["argument_bytes"] == 4 * (LAYERS // p * D * D + M * ROWS * D)
+assert compiled_memory(hand)["argument_bytes"] == 4 * (LAYERS // p * D * D + U * ROWS * D)
 print(f"memory: arguments are 1/{p} of the weights, and the microbatches")
 product = 2 * ROWS * D * D
 if devices[0].platform == "cpu" and p > 1:  # elsewhere products are library calls, which cannot be counted
-    executed, useful = executed_flops(hand.as_text()), 3 * M * (LAYERS // p) * product
+    executed, useful = executed_flops(hand.as_text()), 3 * U * (LAYERS // p) * product
     assert executed == 3 * ticks * (LAYERS // p) * product and Fraction(executed, useful) == 1 + Fraction(
-        p - 1, M
+        p - 1, U
     )
-    print(f"work: {executed / useful:.3f} of what is useful = 1 + (p-1)/m")
+    print(f"work: {executed / useful:.3f} of what is useful = 1 + (p-1)/u")
 
 # %% [markdown]
 # So this pipeline never waits! In the ticks of the bubble it computes on zeros and on microbatches that it has already had, and
@@ -240,10 +242,10 @@ print(timetable(gpipe).ticks[:, 0].tolist(), "is stage 0: kind, microbatch, chun
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=4), 16, 3
 ROWS_EACH = 2  # of a microbatch
-TEXT = counting_text(2 * M, SEQ)
+TEXT = counting_text(2 * U, SEQ)
 
 
-def compile_step(plan, microbatches=M):
+def compile_step(plan, microbatches=U):
     plan = dataclasses.replace(plan, microbatches=microbatches)
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.5))
     lowered = step.lower(ROWS_EACH * microbatches, SEQ)
@@ -278,7 +280,7 @@ print(
 text = partitioned_hlo(lowered)
 for stage in range(p):
     taken = branch_shares(step.plan.pipeline, LLAMA.num_layers, stage) if p > 1 else None
-    predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
+    predicted = traffic.step_traffic(LLAMA, step.plan, 2 * U, SEQ, stage)
     census = census_hlo(text, step.mesh, taken)
     compiled_rows = census_table(census)
     assert compiled_rows == as_table(predicted)
@@ -290,20 +292,20 @@ for (axis, kind), row in compiled_rows.items():
 if p > 1:
     stream = ROWS_EACH * SEQ * LLAMA.width * 4
     assert compiled_rows["pp", "collective-permute"] == {
-        "count": 2 * (M + p - 2),
-        "bytes_sent": 2 * (M + p - 2) * stream,
+        "count": 2 * (U + p - 2),
+        "bytes_sent": 2 * (U + p - 2) * stream,
     }
 # The same by arrow: activations go to the next stage, their gradients to the previous one.
 print(arrow_text(census))
 assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
 
-given = memory.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1)
+given = memory.argument_bytes(LLAMA, step.plan, 2 * U, SEQ, moments=0, scalars=1)
 assert compiled_memory(compiled)["argument_bytes"] == sum(given.values())
 print(f"memory: {sum(given.values()):,} B of arguments per device as predicted")
 
 # %% [markdown]
-# A permute takes part in the program of every stage, so it costs a tick in which *anybody* sends: m + p − 2 each way, where the
-# pipeline by hand has m + p − 1. The all-reduces finish the gradients of embedding, head and last norm, which every stage holds, and
+# A permute takes part in the program of every stage, so it costs a tick in which *anybody* sends: u + p − 2 each way, where the
+# pipeline by hand has u + p − 1. The all-reduces finish the gradients of embedding, head and last norm, which every stage holds, and
 # make one loss and one norm of the parts. With tied embeddings the same sum joins the first stage's look-up with the last stage's head.
 # That every stage holds embedding and head is a choice of *this package* (each stage runs the same program): others put them on the end
 # stages. It is not free:
@@ -363,24 +365,24 @@ if devices[0].platform == "cpu":
 # residuals. Compiled memory, from 8 to 32 microbatches of the same size:
 
 # %%
-temp = {M: compiled_memory(compiled)["temp_bytes"]}
-*_, larger = compile_step(Plan(f"pp={p}", schedule="gpipe"), microbatches=4 * M)
-temp[4 * M] = compiled_memory(larger)["temp_bytes"]
+temp = {U: compiled_memory(compiled)["temp_bytes"]}
+*_, larger = compile_step(Plan(f"pp={p}", schedule="gpipe"), microbatches=4 * U)
+temp[4 * U] = compiled_memory(larger)["temp_bytes"]
 saved = compiled_memory(programs["residuals"][2])["temp_bytes"]
 bars = [
-    (f"m = {M}, input", {"temporaries": temp[M]}),
-    (f"m = {4 * M}, input", {"temporaries": temp[4 * M]}),
-    (f"m = {M}, residuals", {"temporaries": saved}),
+    (f"u = {U}, input", {"temporaries": temp[U]}),
+    (f"u = {4 * U}, input", {"temporaries": temp[4 * U]}),
+    (f"u = {U}, residuals", {"temporaries": saved}),
 ]
 scene.show(draw.memory_bars(bars, title="Compiled memory of GPipe, per device"))
 if p > 1:
-    per_microbatch = (temp[4 * M] - temp[M]) / (3 * M)
+    per_microbatch = (temp[4 * U] - temp[U]) / (3 * U)
     assert abs(per_microbatch / stream - 1) < 0.05, per_microbatch
     print(
         f"memory grows by {per_microbatch:,.0f} B per microbatch: its input, {stream:,} B, and some"
         " bookkeeping"
     )
-    assert saved > 2 * temp[M]
+    assert saved > 2 * temp[U]
 
 # %% [markdown]
 # Microbatches shrink the bubble and fill the memory. That tension is what the schedules of lesson 08 resolve.
@@ -388,21 +390,21 @@ if p > 1:
 # ### Exercise (stretch): uneven stages
 #
 # Layers rarely divide evenly, and the head's product with the vocabulary may cost as much as two or three layers. Here is a simulation
-# of the forward pass: stage i takes `costs[i]` for each microbatch. Find the closed form, `forward_time(costs, m)`, and compare the
+# of the forward pass: stage i takes `costs[i]` for each microbatch. Find the closed form, `forward_time(costs, u)`, and compare the
 # two splits below. The total work is the same in both.
 
 
 # %%
-def simulate(costs, m):
+def simulate(costs, u):
     """Rows of (start, end, kind, microbatch, chunk) per stage: each waits for the stage before, and for
     itself."""
-    rows, above = [], [0] * m
+    rows, above = [], [0] * u
     for cost in costs:
         now, row = 0, []
-        for u in range(m):
-            begin = max(now, above[u])
+        for one in range(u):
+            begin = max(now, above[one])
             now = begin + cost
-            row.append((begin, now, "F", u, 0))
+            row.append((begin, now, "F", one, 0))
         rows.append(row)
         above = [end for _, end, *_ in row]
     return rows
@@ -412,7 +414,7 @@ for costs in ([2, 2, 2, 2 + 2], [3, 3, 2, 0 + 2]):  # 8 layers, and a head that 
     scene.show(draw.timeline(simulate(costs, 6)))
 
 
-def forward_time(costs, m): ...
+def forward_time(costs, u): ...
 
 
 attempt("07.uneven", forward_time)
@@ -454,7 +456,7 @@ except ValueError as refusal:
 # ## Five lines
 #
 # 1. A pipeline cuts between layers: one activation crosses per microbatch and stage, and its gradient comes back.
-# 2. Idle time is (p − 1)(F + B): (p − 1)/m of the ideal, (p − 1)/(m + p − 1) of the total. Say which you mean.
+# 2. Idle time is (p − 1)(F + B): (p − 1)/u of the ideal, (p − 1)/(u + p − 1) of the total. Say which you mean.
 # 3. Microbatches are gradient accumulation. The result is that of one device.
 # 4. A masked pipeline computes on garbage in the bubble; one that walks a table skips it.
 # 5. All forwards before all backwards holds something of every microbatch.
@@ -469,9 +471,9 @@ except ValueError as refusal:
 #
 # Put `pp` on the slowest links: between nodes, or between pods. It multiplies with dp, fsdp and tp inside each stage.
 #
-# **One number to remember: m ≥ 9(p − 1)** microbatches for at most 10 % of idle time, in this order.
+# **One number to remember: u ≥ 9(p − 1)** microbatches for at most 10 % of idle time, in this order.
 
 # %%
 print(
-    f"{p} stages, {M} microbatches: {(p - 1) / (M + p - 1):.1%} idle; at most 10 % from m = {9 * (p - 1)} on"
+    f"{p} stages, {U} microbatches: {(p - 1) / (U + p - 1):.1%} idle; at most 10 % from u = {9 * (p - 1)} on"
 )

@@ -16,7 +16,8 @@
 #
 # **Question.** Which of them may you use in a memory that is given, and what is left of the bubble?
 #
-# Letters: `p` stages, `m` microbatches, `v` chunks per stage; F forward, B gradient of the input, W gradient of the weights.
+# Letters: `u` microbatches, `p` stages, `g` chunks of layers per stage, `F` forward, `B` gradient of the input, `W`
+# gradient of the weights. (Most papers write m for u, and v for g.)
 
 # %%
 from llmpar.mesh import use_devices
@@ -30,12 +31,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from exercises import attempt
-from lesson import counting_text, train_steps
 
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
+from llmpar.exercises import attempt, hint, solution
+from llmpar.exercises.lesson import counting_text, train_steps
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -56,7 +57,7 @@ from llmpar.timetable import branch_shares, slots, timetable
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 p = max(size for size in (1, 2, 4) if size <= len(devices))  # stages of what is run here
-M = 8  # microbatches
+U = 8  # microbatches
 
 # %% [markdown]
 # ## One picture
@@ -64,7 +65,7 @@ M = 8  # microbatches
 # 1F1B. A stage runs some forwards ahead, then one forward and one backward in turn. Under each row, in grey: what it holds.
 
 # %%
-scene.show(draw.timeline(timetable(make("1f1b", 4, M))))
+scene.show(draw.timeline(timetable(make("1f1b", 4, U))))
 
 # %% [markdown]
 # The idle time is that of GPipe, since the first microbatch still goes down and the last still comes up. But a stage no longer waits
@@ -92,14 +93,14 @@ attempt("08.one_f_one_b", one_f_one_b)
 # ## Chunks: interleaved 1F1B
 #
 # Cut the layers into 2p pieces and give stage i the pieces i and p + i. A microbatch comes by twice, each time for half of the work.
-# The pipe fills in half of the time: a bubble of (p − 1)/v instead of p − 1. The price: (vp − 1)/(p − 1) times the messages, a little
-# more than v, since they also go from the last stage's chunk to the first stage's next one; and more in flight.
+# The pipe fills in half of the time: a bubble of (p − 1)/g instead of p − 1. The price: (gp − 1)/(p − 1) times the messages, a little
+# more than g, since they also go from the last stage's chunk to the first stage's next one; and more in flight.
 # A black bar marks the second chunk.
 
 # %%
-interleaved, plain = timetable(make("interleaved", 4, M, 2)), timetable(make("1f1b", 4, M))
+interleaved, plain = timetable(make("interleaved", 4, U, 2)), timetable(make("1f1b", 4, U))
 assert interleaved.bubble == plain.bubble / 2
-# 1 + (p-1)/(pv), Korthikanti et al. 2022.
+# 1 + (p-1)/(gp), Korthikanti et al. 2022.
 assert interleaved.peak_live()[0] == plain.peak_live()[0] * (1 + 3 / (4 * 2))
 assert interleaved.hops.sum() * (4 - 1) == plain.hops.sum() * (2 * 4 - 1)
 print(
@@ -116,7 +117,7 @@ scene.show(draw.timeline(interleaved))
 # B, and puts W off by i microbatches on stage i:
 
 # %%
-zb_h1 = timetable(make("zb-h1", 4, M))
+zb_h1 = timetable(make("zb-h1", 4, U))
 assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4 and plain.peak_live() == [4, 3, 2, 1]
 scene.show(draw.timeline(zb_h1))
 
@@ -172,7 +173,7 @@ print("value: F, then B, then W give the same bits as the whole")
 # idle below are the white corners:
 
 # %%
-zb_v = timetable(make("zb-v", 4, M))
+zb_v = timetable(make("zb-v", 4, U))
 scene.show(draw.timeline(zb_v))
 for stage, (starts, ends) in enumerate(zip(zb_v.start, zb_v.end, strict=True)):
     not_begun, through = starts[0], zb_v.makespan - ends[-1]
@@ -188,7 +189,7 @@ print(
 # does not show: a forward of one direction computes while the experts of the other exchange their tokens.
 
 # %%
-scene.show(draw.timeline(timetable(make("dualpipe", 4, M))))
+scene.show(draw.timeline(timetable(make("dualpipe", 4, U))))
 
 # %% [markdown]
 # ## The published formulas
@@ -201,23 +202,23 @@ scene.show(draw.timeline(timetable(make("dualpipe", 4, M))))
 # NBVAL_CHECK_OUTPUT
 checked = 0
 for stages in (2, 4, 8):
-    for m in (stages, 2 * stages, 4 * stages):
+    for u in (stages, 2 * stages, 4 * stages):
         for chunks in (2, 4):
             for costs in ((1, 1, 1), (3, 5, 2)):
-                for name, form in closed_forms(stages, m, chunks, costs).items():
+                for name, form in closed_forms(stages, u, chunks, costs).items():
                     simple = (
                         name in ("gpipe", "1f1b", "interleaved", "breadth-first")
                         or name == "zb-h1"
                         and costs[2] <= costs[0]
                     )
-                    if m < form.from_m or not (simple or costs == (1, 1, 1)):
+                    if u < form.from_m or not (simple or costs == (1, 1, 1)):
                         continue
-                    v = chunks if name in ("interleaved", "breadth-first") else None
-                    t = timetable(make(name, stages, m, v), costs)
+                    g = chunks if name in ("interleaved", "breadth-first") else None
+                    t = timetable(make(name, stages, u, g), costs)
                     assert np.isclose(t.bubble, form.bubble) and np.allclose(t.peak_live(), form.peak_live), (
                         name,
                         stages,
-                        m,
+                        u,
                     )
                     checked += 1
 print(f"{checked} timetables have the bubble and the memory of their formulas\n")
@@ -237,21 +238,21 @@ assert h2.bubble == 0 < h1.bubble and h1.makespan == h2.makespan
 # So ZB-H2, whose bubble is 0, ends no earlier than ZB-H1 as long as the stages wait for one another at the end of a step.
 #
 # Measured times make an even harder test: eight stages of a model of 1.5B parameters, times in milliseconds, and messages that take
-# 0.6 to 0.8 ms. The paper's rates, (time − m(F + B + W)) / time, are reproduced to their last digit:
+# 0.6 to 0.8 ms. The paper's rates, (time − u(F + B + W)) / time, are reproduced to their last digit:
 
 # %%
 # NBVAL_CHECK_OUTPUT
-# Qi et al. 2023, table 5, with the times of table 6: m -> (F, B, W), hop, rates of 1F1B, ZB-H1, ZB-H2
+# Qi et al. 2023, table 5, with the times of table 6: u -> (F, B, W), hop, rates of 1F1B, ZB-H1, ZB-H2
 PUBLISHED = {
     24: ((18.522, 18.086, 9.337), 0.601, (0.2431, 0.1585, 0.1083)),
     32: ((18.513, 18.086, 9.331), 0.626, (0.1985, 0.1242, 0.0837)),
     64: ((18.546, 18.097, 9.321), 0.762, (0.1240, 0.0674, 0.0444)),
 }
-for m, (costs, hop, rates) in PUBLISHED.items():
-    found = [timetable(make(name, 8, m), costs, hop).bubble_rate for name in ("1f1b", "zb-h1", "zb-h2")]
+for u, (costs, hop, rates) in PUBLISHED.items():
+    found = [timetable(make(name, 8, u), costs, hop).bubble_rate for name in ("1f1b", "zb-h1", "zb-h2")]
     assert np.allclose(found, rates, atol=1e-4)
     print(
-        f"m = {m}: "
+        f"u = {u}: "
         + "  ".join(
             f"{name} {rate:.4f}" for name, rate in zip(("1F1B", "ZB-H1", "ZB-H2"), found, strict=True)
         )
@@ -265,10 +266,10 @@ for m, (costs, hop, rates) in PUBLISHED.items():
 
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=8), 16, 2
-TEXT = counting_text(2 * M, SEQ)
+TEXT = counting_text(2 * U, SEQ)
 
 
-def compile_step(plan, rows=2 * M):
+def compile_step(plan, rows=2 * U):
     plan.check(LLAMA, rows, SEQ)
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.5))
     return step, step.lower(rows, SEQ).compile()
@@ -280,10 +281,10 @@ def train(step, compiled):
     return jax.device_get(step.to_natural(state).params), losses
 
 
-solo_step, solo = compile_step(Plan(microbatches=M))
+solo_step, solo = compile_step(Plan(microbatches=U))
 solo_params, solo_losses = train(solo_step, solo)
 NAMES = ("1f1b", "interleaved", "zb-h1", "zb-v")
-programs = {name: compile_step(Plan(f"pp={p}", schedule=name, microbatches=M)) for name in NAMES}
+programs = {name: compile_step(Plan(f"pp={p}", schedule=name, microbatches=U)) for name in NAMES}
 trained = {name: train(*program) for name, program in programs.items()}
 print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
 
@@ -317,7 +318,7 @@ for name, (step, compiled) in programs.items() if p > 1 else ():
     for stage in range(p):
         taken = branch_shares(order, LLAMA.num_layers, stage)
         found = census_hlo(compiled.as_text(), step.mesh, taken)
-        predicted = traffic.step_traffic(LLAMA, step.plan, 2 * M, SEQ, stage)
+        predicted = traffic.step_traffic(LLAMA, step.plan, 2 * U, SEQ, stage)
         rows = census_table(found)["pp", "collective-permute"]
         hops = predicted["pp", "collective-permute"]
         assert rows == {"count": hops.count, "bytes_sent": hops.bytes_sent}
@@ -355,10 +356,10 @@ if executed and devices[0].platform == "cpu":  # elsewhere products are library 
 # the compiled memory follows it. With `zb-h1` and `zb-v` there are also slots for what B leaves to W.
 
 # %%
-print("gpipe        slots for inputs per stage", slots(timetable(make("gpipe", 4, M))).num_saved.tolist())
+print("gpipe        slots for inputs per stage", slots(timetable(make("gpipe", 4, U))).num_saved.tolist())
 for name, (step, compiled) in programs.items():
     held = compiled_memory(compiled)
-    given = memory.argument_bytes(LLAMA, step.plan, 2 * M, SEQ, moments=0, scalars=1)
+    given = memory.argument_bytes(LLAMA, step.plan, 2 * U, SEQ, moments=0, scalars=1)
     assert held["argument_bytes"] == sum(given.values())
     if p > 1:
         table, found = timetable(step.plan.pipeline), slots(timetable(step.plan.pipeline))
@@ -374,7 +375,7 @@ print(f"memory: {sum(given.values()):,} B of arguments per device as predicted, 
 # For 1F1B it does not depend on the number of microbatches. Compiled for 8 and for 32 of them:
 
 # %%
-more, compiled_more = compile_step(Plan(f"pp={p}", schedule="1f1b", microbatches=4 * M), rows=8 * M)
+more, compiled_more = compile_step(Plan(f"pp={p}", schedule="1f1b", microbatches=4 * U), rows=8 * U)
 few, many = (compiled_memory(program)["temp_bytes"] for program in (programs["1f1b"][1], compiled_more))
 lines_few, lines_many = (program.as_text().count("\n") for program in (programs["1f1b"][1], compiled_more))
 if p > 1:
@@ -491,7 +492,7 @@ attempt("08.between_h1_and_h2", between_h1_and_h2)
 # ## Five lines
 #
 # 1. 1F1B: the bubble of GPipe, but stage i holds p − i microbatches, however many there are.
-# 2. Interleaved: the bubble divided by v, for (vp − 1)/(p − 1) times the messages and 1 + (p − 1)/(pv) of the memory.
+# 2. Interleaved: the bubble divided by g, for (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) of the memory.
 # 3. Split the backward: nobody waits for W, so it fills the bubble. A third is left at the same peak of memory, none for twice the peak.
 # 4. A schedule is a table. Proved legal, measured and drawn before it is compiled; one executor runs them all, with one device's result.
 # 5. "Bubble" has three definitions. "A third" and "none" hold for that of the critical stage; the whole drawing keeps idle corners.

@@ -15,7 +15,9 @@
 #
 # **Question.** What moves, how much of it is padding, and what happens when everybody wants the same expert?
 #
-# Letters: `b` blocks of tokens, one per rank; `e` experts; `c` slots; `d` width; `m` an expert's width; `k` experts that a token visits.
+# Letters: `b` rows of the batch, `s` positions, `d` width of the model, `m` width of a feed-forward, `e` experts, `c`
+# slots, `N` devices along the axis at hand, `a` experts that a token visits.
+# (Most papers write k for a.)
 
 # %%
 from llmpar.mesh import use_devices
@@ -29,12 +31,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from exercises import attempt
 from jax import lax
 
 from llmpar import draw, moe
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw import scene
+from llmpar.exercises import attempt, hint, solution
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -53,12 +55,12 @@ from llmpar.step import Step
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
-n = max(size for size in (1, 2, 4, 8) if size <= len(devices))
-mesh = make_mesh(f"ep={n}")
-E, K, D, M, TOKENS = 8, 2, 16, 32, 32  # experts, chosen, width, an expert's width, tokens of one rank
-HOW = ExpertConfig(E, K)
+N = max(size for size in (1, 2, 4, 8) if size <= len(devices))
+mesh = make_mesh(f"ep={N}")
+E, A, D, M, TOKENS = 8, 2, 16, 32, 32  # experts, chosen, width, an expert's width, tokens of one rank
+HOW = ExpertConfig(E, A)
 rng = np.random.default_rng(0)
-x = rng.standard_normal((n, TOKENS, D)).astype(np.float32)
+x = rng.standard_normal((N, TOKENS, D)).astype(np.float32)
 router = rng.standard_normal((D, E)).astype(np.float32) / D**0.5
 gate, up, down = (
     rng.standard_normal(shape).astype(np.float32) / 4 for shape in ((E, D, M), (E, D, M), (E, M, D))
@@ -67,7 +69,7 @@ gate, up, down = (
 # %% [markdown]
 # ## One picture
 #
-# Every rank scores its own tokens against all experts, and keeps the best k of each token. Below is what the router of the toy really
+# Every rank scores its own tokens against all experts, and keeps the best `a` of each token. Below is what the router of the toy really
 # chose; on the right, how many rows each expert gets.
 
 
@@ -85,48 +87,48 @@ def rows_of(chosen):
 
 
 weights, chosen = routed()
-scene.show(draw.token_flow(rows_of(chosen), E // n))
+scene.show(draw.token_flow(rows_of(chosen), E // N))
 
 # %% [markdown]
 # ## Predict
 #
-# A rank has 32 tokens of width 16 in float32, k = 2, and all experts are equally likely. **How many bytes does it send to other ranks in
+# A rank has 32 tokens of width 16 in float32, `a` = 2, and all experts are equally likely. **How many bytes does it send to other ranks in
 # the dispatch, if only the rows themselves travel?**
 
 # %%
-print(f"{n} ranks, {TOKENS} tokens on each; {E} experts, {E // n} on a rank")
+print(f"{N} ranks, {TOKENS} tokens on each; {E} experts, {E // N} on a rank")
 bytes_dispatched = ...
-attempt("09.dispatch_bytes", bytes_dispatched, ranks=n)
+attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
 
 # %% [markdown]
 # ## Run: a dispatch by hand
 #
-# The reference is dense: all tokens through all experts, and most results get weight 0. That is right, and E/k times too much work.
+# The reference is dense: all tokens through all experts, and most results get weight 0. That is right, and E/a times too much work.
 
 
 # %%
 def dense(x, weights, chosen, gate, up, down):
     """All experts on all tokens: the reference of this lesson."""
     share = (jax.nn.one_hot(chosen, E) * weights[..., None]).sum(-2)
-    hidden = jax.nn.silu(jnp.einsum("btd,edm->btem", x, gate)) * jnp.einsum("btd,edm->btem", x, up)
-    return jnp.einsum("btem,emd,bte->btd", hidden, down, share)
+    hidden = jax.nn.silu(jnp.einsum("bsd,edm->bsem", x, gate)) * jnp.einsum("bsd,edm->bsem", x, up)
+    return jnp.einsum("bsem,emd,bse->bsd", hidden, down, share)
 
 
 # %% [markdown]
 # By hand, as one rank sees it: (1) place: a row's slot is how many earlier rows of this rank chose the same expert. (2) Lay the rows into
-# a buffer `e c d` with C slots for each expert. (3) One all-to-all. (4) My experts multiply what has come from everybody. (5) The same
-# all-to-all back. (6) Read the rows at their slots and add them up, weighed. XLA's shapes are fixed before anybody has chosen, so C must
-# be too: with C = all tokens of a rank, nothing can be dropped.
+# a buffer `e c d` with `c` slots for each expert. (3) One all-to-all. (4) My experts multiply what has come from everybody. (5) The same
+# all-to-all back. (6) Read the rows at their slots and add them up, weighed. XLA's shapes are fixed before anybody has chosen, so `c` must
+# be too: with `c` = all tokens of a rank, nothing can be dropped.
 
 
 # %%
 def by_hand(slots):
-    def rank(x, weights, chosen, gate, up, down):  # b/ep t d, b/ep t k twice, e/ep d m …
+    def rank(x, weights, chosen, gate, up, down):  # b/ep s d, b/ep s a twice, e/ep d m …
         expert = chosen.reshape(-1)
         hot = jax.nn.one_hot(expert, E, dtype=jnp.int32)
         place = ((jnp.cumsum(hot, axis=0) - hot) * hot).sum(-1)
         slot = jnp.where(place < slots, expert * slots + place, E * slots)  # past the end: dropped
-        buffer = jnp.zeros((E * slots, D)).at[slot].set(jnp.repeat(x[0], K, axis=0), mode="drop")
+        buffer = jnp.zeros((E * slots, D)).at[slot].set(jnp.repeat(x[0], A, axis=0), mode="drop")
         # b/ep e c d -> b e/ep c d
         here = lax.all_to_all(buffer.reshape(1, E, slots, D), "ep", split_axis=1, concat_axis=0, tiled=True)
         hidden = jax.nn.silu(jnp.einsum("becd,edm->becm", here, gate)) * jnp.einsum(
@@ -135,7 +137,7 @@ def by_hand(slots):
         out = jnp.einsum("becm,emd->becd", hidden, down)
         # b e/ep c d -> b/ep e c d
         back = lax.all_to_all(out, "ep", split_axis=0, concat_axis=1, tiled=True).reshape(E * slots, D)
-        rows = back.at[slot].get(mode="fill", fill_value=0).reshape(1, TOKENS, K, D)
+        rows = back.at[slot].get(mode="fill", fill_value=0).reshape(1, TOKENS, A, D)
         return (rows * weights[..., None]).sum(2)
 
     tokens, experts = spec(parse_layout("b/ep s d")), spec(parse_layout("e/ep d m"))
@@ -168,17 +170,17 @@ print("value: output and all gradients equal the dense evaluation; the router's 
 # %%
 table = census_table(census_hlo(partitioned_hlo(ours), mesh))
 buffer_bytes = E * TOKENS * D * 4
-useful = 2 * K * TOKENS * D * 4  # there and back, forward
-if n > 1:
+useful = 2 * A * TOKENS * D * 4  # there and back, forward
+if N > 1:
     assert table == {("ep", "all-to-all"): table["ep", "all-to-all"]}
     row = table["ep", "all-to-all"]
-    assert (row["count"], row["bytes_sent"]) == (4, 4 * buffer_bytes * (n - 1) // n)
+    assert (row["count"], row["bytes_sent"]) == (4, 4 * buffer_bytes * (N - 1) // N)
     print(
         f"communication: {row['count']} all-to-alls of a buffer of {buffer_bytes:,} B, {row['bytes_sent']:,}"
         " B sent"
     )
     print(
-        f"of which rows: {K * TOKENS} of {E * TOKENS} slots are full: {E / K:g} times as much travels as is"
+        f"of which rows: {A * TOKENS} of {E * TOKENS} slots are full: {E / A:g} times as much travels as is"
         " needed"
     )
 
@@ -186,8 +188,8 @@ if n > 1:
 # That is the honest price of "dropless" in fixed shapes. There are three ways out. **Capacity** (GShard, Switch): fewer slots, and who
 # finds none is left out. **Ragged** exchange: send the full slots only, which XLA can do on GPUs and TPUs (`Plan.dispatch`). Or
 # **pack by rank, not by expert**: a token travels to a rank once, however many of its experts are there, and comes back as their sum.
-# So `llmpar.moe` gives slots to n ranks, and not to E experts; who chose what is told to all ranks beforehand, k numbers a token. That
-# helps where n < E, and very much with many experts on a rank:
+# So `llmpar.moe` gives slots to N ranks, and not to E experts; who chose what is told to all ranks beforehand, `a` numbers for each token. That
+# helps where N < E, and very much with many experts on a rank:
 
 # %%
 many = ExpertConfig(128, 8)
@@ -197,7 +199,7 @@ for how in (HOW, many):
         by_expert, helps = how.num_experts / how.top_k, ranks < how.num_experts
         assert slots == ranks / how.top_k and (slots < by_expert) == helps
         print(
-            f"E = {how.num_experts}, k = {how.top_k}, ep={ranks}: {slots:.2f} slots for each choice, in place of"
+            f"E = {how.num_experts}, a = {how.top_k}, ep={ranks}: {slots:.2f} slots for each choice, in place of"
             f" {by_expert:g}{'' if helps else ': no gain'}"
         )
 
@@ -222,15 +224,15 @@ for factor in (0.5, 1.0, 1.25, 1.5, 2.0, None):
     how = dataclasses.replace(HOW, capacity_factor=factor)
     _, kept, aux = moe.route(how, Solo(Plan()), jnp.asarray(popular, jnp.float32))
     counts = (np.asarray(kept)[..., None] == np.arange(E)).sum(2)  # b s e
-    dropped[factor] = float(aux["tally"][-2]) / (8 * 256 * K)
-    assert counts.sum(1).max() <= how.capacity(256) and dropped[factor] == 1 - counts.sum() / (8 * 256 * K)
+    dropped[factor] = float(aux["tally"][-2]) / (8 * 256 * A)
+    assert counts.sum(1).max() <= how.capacity(256) and dropped[factor] == 1 - counts.sum() / (8 * 256 * A)
     print(f"{factor or 'none':>15}   {dropped[factor]:.1%}")
 assert dropped[None] == 0 and dropped[0.5] > dropped[1.0] > dropped[2.0]
 
 # %% [markdown]
 # ### Exercise (core): how much room?
 #
-# 512 tokens with k = 2 chose eight experts 260, 190, 150, 120, 100, 84, 70 and 50 times. What is the smallest capacity, in rows, at which
+# 512 tokens with `a` = 2 chose eight experts 260, 190, 150, 120, 100, 84, 70 and 50 times. What is the smallest capacity, in rows, at which
 # at most 1 % of all choices are dropped?
 
 # %%
@@ -241,7 +243,7 @@ attempt("09.capacity", rows_per_expert)
 # ### Exercise (stretch): combine
 #
 # Write step 6. `rows` is `[slots, d]`, `slot` says for each token and choice where its row lies (`len(rows)`: it was dropped), `weights`
-# are the router's. Both are `[tokens, k]`. Return `[tokens, d]`; NumPy is there as `np`.
+# are the router's. Both are `[tokens, a]`. Return `[tokens, d]`; NumPy is there as `np`.
 
 
 # %%
@@ -258,7 +260,7 @@ attempt("09.combine", combine)
 # %%
 from llmpar.explore.small import RoutingExplorer
 
-RoutingExplorer(experts=8, chosen=K, ranks=4, heat=2, capacity=100)
+RoutingExplorer(experts=8, chosen=A, ranks=4, heat=2, capacity=100)
 
 # %% [markdown]
 # And with this lesson's router:
@@ -267,14 +269,14 @@ RoutingExplorer(experts=8, chosen=K, ranks=4, heat=2, capacity=100)
 # NBVAL_CHECK_OUTPUT
 for skew in (0.0, 1.0, 2.0, 4.0):
     load = np.bincount(routed(skew)[1].ravel(), minlength=E)
-    assert load.sum() == n * TOKENS * K
+    assert load.sum() == N * TOKENS * A
     print(
         f"skew {skew:g}: the busiest expert has {load.max() / load.mean():.2f} times the mean, of at most"
-        f" {E / K:g}"
+        f" {E / A:g}"
     )
 
 # %% [markdown]
-# Two cures are in use. A **balance loss** E/k · Σ f P multiplies each expert's share of the tokens with its mean affinity: its value is 1
+# Two cures are in use. A **balance loss** E/a · Σ f P multiplies each expert's share of the tokens with its mean affinity: its value is 1
 # where all are equal, and its gradient lowers the affinities of the busy. Here it is taken row by row (DeepSeek-V3 2024, section 2.1.2),
 # so no device must know another's rows. Or **a bias without a loss** (Wang et al. 2024): it takes part in choosing, not in
 # weighing, and after each step it goes up for experts with less than the mean load, and down for the others.
@@ -287,7 +289,7 @@ for name, logits in {
 }.items():
     loss = float(moe.route(balance, Solo(Plan()), jnp.asarray(logits[None], jnp.float32))[2]["loss"].mean())
     print(f"balance loss, {name}: {loss:.3f}")
-    assert abs(loss - (1 if name == "all equal" else E / K)) < 0.01
+    assert abs(loss - (1 if name == "all equal" else E / A)) < 0.01
 
 # %%
 biased, bias, seen = dataclasses.replace(HOW, bias_rate=0.02), np.zeros(E, np.float32), []
@@ -305,13 +307,13 @@ assert seen[-1] < 1.3 < seen[0]
 # %% [markdown]
 # ## Compare: four verdicts on a Llama with experts
 #
-# `tiny-moe` has 8 experts with k = 2 in each layer. The same step, on one device and with experts cut by `ep`, beside ZeRO-3.
+# `tiny-moe` has 8 experts with `a` = 2 in each layer. The same step, on one device and with experts cut by `ep`, beside ZeRO-3.
 
 # %%
 CONFIG = dataclasses.replace(preset("tiny-moe"), num_layers=2)
-ep = min(n, 4)
-PLAN = Plan(f"ep={ep} fsdp={n // ep}")
-BATCH, S = 2 * n, 32
+ep = min(N, 4)
+PLAN = Plan(f"ep={ep} fsdp={N // ep}")
+BATCH, S = 2 * N, 32
 tokens = rng.integers(0, 256, (BATCH, S + 1)).astype(np.int32)
 places = np.broadcast_to(np.arange(S, dtype=np.int32), (BATCH, S))
 batch = {
@@ -341,7 +343,7 @@ print("value: losses", [round(loss, 4) for loss in losses], "as on one device")
 
 experts = state.params["blocks"]["experts"]["gate"]
 shard = experts.addressable_shards[0].data.shape
-assert shard == (2, E // ep, CONFIG.width // (n // ep), CONFIG.ffn_width)
+assert shard == (2, E // ep, CONFIG.width // (N // ep), CONFIG.ffn_width)
 print(
     f"sharding: gate {tuple(experts.shape)} is stored as {PLAN.stored('experts l e d m')}: {shard} on each"
     " device"
@@ -351,10 +353,10 @@ print(
 )
 
 census = census_hlo(partitioned_hlo(lowered), step.mesh)
-found = {k: (v["count"], v["bytes_sent"]) for k, v in census_table(census).items()}
-formula = {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(CONFIG, PLAN, BATCH, S).items()}
+found = {key: (v["count"], v["bytes_sent"]) for key, v in census_table(census).items()}
+formula = {key: (v.count, v.bytes_sent) for key, v in traffic.step_traffic(CONFIG, PLAN, BATCH, S).items()}
 assert found == formula
-if n > 1:
+if N > 1:
     assert found["ep", "all-to-all"][0] == 4 * CONFIG.num_layers
     print(
         f"communication: {found['ep', 'all-to-all'][0]} all-to-alls = 4 × {CONFIG.num_layers} layers; all"
@@ -381,8 +383,8 @@ print(f"{'(at most':<17} {most_entropy:.3f} nats of entropy, where the router do
 # %% [markdown]
 # ## What it costs on real links
 #
-# Per layer and direction, 2·k·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only k of E of the tokens. So all that
-# hid behind the work of a batch needs a batch E/k times as large: data parallelism (its gradients are those of all experts), and
+# Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only `a` of E of the tokens. So all that
+# hid behind the work of a batch needs a batch E/a times as large: data parallelism (its gradients are those of all experts), and
 # the reading of weights from memory.
 
 # %%
@@ -396,12 +398,12 @@ for name, config in each.items():
     )
     print(
         f"{name:<14} {config.num_params / 1e9:6.1f} B parameters, {config.active_params / 1e9:5.1f} B active;"
-        f" 4,096 tokens send {sent / 1e6:5.0f} MB per layer; E/k = {how.num_experts / how.top_k:g}:"
+        f" 4,096 tokens send {sent / 1e6:5.0f} MB per layer; E/a = {how.num_experts / how.top_k:g}:"
         f" {batch_needed:,.0f} tokens to fill a product"
     )
 assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 print(
-    "published: 128 experts, k = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU before data parallelism"
+    "published: 128 experts, a = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU before data parallelism"
     " hides (Scaling book)"
 )
 
@@ -432,9 +434,9 @@ print("value: Auto equals one device; its all-to-alls:", exchanges or "none")
 # %% [markdown]
 # ## Five lines
 #
-# 1. A layer of experts moves tokens: two all-to-alls forward, two backward, up to k rows per token each.
+# 1. A layer of experts moves tokens: two all-to-alls forward, two backward, up to `a` rows per token each.
 # 2. Static shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange does neither.
-# 3. Only full blocks are multiplied: k/E of the work of all experts. What would be kept for the worst case is computed again.
+# 3. Only full blocks are multiplied: a/E of the work of all experts. What would be kept for the worst case is computed again.
 # 4. Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too.
 # 5. The slowest rank sets the pace: balance by a loss, or by a bias that follows the load.
 #
@@ -447,10 +449,10 @@ print("value: Auto equals one device; its all-to-alls:", exchanges or "none")
 # llmpar models qwen3-30b-a3b                                               total and active parameters
 # ```
 #
-# **One number to remember: E/k.** The parameters that you get for the work of one, and the batch that you need to feed them.
+# **One number to remember: E/a.** The parameters that you get for the work of one, and the batch that you need to feed them.
 
 # %%
 print(
-    f"tiny-moe: E/k = {E / K:g}; {preset('tiny-moe').num_params:,} parameters,"
+    f"tiny-moe: E/a = {E / A:g}; {preset('tiny-moe').num_params:,} parameters,"
     f" {preset('tiny-moe').active_params:,} active"
 )

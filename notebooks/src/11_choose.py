@@ -7,8 +7,8 @@
 #
 # **Question.** Which mesh for my model and my machine, and how do I defend it before people who pay for it?
 #
-# Letters: `P` parameters, `C` FLOPs per second of a device, `W` bytes per second that leave it. Axes, slow links first:
-# `pp` pipeline stages, `dp` replicas, `fsdp` replicas with cut state, `ep` experts, `sp` sequence, `tp` tensor parallelism.
+# Letters: `Ψ` parameters, `C` FLOP/s of a device, `β` bytes/s of its links. Axes, slow links first: pp pipeline stages, dp
+# replicas, fsdp replicas with cut state, ep experts, sp sequence, tp tensor parallelism.
 #
 # Core path: everything but *Serving* and *Hold it against measurements*. 30 minutes.
 
@@ -114,7 +114,7 @@ room = question.room_bytes / 2**30
 print(f"1. replicas: {state:.0f} GiB of state {'<' if state < room else '>'} {room:.0f}")
 tokens = 64 * 8192 // 16
 hides = formulas.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s)
-print(f"2. fsdp in a node hides: {tokens:,} tokens per GPU > C/W = {hides:,.0f}")
+print(f"2. fsdp in a node hides: {tokens:,} tokens per GPU > C/β = {hides:,.0f}")
 most = formulas.tp_max_degree(question.config.ffn_width, h100.flops_per_s, h100.link_bytes_per_s)
 print(f"3. tp hides up to {most:.0f} devices")
 best = answer.plans[0].plan
@@ -225,7 +225,7 @@ attempt("11.slow_network", tokens_per_gpu)
 # ### Exercise (expert): what the data sheet hides
 #
 # On H100s large products reach 75.2 % of peak, and collectives between nodes 43.2 % of the ports' rate (both fitted). By which
-# factor does that change the threshold `C/W`?
+# factor does that change the threshold `C/β`?
 
 # %%
 factor = ...

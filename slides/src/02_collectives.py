@@ -112,9 +112,9 @@ Markdown(
 # %% [markdown] tags=["slide"]
 # ## A ring of four
 #
-# After $p - 1$ steps everybody has seen every block. That is an all-gather; each device has sent
+# After $N - 1$ steps everybody has seen every block. That is an all-gather; each device has sent
 #
-# $$ N\,\frac{p-1}{p} \text{ of } N \text{ bytes} $$
+# $$ V\,\frac{N-1}{N} \text{ of } V \text{ bytes} $$
 #
 # An all-reduce is two laps. Without a switch that adds, no algorithm sends less.
 #
@@ -138,9 +138,9 @@ scene.show(
 
 # %% [markdown] tags=["notes"]
 # The pairs of the picture are the source-target pairs of the compiled program. Switches of H100 nodes can add (NVLink SHARP): then a
-# GPU sends its buffer once, N in place of 1.75 N among 8.
+# GPU sends its buffer once, V in place of 1.75 V among 8.
 #
-# **Ask:** with twice the devices, does each one send twice as much? No: it stays below 2N for an all-reduce, however many.
+# **Ask:** with twice the devices, does each one send twice as much? No: it stays below 2V for an all-reduce, however many.
 #
 # **Misunderstanding:** "so it costs nothing to add devices." The number of steps grows, and with it the latency; and the slowest
 # link of the ring sets the pace.
@@ -150,9 +150,9 @@ scene.show(
 # %% [markdown] tags=["slide"]
 # ## Starts and bytes
 #
-# $$ T = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{W} $$
+# $$ T = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
 #
-# `W`: the slowest link that the group crosses.
+# β: the slowest link that the group crosses.
 #
 # <footer>Constants fitted on published runs, <code>llmpar.predict.rates</code>; yours: <code>llmpar calibrate</code> · lesson <code>notebooks/02_collectives</code></footer>
 

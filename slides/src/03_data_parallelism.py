@@ -159,7 +159,7 @@ Markdown(
 # %% [markdown] tags=["slide"]
 # ## Overlap: send while you compute
 #
-# The last layers' gradients are ready first. They travel while the backward pass goes on, and hide above $C/W$ tokens per
+# The last layers' gradients are ready first. They travel while the backward pass goes on, and hide above $C/\beta$ tokens per
 # GPU: about **2,200** in an H100 node.
 #
 # <footer>Austin et al. 2025 (How to Scale Your Model), GPU chapter · a model, not a measurement · lesson <code>notebooks/03_data_parallelism</code></footer>
@@ -188,7 +188,7 @@ scene.show(draw.overlap(compute_s, comm_s, labels, first="compute", axis="dp"))
 # **Misunderstanding:** that more GPUs need a larger batch *per GPU* to hide. The threshold is per GPU and stays; it is the global
 # batch that grows, until it passes the critical batch and the extra rows teach little.
 #
-# **Source:** threshold C/W at published rates: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is 2,500 between nodes.
+# **Source:** C FLOP/s, β bytes/s of its links. Threshold C/β at published rates: Austin et al. 2025. With 8 ports of 400 Gb/s per node it is 2,500 between nodes.
 
 # %%
 assert round(formulas.dp_min_tokens(h100.flops_per_s, 8 * h100.dcn_bytes_per_s), -2) == 2500
@@ -244,7 +244,7 @@ Markdown(
 
 # %% [markdown] tags=["notes"]
 # **Ask:** the first row overlaps best, the third has the fewest messages. What would you measure to choose? (Latency against
-# bandwidth: time per message is α + bytes/W. PyTorch's default bucket is 25 MiB.)
+# bandwidth: time per message is latency + bytes/β. PyTorch's default bucket is 25 MiB.)
 #
 # **Misunderstanding:** that accumulation saves bytes per step. It saves bytes per *token*: the same gradient carries twice the
 # rows. In PyTorch one has to ask for it (`no_sync`); without it, every microbatch communicates. Here `reduce="layer"` with

@@ -52,22 +52,21 @@ def matrix(text, wide, high):
         )
     )
     for (i, j), devices in held.items():
-        tint = "cell" if len(devices) > 1 else WHERE[devices[0]]
-        items.append(Rect(j * w, i * h, w, h, tint, "ink", 1))
-        items += [Rect(j * w, i * h, w, h, "", "tp-line", hatch="/")] if layout.sums else []
-        items += (
-            [
-                Text(
-                    (j + 0.5) * w,
-                    (i + 0.5) * h,
-                    str(devices[0]),
-                    anchor="middle",
-                    fill=scene.text_color_on(tint),
-                )
-            ]
-            if len(devices) == 1
-            else []
-        )
+        # Devices that hold the same numbers share one sheet; the addends of a sum are a sheet each.
+        sheets = [[d] for d in devices] if layout.sums else [devices]
+        for k, who in reversed(list(enumerate(sheets))):
+            tint = "cell" if len(who) > 1 else WHERE[who[0]]
+            x, y = j * w + 16 * k, i * h + 20 * k
+            at = y + (h - 10 if k else h / 2)
+            items.append(Rect(x, y, w, h, tint, "ink", 1))
+            if layout.sums:
+                items += [
+                    Rect(x, y, w, h, "", "tp-line", hatch="/"),
+                    Rect(x + w / 2 - 16, at - 9, 32, 18, tint),
+                ]
+            if len(who) == 1:
+                words = "+ " * (k > 0) + str(who[0])
+                items.append(Text(x + w / 2, at, words, anchor="middle", fill=scene.text_color_on(tint)))
     return Group(tuple(items))
 
 
@@ -126,7 +125,8 @@ assert [str(move) for move in plan.resolve("ffn b s d +m -> stream b s d").moves
 scene.show(
     product_of(
         *layouts,
-        "row: the input cut by columns, the weight by rows over 4 devices, the result an unfinished sum",
+        "row: the input cut by columns, the weight by rows over 4 devices, the result four addends for the"
+        " whole of it, one on each device",
     )
 )
 
@@ -212,7 +212,7 @@ Markdown("\n".join(["| first, then second | what moves | per token |", "|---|---
 # **Misunderstanding:** that all-reduces can be saved by cutting "smarter". The layer's output depends on all features; something
 # has to cross once per product pair.
 #
-# **Source:** Shoeybi et al. 2019, figure 4: two all-reduces forward, two backward. Volume 8bsh(t-1)/t: Narayanan et al. 2021.
+# **Source:** Shoeybi et al. 2019, figure 4: two all-reduces forward, two backward. Volume 8bsd(N-1)/N: Narayanan et al. 2021.
 
 # %% [markdown] tags=["slide"]
 # ## Sequence parallelism
@@ -229,8 +229,8 @@ for t in (4, 8):
     total, cut = (formulas.gpt_activation_bytes(**GPT3, tp=t, sequence_parallel=sp) for sp in (False, True))
     whole = 10 * 2048 * 12288
     rows += [
-        (f"t = {t}", {"cut by tp": total - whole, "the same on every device": whole}),
-        (f"t = {t}, sequence cut", {"cut by tp": cut}),
+        (f"N = {t}", {"cut by tp": total - whole, "the same on every device": whole}),
+        (f"N = {t}, sequence cut", {"cut by tp": cut}),
     ]
 assert [sum(row.values()) for _, row in rows[2:]] == [578813952, 358612992]  # Korthikanti et al. 2022, GPT-3
 
@@ -261,19 +261,19 @@ assert (
 scene.show(draw.memory_bars(rows, title="Activations of one GPT-3 layer, one sequence of 2,048, per device"))
 
 # %% [markdown] tags=["notes"]
-# **Ask:** the grey part does not shrink from t = 4 to t = 8. What is in it? Two norms, two dropouts, the inputs of the products:
-# 10sbh bytes, whole on every device.
+# **Ask:** the grey part does not shrink from N = 4 to N = 8. What is in it? Two norms, two dropouts, the inputs of the products:
+# 10bsd bytes, whole on every device.
 #
 # **Misunderstanding:** that this is context parallelism. It cuts the sequence over the *tp* devices and only outside of the
 # products; attention still sees whole sequences. Ring attention is another axis (our `sp`).
 #
-# **Source:** Korthikanti et al. 2022: sbh(10 + 24/t + 5as/ht) becomes sbh/t (34 + 5as/h). It is the GPT block with dropout and
+# **Source:** Korthikanti et al. 2022: 10 + 24/N becomes 34/N, times b·s·d (without the scores; the paper writes h for d and t for N). It is the GPT block with dropout and
 # stored scores; ours keeps less. Equal bytes are asserted on the traced step of a small Llama.
 
 # %% [markdown] tags=["slide"]
 # ## The 8→16 cliff
 #
-# Products shrink with $t$; the all-reduces do not. Beyond the node they also meet **slower links**. How steep the cliff is depends
+# Products shrink with $N$; the all-reduces do not. Beyond the node they also meet **slower links**. How steep the cliff is depends
 # on the node's ports.
 #
 # <footer>Narayanan et al. 2021, takeaway 1 · a model, not a measurement · lesson <code>notebooks/05_tensor_parallelism</code></footer>
@@ -326,7 +326,7 @@ axes.set(
     yticks=[0, 0.25, 0.5, 0.75, 1],
     yticklabels=["0", "25 %", "50 %", "75 %", "100 %"],
 )
-axes.set_xlabel("tensor-parallel degree t", fontsize=14)
+axes.set_xlabel("devices N that share each layer", fontsize=14)
 axes.set_title(
     "Llama 3 70B on H100: share of a layer's time in matrix products", fontsize=15, loc="left", weight="bold"
 )
@@ -335,7 +335,7 @@ axes.spines[["top", "right"]].set_visible(False)
 figure.savefig(png := io.BytesIO(), format="png", bbox_inches="tight")
 plt.close(figure)
 said = [
-    f"{name}: " + ", ".join(f"t = {t} {x:.0%}" for t, x in zip(DEGREES, curve, strict=True))
+    f"{name}: " + ", ".join(f"N = {t} {x:.0%}" for t, x in zip(DEGREES, curve, strict=True))
     for name, curve in curves.items()
 ]
 display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "\n".join(said)}, raw=True)
@@ -347,7 +347,7 @@ display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "
 # any, a node with one port has a wall. The model lets a hierarchical all-reduce use all ports at once; real ones reach less.
 #
 # **Source:** `llmpar.predict.formulas.collective_seconds`, 8,192 tokens, bf16, products at peak, no overlap. Narayanan et al. 2021: use
-# tensor parallelism up to the node, then pipelines. The curves are times, at 370 GB/s as reached. The limit F·W/C (Austin et al.
+# tensor parallelism up to the node, then pipelines. The curves are times, at 370 GB/s as reached. The limit m / (C/β) (Austin et al.
 # 2025) is a threshold, at the published 450 GB/s: 13 for 70B in a node, as in lesson 05.
 
 # %%

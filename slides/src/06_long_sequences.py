@@ -1,7 +1,7 @@
 # %% [markdown] tags=["slide"]
 # ## Ring attention: queries stay, keys travel
 #
-# Cut the sequence over `sp`. Hand K and V to the neighbour while looking at them: **n − 1 hops**, exact attention, and no device
+# Cut the sequence over `sp`. Hand K and V to the neighbour while looking at them: **N − 1 hops**, exact attention, and no device
 # holds it all.
 #
 # <footer>Liu et al. 2023 (Ring Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar inspect --mesh sp=8</code></footer>
@@ -64,9 +64,9 @@ scene.show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 # exponentials; two partial results merge exactly.
 #
 # **Misunderstanding:** that this is an approximation, or that it saves work. It is exact, and all pairs are computed; what is saved is
-# memory. The paper's ring makes n hops; the last is not needed.
+# memory. The paper's ring makes N hops; the last is not needed.
 #
-# **Source:** Liu et al. 2023; online softmax: Milakov and Gimelshein 2018. A hop hides behind blocks of C/W tokens, times KV
+# **Source:** Liu et al. 2023; online softmax: Milakov and Gimelshein 2018. A hop hides behind blocks of C/β tokens, times KV
 # heads/heads, twice that if causal: 1.0k for an A100 in a node with neither (table 2).
 
 # %%
@@ -76,7 +76,7 @@ assert round(formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s), -
 # %% [markdown] tags=["slide"]
 # ## Zigzag: nobody waits
 #
-# In order, the last rank works in every step and the others wait. Give rank $i$ the parts $i$ and $2n-1-i$ of $2n$:
+# In order, the last rank works in every step and the others wait. Give rank $i$ the parts $i$ and $2N-1-i$ of $2N$:
 # everybody has the same work.
 #
 # <footer>Brandon et al. 2023 (Striped Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar train --mesh sp=8 --sequence-order zigzag</code></footer>
@@ -127,7 +127,7 @@ scene.show(
 )
 
 # %% [markdown] tags=["notes"]
-# 3.5 blocks of time against 2: the busiest rank has 2 − 1/n times the mean in order, and exactly the mean in zigzag.
+# 3.5 blocks of time against 2: the busiest rank has 2 − 1/N times the mean in order, and exactly the mean in zigzag.
 #
 # **Ask:** what does it cost? A permutation of the data before the step. Positions travel with the keys, so attention and RoPE notice
 # nothing; targets are dealt with their tokens.
@@ -135,6 +135,6 @@ scene.show(
 # **Misunderstanding:** that the causal mask makes a ring twice as fast by itself. In order the last rank computes in every step, and
 # all others wait for it; the half that is masked is only idle time.
 #
-# **Source:** 2 − 1/n: Brandon et al. 2023, whose striped order is nearly as even. A half-filled cell is half a block: on the
+# **Source:** 2 − 1/N: Brandon et al. 2023, whose striped order is nearly as even. A half-filled cell is half a block: on the
 # diagonal a triangle, in zigzag after step 0 half of the queries or half of the keys. The shares are counted from the causal
-# mask, for n up to 64.
+# mask, for N up to 64.

@@ -23,23 +23,23 @@ scene.show(draw.timeline(naive))
 # **Misunderstanding:** that the forward arrow is expensive. What crosses is one activation, b·s·d numbers per hop; that is why
 # pipelines get the slowest links. Waiting is what costs.
 #
-# **Source:** Huang et al. 2018 (GPipe), figure 2b. B is drawn twice as long as F: two products instead of one.
+# **Source:** Huang et al. 2018 (GPipe), figure 2b. Papers write m for our u, the number of microbatches. B is drawn twice as long as F: two products instead of one.
 
 # %% [markdown] tags=["slide"]
 # ## Microbatches fill it
 #
-# All forwards, then all backwards (GPipe). Idle share of the total: $(p-1)/(m+p-1)$. Beware: papers also give idle over
-# *ideal*: $(p-1)/m$.
+# All forwards, then all backwards (GPipe). Idle share of the total: $(p-1)/(u+p-1)$. Beware: papers also give idle over
+# *ideal*: $(p-1)/u$.
 #
 # <footer>Huang et al. 2018; Narayanan et al. 2021 · <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 4 --microbatches 4</code></footer>
 
 # %%
-M = 4
-filled = timetable(make("gpipe", P, M))
-assert filled.makespan == 3 * (M + P - 1)
+U = 4
+filled = timetable(make("gpipe", P, U))
+assert filled.makespan == 3 * (U + P - 1)
 assert (
-    abs(filled.bubble_fraction - (P - 1) / (M + P - 1)) < 1e-12
-    and abs(filled.bubble_over_ideal - (P - 1) / M) < 1e-12
+    abs(filled.bubble_fraction - (P - 1) / (U + P - 1)) < 1e-12
+    and abs(filled.bubble_over_ideal - (P - 1) / U) < 1e-12
 )
 scene.show(draw.timeline(filled))
 
@@ -54,7 +54,7 @@ scene.show(draw.timeline(filled))
 # %% [markdown] tags=["slide"]
 # ## How many microbatches are enough?
 #
-# For at most 10 % idle: $m \ge 9\,(p-1)$. Four stages need 27 microbatches, eight need 63.
+# For at most 10 % idle: $u \ge 9\,(p-1)$. Four stages need 27 microbatches, eight need 63.
 #
 # <footer>Huang et al. 2018 (GPipe) · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 8 --microbatches 63</code></footer>
 
@@ -90,20 +90,20 @@ axes.set(
     yticks=[0, 0.25, 0.5, 0.75, 1],
     yticklabels=["0", "25 %", "50 %", "75 %", "100 %"],
 )
-axes.set_xlabel("microbatches m", fontsize=14)
+axes.set_xlabel("microbatches u", fontsize=14)
 axes.set_title("Idle share of the total, simulated", fontsize=15, loc="left", weight="bold")
 axes.tick_params(labelsize=14)
 axes.spines[["top", "right"]].set_visible(False)
 figure.savefig(png := io.BytesIO(), format="png", bbox_inches="tight")
 plt.close(figure)
 said = [
-    f"{p} stages: " + ", ".join(f"{x:.0%} at m = {m}" for m, x in zip(COUNTS, curve, strict=True))
+    f"{p} stages: " + ", ".join(f"{x:.0%} at u = {m}" for m, x in zip(COUNTS, curve, strict=True))
     for p, curve in idle.items()
 ]
 display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "\n".join(said)}, raw=True)
 
 # %% [markdown] tags=["notes"]
-# **Ask:** what stops you from 1,000 microbatches? The global batch: at one row per microbatch, m rows per replica. And GPipe holds
+# **Ask:** what stops you from 1,000 microbatches? The global batch: at one row per microbatch, u rows per pipeline. And GPipe holds
 # the activations of all of them.
 #
 # **Misunderstanding:** that a smaller microbatch is free. Below some hundreds of tokens a product no longer keeps the chip busy.

@@ -15,11 +15,11 @@ from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import make
 from llmpar.timetable import branch_shares, timetable
 
-P, M = 4, 5
-table, gpipe = timetable(make("1f1b", P, M)), timetable(make("gpipe", P, M))
+P, U = 4, 5
+table, gpipe = timetable(make("1f1b", P, U)), timetable(make("gpipe", P, U))
 assert table.makespan == gpipe.makespan
 assert (
-    table.peak_live() == [4, 3, 2, 1] == closed_forms(P, M)["1f1b"].peak_live and gpipe.peak_live() == [5] * P
+    table.peak_live() == [4, 3, 2, 1] == closed_forms(P, U)["1f1b"].peak_live and gpipe.peak_live() == [5] * P
 )
 scene.show(draw.timeline(table))
 
@@ -35,18 +35,18 @@ scene.show(draw.timeline(table))
 # %% [markdown] tags=["slide"]
 # ## Interleaved: smaller pieces, smaller bubble
 #
-# Each stage holds $v$ chunks of layers, so the pipe fills in $1/v$ of the time. Bubble over ideal: $(p-1)/(vm)$. The
-# price: $(vp-1)/(p-1)$ times the messages.
+# Each stage holds $g$ chunks of layers, so the pipe fills in $1/g$ of the time. Bubble over ideal: $(p-1)/(gu)$. The
+# price: $(gp-1)/(p-1)$ times the messages.
 #
 # <footer>Narayanan et al. 2021 · <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule interleaved --stages 4 --microbatches 4 --costs 1,1,0</code></footer>
 
 # %%
-M, V, COSTS = 4, 2, (1, 1, 0)  # B as long as F: narrower, and the bubble over ideal is the same
-table, plain = timetable(make("interleaved", P, M, V), COSTS), timetable(make("1f1b", P, M), COSTS)
-assert table.bubble_over_ideal == (P - 1) / M / V and plain.bubble_over_ideal == (P - 1) / M
-# More than V: also from the last stage to the first.
-assert table.hops.sum() * (P - 1) == plain.hops.sum() * (V * P - 1)
-assert table.bubble_over_ideal == timetable(make("interleaved", P, M, V)).bubble_over_ideal
+U, G, COSTS = 4, 2, (1, 1, 0)  # B as long as F: narrower, and the bubble over ideal is the same
+table, plain = timetable(make("interleaved", P, U, G), COSTS), timetable(make("1f1b", P, U), COSTS)
+assert table.bubble_over_ideal == (P - 1) / U / G and plain.bubble_over_ideal == (P - 1) / U
+# More than G: also from the last stage to the first.
+assert table.hops.sum() * (P - 1) == plain.hops.sum() * (G * P - 1)
+assert table.bubble_over_ideal == timetable(make("interleaved", P, U, G)).bubble_over_ideal
 scene.show(draw.timeline(table))
 
 # %% [markdown] tags=["notes"]
@@ -54,7 +54,7 @@ scene.show(draw.timeline(table))
 #
 # **Ask:** stage 0 holds the first layers. What else? The first layers of the second half: 0, 4 of 8 chunks, not 0, 1.
 #
-# **Misunderstanding:** that interleaving saves memory. It holds more than 1F1B: a factor of 1 + (p-1)/(pv) on the first stage when
+# **Misunderstanding:** that interleaving saves memory. It holds more than 1F1B: a factor of 1 + (p-1)/(gp) on the first stage when
 # there are enough microbatches (Korthikanti et al. 2022).
 #
 # **Source:** Narayanan et al. 2021. Microbatches must be a multiple of p.
@@ -68,8 +68,8 @@ scene.show(draw.timeline(table))
 # <footer>Qi et al. 2023 (Zero Bubble), table 2 · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule zb-h1 --stages 4 --microbatches 4</code></footer>
 
 # %%
-table, plain = timetable(make("zb-h1", P, M)), timetable(make("1f1b", P, M))
-form = closed_forms(P, M)["zb-h1"]
+table, plain = timetable(make("zb-h1", P, U)), timetable(make("1f1b", P, U))
+form = closed_forms(P, U)["zb-h1"]
 assert table.bubble == form.bubble == (P - 1) * (1 + 1 - 1) == plain.bubble / 3
 assert table.peak_live() == [P] * P and plain.peak_live() == list(range(P, 0, -1))
 scene.show(draw.timeline(table))
@@ -160,15 +160,15 @@ Markdown("\n".join(["| | products | other equations | arrays kept for later |", 
 # <footer>Lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule dualpipe --stages 8 --microbatches 32</code></footer>
 
 # %%
-P8, M8 = 8, 32
+P8, U8 = 8, 32
 ORDERS = {
-    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved, v = 2", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2", "zb-v": "ZB-V",
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved, g = 2", "zb-h1": "ZB-H1", "zb-h2": "ZB-H2", "zb-v": "ZB-V",
     "dualpipe": "DualPipe",
 }  # fmt: skip
-forms, lines, bubbles, spans = closed_forms(P8, M8), [], {}, {}
+forms, lines, bubbles, spans = closed_forms(P8, U8), [], {}, {}
 for name, title in ORDERS.items():
-    table = timetable(make(name, P8, M8))
-    assert abs(table.bubble - forms[name].bubble) < 1e-9 and M8 >= forms[name].from_m
+    table = timetable(make(name, P8, U8))
+    assert abs(table.bubble - forms[name].bubble) < 1e-9 and U8 >= forms[name].from_m
     assert all(abs(a - b) < 1e-9 for a, b in zip(table.peak_live(), forms[name].peak_live, strict=True)), name
     bubbles[name], spans[name] = table.bubble, table.makespan
     lines.append(
@@ -236,7 +236,7 @@ Markdown(
 )
 
 # %% [markdown] tags=["notes"]
-# With v = 2 chunks (interleaved, zb-v) a cell is half as much work, so ticks are shorter and there are more of them.
+# With g = 2 chunks (interleaved, zb-v) a cell is half as much work, so ticks are shorter and there are more of them.
 #
 # **Ask:** why do stages run in step at all? They need not for the result; but a permute waits for all who take part in it, so in
 # a compiled loop over ticks they do. `llmpar schedule` gives the makespan both ways.

@@ -1,8 +1,8 @@
 # %% [markdown] tags=["slide"]
 # ## Experts: the tokens travel
 #
-# Each rank of `ep` holds some experts, whole. A router sends every token to $k$ of $E$: **two all-to-alls forward, two
-# backward** in each layer. Parameters of $E$ feed-forwards, work of $k$.
+# Each rank of `ep` holds some experts, whole. A router sends every token to $a$ of $E$: **two all-to-alls forward, two
+# backward** in each layer. Parameters of $E$ feed-forwards, work of $a$.
 #
 # <footer>Shazeer et al. 2017; Lepikhin et al. 2020 (GShard) · lesson <code>notebooks/09_experts</code> · <code>llmpar inspect --model tiny-moe --mesh ep=8</code></footer>
 
@@ -45,15 +45,15 @@ def visits(skew):
 scene.show(draw.token_flow(visits(0), 2))
 
 # %% [markdown] tags=["notes"]
-# What a random router chose for 4 ranks of 64 tokens, 2 experts on each, k = 2. Grey rows stay at home.
+# What a random router chose for 4 ranks of 64 tokens, 2 experts on each, `a` = 2. Grey rows stay at home.
 #
 # **Ask:** which gradients need no sum over `ep`? Those of the experts: nobody else on `ep` has them. Everything dense is summed over
 # it, as over any axis of the batch.
 #
-# **Misunderstanding:** that expert parallelism sends nothing, since experts stay where they are. The tokens do not: 2·k·tokens·d
-# (EP−1)/EP elements per layer forward, the same again backward. Counts and bytes here are read from the traced step, and predicted.
+# **Misunderstanding:** that expert parallelism sends nothing, since experts stay where they are. The tokens do not: 2·a·tokens·d
+# (N−1)/N elements per layer forward, the same again backward. Counts and bytes here are read from the traced step, and predicted.
 #
-# **Source:** Mixtral 8x7B (Jiang et al. 2024): 46.7 billion parameters, 12.9 of them active. Batches must be E/k times as large for
+# **Source:** Mixtral 8x7B (Jiang et al. 2024): 46.7 billion parameters, 12.9 of them active. Batches must be E/a times as large for
 # data parallelism to hide (Austin et al. 2025).
 
 # %%
@@ -85,7 +85,7 @@ scene.show(draw.token_flow(hot, 2, capacity=room))
 # **Misunderstanding:** that a balance loss is free. It pulls the router away from what the data wants; the bias of DeepSeek-V3 has no
 # gradient: it takes part in choosing, not in weighing.
 #
-# **Source:** balance loss E/k Σ f P: Fedus et al. 2021, eq. 4, row by row in DeepSeek-V3; the bias: Wang et al. 2024.
+# **Source:** balance loss E/a Σ f P: Fedus et al. 2021, eq. 4, row by row in DeepSeek-V3; the bias: Wang et al. 2024.
 
 # %%
 even = ExpertConfig(8, 2, aux_loss=1.0)

@@ -24,12 +24,12 @@ assert abs(one.bubble_fraction - 3 / 15) < 1e-12
 ROWS = [
     ("data parallel", "the batch", "2Ψ", "the state fits"),
     ("ZeRO-1", "+ optimizer", "2Ψ", "the rest fits"),
-    ("ZeRO-3, FSDP", "+ gradients, weights", "3aΨ", "tokens per GPU > C/W"),
+    ("ZeRO-3, FSDP", "+ gradients, weights", "3uΨ", "tokens per GPU > C/β"),
     ("tensor parallel", "each layer", "8bsd per layer", "it stays in a node"),
     ("+ sequence cut", "+ norms, residuals", "8bsd per layer", "it stays in a node"),
-    ("ring attention", "the sequence", "6bskh per layer", "a part's tokens > C/W"),
-    ("pipeline", "the stack of layers", "2bsd per hop", "m ≥ 9 (p - 1)"),
-    ("experts", "the experts", "4Kbsd per layer", "their load is even"),
+    ("ring attention", "the sequence", "6bskh per layer", "a part's tokens > C/β"),
+    ("pipeline", "the stack of layers", "2bsd per hop", "u ≥ 9 (p - 1)"),
+    ("experts", "the experts", "4a·bsd per layer", "their load is even"),
 ]
 Markdown(
     "\n".join(
@@ -45,8 +45,8 @@ Markdown(
 # Begin at the top. Go down only when you must, and let `llmpar inspect` say what moves.
 
 # %% [markdown] tags=["notes"]
-# Ψ parameters, a microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one microbatch
-# between two stages; of a ring s is the whole sequence, k·h the width of its KV heads; K experts per token; factors (N-1)/N
+# Ψ parameters, u microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one microbatch
+# between two stages; of a ring s is the whole sequence, k·h the width of its KV heads; a experts per token; C FLOP/s and β bytes/s of its links, as published; factors (N-1)/N
 # left out.
 #
 # **Ask:** everybody names the one line that their own training needs next, and the number that would show it.

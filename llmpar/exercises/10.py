@@ -1,0 +1,152 @@
+"""Exercises of lesson 10: shares, links, differences with and without a bug, and the least traffic that
+fits."""
+
+import dataclasses
+
+from llmpar.config import preset
+from llmpar.exercises import Exercise
+from llmpar.notation import divisors, parse_mesh
+from llmpar.plan import Plan
+from llmpar.predict import memory, traffic
+
+LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
+ROWS, SEQ, DEVICES, MOST_BYTES = 16, 32, 16, 240_000
+
+
+def share() -> Exercise:
+    """Ask which share of a weight `l/pp d/fsdp m/tp` a device of pp=2 dp=2 fsdp=2 tp=2 holds."""
+    return Exercise(
+        level="core",
+        solution=1 / 8,
+        wrong=[
+            (1 / 16, "dp is not in the layout, so it cuts nothing: devices along dp hold copies."),
+            (1 / 4, "Three axes stand behind a slash: pp, fsdp and tp. Each halves."),
+            (1 / 2, "That is fsdp alone. pp cuts the layers and tp the hidden width besides."),
+            (8, "That is how many devices share it. A share is a fraction: 1 / 8."),
+        ],
+        hint="Multiply the sizes of the axes behind the slashes; the share is one over that.",
+        unit="a fraction of 1",
+    )
+
+
+def links() -> Exercise:
+    """Ask which link the groups of each axis use: pp=2 dp=8 tp=4 on nodes of four."""
+    right = {"pp": "network", "dp": "network", "tp": "NVLink"}
+    return Exercise(
+        level="core",
+        solution=right,
+        wrong=[
+            (
+                dict.fromkeys(right, "network"),
+                "tp stands last, so its four neighbours are devices 0 to 3: one node.",
+            ),
+            (
+                dict.fromkeys(right, "NVLink"),
+                "A node has four GPUs, and tp=4 fills it. Partners along dp are four apart, in another node.",
+            ),
+            (
+                {"pp": "NVLink", "dp": "network", "tp": "network"},
+                "The order is from slow to fast links: pp stands first, and its partners are farthest apart.",
+            ),
+        ],
+        hint=(
+            "Partners along an axis are as far apart as the product of the sizes behind it; four make a node."
+        ),
+    )
+
+
+def causes() -> Exercise:
+    """Ask for the cause of each difference in the lesson's five runs."""
+    right = {
+        "A": "summed twice",
+        "B": "norm of one shard",
+        "C": "rounding",
+        "D": "mean of means",
+        "E": "not summed",
+    }
+    return Exercise(
+        level="stretch",
+        solution=right,
+        wrong=[
+            (
+                right | {"A": "not summed", "E": "summed twice"},
+                (
+                    "A's gradient is off by 1 and its norm too: it is twice as long. What stays local misses"
+                    " a part."
+                ),
+            ),
+            (
+                right | {"C": "mean of means", "D": "rounding"},
+                (
+                    "A loss that is off by per cents is no rounding in float32; one that is off by 1e-7 is"
+                    " nothing else."
+                ),
+            ),
+            (
+                right | {"B": "not summed", "E": "norm of one shard"},
+                (
+                    "Where only the norm is off, the gradient itself is right: look for the run whose"
+                    " gradient agrees."
+                ),
+            ),
+            (
+                right | {"D": "not summed", "E": "mean of means"},
+                "Gradients that are not summed leave the loss right. Dividing by one's own targets does not.",
+            ),
+        ],
+        hint=(
+            "Ask first whether the loss is off, then whether the gradient is, then whether the norm alone is."
+        ),
+    )
+
+
+def price(text: str) -> tuple[int, int]:
+    """Bytes of arguments that a device holds under a mesh, and bytes that it sends per step."""
+    plan = Plan(text)
+    plan.check(LLAMA, ROWS, SEQ)
+    held = memory.argument_bytes(LLAMA, plan, ROWS, SEQ)
+    return sum(held.values()), traffic.step_traffic(LLAMA, plan, ROWS, SEQ).total_bytes
+
+
+def cheapest() -> Exercise:
+    """Ask for the mesh of dp, fsdp and tp over 16 devices that fits and sends least."""
+    meshes = [
+        f"dp={dp} fsdp={fsdp} tp={DEVICES // dp // fsdp}"
+        for dp in divisors(DEVICES)
+        for fsdp in divisors(DEVICES // dp)
+        if DEVICES // dp // fsdp <= 8  # as many as KV heads
+    ]
+    priced = {text: price(text) for text in meshes}
+    fits = {text: sent for text, (held, sent) in priced.items() if held <= MOST_BYTES}
+    best = min(fits, key=lambda text: fits[text])
+
+    def observe(text):
+        mesh = parse_mesh(text)
+        if mesh.size != DEVICES:
+            return f"a mesh of {mesh.size} devices"
+        held, sent = price(text)
+        return f"{'fits' if held <= MOST_BYTES else 'does not fit'}, {held:,} B held, {sent:,} B sent"
+
+    most_cut = min(fits, key=lambda text: priced[text][0])
+    return Exercise(
+        level="expert",
+        solution=best,
+        observe=observe,
+        wrong=[
+            ("dp=16", "dp cuts no state: every device would hold all of it, more than 240,000 B."),
+            (
+                most_cut,
+                "It fits with the most room of all. Room is not asked for: send less, up to the limit.",
+            ),
+            (
+                "fsdp=8 tp=2",
+                (
+                    "It fits, and gathers every weight twice among 8. Copies along dp would make these groups"
+                    " smaller."
+                ),
+            ),
+        ],
+        hint=lambda seen: (
+            f"Yours: {seen}. The best sends {fits[best]:,} B; {len(fits)} of {len(priced)} meshes fit."
+        ),
+    )

@@ -1,0 +1,234 @@
+"""Judge an answer: right and why, or what is wrong with it, in one sentence."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+NOT_ATTEMPTED = "not attempted yet: replace the dots and run this cell again"
+CORRECT = "correct"
+UNITS = {
+    "bytes": {"KiB": 2**10, "kB": 1e3, "MiB": 2**20, "MB": 1e6, "GiB": 2**30, "GB": 1e9},
+    "a fraction of 1": {"per cent": 0.01},
+}
+"""What an answer is given in, and what people also count it in."""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """Describe one exercise.
+
+    Attributes:
+        level: core, stretch or expert.
+        solution: the answer.
+        wrong: plausible wrong answers, with the sentence that helps for each.
+        hint: the sentence for all others; a function of what was observed can count for the learner.
+        nudges: hints that say less, for those who ask before they answer.
+        because: why the solution is right.
+        observe: turns an answer into what is compared.
+        tolerance: relative; answers are float32 results or numbers rounded by hand.
+        unit: of numbers, a key of `UNITS`.
+    """
+
+    level: Literal["core", "stretch", "expert"]
+    solution: Any
+    wrong: Sequence[tuple[Any, str]]
+    hint: str | Callable[[Any], str]
+    nudges: Sequence[str] = ()
+    because: str = ""
+    observe: Callable[[Any], Any] = lambda answer: answer
+    tolerance: float = 1e-5
+    unit: str = ""
+
+    def judge(self, answer: Any) -> str:
+        """Return the verdict on an answer as one sentence."""
+        if is_blank(answer):
+            return NOT_ATTEMPTED
+        if fault := mismatch(answer, self.solution):
+            return f"not yet. {fault}"
+        try:
+            seen, right = self.observe(answer), self.observe(self.solution)
+            if is_blank(seen):
+                return NOT_ATTEMPTED
+            if self.same(seen, right):
+                return f"{CORRECT}. {self.why()}"
+            return f"not yet. {self.advice(seen, right)}"
+        except Exception as error:  # the learner's own code runs here, or a text is read
+            refused = isinstance(error, ValueError) and isinstance(answer, str)
+            what = "" if refused else f"Your answer raised {type(error).__name__}: "
+            return f"not yet. {what}{error}"
+
+    def hints(self) -> list[str]:
+        """List the hints, from the one that says least on."""
+        return [*self.nudges, *([self.hint] if isinstance(self.hint, str) else [])]
+
+    def why(self) -> str:
+        """Say why the solution is right."""
+        return self.because or "".join(self.hints()[-1:])
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Compare within the exercise's tolerance."""
+        return same(one, other, self.tolerance)
+
+    def advice(self, seen: Any, right: Any) -> str:
+        """Say what helps someone who answered `seen`."""
+        planted = [(self.observe(wrong), sentence) for wrong, sentence in self.wrong]
+        for value, sentence in planted:
+            if self.same(seen, value):
+                return sentence
+        if fault := mismatch(seen, right):
+            return fault
+        if isinstance(right, Mapping):
+            return self.part_by_part(seen, right, planted)
+        return self.in_another_unit(seen, right) or self.hinted(seen)
+
+    def part_by_part(self, seen: Mapping, right: Mapping, planted: list[tuple[Any, str]]) -> str:
+        """Name the parts that are right; help with the others by planted answers that go wrong on them in the
+        same way."""
+        off = [name for name in right if not self.same(seen[name], right[name])]
+        good = [str(name) for name in right if name not in off]
+        said = [f"Right: {', '.join(good)}."] * bool(good)
+        helped: set[Any] = set()
+        for value, sentence in planted:
+            spoilt = {name for name in right if not self.same(value[name], right[name])}
+            if not spoilt & helped and all(self.same(seen[name], value[name]) for name in spoilt):
+                said, helped = [*said, sentence], helped | spoilt
+        for name in [name for name in off if name not in helped]:
+            if sentence := self.in_another_unit(seen[name], right[name]):
+                said, helped = [*said, f"{name}: {sentence}"], helped | {name}
+        if left := [f"{name}{near(seen[name], right[name])}" for name in off if name not in helped]:
+            said += [f"Look again at {', '.join(left)}. {self.hinted(seen)}"]
+        return " ".join(said)
+
+    def in_another_unit(self, seen: Any, right: Any) -> str:
+        """Recognise the right number in kilobytes, per cent and the like."""
+        for name, size in UNITS.get(self.unit, {}).items():
+            if kind(seen) == kind(right) == "a number" and same(
+                float(seen) * size, right, max(self.tolerance, 0.01)
+            ):
+                given = float(seen) * size
+                shown = f"{given:,.0f}" if given > 100 else f"{given:.3g}"
+                return f"That is the right value in {name}; it is asked for as {self.unit}: {shown}."
+        return ""
+
+    def hinted(self, seen: Any) -> str:
+        """Give the hint."""
+        return self.hint if isinstance(self.hint, str) else self.hint(seen)
+
+
+def kind(value: Any) -> str:
+    """Name the kind of an answer."""
+    if value is None:
+        return "None"
+    if isinstance(value, str | bool):
+        return "text" if isinstance(value, str) else "True or False"
+    if isinstance(value, Mapping):
+        return "a dict"
+    if isinstance(value, list | tuple | set):
+        return "a list"
+    if callable(value):
+        return "a function"
+    return "an array" if getattr(value, "shape", ()) else "a number"
+
+
+def takes(function: Any, count: int) -> bool:
+    """Tell whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that does not say
+        return True
+    return True
+
+
+def not_asked(answer: Any, asked: Any) -> str:
+    """Say which kind of answer is asked for."""
+    wanted = (
+        f"A function of {', '.join(inspect.signature(asked).parameters)}"
+        if callable(asked)
+        else kind(asked).capitalize()
+    )
+    plain = (
+        " Write it without quotes, commas and units."
+        if (kind(asked), kind(answer)) == ("a number", "text")
+        else ""
+    )
+    shown = f": {answer!r}" if kind(answer) in ("a number", "text", "True or False") else ""
+    return f"{wanted} is asked for, and this is {kind(answer)}{shown}.{plain}"
+
+
+def mismatch(seen: Any, right: Any) -> str:
+    """Say how an answer is of another kind than the right one, anywhere in it: text for a number, other names
+    or shapes."""
+    if kind(seen) != kind(right):
+        return not_asked(seen, right)
+    if callable(right) and not takes(seen, len(asked := inspect.signature(right).parameters)):
+        mine = ", ".join(inspect.signature(seen).parameters) or "nothing"
+        return f"A function of {', '.join(asked)} is asked for, and yours is one of {mine}."
+    if isinstance(right, Mapping):
+        if seen.keys() != right.keys():
+            return (
+                f"The names asked for are {', '.join(map(str, right))}; yours are"
+                f" {', '.join(map(str, seen)) or 'none'}."
+            )
+        pairs = [
+            (seen[name], right[name]) for name in right if seen[name] is not None and right[name] is not None
+        ]
+    elif kind(right) == "an array" and seen.shape != right.shape:
+        return f"An array of shape {list(right.shape)} is asked for, and yours has {list(seen.shape)}."
+    else:
+        pairs = list(zip(seen, right, strict=False)) if isinstance(right, list | tuple) else []
+    return next(filter(None, (mismatch(one, other) for one, other in pairs)), "")
+
+
+def near(seen: Any, right: Any) -> str:
+    """Say by how much a number is off that is nearly right."""
+    if kind(seen) != "a number" or kind(right) != "a number" or not right:
+        return ""
+    error = abs(float(seen) / float(right) - 1)
+    return f" (off by {error:.0%})" if 0.005 < error < 0.1 else ""
+
+
+def is_blank(answer: Any) -> bool:
+    """Tell whether an answer still has its dots: `...` itself, somewhere in a container, or a function with
+    no body."""
+    if answer is ...:
+        return True
+    if inspect.isfunction(answer):
+        steps = [step for step in dis.get_instructions(answer) if step.opname not in ("RESUME", "NOP")]
+        return all(step.opname.startswith(("LOAD_CONST", "RETURN")) and step.argval is None for step in steps)
+    if isinstance(answer, Mapping):
+        return any(is_blank(value) for value in answer.values())
+    return isinstance(answer, list | tuple | set) and any(is_blank(value) for value in answer)
+
+
+def same(one: Any, other: Any, tolerance: float) -> bool:
+    """Compare two answers: texts by their words, numbers and arrays within a relative tolerance, the rest
+    exactly."""
+    if isinstance(one, str) and isinstance(other, str):
+        words, others = (re.sub(r"[-_\s]+", " ", text.strip().lower()) for text in (one, other))
+        if re.search(r"[/+>\d]", words + others):  # layouts, arrows and orders: blanks part their words
+            return words == others
+        return words.replace(" ", "") == others.replace(" ", "")
+    if isinstance(one, bool | str) or isinstance(other, bool | str) or one is None or other is None:
+        return type(one) is type(other) and one == other
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key], tolerance) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(same(a, b, tolerance) for a, b in zip(one, other, strict=True))
+    if hasattr(one, "shape") and hasattr(other, "shape") and (one.shape or other.shape):
+        import numpy as np
+
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        scale = np.abs(other).max(initial=0)
+        return one.shape == other.shape and bool(np.all(np.abs(one - other) <= tolerance * scale))
+    try:
+        return math.isclose(float(one), float(other), rel_tol=tolerance)
+    except (TypeError, ValueError):
+        return type(one) is type(other) and bool(one == other)

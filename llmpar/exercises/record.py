@@ -1,0 +1,105 @@
+"""Note what a learner has answered, in one file beside the notebooks, and sum it up.
+
+The file `answers.jsonl` has one JSON object per answer, in the folder in which the notebook runs;
+LLMPAR_ANSWERS names another one. It stays on this machine. A blank is no answer, and the same answer given
+twice in a row is noted once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import inspect
+import json
+import os
+import pathlib
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FILE = "answers.jsonl"
+MAX_ANSWER = 2_000  # characters of an answer that are kept
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer to one exercise, and its verdict."""
+
+    exercise: str
+    answer: str
+    verdict: str
+    correct: bool
+    at: str = ""  # UTC, ISO 8601
+
+    @classmethod
+    def of(cls, exercise: str, answer: Any, verdict: str, correct: bool) -> Answer:
+        """Describe an answer that has just been given."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return cls(exercise, as_text(answer)[:MAX_ANSWER], verdict, correct, now)
+
+
+def as_text(answer: Any) -> str:
+    """Write an answer as text: a function by its source where there is one."""
+    if isinstance(answer, Mapping):
+        return "\n".join(f"{name}: {as_text(part)}" for name, part in answer.items())
+    if callable(answer):
+        try:
+            return textwrap.dedent(inspect.getsource(answer)).strip()
+        except (OSError, TypeError):
+            return getattr(answer, "__name__", "a function")
+    return str(answer)
+
+
+def file(folder: str = ".") -> pathlib.Path:
+    """Name the file of answers."""
+    return pathlib.Path(os.environ.get("LLMPAR_ANSWERS") or pathlib.Path(folder) / FILE)
+
+
+def answers(folder: str = ".") -> list[Answer]:
+    """Read all answers, the oldest first; refuse a file that is something else."""
+    path = file(folder)
+    if not path.exists():
+        return []
+    try:
+        return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"'{path}' is no file of answers ({error}); move it away, or set LLMPAR_ANSWERS to another name"
+        ) from error
+
+
+def note(answer: Answer) -> str:
+    """Add an answer to the file; return a sentence where that cannot be."""
+    try:
+        last = next((a for a in reversed(answers()) if a.exercise == answer.exercise), None)
+        if last is None or (last.answer, last.verdict) != (answer.answer, answer.verdict):
+            with file().open("a", encoding="utf-8") as out:
+                out.write(json.dumps(dataclasses.asdict(answer)) + "\n")
+    except (OSError, ValueError) as error:
+        return f"(This answer was not noted: {error})"
+    return ""
+
+
+def results(given: Sequence[Answer], levels: Mapping[str, str]) -> dict[str, Any]:
+    """Sum answers up as course platforms read it: the results.json that Otter-Grader and Gradescope exchange.
+
+    An exercise has one point, for whoever has ever been right. ``levels`` names all exercises with their
+    level. Nothing is judged again: these are notes for learners and teachers, and no examination.
+    """
+    tests = []
+    for name, level in levels.items():
+        tries = [answer for answer in given if answer.exercise == name]
+        right = any(answer.correct for answer in tries)
+        more = {"level": level, "tries": len(tries), "first_correct": bool(tries) and tries[0].correct}
+        tests.append(
+            {
+                "name": name,
+                "score": float(right),
+                "max_score": 1.0,
+                "status": "passed" if right else "failed",
+                "output": tries[-1].verdict if tries else "not attempted",
+                "extra_data": more | {"answers": [dataclasses.asdict(answer) for answer in tries]},
+            }
+        )
+    return {"score": sum(test["score"] for test in tests), "max_score": float(len(tests)), "tests": tests}

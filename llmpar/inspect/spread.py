@@ -1,0 +1,56 @@
+"""Tells how far loss and gradients of a step may be from those on another mesh, on the devices that are
+here."""
+
+from __future__ import annotations
+
+import jax
+from rich.table import Table
+
+from llmpar.config import ModelConfig
+from llmpar.plan import Plan
+from llmpar.predict.tolerance import FACTOR, UNIT, Unit, tolerance
+
+NAMES = {"loss": "loss", "grad_norm": "norm", "gradient": "gradient"}
+
+
+def rounded_products(platform: str) -> Unit:
+    """What the devices round float32 operands of a product to: a GPU to TF32 and a TPU to bfloat16, unless
+    ``jax_default_matmul_precision`` says otherwise."""
+    asked = getattr(jax.config, "jax_default_matmul_precision", None) or "default"
+    if platform not in ("gpu", "tpu") or asked in ("highest", "float32"):
+        return "float32"
+    return "bfloat16" if platform == "tpu" and asked in ("default", "bfloat16", "fastest") else "tf32"
+
+
+def spread(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, platform: str) -> dict:
+    """The expected spread as a JSON document (`Tolerance.document`), and in ``elsewhere`` its bounds on
+    devices that round products otherwise."""
+    here = rounded_products(platform)
+    of = lambda products: tolerance(config, plan, batch_size, seq_len, products).document()
+    others = [unit for unit in UNIT if unit != here and plan.dtype == "float32"]
+    return of(here) | {"elsewhere": {unit: of(unit)["bound"] for unit in others}}
+
+
+def spread_table(document: dict) -> Table:
+    """Give the spread as a table for a terminal: by term, the largest first, and what they come to."""
+    products = f", products in {document['products']}" * (document["products"] != document["dtype"])
+    table = Table(
+        title=f"spread between two meshes, {document['dtype']}{products}: relative, root mean square",
+        title_justify="left",
+    )
+    for name in ("rounded", "cut by", "to", "×", *NAMES.values()):
+        number = name in ("×", *NAMES.values())
+        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    shown = lambda row: [f"{row[name]:.0e}" if row[name] else "" for name in NAMES]
+    for term in sorted(document["terms"], key=lambda term: -max(term[name] for name in NAMES)):
+        table.add_row(term["name"], term["by"], term["unit"], f"{term['length']:,.0f}", *shown(term))
+    table.add_section()
+    table.add_row("together, as squares", "", "", "", *shown(document["expected"]))
+    table.add_row(f"bound: {FACTOR:g} times that", "", "", "", *shown(document["bound"]), style="bold")
+    for unit, bound in document["elsewhere"].items():
+        table.add_row(f"bound, products in {unit}", "", "", "", *shown(bound))
+    ties = document["ties"]
+    if ties:
+        covered = "counted above" if ties >= 1 else "not counted: should one do, the bound does not hold"
+        table.caption = f"tokens that are expected to change an expert: {ties:.1g}, {covered}"
+    return table

@@ -1,0 +1,246 @@
+"""Why two meshes differ in the fourth digit: the expected spread of loss, gradient norm and gradients.
+
+Addition of floats is not associative. A plan cuts sums into parts and adds these up in another order, so a
+step under it differs from a step on one device although both are right. A sum of k rounded additions is off
+by about sqrt(k) u, with u the unit roundoff of its dtype: signs of rounding errors are as good as random
+(Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.8 and chapter 4; Higham & Mary 2019
+prove that k u, the bound of the worst case, is exceeded by sqrt(k) u times a small factor with negligible
+probability only). The laws used here:
+
+- rounding: relative error of at most u, of 0.42 u in root mean square for logarithmic mantissas; two programs
+  that round apart differ by sqrt(2) as much;
+- a sum of k terms one after the other: partial sums grow, sqrt(k / 2) roundings of the result;
+- a reduction to one number: XLA adds up blocks of 32, then their sums, and so on;
+- depth: a branch is a share 1/(i + 1) of the i-th residual stream, which so gathers the errors of its
+  branches as a harmonic sum, while its own roundings add up one by one;
+- averaging: errors of different tokens are independent. Those of loss and norm shrink by the square root of
+  the tokens; those of a gradient do not, for it is itself a sum of random signs. (Where training has balanced
+  these, at a minimum, elements of a gradient are off by more than is said here; loss and norm are not.)
+
+The bound is `FACTOR` times the expected root mean square. What it leaves out: a token that changes its
+expert, where fewer than one is expected (`Tolerance.ties` says how many are), and what grows over steps of
+training.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from llmpar.config import ModelConfig
+from llmpar.notation import AXES
+from llmpar.plan import Plan
+
+Unit = Literal["float32", "tf32", "bfloat16"]
+UNIT = {"float32": 2.0**-24, "tf32": 2.0**-11, "bfloat16": 2.0**-8}
+"""Unit roundoff: half of the distance from 1 to the next number. TF32 has 11 bits, with the hidden one."""
+ROUNDING = 0.42 * math.sqrt(2)
+"""Of the unit roundoff: the difference of two independent roundings, in root mean square."""
+FACTOR = 8.0
+"""Bound over expected: four standard deviations, where a law of this file is off by two."""
+BLOCK = 32
+"""XLA's tree of reductions adds up windows of this size (`TreeReductionRewriter`, on CPUs and GPUs)."""
+ELEMENTWISE = 10
+"""Roundings of a layer's values between its products: two norms, rotation, softmax, the nonlinearity."""
+PRODUCTS = 6
+"""Products on a value's way through a layer: projections, scores, what they weigh, output, up, down."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """What one kind of sum or rounding adds to the spread; the last three are relative, root mean square.
+
+    Attributes:
+        name: which sum.
+        by: the axes, or fields of the plan, that cut it; "" where none does: compilers may order it anew for
+            other shapes.
+        unit: what is rounded to.
+        length: roundings that add up at random, on the longest way through the model.
+        loss, grad_norm: of these numbers.
+        gradient: of a gradient's element, by the largest of its leaf.
+    """
+
+    name: str
+    by: str
+    unit: Unit
+    length: float
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    gradient: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The spread of a step under a plan, by term.
+
+    Attributes:
+        products: what accelerators round float32 operands of products to.
+        logits, loss: of the model that is trained (`tolerance`).
+        ties: tokens that are expected to change an expert, over all layers.
+    """
+
+    dtype: str
+    products: Unit
+    logits: float
+    loss: float
+    ties: float
+    terms: tuple[Term, ...]
+
+    def expected(self, what: str) -> float:
+        """Root mean square of the relative difference in ``loss``, ``grad_norm`` or ``gradient``."""
+        return math.sqrt(sum(getattr(term, what) ** 2 for term in self.terms))
+
+    def bound(self, what: str, cap: float = 1.0) -> float:
+        """`FACTOR` times the expected difference, and no more than ``cap``: at 1 nothing is promised."""
+        return min(cap, FACTOR * self.expected(what))
+
+    def document(self) -> dict:
+        """The same as a JSON document: bounds, expected differences, terms."""
+        names = "loss", "grad_norm", "gradient"
+        return {
+            "dtype": self.dtype,
+            "products": self.products,
+            "logits": self.logits,
+            "loss": self.loss,
+            "factor": FACTOR,
+            "bound": {name: self.bound(name) for name in names},
+            "expected": {name: self.expected(name) for name in names},
+            "ties": self.ties,
+            "terms": [asdict(term) for term in self.terms],
+        }
+
+
+def tree(num_terms: float) -> float:
+    """Additions in a row of a reduction to one number: `BLOCK` on each level of the tree."""
+    levels = max(1, math.ceil(math.log(max(num_terms, 2), BLOCK)))
+    return levels * min(num_terms, BLOCK)
+
+
+def tolerance(
+    config: ModelConfig,
+    plan: Plan,
+    batch_size: int,
+    seq_len: int,
+    products: Unit = "float32",
+    logits: float = 2.0,
+    loss: float = 2.0,
+) -> Tolerance:
+    """Derive the spread between a step under ``plan`` and the same step on one device, or on another mesh.
+
+    ``logits`` is their root mean square and ``loss`` in nats per token: 2 and 2 in a trained model, about 0.5
+    and log of the vocabulary in a fresh one. Noise of a logit moves a token's loss by 1 - p of its target,
+    which is at most 1 and at most the loss. A plan that cuts the batch alone may keep every bit of a token's
+    values, and do better by far.
+    """
+    tokens = batch_size * seq_len
+    plan = replace(
+        plan, mesh=replace(plan.mesh, kv=1, ul=1)
+    )  # axes as they are asked for, without inner parts
+    values, moves = _values(config, plan, seq_len, products), logits / max(1.0, loss)
+    average, again = 1 / math.sqrt(tokens), math.sqrt(2)  # on the way forward, and once more on the way back
+    terms = [
+        replace(
+            x,
+            loss=_spread(x) * moves * average,
+            grad_norm=_spread(x) * again * average,
+            gradient=_spread(x) * again,
+        )
+        for x in values
+    ]
+    terms += [*_curvature(plan, values, moves * logits), *_weights(config, plan, tokens)]
+    ties, part = _ties(config, values)
+    if (ties := ties * tokens) >= 1:
+        moved, some = part * math.sqrt(ties) / tokens, part * math.sqrt(min(1.0, ties / tokens))
+        terms.append(Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, some))
+    return Tolerance(plan.dtype, products, logits, loss, ties, (*terms, *_totals(config, plan, tokens)))
+
+
+def _spread(term: Term) -> float:
+    return ROUNDING * UNIT[term.unit] * math.sqrt(term.length)
+
+
+def _values(config: ModelConfig, plan: Plan, seq_len: int, products: Unit) -> list[Term]:
+    """What makes a token's last hidden value differ."""
+    layers, tp, sp, ep = config.num_layers, plan.mesh.tp, plan.mesh.sp, plan.mesh.ep
+    depth = _depth(layers)
+    inner = config.width + (config.num_heads * config.head_width + config.ffn_width) / 2
+    keys = min(seq_len, config.window or seq_len)
+    terms = [
+        Term("residual stream", "", plan.dtype, 2 * layers),
+        Term("between products", "", plan.dtype, depth * ELEMENTWISE),
+        Term("inner sums of products", "", "float32", depth * inner + config.width / 2),
+        Term("sums over keys", "sp" * (sp > 1), "float32", depth * (keys / 2 + sp - 1)),
+    ]
+    if tp > 1:  # of each branch every rank rounds its part, and then the parts are added
+        terms.append(Term("branches' sums over tp", "tp", plan.dtype, depth * 2 * (2 * tp - 1)))
+    if how := config.experts:
+        ranks = min(how.top_k, ep)
+        unit: Unit = plan.dtype if ranks > 1 else "float32"
+        terms.append(Term("sums over experts", "ep" * (ep > 1), unit, depth * (how.top_k + ranks - 1)))
+    if products != "float32" and plan.dtype == "float32":
+        terms.append(Term("operands of products", "", products, depth * PRODUCTS + 1))
+    return terms
+
+
+def _curvature(plan: Plan, values: list[Term], scale: float) -> list[Term]:
+    """Noise raises a loss by half of its variance, in every token alike. Both programs have it, but for the
+    roundings that come with the cut, which one of them has."""
+    added = [x for x in values if x.by and x.unit == plan.dtype]
+    bend = scale * sum(_spread(x) ** 2 for x in added) / 4
+    name, by = "noise that one lacks", ",".join(x.by for x in added)
+    return [Term(name, by, plan.dtype, sum(x.length for x in added), bend)] if added else []
+
+
+def _weights(config: ModelConfig, plan: Plan, tokens: int) -> list[Term]:
+    """What makes a weight's gradient differ, beside the values that it is made of."""
+    copies, by = _cuts(plan, "microbatches")
+    vectors = sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
+    terms = [
+        (Term("gradients' sums", by, "float32", tokens / 2 + copies - 1), 1.0),
+        (Term("sums of scales' gradients", by, plan.dtype, tokens / 2), vectors / config.num_params),
+    ]
+    if plan.dtype != "float32":  # ZeRO 3 sends them in this dtype, as weights when they are gathered
+        once = copies if plan.gathers == "block" else 1
+        terms.append((Term("gradients", by, plan.dtype, once), 1.0))
+    return [
+        replace(x, grad_norm=_spread(x) * math.sqrt(share / tokens), gradient=min(1.0, _spread(x)))
+        for x, share in terms
+    ]
+
+
+def _totals(config: ModelConfig, plan: Plan, tokens: int) -> list[Term]:
+    """The two numbers' own sums, always float32. The norm is a root, which halves an error."""
+    parts, by = _cuts(plan, "microbatches", "loss_chunks")
+    loss = Term("sum of losses", by, "float32", tree(tokens) / 2 + parts - 1)
+    length = tree(config.num_params) / 2 + plan.mesh.size - 1
+    norm = Term("sum of squares", ",".join(plan.live(*AXES)), "float32", length)
+    return [replace(loss, loss=_spread(loss)), replace(norm, grad_norm=_spread(norm) / 2)]
+
+
+def _ties(config: ModelConfig, values: list[Term]) -> tuple[float, float]:
+    """How many of its experts a token is expected to change, and by what part it differs where it does.
+
+    The experts that it nearly chose are as near as E normal numbers lie in their tail: 0.3 E to a standard
+    deviation. Two logits part by sqrt(2) of the noise, 0.8 of that in the mean, and on the way through the
+    layers there is 2/3 of the noise. One of k experts differs then, in one of the stream's branches.
+    """
+    if (how := config.experts) is None:
+        return 0.0, 0.0
+    noise = math.sqrt(sum(_spread(x) ** 2 for x in values)) * 2 / 3
+    layers = config.num_layers
+    part = math.sqrt(2 * _depth(layers) / layers) / how.top_k
+    return 0.3 * 0.8 * math.sqrt(2) * how.num_experts * noise * layers, part
+
+
+def _depth(layers: int) -> float:
+    """The share of a rounding in every attention, or every feed-forward, that reaches the end (as a
+    variance)."""
+    return sum(1 / (i + 1) for i in range(1, 2 * layers + 1)) / 2
+
+
+def _cuts(plan: Plan, *fields: str) -> tuple[int, str]:
+    """Into how many parts the plan cuts a sum over tokens, and by what."""
+    sizes = {axis: plan.mesh.sizes[axis] for axis in plan.varying("data")}
+    sizes |= {name: getattr(plan, name) for name in fields if getattr(plan, name) > 1}
+    return math.prod(sizes.values()), ",".join(sizes)

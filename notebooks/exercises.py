@@ -1,3 +1,0 @@
-"""The former address of `llmpar.exercises`, for lessons that still ask here."""
-
-from llmpar.exercises import *  # noqa: F403

@@ -1,0 +1,389 @@
+"""Every exercise has a verdict table: blank, right, and what learners answer instead.
+
+The planted wrong answers of each exercise are judged in tests/test_notebooks.py. Here stand answers as
+learners make them; nearly all must meet a sentence of their own, in place of the general hint. Also here:
+hints in steps, solutions after an attempt, what is noted, and `llmpar progress`.
+"""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from llmpar import exercises
+from llmpar.cli import main
+from llmpar.config import preset
+from llmpar.exercises import record
+from llmpar.plan import Plan
+from llmpar.predict.traffic import step_traffic
+
+NAMES = [f"{lesson}.{name}" for lesson in exercises.lessons() for name in exercises.exercises(lesson)]
+
+
+@pytest.fixture(autouse=True)
+def a_folder_of_its_own(tmp_path, monkeypatch):
+    """Answers are noted where the learner works: here in a folder that goes away."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLMPAR_ANSWERS", raising=False)
+    for memory in (exercises.GIVEN, exercises.TOLD, exercises.TRIED):
+        memory.clear()
+
+
+def but(name, **other):
+    """The solution of an exercise with some of its parts exchanged."""
+    return exercises.find(name).solution | other
+
+
+def psum(x):
+    return lax.psum(x, "dp")
+
+
+def forward_of(rows, stages=3):
+    """An order in which all stages do the same."""
+    return "\n".join([rows] * stages)
+
+
+ANSWERS = {  # what learners answer, beside the planted ones
+    "00.held": [64, 4096, "512 bytes", 0.5, [512]],
+    "00.layout_of": ["b/tp d/fsdp,dp", "b/fsdp d/dp", "d/dp", "b/tp d/xp", 3],
+    "00.swap": [
+        {"collective": "all-to-all", "bytes_sent": 262_144},
+        {"collective": "AllGather", "bytes_sent": 114_688},
+        {"collective": "all-to-all", "bytes_sent": 112},
+        {"collective": "all-reduce", "bytes_sent": 229_376},
+        "all-to-all",
+    ],
+    "00.groups_across_hosts": [
+        lambda sizes, axis, per: sizes[axis] > per,
+        lambda sizes, axis, per: len(sizes),
+        lambda sizes, axis, per: [sizes[axis]],
+        lambda sizes: 1,
+        2,
+    ],
+    "03.sent": [431_360 * 7, 431_360, 215_680, "754,880", 737.1875],
+    "03.repair": [
+        but("03.repair", gradient=lambda g, n: psum(g)),
+        but("03.repair", gradient=lambda g, n: g / n),
+        but("03.repair", clipped=lambda g, n: psum(g) / psum(n)),
+        but("03.repair", clipped=lambda g, n: jnp.clip(psum(g) / psum(n), -1, 1)),
+        {"gradient": 1, "clipped": 2},
+    ],
+    "03.bucket": [1, 4, 8, 16, 3, "two"],
+    "03.pad": [
+        lambda t, devices: t,
+        lambda t, devices: np.concatenate([t, -np.ones((devices - len(t) % devices, t.shape[1]), t.dtype)]),
+        lambda t, devices: np.concatenate([-np.ones((-len(t) % devices, t.shape[1]), t.dtype), t]),
+        lambda t, devices: np.concatenate([t, t[: -len(t) % devices]]),
+        lambda t, devices: -len(t) % devices,
+    ],
+    "04.stage3_bytes": [49_152, 28_672, 14_336, "3Ψ", 42],
+    "04.memory_table": [
+        {0: 112, 1: 28, 2: 28, 3: 28},
+        {0: 112, 1: 91, 2: 49, 3: 28},
+        {0: 28, 1: 12, 2: 10, 3: 7},
+        {0: 112, 1: 49, 2: 38, 3: 24.5},
+        {0: 16, 1: 7, 2: 5.5, 3: 4},
+    ],
+    "04.stage2_accumulated": [
+        lambda gradient, parts: sum(gradient(part) for part in parts),
+        lambda gradient, parts: lax.psum(sum(gradient(part) for part in parts), "fsdp"),
+        lambda gradient, parts: lax.psum_scatter(gradient(parts[0]), "fsdp", scatter_dimension=0, tiled=True),
+        lambda gradient, parts: [lax.psum_scatter(gradient(p), "fsdp", tiled=True) for p in parts],
+        lambda gradient, parts: lax.psum_scatter(
+            sum(gradient(part) for part in parts), "fsdp", scatter_dimension=0, tiled=True
+        ),
+    ],
+    "04.keep_or_gather": [
+        but("04.keep_or_gather", again=(8, 0)),
+        but("04.keep_or_gather", keep=(12, 1)),
+        but("04.keep_or_gather", **{"keep all step": (8, 1)}),
+        but("04.keep_or_gather", again=(12, 1)),
+        but("04.keep_or_gather", keep=(8, 0)),
+        {"again": 12, "keep": 8, "keep all step": 5},
+    ],
+    "05.stack_all_reduces": [1, 3, 4, 8, 16],
+    "05.attention_layouts": [
+        but("05.attention_layouts", o="n/tp h d/tp"),
+        but("05.attention_layouts", o="d n/tp h"),
+        but("05.attention_layouts", k="d k h", v="d k h"),
+        but("05.attention_layouts", q="d n h"),
+        {"q": "d/tp n h", "k": "d/tp k h", "v": "d/tp k h", "o": "n h d/tp"},
+        {"q": "cut by heads"},
+    ],
+    "05.gated_pair": [
+        lambda x, gate, up, down: jax.nn.silu(x @ gate) * (x @ up) @ down,
+        lambda x, gate, up, down: lax.psum(jax.nn.silu(x @ gate) * (x @ up), "tp") @ down,
+        lambda x, gate, up, down: lax.psum(jax.nn.silu(x @ gate) @ down, "tp"),
+        lambda x, gate, up, down: lax.psum_scatter(
+            jax.nn.silu(x @ gate) * (x @ up) @ down, "tp", scatter_dimension=0
+        ),
+        lambda x, gate, up, down: lax.pmean(jax.nn.silu(x @ gate) * (x @ up) @ down, "tp"),
+        lambda x: x,
+    ],
+    "05.kv_heads": [
+        lambda rank, tp, n, k: [rank],
+        lambda rank, tp, n, k: rank * k // tp,
+        lambda rank, tp, n, k: [0] if tp > k else list(range(rank * k // tp, (rank + 1) * k // tp)),
+        lambda rank, tp, n, k: [rank * n // tp * k // n],
+        lambda rank, tp, n, k: list(range(rank * n // tp, (rank + 1) * n // tp)),
+    ],
+    "05.ring_permutes": [
+        lambda tp: 4 * tp,
+        lambda tp: 6 * (tp - 1),
+        lambda tp: 8 * tp - 1,
+        lambda tp: tp,
+        56,
+    ],
+    "06.ring_bytes": [65_536, 8_192, 28_672, 458_752, 131_072],
+    "06.hop_bytes": [33_554_432, 16_777_216, 64, 268_435_456, 469_762_048, "64 MiB"],
+    "06.zigzag": [
+        lambda s, n: np.arange(s)[::-1],
+        lambda s, n: np.concatenate([np.arange(s)[::2], np.arange(s)[1::2][::-1]]),
+        lambda s, n: [[i, 2 * n - 1 - i] for i in range(n)],
+        lambda s, n: np.arange(s).reshape(2 * n, -1),
+        lambda s, n: np.concatenate([np.arange(s).reshape(n, -1)[i] for i in range(n)]),
+    ],
+    "06.to_heads": [
+        lambda x: lax.all_to_all(x, "sp", 1, 0),
+        lambda x: lax.all_to_all(x, "sp", split_axis=0, concat_axis=1, tiled=True),
+        lambda x: lax.all_gather(x, "sp", axis=0, tiled=True)[:, :2],
+        lambda x: x[:, :2],
+        lambda x: lax.psum_scatter(x, "sp", scatter_dimension=1, tiled=True),
+        lambda x: x,
+    ],
+    "06.rivals": [
+        but("06.rivals", **{"llama3-70b forward": 16}),
+        but("06.rivals", **{"llama2-7b step": 4, "llama3-8b step": 8, "llama3-70b step": None}),
+        but("06.rivals", hidden_from=2199),
+        but("06.rivals", hidden_from=550),
+        but("06.rivals", **{"llama2-7b forward": 2}),
+        but("06.rivals", **{"llama3-8b step": 2}),
+    ],
+    "07.idle_share": [0.375, 27.3, 0.75, 0.73, "3/11", 3],
+    "07.microbatches": [70, 72, 64, 7, 56],
+    "07.uneven": [
+        lambda costs, u: max(costs) * u,
+        lambda costs, u: sum(costs) * u,
+        lambda costs, u: (u + len(costs) - 1) * max(costs),
+        lambda costs, u: sum(costs) + (u - 1) * costs[0],
+        lambda costs, u: costs,
+    ],
+    "07.tied": [
+        but("07.tied", **{"all stages": 1_050_673_152}),
+        but("07.tied", **{"first and last": 2_101_346_304}),
+        but("07.tied", **{"a middle stage": 1_050_673_152}),
+        but("07.tied", **{"all stages": 2_101_346_304}),
+        but("07.tied", **{"first and last": 525_336_576, "all stages": 788_004_864}),
+    ],
+    "08.held": [64, 16, 12, 4, 3, 14],
+    "08.one_f_one_b": [
+        forward_of("F0 F1 F2 F3 B0 B1 B2 B3"),
+        forward_of("F0 B0 F1 B1 F2 B2 F3 B3"),
+        forward_of("F1 F2 F3 B1 F4 B2 B3 B4"),
+        forward_of("F0 F1 F2 B0 F3 B1 B2 B3"),
+        "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3",
+        "B0 F0 F1 B1 F2 B2 F3 B3\n" * 3,
+    ],
+    "08.third_of_the_bubble": [
+        forward_of("F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),
+        forward_of("F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 F4 B4 W4"),
+        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4\nF0 F1 B0 F2 B1 F3 B2 F4 B3 B4\nF0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+        forward_of("F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"),
+        forward_of("F0 F1 F2 F3 B0 B1 B2 B3 W0 W1 W2 W3"),
+    ],
+    "08.between_h1_and_h2": [
+        forward_of("F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),
+        forward_of("F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 F4 B4 W4"),
+        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4\nF0 F1 B0 F2 B1 F3 B2 F4 B3 B4\nF0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
+        forward_of("F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"),
+        forward_of("F0 F1 F2 F3 B0 B1 B2 B3 W0 W1 W2 W3"),
+    ],
+    "09.dispatch_bytes": [4096, 2048, 1792, 512, 7168],
+    "09.capacity": [128, 260, 190, 253, 1.95],
+    "09.combine": [
+        lambda rows, slot, weights: (rows[slot % len(rows)] * weights[..., None]).sum(1),
+        lambda rows, slot, weights: (rows[np.minimum(slot, len(rows) - 1)] * weights[..., None]).mean(1),
+        lambda rows, slot, weights: rows.sum(0),
+        lambda rows, slot, weights: (rows[slot] * weights).sum(1),
+        lambda rows, slot, weights: np.concatenate([rows, 0 * rows[:1]])[slot].sum(1),
+    ],
+    "09.nodes": [
+        but("09.nodes", free=8),
+        but("09.nodes", limited=4),
+        but("09.nodes", free=5.25),
+        but("09.nodes", limited=2.65),
+        {"free": 66.2, "limited": 90.7},
+    ],
+}
+
+
+def own_sentence(exercise, verdict):
+    """Tell whether a verdict is more than the general hint or an exception's text."""
+    general = exercise.hint if isinstance(exercise.hint, str) else None
+    return not (general and general in verdict) and " raised " not in verdict
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_verdict_table(name):
+    exercise = exercises.find(name)
+    assert exercise.judge(...) == exercises.NOT_ATTEMPTED
+    right = exercise.judge(exercise.solution)
+    assert right == f"{exercises.CORRECT}. {exercise.why()}" and len(right.split()) > 8, "it says why"
+    planted = [exercise.judge(answer) for answer, _ in exercise.wrong]
+    others = [exercise.judge(answer) for answer in ANSWERS.get(name, [])]
+    assert all(verdict.startswith("not yet. ") for verdict in planted + others)
+    helped = [own_sentence(exercise, verdict) for verdict in planted + others]
+    assert len(helped) >= 5, "add answers of learners to ANSWERS"
+    assert np.mean(helped) >= 0.8, "too many answers meet the general hint only"
+
+
+def test_most_answers_of_learners_meet_a_sentence_of_their_own():
+    assert set(ANSWERS) <= set(NAMES) and all(len(answers) >= 5 for answers in ANSWERS.values())
+    judged = {name: exercises.find(name) for name in ANSWERS}
+    helped = [own_sentence(judged[name], judged[name].judge(a)) for name in ANSWERS for a in ANSWERS[name]]
+    assert len(helped) >= 160 and np.mean(helped) >= 0.9
+
+
+def test_hints_come_in_steps_and_the_last_one_stays(capsys):
+    for _ in range(4):
+        exercises.hint("03.bucket")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "hint " in line]
+    numbers = [re.match(r"03\.bucket, hint (\d) of 3: ", line)[1] for line in lines]
+    assert numbers == ["1", "2", "3", "3"] and len(set(lines)) == 3
+    assert lines[-1].endswith(exercises.find("03.bucket").hint)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_exercise_has_hints_that_do_not_give_the_answer_away(name):
+    exercise = exercises.find(name)
+    assert exercise.hints() and len(set(exercise.hints())) == len(exercise.hints())
+    if isinstance(exercise.solution, int | float):
+        assert not any(exercises.spelt_out(exercise.solution) in hint.split() for hint in exercise.hints())
+
+
+def test_a_solution_is_told_to_those_who_have_tried(capsys):
+    exercises.attempt("03.sent", ..., params=1000, devices=4)
+    exercises.solution("03.sent")
+    assert "answer first" in capsys.readouterr().out
+    exercises.attempt("03.sent", 4000, params=1000, devices=4)
+    exercises.solution("03.sent")
+    assert re.search(r"^03\.sent: 6,000\nWhy: .* a ring goes around twice", capsys.readouterr().out, re.M)
+    exercises.solution("07.uneven")
+    exercises.attempt("07.uneven", lambda costs, u: 0)
+    exercises.solution("07.uneven")
+    said = capsys.readouterr().out
+    assert said.startswith("07.uneven: answer first") and "return sum(costs) + (u - 1) * max(costs)" in said
+
+
+def test_a_later_notebook_knows_who_has_tried(capsys):
+    exercises.attempt("07.microbatches", 70)
+    exercises.TRIED.clear()  # the kernel is restarted
+    exercises.solution("07.microbatches")
+    assert "07.microbatches: 63" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_solution_can_be_written_down(name):
+    assert exercises.spelt_out(exercises.find(name).solution).strip()
+
+
+def test_answers_are_noted_once_and_blanks_are_not():
+    for answer in (..., 862_720, 862_720, 754_880, 862_720):
+        exercises.attempt("03.sent", answer)
+    noted = record.answers()
+    assert [(a.exercise, a.answer, a.correct) for a in noted] == [
+        ("03.sent", "862720", False),
+        ("03.sent", "754880", True),
+        ("03.sent", "862720", False),
+    ]
+    exercises.attempt("05.ring_permutes", lambda tp: 8 * tp)
+    assert "8 * tp" in record.answers()[-1].answer, "a function is noted by its text"
+
+
+def test_where_nothing_can_be_noted_the_verdict_is_still_given(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LLMPAR_ANSWERS", str(tmp_path / "missing" / "answers.jsonl"))
+    exercises.attempt("03.sent", 754_880)
+    exercises.solution("03.sent")
+    said = capsys.readouterr().out
+    assert "03.sent (core): correct. " in said and "(This answer was not noted: " in said and "Why: " in said
+
+
+def test_progress_sums_up_and_exports(capsys):
+    assert main(["progress"]) == 0
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == f"0 of {len(NAMES)} correct; the next one is {NAMES[0]}"
+    )
+    exercises.attempt("03.sent", 862_720)
+    exercises.attempt("03.sent", 754_880)
+    exercises.attempt("07.microbatches", 70)
+    capsys.readouterr()
+    assert main(["progress"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(NAMES) + 1 and lines[-1].startswith(f"1 of {len(NAMES)} correct")
+    assert re.search(r"^03\.sent +core +2 tries +correct$", "\n".join(lines), re.M)
+    assert re.search(r"^07\.microbatches +core +1 try +not yet$", "\n".join(lines), re.M)
+    assert main(["progress", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["score"] == 1 and document["max_score"] == len(NAMES)
+    (sent,) = [test for test in document["tests"] if test["name"] == "03.sent"]
+    assert (sent["score"], sent["max_score"], sent["status"]) == (1.0, 1.0, "passed")
+    assert sent["output"].startswith("correct. ") and not sent["extra_data"]["first_correct"]
+
+
+def test_a_file_of_something_else_is_refused(tmp_path, capsys):
+    (tmp_path / record.FILE).write_text("my notes\n")
+    assert main(["progress"]) == 1
+    assert "is no file of answers" in capsys.readouterr().err
+    exercises.attempt("03.sent", 1)
+    assert (tmp_path / record.FILE).read_text() == "my notes\n", "nothing of the learner's is overwritten"
+
+
+def test_a_lone_notebook_can_ask(tmp_path):
+    """Far from the repository's folders, as on a hosted notebook: the package is enough."""
+    code = 'from llmpar.exercises import attempt, hint\nhint("00.held")\nattempt("00.held", "512 bytes")'
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "hint 1 of 2" in done.stdout and "A number is asked for" in done.stdout
+
+
+def test_when_ulysses_beats_the_ring_is_what_the_package_predicts():
+    """The answers of 06.rivals, from the predicted bytes of whole programs, and not from its formulas."""
+
+    def sends(config, variant, size, kinds):
+        found = step_traffic(
+            config, Plan(f"sp={size}", zero=0, context_parallel=variant, dtype="bfloat16"), 1, 4096
+        )
+        return sum(found["sp", kind].bytes_sent for kind in kinds)
+
+    right = exercises.find("06.rivals").solution
+    for name in ("llama2-7b", "llama3-8b", "llama3-70b"):
+        config = preset(name)
+        sizes = [size for size in (2, 4, 8, 16, 32) if config.num_kv_heads % size == 0]
+        ring, ulysses = (
+            {size: sends(config, variant, size, [kind]) for size in sizes}
+            for variant, kind in (("ring", "collective-permute"), ("ulysses", "all-to-all"))
+        )
+        less = [
+            size for size in sizes if ulysses[size] < 0.999 * ring[size]
+        ]  # positions are a few bytes more
+        assert right[f"{name} step"] == min(less, default=None)
+        forward = [size for size in sizes if ulysses[size] / 2 < 0.999 * ring[size] / 4]
+        assert right[f"{name} forward"] == min(forward, default=None)
+
+
+def test_a_function_is_refused_by_what_it_cannot_take():
+    uneven = exercises.find("07.uneven")
+    assert uneven.judge(lambda costs: 1).endswith("of costs, u is asked for, and yours is one of costs.")
+    assert uneven.judge(lambda costs, u, more=0: sum(costs) + (u - 1) * max(costs)).startswith("correct")
+    assert uneven.judge(lambda *given: sum(given[0]) + (given[1] - 1) * max(given[0])).startswith("correct")
+
+
+def test_progress_of_a_folder_that_is_not_there_is_refused(capsys):
+    assert main(["progress", "--folder", "nowhere"]) == 1
+    assert "there is no folder 'nowhere'" in capsys.readouterr().err
