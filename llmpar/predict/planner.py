@@ -336,7 +336,11 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
     this chip on which some mesh does."""
     least = min(failed.values(), key=lambda one: one.total_bytes, default=None)
     wants = f"; the least is {least.plan.mesh}, which {least.why_not}" if least else ""
-    head = f"'{q.config.name}' fits on no mesh of {q.num_devices} {q.chip.name}{wants}"
+    given = " ".join(f"{name}={value}" for name, value in q.fixed.items())
+    head = f"'{q.config.name}' fits on no mesh of {q.num_devices} {q.chip.name}"
+    head += f" with {given}{wants}" if given else wants
+    if given and smallest_fits(dataclasses.replace(q, fixed={})):
+        return f"{head}; without {given} it does"
     for factor in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1024):
         many = q.num_devices * factor
         bigger = dataclasses.replace(q, num_devices=many, batch_size=max(q.batch_size, many), fixed={})
