@@ -125,7 +125,7 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
     base: dict[str, Any] = {"mesh": mesh, "dtype": "bfloat16"}
     if mesh.tp > 1 and q.seq_len % (mesh.sp * mesh.tp) == 0:
         base["tp_sequence"] = True
-        base["tp_comm_overlap"] = mesh.pp == 1
+        base["tp_comm_overlap"] = True
     if q.config.vocab_size > 8192 and q.seq_len // mesh.sp % 8 == 0:
         base["loss_chunks"] = 8
     cut = mesh.fsdp * mesh.ep * mesh.sp > 1
@@ -136,10 +136,11 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
     if mesh.sp > 1:
         few = q.config.num_kv_heads < mesh.tp  # then query heads are cut
         heads = q.config.num_heads if few else q.config.num_kv_heads
-        fits_heads = heads // mesh.tp % mesh.sp == 0
-        sequences = [{}] * (mesh.pp == 1)
-        sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}] * fits_heads
-        sequences = sequences or [{"context_parallel": "gather"}]
+        apart = math.gcd(heads // mesh.tp, mesh.sp)
+        if apart == mesh.sp:
+            sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}]
+        elif apart > 1:
+            sequences += [{"context_parallel": "usp"}]
     orders: list[dict[str, Any]] = [{}]
     if mesh.pp > 1:
         orders = [{"schedule": "1f1b"}]
