@@ -66,6 +66,44 @@ ANSWERS = {  # what learners answer, beside the planted ones
         lambda sizes: 1,
         2,
     ],
+    "01.state_gb": [119.7, 112.4, 144.5, "128 GB", 1028, 64.2],
+    "01.days": [495, 6.88, 51.6, 8.3, 1_783_000, "20 days"],
+    "01.fits": [
+        but("01.fits", least=1),
+        but("01.fits", least=3.2),
+        but("01.fits", **{"left on 8": 16.1}),
+        but("01.fits", **{"left on 8": 191.5}),
+        {"least": 2, "left on 8": 7.9},
+        {"least": 4, "left": 23.9},
+    ],
+    "01.crossover": [30_633, 57_258, 9_543, 85_887, 114_516, 26_625],
+    "01.keep_every": [
+        lambda layers, ratio: int(layers**0.5 + 0.5),
+        lambda layers, ratio: max(1, layers // ratio),
+        lambda layers, ratio: (layers / ratio) ** 0.5,
+        lambda layers, ratio: max(1, int((layers / ratio) ** 0.5)),
+        lambda layers: round(layers**0.5),
+        lambda layers, ratio: ratio,
+    ],
+    "02.scattered": [1_835_008, 131_072, 1_048_576, 7_340_032, 0.875, 917.504],
+    "02.sent": [
+        but("02.sent", **{"all-gather": 2}),
+        but("02.sent", **{"all-gather": 24, "reduce-scatter": 2}),
+        but("02.sent", **{"all-reduce": 16}),
+        {"all-gather": 8, "reduce-scatter": 8, "all-reduce": 16, "all-to-all": 8},
+        {"all-gather": 6e6, "reduce-scatter": 6e6, "all-reduce": 12e6, "all-to-all": 6e6},
+        but("02.sent", **{"all-to-all": 12}),
+    ],
+    "02.ring_gather": [
+        lambda block, n, axis: jnp.concatenate([block] * n),
+        lambda block, n, axis: lax.all_gather(block, axis),
+        lambda block, n, axis: lax.psum(block, axis),
+        lambda block, n, axis: lax.ppermute(block, axis, [(i, (i + 1) % n) for i in range(n)]),
+        lambda block, n, axis: jnp.concatenate(
+            [lax.ppermute(block, axis, [(i, (i + hop) % n) for i in range(n)]) for hop in range(n)]
+        ),
+    ],
+    "02.half_size": [2_250_000, 15.75e6, 36e6, 31.5e6, 9e6, 18, "18 MB"],
     "03.sent": [431_360 * 7, 431_360, 215_680, "754,880", 737.1875],
     "03.repair": [
         but("03.repair", gradient=lambda g, n: psum(g)),
@@ -220,6 +258,24 @@ ANSWERS = {  # what learners answer, beside the planted ones
         but("09.nodes", limited=2.65),
         {"free": 66.2, "limited": 90.7},
     ],
+    "11.replicas": [
+        {"dp=16": 5.6, "fsdp=16": 5.6},
+        {"dp=16": 89.7, "fsdp=16": 89.7},
+        {"dp=16": 96.4, "fsdp=16": 6.02},
+        {"dp=16": 119.7, "fsdp=16": 7.48},
+        {"dp=16": 1436, "fsdp=16": 11.2},
+        {"dp=16": 89.7, "fsdp=16": 33.7},
+    ],
+    "11.schemes": [
+        but("11.schemes", **{"fits on a GPU": "fsdp", "fits in a node": "tp"}),
+        but("11.schemes", **{"fits in a node": "dp"}),
+        but("11.schemes", **{"layers wider than a node's memory": "pp"}),
+        but("11.schemes", **{"fits on a GPU": "tp"}),
+        {"fits on a GPU": "pp", "fits in a node": "pp", "layers wider than a node's memory": "dp"},
+        but("11.schemes", **{"fits in a node": "zero"}),
+    ],
+    "11.slow_network": [24_960, 12_480, 3_120, 1_040, 399_360, 99.84, "99,840"],
+    "11.data_sheet": [0.574, 2.31, 0.74, 174, 1.33, 0.325],
 }
 
 
