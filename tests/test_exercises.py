@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
 from llmpar import exercises
 from llmpar.cli import main
@@ -47,6 +49,11 @@ def psum(x):
 def forward_of(rows, stages=3):
     """An order in which all stages do the same."""
     return "\n".join([rows] * stages)
+
+
+def feed_forward(x, up, down, layout):
+    """The feed-forward of lesson 12 on explicit axes, its product laid out as said."""
+    return jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=layout)
 
 
 ANSWERS = {  # what learners answer, beside the planted ones
@@ -258,6 +265,24 @@ ANSWERS = {  # what learners answer, beside the planted ones
         but("09.nodes", limited=2.65),
         {"free": 66.2, "limited": 90.7},
     ],
+    "10.share": [0.5, 12.5, "1/8", 16, 1 / 6, 2],
+    "10.links": [
+        {"pp": "network", "dp": "NVLink", "tp": "NVLink"},
+        {"pp": "NVLink", "dp": "NVLink", "tp": "network"},
+        {"pp": "NVLink", "dp": "network", "tp": "NVLink"},
+        {"pp": "nvlink", "dp": "nvlink", "tp": "nvlink"},
+        {"dp": "network", "tp": "NVLink"},
+        {"pp": "network", "dp": "network", "tp": "PCIe"},
+    ],
+    "10.causes": [
+        but("10.causes", A="not summed"),
+        but("10.causes", B="rounding", C="norm of one shard"),
+        but("10.causes", A="mean of means", D="summed twice"),
+        but("10.causes", E="summed twice"),
+        but("10.causes", D="rounding"),
+        but("10.causes", A="norm of one shard", B="summed twice"),
+    ],
+    "10.cheapest": ["tp=16", "dp=4 fsdp=2 tp=2", "dp=2 fsdp=4", "dp=4 tp=4", "fsdp=4 tp=4", 16],
     "11.replicas": [
         {"dp=16": 5.6, "fsdp=16": 5.6},
         {"dp=16": 89.7, "fsdp=16": 89.7},
@@ -276,6 +301,23 @@ ANSWERS = {  # what learners answer, beside the planted ones
     ],
     "11.slow_network": [24_960, 12_480, 3_120, 1_040, 399_360, 99.84, "99,840"],
     "11.data_sheet": [0.574, 2.31, 0.74, 174, 1.33, 0.325],
+    "12.unfinished": ["b/dp s d", "b/dp s/tp d", "b/dp s m +tp", "b/dp s d + tp", "b/dp s d +dp", "s d +tp"],
+    "12.scattered": [
+        lambda h, down: jnp.matmul(h, down, out_sharding=P("dp", None, None)),
+        lambda h, down: jnp.matmul(h, down, out_sharding=P("dp", None, "tp")),
+        lambda h, down: reshard(jnp.matmul(h, down, out_sharding=P("dp", None, None)), P("dp", "tp", None)),
+        lambda h, down: reshard(jnp.matmul(h, down, out_sharding=P("dp", "tp", None)), P(None, "tp", None)),
+        lambda h: h,
+        lambda h, down: h @ down,
+    ],
+    "12.residual": [
+        lambda x, up, down: x + x + feed_forward(x, up, down, P("dp", None, None)),
+        lambda x, up, down: feed_forward(x, up, down, P("dp", None, None)),
+        lambda x, up, down: x + feed_forward(x, up, down, P("dp", "tp", None)),
+        lambda x, up, down: reshard(x + feed_forward(x, up, down, P("dp", "tp", None)), P("dp", None, None)),
+        lambda x, up, down: feed_forward(x, up, down, P("dp", None, None, unreduced={"tp"})),
+        lambda x, up, down: x + jax.nn.silu(x @ up) @ down,
+    ],
 }
 
 

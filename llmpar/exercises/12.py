@@ -33,8 +33,14 @@ def unfinished() -> Exercise:
             ),
             ("b/dp s d/tp", "No rank has a slice of d: each has all of d, but only some terms of every sum."),
             ("b/dp s m/tp", "That is the hidden value h. The product sums over m, and m is gone."),
+            ("b/dp s/tp d", "That is after a reduce-scatter. Nothing has been sent yet, so nothing was cut."),
+            (
+                "b/dp s m +tp",
+                "The sum is open over tp, but m is the dim that was summed. The product ends in d.",
+            ),
             ("b/dp s m d +tp", "m was summed, so it is gone; what is left of its cut is the + alone."),
         ],
+        nudges=["Each device has some of the m. Is what it adds up the finished y?"],
         because=(
             "m was cut by tp and is summed: each rank has added up its own terms, and the sum is open"
             " over tp."
@@ -66,6 +72,15 @@ def scattered() -> Exercise:
         whole_h, whole_down = reshard(h, WHOLE), reshard(down, P(None, None))
         return reshard(whole_h @ whole_down, P("dp", "tp", None))
 
+    def by_columns(h, down):
+        return reshard(columns(h, down), P("dp", "tp", None))
+
+    def without_dp(h, down):
+        return reshard(jnp.matmul(h, down, out_sharding=OPEN), P(None, "tp", None))
+
+    def moved_first(h, down):
+        return reshard(h, P("dp", "tp", None)) @ reshard(down, P(None, None))
+
     return Exercise(
         level="stretch",
         solution=solution,
@@ -88,8 +103,18 @@ def scattered() -> Exercise:
                     " shards, then move y."
                 ),
             ),
+            (by_columns, "You cut d first, and then move the cut to s by an all-to-all. Cut s at once."),
+            (without_dp, "dp must go on cutting b: without it in P(…) the rows are gathered over dp."),
+            (
+                moved_first,
+                "The layout is right, but the weight was gathered and h dealt out anew. Multiply first.",
+            ),
         ],
-        because="From an open sum to a cut is one reduce-scatter, half of what an all-reduce sends.",
+        nudges=["Which one collective finishes a sum and leaves each rank a slice of it?"],
+        because=(
+            "From an open sum to a cut is one reduce-scatter, half of what an all-reduce sends. Each rank"
+            " receives only the positions that it keeps."
+        ),
         hint=(
             "Two lines: the product with unreduced={'tp'} in its out_sharding, then one reshard to P('dp',"
             " 'tp', None)."
@@ -118,6 +143,15 @@ def residual() -> Exercise:
         y = jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
         return reshard(x, P("dp", "tp", None)) + reshard(y, P("dp", "tp", None))
 
+    def added_twice(x, up, down):
+        return x + solution(x, up, down)
+
+    def left_open(x, up, down):
+        return jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
+
+    def columns(x, up, down):
+        return reshard(x, P("dp", None, "tp")) + reshard(left_open(x, up, down), P("dp", None, "tp"))
+
     return Exercise(
         level="expert",
         solution=solution,
@@ -140,7 +174,11 @@ def residual() -> Exercise:
                 "A reduce-scatter and an all-gather are an all-reduce, in two steps; say it in one.",
             ),
             (stays_cut, "The value is right, and cut by tp along s. The next layer takes `b/dp s d`."),
+            (columns, "The value is right, and cut by tp along d. A norm needs whole rows: `b/dp s d`."),
+            (left_open, "The sum is still open over tp, and x is not added yet."),
+            (added_twice, "One addition too many. The result is x + y, each of them once."),
         ],
+        nudges=["Which of the two addends has a sum that is not finished?"],
         because=(
             "The sum is finished once, before x is added: one all-reduce, and x counts once whatever tp is."
         ),
