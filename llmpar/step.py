@@ -345,7 +345,7 @@ class Step:
         microbatch's gradients are cut before that."""
         plan, parts = self.plan, self.plan.microbatches
         if plan.pipeline and isinstance(par, Manual):
-            return pipeline.gradients(self.config, par, params, batch, zeros=self._nothing(par)[1])
+            return pipeline.gradients(self.config, par, params, batch, self._nothing(par))
 
         def cut(g, life, dims):
             return par.carry_out(g, life.accumulate, f"gradient {dims}")
