@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmpar.packing import balanced_order, zigzag
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -62,10 +64,9 @@ def sequence_permutation(name: str, s: int, n: int) -> np.ndarray:
             f"{name} order over {n} ranks cuts the sequence into {parts} parts, but {s} is not a multiple of"
             f" {parts}; use a sequence of {' or '.join(near)}{other}"
         )
-    cut = np.arange(s).reshape(parts, -1)
     if name == "zigzag":
-        cut = np.concatenate([cut[:n], cut[: n - 1 : -1]], axis=1)
-    return np.arange(s).reshape(-1, n).T.ravel() if name == "striped" else cut.ravel()
+        return zigzag(np.arange(s), n).ravel()
+    return np.arange(s).reshape(-1, n).T.ravel() if name == "striped" else np.arange(s)
 
 
 def row_orders(name: str, segments_bs: np.ndarray, n: int, window: int | None = None) -> np.ndarray:
@@ -75,45 +76,6 @@ def row_orders(name: str, segments_bs: np.ndarray, n: int, window: int | None = 
         np.stack([balanced_order(row, n, window) for row in segments_bs])
         if name == "balanced"
         else np.broadcast_to(sequence_permutation(name, segments_bs.shape[1], n), segments_bs.shape)
-    )
-
-
-def work(segments_s: np.ndarray, window: int | None = None) -> np.ndarray:
-    """Return how many keys each position sees: those of its document up to itself, at most a ``window``."""
-    s = np.arange(len(segments_s))
-    begins = np.where(np.diff(segments_s, prepend=segments_s[:1] - 1), s, 0)
-    return np.minimum(1 + s - np.maximum.accumulate(begins), window or len(s))
-
-
-def balanced_order(segments_s: np.ndarray, n: int, window: int | None = None) -> np.ndarray:
-    """Return the order of a row of documents that gives n ranks equally many positions and the same causal
-    work, to about 2n keys.
-
-    Each document is cut like a zigzag, in 2n pieces; its first positions, fewer than 2n, are left over, the
-    cheapest that there are (Llama 3 2024 and WLB-LLM, Wang et al. 2025, cut by documents too). A pair of
-    pieces, first and last, or a position that was left over, goes to the rank with the least work so far, the
-    heaviest first, and each rank gets one of every n. Where a plain zigzag is better, it is taken.
-    """
-    s, cost = len(segments_s), work(segments_s, window)
-    if s % n:
-        raise ValueError(f"balanced order deals {s} positions to {n} ranks; use a multiple of {n}")
-    lengths = np.diff(starts := np.flatnonzero(work(segments_s) == 1), append=s)
-    rank, load = np.empty(s, int), np.zeros(n, int)
-
-    def deal(places: np.ndarray) -> None:
-        sums = cost[places].sum(1)  # n rows, one for each rank
-        heavy, to = (np.argsort(x, kind="stable") for x in (-sums, load))
-        rank[places[heavy]], load[to] = to[:, None], load[to] + sums[heavy]
-
-    for begin, length in sorted(zip(starts, lengths, strict=True), key=lambda it: -it[1]):
-        pieces = np.arange(begin + length % (2 * n), begin + length).reshape(2 * n, -1)
-        deal(np.concatenate([pieces[:n], pieces[: n - 1 : -1]], axis=1))
-    left = np.flatnonzero(np.arange(s) < np.repeat(starts + lengths % (2 * n), lengths))
-    for places in left[np.argsort(-cost[left], kind="stable")].reshape(-1, n, 1):
-        deal(places)
-    zigzag = [sequence_permutation("zigzag", s, n)] if s % (2 * n) == 0 else []
-    return min(
-        [np.argsort(rank, kind="stable"), *zigzag], key=lambda order: cost[order].reshape(n, -1).sum(1).max()
     )
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmpar"
 
 # The core is flat: it is read like a paper. Half of it decides and needs no JAX, the other half runs.
-THINKS = {"notation", "config", "schedules", "timetable", "plan", "sequence_order"}
+THINKS = {"notation", "config", "schedules", "timetable", "plan", "packing", "sequence_order"}
 RUNS = {
     "mesh",
     "par",
