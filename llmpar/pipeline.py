@@ -44,9 +44,9 @@ from jax import lax
 from llmpar import schedules
 from llmpar.config import ModelConfig
 from llmpar.model import Batch
-from llmpar.par import Manual, scope, vary, varying
+from llmpar.par import Manual, at, put, scope, vary, varying
 from llmpar.schedules import KINDS
-from llmpar.stage import Stage, add, at, embed, programs, when
+from llmpar.stage import Stage, add, embed, programs, when
 from llmpar.timetable import WAYS, slots, timetable
 from llmpar.weights import Tree, weight_dims
 
@@ -147,9 +147,9 @@ class _Executor:
                 state, y = when(kind, now["kind"] == KINDS.index(kind), run, (state, y), now)
         for name, slot in {"right": "left", "left": "right"}.items():  # sent right, it comes from left
             if (self.slots.send == WAYS[name]).any():
-                messages = _put(messages, self.send(y, name, sends[name]), now[slot])
+                messages = put(messages, now[slot], self.send(y, name, sends[name]))
         if (self.slots.keep >= 0).any():
-            messages = _put(messages, y, now["keep"])
+            messages = put(messages, now["keep"], y)
         return (state, messages), None
 
     def send(self, y, name: str, somebody_sends):
@@ -165,7 +165,7 @@ class _Executor:
         (state, x), stage = carry, self.stage(now)
         x = when("enters", stage.first, lambda x: embed(stage), x)
         y, saved = self.programs["F"](stage, x)
-        return state | {"saved": _put(state["saved"], saved, now["saved"])}, y
+        return state | {"saved": put(state["saved"], now["saved"], saved)}, y
 
     def backward(self, carry, now):
         """B: the gradient of the chunk's input, and of its weights if there is no W."""
@@ -174,7 +174,7 @@ class _Executor:
         (dx, sums), rest = self.programs["B"](self.stage(now), *given)
         if not self.schedule.split_backward:
             return self.add_blocks(state | {"sums": sums}, rest, now), dx
-        return state | {"sums": sums, "residual": _put(state["residual"], rest, now["residual"])}, dx
+        return state | {"sums": sums, "residual": put(state["residual"], now["residual"], rest)}, dx
 
     def weights(self, carry, now):
         """W: the gradients of the chunk's weights. It sends nothing."""
@@ -185,14 +185,10 @@ class _Executor:
     def add_blocks(self, state, grads, now):
         """The state with the gradients of one chunk's blocks added."""
         sums = add(self.stage(now), at(state["blocks"], now["chunk"]), grads)
-        return state | {"blocks": _put(state["blocks"], sums, now["chunk"])}
+        return state | {"blocks": put(state["blocks"], now["chunk"], sums)}
 
 
 def _room(num_slots, like: Tree) -> Tree:
     """Slots for values like these, as many as the largest stage has: every stage runs the same program."""
     zeros = lambda x: vary(jnp.zeros((max(num_slots), *x.shape), x.dtype), varying(x))
     return jax.tree.map(zeros, like)
-
-
-def _put(room: Tree, values: Tree, slot):
-    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), room, values)

@@ -268,12 +268,11 @@ class Plan:
     def detour(self) -> str:
         """What simulated devices make the plan do otherwise than others would, in one line; '' for nothing.
         Known once it is decided (`on`)."""
-        if self.hop != "exchange" or not self.rings:
-            return ""
-        return (
+        why = (
             "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices would"
             " wait for every stage of the pipeline"
         )
+        return why if self.hop == "exchange" and self.rings else ""
 
     @functools.cached_property
     def pipeline(self) -> schedules.Schedule | None:

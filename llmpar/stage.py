@@ -29,7 +29,7 @@ from jax import lax
 
 from llmpar.config import ModelConfig
 from llmpar.model import Batch, Llama
-from llmpar.par import Manual, Solo
+from llmpar.par import Manual, Solo, at
 from llmpar.split import split, trace
 from llmpar.weights import Tree, weight_dims
 
@@ -194,8 +194,3 @@ def when(name: str, condition, do, x, *args, otherwise=lambda x, *_: x):
     is taken (`timetable.branch_shares`)."""
     with jax.named_scope(f"when-{name}"):
         return lax.cond(condition, do, otherwise, x, *args)
-
-
-def at(tree: Tree, index):
-    """What lies at one place of a tree's leading dim."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
