@@ -253,11 +253,8 @@ class Arrow:
             )
             found.setdefault((kind, old.strip("+"), new), []).append(axis)
         order = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
-        nested = [
-            *self.before.axes,
-            *self.after.axes,
-            *ORDER,
-        ]  # a move's axes are named as they nest in its dim
+        # A move's axes are named as they nest in its dim.
+        nested = [*self.before.axes, *self.after.axes, *ORDER]
         moves = [
             Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
             for (kind, old, new), axes in found.items()

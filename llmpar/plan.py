@@ -549,10 +549,8 @@ class Plan:
 
     def _refuse_idle(self, reasons: dict[str, str]) -> None:
         for name, why in reasons.items():
-            if self._is_set(name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} would change nothing: {why}; leave {name} out"
-                )
+            found = f"{name}={getattr(self, name)!r}"
+            _refuse(self._is_set(name), f"{found} would change nothing: {why}; leave {name} out")
 
     def effective(self, config) -> Plan:
         """The same plan, with the defaults in fields that decide nothing: for tools whose controls are always
@@ -583,8 +581,7 @@ class Plan:
             why = "chooses its own blocks; leave attention_block out"
         if kernel == "cudnn" and self.dtype == "float32":
             why = "computes in 16 bits; use dtype='bfloat16'"
-        if why:
-            raise ValueError(f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'")
+        _refuse(why, f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'")
 
     def on(self, platform: str) -> Plan:
         """The plan with what it leaves to the platform decided (``cpu``, ``gpu`` or ``tpu``). Refuses what

@@ -1,5 +1,4 @@
-"""Say which keys a query sees and which rank holds which positions, and count the work that this gives a
-ring.
+"""Say which keys a query sees, which rank holds which positions, and in which tiles attention cuts them.
 
 No JAX. Attention itself never asks for the order: positions travel with queries and keys.
 """
