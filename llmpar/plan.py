@@ -459,11 +459,10 @@ class Plan:
         that a reading does not know."""
         heads, tp = config.num_kv_heads, self.mesh.tp
         if heads % tp and self.mesh.kv == 1:
-            both = math.gcd(config.num_heads, config.ffn_width, config.vocab_size)
-            fits = (n for n in divisors(both) if n <= 4 * tp and 0 in (heads % n, n % heads))
+            cut = divisors(math.gcd(config.num_heads, config.ffn_width, config.vocab_size))
             raise ValueError(
                 f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of"
-                f" {', '.join(map(str, fits))}"
+                f" {', '.join(str(n) for n in cut if n <= 4 * tp and 0 in (heads % n, n % heads))}"
             )
         _refuse(
             self.mesh.kv > 1 and self.reading == "explicit",

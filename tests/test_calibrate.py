@@ -111,9 +111,10 @@ def test_a_shared_file_is_held_against_runs(tmp_path, capsys):
     slower = 0
     for a, b in zip(slow["rows"], usual["rows"], strict=True):
         ratio = a["predicted"]["step_s"] / b["predicted"]["step_s"]
-        assert ratio >= 1 if a["chip"] == "a100-80" else ratio == 1, a["id"]  # some wait for their host
-        slower += ratio > 1.5
-    assert slower > 400
+        # Some wait for their host; where products take longer, more is hidden behind them.
+        assert ratio > 0.98 if a["chip"] == "a100-80" else ratio == 1, (a["id"], ratio)
+        slower += ratio > 1.2
+    assert slower > 250
 
 
 @pytest.mark.parametrize(

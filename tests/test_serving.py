@@ -146,6 +146,15 @@ def test_weights_are_held_once_and_the_cache_is_cut():
     assert eight["cache"] == one["cache"] / 8 and eight["weights"] < one["weights"] / 4
 
 
+def test_more_ranks_of_tp_than_kv_heads_hold_copies():
+    """As `Decoder` lays the cache out: from 8 KV heads on, more tensor parallelism cuts weights alone."""
+    q = demand("llama3-70b", devices=16)
+    eight, sixteen = (serving.held_bytes(q, MeshShape(tp=n), 8) for n in (8, 16))
+    assert sixteen["cache"] == eight["cache"] and 0.5 < sixteen["weights"] / eight["weights"] < 0.55
+    reads = [serving.decode(q, MeshShape(tp=n), 8, 4096).terms["keys and values read"] for n in (8, 16)]
+    assert reads[0] == reads[1]
+
+
 def test_a_few_tokens_read_few_experts():
     q = demand("qwen3-30b-a3b")
     mesh = MeshShape()

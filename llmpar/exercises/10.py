@@ -19,11 +19,16 @@ def share() -> Exercise:
         level="core",
         solution=1 / 8,
         wrong=[
+            (1 / 3, "Sizes of axes multiply: three halvings are an eighth, not a third."),
             (1 / 16, "dp is not in the layout, so it cuts nothing: devices along dp hold copies."),
             (1 / 4, "Three axes stand behind a slash: pp, fsdp and tp. Each halves."),
             (1 / 2, "That is fsdp alone. pp cuts the layers and tp the hidden width besides."),
             (8, "That is how many devices share it. A share is a fraction: 1 / 8."),
         ],
+        because=(
+            "pp cuts l, fsdp cuts d and tp cuts m, each in two; dp cuts nothing, so two devices hold each"
+            " block."
+        ),
         hint="Multiply the sizes of the axes behind the slashes; the share is one over that.",
         unit="a fraction of 1",
     )
@@ -37,6 +42,14 @@ def links() -> Exercise:
         solution=right,
         wrong=[
             (
+                right | {"pp": "NVLink"},
+                "Partners along pp are 32 devices apart: half of the machine lies between them.",
+            ),
+            (
+                right | {"dp": "NVLink"},
+                "Partners along dp are four apart, and a node has four devices: they are in other nodes.",
+            ),
+            (
                 dict.fromkeys(right, "network"),
                 "tp stands last, so its four neighbours are devices 0 to 3: one node.",
             ),
@@ -49,6 +62,10 @@ def links() -> Exercise:
                 "The order is from slow to fast links: pp stands first, and its partners are farthest apart.",
             ),
         ],
+        because=(
+            "Partners along tp are 1 apart, within a node of 4; along dp 4 apart, along pp 32, in other"
+            " nodes."
+        ),
         hint=(
             "Partners along an axis are as far apart as the product of the sizes behind it; four make a node."
         ),
@@ -68,6 +85,10 @@ def causes() -> Exercise:
         level="stretch",
         solution=right,
         wrong=[
+            (
+                right | {"A": "rounding", "C": "summed twice"},
+                "A difference of 1 is no rounding: the gradient is twice what it should be.",
+            ),
             (
                 right | {"A": "not summed", "E": "summed twice"},
                 (
@@ -94,6 +115,10 @@ def causes() -> Exercise:
                 "Gradients that are not summed leave the loss right. Dividing by one's own targets does not.",
             ),
         ],
+        because=(
+            "A loss is off by a wrong divisor; a gradient by a missing or second sum; a norm alone by its own"
+            " sum."
+        ),
         hint=(
             "Ask first whether the loss is off, then whether the gradient is, then whether the norm alone is."
         ),
@@ -133,6 +158,11 @@ def cheapest() -> Exercise:
         solution=best,
         observe=observe,
         wrong=[
+            ("dp=8 fsdp=2", "It does not fit: only fsdp and tp cut state, and here they cut it in two."),
+            (
+                "dp=2 fsdp=8",
+                "It fits without tp, and every device gathers whole weights. Let tp cut them too.",
+            ),
             ("dp=16", "dp cuts no state: every device would hold all of it, more than 240,000 B."),
             (
                 most_cut,
@@ -146,6 +176,11 @@ def cheapest() -> Exercise:
                 ),
             ),
         ],
+        nudges=["Which axes cut state, and how many devices must share it to fit?"],
+        because=(
+            "State must be cut by eight at least; tp shrinks what fsdp gathers, and dp makes its groups"
+            " smaller."
+        ),
         hint=lambda seen: (
             f"Yours: {seen}. The best sends {fits[best]:,} B; {len(fits)} of {len(priced)} meshes fit."
         ),

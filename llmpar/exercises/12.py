@@ -23,6 +23,7 @@ def unfinished() -> Exercise:
         solution="b/dp s d +tp",
         observe=lambda text: str(parse_layout(text)),
         wrong=[
+            ("b s d +tp", "dp still cuts b: the product does nothing to the rows."),
             (
                 "b/dp s d",
                 (
@@ -34,6 +35,10 @@ def unfinished() -> Exercise:
             ("b/dp s m/tp", "That is the hidden value h. The product sums over m, and m is gone."),
             ("b/dp s m d +tp", "m was summed, so it is gone; what is left of its cut is the + alone."),
         ],
+        because=(
+            "m was cut by tp and is summed: each rank has added up its own terms, and the sum is open"
+            " over tp."
+        ),
         hint="Which dims does y have? The axis that cut the dim that was summed now stands behind a +.",
     )
 
@@ -84,6 +89,7 @@ def scattered() -> Exercise:
                 ),
             ),
         ],
+        because="From an open sum to a cut is one reduce-scatter, half of what an all-reduce sends.",
         hint=(
             "Two lines: the product with unreduced={'tp'} in its out_sharding, then one reshard to P('dp',"
             " 'tp', None)."
@@ -117,6 +123,10 @@ def residual() -> Exercise:
         solution=solution,
         observe=lambda answer: traced(answer, "b/dp s d", "d m/tp", "m/tp d"),
         wrong=[
+            (
+                lambda x, up, down: forgotten(x, up, down) + forgotten(x, up, down),
+                "That adds y twice, and x not at all.",
+            ),
             (forgotten, "Where is the residual? The result is x + y."),
             (
                 gathers_hidden,
@@ -131,6 +141,9 @@ def residual() -> Exercise:
             ),
             (stays_cut, "The value is right, and cut by tp along s. The next layer takes `b/dp s d`."),
         ],
+        because=(
+            "The sum is finished once, before x is added: one all-reduce, and x counts once whatever tp is."
+        ),
         hint="JAX's complaint names the line: y is `+tp` there. Finish it first, then add x.",
     )
 

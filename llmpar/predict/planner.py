@@ -125,7 +125,7 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
     base: dict[str, Any] = {"mesh": mesh, "dtype": "bfloat16"}
     if mesh.tp > 1 and q.seq_len % (mesh.sp * mesh.tp) == 0:
         base["tp_sequence"] = True
-        base["tp_comm_overlap"] = mesh.pp == 1
+        base["tp_comm_overlap"] = True
     if q.config.vocab_size > 8192 and q.seq_len // mesh.sp % 8 == 0:
         base["loss_chunks"] = 8
     cut = mesh.fsdp * mesh.ep * mesh.sp > 1
@@ -136,10 +136,11 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
     if mesh.sp > 1:
         few = q.config.num_kv_heads < mesh.tp  # then query heads are cut
         heads = q.config.num_heads if few else q.config.num_kv_heads
-        fits_heads = heads // mesh.tp % mesh.sp == 0
-        sequences = [{}] * (mesh.pp == 1)
-        sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}] * fits_heads
-        sequences = sequences or [{"context_parallel": "gather"}]
+        apart = math.gcd(heads // mesh.tp, mesh.sp)
+        if apart == mesh.sp:
+            sequences += [{"context_parallel": "ulysses", "sequence_order": "contiguous"}]
+        elif apart > 1:
+            sequences += [{"context_parallel": "usp"}]
     orders: list[dict[str, Any]] = [{}]
     if mesh.pp > 1:
         orders = [{"schedule": "1f1b"}]
@@ -336,7 +337,11 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
     this chip on which some mesh does."""
     least = min(failed.values(), key=lambda one: one.total_bytes, default=None)
     wants = f"; the least is {least.plan.mesh}, which {least.why_not}" if least else ""
-    head = f"'{q.config.name}' fits on no mesh of {q.num_devices} {q.chip.name}{wants}"
+    given = " ".join(f"{name}={value}" for name, value in q.fixed.items())
+    head = f"'{q.config.name}' fits on no mesh of {q.num_devices} {q.chip.name}"
+    head += f" with {given}{wants}" if given else wants
+    if given and smallest_fits(dataclasses.replace(q, fixed={})):
+        return f"{head}; without {given} it does"
     for factor in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1024):
         many = q.num_devices * factor
         bigger = dataclasses.replace(q, num_devices=many, batch_size=max(q.batch_size, many), fixed={})

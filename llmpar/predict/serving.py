@@ -184,7 +184,7 @@ def decode(q: Demand, mesh: MeshShape, batch: int, context: float) -> Phase:
     clock = Server(q, mesh, rows)
     layer = clock.layer_terms()
     seen = min(c.window or context, context)
-    keys = rows * seen * q.cache_token_bytes / c.num_layers / mesh.tp / mesh.sp
+    keys = rows * seen * cache_bytes(q, mesh)
     layer["keys and values read"] = keys / clock.bytes_per_s + clock.rates.kernel_s
     if mesh.sp > 1:
         found = 4.0 * rows * c.num_heads / mesh.tp * (c.head_width + 2)
@@ -201,20 +201,27 @@ def decode(q: Demand, mesh: MeshShape, batch: int, context: float) -> Phase:
 # --------------------------------------------------------------------------------------------------- memory
 
 
+def cache_bytes(q: Demand, mesh: MeshShape) -> float:
+    """Bytes of a token's keys and values in one layer on a device. Ranks of tp that are more than the KV
+    heads hold copies."""
+    heads = max(q.config.num_kv_heads, mesh.tp) / q.config.num_kv_heads
+    return q.cache_token_bytes / q.config.num_layers * heads / mesh.tp / mesh.sp
+
+
 def held_bytes(q: Demand, mesh: MeshShape, batch: int) -> dict[str, float]:
     """Bytes on the fullest device: weights, the cache of whole sequences, and what the larger of the two
     passes works with. A window does not shorten the cache (`llmpar.serve.decode`)."""
     c, how = q.config, q.config.experts
     run = Run(c, q.chip, mesh, seq_len=1)
     s, layers = run.sizes, math.ceil(c.num_layers / mesh.pp)
-    shared = layers * (s["attention"] + s["ffn"] + s["router"] + s["vectors"])
+    shared = layers * (s["attention"] + s["copies"] + s["ffn"] + s["router"] + s["vectors"])
     end = max(s["embedding"], s["head"]) if mesh.pp > 1 else s["embedding"] + s["head"]
     experts = layers * s["experts"] / mesh.ep
     length = q.prompt + q.output
-    slots = math.ceil(length / mesh.sp) * q.cache_token_bytes / c.num_layers / mesh.tp
+    slots = math.ceil(length / mesh.sp) * mesh.sp * cache_bytes(q, mesh)
     rows = math.ceil(batch / mesh.ep)
     visits = how.top_k + how.num_shared if how else 1
-    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_width / mesh.tp
+    heads = (c.num_heads + 2 * run.kv_heads) * c.head_width / mesh.tp
     tokens = max(q.prompt, rows / mesh.pp)
     working = 2.0 * tokens * (3 * c.width + heads + run.ffn_products * c.ffn_width / mesh.tp * visits)
     return {
@@ -280,15 +287,16 @@ class Served:
 def meshes(q: Demand) -> Iterator[MeshShape]:
     """Every mesh of an instance that the dims allow, with as many instances (dp) as the devices hold."""
     c, n = q.config, q.num_devices
-    widths = math.gcd(c.num_heads, c.num_kv_heads, c.ffn_width, c.vocab_size)
+    widths, heads = math.gcd(c.num_heads, c.ffn_width, c.vocab_size), c.num_kv_heads
+    legal = [t for t in divisors(widths) if heads % t == 0 or t % heads == 0]
     node = q.chip.per_device().node_size if q.chip.link == "switch" else 16
     choices = {
-        "tp": [t for t in divisors(widths) if t <= node],
+        "tp": [t for t in legal if t <= node],
         "pp": [p for p in divisors(n) if p <= min(c.num_layers, MAX_STAGES)],
         "ep": divisors(c.experts.num_experts) if c.experts else [1],
         "sp": [s for s in divisors(n) if s == 1 or s <= node and (q.prompt + q.output) // s >= 1024],
     }
-    given = {"tp": divisors(widths), "pp": divisors(n), "ep": choices["ep"], "sp": divisors(n)}
+    given = {"tp": legal, "pp": divisors(n), "ep": choices["ep"], "sp": divisors(n)}
     for axis in SERVED_AXES:
         if axis in q.fixed:
             choices[axis] = [v for v in given[axis] if v == q.fixed[axis]]
@@ -443,12 +451,13 @@ def _refuse(q: Demand) -> None:
         raise ValueError(f"batch is {q.batch} sequences; use 1 to {1 << 20:,}")
     if not any(True for _ in meshes(q)):
         c = q.config
-        widths = math.gcd(c.num_heads, c.num_kv_heads, c.ffn_width, c.vocab_size)
+        widths = math.gcd(c.num_heads, c.ffn_width, c.vocab_size)
         text = " ".join(f"{a}={v}" for a, v in q.fixed.items())
+        heads = f"its {c.num_kv_heads} KV heads"
         raise ValueError(
             f"no instance on {q.num_devices} {q.chip.name} with {text} suits '{c.name}': tp divides"
-            f" {widths}, ep its experts, pp is at most its {c.num_layers} layers, and all of them divide the"
-            " devices"
+            f" {widths}, and divides {heads} or is a multiple of them; ep divides its experts, pp is at most"
+            f" its {c.num_layers} layers, and all of them divide the devices"
         )
 
 

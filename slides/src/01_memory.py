@@ -4,7 +4,7 @@
 # Adam in mixed precision holds **16 bytes per parameter**, before any activation. And at 40 % of its peak, one H100 would
 # train an 8B model on 15 trillion tokens for **58 years**.
 #
-# <footer>Rajbhandari et al. 2020 (ZeRO), section 3.1 · <code>llmpar models llama3-8b</code> · lesson <code>notebooks/04_zero</code></footer>
+# <footer>Rajbhandari et al. 2020 (ZeRO), section 3.1 · <code>llmpar models llama3-8b</code> · lesson <code>notebooks/01_memory_and_flops</code></footer>
 
 # %%
 import math

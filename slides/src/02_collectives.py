@@ -34,7 +34,7 @@ scene.show(
 # %% [markdown] tags=["slide"]
 # ## Five collectives, and what they send
 #
-# <footer>Read from a compiled program and equal to <code>llmpar.predict.formulas</code> · lesson <code>notebooks/00_setup</code></footer>
+# <footer>Read from a compiled program and equal to <code>llmpar.predict.formulas</code> · lesson <code>notebooks/02_collectives</code></footer>
 
 # %%
 import re
@@ -118,7 +118,7 @@ Markdown(
 #
 # An all-reduce is two laps. Without a switch that adds, no algorithm sends less.
 #
-# <footer>Patarasuk and Yuan 2009 · lesson <code>notebooks/00_setup</code></footer>
+# <footer>Patarasuk and Yuan 2009 · lesson <code>notebooks/02_collectives</code></footer>
 
 # %% place="beside"
 pairs = [
@@ -146,3 +146,39 @@ scene.show(
 # link of the ring sets the pace.
 #
 # **Source:** Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+
+# %% [markdown] tags=["slide"]
+# ## Starts and bytes
+#
+# $$ T = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$
+#
+# β: the slowest link that the group crosses.
+#
+# <footer>Constants fitted on published runs, <code>llmpar.predict.rates</code>; yours: <code>llmpar calibrate</code> · lesson <code>notebooks/02_collectives</code></footer>
+
+# %%
+import math
+
+from llmpar.predict.hardware import chip
+
+h100 = chip("h100")
+start = 2 * h100.rates.start_s * (1 + math.log2(8))
+groups = {"8 GPUs of one node": (8, 1), "8 GPUs, each in another node": (8, 8)}
+sizes = {"100 kB": 1e5, "10 MB": 1e7, "1 GB": 1e9}
+rows = []
+for where, (group, apart) in groups.items():
+    times = [
+        start + formulas.collective_seconds(h100, "all-reduce", size, group, apart) for size in sizes.values()
+    ]
+    rows.append(f"| {where} | " + " | ".join(f"{t * 1e3:.2g} ms" for t in times) + " |")
+    assert times[0] < 1.5 * start and times[2] > 50 * start
+Markdown("\n".join([f"| all-reduce of | {' | '.join(sizes)} |", "|---|---|---|---|", *rows]))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which axis belongs inside a node: the one that sends often, or the one that sends much? Both; and the one that sends
+# often cannot hide.
+#
+# **Misunderstanding:** that a faster link makes every message faster. Below a megabyte the start is all.
+#
+# **Source:** alpha-beta model, as in Thakur et al. 2005, "Optimization of collective communication operations in MPICH". The start is
+# fitted on published H100 runs.

@@ -1,0 +1,59 @@
+# %% [markdown] tags=["slide"]
+# ## Choose: legal, fits, fast
+#
+# Llama 3 8B on 16 H100s, 524,288 tokens a step. Every loser names the term that made it slow.
+#
+# <footer>Estimates with constants of published runs · <code>llmpar plan --devices 16 --batch-size 64</code> · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+from IPython.display import Markdown
+
+from llmpar.config import preset
+from llmpar.predict import planner, serving
+from llmpar.predict.hardware import chip
+
+question = planner.Question(preset("llama3-8b"), chip("h100"), 16, 64, 8192)
+found = planner.document(planner.decide(question, keep=5))
+assert all(row["memory_bytes"]["total"] <= question.room_bytes for row in found["plans"])
+assert 12 * question.config.num_params > question.room_bytes  # replicas alone cannot be
+rows = [
+    f"| `{row['mesh']}` | {row['step_s']:.2f} s | {row['memory_bytes']['total'] / 2**30:.0f} GiB | {row['why']} |"
+    for row in found["plans"]
+]
+Markdown("\n".join(["| mesh | a step | memory | why |", "|---|--:|--:|---|", *rows]))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** why not `dp=16`? 90 GiB of float32 state on each device, and 69 may be used.
+#
+# **Misunderstanding:** that the seconds are promises. They compare plans; bytes and arguments are exact, and a compiler without the
+# cluster checks memory (`llmpar compile`).
+#
+# **Source:** `llmpar.predict.planner`; `tests/measured.md` holds the model against 591 published runs.
+
+# %% [markdown] tags=["slide"]
+# ## Serving is another question
+#
+# A prompt computes. A token reads: all weights, and its keys and values. So decode many sequences together.
+#
+# <footer>Llama 3 8B, 8 H100s, 1,024 tokens in, 256 out · <code>llmpar plan --serve --devices 8</code> · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+demand = serving.Demand(preset("llama3-8b"), chip("h100"), 8, 1024, 256)
+served = serving.document(serving.answer(demand, keep=1))
+lines = [
+    f"| {row['batch']:,} | {row['decode_s'] * 1e3:.1f} ms | {row['tokens_per_s']:,.0f} |"
+    for row in served["curve"]
+    if row["batch"] in (1, 16, 64, 256)
+]
+first, last = served["curve"][0], served["curve"][-1]
+assert last["decode_s"] < 5 * first["decode_s"] and last["tokens_per_s"] > 50 * first["tokens_per_s"]
+Markdown("\n".join(["| sequences at once | a token each | tokens per second |", "|--:|--:|--:|", *lines]))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** what stops the batch? First the bound on a token's time, then memory for keys and values; beyond the critical batch
+# computing.
+#
+# **Misunderstanding:** that the mesh of training serves best. There, tensor parallelism is for memory; here, it is for latency.
+#
+# **Source:** Pope et al. 2022; Austin et al. 2025, inference chapter. No published run of serving has tested these figures: only the
+# formulas are.
