@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from llmpar import flash, flash_tpu
-from llmpar.par import hop, scope, vary_alike
+from llmpar.par import after, at, hop, put, scope, vary_alike
 from llmpar.sequence_order import CAUSAL, Mask, tile_length
 
 Q = Float[Array, "b s k r h"]
@@ -179,14 +179,6 @@ def _join_tiles(out, lse):
     return tuple(x.reshape(x.shape[0], -1, *x.shape[3:]) for x in (out, lse))
 
 
-def _tile(tree, i):
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
-
-
-def _put_tile(tree, i, tile):
-    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, tile)
-
-
 def _zeros(tree):
     return jax.tree.map(lambda x: vary_alike(jnp.zeros(x.shape, jnp.float32), x), tree)
 
@@ -220,8 +212,8 @@ def _over_pairs(options, visit, rows, keys, row_sums, key_sums=()):
     """
     (num_rows, *_, c, _), num_keys, mask = rows[0][0].shape, keys[0].shape[0], options.mask
 
-    def at(i, j, *sums):
-        row, key = _tile(rows, i), _tile(keys, j)
+    def meet(i, j, *sums):
+        row, key = at(rows, i), at(keys, j)
         ids = row[0][1], key[2]
         if not options.branch:
             return visit(sees(mask, *ids), row, key, *sums)
@@ -229,16 +221,16 @@ def _over_pairs(options, visit, rows, keys, row_sums, key_sums=()):
 
     def step(pair, sums):
         places = pair // num_keys, pair % num_keys
-        found = at(*places, *map(_tile, sums, places))
-        return tuple(map(_put_tile, sums, places, found))
+        found = meet(*places, *map(at, sums, places))
+        return tuple(map(put, sums, places, found))
 
     if not options.contiguous and (num_rows > FEW_ROWS or num_keys > FEW_KEYS):
         return lax.fori_loop(0, num_rows * num_keys, step, (row_sums, key_sums))
-    row_sums = [_tile(row_sums, i) for i in range(num_rows)]
-    key_sums = [_tile(key_sums, j) for j in range(num_keys)]
+    row_sums = [at(row_sums, i) for i in range(num_rows)]
+    key_sums = [at(key_sums, j) for j in range(num_keys)]
     for i, j in np.ndindex(num_rows, num_keys):
         if not options.contiguous or mask.admits((i - j) * c - (c - 1), (i - j) * c + (c - 1)):
-            row_sums[i], key_sums[j] = at(i, j, row_sums[i], key_sums[j])
+            row_sums[i], key_sums[j] = meet(i, j, row_sums[i], key_sums[j])
     return tuple(jax.tree.map(lambda *tiles: jnp.stack(tiles), *sums) for sums in (row_sums, key_sums))
 
 
@@ -300,19 +292,19 @@ def _ring_forward(options, queries, keys, ids):
     """Walk over hops: (out, lse) of the queries, which come with their ids. `keys` are (k, v), `ids` those of
     every rank's. Without an axis there is no hop."""
 
-    def hop(carry, i):
+    def turn(carry, i):
         held, done = carry
-        done = _look(options, queries, tuple(held), _tile(ids, _owner(options, i)), done)
-        return (_hop(options, held if options.overlap else _after(done[1], held)), done), None
+        done = _look(options, queries, tuple(held), at(ids, _owner(options, i)), done)
+        return (_hop(options, held if options.overlap else after(done[1], held)), done), None
 
     n, done = _ring_size(options), None
     if n > 1 or not options.platform:
         out = _zeros(queries[0])
         done = out, jnp.full_like(out[..., 0], -jnp.inf)
     if n > 1:
-        (held, done), _ = lax.scan(hop, (jnp.stack(keys), done), jnp.arange(n - 1))
+        (held, done), _ = lax.scan(turn, (jnp.stack(keys), done), jnp.arange(n - 1))
         keys = tuple(held)
-    out, lse = _look(options, queries, keys, _tile(ids, _owner(options, n - 1)), done)
+    out, lse = _look(options, queries, keys, at(ids, _owner(options, n - 1)), done)
     return out.astype(queries[0].dtype), lse
 
 
@@ -346,11 +338,11 @@ def _ring_backward(options, saved, grads):
     def step(carry, i, last=False):
         held, dq, dkv = carry
         dkv = dkv if dkv is None else _hop(options, dkv)
-        dq, more = _look_back(options, rows, tuple(held), _tile(ids, _owner(options, i)), dq)
+        dq, more = _look_back(options, rows, tuple(held), at(ids, _owner(options, i)), dq)
         if options.platform:  # one hop beside each of its two kernels: a GPU has one on its way at a time
             held, more = lax.optimization_barrier((held, more))
         if not last:
-            held = _hop(options, held if options.overlap else _after(dq[..., 0], held))
+            held = _hop(options, held if options.overlap else after(dq[..., 0], held))
         return held, dq, jnp.stack(more) if dkv is None else dkv + jnp.stack(more)
 
     n, dq, dkv = _ring_size(options), None if options.platform else _zeros(queries[0]), None
@@ -358,13 +350,13 @@ def _ring_backward(options, saved, grads):
         # Nothing else would keep these hops from running beside the forward ring's, and simulated devices
         # confuse two permutes of one shape, one of them in a loop: wrong numbers or a deadlock in half of the
         # runs (JAX 0.10.2).
-        first = _hop(options, _after(delta, jnp.stack(own)))
+        first = _hop(options, after(delta, jnp.stack(own)))
         carry = step((first, _zeros(queries[0]), None), 1, last=n == 2)
         if n > 2:
             carry, _ = lax.scan(lambda carry, i: (step(carry, i), None), carry, jnp.arange(2, n - 1))
             carry = step(carry, n - 1, last=True)
         _, dq, dkv = carry
-    dq, more = _look_back(options, rows, own, _tile(ids, _owner(options, 0)), dq)
+    dq, more = _look_back(options, rows, own, at(ids, _owner(options, 0)), dq)
     dk, dv = more if dkv is None else _hop(options, dkv) + jnp.stack(more)
     grads = dq.astype(queries[0].dtype), dk.astype(own[0].dtype), dv.astype(own[1].dtype)
     return (grads[0], None), grads[1:], None
@@ -403,13 +395,6 @@ def _hop(options, held):
         return hop(held, options.axis, options.hop)
 
 
-def _after(known, held):
-    """Return what is held, but not before `known` is. (A true dependence, because XLA for CPUs drops
-    optimization barriers.)"""
-    sane = known.max() <= jnp.inf  # a NaN, which shows anyway, makes zeros of what is held
-    return jnp.where(sane, held, jnp.zeros((), held.dtype))
-
-
 # ------------------------------------------------------------------------------------------------- one device
 
 
@@ -420,7 +405,7 @@ def full(
     others."""
     options = _Options(mask, _scale(scale, q))
     queries, keys, ids_by_rank = _cut_into_tiles(options, q, k, v, q.shape[1], k.shape[1], **ids)
-    (q_tile, q_ids), (k_tile, v_tile), k_ids = _tile((queries, keys, _tile(ids_by_rank, 0)), 0)
+    (q_tile, q_ids), (k_tile, v_tile), k_ids = at((queries, keys, at(ids_by_rank, 0)), 0)
     out, lse = _attend_tiles(q_tile, k_tile, v_tile, sees(mask, q_ids, k_ids), options.scale)
     return _join_tiles(out.astype(q.dtype)[None], lse[None])
 

@@ -145,8 +145,9 @@ def kernel(par: Solo, num_queries: int):
         (axis,) = axes
         # A tile must not join the two parts that zigzag deals to a rank.
         block = block if block and block < num_queries else None
-        how = {"platform": flash, "block": block, "branch": branch, "hop": plan.hop}
-        return functools.partial(attention.ring, axis=axis, **how)
+        return functools.partial(
+            attention.ring, axis=axis, platform=flash, block=block, branch=branch, hop=plan.hop
+        )
     if flash:
         return functools.partial(attention.fused, platform=flash)
     if plan.attention_kernel == "portable":

@@ -253,11 +253,8 @@ class Arrow:
             )
             found.setdefault((kind, old.strip("+"), new), []).append(axis)
         order = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
-        nested = [
-            *self.before.axes,
-            *self.after.axes,
-            *ORDER,
-        ]  # a move's axes are named as they nest in its dim
+        # A move's axes are named as they nest in its dim.
+        nested = [*self.before.axes, *self.after.axes, *ORDER]
         moves = [
             Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
             for (kind, old, new), axes in found.items()
@@ -365,7 +362,7 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
     reshape = body.startswith("!")
     offset = text.index(body) + reshape if body else 0
     sizes: dict[str, int] = {}
-    tokens = [(m.group(), m.start()) for m in re.finditer(r"[^\s,]+", text[offset:])]
+    tokens = [(m.group(), m.start()) for m in re.compile(r"[^\s,]+").finditer(text, offset)]
     if not tokens:
         raise NotationError(text, 0, 1, "an empty mesh; write for instance 'dp=2 fsdp=2 tp=2'")
     positional = all(re.fullmatch(r"-?\d+", token) for token, _ in tokens)
@@ -378,7 +375,6 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
             " tp=4'",
         )
     for index, (token, at) in enumerate(tokens):
-        at += offset
         name, _, value = token.replace(":", "=").partition("=")
         if positional:
             name, value = POSITIONAL[len(tokens)][index], token

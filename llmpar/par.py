@@ -422,7 +422,10 @@ def _leaving(multiply, ring, x, weights):
 def _leaving_backward(multiply, ring, saved, dy):
     x, weights = saved
     pull = _Pull(multiply, weights)
-    _, parts = ring.gather(_after(x, dy), lambda i, block: pull(ring.block(x, i), block))
+    # To simulated devices all permutes are one channel: where x is computed again, nothing else would order
+    # the rings that it takes before this one.
+    dy = lax.platform_dependent(x, dy, cpu=after, default=lambda _, dy: dy)
+    _, parts = ring.gather(dy, lambda i, block: pull(ring.block(x, i), block))
     return ring.join(*parts), pull.gradients()
 
 
@@ -448,12 +451,20 @@ class _Pull:
         return tuple(add(*parts) for parts in zip(*self.found, strict=True))
 
 
-def _after(known, held):
-    """What is held, on CPUs not before ``known`` is. All permutes of a program are one channel to simulated
-    devices; where ``known`` is computed again, nothing else would order the rings that it takes before this
-    one."""
-    wait = lambda known, held: jnp.where(known.max() <= jnp.inf, held, jnp.zeros((), held.dtype))
-    return lax.platform_dependent(known, held, cpu=wait, default=lambda _, held: held)
+def after(known: Array, held: Array) -> Array:
+    """What is held, but not before ``known`` is: a true dependence, because XLA for CPUs drops optimization
+    barriers. A NaN in ``known``, which shows anyway, makes zeros of what is held."""
+    return jnp.where(known.max() <= jnp.inf, held, jnp.zeros((), held.dtype))
+
+
+def at(tree: Any, index: Any) -> Any:
+    """What lies at one place of a tree's leading dim."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def put(tree: Any, index: Any, values: Any) -> Any:
+    """The tree with values in one place of its leading dim."""
+    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, index, 0), tree, values)
 
 
 def varying(x: Any) -> frozenset[str]:

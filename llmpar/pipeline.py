@@ -44,9 +44,9 @@ from jax import lax
 from llmpar import schedules
 from llmpar.config import ModelConfig
 from llmpar.model import Batch
-from llmpar.par import Manual, scope, vary, varying
+from llmpar.par import Manual, at, put, scope, vary, varying
 from llmpar.schedules import KINDS
-from llmpar.stage import Stage, add, at, embed, programs, when
+from llmpar.stage import Stage, add, embed, programs, when
 from llmpar.timetable import WAYS, slots, timetable
 from llmpar.weights import Tree, weight_dims
 
@@ -59,39 +59,34 @@ def gradients(
     """Loss (summed over tokens), the routers' tally ``l e`` (None without experts) and gradients of this
     device's part of the batch, inside shard_map. The blocks come in `schedules.layer_order`.
 
-    ``params`` vary over the sums of `Life.unreduced`, pp among them where a weight is not cut by it.
-    Gradients start as ``zeros`` and come laid out as `Life.accumulated`, the loss unfinished over pp and the
-    axes of the data.
+    ``params`` vary over the sums of `Life.unreduced`, pp among them where a weight is not cut by it. All
+    start as ``zeros``; gradients come laid out as `Life.accumulated`, loss and tally unfinished over pp too.
     """
-    sums = {name: g for name, g in zeros.items() if name != "blocks"}
-    sums["loss"] = vary(jnp.float32(0), par.plan.live("pp") + par.plan.varying("data"))
+    (loss, tally), grads = zeros
+    told = jax.tree.map(lambda x: vary(x, ("pp",)), {"loss": loss, "tally": tally})
+    sums = {name: g for name, g in grads.items() if name != "blocks"} | told
     walk = _Executor(config, par, params, batch, sums)
     chunks = lambda g: jnp.concatenate([_pieces(g, walk.schedule.visits)] * walk.copies)
     state = {
         "sums": sums,
-        "blocks": {"blocks": jax.tree.map(chunks, zeros["blocks"])},
+        "blocks": {"blocks": jax.tree.map(chunks, grads["blocks"])},
         "saved": _room(walk.slots.num_saved, walk.saved),
         "residual": _room(walk.slots.num_residual, walk.residual),
-        "tally": _room([walk.copies * walk.schedule.visits], walk.tally),
     }
     messages = _room(walk.slots.num_messages + 1, walk.stream)
     sends = {name: jnp.asarray((walk.slots.send == way).any(1)) for name, way in WAYS.items()}
     (state, _), _ = lax.scan(walk.tick, (state, messages), (walk.table, sends))
     own = lambda g: g if walk.copies == 1 else g[:1] + walk.opposite(g[1:])
     blocks = jax.tree.map(lambda g: own(g).reshape(-1, *g.shape[2:]), state["blocks"])
-    tally = jax.tree.map(walk.by_layer, state["tally"])
-    return (state["sums"].pop("loss"), tally), state["sums"] | blocks
+    sums = state["sums"]
+    return (sums.pop("loss"), sums.pop("tally")), sums | blocks
 
 
 class _Executor:
     """What a device does in a tick, with its weights, its tokens and its column of the table."""
 
     def __init__(self, config, par, params, batch, sums):
-        self.config, self.schedule, self.recomputes = (
-            config,
-            par.plan.pipeline,
-            par.plan.stage_saves == "input",
-        )
+        self.schedule, self.recomputes = par.plan.pipeline, par.plan.stage_saves == "input"
         self.copies, self.slots = self.schedule.parameter_copies, slots(timetable(self.schedule))
         self.batch = jax.tree.map(lambda x: _pieces(x, self.schedule.num_microbatches), batch)
         both = lambda w: w if self.copies == 1 else jnp.concatenate([w, self.opposite(w)])
@@ -101,7 +96,7 @@ class _Executor:
         chunks = functools.partial(_pieces, n=self.copies * self.schedule.visits)
         self.chunks = jax.tree.map(chunks, shared.pop("blocks"))
         self.inputs = functools.partial(Stage, config, par, shared=shared)
-        table = self.instructions(self.schedule.layers(config.num_layers))
+        table = self.instructions(config.num_layers)
         self.table = {name: jnp.asarray(column)[:, lax.axis_index("pp")] for name, column in table.items()}
         stage = jax.eval_shape(lambda table: self.stage(at(table, 0)), self.table)
         # Typed by the weights alone: where one does not vary over pp, the loop's messages will not fit.
@@ -109,35 +104,27 @@ class _Executor:
             lambda now: embed(self.stage(now)), {name: column[0, 0] for name, column in table.items()}
         )
         self.programs, self.saved, self.residual = programs(stage, self.stream, sums)
-        given = stage, self.saved, self.stream, sums
-        self.tally = jax.eval_shape(lambda *given: self.programs["B"](*given)[0][2], *given)
 
-    def instructions(self, layers: dict[tuple[int, int], int]) -> dict[str, np.ndarray]:
+    def instructions(self, num_layers: int) -> dict[str, np.ndarray]:
         """The table as numbers [tick, stage] by name: the operation, its slots (`timetable.Slots`), and which
-        part of the model its chunk is. A slot of -1 is the last one; of messages nobody reads that."""
+        part of the model its chunk is. A slot of -1 is the last one; of messages nobody reads that.
+        ``layers`` has a row of numbers in each cell, `num_layers` where the chunk has a layer less."""
         kind, u, chunk = np.moveaxis(timetable(self.schedule).ticks, 2, 0)
         names = "saved", "residual", "left", "right", "keep", "read"
         found = {name: getattr(self.slots, name) for name in names} | {"kind": kind, "u": u, "chunk": chunk}
         enters, leaves = found["read"] < 0, (self.slots.send == 0) & (found["keep"] < 0)
         found |= {"first": np.where(kind, leaves, enters), "last": np.where(kind, enters, leaves)}
-        p, most = self.schedule.num_stages, max(layers.values())
-        full = np.reshape([layers[cell] == most for cell in sorted(layers)], (p, -1))
-        return found | {"full": full[np.arange(p), chunk]}
+        order = schedules.layer_order(self.schedule, num_layers)
+        order = order.reshape(p := self.schedule.num_stages, self.schedule.visits, -1)
+        both = np.concatenate([order, order[::-1]], 1)  # where there are two copies, as `opposite` has them
+        layers = both[np.arange(p), chunk]
+        return found | {"layers": layers, "full": (layers < num_layers).all(-1)}
 
     def opposite(self, x):
         """What the stage at the same distance from the other end has."""
         p = self.schedule.num_stages
         with scope("l -> the opposite stage"):
             return lax.ppermute(x, "pp", [(i, p - 1 - i) for i in range(p)])
-
-    def by_layer(self, tally):
-        """The tally of the chunks that this device ran, at the places of their layers in the model."""
-        order = schedules.layer_order(self.schedule, num_layers := self.config.num_layers)
-        order = order.reshape(self.schedule.num_stages, -1)
-        places = jnp.asarray(np.concatenate([order, order[::-1]], 1) if self.copies > 1 else order)
-        tally = tally.reshape(-1, tally.shape[-1])
-        whole = vary(jnp.zeros((num_layers, tally.shape[-1])), varying(tally))
-        return whole.at[places[lax.axis_index("pp")]].add(tally, mode="drop")
 
     def stage(self, now) -> Stage:
         """The inputs of the cell that this device runs now."""
@@ -147,6 +134,7 @@ class _Executor:
             first=now["first"],
             last=now["last"],
             full=now["full"],
+            layers=now["layers"],
         )
 
     def tick(self, carry, instruction):
@@ -157,14 +145,11 @@ class _Executor:
         for kind, run in {"F": self.forward, "B": self.backward, "W": self.weights}.items():
             if self.programs[kind]:
                 state, y = when(kind, now["kind"] == KINDS.index(kind), run, (state, y), now)
-        for name, slot in {
-            "right": now["left"],
-            "left": now["right"],
-        }.items():  # sent right, it comes from left
+        for name, slot in {"right": "left", "left": "right"}.items():  # sent right, it comes from left
             if (self.slots.send == WAYS[name]).any():
-                messages = _put(messages, self.send(y, name, sends[name]), slot)
+                messages = put(messages, now[slot], self.send(y, name, sends[name]))
         if (self.slots.keep >= 0).any():
-            messages = _put(messages, y, now["keep"])
+            messages = put(messages, now["keep"], y)
         return (state, messages), None
 
     def send(self, y, name: str, somebody_sends):
@@ -180,18 +165,16 @@ class _Executor:
         (state, x), stage = carry, self.stage(now)
         x = when("enters", stage.first, lambda x: embed(stage), x)
         y, saved = self.programs["F"](stage, x)
-        return state | {"saved": _put(state["saved"], saved, now["saved"])}, y
+        return state | {"saved": put(state["saved"], now["saved"], saved)}, y
 
     def backward(self, carry, now):
         """B: the gradient of the chunk's input, and of its weights if there is no W."""
         state, dy = carry
         given = at(state["saved"], now["saved"]), dy, state["sums"]
-        (dx, sums, tally), rest = self.programs["B"](self.stage(now), *given)
-        more = lambda room, new: _put(room, at(room, now["chunk"]) + new, now["chunk"])
-        state = state | {"tally": jax.tree.map(more, state["tally"], tally)}
+        (dx, sums), rest = self.programs["B"](self.stage(now), *given)
         if not self.schedule.split_backward:
             return self.add_blocks(state | {"sums": sums}, rest, now), dx
-        return state | {"sums": sums, "residual": _put(state["residual"], rest, now["residual"])}, dx
+        return state | {"sums": sums, "residual": put(state["residual"], now["residual"], rest)}, dx
 
     def weights(self, carry, now):
         """W: the gradients of the chunk's weights. It sends nothing."""
@@ -202,14 +185,10 @@ class _Executor:
     def add_blocks(self, state, grads, now):
         """The state with the gradients of one chunk's blocks added."""
         sums = add(self.stage(now), at(state["blocks"], now["chunk"]), grads)
-        return state | {"blocks": _put(state["blocks"], sums, now["chunk"])}
+        return state | {"blocks": put(state["blocks"], now["chunk"], sums)}
 
 
 def _room(num_slots, like: Tree) -> Tree:
     """Slots for values like these, as many as the largest stage has: every stage runs the same program."""
     zeros = lambda x: vary(jnp.zeros((max(num_slots), *x.shape), x.dtype), varying(x))
     return jax.tree.map(zeros, like)
-
-
-def _put(room: Tree, values: Tree, slot):
-    return jax.tree.map(lambda x, new: lax.dynamic_update_index_in_dim(x, new, slot, 0), room, values)

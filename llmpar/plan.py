@@ -268,22 +268,20 @@ class Plan:
     def detour(self) -> str:
         """What simulated devices make the plan do otherwise than others would, in one line; '' for nothing.
         Known once it is decided (`on`)."""
-        if self.hop != "exchange" or not self.rings:
-            return ""
-        return (
+        why = (
             "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices would"
             " wait for every stage of the pipeline"
         )
+        return why if self.hop == "exchange" and self.rings else ""
 
     @functools.cached_property
     def pipeline(self) -> schedules.Schedule | None:
         """What each stage does and in which order; None where there is one stage."""
         if self.mesh.pp == 1:
             return None
-        written = self.schedule.strip().count("\n")
         return (
             schedules.from_text(self.schedule)
-            if written
+            if "\n" in self.schedule.strip()
             else schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.virtual_stages)
         )
 
@@ -377,79 +375,84 @@ class Plan:
         compilation."""
         if (fitted := self.of(config)) != self:
             return fitted.check(config, batch_size, seq_len)
-        sizes = self.mesh.asked
         config.weights()  # refuses what cannot run at all
         self._refuse_idle(self.idle(config))
-        if sizes["ep"] > 1 and not config.experts:
-            why = f"but no experts in '{config.name}' here; use pp, dp, fsdp, sp, tp"
-            raise ValueError(f"mesh '{self.mesh}' has ep={sizes['ep']}, {why}")
+        _refuse(
+            self.mesh.ep > 1 and not config.experts,
+            f"mesh '{self.mesh}' has ep={self.mesh.ep}, but no experts in '{config.name}' here; use pp, dp,"
+            " fsdp, sp, tp",
+        )
         for name, size in {"batch": batch_size, "sequence": seq_len}.items():
-            if size < 1:
-                raise ValueError(f"{name} {size} holds no token; use 1 or more")
+            _refuse(size < 1, f"{name} {size} holds no token; use 1 or more")
         self._divides("batch", batch_size, BATCH_AXES, "microbatches")
         cut_by_tp = {
             "heads": config.num_heads,
             "feed-forward width": config.ffn_width,
             "vocabulary": config.vocab_size,
         }
+        tp_suits = math.gcd(config.num_kv_heads, *cut_by_tp.values())
         for name, size in cut_by_tp.items():
-            self._divides(
-                name, size, ("tp",), suits=math.gcd(config.num_kv_heads, *cut_by_tp.values()), fixed=True
-            )
-        cut_by_tp["KV heads"] = config.num_kv_heads
+            self._divides(name, size, ("tp",), suits=tp_suits, fixed=True)
         self._check_kv_heads(config)
         if config.experts:
             self._divides("experts", config.experts.num_experts, ("ep",), fixed=True)
         if self.tp_sequence:
-            self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, *cut_by_tp.values()))
+            self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, tp_suits))
         self._divides("sequence", seq_len, ("sp",), "loss_chunks")
-        pieces = (
-            self.tp_sequence and not config.experts
-        )  # each is gathered by itself; experts need all at once
-        cuts, fits = (("sp", "tp"), math.gcd(seq_len, *cut_by_tp.values())) if pieces else (("sp",), 0)
+        # Each piece is gathered by itself; experts need all at once.
+        pieces = self.tp_sequence and not config.experts
+        cuts, fits = (("sp", "tp"), math.gcd(seq_len, tp_suits)) if pieces else (("sp",), 0)
         self._divides("sequence", seq_len, cuts, "ffn_chunks", suits=fits)
-        if sizes["sp"] > 1 and self.sequence_order == "zigzag" and seq_len % (2 * sizes["sp"]):
-            near = 2 * sizes["sp"] * max(1, seq_len // (2 * sizes["sp"]))
-            raise ValueError(
-                f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sizes['sp']} parts, and {seq_len}"
-                f" is no multiple; use {near}, or sequence_order='balanced' or 'striped'"
-            )
-        which, heads = ("query", config.num_heads) if self.mesh.kv > 1 else ("KV", config.num_kv_heads)
-        if self.context_parallel == "ulysses" and (here := heads // sizes["tp"]) % sizes["sp"]:
-            raise ValueError(
-                f"context_parallel='ulysses' cuts the {here} {which} heads of a device by sp ="
-                f" {sizes['sp']}; use context_parallel='ring', which needs no heads"
-            )
-        if self.context_parallel == "usp" and self.mesh.ul in (1, self.mesh.sp):
-            parts, way = ("all", "ulysses") if self.mesh.ul > 1 else ("no part", "ring")
-            raise ValueError(
-                f"context_parallel='usp' exchanges the {heads // sizes['tp']} {which} heads of a device among"
-                f" ranks of sp = {sizes['sp']}, and {parts} of these divide them; use"
-                f" context_parallel='{way}'"
-            )
+        self._check_context_parallel(config, seq_len)
         for what in ("queries", "keys"):
             local = seq_len // math.prod(self.mesh.sizes[a] for a in self.regions[what].get("s", ()))
             if self.attention_block and local > self.attention_block and local % self.attention_block:
                 self._divides(f"each device's number of {what}", local, (), "attention_block", fixed=True)
         self._check_kernel(seq_len)
         if self.zero:
-            self._check_zero(config, batch_size // (sizes["dp"] * sizes["ep"] * self.microbatches))
-        if self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero:
-            why = f"does not go with ZeRO {self.zero}, whose gradients are reduce-scattered"
-            raise ValueError(f"reduce='{self.reduce}' {why}; use 'end'")
-        if self.reduce == "bucket" and self.reading == "explicit":
-            why = "joins gradients that are cut in different ways, and a type has one way"
-            raise ValueError(f"reduce='bucket' {why}; use reduce='end', or reading='manual'")
-        if self.reading == "explicit" and 1 < self.unroll < config.num_layers:
-            why = "JAX 0.10 cannot cut a loop over unfinished sums in pieces"
-            raise ValueError(
-                f"unroll={self.unroll} does not go with reading='explicit': {why}; use unroll=1 or unroll=0"
-            )
-        if self.reduce == "layer" and self.microbatches > 1:
-            raise ValueError(
-                "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1"
-            )
+            self._check_zero(config, batch_size // (self.mesh.dp * self.mesh.ep * self.microbatches))
+        _refuse(
+            self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero,
+            f"reduce='{self.reduce}' does not go with ZeRO {self.zero}, whose gradients are reduce-scattered;"
+            " use 'end'",
+        )
+        _refuse(
+            self.reduce == "bucket" and self.reading == "explicit",
+            "reduce='bucket' joins gradients that are cut in different ways, and a type has one way; use"
+            " reduce='end', or reading='manual'",
+        )
+        _refuse(
+            self.reading == "explicit" and 1 < self.unroll < config.num_layers,
+            f"unroll={self.unroll} does not go with reading='explicit': JAX 0.10 cannot cut a loop over"
+            " unfinished sums in pieces; use unroll=1 or unroll=0",
+        )
+        _refuse(
+            self.reduce == "layer" and self.microbatches > 1,
+            "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1",
+        )
         self._check_pipeline(config)
+
+    def _check_context_parallel(self, config, seq_len: int) -> None:
+        """Refuse a sequence that zigzag cannot deal, and heads that cannot be exchanged as asked."""
+        sp, ul = self.mesh.sp, self.mesh.ul
+        which, heads = ("query", config.num_heads) if self.mesh.kv > 1 else ("KV", config.num_kv_heads)
+        here, near = heads // self.mesh.tp, 2 * sp * max(1, seq_len // (2 * sp))
+        parts, way = ("all", "ulysses") if ul > 1 else ("no part", "ring")
+        _refuse(
+            sp > 1 and self.sequence_order == "zigzag" and seq_len % (2 * sp),
+            f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no"
+            f" multiple; use {near}, or sequence_order='balanced' or 'striped'",
+        )
+        _refuse(
+            self.context_parallel == "ulysses" and here % sp,
+            f"context_parallel='ulysses' cuts the {here} {which} heads of a device by sp = {sp}; use"
+            " context_parallel='ring', which needs no heads",
+        )
+        _refuse(
+            self.context_parallel == "usp" and ul in (1, sp),
+            f"context_parallel='usp' exchanges the {here} {which} heads of a device among ranks of sp ="
+            f" {sp}, and {parts} of these divide them; use context_parallel='{way}'",
+        )
 
     def _check_kv_heads(self, config) -> None:
         """Refuse a tp that neither cuts the KV heads evenly nor gives each equally many copies, and copies
@@ -461,12 +464,12 @@ class Plan:
                 f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of"
                 f" {', '.join(str(n) for n in cut if n <= 4 * tp and 0 in (heads % n, n % heads))}"
             )
-        if self.mesh.kv > 1 and self.reading == "explicit":
-            raise ValueError(
-                f"reading='explicit' does not go with tp = {tp} on {heads} KV heads: a type has no sum over"
-                " the part of tp that holds copies of a head beside one over all of it; use"
-                f" reading='manual', or a tp that divides {heads}"
-            )
+        _refuse(
+            self.mesh.kv > 1 and self.reading == "explicit",
+            f"reading='explicit' does not go with tp = {tp} on {heads} KV heads: a type has no sum over the"
+            " part of tp that holds copies of a head beside one over all of it; use reading='manual', or a tp"
+            f" that divides {heads}",
+        )
 
     def _check_zero(self, config, rows: int) -> None:
         """Refuse dims that ZeRO cannot cut evenly. With fsdp as many ``rows`` of the batch are cut too."""
@@ -484,30 +487,30 @@ class Plan:
     def idle(self, config) -> dict[str, str]:
         """The fields that are set and decide nothing for this mesh and model, with the reason: `check`
         refuses them."""
-        sizes, life = self.mesh.asked, self.of(config).life
-        one = lambda axis: f"mesh '{self.mesh}' has {axis}=1"
+        mesh, life = self.mesh, self.of(config).life
+        one = lambda axis: f"mesh '{mesh}' has {axis}=1"
         rules = [
-            ("schedule virtual_stages stage_saves", sizes["pp"] == 1, one("pp")),
-            ("context_parallel sequence_order", sizes["sp"] == 1, one("sp")),
+            ("schedule virtual_stages stage_saves", mesh.pp == 1, one("pp")),
+            ("context_parallel sequence_order", mesh.sp == 1, one("sp")),
             ("hop", not self.rings, "no ring hands anything on"),
-            ("tp_sequence", sizes["tp"] == 1, one("tp")),
+            ("tp_sequence", mesh.tp == 1, one("tp")),
             ("tp_comm_overlap", not self.tp_sequence, "without tp_sequence nothing is gathered over tp"),
             (
                 "tp_comm_overlap",
                 self.reading != "manual",
                 f"under reading='{self.reading}' XLA chooses how activations travel",
             ),
-            ("dispatch", sizes["ep"] == 1, one("ep")),
+            ("dispatch", mesh.ep == 1, one("ep")),
             (
                 "zero",
                 not self._zero_axes() and self.zero in (1, 2),
-                f"mesh '{self.mesh}' has no axis by which ZeRO cuts state; those are {self.zero_axes}",
+                f"mesh '{mesh}' has no axis by which ZeRO cuts state; those are {self.zero_axes}",
             ),
             ("zero_axes", not self.zero, "ZeRO 0 cuts nothing"),
             (
                 "zero_axes",
                 self._zero_axes() == self.live("fsdp", "ep", "sp", "ul"),
-                f"mesh '{self.mesh}' has no others",
+                f"mesh '{mesh}' has no others",
             ),
             ("reshard_after_forward", not self.gathers, "only ZeRO 3 gathers weights for use"),
             ("grouped", config.experts is None, f"'{config.name}' has no experts"),
@@ -545,10 +548,8 @@ class Plan:
 
     def _refuse_idle(self, reasons: dict[str, str]) -> None:
         for name, why in reasons.items():
-            if self._is_set(name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} would change nothing: {why}; leave {name} out"
-                )
+            found = f"{name}={getattr(self, name)!r}"
+            _refuse(self._is_set(name), f"{found} would change nothing: {why}; leave {name} out")
 
     def effective(self, config) -> Plan:
         """The same plan, with the defaults in fields that decide nothing: for tools whose controls are always
@@ -579,8 +580,7 @@ class Plan:
             why = "chooses its own blocks; leave attention_block out"
         if kernel == "cudnn" and self.dtype == "float32":
             why = "computes in 16 bits; use dtype='bfloat16'"
-        if why:
-            raise ValueError(f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'")
+        _refuse(why, f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'")
 
     def on(self, platform: str) -> Plan:
         """The plan with what it leaves to the platform decided (``cpu``, ``gpu`` or ``tpu``). Refuses what
@@ -597,12 +597,11 @@ class Plan:
                 )
             decided |= {name: first} if value == "auto" else {}
         waits = platform == "cpu" and self.mesh.pp > 1  # a permute, for what other stages do not take part in
-        if waits and self.hop == "permute" and self.rings:
-            raise ValueError(
-                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
-                " there for every device of the mesh, and other stages do other work; use hop='exchange', or"
-                " 'auto'"
-            )
+        _refuse(
+            waits and self.hop == "permute" and self.rings,
+            f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits there"
+            " for every device of the mesh, and other stages do other work; use hop='exchange', or 'auto'",
+        )
         if self.hop == "auto":
             decided["hop"] = "exchange" if waits else "permute"
         return dataclasses.replace(self, **decided)
@@ -620,27 +619,24 @@ class Plan:
         if min(order.layers(config.num_layers).values(), default=0) == 1:
             self._refuse_idle({"unroll": f"{name} has a chunk of one layer, and a loop over that is no loop"})
         timetable(order)
-        if order.num_stages != self.mesh.pp:
-            p = order.num_stages
-            raise ValueError(
-                f"{name} has {p} stages but mesh '{self.mesh}' has pp={self.mesh.pp}; use pp={p}"
-            )
-        if order.num_microbatches != self.microbatches:
-            m = order.num_microbatches
-            raise ValueError(
-                f"{name} has {m} microbatches but the plan has {self.microbatches}; use microbatches={m}"
-            )
-        if config.num_layers < (cells := len(order.routes[0])):
-            raise ValueError(
-                f"{config.num_layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer"
-                " cells"
-            )
+        p, m, cells = order.num_stages, order.num_microbatches, len(order.routes[0])
+        _refuse(
+            p != self.mesh.pp,
+            f"{name} has {p} stages but mesh '{self.mesh}' has pp={self.mesh.pp}; use pp={p}",
+        )
+        _refuse(
+            m != self.microbatches,
+            f"{name} has {m} microbatches but the plan has {self.microbatches}; use microbatches={m}",
+        )
+        _refuse(
+            config.num_layers < cells,
+            f"{config.num_layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer"
+            " cells",
+        )
         for field, value in {"reading": "manual", "reduce": "end"}.items():
-            if getattr(self, field) != value:
-                raise ValueError(
-                    f"{field}={getattr(self, field)!r} does not go with pp={self.mesh.pp}; use"
-                    f" {field}={value!r}"
-                )
+            asked = getattr(self, field)
+            why = f"{field}={asked!r} does not go with pp={self.mesh.pp}; use {field}={value!r}"
+            _refuse(asked != value, why)
 
     def _divides(
         self,
@@ -666,6 +662,12 @@ class Plan:
         change = "" if fixed else f"use {' or '.join(map(str, near))}, or "
         ways = f"{change}make {name} one of {', '.join(map(str, fits))}{ways}"
         raise ValueError(f"{what} {size} is not a multiple of {name} = {parts}; {ways}")
+
+
+def _refuse(holds: Any, why: str) -> None:
+    """Raise ValueError with the reason, where this holds."""
+    if holds:
+        raise ValueError(why)
 
 
 @functools.cache

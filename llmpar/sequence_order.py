@@ -1,13 +1,13 @@
-"""Say which keys a query sees and which rank holds which positions, and count the work that this gives a
-ring.
+"""Say which keys a query sees, which rank holds which positions, and in which tiles attention cuts them.
 
 No JAX. Attention itself never asks for the order: positions travel with queries and keys.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
+
+from llmpar.packing import balanced_order, zigzag
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,9 @@ def sequence_permutation(name: str, s: int, n: int) -> np.ndarray:
             f"{name} order over {n} ranks cuts the sequence into {parts} parts, but {s} is not a multiple of"
             f" {parts}; use a sequence of {' or '.join(near)}{other}"
         )
-    cut = np.arange(s).reshape(parts, -1)
     if name == "zigzag":
-        cut = np.concatenate([cut[:n], cut[: n - 1 : -1]], axis=1)
-    return np.arange(s).reshape(-1, n).T.ravel() if name == "striped" else cut.ravel()
+        return zigzag(np.arange(s), n).ravel()
+    return np.arange(s).reshape(-1, n).T.ravel() if name == "striped" else np.arange(s)
 
 
 def row_orders(name: str, segments_bs: np.ndarray, n: int, window: int | None = None) -> np.ndarray:
@@ -75,46 +74,6 @@ def row_orders(name: str, segments_bs: np.ndarray, n: int, window: int | None = 
         np.stack([balanced_order(row, n, window) for row in segments_bs])
         if name == "balanced"
         else np.broadcast_to(sequence_permutation(name, segments_bs.shape[1], n), segments_bs.shape)
-    )
-
-
-def work(segments_s: np.ndarray, window: int | None = None) -> np.ndarray:
-    """Return how many keys each position sees: those of its document up to itself, at most a ``window``."""
-    s = np.arange(len(segments_s))
-    return np.minimum(
-        1 + s - np.maximum.accumulate(np.where(np.diff(segments_s, prepend=segments_s[:1] - 1), s, 0)),
-        window or len(s),
-    )
-
-
-def balanced_order(segments_s: np.ndarray, n: int, window: int | None = None) -> np.ndarray:
-    """Return the order of a row of documents that gives n ranks equally many positions and the same causal
-    work, to about 2n keys.
-
-    Each document is cut like a zigzag, in 2n pieces; its first positions, fewer than 2n, are left over, the
-    cheapest that there are (Llama 3 2024 and WLB-LLM, Wang et al. 2025, cut by documents too). A pair of
-    pieces, first and last, or a position that was left over, goes to the rank with the least work so far, the
-    heaviest first, and each rank gets one of every n. Where a plain zigzag is better, it is taken.
-    """
-    s, cost = len(segments_s), work(segments_s, window)
-    if s % n:
-        raise ValueError(f"balanced order deals {s} positions to {n} ranks; use a multiple of {n}")
-    lengths = np.diff(starts := np.flatnonzero(work(segments_s) == 1), append=s)
-    rank, load = np.empty(s, int), np.zeros(n, int)
-
-    def deal(places: np.ndarray) -> None:
-        heavy, to = (np.argsort(x, kind="stable") for x in (-cost[places].sum(1), load))  # n rows, n ranks
-        rank[places[heavy]], load[to] = to[:, None], load[to] + cost[places[heavy]].sum(1)
-
-    for begin, length in sorted(zip(starts, lengths, strict=True), key=lambda it: -it[1]):
-        pieces = np.arange(begin + length % (2 * n), begin + length).reshape(2 * n, -1)
-        deal(np.concatenate([pieces[:n], pieces[: n - 1 : -1]], axis=1))
-    left = np.flatnonzero(np.arange(s) < np.repeat(starts + lengths % (2 * n), lengths))
-    for places in left[np.argsort(-cost[left], kind="stable")].reshape(-1, n, 1):
-        deal(places)
-    zigzag = [sequence_permutation("zigzag", s, n)] if s % (2 * n) == 0 else []
-    return min(
-        [np.argsort(rank, kind="stable"), *zigzag], key=lambda order: cost[order].reshape(n, -1).sum(1).max()
     )
 
 
@@ -131,39 +90,3 @@ def tile_length(block: int | None, length: int) -> int:
             f"block={block} does not divide the {length} positions held here; use a divisor, such as {near}"
         )
     return min(block, length)
-
-
-# ------------------------------------------------------------------------------------------------ kernels
-
-
-class KernelTiles(NamedTuple):
-    """Queries and keys per tile of a kernel, and how many warps of a GPU work on one, loading how many tiles
-    ahead."""
-
-    q: int
-    k: int
-    num_warps: int
-    num_stages: int
-
-
-def padded_width(head_width: int) -> int:
-    """Return the width of a head inside a kernel: a power of 2, at least 16, as tensor cores want it."""
-    return max(16, 1 << (head_width - 1).bit_length())
-
-
-def kernel_tiles(
-    name: str, head_width: int, itemsize: int, s: int, t: int, platform: str = "gpu"
-) -> KernelTiles:
-    """Return the tiles of a kernel of `llmpar.flash`.
-
-    A program keeps one tile, and its sums, in registers, and passes the others through shared memory. Chosen
-    for H100s, so that nothing is spilled; heads of more bytes get smaller tiles. Sequences shorter than a
-    tile get a shorter one.
-    """
-    width = padded_width(head_width) * itemsize  # bytes
-    own, other = (128, 64) if width <= 256 else (64, 32) if width <= 512 else (32, 32)
-    if platform == "tpu":  # vector memory holds more, and its lanes want 128 numbers
-        own = other = 512 if width <= 512 else 256
-    q, k = (other, own) if name == "flash_keys_grad" else (own, other)
-    fit = lambda tile, length: min(tile, padded_width(length))
-    return KernelTiles(fit(q, s), fit(k, t), 8, 3 if width <= 256 else 2)

@@ -29,7 +29,7 @@ from jax import lax
 
 from llmpar.config import ModelConfig
 from llmpar.model import Batch, Llama
-from llmpar.par import Manual, Solo
+from llmpar.par import Manual, Solo, at
 from llmpar.split import split, trace
 from llmpar.weights import Tree, weight_dims
 
@@ -59,7 +59,8 @@ class Stage:
     batch: Tree
     first: Any  # whether this chunk has the model's first layer,
     last: Any  # its last layer,
-    full: Any  # and as many layers as any
+    full: Any  # and as many layers as any;
+    layers: Any  # their numbers in the model
 
     def model(self, **weights) -> StageModel:
         """The model with this stage's weights, or others in their place."""
@@ -122,18 +123,19 @@ def loss(stage: Stage, weights, y):
 def cell(stage: Stage, x, dy, sums):
     """All that a stage computes for one microbatch, both ways.
 
-    From its input x, the gradient dy of its output and the sums so far (the loss, and the gradients of
-    ``shared``): F's result, B's and W's, ``(y, ((dx, sums, tally of its routers), d_blocks))``. The last
-    stage gets dy from the loss.
+    From its input x, the gradient dy of its output and the sums so far (the loss, the routers' tally, and the
+    gradients of ``shared``): F's result, B's and W's, ``(y, ((dx, sums), d_blocks))``. The last stage gets dy
+    from the loss.
     """
     run = functools.partial(through, stage, kind="B")
     (y, routed), pull, tally = jax.vjp(run, stage.blocks, x, has_aux=True)
-    if routed is not None:  # every stage adds its own routers' losses
-        sums = sums | {"loss": sums["loss"] + routed}
+    if routed is not None:  # every stage adds its own routers' losses, and tells of its own layers
+        told = sums["tally"].at[stage.layers].add(tally, mode="drop")
+        sums = sums | {"loss": sums["loss"] + routed, "tally": told}
     dy, sums = when("leaves", stage.last, functools.partial(_from_loss, stage), (dy, sums), y)
     d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, routed)))
     sums = when("enters", stage.first, functools.partial(_into_embedding, stage), sums, dx)
-    return y, ((dx, sums, tally), {"blocks": d_blocks})
+    return y, ((dx, sums), {"blocks": d_blocks})
 
 
 def _from_loss(stage: Stage, dy_and_sums, y):
@@ -163,7 +165,7 @@ def programs(stage: Stage, x, sums):
     """What F, B and W run, from the types of their arguments, and the types of what F and B keep for later:
     ``{F, B, W}, saved, residual``.
 
-    ``F(stage, x) -> (y, saved)``; ``B(stage, saved, dy, sums) -> ((dx, sums, tally), residual)``;
+    ``F(stage, x) -> (y, saved)``; ``B(stage, saved, dy, sums) -> ((dx, sums), residual)``;
     ``W(stage, residual) -> d_blocks``, or ``W(stage, saved, residual)`` where F saves residuals. (An input is
     not for W: it would run the forward pass again.) Without a split backward there is no W, and B gives
     d_blocks in place of a residual.
@@ -192,8 +194,3 @@ def when(name: str, condition, do, x, *args, otherwise=lambda x, *_: x):
     is taken (`timetable.branch_shares`)."""
     with jax.named_scope(f"when-{name}"):
         return lax.cond(condition, do, otherwise, x, *args)
-
-
-def at(tree: Tree, index):
-    """What lies at one place of a tree's leading dim."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), tree)

@@ -118,14 +118,12 @@ class Step:
                     " layers, or AdamW"
                 )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        self._in_order = self.layer_order.tolist() == list(
-            range(config.num_layers)
-        )  # then nothing is ever moved
-        given, made = (self.shardings, self.batch_sharding), (self.shardings, None)
+        # Where layers lie in the model's order, nothing is ever moved.
+        self._in_order = self.layer_order.tolist() == list(range(config.num_layers))
         self.run = jax.jit(
             self._step,
-            in_shardings=given,
-            out_shardings=made,
+            in_shardings=(self.shardings, self.batch_sharding),
+            out_shardings=(self.shardings, None),
             donate_argnums=0,
             compiler_options=compiler_options(plan, platform_of(mesh)),
         )
@@ -281,12 +279,10 @@ class Step:
                 grads, metrics = self._global(par, params, batch)
                 return grads, metrics | {"grad_norm": optax.tree.norm(grads)}
         specs = lambda layouts: jax.tree.map(spec, layouts)
-        data = spec(self.plan.place("data b s"))
+        given = specs(self.stored), spec(self.plan.place("data b s"))
+        made = specs(self.graded), spec(WHOLE)
         run = functools.partial(self._manual, par)
-        out = specs(self.graded), spec(WHOLE)
-        return jax.shard_map(run, mesh=self.mesh, in_specs=(specs(self.stored), data), out_specs=out)(
-            params, batch
-        )
+        return jax.shard_map(run, mesh=self.mesh, in_specs=given, out_specs=made)(params, batch)
 
     def _loss(self, par: Solo, params: Tree, batch: Batch) -> tuple[jax.Array, Any]:
         """The loss summed over the tokens, and the routers' tally (None without experts)."""
@@ -345,7 +341,7 @@ class Step:
         microbatch's gradients are cut before that."""
         plan, parts = self.plan, self.plan.microbatches
         if plan.pipeline and isinstance(par, Manual):
-            return pipeline.gradients(self.config, par, params, batch, zeros=self._nothing(par)[1])
+            return pipeline.gradients(self.config, par, params, batch, self._nothing(par))
 
         def cut(g, life, dims):
             return par.carry_out(g, life.accumulate, f"gradient {dims}")

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from llmpar.sequence_order import balanced_order, row_orders, sequence_permutation, work
+from llmpar.packing import balanced_order, work
+from llmpar.sequence_order import row_orders, sequence_permutation
 
 
 def row(lengths):

@@ -31,10 +31,11 @@ from test_attention import (
 from llmpar import attention, flash, flash_tpu
 from llmpar.attention import full, fused, ring
 from llmpar.inspect.report import inspect
+from llmpar.kernel_tiles import kernel_tiles
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
 from llmpar.predict.ring import kernel_flops, seen_share
-from llmpar.sequence_order import Mask, kernel_tiles, sequence_permutation
+from llmpar.sequence_order import Mask, sequence_permutation
 
 INTERPRETED = partial(fused, platform="cpu")
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmpar.sequence_order import CAUSAL, KernelTiles, Mask, kernel_tiles, sequence_permutation, tile_length
+from llmpar.kernel_tiles import KernelTiles, kernel_tiles
+from llmpar.sequence_order import CAUSAL, Mask, sequence_permutation, tile_length
 
 PRODUCTS = {"flash_forward": 2, "flash_queries_grad": 3, "flash_keys_grad": 4}
 """Matrix products of a head's width for each pair of tiles: scores and output; backward the scores, the

@@ -1,0 +1,39 @@
+"""The tiles of attention's kernels (`llmpar.flash`), by head width and platform.
+
+No JAX: a prediction counts by whole tiles what the kernel computes.
+"""
+
+from typing import NamedTuple
+
+
+class KernelTiles(NamedTuple):
+    """Queries and keys per tile of a kernel, and how many warps of a GPU work on one, loading how many tiles
+    ahead."""
+
+    q: int
+    k: int
+    num_warps: int
+    num_stages: int
+
+
+def padded_width(head_width: int) -> int:
+    """Return the width of a head inside a kernel: a power of 2, at least 16, as tensor cores want it."""
+    return max(16, 1 << (head_width - 1).bit_length())
+
+
+def kernel_tiles(
+    name: str, head_width: int, itemsize: int, s: int, t: int, platform: str = "gpu"
+) -> KernelTiles:
+    """Return the tiles of a kernel of `llmpar.flash`.
+
+    A program keeps one tile, and its sums, in registers, and passes the others through shared memory. Chosen
+    for H100s, so that nothing is spilled; heads of more bytes get smaller tiles. Sequences shorter than a
+    tile get a shorter one.
+    """
+    width = padded_width(head_width) * itemsize  # bytes
+    own, other = (128, 64) if width <= 256 else (64, 32) if width <= 512 else (32, 32)
+    if platform == "tpu":  # vector memory holds more, and its lanes want 128 numbers
+        own = other = 512 if width <= 512 else 256
+    q, k = (other, own) if name == "flash_keys_grad" else (own, other)
+    fit = lambda tile, length: min(tile, padded_width(length))
+    return KernelTiles(fit(q, s), fit(k, t), 8, 3 if width <= 256 else 2)
