@@ -602,6 +602,14 @@ class Plan:
             f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits there"
             " for every device of the mesh, and other stages do other work; use hop='exchange', or 'auto'",
         )
+        cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
+        apart = "ep" in self._zero_axes() and self.live("fsdp", "sp")  # experts are gathered without ep
+        _refuse(
+            platform == "cpu" and cut and self.gathers == "block" and apart,
+            f"ZeRO 3 on mesh '{self.mesh}' gathers experts over other axes than the rest, and a stage whose"
+            " backward pass is cut writes its layers out: nothing orders these gathers, and simulated devices"
+            " may wait for one another for ever; use reshard_after_forward=False",
+        )
         if self.hop == "auto":
             decided["hop"] = "exchange" if waits else "permute"
         return dataclasses.replace(self, **decided)

@@ -570,7 +570,7 @@ PIPED = [
     Plan("pp=2 ep=2", schedule="1f1b", microbatches=2),
     Plan("pp=2 ep=2 tp=2", tp_sequence=True, schedule="zb-h1", microbatches=2),
     Plan("pp=2 ep=2", schedule="1f1b", microbatches=2, stage_saves="residuals"),
-    Plan("pp=2 sp=2 ep=2", schedule="zb-h1", microbatches=2),
+    Plan("pp=2 sp=2 ep=2", schedule="zb-h1", microbatches=2, reshard_after_forward=False),
 ]
 
 
@@ -584,7 +584,8 @@ def test_experts_in_a_pipeline_give_the_dense_loss_and_gradients(plan):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "plan", [*PIPED, Plan("pp=2 sp=2 ep=2", context_parallel="ulysses", schedule="zb-h1", microbatches=2)]
+    "plan",
+    [*PIPED, Plan("pp=2 sp=2 ep=2", context_parallel="ulysses", schedule="zb-h1", microbatches=2, zero=2)],
 )
 def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
     compare_every_stage(MOE, plan)
@@ -604,8 +605,14 @@ def test_the_routers_biases_move_in_a_pipeline_without_a_message_of_their_own():
     "plan",
     [
         Plan("pp=2 ep=2 tp=2", schedule="interleaved", microbatches=4),
-        Plan("pp=2 ep=2 sp=2", schedule="zb-h1", microbatches=2, sequence_order="striped"),
-        Plan("pp=2 fsdp=2 ep=2", schedule="dualpipe", microbatches=4, stage_saves="residuals"),
+        Plan("pp=2 ep=2 sp=2", schedule="zb-h1", microbatches=2, sequence_order="striped", zero=2),
+        Plan(
+            "pp=2 fsdp=2 ep=2",
+            schedule="dualpipe",
+            microbatches=4,
+            stage_saves="residuals",
+            reshard_after_forward=False,
+        ),
     ],
     ids=name,
 )

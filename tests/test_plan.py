@@ -536,6 +536,21 @@ def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
         asked.on("cpu")
 
 
+def test_gathers_that_nothing_orders_are_refused_on_simulated_devices():
+    """Seen to hang, or to abort, in half of the runs: two groups of gathers in layers that are written
+    out."""
+    for fields in (dict(schedule="zb-h1"), dict(stage_saves="residuals")):
+        plan = Plan("pp=2 fsdp=2 ep=2", microbatches=2, **fields)
+        with pytest.raises(
+            ValueError, match="may wait for one another for ever; use reshard_after_forward=F"
+        ):
+            plan.on("cpu")
+        plan.on("gpu")
+        for works in (dict(reshard_after_forward=False), dict(zero=2), dict(zero_axes="fsdp,sp")):
+            dataclasses.replace(plan, **works).on("cpu")
+    Plan("pp=2 fsdp=2 ep=2", microbatches=2).on("cpu")
+
+
 def test_a_block_of_attention_divides_the_queries_of_a_rank_and_the_keys_that_it_gathers():
     plan = Plan("sp=3", context_parallel="gather", attention_block=3, sequence_order="striped")
     assert refusal(plan, seq=48).startswith(
