@@ -851,8 +851,8 @@ BOTH = [("train",), ("inspect",)]
             "heads 12 is not a multiple of tp = 8; make tp one of 1, 2, 4",
         ),
         (
-            ("--mesh", "tp=8", "num_key_value_heads=4"),
-            "KV heads 4 is not a multiple of tp = 8; make tp one of 1, 2, 4",
+            ("--mesh", "tp=8", "num_attention_heads=24", "num_key_value_heads=3", "head_dim=4"),
+            "KV heads 3 is not a multiple of tp = 8, nor tp of KV heads; make tp one of 1",
         ),
         (
             ("--mesh", "tp=8", "intermediate_size=36"),

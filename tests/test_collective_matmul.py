@@ -123,7 +123,6 @@ def test_data_orders_the_rings_on_simulated_devices(plan):
     [
         (Plan("tp=2", tp_comm_overlap=True), "without tp_sequence nothing is gathered over tp"),
         (overlapped("tp=2", reading="auto"), "under reading='auto' XLA chooses how activations travel"),
-        (overlapped("pp=2 tp=2", microbatches=2), "a ring's permutes wait for every device of the mesh"),
         (overlapped("tp=4", ffn_chunks=8), "sequence 16 is not a multiple of sp·tp·ffn_chunks = 32"),
     ],
     ids=lambda x: name(x) if isinstance(x, Plan) else "",

@@ -7,6 +7,7 @@ starve.
 import ast
 import contextlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -207,7 +208,11 @@ def nbval(notebook):
         "no:cacheprovider",
     ]
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *options, str(notebook)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
+    env = os.environ | {"XLA_FLAGS": flags}  # a lesson says how many devices it wants
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
 
 
 def test_a_wrong_output_fails(tmp_path):

@@ -163,7 +163,7 @@ def _title(document: dict) -> str:
 def move_tables(document: dict) -> list[Table]:
     """Give what moves as tables for a terminal: by axes and collective, by arrow, and over which links."""
     title = f"{_title(document)}: bytes sent per device and step"
-    moves = Table(title=title, title_justify="left", caption=document["detour"], caption_justify="left")
+    moves = Table(title=title, title_justify="left", caption=document.get("detour"), caption_justify="left")
     for name in ("axes", "collective", "count", "predicted", "compiled", "", "from"):
         number = name in (
             "count",
