@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 AXES = {
@@ -337,6 +338,10 @@ class MeshShape:
         found = self.asked | {part: getattr(self, part) for part in PARTS.values()}
         found |= {axis: found[axis] // found[part] for axis, part in PARTS.items()}
         return {axis: found[axis] for axis in ORDER if axis in AXES or found[axis] > 1}
+
+    def along(self, axes: Iterable[str]) -> int:
+        """The number of devices along some axes of `sizes`: into so many parts they cut what they cut."""
+        return math.prod(self.sizes[a] for a in axes)
 
     @property
     def size(self) -> int:

@@ -28,7 +28,6 @@ transposes right; it stays on.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -115,7 +114,7 @@ class Solo:
 
     def parts(self, layout: str) -> int:
         """How many blocks the layout's one dim is cut into."""
-        return math.prod(self.plan.mesh.sizes[a] for a in self.axes(layout))
+        return self.plan.mesh.along(self.axes(layout))
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """``f`` as a function of whole values laid out as ``layouts`` say, giving one laid out as ``result``

@@ -405,7 +405,7 @@ class Plan:
         self._divides("sequence", seq_len, cuts, "ffn_chunks", suits=fits)
         self._check_context_parallel(config, seq_len)
         for what in ("queries", "keys"):
-            local = seq_len // math.prod(self.mesh.sizes[a] for a in self.regions[what].get("s", ()))
+            local = seq_len // self.mesh.along(self.regions[what].get("s", ()))
             if self.attention_block and local > self.attention_block and local % self.attention_block:
                 self._divides(f"each device's number of {what}", local, (), "attention_block", fixed=True)
         self._check_kernel(seq_len)
@@ -563,7 +563,7 @@ class Plan:
         """Refuse what a kernel cannot do, and a mask of all queries and keys that is too large."""
         kernel, why, s = self.attention_kernel, "", self.regions["queries"].get("s", ())
         masked = kernel == "xla" or kernel == "cudnn" and self.documents == "packed"
-        mask_bytes = 2 * seq_len**2 // math.prod(self.mesh.sizes[a] for a in s)
+        mask_bytes = 2 * seq_len**2 // self.mesh.along(s)
         if masked and mask_bytes > MAX_MASK_BYTES:
             why = (
                 f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions;"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 import time
 from typing import Any
@@ -196,7 +195,7 @@ def picture(document: dict) -> Scene:
 def _seen_share(config: ModelConfig, plan: Plan, seq_len: int) -> float:
     """Give the share of all pairs of tiles that the kernel of attention computes, one document a row."""
     plan = plan.of(config)
-    ranks = math.prod(plan.mesh.sizes[a] for a in plan.regions["queries"]["s"])
+    ranks = plan.mesh.along(plan.regions["queries"]["s"])
     return ring.seen_share(seq_len, ranks, plan.sequence_order, Mask(True, config.window))
 
 

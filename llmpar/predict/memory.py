@@ -110,7 +110,7 @@ def _block(
         ffn = hidden + (slots_here + visits) * config.width * item
     # Scores and their gradient in float32, and both again as the products read them.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
-    apart = math.prod(plan.mesh.sizes[a] for a in plan.regions["queries"]["s"])
+    apart = plan.mesh.along(plan.regions["queries"]["s"])
     local = seq_len // apart
     tile = min(plan.attention_block or 256, local) ** 2
     heads = config.num_heads // tp // (plan.mesh.sp // apart)

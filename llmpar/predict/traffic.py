@@ -296,15 +296,13 @@ class Values:
             return self.carry(arrow, shape, of, forward, backward)
         (axes,) = (move.axes for move in self.plan.resolve(arrow).moves)
         block = self.itemsize * self.held("stream b s d", *shape)
-        hops = math.prod(self.plan.mesh.sizes[a] for a in axes) - 1
-        self.hop(axes, of, block, hops * (forward + backward), arrow)
+        self.round(axes, of, block, forward + backward, arrow)
 
-    def hop(self, axes: tuple[str, ...], of: str, held_bytes: int, count: int, text: str) -> None:
-        """Ranks of a ring hand on what they hold, so many times (`par.hop`)."""
-        kind, pieces = "collective-permute", 1
-        if self.plan.hop == "exchange":
-            kind, pieces = "all-to-all", math.prod(self.plan.mesh.sizes[a] for a in axes)
-        self.traffic.add(kind, axes, of, pieces * held_bytes, count, text)
+    def round(self, axes: tuple[str, ...], of: str, held_bytes: int, times: int, text: str) -> None:
+        """What ranks of a ring hold goes round it, so many times: n - 1 hops each (`par.hop`)."""
+        n = self.plan.mesh.along(axes)
+        kind, pieces = ("all-to-all", n) if self.plan.hop == "exchange" else ("collective-permute", 1)
+        self.traffic.add(kind, axes, of, pieces * held_bytes, (n - 1) * times, text)
 
     def carry(
         self, arrow: str, shape, of: str, forward: int, backward: int = 0, itemsize: int = 0, **names
@@ -350,7 +348,7 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     tokens, pieces = values.held("data b s", b, s), values.held("data b", b)
     slots = experts.slots(tokens, pieces * (plan.mesh.tp if plan.tp_sequence else 1), ranks)
     layers, choices, small = run.forward + run.again, (b, s, experts.top_k), FLOAT32
-    groups = math.prod(plan.mesh.sizes[a] for a in plan.place("ffn b").axes)
+    groups = plan.mesh.along(plan.place("ffn b").axes)
     elsewhere = math.comb(experts.num_experts - experts.num_experts // ranks, experts.top_k)
     filled = min(1, (1 - elsewhere / math.comb(experts.num_experts, experts.top_k)) * tokens / slots)
     of = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
@@ -393,10 +391,10 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     known = 2 - (plan.documents == "whole")  # cudnn's mask needs no positions then
     values.carry("data b s -> ids b s", (b, s), ids_of, known * run.attended, itemsize=4)
     if ring := plan.regions["keys"]["s"]:
-        hops, both = math.prod(plan.mesh.sizes[a] for a in ring) - 1, 2 * values.held("keys b s k h", *keys)
+        both = 2 * values.held("keys b s k h", *keys)
         turns, text = run.forward + run.attention + again, "keys b t -> the next rank"
         for name, item, times in ((of, values.itemsize, turns), (gradients, FLOAT32, again)):
-            values.hop(ring, name, both * item, hops * times, text)
+            values.round(ring, name, both * item, times, text)
 
 
 def _stages(values: Values, config: ModelConfig, schedule: Schedule) -> None:
