@@ -124,7 +124,7 @@ def lies_as_promised(run: Run) -> bool:
 def moments(state: State) -> list[Any]:
     """List what an optimizer's state holds in the form of the weights: two trees for Adam, none for plain
     SGD."""
-    weights = jax.tree.structure(state.params)
+    weights: Any = jax.tree.structure(state.params)
     is_moment = lambda tree: jax.tree.structure(tree) == weights
     return [tree for tree in jax.tree.leaves(state.optimizer, is_leaf=is_moment) if is_moment(tree)]
 
