@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -43,10 +44,19 @@ def counting_text(rows: int, positions: int) -> dict[str, np.ndarray]:
     return targets | {"positions": places, "segments": np.ones_like(places)}
 
 
+@functools.cache
+def fresh_state(config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
+    """Make the state of seed 0, once for all meshes: on each of them its random numbers would be compiled
+    again, for as long as the step."""
+    return jax.device_get(Step(config, Plan("dp=1"), make_mesh("dp=1"), optimizer).init(seed=0))
+
+
 def train_steps(step: Step, compiled, batch: dict, num_steps: int) -> tuple[State, list[float]]:
     """Train on one batch from the weights of seed 0, which are the same on every mesh: the last state, and
     the losses. The loss is read in each step, so that no simulated device runs ahead of the others."""
-    state, batch, losses = step.init(seed=0), jax.device_put(batch, step.batch_sharding), []
+    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_natural)
+    state = step.from_natural(jax.device_put(fresh_state(step.config, step.optimizer), shardings))
+    batch, losses = jax.device_put(batch, step.batch_sharding), []
     for _ in range(num_steps):
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))
@@ -86,7 +96,8 @@ def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = 
     for name, run in runs.items():
         assert np.allclose(run.losses, solo.losses, rtol=1e-4), (name, run.losses, solo.losses)
         if weights_within is not None:
-            natural = run.step.to_natural(run.state).params
+            copy = jax.tree.map(lambda x: x.copy(), run.state)  # what is put in order is given away
+            natural = run.step.to_natural(copy).params
             pairs = zip(jax.tree.leaves(natural), jax.tree.leaves(solo.state.params), strict=True)
             for one, other in pairs:
                 assert np.allclose(one, other, atol=weights_within), name
