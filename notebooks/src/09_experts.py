@@ -382,11 +382,10 @@ assert seen[-1] < 1.3 < seen[0]
 # It comes with the metrics of each step:
 
 # %%
-placed = jax.device_put(TEXT, run.step.batch_sharding)
-for name, value in moe.summary(
-    CONFIG.experts, run.compiled(run.state, placed)[1], ep
-).items():
+for name, value in moe.summary(CONFIG.experts, run.metrics, ep).items():
     print(f"{name:<17} {value:.3f}")
+assert np.allclose(run.metrics["load"], solo.metrics["load"], atol=2)
+assert float(run.metrics["dropped"].sum()) == 0
 print(
     f"{'(at most':<17} {np.log(E):.3f} nats of entropy, where the router does not care)"
 )
