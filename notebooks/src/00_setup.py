@@ -51,10 +51,8 @@ import platform
 
 import jax
 
-for device in devices:
-    print(
-        f"device {device.id}: {device.device_kind}, of process {device.process_index}"
-    )
+for one in devices:
+    print(f"device {one.id}: {one.device_kind}, of process {one.process_index}")
 real = devices[0].platform != "cpu"
 kind = "real" if real else "simulated"
 assert float(jax.jit(lambda x: x + x)(1.0)) == 2.0
