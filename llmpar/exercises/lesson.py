@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import jax
 import numpy as np
+import optax
 
+from llmpar.config import ModelConfig
+from llmpar.inspect.census import Collective, census_hlo, census_table, compiled_memory, read_program
+from llmpar.mesh import make_mesh
+from llmpar.plan import Plan
+from llmpar.predict import memory, traffic
 from llmpar.predict.traffic import Traffic
+from llmpar.sequence_order import sequence_permutation
 from llmpar.step import State, Step
+from llmpar.weights import Tree, init_params
+
+
+class Run(NamedTuple):
+    """A training: the step, its compiled program and that program's text just after partitioning, the rows
+    and positions of its batch, the last state, and the losses."""
+
+    step: Step
+    compiled: jax.stages.Compiled
+    text: str
+    shape: tuple[int, int]
+    state: State
+    losses: list[float]
 
 
 def counting_text(rows: int, positions: int) -> dict[str, np.ndarray]:
@@ -18,14 +42,83 @@ def counting_text(rows: int, positions: int) -> dict[str, np.ndarray]:
     return targets | {"positions": places, "segments": np.ones_like(places)}
 
 
-def train_steps(step: Step, compiled, batch: dict, num_steps: int) -> tuple[State, list[float]]:
-    """Train on one batch from the weights of seed 0, which are the same on every mesh: the last state, and
-    the losses. The loss is read in each step, so that no simulated device runs ahead of the others."""
-    state, batch, losses = step.init(seed=0), jax.device_put(batch, step.batch_sharding), []
+def train_steps(
+    step: Step, compiled, batch: dict, num_steps: int, state: State | None = None
+) -> tuple[State, list[float]]:
+    """Train on one batch, from the weights of seed 0 unless a state is given, which are the same on every
+    mesh: the last state, and the losses. The loss is read in each step, so that no simulated device runs
+    ahead of the others."""
+    state = step.init(seed=0) if state is None else state
+    batch, losses = jax.device_put(batch, step.batch_sharding), []
     for _ in range(num_steps):
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+@functools.cache
+def fresh_weights(config: ModelConfig) -> Tree:
+    """Make the weights of seed 0 on one device; a step's own `init` compiles them once for every plan."""
+    return jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
+
+
+def train_llama(
+    config: ModelConfig,
+    plan: Plan,
+    batch: dict,
+    num_steps: int,
+    optimizer: optax.GradientTransformation | None = None,
+    **options: Any,
+) -> Run:
+    """Compile the step of a plan and train on one batch, whose positions are dealt in the plan's order. The
+    optimizer is AdamW unless given; other `options` are those of `Step`. The program is compiled once, both to
+    be read and to run the few steps of a lesson."""
+    step = Step(config, plan, make_mesh(plan.mesh), optimizer or optax.adamw(3e-3), **options)
+    compiled, text = read_program(step.lower(*(shape := batch["tokens"].shape)))
+    order = sequence_permutation(plan.sequence_order, shape[1], plan.mesh.sp)
+    dealt = {name: array[:, order] for name, array in batch.items()}
+    weights = jax.tree.map(np.asarray, fresh_weights(config))
+    natural = State(weights, step.optimizer.init(weights), np.int32(0))
+    placed = jax.device_put(natural, jax.tree.map(lambda x: x.sharding, step.abstract_natural))
+    return Run(
+        step, compiled, text, shape, *train_steps(step, compiled, dealt, num_steps, step.from_natural(placed))
+    )
+
+
+def verdicts(runs: dict[str, Run], expected: Sequence[float]) -> dict[str, list[Collective]]:
+    """Print the four verdicts on some trainings, or fail: *value* against the losses of one device,
+    *sharding*, *communication* and *memory* against what the plan promises. Gives what each sends."""
+    found, sent, held = {}, [], []
+    for name, (step, compiled, text, shape, state, losses) in runs.items():
+        assert np.allclose(losses, expected, rtol=1e-4), f"{name}: {losses}, on one device {expected}"
+        moments = assert_as_promised(step, state)
+        found[name] = census_hlo(text, step.mesh)
+        predicted, table = traffic.step_traffic(step.config, step.plan, *shape), census_table(found[name])
+        assert table == as_table(predicted), f"{name}: {table}"
+        kinds = [f"{row['count']} {kind}" for (_, kind), row in sorted(table.items())]
+        sent.append(f"  {name:<14} {predicted.total_bytes:>11,} B: {', '.join(kinds) or 'nothing'}")
+        scalars = sum(not leaf.ndim for leaf in jax.tree.leaves(state.optimizer)) + 1
+        given = memory.argument_bytes(step.config, step.plan, *shape, moments=moments, scalars=scalars)
+        assert compiled_memory(compiled)["argument_bytes"] == sum(given.values()), name
+        held.append(f"  {name:<14} {sum(given.values()):>11,} B, of weights {given['params']:,}")
+        held[-1] += f", optimizer {given['optimizer']:,}" * (moments > 0)
+    print(f"value: the losses of {len(expected)} steps equal those of one device")
+    print("sharding: every weight and every moment lies as its plan promises")
+    print("communication: as predicted, per device and step:", *sent, sep="\n")
+    print("memory: arguments as predicted, per device:", *held, sep="\n")
+    return found
+
+
+def assert_as_promised(step: Step, state: State) -> int:
+    """Check that every device holds of a state what the layouts of the plan promise; count the moments that
+    the optimizer keeps of each weight."""
+    like = jax.tree.structure(state.params)
+    alike = lambda tree: jax.tree.structure(tree) == like
+    moments = [tree for tree in jax.tree.leaves(state.optimizer, is_leaf=alike) if alike(tree)]
+    for tree, layouts in ((state.params, step.stored), *((moment, step.graded) for moment in moments)):
+        promised = jax.tree.map(lambda x, at: {at.shard_shape(x.shape, step.plan.mesh.sizes)}, tree, layouts)
+        assert jax.tree.map(lambda x: {s.data.shape for s in x.addressable_shards}, tree) == promised
+    return len(moments)
 
 
 def as_table(predicted: Traffic) -> dict[tuple[str, str], dict[str, int]]:
