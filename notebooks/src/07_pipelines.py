@@ -1,3 +1,16 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 25
+#     needs: ["00", "03"]
+#     objectives:
+#     - Draw the timetable of a pipeline, and compute its bubble in both conventions.
+#     - Write a pipeline by hand as a scan with one permute per tick.
+#     - Say what microbatches cost in memory, and why a table of cells can skip the
+#       bubble.
+# ---
+
 # %% [markdown]
 # # 07 · Pipelines: what does a stage wait for?
 #
