@@ -70,9 +70,8 @@ def train_llama(
     optimizer: optax.GradientTransformation | None = None,
     **options: Any,
 ) -> Run:
-    """Compile the step of a plan and train on one batch, whose positions are dealt in the plan's order. The
-    optimizer is AdamW unless given; other `options` are those of `Step`. The program is compiled once, both to
-    be read and to run the few steps of a lesson."""
+    """Compile the step of a plan, once to be read and run, and train on one batch, whose positions are dealt
+    in the plan's order. The optimizer is AdamW unless given; other `options` are those of `Step`."""
     step = Step(config, plan, make_mesh(plan.mesh), optimizer or optax.adamw(3e-3), **options)
     compiled, text = read_program(step.lower(*(shape := batch["tokens"].shape)))
     order = sequence_permutation(plan.sequence_order, shape[1], plan.mesh.sp)

@@ -384,9 +384,8 @@ thresholds = {
 for where, (device, rate, published) in thresholds.items():
     tokens = formulas.dp_min_tokens(device.flops_per_s, rate)
     assert abs(tokens / published - 1) < 1e-3
-    print(
-        f"{where:<24} {rate / 1e9:3.0f} GB/s: {tokens:4.0f} tokens (published {published})"
-    )
+    at_rate = f"{where}, {rate / 1e9:.0f} GB/s:"
+    print(f"{at_rate:<36} {tokens:4.0f} tokens, published {published}")
 
 # %% [markdown]
 # Across nodes each device exchanges an eighth of the gradients over its own port, so together a node's 8 ports count.
@@ -399,7 +398,7 @@ for where, (device, rate, published) in thresholds.items():
 
 # %%
 def end(compute_s, comm_s):
-    """When the last bucket has arrived: each is sent when computed and links are free."""
+    """When the last bucket has arrived; each waits for its gradients and the links."""
     computed = sent = 0.0
     for compute, comm in zip(compute_s, comm_s, strict=True):
         computed += compute
@@ -541,7 +540,9 @@ for u in (1, 2, 4):
         Plan(f"dp={N}", zero=0, reduce=when, microbatches=u)
         for when in ("end", "layer")
     )
-    sent = lambda plan: traffic.step_traffic(LLAMA, plan, BATCH * u, SEQ).total_bytes
+    sent = lambda plan, u=u: (
+        traffic.step_traffic(LLAMA, plan, BATCH * u, SEQ).total_bytes
+    )
     assert sent(at_end) == sum(c.bytes_sent for c in censuses["end"])
     assert sent(by_layer) == u * sent(at_end) - (u - 1) * scalars  # those are sent once
     print(f"{u:>12}   {sent(at_end):<9,}   {sent(by_layer):,} bytes per step")
@@ -616,9 +617,8 @@ final = census_hlo(lowered.compile().as_text(), mesh)
 print(f"by hand:     {sum(row['count'] for row in sent_by_hand.values())} all-reduces")
 for where, census in (("partitioner", asked), ("final", final)):
     kinds = ", ".join(sorted({c.kind for c in census}))
-    print(
-        f"{where + ':':<12} {len(census)} {kinds}, {sum(c.bytes_sent for c in census)} B"
-    )
+    print(f"{where + ':':<12} {len(census)} {kinds},", end=" ")
+    print(f"{sum(c.bytes_sent for c in census)} B")
 
 # %% [markdown]
 # ### On your cluster
