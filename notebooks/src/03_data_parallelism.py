@@ -148,11 +148,10 @@ def by_hand(weights, x, counted):  # one device's rows of x and counted
     return lax.psum(loss, "dp"), lax.psum(grads, "dp")  # d m +dp -> d m, m d +dp -> m d
 
 
-def on_mesh(function):
-    specs = dict(
-        in_specs=(P(), P("dp"), P("dp")), out_specs=P()
-    )  # cut rows, no weights
-    return jax.jit(jax.shard_map(function, mesh=mesh, **specs))
+def on_mesh(function):  # rows are cut, weights are not
+    places = (P(), P("dp"), P("dp"))
+    on_devices = jax.shard_map(function, mesh=mesh, in_specs=places, out_specs=P())
+    return jax.jit(on_devices)
 
 
 # %% tags=["plumbing"]
@@ -300,6 +299,13 @@ for _ in range(STEPS):
 assert solo_losses[-1] < solo_losses[0] - 0.5, "it learns"
 print("losses on one device:", " ".join(f"{loss:.3f}" for loss in solo_losses))
 
+# %%
+optimizer = optax.sgd(RATE, MOMENTUM)
+runs = {
+    name: train_llama(LLAMA, plan, batch, STEPS, optimizer, clip=None)
+    for name, plan in plans.items()
+}
+
 # %% [markdown]
 # ## Compare
 #
@@ -308,11 +314,6 @@ print("losses on one device:", " ".join(f"{loss:.3f}" for loss in solo_losses))
 # the bytes that a formula predicts.
 
 # %%
-optimizer = optax.sgd(RATE, MOMENTUM)
-runs = {
-    name: train_llama(LLAMA, plan, batch, STEPS, optimizer, clip=None)
-    for name, plan in plans.items()
-}
 censuses = verdicts(runs, solo_losses)
 
 # %% tags=["plumbing"]
@@ -624,8 +625,8 @@ for where, census in (("partitioner", asked), ("final", final)):
 # ### On your cluster
 #
 # ```
-# llmpar train --mesh dp=-1 --batch-size 32 --microbatches 2      replicas on every device, gradients summed once per step
+# llmpar train --mesh dp=-1 --batch-size 32 --microbatches 2      gradients summed once per step
 # llmpar train --mesh dp=-1 --reduce layer                      layer by layer, behind the backward pass
-# llmpar inspect --mesh dp=-1 --zero 0 --reduce bucket          count the all-reduces and their bytes, with source lines
+# llmpar inspect --mesh dp=-1 --zero 0 --reduce bucket          all-reduces, bytes and source lines
 # llmpar inspect --mesh dp=-1 --reading auto                    what the partitioner does instead
 # ```
