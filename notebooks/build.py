@@ -1,7 +1,7 @@
 """Build the lessons: `src/NN_name.py` (py:percent text) becomes the executed, deterministic `NN_name.ipynb`
 beside it.
 
-    python notebooks/build.py                build what is not in step with its source; code runs if it changed
+    python notebooks/build.py                build what is not in step with its source; run what has new code
     python notebooks/build.py --force [NN…]  build all (or the named ones) again, after the package changed
     python notebooks/build.py --check        build nothing; name notebooks out of step or with a fault
 
@@ -15,9 +15,10 @@ The form of a lesson:
 * A YAML header says what a course needs to know of it, under `jupyter: llmpar:`: minutes of `teaching` and of
   `exercises`, the lessons that it `needs`, its `objectives`. The builder adds the question and the key points
   from the text, and keeps all in the notebook's metadata.
-* The heading `## Further` ends the core path. The builder tags the cells before it `core`, the others `further`.
-* Cells tagged `plumbing` (imports, helpers, assertions) are folded. Cells tagged `nbval-check-output` print the
-  same wherever they run, and nbval compares that.
+* The heading `## Further` ends the core path. The builder tags the cells before it `core`, the others
+  `further`.
+* Cells tagged `plumbing` (imports, helpers, assertions) are folded. Cells tagged `nbval-check-output` print
+  the same wherever they run, and nbval compares that.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ MAX_CELL_LINES, MAX_COLUMNS = 25, 88  # what a browser 1200 px wide shows withou
 MAX_CORE_WORDS = 1_500  # of markdown in the core path: what is read in half of 25 minutes
 NUM_OBJECTIVES, NUM_KEYPOINTS = range(2, 5), range(3, 6)
 WHOLE = {"00"}  # lessons that are core as a whole
-NOT_YET = {"00", "01", "02", "06", "07", "08", "09", "10", "11", "12"}
+NOT_YET = {"00", "01", "02", "06", "08", "09", "10", "11", "12"}
 """Lessons that are still to be brought to the form."""
 FIGURE_REPR = re.compile(r"<Figure size .*>")
 
@@ -266,8 +267,8 @@ def form_faults(number: str, notebook: nbformat.NotebookNode) -> list[str]:
     """List where a lesson leaves the form that all lessons share: its header, its core path, and what fits on
     a screen.
 
-    Words are counted in the markdown of the core path: what has a letter or a digit between two spaces, tables
-    included, fenced code and formulas not.
+    Words are counted in the markdown of the core path: what has a letter or a digit between two spaces,
+    tables included, fenced code and formulas not.
     """
     about, cells = notebook.metadata.get("llmpar", {}), notebook.cells
     found = [f"the header has no {key}" for key in ("teaching", "exercises") if not about.get(key)]

@@ -1,9 +1,9 @@
-"""What several lessons share: a text that a toy learns in a few steps, and those steps."""
+"""What several lessons share: a text that a toy learns in a few steps, those steps, and the four verdicts."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,23 +12,27 @@ import optax
 
 from llmpar.config import ModelConfig
 from llmpar.inspect.census import Collective, census_hlo, census_table, compiled_memory, read_program
+from llmpar.inspect.report import taken
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
-from llmpar.predict import memory, traffic
-from llmpar.predict.traffic import Traffic
+from llmpar.predict import memory
+from llmpar.predict.traffic import Traffic, step_traffic
 from llmpar.sequence_order import sequence_permutation
 from llmpar.step import State, Step
 from llmpar.weights import Tree, init_params
 
 
 class Run(NamedTuple):
-    """A training: the step, its compiled program and that program's text just after partitioning, the rows
-    and positions of its batch, the last state, and the losses."""
+    """A plan's step, compiled, and what it has learned of a batch.
+
+    ``shape`` is the batch's, rows and positions; ``text`` the program just after partitioning, in which a
+    census counts; ``state`` the last one.
+    """
 
     step: Step
+    shape: tuple[int, int]
     compiled: jax.stages.Compiled
     text: str
-    shape: tuple[int, int]
     state: State
     losses: list[float]
 
@@ -45,9 +49,9 @@ def counting_text(rows: int, positions: int) -> dict[str, np.ndarray]:
 def train_steps(
     step: Step, compiled, batch: dict, num_steps: int, state: State | None = None
 ) -> tuple[State, list[float]]:
-    """Train on one batch, from the weights of seed 0 unless a state is given, which are the same on every
-    mesh: the last state, and the losses. The loss is read in each step, so that no simulated device runs
-    ahead of the others."""
+    """Train on one batch, from a state or from the weights of seed 0, which are the same on every mesh: the
+    last state, and the losses. The loss is read in each step, so that no simulated device runs ahead of the
+    others."""
     state = step.init(seed=0) if state is None else state
     batch, losses = jax.device_put(batch, step.batch_sharding), []
     for _ in range(num_steps):
@@ -58,66 +62,113 @@ def train_steps(
 
 @functools.cache
 def fresh_weights(config: ModelConfig) -> Tree:
-    """Make the weights of seed 0 on one device; a step's own `init` compiles them once for every plan."""
-    return jax.jit(lambda key: init_params(config, key))(jax.random.key(0))
+    """Make the weights of seed 0, on the host."""
+    return jax.tree.map(np.asarray, jax.jit(lambda key: init_params(config, key))(jax.random.key(0)))
 
 
-def train_llama(
+def fresh_state(step: Step) -> State:
+    """Place what `Step.init` makes, without compiling that again for every plan."""
+    weights = fresh_weights(step.config)
+    state = State(weights, step.optimizer.init(weights), np.int32(0))
+    return step.from_natural(jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_natural)))
+
+
+def trained(
     config: ModelConfig,
     plan: Plan,
     batch: dict,
+    optimizer: optax.GradientTransformation,
     num_steps: int,
-    optimizer: optax.GradientTransformation | None = None,
-    **options: Any,
+    clip: float | None = 1.0,
 ) -> Run:
-    """Compile the step of a plan, once to be read and run, and train on one batch, whose positions are dealt
-    in the plan's order. The optimizer is AdamW unless given; other `options` are those of `Step`."""
-    step = Step(config, plan, make_mesh(plan.mesh), optimizer or optax.adamw(3e-3), **options)
-    compiled, text = read_program(step.lower(*(shape := batch["tokens"].shape)))
+    """Compile the step of a plan once, for running it and for reading it, and train on one batch, whose
+    positions are dealt in the plan's order."""
+    shape = batch["tokens"].shape
+    plan.check(config, *shape)
     order = sequence_permutation(plan.sequence_order, shape[1], plan.mesh.sp)
-    dealt = {name: array[:, order] for name, array in batch.items()}
-    weights = jax.tree.map(np.asarray, fresh_weights(config))
-    natural = State(weights, step.optimizer.init(weights), np.int32(0))
-    placed = jax.device_put(natural, jax.tree.map(lambda x: x.sharding, step.abstract_natural))
-    return Run(
-        step, compiled, text, shape, *train_steps(step, compiled, dealt, num_steps, step.from_natural(placed))
-    )
+    batch = {name: array[:, order] for name, array in batch.items()}
+    step = Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
+    compiled, text = read_program(step.lower(*shape))
+    return Run(step, shape, compiled, text, *train_steps(step, compiled, batch, num_steps, fresh_state(step)))
 
 
-def verdicts(runs: dict[str, Run], expected: Sequence[float]) -> dict[str, list[Collective]]:
-    """Print the four verdicts on some trainings, or fail: *value* against the losses of one device,
-    *sharding*, *communication* and *memory* against what the plan promises. Gives what each sends."""
-    found, sent, held = {}, [], []
-    for name, (step, compiled, text, shape, state, losses) in runs.items():
-        assert np.allclose(losses, expected, rtol=1e-4), f"{name}: {losses}, on one device {expected}"
-        moments = assert_as_promised(step, state)
-        found[name] = census_hlo(text, step.mesh)
-        predicted, table = traffic.step_traffic(step.config, step.plan, *shape), census_table(found[name])
-        assert table == as_table(predicted), f"{name}: {table}"
-        kinds = [f"{row['count']} {kind}" for (_, kind), row in sorted(table.items())]
-        sent.append(f"  {name:<14} {predicted.total_bytes:>11,} B: {', '.join(kinds) or 'nothing'}")
-        scalars = sum(not leaf.ndim for leaf in jax.tree.leaves(state.optimizer)) + 1
-        given = memory.argument_bytes(step.config, step.plan, *shape, moments=moments, scalars=scalars)
-        assert compiled_memory(compiled)["argument_bytes"] == sum(given.values()), name
-        held.append(f"  {name:<14} {sum(given.values()):>11,} B, of weights {given['params']:,}")
-        held[-1] += f", optimizer {given['optimizer']:,}" * (moments > 0)
-    print(f"value: the losses of {len(expected)} steps equal those of one device")
-    print("sharding: every weight and every moment lies as its plan promises")
-    print("communication: as predicted, per device and step:", *sent, sep="\n")
-    print("memory: arguments as predicted, per device:", *held, sep="\n")
+def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = None) -> dict[str, dict]:
+    """Assert the four verdicts on some plans of one model, and print them.
+
+    *Value*: the losses of one device, to 1e-4; and its weights after them, where ``weights_within`` says how
+    near (None with Adam, which divides even the smallest gradient by its size). *Sharding*: weights and
+    moments lie as the plan promises. *Communication*: axes, kinds, counts and bytes in the partitioned
+    program are those of the formula, for each stage of a pipeline. *Memory*: so are the bytes of the
+    arguments.
+
+    Returns:
+        For each plan the table of its census (of the last stage).
+    """
+    found: dict[str, dict] = {}
+    names = ", ".join(runs)
+    for name, run in runs.items():
+        assert np.allclose(run.losses, solo.losses, rtol=1e-4), (name, run.losses, solo.losses)
+        if weights_within is not None:
+            natural = run.step.to_natural(run.state).params
+            pairs = zip(jax.tree.leaves(natural), jax.tree.leaves(solo.state.params), strict=True)
+            for one, other in pairs:
+                assert np.allclose(one, other, atol=weights_within), name
+        assert lies_as_promised(run), name
+    after = " and the weights after them" * (weights_within is not None)
+    print(f"value: {len(solo.losses)} losses{after} equal those of one device: {names}")
+    print("sharding: weights and moments lie as each plan promises")
+    print("communication: kinds, counts and bytes per device and step are as predicted:")
+    for name, run in runs.items():
+        found[name] = census_table(as_predicted(run))
+        line = "{} over {} ×{count}, {bytes_sent:,} B"
+        told = [line.format(kind, axes, **row) for (axes, kind), row in found[name].items()]
+        print(f"  {name:<14} " + ("\n" + 17 * " ").join(told or ["nothing"]))
+    print("memory: arguments per device are as predicted:")
+    for name, run in runs.items():
+        given = argument_bytes(run)
+        parts = ", ".join(f"{part} {size:,}" for part, size in given.items() if size)
+        assert compiled_memory(run.compiled)["argument_bytes"] == sum(given.values()), name
+        print(f"  {name:<14} {sum(given.values()):,} B: {parts}")
     return found
 
 
-def assert_as_promised(step: Step, state: State) -> int:
-    """Check that every device holds of a state what the layouts of the plan promise; count the moments that
-    the optimizer keeps of each weight."""
-    like = jax.tree.structure(state.params)
-    alike = lambda tree: jax.tree.structure(tree) == like
-    moments = [tree for tree in jax.tree.leaves(state.optimizer, is_leaf=alike) if alike(tree)]
-    for tree, layouts in ((state.params, step.stored), *((moment, step.graded) for moment in moments)):
-        promised = jax.tree.map(lambda x, at: {at.shard_shape(x.shape, step.plan.mesh.sizes)}, tree, layouts)
-        assert jax.tree.map(lambda x: {s.data.shape for s in x.addressable_shards}, tree) == promised
-    return len(moments)
+def lies_as_promised(run: Run) -> bool:
+    """Tell whether each weight, and each moment of it, lies in the pieces that the plan's layouts say."""
+    sizes = run.step.mesh.shape
+
+    def lies(tree: Any, layouts: Any) -> bool:
+        held = jax.tree.map(lambda x: {shard.data.shape for shard in x.addressable_shards}, tree)
+        return held == jax.tree.map(lambda x, to: {to.shard_shape(x.shape, sizes)}, tree, layouts)
+
+    stored = lies(run.state.params, run.step.stored)
+    return stored and all(lies(moment, run.step.graded) for moment in moments(run.state))
+
+
+def moments(state: State) -> list[Any]:
+    """List what an optimizer's state holds in the form of the weights: two trees for Adam, none for plain
+    SGD."""
+    weights: Any = jax.tree.structure(state.params)
+    is_moment = lambda tree: jax.tree.structure(tree) == weights
+    return [tree for tree in jax.tree.leaves(state.optimizer, is_leaf=is_moment) if is_moment(tree)]
+
+
+def argument_bytes(run: Run) -> dict[str, int]:
+    """Predict what a step is given per device, whatever its optimizer holds."""
+    held, counters = moments(run.state), [x for x in jax.tree.leaves(run.state.optimizer) if not x.ndim]
+    return memory.argument_bytes(
+        run.step.config, run.step.plan, *run.shape, moments=len(held), scalars=1 + len(counters)
+    )
+
+
+def as_predicted(run: Run) -> list[Collective]:
+    """Take the census of a step, and assert that it is the predicted one on every stage of the pipeline;
+    return the last stage's."""
+    step, census = run.step, []
+    for stage, branches in enumerate(taken(step.config, step.plan)):
+        census = census_hlo(run.text, step.mesh, branches)
+        predicted = step_traffic(step.config, step.plan, *run.shape, stage)
+        assert census_table(census) == as_table(predicted), (step.plan, stage)
+    return census
 
 
 def as_table(predicted: Traffic) -> dict[tuple[str, str], dict[str, int]]:

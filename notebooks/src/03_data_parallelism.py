@@ -53,7 +53,13 @@ from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw.scene import show, time_text
 from llmpar.exercises import attempt, hint, met, solution
-from llmpar.exercises.lesson import counting_text, fresh_weights, train_llama, verdicts
+from llmpar.exercises.lesson import (
+    as_predicted,
+    counting_text,
+    fresh_weights,
+    trained,
+    verdicts,
+)
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -69,6 +75,7 @@ from llmpar.par import Manual, Solo, vary
 from llmpar.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
+from llmpar.step import State
 from llmpar.weights import model_graph
 
 # Accelerators round float32 products unless told not to.
@@ -302,9 +309,13 @@ print("losses on one device:", " ".join(f"{loss:.3f}" for loss in solo_losses))
 # %%
 optimizer = optax.sgd(RATE, MOMENTUM)
 runs = {
-    name: train_llama(LLAMA, plan, batch, STEPS, optimizer, clip=None)
+    name: trained(LLAMA, plan, batch, optimizer, STEPS, clip=None)
     for name, plan in plans.items()
 }
+
+# %% tags=["plumbing"]
+last = State(params, velocity, STEPS)
+solo = runs["end"]._replace(state=last, losses=solo_losses)  # the same, of one device
 
 # %% [markdown]
 # ## Compare
@@ -314,9 +325,10 @@ runs = {
 # the bytes that a formula predicts.
 
 # %%
-censuses = verdicts(runs, solo_losses)
+verdicts(runs, solo, weights_within=1e-4)
 
 # %% tags=["plumbing"]
+censuses = {name: as_predicted(run) for name, run in runs.items()}
 for step, *_, state, _ in runs.values():
     assert distance(state.optimizer, velocity) < 1e-4  # all gradients so far
     shards = lambda w: {s.data.shape for s in w.addressable_shards}

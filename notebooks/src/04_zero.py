@@ -54,7 +54,13 @@ from llmpar import plan as plan_file
 from llmpar.config import preset
 from llmpar.draw.scene import show
 from llmpar.exercises import attempt, hint, met, solution
-from llmpar.exercises.lesson import as_table, counting_text, train_llama, verdicts
+from llmpar.exercises.lesson import (
+    as_predicted,
+    as_table,
+    counting_text,
+    trained,
+    verdicts,
+)
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -135,7 +141,7 @@ attempt("04.memory_table", memory_gb)
 # `tanh(x @ w)`, the optimizer is Adam. Adam looks at one element at a time. That is why a device can update its share of
 # the weights without seeing the rest, and why stages 1 to 3 exist.
 
-# %% tags=["plumbing"]
+# %%
 L, D, ROWS, RATE, STEPS = 4, 32, 16, 3e-3, 5
 
 
@@ -195,9 +201,7 @@ def stage2(w, m, v, t, x, y):
         x, pull = jax.vjp(layer, mine[l], x)
         pulls.append(pull)
     value, g_x = jax.value_and_grad(error)(x, y)
-    for pull in reversed(
-        pulls
-    ):  # backward: a layer's whole gradient lives for two lines
+    for pull in reversed(pulls):  # backward: one whole gradient at a time
         g, g_x = pull(g_x)
         # d m +fsdp -> d/fsdp m
         g = lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)
@@ -433,22 +437,21 @@ attempt("04.stage2_accumulated", stage2_accumulated)
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 BATCH, SEQ = 16, 16
 TEXT = counting_text(BATCH, SEQ)
-solo_losses = train_llama(LLAMA, Plan("dp=1", zero=0), TEXT, STEPS).losses
-llamas = {
-    f"stage {zero}": train_llama(LLAMA, Plan(f"fsdp={N}", zero=zero), TEXT, STEPS)
-    for zero in range(4)
-}
-censuses = verdicts(llamas, solo_losses)
+learn = lambda plan: trained(LLAMA, plan, TEXT, optax.adamw(3e-3), STEPS)
+solo = learn(Plan("dp=1", zero=0))
+llamas = {f"stage {zero}": learn(Plan(f"fsdp={N}", zero=zero)) for zero in range(4)}
+tables = verdicts(llamas, solo)
 
 # %% tags=["plumbing"]
+censuses = {name: as_predicted(run) for name, run in llamas.items()}
 for name, (step, *_) in llamas.items():
     stored, graded = (
         tree["blocks"]["ffn"]["gate"] for tree in (step.stored, step.graded)
     )
     print(f"{name}: blocks.ffn.gate is stored as '{stored}', its moments '{graded}'")
 big = {}
-for name, (_, _, _, _, state, _) in llamas.items():
-    leaves = [x for x in jax.tree.leaves(state.optimizer) if x.ndim]
+for name, run in llamas.items():
+    leaves = [x for x in jax.tree.leaves(run.state.optimizer) if x.ndim]
     big[name] = sum(x.addressable_shards[0].data.nbytes for x in leaves)
 assert all(big["stage 0"] == N * big[f"stage {zero}"] for zero in (1, 2, 3))
 print(f"the optimizer's bytes are divided by exactly {N} from stage 1 on")
@@ -640,12 +643,12 @@ for tokens in (16_384, 131_072):
 # partitioner chooses the collectives. The value is the same, the memory is the same. What is sent is another matter.
 
 # %% tags=["plumbing"]
-auto = train_llama(LLAMA, Plan(f"fsdp={N}", zero=3, reading="auto"), TEXT, STEPS)
-assert np.allclose(auto.losses, solo_losses, rtol=1e-4)
+auto = learn(Plan(f"fsdp={N}", zero=3, reading="auto"))
+assert np.allclose(auto.losses, solo.losses, rtol=1e-4)
 arguments = lambda run: compiled_memory(run.compiled)["argument_bytes"]
 assert arguments(auto) == arguments(llamas["stage 3"])
 print("value and memory: Auto equals Manual")
-manual_table = census_table(censuses["stage 3"])
+manual_table = tables["stage 3"]
 auto_table = census_table(census_hlo(auto.text, mesh))
 for name, table in (("manual", manual_table), ("auto", auto_table)):
     for (_, kind), row in sorted(table.items(), key=lambda i: -i[1]["bytes_sent"]):

@@ -51,7 +51,7 @@ from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw.scene import show
 from llmpar.exercises import attempt, hint, met, solution
-from llmpar.exercises.lesson import counting_text, train_llama, verdicts
+from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -305,17 +305,18 @@ show(draw.arrow("b s d +tp -> b s/tp d", (B, S, D), mesh.shape, itemsize=4))
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 BATCH, SEQ = 4, 16
 TEXT = counting_text(BATCH, SEQ)
-solo_losses = train_llama(LLAMA, Plan("dp=1"), TEXT, STEPS).losses
+learn = lambda plan: trained(LLAMA, plan, TEXT, optax.adamw(3e-3), STEPS)
+solo = learn(Plan("dp=1"))
 plans = {"tp": Plan(f"tp={N}"), "tp + sequence": Plan(f"tp={N}", tp_sequence=True)}
-llamas = {name: train_llama(LLAMA, plan, TEXT, STEPS) for name, plan in plans.items()}
-censuses = verdicts(llamas, solo_losses)
+llamas = {name: learn(plan) for name, plan in plans.items()}
+tables = verdicts(llamas, solo)
 
 # %% [markdown]
 # The all-reduces that remain with sequence parallelism are small: three numbers per token for the loss, the gradients of the norms'
 # scales, and one message with the loss and the global norm.
 
 # %% tags=["plumbing"]
-tables = {name: census_table(census) for name, census in censuses.items()}
+censuses = {name: as_predicted(run) for name, run in llamas.items()}
 bars = []
 for name, (step, *_) in llamas.items():
     predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
@@ -651,8 +652,8 @@ show(draw.ring_steps(pairs, num_steps=N, axis="tp"))
 
 # %%
 overlapped = Plan(f"tp={N}", tp_sequence=N > 1, tp_comm_overlap=N > 1)
-rings = train_llama(LLAMA, overlapped, TEXT, STEPS)
-census = verdicts({"rings": rings}, solo_losses)["rings"]
+rings = learn(overlapped)
+verdicts({"rings": rings}, solo)
 
 
 # %% tags=["plumbing"]
@@ -664,6 +665,7 @@ def by_arrow(census):
     return sent
 
 
+census = as_predicted(rings)
 assert by_arrow(census) == by_arrow(censuses["tp + sequence"])
 print("every arrow sends the bytes that it sent before")
 hops = {}
@@ -730,8 +732,8 @@ if devices[0].platform == "cpu":
     assert num_found == (2 * L - 1) * (N > 1)
 
 by_xla = Plan(f"tp={N}", tp_sequence=True, reading="auto")
-auto = train_llama(LLAMA, by_xla, TEXT, STEPS)
-assert np.allclose(auto.losses, solo_losses, rtol=1e-4)
+auto = learn(by_xla)
+assert np.allclose(auto.losses, solo.losses, rtol=1e-4)
 arguments = lambda run: compiled_memory(run.compiled)["argument_bytes"]
 assert arguments(auto) == arguments(llamas["tp + sequence"])
 print("the Llama: value and memory: Auto equals Manual")
