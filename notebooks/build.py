@@ -49,7 +49,7 @@ MAX_CELL_LINES, MAX_COLUMNS = 25, 88  # what a browser 1200 px wide shows withou
 MAX_CORE_WORDS = 1_500  # of markdown in the core path: what is read in half of 25 minutes
 NUM_OBJECTIVES, NUM_KEYPOINTS = range(2, 5), range(3, 6)
 WHOLE = {"00"}  # lessons that are core as a whole
-NOT_YET = {"00", "01", "02", "06", "08", "09", "10", "11", "12"}
+NOT_YET = {"00", "01", "02", "08", "09", "10", "11", "12"}
 """Lessons that are still to be brought to the form."""
 FIGURE_REPR = re.compile(r"<Figure size .*>")
 
