@@ -19,14 +19,13 @@ from llmpar.predict import memory
 from llmpar.predict.traffic import Traffic, step_traffic
 from llmpar.sequence_order import sequence_permutation
 from llmpar.step import State, Step
-from llmpar.weights import Tree, init_params
 
 
 class Run(NamedTuple):
     """A plan's step, compiled, and what it has learned of a batch.
 
     ``shape`` is the batch's, rows and positions; ``text`` the program just after partitioning, in which a
-    census counts; ``state`` the last one.
+    census counts; ``state`` and ``metrics`` the last ones.
     """
 
     step: Step
@@ -35,6 +34,7 @@ class Run(NamedTuple):
     text: str
     state: State
     losses: list[float]
+    metrics: dict[str, jax.Array]
 
 
 def counting_text(rows: int, positions: int) -> dict[str, np.ndarray]:
@@ -46,31 +46,29 @@ def counting_text(rows: int, positions: int) -> dict[str, np.ndarray]:
     return targets | {"positions": places, "segments": np.ones_like(places)}
 
 
-def train_steps(
-    step: Step, compiled, batch: dict, num_steps: int, state: State | None = None
-) -> tuple[State, list[float]]:
-    """Train on one batch, from a state or from the weights of seed 0, which are the same on every mesh: the
-    last state, and the losses. The loss is read in each step, so that no simulated device runs ahead of the
-    others."""
-    state = step.init(seed=0) if state is None else state
-    batch, losses = jax.device_put(batch, step.batch_sharding), []
-    for _ in range(num_steps):
-        state, metrics = compiled(state, batch)
-        losses.append(float(metrics["loss"]))
+@functools.cache
+def fresh_state(config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
+    """Make the state of seed 0, once for all meshes: on each of them its random numbers would be compiled
+    again, for as long as the step."""
+    return jax.device_get(Step(config, Plan("dp=1"), make_mesh("dp=1"), optimizer).init(seed=0))
+
+
+def train_steps(step: Step, compiled, batch: dict, num_steps: int) -> tuple[State, list[float]]:
+    """Train on one batch from the weights of seed 0, which are the same on every mesh: the last state, and
+    the losses."""
+    state, losses, _ = _steps(step, compiled, batch, num_steps)
     return state, losses
 
 
-@functools.cache
-def fresh_weights(config: ModelConfig) -> Tree:
-    """Make the weights of seed 0, on the host."""
-    return jax.tree.map(np.asarray, jax.jit(lambda key: init_params(config, key))(jax.random.key(0)))
-
-
-def fresh_state(step: Step) -> State:
-    """Place what `Step.init` makes, without compiling that again for every plan."""
-    weights = fresh_weights(step.config)
-    state = State(weights, step.optimizer.init(weights), np.int32(0))
-    return step.from_natural(jax.device_put(state, jax.tree.map(lambda x: x.sharding, step.abstract_natural)))
+def _steps(step: Step, compiled, batch: dict, num_steps: int) -> tuple[State, list[float], dict]:
+    """The loss is read in each step, so that no simulated device runs ahead of the others."""
+    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_natural)
+    state = step.from_natural(jax.device_put(fresh_state(step.config, step.optimizer), shardings))
+    batch, losses, metrics = jax.device_put(batch, step.batch_sharding), [], {}
+    for _ in range(num_steps):
+        state, metrics = compiled(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses, metrics
 
 
 def trained(
@@ -89,7 +87,7 @@ def trained(
     batch = {name: array[:, order] for name, array in batch.items()}
     step = Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
     compiled, text = read_program(step.lower(*shape))
-    return Run(step, shape, compiled, text, *train_steps(step, compiled, batch, num_steps, fresh_state(step)))
+    return Run(step, shape, compiled, text, *_steps(step, compiled, batch, num_steps))
 
 
 def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = None) -> dict[str, dict]:
@@ -109,7 +107,8 @@ def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = 
     for name, run in runs.items():
         assert np.allclose(run.losses, solo.losses, rtol=1e-4), (name, run.losses, solo.losses)
         if weights_within is not None:
-            natural = run.step.to_natural(run.state).params
+            copy = jax.tree.map(lambda x: x.copy(), run.state)  # what is put in order is given away
+            natural = run.step.to_natural(copy).params
             pairs = zip(jax.tree.leaves(natural), jax.tree.leaves(solo.state.params), strict=True)
             for one, other in pairs:
                 assert np.allclose(one, other, atol=weights_within), name

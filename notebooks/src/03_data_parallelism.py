@@ -56,7 +56,7 @@ from llmpar.exercises import attempt, hint, met, solution
 from llmpar.exercises.lesson import (
     as_predicted,
     counting_text,
-    fresh_weights,
+    fresh_state,
     trained,
     verdicts,
 )
@@ -298,7 +298,8 @@ def solo_step(params, velocity):
 
 
 # %% tags=["plumbing"]
-params = fresh_weights(LLAMA)
+optimizer = optax.sgd(RATE, MOMENTUM)
+params = fresh_state(LLAMA, optimizer).params
 solo_losses, velocity = [], jax.tree.map(jnp.zeros_like, params)
 for _ in range(STEPS):
     loss, params, velocity = solo_step(params, velocity)
@@ -307,7 +308,6 @@ assert solo_losses[-1] < solo_losses[0] - 0.5, "it learns"
 print("losses on one device:", " ".join(f"{loss:.3f}" for loss in solo_losses))
 
 # %%
-optimizer = optax.sgd(RATE, MOMENTUM)
 runs = {
     name: trained(LLAMA, plan, batch, optimizer, STEPS, clip=None)
     for name, plan in plans.items()
@@ -325,15 +325,15 @@ solo = runs["end"]._replace(state=last, losses=solo_losses)  # the same, of one 
 # the bytes that a formula predicts.
 
 # %%
-verdicts(runs, solo, weights_within=1e-4)
+tables = verdicts(runs, solo, weights_within=1e-4)
 
 # %% tags=["plumbing"]
 censuses = {name: as_predicted(run) for name, run in runs.items()}
-for step, *_, state, _ in runs.values():
-    assert distance(state.optimizer, velocity) < 1e-4  # all gradients so far
+for run in runs.values():
+    assert distance(run.state.optimizer, velocity) < 1e-4  # all gradients so far
     shards = lambda w: {s.data.shape for s in w.addressable_shards}
-    assert all(shards(w) == {w.shape} for w in jax.tree.leaves(state.params))
-    assert step.batch_sharding.shard_shape((BATCH, SEQ)) == (BATCH // N, SEQ)
+    assert all(shards(w) == {w.shape} for w in jax.tree.leaves(run.state.params))
+    assert run.step.batch_sharding.shard_shape((BATCH, SEQ)) == (BATCH // N, SEQ)
 small = 4 * 3  # loss, number of targets, squared norm: one message
 scalars = 2 * small * (N - 1) // N
 of_gradients = sum(c.bytes_sent for c in censuses["end"]) - scalars

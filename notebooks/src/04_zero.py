@@ -437,7 +437,8 @@ attempt("04.stage2_accumulated", stage2_accumulated)
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 BATCH, SEQ = 16, 16
 TEXT = counting_text(BATCH, SEQ)
-learn = lambda plan: trained(LLAMA, plan, TEXT, optax.adamw(3e-3), STEPS)
+ADAM = optax.adamw(3e-3)
+learn = lambda plan: trained(LLAMA, plan, TEXT, ADAM, STEPS)
 solo = learn(Plan("dp=1", zero=0))
 llamas = {f"stage {zero}": learn(Plan(f"fsdp={N}", zero=zero)) for zero in range(4)}
 tables = verdicts(llamas, solo)

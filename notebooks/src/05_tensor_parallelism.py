@@ -85,7 +85,7 @@ B, S, D, M, L, STEPS = 4, 16, 32, 128, 4, 5
 # The model's text names no axis. Its arrows are *logical*: they name *regions* of the model. `stream` is the residual stream,
 # `attention` and `ffn` (the feed-forward) are where heads and hidden units may be cut. The plan knows which axis cuts what in a
 # region, and turns a logical arrow into one with axes. `+m` says: this was summed over the hidden units that are here. A
-# *reading* carries the arrows out; `Manual` does so inside `shard_map`. ([All words](../README.md#words))
+# *reading* carries the arrows out; `Manual` does so inside `jax.shard_map`, where one writes what a single device does. ([All words](../README.md#words))
 
 # %% tags=["nbval-check-output"]
 one, eight, cut = Plan("dp=1"), Plan("tp=8"), Plan("tp=8", tp_sequence=True)
@@ -305,7 +305,8 @@ show(draw.arrow("b s d +tp -> b s/tp d", (B, S, D), mesh.shape, itemsize=4))
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 BATCH, SEQ = 4, 16
 TEXT = counting_text(BATCH, SEQ)
-learn = lambda plan: trained(LLAMA, plan, TEXT, optax.adamw(3e-3), STEPS)
+ADAM = optax.adamw(3e-3)
+learn = lambda plan: trained(LLAMA, plan, TEXT, ADAM, STEPS)
 solo = learn(Plan("dp=1"))
 plans = {"tp": Plan(f"tp={N}"), "tp + sequence": Plan(f"tp={N}", tp_sequence=True)}
 llamas = {name: learn(plan) for name, plan in plans.items()}
@@ -653,7 +654,7 @@ show(draw.ring_steps(pairs, num_steps=N, axis="tp"))
 # %%
 overlapped = Plan(f"tp={N}", tp_sequence=N > 1, tp_comm_overlap=N > 1)
 rings = learn(overlapped)
-verdicts({"rings": rings}, solo)
+tables |= verdicts({"rings": rings}, solo)
 
 
 # %% tags=["plumbing"]

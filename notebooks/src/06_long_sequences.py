@@ -510,7 +510,8 @@ SP = min(N, 4)
 LLAMA, BATCH, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=2), 2, 32, 3
 TEXT = counting_text(BATCH, SEQ)
 TEXT["segments"] = 1 + (TEXT["positions"] >= np.array([[20], [9]]))  # two documents
-learn = lambda plan: trained(LLAMA, plan, TEXT, optax.sgd(0.5), STEPS)
+SGD = optax.sgd(0.5)
+learn = lambda plan: trained(LLAMA, plan, TEXT, SGD, STEPS)
 solo = learn(Plan("dp=1"))
 plan = Plan(f"sp={SP}", zero=0)
 variants = ("ring", "ulysses", "gather")
