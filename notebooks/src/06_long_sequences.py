@@ -310,8 +310,8 @@ assert np.isclose(parts["zigzag"].max(0).sum(), N / 2)
 #
 # ## The other way: positions for heads
 #
-# Ulysses exchanges the cut before attention, and back after it: each device then sees all positions, of its share of the heads. It sends
-# less than the ring where there are many heads, but N must divide the KV heads, and nothing hides its all-to-alls.
+# Ulysses exchanges the cut before attention, and back after it: each device then sees all positions, of its share of the heads. Over
+# many ranks it sends less than the ring. But N must divide the KV heads, and nothing hides its all-to-alls.
 #
 # ### Exercise (stretch): write the exchange
 #
@@ -554,9 +554,8 @@ else:
     print("one device sends nothing, so there is nothing to draw")
 
 # %% [markdown]
-# The ring sends the most here: K and V twice, and float32 gradients behind them. The small all-gathers are of positions and document
-# numbers, once for all layers. Which variant is best depends on the heads, the degree and the links. Numbers of 2 bytes sent per layer and
-# position held, in bfloat16, with n = k r query heads:
+# The ring sends the most here. (The small all-gathers are of positions and document numbers, once for all layers.) Which variant is best
+# depends on the heads, the degree and the links. Numbers of 2 bytes sent per layer and position held, in bfloat16, with n = k r query heads:
 #
 # | | forward | in a training step | limit | waits for |
 # |---|---|---|---|---|
@@ -564,8 +563,7 @@ else:
 # | Ulysses | (2 n + 2 k) h (N − 1)/N | twice as much | N divides k | four all-to-alls, with nothing to do meanwhile |
 # | gather | 2 k h (N − 1) | twice as much | holds all K and V | an all-gather |
 #
-# The ring's backward pass sends three times what its forward pass sends, the others' just as much: so what is true of the forward pass
-# need not be true of training. The middle column is what the package predicts:
+# What is true of the forward pass need not be true of training. The middle column is what the package predicts:
 
 
 # %% tags=["plumbing", "nbval-check-output"]
@@ -631,7 +629,7 @@ title = "Ring over 8 A100 in a node: attention of one layer, forward"
 show(draw.time_bars(bars, title=title))
 
 # %% [markdown]
-# Work grows with the square of the block, a hop with the block. The longer the sequence, the less there is to wait for.
+# Work grows with the square of the block, a hop with the block.
 #
 # ### Exercise (expert): when does Ulysses beat the ring?
 #
@@ -773,10 +771,8 @@ if SP > 1:
 # llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block --ffn-chunks 16 --loss-chunks 16
 # ```
 #
-# On GPUs and TPUs all three run on a kernel of ours (`--attention-kernel auto` is `flash` there): it keeps no scores, takes documents and any
-# order, and returns its log of sums in float32, which a ring needs to merge. Where a device sees whole sequences in contiguous order and
-# each row is one document, `--attention-kernel cudnn --documents whole --dtype bfloat16` gives the work to cuDNN. Not in a ring: the
-# public function returns its log of sums rounded to 16 bits, too coarse to merge by.
+# On GPUs and TPUs all three run on a kernel of ours, which keeps no scores and returns its log of sums in float32: a ring needs that to
+# merge. cuDNN's public function rounds it to 16 bits, so `--attention-kernel cudnn` is for devices that see whole sequences.
 #
 # `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
 # every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.
