@@ -73,15 +73,6 @@ def first_axis_only():
     collective("all-reduce", wrong)
 
 
-def mean_of_shards():
-    """A reduce-scatter takes the mean."""
-    from jax import lax
-
-    collective(
-        "reduce-scatter", lambda right, x, move, *more: right(x, move, *more) / lax.axis_size(move.axes)
-    )
-
-
 def turned_round():
     """A gather puts the parts together from the last to the first."""
     import jax.numpy as jnp
@@ -102,12 +93,12 @@ def to_another():
     collective("all-to-all", lambda right, x, move, *more: jnp.roll(right(x, move, *more), 1, 0))
 
 
-def one_hop_less():
-    """A ring stops one hop too early."""
+def one_hop_late():
+    """A ring takes the keys that are here for those of the rank before."""
     from llmpar import attention
 
-    right = attention._ring_size
-    attention._ring_size = lambda options: max(right(options) - 1, 1)
+    right = attention._owner
+    attention._owner = lambda options, hops: right(options, hops + 1)
 
 
 def late_backward():
@@ -140,13 +131,13 @@ FAULTS = {
     "01": (forgotten_moment,),
     "02": (whole_message,),
     "03": (mean, forgotten_moment),
-    "04": (mean_of_shards, turned_round),
+    "04": (turned_round,),
     "05": (mean, turned_round),
-    "06": (one_hop_less,),
+    "06": (one_hop_late,),
     "07": (late_backward, mean),
     "08": (one_more_ahead,),
     "09": (to_another,),
-    "10": (first_axis_only, mean_of_shards),
+    "10": (first_axis_only,),
     "11": (turned_round,),
     "12": (forgotten_sum, mean),
 }
