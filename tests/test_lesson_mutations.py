@@ -73,6 +73,15 @@ def first_axis_only():
     collective("all-reduce", wrong)
 
 
+def mean_of_shards():
+    """A reduce-scatter takes the mean."""
+    from jax import lax
+
+    collective(
+        "reduce-scatter", lambda right, x, move, *more: right(x, move, *more) / lax.axis_size(move.axes)
+    )
+
+
 def turned_round():
     """A gather puts the parts together from the last to the first."""
     import jax.numpy as jnp
@@ -131,7 +140,7 @@ FAULTS = {
     "01": (forgotten_moment,),
     "02": (whole_message,),
     "03": (mean, forgotten_moment),
-    "04": (turned_round,),
+    "04": (mean_of_shards, turned_round),
     "05": (mean, turned_round),
     "06": (one_hop_late,),
     "07": (late_backward, mean),

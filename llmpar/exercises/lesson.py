@@ -93,11 +93,11 @@ def trained(
 def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = None) -> dict[str, dict]:
     """Assert the four verdicts on some plans of one model, and print them.
 
-    *Value*: the losses of one device, to 1e-4; and its weights after them, where ``weights_within`` says how
-    near (None with Adam, which divides even the smallest gradient by its size). *Sharding*: weights and
-    moments lie as the plan promises. *Communication*: axes, kinds, counts and bytes in the partitioned
-    program are those of the formula, for each stage of a pipeline. *Memory*: so are the bytes of the
-    arguments.
+    *Value*: the losses of one device, to 1e-4, the norm of its last gradient, and its weights at the end,
+    where ``weights_within`` says how near (None with Adam, which divides even the smallest gradient by its
+    size). *Sharding*: weights and moments lie as the plan promises. *Communication*: axes, kinds, counts and
+    bytes in the partitioned program are those of the formula, for each stage of a pipeline. *Memory*: so are
+    the bytes of the arguments.
 
     Returns:
         For each plan the table of its census (of the last stage).
@@ -106,6 +106,9 @@ def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = 
     names = ", ".join(runs)
     for name, run in runs.items():
         assert np.allclose(run.losses, solo.losses, rtol=1e-4), (name, run.losses, solo.losses)
+        # Adam divides gradients by their size: a factor on all of them shows in their norm alone.
+        norms = [float(one.metrics["grad_norm"]) for one in (run, solo)]
+        assert np.isclose(*norms, rtol=1e-3), (name, norms)
         if weights_within is not None:
             copy = jax.tree.map(lambda x: x.copy(), run.state)  # what is put in order is given away
             natural = run.step.to_natural(copy).params
