@@ -445,6 +445,10 @@ tables = verdicts(llamas, solo)
 
 # %% tags=["plumbing"]
 censuses = {name: as_predicted(run) for name, run in llamas.items()}
+# Adam divides by the gradient's size, so the losses do not see a wrong factor.
+for name, run in llamas.items():
+    norms = [float(one.metrics["grad_norm"]) for one in (run, solo)]
+    assert np.isclose(*norms, rtol=1e-3), (name, norms)
 for name, (step, *_) in llamas.items():
     stored, graded = (
         tree["blocks"]["ffn"]["gate"] for tree in (step.stored, step.graded)
