@@ -1,10 +1,12 @@
 """Several processes give what one gives, find one another on every engine, and end together."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -205,3 +207,17 @@ def test_a_process_without_a_sign_of_life_counts_as_dead_after_the_heartbeat():
         ended = processes.wait(90)
     assert ended.first == 0 and time.monotonic() - begin < 60
     assert ended.statuses[1] == -signal.SIGKILL
+
+
+def test_launch_local_runs_a_command_and_gives_its_status(tmp_path):
+    """Process 0 speaks; a refusal of all is said once."""
+    words = [sys.executable, "-m", "llmpar", "launch", "local", "--processes", "2", "--devices", "2", "--"]
+    environ = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=200, env=environ)
+    done = run([*words, "doctor"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("process 0 of 2 (JAX_* variables), 2 on this host, coordinator 127.0.0.1:")
+    assert "4 simulated CPU devices of 2 processes" in done.stdout
+    done = run([*words, "train", "--mesh", "dp=4", "--data", str(tmp_path / "none"), "--json"])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("llmpar: ") == done.stderr.count("matches no file") == 1, done.stderr

@@ -141,10 +141,11 @@ def examine(simulated: int = 8) -> dict:
     missing = {name: extra for name, extra in OPTIONAL.items() if not installed(name)}
     hosts = len({d.process_index for d in devices})
     num_domains = len(domains_of(devices))
+    where = f"on {hosts} host{'s' * (hosts > 1)}" if not fake or hosts == 1 else f"of {hosts} processes"
     lines = [
         f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),
-        f"{len(devices)} {'simulated CPU devices' if fake else first.device_kind} on {hosts}"
-        f" host{'s' * (hosts > 1)}{domains_text(first.platform, num_domains)}"
+        f"{len(devices)} {'simulated CPU devices' if fake else first.device_kind} {where}"
+        f"{domains_text(first.platform, num_domains)}"
         + ("; times on them say nothing about links, bytes and counts are exact" if fake else ""),
     ]
     if chip and not fake:
@@ -168,7 +169,7 @@ def examine(simulated: int = 8) -> dict:
             grid = device_grid(mesh, devices)
             crossed[mesh] = links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
-    if "XLA_FLAGS" in os.environ:
+    if os.environ.get("XLA_FLAGS"):
         lines.append(f"XLA_FLAGS is set: {os.environ['XLA_FLAGS']}")
     return {
         "python": platform.python_version(),

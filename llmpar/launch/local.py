@@ -51,7 +51,8 @@ def environment(num: int, number: int, port: int, devices: int | None, base: Map
     if devices is not None:
         flags = base.get("XLA_FLAGS", "").split()  # one of them would count devices, too
         left = [flag for flag in flags if not flag.startswith("--xla_force_host_platform_device_count")]
-        told |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(left)}
+        told |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+        told |= {"XLA_FLAGS": " ".join(left)} if flags else {}
     return dict(base) | told
 
 
@@ -175,8 +176,10 @@ def run(command: Sequence[str], num: int, devices: int | None) -> int:
             signal.signal(signal.SIGINT, ask)
             signal.signal(signal.SIGTERM, ask)
         ended = processes.wait()
-    if ended.first:
+    if ended.first and ended.statuses[ended.first] < 0 and not asked:
+        number = signal.Signals(-ended.statuses[ended.first]).name
+        print(f"llmpar: process {ended.first} was ended by {number}", file=sys.stderr, flush=True)
+    if ended.first and ended.statuses[0] <= 0:  # else process 0 has said why
         tail = [line for line in ended.words[ended.first].splitlines() if line.strip()][-20:]
-        own = [line for line in tail if line.startswith("llmpar:")] or tail
-        print(*(f"[process {ended.first}] {line}" for line in own), sep="\n", file=sys.stderr, flush=True)
+        print(*(f"[process {ended.first}] {line}" for line in tail), sep="\n", file=sys.stderr, flush=True)
     return ended.status
