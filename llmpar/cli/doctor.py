@@ -38,7 +38,7 @@ class Doctor:
 
         place = detect(os.environ, read_file)
         first = [traps.describe(place), *traps.traps(os.environ, place)]
-        if not self.json and place.process_id == 0:
+        if not self.json and place.process_id == 0 and speaks():
             print(*first, sep="\n", flush=True)  # JAX may not get further
         join()
         document = examine()

@@ -92,8 +92,6 @@ def initialize(
             raise ValueError(
                 f"{many} cannot be joined: {why}; call initialize() before other JAX work"
             ) from error
-    if place.is_one_host:  # one compiles for all: Gloo gives a process that compiles longer 30 s, no more
-        jax.config.update("jax_share_binary_between_hosts", True)
     _guard()
     if jax.process_count() != place.num_processes:
         raise ValueError(
