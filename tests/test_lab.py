@@ -69,8 +69,9 @@ def test_the_start_page_names_each_lesson_with_its_question_and_minutes(open_lab
     lessons = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert len(rows) == len(lessons)
     for row, name in zip(rows, lessons, strict=True):
-        title, question, minutes = row.strip("| ").split(" | ")
+        title, question, after, minutes = row.strip("| ").split(" | ")
         assert title.endswith(f"({name})") and question.endswith("?") and 20 <= int(minutes.split()[0]) <= 120
+        assert after == "-" or all(needed < name[:2] for needed in after.split(", "))
 
 
 def test_git_sees_no_copies(tmp_path, open_lab):

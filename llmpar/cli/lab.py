@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from typing import Any
 from llmpar.cli.options import installed, say
 
 START = "start.ipynb"
-CORE_MINUTES, OTHER_MINUTES = 5, 12  # of an exercise; a lesson is read at these rates
-WORDS_PER_MINUTE, LINES_PER_MINUTE = 55, 25
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,8 @@ def cleared(notebook: str) -> str:
 
 
 def start_page(lessons: list[pathlib.Path]) -> str:
-    """Write the page that a learner sees first: each lesson with its question and about how long it takes."""
+    """Write the page that a learner sees first: each lesson with its question, which ones it needs, and about
+    how long it takes, as its header says."""
     rows = [
         "# Start here",
         "",
@@ -116,17 +114,15 @@ def start_page(lessons: list[pathlib.Path]) -> str:
             " of what a gradient is. You need no cluster: 8 simulated devices are in your laptop."
         ),
         "",
-        "| lesson | its question | about |",
-        "|---|---|--:|",
+        "| lesson | its question | after | about |",
+        "|---|---|---|--:|",
     ]
     for path in lessons:
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        title, question = (
-            re.search(pattern, text_of(cells, "markdown"), re.S) for pattern in TITLE_AND_QUESTION
-        )
-        name = title[1] if title else path.stem
-        asked = " ".join(question[1].split()) if question else ""
-        rows.append(f"| [{name}]({path.name}) | {asked} | {minutes(cells)} min |")
+        lesson = json.loads(path.read_text(encoding="utf-8"))
+        about, text = lesson["metadata"]["llmpar"], "".join(lesson["cells"][0]["source"])
+        title = text.partition("\n")[0].removeprefix("# ")
+        needs, minutes = ", ".join(about["needs"]) or "-", about["teaching"] + about["exercises"]
+        rows.append(f"| [{title}]({path.name}) | {about['question']} | {needs} | {minutes} min |")
     rows += [
         "",
         (
@@ -146,21 +142,3 @@ def start_page(lessons: list[pathlib.Path]) -> str:
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     document = {"cells": [page], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
-
-
-TITLE_AND_QUESTION = (r"^# (.*?)\n", r"\*\*Question\.\*\*(.*?)\n *\n")
-
-
-def text_of(cells: list[dict], kind: str) -> str:
-    """Join the sources of all cells of a kind."""
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
-    return "\n\n".join(sources) + "\n\n"
-
-
-def minutes(cells: list[dict]) -> int:
-    """Estimate how long a lesson takes, with its exercises, in steps of 5 minutes."""
-    text, code = text_of(cells, "markdown"), text_of(cells, "code")
-    exercises = re.findall(r"Exercise[^\n]*?\b(core|stretch|expert)\b", text)
-    reading = len(text.split()) / WORDS_PER_MINUTE + code.count("\n") / LINES_PER_MINUTE
-    doing = sum(CORE_MINUTES if level == "core" else OTHER_MINUTES for level in exercises) + CORE_MINUTES
-    return 5 * round((reading + doing) / 5)
