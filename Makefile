@@ -62,7 +62,7 @@ test: lint node_modules compilers
 	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup
 
 test-fast: lint
-	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup -m "not slow and not full and not browser and not hf"
+	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup -m "not slow and not full and not browser and not hf and not engines"
 
 # All that the default tests sample: every mesh, ZeRO stage and reading, in parts: make test-full PART=1/8, … PART=8/8.
 # tests/full_runs.md tells when each part ran last.

@@ -10,12 +10,16 @@ import os
 import pathlib
 import shutil
 import socket
+import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from llmpar.config import ModelConfig
 from llmpar.step import State
@@ -69,6 +73,8 @@ class Checkpoints:
         with contextlib.ExitStack() as stack:
             if jax.process_index() == 0:
                 self._take(stack)
+            if jax.process_count() > 1:
+                self._check_shared()
             self._manager.reload()  # what somebody wrote before the lock was ours
             yield
 
@@ -84,6 +90,24 @@ class Checkpoints:
         except OSError as error:
             why = f"cannot write checkpoints to {self.folder}: {error.strerror}"
             raise ValueError(f"{why}; give a folder that can be written") from error
+
+    def _check_shared(self) -> None:
+        """Refuse a folder that is not the first process's: all write into one."""
+        mine = zlib.crc32((self.folder / "lock").read_bytes()) if jax.process_index() == 0 else 0
+        first = int(multihost_utils.broadcast_one_to_all(np.uint32(mine)))
+        until = time.monotonic() + 10  # a network's file system may show a file late
+        while not (same := self._locked_as(first)) and time.monotonic() < until:
+            time.sleep(0.2)
+        if not same:
+            raise ValueError(
+                f"process {jax.process_index()} on {socket.gethostname()} does not see what process 0 writes"
+                f" in {self.folder}; give a folder that all hosts share"
+            )
+
+    def _locked_as(self, first: int) -> bool:
+        with contextlib.suppress(OSError):
+            return zlib.crc32((self.folder / "lock").read_bytes()) == first
+        return False
 
     def _lock(self, file) -> None:
         try:

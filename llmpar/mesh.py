@@ -57,7 +57,8 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
         few = devices[0].platform != "cpu" and len(devices) < at_least
         if few and not jax.config.jax_platforms:  # type: ignore[attr-defined]
             devices = _simulated_instead(devices, simulate, fresh)
-    if devices[0].platform == "cpu" and len(devices) < simulate:
+    alone = jax.process_count() == 1  # of several processes each has what its launcher gave it
+    if devices[0].platform == "cpu" and len(devices) < simulate and alone:
         raise ValueError(
             f"{simulate} simulated devices were asked for but JAX has started with {len(devices)}, and the"
             f" number is fixed at its first use; ask for {len(devices)} (--devices {len(devices)}), call"
@@ -129,6 +130,14 @@ def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
     """
     devices = ordered_devices() if devices is None else devices
     grid = device_grid(shape := parse_mesh(shape, len(devices)), devices)
+    idle = {d.process_index for d in devices} - {d.process_index for d in grid.flat}
+    if idle and jax.process_count() > 1:
+        numbers, many = ", ".join(map(str, sorted(idle))), len({d.process_index for d in devices})
+        raise ValueError(
+            f"mesh '{shape}' takes {shape.size} of {len(devices)} devices, and of {many} processes these hold"
+            f" none of them and could address nothing: {numbers}; use all devices, or start"
+            f" {many - len(idle)} process{'es' * (many - len(idle) > 1)}"
+        )
     return Mesh(grid, tuple(shape.sizes), axis_types=(AxisType.Auto,) * grid.ndim)
 
 

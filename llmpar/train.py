@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
 from llmpar import moe
@@ -119,7 +120,7 @@ def train(
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     _check_run(steps, eval_every, eval_batches)
     made = made_of(stream, steps, options, seed) if checkpoints else None
-    writes = checkpoints is not None and (checkpoints.latest or 0) < steps
+    writes = checkpoints is not None and _first_says(checkpoints.latest or 0) < steps
     with checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(), _opened(log) as lines:
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
         state = (
@@ -151,7 +152,22 @@ def train(
             if stopped:
                 break
         measured.read_all()
+        report.memory_bytes = _most(report.memory_bytes)
         return step.to_natural(state), report
+
+
+def _first_says(number: int) -> int:
+    """Give process 0's number, so that all processes do the same."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
+
+
+def _most(num_bytes: int) -> int:
+    """Give the largest number that a process has. (In MiB: JAX sends no 64 bits.)"""
+    if jax.process_count() == 1:
+        return num_bytes
+    return int(multihost_utils.process_allgather(np.int32(num_bytes >> 20)).max()) << 20
 
 
 def _check_run(steps: int, eval_every: int, eval_batches: int) -> None:

@@ -57,9 +57,16 @@ check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))
 install_import_hook("llmpar", "conftest.check_types")
 
 
-# Where Jupyter kernels and browsers start: never two at once. With two workers these are one worker's first
-# work.
-KERNELS = {"test_notebooks", "test_slides", "test_browser", "test_gallery"}
+# Where Jupyter kernels, browsers and processes of a job start: never two at once. With two workers these are
+# one worker's first work.
+KERNELS = {
+    "test_notebooks",
+    "test_slides",
+    "test_browser",
+    "test_gallery",
+    "test_launch",
+    "test_real_engines",
+}
 
 
 def pytest_collection_modifyitems(items, config=None):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.interpreters import partial_eval
 
 from llmpar import moe, sequence_order
@@ -100,15 +101,29 @@ def spread(config, plan: Plan, step_class=Step):
     order again."""
     plan.check(config, BATCH, SEQ)
     step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    data = jax.device_put(dealt(batch(), plan), step.batch_sharding)
+    data = put(dealt(batch(), plan), step.batch_sharding)
     padded = arranged(
         weights(config), np.minimum(step.layer_order, config.num_layers - 1)
     )  # weights where none should be used
-    grads, metrics = jax.jit(step.gradients)(jax.device_put(padded, step.shardings.params), data)
+    grads, metrics = jax.jit(step.gradients)(put(padded, step.shardings.params), data)
     grads = arranged(
-        jax.tree.map(np.asarray, grads), np.argsort(step.layer_order, stable=True)[: config.num_layers]
+        jax.tree.map(whole, grads), np.argsort(step.layer_order, stable=True)[: config.num_layers]
     )
     return float(metrics["loss"]), float(metrics["grad_norm"]), grads
+
+
+def put(tree, where):
+    """Lay host arrays out on devices; of several processes each takes its own pieces of them."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, where)
+    shardings = jax.tree.map(lambda _: where, tree) if isinstance(where, jax.sharding.Sharding) else where
+    on = lambda x, s: jax.make_array_from_callback(x.shape, s, lambda index: x[index])
+    return jax.tree.map(on, tree, shardings)
+
+
+def whole(x):
+    """All of an array, in every process."""
+    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
 
 
 def dealt(data, plan: Plan):

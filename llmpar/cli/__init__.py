@@ -1,8 +1,9 @@
 """Run one command, and turn whatever happens into an exit status and a sentence.
 
 Exit status: 0 done, 1 a refusal or a failure in one sentence, 2 bad usage, 130 Ctrl-C, 143 asked to end
-(SIGTERM). With ``--json`` a command prints one JSON document on stdout and everything else on stderr. Nothing
-heavy is imported before `main` runs, so that Ctrl-C is heard from the start.
+(SIGTERM); of several processes 75 where one failed, 76 where one was stuck: the same command may go on. With
+``--json`` a command prints one JSON document on stdout and everything else on stderr. Nothing heavy is
+imported before `main` runs, so that Ctrl-C is heard from the start.
 """
 
 from __future__ import annotations
@@ -17,8 +18,16 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and give its exit status."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every letter
+    status = _attempt(sys.argv[1:] if argv is None else argv)
+    joined = sys.modules.get("llmpar.launch.joined")
+    if joined and status:
+        joined.leave(status)
+    return status
+
+
+def _attempt(argv: list[str]) -> int:
     try:
-        _run(sys.argv[1:] if argv is None else argv)
+        _run(argv)
         return 0
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
@@ -27,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     except MemoryError as error:
         return _fail("the memory of this machine is full; use a smaller model, batch or text", 1, error)
     except Exception as error:
-        return _fail(explain(error), 1, error)
+        return _fail(explain(error), _status(error), error)
 
 
 def _run(argv: list[str]) -> None:
@@ -67,13 +76,28 @@ def explain(error: Exception) -> str:
     return f"this is a fault of llmpar, at {''.join(ours)}: {summary}; LLMPAR_TRACEBACK=1 shows the stack"
 
 
+def _status(error: Exception) -> int:
+    """The status of an error: of several processes' one that another attempt may mend it, if it is no
+    refusal."""
+    joined = sys.modules.get("llmpar.launch.joined")
+    refused = isinstance(error, ValueError | OSError | FloatingPointError)
+    return joined.FAILED if joined and joined.together() and not refused else 1
+
+
+def _of_others(sentence: str, status: int) -> bool:
+    """Tell the other processes of this one, if there are some, that it fails, and whether one failed first:
+    then this one says so in place of its own sentence."""
+    joined = sys.modules.get("llmpar.launch.joined")
+    return bool(joined and joined.tell_others(sentence, status))
+
+
 def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
     """Print the sentence, and give the status."""
     if error and os.environ.get("LLMPAR_TRACEBACK"):
         import traceback
 
         traceback.print_exception(error)
-    if sentence:
+    if sentence and not _of_others(sentence, status):
         print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:
         os.dup2(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import tyro
 
 from llmpar.cli.calibrate import Calibrate
@@ -11,6 +14,8 @@ from llmpar.cli.doctor import Doctor
 from llmpar.cli.generate import Generate
 from llmpar.cli.inspect import Inspect
 from llmpar.cli.lab import Lab
+from llmpar.cli.launch import COMMANDS as LAUNCHED
+from llmpar.cli.launch import Launch
 from llmpar.cli.models import Models
 from llmpar.cli.plan import Plan
 from llmpar.cli.progress import Progress
@@ -22,6 +27,7 @@ COMMANDS = {
     "lab": Lab,
     "progress": Progress,
     "train": Train,
+    "launch": Launch,
     "inspect": Inspect,
     "plan": Plan,
     "calibrate": Calibrate,
@@ -47,6 +53,11 @@ def parse(argv: list[str]):
     with 0."""
     config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     commands: dict = COMMANDS
-    return tyro.extras.subcommand_cli_from_dict(
-        commands, args=argv, prog="llmpar", description=DESCRIPTION, config=config
+    at = argv.index("--") if argv[:1] == ["launch"] and "--" in argv else len(argv)
+    command: Any = tyro.extras.subcommand_cli_from_dict(
+        commands, args=argv[:at], prog="llmpar", description=DESCRIPTION, config=config
     )
+    if not (words := argv[at + 1 :]):
+        return command
+    inner = parse(words) if words[0] in LAUNCHED else None
+    return dataclasses.replace(command, words=tuple(words), command=inner)

@@ -6,11 +6,10 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import socket
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
-from llmpar.cli.options import emit, installed, speaks
+from llmpar.cli.options import emit, installed, join, speaks
 from llmpar.notation import AXES
 from llmpar.predict import hardware
 
@@ -34,11 +33,20 @@ class Doctor:
         """Examine the environment, and print it."""
         import rich
 
+        from llmpar.launch import traps
+        from llmpar.launch.engines import detect, read_file
+
+        place = detect(os.environ, read_file)
+        first = [traps.describe(place), *traps.traps(os.environ, place)]
+        if not self.json and place.process_id == 0 and speaks():
+            print(*first, sep="\n", flush=True)  # JAX may not get further
+        join()
         document = examine()
+        document |= {"launch": asdict(place), "lines": first + document["lines"]}
         emit(document, self.json)
         if self.json or not speaks():
             return
-        for line in document["lines"]:
+        for line in document["lines"][len(first) :]:
             print(line)
         for mesh, found in {} if document["simulated"] else document["links"].items():
             from llmpar.inspect.links import links_table
@@ -133,10 +141,11 @@ def examine(simulated: int = 8) -> dict:
     missing = {name: extra for name, extra in OPTIONAL.items() if not installed(name)}
     hosts = len({d.process_index for d in devices})
     num_domains = len(domains_of(devices))
+    where = f"on {hosts} host{'s' * (hosts > 1)}" if not fake or hosts == 1 else f"of {hosts} processes"
     lines = [
         f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),
-        f"{len(devices)} {'simulated CPU devices' if fake else first.device_kind} on {hosts}"
-        f" host{'s' * (hosts > 1)}{domains_text(first.platform, num_domains)}"
+        f"{len(devices)} {'simulated CPU devices' if fake else first.device_kind} {where}"
+        f"{domains_text(first.platform, num_domains)}"
         + ("; times on them say nothing about links, bytes and counts are exact" if fake else ""),
     ]
     if chip and not fake:
@@ -160,16 +169,7 @@ def examine(simulated: int = 8) -> dict:
             grid = device_grid(mesh, devices)
             crossed[mesh] = links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = ""
-    if address in ("", "127.0.1.1"):
-        found = address or "nothing"
-        lines.append(
-            f"this host's name resolves to {found}: other hosts could not reach it; mend /etc/hosts first"
-        )
-    if "XLA_FLAGS" in os.environ:
+    if os.environ.get("XLA_FLAGS"):
         lines.append(f"XLA_FLAGS is set: {os.environ['XLA_FLAGS']}")
     return {
         "python": platform.python_version(),

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from llmpar.cli.options import MAX_SEED, emit, fits_host, say, speaks, start
+from llmpar.cli.options import MAX_SEED, emit, fits_host, join, say, speaks, start
 from llmpar.config import from_dict, preset
 
 
@@ -62,6 +62,7 @@ class Generate:
         from llmpar.serve.decode import Decoder, check_temperature, generate
         from llmpar.weights import abstract_params, init_params
 
+        join()
         start()
         check_temperature(self.temperature)
         devices = use_devices(self.devices, at_least=1)

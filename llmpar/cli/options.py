@@ -171,15 +171,23 @@ def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, pa
     if jax.devices()[0].platform != "cpu" or not (room := host_bytes()):
         return
     held = memory.argument_bytes(config, plan, batch_size, seq_len)
-    need = plan.mesh.size * sum(held[part] for part in parts)
+    here = min(plan.mesh.size, len(jax.local_devices()))
+    need = here * sum(held[part] for part in parts)
     if need > room:
         what = (
-            f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB on {plan.mesh.size}"
+            f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB on {here}"
             " simulated devices"
         )
         raise ValueError(
             f"{what}, and this machine has {room / 2**30:,.1f} GiB; use a smaller model, or cut it more"
         )
+
+
+def join() -> None:
+    """Join the processes that an engine has started, if it has; before any other use of JAX."""
+    from llmpar.launch import joined
+
+    joined.initialize(tell=lambda words: print(words, file=sys.stderr, flush=True))
 
 
 def start() -> None:

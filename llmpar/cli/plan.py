@@ -128,7 +128,8 @@ class Plan:
             for table in tables_of(document):
                 rich.print(table)
             say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
-            print(*filter(None, (document["plans"][0][name] for name in ("train", "compile"))), sep="\n")
+            lines = (document["plans"][0][name] for name in ("train", "compile", "launch"))
+            print(*filter(None, lines), sep="\n")
         emit(document, self.json)
         return document
 

@@ -24,6 +24,7 @@ from llmpar.cli.options import (
     emit,
     fits_host,
     flags_of,
+    join,
     say,
     speaks,
     start,
@@ -62,6 +63,8 @@ class Train:
         eval_every: steps between evaluations on the held-out part of the text, and after the last step; 0
             evaluates never.
         eval_batches: batches per evaluation, always the same ones.
+        stuck_after: of several processes, end all when no step ended for so many seconds (ten times as many
+            for the first step, which compiles); 0 waits for ever.
         json: print one JSON document on stdout.
     """
 
@@ -74,6 +77,7 @@ class Train:
     plot: File = None
     eval_every: int = 0
     eval_batches: int = 4
+    stuck_after: float = 600.0
     json: bool = False
     step: StepOptions = StepOptions()
     optimizer: Annotated[Any, tyro.conf.arg(constructor=OptimizerFlags)] = OptimizerFlags()
@@ -89,6 +93,7 @@ class Train:
         from llmpar.mesh import make_mesh, platform_of
         from llmpar.train import train
 
+        join()
         start()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
         config, plan = self.step.resolve()
@@ -99,10 +104,17 @@ class Train:
         say_memory(mesh)
         if detour := plan.of(config).detour(platform_of(mesh)):
             say(detour)
-        with Stopper() as stopper, progress(self.steps) as show:
+        from llmpar.launch.joined import Watchdog
+
+        with (
+            Stopper() as stopper,
+            progress(self.steps) as show,
+            Watchdog(self.stuck_after if stopper.of_many else 0) as watchdog,
+        ):
 
             def on_step(number, report):
                 stopper.worked = True
+                watchdog.feed()
                 show(number + 1, progress_text(report))
 
             _, report = train(
@@ -122,7 +134,7 @@ class Train:
                 eval_batches=self.eval_batches,
                 ideal_step_s=ideal_step_s(config, self.step, mesh),
                 tell=say,
-                stop=lambda: stopper.number > 0,
+                stop=stopper.asked,
             )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
             goes_on = f"kept in {self.checkpoints}: the same command goes on from there"
@@ -211,17 +223,28 @@ def document_of(config: ModelConfig, plan: Plan, report: Report) -> dict:
 class Stopper:
     """Let the first Ctrl-C or SIGTERM end training after the running step, so that it can be saved.
 
-    The second signal ends the process at once, and so does one before any step was done. With several
-    processes signals keep their usual meaning, because all of them would have to stop at the same step.
+    The second signal ends the process at once, and so does one before any step was done. Of several processes
+    all stop after the same step when one of them was asked; JAX hears the signal, and whoever started them
+    ends what does not leave.
     """
 
     def __init__(self):
-        self.number, self.worked, self._before = 0, False, {}
-
-    def __enter__(self) -> Stopper:
         import jax
 
-        if threading.current_thread() is threading.main_thread() and jax.process_count() == 1:
+        self.number, self.worked, self._before = 0, False, {}
+        self.of_many, self._steps = jax.process_count() > 1, 0
+
+    def asked(self) -> bool:
+        """Tell whether to stop after this step."""
+        if self.of_many:
+            from llmpar.launch.joined import asked_to_stop
+
+            self._steps += 1
+            self.number = signal.SIGTERM if asked_to_stop(self._steps) else 0
+        return self.number > 0
+
+    def __enter__(self) -> Stopper:
+        if threading.current_thread() is threading.main_thread() and not self.of_many:
             self._before = {n: signal.signal(n, self) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
 

@@ -410,6 +410,7 @@ def _row(q: Question, one: Candidate, best: Candidate, others: list[Candidate]) 
         "change": change(one, others),
         "train": command(q, one.plan, "train"),
         "compile": command(q, one.plan, "compile"),
+        "launch": launch(q, one.plan),
     }
 
 
@@ -469,6 +470,16 @@ def command(q: Question, plan: Plan, name: str) -> str:
     if q.platform == "gpu":
         words.insert(0, f"{hardware.MEMORY_SHARES[0]}={GPU_SHARE}")
     return " ".join(words)
+
+
+def launch(q: Question, plan: Plan) -> str | None:
+    """The line that writes a job for SLURM; None where one node is enough, or the chips are in no nodes."""
+    each = q.chip.node_size * q.chip.devices_per_chip
+    if q.chip.link != "switch" or q.num_devices <= each or q.num_devices % each:
+        return None
+    words = command(q, plan, "train").partition("llmpar ")[2]  # job files set the variables
+    many = f" --gpus-per-node {each}" * (each != 8)
+    return f"llmpar launch slurm --nodes {q.num_devices // each}{many} -- {words} --checkpoints kept"
 
 
 def target(q: Question) -> str:

@@ -1,0 +1,118 @@
+"""``llmpar launch``: run a command in several processes here, or write the job file that an engine takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from llmpar.cli.options import File, say
+from llmpar.launch import jobs, local
+
+MAX_PROCESSES = 64
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Run a command of llmpar in several processes: here, or by the engine of a cluster.
+
+    llmpar launch local --processes 4 --devices 2 -- train --mesh "fsdp=8" --checkpoints kept
+    llmpar launch slurm --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
+
+    What follows -- is the command. For a cluster the job file is printed; --submit hands it over. A command
+    with --checkpoints is started again after a failure.
+
+    Attributes:
+        engine: who starts the processes; local is this machine.
+        nodes: nodes of the cluster.
+        min_nodes: torchrun goes on with so few when others are lost.
+        site: a TOML file about the cluster: partition, account, gpus_per_node, modules, interface, container
+            …
+        gpus_per_node: replaces the site's; 8 where there is no site file.
+        processes: local: how many.
+        devices: local: CPU devices that each of them simulates.
+        out: write the file there; with --submit, by default, llmpar-job in this folder.
+        submit: hand the job over.
+    """
+
+    engine: Annotated[Literal["local", "slurm", "mpi", "jobset", "ray", "torchrun"], tyro.conf.Positional]
+    nodes: int = 1
+    min_nodes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    site: File = None
+    gpus_per_node: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    processes: int = 2
+    devices: int = 4
+    out: File = None
+    submit: bool = False
+    words: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    command: Annotated[Any, tyro.conf.Suppress] = None
+
+    def run(self) -> None:
+        """Run the command here, or print, write or submit its job file."""
+        if not self.words:
+            raise ValueError("no command follows; write 'llmpar launch local -- train --mesh dp=-1'")
+        if self.words[0] not in COMMANDS:
+            raise ValueError(f"'{self.words[0]}' runs in one process; launch {' or '.join(COMMANDS)}")
+        self.check_options()
+        if self.engine == "local":
+            raise SystemExit(self.run_here())
+        job = self.job()
+        self.check_command(job.num_devices)
+        if not job.goes_on and self.words[0] == "train":
+            say("llmpar: no --checkpoints: nothing is kept, and a failed job is not started again")
+        text = jobs.ENGINES[self.engine](job)
+        path = self.out or (f"llmpar-job{jobs.SUFFIX[self.engine]}" if self.submit else None)
+        if path is None:
+            print(text, end="")
+            return
+        Path(path).write_text(text)
+        line = jobs.submit_line(self.engine, path, job.site)
+        if not self.submit:
+            say(f"wrote {path}; submit it: {' '.join(line)}")
+            return
+        say(f"wrote {path}; runs: {' '.join(line)}")
+        try:
+            raise SystemExit(subprocess.run(line, check=False).returncode)
+        except FileNotFoundError as error:
+            raise ValueError(f"'{line[0]}' is not installed here; submit {path} where it is") from error
+
+    def check_options(self) -> None:
+        """Refuse options that this engine does not read."""
+        here = ("processes", "devices")
+        there = ("nodes", "site", "out", "submit", "min_nodes", "gpus_per_node")
+        unread = there if self.engine == "local" else here + ("min_nodes",) * (self.engine != "torchrun")
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        given = [name for name in unread if getattr(self, name) != defaults[name]]
+        if given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"'launch {self.engine}' does not read {names}; leave it out")
+        for name, most in {"nodes": 65_536, "processes": MAX_PROCESSES, "devices": 1024}.items():
+            least = 2 if name == "processes" else 1
+            if not least <= getattr(self, name) <= most:
+                raise ValueError(f"{name} is {getattr(self, name)}; use {least} to {most:,}")
+
+    def job(self) -> jobs.Job:
+        """The job as its file needs it."""
+        site = jobs.read_site(self.site) if self.site else jobs.Site()
+        if self.gpus_per_node is not None:
+            site = dataclasses.replace(site, gpus_per_node=self.gpus_per_node)
+        return jobs.Job(self.words, self.nodes, site, min_nodes=self.min_nodes)
+
+    def run_here(self) -> int:
+        """Run the command in processes of this machine, and give the exit status."""
+        self.check_command(self.processes * self.devices)
+        return local.run([sys.executable, "-m", "llmpar", *self.words], self.processes, self.devices)
+
+    def check_command(self, num_devices: int) -> None:
+        """Refuse a command that would be refused on that many devices, before it waits in a queue."""
+        if hasattr(self.command, "step"):
+            self.command.step.settle(num_devices)
+
+
+COMMANDS = ("train", "generate", "doctor")
+"""Commands that several processes can run together."""

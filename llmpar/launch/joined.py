@@ -1,0 +1,504 @@
+"""Join the processes of a job, and see that none outlives the others or waits for one that is dead.
+
+`initialize` comes before any other use of JAX. What can be known before the processes meet is checked first,
+because JAX ends a process that finds no coordinator without an exception, after minutes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
+from typing import Any
+
+from llmpar.launch.engines import Place, detect, is_loopback, port_of, read_file
+
+FAILED, STUCK = 75, 76
+"""Exit statuses of a process that ends because one failed, and because no step ended. A stop that was asked
+for has 143."""
+WAIT_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 60
+"""Seconds: for all processes to come; without a sign of life until a process counts as dead; to leave
+together."""
+RESOLVE_S = 1.5
+"""Seconds for a name to be resolved: doctor and `initialize` answer within two."""
+_KEY = "llmpar/failed"
+
+
+def initialize(
+    environ: MutableMapping[str, str] = os.environ,
+    wait_s: float = WAIT_S,
+    heartbeat_s: int = HEARTBEAT_S,
+    shutdown_s: int = SHUTDOWN_S,
+    tell: Callable[[str], None] = lambda words: print(words, file=sys.stderr, flush=True),
+) -> Place:
+    """Join this process with the others that an engine has started; alone where there are none.
+
+    Call it before any other use of JAX. A job on one host listens on loopback only. Whoever reaches a
+    coordinator's port on a cluster may join or stop the job: it must be closed to others by the cluster.
+
+    Args:
+        wait_s: seconds for all processes to come.
+        heartbeat_s: seconds after which a process without a sign of life counts as dead, and all end.
+        shutdown_s: seconds that processes wait for one another when they leave.
+        tell: called with sentences for people.
+
+    Raises ValueError, in one sentence, for what cannot work.
+    """
+    import jax
+
+    place = detect(environ, read_file)
+    if jax.distributed.is_initialized():  # Ray did, or the user
+        _guard()
+        return replace(place, num_processes=jax.process_count(), process_id=jax.process_index())
+    if place.note:
+        tell(f"llmpar: {place.note}")
+    if place.num_processes == 1:
+        return place
+    place = agreed(place)
+    _clear_stdout()
+    own, bind = check(place, wait_s, tell)
+    without_proxy(place, environ, tell)
+    _listen_on(own)
+    many = f"{place.num_processes} processes ({place.engine})"
+    late = (
+        f"not all of {many} came to {place.coordinator} within {wait_s:g} s; look at the other processes'"
+        " output, and for two jobs with one address"
+    )
+    with _deadline(wait_s, late):
+        try:
+            jax.distributed.initialize(
+                place.coordinator,
+                place.num_processes,
+                place.process_id,
+                local_devices(place, environ),
+                cluster_detection_method="deactivate" if place.joined_by is None else place.joined_by,
+                initialization_timeout=int(wait_s + 30),
+                heartbeat_timeout_seconds=heartbeat_s,
+                shutdown_timeout_seconds=shutdown_s,
+                coordinator_bind_address=bind,
+            )
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            raise ValueError(
+                f"{many} cannot be joined: {why}; call initialize() before other JAX work"
+            ) from error
+    _guard()
+    if jax.process_count() != place.num_processes:
+        raise ValueError(
+            f"{place.engine} started {place.num_processes} processes, and JAX found {jax.process_count()}:"
+            " two worlds; start again without variables of another launcher"
+        )
+    return place
+
+
+def agreed(place: Place) -> Place:
+    """The place with a coordinator; MPI broadcasts one where no variable tells it.
+
+    Refuses an MPI whose world is not the launcher's: with two of them installed, each process is alone.
+    """
+    if place.joined_by != "mpi4py" or place.coordinator:
+        return replace(place, joined_by=None) if place.joined_by == "mpi4py" else place
+    try:
+        from mpi4py import MPI  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ValueError(
+            f"{place.engine} on several hosts does not say where process 0 is; set JAX_COORDINATOR_ADDRESS to"
+            " its host and port, as 'llmpar launch mpi' does, or pip install mpi4py"
+        ) from error
+    world = MPI.COMM_WORLD
+    if world.Get_size() != place.num_processes:
+        raise ValueError(
+            f"{place.engine} started {place.num_processes} processes, and the MPI of mpi4py knows"
+            f" {world.Get_size()}: they are two MPIs; use the mpirun of that MPI, or set"
+            " JAX_COORDINATOR_ADDRESS"
+        )
+    name = world.bcast(f"{socket.gethostname()} {os.getpid()}", root=0)
+    return replace(place, coordinator=f"{name.split()[0]}:{port_of(name)}", joined_by=None)
+
+
+def parts_of(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[::1]:port``."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"coordinator '{address}' is no host:port; set JAX_COORDINATOR_ADDRESS, as n1:20000")
+    return host.strip("[]"), int(port)
+
+
+def resolved(host: str, timeout_s: float = RESOLVE_S) -> list[str]:
+    """The addresses of a host; none where there are none, or no answer in time."""
+    found: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(OSError):
+            found.extend(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return list(dict.fromkeys(found))
+
+
+def check(
+    place: Place, wait_s: float, tell: Callable[[str], None] = lambda words: None
+) -> tuple[str | None, str | None]:
+    """Check the coordinator's address before JAX uses it: give this host's address towards it, and what
+    process 0 binds to (None: where JAX finds it, all interfaces)."""
+    if place.coordinator is None:
+        return None, None
+    host, port = parts_of(place.coordinator)
+    addresses = resolved(host)
+    what = f"the coordinator '{host}' ({place.engine})"
+    works = "set JAX_COORDINATOR_ADDRESS to an address of process 0 that all hosts reach, as 10.0.0.1:20000"
+    if not addresses:
+        raise ValueError(f"{what} has no address on host {socket.gethostname()}; mend /etc/hosts, or {works}")
+    here = is_loopback(addresses[0])
+    if here and not is_loopback(host) and not place.is_one_host and place.process_id:
+        raise ValueError(
+            f"{what} resolves to {addresses[0]} on host {socket.gethostname()}: each host would reach itself;"
+            f" mend /etc/hosts, or {works}"
+        )
+    if place.process_id:
+        _reach(place, addresses[0], port, wait_s, tell)
+        return _towards(addresses[0], port), None
+    return _offer(place, host, port, addresses, works)
+
+
+def _offer(place: Place, host: str, port: int, addresses: list[str], works: str) -> tuple[str, str | None]:
+    """Process 0: whether the port is free here, and to what to bind."""
+    local = is_loopback(host) or place.is_one_host
+    address = "127.0.0.1" if local and not is_loopback(addresses[0]) else addresses[0]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except PermissionError as error:
+            raise ValueError(
+                f"port {port} of {place.coordinator} may not be used; use 1024 to 65535"
+            ) from error
+        except OSError as error:
+            if any(_is_own(other, 0) for other in addresses):
+                raise ValueError(
+                    f"port {port} of {place.coordinator} is taken by another program; set"
+                    f" JAX_COORDINATOR_ADDRESS={host}:{_free_port(address)} for all processes"
+                ) from error
+            if "MPI" in place.engine:
+                raise ValueError(
+                    f"{place.engine} names '{host}', where mpirun runs, but process 0 is on"
+                    f" {socket.gethostname()}; {works}"
+                ) from error
+            return _towards("192.0.2.1", 9), None  # a service in front of this host
+    if is_loopback(address) and not local:  # Debian's 127.0.1.1: others resolve another address
+        return _towards("192.0.2.1", 9), None
+    return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _is_own(address: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
+        probe.bind((address, port))
+        return True
+    return False
+
+
+def _free_port(address: str = "127.0.0.1") -> int:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+def _towards(address: str, port: int) -> str:
+    """This host's address on the way to another. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((address, port))
+        return probe.getsockname()[0]
+    return address
+
+
+def _reach(place: Place, address: str, port: int, wait_s: float, tell: Callable[[str], None]) -> None:
+    """Wait until the coordinator listens; a sentence after one second, a refusal after all."""
+    begin, told, why = time.monotonic(), False, ""
+    while (passed := time.monotonic() - begin) < wait_s:
+        try:
+            socket.create_connection((address, port), min(2.0, wait_s)).close()
+            return
+        except OSError as error:
+            why = error.strerror or str(error)
+        if passed > 1 and not told:
+            told = True
+            tell(
+                f"llmpar: process {place.process_id} on {socket.gethostname()} waits for process 0 at"
+                f" {place.coordinator} ({place.engine}): {why}"
+            )
+        time.sleep(0.1)
+    raise ValueError(
+        f"process {place.process_id} of {place.num_processes} ({place.engine}) found nobody at"
+        f" {place.coordinator} for {wait_s:g} s ({why}); look whether process 0 has ended, whether the port"
+        " is open between hosts, or set JAX_COORDINATOR_ADDRESS"
+    )
+
+
+def without_proxy(place: Place, environ: MutableMapping[str, str], tell: Callable[[str], None]) -> None:
+    """Let the processes reach one another directly where a site sets a proxy: gRPC would ask that."""
+    named = sorted(name for name in environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy"))
+    if not named or place.coordinator is None:
+        return
+    host, _ = parts_of(place.coordinator)
+    for name in ("no_proxy", "no_grpc_proxy"):
+        known = [part.strip() for part in environ.get(name, "").split(",") if part.strip()]
+        if host not in known:
+            environ[name] = ",".join([*known, host])
+    if place.process_id == 0:
+        tell(
+            f"llmpar: {', '.join(named)} would stand between the processes: {host} is added to no_proxy here"
+        )
+
+
+def visible_gpus(environ: Mapping[str, str], nodes: int | None = None) -> int:
+    """GPUs that this process may see; ``nodes`` replaces the number of device files."""
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in environ:
+            return len(
+                [part for part in environ[name].split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
+            )
+    return gpu_files() if nodes is None else nodes
+
+
+def gpu_files() -> int:
+    """NVIDIA GPUs that have a device file here."""
+    names = os.listdir("/dev") if os.path.isdir("/dev") else []
+    return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in names)
+
+
+def local_devices(place: Place, environ: Mapping[str, str], nodes: int | None = None) -> list[int] | None:
+    """Which of the visible GPUs this process takes; None: all of them.
+
+    JAX by itself gives each task of SLURM and of Open MPI the one GPU of its local number. That is no GPU
+    where an engine has renumbered them for each task, and one of eight where a node has one task.
+    """
+    seen = visible_gpus(environ, nodes)
+    asked = environ.get("JAX_LOCAL_DEVICE_IDS", "")
+    if asked:
+        ids = [int(part) for part in asked.split(",") if part.strip().isdigit()]
+        if seen and any(i >= seen for i in ids):
+            raise ValueError(
+                f"JAX_LOCAL_DEVICE_IDS={asked} counts from 0 among the {seen} GPUs that this process sees,"
+                f" not those of the node; use 0 to {seen - 1}, or unset it"
+            )
+        return ids
+    if seen == 0 or place.num_local <= 1 or environ.get("JAX_PLATFORMS") == "cpu":
+        return None
+    on_node = int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0)
+    if seen < place.num_local or on_node > seen:  # each task has its own, renumbered from 0
+        return None
+    if seen % place.num_local:
+        raise ValueError(
+            f"{place.num_local} processes on {socket.gethostname()} cannot share {seen} GPUs equally; use 1"
+            " process for all of them, or one for each"
+        )
+    each = seen // place.num_local
+    return list(range(place.local_id * each, (place.local_id + 1) * each))
+
+
+def _listen_on(address: str | None) -> None:
+    """Let Gloo, by which CPU processes exchange data, listen on this host's address towards the coordinator.
+
+    By itself it takes what the host's name resolves to, which may be 127.0.1.1, or open to others. JAX has
+    no option for it.
+    """
+    from jax._src import xla_bridge
+
+    library: Any = getattr(xla_bridge, "_jax", None)
+    make = getattr(library, "make_gloo_tcp_collectives", None)
+    if address and make and not isinstance(make, functools.partial):
+        library.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+
+
+def _clear_stdout() -> None:
+    """Leave stdout to Python, where a command prints its document: what native code writes there goes to
+    stderr, but for Gloo's lines about every pair that has met."""
+    if sys.stdout is None or sys.stdout is not sys.__stdout__:
+        return
+    kept = os.dup(1)
+    read, write = os.pipe()
+    os.dup2(write, 1)
+    os.close(write)
+    sys.stdout = os.fdopen(kept, "w", encoding=getattr(sys.stdout, "encoding", "utf-8"), errors="replace")
+
+    def pass_on() -> None:
+        with os.fdopen(read, "rb") as lines:
+            for line in lines:
+                if b"connected peer ranks" not in line:  # their beginnings may come apart
+                    os.write(2, line)
+
+    threading.Thread(target=pass_on, daemon=True).start()
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float, sentence: str):
+    """End this process with a sentence if what is inside lasts longer: native code ends it without one."""
+
+    def end() -> None:
+        os.write(2, f"llmpar: {sentence}\n".encode())
+        os._exit(FAILED)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+# ----------------------------------------------------------------------------------------------------- guards
+
+
+def _client():
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def _guard() -> None:
+    """From here on an exception, Ctrl-C or a failure of another process ends this process within seconds."""
+    import jax
+
+    if jax.process_count() == 1 or getattr(sys.excepthook, "of_llmpar", False):
+        return
+
+    def end(kind, error, trace) -> None:
+        sys.__excepthook__(kind, error, trace)
+        tell_others(f"{kind.__name__}: {error}", FAILED)
+        leave(FAILED)
+
+    end.of_llmpar = True  # type: ignore[attr-defined]
+    sys.excepthook = end
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    left = threading.Event()
+    atexit.register(left.set)  # before JAX leaves, which it registered earlier
+    threading.Thread(target=_listen, args=(left,), daemon=True).start()
+
+
+def first_failure(wait_s: float = 0.0) -> str | None:
+    """The exit status of the process that failed first and what it said, if one did."""
+    end = time.monotonic() + wait_s
+    while True:
+        with contextlib.suppress(Exception):  # there is none, or the coordinator is gone
+            return _client().key_value_try_get(_KEY)
+        if time.monotonic() >= end:
+            return None
+        time.sleep(0.1)
+
+
+def _listen(left: threading.Event) -> None:
+    """End this process a moment after another one failed: it may wait for that one in native code."""
+    while not left.wait(0.5):
+        if found := first_failure():
+            if not left.wait(3.0):
+                status, _, sentence = found.partition(" ")
+                os.write(2, f"llmpar: ends, because {sentence}\n".encode())
+                os._exit(int(status))
+
+
+def together() -> bool:
+    """Whether this process is one of several that have met."""
+    import jax
+
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def tell_others(sentence: str, status: int) -> bool:
+    """Tell the other processes that this one failed; whether another one failed first, which it then says.
+
+    Of several failures the first is told: a process whose collective broke because another died says so.
+    """
+    if not together():
+        return False
+    import jax
+
+    mine = f"{status} process {jax.process_index()} failed: {sentence}"
+    if "Gloo" in sentence or "DEADLINE" in sentence or "UNAVAILABLE" in sentence:
+        first_failure(1.0)  # somebody else's end, who may be about to say why
+    with contextlib.suppress(Exception):  # somebody was first
+        _client().key_value_set(_KEY, mine)
+    told = first_failure()
+    if told and told.partition(": ")[2] == sentence:
+        return False  # all refuse the same: each says so
+    if told and told != mine:
+        print(f"llmpar: ends, because {told.partition(' ')[2]}", file=sys.stderr, flush=True)
+    return bool(told) and told != mine
+
+
+def leave(status: int) -> None:
+    """End this process at once, if it is one of several: JAX would wait minutes for the others at a
+    barrier."""
+    if not together():
+        return
+    import jax
+
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    if jax.process_index() == 0:
+        time.sleep(1.0)  # process 0 holds what it told: the others ask twice a second
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def asked_to_stop(step: int) -> bool:
+    """Whether all processes end after this step, because one of them was asked to (SIGTERM). All get the same
+    answer at the same step."""
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.reached_preemption_sync_point(step)
+
+
+class Watchdog:
+    """End the process, with every thread's stack, when nothing was done for ``limit_s`` seconds.
+
+    A process that waits in a collective for one that is alive but stuck waits for ever otherwise: heartbeats
+    go on. ``first_s`` is the limit until the first step is done, which compiles.
+    """
+
+    def __init__(self, limit_s: float, first_s: float | None = None):
+        self.limit_s, self.done = limit_s, 0
+        self._until = time.monotonic() + (first_s or 10 * limit_s)
+        self._over = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        if self.limit_s:
+            threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._over.set()
+
+    def feed(self) -> None:
+        """A step is done."""
+        self.done, self._until = self.done + 1, time.monotonic() + self.limit_s
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(1.0, self.limit_s / 4)):
+            if time.monotonic() > self._until:
+                faulthandler.dump_traceback(all_threads=True)
+                words = (
+                    f"no step ended within {self.limit_s:g} s after {self.done}: a process is stuck, or"
+                    " left out"
+                )
+                os.write(2, f"llmpar: {words} a collective; the stacks above show where\n".encode())
+                with contextlib.suppress(Exception):
+                    _client().key_value_set(_KEY, f"{STUCK} in a process {words} a collective")
+                os._exit(STUCK)

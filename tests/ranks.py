@@ -1,0 +1,186 @@
+"""What each of several processes does in test_launch.py: python tests/ranks.py JOB+JOB, started by
+`llmpar.launch`.
+
+Process 0 prints one JSON document, the last line of its stdout.
+"""
+
+# ruff: noqa: E402 -- processes join before anything else uses JAX
+import json
+import os
+import sys
+import time
+import traceback
+
+import jax
+import numpy as np
+
+from llmpar.launch import joined
+
+PLACE = joined.initialize(wait_s=60, heartbeat_s=int(os.environ.get("HEARTBEAT_S", "20")), shutdown_s=20)
+
+import parity
+from test_launch import DECODES, PLANS, plan_of
+
+from llmpar.mesh import make_mesh, use_devices
+
+use_devices()
+
+
+def plans(which: str) -> dict:
+    """Parity of every plan with one device: process 0 compares, the others take part."""
+    found = {}
+    for text in PLANS[which]:
+        config, plan = plan_of(text)
+        begin = time.monotonic()
+        try:
+            if jax.process_index():
+                parity.spread(config, plan)
+            else:
+                parity.assert_same(config, plan)
+            found[text] = "same"
+        except Exception as error:
+            traceback.print_exc()
+            found[text] = f"{type(error).__name__}: {error}"
+        print(text, found[text], f"{time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def rows(which: str) -> dict:
+    """The rows of a batch that this process made, under a plan that cuts them over all processes."""
+    import optax
+
+    from llmpar import train
+    from llmpar.data import DataConfig, Stream, read_corpus
+    from llmpar.plan import Plan
+    from llmpar.step import Step
+
+    text = DataConfig(seq_len=32, batch_size=16, limit_bytes=1 << 16)
+    stream, made = Stream(read_corpus(text), text), []
+    local_batch = stream.local_batch
+    stream.local_batch = lambda step, rows: (made.extend(range(16)[rows]), local_batch(step, rows))[1]
+    plan = Plan("dp=4 tp=2")
+    step = Step(parity.LLAMA, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
+    placed = train._place(step, stream, 3)
+    whole = {name: parity.whole(x) for name, x in placed.items()}
+    same = all(np.array_equal(whole[name], x) for name, x in local_batch(3, slice(None)).items())
+    each = np.array(sorted(made), np.int32)
+    from jax.experimental import multihost_utils
+
+    return {"same rows": same, "made": np.asarray(multihost_utils.process_allgather(each)).tolist()}
+
+
+def decode(which: str) -> dict:
+    """Tokens that a cache cut over processes leads to."""
+    from test_decode import MORE, PROMPT
+
+    from llmpar.serve.decode import generate
+
+    found = {}
+    for text in DECODES:
+        config, plan = plan_of(text)
+        found[text] = np.stack(list(generate(decoder(config, plan), PROMPT, MORE))).tolist()
+    return {"tokens": found}
+
+
+def decoder(config, plan):
+    """As in test_decode, from weights that each process takes its pieces of."""
+    import optax
+    from test_decode import MORE, PROMPT
+
+    from llmpar.serve.decode import Decoder
+    from llmpar.step import Step
+
+    mesh = make_mesh(plan.mesh)
+    stored = Step(config, plan, mesh, optax.sgd(1e-3)).shardings.params
+    params = parity.put(parity.weights(config), stored)
+    return Decoder(config, plan, mesh, params, len(PROMPT), PROMPT.shape[1] + MORE)
+
+
+def listens(which: str) -> dict:
+    """Everything that this process and its children listen on, after a collective has met."""
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices("here")
+    mine = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in open(f"/proc/net/{table}").read().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+                found.append(fields[1].split(":")[0])
+    counts = multihost_utils.process_allgather(np.int32(len(found)))
+    loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+    other = multihost_utils.process_allgather(np.int32(len(set(found) - loopback)))
+    return {
+        "sockets": np.asarray(counts).ravel().tolist(),
+        "beyond loopback": np.asarray(other).ravel().tolist(),
+    }
+
+
+def raises(which: str) -> dict:
+    """Process 1 fails while the others wait for it at a barrier."""
+    from jax.experimental import multihost_utils
+
+    if jax.process_index() == 1:
+        raise KeyError("planted")
+    joined._client().wait_at_barrier("never", 600_000)
+    multihost_utils.sync_global_devices("never")
+    return {}
+
+
+def skips(which: str) -> dict:
+    """Process 1 leaves out a collective and goes to sleep; a watchdog finds out."""
+    from jax.experimental import multihost_utils
+
+    with joined.Watchdog(3.0, 3.0):
+        if jax.process_index() == 1:
+            time.sleep(600)
+        multihost_utils.process_allgather(np.int32(1))
+    return {}
+
+
+def stopped(which: str) -> dict:
+    """Process 1 is asked to stop: all learn it at the same step."""
+    import signal
+
+    for step in range(1, 400):
+        if jax.process_index() == 1 and step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if joined.asked_to_stop(step):
+            break
+        time.sleep(0.05)
+    from jax.experimental import multihost_utils
+
+    return {"steps": np.asarray(multihost_utils.process_allgather(np.int32(step))).ravel().tolist()}
+
+
+def sleeps(which: str) -> dict:
+    """Wait to be killed."""
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices("ready")
+    print("ready", file=sys.stderr, flush=True)
+    time.sleep(600)
+    return {}
+
+
+def smaller(which: str) -> dict:
+    """A mesh that leaves a process without devices."""
+    try:
+        make_mesh("dp=2")
+    except ValueError as error:
+        return {"refusal": str(error)}
+    return {}
+
+
+if __name__ == "__main__":
+    document = {}
+    for words in sys.argv[1].split("+"):
+        job, _, which = words.partition(":")
+        document |= globals()[job](which)
+    if jax.process_index() == 0:
+        print(json.dumps(document), flush=True)

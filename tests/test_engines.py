@@ -1,0 +1,630 @@
+"""Which engine started a process, what its cluster hides, and the job files for it. No process is started."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import yaml
+
+from llmpar.cli.commands import parse
+from llmpar.launch import joined, local, traps
+from llmpar.launch.engines import Place, detect, first_host, port_of, tasks_on
+from llmpar.launch.jobs import ENGINES, Job, Site, read_site
+
+# What engines set, without what nobody reads. Those of Open MPI 5.0.11 and MPICH 5.0.2 are from a run.
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_NTASKS": "6",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_NODELIST": "gpu[07-08,11]",
+    "SLURM_JOB_NODELIST": "gpu[07-08,11]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+}
+OPEN_MPI_5 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_VERSION": "5.0.11",
+    "PMIX_HOSTNAME": "vm",
+    "PMIX_NAMESPACE": "prterun-vm-21040@1",
+    "PMIX_RANK": "1",
+    "PRTE_LAUNCHED": "1",
+    "PMIX_SERVER_URI41": "prterun-vm-21040@0.0;tcp4://127.0.0.1:40683",
+}
+OPEN_MPI_4 = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.77.0.1,192.0.2.7:34911",
+}
+MPICH = {
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "11",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PWD": "/work",
+}
+CRAY = {
+    "PALS_APID": "3f1a",
+    "PALS_RANKID": "3",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_NODEID": "1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "2",
+    "PBS_JOBID": "88.pbs",
+    "PBS_NODEFILE": "nodes",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+JOBSET = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "JOB_COMPLETION_INDEX": "1",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_COORDINATOR_ADDRESS": "llmpar-workers-0-0.llmpar:55527",
+}
+KUBEFLOW = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "1",
+    "JAX_COORDINATOR_ADDRESS": "job-node-0-0.job",
+    "JAX_COORDINATOR_PORT": "29500",
+    "JOB_COMPLETION_INDEX": "1",
+}
+JAXJOB = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "NUM_PROCESSES": "2",
+    "PROCESS_ID": "0",
+    "COORDINATOR_PORT": "6666",
+    "COORDINATOR_ADDRESS": "jaxjob-worker-0",
+}
+TPU = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "2"}
+
+RECORDED = {
+    "nothing": ({"PATH": "/bin"}, Place()),
+    "slurm": (SLURM, Place("SLURM", 6, 5, f"gpu07:{port_of('slurm 4711 0 ')}", 1, 2)),
+    "slurm, one node": (
+        SLURM | {"SLURM_STEP_TASKS_PER_NODE": "6", "SLURM_NODEID": "0"},
+        Place("SLURM", 6, 5, f"127.0.0.1:{port_of('slurm 4711 0 ')}", 1, 6),
+    ),
+    "srun --mpi=pmi2": (
+        SLURM | {"PMI_RANK": "5", "PMI_SIZE": "6"},
+        Place("SLURM", 6, 5, f"gpu07:{port_of('slurm 4711 0 ')}", 1, 2),
+    ),
+    "open mpi 5": (OPEN_MPI_5, Place("Open MPI 5", 2, 1, f"127.0.0.1:{port_of('prterun-vm-21040@1')}", 1, 2)),
+    "open mpi 5, two hosts": (
+        OPEN_MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        Place("Open MPI 5", 2, 1, f"vm:{port_of('prterun-vm-21040@1')}", 1, 1),
+    ),
+    "open mpi 4": (
+        OPEN_MPI_4,
+        Place("Open MPI 4", 4, 2, f"10.77.0.1:{port_of(OPEN_MPI_4['OMPI_MCA_orte_hnp_uri'])}", 0, 2),
+    ),
+    "open mpi 5 in a SLURM job": (
+        {"SLURM_JOB_ID": "9", "SLURM_JOB_NODELIST": "a[1-2]"}
+        | OPEN_MPI_5
+        | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+        Place("Open MPI 5 under SLURM", 2, 1, f"a1:{port_of('prterun-vm-21040@1')}", 1, 1),
+    ),
+    "mpich": (MPICH, Place("MPICH", 2, 1, f"127.0.0.1:{port_of('/work')}", 1, 2)),
+    "mpich, two hosts": (MPICH | {"MPI_LOCALNRANKS": "1"}, Place("MPICH", 2, 1, None, 1, 1, "mpi4py")),
+    "cray mpich under pbs": (CRAY, Place("Cray MPICH under PBS", 4, 3, f"x1:{port_of('3f1a')}", 1, 2)),
+    "torchrun": (TORCHRUN, Place("torchrun", 4, 3, "n1:29501", 1, 2)),
+    "torchrun under srun": (SLURM | TORCHRUN, Place("torchrun", 4, 3, "n1:29501", 1, 2)),
+    "ray": ({"RAY_JOB_ID": "1", "RAY_RAYLET_PID": "7"}, Place("Ray", joined_by="engine")),
+    "jobset": (JOBSET, Place("Kubernetes", 2, 1, "llmpar-workers-0-0.llmpar:55527")),
+    "kubeflow": (KUBEFLOW, Place("Kubernetes", 2, 1, "job-node-0-0.job:29500")),
+    "kubeflow, version 1": (JAXJOB, Place("Kubernetes", 2, 0, "jaxjob-worker-0:6666")),
+    "tpu slice": (TPU, Place("TPU slice", 4, 2, None, 0, 1, "tpu")),
+    "by hand": (
+        {"JAX_COORDINATOR_ADDRESS": "10.0.0.5:99", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"},
+        Place("JAX_* variables", 3, 2, "10.0.0.5:99"),
+    ),
+    "an address by hand": (
+        SLURM | {"JAX_COORDINATOR_ADDRESS": "10.0.0.5:99"},
+        Place("SLURM", 6, 5, "10.0.0.5:99", 1, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_an_engine_is_known_by_its_variables(name):
+    environ, want = RECORDED[name]
+    assert detect(environ, {"nodes": "x1\nx1\nx2\nx2\n"}.get) == want
+
+
+@pytest.mark.parametrize(
+    "environ, words",
+    [
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "write 'srun llmpar …'"),
+        ({"PBS_JOBID": "1", "PBS_NODEFILE": "nodes"}, "write 'mpiexec llmpar …'"),
+        ({"KUBERNETES_SERVICE_HOST": "1", "JOB_COMPLETION_INDEX": "0"}, "as 'llmpar launch jobset' does"),
+    ],
+)
+def test_a_script_that_runs_once_is_alone_and_told_so(environ, words):
+    place = detect(environ, {"nodes": "x1\nx2\n"}.get)
+    assert place.num_processes == 1 and words in place.note
+
+
+@pytest.mark.parametrize(
+    "environ, words",
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES is set without JAX_PROCESS_ID; set both, or neither"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "2 without JAX_COORDINATOR_ADDRESS; set it to"),
+        (
+            {"JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
+            "JAX_NUM_PROCESSES is 'two', which is no number",
+        ),
+        (OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": "2"}, "Open MPI 5 numbers this process 2 of 2; numbers count"),
+        (MPICH | {"PMI_SIZE": ""}, "PMI_RANK is set without PMI_SIZE"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(environ, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        detect(environ)
+
+
+def test_lists_of_hosts_and_tasks_are_read():
+    hosts = ("n1", "n[1-4]", "n[07-08,11],m3", "cpu-[0012]-x,y", "a,b", "r[2,5]n[1-3]")
+    assert [first_host(x) for x in hosts] == ["n1", "n1", "n07", "cpu-0012-x", "a", "r2n1"]
+    assert [tasks_on("2(x3),1", node) for node in range(5)] == [2, 2, 2, 1, 0]
+
+
+# ------------------------------------------------------------------------------------- addresses and devices
+
+
+def place(number=1, coordinator="127.0.0.1:1", num=2, **more):
+    return Place("SLURM", num, number, coordinator, **more)
+
+
+def refusal(place, wait_s=0.3):
+    """The sentence, which comes within two seconds."""
+    begin = time.monotonic()
+    with pytest.raises(ValueError) as found:
+        joined.check(place, wait_s)
+    assert time.monotonic() - begin < 2.0
+    return str(found.value)
+
+
+def test_an_address_is_checked_before_jax_ends_the_process():
+    assert "no host:port" in refusal(place(coordinator="n1"))
+    assert "'no.such.invalid' (SLURM) has no address" in refusal(place(coordinator="no.such.invalid:9"))
+    free = local.free_port()
+    words = refusal(place(coordinator=f"127.0.0.1:{free}", num_local=2))
+    assert words.startswith(
+        f"process 1 of 2 (SLURM) found nobody at 127.0.0.1:{free} for 0.3 s (Connection refused)"
+    )
+
+
+def test_a_coordinator_that_leads_each_host_to_itself_is_refused(monkeypatch):
+    """Debian's /etc/hosts gives a host's own name 127.0.1.1."""
+    monkeypatch.setattr(joined, "resolved", lambda host: ["127.0.1.1"])
+    words = refusal(place(coordinator="n1:9", num_local=1))
+    assert "'n1' (SLURM) resolves to 127.0.1.1" in words and "each host would reach itself" in words
+
+
+def test_a_taken_port_is_refused_and_another_one_named():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        words = refusal(place(0, f"127.0.0.1:{other.getsockname()[1]}", num_local=2))
+    assert "is taken by another program; set JAX_COORDINATOR_ADDRESS=127.0.0.1:" in words
+
+
+def test_a_host_where_mpirun_runs_but_process_0_does_not_is_refused(monkeypatch):
+    monkeypatch.setattr(joined, "resolved", lambda host: ["192.0.2.200"])
+    words = refusal(Place("Open MPI 4", 2, 0, "login:99", 0, 1))
+    assert words.startswith("Open MPI 4 names 'login', where mpirun runs, but process 0 is on ")
+
+
+def test_the_coordinator_binds_to_loopback_where_all_processes_are_here():
+    free = local.free_port()
+    assert joined.check(place(0, f"127.0.0.1:{free}", num_local=2), 1) == ("127.0.0.1", f"127.0.0.1:{free}")
+    here = f"{socket.gethostname()}:{free}"
+    assert joined.check(place(0, here, num_local=2), 1)[1] == f"127.0.0.1:{free}"
+
+
+def test_a_late_coordinator_is_waited_for_and_told():
+    free, told = local.free_port(), []
+
+    def listen():
+        time.sleep(1.6)
+        with socket.create_server(("127.0.0.1", free)) as server:
+            server.accept()[0].close()
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    assert joined.check(place(1, f"127.0.0.1:{free}", num_local=2), 20, told.append) == ("127.0.0.1", None)
+    thread.join()
+    assert (
+        len(told) == 1 and f"waits for process 0 at 127.0.0.1:{free} (SLURM): Connection refused" in told[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "environ, here, want",
+    [
+        ({}, place(num_local=1), None),  # one task, all GPUs
+        ({}, place(num_local=2, local_id=1), [4, 5, 6, 7]),  # two tasks share eight
+        ({"CUDA_VISIBLE_DEVICES": "0"}, place(num_local=2, local_id=1), None),  # renumbered for each task
+        ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "4"}, place(num_local=2, local_id=1), None),
+        ({"CUDA_VISIBLE_DEVICES": "4,5"}, place(num_local=2, local_id=1), [1]),  # part of a node
+        ({"JAX_LOCAL_DEVICE_IDS": "2,3"}, place(num_local=2), [2, 3]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, place(num_local=2), None),
+        ({"JAX_PLATFORMS": "cpu"}, place(num_local=2), None),
+    ],
+)
+def test_a_process_takes_the_gpus_that_are_its_own(environ, here, want):
+    assert joined.local_devices(here, environ, nodes=8) == want
+
+
+def test_gpus_that_cannot_be_shared_or_seen_are_refused():
+    with pytest.raises(ValueError, match="3 processes on .* cannot share 8 GPUs equally"):
+        joined.local_devices(place(num=3, num_local=3), {}, nodes=8)
+    with pytest.raises(ValueError, match="JAX_LOCAL_DEVICE_IDS=4,5 counts from 0 among the 2 GPUs"):
+        joined.local_devices(
+            place(num_local=2), {"JAX_LOCAL_DEVICE_IDS": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}, nodes=8
+        )
+
+
+def test_two_mpis_are_refused(monkeypatch):
+    """The library that mpi4py loads is not the launcher's: each process is alone in its world."""
+    world = type("World", (), {"Get_size": lambda self: 1})()
+    monkeypatch.setitem(
+        sys.modules, "mpi4py", type("mpi4py", (), {"MPI": type("MPI", (), {"COMM_WORLD": world})})
+    )
+    with pytest.raises(
+        ValueError, match="MPICH started 2 processes, and the MPI of mpi4py knows 1: they are two"
+    ):
+        joined.agreed(Place("MPICH", 2, 1, None, 1, 1, "mpi4py"))
+
+
+def test_a_proxy_is_kept_out_of_the_way():
+    environ, told = {"https_proxy": "http://proxy:3128", "no_proxy": "a.b"}, []
+    joined.without_proxy(place(0, "n1:9"), environ, told.append)
+    assert environ["no_proxy"] == "a.b,n1" and environ["no_grpc_proxy"] == "n1" and "https_proxy" in told[0]
+
+
+# ------------------------------------------------------------------------------------------------------ traps
+
+FINE = ["192.0.2.7"]
+TRAPS = {
+    "GPUs renumbered per task": (
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        place(num_local=4, local_id=3),
+        FINE,
+        "numbered from 0 again: JAX would ask for number 3",
+    ),
+    "one task sees one GPU": (
+        {},
+        place(num_local=1),
+        FINE,
+        "one task on this node sees 8 GPUs, of which JAX would take one",
+    ),
+    "a task with a part of the node": (
+        {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "8"},
+        place(num_local=1),
+        FINE,
+        "sees 1 of 8 GPUs of the job",
+    ),
+    "ids of a partial node": (
+        {"CUDA_VISIBLE_DEVICES": "6,7", "JAX_LOCAL_DEVICE_IDS": "6,7"},
+        place(num_local=1),
+        FINE,
+        "use 0 to 1, or unset it",
+    ),
+    "127.0.1.1": ({}, place(), ["127.0.1.1"], "this host's name resolves to 127.0.1.1"),
+    "a name of nobody": ({}, place(), [], "this host's name resolves to nothing"),
+    "a timeout that nobody reads": (
+        {"JAX_INITIALIZATION_TIMEOUT": "600"},
+        Place(),
+        FINE,
+        "JAX_INITIALIZATION_TIMEOUT is set, and neither JAX nor llmpar reads it",
+    ),
+    "Open MPI 5 not detected": (
+        {},
+        Place("Open MPI 5", 2, 1, "127.0.0.1:9", 1, 2),
+        FINE,
+        "JAX does not detect Open MPI 5 by itself",
+    ),
+    "MPICH not detected": (
+        {},
+        Place("MPICH", 2, 1, "127.0.0.1:9", 1, 2),
+        FINE,
+        "JAX does not detect MPICH by itself",
+    ),
+    "proxies": ({"http_proxy": "x"}, place(), FINE, "http_proxy would stand between the processes"),
+    "CUDA_VISIBLE_DEVICES rewritten": (
+        {"CUDA_VISIBLE_DEVICES": ""},
+        Place("Ray"),
+        FINE,
+        "JAX sees none of the 8 GPUs here and would take CPUs",
+    ),
+    "no heartbeats": (
+        {},
+        Place("Ray", joined_by="engine"),
+        FINE,
+        "a dead one is noticed after JAX's usual 100 s",
+    ),
+    "a coordinator of each host's own": (
+        {},
+        place(num=4, num_local=2),
+        FINE,
+        "2 processes are on others; set JAX_COORDINATOR_ADDRESS",
+    ),
+    "a batch script": ({}, Place("SLURM (batch script)", note="write 'srun llmpar …'"), FINE, "srun"),
+}
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_a_trap_is_named_in_one_sentence_at_once(name):
+    environ, here, addresses, words = TRAPS[name]
+    begin = time.monotonic()
+    found = traps.traps(environ, here, 8, addresses)
+    assert time.monotonic() - begin < 2.0
+    assert [line for line in found if words in line], found
+
+
+def test_where_nothing_is_wrong_nothing_is_said():
+    assert traps.traps({"NCCL_IB_TIMEOUT": "22"}, Place(), 8, FINE) == []
+    assert traps.traps({}, place(num_local=2), 0, FINE) == []
+
+
+def test_the_doctor_says_who_started_it(monkeypatch):
+    assert traps.describe(Place()) == "one process: no engine started several"
+    assert (
+        traps.describe(place(num_local=2))
+        == "process 1 of 2 (SLURM), 2 on this host, coordinator 127.0.0.1:1"
+    )
+
+
+# -------------------------------------------------------------------------------------------------- job files
+
+WORDS = ("train", "--mesh", "dp=2 fsdp=4", "--checkpoints", "kept it's")
+SITE = Site(
+    partition="gpu",
+    account="proj",
+    gpus_per_node=4,
+    cpus_per_node=32,
+    modules=("cuda/12.6",),
+    interface="ib0",
+    setup=("source .venv/bin/activate",),
+    hosts=("n1", "n2"),
+    image="registry.example/llmpar:1",
+    queue="research",
+    volume="claim",
+)
+HERE = os.path.join(os.path.dirname(__file__), "fixtures", "jobs")
+CASES = {
+    "slurm.sbatch": ("slurm", SITE),
+    "slurm-apptainer.sbatch": ("slurm", Site(container="llmpar.sif", gpus_per_node=4)),
+    "slurm-pyxis.sbatch": ("slurm", Site(container="registry.example#llmpar:1", gpus_per_node=4)),
+    "openmpi.sh": ("mpi", SITE),
+    "mpich.sh": ("mpi", Site(mpi="mpich", hosts=("n1", "n2"), gpus_per_node=4)),
+    "pbs.sh": ("mpi", Site(mpi="mpich", scheduler="pbs", partition="workq", account="proj", gpus_per_node=4)),
+    "jobset.yaml": ("jobset", SITE),
+    "ray.py.txt": ("ray", SITE),
+    "torchrun.sh": ("torchrun", SITE),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_job_file_is_as_it_was(name):
+    """Remove tests/fixtures/jobs and run this once to write them anew; look at what changed."""
+    engine, site = CASES[name]
+    text, path = ENGINES[engine](Job(WORDS, 2, site)), os.path.join(HERE, name)
+    if not os.path.exists(HERE) or not os.path.exists(path):
+        os.makedirs(HERE, exist_ok=True)
+        with open(path, "w") as file:
+            file.write(text)
+    with open(path) as file:
+        assert text == file.read()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.endswith((".sh", ".sbatch"))])
+def test_shells_read_the_scripts(name):
+    subprocess.run(["bash", "-n", os.path.join(HERE, name)], check=True)
+
+
+def test_sbatch_would_take_the_script(tmp_path):
+    """Where SLURM is installed and answers; the script asks for nothing that a small partition lacks."""
+    if not shutil.which("scontrol") or subprocess.run(["scontrol", "ping"], capture_output=True).returncode:
+        pytest.skip("no SLURM answers here")
+    (tmp_path / "job").write_text(
+        ENGINES["slurm"](Job(WORDS, 1, Site(gpus_per_node=0, time_limit="00:05:00")))
+    )
+    subprocess.run(["sbatch", "--test-only", str(tmp_path / "job")], check=True)
+
+
+def fits(value, shape):
+    """Whether a value has the structure of a shape: no key more, none of those with ! less."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return False
+        known = {key.strip("!"): key for key in shape}
+        if "*" in shape:
+            return all(fits(item, shape["*"]) for item in value.values())
+        needed = {key for key, spelled in known.items() if spelled.endswith("!")}
+        return needed <= value.keys() <= known.keys() and all(
+            fits(v, shape[known[k]]) for k, v in value.items()
+        )
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(item, shape[0]) for item in value)
+    return isinstance(value, shape) and not (shape is int and isinstance(value, bool))
+
+
+CONTAINER = {
+    "name!": str,
+    "image!": str,
+    "command": [str],
+    "ports": [{"containerPort!": int}],
+    "env": [{"name!": str, "value!": str}],
+    "resources": {"limits": {"*": int}},
+    "volumeMounts": [{"name!": str, "mountPath!": str}],
+}
+POD = {
+    "restartPolicy!": str,
+    "terminationGracePeriodSeconds": int,
+    "containers!": [CONTAINER],
+    "volumes": [{"name!": str, "persistentVolumeClaim": {"claimName!": str}}],
+}
+INDEXED = {
+    "completionMode": str,
+    "parallelism": int,
+    "completions": int,
+    "backoffLimit": int,
+    "template!": {"spec!": POD},
+}
+JOBSET_SHAPE = {
+    "apiVersion!": str,
+    "kind!": str,
+    "metadata!": {"name!": str, "namespace": str, "labels": {"*": str}},
+    "spec!": {
+        "suspend": bool,
+        "failurePolicy": {"maxRestarts": int},
+        "network": {"enableDNSHostnames": bool, "subdomain": str},
+        "replicatedJobs!": [{"name!": str, "replicas": int, "template!": {"spec!": INDEXED}}],
+    },
+}
+"""The part of jobset.x-k8s.io/v1alpha2, batch/v1 and v1 that is used here."""
+
+
+@pytest.mark.parametrize("site", [SITE, Site(image="llmpar", gpus_per_node=0)], ids=["all", "little"])
+def test_a_jobset_has_the_published_structure(site):
+    jobset, policy = yaml.safe_load_all(ENGINES["jobset"](Job(WORDS, 2, site)))
+    assert fits(jobset, JOBSET_SHAPE), jobset
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert policy["spec"]["podSelector"] == policy["spec"]["ingress"][0]["from"][0]["podSelector"]
+    work = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = work["template"]["spec"]["containers"][0]
+    assert container["command"] == ["llmpar", *WORDS] and work["completionMode"] == "Indexed"
+    given = {row["name"]: row["value"] for row in container["env"]}
+    inside = given | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+    assert detect(inside) == Place("Kubernetes", 2, 1, "llmpar-workers-0-0.llmpar:55527")
+
+
+def test_a_structure_that_is_wrong_is_seen():
+    good = yaml.safe_load(ENGINES["jobset"](Job(WORDS, 2, SITE)).partition("---")[0])
+    for spoil in (
+        lambda x: x["spec"].pop("replicatedJobs"),
+        lambda x: x["spec"].update(restarts=3),
+        lambda x: x["spec"]["replicatedJobs"][0].update(replicas="1"),
+    ):
+        spoil(bad := json.loads(json.dumps(good)))
+        assert fits(good, JOBSET_SHAPE) and not fits(bad, JOBSET_SHAPE)
+
+
+def test_rays_program_is_python_and_has_the_words():
+    compiled = compile(ENGINES["ray"](Job(WORDS, 2, SITE)), "ray.py", "exec")
+    assert WORDS[-1] in str(compiled.co_consts)
+
+
+def test_a_command_without_checkpoints_is_not_started_again():
+    for engine, text in ((e, ENGINES[e](Job(("train",), 2, SITE))) for e in ENGINES):
+        assert not re.search(
+            r"seq 3|requeue\n|maxRestarts: [1-9]|max-restarts=[1-9]|max_failures=[1-9]", text
+        ), engine
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("partitoin = 'gpu'", "has 'partitoin', which nobody reads"),
+        ("gpus_per_node = '4'", "has gpus_per_node = '4'; give a whole number"),
+        ("modules = 'cuda'", "give a list of strings"),
+        ("account = 'a\\nb'", None),
+        ('account = "a\\nb"', "has a line break in 'account'"),
+        ("gpus_per_node = 4\nprocesses_per_node = 3", "3 processes per node cannot share 4 GPUs equally"),
+        ("mpi = 'lam'", "mpi is 'lam'; use openmpi or mpich"),
+        ("= 3", "is no TOML"),
+    ],
+)
+def test_a_site_file_is_checked(tmp_path, text, words):
+    (tmp_path / "site.toml").write_text(text)
+    if words is None:
+        read_site(str(tmp_path / "site.toml"))
+        return
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_site(str(tmp_path / "site.toml"))
+
+
+def launch(*words):
+    """Run `llmpar launch` in this process."""
+    parse(["launch", *words]).run()
+
+
+def test_a_job_file_is_printed_and_nothing_is_submitted(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("submitted"))
+    launch("slurm", "--nodes", "2", "--", "train", "--mesh", "fsdp=16", "--checkpoints", "kept")
+    out, _ = capsys.readouterr()
+    assert out.startswith("#!/bin/bash\n#SBATCH --job-name=llmpar\n#SBATCH --nodes=2\n")
+    assert "llmpar train --mesh fsdp=16 --checkpoints kept\n" in out and not list(tmp_path.iterdir())
+    launch("slurm", "--out", "job", "--", "train", "--mesh", "fsdp=8")
+    assert (tmp_path / "job").read_text().startswith("#!/bin/bash")
+    _, err = capsys.readouterr()
+    assert "submit it: sbatch job" in err and "nothing is kept" in err
+
+
+def test_a_job_is_submitted_when_it_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(subprocess, "run", lambda line, **_: asked.append(line) or done)
+    with pytest.raises(SystemExit, match="0"):
+        launch("slurm", "--submit", "--", "train", "--mesh", "fsdp=8")
+    assert asked == [["sbatch", "llmpar-job.sbatch"]] and (tmp_path / "llmpar-job.sbatch").exists()
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (("slurm",), "no command follows"),
+        (("slurm", "--", "plan"), "'plan' runs in one process"),
+        (("slurm", "--processes", "3", "--", "train"), "'launch slurm' does not read --processes"),
+        (("local", "--nodes", "3", "--", "train"), "'launch local' does not read --nodes"),
+        (("mpi", "--min-nodes", "1", "--", "train"), "'launch mpi' does not read --min-nodes"),
+        (("local", "--processes", "1", "--", "train"), "processes is 1; use 2 to 64"),
+        (("slurm", "--nodes", "2", "--", "train", "--mesh", "dp=3 fsdp=8"), "needs 24 devices but 16"),
+        (("slurm", "--", "train", "--mesh", "dp=8", "--batch-size", "6"), "batch 6 is not a multiple of"),
+        (
+            ("mpi", "--nodes", "2", "--", "train", "--mesh", "dp=8"),
+            "2 nodes were asked for, and the site file lists 0",
+        ),
+        (("jobset", "--", "train", "--mesh", "dp=8"), "a JobSet needs an image"),
+        (("slurm", "--site", "none.toml", "--", "train"), "cannot read the site file 'none.toml'"),
+    ],
+)
+def test_a_job_that_would_fail_is_refused_before_it_waits_in_a_queue(words, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        launch(*words)
+
+
+def test_the_variables_of_a_process_here_are_understood_again():
+    environ = local.environment(4, 3, 1234, 2, {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8"})
+    assert detect(environ) == Place("JAX_* variables", 4, 3, "127.0.0.1:1234", 3, 4)
+    assert environ["XLA_FLAGS"] == "--a" and environ["JAX_NUM_CPU_DEVICES"] == "2"

@@ -1,0 +1,223 @@
+"""Several processes give what one gives, find one another on every engine, and end together."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from parity import LLAMA, MOE
+
+from llmpar.checkpoint import Checkpoints
+from llmpar.launch import local
+from llmpar.plan import Plan
+
+HERE = Path(__file__).parent
+# Mesh and fields of the plan; "moe" in front takes the model with experts, "deep" one of four
+# layers.
+PLANS = {
+    "2x4": (
+        "dp=2 fsdp=2 tp=2",
+        "dp=2 tp=4 | tp_sequence=True",
+        "pp=2 dp=2 tp=2 | microbatches=2 schedule=1f1b",
+        "moe ep=4 tp=2",
+        "sp=8 | context_parallel=ring sequence_order=zigzag",
+        "fsdp=4 tp=2 | reading=auto",
+    ),
+    "4x2": (
+        "fsdp=8",
+        "dp=4 fsdp=2 | zero=1",
+        "deep pp=4 dp=2 | microbatches=4 schedule=zb-h1",
+        "moe dp=2 ep=4",
+        "dp=2 sp=2 tp=2 | context_parallel=ulysses",
+        "dp=2 tp=4 | tp_sequence=True tp_comm_overlap=True",
+    ),
+    "full": (
+        "dp=8 | zero=0 reduce=bucket",
+        "fsdp=2 tp=4 | reading=explicit",
+        "deep pp=2 sp=2 tp=2 | microbatches=2 schedule=zb-v",
+        "moe pp=2 ep=2 tp=2 | microbatches=2",
+        "moe ep=4 tp=2 | reading=auto",
+        "sp=4 tp=2 | context_parallel=gather sequence_order=striped",
+        "dp=2 fsdp=2 tp=2 | zero=2 microbatches=2",
+        "fsdp=2 sp=4 | context_parallel=ring sequence_order=balanced",
+    ),
+}
+MODELS = {"moe": MOE, "deep": dataclasses.replace(LLAMA, num_layers=4)}
+DECODES = ("sp=4 tp=2", "dp=2 sp=2 tp=2", "moe ep=2 sp=2 tp=2")
+
+
+def plan_of(text: str):
+    """Model and plan of a line above."""
+    mesh, _, fields = text.partition("|")
+    given = dict(pair.split("=") for pair in fields.split())
+    given = {k: {"True": True}.get(v, int(v) if v.isdigit() else v) for k, v in given.items()}
+    kind = mesh.split()[0]
+    return MODELS.get(kind, LLAMA), Plan(mesh.removeprefix(kind if kind in MODELS else "").strip(), **given)
+
+
+def ranks(num: int, devices: int, job: str, **variables: str) -> local.Processes:
+    """Processes that do one of the jobs of ranks.py."""
+    base = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])} | variables
+    return local.Processes([sys.executable, str(HERE / "ranks.py"), job], num, devices, base)
+
+
+def answer(num: int, devices: int, job: str, timeout_s: float = 240, **variables: str):
+    """What process 0 found."""
+    with ranks(num, devices, job, **variables) as processes:
+        ended = processes.wait(timeout_s)
+    assert ended.status == 0, (ended.statuses, *(words[-3000:] for words in ended.words))
+    return json.loads(ended.output.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("shape", ["2x4", "4x2"])
+def test_processes_give_the_loss_and_gradients_of_one_device(shape):
+    num, devices = map(int, shape.split("x"))
+    assert answer(num, devices, f"plans:{shape}", 400) == dict.fromkeys(PLANS[shape], "same")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("num, devices", [(2, 4), (4, 2), (8, 1)])
+def test_more_plans_on_more_processes(num, devices):
+    assert answer(num, devices, "plans:full", 880) == dict.fromkeys(PLANS["full"], "same")
+
+
+@pytest.fixture(scope="module")
+def four():
+    """What four processes of two devices found in several small jobs: starting them is what takes long."""
+    return answer(4, 2, "rows+decode+listens+smaller")
+
+
+def test_each_process_makes_the_rows_of_its_own_devices_once(four):
+    assert four["same rows"]
+    assert four["made"] == [list(range(4 * i, 4 * i + 4)) for i in range(4)]
+
+
+@pytest.mark.parametrize("text", DECODES)
+def test_a_cache_cut_over_processes_leads_to_the_same_tokens(four, text):
+    from test_decode import MORE, PROMPT, decoder
+
+    from llmpar.serve.decode import generate
+
+    alone = generate(decoder(plan_of(text)[0], Plan("dp=1", zero=0)), PROMPT, MORE)
+    assert four["tokens"][text] == np.stack(list(alone)).tolist()
+
+
+def test_nothing_listens_beyond_loopback(four):
+    """Neither the coordinator nor Gloo, in any of the processes."""
+    assert all(four["sockets"]) and four["beyond loopback"] == [0, 0, 0, 0]
+
+
+def test_a_mesh_that_leaves_a_process_without_devices_is_refused(four):
+    assert four["refusal"].startswith("mesh 'dp=2' takes 2 of 8 devices, and of 4 processes these hold none")
+    assert four["refusal"].endswith("use all devices, or start 1 process")
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+def training(num: int, devices: int, folder: Path, *words: str) -> local.Processes:
+    """`llmpar train` in several processes."""
+    command = [sys.executable, "-m", "llmpar", "train", "--mesh", "fsdp=2 tp=2", "--checkpoints", str(folder)]
+    command += ["--batch-size", "4", "--seq-len", "32", "--limit-bytes", "65536", "--every", "2", "--json"]
+    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    return local.Processes([*command, *words], num, devices, base)
+
+
+def trained(num: int, devices: int, folder: Path, *words: str) -> dict:
+    """Its document."""
+    with training(num, devices, folder, *words) as processes:
+        ended = processes.wait(200)
+    assert ended.status == 0, (ended.statuses, *(said[-2000:] for said in ended.words))
+    assert ended.output.count("\n") == 1, "one document on stdout, and nothing else"
+    return json.loads(ended.output)
+
+
+def kept(folder: Path) -> dict:
+    """Sums over the bits of the newest checkpoint's leaves."""
+    return Checkpoints(str(folder)).about()["checksums"]
+
+
+@pytest.mark.slow
+def test_a_killed_process_costs_nothing_and_other_numbers_of_processes_go_on(tmp_path):
+    """Written by 4 processes; one of them is killed, and the same command gives the same bits. Read by 2 and
+    by 1 process, whose sums have another order: 1e-5."""
+    trained(4, 1, tmp_path / "whole", "--steps", "12")
+    with training(4, 1, tmp_path / "killed", "--steps", "12") as processes:
+        until = time.monotonic() + 120
+        while not (tmp_path / "killed" / "2").is_dir() and time.monotonic() < until:
+            time.sleep(0.02)
+        os.kill(processes.running[2].pid, signal.SIGKILL)
+        begin = time.monotonic()
+        ended = processes.wait(100)
+        assert all(ended.statuses) and time.monotonic() - begin < 25
+    resumed = trained(4, 1, tmp_path / "killed", "--steps", "12")
+    assert 2 <= resumed["start"] < 12
+    assert kept(tmp_path / "killed") == kept(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "alone")
+    two = trained(2, 2, tmp_path / "whole", "--steps", "14")
+    one = trained(1, 4, tmp_path / "alone", "--steps", "14", "--devices", "4")
+    assert two["start"] == one["start"] == 12
+    assert np.allclose(two["losses"], one["losses"], rtol=1e-5, atol=0)
+
+
+# ------------------------------------------------------------------------------------------ ends and security
+
+
+def test_an_exception_in_one_process_ends_all_within_seconds():
+    """JAX would wait minutes at a barrier, and the other process for ever."""
+    with ranks(2, 1, "raises") as processes:
+        ended = processes.wait(90)
+    assert all(ended.statuses) and ended.first is not None
+    assert "ends, because process 1 failed: KeyError: 'planted'" in ended.words[0]
+
+
+def test_a_process_that_leaves_out_a_collective_is_found():
+    with ranks(2, 1, "skips") as processes:
+        ended = processes.wait(90)
+    assert 76 in ended.statuses
+    assert "no step ended within 3 s" in "".join(ended.words) and "most recent call first" in "".join(
+        ended.words
+    )
+
+
+def test_a_process_that_is_asked_to_stop_stops_all_at_the_same_step():
+    steps = answer(2, 1, "stopped")["steps"]
+    assert steps[0] == steps[1] < 100
+
+
+def test_a_process_without_a_sign_of_life_counts_as_dead_after_the_heartbeat():
+    """JAX's own limit is 100 s."""
+    with ranks(2, 1, "sleeps", HEARTBEAT_S="6") as processes:
+        until = time.monotonic() + 60
+        while "ready" not in processes._said(0) and time.monotonic() < until:
+            time.sleep(0.2)
+        os.kill(processes.running[1].pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        ended = processes.wait(90)
+    assert ended.first == 0 and time.monotonic() - begin < 60
+    assert ended.statuses[1] == -signal.SIGKILL
+
+
+def test_launch_local_runs_a_command_and_gives_its_status(tmp_path):
+    """Process 0 speaks; a refusal of all is said once."""
+    words = [sys.executable, "-m", "llmpar", "launch", "local", "--processes", "2", "--devices", "2", "--"]
+    environ = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=200, env=environ)
+    done = run([*words, "doctor"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("process 0 of 2 (JAX_* variables), 2 on this host, coordinator 127.0.0.1:")
+    assert "4 simulated CPU devices of 2 processes" in done.stdout
+    done = run([*words, "train", "--mesh", "dp=4", "--data", str(tmp_path / "none"), "--json"])
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("llmpar: ") == done.stderr.count("matches no file") == 1, done.stderr
