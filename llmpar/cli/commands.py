@@ -14,6 +14,7 @@ from llmpar.cli.lab import Lab
 from llmpar.cli.models import Models
 from llmpar.cli.plan import Plan
 from llmpar.cli.progress import Progress
+from llmpar.cli.quiz import Quiz
 from llmpar.cli.schedule import Schedule
 from llmpar.cli.train import Train
 
@@ -21,6 +22,7 @@ COMMANDS = {
     "doctor": Doctor,
     "lab": Lab,
     "progress": Progress,
+    "quiz": Quiz,
     "train": Train,
     "inspect": Inspect,
     "plan": Plan,

@@ -285,16 +285,18 @@ def memory_bars(
     capacity_bytes: float | None = None,
     title: str = "Memory per device",
     whole_bytes: float | None = None,
+    wide: float = 480,
 ) -> Scene:
     """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity; where a
-    program may use less than all of the memory, a second mark at its ``whole_bytes``."""
+    program may use less than all of the memory, a second mark at its ``whole_bytes``. The longest bar is
+    ``wide`` pixels."""
 
     def marks(high: float) -> list[float]:
         unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
         return [unit * t for t in ticks(0, high / unit)]
 
     whole = whole_bytes if whole_bytes != capacity_bytes else None
-    return _bars(title, rows, capacity_bytes, size_text, marks, ("capacity", "free", "too much"), whole)
+    return _bars(title, rows, capacity_bytes, size_text, marks, ("capacity", "free", "too much"), whole, wide)
 
 
 def time_bars(rows, target_s: float | None = None, title: str = "Time per step") -> Scene:
@@ -305,14 +307,14 @@ def time_bars(rows, target_s: float | None = None, title: str = "Time per step")
 
 
 def _bars(
-    title: str, rows, limit: float | None, text, marks, words: tuple[str, str, str], whole=None
+    title: str, rows, limit: float | None, text, marks, words: tuple[str, str, str], whole=None, wide: float = 480
 ) -> Scene:
     rows = [(str(name), row) for name, row in rows]
     parts = list(dict.fromkeys(part for _, row in rows for part in row))
     left_over = [s for s in SERIES if s not in [PARTS.get(p) for p in parts]]
     looks = [(s, "/" * i) for i, names in enumerate((left_over, SERIES)) for s in names]
     fills = {p: (PARTS[p], "") if p in PARTS else looks.pop(0) for p in parts}
-    left, wide, bottom = max(text_width(name) for name, _ in rows) + 12, 480, 42 * len(rows) - 8
+    left, bottom = max(text_width(name) for name, _ in rows) + 12, 42 * len(rows) - 8
     high = max([sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
     items, lines = _scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
     for i, (name, row) in enumerate(rows):
@@ -426,11 +428,13 @@ def _held_over_time(row, last: str) -> dict[float, float]:
     return {t: n / visits for (t, _), n in zip(steps, totals, strict=True)}
 
 
-def timeline(table, unit: str = "time units", waiting=None) -> Scene:
+def timeline(table, unit: str = "time units", waiting=None, facts: bool = True) -> Scene:
     """Who works when in a pipeline, and under each stage's row the activations that it holds.
 
     Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits
     for, what there).
+
+    Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do.
 
     ``table`` is a :class:`~llmpar.timetable.Timetable` or, per stage, rows of (start, end, kind, microbatch,
     chunk). A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
@@ -467,8 +471,9 @@ def timeline(table, unit: str = "time units", waiting=None) -> Scene:
             if k == 0 and not waiting:
                 busy = f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"
                 peak, x = f"at most {max(held[i].values(), default=0):g} held", band.x(band.high) + 10
-                part.append(small_text(x, ROW * i + 13, busy, "start", "ink"))
-                part.append(small_text(x, ROW * i + FLOOR - 8, peak, "start", "ink"))
+                if facts:
+                    part.append(small_text(x, ROW * i + 13, busy, "start", "ink"))
+                    part.append(small_text(x, ROW * i + FLOOR - 8, peak, "start", "ink"))
                 names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
                 shown = " ".join(names[:24]) + " …" * (len(names) > 24)
                 lines.append(f"stage {i}: {shown}; {busy}, {peak}")
