@@ -33,7 +33,7 @@ def a_folder_of_its_own(tmp_path, monkeypatch):
     """Answers are noted where the learner works: here in a folder that goes away."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LLMPAR_ANSWERS", raising=False)
-    for memory in (exercises.GIVEN, exercises.TOLD, exercises.TRIED):
+    for memory in (exercises.GIVEN, exercises.TOLD, exercises.SAID):
         memory.clear()
 
 
@@ -381,9 +381,43 @@ def test_a_solution_is_told_to_those_who_have_tried(capsys):
 
 def test_a_later_notebook_knows_who_has_tried(capsys):
     exercises.attempt("07.microbatches", 70)
-    exercises.TRIED.clear()  # the kernel is restarted
+    exercises.SAID.clear()  # the kernel is restarted
     exercises.solution("07.microbatches")
     assert "07.microbatches: 63" in capsys.readouterr().out
+
+
+def test_a_prediction_is_met_again(capsys):
+    def printed(*given, **other):
+        capsys.readouterr()
+        exercises.met(*given, **other)
+        return capsys.readouterr().out
+
+    assert printed("03.sent", 754_880) == "compiled 754,880\n"
+    exercises.attempt("03.sent", ...)
+    assert printed("03.sent", 754_880) == "compiled 754,880\n", "a blank is no answer"
+    exercises.attempt("03.sent", 862_720)
+    exercises.attempt("03.sent", 754_880)
+    assert printed("03.sent", 754_880) == "you said 862,720; compiled 754,880\n"
+    exercises.SAID.clear()  # the kernel is restarted
+    assert printed("03.sent", 754_880, "sent") == "you said 862,720; sent 754,880\n"
+    exercises.attempt("07.idle_share", 0.27)
+    assert printed("07.idle_share", 3 / 11, "drawn") == "you said 0.27; drawn 0.2727\n"
+    exercises.attempt("11.replicas", {"dp=16": 90, "fsdp=16": "5000 GB"})
+    found = {"dp=16": 89.7531, "fsdp=16": 5.61}
+    assert printed("11.replicas", found) == (
+        "you said dp=16 90, fsdp=16: 5000 GB; compiled dp=16 89.75, fsdp=16 5.61\n"
+    )
+    exercises.attempt("12.unfinished", "b/dp s d")
+    assert printed("12.unfinished", "b/dp s d +tp", "typed") == "you said b/dp s d; typed b/dp s d +tp\n"
+    with pytest.raises(ValueError, match="there is no exercise '03.nothing'"):
+        exercises.met("03.nothing", 1)
+
+
+def test_a_prediction_is_met_again_where_nothing_can_be_noted(capsys, monkeypatch):
+    record.file().write_text("no answers\n")
+    exercises.attempt("03.sent", 862_720)
+    exercises.met("03.sent", 754_880)
+    assert capsys.readouterr().out.endswith("\nyou said 862,720; compiled 754,880\n")
 
 
 @pytest.mark.parametrize("name", NAMES)

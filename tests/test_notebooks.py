@@ -31,19 +31,44 @@ spec.loader.exec_module(build)
 SOURCES = build.sources()
 EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9].py"))
 EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in exercises.exercises(file.stem)]
-TOY = """# %% [markdown]
-# # A toy
+TOY = """# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 5
+#     needs: []
+#     objectives:
+#     - Count to two.
+#     - Say what follows one.
+# ---
 
-# %%
+# %% [markdown]
+# # A toy
+#
+# **Question.** What comes
+# after one?
+#
+# ## Five lines
+#
+# 1. One is first.
+# 2. Two comes
+#    after one.
+# 3. Then we stop.
+
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 print("one")
 print("two")
 {extra}
+
+# %% [markdown]
+# ## Further
+#
+# There is more.
 """
 
 
@@ -91,11 +116,6 @@ def stream(name, text):
 FAULTS = {
     "not run": (edit(-1, execution_count=None), "execution counts"),
     "checked but empty": (edit(-1, outputs=[]), "without outputs"),
-    "mark with a tail": (
-        edit(-1, source=lambda s: s.replace("OUTPUT", "OUTPUT: two lines")),
-        "on a line of its own",
-    ),
-    "mark indented": (edit(-1, source=lambda s: "  " + s), "on a line of its own"),
     "semicolon": (edit(-1, source=lambda s: s + ";"), "ends with ';'"),
     "stderr": (edit(0, outputs=[stream("stderr", "UserWarning: no\n")]), "text on stderr"),
     "error": (
@@ -113,7 +133,7 @@ FAULTS = {
     ),
     "address": (edit(-1, outputs=[stream("stdout", "<Mesh at 0x7f00c0ffee00>")]), "differs from run to run"),
     "edited by hand": (edit(0, source="import jax"), "cell ids"),
-    "nothing checked": (edit(-1, source="print(1)"), "nothing is asserted"),
+    "nothing checked": (edit(-1, metadata={}), "nothing is asserted"),
     "slow start": (edit(0, source="import jax\nuse_devices()"), "use_devices()"),
     "no start": (edit(0, source="devices = 8"), "use_devices()"),
     "other kernel": (lambda nb: nb.metadata.kernelspec.update(name="julia"), "kernelspec"),
@@ -132,6 +152,85 @@ def test_a_planted_fault_is_seen(tmp_path, plant, sentence):
     assert any(sentence in fault for fault in build.faults(notebook)), build.faults(notebook)
 
 
+def tell(**about):
+    """Make a fault: change what the header says."""
+    return lambda notebook: notebook.metadata.llmpar.update(about)
+
+
+def write(index, text):
+    """Make a fault: add to the text of a markdown cell."""
+
+    def plant(notebook):
+        cell = [cell for cell in notebook.cells if cell.cell_type == "markdown"][index]
+        cell.source += text
+
+    return plant
+
+
+FORM_FAULTS = {
+    "no teaching": (tell(teaching=None), "the header has no teaching"),
+    "no exercises": (tell(exercises=0), "the header has no exercises"),
+    "no needs": (tell(needs=None), "what the lesson needs"),
+    "no question": (tell(question=""), r"**Question.**"),
+    "one objective": (tell(objectives=["Count."]), "1 objectives; 2 to 4 are wanted"),
+    "six key points": (tell(keypoints=6 * ["One."]), "6 keypoints; 3 to 5 are wanted"),
+    "no division": (lambda nb: nb.cells.pop(), "'## Further'"),
+    "two divisions": (lambda nb: nb.cells.append(nb.cells[-1]), "'## Further'"),
+    "long text": (write(0, " word" * 1500), "words in the core path"),
+    "long cell": (edit(-1, source=lambda s: s + "\nprint()" * 24), "26 lines, more than 25"),
+    "wide line": (edit(0, source=lambda s: s + "\n#" + 88 * "-"), "89 columns, more than 88"),
+    "mark as comment": (edit(-1, source=lambda s: "# NBVAL_CHECK_OUTPUT\n" + s), "say it as a tag"),
+}
+
+
+def test_a_lesson_in_its_form_has_no_faults(tmp_path):
+    notebook = hand_run(toy(tmp_path))
+    assert build.form_faults("01", notebook) == []
+    for plant in (write(1, " word" * 1500), write(0, "\n\n```\n" + "word " * 1500 + "\n```")):
+        plant(notebook)  # beyond the core path, and code, count nothing
+    edit(0, source=lambda s: s + "\nprint()" * 30)(notebook)  # plumbing may be long
+    assert build.form_faults("01", notebook) == []
+    del notebook.cells[-1]
+    assert build.form_faults("00", notebook) == [], "the first lesson is core as a whole"
+
+
+@pytest.mark.parametrize("plant, sentence", FORM_FAULTS.values(), ids=FORM_FAULTS)
+def test_a_lesson_out_of_its_form_is_seen(tmp_path, plant, sentence):
+    notebook = hand_run(toy(tmp_path))
+    plant(notebook)
+    found = build.form_faults("01", notebook)
+    assert any(sentence in fault for fault in found), found
+
+
+def test_the_builder_reads_what_a_course_needs_and_marks_the_parts(tmp_path):
+    notebook = build.tidy(hand_run(toy(tmp_path)))
+    assert notebook.metadata.llmpar == {
+        "teaching": 25,
+        "exercises": 5,
+        "needs": [],
+        "objectives": ["Count to two.", "Say what follows one."],
+        "question": "What comes after one?",
+        "keypoints": ["One is first.", "Two comes after one.", "Then we stop."],
+    }
+    tags = [cell.metadata.tags for cell in notebook.cells]
+    assert tags == [["core"], ["core", "plumbing"], ["core", "nbval-check-output"], ["further"]]
+    assert [cell.metadata.get("jupyter") for cell in notebook.cells[1:3]] == [{"source_hidden": True}, None]
+
+
+def test_code_runs_again_only_where_it_has_changed(tmp_path, monkeypatch):
+    source = toy(tmp_path)
+    build.target(source).write_text(nbformat.writes(hand_run(source)))
+    monkeypatch.setattr(build, "kernel", None)  # it would fail
+    source.write_text(source.read_text().replace("There is more.", "There is much more."))
+    assert build.out_of_step(source) and build.build(source, force=False) == []
+    assert build.problems(source) == [] and "much more" in build.target(source).read_text()
+    source.write_text(source.read_text().replace("25", "30"))
+    assert build.out_of_step(source), "the header is a part of the notebook"
+    toy(tmp_path, extra="print('three')")
+    with pytest.raises(TypeError):
+        build.build(source, force=False)
+
+
 def test_words_may_stand_beside_a_picture():
     for cell in (
         nbformat.v4.new_code_cell("show()", outputs=[picture(**{"text/plain": "mesh dp2 tp4"})]),
@@ -143,7 +242,7 @@ def test_words_may_stand_beside_a_picture():
 
 def test_a_picture_gets_its_words_as_alt_text(tmp_path):
     notebook = hand_run(toy(tmp_path))
-    cell = notebook.cells[-1]
+    cell = notebook.cells[-2]
     for made, alt in (
         (picture(**{"text/plain": "mesh dp2\n tp4"}), "mesh dp2 tp4"),
         (picture(**{"text/plain": "<Figure size 640x480 with 1 Axes>"}), "one two"),
@@ -218,7 +317,7 @@ def nbval(notebook):
 def test_a_wrong_output_fails(tmp_path):
     source = toy(tmp_path)
     notebook = hand_run(source)
-    notebook.cells[-1].outputs[0].text = "one\nthree\n"
+    notebook.cells[-2].outputs[0].text = "one\nthree\n"
     build.target(source).write_text(nbformat.writes(notebook))
     done = nbval(build.target(source))
     assert done.returncode == 1 and "three" in done.stdout

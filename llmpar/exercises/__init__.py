@@ -6,7 +6,8 @@ In a lesson, the learner replaces the dots and runs the cell again:
     bytes_sent = ...
     attempt("03.bytes_sent", bytes_sent)
 
-`hint("03.bytes_sent")` helps a step at a time, `solution("03.bytes_sent")` answers after an attempt.
+`hint("03.bytes_sent")` helps a step at a time, `solution("03.bytes_sent")` answers after an attempt, and
+`met("03.bytes_sent", found)` sets the first answer beside what the compiled program says.
 
 In `llmpar/exercises/03.py` stands a function of that name. It takes what the lesson passes by keyword
 (with the lesson's own values as defaults) and describes the exercise: the solution and why it is right, and
@@ -32,6 +33,7 @@ them helps wherever it is met on those.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import inspect
@@ -42,7 +44,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmpar.exercises.judge import CORRECT, NOT_ATTEMPTED, Exercise
-from llmpar.exercises.record import Answer, answers, note
+from llmpar.exercises.record import Answer, answers, as_text, note
 
 __all__ = [
     "CORRECT",
@@ -53,6 +55,7 @@ __all__ = [
     "find",
     "hint",
     "lessons",
+    "met",
     "solution",
 ]
 
@@ -60,8 +63,8 @@ GIVEN: dict[str, dict[str, Any]] = {}
 """What this notebook has passed to each exercise: its hints and its solution speak of the same numbers."""
 TOLD: Counter[str] = Counter()
 """How many hints of each exercise this notebook has asked for."""
-TRIED: set[str] = set()
-"""What this notebook has answered, wherever the answers could not be noted."""
+SAID: dict[str, str] = {}
+"""The first answer of this notebook to each exercise, wherever the answers could not be noted."""
 
 
 def lessons() -> list[str]:
@@ -100,7 +103,7 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
     if verdict == NOT_ATTEMPTED:
         print(f'hint("{name}") helps a step at a time')
         return
-    TRIED.add(name)
+    SAID.setdefault(name, as_text(answer))
     if said := note(Answer.of(name, answer, verdict, correct=verdict.startswith(CORRECT))):
         print(said)
 
@@ -118,12 +121,43 @@ def hint(name: str) -> None:
 def solution(name: str) -> None:
     """Print the solution of an exercise and why it is right, to those who have tried."""
     exercise = find(name, **GIVEN.get(name, {}))
-    if name not in TRIED and not any(answer.exercise == name for answer in answers()):
+    if first_answer(name) is None:
         print(
             f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.'
         )
         return
     print(f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.why()}")
+
+
+def met(name: str, found: Any, what: str = "compiled") -> None:
+    """Print what was found, and beside it what the learner predicted first."""
+    find(name, **GIVEN.get(name, {}))
+    first = first_answer(name)
+    said = "" if first is None else f"you said {in_short(first)}; "
+    print(f"{said}{what} {in_short(found)}")
+
+
+def first_answer(name: str) -> str | None:
+    """Return the learner's first answer to an exercise as text, from the file or from this notebook."""
+    with contextlib.suppress(OSError, ValueError):
+        return next((answer.answer for answer in answers() if answer.exercise == name), SAID.get(name))
+    return SAID.get(name)
+
+
+def in_short(value: Any) -> str:
+    """Write an answer on one line: its parts after one another, whole numbers with commas, others in four
+    digits."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {in_short(part)}" for name, part in value.items())
+    lines = as_text(value).splitlines()
+    if len(lines) > 1:
+        return ", ".join(in_short(line.strip()) for line in lines)
+    text = "".join(lines)
+    name, colon, rest = text.rpartition(": ")
+    with contextlib.suppress(ValueError):
+        number = float(rest)
+        return name + " " * bool(colon) + (f"{number:,.0f}" if number.is_integer() else f"{number:.4g}")
+    return text
 
 
 def spelt_out(value: Any) -> str:

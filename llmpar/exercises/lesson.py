@@ -1,12 +1,37 @@
-"""What several lessons share: a text that a toy learns in a few steps, and those steps."""
+"""What several lessons share: a text that a toy learns in a few steps, those steps, and the four verdicts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import jax
 import numpy as np
+import optax
 
-from llmpar.predict.traffic import Traffic
+from llmpar.config import ModelConfig
+from llmpar.inspect.census import Collective, census_hlo, census_table, compiled_memory, read_program
+from llmpar.inspect.report import taken
+from llmpar.mesh import make_mesh
+from llmpar.plan import Plan
+from llmpar.predict import memory
+from llmpar.predict.traffic import Traffic, step_traffic
 from llmpar.step import State, Step
+
+
+class Run(NamedTuple):
+    """A plan's step, compiled, and what it has learned of a batch.
+
+    ``shape`` is the batch's, rows and positions; ``text`` the program just after partitioning, in which a
+    census counts; ``state`` the last one.
+    """
+
+    step: Step
+    shape: tuple[int, int]
+    compiled: jax.stages.Compiled
+    text: str
+    state: State
+    losses: list[float]
 
 
 def counting_text(rows: int, positions: int) -> dict[str, np.ndarray]:
@@ -26,6 +51,101 @@ def train_steps(step: Step, compiled, batch: dict, num_steps: int) -> tuple[Stat
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+def trained(
+    config: ModelConfig,
+    plan: Plan,
+    batch: dict,
+    optimizer: optax.GradientTransformation,
+    num_steps: int,
+    clip: float | None = 1.0,
+) -> Run:
+    """Compile the step of a plan once, for running it and for reading it, and train on one batch."""
+    shape = batch["tokens"].shape
+    plan.check(config, *shape)
+    step = Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
+    compiled, text = read_program(step.lower(*shape))
+    return Run(step, shape, compiled, text, *train_steps(step, compiled, batch, num_steps))
+
+
+def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = None) -> dict[str, dict]:
+    """Assert the four verdicts on some plans of one model, and print them.
+
+    *Value*: the losses of one device, to 1e-4; and its weights after them, where ``weights_within`` says how
+    near (None with Adam, which divides even the smallest gradient by its size). *Sharding*: weights and
+    moments lie as the plan promises. *Communication*: axes, kinds, counts and bytes in the partitioned
+    program are those of the formula, for each stage of a pipeline. *Memory*: so are the bytes of the
+    arguments.
+
+    Returns:
+        For each plan the table of its census (of the last stage).
+    """
+    found: dict[str, dict] = {}
+    names = ", ".join(runs)
+    for name, run in runs.items():
+        assert np.allclose(run.losses, solo.losses, rtol=1e-4), (name, run.losses, solo.losses)
+        if weights_within is not None:
+            natural = run.step.to_natural(run.state).params
+            pairs = zip(jax.tree.leaves(natural), jax.tree.leaves(solo.state.params), strict=True)
+            for one, other in pairs:
+                assert np.allclose(one, other, atol=weights_within), name
+        assert lies_as_promised(run), name
+    after = " and the weights after them" * (weights_within is not None)
+    print(f"value: {len(solo.losses)} losses{after} equal those of one device: {names}")
+    print("sharding: weights and moments lie as each plan promises")
+    print("communication: kinds, counts and bytes per device and step are as predicted:")
+    for name, run in runs.items():
+        found[name] = census_table(as_predicted(run))
+        line = "{} over {} ×{count}, {bytes_sent:,} B"
+        told = [line.format(kind, axes, **row) for (axes, kind), row in found[name].items()]
+        print(f"  {name:<14} " + ("\n" + 17 * " ").join(told or ["nothing"]))
+    print("memory: arguments per device are as predicted:")
+    for name, run in runs.items():
+        given = argument_bytes(run)
+        parts = ", ".join(f"{part} {size:,}" for part, size in given.items() if size)
+        assert compiled_memory(run.compiled)["argument_bytes"] == sum(given.values()), name
+        print(f"  {name:<14} {sum(given.values()):,} B: {parts}")
+    return found
+
+
+def lies_as_promised(run: Run) -> bool:
+    """Tell whether each weight, and each moment of it, lies in the pieces that the plan's layouts say."""
+    sizes = run.step.mesh.shape
+
+    def lies(tree: Any, layouts: Any) -> bool:
+        held = jax.tree.map(lambda x: {shard.data.shape for shard in x.addressable_shards}, tree)
+        return held == jax.tree.map(lambda x, to: {to.shard_shape(x.shape, sizes)}, tree, layouts)
+
+    stored = lies(run.state.params, run.step.stored)
+    return stored and all(lies(moment, run.step.graded) for moment in moments(run.state))
+
+
+def moments(state: State) -> list[Any]:
+    """List what an optimizer's state holds in the form of the weights: two trees for Adam, none for plain
+    SGD."""
+    weights: Any = jax.tree.structure(state.params)
+    is_moment = lambda tree: jax.tree.structure(tree) == weights
+    return [tree for tree in jax.tree.leaves(state.optimizer, is_leaf=is_moment) if is_moment(tree)]
+
+
+def argument_bytes(run: Run) -> dict[str, int]:
+    """Predict what a step is given per device, whatever its optimizer holds."""
+    held, counters = moments(run.state), [x for x in jax.tree.leaves(run.state.optimizer) if not x.ndim]
+    return memory.argument_bytes(
+        run.step.config, run.step.plan, *run.shape, moments=len(held), scalars=1 + len(counters)
+    )
+
+
+def as_predicted(run: Run) -> list[Collective]:
+    """Take the census of a step, and assert that it is the predicted one on every stage of the pipeline;
+    return the last stage's."""
+    step, census = run.step, []
+    for stage, branches in enumerate(taken(step.config, step.plan)):
+        census = census_hlo(run.text, step.mesh, branches)
+        predicted = step_traffic(step.config, step.plan, *run.shape, stage)
+        assert census_table(census) == as_table(predicted), (step.plan, stage)
+    return census
 
 
 def as_table(predicted: Traffic) -> dict[tuple[str, str], dict[str, int]]:

@@ -1,3 +1,17 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 20
+#     exercises: 15
+#     needs: []
+#     objectives:
+#     - Name the devices of a machine, and say whether they are real or simulated.
+#     - >-
+#       Read a layout such as `b/dp d/tp`: which device holds which piece, how large it
+#       is, and how many copies there are.
+#     - Say which collective carries one layout into another, and what it sends.
+# ---
+
 # %% [markdown]
 # # 00 · Devices, meshes, and who holds what
 #

@@ -1,3 +1,16 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 20
+#     needs: ["00"]
+#     objectives:
+#     - Count the parameters, the training state and the FLOPs of a Llama from its dims.
+#     - Tell what grows with the parameters from what grows with the tokens, and what
+#       recomputation buys.
+#     - Decide how many devices memory demands, and how many a deadline demands.
+# ---
+
 # %% [markdown]
 # # 01 · Memory and FLOPs: why is one device not enough?
 #

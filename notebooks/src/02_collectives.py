@@ -1,3 +1,17 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 25
+#     needs: ["00"]
+#     objectives:
+#     - Choose the collective that carries out an arrow, and compute what each device
+#       sends.
+#     - Build an all-reduce out of a ring of permutes.
+#     - Price a collective by its starts, its bytes and the slowest link that it
+#       crosses.
+# ---
+
 # %% [markdown]
 # # 02 · Collectives: what travels, and how long does it take?
 #

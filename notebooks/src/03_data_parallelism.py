@@ -1,3 +1,16 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 30
+#     needs: ["00", "02"]
+#     objectives:
+#     - Write data parallelism by hand, and say what replicas must agree on.
+#     - Recognise the three usual faults in summing gradients.
+#     - Predict what a step sends, and from how many tokens on it can hide behind the
+#       backward pass.
+# ---
+
 # %% [markdown]
 # # 03 · Data parallelism, then overlap
 #

@@ -1,3 +1,16 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 35
+#     needs: ["01", "03"]
+#     objectives:
+#     - Say what each ZeRO stage cuts, what it saves and what it sends.
+#     - Write the four stages by hand, and read their collectives in the compiled
+#       program.
+#     - Explain why the stages send different amounts once there are microbatches.
+# ---
+
 # %% [markdown]
 # # 04 · ZeRO and FSDP: why hold everything everywhere?
 #

@@ -1,3 +1,17 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 25
+#     needs: ["00", "02"]
+#     objectives:
+#     - Cut a pair of products by columns, then rows, and place the one all-reduce that
+#       it needs.
+#     - Say how attention, feed-forward and loss become such pairs, and what sequence
+#       parallelism adds.
+#     - Derive from which degree on the links are slower than the products.
+# ---
+
 # %% [markdown]
 # # 05 · Tensor and sequence parallelism: can one matrix product be spread over devices?
 #

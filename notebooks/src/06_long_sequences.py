@@ -1,3 +1,16 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 30
+#     needs: ["02", "05"]
+#     objectives:
+#     - Merge attention to parts of the keys, and build a ring of it.
+#     - Say why some ranks wait under a causal mask, and cure it by another order of
+#       positions.
+#     - Choose between ring, zigzag and Ulysses from heads, ranks and links.
+# ---
+
 # %% [markdown]
 # # 06 · Long sequences: can attention be cut along the sequence?
 #

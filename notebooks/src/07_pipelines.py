@@ -1,10 +1,23 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 25
+#     needs: ["00", "03"]
+#     objectives:
+#     - Draw the timetable of a pipeline, and compute its bubble in both conventions.
+#     - Write a pipeline by hand as a scan with one permute per tick.
+#     - Say what microbatches cost in memory, and why a table of cells can skip the
+#       bubble.
+# ---
+
 # %% [markdown]
 # # 07 · Pipelines: what does a stage wait for?
 #
 # Tensor parallelism cuts every layer; a pipeline cuts *between* layers. Each device, or group of devices, is a **stage**: it holds
 # some layers whole, takes a stream of activations from the stage before, and hands its own on. In the forward and backward pass
-# nothing else crosses. That makes `pp` the axis for the slowest links, and gives it a problem that no other axis has: a stage without
-# input has nothing to do.
+# nothing else crosses. That makes `pp`, the axis of pipeline parallelism, the one for the slowest links. And it gives it a problem that no
+# other axis has: a stage without input has nothing to do.
 #
 # | what | layout or movement |
 # |---|---|
@@ -12,20 +25,24 @@
 # | embedding, head, last norm | whole on every stage, used on the first or the last; gradient `+pp -> whole` |
 # | activations | `b s d`, from stage i to i + 1; their gradients back |
 #
-# (*Arrow* and *reading* are explained in the README, under [Words](../README.md#words).)
+# A **layout** such as `l/pp d m` says which dim is cut by which axis, an **arrow** (`+pp -> whole`: finish a sum over `pp`) how it changes.
+# `shard_map` runs a function on every device with its own block; a **census** counts what the compiled program sends.
+# All words: [README](../README.md#words).
 #
 # **Question.** How much of the time do stages wait, what shortens it, and what does that cost?
 #
 # Letters: `b` rows of the batch, `s` positions, `d` width of the model, `m` width of a feed-forward, `l` layers, `u`
 # microbatches, `p` stages, `F` forward, `B` gradient of the input.
 # (Most papers write m for u. Until lesson 08 splits it, B is the whole backward pass.)
+#
+# The core path ends at *Further*.
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %%
+# %% tags=["plumbing"]
 import dataclasses
 from fractions import Fraction
 
@@ -38,8 +55,8 @@ from jax import lax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, solution
-from llmpar.exercises.lesson import as_table, counting_text, train_steps
+from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -47,15 +64,15 @@ from llmpar.inspect.census import (
     census_table,
     compiled_memory,
     executed_flops,
-    partitioned_hlo,
+    read_program,
 )
+from llmpar.inspect.report import taken
 from llmpar.mesh import make_mesh, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
-from llmpar.predict import memory, traffic
 from llmpar.schedules import make
 from llmpar.step import Step
-from llmpar.timetable import branch_shares, timetable
+from llmpar.timetable import timetable
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -107,17 +124,19 @@ explorer
 
 # %%
 table = explorer.table(explorer.state)
+ideal, total = table.bubble_over_ideal, table.bubble_fraction
 if table.schedule.name in ("gpipe", "1f1b"):
     waiting = table.schedule.num_stages - 1
-    assert np.isclose(table.bubble_over_ideal, waiting / table.schedule.num_microbatches)
-print(f"idle over ideal {table.bubble_over_ideal:.1%}, idle over total {table.bubble_fraction:.1%}")
+    assert np.isclose(ideal, waiting / table.schedule.num_microbatches)
+print(f"idle over ideal {ideal:.1%}, idle over total {total:.1%}")
+met("07.idle_share", timetable(make("gpipe", 4, 8)).bubble_fraction, "simulated")
 
-# %%
-# NBVAL_CHECK_OUTPUT
-print("idle over total   " + "".join(f"{f'u = {u}':>9}" for u in (1, 2, 4, 8, 16, 32, 64)))
+# %% tags=["nbval-check-output"]
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+print("idle over total   " + "".join(f"{f'u = {u}':>9}" for u in COUNTS))
 for stages in (2, 4, 8):
     line = []
-    for u in (1, 2, 4, 8, 16, 32, 64):
+    for u in COUNTS:
         for costs in ((1, 1, 1), (3, 5, 2)):  # of F, and of the two halves of B
             t = timetable(make("gpipe", stages, u), costs)
             assert t.makespan == (u + stages - 1) * sum(costs)
@@ -129,7 +148,7 @@ for stages in (2, 4, 8):
 # %% [markdown]
 # ### Exercise (core): how many microbatches?
 #
-# Eight stages shall wait at most 10 % of the total time. What is the smallest number of microbatches?
+# We want eight stages to be idle at most 10 % of the total time. What is the smallest number of microbatches?
 
 # %%
 smallest_m = ...
@@ -141,12 +160,12 @@ attempt("07.microbatches", smallest_m)
 # The shortest pipeline in JAX: a scan over ticks. In each tick every stage takes what its neighbour has sent, runs its layers, and
 # passes the result on by one `ppermute`. Autodiff turns the scan round, and the permutes with it. What you read is one device's work.
 
-# %%
+# %% tags=["plumbing"]
 D, LAYERS, ROWS = 32, 8, 4
 rng = np.random.default_rng(0)
 weights = (rng.standard_normal((LAYERS, D, D)) / D**0.5).astype(np.float32)
-inputs = rng.standard_normal((U, ROWS, D)).astype(np.float32)  # u b d: cut into microbatches
-PAIRS = [(i, i + 1) for i in range(p - 1)]
+# u b d: cut into microbatches
+inputs = rng.standard_normal((U, ROWS, D)).astype(np.float32)
 
 
 def layers(w, x):
@@ -157,6 +176,12 @@ def layers(w, x):
 
 def whole(w, xs):  # one device; the reference
     return jnp.mean(layers(w, xs) ** 2)
+
+
+want_loss, want = jax.jit(jax.value_and_grad(whole))(weights, inputs)
+
+# %%
+PAIRS = [(i, i + 1) for i in range(p - 1)]  # each stage sends to the next one
 
 
 def by_hand(w, xs):  # l/pp d m, u b d
@@ -170,10 +195,16 @@ def by_hand(w, xs):  # l/pp d m, u b d
 
     nothing = lax.pcast(jnp.zeros((ROWS, D)), "pp", to="varying")
     _, left = lax.scan(tick, nothing, jnp.arange(U + p - 1))
-    loss = jnp.mean(left[p - 1 :] ** 2)  # the first microbatch leaves the last stage in tick p - 1
+    # The first microbatch leaves the last stage in tick p - 1.
+    loss = jnp.mean(left[p - 1 :] ** 2)
     return lax.psum(jnp.where(stage == p - 1, loss, 0), "pp")
 
 
+# %% [markdown]
+# `lax.pcast(…, to="varying")` tells JAX that the zeros of the first tick will differ from stage to stage. Layers lie on the stages as
+# drawn, and every stage is given all microbatches (only the first one reads them):
+
+# %%
 CUT, WHOLE = parse_layout("l/pp d m"), parse_layout("u b d")
 spread = jax.shard_map(
     jax.value_and_grad(by_hand),
@@ -181,10 +212,12 @@ spread = jax.shard_map(
     in_specs=(spec(CUT), spec(WHOLE)),
     out_specs=(spec(parse_layout("")), spec(CUT)),
 )
-placed = jax.device_put(weights, sharding(mesh, CUT)), jax.device_put(inputs, sharding(mesh, WHOLE))
+placed = (
+    jax.device_put(weights, sharding(mesh, CUT)),
+    jax.device_put(inputs, sharding(mesh, WHOLE)),
+)
 hand = jax.jit(spread).lower(*placed).compile()
 loss, grads = hand(*placed)
-want_loss, want = jax.jit(jax.value_and_grad(whole))(weights, inputs)
 scene.show(draw.layout(CUT, weights.shape, mesh.shape, itemsize=4))
 
 # %% [markdown]
@@ -192,29 +225,33 @@ scene.show(draw.layout(CUT, weights.shape, mesh.shape, itemsize=4))
 #
 # And a fifth number, the FLOPs of the matrix products, counted in the compiled program with its loops multiplied.
 
-# %%
-assert np.allclose(loss, want_loss, rtol=1e-5) and np.abs(grads - want).max() < 1e-5 * np.abs(want).max()
+# %% tags=["plumbing"]
+assert np.allclose(loss, want_loss, rtol=1e-5)
+assert np.abs(grads - want).max() < 1e-5 * np.abs(want).max()
 print("value: loss and gradients equal those of one device")
-assert {shard.data.shape for shard in grads.addressable_shards} == {(LAYERS // p, D, D)}
-print(f"sharding: {LAYERS // p} of {LAYERS} layers, and their gradients, on each of {p} stages")
+share = LAYERS // p
+assert {shard.data.shape for shard in grads.addressable_shards} == {(share, D, D)}
+print(
+    f"sharding: {share} of {LAYERS} layers, and their gradients, on each of {p} stages"
+)
 sent = census_table(c for c in census_hlo(hand.as_text(), mesh) if c.shape != ())
 ticks = U + p - 1
 if p > 1:
-    assert sent == {
-        ("pp", "collective-permute"): {"count": 2 * ticks, "bytes_sent": 2 * ticks * ROWS * D * 4}
-    }
-print(
-    f"communication: {2 * ticks * (p > 1)} permutes of {ROWS * D * 4} B, one per tick forward and one per"
-    " tick back"
-)
-assert compiled_memory(hand)["argument_bytes"] == 4 * (LAYERS // p * D * D + U * ROWS * D)
+    permutes = {"count": 2 * ticks, "bytes_sent": 2 * ticks * ROWS * D * 4}
+    assert sent == {("pp", "collective-permute"): permutes}
+print(f"communication: {2 * ticks * (p > 1)} permutes of {ROWS * D * 4} B,", end=" ")
+print("one per tick forward and one per tick back")
+held = compiled_memory(hand)["argument_bytes"]
+assert held == 4 * (share * D * D + U * ROWS * D)
 print(f"memory: arguments are 1/{p} of the weights, and the microbatches")
+
+# %%
 product = 2 * ROWS * D * D
-if devices[0].platform == "cpu" and p > 1:  # elsewhere products are library calls, which cannot be counted
-    executed, useful = executed_flops(hand.as_text()), 3 * U * (LAYERS // p) * product
-    assert executed == 3 * ticks * (LAYERS // p) * product and Fraction(executed, useful) == 1 + Fraction(
-        p - 1, U
-    )
+# Elsewhere products are library calls, which cannot be counted.
+if devices[0].platform == "cpu" and p > 1:
+    executed, useful = executed_flops(hand.as_text()), 3 * U * share * product
+    assert executed == 3 * ticks * share * product
+    assert Fraction(executed, useful) == 1 + Fraction(p - 1, U)
     print(f"work: {executed / useful:.3f} of what is useful = 1 + (p-1)/u")
 
 # %% [markdown]
@@ -232,7 +269,8 @@ if devices[0].platform == "cpu" and p > 1:  # elsewhere products are library cal
 # %%
 gpipe = make("gpipe", 4, 4)
 print(gpipe)
-print(timetable(gpipe).ticks[:, 0].tolist(), "is stage 0: kind, microbatch, chunk in each tick; -1 is idle")
+print("stage 0 in each tick, as kind, microbatch, chunk (-1 is idle):")
+print(timetable(gpipe).ticks[:, 0].tolist())
 
 # %% [markdown]
 # Now a Llama: 4 layers on p stages, 8 microbatches of 2 rows, trained by `llmpar.step.Step`. The schedule is one field of the plan,
@@ -242,122 +280,79 @@ print(timetable(gpipe).ticks[:, 0].tolist(), "is stage 0: kind, microbatch, chun
 # %%
 LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=4), 16, 3
 ROWS_EACH = 2  # of a microbatch
-TEXT = counting_text(2 * U, SEQ)
+TEXT, SGD = counting_text(ROWS_EACH * U, SEQ), optax.sgd(0.5)
 
-
-def compile_step(plan, microbatches=U):
-    plan = dataclasses.replace(plan, microbatches=microbatches)
-    step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.5))
-    lowered = step.lower(ROWS_EACH * microbatches, SEQ)
-    return step, lowered, lowered.compile()
-
-
-solo_step, _, solo = compile_step(Plan("dp=1"))
-solo_state, solo_losses = train_steps(solo_step, solo, TEXT, STEPS)
-programs = {
-    saves: compile_step(Plan(f"pp={p}", schedule="gpipe", stage_saves=saves))
-    for saves in ("input", "residuals")
-}
-trained = {saves: train_steps(step, compiled, TEXT, STEPS) for saves, (step, _, compiled) in programs.items()}
-print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
-
-# %%
-for saves, (state, losses) in trained.items():
-    assert np.allclose(losses, solo_losses, rtol=1e-4), (saves, losses)
-    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(solo_state.params), strict=True):
-        assert np.allclose(one, other, atol=1e-4), saves
-print(f"value: {STEPS} losses and the weights after them equal those of one device, whatever a stage saves")
-
-step, lowered, compiled = programs["input"]
-for path, leaf in jax.tree.leaves_with_path(trained["input"][0].params):
-    cut = p if "blocks" in jax.tree_util.keystr(path) else 1
-    assert {s.data.shape for s in leaf.addressable_shards} == {(leaf.shape[0] // cut, *leaf.shape[1:])}
-print(
-    f"sharding: {LLAMA.num_layers // p} of {LLAMA.num_layers} layers on each stage; embedding, norm and head"
-    " are whole"
-)
-
-text = partitioned_hlo(lowered)
-for stage in range(p):
-    taken = branch_shares(step.plan.pipeline, LLAMA.num_layers, stage) if p > 1 else None
-    predicted = traffic.step_traffic(LLAMA, step.plan, 2 * U, SEQ, stage)
-    census = census_hlo(text, step.mesh, taken)
-    compiled_rows = census_table(census)
-    assert compiled_rows == as_table(predicted)
-for (axis, kind), row in compiled_rows.items():
-    print(
-        f"communication: {kind} over {axis} ×{row['count']}, {row['bytes_sent']:,} B per device and step, as"
-        " predicted"
-    )
-if p > 1:
-    stream = ROWS_EACH * SEQ * LLAMA.width * 4
-    assert compiled_rows["pp", "collective-permute"] == {
-        "count": 2 * (U + p - 2),
-        "bytes_sent": 2 * (U + p - 2) * stream,
-    }
-# The same by arrow: activations go to the next stage, their gradients to the previous one.
-print(arrow_text(census))
-assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
-
-given = memory.argument_bytes(LLAMA, step.plan, 2 * U, SEQ, moments=0, scalars=1)
-assert compiled_memory(compiled)["argument_bytes"] == sum(given.values())
-print(f"memory: {sum(given.values()):,} B of arguments per device as predicted")
+solo = trained(LLAMA, Plan("dp=1", microbatches=U), TEXT, SGD, STEPS)
+runs = {}
+for saves in ("input", "residuals"):
+    plan = Plan(f"pp={p}", schedule="gpipe", stage_saves=saves, microbatches=U)
+    runs[saves] = trained(LLAMA, plan, TEXT, SGD, STEPS)
+print("losses on one device:", " ".join(f"{x:.3f}" for x in solo.losses))
+sent = verdicts(runs, solo, weights_within=1e-4)
 
 # %% [markdown]
 # A permute takes part in the program of every stage, so it costs a tick in which *anybody* sends: u + p − 2 each way, where the
 # pipeline by hand has u + p − 1. The all-reduces finish the gradients of embedding, head and last norm, which every stage holds, and
-# make one loss and one norm of the parts. With tied embeddings the same sum joins the first stage's look-up with the last stage's head.
-# That every stage holds embedding and head is a choice of *this package* (each stage runs the same program): others put them on the end
-# stages. It is not free:
+# make one loss and one norm of the parts. By arrow: activations go to the next stage, their gradients to the previous one.
 
 # %%
-for name in ("llama3.2-1b", "llama3-8b", "llama3-70b"):
-    described = preset(name).weights().values()
-    on_every_stage = sum(
-        int(np.prod(w.shape)) for w in described if "pp" not in Plan("pp=4").stored(w.dims).axes
-    )
-    share = (preset(name).num_params - on_every_stage) // 4
-    print(
-        f"{name:<12} on each of 4 stages: {on_every_stage / 1e9:.2f}e9 parameters of embedding, head and"
-        f" norm, {share / 1e9:.2f}e9 of blocks"
-    )
-    assert name != "llama3-8b" or round(on_every_stage / 1e9, 2) == 1.05
+stream = ROWS_EACH * SEQ * LLAMA.width * 4
+if p > 1:
+    hops = 2 * (U + p - 2)
+    permutes = {"count": hops, "bytes_sent": hops * stream}
+    assert sent["input"]["pp", "collective-permute"] == permutes
+census = as_predicted(runs["input"])
+print(arrow_text(census))
+assert sum(row["bytes_sent"] for row in arrow_rows(census)) == sum(
+    row["bytes_sent"] for row in sent["input"].values()
+)
 
 # %% [markdown]
+# ## Five lines
+#
+# 1. A pipeline cuts between layers: one activation crosses per microbatch and stage, and its gradient comes back.
+# 2. Idle time is (p − 1)(F + B): (p − 1)/u of the ideal, (p − 1)/(u + p − 1) of the total. Say which you mean.
+# 3. Microbatches are gradient accumulation. The result is that of one device.
+# 4. A masked pipeline computes on garbage in the bubble; one that walks a table skips it.
+# 5. All forwards before all backwards holds something of every microbatch.
+#
+# **One number to remember: u ≥ 9(p − 1)** microbatches for at most 10 % of idle time, in this order.
+
+# %%
+waits, enough = (p - 1) / (U + p - 1), 9 * (p - 1)
+print(f"{p} stages, {U} microbatches: {waits:.1%} idle; 10 % from u = {enough} on")
+
+# %% [markdown]
+# ## Further
+#
+# What the executor skips, what a stage holds, what lies on every stage, and three more exercises.
+#
 # ## Bubbles are skipped
 #
 # The compiled program has a branch per kind of work, and the table says how often a stage takes it. With both, the executed products
 # can be counted stage by stage:
 
 
-# %%
-# NBVAL_CHECK_OUTPUT
-def executed_by_stage(saves):
-    step, _, compiled = programs[saves]
-    takes = (
-        [branch_shares(step.plan.pipeline, LLAMA.num_layers, stage) for stage in range(p)]
-        if p > 1
-        else [None]
-    )
-    return [executed_flops(compiled.as_text(), taken) for taken in takes]
+# %% tags=["nbval-check-output"]
+def executed_by_stage(run):
+    text, step = run.compiled.as_text(), run.step
+    return [executed_flops(text, branches) for branches in taken(LLAMA, step.plan)]
 
 
 if devices[0].platform == "cpu":
-    one_device = executed_flops(solo.as_text())
-    for saves in programs:
-        stages = executed_by_stage(saves)
-        print(
-            f"{saves:<10}"
-            + "".join(f"{flops / 1e6:8.1f}" for flops in stages)
-            + f" MFLOP; together {sum(stages) / one_device:.3f} of one device's"
-        )
-    assert sum(executed_by_stage("residuals")) == one_device
-    assert one_device <= sum(executed_by_stage("input")) < 4 / 3 * one_device
+    one_device = executed_flops(solo.compiled.as_text())
+    for saves, run in runs.items():
+        stages = executed_by_stage(run)
+        each = "".join(f"{flops / 1e6:8.1f}" for flops in stages)
+        together = sum(stages) / one_device
+        print(f"{saves:<10}{each} MFLOP; together {together:.3f} of one device's")
+    assert sum(executed_by_stage(runs["residuals"])) == one_device
+    assert one_device <= sum(executed_by_stage(runs["input"])) < 4 / 3 * one_device
 
 # %% [markdown]
 # With residuals saved, all stages together run exactly the products of one device, not one more. With the input saved, B runs F
 # again: 4 instead of 3. The last stage is better off, because its B follows its F at once: there F computes nothing and B
-# does it all. (It has more to do because the head is there.)
+# does it all. (Its number is larger all the same, for it also has the head.)
 #
 # ## What waits must be held
 #
@@ -365,28 +360,45 @@ if devices[0].platform == "cpu":
 # residuals. Compiled memory, from 8 to 32 microbatches of the same size:
 
 # %%
-temp = {U: compiled_memory(compiled)["temp_bytes"]}
-*_, larger = compile_step(Plan(f"pp={p}", schedule="gpipe"), microbatches=4 * U)
-temp[4 * U] = compiled_memory(larger)["temp_bytes"]
-saved = compiled_memory(programs["residuals"][2])["temp_bytes"]
-bars = [
-    (f"u = {U}, input", {"temporaries": temp[U]}),
-    (f"u = {4 * U}, input", {"temporaries": temp[4 * U]}),
-    (f"u = {U}, residuals", {"temporaries": saved}),
-]
-scene.show(draw.memory_bars(bars, title="Compiled memory of GPipe, per device"))
+more = Plan(f"pp={p}", schedule="gpipe", microbatches=4 * U)
+larger = Step(LLAMA, more, make_mesh(more.mesh), SGD).lower(4 * U * ROWS_EACH, SEQ)
+bars = {
+    f"u = {U}, input": runs["input"].compiled,
+    f"u = {4 * U}, input": read_program(larger)[0],
+    f"u = {U}, residuals": runs["residuals"].compiled,
+}
+temp = {name: compiled_memory(one)["temp_bytes"] for name, one in bars.items()}
+rows = [(name, {"temporaries": size}) for name, size in temp.items()]
+scene.show(draw.memory_bars(rows, title="Compiled memory of GPipe, per device"))
+few, many, saved = temp.values()
 if p > 1:
-    per_microbatch = (temp[4 * U] - temp[U]) / (3 * U)
-    assert abs(per_microbatch / stream - 1) < 0.05, per_microbatch
-    print(
-        f"memory grows by {per_microbatch:,.0f} B per microbatch: its input, {stream:,} B, and some"
-        " bookkeeping"
-    )
-    assert saved > 2 * temp[U]
+    each = (many - few) / (3 * U)
+    assert abs(each / stream - 1) < 0.05 and saved > 2 * few
+    print(f"memory grows by {each:,.0f} B per microbatch:", end=" ")
+    print(f"its input, {stream:,} B, and some bookkeeping")
 
 # %% [markdown]
 # Microbatches shrink the bubble and fill the memory. That tension is what the schedules of lesson 08 resolve.
 #
+# ## What lies on every stage
+#
+# That every stage holds embedding and head is a choice of *this package* (each stage runs the same program): others put them on the end
+# stages. It is not free:
+
+# %%
+for name in ("llama3.2-1b", "llama3-8b", "llama3-70b"):
+    described, stored = preset(name).weights().values(), Plan("pp=4").stored
+    common = [w.shape for w in described if "pp" not in stored(w.dims).axes]
+    everywhere = sum(int(np.prod(shape)) for shape in common)
+    cut = (preset(name).num_params - everywhere) // 4
+    print(
+        f"{name:<12} on each of 4 stages: {everywhere / 1e9:.2f}e9 parameters of",
+        end=" ",
+    )
+    print(f"embedding, head and norm, {cut / 1e9:.2f}e9 of blocks")
+    assert name != "llama3-8b" or round(everywhere / 1e9, 2) == 1.05
+
+# %% [markdown]
 # ### Exercise (stretch): uneven stages
 #
 # Layers rarely divide evenly, and the head's product with the vocabulary may cost as much as two or three layers. Here is a simulation
@@ -396,13 +408,14 @@ if p > 1:
 
 # %%
 def simulate(costs, u):
-    """Rows of (start, end, kind, microbatch, chunk) per stage: each waits for the stage before, and for
-    itself."""
+    """(start, end, kind, microbatch, chunk) of each cell, by stage."""
     rows, above = [], [0] * u
     for cost in costs:
         now, row = 0, []
         for one in range(u):
-            begin = max(now, above[one])
+            begin = max(
+                now, above[one]
+            )  # it waits for the stage before, and for itself
             now = begin + cost
             row.append((begin, now, "F", one, 0))
         rows.append(row)
@@ -410,10 +423,12 @@ def simulate(costs, u):
     return rows
 
 
-for costs in ([2, 2, 2, 2 + 2], [3, 3, 2, 0 + 2]):  # 8 layers, and a head that costs as much as 2 of them
+# 8 layers, and a head that costs as much as 2 of them
+for costs in ([2, 2, 2, 2 + 2], [3, 3, 2, 0 + 2]):
     scene.show(draw.timeline(simulate(costs, 6)))
 
 
+# %%
 def forward_time(costs, u): ...
 
 
@@ -453,14 +468,6 @@ except ValueError as refusal:
     assert "use reading='manual'" in str(refusal)
 
 # %% [markdown]
-# ## Five lines
-#
-# 1. A pipeline cuts between layers: one activation crosses per microbatch and stage, and its gradient comes back.
-# 2. Idle time is (p − 1)(F + B): (p − 1)/u of the ideal, (p − 1)/(u + p − 1) of the total. Say which you mean.
-# 3. Microbatches are gradient accumulation. The result is that of one device.
-# 4. A masked pipeline computes on garbage in the bubble; one that walks a table skips it.
-# 5. All forwards before all backwards holds something of every microbatch.
-#
 # ## On your cluster
 #
 # ```
@@ -470,10 +477,3 @@ except ValueError as refusal:
 # ```
 #
 # Put `pp` on the slowest links: between nodes, or between pods. It multiplies with dp, fsdp and tp inside each stage.
-#
-# **One number to remember: u ≥ 9(p − 1)** microbatches for at most 10 % of idle time, in this order.
-
-# %%
-print(
-    f"{p} stages, {U} microbatches: {(p - 1) / (U + p - 1):.1%} idle; at most 10 % from u = {9 * (p - 1)} on"
-)

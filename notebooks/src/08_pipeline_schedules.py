@@ -1,3 +1,17 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 40
+#     needs: ["07"]
+#     objectives:
+#     - Write 1F1B as a table, and say what each stage holds.
+#     - Say what chunks, a split backward and two directions do to bubble, memory and
+#       messages.
+#     - Tell the three definitions of the bubble apart, and design a schedule for costs
+#       that are given.
+# ---
+
 # %% [markdown]
 # # 08 · Pipeline schedules: who can fill the bubble, and who pays for it?
 #

@@ -1,3 +1,16 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 30
+#     needs: ["02", "04"]
+#     objectives:
+#     - Follow a token to its experts and back, and count what is sent.
+#     - Choose between capacity, dropless and ragged exchange, knowing what each drops
+#       or pads.
+#     - Name two cures for a hot expert.
+# ---
+
 # %% [markdown]
 # # 09 · Experts: what moves when a token chooses?
 #

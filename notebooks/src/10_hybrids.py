@@ -1,3 +1,16 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 25
+#     needs: ["03", "04", "05", "07"]
+#     objectives:
+#     - Say what each axis of a mesh adds to the traffic, and what it takes from the
+#       memory.
+#     - Order axes by the links that they need.
+#     - Tell rounding from a bug by a derived tolerance.
+# ---
+
 # %% [markdown]
 # # 10 · Hybrids: what does each axis add?
 #

@@ -1,3 +1,15 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 30
+#     exercises: 20
+#     needs: ["01", "10"]
+#     objectives:
+#     - Ask the planner a whole question, and read its answer term by term.
+#     - Find the first scheme to try by three inequalities, without a planner.
+#     - Defend a plan by its losers, by what was compiled and by what was measured.
+# ---
+
 # %% [markdown]
 # # 11 · Choose: plan, compile, defend
 #
@@ -32,7 +44,12 @@ from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.exercises import attempt
 from llmpar.exercises.lesson import as_table, counting_text, train_steps
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory, partitioned_hlo
+from llmpar.inspect.census import (
+    census_hlo,
+    census_table,
+    compiled_memory,
+    partitioned_hlo,
+)
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import formulas, measured, memory, planner, serving, traffic

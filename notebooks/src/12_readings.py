@@ -1,3 +1,16 @@
+# ---
+# jupyter:
+#   llmpar:
+#     teaching: 25
+#     exercises: 25
+#     needs: ["00", "05"]
+#     objectives:
+#     - Say who chooses what is sent under each of four readings of one text.
+#     - Predict which reading refuses a mistake, which repairs it silently, and which
+#       gives wrong numbers.
+#     - Write unfinished sums and arrows as explicit types.
+# ---
+
 # %% [markdown]
 # # 12 · Four readings: who chooses what is sent?
 #
