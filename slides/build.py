@@ -1,19 +1,18 @@
 """Build the slides: run every `src/*.py` (py:percent text, in order of name) and write one offline reveal.js
 deck.
 
-    python slides/build.py            writes slides/_build/index.html and short.html, and with Chromium a PDF of each
+    python slides/build.py            writes slides/_build/index.html, short.html; with Chromium, PDFs of both
     python slides/build.py --short    the short deck alone: one hour
 
 A cell's tags say where it goes: `# %% [markdown] tags=["slide"]` begins a slide; `subslide`, `fragment`,
-`notes` (shown to the speaker, key S) and `skip` are the others; a cell without one continues the slide. A slide
-says how many `minutes` it takes, and is in the short deck too if it is tagged `short`. The first slide of a part
-names its `section`; the slide tagged `agenda` gets the table of sections with their minutes, and every slide's
-notes begin with the clock. Of a
-code cell the output is shown, and its text as well where it is tagged `code`; with `place="beside"` its
-figure stands right of the text. The parts run in one kernel, each in an empty namespace. Every number and
-figure is computed here: a deck that prints to stderr, raises, or shows a figure without words is refused. A
-figure's words are `alt="…"` beside the tags, or its text/plain, or what its cell prints (`tidy` in
-notebooks/build.py).
+`notes` (shown to the speaker, key S) and `skip` are the others; a cell without one continues the slide. A
+slide says how many `minutes` it takes, and is in the short deck too if it is tagged `short`. The first slide
+of a part names its `section`; the slide tagged `agenda` gets the table of sections with their minutes, and
+every slide's notes begin with the clock. Of a code cell the output is shown, and its text as well where it is
+tagged `code`; with `place="beside"` its figure stands right of the text. The parts run in one kernel, each in
+an empty namespace. Every number and figure is computed here: a deck that prints to stderr, raises, or shows a
+figure without words is refused. A figure's words are `alt="…"` beside the tags, or its text/plain, or what
+its cell prints (`tidy` in notebooks/build.py).
 
 reveal.js comes from the installed sphinx-revealjs (extra `dev`), formulas become MathML: the deck fetches
 nothing.
@@ -23,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -133,11 +133,18 @@ def plan_talk(deck: NotebookNode) -> float:
         sections[name] = sections.get(name, 0) + minutes
         for cell in cells:
             if "notes" in cell.metadata.get("tags", []) and sum(spent):
-                cell.source = f"**{minutes:g} min**, until {clock(at)} of {clock(sum(spent))}.\n\n{cell.source}"
-    lines = [f"| {name} | {minutes:.0f} |" for name, minutes in sections.items() if name]
+                cell.source = (
+                    f"**{minutes:g} min**, until {clock(at)} of {clock(sum(spent))}.\n\n{cell.source}"
+                )
+    parts = [f"{name} | {minutes:.0f} |" for name, minutes in sections.items() if name]
+    half = (len(parts) + 1) // 2
+    lines = [
+        f"| {' '.join(pair)}" for pair in itertools.zip_longest(parts[:half], parts[half:], fillvalue="| |")
+    ]
     for cells in slides:
         if "agenda" in cells[0].metadata.get("tags", []):
-            cells[0].source += "\n\n" + "\n".join(["| part | minutes |", "|---|--:|", *lines])
+            head = ["| part | minutes | part | minutes |", "|---|--:|---|--:|"]
+            cells[0].source += "\n\n" + "\n".join([*head, *lines])
     return sum(spent)
 
 
@@ -230,7 +237,9 @@ def count_slides(page: str) -> int:
     return len(re.findall(r"<section\b", page)) - len(re.findall(r"<section\b[^>]*>\s*<section\b", page))
 
 
-def build(src: Path = HERE / "src", out: Path = HERE / "_build", decks: Sequence[str] = ("index", "short")) -> Path:
+def build(
+    src: Path = HERE / "src", out: Path = HERE / "_build", decks: Sequence[str] = ("index", "short")
+) -> Path:
     """Run the sources once, write the decks and, where Chromium is found, their PDFs; return the last page's
     path. `index` is the whole deck, `short` what is tagged so."""
     sources = sorted(src.glob("*.py"))

@@ -1,4 +1,5 @@
-"""What the parts of the deck share: drawings with the letters of a slide, curves, and the table that fills up."""
+"""What the parts of the deck share: drawings with the letters of a slide, curves, and the table that fills
+up."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ TAKE_HOME = {
     "pipeline": ("the stack of layers", "2bsd per hop", "u ≥ 9 (p − 1)"),
     "experts": ("the experts", "4a·bsd per layer", "their load is even"),
 }
-"""Strategy: what it cuts, what each device sends in a step, and how long it is good. 99_take_home.py holds the
-numbers against `llmpar.predict.formulas`."""
+"""Strategy: what it cuts, what each device sends in a step, and how long it is good. 99_take_home.py holds
+the numbers against `llmpar.predict.formulas`."""
 
 
 class _Draw:
@@ -69,31 +70,37 @@ def curves(lines, ticks, x: str, y: str, *, low: float = 0, high: float | None =
            levels=None, marks=(), title: str = "") -> None:  # fmt: skip
     """Draw curves over equally spaced ``ticks``, large enough for the back row.
 
-    A line is (name, values, colour's role, marker, dashed); a value may be None. ``marks`` are (position, text)
-    of dashed uprights. The name stands at the end of its line, in its colour.
+    A line is (name, values, colour's role, marker, dashed); a value may be None. ``marks`` are (position,
+    text) of dashed uprights. The name stands at the end of its line, in its colour.
     """
     import matplotlib.pyplot as plt
 
     colors = scene.LIGHT
     figure, axes = plt.subplots(figsize=(9.6, 3.7), dpi=150)
-    said = []
+    said, ends = [], list[tuple[float, str, str, int]]()
     for name, values, color, marker, dashed in lines:
         at = [i for i, value in enumerate(values) if value is not None]
         known = [values[i] for i in at]
         style = "--" if dashed else "-"
         axes.plot(at, known, style, color=colors[color], marker=marker, markersize=9, linewidth=3)
-        axes.annotate(
-            name, (at[-1], known[-1]), (12, 0), textcoords="offset points", va="center", fontsize=15,
-            color=colors[color], weight="bold",
-        )  # fmt: skip
+        ends.append((known[-1], name, color, at[-1]))
         words = "{:.0%}" if percent else "{:.3g}"
         said.append(f"{name}: " + ", ".join(f"{ticks[i]}: {words.format(values[i])}" for i in at))
     for place, text in marks:
         axes.axvline(place, color=colors["soft"], linestyle=":", linewidth=2)
         axes.annotate(
-            text, (place, 1), (8, -4), xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
-            fontsize=14, color=colors["soft"],
+            text, (place, 1), (8, -4), xycoords=("data", "axes fraction"), textcoords="offset points",
+            va="top", fontsize=14, color=colors["soft"],
         )  # fmt: skip
+    bottom, top = low, high or axes.get_ylim()[1]
+    apart, at_least = 0.085 * (top - bottom), bottom
+    for value, name, color, end in sorted(ends):  # names of lines that end together stand above one another
+        at_least = max(value, at_least)
+        axes.annotate(
+            name, (end, value), (end + 0.025 * len(ticks), at_least), va="center", fontsize=15,
+            color=colors[color], weight="bold",
+        )  # fmt: skip
+        at_least += apart
     axes.set_xticks(range(len(ticks)), ticks)
     axes.set(xlim=(-0.2, len(ticks) - 1 + 0.34 * len(ticks)), ylim=(low, high))
     if levels:

@@ -6,17 +6,15 @@ import datetime
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any
 
+from llmpar.cli.lessons import GLOSSARY, lessons
 from llmpar.cli.options import installed, say
 
 START = "start.ipynb"
-CORE_MINUTES, OTHER_MINUTES = 5, 12  # of an exercise; a lesson is read at these rates
-WORDS_PER_MINUTE, LINES_PER_MINUTE = 55, 25
 
 
 @dataclass(frozen=True)
@@ -83,14 +81,14 @@ def put_aside(copies: pathlib.Path) -> None:
 
 def deal(folder: pathlib.Path, copies: pathlib.Path) -> str:
     """Copy the lessons that are not there yet, cleared, and write the start page; say what was done."""
-    lessons = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+    found = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     copies.mkdir(parents=True, exist_ok=True)
     (copies / ".gitignore").write_text("*\n")  # answers are nobody's change to the project
-    made = [path for path in lessons if not (copies / path.name).exists()]
+    made = [path for path in found if not (copies / path.name).exists()]
     for path in made:
         (copies / path.name).write_text(cleared(path.read_text(encoding="utf-8")), encoding="utf-8")
-    (copies / START).write_text(start_page(lessons), encoding="utf-8")
-    kept = len(lessons) - len(made)
+    (copies / START).write_text(start_page(folder), encoding="utf-8")
+    kept = len(found) - len(made)
     return (
         f"{copies}: {len(made)} lesson{'s' * (len(made) != 1)} copied, {kept} kept as you left them"
         + " (--fresh renews)" * (kept > 0)
@@ -106,33 +104,32 @@ def cleared(notebook: str) -> str:
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
-def start_page(lessons: list[pathlib.Path]) -> str:
-    """Write the page that a learner sees first: each lesson with its question and about how long it takes."""
+def start_page(folder: pathlib.Path) -> str:
+    """Write the page that a learner sees first: each lesson with its question, its minutes and what it
+    needs."""
     rows = [
         "# Start here",
         "",
         (
-            "Take the lessons in this order; each builds on those above. You need Python, NumPy, and an idea"
-            " of what a gradient is. You need no cluster: 8 simulated devices are in your laptop."
+            "Take the lessons in this order; each builds on those that it names. You need Python, NumPy, and"
+            " an idea of what a gradient is. You need no cluster: 8 simulated devices are in your laptop."
         ),
         "",
-        "| lesson | its question | about |",
-        "|---|---|--:|",
+        "| lesson | its question | minutes | with exercises | after |",
+        "|---|---|--:|--:|---|",
     ]
-    for path in lessons:
-        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        title, question = (
-            re.search(pattern, text_of(cells, "markdown"), re.S) for pattern in TITLE_AND_QUESTION
+    for lesson in lessons(folder):
+        after = ", ".join(lesson.needs)
+        rows.append(
+            f"| [{lesson.title}]({lesson.file}) | {lesson.question} | {lesson.teaching} | {lesson.minutes} |"
+            f" {after} |"
         )
-        name = title[1] if title else path.stem
-        asked = " ".join(question[1].split()) if question else ""
-        rows.append(f"| [{name}]({path.name}) | {asked} | {minutes(cells)} min |")
     rows += [
         "",
         (
             'Replace the dots, run the cell, read the verdict. `hint("03.sent")` helps a step at a time,'
             ' `solution("03.sent")` answers after an attempt, `llmpar progress` in a terminal shows what is'
-            " done."
+            " done. `llmpar quiz` asks a question for each lesson, before and after."
         ),
         "",
         (
@@ -140,27 +137,15 @@ def start_page(lessons: list[pathlib.Path]) -> str:
             " `earlier`. A lesson takes up to 1 GB of memory: shut a kernel down before you open the next"
             " lesson."
         ),
+        "",
+        "## Words",
+        "",
+        "| word | meaning |",
+        "|---|---|",
+        *(f"| {word} | {meaning} |" for word, meaning in GLOSSARY),
     ]
     page: dict[str, Any] = {"cell_type": "markdown", "id": "start", "metadata": {}}
     page["source"] = "\n".join(rows)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     document = {"cells": [page], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
-
-
-TITLE_AND_QUESTION = (r"^# (.*?)\n", r"\*\*Question\.\*\*(.*?)\n *\n")
-
-
-def text_of(cells: list[dict], kind: str) -> str:
-    """Join the sources of all cells of a kind."""
-    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == kind]
-    return "\n\n".join(sources) + "\n\n"
-
-
-def minutes(cells: list[dict]) -> int:
-    """Estimate how long a lesson takes, with its exercises, in steps of 5 minutes."""
-    text, code = text_of(cells, "markdown"), text_of(cells, "code")
-    exercises = re.findall(r"Exercise[^\n]*?\b(core|stretch|expert)\b", text)
-    reading = len(text.split()) / WORDS_PER_MINUTE + code.count("\n") / LINES_PER_MINUTE
-    doing = sum(CORE_MINUTES if level == "core" else OTHER_MINUTES for level in exercises) + CORE_MINUTES
-    return 5 * round((reading + doing) / 5)

@@ -67,7 +67,10 @@ class Quiz:
         emit(found, self.json)
         if not self.json:
             for name, means in found.items():
-                shown = ("-" if value is None else f"{value:.2f}" if name != "num" else str(value) for value in means.values())
+                shown = (
+                    "-" if value is None else f"{value:.2f}" if name != "num" else str(value)
+                    for value in means.values()
+                )
                 print(f"{name:<10}{' -> '.join(shown)}")
 
 

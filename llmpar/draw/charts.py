@@ -307,7 +307,14 @@ def time_bars(rows, target_s: float | None = None, title: str = "Time per step")
 
 
 def _bars(
-    title: str, rows, limit: float | None, text, marks, words: tuple[str, str, str], whole=None, wide: float = 480
+    title: str,
+    rows,
+    limit: float | None,
+    text,
+    marks,
+    words: tuple[str, str, str],
+    whole=None,
+    wide: float = 480,
 ) -> Scene:
     rows = [(str(name), row) for name, row in rows]
     parts = list(dict.fromkeys(part for _, row in rows for part in row))
@@ -428,13 +435,16 @@ def _held_over_time(row, last: str) -> dict[float, float]:
     return {t: n / visits for (t, _), n in zip(steps, totals, strict=True)}
 
 
-def timeline(table, unit: str = "time units", waiting=None, facts: bool = True) -> Scene:
+def timeline(
+    table, unit: str = "time units", waiting=None, facts: bool = True, shortest: float = SHORTEST
+) -> Scene:
     """Who works when in a pipeline, and under each stage's row the activations that it holds.
 
     Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits
     for, what there).
 
-    Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do.
+    Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do. The
+    ``shortest`` operation is so many pixels wide.
 
     ``table`` is a :class:`~llmpar.timetable.Timetable` or, per stage, rows of (start, end, kind, microbatch,
     chunk). A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
@@ -448,8 +458,8 @@ def timeline(table, unit: str = "time units", waiting=None, facts: bool = True) 
     span = max(done) + (1 if waiting else 0)
     kinds = {kind for row in stages for _, _, kind, *_ in row}
     last = "W" if "W" in kinds else "B"
-    shortest = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
-    need, bottom = SHORTEST * span / shortest, ROW * len(stages)
+    least = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
+    need, bottom = shortest * span / least, ROW * len(stages)
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
     num_bands = max(1, min(round(need / 1000), 1100 // (bottom + BAND_GAP)))
     left, wide = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))

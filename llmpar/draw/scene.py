@@ -337,7 +337,7 @@ def bare(scene: Scene, title: str = "") -> Scene:
         is_title = only_text and " ".join(text.text for text in texts) == scene.title
         if not is_title and not (only_text and {text.fill for text in texts} == {"soft"}):
             blocks.append([part])
-    said = compose(title, blocks, scene.text.partition("\n")[2])
+    said = compose(title, blocks, scene.text.partition("\n")[2], margin=8)
     return replace(said, title=title or scene.title, text=scene.text)
 
 

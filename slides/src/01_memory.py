@@ -9,8 +9,9 @@
 # %% tags=["fragment"]
 import math
 
-from llmpar.config import preset
 from deck import draw, letters, show
+
+from llmpar.config import preset
 from llmpar.draw.scene import Group, Rect, Text, compose, legend
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
@@ -23,7 +24,7 @@ MODELS = {
     "Llama 3 70B": "llama3-70b",
     "Llama 3.1 405B": "llama3.1-405b",
 }
-SIDE, ACROSS = 16, 27
+SIDE, ACROSS = 16, 24
 
 
 def squares(params):

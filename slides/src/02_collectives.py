@@ -7,6 +7,7 @@
 
 # %%
 from deck import draw, show
+
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.notation import parse_arrow
 

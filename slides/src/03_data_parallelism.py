@@ -26,9 +26,9 @@ from llmpar.mesh import make_mesh, use_devices
 use_devices()
 
 import optax
+from deck import curves, draw, letters, show, where
 from IPython.display import Markdown
 
-from deck import curves, draw, letters, show, where
 from llmpar.config import preset
 from llmpar.draw.scene import Line, Rect, Text, compose, legend
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
@@ -44,6 +44,7 @@ plan = Plan(f"dp={REPLICAS}", zero=0)
 own = plan.place("data b s").shard_shape((ROWS, 128), plan.mesh.sizes)[0]
 assert own == 4 and str(plan.resolve("ffn d m -> ffn d m").after) == "d m"
 assert [str(move) for move in parse_arrow("d m +dp -> d m").moves] == ["all-reduce over dp"]
+
 
 @letters()
 def replicas():
@@ -192,7 +193,7 @@ compute_s = [
     4 * 4 * block * TOKENS / h100.flops_per_s
 ] * 4  # backward: 4 FLOPs per parameter and token, 4 layers a piece
 comm_s = [formulas.collective_seconds(h100, "all-reduce", 2 * 4 * block, 8)] * 4  # bf16
-labels = [f"layers {i}–{i + 3}" for i in (12, 8, 4, 0)]
+labels = [f"{i}–{i + 3}" for i in (12, 8, 4, 0)]  # layers
 # A threshold: published rates.
 assert round(formulas.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s), -2) == 2200 < TOKENS
 assert comm_s[0] < compute_s[0]
@@ -226,12 +227,13 @@ from llmpar.predict import measured
 from llmpar.predict.time import step_time
 
 RUNS = [
-    case
-    for case in measured.read(Path("../tests/measured.json"))[0]
-    if case.group == "maxtext.a3.llama2-7b"
+    case for case in measured.read(Path("../tests/measured.json"))[0] if case.group == "maxtext.a3.llama2-7b"
 ]
 GPUS = [case.run.mesh.size for case in RUNS]
-seconds = {"measured": [case.measured["step_s"] for case in RUNS], "model": [step_time(case.run).step_s for case in RUNS]}
+seconds = {
+    "measured": [case.measured["step_s"] for case in RUNS],
+    "model": [step_time(case.run).step_s for case in RUNS],
+}
 assert GPUS == [8, 16, 32, 64, 128]
 for ours, theirs in zip(seconds["model"], seconds["measured"], strict=True):
     assert abs(ours / theirs - 1) < 0.18

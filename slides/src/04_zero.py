@@ -30,9 +30,9 @@ from llmpar.mesh import make_mesh, use_devices
 use_devices()
 
 import optax
+from deck import draw, show, where
 from IPython.display import Markdown
 
-from deck import draw, show, where
 from llmpar.config import preset
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
 from llmpar.notation import parse_arrow
@@ -245,7 +245,7 @@ bars = [
     ("ZeRO-3 over 4 GPUs", quarters),
     ("offloaded, one GPU", {"weights": state["weights"]}),
 ]
-show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GPU memory"))
+show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GPU memory", wide=340))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** when would you rather buy a second GPU? When the batch is small: the crossing takes as long for one token as for

@@ -27,9 +27,9 @@ from llmpar.mesh import make_mesh, use_devices
 use_devices()
 
 import optax
+from deck import curves, draw, letters, show
 from IPython.display import Markdown
 
-from deck import curves, draw, letters, show
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.draw.scene import Group, Rect, Text, compose, legend, small_text
@@ -303,7 +303,7 @@ for case in measured.read(Path("../tests/measured.json"))[0]:
     if case.group == "vtrain.multi.3.6B" and case.run.mesh.pp == 1:
         told, t = case.measured["step_s"], case.run.mesh.tp
         best[t] = min(best.get(t, (told, case.run)), (told, case.run), key=lambda pair: pair[0])
-assert list(sorted(best)) == [1, 2, 4, 8, 16]
+assert sorted(best) == [1, 2, 4, 8, 16]
 seen = [best[t][0] for t in sorted(best)]
 ours = [step_time(best[t][1]).step_s for t in sorted(best)]
 assert all(b / a < 1.15 for a, b in zip(seen[:4], seen[1:4], strict=False)) and seen[4] > 2 * seen[3]

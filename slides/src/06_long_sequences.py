@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from deck import draw, letters, show, where
+
 from llmpar import attention, sequence_order
 from llmpar.config import preset
 from llmpar.draw import scene
@@ -126,7 +127,9 @@ def panel(order):
         item for item in words if item.text == drawn.title or (item.fill, item.anchor) == ("soft", "start")
     ]
     kept = [item for item in scene.flatten(drawn.items) if item not in own]
-    short = lambda item: dataclasses.replace(item, text=item.text.removesuffix(" of time").removesuffix(" blocks"))
+    short = lambda item: dataclasses.replace(
+        item, text=item.text.removesuffix(" of time").removesuffix(" blocks")
+    )
     cells = [short(item) if isinstance(item, Text) else item for item in kept]
     return [
         Group(tuple(cells)),

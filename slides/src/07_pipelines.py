@@ -20,6 +20,7 @@ where("pipeline")
 
 # %% tags=["fragment"]
 from deck import curves, draw, show
+
 from llmpar.schedules import make
 from llmpar.timetable import timetable
 

@@ -7,9 +7,9 @@
 # <footer>Narayanan et al. 2021, section 2.2.1 · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule 1f1b --stages 4 --microbatches 5</code></footer>
 
 # %%
+from deck import draw, show
 from IPython.display import Markdown
 
-from deck import draw, show
 from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import make
 from llmpar.timetable import timetable
@@ -20,7 +20,7 @@ assert table.makespan == gpipe.makespan
 assert (
     table.peak_live() == [4, 3, 2, 1] == closed_forms(P, U)["1f1b"].peak_live and gpipe.peak_live() == [5] * P
 )
-show(draw.timeline(table, facts=False))
+show(draw.timeline(table, facts=False, shortest=28))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which stage needs the most memory for activations? The first: it waits longest for its backward. Give it fewer layers,

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
 from deck import draw, show, where
+
 from llmpar import moe
 from llmpar.config import ExpertConfig, preset
 from llmpar.inspect.census import census_table

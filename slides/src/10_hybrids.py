@@ -21,6 +21,7 @@ where(*list(TAKE_HOME)[-1:])
 
 # %%
 from deck import draw, show
+
 from llmpar.config import preset
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
@@ -28,12 +29,13 @@ from llmpar.predict import traffic
 
 THREE = "pp=2 dp=2 tp=4"
 sent = dict.fromkeys(("pp", "dp", "tp"), 0)
-for (axes, kind), row in traffic.step_traffic(preset("llama3-8b"), Plan(THREE, microbatches=8, dtype="bfloat16"), 16, 8192).items():
+for (axes, _), row in traffic.step_traffic(
+    preset("llama3-8b"), Plan(THREE, microbatches=8, dtype="bfloat16"), 16, 8192
+).items():
     if axes in sent:
         sent[axes] += row.bytes_sent
 assert sent["tp"] > sent["dp"] > sent["pp"] and parse_mesh(THREE).size == 16
-picture = draw.mesh(THREE, devices_per_host=4, highlight_axis="tp")
-show(picture)
+show(draw.mesh(THREE, devices_per_host=4))
 
 # %% [markdown] tags=["notes"]
 # Llama 3 8B, 16 rows of 8,192 tokens a step, 8 microbatches, bf16: `tp` sends several times what `dp` sends, and that is several

@@ -16,7 +16,11 @@ LAUNCHERS = {
     "Kubernetes": ("`JOB_COMPLETION_INDEX`, a service", "`initialize()` finds all"),
 }
 head = "| who starts it | what it tells a process | `jax.distributed.` |"
-Markdown("\n".join([head, "|---|---|---|", *(f"| {name} | {' | '.join(row)} |" for name, row in LAUNCHERS.items())]))
+Markdown(
+    "\n".join(
+        [head, "|---|---|---|", *(f"| {name} | {' | '.join(row)} |" for name, row in LAUNCHERS.items())]
+    )
+)
 
 # %% [markdown] tags=["notes"]
 # After that call `jax.devices()` lists the devices of all hosts, and one mesh spans them. The training program does not change.
@@ -70,6 +74,7 @@ Markdown("\n".join(["| MPI, Horovod | here |", "|---|---|", *(f"| {a} | {b} |" f
 # PyTorch's launcher starts processes and restarts them together. What it tells a process is all that JAX needs.
 #
 # <footer>PyTorch documentation, <code>torchrun</code> · lesson <code>notebooks/11_choose</code></footer>
+
 
 # %%
 def as_jax(env):
@@ -177,13 +182,23 @@ assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=Tr
 FRAMEWORKS = {
     "PyTorch": ("DDP, FSDP2", "DTensor", "context parallel", "`pipelining`", "torchtitan"),
     "DeepSpeed": ("ZeRO 1–3, offload", "AutoTP", "Ulysses", "yes", "DeepSpeed-MoE"),
-    "Megatron Core, NeMo": ("distributed optimizer, FSDP", "yes, + sequence", "ring (CP)", "1F1B, interleaved", "yes"),
+    "Megatron Core, NeMo": (
+        "distributed optimizer, FSDP",
+        "yes, + sequence",
+        "ring (CP)",
+        "1F1B, interleaved",
+        "yes",
+    ),
     "Colossal-AI": ("Gemini, ZeRO", "1-D to 3-D", "ring, Ulysses", "1F1B, zero bubble", "yes"),
     "MaxText": ("`data`, `fsdp`", "`tensor`", "`context`", "circular", "`expert`"),
     "llmpar": ("`dp`, `fsdp`, `zero=`", "`tp`", "`sp`", "`pp`, any table", "`ep`"),
 }
 head = "| | replicas, shards | tensor | sequence | pipeline | experts |"
-Markdown("\n".join([head, "|---|---|---|---|---|---|", *(f"| {a} | {' | '.join(b)} |" for a, b in FRAMEWORKS.items())]))
+Markdown(
+    "\n".join(
+        [head, "|---|---|---|---|---|---|", *(f"| {a} | {' | '.join(b)} |" for a, b in FRAMEWORKS.items())]
+    )
+)
 
 # %% [markdown] tags=["notes"]
 # Learn the arrow once; the name of the switch is in a manual.
@@ -205,6 +220,7 @@ Markdown("\n".join([head, "|---|---|---|---|---|---|", *(f"| {a} | {' | '.join(b
 
 # %%
 from deck import draw, show
+
 from llmpar.config import preset
 from llmpar.predict.hardware import chip
 
@@ -212,7 +228,10 @@ llama, h100 = preset("llama3-8b"), chip("h100")
 per_token = 2 * llama.num_layers * llama.num_kv_heads * llama.head_width * 2
 assert per_token * 8192 == 2**30
 weights = 2 * llama.num_params
-bars = [(f"{n} sequence" + "s" * (n > 1), {"weights": weights, "keys and values": n * 2**30}) for n in (1, 16, 40, 64)]
+bars = [
+    (f"{n} sequence" + "s" * (n > 1), {"weights": weights, "keys and values": n * 2**30})
+    for n in (1, 16, 40, 64)
+]
 assert sum(bars[2][1].values()) < h100.usable_bytes < sum(bars[3][1].values())
 show(draw.memory_bars(bars, h100.usable_bytes, "Memory of one H100"))
 
@@ -237,7 +256,11 @@ ENGINES = {
     "DeepSpeed-MII": "blocked cache; prompts and tokens in batches of one size",
     "vLLM on TPU, JetStream": "XLA's programs, fixed shapes",
 }
-Markdown("\n".join(["| engine | what it is known for |", "|---|---|", *(f"| {a} | {b} |" for a, b in ENGINES.items())]))
+Markdown(
+    "\n".join(
+        ["| engine | what it is known for |", "|---|---|", *(f"| {a} | {b} |" for a, b in ENGINES.items())]
+    )
+)
 
 # %% [markdown]
 # All cut heads over `tp`, most layers over `pp`, experts over `ep`, and run replicas.

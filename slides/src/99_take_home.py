@@ -47,7 +47,7 @@ Markdown(
 #
 # **Source:** Rajbhandari et al. 2020; Shoeybi et al. 2019; Korthikanti et al. 2022; Narayanan et al. 2021.
 
-# %% [markdown] tags=["slide", "short"] minutes=1
+# %% [markdown] tags=["slide"] minutes=1
 # ## Read next
 #
 # | | |
@@ -84,7 +84,11 @@ def table(lessons, answers=False):
     lines = [head, "|---|--:|---|" if answers else "|---|---|"]
     for lesson in lessons:
         question, exercise = quiz.QUESTIONS[lesson]
-        lines.append(f"| {lesson} | {exercise.solution:g} | {exercise.because} |" if answers else f"| {lesson} | {question} |")
+        lines.append(
+            f"| {lesson} | {exercise.solution:g} | {exercise.because} |"
+            if answers
+            else f"| {lesson} | {question} |"
+        )
     return Markdown("\n".join(lines))
 
 
