@@ -1,7 +1,7 @@
 """Write the sheets for learners: a cheat sheet (notation, what is sent, formulas) and a handout (words,
 letters, strategies), each on one page of A4.
 
-    python slides/handout.py      writes slides/_handout/{cheatsheet,handout}.html; with Chromium, PDFs of both
+    python slides/handout.py    writes slides/_handout/{cheatsheet,handout}.html; with Chromium, PDFs of both
 
 Tables come from the README, the take-home table from the deck, numbers from `llmpar.predict`.
 """

@@ -735,6 +735,7 @@ NOT_RUN = {
     "make gallery": "it installs; tests/test_gallery.py makes the page",
     "make index": "it installs; tests/test_teaching.py makes the page",
     "make handout": "it installs; tests/test_teaching.py makes the sheets",
+    "llmpar lab --no-browser": "it waits",
     "llmpar quiz": "it asks; tests/test_teaching.py answers",
     "llmpar quiz --effect": "it reads what the line above noted; tests/test_teaching.py compares",
     "make notebooks": "it installs; tests/test_notebooks.py executes the lessons",

@@ -5,6 +5,8 @@ import importlib.util
 import io
 import json
 import re
+import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -271,3 +273,49 @@ def test_pages_for_people_name_targets_and_files_that_exist(name):
         assert (ROOT / path).exists() or path.startswith("slides/_build"), path
     for path in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (ROOT / path).exists(), path
+
+
+# ---------------------------------------------------------------------------------------------- start anywhere
+
+
+def extras_of(text):
+    """The extras that a text installs."""
+    return {extra for found in re.findall(r"\.\[([\w,-]+)\]", text) for extra in found.split(",")}
+
+
+def test_the_dev_container_runs_targets_that_exist():
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert "make setup" in container["postCreateCommand"] and container["image"].startswith("python:3.")
+    assert container["forwardPorts"] == [COMMANDS["lab"]().port]
+
+
+@pytest.mark.parametrize("name", ["binder/postBuild", "binder/start"])
+def test_what_binder_runs_is_a_script(name):
+    path = ROOT / name
+    assert path.stat().st_mode & 0o100, "repo2docker runs it"
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    assert path.read_text().startswith("#!/bin/bash\n")
+
+
+def test_containers_install_the_project_s_own_extras_and_copy_what_is_there():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    image = (ROOT / "llmpar.def").read_text()
+    used = extras_of((ROOT / "binder" / "postBuild").read_text()) | extras_of(
+        (ROOT / "README.md").read_text()
+    )
+    used |= set(re.search(r"^ +extras=(.*)$", image, re.M)[1].split(",")) | {"lab", "cuda12"}
+    assert used <= set(extras)
+    copied = re.findall(r"^ +(\S+) (/opt/llmpar/\S+)$", image, re.M)
+    assert all((ROOT / source).exists() and target.endswith(source) for source, target in copied)
+    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "llmpar"} <= {
+        source for source, _ in copied
+    }
+
+
+def test_binder_deals_the_lessons(tmp_path, monkeypatch):
+    """The second line of binder/postBuild, in a folder that has the notebooks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notebooks").symlink_to(ROOT / "notebooks")
+    (code,) = re.findall(r"^python -c '(.*)'$", (ROOT / "binder" / "postBuild").read_text(), re.M)
+    exec(code, {})
+    assert (tmp_path / "lessons" / "start.ipynb").is_file()
