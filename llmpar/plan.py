@@ -264,15 +264,18 @@ class Plan:
         """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
         return bool(self.regions["keys"].get("s")) or self.tp_comm_overlap
 
-    @property
-    def detour(self) -> str:
-        """What simulated devices make the plan do otherwise than others would, in one line; '' for nothing.
-        Known once it is decided (`on`)."""
-        why = (
+    def detour(self, platform: str) -> str:
+        """What simulated devices make the plan do otherwise than others would (`on`), in one line; '' for
+        nothing."""
+        decided = self.on(platform)
+        said = {
             "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices would"
-            " wait for every stage of the pipeline"
-        )
-        return why if self.hop == "exchange" and self.rings else ""
+            " wait for every stage of the pipeline": decided.hop == "exchange" and self.rings,
+            "weights are gathered once a step here, and kept: nothing orders gathers of experts and of other"
+            " weights in a backward pass that is cut, and simulated devices might wait for one another for"
+            " ever": decided.gathers != self.gathers,
+        }
+        return "; ".join(text for text, holds in said.items() if holds)
 
     @functools.cached_property
     def pipeline(self) -> schedules.Schedule | None:
@@ -604,14 +607,10 @@ class Plan:
         )
         cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
         apart = "ep" in self._zero_axes() and self.live("fsdp", "sp")  # experts are gathered without ep
-        _refuse(
-            platform == "cpu" and cut and self.gathers == "block" and apart,
-            f"ZeRO 3 on mesh '{self.mesh}' gathers experts over other axes than the rest, and a stage whose"
-            " backward pass is cut writes its layers out: nothing orders these gathers, and simulated devices"
-            " may wait for one another for ever; use reshard_after_forward=False",
+        decided |= (
+            {"reshard_after_forward": False} if platform == "cpu" and cut and apart and self.gathers else {}
         )
-        if self.hop == "auto":
-            decided["hop"] = "exchange" if waits else "permute"
+        decided |= {"hop": "exchange" if waits else "permute"} if self.hop == "auto" else {}
         return dataclasses.replace(self, **decided)
 
     def _check_pipeline(self, config) -> None:

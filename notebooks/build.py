@@ -48,8 +48,7 @@ CELL_TIMEOUT_S = 600  # a lesson takes a minute on two idle cores; this only end
 MAX_CELL_LINES, MAX_COLUMNS = 25, 88  # what a browser 1200 px wide shows without a scroll bar
 MAX_CORE_WORDS = 1_500  # of markdown in the core path: what is read in half of 25 minutes
 NUM_OBJECTIVES, NUM_KEYPOINTS = range(2, 5), range(3, 6)
-WHOLE = {"00"}  # lessons that are core as a whole
-NOT_YET = {"00", "01", "02", "03", "04", "05", "06", "08", "09", "10", "11", "12"}
+NOT_YET = {"03", "04", "05", "06"}
 """Lessons that are still to be brought to the form."""
 FIGURE_REPR = re.compile(r"<Figure size .*>")
 
@@ -263,7 +262,7 @@ def cell_faults(cell: nbformat.NotebookNode) -> list[str]:
     return found
 
 
-def form_faults(number: str, notebook: nbformat.NotebookNode) -> list[str]:
+def form_faults(notebook: nbformat.NotebookNode) -> list[str]:
     """List where a lesson leaves the form that all lessons share: its header, its core path, and what fits on
     a screen.
 
@@ -277,7 +276,7 @@ def form_faults(number: str, notebook: nbformat.NotebookNode) -> list[str]:
     for key, allowed in (("objectives", NUM_OBJECTIVES), ("keypoints", NUM_KEYPOINTS)):
         if (there := len(about.get(key, ()))) not in allowed:
             found.append(f"{there} {key}; {allowed[0]} to {allowed[-1]} are wanted")
-    if sum(map(is_further, cells)) != 1 and not (number in WHOLE and not any(map(is_further, cells))):
+    if sum(map(is_further, cells)) != 1:
         found.append("one markdown cell must begin with the heading '## Further'")
     core = [cell for cell in cells if "core" in cell.metadata.get("tags", [])]
     words = sum(num_words(cell.source) for cell in core if cell.cell_type == "markdown")
@@ -304,8 +303,7 @@ def num_words(markdown: str) -> int:
 
 def all_faults(source: Path, notebook: nbformat.NotebookNode) -> list[str]:
     """List the faults of a built notebook, and where it leaves the form."""
-    number = source.stem[:2]
-    return faults(notebook) + ([] if number in NOT_YET else form_faults(number, notebook))
+    return faults(notebook) + ([] if source.stem[:2] in NOT_YET else form_faults(notebook))
 
 
 def out_of_step(source: Path) -> str | None:

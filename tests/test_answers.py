@@ -13,8 +13,9 @@ from llmpar.draw.scene import Rect, Text, flatten, to_svg
 from llmpar.explore import answers
 from llmpar.notation import AXES, parse_layout, parse_mesh
 from llmpar.plan import Plan
-from llmpar.predict import memory, traffic
+from llmpar.predict import memory, traffic, workload
 from llmpar.predict.hardware import CHIPS, chip
+from llmpar.predict.time import step_time
 
 TINY = answers.START | {"model": "tiny", "seq_len": 64, "chip": "a100-40"}
 
@@ -74,9 +75,6 @@ def test_a_pipeline_pads_layers_as_the_plan_does():
         }
         assert answers.shape_of(row, state, parse_mesh("pp=4").sizes) == [padded, 64, 128]
     pipeline = answers.answer(TINY | {"mesh": "pp=4", "microbatches": 4})
-    assert pipeline["time"]["pipeline bubble"] == pytest.approx(0.75 * pipeline["time"]["computing"]), (
-        "(p - 1) / m"
-    )
     assert any(row["axes"] == ["pp"] and "activations" in row["what"] for row in pipeline["traffic"])
     ring = answers.answer(TINY | {"mesh": "pp=2 sp=2", "microbatches": 4})
     assert ring["refusal"] is None
@@ -232,51 +230,26 @@ def test_axis_order_changes_time_not_bytes():
     assert [r["bytes"] for r in inner["traffic"]] == [r["bytes"] for r in outer["traffic"]]
 
 
-def test_time_is_between_all_hidden_and_nothing_hidden():
-    reply = answers.answer(answers.START)
-    time = reply["time"]
-    assert time["communicating"] == pytest.approx(sum(row["seconds"] for row in reply["traffic"]))
-    flops = sum(memory.flops(preset("llama3-8b"), 16, 4096).values())
-    loss = 6 * preset("llama3-8b").vocab_size * preset("llama3-8b").width * 16 * 4096
-    assert time["computing"] == pytest.approx(((flops - loss) * 4 / 3 + loss) / 8 / chip("h100").flops_per_s)
-    assert re.match(
-        r"524 ms to 63\d ms \(computing 524 ms at peak rate; communicating 11\d ms\)",
-        answers.time_words(time),
-    )
-    same = {"computing": 4.26, "pipeline bubble": 0, "communicating": 1e-9, "simulated": False}
-    assert answers.time_words(same).startswith("4.26 s (")
+def test_time_is_the_planners():
+    """The same seconds by term as `llmpar plan` gives; what is sent has its seconds at the links' own rate
+    besides."""
+    state = answers.START | {"mesh": "pp=2 fsdp=2 tp=2", "batch_size": 16, "microbatches": 8}
+    reply = answers.answer(state)
+    plan = Plan("pp=2 fsdp=2 tp=2", microbatches=8, remat="block", dtype="bfloat16")
+    time = step_time(workload.of_plan(preset("llama3-8b"), plan, chip("h100"), 16, 4096))
+    assert reply["time"]["terms"] == time.terms and reply["time"]["step_s"] == time.step_s
+    assert time.terms["bubble"] > 0 and reply["says"].endswith(answers.time_words(reply["time"]))
+    assert re.match(r"[\d.]+ s, \d\d\.\d% MFU \(products [\d.]+ ms, ", answers.time_words(reply["time"]))
     assert "not predicted" in answers.time_words(answers.answer(TINY | {"chip": "cpu"})["time"])
 
 
-@pytest.mark.parametrize(
-    "schedule, remat, laps, losses, bubble",
-    [
-        ("1f1b", "none", 4, 0, 3 / 8),
-        ("1f1b", "block", 5, 0, 3 / 8),
-        ("zb-h1", "none", 4, 0, 3 / 16),
-        ("zb-v", "none", 3.5, 1, 3 / 32),
-    ],
-)
-def test_a_pipelines_time_counts_what_its_stages_recompute(schedule, remat, laps, losses, bubble):
-    """A stage keeps inputs, so B runs a chunk forward again: 4 forwards' worth a layer, not 3, and 5 with
-    blocks recomputed. In a V the first stage has the last chunk too, whose forward is not repeated, and the
-    loss. The bubble is by costs of (1, 2, 1) where the backward is split: 3/16 of the work for ZB-H1, not
-    1/8."""
-    config, tokens = preset("llama3-8b"), 8 * 4096
-    state = answers.START | {
-        "mesh": "pp=4",
-        "batch_size": 8,
-        "microbatches": 8,
-        "schedule": schedule,
-        "remat": remat,
-    }
-    time = answers.answer(state)["time"]
-    loss = 6 * config.vocab_size * config.width * tokens
-    layers = sum(memory.flops(config, 8, 4096).values()) - loss
-    assert time["computing"] == pytest.approx(
-        (layers / 3 * laps / 4 + losses * loss) / chip("h100").flops_per_s
+def test_axis_order_changes_time_by_term():
+    state = answers.START | {"mesh": "fsdp=8 tp=8", "batch_size": 64}
+    inner, outer = (
+        answers.answer(state | {"order": order})["time"]["terms"]["tensor-parallel links"]
+        for order in ("pp dp fsdp ep sp tp", "tp pp dp fsdp ep sp")
     )
-    assert time["pipeline bubble"] == pytest.approx(bubble * time["computing"])
+    assert inner < outer / 3, "outermost, tp crosses nodes"
 
 
 def test_a_hop_of_a_pipeline_is_between_stages_and_as_large_as_a_message():

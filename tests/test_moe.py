@@ -570,7 +570,7 @@ PIPED = [
     Plan("pp=2 ep=2", schedule="1f1b", microbatches=2),
     Plan("pp=2 ep=2 tp=2", tp_sequence=True, schedule="zb-h1", microbatches=2),
     Plan("pp=2 ep=2", schedule="1f1b", microbatches=2, stage_saves="residuals"),
-    Plan("pp=2 sp=2 ep=2", schedule="zb-h1", microbatches=2, reshard_after_forward=False),
+    Plan("pp=2 sp=2 ep=2", schedule="zb-h1", microbatches=2),
 ]
 
 
@@ -606,13 +606,7 @@ def test_the_routers_biases_move_in_a_pipeline_without_a_message_of_their_own():
     [
         Plan("pp=2 ep=2 tp=2", schedule="interleaved", microbatches=4),
         Plan("pp=2 ep=2 sp=2", schedule="zb-h1", microbatches=2, sequence_order="striped", zero=2),
-        Plan(
-            "pp=2 fsdp=2 ep=2",
-            schedule="dualpipe",
-            microbatches=4,
-            stage_saves="residuals",
-            reshard_after_forward=False,
-        ),
+        Plan("pp=2 fsdp=2 ep=2", schedule="dualpipe", microbatches=4, stage_saves="residuals"),
     ],
     ids=name,
 )

@@ -185,20 +185,18 @@ FORM_FAULTS = {
 
 def test_a_lesson_in_its_form_has_no_faults(tmp_path):
     notebook = hand_run(toy(tmp_path))
-    assert build.form_faults("01", notebook) == []
+    assert build.form_faults(notebook) == []
     for plant in (write(1, " word" * 1500), write(0, "\n\n```\n" + "word " * 1500 + "\n```")):
         plant(notebook)  # beyond the core path, and code, count nothing
     edit(0, source=lambda s: s + "\nprint()" * 30)(notebook)  # plumbing may be long
-    assert build.form_faults("01", notebook) == []
-    del notebook.cells[-1]
-    assert build.form_faults("00", notebook) == [], "the first lesson is core as a whole"
+    assert build.form_faults(notebook) == []
 
 
 @pytest.mark.parametrize("plant, sentence", FORM_FAULTS.values(), ids=FORM_FAULTS)
 def test_a_lesson_out_of_its_form_is_seen(tmp_path, plant, sentence):
     notebook = hand_run(toy(tmp_path))
     plant(notebook)
-    found = build.form_faults("01", notebook)
+    found = build.form_faults(notebook)
     assert any(sentence in fault for fault in found), found
 
 

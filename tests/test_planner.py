@@ -264,5 +264,6 @@ def test_against_prints_what_it_compares(capsys, tmp_path):
     assert set(found["summary"]) >= {
         "step_mean_abs_error", "step_median_abs_error", "memory_median_abs_error", "fits_wrong",
     }  # fmt: skip
-    status, out, _ = call(capsys, "--against", str(path))
-    assert status == 0 and "mine" in out and "worst runs" in out
+    status, out, _ = call(capsys, "--against", str(path))  # at 80 columns, no figure is cut off
+    assert status == 0 and "mine" in out and "worst runs" in out and "…" not in out
+    assert f"{found['rows'][0]['predicted']['step_s']:,.4g} s" in out and "1 s" in out

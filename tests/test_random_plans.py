@@ -164,8 +164,6 @@ def draw_all(rng) -> dict:
             "reading": "manual",
         }
         asked |= {"reading": "auto"} if rng.random() < 0.05 else {}
-        if asked["ep"] > 1 and asked["fsdp"] * asked["sp"] > 1:
-            asked["reshard_after_forward"] = False  # where a backward pass is cut, CPUs refuse True
         asked["hop"] = (
             "exchange" if asked["hop"] == "permute" else asked["hop"]
         )  # refused on CPUs (test_plan)

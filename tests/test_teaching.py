@@ -101,7 +101,7 @@ def test_a_notebook_that_does_not_say_what_a_course_needs_is_refused(tmp_path):
     bare = {"metadata": {}, "cells": [{"cell_type": "markdown", "source": ["# Title\n"]}]}
     (tmp_path / "00_bare.ipynb").write_text(json.dumps(bare))
     with pytest.raises(
-        ValueError, match="does not say its teaching, exercises, question; build it: make notebooks"
+        ValueError, match="does not say its question, teaching, exercises; build it: make notebooks"
     ):
         lessons.lessons(tmp_path)
 

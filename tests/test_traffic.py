@@ -17,8 +17,9 @@ from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, spec
 from llmpar.par import Manual, Solo, vary
 from llmpar.plan import Plan
-from llmpar.predict import memory, step_time, traffic
+from llmpar.predict import memory, traffic, workload
 from llmpar.predict.hardware import chip
+from llmpar.predict.time import step_time
 from llmpar.step import Step
 from llmpar.weights import init_params, model_graph
 
@@ -75,13 +76,12 @@ def test_selective_rematerialisation_repeats_no_product(config):
 
 
 def test_a_step_that_repeats_less_is_predicted_to_take_less_time():
-    """Between none and block, in the order of what they repeat; experts' products are repeated by `selective`
-    too."""
+    """Between none and block, in the order of what they repeat."""
     for config in LLAMA, preset("tiny-moe"):
         plans = [Plan("dp=2", remat=remat) for remat in ("none", "selective", "ffn", "block")]
-        seconds = [step_time.computing(chip("h100"), config, plan, BATCH, SEQ)[0] for plan in plans]
+        runs = [workload.of_plan(config, plan, chip("h100"), BATCH, SEQ) for plan in plans]
+        seconds = [step_time(run).step_s for run in runs]
         assert seconds == sorted(seconds) and seconds[0] < seconds[2] < seconds[3]
-        assert (seconds[0] == seconds[1]) == (config.experts is None)
 
 
 def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 from dataclasses import dataclass
 
 
@@ -42,24 +41,12 @@ class Lesson:
 def read(path: pathlib.Path) -> Lesson:
     """Read one lesson; refuse a notebook that does not say what a course needs to know."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    about = document["metadata"].get("llmpar", {})
-    texts = ["".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "markdown"]
-    title = re.search(r"^# (.*)$", "\n".join(texts), re.M)
-    asked = re.search(r"\*\*Question\.\*\*(.*?)\n *\n", "\n\n".join(texts) + "\n\n", re.S)
-    missing = [name for name in ("teaching", "exercises") if not about.get(name)]
-    missing += ["question"] * (asked is None) + ["title"] * (title is None)
-    if missing or title is None or asked is None:
+    about, first = document["metadata"].get("llmpar", {}), "".join(document["cells"][0]["source"])
+    if missing := [name for name in ("question", "teaching", "exercises") if not about.get(name)]:
         raise ValueError(f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks")
-    return Lesson(
-        path.name,
-        title[1],
-        " ".join(asked[1].split()),
-        about["teaching"],
-        about["exercises"],
-        tuple(about.get("needs", ())),
-        tuple(about.get("objectives", ())),
-        tuple(about.get("keypoints", ())),
-    )
+    lists = (tuple(about.get(name, ())) for name in ("needs", "objectives", "keypoints"))
+    title = first.partition("\n")[0].removeprefix("# ")
+    return Lesson(path.name, title, about["question"], about["teaching"], about["exercises"], *lists)
 
 
 def lessons(folder: pathlib.Path) -> list[Lesson]:

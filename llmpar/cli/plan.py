@@ -336,24 +336,26 @@ def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
 
 def tables_against(document: dict) -> list:
     """The document as tables: single rows and short sweeps, sweeps, the worst rows, the sums."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from llmpar.predict.measured import tell_tale
 
     percent = lambda x: "" if x is None else f"{100 * x:+.1f} %"
-    rows = Table(
-        "run", "chip", "mesh", "predicted s", "measured s", "error", "GB", "measured", "error", "fits"
-    )
+    rows = Table(Column("run, chip, mesh", overflow="fold"))
+    for name in ("predicted", "measured", "error", "fits"):
+        rows.add_column(name, justify="right", no_wrap=True)
     long = {g["id"] for g in document["groups"] if g["runs"] > 40}
     for row in document["rows"]:
         if row["id"].rpartition("/")[0] in long:
             continue
         rows.add_row(*cells_against(row, percent))
-    sweeps = Table("sweep", "runs", "Spearman", "choice over best", "mean abs. error")
+    sweeps = Table(
+        Column("sweep", overflow="fold"), "runs", "Spearman", "choice over best", "mean abs. error"
+    )
     for g in document["groups"]:
         choice = "" if g["choice_over_best"] is None else f"{g['choice_over_best']:.3f}"
         sweeps.add_row(
-            g["id"], str(g["runs"]), f"{g['spearman']:.3f}", choice, percent(g["step_mean_abs_error"])
+            g["id"], str(g["runs"]), f"{g['spearman']:.3f}", choice, f"{g['step_mean_abs_error']:.1%}"
         )
     worst = Table("worst runs", "error", "the term that could be off")
     timed = [row for row in document["rows"] if "step_s" in row["error"]]
@@ -361,7 +363,7 @@ def tables_against(document: dict) -> list:
         worst.add_row(row["id"], percent(row["error"]["step_s"]), tell_tale(row))
     sums = Table("all runs", "")
     for key, value in document["summary"].items():
-        sums.add_row(key.replace("_", " "), percent(value) if isinstance(value, float) else str(value))
+        sums.add_row(key.replace("_", " "), f"{value:.1%}" if isinstance(value, float) else str(value))
     for left in document["left_out"]:
         sums.add_row(f"left out: {left['id']}", left["why"])
     return [rows, sweeps, worst, sums]
@@ -370,12 +372,14 @@ def tables_against(document: dict) -> list:
 def cells_against(row: dict, percent) -> list[str]:
     """A row of the table."""
     predicted, measured, error = row["predicted"], row["measured"], row["error"]
-    number = lambda found, key, form: format(found[key], form) if found.get(key) is not None else ""
-    fits = "yes" if predicted["fits"] else "no"
+    units = {"step_s": "s", "memory_gb": "GB"}
+    known = [key for key in units if predicted.get(key) is not None]
+    number = lambda value, unit: "" if value is None else f"{value:,.4g} {unit}"
+    text = lambda found: "\n".join(number(found.get(key), units[key]) for key in known)
     return [
-        row["id"], row["chip"], row["mesh"],
-        number(predicted, "step_s", ".3f"), number(measured, "step_s", ".3f"), percent(error.get("step_s")),
-        number(predicted, "memory_gb", ".1f"), number(measured, "memory_gb", ".1f"),
-        percent(error.get("memory_gb")),
-        fits + (" (wrong)" if error.get("fits") else ""),
-    ]  # fmt: skip
+        f"{row['id']}\n{row['chip']}, {row['mesh']}",
+        text(predicted),
+        text(measured),
+        "\n".join(percent(error.get(key)) for key in known),
+        ("yes" if predicted["fits"] else "no") + (" (wrong)" if error.get("fits") else ""),
+    ]

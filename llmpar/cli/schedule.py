@@ -70,7 +70,8 @@ class Schedule:
                 "bubble_rate",
                 "peak_live",
             ):
-                print(f"{key:<20}{document[key]}")
+                value = document[key]
+                print(f"{key:<20}{value if key == 'peak_live' else f'{value:.4g}'}")
 
 
 def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:

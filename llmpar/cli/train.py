@@ -97,7 +97,7 @@ class Train:
         say_plan(config, plan, stream.corpus.source)
         mesh = make_mesh(plan.mesh)
         say_memory(mesh)
-        if detour := plan.of(config).on(platform_of(mesh)).detour:
+        if detour := plan.of(config).detour(platform_of(mesh)):
             say(detour)
         with Stopper() as stopper, progress(self.steps) as show:
 

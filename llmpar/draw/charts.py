@@ -55,8 +55,9 @@ PARTS = {
     "gradients, activations (estimate)": "s3",
     "batch": "s5",
     "computing": "s1",
-    "pipeline bubble": "s2",
-    "communicating": "s4",
+    "products": "s1",
+    "bubble": "s2",
+    "weights and gradients on links": "s4",
 }
 """Colours of parts of memory and time: the same part has the same colour in every chart; others take what is
 left."""

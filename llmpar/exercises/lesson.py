@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ class Run(NamedTuple):
     """A plan's step, compiled, and what it has learned of a batch.
 
     ``shape`` is the batch's, rows and positions; ``text`` the program just after partitioning, in which a
-    census counts; ``state`` the last one.
+    census counts; ``state`` and ``metrics`` the last ones.
     """
 
     step: Step
@@ -32,6 +33,7 @@ class Run(NamedTuple):
     text: str
     state: State
     losses: list[float]
+    metrics: dict[str, jax.Array]
 
 
 def counting_text(rows: int, positions: int) -> dict[str, np.ndarray]:
@@ -43,14 +45,29 @@ def counting_text(rows: int, positions: int) -> dict[str, np.ndarray]:
     return targets | {"positions": places, "segments": np.ones_like(places)}
 
 
+@functools.cache
+def fresh_state(config: ModelConfig, optimizer: optax.GradientTransformation) -> State:
+    """Make the state of seed 0, once for all meshes: on each of them its random numbers would be compiled
+    again, for as long as the step."""
+    return jax.device_get(Step(config, Plan("dp=1"), make_mesh("dp=1"), optimizer).init(seed=0))
+
+
 def train_steps(step: Step, compiled, batch: dict, num_steps: int) -> tuple[State, list[float]]:
     """Train on one batch from the weights of seed 0, which are the same on every mesh: the last state, and
-    the losses. The loss is read in each step, so that no simulated device runs ahead of the others."""
-    state, batch, losses = step.init(seed=0), jax.device_put(batch, step.batch_sharding), []
+    the losses."""
+    state, losses, _ = _steps(step, compiled, batch, num_steps)
+    return state, losses
+
+
+def _steps(step: Step, compiled, batch: dict, num_steps: int) -> tuple[State, list[float], dict]:
+    """The loss is read in each step, so that no simulated device runs ahead of the others."""
+    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_natural)
+    state = step.from_natural(jax.device_put(fresh_state(step.config, step.optimizer), shardings))
+    batch, losses, metrics = jax.device_put(batch, step.batch_sharding), [], {}
     for _ in range(num_steps):
         state, metrics = compiled(state, batch)
         losses.append(float(metrics["loss"]))
-    return state, losses
+    return state, losses, metrics
 
 
 def trained(
@@ -66,7 +83,7 @@ def trained(
     plan.check(config, *shape)
     step = Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
     compiled, text = read_program(step.lower(*shape))
-    return Run(step, shape, compiled, text, *train_steps(step, compiled, batch, num_steps))
+    return Run(step, shape, compiled, text, *_steps(step, compiled, batch, num_steps))
 
 
 def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = None) -> dict[str, dict]:
@@ -86,7 +103,8 @@ def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = 
     for name, run in runs.items():
         assert np.allclose(run.losses, solo.losses, rtol=1e-4), (name, run.losses, solo.losses)
         if weights_within is not None:
-            natural = run.step.to_natural(run.state).params
+            copy = jax.tree.map(lambda x: x.copy(), run.state)  # what is put in order is given away
+            natural = run.step.to_natural(copy).params
             pairs = zip(jax.tree.leaves(natural), jax.tree.leaves(solo.state.params), strict=True)
             for one, other in pairs:
                 assert np.allclose(one, other, atol=weights_within), name

@@ -41,8 +41,9 @@ from llmpar.notation import (
     parse_mesh,
 )
 from llmpar.plan import Plan
-from llmpar.predict import memory, step_time, traffic
+from llmpar.predict import formulas, memory, traffic, workload
 from llmpar.predict.hardware import CHIPS, GIB, Chip, chip
+from llmpar.predict.time import step_time
 from llmpar.schedules import SCHEDULES, deal, make
 from llmpar.timetable import slots, timetable
 
@@ -277,14 +278,11 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
     parts["gradients, activations (estimate)"] = memory.temp_bytes(*size)
     out["memory"] = [[name, value] for name, value in parts.items()]
     out["traffic"] = sent(kind, order, *size)
-    computing, idle = step_time.computing(kind, *size)
-    comm = sum(row["seconds"] for row in out["traffic"])
-    out["time"] = {
-        "computing": computing,
-        "pipeline bubble": idle,
-        "communicating": comm,
-        "simulated": kind.simulated,
-    }
+    out["time"] = {"simulated": kind.simulated}
+    if not kind.simulated:
+        run = workload.of_plan(config, plan, kind, state["batch_size"], state["seq_len"])
+        time = step_time(dataclasses.replace(run, order=order))
+        out["time"] |= {"step_s": time.step_s, "mfu": time.mfu(run), "terms": time.terms}
     out["links"] = assumed(kind)
     given = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "mesh"}
     given = {name: value for name, value in given.items() if value != getattr(Plan(), name)}
@@ -318,7 +316,7 @@ def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, se
                 "what": words,
                 "largest": max(each),
                 "sizes": len(each),
-                "seconds": step_time.communicating(kind, row, min(apart[a] for a in axes)),
+                "seconds": at_link_rate(kind, row, min(apart[a] for a in axes)),
             }
         )
         if (
@@ -329,6 +327,16 @@ def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, se
                 [s, (s + 1) % sizes["pp"]] for s, there in enumerate(sends.tolist()) if there
             ]
     return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def at_link_rate(kind: Chip, row: traffic.Prediction, stride: int) -> float:
+    """Seconds that the collectives of one kind over the same axes take, one after the other, at the rate of
+    the links between devices that are ``stride`` apart (`formulas.collective_seconds`)."""
+    what = {"collective-permute": "permute"}.get(row.kind, row.kind)
+    return sum(
+        times * formulas.collective_seconds(kind, what, size, row.group_size, stride)
+        for (_, _, size), times in row.messages.items()
+    )
 
 
 def assumed(kind: Chip) -> str:
@@ -359,14 +367,12 @@ def _says(state: dict, out: dict, shape: MeshShape) -> str:
 
 
 def time_words(time: dict) -> str:
-    """A step's time in words: between perfect overlap of computing and communicating, and none."""
+    """A step's time in words, as ``llmpar plan`` tells it: by term, the largest first."""
     if time["simulated"]:
         return "not predicted: simulated devices share one processor and have no links"
-    busy, comm = time["computing"] + time["pipeline bubble"], time["communicating"]
-    parts = f"computing {time_text(time['computing'])} at peak rate"
-    parts += f", bubble {time_text(time['pipeline bubble'])}" if time["pipeline bubble"] else ""
-    span = " to ".join(dict.fromkeys((time_text(max(busy, comm)), time_text(busy + comm))))
-    return f"{span} ({parts}; communicating {time_text(comm)})"
+    terms = sorted(time["terms"].items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in terms if seconds)
+    return f"{time_text(time['step_s'])}, {time['mfu']:.1%} MFU ({parts})"
 
 
 def remedy(state: dict) -> dict:

@@ -48,10 +48,7 @@ class PlannedExplorer(MeshExplorer):
                 "rows": self.rows,
                 "title": f"Planned: {what}, {about['tokens_per_step']:,} tokens a step",
                 "room": about["room_bytes"],
-                "note": (
-                    "Seconds by the constants of published runs, what overlaps hidden; memory leaves"
-                    f" {about['margin']:.0%} of what a program may take."
-                ),
+                "note": f"Memory leaves {about['margin']:.0%} of what a program may take.",
             }
         }
 

@@ -83,7 +83,8 @@ def compare(
 
     Of a pipeline's stages it takes the one that sends most.
     """
-    plan = plan.on(platform_of(mesh)).of(config)
+    platform = platform_of(mesh)
+    detour, plan = plan.of(config).detour(platform), plan.on(platform).of(config)
     mesh = split(mesh, plan.mesh)
     by_stage = [
         traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
@@ -116,7 +117,7 @@ def compare(
         "links": links(mesh),
         "reading": plan.reading,
         "attention_kernel": plan.attention_kernel,
-        "detour": plan.detour or None,
+        "detour": detour or None,
         "zero": plan.zero,
         "stage": stage,
         "schedule": plan.schedule if plan.pipeline else None,

@@ -85,11 +85,9 @@ class Clock:
         self.links: Chip = dataclasses.replace(
             chip, link_efficiency=self.rates.links, dcn_bytes_per_s=chip.dcn_bytes_per_s * self.rates.network
         )
-        self.inner = {"tp": 1, "sp": run.mesh.tp}
-        self.inner["ep"] = self.inner["sp"] * run.mesh.sp
-        self.inner["fsdp"] = self.inner["ep"] * run.mesh.ep
-        self.inner["dp"] = self.inner["fsdp"] * run.mesh.fsdp
-        self.inner["pp"] = self.inner["dp"] * run.mesh.dp
+        self.inner, apart = dict[str, int](), 1
+        for axis in reversed(run.order):
+            self.inner[axis], apart = apart, apart * run.mesh.asked[axis]
 
     # ------------------------------------------------------------------------------------------- prices
 
@@ -179,7 +177,7 @@ class Clock:
         width = 2.0 * run.tokens * c.width
         found = {}
         if mesh.tp > 1:
-            one = self.collective("all-reduce", width, mesh.tp, 1)
+            one = self.collective("all-reduce", width, mesh.tp, self.inner["tp"])
             found["tensor-parallel links"] = (2 * one, 2 * one)
         if mesh.sp > 1:
             keys = 2.0 * run.tokens * 2 * run.kv_heads * c.head_width / mesh.tp
@@ -235,7 +233,7 @@ class Clock:
         was whole is gathered there (Narayanan et al. 2021, section 4.1)."""
         run = self.run
         whole, tp = 2.0 * run.tokens * run.config.width, run.mesh.tp
-        again = 0.0 if run.tp_sequence else self.collective("all-gather", whole, tp, 1)
+        again = 0.0 if run.tp_sequence else self.collective("all-gather", whole, tp, self.inner["tp"])
         return self.collective("permute", whole / tp, 2, self.inner["pp"]) + again
 
     def ends(self) -> tuple[tuple[Pass, Pass], tuple[Pass, Pass]]:
@@ -246,7 +244,7 @@ class Clock:
         product, back = self.products(multiplied), self.gradients(multiplied)
         logits = 4.0 * run.tokens * c.vocab_size / run.mesh.tp
         loss = LOSS_PASSES / 2 * logits / self.bytes_per_s
-        reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, run.mesh.tp, 1)
+        reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, run.mesh.tp, self.inner["tp"])
         embed = Pass({"embedding": moved + reduced}, 6), Pass({"embedding": 2 * moved}, 6)
         back += product * (run.loss_chunks > 1)  # pieces are computed again
         head = (
@@ -271,7 +269,7 @@ class Clock:
         sums = [0.0, 0.0]
         own = run.mesh.fsdp * (run.mesh.sp if run.zero_over_sp else 1)
         for params, group in ((shared, run.zero_group), (experts, own)):
-            inner = self.inner["sp"] if run.zero_over_sp else self.inner["ep"]
+            inner = min(self.inner[a] for a in ("sp", "ep", "fsdp")[not run.zero_over_sp :])
             sums[0] += self.collective("all-gather", soft.gathered_bytes * params, group, inner)
             sums[1] += self.collective("reduce-scatter", soft.reduced_bytes * params, group, inner)
         return sums[0], sums[1]
@@ -281,7 +279,7 @@ class Clock:
         weights, which a framework that overlaps does beside the next step."""
         run, soft, mesh = self.run, self.run.software, self.run.mesh
         reduced, updated = 0.0, 0.0
-        inner = self.inner["sp"] if run.zero_over_sp else self.inner["ep"]
+        inner = min(self.inner[a] for a in ("sp", "ep", "fsdp")[not run.zero_over_sp :])
         for params, ranks in (
             (shared, run.data_ranks * mesh.sp),
             (experts, run.data_ranks * mesh.sp / mesh.ep),

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 from llmpar.config import ModelConfig
-from llmpar.notation import MeshShape
+from llmpar.notation import AXES, MeshShape
 from llmpar.plan import Plan
 from llmpar.predict.hardware import Chip
 
@@ -122,6 +122,7 @@ class Run:
         balanced: positions are dealt so that all ranks of a ring have the same causal work; else the last
             has 2n/(n+1) times the mean.
         expert_tp: whether tp cuts each expert (Megatron's etp = tp); else each is whole.
+        order: the axes, from the one whose neighbours are furthest apart to the one whose are next.
     """
 
     config: ModelConfig
@@ -150,6 +151,7 @@ class Run:
     zero_over_sp: bool = True
     balanced: bool = True
     offload: bool = False
+    order: tuple[str, ...] = tuple(AXES)
 
     @property
     def data_ranks(self) -> int:

@@ -23,14 +23,14 @@
 # Letters: `b` rows of the batch, `s` positions, `d` width, `m` width of a feed-forward, `n` query heads, `k` KV heads, `h` width
 # of a head, `l` layers, `v` vocabulary, `Ψ` parameters, `T` tokens per device.
 #
-# Core path: every cell up to *Activations*, and *FLOPs*. 25 minutes.
+# All words: [README](../README.md#words). The core path ends at *Further*.
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %%
+# %% tags=["plumbing"]
 import dataclasses
 
 import jax
@@ -41,14 +41,12 @@ import optax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt
-from llmpar.exercises.lesson import counting_text, train_steps
-from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
-from llmpar.mesh import make_mesh
+from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises.lesson import argument_bytes, counting_text, trained, verdicts
+from llmpar.inspect.census import compiled_memory
 from llmpar.plan import Plan
-from llmpar.predict import formulas, memory
+from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
-from llmpar.step import Step
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -70,8 +68,7 @@ def count(c):
     return c.num_layers * layer + 2 * c.vocab_size * c.width + c.width
 
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 for name in ("llama2-7b", "llama2-70b", "llama3-8b", "llama3-70b", "llama3.1-405b"):
     config = preset(name)
     assert count(config) == config.num_params
@@ -97,10 +94,14 @@ attempt("01.state_gb", gigabytes)
 # %%
 PARTS = {"weights": 2, "gradients": 2, "optimizer": 12}
 MODELS = ("llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama2-13b")
-rows = [(name, {part: size * preset(name).num_params for part, size in PARTS.items()}) for name in MODELS]
+held = {
+    name: {part: size * preset(name).num_params for part, size in PARTS.items()}
+    for name in MODELS
+}
 capacity = chip("h100").usable_bytes
 title = "Training state on one device"
-scene.show(draw.memory_bars(rows, capacity_bytes=capacity, title=title))
+scene.show(draw.memory_bars(held.items(), capacity_bytes=capacity, title=title))
+met("01.state_gb", sum(held["llama3-8b"].values()) / 1e9, "counted")
 
 # %% [markdown]
 # ## Run: what a compiled step holds
@@ -110,25 +111,17 @@ scene.show(draw.memory_bars(rows, capacity_bytes=capacity, title=title))
 
 # %%
 CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
-BATCH, S = 8, 128
-text = counting_text(BATCH, S)
-
-
-def compiled_step(remat):
-    """The step, its lowered and its compiled form, under a policy of recomputation."""
-    plan = Plan("dp=1", remat=remat)
-    step = Step(CONFIG, plan, make_mesh(plan.mesh), optax.adamw(1e-2))
-    lowered = step.lower(BATCH, S)
-    return step, lowered, lowered.compile()
-
-
-step, lowered, compiled = compiled_step("none")
-predicted = memory.argument_bytes(CONFIG, step.plan, BATCH, S)
-held = compiled_memory(compiled)
+TEXT, ADAM = counting_text(8, 128), optax.adamw(1e-2)
+REMAT = ("none", "selective", "block")  # policies of recomputation, see below
+runs = {
+    remat: trained(CONFIG, Plan("dp=1", remat=remat), TEXT, ADAM, 2) for remat in REMAT
+}
+predicted = argument_bytes(runs["none"])
+held = compiled_memory(runs["none"].compiled)["argument_bytes"]
 for part, size in predicted.items():
     print(f"{part:<10} {size:>10,} B")
-print(f"compiled   {held['argument_bytes']:>10,} B in all")
-assert held["argument_bytes"] == sum(predicted.values())
+print(f"compiled   {held:>10,} B in all")
+assert held == sum(predicted.values())
 assert predicted["params"] == 4 * CONFIG.num_params
 
 # %% [markdown]
@@ -138,27 +131,26 @@ assert predicted["params"] == 4 * CONFIG.num_params
 # the parameters. **Recomputation** (remat) keeps less and computes the rest again: `selective` keeps results of products,
 # `block` keeps a layer's input only. For Llama 3 8B and 8,192 tokens in 16 bits:
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 big = preset("llama3-8b")
 heads = (big.num_heads, big.num_kv_heads, big.head_width)
 for policy in ("none", "selective", "full"):
-    layer = formulas.llama_activation_bytes(8192, big.width, *heads, big.ffn_width, recompute=policy)
-    print(f"{policy:<10} {layer / 2**20:>7,.0f} MiB a layer, {32 * layer / 2**30:5.1f} GiB")
+    dims = (8192, big.width, *heads, big.ffn_width)
+    layer = formulas.llama_activation_bytes(*dims, recompute=policy)
+    mib, gib = layer / 2**20, 32 * layer / 2**30
+    print(f"{policy:<10} {mib:>7,.0f} MiB a layer, {gib:5.1f} GiB")
 
 # %% [markdown]
 # And what the compiler reserves for our model, besides its arguments. The value does not change: the same numbers are
 # computed, some of them twice.
 
 # %%
-temporaries, losses = {}, {}
-for remat in ("none", "selective", "block"):
-    step, lowered, compiled = compiled_step(remat)
-    temporaries[remat] = compiled_memory(compiled)["temp_bytes"]
-    losses[remat] = train_steps(step, compiled, text, 2)[1]
+temporaries = {}
+for remat, run in runs.items():
+    temporaries[remat] = compiled_memory(run.compiled)["temp_bytes"]
     print(f"{remat:<10} {temporaries[remat] / 2**20:5.1f} MiB of temporaries")
 assert temporaries["block"] < temporaries["selective"] < temporaries["none"]
-assert np.allclose(losses["block"], losses["none"], rtol=1e-5)
+assert np.allclose(runs["block"].losses, runs["none"].losses, rtol=1e-5)
 
 # %% [markdown]
 # ### Exercise (core): what fits?
@@ -202,8 +194,7 @@ assert forward == 2 * T * D * M and 3 <= both / forward < 3.1
 # Whoever quotes **MFU** (model FLOPs utilisation) divides these useful FLOPs per second by the peak. Recomputed FLOPs do not
 # count.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 h100 = chip("h100")
 for name in ("llama3-8b", "llama3-70b", "llama3.1-405b"):
     c = preset(name)
@@ -225,6 +216,34 @@ num_days = ...
 attempt("01.days", num_days)
 
 # %% [markdown]
+# ## Four verdicts
+#
+# They return in every lesson. Here one device holds all.
+
+# %%
+sent = verdicts(runs, runs["none"], weights_within=None)
+assert not any(sent.values()), "one device sends nothing"
+
+# %% [markdown]
+# ## Five lines
+#
+# 1. Training holds 16 bytes per parameter before the first token.
+# 2. Activations grow with tokens; recomputation trades them for FLOPs.
+# 3. 6 FLOPs per parameter and token: 2 forward, 4 backward.
+# 4. Attention adds `12 l n h s` per token: little at 8,192 positions, most of it at a million.
+# 5. Memory says how many devices you must have; FLOPs say how many you want.
+#
+# **Two numbers to remember: 16 bytes per parameter, 6 FLOPs per parameter and token.**
+
+# %%
+state = formulas.zero_bytes(preset("llama3-8b").num_params, 1, 0)
+assert state == 16 * preset("llama3-8b").num_params
+room = h100.usable_hbm_gib
+print(f"Llama 3 8B: {state / 2**30:.0f} GiB of state; an H100 has {room:.0f} GiB")
+
+# %% [markdown]
+# ## Further
+#
 # ### Exercise (stretch): where attention overtakes
 #
 # From which sequence length `s` on does attention (the whole square) compute more than all weights of Llama 3 8B that
@@ -248,26 +267,6 @@ def keep_every(layers, ratio): ...
 attempt("01.keep_every", keep_every)
 
 # %% [markdown]
-# ## Four verdicts
-#
-# They return in every lesson. Here one device holds all.
-
-# %%
-assert not census_hlo(partitioned_hlo(lowered), step.mesh)
-print("value: the same losses with and without recomputation")
-print("sharding: one device holds everything")
-print("communication: none")
-print("memory: arguments as predicted, to the byte")
-
-# %% [markdown]
-# ## Five lines
-#
-# 1. Training holds 16 bytes per parameter before the first token.
-# 2. Activations grow with tokens; recomputation trades them for FLOPs.
-# 3. 6 FLOPs per parameter and token: 2 forward, 4 backward.
-# 4. Attention adds `12 l n h s` per token: little at 8,192 positions, most of it at a million.
-# 5. Memory says how many devices you must have; FLOPs say how many you want.
-#
 # ## On your cluster
 #
 # ```
@@ -275,11 +274,3 @@ print("memory: arguments as predicted, to the byte")
 # llmpar inspect --mesh dp=1 --devices 1 --remat block      predicted beside compiled: memory, FLOPs
 # llmpar plan --devices 8 --tokens 15T                      days, energy, and what fits
 # ```
-#
-# **Two numbers to remember: 16 bytes per parameter, 6 FLOPs per parameter and token.**
-
-# %%
-state = formulas.zero_bytes(preset("llama3-8b").num_params, 1, 0)
-assert state == 16 * preset("llama3-8b").num_params
-room = h100.usable_hbm_gib
-print(f"Llama 3 8B: {state / 2**30:.0f} GiB of state; an H100 has {room:.0f} GiB")

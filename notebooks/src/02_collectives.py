@@ -34,14 +34,14 @@
 # Letters: `s` positions, `d` width, `n` heads, `N` devices along the axis at hand, `β` bytes/s of the links. α: seconds to
 # start.
 #
-# Core path: up to *A ring by hand*, and *Time*. 25 minutes.
+# Here the axis is `tp` (any axis would do). The core path ends at *Further*.
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %%
+# %% tags=["plumbing"]
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +50,7 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar import draw
 from llmpar.draw import scene
-from llmpar.exercises import attempt
+from llmpar.exercises import attempt, hint, met, solution
 from llmpar.inspect.census import census_hlo, partitioned_hlo
 from llmpar.mesh import make_mesh
 from llmpar.predict import formulas
@@ -121,6 +121,8 @@ for kind, program in programs.items():
     if N > 1:
         assert found == [(kind, 1, formulas.sent_bytes(kind, 2**20, N))]
         print(f"{kind:<15} one collective, {found[0][2]:>9,} B sent")
+        if kind == "reduce-scatter":
+            met("02.scattered", found[0][2])
 
 # %% [markdown]
 # A device of N sends (N - 1)/N of the message: its own part stays. An all-reduce is a reduce-scatter and then an all-gather, so it sends
@@ -198,19 +200,6 @@ print(f"value: equal to psum; {hops} permutes, {sent:,} B sent, as one all-reduc
 scene.show(draw.ring_steps(RING, axis="tp"))
 
 # %% [markdown]
-# ### Exercise (stretch): gather in a ring
-#
-# Write the all-gather of one device: `block` is its part (a vector), `n` the number of devices, `axis` their axis. Return all
-# parts, that of rank 0 first. `lax.ppermute(value, axis, pairs)` sends to the second of each pair.
-
-
-# %%
-def ring_gather(block, n, axis): ...
-
-
-attempt("02.ring_gather", ring_gather)
-
-# %% [markdown]
 # ## Time
 #
 # The α–β model: a collective takes its starts, and its bytes at the rate β of the slowest link that it crosses.
@@ -242,8 +231,7 @@ for where, group, apart in (
 #
 # And α? On H100s a collective of the published runs starts in about 4 µs, and again for each doubling of the group.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 rates = h100.rates
 print("bytes      start    bytes    (all-reduce over 8 GPUs, µs)")
 for size in (1e3, 1e5, 1e7, 1e9):
@@ -254,7 +242,47 @@ for size in (1e3, 1e5, 1e7, 1e9):
 # %% [markdown]
 # Small messages cost their start, whatever they hold. That is why gradients are sent in **buckets**, and why decoding one
 # token under tensor parallelism waits for starts.
+
+# %% [markdown]
+# ## Four verdicts
 #
+# - **value**: five collectives and a ring by hand equal NumPy.
+# - **sharding**: every result lies as its arrow says.
+# - **communication**: kinds, counts and bytes equal the formula.
+# - **memory**: a ring holds one part in flight; a gathered result is whole on every device.
+#
+# ## Five lines
+#
+# 1. Five patterns: all-gather, reduce-scatter, all-reduce, all-to-all, permute.
+# 2. (N - 1)/N of the message each; an all-reduce is two of them; a permute sends its block.
+# 3. A result's size is not what was sent.
+# 4. Time is starts plus bytes over the slowest link crossed.
+# 5. Groups inside a node are fast; few large messages beat many small ones.
+#
+# **One number to remember: 2.** However many devices take part, an all-reduce sends less than twice its buffer.
+
+# %%
+for group in (2, 8, 1024):
+    share = formulas.sent_bytes("all-reduce", 1.0, group)
+    assert share < 2
+    print(f"{group:>5} devices: {share:.3f} buffers sent by each")
+
+# %% [markdown]
+# ## Further
+#
+# ### Exercise (stretch): gather in a ring
+#
+# Write the all-gather of one device: `block` is its part (a vector), `n` the number of devices, `axis` their axis. Return all
+# parts, that of rank 0 first. `lax.ppermute(value, axis, pairs)` sends to the second of each pair.
+
+
+# %%
+def ring_gather(block, n, axis): ...
+
+
+attempt("02.ring_gather", ring_gather)
+
+# %% [markdown]
 # ### Exercise (expert): the size at which bytes matter
 #
 # A ring all-reduce over 8 devices: each of its hops starts in 5 µs, and 450 GB/s leave a device. For which message, in
@@ -288,21 +316,6 @@ for name, out in (("whole", P()), ("in parts", P("tp"))):
     print(f"result {name}: {sent_by(program, a, w)}")
 
 # %% [markdown]
-# ## Four verdicts
-#
-# - **value**: five collectives and a ring by hand equal NumPy.
-# - **sharding**: every result lies as its arrow says.
-# - **communication**: kinds, counts and bytes equal the formula.
-# - **memory**: a ring holds one part in flight; a gathered result is whole on every device.
-#
-# ## Five lines
-#
-# 1. Five patterns: all-gather, reduce-scatter, all-reduce, all-to-all, permute.
-# 2. (N - 1)/N of the message each; an all-reduce is two of them; a permute sends its block.
-# 3. A result's size is not what was sent.
-# 4. Time is starts plus bytes over the slowest link crossed.
-# 5. Groups inside a node are fast; few large messages beat many small ones.
-#
 # ## On your cluster
 #
 # ```
@@ -310,11 +323,3 @@ for name, out in (("whole", P()), ("in parts", P("tp"))):
 # llmpar calibrate --out ours.toml               α and bytes per second, measured
 # llmpar plan --chip ours.toml --devices 8       plans priced with them
 # ```
-#
-# **One number to remember: 2.** However many devices take part, an all-reduce sends less than twice its buffer.
-
-# %%
-for group in (2, 8, 1024):
-    share = formulas.sent_bytes("all-reduce", 1.0, group)
-    assert share < 2
-    print(f"{group:>5} devices: {share:.3f} buffers sent by each")

@@ -26,19 +26,22 @@
 # | split the backward: only its first half is awaited | zero bubble (Qi et al. 2023) | the bubble, for nothing or for memory |
 # | send microbatches in at both ends | DualPipe (DeepSeek-AI 2024) | what can overlap, for a second copy of the weights |
 #
-# (*Schedule*, *timetable* and *arrow* are explained in the README, under [Words](../README.md#words).)
+# A **schedule** is the order of each stage's cells, a **timetable** says when they run, and a **census** counts what the compiled program
+# sends along `pp`, the axis of the pipeline (all words: [README](../README.md#words)).
 #
 # **Question.** Which of them may you use in a memory that is given, and what is left of the bubble?
 #
 # Letters: `u` microbatches, `p` stages, `g` chunks of layers per stage, `F` forward, `B` gradient of the input, `W`
 # gradient of the weights. (Most papers write m for u, and v for g.)
+#
+# The core path ends at *Further*.
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %%
+# %% tags=["plumbing"]
 import dataclasses
 
 import jax
@@ -49,29 +52,28 @@ import optax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, solution
-from llmpar.exercises.lesson import counting_text, train_steps
+from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
-    census_hlo,
-    census_table,
     compiled_memory,
     executed_flops,
+    read_program,
 )
+from llmpar.inspect.report import taken
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
-from llmpar.predict import memory, traffic
 from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import from_text, make
 from llmpar.split import split, trace
 from llmpar.step import Step
-from llmpar.timetable import branch_shares, slots, timetable
+from llmpar.timetable import slots, timetable
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
-p = max(size for size in (1, 2, 4) if size <= len(devices))  # stages of what is run here
-U = 8  # microbatches
+# Stages of what is run here, and microbatches.
+p, U = max(size for size in (1, 2, 4) if size <= len(devices)), 8
 
 # %% [markdown]
 # ## One picture
@@ -93,6 +95,10 @@ scene.show(draw.timeline(timetable(make("1f1b", 4, U))))
 microbatches_held = ...
 attempt("08.held", microbatches_held)
 
+# %%
+# Sixteen stages are too many to draw here; the simulator counts.
+met("08.held", timetable(make("1f1b", 16, 64)).peak_live()[3], "simulated")
+
 # %% [markdown]
 # ### Exercise (core): write it down
 #
@@ -112,15 +118,15 @@ attempt("08.one_f_one_b", one_f_one_b)
 # A black bar marks the second chunk.
 
 # %%
-interleaved, plain = timetable(make("interleaved", 4, U, 2)), timetable(make("1f1b", 4, U))
+interleaved = timetable(make("interleaved", 4, U, 2))
+plain = timetable(make("1f1b", 4, U))
 assert interleaved.bubble == plain.bubble / 2
 # 1 + (p-1)/(gp), Korthikanti et al. 2022.
 assert interleaved.peak_live()[0] == plain.peak_live()[0] * (1 + 3 / (4 * 2))
 assert interleaved.hops.sum() * (4 - 1) == plain.hops.sum() * (2 * 4 - 1)
-print(
-    f"messages: {interleaved.hops.sum()}, and {plain.hops.sum()} in 1F1B, which is"
-    f" {interleaved.hops.sum() / plain.hops.sum():.2f} times as many"
-)
+times = interleaved.hops.sum() / plain.hops.sum()
+print(f"messages: {interleaved.hops.sum()}, and {plain.hops.sum()} in 1F1B:", end=" ")
+print(f"{times:.2f} times as many")
 scene.show(draw.timeline(interleaved))
 
 # %% [markdown]
@@ -132,50 +138,12 @@ scene.show(draw.timeline(interleaved))
 
 # %%
 zb_h1 = timetable(make("zb-h1", 4, U))
-assert zb_h1.bubble == plain.bubble / 3 and zb_h1.peak_live() == [4] * 4 and plain.peak_live() == [4, 3, 2, 1]
+assert zb_h1.bubble == plain.bubble / 3
+assert zb_h1.peak_live() == [4] * 4 and plain.peak_live() == [4, 3, 2, 1]
 scene.show(draw.timeline(zb_h1))
 
 # %% [markdown]
-# A third of the bubble, at the same *peak* of memory: every stage holds 4 now, where those of 1F1B held 4, 3, 2 and 1. Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced
-# function is a list of equations. Keep those that lead to the input's gradient: that is B. Those that are left are W, and what they
-# need of the others must be kept for them. `llmpar.split` does that. Here, for two layers, it cuts twice, between F and B, and between
-# B and W:
-
-
-# %%
-def cell(w0, w1, x, dy):
-    """All that a stage of two layers does with a microbatch: its output, its input's gradient, its weights'
-    gradients."""
-    y, pull = jax.vjp(lambda w0, w1, x: jnp.tanh(x @ w0) @ w1, w0, w1, x)
-    dw0, dw1, dx = pull(dy)
-    return y, (dx, (dw0, dw1))
-
-
-rng = np.random.default_rng(0)
-w0, w1, x, dy = (rng.standard_normal(n).astype(np.float32) for n in ((16, 64), (64, 16), (8, 16), (8, 16)))
-F, backward, saved = split(cell, known=(w0, w1), given=(x,), later=(dy,))  # dy is not there when F runs
-B, W, residual = split(backward, known=(w0, w1, saved), given=(dy,))
-for name, part in {"F": F, "B": B, "W": W}.items():
-    print(f"{name}: {' '.join(eqn.primitive.name for eqn in part.jaxpr.eqns)}")
-print(
-    "F leaves for later:",
-    [aval.shape for aval in saved],
-    " B leaves for W:",
-    [aval.shape for aval in residual],
-)
-
-# %%
-products = lambda part: sum(eqn.primitive.name == "dot_general" for eqn in part.jaxpr.eqns)
-assert (products(F), products(B), products(W)) == (2, 2, 2), "nothing runs twice"
-assert products(trace(cell, w0, w1, x, dy)) == 6
-y, kept = F(w0, w1, x)
-dx, left = B(w0, w1, kept, dy)
-jax.tree.map(np.testing.assert_array_equal, (y, (dx, W(w0, w1, kept, left))), cell(w0, w1, x, dy))
-print("value: F, then B, then W give the same bits as the whole")
-
-# %% [markdown]
-# Two products each, six in all. (That is the rule F = B = W of the papers. Attention has products without weights, so its W is
-# smaller; then B is larger than W.)
+# A third of the bubble, at the same *peak* of memory: every stage holds 4 now, where those of 1F1B held 4, 3, 2 and 1.
 #
 # Beware: from here on there is a third definition of "the bubble". The zero-bubble papers look at each stage's *own* time, from its first
 # cell to its last, and call the idle time of the longest one the bubble (of the **critical stage**). Before its first cell a stage has not
@@ -191,12 +159,14 @@ zb_v = timetable(make("zb-v", 4, U))
 scene.show(draw.timeline(zb_v))
 for stage, (starts, ends) in enumerate(zip(zb_v.start, zb_v.end, strict=True)):
     not_begun, through = starts[0], zb_v.makespan - ends[-1]
-    assert np.isclose(not_begun + through, zb_v.makespan - zb_v.ideal), "all that is idle"
-    print(f"stage {stage}: not begun for {not_begun:g}, through {through:g} before the end, idle between: 0")
-assert zb_v.bubble == 0 < zb_v.bubble_fraction and max(zb_v.peak_live()) == max(plain.peak_live())
-print(
-    f"bubble of the critical stage {zb_v.bubble:g}; of the whole drawing {zb_v.bubble_fraction:.1%} are idle"
-)
+    # That is all that is idle.
+    assert np.isclose(not_begun + through, zb_v.makespan - zb_v.ideal)
+    print(f"stage {stage}: not begun for {not_begun:g},", end=" ")
+    print(f"through {through:g} before the end, idle between: 0")
+assert zb_v.bubble == 0 < zb_v.bubble_fraction
+assert max(zb_v.peak_live()) == max(plain.peak_live())
+print(f"bubble of the critical stage {zb_v.bubble:g};", end=" ")
+print(f"of the whole drawing {zb_v.bubble_fraction:.1%} are idle")
 
 # %% [markdown]
 # DualPipe goes through the layers in both directions, with two copies of the weights. It is made for something that this drawing
@@ -206,44 +176,173 @@ print(
 scene.show(draw.timeline(timetable(make("dualpipe", 4, U))))
 
 # %% [markdown]
+# ## Run: one executor, five tables
+#
+# A Llama of 8 layers under four schedules; the fifth will be yours, under *Further*. The programs differ in their table and in their
+# slots, and in nothing else. In each tick: take a message, run the cell of the table (or nothing), pass the result on by a permute to the
+# right or to the left.
+
+# %%
+LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=8), 16, 2
+TEXT, SGD = counting_text(2 * U, SEQ), optax.sgd(0.5)
+NAMES = ("1f1b", "interleaved", "zb-h1", "zb-v")
+
+
+def train(schedule):
+    plan = Plan(f"pp={p}", schedule=schedule, microbatches=U)
+    return trained(LLAMA, plan, TEXT, SGD, STEPS)
+
+
+solo = trained(LLAMA, Plan(microbatches=U), TEXT, SGD, STEPS)
+runs = {name: train(name) for name in NAMES}
+
+# %% [markdown]
+# ## Compare: four verdicts
+#
+# The all-reduces finish the gradients of embedding, head and norm, which lie on every stage.
+
+# %%
+sent = verdicts(runs, solo, weights_within=1e-5)
+for name, run in runs.items():
+    order = run.step.layer_order.reshape(p, -1).tolist()
+    print(f"layers of each stage, {name:<12} {order}")
+
+# %% [markdown]
+# Every number of permutes follows from the table: one for each tick in which anybody sends to the right, and one for each in which
+# anybody sends to the left. Bubbles compute nothing. The work above one device's is the forward pass that B repeats, by choice
+# (`stage_saves="input"`): all of it but that of the last chunk of layers, whose B follows at once.
+
+# %% tags=["nbval-check-output"]
+stream = 2 * SEQ * LLAMA.width * 4  # the bytes of one microbatch's activation
+for name, run in runs.items() if p > 1 else ():
+    table, row = (
+        timetable(run.step.plan.pipeline),
+        sent[name]["pp", "collective-permute"],
+    )
+    send = slots(table).send
+    hops = sum((send == way).any(1).sum() for way in (1, -1))
+    assert row == {"count": hops, "bytes_sent": hops * stream}
+    print(f"{name:<12}{len(table.ticks):3} ticks, {hops:3} permutes of {stream:,} B")
+    permutes = [c for c in as_predicted(run) if c.kind == "collective-permute"]
+    assert sum(one["bytes_sent"] for one in arrow_rows(permutes)) == row["bytes_sent"]
+    print(
+        arrow_text(permutes)
+    )  # forward to the next stage, backward to the previous one
+
+# %% tags=["nbval-check-output"]
+# Elsewhere products are library calls, which cannot be counted.
+if devices[0].platform == "cpu" and p > 1:
+    work, one_device = {}, executed_flops(solo.compiled.as_text())
+    for name, run in runs.items():
+        text, stages = run.compiled.as_text(), taken(LLAMA, run.step.plan)
+        work[name] = sum(executed_flops(text, branches) for branches in stages)
+        print(f"{name:<12} {work[name] / one_device:.3f} of one device's products")
+    assert work["1f1b"] == work["zb-h1"], "to split costs nothing"
+    assert work["interleaved"] == work["zb-v"]
+
+# %% [markdown]
+# ## Five lines
+#
+# 1. 1F1B: the bubble of GPipe, but stage i holds p − i microbatches, however many there are.
+# 2. Interleaved: the bubble divided by g, for (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) of the memory.
+# 3. Split the backward: nobody waits for W, so it fills the bubble. A third is left at the same peak of memory, none for twice the peak.
+# 4. A schedule is a table. Proved legal, measured and drawn before it is compiled; one executor runs them all, with one device's result.
+# 5. "Bubble" has three definitions. "A third" and "none" hold for that of the critical stage; the whole drawing keeps idle corners.
+#
+# **One number to remember: p − i.** What 1F1B's stage i holds, however many microbatches there are.
+
+# %%
+print(f"{p} stages: 1F1B holds {[p - i for i in range(p)]} microbatches,", end=" ")
+print("all-forwards-first holds all of them")
+
+# %% [markdown]
+# ## Further
+#
+# How a backward is split, the published formulas, what a stage keeps, and three schedules of your own.
+#
+# ## How a backward is split
+#
+# Autodiff gives both halves in one piece. How can they be parted, for any stage? A traced
+# function is a list of equations. Keep those that lead to the input's gradient: that is B. Those that are left are W, and what they
+# need of the others must be kept for them. `llmpar.split` does that. Here, for two layers, it cuts twice, between F and B, and between
+# B and W:
+
+
+# %%
+def cell(w0, w1, x, dy):
+    """A stage of two layers: its output; the gradients of its input and weights."""
+    y, pull = jax.vjp(lambda w0, w1, x: jnp.tanh(x @ w0) @ w1, w0, w1, x)
+    dw0, dw1, dx = pull(dy)
+    return y, (dx, (dw0, dw1))
+
+
+rng = np.random.default_rng(0)
+shapes = ((16, 64), (64, 16), (8, 16), (8, 16))
+w0, w1, x, dy = (rng.standard_normal(n).astype(np.float32) for n in shapes)
+# dy is not there when F runs.
+F, backward, saved = split(cell, known=(w0, w1), given=(x,), later=(dy,))
+B, W, residual = split(backward, known=(w0, w1, saved), given=(dy,))
+for name, part in {"F": F, "B": B, "W": W}.items():
+    print(f"{name}: {' '.join(eqn.primitive.name for eqn in part.jaxpr.eqns)}")
+print("F leaves for later:", [aval.shape for aval in saved])
+print("B leaves for W:", [aval.shape for aval in residual])
+
+
+# %%
+def products(part):
+    return sum(eqn.primitive.name == "dot_general" for eqn in part.jaxpr.eqns)
+
+
+assert (products(F), products(B), products(W)) == (2, 2, 2), "nothing runs twice"
+assert products(trace(cell, w0, w1, x, dy)) == 6
+y, kept = F(w0, w1, x)
+dx, left = B(w0, w1, kept, dy)
+parts = (y, (dx, W(w0, w1, kept, left)))
+jax.tree.map(np.testing.assert_array_equal, parts, cell(w0, w1, x, dy))
+print("value: F, then B, then W give the same bits as the whole")
+
+# %% [markdown]
+# Two products each, six in all. (That is the rule F = B = W of the papers. Attention has products without weights, so its W is
+# smaller; then B is larger than W.)
+#
 # ## The published formulas
 #
 # They were derived on paper; the simulator knows only who waits for whom. Both must agree for every number of stages, microbatches
 # and chunks, and for unequal costs where a formula allows them. Below, for 8 stages and 32 microbatches: the bubble of the critical
 # stage, in units of F = B = W, and what is idle in the whole drawing, over the ideal and over the total time.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
+SIMPLE = ("gpipe", "1f1b", "interleaved", "breadth-first")  # hold for any costs
+CHUNKED = ("interleaved", "breadth-first")
+CASES = [
+    (stages, u, chunks, costs)
+    for stages in (2, 4, 8)
+    for u in (stages, 2 * stages, 4 * stages)
+    for chunks in (2, 4)
+    for costs in ((1, 1, 1), (3, 5, 2))
+]
 checked = 0
-for stages in (2, 4, 8):
-    for u in (stages, 2 * stages, 4 * stages):
-        for chunks in (2, 4):
-            for costs in ((1, 1, 1), (3, 5, 2)):
-                for name, form in closed_forms(stages, u, chunks, costs).items():
-                    simple = (
-                        name in ("gpipe", "1f1b", "interleaved", "breadth-first")
-                        or name == "zb-h1"
-                        and costs[2] <= costs[0]
-                    )
-                    if u < form.from_m or not (simple or costs == (1, 1, 1)):
-                        continue
-                    g = chunks if name in ("interleaved", "breadth-first") else None
-                    t = timetable(make(name, stages, u, g), costs)
-                    assert np.isclose(t.bubble, form.bubble) and np.allclose(t.peak_live(), form.peak_live), (
-                        name,
-                        stages,
-                        u,
-                    )
-                    checked += 1
-print(f"{checked} timetables have the bubble and the memory of their formulas\n")
+for stages, u, chunks, costs in CASES:
+    for name, form in closed_forms(stages, u, chunks, costs).items():
+        any_costs = name in SIMPLE or (name == "zb-h1" and costs[2] <= costs[0])
+        if u >= form.from_m and (any_costs or costs == (1, 1, 1)):
+            g = chunks if name in CHUNKED else None
+            t = timetable(make(name, stages, u, g), costs)
+            assert np.isclose(t.bubble, form.bubble), (name, stages, u)
+            assert np.allclose(t.peak_live(), form.peak_live), (name, stages, u)
+            checked += 1
+print(f"{checked} timetables have the bubble and the memory of their formulas")
 
-print("                critical stage   whole drawing, idle")
-print("schedule                bubble   over ideal   over total   held  messages  copies of the weights")
+# %% tags=["nbval-check-output"]
+print(
+    "              critical stage   whole drawing, idle                      copies of"
+)
+print("schedule              bubble   over ideal  over total   held  messages  weights")
 for name in closed_forms(8, 32):
     t = timetable(make(name, 8, 32))
     print(
-        f"{name:<13}{t.bubble:17g}{t.bubble_over_ideal:13.1%}{t.bubble_fraction:13.1%}"
-        f"{max(t.peak_live()):7g}{t.hops.sum():10}{t.schedule.parameter_copies:5}"
+        f"{name:<13}{t.bubble:15g}{t.bubble_over_ideal:13.1%}{t.bubble_fraction:12.1%}"
+        f"{max(t.peak_live()):7g}{t.hops.sum():10}{t.schedule.parameter_copies:9}"
     )
 h1, h2 = (timetable(make(name, 8, 32)) for name in ("zb-h1", "zb-h2"))
 assert h2.bubble == 0 < h1.bubble and h1.makespan == h2.makespan
@@ -254,161 +353,64 @@ assert h2.bubble == 0 < h1.bubble and h1.makespan == h2.makespan
 # Measured times make an even harder test: eight stages of a model of 1.5B parameters, times in milliseconds, and messages that take
 # 0.6 to 0.8 ms. The paper's rates, (time − u(F + B + W)) / time, are reproduced to their last digit:
 
-# %%
-# NBVAL_CHECK_OUTPUT
-# Qi et al. 2023, table 5, with the times of table 6: u -> (F, B, W), hop, rates of 1F1B, ZB-H1, ZB-H2
+# %% tags=["nbval-check-output"]
+# Qi et al. 2023, table 5, with the times of table 6:
+# u -> (F, B, W), hop, rates of 1F1B, ZB-H1, ZB-H2
 PUBLISHED = {
     24: ((18.522, 18.086, 9.337), 0.601, (0.2431, 0.1585, 0.1083)),
     32: ((18.513, 18.086, 9.331), 0.626, (0.1985, 0.1242, 0.0837)),
     64: ((18.546, 18.097, 9.321), 0.762, (0.1240, 0.0674, 0.0444)),
 }
 for u, (costs, hop, rates) in PUBLISHED.items():
-    found = [timetable(make(name, 8, u), costs, hop).bubble_rate for name in ("1f1b", "zb-h1", "zb-h2")]
-    assert np.allclose(found, rates, atol=1e-4)
-    print(
-        f"u = {u}: "
-        + "  ".join(
-            f"{name} {rate:.4f}" for name, rate in zip(("1F1B", "ZB-H1", "ZB-H2"), found, strict=True)
-        )
-    )
+    orders = {name: make(name, 8, u) for name in ("1f1b", "zb-h1", "zb-h2")}
+    found = {name: timetable(one, costs, hop) for name, one in orders.items()}
+    assert np.allclose([t.bubble_rate for t in found.values()], rates, atol=1e-4)
+    rows = (f"{name} {t.bubble_rate:.4f}" for name, t in found.items())
+    print(f"u = {u}: " + "  ".join(rows))
 
 # %% [markdown]
-# ## Run: one executor, five tables
-#
-# A Llama of 8 layers under four schedules; the fifth will be yours, further down. The programs differ in their table and in their slots, and in nothing else. In each tick:
-# take a message, run the cell of the table (or nothing), pass the result on by a permute to the right or to the left.
-
-# %%
-LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=8), 16, 2
-TEXT = counting_text(2 * U, SEQ)
-
-
-def compile_step(plan, rows=2 * U):
-    plan.check(LLAMA, rows, SEQ)
-    step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.5))
-    return step, step.lower(rows, SEQ).compile()
-
-
-def train(step, compiled):
-    """Losses, and the weights after them, layers in the model's order again."""
-    state, losses = train_steps(step, compiled, TEXT, STEPS)
-    return jax.device_get(step.to_natural(state).params), losses
-
-
-solo_step, solo = compile_step(Plan(microbatches=U))
-solo_params, solo_losses = train(solo_step, solo)
-NAMES = ("1f1b", "interleaved", "zb-h1", "zb-v")
-programs = {name: compile_step(Plan(f"pp={p}", schedule=name, microbatches=U)) for name in NAMES}
-trained = {name: train(*program) for name, program in programs.items()}
-print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
-
-
-# %%
-def same(params, losses):
-    assert np.allclose(losses, solo_losses, rtol=1e-4), losses
-    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(solo_params), strict=True):
-        assert np.abs(one - other).max() < 1e-5 * max(1, np.abs(other).max())
-
-
-for params, losses in trained.values():
-    same(params, losses)
-print(f"value: {STEPS} losses and the weights after them equal those of one device, under {', '.join(NAMES)}")
-
-for name, (step, _) in programs.items():
-    order = step.layer_order.reshape(p, -1).tolist()
-    shapes = {
-        x.sharding.shard_shape(x.shape)[0] for x in jax.tree.leaves(step.abstract_state.params["blocks"])
-    }
-    assert shapes == {LLAMA.num_layers // p}
-    print(f"sharding: {name:<12} layers of each stage: {order}")
-
-# %%
-# NBVAL_CHECK_OUTPUT
-stream = 2 * SEQ * LLAMA.width * 4  # the bytes of one microbatch's activation
-executed = {}  # FLOPs of all stages
-for name, (step, compiled) in programs.items() if p > 1 else ():
-    order = step.plan.pipeline
-    send, ticks, executed[name] = slots(timetable(order)).send, len(timetable(order).ticks), 0
-    for stage in range(p):
-        taken = branch_shares(order, LLAMA.num_layers, stage)
-        found = census_hlo(compiled.as_text(), step.mesh, taken)
-        predicted = traffic.step_traffic(LLAMA, step.plan, 2 * U, SEQ, stage)
-        rows = census_table(found)["pp", "collective-permute"]
-        hops = predicted["pp", "collective-permute"]
-        assert rows == {"count": hops.count, "bytes_sent": hops.bytes_sent}
-        assert sum(c.bytes_sent for c in found) == predicted.total_bytes
-        executed[name] += executed_flops(compiled.as_text(), taken)
-    assert (
-        rows["count"] == sum((send == way).any(1).sum() for way in (1, -1))
-        and rows["bytes_sent"] == rows["count"] * stream
-    )
-    print(
-        f"communication: {name:<12}{ticks:3} ticks, {rows['count']:3} permutes of {stream:,} B, as the table"
-        " says"
-    )
-    permutes = [c for c in found if c.kind == "collective-permute"]
-    assert sum(row["bytes_sent"] for row in arrow_rows(permutes)) == rows["bytes_sent"]
-    print(arrow_text(permutes))  # by arrow: forward to the next stage, backward to the previous one
-if executed and devices[0].platform == "cpu":  # elsewhere products are library calls, which cannot be counted
-    one_device = executed_flops(solo.as_text())
-    assert executed["1f1b"] == executed["zb-h1"] and executed["interleaved"] == executed["zb-v"], (
-        "to split costs nothing"
-    )
-    print(
-        "work: "
-        + ", ".join(f"{name} {flops / one_device:.3f}" for name, flops in executed.items())
-        + " of one device's products"
-    )
-
-# %% [markdown]
-# The work above one device's is the forward pass that B repeats, by choice (`stage_saves="input"`): all of it but that of the last
-# chunk of layers, whose B follows at once. Bubbles compute nothing.
-#
 # ## What a stage keeps
 #
 # The executor gives an activation a slot from its F to its last reader. So the number of slots is what the table holds at once, and
 # the compiled memory follows it. With `zb-h1` and `zb-v` there are also slots for what B leaves to W.
 
 # %%
-print("gpipe        slots for inputs per stage", slots(timetable(make("gpipe", 4, U))).num_saved.tolist())
-for name, (step, compiled) in programs.items():
-    held = compiled_memory(compiled)
-    given = memory.argument_bytes(LLAMA, step.plan, 2 * U, SEQ, moments=0, scalars=1)
-    assert held["argument_bytes"] == sum(given.values())
-    if p > 1:
-        table, found = timetable(step.plan.pipeline), slots(timetable(step.plan.pipeline))
-        if step.plan.pipeline.num_chunks == 1:
-            assert max(found.num_saved) == p == max(table.peak_live())
-        print(
-            f"{name:<12} slots for inputs per stage {found.num_saved.tolist()}, for W"
-            f" {found.num_residual.tolist()}"
-        )
-print(f"memory: {sum(given.values()):,} B of arguments per device as predicted, whatever the schedule")
+kept = slots(timetable(make("gpipe", 4, U))).num_saved.tolist()
+print("gpipe        slots for inputs per stage", kept)
+for name, run in runs.items() if p > 1 else ():
+    table = timetable(run.step.plan.pipeline)
+    found = slots(table)
+    if run.step.plan.pipeline.num_chunks == 1:
+        assert max(found.num_saved) == p == max(table.peak_live())
+    print(f"{name:<12} slots for inputs per stage {found.num_saved.tolist()},", end=" ")
+    print(f"for W {found.num_residual.tolist()}")
 
 # %% [markdown]
 # For 1F1B it does not depend on the number of microbatches. Compiled for 8 and for 32 of them:
 
 # %%
-more, compiled_more = compile_step(Plan(f"pp={p}", schedule="1f1b", microbatches=4 * U), rows=8 * U)
-few, many = (compiled_memory(program)["temp_bytes"] for program in (programs["1f1b"][1], compiled_more))
-lines_few, lines_many = (program.as_text().count("\n") for program in (programs["1f1b"][1], compiled_more))
+more = Plan(f"pp={p}", schedule="1f1b", microbatches=4 * U)
+longer = Step(LLAMA, more, make_mesh(more.mesh), SGD)
+compiled, _ = read_program(longer.lower(8 * U, SEQ))
+pair = (runs["1f1b"].compiled, compiled)
+few, many = (compiled_memory(program)["temp_bytes"] for program in pair)
+short, long = (program.as_text().count("\n") for program in pair)
 if p > 1:
-    assert slots(timetable(more.plan.pipeline)).num_saved.tolist() == [p - i for i in range(p)]
-    assert abs(many / few - 1) < 0.05 and abs(lines_many / lines_few - 1) < 0.05
-    print(f"memory: 1F1B has {many / few:.3f} times the temporaries with 4 times the microbatches")
-    print(
-        f"and {lines_many / lines_few:.3f} times the lines of compiled program: the table is data, the"
-        " program does not grow with it"
-    )
+    kept = slots(timetable(longer.plan.pipeline)).num_saved.tolist()
+    assert kept == [p - i for i in range(p)]
+    assert abs(many / few - 1) < 0.05 and abs(long / short - 1) < 0.05
+    print(f"4 times the microbatches: {many / few:.3f} times the temporaries,", end=" ")
+    print(f"{long / short:.3f} times the lines of compiled program")
 
 # %% [markdown]
+# The table is data, so the program does not grow with it.
+#
 # ## A wrong table is refused
 #
 # Before anything is compiled, the timetable is simulated. If stages wait for one another in a circle, the sentence names the stage, the
 # tick and the circle. Here stage 1 wants its second microbatch first, and stage 0 wants the first one back before it sends the second:
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 crossed = "F0 B0 F1 B1\nF1 B1 F0 B0"
 try:
     Plan("pp=2", schedule=crossed, microbatches=2).check(LLAMA, 4, SEQ)
@@ -425,54 +427,44 @@ except ValueError as refusal:
 # compiled, and its losses and weights are compared with those of one device. (`TimelineExplorer(order=SCHEDULE)` of
 # `llmpar.explore.small` draws while you type.)
 
-# %%
-TRAIN = True
-SCHEDULE = {
-    4: (
-        """
-F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3
-F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
-F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
-F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3
-"""
-    ),
-    2: (
-        """
-F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
-F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3
-"""
-    ),
-    1: "F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3",
-}[p]
 
-
+# %% tags=["plumbing"]
 def examine(text, costs=(1, 1, 1)):
-    """Legality, bubble, memory and picture of an order written as text; None if it is refused."""
+    """Legality, bubble, memory and picture of an order as text; None if refused."""
     try:
         table = timetable(from_text(text), costs)
     except ValueError as refusal:
         print("refused:", refusal)
         return None
     order = table.schedule
-    known = timetable(make("1f1b", order.num_stages, order.num_microbatches), costs)
-    print(
-        f"legal: {order.num_stages} stages, {order.num_microbatches} microbatches, backward split:"
-        f" {order.split_backward}"
-    )
-    print(f"bubble {table.bubble:g}, 1F1B's {known.bubble:g}; {table.bubble_fraction:.1%} of the total idle")
-    print(
-        f"microbatches held per stage {table.peak_live()}, 1F1B's {known.peak_live()}; {table.hops.sum()}"
-        " messages"
-    )
+    u = order.num_microbatches
+    known = timetable(make("1f1b", order.num_stages, u), costs)
+    print(f"legal: {order.num_stages} stages, {u} microbatches,", end=" ")
+    print(f"backward split: {order.split_backward}")
+    print(f"bubble {table.bubble:g}, 1F1B's {known.bubble:g};", end=" ")
+    print(f"{table.bubble_fraction:.1%} of the total idle")
+    print(f"microbatches held per stage {table.peak_live()},", end=" ")
+    print(f"1F1B's {known.peak_live()}; {table.hops.sum()} messages")
     scene.show(draw.timeline(table))
     return order
 
 
+# %%
+TRAIN = True
+SCHEDULE = """
+F0 F1 F2 F3 B0 W0 B1 W1 B2 W2 B3 W3
+F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3
+F0 F1 B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
+F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3
+"""
+SCHEDULE = "\n".join(
+    SCHEDULE.split("\n")[-p - 1 :]
+)  # as many stages as there are devices
 order = examine(SCHEDULE)
 if TRAIN and order and order.num_stages == p > 1:
-    written = Plan(f"pp={p}", schedule=SCHEDULE, microbatches=order.num_microbatches)
-    same(*train(*compile_step(written)))
-    print("value: losses and weights equal those of one device")
+    plan = Plan(f"pp={p}", schedule=SCHEDULE, microbatches=order.num_microbatches)
+    yours = trained(LLAMA, plan, TEXT, SGD, STEPS)
+    verdicts({"yours": yours}, solo, weights_within=1e-5)
 
 # %% [markdown]
 # ### Exercise (stretch): a third of the bubble
@@ -503,14 +495,6 @@ attempt("08.between_h1_and_h2", between_h1_and_h2)
 # backward pass *in* the loop, as an operation that the table can place. That is why the executor differentiates one cell, and not the
 # loop.
 #
-# ## Five lines
-#
-# 1. 1F1B: the bubble of GPipe, but stage i holds p − i microbatches, however many there are.
-# 2. Interleaved: the bubble divided by g, for (gp − 1)/(p − 1) times the messages and 1 + (p − 1)/(gp) of the memory.
-# 3. Split the backward: nobody waits for W, so it fills the bubble. A third is left at the same peak of memory, none for twice the peak.
-# 4. A schedule is a table. Proved legal, measured and drawn before it is compiled; one executor runs them all, with one device's result.
-# 5. "Bubble" has three definitions. "A third" and "none" hold for that of the critical stage; the whole drawing keeps idle corners.
-#
 # ## On your cluster
 #
 # ```
@@ -521,10 +505,3 @@ attempt("08.between_h1_and_h2", between_h1_and_h2)
 #
 # Measure F, B and W of one stage first: a schedule that is best with equal costs need not be best with yours. If memory allows,
 # `--stage-saves residuals` computes nothing twice.
-#
-# **One number to remember: p − i.** What 1F1B's stage i holds, however many microbatches there are.
-
-# %%
-print(
-    f"{p} stages: 1F1B holds {[p - i for i in range(p)]} microbatches, all-forwards-first holds all of them"
-)

@@ -16,7 +16,7 @@
 #
 # A dense model uses every weight for every token. A mixture of experts has many feed-forwards in each layer, and a **router** sends a
 # token to a few of them: Mixtral 8x7B has 46.7 billion parameters, and 12.9 of them work on a token (Jiang et al. 2024). Experts are
-# cut by the axis `ep`: each rank holds some of them, whole. Then tokens must travel to their experts and back. It is sometimes said
+# cut by the axis `ep` (expert parallelism): each rank holds some of them, whole. Then tokens must travel to their experts and back. It is sometimes said
 # that expert parallelism moves nothing; it moves the tokens, twice in each direction of each layer:
 #
 # | step | arrow |
@@ -24,20 +24,23 @@
 # | dispatch | `b/ep e c d -> b e/ep c d`, an all-to-all |
 # | combine | `b e/ep c d -> b/ep e c d`, the same back |
 #
-# (*Arrow*, *reading* and *island* are explained in the README, under [Words](../README.md#words).)
+# A **layout** such as `b/ep e c d` says which dim is cut by which axis, an **arrow** how that changes. `shard_map` runs a function on every
+# device with its own block; a **census** counts what the compiled program sends. All words: [README](../README.md#words).
 #
 # **Question.** What moves, how much of it is padding, and what happens when everybody wants the same expert?
 #
 # Letters: `b` rows of the batch, `s` positions, `d` width of the model, `m` width of a feed-forward, `e` experts, `c`
 # slots, `N` devices along the axis at hand, `a` experts that a token visits.
 # (Most papers write k for a.)
+#
+# The core path ends at *Further*.
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %%
+# %% tags=["plumbing"]
 import dataclasses
 
 import jax
@@ -49,58 +52,46 @@ from jax import lax
 from llmpar import draw, moe
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, solution
-from llmpar.inspect.census import (
-    arrow_rows,
-    arrow_text,
-    census_hlo,
-    census_table,
-    compiled_memory,
-    partitioned_hlo,
-)
+from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
+from llmpar.inspect.census import arrow_text, census_hlo, census_table, read_program
 from llmpar.mesh import make_mesh, spec
 from llmpar.notation import parse_layout
 from llmpar.par import Solo
 from llmpar.plan import Plan
-from llmpar.predict import formulas, memory, traffic
+from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
-from llmpar.step import Step
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
 N = max(size for size in (1, 2, 4, 8) if size <= len(devices))
 mesh = make_mesh(f"ep={N}")
-E, A, D, M, TOKENS = 8, 2, 16, 32, 32  # experts, chosen, width, an expert's width, tokens of one rank
-HOW = ExpertConfig(E, A)
-rng = np.random.default_rng(0)
-x = rng.standard_normal((N, TOKENS, D)).astype(np.float32)
-router = rng.standard_normal((D, E)).astype(np.float32) / D**0.5
-gate, up, down = (
-    rng.standard_normal(shape).astype(np.float32) / 4 for shape in ((E, D, M), (E, D, M), (E, M, D))
-)
 
 # %% [markdown]
 # ## One picture
 #
-# Every rank scores its own tokens against all experts, and keeps the best `a` of each token. Below is what the router of the toy really
+# Every rank scores its own tokens against all experts, and keeps the best `a` of each token. Below is what the router of a toy really
 # chose; on the right, how many rows each expert gets.
 
-
 # %%
+E, A = 8, 2  # experts, and how many of them a token visits
+D, M, TOKENS = 16, 32, 32  # width, an expert's width, tokens of one rank
+HOW = ExpertConfig(E, A)
+rng = np.random.default_rng(0)
+x = rng.standard_normal((N, TOKENS, D)).astype(np.float32)
+router = rng.standard_normal((D, E)).astype(np.float32) / D**0.5
+
+
 def routed(skew=0.0):
-    """Weights and experts that the toy's router chooses; ``skew`` makes expert 0 hotter."""
+    """Weights and experts that the router chooses; skew makes expert 0 hotter."""
     logits = x @ router + skew * (np.arange(E) == 0)
     weights, chosen = moe.choose(HOW, moe.affinities(HOW, jnp.asarray(logits)))
     return np.asarray(weights), np.asarray(chosen)
 
 
-def rows_of(chosen):
-    """rows[rank][expert]"""
-    return [[int((mine == e).sum()) for e in range(E)] for mine in chosen]
-
-
 weights, chosen = routed()
-scene.show(draw.token_flow(rows_of(chosen), E // N))
+rows = [[int((mine == e).sum()) for e in range(E)] for mine in chosen]  # rank, expert
+scene.show(draw.token_flow(rows, E // N))
 
 # %% [markdown]
 # ## Predict
@@ -120,50 +111,70 @@ attempt("09.dispatch_bytes", bytes_dispatched, ranks=N)
 
 
 # %%
+shapes = ((E, D, M), (E, D, M), (E, M, D))
+gate, up, down = (rng.standard_normal(n).astype(np.float32) / 4 for n in shapes)
+
+
+def feed_forward(x, gate, up, down):
+    """The experts' products: x is b e c d, its rows sorted by expert."""
+    hidden = jnp.einsum("becd,edm->becm", x, gate)
+    hidden = jax.nn.silu(hidden) * jnp.einsum("becd,edm->becm", x, up)
+    return jnp.einsum("becm,emd->becd", hidden, down)
+
+
 def dense(x, weights, chosen, gate, up, down):
     """All experts on all tokens: the reference of this lesson."""
     share = (jax.nn.one_hot(chosen, E) * weights[..., None]).sum(-2)
-    hidden = jax.nn.silu(jnp.einsum("bsd,edm->bsem", x, gate)) * jnp.einsum("bsd,edm->bsem", x, up)
-    return jnp.einsum("bsem,emd,bse->bsd", hidden, down, share)
+    everywhere = jnp.broadcast_to(x[:, None], (N, E, TOKENS, D))
+    every = feed_forward(everywhere, gate, up, down)
+    return jnp.einsum("besd,bse->bsd", every, share)
 
 
 # %% [markdown]
-# By hand, as one rank sees it: (1) place: a row's slot is how many earlier rows of this rank chose the same expert. (2) Lay the rows into
-# a buffer `e c d` with `c` slots for each expert. (3) One all-to-all. (4) My experts multiply what has come from everybody. (5) The same
-# all-to-all back. (6) Read the rows at their slots and add them up, weighed. XLA's shapes are fixed before anybody has chosen, so `c` must
-# be too: with `c` = all tokens of a rank, nothing can be dropped.
+# By hand, as one rank sees it:
+#
+# 1. Place: a row's slot is how many earlier rows of this rank chose the same expert.
+# 2. Lay the rows into a buffer `e c d`, with `c` slots for each expert.
+# 3. One all-to-all: `b/ep e c d -> b e/ep c d`.
+# 4. My experts multiply what has come from everybody.
+# 5. The same all-to-all back: `b e/ep c d -> b/ep e c d`.
+# 6. Read the rows at their slots and add them up, weighed.
+#
+# XLA's shapes are fixed before anybody has chosen, so `c` must be too: with `c` = all tokens of a rank, nothing can be dropped.
 
 
 # %%
-def by_hand(slots):
-    def rank(x, weights, chosen, gate, up, down):  # b/ep s d, b/ep s a twice, e/ep d m …
-        expert = chosen.reshape(-1)
-        hot = jax.nn.one_hot(expert, E, dtype=jnp.int32)
-        place = ((jnp.cumsum(hot, axis=0) - hot) * hot).sum(-1)
-        slot = jnp.where(place < slots, expert * slots + place, E * slots)  # past the end: dropped
-        buffer = jnp.zeros((E * slots, D)).at[slot].set(jnp.repeat(x[0], A, axis=0), mode="drop")
-        # b/ep e c d -> b e/ep c d
-        here = lax.all_to_all(buffer.reshape(1, E, slots, D), "ep", split_axis=1, concat_axis=0, tiled=True)
-        hidden = jax.nn.silu(jnp.einsum("becd,edm->becm", here, gate)) * jnp.einsum(
-            "becd,edm->becm", here, up
-        )
-        out = jnp.einsum("becm,emd->becd", hidden, down)
-        # b e/ep c d -> b/ep e c d
-        back = lax.all_to_all(out, "ep", split_axis=0, concat_axis=1, tiled=True).reshape(E * slots, D)
-        rows = back.at[slot].get(mode="fill", fill_value=0).reshape(1, TOKENS, A, D)
-        return (rows * weights[..., None]).sum(2)
-
-    tokens, experts = spec(parse_layout("b/ep s d")), spec(parse_layout("e/ep d m"))
-    return jax.shard_map(rank, mesh=mesh, in_specs=(tokens,) * 3 + (experts,) * 3, out_specs=tokens)
+SLOTS = TOKENS  # c
 
 
+def rank(x, weights, chosen, gate, up, down):  # b/ep s d, b/ep s a twice, e/ep d m …
+    expert = chosen.reshape(-1)
+    hot = jax.nn.one_hot(expert, E, dtype=jnp.int32)
+    place = ((jnp.cumsum(hot, axis=0) - hot) * hot).sum(-1)  # 1
+    slot = jnp.where(place < SLOTS, expert * SLOTS + place, E * SLOTS)  # else: dropped
+    buffer = jnp.zeros((E * SLOTS, D))
+    buffer = buffer.at[slot].set(jnp.repeat(x[0], A, axis=0), mode="drop")  # 2
+    buffer = buffer.reshape(1, E, SLOTS, D)
+    here = lax.all_to_all(buffer, "ep", split_axis=1, concat_axis=0, tiled=True)  # 3
+    out = feed_forward(here, gate, up, down)  # 4
+    back = lax.all_to_all(out, "ep", split_axis=0, concat_axis=1, tiled=True)  # 5
+    back = back.reshape(E * SLOTS, D)
+    rows = back.at[slot].get(mode="fill", fill_value=0).reshape(1, TOKENS, A, D)
+    return (rows * weights[..., None]).sum(2)  # 6
+
+
+tokens, experts = spec(parse_layout("b/ep s d")), spec(parse_layout("e/ep d m"))
+places = (tokens,) * 3 + (experts,) * 3
+by_hand = jax.shard_map(rank, mesh=mesh, in_specs=places, out_specs=tokens)
+
+
+# %% tags=["plumbing"]
 def with_gradients(layer):
     """The layer's output, and the gradients of everything but the choice."""
 
     def run(x, weights, chosen, *experts):
-        y, pull = jax.vjp(
-            lambda x, weights, *experts: layer(x, weights, chosen, *experts), x, weights, *experts
-        )
+        of_floats = lambda x, weights, *experts: layer(x, weights, chosen, *experts)
+        y, pull = jax.vjp(of_floats, x, weights, *experts)
         return y, *pull(jnp.cos(y))
 
     return jax.jit(run)
@@ -171,63 +182,55 @@ def with_gradients(layer):
 
 given = x, weights, chosen, gate, up, down
 want = with_gradients(dense)(*given)
-ours = with_gradients(by_hand(TOKENS)).lower(*given)
-got = ours.compile()(*given)
-for name, a, b in zip(("y", "x", "weights", "gate", "up", "down"), got, want, strict=True):
+program, text = read_program(with_gradients(by_hand).lower(*given))
+names = ("y", "x", "weights", "gate", "up", "down")
+for name, a, b in zip(names, program(*given), want, strict=True):
     assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max(), name
-print("value: output and all gradients equal the dense evaluation; the router's weights have a gradient too")
+print("value: output and all gradients equal the dense evaluation;", end=" ")
+print("the router's weights have a gradient too")
 
 # %% [markdown]
 # Autodiff turned each all-to-all around: the gradients of the rows travel to the experts, and come back. Two forward, two backward.
 
 # %%
-table = census_table(census_hlo(partitioned_hlo(ours), mesh))
+table = census_table(census_hlo(text, mesh))
 buffer_bytes = E * TOKENS * D * 4
-useful = 2 * A * TOKENS * D * 4  # there and back, forward
 if N > 1:
-    assert table == {("ep", "all-to-all"): table["ep", "all-to-all"]}
-    row = table["ep", "all-to-all"]
-    assert (row["count"], row["bytes_sent"]) == (4, 4 * buffer_bytes * (N - 1) // N)
-    print(
-        f"communication: {row['count']} all-to-alls of a buffer of {buffer_bytes:,} B, {row['bytes_sent']:,}"
-        " B sent"
-    )
-    print(
-        f"of which rows: {A * TOKENS} of {E * TOKENS} slots are full: {E / A:g} times as much travels as is"
-        " needed"
-    )
+    sent = 4 * buffer_bytes * (N - 1) // N
+    assert table == {("ep", "all-to-all"): {"count": 4, "bytes_sent": sent}}
+    print(f"communication: 4 all-to-alls of a buffer of {buffer_bytes:,} B")
+    met("09.dispatch_bytes", sent // 4)
+    print(f"rows fill {A * TOKENS} of {E * TOKENS} slots:", end=" ")
+    print(f"{E / A:g} times as much travels as is needed")
 
 # %% [markdown]
-# That is the honest price of "dropless" in fixed shapes. There are three ways out. **Capacity** (GShard, Switch): fewer slots, and who
-# finds none is left out. **Ragged** exchange: send the full slots only, which XLA can do on GPUs and TPUs (`Plan.dispatch`). Or
-# **pack by rank, not by expert**: a token travels to a rank once, however many of its experts are there, and comes back as their sum.
+# That is the honest price of "dropless" in fixed shapes. There are three ways out:
+#
+# * **Capacity** (GShard, Switch): fewer slots, and who finds none is left out.
+# * **Ragged** exchange: send the full slots only, which XLA can do on GPUs and TPUs (`Plan.dispatch`).
+# * **Pack by rank, not by expert**: a token travels to a rank once, however many of its experts are there, and comes
+#   back as their sum.
+#
 # So `llmpar.moe` gives slots to N ranks, and not to E experts; who chose what is told to all ranks beforehand, `a` numbers for each token. That
 # helps where N < E, and very much with many experts on a rank:
 
 # %%
-many = ExpertConfig(128, 8)
-for how in (HOW, many):
+for how in (HOW, ExpertConfig(128, 8)):
+    by_expert = how.num_experts / how.top_k
     for ranks in (1, 2, 4, 8):
         slots = ranks * how.slots(4096, 1, ranks) / 4096 / how.top_k
-        by_expert, helps = how.num_experts / how.top_k, ranks < how.num_experts
+        helps = ranks < how.num_experts
         assert slots == ranks / how.top_k and (slots < by_expert) == helps
-        print(
-            f"E = {how.num_experts}, a = {how.top_k}, ep={ranks}: {slots:.2f} slots for each choice, in place of"
-            f" {by_expert:g}{'' if helps else ': no gain'}"
-        )
+        print(f"E = {how.num_experts}, a = {how.top_k}, ep={ranks}:", end=" ")
+        print(f"{slots:.2f} slots for each choice, in place of {by_expert:g}", end="")
+        print("" if helps else ": no gain")
 
 # %% [markdown]
-# Empty slots travel, but are never multiplied: on its rank the rows of an expert fill whole blocks, and only blocks that hold something
-# are worked on. (Gale et al. 2022 do the same with blocks of a sparse matrix.) Who multiplies depends on the devices (`Plan.grouped`):
-# on CPUs a loop over each expert's blocks; on TPUs `jax.lax.ragged_dot`, for which XLA has a kernel there; on GPUs two kernels of
-# `llmpar.grouped` in Triton, for XLA has none: it would multiply every row by every expert.
-#
 # ## Capacity: who is left out
 #
 # An expert takes `factor` times its even share, the first to come. The others keep their residual stream as it was.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 draws = np.random.default_rng(1)
 # Affinities of 8 rows of 256 tokens, expert 0 the hottest.
 popular = draws.standard_normal((8, 256, E)) + np.linspace(1, -1, E)
@@ -238,7 +241,8 @@ for factor in (0.5, 1.0, 1.25, 1.5, 2.0, None):
     _, kept, aux = moe.route(how, Solo(Plan()), jnp.asarray(popular, jnp.float32))
     counts = (np.asarray(kept)[..., None] == np.arange(E)).sum(2)  # b s e
     dropped[factor] = float(aux["tally"][-2]) / (8 * 256 * A)
-    assert counts.sum(1).max() <= how.capacity(256) and dropped[factor] == 1 - counts.sum() / (8 * 256 * A)
+    assert counts.sum(1).max() <= how.capacity(256)
+    assert dropped[factor] == 1 - counts.sum() / (8 * 256 * A)
     print(f"{factor or 'none':>15}   {dropped[factor]:.1%}")
 assert dropped[None] == 0 and dropped[0.5] > dropped[1.0] > dropped[2.0]
 
@@ -251,6 +255,63 @@ assert dropped[None] == 0 and dropped[0.5] > dropped[1.0] > dropped[2.0]
 # %%
 rows_per_expert = ...
 attempt("09.capacity", rows_per_expert)
+
+# %% [markdown]
+# ## Compare: four verdicts on a Llama with experts
+#
+# `tiny-moe` has 8 experts with `a` = 2 in each layer. The same step, on one device and with experts cut by `ep`, beside ZeRO-3.
+
+# %%
+CONFIG = dataclasses.replace(preset("tiny-moe"), num_layers=2)
+ep = min(N, 4)
+PLAN = Plan(f"ep={ep} fsdp={N // ep}")
+TEXT, ADAM, STEPS = counting_text(N, 32), optax.adamw(1e-2), 3
+
+solo = trained(CONFIG, Plan("dp=1"), TEXT, ADAM, STEPS)
+run = trained(CONFIG, PLAN, TEXT, ADAM, STEPS)
+found = verdicts({"experts": run}, solo)["experts"]
+
+# %%
+gate_held = run.state.params["blocks"]["experts"]["gate"].addressable_shards[0].data
+assert gate_held.shape == (2, E // ep, CONFIG.width // (N // ep), CONFIG.ffn_width)
+print("an expert's gate is stored as", PLAN.stored("experts l e d m"), gate_held.shape)
+sums = PLAN.life("experts l e d m").unreduced.sums
+print("and its gradient waits for a sum over:", sums or "nobody")
+if N > 1:
+    assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers
+    exchanges = [c for c in as_predicted(run) if c.kind == "all-to-all"]
+    print(arrow_text(exchanges))  # there and back, twice
+
+# %% [markdown]
+# A dense weight is summed over `ep` as over any axis of the batch, and ZeRO cuts its state by `ep` too; an expert is neither, since
+# no other rank of `ep` has it.
+#
+# ## Five lines
+#
+# 1. A layer of experts moves tokens: two all-to-alls forward, two backward, up to `a` rows per token each.
+# 2. Static shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange does neither.
+# 3. Only full blocks are multiplied: a/E of the work of all experts. What would be kept for the worst case is computed again.
+# 4. Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too.
+# 5. The slowest rank sets the pace: balance by a loss, or by a bias that follows the load.
+#
+# **One number to remember: E/a.** The parameters that you get for the work of one, and the batch that you need to feed them.
+
+# %%
+model = preset("tiny-moe")
+print(f"tiny-moe: E/a = {E / A:g};", end=" ")
+print(f"{model.num_params:,} parameters, {model.active_params:,} active")
+
+# %% [markdown]
+# ## Further
+#
+# Who multiplies, what routers report, a hot expert and its cures, and what all this costs on real links.
+#
+# ## Blocks that hold something
+#
+# Empty slots travel, but are never multiplied: on its rank the rows of an expert fill whole blocks, and only blocks that hold something
+# are worked on. (Gale et al. 2022 do the same with blocks of a sparse matrix.) Who multiplies depends on the devices (`Plan.grouped`):
+# on CPUs a loop over each expert's blocks; on TPUs `jax.lax.ragged_dot`, for which XLA has a kernel there; on GPUs two kernels of
+# `llmpar.grouped` in Triton, for XLA has none: it would multiply every row by every expert.
 
 # %% [markdown]
 # ### Exercise (stretch): combine
@@ -278,15 +339,13 @@ RoutingExplorer(experts=8, chosen=A, ranks=4, heat=2, capacity=100)
 # %% [markdown]
 # And with this lesson's router:
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["nbval-check-output"]
 for skew in (0.0, 1.0, 2.0, 4.0):
     load = np.bincount(routed(skew)[1].ravel(), minlength=E)
     assert load.sum() == N * TOKENS * A
-    print(
-        f"skew {skew:g}: the busiest expert has {load.max() / load.mean():.2f} times the mean, of at most"
-        f" {E / A:g}"
-    )
+    most = load.max() / load.mean()
+    print(f"skew {skew:g}: the busiest expert has {most:.2f} times the mean,", end=" ")
+    print(f"of at most {E / A:g}")
 
 # %% [markdown]
 # Two cures are in use. A **balance loss** E/a · Σ f P multiplies each expert's share of the tokens with its mean affinity: its value is 1
@@ -295,130 +354,65 @@ for skew in (0.0, 1.0, 2.0, 4.0):
 # weighing, and after each step it goes up for experts with less than the mean load, and down for the others.
 
 # %%
-balance = dataclasses.replace(HOW, aux_loss=1.0)
-for name, logits in {
-    "all equal": 1e-3 * np.eye(E)[np.arange(64) % E] + 1e-3 * np.eye(E)[(np.arange(64) + 1) % E],
-    "expert 0 and 1 only": 50.0 * (np.arange(64)[:, None] * 0 + (np.arange(E) < 2)),
-}.items():
-    loss = float(moe.route(balance, Solo(Plan()), jnp.asarray(logits[None], jnp.float32))[2]["loss"].mean())
+balance, token = dataclasses.replace(HOW, aux_loss=1.0), np.arange(64)
+even = 1e-3 * (np.eye(E)[token % E] + np.eye(E)[(token + 1) % E])
+two = 50.0 * (np.zeros((64, 1)) + (np.arange(E) < 2))
+cases = {"all equal": (even, 1), "expert 0 and 1 only": (two, E / A)}
+for name, (logits, expected) in cases.items():
+    aux = moe.route(balance, Solo(Plan()), jnp.asarray(logits[None], jnp.float32))[2]
+    loss = float(aux["loss"].mean())
     print(f"balance loss, {name}: {loss:.3f}")
-    assert abs(loss - (1 if name == "all equal" else E / A)) < 0.01
+    assert abs(loss - expected) < 0.01
 
 # %%
-biased, bias, seen = dataclasses.replace(HOW, bias_rate=0.02), np.zeros(E, np.float32), []
+biased, bias, seen = dataclasses.replace(HOW, bias_rate=0.02), np.zeros(E), []
 favour = moe.affinities(HOW, jnp.asarray(x @ router + 1.0 * (np.arange(E) == 0)))
 for _ in range(40):
-    load = np.bincount(np.asarray(moe.choose(biased, favour, jnp.asarray(bias))[1]).ravel(), minlength=E)
+    picked = moe.choose(biased, favour, jnp.asarray(bias, jnp.float32))[1]
+    load = np.bincount(np.asarray(picked).ravel(), minlength=E)
     seen.append(load.max() / load.mean())
     bias += biased.bias_rate * np.sign(load.mean() - load)
-print(
-    f"busiest over mean: {seen[0]:.2f} at first, {seen[-1]:.2f} after 40 steps of the rule; the bias is"
-    f" {np.round(bias, 2)}"
-)
+print(f"busiest over mean: {seen[0]:.2f} at first, {seen[-1]:.2f} after 40 steps")
+print(f"the bias is {np.round(bias, 2)}")
 assert seen[-1] < 1.3 < seen[0]
 
 # %% [markdown]
-# ## Compare: four verdicts on a Llama with experts
+# ## What routers report
 #
-# `tiny-moe` has 8 experts with `a` = 2 in each layer. The same step, on one device and with experts cut by `ep`, beside ZeRO-3.
+# It comes with the metrics of each step:
 
 # %%
-CONFIG = dataclasses.replace(preset("tiny-moe"), num_layers=2)
-ep = min(N, 4)
-PLAN = Plan(f"ep={ep} fsdp={N // ep}")
-BATCH, S = 2 * N, 32
-tokens = rng.integers(0, 256, (BATCH, S + 1)).astype(np.int32)
-places = np.broadcast_to(np.arange(S, dtype=np.int32), (BATCH, S))
-batch = {
-    "tokens": tokens[:, :-1],
-    "targets": tokens[:, 1:],
-    "positions": np.array(places),
-    "segments": np.ones((BATCH, S), np.int32),
-}
-
-
-def train(plan, steps=3):
-    """The step, its lowered and its compiled form, losses, and the last metrics."""
-    plan.check(CONFIG, BATCH, S)
-    step = Step(CONFIG, plan, make_mesh(plan.mesh), optax.adamw(1e-2))
-    lowered = step.lower(BATCH, S)
-    compiled, state, losses = lowered.compile(), step.init(0), []
-    for _ in range(steps):
-        state, metrics = compiled(state, jax.device_put(batch, step.batch_sharding))
-        losses.append(float(metrics["loss"]))
-    return step, state, lowered, compiled, losses, metrics
-
-
-*_, one_losses, one_metrics = train(Plan("dp=1"))
-step, state, lowered, compiled, losses, metrics = train(PLAN)
-assert np.allclose(losses, one_losses, rtol=1e-4)
-print("value: losses", [round(loss, 4) for loss in losses], "as on one device")
-
-experts = state.params["blocks"]["experts"]["gate"]
-shard = experts.addressable_shards[0].data.shape
-assert shard == (2, E // ep, CONFIG.width // (N // ep), CONFIG.ffn_width)
-print(
-    f"sharding: gate {tuple(experts.shape)} is stored as {PLAN.stored('experts l e d m')}: {shard} on each"
-    " device"
-)
-print(
-    f"          and its gradient waits for a sum over: {PLAN.life('experts l e d m').unreduced.sums or 'nobody'}"
-)
-
-census = census_hlo(partitioned_hlo(lowered), step.mesh)
-found = {key: (v["count"], v["bytes_sent"]) for key, v in census_table(census).items()}
-formula = {key: (v.count, v.bytes_sent) for key, v in traffic.step_traffic(CONFIG, PLAN, BATCH, S).items()}
-assert found == formula
-if N > 1:
-    assert found["ep", "all-to-all"][0] == 4 * CONFIG.num_layers
-    print(
-        f"communication: {found['ep', 'all-to-all'][0]} all-to-alls = 4 × {CONFIG.num_layers} layers; all"
-        " kinds and bytes as predicted"
-    )
-    print(arrow_text(c for c in census if c.kind == "all-to-all"))  # by arrow: there and back, twice
-assert sum(row["bytes_sent"] for row in arrow_rows(census)) == sum(sent for _, sent in formula.values())
-
-arguments = compiled_memory(compiled)["argument_bytes"]
-assert arguments == sum(memory.argument_bytes(CONFIG, PLAN, BATCH, S).values())
-print(f"memory: {arguments:,} B of arguments per device, as predicted")
-
-# %% [markdown]
-# A dense weight is summed over `ep` as over any axis of the batch, and ZeRO cuts its state by `ep` too; an expert is neither, since
-# no other rank of `ep` has it. What the routers did comes with the metrics of each step:
-
-# %%
-for name, value in moe.summary(CONFIG.experts, metrics, ep).items():
+for name, value in moe.summary(CONFIG.experts, run.metrics, ep).items():
     print(f"{name:<17} {value:.3f}")
-assert np.allclose(metrics["load"], one_metrics["load"], atol=2) and float(metrics["dropped"].sum()) == 0
-most_entropy = np.log(E)
-print(f"{'(at most':<17} {most_entropy:.3f} nats of entropy, where the router does not care)")
+assert np.allclose(run.metrics["load"], solo.metrics["load"], atol=2)
+assert float(run.metrics["dropped"].sum()) == 0
+print(
+    f"{'(at most':<17} {np.log(E):.3f} nats of entropy, where the router does not care)"
+)
 
 # %% [markdown]
 # ## What it costs on real links
 #
-# Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only `a` of E of the tokens. So all that
-# hid behind the work of a batch needs a batch E/a times as large: data parallelism (its gradients are those of all experts), and
-# the reading of weights from memory.
+# Per layer and direction, 2·a·tokens·d elements (EP−1)/EP: dispatch and combine. And an expert sees only `a` of E of the tokens. So two
+# things that hide behind the work of a batch now need a batch E/a times as large: the sums of data parallelism (over the gradients of all
+# experts), and the reading of weights from memory.
 
 # %%
 h100 = chip("h100")
-each = {name: preset(name) for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")}
-for name, config in each.items():
+for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
+    config = preset(name)
     how = config.experts
+    counts = dict(experts=how.num_experts, topk=how.top_k)
     sent = 2 * formulas.moe_elements(4096, config.width, how.top_k, 8)  # bfloat16
-    batch_needed = formulas.critical_batch(
-        h100.flops_per_s, h100.hbm_bytes_per_s, experts=how.num_experts, topk=how.top_k
-    )
-    print(
-        f"{name:<14} {config.num_params / 1e9:6.1f} B parameters, {config.active_params / 1e9:5.1f} B active;"
-        f" 4,096 tokens send {sent / 1e6:5.0f} MB per layer; E/a = {how.num_experts / how.top_k:g}:"
-        f" {batch_needed:,.0f} tokens to fill a product"
-    )
+    batch = formulas.critical_batch(h100.flops_per_s, h100.hbm_bytes_per_s, **counts)
+    print(f"{name:<14} {config.num_params / 1e9:6.1f} B parameters,", end=" ")
+    print(f"{config.active_params / 1e9:5.1f} B active;", end=" ")
+    print(f"4,096 tokens send {sent / 1e6:5.0f} MB per layer;")
+    share = how.num_experts / how.top_k
+    print(f"{'':<14} E/a = {share:g}: {batch:,.0f} tokens to fill a product")
 assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
-print(
-    "published: 128 experts, a = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU before data parallelism"
-    " hides (Scaling book)"
-)
+print("published: 128 experts, a = 4, H100 nodes on 400 GB/s: 79,200 tokens per GPU")
+print("before data parallelism hides (Scaling book)")
 
 # %% [markdown]
 # ### Exercise (expert): nodes that stay closed
@@ -429,30 +423,22 @@ print(
 
 # %%
 free, limited = ..., ...
-attempt("09.nodes", ... if free is ... else {"free": free, "limited": limited})
+attempt("09.nodes", {"free": free, "limited": limited})
 
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# The dispatch is an island: inside it, both readings write the same two all-to-alls. Around it, Auto is free.
+# The dispatch is an island: a part of the model that is written by hand, in `shard_map`, under every reading. Inside it, both readings write
+# the same two all-to-alls. Around it, Auto is free.
 
 # %%
-auto = dataclasses.replace(PLAN, reading="auto")
-*_, auto_lowered, auto_compiled, auto_losses, _ = train(auto)
-assert np.allclose(auto_losses, one_losses, rtol=1e-4)
-auto_found = census_table(census_hlo(partitioned_hlo(auto_lowered), step.mesh))
-exchanges = {key: row["count"] for key, row in auto_found.items() if key[1] == "all-to-all"}
+auto = trained(CONFIG, dataclasses.replace(PLAN, reading="auto"), TEXT, ADAM, 1)
+assert np.allclose(auto.losses, solo.losses[:1], rtol=1e-4)
+table = census_table(census_hlo(auto.text, auto.step.mesh))
+exchanges = {key: row["count"] for key, row in table.items() if key[1] == "all-to-all"}
 print("value: Auto equals one device; its all-to-alls:", exchanges or "none")
 
 # %% [markdown]
-# ## Five lines
-#
-# 1. A layer of experts moves tokens: two all-to-alls forward, two backward, up to `a` rows per token each.
-# 2. Static shapes need room for the worst case. Dropless sends padding; a capacity drops; ragged exchange does neither.
-# 3. Only full blocks are multiplied: a/E of the work of all experts. What would be kept for the worst case is computed again.
-# 4. Experts' gradients are summed over `dp` and `fsdp`, everything else over `ep` too.
-# 5. The slowest rank sets the pace: balance by a loss, or by a bias that follows the load.
-#
 # ## On your cluster
 #
 # ```
@@ -461,11 +447,3 @@ print("value: Auto equals one device; its all-to-alls:", exchanges or "none")
 # llmpar compile --target h100:8x8 --model qwen3-30b-a3b --mesh "fsdp=8 ep=8"        full slots alone, and products by a kernel
 # llmpar models qwen3-30b-a3b                                               total and active parameters
 # ```
-#
-# **One number to remember: E/a.** The parameters that you get for the work of one, and the batch that you need to feed them.
-
-# %%
-print(
-    f"tiny-moe: E/a = {E / A:g}; {preset('tiny-moe').num_params:,} parameters,"
-    f" {preset('tiny-moe').active_params:,} active"
-)

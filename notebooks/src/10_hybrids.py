@@ -34,14 +34,14 @@
 #
 # Letters: `b` rows, `s` positions, `d` width, `m` hidden width, `l` layers, `v` vocabulary.
 #
-# *In a hurry? Read up to "The order of the axes"; tolerances and the expert exercise can wait.*
+# The core path ends at *Further*.
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices(16)  # four axes of two
 
-# %%
+# %% tags=["plumbing"]
 import dataclasses
 import math
 
@@ -52,21 +52,15 @@ import optax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt
-from llmpar.exercises.lesson import counting_text, train_steps
-from llmpar.inspect.census import compiled_memory, read_program
+from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises.lesson import argument_bytes, counting_text, five_runs, trained
+from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.report import compare
-from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
-from llmpar.predict import memory
 from llmpar.predict.tolerance import tolerance
-from llmpar.step import Step
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
-LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
-ROWS, SEQ, STEPS = 16, 32, 3
-TEXT = counting_text(ROWS, SEQ)
 
 # %% [markdown]
 # ## Predict
@@ -84,27 +78,21 @@ attempt("10.share", share_held)
 # One model, one batch, the same weights. Only the mesh grows. With fewer devices the list is shorter.
 
 # %%
+LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
+ROWS, SEQ, STEPS = 16, 32, 2
+TEXT, ADAM = counting_text(ROWS, SEQ), optax.adamw(3e-3)
 MESHES = ["dp=1", "dp=2", "dp=2 fsdp=2", "dp=2 fsdp=2 tp=2", "pp=2 dp=2 fsdp=2 tp=2"]
-PLANS = [
-    Plan(text, microbatches=4 if "pp" in text else 1)
-    for number, text in enumerate(MESHES)
-    if 2**number <= len(devices)
-]
+MESHES = [text for number, text in enumerate(MESHES) if 2**number <= len(devices)]
+PLANS = [Plan(text, microbatches=4 if "pp" in text else 1) for text in MESHES]
 
-
-def build(plan):
-    mesh = make_mesh(plan.mesh)
-    step = Step(LLAMA, plan, mesh, optax.adamw(3e-3))
-    compiled, partitioned = read_program(step.lower(ROWS, SEQ))
-    # What was predicted beside what is compiled.
-    sent = compare(LLAMA, plan, ROWS, SEQ, partitioned, mesh)
-    _, losses = train_steps(step, compiled, TEXT, STEPS)
-    return sent, compiled_memory(compiled), losses
-
-
-built = {str(plan.mesh) or "dp=1": build(plan) for plan in PLANS}
-solo_losses = next(iter(built.values()))[2]
+runs = {
+    text: trained(LLAMA, plan, TEXT, ADAM, STEPS)
+    for text, plan in zip(MESHES, PLANS, strict=True)
+}
+solo_losses = runs["dp=1"].losses
 print("losses on one device:", " ".join(f"{x:.5f}" for x in solo_losses))
+gate = runs[MESHES[-1]].state.params["blocks"]["ffn"]["gate"]
+met("10.share", gate.addressable_shards[0].data.size / gate.size, "held")
 
 # %% [markdown]
 # ## Compare: what each axis adds
@@ -123,15 +111,18 @@ def lines(document):
     return found
 
 
-before = {}
-for text, (document, _, _) in built.items():
-    now = lines(document)
+before, documents = {}, {}
+for text, run in runs.items():
+    step = run.step
+    # What was predicted beside what is compiled.
+    document = compare(LLAMA, step.plan, ROWS, SEQ, run.text, step.mesh)
+    documents[text], now = document, lines(document)
     assert all(row["as_predicted"] for row in document["arrows"])
     for row in document["collectives"]:
         assert row["predicted_bytes"] == row["compiled_bytes"]
     new = {key: sent for key, sent in now.items() if key not in before}
     print(f"{text}: {sum(now.values()):,} B, {len(new)} new arrows, {len(now)} in all")
-    for (axes, kind, arrow), sent in sorted(new.items(), key=lambda item: -item[1])[:4]:
+    for (axes, kind, arrow), sent in sorted(new.items(), key=lambda x: -x[1])[:4]:
         print(f"    {axes:<8} {kind:<18} {sent:>8,} B   {arrow}")
     before = now
 
@@ -150,12 +141,11 @@ for text, (document, _, _) in built.items():
 # %%
 AXES = ("dp", "fsdp", "tp", "pp", "mixed")
 print(f"{'':<24}" + "".join(f"{axis:>12}" for axis in AXES))
-for text, (document, _, _) in built.items():
+for text, document in documents.items():
     total = dict.fromkeys(AXES, 0)
     for row in document["collectives"]:
         total[row["axis"] if row["axis"] in total else "mixed"] += row["compiled_bytes"]
     print(f"{text:<24}" + "".join(f"{sent:>12,}" for sent in total.values()))
-document = list(built.values())[-1][0]
 scene.show(draw.collectives(document["collectives"]))
 
 # %% [markdown]
@@ -165,26 +155,27 @@ scene.show(draw.collectives(document["collectives"]))
 
 # %%
 bars = []
-for plan, (text, (_, held, _)) in zip(PLANS, built.items(), strict=True):
-    given = memory.argument_bytes(LLAMA, plan, ROWS, SEQ)
-    assert sum(given.values()) == held["argument_bytes"]
-    bars.append((text, {"weights": given["params"], "optimizer": given["optimizer"]}))
-    print(f"{text:<24} state {given['params'] + given['optimizer']:>9,} B, as compiled")
+for text, run in runs.items():
+    given = argument_bytes(run)
+    held = compiled_memory(run.compiled)["argument_bytes"]
+    assert sum(given.values()) == held
+    bars.append((text, {part: given[part] for part in ("params", "optimizer")}))
+    print(f"{text:<24} state {sum(bars[-1][1].values()):>9,} B, as compiled")
 scene.show(draw.memory_bars(bars, title="State per device, predicted = compiled"))
 
 # %% [markdown]
 # `dp` saves nothing here: it is bought for speed. `fsdp` and `tp` halve. `pp` halves the blocks, but not embedding and
 # head, which in this package every stage holds; with 2 layers these are a large part.
 #
-# **Value.** The losses of three steps, and the distance from one device that rounding explains (see "Tolerances").
+# **Value.** The losses of two steps, and the distance from one device that rounding explains (see "Tolerances").
 
 # %%
 fresh = {"logits": 0.5, "loss": math.log(LLAMA.vocab_size)}
-for plan, (text, (_, _, losses)) in zip(PLANS, built.items(), strict=True):
+for plan, (text, run) in zip(PLANS, runs.items(), strict=True):
     bound = tolerance(LLAMA, plan, ROWS, SEQ, **fresh).bound("loss")
-    off = abs(losses[0] / solo_losses[0] - 1)
-    assert off <= bound and np.allclose(losses, solo_losses, rtol=1e-4), text
-    shown = " ".join(f"{x:.5f}" for x in losses)
+    off = abs(run.losses[0] / solo_losses[0] - 1)
+    assert off <= bound and np.allclose(run.losses, solo_losses, rtol=1e-4), text
+    shown = " ".join(f"{x:.5f}" for x in run.losses)
     print(f"{text:<24} {shown}   off {off:.0e} of {bound:.0e}")
 
 # %% [markdown]
@@ -211,6 +202,21 @@ links = {"pp": ..., "dp": ..., "tp": ...}
 attempt("10.links", links)
 
 # %% [markdown]
+# ## Five lines
+#
+# 1. Each axis adds its own arrows, and shrinks the messages of the others.
+# 2. `dp` buys speed. `fsdp`, `tp` and `pp` buy memory, and pay with weights, activations and waiting.
+# 3. A pipeline multiplies ZeRO-3's gathers by its microbatches.
+# 4. The axis whose messages nothing can hide belongs on the fastest links: `tp` last.
+# 5. A difference below the derived bound is rounding. Above it there is a bug: look for a missing or doubled sum.
+#
+# **One number to remember: √k.** A sum of k terms in another order differs by √k roundings, and not by k.
+
+# %% [markdown]
+# ## Further
+#
+# Which difference is a bug, five runs to diagnose, and the cheapest mesh that fits.
+#
 # ## Tolerances: which difference is a bug?
 #
 # `(a + b) + c` is not `a + (b + c)` in floats. A mesh adds the same terms in another order. A sum of *k* rounded terms is
@@ -238,8 +244,6 @@ for dtype in ("float32", "bfloat16"):
 # `"not summed"` (gradients stay local), `"summed twice"`, `"norm of one shard"` (only half of the squares), or `"rounding"`.
 
 # %%
-from llmpar.exercises.lesson import five_runs
-
 print("run      loss     norm  gradient   (relative differences from one device)")
 for name, (loss, norm, gradient) in five_runs().items():
     print(f"{name}  {loss:9.1e} {norm:8.1e} {gradient:9.1e}")
@@ -268,18 +272,8 @@ attempt("10.cheapest", cheapest)
 # `sp` cuts the positions and adds keys that travel (lesson 06); `ep` cuts experts and adds two all-to-alls each way
 # (lesson 09). They join in the same way: try `llmpar inspect --mesh "fsdp=2 sp=2 tp=2"` and read the new arrows.
 #
-# ## Summary
-#
-# 1. Each axis adds its own arrows, and shrinks the messages of the others.
-# 2. `dp` buys speed. `fsdp`, `tp` and `pp` buy memory, and pay with weights, activations and waiting.
-# 3. A pipeline multiplies ZeRO-3's gathers by its microbatches.
-# 4. The axis whose messages nothing can hide belongs on the fastest links: `tp` last.
-# 5. A difference below the derived bound is rounding. Above it there is a bug: look for a missing or doubled sum.
-#
 # ## On your cluster
 #
 #     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --tolerance
 #     llmpar inspect --mesh "pp=2 fsdp=2 tp=2" --microbatches 4
 #     llmpar plan --model llama3-8b --chip h100 --devices 64
-#
-# **One number to remember: √k.** A sum of k terms in another order differs by √k roundings, and not by k.

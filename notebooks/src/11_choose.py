@@ -19,42 +19,33 @@
 #
 # **Question.** Which mesh for my model and my machine, and how do I defend it before people who pay for it?
 #
-# Letters: `Ψ` parameters, `C` FLOP/s of a device, `β` bytes/s of its links. Axes, slow links first: pp pipeline stages, dp
-# replicas, fsdp replicas with cut state, ep experts, sp sequence, tp tensor parallelism.
+# Letters: `Ψ` parameters, `C` FLOP/s of a device, `β` bytes/s of its links. Axes, slow links first: `pp` pipeline stages, `dp`
+# replicas, `fsdp` replicas with cut state, `ep` experts, `sp` sequence, `tp` tensor parallelism.
 #
-# Core path: everything but *Serving* and *Hold it against measurements*. 30 minutes.
+# A **census** counts what a compiled program sends; all words: [README](../README.md#words). The core path ends at *Further*.
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %%
+# %% tags=["plumbing"]
 import dataclasses
 import json
 import tempfile
 from pathlib import Path
 
 import jax
-import numpy as np
 import optax
 
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt
-from llmpar.exercises.lesson import as_table, counting_text, train_steps
-from llmpar.inspect.census import (
-    census_hlo,
-    census_table,
-    compiled_memory,
-    partitioned_hlo,
-)
-from llmpar.mesh import make_mesh
+from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises.lesson import counting_text, trained, verdicts
 from llmpar.plan import Plan
-from llmpar.predict import formulas, measured, memory, planner, serving, traffic
+from llmpar.predict import formulas, measured, memory, planner, serving
 from llmpar.predict.hardware import chip
-from llmpar.step import Step
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -70,6 +61,13 @@ h100 = chip("h100")
 replicas, sharded = ..., ...
 attempt("11.replicas", {"dp=16": replicas, "fsdp=16": sharded})
 
+# %%
+state = {}
+for mesh in ("dp=16", "fsdp=16"):
+    given = memory.argument_bytes(preset("llama3-8b"), Plan(mesh), 64, 8192)
+    state[mesh] = (given["params"] + given["optimizer"]) / 2**30
+met("11.replicas", state, "predicted")
+
 # %% [markdown]
 # ## Plan
 #
@@ -77,19 +75,23 @@ attempt("11.replicas", {"dp=16": replicas, "fsdp=16": sharded})
 # win. It needs no device and no JAX.
 
 # %%
-question = planner.Question(preset("llama3-8b"), h100, num_devices=16, batch_size=64, seq_len=8192)
+LLAMA, ROWS, SEQ = preset("llama3-8b"), 64, 8192
+question = planner.Question(LLAMA, h100, 16, batch_size=ROWS, seq_len=SEQ)
 answer = planner.decide(question, keep=6)
-print(f"{answer.num_priced:,} candidates priced; room {question.room_bytes / 2**30:.1f} GiB")
+room = question.room_bytes / 2**30
+print(f"{answer.num_priced:,} candidates priced; room {room:.1f} GiB")
 for one in answer.plans:
     gib = one.total_bytes / 2**30
-    print(f"{one.plan.mesh!s:<18} {one.time.step_s:.3f} s  {gib:5.1f} GiB  {one.plan.remat}")
+    print(f"{one.plan.mesh!s:<18} {one.time.step_s:.3f} s", end=" ")
+    print(f"{gib:5.1f} GiB  {one.plan.remat}")
 assert all(one.total_bytes <= question.room_bytes for one in answer.plans)
 
 # %% [markdown]
 # A step's time is a sum of named terms. What overlaps with computing is left out; what is exposed is a term.
 
 # %%
-SHOWN = ("products", "attention", "recomputation", "elementwise", "tensor-parallel links")
+SHOWN = ("products", "attention", "recomputation", "elementwise")
+SHOWN += ("tensor-parallel links",)
 
 
 def folded(terms):
@@ -126,13 +128,16 @@ except ValueError as refusal:
 # Three rules get you far, and each is one inequality.
 
 # %%
-state = 12 * question.config.num_params / 2**30
-room = question.room_bytes / 2**30
-print(f"1. replicas: {state:.0f} GiB of state {'<' if state < room else '>'} {room:.0f}")
-tokens = 64 * 8192 // 16
-hides = formulas.dp_min_tokens(h100.flops_per_s, h100.link_bytes_per_s)
+state = 12 * LLAMA.num_params / 2**30
+print(
+    f"1. replicas: {state:.0f} GiB of state",
+    "<" if state < room else ">",
+    f"{room:.0f}",
+)
+peak, links = h100.flops_per_s, h100.link_bytes_per_s
+tokens, hides = ROWS * SEQ // 16, formulas.dp_min_tokens(peak, links)
 print(f"2. fsdp in a node hides: {tokens:,} tokens per GPU > C/β = {hides:,.0f}")
-most = formulas.tp_max_degree(question.config.ffn_width, h100.flops_per_s, h100.link_bytes_per_s)
+most = formulas.tp_max_degree(LLAMA.ffn_width, peak, links)
 print(f"3. tp hides up to {most:.0f} devices")
 best = answer.plans[0].plan
 assert state > room and best.mesh.fsdp > 1 and tokens > hides
@@ -158,39 +163,16 @@ attempt("11.schemes", schemes | {"layers wider than a node's memory": wide_layer
 # %%
 config = dataclasses.replace(preset("tiny"), num_layers=2)
 N = max(n for n in (1, 2, 4, 8) if n <= len(devices))
-BATCH, S = 2 * N, 64
-
-
-def compiled_step(plan):
-    """The step under a plan, lowered and compiled."""
-    step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-2))
-    lowered = step.lower(BATCH, S)
-    return step, lowered, lowered.compile()
-
+text, adam = counting_text(2 * N, 64), optax.adamw(1e-2)
 
 tp = 2 if N > 1 else 1
 chosen = Plan(f"fsdp={N // tp} tp={tp}", tp_sequence=tp > 1)
-step, lowered, compiled = compiled_step(chosen)
-alone, _, reference = compiled_step(Plan("dp=1"))
-
-# %%
-text = counting_text(BATCH, S)
-state, losses = train_steps(step, compiled, text, 2)
-expected = train_steps(alone, reference, text, 2)[1]
-assert np.allclose(losses, expected, rtol=1e-4)
-print("value: losses equal those of one device")
-gate = state.params["blocks"]["ffn"]["gate"]
-print(f"sharding: gate is stored as {chosen.stored('ffn l d m')}:", end=" ")
+run = trained(config, chosen, text, adam, 2)
+alone = trained(config, Plan("dp=1"), text, adam, 2)
+verdicts({"the plan": run}, alone)
+gate = run.state.params["blocks"]["ffn"]["gate"]
+print(f"gate is stored as {chosen.stored('ffn l d m')}:", end=" ")
 print(f"{gate.addressable_shards[0].data.shape} of {gate.shape}")
-census = census_table(census_hlo(partitioned_hlo(lowered), step.mesh))
-predicted = as_table(traffic.step_traffic(config, chosen, BATCH, S))
-assert {k: (v["count"], v["bytes_sent"]) for k, v in census.items()} == {
-    k: (v["count"], v["bytes_sent"]) for k, v in predicted.items()
-}
-print(f"communication: {len(census)} kinds of collectives, all bytes as predicted")
-held = compiled_memory(compiled)["argument_bytes"]
-assert held == sum(memory.argument_bytes(config, chosen, BATCH, S).values())
-print(f"memory: {held:,} B of arguments per device, as predicted")
 
 # %% [markdown]
 # For the real question these two lines compile it for the cluster, and train it there:
@@ -200,6 +182,39 @@ for name in ("compile", "train"):
     print(found["plans"][0][name], end="\n\n")
 
 # %% [markdown]
+# ## Defend
+#
+# What if the machine were another? The planner answers, so that nobody buys links where products are slow.
+
+# %%
+for row in found["sensitivity"]:
+    print(f"{row['what']:<26} x {row['ratio']:.2f}")
+budget = planner.budget(question, answer.plans[0], tokens=1e12, price=2.0)
+print(f"1T tokens: {budget['days']:.0f} days,", end=" ")
+print(f"cost {budget['cost']:,.0f} at 2 a GPU hour")
+
+# %% [markdown]
+# Three sentences defend a plan: what it is and what it costs; the nearest loser and its term; what was compiled or measured.
+#
+# ## Five lines
+#
+# 1. Legal, fits, fast: in this order.
+# 2. Cut as little as memory demands; keep talkative axes inside a node.
+# 3. A loser that names its term is an argument; a rank without reasons is not.
+# 4. Bytes and arguments are exact; temporaries and seconds are estimates: compile, then measure.
+# 5. Serving is limited by reading memory; its best mesh is not that of training.
+#
+# **One thing to remember: the loser's term.** It says what to buy, or what to change.
+
+# %%
+worst = found["plans"][-1]
+print(f"{worst['mesh']}: {worst['why']}")
+
+# %% [markdown]
+# ## Further
+#
+# Are the seconds right? Where the data sheet misleads, and another question: serving.
+#
 # ## Hold it against measurements
 #
 # Times are a model's, and a model can be wrong. This one has twelve constants for each chip, fitted on published runs. Put
@@ -225,7 +240,8 @@ with tempfile.TemporaryDirectory() as folder:
     compared = measured.against(file)
 for row in compared["rows"]:
     s, seen = row["predicted"]["step_s"], row["measured"]["step_s"]
-    print(f"{row['mesh']:<12} predicted {s:.2f} s, measured {seen:.2f} s: {s / seen - 1:+.0%}")
+    print(f"{row['mesh']:<12} predicted {s:.2f} s, measured {seen:.2f} s:", end=" ")
+    print(f"{s / seen - 1:+.0%}")
 assert compared["groups"][0]["spearman"] > 0.9
 
 # %% [markdown]
@@ -260,33 +276,14 @@ demand = serving.Demand(preset("llama3-8b"), h100, 8, prompt=1024, output=256)
 served = serving.document(serving.answer(demand, keep=3))
 print(f"critical batch {served['critical_batch']['reached']:.0f} sequences")
 for row in served["curve"][::2]:
-    print(f"{row['batch']:>5} at once: {row['decode_s'] * 1e3:5.1f} ms a token,", end=" ")
+    ms = row["decode_s"] * 1e3
+    print(f"{row['batch']:>5} at once: {ms:5.1f} ms a token,", end=" ")
     print(f"{row['tokens_per_s']:>8,.0f} tokens/s on 8 GPUs")
 pair = served["apart"]
-print(f"apart: {pair['balanced_ratio']:.1f} prompt instances for each that makes tokens")
+ratio = pair["balanced_ratio"]
+print(f"apart: {ratio:.1f} prompt instances for each that makes tokens")
 
 # %% [markdown]
-# ## Defend
-#
-# What if the machine were another? The planner answers, so that nobody buys links where products are slow.
-
-# %%
-for row in found["sensitivity"]:
-    print(f"{row['what']:<26} x {row['ratio']:.2f}")
-budget = planner.budget(question, answer.plans[0], tokens=1e12, price=2.0)
-print(f"1T tokens: {budget['days']:.0f} days, cost {budget['cost']:,.0f} at 2 a GPU hour")
-
-# %% [markdown]
-# Three sentences defend a plan: what it is and what it costs; the nearest loser and its term; what was compiled or measured.
-#
-# ## Five lines
-#
-# 1. Legal, fits, fast: in this order.
-# 2. Cut as little as memory demands; keep talkative axes inside a node.
-# 3. A loser that names its term is an argument; a rank without reasons is not.
-# 4. Bytes and arguments are exact; temporaries and seconds are estimates: compile, then measure.
-# 5. Serving is limited by reading memory; its best mesh is not that of training.
-#
 # ## Where XLA's partitioner differs
 #
 # The planner prices what this package sends. Under `--reading auto` the partitioner decides; `llmpar inspect` shows both.
@@ -299,9 +296,3 @@ print(f"1T tokens: {budget['days']:.0f} days, cost {budget['cost']:,.0f} at 2 a 
 # llmpar calibrate --out ours.toml                                               your machine's constants
 # llmpar plan --against runs.json --chip ours.toml                               are they right?
 # ```
-#
-# **One thing to remember: the loser's term.** It says what to buy, or what to change.
-
-# %%
-worst = found["plans"][-1]
-print(f"{worst['mesh']}: {worst['why']}")

@@ -32,14 +32,15 @@
 #
 # Letters: `b` rows, `s` positions, `d` width, `m` hidden width.
 #
-# *In a hurry? Read up to "One mistake, three fates"; the rest is a Llama under the same four readings.*
+# The mesh has the axes `dp` (data parallelism, cuts the batch) and `tp` (tensor parallelism, cuts products). `shard_map` runs a function on
+# every device with its own block. The core path ends at *Further*.
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %%
+# %% tags=["plumbing"]
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,16 +52,14 @@ from jax.sharding import reshard
 from llmpar import draw, explain, from_type
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt
-from llmpar.exercises.lesson import counting_text, train_steps
-from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
+from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises.lesson import as_predicted, counting_text, trained
+from llmpar.inspect.census import census_hlo, census_table, read_program
 from llmpar.inspect.types import types
 from llmpar.mesh import explicit, make_mesh, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
-from llmpar.predict import traffic
 from llmpar.predict.tolerance import tolerance
-from llmpar.step import Step
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -133,14 +132,15 @@ def with_types(x, up, down):
 typed, seen = explicit(mesh), {}
 
 
+# %% tags=["plumbing"]
 def run(f, on=mesh, layouts=LAYOUTS, **how):
     """The value, and what the program sends: kinds, counts and bytes."""
     places = [sharding(on, parse_layout(text)) for text in layouts]
     args = [jax.device_put(a, p) for a, p in zip((x, up, down), places, strict=True)]
     with jax.set_mesh(on):
-        lowered = jax.jit(f, **how).lower(*args)
-        value = np.asarray(lowered.compile()(*args))
-    return value, census_table(census_hlo(partitioned_hlo(lowered), on))
+        compiled, text = read_program(jax.jit(f, **how).lower(*args))
+        value = np.asarray(compiled(*args))
+    return value, census_table(census_hlo(text, on))
 
 
 OUT = {"out_shardings": sharding(mesh, parse_layout("b/dp s d"))}
@@ -153,6 +153,7 @@ def told(sent):
     return "; ".join(lines) or "nothing"
 
 
+# %%
 results = {
     "manual": run(manual(by_hand)),
     "auto": run(feed_forward, **OUT),
@@ -179,6 +180,7 @@ for name, (value, sent) in results.items():
 # %%
 for name, (kind, layout) in seen.items():
     print(f"{name}   {kind:<30} {layout}")
+met("12.unfinished", seen["y"][1], "typed")
 assert seen["y"][1] == "b/dp s d +tp" and seen["z"][1] == "b/dp s d"
 scene.show(draw.arrow("b/dp s d +tp -> b/dp s d", (4, 8, 16), mesh.shape, itemsize=4))
 
@@ -250,6 +252,21 @@ if TP > 1:
 # Here Auto is the one that hides something. The value is right, no test of values fails, and the step sends more than it
 # needs. You find out from a profile, or from a census.
 #
+# ## Five lines
+#
+# 1. A reading is who carries the arrows out: nobody, you, the partitioner, or you in types.
+# 2. `unreduced` is an open sum `+a`; `reshard` is an arrow; `from_type` reads a layout from any array.
+# 3. Auto never gives a wrong value for a wrong layout. It sends more, without a word.
+# 4. Manual with its check off gives wrong values without a word. Leave the check on.
+# 5. Explicit refuses what is ambiguous, at the line; `explain` names the missing arrow.
+#
+# **One thing to remember: a shape does not say whether a sum is finished. A layout does, and so does an explicit type.**
+
+# %% [markdown]
+# ## Further
+#
+# Two exercises in types, a Llama under the four readings, and when to take which.
+#
 # ### Exercise (stretch): write the arrow
 #
 # The next layer wants its positions cut: `b/dp s/tp d`. Write `y = h @ down` in explicit JAX so that it ends there, with as
@@ -299,34 +316,25 @@ MESH = SIZES[max(n for n in SIZES if n <= len(devices))]
 TEXT = counting_text(ROWS, SEQ)
 
 
-def train(plan):
-    step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(3e-3))
-    lowered = step.lower(ROWS, SEQ)
-    _, losses = train_steps(step, lowered.compile(), TEXT, 1)
-    return losses[0], census_table(census_hlo(partitioned_hlo(lowered), step.mesh))
-
-
-solo, _ = train(Plan("dp=1"))
+adam = optax.adamw(3e-3)
+solo = trained(LLAMA, Plan("dp=1"), TEXT, adam, 1).losses[0]
 plans = {name: Plan(MESH, reading=name) for name in ("manual", "auto", "explicit")}
-trained = {name: train(plan) for name, plan in plans.items()}
+runs = {name: trained(LLAMA, plan, TEXT, adam, 1) for name, plan in plans.items()}
 
 # %%
 fresh = {"logits": 0.5, "loss": float(np.log(LLAMA.vocab_size))}
 bound = tolerance(LLAMA, plans["manual"], ROWS, SEQ, **fresh).bound("loss")
-for name, (loss, sent) in trained.items():
+for name, one in runs.items():
+    loss, sent = one.losses[0], census_table(census_hlo(one.text, one.step.mesh))
     assert abs(loss / solo - 1) <= bound, name
     total = sum(row["bytes_sent"] for row in sent.values())
     kinds = dict.fromkeys(sorted(kind for _, kind in sent), 0)
     for (_, kind), row in sent.items():
         kinds[kind] += row["count"]
     print(f"{name:<9} loss {loss:.5f}, sends {total:>9,} B: {kinds}")
-predicted = traffic.step_traffic(LLAMA, plans["manual"], ROWS, SEQ)
-found = trained["manual"][1]
-assert {key: row["bytes_sent"] for key, row in found.items()} == {
-    key: row.bytes_sent for key, row in predicted.items()
-}
+predicted = sum(c.bytes_sent for c in as_predicted(runs["manual"]))
 print(f"losses agree within {bound:.0e}")
-print(f"Manual sends the predicted {predicted.total_bytes:,} B")
+print(f"Manual sends the predicted {predicted:,} B")
 
 # %% [markdown]
 # What Manual sends was predicted by a formula, to the byte. What Auto sends nobody wrote down: on simulated devices its
@@ -353,18 +361,8 @@ print(f"{len(rows)} values of a step: every type says what the plan's layout say
 # * **Explicit** where the text should stay whole, and a forgotten sum should be an error of types. Orders of messages (a
 #   pipeline's schedule) are beyond it: a type knows no time. Islands of `shard_map` go inside.
 #
-# ## Summary
-#
-# 1. A reading is who carries the arrows out: nobody, you, the partitioner, or you in types.
-# 2. `unreduced` is an open sum `+a`; `reshard` is an arrow; `from_type` reads a layout from any array.
-# 3. Auto never gives a wrong value for a wrong layout. It sends more, without a word.
-# 4. Manual with its check off gives wrong values without a word. Leave the check on.
-# 5. Explicit refuses what is ambiguous, at the line; `explain` names the missing arrow.
-#
 # ## On your cluster
 #
 #     llmpar inspect --mesh "fsdp=-1" --reading auto
 #     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --reading explicit --types
 #     llmpar inspect --mesh "dp=2 fsdp=2 tp=2" --tolerance
-#
-# **One thing to remember: a shape does not say whether a sum is finished. A layout does, and so does an explicit type.**

@@ -140,7 +140,7 @@ show(whole)
 # Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that needs no Python. **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups
 # cross nodes.
 #
-# **Misunderstanding:** that the time shown is a measurement. It lies between perfect overlap and none, at peak rates; bytes
-# and layouts are exact.
+# **Misunderstanding:** that the time shown is a measurement. It is the planner's, by constants fitted to published
+# runs; bytes and layouts are exact.
 #
 # **Source:** `llmpar.predict.traffic`, `llmpar.predict.formulas`; slices are tested equal to JAX's `devices_indices_map`.

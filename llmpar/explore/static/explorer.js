@@ -300,7 +300,7 @@ function barSvg(title, parts, colors, text, limit = 0, whole = 0) {
   let x = 0;
   const out = [];
   parts.forEach(([name, value], i) => {
-    const w = (wide * value) / high, color = colors[name] || free.shift() || "s2";
+    const w = (wide * value) / high, color = colors[name] || free.shift() || "cell";
     out.push(`<rect x="${x.toFixed(2)}" y="24" width="${w.toFixed(2)}" height="24" fill="var(--${color})" stroke="var(--ink)" stroke-width="0.75"><title>${esc(name)} ${text(value)}</title></rect>`,
       `<rect x="${(i % 2) * 280}" y="${62 + 18 * Math.floor(i / 2)}" width="12" height="12" fill="var(--${color})" stroke="var(--ink)" stroke-width="0.75"/>`,
       `<text x="${(i % 2) * 280 + 18}" y="${72 + 18 * Math.floor(i / 2)}" font-size="12" fill="var(--ink)">${esc(name)} ${text(value)}</text>`);
@@ -607,24 +607,23 @@ function renderMesh(context) {
       `<td class="n">${timeText(r.step_s)}</td><td class="n">${(100 * r.mfu).toFixed(1)} %</td><td class="n">${sizeText(r.memory_bytes.total)}</td><td>${esc([r.why, r.change].filter(Boolean).join("; "))}</td></tr>`);
     const lines = now ? [now.train, now.compile].filter(Boolean).join("\n") : "";
     fill("planned", `<${sub} class="sub">${esc(title)}</${sub}><table><thead><tr><th scope="col">mesh</th><th scope="col" class="n">a step</th><th scope="col" class="n">MFU</th><th scope="col" class="n">memory</th><th scope="col">why</th></tr></thead><tbody>${body.join("")}</tbody></table>` +
-      (now ? `<pre>${esc(lines)}</pre>` : `<p class="soft">What is shown below is none of these plans: bounds at peak rates stand in place of the planner's seconds.</p>`));
+      (now ? `<pre>${esc(lines)}</pre>` : `<p class="soft">What is shown below is none of these plans.</p>`));
   }
 
   function memory(answer, held) {
-    const plan = doc.planned && answer && doc.planned.rows[answer.planned];
+    const plan = doc.planned && answer && doc.planned.rows[answer.planned], time = answer && answer.time;
+    const seconds = !time ? "" : `<div style="height:12px"></div>` + (time.simulated ? `<p class="soft">Time is not predicted: simulated devices share one processor and have no links.</p>`
+      : barSvg("Time per step, by the planner", Object.entries(time.terms).filter(([, v]) => v > time.step_s / 500).sort((a, b) => b[1] - a[1]), doc.parts, timeText) +
+        `<p class="soft">${timeText(time.step_s)} a step, ${(100 * time.mfu).toFixed(1)} % MFU, by the constants of published runs; what overlaps is hidden. ${esc(answer.links)}</p>`);
     if (plan) {
-      const { total, ...parts } = plan.memory_bytes, terms = Object.entries(plan.terms).sort((a, b) => b[1] - a[1]);
-      return fill("memory", barSvg("Memory per device, by the planner", Object.entries(parts), doc.parts, sizeText, doc.planned.room) +
-        `<div style="height:12px"></div>` + barSvg("Time per step, by the planner", terms, doc.parts, timeText) + `<p class="soft">${esc(doc.planned.note)}</p>`);
+      const { total, ...parts } = plan.memory_bytes;
+      return fill("memory", barSvg("Memory per device, by the planner", Object.entries(parts), doc.parts, sizeText, doc.planned.room) + seconds + `<p class="soft">${esc(doc.planned.note)}</p>`);
     }
     const sum = (kind) => held.filter((x) => x.row.kind === kind).reduce((total, x) => total + x.bytes, 0);
     const known = answer && answer.memory.length, title = known ? "Memory per device" : fixed ? "These arrays, per device" : "Weights, moments and batch only, per device";
     const parts = known ? answer.memory : fixed ? [...new Set(held.map((x) => x.row.kind))].map((k) => [doc.kinds[k] || k, sum(k)]) : [["weights", sum("weight")], ["optimizer", sum("moments")], ["batch", sum("batch")]];
     if (!known && (!held.length || held.some((x) => !x.cut && !x.row.shards))) return fill("memory", "");
-    const time = answer && answer.time, busy = time && [["computing", time.computing], ["pipeline bubble", time["pipeline bubble"]], ["communicating", time.communicating]].filter(([, v]) => v);
-    fill("memory", barSvg(title, parts, doc.parts, sizeText, known && answer.capacity, known && answer.whole) +
-      (time ? `<div style="height:12px"></div>` + (time.simulated ? `<p class="soft">Time is not predicted: simulated devices share one processor and have no links.</p>`
-        : barSvg("Time per step, nothing hidden", busy, doc.parts, timeText) + `<p class="soft">${esc(timeText(Math.max(time.computing + time["pipeline bubble"], time.communicating)))} if all communication hides behind computing (peak rates).<br>${esc(answer.links)}</p>`) : ""));
+    fill("memory", barSvg(title, parts, doc.parts, sizeText, known && answer.capacity, known && answer.whole) + seconds);
   }
 
   function trafficTable(answer, traffic, row) {
@@ -674,9 +673,8 @@ function renderMesh(context) {
   function compare(answer) {
     if (!kept) return fill("compare", "");
     const total = (a) => a.memory.reduce((sum, [, v]) => sum + v, 0), sent = (a) => a.traffic.reduce((sum, t) => sum + t.bytes, 0);
-    const span = (t) => (t.simulated ? "—" : [...new Set([Math.max(t.computing + t["pipeline bubble"], t.communicating), t.computing + t["pipeline bubble"] + t.communicating].map(timeText))].join(" to "));
     const cells = (f) => [kept.answer, answer].map((a) => (!a ? "…" : a.refusal ? "refused" : f(a)));
-    const rows = [["memory per device", cells((a) => sizeText(total(a)))], ["usable", cells((a) => sizeText(a.capacity))], ["sent per device and step", cells((a) => sizeText(sent(a)))], ["time per step", cells((a) => span(a.time))]];
+    const rows = [["memory per device", cells((a) => sizeText(total(a)))], ["usable", cells((a) => sizeText(a.capacity))], ["sent per device and step", cells((a) => sizeText(sent(a)))], ["time per step", cells((a) => (a.time.simulated ? "—" : timeText(a.time.step_s)))]];
     const changed = Object.keys(kept.state).filter((k) => !doc.view.includes(k) && kept.state[k] !== widget.state[k]).map((k) => [k, [kept.state[k], widget.state[k]]]);
     fill("compare", `<${sub} class="sub">A beside B</${sub}><table><thead><tr><td></td><th scope="col">A (kept)</th><th scope="col">B (now)</th></tr></thead><tbody>` +
       [...changed, ...rows].map(([name, [a, b]]) => `<tr><th scope="row">${esc(name)}</th><td>${esc(a)}</td><td>${esc(b)}</td></tr>`).join("") + "</tbody></table>");
