@@ -734,6 +734,7 @@ NOT_RUN = {
     "make slides": "it installs; tests/test_slides.py builds the deck",
     "make gallery": "it installs; tests/test_gallery.py makes the page",
     "make index": "it installs; tests/test_teaching.py makes the page",
+    "make exports": "it installs; tests/test_teaching.py makes both trees",
     "make handout": "it installs; tests/test_teaching.py makes the sheets",
     "llmpar lab --no-browser": "it waits",
     "llmpar quiz": "it asks; tests/test_teaching.py answers",

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -30,7 +31,7 @@ PLANS = re.findall(r"^\| from \| minutes \| what \|\n\|[-:|]+\n((?:\|.*\n)+)", G
 def load(path):
     """Load a script."""
     spec = importlib.util.spec_from_file_location(path.stem + "_script", path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -275,7 +276,7 @@ def test_pages_for_people_name_targets_and_files_that_exist(name):
         assert (ROOT / path).exists(), path
 
 
-# ---------------------------------------------------------------------------------------------- start anywhere
+# --------------------------------------------------------------------------------------------- start anywhere
 
 
 def extras_of(text):
@@ -319,3 +320,73 @@ def test_binder_deals_the_lessons(tmp_path, monkeypatch):
     (code,) = re.findall(r"^python -c '(.*)'$", (ROOT / "binder" / "postBuild").read_text(), re.M)
     exec(code, {})
     assert (tmp_path / "lessons" / "start.ipynb").is_file()
+
+
+# ---------------------------------------------------------------------------------------------------- exports
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory):
+    """Both exports, once."""
+    return load(ROOT / "notebooks" / "export.py").build(tmp_path_factory.mktemp("exports"))
+
+
+def boxes(text, opens, closes):
+    """The names of the boxes of an episode in their order, and how deep each lies; refuses one left open."""
+    depth, found, fence = 0, [], ""
+    for line in text.splitlines():
+        if fence:  # in code, nothing is a box
+            fence = "" if line.rstrip() == fence else fence
+        elif (code := re.match(r"(`{3,})(?:python|output|bash|text)?$", line)) and not re.match(closes, line):
+            fence = code[1]
+        elif name := re.match(opens, line):
+            depth += 1
+            found.append((name[1], depth))
+        elif re.match(closes, line):
+            depth -= 1
+    assert depth == 0 and not fence, "a box is left open"
+    return found
+
+
+def test_the_workbench_tree_has_what_the_workbench_asks_for(trees):
+    tree = trees[1]
+    config = yaml.safe_load((tree / "config.yaml").read_text())
+    assert {"carpentry", "title", "created", "life_cycle", "license", "source", "branch", "contact"} <= set(
+        config
+    )
+    assert sorted(p.name for p in (tree / "episodes").glob("*.md")) == config["episodes"]
+    for folder in ("learners", "instructors"):
+        assert all((tree / folder / name).is_file() for name in config[folder])
+    for lesson in LESSONS.values():
+        text = (tree / "episodes" / lesson.file.replace(".ipynb", ".md")).read_text()
+        head = yaml.safe_load(text.split("---\n")[1])
+        assert head == {"title": lesson.title, "teaching": lesson.teaching, "exercises": lesson.exercises}
+        found = boxes(text, r":{6,} (\w+)$", r":{6,}$")
+        assert [name for name, _ in found[:2]] == ["questions", "objectives"] and found[-1] == (
+            "keypoints",
+            1,
+        )
+        solutions = sum(name == ("solution", 2) for name in found)
+        assert solutions == sum(name == ("challenge", 1) for name in found) >= 3, lesson.file
+
+
+def test_the_sphinx_tree_has_every_episode_in_its_toctree(trees):
+    content = trees[0] / "content"
+    index, conf = (content / "index.md").read_text(), (content / "conf.py").read_text()
+    compile(conf, "conf.py", "exec")
+    assert '"sphinx_lesson"' in conf
+    for lesson in LESSONS.values():
+        stem = lesson.file.removesuffix(".ipynb")
+        text = (content / f"{stem}.md").read_text()
+        assert f"\n{stem}\n" in index and f"\n# {lesson.title}\n" in text
+        assert text.count("`````{exercise}") == text.count("````{solution}") >= 3
+
+
+def test_what_an_episode_shows_is_there_and_described(trees):
+    for tree in trees:
+        for episode in tree.rglob("[0-9][0-9]_*.md"):
+            text = re.sub(r"^(`{3,})(?:python|output)\n.*?^\1$", "", episode.read_text(), flags=re.M | re.S)
+            for alt, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text):
+                assert len(alt.split()) > 3 and (episode.parent / target).is_file(), (episode.name, target)
+            for target in re.findall(r"(?<!!)\[[^\]]*\]\((\d\d_[^)]+)\)", text):
+                assert (episode.parent / target).is_file(), (episode.name, target)
