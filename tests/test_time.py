@@ -86,6 +86,15 @@ def test_a_pipeline_with_equal_stages_has_the_textbook_bubble():
     assert quick.step_s == pytest.approx(found.step_s, rel=0.01)
 
 
+def test_the_last_chunk_runs_forward_once():
+    """A stage that keeps inputs repeats its forward pass, but for the last: F0 F1 B1 B0 is all of one
+    microbatch, and B0 alone repeats."""
+    run = run_of("pp=2", config=dataclasses.replace(preset("llama3-8b"), vocab_size=2), zero=0)
+    once, kept = (step_time(dataclasses.replace(run, again=again), EASY).step_s for again in (1.0, 0.0))
+    forward = sum(Clock(run, EASY).layer(False, 0.0)[0].terms.values())
+    assert once - kept == pytest.approx(16 * forward, rel=1e-3), "stage 0 has 16 of the 32 layers"
+
+
 def test_the_head_makes_the_last_stage_the_busiest():
     found = step_time(run_of("pp=4", microbatches=8, zero=0), EASY)
     assert "head and loss" in found.terms and "embedding" not in found.terms

@@ -143,8 +143,9 @@ class Clock:
         found.kernels = FORWARD_KERNELS
         return found, second, core
 
-    def layer(self, dense: bool = False) -> tuple[Pass, Pass]:
-        """One layer of a microbatch, forward and backward, with the exchanges inside it."""
+    def layer(self, dense: bool, again: float) -> tuple[Pass, Pass]:
+        """One layer of a microbatch, forward and backward, with the exchanges inside it; the backward pass
+        begins with ``again`` forward passes, besides what is recomputed."""
         run = self.run
         forward, ffn, core = self.compute(dense)
         plain = dict(forward.terms)
@@ -152,17 +153,17 @@ class Clock:
         backward.terms["products"] = sum(self.gradients(part, run.fp8) for part in run.layer_products(dense))
         if run.software.fused_attention:  # five products where forward there are two
             backward.terms["attention"] = 2.5 * plain["attention"]
-        again = {
+        recomputed = {
             "none": 0.0,
             "selective": plain["elementwise"] / 2
             + (0 if run.software.fused_attention else plain["attention"]),
             "ffn": ffn + plain["elementwise"] / 2,
             "block": sum(plain.values()),
         }[run.recompute]
-        backward.add("recomputation", again + run.again * sum(plain.values()))
+        backward.add("recomputation", recomputed + again * sum(plain.values()))
         backward.kernels += FORWARD_KERNELS * (run.recompute == "block")
         links = self.inside(dense, core)
-        twice = (1.0 if run.recompute == "block" else 0.0) + run.again
+        twice = (1.0 if run.recompute == "block" else 0.0) + again
         for name, (ahead, behind) in links.items():
             overlaps = run.ep_overlap if name == "expert links" else name[0] == "t" and run.tp_overlap
             forward.add(name, self.exposed(ahead, forward.terms["products"], overlaps))
@@ -320,7 +321,7 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
     """Seconds of a step by term. Without ``simulate`` the bubble is a closed form: quick, for ranking."""
     clock, stages = Clock(run, own), _stages(run)
     dense, first = run.dense_layers, 0
-    sparse_pair, dense_pair = clock.layer(), clock.layer(True) if dense else None
+    layer, last = functools.cache(clock.layer), next(reversed(stages))
     body, own_experts = clock.layer_weights(False)
     dense_body = clock.layer_weights(True)[0] if dense else 0.0
     embed, head = clock.ends()
@@ -329,17 +330,19 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
         with_dense = max(0, min(count, dense - first))
         first += count
         f, b = Pass(), Pass()
-        for pair, times in ((sparse_pair, count - with_dense), (dense_pair, with_dense)):
-            if pair and times:
-                f.take(pair[0], times)
-                b.take(pair[1], times)
+        again = 0.0 if cell == last else run.again  # the loss follows: the chunk has not run forward yet
+        for is_dense, times in ((False, count - with_dense), (True, with_dense)):
+            if times:
+                ahead, back = layer(is_dense, again)
+                f.take(ahead, times)
+                b.take(back, times)
         here = (count - with_dense) * body + with_dense * dense_body
         there = (count - with_dense) * own_experts
         if cell == next(iter(stages)):
             f.take(embed[0])
             b.take(embed[1])
             here += run.sizes["embedding"] / run.mesh.tp
-        if cell == next(reversed(stages)):
+        if cell == last:
             f.take(head[0])
             b.take(head[1])
             here += run.sizes["head"] / run.mesh.tp

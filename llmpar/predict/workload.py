@@ -112,7 +112,7 @@ class Run:
         rows: sequences of one microbatch on one data rank.
         recompute: what the backward pass computes again, in `Plan.remat`'s words.
         again: times that a stage runs its layers forward once more, whatever is recomputed besides: a stage
-            of ours keeps its input alone.
+            of ours keeps its input alone (but for the last chunk, whose backward pass follows at once).
         ffn_products: matrices of a feed-forward: 3 with a gate, 2 without.
         gpt: layer norms with biases, dropout, learned positions.
         tp_overlap, ep_overlap: products run beside these exchanges.
