@@ -48,8 +48,6 @@ CELL_TIMEOUT_S = 600  # a lesson takes a minute on two idle cores; this only end
 MAX_CELL_LINES, MAX_COLUMNS = 25, 88  # what a browser 1200 px wide shows without a scroll bar
 MAX_CORE_WORDS = 1_500  # of markdown in the core path: what is read in half of 25 minutes
 NUM_OBJECTIVES, NUM_KEYPOINTS = range(2, 5), range(3, 6)
-NOT_YET = {"03", "04", "05", "06"}
-"""Lessons that are still to be brought to the form."""
 FIGURE_REPR = re.compile(r"<Figure size .*>")
 
 
@@ -229,7 +227,7 @@ def faults(notebook: nbformat.NotebookNode) -> list[str]:
         pictures = [output for output in cell.outputs if "image/png" in output.get("data", {})]
         if not all(output.metadata.get("image/png", {}).get("alt") for output in pictures):
             found.append(f"code cell {number}: a picture without alt text: build it with notebooks/build.py")
-    return found
+    return found + form_faults(notebook)
 
 
 def cell_faults(cell: nbformat.NotebookNode) -> list[str]:
@@ -301,11 +299,6 @@ def num_words(markdown: str) -> int:
     return sum(any(sign.isalnum() for sign in word) for word in prose.split())
 
 
-def all_faults(source: Path, notebook: nbformat.NotebookNode) -> list[str]:
-    """List the faults of a built notebook, and where it leaves the form."""
-    return faults(notebook) + ([] if source.stem[:2] in NOT_YET else form_faults(notebook))
-
-
 def out_of_step(source: Path) -> str | None:
     """Say how a notebook differs from its source, or None. Looks at sources only; nbval looks at outputs."""
     built = target(source)
@@ -328,7 +321,7 @@ def problems(source: Path) -> list[str]:
     built = target(source)
     size = built.stat().st_size
     found = [f"{size:,} bytes, more than {MAX_NOTEBOOK_BYTES:,}"] if size > MAX_NOTEBOOK_BYTES else []
-    found += all_faults(source, nbformat.read(built, as_version=4))
+    found += faults(nbformat.read(built, as_version=4))
     return [f"{built.name}: {fault}" for fault in found]
 
 
@@ -365,7 +358,7 @@ def build(source: Path, force: bool = True) -> list[str]:
                 notebook = execute(read_source(source))
     except (CellExecutionError, DeadKernelError, TimeoutError) as error:
         return [f"{source.name}: {error}"]
-    found = all_faults(source, tidy(notebook))
+    found = faults(tidy(notebook))
     if not found:
         nbformat.validate(notebook)
         target(source).write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")

@@ -113,7 +113,7 @@ def episode(system: System, lesson: Lesson, folder: Path) -> str:
     for number, cell in enumerate(cells):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            text = source.partition("\n")[2] if number == 0 else source
+            text = source.lstrip().partition("\n")[2] if source.lstrip().startswith("# ") else source
             parts.append(plain_links(text).strip() + "\n")
         elif name := ATTEMPT.search(source):
             parts.append(challenge(system, name[1], source))

@@ -41,11 +41,14 @@ class Lesson:
 def read(path: pathlib.Path) -> Lesson:
     """Read one lesson; refuse a notebook that does not say what a course needs to know."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    about, first = document["metadata"].get("llmpar", {}), "".join(document["cells"][0]["source"])
+    about = document["metadata"].get("llmpar", {})
+    headings = (
+        "".join(cell["source"]).lstrip() for cell in document["cells"] if cell["cell_type"] == "markdown"
+    )
+    title = next((text.partition("\n")[0][2:] for text in headings if text.startswith("# ")), path.stem)
     if missing := [name for name in ("question", "teaching", "exercises") if not about.get(name)]:
         raise ValueError(f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks")
     lists = (tuple(about.get(name, ())) for name in ("needs", "objectives", "keypoints"))
-    title = first.partition("\n")[0].removeprefix("# ")
     return Lesson(path.name, title, about["question"], about["teaching"], about["exercises"], *lists)
 
 

@@ -439,7 +439,8 @@ def _held_over_time(row, last: str) -> dict[float, float]:
 def timeline(
     table, unit: str = "time units", waiting=None, facts: bool = True, shortest: float = SHORTEST
 ) -> Scene:
-    """Who works when in a pipeline, and under each stage's row the activations that it holds.
+    """Who works when in a pipeline and, where there are backwards, under each stage's row the activations
+    that it holds.
 
     Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits
     for, what there).
@@ -464,7 +465,8 @@ def timeline(
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
     num_bands = max(1, min(round(need / 1000), 1100 // (bottom + BAND_GAP)))
     left, wide = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))
-    held = [_held_over_time(row, last) for row in stages]
+    # Without backwards nothing that was held is ever let go, and the drawing is not about that.
+    held = [_held_over_time(row, last) if "B" in kinds else {} for row in stages]
     most = max(max(h.values(), default=0) for h in held) or 1
     items, lines = list[Any](), []
     for k in range(num_bands):
@@ -472,7 +474,8 @@ def timeline(
         part = _scale(band.x, ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
         part.append(small_text(left - 10, bottom + 13, unit, "end"))
         for i, row in enumerate(stages):
-            part += [*band.operations(i, row), band.held(i, held[i], most)]
+            part += band.operations(i, row)
+            part += [band.held(i, held[i], most)] if held[i] else []
             part.append(small_text(left - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
             if i in waiting and band.low <= done[i] < band.high:
                 part += band.wait(i, done, waiting)
@@ -481,17 +484,19 @@ def timeline(
                 )
             if k == 0 and not waiting:
                 busy = f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"
-                peak, x = f"at most {max(held[i].values(), default=0):g} held", band.x(band.high) + 10
+                peak = f"at most {max(held[i].values()):g} held" if held[i] else ""
+                x = band.x(band.high) + 10
                 if facts:
                     part.append(small_text(x, ROW * i + 13, busy, "start", "ink"))
-                    part.append(small_text(x, ROW * i + FLOOR - 8, peak, "start", "ink"))
+                    part += [small_text(x, ROW * i + FLOOR - 8, peak, "start", "ink")] if peak else []
                 names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
                 shown = " ".join(names[:24]) + " …" * (len(names) > 24)
-                lines.append(f"stage {i}: {shown}; {busy}, {peak}")
+                lines.append(f"stage {i}: {shown}; {busy}" + f", {peak}" * bool(peak))
         items.append(Group(tuple(part), 0, k * (bottom + BAND_GAP)))
     idle = 1 - sum(end - start for row in stages for start, end, *_ in row) / span / len(stages)
     key = [("s1", "F forward")] + [("s3", "B backward" + " of inputs" * (last == "W"))] * ("B" in kinds)
-    key += [("s4", "W weights' gradients")] * (last == "W") + [("s2", "activations held, in microbatches")]
+    key += [("s4", "W weights' gradients")] * (last == "W")
+    key += [("s2", "activations held, in microbatches")] * any(held)
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
     key += [("paper", "waits, and for which stage")] * bool(waiting)
     title += f"stuck after {max(done):g} {unit}" if waiting else f"{span:g} {unit}, {idle:.1%} of them idle"

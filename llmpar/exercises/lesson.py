@@ -17,6 +17,7 @@ from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory
 from llmpar.predict.traffic import Traffic, step_traffic
+from llmpar.sequence_order import sequence_permutation
 from llmpar.step import State, Step
 
 
@@ -78,9 +79,12 @@ def trained(
     num_steps: int,
     clip: float | None = 1.0,
 ) -> Run:
-    """Compile the step of a plan once, for running it and for reading it, and train on one batch."""
+    """Compile the step of a plan once, for running it and for reading it, and train on one batch, whose
+    positions are dealt in the plan's order."""
     shape = batch["tokens"].shape
     plan.check(config, *shape)
+    order = sequence_permutation(plan.sequence_order, shape[1], plan.mesh.sp)
+    batch = {name: array[:, order] for name, array in batch.items()}
     step = Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
     compiled, text = read_program(step.lower(*shape))
     return Run(step, shape, compiled, text, *_steps(step, compiled, batch, num_steps))

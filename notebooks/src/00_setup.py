@@ -406,8 +406,9 @@ choice.observe(look, "value")
 choice.value = "dp=2 fsdp=2 tp=2"
 png = base64.b64encode(drawing()._repr_png_()).decode()
 words = {"image/png": png, "text/plain": drawing().text}
+size = {"image/png": {"width": drawing().width}}
 widget = widgets.VBox([text, choice, picture])._repr_mimebundle_()
-display(widget | words, raw=True)
+display(widget | words, raw=True, metadata=size)
 
 # %% [markdown]
 # ## The mesh explorer

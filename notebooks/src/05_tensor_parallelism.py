@@ -26,20 +26,18 @@
 # | the pair | one `b s d +tp -> b s d` after the row matrix, and nothing between |
 # | with sequence parallelism | `b s/tp d -> b s d` before, `b s d +tp -> b s/tp d` after |
 #
-# (*Arrow*, *region* and *reading* are explained in the README, under [Words](../README.md#words).)
-#
 # **Question.** Where must devices talk, how much do they send, and why does it stop paying at 8 or so?
 #
 # Letters: `b` rows of the batch, `s` positions, `t` positions of keys, `d` width of the model, `m` width of a
 # feed-forward, `n` query heads, `k` KV heads, `h` width of a head, `v` vocabulary, `l` layers, `N` devices along the
 # axis at hand, `C` FLOP/s of a device, `β` bytes/s of its links.
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
 
 devices = use_devices()
 
-# %%
+# %% tags=["plumbing"]
 import dataclasses
 import re
 
@@ -51,25 +49,26 @@ from jax import lax
 
 from llmpar import draw
 from llmpar.config import preset
-from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, solution
-from llmpar.exercises.lesson import as_table, counting_text, train_steps
+from llmpar.draw.scene import show
+from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
     census_hlo,
     census_table,
     compiled_memory,
-    partitioned_hlo,
+    read_program,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
+
+# %% tags=["plumbing"]
 from llmpar.mesh import make_mesh, shard_bytes, sharding, spec
 from llmpar.notation import parse_arrow, parse_layout
 from llmpar.par import Manual
 from llmpar.plan import Plan
-from llmpar.predict import formulas, memory, traffic
+from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
-from llmpar.step import Step
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -78,21 +77,45 @@ mesh, sizes = make_mesh(f"tp={N}"), {"tp": N}
 B, S, D, M, L, STEPS = 4, 16, 32, 128, 4, 5
 
 # %% [markdown]
+# ## Logical arrows
+#
+# A *layout* says how an array lies: `b s d/tp` is cut by the axis `tp` (tensor parallelism) along the dim `d`, and `b s d +tp` is
+# an unfinished sum, of which each device has one addend. An *arrow*, `b s d +tp -> b s d`, is a movement.
+#
+# The model's text names no axis. Its arrows are *logical*: they name *regions* of the model. `stream` is the residual stream,
+# `attention` and `ffn` (the feed-forward) are where heads and hidden units may be cut. The plan knows which axis cuts what in a
+# region, and turns a logical arrow into one with axes. `+m` says: this was summed over the hidden units that are here. A
+# *reading* carries the arrows out; `Manual` does so inside `jax.shard_map`, where one writes what a single device does. ([All words](../README.md#words))
+
+# %% tags=["nbval-check-output"]
+one, eight, cut = Plan("dp=1"), Plan("tp=8"), Plan("tp=8", tp_sequence=True)
+for text in ("stream b s d -> ffn b s d", "ffn b s d +m -> stream b s d"):
+    print(text)
+    for name, plan in {"one device": one, "tp=8": eight, "and sequence": cut}.items():
+        print(f"  {name:<14} {plan.resolve(text)}")
+
+# %% tags=["plumbing"]
+leaving = "ffn b s d +m -> stream b s d"
+assert eight.resolve(leaving) == parse_arrow("b s d +tp -> b s d")
+assert cut.resolve(leaving) == parse_arrow("b s d +tp -> b s/tp d")
+assert one.resolve(leaving) == parse_arrow("b s d -> b s d")
+
+# %% [markdown]
 # ## One picture
 #
 # The two weights of a feed-forward, `d m` and `m d`, as the devices hold them. The first is cut into columns, the second into rows,
 # along the *same* dim `m`. Each device makes exactly the part of the hidden layer that its rows of the second matrix want to read.
 
 # %%
-scene.show(draw.layout("d m/tp", (D, M), mesh.shape, itemsize=4))
-scene.show(draw.layout("m/tp d", (M, D), mesh.shape, itemsize=4))
+show(draw.layout("d m/tp", (D, M), mesh.shape, itemsize=4))
+show(draw.layout("m/tp d", (M, D), mesh.shape, itemsize=4))
 
 # %% [markdown]
 # ## Why column first, then row
 #
 # Between the two stands a function that is not linear: relu, gelu or silu. Column outputs are whole numbers of some hidden units, so
 # it can be applied at once. Row outputs are parts of a sum, and relu(a) + relu(b) is not relu(a + b). What the four orders send for
-# the hidden dim m = 4d, by the rules of our arrows (a device's bytes per token, in units of d · 4 bytes):
+# the hidden dim m = 4d (a device's bytes per token, in units of 4d bytes):
 
 # %%
 orders = {
@@ -101,6 +124,8 @@ orders = {
     "row, column": ["b s m +tp -> b s m", "b s d/tp -> b s d"],
     "row, row": ["b s m +tp -> b s m/tp", "b s d +tp -> b s d"],
 }
+
+# %% tags=["plumbing"]
 for order, arrows in orders.items():
     total = 0
     for text in arrows:
@@ -134,9 +159,10 @@ attempt("05.attention_layouts", layouts)
 # %% [markdown]
 # ## Run: a split stack by hand
 #
-# Bare `lax` inside `jax.shard_map`. Megatron calls the two ends of a pair *f* and *g*. g is the all-reduce after the row matrix; in
-# the backward pass it does nothing. f does nothing in the forward pass, and in the backward pass it is an all-reduce: each device knows
-# the gradient of `x` through its own columns only. In JAX f is `lax.pcast(x, "tp", to="varying")`, and autodiff knows the rest.
+# Bare `lax` inside `jax.shard_map`: what you read is what one device does. Megatron calls the two ends of a pair *f* and *g*. g is
+# the all-reduce after the row matrix; in the backward pass it does nothing. f does nothing in the forward pass, and in the backward
+# pass it is an all-reduce: each device knows the gradient of `x` through its own columns only. In JAX f is
+# `lax.pcast(x, "tp", to="varying")`, and autodiff knows the rest.
 
 
 # %%
@@ -163,13 +189,15 @@ def by_arrows(w1, w2, x):  # the package: logical arrows, read by Manual
     return x
 
 
+# %% tags=["plumbing"]
 rng = np.random.default_rng(0)
 W1 = (rng.standard_normal((L, D, M)) * (2 / D) ** 0.5).astype(np.float32)
 W2 = (rng.standard_normal((L, M, D)) * (1 / M) ** 0.5).astype(np.float32)
 X, Y = (rng.standard_normal((B, S, D)).astype(np.float32) for _ in range(2))
 plan = Plan(f"tp={N}")
-# l d m/tp, l m/tp d, b s d
-PLACES = [plan.place(text) for text in ("ffn l d m", "ffn l m d", "stream b s d", "stream b s d")]
+# l d m/tp, l m/tp d, b s d, b s d
+DIMS = ("ffn l d m", "ffn l m d", "stream b s d", "stream b s d")
+PLACES = [plan.place(text) for text in DIMS]
 
 
 def sgd(run):
@@ -183,16 +211,15 @@ def sgd(run):
     return step
 
 
+# %% tags=["plumbing"]
 def prepare(run):
-    specs = [spec(place) for place in PLACES]
-    spread = jax.shard_map(
-        sgd(run), mesh=mesh, in_specs=tuple(specs), out_specs=(*specs[:2], spec(parse_layout("whole")))
-    )
-    arrays = [
-        jax.device_put(a, sharding(mesh, place)) for a, place in zip((W1, W2, X, Y), PLACES, strict=True)
-    ]
-    lowered = jax.jit(spread).lower(*arrays)
-    return arrays, lowered, lowered.compile()
+    """Place the arrays and compile one step: the arrays, the program, its text."""
+    ins = tuple(spec(place) for place in PLACES)
+    outs = (*ins[:2], spec(parse_layout("whole")))
+    step = jax.shard_map(sgd(run), mesh=mesh, in_specs=ins, out_specs=outs)
+    given = zip((W1, W2, X, Y), PLACES, strict=True)
+    arrays = [jax.device_put(a, sharding(mesh, place)) for a, place in given]
+    return arrays, *read_program(jax.jit(step).lower(*arrays))
 
 
 def train(arrays, compiled):
@@ -204,53 +231,50 @@ def train(arrays, compiled):
     return losses, w1, w2
 
 
+# %%
 want_losses, want_w1, want_w2 = train((W1, W2, X, Y), jax.jit(sgd(stack)))
 programs = {"by hand": prepare(by_hand), "by arrows": prepare(by_arrows)}
-results = {name: train(arrays, compiled) for name, (arrays, _, compiled) in programs.items()}
+results = {name: train(program[0], program[1]) for name, program in programs.items()}
 print("losses on one device:", " ".join(f"{x:.4f}" for x in want_losses))
 
 # %% [markdown]
 # ## Compare: four verdicts
 
-# %%
+# %% tags=["plumbing"]
 for name, (losses, w1, w2) in results.items():
     assert np.allclose(losses, want_losses, rtol=1e-4), f"{name}: {losses}"
-    assert np.allclose(w1, want_w1, atol=1e-4) and np.allclose(w2, want_w2, atol=1e-4), name
-assert np.allclose(results["by hand"][1], results["by arrows"][1], atol=1e-7), (
-    "hand and package should be one program"
-)
-print(f"value: {STEPS} losses and the weights after them equal one device's; by hand = by arrows")
-
-for _, w1, w2 in results.values():
+    assert np.allclose(w1, want_w1, atol=1e-4) and np.allclose(w2, want_w2, atol=1e-4)
     for array, place in ((w1, PLACES[0]), (w2, PLACES[1])):
-        assert {s.data.shape for s in array.addressable_shards} == {place.shard_shape(array.shape, sizes)}
-print(f"sharding: after training a device holds {(L, D, M // N)} of w1 and {(L, M // N, D)} of w2")
+        shapes = {s.data.shape for s in array.addressable_shards}
+        assert shapes == {place.shard_shape(array.shape, sizes)}
+one_program = np.allclose(results["by hand"][1], results["by arrows"][1], atol=1e-7)
+assert one_program, "hand and package should be one program"
+print(f"value: {STEPS} losses and the weights after them equal one device's")
+print(f"sharding: a device holds {(L, D, M // N)} of w1 and {(L, M // N, D)} of w2")
 
-message = 4 * B * S * D  # bytes of b s d
-loss_free = lambda census: [c for c in census if c.shape != ()]
-censuses = {
-    name: loss_free(census_hlo(partitioned_hlo(lowered), mesh)) for name, (_, lowered, _) in programs.items()
-}
-for name, census in censuses.items():
-    assert {c.kind for c in census} <= {"all-reduce"} and {c.shape for c in census} <= {(B, S, D)}, name
-    assert sum(c.count for c in census) == (2 * L - 1) * (N > 1)
-    assert sum(c.bytes_sent for c in census) == (2 * L - 1) * formulas.sent_bytes("all-reduce", message, N)
-print(
-    f"communication: {L} all-reduces forward and {L - 1} backward, 2L-1 = {2 * L - 1} of b·s·d"
-    if N > 1
-    else "communication: none on one device"
-)
+message = formulas.sent_bytes("all-reduce", 4 * B * S * D, N)  # b s d
+for name, (_, _, text) in programs.items():
+    census = [c for c in census_hlo(text, mesh) if c.shape != ()]  # without the loss
+    assert {c.kind for c in census} <= {"all-reduce"}, name
+    assert {c.shape for c in census} <= {(B, S, D)}, name
+    num_found = sum(c.count for c in census)
+    assert num_found == (2 * L - 1) * (N > 1)
+    assert sum(c.bytes_sent for c in census) == (2 * L - 1) * message
+print(f"communication: {num_found} all-reduces of b·s·d, by hand and by arrows")
 
-predicted = sum(
-    shard_bytes(place, a.shape, 4, sizes) for a, place in zip((W1, W2, X, Y), PLACES, strict=True)
-)
-assert all(compiled_memory(compiled)["argument_bytes"] == predicted for _, _, compiled in programs.values())
-print(
-    f"memory: {predicted:,} B of arguments per device as predicted; weights are cut by {N}, activations"
-    " are not"
-)
+arrays = zip((W1, W2, X, Y), PLACES, strict=True)
+predicted = sum(shard_bytes(place, a.shape, 4, sizes) for a, place in arrays)
+for _, compiled, _ in programs.values():
+    assert compiled_memory(compiled)["argument_bytes"] == predicted
+print(f"memory: {predicted:,} B of arguments as predicted; weights are cut by {N},")
+print("activations are not")
+
+# %%
+met("05.stack_all_reduces", num_found)
 
 # %% [markdown]
+# That is one per pair forward, and one per pair backward, except for the first, whose input is data: 2L-1.
+#
 # ### Exercise (stretch): a gated pair
 #
 # Llama's feed-forward has two column matrices: `silu(x @ gate) * (x @ up)`, and then the row matrix `down`. Write it as one device does.
@@ -265,10 +289,156 @@ def gated_pair(x, gate, up, down): ...
 attempt("05.gated_pair", gated_pair)
 
 # %% [markdown]
-# ## Heads
+# ## A Llama under tensor parallelism, then with sequence parallelism
 #
-# Between Q, K, V and O no head looks at another one: a head is to attention what a hidden unit is to the feed-forward. So the text
-# below is the same for all heads and for some of them, and one all-reduce ends it.
+# A head is to attention what a hidden unit is to the feed-forward: between Q, K, V and O no head looks at another one. So a layer
+# of a Llama is two pairs, and 4 all-reduces: two forward, two backward.
+#
+# Under plain tensor parallelism the norms and the residual stream are computed by every device, the same thing N times, and kept N times.
+# Sequence parallelism (Korthikanti et al. 2022) cuts the stream along the sequence wherever heads and hidden units are not cut. Each
+# all-reduce becomes a reduce-scatter (leaving a pair) and an all-gather (entering the next one):
+
+# %%
+show(draw.arrow("b s d +tp -> b s/tp d", (B, S, D), mesh.shape, itemsize=4))
+
+# %%
+LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
+BATCH, SEQ = 4, 16
+TEXT = counting_text(BATCH, SEQ)
+ADAM = optax.adamw(3e-3)
+learn = lambda plan: trained(LLAMA, plan, TEXT, ADAM, STEPS)
+solo = learn(Plan("dp=1"))
+plans = {"tp": Plan(f"tp={N}"), "tp + sequence": Plan(f"tp={N}", tp_sequence=True)}
+llamas = {name: learn(plan) for name, plan in plans.items()}
+tables = verdicts(llamas, solo)
+
+# %% [markdown]
+# The all-reduces that remain with sequence parallelism are small: three numbers per token for the loss, the gradients of the norms'
+# scales, and one message with the loss and the global norm.
+
+# %% tags=["plumbing"]
+censuses = {name: as_predicted(run) for name, run in llamas.items()}
+bars = []
+for name, (step, *_) in llamas.items():
+    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
+    for (axis, kind), row in tables[name].items():
+        bar = {"axis": axis, "kind": f"{kind} ({name})", "count": row["count"]}
+        bar["predicted_bytes"] = predicted[axis, kind].bytes_sent
+        bars.append(bar | {"compiled_bytes": row["bytes_sent"]})
+if bars:
+    show(draw.collectives(bars))
+else:
+    print("one device sends nothing, so there is nothing to draw")
+
+# %% [markdown]
+# **One block** is the difference between a model of 3 layers and one of 2:
+
+
+# %% tags=["plumbing"]
+def per_block(plan):
+    """Count and bytes that one more layer adds, by kind."""
+    deeper = dataclasses.replace(LLAMA, num_layers=3)
+    by = lambda config: traffic.step_traffic(config, plan, BATCH, SEQ)
+    more, less = by(deeper), by(LLAMA)
+    count = lambda key: more[key].count - less[key].count
+    sent = lambda key: more[key].bytes_sent - less[key].bytes_sent
+    return {key[1]: (count(key), sent(key)) for key in less if count(key)}
+
+
+stream = 4 * BATCH * SEQ * LLAMA.width  # bytes of b s d
+blocks = {name: per_block(run.step.plan) for name, run in llamas.items()}
+four = lambda kind: (4, 4 * formulas.sent_bytes(kind, stream, N))
+if N > 1:
+    assert blocks["tp"] == {"all-reduce": four("all-reduce")}
+    kinds = ("all-gather", "reduce-scatter")
+    assert blocks["tp + sequence"] == {kind: four(kind) for kind in kinds}
+for name, block in blocks.items():
+    in_all = sum(sent for _, sent in block.values())
+    assert in_all == 4 * formulas.tp_elements(BATCH, SEQ, LLAMA.width, N)
+    shown = ", ".join(f"{n} {kind}" for kind, (n, _) in block.items()) or "nothing"
+    print(f"one block, {name:<14} {in_all:,.0f} B: {shown}")
+
+# %% [markdown]
+# The bytes on the wire are equal. What sequence parallelism buys is memory: of the activations that one GPT layer keeps for its
+# backward pass, in units of b·s·d, plain tensor parallelism leaves 10 of 34 whole (10 + 24/N), sequence parallelism none (34/N).
+#
+# ## The limit, and the cliff from 8 to 16
+#
+# Tensor parallelism divides the work by N, but not the message: every device sends 2·(N-1)/N·b·s·d per all-reduce. With links of β bytes/s
+# and C FLOP/s per chip, computing hides sending only while N < m / (C/β), where m is the feed-forward width (Austin et al. 2025).
+# As in lesson 03 these are thresholds, so β is the published rate; for a TPU v5p, whose C/β is 2550 per mesh axis, the book's.
+
+# %% tags=["plumbing", "nbval-check-output"]
+v5p, h100 = chip("v5p"), chip("h100")
+links = [
+    ("v5p", v5p, 2 * 90e9),  # an axis, both directions, by the book
+    ("H100 inside a node", h100, h100.link_bytes_per_s),
+    ("H100 between nodes", h100, h100.dcn_bytes_per_s),
+]
+degrees = {}
+for where, device, rate in links:
+    ratio = device.flops_per_s / rate
+    print(f"{where}, {rate / 1e9:.0f} GB/s: C/β = {ratio:,.0f}, so N may go to")
+    for name in ("llama3-70b", "llama3.1-405b"):
+        ffn = preset(name).ffn_width
+        most = formulas.tp_max_degree(ffn, device.flops_per_s, rate)
+        print(f"  {most:4.1f} for {name} (m = {ffn:,})")
+        degrees[where, name] = most
+    assert where != "v5p" or round(ratio) == 2550
+assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
+
+# %% [markdown]
+# Now a layer of Llama 70B on H100 nodes of 8, 4096 tokens, bf16: computing at the peak, and four all-reduces that nothing hides. These are
+# times, so inside a node messages run at the 370 GB/s that large ones reach, and the 13 from above becomes 10.7. Beyond 8 the
+# truth lies between two models: *best*, every GPU's own network port is used and the levels overlap; *worst*, one flat ring runs at the speed
+# of one port.
+
+# %% tags=["plumbing", "nbval-check-output"]
+config, num_tokens = preset("llama3-70b"), 4096
+ends = 2 * config.vocab_size * config.width
+layer_params = (config.num_params - ends) / config.num_layers
+layer_message = 2 * num_tokens * config.width
+assert h100.reached_link_bytes_per_s == 370e9
+reached = formulas.tp_max_degree(config.ffn_width, h100.flops_per_s, 370e9)
+assert f"{reached:.1f}" == "10.7"
+bars, efficiency = [], {}
+print(" N   computing   sending: best    worst   tokens/s per device: best   worst")
+for size in (1, 2, 4, 8, 16, 32):
+    work_s = formulas.train_seconds(layer_params, num_tokens, size, h100.flops_per_s)
+    best_s = 4 * formulas.collective_seconds(h100, "all-reduce", layer_message, size)
+    flat = 4 * formulas.sent_bytes("all-reduce", layer_message, size)
+    worst_s = best_s if size <= h100.node_size else flat / h100.dcn_bytes_per_s
+    efficiency[size] = best, worst = [work_s / (work_s + s) for s in (best_s, worst_s)]
+    print(f"{size:2}  {1e3 * work_s:7.2f} ms  {1e3 * best_s:11.2f} ms", end=" ")
+    print(f"{1e3 * worst_s:5.1f} ms  {best:24.0%} {worst:7.0%}")
+    bar = {"computing": work_s, "sending, at best": best_s}
+    bars.append((f"N = {size}", bar | {"more, at worst": worst_s - best_s}))
+assert efficiency[16][0] < efficiency[8][0]
+assert efficiency[16][1] < efficiency[8][1] / 4
+title = "One layer of Llama 70B, 4096 tokens, H100 nodes of 8"
+show(draw.time_bars(bars, title=title))
+
+# %% [markdown]
+# Inside the node the loss is gentle. At 16 even the best case computes half as long for the same message, and the worst case is a cliff.
+# Measured curves fall there too (Ultra-Scale Playbook 2025). Where nodes have 4 GPUs and share one port, the cliff stands between 4
+# and 8. This is arithmetic about links; simulated devices have none, and nothing was timed here.
+#
+# ## Five lines
+#
+# 1. Column, then row, along the same dim: nothing moves between them, and one all-reduce ends the pair.
+# 2. Attention is a pair (heads), the feed-forward is a pair (hidden units), the loss needs three numbers per token.
+# 3. Each layer runs 4 all-reduces of b·s·d, two forward and two backward; a stack of plain pairs 2L-1.
+# 4. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and activations fall from 10 + 24/N to 34/N.
+# 5. Work is divided by N, messages are not: stay below m / (C/β), which means inside the fast links.
+#
+# **One number to remember: 4 all-reduces of b·s·d per layer,** however many devices share the work.
+
+# %% [markdown]
+# ## Further
+#
+# ### Heads
+#
+# The text below is the same for all heads and for some of them, and one all-reduce ends it.
 
 
 # %%
@@ -277,33 +447,35 @@ def attend(q, k, v, o, x):
     q, k, v = (jnp.einsum("bsd,dnh->bsnh", x, w) for w in (q, k, v))
     scores = jnp.einsum("bsnh,btnh->bnst", q, k) / q.shape[-1] ** 0.5
     seen = jnp.tril(jnp.ones((S, S), bool))
-    y = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(jnp.where(seen, scores, -1e30)), v)
-    return jnp.einsum("bsnh,nhd->bsd", y, o)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30))
+    return jnp.einsum("bsnh,nhd->bsd", jnp.einsum("bnst,btnh->bsnh", weights, v), o)
 
 
+def heads_by_hand(q, k, v, o, x):
+    x = lax.pcast(x, "tp", to="varying")  # f
+    return lax.psum(attend(q, k, v, o, x), "tp")  # g
+
+
+# %% tags=["plumbing"]
 NUM_HEADS, HEAD = 8, 4
-matrices = [rng.standard_normal((D, NUM_HEADS, HEAD)).astype(np.float32) / D**0.5 for _ in "qkv"]
-matrices.append(rng.standard_normal((NUM_HEADS, HEAD, D)).astype(np.float32) / D**0.5)
-cut = [spec(plan.place(f"attention {dims}")) for dims in ("d n h", "d n h", "d n h", "n h d", "b s d")]
-over_tp = lambda function: jax.jit(
-    jax.shard_map(function, mesh=mesh, in_specs=tuple(cut), out_specs=spec(parse_layout("b s d")))
-)
-heads_by_hand = over_tp(
-    lambda q, k, v, o, x: lax.psum(attend(q, k, v, o, lax.pcast(x, "tp", to="varying")), "tp")
-)
-heads_by_arrow = over_tp(lambda *args: Manual(plan).move(attend(*args), "attention b s d +n -> stream b s d"))
-assert np.allclose(heads_by_hand(*matrices, X), jax.jit(attend)(*matrices, X), atol=1e-5)
-assert np.allclose(heads_by_hand(*matrices, X), heads_by_arrow(*matrices, X), atol=1e-7)
-heads = census_jaxpr(jax.make_jaxpr(heads_by_hand)(*matrices, X), mesh.shape)
+shapes = [(D, NUM_HEADS, HEAD)] * 3 + [(NUM_HEADS, HEAD, D)]
+matrices = [rng.standard_normal(s).astype(np.float32) / D**0.5 for s in shapes]
+dims = ("d n h", "d n h", "d n h", "n h d", "b s d")
+ins = tuple(spec(plan.place(f"attention {text}")) for text in dims)
+whole = spec(parse_layout("b s d"))
+over_tp = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=whole))
+arrow = "attention b s d +n -> stream b s d"
+by_arrow = over_tp(lambda *args: Manual(plan).move(attend(*args), arrow))
+got = over_tp(heads_by_hand)(*matrices, X)
+assert np.allclose(got, jax.jit(attend)(*matrices, X), atol=1e-5)
+assert np.allclose(got, by_arrow(*matrices, X), atol=1e-7)
+heads = census_jaxpr(jax.make_jaxpr(over_tp(heads_by_hand))(*matrices, X), mesh.shape)
 assert [(c.kind, c.shape) for c in heads] == [("all-reduce", (B, S, D))] * (N > 1)
-print(
-    f"value: attention with {NUM_HEADS // N} of {NUM_HEADS} heads per device equals attention with all; by"
-    " hand = by arrow"
-)
+print(f"value: as with all {NUM_HEADS} heads; each device has {NUM_HEADS // N} of them")
 print(f"communication: {len(heads)} all-reduce of b·s·d forward")
 
 # %% [markdown]
-# ## The loss: three numbers per token
+# ### The loss: three numbers per token
 #
 # The output head is a column matrix, `v/tp d`, so the logits `b s v/tp` are cut along the vocabulary. Gathering them would be the largest
 # message of the whole step. The loss needs only three numbers per token from everybody: the largest logit, the sum of exponentials, and
@@ -318,270 +490,87 @@ def vocabulary_loss(head, x, targets):  # v/tp d, b s d, b s
     total = lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "tp")  # 2
     local = targets - lax.axis_index("tp") * head.shape[0]
     here = (0 <= local) & (local < head.shape[0])
-    logit = jnp.take_along_axis(logits, jnp.where(here, local, 0)[..., None], -1)[..., 0]
+    place = jnp.where(here, local, 0)[..., None]
+    logit = jnp.take_along_axis(logits, place, -1)[..., 0]
     target = lax.psum(jnp.where(here, logit, 0), "tp")  # 3
     return jnp.log(total) + top - target
 
 
-LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
+# %% tags=["plumbing"]
 V = LLAMA.vocab_size
 HEAD_MATRIX = rng.standard_normal((V, D)).astype(np.float32)
 TARGETS = rng.integers(0, V, (B, S)).astype(np.int32)
-split_loss = jax.jit(
-    jax.shard_map(
-        vocabulary_loss, mesh=mesh, out_specs=spec(parse_layout("b s")),
-        in_specs=(spec(plan.place("vocab v d")), spec(parse_layout("b s d")), spec(parse_layout("b s"))),
-    )
-)  # fmt: skip
-whole_loss = optax.softmax_cross_entropy_with_integer_labels(jnp.asarray(X @ HEAD_MATRIX.T), TARGETS)
-assert np.allclose(split_loss(HEAD_MATRIX, X, TARGETS), whole_loss, atol=1e-4)
-loss_census = census_jaxpr(jax.make_jaxpr(split_loss)(HEAD_MATRIX, X, TARGETS), mesh.shape)
-assert [(c.kind, c.shape) for c in loss_census] == [("all-reduce", (B, S))] * (3 * (N > 1))
-assert plan.resolve("vocab b s +v -> data b s") == parse_arrow("b s +tp -> b s" if N > 1 else "b s -> b s")
-print("value: the vocabulary-parallel loss of every token equals the loss from whole logits")
-print(f"communication: {len(loss_census)} all-reduces of one number per token")
+places = (plan.place("vocab v d"), parse_layout("b s d"), parse_layout("b s"))
+ins, outs = tuple(map(spec, places)), spec(parse_layout("b s"))
+split = jax.jit(jax.shard_map(vocabulary_loss, mesh=mesh, in_specs=ins, out_specs=outs))
+logits = jnp.asarray(X @ HEAD_MATRIX.T)
+whole_loss = optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS)
+assert np.allclose(split(HEAD_MATRIX, X, TARGETS), whole_loss, atol=1e-4)
+traced = jax.make_jaxpr(split)(HEAD_MATRIX, X, TARGETS)
+three = census_jaxpr(traced, mesh.shape)
+assert [(c.kind, c.shape) for c in three] == [("all-reduce", (B, S))] * (3 * (N > 1))
+for census in censuses.values():  # the Llama's loss sends what this one sends
+    assert sum(c.count for c in census if c.shape == (BATCH, SEQ)) == len(three)
+finished = parse_arrow("b s +tp -> b s" if N > 1 else "b s -> b s")
+assert plan.resolve("vocab b s +v -> data b s") == finished
+print("value: the loss of every token equals the loss from whole logits")
+print(f"communication: {len(three)} all-reduces of one number per token")
 for name in ("tiny", "llama3-8b"):
-    vocab = preset(name).vocab_size
-    gather, three = (
-        formulas.sent_bytes("all-gather", 4 * vocab, 8),
-        3 * formulas.sent_bytes("all-reduce", 4, 8),
-    )
-    print(f"{name}: gathering logits over 8 devices would send {gather / three:,.0f} times as much")
-
-# %% [markdown]
-# ## A Llama under tensor parallelism, then with sequence parallelism
-#
-# Under plain tensor parallelism the norms and the residual stream are computed by every device, the same thing N times, and kept N times.
-# Sequence parallelism (Korthikanti et al. 2022) cuts the stream along the sequence wherever heads and hidden units are not cut. Each
-# all-reduce becomes a reduce-scatter (leaving a pair) and an all-gather (entering the next one):
-
-# %%
-scene.show(draw.arrow("b s d +tp -> b s/tp d", (B, S, D), mesh.shape, itemsize=4))
-
-# %%
-BATCH, SEQ = 4, 16
-TEXT = counting_text(BATCH, SEQ)
-
-
-def train_llama(plan):
-    """Compile the step and train: the step, its lowered and its compiled program, the last state, losses."""
-    step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(3e-3))
-    lowered = step.lower(BATCH, SEQ)
-    compiled = lowered.compile()
-    return step, lowered, compiled, *train_steps(step, compiled, TEXT, STEPS)
-
-
-*_, solo_losses = train_llama(Plan("dp=1"))
-llamas = {"tp": train_llama(Plan(f"tp={N}")), "tp + sequence": train_llama(Plan(f"tp={N}", tp_sequence=True))}
-print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
-
-# %%
-for name, (*_, losses) in llamas.items():
-    assert np.allclose(losses, solo_losses, rtol=1e-4), f"{name}: {losses}"
-print(f"value: {STEPS} losses equal those of one device, with and without sequence parallelism")
-
-for step, _, _, state, _ in llamas.values():
-    for tree in (state.params, state.optimizer[0].mu, state.optimizer[0].nu):
-        promised = jax.tree.map(lambda x, layout: layout.shard_shape(x.shape, mesh.shape), tree, step.stored)
-        assert jax.tree.map(lambda x: x.addressable_shards[0].data.shape, tree) == promised
-print("sharding: every weight and every moment lies as the plan promises:")
-for path, weight in LLAMA.weights().items():
-    print(f"  {path:<28} {weight.dims:<20} -> {llamas['tp'][0].plan.stored(weight.dims)}")
-
-# %%
-tables, moved = {}, {}
-for name, (step, lowered, _, _, _) in llamas.items():
-    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
-    moved[name] = census = census_hlo(partitioned_hlo(lowered), step.mesh)
-    tables[name] = census_table(census)
-    assert tables[name] == as_table(predicted)
-    assert sum(c.count for c in census if c.shape == (BATCH, SEQ)) == len(loss_census)  # the loss: as by hand
+    gather = formulas.sent_bytes("all-gather", 4 * preset(name).vocab_size, 8)
+    ratio = gather / (3 * formulas.sent_bytes("all-reduce", 4, 8))
     print(
-        f"{name}:",
-        "; ".join(f"{kind} ×{row.count} {row.bytes_sent:,} B" for (_, kind), row in sorted(predicted.items()))
-        or "nothing",
+        f"{name}: gathering logits over 8 devices would send {ratio:,.0f} times as much"
     )
-print("communication: kinds, counts and bytes per device and step are as predicted")
-
-for step, _, compiled, _, _ in llamas.values():
-    assert compiled_memory(compiled)["argument_bytes"] == sum(
-        memory.argument_bytes(LLAMA, step.plan, BATCH, SEQ).values()
-    )
-print("memory: argument bytes per device are as predicted")
 
 # %% [markdown]
-# ## Picture of the compiled programs
+# ### What the Llama's arrows send
 #
-# What each step sends. The all-reduces that remain with sequence parallelism are small: three numbers per token for the loss, the
-# gradients of the norms' scales, which now see only a part of the sequence on each device, and one message with the loss and the global
-# norm.
+# Where each weight lies, and which arrow each collective carries out, forward and backward:
 
 # %%
-bars = []
-for name, (step, *_) in llamas.items():
-    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
-    bars += [{"axis": axis, "kind": f"{kind} ({name})", "count": row["count"], "predicted_bytes": predicted[axis, kind].bytes_sent,
-              "compiled_bytes": row["bytes_sent"]} for (axis, kind), row in tables[name].items()]  # fmt: skip
-if bars:
-    scene.show(draw.collectives(bars))
-else:
-    print("one device sends nothing, so there is nothing to draw")
+for path, weight in LLAMA.weights().items():
+    print(f"{path:<28} {weight.dims:<20} -> {plan.stored(weight.dims)}")
+for name, census in censuses.items():
+    print(f"\n{name}:\n{arrow_text(census)}")
 
-# %% [markdown]
-# **One block** is the difference between a model of 3 layers and one of 2. The census says which arrow each
-# collective carries out, and whether forward or backward.
-
-
-# %%
-def per_block(plan):
-    """Count and bytes that one more layer adds, by kind, for messages over tp."""
-    deeper = dataclasses.replace(LLAMA, num_layers=3)
-    more, less = (traffic.step_traffic(config, plan, BATCH, SEQ) for config in (deeper, LLAMA))
-    added = {
-        kind: (more[a, kind].count - less[a, kind].count, more[a, kind].bytes_sent - less[a, kind].bytes_sent)
-        for a, kind in less
-    }
-    return {kind: row for kind, row in added.items() if row[0]}
-
-
-stream = 4 * BATCH * SEQ * LLAMA.width  # bytes of b s d
-plain, sequence = (per_block(step.plan) for step, *_ in llamas.values())
-if N > 1:
-    assert plain == {"all-reduce": (4, 4 * formulas.sent_bytes("all-reduce", stream, N))}
-    assert sequence == {
-        kind: (4, 4 * formulas.sent_bytes(kind, stream, N)) for kind in ("all-gather", "reduce-scatter")
-    }
-assert sum(sent for _, sent in plain.values()) == sum(sent for _, sent in sequence.values())
-assert sum(sent for _, sent in plain.values()) == 4 * formulas.tp_elements(BATCH, SEQ, LLAMA.width, N)
-print(
-    "one block, plain:        ",
-    "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in plain.items()) or "nothing",
-)
-print(
-    "one block, with sequence:",
-    "; ".join(f"{n} {kind}, {sent:,.0f} B" for kind, (n, sent) in sequence.items()) or "nothing",
-)
-print(
-    "communication: each all-reduce became a reduce-scatter and an all-gather; the bytes on the wire are"
-    " equal"
-)
-for name, census in moved.items():
-    print(f"{name}, by the arrows of the model:\n{arrow_text(census)}")
+# %% tags=["plumbing"]
+for name, census in censuses.items():
     for key, row in tables[name].items():
         of_key = [r for r in arrow_rows(census) if (r["axis"], r["kind"]) == key]
         assert sum(r["bytes_sent"] for r in of_key) == row["bytes_sent"]
 
 # %% [markdown]
-# ## What sequence parallelism buys: 10 + 24/N becomes 34/N
+# ### Activations: 10 + 24/N becomes 34/N
 #
-# Bytes of activations that one GPT layer keeps for its backward pass, in units of b·s·d, 16 bits, with attention recomputed (Korthikanti
-# et al. 2022, table 2). Plain tensor parallelism leaves 10 of them whole: the two norms' inputs, the inputs of the pairs, the
-# dropout masks. For GPT-3 (d = 12,288, 96 heads, s = 2048, one sequence):
+# Bytes of activations that one GPT layer keeps, 16 bits, with attention recomputed (Korthikanti et al. 2022, table 2). The 10 are the
+# two norms' inputs, the inputs of the pairs, the dropout masks. For GPT-3 (d = 12,288, 96 heads, s = 2048, one sequence):
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["plumbing", "nbval-check-output"]
 gpt3 = dict(b=1, s=2048, h=12_288, heads=96, recompute="selective")
 unit = gpt3["b"] * gpt3["s"] * gpt3["h"]
+kept = lambda size, **more: formulas.gpt_activation_bytes(**gpt3, tp=size, **more)
 print(" N    10 + 24/N   34/N    MiB per layer: tp   tp + sequence")
 for size in (1, 2, 4, 8, 16):
-    alone = formulas.gpt_activation_bytes(**gpt3, tp=size)
-    both = formulas.gpt_activation_bytes(**gpt3, tp=size, sequence_parallel=True)
-    assert abs(alone / unit - (10 + 24 / size)) < 1e-9 and abs(both / unit - 34 / size) < 1e-9
-    print(
-        f"{size:2}   {alone / unit:9.2f}  {both / unit:6.2f}   {alone / 2**20:18.0f}   {both / 2**20:13.0f}"
-    )
-assert (
-    formulas.gpt_activation_bytes(**gpt3, tp=8) == 327_155_712
-    and formulas.gpt_activation_bytes(**gpt3, tp=8, sequence_parallel=True) == 106_954_752
-)
+    alone, both = kept(size), kept(size, sequence_parallel=True)
+    assert abs(alone / unit - (10 + 24 / size)) < 1e-9
+    assert abs(both / unit - 34 / size) < 1e-9
+    print(f"{size:2}   {alone / unit:9.2f}  {both / unit:6.2f}", end="   ")
+    print(f"{alone / 2**20:18.0f}   {both / 2**20:13.0f}")
+assert kept(8) == 327_155_712 and kept(8, sequence_parallel=True) == 106_954_752
 
 # %% [markdown]
 # Our block is not that GPT block (RMSNorm, SwiGLU, no dropout), so its factors differ, but not the reason.
 
-# %%
-temporaries = {
-    name: compiled_memory(compiled)["temp_bytes"] for name, (_, _, compiled, _, _) in llamas.items()
+# %% tags=["plumbing"]
+temporary = {
+    n: compiled_memory(run.compiled)["temp_bytes"] for n, run in llamas.items()
 }
 if devices[0].platform == "cpu" and N > 1:
-    assert temporaries["tp + sequence"] < temporaries["tp"]
-    print(
-        f"memory: the compiler plans {temporaries['tp + sequence'] / temporaries['tp']:.2f} times the"
-        " temporaries for our toy with sequence parallelism"
-    )
+    assert temporary["tp + sequence"] < temporary["tp"]
+    ratio = temporary["tp + sequence"] / temporary["tp"]
+    print(f"our toy with sequence parallelism: {ratio:.2f} times the temporaries")
 
 # %% [markdown]
-# ## The limit, and the cliff from 8 to 16
-#
-# Tensor parallelism divides the work by N, but not the message: every device sends 2·(N-1)/N·b·s·d per all-reduce. With links of β bytes/s
-# and C FLOP/s per chip, computing hides sending only while N < m / (C/β), where m is the feed-forward width (Austin et al. 2025).
-# As in lesson 03 these are thresholds, so β is the published rate; for a TPU v5p, whose C/β is 2550 per mesh axis, the book's.
-
-# %%
-# NBVAL_CHECK_OUTPUT
-v5p, h100 = chip("v5p"), chip("h100")
-book = 2 * 90e9  # an axis of a v5p, both directions
-links = [
-    ("v5p", v5p, book),
-    ("H100 inside a node", h100, h100.link_bytes_per_s),
-    ("H100 between nodes", h100, h100.dcn_bytes_per_s),
-]
-degrees = {}
-for where, device, rate in links:
-    ratio = device.flops_per_s / rate
-    print(f"{where}, {rate / 1e9:.0f} GB/s: C/β = {ratio:,.0f}, so N may go to", end=" ")
-    for name in ("llama3-70b", "llama3.1-405b"):
-        ffn = preset(name).ffn_width
-        degrees[where, name] = formulas.tp_max_degree(ffn, device.flops_per_s, rate)
-        print(
-            f"{degrees[where, name]:.1f} for {name} (m = {ffn:,})", end="; " if name == "llama3-70b" else "\n"
-        )
-    assert where != "v5p" or round(ratio) == 2550
-assert int(degrees["H100 inside a node", "llama3-70b"]) == 13
-
-# %% [markdown]
-# Now a layer of Llama 70B on H100 nodes of 8, 4096 tokens, bf16: computing at the peak, and four all-reduces that nothing hides. These are
-# times, so inside a node messages run at the 370 GB/s that large ones reach, and the 13 from above becomes 10.7. Beyond 8 the
-# truth lies between two models: *best*, every GPU's own network port is used and the levels overlap; *worst*, one flat ring runs at the speed
-# of one port.
-
-# %%
-# NBVAL_CHECK_OUTPUT
-config, num_tokens = preset("llama3-70b"), 4096
-layer_params = (config.num_params - 2 * config.vocab_size * config.width) / config.num_layers
-layer_message = 2 * num_tokens * config.width
-bars, efficiency = [], {}
-assert (
-    f"{formulas.tp_max_degree(config.ffn_width, h100.flops_per_s, 370e9):.1f}" == "10.7"
-    and h100.reached_link_bytes_per_s == 370e9
-)
-print(" N   computing   sending: best    worst   tokens/s per device, of N = 1: best   worst")
-for size in (1, 2, 4, 8, 16, 32):
-    compute_s = formulas.train_seconds(layer_params, num_tokens, size, h100.flops_per_s)
-    best_s = 4 * formulas.collective_seconds(h100, "all-reduce", layer_message, size)
-    worst_s = (
-        best_s
-        if size <= h100.node_size
-        else 4 * formulas.sent_bytes("all-reduce", layer_message, size) / h100.dcn_bytes_per_s
-    )
-    efficiency[size] = [compute_s / (compute_s + send_s) for send_s in (best_s, worst_s)]
-    print(
-        f"{size:2}  {1e3 * compute_s:7.2f} ms  {1e3 * best_s:11.2f} ms {1e3 * worst_s:5.1f} ms "
-        f" {efficiency[size][0]:37.0%} {efficiency[size][1]:7.0%}"
-    )
-    bars.append(
-        (
-            f"N = {size}",
-            {"computing": compute_s, "sending, at best": best_s, "more, at worst": worst_s - best_s},
-        )
-    )
-assert efficiency[16][0] < efficiency[8][0] and efficiency[16][1] < efficiency[8][1] / 4
-scene.show(draw.time_bars(bars, title="One layer of Llama 70B, 4096 tokens, H100 nodes of 8"))
-
-# %% [markdown]
-# Inside the node the loss is gentle. At 16 even the best case computes half as long for the same message, and the worst case is a cliff.
-# Measured curves fall there too (Ultra-Scale Playbook 2025). Where nodes have 4 GPUs and share one port, the cliff stands between 4
-# and 8. This is arithmetic about links; simulated devices have none, and nothing was timed here.
-#
 # ### Exercise (stretch): more devices than KV heads
 #
 # Llama 3 8B has 32 query heads and 8 KV heads. Over `tp=16` every KV head must lie on two devices. The package splits the axis for that:
@@ -592,12 +581,13 @@ sixteen = Plan("tp=16").of(preset("llama3-8b"))
 parts = {axis: sixteen.mesh.sizes[axis] for axis in ("tp", "kv")}
 assert parts == {"tp": 8, "kv": 2}
 for matrix in ("d n h", "d k h"):
-    print(f"{parts}: '{matrix}' is stored as '{sixteen.stored(f'attention {matrix}')}'")
+    stored = sixteen.stored(f"attention {matrix}")
+    print(f"{parts}: '{matrix}' is stored as '{stored}'")
 
 # %% [markdown]
-# vLLM, for one, shares heads in the same way. Write the list of KV heads that device `rank` of `tp` needs, for any
-# numbers of query heads and KV heads, so that its own block of query heads (block `rank` of `tp`, in order) finds its keys. What must then
-# happen to the gradients of K and V?
+# vLLM, for one, shares heads in the same way. Write the list of KV heads that device `rank` of `tp` needs, for any numbers of query
+# heads and KV heads, so that its own block of query heads (block `rank` of `tp`, in order) finds its keys. What must then happen to
+# the gradients of K and V? (The verdict's *why* tells.)
 
 
 # %%
@@ -607,7 +597,7 @@ def kv_heads(rank, tp, num_heads, num_kv_heads): ...
 attempt("05.kv_heads", kv_heads)
 
 # %% [markdown]
-# ## For experts: hide the gather inside the product
+# ### For experts: hide the gather inside the product
 #
 # Before a pair, sequence parallelism gathers `x` and then multiplies: the product waits for the last byte. But block `i` of the result needs
 # only block `i` of `x`. So pass blocks around a ring, and multiply the one that is here while the next one travels (Wang et al. 2023).
@@ -629,55 +619,45 @@ def ring_matmul(x, w):
     return y
 
 
+# %% tags=["plumbing"]
 rows, weight = rng.standard_normal((64, D)).astype(np.float32), W1[0]
-ring_specs = dict(
-    mesh=mesh,
-    in_specs=(spec(parse_layout("s/tp d")), spec(parse_layout("d m/tp"))),
-    out_specs=spec(parse_layout("s m/tp")),
-)
-lowered = {
-    f.__name__: jax.jit(jax.shard_map(f, **ring_specs)).lower(rows, weight)
-    for f in (gather_then_multiply, ring_matmul)
-}
-texts = {name: partitioned_hlo(program) for name, program in lowered.items()}
+places = [parse_layout(text) for text in ("s/tp d", "d m/tp", "s m/tp")]
+ins, outs = tuple(map(spec, places[:2])), spec(places[2])
 blocks = [
-    jax.device_put(a, sharding(mesh, parse_layout(place)))
-    for a, place in ((rows, "s/tp d"), (weight, "d m/tp"))
+    jax.device_put(array, sharding(mesh, place))
+    for array, place in zip((rows, weight), places, strict=False)
 ]
-for program in lowered.values():
-    assert np.allclose(program.compile()(*blocks), rows @ weight, atol=1e-4)
-ring, gathered = (census_hlo(texts[name], mesh) for name in ("ring_matmul", "gather_then_multiply"))
-assert sum(c.count for c in ring) == N - 1 and {c.kind for c in ring} <= {"collective-permute"}
+texts = {}
+for f in (gather_then_multiply, ring_matmul):
+    over_tp = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=outs))
+    compiled, texts[f.__name__] = read_program(over_tp.lower(rows, weight))
+    assert np.allclose(compiled(*blocks), rows @ weight, atol=1e-4)
+gathered, ring = (census_hlo(text, mesh) for text in texts.values())
+assert sum(c.count for c in ring) == N - 1
+assert {c.kind for c in ring} <= {"collective-permute"}
 assert sum(c.bytes_sent for c in ring) == sum(c.bytes_sent for c in gathered)
-print(
-    f"value: the ring product equals gather, then multiply. communication: {N - 1} permutes = N-1, with the"
-    " bytes of the one all-gather"
-)
-found = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}", texts["ring_matmul"])
-pairs = [tuple(map(int, pair)) for pair in re.findall(r"(\d+),(\d+)", found[1])] if found else [(0, 0)]
-scene.show(draw.ring_steps(pairs, num_steps=N, axis="tp"))
+print("value: the ring product equals gather, then multiply")
+print(f"communication: {N - 1} permutes = N-1, with the bytes of the one all-gather")
+listed = r"source_target_pairs=\{((?:\{\d+,\d+\},?)+)\}"
+found = re.search(listed, texts["ring_matmul"])
+pairs = re.findall(r"(\d+),(\d+)", found[1]) if found else [(0, 0)]
+pairs = [(int(source), int(target)) for source, target in pairs]
+show(draw.ring_steps(pairs, num_steps=N, axis="tp"))
 
 # %% [markdown]
-# ### The same in a whole step
-#
-# The package does this for a Llama with `Plan(tp_sequence=True, tp_comm_overlap=True)`. The model's text stays as it is: `par.enter` and
-# `par.leave` say which products go with an arrow, and the reading chooses how it travels. One ring serves all products of a
-# value: Q, K and V share one, and so do the two column matrices of the feed-forward. Where a sum leaves, the ring turns
-# around: the sum of one block travels while this device's part of the next one is multiplied. Each is the other's backward pass.
-#
-# The layers' gathers and scatters become permutes, and no arrow sends a byte more. What no product goes with stays: the embedding's
-# scatter and the head's gather, one of each per step.
+# The package does this for a whole Llama with `tp_comm_overlap=True`. The model's text stays as it is: `par.enter` and `par.leave` say
+# which products go with an arrow. One ring serves all products of a value: Q, K and V share one, and so do the two column matrices of
+# the feed-forward. Where a sum leaves, the ring turns around: the sum of one block travels while this device's part of the next one is
+# multiplied. Each is the other's backward pass. The layers' gathers and scatters become permutes (those of embedding and head
+# stay), and no arrow sends a byte more.
 
 # %%
-llamas["rings"] = train_llama(Plan(f"tp={N}", tp_sequence=N > 1, tp_comm_overlap=N > 1))
-step, program, _, _, ring_losses = llamas["rings"]
-assert np.allclose(ring_losses, solo_losses, rtol=1e-4)
-print(f"value: {STEPS} losses equal those of one device")
-
-census = census_hlo(partitioned_hlo(program), step.mesh)
-assert census_table(census) == as_table(traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ))
+overlapped = Plan(f"tp={N}", tp_sequence=N > 1, tp_comm_overlap=N > 1)
+rings = learn(overlapped)
+tables |= verdicts({"rings": rings}, solo)
 
 
+# %% tags=["plumbing"]
 def by_arrow(census):
     """Bytes of each arrow, whatever it travels by."""
     sent = {}
@@ -686,44 +666,45 @@ def by_arrow(census):
     return sent
 
 
-assert by_arrow(census) == by_arrow(moved["tp + sequence"])
-print("communication: as predicted, and every arrow sends the bytes that it sent before")
+census = as_predicted(rings)
+assert by_arrow(census) == by_arrow(censuses["tp + sequence"])
+print("every arrow sends the bytes that it sent before")
 hops = {}
 for row in arrow_rows(census):
     if row["kind"] == "collective-permute":
         hops[row["arrow"]] = hops.get(row["arrow"], 0) + row["count"]
 for arrow, count in hops.items():
-    assert count == 2 * LLAMA.num_layers * (N - 1)  # forward and backward, N-1 hops each
-    print(f"  {arrow:<36} {count} permutes: 2 layers, forward and backward, N-1 = {N - 1} hops each")
+    assert count == 2 * LLAMA.num_layers * (N - 1)  # forward and backward, N-1 hops
+    print(f"  {arrow:<36} {count} permutes: 2 layers, 2 passes, {N - 1} hops")
 assert len(hops) == 4 * (N > 1)
 
 # %% [markdown]
-# Does it help? That is a question for links, and ours are simulated. A compiler for GPUs starts a permute, runs the product, and
-# then waits for the rest; `llmpar compile` shows what is left to wait for on a cluster that is not here. A hop that takes longer
-# than its product is hidden only in part. For Llama 3 8B over 8 H100s, bf16, blocks of 8,192 tokens, products at the peak rate:
+# Does it help? That is a question for links, and ours are simulated. A hop that takes longer than its product is hidden only in part.
+# For Llama 3 8B over 8 H100s, bf16, blocks of 8,192 tokens, products at the peak rate (`llmpar compile` shows what a GPU's program
+# waits for):
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["plumbing", "nbval-check-output"]
 config, block = preset("llama3-8b"), 8192
-hop_s = 2 * block * config.width / h100.reached_link_bytes_per_s
-heads, kv_heads = config.num_heads * config.head_width, config.num_kv_heads * config.head_width
-widths = {
-    "Q, K, V": heads + 2 * kv_heads,
-    "O": heads,
-    "gate, up": 2 * config.ffn_width,
-    "down": config.ffn_width,
+size = 2 * block * config.width
+hop_s = size / h100.reached_link_bytes_per_s
+heads = config.num_heads * config.head_width
+kv_width = config.num_kv_heads * config.head_width
+widths = {"Q, K, V": heads + 2 * kv_width, "O": heads}
+widths |= {"gate, up": 2 * config.ffn_width, "down": config.ffn_width}
+print(f"a hop of {size / 2**20:.0f} MiB takes {hop_s * 1e6:.0f} µs")
+product_s = {
+    name: size * width / 8 / h100.flops_per_s for name, width in widths.items()
 }
-print(f"a hop of {2 * block * config.width / 2**20:.0f} MiB takes {hop_s * 1e6:.0f} µs")
-for which, width in widths.items():
-    product_s = 2 * block * config.width * width / 8 / h100.flops_per_s
-    print(f"  {which:<9} {product_s * 1e6:4.0f} µs, which hides {min(1, product_s / hop_s):4.0%} of a hop")
-assert 2 * block * config.width * widths["gate, up"] / 8 / h100.flops_per_s > hop_s
+for name, seconds in product_s.items():
+    hidden = min(1, seconds / hop_s)
+    print(f"  {name:<9} {seconds * 1e6:4.0f} µs, which hides {hidden:4.0%} of a hop")
+assert product_s["gate, up"] > hop_s
 
 # %% [markdown]
 # ### Exercise (expert): count the hops
 #
-# Take one Llama layer with sequence parallelism, forward and backward, and turn each of its gathers and each of its scatters (see "one block"
-# above) into such a ring. How many permutes does a device run? Return it as a function of `tp`.
+# Take one Llama layer with sequence parallelism, forward and backward, and turn each of its gathers and each of its scatters (see "one
+# block" above) into such a ring. How many permutes does a device run? Return it as a function of `tp`.
 
 
 # %%
@@ -733,68 +714,48 @@ def ring_permutes(tp): ...
 attempt("05.ring_permutes", ring_permutes)
 
 # %% [markdown]
-# ## Where XLA's partitioner differs
+# ### Where XLA's partitioner differs
 #
-# For the plain stack, hardly at all: say where the weights are, and the partitioner finds the same 2L-1 all-reduces.
+# For the plain stack, hardly at all: say where the weights are, and the partitioner finds the same 2L-1 all-reduces. For a whole Llama
+# it goes its own ways.
 
-# %%
-auto_stack = jax.jit(
-    sgd(stack),
-    in_shardings=[sharding(mesh, place) for place in PLACES],
-    out_shardings=(*[sharding(mesh, p) for p in PLACES[:2]], None),
-)
-auto_lowered = auto_stack.lower(W1, W2, X, Y)
-found_auto = [c for c in census_hlo(partitioned_hlo(auto_lowered), mesh) if c.shape == (B, S, D)]
-assert np.allclose(train(programs["by hand"][0], auto_lowered.compile())[0], want_losses, rtol=1e-4)
-print(
-    f"the stack by jit: {sum(c.count for c in found_auto)} {'all-reduces' if N > 1 else 'collectives'} of"
-    " b·s·d, and the same losses"
-)
+# %% tags=["plumbing"]
+put = [sharding(mesh, place) for place in PLACES]
+stack_by_jit = jax.jit(sgd(stack), in_shardings=put, out_shardings=(*put[:2], None))
+compiled, text = read_program(stack_by_jit.lower(W1, W2, X, Y))
+found = [c for c in census_hlo(text, mesh) if c.shape == (B, S, D)]
+losses = train(programs["by hand"][0], compiled)[0]
+assert np.allclose(losses, want_losses, rtol=1e-4)
+kinds = "all-reduces of b·s·d" if N > 1 else "collectives"
+print(f"the stack by jit: {sum(c.count for c in found)} {kinds}, and the same losses")
 if devices[0].platform == "cpu":
-    assert sum(c.count for c in found_auto if c.kind == "all-reduce") == (2 * L - 1) * (N > 1)
+    num_found = sum(c.count for c in found if c.kind == "all-reduce")
+    assert num_found == (2 * L - 1) * (N > 1)
 
-# %% [markdown]
-# For a whole Llama it goes its own ways.
-
-# %%
-auto_step, auto_lowered, auto_compiled, _, auto_losses = train_llama(
-    Plan(f"tp={N}", tp_sequence=True, reading="auto")
-)
-assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
-assert (
-    compiled_memory(auto_compiled)["argument_bytes"]
-    == compiled_memory(llamas["tp + sequence"][2])["argument_bytes"]
-)
-print("value and memory: Auto equals Manual")
-auto = census_table(census_hlo(partitioned_hlo(auto_lowered), mesh))
-for name, table in (("manual", tables["tp + sequence"]), ("auto", auto)):
-    for (_, kind), row in sorted(table.items(), key=lambda item: -item[1]["bytes_sent"]):
+by_xla = Plan(f"tp={N}", tp_sequence=True, reading="auto")
+auto = learn(by_xla)
+assert np.allclose(auto.losses, solo.losses, rtol=1e-4)
+arguments = lambda run: compiled_memory(run.compiled)["argument_bytes"]
+assert arguments(auto) == arguments(llamas["tp + sequence"])
+print("the Llama: value and memory: Auto equals Manual")
+auto_table = census_table(census_hlo(auto.text, mesh))
+for name, table in (("manual", tables["tp + sequence"]), ("auto", auto_table)):
+    for (_, kind), row in sorted(table.items(), key=lambda i: -i[1]["bytes_sent"]):
         print(f"{name:>7}: {kind:<18} ×{row['count']:<4}{row['bytes_sent']:>12,} B")
 if devices[0].platform == "cpu" and N > 1:
-    assert not any(kind == "reduce-scatter" for _, kind in auto)
-    print(
-        "communication: on simulated devices Auto never forms a reduce-scatter; it sends whole all-reduces"
-        " and cuts their results"
-    )
+    assert not any(kind == "reduce-scatter" for _, kind in auto_table)
+    print("communication: on simulated devices Auto never forms a reduce-scatter;")
+    print("it sends whole all-reduces and cuts their results")
 
 # %% [markdown]
-# ## Summary
-#
-# 1. Column, then row, along the same dim: nothing moves between them, and one all-reduce ends the pair.
-# 2. Attention is a pair (heads), the feed-forward is a pair (hidden units), the loss needs three numbers per token.
-# 3. Each layer runs 4 all-reduces of b·s·d, two forward and two backward; a stack of plain pairs 2L-1.
-# 4. Sequence parallelism makes each a reduce-scatter and an all-gather: the same bytes, and activations fall from 10 + 24/N to 34/N.
-# 5. Work is divided by N, messages are not: stay below m / (C/β), which means inside the fast links.
-#
-# ## On your cluster
+# ### On your cluster
 #
 #     llmpar inspect --mesh "tp=-1" --tp-sequence
 #     llmpar inspect --mesh "dp=2 tp=4" --tp-sequence --tp-comm-overlap
 #     llmpar inspect --mesh "dp=2 tp=4" --tp-sequence --reading auto
 #     llmpar inspect --mesh "fsdp=2 tp=4" --tp-sequence --svg bytes.svg
-#     llmpar train --model llama3.2-1b --mesh "fsdp=-1 tp=4" --tp-sequence --remat block --dtype bfloat16 --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
+#     llmpar train --model llama3.2-1b --mesh "fsdp=-1 tp=4" --tp-sequence --remat block --dtype bfloat16 \
+#         --batch-size 16 --seq-len 2048 --data "corpus/*.jsonl" --tokenizer tokenizer.json
 #
-# `tp` is the innermost axis of every mesh here: its partners are neighbours, on one node if tp divides the node. Look at the picture of lesson
-# 00 before you choose a size that does not.
-#
-# **One number to remember: 4 all-reduces of b·s·d per layer,** however many devices share the work.
+# `tp` is the innermost axis of every mesh here: its partners are neighbours, on one node if tp divides the node. Look at the picture of
+# lesson 00 before you choose a size that does not.

@@ -15,8 +15,9 @@
 # # 06 · Long sequences: can attention be cut along the sequence?
 #
 # Data parallelism cuts the batch, tensor parallelism the heads. A single sequence of a million tokens has a batch of one, and
-# in Llama 3 eight KV heads. So cut its positions: over the axis `sp`, every device holds `s/sp` of them. Norms and feed-forwards
-# do not notice, since they look at one position at a time. Attention does: every query wants to see every earlier key.
+# in Llama 3 eight KV heads. So cut its positions: over the axis `sp` (sequence parallelism; Megatron calls it context parallelism)
+# every device holds `s/sp` of them. Norms and feed-forwards do not notice, since they look at one position at a time. Attention
+# does: every query wants to see every earlier key.
 #
 # | variant | what moves | arrow |
 # |---|---|---|
@@ -24,7 +25,8 @@
 # | Ulysses (Jacobs et al. 2023) | positions are exchanged for heads, and back | `b s/sp k h -> b s k/sp h` |
 # | gathered keys (Llama 3, 2024) | all keys and values to everybody | `b s/sp k h -> b s k h` |
 #
-# (*Arrow*, *reading* and *island* are explained in the README, under [Words](../README.md#words).)
+# An *arrow* is a movement between two layouts; `s/sp` is a dim cut by an axis. A *rank* is a device's number along the axis. A *census*
+# counts what a compiled program sends. [All words](../README.md#words).
 #
 # **Question.** What must travel so that every query sees every key, and why do some devices wait for others?
 #
@@ -32,13 +34,12 @@
 # feed-forward, `n` query heads, `k` KV heads, `r` query heads per KV head, `h` width of a head, `N` devices along the
 # axis at hand, `C` FLOP/s of a device, `β` bytes/s of its links.
 
-# %%
+# %% tags=["plumbing"]
 from llmpar.mesh import use_devices
-from llmpar.predict.ring import pairs_by_step
 
 devices = use_devices()
 
-# %%
+# %% tags=["plumbing"]
 import dataclasses
 import re
 
@@ -50,9 +51,9 @@ from jax import lax
 
 from llmpar import attention, draw, sequence_order
 from llmpar.config import preset
-from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, solution
-from llmpar.exercises.lesson import as_table, counting_text, train_steps
+from llmpar.draw.scene import show
+from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.inspect.census import (
     arrow_rows,
     arrow_text,
@@ -60,22 +61,27 @@ from llmpar.inspect.census import (
     census_table,
     compiled_memory,
     partitioned_hlo,
+    read_program,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh, sharding, spec
 from llmpar.notation import parse_layout
 from llmpar.plan import Plan
-from llmpar.predict import formulas, memory, traffic
+
+# %% tags=["plumbing"]
+from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
+from llmpar.predict.ring import pairs_by_step
 from llmpar.serve.decode import Decoder
 from llmpar.step import Step
 
 # Accelerators round float32 products unless told not to.
 jax.config.update("jax_default_matmul_precision", "highest")
-assert {preset(name).num_kv_heads for name in ("llama3-8b", "llama3-70b", "llama3.1-405b")} == {8}
+llama3 = ("llama3-8b", "llama3-70b", "llama3.1-405b")
+assert {preset(name).num_kv_heads for name in llama3} == {8}
 N = max(size for size in (1, 2, 4, 8) if size <= len(devices))
 mesh = make_mesh(f"sp={N}")
-S, K, R, H = 32 * N, 2, 2, 16  # positions, KV heads, query heads per KV head, head width
+S, K, R, H = 32 * N, 2, 2, 16  # positions, KV heads, query heads per KV head, width
 OWN = S // N  # positions of one device
 
 # %% [markdown]
@@ -86,7 +92,7 @@ OWN = S // N  # positions of one device
 
 # %%
 PAIRS = [(i, (i + 1) % N) for i in range(N)]
-scene.show(draw.ring_steps(PAIRS))
+show(draw.ring_steps(PAIRS))
 
 # %% [markdown]
 # ## Predict
@@ -119,9 +125,10 @@ attempt("06.hop_bytes", hop_bytes)
 
 # %%
 def look(q, k, v, seen):
-    """What queries find in some of the keys: the weighted sum of values, the sum of weights, the largest
-    score."""
-    scores = jnp.where(seen, jnp.einsum("bskrh,btkh->bkrst", q, k) / H**0.5, -jnp.inf)
+    """What queries find in some of the keys: the weighted sum of values, the sum of
+    weights, the largest score."""
+    scores = jnp.einsum("bskrh,btkh->bkrst", q, k) / H**0.5
+    scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.maximum(scores.max(-1), -1e30)  # a query that sees none of these keys
     weights = jnp.exp(scores - top[..., None])
     return jnp.einsum("bkrst,btkh->bkrsh", weights, v), weights.sum(-1), top
@@ -131,23 +138,27 @@ def join(one, other):
     (values_a, total_a, top_a), (values_b, total_b, top_b) = one, other
     top = jnp.maximum(top_a, top_b)
     a, b = jnp.exp(top_a - top), jnp.exp(top_b - top)
-    return values_a * a[..., None] + values_b * b[..., None], total_a * a + total_b * b, top
+    values = values_a * a[..., None] + values_b * b[..., None]
+    return values, total_a * a + total_b * b, top
 
 
 def finish(values, total, top):
     return jnp.einsum("bkrsh->bskrh", values / total[..., None])
 
 
+# %% tags=["plumbing"]
 def exact(q, k, v, positions):
     """The textbook: all scores, one softmax. The reference of this lesson."""
     scores = jnp.einsum("bskrh,btkh->bkrst", q, k) / H**0.5
     seen = positions[0, :, None] >= positions[0, None, :]
-    return jnp.einsum("bkrst,btkh->bskrh", jax.nn.softmax(jnp.where(seen, scores, -1e30)), v)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30))
+    return jnp.einsum("bkrst,btkh->bskrh", weights, v)
 
 
 rng = np.random.default_rng(0)
-q, out_grad = (rng.standard_normal((1, S, K, R, H)).astype(np.float32) for _ in range(2))
-k, v = (rng.standard_normal((1, S, K, H)).astype(np.float32) for _ in range(2))
+normal = lambda *shape: rng.standard_normal((1, S, *shape)).astype(np.float32)
+q, out_grad = normal(K, R, H), normal(K, R, H)
+k, v = normal(K, H), normal(K, H)
 positions = np.arange(S, dtype=np.int32)[None]
 
 
@@ -155,27 +166,25 @@ positions = np.arange(S, dtype=np.int32)[None]
 def in_halves(q, k, v, positions):
     halves = [slice(None, S // 2), slice(S // 2, None)]
     seen = positions[0, :, None] >= positions[0, None, :]
-    by_hand = finish(*join(*(look(q, k[:, half], v[:, half], seen[:, half]) for half in halves)))
-    parts = [
-        attention.full(q, k[:, half], v[:, half], q_positions_bs=positions, k_positions_bt=positions[:, half])
-        for half in halves
-    ]
-    return by_hand, attention.merge(*parts[0], *parts[1])[0], exact(q, k, v, positions)
+    looks = (look(q, k[:, half], v[:, half], seen[:, half]) for half in halves)
+    ids = lambda half: dict(q_positions_bs=positions, k_positions_bt=positions[:, half])
+    parts = [attention.full(q, k[:, half], v[:, half], **ids(half)) for half in halves]
+    merged = attention.merge(*parts[0], *parts[1])[0]
+    return finish(*join(*looks)), merged, exact(q, k, v, positions)
 
 
-by_hand, merged, want = map(np.asarray, in_halves(q, k, v, positions))
-assert np.allclose(by_hand, want, atol=1e-5) and np.allclose(merged, want, atol=1e-5)
-print("value: two halves of the keys, joined by hand or by attention.merge, give attention to all keys")
+joined, merged, want = map(np.asarray, in_halves(q, k, v, positions))
+assert np.allclose(joined, want, atol=1e-5) and np.allclose(merged, want, atol=1e-5)
+print("value: two halves of the keys, joined by hand or by attention.merge,")
+print("give attention to all keys")
 
 # %% [markdown]
-# The package keeps two things instead of three: the output divided already, and `lse`, the log of the sum of exponentials
-# (`top + log(total)`). It is the same information, and all that the backward pass needs: scores are computed again there, so
-# nothing of size `s t` is ever stored (Dao et al. 2022).
+# (The package keeps two things: the output divided already, and `lse`, the log of the sum of exponentials, `top + log(total)`.)
 #
 # ## Run: a ring by hand
 #
-# What you read is what one device does. Who sees whom is decided by *positions*, which travel with the keys. The text has a look, a
-# hop and a join; it also counts how many pairs its mask lets through in each step.
+# What you read is what one device does, inside `jax.shard_map`. Who sees whom is decided by *positions*, which travel with the keys.
+# The text has a look, a hop and a join; it also counts how many pairs its mask lets through in each step.
 
 
 # %%
@@ -196,77 +205,73 @@ def ring_by_hand(q, k, v, mine):  # b s/sp k r h, b s/sp k h twice, b s/sp
     return finish(*done), jnp.concatenate([pairs[None], later])[None]
 
 
-QUERIES, KEYS, IDS = (parse_layout(text) for text in ("b s/sp k r h", "b s/sp k h", "b s/sp"))
+# %% tags=["plumbing"]
+TEXTS = ("b s/sp k r h", "b s/sp k h", "b s/sp")
+QUERIES, KEYS, IDS = map(parse_layout, TEXTS)
 GIVEN = (QUERIES, KEYS, KEYS, IDS)
 
 
 def spread(function, given, made, over=mesh):
-    return jax.jit(
-        jax.shard_map(function, mesh=over, in_specs=tuple(map(spec, given)), out_specs=tuple(map(spec, made)))
-    )
+    ins, outs = tuple(map(spec, given)), tuple(map(spec, made))
+    return jax.jit(jax.shard_map(function, mesh=over, in_specs=ins, out_specs=outs))
 
 
 def deal(order, *arrays):
-    """Lay positions onto ranks in this order: nothing but a permutation of the data, made before the step."""
-    return [np.take(x, sequence_order.sequence_permutation(order, S, N), axis=1) for x in arrays]
+    """Lay positions onto ranks in this order, before the step."""
+    places = sequence_order.sequence_permutation(order, S, N)
+    return [np.take(x, places, axis=1) for x in arrays]
 
 
+def put(order, *arrays):
+    dealt = zip(deal(order, *arrays), (*GIVEN, QUERIES), strict=False)
+    return [jax.device_put(x, sharding(mesh, place)) for x, place in dealt]
+
+
+# %% tags=["plumbing"]
 ring = spread(ring_by_hand, GIVEN, (QUERIES, parse_layout("b/sp t")))
-placed = [
-    jax.device_put(x, sharding(mesh, place)) for x, place in zip((q, k, v, positions), GIVEN, strict=True)
-]
-ring_lowered = ring.lower(*placed)
-ring_compiled = ring_lowered.compile()
-live, places = {}, {}
+ring_compiled = ring.lower(*put("contiguous", q, k, v, positions)).compile()
+live = {}
 for order in ("contiguous", "zigzag"):
-    out, pairs = ring_compiled(
-        *[jax.device_put(x, y.sharding) for x, y in zip(deal(order, q, k, v, positions), placed, strict=True)]
-    )
+    out, pairs = ring_compiled(*put(order, q, k, v, positions))
     (want_dealt,) = deal(order, want)
     assert np.allclose(out, want_dealt, atol=1e-5), order
-    live[order], places[order] = np.asarray(pairs), out.addressable_shards
-print("value: a ring by hand gives full attention, whichever way positions are dealt to the ranks")
+    assert {s.data.shape for s in out.addressable_shards} == {(1, OWN, K, R, H)}
+    live[order] = np.asarray(pairs)
+print("ran: a ring over positions in order, and one in another order")
 
 # %% [markdown]
 # ## Compare: four verdicts
 #
 # The number of hops is read from the compiled program. The loop runs N − 1 times; a census that forgot to multiply would find one hop.
 
-# %%
-assert all(shard.data.shape == (1, OWN, K, R, H) for shards in places.values() for shard in shards)
-print(
-    f"sharding: every device holds {(1, OWN, K, R, H)} of the output {out.shape}: its own positions, all heads"
-)
-
+# %% tags=["plumbing"]
+print("value: a ring by hand gives full attention, however positions are dealt")
+print(f"sharding: a device holds {(1, OWN, K, R, H)} of the output {out.shape}")
 census = census_hlo(ring_compiled.as_text(), mesh)
-moved = {dtype: [c for c in census if c.dtype == dtype] for dtype in ("f32", "s32")}
-assert {c.kind for c in census} <= {"collective-permute"} and {c.shape for c in moved["f32"]} <= {
-    (1, OWN, K, H)
-}
+moved = {kind: [c for c in census if c.dtype == kind] for kind in ("f32", "s32")}
+assert {c.kind for c in census} <= {"collective-permute"}
+assert {c.shape for c in moved["f32"]} <= {(1, OWN, K, H)}
 hops = sum(c.count for c in moved["f32"]) // 2
 hop = 2 * 4 * OWN * K * H  # bytes of K and V of one device's positions
+kv_bytes = sum(c.bytes_sent for c in moved["f32"])
 assert hops == N - 1 == sum(c.count for c in moved["s32"])
-assert (
-    sum(c.bytes_sent for c in moved["f32"]) == (N - 1) * hop == 4 * formulas.ring_elements(1, S, K, H, N)[0]
-)
+assert kv_bytes == (N - 1) * hop == 4 * formulas.ring_elements(1, S, K, H, N)[0]
 assert sum(c.bytes_sent for c in moved["s32"]) == (N - 1) * 4 * OWN
-compiled_pairs = {
-    pair
-    for text in re.findall(r"source_target_pairs=\{\{(.*?)\}\}", ring_compiled.as_text())
-    for pair in text.split("},{")
-}
+listed = re.findall(r"source_target_pairs=\{\{(.*?)\}\}", ring_compiled.as_text())
+compiled_pairs = {pair for text in listed for pair in text.split("},{")}
 assert N == 1 or compiled_pairs == {f"{source},{target}" for source, target in PAIRS}
-print(
-    f"communication: hops: {hops}, along the pairs of the picture; a hop is {hop:,} B of K and V, and {4 * OWN}"
-    " B of positions"
-)
-
+print(f"communication: {hops} hops, along the pairs of the picture;")
+print(f"a hop is {hop:,} B of K and V, and {4 * OWN} B of positions")
 arguments = compiled_memory(ring_compiled)["argument_bytes"]
 assert arguments == 4 * OWN * (K * R * H + 2 * K * H + 1)
 print(f"memory: {arguments:,} B of arguments per device, 1/{N} of everything")
 
+# %%
+met("06.ring_bytes", kv_bytes)
+
 # %% [markdown]
-# The paper's ring makes N hops, and the last brings home what nobody uses. At N = 8 that is an eighth of the traffic.
+# The paper's ring makes N hops, and the last brings home what nobody uses. At N = 8 that is an eighth of the traffic. In training the
+# ring turns twice, and the gradients of K and V follow one hop behind: 3 · (N − 1) hops (see *Further*).
 #
 # ## Who waits?
 #
@@ -274,332 +279,41 @@ print(f"memory: {arguments:,} B of arguments per device, 1/{N} of everything")
 # positions are early finds nothing in most of the blocks that come by. Drawn are the pairs that the program above let through,
 # as a share of a block (a query's own key counts half, which makes a triangle exactly ½).
 
-# %%
+# %% tags=["plumbing"]
 for order, pairs in live.items():
     assert (pairs == pairs_by_step(N, order, s=S)).all()
-parts = {order: (pairs - (np.arange(N) == 0) * OWN / 2) / OWN**2 for order, pairs in live.items()}
-scene.show(draw.live_blocks(parts["contiguous"].tolist()))
+own_key = (np.arange(N) == 0) * OWN / 2
+parts = {order: (pairs - own_key) / OWN**2 for order, pairs in live.items()}
+show(draw.live_blocks(parts["contiguous"].tolist()))
 
 # %% [markdown]
 # Positions in order: the last rank computes all the time, the first one at the start only. The cure costs nothing: cut the
 # sequence into 2N parts and give rank i an early one and a late one, the parts i and 2N − 1 − i. This is the **zigzag** order:
 
-# %%
-scene.show(draw.live_blocks(parts["zigzag"].tolist()))
+# %% tags=["plumbing"]
+show(draw.live_blocks(parts["zigzag"].tolist()))
 
-# %%
+# %% tags=["plumbing"]
 for order, expected in (("contiguous", 2 - 1 / N), ("zigzag", 1)):
     work = parts[order].sum(1)
-    assert np.isclose(work.max() / work.mean(), expected)
-    print(
-        f"{order:<11} busiest rank / mean = {work.max() / work.mean():.3f}; the ring takes"
-        f" {parts[order].max(0).sum():g} blocks of time"
-    )
-assert parts["contiguous"].max(0).sum() == N - 1 / 2 and np.isclose(parts["zigzag"].max(0).sum(), N / 2)
+    busiest, blocks = work.max() / work.mean(), parts[order].max(0).sum()
+    assert np.isclose(busiest, expected)
+    print(f"{order:<11} busiest rank / mean = {busiest:.3f};", end=" ")
+    print(f"the ring takes {blocks:g} blocks of time")
+assert parts["contiguous"].max(0).sum() == N - 1 / 2
+assert np.isclose(parts["zigzag"].max(0).sum(), N / 2)
 
 # %% [markdown]
 # (The drawing has one sign for half a block. In step 0 it is a triangle. Later, either all queries see the early part of the keys,
 # or the late part of the queries sees all keys.) The busiest rank has 2 − 1/N times the mean in order, and exactly the mean in
-# zigzag. Brandon et al. 2023 reach nearly the same with `striped`: every N-th position.
+# zigzag.
 #
-# A real kernel works in tiles, and skips only those that are masked throughout. What the busiest of 8 ranks computes of 4,096
-# positions, 512 on each, as a share of attention without a mask:
-
-# %%
-# NBVAL_CHECK_OUTPUT
-length = 4096
-shares = {}
-for order in ("contiguous", "striped", "zigzag"):
-    for tile in (512, 256, 64, 16):
-        shares[order, tile] = pairs_by_step(8, order, s=length, block=tile).sum(1).max() / (
-            length * length / 8
-        )
-    print(
-        f"{order:<11}"
-        + "".join(f"  tiles of {tile}: {shares[order, tile]:.3f}" for tile in (512, 256, 64, 16))
-    )
-assert shares["contiguous", 512] == shares["zigzag", 512] == 1 and shares["zigzag", 64] <= 0.51
-assert all(
-    shares["zigzag", tile] < shares["striped", tile] < shares["contiguous", tile] for tile in (256, 64, 16)
-)
-
-# %% [markdown]
-# In order, the busiest rank computes nearly as much as if there were no mask, whatever the tile. In zigzag a tile may be as large as a
-# part (256 here): the mask's edge runs through tiles in the first step only, when a rank looks at its own keys. In striped order it
-# runs through tiles in *every* step, so it wants fine ones. `attention.ring` takes tiles no longer than a part unless told otherwise.
+# ## The other way: positions for heads
 #
-# ### Exercise (stretch): write the zigzag
+# Ulysses exchanges the cut before attention, and back after it: each device then sees all positions, of its share of the heads. Over
+# many ranks it sends less than the ring. But N must divide the KV heads, and nothing hides its all-to-alls.
 #
-# Return an array of the positions 0 … s − 1 in the order in which they lie on the ranks: first all of rank 0, then all of rank 1, … .
-# The sequence `s` is a multiple of 2n. NumPy is there as `np`.
-
-
-# %%
-def zigzag(s, ranks): ...
-
-
-attempt("06.zigzag", zigzag)
-
-# %% [markdown]
-# ## Backwards
-#
-# `attention.ring` is the ring of the package: the same forward pass, and a backward pass of its own. It saves the output and `lse`,
-# and turns the ring again: keys and values make their N − 1 hops a second time, and the *gradients* of keys and values follow
-# one hop behind them, in float32, collecting what each rank adds. K and V travel as one message, because links carry one collective
-# at a time beside the work. Positions are few: all ranks learn all of them at once, before the first hop.
-
-
-# %%
-def with_gradients(attend):
-    """The output of attention and the gradients of its three inputs."""
-
-    def run(q, k, v, positions, out_grad):
-        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, positions), q, k, v)
-        return out, *pull(out_grad)
-
-    return run
-
-
-def package_ring(q, k, v, positions):
-    return attention.ring(q, k, v, axis="sp", q_positions_bs=positions, k_positions_bt=positions)[0]
-
-
-shapes = ((K, R, H), (K, H), (K, H), (), (K, R, H))
-arrays = [
-    jax.ShapeDtypeStruct((1, S, *shape), jnp.float32 if shape else jnp.int32, sharding=sharding(mesh, place))
-    for shape, place in zip(shapes, (*GIVEN, QUERIES), strict=True)
-]
-lowered = spread(with_gradients(package_ring), (*GIVEN, QUERIES), (QUERIES, QUERIES, KEYS, KEYS)).lower(
-    *arrays
-)
-compiled = lowered.compile()
-whole = jax.jit(with_gradients(exact)).lower(q, k, v, positions, out_grad).compile()
-want_all = whole(q, k, v, positions, out_grad)
-given = [
-    jax.device_put(x, a.sharding)
-    for x, a in zip(deal("zigzag", q, k, v, positions, out_grad), arrays, strict=True)
-]
-for name, got, wanted in zip(("out", "dq", "dk", "dv"), compiled(*given), want_all, strict=True):
-    (wanted,) = deal("zigzag", np.asarray(wanted))
-    error = np.abs(np.asarray(got) - wanted).max() / np.abs(wanted).max()
-    assert error < 1e-5, (name, error)
-print(
-    "value: output and gradients of q, k and v equal those of full attention to 1e-5 of their largest element"
-)
-
-found = census_hlo(partitioned_hlo(lowered), mesh)
-sent = {
-    dtype: (
-        sum(c.count for c in found if c.dtype == dtype),
-        sum(c.bytes_sent for c in found if c.dtype == dtype),
-    )
-    for dtype in ("f32", "s32")
-}
-assert {c.kind for c in found if c.dtype == "f32"} <= {"collective-permute"}
-assert sent["f32"] == (3 * (N - 1), 3 * (N - 1) * hop)  # K with V; K with V again; their gradients
-assert sent["s32"] == (int(N > 1), (N - 1) * 4 * OWN)  # positions, gathered once
-print(
-    f"communication: K with V forward, the same backward, dK with dV: {sent['f32'][0]} permutes = 3 · (N-1),"
-    f" {sent['f32'][1]:,} B"
-)
-
-ring_memory, whole_memory = compiled_memory(compiled), compiled_memory(whole)
-assert ring_memory["argument_bytes"] == 4 * OWN * (2 * K * R * H + 2 * K * H + 1)
-print(f"memory: {ring_memory['argument_bytes']:,} B of arguments per device, 1/{N} of everything")
-if N > 1:
-    assert ring_memory["temp_bytes"] < whole_memory["temp_bytes"] / N
-    print(
-        f"memory: full attention keeps its {S} x {S} scores; the ring's temporaries are less than 1/{N} of"
-        " what that takes"
-    )
-
-# %% [markdown]
-# That is the promise of the ring: twice the devices take twice the sequence, with the same share on each, and no scores are kept.
-#
-# ### Grouped queries make hops short
-#
-# Only KV heads travel, in the dtype in which they are computed. Read from the traced program of the forward pass, for 8 query heads
-# over 8 devices (tracing needs no devices):
-
-
-# %%
-# NBVAL_CHECK_OUTPUT
-def forward_bytes(kv_heads, dtype, heads=8, size=8, length=1024):
-    shapes = ((kv_heads, heads // kv_heads, H), (kv_heads, H), (kv_heads, H), ())
-    abstract = [jax.ShapeDtypeStruct((1, length, *shape), dtype if shape else jnp.int32) for shape in shapes]
-    traced = jax.make_jaxpr(
-        spread(lambda *args: (package_ring(*args),), GIVEN, (QUERIES,), abstract_mesh(f"sp={size}"))
-    )(*abstract)
-    return sum(c.bytes_sent for c in census_jaxpr(traced, {"sp": size}) if c.dtype != "s32")
-
-
-base = forward_bytes(8, jnp.float32)
-for kv_heads, dtype in ((8, jnp.float32), (8, jnp.bfloat16), (2, jnp.bfloat16), (1, jnp.bfloat16)):
-    size = forward_bytes(kv_heads, dtype)
-    assert base == size * (8 // kv_heads) * (4 // jnp.dtype(dtype).itemsize)
-    print(
-        f"{kv_heads} KV heads in {jnp.dtype(dtype).name:<9} {size:>9,} B sent forward, 1/{base // size} of"
-        " the first line"
-    )
-
-# %% [markdown]
-# ## A Llama with its sequence cut
-#
-# Now the package: 2 layers, trained by `llmpar.step.Step`. The three variants are one field of the plan, `context_parallel`; the model's
-# text has one arrow for each, which is empty where nothing moves. Tokens, targets, positions and document numbers are dealt in
-# zigzag; RoPE turns by true positions, so nothing else knows about it. `zero=0` keeps the weights whole: what moves is then
-# attention's, and the gradients'. (By default ZeRO cuts them by `sp` too, as Llama 3 does: its ranks hold the same weights.)
-
-# %%
-SP = min(N, 4)
-LLAMA, BATCH, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=2), 2, 32, 3
-TEXT = counting_text(BATCH, SEQ)
-TEXT["segments"] = 1 + (TEXT["positions"] >= np.array([[20], [9]]))  # two documents in each row
-
-
-def train_llama(plan):
-    """Compile the step and train: the step, its lowered and its compiled program, the last state, losses."""
-    step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.5))
-    lowered = step.lower(BATCH, SEQ)
-    compiled = lowered.compile()
-    order = sequence_order.sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)
-    dealt = {name: x[:, order] for name, x in TEXT.items()}
-    return step, lowered, compiled, *train_steps(step, compiled, dealt, STEPS)
-
-
-*_, solo_state, solo_losses = train_llama(Plan("dp=1"))
-llamas = {
-    variant: train_llama(Plan(f"sp={SP}", zero=0, context_parallel=variant))
-    for variant in ("ring", "ulysses", "gather")
-}
-print("losses on one device:", " ".join(f"{x:.3f}" for x in solo_losses))
-
-# %%
-for name, (*_, state, losses) in llamas.items():
-    assert np.allclose(losses, solo_losses, rtol=1e-4), f"{name}: {losses}"
-    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(solo_state.params), strict=True):
-        assert np.allclose(one, other, atol=1e-4), name
-print(
-    f"value: {STEPS} losses and the weights after them equal those of one device, for ring, ulysses and"
-    " gather"
-)
-
-for step, _, _, state, _ in llamas.values():
-    shards = jax.tree.map(lambda x: {s.data.shape for s in x.addressable_shards}, state.params)
-    promised = jax.tree.map(
-        lambda x, layout: {layout.shard_shape(x.shape, {"sp": SP})}, state.params, step.stored
-    )
-    assert shards == promised and step.batch_sharding.shard_shape((BATCH, SEQ)) == (BATCH, SEQ // SP)
-print(
-    f"sharding: {SEQ // SP} of {SEQ} positions of every row on each device; weights are whole, sp does not"
-    " cut them"
-)
-
-# %%
-tables = {}
-for name, (step, lowered, _, _, _) in llamas.items():
-    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
-    census = census_hlo(partitioned_hlo(lowered), step.mesh)
-    tables[name] = census_table(census)
-    assert tables[name] == as_table(predicted)
-    attends = {kind: row for (_, kind), row in tables[name].items() if kind != "all-reduce"}
-    print(
-        f"{name:<8}",
-        "; ".join(f"{kind} ×{row['count']} {row['bytes_sent']:,} B" for kind, row in attends.items())
-        or "nothing",
-    )
-    assert sum(row["bytes_sent"] for row in arrow_rows(census)) == predicted.total_bytes
-    print(arrow_text((c for c in census if c.kind != "all-reduce"), most=8))  # by the arrows of the model
-ids = tables["ring"].get(("sp", "all-gather")), tables["ulysses"].get(("sp", "all-gather"))
-assert ids[0] == ids[1], "positions and document numbers are gathered over sp, and no activation"
-print(
-    "communication: kinds, counts and bytes per device and step are as predicted (and the all-reduces of"
-    " gradients)"
-)
-
-for step, _, compiled, _, _ in llamas.values():
-    given = memory.argument_bytes(LLAMA, step.plan, BATCH, SEQ, moments=0, scalars=1)
-    assert compiled_memory(compiled)["argument_bytes"] == sum(given.values())
-print(
-    f"memory: {sum(given.values()):,} B of arguments per device as predicted: weights {given['params']:,},"
-    f" batch {given['batch']:,}"
-)
-
-# %%
-rows = [
-    {
-        "axis": axis,
-        "kind": f"{kind} ({name})",
-        "count": row["count"],
-        "compiled_bytes": row["bytes_sent"],
-        "predicted_bytes": (
-            traffic.step_traffic(LLAMA, llamas[name][0].plan, BATCH, SEQ)[axis, kind].bytes_sent
-        ),
-    }
-    for name, table in tables.items()
-    for (axis, kind), row in table.items()
-    if kind != "all-reduce"
-]
-if rows:
-    scene.show(draw.collectives(rows))
-
-# %% [markdown]
-# The ring sends the most here: K and V twice, and float32 gradients behind them. The small all-gathers are of positions and document
-# numbers, once for all layers. Which variant is best depends on the heads, the degree and the links. Numbers of 2 bytes sent per layer and
-# position held, in bfloat16, with n = k r query heads:
-#
-# | | forward | in a training step | limit | waits for |
-# |---|---|---|---|---|
-# | ring | 2 k h (N − 1) | 8 k h (N − 1): K, V twice, dK, dV in float32 | none | hops, where they are longer than the work on a block |
-# | Ulysses | (2 n + 2 k) h (N − 1)/N | twice as much | N divides k | four all-to-alls, with nothing to do meanwhile |
-# | gather | 2 k h (N − 1) | twice as much | holds K and V of the whole sequence | an all-gather |
-#
-# The ring's backward pass sends three times what its forward pass sends, the others' just as much: so what is true of the forward pass
-# need not be true of training. Is the middle column what the package predicts?
-
-
-# %%
-# NBVAL_CHECK_OUTPUT
-EXCHANGE = {
-    "ring": ["collective-permute"],
-    "ulysses": ["all-to-all"],
-    "gather": ["all-gather", "reduce-scatter"],
-}
-
-
-def sent_in_step(config, variant, size, length=4096):
-    """Numbers of head width that a step sends per layer and position held; the few bytes of positions are
-    left in."""
-    predicted = traffic.step_traffic(
-        config, Plan(f"sp={size}", zero=0, context_parallel=variant, dtype="bfloat16"), 1, length
-    )
-    total = sum(predicted["sp", kind].bytes_sent for kind in EXCHANGE[variant])
-    return total / (2 * config.head_width * config.num_layers * length // size)
-
-
-for name in ("llama2-7b", "llama3-8b", "llama3-70b", "llama3.1-405b"):
-    config = preset(name)
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    for size in (2, 4, 8):
-        forward = {
-            "ring": 2 * kv_heads * (size - 1),
-            "ulysses": (2 * heads + 2 * kv_heads) * (size - 1) / size,
-        }
-        in_step = {
-            "ring": 4 * forward["ring"],
-            "ulysses": 2 * forward["ulysses"],
-            "gather": 2 * forward["ring"],
-        }
-        for variant, formula in in_step.items():
-            assert np.isclose(sent_in_step(config, variant, size), formula, rtol=2e-3), (name, variant, size)
-        if name == "llama3.1-405b":
-            print(
-                f"{name}, N = {size}: ring {in_step['ring']:.0f}, Ulysses {in_step['ulysses']:.0f}, gather"
-                f" {in_step['gather']:.0f} head widths"
-            )
-
-# %% [markdown]
-# ### Exercise (stretch): positions for heads
+# ### Exercise (stretch): write the exchange
 #
 # Ulysses before attention, as one device writes it: `x` has all heads of its own positions, `s/sp k h`. Return its share of the heads,
 # of all positions, `s k/sp h`. (No batch here; dims count from 0.) Your function is run for four devices, and what it sends is counted.
@@ -622,55 +336,300 @@ attempt("06.to_heads", to_heads)
 #
 # A zigzag causal ring has half of the work for the same hops, so it needs twice the block.
 
-# %%
-# NBVAL_CHECK_OUTPUT
+# %% tags=["plumbing", "nbval-check-output"]
 a100, h100 = chip("a100-80"), chip("h100")
 block = formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s)
-assert abs(block / 1e3 - 1.0) < 0.06 and abs(6 * block / 1e3 - 6.2) < 0.15  # Liu et al. 2023, table 2
+# Liu et al. 2023, table 2
+assert abs(block / 1e3 - 1.0) < 0.06 and abs(6 * block / 1e3 - 6.2) < 0.15
 print(
-    f"A100 in a node, {a100.link_bytes_per_s / 1e9:.0f} GB/s: blocks of {block:.0f} positions hide a hop,"
-    f" sequences of {6 * block:.0f} per device (published 1.0k and 6.2k)"
+    f"A100 in a node, {a100.link_bytes_per_s / 1e9:.0f} GB/s: a hop hides behind",
+    end=" ",
 )
-for where, rate in (("in a node", a100.link_bytes_per_s), ("between nodes", a100.dcn_bytes_per_s)):
-    causal = [2 * formulas.ring_min_block(a100.flops_per_s, rate, ratio) for ratio in (1, 1 / 4)]
-    print(
-        f"A100 {where}, {rate / 1e9:.0f} GB/s, causal zigzag: {causal[0]:6.0f} positions, {causal[1]:6.0f}"
-        " with 4 query heads per KV head"
+print(f"{block:.0f} positions (published 1.0k)")
+links = (("in a node", a100.link_bytes_per_s), ("between nodes", a100.dcn_bytes_per_s))
+for where, rate in links:
+    one, four = (
+        2 * formulas.ring_min_block(a100.flops_per_s, rate, ratio)
+        for ratio in (1, 1 / 4)
     )
+    print(f"A100 {where}, {rate / 1e9:.0f} GB/s, causal zigzag: {one:.0f},", end=" ")
+    print(f"{four:.0f} with 4 query heads per KV head")
 
 # %% [markdown]
-# The published 6.2k are six blocks: the paper counts six that a device holds at once (queries, keys and values in use, keys and
-# values on their way, the output). Below: the forward pass of Llama 2 7B's attention (one KV head per query head) on 8 A100 of a
-# node, per layer, with links as large messages reach them (247 of 300 GB/s). It is computed and not measured, because simulated
-# devices have no links.
+# ## Five lines
+#
+# 1. Attention to parts of the keys merges exactly: keep the output and the log of the sum of exponentials.
+# 2. A ring needs N − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · (N − 1) permutes.
+# 3. In order, the busiest rank has 2 − 1/N times the mean; in zigzag everybody has the same, for a permutation of the data.
+# 4. Only KV heads travel. A hop hides behind a block of C/β · k/n positions, twice that under a causal mask.
+# 5. Forward, Ulysses sends less from N > 1 + n/k on; in a training step from half of that on, since the ring's gradients
+#    travel in float32. N must divide the KV heads. The ring has no such limit, and can hide.
+#
+# **One number to remember: N − 1.** Twice the devices take twice the sequence, with the same memory on each.
+
+# %% tags=["plumbing"]
+print(f"{N} devices: {N - 1} hops, and a sequence {N} times as long as one device's")
+assert hops == N - 1
+
+# %% [markdown]
+# ## Further
+#
+# ### Exercise (stretch): write the zigzag
+#
+# Return an array of the positions 0 … s − 1 in the order in which they lie on the ranks: first all of rank 0, then all of rank 1, … .
+# The sequence `s` is a multiple of 2N. NumPy is there as `np`.
+
 
 # %%
+def zigzag(s, ranks): ...
+
+
+attempt("06.zigzag", zigzag)
+
+# %% [markdown]
+# ### Tiles
+#
+# Brandon et al. 2023 reach nearly the same balance with `striped`: every N-th position. But a real kernel works in tiles, and skips only
+# those that are masked throughout. What the busiest of 8 ranks computes of 4,096 positions, as a share of attention without a mask:
+
+# %% tags=["plumbing", "nbval-check-output"]
+length, tiles, shares = 4096, (512, 256, 64, 16), {}
+for order in ("contiguous", "striped", "zigzag"):
+    for tile in tiles:
+        pairs = pairs_by_step(8, order, s=length, block=tile).sum(1).max()
+        shares[order, tile] = pairs / (length * length / 8)
+    row = "".join(f"  tiles of {tile}: {shares[order, tile]:.3f}" for tile in tiles)
+    print(f"{order:<11}{row}")
+assert shares["contiguous", 512] == shares["zigzag", 512] == 1
+assert shares["zigzag", 64] <= 0.51
+for tile in tiles[1:]:
+    of = {order: shares[order, tile] for order in ("zigzag", "striped", "contiguous")}
+    assert of["zigzag"] < of["striped"] < of["contiguous"]
+
+# %% [markdown]
+# In zigzag a tile may be as large as a part (256 here): the mask's edge runs through tiles in the first step only, when a rank looks at
+# its own keys. In striped order it runs through tiles in *every* step, so it wants fine ones.
+#
+# ### Backwards
+#
+# `attention.ring` is the ring of the package: the same forward pass, and a backward pass of its own. It saves the output and `lse`;
+# scores are computed again, so nothing of size `s t` is ever stored (Dao et al. 2022). Keys and values make their N − 1 hops a second
+# time, and the *gradients* of keys and values follow one hop behind them, in float32, collecting what each rank adds. K and V travel as
+# one message. Positions are few: all ranks learn all of them at once, before the first hop.
+
+
+# %%
+def package_ring(q, k, v, positions):
+    ids = dict(q_positions_bs=positions, k_positions_bt=positions)
+    return attention.ring(q, k, v, axis="sp", **ids)[0]
+
+
+# %% tags=["plumbing"]
+def with_gradients(attend):
+    """The output of attention and the gradients of its three inputs."""
+
+    def run(q, k, v, positions, out_grad):
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, positions), q, k, v)
+        return out, *pull(out_grad)
+
+    return run
+
+
+made = (QUERIES, QUERIES, KEYS, KEYS)
+given = put("zigzag", q, k, v, positions, out_grad)
+both = spread(with_gradients(package_ring), (*GIVEN, QUERIES), made)
+compiled, text = read_program(both.lower(*given))
+whole = jax.jit(with_gradients(exact)).lower(q, k, v, positions, out_grad).compile()
+wanted = deal("zigzag", *map(np.asarray, whole(q, k, v, positions, out_grad)))
+for name, got, right in zip(
+    ("out", "dq", "dk", "dv"), compiled(*given), wanted, strict=True
+):
+    error = np.abs(np.asarray(got) - right).max() / np.abs(right).max()
+    assert error < 1e-5, (name, error)
+print("value: output and gradients of q, k and v equal those of full attention")
+
+# %% tags=["plumbing"]
+found = census_hlo(text, mesh)
+by = {kind: [c for c in found if c.dtype == kind] for kind in ("f32", "s32")}
+sent = lambda cs: (sum(c.count for c in cs), sum(c.bytes_sent for c in cs))
+assert {c.kind for c in by["f32"]} <= {"collective-permute"}
+# K with V; K with V again; their gradients
+assert sent(by["f32"]) == (3 * (N - 1), 3 * (N - 1) * hop)
+assert sent(by["s32"]) == (int(N > 1), (N - 1) * 4 * OWN)  # positions, gathered once
+print("communication: K with V forward, the same backward, dK with dV:", end=" ")
+print("{} permutes = 3 · (N-1), {:,} B".format(*sent(by["f32"])))
+ring_memory, whole_memory = compiled_memory(compiled), compiled_memory(whole)
+assert ring_memory["argument_bytes"] == 4 * OWN * (2 * K * R * H + 2 * K * H + 1)
+print(f"memory: {ring_memory['argument_bytes']:,} B of arguments per device", end=", ")
+print(f"1/{N} of everything")
+if N > 1:
+    assert ring_memory["temp_bytes"] < whole_memory["temp_bytes"] / N
+    print(
+        f"full attention keeps its {S} x {S} scores; the ring's temporaries are",
+        end=" ",
+    )
+    print(f"less than 1/{N} of that")
+
+# %% [markdown]
+# ### Grouped queries make hops short
+#
+# Only KV heads travel, in the dtype in which they are computed. Read from the traced program of the forward pass, for 8 query heads
+# over 8 devices (tracing needs no devices):
+
+
+# %% tags=["plumbing", "nbval-check-output"]
+def forward_bytes(kv_heads, dtype, heads=8, size=8, length=1024):
+    shapes = ((kv_heads, heads // kv_heads, H), (kv_heads, H), (kv_heads, H), ())
+    abstract = [
+        jax.ShapeDtypeStruct((1, length, *shape), dtype if shape else jnp.int32)
+        for shape in shapes
+    ]
+    run = lambda *args: (package_ring(*args),)
+    over = spread(run, GIVEN, (QUERIES,), abstract_mesh(f"sp={size}"))
+    found = census_jaxpr(jax.make_jaxpr(over)(*abstract), {"sp": size})
+    return sum(c.bytes_sent for c in found if c.dtype != "s32")
+
+
+base, half = forward_bytes(8, jnp.float32), jnp.bfloat16
+for kv_heads, dtype in ((8, jnp.float32), (8, half), (2, half), (1, half)):
+    size = forward_bytes(kv_heads, dtype)
+    assert base == size * (8 // kv_heads) * (4 // jnp.dtype(dtype).itemsize)
+    print(f"{kv_heads} KV heads in {jnp.dtype(dtype).name:<9} {size:>9,} B", end=" ")
+    print(f"sent forward, 1/{base // size} of the first line")
+
+# %% [markdown]
+# ### A Llama with its sequence cut
+#
+# Now the package: 2 layers and two documents in each row. The three variants are one field of the plan, `context_parallel`; the model's
+# text has one arrow for each, which is empty where nothing moves. Tokens, targets, positions and document numbers are dealt in
+# zigzag; RoPE turns by true positions, so nothing else knows about it. `zero=0` keeps the weights whole: what moves is then
+# attention's, and the gradients'. (By default ZeRO cuts them by `sp` too, as Llama 3 does: its ranks hold the same weights.)
+
+# %%
+SP = min(N, 4)
+LLAMA, BATCH, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=2), 2, 32, 3
+TEXT = counting_text(BATCH, SEQ)
+TEXT["segments"] = 1 + (TEXT["positions"] >= np.array([[20], [9]]))  # two documents
+SGD = optax.sgd(0.5)
+learn = lambda plan: trained(LLAMA, plan, TEXT, SGD, STEPS)
+solo = learn(Plan("dp=1"))
+plan = Plan(f"sp={SP}", zero=0)
+variants = ("ring", "ulysses", "gather")
+llamas = {
+    variant: learn(dataclasses.replace(plan, context_parallel=variant))
+    for variant in variants
+}
+tables = verdicts(llamas, solo, weights_within=1e-4)
+
+# %% [markdown]
+# Every device has its share of the positions of every row. By the arrows of the model, without the all-reduces of gradients:
+
+# %% tags=["plumbing"]
+for name, run in llamas.items():
+    shape = run.step.batch_sharding.shard_shape((BATCH, SEQ))
+    assert shape == (BATCH, SEQ // SP)
+    shards = lambda x: {s.data.shape for s in x.addressable_shards}
+    assert all(shards(x) == {x.shape} for x in jax.tree.leaves(run.state.params))
+    census = as_predicted(run)
+    predicted = traffic.step_traffic(LLAMA, run.step.plan, BATCH, SEQ)
+    in_all = sum(row["bytes_sent"] for row in arrow_rows(census))
+    assert in_all == predicted.total_bytes
+    attends = [c for c in census if c.kind != "all-reduce"]
+    print(f"{name}:\n{arrow_text(attends, most=8)}")
+ids = [tables[name].get(("sp", "all-gather")) for name in ("ring", "ulysses")]
+assert ids[0] == ids[1], "positions and document numbers, and no activation"
+
+# %% tags=["plumbing"]
+rows = []
+for name, table in tables.items():
+    predicted = traffic.step_traffic(LLAMA, llamas[name].step.plan, BATCH, SEQ)
+    for (axis, kind), row in table.items():
+        if kind != "all-reduce":
+            bar = {"axis": axis, "kind": f"{kind} ({name})", "count": row["count"]}
+            bar["predicted_bytes"] = predicted[axis, kind].bytes_sent
+            rows.append(bar | {"compiled_bytes": row["bytes_sent"]})
+if rows:
+    show(draw.collectives(rows))
+else:
+    print("one device sends nothing, so there is nothing to draw")
+
+# %% [markdown]
+# The ring sends the most here. (The small all-gathers are of positions and document numbers, once for all layers.) Which variant is best
+# depends on the heads, the degree and the links. Numbers of 2 bytes sent per layer and position held, in bfloat16, with n = k r query heads:
+#
+# | | forward | in a training step | limit | waits for |
+# |---|---|---|---|---|
+# | ring | 2 k h (N − 1) | 8 k h (N − 1): K, V twice, dK, dV in float32 | none | hops longer than the work on a block |
+# | Ulysses | (2 n + 2 k) h (N − 1)/N | twice as much | N divides k | four all-to-alls, with nothing to do meanwhile |
+# | gather | 2 k h (N − 1) | twice as much | holds all K and V | an all-gather |
+#
+# What is true of the forward pass need not be true of training. The middle column is what the package predicts:
+
+
+# %% tags=["plumbing", "nbval-check-output"]
+EXCHANGE = {
+    "ring": ["collective-permute"],
+    "ulysses": ["all-to-all"],
+    "gather": ["all-gather", "reduce-scatter"],
+}
+
+
+def sent_in_step(config, variant, size, length=4096):
+    """Numbers of head width that a step sends per layer and position held (and the few
+    bytes of positions)."""
+    plan = Plan(f"sp={size}", zero=0, context_parallel=variant, dtype="bfloat16")
+    predicted = traffic.step_traffic(config, plan, 1, length)
+    total = sum(predicted["sp", kind].bytes_sent for kind in EXCHANGE[variant])
+    return total / (2 * config.head_width * config.num_layers * length // size)
+
+
+for name in ("llama2-7b", *llama3):
+    config = preset(name)
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    for size in (2, 4, 8):
+        ring = 2 * kv_heads * (size - 1)
+        ulysses = (2 * heads + 2 * kv_heads) * (size - 1) / size
+        in_step = {"ring": 4 * ring, "ulysses": 2 * ulysses, "gather": 2 * ring}
+        for variant, formula in in_step.items():
+            found = sent_in_step(config, variant, size)
+            assert np.isclose(found, formula, rtol=2e-3), (name, variant, size)
+        if name == "llama3.1-405b":
+            shown = ", ".join(f"{way} {units:.0f}" for way, units in in_step.items())
+            print(f"{name}, N = {size}: {shown} head widths")
+
+# %% [markdown]
+# ### Time
+#
+# The paper's 6.2k positions per device are six blocks of the threshold above: it counts six that a device holds at once (queries, keys
+# and values in use, keys and values on their way, the output). Below: the forward pass of Llama 2 7B's attention (one KV head per query
+# head) on 8 A100 of a node, per layer, with links as large messages reach them (247 of 300 GB/s). It is computed and not measured,
+# because simulated devices have no links.
+
+# %% tags=["plumbing"]
 llama = preset("llama2-7b")
+assert round(a100.reached_link_bytes_per_s / 1e9) == 247
 
 
 def step_times(length, size, node):
-    """Seconds of one step of a zigzag causal ring in bfloat16: the work on what is live of a block, and the
-    hop beside it."""
+    """Seconds of one step of a zigzag causal ring in bfloat16: the work on what is live
+    of a block, and the hop beside it."""
     block = length // size
     work = 4 * block * block * llama.num_heads * llama.head_width / 2
-    return (
-        work / node.flops_per_s,
-        4 * block * llama.num_kv_heads * llama.head_width / node.reached_link_bytes_per_s,
-    )
+    moved = 4 * block * llama.num_kv_heads * llama.head_width
+    return work / node.flops_per_s, moved / node.reached_link_bytes_per_s
 
 
 bars, threshold = [], 2 * block / a100.link_efficiency
-assert round(a100.reached_link_bytes_per_s / 1e9) == 247
 for length in (4096, 8192, 16_384, 32_768):
     work_s, hop_s = step_times(length, 8, a100)
     assert (hop_s <= work_s) == (length / 8 >= threshold)
-    bars.append(
-        (f"{length:,} positions", {"work": 8 * work_s, "waiting for hops": 7 * max(0.0, hop_s - work_s)})
-    )
-scene.show(draw.time_bars(bars, title="Ring over 8 A100 in a node: attention of one layer, forward"))
+    bar = {"work": 8 * work_s, "waiting for hops": 7 * max(0.0, hop_s - work_s)}
+    bars.append((f"{length:,} positions", bar))
+title = "Ring over 8 A100 in a node: attention of one layer, forward"
+show(draw.time_bars(bars, title=title))
 
 # %% [markdown]
-# Work grows with the square of the block, a hop with the block. The longer the sequence, the less there is to wait for.
+# Work grows with the square of the block, a hop with the block.
 #
 # ### Exercise (expert): when does Ulysses beat the ring?
 #
@@ -694,31 +653,30 @@ answer = {
 attempt("06.rivals", answer)
 
 # %% [markdown]
-# ## Where XLA's partitioner differs
+# ### Where XLA's partitioner differs
 #
-# `reading="auto"` says only where values live. The ring itself is an island of ours in either reading, because no layout says "keep it
-# moving". Ulysses can be said in layouts: positions cut before, heads cut after, and XLA finds the collectives.
+# `reading="auto"` says only where values live. The ring itself is an *island* of ours in either reading (code on one device's block),
+# because no layout says "keep it moving". Ulysses can be said in layouts: positions cut before, heads cut after, and XLA finds the
+# collectives.
 
-# %%
-*_, auto_lowered, auto_compiled, _, auto_losses = train_llama(
-    Plan(f"sp={SP}", zero=0, context_parallel="ulysses", reading="auto")
-)
-assert np.allclose(auto_losses, solo_losses, rtol=1e-4)
-assert (
-    compiled_memory(auto_compiled)["argument_bytes"]
-    == compiled_memory(llamas["ulysses"][2])["argument_bytes"]
-)
+# %% tags=["plumbing"]
+by_xla = Plan(f"sp={SP}", zero=0, context_parallel="ulysses", reading="auto")
+auto, manual = learn(by_xla), llamas["ulysses"]
+assert np.allclose(auto.losses, solo.losses, rtol=1e-4)
+arguments = [compiled_memory(run.compiled)["argument_bytes"] for run in (auto, manual)]
+assert arguments[0] == arguments[1]
 print("value and memory: Auto equals Manual")
-auto = census_table(census_hlo(partitioned_hlo(auto_lowered), llamas["ulysses"][0].mesh))
-for name, table in (("manual", tables["ulysses"]), ("auto", auto)):
-    for (_, kind), row in sorted(table.items(), key=lambda item: -item[1]["bytes_sent"]):
+auto_table = census_table(census_hlo(auto.text, manual.step.mesh))
+for name, table in (("manual", tables["ulysses"]), ("auto", auto_table)):
+    for (_, kind), row in sorted(table.items(), key=lambda i: -i[1]["bytes_sent"]):
         print(f"{name:>7}: {kind:<11} ×{row['count']:<4}{row['bytes_sent']:>10,} B")
 if devices[0].platform == "cpu" and SP > 1:
-    assert auto["sp", "all-gather"]["bytes_sent"] > tables["ulysses"]["sp", "all-gather"]["bytes_sent"]
-    print(
-        "communication: on simulated devices Auto forms some of the all-to-alls, and gathers activations"
-        " elsewhere"
-    )
+    gathered = [
+        t["sp", "all-gather"]["bytes_sent"] for t in (auto_table, tables["ulysses"])
+    ]
+    assert gathered[0] > gathered[1]
+    print("communication: on simulated devices Auto forms some of the all-to-alls,")
+    print("and gathers activations elsewhere")
 
 # %% [markdown]
 # And one letter can cost a collective per layer. A constraint on the hidden values of a feed-forward that forgets `s` says "whole
@@ -727,108 +685,94 @@ if devices[0].platform == "cpu" and SP > 1:
 
 # %%
 def feed_forward(hidden):
-    """The collectives of a feed-forward whose hidden values are constrained to a layout."""
-    stream, weights = sharding(mesh, parse_layout("b s/sp d")), sharding(mesh, parse_layout("d m"))
+    """The collectives of a feed-forward whose hidden values have a layout."""
+    at = lambda text: sharding(mesh, parse_layout(text))
 
     def run(x, up, down):
-        y = lax.with_sharding_constraint(jax.nn.silu(x @ up), sharding(mesh, parse_layout(hidden)))
+        y = lax.with_sharding_constraint(jax.nn.silu(x @ up), at(hidden))
         return x + y @ down
 
-    shapes = ((BATCH, S, 32), stream), ((32, 64), weights), ((64, 32), weights)
-    given = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape, place in shapes]
-    return census_hlo(partitioned_hlo(jax.jit(run, out_shardings=stream).lower(*given)), mesh)
+    dims = {"b s/sp d": (BATCH, S, 32), "d m": (32, 64), "m d": (64, 32)}
+    given = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=at(text))
+        for text, shape in dims.items()
+    ]
+    lowered = jax.jit(run, out_shardings=at("b s/sp d")).lower(*given)
+    return census_hlo(partitioned_hlo(lowered), mesh)
 
 
 right, wrong = feed_forward("b s/sp m"), feed_forward("b s m")
+
+# %% tags=["plumbing"]
 assert right == []
 if N > 1:
-    assert [(c.kind, c.axes, c.shape) for c in wrong] == [("all-gather", ("sp",), (BATCH, S, 64))]
-print("hidden values 'b s/sp m':", ", ".join(c.kind for c in right) or "nothing is sent")
-print(
-    "hidden values 'b s m':   ",
-    ", ".join(f"{c.kind} over {c.axes[0]}, {c.bytes_sent:,} B" for c in wrong) or "nothing is sent",
-)
+    forgotten = [("all-gather", ("sp",), (BATCH, S, 64))]
+    assert [(c.kind, c.axes, c.shape) for c in wrong] == forgotten
+for text, census in (("b s/sp m", right), ("b s m", wrong)):
+    sent = ", ".join(f"{c.kind} over {c.axes[0]}, {c.bytes_sent:,} B" for c in census)
+    print(f"hidden values '{text}': {sent or 'nothing is sent'}")
 
 # %% [markdown]
-# ## What is left to hold
+# ### What is left to hold
 #
 # With no scores kept, the widest values of a block are those inside its feed-forward: `b s m`, three of them, in every layer. A
 # feed-forward looks at one position at a time, so it can take the positions in pieces, and compute its hidden values again in the
-# backward pass instead of keeping them (Liu and Abbeel 2023). Nothing is sent for it: gathers and sums stand before and after. Compiled
-# here: one device's share of a step, in one piece and in eight.
+# backward pass instead of keeping them (Liu and Abbeel 2023). Nothing is sent for it. Compiled here: one device's share of a step, in one
+# piece and in eight.
 
-# %%
+# %% tags=["plumbing"]
 share, wide = 1024, dataclasses.replace(LLAMA, ffn_width=8 * LLAMA.width)
 temporaries = {}
 for pieces in (1, 8):
-    program = (
-        Step(wide, Plan("dp=1", ffn_chunks=pieces, loss_chunks=8), make_mesh("dp=1"), optax.sgd(0.5))
-        .lower(1, share)
-        .compile()
-    )
-    temporaries[pieces] = compiled_memory(program)["temp_bytes"]
-    print(f"{pieces} piece{'s' * (pieces > 1)}: {temporaries[pieces] / 2**20:.1f} MiB of temporaries")
+    plan = Plan("dp=1", ffn_chunks=pieces, loss_chunks=8)
+    step = Step(wide, plan, make_mesh("dp=1"), optax.sgd(0.5))
+    temp = compiled_memory(read_program(step.lower(1, share))[0])["temp_bytes"]
+    temporaries[pieces] = temp
+    print(f"{pieces} piece{'s' * (pieces > 1)}: {temp / 2**20:.1f} MiB of temporaries")
 hidden_bytes = 4 * share * wide.ffn_width
 if devices[0].platform == "cpu":
     assert temporaries[1] - temporaries[8] > 3 * hidden_bytes
 print(f"one array of hidden values has {hidden_bytes / 2**20:.1f} MiB")
 
 # %% [markdown]
-# ## When tokens come one at a time
+# ### When tokens come one at a time
 #
 # Generating has one query per layer, and the keys of everything before it: a cache. Cut its positions over `sp` too, `b t/sp k h`. To
 # rotate it for every token would be absurd. The query goes to all ranks, which costs nothing (they all computed it); each looks at its
 # own share, and the partial results merge in two small sums.
 
-# %%
-POSITIONS = 4096
-weights = llamas["ring"][3].params
-decoder = Decoder(LLAMA, Plan(f"sp={SP}", zero=0), make_mesh(f"sp={SP}"), weights, 1, POSITIONS)
+# %% tags=["plumbing"]
+POSITIONS, weights = 4096, llamas["ring"].state.params
+over, plan = make_mesh(f"sp={SP}"), Plan(f"sp={SP}", zero=0)
+decoder = Decoder(LLAMA, plan, over, weights, 1, POSITIONS)
 token = np.zeros((1, 1), np.int32)
-jaxpr = decoder.run.trace(decoder.params, decoder.cache, token, np.int32(0)).jaxpr
-sent = census_table(census_jaxpr(jaxpr, {"sp": SP}))
-share = {shard.data.nbytes for shard in decoder.cache[0].addressable_shards}
-assert share == {4 * LLAMA.num_layers * POSITIONS // SP * LLAMA.num_kv_heads * LLAMA.head_width}
+traced = decoder.run.trace(decoder.params, decoder.cache, token, np.int32(0))
+sent = census_table(census_jaxpr(traced.jaxpr, {"sp": SP}))
+held = {shard.data.nbytes for shard in decoder.cache[0].addressable_shards}
+per_position = 4 * LLAMA.num_layers * LLAMA.num_kv_heads * LLAMA.head_width
+assert held == {per_position * POSITIONS // SP}
 if SP > 1:
     # The largest score; the weighted values and their weight.
     small = 4 * LLAMA.num_heads * (1 + LLAMA.head_width + 1)
     assert set(sent) == {("sp", "all-reduce")}
-    assert sent["sp", "all-reduce"]["bytes_sent"] == LLAMA.num_layers * 2 * small * (SP - 1) // SP
-    turned = 2 * share.pop() * (SP - 1)
-    print(
-        f"a token sends {sent['sp', 'all-reduce']['bytes_sent']:,} B; turning the cache around a ring would"
-        f" send {turned:,} B"
-    )
+    a_token = sent["sp", "all-reduce"]["bytes_sent"]
+    assert a_token == LLAMA.num_layers * 2 * small * (SP - 1) // SP
+    turned = 2 * held.pop() * (SP - 1)
+    print(f"a token sends {a_token:,} B; to turn the cache would send {turned:,} B")
 
 # %% [markdown]
-# ## Five lines
-#
-# 1. Attention to parts of the keys merges exactly: keep the output and the log of the sum of exponentials.
-# 2. A ring needs N − 1 hops of K and V, twice in a training step, and the gradients of K and V follow: 3 · (N − 1) permutes.
-# 3. In order, the busiest rank has 2 − 1/N times the mean; in zigzag everybody has the same, for a permutation of the data.
-# 4. Only KV heads travel. A hop hides behind a block of C/β · k/n positions, twice that under a causal mask.
-# 5. Forward, Ulysses sends less from N > 1 + n/k on; in a training step from half of that on, since the ring's gradients
-#    travel in float32. N must divide the KV heads. The ring has no such limit, and can hide.
-#
-# ## On your cluster
+# ### On your cluster
 #
 # ```
 # llmpar train --mesh "sp=8" --sequence-order zigzag --seq-len 32768 --batch-size 1        a ring over 8 devices
-# llmpar train --mesh "fsdp=2 sp=4" --context-parallel ulysses --seq-len 32768             heads for positions, and ZeRO-3 beside it
-# llmpar inspect --mesh "sp=8" --seq-len 32768 --dtype bfloat16                    hops, bytes and memory, before you train
+# llmpar train --mesh "fsdp=2 sp=4" --context-parallel ulysses --seq-len 32768             heads for positions, and ZeRO-3
+# llmpar inspect --mesh "sp=8" --seq-len 32768 --dtype bfloat16                            hops, bytes and memory
 # llmpar inspect --mesh "sp=8" --context-parallel gather --seq-len 32768                   the same for gathered keys
 # llmpar train --mesh "sp=8" --seq-len 131072 --batch-size 1 --remat block --ffn-chunks 16 --loss-chunks 16
 # ```
 #
-# On GPUs and TPUs all three run on a kernel of ours (`--attention-kernel auto` is `flash` there): it keeps no scores, takes documents and any
-# order, and returns its log of sums in float32, which a ring needs to merge. Where a device sees whole sequences in contiguous order and
-# each row is one document, `--attention-kernel cudnn --documents whole --dtype bfloat16` gives the work to cuDNN. Not in a ring: the
-# public function returns its log of sums rounded to 16 bits, too coarse to merge by.
+# On GPUs and TPUs all three run on a kernel of ours, which keeps no scores and returns its log of sums in float32: a ring needs that to
+# merge. cuDNN's public function rounds it to 16 bits, so `--attention-kernel cudnn` is for devices that see whole sequences.
 #
 # `sp` wants fast links when blocks are short; with long ones it is content with slow ones, as the threshold says. It multiplies with
 # every other axis, in generation too: `llmpar generate "def " --checkpoints FOLDER --mesh "sp=4 tp=2"`.
-#
-# **One number to remember: N − 1.** Twice the devices take twice the sequence, with the same memory on each.
-
-# %%
-print(f"{N} devices: {N - 1} hops, and a sequence {N} times as long as one device's")

@@ -19,8 +19,10 @@
 #
 # **Question.** Which mesh for my model and my machine, and how do I defend it before people who pay for it?
 #
-# Letters: `Ψ` parameters, `C` FLOP/s of a device, `β` bytes/s of its links. Axes, slow links first: `pp` pipeline stages, `dp`
-# replicas, `fsdp` replicas with cut state, `ep` experts, `sp` sequence, `tp` tensor parallelism.
+# Letters: `Ψ` parameters, `C` FLOP/s of a device, `β` bytes/s of its links.
+#
+# Axes, slow links first: `pp` pipeline stages, `dp` replicas, `fsdp` replicas with cut state, `ep` experts, `sp` sequence, `tp` tensor
+# parallelism.
 #
 # A **census** counts what a compiled program sends; all words: [README](../README.md#words). The core path ends at *Further*.
 
