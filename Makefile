@@ -2,6 +2,8 @@
 #   make demo    the main job          make lab     JupyterLab on the lessons
 #   make test    all tests             make slides  the deck, in slides/_build
 #   make gallery every drawing and explorer on one page, in slides/_gallery
+#   make index   lessons, words, decks and sheets on one page; make handout: two sheets for learners
+#   make exports the lessons as a sphinx-lesson tree and as a Carpentries Workbench tree, in notebooks/_exports
 # Another Python beside the first one: make test PYTHON=python3.12 VENV=.venv312
 
 PYTHON ?= python3
@@ -11,7 +13,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compilers demo test test-fast test-full lab bench slides notebooks gallery lint clean
+.PHONY: help setup compilers demo test test-fast test-full lab bench slides handout index exports notebooks gallery lint clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -79,6 +81,15 @@ bench: $(STAMP)
 slides: $(STAMP)
 	$(BIN)/python slides/build.py
 
+handout: $(STAMP)
+	$(BIN)/python slides/handout.py
+
+index: $(STAMP)
+	$(BIN)/python notebooks/index.py
+
+exports: $(STAMP)
+	$(BIN)/python notebooks/export.py
+
 gallery: $(STAMP)
 	$(BIN)/python slides/gallery.py
 
@@ -86,5 +97,5 @@ notebooks: $(STAMP)
 	$(BIN)/python notebooks/build.py
 
 clean:
-	rm -rf demo runs dist build slides/_build slides/_gallery .jax_cache .pytest_cache .ruff_cache .mypy_cache
+	rm -rf demo runs dist build slides/_build slides/_gallery slides/_handout notebooks/_index notebooks/_exports .jax_cache .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,15 +1,18 @@
 """Build the slides: run every `src/*.py` (py:percent text, in order of name) and write one offline reveal.js
 deck.
 
-    python slides/build.py      writes slides/_build/index.html, its assets and, with Chromium, slides.pdf
+    python slides/build.py            writes slides/_build/index.html, short.html; with Chromium, PDFs of both
+    python slides/build.py --short    the short deck alone: one hour
 
 A cell's tags say where it goes: `# %% [markdown] tags=["slide"]` begins a slide; `subslide`, `fragment`,
-`notes` (shown to the speaker, key S) and `skip` are the others; a cell without one continues the slide. Of a
-code cell the output is shown, and its text as well where it is tagged `code`; with `place="beside"` its
-figure stands right of the text. The parts run in one kernel, each in an empty namespace. Every number and
-figure is computed here: a deck that prints to stderr, raises, or shows a figure without words is refused. A
-figure's words are `alt="…"` beside the tags, or its text/plain, or what its cell prints (`tidy` in
-notebooks/build.py).
+`notes` (shown to the speaker, key S) and `skip` are the others; a cell without one continues the slide. A
+slide says how many `minutes` it takes, and is in the short deck too if it is tagged `short`. The first slide
+of a part names its `section`; the slide tagged `agenda` gets the table of sections with their minutes, and
+every slide's notes begin with the clock. Of a code cell the output is shown, and its text as well where it is
+tagged `code`; with `place="beside"` its figure stands right of the text. The parts run in one kernel, each in
+an empty namespace. Every number and figure is computed here: a deck that prints to stderr, raises, or shows a
+figure without words is refused. A figure's words are `alt="…"` beside the tags, or its text/plain, or what
+its cell prints (`tidy` in notebooks/build.py).
 
 reveal.js comes from the installed sphinx-revealjs (extra `dev`), formulas become MathML: the deck fetches
 nothing.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -37,6 +41,7 @@ from nbformat import NotebookNode
 
 HERE = Path(__file__).resolve().parent
 PLACES = ("slide", "subslide", "fragment", "notes", "skip")
+ROLES = ("code", "short", "agenda", "divider")
 SIZE = (1280, 720)
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 # The page is our own: it needs no sandbox.
@@ -82,9 +87,9 @@ def place(part: NotebookNode, name: str, builder: ModuleType) -> None:
     number = 0
     for cell in part.cells:
         tags = cell.metadata.get("tags", [])
-        unknown = set(tags) - {*PLACES, "code"}
+        unknown = set(tags) - {*PLACES, *ROLES}
         if unknown:
-            known = ", ".join((*PLACES, "code"))
+            known = ", ".join((*PLACES, *ROLES))
             raise ValueError(f"{name}: tag {sorted(unknown)[0]!r} means nothing here; use one of {known}")
         cell.metadata["slideshow"] = {"slide_type": next((tag for tag in tags if tag in PLACES), "-")}
         if cell.cell_type == "code":
@@ -93,6 +98,54 @@ def place(part: NotebookNode, name: str, builder: ModuleType) -> None:
                 cell.metadata["tags"] = [*tags, "remove-input"]
             for fault in builder.cell_faults(cell):
                 raise ValueError(f"{name}, code cell {number}: {fault}")
+
+
+def slides_of(deck: NotebookNode) -> list[list[NotebookNode]]:
+    """Group the cells of a deck by slide."""
+    slides: list[list[NotebookNode]] = []
+    for cell in deck.cells:
+        if {"slide", "subslide"} & set(cell.metadata.get("tags", [])):
+            slides.append([])
+        if slides:
+            slides[-1].append(cell)
+    return slides
+
+
+def shorten(deck: NotebookNode) -> NotebookNode:
+    """Keep the slides that are tagged `short`."""
+    short = nbformat.from_dict(deck)
+    kept = [cells for cells in slides_of(short) if "short" in cells[0].metadata.tags]
+    short.cells = [cell for cells in kept for cell in cells]
+    return short
+
+
+def clock(minutes: float) -> str:
+    """Write minutes as on a clock: 75 is 1:15."""
+    return f"{int(minutes // 60)}:{int(minutes % 60):02}"
+
+
+def plan_talk(deck: NotebookNode) -> float:
+    """Write the agenda and put the clock into the notes; return the minutes of the talk."""
+    slides, sections, at, name = slides_of(deck), dict[str, float](), 0.0, ""
+    spent = [float(cells[0].metadata.get("minutes", 0)) for cells in slides]
+    for cells, minutes in zip(slides, spent, strict=True):
+        name, at = cells[0].metadata.get("section", name), at + minutes
+        sections[name] = sections.get(name, 0) + minutes
+        for cell in cells:
+            if "notes" in cell.metadata.get("tags", []) and sum(spent):
+                cell.source = (
+                    f"**{minutes:g} min**, until {clock(at)} of {clock(sum(spent))}.\n\n{cell.source}"
+                )
+    parts = [f"{name} | {minutes:.0f} |" for name, minutes in sections.items() if name]
+    half = (len(parts) + 1) // 2
+    lines = [
+        f"| {' '.join(pair)}" for pair in itertools.zip_longest(parts[:half], parts[half:], fillvalue="| |")
+    ]
+    for cells in slides:
+        if "agenda" in cells[0].metadata.get("tags", []):
+            head = ["| part | minutes | part | minutes |", "|---|--:|---|--:|"]
+            cells[0].source += "\n\n" + "\n".join([*head, *lines])
+    return sum(spent)
 
 
 def set_formulas_aside(deck: NotebookNode) -> dict[str, str]:
@@ -184,29 +237,37 @@ def count_slides(page: str) -> int:
     return len(re.findall(r"<section\b", page)) - len(re.findall(r"<section\b[^>]*>\s*<section\b", page))
 
 
-def build(src: Path = HERE / "src", out: Path = HERE / "_build") -> Path:
-    """Run the sources, write the deck and, where Chromium is found, its PDF; return the page's path."""
+def build(
+    src: Path = HERE / "src", out: Path = HERE / "_build", decks: Sequence[str] = ("index", "short")
+) -> Path:
+    """Run the sources once, write the decks and, where Chromium is found, their PDFs; return the last page's
+    path. `index` is the whole deck, `short` what is tagged so."""
     sources = sorted(src.glob("*.py"))
     if not sources:
         raise ValueError(f"there are no slides in {os.path.relpath(src)}: write one as NN_name.py")
-    deck = run(sources)
+    whole = run(sources)
     out.mkdir(parents=True, exist_ok=True)
     copy_assets(out)
-    page = out / "index.html"
-    page.write_text(to_html(deck), encoding="utf-8")
-    slides = count_slides(page.read_text(encoding="utf-8"))
-    print(f"{slides} slides in {os.path.relpath(page)}")
-    write_pdf(page, slides)
-    return page
+    for name in decks:
+        deck = shorten(whole) if name == "short" else nbformat.from_dict(whole)
+        if not deck.cells:
+            continue  # nothing is tagged short
+        minutes = plan_talk(deck)
+        page = out / f"{name}.html"
+        page.write_text(to_html(deck), encoding="utf-8")
+        slides = count_slides(page.read_text(encoding="utf-8"))
+        print(f"{slides} slides, {minutes:.0f} minutes, in {os.path.relpath(page)}")
+        write_pdf(page, slides)
+    return out / f"{decks[0]}.html"
 
 
 def write_pdf(page: Path, slides: int) -> None:
-    """Print the deck to slides.pdf; refuse it when a slide runs over its page."""
+    """Print a deck, index to slides.pdf; refuse it when a slide runs over its page."""
     browser = find_browser()
     if browser is None:
         print("no PDF was written: that takes a Chromium, and none of " + ", ".join(BROWSERS) + " was found")
         return
-    pdf = page.with_name("slides.pdf")
+    pdf = page.with_name("slides.pdf" if page.stem == "index" else f"{page.stem}.pdf")
     browse(browser, page, "--no-pdf-header-footer", f"--print-to-pdf={pdf}", query="?print-pdf")
     pages = count_pages(pdf)
     if pages != slides:
@@ -220,12 +281,11 @@ def write_pdf(page: Path, slides: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Build the deck; 0 when it is written, 1 with one sentence otherwise."""
-    argparse.ArgumentParser(description="Build the slides from slides/src into slides/_build.").parse_args(
-        argv
-    )
+    """Build the decks; 0 when they are written, 1 with one sentence otherwise."""
+    parser = argparse.ArgumentParser(description="Build the slides from slides/src into slides/_build.")
+    parser.add_argument("--short", action="store_true", help="the short deck alone")
     try:
-        build()
+        build(decks=("short",) if parser.parse_args(argv).short else ("index", "short"))
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -18,12 +18,15 @@ from llmpar import draw, schedules, timetable
 from llmpar.draw import layouts
 from llmpar.draw.scene import (
     DARK,
+    DECK,
     LIGHT,
+    PAGE,
     SERIES,
     Line,
     Rect,
     Scene,
     Text,
+    bare,
     compose,
     flatten,
     show,
@@ -33,6 +36,7 @@ from llmpar.draw.scene import (
     time_text,
     to_png,
     to_svg,
+    type_scale,
 )
 from llmpar.explore import answers
 from llmpar.mesh import make_mesh, sharding
@@ -256,6 +260,42 @@ def overlaps(scene: Scene) -> list[str]:
 
 def test_nothing_overlaps_and_nothing_is_cut_off(case):
     assert overlaps(case[0]) == []
+
+
+def test_on_a_slide_letters_are_larger_and_still_do_not_overlap():
+    with type_scale(DECK):
+        drawn = [
+            draw.mesh("pp=2 dp=2 tp=4", 4, "tp"),
+            draw.links("pp=4 fsdp=4 tp=8", chip("h100")),
+            draw.timeline(pipeline("zb-h1", 4, 4), facts=False),
+            draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
+            draw.memory_bars([("one", {"weights": GIB, "optimizer": 3 * GIB})], 2 * GIB, wide=340),
+            draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]),
+            draw.token_flow([[40, 0, 20, 10], [10, 10, 90, 0]], 2, capacity=60),
+        ]
+    for scene in drawn:
+        sizes = {text.size for text in flatten(scene.items) if isinstance(text, Text)}
+        assert not overlaps(scene) and sizes <= {*DECK.values(), 16} and min(sizes) == DECK["small"], (
+            scene.title
+        )
+    assert (
+        min(text.size for text in flatten(draw.mesh("dp=2").items) if isinstance(text, Text)) == PAGE["small"]
+    )
+
+
+def test_a_bare_drawing_keeps_its_words_and_loses_title_and_small_print():
+    whole = draw.ring_steps([(i, (i + 1) % 4) for i in range(4)])
+    plain = bare(whole)
+    texts = {text.text for text in flatten(plain.items) if isinstance(text, Text)}
+    assert plain.text == whole.text and plain.title == whole.title and plain.height < whole.height
+    assert (
+        whole.title not in texts
+        and not any(text.startswith("Filled") for text in texts)
+        and "rank 0" in texts
+    )
+    assert "Another" in {
+        text.text for text in flatten(bare(whole, "Another").items) if isinstance(text, Text)
+    }
 
 
 def test_an_overlap_and_a_cut_are_seen():

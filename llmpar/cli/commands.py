@@ -19,6 +19,7 @@ from llmpar.cli.launch import Launch
 from llmpar.cli.models import Models
 from llmpar.cli.plan import Plan
 from llmpar.cli.progress import Progress
+from llmpar.cli.quiz import Quiz
 from llmpar.cli.schedule import Schedule
 from llmpar.cli.train import Train
 
@@ -26,6 +27,7 @@ COMMANDS = {
     "doctor": Doctor,
     "lab": Lab,
     "progress": Progress,
+    "quiz": Quiz,
     "train": Train,
     "launch": Launch,
     "inspect": Inspect,

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from llmpar.cli.lessons import GLOSSARY, lessons
 from llmpar.cli.options import installed, say
 
 START = "start.ipynb"
@@ -80,14 +81,14 @@ def put_aside(copies: pathlib.Path) -> None:
 
 def deal(folder: pathlib.Path, copies: pathlib.Path) -> str:
     """Copy the lessons that are not there yet, cleared, and write the start page; say what was done."""
-    lessons = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
+    found = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     copies.mkdir(parents=True, exist_ok=True)
     (copies / ".gitignore").write_text("*\n")  # answers are nobody's change to the project
-    made = [path for path in lessons if not (copies / path.name).exists()]
+    made = [path for path in found if not (copies / path.name).exists()]
     for path in made:
         (copies / path.name).write_text(cleared(path.read_text(encoding="utf-8")), encoding="utf-8")
-    (copies / START).write_text(start_page(lessons), encoding="utf-8")
-    kept = len(lessons) - len(made)
+    (copies / START).write_text(start_page(folder), encoding="utf-8")
+    kept = len(found) - len(made)
     return (
         f"{copies}: {len(made)} lesson{'s' * (len(made) != 1)} copied, {kept} kept as you left them"
         + " (--fresh renews)" * (kept > 0)
@@ -103,32 +104,32 @@ def cleared(notebook: str) -> str:
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
-def start_page(lessons: list[pathlib.Path]) -> str:
-    """Write the page that a learner sees first: each lesson with its question, which ones it needs, and about
-    how long it takes, as its header says."""
+def start_page(folder: pathlib.Path) -> str:
+    """Write the page that a learner sees first: each lesson with its question, its minutes and what it
+    needs."""
     rows = [
         "# Start here",
         "",
         (
-            "Take the lessons in this order; each builds on those above. You need Python, NumPy, and an idea"
-            " of what a gradient is. You need no cluster: 8 simulated devices are in your laptop."
+            "Take the lessons in this order; each builds on those that it names. You need Python, NumPy, and"
+            " an idea of what a gradient is. You need no cluster: 8 simulated devices are in your laptop."
         ),
         "",
-        "| lesson | its question | after | about |",
-        "|---|---|---|--:|",
+        "| lesson | its question | minutes | with exercises | after |",
+        "|---|---|--:|--:|---|",
     ]
-    for path in lessons:
-        lesson = json.loads(path.read_text(encoding="utf-8"))
-        about, text = lesson["metadata"]["llmpar"], "".join(lesson["cells"][0]["source"])
-        title = text.partition("\n")[0].removeprefix("# ")
-        needs, minutes = ", ".join(about["needs"]) or "-", about["teaching"] + about["exercises"]
-        rows.append(f"| [{title}]({path.name}) | {about['question']} | {needs} | {minutes} min |")
+    for lesson in lessons(folder):
+        after = ", ".join(lesson.needs)
+        rows.append(
+            f"| [{lesson.title}]({lesson.file}) | {lesson.question} | {lesson.teaching} | {lesson.minutes} |"
+            f" {after} |"
+        )
     rows += [
         "",
         (
             'Replace the dots, run the cell, read the verdict. `hint("03.sent")` helps a step at a time,'
             ' `solution("03.sent")` answers after an attempt, `llmpar progress` in a terminal shows what is'
-            " done."
+            " done. `llmpar quiz` asks a question for each lesson, before and after."
         ),
         "",
         (
@@ -136,6 +137,12 @@ def start_page(lessons: list[pathlib.Path]) -> str:
             " `earlier`. A lesson takes up to 1 GB of memory: shut a kernel down before you open the next"
             " lesson."
         ),
+        "",
+        "## Words",
+        "",
+        "| word | meaning |",
+        "|---|---|",
+        *(f"| {word} | {meaning} |" for word, meaning in GLOSSARY),
     ]
     page: dict[str, Any] = {"cell_type": "markdown", "id": "start", "metadata": {}}
     page["source"] = "\n".join(rows)

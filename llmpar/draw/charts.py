@@ -286,16 +286,18 @@ def memory_bars(
     capacity_bytes: float | None = None,
     title: str = "Memory per device",
     whole_bytes: float | None = None,
+    wide: float = 480,
 ) -> Scene:
     """What fills a device's memory: ``rows`` of (label, {part: bytes}), beside the chip's capacity; where a
-    program may use less than all of the memory, a second mark at its ``whole_bytes``."""
+    program may use less than all of the memory, a second mark at its ``whole_bytes``. The longest bar is
+    ``wide`` pixels."""
 
     def marks(high: float) -> list[float]:
         unit = 1024.0 ** min(5, int(math.log(max(high, 1), 1024)))
         return [unit * t for t in ticks(0, high / unit)]
 
     whole = whole_bytes if whole_bytes != capacity_bytes else None
-    return _bars(title, rows, capacity_bytes, size_text, marks, ("capacity", "free", "too much"), whole)
+    return _bars(title, rows, capacity_bytes, size_text, marks, ("capacity", "free", "too much"), whole, wide)
 
 
 def time_bars(rows, target_s: float | None = None, title: str = "Time per step") -> Scene:
@@ -306,14 +308,21 @@ def time_bars(rows, target_s: float | None = None, title: str = "Time per step")
 
 
 def _bars(
-    title: str, rows, limit: float | None, text, marks, words: tuple[str, str, str], whole=None
+    title: str,
+    rows,
+    limit: float | None,
+    text,
+    marks,
+    words: tuple[str, str, str],
+    whole=None,
+    wide: float = 480,
 ) -> Scene:
     rows = [(str(name), row) for name, row in rows]
     parts = list(dict.fromkeys(part for _, row in rows for part in row))
     left_over = [s for s in SERIES if s not in [PARTS.get(p) for p in parts]]
     looks = [(s, "/" * i) for i, names in enumerate((left_over, SERIES)) for s in names]
     fills = {p: (PARTS[p], "") if p in PARTS else looks.pop(0) for p in parts}
-    left, wide, bottom = max(text_width(name) for name, _ in rows) + 12, 480, 42 * len(rows) - 8
+    left, bottom = max(text_width(name) for name, _ in rows) + 12, 42 * len(rows) - 8
     high = max([sum(row.values()) for _, row in rows] + [limit or 0, whole or 0, 1e-12])
     items, lines = _scale(lambda v: left + wide * v / high, marks(high), bottom, text, bottom), []
     for i, (name, row) in enumerate(rows):
@@ -427,12 +436,17 @@ def _held_over_time(row, last: str) -> dict[float, float]:
     return {t: n / visits for (t, _), n in zip(steps, totals, strict=True)}
 
 
-def timeline(table, unit: str = "time units", waiting=None) -> Scene:
+def timeline(
+    table, unit: str = "time units", waiting=None, facts: bool = True, shortest: float = SHORTEST
+) -> Scene:
     """Who works when in a pipeline and, where there are backwards, under each stage's row the activations
     that it holds.
 
     Of an order that gets stuck, ``waiting`` says what for: stage -> (its next operation, the stage it waits
     for, what there).
+
+    Without ``facts`` the rows do not say how busy their stage is and what it holds at most; the words do. The
+    ``shortest`` operation is so many pixels wide.
 
     ``table`` is a :class:`~llmpar.timetable.Timetable` or, per stage, rows of (start, end, kind, microbatch,
     chunk). A microbatch is held from the start of its F to the end of its B, or of its W where there is one.
@@ -446,8 +460,8 @@ def timeline(table, unit: str = "time units", waiting=None) -> Scene:
     span = max(done) + (1 if waiting else 0)
     kinds = {kind for row in stages for _, _, kind, *_ in row}
     last = "W" if "W" in kinds else "B"
-    shortest = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
-    need, bottom = SHORTEST * span / shortest, ROW * len(stages)
+    least = min((end - start for row in stages for start, end, *_ in row if end > start), default=1)
+    need, bottom = shortest * span / least, ROW * len(stages)
     # A long table goes on below, so that it stays legible on a slide; a tall one is made narrower instead.
     num_bands = max(1, min(round(need / 1000), 1100 // (bottom + BAND_GAP)))
     left, wide = text_width(f"stage {len(stages)}") + 10, min(1040, max(560, need / num_bands))
@@ -472,8 +486,9 @@ def timeline(table, unit: str = "time units", waiting=None) -> Scene:
                 busy = f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"
                 peak = f"at most {max(held[i].values()):g} held" if held[i] else ""
                 x = band.x(band.high) + 10
-                part.append(small_text(x, ROW * i + 13, busy, "start", "ink"))
-                part += [small_text(x, ROW * i + FLOOR - 8, peak, "start", "ink")] if peak else []
+                if facts:
+                    part.append(small_text(x, ROW * i + 13, busy, "start", "ink"))
+                    part += [small_text(x, ROW * i + FLOOR - 8, peak, "start", "ink")] if peak else []
                 names = [f"{kind}{u}" + f".{c}" * (c > 0) for _, _, kind, u, c in row]
                 shown = " ".join(names[:24]) + " …" * (len(names) > 24)
                 lines.append(f"stage {i}: {shown}; {busy}" + f", {peak}" * bool(peak))

@@ -14,12 +14,20 @@ import base64
 import io
 import math
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
-TITLE, BODY, SMALL = 15, 13, 11  # the type scale, in pixels
+TITLE, BODY, SMALL = "title", "body", "small"  # sizes of type, by role as colours are
+PAGE = {TITLE: 15, BODY: 13, SMALL: 11}
+"""The type scale of a page or a notebook, in pixels."""
+DECK = {TITLE: 17, BODY: 15, SMALL: 14}
+"""The type scale of a slide. A drawing is shown there at 1.43 times its size or more: 20 pixels of 720."""
+_type_scale: ContextVar[dict[str, int]] = ContextVar("type_scale", default=PAGE)
 PLAIN_EM, BOLD_EM = 0.6, 0.66  # the assumed width of a character, in sizes of its text
 BASELINE = 0.35  # how far a text's baseline lies below its middle, in sizes of the text
 
@@ -80,6 +88,21 @@ def text_color_on(fill: str) -> str:
     return "ink" if fill in ("paper", "cell") else "white" if fill in ("pp", "sp", "dp", "s5") else "black"
 
 
+@contextmanager
+def type_scale(scale: dict[str, int]) -> Iterator[None]:
+    """Draw inside this block with another type scale: ``with type_scale(DECK):`` for a slide."""
+    token = _type_scale.set(scale)
+    try:
+        yield
+    finally:
+        _type_scale.reset(token)
+
+
+def pixels(size: float | str) -> float:
+    """The size of a text in pixels: a number, or a role in the type scale that is in force."""
+    return _type_scale.get()[size] if isinstance(size, str) else size
+
+
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
@@ -107,15 +130,19 @@ class Rect:
 
 @dataclass(frozen=True)
 class Text:
-    """One line of text; ``anchor`` is ``start``, ``middle`` or ``end``."""
+    """One line of text; ``anchor`` is ``start``, ``middle`` or ``end``. Its ``size`` is given in pixels or as
+    a role, and kept in pixels."""
 
     x: float
     y: float
     text: str
-    size: float = BODY
+    size: Any = BODY
     anchor: str = "start"
     fill: str = "ink"
     bold: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", pixels(self.size))
 
     @property
     def box(self) -> Box:
@@ -151,9 +178,9 @@ class Group:
     dy: float = 0
 
 
-def text_width(text: str, size: float = BODY) -> float:
+def text_width(text: str, size: float | str = BODY) -> float:
     """The approximate width of a text."""
-    return PLAIN_EM * size * len(text)
+    return PLAIN_EM * pixels(size) * len(text)
 
 
 def flatten(items, dx: float = 0, dy: float = 0) -> list:
@@ -192,7 +219,7 @@ def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str 
 
 
 def fitting(
-    x: float, y: float, room: float, *texts: str, fill: str = "ink", size: float = SMALL
+    x: float, y: float, room: float, *texts: str, fill: str = "ink", size: float | str = SMALL
 ) -> list[Text]:
     """The first of ``texts`` that fits into ``room`` pixels around ``x``; nothing if none does."""
     return next(
@@ -281,7 +308,8 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scen
     """A scene of blocks below one another, between a title above and notes below; as large as it needs to
     be."""
 
-    def paragraph(texts, size: float, fill: str, bold: bool = False) -> list[Text]:
+    def paragraph(texts, role: str, fill: str, bold: bool = False) -> list[Text]:
+        size = pixels(role)
         lines = [
             line
             for text in texts
@@ -297,6 +325,20 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scen
     return Scene(
         math.ceil(x1 - x0 + 2 * margin), math.ceil(y1 - y0 + 2 * margin), title, f"{title}\n{text}", (placed,)
     )
+
+
+def bare(scene: Scene, title: str = "") -> Scene:
+    """The drawing without the title and the small print of :func:`compose`, where the page says both; its
+    words stay."""
+    blocks = []
+    for part in scene.items[0].items:
+        texts = [item for item in part.items if isinstance(item, Text)]
+        only_text = len(texts) == len(part.items)
+        is_title = only_text and " ".join(text.text for text in texts) == scene.title
+        if not is_title and not (only_text and {text.fill for text in texts} == {"soft"}):
+            blocks.append([part])
+    said = compose(title, blocks, scene.text.partition("\n")[2], margin=8)
+    return replace(said, title=title or scene.title, text=scene.text)
 
 
 def show(scene: Scene) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -108,7 +109,7 @@ def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = 
         assert np.allclose(run.losses, solo.losses, rtol=1e-4), (name, run.losses, solo.losses)
         # Adam divides gradients by their size: a factor on all of them shows in their norm alone.
         norms = [float(one.metrics["grad_norm"]) for one in (run, solo)]
-        assert np.isclose(*norms, rtol=1e-3), (name, norms)
+        assert math.isclose(*norms, rel_tol=1e-3), (name, norms)
         if weights_within is not None:
             copy = jax.tree.map(lambda x: x.copy(), run.state)  # what is put in order is given away
             natural = run.step.to_natural(copy).params

@@ -252,13 +252,14 @@ def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
         everything += priced(q, mesh)
     everything.sort(key=lambda one: one.time.step_s)
     best, failed, turns = dict[MeshShape, Candidate](), dict[MeshShape, Candidate](), Counter[MeshShape]()
+    enough = max(keep, 8)  # what is checked does not depend on how much is shown
     for one in everything:
         mesh = one.plan.mesh
         if turns[mesh] == TURNS or mesh in best and best[mesh].time.step_s <= one.time.step_s:
             continue
-        if len(best) >= keep and one.time.step_s > 1.25 * max(b.time.step_s for b in best.values()):
+        if len(best) >= enough and one.time.step_s > 1.25 * max(b.time.step_s for b in best.values()):
             break
-        if len(best) >= 2 * keep:
+        if len(best) >= 2 * enough:
             break
         turns[mesh] += 1
         checked = sure(q, one)

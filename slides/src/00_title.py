@@ -1,4 +1,4 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "short"] minutes=1
 # # llmpar
 #
 # Learn, plan and run<br>LLM parallelism in JAX.
@@ -12,21 +12,11 @@
 # <footer>Begin with the lesson <code>notebooks/00_setup</code></footer>
 
 # %% place="beside"
-from llmpar import draw
-from llmpar.draw import scene
-from llmpar.draw.scene import compose
-
-
-def on_a_slide(picture):
-    """The picture without its small print, which is said here."""
-    return compose(
-        picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2]
-    )
-
+from deck import draw, show
 
 mesh = draw.mesh("dp=2 fsdp=2 tp=2", highlight_axis="tp")
 assert "8 devices" in mesh.title
-scene.show(on_a_slide(mesh))
+show(mesh)
 
 # %% [markdown] tags=["notes"]
 # Every number and picture in this deck is computed when it is built, or read out of a compiled program; what a slide
@@ -39,3 +29,21 @@ scene.show(on_a_slide(mesh))
 # collectives and bytes. They say nothing about time.
 #
 # **Source:** README.
+
+# %% [markdown] tags=["slide", "short", "agenda"] minutes=1
+# ## What you will be able to do
+#
+# **Say** what a layout holds and what an arrow sends. **Compute** memory, bytes and bubble of a plan. **Choose** a mesh,
+# defend it, and launch it.
+#
+# <footer>The lessons from <code>notebooks/00_setup</code> on do each of these with your hands · words and letters: the table in <code>README.md</code></footer>
+
+# %% [markdown] tags=["notes"]
+# The table below is made from the minutes of the slides; these notes say at each slide where the clock should be.
+#
+# **Ask:** from 1 to 5, how sure are you that you can explain data, tensor and pipeline parallelism? Write the three numbers
+# down: you give them again at the end (`llmpar quiz` keeps them).
+#
+# **Misunderstanding:** that the parts are rivals. A large run uses all of them at once, each on its own links.
+#
+# **Source:** the order of parts is that of cost on most clusters: begin at the top, go down only when you must.

@@ -1,4 +1,4 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "short"] minutes=3 section="Memory and messages"
 # ## Why one GPU is not enough
 #
 # Adam in mixed precision holds **16 bytes per parameter**, before any activation. And at 40 % of its peak, one H100 would
@@ -6,11 +6,12 @@
 #
 # <footer>Rajbhandari et al. 2020 (ZeRO), section 3.1 · <code>llmpar models llama3-8b</code> · lesson <code>notebooks/01_memory_and_flops</code></footer>
 
-# %%
+# %% tags=["fragment"]
 import math
 
+from deck import draw, letters, show
+
 from llmpar.config import preset
-from llmpar.draw import scene
 from llmpar.draw.scene import Group, Rect, Text, compose, legend
 from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
@@ -23,7 +24,7 @@ MODELS = {
     "Llama 3 70B": "llama3-70b",
     "Llama 3.1 405B": "llama3.1-405b",
 }
-SIDE, ACROSS = 17, 26
+SIDE, ACROSS = 16, 24
 
 
 def squares(params):
@@ -43,35 +44,36 @@ def squares(params):
     return items, total
 
 
-rows, words, top = [], [], 0
-for name, key in MODELS.items():
-    params = preset(key).num_params
-    assert formulas.zero_bytes(params, 1, 0) == 16 * params
-    items, total = squares(params)
-    said = f"{16 * params / 1e9:,.0f} GB"
-    rows += [Text(0, top + 9, name), Group(tuple(items), 130, top)]
-    rows.append(
-        Text(
-            130 + (SIDE + 4) * min(total, ACROSS) + 10,
-            top + 9,
-            f"{said}: {total} H100" + "s" * (total > 1),
-            bold=True,
-        )
-    )
-    words.append(f"{name}: {said}, {total} H100")
-    top += (SIDE + 4) * math.ceil(total / ACROSS) + 18
+@letters()
+def picture():
+    """Four models, each with the H100s that hold its state; and that in words."""
+    rows, words, top = [], [], 0
+    for name, key in MODELS.items():
+        params = preset(key).num_params
+        assert formulas.zero_bytes(params, 1, 0) == 16 * params
+        items, total = squares(params)
+        said = f"{16 * params / 1e9:,.0f} GB"
+        rows += [Text(0, top + 9, name), Group(tuple(items), 142, top)]
+        at = 142 + (SIDE + 4) * min(total, ACROSS) + 10
+        rows.append(Text(at, top + 9, f"{said}: {total} H100" + "s" * (total > 1), bold=True))
+        words.append(f"{name}: {said}, {total} H100")
+        top += (SIDE + 4) * math.ceil(total / ACROSS) + 18
+    key = legend([(fill, f"{part}, {n} bytes") for part, (n, fill) in PARTS.items()])
+    title = "How many H100s hold the state and nothing else, with the 59 GiB of each that JAX takes"
+    return compose(title, [rows, key], "\n".join(words)), words
+
+
+drawn, words = picture()
 years = formulas.train_seconds(preset("llama3-8b").num_params, 15e12, 1, 0.4 * h100.flops_per_s) / (
     365.25 * 86400
 )
 assert round(years) == 58
 assert [words[0].endswith(", 1 H100"), words[3].endswith(", 102 H100")] == [True, True]
-key = legend([(fill, f"{part}, {n} bytes") for part, (n, fill) in PARTS.items()])
 assert round(h100.usable_bytes / 2**30, 1) == 59.3 and words[2].endswith(", 18 H100")
 assert [
     math.ceil(16 * preset(key).num_params / h100.hbm_bytes) for key in ("llama3-70b", "llama3.1-405b")
 ] == [14, 77]
-title = "How many H100s hold the state and nothing else, with the 59 GiB of each that JAX takes"
-scene.show(compose(title, [rows, key], "\n".join(words)))
+show(drawn, "Each square is an H100, with the 59 GiB that JAX takes")
 
 # %% [markdown] tags=["notes"]
 # **Ask:** how many GPUs does it take to train a 70B model? Take bids before you show the squares: 18, and that is without
@@ -84,7 +86,7 @@ scene.show(compose(title, [rows, key], "\n".join(words)))
 # eq. 4, without recomputation), attention not counted. Of an H100's 79 GiB JAX takes three quarters unless told otherwise
 # (XLA_PYTHON_CLIENT_MEM_FRACTION): `llmpar.predict.hardware`. With all of it, 70B would need 14, and 405B 77.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "short"] minutes=2
 # ## Five words
 #
 # | word | meaning |
@@ -98,16 +100,13 @@ scene.show(compose(title, [rows, key], "\n".join(words)))
 # <footer>Lesson <code>notebooks/00_setup</code></footer>
 
 # %% place="beside"
-from llmpar import draw
 from llmpar.notation import AXES, parse_layout
 
 picture = draw.mesh("dp=2 tp=4", devices_per_host=4, highlight_axis="tp")
 held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
 assert held == {(0, i): [i, i + 4] for i in range(4)}  # four shards, each on two replicas, four devices apart
 assert list(AXES)[0] == "pp" and list(AXES)[-1] == "tp"
-scene.show(
-    compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2])
-)
+show(picture)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** a matrix is cut by tp. Which device holds the same piece as device 1? (Device 5: same tp, other dp.)
@@ -118,7 +117,7 @@ scene.show(
 #
 # **Source:** `llmpar.notation.AXES`. The order is Megatron's and MaxText's.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=3
 # ## Look at any mesh
 #
 # A model on a cluster that you do not have: drag an axis, click a device, step through what its group exchanges.
@@ -133,10 +132,9 @@ explorer = MeshExplorer(
 )
 reply = explorer.answer(explorer.state)
 assert reply["refusal"] is None and sum(size for _, size in reply["memory"]) < reply["capacity"]
-whole = explorer.scene
-scene.show(
-    compose(whole.title, [[part] for part in whole.items[0].items[1:-1]], whole.text.partition("\n")[2])
-)
+with letters():
+    whole = explorer.scene
+show(whole)
 
 # %% [markdown] tags=["notes"]
 # Open lesson 00 and do it live; `MeshExplorer().save("mesh.html")` makes a page that needs no Python. **Ask:** put tp outermost (the arrows before the axes). What becomes slow, and why? Its groups

@@ -1,4 +1,4 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "short"] minutes=3
 # ## A movement is an arrow
 #
 # `/tp`: a dim is cut over `tp`. `+tp`: a sum over `tp` that nobody has finished. The collective follows from the two sides.
@@ -6,9 +6,8 @@
 # <footer>Lesson <code>notebooks/00_setup</code> · the table of all arrows is in <code>README.md</code></footer>
 
 # %%
-from llmpar import draw
-from llmpar.draw import scene
-from llmpar.draw.scene import compose
+from deck import draw, show
+
 from llmpar.mesh import make_mesh, use_devices
 from llmpar.notation import parse_arrow
 
@@ -18,9 +17,7 @@ assert [str(move) for move in arrow.moves] == ["reduce-scatter over tp on s"]
 ((_, sent),) = draw.moved(arrow, (4096, 4096), {"tp": 4}, 2)
 assert sent == 4096 * 4096 * 2 * 3 // 4 == 24 * 2**20
 picture = draw.arrow(arrow, (4096, 4096), {"tp": 4}, itemsize=2)
-scene.show(
-    compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2])
-)
+show(picture)
 
 # %% [markdown] tags=["notes"]
 # **Ask:** on the left every device has numbers for the whole matrix. Are they right? No: each has its own addends, the slanted
@@ -31,7 +28,7 @@ scene.show(
 #
 # **Source:** `llmpar.notation`. The idea of one letter per dim is einops'.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "short"] minutes=3
 # ## Five collectives, and what they send
 #
 # <footer>Read from a compiled program and equal to <code>llmpar.predict.formulas</code> · lesson <code>notebooks/02_collectives</code></footer>
@@ -109,7 +106,7 @@ Markdown(
 # **Source:** the ring algorithms of NCCL and of Patarasuk and Yuan 2009. Five collectives in one `shard_map` were compiled for
 # this slide; `llmpar.inspect.census` counted them.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## A ring of four
 #
 # After $N - 1$ steps everybody has seen every block. That is an all-gather; each device has sent
@@ -132,9 +129,7 @@ assert (
 )
 assert 1 < formulas.sent_bytes("all-reduce", 1, 8) == 1.75 and formulas.sent_bytes("all-reduce", 1, 1024) < 2
 picture = draw.ring_steps(pairs, axis="tp")
-scene.show(
-    compose(picture.title, [[part] for part in picture.items[0].items[1:-1]], picture.text.partition("\n")[2])
-)
+show(picture)
 
 # %% [markdown] tags=["notes"]
 # The pairs of the picture are the source-target pairs of the compiled program. Switches of H100 nodes can add (NVLink SHARP): then a
@@ -147,7 +142,7 @@ scene.show(
 #
 # **Source:** Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## Starts and bytes
 #
 # $$ T = \alpha \cdot \text{starts} + \frac{\text{bytes sent}}{\beta} $$

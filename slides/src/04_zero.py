@@ -1,4 +1,17 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "divider"] minutes=1 section="ZeRO and FSDP"
+# ## Where are we: the same state, cut
+#
+# <footer>Lesson <code>notebooks/04_zero</code></footer>
+
+# %%
+from deck import where
+
+where("ZeRO-1", "ZeRO-3, FSDP")
+
+# %% [markdown] tags=["notes"]
+# A checkpoint: who is lost says so now. **Ask:** after a data parallel step, what is the same on all devices, and who needs all of it?
+
+# %% [markdown] tags=["slide", "short"] minutes=3 section="ZeRO and FSDP"
 # ## Sharded data parallelism: three levels
 #
 # Most of the state is looked at by nobody most of the time. ZeRO cuts it over the replicas: **1** the optimizer, **2** and the
@@ -17,11 +30,10 @@ from llmpar.mesh import make_mesh, use_devices
 use_devices()
 
 import optax
+from deck import draw, show, where
 from IPython.display import Markdown
 
-from llmpar import draw
 from llmpar.config import preset
-from llmpar.draw import scene
 from llmpar.inspect.census import census_hlo, census_table, partitioned_hlo
 from llmpar.notation import parse_arrow
 from llmpar.plan import Plan
@@ -36,7 +48,7 @@ rows = [
 ]
 for (_, held), published_gb in zip(rows, (120, 31.4, 16.6, 1.88), strict=True):
     assert abs(sum(held.values()) / 1e9 - published_gb) <= 0.03 * published_gb
-scene.show(
+show(
     draw.memory_bars(
         rows, chip("a100-40").usable_bytes, "7.5 billion parameters on 64 devices: state per device"
     )
@@ -52,7 +64,7 @@ scene.show(
 # **Source:** Rajbhandari et al. 2020, table 1; the paper's GB are 1e9 bytes, the picture counts GiB. Checked within 3 %,
 # which is the paper's rounding. The line is what a program may use of an A100 with 40 GB: three quarters, by JAX's default.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## FSDP2, and the same here
 #
 # PyTorch's `fully_shard` is ZeRO-3 per parameter. Here it is a field of the plan:
@@ -96,7 +108,7 @@ Markdown(
 # **Source:** Zhao et al. 2023. `Shard(0)` cuts a parameter's first dim, we cut the model width d. FSDP1 flattened many
 # parameters into one buffer; FSDP2 shards each.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "short"] minutes=3
 # ## Gather a layer, use it, forget it
 #
 # The next layer's weights arrive while this one computes. In the compiled program each matrix is gathered **twice** and its
@@ -104,7 +116,7 @@ Markdown(
 #
 # <footer>Lesson <code>notebooks/04_zero</code> · <code>llmpar inspect --mesh fsdp=8 --zero 3</code></footer>
 
-# %%
+# %% tags=["fragment"]
 LLAMA, BATCH, SEQ = dataclasses.replace(preset("tiny"), num_layers=2), 16, 32
 plan = Plan("fsdp=8", zero=3)
 step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
@@ -123,7 +135,7 @@ block = (
 gather_s = formulas.collective_seconds(h100, "all-gather", 2 * block, 8)
 forward_s = 2 * block * TOKENS / h100.flops_per_s
 assert gather_s < forward_s
-scene.show(
+show(
     draw.overlap([forward_s] * 5, [gather_s] * 5, [f"layer {i}" for i in range(5)], first="comm", axis="fsdp")
 )
 
@@ -138,7 +150,7 @@ scene.show(
 #
 # **Source:** Zhao et al. 2023, section 3.3; Rajbhandari et al. 2020, section 7.2.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## As the compiler for H100s schedules it
 #
 # Nobody needs 64 H100s to see the schedule: their compiler runs anywhere. What is hatched waits.
@@ -151,7 +163,7 @@ rows, roofline = compiled["collectives"], compiled["roofline"]
 assert all(row["predicted_bytes"] == row["compiled_bytes"] for row in rows)  # the H100's program, to the byte
 assert roofline["exposed_s"] < 0.05 * roofline["step_s"]  # nearly all of it lies behind products
 layers = [turn for turn in compiled["turns"] if turn["count"] >= preset("llama3-8b").num_layers - 1]
-scene.show(draw.two_lanes(layers, f"One layer on {compiled['target']}, estimated from its compiled schedule"))
+show(draw.two_lanes(layers, f"One layer on {compiled['target']}, estimated from its compiled schedule"))
 
 # %% [markdown] tags=["notes"]
 # Picture: one turn of the loop over layers, backward and forward, 8,192 tokens per GPU, bf16. The order and the pairs of start and
@@ -163,7 +175,7 @@ scene.show(draw.two_lanes(layers, f"One layer on {compiled['target']}, estimated
 #
 # **Source:** the program, compiled without a device; Williams et al. 2009 for the roofline.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "short"] minutes=2
 # ## What sharding costs
 #
 # Sent per device and step, for $\Psi$ parameters and $u$ microbatches:
@@ -210,7 +222,7 @@ Markdown("\n".join([head, "|---|---|--:|--:|--:|", *lines]))
 # **Source:** Rajbhandari et al. 2020, section 7, for u = 1; the counts over microbatches follow from *when* each stage
 # communicates, and the package's tests hold them against compiled programs. Ψ times (N-1)/N on a ring.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## Offload: the CPU as a shelf
 #
 # Gradients down, weights up: $4\Psi$ bytes cross PCIe per step, 0.8 s for 13B. That hides behind **10,500 tokens** per GPU
@@ -233,7 +245,7 @@ bars = [
     ("ZeRO-3 over 4 GPUs", quarters),
     ("offloaded, one GPU", {"weights": state["weights"]}),
 ]
-scene.show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GPU memory"))
+show(draw.memory_bars(bars, h100.usable_bytes, "Llama 2 13B on H100: state in GPU memory", wide=340))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** when would you rather buy a second GPU? When the batch is small: the crossing takes as long for one token as for

@@ -1,4 +1,17 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "divider"] minutes=1 section="Long sequences"
+# ## Where are we: one sequence, many devices
+#
+# <footer>Lesson <code>notebooks/06_long_sequences</code></footer>
+
+# %%
+from deck import where
+
+where("ring attention")
+
+# %% [markdown] tags=["notes"]
+# A checkpoint: who is lost says so now. **Ask:** which values does tensor parallelism with a cut sequence still hold whole? (The inputs of attention and feed-forward.)
+
+# %% [markdown] tags=["slide", "short"] minutes=2 section="Long sequences"
 # ## Ring attention: queries stay, keys travel
 #
 # Cut the sequence over `sp`. Hand K and V to the neighbour while looking at them: **N − 1 hops**, exact attention, and no device
@@ -7,17 +20,19 @@
 # <footer>Liu et al. 2023 (Ring Attention) · lesson <code>notebooks/06_long_sequences</code> · <code>llmpar inspect --mesh sp=8</code></footer>
 
 # %%
-
 from llmpar.mesh import abstract_mesh, spec, use_devices
 from llmpar.predict.ring import pairs_by_step
 
 use_devices()
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from deck import draw, letters, show, where
 
-from llmpar import attention, draw, sequence_order
+from llmpar import attention, sequence_order
 from llmpar.config import preset
 from llmpar.draw import scene
 from llmpar.draw.scene import Group, Text, compose, stack
@@ -54,7 +69,7 @@ assert (
     hop == 64 * 2**20
     and (N - 1) * hop == 2 * formulas.ring_elements(1, TOKENS, LLAMA.num_kv_heads, LLAMA.head_width, N)[0]
 )
-scene.show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
+show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 
 # %% [markdown] tags=["notes"]
 # Drawn for 4 devices. Llama 3 8B, 131,072 tokens over 8 devices in bf16: a hop is 64 MiB per layer (8 KV heads; 32 query heads would
@@ -73,7 +88,7 @@ scene.show(draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]))
 a100 = chip("a100-80")
 assert round(formulas.ring_min_block(a100.flops_per_s, a100.link_bytes_per_s), -2) == 1000
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## Zigzag: nobody waits
 #
 # In order, the last rank works in every step and the others wait. Give rank $i$ the parts $i$ and $2N-1-i$ of $2N$:
@@ -103,6 +118,7 @@ for n in (2, 4, 8, 64):
     assert np.isclose(in_order.max() / in_order.mean(), 2 - 1 / n) and np.allclose(zigzag, n / 2)
 
 
+@letters()
 def panel(order):
     """The picture of one order under its name, in place of its own title and note."""
     drawn = draw.live_blocks(parts[order].tolist())
@@ -110,17 +126,21 @@ def panel(order):
     own = [
         item for item in words if item.text == drawn.title or (item.fill, item.anchor) == ("soft", "start")
     ]
-    cells = [item for item in scene.flatten(drawn.items) if item not in own]
+    kept = [item for item in scene.flatten(drawn.items) if item not in own]
+    short = lambda item: dataclasses.replace(
+        item, text=item.text.removesuffix(" of time").removesuffix(" blocks")
+    )
+    cells = [short(item) if isinstance(item, Text) else item for item in kept]
     return [
         Group(tuple(cells)),
-        Text(20, 28, {"contiguous": "in order", "zigzag": "zigzag"}[order], 16, bold=True),
+        Text(20, 22, {"contiguous": "in order", "zigzag": "zigzag"}[order], bold=True),
     ]
 
 
 said = "\n".join(
     f"{order}: the ring takes {part.max(0).sum():g} blocks of time" for order, part in parts.items()
 )
-scene.show(
+show(
     compose(
         "Live blocks of a causal ring of 4", [stack([panel(order) for order in parts], 40, across=True)], said
     )

@@ -1,20 +1,33 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "divider"] minutes=1 section="Pipelines"
+# ## Where are we: one stack, many devices
+#
+# <footer>Lesson <code>notebooks/07_pipelines</code></footer>
+
+# %%
+from deck import where
+
+where("pipeline")
+
+# %% [markdown] tags=["notes"]
+# A checkpoint: who is lost says so now. **Ask:** so far every device works on every layer. What would a device have to send if it had some of the layers only?
+
+# %% [markdown] tags=["slide", "short"] minutes=2 section="Pipelines"
 # ## Pipelines: stages, and the bubble
 #
 # Each stage holds some layers and hands its result on. With one batch, one of $p$ stages works; the others wait.
 #
 # <footer>Huang et al. 2018 (GPipe) · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 4 --microbatches 1</code></footer>
 
-# %%
-from llmpar import draw
-from llmpar.draw import scene
+# %% tags=["fragment"]
+from deck import curves, draw, show
+
 from llmpar.schedules import make
 from llmpar.timetable import timetable
 
 P = 4
 naive = timetable(make("gpipe", P, 1))
 assert naive.bubble_fraction == (P - 1) / P
-scene.show(draw.timeline(naive))
+show(draw.timeline(naive, facts=False))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** how much faster is this than one device? Not at all: it is the same work, one after the other. It holds a model that one
@@ -25,7 +38,7 @@ scene.show(draw.timeline(naive))
 #
 # **Source:** Huang et al. 2018 (GPipe), figure 2b. Papers write m for our u, the number of microbatches. B is drawn twice as long as F: two products instead of one.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "short"] minutes=2
 # ## Microbatches fill it
 #
 # All forwards, then all backwards (GPipe). Idle share of the total: $(p-1)/(u+p-1)$. Beware: papers also give idle over
@@ -41,7 +54,7 @@ assert (
     abs(filled.bubble_fraction - (P - 1) / (U + P - 1)) < 1e-12
     and abs(filled.bubble_over_ideal - (P - 1) / U) < 1e-12
 )
-scene.show(draw.timeline(filled))
+show(draw.timeline(filled, facts=False))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** this picture: 43 % idle, or 75 %? Both: 9 of 21 time units, and 9 on top of an ideal 12.
@@ -51,7 +64,7 @@ scene.show(draw.timeline(filled))
 # **Source:** Narayanan et al. 2021. The grey area under a row is what the stage holds: here every microbatch, until the backward
 # comes.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=3
 # ## How many microbatches are enough?
 #
 # For at most 10 % idle: $u \ge 9\,(p-1)$. Four stages need 27 microbatches, eight need 63.
@@ -59,14 +72,6 @@ scene.show(draw.timeline(filled))
 # <footer>Huang et al. 2018 (GPipe) · lesson <code>notebooks/07_pipelines</code> · <code>llmpar schedule gpipe --stages 8 --microbatches 63</code></footer>
 
 # %%
-import base64
-import io
-
-import matplotlib.pyplot as plt
-from IPython.display import display
-
-from llmpar.draw.scene import LIGHT
-
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 idle = {p: [timetable(make("gpipe", p, m)).bubble_fraction for m in COUNTS] for p in (2, 4, 8)}
 for p, needed in {4: 27, 8: 63}.items():
@@ -75,32 +80,11 @@ for p, needed in {4: 27, 8: 63}.items():
         == 9 * (p - 1)
         == next(m for m in range(1, 100) if timetable(make("gpipe", p, m)).bubble_fraction <= 0.1 + 1e-12)
     )
-figure, axes = plt.subplots(figsize=(9.6, 3.9), dpi=150)
-for (p, curve), (color, marker) in zip(idle.items(), (("fsdp", "^"), ("dp", "o"), ("s4", "s")), strict=True):
-    axes.plot(range(len(COUNTS)), curve, color=LIGHT[color], marker=marker, markersize=9, linewidth=3)
-    axes.text(
-        -0.15, curve[0], f"p = {p}", fontsize=15, weight="bold", color=LIGHT[color], ha="right", va="center"
-    )
-axes.axhline(0.1, color=LIGHT["soft"], linestyle="--")
-axes.text(-0.15, 0.12, "10 %", fontsize=14, color=LIGHT["soft"], ha="right")
-axes.set_xticks(range(len(COUNTS)), COUNTS)
-axes.set(
-    xlim=(-0.9, 6.2),
-    ylim=(0, 1),
-    yticks=[0, 0.25, 0.5, 0.75, 1],
-    yticklabels=["0", "25 %", "50 %", "75 %", "100 %"],
-)
-axes.set_xlabel("microbatches u", fontsize=14)
-axes.set_title("Idle share of the total, simulated", fontsize=15, loc="left", weight="bold")
-axes.tick_params(labelsize=14)
-axes.spines[["top", "right"]].set_visible(False)
-figure.savefig(png := io.BytesIO(), format="png", bbox_inches="tight")
-plt.close(figure)
-said = [
-    f"{p} stages: " + ", ".join(f"{x:.0%} at u = {m}" for m, x in zip(COUNTS, curve, strict=True))
-    for p, curve in idle.items()
-]
-display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "\n".join(said)}, raw=True)
+LOOKS = {2: ("fsdp", "^"), 4: ("dp", "o"), 8: ("s4", "s")}
+curves(
+    [(f"p = {p}", curve, *LOOKS[p], False) for p, curve in idle.items()],
+    COUNTS, "microbatches u", "idle share", high=1, percent=True, levels=(0, 0.1, 0.25, 0.5, 0.75, 1),
+)  # fmt: skip
 
 # %% [markdown] tags=["notes"]
 # **Ask:** what stops you from 1,000 microbatches? The global batch: at one row per microbatch, u rows per pipeline. And GPipe holds
@@ -109,3 +93,43 @@ display({"image/png": base64.b64encode(png.getvalue()).decode(), "text/plain": "
 # **Misunderstanding:** that a smaller microbatch is free. Below some hundreds of tokens a product no longer keeps the chip busy.
 #
 # **Source:** each point is a simulated timetable; the formula agrees to rounding.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## Measured: a small batch starves the pipeline
+#
+# Twelve stages of the BLOOM project's runs, 384 A100s. The same work per row: with 32 microbatches a row costs **a third
+# more** than with 128.
+#
+# <footer>Measured: BigScience, chronicles of BLOOM, in <code>tests/measured.json</code> · lesson <code>notebooks/07_pipelines</code></footer>
+
+# %%
+from pathlib import Path
+
+from llmpar.predict import measured
+from llmpar.predict.time import step_time
+
+runs = [c for c in measured.read(Path("../tests/measured.json"))[0] if c.group == "bloom.rampup"]
+counts, stages = [c.run.microbatches for c in runs], runs[0].run.mesh.pp
+assert counts == [32, 64, 96, 128] and stages == 12
+seen = [c.measured["step_s"] / u * 128 for c, u in zip(runs, counts, strict=True)]
+ours = [step_time(c.run).step_s / u * 128 for c, u in zip(runs, counts, strict=True)]
+formula = [seen[-1] * (1 + (stages - 1) / u) / (1 + (stages - 1) / 128) for u in counts]
+assert 1.3 < seen[0] / seen[-1] < 1.4 and all(abs(a / b - 1) < 0.07 for a, b in zip(ours, seen, strict=True))
+assert all(a <= b for a, b in zip(formula, seen, strict=True))
+curves(
+    [
+        ("measured", seen, "s4", "s", False),
+        ("our model", ours, "s5", "o", True),
+        ("ideal × (1 + (p−1)/u)", formula, "dp", "^", True),
+    ],
+    counts, "microbatches u of a step", "seconds per 2,048 rows", high=160,
+)  # fmt: skip
+
+# %% [markdown] tags=["notes"]
+# **Ask:** the bubble alone would explain a quarter more. What else is paid once per step? The sum of the gradients over the data
+# parallel replicas, and the optimizer.
+#
+# **Misunderstanding:** that a run starts at its final speed. BLOOM's batch was raised during training; its first days were its
+# slowest.
+#
+# **Source:** BigScience's chronicles of 2021 and 2022; `tests/measured.json` names file and commit. GPT of 78 layers, tp 4, pp 12, dp 8.

@@ -1,4 +1,4 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "short"] minutes=3
 # ## 1F1B: the same bubble, less memory
 #
 # Start a backward as soon as one is ready. Stage $i$ holds at most $p-i$ microbatches, however many there are: here 4, 3, 2, 1,
@@ -7,13 +7,12 @@
 # <footer>Narayanan et al. 2021, section 2.2.1 · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule 1f1b --stages 4 --microbatches 5</code></footer>
 
 # %%
+from deck import draw, show
 from IPython.display import Markdown
 
-from llmpar import draw
-from llmpar.draw import scene
 from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import make
-from llmpar.timetable import branch_shares, timetable
+from llmpar.timetable import timetable
 
 P, U = 4, 5
 table, gpipe = timetable(make("1f1b", P, U)), timetable(make("gpipe", P, U))
@@ -21,7 +20,7 @@ assert table.makespan == gpipe.makespan
 assert (
     table.peak_live() == [4, 3, 2, 1] == closed_forms(P, U)["1f1b"].peak_live and gpipe.peak_live() == [5] * P
 )
-scene.show(draw.timeline(table))
+show(draw.timeline(table, facts=False, shortest=28))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which stage needs the most memory for activations? The first: it waits longest for its backward. Give it fewer layers,
@@ -32,7 +31,7 @@ scene.show(draw.timeline(table))
 #
 # **Source:** Narayanan et al. 2021; the schedule is PipeDream-Flush (Narayanan et al. 2020).
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## Interleaved: smaller pieces, smaller bubble
 #
 # Each stage holds $g$ chunks of layers, so the pipe fills in $1/g$ of the time. Bubble over ideal: $(p-1)/(gu)$. The
@@ -47,7 +46,7 @@ assert table.bubble_over_ideal == (P - 1) / U / G and plain.bubble_over_ideal ==
 # More than G: also from the last stage to the first.
 assert table.hops.sum() * (P - 1) == plain.hops.sum() * (G * P - 1)
 assert table.bubble_over_ideal == timetable(make("interleaved", P, U, G)).bubble_over_ideal
-scene.show(draw.timeline(table))
+show(draw.timeline(table, facts=False))
 
 # %% [markdown] tags=["notes"]
 # For once F and B are drawn equally long, so that the halves are wide enough to read. A black bar marks chunk 1.
@@ -59,7 +58,7 @@ scene.show(draw.timeline(table))
 #
 # **Source:** Narayanan et al. 2021. Microbatches must be a multiple of p.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=3
 # ## Zero bubble: split the backward
 #
 # Only the inputs' gradient **B** is awaited by another stage. The weights' gradient **W** can fill the gaps: a third of 1F1B's
@@ -67,12 +66,12 @@ scene.show(draw.timeline(table))
 #
 # <footer>Qi et al. 2023 (Zero Bubble), table 2 · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar schedule zb-h1 --stages 4 --microbatches 4</code></footer>
 
-# %%
+# %% tags=["fragment"]
 table, plain = timetable(make("zb-h1", P, U)), timetable(make("1f1b", P, U))
 form = closed_forms(P, U)["zb-h1"]
 assert table.bubble == form.bubble == (P - 1) * (1 + 1 - 1) == plain.bubble / 3
 assert table.peak_live() == [P] * P and plain.peak_live() == list(range(P, 0, -1))
-scene.show(draw.timeline(table))
+show(draw.timeline(table, facts=False))
 
 # %% [markdown] tags=["notes"]
 # Every stage holds 4 here; 1F1B's stages held 4, 3, 2 and 1. The peak is the same, the sum is not.
@@ -84,75 +83,7 @@ scene.show(draw.timeline(table))
 #
 # **Source:** Qi et al. 2023: (p-1)(F+B-W). Its published rates are reproduced by our simulator to four decimals.
 
-# %% [markdown] tags=["slide"]
-# ## Where to cut the backward
-#
-# A traced stage is a list of equations. Those that lead to the input's gradient are **B**; what is left is **W**. For any layer,
-# with the same bits. Two layers:
-#
-# <footer>Qi et al. 2023 (Zero Bubble) · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar train --mesh pp=2 --schedule zb-h1 --microbatches 4</code></footer>
-
-# %%
-from llmpar.mesh import use_devices
-
-use_devices()
-
-import dataclasses
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-
-from llmpar.config import preset
-from llmpar.inspect.census import census_table
-from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import abstract_mesh
-from llmpar.plan import Plan
-from llmpar.predict import traffic
-from llmpar.split import split
-from llmpar.step import Step
-from llmpar.timetable import slots
-
-
-def cell(w0, w1, x, dy):
-    """What a stage of two layers does with one microbatch."""
-    y, pull = jax.vjp(lambda w0, w1, x: jnp.tanh(x @ w0) @ w1, w0, w1, x)
-    dw0, dw1, dx = pull(dy)
-    return y, (dx, (dw0, dw1))
-
-
-w0, w1, x, dy = (
-    np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    for shape in ((16, 64), (64, 16), (8, 16), (8, 16))
-)
-forward, both, saved = split(cell, known=(w0, w1), given=(x,), later=(dy,))
-backward, weights, left = split(both, known=(w0, w1, saved), given=(dy,))
-y, kept = forward(w0, w1, x)
-dx, rest = backward(w0, w1, kept, dy)
-jax.tree.map(np.testing.assert_array_equal, (y, (dx, weights(w0, w1, kept, rest))), cell(w0, w1, x, dy))
-parts = {"F": forward, "B": backward, "W": weights}
-names = {name: [eqn.primitive.name for eqn in part.jaxpr.eqns] for name, part in parts.items()}
-assert [found.count("dot_general") for found in names.values()] == [2, 2, 2]
-keeps = {"F": len(saved), "B": len(left), "W": 0}
-lines = [
-    f"| {name} | {found.count('dot_general')} | {', '.join(n for n in found if n != 'dot_general')} |"
-    f" {keeps[name]} |"
-    for name, found in names.items()
-]
-Markdown("\n".join(["| | products | other equations | arrays kept for later |", "|---|--:|---|--:|", *lines]))
-
-# %% [markdown] tags=["notes"]
-# **Ask:** which equations can be in neither? Those that nobody needs: tracing drops them. And none is in both: six products, as in
-# the whole.
-#
-# **Misunderstanding:** that the split is free. What B leaves for W must be held until W runs; the more it is put off, the more is
-# held.
-#
-# **Source:** computed here with `llmpar.split`, and compared with the uncut function bit by bit. The idea: Qi et al. 2023,
-# section 2.
-
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## What each order buys
 #
 # Eight stages, 32 microbatches, simulated with F = B = W = 1 time unit:
@@ -195,53 +126,3 @@ Markdown("\n".join([head, "|---|--:|--:|--:|--:|", *lines]))
 #
 # **Source:** bubbles as the papers define them, idle time on the critical stage; every entry is simulated and equal to its closed
 # form: Narayanan et al. 2021, section 2.2; Qi et al. 2023, table 2 and section 6; DeepSeek-V3 2024, table 2.
-
-# %% [markdown] tags=["slide"]
-# ## A schedule is a table; one program walks it
-#
-# In each tick a stage runs its cell **or nothing**: no work on garbage. Two permutes stand in the text, whatever the table.
-# A Llama of 8 layers, 4 stages, 8 microbatches:
-#
-# <footer>Executor: <code>llmpar/pipeline.py</code> · lesson <code>notebooks/08_pipeline_schedules</code> · <code>llmpar inspect --mesh pp=2 --schedule zb-v --microbatches 4</code></footer>
-
-# %%
-LLAMA, lines = dataclasses.replace(preset("tiny"), num_layers=8), []
-for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
-    plan = Plan("pp=4", schedule=name, microbatches=8)
-    plan.check(LLAMA, 16, 16)
-    step, order = Step(LLAMA, plan, abstract_mesh("pp=4"), optax.sgd(1.0)), timetable(plan.pipeline)
-    traced = jax.jit(step.gradients).trace(step.abstract_state.params, step.abstract_batch(16, 16)).jaxpr
-    for stage in range(4):
-        rows = census_table(
-            census_jaxpr(traced, {"pp": 4}, branch_shares(plan.pipeline, LLAMA.num_layers, stage))
-        )
-        predicted = traffic.step_traffic(LLAMA, plan, 16, 16, stage)
-        assert rows == {
-            key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
-        }
-    sent = rows["pp", "collective-permute"]
-    held = slots(order).num_saved.tolist()
-    lines.append(
-        f"| {name} | {len(order.ticks)} | {sent['count']} | {sent['bytes_sent'] / 2**10:.0f} KiB |"
-        f" {', '.join(map(str, held))} |"
-    )
-Markdown(
-    "\n".join(
-        [
-            "| order | ticks | permutes | sent per device | inputs held, stage 0 to 3 |",
-            "|---|--:|--:|--:|---|",
-            *lines,
-        ]
-    )
-)
-
-# %% [markdown] tags=["notes"]
-# With g = 2 chunks (interleaved, zb-v) a cell is half as much work, so ticks are shorter and there are more of them.
-#
-# **Ask:** why do stages run in step at all? They need not for the result; but a permute waits for all who take part in it, so in
-# a compiled loop over ticks they do. `llmpar schedule` gives the makespan both ways.
-#
-# **Misunderstanding:** that a schedule needs a program of its own. GSPMD pipelines turn a scan round by autodiff, which fixes
-# "all forwards first" (Alpa and JaxPP do not). Here the backward is a cell of the table like any other.
-#
-# **Source:** ticks and slots from the table, permutes and bytes read from the traced program, equal to the prediction for each stage.

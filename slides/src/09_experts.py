@@ -1,4 +1,17 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "divider"] minutes=1 section="Experts"
+# ## Where are we: one layer, many experts
+#
+# <footer>Lesson <code>notebooks/09_experts</code></footer>
+
+# %%
+from deck import where
+
+where("experts")
+
+# %% [markdown] tags=["notes"]
+# A checkpoint: who is lost says so now. **Ask:** four stages, twelve microbatches, 1F1B: which share is idle? (3 of 15.)
+
+# %% [markdown] tags=["slide", "short"] minutes=3 section="Experts"
 # ## Experts: the tokens travel
 #
 # Each rank of `ep` holds some experts, whole. A router sends every token to $a$ of $E$: **two all-to-alls forward, two
@@ -11,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from deck import draw, show, where
 
-from llmpar import draw, moe
+from llmpar import moe
 from llmpar.config import ExpertConfig, preset
-from llmpar.draw import scene
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, use_devices
@@ -42,7 +55,7 @@ def visits(skew):
     return [[int((mine == e).sum()) for e in range(8)] for mine in chosen]
 
 
-scene.show(draw.token_flow(visits(0), 2))
+show(draw.token_flow(visits(0), 2))
 
 # %% [markdown] tags=["notes"]
 # What a random router chose for 4 ranks of 64 tokens, 2 experts on each, `a` = 2. Grey rows stay at home.
@@ -61,7 +74,7 @@ mixtral = preset("mixtral-8x7b")
 assert (round(mixtral.num_params / 1e9, 1), round(mixtral.active_params / 1e9, 1)) == (46.7, 12.9)
 assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## A hot expert: room, drops, balance
 #
 # All wait for the busiest rank. A **capacity** drops who comes late; **dropless** sends room for the worst case; a **balance
@@ -73,7 +86,7 @@ assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
 hot, room = visits(1.5), formulas.expert_capacity(64 * RANKS, 8, 1.25, 2)
 dropped = sum(max(0, n - room) for n in np.sum(hot, 0)) / np.sum(hot)
 assert room == 80 and 0.1 < dropped < 0.25
-scene.show(draw.token_flow(hot, 2, capacity=room))
+show(draw.token_flow(hot, 2, capacity=room))
 
 # %% [markdown] tags=["notes"]
 # The same tokens, with expert 0 more attractive. The line is a capacity factor of 1.25: 80 rows. What is beyond it is dropped: those

@@ -1,4 +1,74 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "divider"] minutes=1 section="Hybrids"
+# ## Where are we: all of them at once
+#
+# <footer>Lesson <code>notebooks/10_hybrids</code></footer>
+
+# %%
+from deck import TAKE_HOME, where
+
+where(*list(TAKE_HOME)[-1:])
+
+# %% [markdown] tags=["notes"]
+# A checkpoint: the table is full. **Ask:** which two rows would you combine first on your own cluster, and over which links?
+
+# %% [markdown] tags=["slide", "short"] minutes=3 section="Hybrids"
+# ## 3-D: an axis for each kind of link
+#
+# Four nodes of four GPUs. `tp` sends most, in every layer: **inside a node**. `dp` sends once a step, `pp` least of all: between
+# nodes.
+#
+# <footer>Narayanan et al. 2021; Llama Team 2024, section 3.3 · lesson <code>notebooks/10_hybrids</code></footer>
+
+# %%
+from deck import draw, show
+
+from llmpar.config import preset
+from llmpar.notation import parse_mesh
+from llmpar.plan import Plan
+from llmpar.predict import traffic
+
+THREE = "pp=2 dp=2 tp=4"
+sent = dict.fromkeys(("pp", "dp", "tp"), 0)
+for (axes, _), row in traffic.step_traffic(
+    preset("llama3-8b"), Plan(THREE, microbatches=8, dtype="bfloat16"), 16, 8192
+).items():
+    if axes in sent:
+        sent[axes] += row.bytes_sent
+assert sent["tp"] > sent["dp"] > sent["pp"] and parse_mesh(THREE).size == 16
+show(draw.mesh(THREE, devices_per_host=4))
+
+# %% [markdown] tags=["notes"]
+# Llama 3 8B, 16 rows of 8,192 tokens a step, 8 microbatches, bf16: `tp` sends several times what `dp` sends, and that is several
+# times what `pp` sends. The order is asserted in this slide's source.
+#
+# **Ask:** which two devices exchange activations of a pipeline? Device 0 and device 8: the same place in the other half.
+#
+# **Misunderstanding:** that "3-D" names a method. It is a mesh with three axes; every device has a coordinate on each, and is a
+# tensor, a data and a pipeline device at once.
+#
+# **Source:** Narayanan et al. 2021 call it PTD-P; Megatron and we nest the axes in the same order. Bytes: `llmpar.predict.traffic`.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## Which axis crosses which link?
+#
+# 128 H100s in nodes of 8. A bar reaches from the nearest partner to the farthest; what passes the dashed edge shares the
+# **network**.
+#
+# <footer>Lesson <code>notebooks/10_hybrids</code> · <code>llmpar inspect --mesh "dp=2 fsdp=2 tp=2"</code></footer>
+
+# %%
+from llmpar.predict.hardware import chip
+
+show(draw.links("pp=4 fsdp=4 tp=8", chip("h100")))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** what happens if `tp` and `pp` change places? The all-reduces of every layer cross the network, at a ninth of the rate.
+#
+# **Misunderstanding:** that a mesh is only a shape. The order of its axes is the wiring; `llmpar inspect` prints the link of each.
+#
+# **Source:** rates as reached, from the chip's constants (`llmpar.predict.rates`).
+
+# %% [markdown] tags=["slide"] minutes=3
 # ## Hybrids: what each axis adds
 #
 # Axis by axis to a 4-D mesh. Each adds its own messages, and shrinks those of the others, except that a pipeline gathers
@@ -10,9 +80,7 @@
 import dataclasses
 import math
 
-from llmpar import draw
 from llmpar.config import preset
-from llmpar.draw import scene
 from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.predict.tolerance import tolerance
@@ -28,7 +96,7 @@ for text, plan in plans.items():
         by_axis[axes.split(",")[-1 if axes.count(",") > 1 else 0]] += row.bytes_sent
     assert sum(by_axis.values()) == sent.total_bytes
     rows.append((text, {axis: size for axis, size in by_axis.items() if size > 100}))
-scene.show(draw.memory_bars(rows, title="Bytes that a device sends per step, by axis (tiny, 2 layers)"))
+show(draw.memory_bars(rows, title="Bytes that a device sends per step, by axis (tiny, 2 layers)", wide=440))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** why does `fsdp` send less when `tp` joins, and more when `pp` does? `tp` halves each weight. A stage's weights are gathered
@@ -39,7 +107,7 @@ scene.show(draw.memory_bars(rows, title="Bytes that a device sends per step, by 
 # **Source:** the package's prediction, which the lesson holds against the compiled programs, arrow by arrow. The bar of `pp` contains
 # the sums of embedding and head over `pp,dp`: every stage holds these.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## And what each axis saves
 #
 # State of a device: weights and Adam's moments, float32. `dp` saves nothing. `fsdp` and `tp` halve; `pp` halves the blocks
@@ -55,7 +123,7 @@ held = [
 ]
 state = [sum(parts.values()) for _, parts in held]
 assert state[1] == state[0] / 2 and state[3] > state[2] / 2
-scene.show(draw.memory_bars(held, title="State per device"))
+show(draw.memory_bars(held, title="State per device", wide=440))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** which axis would you add next, if memory were short? `fsdp`: it takes all of the state. If activations were short: `tp` with
@@ -65,7 +133,7 @@ scene.show(draw.memory_bars(held, title="State per device"))
 #
 # **Source:** `llmpar.predict.memory`; the lesson asserts that the compiled arguments are equal to the byte.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## Why two meshes differ in the fourth digit
 #
 # Sums in another order round otherwise. A sum of $k$ terms is off by about $\sqrt{k}\,u$, not by $k\,u$.

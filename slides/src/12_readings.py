@@ -1,4 +1,4 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## Four readings: who chooses what is sent?
 #
 # One text of a model. *Solo* sends nothing, in *Manual* you write each collective, in *Auto* XLA's partitioner chooses, in
@@ -32,7 +32,7 @@ Markdown("\n".join(lines))
 #
 # **Source:** `llmpar inspect --types`: JAX's own types of a traced step, each asserted equal to the plan's layout.
 
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide"] minutes=2
 # ## One mistake, three fates
 #
 # The sum over `tp` is forgotten; or a weight is cut along the wrong dim.

@@ -1,9 +1,10 @@
-# %% [markdown] tags=["slide"]
+# %% [markdown] tags=["slide", "short"] minutes=3 section="Take home"
 # ## Take home
 #
 # <footer>All lessons, from <code>notebooks/00_setup</code> on · <code>make lab</code></footer>
 
 # %%
+from deck import TAKE_HOME
 from IPython.display import Markdown
 
 from llmpar.predict import formulas
@@ -21,31 +22,21 @@ assert (
 )
 one = timetable(make("1f1b", 4, 12))
 assert abs(one.bubble_fraction - 3 / 15) < 1e-12
-ROWS = [
-    ("data parallel", "the batch", "2Ψ", "the state fits"),
-    ("ZeRO-1", "+ optimizer", "2Ψ", "the rest fits"),
-    ("ZeRO-3, FSDP", "+ gradients, weights", "3uΨ", "tokens per GPU > C/β"),
-    ("tensor parallel", "each layer", "8bsd per layer", "it stays in a node"),
-    ("+ sequence cut", "+ norms, residuals", "8bsd per layer", "it stays in a node"),
-    ("ring attention", "the sequence", "6bskh per layer", "a part's tokens > C/β"),
-    ("pipeline", "the stack of layers", "2bsd per hop", "u ≥ 9 (p - 1)"),
-    ("experts", "the experts", "4a·bsd per layer", "their load is even"),
-]
 Markdown(
     "\n".join(
         [
             "| strategy | cuts | each device sends | good while |",
             "|---|---|---|---|",
-            *(f"| {' | '.join(row)} |" for row in ROWS),
+            *(f"| {' | '.join((name, *row))} |" for name, row in TAKE_HOME.items()),
         ]
     )
 )
 
 # %% [markdown]
-# Begin at the top. Go down only when you must, and let `llmpar inspect` say what moves.
+# <small>Ψ parameters · u microbatches · b·s tokens of width d · k·h width of the keys · a experts per token · C/β FLOP/s over bytes/s</small>
 
 # %% [markdown] tags=["notes"]
-# Ψ parameters, u microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one microbatch
+# Begin at the top. Go down only when you must. Ψ parameters, u microbatches, b·s tokens of width d per device (tensor parallelism: per group); a hop is one microbatch
 # between two stages; of a ring s is the whole sequence, k·h the width of its KV heads; a experts per token; C FLOP/s and β bytes/s of its links, as published; factors (N-1)/N
 # left out.
 #
@@ -56,51 +47,103 @@ Markdown(
 #
 # **Source:** Rajbhandari et al. 2020; Shoeybi et al. 2019; Korthikanti et al. 2022; Narayanan et al. 2021.
 
-# %% [markdown] tags=["slide"]
-# ## Quiz
+# %% [markdown] tags=["slide"] minutes=1
+# ## Read next
 #
-# <footer>Answers in the speaker's notes, key S · lessons <code>notebooks/00_setup</code> to <code>notebooks/08_pipeline_schedules</code></footer>
-
-# %%
-from llmpar.config import preset
-from llmpar.predict.hardware import chip
-
-QUESTIONS = [
-    ("`d m/tp` on `dp=2 tp=4`: how many shards, how many copies of each?", "00"),
-    ("8 GPUs all-reduce 8 MB. How much does each send?", "00"),
-    ("4 microbatches, data parallel: how often do gradients travel?", "03"),
-    ("4 microbatches, ZeRO-2: how many Ψ are sent?", "04"),
-    ("How many H100s hold the training state of Llama 3 8B?", "04"),
-    ("How many all-reduces per layer and step under tensor parallelism?", "05"),
-    ("4 stages, 12 microbatches, 1F1B: which share of the time is idle?", "07"),
-    ("16 stages, 64 microbatches, 1F1B: how many does stage 3 hold?", "08"),
-]
-lines = [f"| {i} | {question} | {lesson} |" for i, (question, lesson) in enumerate(QUESTIONS, 1)]
-Markdown("\n".join(["| | question | lesson |", "|--:|---|---|", *lines]))
-
-# %%
-from llmpar import draw
-from llmpar.notation import parse_layout
-
-held = draw.holders(parse_layout("d m/tp"), {"dp": 2, "tp": 4})
-assert len(held) == 4 and {len(devices) for devices in held.values()} == {2}
-assert formulas.sent_bytes("all-reduce", 8, 8) == 14
-assert (
-    formulas.zero_elements(1, 0, accumulation=4) == formulas.zero_elements(1, 0)
-    and formulas.zero_elements(1, 2, accumulation=4) == 5
-)
-assert 2 < 16 * preset("llama3-8b").num_params / chip("h100").usable_bytes <= 3
-assert 16 * preset("llama3-8b").num_params < 2 * chip("h100").hbm_bytes
-assert formulas.tp_elements(1, 1, 1, 8) == 4 * formulas.sent_bytes("all-reduce", 1, 8)
-assert timetable(make("1f1b", 16, 64)).peak_live()[3] == 13
+# | | |
+# |---|---|
+# | *How to Scale Your Model* | Austin et al. 2025: rooflines, and every axis with its threshold |
+# | *The Ultra-Scale Playbook* | Tazi et al. 2025: thousands of measured runs |
+# | Megatron-LM | Narayanan et al. 2021: tensor, pipeline and data together |
+# | ZeRO, FSDP | Rajbhandari et al. 2020; Zhao et al. 2023 |
+# | The Llama 3 herd | Llama Team 2024, section 3.3: 4-D on 16,384 GPUs |
+#
+# <footer>Then the lessons, from <code>notebooks/00_setup</code> on: <code>llmpar lab</code></footer>
 
 # %% [markdown] tags=["notes"]
-# **Answers:** 1. four shards, two copies. 2. 14 MB, twice 7/8 of 8. 3. once, at the end. 4. (4 + 1)Ψ = 5Ψ. 5. three: two would do
-# with all of their memory, and JAX takes three quarters. 6. four: two forward, two backward. 7. 3 of 15, 20 %.
-# 8. 16 − 3 = 13.
+# Give the three numbers from 1 to 5 again, and compare with the first ones.
 #
-# **Ask** them twice: before the first slide and after the last.
+# **Ask:** which number moved least? Begin with that lesson.
 #
-# **Misunderstanding** to look for: in 2, "8 MB, it is an average"; in 4, "2Ψ", which holds for one microbatch.
+# **Misunderstanding:** that reading is enough. The lessons ask for a prediction before every run; that is where one learns.
 #
-# **Source:** every answer is asserted in this slide's source.
+# **Source:** the books and papers themselves.
+
+# %% [markdown] tags=["slide"] minutes=4
+# ## Quiz, 1
+#
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/00_setup</code> to <code>notebooks/06_long_sequences</code></footer>
+
+# %%
+from llmpar.exercises import quiz
+
+
+def table(lessons, answers=False):
+    """Questions, or answers with their reasons, as a table."""
+    head = "| lesson | answer | because |" if answers else "| lesson | question |"
+    lines = [head, "|---|--:|---|" if answers else "|---|---|"]
+    for lesson in lessons:
+        question, exercise = quiz.QUESTIONS[lesson]
+        lines.append(
+            f"| {lesson} | {exercise.solution:g} | {exercise.because} |"
+            if answers
+            else f"| {lesson} | {question} |"
+        )
+    return Markdown("\n".join(lines))
+
+
+LESSONS = list(quiz.QUESTIONS)
+table(LESSONS[:7])
+
+# %% [markdown] tags=["notes"]
+# **Ask** them twice: before the first slide and after the last. `llmpar quiz` notes answers and self-ratings; `llmpar quiz
+# --effect` compares.
+#
+# **Misunderstanding** to look for: in 02, "8 MB, it is an average"; in 04, "2Ψ", which holds for one microbatch.
+#
+# **Source:** `llmpar.exercises.quiz`; the tests hold each answer against the package.
+
+# %% [markdown] tags=["slide"] minutes=4
+# ## Quiz, 2
+#
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/07_pipelines</code> to <code>notebooks/12_readings</code></footer>
+
+# %%
+table(LESSONS[7:])
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which question would you have got right this morning?
+#
+# **Misunderstanding** to look for: in 07, a quarter: that is idle over ideal; in 11, dividing the activations as well.
+#
+# **Source:** `llmpar.exercises.quiz`.
+
+# %% [markdown] tags=["subslide"] minutes=1
+# ## Answers, 1
+#
+# <footer>After the quiz: <code>llmpar quiz --after</code></footer>
+
+# %%
+table(LESSONS[:7], answers=True)
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which one surprised you?
+#
+# **Misunderstanding:** see the sentence that `llmpar quiz --after` gives to each wrong answer.
+#
+# **Source:** `llmpar.exercises.quiz`.
+
+# %% [markdown] tags=["subslide"] minutes=1
+# ## Answers, 2
+#
+# <footer>After the quiz: <code>llmpar quiz --after</code></footer>
+
+# %%
+table(LESSONS[7:], answers=True)
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which lesson do you take next?
+#
+# **Misunderstanding:** see the sentence that `llmpar quiz --after` gives to each wrong answer.
+#
+# **Source:** `llmpar.exercises.quiz`.

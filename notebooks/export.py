@@ -1,0 +1,176 @@
+"""Write the lessons as other courses build them: a sphinx-lesson tree (MyST Markdown) and a Carpentries
+Workbench tree.
+
+    python notebooks/export.py      writes notebooks/_exports/sphinx and notebooks/_exports/workbench
+
+Question, objectives, key points and minutes come from a lesson's header; an exercise becomes a challenge with
+its hints, and its solution, with the reason, is folded beneath it. Pictures are copied with their alt text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmpar import exercises
+from llmpar.cli.lessons import Lesson, read
+
+HERE = Path(__file__).resolve().parent
+OUT = HERE / "_exports"
+TITLE = "LLM parallelism in JAX"
+ATTEMPT = re.compile(r'attempt\(\s*"(\d\d\.\w+)"')
+NO_ANSWER = "(It depends on what you found in the lesson.)"
+
+
+@dataclass(frozen=True)
+class System:
+    """What differs between the two: how a box is written, where episodes lie, and what stands around them."""
+
+    name: str
+    box: Callable[[str, str, str, int], str]
+    episodes: str
+    names: dict[str, str]
+
+
+def myst(kind: str, title: str, body: str, depth: int) -> str:
+    """A directive of MyST; the outer one has more backticks."""
+    fence = "`" * (6 - depth)
+    return f"{fence}{{{kind}}}{f' {title}' * bool(title)}\n{body.strip()}\n{fence}\n"
+
+
+def fenced(kind: str, title: str, body: str, depth: int) -> str:
+    """A fenced division of Pandoc, as the Workbench has it."""
+    head = f"### {title}\n\n" if title else ""
+    colons = ":" * (12 - 3 * depth)
+    return f"{colons} {kind}\n\n{head}{body.strip()}\n\n{colons}\n"
+
+
+SPHINX = System("sphinx", myst, "content", {"challenge": "exercise"})
+WORKBENCH = System("workbench", fenced, "episodes", {})
+
+
+def bullets(lines) -> str:
+    """A list."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def code_block(language: str, text: str) -> str:
+    """Code or output, fenced with more backticks than are in it."""
+    return f"```{language}\n{text.rstrip()}\n```\n"
+
+
+def outputs(cell: dict, folder: Path, stem: str) -> Iterator[str]:
+    """What a cell printed and drew; pictures are written into fig/ beside the episode."""
+    for i, output in enumerate(cell.get("outputs", [])):
+        data = output.get("data", {})
+        text = "".join(output.get("text", []) or data.get("text/plain", []))
+        if "image/png" in data:
+            picture = folder / "fig" / f"{stem}-{i}.png"
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            picture.write_bytes(base64.b64decode("".join(data["image/png"])))
+            alt = output["metadata"]["image/png"]["alt"].replace("[", "(").replace("]", ")")
+            yield f"![{alt}](fig/{picture.name})\n"
+        elif "text/markdown" in data:
+            yield "".join(data["text/markdown"]) + "\n"
+        elif text.strip():
+            yield code_block("output", text)
+
+
+def plain_links(text: str) -> str:
+    """Links between lessons follow the new names; those to other files of this checkout become words."""
+    text = re.sub(r"\]\((\d\d_\w+)\.ipynb\)", r"](\1.md)", text)
+    return re.sub(r"\[([^\]]*)\]\((?!https?:|#|\d\d_)[^)]*\)", r"\1", text)
+
+
+def challenge(system: System, name: str, source: str) -> str:
+    """An exercise, its hints, and its folded solution with the reason."""
+    task = exercises.find(name)
+    body = code_block("python", source)
+    hints = task.hints()
+    if hints:
+        body += "\n" + system.box("hint", "", bullets(hints), 2)
+    told = exercises.spelt_out(task.solution) if task.solution is not None else NO_ANSWER
+    told = code_block("python", told) if "\n" in told else told + "\n"
+    body += "\n" + system.box("solution", "", f"{told}\n{task.why()}", 2)
+    return system.box(system.names.get("challenge", "challenge"), f"{name} ({task.level})", body, 1)
+
+
+def episode(system: System, lesson: Lesson, folder: Path) -> str:
+    """One lesson as an episode."""
+    cells = json.loads((HERE / lesson.file).read_text(encoding="utf-8"))["cells"]
+    head = f"---\ntitle: {json.dumps(lesson.title, ensure_ascii=False)}\nteaching: {lesson.teaching}\n"
+    parts = [f"{head}exercises: {lesson.exercises}\n---\n"]
+    if system is SPHINX:
+        parts.append(f"# {lesson.title}\n")
+    parts.append(system.box("questions", "", bullets([lesson.question]), 1))
+    parts.append(system.box("objectives", "", bullets(lesson.objectives), 1))
+    for number, cell in enumerate(cells):
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            text = source.lstrip().partition("\n")[2] if source.lstrip().startswith("# ") else source
+            parts.append(plain_links(text).strip() + "\n")
+        elif name := ATTEMPT.search(source):
+            parts.append(challenge(system, name[1], source))
+        else:
+            parts.append(code_block("python", source))
+            parts += outputs(cell, folder, f"{lesson.number}-{number}")
+    parts.append(system.box("keypoints", "", bullets(lesson.keypoints), 1))
+    return "\n".join(part for part in parts if part.strip())
+
+
+def surroundings(system: System, found: list[Lesson]) -> dict[str, str]:
+    """The files around the episodes."""
+    names = [Path(lesson.file).stem for lesson in found]
+    about = (
+        "How weights, data and activations of a large language model are cut over devices, and what is sent."
+    )
+    if system is SPHINX:
+        toctree = myst("toctree", "", "\n".join([":maxdepth: 1", "", *names]), 1)
+        conf = f'project = "{TITLE}"\nextensions = ["sphinx_lesson"]\nhtml_theme = "sphinx_rtd_theme"\n'
+        needs = myst("prereq", "", "Python, NumPy, and an idea of a gradient.", 1)
+        index = f"# {TITLE}\n\n{about}\n\n{needs}\n{toctree}"
+        return {"content/conf.py": conf, "content/index.md": index, "requirements.txt": "sphinx-lesson\n"}
+    config = {
+        "carpentry": "incubator", "title": TITLE, "created": "2025-01-01", "life_cycle": "alpha",
+        "license": "CC-BY 4.0", "source": "ADDRESS", "branch": "main", "contact": "ADDRESS",
+        "keywords": "jax, parallel training", "episodes": [f"{name}.md" for name in names],
+        "learners": ["setup.md"], "instructors": ["instructor-notes.md"],
+    }  # fmt: skip
+    lines = []
+    for key, value in config.items():
+        lines += [f"{key}:", *(f"- {v}" for v in value)] if isinstance(value, list) else [f"{key}: '{value}'"]
+    setup = "---\ntitle: Setup\n---\n\n```bash\npip install 'llmpar[lab]'\nllmpar doctor\n```\n"
+    guide = (HERE.parent / "INSTRUCTOR.md").read_text(encoding="utf-8").partition("\n")[2]
+    return {
+        "config.yaml": "\n".join(lines) + "\n",
+        "index.md": f"---\nsite: sandpaper::sandpaper_site\n---\n\n{about}\n",
+        "learners/setup.md": setup,
+        "instructors/instructor-notes.md": f"---\ntitle: Instructor notes\n---\n{plain_links(guide)}",
+        "LICENSE.md": "---\ntitle: Licenses\n---\n\nTexts: CC BY 4.0. Code: Apache License 2.0.\n",
+        "CODE_OF_CONDUCT.md": (HERE.parent / "CODE_OF_CONDUCT.md").read_text(encoding="utf-8"),
+    }
+
+
+def build(out: Path = OUT) -> list[Path]:
+    """Write both trees; returns their folders."""
+    found = [read(path) for path in sorted(HERE.glob("[0-9][0-9]_*.ipynb"))]
+    for system in (SPHINX, WORKBENCH):
+        folder = out / system.name / system.episodes
+        files = {f"{system.episodes}/{Path(one.file).stem}.md": episode(system, one, folder) for one in found}
+        for name, text in (surroundings(system, found) | files).items():
+            path = out / system.name / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    return [out / system.name for system in (SPHINX, WORKBENCH)]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=OUT)
+    print("wrote " + ", ".join(os.path.relpath(path) for path in build(parser.parse_args().out.resolve())))

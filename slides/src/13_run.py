@@ -1,0 +1,272 @@
+# %% [markdown] tags=["slide", "short"] minutes=2 section="Running"
+# ## One program, started on every host
+#
+# Each process must learn **three things**: where the first one listens, how many there are, and which one it is.
+#
+# <footer>JAX documentation, <code>jax.distributed</code> · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+from IPython.display import Markdown
+
+LAUNCHERS = {
+    "`srun` (SLURM)": ("`SLURM_PROCID`, the list of nodes", "`initialize()` finds all"),
+    "`mpirun` (MPI)": ("its own communicator", '`initialize(cluster_detection_method="mpi4py")`'),
+    "`torchrun`": ("`RANK`, `WORLD_SIZE`, `MASTER_ADDR`", "`initialize(address, size, rank)`"),
+    "Ray": ("an actor on each host", "each actor calls `initialize(…)`"),
+    "Kubernetes": ("`JOB_COMPLETION_INDEX`, a service", "`initialize()` finds all"),
+}
+head = "| who starts it | what it tells a process | `jax.distributed.` |"
+Markdown(
+    "\n".join(
+        [head, "|---|---|---|", *(f"| {name} | {' | '.join(row)} |" for name, row in LAUNCHERS.items())]
+    )
+)
+
+# %% [markdown] tags=["notes"]
+# After that call `jax.devices()` lists the devices of all hosts, and one mesh spans them. The training program does not change.
+#
+# **Ask:** one process per host or one per GPU? JAX takes all devices of its process: one per host is usual. SLURM and MPI tasks get one
+# GPU each, unless told otherwise.
+#
+# **Misunderstanding:** that process 0 does more than others. It keeps the meeting point; all run the same program, and all must call
+# the same collectives in the same order. One that stops leaves the others waiting.
+#
+# **Source:** JAX's `jax.distributed.initialize` and its cluster detection (SLURM, Open MPI, mpi4py, Kubernetes, TPU pods).
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## MPI and Horovod: what they were for
+#
+# MPI gave ranks and collectives; Horovod put one all-reduce of gradients behind an optimizer. A **compiler** now writes these
+# messages.
+#
+# <footer>Sergeev and Del Balso 2018 (Horovod) · lesson <code>notebooks/03_data_parallelism</code> · <code>llmpar train --mesh dp=8 --zero 0</code></footer>
+
+# %%
+from llmpar.notation import parse_arrow
+from llmpar.plan import Plan
+
+THEN = {
+    "rank, `MPI_Comm_rank`": "a device's coordinates in the mesh",
+    "`MPI_Comm_split`": "an axis of the mesh",
+    "`MPI_Allreduce(gradient)`": "the arrow `d m +dp -> d m`",
+    "`hvd.DistributedOptimizer`": '`Plan("dp=8", zero=0)`',
+    "its fusion buffer": '`reduce="bucket"`',
+    "`hvd.broadcast_parameters`": "state made in place, from one seed",
+    "`horovodrun`, `mpirun`": "a launcher, as before",
+}
+assert [str(move) for move in parse_arrow("d m +dp -> d m").moves] == ["all-reduce over dp"]
+assert Plan("dp=8", zero=0, reduce="bucket").reduce == "bucket"
+Markdown("\n".join(["| MPI, Horovod | here |", "|---|---|", *(f"| {a} | {b} |" for a, b in THEN.items())]))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** Horovod knew one strategy. Which? Data parallelism: gradients all-reduced, everything else on every GPU.
+#
+# **Misunderstanding:** that MPI is gone. It still starts processes on many clusters, and NCCL's collectives are MPI's. What went is
+# calling them by hand for each tensor.
+#
+# **Source:** Sergeev and Del Balso 2018. Horovod's last release, 0.28.1, is of 2023; it never supported JAX.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## `torchrun`, and the same in JAX
+#
+# PyTorch's launcher starts processes and restarts them together. What it tells a process is all that JAX needs.
+#
+# <footer>PyTorch documentation, <code>torchrun</code> · lesson <code>notebooks/11_choose</code></footer>
+
+
+# %%
+def as_jax(env):
+    """What `jax.distributed.initialize` is told, from the variables that torchrun sets."""
+    return {
+        "coordinator_address": f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT']) + 1}",
+        "num_processes": int(env["WORLD_SIZE"]),
+        "process_id": int(env["RANK"]),
+    }
+
+
+told = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400", "WORLD_SIZE": "2", "RANK": "1"}
+assert as_jax(told) == {"coordinator_address": "node1:29401", "num_processes": 2, "process_id": 1}
+ROWS = {
+    "`MASTER_ADDR`, `MASTER_PORT` + 1": "`coordinator_address`",
+    "`WORLD_SIZE`": "`num_processes`",
+    "`RANK`": "`process_id`",
+    "`--max-restarts=3`": "a checkpoint, and the same command again",
+    "`--nnodes=1:4` (elastic)": "a checkpoint that any mesh can read",
+}
+Markdown("\n".join(["| torchrun | JAX |", "|---|---|", *(f"| {a} | {b} |" for a, b in ROWS.items())]))
+
+# %% [markdown]
+# ```text
+# torchrun --nnodes=2 --nproc-per-node=1 --rdzv-endpoint=node1:29400 train.py
+# srun --nodes=2 --ntasks-per-node=1 python train.py
+# ```
+
+# %% [markdown] tags=["notes"]
+# **Ask:** why port + 1? torchrun's own store listens on `MASTER_PORT`.
+#
+# **Misunderstanding:** that a launcher knows the model. It starts, watches and restarts processes. What is cut how is in the program.
+#
+# **Source:** torchrun's documented environment; the mapping is run in this slide's source.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## Ray: Python objects on other machines
+#
+# Ray keeps a pool of machines. An **actor** is an object that lives on one of them; calling a method runs it there.
+#
+# <footer>Moritz et al. 2018 (Ray) · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+ROWS = {
+    "head, workers": "`ray start --head`, and `ray start --address=…` on each other host",
+    "task, actor": "a function, an object that runs somewhere in the pool",
+    "placement group": "resources that must be had together: all GPUs, or none",
+    "`JaxTrainer`": "one actor per host; calls `jax.distributed.initialize`",
+    "`FailureConfig`": "new workers after a loss; the step comes from a checkpoint",
+}
+Markdown("\n".join(["| word | meaning |", "|---|---|", *(f"| {a} | {b} |" for a, b in ROWS.items())]))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** who needs it? Those who mix kinds of work: training beside sampling, tuning many runs, serving. For one training job a
+# scheduler and `srun` do.
+#
+# **Misunderstanding:** that Ray moves gradients. It starts actors and hands them work; tensors travel by NCCL, as always.
+#
+# **Source:** Moritz et al. 2018; Ray's documentation of Ray Train.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## Ray on SLURM, in a container
+#
+# SLURM gives the nodes, Apptainer the software, Ray the pool.
+#
+# ```bash
+# #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4
+# head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# inside="apptainer exec --nv llmpar.sif"
+# srun -N1 -n1 -w "$head" $inside ray start --head --port=6379 --block &
+# sleep 20
+# srun -N1 -n1 -x "$head" $inside ray start --address="$head:6379" --block &
+# sleep 20
+# srun --overlap -N1 -n1 -w "$head" $inside python train_with_ray.py
+# ```
+#
+# <footer>Ray documentation, deploying on SLURM; Kurtzer et al. 2017 (Singularity) · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+import re
+import subprocess
+from pathlib import Path
+
+listing = re.search(r"^# ```bash\n(.*?)^# ```", Path("src/13_run.py").read_text(), re.S | re.M)[1]
+script = "#!/bin/bash\n" + re.sub(r"^# ", "", listing, flags=re.M)
+assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).returncode == 0
+
+# %% [markdown] tags=["notes"]
+# Line by line: the first node's name; how to run inside the image; a head there; a worker on the others; then the program, beside the
+# head. Without Ray the last line alone is enough, on all nodes at once.
+#
+# **Ask:** why `--nv`? It lends the host's driver and its libraries to the container.
+#
+# **Misunderstanding:** that the container brings the driver. It brings CUDA's libraries; the driver is the host's, and must be new
+# enough.
+#
+# **Source:** Ray's guide for SLURM. The listing is checked by `bash -n` when the deck is built; no cluster has run it here.
+
+# %% [markdown] tags=["slide", "short"] minutes=2
+# ## Training frameworks: the same strategies, other names
+#
+# <footer>Each project's documentation, as of 2025 · lesson <code>notebooks/12_readings</code></footer>
+
+# %%
+FRAMEWORKS = {
+    "PyTorch": ("DDP, FSDP2", "DTensor", "context parallel", "`pipelining`", "torchtitan"),
+    "DeepSpeed": ("ZeRO 1–3, offload", "AutoTP", "Ulysses", "yes", "DeepSpeed-MoE"),
+    "Megatron Core, NeMo": (
+        "distributed optimizer, FSDP",
+        "yes, + sequence",
+        "ring (CP)",
+        "1F1B, interleaved",
+        "yes",
+    ),
+    "Colossal-AI": ("Gemini, ZeRO", "1-D to 3-D", "ring, Ulysses", "1F1B, zero bubble", "yes"),
+    "MaxText": ("`data`, `fsdp`", "`tensor`", "`context`", "circular", "`expert`"),
+    "llmpar": ("`dp`, `fsdp`, `zero=`", "`tp`", "`sp`", "`pp`, any table", "`ep`"),
+}
+head = "| | replicas, shards | tensor | sequence | pipeline | experts |"
+Markdown(
+    "\n".join(
+        [head, "|---|---|---|---|---|---|", *(f"| {a} | {' | '.join(b)} |" for a, b in FRAMEWORKS.items())]
+    )
+)
+
+# %% [markdown] tags=["notes"]
+# Learn the arrow once; the name of the switch is in a manual.
+#
+# **Ask:** which one do you use, and which word in its column is new to you?
+#
+# **Misunderstanding:** that frameworks differ in what they compute. They differ in what you write, in kernels, and in what is tested
+# together.
+#
+# **Source:** the documentation of each; NeMo runs on Megatron Core. A cell says what exists, not how well it works with its
+# neighbours: ask that of the project.
+
+# %% [markdown] tags=["slide"] minutes=2
+# ## What an inference engine manages
+#
+# Weights are read by every token; keys and values grow with every sequence: **1 GiB** for 8,192 tokens of Llama 3 8B.
+#
+# <footer>Kwon et al. 2023 (PagedAttention) · <code>llmpar plan --serve --devices 1</code> · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+from deck import draw, show
+
+from llmpar.config import preset
+from llmpar.predict.hardware import chip
+
+llama, h100 = preset("llama3-8b"), chip("h100")
+per_token = 2 * llama.num_layers * llama.num_kv_heads * llama.head_width * 2
+assert per_token * 8192 == 2**30
+weights = 2 * llama.num_params
+bars = [
+    (f"{n} sequence" + "s" * (n > 1), {"weights": weights, "keys and values": n * 2**30})
+    for n in (1, 16, 40, 64)
+]
+assert sum(bars[2][1].values()) < h100.usable_bytes < sum(bars[3][1].values())
+show(draw.memory_bars(bars, h100.usable_bytes, "Memory of one H100"))
+
+# %% [markdown] tags=["notes"]
+# **Ask:** a request of 200 tokens in a slot of 8,192: how much is wasted? 98 %. That is why engines cut the cache into pages.
+#
+# **Misunderstanding:** that a longer prompt only costs time. It holds its cache until the last token is out.
+#
+# **Source:** computed from the model's dims: 2 (K, V) × layers × KV heads × head width × 2 bytes. Kwon et al. 2023 measured that
+# systems before used 20 to 38 % of the memory that they had set aside for it.
+
+# %% [markdown] tags=["slide", "short"] minutes=2
+# ## Inference engines
+#
+# <footer>Kwon et al. 2023; Zheng et al. 2024; Yu et al. 2022 (Orca) · <code>llmpar plan --serve --devices 8</code> · lesson <code>notebooks/11_choose</code></footer>
+
+# %%
+ENGINES = {
+    "vLLM": "pages of keys and values; new requests join at every token",
+    "SGLang": "the same, and prefixes shared in a tree",
+    "TensorRT-LLM": "kernels built for one NVIDIA chip; Triton Inference Server answers the requests",
+    "DeepSpeed-MII": "blocked cache; prompts and tokens in batches of one size",
+    "vLLM on TPU, JetStream": "XLA's programs, fixed shapes",
+}
+Markdown(
+    "\n".join(
+        ["| engine | what it is known for |", "|---|---|", *(f"| {a} | {b} |" for a, b in ENGINES.items())]
+    )
+)
+
+# %% [markdown]
+# All cut heads over `tp`, most layers over `pp`, experts over `ep`, and run replicas.
+
+# %% [markdown] tags=["notes"]
+# **Ask:** which strategy of today does none of them use? FSDP: a gather of the weights for each token.
+#
+# **Misunderstanding:** Triton twice. Triton Inference Server serves models; the language Triton writes kernels. They share a name.
+#
+# **Source:** Kwon et al. 2023 (vLLM); Zheng et al. 2024 (SGLang); Yu et al. 2022 (batches that change at every token); Holmes et al.
+# 2024 (DeepSpeed-FastGen); the projects' documentation.

@@ -1,0 +1,392 @@
+"""What a teacher is given: plans that add up, sheets of one page, an index whose links lead somewhere, and a
+quiz that scores itself."""
+
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmpar.cli import lessons
+from llmpar.cli.commands import COMMANDS
+from llmpar.exercises import quiz
+from llmpar.exercises.judge import CORRECT
+from llmpar.notation import parse_layout, parse_mesh
+from llmpar.predict import formulas
+from llmpar.schedules import make
+from llmpar.timetable import timetable
+
+ROOT = Path(__file__).resolve().parent.parent
+LESSONS = {lesson.number: lesson for lesson in lessons.lessons(ROOT / "notebooks")}
+GUIDE = (ROOT / "INSTRUCTOR.md").read_text()
+PLANS = re.findall(r"^\| from \| minutes \| what \|\n\|[-:|]+\n((?:\|.*\n)+)", GUIDE, re.M)
+
+
+def load(path):
+    """Load a script."""
+    spec = importlib.util.spec_from_file_location(path.stem + "_script", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows_of(plan):
+    """The rows of a plan: when it begins in minutes, how long it takes, what it is."""
+    for row in plan.splitlines():
+        begins, minutes, what = (cell.strip() for cell in row.strip("|").split("|"))
+        hours, rest = begins.split(":")
+        yield 60 * int(hours) + int(rest), int(minutes), what
+
+
+def faults_of(plan, lessons=LESSONS):
+    """What is wrong with a plan."""
+    at, seen = 0, []
+    for begins, minutes, what in rows_of(plan):
+        if begins != at:
+            yield f"'{what}' begins at {begins}, and {at} minutes have gone"
+        at += minutes
+        kind, _, number = what.partition(" ")
+        if kind in ("lesson", "exercises") and number not in lessons:
+            yield f"there is no lesson {number}"
+        elif kind == "lesson" and minutes != lessons[number].teaching:
+            yield f"lesson {number} takes {lessons[number].teaching} minutes to teach, not {minutes}"
+        elif kind == "exercises" and (minutes > lessons[number].exercises or number not in seen):
+            yield f"exercises {number} come before their lesson, or take more than all of them"
+        seen += [number] * (kind == "lesson")
+        for section in re.findall(r"slides: ([^,]*)", what):
+            if f'section="{section}"' not in SECTIONS:
+                yield f"the deck has no part '{section}'"
+
+
+SECTIONS = "".join(path.read_text() for path in sorted((ROOT / "slides" / "src").glob("*.py")))
+
+
+def test_the_plans_add_up_and_name_what_exists():
+    assert [fault for plan in PLANS for fault in faults_of(plan)] == []
+    lasts = [sum(minutes for _, minutes, _ in rows_of(plan)) for plan in PLANS]
+    assert len(lasts) == 5 and lasts[:2] == [60, 210] and all(450 <= last <= 480 for last in lasts[2:])
+    two_days = " ".join(what for plan in PLANS[3:] for *_, what in rows_of(plan))
+    assert [n for n in LESSONS if f"lesson {n}" in two_days] == list(LESSONS)[:-1] and "Lesson 12" in GUIDE
+
+
+@pytest.mark.parametrize(
+    "row, fault",
+    [
+        ("| 0:05 | 20 | lesson 00 |", "begins at 5"),
+        ("| 0:00 | 21 | lesson 00 |", "takes 20 minutes"),
+        ("| 0:00 | 20 | lesson 99 |", "no lesson 99"),
+        ("| 0:00 | 10 | exercises 00 |", "before their lesson"),
+        ("| 0:00 | 10 | slides: Gossip |", "no part 'Gossip'"),
+    ],
+)
+def test_a_fault_of_a_plan_is_seen(row, fault):
+    (said,) = faults_of(row)
+    assert fault in said
+
+
+def test_every_lesson_has_a_checkpoint_and_comes_after_what_it_needs():
+    for number in list(LESSONS)[:-1]:
+        assert f"| lesson {number} |" in GUIDE
+    for lesson in LESSONS.values():
+        assert set(lesson.needs) <= {n for n in LESSONS if n < lesson.number}
+        assert lesson.objectives and lesson.keypoints and lesson.minutes == lesson.teaching + lesson.exercises
+
+
+def test_a_notebook_that_does_not_say_what_a_course_needs_is_refused(tmp_path):
+    bare = {"metadata": {}, "cells": [{"cell_type": "markdown", "source": ["# Title\n"]}]}
+    (tmp_path / "00_bare.ipynb").write_text(json.dumps(bare))
+    with pytest.raises(
+        ValueError, match="does not say its question, teaching, exercises; build it: make notebooks"
+    ):
+        lessons.lessons(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------- pages
+
+
+def links(text):
+    """The targets of links and pictures."""
+    return re.findall(r'(?:href|src)="([^"#]+)"', text)
+
+
+def test_the_index_names_all_lessons_and_its_links_lead_somewhere(tmp_path):
+    index = load(ROOT / "notebooks" / "index.py")
+    page = index.build(tmp_path)
+    text = page.read_text()
+    assert all((tmp_path / target).resolve().is_file() for target in links(text))
+    assert all(f"{lesson.file}" in text and str(lesson.minutes) in text for lesson in LESSONS.values())
+    for target, (_, command) in index.MADE.items():
+        assert command in text or any(link.endswith(target) for link in links(text))
+        assert re.search(rf"^{command.split()[1]}:", (ROOT / "Makefile").read_text(), re.M)
+    assert not re.search(r"https?://", text), "the page fetches nothing"
+
+
+def test_the_words_of_the_index_are_the_readme_s():
+    readme = (ROOT / "README.md").read_text()
+    ours = {word for words, _ in lessons.GLOSSARY for word in words.split(", ")}
+    listed = {
+        word for words in re.findall(r"^\| \*\*(.+?)\*\* \|", readme, re.M) for word in words.split(", ")
+    }
+    assert {"layout", "arrow", "region", "reading", "census"} <= ours & listed
+    assert all(len(meaning.split()) <= 25 for _, meaning in lessons.GLOSSARY)
+
+
+def test_the_sheets_are_one_page_each_and_say_what_the_readme_says(tmp_path):
+    handout = load(ROOT / "slides" / "handout.py")
+    made = handout.build(tmp_path)  # refuses a sheet that needs two pages
+    cheat, words = (
+        next(p for p in made if p.name == name).read_text() for name in ("cheatsheet.html", "handout.html")
+    )
+    assert "<td>14 MB</td>" in cheat and "2,200 in a node of H100s" in cheat and "all-to-all, x to y" in cheat
+    assert "<code>d +fsdp -&gt; d/fsdp</code>" in words and "Letters mean one thing" in words
+    assert not re.search(r"https?://", cheat + words)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", ["index", "cheatsheet", "handout"])
+def test_the_pages_are_accessible(name, tmp_path):
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
+    program, axe = (
+        load(ROOT / "slides" / "build.py").find_browser(),
+        ROOT / "node_modules/axe-core/axe.min.js",
+    )
+    if program is None or not axe.is_file():
+        pytest.skip("no Chromium is installed, or axe-core is not; run npm install")
+    handout = load(ROOT / "slides" / "handout.py")
+    text = load(ROOT / "notebooks" / "index.py").page(tmp_path) if name == "index" else handout.SHEETS[name]()
+    (tmp_path / "page.html").write_text(text)
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        for scheme in ("light", "dark"):
+            page = browser.new_page(color_scheme=scheme)
+            page.goto((tmp_path / "page.html").as_uri())
+            page.add_script_tag(path=str(axe))
+            found = page.evaluate("async () => (await axe.run(document)).violations")
+            assert [(v["id"], v["nodes"][0]["html"][:80]) for v in found] == []
+        browser.close()
+
+
+# ------------------------------------------------------------------------------------------------------ quiz
+
+
+def right_answers():
+    """The answers of someone who knows it all."""
+    return {lesson: exercise.solution for lesson, (_, exercise) in quiz.QUESTIONS.items()}
+
+
+def test_the_quiz_has_a_question_for_each_lesson_and_judges_it():
+    assert list(quiz.QUESTIONS) == list(LESSONS)
+    for question, exercise in quiz.QUESTIONS.values():
+        assert "?" in question or question.endswith("fraction."), question
+        assert exercise.judge(exercise.solution).startswith(f"{CORRECT}. ")
+        for wrong, sentence in exercise.wrong:
+            assert exercise.judge(wrong) == f"not yet. {sentence}", question
+        assert len({value for value, _ in exercise.wrong}) == len(exercise.wrong) >= 1
+
+
+def test_the_answers_of_the_quiz_are_the_package_s():
+    right = right_answers()
+    held = parse_layout("d m/tp").shard_shape((8, 8), parse_mesh("dp=2 tp=4").sizes)
+    assert held == (8, 2) and right["00"] == 2
+    assert right["01"] == formulas.zero_bytes(1, 1, 0)
+    assert right["02"] == formulas.sent_bytes("all-reduce", 8, 8)
+    assert formulas.zero_elements(1, 0, accumulation=4) == 2 * right["03"]
+    assert right["04"] == formulas.zero_elements(1, 2, accumulation=4)
+    assert right["05"] == formulas.tp_elements(1, 1, 1, 8) / formulas.sent_bytes("all-reduce", 1, 8)
+    assert right["06"] == 8 - 1
+    assert abs(right["07"] - timetable(make("1f1b", 4, 12)).bubble_fraction) < 1e-12
+    assert right["08"] == timetable(make("1f1b", 16, 64)).peak_live()[3]
+    assert right["09"] == round(2 * formulas.moe_elements(1, 1, 1, 10**9))
+    assert right["11"] == 36 + 54 / 4 and right["12"] == 4 and right["10"] == 2
+
+
+def test_a_quiz_is_scored_and_its_effect_computed():
+    before = quiz.score("before", {"00": 4, "02": 14}, {"explain": 2})
+    after = quiz.score("after", right_answers(), {"explain": 4, "run": 3})
+    assert (before["score"], after["score"], after["max_score"]) == (1, 13, 13)
+    assert "That is the number of shards." in before["items"][0]["verdict"]
+    found = quiz.effect([before, after, before])
+    assert found["num"] == {"before": 2, "after": 1} and found["explain"] == {"before": 2, "after": 4}
+    assert found["run"] == {"before": None, "after": 3} and found["score"]["after"] == 1
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        (("during", {}, {}), "before or after"),
+        (("before", {"99": 1}, {}), "no question '99'"),
+        (("before", {}, {"explain": 6}), "no rating; use 1 to 5"),
+    ],
+)
+def test_a_quiz_that_cannot_be_is_refused(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        quiz.score(*given)
+
+
+def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "quiz.jsonl"
+    ask = COMMANDS["quiz"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n\n1\n4\nsixteen\n14\n"))
+    ask(file=str(file)).run()
+    said = capsys.readouterr().err
+    assert "1 of 13 right" in said and "number of shards" not in said, "before, the answers are not told"
+    numbers = [f"{answer}\n" for answer in right_answers().values()]
+    monkeypatch.setattr("sys.stdin", io.StringIO("5\n4\n4\n" + "".join(numbers)))
+    ask(file=str(file), after=True, json=True).run()
+    out, said = capsys.readouterr()
+    assert json.loads(out)["score"] == 13 and "13 of 13 right" in said and "four shards" in said
+    ask(file=str(file), effect=True).run()
+    assert re.search(r"^explain +2\.00 -> 5\.00$", capsys.readouterr().out, re.M)
+    monkeypatch.setattr("sys.stdin", io.StringIO("7\n"))
+    with pytest.raises(ValueError, match="a rating is 1 to 5"):
+        ask(file=str(file)).run()
+    with pytest.raises(ValueError, match="cannot read results"):
+        ask(file=str(tmp_path / "none"), effect=True).run()
+
+
+# -------------------------------------------------------------------------------------------------- the rest
+
+
+def test_licences_and_citation_say_the_same_everywhere():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{cited["version"]}"' in project and f'license = "{cited["license"]}"' in project
+    assert cited["cff-version"] == "1.2.0" and cited["title"] and cited["authors"] and cited["message"]
+    texts = (ROOT / "LICENSE-TEXTS").read_text()
+    assert "SPDX-License-Identifier: CC-BY-4.0" in texts and "creativecommons.org/licenses/by/4.0/" in texts
+    for page in ("README.md", "CONTRIBUTING.md"):
+        assert "CC BY 4.0" in (ROOT / page).read_text(), page
+
+
+@pytest.mark.parametrize("name", ["INSTRUCTOR.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md"])
+def test_pages_for_people_name_targets_and_files_that_exist(name):
+    text, makefile = (ROOT / name).read_text(), (ROOT / "Makefile").read_text()
+    for target in re.findall(r"`make ([\w-]+)", text):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+    for path in re.findall(r"`((?:notebooks|slides|tests|llmpar)/[\w./]+)`", text):
+        assert (ROOT / path).exists() or path.startswith("slides/_build"), path
+    for path in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / path).exists(), path
+
+
+# --------------------------------------------------------------------------------------------- start anywhere
+
+
+def extras_of(text):
+    """The extras that a text installs."""
+    return {extra for found in re.findall(r"\.\[([\w,-]+)\]", text) for extra in found.split(",")}
+
+
+def test_the_dev_container_runs_targets_that_exist():
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    assert "make setup" in container["postCreateCommand"] and container["image"].startswith("python:3.")
+    assert container["forwardPorts"] == [COMMANDS["lab"]().port]
+
+
+@pytest.mark.parametrize("name", ["binder/postBuild", "binder/start"])
+def test_what_binder_runs_is_a_script(name):
+    path = ROOT / name
+    assert path.stat().st_mode & 0o100, "repo2docker runs it"
+    assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
+    assert path.read_text().startswith("#!/bin/bash\n")
+
+
+def test_containers_install_the_project_s_own_extras_and_copy_what_is_there():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    image = (ROOT / "llmpar.def").read_text()
+    used = extras_of((ROOT / "binder" / "postBuild").read_text()) | extras_of(
+        (ROOT / "README.md").read_text()
+    )
+    used |= set(re.search(r"^ +extras=(.*)$", image, re.M)[1].split(",")) | {"lab", "cuda12"}
+    assert used <= set(extras)
+    copied = re.findall(r"^ +(\S+) (/opt/llmpar/\S+)$", image, re.M)
+    assert all((ROOT / source).exists() and target.endswith(source) for source, target in copied)
+    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "llmpar"} <= {
+        source for source, _ in copied
+    }
+
+
+def test_binder_deals_the_lessons(tmp_path, monkeypatch):
+    """The second line of binder/postBuild, in a folder that has the notebooks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notebooks").symlink_to(ROOT / "notebooks")
+    (code,) = re.findall(r"^python -c '(.*)'$", (ROOT / "binder" / "postBuild").read_text(), re.M)
+    exec(code, {})
+    assert (tmp_path / "lessons" / "start.ipynb").is_file()
+
+
+# ---------------------------------------------------------------------------------------------------- exports
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory):
+    """Both exports, once."""
+    return load(ROOT / "notebooks" / "export.py").build(tmp_path_factory.mktemp("exports"))
+
+
+def boxes(text, opens, closes):
+    """The names of the boxes of an episode in their order, and how deep each lies; refuses one left open."""
+    depth, found, fence = 0, [], ""
+    for line in text.splitlines():
+        if fence:  # in code, nothing is a box
+            fence = "" if line.rstrip() == fence else fence
+        elif (code := re.match(r"(`{3,})(?:python|output|bash|text)?$", line)) and not re.match(closes, line):
+            fence = code[1]
+        elif name := re.match(opens, line):
+            depth += 1
+            found.append((name[1], depth))
+        elif re.match(closes, line):
+            depth -= 1
+    assert depth == 0 and not fence, "a box is left open"
+    return found
+
+
+def test_the_workbench_tree_has_what_the_workbench_asks_for(trees):
+    tree = trees[1]
+    config = yaml.safe_load((tree / "config.yaml").read_text())
+    assert {"carpentry", "title", "created", "life_cycle", "license", "source", "branch", "contact"} <= set(
+        config
+    )
+    assert sorted(p.name for p in (tree / "episodes").glob("*.md")) == config["episodes"]
+    for folder in ("learners", "instructors"):
+        assert all((tree / folder / name).is_file() for name in config[folder])
+    for lesson in LESSONS.values():
+        text = (tree / "episodes" / lesson.file.replace(".ipynb", ".md")).read_text()
+        head = yaml.safe_load(text.split("---\n")[1])
+        assert head == {"title": lesson.title, "teaching": lesson.teaching, "exercises": lesson.exercises}
+        found = boxes(text, r":{6,} (\w+)$", r":{6,}$")
+        assert [name for name, _ in found[:2]] == ["questions", "objectives"] and found[-1] == (
+            "keypoints",
+            1,
+        )
+        solutions = sum(name == ("solution", 2) for name in found)
+        assert solutions == sum(name == ("challenge", 1) for name in found) >= 3, lesson.file
+
+
+def test_the_sphinx_tree_has_every_episode_in_its_toctree(trees):
+    content = trees[0] / "content"
+    index, conf = (content / "index.md").read_text(), (content / "conf.py").read_text()
+    compile(conf, "conf.py", "exec")
+    assert '"sphinx_lesson"' in conf
+    for lesson in LESSONS.values():
+        stem = lesson.file.removesuffix(".ipynb")
+        text = (content / f"{stem}.md").read_text()
+        assert f"\n{stem}\n" in index and f"\n# {lesson.title}\n" in text
+        assert text.count("`````{exercise}") == text.count("````{solution}") >= 3
+
+
+def test_what_an_episode_shows_is_there_and_described(trees):
+    for tree in trees:
+        for episode in tree.rglob("[0-9][0-9]_*.md"):
+            text = re.sub(r"^(`{3,})(?:python|output)\n.*?^\1$", "", episode.read_text(), flags=re.M | re.S)
+            for alt, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text):
+                assert len(alt.split()) > 3 and (episode.parent / target).is_file(), (episode.name, target)
+            for target in re.findall(r"(?<!!)\[[^\]]*\]\((\d\d_[^)]+)\)", text):
+                assert (episode.parent / target).is_file(), (episode.name, target)
