@@ -77,7 +77,7 @@ def drawings() -> dict[str, Scene]:
         "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
         "two_lanes": draw.two_lanes(compiled["turns"], f"One turn of each loop on {compiled['target']}"),
         "memory_bars": memory.scene,
-        "time_bars": draw.time_bars([("a step", {k: v for k, v in step.items() if k != "simulated"})]),
+        "time_bars": draw.time_bars([("a step", step["terms"])]),
         "loss_curve": draw.loss_curve([5.5 * 0.97**i + 1 for i in range(60)], 2.0, "An example of a loss"),
         "explorer without a browser": answers.scene(
             answers.START | {"axis": "fsdp", "mesh": "fsdp=8", "step": 2}
