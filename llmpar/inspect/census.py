@@ -219,7 +219,9 @@ def unordered(text: str, mesh: Any) -> list[tuple[Collective, Collective]]:
     too.
 
     A device may enter such a pair in either order while another does the opposite. Simulated devices block a
-    thread in each collective, so many of these want many threads (`llmpar.mesh.THREADS_PER_DEVICE`).
+    thread in each collective, so many of these want many threads (`llmpar.mesh.THREADS_PER_DEVICE`). Even so
+    they may wait for one another for ever, though it is seldom seen: XLA's executor for CPUs deals what is
+    ready to several queues, and what stands behind a blocked collective in one of them does not begin.
     """
     module, pairs = Module(text), list[tuple[Collective, Collective]]()
 
