@@ -3,7 +3,7 @@
 #
 # Each process must learn **three things**: where the first one listens, how many there are, and which one it is.
 #
-# <footer>JAX documentation, <code>jax.distributed</code> · lesson <code>notebooks/11_choose</code></footer>
+# <footer>JAX documentation, <code>jax.distributed</code> · <code>llmpar launch slurm --nodes 2 -- train</code></footer>
 
 # %%
 from IPython.display import Markdown
@@ -23,7 +23,7 @@ Markdown(
 )
 
 # %% [markdown] tags=["notes"]
-# After that call `jax.devices()` lists the devices of all hosts, and one mesh spans them. The training program does not change.
+# `llmpar train` makes that call itself (`llmpar.launch`). After it `jax.devices()` lists the devices of all hosts, and one mesh spans them. The training program does not change.
 #
 # **Ask:** one process per host or one per GPU? JAX takes all devices of its process: one per host is usual. SLURM and MPI tasks get one
 # GPU each, unless told otherwise.
@@ -71,21 +71,16 @@ Markdown("\n".join(["| MPI, Horovod | here |", "|---|---|", *(f"| {a} | {b} |" f
 #
 # PyTorch's launcher starts processes and restarts them together. What it tells a process is all that JAX needs.
 #
-# <footer>PyTorch documentation, <code>torchrun</code> · lesson <code>notebooks/11_choose</code></footer>
+# <footer>PyTorch documentation, <code>torchrun</code> · <code>llmpar launch torchrun --nodes 2 -- train</code></footer>
 
 
 # %%
-def as_jax(env):
-    """What `jax.distributed.initialize` is told, from the variables that torchrun sets."""
-    return {
-        "coordinator_address": f"{env['MASTER_ADDR']}:{int(env['MASTER_PORT']) + 1}",
-        "num_processes": int(env["WORLD_SIZE"]),
-        "process_id": int(env["RANK"]),
-    }
-
+from llmpar.launch.engines import detect
 
 told = {"MASTER_ADDR": "node1", "MASTER_PORT": "29400", "WORLD_SIZE": "2", "RANK": "1"}
-assert as_jax(told) == {"coordinator_address": "node1:29401", "num_processes": 2, "process_id": 1}
+place = detect(told)
+assert (place.engine, place.coordinator) == ("torchrun", "node1:29401")
+assert (place.num_processes, place.process_id) == (2, 1)
 ROWS = {
     "`MASTER_ADDR`, `MASTER_PORT` + 1": "`coordinator_address`",
     "`WORLD_SIZE`": "`num_processes`",
@@ -97,8 +92,8 @@ Markdown("\n".join(["| torchrun | JAX |", "|---|---|", *(f"| {a} | {b} |" for a,
 
 # %% [markdown]
 # ```text
-# torchrun --nnodes=2 --nproc-per-node=1 --rdzv-endpoint=node1:29400 train.py
-# srun --nodes=2 --ntasks-per-node=1 python train.py
+# torchrun --nnodes=2 --nproc-per-node=1 --rdzv-endpoint=node1:29400 -m llmpar train
+# srun --nodes=2 --ntasks-per-node=1 llmpar train
 # ```
 
 # %% [markdown] tags=["notes"]
@@ -106,14 +101,14 @@ Markdown("\n".join(["| torchrun | JAX |", "|---|---|", *(f"| {a} | {b} |" for a,
 #
 # **Misunderstanding:** that a launcher knows the model. It starts, watches and restarts processes. What is cut how is in the program.
 #
-# **Source:** torchrun's documented environment; the mapping is run in this slide's source.
+# **Source:** torchrun's documented environment; the mapping is `llmpar.launch.engines.detect`, run in this slide's source.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## Ray: Python objects on other machines
 #
 # Ray keeps a pool of machines. An **actor** is an object that lives on one of them; calling a method runs it there.
 #
-# <footer>Moritz et al. 2018 (Ray) · lesson <code>notebooks/11_choose</code></footer>
+# <footer>Moritz et al. 2018 (Ray) · <code>llmpar launch ray --nodes 2 -- train</code></footer>
 
 # %%
 ROWS = {
