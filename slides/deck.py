@@ -86,14 +86,16 @@ def curves(lines, ticks, x: str, y: str, *, low: float = 0, high: float | None =
         ends.append((known[-1], name, color, at[-1]))
         words = "{:.0%}" if percent else "{:.3g}"
         said.append(f"{name}: " + ", ".join(f"{ticks[i]}: {words.format(values[i])}" for i in at))
+    bottom, top = low, high or axes.get_ylim()[1]
+    down = max(ends)[0] > (bottom + top) / 2  # a mark's text stands where no line ends
     for place, text in marks:
         axes.axvline(place, color=colors["soft"], linestyle=":", linewidth=2)
         axes.annotate(
-            text, (place, 1), (8, -4), xycoords=("data", "axes fraction"), textcoords="offset points",
-            va="top", fontsize=14, color=colors["soft"],
+            text, (place, 1 - down), (8, 6 if down else -4), xycoords=("data", "axes fraction"),
+            textcoords="offset points", va="bottom" if down else "top", fontsize=14, color=colors["soft"],
         )  # fmt: skip
-    bottom, top = low, high or axes.get_ylim()[1]
-    apart, at_least = 0.085 * (top - bottom), bottom
+    apart = 0.085 * (top - bottom)
+    at_least = bottom + apart / 2
     for value, name, color, end in sorted(ends):  # names of lines that end together stand above one another
         at_least = max(value, at_least)
         axes.annotate(
