@@ -167,7 +167,8 @@ scene.show(draw.memory_bars(bars, title="State per device, predicted = compiled"
 # `dp` saves nothing here: it is bought for speed. `fsdp` and `tp` halve. `pp` halves the blocks, but not embedding and
 # head, which in this package every stage holds; with 2 layers these are a large part.
 #
-# **Value.** The losses of two steps, and the distance from one device that rounding explains (see "Tolerances").
+# **Value.** The losses of two steps, and the distance from one device that rounding explains (see "Tolerances"). The norm
+# of the gradient is compared too: Adam hides a factor that all gradients have.
 
 # %%
 fresh = {"logits": 0.5, "loss": math.log(LLAMA.vocab_size)}
@@ -175,6 +176,8 @@ for plan, (text, run) in zip(PLANS, runs.items(), strict=True):
     bound = tolerance(LLAMA, plan, ROWS, SEQ, **fresh).bound("loss")
     off = abs(run.losses[0] / solo_losses[0] - 1)
     assert off <= bound and np.allclose(run.losses, solo_losses, rtol=1e-4), text
+    norms = [float(one.metrics["grad_norm"]) for one in (run, runs["dp=1"])]
+    assert math.isclose(*norms, rel_tol=1e-3), (text, norms)
     shown = " ".join(f"{x:.5f}" for x in run.losses)
     print(f"{text:<24} {shown}   off {off:.0e} of {bound:.0e}")
 
