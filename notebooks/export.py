@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmpar import exercises
-from llmpar.cli.lessons import Lesson, read
+from llmpar.cli.lessons import Lesson, lessons
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "_exports"
@@ -159,7 +159,7 @@ def surroundings(system: System, found: list[Lesson]) -> dict[str, str]:
 
 def build(out: Path = OUT) -> list[Path]:
     """Write both trees; returns their folders."""
-    found = [read(path) for path in sorted(HERE.glob("[0-9][0-9]_*.ipynb"))]
+    found = lessons(HERE)
     for system in (SPHINX, WORKBENCH):
         folder = out / system.name / system.episodes
         files = {f"{system.episodes}/{Path(one.file).stem}.md": episode(system, one, folder) for one in found}

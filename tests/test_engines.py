@@ -213,7 +213,7 @@ def refusal(place, wait_s=0.3):
 def test_an_address_is_checked_before_jax_ends_the_process():
     assert "no host:port" in refusal(place(coordinator="n1"))
     assert "'no.such.invalid' (SLURM) has no address" in refusal(place(coordinator="no.such.invalid:9"))
-    free = local.free_port()
+    free = joined.free_port()
     words = refusal(place(coordinator=f"127.0.0.1:{free}", num_local=2))
     assert words.startswith(
         f"process 1 of 2 (SLURM) found nobody at 127.0.0.1:{free} for 0.3 s (Connection refused)"
@@ -242,14 +242,14 @@ def test_a_host_where_mpirun_runs_but_process_0_does_not_is_refused(monkeypatch)
 
 
 def test_the_coordinator_binds_to_loopback_where_all_processes_are_here():
-    free = local.free_port()
+    free = joined.free_port()
     assert joined.check(place(0, f"127.0.0.1:{free}", num_local=2), 1) == ("127.0.0.1", f"127.0.0.1:{free}")
     here = f"{socket.gethostname()}:{free}"
     assert joined.check(place(0, here, num_local=2), 1)[1] == f"127.0.0.1:{free}"
 
 
 def test_a_late_coordinator_is_waited_for_and_told():
-    free, told = local.free_port(), []
+    free, told = joined.free_port(), []
 
     def listen():
         time.sleep(1.6)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import llmpar
 
@@ -19,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every letter
     status = _attempt(sys.argv[1:] if argv is None else argv)
-    joined = sys.modules.get("llmpar.launch.joined")
+    joined = _joined()
     if joined and status:
         joined.leave(status)
     return status
@@ -76,10 +77,15 @@ def explain(error: Exception) -> str:
     return f"this is a fault of llmpar, at {''.join(ours)}: {summary}; LLMPAR_TRACEBACK=1 shows the stack"
 
 
+def _joined() -> Any:
+    """What joined the processes, if a command has asked for it: nothing is imported for this."""
+    return sys.modules.get("llmpar.launch.joined")
+
+
 def _status(error: Exception) -> int:
     """The status of an error: of several processes' one that another attempt may mend it, if it is no
     refusal."""
-    joined = sys.modules.get("llmpar.launch.joined")
+    joined = _joined()
     refused = isinstance(error, ValueError | OSError | FloatingPointError)
     return joined.FAILED if joined and joined.together() and not refused else 1
 
@@ -87,7 +93,7 @@ def _status(error: Exception) -> int:
 def _of_others(sentence: str, status: int) -> bool:
     """Tell the other processes of this one, if there are some, that it fails, and whether one failed first:
     then this one says so in place of its own sentence."""
-    joined = sys.modules.get("llmpar.launch.joined")
+    joined = _joined()
     return bool(joined and joined.tell_others(sentence, status))
 
 

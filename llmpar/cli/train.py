@@ -90,6 +90,7 @@ class Train:
         options = OptimizerConfig(**vars(self.optimizer))
         check_picture(self.plot)
         from llmpar.checkpoint import Checkpoints
+        from llmpar.launch.joined import Watchdog
         from llmpar.mesh import make_mesh, platform_of
         from llmpar.train import train
 
@@ -104,8 +105,6 @@ class Train:
         say_memory(mesh)
         if detour := plan.of(config).detour(platform_of(mesh)):
             say(detour)
-        from llmpar.launch.joined import Watchdog
-
         with (
             Stopper() as stopper,
             progress(self.steps) as show,

@@ -54,15 +54,9 @@ def fresh_state(config: ModelConfig, optimizer: optax.GradientTransformation) ->
     return jax.device_get(Step(config, Plan("dp=1"), make_mesh("dp=1"), optimizer).init(seed=0))
 
 
-def train_steps(step: Step, compiled, batch: dict, num_steps: int) -> tuple[State, list[float]]:
-    """Train on one batch from the weights of seed 0, which are the same on every mesh: the last state, and
-    the losses."""
-    state, losses, _ = _steps(step, compiled, batch, num_steps)
-    return state, losses
-
-
 def _steps(step: Step, compiled, batch: dict, num_steps: int) -> tuple[State, list[float], dict]:
-    """The loss is read in each step, so that no simulated device runs ahead of the others."""
+    """Train on one batch from the weights of seed 0, which are the same on every mesh: the last state, the
+    losses, the last metrics. The loss is read in each step, so that no simulated device runs ahead."""
     shardings = jax.tree.map(lambda x: x.sharding, step.abstract_natural)
     state = step.from_natural(jax.device_put(fresh_state(step.config, step.optimizer), shardings))
     batch, losses, metrics = jax.device_put(batch, step.batch_sharding), [], {}

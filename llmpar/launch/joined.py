@@ -187,10 +187,10 @@ def _offer(place: Place, host: str, port: int, addresses: list[str], works: str)
                 f"port {port} of {place.coordinator} may not be used; use 1024 to 65535"
             ) from error
         except OSError as error:
-            if any(_is_own(other, 0) for other in addresses):
+            if any(_is_own(other) for other in addresses):
                 raise ValueError(
                     f"port {port} of {place.coordinator} is taken by another program; set"
-                    f" JAX_COORDINATOR_ADDRESS={host}:{_free_port(address)} for all processes"
+                    f" JAX_COORDINATOR_ADDRESS={host}:{free_port(address)} for all processes"
                 ) from error
             if "MPI" in place.engine:
                 raise ValueError(
@@ -203,15 +203,17 @@ def _offer(place: Place, host: str, port: int, addresses: list[str], works: str)
     return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _is_own(address: str, port: int) -> bool:
+def _is_own(address: str) -> bool:
+    """Whether an address is this host's."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-        probe.bind((address, port))
+        probe.bind((address, 0))
         return True
     return False
 
 
-def _free_port(address: str = "127.0.0.1") -> int:
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port of this address that nobody has."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
@@ -249,9 +251,14 @@ def _reach(place: Place, address: str, port: int, wait_s: float, tell: Callable[
     )
 
 
+def proxies(environ: Mapping[str, str]) -> list[str]:
+    """The variables that name a proxy, which gRPC would ask."""
+    return sorted(name for name in environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy"))
+
+
 def without_proxy(place: Place, environ: MutableMapping[str, str], tell: Callable[[str], None]) -> None:
     """Let the processes reach one another directly where a site sets a proxy: gRPC would ask that."""
-    named = sorted(name for name in environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy"))
+    named = proxies(environ)
     if not named or place.coordinator is None:
         return
     host, _ = parts_of(place.coordinator)
@@ -281,6 +288,32 @@ def gpu_files() -> int:
     return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in names)
 
 
+def asked_ids(environ: Mapping[str, str]) -> list[int]:
+    """The GPUs that the user names in JAX_LOCAL_DEVICE_IDS."""
+    parts = environ.get("JAX_LOCAL_DEVICE_IDS", "").split(",")
+    return [int(part) for part in parts if part.strip().isdigit()]
+
+
+def beyond(ids: list[int], seen: int) -> str:
+    """Why these GPUs are not among the ``seen`` ones; '' where they are, or none is seen."""
+    if not seen or all(i < seen for i in ids):
+        return ""
+    return (
+        f"JAX_LOCAL_DEVICE_IDS={','.join(map(str, ids))} counts from 0 among the {seen} GPUs that this"
+        f" process sees, not those of the node; use 0 to {seen - 1}, or unset it"
+    )
+
+
+def gpus_on_node(environ: Mapping[str, str]) -> int:
+    """GPUs of the job on this node, as SLURM says; 0 where it does not."""
+    return int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0)
+
+
+def renumbered(environ: Mapping[str, str], place: Place, seen: int) -> bool:
+    """Whether each task has GPUs of its own, numbered from 0 again."""
+    return seen < place.num_local or gpus_on_node(environ) > seen
+
+
 def local_devices(place: Place, environ: Mapping[str, str], nodes: int | None = None) -> list[int] | None:
     """Which of the visible GPUs this process takes; None: all of them.
 
@@ -288,19 +321,14 @@ def local_devices(place: Place, environ: Mapping[str, str], nodes: int | None = 
     where an engine has renumbered them for each task, and one of eight where a node has one task.
     """
     seen = visible_gpus(environ, nodes)
-    asked = environ.get("JAX_LOCAL_DEVICE_IDS", "")
-    if asked:
-        ids = [int(part) for part in asked.split(",") if part.strip().isdigit()]
-        if seen and any(i >= seen for i in ids):
-            raise ValueError(
-                f"JAX_LOCAL_DEVICE_IDS={asked} counts from 0 among the {seen} GPUs that this process sees,"
-                f" not those of the node; use 0 to {seen - 1}, or unset it"
-            )
+    if environ.get("JAX_LOCAL_DEVICE_IDS"):
+        ids = asked_ids(environ)
+        if why := beyond(ids, seen):
+            raise ValueError(why)
         return ids
     if seen == 0 or place.num_local <= 1 or environ.get("JAX_PLATFORMS") == "cpu":
         return None
-    on_node = int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0)
-    if seen < place.num_local or on_node > seen:  # each task has its own, renumbered from 0
+    if renumbered(environ, place, seen):
         return None
     if seen % place.num_local:
         raise ValueError(

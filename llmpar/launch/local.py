@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from llmpar.launch.joined import free_port
 
 GRACE_S = 20.0
 """Seconds that processes have to save and leave when they were asked to, and to end when one failed."""
@@ -54,13 +55,6 @@ def environment(num: int, number: int, port: int, devices: int | None, base: Map
         told |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
         told |= {"XLA_FLAGS": " ".join(left)} if flags else {}
     return dict(base) | told
-
-
-def free_port() -> int:
-    """A port of loopback that nobody has."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Processes:

@@ -8,7 +8,18 @@ import socket
 from collections.abc import Mapping
 
 from llmpar.launch.engines import Place, is_loopback
-from llmpar.launch.joined import HEARTBEAT_S, WAIT_S, gpu_files, resolved, visible_gpus
+from llmpar.launch.joined import (
+    HEARTBEAT_S,
+    WAIT_S,
+    asked_ids,
+    beyond,
+    gpu_files,
+    gpus_on_node,
+    proxies,
+    renumbered,
+    resolved,
+    visible_gpus,
+)
 
 TIMEOUTS = {"NCCL_IB_TIMEOUT"}
 """Variables that look like those below, and that somebody reads."""
@@ -53,8 +64,8 @@ def _gpus(environ: Mapping[str, str], place: Place, files: int):
             f"CUDA_VISIBLE_DEVICES is '{shown}', so JAX sees none of the {files} GPUs here and would take"
             " CPUs: an engine sets it where a task asks for none; ask for GPUs, or unset it"
         )
-    on_node = int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0)
-    if seen and here > 1 and (seen < here or on_node > seen):
+    on_node = gpus_on_node(environ)
+    if seen and here > 1 and renumbered(environ, place, seen):
         yield (
             f"each of {here} tasks on this node sees {seen} GPU{'s' * (seen > 1)}, numbered from 0 again: JAX"
             f" would ask for number {place.local_id}; llmpar takes what the task sees"
@@ -69,12 +80,8 @@ def _gpus(environ: Mapping[str, str], place: Place, files: int):
             f"this node's only task sees {seen} of {on_node} GPUs of the job; ask for --gpus-per-node instead"
             " of --gpus-per-task, or for more tasks"
         )
-    ids = [int(i) for i in re.findall(r"\d+", environ.get("JAX_LOCAL_DEVICE_IDS", ""))]
-    if seen and any(i >= seen for i in ids):
-        yield (
-            f"JAX_LOCAL_DEVICE_IDS={environ['JAX_LOCAL_DEVICE_IDS']} counts from 0 among the {seen} GPUs that"
-            f" this process sees, not those of the node; use 0 to {seen - 1}, or unset it"
-        )
+    if why := beyond(asked_ids(environ), seen):
+        yield why
 
 
 def _network(environ: Mapping[str, str], place: Place, addresses: list[str]):
@@ -84,7 +91,7 @@ def _network(environ: Mapping[str, str], place: Place, addresses: list[str]):
             f"this host's name resolves to {addresses[0] if addresses else 'nothing'}: other hosts could not"
             " reach it; mend /etc/hosts first"
         )
-    named = sorted(name for name in environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy"))
+    named = proxies(environ)
     if named and place.num_processes > 1:
         yield (
             f"{', '.join(named)} would stand between the processes: llmpar adds the coordinator to no_proxy;"

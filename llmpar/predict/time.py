@@ -264,15 +264,19 @@ class Clock:
         experts = 0.0 if dense or not how else s["experts"] / mesh.ep
         return body / mesh.tp, experts / (mesh.tp if self.run.expert_tp else 1)
 
+    @property
+    def zero_apart(self) -> int:
+        """How far apart neighbours are in the groups over which ZeRO cuts."""
+        return min(self.inner[a] for a in ("sp", "ep", "fsdp")[not self.run.zero_over_sp :])
+
     def gathers(self, shared: float, experts: float) -> tuple[float, float]:
         """Seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
         run, soft = self.run, self.run.software
         sums = [0.0, 0.0]
         own = run.mesh.fsdp * (run.mesh.sp if run.zero_over_sp else 1)
         for params, group in ((shared, run.zero_group), (experts, own)):
-            inner = min(self.inner[a] for a in ("sp", "ep", "fsdp")[not run.zero_over_sp :])
-            sums[0] += self.collective("all-gather", soft.gathered_bytes * params, group, inner)
-            sums[1] += self.collective("reduce-scatter", soft.reduced_bytes * params, group, inner)
+            sums[0] += self.collective("all-gather", soft.gathered_bytes * params, group, self.zero_apart)
+            sums[1] += self.collective("reduce-scatter", soft.reduced_bytes * params, group, self.zero_apart)
         return sums[0], sums[1]
 
     def at_the_end(self, shared: float, experts: float) -> tuple[float, float]:
@@ -280,7 +284,7 @@ class Clock:
         weights, which a framework that overlaps does beside the next step."""
         run, soft, mesh = self.run, self.run.software, self.run.mesh
         reduced, updated = 0.0, 0.0
-        inner = min(self.inner[a] for a in ("sp", "ep", "fsdp")[not run.zero_over_sp :])
+        inner = self.zero_apart
         for params, ranks in (
             (shared, run.data_ranks * mesh.sp),
             (experts, run.data_ranks * mesh.sp / mesh.ep),
