@@ -45,9 +45,13 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MAX_NOTEBOOK_BYTES = 500_000  # GitHub still renders that at once; a lesson with one figure has about 50 kB
 MAX_TOTAL_BYTES = 5_000_000
 CELL_TIMEOUT_S = 600  # a lesson takes a minute on two idle cores; this only ends a hang
+MAX_KERNEL_BYTES = 1_000_000_000  # what is promised to learners on a small machine
 MAX_CELL_LINES, MAX_COLUMNS = 25, 88  # what a browser 1200 px wide shows without a scroll bar
 MAX_CORE_WORDS = 1_500  # of markdown in the core path: what is read in half of 25 minutes
 NUM_OBJECTIVES, NUM_KEYPOINTS = range(2, 5), range(3, 6)
+PEAK = """import resource, sys
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))"""
+"""Code that prints the largest resident size that the kernel has had, in bytes."""
 FIGURE_REPR = re.compile(r"<Figure size .*>")
 
 
@@ -118,7 +122,8 @@ def cell_ids(notebook: nbformat.NotebookNode) -> list[str]:
 @contextlib.contextmanager
 def kernel(folder: Path) -> Iterator[Callable[[nbformat.NotebookNode], nbformat.NotebookNode]]:
     """Start a fresh kernel in `folder`, on the CPU, without the user's own Jupyter settings; give the
-    function that runs a notebook in it, in an empty namespace."""
+    function that runs a notebook in it, in an empty namespace, and notes `peak_bytes` in its metadata: the
+    largest resident size so far."""
     with tempfile.TemporaryDirectory() as scratch:
         env = {
             "JAX_PLATFORMS": "cpu",
@@ -143,8 +148,10 @@ def kernel(folder: Path) -> Iterator[Callable[[nbformat.NotebookNode], nbformat.
         def execute(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             client.nb = notebook
             done = client.execute(cleanup_kc=False)
-            client.nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%reset -f")])
+            last = [nbformat.v4.new_code_cell(source) for source in (PEAK, "%reset -f")]
+            client.nb = nbformat.v4.new_notebook(cells=last)
             client.execute(cleanup_kc=False)
+            done.metadata["peak_bytes"] = int(last[0].outputs[0].text)
             return done
 
         with client.setup_kernel(env=os.environ | env):
@@ -358,7 +365,10 @@ def build(source: Path, force: bool = True) -> list[str]:
                 notebook = execute(read_source(source))
     except (CellExecutionError, DeadKernelError, TimeoutError) as error:
         return [f"{source.name}: {error}"]
+    peak = notebook.metadata.get("peak_bytes", 0)  # none where no code ran
     found = faults(tidy(notebook))
+    if peak > MAX_KERNEL_BYTES:
+        found.append(f"the kernel took {peak / 1e9:.2f} GB, more than {MAX_KERNEL_BYTES / 1e9:g}")
     if not found:
         nbformat.validate(notebook)
         target(source).write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")

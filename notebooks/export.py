@@ -1,10 +1,11 @@
 """Write the lessons as other courses build them: a sphinx-lesson tree (MyST Markdown) and a Carpentries
-Workbench tree.
+Workbench tree; and as pages to read, in HTML.
 
-    python notebooks/export.py      writes notebooks/_exports/sphinx and notebooks/_exports/workbench
+    python notebooks/export.py      writes sphinx, workbench and html into notebooks/_exports
 
 Question, objectives, key points and minutes come from a lesson's header; an exercise becomes a challenge with
 its hints, and its solution, with the reason, is folded beneath it. Pictures are copied with their alt text.
+Code that only sets up or checks (`plumbing`) is folded everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import DictLoader
+from nbconvert import HTMLExporter
+
 from llmpar import exercises
 from llmpar.cli.lessons import Lesson, lessons
 
@@ -25,6 +29,7 @@ HERE = Path(__file__).resolve().parent
 OUT = HERE / "_exports"
 TITLE = "LLM parallelism in JAX"
 ATTEMPT = re.compile(r'attempt\(\s*"(\d\d\.\w+)"')
+PLUMBING = "Set-up and checks"
 NO_ANSWER = "(It depends on what you found in the lesson.)"
 
 
@@ -36,6 +41,7 @@ class System:
     box: Callable[[str, str, str, int], str]
     episodes: str
     names: dict[str, str]
+    fold: Callable[[str], str]
 
 
 def myst(kind: str, title: str, body: str, depth: int) -> str:
@@ -51,8 +57,21 @@ def fenced(kind: str, title: str, body: str, depth: int) -> str:
     return f"{colons} {kind}\n\n{head}{body.strip()}\n\n{colons}\n"
 
 
-SPHINX = System("sphinx", myst, "content", {"challenge": "exercise"})
-WORKBENCH = System("workbench", fenced, "episodes", {})
+SPHINX = System(
+    "sphinx",
+    myst,
+    "content",
+    {"challenge": "exercise"},
+    lambda code: myst("admonition", PLUMBING, f":class: dropdown\n\n{code}", 1),
+)
+WORKBENCH = System("workbench", fenced, "episodes", {}, lambda code: fenced("spoiler", PLUMBING, code, 1))
+PAGE = """{%- extends 'lab/index.html.j2' -%}
+{%- block input -%}
+{%- if 'plumbing' in cell.metadata.get('tags', []) -%}
+<details><summary>TITLE</summary>{{ super() }}</details>
+{%- else -%}{{ super() }}{%- endif -%}
+{%- endblock input -%}""".replace("TITLE", PLUMBING)
+"""nbconvert's page, with plumbing folded."""
 
 
 def bullets(lines) -> str:
@@ -118,7 +137,8 @@ def episode(system: System, lesson: Lesson, folder: Path) -> str:
         elif name := ATTEMPT.search(source):
             parts.append(challenge(system, name[1], source))
         else:
-            parts.append(code_block("python", source))
+            code = code_block("python", source)
+            parts.append(system.fold(code) if "plumbing" in cell["metadata"].get("tags", []) else code)
             parts += outputs(cell, folder, f"{lesson.number}-{number}")
     parts.append(system.box("keypoints", "", bullets(lesson.keypoints), 1))
     return "\n".join(part for part in parts if part.strip())
@@ -157,8 +177,22 @@ def surroundings(system: System, found: list[Lesson]) -> dict[str, str]:
     }
 
 
+def pages(out: Path, found: list[Lesson]) -> Path:
+    """Write each lesson as one HTML page; returns their folder."""
+    exporter = HTMLExporter(
+        extra_loaders=[DictLoader({"folded.html.j2": PAGE})], template_file="folded.html.j2"
+    )
+    folder = out / "html"
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in found:
+        text, _ = exporter.from_filename(str(HERE / one.file))
+        text = re.sub(r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', text)
+        (folder / f"{Path(one.file).stem}.html").write_text(text, encoding="utf-8")
+    return folder
+
+
 def build(out: Path = OUT) -> list[Path]:
-    """Write both trees; returns their folders."""
+    """Write both trees and the pages; returns their folders."""
     found = lessons(HERE)
     for system in (SPHINX, WORKBENCH):
         folder = out / system.name / system.episodes
@@ -167,7 +201,7 @@ def build(out: Path = OUT) -> list[Path]:
             path = out / system.name / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-    return [out / system.name for system in (SPHINX, WORKBENCH)]
+    return [*(out / system.name for system in (SPHINX, WORKBENCH)), pages(out, found)]
 
 
 if __name__ == "__main__":

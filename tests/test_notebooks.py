@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -27,6 +28,10 @@ LESSONS = ROOT / "notebooks"
 spec = importlib.util.spec_from_file_location("notebooks_build", LESSONS / "build.py")
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
+
+spec = importlib.util.spec_from_file_location("notebooks_walk", LESSONS / "walk.py")
+walk = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(walk)
 
 SOURCES = build.sources()
 EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9].py"))
@@ -262,6 +267,15 @@ def test_a_change_of_the_source_is_out_of_step(tmp_path):
     assert build.house_problems(tmp_path) == ["00_toy.ipynb has no source in src/"]
 
 
+def test_a_lesson_that_takes_too_much_memory_is_not_written(tmp_path, monkeypatch):
+    source = toy(tmp_path, "hog = bytearray(300_000_000)")
+    monkeypatch.setattr(build, "MAX_KERNEL_BYTES", 300_000_000)
+    (found,) = build.build(source)
+    assert (
+        re.search(r"the kernel took 0\.\d+ GB, more than 0\.3", found) and not build.target(source).exists()
+    )
+
+
 def test_two_builds_are_byte_identical(tmp_path):
     extra = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\nprint('a rising line')"
     source = toy(tmp_path, extra)
@@ -290,12 +304,17 @@ def test_lessons_have_sources_and_are_small():
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_lesson_runs(source):
-    done = nbval(build.target(source))
+    done, used = nbval(build.target(source))
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    assert peak <= build.MAX_KERNEL_BYTES, f"the kernel took {peak / 1e9:.2f} GB"
+    # A minute on two idle cores. Seconds of a busy machine say nothing; those of its processors do.
+    assert used.ru_utime + used.ru_stime <= 2 * 60
 
 
 def nbval(notebook):
-    """Run a notebook as a user's `pytest --nbval-lax` does; only outputs marked for checking are compared."""
+    """Run a notebook as a user's `pytest --nbval-lax` does; only outputs marked for checking are compared.
+    Also give what it used: the largest process (the kernel), and the seconds of all."""
     options = [
         "--nbval-lax",
         "--nbval-current-env",
@@ -307,9 +326,14 @@ def nbval(notebook):
     command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), *options, str(notebook)]
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
     env = os.environ | {"XLA_FLAGS": flags}  # a lesson says how many devices it wants
-    return subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL, text=True
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        out.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, out.read(), ""), used
 
 
 def test_a_wrong_output_fails(tmp_path):
@@ -317,8 +341,29 @@ def test_a_wrong_output_fails(tmp_path):
     notebook = hand_run(source)
     notebook.cells[-2].outputs[0].text = "one\nthree\n"
     build.target(source).write_text(nbformat.writes(notebook))
-    done = nbval(build.target(source))
+    done, _ = nbval(build.target(source))
     assert done.returncode == 1 and "three" in done.stdout
+
+
+def test_the_newcomers_walk_answers_each_exercise_of_the_core_paths():
+    met = {}
+    for source in SOURCES:
+        for cell in build.read_source(source).cells:
+            if "core" in cell.metadata.tags and (
+                name := re.search(r'attempt\(\s*"(\d\d\.\w+)"', cell.source)
+            ):
+                met[name[1]] = cell.source
+    assert list(met) == list(walk.ANSWERS)
+    for name, answers in walk.ANSWERS.items():
+        for blank, wrong, right in answers:
+            assert met[name].count(blank) == 1 and wrong != right, (name, blank)
+
+
+def test_a_wrong_turn_of_the_walk_is_seen():
+    good = ["not attempted yet", "hint 1 of 2", "not yet. No.", "03.sent (core): correct. Yes."]
+    of = lambda told: walk.faults({"lesson": "03", "verdicts": {"03.sent": told}})
+    assert of(good) == [] and len(of([*good[:2], good[3], good[3]])) == len(of([*good[:3], good[2]])) == 1
+    assert walk.faults({"lesson": "03", "verdicts": {"cell 4": ["ERROR"]}}) == ["03, cell 4: ERROR"]
 
 
 @pytest.mark.parametrize("name", EXERCISES)

@@ -327,7 +327,7 @@ def test_binder_deals_the_lessons(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory):
-    """Both exports, once."""
+    """All exports, once."""
     return load(ROOT / "notebooks" / "export.py").build(tmp_path_factory.mktemp("exports"))
 
 
@@ -380,6 +380,24 @@ def test_the_sphinx_tree_has_every_episode_in_its_toctree(trees):
         text = (content / f"{stem}.md").read_text()
         assert f"\n{stem}\n" in index and f"\n# {lesson.title}\n" in text
         assert text.count("`````{exercise}") == text.count("````{solution}") >= 3
+
+
+def test_plumbing_is_folded_wherever_it_is_read(trees):
+    for lesson in LESSONS.values():
+        cells = json.loads((ROOT / "notebooks" / lesson.file).read_text())["cells"]
+        folded = sum("plumbing" in cell["metadata"]["tags"] for cell in cells)
+        stem = lesson.file.removesuffix(".ipynb")
+        mystic, workbench, page = (
+            path.read_text()
+            for path in (
+                trees[0] / "content" / f"{stem}.md",
+                trees[1] / "episodes" / f"{stem}.md",
+                trees[2] / f"{stem}.html",
+            )
+        )
+        assert mystic.count("{admonition} Set-up and checks\n:class: dropdown") == folded > 0
+        assert workbench.count("spoiler\n\n### Set-up and checks") == folded
+        assert page.count("<details><summary>Set-up and checks") == folded
 
 
 def test_what_an_episode_shows_is_there_and_described(trees):

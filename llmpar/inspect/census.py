@@ -16,6 +16,8 @@ A program can be read in three places, from the question to the answer:
 counted: groups of one device (they send nothing), `collective-broadcast`, `send` and `recv`.
 """
 
+import contextlib
+import ctypes
 import functools
 import math
 import operator
@@ -293,9 +295,10 @@ def read_program(lowered: jax.stages.Lowered, platform: str = "") -> tuple[jax.s
     gives. ``platform`` is the one that it is compiled for, if not that of JAX's devices here.
 
     On CPUs the executable's machine code is not optimized, for two thirds of the time; its HLO and memory are
-    the same.
+    the same. What the compiler has freed goes back to the system: several programs fit into little memory.
     """
     platform = platform or jax.default_backend()
+    _give_back()
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     compilation_cache.reset_cache()  # whether to use the cache is asked once and remembered until a reset
     jax.config.update("jax_enable_compilation_cache", False)
@@ -309,6 +312,13 @@ def read_program(lowered: jax.stages.Lowered, platform: str = "") -> tuple[jax.s
     finally:
         jax.config.update("jax_enable_compilation_cache", enabled)
         compilation_cache.reset_cache()
+        _give_back()
+
+
+def _give_back() -> None:
+    """Gives freed memory back to the system. glibc keeps it otherwise: 0.3 GB behind a small Llama."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:

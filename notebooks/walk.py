@@ -1,0 +1,291 @@
+"""Walk the core path of the lessons as a newcomer does, in a real browser, and write down what it took.
+
+    python notebooks/walk.py [NN…]      all lessons, or those named; writes notebooks/_walk/
+
+It starts `llmpar lab` on fresh copies, opens each lesson from the start page in headless Chromium, and runs
+the core path cell by cell with the keyboard. At an exercise it runs the blank, asks for a hint, types a wrong
+answer, then the right one, and reads each verdict from the page. For each lesson it takes pictures 1200 px
+wide. `walk.json` has the seconds of each cell and the verdicts; `walk.md` beside this file tells what was
+found. Needs Chromium and playwright (extra `dev`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "notebooks" / "_walk"
+PATIENCE_MS = 240_000  # for one cell, on a busy machine
+
+SCHEDULE = "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3\nF0 B0 F1 B1 F2 B2 F3 B3"
+ANSWERS = {
+    "00.held": [("bytes_held = ...", "bytes_held = 256", "bytes_held = 512")],
+    "00.layout_of": [("layout_seen = ...", 'layout_seen = "b/dp d/tp"', 'layout_seen = "b/tp d/dp"')],
+    "01.state_gb": [("gigabytes = ...", "gigabytes = 2 * 8.03", "gigabytes = 16 * 8.03")],
+    "01.fits": [("..., ...", "3, 40 - 128.5 / 8", "4, 40 - 128.5 / 8")],
+    "01.days": [("= ...", "= 2 * 8e9 * 15e12 / (1024 * 989.4e12 * 0.4) / 86400",
+                 "= 6 * 8e9 * 15e12 / (1024 * 989.4e12 * 0.4) / 86400")],
+    "02.scattered": [("= ...", "= 2 * 2**20 * (N - 1) / N", "= 2**20 * (N - 1) / N")],
+    "02.sent": [("..., ..., ..., ...", "6, 6, 6, 6", "6, 6, 12, 6")],
+    "03.sent": [("= ...", "= 2 * 4 * LLAMA.num_params", "= 2 * 4 * LLAMA.num_params * (N - 1) / N")],
+    "03.repair": [
+        ("def gradient(grad_sum, count): ...",
+         "def gradient(grad_sum, count):\n    return lax.pmean(grad_sum / count, \"dp\")",
+         "def gradient(grad_sum, count):\n    return lax.psum(grad_sum, \"dp\") / lax.psum(count, \"dp\")"),
+        ("def clipped(grad_sum, count): ...",
+         "def clipped(grad_sum, count):\n    g = gradient(grad_sum, count)\n"
+         "    return g / jnp.sqrt((g * g).sum())",
+         "def clipped(grad_sum, count):\n    g = gradient(grad_sum, count)\n"
+         "    return g * jnp.minimum(1.0, 1.0 / jnp.sqrt((g * g).sum()))"),
+    ],
+    "04.stage3_bytes": [("= ...", "= 28_672", "= 43_008")],
+    "04.memory_table": [("{0: ..., 1: ..., 2: ..., 3: ...}", "{0: 112, 1: 38.5, 2: 49, 3: 28}",
+                         "{0: 112, 1: 49, 2: 38.5, 3: 28}")],
+    "04.stage2_accumulated": [
+        ("def stage2_accumulated(gradient, parts): ...",
+         "def stage2_accumulated(gradient, parts):\n    return stage1_accumulated(gradient, parts)",
+         "def stage2_accumulated(gradient, parts):\n    return sum(\n        lax.psum_scatter(\n"
+         "            gradient(part), \"fsdp\", scatter_dimension=0, tiled=True\n        )\n"
+         "        for part in parts\n    )"),
+    ],
+    "05.stack_all_reduces": [("= ...", "= 8", "= 7")],
+    "05.attention_layouts": [
+        ('{"q": ..., "k": ..., "v": ..., "o": ...}',
+         '{"q": "d n/tp h", "k": "d k/tp h", "v": "d k/tp h", "o": "n h d/tp"}',
+         '{"q": "d n/tp h", "k": "d k/tp h", "v": "d k/tp h", "o": "n/tp h d"}'),
+    ],
+    "05.gated_pair": [
+        ("def gated_pair(x, gate, up, down): ...",
+         "def gated_pair(x, gate, up, down):\n    return (jax.nn.silu(x @ gate) * (x @ up)) @ down",
+         "def gated_pair(x, gate, up, down):\n"
+         '    return lax.psum((jax.nn.silu(x @ gate) * (x @ up)) @ down, "tp")'),
+    ],
+    "06.ring_bytes": [("= ...", "= 2 * OWN * 2 * 16 * 4 * N", "= 2 * OWN * 2 * 16 * 4 * (N - 1)")],
+    "06.hop_bytes": [("= ...", "= 2 * 16384 * 32 * 128 * 2", "= 2 * 16384 * 8 * 128 * 2")],
+    "06.to_heads": [
+        ("def to_heads(x): ...", "def to_heads(x):\n    return x",
+         'def to_heads(x):\n    return lax.all_to_all(x, "sp", split_axis=1, concat_axis=0, tiled=True)'),
+    ],
+    "07.idle_share": [("= ...", "= 27.3", "= 0.27")],
+    "07.microbatches": [("= ...", "= 64", "= 63")],
+    "08.held": [("= ...", "= 16", "= 13")],
+    "08.one_f_one_b": [("= ...", '= """' + SCHEDULE.replace("B3", "") + '"""', '= """' + SCHEDULE + '"""')],
+    "09.dispatch_bytes": [("= ...", "= 4096", "= 3584")],
+    "09.capacity": [("= ...", "= 253", "= 250")],
+    "10.share": [("= ...", "= 1 / 16", "= 1 / 8")],
+    "10.links": [('{"pp": ..., "dp": ..., "tp": ...}', '{"pp": "network", "dp": "NVLink", "tp": "NVLink"}',
+                  '{"pp": "network", "dp": "network", "tp": "NVLink"}')],
+    "11.replicas": [("..., ...", "5.6, 5.6", "89.7, 5.61")],
+    "11.schemes": [("..., ..., ...", '"dp", "pp", "tp"', '"dp", "fsdp", "tp"')],
+    "12.unfinished": [("= ...", '= "b/dp s d"', '= "b/dp s d +tp"')],
+}  # fmt: skip
+"""Each exercise of the core paths: what stands there, what a learner types first, what at last."""
+
+
+@contextmanager
+def lab(folder: Path) -> Iterator[str]:
+    """Serve fresh copies as `llmpar lab` does; gives the address of the start page."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = os.environ | {"JUPYTER_TOKEN": "t", "JAX_PLATFORMS": "cpu"}
+    env |= {f"JUPYTER_{name.upper()}_DIR": str(folder / name) for name in ("config", "data", "runtime")} | {
+        "IPYTHONDIR": str(folder / "ipython"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+    }
+    (folder / "config").mkdir()  # the one setting that a newcomer has not: the page may be asked where it is
+    (folder / "config" / "jupyter_lab_config.json").write_text(
+        json.dumps({"LabApp": {"expose_app_in_browser": True}})
+    )
+    command = [sys.executable, "-m", "llmpar", "lab", "--no-browser", f"--port={port}"]
+    with (folder / "lab.log").open("w") as log:
+        server = subprocess.Popen(
+            [*command, f"--copies={folder / 'lessons'}"], cwd=ROOT, env=env, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        for _ in range(240):
+            if server.poll() is not None:
+                raise RuntimeError((folder / "lab.log").read_text()[-2000:])
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status?token=t", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/lab?token=t"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+
+
+BOOK = "window.jupyterapp.shell.currentWidget"
+
+
+class Walk:
+    """One browser page on one lesson."""
+
+    def __init__(self, page, out: Path) -> None:
+        self.page, self.out = page, out
+
+    def open(self, address: str, file: str) -> None:
+        """Open a lesson and wait for its kernel."""
+        self.page.goto(address.replace("/lab?", f"/lab/tree/{file}?") + "&reset")
+        self.page.wait_for_function(f"window.jupyterapp && {BOOK}?.sessionContext", timeout=PATIENCE_MS)
+        self.page.evaluate(f"async () => {{ await {BOOK}.sessionContext.ready; }}")
+        self.idle()
+
+    def idle(self) -> None:
+        """Wait until the kernel has done everything."""
+        self.page.wait_for_function(
+            f"{BOOK}.sessionContext.session?.kernel?.status === 'idle'", timeout=PATIENCE_MS
+        )
+
+    def run(self, index: int, source: str | None = None) -> tuple[float, str]:
+        """Put the cursor into a cell, type, run it; the seconds, and the text that stands below it."""
+        page = self.page
+        page.evaluate(
+            f"async (i) => {{ const b = {BOOK}.content; b.activeCellIndex = i;"
+            " await b.scrollToItem(i, 'smart'); }",
+            index,
+        )
+        if source is not None:
+            editor = page.locator(".jp-Cell.jp-mod-active .cm-content")
+            editor.click()
+            page.keyboard.press("Control+a")
+            page.keyboard.insert_text(source)
+        done = f"(i) => {BOOK}.content.widgets[i].model.executionCount"
+        before, began = page.evaluate(done, index), time.monotonic()
+        page.keyboard.press("Control+Enter") if source is not None else page.evaluate(
+            "window.jupyterapp.commands.execute('notebook:run-cell')"
+        )
+        page.wait_for_function(
+            f"([i, before]) => {{ const m = {BOOK}.content.widgets[i].model;"
+            " return m.executionCount && m.executionCount !== before && m.executionState !== 'running'; }",
+            arg=[index, before], timeout=PATIENCE_MS,
+        )  # fmt: skip
+        self.idle()
+        seconds = time.monotonic() - began
+        told = page.evaluate(
+            f"(i) => {BOOK}.content.widgets[i].model.outputs.toJSON().map(o => o.output_type === 'error'"
+            " ? 'ERROR ' + o.ename + ': ' + o.evalue : [o.text || ''].flat().join('')).join('')",
+            index,
+        )
+        return seconds, told
+
+    def lesson(self, file: str) -> dict:
+        """Walk one core path."""
+        notebook = json.loads((ROOT / "notebooks" / file).read_text(encoding="utf-8"))
+        about, rows, verdicts, wide = notebook["metadata"]["llmpar"], [], {}, []
+        words = 0
+        for index, cell in enumerate(notebook["cells"]):
+            source = "".join(cell["source"])
+            if "core" not in cell["metadata"]["tags"]:
+                break
+            if cell["cell_type"] == "markdown":
+                words += sum(any(c.isalnum() for c in word) for word in source.split())
+                continue
+            seconds, told = self.run(index)
+            rows.append({"cell": index, "seconds": round(seconds, 2), "lines": told.count("\n")})
+            if "ERROR" in told:
+                verdicts[f"cell {index}"] = [told[:300]]
+            if name := re.search(r'attempt\(\s*"(\d\d\.\w+)"', source):
+                verdicts[name[1]] = [told, *self.exercise(index, source, name[1])]
+        self.page.wait_for_timeout(500)
+        wide = self.page.evaluate(
+            "() => [...document.querySelectorAll('.jp-Notebook .cm-scroller, .jp-Notebook"
+            " .jp-RenderedMarkdown, .jp-Notebook .jp-OutputArea-output')].filter(e => e.scrollWidth >"
+            " e.clientWidth + 2).map(e => e.innerText.slice(0, 60))"
+        )
+        self.pictures(file[:2])
+        machine = sum(row["seconds"] for row in rows)
+        read = words / 200
+        print(f"{file}: {machine:.0f} s of machine, {words} words", flush=True)
+        return {"lesson": file[:2], "machine_s": round(machine, 1), "words": words,
+                "minutes": round(machine / 60 + read + about["exercises"] / 2, 1),
+                "cells": rows, "verdicts": verdicts, "wide": wide}  # fmt: skip
+
+    def exercise(self, index: int, source: str, name: str) -> list[str]:
+        """Ask for a hint, answer wrong, then right; what the page says each time."""
+        told = [self.run(index, f'{source}\nhint("{name}")')[1].splitlines()[-1]]
+        for which in (1, 2):
+            answer = source
+            for blank in ANSWERS[name]:
+                if blank[0] not in answer:
+                    told.append(f"the walk does not find {blank[0]!r}")
+                answer = answer.replace(blank[0], blank[which])
+            told.append(self.run(index, answer)[1])
+        return told
+
+    def pictures(self, number: str) -> None:
+        """Take a picture of each screen of the lesson."""
+        page, scrolled = self.page, f"({BOOK}.content.outerNode || {BOOK}.content.node)"
+        page.evaluate(f"() => {{ {scrolled}.scrollTop = 0; }}")
+        for i in range(30):
+            page.wait_for_timeout(250)
+            page.screenshot(path=self.out / f"{number}-{i:02}.png")
+            if page.evaluate(
+                f"() => {{ const e = {scrolled}, at = e.scrollTop;"
+                " e.scrollTop += 700; return e.scrollTop === at; }"
+            ):
+                break
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Walk; 0 when every right answer was accepted, every wrong one was not, and no cell failed."""
+    from playwright.sync_api import sync_playwright
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("lessons", nargs="*", metavar="NN")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    files = sorted(path.name for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    chosen = [f for f in files if not options.lessons or f.startswith(tuple(options.lessons))]
+    found = []
+    with tempfile.TemporaryDirectory() as scratch, lab(Path(scratch)) as address, sync_playwright() as api:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        browser = api.chromium.launch(executable_path=program, args=flags)
+        for file in chosen:
+            page = browser.new_page(viewport={"width": 1200, "height": 900})
+            walk = Walk(page, options.out)
+            walk.open(address, file)
+            found.append(walk.lesson(file))
+            page.evaluate(f"async () => {{ await {BOOK}.sessionContext.shutdown(); }}")
+            page.close()
+            (options.out / "walk.json").write_text(json.dumps(found, indent=1, ensure_ascii=False))
+        browser.close()
+    wrong = [fault for lesson in found for fault in faults(lesson)]
+    print("\n".join(wrong) or f"{len(found)} lessons walked")
+    return bool(wrong)
+
+
+def faults(lesson: dict) -> list[str]:
+    """List what went wrong on the walk through a lesson."""
+    out = []
+    for name, told in lesson["verdicts"].items():
+        if name.startswith("cell"):
+            out.append(f"{lesson['lesson']}, {name}: {told[0]}")
+        elif "not attempted" not in told[0] or "hint 1" not in told[1]:
+            out.append(f"{name}: the blank or the hint does not answer")
+        elif "not yet" not in told[-2] or ": correct" not in told[-1]:
+            out.append(f"{name}: wrong {told[-2]!r}, right {told[-1]!r}")
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())
