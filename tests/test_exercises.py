@@ -351,7 +351,10 @@ def test_most_answers_of_learners_meet_a_sentence_of_their_own():
 def test_hints_come_in_steps_and_the_last_one_stays(capsys):
     for _ in range(4):
         exercises.hint("03.bucket")
-    lines = [line for line in capsys.readouterr().out.splitlines() if "hint " in line]
+    said = " ".join(capsys.readouterr().out.split())
+    lines = [
+        line.strip() for line in re.findall(r"03\.bucket, hint .*?(?= 03\.bucket, hint | That was|$)", said)
+    ]
     numbers = [re.match(r"03\.bucket, hint (\d) of 3: ", line)[1] for line in lines]
     assert numbers == ["1", "2", "3", "3"] and len(set(lines)) == 3
     assert lines[-1].endswith(exercises.find("03.bucket").hint)
@@ -363,6 +366,13 @@ def test_every_exercise_has_hints_that_do_not_give_the_answer_away(name):
     assert exercise.hints() and len(set(exercise.hints())) == len(exercise.hints())
     if isinstance(exercise.solution, int | float):
         assert not any(exercises.spelt_out(exercise.solution) in hint.split() for hint in exercise.hints())
+
+
+def test_what_is_said_fits_a_notebook_and_keeps_its_words(capsys):
+    exercises.say("Why: " + "an all-reduce " * 20 + "\n    code = 1")
+    *lines, code = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= exercises.COLUMNS and code == "    code = 1"
+    assert not any(line.endswith("-") for line in lines) and " ".join(lines).count("all-reduce") == 20
 
 
 def test_a_solution_is_told_to_those_who_have_tried(capsys):

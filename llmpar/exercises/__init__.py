@@ -59,6 +59,8 @@ __all__ = [
     "solution",
 ]
 
+COLUMNS = 88
+"""What a lesson shows on a screen 1200 px wide, as in its code."""
 GIVEN: dict[str, dict[str, Any]] = {}
 """What this notebook has passed to each exercise: its hints and its solution speak of the same numbers."""
 TOLD: Counter[str] = Counter()
@@ -99,7 +101,7 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
     exercise = find(name, **given)
     GIVEN[name] = given
     verdict = exercise.judge(answer)
-    print(f"{name} ({exercise.level}): {verdict}")
+    say(f"{name} ({exercise.level}): {verdict}")
     if verdict == NOT_ATTEMPTED:
         print(f'hint("{name}") helps a step at a time')
         return
@@ -113,7 +115,7 @@ def hint(name: str) -> None:
     hints = find(name, **GIVEN.get(name, {})).hints() or ["this one has none; a wrong answer helps."]
     number = min(TOLD[name], len(hints) - 1)
     TOLD[name] += 1
-    print(f"{name}, hint {number + 1} of {len(hints)}: {hints[number]}")
+    say(f"{name}, hint {number + 1} of {len(hints)}: {hints[number]}")
     if number == len(hints) - 1:
         print(f'That was the last one. solution("{name}") answers, once you have tried.')
 
@@ -126,7 +128,7 @@ def solution(name: str) -> None:
             f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.'
         )
         return
-    print(f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.why()}")
+    say(f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.why()}")
 
 
 def met(name: str, found: Any, what: str = "compiled") -> None:
@@ -135,6 +137,12 @@ def met(name: str, found: Any, what: str = "compiled") -> None:
     first = first_answer(name)
     said = "" if first is None else f"you said {in_short(first)}; "
     print(f"{said}{what} {in_short(found)}")
+
+
+def say(text: str) -> None:
+    """Print sentences on lines that a notebook shows whole: JupyterLab breaks longer ones inside words."""
+    for line in text.splitlines():
+        print(textwrap.fill(line, COLUMNS, break_long_words=False, break_on_hyphens=False) or line)
 
 
 def first_answer(name: str) -> str | None:
