@@ -625,6 +625,8 @@ def test_a_job_that_would_fail_is_refused_before_it_waits_in_a_queue(words, sent
 
 
 def test_the_variables_of_a_process_here_are_understood_again():
-    environ = local.environment(4, 3, 1234, 2, {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8"})
+    environ = local.environment(
+        4, 3, "127.0.0.1:1234", 2, {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8"}
+    )
     assert detect(environ) == Place("JAX_* variables", 4, 3, "127.0.0.1:1234", 3, 4)
     assert environ["XLA_FLAGS"] == "--a" and environ["JAX_NUM_CPU_DEVICES"] == "2"
