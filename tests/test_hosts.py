@@ -121,8 +121,8 @@ def test_the_ends_of_a_pipeline_send_one_way():
     assert pairs_of(plan, "stream b s d -> the next stage") == [(0, 1), (1, 2), (2, 3)]
     assert pairs_of(plan, "stream b s d -> the previous stage") == [(1, 0), (2, 1), (3, 2)]
     assert pairs_of(plan, "keys b t -> the next rank") == []
-    around = Plan("pp=2", microbatches=4, schedule="interleaved")
-    assert pairs_of(around, "stream b s d -> the next stage") == [(0, 1), (1, 0)]
+    around = Plan("pp=4", microbatches=4, schedule="interleaved")
+    assert pairs_of(around, "stream b s d -> the next stage") == [(0, 1), (1, 2), (2, 3), (3, 0)]
 
 
 # ------------------------------------------------------------------------------------------- the recorded run
@@ -165,10 +165,9 @@ def test_bytes_on_the_wire_are_those_predicted():
                 assert 0 <= found["sent"] / expected - 1 < WITHIN, (name, found)
                 losses.append(found["losses"])
         assert np.allclose(losses, losses[0], rtol=1e-5, atol=0)
-        size = 4 << 18
         for function, share in ((one_ring, 1.5), (two_levels, 1)):
             for right, sent in team.run(hosts.summed, function):
-                assert right and abs(sent / (share * size) - 1) < WITHIN, (function, sent)
+                assert right and abs(sent / (share * hosts.X_BYTES) - 1) < WITHIN, (function, sent)
 
 
 def one_ring(x):

@@ -19,9 +19,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from llmpar.checkpoint import Checkpoints
 from llmpar.config import preset
-from llmpar.data import DataConfig, Stream, read_corpus
 from llmpar.exercises.lesson import counting_text
 from llmpar.launch.team import Team
 from llmpar.launch.wire import Count, counted
@@ -29,7 +27,6 @@ from llmpar.mesh import make_mesh, ordered_devices
 from llmpar.plan import Plan
 from llmpar.predict.hosts import leaving_bytes
 from llmpar.step import State, Step
-from llmpar.train import train
 
 RECORDED = Path(__file__).parent / "two_hosts.json"
 TOY = replace(
@@ -49,6 +46,8 @@ MORE = {
     "tp over all": (Plan("!tp=4"), True),
 }
 """Placements of the recorded run besides."""
+X_BYTES = 1 << 20
+"""Of the message that `summed` adds up."""
 STEPS, EVERY = 12, 4
 """Of a run that is killed: steps, and after how many of them a checkpoint is kept."""
 
@@ -141,6 +140,11 @@ def learn(folder: str, dies_after: int = 0) -> dict[str, Any]:
     """`llmpar train` with checkpoints, on the mesh fsdp=2 tp=2; process 1 ends as by ``kill -9`` after a
     step, if one is named. Gives the step that it began at, the losses, and the checkpoint's sums over all
     bits."""
+    # The notebook's own process needs none of it: 0.2 GB.
+    from llmpar.checkpoint import Checkpoints
+    from llmpar.data import DataConfig, Stream, read_corpus
+    from llmpar.train import train
+
     text = DataConfig(seq_len=32, batch_size=4, limit_bytes=1 << 16)
     plan, done = Plan("fsdp=2 tp=2"), iter(range(1, STEPS + 1))
 
@@ -162,7 +166,7 @@ def summed(function: Callable[[jax.Array], jax.Array]) -> tuple[bool, int]:
     mesh = make_mesh("!dp=2 tp=2", devices_of(True))
     cut = PartitionSpec(("dp", "tp"))
     run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
-    whole = np.arange(4 << 18, dtype=np.float32) % 251
+    whole = np.arange(X_BYTES, dtype=np.float32) % 251  # 4 bytes each, a quarter for each device
     x = jax.make_array_from_callback(whole.shape, NamedSharding(mesh, cut), lambda index: whole[index])
     run(x).block_until_ready()  # the first one makes the connections
     before = meet()

@@ -31,6 +31,8 @@ from llmpar.launch.wire import Count, Wire
 
 ADDRESS, STACKS = "LLMPAR_TEAM", "LLMPAR_STACKS"
 """Variables that tell a process where its team meets, and into which file it writes where it stands."""
+OWN = ("_work", "main", "_run_code", "_run_module_as_main", "<module>")
+"""Of the functions in which a process stands: those that call what was sent."""
 START_S, GRACE_S = 120.0, 4.0
 """Seconds for all to come; and for the others to say something after one of them failed."""
 
@@ -174,7 +176,7 @@ class Team:
         time.sleep(0.1)
         main = file.read_text().rpartition("Current thread")[2] or file.read_text()
         frames = [line.rpartition(" in ")[2] for line in main.splitlines() if line.startswith("  File")]
-        ours = [frame for frame in frames if frame not in ("_work", "main", "_run_code", "<module>")]
+        ours = [frame for frame in frames if frame not in OWN]
         return " < ".join(ours[:1] + ours[-1:] if len(ours) > 1 else ours) or "native code"
 
 

@@ -35,9 +35,10 @@ from llmpar.mesh import use_devices
 devices = use_devices(2)  # this kernel only looks on: the devices are the team's
 
 # %% tags=["plumbing"]
-import math
 import os
+import re
 import tempfile
+import textwrap
 from pathlib import Path
 
 import jax
@@ -47,15 +48,16 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llmpar import draw
-from llmpar.cli import main
 from llmpar.draw import scene
 from llmpar.exercises import CORRECT, attempt, find, hint, hosts, met, solution
+from llmpar.launch import jobs
 from llmpar.launch.team import TeamError
 from llmpar.mesh import make_mesh
 
 kept = Path(tempfile.mkdtemp())  # checkpoints, and programs that a second team needs
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(kept / "programs"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+cache = {"JAX_COMPILATION_CACHE_DIR": str(kept / "programs")}
+cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+os.environ.update(cache | os.environ)
 
 # %% [markdown]
 # ## Predict
@@ -217,7 +219,8 @@ whole = team.run(hosts.learn, str(kept / "whole"))[0]
 try:
     team.run(hosts.learn, str(kept / "killed"), 7)
 except TeamError as error:
-    print(*(line[:88] for line in str(error).splitlines()), sep="\n")
+    for line in str(error).splitlines():
+        print(textwrap.fill(line, 88))
 
 # %% [markdown]
 # Process 0 did not wait: its collective broke at once. It cannot go on either, because half of the weights are gone. So all
@@ -273,7 +276,9 @@ right = find("17.two_level").judge(two_level).startswith(CORRECT)
 for function in (one_ring, two_level) if right else (one_ring,):
     sums = team.run(hosts.summed, function)
     assert all(ok for ok, _ in sums)
-    print(f"{function.__name__}: right on all devices")
+    print(f"{function.__name__}: right on all devices", end="")
+    sent = [f"{sent / hosts.X_BYTES:.2f} x" for _, sent in sums if wired]
+    print(";", " and ".join(sent) or "no wire here to count at", "left the hosts")
 
 # %% [markdown]
 # ### Who sends what to whom
@@ -318,13 +323,23 @@ except TeamError as error:
 #
 # ## On your cluster
 #
-# Three ways to start the same thing. Each prints what the engine takes; `--submit` hands it over.
+# Three ways to start the same thing. Each prints the job file of its engine; `--submit` hands it over. `site.toml` says what the
+# cluster is: partition, account, hosts, image.
+#
+#     llmpar launch slurm  --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
+#     llmpar launch mpi    --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
+#     llmpar launch jobset --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
+#
+# What they write, without comments:
 
 # %%
-job = ["--", "train", "--mesh", "dp=2 fsdp=8", "--checkpoints", "kept"]
+words = ("train", "--mesh", "dp=2 fsdp=8", "--checkpoints", "kept")
+site = jobs.Site(hosts=("n1", "n2"), image="registry/llmpar:1")
+job = jobs.Job(words, nodes=2, site=site)
 for engine in ("slurm", "mpi", "jobset"):
-    main(["launch", engine, "--nodes", "2", *job])
-    print(70 * "-")
+    text = jobs.ENGINES[engine](job)
+    told = [line for line in text.splitlines() if not re.match(r" *# ", line)]
+    print(f"--- {engine}: {len(told)} lines", *told[:22], sep="\n")
 
 # %% [markdown]
 # And on this machine, over a wire (Linux):

@@ -38,6 +38,9 @@ from llmpar.launch.wire import bytes_per_s
 recorded = hosts.recorded()
 runs = {(run["placement"], run["rate"]): run for run in recorded["runs"]}
 RATES = sorted({rate for _, rate in runs}, key=bytes_per_s, reverse=True)[1:]
+for run in recorded["runs"]:
+    for sent, expected in zip(run["sent"], hosts.leaving(run["placement"]), strict=True):
+        assert abs(sent / expected - 1) < 0.02
 
 
 def at_least(name, rate):
@@ -45,18 +48,6 @@ def at_least(name, rate):
     return hosts.leaving(name)[0] / bytes_per_s(rate)
 
 
-for run in recorded["runs"]}
-RATES = sorted({rate for _, rate in runs}, key=bytes_per_s, reverse=True)[1:]
-
-
-def modelled(name, rate):
-    """The step without a wire, and the time of the predicted bytes."""
-    return runs[name, "10gbit"]["step_s"] + hosts.leaving(name)[0] / bytes_per_s(rate)
-
-
-for run in recorded["runs"]:
-    for sent, expected in zip(run["sent"], hosts.leaving(run["placement"]), strict=True):
-        assert abs(sent / expected - 1) < 0.02
 lines = []
 for name, color, marker in (("tp across", "tp-line", "o"), ("dp across", "dp-line", "s")):
     lines.append((name, [runs[name, rate]["step_s"] for rate in RATES], color, marker, False))
@@ -132,19 +123,24 @@ Markdown("\n".join(table))
 # ## Three ways to start the same thing
 #
 # ```text
-# llmpar launch slurm  --nodes 2 -- train --mesh "dp=2 fsdp=8" --checkpoints kept
-# llmpar launch mpi    --nodes 2 -- train --mesh "dp=2 fsdp=8" --checkpoints kept
-# llmpar launch jobset --nodes 2 -- train --mesh "dp=2 fsdp=8" --checkpoints kept
+# llmpar launch slurm  --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
+# llmpar launch mpi    --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
+# llmpar launch jobset --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
 # ```
 #
-# Each prints the job file of its engine; `--submit` hands it over. The line after `--` does not change.
+# Each prints the job file of its engine; `--submit` hands it over. What follows `--` does not change. `site.toml` says what the
+# cluster is: partition, account, hosts, image.
 #
 # <footer>lesson <code>notebooks/17_many_hosts</code> · <code>llmpar doctor</code>, started as the job is, names known traps</footer>
 
 # %%
 from llmpar.launch import jobs
 
-JOB = jobs.Job(("train", "--mesh", "dp=2 fsdp=8", "--checkpoints", "kept"), 2, jobs.Site())
+JOB = jobs.Job(
+    ("train", "--mesh", "dp=2 fsdp=8", "--checkpoints", "kept"),
+    2,
+    jobs.Site(hosts=("n1", "n2"), image="registry/llmpar:1"),
+)
 starts = {"slurm": "srun", "mpi": "mpirun", "jobset": "kind: JobSet"}
 assert all(word in jobs.ENGINES[engine](JOB) for engine, word in starts.items())
 
