@@ -281,6 +281,10 @@ def place():
     return jax.process_index(), len(jax.local_devices()), jax.device_count()
 
 
+def says():
+    print("I am", jax.process_index())
+
+
 def fails_on_one():
     if jax.process_index() == 1:
         raise KeyError("planted")
@@ -292,10 +296,12 @@ def leaves_early():
         multihost_utils.sync_global_devices("never")
 
 
-def test_a_team_says_who_failed_and_where_the_others_stand():
+def test_a_team_says_who_failed_and_where_the_others_stand(capsys):
     with Team(2, 2, base=BASE) as team:
         assert team.run(place) == [(0, 2, 4), (1, 2, 4)]
         assert team.run(math.hypot, 3, 4) == [5, 5]
+        assert team.run(says) == [None, None]
+        assert sorted(capsys.readouterr().out.splitlines()) == ["[process 0] I am 0", "[process 1] I am 1"]
         begin = time.monotonic()
         with pytest.raises(TeamError) as error:
             team.run(fails_on_one)
@@ -348,10 +354,8 @@ def test_a_team_ends_with_the_program_that_started_it():
 
 def test_a_function_of_a_notebook_travels_with_what_it_names():
     world = {"__name__": "__main__", "math": math, "factor": 3}
-    exec(
-        "def inner(x):\n    return math.sqrt(x)\ndef outer(x, more=1):\n    return factor * inner(x) + more",
-        world,
-    )
+    exec("def inner(x):\n    return math.sqrt(x)", world)
+    exec("def outer(x, more=1, *, off=0):\n    return factor * inner(x) + more + off", world)
     assert made(portable(world["outer"]))(16) == 13
     exec("def maker():\n    y = 2\n    return lambda x: x + y", world)
     with pytest.raises(ValueError, match="is written inside another function; give it its values"):

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import importlib
+import io
 import marshal
 import os
 import pickle
@@ -114,7 +115,7 @@ class Team:
         return [number for number, one in enumerate(self._processes.running) if one.poll() is not None]
 
     def run(self, function: Callable, *given: Any, timeout_s: float = 300.0) -> list[Any]:
-        """Run a function in all processes, and give what each returns.
+        """Run a function in all processes, and give what each returns. What it prints is printed here.
 
         Raises TeamError where one fails, ends, or has not come back after ``timeout_s``; the team is over
         then, because the others may wait for it for ever.
@@ -142,8 +143,10 @@ class Team:
             for line in wait([self._lines[i] for i in silent], min(left, 0.2)):
                 number = self._lines.index(line)  # type: ignore[arg-type]
                 try:
-                    good, answer = pickle.loads(self._lines[number].recv_bytes())
+                    good, answer, printed = pickle.loads(self._lines[number].recv_bytes())
                     (found if good else failed)[number] = answer
+                    for words in printed.splitlines():
+                        print(f"[process {number}] {words}")
                 except (EOFError, OSError):
                     self._processes.running[number].wait(10)
                     failed[number] = f"was ended by {_status(self._processes.running[number].returncode)}"
@@ -197,7 +200,7 @@ def portable(function: Callable) -> Any:
     for name in _names(function.__code__):
         if name in function.__globals__:
             named[name] = _named(function.__globals__[name])
-    return marshal.dumps(function.__code__), function.__defaults__, named
+    return marshal.dumps(function.__code__), function.__defaults__, function.__kwdefaults__, named
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -218,9 +221,13 @@ def made(told: Any) -> Callable:
     """The function that `portable` took apart."""
     if callable(told):
         return told
-    code, defaults, named = told
+    code, defaults, named_defaults, named = told
     world = {name: _value(*one) for name, one in named.items()}
-    return types.FunctionType(marshal.loads(code), {"__builtins__": __builtins__, **world}, None, defaults)
+    function = types.FunctionType(
+        marshal.loads(code), {"__builtins__": __builtins__, **world}, None, defaults
+    )
+    function.__kwdefaults__ = named_defaults
+    return function
 
 
 def _value(kind: str, told: Any) -> Any:
@@ -248,19 +255,22 @@ def main() -> None:
         line.send(number)
         while True:
             try:
-                told, given = pickle.loads(line.recv_bytes())
+                task = line.recv_bytes()
             except EOFError:
                 os._exit(0)  # JAX would wait for the others
-            line.send_bytes(_work(told, given))
+            line.send_bytes(_work(task))
 
 
-def _work(told: Any, given: list) -> bytes:
-    """Run a function; the result, or what went wrong, to be sent."""
-    try:
-        return pickle.dumps((True, made(told)(*(_value(*one) for one in given))))
-    except Exception as error:
-        traceback.print_exc()
-        return pickle.dumps((False, f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"))
+def _work(task: bytes) -> bytes:
+    """Run a function; the result, or what went wrong, and what was printed, to be sent."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            told, given = pickle.loads(task)
+            return pickle.dumps((True, made(told)(*(_value(*one) for one in given)), printed.getvalue()))
+        except Exception as error:
+            traceback.print_exc()
+            why = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            return pickle.dumps((False, why, printed.getvalue()))
 
 
 def _end_with(parent: int) -> None:

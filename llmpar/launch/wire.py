@@ -1,6 +1,6 @@
 """Hosts on this machine, joined by a wire of a chosen rate: each process in a network of its own.
 
-Linux has this as network namespaces: a switch, and for each host a card ``eth0`` at one of its ports. The
+Linux has this as network namespaces: a switch, and for each host a card ``wire`` at one of its ports. The
 rate is a token bucket on every card. A namespace lives as long as a process in it, and ours wait for this
 process
 to end: nothing is left behind, however it ends. Root may make them, others where user namespaces are allowed.
@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 NETWORK = "10.77.0"
 """The first three numbers of the hosts' addresses. They mean nothing outside."""
+CARD = "wire"
+"""A host's only card besides loopback. No machine has one of this name: what is counted there is ours."""
 TOOLS = ("unshare", "nsenter", "ip", "tc")
 BURST, LATENCY = "128kb", "100ms"
 """What a card sends at once before its rate holds: two of the largest pieces that Linux hands to a card. And
@@ -32,7 +34,7 @@ class Count(NamedTuple):
     packets: int
 
 
-def counted(pid: int | str = "self", card: str = "eth0") -> Count:
+def counted(pid: int | str = "self", card: str = CARD) -> Count:
     """Read how much the card of a process's network has sent; nothing where there is none."""
     with open(f"/proc/{pid}/net/dev") as lines:
         found = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
@@ -124,9 +126,9 @@ class Wire:
             self._hold([*self._within(0), "unshare", "--net"])
             lines = (
                 "ip link set lo up",
-                f"ip link add eth0 type veth peer name port{host} netns {switch}",
-                f"ip addr add {self.address(host)}/24 dev eth0",
-                "ip link set eth0 up",
+                f"ip link add {CARD} type veth peer name port{host} netns {switch}",
+                f"ip addr add {self.address(host)}/24 dev {CARD}",
+                f"ip link set {CARD} up",
             )
             self._in(host + 1, "\n".join(lines))
             self._in(0, f"ip link set port{host} master switch up")
@@ -138,7 +140,7 @@ class Wire:
         self.rate = checked(rate)
         for host in range(self.num_hosts):
             bucket = f"tbf rate {rate} burst {BURST} latency {LATENCY}"
-            self._in(host + 1, f"tc qdisc replace dev eth0 root {bucket}")
+            self._in(host + 1, f"tc qdisc replace dev {CARD} root {bucket}")
 
     def address(self, host: int) -> str:
         """A host's address, which the others reach."""

@@ -227,7 +227,7 @@ except TeamError as error:
 # end, whoever started them starts them again, and they read the checkpoint:
 
 # %%
-team = hosts.start()
+team = hosts.start("50mbit" if wired else None)
 again = team.run(hosts.learn, str(kept / "killed"))[0]
 met("17.goes_on", again["start"], "went on with")
 assert again["losses"] == whole["losses"][again["start"] :]
