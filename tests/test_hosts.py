@@ -155,9 +155,10 @@ def test_on_a_slow_wire_the_recorded_seconds_follow_from_the_bytes():
 
 @needs_wire
 @pytest.mark.timeout(300)
-def test_bytes_on_the_wire_are_those_predicted():
+def test_bytes_on_the_wire_are_those_predicted(monkeypatch):
     """Training steps in two processes with a network each, and the four kinds of collectives in a learner's
     sum."""
+    monkeypatch.setenv("PYTHONPATH", BASE["PYTHONPATH"])
     with hosts.start("1gbit") as team:
         losses = []
         for name in hosts.PLACEMENTS:

@@ -244,7 +244,7 @@ def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("5\n4\n4\n" + "".join(numbers)))
     ask(file=str(file), after=True, json=True).run()
     out, said = capsys.readouterr()
-    assert json.loads(out)["score"] == 13 and "14 of 14 right" in said and "four shards" in said
+    assert json.loads(out)["score"] == 14 and "14 of 14 right" in said and "four shards" in said
     ask(file=str(file), effect=True).run()
     assert re.search(r"^explain +2\.00 -> 5\.00$", capsys.readouterr().out, re.M)
     monkeypatch.setattr("sys.stdin", io.StringIO("7\n"))

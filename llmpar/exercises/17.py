@@ -183,10 +183,6 @@ def two_level() -> Exercise:
                 "That adds over the hosts alone; the two devices of a host still differ.",
             ),
             (
-                lambda x: lax.all_gather(x, ("dp", "tp")).sum(0),
-                "The sum is right, but every x travels whole, to everybody: 3 x come to each device.",
-            ),
-            (
                 lambda x: lax.psum(lax.psum_scatter(x, "tp", tiled=True), "dp"),
                 "The sum of each shard is right, and half as long as x: gather the shards in the end.",
             ),

@@ -123,9 +123,9 @@ Markdown("\n".join(table))
 # ## Three ways to start the same thing
 #
 # ```text
-# llmpar launch slurm  --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
-# llmpar launch mpi    --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
-# llmpar launch jobset --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
+# llmpar launch slurm  --nodes 2 --site site.toml -- train --mesh fsdp=16 --checkpoints kept
+# llmpar launch mpi    --nodes 2 --site site.toml -- train --mesh fsdp=16 --checkpoints kept
+# llmpar launch jobset --nodes 2 --site site.toml -- train --mesh fsdp=16 --checkpoints kept
 # ```
 #
 # Each prints the job file of its engine; `--submit` hands it over. What follows `--` does not change. `site.toml` says what the
@@ -136,13 +136,17 @@ Markdown("\n".join(table))
 # %%
 from llmpar.launch import jobs
 
-JOB = jobs.Job(
-    ("train", "--mesh", "dp=2 fsdp=8", "--checkpoints", "kept"),
-    2,
-    jobs.Site(hosts=("n1", "n2"), image="registry/llmpar:1"),
-)
-starts = {"slurm": "srun", "mpi": "mpirun", "jobset": "kind: JobSet"}
-assert all(word in jobs.ENGINES[engine](JOB) for engine, word in starts.items())
+SITE = jobs.Site(hosts=("n1", "n2"), image="registry/llmpar:1")
+JOB = jobs.Job(("train", "--mesh", "fsdp=16", "--checkpoints", "kept"), 2, SITE)
+STARTS = {
+    "slurm": ("srun", "`srun`, a task on each node", "a loop, then `scontrol requeue`"),
+    "mpi": ("mpirun", "`mpirun`, a process on each host", "a loop in the script"),
+    "jobset": ("maxRestarts: 3", "an indexed job, a pod on each node", "`failurePolicy` of the JobSet"),
+}
+assert all(word in jobs.ENGINES[engine](JOB) for engine, (word, *_) in STARTS.items())
+assert all("for attempt in" in jobs.ENGINES[engine](JOB) for engine in ("slurm", "mpi"))
+lines = [f"| {engine} | {starts} | {again} |" for engine, (_, starts, again) in STARTS.items()]
+Markdown("\n".join(["| engine | starts | after a failure |", "|---|---|---|", *lines]))
 
 # %% [markdown] tags=["notes"]
 # **Ask:** who restarts a failed job in each? SLURM: a loop in the batch script, or a requeue. JobSet: its failure policy. `mpirun`:
