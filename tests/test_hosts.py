@@ -257,6 +257,22 @@ def test_where_no_wire_can_be_made_one_sentence_says_so(program, sentence, tmp_p
     assert wire.refusal().startswith(sentence) and "\n" not in wire.refusal()
 
 
+@pytest.mark.full
+def test_the_lesson_runs_where_no_wire_can_be_made(tmp_path):
+    """It says why, and shows the recorded run."""
+    for tool in wire.TOOLS:
+        (tmp_path / tool).write_text("#!/bin/sh\necho not permitted >&2; exit 1")
+        (tmp_path / tool).chmod(0o755)
+    flags = {name: text for name, text in BASE.items() if name != "XLA_FLAGS"}
+    env = flags | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MPLBACKEND": "agg"}
+    env |= {"LLMPAR_ANSWERS": str(tmp_path / "answers.jsonl")}
+    command = [sys.executable, str(HERE / "test_lesson_mutations.py"), "17"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "no hosts of their own can be made here: not permitted" in done.stdout
+    assert "dp across, recorded, host 0" in done.stdout and ", here," not in done.stdout
+
+
 @pytest.mark.parametrize("given, sentence", [((1,), "2 to 250 hosts"), ((2, "fast"), "'fast' is no rate")])
 def test_a_wire_that_makes_no_sense_is_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):

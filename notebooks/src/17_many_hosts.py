@@ -96,8 +96,8 @@ def who():
 print(*team.run(who), sep="\n")
 
 # %% [markdown]
-# Both see **four** devices, and each holds two of them. (The second process counts from 2048: a number of a device is no place
-# in a mesh.) No process can read the other's memory. A collective is the only way.
+# Both see **four** devices, and each holds two of them. (Process 1 counts its devices from 2048. So a device's number is not its
+# position in a mesh.) No process can read the other's memory. Values go across by collectives only.
 #
 # ## Each process hands over its own rows
 #
@@ -123,8 +123,8 @@ num_rows, mean = team.run(feed, everything)[0]
 print(f"{num_rows} rows, mean {mean}: the mean of the 8 rows is {np.arange(8).mean()}")
 
 # %% [markdown]
-# Sixteen rows, and the right mean: every row is there twice. Nothing fails, the loss falls as it should, and half of the work is
-# for nothing. Watch the *number of rows*, not the loss.
+# Sixteen rows, and the right mean: every row is there twice. Nothing fails, the loss falls as it should, and half of the work
+# is wasted. Watch the *number of rows*, not the loss.
 #
 # ### Exercise (core): whose rows?
 #
@@ -239,7 +239,7 @@ print("weights and moments: the same bits as without the kill")
 # ## Five lines
 #
 # 1. One program runs in every process; one mesh spans all devices; each process hands over its own rows.
-# 2. What leaves a host follows from the placement, not from the plan.
+# 2. One plan, two placements: the same loss, and four times the bytes across.
 # 3. `dp`, `pp` and `fsdp` may cross a slow wire; `tp` stays inside a host.
 # 4. One dead process ends all; the same command goes on from the newest checkpoint, with the same bits.
 # 5. Neither a wrong placement nor doubled rows show in the loss: count rows and bytes.
@@ -319,7 +319,7 @@ except TeamError as error:
 # %% [markdown]
 # ## Where XLA's partitioner differs
 #
-# Not here: processes and wires are below it. Under `--reading auto` it chooses other collectives, and other bytes cross.
+# It does not know hosts. Under `--reading auto` it chooses other collectives, and other bytes cross.
 #
 # ## On your cluster
 #
