@@ -175,7 +175,7 @@ def two_level() -> Exercise:
             ),
             (
                 lambda x: lax.psum(lax.psum(x, "tp"), "dp"),
-                "The sum is right, but both devices of a host send the same x across: twice what is needed.",
+                "The sum is right, but both devices of a host send a whole x across. Scatter it inside first.",
             ),
             (lambda x: lax.psum(x, "tp"), "That is each host's own sum. Nothing has crossed yet."),
             (
@@ -186,10 +186,6 @@ def two_level() -> Exercise:
                 lambda x: lax.psum(lax.psum_scatter(x, "tp", tiled=True), "dp"),
                 "The sum of each shard is right, and half as long as x: gather the shards in the end.",
             ),
-            (
-                lambda x: lax.all_gather(
-                    lax.psum(lax.psum_scatter(x, "dp", tiled=True), "tp"), "dp", tiled=True
-                ),
                 "The sum is right, but it scatters and gathers across the wire. Swap dp and tp.",
             ),
             (

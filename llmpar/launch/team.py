@@ -123,9 +123,13 @@ class Team:
         if self._ended() or not self._lines:
             raise RuntimeError("this team is over; start another")
         task = pickle.dumps((portable(function), [_named(value) for value in given]))
-        for line in self._lines:
-            line.send_bytes(task)
-        found, failed = self._answers(time.monotonic() + timeout_s)
+        try:
+            for line in self._lines:
+                line.send_bytes(task)
+            found, failed = self._answers(time.monotonic() + timeout_s)
+        except BaseException:  # an interrupted cell: what still comes would be taken for the next answer
+            self.close()
+            raise
         if len(found) == self.num and not failed:
             return [found[number] for number in range(self.num)]
         ends = self._words(failed | dict.fromkeys(found, "has come back"))
