@@ -175,7 +175,7 @@ def two_level() -> Exercise:
             ),
             (
                 lambda x: lax.psum(lax.psum(x, "tp"), "dp"),
-                "The sum is right, but both devices of a host send a whole x across. Scatter it inside first.",
+                "The sum is right, but both devices of a host send a whole x across. Scatter inside first.",
             ),
             (lambda x: lax.psum(x, "tp"), "That is each host's own sum. Nothing has crossed yet."),
             (
@@ -185,8 +185,6 @@ def two_level() -> Exercise:
             (
                 lambda x: lax.psum(lax.psum_scatter(x, "tp", tiled=True), "dp"),
                 "The sum of each shard is right, and half as long as x: gather the shards in the end.",
-            ),
-                "The sum is right, but it scatters and gathers across the wire. Swap dp and tp.",
             ),
             (
                 lambda x: lax.all_gather(
