@@ -168,6 +168,30 @@ def sleeps(which: str) -> dict:
     return {}
 
 
+def slow(which: str) -> dict:
+    """Process 1 compiles the step longer than Gloo would wait for it."""
+    import optax
+
+    from llmpar import train
+    from llmpar.plan import Plan
+    from llmpar.step import Step
+
+    plan = Plan("fsdp=2")
+    step = Step(parity.LLAMA, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
+    shape = step.abstract_batch(4, 32)
+    zeros = {
+        name: jax.make_array_from_callback(x.shape, x.sharding, lambda i: np.zeros((2, 32), np.int32))
+        for name, x in shape.items()
+    }
+
+    def late():
+        time.sleep(35 * jax.process_index())
+        joined.meet()
+
+    _, metrics = train._compiled(step, step.init(), zeros, late)(step.init(), zeros)
+    return {"loss": float(metrics["loss"])}
+
+
 def smaller(which: str) -> dict:
     """A mesh that leaves a process without devices."""
     try:

@@ -1,10 +1,11 @@
-"""Hosts in a box, and a SLURM on them: network namespaces with names and addresses of their own. Needs root.
+"""Hosts in a box, and a SLURM on them: network namespaces with own names and addresses. Needs root.
 
-    python tests/small_cluster.py hosts 4 -- hostname                                   one command on every host
-    python tests/small_cluster.py slurm 4 -- srun -N 4 llmpar train --mesh fsdp=4        one command on SLURM's head
+    python tests/small_cluster.py hosts 4 -- hostname                     a command on every host
+    python tests/small_cluster.py slurm 4 -- srun -N 4 llmpar doctor      a command on SLURM's head
 
-Every host has its own processes, too, whose first one ends with this program: then the kernel ends all others of
-that host. So nothing is left running, whatever happens, and a host that `fail`s takes all that ran on it along.
+Every host has its own processes, too, whose first one ends with this program: then the kernel ends all
+others of that host. So nothing is left running, whatever happens, and a host that fails takes all that ran
+on it along.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Hosts:
         self.names = [HEAD, *(f"n{i}" for i in range(1, num + 1))]
         self.folder = folder
         self._holders: dict[str, subprocess.Popen] = {}
+        self._running: list[tuple[str, subprocess.Popen]] = []
 
     def __enter__(self) -> Hosts:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +96,9 @@ class Hosts:
         holder.wait()
         if holder.stdout:
             holder.stdout.close()
+        for where, process in self._running:
+            if where == name:
+                process.wait()
 
     def _first(self, name: str, holder: subprocess.Popen | None = None) -> int:
         """The host's first process, as this machine numbers it."""
@@ -117,7 +122,7 @@ class Hosts:
     def background(self, name: str, command: Sequence[str], log: Path, folder: Path | str = ".", **more):
         """Start a command on a host; it writes into ``log``."""
         with open(log, "ab") as file:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 self.inside(name, command, folder),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -125,9 +130,13 @@ class Hosts:
                 start_new_session=True,
                 **more,
             )
+        self._running.append((name, process))
+        return process
 
 
-def until(done: Callable[[], object], what: str, timeout_s: float = 60, said: Callable[[], str] = str) -> None:
+def until(
+    done: Callable[[], object], what: str, timeout_s: float = 60, said: Callable[[], str] = str
+) -> None:
     """Wait until something is so. Raises TimeoutError, with what ``said`` gives."""
     end = time.monotonic() + timeout_s
     while not done():
@@ -143,7 +152,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={root}/munge.socket
+AuthInfo=socket={root}/munge.socket,cred_expire=5
 CommunicationParameters=NoAddrCache
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool.%n
@@ -159,6 +168,7 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=2
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
@@ -198,7 +208,12 @@ class Slurm:
         if name != HEAD:
             self._daemon(name, "slurmd", "-D")
             return
-        names = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "seed-file": "seed"}
+        names = {
+            "socket": "munge.socket",
+            "key-file": "munge.key",
+            "pid-file": "munge.pid",
+            "seed-file": "seed",
+        }
         flags = [f"--{flag}={self.folder / file}" for flag, file in names.items()]
         self._daemon(HEAD, "munged", "--foreground", "--force", *flags, f"--log-file={self.folder}/munge.log")
         until((self.folder / "munge.socket").exists, "munged listens", 20, self.said)

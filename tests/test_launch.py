@@ -209,6 +209,12 @@ def test_a_process_without_a_sign_of_life_counts_as_dead_after_the_heartbeat():
     assert ended.statuses[1] == -signal.SIGKILL
 
 
+@pytest.mark.full
+def test_a_process_that_compiles_long_is_waited_for():
+    """Gloo's limit for devices that meet for the first time is 30 s."""
+    assert answer(2, 1, "slow")["loss"] > 0
+
+
 def test_launch_local_runs_a_command_and_gives_its_status(tmp_path):
     """Process 0 speaks; a refusal of all is said once."""
     words = [sys.executable, "-m", "llmpar", "launch", "local", "--processes", "2", "--devices", "2", "--"]
