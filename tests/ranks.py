@@ -5,6 +5,8 @@ Process 0 prints one JSON document, the last line of its stdout.
 """
 
 # ruff: noqa: E402 -- processes join before anything else uses JAX
+import contextlib
+import io
 import json
 import os
 import sys
@@ -156,6 +158,16 @@ def stopped(which: str) -> dict:
     from jax.experimental import multihost_utils
 
     return {"steps": np.asarray(multihost_utils.process_allgather(np.int32(step))).ravel().tolist()}
+
+
+def doctor(which: str) -> dict:
+    """What `llmpar doctor` says where several processes run it."""
+    from llmpar.cli import main
+
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as words:
+        assert main(["doctor"]) == 0
+    words.seek(0)
+    return {"doctor": words.read()}
 
 
 def sleeps(which: str) -> dict:

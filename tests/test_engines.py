@@ -245,8 +245,15 @@ def test_a_host_where_mpirun_runs_but_process_0_does_not_is_refused(monkeypatch)
 def test_the_coordinator_binds_to_loopback_where_all_processes_are_here():
     free = joined.free_port()
     assert joined.check(place(0, f"127.0.0.1:{free}", num_local=2), 1) == ("127.0.0.1", f"127.0.0.1:{free}")
-    here = f"{socket.gethostname()}:{free}"
-    assert joined.check(place(0, here, num_local=2), 1)[1] == f"127.0.0.1:{free}"
+
+
+@pytest.mark.parametrize("more", [{}, {"JAX_COORDINATOR_ADDRESS": "n1:99"}], ids=["engine", "user"])
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_processes_of_one_host_meet_on_loopback_whatever_its_name_resolves_to(number, more):
+    """torchrun that has lost its other hosts names the one that is left. All must take the same address."""
+    left = TORCHRUN | {"WORLD_SIZE": "2", "RANK": number, "LOCAL_RANK": number} | more
+    assert detect(left).coordinator == ("127.0.0.1:99" if more else "127.0.0.1:29501")
+    assert detect(left | {"WORLD_SIZE": "4"}).coordinator == ("n1:99" if more else "n1:29501")
 
 
 def test_a_late_coordinator_is_waited_for_and_told():

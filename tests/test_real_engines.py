@@ -121,6 +121,31 @@ def installed(name: str) -> Path:
     return programs
 
 
+def listening(told: str, among: set[int] | None = None) -> dict[str, set[str]]:
+    """On which addresses programs listen, as `ss -ltnpH` told; ``among`` are the processes that count.
+
+    MPICH's processes inherit a socket from their launcher: it is that of the eldest.
+    """
+    found: dict[str, set[str]] = {}
+    for line in told.splitlines():
+        holders = [(int(pid), name) for name, pid in re.findall(r'"([^"]+)",pid=(\d+)', line)]
+        if holders and (among is None or min(holders)[0] in among):
+            address = line.split()[3].rpartition(":")[0].strip("[]").removeprefix("::ffff:")
+            found.setdefault(min(holders)[1], set()).add(address)
+    return found
+
+
+def listens_here(process: subprocess.Popen) -> dict[str, set[str]]:
+    """On which addresses the programs that a process has started listen."""
+    family, new = set(), {process.pid}
+    while new:
+        family |= new
+        kin = [Path(f"/proc/{pid}/task/{pid}/children") for pid in new]
+        new = {int(pid) for path in kin if path.exists() for pid in path.read_text().split()}
+    told = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout
+    return listening(told, family)
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The folder of a run that nothing interrupted: four processes that `llmpar launch local` starts."""
@@ -136,8 +161,9 @@ def test_launch_local_starts_it(tmp_path, alone, record):
     command = ["llmpar", "launch", "local", "--processes", "4", "--devices", "1", "--", *TRAIN]
     with running(command, tmp_path) as process:
         until(lambda: steps(tmp_path) or process.poll(), "first step", 300)
-        first = time.monotonic() - begin
+        first, open_on = time.monotonic() - begin, listens_here(process)
         assert process.wait(300) == 0
+    assert open_on == {"llmpar": {"127.0.0.1"}}
     assert kept(tmp_path / "kept") == kept(alone / "kept")
     record("llmpar launch local", said("llmpar", "--version", env=environ()), start_s=first)
 
@@ -171,8 +197,10 @@ def test_mpi_runs_its_job_file(mpi, alone, tmp_path, record):
     )
     with running(["bash", str(path)], tmp_path, env=env) as process:
         until(lambda: steps(tmp_path) or process.poll() is not None, "first step", 300)
-        first = time.monotonic() - begin
+        first, open_on = time.monotonic() - begin, listens_here(process)
         assert process.wait(300) == 0, (tmp_path / "out.txt").read_text()[-3000:]
+    assert open_on.pop("llmpar") == {"127.0.0.1"}
+    assert set(open_on) <= {"prterun", "mpiexec"}, "what README says of them"
     assert kept(tmp_path / "kept") == kept(alone / "kept")
     version = said(programs / "mpirun", "--version", env=env)
     record({"openmpi": "Open MPI", "mpich": "MPICH"}[mpi], version, start_s=first)
@@ -237,6 +265,8 @@ def test_slurm_starts_again_after_a_kill(slurm, alone, tmp_path, record):
     job = submitted(slurm, tmp_path)
     until(lambda: steps(tmp_path), "first step", 300, lambda: output(tmp_path))
     first = time.monotonic() - begin
+    open_on = listening(slurm.hosts.run("n1", ["ss", "-ltnpH"]).stdout)
+    assert open_on["llmpar"] == {slurm.hosts.address("n1")}
     until(lambda: saved(tmp_path, 8), "a checkpoint", 100, lambda: output(tmp_path))
     kill = "kill -9 $(scontrol listpids $0 | awk '$3 ~ /^[0-9]+$/ && $4 ~ /^[0-9]+$/ {print $1}')"
     done = slurm.hosts.run("n3", ["sh", "-c", kill, job], env=os.environ | slurm.environ)
@@ -308,6 +338,7 @@ def test_torchrun_goes_on_with_one_host_and_again_with_two(hosts, alone, tmp_pat
     start("n2")
     until(lambda: steps(tmp_path), "first step", 200, said_by)
     first = time.monotonic() - begin
+    assert listening(hosts.run("n1", ["ss", "-ltnpH"]).stdout)["llmpar"] == {hosts.address("n1")}
     until(lambda: saved(tmp_path, 8), "a checkpoint", 200, said_by)
     begin = time.monotonic()
     hosts.fail("n2")
@@ -359,7 +390,7 @@ def test_ray_runs_its_program_and_starts_again_after_a_kill(hosts, alone, tmp_pa
     until(lambda: steps(tmp_path) or driver.poll() is not None, "first step", 200, said_by)
     first = time.monotonic() - begin
     until(lambda: saved(tmp_path, 8) or driver.poll() is not None, "a checkpoint", 200, said_by)
-    kill = "grep -l ray::RayTrainWorker /proc/[0-9]*/cmdline | head -n 1 | cut -d/ -f3 | xargs kill -9"
+    kill = "grep -l ray::[R]ayTrainWorker /proc/[0-9]*/cmdline | head -n 1 | cut -d/ -f3 | xargs kill -9"
     begin = time.monotonic()
     assert hosts.run("n2", ["sh", "-c", kill]).returncode == 0
     until(lambda: resumed(tmp_path), "the next attempt", 200, said_by)
@@ -368,3 +399,26 @@ def test_ray_runs_its_program_and_starts_again_after_a_kill(hosts, alone, tmp_pa
     assert kept(tmp_path / "kept") == kept(alone / "kept")
     version = said(programs / "ray", "--version", env=env)
     record("Ray JaxTrainer, two hosts", version, cluster_s=cluster, start_s=first, again_s=again)
+
+
+def test_ray_on_slurm_as_the_slide_lists_it(slurm, alone, tmp_path, short_folder, record):
+    """Without the container and the GPUs that there are none of here."""
+    programs = installed("ray")
+    deck = (HERE.parent / "slides" / "src" / "13_run.py").read_text()
+    listing = re.search(r"^# ```bash\n(.*?--overlap.*?)^# ```", deck, re.S | re.M)[1]
+    script = "#!/bin/bash\n" + re.sub("^# ?", "", listing, flags=re.M)
+    script = re.sub('inside=".*"', 'inside=""', script.replace(" --gpus-per-node=4", ""))
+    (tmp_path / "job.sbatch").write_text(script)
+    written = job_file("ray", tmp_path, nodes=2, site="processes_per_node = 2\n")
+    written.rename(tmp_path / "train_with_ray.py")
+    env = environ(programs, RAY_worker_niceness="0", RAY_TMPDIR=short_folder)
+    begin = time.monotonic()
+    asked = ("sbatch", "--parsable", "--output=llmpar-ray.log", "job.sbatch")
+    job = slurm.ask(*asked, folder=tmp_path, **env).strip()
+    over = lambda: re.search("COMPLETED|FAILED", slurm.ask("scontrol", "show", "job", job))
+    until(lambda: steps(tmp_path) or over(), "first step", 300, lambda: output(tmp_path))
+    first = time.monotonic() - begin
+    until(over, "the job's end", 200, lambda: output(tmp_path))
+    assert kept(tmp_path / "kept") == kept(alone / "kept"), output(tmp_path)
+    version = said(programs / "ray", "--version", env=env)
+    record("Ray JaxTrainer on SLURM", version, start_s=first)

@@ -178,8 +178,7 @@ def check(
 
 def _offer(place: Place, host: str, port: int, addresses: list[str], works: str) -> tuple[str, str | None]:
     """Process 0: whether the port is free here, and to what to bind."""
-    local = is_loopback(host) or place.is_one_host
-    address = "127.0.0.1" if local and not is_loopback(addresses[0]) else addresses[0]
+    local, address = is_loopback(host), addresses[0]
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -86,13 +86,13 @@ ROWS = {
     "`WORLD_SIZE`": "`num_processes`",
     "`RANK`": "`process_id`",
     "`--max-restarts=3`": "a checkpoint, and the same command again",
-    "`--nnodes=1:4` (elastic)": "a checkpoint that any mesh can read",
+    "`--nnodes=1:2` (elastic)": "a checkpoint that any mesh can read, and `--mesh fsdp=-1`",
 }
 Markdown("\n".join(["| torchrun | JAX |", "|---|---|", *(f"| {a} | {b} |" for a, b in ROWS.items())]))
 
 # %% [markdown]
 # ```text
-# torchrun --nnodes=2 --nproc-per-node=1 --rdzv-endpoint=node1:29400 -m llmpar train
+# torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node1:29400 --no-python -- llmpar train
 # srun --nodes=2 --ntasks-per-node=1 llmpar train
 # ```
 
