@@ -311,21 +311,21 @@ def test_slurm_requeues_a_job_whose_node_fails(slurm, alone, tmp_path, record):
 # --------------------------------------------------------------------------------------------------- torchrun
 
 
-def whole(folder: Path) -> list[np.ndarray]:
-    """The weights of the newest checkpoint."""
-    newest = max(
-        (path for path in (folder / "kept").glob("*") if path.name.isdigit()), key=lambda p: int(p.name)
-    )
-    item = next(path for path in newest.iterdir() if path.is_dir() and (path / "_METADATA").exists())
-    tree = ocp.PyTreeCheckpointer().restore(item)
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+def whole(folder: Path) -> dict:
+    """The weights of the newest checkpoint, as no device holds them."""
+    found = [path for path in (folder / "kept").glob("*") if path.name.isdigit()]
+    newest = max(found, key=lambda path: int(path.name)) / "state"
+    with ocp.PyTreeCheckpointer() as reader:
+        shapes = reader.metadata(newest).item_metadata.tree
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
+        return reader.restore(newest, restore_args=as_numpy)["params"]
 
 
 def test_torchrun_goes_on_with_one_host_and_again_with_two(hosts, alone, tmp_path, record):
     """Host 2 fails; host 1 takes over its processes' work, and gives it back when it returns."""
     programs = installed("torch")
     # Evaluations change no weight: they give the second host time to come back.
-    slow = ("--eval-every", "1", "--eval-batches", "40")
+    slow = ("--eval-every", "1", "--eval-batches", "30")
     site = "processes_per_node = 2\nhosts = ['n1', 'n2']\n"
     path = job_file("torchrun", tmp_path, *slow, site=site, nodes=2, min_nodes=1)
     said_by = lambda: (tmp_path / "n1.txt").read_text()[-5000:]
@@ -352,8 +352,8 @@ def test_torchrun_goes_on_with_one_host_and_again_with_two(hosts, alone, tmp_pat
     assert agent.wait(300) == 0, said_by()
     sizes = re.findall(r"on fsdp=(\d)", (tmp_path / "n1.txt").read_text())
     assert sizes == ["4", "2", "4"], said_by()
-    for one, other in zip(whole(tmp_path), whole(alone), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    same = lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    jax.tree.map(same, whole(tmp_path), whole(alone))
     version = said(programs / "python", "-c", "import torch; print(torch.__version__)")
     record("torchrun, two hosts", version, start_s=first, less_s=less, more_s=more)
 
