@@ -113,7 +113,8 @@ Markdown("\n".join(["| torchrun | JAX |", "|---|---|", *(f"| {a} | {b} |" for a,
 
 # %% [markdown]
 # ```text
-# torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=node1:29400 --no-python -- llmpar train
+# torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d \
+#   --rdzv-endpoint=node1:29400 --no-python -- llmpar train
 # srun --nodes=2 --ntasks-per-node=1 llmpar train
 # ```
 
@@ -188,7 +189,10 @@ assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=Tr
 # **Misunderstanding:** that the container brings the driver. It brings CUDA's libraries; the driver is the host's, and must be new
 # enough.
 #
-# **Source:** Ray's guide for SLURM. The listing is checked by `bash -n` when the deck is built; no cluster has run it here.
+# **Tried:** `tests/test_real_engines.py` runs this very listing, without container and GPUs, on a SLURM whose nodes are network
+# namespaces of one machine. `train_with_ray.py` is what `llmpar launch ray` writes.
+#
+# **Source:** Ray's guide for SLURM.
 
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## Training frameworks: the same strategies, other names
