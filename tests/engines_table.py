@@ -30,7 +30,8 @@ attempt runs in the same job. Requeued: the job is asked to stop (SIGTERM, as be
 and waits in the queue. A node lost: SLURM's own requeue, from the power cut on; the node comes back as soon
 as the job is in the queue, and `SlurmdTimeout` is 10 s here (300 s by default). A requeued job is eligible
 after `cred_expire`, 5 s here and 120 s by default. torchrun: from the second host's power cut, and from its
-return. Ray: from a worker's end; the cluster itself takes {cluster_s} s to start.
+return. Ray: from a worker's end; the cluster itself takes {cluster_s} s to start, and on SLURM the pauses
+of the script, 40 s, count as well.
 
 **Machine.** {machine}.
 """
