@@ -27,7 +27,7 @@ LAUNCHERS = {
     "`torchrun`": (
         "`RANK`, `WORLD_SIZE`, `MASTER_ADDR`",
         "`initialize(address, size, rank)`",
-        first("torchrun, two hosts") if "torchrun, two hosts" in MEASURED else "",
+        first("torchrun, two hosts"),
     ),
     "Ray": ("an actor on each host", "each actor calls `initialize(…)`", first("Ray JaxTrainer, two hosts")),
     "Kubernetes": ("`JOB_COMPLETION_INDEX`, a service", "`initialize()` finds all", "not tried"),
