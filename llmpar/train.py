@@ -97,6 +97,7 @@ def train(
     ideal_step_s: float | None = None,
     tell: Callable[[str], None] = lambda words: None,
     stop: Callable[[], bool] = lambda: False,
+    meet: Callable[[], None] = lambda: None,
 ) -> tuple[State, Report]:
     """Train to step ``steps``, from the newest checkpoint if there is one.
 
@@ -113,6 +114,7 @@ def train(
         tell: called with sentences for people, such as how the checkpoint differs from this run.
         stop: called after each step; when it gives True, the state is saved (with ``checkpoints``) and
             training ends.
+        meet: called where several processes should wait for one another: some compile longer than others.
 
     Raises:
         FloatingPointError: a loss or a gradient is not finite. Checkpoints taken before that step stay.
@@ -120,6 +122,7 @@ def train(
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     _check_run(steps, eval_every, eval_batches)
     made = made_of(stream, steps, options, seed) if checkpoints else None
+    meet()
     writes = checkpoints is not None and _first_says(checkpoints.latest or 0) < steps
     with checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(), _opened(log) as lines:
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
@@ -133,9 +136,11 @@ def train(
         if resumed:
             nothing = "; nothing is left to do" * (report.start >= steps)
             tell(f"goes on from the checkpoint of step {report.start}{nothing}")
-        measured = _Measured(step, report, checkpoints, lines, on_step, resumed)
+        measured, run = _Measured(step, report, checkpoints, lines, on_step, resumed), None
         for number in range(report.start, steps):
-            state, metrics = step.run(state, _place(step, stream, number))
+            batch = _place(step, stream, number)
+            run = run or _compiled(step, state, batch, meet)
+            state, metrics = run(state, batch)
             measured.add(number, metrics)
             done, stopped = number + 1, stop()
             evaluates = held_out is not None and eval_every and (done % eval_every == 0 or done == steps)
@@ -154,6 +159,19 @@ def train(
         measured.read_all()
         report.memory_bytes = _most(report.memory_bytes)
         return step.to_natural(state), report
+
+
+def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None]) -> Callable:
+    """Give the step. Several processes compile it and meet before the first of them runs it.
+
+    Devices of a CPU that exchange data for the first time wait 30 s for one another (Gloo; no option changes
+    that), and later as long as they must. On a busy machine one process compiles longer than that.
+    """
+    if jax.process_count() == 1:
+        return step.run
+    run = step.run.lower(state, batch).compile()
+    meet()
+    return run
 
 
 def _first_says(number: int) -> int:

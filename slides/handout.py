@@ -130,6 +130,7 @@ def handout() -> str:
         ["`llmpar plan --devices 64 --model llama3-70b`", "which mesh, and why not another"],
         ["`llmpar schedule zb-h1 --stages 4 --microbatches 8`", "a pipeline's timetable, bubble and memory"],
         ['`llmpar train --mesh "dp=2 fsdp=2 tp=2"`', "train, on 8 simulated devices or on accelerators"],
+        ['`llmpar launch slurm --nodes 2 -- train --mesh "dp=2 fsdp=8"`', "the job file of a cluster"],
     ]
     return sheet("LLM parallelism: words and arrows", {
         "Words": table(from_readme("word")), "Letters": f"<p>{letters()}</p>",

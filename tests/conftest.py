@@ -95,6 +95,7 @@ def pytest_collection_modifyitems(items, config=None):
 
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="K/N", help="the K-th of N equal parts of the tests, such as 2/8")
+    parser.addoption("--record-engines", action="store_true", help="keep times of test_real_engines.py")
     group = parser.getgroup("random plans (test_random_plans.py)")
     group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
     group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")

@@ -5,6 +5,8 @@ Process 0 prints one JSON document, the last line of its stdout.
 """
 
 # ruff: noqa: E402 -- processes join before anything else uses JAX
+import contextlib
+import io
 import json
 import os
 import sys
@@ -158,6 +160,16 @@ def stopped(which: str) -> dict:
     return {"steps": np.asarray(multihost_utils.process_allgather(np.int32(step))).ravel().tolist()}
 
 
+def doctor(which: str) -> dict:
+    """What `llmpar doctor` says where several processes run it."""
+    from llmpar.cli import main
+
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as words:
+        assert main(["doctor"]) == 0
+    words.seek(0)
+    return {"doctor": words.read()}
+
+
 def sleeps(which: str) -> dict:
     """Wait to be killed."""
     from jax.experimental import multihost_utils
@@ -166,6 +178,30 @@ def sleeps(which: str) -> dict:
     print("ready", file=sys.stderr, flush=True)
     time.sleep(600)
     return {}
+
+
+def slow(which: str) -> dict:
+    """Process 1 compiles the step longer than Gloo would wait for it."""
+    import optax
+
+    from llmpar import train
+    from llmpar.plan import Plan
+    from llmpar.step import Step
+
+    plan = Plan("fsdp=2")
+    step = Step(parity.LLAMA, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
+    shape = step.abstract_batch(4, 32)
+    zeros = {
+        name: jax.make_array_from_callback(x.shape, x.sharding, lambda i: np.zeros((2, 32), np.int32))
+        for name, x in shape.items()
+    }
+
+    def late():
+        time.sleep(35 * jax.process_index())
+        joined.meet()
+
+    _, metrics = train._compiled(step, step.init(), zeros, late)(step.init(), zeros)
+    return {"loss": float(metrics["loss"])}
 
 
 def smaller(which: str) -> dict:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 
+import engines_table
 import pytest
 import yaml
 
@@ -244,8 +245,15 @@ def test_a_host_where_mpirun_runs_but_process_0_does_not_is_refused(monkeypatch)
 def test_the_coordinator_binds_to_loopback_where_all_processes_are_here():
     free = joined.free_port()
     assert joined.check(place(0, f"127.0.0.1:{free}", num_local=2), 1) == ("127.0.0.1", f"127.0.0.1:{free}")
-    here = f"{socket.gethostname()}:{free}"
-    assert joined.check(place(0, here, num_local=2), 1)[1] == f"127.0.0.1:{free}"
+
+
+@pytest.mark.parametrize("more", [{}, {"JAX_COORDINATOR_ADDRESS": "n1:99"}], ids=["engine", "user"])
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_processes_of_one_host_meet_on_loopback_whatever_its_name_resolves_to(number, more):
+    """torchrun that has lost its other hosts names the one that is left. All must take the same address."""
+    left = TORCHRUN | {"WORLD_SIZE": "2", "RANK": number, "LOCAL_RANK": number} | more
+    assert detect(left).coordinator == ("127.0.0.1:99" if more else "127.0.0.1:29501")
+    assert detect(left | {"WORLD_SIZE": "4"}).coordinator == ("n1:99" if more else "n1:29501")
 
 
 def test_a_late_coordinator_is_waited_for_and_told():
@@ -307,6 +315,59 @@ def test_a_proxy_is_kept_out_of_the_way():
     environ, told = {"https_proxy": "http://proxy:3128", "no_proxy": "a.b"}, []
     joined.without_proxy(place(0, "n1:9"), environ, told.append)
     assert environ["no_proxy"] == "a.b,n1" and environ["no_grpc_proxy"] == "n1" and "https_proxy" in told[0]
+
+
+class Told:
+    """The coordinator's memory of what failed first, as `joined` asks it."""
+
+    def __init__(self, told=None):
+        self.told = told
+
+    def key_value_try_get(self, key):
+        if self.told is None:
+            raise KeyError(key)
+        return self.told
+
+    def key_value_set(self, key, value):
+        if self.told is not None:
+            raise ValueError("it exists")
+        self.told = value
+
+
+BROKEN = "the checkpoint of step 8 could not be written: Gloo AllGather failed: Connection reset by peer"
+
+
+def test_the_end_of_another_process_is_no_fault_of_ours(monkeypatch):
+    from llmpar import cli
+
+    error = RuntimeError(
+        "UNKNOWN: Gloo AllGather failed: Read error [10.77.0.2]:61594: Connection reset by peer"
+    )
+    assert cli.explain(error).startswith("this is a fault of llmpar")
+    monkeypatch.setattr(joined, "together", lambda: True)
+    assert cli.explain(error).startswith("another process ended, or could not be reached: its own output")
+    assert cli._status(error) == 75
+
+
+@pytest.mark.parametrize(
+    "told, sentence, status",
+    [
+        (None, "'x' matches no file", 1),  # a refusal: the same again
+        (None, BROKEN, 75),  # somebody was killed while all were saving
+        ("1 process 1 failed: the disk is full", BROKEN, 1),
+        ("75 process 1 failed: KeyError: 3", BROKEN, 75),
+    ],
+)
+def test_a_job_is_started_again_if_the_first_failure_may_be_mended(monkeypatch, told, sentence, status):
+    """Job files read the exit status, and an engine may give them that of any process."""
+    from llmpar import cli
+
+    client = Told(told)
+    monkeypatch.setattr(joined, "together", lambda: True)
+    monkeypatch.setattr(joined, "_client", lambda: client)
+    error = ValueError(sentence)
+    assert cli._fail(cli.explain(error), cli._status(error), error) == status
+    assert client.told == (told or f"{status} process 0 failed: {sentence}")
 
 
 # ------------------------------------------------------------------------------------------------------ traps
@@ -616,6 +677,10 @@ def test_a_job_is_submitted_when_it_is_asked_for(monkeypatch, tmp_path):
             "2 nodes were asked for, and the site file lists 0",
         ),
         (("jobset", "--", "train", "--mesh", "dp=8"), "a JobSet needs an image"),
+        (
+            ("torchrun", "--nodes", "2", "--min-nodes", "1", "--", "train", "--mesh", "fsdp=16"),
+            "with 1 of 2 nodes: mesh 'fsdp=16' needs 16 devices but 8",
+        ),
         (("slurm", "--site", "none.toml", "--", "train"), "cannot read the site file 'none.toml'"),
     ],
 )
@@ -625,6 +690,12 @@ def test_a_job_that_would_fail_is_refused_before_it_waits_in_a_queue(words, sent
 
 
 def test_the_variables_of_a_process_here_are_understood_again():
-    environ = local.environment(4, 3, 1234, 2, {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8"})
+    environ = local.environment(
+        4, 3, "127.0.0.1:1234", 2, {"XLA_FLAGS": "--a --xla_force_host_platform_device_count=8"}
+    )
     assert detect(environ) == Place("JAX_* variables", 4, 3, "127.0.0.1:1234", 3, 4)
     assert environ["XLA_FLAGS"] == "--a" and environ["JAX_NUM_CPU_DEVICES"] == "2"
+
+
+def test_the_table_of_start_times_is_what_was_recorded():
+    assert engines_table.TABLE.read_text() == engines_table.table(json.loads(engines_table.FILE.read_text()))

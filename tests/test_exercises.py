@@ -318,6 +318,41 @@ ANSWERS = {  # what learners answer, beside the planted ones
         lambda x, up, down: feed_forward(x, up, down, P("dp", None, None, unreduced={"tp"})),
         lambda x, up, down: x + jax.nn.silu(x @ up) @ down,
     ],
+    "17.leaves": [
+        {"dp across": 2.96e6, "tp across": 5.9e6},
+        {"dp across": 1.48e6, "tp across": 11.8e6},
+        {"dp across": 2.96, "tp across": 11.8},
+        {"dp across": 11.8e6, "tp across": 2.96e6},
+        {"dp across": 5.92e6, "tp across": 23.6e6},
+        {"dp across": 0, "tp across": 11.8e6},
+        {"dp": 1, "tp": 2},
+    ],
+    "17.rows": [
+        lambda batch, process, num: batch[process],
+        lambda batch, process, num: batch,
+        lambda batch, process, num: batch[process::num],
+        lambda batch, process, num: np.array_split(batch, num)[num - 1 - process],
+        lambda batch, process, num: np.array_split(batch, num)[0],
+        lambda batch, process: batch,
+        8,
+    ],
+    "17.goes_on": [7, 8, 0, 6, 12, 3, "4"],
+    "17.two_level": [
+        lambda x: lax.psum(x, ("tp", "dp")),
+        lambda x: lax.psum(lax.psum(x, "dp"), "tp"),
+        lambda x: lax.psum(x, "dp"),
+        lambda x: lax.psum_scatter(x, "tp", tiled=True),
+        lambda x: x,
+        lambda x: lax.all_gather(lax.psum_scatter(x, "tp", tiled=True), "tp", tiled=True),
+    ],
+    "17.law": [
+        but("17.law", **{"all-reduce": 7}),
+        but("17.law", **{"reduce-scatter": 7 / 8}),
+        but("17.law", **{"reduce-scatter": 1 / 2}),
+        but("17.law", **{"all-to-all": 7 / 8}),
+        {"all-reduce": 7, "reduce-scatter": 3.5, "all-to-all": 3.5},
+        {"all-reduce": 7 / 8, "reduce-scatter": 7 / 8, "all-to-all": 3.5},
+    ],
 }
 
 

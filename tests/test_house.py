@@ -44,7 +44,7 @@ WINGS = {
     "serve": set(),  # answer requests
     "launch": set(),  # on a cluster
     "explore": {"predict", "draw", "inspect"},  # the same in the reader's hands
-    "exercises": {"predict", "draw", "inspect"},  # judge an answer
+    "exercises": {"predict", "draw", "inspect", "launch"},  # judge an answer
     "cli": {"predict", "draw", "inspect", "serve", "launch", "explore", "exercises"},  # from a terminal
 }
 NO_JAX_WINGS = {"predict", "draw"}

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -135,6 +136,48 @@ def forgotten_sum():
     mesh.from_type = lambda value, dims: parse_layout(str(right(value, dims)).partition(" +")[0])
 
 
+def in_every_process(*faults):
+    """Plant errors in the processes that a lesson starts: Python runs `sitecustomize` first."""
+    folder = tempfile.mkdtemp()
+    calls = "".join(f"test_lesson_mutations.{name}()\n" for name in faults)
+    Path(folder, "sitecustomize.py").write_text(f"import test_lesson_mutations\n{calls}")
+    paths = (folder, str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
+def one_lap():
+    """An all-reduce is predicted to go round its ring once."""
+    from llmpar.predict import hosts
+
+    right = hosts.ring_share
+    hosts.ring_share = lambda kind, group: right(kind, group) / (2 if kind == "all-reduce" else 1)
+
+
+def mean_everywhere():
+    """A sum over devices becomes a mean, on all hosts."""
+    in_every_process("mean")
+
+
+def lost_moments():
+    """A checkpoint is read without the optimizer's moments, on all hosts."""
+    in_every_process("no_moments")
+
+
+def no_moments():
+    """A checkpoint is read without the optimizer's moments."""
+    import jax
+
+    from llmpar.checkpoint import Checkpoints
+
+    right = Checkpoints.restore
+
+    def restore(*given, **other):
+        state = right(*given, **other)
+        return state and state._replace(optimizer=jax.tree.map(lambda x: 0 * x, state.optimizer))
+
+    Checkpoints.restore = restore
+
+
 FAULTS = {
     "00": (swapped_axes,),
     "01": (forgotten_moment,),
@@ -149,6 +192,7 @@ FAULTS = {
     "10": (first_axis_only,),
     "11": (turned_round,),
     "12": (forgotten_sum, mean),
+    "17": (one_lap, mean_everywhere, lost_moments),
 }
 """What is planted for each lesson; the first is what the lesson is about."""
 

@@ -25,6 +25,11 @@ def document():
     return measured.against(FILE)
 
 
+@pytest.fixture(scope="module")
+def unseen():
+    return measured.against(measured_table.UNSEEN)
+
+
 def test_step_times_are_right_on_the_whole(document):
     summary = document["summary"]
     assert summary["runs"] > 580
@@ -38,12 +43,33 @@ def test_memory_is_right_on_the_whole_and_every_published_run_is_accepted(docume
 
 
 @pytest.mark.parametrize(
-    "name", ["vtrain.multi.3.6B", "vtrain.multi.175B", "bloom.rampup", "maxtext.a3.llama2-7b"]
+    "name", ["vtrain.multi.3.6B", "vtrain.multi.175B", "bloom.rampup", "bloom.02-21", "maxtext.a3.llama2-7b"]
 )
 def test_meshes_are_ranked_as_they_were_measured(document, name):
-    group = next(g for g in document["groups"] if g["id"] == name)
+    group = next(g for g in document["groups"] if g["id"].startswith(name))
     assert group["spearman"] >= 0.85
     assert group["choice_over_best"] is None or group["choice_over_best"] <= 1.05
+
+
+def test_runs_that_no_fit_saw_are_predicted_as_well(unseen):
+    """Tables of three sources, BLOOM's out-of-memory among them."""
+    summary = unseen["summary"]
+    assert summary["runs"] > 270 and not unseen["left_out"]
+    assert summary["step_mean_abs_error"] <= 0.10 and summary["step_median_abs_error"] <= 0.06
+    assert summary["memory_median_abs_error"] <= 0.05
+    wrong = [row for row in unseen["rows"] if row["error"]["fits"]]
+    refused = [row for row in unseen["rows"] if not row["measured"]["fits"]]
+    assert len(refused) == 6
+    assert [row["id"] for row in wrong] == ["bloom.02-28.h14336.l82/0"], "203B with these axes holds 67 GB"
+
+
+def test_heads_that_tensor_cores_do_not_take_are_slow(unseen):
+    """Heads of 108 against 216 and 144: measured 1.33 to 1.44 times as slow, in three pairs."""
+    rows = {row["id"]: row for row in unseen["rows"]}
+    for narrow, wide in ((3, 1), (6, 4), (8, 7)):
+        slow, fast = (rows[f"bloom.02-26.h13824.l78/{i}"] for i in (narrow, wide))
+        for kind in ("predicted", "measured"):
+            assert 1.3 < slow[kind]["step_s"] / fast[kind]["step_s"] < 1.5
 
 
 def test_a_row_says_what_was_predicted_measured_and_by_which_terms(document):
@@ -166,7 +192,7 @@ def test_a_fit_on_half_of_the_sources_predicts_the_other_half():
         for c in cases
         if c.group.startswith("vtrain.multi")
     ]
-    assert statistics.mean(found) < 0.25, "other clusters and other years: measured.md has 22 %"
+    assert statistics.mean(found) < 0.25, "other clusters and other years: measured.md has 16 %"
 
 
 def test_the_table_in_the_docs_is_current():

@@ -36,7 +36,7 @@ def test_a_product_takes_its_flops_and_its_bytes():
     moved = 2 * (1024 * 4096 + 4096 * 2048 + 1024 * 2048)
     by_hand = 2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s) + moved / H100.hbm_bytes_per_s
     assert math.isclose(clock.products([one]), by_hand)
-    assert clock.products([one], fp8=True) < clock.products([one])
+    assert clock.products([one], bits=8) < clock.products([one])
     each = dataclasses.replace(EASY, half=1024 * 2048)
     assert Clock(run_of(), each).products([one]) - clock.products([one]) == pytest.approx(
         2 * 1024 * 4096 * 2048 / (0.5 * H100.flops_per_s)

@@ -68,6 +68,8 @@ def explain(error: Exception) -> str:
     if refused or isinstance(error, OSError | FloatingPointError):
         return str(error)
     summary = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+    if (joined := _joined()) and joined.together() and joined.is_broken(summary):
+        return f"another process ended, or could not be reached: its own output says why ({summary})"
     if "RESOURCE_EXHAUSTED" in summary or "Out of memory" in summary:
         return (
             f"the memory of a device is full ({summary}); use a smaller model or batch, more microbatches, or"
@@ -84,17 +86,19 @@ def _joined() -> Any:
 
 def _status(error: Exception) -> int:
     """The status of an error: of several processes' one that another attempt may mend it, if it is no
-    refusal."""
+    refusal. A checkpoint that was not written because another process ended is none."""
     joined = _joined()
+    if not joined or not joined.together():
+        return 1
     refused = isinstance(error, ValueError | OSError | FloatingPointError)
-    return joined.FAILED if joined and joined.together() and not refused else 1
+    return 1 if refused and not joined.is_broken(str(error)) else joined.FAILED
 
 
-def _of_others(sentence: str, status: int) -> bool:
-    """Tell the other processes of this one, if there are some, that it fails, and whether one failed first:
-    then this one says so in place of its own sentence."""
+def _of_others(sentence: str, status: int) -> int | None:
+    """Tell the other processes of this one, if there are some, that it fails. If one of them failed first,
+    this one has said so in place of its own sentence, and ends with that one's status."""
     joined = _joined()
-    return bool(joined and joined.tell_others(sentence, status))
+    return joined.tell_others(sentence, status) if joined and sentence else None
 
 
 def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
@@ -103,10 +107,11 @@ def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
         import traceback
 
         traceback.print_exception(error)
-    if sentence and not _of_others(sentence, status):
+    first = _of_others(sentence, status)
+    if sentence and first is None:
         print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # what is still in its buffer cannot be written
-    return status
+    return status if first is None else first

@@ -13,6 +13,7 @@ import tyro
 
 from llmpar.cli.options import File, say
 from llmpar.launch import jobs, local
+from llmpar.launch.wire import Wire
 
 MAX_PROCESSES = 64
 
@@ -36,6 +37,8 @@ class Launch:
         gpus_per_node: replaces the site's; 8 where there is no site file.
         processes: local: how many.
         devices: local: CPU devices that each of them simulates.
+        wire: local: each process is a host, and a wire of this rate, such as 100mbit, joins them (Linux, as
+            root or where user namespaces are allowed).
         out: write the file there; with --submit, by default, llmpar-job in this folder.
         submit: hand the job over.
     """
@@ -47,6 +50,7 @@ class Launch:
     gpus_per_node: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     processes: int = 2
     devices: int = 4
+    wire: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
     out: File = None
     submit: bool = False
     words: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
@@ -63,6 +67,7 @@ class Launch:
             raise SystemExit(self.run_here())
         job = self.job()
         self.check_command(job.num_devices)
+        self.check_fewer(job)
         if not job.goes_on and self.words[0] == "train":
             say("llmpar: no --checkpoints: nothing is kept, and a failed job is not started again")
         text = jobs.ENGINES[self.engine](job)
@@ -83,7 +88,7 @@ class Launch:
 
     def check_options(self) -> None:
         """Refuse options that this engine does not read."""
-        here = ("processes", "devices")
+        here = ("processes", "devices", "wire")
         there = ("nodes", "site", "out", "submit", "min_nodes", "gpus_per_node")
         unread = there if self.engine == "local" else here + ("min_nodes",) * (self.engine != "torchrun")
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
@@ -106,7 +111,22 @@ class Launch:
     def run_here(self) -> int:
         """Run the command in processes of this machine, and give the exit status."""
         self.check_command(self.processes * self.devices)
-        return local.run([sys.executable, "-m", "llmpar", *self.words], self.processes, self.devices)
+        command = [sys.executable, "-m", "llmpar", *self.words]
+        if self.wire is None:
+            return local.run(command, self.processes, self.devices)
+        with Wire(self.processes, self.wire) as wire:
+            status = local.run(command, self.processes, self.devices, wire)
+            sent = ", ".join(f"{wire.counted(host).sent_bytes:,} B" for host in range(self.processes))
+            say(f"llmpar: the hosts sent {sent} over the wire of {self.wire}, all connections and steps")
+        return status
+
+    def check_fewer(self, job: jobs.Job) -> None:
+        """Refuse a command that could not go on with fewer nodes, as torchrun is told to."""
+        for nodes in range(max(1, self.min_nodes or self.nodes), self.nodes):
+            try:
+                self.check_command(dataclasses.replace(job, nodes=nodes).num_devices)
+            except ValueError as error:
+                raise ValueError(f"with {nodes} of {self.nodes} nodes: {error}") from error
 
     def check_command(self, num_devices: int) -> None:
         """Refuse a command that would be refused on that many devices, before it waits in a queue."""

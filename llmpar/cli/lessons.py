@@ -78,5 +78,9 @@ GLOSSARY = (
     ("census", "what a compiled program sends, counted"),
     ("microbatch", "a part of the batch that goes through the model by itself; gradients are added up"),
     ("bubble", "the time in which a pipeline's stage waits"),
+    (
+        "host, process",
+        "a machine with its own memory; the program that runs on it, one of several with one mesh",
+    ),
 )
 """The words that a newcomer needs first; the README's Words and Letters have all of them."""

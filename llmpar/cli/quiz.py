@@ -1,4 +1,4 @@
-"""``llmpar quiz``: thirteen questions and three self-ratings, before a workshop and after it."""
+"""``llmpar quiz``: fourteen questions and three self-ratings, before a workshop and after it."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Train:
         options = OptimizerConfig(**vars(self.optimizer))
         check_picture(self.plot)
         from llmpar.checkpoint import Checkpoints
-        from llmpar.launch.joined import Watchdog
+        from llmpar.launch.joined import Watchdog, meet
         from llmpar.mesh import make_mesh, platform_of
         from llmpar.train import train
 
@@ -134,6 +134,7 @@ class Train:
                 ideal_step_s=ideal_step_s(config, self.step, mesh),
                 tell=say,
                 stop=stopper.asked,
+                meet=meet,
             )
         if stopper.number and (done := report.start + len(report.losses)) < self.steps:
             goes_on = f"kept in {self.checkpoints}: the same command goes on from there"

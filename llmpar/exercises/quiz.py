@@ -171,6 +171,18 @@ _ask(
         3: "Each of the ranks holds an addend, one's own included.",
     },
 )
+_ask(
+    "17",
+    "4 hosts of 8 GPUs, a process on each host, dp=32, 64 rows: how many rows does a process hand over?",
+    16,
+    "Each process hands over the rows of its own devices: 64 / 4.",
+    {
+        64: "That is the whole batch: each row would be there four times.",
+        2: "That is a device's share; a process has eight devices.",
+        8: "That is how many devices a process has.",
+        32: "That is how many devices there are.",
+    },
+)
 
 
 def score(when: str, answers: Mapping[str, Any], ratings: Mapping[str, int]) -> dict[str, Any]:

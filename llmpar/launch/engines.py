@@ -49,7 +49,8 @@ def detect(environ: Mapping[str, str], read: Callable[[str], str] = lambda path:
     """Tell which engine started this process. The innermost one counts: an `mpirun` inside a SLURM job.
 
     ``read`` gives the text of a file that a variable names (PBS has one with the hosts). A coordinator's
-    address that the user gives (JAX_COORDINATOR_ADDRESS) replaces the engine's in every case.
+    address that the user gives (JAX_COORDINATOR_ADDRESS) replaces the engine's in every case. Processes that
+    are all on one host meet on loopback, whatever that host is called.
 
     Raises ValueError where the variables contradict each other.
     """
@@ -57,6 +58,8 @@ def detect(environ: Mapping[str, str], read: Callable[[str], str] = lambda path:
     place = next((found for rule in RULES if (found := rule(env, read))), Place())
     if (given := env.get("JAX_COORDINATOR_ADDRESS")) and place.num_processes > 1:
         place = replace(place, coordinator=_with_port(given, env, env.get("SLURM_JOB_ID", "llmpar")))
+    if place.is_one_host and place.coordinator and not is_loopback(place.coordinator):
+        place = replace(place, coordinator=f"127.0.0.1:{place.coordinator.rpartition(':')[2]}")
     if not 0 <= place.process_id < place.num_processes:
         raise ValueError(
             f"{place.engine} numbers this process {place.process_id} of {place.num_processes}; numbers count"

@@ -283,7 +283,8 @@ def torchrun(job: Job) -> str:
         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it nodes that come back find no address",
         f"exec torchrun --nnodes={nodes} --nproc-per-node={site.processes_per_node}"
         f" --max-restarts={RETRIES if job.goes_on else 0} --rdzv-backend=c10d"
-        f' --rdzv-endpoint="$first:29400" --rdzv-id=${{SLURM_JOB_ID:-{job.name}}} --no-python {job.command}',
+        f' --rdzv-endpoint="$first:29400" --rdzv-id=${{SLURM_JOB_ID:-{job.name}}}'
+        f" --no-python -- {job.command}",
     ]
     return _text(lines)
 
@@ -364,10 +365,10 @@ def ray(job: Job) -> str:
     retries = RETRIES if job.goes_on else 0
     return _text(
         [
-            (
-                '"""Runs one command of llmpar on the workers of a Ray cluster: ray job submit -- python'
-                ' FILE."""'
-            ),
+            '"""Runs a command of llmpar on the workers of a Ray cluster, in the folder of this file, which',
+            'all nodes share."""',
+            "",
+            "import os",
             "",
             "from ray.train import FailureConfig, RunConfig, ScalingConfig",
             "from ray.train.v2.jax import JaxTrainer",
@@ -379,6 +380,7 @@ def ray(job: Job) -> str:
             "def run(config):",
             "    from llmpar.cli import main",
             "",
+            '    os.chdir(config["folder"])  # Ray gives each worker a folder of its own',
             "    if status := main(WORDS):",
             '        raise SystemExit(f"llmpar ended with status {status}")',
             "",
@@ -386,6 +388,7 @@ def ray(job: Job) -> str:
             'if __name__ == "__main__":',
             "    JaxTrainer(",
             "        run,",
+            '        train_loop_config={"folder": os.path.dirname(os.path.abspath(__file__))},',
             "        # Without use_gpu Ray joins no workers; where it is set on CPUs, they meet by Gloo.",
             "        jax_config=JaxConfig(use_gpu=True),",
             (
@@ -421,5 +424,5 @@ def submit_line(engine: str, path: str, site: Site) -> list[str]:
         "mpi": ["bash", path],
         "torchrun": ["bash", path],
         "jobset": ["kubectl", "apply", "-f", path],
-        "ray": ["ray", "job", "submit", "--working-dir", ".", "--", "python", path],
+        "ray": ["ray", "job", "submit", "--", "python", str(Path(path).absolute())],
     }[engine]

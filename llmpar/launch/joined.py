@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import itertools
 import os
 import re
 import signal
@@ -32,6 +33,8 @@ together."""
 RESOLVE_S = 1.5
 """Seconds for a name to be resolved: doctor and `initialize` answer within two."""
 _KEY = "llmpar/failed"
+_MEETINGS = itertools.count()
+DAY_MS = 24 * 3600 * 1000
 
 
 def initialize(
@@ -175,8 +178,7 @@ def check(
 
 def _offer(place: Place, host: str, port: int, addresses: list[str], works: str) -> tuple[str, str | None]:
     """Process 0: whether the port is free here, and to what to bind."""
-    local = is_loopback(host) or place.is_one_host
-    address = "127.0.0.1" if local and not is_loopback(addresses[0]) else addresses[0]
+    local, address = is_loopback(host), addresses[0]
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -448,26 +450,38 @@ def together() -> bool:
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
-def tell_others(sentence: str, status: int) -> bool:
-    """Tell the other processes that this one failed; whether another one failed first, which it then says.
+def meet() -> None:
+    """Wait for the other processes, however long they take. The end of one of them ends the others."""
+    if together():
+        _client().wait_at_barrier(f"llmpar/meet/{next(_MEETINGS)}", DAY_MS)
+
+
+def is_broken(sentence: str) -> bool:
+    """Whether an error tells of a collective that broke: another process ended, or came too late."""
+    return any(sign in sentence for sign in ("Gloo", "NCCL", "DEADLINE", "UNAVAILABLE"))
+
+
+def tell_others(sentence: str, status: int) -> int | None:
+    """Tell the other processes that this one failed; if another one failed first, say that, and give its
+    status.
 
     Of several failures the first is told: a process whose collective broke because another died says so.
     """
     if not together():
-        return False
+        return None
     import jax
 
     mine = f"{status} process {jax.process_index()} failed: {sentence}"
-    if "Gloo" in sentence or "DEADLINE" in sentence or "UNAVAILABLE" in sentence:
+    if is_broken(sentence):
         first_failure(1.0)  # somebody else's end, who may be about to say why
     with contextlib.suppress(Exception):  # somebody was first
         _client().key_value_set(_KEY, mine)
     told = first_failure()
-    if told and told.partition(": ")[2] == sentence:
-        return False  # all refuse the same: each says so
-    if told and told != mine:
-        print(f"llmpar: ends, because {told.partition(' ')[2]}", file=sys.stderr, flush=True)
-    return bool(told) and told != mine
+    if not told or told == mine or told.partition(": ")[2] == sentence:
+        return None  # all refuse the same: each says so
+    first, _, why = told.partition(" ")
+    print(f"llmpar: ends, because {why}", file=sys.stderr, flush=True)
+    return int(first)
 
 
 def leave(status: int) -> None:

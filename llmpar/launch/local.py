@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmpar.launch.joined import free_port
+from llmpar.launch.wire import Wire
 
 GRACE_S = 20.0
 """Seconds that processes have to save and leave when they were asked to, and to end when one failed."""
@@ -42,10 +43,12 @@ class Ended:
         return 128 - found if found < 0 else found
 
 
-def environment(num: int, number: int, port: int, devices: int | None, base: Mapping[str, str]) -> dict:
+def environment(
+    num: int, number: int, coordinator: str, devices: int | None, base: Mapping[str, str]
+) -> dict:
     """The variables of one of ``num`` processes here; ``devices`` are those that it simulates, or None."""
     told = {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_NUM_PROCESSES": str(num),
         "JAX_PROCESS_ID": str(number),
     }
@@ -61,7 +64,7 @@ class Processes:
     """Several processes with one command; whatever happens inside ``with``, none is left behind it.
 
     Process 0 writes where this process writes (with ``show``); what the others say is kept, and told where
-    one of them fails first.
+    one of them fails first. With a ``wire`` each is on a host of its own; else all are on loopback.
     """
 
     def __init__(
@@ -71,22 +74,25 @@ class Processes:
         devices: int | None = None,
         base: Mapping[str, str] | None = None,
         show: bool = False,
+        wire: Wire | None = None,
     ):
+        self.wire = wire
         self.command, self.num, self.devices, self.show = list(command), num, devices, show
         self.base = os.environ if base is None else base
         self.running: list[subprocess.Popen] = []
         self._files: list = []
 
     def __enter__(self) -> Processes:
-        port = free_port()
+        host = self.wire.address(0) if self.wire else "127.0.0.1"
+        coordinator = f"{host}:{free_port()}"
         for number in range(self.num):
             files = [tempfile.TemporaryFile() for _ in range(2)]
             self._files.append(files)
             shown = self.show and number == 0
             self.running.append(
                 subprocess.Popen(
-                    self.command,
-                    env=environment(self.num, number, port, self.devices, self.base),
+                    self.wire.command(number, self.command) if self.wire else self.command,
+                    env=environment(self.num, number, coordinator, self.devices, self.base),
                     stdin=subprocess.DEVNULL,
                     stdout=None if shown else files[0],
                     stderr=None if shown else files[1],
@@ -149,13 +155,13 @@ class Processes:
         return (self._text(number, 0) if number else "") + self._text(number, 1)
 
 
-def run(command: Sequence[str], num: int, devices: int | None) -> int:
+def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None = None) -> int:
     """Run a command in several processes here, process 0 on this terminal, and give the exit status.
 
     The first Ctrl-C or SIGTERM asks them to save and leave, the second ends them.
     """
     asked = 0
-    with Processes(command, num, devices, show=True) as processes:
+    with Processes(command, num, devices, show=True, wire=wire) as processes:
 
         def ask(number, frame) -> None:
             nonlocal asked

@@ -29,9 +29,7 @@ def fits(run: Run) -> bool:
 
 def _stage(run: Run, stage: int) -> dict[str, float]:
     soft, mesh, s = run.software, run.mesh, run.sizes
-    pieces = mesh.pp * run.virtual_stages
-    base, more = divmod(run.config.num_layers, pieces)
-    counts = [base + (i < more) for i in range(pieces)][stage :: mesh.pp]
+    counts = run.chunk_layers[stage :: mesh.pp]
     layers = sum(counts)
     dense = min(run.dense_layers, layers) if stage == 0 else 0
     first, last = stage == 0, stage == mesh.pp - 1

@@ -76,8 +76,8 @@ INPUTS = {
     "schedule": "the pipeline's",
     "precision": "FP8, or anything else",
     "software": "a row of workload.SOFTWARE",
+    "options": "words: of a sum of gradients in float32, of embeddings that count as layers of a pipeline",
     # words for the reader
-    "options": "",
     "measured_on": "",
     "megatron": "",
     "columns": "the names of a sweep's columns",
@@ -92,8 +92,10 @@ MEASURED = {
     "fits_80GB": "fits", "fits_80gb": "fits", "fits_40GB": "fits", "fits": "fits",
 }  # fmt: skip
 """What was measured, and which of our answers it is held against. The rest of ``expected`` is derived."""
-NARROW = ("FP8", "MXFP8", "NVFP4", "INT8")
-"""Precisions whose products are priced as 8-bit ones."""
+BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4}
+"""Of the operands of products, by how a precision's name begins; others have 16."""
+IN_FLOAT32 = re.compile(r"(fp32|float32)[\w ]*(grad|accum)|(grad|accum)[\w ]*(fp32|float32)", re.IGNORECASE)
+"""Options of a run whose gradients are summed up in float32, where its framework also does so in 16 bits."""
 NETWORKS = {"800 gb/s per node of 8": 12.5e9, "400 gb/s per gpu": 50e9}
 
 
@@ -116,12 +118,13 @@ class Source:
     network_bytes_per_s: float = 0.0
     full_attention: bool = True  # TFLOP/s count attention's whole square
     inputs: dict[str, Any] = field(default_factory=dict)
+    heads: dict[int, int] = field(default_factory=dict)  # by the model's width
 
 
 SOURCES = {
     "bigscience": Source(
         "megatron-deepspeed", "a100-80", gpt=True, ffn_products=2, network_bytes_per_s=6.25e9,
-        recompute="block",
+        recompute="block", heads={14_336: 64, 14_400: 96},
     ),
     "vTrain": Source(
         "megatron-2021", "a100-80", gpt=True, ffn_products=2, zero=0, recompute="none",
@@ -134,7 +137,7 @@ SOURCES = {
         recompute="none",
     ),
     "llm-foundry": Source(
-        "fsdp", gpt=True, ffn_products=2, zero=3, network_bytes_per_s=25e9, inputs={"vocab": 50_368}
+        "composer", gpt=True, ffn_products=2, zero=3, network_bytes_per_s=25e9, inputs={"vocab": 50_368}
     ),
     "torchtitan": Source("fsdp", "h100", zero=3, tp_sequence=True, allocated=True, balanced=False),
     "tpu-recipes": Source("maxtext", zero=3, tp_sequence=True),
@@ -275,7 +278,9 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
         links = dataclasses.replace(links, node_size=max(1, mesh.size // slices // chip.devices_per_chip))
     ranks = mesh.dp * mesh.fsdp * mesh.ep
     rows, microbatches = _batch(known, ranks, mesh)
-    software = SOFTWARE[known.get("software", source.software)]
+    software, options = SOFTWARE[known.get("software", source.software)], str(known.get("options", ""))
+    if IN_FLOAT32.search(options):
+        software = SOFTWARE.get(f"{software.name}-bf16", software)
     zero = known.get("zero", 3 if "fsdp" in known and known["fsdp"] and known["fsdp"] > 1 else source.zero)
     if mesh.fsdp > 1:
         zero = 3
@@ -292,10 +297,11 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
         context_parallel=source.context_parallel,
         ffn_products=ffn_products,
         gpt=source.gpt,
-        fp8=str(known.get("precision", "")).upper().startswith(NARROW) or "float8" in group.get("what", ""),
+        bits=_bits(str(known.get("precision", "")), group.get("what", "")),
         slices=slices,
         expert_tp=source.expert_tp,
         balanced=source.balanced,
+        ends_as_layers="embedding" in options and mesh.pp > 1,
     )  # fmt: skip
     for words, policy in SAID.items():
         if words in group.get("what", ""):
@@ -305,6 +311,11 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
     if software.name == "maxtext" and may_offload and not held.fits(run):
         run = dataclasses.replace(run, offload=True)
     return Case(name, group["id"], run, _measured(found, run, source), group.get("source", ""))
+
+
+def _bits(precision: str, what: str) -> int:
+    said = "FP8" if "float8" in what else precision.upper()
+    return next((bits for name, bits in BITS.items() if said.startswith(name)), 16)
 
 
 def _schedule(said: str, chunks: int) -> str:
@@ -363,7 +374,7 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
     width = known.get("h", known.get("d"))
     if not width or "layers" not in known:
         raise ValueError("it gives no dims of its model: h, layers, heads, ffn, vocab")
-    heads = known.get("heads") or width // 128
+    heads = known.get("heads") or source.heads.get(width) or width // 128
     gated = source.ffn_products
     if "activation" in known:
         gated = 2 if "two matrices" in known["activation"] else 3
@@ -565,7 +576,7 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
                 run.seq_len,
                 run.mesh.size,
                 run.chip.name,
-                run.fp8,
+                run.bits,
                 case.source,
             )
             alike.setdefault(what, []).append(i)

@@ -90,7 +90,7 @@ class Server(Clock):
         super().__init__(run)
         self.layers = math.ceil(q.config.num_layers / mesh.pp)
 
-    def products(self, found: list[Product], fp8: bool = False) -> float:
+    def products(self, found: list[Product], bits: int = 16) -> float:
         """Seconds of products that stream their weights: computing or reading weights, whichever is longer,
         and moving the activations. The sums of a small result are dealt to several cores and joined."""
         seconds = 0.0

@@ -25,9 +25,12 @@ FORWARD_KERNELS, BACKWARD_KERNELS = 35, 60
 """Kernels of a layer of an eager framework, and of its share of the backward pass: counted in Megatron's."""
 OPTIMIZER_BYTES = 30
 """Read and written by Adam per parameter: gradient, weight and two moments in float32, and a 16-bit copy."""
-FLASH2 = dict.fromkeys(("h100", "h200", "gh200", "b200", "gb200", "gb300"), 0.6)
-"""What FlashAttention-2 reaches of what the vendor's kernels do: on H100 35 % of peak where cuDNN and
-FlashAttention-3 have 60 or more (Shah et al. 2024, sections 1 and 4)."""
+LATER = ("h100", "h200", "gh200", "b200", "gb200", "gb300")
+"""GPUs after A100, whose products older kernels do not feed (`Software.later_attention`)."""
+ALIGNED, SCALAR = 8, 1 / 32
+"""Elements of 16 bits that the rows of a batched product must be a multiple of to run on tensor cores, and
+the share of their peak that it reaches elsewhere: half of what CUDA cores do in float32, a sixteenth on A100
+(NVIDIA, data sheet; the half is from BigScience's runs with heads of 108)."""
 ACCUMULATED_BYTES = 8
 """Read and written per parameter when a microbatch's gradient is added to a sum in float32."""
 LOSS_PASSES = 6
@@ -91,12 +94,12 @@ class Clock:
 
     # ------------------------------------------------------------------------------------------- prices
 
-    def products(self, found: list[Product], fp8: bool = False) -> float:
-        """Seconds of matrix products."""
+    def products(self, found: list[Product], bits: int = 16) -> float:
+        """Seconds of matrix products. Each halving of an operand's bits makes them faster by one factor."""
         seconds = 0.0
         for p in found:
             share = self.rates.products if p.times == 1 else self.rates.grouped
-            rate = self.device.flops_per_s * share * (self.rates.eight_bit if fp8 else 1.0)
+            rate = self.device.flops_per_s * share * self.rates.eight_bit ** math.log2(16 / bits)
             moved = 2.0 * p.times * (p.rows * p.inner + p.inner * p.out + p.rows * p.out)
             waves = 1 + self.rates.half / (p.rows * p.out)
             seconds += p.flops / rate * waves + moved / self.bytes_per_s
@@ -119,25 +122,28 @@ class Clock:
 
     # -------------------------------------------------------------------------------------------- a layer
 
-    def gradients(self, found: list[Product], fp8: bool = False) -> float:
+    def gradients(self, found: list[Product], bits: int = 16) -> float:
         """Seconds of the products of their backward pass: of inputs' gradients and of weights'."""
         inputs = [Product(p.rows, p.out, p.inner, p.times) for p in found]
         weights = [Product(p.inner, p.rows, p.out, p.times) for p in found]
-        return self.products(inputs + weights, fp8)
+        return self.products(inputs + weights, bits)
 
     def compute(self, dense: bool) -> tuple[Pass, float, float]:
         """One layer forward without links; seconds of its feed-forward's products, and of attention."""
         run, found = self.run, Pass()
         attention, ffn = run.layer_products(dense)
-        first, second = self.products(attention, run.fp8), self.products(ffn, run.fp8)
+        first, second = self.products(attention, run.bits), self.products(ffn, run.bits)
         found.add("products", first + second)
         scores, n = run.attention_flops(), run.mesh.sp
         scores *= 1.0 if run.balanced else 2 * n / (n + 1)
         if run.software.fused_attention:
-            share = self.rates.attention * (FLASH2.get(run.chip.family, 1.0) if run.software.flash2 else 1.0)
+            share = self.rates.attention
+            share *= run.software.later_attention if run.chip.family in LATER else 1.0
             core = scores / (self.device.flops_per_s * share) + self.rates.kernel_s
         else:
-            core = scores / self.peak + 2 * self.rates.kernel_s
+            aligned = run.config.head_width % ALIGNED == 0
+            core = scores / (self.peak if aligned else SCALAR * self.device.flops_per_s)
+            core += 2 * self.rates.kernel_s
         found.add("attention", core)
         found.add("elementwise", run.elementwise_bytes(dense) / self.bytes_per_s + 6 * self.rates.kernel_s)
         found.kernels = FORWARD_KERNELS
@@ -150,7 +156,7 @@ class Clock:
         forward, ffn, core = self.compute(dense)
         plain = dict(forward.terms)
         backward = Pass({name: 2 * s for name, s in plain.items()}, BACKWARD_KERNELS)
-        backward.terms["products"] = sum(self.gradients(part, run.fp8) for part in run.layer_products(dense))
+        backward.terms["products"] = sum(self.gradients(part, run.bits) for part in run.layer_products(dense))
         if run.software.fused_attention:  # five products where forward there are two
             backward.terms["attention"] = 2.5 * plain["attention"]
         recomputed = {
@@ -359,12 +365,10 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
 
 def _stages(run: Run) -> dict[tuple[int, int], int]:
     """(stage, chunk) to layers, in the order of the model."""
-    p, v = run.mesh.pp, run.virtual_stages
+    p = run.mesh.pp
     if p == 1:
         return {(0, 0): run.config.num_layers}
-    base, more = divmod(run.config.num_layers, p * v)
-    counts = [base + (i < more) for i in range(p * v)]
-    return {(i % p, i // p): n for i, n in enumerate(counts)}
+    return {(i % p, i // p): n for i, n in enumerate(run.chunk_layers)}
 
 
 def _travel(run: Run, clock: Clock, f: Pass, b: Pass, here: float, there: float) -> None:
@@ -382,7 +386,8 @@ def _travel(run: Run, clock: Clock, f: Pass, b: Pass, here: float, there: float)
         if run.mesh.pp > 1 and not overlaps:  # a stage waits for what it sends
             part.add("pipeline sends", clock.hop())
         if run.software.eager:
-            part.add("launching", max(0.0, part.kernels * clock.rates.host_s - part.seconds))
+            hidden = 0.0 if run.software.blocking else part.seconds
+            part.add("launching", max(0.0, part.kernels * clock.rates.host_s - hidden))
 
 
 def _finish(run, clock, forward, backward, shared, experts, simulate) -> Time:

@@ -6,6 +6,7 @@ A `Run` states a model's dims and how it is cut, whoever runs it: so the same la
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -35,11 +36,14 @@ class Software:
         state_bytes: the optimizer's, with its own copy of the weights.
         overhead_bytes: what the framework holds besides: CUDA's context, NCCL's buffers, the allocator's
             fragments. A sum that is read by ``nvidia-smi`` has it; a sum of allocations has not.
-        flash2: attention by FlashAttention-2, which was written for A100s, on whatever chip.
+        later_attention: what its attention reaches on GPUs after A100, of what the vendors' kernels do there.
+            FlashAttention-2 0.6: on H100 35 % of peak where cuDNN and FlashAttention-3 have 60 or more (Shah
+            et al. 2024, sections 1 and 4). Triton's, of the first FlashAttention, 0.36: llm-foundry's tables.
         messages: of the stream's size, that a pipeline keeps for each microbatch that is alive.
         logit_bytes: held per logit while the loss is computed.
         reduces_late: gradients over dp are reduced when all are there, although the rest overlaps: a loop
             over layers hands its gradients out at its end.
+        blocking: the host starts a kernel when the one before it has ended (CUDA_LAUNCH_BLOCKING=1).
     """
 
     name: str
@@ -53,19 +57,31 @@ class Software:
     late_bytes: float = 2
     state_bytes: float = 12
     overhead_bytes: float = 2e9
-    flash2: bool = False
+    later_attention: float = 1.0
     logit_bytes: float = 6
     messages: float = 0
     reduces_late: bool = False
+    blocking: bool = False
 
 
+DEEPSPEED = Software(
+    "megatron-deepspeed",
+    fused_attention=False,
+    overlaps=False,
+    grad_bytes=2,
+    messages=2,
+    overhead_bytes=8e9,
+    blocking=True,
+)
 SOFTWARE = {
     s.name: s
     for s in (
         Software("megatron-2021", fused_attention=False, overlaps=False, grad_bytes=2),
-        Software("megatron-deepspeed", fused_attention=False, overlaps=False, messages=2),
+        DEEPSPEED,
+        dataclasses.replace(DEEPSPEED, name="megatron-deepspeed-bf16", grad_bytes=6, late_bytes=4),
         Software("megatron"),
-        Software("fsdp", weight_bytes=0, flash2=True, logit_bytes=14),
+        Software("fsdp", weight_bytes=0, later_attention=0.6, logit_bytes=14),
+        Software("composer", weight_bytes=0, later_attention=0.36, logit_bytes=4),
         Software(
             "maxtext", eager=False, weight_bytes=0, overhead_bytes=0.5e9, logit_bytes=2, reduces_late=True
         ),
@@ -76,16 +92,18 @@ SOFTWARE = {
             overhead_bytes=0.5e9,
             logit_bytes=4,
             late_bytes=4,
-            flash2=True,
+            later_attention=0.6,
             reduces_late=True,
         ),
     )
 }
 """Frameworks by name. Megatron in 2021: Narayanan et al.; with DeepSpeed: Smith et al. 2022, and BigScience's
-chronicles: its fp16 gradients lie beside the flat buffer that is reduced, and its pipeline keeps what it sent
-and received. Megatron's distributed optimizer keeps bf16 weights and float32 gradients, and cuts 12 bytes of
-state. FSDP, MaxText and this package keep float32 weights and cast what they gather. PyTorch's loss holds
-logits in 16 bits and in float32, their log-softmax, and gradients in both: 14 bytes."""
+chronicles: gradients in 16 bits (its bf16 optimizer adds a sum in float32, cut over nothing), buckets of 5e8
+elements, and buffers of what a pipeline sent and received; its job script sets CUDA_LAUNCH_BLOCKING.
+Megatron's distributed optimizer keeps bf16 weights and float32 gradients, and cuts 12 bytes of state. FSDP,
+MaxText and this package keep float32 weights and cast what they gather. PyTorch's loss holds logits in 16
+bits and in float32, their log-softmax, and gradients in both: 14 bytes; Composer's fused one, of llm-foundry,
+logits and gradients in 16 bits."""
 
 
 class Product(NamedTuple):
@@ -116,12 +134,13 @@ class Run:
         ffn_products: matrices of a feed-forward: 3 with a gate, 2 without.
         gpt: layer norms with biases, dropout, learned positions.
         tp_overlap, ep_overlap: products run beside these exchanges.
-        fp8: products of the blocks in 8 bits.
+        bits: of what the products of the blocks multiply: 16, 8 or 4.
         slices: TPU slices or racks that the network joins; dp spans them.
         offload: what layers keep waits in the host's memory (MaxText's custom policies).
         balanced: positions are dealt so that all ranks of a ring have the same causal work; else the last
             has 2n/(n+1) times the mean.
         expert_tp: whether tp cuts each expert (Megatron's etp = tp); else each is whole.
+        ends_as_layers: a pipeline's stages are cut as if embedding and head were a layer each.
         order: the axes, from the one whose neighbours are furthest apart to the one whose are next.
     """
 
@@ -144,13 +163,14 @@ class Run:
     context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
     ffn_products: int = 3
     gpt: bool = False
-    fp8: bool = False
+    bits: int = 16
     slices: int = 1
     expert_tp: bool = True
     loss_chunks: int = 1
     zero_over_sp: bool = True
     balanced: bool = True
     offload: bool = False
+    ends_as_layers: bool = False
     order: tuple[str, ...] = tuple(AXES)
 
     @property
@@ -177,6 +197,18 @@ class Run:
     def zero_group(self) -> int:
         """Devices over which ZeRO cuts what is not an expert."""
         return self.mesh.fsdp * self.mesh.ep * (self.mesh.sp if self.zero_over_sp else 1)
+
+    @cached_property
+    def chunk_layers(self) -> list[int]:
+        """Layers of each chunk of the pipeline, in the order of the model: the first ones have what is
+        over."""
+        pieces, ends = self.mesh.pp * self.virtual_stages, 2 * self.ends_as_layers
+        base, more = divmod(self.config.num_layers + ends, pieces)
+        counts = [base + (i < more) for i in range(pieces)]
+        if ends:
+            counts[0] -= 1
+            counts[-1] -= 1
+        return counts
 
     @property
     def stream_tokens(self) -> float:

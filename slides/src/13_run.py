@@ -6,19 +6,32 @@
 # <footer>JAX documentation, <code>jax.distributed</code> · <code>llmpar launch slurm --nodes 2 -- train</code></footer>
 
 # %%
+import json
+from pathlib import Path
+
 from IPython.display import Markdown
 
+MEASURED = json.loads(Path("../tests/engines.json").read_text())
+first = lambda name: f"{MEASURED[name]['start_s']:.0f} s"
 LAUNCHERS = {
-    "`srun` (SLURM)": ("`SLURM_PROCID`, the list of nodes", "`initialize()` finds all"),
-    "`mpirun` (MPI)": ("its own communicator", '`initialize(cluster_detection_method="mpi4py")`'),
-    "`torchrun`": ("`RANK`, `WORLD_SIZE`, `MASTER_ADDR`", "`initialize(address, size, rank)`"),
-    "Ray": ("an actor on each host", "each actor calls `initialize(…)`"),
-    "Kubernetes": ("`JOB_COMPLETION_INDEX`, a service", "`initialize()` finds all"),
+    "`srun` (SLURM)": (
+        "`SLURM_PROCID`, the list of nodes",
+        "`initialize()` finds all",
+        first("SLURM, four nodes"),
+    ),
+    "`mpirun` (MPI)": ("its own communicator", "`initialize(…)` by `mpi4py`", first("Open MPI")),
+    "`torchrun`": (
+        "`RANK`, `WORLD_SIZE`, `MASTER_ADDR`",
+        "`initialize(address, size, rank)`",
+        first("torchrun, two hosts"),
+    ),
+    "Ray": ("an actor on each host", "each actor calls `initialize(…)`", first("Ray JaxTrainer, two hosts")),
+    "Kubernetes": ("`JOB_COMPLETION_INDEX`, a service", "`initialize()` finds all", "not tried"),
 }
-head = "| who starts it | what it tells a process | `jax.distributed.` |"
+head = "| who starts it | what it tells a process | `jax.distributed.` | first step |"
 Markdown(
     "\n".join(
-        [head, "|---|---|---|", *(f"| {name} | {' | '.join(row)} |" for name, row in LAUNCHERS.items())]
+        [head, "|---|---|---|---|", *(f"| {name} | {' | '.join(row)} |" for name, row in LAUNCHERS.items())]
     )
 )
 
@@ -31,7 +44,11 @@ Markdown(
 # **Misunderstanding:** that process 0 does more than others. It keeps the meeting point; all run the same program, and all must call
 # the same collectives in the same order. One that stops leaves the others waiting.
 #
-# **Source:** JAX's `jax.distributed.initialize` and its cluster detection (SLURM, Open MPI, mpi4py, Kubernetes, TPU pods).
+# **The last column:** seconds from the command to the first step of four CPU processes, which mostly start Python and compile. The
+# machine has two cores and was busy: upper bounds, not a race (`tests/engines.md` has the load, versions and restarts).
+#
+# **Source:** JAX's `jax.distributed.initialize` and its cluster detection (SLURM, Open MPI, mpi4py, Kubernetes, TPU pods). It knows
+# Open MPI 4 by its variables; 5 and MPICH it finds by `initialize(cluster_detection_method="mpi4py")` alone.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## MPI and Horovod: what they were for
@@ -86,13 +103,14 @@ ROWS = {
     "`WORLD_SIZE`": "`num_processes`",
     "`RANK`": "`process_id`",
     "`--max-restarts=3`": "a checkpoint, and the same command again",
-    "`--nnodes=1:4` (elastic)": "a checkpoint that any mesh can read",
+    "`--nnodes=1:2` (elastic)": "a checkpoint that any mesh can read, and `--mesh fsdp=-1`",
 }
 Markdown("\n".join(["| torchrun | JAX |", "|---|---|", *(f"| {a} | {b} |" for a, b in ROWS.items())]))
 
 # %% [markdown]
 # ```text
-# torchrun --nnodes=2 --nproc-per-node=1 --rdzv-endpoint=node1:29400 -m llmpar train
+# torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d \
+#   --rdzv-endpoint=node1:29400 --no-python -- llmpar train
 # srun --nodes=2 --ntasks-per-node=1 llmpar train
 # ```
 
@@ -100,6 +118,9 @@ Markdown("\n".join(["| torchrun | JAX |", "|---|---|", *(f"| {a} | {b} |" for a,
 # **Ask:** why port + 1? torchrun's own store listens on `MASTER_PORT`.
 #
 # **Misunderstanding:** that a launcher knows the model. It starts, watches and restarts processes. What is cut how is in the program.
+#
+# **Elastic, tried:** two hosts, one loses power, the other goes on with half of the devices from the last checkpoint; the host comes
+# back, all save when they are asked to, and go on with both (`tests/engines.md`: torchrun needs most of that time to agree on who is left).
 #
 # **Source:** torchrun's documented environment; the mapping is `llmpar.launch.engines.detect`, run in this slide's source.
 
@@ -164,7 +185,10 @@ assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=Tr
 # **Misunderstanding:** that the container brings the driver. It brings CUDA's libraries; the driver is the host's, and must be new
 # enough.
 #
-# **Source:** Ray's guide for SLURM. The listing is checked by `bash -n` when the deck is built; no cluster has run it here.
+# **Tried:** `tests/test_real_engines.py` runs this very listing, without container and GPUs, on a SLURM whose nodes are network
+# namespaces of one machine. `train_with_ray.py` is what `llmpar launch ray` writes.
+#
+# **Source:** Ray's guide for SLURM.
 
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## Training frameworks: the same strategies, other names

@@ -106,7 +106,7 @@ table(LESSONS[:7])
 # %% [markdown] tags=["slide"] minutes=4
 # ## Quiz, 2
 #
-# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/07_pipelines</code> to <code>notebooks/12_readings</code></footer>
+# <footer>Scores itself, before and after: <code>llmpar quiz</code> · lessons <code>notebooks/07_pipelines</code> to <code>notebooks/17_many_hosts</code></footer>
 
 # %%
 table(LESSONS[7:])

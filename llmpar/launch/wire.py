@@ -1,0 +1,164 @@
+"""Hosts on this machine, joined by a wire of a chosen rate: each process in a network of its own.
+
+Linux has this as network namespaces: a switch, and for each host a card ``wire`` at one of its ports. The
+rate is a token bucket on every card. A namespace lives as long as a process in it, and ours wait for this
+process
+to end: nothing is left behind, however it ends. Root may make them, others where user namespaces are allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+NETWORK = "10.77.0"
+"""The first three numbers of the hosts' addresses. They mean nothing outside."""
+CARD = "wire"
+"""A host's only card besides loopback. No machine has one of this name: what is counted there is ours."""
+TOOLS = ("unshare", "nsenter", "ip", "tc")
+BURST, LATENCY = "128kb", "100ms"
+"""What a card sends at once before its rate holds: two of the largest pieces that Linux hands to a card. And
+how long a piece may wait there; what would wait longer is dropped, and sent again by TCP."""
+
+
+class Count(NamedTuple):
+    """What a card has sent since it was made, as the kernel counts it."""
+
+    sent_bytes: int
+    packets: int
+
+
+def counted(pid: int | str = "self", card: str = CARD) -> Count:
+    """Read how much the card of a process's network has sent; nothing where there is none."""
+    with open(f"/proc/{pid}/net/dev") as lines:
+        found = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+    return Count(int(found[card][8]), int(found[card][9])) if card in found else Count(0, 0)
+
+
+def checked(rate: str) -> str:
+    """Give a rate that tc understands, or refuse it."""
+    if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate):
+        raise ValueError(f"'{rate}' is no rate of a wire; write one such as 20mbit, 100mbit or 1gbit")
+    return rate
+
+
+def bytes_per_s(rate: str) -> float:
+    """Bytes that a wire of this rate carries in a second."""
+    return float(checked(rate)[:-4]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate[-4]] / 8
+
+
+class Wire:
+    """Several hosts that a switch joins; ``with`` makes them and takes them away.
+
+    Args:
+        num_hosts: 2 to 250.
+        rate: of each card, in tc's words, such as ``100mbit``; None: as fast as memory.
+
+    Raises ValueError, in one sentence, where it cannot be made.
+    """
+
+    def __init__(self, num_hosts: int, rate: str | None = "100mbit"):
+        if not 2 <= num_hosts <= 250:
+            raise ValueError(f"a wire joins 2 to 250 hosts, not {num_hosts}")
+        self.num_hosts, self.rate = num_hosts, rate and checked(rate)
+        self._alone = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+        self._enter = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
+        self._holders: list[subprocess.Popen] = []
+
+    def __enter__(self) -> Wire:
+        if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
+            need = "Linux with the packages util-linux and iproute2" if sys.platform == "linux" else "Linux"
+            raise ValueError(f"no hosts of their own can be made here: {missing[0]} is missing; use {need}")
+        try:
+            self._make()
+        except (OSError, subprocess.SubprocessError) as error:
+            self.__exit__()
+            said = getattr(error, "stderr", "") or str(error)
+            raise ValueError(
+                f"no hosts of their own can be made here: {' '.join(said.split())}; be root of a machine or"
+                " of a container with the capabilities NET_ADMIN and SYS_ADMIN"
+            ) from error
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        for holder in self._holders:
+            with contextlib.suppress(OSError):
+                holder.kill()
+            holder.communicate()
+        self._holders = []
+
+    def _hold(self, command: Sequence[str]) -> None:
+        """Make a network, which lasts until this process ends or lets go of it."""
+        holder = subprocess.Popen(
+            [*command, "sh", "-c", "echo made; exec cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is not for it
+        )
+        self._holders.append(holder)
+        if holder.stdout is None or holder.stdout.readline() != "made\n":
+            raise subprocess.SubprocessError(holder.communicate()[1])
+
+    def _in(self, number: int, script: str) -> None:
+        """Run a script in one of the networks."""
+        command = [*self._within(number), "sh", "-ec", script]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+
+    def _within(self, number: int) -> list[str]:
+        return ["nsenter", "--target", str(self._holders[number].pid), "--net", *self._enter, "--"]
+
+    def _make(self) -> None:
+        self._hold(["unshare", "--net", *self._alone])
+        self._in(0, "ip link add switch type bridge; ip link set switch up")
+        switch = self._holders[0].pid
+        for host in range(self.num_hosts):
+            self._hold([*self._within(0), "unshare", "--net"])
+            lines = (
+                "ip link set lo up",
+                f"ip link add {CARD} type veth peer name port{host} netns {switch}",
+                f"ip addr add {self.address(host)}/24 dev {CARD}",
+                f"ip link set {CARD} up",
+            )
+            self._in(host + 1, "\n".join(lines))
+            self._in(0, f"ip link set port{host} master switch up")
+        if self.rate:
+            self.limit(self.rate)
+
+    def limit(self, rate: str) -> None:
+        """Give all cards another rate, while everything runs."""
+        self.rate = checked(rate)
+        for host in range(self.num_hosts):
+            bucket = f"tbf rate {rate} burst {BURST} latency {LATENCY}"
+            self._in(host + 1, f"tc qdisc replace dev {CARD} root {bucket}")
+
+    def address(self, host: int) -> str:
+        """A host's address, which the others reach."""
+        return f"{NETWORK}.{host + 1}"
+
+    def command(self, host: int, command: Sequence[str]) -> list[str]:
+        """A command as it is run on a host."""
+        return [*self._within(host + 1), *command]
+
+    def counted(self, host: int) -> Count:
+        """What a host has sent to the others so far."""
+        return counted(self._holders[host + 1].pid)
+
+
+def refusal() -> str:
+    """Why no wire can be made here, in one sentence; '' where it can."""
+    try:
+        with Wire(2):
+            return ""
+    except ValueError as error:
+        return str(error)

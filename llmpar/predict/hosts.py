@@ -1,0 +1,104 @@
+"""What hosts send to one another: the part of a step's traffic that leaves a host.
+
+A collective's bytes per device (`collectives`) do not depend on where the devices are; those between hosts
+do. They follow from who sends what to whom. Gloo, by which CPU processes talk, does it so (a statement about
+its algorithms, held against a kernel's counters; no constant in it is fitted):
+
+    all-reduce, all-gather   a ring: everybody to the next in the group
+    reduce-scatter           halving: half of the message to the neighbour, a quarter to the one two places
+                             on, …; then the pieces, whose order is now that of the reversed bits of their
+                             numbers, go to their owners
+    all-to-all               a piece to everybody, directly
+    permute                  the whole along each of its pairs
+
+Textbooks let a reduce-scatter go round a ring. Here a device sends up to a piece more, and other bytes cross
+between hosts. What is predicted is payload: the headers of packets and messages come on top, about 600 B for
+each message that crosses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from llmpar.config import ModelConfig
+from llmpar.plan import Plan
+from llmpar.predict.collectives import ring_share
+from llmpar.predict.traffic import step_traffic
+from llmpar.timetable import slots, timetable
+
+Send = tuple[int, int, Fraction]
+"""From, to, and which share of the message."""
+
+
+def sends(kind: str, group: int, pairs: Sequence[tuple[int, int]] = ()) -> Iterator[Send]:
+    """Say who sends which share of a collective's message to whom, by places in the group.
+
+    ``pairs`` are those of a permute; by default everybody sends to the next.
+
+    Raises ValueError for a reduce-scatter whose group is no power of two.
+    """
+    everybody = range(group)
+    if kind == "reduce-scatter":
+        if group & (group - 1):
+            raise ValueError(f"Gloo halves for a reduce-scatter, so not among {group}; use 2, 4, 8, …")
+        bits = group.bit_length() - 1
+        for bit, i in itertools.product(range(bits), everybody):
+            yield i, i ^ 1 << bit, Fraction(1, 2 << bit)
+        for i in everybody:
+            yield i, int(f"{i:0{bits}b}"[::-1], 2) if bits else i, Fraction(1, group)
+    elif kind.endswith("all-to-all"):
+        for i, j in itertools.product(everybody, everybody):
+            yield i, j, Fraction(1, group)
+    else:
+        for i, j in pairs or [(i, (i + 1) % group) for i in everybody]:
+            yield i, j, ring_share(kind, group)
+
+
+def leaving_bytes(
+    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, hosts: Sequence[int]
+) -> dict[str, dict[int, int]]:
+    """Predict the bytes that leave each host in a training step, by axes: ``{"dp": {0: …, 1: …}}``.
+
+    ``hosts`` are those of the mesh's devices, in the mesh's order: its last axis runs fastest.
+    """
+    plan = plan.of(config)
+    sizes = plan.mesh.sizes
+    if len(hosts) != plan.mesh.size:
+        raise ValueError(f"{len(hosts)} hosts are named for a mesh of {plan.mesh.size} devices")
+    stages = [step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
+    found: dict[str, dict[int, Fraction]] = {}
+    for axes, kind in dict.fromkeys(key for traffic in stages for key in traffic):
+        of_axes = found.setdefault(axes, dict.fromkeys(sorted(set(hosts)), Fraction(0)))
+        for group in groups(sizes, axes.split(",")):
+            row = stages[group[0] * plan.mesh.pp // plan.mesh.size].get((axes, kind))
+            for (_, text, size), times in row.messages.items() if row else ():
+                for one, other, share in sends(kind, len(group), pairs_of(plan, text)):
+                    if hosts[group[one]] != hosts[group[other]]:
+                        of_axes[hosts[group[one]]] += share * size * times
+    return {axes: {host: math.ceil(sent) for host, sent in of.items()} for axes, of in found.items()}
+
+
+def pairs_of(plan: Plan, text: str) -> list[tuple[int, int]]:
+    """The pairs of a pipeline's permute, by the arrow's text; none for others, which are rings."""
+    if plan.pipeline is None or not text.endswith(" stage"):
+        return []
+    p, which = plan.mesh.pp, text.split()[-2]
+    if which == "opposite":
+        return [(i, p - 1 - i) for i in range(p)]
+    way = {"next": 1, "previous": -1}[which]
+    ever = np.flatnonzero((slots(timetable(plan.pipeline)).send == way).any(0))
+    return [(int(stage), int(stage + way) % p) for stage in ever]
+
+
+def groups(sizes: Mapping[str, int], axes: Sequence[str]) -> list[list[int]]:
+    """List the groups of a mesh along some of its axes, by devices' places in it."""
+    found: dict[tuple, list[int]] = {}
+    for place, at in enumerate(itertools.product(*map(range, sizes.values()))):
+        others = tuple(i for axis, i in zip(sizes, at, strict=True) if axis not in axes)
+        found.setdefault(others, []).append(place)
+    return list(found.values())

@@ -1,0 +1,380 @@
+"""Hosts on one machine: what leaves each is what was predicted, a team runs what it is given, and nothing is
+left behind."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from llmpar.config import preset
+from llmpar.exercises import hosts
+from llmpar.launch import wire
+from llmpar.launch.team import Team, TeamError, made, portable
+from llmpar.launch.wire import Wire
+from llmpar.plan import Plan
+from llmpar.predict.hosts import groups, leaving_bytes, pairs_of, sends
+from llmpar.predict.traffic import step_traffic
+
+HERE = Path(__file__).parent
+REFUSAL = wire.refusal()
+needs_wire = pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)
+WITHIN = 0.02
+BASE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
+
+# ------------------------------------------------------------------------------------------------- prediction
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "all-to-all", "reduce-scatter"])
+@pytest.mark.parametrize("group", [2, 4, 8])
+def test_each_device_sends_what_the_arithmetic_of_a_ring_says(kind, group):
+    """A reduce-scatter by halving besides sends the pieces home whose numbers change with reversed bits."""
+    for device in range(group):
+        sent = sum(share for one, other, share in sends(kind, group) if device == one != other)
+        laps = Fraction(2 if kind == "all-reduce" else 1)
+        home = kind == "reduce-scatter" and (device, device) not in [s[:2] for s in list(sends(kind, group))]
+        assert sent == laps * Fraction(group - 1, group) + Fraction(int(home), group)
+
+
+@pytest.mark.parametrize(
+    "kind, order, share",
+    [  # of the message, out of each of two hosts; all seen on the kernel's counters
+        ("all-reduce", "0011", Fraction(3, 2)),
+        ("all-reduce", "0101", Fraction(3)),
+        ("all-gather", "0011", Fraction(3, 4)),
+        ("all-gather", "0101", Fraction(3, 2)),
+        ("reduce-scatter", "0011", Fraction(3, 4)),
+        ("reduce-scatter", "0101", Fraction(5, 4)),
+        ("all-to-all", "0011", Fraction(1)),
+        ("collective-permute", "0011", Fraction(1)),
+        ("collective-permute", "0101", Fraction(2)),
+    ],
+)
+def test_what_crosses_between_two_hosts(kind, order, share):
+    out = sum(part for one, other, part in sends(kind, 4) if (order[one], order[other]) == ("0", "1"))
+    assert out == share
+
+
+def test_a_reduce_scatter_among_three_is_refused():
+    with pytest.raises(ValueError, match="halves for a reduce-scatter, so not among 3; use 2, 4, 8"):
+        list(sends("reduce-scatter", 3))
+
+
+def test_groups_of_a_mesh_are_those_of_its_devices():
+    sizes = Plan("pp=2 dp=2 tp=2").mesh.sizes
+    assert groups(sizes, ["tp"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups(sizes, ["pp"]) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups(sizes, ["pp", "tp"]) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("dp=2 tp=4", zero=0),
+        Plan("fsdp=8"),
+        Plan("dp=2 fsdp=2 tp=2", tp_sequence=True),
+        Plan("sp=4 tp=2"),
+        Plan("pp=2 dp=2 tp=2", zero=0, microbatches=4),
+    ],
+    ids=str,
+)
+def test_one_device_a_host_sends_its_whole_traffic(plan):
+    """Then everything leaves: the sum over hosts is the sum over devices, but for pieces on their way home
+    and the ends of a pipeline, which send one way only."""
+    config = preset("tiny")
+    found = leaving_bytes(config, plan, 16, 64, range(8))
+    stages = [step_traffic(config, plan, 16, 64, stage) for stage in range(plan.mesh.pp)]
+    total = sum(stages[device * plan.mesh.pp // 8].total_bytes for device in range(8))
+    permuted = sum(
+        row.bytes_sent * 8
+        for (_, kind), row in stages[0].items()
+        if kind == "collective-permute" and plan.pipeline
+    )
+    home = sum(
+        row.bytes_sent * 8 * Fraction(1, row.group_size - 1)
+        for (_, kind), row in stages[0].items()
+        if kind == "reduce-scatter"
+    )
+    left = sum(sum(of.values()) for of in found.values())
+    assert total - permuted / 2 - 64 <= left <= total + home + 64
+
+
+def test_a_mesh_inside_one_host_sends_nothing():
+    found = leaving_bytes(preset("tiny"), Plan("fsdp=4 tp=2"), 16, 64, [0] * 8)
+    assert {sent for of in found.values() for sent in of.values()} == {0}
+    with pytest.raises(ValueError, match="2 hosts are named for a mesh of 8 devices"):
+        leaving_bytes(preset("tiny"), Plan("fsdp=8"), 16, 64, [0, 1])
+
+
+def test_the_ends_of_a_pipeline_send_one_way():
+    plan = Plan("pp=4", microbatches=4)
+    assert pairs_of(plan, "stream b s d -> the next stage") == [(0, 1), (1, 2), (2, 3)]
+    assert pairs_of(plan, "stream b s d -> the previous stage") == [(1, 0), (2, 1), (3, 2)]
+    assert pairs_of(plan, "keys b t -> the next rank") == []
+    around = Plan("pp=4", microbatches=4, schedule="interleaved")
+    assert pairs_of(around, "stream b s d -> the next stage") == [(0, 1), (1, 2), (2, 3), (3, 0)]
+
+
+# ------------------------------------------------------------------------------------------- the recorded run
+
+
+def test_the_recorded_run_sent_what_is_predicted_today():
+    """Both hosts, each placement at each rate; and one loss for all."""
+    document = hosts.recorded()
+    assert (document["params"], document["rows"]) == (hosts.TOY.num_params, hosts.ROWS)
+    names = hosts.PLACEMENTS | hosts.MORE
+    assert {run["placement"] for run in document["runs"]} == set(names)
+    for run in document["runs"]:
+        for sent, expected in zip(run["sent"], hosts.leaving(run["placement"]), strict=True):
+            assert 0 <= sent / expected - 1 < WITHIN, run
+        assert np.allclose(run["losses"], document["runs"][0]["losses"], rtol=1e-5, atol=0)
+
+
+def test_on_a_slow_wire_the_recorded_seconds_follow_from_the_bytes():
+    """No step is faster than its bytes on the wire; tp across costs several times what dp across costs."""
+    runs = {(run["placement"], run["rate"]): run for run in hosts.recorded()["runs"]}
+    slow = min({rate for _, rate in runs}, key=wire.bytes_per_s)
+    for (name, rate), run in runs.items():
+        burst = 0.98 * max(run["sent"]) - 2 * 128 * 1024
+        assert run["step_s"] > burst / wire.bytes_per_s(rate), (name, rate)
+    assert runs["tp across", slow]["step_s"] > 2.5 * runs["dp across", slow]["step_s"]
+
+
+# ----------------------------------------------------------------------------------------------------- a wire
+
+
+@needs_wire
+@pytest.mark.timeout(300)
+def test_bytes_on_the_wire_are_those_predicted(monkeypatch):
+    """Training steps in two processes with a network each, and the four kinds of collectives in a learner's
+    sum."""
+    monkeypatch.setenv("PYTHONPATH", BASE["PYTHONPATH"])
+    with hosts.start("1gbit") as team:
+        losses = []
+        for name in hosts.PLACEMENTS:
+            for found, expected in zip(team.run(hosts.measure, name, 2), hosts.leaving(name), strict=True):
+                assert 0 <= found["sent"] / expected - 1 < WITHIN, (name, found)
+                losses.append(found["losses"])
+        assert np.allclose(losses, losses[0], rtol=1e-5, atol=0)
+        for function, share in ((one_ring, 1.5), (two_levels, 1)):
+            for right, sent in team.run(hosts.summed, function):
+                assert right and abs(sent / (share * hosts.X_BYTES) - 1) < WITHIN, (function, sent)
+
+
+def one_ring(x):
+    return jax.lax.psum(x, ("dp", "tp"))
+
+
+def two_levels(x):
+    part = jax.lax.psum_scatter(x, "tp", tiled=True)
+    return jax.lax.all_gather(jax.lax.psum(part, "dp"), "tp", tiled=True)
+
+
+SENDER = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 9000)) as line:
+    line.sendall(bytes(2_500_000))
+"""
+TAKER = """
+import socket
+listener = socket.create_server(("0.0.0.0", 9000))
+print("on", flush=True)
+line = listener.accept()[0]
+while line.recv(1 << 16):
+    pass
+"""
+
+
+@needs_wire
+def test_a_wire_has_its_rate_and_its_own_addresses():
+    with Wire(2, "100mbit") as hosts_:
+        hosts_.limit("50mbit")
+        python = [sys.executable, "-c"]
+        with subprocess.Popen(hosts_.command(1, [*python, TAKER]), stdout=subprocess.PIPE) as other:
+            assert other.stdout.readline() == b"on\n"
+            begin = time.monotonic()
+            subprocess.run(hosts_.command(0, [*python, SENDER, hosts_.address(1)]), check=True, timeout=60)
+            assert other.wait(60) == 0
+        assert time.monotonic() - begin > 0.9 * (2_500_000 - 2 * 131_072) / wire.bytes_per_s("50mbit")
+        assert 2_500_000 < hosts_.counted(0).sent_bytes < 2_600_000
+
+
+@needs_wire
+def test_a_killed_program_leaves_no_hosts_behind():
+    program = """
+        import time
+        from llmpar.launch.wire import Wire
+        with Wire(2) as made:
+            print(*(holder.pid for holder in made._holders), flush=True)
+            time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=BASE) as one:
+        holders = [int(pid) for pid in one.stdout.readline().split()]
+        assert len(holders) == 3
+        one.kill()
+    until = time.monotonic() + 10
+    while any(alive(pid) for pid in holders) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in holders)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "program, sentence",
+    [
+        ("", "no hosts of their own can be made here: unshare is missing; use Linux"),
+        (
+            "#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2; exit 1",
+            "no hosts of their own can be made here: unshare: unshare failed: Operation not permitted; be",
+        ),
+    ],
+)
+def test_where_no_wire_can_be_made_one_sentence_says_so(program, sentence, tmp_path, monkeypatch):
+    if program:
+        for tool in wire.TOOLS:
+            (tmp_path / tool).write_text(program)
+            (tmp_path / tool).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    assert wire.refusal().startswith(sentence) and "\n" not in wire.refusal()
+
+
+@pytest.mark.full
+def test_the_lesson_runs_where_no_wire_can_be_made(tmp_path):
+    """It says why, and shows the recorded run."""
+    for tool in wire.TOOLS:
+        (tmp_path / tool).write_text("#!/bin/sh\necho not permitted >&2; exit 1")
+        (tmp_path / tool).chmod(0o755)
+    flags = {name: text for name, text in BASE.items() if name != "XLA_FLAGS"}
+    env = flags | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MPLBACKEND": "agg"}
+    env |= {"LLMPAR_ANSWERS": str(tmp_path / "answers.jsonl")}
+    command = [sys.executable, str(HERE / "test_lesson_mutations.py"), "17"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "no hosts of their own can be made here: not permitted" in done.stdout
+    assert "dp across, recorded, host 0" in done.stdout and ", here," not in done.stdout
+
+
+@pytest.mark.parametrize("given, sentence", [((1,), "2 to 250 hosts"), ((2, "fast"), "'fast' is no rate")])
+def test_a_wire_that_makes_no_sense_is_refused(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Wire(*given)
+    assert [wire.bytes_per_s(rate) for rate in ("8kbit", "100mbit", "2.5gbit")] == [1e3, 12.5e6, 312.5e6]
+
+
+@needs_wire
+def test_launch_local_joins_hosts_by_a_wire():
+    words = ["launch", "local", "--processes", "2", "--devices", "2", "--wire", "1gbit", "--", "doctor"]
+    done = subprocess.run(
+        [sys.executable, "-m", "llmpar", *words], capture_output=True, text=True, timeout=200, env=BASE
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"coordinator {wire.NETWORK}.1:" in done.stdout and "4 simulated CPU devices of 2" in done.stdout
+    assert "the hosts sent" in done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------- a team
+
+
+def place():
+    return jax.process_index(), len(jax.local_devices()), jax.device_count()
+
+
+def says():
+    print("I am", jax.process_index())
+
+
+def fails_on_one():
+    if jax.process_index() == 1:
+        raise KeyError("planted")
+    multihost_utils.sync_global_devices("never")
+
+
+def leaves_early():
+    if jax.process_index() == 0:
+        multihost_utils.sync_global_devices("never")
+
+
+def test_a_team_says_who_failed_and_where_the_others_stand(capsys):
+    with Team(2, 2, base=BASE) as team:
+        assert team.run(place) == [(0, 2, 4), (1, 2, 4)]
+        assert team.run(math.hypot, 3, 4) == [5, 5]
+        assert team.run(says) == [None, None]
+        assert sorted(capsys.readouterr().out.splitlines()) == ["[process 0] I am 0", "[process 1] I am 1"]
+        begin = time.monotonic()
+        with pytest.raises(TeamError) as error:
+            team.run(fails_on_one)
+        assert time.monotonic() - begin < 30
+        assert error.value.ends[1] == "raised KeyError: 'planted'"
+        assert "has not come back; it stands in" in error.value.ends[0]
+        with pytest.raises(RuntimeError, match="this team is over; start another"):
+            team.run(place)
+
+
+def test_a_team_whose_process_does_not_come_to_a_collective_is_over():
+    with Team(2, 1, base=BASE) as team, pytest.raises(TeamError) as error:
+        team.run(leaves_early, timeout_s=3)
+    assert error.value.ends[1] == "has come back"
+    assert "sync_global_devices" in error.value.ends[0] or "leaves_early" in error.value.ends[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_killed_process_is_told_and_another_team_goes_on_with_the_same_bits(tmp_path):
+    with hosts.start() as team:
+        whole = team.run(hosts.learn, str(tmp_path / "whole"))[0]
+        with pytest.raises(TeamError) as error:
+            team.run(hosts.learn, str(tmp_path / "killed"), 7)
+    assert error.value.ends[1].startswith("was ended by SIGKILL")
+    with hosts.start() as team:
+        again = team.run(hosts.learn, str(tmp_path / "killed"))[0]
+    assert again["start"] == hosts.EVERY and again["bits"] == whole["bits"]
+    assert again["losses"] == whole["losses"][hosts.EVERY :]
+
+
+def test_a_team_ends_with_the_program_that_started_it():
+    program = """
+        import os, time
+        from llmpar.launch.team import Team
+        team = Team(2, 1)
+        print(*team.run(os.getpid), flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=BASE) as one:
+        ranks = [int(pid) for pid in one.stdout.readline().split()]
+        assert len(ranks) == 2
+        one.send_signal(signal.SIGKILL)
+    until = time.monotonic() + 15
+    while any(alive(pid) for pid in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in ranks)
+
+
+def test_a_function_of_a_notebook_travels_with_what_it_names():
+    world = {"__name__": "__main__", "math": math, "factor": 3}
+    exec("def inner(x):\n    return math.sqrt(x)", world)
+    exec("def outer(x, more=1, *, off=0):\n    return factor * inner(x) + more + off", world)
+    assert made(portable(world["outer"]))(16) == 13
+    exec("def maker():\n    y = 2\n    return lambda x: x + y", world)
+    with pytest.raises(ValueError, match="is written inside another function; give it its values"):
+        portable(world["maker"]())
+    assert portable(json.dumps) is json.dumps
