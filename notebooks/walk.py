@@ -227,7 +227,7 @@ class Walk:
 
     def exercise(self, index: int, source: str, name: str) -> list[str]:
         """Ask for a hint, answer wrong, then right; what the page says each time."""
-        told = [self.run(index, f'{source}\nhint("{name}")')[1].splitlines()[-1]]
+        told = [self.run(index, f'{source}\nhint("{name}")')[1]]
         for which in (1, 2):
             answer = source
             for blank in ANSWERS[name]:
