@@ -169,7 +169,9 @@ class Team:
                 last = [line for line in self._processes._said(number).splitlines() if line.strip()][-3:]
                 said[number] = f"was ended by {_status(one.returncode)}: {' | '.join(last)}"
             else:
-                said[number] = f"has not come back; it stands in {self._standing(number)}"
+                stands = self._standing(number)
+                late = "recv_bytes" in stands  # it came back meanwhile, and waits for more
+                said[number] = "has come back" if late else f"has not come back; it stands in {stands}"
         return dict(sorted(said.items()))
 
     def _standing(self, number: int) -> str:
