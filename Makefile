@@ -4,6 +4,7 @@
 #   make gallery every drawing and explorer on one page, in slides/_gallery
 #   make index   lessons, words, decks and sheets on one page; make handout: two sheets for learners
 #   make exports the lessons as a sphinx-lesson tree and as a Carpentries Workbench tree, in notebooks/_exports
+#   make engines SLURM, MPI, Ray and torchrun, installed in .engines, train the same; times go to tests/engines.md (root)
 # Another Python beside the first one: make test PYTHON=python3.12 VENV=.venv312
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compilers demo test test-fast test-full lab bench slides handout index exports notebooks gallery lint clean
+.PHONY: help setup compilers demo test test-fast test-full lab bench slides handout index exports notebooks gallery lint engines clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -71,6 +72,11 @@ test-fast: lint
 PART ?= 1/1
 test-full: lint
 	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup -m full --part $(PART)
+
+engines: $(STAMP)
+	PYTHON=$(BIN)/python bash tests/install_engines.sh .engines
+	LLMPAR_ENGINES=.engines $(BIN)/python -m pytest tests/test_real_engines.py -n0 -m engines --record-engines
+	$(BIN)/python tests/engines_table.py
 
 lab: $(STAMP)
 	$(BIN)/llmpar lab

@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 FILE, TABLE = HERE / "engines.json", HERE / "engines.md"
 HEAD = """# Engines: when the first step is done, and when a run goes on
 
-Made by `python tests/engines_table.py` from runs of `tests/test_real_engines.py`, each with the file that
+Made by `make engines` from runs of `tests/test_real_engines.py`, each with the file that
 `llmpar launch` wrote and the same command: `train --mesh fsdp=-1`, four processes of one CPU device. All
 gave the weights of a run under `llmpar launch local` that nothing interrupted: the same bits, or within 1e-5
 where torchrun had fewer processes for a while. Hosts are network namespaces of one machine.

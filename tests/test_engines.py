@@ -677,6 +677,10 @@ def test_a_job_is_submitted_when_it_is_asked_for(monkeypatch, tmp_path):
             "2 nodes were asked for, and the site file lists 0",
         ),
         (("jobset", "--", "train", "--mesh", "dp=8"), "a JobSet needs an image"),
+        (
+            ("torchrun", "--nodes", "2", "--min-nodes", "1", "--", "train", "--mesh", "fsdp=16"),
+            "with 1 of 2 nodes: mesh 'fsdp=16' needs 16 devices but 8",
+        ),
         (("slurm", "--site", "none.toml", "--", "train"), "cannot read the site file 'none.toml'"),
     ],
 )

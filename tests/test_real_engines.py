@@ -163,7 +163,7 @@ def test_launch_local_starts_it(tmp_path, alone, record):
         until(lambda: steps(tmp_path) or process.poll(), "first step", 300)
         first, open_on = time.monotonic() - begin, listens_here(process)
         assert process.wait(300) == 0
-    assert open_on == {"llmpar": {"127.0.0.1"}}
+    assert set().union(*open_on.values()) == {"127.0.0.1"}
     assert kept(tmp_path / "kept") == kept(alone / "kept")
     record("llmpar launch local", said("llmpar", "--version", env=environ()), start_s=first)
 

@@ -67,6 +67,7 @@ class Launch:
             raise SystemExit(self.run_here())
         job = self.job()
         self.check_command(job.num_devices)
+        self.check_fewer(job)
         if not job.goes_on and self.words[0] == "train":
             say("llmpar: no --checkpoints: nothing is kept, and a failed job is not started again")
         text = jobs.ENGINES[self.engine](job)
@@ -118,6 +119,14 @@ class Launch:
             sent = ", ".join(f"{wire.counted(host).sent_bytes:,} B" for host in range(self.processes))
             say(f"llmpar: the hosts sent {sent} over the wire of {self.wire}, all connections and steps")
         return status
+
+    def check_fewer(self, job: jobs.Job) -> None:
+        """Refuse a command that could not go on with fewer nodes, as torchrun is told to."""
+        for nodes in range(max(1, self.min_nodes or self.nodes), self.nodes):
+            try:
+                self.check_command(dataclasses.replace(job, nodes=nodes).num_devices)
+            except ValueError as error:
+                raise ValueError(f"with {nodes} of {self.nodes} nodes: {error}") from error
 
     def check_command(self, num_devices: int) -> None:
         """Refuse a command that would be refused on that many devices, before it waits in a queue."""

@@ -19,15 +19,11 @@ LAUNCHERS = {
         "`initialize()` finds all",
         first("SLURM, four nodes"),
     ),
-    "`mpirun` (MPI)": (
-        "its own communicator",
-        '`initialize(cluster_detection_method="mpi4py")`',
-        first("Open MPI"),
-    ),
+    "`mpirun` (MPI)": ("its own communicator", "`initialize(…)` by `mpi4py`", first("Open MPI")),
     "`torchrun`": (
         "`RANK`, `WORLD_SIZE`, `MASTER_ADDR`",
         "`initialize(address, size, rank)`",
-        first("torchrun, two hosts") if "torchrun, two hosts" in MEASURED else "",
+        first("torchrun, two hosts"),
     ),
     "Ray": ("an actor on each host", "each actor calls `initialize(…)`", first("Ray JaxTrainer, two hosts")),
     "Kubernetes": ("`JOB_COMPLETION_INDEX`, a service", "`initialize()` finds all", "not tried"),
@@ -52,7 +48,7 @@ Markdown(
 # machine has two cores and was busy: upper bounds, not a race (`tests/engines.md` has the load, versions and restarts).
 #
 # **Source:** JAX's `jax.distributed.initialize` and its cluster detection (SLURM, Open MPI, mpi4py, Kubernetes, TPU pods). It knows
-# Open MPI 4 by its variables; 5 and MPICH it finds by `mpi4py` alone.
+# Open MPI 4 by its variables; 5 and MPICH it finds by `initialize(cluster_detection_method="mpi4py")` alone.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## MPI and Horovod: what they were for
