@@ -39,7 +39,8 @@ device.
 - *Traced*: liveness of the traced program (`llmpar/inspect/liveness.py`). *Formula*: for choosing among
   thousands of plans (`llmpar/predict/memory.py`).
 - *Bytes*: whether what is sent equals the prediction, for every axis, collective and arrow. *Rewritten*:
-  bytes of the final program over those, where the compiler itself replaced collectives.
+  bytes of the final program over those, where the compiler itself replaced collectives: *new* were next to
+  none before (TPUs write a reduce-scatter as an all-reduce and a slice, or as permutes beside a product).
 - *Exposed*: communication that nothing hides, and the step, by the roofline of the schedule: estimates.
 """
 COMMON = {"dtype": "bfloat16", "remat": "block"}
@@ -171,7 +172,7 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
             )
             continue
         same = "=" if held == row["arguments"] else f"{row['arguments'] / held:.4f} of"
-        words = "; ".join(f"{name} × {share}" for name, share in row.get("rewritten", {}).items()) or "no"
+        words = "; ".join(map(_rewriting, row.get("rewritten", {}).items())) or "no"
         sent = {True: "=", False: "≠", None: ""}[row.get("as_predicted")]
         waits = f"{1e3 * row['exposed_s']:,.0f} of {1e3 * row['step_s']:,.0f} ms" if "step_s" in row else ""
         lines.append(
@@ -188,6 +189,12 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
         )
         print(f"  {says}")
         lines.append(f"\nTemporaries, {says}.")
+
+
+def _rewriting(item: tuple[str, float]) -> str:
+    """A collective whose bytes a compiler changed, in words."""
+    name, share = item
+    return f"{name} gone" if share == 0 else f"{name} new" if share > 100 else f"{name} × {share}"
 
 
 def main() -> None:

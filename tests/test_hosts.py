@@ -331,7 +331,7 @@ def test_a_team_says_who_failed_and_where_the_others_stand(capsys):
 
 def test_a_team_whose_process_does_not_come_to_a_collective_is_over():
     with Team(2, 1, base=BASE) as team, pytest.raises(TeamError) as error:
-        team.run(leaves_early, timeout_s=3)
+        team.run(leaves_early, timeout_s=8)
     assert error.value.ends[1] == "has come back"
     assert "sync_global_devices" in error.value.ends[0] or "leaves_early" in error.value.ends[0]
 

@@ -14,7 +14,7 @@ from jax import lax
 from llmpar.inspect.liveness import LAWS, TARGETS, Liveness, traced_peak
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
-from llmpar.predict import memory
+from llmpar.predict import memory, planner
 from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
@@ -209,6 +209,32 @@ def test_bytes_are_exact():
         name: row for kept in RECORD.values() for name, row in kept["plans"].items() if not row["refused"]
     }
     assert len(rows) >= 37 and not [name for name, row in rows.items() if not row["as_predicted"]]
+
+
+V5E = "v5e:4x8"
+
+
+def test_verdicts_on_a_tpu():
+    """TPUs' programs hold about a fifth more than is traced. With the margin that a TPU's plan leaves free,
+    nothing that does not fit is called feasible, and nothing is refused that fits with 10 % to spare."""
+    rows, capacity = RECORD[V5E]["plans"], chip("v5e").usable_bytes
+    taken = [
+        case for case in compare_memory.cases(V5E) if not rows.get(case.name, {"refused": True})["refused"]
+    ]
+    assert len(rows) >= 20 and len(taken) >= 12
+    for case in taken:
+        given = sum(memory.argument_bytes(case.config, case.plan, case.batch_size, case.seq_len).values())
+        needs = given + rows[case.name]["temp"]
+        formula = memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len)
+        room = (1 - planner.MARGINS["torus"]) * capacity
+        for guess in (given + peak(V5E, case.name), given + formula):
+            assert guess > room or needs <= 1.005 * capacity, f"{case.name} is called feasible"
+        assert given + peak(V5E, case.name) <= room or needs > 0.9 * capacity, f"{case.name} is refused"
+    for case in compare_memory.cases(V5E):
+        if rows.get(case.name, {"refused": False})["refused"]:
+            given = sum(memory.argument_bytes(case.config, case.plan, case.batch_size, case.seq_len).values())
+            formula = memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len)
+            assert given + formula > room, f"{case.name} is called feasible"
 
 
 def verdicts(target, capacity, guess):

@@ -73,27 +73,28 @@ class Team:
     def _start(self, devices: int, rate: str | None, base: Mapping[str, str]) -> None:
         folder = Path(self._over.enter_context(tempfile.TemporaryDirectory()))
         self._stacks = [folder / f"stacks{number}" for number in range(self.num)]
-        listener = self._over.enter_context(Listener(str(folder / "team"), "AF_UNIX", backlog=self.num))
         self.wire = self._over.enter_context(Wire(self.num, rate)) if rate else None
         told = {ADDRESS: str(folder / "team"), STACKS: str(folder / "stacks")}
         command = [sys.executable, "-m", __spec__.name]
         self._processes = Processes(command, self.num, devices, {**base, **told}, wire=self.wire)
-        self._over.enter_context(self._processes)
         self._lines: list[Connection] = []
-        coming = threading.Thread(target=self._meet, args=(listener,), daemon=True)
-        coming.start()
-        until = time.monotonic() + START_S
-        while coming.is_alive() and time.monotonic() < until and not self._ended():
-            coming.join(0.1)
-        if coming.is_alive():
+        with Listener(str(folder / "team"), "AF_UNIX", backlog=self.num) as listener:
+            self._over.enter_context(self._processes)
+            coming = threading.Thread(target=self._meet, args=(listener,), daemon=True)
+            coming.start()
+            until = time.monotonic() + START_S
+            while coming.is_alive() and time.monotonic() < until and not self._ended():
+                coming.join(0.1)
+        if not self._lines:
             raise RuntimeError("not all processes have come\n" + "\n".join(self._words().values()))
 
     def _meet(self, listener: Listener) -> None:
         lines: dict[int, Connection] = {}
-        while len(lines) < self.num:
-            line = listener.accept()
-            lines[line.recv()] = line
-        self._lines = [lines[number] for number in range(self.num)]
+        with contextlib.suppress(OSError):  # nobody waits for more
+            while len(lines) < self.num:
+                line = listener.accept()
+                lines[line.recv()] = line
+            self._lines = [lines[number] for number in range(self.num)]
 
     def __enter__(self) -> Team:
         return self
@@ -168,7 +169,9 @@ class Team:
                 last = [line for line in self._processes._said(number).splitlines() if line.strip()][-3:]
                 said[number] = f"was ended by {_status(one.returncode)}: {' | '.join(last)}"
             else:
-                said[number] = f"has not come back; it stands in {self._standing(number)}"
+                stands = self._standing(number)
+                late = "recv_bytes" in stands  # it came back meanwhile, and waits for more
+                said[number] = "has come back" if late else f"has not come back; it stands in {stands}"
         return dict(sorted(said.items()))
 
     def _standing(self, number: int) -> str:

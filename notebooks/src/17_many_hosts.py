@@ -276,9 +276,9 @@ right = find("17.two_level").judge(two_level).startswith(CORRECT)
 for function in (one_ring, two_level) if right else (one_ring,):
     sums = team.run(hosts.summed, function)
     assert all(ok for ok, _ in sums)
-    print(f"{function.__name__}: right on all devices", end="")
-    sent = [f"{sent / hosts.X_BYTES:.2f} x" for _, sent in sums if wired]
-    print(";", " and ".join(sent) or "no wire here to count at", "left the hosts")
+    sent = " and ".join(f"{sent / hosts.X_BYTES:.2f} x" for _, sent in sums)
+    counted = f"; {sent} left the hosts" if wired else "; no wire here to count at"
+    print(f"{function.__name__}: right on all devices{counted}")
 
 # %% [markdown]
 # ### Who sends what to whom
