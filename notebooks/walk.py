@@ -2,8 +2,8 @@
 
     python notebooks/walk.py [NN…]      all lessons, or those named; writes notebooks/_walk/
 
-It starts `llmpar lab` on fresh copies, opens each lesson from the start page in headless Chromium, and runs
-the core path cell by cell with the keyboard. At an exercise it runs the blank, asks for a hint, types a wrong
+It starts `llmpar lab` on fresh copies, opens each lesson by its address in headless Chromium, and runs the
+core path cell by cell with the keyboard. At an exercise it runs the blank, asks for a hint, types a wrong
 answer, then the right one, and reads each verdict from the page. For each lesson it takes pictures 1200 px
 wide. `walk.json` has the seconds of each cell and the verdicts; `walk.md` beside this file tells what was
 found. Needs Chromium and playwright (extra `dev`).

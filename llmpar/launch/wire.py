@@ -2,8 +2,8 @@
 
 Linux has this as network namespaces: a switch, and for each host a card ``wire`` at one of its ports. The
 rate is a token bucket on every card. A namespace lives as long as a process in it, and ours wait for this
-process
-to end: nothing is left behind, however it ends. Root may make them, others where user namespaces are allowed.
+process to end: nothing is left behind, however it ends. Root may make them, others where user namespaces are
+allowed.
 """
 
 from __future__ import annotations
