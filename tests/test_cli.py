@@ -748,6 +748,10 @@ NOT_RUN = {
         "tests/test_accelerator.py rehearses"
     ),
     "python tests/bench.py attention": "it measures for minutes",
+    "python notebooks/walk.py": "it sits in a browser for minutes; tests/test_notebooks.py holds its answers",
+    'llmpar launch local --processes 2 --devices 2 --wire 100mbit -- train --mesh "dp=2 tp=2" --steps 5': (
+        "it needs namespaces; tests/test_hosts.py runs such lines where they can be made"
+    ),
     "python tests/fit_rates.py tests/measured.json": "it takes minutes; tests/test_measured.py fits two",
     'llmpar launch local --processes 4 --devices 2 -- train --mesh "fsdp=8" --steps 20 --checkpoints kept': (
         "tests/test_launch.py runs such lines"

@@ -27,7 +27,7 @@
 #
 # The same step on two hosts, placed in two ways. Solid: seconds, measured. Dashed: the **predicted bytes over the rate**.
 #
-# <footer>Recorded by <code>python notebooks/record_hosts.py</code> · lesson <code>notebooks/17_many_hosts</code></footer>
+# <footer>Recorded by <code>record_hosts.py</code>, beside lesson <code>notebooks/17_many_hosts</code></footer>
 
 # %%
 from deck import curves
