@@ -33,11 +33,11 @@ A weight's life in one step is five layouts and four arrows; only the update its
 ZeRO (Rajbhandari et al. 2020) decides which of them are cut by fsdp: a weight's width ``d`` (else its ``h``,
 else its ``e``). Of ``ffn d m`` on ``fsdp=2 tp=2``, with dp besides:
 
-    zero  stored          used     unreduced (each microbatch)   accumulated               graded
-    0     d m/tp          d m/tp   d m/tp +dp +fsdp              d m/tp +dp +fsdp          d m/tp
-    1     d m/tp          d m/tp   d m/tp +dp +fsdp              d m/tp +dp +fsdp          d/fsdp m/tp
-    2     d m/tp          d m/tp   d m/tp +dp +fsdp              d/fsdp m/tp +dp           d/fsdp m/tp
-    3     d/fsdp m/tp     d m/tp   d/fsdp m/tp +dp               d/fsdp m/tp +dp           d/fsdp m/tp
+    zero  stored       used    unreduced (each microbatch)  accumulated       graded
+    0     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d m/tp
+    1     d m/tp       d m/tp  d m/tp +dp +fsdp             d m/tp +dp +fsdp  d/fsdp m/tp
+    2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
+    3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
 Each cell that differs from its neighbour is a collective (`Life`). Stage
 3 is FSDP: its weights are gathered for use, and autodiff makes a reduce-scatter of that on the way back.

@@ -19,6 +19,7 @@ The form of a lesson:
   `further`.
 * Cells tagged `plumbing` (imports, helpers, assertions) are folded. Cells tagged `nbval-check-output` print
   the same wherever they run, and nbval compares that.
+* Neither code nor what it prints is wider than `MAX_COLUMNS`; `llmpar.exercises.say` breaks sentences there.
 """
 
 from __future__ import annotations
@@ -256,6 +257,8 @@ def cell_faults(cell: nbformat.NotebookNode) -> list[str]:
         if "image/svg+xml" in data and "image/png" not in data:
             found.append("an SVG without a PNG: an untrusted JupyterLab shows only its text")
         text = output.get("text", "") or data.get("text/plain", "")
+        if "image/png" not in data and (wide := [x for x in text.splitlines() if len(x) > MAX_COLUMNS]):
+            found.append(f"prints {len(wide[0])} columns, more than {MAX_COLUMNS}: {wide[0].strip()}")
         pictures += "image/png" in data or "image/svg+xml" in data
         texts += [] if FIGURE_REPR.fullmatch(text.strip()) else [text]
         if re.search(r"\b0x[0-9a-f]{6,}|/tmp/|\.ipython/|ipykernel_\d", text):

@@ -7,6 +7,7 @@ hints in steps, solutions after an attempt, what is noted, and `llmpar progress`
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -44,6 +45,15 @@ def but(name, **other):
 
 def psum(x):
     return lax.psum(x, "dp")
+
+
+def from_one(name):
+    """An order of microbatches counted from 1."""
+    return re.sub(r"\d+", lambda number: str(int(number[0]) + 1), exercises.find(name).solution)
+
+
+def shortened(g):
+    return g * jnp.minimum(1, 1 / jnp.linalg.norm(g))
 
 
 def forward_of(rows, stages=3):
@@ -116,6 +126,9 @@ ANSWERS = {  # what learners answer, beside the planted ones
         but("03.repair", gradient=lambda g, n: psum(g)),
         but("03.repair", gradient=lambda g, n: g / n),
         but("03.repair", clipped=lambda g, n: psum(g) / psum(n)),
+        but("03.repair", clipped=lambda g, n: lax.pmean(shortened(g / n), "dp")),
+        but("03.repair", clipped=lambda g, n: shortened(psum(g)) / psum(n)),
+        but("03.repair", clipped=lambda g, n: psum(g) / psum(n) / 2),
         but("03.repair", clipped=lambda g, n: jnp.clip(psum(g) / psum(n), -1, 1)),
         {"gradient": 1, "clipped": 2},
     ],
@@ -234,6 +247,7 @@ ANSWERS = {  # what learners answer, beside the planted ones
         forward_of("F0 F1 F2 B0 F3 B1 B2 B3"),
         "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3",
         "B0 F0 F1 B1 F2 B2 F3 B3\n" * 3,
+        from_one("08.one_f_one_b"),
     ],
     "08.third_of_the_bubble": [
         forward_of("F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),
@@ -241,6 +255,7 @@ ANSWERS = {  # what learners answer, beside the planted ones
         "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4\nF0 F1 B0 F2 B1 F3 B2 F4 B3 B4\nF0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
         forward_of("F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"),
         forward_of("F0 F1 F2 F3 B0 B1 B2 B3 W0 W1 W2 W3"),
+        from_one("08.third_of_the_bubble"),
     ],
     "08.between_h1_and_h2": [
         forward_of("F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),
@@ -248,6 +263,7 @@ ANSWERS = {  # what learners answer, beside the planted ones
         "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4\nF0 F1 B0 F2 B1 F3 B2 F4 B3 B4\nF0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
         forward_of("F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"),
         forward_of("F0 F1 F2 F3 B0 B1 B2 B3 W0 W1 W2 W3"),
+        from_one("08.between_h1_and_h2"),
     ],
     "09.dispatch_bytes": [4096, 2048, 1792, 512, 7168],
     "09.capacity": [128, 260, 190, 253, 1.95],
@@ -408,6 +424,28 @@ def test_what_is_said_fits_a_notebook_and_keeps_its_words(capsys):
     *lines, code = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= exercises.COLUMNS and code == "    code = 1"
     assert not any(line.endswith("-") for line in lines) and " ".join(lines).count("all-reduce") == 20
+
+
+def test_what_is_broken_goes_on_to_the_right(capsys):
+    exercises.say("  plan   " + "all-reduce over dp " * 9, hanging=9)
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("  plan   all") and others
+    assert all(line.startswith((9 * " " + "all", 9 * " " + "over")) for line in others)
+
+
+@pytest.mark.parametrize("line", ["  mpirun --map 'a b' " + 9 * "--mesh 'dp=2 tp=2' ", "echo -n short"])
+def test_a_broken_command_is_the_same_command(capsys, line):
+    exercises.say_command(line)
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= exercises.COLUMNS
+    joined = said.replace("\\\n", "")  # as a shell does
+    assert shlex.split(joined) == shlex.split(line)
+
+
+def test_a_long_prediction_is_met_on_whole_lines(capsys):
+    exercises.met("17.leaves", {"dp across": "device " * 9, "tp across": "device " * 9}, "predicted")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= exercises.COLUMNS
 
 
 def test_a_solution_is_told_to_those_who_have_tried(capsys):

@@ -137,6 +137,8 @@ FAULTS = {
         "without words",
     ),
     "address": (edit(-1, outputs=[stream("stdout", "<Mesh at 0x7f00c0ffee00>")]), "differs from run to run"),
+    "wide output": (edit(0, outputs=[stream("stdout", "short\n" + 89 * "-")]), "prints 89 columns"),
+    "wide result": (edit(0, outputs=[display(**{"text/plain": 89 * "-"})]), "prints 89 columns"),
     "edited by hand": (edit(0, source="import jax"), "cell ids"),
     "nothing checked": (edit(-1, metadata={}), "nothing is asserted"),
     "slow start": (edit(0, source="import jax\nuse_devices()"), "use_devices()"),
@@ -232,6 +234,12 @@ def test_code_runs_again_only_where_it_has_changed(tmp_path, monkeypatch):
     toy(tmp_path, extra="print('three')")
     with pytest.raises(TypeError):
         build.build(source, force=False)
+
+
+def test_the_package_speaks_on_lines_that_a_notebook_shows():
+    assert exercises.COLUMNS == build.MAX_COLUMNS
+    in_words = picture(**{"text/plain": 100 * "-"})  # its alt text: no line of the page
+    assert build.cell_faults(nbformat.v4.new_code_cell("show()", outputs=[in_words])) == []
 
 
 def test_words_may_stand_beside_a_picture():
@@ -381,17 +389,21 @@ def test_exercise_answers_blank_solution_and_wrong_answers(name):
     ]
 
 
-def rows_of_schedule(first):
-    """1F1B of 3 stages and 4 microbatches, counted from `first`."""
-    return re.sub(
-        r"\d+", lambda number: str(int(number[0]) + first), exercises.find("08.one_f_one_b").solution
-    )
+def rows_of_schedule(first, name="08.one_f_one_b"):
+    """An order of microbatches counted from `first`."""
+    return re.sub(r"\d+", lambda number: str(int(number[0]) + first), exercises.find(name).solution)
 
 
 def unit_norm(grad_sum, count):
     """The fault of `03.repair` that a test with long gradients only does not see."""
     mean = lax.psum(grad_sum, "dp") / lax.psum(count, "dp")
     return mean / jnp.sqrt(jnp.sum(mean * mean))
+
+
+def clipped_alone(grad_sum, count):
+    """Another one: devices clip before they share."""
+    mean = grad_sum / count
+    return lax.pmean(mean * jnp.minimum(1, 1 / jnp.linalg.norm(mean)), "dp")
 
 
 def solution_of(name, **other):
@@ -405,6 +417,18 @@ VERDICTS = {  # what someone answered -> what the verdict says, and what it does
         "03.repair",
         solution_of("03.repair", clipped=unit_norm),
         "clipped: .* short enough",
+        "",
+    ),
+    "right gradient, one wrong clip": (
+        "03.repair",
+        solution_of("03.repair", clipped=lambda grad_sum, count: lax.psum(grad_sum, "dp")),
+        "Right: gradient. Look again at clipped",
+        "",
+    ),
+    "clips its own mean": (
+        "03.repair",
+        solution_of("03.repair", clipped=clipped_alone),
+        "clipped: every device clips its own mean",
         "",
     ),
     "never calls gradient": (
@@ -475,6 +499,12 @@ VERDICTS = {  # what someone answered -> what the verdict says, and what it does
         "",
     ),
     "counts from 1": ("08.one_f_one_b", rows_of_schedule(1), "count from 0.*F0 is missing", "5 microbatches"),
+    "another order counted from 1": (
+        "08.third_of_the_bubble",
+        rows_of_schedule(1, "08.third_of_the_bubble"),
+        "count from 0.*F0 is missing",
+        "never runs",
+    ),
     "functions as parts": (
         "03.repair",
         {"gradient": 1, "clipped": 2},
@@ -560,7 +590,8 @@ def attempts(notebook):
     for cell in notebook.cells:
         if cell.cell_type == "code":
             for name in re.findall(r"\battempt\(\s*['\"](\d\d\.\w+)['\"]", cell.source):
-                yield name, "".join(output.get("text", "") for output in cell.outputs)
+                printed = " ".join(output.get("text", "") for output in cell.outputs)
+                yield name, " ".join(printed.split())  # wherever lines are broken
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)

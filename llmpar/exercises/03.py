@@ -107,6 +107,14 @@ def repair() -> Exercise:
         g = grad_sum / lax.psum(count, "dp")
         return lax.psum(g, "dp") * limit(jnp.sqrt(lax.psum(jnp.sum(g * g), "dp")))
 
+    def own_mean_clipped(grad_sum, count):
+        g = grad_sum / count
+        return lax.pmean(g * limit(norm(g)), "dp")
+
+    def sum_clipped(grad_sum, count):
+        g = lax.psum(grad_sum, "dp")
+        return g * limit(norm(g)) / lax.psum(count, "dp")
+
     gradients = [
         (
             sum_of_means,
@@ -151,6 +159,14 @@ def repair() -> Exercise:
                 "clipped: squares of parts do not add up to the square of their sum; take the norm after the"
                 " sum."
             ),
+        ),
+        (
+            own_mean_clipped,
+            "clipped: every device clips its own mean; these do not add up to the mean of all.",
+        ),
+        (
+            sum_clipped,
+            "clipped: you measure the sum over all targets; the mean is what is clipped, so divide first.",
         ),
         (mean, "clipped: nothing is clipped; where the norm is above 1, scale by 1 over it."),
         (

@@ -38,6 +38,7 @@ import functools
 import importlib.util
 import inspect
 import pathlib
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -56,6 +57,8 @@ __all__ = [
     "hint",
     "lessons",
     "met",
+    "say",
+    "say_command",
     "solution",
 ]
 
@@ -103,11 +106,11 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
     verdict = exercise.judge(answer)
     say(f"{name} ({exercise.level}): {verdict}")
     if verdict == NOT_ATTEMPTED:
-        print(f'hint("{name}") helps a step at a time')
+        say(f'hint("{name}") helps a step at a time')
         return
     SAID.setdefault(name, as_text(answer))
     if said := note(Answer.of(name, answer, verdict, correct=verdict.startswith(CORRECT))):
-        print(said)
+        say(said)
 
 
 def hint(name: str) -> None:
@@ -117,16 +120,14 @@ def hint(name: str) -> None:
     TOLD[name] += 1
     say(f"{name}, hint {number + 1} of {len(hints)}: {hints[number]}")
     if number == len(hints) - 1:
-        print(f'That was the last one. solution("{name}") answers, once you have tried.')
+        say(f'That was the last one. solution("{name}") answers, once you have tried.')
 
 
 def solution(name: str) -> None:
     """Print the solution of an exercise and why it is right, to those who have tried."""
     exercise = find(name, **GIVEN.get(name, {}))
     if first_answer(name) is None:
-        print(
-            f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.'
-        )
+        say(f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.')
         return
     say(f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.why()}")
 
@@ -136,13 +137,28 @@ def met(name: str, found: Any, what: str = "compiled") -> None:
     find(name, **GIVEN.get(name, {}))
     first = first_answer(name)
     said = "" if first is None else f"you said {in_short(first)}; "
-    print(f"{said}{what} {in_short(found)}")
+    say(f"{said}{what} {in_short(found)}")
 
 
-def say(text: str) -> None:
-    """Print sentences on lines that a notebook shows whole: JupyterLab breaks longer ones inside words."""
-    for line in text.splitlines():
-        print(textwrap.fill(line, COLUMNS, break_long_words=False, break_on_hyphens=False) or line)
+def say(text: object, hanging: int = 0) -> None:
+    """Print sentences on lines that a notebook shows whole: JupyterLab breaks longer ones inside words. What
+    is broken goes on ``hanging`` columns to the right."""
+    for line in str(text).splitlines():
+        print("\n".join(_broken(line, COLUMNS, hanging)))
+
+
+def say_command(line: str) -> None:
+    """Print a command of the shell on such lines, broken before its options only."""
+    words = " ".join(option.replace(" ", "\0") for option in re.split(" (?=-)", line))
+    print(" \\\n".join(part.replace("\0", " ") for part in _broken(words, COLUMNS - 2, 2)))
+
+
+def _broken(line: str, columns: int, hanging: int) -> list[str]:
+    """Break a line between words, never inside one."""
+    indent = hanging * " "
+    return textwrap.wrap(
+        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [line]
 
 
 def first_answer(name: str) -> str | None:

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from llmpar.config import ModelConfig
+from llmpar.exercises import say
 from llmpar.inspect.census import Collective, census_hlo, census_table, compiled_memory, read_program
 from llmpar.inspect.report import taken
 from llmpar.mesh import make_mesh
@@ -20,6 +21,9 @@ from llmpar.predict import memory
 from llmpar.predict.traffic import Traffic, step_traffic
 from llmpar.sequence_order import sequence_permutation
 from llmpar.step import State, Step
+
+NAMED = 17
+"""Columns of a verdict's line that name its plan."""
 
 
 class Run(NamedTuple):
@@ -112,20 +116,20 @@ def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = 
                 assert np.allclose(one, other, atol=weights_within), name
         assert lies_as_promised(run), name
     after = " and the weights after them" * (weights_within is not None)
-    print(f"value: {len(solo.losses)} losses{after} equal those of one device: {names}")
-    print("sharding: weights and moments lie as each plan promises")
-    print("communication: kinds, counts and bytes per device and step are as predicted:")
+    say(f"value: {len(solo.losses)} losses{after} equal those of one device: {names}")
+    say("sharding: weights and moments lie as each plan promises")
+    say("communication: kinds, counts and bytes per device and step are as predicted:")
     for name, run in runs.items():
         found[name] = census_table(as_predicted(run))
         line = "{} over {} ×{count}, {bytes_sent:,} B"
         told = [line.format(kind, axes, **row) for (axes, kind), row in found[name].items()]
-        print(f"  {name:<14} " + ("\n" + 17 * " ").join(told or ["nothing"]))
-    print("memory: arguments per device are as predicted:")
+        say(f"  {name:<14} " + ("\n" + NAMED * " ").join(told or ["nothing"]), NAMED)
+    say("memory: arguments per device are as predicted:")
     for name, run in runs.items():
         given = argument_bytes(run)
         parts = ", ".join(f"{part} {size:,}" for part, size in given.items() if size)
         assert compiled_memory(run.compiled)["argument_bytes"] == sum(given.values()), name
-        print(f"  {name:<14} {sum(given.values()):,} B: {parts}")
+        say(f"  {name:<14} {sum(given.values()):,} B: {parts}", NAMED)
     return found
 
 

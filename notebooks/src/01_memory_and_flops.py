@@ -113,6 +113,7 @@ met("01.state_gb", sum(held["llama3-8b"].values()) / 1e9, "counted")
 CONFIG = dataclasses.replace(preset("tiny"), num_layers=8)
 TEXT, ADAM = counting_text(8, 128), optax.adamw(1e-2)
 REMAT = ("none", "selective", "block")  # policies of recomputation, see below
+print("Three programs are compiled and run: about 20 s.")
 runs = {
     remat: trained(CONFIG, Plan("dp=1", remat=remat), TEXT, ADAM, 2) for remat in REMAT
 }
@@ -196,14 +197,14 @@ assert forward == 2 * T * D * M and 3 <= both / forward < 3.1
 
 # %% tags=["nbval-check-output"]
 h100 = chip("h100")
+print("15T tokens on one H100 at 40 %, and attention's share at 8,192 positions:")
 for name in ("llama3-8b", "llama3-70b", "llama3.1-405b"):
     c = preset(name)
     attention = 12 * c.num_layers * c.num_heads * c.head_width * 8192
     seconds = formulas.train_seconds(c.num_params, 15e12, 1, 0.4 * h100.flops_per_s)
     share = attention / (6 * c.num_params + attention)
     years = seconds / 86400 / 365.25
-    print(f"{name:<14} 15T tokens: {years:5,.0f} years of one H100 at 40 %;", end="")
-    print(f" attention at 8,192 positions: {share:.0%}")
+    print(f"{name:<14} {years:5,.0f} years; {share:.0%}")
 
 # %% [markdown]
 # ### Exercise (core): how long?

@@ -52,7 +52,7 @@ from jax.sharding import PartitionSpec as P
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw.scene import show, time_text
-from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import (
     as_predicted,
     counting_text,
@@ -308,6 +308,7 @@ assert solo_losses[-1] < solo_losses[0] - 0.5, "it learns"
 print("losses on one device:", " ".join(f"{loss:.3f}" for loss in solo_losses))
 
 # %%
+print("Four programs are compiled and run: about 15 s.")
 runs = {
     name: trained(LLAMA, plan, batch, optimizer, STEPS, clip=None)
     for name, plan in plans.items()
@@ -503,7 +504,7 @@ arrows = {c.arrow: c.bytes_sent for c in census}
 assert N == 1 or arrows.keys() == {"rows that count", "loss", *map(str, GRADS.values())}
 assert sum(arrows.values()) == sum(row["bytes_sent"] for row in sent_by_hand.values())
 print("both compile to what by_hand compiles to, and give the same")
-print("by arrows: " + "; ".join(f"{arrow}: {size} B" for arrow, size in arrows.items()))
+say("by arrows: " + "; ".join(f"{arrow}: {size} B" for arrow, size in arrows.items()))
 
 # %% [markdown]
 # A fourth fault, adding twice, cannot be written in arrows: a sum that is finished on all devices is not an unfinished one.
@@ -520,7 +521,7 @@ try:
     on_mesh(added_twice).lower(toy, x, counted)
     raise AssertionError("this should have been refused")
 except ValueError as refusal:
-    print(refusal)
+    say(refusal)
 
 # %% [markdown]
 # ### Which weight sends what
@@ -563,7 +564,7 @@ try:
     by_layer.check(LLAMA, BATCH * u, SEQ)
     raise AssertionError("this should have been refused")
 except ValueError as refusal:
-    print(refusal)
+    say(refusal)
 
 # %% [markdown]
 # A gradient is final only in the last microbatch's backward pass, so only the tokens of that one hide it. It is the wait's

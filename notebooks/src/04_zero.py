@@ -53,7 +53,7 @@ from llmpar import draw
 from llmpar import plan as plan_file
 from llmpar.config import preset
 from llmpar.draw.scene import show
-from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import (
     as_predicted,
     as_table,
@@ -439,6 +439,7 @@ BATCH, SEQ = 16, 16
 TEXT = counting_text(BATCH, SEQ)
 ADAM = optax.adamw(3e-3)
 learn = lambda plan: trained(LLAMA, plan, TEXT, ADAM, STEPS)
+print("Five programs are compiled and run: about 30 s.")
 solo = learn(Plan("dp=1", zero=0))
 llamas = {f"stage {zero}": learn(Plan(f"fsdp={N}", zero=zero)) for zero in range(4)}
 tables = verdicts(llamas, solo)
@@ -545,11 +546,10 @@ for reshard in (True, False):
     predicted = traffic.step_traffic(LLAMA, plan, BATCH, SEQ)
     assert census_table(census_jaxpr(traced, mesh.shape)) == as_table(predicted)
     gathers = predicted.get(("fsdp", "all-gather"), traffic.Prediction()).count
-    print(
-        f"the Llama with reshard_after_forward={reshard}: {gathers} all-gathers,",
-        end=" ",
+    say(
+        f"the Llama with reshard_after_forward={reshard}: {gathers} all-gathers,"
+        f" {predicted.total_bytes:,} B in all, as predicted"
     )
-    print(f"{predicted.total_bytes:,} B in all, as predicted")
 
 # %% [markdown]
 # ### Exercise (expert): bytes against memory

@@ -52,7 +52,7 @@ from jax import lax
 from llmpar import attention, draw, sequence_order
 from llmpar.config import preset
 from llmpar.draw.scene import show
-from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.inspect.census import (
     arrow_rows,
@@ -394,11 +394,12 @@ attempt("06.zigzag", zigzag)
 
 # %% tags=["plumbing", "nbval-check-output"]
 length, tiles, shares = 4096, (512, 256, 64, 16), {}
+print("tiles of   " + "".join(f"{tile:>8}" for tile in tiles))
 for order in ("contiguous", "striped", "zigzag"):
     for tile in tiles:
         pairs = pairs_by_step(8, order, s=length, block=tile).sum(1).max()
         shares[order, tile] = pairs / (length * length / 8)
-    row = "".join(f"  tiles of {tile}: {shares[order, tile]:.3f}" for tile in tiles)
+    row = "".join(f"{shares[order, tile]:8.3f}" for tile in tiles)
     print(f"{order:<11}{row}")
 assert shares["contiguous", 512] == shares["zigzag", 512] == 1
 assert shares["zigzag", 64] <= 0.51
@@ -456,19 +457,18 @@ assert {c.kind for c in by["f32"]} <= {"collective-permute"}
 # K with V; K with V again; their gradients
 assert sent(by["f32"]) == (3 * (N - 1), 3 * (N - 1) * hop)
 assert sent(by["s32"]) == (int(N > 1), (N - 1) * 4 * OWN)  # positions, gathered once
-print("communication: K with V forward, the same backward, dK with dV:", end=" ")
-print("{} permutes = 3 · (N-1), {:,} B".format(*sent(by["f32"])))
+told = "communication: K with V forward, the same backward, dK with dV: "
+say(told + "{} permutes = 3 · (N-1), {:,} B".format(*sent(by["f32"])))
 ring_memory, whole_memory = compiled_memory(compiled), compiled_memory(whole)
 assert ring_memory["argument_bytes"] == 4 * OWN * (2 * K * R * H + 2 * K * H + 1)
 print(f"memory: {ring_memory['argument_bytes']:,} B of arguments per device", end=", ")
 print(f"1/{N} of everything")
 if N > 1:
     assert ring_memory["temp_bytes"] < whole_memory["temp_bytes"] / N
-    print(
-        f"full attention keeps its {S} x {S} scores; the ring's temporaries are",
-        end=" ",
+    say(
+        f"full attention keeps its {S} x {S} scores; the ring's temporaries are less"
+        f" than 1/{N} of that"
     )
-    print(f"less than 1/{N} of that")
 
 # %% [markdown]
 # ### Grouped queries make hops short
@@ -512,6 +512,7 @@ TEXT = counting_text(BATCH, SEQ)
 TEXT["segments"] = 1 + (TEXT["positions"] >= np.array([[20], [9]]))  # two documents
 SGD = optax.sgd(0.5)
 learn = lambda plan: trained(LLAMA, plan, TEXT, SGD, STEPS)
+print("Four programs are compiled and run: about 30 s.")
 solo = learn(Plan("dp=1"))
 plan = Plan(f"sp={SP}", zero=0)
 variants = ("ring", "ulysses", "gather")

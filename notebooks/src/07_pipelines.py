@@ -55,7 +55,7 @@ from jax import lax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.inspect.census import (
     arrow_rows,
@@ -270,7 +270,7 @@ if devices[0].platform == "cpu" and p > 1:
 gpipe = make("gpipe", 4, 4)
 print(gpipe)
 print("stage 0 in each tick, as kind, microbatch, chunk (-1 is idle):")
-print(timetable(gpipe).ticks[:, 0].tolist())
+say("  ".join(",".join(map(str, tick)) for tick in timetable(gpipe).ticks[:, 0]))
 
 # %% [markdown]
 # Now a Llama: 4 layers on p stages, 8 microbatches of 2 rows, trained by `llmpar.step.Step`. The schedule is one field of the plan,
@@ -282,6 +282,7 @@ LLAMA, SEQ, STEPS = dataclasses.replace(preset("tiny"), num_layers=4), 16, 3
 ROWS_EACH = 2  # of a microbatch
 TEXT, SGD = counting_text(ROWS_EACH * U, SEQ), optax.sgd(0.5)
 
+print("Three programs are compiled and run: about 20 s.")
 solo = trained(LLAMA, Plan("dp=1", microbatches=U), TEXT, SGD, STEPS)
 runs = {}
 for saves in ("input", "residuals"):
@@ -386,16 +387,14 @@ if p > 1:
 # stages. It is not free:
 
 # %%
+print("parameters on each of 4 stages:")
 for name in ("llama3.2-1b", "llama3-8b", "llama3-70b"):
     described, stored = preset(name).weights().values(), Plan("pp=4").stored
     common = [w.shape for w in described if "pp" not in stored(w.dims).axes]
     everywhere = sum(int(np.prod(shape)) for shape in common)
     cut = (preset(name).num_params - everywhere) // 4
-    print(
-        f"{name:<12} on each of 4 stages: {everywhere / 1e9:.2f}e9 parameters of",
-        end=" ",
-    )
-    print(f"embedding, head and norm, {cut / 1e9:.2f}e9 of blocks")
+    print(f"{name:<12} {everywhere / 1e9:.2f}e9 of embedding, head and norm,", end=" ")
+    print(f"{cut / 1e9:5.2f}e9 of blocks")
     assert name != "llama3-8b" or round(everywhere / 1e9, 2) == 1.05
 
 # %% [markdown]
@@ -464,7 +463,7 @@ attempt("07.tied", answer)
 try:
     Plan("pp=4", reading="auto", microbatches=8).check(LLAMA, 16, SEQ)
 except ValueError as refusal:
-    print(refusal)
+    say(refusal)
     assert "use reading='manual'" in str(refusal)
 
 # %% [markdown]

@@ -52,7 +52,7 @@ import optax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import as_predicted, counting_text, trained, verdicts
 from llmpar.inspect.census import (
     arrow_rows,
@@ -193,6 +193,7 @@ def train(schedule):
     return trained(LLAMA, plan, TEXT, SGD, STEPS)
 
 
+print("Five programs are compiled and run: about 40 s.")
 solo = trained(LLAMA, Plan(microbatches=U), TEXT, SGD, STEPS)
 runs = {name: train(name) for name in NAMES}
 
@@ -399,8 +400,10 @@ if p > 1:
     kept = slots(timetable(longer.plan.pipeline)).num_saved.tolist()
     assert kept == [p - i for i in range(p)]
     assert abs(many / few - 1) < 0.05 and abs(long / short - 1) < 0.05
-    print(f"4 times the microbatches: {many / few:.3f} times the temporaries,", end=" ")
-    print(f"{long / short:.3f} times the lines of compiled program")
+    say(
+        f"4 times the microbatches: {many / few:.3f} times the temporaries,"
+        f" {long / short:.3f} times the lines of compiled program"
+    )
 
 # %% [markdown]
 # The table is data, so the program does not grow with it.
@@ -416,7 +419,7 @@ try:
     Plan("pp=2", schedule=crossed, microbatches=2).check(LLAMA, 4, SEQ)
     raise AssertionError("this table must not run")
 except ValueError as refusal:
-    print(refusal)
+    say(refusal)
     assert "a deadlock" in str(refusal) and "Cycle: " in str(refusal)
 
 # %% [markdown]
@@ -434,7 +437,7 @@ def examine(text, costs=(1, 1, 1)):
     try:
         table = timetable(from_text(text), costs)
     except ValueError as refusal:
-        print("refused:", refusal)
+        say(f"refused: {refusal}")
         return None
     order = table.schedule
     u = order.num_microbatches
@@ -443,8 +446,10 @@ def examine(text, costs=(1, 1, 1)):
     print(f"backward split: {order.split_backward}")
     print(f"bubble {table.bubble:g}, 1F1B's {known.bubble:g};", end=" ")
     print(f"{table.bubble_fraction:.1%} of the total idle")
-    print(f"microbatches held per stage {table.peak_live()},", end=" ")
-    print(f"1F1B's {known.peak_live()}; {table.hops.sum()} messages")
+    say(
+        f"microbatches held per stage {table.peak_live()},"
+        f" 1F1B's {known.peak_live()}; {table.hops.sum()} messages"
+    )
     scene.show(draw.timeline(table))
     return order
 

@@ -52,7 +52,7 @@ from jax import lax
 from llmpar import draw, moe
 from llmpar.config import ExpertConfig, preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import (
     as_predicted,
     counting_text,
@@ -193,8 +193,10 @@ program, text = read_program(with_gradients(by_hand).lower(*given))
 names = ("y", "x", "weights", "gate", "up", "down")
 for name, a, b in zip(names, program(*given), want, strict=True):
     assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max(), name
-print("value: output and all gradients equal the dense evaluation;", end=" ")
-print("the router's weights have a gradient too")
+say(
+    "value: output and all gradients equal the dense evaluation; the router's weights"
+    " have a gradient too"
+)
 
 # %% [markdown]
 # Autodiff turned each all-to-all around: the gradients of the rows travel to the experts, and come back. Two forward, two backward.
@@ -277,6 +279,7 @@ ep = min(N, 4)
 PLAN = Plan(f"ep={ep} fsdp={N // ep}")
 TEXT, ADAM, STEPS = counting_text(N, 32), optax.adamw(1e-2), 3
 
+print("Two programs are compiled and run: about 20 s.")
 run = trained(CONFIG, PLAN, TEXT, ADAM, STEPS)
 solo = trained(CONFIG, Plan("dp=1"), TEXT, ADAM, STEPS)
 found = verdicts({"experts": run}, solo)["experts"]
@@ -417,7 +420,7 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
     batch = formulas.critical_batch(h100.flops_per_s, h100.hbm_bytes_per_s, **counts)
     print(f"{name:<14} {config.num_params / 1e9:6.1f} B parameters,", end=" ")
     print(f"{config.active_params / 1e9:5.1f} B active;", end=" ")
-    print(f"4,096 tokens send {sent / 1e6:5.0f} MB per layer;")
+    print(f"4,096 tokens send {sent / 1e6:5.0f} MB a layer;")
     share = how.num_experts / how.top_k
     print(f"{'':<14} E/a = {share:g}: {batch:,.0f} tokens to fill a product")
 assert formulas.dp_min_tokens(990e12, 400e9, experts=128, topk=4) == 79_200
@@ -453,7 +456,7 @@ table = census_table(census_hlo(program, auto.mesh))
 exchanges = {key: row["count"] for key, row in table.items() if key[1] == "all-to-all"}
 assert exchanges == ({("ep", "all-to-all"): 2 * CONFIG.num_layers} if N > 1 else {})
 print("value: Auto's first loss is that of one device;", end=" ")
-print("all-to-alls of its forward pass:", exchanges or "none")
+print(f"its forward pass has {sum(exchanges.values())} all-to-alls")
 
 # %% [markdown]
 # ## On your cluster

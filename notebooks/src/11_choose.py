@@ -43,7 +43,7 @@ import optax
 from llmpar import draw
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises import attempt, hint, met, say, say_command, solution
 from llmpar.exercises.lesson import counting_text, trained, verdicts
 from llmpar.plan import Plan
 from llmpar.predict import formulas, measured, memory, planner, serving
@@ -122,7 +122,7 @@ for row in found["plans"][1:]:
 try:
     planner.decide(dataclasses.replace(question, fixed={"dp": 16}))
 except ValueError as refusal:
-    print(refusal)
+    say(refusal)
 
 # %% [markdown]
 # ## The same by hand
@@ -169,6 +169,7 @@ text, adam = counting_text(2 * N, 64), optax.adamw(1e-2)
 
 tp = 2 if N > 1 else 1
 chosen = Plan(f"fsdp={N // tp} tp={tp}", tp_sequence=tp > 1)
+print("Two programs are compiled and run: about 10 s.")
 run = trained(config, chosen, text, adam, 2)
 alone = trained(config, Plan("dp=1"), text, adam, 2)
 verdicts({"the plan": run}, alone)
@@ -181,7 +182,8 @@ print(f"{gate.addressable_shards[0].data.shape} of {gate.shape}")
 
 # %%
 for name in ("compile", "train"):
-    print(found["plans"][0][name], end="\n\n")
+    say_command(found["plans"][0][name])
+    print()
 
 # %% [markdown]
 # ## Defend

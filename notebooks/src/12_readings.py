@@ -52,7 +52,7 @@ from jax.sharding import reshard
 from llmpar import draw, explain, from_type
 from llmpar.config import preset
 from llmpar.draw import scene
-from llmpar.exercises import attempt, hint, met, solution
+from llmpar.exercises import attempt, hint, met, say, solution
 from llmpar.exercises.lesson import as_predicted, counting_text, trained
 from llmpar.inspect.census import census_hlo, census_table, read_program
 from llmpar.inspect.types import types
@@ -224,8 +224,8 @@ if TP > 1:
 # %%
 error = fates["Explicit"][1]
 if error:
-    print(str(error).splitlines()[0][:88], "…\n")
-    print(explain(error))
+    print(str(error).splitlines()[0][:86], "…\n")
+    say(explain(error))
     assert "'+tp -> whole' (all-reduce over tp)" in explain(error)
 
 # %% [markdown]
@@ -295,7 +295,7 @@ def broken(x, up, down):
 
 _, error = fate(broken, typed)
 if error:
-    print(explain(error))
+    say(explain(error))
 
 
 def repaired(x, up, down): ...
@@ -331,7 +331,8 @@ for name, one in runs.items():
     kinds = dict.fromkeys(sorted(kind for _, kind in sent), 0)
     for (_, kind), row in sent.items():
         kinds[kind] += row["count"]
-    print(f"{name:<9} loss {loss:.5f}, sends {total:>9,} B: {kinds}")
+    told = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
+    print(f"{name:<9} loss {loss:.5f}, {total:>9,} B: {told}")
 predicted = sum(c.bytes_sent for c in as_predicted(runs["manual"]))
 print(f"losses agree within {bound:.0e}")
 print(f"Manual sends the predicted {predicted:,} B")

@@ -38,7 +38,6 @@ devices = use_devices(2)  # this kernel only looks on: the devices are the team'
 import os
 import re
 import tempfile
-import textwrap
 from pathlib import Path
 
 import jax
@@ -49,7 +48,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from llmpar import draw
 from llmpar.draw import scene
-from llmpar.exercises import CORRECT, attempt, find, hint, hosts, met, solution
+from llmpar.exercises import (
+    CORRECT,
+    attempt,
+    find,
+    hint,
+    hosts,
+    met,
+    say,
+    say_command,
+    solution,
+)
 from llmpar.launch import jobs
 from llmpar.launch.team import TeamError
 from llmpar.mesh import make_mesh
@@ -85,7 +94,7 @@ try:
     print("two hosts, a wire of 50 Mbit/s")
 except ValueError as refusal:
     team, wired = hosts.start(), False
-    print(f"{refusal}.\nTwo processes on loopback; the recorded run shows the wire.")
+    say(f"{refusal}.\nTwo processes on loopback; the recorded run shows the wire.")
 
 
 def who():
@@ -149,6 +158,7 @@ if find("17.rows").judge(my_rows).startswith(CORRECT):
 # turn. What a device sends is the same, too. What *crosses* is not.
 
 # %%
+print("Each host compiles two programs and runs them: about 30 s.")
 found = {name: team.run(hosts.measure, name, 2) for name in hosts.PLACEMENTS}
 for name, (one, other) in found.items():
     assert one["losses"] == other["losses"], "a loss is the same number everywhere"
@@ -215,18 +225,19 @@ first_step = ...
 attempt("17.goes_on", first_step)
 
 # %%
+print("Two runs, one of them to its end: about 20 s.")
 whole = team.run(hosts.learn, str(kept / "whole"))[0]
 try:
     team.run(hosts.learn, str(kept / "killed"), 7)
 except TeamError as error:
-    for line in str(error).splitlines():
-        print(textwrap.fill(line, 88))
+    say(error)
 
 # %% [markdown]
 # Process 0 did not wait: its collective broke at once. It cannot go on either, because half of the weights are gone. So all
 # end, whoever started them starts them again, and they read the checkpoint:
 
 # %%
+print("Two hosts start again and train on: about 10 s.")
 team = hosts.start("50mbit" if wired else None)
 again = team.run(hosts.learn, str(kept / "killed"))[0]
 met("17.goes_on", again["start"], "went on with")
@@ -313,7 +324,7 @@ def leaves_early():
 try:
     team.run(leaves_early, timeout_s=4)
 except TeamError as error:
-    print(error)
+    say(error)
     assert "has come back" in error.ends[1]
 
 # %% [markdown]
@@ -339,7 +350,9 @@ job = jobs.Job(words, nodes=2, site=site)
 for engine in ("slurm", "mpi", "jobset"):
     text = jobs.ENGINES[engine](job)
     told = [line for line in text.splitlines() if not re.match(r" *# ", line)]
-    print(f"--- {engine}: {len(told)} lines", *told[:22], sep="\n")
+    print(f"--- {engine}: {len(told)} lines")
+    for line in told[:22]:
+        say_command(line)
 
 # %% [markdown]
 # And on this machine, over a wire (Linux):
