@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import latex2mathml.converter
+import nbformat
 from jinja2 import DictLoader
 from nbconvert import HTMLExporter
 
@@ -29,6 +31,7 @@ HERE = Path(__file__).resolve().parent
 OUT = HERE / "_exports"
 TITLE = "LLM parallelism in JAX"
 ATTEMPT = re.compile(r'attempt\(\s*"(\d\d\.\w+)"')
+FORMULA = re.compile(r"\$\$(.+?)\$\$", re.S)
 PLUMBING = "Set-up and checks"
 NO_ANSWER = "(It depends on what you found in the lesson.)"
 
@@ -66,12 +69,15 @@ SPHINX = System(
 )
 WORKBENCH = System("workbench", fenced, "episodes", {}, lambda code: fenced("spoiler", PLUMBING, code, 1))
 PAGE = """{%- extends 'lab/index.html.j2' -%}
+{%- block html_head_js -%}{%- endblock html_head_js -%}
+{%- block html_head_js_mathjax -%}{%- endblock html_head_js_mathjax -%}
+{%- block html_head_js_mermaidjs -%}{%- endblock html_head_js_mermaidjs -%}
 {%- block input -%}
 {%- if 'plumbing' in cell.metadata.get('tags', []) -%}
 <details><summary>TITLE</summary>{{ super() }}</details>
 {%- else -%}{{ super() }}{%- endif -%}
 {%- endblock input -%}""".replace("TITLE", PLUMBING)
-"""nbconvert's page, with plumbing folded."""
+"""nbconvert's page, with plumbing folded; it fetches no scripts."""
 
 
 def bullets(lines) -> str:
@@ -177,6 +183,22 @@ def surroundings(system: System, found: list[Lesson]) -> dict[str, str]:
     }
 
 
+def page(exporter: HTMLExporter, file: Path) -> str:
+    """Render a lesson. Its formulas become MathML, which a browser draws by itself; until then a word that
+    Markdown leaves alone stands for each."""
+    notebook, formulas = nbformat.read(file, as_version=4), []
+
+    def aside(found: re.Match[str]) -> str:
+        formulas.append(latex2mathml.converter.convert(found[1].strip(), display="block"))
+        return f"FORMULA{len(formulas) - 1}END"
+
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = FORMULA.sub(aside, cell.source)
+    text, _ = exporter.from_notebook_node(notebook, {"metadata": {"name": file.stem}})
+    return re.sub(r"FORMULA(\d+)END", lambda word: formulas[int(word[1])], text)
+
+
 def pages(out: Path, found: list[Lesson]) -> Path:
     """Write each lesson as one HTML page; returns their folder."""
     exporter = HTMLExporter(
@@ -185,8 +207,7 @@ def pages(out: Path, found: list[Lesson]) -> Path:
     folder = out / "html"
     folder.mkdir(parents=True, exist_ok=True)
     for one in found:
-        text, _ = exporter.from_filename(str(HERE / one.file))
-        text = re.sub(r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', text)
+        text = re.sub(r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', page(exporter, HERE / one.file))
         (folder / f"{Path(one.file).stem}.html").write_text(text, encoding="utf-8")
     return folder
 

@@ -403,6 +403,17 @@ def test_plumbing_is_folded_wherever_it_is_read(trees):
         assert page.count("<details><summary>Set-up and checks") == folded
 
 
+def test_a_page_shows_its_formulas_without_a_network(trees):
+    num = 0
+    for page in trees[2].glob("*.html"):
+        text = page.read_text()
+        num += text.count("<math ")
+        assert "$$" not in text and "FORMULA" not in text
+        assert not re.search(r"<(script|img)[^>]* src=.https?:", text), page.name
+    sources = (ROOT / "notebooks" / "src").glob("*.py")
+    assert num == sum(source.read_text().count("$$") for source in sources) / 2 > 0
+
+
 def test_what_an_episode_shows_is_there_and_described(trees):
     for tree in trees:
         for episode in tree.rglob("[0-9][0-9]_*.md"):

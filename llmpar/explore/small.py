@@ -162,7 +162,7 @@ class RoutingExplorer(Explorer):
     its capacity."""
 
     title = "Routing explorer"
-    start = {"experts": 8, "chosen": 2, "ranks": 4, "heat": 0, "capacity": 125}
+    start = {"experts": 8, "chosen": 2, "ranks": 4, "heat": 0, "capacity_percent": 125}
     controls = [
         {"name": "experts", "kind": "choice", "label": "experts", "options": [4, 8, 16]},
         {"name": "chosen", "kind": "slider", "label": "experts a token visits", "min": 1, "max": 4},
@@ -175,7 +175,7 @@ class RoutingExplorer(Explorer):
             "max": 6,
         },
         {
-            "name": "capacity",
+            "name": "capacity_percent",
             "kind": "choice",
             "label": "capacity (% of the even share)",
             "options": [100, 125, 150, 200],
@@ -191,7 +191,7 @@ class RoutingExplorer(Explorer):
         logits[..., 0] += state["heat"]
         _, chosen = moe.choose(experts, moe.affinities(experts, jnp.asarray(logits)))
         rows = [np.bincount(np.ravel(mine), minlength=experts.num_experts).tolist() for mine in chosen]
-        room = state["capacity"] / 100 * ranks * self.tokens * experts.top_k / experts.num_experts
+        room = state["capacity_percent"] / 100 * ranks * self.tokens * experts.top_k / experts.num_experts
         return token_flow(rows, experts.num_experts // ranks, room)
 
 

@@ -347,7 +347,7 @@ attempt("09.combine", combine)
 # %%
 from llmpar.explore.small import RoutingExplorer
 
-RoutingExplorer(experts=8, chosen=A, ranks=4, heat=2, capacity=100)
+RoutingExplorer(experts=8, chosen=A, ranks=4, heat=2, capacity_percent=100)
 
 # %% [markdown]
 # And with this lesson's router:

@@ -14,7 +14,7 @@ where("ZeRO-1", "ZeRO-3, FSDP")
 # %% [markdown] tags=["slide", "short"] minutes=3 section="ZeRO and FSDP"
 # ## Sharded data parallelism: three levels
 #
-# Most of the state is looked at by nobody most of the time. ZeRO cuts it over the replicas: **1** the optimizer, **2** and the
+# A device reads most of its state once in a step. ZeRO cuts it over the replicas: **1** the optimizer, **2** and the
 # gradients, **3** and the weights.
 #
 # <footer>Rajbhandari et al. 2020 (ZeRO), table 1 · lesson <code>notebooks/04_zero</code></footer>
