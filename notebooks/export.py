@@ -6,6 +6,9 @@ Workbench tree; and as pages to read, in HTML.
 Question, objectives, key points and minutes come from a lesson's header; an exercise becomes a challenge with
 its hints, and its solution, with the reason, is folded beneath it. Pictures are copied with their alt text.
 Code that only sets up or checks (`plumbing`) is folded everywhere.
+
+Tests check the form of the Workbench tree. Its own builder has not been run on it: the R packages sandpaper,
+pegboard and varnish come from the Carpentries' r-universe, and are not in Debian.
 """
 
 from __future__ import annotations
