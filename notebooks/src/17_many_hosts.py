@@ -86,7 +86,7 @@ attempt("17.leaves", {"dp across": dp_across, "tp across": tp_across})
 # ## Start two hosts
 #
 # `team.run(function, …)` runs a function in every process and gives what each returns. What it names must be in the notebook
-# or in a module, as everywhere in Python.
+# or in a module, as everywhere in Python. Each host takes half a gigabyte of memory.
 
 # %%
 try:
