@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from llmpar.launch.joined import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "notebooks" / "_walk"
@@ -106,9 +107,7 @@ ANSWERS = {
 @contextmanager
 def lab(folder: Path) -> Iterator[str]:
     """Serve fresh copies as `llmpar lab` does; gives the address of the start page."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     env = os.environ | {"JUPYTER_TOKEN": "t", "JAX_PLATFORMS": "cpu"}
     env |= {f"JUPYTER_{name.upper()}_DIR": str(folder / name) for name in ("config", "data", "runtime")} | {
         "IPYTHONDIR": str(folder / "ipython"),

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from llmpar.draw.scene import LIGHT, size_text
 from llmpar.explore import answers
 from llmpar.explore.explorer import MODULE, MeshExplorer
 from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
+from llmpar.launch.joined import free_port
 from llmpar.notation import AXES, MeshShape, parse_mesh
 
 pytestmark = pytest.mark.browser
@@ -523,9 +523,7 @@ def lab(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     nbformat.write(notebook, tmp_path / "x.ipynb")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = tmp_path / "config" / "labconfig"
     settings.mkdir(parents=True)
     off = {"@jupyterlab/apputils-extension:announcements": True}

@@ -25,13 +25,17 @@ from llmpar.notation import parse_arrow, parse_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "notebooks"
-spec = importlib.util.spec_from_file_location("notebooks_build", LESSONS / "build.py")
-build = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(build)
 
-spec = importlib.util.spec_from_file_location("notebooks_walk", LESSONS / "walk.py")
-walk = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(walk)
+
+def program(name):
+    """Import a program of notebooks/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"notebooks_{name}", LESSONS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build, walk = program("build"), program("walk")
 
 SOURCES = build.sources()
 EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9].py"))
