@@ -134,8 +134,8 @@ def start_page(folder: pathlib.Path) -> str:
         "",
         (
             "Your copies are never overwritten; `llmpar lab --fresh` renews them and keeps the old ones in"
-            " `earlier`. A lesson takes up to 1 GB of memory, lesson 17 with its two hosts 1.3 GB: shut a kernel"
-            " down before you open the next lesson."
+            " `earlier`. A lesson takes up to 1 GB of memory, lesson 17 with its two hosts 1.3 GB: shut a"
+            " kernel down before you open the next lesson."
         ),
         "",
         "## Words",
