@@ -298,6 +298,7 @@ def solo_step(params, velocity):
 
 
 # %% tags=["plumbing"]
+print("One device first: about 10 s.")
 optimizer = optax.sgd(RATE, MOMENTUM)
 params = fresh_state(LLAMA, optimizer).params
 solo_losses, velocity = [], jax.tree.map(jnp.zeros_like, params)

@@ -270,7 +270,8 @@ if devices[0].platform == "cpu" and p > 1:
 gpipe = make("gpipe", 4, 4)
 print(gpipe)
 print("stage 0 in each tick, as kind, microbatch, chunk (-1 is idle):")
-say("  ".join(",".join(map(str, tick)) for tick in timetable(gpipe).ticks[:, 0]))
+ticks = timetable(gpipe).ticks[:, 0].tolist()
+say("  ".join("-1" if tick[0] < 0 else ",".join(map(str, tick)) for tick in ticks))
 
 # %% [markdown]
 # Now a Llama: 4 layers on p stages, 8 microbatches of 2 rows, trained by `llmpar.step.Step`. The schedule is one field of the plan,

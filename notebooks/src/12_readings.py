@@ -224,7 +224,7 @@ if TP > 1:
 # %%
 error = fates["Explicit"][1]
 if error:
-    print(str(error).splitlines()[0][:86], "…\n")
+    say(str(error).partition(". ")[0] + ". …\n\n")
     say(explain(error))
     assert "'+tp -> whole' (all-reduce over tp)" in explain(error)
 
