@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -43,6 +44,17 @@ def test_copies_are_the_lessons_without_outputs(open_lab, tmp_path):
         assert not any(cell.outputs or cell.execution_count for cell in code)
     assert "lessons" in command and "--LabApp.default_url=/lab/tree/start.ipynb" in command
     assert env["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / ".jax_cache")
+
+
+def test_the_words_that_lessons_link_to_are_served(open_lab, tmp_path):
+    open_lab()
+    copies = tmp_path / "lessons"
+    assert (copies / "README.md").read_text() == (ROOT / "README.md").read_text()
+    links = set()
+    for path in copies.glob("[0-9]*.ipynb"):
+        text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+        links |= set(re.findall(r"\]\((\.\./[^)#]*)", text))
+    assert links == {"../README.md"}, "JupyterLab looks for what lies above its root in the root"
 
 
 def test_answers_are_never_overwritten_and_fresh_keeps_them(open_lab, tmp_path, capsys):

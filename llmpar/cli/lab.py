@@ -80,7 +80,8 @@ def put_aside(copies: pathlib.Path) -> None:
 
 
 def deal(folder: pathlib.Path, copies: pathlib.Path) -> str:
-    """Copy the lessons that are not there yet, cleared, and write the start page; say what was done."""
+    """Copy the lessons that are not there yet, cleared, and write the start page; say what was done. The
+    README comes along: lessons link to its words, and JupyterLab serves nothing above the copies."""
     found = sorted(folder.glob("[0-9][0-9]_*.ipynb"))
     copies.mkdir(parents=True, exist_ok=True)
     (copies / ".gitignore").write_text("*\n")  # answers are nobody's change to the project
@@ -88,6 +89,8 @@ def deal(folder: pathlib.Path, copies: pathlib.Path) -> str:
     for path in made:
         (copies / path.name).write_text(cleared(path.read_text(encoding="utf-8")), encoding="utf-8")
     (copies / START).write_text(start_page(folder), encoding="utf-8")
+    if (readme := folder.resolve().parent / "README.md").exists():
+        (copies / readme.name).write_text(readme.read_text(encoding="utf-8"), encoding="utf-8")
     kept = len(found) - len(made)
     return (
         f"{copies}: {len(made)} lesson{'s' * (len(made) != 1)} copied, {kept} kept as you left them"
