@@ -224,7 +224,7 @@ if TP > 1:
 # %%
 error = fates["Explicit"][1]
 if error:
-    say(str(error).partition(". ")[0] + ". …\n\n")
+    say(str(error).partition(". ")[0] + ".\n\n")
     say(explain(error))
     assert "'+tp -> whole' (all-reduce over tp)" in explain(error)
 
