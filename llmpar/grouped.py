@@ -121,7 +121,7 @@ def _run(how, x, shares, weights, where):
         return out, (gated, upped) if here.first else kept
 
     row_q = where.visit_q // shares.shape[1]
-    out, kept = _walk(how, where, weights, _empty(x, (len(row_q), x.shape[1])), (), piece)
+    out, kept = _walk(how, where, weights, _room(x, x.dtype, len(row_q), x.shape[1]), (), piece)
     return (out if how.chunk else _sum_visits(out, where.slot_rk, shares)), kept
 
 
@@ -162,9 +162,9 @@ def _backward(how, saved, grad):
         return (), add(here, sums, *(_get(z, here(row_q)) for z in (x, grad)), *map(here, inner))
 
     num_slots, (_, d, m) = len(row_q), weights[0].shape
-    sums = tuple(_empty(x, w.shape, jnp.float32) for w in weights)
-    made: tuple[Array, ...] = _empty(x, (num_slots, d)), _empty(shares, (num_slots,))
-    made += (_empty(x, (num_slots, m)),) * 3 if how.split else ()
+    sums = tuple(vary_alike(jnp.zeros(w.shape), like=x) for w in weights)
+    made: tuple[Array, ...] = _room(grad, x.dtype, num_slots, d), _room(grad, shares.dtype, num_slots)
+    made += (_room(grad, x.dtype, num_slots, m),) * 3 if how.split else ()
     (drows, dshare, *inner), dw = _walk(how, where, weights, made, () if how.split else sums, piece)
     if how.split:
         dw = _walk(how, where, (), (), sums, later)[1]
@@ -248,8 +248,10 @@ def _get(z: Array, index: Array) -> Array:
     return z.at[index].get(mode="fill", fill_value=0)
 
 
-def _empty(like: Array, shape: tuple[int, ...], dtype=None) -> Array:
-    return vary_alike(jnp.zeros(shape, dtype or like.dtype), like=like)
+def _room(like: Array, dtype, *shape: int) -> Array:
+    """Room for what is written before it is read. It holds a number of ``like``, not zeros: those XLA would
+    write when a step begins, and hold for all layers."""
+    return jnp.broadcast_to(like[:1, 0].astype(dtype), shape)
 
 
 # ------------------------------------------------------------------------------------------------- products

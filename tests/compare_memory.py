@@ -37,7 +37,8 @@ plans of [memory_plans.toml](memory_plans.toml), compiled for clusters that were
 device.
 
 - *Traced*: liveness of the traced program (`llmpar/inspect/liveness.py`). *Formula*: for choosing among
-  thousands of plans (`llmpar/predict/memory.py`).
+  thousands of plans (`llmpar/predict/memory.py`). Where a compiler refuses, it says what the program would
+  hold in all, and the share is that of arguments and temporaries.
 - *Bytes*: whether what is sent equals the prediction, for every axis, collective and arrow. *Rewritten*:
   bytes of the final program over those, where the compiler itself replaced collectives: *new* were next to
   none before (TPUs write a reduce-scatter as an all-reduce and a slice, or as permutes beside a product).
@@ -72,14 +73,14 @@ def cases(target: str, file: Path = HERE / "memory_plans.toml") -> list[Case]:
 
 
 def compiled(case: Case, target: str) -> dict[str, Any]:
-    """Compile a case, and keep what a row of the table needs. A compiler that refuses says what the
-    temporaries would have been."""
+    """Compile a case, and keep what a row of the table needs. A compiler that refuses says what the program
+    would have held in all."""
     from llmpar.inspect.aot import compile_step
 
     found = compile_step(case.config, case.plan, parse_target(target), case.batch_size, case.seq_len)
     held = found["memory_bytes"]
     if "roofline" not in found:
-        return {"refused": True, "temp": held["compiled_temp"]}
+        return {"refused": True, "total": held["compiled_total"]}
     return {
         "refused": False,
         "arguments": held["compiled_arguments"],
@@ -152,14 +153,17 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
         except (RuntimeError, ValueError) as error:  # cuDNN's attention can only be traced beside cuDNN
             print(f"  {case.name:26} {error}")
         held = sum(memory.argument_bytes(case.config, case.plan, case.batch_size, case.seq_len).values())
-        line = f"  {case.name:26} {row['temp'] / GIB:8.2f}{' refused' * row['refused']:8}"
+        said = "refused" if row["refused"] else f"{row['temp'] / GIB:.2f}"
+        line = f"  {case.name:26} {said:>8}"
         cells = []
         for way in ("traced", "formula"):
             if way not in guesses:
                 cells.append("not traced")
                 continue
-            error = guesses[way] / row["temp"] - 1
-            if not row["refused"]:  # a compiler that refuses has not packed them yet
+            # A compiler that refuses tells the sum, before it has packed anything.
+            true, given = (row["total"], held) if row["refused"] else (row["temp"], 0)
+            error = (given + guesses[way]) / true - 1
+            if not row["refused"]:
                 errors[way].append(error)
             line += f"  {way} {guesses[way] / GIB:7.2f} {error:+7.1%}"
             cells.append(f"{guesses[way] / GIB:.2f} ({error:+.0%})")
@@ -167,8 +171,8 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
         plan = f"{case.name}: {case.config.name}, {case.plan.mesh}, {case.batch_size} x {case.seq_len:,}"
         if row["refused"]:
             lines.append(
-                f"| {plan} | {held / GIB:.2f} | {row['temp'] / GIB:.2f}, refused | {' | '.join(cells)} |"
-                " | | |"
+                f"| {plan} | {held / GIB:.2f} | refused: {row['total'] / GIB:.2f} in all"
+                f" | {' | '.join(cells)} | | | |"
             )
             continue
         same = "=" if held == row["arguments"] else f"{row['arguments'] / held:.4f} of"

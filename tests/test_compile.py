@@ -18,7 +18,7 @@ import pytest
 from llmpar import draw
 from llmpar.inspect import roofline
 from llmpar.inspect.hlo import Module
-from llmpar.inspect.targets import GPUS, TPUS, gpu_description, parse_target
+from llmpar.inspect.targets import GPUS, QUIET, TPUS, gpu_description, parse_target
 from llmpar.notation import AXES, parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict.hardware import chip
@@ -349,6 +349,43 @@ def test_a_tpu_compiles_what_was_predicted_and_refuses_what_does_not_fit():
     assert held["compiled_arguments"] >= held["predicted_arguments"], "small arrays fill tiles of 8 x 128"
     document, said = compiled("--target", "v5e:2x4", "--mesh", "fsdp=8", "--batch-size", "16", status=1)
     assert not document["fits"] and "GiB" in said and "15.8 GiB" in said
+
+
+HEAP = r"""
+import re, sys
+from pathlib import Path
+
+import jax
+import optax
+
+from llmpar.config import preset
+from llmpar.inspect.census import compiled_memory
+from llmpar.inspect.targets import parse_target
+from llmpar.mesh import make_mesh
+from llmpar.plan import Plan
+from llmpar.step import Step
+
+plan = Plan("fsdp=4", dtype="bfloat16", remat="block")
+mesh = make_mesh(plan.mesh, parse_target("v5e:2x2").devices)
+lowered = Step(preset("llama3.2-1b"), plan, mesh, optax.adamw(1e-3)).lower(4, 2048)
+compiled = lowered.compile({"xla_dump_to": sys.argv[1], "xla_dump_hlo_as_text": True})
+(report,) = Path(sys.argv[1]).glob("*memory-usage-report.txt")
+heap = re.search(r"default.*\nTotal bytes: (\d+)", report.read_text())[1]
+print(heap, compiled_memory(compiled)["peak_bytes"])
+"""
+
+
+@tpu_compiler
+def test_a_tpus_temporaries_are_what_its_heap_holds(tmp_path):
+    """Not what it reports as temporaries, which can be half as much again. (What is alive may lie on the
+    chip, in up to 128 MiB.)"""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | QUIET
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILERS)])}
+    words = [sys.executable, "-c", HEAP, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    heap, held = map(int, done.stdout.split()[-2:])
+    assert 0.95 * heap <= held <= heap + 2**27
 
 
 def test_a_missing_compiler_is_one_sentence():

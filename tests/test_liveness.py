@@ -14,12 +14,12 @@ from jax import lax
 from llmpar.inspect.liveness import LAWS, TARGETS, Liveness, traced_peak
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
-from llmpar.predict import memory, planner
+from llmpar.predict import memory
 from llmpar.predict.hardware import chip
 from llmpar.step import Step
 
 RECORD = json.loads(compare_memory.RECORD.read_text())
-H100, TPU = "h100:8x8", "v5p:4x4x4"
+H100, V5E = "h100:8x8", "v5e:4x8"
 GIB = 2**30
 KB = 1024
 SQUARE = jnp.zeros((16, 16))  # one kilobyte
@@ -126,7 +126,7 @@ def peak(target, name, without=None):
 def errors(target, without=None, names=None):
     """Relative errors of the traced estimate, by name."""
     rows = RECORD[target]["plans"]
-    found = {name: peak(target, name, without) for name in names or rows}
+    found = {name: peak(target, name, without) for name in names or rows if not rows[name]["refused"]}
     return {name: size / rows[name]["temp"] - 1 for name, size in found.items() if size}
 
 
@@ -140,6 +140,13 @@ def test_temporaries_on_a_gpu():
     found = errors(H100, names=COMPARED)
     assert not {n: f"{e:+.1%}" for n, e in found.items() if abs(e) > 0.15} and len(found) >= 34
     assert statistics.median(map(abs, found.values())) <= 0.03
+
+
+def test_temporaries_on_a_tpu():
+    """Two thirds within 15 %, half of them within 10 %, and the others no further than a quarter."""
+    found = sorted(abs(e) for e in errors(V5E).values())
+    assert len(found) >= 12 and found[-1] <= 0.25
+    assert found[2 * len(found) // 3] <= 0.15 and statistics.median(found) <= 0.10
 
 
 WITNESSES = {
@@ -177,13 +184,14 @@ def test_what_is_alive_is_told():
 # ------------------------------------------------------------------------------------------ the formula
 
 
+def formula(case):
+    return memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len)
+
+
 def formula_errors(target):
-    rows, found = RECORD[target]["plans"], {}
-    for case in compare_memory.cases(target):
-        if case.name in rows:
-            size = memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len)
-            found[case.name] = size / rows[case.name]["temp"] - 1
-    return found
+    rows = RECORD[target]["plans"]
+    cases = [c for c in compare_memory.cases(target) if c.name in rows and not rows[c.name]["refused"]]
+    return {case.name: formula(case) / rows[case.name]["temp"] - 1 for case in cases}
 
 
 def test_the_formula_on_a_gpu():
@@ -211,28 +219,6 @@ def test_bytes_are_exact():
     assert len(rows) >= 37 and not [name for name, row in rows.items() if not row["as_predicted"]]
 
 
-V5E = "v5e:4x8"
-
-
-def test_verdicts_on_a_tpu():
-    """TPUs' programs hold about a fifth more than is traced. With the margin that a TPU's plan leaves free,
-    nothing that does not fit is called feasible, and nothing is refused that fits with 10 % to spare."""
-    rows, capacity = RECORD[V5E]["plans"], chip("v5e").usable_bytes
-    room = (1 - planner.MARGINS["torus"]) * capacity
-    assert len(rows) >= 20 and sum(not row["refused"] for row in rows.values()) >= 12
-    for case in compare_memory.cases(V5E):
-        if (row := rows.get(case.name)) is None:
-            continue
-        given = sum(memory.argument_bytes(case.config, case.plan, case.batch_size, case.seq_len).values())
-        formula = given + memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len)
-        if row["refused"]:
-            assert formula > room, f"{case.name} is called feasible"
-            continue
-        needs, traced = given + row["temp"], given + peak(V5E, case.name)
-        assert min(formula, traced) > room or needs <= 1.005 * capacity, f"{case.name} is called feasible"
-        assert traced <= room or needs > 0.9 * capacity, f"{case.name} is refused"
-
-
 def verdicts(target, capacity, guess):
     """Cases that are called feasible and are not, and those that are called too large and fit with 10 % to
     spare."""
@@ -241,7 +227,7 @@ def verdicts(target, capacity, guess):
         if (row := rows.get(case.name)) is None or (temp := guess(case)) is None:
             continue
         given = sum(memory.argument_bytes(case.config, case.plan, case.batch_size, case.seq_len).values())
-        needs = given + row["temp"]
+        needs = row["total"] if row["refused"] else given + row["temp"]
         if given + temp <= capacity and needs > capacity:
             wrong.append(f"{case.name} is called feasible")
         if given + temp > capacity and needs <= 0.9 * capacity:
@@ -253,5 +239,13 @@ def verdicts(target, capacity, guess):
 def test_verdicts_on_a_gpu(gib):
     """Nothing that does not fit is called feasible, and nothing refused that fits with room."""
     assert not verdicts(H100, gib * GIB, lambda case: peak(H100, case.name))
-    estimate = lambda c: memory.temp_bytes(c.config, c.plan, c.batch_size, c.seq_len)
-    assert not verdicts(H100, gib * GIB, estimate)
+    assert not verdicts(H100, gib * GIB, formula)
+
+
+def test_verdicts_on_a_tpu():
+    """The compiler refuses there itself. The formula has one exception, in float32: it says too much."""
+    capacity = chip("v5e").usable_bytes
+    rows = RECORD[V5E]["plans"].values()
+    assert len(rows) >= 20 and all(row["total"] > capacity for row in rows if row["refused"])
+    assert not verdicts(V5E, capacity, lambda case: peak(V5E, case.name))
+    assert verdicts(V5E, capacity, formula) == ["fsdp-float32 is refused"]

@@ -61,6 +61,7 @@ def compile_step(
         "predicted_temp": memory.temp_bytes(config, plan, batch_size, seq_len),
         "traced_temp": None,
         "compiled_temp": None,
+        "compiled_total": None,
         "capacity": target.chip.usable_bytes,
     }
     if peak := traced_peak(step, batch_size, seq_len, target.platform):
@@ -72,8 +73,10 @@ def compile_step(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         said = re.search(r"\((\d[\d.]*)G\) exceeds|Used (\d[\d.]*)G of", str(error))
-        needs = f"{said[1] or said[2]} GiB" + " of temporaries alone" * bool(said[1]) if said else "more"
-        need["compiled_temp"] = round(float(said[1]) * GIB) if said and said[1] else None
+        # "HLO temporaries" in libtpu's sentence are all that the program holds, its arguments among them.
+        if said:
+            need["compiled_total"] = round(float(said[1] or said[2]) * GIB)
+        needs = f"{said[1] or said[2]} GiB" if said else "more"
         why = _too_large(needs, config, plan, target, batch_size, seq_len)
         return document | {
             "fits": False,
@@ -83,7 +86,12 @@ def compile_step(
         }
     seconds, text = time.perf_counter() - begin, compiled.as_text() or ""
     program = compiled_memory(compiled)
-    found = {"arguments": "argument_bytes", "temp": "temp_bytes", "alias": "alias_bytes"}
+    found = {
+        "arguments": "argument_bytes",
+        "temp": "temp_bytes",
+        "alias": "alias_bytes",
+        "total": "peak_bytes",
+    }
     need |= {f"compiled_{name}": program[key] for name, key in found.items()}
     document |= report.compare(config, plan, batch_size, seq_len, partitioned, mesh)
     walked = _busiest(text, mesh, config, plan, target, seq_len)

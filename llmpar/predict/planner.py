@@ -22,9 +22,9 @@ from llmpar.predict import hardware, held, memory, workload
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Time, step_time
 
-MARGINS = {"switch": 0.08, "torus": 0.15}
-"""Of the memory that a program may use, what a plan must leave free, by a chip's links: the formula of
-temporaries is an estimate. It errs by 4 % in the middle for GPUs, and says a fifth too little for TPUs
+MARGIN = 0.08
+"""Of the memory that a program may use, what a plan must leave free: the formula of temporaries is an
+estimate. It errs by 4 % in the middle for GPUs, and says up to a third too much for TPUs
 (`tests/compiled.md`)."""
 GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX takes when it is told to (XLA_CLIENT_MEM_FRACTION)."""
@@ -45,7 +45,7 @@ PUE = 1.2
 def room_bytes(chip: Chip) -> float:
     """Bytes that a program may hold on a device of this chip, with the margin left free."""
     share = 1.0 if chip.link == "torus" else GPU_SHARE
-    return chip.usable_hbm_gib * GIB * share * (1 - MARGINS[chip.link])
+    return chip.usable_hbm_gib * GIB * share * (1 - MARGIN)
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
         "seq_len": q.seq_len,
         "tokens_per_step": q.batch_size * q.seq_len,
         "room_bytes": q.room_bytes,
-        "margin": MARGINS[q.chip.link],
+        "margin": MARGIN,
         "mfu_convention": "6N + 12LHQT per token, attention's whole square (Chowdhery et al. 2022)",
         "priced": answer.num_priced,
         "plans": rows,
