@@ -332,8 +332,8 @@ def compiled_memory(compiled: jax.stages.Compiled) -> dict[str, int]:
     memory = {
         f"{k}_bytes": getattr(stats, f"{k}_size_in_bytes") for k in ("argument", "output", "alias", "temp")
     }
-    without = lambda: sum(memory.values()) - 2 * memory["alias_bytes"] - memory["temp_bytes"]
+    rest = memory["argument_bytes"] + memory["output_bytes"] - memory["alias_bytes"]
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     if "tpu" in {device.platform for sharding in shardings for device in sharding.device_set}:
-        memory["temp_bytes"] = stats.peak_memory_in_bytes - without()
-    return memory | {"peak_bytes": without() + memory["temp_bytes"]}
+        memory["temp_bytes"] = stats.peak_memory_in_bytes - rest
+    return memory | {"peak_bytes": rest + memory["temp_bytes"]}
