@@ -100,6 +100,16 @@ def test_equal_equations_are_one_and_what_is_recomputed_is_not():
     assert held(lambda x: again(x).T @ again(x), SQUARE) == 3
 
 
+def test_a_stack_that_a_loop_converts_is_held_in_both_types():
+    """Where the law holds: four slices of half a kilobyte each, beside the carry and its new value."""
+    turn = lambda carry, w: (carry @ w.astype(jnp.bfloat16), None)
+    step = jax.make_jaxpr(lambda x, ws: lax.scan(turn, x @ x, ws)[0])
+    jaxpr = step(jnp.zeros((16, 16), jnp.bfloat16), jnp.zeros((4, 16, 16))).jaxpr
+    held = lambda *laws: Liveness(frozenset(laws)).whole(jaxpr)
+    assert held("converted").bytes - held().bytes == 2 * KB
+    assert held("converted").held[0][1].startswith("converted float32[4,16,16]")
+
+
 def test_another_reading_is_not_traced():
     case = compare_memory.cases(H100)[0]
     plan = Plan("fsdp=64", reading="auto")
@@ -143,10 +153,10 @@ def test_temporaries_on_a_gpu():
 
 
 def test_temporaries_on_a_tpu():
-    """Two thirds within 15 %, half of them within 10 %, and the others no further than a quarter."""
+    """Half of them within 3 %, two thirds within 15 %, and the others no further than a quarter."""
     found = sorted(abs(e) for e in errors(V5E).values())
-    assert len(found) >= 12 and found[-1] <= 0.25
-    assert found[2 * len(found) // 3] <= 0.15 and statistics.median(found) <= 0.10
+    assert len(found) >= 12 and statistics.median(found) <= 0.03
+    assert found[2 * len(found) // 3] <= 0.15 and found[-1] <= 0.25
 
 
 WITNESSES = {
@@ -155,6 +165,7 @@ WITNESSES = {
     "prologue": "pp4-zb-h1",
     "prefetch": "fsdp",
     "stacks": "405b-fsdp-tp8",
+    "converted": "dp2-fsdp-tp4",
     "scatters": "fsdp-zero1",
     "copies": "pp4-zb-h1",
 }
@@ -163,8 +174,9 @@ WITNESSES = {
 @pytest.mark.parametrize("law", LAWS)
 def test_every_law_is_needed(law):
     """Without it, one of the compiled plans is worse by at least three hundredths."""
-    (true,) = errors(H100, names=[WITNESSES[law]]).values()
-    (less,) = errors(H100, law, [WITNESSES[law]]).values()
+    target = H100 if law in TARGETS["gpu"] else V5E
+    (true,) = errors(target, names=[WITNESSES[law]]).values()
+    (less,) = errors(target, law, [WITNESSES[law]]).values()
     assert abs(less) >= abs(true) + 0.03
 
 

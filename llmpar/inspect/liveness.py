@@ -28,7 +28,7 @@ from llmpar.step import Step
 LAWS = {
     "late": (
         "What no product and no loop waits for runs last, and its operands live until then: weights'"
-        " gradients, the value of the loss. (XLA's schedulers fill a program from its end.)"
+        " gradients, the value of the loss. (GPU: its scheduler fills a program from its end.)"
     ),
     "narrow": (
         "A product is written in the type to which its one reader converts it. (Fusion into the"
@@ -44,6 +44,10 @@ LAWS = {
         " in a loop is copied whole, before the loop; so is a stack of what was gathered, before the next"
         " loop reads it. (Layout assignment, then code motion out of loops.)"
     ),
+    "converted": (
+        "A stack of weights that a loop converts slice by slice is converted whole, before the loop, and kept"
+        " for the loops to come. (TPU: code motion out of loops.)"
+    ),
     "scatters": (
         "A reduce-scatter along any dim but the first copies what a loop gives it; a product would have"
         " written it in that order to begin with. (Layout assignment.)"
@@ -56,8 +60,8 @@ LAWS = {
 """What compilers do to memory, and which pass does it."""
 
 TARGETS = {
-    "gpu": frozenset(LAWS),
-    "tpu": frozenset(LAWS) - {"prologue", "prefetch"},
+    "gpu": frozenset(LAWS) - {"converted"},
+    "tpu": frozenset(LAWS) - {"late", "prologue", "prefetch", "stacks"},
     "cpu": frozenset({"narrow"}),
 }
 """The laws that hold for a compiler."""
@@ -402,6 +406,15 @@ class Liveness:
             self._known[key] = self._measure(self.program(jaxpr, loop), donated, loop)
         return self._known[key]
 
+    def whole(self, jaxpr: Any) -> Peak:
+        """The peak of a step. What its loops convert is held all through it."""
+        peak, program, copies = self.fullest(jaxpr), self.program(jaxpr), list[tuple[int, str]]()
+        for v in program.inputs if "converted" in self.laws else ():
+            share = max([self._converted(program.ops[i], v) for i in program.readers.get(v, [])], default=0)
+            copies += [(int(share * v.bytes), f"converted {v.what}")] * bool(share)
+        held = sorted([*peak.held, *copies], key=lambda row: -row[0])
+        return Peak(peak.bytes + sum(size for size, _ in copies), tuple(held), peak.reused)
+
     def _measure(self, program: Program, donated: frozenset[int], loop: Op | None) -> Peak:
         memory = _Memory()
         real = existing(program, self.laws)
@@ -515,6 +528,28 @@ class Liveness:
         places = [i - len(op.operands) for i, v in enumerate(op.operands) if v is value]
         return any(self._gathered(body, len(body.invars) + i) for body in op.inner for i in places)
 
+    def _converted(self, op: Op, value: Value) -> float:
+        """The share of a stack's bytes that is left when a loop has converted its slices; 0: none does."""
+        if op.name not in LOOP:
+            return 0
+        places = [i - len(op.operands) for i, v in enumerate(op.operands) if v is value]
+        return max([self._narrowed(b, len(b.invars) + i) for b in op.inner for i in places], default=0)
+
+    def _narrowed(self, jaxpr: Any, place: int) -> float:
+        if place < 0:
+            return 0
+        program = self.program(jaxpr)
+        reached = {program.inputs[place]}
+        for op in program.ops:
+            for v in reached.intersection(filter(None, op.operands)):
+                if op.name == "convert_element_type" and op.results[0].bytes < v.bytes:
+                    return op.results[0].bytes / v.bytes
+                if op.name in MOVES:
+                    reached.update(op.results)
+                if share := self._converted(op, v):
+                    return share
+        return 0
+
     def _stacks_turned(self, program: Program, value: Value) -> bool:
         """Whether a loop stacked what it gathered along another dim than the first."""
         op = program.ops[program.made[value]]
@@ -560,7 +595,7 @@ def traced_peak(
     traced = step.run.trace(step.abstract_state, step.abstract_batch(batch_size, seq_len)).jaxpr.jaxpr
     laws = TARGETS[{"cuda": "gpu", "rocm": "gpu"}.get(target, target)] if isinstance(target, str) else target
     liveness = Liveness(laws)
-    peaks = [liveness.fullest(body) for body in _mapped(traced)]
+    peaks = [liveness.whole(body) for body in _mapped(traced)]
     return max(peaks, key=lambda peak: peak.bytes)
 
 
