@@ -24,7 +24,7 @@ from llmpar.predict.time import Time, step_time
 
 MARGIN = 0.08
 """Of the memory that a program may use, what a plan must leave free: the formula of temporaries is an
-estimate. It errs by 4 % in the middle for GPUs, and says up to a third too much for TPUs
+estimate. It errs by 4 % in the middle for GPUs, and says a sixth too much for TPUs
 (`tests/compiled.md`)."""
 GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX takes when it is told to (XLA_CLIENT_MEM_FRACTION)."""
