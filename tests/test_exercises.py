@@ -599,6 +599,21 @@ def test_a_function_is_refused_by_what_it_cannot_take():
     assert uneven.judge(lambda *given: sum(given[0]) + (given[1] - 1) * max(given[0])).startswith("correct")
 
 
+def test_teachers_see_the_solutions(capsys):
+    """Of one lesson or of all, in order; of no lesson that is not there."""
+    assert main(["solutions", "--lesson", "03", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["solutions"]
+    assert list(found) == [f"03.{name}" for name in exercises.exercises("03")]
+    assert found["03.sent"].startswith("03.sent: 754,880\nWhy: 4 bytes per parameter")
+    assert main(["solutions"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("\nWhy: ") == sum(len(exercises.exercises(lesson)) for lesson in exercises.lessons())
+    for written in (exercises.spelt_out(exercises.find(name).solution) for name in NAMES):
+        assert max(map(len, written.splitlines())) <= exercises.COLUMNS, "code would be broken inside"
+    assert main(["solutions", "--lesson", "99"]) == 1
+    assert "there are 00, 01" in capsys.readouterr().err
+
+
 def test_progress_of_a_folder_that_is_not_there_is_refused(capsys):
     assert main(["progress", "--folder", "nowhere"]) == 1
     assert "there is no folder 'nowhere'" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from llmpar.cli.plan import Plan
 from llmpar.cli.progress import Progress
 from llmpar.cli.quiz import Quiz
 from llmpar.cli.schedule import Schedule
+from llmpar.cli.solutions import Solutions
 from llmpar.cli.train import Train
 
 COMMANDS = {
@@ -28,6 +29,7 @@ COMMANDS = {
     "lab": Lab,
     "progress": Progress,
     "quiz": Quiz,
+    "solutions": Solutions,
     "train": Train,
     "launch": Launch,
     "inspect": Inspect,

@@ -181,7 +181,8 @@ def groups_across_hosts() -> Exercise:
             for i in range(total)
             if i // stride % sizes[axis] == 0
         ]
-        return sum(len({device // devices_per_host for device in group}) > 1 for group in groups)
+        hosts = [{device // devices_per_host for device in group} for group in groups]
+        return sum(len(those) > 1 for those in hosts)
 
     def innermost(sizes, axis, devices_per_host):
         return solution(

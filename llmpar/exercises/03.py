@@ -262,7 +262,8 @@ def pad() -> Exercise:
 
     def solution(targets, devices):
         missing = -len(targets) % devices
-        return np.concatenate([targets, np.full((missing, *targets.shape[1:]), -1, targets.dtype)])
+        rows = np.full((missing, *targets.shape[1:]), -1, targets.dtype)
+        return np.concatenate([targets, rows])
 
     def drop(targets, devices):
         return targets[: len(targets) // devices * devices]

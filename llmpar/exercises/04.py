@@ -136,8 +136,8 @@ def stage2_accumulated() -> Exercise:
         return lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)
 
     def solution(gradient, parts):
-        shards = [lax.psum_scatter(gradient(part), "fsdp", scatter_dimension=0, tiled=True) for part in parts]
-        return sum(shards)
+        cut = lambda g: lax.psum_scatter(g, "fsdp", scatter_dimension=0, tiled=True)
+        return sum(cut(gradient(part)) for part in parts)
 
     def stage1(gradient, parts):
         return scatter(sum(gradient(part) for part in parts))

@@ -96,7 +96,8 @@ def zigzag() -> Exercise:
 
     def solution(s, ranks):
         cut = np.arange(s).reshape(2 * ranks, -1)
-        return np.concatenate([np.concatenate([cut[i], cut[2 * ranks - 1 - i]]) for i in range(ranks)])
+        pairs = [[cut[i], cut[2 * ranks - 1 - i]] for i in range(ranks)]
+        return np.concatenate([np.concatenate(pair) for pair in pairs])
 
     def contiguous(s, n):
         return np.arange(s)

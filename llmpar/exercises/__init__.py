@@ -125,11 +125,17 @@ def hint(name: str) -> None:
 
 def solution(name: str) -> None:
     """Print the solution of an exercise and why it is right, to those who have tried."""
-    exercise = find(name, **GIVEN.get(name, {}))
+    told = solved(name, **GIVEN.get(name, {}))
     if first_answer(name) is None:
         say(f'{name}: answer first, even by a guess; then ask again. hint("{name}") helps a step at a time.')
         return
-    say(f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.why()}")
+    say(told)
+
+
+def solved(name: str, **given: Any) -> str:
+    """The solution of an exercise, and why it is right."""
+    exercise = find(name, **given)
+    return f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.why()}"
 
 
 def met(name: str, found: Any, what: str = "compiled") -> None:
