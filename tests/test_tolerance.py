@@ -135,9 +135,9 @@ def observed(config, plan: Plan):
     ids=lambda x: getattr(x, "name", None) or name(x),
 )
 def test_what_is_seen_lies_below_the_bound_and_not_far_below(config, plan, dtype):
-    """With fresh weights and with trained ones. Not far: the largest seen is more than a hundredth; of the
-    loss with experts in bfloat16, which of them a token chooses, a two-hundredth. A plan
-    that cuts the batch alone may keep the bits of each token, so there the loss in bfloat16 may be exact.
+    """With fresh weights and with trained ones. Not far: the largest seen is more than a hundredth, of the
+    gradient's elements and of the loss or the norm. Either of those is one number, and may come out exact: by
+    luck, or because a plan that cuts the batch alone keeps the bits of each token.
     Elements of a gradient with fresh weights only: training balances the terms of their sums, and what is
     left of them is small beside their roundings."""
     plan, share = dataclasses.replace(plan, dtype=dtype), dict.fromkeys(QUANTITIES, 0.0)
@@ -146,10 +146,7 @@ def test_what_is_seen_lies_below_the_bound_and_not_far_below(config, plan, dtype
         for what in QUANTITIES[: 3 - (kind == "trained")]:
             assert off[what] <= bound[what], (what, off, bound)
             share[what] = max(share[what], off[what] / bound[what])
-    if dtype == "bfloat16" and not plan.live("tp", "sp", "ep"):
-        del share["loss"]
-    share["loss"] = share.get("loss", 1) * (1 + (config is MOE and dtype == "bfloat16"))
-    assert min(share.values()) > 0.01, share
+    assert min(share["gradient"], max(share["loss"], share["grad_norm"])) > 0.01, share
 
 
 def test_a_wrong_scale_of_one_part_in_ten_thousand_is_caught():
