@@ -26,7 +26,7 @@ from llmpar.exercises import record
 from llmpar.plan import Plan
 from llmpar.predict.traffic import step_traffic
 
-NAMES = [f"{lesson}.{name}" for lesson in exercises.lessons() for name in exercises.exercises(lesson)]
+NAMES = exercises.names()
 
 
 @pytest.fixture(autouse=True)

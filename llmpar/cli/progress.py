@@ -30,10 +30,8 @@ class Progress:
         if self.folder is not None and not pathlib.Path(self.folder).is_dir():
             raise ValueError(f"there is no folder '{self.folder}'; name the one in which you answered")
         folder = self.folder or next((name for name in FOLDERS if record.file(name).exists()), ".")
-        names = [f"{lesson}.{name}" for lesson in exercises.lessons() for name in exercises.exercises(lesson)]
-        document = record.results(
-            record.answers(folder), {name: exercises.find(name).level for name in names}
-        )
+        levels = {name: exercises.find(name).level for name in exercises.names()}
+        document = record.results(record.answers(folder), levels)
         emit(document, self.json)
         if self.json or not speaks():
             return

@@ -26,12 +26,8 @@ class Solutions:
         known = exercises.lessons()
         if self.lesson not in (None, *known):
             raise ValueError(f"lesson {self.lesson!r} has no exercises; there are {', '.join(known)}")
-        chosen = [self.lesson] if self.lesson else known
-        found = {
-            f"{lesson}.{name}": exercises.solved(f"{lesson}.{name}")
-            for lesson in chosen
-            for name in exercises.exercises(lesson)
-        }
+        names = exercises.names(self.lesson) if self.lesson else exercises.names()
+        found = {name: exercises.solved(name) for name in names}
         emit({"solutions": found}, self.json)
         if not self.json and speaks():
             exercises.say("\n\n".join(found.values()))

@@ -89,6 +89,11 @@ def exercises(lesson: str) -> dict[str, Callable[..., Exercise]]:
     }
 
 
+def names(*chosen: str) -> list[str]:
+    """List the exercises of these lessons, or of all, as `find` takes them: '03.sent'."""
+    return [f"{lesson}.{name}" for lesson in chosen or lessons() for name in exercises(lesson)]
+
+
 def find(name: str, **given: Any) -> Exercise:
     """Look up an exercise by the number of its lesson and its name, as in '03.bytes_sent'."""
     lesson, _, function = name.partition(".")
