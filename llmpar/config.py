@@ -184,6 +184,11 @@ class ExpertConfig:
         token travels to a rank once, however many of its experts are there."""
         return min(tokens, self._most(tokens, pieces) * (self.num_experts // ranks))
 
+    def full_share(self, ranks: int) -> float:
+        """The share of tokens that one of ``ranks`` gets where every choice is as likely."""
+        elsewhere = self.num_experts - self.num_experts // ranks
+        return 1 - math.comb(elsewhere, self.top_k) / math.comb(self.num_experts, self.top_k)
+
     def blocks(
         self, tokens: int, pieces: int, ranks: int, fewest: int = 4, largest: int = 32
     ) -> tuple[int, int]:

@@ -19,7 +19,8 @@ rows of one expert: Gale et al. 2022, MegaBlocks.)
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,7 @@ BLOCK_ROWS = {"blocks": (4, 32), "ragged_dot": (8, 128), "triton": (16, 128), "i
 OVERFLOW = "overflow"
 """The scope of the loop over chunks that hold more than a rank's usual share: a census counts no turn of
 it."""
+KERNELS = "triton", "interpreted"
 STRIDE = 4
 """On CPUs an expert's blocks are multiplied so many at a time, and the rest one by one."""
 
@@ -115,9 +117,9 @@ def _run(how, x, shares, weights, where):
 
     def piece(here, out, kept, gate, up, down):
         dot = functools.partial(_dot, how.way, owners=here(where.owner_n, 1))
-        rows = _get(x, here(row_q))
-        gated, upped = dot(rows, gate), dot(rows, up)
-        out = here.take_up(out, dot(jax.nn.silu(gated) * upped, down), where.slot_rk, shares)
+        rows = _gather(how.way, x, here(row_q))
+        gated, upped = dot((rows, gate)), dot((rows, up))
+        out = here.take_up(out, dot((jax.nn.silu(gated) * upped, down)), where.slot_rk, shares)
         return out, (gated, upped) if here.first else kept
 
     row_q = where.visit_q // shares.shape[1]
@@ -138,17 +140,17 @@ def _backward(how, saved, grad):
 
     def piece(here, made, sums, gate, up, down):
         dot = functools.partial(_dot, how.way, owners=here(where.owner_n, 1))
-        rows, dout = (_get(z, here(row_q)) for z in (x, grad))
+        rows, dout = (_gather(how.way, z, here(row_q)) for z in (x, grad))
         products = (
-            *(kept if here.first else (dot(rows, gate), dot(rows, up))),
-            dot(dout, down, transposed=True),
+            *(kept if here.first else (dot((rows, gate)), dot((rows, up)))),
+            dot((dout, down), transposed=True),
         )
         gated, upped, dhidden = (z.astype(jnp.float32) for z in products)
         slope, share = jax.nn.sigmoid(gated), here(share_q)[:, None]
         hidden, dshare = gated * slope * upped, (gated * slope * upped * dhidden).sum(-1)
         dup, dgate = dhidden * gated * slope, dhidden * upped * slope * (1 + gated * (1 - slope))
         inner = [(z * share).astype(x.dtype) for z in (hidden, dgate, dup)]
-        drows = dot(inner[1], gate, transposed=True) + dot(inner[2], up, transposed=True)
+        drows = dot((inner[1], gate), (inner[2], up), transposed=True)
         pairs = zip(made[:2], (drows, dshare), strict=True)
         made = *(here.take_up(*pair, where.slot_rk) for pair in pairs), *map(here.put, made[2:], inner)
         return made, () if how.split else add(here, sums, rows, dout, *inner)
@@ -159,7 +161,7 @@ def _backward(how, saved, grad):
         return more if here.first else tuple(map(jnp.add, sums, more))
 
     def later(here, _, sums):
-        return (), add(here, sums, *(_get(z, here(row_q)) for z in (x, grad)), *map(here, inner))
+        return (), add(here, sums, *(_gather(how.way, z, here(row_q)) for z in (x, grad)), *map(here, inner))
 
     num_slots, (_, d, m) = len(row_q), weights[0].shape
     sums = tuple(vary_alike(jnp.zeros(w.shape), like=x) for w in weights)
@@ -209,18 +211,28 @@ class _Piece(NamedTuple):
 def _walk(how: How, where: Layout, weights, made, sums, piece):
     """Do ``made, sums = piece(here, made, sums, *weights)`` for all pieces that hold rows: expert by expert,
     each with its own weights and sums, or a chunk at a time, with all. The first chunk stands before the
-    loop: it is the usual case that there is no other."""
+    loops: it is the usual case that there is no other. What is made and the sums have a loop each: then what
+    is made can leave while sums are added up."""
     zero, block = jnp.zeros_like(where.end_l[0]), len(where.visit_q) // len(where.owner_n)
+
+    if how.chunk:
+        first = piece(_Piece(zero, how.chunk, block, how.chunk, True), made, sums, *weights)
+        turns = (where.end_l[-1] - 1) // how.chunk  # more than the first one
+
+        def rest(kind):
+            def turn(i, mine):
+                here = _Piece((i + 1) * how.chunk, how.chunk, block, how.chunk)
+                return piece(here, *(mine if j == kind else z for j, z in enumerate(first)), *weights)[kind]
+
+            return lax.fori_loop(zero, turns, turn, first[kind])
+
+        with jax.named_scope(OVERFLOW):
+            given = (bool(jax.tree.leaves(z)) for z in (made, sums))
+            return tuple(rest(kind) if needed else first[kind] for kind, needed in enumerate(given))
 
     def steps(begin, num, state, weights, turns):
         turn = lambda i, state: piece(_Piece(begin + i * num, num, block, how.chunk), *state, *weights)
         return lax.fori_loop(zero, turns, turn, state)
-
-    if how.chunk:
-        state = piece(_Piece(zero, how.chunk, block, how.chunk, True), made, sums, *weights)
-        turns = (where.end_l[-1] - 1) // how.chunk  # more than the first one
-        with jax.named_scope(OVERFLOW):
-            return steps(zero + how.chunk, how.chunk, state, weights, turns)
 
     stride = min(STRIDE, len(where.owner_n))
 
@@ -257,21 +269,44 @@ def _room(like: Array, dtype, *shape: int) -> Array:
 # ------------------------------------------------------------------------------------------------- products
 
 
-def _dot(way: str, rows, w, owners, transposed: bool = False):
-    """Rows with the weights of their owners (or these transposed): ``w`` of one owner, or of all."""
-    if way in ("triton", "interpreted"):
-        return kernel_dot(rows, w, owners, transposed, way == "interpreted")
+class Lines(NamedTuple):
+    """The rows ``whole[line_q]``, zeros where a line is past the end: a kernel gathers them as it goes."""
+
+    whole: Any  # r a
+    line_q: Any  # q, integers
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As if they were gathered."""
+        return len(self.line_q), self.whole.shape[1]
+
+
+Rows = Lines | Float[Array, "q _"]
+
+
+def _gather(way: str, z: Array, line_q: Int[Array, " q"]) -> Rows:
+    """The rows ``z[line_q]`` as this way of multiplying wants them."""
+    return Lines(z, line_q) if way in KERNELS else _get(z, line_q)
+
+
+def _dot(way: str, *pairs, owners, transposed: bool = False):
+    """Rows with the weights of their owners (or these transposed): of one owner, or of all. Of several pairs
+    of rows and weights the sum."""
+    if way in KERNELS:
+        return kernel_dot(pairs, owners, transposed, way == "interpreted")
+    dims = ((1,), (1 if transposed else 0,)), ((), ())
     if way == "ragged_dot":
         dims = ((1,), (2 if transposed else 1,)), ((), ())
-        return _ragged_dot(rows, w, owners, len(w), dims, [0]).astype(rows.dtype)
-    dims = ((1,), (1 if transposed else 0,)), ((), ())
-    return lax.dot_general(rows, w, dims, preferred_element_type=jnp.float32).astype(rows.dtype)
+        dot = lambda rows, w: _ragged_dot(rows, w, owners, len(w), dims, [0])
+    else:
+        dot = lambda rows, w: lax.dot_general(rows, w, dims, preferred_element_type=jnp.float32)
+    return functools.reduce(jnp.add, (dot(rows, w).astype(rows.dtype) for rows, w in pairs))
 
 
 def _outer(way: str, rows, grads, owners, num_owners: int):
     """For each owner the sum over its rows of their outer products with gradients, float32; of one owner
     alone where all rows have the same."""
-    if way in ("triton", "interpreted"):
+    if way in KERNELS:
         return kernel_outer(rows, grads, owners, num_owners, way == "interpreted")
     dims = ((0,), (0,)), ((), ())
     if way == "ragged_dot":
@@ -288,80 +323,94 @@ def _ragged_dot(a, b, owners, num_owners: int, dims, groups: list[int]):
 
 
 def kernel_dot(
-    rows: Float[Array, "q a"],
-    w: Float[Array, "l _ _"],
+    pairs: Sequence[tuple[Rows, Float[Array, "l _ _"]]],
     owner_n: Int[Array, " n"],
     transposed: bool = False,
     interpret: bool = False,
 ) -> Float[Array, "q _"]:
-    """Each block of rows times the weights of its owner (or these transposed): a kernel in
-    Triton that sums in float32. A block that nobody owns gives zeros and multiplies nothing."""
-    (num_rows, inner), outer = rows.shape, w.shape[1 if transposed else 2]
-    block, tile, step = num_rows // len(owner_n), _tile(outer, 128), _tile(inner, 128 // rows.itemsize)
+    """Each block of rows times the weights of its owner (or these transposed), added up over the pairs: a
+    kernel in Triton that sums in float32. A block that nobody owns gives zeros and multiplies nothing."""
+    (num_rows, inner), w = pairs[0][0].shape, pairs[0][1]
+    block, outer = num_rows // len(owner_n), w.shape[1 if transposed else 2]
+    tile, step = _tile(outer, 128), _tile(inner, 128 // w.itemsize)
 
-    def kernel(owner_ref, rows_ref, w_ref, out_ref):
-        owner, j = owner_ref[pl.program_id(0)], pl.program_id(1)
-        columns, mine = pl.ds(j * tile, tile), jnp.minimum(owner, len(w) - 1)
+    def kernel(owner_ref, pairs, out_ref):
+        owner, columns = owner_ref[pl.program_id(0)], pl.ds(pl.program_id(1) * tile, tile)
+        mine, num_steps = jnp.minimum(owner, len(w) - 1), (owner < len(w)).astype(jnp.int32) * (inner // step)
 
-        def add(i, total):
+        def add(rows, w_ref, i, total):
             terms = pl.ds(i * step, step)
             matrix = w_ref[mine, columns, terms].T if transposed else w_ref[mine, terms, columns]
-            return total + jnp.dot(rows_ref[:, terms], matrix, preferred_element_type=jnp.float32)
+            lines = _read(rows, pl.ds(0, block), terms)
+            return total + jnp.dot(lines, matrix, preferred_element_type=jnp.float32)
 
-        num_steps = (owner < len(w)).astype(jnp.int32) * (inner // step)
-        total = lax.fori_loop(0, num_steps, add, jnp.zeros(out_ref.shape, jnp.float32))
+        total = jnp.zeros(out_ref.shape, jnp.float32)
+        for pair in pairs:
+            total = lax.fori_loop(0, num_steps, functools.partial(add, *pair), total)
         out_ref[...] = total.astype(out_ref.dtype)
 
-    whole = lambda *shape: pl.BlockSpec(shape, lambda i, j: (0,) * len(shape))
+    def spec(rows, w):
+        laid, line = pl.BlockSpec((block, inner), lambda i, j: (i, 0)), pl.BlockSpec((block,), lambda i, j: i)
+        return Lines(_whole(rows.whole), line) if isinstance(rows, Lines) else laid, _whole(w)
+
     return _call(
         kernel,
         interpret,
         "grouped_dot",
         (len(owner_n), outer // tile),
-        [whole(*owner_n.shape), pl.BlockSpec((block, inner), lambda i, j: (i, 0)), whole(*w.shape)],
+        [_whole(owner_n), [spec(*pair) for pair in pairs]],
         pl.BlockSpec((block, tile), lambda i, j: (i, j)),
-        jax.ShapeDtypeStruct((num_rows, outer), rows.dtype),
-    )(owner_n, rows, w)
+        jax.ShapeDtypeStruct((num_rows, outer), w.dtype),
+    )(owner_n, list(pairs))
 
 
 def kernel_outer(
-    rows: Float[Array, "q a"],
-    grads: Float[Array, "q b"],
-    owner_n: Int[Array, " n"],
-    num_owners: int,
-    interpret: bool = False,
+    rows: Rows, grads: Rows, owner_n: Int[Array, " n"], num_owners: int, interpret: bool = False
 ) -> Float[Array, "l a b"]:
     """For each owner the sum over its blocks of rows' outer products with gradients, float32, by a kernel in
     Triton. The blocks of an owner lie side by side."""
     (num_rows, a), b = rows.shape, grads.shape[1]
     block, tile_a, tile_b = num_rows // len(owner_n), _tile(a, 128), _tile(b, 128)
-    step = _tile(block, 128 // rows.itemsize)
+    step = _tile(block, 128 // jax.tree.leaves(rows)[0].itemsize)
     steps_l = count(owner_n, num_owners) * (block // step)
     end_l = jnp.cumsum(steps_l)
 
-    def kernel(begin_ref, end_ref, rows_ref, grads_ref, out_ref):
+    def kernel(begin_ref, end_ref, rows, grads, out_ref):
         def add(i, total):
             here = pl.ds(i * step, step)
-            return total + jnp.dot(rows_ref[here].T, grads_ref[here], preferred_element_type=jnp.float32)
+            x, y = _read(rows, here, pl.ds(0, tile_a)), _read(grads, here, pl.ds(0, tile_b))
+            return total + jnp.dot(x.T, y, preferred_element_type=jnp.float32)
 
         owner, none = pl.program_id(0), jnp.zeros(out_ref.shape, jnp.float32)
         out_ref[...] = lax.fori_loop(begin_ref[owner], end_ref[owner], add, none)
 
-    whole = pl.BlockSpec((num_owners,), lambda l, i, j: (0,))
+    def spec(z, tile, place):
+        column = pl.BlockSpec((len(jax.tree.leaves(z)[0]), tile), lambda l, i, j: (0, (i, j)[place]))
+        return Lines(column, _whole(z.line_q)) if isinstance(z, Lines) else column
+
     return _call(
         kernel,
         interpret,
         "grouped_outer",
         (num_owners, a // tile_a, b // tile_b),
-        [
-            whole,
-            whole,
-            pl.BlockSpec((num_rows, tile_a), lambda l, i, j: (0, i)),
-            pl.BlockSpec((num_rows, tile_b), lambda l, i, j: (0, j)),
-        ],
+        [_whole(end_l), _whole(end_l), spec(rows, tile_a, 0), spec(grads, tile_b, 1)],
         pl.BlockSpec((None, tile_a, tile_b), lambda l, i, j: (l, i, j)),
         jax.ShapeDtypeStruct((num_owners, a, b), jnp.float32),
     )(end_l - steps_l, end_l, rows, grads)
+
+
+def _read(rows: Any, lines: Any, columns: Any) -> Array:
+    """Some lines and columns of what a kernel was given."""
+    if not isinstance(rows, Lines):
+        return rows[lines, columns]
+    line = rows.line_q[lines][:, None]
+    at = line, columns.start + lax.broadcasted_iota(jnp.int32, (1, columns.size), 1)
+    return triton.load(rows.whole.at[at], mask=line < rows.whole.shape[0], other=0)
+
+
+def _whole(z: Array) -> pl.BlockSpec:
+    """An operand as it is, for every program of a kernel."""
+    return pl.BlockSpec(z.shape, lambda *_: (0,) * z.ndim)
 
 
 def _call(kernel, interpret: bool, name: str, grid, in_specs, out_specs, out: jax.ShapeDtypeStruct):
@@ -392,19 +441,24 @@ def _tile(size: int, most: int) -> int:
     return min(most, size & -size)
 
 
-def usual_chunk(num_rows: int, block: int, num_experts: int) -> int:
-    """Blocks for ``num_rows``, a rank's even share, and an eighth more, with half a block of padding for each
-    expert."""
-    return -(-9 * num_rows // (8 * block)) + num_experts // 2
+def chunks(way: str, blocks: int, block: int, num_rows: int, num_experts: int) -> tuple[int, int]:
+    """(blocks in all, blocks in a chunk, of which a device has whole ones). A chunk has blocks for
+    ``num_rows``, a rank's even share, and an eighth more, with half a block of padding for each expert;
+    ``blocks`` goes expert by expert and has none."""
+    if way == "blocks":
+        return blocks, 0
+    chunk = min(blocks, -(-9 * num_rows // (8 * block)) + num_experts // 2)
+    return -(-blocks // chunk) * chunk, chunk
 
 
 def kernel_flops(name: str, *shapes: tuple[int, ...]) -> float | None:
     """The FLOPs that a call of a kernel here executes on a rank's even share of tokens, by the shapes of its
     operands; None for another kernel. Blocks that nobody owns, a ninth of a chunk then, are skipped."""
+    of = lambda dims: [shape for shape in shapes if len(shape) == dims]
     if "grouped_dot" in name:
-        _, (num_rows, _), w = shapes
-        return 8 / 9 * 2.0 * num_rows * w[1] * w[2]
+        num_rows, *_ = (of(1)[1:] or of(2))[0]  # lines to gather, or rows as they lie
+        return 8 / 9 * 2.0 * num_rows * sum(a * b for _, a, b in of(3))
     if "grouped_outer" in name:
-        *_, (num_rows, a), (_, b) = shapes
-        return 8 / 9 * 2.0 * num_rows * a * b
+        num_rows, *_ = (of(1)[2:] or of(2))[0]
+        return 8 / 9 * 2.0 * num_rows * of(2)[0][1] * of(2)[1][1]
     return None

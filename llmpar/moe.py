@@ -121,8 +121,7 @@ def visit(
     size = b * s, b * par.parts("stream s") // par.parts("ffn s"), num_ranks
     way = par.plan.grouped
     blocks, block = experts.blocks(*size, *grouped.BLOCK_ROWS[way])
-    chunk = 0 if way == "blocks" else min(blocks, grouped.usual_chunk(b * s * k, block, len(gate)))
-    blocks = -(-blocks // chunk) * chunk if chunk else blocks
+    blocks, chunk = grouped.chunks(way, blocks, block, b * s * k, len(gate))
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
     rows, weights, chosen = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if num_ranks > 1:

@@ -229,12 +229,9 @@ class Manual(Solo):
 
     def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
         """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
-        ``send[j]`` rows of its block alone, and gets ``come[j]``; the others arrive as zeros. XLA has it for
-        GPUs and TPUs, not for CPUs."""
-        moves = self.plan.resolve(arrow).moves
-        if not moves:
-            return self.move(x, arrow)
-        ((axis,),) = (move.axes for move in moves)
+        ``send[j]`` rows of its block alone, and gets ``come[j]``; behind them stands whatever was there. XLA
+        has it for GPUs and TPUs, not for CPUs."""
+        ((axis,),) = (move.axes for move in self.plan.resolve(arrow).moves)
         rows = vary(x, self.plan.varying(parse_layout(arrow.partition("->")[2].strip()).region)).reshape(
             -1, *x.shape[3:]
         )
@@ -326,10 +323,14 @@ def _ragged(rows, send, come, axis: str):
     numbers turned around; JAX's own transpose would first exchange offsets that every rank knows."""
     slots = rows.shape[0] // len(send)
     begin = slots * jnp.arange(len(send), dtype=jnp.int32)
-    mine = jnp.full_like(begin, slots) * lax.axis_index(axis).astype(jnp.int32)
-    return lax.ragged_all_to_all(rows, jnp.zeros_like(rows), begin, send, mine, come, axis_name=axis)
+    mine = jnp.full_like(begin, slots * lax.axis_index(axis).astype(jnp.int32))
+    return lax.ragged_all_to_all(rows, _room(rows), begin, send, mine, come, axis_name=axis)
 
 
+# Unwritten room for as much as its argument holds, in a call that autodiff does not look into: it would make
+# the room once for all layers, and XLA a copy of it in each.
+_room = jax.custom_batching.custom_vmap(lambda x: vary(lax.empty(x.shape, x.dtype), varying(x)))
+_room.def_vmap(lambda size, mapped, x: (_room(x), True))
 _ragged.defvjp(
     lambda rows, send, come, axis: (_ragged(rows, send, come, axis), (send, come)),
     lambda axis, sizes, grad: (_ragged(grad, *sizes[::-1], axis), None, None),

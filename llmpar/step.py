@@ -41,15 +41,19 @@ from llmpar.weights import Tree, described, init_params, model_graph, weight_dim
 WHOLE = Layout(())
 
 
+AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+EARLY = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_latency_estimator"
+
+
 def compiler_options(plan: Plan, platform: str) -> dict[str, bool | int]:
-    """What XLA must be told of a plan to send while it computes. On GPUs it keeps one collective in flight,
-    of two hops of a ring the other waits; and where a program has a ragged all-to-all, whose time it cannot
-    estimate, it starts no collective early."""
-    if platform != "gpu":
-        return {}
-    ragged = plan.mesh.ep > 1 and plan.on(platform).dispatch == "ragged"
-    found = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4} if plan.rings else {}
-    return found | ({"xla_gpu_enable_latency_hiding_scheduler": True} if ragged else {})
+    """What XLA must be told of a plan to send while it computes. On GPUs it keeps one collective in flight:
+    of two hops of a ring the other waits, and weights from other hosts wait while a host's experts exchange
+    tokens. And where a program has a ragged all-to-all, whose time its usual estimate lacks, it starts no
+    collective early."""
+    gpu = platform == "gpu"
+    ragged = gpu and plan.mesh.ep > 1 and plan.on(platform).dispatch == "ragged"
+    at_once = {AT_ONCE: 4 if plan.rings else 2} if ragged or (gpu and plan.rings) else {}
+    return at_once | dict.fromkeys(EARLY if ragged else (), True)
 
 
 class State(NamedTuple):

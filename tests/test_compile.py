@@ -159,6 +159,20 @@ def test_two_collectives_share_the_links():
     assert row.count == 10 and row.exposed_s == pytest.approx(row.busy_s)
 
 
+def test_links_carry_collectives_one_after_the_other_or_at_even_shares():
+    """A long one, and behind it a short one, which is awaited first: alone 8 and 2 seconds."""
+    row = lambda: roofline.Sent("", "", "", "")
+    for shared, ends in ((False, (10, 8)), (True, (4, 10))):
+        link, long, short = roofline._Link(shared), *(roofline._Transfer(row(), "", s) for s in (8.0, 2.0))
+        link.start(long, 0.0)
+        link.start(short, 0.0)
+        assert link.end(short, 1.0) == ends[0] and link.end(long, 12.0) == ends[1]
+        assert (long.begin, short.begin) == (0, 0 if shared else 8)
+    link, idle = roofline._Link(True), roofline._Transfer(row(), "", 0.0)
+    link.start(idle, 3.0)
+    assert link.end(idle, 3.0) == 3, "nothing to carry is done at once"
+
+
 def test_links_beyond_a_host_are_slower():
     text = PRODUCTS.replace("BETWEEN", "").replace("1024,8192", "4096,8192")
     starts = {1: range(0, 16, 2), 8: range(8)}
@@ -253,6 +267,7 @@ def test_the_picture_says_what_waits():
 
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 EARLY = "xla_gpu_enable_latency_hiding_scheduler"
+ESTIMATE = "xla_gpu_enable_analytical_latency_estimator"
 
 
 @pytest.mark.parametrize(
@@ -264,9 +279,9 @@ EARLY = "xla_gpu_enable_latency_hiding_scheduler"
         ("gpu", Plan("fsdp=2 sp=4"), {IN_FLIGHT}),
         ("gpu", Plan("fsdp=2 sp=4", context_parallel="ulysses"), set()),
         ("gpu", Plan("fsdp=2 tp=4", tp_sequence=True, tp_comm_overlap=True), {IN_FLIGHT}),
-        ("gpu", Plan("ep=8"), {EARLY}),
+        ("gpu", Plan("ep=8"), {IN_FLIGHT, EARLY, ESTIMATE}),
         ("gpu", Plan("ep=8", dispatch="padded"), set()),
-        ("gpu", Plan("sp=2 ep=4"), {IN_FLIGHT, EARLY}),
+        ("gpu", Plan("sp=2 ep=4"), {IN_FLIGHT, EARLY, ESTIMATE}),
     ],
 )
 def test_a_step_tells_the_compiler_what_its_plan_needs(platform, plan, names):

@@ -69,7 +69,7 @@ PAPER = {
 }
 MAX_PAPER_STATEMENTS = 2_235
 # Kernels and what lays out their work: part of no page of the paper.
-MAX_KERNEL_STATEMENTS = {"grouped": 240, "flash": 235, "flash_tpu": 90, "kernel_tiles": 25}
+MAX_KERNEL_STATEMENTS = {"grouped": 280, "flash": 235, "flash_tpu": 90, "kernel_tiles": 25}
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = (
     "pypi" + ".org",

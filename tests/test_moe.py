@@ -192,7 +192,7 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
     values = layer(how, (4, 32))
     x = values["x"].astype(jnp.bfloat16)
     weights, chosen, _ = jax.jit(functools.partial(moe.route, how, HERE))(values["x"] @ values["router"])
-    with mock.patch.object(grouped, "_dot", lambda way, rows, *_, **__: rows):
+    with mock.patch.object(grouped, "_dot", lambda way, pair, **_: pair[0]):
         visit = jax.jit(functools.partial(moe.visit, how, HERE))
         y = visit(x, weights, chosen, *(values[n] for n in ("gate", "up", "down")))
     one = np.asarray(jax.jit(lambda x: jax.nn.silu(x) * x)(x), np.float64)
@@ -237,18 +237,21 @@ def test_executed_products_are_near_k_of_e_of_all_experts(way):
     values, flops = layer(how, tokens, d, m), []
 
     def counted(f, size):
-        def counting(way, rows, other, owners, *args, **named):
-            each = 2 * len(rows) // len(owners) * size(rows, other)
+        def counting(way, *args, owners, **named):
+            each = 2 * size(*args) // len(owners)
             num = len(owners) if way == "blocks" else (owners < how.num_experts).sum()
             jax.debug.callback(lambda n: flops.append(each * int(n)), num)
-            return f(way, rows, other, owners, *args, **named)
+            return f(way, *args, owners=owners, **named)
 
         return counting
 
+    dot_size = lambda *pairs: sum(rows.shape[0] * math.prod(w.shape[-2:]) for rows, w in pairs)
     weights, chosen, _ = moe.route(how, HERE, values["x"] @ values["router"])
     with (
-        mock.patch.object(grouped, "_dot", counted(grouped._dot, lambda _, w: math.prod(w.shape[-2:]))),
-        mock.patch.object(grouped, "_outer", counted(grouped._outer, lambda a, b: a.shape[1] * b.shape[1])),
+        mock.patch.object(grouped, "_dot", counted(grouped._dot, dot_size)),
+        mock.patch.object(
+            grouped, "_outer", counted(grouped._outer, lambda a, b: math.prod(a.shape) * b.shape[1])
+        ),
     ):
         par = Solo(Plan())
         object.__setattr__(par.plan, "grouped", way)
@@ -424,7 +427,9 @@ def test_two_all_to_alls_forward_and_two_backward_in_each_layer():
 def test_only_full_slots_travel_where_xla_can():
     """The offsets and sizes that it is given, tried out on an emulation: XLA for CPUs lacks the
     collective."""
-    with ragged_on_cpus(), mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all):
+    nothing = lambda x: jnp.full_like(x, jnp.nan)  # what is not sent is not read
+    emulated = mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
+    with ragged_on_cpus(), emulated, mock.patch("llmpar.par._room", nothing):
         assert_same(MOE, Plan("ep=4 fsdp=2", dispatch="ragged"))
 
 
@@ -461,18 +466,26 @@ def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
             Plan(grouped=value).on(platform)
 
 
-def plain_dot(rows, w, owner_n, transposed=False, interpret=False):
-    """`grouped.kernel_dot` in a line: Pallas's interpreter does not know the varying types of shard_map."""
-    blocks, w = rows.reshape(len(owner_n), -1, rows.shape[1]), jnp.concatenate([w, jnp.zeros_like(w[:1])])
-    return jnp.einsum("nqb,nab->nqa" if transposed else "nqa,nab->nqb", blocks, w[owner_n]).reshape(
-        len(rows), -1
-    )
+def plain_rows(rows, owner_n):
+    """Blocks of rows, gathered if a kernel would."""
+    if isinstance(rows, grouped.Lines):
+        rows = rows.whole.at[rows.line_q].get(mode="fill", fill_value=0)
+    return rows.reshape(len(owner_n), -1, rows.shape[1])
+
+
+def plain_dot(pairs, owner_n, transposed=False, interpret=False):
+    """`grouped.kernel_dot` in short: Pallas's interpreter does not know the varying types of shard_map."""
+    total = 0
+    for rows, w in pairs:
+        blocks, w = plain_rows(rows, owner_n), jnp.concatenate([w, jnp.zeros_like(w[:1])])
+        total += jnp.einsum("nqb,nab->nqa" if transposed else "nqa,nab->nqb", blocks, w[owner_n])
+    return total.reshape(-1, total.shape[-1])
 
 
 def plain_outer(rows, grads, owner_n, num_owners, interpret=False):
     """`grouped.kernel_outer` likewise."""
     hot = jax.nn.one_hot(owner_n, num_owners, dtype=jnp.float32)
-    rows, grads = (x.reshape(len(owner_n), -1, x.shape[1]) for x in (rows, grads))
+    rows, grads = (plain_rows(x, owner_n) for x in (rows, grads))
     return jnp.einsum("nl,nqa,nqb->lab", hot, rows, grads)
 
 
@@ -519,27 +532,64 @@ def test_a_kernel_is_what_numpy_computes_row_by_row(owners, dtype):
     )
     rows_, grads_, w_ = (np.asarray(z, np.float64) for z in (rows, grads, w))
     w_, owner_q = np.concatenate([w_, np.zeros((1, a, b))]), np.repeat(owner_n, 16)
-    wants = {
-        "rows": (np.einsum("qa,qab->qb", rows_, w_[owner_q]), (rows, w)),
-        "transposed": (np.einsum("qb,qab->qa", grads_, w_[owner_q]), (grads, w)),
-    }
+    rows_w, grads_w = (
+        np.einsum("qa,qab->qb", rows_, w_[owner_q]),
+        np.einsum("qb,qab->qa", grads_, w_[owner_q]),
+    )
     for way in ("interpreted", "ragged_dot"):
-        for kind, (want, (x, matrix)) in wants.items():
-            got = grouped._dot(way, x, matrix, jnp.asarray(owner_n), kind == "transposed")
+        wants = {
+            "rows": (rows_w, [(rows, w)]),
+            "transposed": (grads_w, [(grads, w)]),
+            "two pairs": (3 * rows_w, [(rows, w), (2 * rows, w)]),
+            "two transposed": (3 * grads_w, [(grads, w), (2 * grads, w)]),
+        }
+        for kind, (want, pairs) in wants.items():
+            got = grouped._dot(way, *pairs, owners=jnp.asarray(owner_n), transposed="transposed" in kind)
             assert got.dtype == dtype
-            np.testing.assert_allclose(np.asarray(got, float), want, atol=2e-5 if dtype == "float32" else 0.2)
+            rtol = (
+                0 if dtype == "float32" else 3 * 2**-8
+            )  # what is given, two products and their sum are rounded
+            np.testing.assert_allclose(
+                np.asarray(got, float), want, rtol, 5e-5 if dtype == "float32" else 0.2
+            )
         got = grouped._outer(way, rows, grads, jnp.asarray(owner_n), 4)
         want = [rows_[owner_q == i].T @ grads_[owner_q == i] for i in range(4)]
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_kernel_gathers_lines_as_numpy_does(dtype):
+    """From 40 lines, some twice, some never; the numbers 40 and above stand for no line."""
+    owner_n, draw = jnp.asarray([0, 0, 1, 2, 2, 3]), np.random.default_rng(1)
+    line_q = draw.integers(0, 48, 16 * 6)
+    assert (line_q >= 40).any() and len(set(line_q)) < 48
+    x, grads, w = (
+        jnp.asarray(draw.standard_normal(shape), dtype) for shape in ((40, 48), (40, 64), (4, 48, 64))
+    )
+    laid = lambda z: jnp.where(line_q[:, None] < 40, z[np.minimum(line_q, 39)], 0)
+    lines = lambda z: grouped.Lines(z, jnp.asarray(line_q, jnp.int32))
+    dot = functools.partial(grouped._dot, "interpreted", owners=owner_n)
+    outer = functools.partial(grouped._outer, "interpreted", owners=owner_n, num_owners=4)
+    np.testing.assert_array_equal(dot((lines(x), w)), dot((laid(x), w)))
+    two = lambda z: dot((z, w), (laid(grads), w), transposed=True)
+    np.testing.assert_array_equal(two(lines(grads)), two(laid(grads)))
+    want = outer(laid(x), laid(grads))
+    for rows, cotangents in itertools.product((lines(x), laid(x)), (lines(grads), laid(grads))):
+        np.testing.assert_array_equal(outer(rows, cotangents), want)
+
+
 def test_a_kernel_refuses_widths_without_tiles_and_tells_its_flops():
     rows, w, owner = jnp.zeros((32, 16)), jnp.zeros((3, 16, 24)), jnp.zeros(2, jnp.int32)
     with pytest.raises(ValueError, match="a width of 24 is no multiple of 16"):
-        grouped.kernel_dot(rows, w, owner, interpret=True)
-    assert grouped.kernel_flops("grouped_dot", (2,), (32, 16), (3, 16, 64)) == 8 / 9 * 2 * 32 * 16 * 64
-    assert grouped.kernel_flops("grouped_outer", (3,), (3,), (32, 16), (32, 64)) == 8 / 9 * 2 * 32 * 16 * 64
+        grouped.kernel_dot([(rows, w)], owner, interpret=True)
+    one, flops = 8 / 9 * 2 * 32 * 16 * 64, grouped.kernel_flops
+    assert flops("grouped_dot", (2,), (32, 16), (3, 16, 64)) == one
+    assert flops("grouped_dot", (2,), (8, 16), (32,), (3, 16, 64)) == one, "32 lines of 8"
+    assert flops("grouped_dot", (2,), (32, 16), (3, 16, 64), (32, 16), (3, 16, 64)) == 2 * one
+    assert flops("grouped_outer", (3,), (3,), (32, 16), (32, 64)) == one
+    assert flops("grouped_outer", (3,), (3,), (8, 16), (32,), (32, 64)) == one
+    assert flops("grouped_outer", (3,), (3,), (32, 16), (8, 64), (32,)) == one
     assert grouped.kernel_flops("another", (2,)) is None
 
 

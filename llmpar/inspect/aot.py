@@ -30,7 +30,7 @@ from llmpar.notation import MeshShape
 from llmpar.plan import Plan
 from llmpar.predict import memory, ring
 from llmpar.sequence_order import Mask
-from llmpar.step import Step
+from llmpar.step import AT_ONCE, Step, compiler_options
 from llmpar.timetable import timetable
 
 GIB = 2**30
@@ -210,8 +210,12 @@ def _seen_share(config: ModelConfig, plan: Plan, seq_len: int) -> float:
 def _busiest(text: str, mesh, config: ModelConfig, plan: Plan, target: Target, seq_len: int) -> Roofline:
     """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
     schedule's bubble as one more term."""
-    seen = _seen_share(config, plan, seq_len)
-    stages = [roofline(text, mesh, target.links, branches, seen) for branches in report.taken(config, plan)]
+    seen, beside = _seen_share(config, plan, seq_len), AT_ONCE in compiler_options(plan, target.platform)
+    full = config.experts.full_share(plan.mesh.ep) if config.experts else 1.0
+    stages = [
+        roofline(text, mesh, target.links, branches, seen, full, beside)
+        for branches in report.taken(config, plan)
+    ]
     longest = max(stages, key=lambda walk: walk.step_s)
     if plan.pipeline:
         bubble = longest.step_s * float(timetable(plan.pipeline).bubble_over_ideal)

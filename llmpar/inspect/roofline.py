@@ -40,6 +40,8 @@ MEMORY_SHARE = 0.80
 """Of the memory's published rate, that elementwise work reaches."""
 LAUNCH_S, START_S, HOST_S = 2e-6, 10e-6, 15e-6
 """Assumed: the least time of a kernel, of starting a collective, and of a branch that the host decides."""
+LINKS = "links", "network"
+"""What collectives run on: all on one, or on what hosts have within and on what is between them."""
 FREE = set(
     "parameter constant tuple get-tuple-element bitcast iota after-all partition-id replica-id opt-barrier"
     " domain add-dependency".split()
@@ -113,35 +115,97 @@ class Roofline:
         return sum(row.exposed_s for row in self.sent.values())
 
 
-def roofline(text: str, mesh: Any, chip: Chip, taken: Taken | None = None, seen: float = 1.0) -> Roofline:
+def roofline(
+    text: str,
+    mesh: Any,
+    chip: Chip,
+    taken: Taken | None = None,
+    seen: float = 1.0,
+    full: float = 1.0,
+    beside: bool = False,
+) -> Roofline:
     """Estimate the step of a final, scheduled program on the devices of ``mesh``, which are ``chip``s.
 
     ``taken`` says how often the branches of a pipeline's stage are taken. Of any other branch the dearest
     counts. ``seen`` is the share of its pairs of tiles that this package's kernel of attention computes
-    (`ring.seen_share`), which no program says.
+    (`ring.seen_share`), and ``full`` of the slots of a ragged all-to-all are sent: no program says either.
+    With ``beside`` a collective within hosts runs beside one between them.
     """
-    walk = _Walk(Module(text), mesh, chip, taken, seen)
+    walk = _Walk(Module(text), mesh, chip, taken, seen, full, beside)
     walk.found.turns.append(step := Turn("step", 1))
     walk.run(walk.module.entry, step.events)
     walk.found.step_s = walk.now
     return walk.found
 
 
+@dataclass(eq=False)
+class _Transfer:
+    """One collective under way: seconds that it would still take alone, and when it began and ended."""
+
+    row: Sent
+    link: str
+    left: float
+    begin: float = math.nan
+    ended: float = math.nan
+
+
+class _Link:
+    """Carries collectives: one after the other, or all that are under way, each at an even share."""
+
+    def __init__(self, shared: bool):
+        self.shared, self.now = shared, 0.0
+        self.under_way: list[_Transfer] = []
+
+    def start(self, transfer: _Transfer, now: float) -> None:
+        """Take one more."""
+        self.run(now)
+        self.under_way.append(transfer)
+
+    def end(self, transfer: _Transfer, now: float) -> float:
+        """Tell when a collective is done if no other starts before."""
+        self.run(now)
+        while transfer in self.under_way:
+            self.run(self.now + self.next())
+        return transfer.ended
+
+    def next(self) -> float:
+        """Seconds until the next of those under way is done."""
+        return min(t.left for t in self.served()) * len(self.served())
+
+    def served(self) -> list[_Transfer]:
+        """List those that are carried now."""
+        return self.under_way if self.shared else self.under_way[:1]
+
+    def run(self, until: float) -> None:
+        """Carry what is under way."""
+        while self.under_way and (self.now < until or not self.next()):
+            served, seconds = list(self.served()), min(self.next(), until - self.now)
+            for transfer in served:
+                transfer.begin = self.now if math.isnan(transfer.begin) else transfer.begin
+                transfer.left -= seconds / len(served)
+            self.now += seconds
+            for transfer in served:
+                if transfer.left < 1e-12:
+                    transfer.ended = self.now
+                    self.under_way.remove(transfer)
+        self.now = max(self.now, until)
+
+
 class _Walk:
     """Holds the two clocks, and what has been counted so far."""
 
-    def __init__(self, module: Module, mesh: Any, chip: Chip, taken: Taken | None, seen: float):
-        self.seen = seen
+    def __init__(self, module: Module, mesh: Any, chip: Chip, taken, seen: float, full: float, beside: bool):
+        self.seen, self.full, self.beside = seen, full, beside
         self.module, self.mesh, self.taken, self.found = module, mesh, taken, Roofline()
         self.chip, device = chip, chip.per_device()
         self.peak, self.rate = device.flops_per_s, device.hbm_bytes_per_s * MEMORY_SHARE
         self.gpu = chip.link == "switch"
-        self.now = self.free = 0.0
+        self.now, self.links = 0.0, {name: _Link(beside) for name in LINKS}
         self.times = 1.0  # how often what is being walked runs in a step
 
     def run(self, comp: str, events: list[Event]) -> float:
         """Walk a computation once, and give the FLOPs of its products."""
-        pending: dict[str, tuple[float, float, float, Sent]] = {}
+        pending: dict[str, tuple[_Transfer, float]] = {}
         flops = 0.0
         for name, op in self.module.computations[comp].items():
             if op.kind == "while":
@@ -152,21 +216,20 @@ class _Walk:
                 flops += self.run(op.called("to_apply", "calls")[0], events)
             else:
                 role, key, sends = self.role(name, op)
-                row, seconds = self.collective(sends) if sends and role != "done" else (None, 0.0)
+                sent = self.collective(sends) if sends and role != "done" else None
                 if role == "done" and key in pending:
-                    begin, end, before, row = pending.pop(key)
-                    row.hidden_flops += self.times * (flops - before)
-                    self.wait(begin, end, row, events)
-                elif row:
-                    begin = max(self.now, self.free)
-                    self.free = begin + seconds
-                    row.count += self.times
-                    row.busy_s += self.times * seconds
+                    sent, before = pending.pop(key)
+                    sent.row.hidden_flops += self.times * (flops - before)
+                    self.wait(sent, events)
+                elif sent:
+                    self.links[sent.link].start(sent, self.now)
+                    sent.row.count += self.times
+                    sent.row.busy_s += self.times * sent.left
                     if role == "start":
-                        row.asynchronous += self.times
-                        pending[key] = begin, self.free, flops, row
+                        sent.row.asynchronous += self.times
+                        pending[key] = sent, flops
                     else:
-                        self.wait(begin, self.free, row, events)
+                        self.wait(sent, events)
                 if not (role in ("start", "done") or op.kind in KINDS):
                     flops += self.compute(comp, op, events)
         return flops
@@ -196,19 +259,20 @@ class _Walk:
             return "done", channel, None
         return ("", name, None) if body in self.module.echoes else ("whole", name, inner)
 
-    def wait(self, begin: float, end: float, row: Sent, events: list[Event]) -> None:
-        """Wait for a collective that runs from ``begin`` to ``end``."""
+    def wait(self, sent: _Transfer, events: list[Event]) -> None:
+        """Wait until a collective is done."""
+        end = self.links[sent.link].end(sent, self.now)
         exposed = max(0.0, end - self.now)
-        row.exposed_s += self.times * exposed
+        sent.row.exposed_s += self.times * exposed
         self.found.terms["exposed communication"] += self.times * exposed
-        events.append(Event("links", row.arrow or row.kind, begin, end, exposed))
+        events.append(Event(sent.link, sent.row.arrow or sent.row.kind, sent.begin, end, exposed))
         self.now = max(self.now, end)
 
     def loop(self, comp: str, op: Op, events: list[Event]) -> float:
         """Walk a loop's body once, for as many turns as it has."""
         if not (trips := turns_of(self.module, comp, op)):
             return 0.0
-        body, begin, lag = op.called("body")[0], self.now, max(0.0, self.free - self.now)
+        body, begin = op.called("body")[0], self.now
         self.times *= trips
         outermost = events is self.found.turns[0].events
         turn = Turn(f"{arrow_of(op.scope)['direction']} loop".strip(), trips, [] if outermost else events)
@@ -216,7 +280,6 @@ class _Walk:
         flops = self.run(body, turn.events)
         self.times /= trips
         self.now = begin + trips * (self.now - begin)
-        self.free = self.now + (lag if self.free == begin + lag else 0.0)
         if outermost:
             events.append(Event("compute", f"loop of {trips}", begin, self.now))
         return trips * flops
@@ -240,33 +303,40 @@ class _Walk:
                 begin, self.times = self.now, times * part
                 flops += part * self.run(branch, events)
                 self.now, self.times = begin + part * (self.now - begin), times
-                self.free = min(self.free, self.now) if self.free > begin else self.free
+                for link in self.links.values():
+                    link.now = min(link.now, self.now)
         return flops
 
-    def collective(self, op: Op) -> tuple[Sent | None, float]:
-        """Find the row of a collective, and its seconds on the links; None for a group of one."""
+    def collective(self, op: Op) -> _Transfer | None:
+        """Find the row of a collective, its links and its seconds on them; None for a group of one."""
         kind = op.kind.removesuffix("-start")
         axes, group = group_axes(op.attrs, self.mesh)
         if group == 1:
-            return None, 0.0
+            return None
         held = sum(map(_size, op.results))
         message = held * group if kind == "reduce-scatter" else held
         merged = dict.fromkeys(re.findall(r"arrow\[(.*?)\]", op.scope))  # the compiler may merge several
         key = ("; ".join(merged), ",".join(axes), kind, arrow_of(op.scope)["direction"])
         row = self.found.sent.setdefault(key, Sent(*key))
-        kind = {"collective-permute": "permute", "ragged-all-to-all": "all-to-all"}.get(kind, kind)
-        return row, self.link_seconds(kind, message, axes, group) + (START_S if self.gpu else 0.0)
+        if kind == "ragged-all-to-all":
+            kind, message = "all-to-all", message * self.full
+        seconds = self.link_seconds(kind.replace("collective-", ""), message, axes, group)
+        across = self.beside and group * self.apart(axes) > self.chip.per_device().node_size
+        return _Transfer(row, LINKS[across], seconds + (START_S if self.gpu else 0.0))
+
+    def apart(self, axes: tuple[str, ...]) -> int:
+        """Tell how far apart the members of a group along mesh axes are."""
+        if axes == ("other",):
+            return 1
+        names = list(self.mesh.axis_names)
+        return math.prod(self.mesh.devices.shape[max(map(names.index, axes)) + 1 :])
 
     @functools.cache  # noqa: B019 - a walk lives as long as its program
     def link_seconds(self, kind: str, message: float, axes: tuple[str, ...], group: int) -> float:
         """Give the seconds of a collective over mesh axes, by where their devices lie on the links."""
         devices, names = self.mesh.devices, list(self.mesh.axis_names)
         if axes == ("other",) or self.chip.link == "switch" or not getattr(devices.flat[0], "coords", None):
-            inner = 1
-            if axes != ("other",):
-                last = max(names.index(a) for a in axes)
-                inner = math.prod(devices.shape[last + 1 :])
-            return formulas.collective_seconds(self.chip, kind, message, group, inner)
+            return formulas.collective_seconds(self.chip, kind, message, group, self.apart(axes))
         at = tuple(slice(None) if name in axes else 0 for name in names)
         coords = {tuple(d.coords) for d in devices[at].flat}
         extents = [len({c[i] for c in coords}) for i in range(len(next(iter(coords))))]
@@ -289,7 +359,7 @@ class _Walk:
 
     def compute(self, comp: str, op: Op, events: list[Event]) -> float:
         """Run an operation on the clock that computes, and give its FLOPs."""
-        if op.kind in FREE or op.kind.endswith(("-start", "-done")):
+        if op.kind in FREE or op.kind.endswith(("-start", "-done")) or '"AllocateBuffer"' in op.attrs:
             return 0.0
         flops, share, term = self.product(comp, op)
         moved = self.traffic(comp, op)
