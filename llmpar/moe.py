@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from llmpar import grouped
+from llmpar import grouped, products
 from llmpar.config import ExpertConfig
 from llmpar.par import Solo, vary_alike
 
@@ -120,7 +120,7 @@ def visit(
     (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
     size = b * s, b * par.parts("stream s") // par.parts("ffn s"), num_ranks
     way = par.plan.grouped
-    blocks, block = experts.blocks(*size, *grouped.BLOCK_ROWS[way])
+    blocks, block = experts.blocks(*size, *products.BLOCK_ROWS[way])
     blocks, chunk = grouped.chunks(way, blocks, block, b * s * k, len(gate))
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
     rows, weights, chosen = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)

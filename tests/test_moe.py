@@ -27,7 +27,7 @@ from parity import (
 )
 from test_census import compare_every_stage, compare_every_traced_stage, compare_with_hlo, predicted
 
-from llmpar import grouped, moe
+from llmpar import grouped, moe, products
 from llmpar.config import ExpertConfig, preset
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh
@@ -37,7 +37,7 @@ from llmpar.sequence_order import sequence_permutation
 from llmpar.step import Step
 
 HERE = Solo(Plan())
-WAYS = [way for way in grouped.BLOCK_ROWS if way != "triton"]  # that CPUs have
+WAYS = [way for way in products.BLOCK_ROWS if way != "triton"]  # that CPUs have
 DEEPSEEK = ExpertConfig(
     8, 2, num_shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, num_groups=4, top_groups=2, aux_loss=0.01
 )
@@ -192,7 +192,7 @@ def test_the_rows_of_a_token_are_weighed_and_added_in_float32():
     values = layer(how, (4, 32))
     x = values["x"].astype(jnp.bfloat16)
     weights, chosen, _ = jax.jit(functools.partial(moe.route, how, HERE))(values["x"] @ values["router"])
-    with mock.patch.object(grouped, "_dot", lambda way, pair, **_: pair[0]):
+    with mock.patch.object(products, "dot", lambda way, pair, **_: pair[0]):
         visit = jax.jit(functools.partial(moe.visit, how, HERE))
         y = visit(x, weights, chosen, *(values[n] for n in ("gate", "up", "down")))
     one = np.asarray(jax.jit(lambda x: jax.nn.silu(x) * x)(x), np.float64)
@@ -248,9 +248,9 @@ def test_executed_products_are_near_k_of_e_of_all_experts(way):
     dot_size = lambda *pairs: sum(rows.shape[0] * math.prod(w.shape[-2:]) for rows, w in pairs)
     weights, chosen, _ = moe.route(how, HERE, values["x"] @ values["router"])
     with (
-        mock.patch.object(grouped, "_dot", counted(grouped._dot, dot_size)),
+        mock.patch.object(products, "dot", counted(products.dot, dot_size)),
         mock.patch.object(
-            grouped, "_outer", counted(grouped._outer, lambda a, b: math.prod(a.shape) * b.shape[1])
+            products, "outer", counted(products.outer, lambda a, b: math.prod(a.shape) * b.shape[1])
         ),
     ):
         par = Solo(Plan())
@@ -468,13 +468,13 @@ def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
 
 def plain_rows(rows, owner_n):
     """Blocks of rows, gathered if a kernel would."""
-    if isinstance(rows, grouped.Lines):
+    if isinstance(rows, products.Lines):
         rows = rows.whole.at[rows.line_q].get(mode="fill", fill_value=0)
     return rows.reshape(len(owner_n), -1, rows.shape[1])
 
 
 def plain_dot(pairs, owner_n, transposed=False, interpret=False):
-    """`grouped.kernel_dot` in short: Pallas's interpreter does not know the varying types of shard_map."""
+    """`products.kernel_dot` in short: Pallas's interpreter does not know the varying types of shard_map."""
     total = 0
     for rows, w in pairs:
         blocks, w = plain_rows(rows, owner_n), jnp.concatenate([w, jnp.zeros_like(w[:1])])
@@ -483,7 +483,7 @@ def plain_dot(pairs, owner_n, transposed=False, interpret=False):
 
 
 def plain_outer(rows, grads, owner_n, num_owners, interpret=False):
-    """`grouped.kernel_outer` likewise."""
+    """`products.kernel_outer` likewise."""
     hot = jax.nn.one_hot(owner_n, num_owners, dtype=jnp.float32)
     rows, grads = (plain_rows(x, owner_n) for x in (rows, grads))
     return jnp.einsum("nl,nqa,nqb->lab", hot, rows, grads)
@@ -506,8 +506,8 @@ def test_the_grouped_products_of_accelerators_give_the_same(way, plan):
     """Chunk by chunk, on many devices; `jax.lax.ragged_dot` as CPUs have it, the kernels in plain JAX."""
     with (
         mock.patch.dict(SUITS["grouped"], cpu=(way,)),
-        mock.patch.object(grouped, "kernel_dot", plain_dot),
-        mock.patch.object(grouped, "kernel_outer", plain_outer),
+        mock.patch.object(products, "kernel_dot", plain_dot),
+        mock.patch.object(products, "kernel_outer", plain_outer),
     ):
         assert_same(MOE, plan)
 
@@ -544,7 +544,7 @@ def test_a_kernel_is_what_numpy_computes_row_by_row(owners, dtype):
             "two transposed": (3 * grads_w, [(grads, w), (2 * grads, w)]),
         }
         for kind, (want, pairs) in wants.items():
-            got = grouped._dot(way, *pairs, owners=jnp.asarray(owner_n), transposed="transposed" in kind)
+            got = products.dot(way, *pairs, owners=jnp.asarray(owner_n), transposed="transposed" in kind)
             assert got.dtype == dtype
             rtol = (
                 0 if dtype == "float32" else 3 * 2**-8
@@ -552,7 +552,7 @@ def test_a_kernel_is_what_numpy_computes_row_by_row(owners, dtype):
             np.testing.assert_allclose(
                 np.asarray(got, float), want, rtol, 5e-5 if dtype == "float32" else 0.2
             )
-        got = grouped._outer(way, rows, grads, jnp.asarray(owner_n), 4)
+        got = products.outer(way, rows, grads, jnp.asarray(owner_n), 4)
         want = [rows_[owner_q == i].T @ grads_[owner_q == i] for i in range(4)]
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, want, atol=2e-5)
@@ -568,9 +568,9 @@ def test_a_kernel_gathers_lines_as_numpy_does(dtype):
         jnp.asarray(draw.standard_normal(shape), dtype) for shape in ((40, 48), (40, 64), (4, 48, 64))
     )
     laid = lambda z: jnp.where(line_q[:, None] < 40, z[np.minimum(line_q, 39)], 0)
-    lines = lambda z: grouped.Lines(z, jnp.asarray(line_q, jnp.int32))
-    dot = functools.partial(grouped._dot, "interpreted", owners=owner_n)
-    outer = functools.partial(grouped._outer, "interpreted", owners=owner_n, num_owners=4)
+    lines = lambda z: products.Lines(z, jnp.asarray(line_q, jnp.int32))
+    dot = functools.partial(products.dot, "interpreted", owners=owner_n)
+    outer = functools.partial(products.outer, "interpreted", owners=owner_n, num_owners=4)
     np.testing.assert_array_equal(dot((lines(x), w)), dot((laid(x), w)))
     two = lambda z: dot((z, w), (laid(grads), w), transposed=True)
     np.testing.assert_array_equal(two(lines(grads)), two(laid(grads)))
@@ -582,15 +582,15 @@ def test_a_kernel_gathers_lines_as_numpy_does(dtype):
 def test_a_kernel_refuses_widths_without_tiles_and_tells_its_flops():
     rows, w, owner = jnp.zeros((32, 16)), jnp.zeros((3, 16, 24)), jnp.zeros(2, jnp.int32)
     with pytest.raises(ValueError, match="a width of 24 is no multiple of 16"):
-        grouped.kernel_dot([(rows, w)], owner, interpret=True)
-    one, flops = 8 / 9 * 2 * 32 * 16 * 64, grouped.kernel_flops
+        products.kernel_dot([(rows, w)], owner, interpret=True)
+    one, flops = 8 / 9 * 2 * 32 * 16 * 64, products.kernel_flops
     assert flops("grouped_dot", (2,), (32, 16), (3, 16, 64)) == one
     assert flops("grouped_dot", (2,), (8, 16), (32,), (3, 16, 64)) == one, "32 lines of 8"
     assert flops("grouped_dot", (2,), (32, 16), (3, 16, 64), (32, 16), (3, 16, 64)) == 2 * one
     assert flops("grouped_outer", (3,), (3,), (32, 16), (32, 64)) == one
     assert flops("grouped_outer", (3,), (3,), (8, 16), (32,), (32, 64)) == one
     assert flops("grouped_outer", (3,), (3,), (32, 16), (8, 64), (32,)) == one
-    assert grouped.kernel_flops("another", (2,)) is None
+    assert products.kernel_flops("another", (2,)) is None
 
 
 @pytest.mark.parametrize("split", [False, True])

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmpar import grouped
+from llmpar import grouped, products
 from llmpar.inspect.census import KINDS, Taken, arrow_of
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
 from llmpar.predict import formulas, ring
@@ -541,14 +541,14 @@ def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
     if "__cudnn$fmha" in op.attrs:
         dims = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[(.*?)\]', op.attrs)
         width = _shape_of(module, comp, op, 0)[-1]
-        products = 5 if "Backward" in op.attrs else 2
+        each = 5 if "Backward" in op.attrs else 2
         pairs = math.prod(integers(dims[1])) if dims else 0
-        return 2.0 * products * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
+        return 2.0 * each * pairs * width * (0.5 if "CAUSAL" in op.attrs else 1.0)
     name = next((name for name in (*ring.PRODUCTS, "grouped_") if name in op.scope), "")
     given = [_shape_of(module, comp, op, i) for i in range(op.inside.count("%"))] if name else []
     if name in ring.PRODUCTS:
         return ring.kernel_flops(name, given, seen)
-    return grouped.kernel_flops(op.scope, *given) or 0.0 if name else 0.0
+    return products.kernel_flops(op.scope, *given) or 0.0 if name else 0.0
 
 
 def merged_terms(terms: Mapping[str, float]) -> dict[str, float]:
