@@ -122,6 +122,11 @@ def traced(case: Case, platform: str, without: str | None = None):
         return traced_peak(step, case.batch_size, case.seq_len, TARGETS[platform] - {without})
 
 
+def formula(case, platform: str) -> int:
+    """What the formula says of a case."""
+    return memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len, platform)
+
+
 def record(target: str, names: list[str]) -> None:
     """Compile the cases that are named, or those without a record, and keep what their compiler says."""
     known = json.loads(RECORD.read_text()) if RECORD.exists() else {}
@@ -147,7 +152,7 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
     for case in cases(where):
         if (row := kept["plans"].get(case.name)) is None:
             continue
-        guesses = {"formula": memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len)}
+        guesses = {"formula": formula(case, parse_target(where).platform)}
         try:
             guesses["traced"] = traced(case, parse_target(where).platform).bytes
         except (RuntimeError, ValueError) as error:  # cuDNN's attention can only be traced beside cuDNN

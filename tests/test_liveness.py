@@ -197,21 +197,20 @@ def test_what_is_alive_is_told():
 # ------------------------------------------------------------------------------------------ the formula
 
 
-def formula(case):
-    return memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len)
+def formula(target):
+    return lambda case: compare_memory.formula(case, "gpu" if target == H100 else "tpu")
 
 
-def formula_errors(target):
+@pytest.mark.parametrize("target", [H100, V5E, V5P])
+def test_the_formula(target):
+    """Within a quarter of what the compiler plans, half of them within 5 %, and most within 15 %."""
     rows = RECORD[target]["plans"]
     cases = [c for c in compare_memory.cases(target) if c.name in rows and not rows[c.name]["refused"]]
-    return {case.name: formula(case) / rows[case.name]["temp"] - 1 for case in cases}
-
-
-def test_the_formula_on_a_gpu():
-    """Within a quarter of what the compiler for H100s plans, half of them within 8 %."""
-    found = {name: error for name, error in formula_errors(H100).items() if name in COMPARED}
+    cases = [c for c in cases if target != H100 or c.name in COMPARED]
+    found = {case.name: formula(target)(case) / rows[case.name]["temp"] - 1 for case in cases}
     assert not {name: f"{e:+.1%}" for name, e in found.items() if abs(e) > 0.25}
-    assert statistics.median(map(abs, found.values())) <= 0.08
+    assert statistics.median(map(abs, found.values())) <= 0.05
+    assert sum(abs(e) <= 0.15 for e in found.values()) >= 0.84 * len(found)
 
 
 def test_arguments_are_exact():
@@ -252,14 +251,14 @@ def verdicts(target, capacity, guess):
 def test_verdicts_on_a_gpu(gib):
     """Nothing that does not fit is called feasible, and nothing refused that fits with room."""
     assert not verdicts(H100, gib * GIB, lambda case: peak(H100, case.name))
-    assert not verdicts(H100, gib * GIB, formula)
+    assert not verdicts(H100, gib * GIB, formula(H100))
 
 
-@pytest.mark.parametrize("target, wrong", [(V5E, ["fsdp-float32 is refused"]), (V5P, [])])
-def test_verdicts_on_a_tpu(target, wrong):
-    """The compiler refuses there itself. The formula has one exception, in float32: it says too much."""
+@pytest.mark.parametrize("target", [V5E, V5P])
+def test_verdicts_on_a_tpu(target):
+    """The compiler refuses there itself."""
     capacity = chip(target.partition(":")[0]).usable_bytes
     rows = RECORD[target]["plans"].values()
     assert len(rows) >= 20 and all(row["total"] > capacity for row in rows if row["refused"])
     assert not verdicts(target, capacity, lambda case: peak(target, case.name))
-    assert verdicts(target, capacity, formula) == wrong
+    assert not verdicts(target, capacity, formula(target))

@@ -58,7 +58,7 @@ def compile_step(
     need: dict[str, Any] = {
         "predicted_arguments": sum(held.values()),
         "compiled_arguments": None,
-        "predicted_temp": memory.temp_bytes(config, plan, batch_size, seq_len),
+        "predicted_temp": memory.temp_bytes(config, plan, batch_size, seq_len, target.platform),
         "traced_temp": None,
         "compiled_temp": None,
         "compiled_total": None,
@@ -144,7 +144,7 @@ def that_fits(
         except ValueError:
             continue
         held = sum(memory.argument_bytes(config, near, batch_size, seq_len).values())
-        need = held + memory.temp_bytes(config, near, batch_size, seq_len)
+        need = held + memory.temp_bytes(config, near, batch_size, seq_len, target.platform)
         if near != plan and need <= 0.9 * target.chip.usable_bytes:
             return near, need
     return None

@@ -58,7 +58,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
                 memory.argument_bytes(config, plan, batch_size, seq_len).values()
             ),
             "compiled_argument_bytes": held["argument_bytes"],
-            "predicted_temp_bytes": memory.temp_bytes(config, plan, batch_size, seq_len),
+            "predicted_temp_bytes": memory.temp_bytes(config, plan, batch_size, seq_len, platform_of(mesh)),
             "traced_temp_bytes": peak.bytes if peak else None,
             "compiled_temp_bytes": held["temp_bytes"],
         },

@@ -54,29 +54,34 @@ def argument_bytes(
     }
 
 
-def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> int:
+def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, platform: str = "gpu") -> int:
     """An estimate of the bytes per device that a step holds besides its arguments, for choosing among many
     plans; `llmpar.inspect.liveness` is closer and needs the traced program.
 
     It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
-    text, and follows what compilers do with it: weights are gathered for the next block while one runs, and
-    the logits' float32 gradient, or with pieces of the loss the gathered head and its gradient, stays until
-    the blocks are done.
+    text, and follows what compilers do with it. For GPUs (and CPUs, which are no worse): weights are gathered
+    for the next block while one runs, and the logits' float32 gradient, or with pieces of the loss the
+    gathered head and its gradient, stays until the blocks are done. For TPUs: a block's weights are converted
+    in all layers at once, and of the loss the head's gradient alone stays.
     """
+    tpu = platform == "tpu"
     tokens, held = _local(config, plan, batch_size // plan.microbatches, seq_len)
     item, layers = ITEMSIZE[plan.dtype], config.num_layers
-    saves, crossing, work, stream = _block(config, plan.of(config), tokens, seq_len)
+    saves, crossing, work, stream = _block(config, plan.of(config), tokens, seq_len, 1 if tpu else 2)
     narrow = lambda name: held[name] * item // FLOAT32
     layer = narrow("blocks used") * plan.mesh.pp // plan.padded(config).num_layers
-    work += layer * (2 if plan.gathers == "block" else 1)
+    work += layer * (2 if plan.gathers == "block" and not tpu else 1)
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
-    after_loss = logits if plan.loss_chunks == 1 else 2 * narrow("head used")
-    loss = logits + 2 * narrow("head used")
+    head = narrow("head used")
+    after_loss = head if tpu else logits if plan.loss_chunks == 1 else 2 * head
+    loss = logits + (3 if tpu and plan.loss_chunks > 1 else 2) * head
+    turned = narrow("blocks stored") if item < FLOAT32 and plan.gathers != "step" else 0  # converted
+    turned = turned if tpu else held["turned"]
     once = saves[plan.remat]
     if not plan.reshard_after_forward:  # and a turned copy of the largest
         once += layer * (plan.mesh.pp == 1)
-        work += narrow("largest used") * (plan.mesh.pp == 1)
+        work += narrow("largest used") * (plan.mesh.pp == 1 and not tpu)
     if order := plan.pipeline:
         one = max(order.layers(layers).values())  # chunk is differentiated at a time
         chunk = one * once * (plan.stage_saves == "input")
@@ -85,15 +90,15 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -
         whole = narrow("used") if plan.gathers == "step" else 0
         way = "used" if plan.gathers == "step" else "stored"
         lent = (order.parameter_copies - 1) * (held[f"blocks {way}"] + held["blocks accumulated"])
-        return held["turned"] + whole + lent + _stage(order, held, stream, saved, one * crossing, busy)
+        return turned + whole + lent + _stage(order, held, stream, saved, one * crossing, busy)
     blocks = layers * once + after_loss + held["blocks unreduced"] + work
     cutting = held["unreduced"] + held["largest unreduced"] if plan.zero in (1, 2) else held["unreduced"]
     more = held["accumulated"] if plan.microbatches > 1 else 0
-    return held["turned"] + more + max(layers * once + loss, blocks, cutting)
+    return more + max(turned + layers * once + loss, turned + blocks, cutting)
 
 
 def _block(
-    config: ModelConfig, plan: Plan, tokens: int, seq_len: int
+    config: ModelConfig, plan: Plan, tokens: int, seq_len: int, copies: int
 ) -> tuple[dict[str, int], int, int, int]:
     """Bytes that autodiff keeps of a block by `Plan.remat`, that the gradient of its input leaves for those
     of its weights, that its backward pass works with at once, and of the stream."""
@@ -108,7 +113,7 @@ def _block(
         visits = tokens * config.experts.top_k
         hidden = visits * config.ffn_width * item // tp
         ffn = hidden + (slots_here + visits) * config.width * item
-    # Scores and their gradient in float32, and both again as the products read them.
+    # Scores in float32 and again as the products read them; ``copies`` of that: their gradient too.
     rows = max(tokens * plan.mesh.sp // seq_len, 1)
     apart = plan.mesh.along(plan.regions["queries"]["s"])
     local = seq_len // apart
@@ -117,7 +122,7 @@ def _block(
     dense = tokens * seq_len // rows
     if plan.attention_kernel == "xla":
         tile = dense
-    scores = rows * heads * tile * (2 * FLOAT32 + 2 * item)
+    scores = rows * heads * tile * copies * (FLOAT32 + item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         scores = 3 * rows * dense * item * (plan.documents == "packed")
     # Inputs of products; of norms, in float32; of nonlinearities. Pieces of a feed-forward are computed
