@@ -346,6 +346,23 @@ def test_gpus_compile_what_was_predicted(flags):
     assert named > 0.7 * sum(row["busy_s"] for row in rows), "but for merged ones, each says whose"
 
 
+EXPERTS = "--model", "qwen3-30b-a3b", "--mesh", "fsdp=8 ep=8", "--remat", "selective", "--loss-chunks", "8"
+PROMISED = {
+    "the default": (("--model", "llama3-8b"), 0.45),
+    "experts": ((*EXPERTS, "--batch-size", "256", "--seq-len", "4096"), 0.25),
+}
+
+
+@gpu_compiler
+@pytest.mark.parametrize("flags, mfu", PROMISED.values(), ids=PROMISED)
+def test_a_schedule_reaches_the_mfu_that_was_promised(flags, mfu):
+    """On 64 H100s, by the roofline of the program; and little is multiplied for nothing."""
+    document, _ = compiled("--target", "h100:8x8", *flags)
+    assert document["fits"] and as_predicted(document)
+    assert document["roofline"]["mfu"] >= mfu
+    assert document["flops"]["executed_per_device"] <= 1.15 * document["flops"]["useful_per_device"]
+
+
 @gpu_compiler
 def test_what_does_not_fit_is_refused_with_the_size_and_with_a_plan_that_does():
     document, said = compiled("--target", "a100-40:1x8", "--mesh", "dp=8", "--zero", "0", status=1)

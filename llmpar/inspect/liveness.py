@@ -71,7 +71,8 @@ MANY = 64
 
 # Equations that only wrap others.
 WRAPPERS = set(
-    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call checkpoint remat2 shard_map".split()
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call checkpoint remat2"
+    " shard_map".split()
 )
 # They move nothing: the result is the operand.
 SAME = set("pvary pcast name optimization_barrier stop_gradient reshape squeeze expand_dims copy_p".split())
