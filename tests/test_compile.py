@@ -256,6 +256,11 @@ ENTRY %main (a: bf16[{left}], b: bf16[{kernel}]) -> bf16[{result}] {{
     assert roofline.computation_flops(module, module.entry, {}) == flops
 
 
+def scene_texts(scene) -> set[str]:
+    """What is written in a picture."""
+    return set(re.findall(r">([^<]+)</text>", draw.scene.to_svg(scene)))
+
+
 def test_the_picture_says_what_waits():
     found = roofline.roofline(PRODUCTS.replace("BETWEEN", ""), Devices("dp=2 fsdp=8"), H100)
     turn = found.turns[1]
@@ -263,6 +268,10 @@ def test_the_picture_says_what_waits():
     scene = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": events}], "one turn")
     assert "forward loop, 5 turns" in scene.text and "exposed" in scene.text
     assert "computing waits for it" in draw.scene.to_svg(scene)
+    assert "between hosts" not in scene_texts(scene)
+    far = [event | {"lane": "network"} if event["lane"] == "links" else event for event in events]
+    scene = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": far}], "one turn")
+    assert {"network", "between hosts"} <= scene_texts(scene)
 
 
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"

@@ -560,25 +560,28 @@ def overlap(
 
 
 def two_lanes(turns, title: str) -> Scene:
-    """Draw schedules: per turn of a loop what computes, and below what is on the links; what waits for the
-    links is hatched.
+    """Draw schedules: per turn of a loop what computes, and below what is on the links (and on the network
+    between hosts, where they are told apart); what waits for them is hatched.
 
-    A turn is ``{"name", "count", "events"}``; an event ``{"lane": "compute" or "links", "name", "start_s",
-    "end_s", "exposed_s"}`` in seconds from the turn's begin.
+    A turn is ``{"name", "count", "events"}``; an event ``{"lane": "compute", "links" or "network", "name",
+    "start_s", "end_s", "exposed_s"}`` in seconds from the turn's begin.
     """
     left, wide, blocks, lines = text_width("compute", SMALL) + 12, 760, [], []
+    used = {event["lane"] for turn in turns for event in turn["events"]} | {"compute", "links"}
+    lanes = [lane for lane in (("compute", "s1"), ("links", "s2"), ("network", "s3")) if lane[0] in used]
     for turn in turns:
-        events = turn["events"]
+        events = sorted(turn["events"], key=lambda e: e["exposed_s"] > 0)  # what waits lies on top
         span = max([event["end_s"] for event in events] + [1e-9])
         x_of = lambda t, span=span: left + wide * t / span
         waits = sum(event["exposed_s"] for event in events)
         head = f"{turn['name']}, {turn['count']} turns of {time_text(span)}, {time_text(waits)} of it waiting"
         items: list = [Text(left, 0, head, bold=True)]
-        items += _scale(x_of, ticks(0, span), 104, time_text, 96)
-        for lane, (word, fill) in enumerate((("compute", "s1"), ("links", "s2"))):
+        items += _scale(x_of, ticks(0, span), 24 + 40 * len(lanes), time_text, 16 + 40 * len(lanes))
+        for lane, (word, fill) in enumerate(lanes):
             top = 14 + 40 * lane
             items.append(small_text(left - 10, top + 16, word, "end"))
-            for event in (event for event in events if event["lane"] == word):
+            mine = [event for event in events if event["lane"] == word]
+            for event in mine:
                 x, w = x_of(event["start_s"]), x_of(event["end_s"]) - x_of(event["start_s"])
                 full = f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}"
                 items.append(Rect(x, top, w, 32, fill, "ink", 0.75 if w > 3 else 0.25, tip=full))
@@ -587,19 +590,26 @@ def two_lanes(turns, title: str) -> Scene:
                     items.append(
                         Rect(x + w - w_open, top, w_open, 32, fill, "ink", 0.75, "/", tip=f"waits {full}")
                     )
-                elif w > 24:
+                elif w > 24 and not any(_meet(event, other) for other in mine if other is not event):
                     items += fitting(
                         x + w / 2, top + 16, w - 4, full, event["name"], fill=text_color_on(fill)
                     )
         blocks.append(items)
         lines.append(head)
-        sent = [event for event in events if event["lane"] == "links"]
+        sent = [event for event in turn["events"] if event["lane"] != "compute"]
         lines += [
             f"  {e['name']}: {time_text(e['end_s'] - e['start_s'])}, {time_text(e['exposed_s'])} exposed"
             for e in sent
         ]
-    key = legend([("s1", "computing"), ("s2", "communicating"), ("s2", "computing waits for it", "/")], 640)
+    says = {"compute": "computing", "links": "communicating", "network": "between hosts"}
+    key = [(fill, says[word]) for word, fill in lanes] + [("s2", "computing waits for it", "/")]
+    key = legend(key, 640)
     return compose(title, [*blocks, key], "\n".join(lines))
+
+
+def _meet(one: dict, other: dict) -> bool:
+    """Tell whether two events share time."""
+    return one["start_s"] < other["end_s"] and other["start_s"] < one["end_s"]
 
 
 def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
