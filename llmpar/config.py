@@ -184,10 +184,12 @@ class ExpertConfig:
         token travels to a rank once, however many of its experts are there."""
         return min(tokens, self._most(tokens, pieces) * (self.num_experts // ranks))
 
-    def full_share(self, ranks: int) -> float:
-        """The share of tokens that one of ``ranks`` gets where every choice is as likely."""
+    def full_share(self, tokens: int, ranks: int) -> float:
+        """The share of its `slots` for a rank that a device with ``tokens`` tokens fills, where every choice is
+        as likely: those tokens have an expert there that do not have all k elsewhere."""
         elsewhere = self.num_experts - self.num_experts // ranks
-        return 1 - math.comb(elsewhere, self.top_k) / math.comb(self.num_experts, self.top_k)
+        come = tokens * (1 - math.comb(elsewhere, self.top_k) / math.comb(self.num_experts, self.top_k))
+        return min(1.0, come / self.slots(tokens, 1, ranks))
 
     def blocks(
         self, tokens: int, pieces: int, ranks: int, fewest: int = 4, largest: int = 32

@@ -227,6 +227,16 @@ def test_a_capacity_leaves_fewer_slots():
     assert ExpertConfig(64, 2).slots(1024, 1, 8) == 1024
 
 
+def test_the_share_of_slots_that_an_even_routing_fills():
+    """Against draws of 8 of 128 experts on 8 ranks; and with a capacity, which leaves fewer slots."""
+    how, draw = ExpertConfig(128, 8), np.random.default_rng(0)
+    chosen = np.argsort(draw.random((20_000, 128)), axis=1)[:, :8] // 16
+    assert how.full_share(1024, 8) == pytest.approx((chosen == 3).any(1).mean(), abs=0.01)
+    assert ExpertConfig(128, 1).full_share(1024, 8) == 1 / 8
+    assert ExpertConfig(128, 1, capacity_factor=1.0).full_share(1024, 8) == 1.0
+    assert ExpertConfig(128, 1, capacity_factor=2.0).full_share(1024, 8) == 1 / 2
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_executed_products_are_near_k_of_e_of_all_experts(way):
     """64 experts, k = 8, nothing dropped: 9 products, of pieces that are computed again 11 (on CPUs all), and

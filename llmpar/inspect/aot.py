@@ -211,7 +211,7 @@ def _busiest(text: str, mesh, config: ModelConfig, plan: Plan, target: Target, s
     """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
     schedule's bubble as one more term."""
     seen, beside = _seen_share(config, plan, seq_len), AT_ONCE in compiler_options(plan, target.platform)
-    full = config.experts.full_share(plan.mesh.ep) if config.experts else 1.0
+    full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
     stages = [
         roofline(text, mesh, target.links, branches, seen, full, beside)
         for branches in report.taken(config, plan)
