@@ -185,8 +185,8 @@ class ExpertConfig:
         return min(tokens, self._most(tokens, pieces) * (self.num_experts // ranks))
 
     def full_share(self, tokens: int, ranks: int) -> float:
-        """The share of its `slots` for a rank that a device with ``tokens`` tokens fills, where every choice is
-        as likely: those tokens have an expert there that do not have all k elsewhere."""
+        """The share of its `slots` for a rank that a device with ``tokens`` tokens fills, where every choice
+        is as likely: those tokens have an expert there that do not have all k elsewhere."""
         elsewhere = self.num_experts - self.num_experts // ranks
         come = tokens * (1 - math.comb(elsewhere, self.top_k) / math.comb(self.num_experts, self.top_k))
         return min(1.0, come / self.slots(tokens, 1, ranks))
