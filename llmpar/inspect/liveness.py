@@ -30,11 +30,24 @@ LAWS = {
         "What no product and no loop waits for runs last, and its operands live until then: weights'"
         " gradients, the value of the loss. (GPU: its scheduler fills a program from its end.)"
     ),
+    "loops": (
+        "A loop that nothing waits for runs last: the value of the loss, where its gradient computes it again."
+        " The vocabulary is held until then. (TPU: its scheduler, as for the law ``late``, but products run"
+        " where they stand.)"
+    ),
+    "turns": (
+        "Of turns that are written out in a loop's body, all weights' gradients are made after the last one."
+        " (TPU: the same scheduler; their sums over devices stand together behind all turns.)"
+    ),
     "narrow": (
         "A product is written in the type to which its one reader converts it. (Fusion into the"
         " product's epilogue.)"
     ),
     "prologue": "What only one product reads is computed inside it. (GPU: Triton's fusion of products.)",
+    "operands": (
+        "What only products read, element by element, is computed inside each of them. (TPU: fusion of"
+        " operands, which repeats what is cheap.)"
+    ),
     "prefetch": (
         "While a layer runs, the next one's weights are gathered already: they are held twice. (GPU:"
         " the collective pipeliner, which moves gathers of a loop's slices one turn ahead.)"
@@ -52,6 +65,10 @@ LAWS = {
         "A reduce-scatter along any dim but the first copies what a loop gives it; a product would have"
         " written it in that order to begin with. (Layout assignment.)"
     ),
+    "sums": (
+        "What a loop sums over devices and then adds up is added up first: whole until the loop has ended,"
+        " when one sum scatters it. (TPU: motion of all-reduces out of loops.)"
+    ),
     "copies": (
         "A branch through which many values pass gives copies of those that it updates. (Copy insertion"
         " analyses live ranges within a budget; a pipeline's unrolled stage exceeds it.)"
@@ -59,8 +76,10 @@ LAWS = {
 }
 """What compilers do to memory, and which pass does it."""
 
+TPU = {"loops", "turns", "operands", "converted", "sums"}
+
 TARGETS = {
-    "gpu": frozenset(LAWS) - {"converted"},
+    "gpu": frozenset(LAWS) - TPU,
     "tpu": frozenset(LAWS) - {"late", "prologue", "prefetch", "stacks"},
     "cpu": frozenset({"narrow"}),
 }
@@ -139,7 +158,8 @@ class Program:
         given: list[Value | None] = [*self.inputs]
         carried, stacked = list[Value | None](), list[Value | None]()
         first, many = loop.carried() if loop else (0, 0)
-        for turn in range(loop.turns_at_once if loop else 1):
+        self.turns = loop.turns_at_once if loop else 1
+        for turn in range(self.turns):
             if turn:  # of a loop that is unrolled: the same again, from where the last left off
                 slices = fresh(jaxpr.invars[first + many :])
                 given = [*given[:first], *carried, *slices]
@@ -275,6 +295,8 @@ def existing(program: Program, laws: frozenset[str]) -> set[Value]:
                 "prologue" in laws and op.name != "transpose" and [r.name for r in readers] == ["dot_general"]
             ):
                 exists = False
+            elif "operands" in laws and {r.name for r in readers} == {"dot_general"}:
+                exists = False
             else:
                 exists = any(_wants(reader, v) for reader in readers)
             if exists:
@@ -301,11 +323,13 @@ def schedule(program: Program, laws: frozenset[str]) -> list[int]:
     ops, many = program.ops, len(program.ops)
     place = [float(i) for i in range(many)]
     after = lambda i: [j for v in ops[i].results for j in program.readers.get(v, [])]
-    if "late" in laws:
+    everything = "late" in laws or "turns" in laws and program.turns > 1
+    if everything or "loops" in laws:
         waited = [False] * many
         for i in reversed(range(many)):
             waited[i] = any(waited[j] or ops[j].name not in CHEAP | COLLECTIVE | REDUCE for j in after(i))
-            if not waited[i] and not ops[i].cheap and ops[i].name not in REDUCE:
+            late = not ops[i].cheap and ops[i].name not in REDUCE if everything else ops[i].name in LOOP
+            if late and not waited[i]:
                 place[i] += many
     constants = program.constants()
     for i in reversed(range(many)):
