@@ -43,6 +43,10 @@ LAWS = {
         "A product is written in the type to which its one reader converts it. (Fusion into the"
         " product's epilogue.)"
     ),
+    "added": (
+        "A product that is only added to something is written into the sum, in the place of what it is added"
+        " to. (TPU: fusion into the product's epilogue.)"
+    ),
     "prologue": "What only one product reads is computed inside it. (GPU: Triton's fusion of products.)",
     "operands": (
         "What only products read, element by element, is computed inside each of them. (TPU: fusion of"
@@ -76,7 +80,7 @@ LAWS = {
 }
 """What compilers do to memory, and which pass does it."""
 
-TPU = {"loops", "turns", "operands", "converted", "sums"}
+TPU = {"loops", "turns", "added", "operands", "converted", "sums"}
 
 TARGETS = {
     "gpu": frozenset(LAWS) - TPU,
@@ -173,6 +177,8 @@ class Program:
         self._index()
         if "narrow" in laws and self._narrow():
             self._index()
+        if "added" in laws and self._add_to():
+            self._index()
 
     def _index(self) -> None:
         self.made = {v: i for i, op in enumerate(self.ops) for v in op.results}
@@ -218,6 +224,23 @@ class Program:
             reader = self.ops[readers[0]]
             if reader.name == "convert_element_type" and reader.results[0].bytes < op.results[0].bytes:
                 op.results = reader.results
+                gone.add(readers[0])
+        self.ops = [op for i, op in enumerate(self.ops) if i not in gone]
+        return bool(gone)
+
+    def _add_to(self) -> bool:
+        """Let products add what they make to what is there; tells whether any does."""
+        gone, ends = set[int](), set(self.results)
+        for i, op in enumerate(self.ops):
+            product = op.results[0]
+            readers = self.readers.get(product, []) if op.name == "dot_general" else []
+            if len(readers) != 1 or product in ends or readers[0] in gone:
+                continue
+            reader = self.ops[readers[0]]
+            others = [v for v in reader.operands if v and v is not product]
+            sums = reader.name in ("add", "add_any") and reader.results[0].bytes == product.bytes
+            if sums and len(others) == 1 and self.made.get(others[0], -1) < i:
+                op.operands, op.results = [*op.operands, others[0]], reader.results
                 gone.add(readers[0])
         self.ops = [op for i, op in enumerate(self.ops) if i not in gone]
         return bool(gone)
@@ -500,6 +523,8 @@ class Liveness:
             for pair in zip(op.results[:many], op.operands[first : first + many], strict=True):
                 take([pair])
             inside = self.fullest(op.inner[-1], frozenset(range(first, first + many)), _as_scan(op))
+            whole = self._summed(op) if "sums" in self.laws else []
+            inside = Peak(inside.bytes + sum(size for size, _ in whole), (*inside.held, *whole))
             turned = [v for v in op.operands if v and v in program.made and self._stacks_turned(program, v)]
             if "stacks" in self.laws and turned:
                 most = max(turned, key=lambda v: v.bytes)
@@ -515,6 +540,8 @@ class Liveness:
             inside = max(branches, key=lambda b: b.bytes)
             own = sum(v.bytes for v in new if v not in taken)  # a branch makes the results
             inside = dataclasses.replace(inside, bytes=max(0, inside.bytes - own))
+        elif op.name == "dot_general":  # with what it is added to
+            take(zip(op.results, op.operands[2:], strict=False))
         elif op.name in UPDATE:
             for pair in zip(op.results, op.operands, strict=False):
                 take([pair])
@@ -523,6 +550,23 @@ class Liveness:
                 fits = (s for s in program.sources(v, real) if s.bytes == v.bytes and free(s))
                 take([(v, next(fits, None))])
         return taken, inside
+
+    def _summed(self, loop: Op) -> list[tuple[int, str]]:
+        """What is added up in a loop before it is scattered: bytes above those of the carry, and what it is."""
+        body, found = self.program(loop.inner[-1], _as_scan(loop)), list[tuple[int, str]]()
+        first, many = loop.carried()
+        maker = lambda v: body.ops[body.made[v]] if v in body.made else None
+        for result, carry in zip(body.results[:many], body.inputs[first : first + many], strict=True):
+            total = maker(result)
+            if total is None or total.name not in ("add", "add_any") or carry not in total.operands:
+                continue
+            (op,) = (maker(v) for v in total.operands if v is not carry)
+            while op and op.name in SUM | {"convert_element_type"}:
+                op = maker(op.operands[0])
+            if op and op.name in SCATTER:
+                times = op.operands[0].bytes // op.results[0].bytes
+                found.append(((times - 1) * carry.bytes, f"whole {carry.what}"))
+        return found
 
     def _copied(self, program: Program, op: Op) -> list[Value]:
         """What a loop gives and a reduce-scatter wants in another order, the largest first: copies take the
