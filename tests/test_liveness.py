@@ -87,6 +87,62 @@ def test_what_only_the_end_waits_for_runs_last():
     assert held(big, SQUARE, laws=["late"]) >= held(big, SQUARE)
 
 
+def test_a_loop_that_nothing_waits_for_runs_last_but_in_a_loop():
+    """What it reads is held beside all that runs before it."""
+
+    def value_beside(x):
+        y = x @ x
+        value, _ = lax.scan(lambda total, row: (total + (row[None] @ y).sum(), None), 0.0, y)
+        return value, (x.T @ x) @ (x @ x.T)
+
+    assert held(value_beside, SQUARE) == 3 and held(value_beside, SQUARE, laws=["loops"]) == 4
+    twice = lambda x: lax.scan(lambda total, _: (total + value_beside(x)[0], None), 0.0, None, length=2)
+    assert held(twice, SQUARE) == held(twice, SQUARE, laws=["loops"])
+
+
+def test_gradients_of_turns_that_are_written_out_come_after_all():
+    """The first turn's sine is held while the second turn runs."""
+
+    def loop(unroll):
+        def turn(carry, x):
+            y = jnp.sin(carry @ x)
+            return y @ x, y.T @ y
+
+        return lambda xs: lax.scan(turn, xs[0], xs, unroll=unroll)
+
+    xs = jnp.zeros((4, 16, 16))
+    assert held(loop(1), xs, laws=["turns"]) == held(loop(1), xs)
+    assert held(loop(2), xs, laws=["turns"]) == held(loop(2), xs) + 1
+
+
+def test_what_only_products_read_is_computed_inside_them():
+    """In each of them, if there are two; not if the end wants it."""
+    two = lambda x: (x @ x, jnp.sin(x @ x) @ x, x @ jnp.sin(x @ x))
+    assert held(two, SQUARE, laws=["prologue"]) == held(two, SQUARE) == 4
+    assert held(two, SQUARE, laws=["operands"]) == 3
+    wanted = lambda x: (jnp.sin(x @ x), *two(x))
+    assert held(wanted, SQUARE, laws=["operands"]) == held(wanted, SQUARE) == 4
+
+
+def test_a_product_is_written_into_what_it_is_added_to():
+    two = lambda x, y: x @ x + y @ x
+    assert held(two, SQUARE, SQUARE) == 2 and held(two, SQUARE, SQUARE, laws=["added"]) == 1
+    both = lambda x: (x @ x, x @ x + x @ x @ x)  # the first is wanted as it is
+    assert held(both, SQUARE, laws=["added"]) == held(both, SQUARE) == 2
+
+
+def test_what_a_loop_sums_over_devices_is_whole_until_it_has_ended():
+    """A sixteenth of a square is carried, and its sixteen sixteenths are added up."""
+
+    def turns(x, xs):
+        scatter = lambda y: lax.psum_scatter(y, "i", tiled=True)
+        return lax.scan(lambda total, row: (total + scatter(row @ x), None), x[:1], xs)[0]
+
+    step = jax.make_jaxpr(turns, axis_env=[("i", 16)])(SQUARE, jnp.zeros((4, 16, 16))).jaxpr
+    bytes_held = lambda *laws: Liveness(frozenset(laws)).fullest(step).bytes
+    assert bytes_held("sums") - bytes_held() == 15 * KB / 16
+
+
 def test_a_product_is_written_in_the_type_that_is_read():
     half = jnp.zeros((16, 16), jnp.bfloat16)
     product = lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32).astype(jnp.bfloat16) @ x
@@ -154,30 +210,36 @@ def test_temporaries_on_a_gpu():
 
 @pytest.mark.parametrize("target", [V5E, V5P])
 def test_temporaries_on_a_tpu(target):
-    """Half of them within 6 %, two thirds within 15 %, and the others no further than a quarter."""
-    found = sorted(abs(e) for e in errors(target).values())
-    assert len(found) >= 12 and statistics.median(found) <= 0.06
-    assert found[2 * len(found) // 3] <= 0.15 and found[-1] <= 0.25
+    """Within 15 % of what their compiler plans but for one plan, half of them within 6 %."""
+    found = errors(target)
+    late = found.pop("fsdp-tp8-sequence")  # v5e makes the vocabulary's gradient last there, v5p does not
+    assert abs(late) <= 0.2 and not {n: f"{e:+.1%}" for n, e in found.items() if abs(e) > 0.15}
+    assert len(found) >= 12 and statistics.median(map(abs, found.values())) <= 0.06
 
 
 WITNESSES = {
-    "late": "fsdp-tp8-sequence",
-    "narrow": "pp4-1f1b",
-    "prologue": "pp4-zb-h1",
-    "prefetch": "fsdp",
-    "stacks": "405b-fsdp-tp8",
-    "converted": "dp2-fsdp-tp4",
-    "scatters": "fsdp-zero1",
-    "copies": "pp4-zb-h1",
+    "late": (H100, "fsdp-tp8-sequence"),
+    "loops": (V5E, "fsdp-unroll"),
+    "turns": (V5E, "fsdp-unroll"),
+    "narrow": (H100, "pp4-1f1b"),
+    "added": (V5E, "pp4-interleaved"),
+    "prologue": (H100, "pp4-zb-h1"),
+    "operands": (V5E, "fsdp-xla"),
+    "prefetch": (H100, "fsdp"),
+    "stacks": (H100, "405b-fsdp-tp8"),
+    "converted": (V5E, "dp2-fsdp-tp4"),
+    "scatters": (H100, "fsdp-zero1"),
+    "sums": (V5P, "dp-fsdp8-microbatches"),
+    "copies": (H100, "pp4-zb-h1"),
 }
 
 
 @pytest.mark.parametrize("law", LAWS)
 def test_every_law_is_needed(law):
     """Without it, one of the compiled plans is worse by at least three hundredths."""
-    target = H100 if law in TARGETS["gpu"] else V5E
-    (true,) = errors(target, names=[WITNESSES[law]]).values()
-    (less,) = errors(target, law, [WITNESSES[law]]).values()
+    target, name = WITNESSES[law]
+    (true,) = errors(target, names=[name]).values()
+    (less,) = errors(target, law, [name]).values()
     assert abs(less) >= abs(true) + 0.03
 
 

@@ -31,9 +31,9 @@ LAWS = {
         " gradients, the value of the loss. (GPU: its scheduler fills a program from its end.)"
     ),
     "loops": (
-        "A loop that nothing waits for runs last: the value of the loss, where its gradient computes it again."
-        " The vocabulary is held until then. (TPU: its scheduler, as for the law ``late``, but products run"
-        " where they stand.)"
+        "A loop that nothing waits for runs last, but in the body of another loop: the value of the loss, where"
+        " its gradient computes it again. The vocabulary is held until then. (TPU: its scheduler; products and"
+        " sums over devices stay where they are, unlike in the law ``late``.)"
     ),
     "turns": (
         "Of turns that are written out in a loop's body, all weights' gradients are made after the last one."
@@ -162,8 +162,8 @@ class Program:
         given: list[Value | None] = [*self.inputs]
         carried, stacked = list[Value | None](), list[Value | None]()
         first, many = loop.carried() if loop else (0, 0)
-        self.turns = loop.turns_at_once if loop else 1
-        for turn in range(self.turns):
+        self.turns = loop.turns_at_once if loop else 0  # that are written out, if it is a loop's body
+        for turn in range(max(1, self.turns)):
             if turn:  # of a loop that is unrolled: the same again, from where the last left off
                 slices = fresh(jaxpr.invars[first + many :])
                 given = [*given[:first], *carried, *slices]
@@ -347,7 +347,7 @@ def schedule(program: Program, laws: frozenset[str]) -> list[int]:
     place = [float(i) for i in range(many)]
     after = lambda i: [j for v in ops[i].results for j in program.readers.get(v, [])]
     everything = "late" in laws or "turns" in laws and program.turns > 1
-    if everything or "loops" in laws:
+    if everything or "loops" in laws and not program.turns:
         waited = [False] * many
         for i in reversed(range(many)):
             waited[i] = any(waited[j] or ops[j].name not in CHEAP | COLLECTIVE | REDUCE for j in after(i))
@@ -552,19 +552,20 @@ class Liveness:
         return taken, inside
 
     def _summed(self, loop: Op) -> list[tuple[int, str]]:
-        """What is added up in a loop before it is scattered: bytes above those of the carry, and what it is."""
+        """What a loop adds up before it is scattered: its bytes above those of the carry, and its name."""
         body, found = self.program(loop.inner[-1], _as_scan(loop)), list[tuple[int, str]]()
         first, many = loop.carried()
         maker = lambda v: body.ops[body.made[v]] if v in body.made else None
+        size = lambda v: v.bytes if v else 0
         for result, carry in zip(body.results[:many], body.inputs[first : first + many], strict=True):
             total = maker(result)
             if total is None or total.name not in ("add", "add_any") or carry not in total.operands:
                 continue
-            (op,) = (maker(v) for v in total.operands if v is not carry)
+            op = next((maker(v) for v in total.operands if v is not carry), None)
             while op and op.name in SUM | {"convert_element_type"}:
                 op = maker(op.operands[0])
             if op and op.name in SCATTER:
-                times = op.operands[0].bytes // op.results[0].bytes
+                times = size(op.operands[0]) // size(op.results[0])
                 found.append(((times - 1) * carry.bytes, f"whole {carry.what}"))
         return found
 
