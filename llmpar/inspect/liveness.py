@@ -31,9 +31,9 @@ LAWS = {
         " gradients, the value of the loss. (GPU: its scheduler fills a program from its end.)"
     ),
     "loops": (
-        "A loop that nothing waits for runs last, but in the body of another loop: the value of the loss, where"
-        " its gradient computes it again. The vocabulary is held until then. (TPU: its scheduler; products and"
-        " sums over devices stay where they are, unlike in the law ``late``.)"
+        "A loop that nothing waits for runs last, but in the body of another loop: the value of the loss,"
+        " where its gradient computes it again. The vocabulary is held until then. (TPU: its scheduler;"
+        " products and sums over devices stay where they are, unlike in the law ``late``.)"
     ),
     "turns": (
         "Of turns that are written out in a loop's body, all weights' gradients are made after the last one."
