@@ -166,6 +166,18 @@ def test_a_stack_that_a_loop_converts_is_held_in_both_types():
     assert held("converted").held[0][1].startswith("converted float32[4,16,16]")
 
 
+def test_what_only_products_read_is_gathered_in_their_precision():
+    """Half of four squares, unless a precision is asked for."""
+
+    def bytes_held(precision, *laws):
+        product = lambda x: jnp.matmul(lax.all_gather(x, "i", tiled=True), x, precision=precision)
+        step = jax.make_jaxpr(product, axis_env=[("i", 4)])(SQUARE)
+        return Liveness(frozenset(laws)).whole(step.jaxpr).bytes
+
+    assert bytes_held(None) - bytes_held(None, "rounded") == 2 * KB
+    assert bytes_held("highest", "rounded") == bytes_held("highest")
+
+
 def test_another_reading_is_not_traced():
     case = compare_memory.cases(H100)[0]
     plan = Plan("fsdp=64", reading="auto")
@@ -228,6 +240,7 @@ WITNESSES = {
     "prefetch": (H100, "fsdp"),
     "stacks": (H100, "405b-fsdp-tp8"),
     "converted": (V5E, "dp2-fsdp-tp4"),
+    "rounded": (V5P, "fsdp-float32"),
     "scatters": (H100, "fsdp-zero1"),
     "sums": (V5P, "dp-fsdp8-microbatches"),
     "copies": (H100, "pp4-zb-h1"),

@@ -65,6 +65,10 @@ LAWS = {
         "A stack of weights that a loop converts slice by slice is converted whole, before the loop, and kept"
         " for the loops to come. (TPU: code motion out of loops.)"
     ),
+    "rounded": (
+        "Products read float32 as bfloat16 unless a precision is asked for. What only they read is gathered,"
+        " and converted before loops, so. (TPU: its units multiply bfloat16.)"
+    ),
     "scatters": (
         "A reduce-scatter along any dim but the first copies what a loop gives it; a product would have"
         " written it in that order to begin with. (Layout assignment.)"
@@ -80,7 +84,7 @@ LAWS = {
 }
 """What compilers do to memory, and which pass does it."""
 
-TPU = {"loops", "turns", "added", "operands", "converted", "sums"}
+TPU = {"loops", "turns", "added", "operands", "converted", "rounded", "sums"}
 
 TARGETS = {
     "gpu": frozenset(LAWS) - TPU,
@@ -443,8 +447,17 @@ class Liveness:
         """The program of a jaxpr, read once."""
         key = id(jaxpr), loop is not None and loop.turns_at_once > 1
         if key not in self._programs:
-            self._programs[key] = Program(jaxpr, self.laws, loop), jaxpr
+            self._programs[key] = program, _ = Program(jaxpr, self.laws, loop), jaxpr
+            if "rounded" in self.laws:
+                self._round(program)
         return self._programs[key][0]
+
+    def _round(self, program: Program) -> None:
+        """Let what is gathered have the bytes in which all its readers want it."""
+        for v in (v for op in program.ops if op.name in GATHER for v in op.results):
+            shares = [self._share(program.ops[i], v) for i in program.readers.get(v, [])]
+            if shares and all(shares):
+                v.bytes = int(v.bytes * max(shares))
 
     def fullest(self, jaxpr: Any, donated: frozenset[int] = frozenset(), loop: Op | None = None) -> Peak:
         """The peak of a program, which may write over its ``donated`` inputs; the body of a scan if ``loop``
@@ -605,6 +618,12 @@ class Liveness:
         places = [i - len(op.operands) for i, v in enumerate(op.operands) if v is value]
         return max([self._narrowed(b, len(b.invars) + i) for b in op.inner for i in places], default=0)
 
+    def _share(self, op: Op, value: Value) -> float:
+        """The share of a value's bytes that an equation reads in a narrower type; 0: it reads them all."""
+        if op.name == "dot_general" and "rounded" in self.laws and value.what.startswith("float32"):
+            return 0.5 * (op.params["precision"] is None)
+        return self._converted(op, value)
+
     def _narrowed(self, jaxpr: Any, place: int) -> float:
         if place < 0:
             return 0
@@ -614,9 +633,9 @@ class Liveness:
             for v in reached.intersection(filter(None, op.operands)):
                 if op.name == "convert_element_type" and op.results[0].bytes < v.bytes:
                     return op.results[0].bytes / v.bytes
-                if op.name in MOVES:
+                if op.name in MOVES | GATHER:
                     reached.update(op.results)
-                if share := self._converted(op, v):
+                if share := self._share(op, v):
                     return share
         return 0
 
