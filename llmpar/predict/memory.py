@@ -68,15 +68,17 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, p
     tpu = platform == "tpu"
     tokens, held = _local(config, plan, batch_size // plan.microbatches, seq_len)
     item, layers = ITEMSIZE[plan.dtype], config.num_layers
-    saves, crossing, work, stream = _block(config, plan.of(config), tokens, seq_len, 1 if tpu else 2)
-    narrow = lambda name: held[name] * item // FLOAT32
+    read = 2 if tpu else item  # products on TPUs read float32 as bfloat16
+    saves, crossing, work, stream = _block(config, plan.of(config), tokens, seq_len, tpu)
+    narrow = lambda name: held[name] * read // FLOAT32
     layer = narrow("blocks used") * plan.mesh.pp // plan.padded(config).num_layers
-    work += layer * (2 if plan.gathers == "block" and not tpu else 1)
+    turns = min(plan.unroll or layers, layers)
+    work += layer * (1 + turns if plan.gathers == "block" and not tpu else 1) + (turns - 1) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
-    head = narrow("head used")
-    after_loss = head if tpu else logits if plan.loss_chunks == 1 else 2 * head
-    loss = logits + (3 if tpu and plan.loss_chunks > 1 else 2) * head
-    turned = narrow("blocks stored") if item < FLOAT32 and plan.gathers != "step" else 0  # converted
+    head, grad = narrow("head used"), held["head used"] * item // FLOAT32
+    after_loss = head + grad if plan.loss_chunks > 1 else grad if tpu else logits
+    loss = logits + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
+    turned = narrow("blocks stored") if read < FLOAT32 and plan.gathers != "step" else 0  # converted
     turned = turned if tpu else held["turned"]
     once = saves[plan.remat]
     if not plan.reshard_after_forward:  # and a turned copy of the largest
@@ -93,12 +95,13 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, p
         return turned + whole + lent + _stage(order, held, stream, saved, one * crossing, busy)
     blocks = layers * once + after_loss + held["blocks unreduced"] + work
     cutting = held["unreduced"] + held["largest unreduced"] if plan.zero in (1, 2) else held["unreduced"]
-    more = held["accumulated"] if plan.microbatches > 1 else 0
+    sums = held["blocks accumulated"] + held["used"] - held["blocks used"]  # of a loop, scattered after it
+    more = (sums if tpu else held["accumulated"]) if plan.microbatches > 1 else 0
     return more + max(turned + layers * once + loss, turned + blocks, cutting)
 
 
 def _block(
-    config: ModelConfig, plan: Plan, tokens: int, seq_len: int, copies: int
+    config: ModelConfig, plan: Plan, tokens: int, seq_len: int, tpu: bool
 ) -> tuple[dict[str, int], int, int, int]:
     """Bytes that autodiff keeps of a block by `Plan.remat`, that the gradient of its input leaves for those
     of its weights, that its backward pass works with at once, and of the stream."""
@@ -122,7 +125,7 @@ def _block(
     dense = tokens * seq_len // rows
     if plan.attention_kernel == "xla":
         tile = dense
-    scores = rows * heads * tile * copies * (FLOAT32 + item)
+    scores = rows * heads * tile * (1 if tpu else 2) * (FLOAT32 + item)
     if plan.attention_kernel == "cudnn":  # a mask for all heads, as a bias, and its gradient
         scores = 3 * rows * dense * item * (plan.documents == "packed")
     # Inputs of products; of norms, in float32; of nonlinearities. Pieces of a feed-forward are computed
@@ -131,7 +134,9 @@ def _block(
     kept = 6 * ffn * (plan.ffn_chunks == 1) + norms + 2 * stream + 2 * whole + 3 * queries + 2 * keys
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
     sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
-    work = 4 * ffn // plan.ffn_chunks + 5 * whole + 3 * stream + 3 * queries + 2 * keys + sums + scores
+    # There nothing waits: what the feed-forward works with is gone when attention's gradients are made.
+    parts = 4 * ffn // plan.ffn_chunks, sums + scores + queries + 2 * whole
+    work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts))
     results = 2 * stream + 2 * queries + 2 * keys  # of products and of attention
     products = 2 * hidden * (plan.ffn_chunks == 1)
     saves = {"none": kept, "selective": results + products, "ffn": results, "block": stream}
