@@ -278,14 +278,14 @@ def formula(target):
 
 @pytest.mark.parametrize("target", [H100, V5E, V5P])
 def test_the_formula(target):
-    """Within a quarter of what the compiler plans, half of them within 5 %, and most within 15 %."""
+    """Nine of ten within 15 % of what the compiler plans, half of them within 5 %, none beyond 18 %."""
     rows = RECORD[target]["plans"]
     cases = [c for c in compare_memory.cases(target) if c.name in rows and not rows[c.name]["refused"]]
     cases = [c for c in cases if target != H100 or c.name in COMPARED]
     found = {case.name: formula(target)(case) / rows[case.name]["temp"] - 1 for case in cases}
-    assert not {name: f"{e:+.1%}" for name, e in found.items() if abs(e) > 0.25}
+    assert not {name: f"{e:+.1%}" for name, e in found.items() if abs(e) > 0.18}
     assert statistics.median(map(abs, found.values())) <= 0.05
-    assert sum(abs(e) <= 0.15 for e in found.values()) >= 0.84 * len(found)
+    assert sum(abs(e) <= 0.15 for e in found.values()) >= 0.9 * len(found)
 
 
 def test_arguments_are_exact():

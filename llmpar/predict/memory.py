@@ -62,30 +62,33 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, p
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
     text, and follows what compilers do with it. For GPUs (and CPUs, which are no worse): weights are gathered
     for the next block while one runs, and the logits' float32 gradient, or with pieces of the loss the
-    gathered head and its gradient, stays until the blocks are done. For TPUs: a block's weights are converted
-    in all layers at once, and of the loss the head's gradient alone stays.
+    gathered head and its gradient, stays until the blocks are done. Of blocks that are written out in a turn
+    of their loop, what their weights' gradients read waits for the last (GPUs, TPUs). For TPUs: weights are
+    converted in all layers at once, to bfloat16 even for float32; of the loss the head's gradient stays, and
+    with pieces of the loss, outside of microbatches, the gathered head; what a block holds for attention and
+    for its feed-forward does not add up; gradients outside the blocks are summed over microbatches whole.
     """
     tpu = platform == "tpu"
     tokens, held = _local(config, plan, batch_size // plan.microbatches, seq_len)
-    item, layers = ITEMSIZE[plan.dtype], config.num_layers
+    item, layers, order = ITEMSIZE[plan.dtype], config.num_layers, plan.pipeline
+    one = max(order.layers(layers).values()) if order else layers  # loop's
     read = 2 if tpu else item  # products on TPUs read float32 as bfloat16
     saves, crossing, work, stream = _block(config, plan.of(config), tokens, seq_len, tpu)
     narrow = lambda name: held[name] * read // FLOAT32
     layer = narrow("blocks used") * plan.mesh.pp // plan.padded(config).num_layers
-    turns = min(plan.unroll or layers, layers)
+    turns = 1 if platform == "cpu" else min(plan.unroll or one, one)  # written out
     work += layer * (1 + turns if plan.gathers == "block" and not tpu else 1) + (turns - 1) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks
     head, grad = narrow("head used"), held["head used"] * item // FLOAT32
-    after_loss = head + grad if plan.loss_chunks > 1 else grad if tpu else logits
+    late = plan.loss_chunks > 1 and not (tpu and plan.microbatches > 1)  # is the loss's value
+    after_loss = head + grad if late else grad if tpu else logits
     loss = logits + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
-    turned = narrow("blocks stored") if read < FLOAT32 and plan.gathers != "step" else 0  # converted
-    turned = turned if tpu else held["turned"]
+    turned = narrow("blocks stored") * (plan.gathers != "step") if tpu else held["turned"]  # or converted
     once = saves[plan.remat]
     if not plan.reshard_after_forward:  # and a turned copy of the largest
         once += layer * (plan.mesh.pp == 1)
         work += narrow("largest used") * (plan.mesh.pp == 1 and not tpu)
-    if order := plan.pipeline:
-        one = max(order.layers(layers).values())  # chunk is differentiated at a time
+    if order:  # one chunk is differentiated at a time
         chunk = one * once * (plan.stage_saves == "input")
         busy = chunk + max(loss, held["blocks unreduced"] // order.visits + work)
         saved = stream if plan.stage_saves == "input" else 2 * one * once
@@ -134,9 +137,9 @@ def _block(
     kept = 6 * ffn * (plan.ffn_chunks == 1) + norms + 2 * stream + 2 * whole + 3 * queries + 2 * keys
     crossing = 3 * ffn + 8 * whole + 2 * queries + 2 * keys
     sums = 2 * queries * FLOAT32 // item  # of attention, forward and backward
-    # There nothing waits: what the feed-forward works with is gone when attention's gradients are made.
-    parts = 4 * ffn // plan.ffn_chunks, sums + scores + queries + 2 * whole
-    work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts))
+    # Where no gradient waits, what the feed-forward works with is gone when attention's turn comes.
+    parts = 4 * ffn // plan.ffn_chunks, queries + sums + scores
+    work = 3 * whole + 3 * stream + 2 * queries + 2 * keys + (max(parts) if tpu else sum(parts) + 2 * whole)
     results = 2 * stream + 2 * queries + 2 * keys  # of products and of attention
     products = 2 * hidden * (plan.ffn_chunks == 1)
     saves = {"none": kept, "selective": results + products, "ffn": results, "block": stream}
