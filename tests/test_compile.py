@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -277,6 +278,7 @@ def test_the_picture_says_what_waits():
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 EARLY = "xla_gpu_enable_latency_hiding_scheduler"
 ESTIMATE = "xla_gpu_enable_analytical_latency_estimator"
+ESTIMATED = {ESTIMATE} if jax.__version_info__ < (0, 11) else set()
 
 
 @pytest.mark.parametrize(
@@ -288,9 +290,9 @@ ESTIMATE = "xla_gpu_enable_analytical_latency_estimator"
         ("gpu", Plan("fsdp=2 sp=4"), {IN_FLIGHT}),
         ("gpu", Plan("fsdp=2 sp=4", context_parallel="ulysses"), set()),
         ("gpu", Plan("fsdp=2 tp=4", tp_sequence=True, tp_comm_overlap=True), {IN_FLIGHT}),
-        ("gpu", Plan("ep=8"), {IN_FLIGHT, EARLY, ESTIMATE}),
+        ("gpu", Plan("ep=8"), {IN_FLIGHT, EARLY} | ESTIMATED),
         ("gpu", Plan("ep=8", dispatch="padded"), set()),
-        ("gpu", Plan("sp=2 ep=4"), {IN_FLIGHT, EARLY, ESTIMATE}),
+        ("gpu", Plan("sp=2 ep=4"), {IN_FLIGHT, EARLY} | ESTIMATED),
     ],
 )
 def test_a_step_tells_the_compiler_what_its_plan_needs(platform, plan, names):
@@ -310,6 +312,14 @@ def compiled(*flags: str, status: int = 0) -> tuple[dict, str]:
     )
     assert done.returncode == status, done.stderr[-2000:]
     return json.loads(done.stdout), done.stderr
+
+
+def aside(program: str, *words: str) -> subprocess.CompletedProcess:
+    """Run a program where the compilers are."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | QUIET
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILERS)])}
+    words = sys.executable, "-c", program, *words
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
 
 
 def as_predicted(document: dict) -> bool:
@@ -358,7 +368,7 @@ def test_gpus_compile_what_was_predicted(flags):
 EXPERTS = "--model", "qwen3-30b-a3b", "--mesh", "fsdp=8 ep=8", "--remat", "selective", "--loss-chunks", "8"
 PROMISED = {
     "the default": (("--model", "llama3-8b"), 0.45),
-    "experts": ((*EXPERTS, "--batch-size", "256", "--seq-len", "4096"), 0.25),
+    "experts": ((*EXPERTS, "--batch-size", "256", "--seq-len", "4096"), 0.25 if ESTIMATED else 0.21),
 }
 
 
@@ -370,6 +380,29 @@ def test_a_schedule_reaches_the_mfu_that_was_promised(flags, mfu):
     assert document["fits"] and as_predicted(document)
     assert document["roofline"]["mfu"] >= mfu
     assert document["flops"]["executed_per_device"] <= 1.15 * document["flops"]["useful_per_device"]
+
+
+ABORTS = """
+import optax
+
+from llmpar.config import preset
+from llmpar.inspect.targets import parse_target
+from llmpar.mesh import make_mesh
+from llmpar.plan import Plan
+from llmpar.step import Step
+
+plan = Plan("fsdp=2 ep=8", dtype="bfloat16")
+mesh = make_mesh(plan.mesh, parse_target("h100:2x8").devices)
+lowered = Step(preset("tiny-moe"), plan, mesh, optax.adamw(1e-3)).lower(16, 256)
+lowered.compile({"xla_gpu_enable_analytical_latency_estimator": True})
+"""
+
+
+@gpu_compiler
+def test_the_analytical_estimate_is_asked_for_where_the_compiler_survives_it():
+    """If this fails with a newer JAX, `step.EARLY` can ask for it there too."""
+    done = aside(ABORTS)
+    assert (done.returncode == 0) == bool(ESTIMATED), done.stderr[-2000:]
 
 
 @gpu_compiler
@@ -420,10 +453,7 @@ print(heap, compiled_memory(compiled)["peak_bytes"])
 def test_a_tpus_temporaries_are_what_its_heap_holds(tmp_path):
     """Not what it reports as temporaries, which can be half as much again. (What is alive may lie on the
     chip, in up to 128 MiB.)"""
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | QUIET
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(COMPILERS)])}
-    words = [sys.executable, "-c", HEAP, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)
+    done = aside(HEAP, str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     heap, held = map(int, done.stdout.split()[-2:])
     assert 0.95 * heap <= held <= heap + 2**27
