@@ -174,7 +174,7 @@ class Plan:
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
         grouped: how rows are multiplied by their experts (Megatron's grouped GEMM): in a loop over
             ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every row by every expert), or
-            by the kernels of :mod:`llmpar.grouped` in ``triton`` (GPUs). ``auto``: what suits the devices.
+            by the kernels of :mod:`llmpar.products` in ``triton`` (GPUs). ``auto``: what suits the devices.
         sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
             work where a row is one document; ``balanced`` does for rows of several, by an order that the
             loader chooses for each row (`llmpar.sequence_order.row_orders`).
