@@ -30,7 +30,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from llmpar import flash, flash_tpu
+from llmpar.kernels import flash, flash_tpu
 from llmpar.par import after, at, hop, put, scope, vary_alike
 from llmpar.sequence_order import CAUSAL, Mask, tile_length
 
@@ -271,7 +271,7 @@ def ring(
 
     With `overlap` a hop may run while the present keys are looked at, and a second copy of K and V is held;
     without, it waits. Tiles have `block` positions, and two of which none may see the other are a branch not
-    taken; with a `platform`, its kernel attends (`llmpar.flash`). `hop` is that of a `Plan`.
+    taken; with a `platform`, its kernel attends (`llmpar.kernels.flash`). `hop` is that of a `Plan`.
     """
     blocks = tile_length(block, q.shape[1]), tile_length(block, k.shape[1])
     options = _Options(
@@ -445,8 +445,8 @@ def blockwise(
 def fused(
     q: Q, k: KV, v: KV, *, platform: str, mask: Mask = CAUSAL, scale: float | None = None, **ids: Unpack[Ids]
 ) -> Partial:
-    """Attend by the kernel of `llmpar.flash` for a platform: what `full` gives, and what `blockwise` saves.
-    Interpreted where the platform is ``cpu``."""
+    """Attend by the kernel of `llmpar.kernels.flash` for a platform: what `full` gives, and what
+    `blockwise` saves. Interpreted where the platform is ``cpu``."""
     return _attend(_Options(mask, _scale(scale, q), platform=platform), q, k, v, (), **ids)
 
 

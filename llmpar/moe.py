@@ -4,9 +4,9 @@ A layer of experts does six things. (1) The router scores every token against ev
 chosen. (2) Who chose whom is told to all ranks that hold experts, and each device lays its tokens into a
 buffer with the same number of slots for each of these ranks: a token once for every rank that has an expert
 of it. (3) One all-to-all, the arrow ``b/ep e c d -> b e/ep c d``: block e of everyone's buffer goes to rank
-e. (4) Each rank sends what came through its experts (`llmpar.grouped`) and adds up each row's results,
-weighed by the router. (5) The same all-to-all back. (6) A token adds up what its ranks gave. Autodiff turns
-each all-to-all around, so there are two forward and two backward.
+e. (4) Each rank sends what came through its experts (`llmpar.kernels.grouped`) and adds up each row's
+results, weighed by the router. (5) The same all-to-all back. (6) A token adds up what its ranks gave.
+Autodiff turns each all-to-all around, so there are two forward and two backward.
 
 XLA's shapes are static, so the slots of the buffer are as many as could be needed. Without a capacity no
 token is dropped: then a rank gets slots for all tokens (`ExpertConfig.slots`), and those whose experts are
@@ -29,8 +29,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from llmpar import grouped, products
 from llmpar.config import ExpertConfig
+from llmpar.kernels import grouped, products
 from llmpar.par import Solo, vary_alike
 
 # --------------------------------------------------------------------------------------------------- choosing

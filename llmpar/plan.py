@@ -156,7 +156,7 @@ class Plan:
         attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
             to 256.
         attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; ``flash``, the kernel of
-            :mod:`llmpar.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
+            :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
             ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
             ring. ``auto`` is flash on GPUs and TPUs, and portable on CPUs or where attention_block asks for
             blocks.
@@ -174,7 +174,7 @@ class Plan:
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
         grouped: how rows are multiplied by their experts (Megatron's grouped GEMM): in a loop over
             ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every row by every expert), or
-            by the kernels of :mod:`llmpar.products` in ``triton`` (GPUs). ``auto``: what suits the devices.
+            by :mod:`llmpar.kernels.products` in ``triton`` (GPUs). ``auto``: what suits the devices.
         sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
             work where a row is one document; ``balanced`` does for rows of several, by an order that the
             loader chooses for each row (`llmpar.sequence_order.row_orders`).

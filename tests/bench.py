@@ -7,9 +7,10 @@ JAX, written for one device without this package, runs in the same rounds. CPU s
 repeat better than wall seconds on a busy machine; ratios are taken round by round, and their median is what
 counts. On an accelerator the step is that of 124M parameters in bfloat16, and its MFU is printed.
 
-With experts the dense step of as many active products is "one". Executed are 11 products of rows and experts
-where 9 are useful (`llmpar.grouped`), and blocks that are not full. An expert's rows should be many: one
-device takes two microbatches, where it takes eight without experts. AdamW updates 23M weights instead of 9M.
+With experts the dense step of as many active products is "one". Executed are 11 products of rows and
+experts where 9 are useful (`llmpar.kernels.grouped`), and blocks that are not full. An expert's rows
+should be many: one device takes two microbatches, where it takes eight without experts. AdamW updates 23M
+weights instead of 9M.
 
 `attention` times attention alone, forward and backward, causal, float32: 8,192 positions, 8 heads × 64, over
 8 devices: the ring here (zigzag), `jax.nn.dot_product_attention` on one device, and the ring of the

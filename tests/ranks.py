@@ -51,10 +51,10 @@ def rows(which: str) -> dict:
     """The rows of a batch that this process made, under a plan that cuts them over all processes."""
     import optax
 
-    from llmpar import train
-    from llmpar.data import DataConfig, Stream, read_corpus
     from llmpar.plan import Plan
     from llmpar.step import Step
+    from llmpar.training import train
+    from llmpar.training.data import DataConfig, Stream, read_corpus
 
     text = DataConfig(seq_len=32, batch_size=16, limit_bytes=1 << 16)
     stream, made = Stream(read_corpus(text), text), []
@@ -184,9 +184,9 @@ def slow(which: str) -> dict:
     """Process 1 compiles the step longer than Gloo would wait for it."""
     import optax
 
-    from llmpar import train
     from llmpar.plan import Plan
     from llmpar.step import Step
+    from llmpar.training import train
 
     plan = Plan("fsdp=2")
     step = Step(parity.LLAMA, plan, make_mesh(plan.mesh), optax.sgd(1e-3))

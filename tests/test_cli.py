@@ -23,20 +23,20 @@ import rich.console
 from flax import nnx
 
 import llmpar.inspect.report
-import llmpar.train
-from llmpar.checkpoint import Checkpoints
+import llmpar.training.train
 from llmpar.cli import main
 from llmpar.cli.commands import parse
 from llmpar.cli.models import Models
 from llmpar.cli.options import start
 from llmpar.cli.train import Stopper, progress
 from llmpar.config import PRESETS, OptimizerConfig
-from llmpar.data import DataConfig
 from llmpar.mesh import make_mesh
 from llmpar.model import FeedForward, param
 from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.step import Step
+from llmpar.training.checkpoint import Checkpoints
+from llmpar.training.data import DataConfig
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 CARD = {
@@ -73,7 +73,9 @@ def test_only_the_first_of_several_processes_prints_and_draws(call, tmp_path, mo
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_index", lambda: process)
     monkeypatch.setattr(
-        llmpar.train, "train", lambda *_, **__: (None, llmpar.train.Report(losses=[2.0, 1.0]))
+        llmpar.training.train,
+        "train",
+        lambda *_, **__: (None, llmpar.training.train.Report(losses=[2.0, 1.0])),
     )
     (tmp_path / "text").write_text("abc " * 1000)
     plot = tmp_path / "loss.svg"
@@ -128,7 +130,7 @@ def refusal(call, monkeypatch):
         raise AssertionError("a step was made before the refusal")
 
     def refusal(*words: str) -> str:
-        monkeypatch.setattr(llmpar.train, "Step", made)
+        monkeypatch.setattr(llmpar.training.train, "Step", made)
         monkeypatch.setattr(llmpar.inspect.report, "Step", made)
         status, out, err = call(*words)
         assert status == 1 and out == "", err

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmpar import data
-from llmpar.data import (
+from llmpar.sequence_order import row_orders, sequence_permutation
+from llmpar.training import data
+from llmpar.training.data import (
     ByteTokenizer,
     Corpus,
     DataConfig,
@@ -23,7 +24,6 @@ from llmpar.data import (
     read_corpus,
     tokenizer_of,
 )
-from llmpar.sequence_order import row_orders, sequence_permutation
 
 CONFIG = DataConfig(seq_len=16, batch_size=5, held_out=4)
 PINNED_FIRSTS, PINNED_FINGERPRINT = [122, 531, 238, 696, 30], "b17273b56be68de9"

@@ -28,10 +28,11 @@ from test_attention import (
     sharded,
 )
 
-from llmpar import attention, flash, flash_tpu
+from llmpar import attention
 from llmpar.attention import full, fused, ring
 from llmpar.inspect.report import inspect
-from llmpar.kernel_tiles import kernel_tiles
+from llmpar.kernels import flash, flash_tpu
+from llmpar.kernels.tiles import kernel_tiles
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
 from llmpar.predict.ring import kernel_flops, seen_share
@@ -392,6 +393,6 @@ def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_lists():
     listed = np.asarray(counts)[..., 1].sum() * tiles.q * tiles.k / s**2
     assert seen_share(s, mask=CAUSAL, tiles=tiles) == listed
     with pytest.raises(
-        ValueError, match="'flush' is no kernel of llmpar.flash; it has flash_forward, flash_k"
+        ValueError, match="'flush' is no kernel of llmpar.kernels.flash; it has flash_forward, flash_k"
     ):
         kernel_flops("flush", shapes)

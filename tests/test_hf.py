@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from llmpar import hf
 from llmpar.config import PRESETS, ExpertConfig, RopeScaling, from_hugging_face, preset
 from llmpar.mesh import make_mesh, sharding
 from llmpar.par import Solo
 from llmpar.plan import Plan
+from llmpar.training import hf
 from llmpar.weights import init_params, model_graph, weight_dims
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")

@@ -18,15 +18,20 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmpar"
 
 # The core is flat: it is read like a paper. Half of it decides and needs no JAX, the other half runs.
-THINKS = {"notation", "config", "schedules", "timetable", "plan", "packing", "sequence_order", "kernel_tiles"}
+THINKS = {
+    "notation",
+    "config",
+    "schedules",
+    "timetable",
+    "plan",
+    "packing",
+    "sequence_order",
+    "kernels.tiles",
+}
 RUNS = {
     "mesh",
     "par",
     "attention",
-    "flash",
-    "flash_tpu",
-    "products",
-    "grouped",
     "moe",
     "model",
     "weights",
@@ -34,23 +39,35 @@ RUNS = {
     "stage",
     "pipeline",
     "step",
+    "optimizer",
+    "kernels",  # a room: kernels of accelerators, and what lays out their work
 }
-RUNS |= {"optimizer", "train", "data", "checkpoint", "hf"}
-CORE = THINKS | RUNS
+CORE = {name.split(".")[0] for name in THINKS | RUNS}
 # Around it stand wings with one question each. A wing names those that it may ask; the core asks none.
 WINGS = {
+    "training": set(),  # a run around the step
     "predict": set(),  # what would it cost?
     "draw": {"predict"},  # show a value
     "inspect": {"predict", "draw"},  # what did the compiler make of it?
-    "serve": set(),  # answer requests
+    "serve": {"training"},  # answer requests
     "launch": set(),  # on a cluster
     "explore": {"predict", "draw", "inspect"},  # the same in the reader's hands
-    "exercises": {"predict", "draw", "inspect", "launch"},  # judge an answer
-    "cli": {"predict", "draw", "inspect", "serve", "launch", "explore", "exercises"},  # from a terminal
+    "exercises": {"training", "predict", "draw", "inspect", "launch"},  # judge an answer
+    "cli": {
+        "training",
+        "predict",
+        "draw",
+        "inspect",
+        "serve",
+        "launch",
+        "explore",
+        "exercises",
+    },  # from a terminal
 }
 NO_JAX_WINGS = {"predict", "draw"}
 NO_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
-MODEL_TEXT = ("model", "attention", "flash", "flash_tpu", "grouped", "products", "moe")
+MODEL_TEXT = ("model", "attention", "moe")
+MODEL_TEXT += ("kernels.flash", "kernels.flash_tpu", "kernels.grouped", "kernels.products")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
 # The part of the core that states and executes the strategies. Its statements are counted, not its lines, so
 # that nobody gains by making lines longer.
@@ -69,8 +86,6 @@ PAPER = {
     "step",
 }
 MAX_PAPER_STATEMENTS = 2_235
-# Kernels and what lays out their work: part of no page of the paper.
-MAX_KERNEL_STATEMENTS = {"grouped": 165, "products": 130, "flash": 235, "flash_tpu": 90, "kernel_tiles": 25}
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = (
     "pypi" + ".org",
@@ -274,7 +289,6 @@ def test_the_paper_stays_short():
     counts = {name: statements(tree) for name, tree in trees().items()}
     paper = sum(counts[name] for name in PAPER)
     assert paper <= MAX_PAPER_STATEMENTS, (paper, sum(counts.values()), counts)
-    assert all(counts[name] <= most for name, most in MAX_KERNEL_STATEMENTS.items()), counts
 
 
 def test_statements_are_counted_inside_others():

@@ -174,7 +174,7 @@ def test_a_cache_holds_each_copys_head(mesh):
 
 
 def test_a_checkpoint_restores_onto_meshes_with_and_without_copies(tmp_path):
-    from llmpar.checkpoint import Checkpoints
+    from llmpar.training.checkpoint import Checkpoints
 
     steps = [
         Step(LLAMA2, Plan(m), make_mesh(m), optax.adamw(1e-3)) for m in ("tp=8", "fsdp=2 tp=2", "tp=4 dp=2")

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from parity import LLAMA, MOE
 
-from llmpar.checkpoint import Checkpoints
 from llmpar.launch import local
 from llmpar.plan import Plan
+from llmpar.training.checkpoint import Checkpoints
 
 HERE = Path(__file__).parent
 # Mesh and fields of the plan; "moe" in front takes the model with experts, "deep" one of four

@@ -167,7 +167,7 @@ def no_moments():
     """A checkpoint is read without the optimizer's moments."""
     import jax
 
-    from llmpar.checkpoint import Checkpoints
+    from llmpar.training.checkpoint import Checkpoints
 
     right = Checkpoints.restore
 

@@ -27,9 +27,10 @@ from parity import (
 )
 from test_census import compare_every_stage, compare_every_traced_stage, compare_with_hlo, predicted
 
-from llmpar import grouped, moe, products
+from llmpar import moe
 from llmpar.config import ExpertConfig, preset
 from llmpar.inspect.jaxpr import census_jaxpr
+from llmpar.kernels import grouped, products
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual, Solo
 from llmpar.plan import SUITS, Plan

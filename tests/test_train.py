@@ -19,11 +19,9 @@ import pytest
 from flax import nnx
 from parity import LLAMA, weights
 
-from llmpar.checkpoint import Checkpoints, checksums
 from llmpar.cli.options import StepOptions
 from llmpar.cli.train import ideal_step_s
 from llmpar.config import ExpertConfig
-from llmpar.data import Corpus, DataConfig, Stream, read_corpus
 from llmpar.mesh import make_mesh
 from llmpar.notation import parse_layout
 from llmpar.optimizer import make_optimizer, muon_dims
@@ -32,7 +30,9 @@ from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.sequence_order import row_orders
 from llmpar.step import Step
-from llmpar.train import OptimizerConfig, Report, _place, train
+from llmpar.training.checkpoint import Checkpoints, checksums
+from llmpar.training.data import Corpus, DataConfig, Stream, read_corpus
+from llmpar.training.train import OptimizerConfig, Report, _place, train
 from llmpar.weights import model_graph, weight_dims
 
 SMALL = dataclasses.replace(

@@ -54,12 +54,12 @@ class Generate:
             raise ValueError("the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8")
         import jax
 
-        from llmpar import data
-        from llmpar.checkpoint import Checkpoints
         from llmpar.mesh import make_mesh, use_devices
         from llmpar.notation import parse_mesh
         from llmpar.plan import Plan
         from llmpar.serve.decode import Decoder, check_temperature, generate
+        from llmpar.training import data
+        from llmpar.training.checkpoint import Checkpoints
         from llmpar.weights import abstract_params, init_params
 
         join()

@@ -165,8 +165,8 @@ def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, pa
     """Refuse a model whose simulated devices together hold more than this machine's memory."""
     import jax
 
-    from llmpar.data import host_bytes
     from llmpar.predict import memory
+    from llmpar.training.data import host_bytes
 
     if jax.devices()[0].platform != "cpu" or not (room := host_bytes()):
         return

@@ -30,12 +30,12 @@ from llmpar.cli.options import (
     start,
 )
 from llmpar.config import ModelConfig, OptimizerConfig
-from llmpar.data import DataConfig, Stream
 from llmpar.plan import Plan
 from llmpar.timetable import timetable
+from llmpar.training.data import DataConfig, Stream
 
 if TYPE_CHECKING:  # it loads JAX
-    from llmpar.train import Report
+    from llmpar.training.train import Report
 
 LINE_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -89,10 +89,10 @@ class Train:
             raise ValueError(f"seed is {self.seed}; use 0 to {MAX_SEED}")
         options = OptimizerConfig(**vars(self.optimizer))
         check_picture(self.plot)
-        from llmpar.checkpoint import Checkpoints
         from llmpar.launch.joined import Watchdog, meet
         from llmpar.mesh import make_mesh, platform_of
-        from llmpar.train import train
+        from llmpar.training.checkpoint import Checkpoints
+        from llmpar.training.train import train
 
         join()
         start()
@@ -147,7 +147,8 @@ class Train:
 
     def read_text(self, config: ModelConfig, plan: Plan) -> tuple[Stream, Stream | None]:
         """Read the text to train on, and its held-out part if it is to be evaluated."""
-        from llmpar import data, sequence_order
+        from llmpar import sequence_order
+        from llmpar.training import data
 
         batch_size, seq_len = self.step.batch_size, self.step.seq_len
         source = DataConfig(**vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed)

@@ -141,9 +141,9 @@ def learn(folder: str, dies_after: int = 0) -> dict[str, Any]:
     step, if one is named. Gives the step that it began at, the losses, and the checkpoint's sums over all
     bits."""
     # The notebook's own process needs none of it: 0.2 GB.
-    from llmpar.checkpoint import Checkpoints
-    from llmpar.data import DataConfig, Stream, read_corpus
-    from llmpar.train import train
+    from llmpar.training.checkpoint import Checkpoints
+    from llmpar.training.data import DataConfig, Stream, read_corpus
+    from llmpar.training.train import train
 
     text = DataConfig(seq_len=32, batch_size=4, limit_bytes=1 << 16)
     plan, done = Plan("fsdp=2 tp=2"), iter(range(1, STEPS + 1))

@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmpar import grouped, products
 from llmpar.inspect.census import KINDS, Taken, arrow_of
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
+from llmpar.kernels import grouped, products
 from llmpar.predict import formulas, ring
 from llmpar.predict.hardware import Chip
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmpar.kernel_tiles import KernelTiles, kernel_tiles
+from llmpar.kernels.tiles import KernelTiles, kernel_tiles
 from llmpar.sequence_order import CAUSAL, Mask, sequence_permutation, tile_length
 
 PRODUCTS = {"flash_forward": 2, "flash_queries_grad": 3, "flash_keys_grad": 4}
@@ -45,8 +45,8 @@ def seen_share(
 
 
 def kernel_flops(name: str, shapes: Sequence[tuple[int, ...]], share: float = 1.0) -> float:
-    """Return the FLOPs of one call of a kernel of `llmpar.flash`, which a compiled program shows as a custom
-    call of that name.
+    """Return the FLOPs of one call of a kernel of `llmpar.kernels.flash`, which a compiled program shows as a
+    custom call of that name.
 
     ``shapes``: those of its operands, of which the first is the queries ``b s k r h`` and the second the keys
     ``b t k h``; on TPUs they come behind two lists of three dims, as ``b k r s h`` and ``b k t h``.
@@ -54,7 +54,7 @@ def kernel_flops(name: str, shapes: Sequence[tuple[int, ...]], share: float = 1.
     data.
     """
     if name not in PRODUCTS:
-        raise ValueError(f"'{name}' is no kernel of llmpar.flash; it has {', '.join(sorted(PRODUCTS))}")
+        raise ValueError(f"'{name}' is no kernel of llmpar.kernels.flash: {', '.join(sorted(PRODUCTS))}")
     if len(shapes[0]) == 3:
         (b, k, r, s, h), (_, _, t, _) = shapes[2:4]
     else:

@@ -324,7 +324,7 @@ print(f"{model.num_params:,} parameters, {model.active_params:,} active")
 # Empty slots travel, but are never multiplied: on its rank the rows of an expert fill whole blocks, and only blocks that hold something
 # are worked on. (Gale et al. 2022 do the same with blocks of a sparse matrix.) Who multiplies depends on the devices (`Plan.grouped`):
 # on CPUs a loop over each expert's blocks; on TPUs `jax.lax.ragged_dot`, for which XLA has a kernel there; on GPUs two kernels of
-# `llmpar.products` in Triton, for XLA has none: it would multiply every row by every expert.
+# `llmpar.kernels.products` in Triton, for XLA has none: it would multiply every row by every expert.
 
 # %% [markdown]
 # ### Exercise (stretch): combine

@@ -20,7 +20,7 @@
 #
 # **Misunderstanding:** that process 0 sends the work to the others. Nobody hands out work: all run the same program.
 #
-# **Source:** lesson 17 runs both batches; `llmpar.train` makes the rows of a process's own devices.
+# **Source:** lesson 17 runs both batches; `llmpar.training.train` makes the rows of a process's own devices.
 
 # %% [markdown] tags=["slide"] minutes=3
 # ## A slow wire, measured

@@ -19,12 +19,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh
 
 from llmpar import moe
-from llmpar.checkpoint import Checkpoints
 from llmpar.config import ModelConfig, OptimizerConfig
-from llmpar.data import Stream
 from llmpar.optimizer import make_optimizer
 from llmpar.plan import Plan
 from llmpar.step import State, Step
+from llmpar.training.checkpoint import Checkpoints
+from llmpar.training.data import Stream
 
 ADAMW = OptimizerConfig()
 

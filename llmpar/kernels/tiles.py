@@ -1,4 +1,4 @@
-"""The tiles of attention's kernels (`llmpar.flash`), by head width and platform.
+"""The tiles of attention's kernels (`llmpar.kernels.flash`), by head width and platform.
 
 No JAX: a prediction counts by whole tiles what the kernel computes.
 """
@@ -24,7 +24,7 @@ def padded_width(head_width: int) -> int:
 def kernel_tiles(
     name: str, head_width: int, itemsize: int, s: int, t: int, platform: str = "gpu"
 ) -> KernelTiles:
-    """Return the tiles of a kernel of `llmpar.flash`.
+    """Return the tiles of a kernel of `llmpar.kernels.flash`.
 
     A program keeps one tile, and its sums, in registers, and passes the others through shared memory. Chosen
     for H100s, so that nothing is spilled; heads of more bytes get smaller tiles. Sequences shorter than a

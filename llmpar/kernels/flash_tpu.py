@@ -1,4 +1,4 @@
-"""The kernels of `llmpar.flash` as TPUs want them.
+"""The kernels of `llmpar.kernels.flash` as TPUs want them.
 
 The same work on the same lists of tiles, but a program there has one *pair* of tiles, and programs of one
 list run one after the other: sums stay in the chip's vector memory from the first to the last. Which tile
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from llmpar import flash
+from llmpar.kernels import flash
 
 
 def run(name, how, tiles, given, made, interpret=False):

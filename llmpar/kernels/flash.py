@@ -8,8 +8,8 @@ list; a tile that sees nothing is in none. This covers any order of the sequence
 packed documents, without an array of s x t.
 
 Written in Pallas, which makes Triton programs of the three kernels for GPUs (JAX 0.12 still does, and warns
-that a later version will not). For TPUs `llmpar.flash_tpu` walks the same lists with the same tiles. On CPUs
-the kernels are interpreted: slowly, for tests.
+that a later version will not). For TPUs `llmpar.kernels.flash_tpu` walks the same lists with the same tiles.
+On CPUs the kernels are interpreted: slowly, for tests.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Ids
 are ``[b, 2, s]``: positions, then segments.
@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from llmpar.kernel_tiles import kernel_tiles, padded_width
+from llmpar.kernels.tiles import kernel_tiles, padded_width
 from llmpar.par import vary_alike
 from llmpar.sequence_order import Mask
 

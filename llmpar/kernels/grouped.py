@@ -4,8 +4,9 @@ weights.
 A device holds ``l`` experts and ``r`` rows, each of which visits up to ``k`` of them. `lay_out` gives every
 visit a slot: the slots of an expert lie side by side and fill whole blocks, so that a block has one owner.
 Nothing is copied into slots: a piece of them at a time is gathered, multiplied, and let go. A piece is a
-few blocks of one expert (``blocks``, for CPUs), or a chunk of many blocks (`llmpar.products`). There are as
-many pieces as rows have come: no token is dropped, and slots that nobody needs cost nothing but their place.
+few blocks of one expert (``blocks``, for CPUs), or a chunk of many blocks (`llmpar.kernels.products`).
+There are as many pieces as rows have come: no token is dropped, and slots that nobody needs cost nothing but
+their place.
 
 The backward pass keeps the rows, and of the first chunk, which holds an eighth more than an even share,
 the products with gate and up. Those of other pieces it computes again: 11 products where 9 are useful,
@@ -26,9 +27,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from llmpar import products
+from llmpar.kernels import products
+from llmpar.kernels.products import count, take
 from llmpar.par import HIDDEN, vary_alike
-from llmpar.products import count, take
 
 Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
 

@@ -1,0 +1,1 @@
+"""A run around the step: the loop, text, checkpoints, Hugging Face's files."""
