@@ -3,7 +3,8 @@ letters, strategies), each on one page of A4.
 
     python slides/handout.py    writes slides/_handout/{cheatsheet,handout}.html; with Chromium, PDFs of both
 
-Tables come from the README, the take-home table from the deck, numbers from `llmpar.predict`.
+Tables come from the README and docs/words.md, the take-home table from the deck, numbers from
+`llmpar.predict`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 
 HERE = Path(__file__).resolve().parent
-README = HERE.parent / "README.md"
+README, WORDS = HERE.parent / "README.md", HERE.parent / "docs" / "words.md"
 OUT = HERE / "_handout"
 STYLE = (
     "@page{size:A4;margin:10mm 11mm}*{box-sizing:border-box}"
@@ -61,29 +62,29 @@ def table(lines) -> str:
     )
 
 
-def from_readme(first: str) -> list[list[str]]:
-    """The README's table whose head begins with ``first``."""
+def from_page(page: Path, first: str) -> list[list[str]]:
+    """A page's table whose head begins with ``first``."""
     found = re.search(
-        rf"^\| {re.escape(first)}.*\n\|[-|: ]+\n(?:\|.*\n)+", README.read_text(encoding="utf-8"), re.M
+        rf"^\| {re.escape(first)}.*\n\|[-|: ]+\n(?:\|.*\n)+", page.read_text(encoding="utf-8"), re.M
     )
     if found is None:
-        raise ValueError(f"the README has no table whose head begins with '{first}'")
+        raise ValueError(f"{page.name} has no table whose head begins with '{first}'")
     lines = [line.strip("|").split("|") for line in found[0].splitlines()]
     return [lines[0], *lines[2:]]
 
 
 def letters() -> str:
-    """The README's paragraph on letters."""
-    found = re.search(r"^Letters mean one thing.*?(?=\n\n)", README.read_text(encoding="utf-8"), re.M | re.S)
+    """The paragraph on letters."""
+    found = re.search(r"^Letters mean one thing.*?(?=\n\n)", WORDS.read_text(encoding="utf-8"), re.M | re.S)
     if found is None:
-        raise ValueError("the README has no paragraph that begins with 'Letters mean one thing'")
+        raise ValueError("words.md has no paragraph that begins with 'Letters mean one thing'")
     return cell(" ".join(found[0].split()))
 
 
 def sheet(title: str, parts: dict[str, str]) -> str:
     """A page of parts under their headings."""
     body = "".join(f"<h2>{html.escape(name)}</h2>{part}" for name, part in parts.items())
-    foot = "<footer>llmpar · texts CC BY 4.0 · made from the README, the deck and llmpar.predict</footer>"
+    foot = "<footer>llmpar · texts CC BY 4.0 · made from docs/words.md, the deck and llmpar.predict</footer>"
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
     main = f"<main><h1>{html.escape(title)}</h1>{body}</main>{foot}"
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{main}</body></html>\n'
@@ -107,7 +108,7 @@ def cheat_sheet() -> str:
         ["keys and values per token", "2 · layers · k · h · bytes"],
         ["a message's time", "α · starts + bytes/β, on the slowest link crossed"],
     ]
-    arrows = from_readme("in the layout before")
+    arrows = from_page(README, "in the layout before")
     axes = [["axis", "what it is"], *([f"`{name}`", meaning] for name, meaning in AXES.items())]
     strategies = [["strategy", "cuts", "each device sends", "good while"]]
     strategies += [[name, *row] for name, row in load("deck").TAKE_HOME.items()]
@@ -133,8 +134,8 @@ def handout() -> str:
         ['`llmpar launch slurm --nodes 2 -- train --mesh "dp=2 fsdp=8"`', "the job file of a cluster"],
     ]
     return sheet("LLM parallelism: words and arrows", {
-        "Words": table(from_readme("word")), "Letters": f"<p>{letters()}</p>",
-        "Strategies as arrows": table(from_readme("strategy")), "Commands": table(commands),
+        "Words": table(from_page(WORDS, "word")), "Letters": f"<p>{letters()}</p>",
+        "Strategies as arrows": table(from_page(WORDS, "strategy")), "Commands": table(commands),
     })  # fmt: skip
 
 

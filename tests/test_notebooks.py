@@ -744,13 +744,13 @@ def layouts_in(source):
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_a_letter_means_one_thing_in_all_lessons(source):
-    """README explains all; a lesson repeats those that it uses, in the same words or some of them."""
-    known, here = letters_of((ROOT / "README.md").read_text()), letters_of(source.read_text())
+    """docs/words.md explains all; a lesson repeats those that it uses, in the same words or some of them."""
+    known, here = letters_of((ROOT / "docs" / "words.md").read_text()), letters_of(source.read_text())
     small = {"of", "the", "a", "per", "at", "its"}
     other = {
         x: said for x, said in here.items() if not set(said.split()) & set(known.get(x, "").split()) - small
     }
-    assert len(known) > 20 and other == {}, "say README's meaning, or take another letter"
+    assert len(known) > 20 and other == {}, "say words.md's meaning, or take another letter"
     used = {letter for layout in layouts_in(source) for letter in layout.letters}
     assert used <= set(here), "the lesson's line of letters leaves out what its layouts use"
 

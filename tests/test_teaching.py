@@ -129,17 +129,15 @@ def test_the_index_names_all_lessons_and_its_links_lead_somewhere(tmp_path):
     assert not re.search(r"https?://", text), "the page fetches nothing"
 
 
-def test_the_words_of_the_index_are_the_readme_s():
-    readme = (ROOT / "README.md").read_text()
+def test_the_words_of_the_index_are_those_of_the_page():
+    page = (ROOT / "docs" / "words.md").read_text()
     ours = {word for words, _ in lessons.GLOSSARY for word in words.split(", ")}
-    listed = {
-        word for words in re.findall(r"^\| \*\*(.+?)\*\* \|", readme, re.M) for word in words.split(", ")
-    }
+    listed = {word for words in re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.M) for word in words.split(", ")}
     assert {"layout", "arrow", "region", "reading", "census"} <= ours & listed
     assert all(len(meaning.split()) <= 25 for _, meaning in lessons.GLOSSARY)
 
 
-def test_the_sheets_are_one_page_each_and_say_what_the_readme_says(tmp_path):
+def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
     handout = load(ROOT / "slides" / "handout.py")
     made = handout.build(tmp_path)  # refuses a sheet that needs two pages
     cheat, words = (
