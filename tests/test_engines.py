@@ -599,6 +599,17 @@ def test_a_structure_that_is_wrong_is_seen():
         assert fits(good, JOBSET_SHAPE) and not fits(bad, JOBSET_SHAPE)
 
 
+def test_kubernetes_reads_back_the_words():
+    """It replaces $(NAME), and $$ by $; this is the one rule that it has."""
+    words = ("train", "--checkpoints", "$(JAX_NUM_PROCESSES) $HOME $$ $(x $")
+    command = next(yaml.safe_load_all(ENGINES["jobset"](Job(words, 2, SITE))))["spec"]["replicatedJobs"][0]
+    command = command["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    read = lambda word: re.sub(
+        r"\$(\$|\(([^)]*)\))", lambda found: "$" if found[1] == "$" else "replaced", word
+    )
+    assert [read(word) for word in command] == ["llmpar", *words] and read(words[2]) != words[2]
+
+
 def test_rays_program_is_python_and_has_the_words():
     compiled = compile(ENGINES["ray"](Job(WORDS, 2, SITE)), "ray.py", "exec")
     assert WORDS[-1] in str(compiled.co_consts)
@@ -618,7 +629,8 @@ def test_a_command_without_checkpoints_is_not_started_again():
         ("gpus_per_node = '4'", "has gpus_per_node = '4'; give a whole number"),
         ("modules = 'cuda'", "give a list of strings"),
         ("account = 'a\\nb'", None),
-        ('account = "a\\nb"', "has a line break in 'account'"),
+        ('account = "a\\nb"', "has a line break or a control character in 'account'"),
+        ('setup = ["a\\u0000b"]', "has a line break or a control character in 'setup'"),
         ("gpus_per_node = 4\nprocesses_per_node = 3", "3 processes per node cannot share 4 GPUs equally"),
         ("mpi = 'lam'", "mpi is 'lam'; use openmpi or mpich"),
         ("= 3", "is no TOML"),
@@ -681,6 +693,11 @@ def test_a_job_is_submitted_when_it_is_asked_for(monkeypatch, tmp_path):
             ("torchrun", "--nodes", "2", "--min-nodes", "1", "--", "train", "--mesh", "fsdp=16"),
             "with 1 of 2 nodes: mesh 'fsdp=16' needs 16 devices but 8",
         ),
+        (
+            ("torchrun", "--nodes", "2", "--min-nodes", "5", "--", "train", "--mesh", "fsdp=16"),
+            "5 of 2 nodes",
+        ),
+        (("local", "--wire", "", "--", "train", "--mesh", "dp=8"), "'' is no rate of a wire"),
         (("slurm", "--site", "none.toml", "--", "train"), "cannot read the site file 'none.toml'"),
     ],
 )

@@ -273,7 +273,15 @@ def test_the_lesson_runs_where_no_wire_can_be_made(tmp_path):
     assert "dp across, recorded, host 0" in done.stdout and ", here," not in done.stdout
 
 
-@pytest.mark.parametrize("given, sentence", [((1,), "2 to 250 hosts"), ((2, "fast"), "'fast' is no rate")])
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ((1,), "2 to 250 hosts"),
+        ((2, "fast"), "'fast' is no rate"),
+        ((2, ""), "'' is no rate"),
+        ((2, "0.0mbit"), "'0.0mbit' is no rate"),
+    ],
+)
 def test_a_wire_that_makes_no_sense_is_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):
         Wire(*given)

@@ -173,6 +173,46 @@ def test_a_killed_process_costs_nothing_and_other_numbers_of_processes_go_on(tmp
 # ------------------------------------------------------------------------------------------ ends and security
 
 
+def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd):
+    asked = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: None) for number in asked]
+    mine = [signal.getsignal(number) for number in asked]
+    program = "import os; os.environ['JAX_PROCESS_ID'] == '0' and os.kill(os.getpid(), 9)"
+    try:
+        assert local.run([sys.executable, "-c", program], 2, None) == 128 + signal.SIGKILL
+        assert [signal.getsignal(number) for number in asked] == mine
+    finally:
+        for number, handler in zip(asked, before, strict=True):
+            signal.signal(number, handler)
+    assert capfd.readouterr().err == "llmpar: process 0 was ended by SIGKILL\n"
+
+
+def test_a_killed_launcher_leaves_no_process_behind():
+    one = "import os, time, llmpar.launch.joined as j; j.end_with_launcher(os.environ); time.sleep(600)"
+    program = f"""
+import sys, time
+from llmpar.launch.local import Processes
+with Processes([sys.executable, "-c", {one!r}], 2) as processes:
+    print(*(process.pid for process in processes.running), flush=True)
+    time.sleep(600)
+"""
+    base = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=base) as launcher:
+        pids = [int(pid) for pid in launcher.stdout.readline().split()]
+        launcher.kill()
+    until = time.monotonic() + 30
+    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(pids) == 2 and not any(alive(pid) for pid in pids)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
 def test_an_exception_in_one_process_ends_all_within_seconds():
     """JAX would wait minutes at a barrier, and the other process for ever."""
     with ranks(2, 1, "raises") as processes:

@@ -25,8 +25,8 @@ class Launch:
     llmpar launch local --processes 4 --devices 2 -- train --mesh "fsdp=8" --checkpoints kept
     llmpar launch slurm --nodes 2 --site site.toml -- train --mesh "dp=2 fsdp=8" --checkpoints kept
 
-    What follows -- is the command. For a cluster the job file is printed; --submit hands it over. A command
-    with --checkpoints is started again after a failure.
+    What follows -- is the command. For a cluster the job file is printed; --submit hands it over. A job file
+    starts a command with --checkpoints again after a failure. local does not: the same line goes on.
 
     Attributes:
         engine: who starts the processes; local is this machine.

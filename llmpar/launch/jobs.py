@@ -97,8 +97,10 @@ def read_site(path: str) -> Site:
         elif not isinstance(value, kind) or isinstance(value, bool):
             want = {tuple: "a list of strings", int: "a whole number", str: "a string"}[kind]
             raise ValueError(f"the site file '{path}' has {name} = {value!r}; give {want}")
-        if any("\n" in str(item) for item in (value if isinstance(value, list) else [value])):
-            raise ValueError(f"the site file '{path}' has a line break in '{name}'; use one line")
+        if not all(str(item).isprintable() for item in (value if isinstance(value, list) else [value])):
+            raise ValueError(
+                f"the site file '{path}' has a line break or a control character in '{name}'; use one line"
+            )
     return Site(**found)
 
 
@@ -265,9 +267,9 @@ def _hosts(job: Job) -> tuple[str, ...]:
 def torchrun(job: Job) -> str:
     """A script that each node runs, or that runs on all by srun: torchrun's agents restart the processes."""
     site, nodes = job.site, str(job.nodes)
-    if job.min_nodes is not None and job.min_nodes < job.nodes:
-        if job.min_nodes < 1:
-            raise ValueError(f"min-nodes is {job.min_nodes}; use 1 to {job.nodes}")
+    if job.min_nodes is not None:
+        if not 1 <= job.min_nodes <= job.nodes:
+            raise ValueError(f"min-nodes is {job.min_nodes} of {job.nodes} nodes; use 1 to {job.nodes}")
         nodes = f"{job.min_nodes}:{job.nodes}"
     first = _hosts(job)[0] if site.hosts or job.nodes == 1 else None
     lines = [
@@ -299,7 +301,9 @@ def jobset(job: Job) -> str:
         )
     import json
 
-    quote = json.dumps  # a JSON string is a YAML string
+    # A JSON string is a YAML string. Kubernetes reads $(NAME) and $$ in commands and variables.
+    quote = json.dumps
+    plain = lambda text: quote(text.replace("$", "$$"))
     many = job.num_processes
     meta = [f"  name: {job.name}", f"  namespace: {quote(site.namespace)}"]
     if site.queue:
@@ -308,7 +312,7 @@ def jobset(job: Job) -> str:
     container = [
         "- name: llmpar",
         f"  image: {quote(site.image)}",
-        f"  command: [{', '.join(map(quote, ('llmpar', *job.words)))}]",
+        f"  command: [{', '.join(map(plain, ('llmpar', *job.words)))}]",
         f"  ports: [{{containerPort: {KUBERNETES_PORT}}}]",
         "  env:",
         "  - name: JAX_COORDINATOR_ADDRESS",
@@ -317,7 +321,7 @@ def jobset(job: Job) -> str:
         f"    value: {quote(str(many))}",
     ]
     if site.interface:
-        container += ["  - name: NCCL_SOCKET_IFNAME", f"    value: {quote(site.interface)}"]
+        container += ["  - name: NCCL_SOCKET_IFNAME", f"    value: {plain(site.interface)}"]
     if gpus:
         container += [f"  - name: {MEMORY_SHARE}", '    value: ".95"']
     container += [f"  resources: {{limits: {{{quote(site.gpu_resource)}: {gpus}}}}}"] * bool(gpus)

@@ -32,6 +32,8 @@ WAIT_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 60
 together."""
 RESOLVE_S = 1.5
 """Seconds for a name to be resolved: doctor and `initialize` answer within two."""
+LAUNCHER = "LLMPAR_LAUNCHER"
+"""The variable by which `local` tells a process who started it."""
 _KEY = "llmpar/failed"
 _MEETINGS = itertools.count()
 DAY_MS = 24 * 3600 * 1000
@@ -57,6 +59,7 @@ def initialize(
 
     Raises ValueError, in one sentence, for what cannot work.
     """
+    end_with_launcher(environ)
     import jax
 
     place = detect(environ, read_file)
@@ -102,6 +105,19 @@ def initialize(
             " two worlds; start again without variables of another launcher"
         )
     return place
+
+
+def end_with_launcher(environ: MutableMapping[str, str]) -> None:
+    """From here on end this process when the one that started it here is gone, whatever it waits for."""
+    parent = int(environ.pop(LAUNCHER, 0))  # what this process starts is not the launcher's
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(FAILED)
+
+    if parent:
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def agreed(place: Place) -> Place:

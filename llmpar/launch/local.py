@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from llmpar.launch.joined import free_port
+from llmpar.launch.joined import LAUNCHER, free_port
 from llmpar.launch.wire import Wire
 
 GRACE_S = 20.0
@@ -51,6 +51,7 @@ def environment(
         "JAX_COORDINATOR_ADDRESS": coordinator,
         "JAX_NUM_PROCESSES": str(num),
         "JAX_PROCESS_ID": str(number),
+        LAUNCHER: str(os.getpid()),
     }
     if devices is not None:
         flags = base.get("XLA_FLAGS", "").split()  # one of them would count devices, too
@@ -61,7 +62,8 @@ def environment(
 
 
 class Processes:
-    """Several processes with one command; whatever happens inside ``with``, none is left behind it.
+    """Several processes with one command; whatever happens inside ``with``, none is left behind it. If this
+    process is killed, those of llmpar end by themselves (`joined.end_with_launcher`).
 
     Process 0 writes where this process writes (with ``show``); what the others say is kept, and told where
     one of them fails first. With a ``wire`` each is on a host of its own; else all are on loopback.
@@ -158,9 +160,10 @@ class Processes:
 def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None = None) -> int:
     """Run a command in several processes here, process 0 on this terminal, and give the exit status.
 
-    The first Ctrl-C or SIGTERM asks them to save and leave, the second ends them.
+    The first Ctrl-C or SIGTERM asks them to save and leave, the second ends them; afterwards signals do here
+    what they did before.
     """
-    asked = 0
+    asked, before = 0, {}
     with Processes(command, num, devices, show=True, wire=wire) as processes:
 
         def ask(number, frame) -> None:
@@ -172,14 +175,18 @@ def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None
             else:
                 processes.stop()
 
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, ask)
-            signal.signal(signal.SIGTERM, ask)
-        ended = processes.wait()
-    if ended.first and ended.statuses[ended.first] < 0 and not asked:
+        try:
+            if threading.current_thread() is threading.main_thread():
+                before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+            ended = processes.wait()
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+    if ended.first is not None and ended.statuses[ended.first] < 0 and not asked:
         number = signal.Signals(-ended.statuses[ended.first]).name
         print(f"llmpar: process {ended.first} was ended by {number}", file=sys.stderr, flush=True)
     if ended.first and ended.statuses[0] <= 0:  # else process 0 has said why
         tail = [line for line in ended.words[ended.first].splitlines() if line.strip()][-20:]
-        print(*(f"[process {ended.first}] {line}" for line in tail), sep="\n", file=sys.stderr, flush=True)
+        for line in tail:
+            print(f"[process {ended.first}] {line}", file=sys.stderr, flush=True)
     return ended.status

@@ -251,8 +251,6 @@ def main() -> None:
     from llmpar.launch.joined import initialize
     from llmpar.mesh import use_devices
 
-    parent = os.getppid()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     place = initialize()
     use_devices()
     number = place.process_id
@@ -278,13 +276,6 @@ def _work(task: bytes) -> bytes:
             traceback.print_exc()
             why = f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             return pickle.dumps((False, why, printed.getvalue()))
-
-
-def _end_with(parent: int) -> None:
-    """End this process when the one that started it is gone, whatever it waits for."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def counted(pid: int | str = "self", card: str = CARD) -> Count:
 
 def checked(rate: str) -> str:
     """Give a rate that tc understands, or refuse it."""
-    if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate):
+    if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate) or not float(rate[:-4]):
         raise ValueError(f"'{rate}' is no rate of a wire; write one such as 20mbit, 100mbit or 1gbit")
     return rate
 
@@ -66,7 +66,7 @@ class Wire:
     def __init__(self, num_hosts: int, rate: str | None = "100mbit"):
         if not 2 <= num_hosts <= 250:
             raise ValueError(f"a wire joins 2 to 250 hosts, not {num_hosts}")
-        self.num_hosts, self.rate = num_hosts, rate and checked(rate)
+        self.num_hosts, self.rate = num_hosts, None if rate is None else checked(rate)
         self._alone = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         self._enter = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         self._holders: list[subprocess.Popen] = []
