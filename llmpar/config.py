@@ -10,6 +10,8 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from llmpar.files import read_json
+
 
 class Allowed(NamedTuple):
     """What a field may be: a kind of value, from the least to the most; None if that says something too."""
@@ -510,18 +512,7 @@ class _Card(dict):
 def from_hugging_face(path: str) -> ModelConfig:
     """Read a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE ``config.json``; refuse what the model cannot
     do, naming the key."""
-    try:
-        raw = json.loads(
-            pathlib.Path(path).read_text(), object_hook=lambda entries: _Card(entries, path=path)
-        )
-        if not isinstance(raw, dict):
-            raise ValueError("it holds no JSON object")
-    except RecursionError:
-        raise ValueError(
-            f"cannot read a model configuration from '{path}': it is nested too deeply"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read a model configuration from '{path}': {error}") from error
+    raw = read_json(path, "model configuration", object_hook=lambda entries: _Card(entries, path=path))
     kind = raw.get("model_type")
     kinds = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
     if kind not in kinds:

@@ -266,9 +266,9 @@ def test_a_window_in_every_layer_is_one(tmp_path):
         (LLAMA31 | {"num_key_value_heads": 5}, "32 query heads cannot share 5 KV heads"),
         ({k: v for k, v in LLAMA31.items() if k != "hidden_size"}, "'.*' lacks 'hidden_size'"),
         (LLAMA31 | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'.*' lacks 'low_freq_factor'"),
-        (b"{", "cannot read a model configuration from '.*': Expecting"),
-        ([], "cannot read a model configuration from '.*': it holds no JSON object"),
-        (b"\xff\xfe{", "cannot read a model configuration from '.*': 'utf-8' codec"),
+        (b"{", "cannot read the model configuration '.*': it is no JSON: Expecting"),
+        ([], "cannot read the model configuration '.*': it holds \\[\\], not an object"),
+        (b"\xff\xfe{", "cannot read the model configuration '.*': it is not UTF-8 text: byte 0xff"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_naming_the_key(tmp_path, card, why):
@@ -399,7 +399,7 @@ def test_a_configuration_comes_back_from_plain_data(name):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="cannot read a model configuration from '.*none.json'"):
+    with pytest.raises(ValueError, match="cannot read the model configuration '.*none.json': No such file"):
         preset(str(tmp_path / "none.json"))
 
 

@@ -361,9 +361,7 @@ def test_a_redundant_head_in_a_file_is_left_out(tmp_path, fixture):
 
 def test_unreadable_files_are_refused(tmp_path, fixture):
     config, tensors, _, _ = fixture("llama")
-    with pytest.raises(
-        ValueError, match="neither model.safetensors nor a readable model.safetensors.index.json"
-    ):
+    with pytest.raises(ValueError, match="neither model.safetensors nor model.safetensors.index.json"):
         hf.load(tmp_path, config)
     files = write_shards(tmp_path, tensors)
     with pytest.raises(ValueError, match=r"tensor '.*' is in .* and in a file before it"):
@@ -373,9 +371,13 @@ def test_unreadable_files_are_refused(tmp_path, fixture):
     with pytest.raises(ValueError, match=f"cannot read weights from '.*{files[1].name}'"):
         hf.load(tmp_path, config)
     files[1].unlink()
-    with pytest.raises(ValueError, match=f"cannot read weights from '.*{files[1].name}'"):
+    with pytest.raises(ValueError, match=f"cannot read the file of weights '.*{files[1].name}'"):
         hf.load(tmp_path, config)
-    for text, said in (("[]", "neither model.safetensors nor"), ("[" * 100_000, "nested too deeply")):
+    for text, said in (
+        ("[]", "not an object"),
+        ('{"weight_map": [1]}', "names no files"),
+        ("[" * 100_000, "nested too deeply"),
+    ):
         (tmp_path / "model.safetensors.index.json").write_text(text)
         with pytest.raises(ValueError, match=said):
             hf.load(tmp_path, config)

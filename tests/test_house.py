@@ -20,6 +20,7 @@ PACKAGE = ROOT / "llmpar"
 # The core is flat: it is read like a paper. Half of it decides and needs no JAX, the other half runs.
 THINKS = {
     "notation",
+    "files",
     "config",
     "schedules",
     "timetable",

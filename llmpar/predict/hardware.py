@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import tomllib
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from llmpar.files import read_toml
 from llmpar.predict.rates import Rates, rates
 
 GIB = 2**30
@@ -616,15 +616,7 @@ def _row(name: str) -> Chip:
 
 
 def _load(path: Path) -> Chip:
-    if not path.is_file():
-        raise ValueError(
-            f"chip file {str(path)!r} does not exist; give an existing .toml file or one of "
-            f"{', '.join(c.name for c in CHIPS)}"
-        )
-    try:
-        row = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"chip file {str(path)!r} is not TOML: {error}") from error
+    row = read_toml(path, "chip file")
     asked = f"chip file {str(path)!r}"
     base, reached = row.pop("base", None), row.pop("reached", None)
     known = {f.name for f in fields(Chip)} - {"base", "reached"}

@@ -24,6 +24,8 @@ from typing import Any, Literal, SupportsInt
 import numpy as np
 from jaxtyping import Int32
 
+from llmpar.files import check_ordinary
+
 Batch = dict[str, Int32[np.ndarray, "b s"]]
 
 MEMORY_PER_BYTE = 12  # measured: the text, its tokens, and what is in between
@@ -100,9 +102,8 @@ def find_files(patterns: Sequence[str]) -> list[str]:
             )
         matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
         matches = sorted(f for f in matches if not os.path.isdir(f))
-        if special := [f for f in matches if os.path.exists(f) and not os.path.isfile(f)]:
-            what = f"data '{special[0]}' is no ordinary file but a pipe or a device"
-            raise ValueError(f"{what}; write what comes from it to a file first")
+        for file in filter(os.path.exists, matches):
+            check_ordinary(file, "data file")
         if not matches:
             asked = f"data '{pattern}', seen from the folder '{os.getcwd()}', matches no file"
             raise ValueError(f"{asked}; give a file or a glob such as 'texts/**/*.txt'")
@@ -201,6 +202,7 @@ class FileTokenizer:
                 f"{missing}; install the extra llmpar[hf], or use the tokenizer 'bytes'"
             ) from error
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        check_ordinary(file, "tokenizer")
         try:
             self.hub = tokenizers.Tokenizer.from_file(file)
         except Exception as error:  # the package raises nothing narrower

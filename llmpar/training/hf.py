@@ -23,6 +23,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from llmpar.config import ModelConfig
+from llmpar.files import check_ordinary, read_json, refuse
 
 Tree = Any
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
@@ -196,6 +197,7 @@ def load(
     """
     safetensors, tensors = _safetensors(), dict[str, Any]()
     for file in _files(pathlib.Path(source)) if isinstance(source, str | os.PathLike) else source:
+        check_ordinary(file, "file of weights")
         try:
             opened = safetensors.safe_open(file, framework="numpy")
         except (OSError, safetensors.SafetensorError) as error:
@@ -222,15 +224,14 @@ def _files(source: pathlib.Path) -> list[pathlib.Path]:
     whole, index = source / "model.safetensors", source / "model.safetensors.index.json"
     if source.is_file() or whole.is_file():
         return [source if source.is_file() else whole]
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        if outside := [name for name in names if name != pathlib.PurePath(name).name]:
-            raise ValueError(f"it names '{outside[0]}', which is no file of that folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else repr(error)
-        raise ValueError(
-            f"'{source}' has neither {whole.name} nor a readable {index.name} ({why})"
-        ) from error
+    if not index.is_file():
+        raise ValueError(f"'{source}' has neither {whole.name} nor {index.name}; give a folder with weights")
+    weight_map = read_json(index, "index of weights").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        refuse(index, "index of weights", "its weight_map names no files; fetch that file again")
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if name != pathlib.PurePath(name).name]:
+        refuse(index, "index of weights", f"it names '{outside[0]}', which is no file of that folder")
     return [source / name for name in names]
 
 

@@ -1,0 +1,108 @@
+"""Read the small files that people write or are given: a model's configuration, a chip, a site, answers.
+
+Whatever is at a path, reading it ends, and a refusal is one sentence that names the file: ``cannot read the
+site file 'x.toml': it is a folder; name a file``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+MOST_BYTES, MOST_DEPTH = 16 << 20, 100
+"""What a small file has at most: the longest index of a model's weights has half of it, and nobody nests
+deeper."""
+Path = str | os.PathLike[str]
+
+
+def refuse(path: Path, what: str, why: str) -> NoReturn:
+    """Refuse a file in one sentence. ``what`` it should be, as in 'site file'."""
+    raise ValueError(f"cannot read the {what} '{os.fspath(path)}': {why}") from None
+
+
+def check_ordinary(path: Path, what: str) -> None:
+    """Refuse what is no ordinary file: opening a pipe would wait for somebody who writes."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        refuse(path, what, f"{error.strerror}; give the path of a file that is there")
+    except ValueError:  # a NUL in its name
+        refuse(path, what, "that is no name of a file")
+    if stat.S_ISDIR(mode):
+        refuse(path, what, "it is a folder; name a file")
+    if not stat.S_ISREG(mode):
+        refuse(
+            path, what, "it is no ordinary file but a pipe or a device; write what comes from it to a file"
+        )
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a small file, which must be UTF-8. A byte order mark is left out."""
+    check_ordinary(path, what)
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        if len(raw) > MOST_BYTES:
+            refuse(path, what, f"it has more than {MOST_BYTES >> 20} MiB; give a smaller file")
+        return raw.decode().removeprefix("\ufeff")
+    except OSError as error:
+        refuse(path, what, f"{error.strerror}; give a file that can be read")
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{raw[error.start]:02x} at offset {error.start}"
+        refuse(path, what, f"it is not UTF-8 text: {byte}; save it as UTF-8")
+
+
+def read_json(path: Path, what: str, kind: type = dict, object_hook: Callable | None = None) -> Any:
+    """The value of a JSON file: an object, or what ``kind`` says."""
+    return _parsed(
+        path, what, "JSON", kind, lambda: json.loads(read_text(path, what), object_hook=object_hook)
+    )
+
+
+def read_json_lines(path: Path, what: str) -> list[dict]:
+    """The objects of a file with one JSON object a line; empty lines are left out."""
+    lines = enumerate(read_text(path, what).split("\n"), 1)  # not splitlines: a string may hold U+2028
+    return [
+        _parsed(path, what, f"JSON in line {number}", dict, lambda: json.loads(line))  # noqa: B023
+        for number, line in lines
+        if line.strip()
+    ]
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The table of a TOML file."""
+    return _parsed(path, what, "TOML", dict, lambda: tomllib.loads(read_text(path, what)))
+
+
+def _parsed(path: Path, what: str, form: str, kind: type, parse: Callable[[], Any]) -> Any:
+    try:
+        value = parse()
+    except RecursionError:
+        refuse(path, what, "it is nested too deeply")
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        refuse(path, what, f"it is no {form}: {error}")
+    except ValueError as error:
+        if str(error).startswith("Exceeds the limit"):  # of digits, by Python
+            refuse(path, what, "it holds a number of too many digits")
+        raise
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if level:
+        refuse(path, what, "it is nested too deeply")
+    if not isinstance(value, kind):
+        refuse(
+            path,
+            what,
+            f"it holds {json.dumps(value):.40}, not {'a list' if kind is list else 'an object'} ({form})",
+        )
+    return value
