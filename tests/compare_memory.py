@@ -4,7 +4,7 @@
     python tests/compare_memory.py h100:8x8 fsdp-keep   compile these plans again
     python tests/compare_memory.py                      compare what is recorded, and write compiled.md
 
-What the compilers say is kept in fixtures/compiled_memory.json, with their versions. `test_liveness.py` holds
+What the compilers say is kept in fixtures/compiled_memory.json, with their versions. `test_memory.py` holds
 the predictions against it, and needs no compiler.
 """
 
@@ -36,9 +36,9 @@ Made by `python tests/compare_memory.py`, from what `python tests/compare_memory
 plans of [memory_plans.toml](memory_plans.toml), compiled for clusters that were not there. Memory in GiB per
 device.
 
-- *Traced*: liveness of the traced program (`llmpar/inspect/liveness.py`). *Formula*: for choosing among
-  thousands of plans (`llmpar/predict/memory.py`). Where a compiler refuses, it says what the program would
-  hold in all, and the share is that of arguments and temporaries.
+- *Formula*: what `llmpar/predict/memory.py` says of the temporaries, for choosing among thousands of plans.
+  Where a compiler refuses, it says what the program would hold in all, and the share is that of arguments and
+  temporaries.
 - *Bytes*: whether what is sent equals the prediction, for every axis, collective and arrow. *Rewritten*:
   bytes of the final program over those, where the compiler itself replaced collectives: *new* were next to
   none before (TPUs write a reduce-scatter as an all-reduce and a slice, or as permutes beside a product).
@@ -108,20 +108,6 @@ def rewritten(document: dict[str, Any]) -> dict[str, float]:
     return {name: round(share, 3) for name, share in shares.items() if abs(share - 1) > 0.01}
 
 
-def traced(case: Case, platform: str, without: str | None = None):
-    """The peak of a case by its traced program, by all laws of a platform or less one."""
-    import jax
-    import optax
-
-    from llmpar.inspect.liveness import TARGETS, traced_peak
-    from llmpar.mesh import abstract_mesh
-    from llmpar.step import Step
-
-    step = Step(case.config, case.plan, abstract_mesh(case.plan.mesh, platform), optax.adamw(1e-3))
-    with jax.numpy_dtype_promotion("standard"):  # JAX writes its own kernel with mixed dtypes
-        return traced_peak(step, case.batch_size, case.seq_len, TARGETS[platform] - {without})
-
-
 def formula(case, platform: str) -> int:
     """What the formula says of a case."""
     return memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len, platform)
@@ -146,58 +132,37 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
     print(f"\n{where}, {kept['versions']}: temporaries in GiB per device")
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     lines += [f"\n## {where} ({versions})\n"]
-    lines += ["| plan | arguments | temporaries | traced | formula | bytes | rewritten | exposed of step |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
-    errors: dict[str, list[float]] = {"formula": [], "traced": []}
+    lines += ["| plan | arguments | temporaries | formula | bytes | rewritten | exposed of step |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    errors = []
     for case in cases(where):
         if (row := kept["plans"].get(case.name)) is None:
             continue
-        guesses = {"formula": formula(case, parse_target(where).platform)}
-        try:
-            guesses["traced"] = traced(case, parse_target(where).platform).bytes
-        except (RuntimeError, ValueError) as error:  # cuDNN's attention can only be traced beside cuDNN
-            print(f"  {case.name:26} {error}")
+        guess = formula(case, parse_target(where).platform)
         held = sum(memory.argument_bytes(case.config, case.plan, case.batch_size, case.seq_len).values())
-        said = "refused" if row["refused"] else f"{row['temp'] / GIB:.2f}"
-        line = f"  {case.name:26} {said:>8}"
-        cells = []
-        for way in ("traced", "formula"):
-            if way not in guesses:
-                cells.append("not traced")
-                continue
-            # A compiler that refuses tells the sum, before it has packed anything.
-            true, given = (row["total"], held) if row["refused"] else (row["temp"], 0)
-            error = (given + guesses[way]) / true - 1
-            if not row["refused"]:
-                errors[way].append(error)
-            line += f"  {way} {guesses[way] / GIB:7.2f} {error:+7.1%}"
-            cells.append(f"{guesses[way] / GIB:.2f} ({error:+.0%})")
-        print(line, flush=True)
+        # A compiler that refuses tells the sum, before it has packed anything.
+        true, given = (row["total"], held) if row["refused"] else (row["temp"], 0)
+        cell = f"{guess / GIB:.2f} ({(given + guess) / true - 1:+.0%})"
+        print(f"  {case.name:26} {'refused' if row['refused'] else f'{true / GIB:.2f}':>8}  formula {cell}")
         plan = f"{case.name}: {case.config.name}, {case.plan.mesh}, {case.batch_size} x {case.seq_len:,}"
         if row["refused"]:
-            lines.append(
-                f"| {plan} | {held / GIB:.2f} | refused: {row['total'] / GIB:.2f} in all"
-                f" | {' | '.join(cells)} | | | |"
-            )
+            lines.append(f"| {plan} | {held / GIB:.2f} | refused: {true / GIB:.2f} in all | {cell} | | | |")
             continue
+        errors.append(abs(guess / true - 1))
         same = "=" if held == row["arguments"] else f"{row['arguments'] / held:.4f} of"
         words = "; ".join(map(_rewriting, row.get("rewritten", {}).items())) or "no"
         sent = {True: "=", False: "≠", None: ""}[row.get("as_predicted")]
         waits = f"{1e3 * row['exposed_s']:,.0f} of {1e3 * row['step_s']:,.0f} ms" if "step_s" in row else ""
         lines.append(
-            f"| {plan} | {same} {held / GIB:.2f} | {row['temp'] / GIB:.2f} | {' | '.join(cells)} | {sent}"
+            f"| {plan} | {same} {held / GIB:.2f} | {true / GIB:.2f} | {cell} | {sent}"
             f" | {words if 'rewritten' in row else ''} | {waits} |"
         )
-    for way, found in errors.items():
-        if not (size := sorted(map(abs, found))):
-            continue
-        near = sum(e <= 0.15 for e in size)
-        says = (
-            f"{way}: median {statistics.median(size):.1%}, worst {size[-1]:.1%}, {near} of {len(size)} within"
-            " 15 %"
-        )
-        print(f"  {says}")
-        lines.append(f"\nTemporaries, {says}.")
+    near = sum(error <= 0.15 for error in errors)
+    lines.append(
+        f"\nTemporaries, formula: median {statistics.median(errors):.1%}, worst {max(errors):.1%},"
+        f" {near} of {len(errors)} within 15 %."
+    )
+    print(lines[-1].strip())
 
 
 def _rewriting(item: tuple[str, float]) -> str:

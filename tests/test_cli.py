@@ -389,7 +389,6 @@ def test_tables_keep_every_figure_whole_on_80_columns():
     memory = {
         f"{who}_{what}_bytes": 10**10 for who in ("predicted", "compiled") for what in ("argument", "temp")
     }
-    memory |= {"traced_temp_bytes": 10**10}
     flops = {"predicted_per_device": 1.0, "executed_per_device": 1.0}
     document = dict(
         model="m",

@@ -7,7 +7,6 @@ from typing import Any
 
 import tyro
 
-from llmpar.cli.calibrate import Calibrate
 from llmpar.cli.compile import Compile
 from llmpar.cli.demo import Demo
 from llmpar.cli.doctor import Doctor
@@ -34,7 +33,6 @@ COMMANDS = {
     "launch": Launch,
     "inspect": Inspect,
     "plan": Plan,
-    "calibrate": Calibrate,
     "compile": Compile,
     "models": Models,
     "schedule": Schedule,

@@ -38,8 +38,8 @@ class Plan:
 
     Attributes:
         model: a preset's name, or the path of a Hugging Face config.json.
-        chip: a chip's name, or the path of a TOML file, such as `llmpar calibrate` writes (h100 where no
-            cluster is named).
+        chip: a chip's name, or the path of a TOML file with your own figures (h100 where no cluster is
+            named).
         cluster: a machine's name in place of a chip: its nodes and ports.
         devices: JAX devices (64; all of a cluster that is no larger than 256).
         batch_tokens: tokens per step, as 4M (K and M are 1024 and 1024 squared).

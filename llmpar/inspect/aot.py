@@ -22,7 +22,6 @@ from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, time_text
 from llmpar.inspect import report
 from llmpar.inspect.census import census_hlo, census_table, compiled_memory, read_program
-from llmpar.inspect.liveness import traced_peak
 from llmpar.inspect.roofline import Roofline, Sent, merged_terms, roofline
 from llmpar.inspect.targets import Target, need_compiler
 from llmpar.mesh import make_mesh, split
@@ -59,13 +58,10 @@ def compile_step(
         "predicted_arguments": sum(held.values()),
         "compiled_arguments": None,
         "predicted_temp": memory.temp_bytes(config, plan, batch_size, seq_len, target.platform),
-        "traced_temp": None,
         "compiled_temp": None,
         "compiled_total": None,
         "capacity": target.chip.usable_bytes,
     }
-    if peak := traced_peak(step, batch_size, seq_len, target.platform):
-        need["traced_temp"] = peak.bytes
     document: dict[str, Any] = {"target": target.text, "devices": target.num_devices}
     try:
         compiled, partitioned = read_program(step.lower(batch_size, seq_len), target.platform)
@@ -244,10 +240,9 @@ def tables(document: dict) -> list[Table]:
     for name in ("", "predicted", "compiled"):
         held.add_column(name, justify="right" if name else "left")
     gib = lambda n: "refused" if n is None else f"{n / GIB:.3f} GiB"
-    ways = {"predicted_arguments": "arguments", "predicted_temp": "temp, by formula"}
-    ways |= {"traced_temp": "temp, by traced program"} if need["traced_temp"] is not None else {}
-    for key, name in ways.items():
-        held.add_row(name, gib(need[key]), gib(need[f"compiled_{key.partition('_')[2]}"]))
+    for key, name in {"arguments": "arguments", "temp": "temporaries, by formula"}.items():
+        guess, true = need[f"predicted_{key}"], need[f"compiled_{key}"]
+        held.add_row(name + (report.off_by(guess, true) if key == "temp" else ""), gib(guess), gib(true))
     held.add_row("usable", "", gib(need["capacity"]))
     if "roofline" not in document:
         return [held]

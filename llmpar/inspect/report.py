@@ -23,7 +23,6 @@ from llmpar.inspect.census import (
     read_program,
 )
 from llmpar.inspect.links import links, links_table
-from llmpar.inspect.liveness import traced_peak
 from llmpar.inspect.spread import spread_table
 from llmpar.inspect.types import types_table
 from llmpar.mesh import make_mesh, platform_of, split
@@ -50,7 +49,6 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     text, known = compiled.as_text() or "", not config.experts and step.plan.attention_kernel != "flash"
     work = [executed_flops(text, branches) for branches in taken(config, plan)] if known else None
     held = compiled_memory(compiled)
-    peak = traced_peak(step, batch_size, seq_len, platform_of(mesh))
     useful = memory.flops(config, batch_size, seq_len)
     return compare(config, plan, batch_size, seq_len, partitioned, mesh) | {
         "memory": {
@@ -59,7 +57,6 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
             ),
             "compiled_argument_bytes": held["argument_bytes"],
             "predicted_temp_bytes": memory.temp_bytes(config, plan, batch_size, seq_len, platform_of(mesh)),
-            "traced_temp_bytes": peak.bytes if peak else None,
             "compiled_temp_bytes": held["temp_bytes"],
         },
         "flops": {
@@ -196,10 +193,8 @@ def tables(document: dict) -> list[Table]:
     figures.add_row(
         "arguments", f"{held['predicted_argument_bytes']:,} B", f"{held['compiled_argument_bytes']:,} B"
     )
-    for way, name in {"formula": "predicted", "traced program": "traced"}.items():
-        if (estimate := held[f"{name}_temp_bytes"]) is not None:
-            temporaries = f"{estimate:,} B", f"{held['compiled_temp_bytes']:,} B"
-            figures.add_row(f"temporaries (estimate by {way})", *temporaries)
+    guess, true = held["predicted_temp_bytes"], held["compiled_temp_bytes"]
+    figures.add_row(f"temporaries (by formula{off_by(guess, true)})", f"{guess:,} B", f"{true:,} B")
     work = flops["predicted_per_device"], flops["executed_per_device"]
     figures.add_row(
         "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)
@@ -210,6 +205,11 @@ def tables(document: dict) -> list[Table]:
         *map(types_table, [document["types"]] if "types" in document else []),
         *map(spread_table, [document["tolerance"]] if "tolerance" in document else []),
     ]
+
+
+def off_by(guess: float, true: float | None) -> str:
+    """Say how far an estimate is from what was compiled; nothing where nothing was."""
+    return f", off by {guess / true - 1:+.0%}" if true else ""
 
 
 def _arrow_table(document: dict) -> Table:

@@ -70,7 +70,7 @@ class Chip:
         1.0  # of the usable memory that JAX takes where the environment does not say another
     )
     hop_s: float = 1e-6  # {BOOK}: about a microsecond per TPU hop; kept for switches too
-    reached: Rates | None = None  # measured on the machine at hand (`llmpar calibrate`)
+    reached: Rates | None = None  # measured on the machine at hand, and written by hand into a TOML file
     base: str = ""  # the row that a file started from
     sources: dict[str, str] = field(default_factory=dict, hash=False, repr=False)
 
@@ -600,7 +600,7 @@ def chip(name: str | Path) -> Chip:
         node_size = 4
         dcn_bytes_per_s = 3.125e9
 
-    A table ``[reached]`` holds fields of `Rates`, as ``llmpar calibrate`` measures them.
+    A table ``[reached]`` holds fields of `Rates`, as measured on the machine at hand.
     """
     return _load(Path(name)) if str(name).endswith(".toml") else _row(str(name))
 

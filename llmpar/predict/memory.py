@@ -56,7 +56,7 @@ def argument_bytes(
 
 def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, platform: str = "gpu") -> int:
     """An estimate of the bytes per device that a step holds besides its arguments, for choosing among many
-    plans; `llmpar.inspect.liveness` is closer and needs the traced program.
+    plans: half of the recorded ones within 5 %, nine of ten within 15 % (`tests/compiled.md`).
 
     It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
@@ -149,7 +149,7 @@ def _block(
 def _stage(order, held: Counter[str], stream: int, saved: int, crossing: int, busy: int) -> int:
     """The same for a stage of a pipeline that is ``busy`` with one chunk: of the microbatches that are alive,
     what F (``saved``) and B (``crossing``) left lies in slots. A branch that updates slots by the hundred
-    copies them (`inspect.liveness`, the law "copies")."""
+    copies them."""
     num_saved, num_messages, num_residual = _alive(order)
     state = held["accumulated"] + num_saved * saved + (num_messages + 1) * stream
     left = num_residual * crossing

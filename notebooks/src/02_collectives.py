@@ -295,8 +295,9 @@ attempt("02.half_size", size)
 # %% [markdown]
 # ## Measure your own
 #
-# `llmpar calibrate` times all five over sizes and groups, fits α and β, and writes a small file. On simulated devices it
-# measures how threads of one processor meet; on your cluster it measures your links.
+# Time all five over sizes and groups on your cluster and fit α and β. A TOML file with `base = "h100"` and a table
+# `[reached]` (`start_s`, α in seconds; `links`, the share of the published rate that you saw) prices plans with them.
+# Simulated devices show only how threads of one processor meet.
 #
 # ## Where XLA's partitioner differs
 #
@@ -320,6 +321,5 @@ for name, out in (("whole", P()), ("in parts", P("tp"))):
 #
 # ```
 # llmpar doctor                                  which link each axis crosses
-# llmpar calibrate --out ours.toml               α and bytes per second, measured
-# llmpar plan --chip ours.toml --devices 8       plans priced with them
+# llmpar plan --chip ours.toml --devices 8       plans priced with your figures
 # ```

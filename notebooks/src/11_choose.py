@@ -297,6 +297,5 @@ print(f"apart: {ratio:.1f} prompt instances for each that makes tokens")
 # ```
 # llmpar plan --model llama3-8b --devices 16 --batch-size 64 --html plan.html    the explorer beside the answer
 # llmpar plan --serve --devices 8 --prompt 1024 --output 256 --per-token-ms 20
-# llmpar calibrate --out ours.toml                                               your machine's constants
-# llmpar plan --against runs.json --chip ours.toml                               are they right?
+# llmpar plan --against runs.json --chip ours.toml                               are the figures of ours.toml right?
 # ```
