@@ -1,9 +1,10 @@
 # Everything from a fresh clone, with only Python >= 3.11 and make:
 #   make demo    the main job          make lab     JupyterLab on the lessons
-#   make test    all tests             make slides  the deck, in slides/_build
+#   make test    the tests             make slides  the deck, in slides/_build
 #   make gallery every drawing and explorer on one page, in slides/_gallery
 #   make index   lessons, words, decks and sheets on one page; make handout: two sheets for learners
 #   make exports the lessons as a sphinx-lesson tree and as a Carpentries Workbench tree, in notebooks/_exports
+#   make test-lessons, test-browser, test-compilers, test-processes: tests that are jobs of their own (.ci/run does all)
 #   make engines SLURM, MPI, Ray and torchrun, installed in .engines, train the same; times go to tests/engines.md (root)
 # Another Python beside the first one: make test PYTHON=python3.12 VENV=.venv312
 
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compilers demo test test-fast test-full lab bench slides handout index exports notebooks gallery lint engines clean
+.PHONY: help setup compilers demo test test-lessons test-browser test-compilers test-processes test-fast test-full lab bench slides handout index exports notebooks gallery lint engines clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -60,18 +61,35 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python notebooks/build.py --check
 
-# Two workers. Whatever starts a kernel or a browser runs on one of them, one after the other (tests/conftest.py).
-test: lint node_modules compilers
-	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup
+# What a change to the package can break: lint, and the tests without a job of their own. The jobs below each take what is named,
+# so that only they install it: a browser's tests npm's checker, the compilers' half a gigabyte. .ci/run does them all.
+# Two workers. Whatever starts a kernel, a browser or processes runs on one of them, one after the other (tests/conftest.py).
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup
+WITH = $(PYTEST) $$(grep -l "mark\.$(1)" tests/test_*.py) -m $(1)
+test: lint
+	$(PYTEST) $(TESTS)
 
+test-lessons: $(STAMP)
+	$(call WITH,lessons)
+
+test-browser: $(STAMP) node_modules
+	$(call WITH,browser)
+
+test-compilers: compilers
+	$(call WITH,compilers)
+
+test-processes: $(STAMP)
+	$(call WITH,processes)
+
+# The default tests without a lesson.
 test-fast: lint
-	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup -m "not slow and not full and not browser and not hf and not engines"
+	$(PYTEST) $(TESTS) -m "not (lessons or browser or compilers or processes or full or engines)"
 
 # All that the default tests sample: every mesh, ZeRO stage and reading, in parts: make test-full PART=1/8, … PART=8/8.
 # tests/full_runs.md tells when each part ran last.
 PART ?= 1/1
 test-full: lint
-	$(BIN)/python -m pytest $(TESTS) -n 2 --dist loadgroup -m full --part $(PART)
+	$(PYTEST) $(TESTS) -m full --part $(PART)
 
 engines: $(STAMP)
 	PYTHON=$(BIN)/python bash tests/install_engines.sh .engines

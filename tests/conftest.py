@@ -10,6 +10,7 @@ import importlib.metadata
 import itertools
 import operator
 import os
+import re
 import zlib
 from pathlib import Path
 
@@ -58,15 +59,45 @@ install_import_hook("llmpar", "conftest.check_types")
 
 
 # Where Jupyter kernels, browsers and processes of a job start: never two at once. With two workers these are
-# one worker's first work.
+# one worker's first work; the slides have a kernel of their own, and the other worker.
 KERNELS = {
     "test_notebooks",
-    "test_slides",
     "test_browser",
     "test_gallery",
     "test_launch",
+    "test_hosts",
+    "test_compile",
     "test_real_engines",
 }
+
+
+def full(config) -> bool:
+    """Whether ``-m`` asks for what the other tests sample."""
+    return bool(re.search(r"(?<!not )\bfull\b", config.getoption("-m").partition("not (")[0]))
+
+
+def is_full(case) -> bool:
+    return any(mark.name == "full" for mark in getattr(case, "marks", ()) or getattr(case, "pytestmark", ()))
+
+
+def pytest_pycollect_makeitem(collector, name, obj):
+    """A test marked ``full`` is not even made where nobody asks for it..."""
+    return [] if is_full(obj) and not full(collector.config) else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc):
+    """... and no case of a test that others sample."""
+    parametrize = metafunc.parametrize
+
+    def sampled(names, values, *args, ids=None, **more):
+        values = list(values)
+        wanted = [not is_full(value) for value in values]
+        ids = ids if ids is None or callable(ids) else list(itertools.compress(ids, wanted))
+        parametrize(names, list(itertools.compress(values, wanted)), *args, ids=ids, **more)
+
+    if not full(metafunc.config):
+        metafunc.parametrize = sampled
 
 
 def pytest_collection_modifyitems(items, config=None):

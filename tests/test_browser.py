@@ -571,7 +571,6 @@ def lab(tmp_path):
             server.wait()
 
 
-@pytest.mark.slow
 def test_jupyterlab_session(chromium, lab):
     """Drag a slider, click a device, type a mesh, step a collective; then Python reads what the hands did."""
     page, faults = chromium.new_page(viewport={"width": 1280, "height": 1000}), []

@@ -1,6 +1,6 @@
 """Clusters that are not here: targets, the walk along a schedule, and programs of their own compilers.
 
-The compilers lie beside the environment, in its folder `aot` (`make setup` puts them there), because JAX
+The compilers lie beside the environment, in its folder `aot` (`make compilers` puts them there), because JAX
 looks for a GPU wherever its plugin is installed. Where they are not there, the tests that need them are
 skipped.
 """
@@ -339,6 +339,7 @@ PLANS = {
 }
 
 
+@pytest.mark.compilers
 @gpu_compiler
 @pytest.mark.parametrize("flags", PLANS.values(), ids=PLANS)
 def test_gpus_compile_what_was_predicted(flags):
@@ -372,6 +373,7 @@ PROMISED = {
 }
 
 
+@pytest.mark.compilers
 @gpu_compiler
 @pytest.mark.parametrize("flags, mfu", PROMISED.values(), ids=PROMISED)
 def test_a_schedule_reaches_the_mfu_that_was_promised(flags, mfu):
@@ -398,6 +400,7 @@ lowered.compile({"xla_gpu_enable_analytical_latency_estimator": True})
 """
 
 
+@pytest.mark.compilers
 @gpu_compiler
 def test_the_analytical_estimate_is_asked_for_where_the_compiler_survives_it():
     """If this fails with a newer JAX, `step.EARLY` can ask for it there too."""
@@ -405,6 +408,7 @@ def test_the_analytical_estimate_is_asked_for_where_the_compiler_survives_it():
     assert (done.returncode == 0) == bool(ESTIMATED), done.stderr[-2000:]
 
 
+@pytest.mark.compilers
 @gpu_compiler
 def test_what_does_not_fit_is_refused_with_the_size_and_with_a_plan_that_does():
     document, said = compiled("--target", "a100-40:1x8", "--mesh", "dp=8", "--zero", "0", status=1)
@@ -415,6 +419,7 @@ def test_what_does_not_fit_is_refused_with_the_size_and_with_a_plan_that_does():
     assert re.search(r"--mesh '[^']+' .*would need [\d.]+ GiB|no plan near this one fits", said), said
 
 
+@pytest.mark.compilers
 @tpu_compiler
 def test_a_tpu_compiles_what_was_predicted_and_refuses_what_does_not_fit():
     document, _ = compiled("--target", "v5e:2x2", *SMALL, "--mesh", "fsdp=4", "--batch-size", "4")
@@ -449,6 +454,7 @@ print(heap, compiled_memory(compiled)["peak_bytes"])
 """
 
 
+@pytest.mark.compilers
 @tpu_compiler
 def test_a_tpus_temporaries_are_what_its_heap_holds(tmp_path):
     """Not what it reports as temporaries, which can be half as much again. (What is alive may lie on the

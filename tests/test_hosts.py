@@ -154,6 +154,7 @@ def test_on_a_slow_wire_the_recorded_seconds_follow_from_the_bytes():
 
 
 @needs_wire
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_bytes_on_the_wire_are_those_predicted(monkeypatch):
     """Training steps in two processes with a network each, and the four kinds of collectives in a learner's
@@ -289,6 +290,7 @@ def test_a_wire_that_makes_no_sense_is_refused(given, sentence):
 
 
 @needs_wire
+@pytest.mark.processes
 def test_launch_local_joins_hosts_by_a_wire():
     words = ["launch", "local", "--processes", "2", "--devices", "2", "--wire", "1gbit", "--", "doctor"]
     done = subprocess.run(
@@ -321,6 +323,7 @@ def leaves_early():
         multihost_utils.sync_global_devices("never")
 
 
+@pytest.mark.processes
 def test_a_team_says_who_failed_and_where_the_others_stand(capsys):
     with Team(2, 2, base=BASE) as team:
         assert team.run(place) == [(0, 2, 4), (1, 2, 4)]
@@ -337,6 +340,7 @@ def test_a_team_says_who_failed_and_where_the_others_stand(capsys):
             team.run(place)
 
 
+@pytest.mark.processes
 def test_a_team_whose_process_does_not_come_to_a_collective_is_over():
     with Team(2, 1, base=BASE) as team, pytest.raises(TeamError) as error:
         team.run(leaves_early, timeout_s=8)
@@ -344,7 +348,7 @@ def test_a_team_whose_process_does_not_come_to_a_collective_is_over():
     assert "sync_global_devices" in error.value.ends[0] or "leaves_early" in error.value.ends[0]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(400)
 def test_a_killed_process_is_told_and_another_team_goes_on_with_the_same_bits(tmp_path):
     with hosts.start() as team:
@@ -358,6 +362,7 @@ def test_a_killed_process_is_told_and_another_team_goes_on_with_the_same_bits(tm
     assert again["losses"] == whole["losses"][hosts.EVERY :]
 
 
+@pytest.mark.processes
 def test_a_team_ends_with_the_program_that_started_it():
     program = """
         import os, time

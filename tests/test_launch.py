@@ -76,7 +76,7 @@ def answer(num: int, devices: int, job: str, timeout_s: float = 240, **variables
     return json.loads(ended.output.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("shape", ["2x4", "4x2"])
 def test_processes_give_the_loss_and_gradients_of_one_device(shape):
@@ -97,11 +97,13 @@ def four():
     return answer(4, 2, "rows+decode+listens+smaller+doctor+stopped")
 
 
+@pytest.mark.processes
 def test_each_process_makes_the_rows_of_its_own_devices_once(four):
     assert four["same rows"]
     assert four["made"] == [list(range(4 * i, 4 * i + 4)) for i in range(4)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("text", DECODES)
 def test_a_cache_cut_over_processes_leads_to_the_same_tokens(four, text):
     from test_decode import MORE, PROMPT, decoder
@@ -112,11 +114,13 @@ def test_a_cache_cut_over_processes_leads_to_the_same_tokens(four, text):
     assert four["tokens"][text] == np.stack(list(alone)).tolist()
 
 
+@pytest.mark.processes
 def test_nothing_listens_beyond_loopback(four):
     """Neither the coordinator nor Gloo, in any of the processes."""
     assert all(four["sockets"]) and four["beyond loopback"] == [0, 0, 0, 0]
 
 
+@pytest.mark.processes
 def test_a_mesh_that_leaves_a_process_without_devices_is_refused(four):
     assert four["refusal"].startswith("mesh 'dp=2' takes 2 of 8 devices, and of 4 processes these hold none")
     assert four["refusal"].endswith("use all devices, or start 1 process")
@@ -147,7 +151,7 @@ def kept(folder: Path) -> dict:
     return Checkpoints(str(folder)).about()["checksums"]
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_killed_process_costs_nothing_and_other_numbers_of_processes_go_on(tmp_path):
     """Written by 4 processes; one of them is killed, and the same command gives the same bits. Read by 2 and
     by 1 process, whose sums have another order: 1e-5."""
@@ -221,6 +225,7 @@ def test_an_exception_in_one_process_ends_all_within_seconds():
     assert "ends, because process 1 failed: KeyError: 'planted'" in ended.words[0]
 
 
+@pytest.mark.processes
 def test_a_process_that_leaves_out_a_collective_is_found():
     with ranks(2, 1, "skips") as processes:
         ended = processes.wait(90)
@@ -230,15 +235,18 @@ def test_a_process_that_leaves_out_a_collective_is_found():
     )
 
 
+@pytest.mark.processes
 def test_a_process_that_is_asked_to_stop_stops_all_at_the_same_step(four):
     assert len(set(four["steps"])) == 1 and four["steps"][0] < 100
 
 
+@pytest.mark.processes
 def test_the_doctor_says_which_process_it_is_and_counts_all_devices(four):
     words = "process 0 of 4 (JAX_* variables), 4 on this host, coordinator 127.0.0.1:"
     assert four["doctor"].startswith(words) and "8 simulated CPU devices of 4 processes" in four["doctor"]
 
 
+@pytest.mark.processes
 def test_a_process_without_a_sign_of_life_counts_as_dead_after_the_heartbeat():
     """JAX's own limit is 100 s."""
     with ranks(2, 1, "sleeps", HEARTBEAT_S="6") as processes:

@@ -38,6 +38,7 @@ def program(name):
 build, walk = program("build"), program("walk")
 
 SOURCES = build.sources()
+QUICK = "00", "02", "03", "11", "12"  # what a change to the package breaks first, in a minute and a half
 EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9].py"))
 EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in exercises.exercises(file.stem)]
 TOY = """# ---
@@ -279,6 +280,7 @@ def test_a_change_of_the_source_is_out_of_step(tmp_path):
     assert build.house_problems(tmp_path) == ["00_toy.ipynb has no source in src/"]
 
 
+@pytest.mark.lessons
 def test_a_lesson_that_takes_too_much_memory_is_not_written(tmp_path, monkeypatch):
     source = toy(tmp_path, "hog = bytearray(300_000_000)")
     monkeypatch.setattr(build, "MAX_KERNEL_BYTES", 300_000_000)
@@ -288,6 +290,7 @@ def test_a_lesson_that_takes_too_much_memory_is_not_written(tmp_path, monkeypatc
     )
 
 
+@pytest.mark.lessons
 def test_two_builds_are_byte_identical(tmp_path):
     extra = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()\nprint('a rising line')"
     source = toy(tmp_path, extra)
@@ -298,6 +301,7 @@ def test_two_builds_are_byte_identical(tmp_path):
     assert builds[0] == builds[1] and b"image/png" in builds[0]
 
 
+@pytest.mark.lessons
 def test_a_lesson_that_warns_or_fails_is_not_written(tmp_path):
     warning = build.build(toy(tmp_path, "import warnings\nwarnings.warn('careful')"))
     failure = build.build(toy(tmp_path, "assert 1 == 2, 'one is not two'"))
@@ -314,7 +318,10 @@ def test_lessons_have_sources_and_are_small():
     assert build.house_problems() == []
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.lessons
+@pytest.mark.parametrize(
+    "source", [pytest.param(s, marks=[pytest.mark.quick] * (s.stem[:2] in QUICK), id=s.stem) for s in SOURCES]
+)
 def test_lesson_runs(source):
     done, used = nbval(build.target(source))
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
@@ -348,6 +355,7 @@ def nbval(notebook):
         return subprocess.CompletedProcess(command, process.returncode, out.read(), ""), used
 
 
+@pytest.mark.lessons
 def test_a_wrong_output_fails(tmp_path):
     source = toy(tmp_path)
     notebook = hand_run(source)

@@ -18,6 +18,7 @@ from llmpar.draw.scene import DECK
 from llmpar.schedules import make
 from llmpar.timetable import timetable
 
+pytestmark = pytest.mark.lessons
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("slides_build", ROOT / "slides" / "build.py")
 slides = importlib.util.module_from_spec(spec)
@@ -319,7 +320,6 @@ def test_no_slides_is_said(tmp_path):
 
 
 @needs_browser
-@pytest.mark.browser
 def test_the_pdf_has_a_page_per_slide(deck):
     assert slides.count_pages(deck.with_name("slides.pdf")) == sources_slides()
 
@@ -386,20 +386,17 @@ def measured(deck):
 
 
 @needs_browser
-@pytest.mark.browser
 def test_nothing_leaves_its_slide_and_nothing_overlaps(measured):
     assert len(measured) == sources_slides()
     assert {title: found for title, boxes in measured.items() if (found := misplaced(boxes))} == {}
 
 
 @needs_browser
-@pytest.mark.browser
 def test_everything_is_large_enough_to_be_read(measured):
     assert {title: found for title, boxes in measured.items() if (found := illegible(boxes))} == {}
 
 
 @needs_browser
-@pytest.mark.browser
 def test_planted_faults_of_layout_are_seen(tmp_path):
     lines = "".join(f"# - line {number}\n" for number in range(9))
     small = '# <p style="font-size: 12px">small</p>\n#\n'
@@ -412,7 +409,6 @@ def test_planted_faults_of_layout_are_seen(tmp_path):
 
 
 @needs_browser
-@pytest.mark.browser
 def test_a_slide_that_runs_over_is_named(tmp_path):
     source = tmp_path / "src" / "00_part.py"
     source.parent.mkdir()
@@ -423,7 +419,6 @@ def test_a_slide_that_runs_over_is_named(tmp_path):
 
 
 @needs_browser
-@pytest.mark.browser
 def test_reveal_starts_from_a_local_file(deck):
     drawn = slides.browse(BROWSER, deck, "--dump-dom")
     assert re.search(r'<section[^>]*class="[^"]*\bpresent\b', drawn)

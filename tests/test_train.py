@@ -675,7 +675,7 @@ def test_the_example_of_the_readme_trains(capsys):
 # --------------------------------------------------------------------------------------------------- the long
 
 
-@pytest.mark.slow
+@pytest.mark.processes
 def test_a_thousand_steps_on_eight_simulated_devices_finish(tmp_path):
     """XLA's CPU collectives can deadlock when many steps are in flight: the loop must not let them pile
     up."""
