@@ -1,4 +1,4 @@
-"""Write the index: every lesson with its question, minutes and prerequisites, the words, the decks and the
+"""Write the index: every lesson with its question, minutes and prerequisites, the decks and the
 gallery, on one page.
 
     python notebooks/index.py      writes notebooks/_index/index.html
@@ -15,7 +15,7 @@ import html
 import os
 from pathlib import Path
 
-from llmpar.cli.lessons import GLOSSARY, lessons
+from llmpar.cli.lessons import lessons
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "notebooks" / "_index"
@@ -69,9 +69,9 @@ def page(out: Path) -> str:
         link(target, words, out) if (ROOT / target).is_file() else f"{words}: <code>{command}</code>"
         for target, (words, command) in MADE.items()
     ]
-    words = [("word", "meaning"), *((html.escape(a), html.escape(b)) for a, b in GLOSSARY)]
     papers = {
-        "README.md": "README: words, letters, commands",
+        "docs/words.md": "words, letters, layouts",
+        "README.md": "README: what it is, commands",
         "INSTRUCTOR.md": "for the teacher: plans by the minute",
     }
     body = [
@@ -79,7 +79,6 @@ def page(out: Path) -> str:
         "<p><code>llmpar lab</code> opens your own copies. Eight simulated devices are in your laptop.</p>",
         f"<h2>Lessons</h2>{rows(table, numeric=(2, 3))}",
         f"<h2>Decks, sheets and pictures</h2><ul>{''.join(f'<li>{item}</li>' for item in made)}</ul>",
-        f"<h2>Words</h2>{rows(words)}",
         f"<h2>More</h2><ul>{''.join(f'<li>{link(a, b, out)}</li>' for a, b in papers.items())}</ul>",
     ]
     head = (

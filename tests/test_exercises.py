@@ -6,6 +6,7 @@ hints in steps, solutions after an attempt, what is noted, and `llmpar progress`
 """
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -551,12 +552,36 @@ def test_progress_sums_up_and_exports(capsys):
     assert sent["output"].startswith("correct. ") and not sent["extra_data"]["first_correct"]
 
 
-def test_a_file_of_something_else_is_refused(tmp_path, capsys):
-    (tmp_path / record.FILE).write_text("my notes\n")
+NOTED = '{"exercise": "03.sent", "answer": "1", "verdict": "not yet", "correct": false, "at": ""}'
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("my notes", "it is no JSON in line 1"),
+        (NOTED + "\n" + NOTED[:30], "it is no JSON in line 2"),
+        ("[1]", "not an object"),
+        ("{}", "object 1 is no answer, which has exercise (str), "),
+        (NOTED.replace("false", '"no"'), "correct (bool)"),
+        (NOTED.replace("at", "on"), "object 1 is no answer"),
+        ('{"a":' * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(text, why, tmp_path, capsys):
+    (tmp_path / record.FILE).write_text(text)
     assert main(["progress"]) == 1
-    assert "is no file of answers" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is no file of answers" in said and why in said and "Answer(" not in said
     exercises.attempt("03.sent", 1)
-    assert (tmp_path / record.FILE).read_text() == "my notes\n", "nothing of the learner's is overwritten"
+    assert (tmp_path / record.FILE).read_text() == text, "nothing of the learner's is overwritten"
+
+
+def test_a_pipe_is_no_file_of_answers(tmp_path, capsys):
+    os.mkfifo(tmp_path / record.FILE)
+    assert main(["progress"]) == 1
+    exercises.attempt("03.sent", 1)
+    told = capsys.readouterr()
+    assert "a pipe or a device" in told.err and "This answer was not noted" in told.out
 
 
 def test_a_lone_notebook_can_ask(tmp_path):
@@ -614,6 +639,7 @@ def test_teachers_see_the_solutions(capsys):
     assert "there are 00, 01" in capsys.readouterr().err
 
 
-def test_progress_of_a_folder_that_is_not_there_is_refused(capsys):
-    assert main(["progress", "--folder", "nowhere"]) == 1
-    assert "there is no folder 'nowhere'" in capsys.readouterr().err
+@pytest.mark.parametrize("folder", ["nowhere", ""])
+def test_progress_of_a_folder_that_is_not_there_is_refused(capsys, folder):
+    assert main(["progress", "--folder", folder]) == 1
+    assert f"there is no folder '{folder}'" in capsys.readouterr().err

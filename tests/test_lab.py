@@ -3,7 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import nbformat
@@ -21,14 +24,13 @@ def open_lab(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     asked = []
 
-    def run(command, **how):
-        asked.append((command, how["env"]))
-        return subprocess.CompletedProcess(command, 0)
+    def become(program, command, env):
+        asked.append((command, env))
 
     def start(**options):
         with monkeypatch.context() as patched:
-            patched.setattr(subprocess, "run", run)
-            COMMANDS["lab"](folder=str(ROOT / "notebooks"), **options).run()
+            patched.setattr(os, "execve", become)
+            COMMANDS["lab"](**{"folder": str(ROOT / "notebooks")} | options).run()
         return asked[-1]
 
     return start
@@ -49,12 +51,15 @@ def test_copies_are_the_lessons_without_outputs(open_lab, tmp_path):
 def test_the_words_that_lessons_link_to_are_served(open_lab, tmp_path):
     open_lab()
     copies = tmp_path / "lessons"
-    assert (copies / "README.md").read_text() == (ROOT / "README.md").read_text()
+    for name in ("README.md", "docs/words.md"):
+        assert (copies / name).read_text().startswith((ROOT / name).read_text())
     links = set()
     for path in copies.glob("[0-9]*.ipynb"):
         text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
         links |= set(re.findall(r"\]\((\.\./[^)#]*)", text))
-    assert links == {"../README.md"}, "JupyterLab looks for what lies above its root in the root"
+    assert links == {"../README.md", "../docs/words.md"}, (
+        "JupyterLab looks for what lies above its root in the root"
+    )
 
 
 def test_answers_are_never_overwritten_and_fresh_keeps_them(open_lab, tmp_path, capsys):
@@ -71,6 +76,8 @@ def test_answers_are_never_overwritten_and_fresh_keeps_them(open_lab, tmp_path, 
     assert "my answers" not in mine.read_text() and not log.exists()
     (earlier,) = (tmp_path / "lessons" / "earlier").iterdir()
     assert (earlier / mine.name).read_text() == "my answers" and (earlier / log.name).read_text() == "noted"
+    open_lab(fresh=True)  # within the same second
+    assert len(list(earlier.parent.iterdir())) == 2 and mine.exists()
 
 
 def test_the_start_page_names_each_lesson_with_its_question_and_minutes(open_lab, tmp_path):
@@ -106,6 +113,96 @@ def test_the_news_are_not_fetched():
     assert news == {"fetchNews": "false", "checkForUpdates": False}
 
 
-def test_copies_beside_the_lessons_are_refused(open_lab):
-    with pytest.raises(ValueError, match="is where the lessons are; name another folder"):
-        open_lab(copies=os.path.relpath(ROOT / "notebooks"))
+def foreign(tmp_path):
+    """A folder with somebody's files."""
+    (tmp_path / "README.md").write_text("mine")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    return {"copies": "."}
+
+
+def locked(tmp_path):
+    """A file where the folder should be: not even root can write into it."""
+    (tmp_path / "notes").write_text("mine")
+    return {"copies": "notes"}
+
+
+REFUSED = {
+    "beside the lessons": (
+        lambda _: {"copies": os.path.relpath(ROOT / "notebooks")},
+        "is where the lessons are; name another",
+    ),
+    "no name": (lambda _: {"copies": ""}, "--copies '' names no folder"),
+    "somebody's folder": (foreign, "has files, and no start.ipynb of ours; give --copies a new or empty"),
+    "not writable": (locked, r"cannot write 'notes' \(.*\); give --copies a folder that you may write to"),
+    "no lessons": (lambda here: {"folder": str(here)}, "there are no lessons in"),
+    "no port": (lambda _: {"port": 0}, "--port 0 is no port"),
+}
+
+
+@pytest.mark.parametrize("plant, sentence", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_and_nothing_is_written(plant, sentence, open_lab, tmp_path):
+    options = plant(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ValueError, match=sentence):
+        open_lab(**options)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_page_of_the_learner_s_is_kept_and_ours_is_renewed(open_lab, tmp_path):
+    open_lab()
+    copies = tmp_path / "lessons"
+    kept = {"README.md": "my notes", ".gitignore": "*.log\n"}
+    for name, text in kept.items():
+        (copies / name).write_text(text)
+    words = copies / "docs" / "words.md"
+    words.write_text(words.read_text().replace("layout", "an older word"))
+    open_lab()
+    assert {name: (copies / name).read_text() for name in kept} == kept
+    assert words.read_text().startswith((ROOT / "docs" / "words.md").read_text())
+
+
+@pytest.mark.parametrize(
+    "lesson, sentence",
+    [
+        (b"no JSON", "it is no JSON"),
+        (b"[1]", "not an object"),
+        (b'{"cells": []}', "it is no notebook with cells and metadata"),
+        (b'{"cells": [7], "metadata": {}}', "it is no notebook with cells and metadata"),
+        (b'"\xfc"', "it is not UTF-8 text"),
+        (b"[" * 100_000, "it is nested too deeply"),
+    ],
+)
+def test_what_is_no_lesson_is_refused_in_a_sentence(lesson, sentence, open_lab, tmp_path):
+    (tmp_path / "00_mine.ipynb").write_bytes(lesson)
+    with pytest.raises(ValueError, match=f"cannot read the lesson '.*00_mine.ipynb': .*{sentence}"):
+        open_lab(folder=str(tmp_path), copies="copies")
+    assert not (tmp_path / "copies").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no execve")
+def test_the_server_takes_the_place_of_the_command(tmp_path):
+    """A signal to the command is one to the server: here a program that says its number and waits."""
+    (tmp_path / "jupyter.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    command = [sys.executable, "-m", "llmpar", "lab", "--folder", str(ROOT / "notebooks")]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE
+    ) as lab:
+        assert int(lab.stdout.readline()) == lab.pid
+        lab.terminate()
+        assert lab.wait() == -signal.SIGTERM
+
+
+def test_a_wheel_has_the_lessons_and_what_they_link_to(tmp_path):
+    pytest.importorskip("hatchling", reason="hatchling is not installed (extra dev)")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if not name.startswith("llmpar-")}
+    assert all(name.startswith("llmpar/") for name in inside)
+    lessons = {f"llmpar/notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert {name for name in inside if name.startswith("llmpar/notebooks/")} == lessons
+    data = [path for path in (ROOT / "llmpar").rglob("*") if path.suffix in (".json", ".md", ".js", ".toml")]
+    assert {"llmpar/README.md", "llmpar/docs/words.md"} | {
+        str(path.relative_to(ROOT)) for path in data
+    } <= inside

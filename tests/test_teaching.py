@@ -4,6 +4,7 @@ quiz that scores itself."""
 import importlib.util
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -129,14 +130,6 @@ def test_the_index_names_all_lessons_and_its_links_lead_somewhere(tmp_path):
     assert not re.search(r"https?://", text), "the page fetches nothing"
 
 
-def test_the_words_of_the_index_are_those_of_the_page():
-    page = (ROOT / "docs" / "words.md").read_text()
-    ours = {word for words, _ in lessons.GLOSSARY for word in words.split(", ")}
-    listed = {word for words in re.findall(r"^\| \*\*(.+?)\*\* \|", page, re.M) for word in words.split(", ")}
-    assert {"layout", "arrow", "region", "reading", "census"} <= ours & listed
-    assert all(len(meaning.split()) <= 25 for _, meaning in lessons.GLOSSARY)
-
-
 def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
     handout = load(ROOT / "slides" / "handout.py")
     made = handout.build(tmp_path)  # refuses a sheet that needs two pages
@@ -234,7 +227,7 @@ def test_a_quiz_that_cannot_be_is_refused(given, sentence):
 def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
     file = tmp_path / "quiz.jsonl"
     ask = COMMANDS["quiz"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("2\n\n1\n4\nsixteen\n14\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("2\n\n1\n4\nsixteen\n14\nnan" + 12 * "\n"))
     ask(file=str(file)).run()
     said = capsys.readouterr().err
     assert "1 of 14 right" in said and "number of shards" not in said, "before, the answers are not told"
@@ -245,11 +238,53 @@ def test_the_command_asks_notes_and_compares(tmp_path, monkeypatch, capsys):
     assert json.loads(out)["score"] == 14 and "14 of 14 right" in said and "four shards" in said
     ask(file=str(file), effect=True).run()
     assert re.search(r"^explain +2\.00 -> 5\.00$", capsys.readouterr().out, re.M)
-    monkeypatch.setattr("sys.stdin", io.StringIO("7\n"))
-    with pytest.raises(ValueError, match="a rating is 1 to 5"):
-        ask(file=str(file)).run()
-    with pytest.raises(ValueError, match="cannot read results"):
-        ask(file=str(tmp_path / "none"), effect=True).run()
+    noted = file.read_text()
+    assert [json.loads(line)["when"] for line in noted.splitlines()] == ["before", "after"]
+    for given, sentence in (
+        ("7\n", "a rating is 1 to 5"),
+        ("", "nothing is noted"),
+        ("1\n2\n3\n4\n", "input ended"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO(given))
+        with pytest.raises(ValueError, match=sentence):
+            ask(file=str(file)).run()
+    assert file.read_text() == noted
+
+
+def test_a_file_that_cannot_be_written_is_known_before_the_first_question(tmp_path, monkeypatch, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr("sys.stdin", None)  # nothing is asked
+    for name, why in (
+        ("none/quiz.jsonl", "No such file"),
+        (".", "it is a folder"),
+        ("pipe", "a pipe or a device"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            COMMANDS["quiz"](file=str(tmp_path / name)).run()
+    assert capsys.readouterr().err == ""
+
+
+GOOD = {"when": "before", "score": 3, "max_score": 14, "ratings": {"explain": 2}}
+
+
+@pytest.mark.parametrize(
+    "row, sentence",
+    [
+        ("{}", "result 2 is of when=None, neither before nor after"),
+        (json.dumps(GOOD | {"when": "during"}), "when='during', neither before nor after"),
+        (json.dumps(GOOD | {"score": "3"}), "result 2 is none of this quiz"),
+        (json.dumps(GOOD | {"score": 15}), "result 2 is none of this quiz"),
+        (json.dumps(GOOD | {"max_score": 0, "score": 0}), "result 2 is none of this quiz"),
+        (json.dumps(GOOD | {"ratings": {"explain": "much"}}), "ratings of 1 to 5"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_results_of_something_else_are_refused(row, sentence, tmp_path):
+    (tmp_path / "quiz.jsonl").write_text(json.dumps(GOOD) + "\n" + row)
+    with pytest.raises(ValueError, match=f"cannot read results from '.*quiz.jsonl': .*{sentence}"):
+        COMMANDS["quiz"](file=str(tmp_path / "quiz.jsonl"), effect=True).run()
+    with pytest.raises(ValueError, match="cannot read results from '.*none'"):
+        COMMANDS["quiz"](file=str(tmp_path / "none"), effect=True).run()
 
 
 # -------------------------------------------------------------------------------------------------- the rest

@@ -7,6 +7,7 @@ from typing import Any
 
 import tyro
 
+from llmpar.cli.answers import Progress, Quiz, Solutions
 from llmpar.cli.compile import Compile
 from llmpar.cli.demo import Demo
 from llmpar.cli.doctor import Doctor
@@ -17,10 +18,7 @@ from llmpar.cli.launch import COMMANDS as LAUNCHED
 from llmpar.cli.launch import Launch
 from llmpar.cli.models import Models
 from llmpar.cli.plan import Plan
-from llmpar.cli.progress import Progress
-from llmpar.cli.quiz import Quiz
 from llmpar.cli.schedule import Schedule
-from llmpar.cli.solutions import Solutions
 from llmpar.cli.train import Train
 
 COMMANDS = {

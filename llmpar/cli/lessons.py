@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from dataclasses import dataclass
+from typing import Any
+
+from llmpar.files import read_json, refuse
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,21 @@ class Lesson:
         return self.teaching + self.exercises
 
 
+def notebook(path: pathlib.Path) -> dict[str, Any]:
+    """Read a notebook; refuse what is none."""
+    document = read_json(path, "lesson")
+    cells, about = document.get("cells"), document.get("metadata")
+    good = isinstance(cells, list) and all(
+        isinstance(cell, dict) and {"cell_type", "source"} <= cell.keys() for cell in cells
+    )
+    if not good or not isinstance(about, dict) or not isinstance(about.get("llmpar", {}), dict):
+        refuse(path, "lesson", "it is no notebook with cells and metadata; build it: make notebooks")
+    return document
+
+
 def read(path: pathlib.Path) -> Lesson:
     """Read one lesson; refuse a notebook that does not say what a course needs to know."""
-    document = json.loads(path.read_text(encoding="utf-8"))
+    document = notebook(path)
     about = document["metadata"].get("llmpar", {})
     headings = (
         "".join(cell["source"]).lstrip() for cell in document["cells"] if cell["cell_type"] == "markdown"
@@ -55,32 +69,3 @@ def read(path: pathlib.Path) -> Lesson:
 def lessons(folder: pathlib.Path) -> list[Lesson]:
     """Read the lessons of a folder, in their order."""
     return [read(path) for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))]
-
-
-GLOSSARY = (
-    ("device", "one memory, one program; real, or one of eight that your processor simulates"),
-    ("mesh", "devices with coordinates; its axes are pp dp fsdp ep sp tp, slow links first"),
-    (
-        "shard, replica",
-        "the piece of a value that a device holds; one of the devices that hold the same piece",
-    ),
-    (
-        "layout",
-        "one line that says where a value lives: b/dp s d +tp is cut by dp, and an unfinished sum over tp",
-    ),
-    ("arrow", "two layouts and ->: a movement; for each axis one collective, a local slice, or nothing"),
-    ("collective", "messages of a whole group: all-gather, reduce-scatter, all-reduce, all-to-all, permute"),
-    (
-        "region",
-        "a named part of the model (stream, attention, ffn); the plan says which axes cut which dims there",
-    ),
-    ("reading", "who carries the arrows out: Solo, Manual, Auto or Explicit"),
-    ("census", "what a compiled program sends, counted"),
-    ("microbatch", "a part of the batch that goes through the model by itself; gradients are added up"),
-    ("bubble", "the time in which a pipeline's stage waits"),
-    (
-        "host, process",
-        "a machine with its own memory; the program that runs on it, one of several with one mesh",
-    ),
-)
-"""The words that a newcomer needs first; the README's Words and Letters have all of them."""

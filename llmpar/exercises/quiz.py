@@ -224,6 +224,15 @@ def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return statistics.fmean(values) if values else None
 
     both = ("before", "after")
+    for number, result in enumerate(results, 1):
+        score, most, ratings = (result.get(name) for name in ("score", "max_score", "ratings"))
+        if result.get("when") not in both:
+            raise ValueError(f"result {number} is of when={result.get('when')!r}, neither before nor after")
+        known = isinstance(ratings, dict) and all(rating in range(1, 6) for rating in ratings.values())
+        if not (type(score) is type(most) is int and 0 <= score <= most > 0 and known):
+            raise ValueError(
+                f"result {number} is none of this quiz: it needs score, max_score and ratings of 1 to 5"
+            )
     out: dict[str, Any] = {"num": {when: sum(r["when"] == when for r in results) for when in both}}
     out["score"] = {when: mean(lambda r: r["score"] / r["max_score"], when) for when in both}
     for name in RATINGS:

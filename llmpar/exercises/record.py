@@ -18,7 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmpar.files import read_json_lines
+
 FILE = "answers.jsonl"
+KINDS = {"exercise": str, "answer": str, "verdict": str, "correct": bool, "at": str}
 MAX_ANSWER = 2_000  # characters of an answer that are kept
 
 
@@ -59,14 +62,20 @@ def file(folder: str = ".") -> pathlib.Path:
 def answers(folder: str = ".") -> list[Answer]:
     """Read all answers, the oldest first; refuse a file that is something else."""
     path = file(folder)
-    if not path.exists():
+    if not os.path.lexists(path):
         return []
     try:
-        return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines() if line]
-    except (TypeError, ValueError) as error:
+        rows = read_json_lines(path, "file of answers")
+        for number, row in enumerate(rows, 1):
+            kinds = {name: type(value) for name, value in ({"at": ""} | row).items()}
+            if kinds != KINDS:
+                wanted = ", ".join(f"{name} ({kind.__name__})" for name, kind in KINDS.items())
+                raise ValueError(f"object {number} is no answer, which has {wanted}")
+    except ValueError as error:
         raise ValueError(
             f"'{path}' is no file of answers ({error}); move it away, or set LLMPAR_ANSWERS to another name"
         ) from error
+    return [Answer(**row) for row in rows]
 
 
 def note(answer: Answer) -> str:

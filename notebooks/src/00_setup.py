@@ -32,8 +32,8 @@
 #
 # Letters: `b` rows of the batch, `d` width of the model.
 #
-# Words of this package (layout, arrow, region, reading, island, census) have a table of their own in the
-# [README](../README.md#words).
+# Words of this package (layout, arrow, region, reading, island, census) have a table of their own:
+# [docs/words.md](../docs/words.md#words).
 #
 # ## Which devices?
 #

@@ -23,7 +23,7 @@
 # Letters: `b` rows of the batch, `s` positions, `d` width, `m` width of a feed-forward, `n` query heads, `k` KV heads, `h` width
 # of a head, `l` layers, `v` vocabulary, `Ψ` parameters, `T` tokens per device.
 #
-# All words: [README](../README.md#words). The core path ends at *Further*.
+# All words: [docs/words.md](../docs/words.md#words). The core path ends at *Further*.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices

@@ -27,7 +27,7 @@
 # | permute | a block | its neighbour's block | one step of a ring |
 #
 # An **arrow** has the layout before and after: `s/tp` is cut by the devices along `tp`, `+tp` is a sum over them that nobody
-# has finished (README, [Words](../README.md#words)).
+# has finished ([Words](../docs/words.md#words)).
 #
 # **Question.** How many bytes does each send, and when do they cost time?
 #

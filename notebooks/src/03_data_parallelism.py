@@ -20,7 +20,7 @@
 # added up over the devices; every device then makes the same update. What travels is **gradients**: not weights, not
 # activations, not data. Weights agree because they started equal and every update is the same.
 #
-# | word | meaning ([all words](../README.md#words)) |
+# | word | meaning ([all words](../docs/words.md#words)) |
 # |---|---|
 # | axis `dp` | the devices of data parallelism; each of them is a *replica* |
 # | *dim* | one direction of an array, named by a letter: a weight with dims `d m` |

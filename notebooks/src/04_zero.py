@@ -27,7 +27,7 @@
 #
 # An *arrow* is a movement: `d/fsdp` is cut along dim `d`, `d +fsdp` is an unfinished sum, of which each device has one
 # addend. The axis `fsdp` (fully sharded data parallelism) has the devices that share one copy. A *census* counts what a
-# compiled program sends. [All words](../README.md#words).
+# compiled program sends. [All words](../docs/words.md#words).
 #
 # **Question.** How much memory does each stage save, and what does it cost to send?
 #

@@ -85,7 +85,7 @@ B, S, D, M, L, STEPS = 4, 16, 32, 128, 4, 5
 # The model's text names no axis. Its arrows are *logical*: they name *regions* of the model. `stream` is the residual stream,
 # `attention` and `ffn` (the feed-forward) are where heads and hidden units may be cut. The plan knows which axis cuts what in a
 # region, and turns a logical arrow into one with axes. `+m` says: this was summed over the hidden units that are here. A
-# *reading* carries the arrows out; `Manual` does so inside `jax.shard_map`, where one writes what a single device does. ([All words](../README.md#words))
+# *reading* carries the arrows out; `Manual` does so inside `jax.shard_map`, where one writes what a single device does. ([All words](../docs/words.md#words))
 
 # %% tags=["nbval-check-output"]
 one, eight, cut = Plan("dp=1"), Plan("tp=8"), Plan("tp=8", tp_sequence=True)

@@ -26,7 +26,7 @@
 # | gathered keys (Llama 3, 2024) | all keys and values to everybody | `b s/sp k h -> b s k h` |
 #
 # An *arrow* is a movement between two layouts; `s/sp` is a dim cut by an axis. A *rank* is a device's number along the axis. A *census*
-# counts what a compiled program sends. [All words](../README.md#words).
+# counts what a compiled program sends. [All words](../docs/words.md#words).
 #
 # **Question.** What must travel so that every query sees every key, and why do some devices wait for others?
 #

@@ -27,7 +27,7 @@
 #
 # A **layout** such as `l/pp d m` says which dim is cut by which axis, an **arrow** (`+pp -> whole`: finish a sum over `pp`) how it changes.
 # `shard_map` runs a function on every device with its own block; a **census** counts what the compiled program sends.
-# All words: [README](../README.md#words).
+# All words: [docs/words.md](../docs/words.md#words).
 #
 # **Question.** How much of the time do stages wait, what shortens it, and what does that cost?
 #

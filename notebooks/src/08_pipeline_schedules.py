@@ -27,7 +27,7 @@
 # | send microbatches in at both ends | DualPipe (DeepSeek-AI 2024) | what can overlap, for a second copy of the weights |
 #
 # A **schedule** is the order of each stage's cells, a **timetable** says when they run, and a **census** counts what the compiled program
-# sends along `pp`, the axis of the pipeline (all words: [README](../README.md#words)).
+# sends along `pp`, the axis of the pipeline (all words: [docs/words.md](../docs/words.md#words)).
 #
 # **Question.** Which of them may you use in a memory that is given, and what is left of the bubble?
 #

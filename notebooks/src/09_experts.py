@@ -25,7 +25,7 @@
 # | combine | `b e/ep c d -> b/ep e c d`, the same back |
 #
 # A **layout** such as `b/ep e c d` says which dim is cut by which axis, an **arrow** how that changes. `shard_map` runs a function on every
-# device with its own block; a **census** counts what the compiled program sends. All words: [README](../README.md#words).
+# device with its own block; a **census** counts what the compiled program sends. All words: [docs/words.md](../docs/words.md#words).
 #
 # **Question.** What moves, how much of it is padding, and what happens when everybody wants the same expert?
 #

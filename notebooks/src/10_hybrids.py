@@ -27,7 +27,7 @@
 # | `pp` | pipeline | the layers | activations between stages |
 #
 # A **layout** such as `b/dp s d +tp` says where a value lives; an **arrow** is a movement between two layouts, and a
-# **census** counts what a compiled program sends ([Words](../README.md#words)). **State** is weights and the optimizer's
+# **census** counts what a compiled program sends ([Words](../docs/words.md#words)). **State** is weights and the optimizer's
 # moments, in float32 here.
 #
 # **Question.** What does each axis cost, what does it save, and why do two meshes differ in the last digits?

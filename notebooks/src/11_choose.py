@@ -24,7 +24,7 @@
 # Axes, slow links first: `pp` pipeline stages, `dp` replicas, `fsdp` replicas with cut state, `ep` experts, `sp` sequence, `tp` tensor
 # parallelism.
 #
-# A **census** counts what a compiled program sends; all words: [README](../README.md#words). The core path ends at *Further*.
+# A **census** counts what a compiled program sends; all words: [docs/words.md](../docs/words.md#words). The core path ends at *Further*.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices

@@ -26,7 +26,7 @@
 #
 # A **layout** is one line that says where a value lives: `b/dp s d +tp` is cut by the mesh axis `dp` along `b`, and is
 # an unfinished sum over `tp`. An **arrow** is a movement between two layouts. A **census** counts what a compiled program
-# sends. (All words: [README](../README.md#words).)
+# sends. (All words: [docs/words.md](../docs/words.md#words).)
 #
 # **Question.** If the text has a mistake, which reading tells you, and which one hides it?
 #

@@ -27,7 +27,7 @@
 # Letters: `b` rows of the batch, `s` positions, `d` width of the model, `N` devices along the axis at hand, `Ψ` parameters.
 #
 # A **team** is the processes that a notebook starts and hands functions to; other words are in
-# [README](../README.md#words). The core path ends at *Further*.
+# [Words](../docs/words.md#words). The core path ends at *Further*.
 
 # %% tags=["plumbing"]
 from llmpar.mesh import use_devices

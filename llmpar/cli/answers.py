@@ -1,0 +1,164 @@
+"""``llmpar progress``, ``solutions`` and ``quiz``: what learners have answered, and what is right."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import sys
+from dataclasses import dataclass
+
+from llmpar import exercises
+from llmpar.cli.options import emit, say, speaks
+from llmpar.exercises import quiz, record
+from llmpar.exercises.judge import CORRECT
+from llmpar.files import check_ordinary, read_json_lines
+
+FOLDERS = (".", "lessons", "notebooks")
+"""Where learners work; the first with a file of answers is taken."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Show which exercises of the lessons are answered, and how often each was tried.
+
+    Attributes:
+        folder: where you answered; by default this folder, lessons or notebooks.
+        json: print one JSON document on stdout, as Otter-Grader and Gradescope read it (results.json).
+    """
+
+    folder: str | None = None
+    json: bool = False
+
+    def run(self) -> None:
+        """Print the table."""
+        if self.folder is not None and not os.path.isdir(self.folder):
+            raise ValueError(f"there is no folder '{self.folder}'; name the one in which you answered")
+        folder = self.folder or next((name for name in FOLDERS if record.file(name).exists()), ".")
+        levels = {name: exercises.find(name).level for name in exercises.names()}
+        document = record.results(record.answers(folder), levels)
+        emit(document, self.json)
+        if self.json or not speaks():
+            return
+        for test in document["tests"]:
+            tries = test["extra_data"]["tries"]
+            said = "correct" if test["score"] else "not yet" if tries else ""
+            times = f"{tries} {'try' if tries == 1 else 'tries'}" if tries else ""
+            print(f"{test['name']:<28}{test['extra_data']['level']:<9}{times:<9}{said}".rstrip())
+        left = next((test["name"] for test in document["tests"] if not test["score"]), None)
+        print(
+            f"{document['score']:g} of {document['max_score']:g} correct"
+            + (f"; the next one is {left}" if left else ", which is all")
+        )
+
+
+@dataclass(frozen=True)
+class Solutions:
+    """Print the solutions of exercises, and why they are right. For teachers: learners have `solution(...)`
+    in the lesson, after an attempt.
+
+    Attributes:
+        lesson: its number, such as 03; None: all lessons.
+        json: print one JSON document on stdout.
+    """
+
+    lesson: str | None = None
+    json: bool = False
+
+    def run(self) -> None:
+        """Print them in the order of the lessons."""
+        known = exercises.lessons()
+        if self.lesson not in (None, *known):
+            raise ValueError(f"lesson {self.lesson!r} has no exercises; there are {', '.join(known)}")
+        names = exercises.names(self.lesson) if self.lesson else exercises.names()
+        found = {name: exercises.solved(name) for name in names}
+        emit({"solutions": found}, self.json)
+        if not self.json and speaks():
+            exercises.say("\n\n".join(found.values()))
+
+
+@dataclass(frozen=True)
+class Quiz:
+    """Take the quiz that scores itself: one question for each lesson, and three self-ratings.
+
+    Answers are read line by line; an empty line leaves a question out. Before, only the number of right ones
+    is told, so that the same questions serve again; after, what is right and why.
+
+    Attributes:
+        after: the workshop is over.
+        file: where the results are kept, one JSON object a line.
+        effect: compare before and after over the results in FILE, and ask nothing.
+        json: print the results as one JSON document on stdout.
+    """
+
+    after: bool = False
+    file: str = "quiz.jsonl"
+    effect: bool = False
+    json: bool = False
+
+    def run(self) -> None:
+        """Ask, judge and note; or compare."""
+        path = pathlib.Path(self.file)
+        if self.effect:
+            self.compare(path)
+            return
+        if path.exists():
+            check_ordinary(path, "file of results")
+        try:
+            results = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"cannot note results in '{path}' ({error.strerror}); give --file") from error
+        with results:
+            result = self.ask()
+            results.write(json.dumps(result) + "\n")
+        emit(result, self.json)
+        if self.after:
+            for item in result["items"]:
+                mark = "right" if item["correct"] else "     "
+                say(f"{item['lesson']} {mark} {item['verdict'].removeprefix(CORRECT + '. ')}")
+        say(f"{result['score']} of {result['max_score']} right; noted in {path}")
+
+    def ask(self) -> dict:
+        """Ask for ratings and answers, and judge them."""
+        say("Numbers only; an empty line leaves a question out.\n")
+        ratings: dict[str, int] = {}
+        for name, words in quiz.RATINGS.items():
+            rating = asked(f"From 1 (not at all) to 5 (I could teach it): I can {words}.")
+            if rating is not None:
+                ratings[name] = int(rating) if rating in range(1, 6) else 0
+                if not ratings[name]:
+                    raise ValueError(f"a rating is 1 to 5, not {rating:g}; start again")
+        answers = {lesson: asked(f"{lesson}. {question}") for lesson, (question, _) in quiz.QUESTIONS.items()}
+        given = {lesson: answer for lesson, answer in answers.items() if answer is not None}
+        return quiz.score("after" if self.after else "before", given, ratings)
+
+    def compare(self, path: pathlib.Path) -> None:
+        """Print the means before and after."""
+        try:
+            found = quiz.effect(read_json_lines(path, "file of results"))
+        except ValueError as error:
+            raise ValueError(f"cannot read results from '{path}': {error}") from error
+        emit(found, self.json)
+        if not self.json:
+            for name, means in found.items():
+                shown = (
+                    "-" if value is None else f"{value:.2f}" if name != "num" else str(value)
+                    for value in means.values()
+                )
+                print(f"{name:<10}{' -> '.join(shown)}")
+
+
+def asked(question: str) -> float | None:
+    """Ask for a number; an empty line is None."""
+    say(question)
+    if not (line := sys.stdin.readline()):
+        raise ValueError("the input ended before the last question, so nothing is noted; start again")
+    if not (line := line.strip().replace(",", "")):
+        return None
+    with contextlib.suppress(ValueError):
+        if math.isfinite(number := float(line.removesuffix("%"))):
+            return number / 100 if line.endswith("%") else number
+    say("That is no number, so it is left out.")
+    return None
