@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+import os
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
 from llmpar.cli import main
 from llmpar.cli.commands import parse
+from llmpar.cli.options import still_at_work
+from llmpar.cli.plan import axes_of
 from llmpar.config import preset
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory, planner, workload
@@ -231,14 +235,50 @@ def test_the_table_ends_with_the_lines_to_run(capsys):
         (["--seq-len", "0"], "sequence 0 is none"),
         (["--keep", "0"], "keep is 0"),
         (["--against", "x.json", "--devices", "8"], "--devices decides nothing"),
-        (["--against", "missing.json"], "cannot read measured runs from 'missing.json'"),
+        (["--against", "missing.json"], "cannot read the measured runs 'missing.json'"),
+        (["--against", os.devnull], "no ordinary file"),
+        (["--mesh", "tp=-1"], "name the others alone, as 'tp=8 pp=4'"),
+        (["--mesh", "2,-1,2,1"], "leaves an axis open by -1"),
+        (["--mesh", "ep=4"], "ep=4 deals out experts, and 'llama3-8b' has none"),
+        (["--fix", "schedule=bogus"], "no schedule is called 'bogus'"),
+        (["--fix", "unroll=99999999999"], "of a model of 32 layers"),
+        (["--fix", "microbatches=7"], "microbatches=7 divides the sequences of a data rank on no mesh"),
+        (["--chip", ""], "chip '' is not known"),
+        (["--seq-len", "1000000000"], "use 1 to 16,777,216 tokens"),
+        (["--devices", "524288"], "use 1 to 131,072"),
+        (["--html", "nowhere/page.html"], "a folder that is there and can be written"),
         (["--model", "llama3-70b", "--devices", "8"], "the smallest machine on which it does has"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_a_sentence(capsys, words, sentence):
     status, out, err = call(capsys, *words)
-    assert status == 1 and out == "" and sentence in err and err.startswith("llmpar: ")
-    assert len(err.strip().splitlines()) == 1
+    (line,) = (line for line in err.splitlines() if not line.startswith("… still pricing"))
+    assert status == 1 and out == "" and sentence in line and line.startswith("llmpar: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("2,2,2,1", dict(dp=2, fsdp=2, tp=2, sp=1)),
+        ("1,2,4", dict(dp=1, fsdp=2, tp=4)),
+        ("!dp:2,mp:4", dict(dp=2, tp=4)),
+        ("tp=1 pp=2", dict(tp=1, pp=2)),
+    ],
+)
+def test_a_mesh_in_any_of_its_forms_fixes_the_axes_that_it_gives(text, axes):
+    assert axes_of(text) == axes
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(capsys, monkeypatch):
+    monkeypatch.setattr("llmpar.cli.options.os.access", lambda *_: False)
+    monkeypatch.setattr(planner, "decide", lambda *_: pytest.fail("it has begun to work"))
+    assert "cannot be written" in call(capsys, "--html", "page.html")[2]
+
+
+def test_long_work_says_that_it_goes_on(capsys):
+    with still_at_work("pricing", "seconds are usual", every_s=0.01):
+        time.sleep(0.2)
+    assert "… still pricing after 0 s; seconds are usual" in capsys.readouterr().err
 
 
 def test_fields_that_are_given_are_kept(capsys):

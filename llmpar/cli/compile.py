@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import threading
-import time
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
 
-from llmpar.cli.options import File, PlanFlags, StepOptions, check_picture, say, show, start
+from llmpar.cli.options import File, PlanFlags, StepOptions, check_picture, say, show, start, still_at_work
 
-EVERY_S = 20
-"""A compilation says that it is still at work this often."""
-
+USUAL = {"gpu": "seconds", "tpu": "one to five minutes"}
+"""Of processor time, that a compilation takes."""
 BIG = {"dtype": "bfloat16", "remat": "selective", "loss_chunks": 8}
 """What large models are trained with: defaults here, where `train` has those of a model that fits
 anywhere."""
@@ -80,31 +76,9 @@ class Compile:
         config, plan = self.step.settle(len(target.devices), own=BIG)
         batch_size = target.num_devices if self.step.batch_size is None else self.step.batch_size
         say(f"compiling a step of {config.name} on {plan.mesh} for {target.text} …")
-        with _still_at_work(target.platform):
+        with still_at_work("compiling", f"{USUAL[target.platform]} of processor time are usual", every_s=20):
             document = aot.compile_step(config, plan, target, batch_size, self.step.seq_len)
         show(document, aot, "the schedule", self.svg if "turns" in document else None, self.json)
         if not document["fits"]:
             raise ValueError(document["why"])
         return document
-
-
-@contextlib.contextmanager
-def _still_at_work(platform: str):
-    """Say from time to time that the compiler is still at work."""
-    usual = {"gpu": "seconds", "tpu": "one to five minutes"}[platform]
-    done, begin = threading.Event(), time.perf_counter()
-
-    def watch():
-        while not done.wait(EVERY_S):
-            say(
-                f"… still compiling after {time.perf_counter() - begin:.0f} s; {usual} of processor time are"
-                " usual"
-            )
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

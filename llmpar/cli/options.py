@@ -12,7 +12,9 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -154,11 +156,34 @@ def check_picture(path: str | None) -> None:
         svg = pathlib.Path(path).with_suffix(".svg")
         lacks = f"'{path}' would be drawn by matplotlib, which is not installed"
         raise ValueError(f"{lacks}; use '{svg}', or pip install 'llmpar[lab]'")
-    folder = pathlib.Path(path).absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or pathlib.Path(path).is_dir():
+    check_folder(path)
+
+
+def check_folder(path: str) -> None:
+    """Refuse a path that no file can be written to, before the work that it would hold."""
+    folder, there = pathlib.Path(path).absolute().parent, pathlib.Path(path).exists()
+    if pathlib.Path(path).is_dir() or not os.access(path if there else folder, os.W_OK):
         raise ValueError(
             f"'{path}' cannot be written; give a file in a folder that is there and can be written"
         )
+
+
+@contextlib.contextmanager
+def still_at_work(doing: str, usual: str, every_s: float = 5) -> Iterator[None]:
+    """Say from time to time what a command is still doing, and what is usual."""
+    done, begin = threading.Event(), time.perf_counter()
+
+    def watch():
+        while not done.wait(every_s):
+            say(f"… still {doing} after {time.perf_counter() - begin:.0f} s; {usual}")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, parts: tuple[str, ...]) -> None:

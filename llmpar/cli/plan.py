@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from llmpar.cli.options import MAX_SEQ_LEN, MAX_TOKENS, File, emit, say, speaks
+from llmpar import schedules
+from llmpar.cli.options import MAX_TOKENS, File, check_folder, emit, say, speaks, still_at_work
 from llmpar.config import preset
-from llmpar.notation import AXES, parse_mesh
+from llmpar.notation import AXES, POSITIONAL, parse_mesh
 from llmpar.plan import Plan as Fields
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
-MAX_DEVICES = 1 << 20
+MAX_DEVICES, MAX_SEQ_LEN = 1 << 17, 1 << 24
+"""Larger than any machine and any context that was published; what is priced grows with both."""
 SERVING = ("--prompt", "--output", "--first-token-ms", "--per-token-ms", "--weight-bits", "--cache-bits")
 TRAINING = ("--batch-tokens", "--seq-len", "--fix", "--tokens", "--html")
 
@@ -113,7 +115,8 @@ class Plan:
         if self.html is not None:
             self.check_page(self.html)
         budget = None if self.tokens is None else count(self.tokens, "tokens", 1000)
-        answer = planner.decide(self.question(), self.keep)
+        with still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
+            answer = planner.decide(self.question(), self.keep)
         document = planner.document(answer, budget, self.price)
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
@@ -141,8 +144,7 @@ class Plan:
 
         if pathlib.Path(path).suffix != ".html":
             raise ValueError(f"'{path}' is no page; call it .html")
-        if pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir():
-            raise ValueError(f"'{path}' cannot be written; give a file in a folder that is there")
+        check_folder(path)
         if self.cluster is not None:
             raise ValueError(
                 f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others; write a"
@@ -214,7 +216,10 @@ class Plan:
         from llmpar.predict import hardware
 
         if self.cluster is None:
-            chip, devices = hardware.chip(self.chip or "h100"), 64 if self.devices is None else self.devices
+            chip, devices = (
+                hardware.chip("h100" if self.chip is None else self.chip),
+                64 if self.devices is None else self.devices,
+            )
             if chip.simulated:
                 raise ValueError("time means nothing on simulated devices; name a chip, as --chip h100")
         else:
@@ -247,11 +252,7 @@ class Plan:
 
     def fixed(self) -> dict[str, Any]:
         """The fields of the plan that are given, by name and value."""
-        given: dict[str, Any] = {}
-        if self.mesh:
-            sizes = parse_mesh(self.mesh).sizes
-            named = re.findall("|".join(AXES), self.mesh)
-            given |= {axis: sizes[axis] for axis in AXES if axis in named}
+        given: dict[str, Any] = {} if self.mesh is None else axes_of(self.mesh)
         known = {f.name: f for f in dataclasses.fields(Fields) if f.name != "mesh"}
         for pair in (self.fix or "").replace(",", " ").split():
             name, _, text = pair.partition("=")
@@ -262,8 +263,27 @@ class Plan:
             if value is None and isinstance(known[name].default, str):
                 value = text  # remat has a policy of that name
             given[name] = int(text) if re.fullmatch(r"\d+", text) else value
-        Fields(**{name: value for name, value in given.items() if name not in AXES})  # refuses values
+        plan = Fields(**{name: value for name, value in given.items() if name not in AXES})  # refuses values
+        if "\n" not in plan.schedule:
+            schedules.make(plan.schedule, 1, 1)  # refuses a name that is none
+        if plan.unroll > (layers := preset(self.model).num_layers):
+            raise ValueError(
+                f"unroll={plan.unroll} of a model of {layers} layers; use 0, which is all of them"
+            )
         return given
+
+
+def axes_of(text: str) -> dict[str, int]:
+    """The sizes of the axes that a mesh's text gives: of all that it has places for, if it is numbers."""
+    tokens = re.findall(r"[^\s,!]+", text)
+    if any(re.fullmatch(r"(\w+[:=])?-1", token) for token in tokens):
+        raise ValueError(
+            f"--mesh '{text}' leaves an axis open by -1, as `plan` does with all axes that it does not name:"
+            " name the others alone, as 'tp=8 pp=4'"
+        )
+    sizes, named = parse_mesh(text).sizes, [re.split("[:=]", token)[0] for token in tokens]
+    names = named if set(named) <= {*AXES, "mp"} else POSITIONAL[len(tokens)]
+    return {axis: sizes[axis] for axis in ("tp" if name == "mp" else name for name in names)}
 
 
 def count(text: str, name: str, base: int) -> float:

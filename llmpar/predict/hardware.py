@@ -25,6 +25,13 @@ MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables that tell JAX which share of a GPU's memory to take."""
 SHARES = ("products", "grouped", "attention", "memory", "links", "network", "shared")
 """Fields of `Rates` that are shares."""
+BOUNDS = {
+    "flops_per_s": (1e6, 1e20), "hbm_bytes": (1e6, 1e16), "usable_hbm_gib": (1e-3, 1e7), "hop_s": (1e-12, 1),
+    "hbm_bytes_per_s": (1e3, 1e18), "link_bytes_per_s": (1e3, 1e18), "dcn_bytes_per_s": (1e3, 1e18),
+    "link_efficiency": (1e-6, 1), "memory_share": (1e-3, 1), "num_axes": (1, 8), "node_size": (1, 1 << 20),
+    "devices_per_chip": (1, 64), "wrap_multiple": (1, 1 << 20),
+}  # fmt: skip
+"""What a chip's file may say: far beyond what is built, near enough to find a wrong unit."""
 COUNTS = ("num_axes", "node_size", "devices_per_chip", "wrap_multiple")
 
 BOOK = "Austin et al., How to Scale Your Model, 2025"
@@ -634,15 +641,16 @@ def _load(path: Path) -> Chip:
                 raise ValueError(f"{asked}: {key} = {value!r} is not a {types[key].__name__}")
         elif isinstance(value, bool) or not (isinstance(value, (int, float)) and 0 < value < float("inf")):
             raise ValueError(f"{asked}: {key} = {value!r} is not a positive number")
+        elif not (limits := BOUNDS[key])[0] <= value <= limits[1]:
+            raise ValueError(
+                f"{asked}: {key} = {value!r} is of no machine; use {limits[0]:g} to {limits[1]:g}"
+            )
         elif key not in COUNTS:
             row[key] = float(value)
         elif value != (whole := int(value)):
             raise ValueError(f"{asked}: {key} = {value!r} is not a whole number")
         else:
             row[key] = whole
-    for share in ("link_efficiency", "memory_share"):
-        if row.get(share, 1) > 1:
-            raise ValueError(f"{asked}: {share} = {row[share]} is above 1; it is a share")
     if row.get("link", "torus") not in LINKS:
         raise ValueError(f"{asked}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
     row["aliases"] = tuple(row["aliases"])

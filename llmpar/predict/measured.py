@@ -9,7 +9,6 @@ unknown one is refused by name. What a source says of all its runs, and no row r
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import statistics
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpar.config import PRESETS, ExpertConfig, LatentAttention, ModelConfig
+from llmpar.files import read_json
 from llmpar.notation import MeshShape
 from llmpar.predict import hardware, held
 from llmpar.predict.hardware import Chip
@@ -212,11 +212,8 @@ class Case:
 
 def read(path: str | Path) -> tuple[list[Case], dict[str, str]]:
     """The cases of a file, and the groups that cannot be held against the model, with the reason."""
-    try:
-        groups = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read measured runs from '{path}': {error}") from error
-    if not isinstance(groups, list) or not all(isinstance(g, dict) and "id" in g for g in groups):
+    groups = read_json(path, "measured runs", list)
+    if not all(isinstance(g, dict) and "id" in g for g in groups):
         raise ValueError(f"'{path}' is no list of groups, each with an id, inputs and expected")
     cases, left = list[Case](), dict[str, str]()
     for group in groups:

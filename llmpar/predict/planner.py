@@ -298,7 +298,17 @@ def _refuse(q: Question) -> None:
     unknown = sorted(set(q.fixed) - {*AXES, *(f.name for f in dataclasses.fields(Plan))})
     if unknown:
         raise ValueError(f"a plan has no field {', '.join(unknown)}")
-    if not any(True for _ in meshes(q)):
+    if not q.config.experts and axes.get("ep", 1) > 1:
+        raise ValueError(f"ep={axes['ep']} deals out experts, and '{q.config.name}' has none; leave ep out")
+    found = list(meshes(q))
+    rows = {q.batch_size // n for mesh in found if q.batch_size % (n := mesh.dp * mesh.fsdp * mesh.ep) == 0}
+    if (m := q.fixed.get("microbatches", 1)) and rows and all(n % m for n in rows):
+        ways = " ".join(map(str, sorted({d for n in rows for d in divisors(n)})[:12]))
+        raise ValueError(
+            f"microbatches={m} divides the sequences of a data rank on no mesh: of a batch of {q.batch_size}"
+            f" it gets at most {max(rows)}; use one of {ways}"
+        )
+    if not found:
         c = q.config
         widths = math.gcd(c.num_heads, c.ffn_width, c.vocab_size)
         text = " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
@@ -339,6 +349,8 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
     this chip on which some mesh does."""
     least = min(failed.values(), key=lambda one: one.total_bytes, default=None)
     wants = f"; the least is {least.plan.mesh}, which {least.why_not}" if least else ""
+    if least and not least.memory_bytes:
+        wants = f"; {least.plan.mesh} cannot be: {least.why_not}"
     given = " ".join(f"{name}={value}" for name, value in q.fixed.items())
     head = f"'{q.config.name}' fits on no mesh of {q.num_devices} {q.chip.name}"
     head += f" with {given}{wants}" if given else wants
