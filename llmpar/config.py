@@ -3,110 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-import numbers
+import os
 import pathlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, get_type_hints
 
-from llmpar.files import read_json
+from llmpar import hugging_face
+from llmpar.files import Allowed, read_toml
 
-
-class Allowed(NamedTuple):
-    """What a field may be: a kind of value, from the least to the most; None if that says something too."""
-
-    kind: type
-    least: float = -math.inf
-    most: float = math.inf
-    none: bool = False
-
-    def check(self, name: str, value: Any) -> None:
-        """Refuse what is not allowed."""
-        kinds = {int: numbers.Integral, float: numbers.Real}.get(self.kind, self.kind)
-        fine = isinstance(value, kinds) and isinstance(value, bool) == (self.kind is bool)
-        if (
-            value is None
-            and self.none
-            or fine
-            and (self.kind not in (int, float) or self.least <= value <= self.most)
-        ):
-            return
-        what = {
-            int: "a whole number",
-            float: "a number",
-            bool: "true or false",
-            list: "a list",
-            dict: "an object",
-        }
-        bounds = [f"from {self.least:,}"] * (self.least > -math.inf) + [f"to {self.most:,}"] * (
-            self.most < math.inf
-        )
-        words = " ".join([what.get(self.kind, "a text"), *bounds])
-        raise ValueError(
-            f"{name} is {json.dumps(value, default=repr):.60}; use {words}" + " (or null)" * self.none
-        )
+Size = Annotated[int, Allowed(int, 1, 1 << 24)]
+Count = Annotated[int, Allowed(int, 0, 1 << 24)]
+Length = Annotated[int | None, Allowed(int, 1, none=True)]
+Rate = Annotated[float, Allowed(float, 0, 1e9)]
+Share = Annotated[float, Allowed(float, 0, 1)]
+Truth = Annotated[bool, Allowed(bool)]
 
 
-_SIZE, _COUNT, _RATE = Allowed(int, 1, 1 << 24), Allowed(int, 0, 1 << 24), Allowed(float, 0, 1e9)
-_SOME_RATE = _RATE._replace(none=True)
-ALLOWED = {
-    "vocab_size": _SIZE,
-    "width": _SIZE,
-    "num_layers": _SIZE,
-    "num_heads": _SIZE,
-    "num_kv_heads": _SIZE,
-    "head_width": _SIZE,
-    "ffn_width": _SIZE,
-    "rope_theta": Allowed(float, 1, 1e15),
-    "norm_eps": Allowed(float, 0, 1),
-    "init_scale": _RATE,
-    "tied": Allowed(bool),
-    "qkv_bias": Allowed(bool),
-    "qk_norm": Allowed(bool),
-    "window": Allowed(int, 1, none=True),
-    # RopeScaling
-    "factor": Allowed(float, 1, 1e9),
-    "low_freq_factor": _RATE,
-    "high_freq_factor": _RATE,
-    "original_context": Allowed(int, 1),
-    # ExpertConfig
-    "num_experts": _SIZE,
-    "top_k": _SIZE,
-    "num_shared": _COUNT,
-    "renormalise": Allowed(bool),
-    "scale": _RATE,
-    "bias_rate": _SOME_RATE,
-    "num_groups": _SIZE,
-    "top_groups": _SIZE,
-    "aux_loss": _RATE,
-    "z_loss": _RATE,
-    "capacity_factor": Allowed(float, 1e-9, 1e9, none=True),
-    "dense_layers": _COUNT,
-    "dense_width": _COUNT,
-    # LatentAttention
-    "q_rank": _SIZE,
-    "kv_rank": _SIZE,
-    "rope_width": _SIZE,
-    "value_width": _SIZE,
-}
-"""What the fields of the configurations below may be."""
+@functools.cache
+def allowed(kind: type) -> dict[str, Allowed]:
+    """What the fields of a configuration may be, as their types say it."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
 
 
 def _check(config) -> None:
-    for field in dataclasses.fields(config):
-        if field.name in ALLOWED:
-            ALLOWED[field.name].check(field.name, getattr(config, field.name))
+    for name, what in allowed(type(config)).items():  # type: ignore[arg-type]
+        what.check(name, getattr(config, name))
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's stretching of low rotary frequencies."""
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
+    factor: Annotated[float, Allowed(float, 1, 1e9)] = 8.0
+    low_freq_factor: Rate = 1.0
+    high_freq_factor: Rate = 4.0
+    original_context: Annotated[int, Allowed(int, 1)] = 8192
 
     def __post_init__(self):
         _check(self)
@@ -140,39 +76,33 @@ class ExpertConfig:
         dense_layers, dense_width: the first layers with an ordinary feed-forward of that width.
     """
 
-    num_experts: int
-    top_k: int
-    num_shared: int = 0
+    num_experts: Size
+    top_k: Size
+    num_shared: Count = 0
     score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalise: bool = True
-    scale: float = 1.0
-    bias_rate: float | None = None
-    num_groups: int = 1
-    top_groups: int = 1
-    aux_loss: float = 0.0
-    z_loss: float = 0.0
-    capacity_factor: float | None = None
-    dense_layers: int = 0
-    dense_width: int = 0
+    renormalise: Truth = True
+    scale: Rate = 1.0
+    bias_rate: Annotated[float | None, Allowed(float, 0, 1e9, none=True)] = None
+    num_groups: Size = 1
+    top_groups: Size = 1
+    aux_loss: Rate = 0.0
+    z_loss: Rate = 0.0
+    capacity_factor: Annotated[float | None, Allowed(float, 1e-9, 1e9, none=True)] = None
+    dense_layers: Count = 0
+    dense_width: Count = 0
 
     def __post_init__(self):
         _check(self)
-        if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(
-                f"a token cannot visit {self.top_k} of {self.num_experts} experts; choose from 1 to"
-                f" {self.num_experts}"
-            )
-        if self.num_experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
-            raise ValueError(
-                f"{self.num_experts} experts cannot be routed in {self.top_groups} of {self.num_groups} equal"
-                " groups"
-            )
-        if self.top_k > self.num_experts // self.num_groups * self.top_groups:
-            raise ValueError(
-                f"{self.top_groups} of {self.num_groups} groups hold"
-                f" {self.num_experts // self.num_groups * self.top_groups} experts, fewer than the"
-                f" {self.top_k} that a token visits; choose more groups"
-            )
+        if self.score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score is '{self.score}'; use softmax or sigmoid")
+        k, experts, groups = self.top_k, self.num_experts, f"{self.top_groups} of {self.num_groups}"
+        if not 1 <= k <= experts:
+            raise ValueError(f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}")
+        if experts % self.num_groups or not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(f"{experts} experts cannot be routed in {groups} equal groups")
+        if k > (most := experts // self.num_groups * self.top_groups):
+            fewer = f"{groups} groups hold {most} experts, fewer than the {k} that a token visits"
+            raise ValueError(f"{fewer}; choose more groups")
 
     def capacity(self, tokens: int) -> int:
         """How many of a piece's ``tokens`` an expert takes (Fedus et al. 2021, eq. 3, with k choices a
@@ -218,10 +148,10 @@ class ExpertConfig:
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): counted, but not implemented."""
 
-    q_rank: int
-    kv_rank: int
-    rope_width: int
-    value_width: int
+    q_rank: Size
+    kv_rank: Size
+    rope_width: Size
+    value_width: Size
 
     def __post_init__(self):
         _check(self)
@@ -249,27 +179,30 @@ class ModelConfig:
     choice.
 
     ``window`` is Mistral's sliding window (None: full causal attention). ``init_scale`` is the standard
-    deviation of fresh weights. With ``experts`` every feed-forward is a mixture of them.
+    deviation of fresh weights. With ``experts`` every feed-forward is a mixture of them. ``context_length``
+    is the longest sequence that its authors made it for: nothing here is bound to it, but an exported model
+    is taken for one of that length.
     """
 
-    name: str
-    vocab_size: int
-    width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_width: int
-    ffn_width: int
-    rope_theta: float = 10_000.0
+    name: Annotated[str, Allowed(str)]
+    vocab_size: Size
+    width: Size
+    num_layers: Size
+    num_heads: Size
+    num_kv_heads: Size
+    head_width: Size
+    ffn_width: Size
+    rope_theta: Annotated[float, Allowed(float, 1, 1e15)] = 10_000.0
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tied: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    window: int | None = None
-    init_scale: float = 0.02
+    norm_eps: Share = 1e-5
+    tied: Truth = False
+    qkv_bias: Truth = False
+    qk_norm: Truth = False
+    window: Length = None
+    init_scale: Rate = 0.02
     experts: ExpertConfig | None = None
     latent: LatentAttention | None = None
+    context_length: Length = None
 
     def __post_init__(self):
         _check(self)
@@ -371,232 +304,63 @@ class ModelConfig:
         return self.num_params - (self.num_layers - how.dense_layers) * idle
 
 
-def _model(name, vocab, width, layers, heads, kv_heads, ffn, head_width=None, **more) -> ModelConfig:
-    return ModelConfig(name, vocab, width, layers, heads, kv_heads, head_width or width // heads, ffn, **more)
-
-
-_LLAMA3 = dict(rope_theta=500_000.0)
-_LLAMA31 = dict(rope_theta=500_000.0, rope_scaling=RopeScaling())
-_LLAMA32 = dict(rope_theta=500_000.0, rope_scaling=RopeScaling(factor=32.0), tied=True)
-_QWEN2 = dict(rope_theta=1e6, norm_eps=1e-6, qkv_bias=True)
-_QWEN3 = dict(rope_theta=1e6, norm_eps=1e-6, qk_norm=True, head_width=128)
-_MIXTRAL = dict(rope_theta=1e6, experts=ExpertConfig(8, 2, aux_loss=0.02))
-_DEEPSEEK = dict(
-    head_width=192,
-    norm_eps=1e-6,
-    latent=LatentAttention(1536, 512, 64, 128),
-    experts=ExpertConfig(
-        256,
-        8,
-        num_shared=1,
-        score="sigmoid",
-        scale=2.5,
-        bias_rate=0.001,
-        num_groups=8,
-        top_groups=4,
-        aux_loss=1e-4,
-        dense_layers=3,
-        dense_width=18_432,
-    ),
-)
-
-PRESETS: dict[str, ModelConfig] = {
-    c.name: c
-    for c in (
-        # sizes for lessons: every dim divides by 8, so that any mesh of 8 devices can be tried
-        _model("tiny", 264, 64, 4, 16, 8, 128),
-        _model("tiny-tied", 264, 64, 4, 8, 8, 128, tied=True),
-        _model("tiny-moe", 264, 64, 4, 16, 8, 64, experts=ExpertConfig(8, 2, aux_loss=0.01, z_loss=0.001)),
-        _model("small", 4096, 256, 8, 8, 8, 768),
-        _model("gpt2-scale", 50_304, 768, 12, 12, 12, 2048, tied=True),
-        _model("llama2-7b", 32_000, 4096, 32, 32, 32, 11_008),
-        _model("llama2-13b", 32_000, 5120, 40, 40, 40, 13_824),
-        _model("llama2-70b", 32_000, 8192, 80, 64, 8, 28_672),
-        _model("llama3-8b", 128_256, 4096, 32, 32, 8, 14_336, **_LLAMA3),
-        _model("llama3-70b", 128_256, 8192, 80, 64, 8, 28_672, **_LLAMA3),
-        _model("llama3.1-8b", 128_256, 4096, 32, 32, 8, 14_336, **_LLAMA31),
-        _model("llama3.1-70b", 128_256, 8192, 80, 64, 8, 28_672, **_LLAMA31),
-        _model("llama3.1-405b", 128_256, 16_384, 126, 128, 8, 53_248, **_LLAMA31),
-        _model("llama3.2-1b", 128_256, 2048, 16, 32, 8, 8192, **_LLAMA32),
-        _model("llama3.2-3b", 128_256, 3072, 28, 24, 8, 8192, **_LLAMA32),
-        _model("mistral-7b", 32_000, 4096, 32, 32, 8, 14_336, window=4096),
-        _model("qwen2.5-0.5b", 151_936, 896, 24, 14, 2, 4864, tied=True, **_QWEN2),
-        _model("qwen2.5-1.5b", 151_936, 1536, 28, 12, 2, 8960, tied=True, **_QWEN2),
-        _model("qwen2.5-3b", 151_936, 2048, 36, 16, 2, 11_008, tied=True, **_QWEN2),
-        _model("qwen2.5-7b", 152_064, 3584, 28, 28, 4, 18_944, **_QWEN2),
-        _model("qwen2.5-14b", 152_064, 5120, 48, 40, 8, 13_824, **_QWEN2),
-        _model("qwen2.5-32b", 152_064, 5120, 64, 40, 8, 27_648, **_QWEN2),
-        _model("qwen2.5-72b", 152_064, 8192, 80, 64, 8, 29_568, **_QWEN2),
-        _model("qwen3-0.6b", 151_936, 1024, 28, 16, 8, 3072, tied=True, **_QWEN3),
-        _model("qwen3-1.7b", 151_936, 2048, 28, 16, 8, 6144, tied=True, **_QWEN3),
-        _model("qwen3-4b", 151_936, 2560, 36, 32, 8, 9728, tied=True, **_QWEN3),
-        _model("qwen3-8b", 151_936, 4096, 36, 32, 8, 12_288, **_QWEN3),
-        _model("qwen3-14b", 151_936, 5120, 40, 40, 8, 17_408, **_QWEN3),
-        _model("qwen3-32b", 151_936, 5120, 64, 64, 8, 25_600, **_QWEN3),
-        _model(
-            "qwen3-30b-a3b",
-            151_936,
-            2048,
-            48,
-            32,
-            4,
-            768,
-            experts=ExpertConfig(128, 8, aux_loss=0.001),
-            **_QWEN3,
-        ),
-        _model("mixtral-8x7b", 32_000, 4096, 32, 32, 8, 14_336, **_MIXTRAL),
-        _model("mixtral-8x22b", 32_000, 6144, 56, 48, 8, 16_384, **_MIXTRAL),
-        _model("deepseek-v3", 129_280, 7168, 61, 128, 128, 2048, **_DEEPSEEK),
-    )
-}
-"""Public models as their authors' published configurations give them (model cards of Meta, Mistral AI, Qwen
-and DeepSeek, 2023 to 2025)."""
-
-
 def preset(name: str) -> ModelConfig:
-    """A preset by name, or a Hugging Face ``config.json`` by path."""
+    """A preset by name, or a Hugging Face ``config.json`` by its path or its folder's."""
+    if name not in PRESETS and os.path.isdir(name):
+        name = os.path.join(name, "config.json")
     if name.endswith(".json"):
         return from_hugging_face(name)
     if name not in PRESETS:
-        raise ValueError(
-            f"unknown model '{name}'; the presets are {', '.join(PRESETS)}, or give the path of a config.json"
-        )
+        others = "or give the path of a config.json or of its folder"
+        raise ValueError(f"unknown model '{name}'; the presets are {', '.join(PRESETS)}, {others}")
     return PRESETS[name]
-
-
-THEIRS = {
-    "hidden_size": "width", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
-    "head_dim": "head_width", "num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_width",
-    "moe_intermediate_size": "ffn_width", "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tied",
-    "initializer_range": "init_scale", "sliding_window": "window", "attention_bias": "qkv_bias",
-    "mlp_bias": "qkv_bias", "original_max_position_embeddings": "original_context",
-    "num_local_experts": "num_experts", "num_experts_per_tok": "top_k", "norm_topk_prob": "renormalise",
-    "router_aux_loss_coef": "aux_loss", "router_z_loss_coef": "z_loss",
-    "expert_capacity_factor": "capacity_factor",
-}  # fmt: skip
-"""What Hugging Face calls our fields."""
-OPTIONAL = {"num_key_value_heads", "head_dim", "num_experts", "num_local_experts"}
-"""Fields of ours that may be null there."""
-THEIR_OWN = {
-    "model_type": Allowed(str), "hidden_act": Allowed(str), "rope_scaling": Allowed(dict, none=True),
-    "rope_parameters": Allowed(dict, none=True), "rope_type": Allowed(str), "type": Allowed(str),
-    "partial_rotary_factor": Allowed(float, 1, 1, none=True),
-    "quantization_config": Allowed(dict, none=True), "use_sliding_window": Allowed(bool),
-    "max_window_layers": Allowed(int, 0), "layer_types": Allowed(list, none=True),
-    "decoder_sparse_step": _SIZE, "mlp_only_layers": Allowed(list, none=True),
-}  # fmt: skip
-"""What fields that only they have may be."""
-
-
-class _Card(dict):
-    """Entries of a ``config.json``. Asking for one that is missing, or not what it may be, is refused by name
-    (`get` asks without need)."""
-
-    def __init__(self, entries: dict, path: str):
-        super().__init__(entries)
-        self.path = path
-
-    def __getitem__(self, key: str):
-        if key not in self:
-            raise ValueError(f"'{self.path}' lacks '{key}', which its model_type needs")
-        allowed = THEIR_OWN[key] if key in THEIR_OWN else ALLOWED[THEIRS.get(key, key)]
-        value = super().__getitem__(key)
-        allowed._replace(none=allowed.none or key in OPTIONAL).check(f"{key} in '{self.path}'", value)
-        return value
-
-    def get(self, key: str, default=None):
-        """The entry if it is there."""
-        return self[key] if key in self else default
 
 
 def from_hugging_face(path: str) -> ModelConfig:
     """Read a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE ``config.json``; refuse what the model cannot
     do, naming the key."""
-    raw = read_json(path, "model configuration", object_hook=lambda entries: _Card(entries, path=path))
-    kind = raw.get("model_type")
-    kinds = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-    if kind not in kinds:
-        raise ValueError(f"model_type '{kind}' in '{path}' is not one of {', '.join(kinds)}")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is")
-    if raw.get("mlp_bias") or (kind != "qwen2" and raw.get("attention_bias")):
-        raise ValueError(
-            f"'{path}' asks for biases in the feed-forward or the output projection, which are not"
-            " implemented"
-        )
-    if raw.get("quantization_config") is not None:
-        raise ValueError(
-            f"'{path}' is of quantized weights (quantization_config), which are not read; use the original"
-            " model"
-        )
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type", "default")
-    if rope_type not in ("default", "llama3"):
-        raise ValueError(f"rope type '{rope_type}' in '{path}' is not implemented; default and llama3 are")
-    for entries in (raw, rope):
-        entries.get("partial_rotary_factor")  # checked by being asked for: only whole heads are turned
-    scaling = None
-    if rope_type == "llama3":
-        scaling = RopeScaling(
-            rope["factor"],
-            rope["low_freq_factor"],
-            rope["high_freq_factor"],
-            rope["original_max_position_embeddings"],
-        )
-    ours, num_layers = kind in ("mistral", "mixtral"), raw["num_hidden_layers"]
-    window = raw.get("sliding_window") if ours or raw.get("use_sliding_window") else None
-    if window and not ours:  # Qwen: only layers from max_window_layers (28 where unsaid) on have the window
-        sliding = [t == "sliding_attention" for t in raw.get("layer_types") or []]
-        sliding = sliding or [i >= raw.get("max_window_layers", 28) for i in range(num_layers)]
-        if any(sliding) and not all(sliding):
-            raise ValueError(
-                f"'{path}' has a window in {sum(sliding)} of {len(sliding)} layers; use one in all or none"
-            )
-        window = window if any(sliding) else None
-    if kind == "qwen3_moe" and (raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers")):
-        raise ValueError(
-            f"'{path}' has layers without experts (decoder_sparse_step, mlp_only_layers); use experts in all"
-        )
-    experts = None
-    if kind in ("mixtral", "qwen3_moe"):
-        experts = ExpertConfig(
-            num_experts=raw.get("num_experts") or raw["num_local_experts"],
-            top_k=raw["num_experts_per_tok"],
-            renormalise=kind == "mixtral" or raw.get("norm_topk_prob", False),
-            aux_loss=raw.get("router_aux_loss_coef", 0.001),
-            z_loss=raw.get("router_z_loss_coef", 0.0),
-            capacity_factor=raw.get("expert_capacity_factor"),
-        )
-    width, heads, head_width = raw["hidden_size"], raw["num_attention_heads"], raw.get("head_dim")
-    if head_width is None and width % heads:
-        raise ValueError(
-            f"hidden_size {width} in '{path}' is no multiple of its {heads} heads, and no head_dim is given"
-        )
-    return ModelConfig(
-        name=pathlib.Path(path).parent.name or kind,
-        vocab_size=raw["vocab_size"],
-        width=width,
-        num_layers=num_layers,
-        num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_width=head_width or width // heads,
-        ffn_width=raw["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
-        rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
-        rope_scaling=scaling,
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        tied=raw.get("tie_word_embeddings", False),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind.startswith("qwen3"),
-        experts=experts,
-        window=window,
-        init_scale=raw.get("initializer_range", 0.02),
-    )
+    parts = (allowed(kind) for kind in (ModelConfig, RopeScaling, ExpertConfig))
+    return from_dict(hugging_face.read(path, {name: what for part in parts for name, what in part.items()}))
+
+
+def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
+    """The ``config.json`` that `from_hugging_face` reads back as this model, and `transformers` as the
+    same."""
+    config.weights()  # refuses what is only counted
+    return hugging_face.write(dataclasses.asdict(config))
 
 
 def from_dict(kept: dict[str, Any]) -> ModelConfig:
-    """The configuration that `dataclasses.asdict` made plain, as checkpoints keep it."""
+    """The configuration that `dataclasses.asdict` made plain, as checkpoints keep it. What it lacks has its
+    default; refuses what is not known here."""
     parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "latent": LatentAttention}
-    return ModelConfig(**kept | {name: make(**kept[name]) for name, make in parts.items() if kept.get(name)})
+    made = {name: _made(kind, kept[name]) for name, kind in parts.items() if kept.get(name) is not None}
+    return _made(ModelConfig, kept | made)
+
+
+def _made(kind: type, kept: Any) -> Any:
+    if not isinstance(kept, dict):
+        raise ValueError(f"{json.dumps(kept):.40} is no {kind.__name__}")
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    if unknown := sorted(kept.keys() - fields):
+        raise ValueError(f"made by a newer llmpar: it has {', '.join(unknown)}; update llmpar")
+    if missing := [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in kept]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return kind(**kept)
+
+
+def _presets() -> Iterator[ModelConfig]:
+    table = read_toml(pathlib.Path(__file__).with_name("presets.toml"), "table of presets")
+    names = ("vocab_size", "width", "num_layers", "num_heads", "num_kv_heads", "ffn_width")
+    for name, row in table["models"].items():
+        sizes = dict(zip(names, row.pop("sizes"), strict=True))
+        head_width = {"head_width": sizes["width"] // sizes["num_heads"]}
+        family = table["families"].get(row.pop("family", None), {})
+        yield from_dict({"name": name} | head_width | sizes | family | row)
+
+
+PRESETS: dict[str, ModelConfig] = {config.name: config for config in _presets()}
+"""Public models by name, and the small ones of the lessons."""
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ site file 'x.toml': it is a folder; name a file``.
 from __future__ import annotations
 
 import json
+import math
+import numbers
 import os
 import stat
 import tomllib
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 MOST_BYTES, MOST_DEPTH = 16 << 20, 100
 """What a small file has at most: the longest index of a model's weights has half of it, and nobody nests
@@ -106,3 +108,31 @@ def _parsed(path: Path, what: str, form: str, kind: type, parse: Callable[[], An
             f"it holds {json.dumps(value):.40}, not {'a list' if kind is list else 'an object'} ({form})",
         )
     return value
+
+
+class Allowed(NamedTuple):
+    """What an entry may be: a kind of value, from the least to the most; None if that says something too."""
+
+    kind: type
+    least: float = -math.inf
+    most: float = math.inf
+    none: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse what is not allowed."""
+        if value is None and self.none:
+            return
+        number = self.kind in (int, float)
+        kind = {int: numbers.Integral, float: numbers.Real}.get(self.kind, self.kind)
+        fits = isinstance(value, kind) and isinstance(value, bool) == (self.kind is bool)
+        if fits and (not number or self.least <= value <= self.most):
+            return
+        words: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
+        what = (words | {str: "a text", list: "a list", dict: "an object"})[self.kind]
+        if self.least == self.most:
+            what = f"{self.least:g}, the only one that is implemented"
+        elif number:
+            what += f" from {self.least:,}" * (self.least > -math.inf)
+            what += f" to {self.most:,}" * (self.most < math.inf)
+        found = json.dumps(value, default=repr)
+        raise ValueError(f"{name} is {found:.60}; use {what}" + " (or null)" * self.none)

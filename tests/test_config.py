@@ -147,6 +147,7 @@ LLAMA31 = COMMON | {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "intermediate_size": 14_336,
+    "max_position_embeddings": 131_072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
     "tie_word_embeddings": False,
@@ -170,6 +171,7 @@ MISTRAL = COMMON | {
     "intermediate_size": 14_336,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10_000.0,
+    "max_position_embeddings": 32_768,
     "sliding_window": 4096,
 }
 QWEN2 = COMMON | {

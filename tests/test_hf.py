@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from llmpar.config import PRESETS, ExpertConfig, RopeScaling, from_hugging_face, preset
+from llmpar.config import PRESETS, ExpertConfig, RopeScaling, from_hugging_face, preset, to_hugging_face
 from llmpar.mesh import make_mesh, sharding
 from llmpar.par import Solo
 from llmpar.plan import Plan
-from llmpar.training import hf
+from llmpar.training import data, hf
 from llmpar.weights import init_params, model_graph, weight_dims
 
 KINDS = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -238,8 +238,35 @@ def test_files_survive_the_round_trip(tmp_path, kind, dtype):
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "deepseek-v3"])
 def test_every_preset_survives_as_config_json(tmp_path, name):
-    text = json.dumps(hf.to_hugging_face(PRESETS[name]))
+    text = json.dumps(to_hugging_face(PRESETS[name]))
     assert read_config(tmp_path / name, text) == PRESETS[name]
+
+
+def test_what_is_exported_says_how_long_a_text_may_be_and_where_it_begins_and_ends(tmp_path):
+    """What other programs take from the folder: without a length, `transformers` assumes 2,048."""
+    published = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.2-1b", "llama3.2-3b")
+    assert {to_hugging_face(PRESETS[name])["max_position_embeddings"] for name in published} == {131_072}
+    assert to_hugging_face(PRESETS["llama3-8b"])["max_position_embeddings"] == 8192
+    tokenizers = pytest.importorskip("tokenizers")
+    source, out, params = tmp_path / "source", tmp_path / "out", random_params(LESSON)
+    source.mkdir()
+    words = tokenizers.models.WordLevel({"x": 0, "<s>": 1, "</s>": 2}, unk_token="x")
+    tokenizers.Tokenizer(words).save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (source / "config.json").write_text('{"eos_token_id": 0, "bos_token_id": 7}')
+    hf.save(out, params, LESSON, tokenizer=data.open_tokenizer(str(source)))
+    said = json.loads((out / "config.json").read_text())
+    assert (said["bos_token_id"], said["eos_token_id"]) == (1, 0)
+    assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 0}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (out / name).read_bytes() == (source / name).read_bytes()
+    assert data.open_tokenizer(str(out)).start_id == 1
+    (source / "generation_config.json").write_text('{"eos_token_id": [0, 2], "temperature": 0.6}')
+    hf.save(out, params, LESSON, tokenizer=data.open_tokenizer(str(source)))
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == [0, 2]
+    assert json.loads((out / "generation_config.json").read_text())["temperature"] == 0.6
+    hf.save(tmp_path / "bytes", params, LESSON, tokenizer=data.open_tokenizer("bytes"))
+    assert json.loads((tmp_path / "bytes" / "generation_config.json").read_text()) == {"bos_token_id": 256}
 
 
 def write_shards(folder, tensors, num_shards=3):
@@ -402,11 +429,11 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
 def test_configurations_without_a_name_there_are_refused():
     both = dataclasses.replace(LESSON, qkv_bias=True, qk_norm=True)
     with pytest.raises(ValueError, match="both biases and norms on q and k"):
-        hf.to_hugging_face(both)
+        to_hugging_face(both)
     with pytest.raises(ValueError, match="routes as neither Mixtral nor Qwen3-MoE does"):
-        hf.to_hugging_face(dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, num_shared=1)))
+        to_hugging_face(dataclasses.replace(LESSON, experts=ExpertConfig(4, 2, num_shared=1)))
     with pytest.raises(ValueError, match="'deepseek-v3' cannot run here"):
-        hf.to_hugging_face(PRESETS["deepseek-v3"])
+        to_hugging_face(PRESETS["deepseek-v3"])
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4}

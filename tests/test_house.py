@@ -21,6 +21,7 @@ PACKAGE = ROOT / "llmpar"
 THINKS = {
     "notation",
     "files",
+    "hugging_face",
     "config",
     "schedules",
     "timetable",

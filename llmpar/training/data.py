@@ -202,6 +202,7 @@ class FileTokenizer:
                 f"{missing}; install the extra llmpar[hf], or use the tokenizer 'bytes'"
             ) from error
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        self.file = file
         check_ordinary(file, "tokenizer")
         try:
             self.hub = tokenizers.Tokenizer.from_file(file)

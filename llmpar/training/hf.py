@@ -9,12 +9,14 @@ no host holds the whole model. (Only a shard cut along ``h`` is read with its wh
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
 import os
 import pathlib
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +24,10 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from llmpar.config import ModelConfig
+from llmpar.config import ModelConfig, to_hugging_face
 from llmpar.files import check_ordinary, read_json, refuse
+from llmpar.hugging_face import family
+from llmpar.training.data import FileTokenizer, Tokenizer
 
 Tree = Any
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
@@ -121,17 +125,8 @@ class _Weight:
 
 
 def _weights(config: ModelConfig) -> dict[str, _Weight]:
-    words = MIXTRAL if _kind(config) == "mixtral" else {}
+    words = MIXTRAL if family(dataclasses.asdict(config)) == "mixtral" else {}
     return {path: _Weight(path, w.dims, w.shape, words) for path, w in config.weights().items()}
-
-
-def _kind(config: ModelConfig) -> str:
-    """The family's name there."""
-    if config.experts:
-        return "qwen3_moe" if config.qk_norm else "mixtral"
-    return (
-        "qwen2" if config.qkv_bias else "qwen3" if config.qk_norm else "mistral" if config.window else "llama"
-    )
 
 
 def from_state_dict(
@@ -235,76 +230,56 @@ def _files(source: pathlib.Path) -> list[pathlib.Path]:
     return [source / name for name in names]
 
 
-def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
-    """What :func:`llmpar.config.from_hugging_face` reads back as this model, and `transformers` as the
-    same."""
-    kind, how = _kind(config), config.experts
-    config.weights()  # refuses what is only counted
-    if config.qkv_bias and config.qk_norm:
-        raise ValueError(
-            f"'{config.name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms"
-        )
-    if how and (
-        config.qkv_bias
-        or how.num_shared
-        or how.score != "softmax"
-        or how.bias_rate is not None
-        or how.scale != 1
-    ):
-        raise ValueError(
-            f"'{config.name}' routes as neither Mixtral nor Qwen3-MoE does; those use a softmax over experts"
-        )
-    raw = {
-        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
-        "model_type": kind,
-        "hidden_act": "silu",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.ffn_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tied,
-        "rope_theta": config.rope_theta,
-        "initializer_range": config.init_scale,
-    }
-    if config.window:  # Qwen's layers from max_window_layers on have it
-        raw |= {"sliding_window": config.window, "use_sliding_window": True, "max_window_layers": 0}
-    if how:
-        raw |= {
-            "num_experts_per_tok": how.top_k,
-            "router_aux_loss_coef": how.aux_loss,
-            "norm_topk_prob": how.renormalise,
-        }
-        raw |= {
-            "moe_intermediate_size": config.ffn_width,
-            "num_experts": how.num_experts,
-            "num_local_experts": how.num_experts,
-        }
-        raw |= {"router_z_loss_coef": how.z_loss} if how.z_loss else {}
-        raw |= {"expert_capacity_factor": how.capacity_factor} if how.capacity_factor else {}
-    if scaling := config.rope_scaling:
-        raw["max_position_embeddings"] = int(scaling.factor * scaling.original_context)
-        raw["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
-    return raw
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+"""What comes with a tokenizer.json and is copied with it."""
 
 
-def save(folder: str | os.PathLike, params: Tree, config: ModelConfig, dtype: str = "float32") -> None:
-    """Write ``model.safetensors`` and ``config.json``; each appears under its name when it is complete."""
+def save(
+    folder: str | os.PathLike,
+    params: Tree,
+    config: ModelConfig,
+    dtype: str = "float32",
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write ``model.safetensors`` and ``config.json``; each appears under its name when it is complete.
+
+    Args:
+        tokenizer: what the model was trained with. Its ``tokenizer.json`` is copied with the files that lie
+            beside it, and config.json and generation_config.json name the tokens that begin a text and end
+            it.
+    """
     path, safetensors = pathlib.Path(folder), _safetensors()
     path.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(to_hugging_face(config) | {"torch_dtype": dtype}, indent=2)
-    safetensors.numpy.save_file(
-        to_state_dict(params, config, dtype), path / "model.part", metadata={"format": "pt"}
-    )
-    (path / "config.part").write_text(text + "\n")
+    about = to_hugging_face(config) | {"torch_dtype": dtype}
+    tensors = to_state_dict(params, config, dtype)
+    safetensors.numpy.save_file(tensors, path / "model.part", metadata={"format": "pt"})
     os.replace(path / "model.part", path / "model.safetensors")
-    os.replace(path / "config.part", path / "config.json")
+    if tokenizer is not None:
+        about |= _save_tokenizer(path, tokenizer)
+    _put(path / "config.json", about)
+
+
+def _save_tokenizer(path: pathlib.Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Write what belongs to a tokenizer, and give the tokens that begin a text and end it. (Bytes have no
+    file there, and no token that ends a text.)"""
+    ids: dict[str, Any] = {"bos_token_id": tokenizer.start_id}
+    if isinstance(tokenizer, FileTokenizer):
+        file = pathlib.Path(tokenizer.file)
+        for name, source in {
+            "tokenizer.json": file,
+            **{name: file.with_name(name) for name in BESIDE},
+        }.items():
+            if source.is_file() and source.parent.resolve() != path.resolve():
+                shutil.copyfile(source, path / name)
+        for name in ("config.json", "generation_config.json"):  # the second has the last word
+            if (there := file.with_name(name)).is_file():
+                ids |= {k: v for k, v in read_json(there, "configuration").items() if k == "eos_token_id"}
+    if not (path / "generation_config.json").exists():
+        _put(path / "generation_config.json", ids)
+    return ids
+
+
+def _put(path: pathlib.Path, entries: dict[str, Any]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(entries, indent=2) + "\n")
+    os.replace(part, path)

@@ -1,0 +1,183 @@
+"""The ``config.json`` of Hugging Face models in our words, and ours in theirs: plain data on both sides, as
+`dataclasses.asdict` gives a :class:`llmpar.config.ModelConfig`."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from llmpar.files import Allowed, read_json
+
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+MODEL = {
+    "vocab_size": "vocab_size", "hidden_size": "width", "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads", "num_key_value_heads": "num_kv_heads", "head_dim": "head_width",
+    "rms_norm_eps": "norm_eps", "tie_word_embeddings": "tied", "rope_theta": "rope_theta",
+    "initializer_range": "init_scale", "max_position_embeddings": "context_length",
+}  # fmt: skip
+ROPE = {
+    "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_context",
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": "num_experts", "num_local_experts": "num_experts", "num_experts_per_tok": "top_k",
+    "norm_topk_prob": "renormalise", "router_aux_loss_coef": "aux_loss", "router_z_loss_coef": "z_loss",
+    "expert_capacity_factor": "capacity_factor",
+}  # fmt: skip
+"""What they call our fields: a model's, its stretched rotary frequencies', its experts'."""
+OURS = MODEL | ROPE | EXPERTS | {
+    "intermediate_size": "ffn_width", "moe_intermediate_size": "ffn_width", "sliding_window": "window",
+    "attention_bias": "qkv_bias", "mlp_bias": "qkv_bias",
+}  # fmt: skip
+OPTIONAL = {"num_key_value_heads", "head_dim", "num_experts", "num_local_experts"}
+"""Fields of ours that may be null there."""
+THEIR_OWN = {
+    "model_type": Allowed(str), "hidden_act": Allowed(str), "rope_scaling": Allowed(dict, none=True),
+    "rope_parameters": Allowed(dict, none=True), "rope_type": Allowed(str), "type": Allowed(str),
+    "partial_rotary_factor": Allowed(float, 1, 1, none=True),
+    "quantization_config": Allowed(dict, none=True), "use_sliding_window": Allowed(bool),
+    "max_window_layers": Allowed(int, 0), "layer_types": Allowed(list, none=True),
+    "decoder_sparse_step": Allowed(int, 1, 1 << 24), "mlp_only_layers": Allowed(list, none=True),
+}  # fmt: skip
+"""What fields that only they have may be."""
+
+
+class _Card(dict):
+    """Entries of a ``config.json``. Asking for one that is missing, or not what it may be, is refused by name
+    (`get` asks without need)."""
+
+    def __init__(self, entries: dict, path: str, allowed: dict[str, Allowed]):
+        super().__init__(entries)
+        self.path, self.allowed = path, allowed
+
+    def __getitem__(self, key: str):
+        if key not in self:
+            raise ValueError(f"'{self.path}' lacks '{key}', which its model_type needs")
+        allowed = THEIR_OWN[key] if key in THEIR_OWN else self.allowed[OURS[key]]
+        value = super().__getitem__(key)
+        allowed._replace(none=allowed.none or key in OPTIONAL).check(f"{key} in '{self.path}'", value)
+        return value
+
+    def get(self, key: str, default=None):
+        """The entry if it is there."""
+        return self[key] if key in self else default
+
+
+def read(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
+    """Read a ``config.json``; refuse what the model cannot do, naming the key. ``allowed``: what our fields
+    may be. What a file leaves out has the meaning that `transformers` gives it."""
+    raw = read_json(path, "model configuration", object_hook=lambda entries: _Card(entries, path, allowed))
+    kind = raw.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type '{kind}' in '{path}' is not one of {', '.join(FAMILIES)}")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is")
+    if raw.get("mlp_bias") or (kind != "qwen2" and raw.get("attention_bias")):
+        what = "biases in the feed-forward or the output projection, which are not implemented"
+        raise ValueError(f"'{path}' asks for {what}")
+    if raw.get("quantization_config") is not None:
+        what = "quantized weights (quantization_config), which are not read; use the original model"
+        raise ValueError(f"'{path}' is of {what}")
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    for entries in (raw, rope):
+        entries.get("partial_rotary_factor")  # checked by being asked for: only whole heads are turned
+    experts = None
+    if kind in ("mixtral", "qwen3_moe"):
+        experts = {
+            "num_experts": raw.get("num_experts") or raw["num_local_experts"],
+            "top_k": raw["num_experts_per_tok"],
+            "renormalise": kind == "mixtral" or raw.get("norm_topk_prob", False),
+            "aux_loss": raw.get("router_aux_loss_coef", 0.001),
+            "z_loss": raw.get("router_z_loss_coef", 0.0),
+            "capacity_factor": raw.get("expert_capacity_factor"),
+        }
+    if kind == "qwen3_moe" and (raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers")):
+        what = "layers without experts (decoder_sparse_step, mlp_only_layers); use experts in all"
+        raise ValueError(f"'{path}' has {what}")
+    width, heads, head_width = raw["hidden_size"], raw["num_attention_heads"], raw.get("head_dim")
+    if head_width is None and width % heads:
+        what = f"hidden_size {width} in '{path}' is no multiple of its {heads} heads"
+        raise ValueError(f"{what}, and no head_dim is given")
+    return {
+        "name": pathlib.Path(path).parent.name or kind,
+        "vocab_size": raw["vocab_size"],
+        "width": width,
+        "num_layers": raw["num_hidden_layers"],
+        "num_heads": heads,
+        "num_kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_width": head_width or width // heads,
+        "ffn_width": raw["moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"],
+        "rope_theta": rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
+        "rope_scaling": _scaling(rope, path),
+        "norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "tied": raw.get("tie_word_embeddings", False),
+        "qkv_bias": kind == "qwen2",
+        "qk_norm": kind.startswith("qwen3"),
+        "window": _window(raw, kind, path),
+        "init_scale": raw.get("initializer_range", 0.02),
+        "experts": experts,
+        "context_length": raw.get("max_position_embeddings"),
+    }
+
+
+def _scaling(rope: dict, path: str) -> dict | None:
+    kind = rope.get("rope_type") or rope.get("type", "default")
+    if kind not in ("default", "llama3"):
+        raise ValueError(f"rope type '{kind}' in '{path}' is not implemented; default and llama3 are")
+    return {ours: rope[theirs] for theirs, ours in ROPE.items()} if kind == "llama3" else None
+
+
+def _window(raw: dict, kind: str, path: str) -> int | None:
+    """The window of all layers. Qwen says which layers have one: those from max_window_layers (28 where
+    unsaid) on."""
+    if kind in ("mistral", "mixtral"):
+        return raw.get("sliding_window")
+    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    if not window:
+        return None
+    sliding = [t == "sliding_attention" for t in raw.get("layer_types") or []]
+    first = raw.get("max_window_layers", 28)
+    sliding = sliding or [i >= first for i in range(raw["num_hidden_layers"])]
+    if any(sliding) and not all(sliding):
+        many = f"{sum(sliding)} of {len(sliding)} layers"
+        raise ValueError(f"'{path}' has a window in {many}; use one in all or none")
+    return window if any(sliding) else None
+
+
+def family(model: dict[str, Any]) -> str:
+    """The model_type there."""
+    if model["experts"]:
+        return "qwen3_moe" if model["qk_norm"] else "mixtral"
+    if model["qkv_bias"]:
+        return "qwen2"
+    return "qwen3" if model["qk_norm"] else "mistral" if model["window"] else "llama"
+
+
+def write(model: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`read` reads back as this model, and `transformers` as the same. Refuses what they have no
+    name for."""
+    kind, experts, name = family(model), model["experts"], model["name"]
+    if model["qkv_bias"] and model["qk_norm"]:
+        raise ValueError(f"'{name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms")
+    usual = {"score": "softmax", "num_shared": 0, "bias_rate": None, "scale": 1}
+    if experts and (model["qkv_bias"] or any(experts[x] != value for x, value in usual.items())):
+        use = "those use a softmax over experts"
+        raise ValueError(f"'{name}' routes as neither Mixtral nor Qwen3-MoE does; {use}")
+    raw = {
+        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "intermediate_size": model["ffn_width"],
+        **_theirs(MODEL, model),
+    }
+    if model["window"]:  # Qwen's layers from max_window_layers on have it
+        raw |= {"sliding_window": model["window"], "use_sliding_window": True, "max_window_layers": 0}
+    if experts:
+        raw |= {"moe_intermediate_size": model["ffn_width"], **_theirs(EXPERTS, experts)}
+    if model["rope_scaling"]:
+        raw["rope_scaling"] = {"rope_type": "llama3", **_theirs(ROPE, model["rope_scaling"])}
+    return raw
+
+
+def _theirs(names: dict[str, str], ours: dict[str, Any]) -> dict[str, Any]:
+    return {theirs: ours[name] for theirs, name in names.items() if ours[name] is not None}
