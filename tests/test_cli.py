@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -16,11 +15,9 @@ import wave
 from pathlib import Path
 
 import jax
-import numpy as np
 import optax
 import pytest
 import rich.console
-from flax import nnx
 
 import llmpar.inspect.report
 import llmpar.training.train
@@ -31,14 +28,11 @@ from llmpar.cli.options import start
 from llmpar.cli.train import Stopper, progress
 from llmpar.config import PRESETS, OptimizerConfig
 from llmpar.mesh import make_mesh
-from llmpar.model import FeedForward, param
-from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.step import Step
 from llmpar.training.checkpoint import Checkpoints
 from llmpar.training.data import DataConfig
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 CARD = {
     "model_type": "llama",
     "vocab_size": 264,
@@ -725,113 +719,7 @@ for action in (lambda: llmpar.MeshExplorer, lambda: draw.mesh("dp=2").save("mesh
         assert word in line
 
 
-# -------------------------------------------------------------------------------------- the README's commands
-
-
-NOT_RUN = {
-    "make demo": "it installs; tests/test_notebooks.py and this file run what it runs",
-    "make test": "it runs this test",
-    "make lab": "it installs and opens a browser",
-    "make slides": "it installs; tests/test_slides.py builds the deck",
-    "make gallery": "it installs; tests/test_gallery.py makes the page",
-    "make index": "it installs; tests/test_teaching.py makes the page",
-    "make exports": "it installs; tests/test_teaching.py makes both trees",
-    "make handout": "it installs; tests/test_teaching.py makes the sheets",
-    "llmpar lab --no-browser": "it waits",
-    "llmpar quiz": "it asks; tests/test_teaching.py answers",
-    "llmpar quiz --effect": "it reads what the line above noted; tests/test_teaching.py compares",
-    "make notebooks": "it installs; tests/test_notebooks.py executes the lessons",
-    "pip install '.[lab]'": "it installs",
-    "pip install .": "it installs",
-    "pip install 'llmpar[aot-gpu]'": "it installs",
-    "make compilers": "it installs; tests/test_compile.py uses what is there",
-    "python tests/rounding.py tf32 notebooks/src/03_data_parallelism.py": (
-        "tests/test_accelerator.py rehearses"
-    ),
-    "python tests/bench.py attention": "it measures for minutes",
-    "python notebooks/walk.py": "it sits in a browser for minutes; tests/test_notebooks.py holds its answers",
-    'llmpar launch local --processes 2 --devices 2 --wire 100mbit -- train --mesh "dp=2 tp=2" --steps 5': (
-        "it needs namespaces; tests/test_hosts.py runs such lines where they can be made"
-    ),
-    "python tests/fit_rates.py tests/measured.json": "it takes minutes; tests/test_measured.py fits two",
-    'llmpar launch local --processes 4 --devices 2 -- train --mesh "fsdp=8" --steps 20 --checkpoints kept': (
-        "tests/test_launch.py runs such lines"
-    ),
-    "llmpar lab": "it opens a browser and waits; tests/test_explorers.py looks at what it starts",
-}
-COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
-
-
-def written() -> list[str]:
-    """List every command of the README: of its indented lines without what stands beside it, and in text."""
-    lines = re.findall(rf"^    (?:\$ )?({COMMAND})$", README, re.M)
-    lines = [re.split(r" {3,}| +# ", line)[0].strip() for line in lines]
-    return list(dict.fromkeys(lines + re.findall(rf"`({COMMAND})`", README)))
-
-
-def examples() -> list[str]:
-    """List every Python example of the README."""
-    return re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
-
-
-def test_what_of_the_readme_is_not_run_is_listed_with_a_reason():
-    skipped = [line for line in written() if not line.startswith("llmpar ") or line in NOT_RUN]
-    assert sorted(skipped) == sorted(NOT_RUN)
-    targets = re.findall(r"^([\w-]+):", (Path(__file__).parent.parent / "Makefile").read_text(), re.M)
-    assert {line.split()[1] for line in NOT_RUN if line.startswith("make ")} <= set(targets)
-    assert README.count("```") == 2 * len(examples()), "every fenced block is a Python example"
-
-
-def test_every_command_of_the_readme_runs(call, tmp_path, monkeypatch):
-    """In the README's order, in one folder: a later command reads what an earlier one wrote."""
-    monkeypatch.chdir(tmp_path)
-    refused = dict(re.findall(r"^    \$ (.*)\n    (llmpar: .*)$", README, re.M))
-    ran = [line for line in written() if line not in NOT_RUN]
-    assert len(ran) >= 13 and len(refused) == 1 and set(refused) <= set(ran)
-    for line in ran:
-        if line.startswith("llmpar compile"):  # tests/test_compile.py runs it where the compilers are
-            assert parse(shlex.split(line)[1:]).step.resolve
-            continue
-        words = shlex.split(line.replace("tests/", f"{Path(__file__).parent}/"))
-        status, out, err = call(*words[1:])
-        if line in refused:
-            assert (status, out, err.splitlines()[-1]) == (1, "", refused[line]), line
-        else:
-            assert status == 0 and (out or "nats per token" in err), (line, err)
-    assert (tmp_path / "kept").is_dir()
-    assert any("eval_loss" in line for line in (tmp_path / "run.jsonl").read_text().splitlines())
-
-
-@pytest.mark.parametrize("example", examples(), ids=lambda text: text.strip().splitlines()[-1][:40])
-def test_every_python_example_of_the_readme_runs(example, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    cut = jax.NamedSharding(make_mesh(Plan("dp=2 fsdp=2 tp=2").mesh), jax.P("dp", "tp"))
-    array = jax.device_put(np.zeros((8, 8), np.float32), cut)
-    with jax.numpy_dtype_promotion("standard"):
-        exec(example, {"jax": jax, "Plan": Plan, "array": array})
-    losses = [float(x) for x in re.findall(r"^\d (\S+)$", capsys.readouterr().out, re.M)]
-    assert "print(" not in example or (len(losses) == 3 and round(losses[0], 2) == 5.58 > losses[2])
-    assert "mesh.html" not in example or "<!doctype html>" in (tmp_path / "mesh.html").read_text()
-
-
-def test_the_readme_s_feed_forward_is_the_model_s():
-    names: dict = {"jax": jax}
-    exec(examples()[0], names)
-    config, par = PRESETS["tiny"], Solo(Plan())
-    layer = FeedForward(functools.partial(param, nnx.Rngs(0), config.block_weights()), "ffn")
-    x = jax.random.normal(jax.random.key(0), (2, 8, config.width))
-    np.testing.assert_array_equal(names["__call__"](layer, x, par), layer(x, par))
-
-
-def test_the_readme_trains_before_it_generates_from_a_checkpoint():
-    """Every folder that a command reads was written by one before it, of the model that is asked for."""
-    kept = set()
-    for words in [shlex.split(line)[1:] for line in written() if line.startswith("llmpar ")]:
-        command = parse(words)
-        if words[0] == "train" and command.checkpoints:
-            kept.add(command.checkpoints)
-        if words[0] == "generate":
-            assert command.checkpoints in kept and command.model is None
+# ------------------------------------------------------------------------------------------------------ help
 
 
 def test_help_is_in_groups_with_an_example(call):

@@ -1,0 +1,129 @@
+"""The pages for people: their commands and Python examples run, their links lead somewhere."""
+
+import functools
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from llmpar.cli import main
+from llmpar.cli.commands import parse
+from llmpar.config import PRESETS
+from llmpar.mesh import make_mesh
+from llmpar.model import FeedForward, param
+from llmpar.par import Solo
+from llmpar.plan import Plan
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+NOT_RUN = {
+    "llmpar lab": "it opens a browser and waits; tests/test_explorers.py looks at what it starts",
+    "llmpar lab --no-browser": "it waits",
+    "llmpar quiz": "it asks; tests/test_teaching.py answers",
+    "llmpar quiz --effect": "it reads what the line above noted; tests/test_teaching.py compares",
+    'llmpar launch local --processes 4 --devices 2 -- train --mesh "fsdp=8" --steps 20 --checkpoints kept': (
+        "tests/test_launch.py runs such lines"
+    ),
+    'llmpar launch local --processes 2 --devices 2 --wire 100mbit -- train --mesh "dp=2 tp=2" --steps 5': (
+        "it needs namespaces; tests/test_hosts.py runs such lines where they can be made"
+    ),
+    "python tests/bench.py attention": "it measures for minutes",
+    "python tests/fit_rates.py tests/measured.json": "it takes minutes; tests/test_measured.py fits two",
+    "python tests/rounding.py tf32 notebooks/src/03_data_parallelism.py": "test_accelerator.py rehearses",
+    "python notebooks/walk.py": "it sits in a browser for minutes; tests/test_notebooks.py holds its answers",
+}
+COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
+
+
+def written(page: Path) -> list[str]:
+    """List a page's commands: its indented lines without what stands beside them, and those in text."""
+    lines = re.findall(rf"^    (?:\$ )?({COMMAND})$", page.read_text(), re.M)
+    lines = [re.split(r" {3,}| +# ", line)[0].strip() for line in lines]
+    return list(dict.fromkeys(lines + re.findall(rf"`({COMMAND})`", page.read_text())))
+
+
+def examples(page: Path) -> list[str]:
+    """List a page's Python examples."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def test_what_is_not_run_is_listed_with_a_reason_and_exists():
+    lines = {line for page in PAGES for line in written(page)}
+    assert set(NOT_RUN) <= lines, "no page has this line any more"
+    assert {line for line in lines if line.startswith("python ")} <= set(NOT_RUN)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert {line.split()[1] for line in lines if line.startswith("make ")} <= set(targets)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.findall(r"(?:llmpar|\.)\[([\w,-]+)\]", " ".join(page.read_text() for page in PAGES))
+    assert {extra for found in asked for extra in found.split(",")} <= set(extras)
+
+
+@each_page
+def test_every_command_runs(page, tmp_path, monkeypatch, capsys):
+    """In the page's order, in one folder: a later command reads what an earlier one wrote. What an earlier
+    page has is run there."""
+    monkeypatch.chdir(tmp_path)
+    text, earlier = page.read_text(), PAGES[: PAGES.index(page)]
+    assert text.count("```") == 2 * len(examples(page)), "every fenced block is a Python example"
+    refused = dict(re.findall(r"^    \$ (.*)\n    (llmpar: .*)$", text, re.M))
+    known = set(NOT_RUN).union(*map(written, earlier))
+    ran = [line for line in written(page) if line.startswith("llmpar ") and line not in known]
+    for line in ran:
+        if line.startswith("llmpar compile"):  # tests/test_compile.py runs it where the compilers are
+            assert parse(shlex.split(line)[1:]).step.resolve
+            continue
+        with jax.numpy_dtype_promotion("standard"):
+            status = main(shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:])
+        out, err = capsys.readouterr()
+        if line in refused:
+            assert (status, out, err.splitlines()[-1]) == (1, "", refused.pop(line)), line
+        else:
+            assert status == 0 and (out or "nats per token" in err), (line, err)
+    assert not refused, "a refusal that no command of this page showed"
+    if "--log run.jsonl" in " ".join(ran):
+        assert any("eval_loss" in line for line in (tmp_path / "run.jsonl").read_text().splitlines())
+
+
+@each_page
+def test_a_page_trains_before_it_generates_from_a_checkpoint(page):
+    """Every folder that a command reads was written by one before it, of the model that is asked for."""
+    kept = set()
+    for words in [shlex.split(line)[1:] for line in written(page) if line.startswith("llmpar ")]:
+        command = parse(words)
+        if words[0] == "train" and command.checkpoints:
+            kept.add(command.checkpoints)
+        if words[0] == "generate":
+            assert command.checkpoints in kept and command.model is None
+
+
+@pytest.mark.parametrize(
+    "example",
+    [text for page in PAGES for text in examples(page)],
+    ids=lambda text: text.strip().splitlines()[-1][:40],
+)
+def test_every_python_example_runs(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    cut = jax.NamedSharding(make_mesh(Plan("dp=2 fsdp=2 tp=2").mesh), jax.P("dp", "tp"))
+    array = jax.device_put(np.zeros((8, 8), np.float32), cut)
+    with jax.numpy_dtype_promotion("standard"):
+        exec(example, {"jax": jax, "Plan": Plan, "array": array})
+    losses = [float(x) for x in re.findall(r"^\d (\S+)$", capsys.readouterr().out, re.M)]
+    assert "print(" not in example or (len(losses) == 3 and round(losses[0], 2) == 5.58 > losses[2])
+    assert "mesh.html" not in example or "<!doctype html>" in (tmp_path / "mesh.html").read_text()
+
+
+def test_the_readme_s_feed_forward_is_the_model_s():
+    names: dict = {"jax": jax}
+    exec(examples(README)[0], names)
+    config, par = PRESETS["tiny"], Solo(Plan())
+    layer = FeedForward(functools.partial(param, nnx.Rngs(0), config.block_weights()), "ffn")
+    x = jax.random.normal(jax.random.key(0), (2, 8, config.width))
+    np.testing.assert_array_equal(names["__call__"](layer, x, par), layer(x, par))
