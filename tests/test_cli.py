@@ -80,6 +80,18 @@ def test_only_the_first_of_several_processes_prints_and_draws(call, tmp_path, mo
     assert status == 1 and not out and err.count("llmpar: ") == 1
 
 
+def test_weights_that_lie_beside_a_configuration_are_not_taken_and_that_is_said(call, tmp_path, monkeypatch):
+    report = llmpar.training.train.Report(losses=[2.0])
+    monkeypatch.setattr(llmpar.training.train, "train", lambda *_, **__: (None, report))
+    (tmp_path / "text").write_text("abc " * 1000)
+    (tmp_path / "config.json").write_text(json.dumps(CARD))
+    for has_weights in False, True:
+        for model in (tmp_path, tmp_path / "config.json"):
+            status, _, err = call("train", "--data", str(tmp_path / "text"), "--model", str(model))
+            assert status == 0 and ("the weights are random: those in " in err) == has_weights, err
+        (tmp_path / "model.safetensors").write_text("")
+
+
 @pytest.mark.parametrize("process", [0, 1])
 def test_the_small_commands_and_the_demonstration_too(call, tmp_path, monkeypatch, process):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)

@@ -28,10 +28,10 @@ from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.sequence_order import row_orders
-from llmpar.step import Step
+from llmpar.step import State, Step
 from llmpar.training.checkpoint import Checkpoints, checksums
 from llmpar.training.data import Corpus, DataConfig, Stream, read_corpus
-from llmpar.training.train import OptimizerConfig, Report, _place, train
+from llmpar.training.train import OptimizerConfig, Report, _place, made_of, train
 from llmpar.weights import model_graph, weight_dims
 
 SMALL = dataclasses.replace(
@@ -412,15 +412,97 @@ def test_another_rate_goes_on_and_is_said(whole):
     assert messages[1] == "goes on from the checkpoint of step 6; nothing is left to do"
 
 
+def described(whole, folder, change):
+    """A copy of the checkpoint of step 6 with another description."""
+    shutil.copytree(whole[0] / "6", folder / "6")
+    file = folder / "6" / "about" / "metadata"
+    about = json.loads(file.read_text())
+    change(about)
+    file.write_text(json.dumps(about))
+    return folder
+
+
 def test_a_checkpoint_that_does_not_know_what_made_it_goes_on_and_that_is_said(whole, tmp_path):
-    shutil.copytree(whole[0], tmp_path / "old")
-    file = tmp_path / "old" / "6" / "about" / "metadata"
-    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "made"}))
     messages = []
-    resumed, _ = run(folder=tmp_path / "old", seed=7, tell=messages.append)
+    resumed, _ = run(folder=described(whole, tmp_path, lambda x: x.pop("made")), seed=7, tell=messages.append)
     assert same_bits(resumed, whole[1]) and messages[0].endswith(
         "does not say what made it: its data, seed and optimizer are not compared"
     )
+
+
+def test_another_dtype_is_said_as_another_rate_is(whole):
+    messages = []
+    run(dataclasses.replace(MIXED, dtype="bfloat16"), folder=whole[0], tell=messages.append)
+    assert messages[0].endswith("another curve than was begun: it had dtype float32 (asked: bfloat16)")
+
+
+def test_a_run_with_experts_of_a_capacity_remembers_what_fills_them():
+    experts = dataclasses.replace(SMALL, experts=ExpertConfig(4, 2, capacity_factor=1.0))
+    pieces = [
+        made_of(experts, Plan(mesh), stream(), 6, ADAMW, 0)["expert_piece"] for mesh in ("sp=2", "dp=2")
+    ]
+    assert pieces == [8, 16] and "expert_piece" not in made_of(SMALL, MIXED, stream(), 6, ADAMW, 0)
+
+
+def of_another_version(about):
+    """Older: it has no version, and not all that is written today. Newer: it has more."""
+    del (
+        about["version"],
+        about["config"]["context_length"],
+        about["made"]["optimizer"],
+        about["made"]["dtype"],
+    )
+    about["made"]["flavour"] = "sweet"
+
+
+def test_what_a_checkpoint_of_another_version_does_not_say_is_not_compared_and_that_is_said(whole, tmp_path):
+    messages = []
+    longer = dataclasses.replace(SMALL, context_length=99)
+    resumed, _ = run(
+        folder=described(whole, tmp_path, of_another_version), config=longer, tell=messages.append
+    )
+    assert same_bits(resumed, whole[1])
+    said = " ".join(messages)
+    assert "does not say the model's context_length: not known" in said
+    assert "does not say the run's dtype, optimizer: not known" in said
+    assert "it has flavour, which is not compared" in said and "None" not in said
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda x: x.update(version=2), r"was written by a newer llmpar \(version 2, .*\); update llmpar"),
+        (lambda x: x["config"].update(new_field=1), "made by a newer llmpar: it has new_field; update"),
+        (lambda x: x["config"].update(experts={"taste": 1}), "made by a newer llmpar: it has taste"),
+        (lambda x: x["config"].update(experts=5), "5 is no ExpertConfig"),
+        (lambda x: x["config"].pop("width"), "it lacks width"),
+        (lambda x: x["config"].update(width=-1), "width is -1; use a whole number"),
+        (lambda x: x.update(config=None), "its description has null as config; it is damaged"),
+        (lambda x: x.update(made=5), "its description has 5 as made"),
+        (lambda x: x.update(made=[]), r"its description has \[\] as made"),
+        (lambda x: x.update(checksums=[]), r"its description has \[\] as checksums"),
+        (lambda x: x.update(version="1"), 'its description has "1" as version'),
+        (lambda x: x["made"].update(tokenizer={}), "its description has {} as tokenizer"),
+        (lambda x: x["made"].update(data="x"), 'its description has "x" as data'),
+    ],
+)
+def test_a_description_that_cannot_be_read_is_refused_whoever_reads_it(whole, tmp_path, change, said):
+    keep = Checkpoints(str(described(whole, tmp_path, change)))
+    for read in (
+        keep.config,
+        lambda: keep.restore(State(None, None, None), SMALL),
+        lambda: keep.params(None, SMALL),
+    ):
+        with pytest.raises(ValueError, match=f"the checkpoint of step 6 in .*{said}") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def test_the_folder_of_somebody_elses_model_is_no_folder_of_checkpoints(tmp_path):
+    for name in ("config.json", "model-1-of-2.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match="is the folder of a Hugging Face model .*; give another folder"):
+        Checkpoints(str(tmp_path))
 
 
 def test_one_process_writes_into_a_folder(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -29,7 +30,7 @@ from llmpar.cli.options import (
     speaks,
     start,
 )
-from llmpar.config import ModelConfig, OptimizerConfig
+from llmpar.config import PRESETS, ModelConfig, OptimizerConfig
 from llmpar.plan import Plan
 from llmpar.timetable import timetable
 from llmpar.training.data import DataConfig, Stream
@@ -101,6 +102,8 @@ class Train:
         fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
+        if keep is None or keep.latest is None:
+            say_weights(self.step.model)
         mesh = make_mesh(plan.mesh)
         say_memory(mesh)
         if detour := plan.of(config).detour(platform_of(mesh)):
@@ -183,6 +186,14 @@ def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
         idle = timetable(order).bubble_fraction
         counts = f"{order.num_stages} stages, {order.num_microbatches} microbatches"
         say(f"{order.name}: {counts}, {idle:.0%} of a step idle")
+
+
+def say_weights(model: str) -> None:
+    """Say that a run begins with random weights where those of its model lie beside its config.json."""
+    folder = pathlib.Path(model if os.path.isdir(model) else os.path.dirname(model) or ".")
+    if model not in PRESETS and (files := sorted(folder.glob("*.safetensors"))):
+        load = "llmpar.training.hf.load reads them in Python"
+        say(f"the weights are random: those in {files[0]} are not taken ({load})")
 
 
 def say_memory(mesh) -> None:

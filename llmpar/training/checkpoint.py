@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import shutil
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,14 +22,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from llmpar.config import ModelConfig
+from llmpar.config import ModelConfig, from_dict
 from llmpar.step import State
 from llmpar.weights import Tree
 
+Tell = Callable[[str], None]
 FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "seq_len", "optimizer")
 """What a run keeps from its first step to its last: with another of these a step would not be the one that
-was begun. Mesh and plan may change, for they leave every loss as it is; what else is written down (the
-learning rate, say) is said."""
+was begun. The mesh may change, for it leaves every loss as it is; what else is written down (the learning
+rate, the dtype) is said."""
+VERSION = 1
+"""Of what is written beside a state. A reader of a lower version could misread it."""
 
 
 class Checkpoints:
@@ -46,6 +50,9 @@ class Checkpoints:
         self.every, self.keep, self.folder = every, keep, pathlib.Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
+        if (self.folder / "config.json").is_file() and any(self.folder.glob("*.safetensors")):
+            what = "the folder of a Hugging Face model (config.json, safetensors), not one of checkpoints"
+            raise ValueError(f"'{folder}' is {what}; give another folder")
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
@@ -126,7 +133,8 @@ class Checkpoints:
     def save(self, step: int, state: State, config: ModelConfig, made: dict[str, Any] | None = None) -> None:
         """Write all of the state, and beside it the model's configuration and what ``made`` it; finished, or
         as if it had never begun."""
-        about = {"config": dataclasses.asdict(config), "checksums": checksums(state), "made": made}
+        about = {"version": VERSION, "config": dataclasses.asdict(config), "made": made}
+        about["checksums"] = checksums(state)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(about)
         )
@@ -160,9 +168,31 @@ class Checkpoints:
         if self.latest is None:
             raise ValueError(f"there is no checkpoint in {self.folder}; train with --checkpoints first")
         about = self._read("about", ocp.args.JsonRestore())
-        if not isinstance(about, dict) or not {"config", "checksums"} <= about.keys():
-            self._refuse("its description lacks the model or the checksums")
+        if not isinstance(about, dict):
+            self._refuse("its description is no JSON object")
+        about = {"version": 0, "made": None} | about
+        kinds = {"version": int, "config": dict, "checksums": dict, "made": dict | None}
+        for name, kind in kinds.items():
+            if not isinstance(value := about.get(name), kind):
+                self._refuse(f"its description has {json.dumps(value):.40} as {name}")
+        for name, value in (about["made"] or {}).items():
+            named = isinstance(value, dict) and {str} == {type(value.get(k)) for k in ("name", "fingerprint")}
+            if not named and (isinstance(value, dict) or name in ("data", "tokenizer")):
+                self._refuse(f"its description has {json.dumps(value):.40} as {name}")
+        if about["version"] > VERSION:
+            newer = f"was written by a newer llmpar (version {about['version']}, known here is {VERSION})"
+            raise ValueError(f"{self._which} {newer}; update llmpar")
         return about
+
+    def config(self) -> ModelConfig:
+        """The model of the newest state."""
+        return self._config(self.about())
+
+    def _config(self, about: dict[str, Any]) -> ModelConfig:
+        try:
+            return from_dict(about["config"])
+        except ValueError as error:
+            raise ValueError(f"{self._which} is of a model that is not known here: {error}") from error
 
     def restore(
         self,
@@ -170,7 +200,7 @@ class Checkpoints:
         config: ModelConfig,
         made: dict[str, Any] | None = None,
         anyway: bool = False,
-        tell: Callable[[str], None] = lambda words: None,
+        tell: Tell = lambda words: None,
     ) -> State | None:
         """The newest state, laid out as ``abstract`` says; None where there is none.
 
@@ -179,9 +209,9 @@ class Checkpoints:
         """
         if self.latest is None:
             return None
-        about = self._about(config)
+        about = self._about(config, tell)
         if made:
-            self._compare_runs(about.get("made"), made, anyway, tell)
+            self._compare_runs(about["made"], made, anyway, tell)
         written, asked = about["checksums"].keys(), _names(abstract).keys()
         other = sorted(name for name in written ^ asked if not name.startswith("['params']"))
         if other and written:
@@ -193,19 +223,20 @@ class Checkpoints:
         self._compare(about["checksums"], state)
         return state
 
-    def params(self, abstract: Tree, config: ModelConfig) -> Tree:
+    def params(self, abstract: Tree, config: ModelConfig, tell: Tell = lambda words: None) -> Tree:
         """The newest weights without an optimizer's state, laid out as ``abstract`` says."""
-        about, item = self._about(config), {"params": abstract}
+        about, item = self._about(config, tell), {"params": abstract}
         how = ocp.checkpoint_utils.construct_restore_args(item)
         found = self._read("state", ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True))
         self._compare(about["checksums"], State(found["params"], None, None))
         return found["params"]
 
-    def _about(self, config: ModelConfig) -> dict[str, Any]:
+    def _about(self, config: ModelConfig, tell: Tell) -> dict[str, Any]:
         """`about`, after a look at whose state it is."""
-        about, asked = self.about(), dataclasses.asdict(config)
-        kept = about["config"]
-        differ = [f"{k} {kept.get(k)} (asked: {asked[k]})" for k in asked if kept.get(k) != asked[k]]
+        about = self.about()
+        kept, asked = (dataclasses.asdict(x) for x in (self._config(about), config))
+        self._tell_unknown(asked.keys() - about["config"].keys(), "the model's ", tell)
+        differ = [f"{k} {kept[k]} (asked: {asked[k]})" for k in about["config"] if kept[k] != asked[k]]
         if differ:
             raise ValueError(
                 f"the checkpoint in {self.folder} is of another model: it has {', '.join(differ)}; "
@@ -213,29 +244,33 @@ class Checkpoints:
             )
         return about
 
-    def _compare_runs(
-        self, kept: dict | None, asked: dict, anyway: bool, tell: Callable[[str], None]
-    ) -> None:
+    def _tell_unknown(self, names: Iterable[str], whose: str, tell: Tell) -> None:
+        """Tell what an older or a newer version did not write down, or did: it cannot be compared."""
+        if names := sorted(names):
+            tell(f"{self._which} does not say {whose}{', '.join(names)}: not known, and not compared")
+
+    def _compare_runs(self, kept: dict | None, asked: dict, anyway: bool, tell: Tell) -> None:
         """Refuse or tell how the run that is asked for differs from the one that wrote."""
         if kept is None:
             return tell(
                 f"{self._which} does not say what made it: its data, seed and optimizer are not compared"
             )
+        self._tell_unknown(asked.keys() - kept.keys(), "the run's ", tell)
+        if newer := sorted(kept.keys() - asked.keys()):
+            tell(
+                f"{self._which} was made by another llmpar: it has {', '.join(newer)}, which is not compared"
+            )
         differ = {
-            k: f"{k} {_words(kept.get(k))} (asked: {_words(v)})"
+            k: f"{k} {_words(kept[k])} (asked: {_words(v)})"
             for k, v in asked.items()
-            if _id(kept.get(k)) != _id(v)
+            if k in kept and _id(kept[k]) != _id(v)
         }
         fixed = [words for k, words in differ.items() if k in FIXED]
         if fixed and (not anyway or "optimizer" in differ):
-            others = (
-                ""
-                if "optimizer" in differ
-                else "; --anyway goes on all the same, as another run than was begun"
-            )
+            anyhow = "; --anyway goes on all the same, as another run than was begun"
             raise ValueError(
-                f"{self._which} was made with {', '.join(fixed)}; ask for that, or give another"
-                f" folder{others}"
+                f"{self._which} was made with {', '.join(fixed)}; ask for that, or give another folder"
+                + anyhow * ("optimizer" not in differ)
             )
         if differ:
             what = "run" if fixed else "curve"

@@ -63,20 +63,30 @@ class Report:
         return self.ideal_step_s / self.step_s if self.ideal_step_s and self.step_s else None
 
 
-def made_of(stream: Stream, steps: int, options: OptimizerConfig, seed: int) -> dict[str, Any]:
-    """Describe a run besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). Mesh and plan are
-    left out: they change no loss."""
+def made_of(
+    model: ModelConfig, plan: Plan, stream: Stream, steps: int, options: OptimizerConfig, seed: int
+) -> dict[str, Any]:
+    """Describe a run besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). The mesh is left
+    out, and of the plan all that changes no loss."""
     corpus, config = stream.corpus, stream.config
-    return {
-        "data": {"name": corpus.source, "fingerprint": corpus.fingerprint},
-        "tokenizer": corpus.tokenizer.identity,
-        "seed": seed,
-        "data_seed": config.seed,
-        "held_out": config.held_out,
-        "batch_size": config.batch_size,
-        "seq_len": config.seq_len,
-        "steps": steps,
-    } | dataclasses.asdict(options)
+    run = {name: getattr(plan, name) for name in ("dtype", "attention_kernel", "documents")}
+    if model.experts and model.experts.capacity_factor:  # tokens that fill an expert before others
+        run["expert_piece"] = config.seq_len // (plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1))
+        run["sequence_order"] = plan.sequence_order
+    return (
+        run
+        | {
+            "data": {"name": corpus.source, "fingerprint": corpus.fingerprint},
+            "tokenizer": corpus.tokenizer.identity,
+            "seed": seed,
+            "data_seed": config.seed,
+            "held_out": config.held_out,
+            "batch_size": config.batch_size,
+            "seq_len": config.seq_len,
+            "steps": steps,
+        }
+        | dataclasses.asdict(options)
+    )
 
 
 def train(
@@ -121,7 +131,7 @@ def train(
     """
     plan.check(config, stream.config.batch_size, stream.config.seq_len)
     _check_run(steps, eval_every, eval_batches)
-    made = made_of(stream, steps, options, seed) if checkpoints else None
+    made = made_of(config, plan, stream, steps, options, seed) if checkpoints else None
     meet()
     writes = checkpoints is not None and _first_says(checkpoints.latest or 0) < steps
     with checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(), _opened(log) as lines:
