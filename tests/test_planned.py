@@ -57,8 +57,6 @@ def test_the_command_writes_a_page(tmp_path, capsys):
         ("--html plan.svg", "'plan.svg' is no page"),
         ("--html no/such/plan.html", "a folder that is there"),
         ("--html plan.html --cluster lumi", "cluster lumi may have others"),
-        ("--html plan.html --devices 262144", "262,144 devices cannot be drawn"),
-        ("--html plan.html --serve", "--serve answers requests, and --html decides nothing"),
     ],
 )
 def test_what_cannot_be_a_page_is_refused(words, sentence):

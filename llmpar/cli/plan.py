@@ -1,5 +1,5 @@
-"""``llmpar plan``: which mesh for a model on a machine, to train it or to serve it; and the model of time
-held against measured runs."""
+"""``llmpar plan``: which mesh for a model on a machine; and the model of time held against measured
+runs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ from llmpar.plan import Plan as Fields
 if TYPE_CHECKING:
     from llmpar.predict.hardware import Chip
     from llmpar.predict.planner import Question
-    from llmpar.predict.serving import Demand
 
 Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 MAX_DEVICES, MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
-SERVING = ("--prompt", "--output", "--first-token-ms", "--per-token-ms", "--weight-bits", "--cache-bits")
-TRAINING = ("--batch-tokens", "--seq-len", "--fix", "--tokens", "--html")
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,6 @@ class Plan:
     say why the others lost. No device is needed, and no JAX.
 
     llmpar plan --model llama3-70b --chip h100 --devices 512 --batch-tokens 4M --seq-len 8192
-    llmpar plan --serve --model llama3-70b --devices 16 --prompt 8192 --output 512 --per-token-ms 30
 
     Attributes:
         model: a preset's name, or the path of a Hugging Face config.json.
@@ -45,8 +41,7 @@ class Plan:
         cluster: a machine's name in place of a chip: its nodes and ports.
         devices: JAX devices (64; all of a cluster that is no larger than 256).
         batch_tokens: tokens per step, as 4M (K and M are 1024 and 1024 squared).
-        batch_size: sequences per step in its place; one per device where neither is given. With --serve
-            those that an instance decodes at once; as many as fit where it is not given.
+        batch_size: sequences per step in its place; one per device where neither is given.
         seq_len: tokens per sequence.
         mesh: axes that are given, as 'tp=8 pp=4'; the others are chosen.
         fix: other fields of the plan that are given, as 'remat=block zero=1'.
@@ -54,11 +49,6 @@ class Plan:
         price: of a chip and hour, for the cost.
         keep: how many meshes to print.
         html: a page to write: the mesh explorer opened on the first plan, the others one click away.
-        serve: answer requests instead of training: which mesh serves most of them.
-        prompt, output: tokens of a request, in and out (1024 and 256).
-        first_token_ms: bound of the time to the first token (TTFT).
-        per_token_ms: bound of the mean time of each token after it (TPOT).
-        weight_bits, cache_bits: as weights, and keys and values, lie in memory: 16, 8 or 4.
         against: hold the model of time and memory against the measured runs of this file instead.
         json: print one JSON document on stdout.
     """
@@ -76,18 +66,11 @@ class Plan:
     price: Real = None
     keep: int = 8
     html: File = None
-    serve: bool = False
-    prompt: Number = None
-    output: Number = None
-    first_token_ms: Real = None
-    per_token_ms: Real = None
-    weight_bits: Number = None
-    cache_bits: Number = None
     against: File = None
     json: bool = False
 
     def run(self) -> dict:
-        """Plan training or serving, or hold the model against measurements."""
+        """Plan a training step, or hold the model against measurements."""
         if self.against is not None:
             if others := self.others("against", "chip"):
                 raise ValueError(
@@ -98,13 +81,6 @@ class Plan:
             raise ValueError(f"keep is {self.keep}; use 1 to 100")
         if self.price is not None and not 0 < self.price < 1e9:
             raise ValueError(f"price is {self.price}; give a positive cost of a chip and hour")
-        if idle := [name for name in self.others() if name in (TRAINING if self.serve else SERVING)]:
-            does = "--serve answers requests" if self.serve else "without --serve a step is trained"
-            raise ValueError(f"{does}, and {', '.join(idle)} decides nothing")
-        return self.answer_requests() if self.serve else self.train()
-
-    def train(self) -> dict:
-        """Plan a training step."""
         import rich
 
         from llmpar.inspect.targets import GPUS, TPUS
@@ -140,8 +116,6 @@ class Plan:
         """Refuse a page that cannot be written or drawn, before the work."""
         import pathlib
 
-        from llmpar.explore.answers import MOST
-
         if pathlib.Path(path).suffix != ".html":
             raise ValueError(f"'{path}' is no page; call it .html")
         check_folder(path)
@@ -150,46 +124,6 @@ class Plan:
                 f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others; write a"
                 " chip file with its node_size, and give it as --chip"
             )
-        if (devices := self.machine()[1]) > MOST:
-            raise ValueError(f"{devices:,} devices cannot be drawn; use --html with at most {MOST:,}")
-
-    def answer_requests(self) -> dict:
-        """Plan the serving of requests."""
-        import rich
-
-        from llmpar.cli.plan_serving import tables
-        from llmpar.predict import serving
-
-        document = serving.document(serving.answer(self.demand(), self.keep), self.price)
-        if not self.json and speaks():
-            for table in tables(document):
-                rich.print(table)
-            say("no queue is modelled: rates are of a machine that always has work; experts are equally hot")
-            if document["plans"] and (line := document["plans"][0]["generate"]):
-                print(line)
-        emit(document, self.json)
-        return document
-
-    def demand(self) -> Demand:
-        """What the options ask to be served."""
-        from llmpar.predict.serving import SERVED_AXES, Demand
-
-        config, (chip, devices) = preset(self.model), self.machine()
-        fixed = {
-            name: value for name, value in self.fixed().items() if value > 1 or name in (*SERVED_AXES, "dp")
-        }
-        some = {
-            name: value
-            for name in ("prompt", "output", "weight_bits", "cache_bits")
-            if (value := getattr(self, name)) is not None
-        }
-        for name in ("first_token", "per_token"):
-            if (bound := getattr(self, f"{name}_ms")) is not None:
-                some[f"{name}_s"] = bound / 1e3
-        usual = {"prompt": 1024, "output": 256}
-        return Demand(
-            config, chip, devices, **(usual | some), batch=self.batch_size, fixed=fixed, model=self.model
-        )
 
     def others(self, *without: str) -> list[str]:
         """The options that were given."""

@@ -276,15 +276,15 @@ attempt("11.data_sheet", factor)
 # batch**, where computing takes as long as reading.
 
 # %%
-demand = serving.Demand(preset("llama3-8b"), h100, 8, prompt=1024, output=256)
-served = serving.document(serving.answer(demand, keep=3))
-print(f"critical batch {served['critical_batch']['reached']:.0f} sequences")
-for row in served["curve"][::2]:
-    ms = row["decode_s"] * 1e3
-    print(f"{row['batch']:>5} at once: {ms:5.1f} ms a token,", end=" ")
-    print(f"{row['tokens_per_s']:>8,.0f} tokens/s on 8 GPUs")
-pair = served["apart"]
-ratio = pair["balanced_ratio"]
+config, prompt, output = preset("llama3-8b"), 1024, 256
+print(f"critical batch {serving.critical_batch(config, h100):.0f} sequences")
+for batch in (1, 4, 16, 64, 256):
+    terms = serving.decode(config, h100, batch, prompt + output // 2)
+    token_s = sum(terms.values())
+    print(f"{batch:>5} at once: {token_s * 1e3:5.1f} ms a token,", end=" ")
+    print(f"{8 * batch / token_s:>8,.0f} tokens/s on 8 GPUs")
+prompt_s = sum(serving.prefill(config, h100, prompt).values())
+ratio = prompt_s / (token_s * output / batch)
 print(f"apart: {ratio:.1f} prompt instances for each that makes tokens")
 
 # %% [markdown]
@@ -296,6 +296,5 @@ print(f"apart: {ratio:.1f} prompt instances for each that makes tokens")
 #
 # ```
 # llmpar plan --model llama3-8b --devices 16 --batch-size 64 --html plan.html    the explorer beside the answer
-# llmpar plan --serve --devices 8 --prompt 1024 --output 256 --per-token-ms 20
 # llmpar plan --against runs.json --chip ours.toml                               are the figures of ours.toml right?
 # ```

@@ -233,7 +233,7 @@ Markdown(
 #
 # Weights are read by every token; keys and values grow with every sequence: **1 GiB** for 8,192 tokens of Llama 3 8B.
 #
-# <footer>Kwon et al. 2023 (PagedAttention) · <code>llmpar plan --serve --devices 1</code> · lesson <code>notebooks/11_choose</code></footer>
+# <footer>Kwon et al. 2023 (PagedAttention) · <code>llmpar.predict.serving</code> · lesson <code>notebooks/11_choose</code></footer>
 
 # %%
 from deck import draw, show
@@ -263,7 +263,7 @@ show(draw.memory_bars(bars, h100.usable_bytes, "Memory of one H100"))
 # %% [markdown] tags=["slide", "short"] minutes=2
 # ## Inference engines
 #
-# <footer>Kwon et al. 2023; Zheng et al. 2024; Yu et al. 2022 (Orca) · <code>llmpar plan --serve --devices 8</code> · lesson <code>notebooks/11_choose</code></footer>
+# <footer>Kwon et al. 2023; Zheng et al. 2024; Yu et al. 2022 (Orca) · <code>llmpar.predict.serving</code> · lesson <code>notebooks/11_choose</code></footer>
 
 # %%
 ENGINES = {
