@@ -1,7 +1,7 @@
 # Everything from a fresh clone, with only Python >= 3.11 and make:
 #   make demo    the main job          make lab     JupyterLab on the lessons
 #   make test    the tests             make slides  the deck, in slides/_build
-#   make gallery every drawing and explorer on one page, in slides/_gallery
+#   make gallery every drawing and explorer on one page, in slides/_gallery; make pictures: those of the README
 #   make index   lessons, words, decks and sheets on one page; make handout: two sheets for learners
 #   make exports the lessons as a sphinx-lesson tree and as a Carpentries Workbench tree, in notebooks/_exports
 #   make test-lessons, test-browser, test-compilers, test-processes: tests that are jobs of their own (.ci/run does all)
@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compilers demo test test-lessons test-browser test-compilers test-processes test-fast test-full lab bench slides handout index exports notebooks gallery lint engines clean
+.PHONY: help setup compilers demo test test-lessons test-browser test-compilers test-processes test-fast test-full lab bench slides handout index exports notebooks gallery pictures lint engines clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -116,6 +116,9 @@ exports: $(STAMP)
 
 gallery: $(STAMP)
 	$(BIN)/python slides/gallery.py
+
+pictures: $(STAMP)
+	$(BIN)/python slides/gallery.py --pictures
 
 notebooks: $(STAMP)
 	$(BIN)/python notebooks/build.py

@@ -1,7 +1,8 @@
 """Draw everything that the package can draw, on one page: every drawing, every explorer, light or dark as the
 reader is.
 
-    python slides/gallery.py      writes slides/_gallery/index.html and a page for each explorer
+    python slides/gallery.py             writes slides/_gallery/index.html and a page for each explorer
+    python slides/gallery.py --pictures  writes the pictures of the README and its pages, docs/pictures
 
 Where Chromium and playwright are found, each explorer is also photographed at 1280 pixels, light and dark,
 after a few clicks. The page fetches nothing.
@@ -13,7 +14,11 @@ import argparse
 import html
 import json
 import shutil
+import tempfile
 from pathlib import Path
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from llmpar import draw
 from llmpar.config import preset
@@ -29,6 +34,7 @@ from llmpar.schedules import make
 from llmpar.timetable import timetable
 
 OUT = Path(__file__).resolve().parent / "_gallery"
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
 STYLE = (
     ":root{color-scheme:light dark}"
@@ -85,8 +91,9 @@ def drawings() -> dict[str, Scene]:
     }
 
 
-def photograph(folder: Path) -> list[Path]:
-    """Screenshots of the explorers' pages, light and dark; none without Chromium and playwright."""
+def photograph(folder: Path, **options) -> list[Path]:
+    """Screenshots of the explorers' pages, light and dark; none without Chromium and playwright. What is not
+    the whole page is an option of playwright's."""
     program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     try:
         from playwright.sync_api import sync_playwright
@@ -100,12 +107,33 @@ def photograph(folder: Path) -> list[Path]:
         for scheme in ("light", "dark"):
             page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)
             for name in EXPLORERS:
-                page.goto((folder / f"{name}.html").as_uri())
+                if not (saved := folder / f"{name}.html").is_file():
+                    continue
+                page.goto(saved.as_uri())
                 page.wait_for_selector(".lpx svg")
                 out.append(folder / f"{name}-{scheme}.png")
-                page.screenshot(path=out[-1], full_page=True)
+                page.screenshot(path=out[-1], **(options or {"full_page": True}))
         browser.close()
     return out
+
+
+def pictures(folder: Path = PICTURES) -> list[Path]:
+    """Write the pictures of the README and its pages: the explorer's upper part, with what it says in words,
+    and a timetable."""
+    explorer, made = EXPLORERS["mesh-explorer"](), [folder / "timetable.svg", folder / "explorer.png"]
+    folder.mkdir(parents=True, exist_ok=True)
+    made[0].write_text(to_svg(draw.timeline(timetable(make("zb-h1", 4, 8)))), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as there:
+        explorer.save(Path(there) / "mesh-explorer.html")
+        if not photograph(Path(there), clip={"x": 0, "y": 0, "width": 700, "height": 790}):
+            raise ValueError(f"{made[1]} needs Chromium and playwright, and one of them was not found")
+        said = PngInfo()
+        said.add_itxt("Description", explorer.scene.text)
+        with Image.open(Path(there) / "mesh-explorer-light.png") as shot:
+            shot.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+                made[1], optimize=True, pnginfo=said
+            )
+    return made
 
 
 def build(folder: Path = OUT) -> Path:
@@ -136,4 +164,6 @@ def build(folder: Path = OUT) -> Path:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=OUT)
-    print(f"wrote {build(parser.parse_args().out)}")
+    parser.add_argument("--pictures", action="store_true")
+    asked = parser.parse_args()
+    print("wrote", *(pictures() if asked.pictures else [build(asked.out)]))

@@ -28,7 +28,6 @@ NOT_RUN = {
     "llmpar lab": "it opens a browser and waits; tests/test_explorers.py looks at what it starts",
     "llmpar lab --no-browser": "it waits",
     "llmpar quiz": "it asks; tests/test_teaching.py answers",
-    "llmpar quiz --effect": "it reads what the line above noted; tests/test_teaching.py compares",
     'llmpar launch local --processes 4 --devices 2 -- train --mesh "fsdp=8" --steps 20 --checkpoints kept': (
         "tests/test_launch.py runs such lines"
     ),
@@ -38,7 +37,6 @@ NOT_RUN = {
     "python tests/bench.py attention": "it measures for minutes",
     "python tests/fit_rates.py tests/measured.json": "it takes minutes; tests/test_measured.py fits two",
     "python tests/rounding.py tf32 notebooks/src/03_data_parallelism.py": "test_accelerator.py rehearses",
-    "python notebooks/walk.py": "it sits in a browser for minutes; tests/test_notebooks.py holds its answers",
 }
 COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
 
@@ -66,30 +64,45 @@ def test_what_is_not_run_is_listed_with_a_reason_and_exists():
     assert {extra for found in asked for extra in found.split(",")} <= set(extras)
 
 
+def outcome(line: str, capsys) -> tuple[int, str, str]:
+    """Run a command here: exit status, stdout, stderr."""
+    with jax.numpy_dtype_promotion("standard"):
+        status = main(shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:])
+    return status, *capsys.readouterr()
+
+
 @each_page
-def test_every_command_runs(page, tmp_path, monkeypatch, capsys):
-    """In the page's order, in one folder: a later command reads what an earlier one wrote. What an earlier
-    page has is run there."""
+def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, capsys):
+    """The README's commands run, in its order and in one folder: a later one reads what an earlier one wrote.
+    On the other pages, what compiles a program is checked up to there; the test below runs it."""
     monkeypatch.chdir(tmp_path)
-    text, earlier = page.read_text(), PAGES[: PAGES.index(page)]
+    text, known = page.read_text(), set(NOT_RUN).union(*map(written, PAGES[: PAGES.index(page)]))
     assert text.count("```") == 2 * len(examples(page)), "every fenced block is a Python example"
     refused = dict(re.findall(r"^    \$ (.*)\n    (llmpar: .*)$", text, re.M))
-    known = set(NOT_RUN).union(*map(written, earlier))
-    ran = [line for line in written(page) if line.startswith("llmpar ") and line not in known]
-    for line in ran:
-        if line.startswith("llmpar compile"):  # tests/test_compile.py runs it where the compilers are
-            assert parse(shlex.split(line)[1:]).step.resolve
-            continue
-        with jax.numpy_dtype_promotion("standard"):
-            status = main(shlex.split(line.replace("tests/", f"{ROOT}/tests/"))[1:])
-        out, err = capsys.readouterr()
+    for line in [line for line in written(page) if line.startswith("llmpar ") and line not in known]:
+        command = parse(shlex.split(line)[1:])
         if line in refused:
+            status, out, err = outcome(line, capsys)
             assert (status, out, err.splitlines()[-1]) == (1, "", refused.pop(line)), line
+        elif line.startswith("llmpar compile"):  # tests/test_compile.py runs it where the compilers are
+            continue
+        elif page != README and hasattr(command, "step"):
+            command.step.settle(8)
         else:
+            status, out, err = outcome(line, capsys)
             assert status == 0 and (out or "nats per token" in err), (line, err)
     assert not refused, "a refusal that no command of this page showed"
-    if "--log run.jsonl" in " ".join(ran):
-        assert any("eval_loss" in line for line in (tmp_path / "run.jsonl").read_text().splitlines())
+
+
+@pytest.mark.full
+@each_page
+def test_every_command_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for line in written(page):
+        if line.startswith("llmpar ") and not line.startswith("llmpar compile") and line not in NOT_RUN:
+            assert outcome(line, capsys)[0] == (f"    $ {line}\n" in page.read_text()), line
+    if (log := tmp_path / "run.jsonl").exists():
+        assert any("eval_loss" in line for line in log.read_text().splitlines())
 
 
 @each_page
@@ -102,6 +115,56 @@ def test_a_page_trains_before_it_generates_from_a_checkpoint(page):
             kept.add(command.checkpoints)
         if words[0] == "generate":
             assert command.checkpoints in kept and command.model is None
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", head).lower()).replace(" ", "-") for head in heads}
+
+
+LINKED = [
+    *PAGES,
+    *sorted(ROOT.glob("[A-Z]*.md")),
+    *sorted((ROOT / "notebooks" / "src").glob("*.py")),
+    ROOT / "notebooks" / "walk.md",
+]
+
+
+@pytest.mark.parametrize("page", dict.fromkeys(LINKED), ids=lambda page: page.stem)
+def test_no_link_is_dead(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    if page.suffix == ".py":
+        text = "\n".join(line for line in text.splitlines() if line.startswith("#"))
+    folder = ROOT / "notebooks" if page.suffix == ".py" else page.parent
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if path.startswith(("http:", "https:", "mailto:", "attachment:")):
+            continue
+        there = folder / path if path else page
+        assert there.exists(), target
+        assert not anchor or there.suffix != ".md" or anchor in anchors(there.read_text()), target
+
+
+def test_a_dead_anchor_would_be_seen():
+    text = "# Layouts are JAX's types\n\n## `fsdp`, and more\n```python\n# no heading\n```\n"
+    assert anchors(text) == {"layouts-are-jaxs-types", "fsdp-and-more"}
+
+
+def test_the_first_page_is_short_and_every_page_is_reached_from_it():
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 150 and max(map(len, lines)) <= 130
+    assert not re.search(r"float32\[|\{[UR]:", README.read_text()), "types are for docs/words.md"
+    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", README.read_text()))
+    assert linked == {f"docs/{page.name}" for page in PAGES[1:]}
+
+
+def test_the_table_of_the_house_names_every_file():
+    named = set(re.findall(r"`(\w+)/?`", (ROOT / "docs" / "house.md").read_text()))
+    package = ROOT / "llmpar"
+    files = {path.stem for path in package.rglob("*.py")} - {"__init__", "__main__"}
+    by_name = {path.stem for wing in ("exercises", "cli") for path in (package / wing).glob("*.py")}
+    assert files - by_name <= named, "say in docs/house.md where it belongs"
 
 
 @pytest.mark.parametrize(

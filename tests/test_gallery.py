@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from llmpar import draw
 from llmpar.draw.scene import Scene
@@ -45,3 +46,19 @@ def test_explorers_are_photographed(tmp_path, monkeypatch):
     if not shots:
         pytest.skip("no Chromium is installed")
     assert len(shots) == 2 and all(shot.stat().st_size > 10_000 for shot in shots)
+
+
+def test_the_pictures_of_the_pages_are_what_the_package_draws(tmp_path, monkeypatch):
+    """Pixels depend on fonts, so the explorer's picture is compared by the words that it carries."""
+    monkeypatch.setattr(gallery, "photograph", lambda *_, **__: [])
+    with pytest.raises(ValueError, match="needs Chromium"):
+        gallery.pictures(tmp_path)
+    drawn = (tmp_path / "timetable.svg").read_text()
+    assert drawn == (gallery.PICTURES / "timetable.svg").read_text(), "make pictures"
+
+
+@pytest.mark.browser
+def test_the_explorer_s_picture_shows_what_it_says_now():
+    with Image.open(gallery.PICTURES / "explorer.png") as picture:
+        said = picture.text["Description"]
+    assert said == gallery.EXPLORERS["mesh-explorer"]().scene.text, "make pictures"
