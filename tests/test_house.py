@@ -162,8 +162,10 @@ def repository_files():
 
 def test_every_file_is_in_the_core_or_in_a_wing():
     folders = {name.split(".")[0] for name in trees()} - {"__init__", "__main__"}
-    assert folders <= CORE | set(WINGS), "add the new file to the core or to a wing, here and in the README"
-    assert folders >= CORE, "a file of the core is gone; take it out here and in the README"
+    assert folders <= CORE | set(WINGS), (
+        "add the new file to the core or to a wing, here and in docs/house.md"
+    )
+    assert folders >= CORE, "a file of the core is gone; take it out here and in docs/house.md"
 
 
 def forbidden_imports(sources):

@@ -771,16 +771,16 @@ def test_no_text_uses_a_papers_letter_for_what_has_one_of_ours(source):
     assert re.findall(OTHER_LETTERS, source.read_text()) == []
 
 
-def test_the_readmes_table_of_orders_is_what_the_simulator_finds():
+def test_the_page_s_table_of_orders_is_what_the_simulator_finds():
     from llmpar.schedules import make
     from llmpar.timetable import timetable
 
     def value(formula, **letters):
         spelt_out = re.sub(r"(?<=[0-9giu)])(?=[pgiu(])", "*", formula.replace(" ", ""))
-        return eval(spelt_out, {}, letters)  # our own README
+        return eval(spelt_out, {}, letters)  # our own page
 
     table = r"^\| (GPipe|1F1B|interleaved|ZB-H1|ZB-H2, ZB-V)[^|]*\|(.*)\|$"
-    rows = dict(re.findall(table, (ROOT / "README.md").read_text(), re.M))
+    rows = dict(re.findall(table, (ROOT / "docs" / "schedules.md").read_text(), re.M))
     assert len(rows) == 5
     for titles, row in rows.items():
         for i, title in enumerate(titles.split(", ")):

@@ -344,7 +344,7 @@ def test_containers_install_the_project_s_own_extras_and_copy_what_is_there():
     assert used <= set(extras)
     copied = re.findall(r"^ +(\S+) (/opt/llmpar/\S+)$", image, re.M)
     assert all((ROOT / source).exists() and target.endswith(source) for source, target in copied)
-    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "llmpar"} <= {
+    assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "llmpar", "docs", "notebooks"} <= {
         source for source, _ in copied
     }
 

@@ -36,7 +36,7 @@ show(mesh)
 # **Say** what a layout holds and what an arrow sends. **Compute** memory, bytes and bubble of a plan. **Choose** a mesh,
 # defend it, and launch it.
 #
-# <footer>The lessons from <code>notebooks/00_setup</code> on do each of these with your hands · words and letters: the table in <code>README.md</code></footer>
+# <footer>The lessons from <code>notebooks/00_setup</code> on do each of these with your hands · words and letters: <code>docs/words.md</code></footer>
 
 # %% [markdown] tags=["notes"]
 # The table below is made from the minutes of the slides; these notes say at each slide where the clock should be.
