@@ -373,10 +373,11 @@ def test_extra_dev_repeats_the_groups():
 
 
 def test_a_rank_of_a_job_installs_no_notebook():
-    """What draws in a browser or makes a PNG is in the extra lab, with what it needs."""
+    """What draws in a browser, makes a PNG or sends a notebook's functions is in the extra lab."""
     plain = {requirement(text)[0] for text in project()["project"]["dependencies"]}
     lab = {requirement(text)[0] for text in project()["project"]["optional-dependencies"]["lab"]}
-    assert not plain & lab and lab == {"jupyterlab", "ipywidgets", "anywidget", "nbval", "matplotlib"}
+    notebooks = {"jupyterlab", "ipywidgets", "anywidget", "nbval", "matplotlib", "cloudpickle"}
+    assert not plain & lab and lab == notebooks
 
 
 def test_constraints_pin_every_dependency_without_addresses():

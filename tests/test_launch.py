@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from parity import LLAMA, MOE
 
-from llmpar.launch import local
+from llmpar.launch import joined, local
 from llmpar.plan import Plan
 from llmpar.training.checkpoint import Checkpoints
 
@@ -192,6 +192,9 @@ def test_the_launcher_names_a_killed_process_0_and_gives_the_signals_back(capfd)
 
 
 def test_a_killed_launcher_leaves_no_process_behind():
+    environ = {joined.LAUNCHER: str(os.getppid())}
+    joined.initialize(environ)
+    assert not environ, "initialize() does what is seen below, and what we start is not the launcher's"
     one = "import os, time, llmpar.launch.joined as j; j.end_with_launcher(os.environ); time.sleep(600)"
     program = f"""
 import sys, time
@@ -200,21 +203,25 @@ with Processes([sys.executable, "-c", {one!r}], 2) as processes:
     print(*(process.pid for process in processes.running), flush=True)
     time.sleep(600)
 """
+    gone_after_a_kill(program, 2)
+
+
+def gone_after_a_kill(program: str, num: int) -> None:
+    """Kill a program that prints the numbers of processes; they must end."""
+
+    def alive(pid):
+        stat = Path(f"/proc/{pid}/stat")
+        return stat.exists() and stat.read_text().split()[2] != "Z"
+
     base = os.environ | {"PYTHONPATH": str(HERE.parent)}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=base) as launcher:
-        pids = [int(pid) for pid in launcher.stdout.readline().split()]
-        launcher.kill()
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=base) as one:
+        pids = [int(pid) for pid in one.stdout.readline().split()]
+        assert len(pids) == num and all(map(alive, pids))
+        one.kill()
     until = time.monotonic() + 30
-    while any(alive(pid) for pid in pids) and time.monotonic() < until:
+    while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert len(pids) == 2 and not any(alive(pid) for pid in pids)
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
+    assert not any(map(alive, pids))
 
 
 def test_an_exception_in_one_process_ends_all_within_seconds():

@@ -15,7 +15,7 @@ from llmpar.predict import hardware
 
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {"tokenizers": "hf", "safetensors": "hf"}
-OPTIONAL |= dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib"), "lab")
+OPTIONAL |= dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib", "cloudpickle"), "lab")
 """Packages that an extra brings: ``pip install 'llmpar[hf]'``."""
 
 
@@ -34,9 +34,9 @@ class Doctor:
         import rich
 
         from llmpar.launch import traps
-        from llmpar.launch.engines import detect, read_file
+        from llmpar.launch.engines import detect
 
-        place = detect(os.environ, read_file)
+        place = detect(os.environ)
         first = [traps.describe(place), *traps.traps(os.environ, place)]
         if not self.json and place.process_id == 0 and speaks():
             print(*first, sep="\n", flush=True)  # JAX may not get further

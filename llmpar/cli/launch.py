@@ -70,13 +70,13 @@ class Launch:
         self.check_fewer(job)
         if not job.goes_on and self.words[0] == "train":
             say("llmpar: no --checkpoints: nothing is kept, and a failed job is not started again")
-        text = jobs.ENGINES[self.engine](job)
-        path = self.out or (f"llmpar-job{jobs.SUFFIX[self.engine]}" if self.submit else None)
+        text = jobs.job_file(self.engine, job)
+        path = self.out or (jobs.default_path(self.engine) if self.submit else None)
         if path is None:
             print(text, end="")
             return
         Path(path).write_text(text)
-        line = jobs.submit_line(self.engine, path, job.site)
+        line = jobs.submit_line(self.engine, path)
         if not self.submit:
             say(f"wrote {path}; submit it: {' '.join(line)}")
             return

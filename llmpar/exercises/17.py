@@ -15,7 +15,7 @@ from llmpar.predict.hosts import sends
 
 def leaves() -> Exercise:
     """Ask how many bytes leave a host in a step, if dp crosses and if tp does."""
-    right = {name: hosts.leaving(name)[0] for name in hosts.PLACEMENTS}
+    right = {name: hosts.leaving(name)[0] for name in ("dp across", "tp across")}
     dp, tp = right["dp across"], right["tp across"]
     return Exercise(
         level="core",
@@ -127,7 +127,7 @@ def goes_on() -> Exercise:
     """Ask from which step a killed run goes on."""
     return Exercise(
         level="core",
-        solution=hosts.EVERY,
+        solution=4,
         wrong=[
             (7, "What was only in memory is gone, on all processes: the newest checkpoint counts."),
             (8, "Step 8 was never reached, so nothing was kept there."),

@@ -3,12 +3,9 @@ another, with the bytes that leave a host, as the kernel counts them, beside the
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
 
 from llmpar.config import preset
 from llmpar.exercises.lesson import counting_text
@@ -26,7 +22,7 @@ from llmpar.launch.wire import Count, counted
 from llmpar.mesh import make_mesh, ordered_devices
 from llmpar.plan import Plan
 from llmpar.predict.hosts import leaving_bytes
-from llmpar.step import State, Step
+from llmpar.step import Step
 
 RECORDED = Path(__file__).parent / "two_hosts.json"
 TOY = replace(
@@ -37,29 +33,23 @@ ROWS, SEQ = 32, 64
 """2,048 tokens: more than 4 × width, as in training at scale; else activations are no larger than
 gradients."""
 REPLICAS = Plan("!dp=2 tp=2", zero=0, reduce="bucket")
-PLACEMENTS = {"dp across": (REPLICAS, True), "tp across": (REPLICAS, False)}
-"""Name -> plan, and whether the mesh's outer axis crosses hosts (else the inner one does)."""
-MORE = {
+PLACEMENTS = {
+    "dp across": (REPLICAS, True),
+    "tp across": (REPLICAS, False),
     "dp over all": (Plan("!dp=4", zero=0, reduce="bucket"), True),
     "fsdp over all": (Plan("!fsdp=4"), True),
     "pp across": (Plan("!pp=2 tp=2", zero=0, microbatches=4), True),
     "tp over all": (Plan("!tp=4"), True),
 }
-"""Placements of the recorded run besides."""
-X_BYTES = 1 << 20
-"""Of the message that `summed` adds up."""
-STEPS, EVERY = 12, 4
-"""Of a run that is killed: steps, and after how many of them a checkpoint is kept."""
-
-
+"""Name -> plan, and whether the mesh's outer axis crosses hosts (else the inner one does)."""
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """XLA's flags for programs that run a few times: half of the time to compile, the same values."""
 
 
-def start(rate: str | None = None, num: int = 2, devices: int = 2) -> Team:
-    """Start a team for the functions here; each process is a host where a wire's rate is given."""
-    flags = " ".join(filter(None, (os.environ.get("XLA_FLAGS"), QUICK)))
-    return Team(num, devices, rate, os.environ | {"XLA_FLAGS": flags})
+def start(rate: str | None = None) -> Team:
+    """Start two processes of two devices; each is a host where a wire's rate is given."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"
+    return Team(2, 2, rate, os.environ | {"XLA_FLAGS": flags})
 
 
 def recorded() -> dict[str, Any]:
@@ -69,40 +59,13 @@ def recorded() -> dict[str, Any]:
 
 def devices_of(outer_across: bool) -> list[jax.Device]:
     """All devices, host by host; or one of each host in turn, so that neighbours are on different hosts."""
-    devices = ordered_devices()
-    hosts = jax.process_count()
-    grid = np.array(devices).reshape(hosts, -1)
+    grid = np.array(ordered_devices()).reshape(jax.process_count(), -1)
     return list((grid if outer_across else grid.T).flat)
 
 
-@functools.cache
-def built(name: str) -> tuple[Step, Any]:
-    """The step of a placement, and what runs it: compiled once."""
-    plan, outer = (PLACEMENTS | MORE)[name]
-    plan.check(TOY, ROWS, SEQ)
-    step = Step(TOY, plan, make_mesh(plan.mesh, devices_of(outer)), optax.adamw(3e-3))
-    return step, step.lower(ROWS, SEQ).compile()
-
-
-def fresh_state(step: Step) -> State:
-    """The same weights on every mesh, of NumPy: nothing is compiled for them."""
-    rng = np.random.default_rng(17)
-
-    def put(like, make):
-        whole = np.asarray(make(like.shape), like.dtype)
-        return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
-
-    natural = step.abstract_natural
-    draw = lambda shape: 0.02 * rng.standard_normal(shape) if len(shape) > 1 else np.ones(shape)
-    params = jax.tree.map(lambda like: put(like, draw), natural.params)
-    zeros = jax.tree.map(lambda like: put(like, np.zeros), natural)
-    return step.from_natural(zeros._replace(params=params))
-
-
-def on_devices(step: Step, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-    """A batch on the devices; each process hands over the rows of its own."""
-    put = lambda x: jax.make_array_from_callback(x.shape, step.batch_sharding, lambda index: x[index])
-    return {name: put(array) for name, array in batch.items()}
+def put(whole: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array on the devices; each process hands over what its own ones hold."""
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def meet() -> Count:
@@ -114,16 +77,24 @@ def meet() -> Count:
 
 def leaving(name: str) -> list[int]:
     """Predict what leaves each of two hosts of two devices in a step of a placement."""
-    plan, outer = (PLACEMENTS | MORE)[name]
+    plan, outer = PLACEMENTS[name]
     found = leaving_bytes(TOY, plan, ROWS, SEQ, [0, 0, 1, 1] if outer else [0, 1, 0, 1])
     return [sum(sent[host] for sent in found.values()) for host in range(2)]
 
 
 def measure(name: str, num_steps: int) -> dict[str, Any]:
     """Train on a placement: losses, seconds of each step after the first, and what left this host in such a
-    step."""
-    step, run = built(name)
-    state, batch = fresh_state(step), on_devices(step, counting_text(ROWS, SEQ))
+    step. The weights are NumPy's, the same on every mesh: nothing is compiled for them."""
+    plan, outer = PLACEMENTS[name]
+    plan.check(TOY, ROWS, SEQ)
+    step = Step(TOY, plan, make_mesh(plan.mesh, devices_of(outer)), optax.adamw(3e-3))
+    run, rng = step.lower(ROWS, SEQ).compile(), np.random.default_rng(17)
+    draw = lambda like: 0.02 * rng.standard_normal(like.shape) if like.ndim > 1 else np.ones(like.shape)
+    params = jax.tree.map(draw, step.abstract_natural.params)
+    whole = jax.tree.map(lambda like: np.zeros(like.shape), step.abstract_natural)._replace(params=params)
+    on_devices = lambda like, x: put(x.astype(like.dtype), like.sharding)
+    state = step.from_natural(jax.tree.map(on_devices, step.abstract_natural, whole))
+    batch = {name: put(x, step.batch_sharding) for name, x in counting_text(ROWS, SEQ).items()}
     losses, seconds = [], []
     for number in range(num_steps + 1):
         if number == 1:  # the first one makes the connections
@@ -134,42 +105,3 @@ def measure(name: str, num_steps: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - begin)
     sent = (meet().sent_bytes - before.sent_bytes) / num_steps
     return {"losses": losses, "seconds": seconds[1:], "sent": sent}
-
-
-def learn(folder: str, dies_after: int = 0) -> dict[str, Any]:
-    """`llmpar train` with checkpoints, on the mesh fsdp=2 tp=2; process 1 ends as by ``kill -9`` after a
-    step, if one is named. Gives the step that it began at, the losses, and the checkpoint's sums over all
-    bits."""
-    # The notebook's own process needs none of it: 0.2 GB.
-    from llmpar.training.checkpoint import Checkpoints
-    from llmpar.training.data import DataConfig, Stream, read_corpus
-    from llmpar.training.train import train
-
-    text = DataConfig(seq_len=32, batch_size=4, limit_bytes=1 << 16)
-    plan, done = Plan("fsdp=2 tp=2"), iter(range(1, STEPS + 1))
-
-    def stop() -> bool:
-        if next(done) == dies_after and jax.process_index() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return False
-
-    keep, stream = Checkpoints(folder, EVERY), Stream(read_corpus(text), text)
-    small = replace(preset("tiny"), num_layers=1)
-    _, report = train(small, plan, make_mesh(plan.mesh), stream, STEPS, checkpoints=keep, stop=stop)
-    multihost_utils.sync_global_devices("llmpar: kept")
-    return {"start": report.start, "losses": report.losses, "bits": keep.about()["checksums"]}
-
-
-def summed(function: Callable[[jax.Array], jax.Array]) -> tuple[bool, int]:
-    """Carry out a sum over both axes of dp=2 tp=2, dp across: whether each device here has the right one, and
-    what left this host."""
-    mesh = make_mesh("!dp=2 tp=2", devices_of(True))
-    cut = PartitionSpec(("dp", "tp"))
-    run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False))
-    whole = np.arange(X_BYTES, dtype=np.float32) % 251  # 4 bytes each, a quarter for each device
-    x = jax.make_array_from_callback(whole.shape, NamedSharding(mesh, cut), lambda index: whole[index])
-    run(x).block_until_ready()  # the first one makes the connections
-    before = meet()
-    shards = [np.asarray(shard.data) for shard in run(x).addressable_shards]
-    sent = meet().sent_bytes - before.sent_bytes
-    return all(np.array_equal(shard, whole.reshape(4, -1).sum(0)) for shard in shards), sent

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports that a job's name chooses from: below those that Linux gives to outgoing connections (32768 on)."""
-KUBERNETES_PORT = 55527
-"""The port of JAX's own detection there."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class Place:
         engine: its name, for people.
         num_processes: of the whole job; 1 where nobody started several.
         process_id: this one's number, from 0.
-        coordinator: ``host:port`` of process 0; None where the environment does not tell.
+        coordinator: ``host:port`` of process 0; None where others join the processes.
         local_id: this one's number on its host, from 0.
         num_local: processes on its host; 0 where the environment does not tell.
         joined_by: who joins the processes if not we: a detection method of JAX, or ``engine``.
@@ -45,21 +42,53 @@ class Place:
         return self.num_local == self.num_processes
 
 
-def detect(environ: Mapping[str, str], read: Callable[[str], str] = lambda path: "") -> Place:
+class Variables(NamedTuple):
+    """Names of the variables by which an engine numbers processes; ``known_by`` are those it always sets."""
+
+    known_by: tuple[str, ...]
+    num: str
+    number: str
+    local: str
+    num_local: str
+
+
+ENGINES = {
+    "torchrun": Variables(
+        ("RANK", "WORLD_SIZE", "MASTER_ADDR"), "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    ),
+    "Open MPI": Variables(
+        ("OMPI_COMM_WORLD_SIZE",),
+        *(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")),
+    ),
+    "MPICH": Variables(("PMI_RANK",), "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+OTHERS = ("PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")
+"""Ranks that other engines set, which nobody has tried with this package."""
+
+
+def detect(environ: Mapping[str, str]) -> Place:
     """Tell which engine started this process. The innermost one counts: an `mpirun` inside a SLURM job.
 
-    ``read`` gives the text of a file that a variable names (PBS has one with the hosts). A coordinator's
-    address that the user gives (JAX_COORDINATOR_ADDRESS) replaces the engine's in every case. Processes that
-    are all on one host meet on loopback, whatever that host is called.
+    A coordinator's address that the user gives (JAX_COORDINATOR_ADDRESS) replaces the engine's in every case.
+    Processes that are all on one host meet on loopback, whatever that host is called.
 
-    Raises ValueError where the variables contradict each other.
+    Raises ValueError where the variables contradict each other, or leave open where process 0 is.
     """
     env = {name: value for name, value in environ.items() if value != ""}
-    place = next((found for rule in RULES if (found := rule(env, read))), Place())
-    if (given := env.get("JAX_COORDINATOR_ADDRESS")) and place.num_processes > 1:
-        place = replace(place, coordinator=_with_port(given, env, env.get("SLURM_JOB_ID", "llmpar")))
-    if place.is_one_host and place.coordinator and not is_loopback(place.coordinator):
-        place = replace(place, coordinator=f"127.0.0.1:{place.coordinator.rpartition(':')[2]}")
+    rules = (_explicit, _numbered, _ray, _slurm, _tpu, _unread)  # from the inside to the outside
+    place = next((found for rule in rules if (found := rule(env))), Place())
+    if place.num_processes > 1:
+        given, told = env.get("JAX_COORDINATOR_ADDRESS"), place.coordinator
+        if given:
+            told = _with_port(given, env, env.get("SLURM_JOB_ID", "llmpar"))
+        if place.is_one_host and told and not is_loopback(told):
+            told = f"127.0.0.1:{told.rpartition(':')[2]}"
+        place = replace(place, coordinator=told)
+        if not told and not place.joined_by:
+            raise ValueError(
+                f"{place.engine} on several hosts does not say where process 0 is; set"
+                " JAX_COORDINATOR_ADDRESS to its host and port, as 'llmpar launch mpi' does"
+            )
     if not 0 <= place.process_id < place.num_processes:
         raise ValueError(
             f"{place.engine} numbers this process {place.process_id} of {place.num_processes}; numbers count"
@@ -68,13 +97,12 @@ def detect(environ: Mapping[str, str], read: Callable[[str], str] = lambda path:
     return place
 
 
-def _number(env: Mapping[str, str], *names: str, otherwise: int | None = None) -> int:
-    """The first of these variables that is set, as a number."""
-    name = next((name for name in names if name in env), None)
-    if name is None and otherwise is not None:
+def _number(env: Mapping[str, str], name: str, otherwise: int | None = None) -> int:
+    """A variable as a number."""
+    if name not in env and otherwise is not None:
         return otherwise
-    if name is None:
-        raise ValueError(f"none of {', '.join(names)} is set, beside others of the same engine; set one")
+    if name not in env:
+        raise ValueError(f"{name} is not set, beside others of the same engine; set it")
     try:
         return int(env[name])
     except ValueError:
@@ -90,7 +118,7 @@ def _with_port(host: str, env: Mapping[str, str], name: str) -> str:
     if re.search(r"[^:]:\d+$|\]:\d+$", host):
         return host
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    return f"{host}:{_number(env, 'JAX_COORDINATOR_PORT', otherwise=port_of(name))}"
+    return f"{host}:{_number(env, 'JAX_COORDINATOR_PORT', port_of(name))}"
 
 
 def first_host(hosts: str) -> str:
@@ -111,18 +139,14 @@ def is_loopback(address: str) -> bool:
     return re.match(r"(127\.|localhost\b|\[?::1\b)", address) is not None
 
 
-def _explicit(env, read) -> Place | None:
-    """By hand, and Kubeflow's JAX runtime. JAX itself reads the address alone."""
+def _explicit(env: Mapping[str, str]) -> Place | None:
+    """By hand, by `llmpar launch local`, and in our JobSet. JAX itself reads the address alone."""
     names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     given = [name for name in names if name in env]
-    old = {"NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS"}  # Kubeflow's JAXJob, version 1
-    if not given and old <= env.keys():
-        env = env | {f"JAX_{name}": env[name] for name in old}
-        env |= {"JAX_COORDINATOR_PORT": env.get("COORDINATOR_PORT", str(KUBERNETES_PORT))}
-    elif "JAX_NUM_PROCESSES" in given and "JOB_COMPLETION_INDEX" in env and len(given) == 1:
-        env = env | {"JAX_PROCESS_ID": env["JOB_COMPLETION_INDEX"]}  # our JobSet's
-    elif not given:
+    if not given:
         return None
+    if given == ["JAX_NUM_PROCESSES"] and "JOB_COMPLETION_INDEX" in env:
+        env = {**env, "JAX_PROCESS_ID": env["JOB_COMPLETION_INDEX"]}  # our JobSet's
     elif len(given) == 1:
         raise ValueError(f"{given[0]} is set without {(set(names) - set(given)).pop()}; set both, or neither")
     num, number = _number(env, "JAX_NUM_PROCESSES"), _number(env, "JAX_PROCESS_ID")
@@ -131,124 +155,61 @@ def _explicit(env, read) -> Place | None:
             f"JAX_NUM_PROCESSES is {num} without JAX_COORDINATOR_ADDRESS; set it to the host and port of"
             " process 0, such as n1:20000"
         )
-    told = _with_port(env["JAX_COORDINATOR_ADDRESS"], env, "llmpar") if num > 1 else None
+    alone = num > 1 and is_loopback(env["JAX_COORDINATOR_ADDRESS"])
     engine = "Kubernetes" if "KUBERNETES_SERVICE_HOST" in env else "JAX_* variables"
-    alone = told is not None and is_loopback(told)
-    return Place(engine, num, number, told, number if alone else 0, num if alone else 0)
+    return Place(engine, num, number, None, number if alone else 0, num if alone else 0)
 
 
-def _ray(env, read) -> Place | None:
+def _numbered(env: Mapping[str, str]) -> Place | None:
+    """An engine of the table. MPI's coordinator: here if all are here, else on SLURM's first host, else where
+    mpirun runs, after which Open MPI 5 names its jobs."""
+    for engine, of in ENGINES.items():
+        if not env.keys() >= set(of.known_by):
+            continue
+        slurm = [env.get(name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
+        if (
+            engine == "MPICH"
+            and "SLURM_STEP_NODELIST" in env
+            and slurm == [env.get(of.num), env.get(of.number)]
+        ):
+            continue  # `srun --mpi=pmi2` sets PMI, too
+        local = _number(env, of.local, 0), _number(env, of.num_local, 0)
+        place = Place(engine, _number(env, of.num), _number(env, of.number), None, *local)
+        if engine == "torchrun":  # MASTER_PORT is the store of torchrun itself
+            host = f"[{env['MASTER_ADDR']}]" if ":" in env["MASTER_ADDR"] else env["MASTER_ADDR"]
+            return replace(place, coordinator=f"{host}:{_number(env, 'MASTER_PORT', 29500) + 1}")
+        name = env.get("PMIX_NAMESPACE", env.get("PWD", engine))
+        launcher = re.match(r"prte(?:run)?-(.+)-\d+@", name)
+        host = first_host(env.get("SLURM_JOB_NODELIST", "")) or (launcher[1] if launcher else "")
+        host = "127.0.0.1" if place.is_one_host else host
+        under = f"{engine} under SLURM" if "SLURM_JOB_ID" in env else engine
+        return replace(place, engine=under, coordinator=f"{host}:{port_of(name)}" if host else None)
+    return None
+
+
+def _ray(env: Mapping[str, str]) -> Place | None:
     """A worker of Ray: its trainer joins the processes before our code runs."""
     return Place("Ray", joined_by="engine") if "RAY_RAYLET_PID" in env or "RAY_JOB_ID" in env else None
 
 
-def _torchrun(env, read) -> Place | None:
-    if "TORCHELASTIC_RUN_ID" not in env and not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
-        return None
-    # MASTER_PORT is the store of torchrun itself.
-    host, port = env.get("MASTER_ADDR", "127.0.0.1"), _number(env, "MASTER_PORT", otherwise=29500) + 1
-    host = f"[{host}]" if ":" in host else host
-    local = _number(env, "LOCAL_RANK", otherwise=0), _number(env, "LOCAL_WORLD_SIZE", otherwise=0)
-    return Place("torchrun", _number(env, "WORLD_SIZE"), _number(env, "RANK"), f"{host}:{port}", *local)
-
-
-def _open_mpi(env, read) -> Place | None:
-    if "OMPI_COMM_WORLD_SIZE" not in env:
-        return None
-    uri = env.get("OMPI_MCA_orte_hnp_uri", "")
-    name = env.get("PMIX_NAMESPACE", uri or env.get("OMPI_MCA_ess_base_jobid", "open mpi"))
-    place = Place(
-        "Open MPI 4" if uri else "Open MPI 5",
-        _number(env, "OMPI_COMM_WORLD_SIZE"),
-        _number(env, "OMPI_COMM_WORLD_RANK"),
-        None,
-        _number(env, "OMPI_COMM_WORLD_LOCAL_RANK", otherwise=0),
-        _number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", otherwise=0),
-    )
-    # Open MPI 5 names its jobs after the host where mpirun runs, 4 lists that host's addresses.
-    launcher = re.search(r"tcp6?://\[?([^,:\]]+)", uri) or re.match(r"prte(?:run)?-(.+)-\d+@", name)
-    return _mpi(place, env, read, name, launcher[1] if launcher else None)
-
-
-def _mpich(env, read) -> Place | None:
-    """MPICH and its kin by PMI; Cray's launcher PALS. `srun --mpi=pmi2` sets PMI too: there SLURM counts."""
-    size = next((name for name in ("PMI_SIZE", "PALS_SIZE") if name in env), None)
-    rank = next((name for name in ("PMI_RANK", "PALS_RANKID") if name in env), None)
-    if rank is None:
-        return None
-    num = _number(env, size) if size else 0
-    if not num and "SLURM_STEP_NUM_TASKS" not in env:
-        raise ValueError(f"{rank} is set without PMI_SIZE; set it to the number of processes")
-    slurm = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS")), env.get("SLURM_PROCID")
-    if "SLURM_STEP_NODELIST" in env and slurm == (str(num or slurm[0]), env[rank]):
-        return None
-    cray = any(name.startswith("PALS_") for name in env)
-    local = ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "PMI_LOCAL_RANK")
-    many = ("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE")
-    place = Place(
-        "Cray MPICH" if cray else "MPICH",
-        num,
-        _number(env, rank),
-        None,
-        _number(env, *local, otherwise=0),
-        _number(env, *many, otherwise=0),
-    )
-    name = env.get("PALS_APID") or env.get("PBS_JOBID") or env.get("SLURM_JOB_ID") or env.get("PWD", "mpich")
-    return _mpi(place, env, read, name, None)
-
-
-def _mpi(place: Place, env, read, name: str, launcher: str | None) -> Place:
-    """The coordinator of an MPI job: here if all are here, else a scheduler's first host, else the
-    launcher's host, else what mpi4py agrees on."""
-    host = launcher
-    if "SLURM_JOB_NODELIST" in env:
-        host = first_host(env["SLURM_JOB_NODELIST"])
-    elif "PBS_NODEFILE" in env:
-        host = next(iter(read(env["PBS_NODEFILE"]).split()), launcher)
-    host = "127.0.0.1" if place.is_one_host else host
-    if place.num_processes > 1 and host is None:
-        return replace(place, joined_by="mpi4py")
-    scheduler = " under PBS" * ("PBS_JOBID" in env) + " under SLURM" * ("SLURM_JOB_ID" in env)
-    told = f"{host}:{port_of(name)}" if host and place.num_processes > 1 else None
-    return replace(place, engine=place.engine + scheduler, coordinator=told)
-
-
-def _slurm(env, read) -> Place | None:
+def _slurm(env: Mapping[str, str]) -> Place | None:
     if "SLURM_JOB_ID" not in env:
         return None
+    tasks = _number(env, "SLURM_NTASKS", _number(env, "SLURM_NPROCS", 1))
     if not {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= env.keys():
-        tasks = _number(env, "SLURM_NTASKS", "SLURM_NPROCS", otherwise=1)
         note = (
             f"the job has {tasks} tasks, and this is its batch script, which runs once: write 'srun llmpar …'"
         )
         return Place("SLURM (batch script)", note=note if tasks > 1 else "")
-    num = _number(env, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    num = _number(env, "SLURM_STEP_NUM_TASKS", tasks)
     name = f"slurm {env['SLURM_JOB_ID']} {env.get('SLURM_STEP_ID', '')} {env.get('SLURM_RESTART_COUNT', '')}"
     counts = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
-    num_local = tasks_on(counts, _number(env, "SLURM_NODEID", otherwise=0))
-    host = "127.0.0.1" if num_local == num else first_host(env["SLURM_STEP_NODELIST"])
-    told = f"{host}:{port_of(name)}" if num > 1 else None
-    return Place(
-        "SLURM",
-        num,
-        _number(env, "SLURM_PROCID"),
-        told,
-        _number(env, "SLURM_LOCALID", otherwise=0),
-        num_local,
-    )
+    local = _number(env, "SLURM_LOCALID", 0), tasks_on(counts, _number(env, "SLURM_NODEID", 0))
+    told = f"{first_host(env['SLURM_STEP_NODELIST'])}:{port_of(name)}" if num > 1 else None
+    return Place("SLURM", num, _number(env, "SLURM_PROCID"), told, *local)
 
 
-def _kubernetes(env, read) -> Place | None:
-    if "KUBERNETES_SERVICE_HOST" not in env or "JOB_COMPLETION_INDEX" not in env:
-        return None
-    note = (
-        "an indexed Job does not say how many pods it has: set JAX_NUM_PROCESSES and JAX_COORDINATOR_ADDRESS"
-        " in its template, as 'llmpar launch jobset' does; JAX_PROCESS_ID is then JOB_COMPLETION_INDEX"
-    )
-    return Place("Kubernetes", note=note)
-
-
-def _tpu(env, read) -> Place | None:
+def _tpu(env: Mapping[str, str]) -> Place | None:
     """A slice of several hosts: JAX asks the machine's own service."""
     hosts = [host for host in env.get("TPU_WORKER_HOSTNAMES", "").split(",") if host]
     if len(hosts) < 2:
@@ -256,23 +217,13 @@ def _tpu(env, read) -> Place | None:
     return Place("TPU slice", len(hosts), _number(env, "TPU_WORKER_ID"), None, 0, 1, joined_by="tpu")
 
 
-def _pbs(env, read) -> Place | None:
-    if "PBS_JOBID" not in env:
+def _unread(env: Mapping[str, str]) -> Place | None:
+    """One of several processes, perhaps, of an engine that does not say enough, or is not known here."""
+    if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
+        why = "an indexed Job of Kubernetes does not say how many pods it has"
+    elif found := [name for name in OTHERS if name in env]:
+        why = f"{found[0]} is set, by an engine that llmpar does not know"
+    else:
         return None
-    hosts = read(env.get("PBS_NODEFILE", "")).split()
-    note = (
-        f"the job has {len(set(hosts))} hosts, and this is its script, which runs once: write 'mpiexec"
-        " llmpar …'"
-    )
-    return Place("PBS (script)", note=note if len(set(hosts)) > 1 else "")
-
-
-RULES = (_explicit, _torchrun, _open_mpi, _mpich, _ray, _slurm, _tpu, _kubernetes, _pbs)
-"""From the inside to the outside: what was started last is asked first."""
-
-
-def read_file(path: str) -> str:
-    """The text of a file; empty where there is none."""
-    with contextlib.suppress(OSError):
-        return pathlib.Path(path).read_text()
-    return ""
+    by_hand = "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+    return Place(note=f"{why}, so this process runs alone; set {by_hand}, as 'llmpar launch jobset' does")

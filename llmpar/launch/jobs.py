@@ -1,5 +1,8 @@
 """Job files: text that hands a command over to an engine. Nothing is submitted here.
 
+Each is a file of the folder `templates`. ``%name`` stands for a value; a line with a value that is missing is
+left out, and ``%{again}`` in front of it says when it is there.
+
 A run that is asked to stop saves, and ends with status 143; one of whose processes failed ends with 75 or 76.
 The files start it again then, and not after a refusal (1, 2), which would be repeated.
 """
@@ -7,19 +10,22 @@ The files start it again then, and not after a refusal (1, 2), which would be re
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
-import tomllib
-from collections.abc import Callable, Sequence
+import string
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from llmpar.launch.engines import KUBERNETES_PORT
+from llmpar import files
 
+TEMPLATES = Path(__file__).parent / "templates"
 RETRIES = 3
-MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION"
-"""JAX takes 75 % of a GPU's memory otherwise."""
 GRACE_S = 120
 """Seconds between the request to stop and the end: a step and a checkpoint must fit in."""
+MEMORY = {"XLA_CLIENT_MEM_FRACTION": ".95"}
+"""JAX takes 75 % of a GPU's memory otherwise."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,7 @@ class Site:
     """What job files must know of a cluster; a TOML file has these keys, all optional.
 
     Attributes:
-        partition, account, time_limit: SLURM's partition, or the queue of PBS; who pays;
-            hours:minutes:seconds.
+        partition, account, time_limit: SLURM's partition; who pays; hours:minutes:seconds.
         gpus_per_node: GPUs of a node; 0 for nodes without.
         cpus_per_node: cores that a process may use; 0 leaves it to the engine.
         processes_per_node: 1 takes all GPUs of a node into one process.
@@ -37,8 +42,7 @@ class Site:
         interface: the network between nodes, such as 'ib0', for NCCL.
         container: an image: a .sif file runs in Apptainer, another one in Pyxis.
         hosts: names of the hosts, where no scheduler gives them.
-        mpi: 'openmpi' or 'mpich' (Cray's too).
-        scheduler: 'none', or 'pbs' around mpirun.
+        mpi: 'openmpi' or 'mpich'.
         image, namespace, queue, volume: of Kubernetes: the image, the namespace, Kueue's queue, the claim of
             a volume that all pods share (mounted at /shared).
         gpu_resource: what Kubernetes calls a GPU.
@@ -56,7 +60,6 @@ class Site:
     container: str = ""
     hosts: tuple[str, ...] = ()
     mpi: str = "openmpi"
-    scheduler: str = "none"
     image: str = ""
     namespace: str = "default"
     queue: str = ""
@@ -72,32 +75,26 @@ class Site:
             raise ValueError(
                 f"{num} processes per node cannot share {gpus} GPUs equally; use 1, or a divisor of {gpus}"
             )
-        for name, known in {"mpi": ("openmpi", "mpich"), "scheduler": ("none", "pbs")}.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is '{getattr(self, name)}'; use {' or '.join(known)}")
+        if self.mpi not in ("openmpi", "mpich"):
+            raise ValueError(f"mpi is '{self.mpi}'; use openmpi or mpich")
 
 
 def read_site(path: str) -> Site:
     """Read a site file. Refuses keys that nobody reads."""
-    try:
-        found = tomllib.loads(Path(path).read_text())
-    except OSError as error:
-        raise ValueError(f"cannot read the site file '{path}': {error.strerror}; give a TOML file") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"the site file '{path}' is no TOML: {error}; mend it") from error
-    known = {f.name: f for f in dataclasses.fields(Site)}
+    found = files.read_toml(path, "site file")
+    kinds = {f.name: type(f.default) for f in dataclasses.fields(Site)}
+    words = {tuple: "a list of strings", int: "a whole number", str: "a string"}
     for name, value in found.items():
-        if name not in known:
+        if name not in kinds:
             raise ValueError(
-                f"the site file '{path}' has '{name}', which nobody reads; use {', '.join(known)}"
+                f"the site file '{path}' has '{name}', which nobody reads; use {', '.join(kinds)}"
             )
-        kind = type(getattr(Site(), name))
-        if kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        items = value if isinstance(value, list) else [value]
+        if kinds[name] is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
             found[name] = tuple(value)
-        elif not isinstance(value, kind) or isinstance(value, bool):
-            want = {tuple: "a list of strings", int: "a whole number", str: "a string"}[kind]
-            raise ValueError(f"the site file '{path}' has {name} = {value!r}; give {want}")
-        if not all(str(item).isprintable() for item in (value if isinstance(value, list) else [value])):
+        elif type(value) is not kinds[name]:
+            raise ValueError(f"the site file '{path}' has {name} = {value!r}; give {words[kinds[name]]}")
+        if not all(str(item).isprintable() for item in items):
             raise ValueError(
                 f"the site file '{path}' has a line break or a control character in '{name}'; use one line"
             )
@@ -117,8 +114,11 @@ class Job:
     words: tuple[str, ...]
     nodes: int = 1
     site: Site = field(default_factory=Site)
-    name: str = "llmpar"
     min_nodes: int | None = None
+
+    def __post_init__(self):
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= self.nodes:
+            raise ValueError(f"min-nodes is {self.min_nodes} of {self.nodes} nodes; use 1 to {self.nodes}")
 
     @property
     def num_processes(self) -> int:
@@ -136,297 +136,123 @@ class Job:
         return any(word == "--checkpoints" or word.startswith("--checkpoints=") for word in self.words)
 
     @property
-    def command(self) -> str:
-        """As a shell reads it."""
-        return shlex.join(["llmpar", *self.words])
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts that the site file lists, as many as there are nodes."""
+        if self.nodes == 1 and not self.site.hosts:
+            return ("localhost",)
+        if len(self.site.hosts) < self.nodes:
+            raise ValueError(
+                f"{self.nodes} nodes were asked for, and the site file lists {len(self.site.hosts)} hosts;"
+                " add hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm)"
+            )
+        return self.site.hosts[: self.nodes]
 
 
-def _setup(job: Job) -> list[str]:
-    """Lines of shell before the run."""
+def job_file(engine: str, job: Job) -> str:
+    """The text that an engine takes."""
+    template, own, _ = ENGINES[engine]
     site = job.site
-    lines = [f"module load {shlex.join(site.modules)}"] if site.modules else []
-    lines += site.setup
-    if site.gpus_per_node:
-        lines.append(f"export {MEMORY_SHARE}=${{{MEMORY_SHARE}:-.95}}")
-    if site.interface:
-        name = shlex.quote(site.interface)
-        lines.append(f"export NCCL_SOCKET_IFNAME={name}")
-    return lines
-
-
-def _again(job: Job, run: str, requeue: Sequence[str] = ()) -> list[str]:
-    """Run, and run again after a failure that another attempt may mend."""
-    if not job.goes_on:
-        return [run]
-    return [
-        f"for attempt in $(seq {RETRIES}); do",
-        f"  {run}",
-        "  status=$?",
-        "  case $status in",
-        "    0) exit 0 ;;",
-        "    1 | 2) exit $status ;;  # a refusal: it would be the same again",
-        f"    143) {'break' if requeue else 'exit 143'} ;;  # asked to stop: saved",
-        "  esac",
-        "done",
-        *requeue,
-        "exit $status",
-    ]
-
-
-def slurm(job: Job) -> str:
-    """A script for sbatch: started again after a failure, queued again at the time limit."""
-    site = job.site
-    heads = {
-        "job-name": job.name,
+    when: dict[str, Any] = {"again": job.goes_on, "once": not job.goes_on, "gpu": site.gpus_per_node}
+    when |= {"cpu": site.cpus_per_node, "shared": site.volume}
+    values: dict[str, Any] = {name: value or None for name, value in dataclasses.asdict(site).items()}
+    values |= {name: "" if so else None for name, so in when.items()}
+    values |= {
         "nodes": job.nodes,
-        "ntasks-per-node": site.processes_per_node,
-        "gpus-per-node": site.gpus_per_node,
-        "cpus-per-task": site.cpus_per_node // site.processes_per_node,
-        "time": site.time_limit,
-        "partition": site.partition,
-        "account": site.account,
-        "output": f"{job.name}-%j.log",
-        "open-mode": "append",
-        "signal": f"TERM@{GRACE_S}",
+        "num_processes": job.num_processes,
+        "retries": RETRIES,
+        "restarts": RETRIES if job.goes_on else 0,
+        "grace_s": GRACE_S,
+        "gpus": site.gpus_per_node // site.processes_per_node or None,
+        "cpus": site.cpus_per_node // site.processes_per_node or None,
+        "modules": shlex.join(site.modules) or None,
+        "setup": "\n".join(site.setup) or None,
+        "interface": shlex.quote(site.interface) if site.interface else None,
+        "command": shlex.join(["llmpar", *job.words]),
     }
-    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in heads.items() if value)]
-    lines += ["#SBATCH --requeue"] * job.goes_on + ["", *_setup(job)]
-    if site.cpus_per_node:
-        lines.append("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK  # srun does not take it from sbatch")
-    inside = job.command
-    flags = "--kill-on-bad-exit=1 --wait=60"
-    if site.container.endswith(".sif"):
-        inside = f"apptainer exec --nv {shlex.quote(site.container)} {inside}"
-    elif site.container:
-        flags += f' --container-image={shlex.quote(site.container)} --container-mounts="$PWD:$PWD"'
-        flags += ' --container-workdir="$PWD"'
-    requeue = [
-        f"if [ $status -eq 143 ] || [ ${{SLURM_RESTART_COUNT:-0}} -lt {RETRIES} ]; then",
-        "  scontrol requeue $SLURM_JOB_ID",
-        "fi",
-    ]
-    return _text([*lines, *_again(job, f"srun {flags} {inside}", requeue)])
+    values |= own(job, values)
+    lines = map(_Template, (TEMPLATES / template).read_text().splitlines())
+    kept = [line for line in lines if None not in map(values.__getitem__, line.get_identifiers())]
+    return "".join(f"{line.substitute(values)}\n" for line in kept)
 
 
-def mpi(job: Job) -> str:
-    """A script around mpirun: the first host is told to all, so that every MPI finds it."""
-    site, lines = job.site, ["#!/bin/bash"]
-    if site.scheduler == "pbs":
-        gpus = f":ngpus={site.gpus_per_node}" if site.gpus_per_node else ""
-        cpus = f":ncpus={site.cpus_per_node}" if site.cpus_per_node else ""
-        lines += [
-            f"#PBS -N {job.name}",
-            f"#PBS -l select={job.nodes}{cpus}{gpus}:mpiprocs={site.processes_per_node}",
-        ]
-        lines += [f"#PBS -l walltime={site.time_limit}"]
-        lines += [f"#PBS -q {site.partition}"] * bool(site.partition) + [f"#PBS -A {site.account}"] * bool(
-            site.account
-        )
-        lines += ["#PBS -r y"] * job.goes_on + [
-            "",
-            'cd "$PBS_O_WORKDIR"',
-            'first=$(head -n 1 "$PBS_NODEFILE")',
-        ]
-        where = ""
-    else:
-        hosts = _hosts(job)
-        lines += ["", f"first={shlex.quote(hosts[0])}"]
-        each = site.processes_per_node
-        many = ",".join(f"{host}:{each}" for host in hosts)
-        where = (
-            f"--host {shlex.quote(many)} "
-            if site.mpi == "openmpi"
-            else f"-hosts {shlex.quote(','.join(hosts))} "
-        )
-    lines += [*_setup(job), 'export JAX_COORDINATOR_ADDRESS="$first:20480"']
-    if site.mpi == "openmpi":
-        names = ["JAX_COORDINATOR_ADDRESS", *["NCCL_SOCKET_IFNAME"] * bool(site.interface)]
-        names += [MEMORY_SHARE] * bool(site.gpus_per_node)
-        tell = " ".join(f"-x {name}" for name in names)
-        run = (
-            f"mpirun -n {job.num_processes} {where}--map-by ppr:{site.processes_per_node}:node {tell}"
-            f" {job.command}"
-        )
-    else:  # it exports the whole environment
-        run = f"mpiexec -n {job.num_processes} {where}-ppn {site.processes_per_node} {job.command}"
-    return _text([*lines, *_again(job, run)])
+class _Template(string.Template):
+    delimiter = "%"  # shells have the dollar
 
 
-def _hosts(job: Job) -> tuple[str, ...]:
-    """The hosts that the site file lists, as many as there are nodes."""
-    if job.nodes == 1 and not job.site.hosts:
-        return ("localhost",)
-    if len(job.site.hosts) < job.nodes:
-        raise ValueError(
-            f"{job.nodes} nodes were asked for, and the site file lists {len(job.site.hosts)} hosts; add"
-            " hosts = ['n1', 'n2'], or use an engine with a scheduler (slurm, or scheduler = 'pbs')"
-        )
-    return job.site.hosts[: job.nodes]
+def _slurm(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
+    """For sbatch: started again after a failure, queued again at the time limit."""
+    image = shlex.quote(job.site.container)
+    if job.site.container.endswith(".sif"):
+        return {"command": f"apptainer exec --nv {image} {values['command']}"}
+    mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
+    return (
+        {"command": f"--container-image={image} {mounts} {values['command']}"} if job.site.container else {}
+    )
 
 
-def torchrun(job: Job) -> str:
-    """A script that each node runs, or that runs on all by srun: torchrun's agents restart the processes."""
-    site, nodes = job.site, str(job.nodes)
-    if job.min_nodes is not None:
-        if not 1 <= job.min_nodes <= job.nodes:
-            raise ValueError(f"min-nodes is {job.min_nodes} of {job.nodes} nodes; use 1 to {job.nodes}")
-        nodes = f"{job.min_nodes}:{job.nodes}"
-    first = _hosts(job)[0] if site.hosts or job.nodes == 1 else None
-    lines = [
-        "#!/bin/bash",
-        "# On each node: bash FILE. In a SLURM job: srun --ntasks-per-node=1 bash FILE",
-        *_setup(job),
-    ]
-    if first is None:
-        lines.append('first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)')
-    else:
-        lines.append(f"first={shlex.quote(first)}")
-    lines += [
-        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # without it nodes that come back find no address",
-        f"exec torchrun --nnodes={nodes} --nproc-per-node={site.processes_per_node}"
-        f" --max-restarts={RETRIES if job.goes_on else 0} --rdzv-backend=c10d"
-        f' --rdzv-endpoint="$first:29400" --rdzv-id=${{SLURM_JOB_ID:-{job.name}}}'
-        f" --no-python -- {job.command}",
-    ]
-    return _text(lines)
+def _mpi(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Around mpirun: the first host is told to all, so that every MPI finds it."""
+    site, each, first = job.site, job.site.processes_per_node, shlex.quote(job.hosts[0])
+    if site.mpi == "mpich":  # it exports the whole environment
+        run = f"mpiexec -n {job.num_processes} -hosts {shlex.quote(','.join(job.hosts))} -ppn {each}"
+        return {"first": first, "command": f"{run} {values['command']}"}
+    told = ["JAX_COORDINATOR_ADDRESS", *["NCCL_SOCKET_IFNAME"] * bool(site.interface)]
+    told += MEMORY if site.gpus_per_node else []
+    hosts = shlex.quote(",".join(f"{host}:{each}" for host in job.hosts))
+    run = f"mpirun -n {job.num_processes} --host {hosts} --map-by ppr:{each}:node -x {' -x '.join(told)}"
+    return {"first": first, "command": f"{run} {values['command']}"}
 
 
-def jobset(job: Job) -> str:
-    """A JobSet of Kubernetes, queued by Kueue where the site has a queue, and a policy that lets nobody else
-    reach its pods."""
+def _torchrun(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Each node runs it, or srun on all: torchrun's agents restart the processes."""
+    first = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+    if job.site.hosts or job.nodes == 1:
+        first = shlex.quote(job.hosts[0])
+    return {"first": first, "nodes": f"{job.min_nodes}:{job.nodes}" if job.min_nodes else job.nodes}
+
+
+def _jobset(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
+    """For Kubernetes: queued by Kueue where the site has a queue, and closed to pods of others."""
     site = job.site
     if not site.image:
         raise ValueError(
             "a JobSet needs an image, and the site file has none; add image = 'registry/llmpar:1'"
         )
-    import json
-
-    # A JSON string is a YAML string. Kubernetes reads $(NAME) and $$ in commands and variables.
-    quote = json.dumps
-    plain = lambda text: quote(text.replace("$", "$$"))
-    many = job.num_processes
-    meta = [f"  name: {job.name}", f"  namespace: {quote(site.namespace)}"]
-    if site.queue:
-        meta += ["  labels:", f"    kueue.x-k8s.io/queue-name: {quote(site.queue)}"]
-    gpus = site.gpus_per_node // site.processes_per_node
-    container = [
-        "- name: llmpar",
-        f"  image: {quote(site.image)}",
-        f"  command: [{', '.join(map(plain, ('llmpar', *job.words)))}]",
-        f"  ports: [{{containerPort: {KUBERNETES_PORT}}}]",
-        "  env:",
-        "  - name: JAX_COORDINATOR_ADDRESS",
-        f"    value: {job.name}-workers-0-0.{job.name}:{KUBERNETES_PORT}",
-        "  - name: JAX_NUM_PROCESSES",
-        f"    value: {quote(str(many))}",
-    ]
-    if site.interface:
-        container += ["  - name: NCCL_SOCKET_IFNAME", f"    value: {plain(site.interface)}"]
-    if gpus:
-        container += [f"  - name: {MEMORY_SHARE}", '    value: ".95"']
-    container += [f"  resources: {{limits: {{{quote(site.gpu_resource)}: {gpus}}}}}"] * bool(gpus)
-    volumes = []
-    if site.volume:
-        container += ["  volumeMounts: [{name: shared, mountPath: /shared}]"]
-        volumes = [f"volumes: [{{name: shared, persistentVolumeClaim: {{claimName: {quote(site.volume)}}}}}]"]
-    pod = [
-        "restartPolicy: Never",
-        f"terminationGracePeriodSeconds: {GRACE_S}",
-        "containers:",
-        *container,
-        *volumes,
-    ]
-    indexed = ["completionMode: Indexed", f"parallelism: {many}", f"completions: {many}", "backoffLimit: 0"]
-    lines = [
-        "apiVersion: jobset.x-k8s.io/v1alpha2", "kind: JobSet", "metadata:", *meta, "spec:",
-        *["  suspend: true  # until Kueue has room"] * bool(site.queue),
-        f"  failurePolicy: {{maxRestarts: {RETRIES if job.goes_on else 0}}}",
-        f"  network: {{enableDNSHostnames: true, subdomain: {job.name}}}",
-        "  replicatedJobs:", "  - name: workers", "    replicas: 1", "    template:", "      spec:",
-        *(f"        {line}" for line in indexed),
-        "        template:", "          spec:",
-        *(f"            {line}" for line in pod),
-        "---",
-        "# Whoever reaches the coordinator's port may join or stop the job: only its own pods do.",
-        "apiVersion: networking.k8s.io/v1", "kind: NetworkPolicy", "metadata:",
-        f"  name: {job.name}", f"  namespace: {quote(site.namespace)}", "spec:",
-        f"  podSelector: {{matchLabels: {{jobset.sigs.k8s.io/jobset-name: {job.name}}}}}",
-        "  policyTypes: [Ingress]", "  ingress:",
-        f"  - from: [{{podSelector: {{matchLabels: {{jobset.sigs.k8s.io/jobset-name: {job.name}}}}}}}]",
-    ]  # fmt: skip
-    return _text(lines)
+    # A JSON string is a YAML string. Kubernetes replaces $(NAME) and $$ in commands and variables.
+    own = {name: getattr(site, name) for name in ("image", "namespace", "queue", "volume", "gpu_resource")}
+    own |= {"interface": site.interface.replace("$", "$$")}
+    command = [word.replace("$", "$$") for word in ("llmpar", *job.words)]
+    quoted = {name: json.dumps(value) if value else None for name, value in own.items()}
+    return quoted | {"command": json.dumps(command), "suspend": "true" if site.queue else None}
 
 
-def ray(job: Job) -> str:
-    """A Python program for Ray's JaxTrainer, which joins the workers itself."""
-    site = job.site
-    each: dict[str, float] = {"CPU": max(1, site.cpus_per_node // site.processes_per_node)}
-    gpus = site.gpus_per_node // site.processes_per_node
-    if gpus:
-        each["GPU"] = gpus
-    environment = {"NCCL_SOCKET_IFNAME": site.interface} if site.interface else {}
-    environment |= {MEMORY_SHARE: ".95"} if gpus else {"JAX_PLATFORMS": "cpu"}
-    retries = RETRIES if job.goes_on else 0
-    return _text(
-        [
-            '"""Runs a command of llmpar on the workers of a Ray cluster, in the folder of this file, which',
-            'all nodes share."""',
-            "",
-            "import os",
-            "",
-            "from ray.train import FailureConfig, RunConfig, ScalingConfig",
-            "from ray.train.v2.jax import JaxTrainer",
-            "from ray.train.v2.jax.config import JaxConfig",
-            "",
-            f"WORDS = {list(job.words)!r}",
-            "",
-            "",
-            "def run(config):",
-            "    from llmpar.cli import main",
-            "",
-            '    os.chdir(config["folder"])  # Ray gives each worker a folder of its own',
-            "    if status := main(WORDS):",
-            '        raise SystemExit(f"llmpar ended with status {status}")',
-            "",
-            "",
-            'if __name__ == "__main__":',
-            "    JaxTrainer(",
-            "        run,",
-            '        train_loop_config={"folder": os.path.dirname(os.path.abspath(__file__))},',
-            "        # Without use_gpu Ray joins no workers; where it is set on CPUs, they meet by Gloo.",
-            "        jax_config=JaxConfig(use_gpu=True),",
-            (
-                f"        scaling_config=ScalingConfig(num_workers={job.num_processes}, use_gpu={bool(gpus)},"
-                f" resources_per_worker={each}),"
-            ),
-            (
-                f"        run_config=RunConfig(name={job.name!r},"
-                f" failure_config=FailureConfig(max_failures={retries}), worker_runtime_env={{'env_vars':"
-                f" {environment}}}),"
-            ),
-            "    ).fit()",
-        ]
-    )
-
-
-def _text(lines: Sequence[str]) -> str:
-    return "\n".join(lines) + "\n"
-
-
-ENGINES: dict[str, Callable[[Job], str]] = {
-    "slurm": slurm, "mpi": mpi, "jobset": jobset, "ray": ray, "torchrun": torchrun
-}  # fmt: skip
-SUFFIX = {"slurm": ".sbatch", "mpi": ".sh", "jobset": ".yaml", "ray": ".py", "torchrun": ".sh"}
-
-
-def submit_line(engine: str, path: str, site: Site) -> list[str]:
-    """The command that hands a file over to its engine."""
-    if engine == "mpi" and site.scheduler == "pbs":
-        return ["qsub", path]
+def _ray(job: Job, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A Python program for JaxTrainer, which joins the workers itself."""
+    gpus = {"GPU": values["gpus"]} if values["gpus"] else {}
+    variables = {"NCCL_SOCKET_IFNAME": job.site.interface} if job.site.interface else {}
     return {
-        "slurm": ["sbatch", path],
-        "mpi": ["bash", path],
-        "torchrun": ["bash", path],
-        "jobset": ["kubectl", "apply", "-f", path],
-        "ray": ["ray", "job", "submit", "--", "python", str(Path(path).absolute())],
-    }[engine]
+        "words": list(job.words),
+        "use_gpu": bool(gpus),
+        "resources": {"CPU": values["cpus"] or 1, **gpus},
+        "variables": variables | (MEMORY if gpus else {"JAX_PLATFORMS": "cpu"}),
+    }
+
+
+ENGINES: dict[str, tuple[str, Callable[[Job, Mapping[str, Any]], dict[str, Any]], list[str]]] = {
+    "slurm": ("slurm.sbatch", _slurm, ["sbatch"]),
+    "mpi": ("mpi.sh", _mpi, ["bash"]),
+    "jobset": ("jobset.yaml", _jobset, ["kubectl", "apply", "-f"]),
+    "ray": ("ray.py.txt", _ray, ["ray", "job", "submit", "--", "python"]),
+    "torchrun": ("torchrun.sh", _torchrun, ["bash"]),
+}
+"""Engine -> its template, what it fills in besides, and the command that hands a job file over to it."""
+
+
+def default_path(engine: str) -> str:
+    """Where the job file is written if nobody says where."""
+    return f"llmpar-job{Path(ENGINES[engine][0].removesuffix('.txt')).suffix}"
+
+
+def submit_line(engine: str, path: str) -> list[str]:
+    """The command that hands a file over to its engine."""
+    return [*ENGINES[engine][2], str(Path(path).absolute()) if engine == "ray" else path]

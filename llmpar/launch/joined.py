@@ -20,9 +20,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from llmpar.launch.engines import Place, detect, is_loopback, port_of, read_file
+from llmpar.launch.engines import Place, detect, is_loopback
 
 FAILED, STUCK = 75, 76
 """Exit statuses of a process that ends because one failed, and because no step ended. A stop that was asked
@@ -62,7 +62,7 @@ def initialize(
     end_with_launcher(environ)
     import jax
 
-    place = detect(environ, read_file)
+    place = detect(environ)
     if jax.distributed.is_initialized():  # Ray did, or the user
         _guard()
         return replace(place, num_processes=jax.process_count(), process_id=jax.process_index())
@@ -70,7 +70,6 @@ def initialize(
         tell(f"llmpar: {place.note}")
     if place.num_processes == 1:
         return place
-    place = agreed(place)
     _clear_stdout()
     own, bind = check(place, wait_s, tell)
     without_proxy(place, environ, tell)
@@ -80,24 +79,28 @@ def initialize(
         f"not all of {many} came to {place.coordinator} within {wait_s:g} s; look at the other processes'"
         " output, and for two jobs with one address"
     )
-    with _deadline(wait_s, late):
-        try:
-            jax.distributed.initialize(
-                place.coordinator,
-                place.num_processes,
-                place.process_id,
-                local_devices(place, environ),
-                cluster_detection_method="deactivate" if place.joined_by is None else place.joined_by,
-                initialization_timeout=int(wait_s + 30),
-                heartbeat_timeout_seconds=heartbeat_s,
-                shutdown_timeout_seconds=shutdown_s,
-                coordinator_bind_address=bind,
-            )
-        except RuntimeError as error:
-            why = str(error).partition("\n")[0]
-            raise ValueError(
-                f"{many} cannot be joined: {why}; call initialize() before other JAX work"
-            ) from error
+    timer = threading.Timer(wait_s, _end, (FAILED, late))  # native code ends a process without a sentence
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(
+            place.coordinator,
+            place.num_processes,
+            place.process_id,
+            local_devices(place, environ),
+            cluster_detection_method=place.joined_by or "deactivate",
+            initialization_timeout=int(wait_s + 30),
+            heartbeat_timeout_seconds=heartbeat_s,
+            shutdown_timeout_seconds=shutdown_s,
+            coordinator_bind_address=bind,
+        )
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{many} cannot be joined: {why}; call initialize() before other JAX work"
+        ) from error
+    finally:
+        timer.cancel()
     _guard()
     if jax.process_count() != place.num_processes:
         raise ValueError(
@@ -118,31 +121,6 @@ def end_with_launcher(environ: MutableMapping[str, str]) -> None:
 
     if parent:
         threading.Thread(target=watch, daemon=True).start()
-
-
-def agreed(place: Place) -> Place:
-    """The place with a coordinator; MPI broadcasts one where no variable tells it.
-
-    Refuses an MPI whose world is not the launcher's: with two of them installed, each process is alone.
-    """
-    if place.joined_by != "mpi4py" or place.coordinator:
-        return replace(place, joined_by=None) if place.joined_by == "mpi4py" else place
-    try:
-        from mpi4py import MPI  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise ValueError(
-            f"{place.engine} on several hosts does not say where process 0 is; set JAX_COORDINATOR_ADDRESS to"
-            " its host and port, as 'llmpar launch mpi' does, or pip install mpi4py"
-        ) from error
-    world = MPI.COMM_WORLD
-    if world.Get_size() != place.num_processes:
-        raise ValueError(
-            f"{place.engine} started {place.num_processes} processes, and the MPI of mpi4py knows"
-            f" {world.Get_size()}: they are two MPIs; use the mpirun of that MPI, or set"
-            " JAX_COORDINATOR_ADDRESS"
-        )
-    name = world.bcast(f"{socket.gethostname()} {os.getpid()}", root=0)
-    return replace(place, coordinator=f"{name.split()[0]}:{port_of(name)}", joined_by=None)
 
 
 def parts_of(address: str) -> tuple[str, int]:
@@ -179,11 +157,11 @@ def check(
     what = f"the coordinator '{host}' ({place.engine})"
     works = "set JAX_COORDINATOR_ADDRESS to an address of process 0 that all hosts reach, as 10.0.0.1:20000"
     if not addresses:
-        raise ValueError(f"{what} has no address on host {socket.gethostname()}; mend /etc/hosts, or {works}")
+        raise ValueError(f"{what} has no address on host {_me()}; mend /etc/hosts, or {works}")
     here = is_loopback(addresses[0])
     if here and not is_loopback(host) and not place.is_one_host and place.process_id:
         raise ValueError(
-            f"{what} resolves to {addresses[0]} on host {socket.gethostname()}: each host would reach itself;"
+            f"{what} resolves to {addresses[0]} on host {_me()}: each host would reach itself;"
             f" mend /etc/hosts, or {works}"
         )
     if place.process_id:
@@ -194,53 +172,48 @@ def check(
 
 def _offer(place: Place, host: str, port: int, addresses: list[str], works: str) -> tuple[str, str | None]:
     """Process 0: whether the port is free here, and to what to bind."""
-    local, address = is_loopback(host), addresses[0]
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    address = addresses[0]
+    try:
+        with _socket(address) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port))
-        except PermissionError as error:
-            raise ValueError(
-                f"port {port} of {place.coordinator} may not be used; use 1024 to 65535"
-            ) from error
-        except OSError as error:
-            if any(_is_own(other) for other in addresses):
+    except PermissionError:
+        raise ValueError(f"port {port} of {place.coordinator} may not be used; use 1024 to 65535") from None
+    except OSError as error:
+        for other in addresses:
+            with contextlib.suppress(OSError):  # where the address is not this host's
                 raise ValueError(
                     f"port {port} of {place.coordinator} is taken by another program; set"
-                    f" JAX_COORDINATOR_ADDRESS={host}:{free_port(address)} for all processes"
+                    f" JAX_COORDINATOR_ADDRESS={host}:{free_port(other)} for all processes"
                 ) from error
-            if "MPI" in place.engine:
-                raise ValueError(
-                    f"{place.engine} names '{host}', where mpirun runs, but process 0 is on"
-                    f" {socket.gethostname()}; {works}"
-                ) from error
-            return _towards("192.0.2.1", 9), None  # a service in front of this host
-    if is_loopback(address) and not local:  # Debian's 127.0.1.1: others resolve another address
-        return _towards("192.0.2.1", 9), None
+        if "MPI" in place.engine:
+            raise ValueError(
+                f"{place.engine} names '{host}', where mpirun runs, but process 0 is on {_me()}; {works}"
+            ) from error
+        return _towards(), None  # a service in front of this host
+    if is_loopback(address) and not is_loopback(host):  # Debian's 127.0.1.1: others resolve another address
+        return _towards(), None
     return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _is_own(address: str) -> bool:
-    """Whether an address is this host's."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
-        probe.bind((address, 0))
-        return True
-    return False
+def _me() -> str:
+    return socket.gethostname()
+
+
+def _socket(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, kind)
 
 
 def free_port(address: str = "127.0.0.1") -> int:
     """A port of this address that nobody has."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+    with _socket(address) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
 
 
-def _towards(address: str, port: int) -> str:
+def _towards(address: str = "192.0.2.1", port: int = 9) -> str:
     """This host's address on the way to another. Nothing is sent."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+    with _socket(address, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect((address, port))
         return probe.getsockname()[0]
     return address
@@ -258,7 +231,7 @@ def _reach(place: Place, address: str, port: int, wait_s: float, tell: Callable[
         if passed > 1 and not told:
             told = True
             tell(
-                f"llmpar: process {place.process_id} on {socket.gethostname()} waits for process 0 at"
+                f"llmpar: process {place.process_id} on {_me()} waits for process 0 at"
                 f" {place.coordinator} ({place.engine}): {why}"
             )
         time.sleep(0.1)
@@ -290,70 +263,63 @@ def without_proxy(place: Place, environ: MutableMapping[str, str], tell: Callabl
         )
 
 
-def visible_gpus(environ: Mapping[str, str], nodes: int | None = None) -> int:
-    """GPUs that this process may see; ``nodes`` replaces the number of device files."""
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        if name in environ:
-            return len(
-                [part for part in environ[name].split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
-            )
-    return gpu_files() if nodes is None else nodes
+class Gpus(NamedTuple):
+    """GPUs of a node (device files), those that this process may see, those of the job on this node as SLURM
+    says (0: it does not), and those that JAX_LOCAL_DEVICE_IDS names."""
+
+    files: int
+    seen: int
+    on_node: int
+    asked: tuple[int, ...]
+
+    def renumbered(self, place: Place) -> bool:
+        """Whether each task has GPUs of its own, numbered from 0 again."""
+        return self.seen < place.num_local or self.on_node > self.seen
+
+    @property
+    def beyond(self) -> str:
+        """Why the GPUs that are asked for are not among those seen; '' where they are, or none is seen."""
+        if not self.seen or all(i < self.seen for i in self.asked):
+            return ""
+        return (
+            f"JAX_LOCAL_DEVICE_IDS={','.join(map(str, self.asked))} counts from 0 among the {self.seen} GPUs"
+            f" that this process sees, not those of the node; use 0 to {self.seen - 1}, or unset it"
+        )
 
 
-def gpu_files() -> int:
-    """NVIDIA GPUs that have a device file here."""
-    names = os.listdir("/dev") if os.path.isdir("/dev") else []
-    return sum(re.fullmatch(r"nvidia\d+", name) is not None for name in names)
+def gpus(environ: Mapping[str, str], files: int | None = None) -> Gpus:
+    """Count GPUs without starting JAX; ``files`` replaces the number of NVIDIA's device files."""
+    if files is None:
+        names = os.listdir("/dev") if os.path.isdir("/dev") else []
+        files = sum(re.fullmatch(r"nvidia\d+", name) is not None for name in names)
+    visible = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    shown = next((environ[name].split(",") for name in visible if name in environ), None)
+    hidden = ("", "-1", "NoDevFiles")
+    seen = files if shown is None else sum(part.strip() not in hidden for part in shown)
+    ids = environ.get("JAX_LOCAL_DEVICE_IDS", "").split(",")
+    asked = tuple(int(part) for part in ids if part.strip().isdigit())
+    return Gpus(files, seen, int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0), asked)
 
 
-def asked_ids(environ: Mapping[str, str]) -> list[int]:
-    """The GPUs that the user names in JAX_LOCAL_DEVICE_IDS."""
-    parts = environ.get("JAX_LOCAL_DEVICE_IDS", "").split(",")
-    return [int(part) for part in parts if part.strip().isdigit()]
-
-
-def beyond(ids: list[int], seen: int) -> str:
-    """Why these GPUs are not among the ``seen`` ones; '' where they are, or none is seen."""
-    if not seen or all(i < seen for i in ids):
-        return ""
-    return (
-        f"JAX_LOCAL_DEVICE_IDS={','.join(map(str, ids))} counts from 0 among the {seen} GPUs that this"
-        f" process sees, not those of the node; use 0 to {seen - 1}, or unset it"
-    )
-
-
-def gpus_on_node(environ: Mapping[str, str]) -> int:
-    """GPUs of the job on this node, as SLURM says; 0 where it does not."""
-    return int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0)
-
-
-def renumbered(environ: Mapping[str, str], place: Place, seen: int) -> bool:
-    """Whether each task has GPUs of its own, numbered from 0 again."""
-    return seen < place.num_local or gpus_on_node(environ) > seen
-
-
-def local_devices(place: Place, environ: Mapping[str, str], nodes: int | None = None) -> list[int] | None:
+def local_devices(place: Place, environ: Mapping[str, str], files: int | None = None) -> list[int] | None:
     """Which of the visible GPUs this process takes; None: all of them.
 
     JAX by itself gives each task of SLURM and of Open MPI the one GPU of its local number. That is no GPU
     where an engine has renumbered them for each task, and one of eight where a node has one task.
     """
-    seen = visible_gpus(environ, nodes)
-    if environ.get("JAX_LOCAL_DEVICE_IDS"):
-        ids = asked_ids(environ)
-        if why := beyond(ids, seen):
-            raise ValueError(why)
-        return ids
-    if seen == 0 or place.num_local <= 1 or environ.get("JAX_PLATFORMS") == "cpu":
+    found, num = gpus(environ, files), place.num_local
+    if found.asked:
+        if found.beyond:
+            raise ValueError(found.beyond)
+        return list(found.asked)
+    if not found.seen or num <= 1 or environ.get("JAX_PLATFORMS") == "cpu" or found.renumbered(place):
         return None
-    if renumbered(environ, place, seen):
-        return None
-    if seen % place.num_local:
+    if found.seen % num:
         raise ValueError(
-            f"{place.num_local} processes on {socket.gethostname()} cannot share {seen} GPUs equally; use 1"
-            " process for all of them, or one for each"
+            f"{num} processes on {_me()} cannot share {found.seen} GPUs equally; use 1 process"
+            " for all of them, or one for each"
         )
-    each = seen // place.num_local
+    each = found.seen // num
     return list(range(place.local_id * each, (place.local_id + 1) * each))
 
 
@@ -391,21 +357,10 @@ def _clear_stdout() -> None:
     threading.Thread(target=pass_on, daemon=True).start()
 
 
-@contextlib.contextmanager
-def _deadline(seconds: float, sentence: str):
-    """End this process with a sentence if what is inside lasts longer: native code ends it without one."""
-
-    def end() -> None:
-        os.write(2, f"llmpar: {sentence}\n".encode())
-        os._exit(FAILED)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _end(status: int, sentence: str) -> None:
+    """End this process, which may wait in native code, with a sentence."""
+    os.write(2, f"llmpar: {sentence}\n".encode())
+    os._exit(status)
 
 
 # ----------------------------------------------------------------------------------------------------- guards
@@ -455,15 +410,13 @@ def _listen(left: threading.Event) -> None:
         if found := first_failure():
             if not left.wait(3.0):
                 status, _, sentence = found.partition(" ")
-                os.write(2, f"llmpar: ends, because {sentence}\n".encode())
-                os._exit(int(status))
+                _end(int(status), f"ends, because {sentence}")
 
 
 def together() -> bool:
-    """Whether this process is one of several that have met."""
-    import jax
-
-    return jax.distributed.is_initialized() and jax.process_count() > 1
+    """Whether this process is one of several that have met. Imports nothing: an error of JAX asks it."""
+    jax: Any = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def meet() -> None:
@@ -552,11 +505,8 @@ class Watchdog:
         while not self._over.wait(min(1.0, self.limit_s / 4)):
             if time.monotonic() > self._until:
                 faulthandler.dump_traceback(all_threads=True)
-                words = (
-                    f"no step ended within {self.limit_s:g} s after {self.done}: a process is stuck, or"
-                    " left out"
-                )
-                os.write(2, f"llmpar: {words} a collective; the stacks above show where\n".encode())
+                words = f"no step ended within {self.limit_s:g} s after {self.done}"
+                words += ": a process is stuck, or left out a collective"
                 with contextlib.suppress(Exception):
-                    _client().key_value_set(_KEY, f"{STUCK} in a process {words} a collective")
-                os._exit(STUCK)
+                    _client().key_value_set(_KEY, f"{STUCK} in a process {words}")
+                _end(STUCK, f"{words}; the stacks above show where")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 from llmpar.launch.joined import LAUNCHER, free_port
 from llmpar.launch.wire import Wire
@@ -78,78 +79,65 @@ class Processes:
         show: bool = False,
         wire: Wire | None = None,
     ):
-        self.wire = wire
-        self.command, self.num, self.devices, self.show = list(command), num, devices, show
+        self.command, self.num, self.devices, self.show, self.wire = list(command), num, devices, show, wire
         self.base = os.environ if base is None else base
         self.running: list[subprocess.Popen] = []
-        self._files: list = []
+        self._files = contextlib.ExitStack()
+        self._out: list[tuple[IO[bytes], IO[bytes]]] = []
 
     def __enter__(self) -> Processes:
         host = self.wire.address(0) if self.wire else "127.0.0.1"
         coordinator = f"{host}:{free_port()}"
         for number in range(self.num):
-            files = [tempfile.TemporaryFile() for _ in range(2)]
-            self._files.append(files)
+            out, err = (self._files.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            self._out.append((out, err))
             shown = self.show and number == 0
-            self.running.append(
-                subprocess.Popen(
-                    self.wire.command(number, self.command) if self.wire else self.command,
-                    env=environment(self.num, number, coordinator, self.devices, self.base),
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if shown else files[0],
-                    stderr=None if shown else files[1],
-                    start_new_session=True,  # Ctrl-C is ours: we ask them to stop
-                )
+            process = subprocess.Popen(
+                self.wire.command(number, self.command) if self.wire else self.command,
+                env=environment(self.num, number, coordinator, self.devices, self.base),
+                stdin=subprocess.DEVNULL,
+                stdout=None if shown else out,
+                stderr=None if shown else err,
+                start_new_session=True,  # Ctrl-C is ours: we ask them to stop
             )
+            self.running.append(process)
         return self
 
     def __exit__(self, *_) -> None:
-        for process in self.running:
-            self._end(process, signal.SIGKILL)
+        self.end()
         for process in self.running:
             process.wait()
-        for files in self._files:
-            for file in files:
-                file.close()
+        self._files.close()
 
-    @staticmethod
-    def _end(process: subprocess.Popen, number: int) -> None:
-        """Signal a process that is still running, and what it started."""
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-
-    def stop(self) -> None:
-        """Ask all to finish the step, save and leave."""
+    def end(self, number: int = signal.SIGKILL) -> None:
+        """Signal all that still run, and what they started. SIGTERM asks to finish a step, save and leave."""
         for process in self.running:
-            self._end(process, signal.SIGTERM)
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
 
-    def wait(self, timeout_s: float | None = None) -> Ended:
-        """Wait for all. When one fails the others have `GRACE_S` seconds to say why, and are killed then, as
-        all are after ``timeout_s``.
+    def wait(self, timeout_s: float = float("inf")) -> Ended:
+        """Wait for all. When one fails the others have `GRACE_S` seconds to say why, and are killed then.
 
         Raises TimeoutError after ``timeout_s``.
         """
-        begin, first, failed_at = time.monotonic(), None, 0.0
+        until, first = time.monotonic() + timeout_s, None
         while (statuses := [p.poll() for p in self.running]).count(None):
-            now = time.monotonic()
-            bad = [i for i, status in enumerate(statuses) if status]
-            if bad and first is None:
-                first, failed_at = bad[0], now
-            if (first is not None and now > failed_at + GRACE_S) or (timeout_s and now > begin + timeout_s):
-                for process in self.running:
-                    self._end(process, signal.SIGKILL)
+            if first is None and any(statuses):
+                first = next(i for i, status in enumerate(statuses) if status)
+                until = min(until, time.monotonic() + GRACE_S)
+            if time.monotonic() > until:
+                self.end()
                 if first is None:
                     said = "\n".join(self._said(i)[-1500:] for i in range(self.num))
                     raise TimeoutError(f"{self.num} processes did not end within {timeout_s} s:\n{said}")
             time.sleep(0.05)
-        bad = [i for i, status in enumerate(statuses) if status]
-        first = first if first is not None else next(iter(bad), None)
+        first = next((i for i, status in enumerate(statuses) if status), None) if first is None else first
         words = tuple(self._said(i) for i in range(self.num))
         return Ended(tuple(int(s or 0) for s in statuses), first, words, self._text(0, 0))
 
     def _text(self, number: int, which: int) -> str:
-        file = self._files[number][which]
+        file = self._out[number][which]
         file.seek(0)
         return file.read().decode(errors="replace")
 
@@ -166,14 +154,10 @@ def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None
     asked, before = 0, {}
     with Processes(command, num, devices, show=True, wire=wire) as processes:
 
-        def ask(number, frame) -> None:
+        def ask(*_) -> None:
             nonlocal asked
             asked += 1
-            if asked > 1:
-                for process in processes.running:
-                    processes._end(process, signal.SIGKILL)
-            else:
-                processes.stop()
+            processes.end(signal.SIGKILL if asked > 1 else signal.SIGTERM)
 
         try:
             if threading.current_thread() is threading.main_thread():
@@ -182,11 +166,12 @@ def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+    lines = []
     if ended.first is not None and ended.statuses[ended.first] < 0 and not asked:
-        number = signal.Signals(-ended.statuses[ended.first]).name
-        print(f"llmpar: process {ended.first} was ended by {number}", file=sys.stderr, flush=True)
+        name = signal.Signals(-ended.statuses[ended.first]).name
+        lines = [f"llmpar: process {ended.first} was ended by {name}"]
     if ended.first and ended.statuses[0] <= 0:  # else process 0 has said why
         tail = [line for line in ended.words[ended.first].splitlines() if line.strip()][-20:]
-        for line in tail:
-            print(f"[process {ended.first}] {line}", file=sys.stderr, flush=True)
+        lines += [f"[process {ended.first}] {line}" for line in tail]
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
     return ended.status

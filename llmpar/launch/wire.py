@@ -153,12 +153,3 @@ class Wire:
     def counted(self, host: int) -> Count:
         """What a host has sent to the others so far."""
         return counted(self._holders[host + 1].pid)
-
-
-def refusal() -> str:
-    """Why no wire can be made here, in one sentence; '' where it can."""
-    try:
-        with Wire(2):
-            return ""
-    except ValueError as error:
-        return str(error)

@@ -37,7 +37,9 @@ devices = use_devices(2)  # this kernel only looks on: the devices are the team'
 # %% tags=["plumbing"]
 import os
 import re
+import signal
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -46,7 +48,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from llmpar import draw
+from llmpar import Plan, draw, preset
 from llmpar.draw import scene
 from llmpar.exercises import (
     CORRECT,
@@ -159,7 +161,7 @@ if find("17.rows").judge(my_rows).startswith(CORRECT):
 
 # %%
 print("Each host compiles two programs and runs them: about 30 s.")
-found = {name: team.run(hosts.measure, name, 2) for name in hosts.PLACEMENTS}
+found = {name: team.run(hosts.measure, name, 2) for name in ("dp across", "tp across")}
 for name, (one, other) in found.items():
     assert one["losses"] == other["losses"], "a loss is the same number everywhere"
     losses = " ".join(f"{loss:.6f}" for loss in one["losses"])
@@ -224,11 +226,35 @@ print(f"{leaves['tp across'] / leaves['dp across']:.1f} times as many")
 first_step = ...
 attempt("17.goes_on", first_step)
 
+
+# %% tags=["plumbing"]
+def learn(folder, dies_after=0):
+    """12 steps of `llmpar train`; process 1 may end as by `kill -9` after one."""
+    from llmpar.training.checkpoint import Checkpoints
+    from llmpar.training.data import DataConfig, Stream, read_corpus
+    from llmpar.training.train import train
+
+    plan, done = Plan("fsdp=2 tp=2"), iter(range(1, 13))
+
+    def stop():
+        if next(done) == dies_after and jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    text = DataConfig(seq_len=32, batch_size=4, limit_bytes=1 << 16)
+    keep, stream = Checkpoints(folder, every=4), Stream(read_corpus(text), text)
+    small, mesh = replace(preset("tiny"), num_layers=1), make_mesh(plan.mesh)
+    _, report = train(small, plan, mesh, stream, 12, checkpoints=keep, stop=stop)
+    multihost_utils.sync_global_devices("kept")
+    bits = keep.about()["checksums"]  # of all weights and moments
+    return {"start": report.start, "losses": report.losses, "bits": bits}
+
+
 # %%
 print("Two runs, one of them to its end: about 20 s.")
-whole = team.run(hosts.learn, str(kept / "whole"))[0]
+whole = team.run(learn, str(kept / "whole"))[0]
 try:
-    team.run(hosts.learn, str(kept / "killed"), 7)
+    team.run(learn, str(kept / "killed"), 7)
 except TeamError as error:
     say(error)
 
@@ -239,7 +265,7 @@ except TeamError as error:
 # %%
 print("Two hosts start again and train on: about 10 s.")
 team = hosts.start("50mbit" if wired else None)
-again = team.run(hosts.learn, str(kept / "killed"))[0]
+again = team.run(learn, str(kept / "killed"))[0]
 met("17.goes_on", again["start"], "went on with")
 assert again["losses"] == whole["losses"][again["start"] :]
 assert again["bits"] == whole["bits"]
@@ -278,6 +304,25 @@ attempt("17.two_level", two_level)
 # Yours runs on the team, between the hosts, and the sum in one ring beside it:
 
 
+# %% tags=["plumbing"]
+def summed(function):
+    """Sum 1 MB, dp across: whether it is right here, and which share has left."""
+    cut, mesh = (
+        PartitionSpec(("dp", "tp")),
+        make_mesh("!dp=2 tp=2", hosts.devices_of(True)),
+    )
+    share = jax.shard_map(
+        function, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False
+    )
+    whole, run = np.arange(1 << 20, dtype=np.float32) % 251, jax.jit(share)
+    x = hosts.put(whole, NamedSharding(mesh, cut))
+    run(x).block_until_ready()  # the first one makes the connections
+    before = hosts.meet().sent_bytes
+    shards = [np.asarray(shard.data) for shard in run(x).addressable_shards]
+    right = all((shard == whole.reshape(4, -1).sum(0)).all() for shard in shards)
+    return right, (hosts.meet().sent_bytes - before) / x.addressable_data(0).nbytes
+
+
 # %%
 def one_ring(x):
     return lax.psum(x, ("dp", "tp"))
@@ -285,9 +330,9 @@ def one_ring(x):
 
 right = find("17.two_level").judge(two_level).startswith(CORRECT)
 for function in (one_ring, two_level) if right else (one_ring,):
-    sums = team.run(hosts.summed, function)
+    sums = team.run(summed, function)
     assert all(ok for ok, _ in sums)
-    sent = " and ".join(f"{sent / hosts.X_BYTES:.2f} x" for _, sent in sums)
+    sent = " and ".join(f"{sent:.2f} x" for _, sent in sums)
     counted = f"; {sent} left the hosts" if wired else "; no wire here to count at"
     print(f"{function.__name__}: right on all devices{counted}")
 
@@ -348,7 +393,7 @@ words = ("train", "--mesh", "dp=2 fsdp=8", "--checkpoints", "kept")
 site = jobs.Site(hosts=("n1", "n2"), image="registry/llmpar:1")
 job = jobs.Job(words, nodes=2, site=site)
 for engine in ("slurm", "mpi", "jobset"):
-    text = jobs.ENGINES[engine](job)
+    text = jobs.job_file(engine, job)
     told = [line for line in text.splitlines() if not re.match(r" *# ", line)]
     print(f"--- {engine}: {len(told)} lines")
     for line in told[:22]:

@@ -75,7 +75,7 @@ curves(lines, list(words.values()), "rate of the wire", "seconds a step")
 from IPython.display import Markdown
 
 rows = []
-for name in hosts.PLACEMENTS | hosts.MORE:
+for name in hosts.PLACEMENTS:
     run = runs[name, "20mbit"]
     predicted, sent = hosts.leaving(name)[0], run["sent"][0]
     rows.append((run["step_s"], name, predicted, sent))
@@ -143,8 +143,8 @@ STARTS = {
     "mpi": ("mpirun", "`mpirun`, a process on each host", "a loop in the script"),
     "jobset": ("maxRestarts: 3", "an indexed job, a pod on each node", "`failurePolicy` of the JobSet"),
 }
-assert all(word in jobs.ENGINES[engine](JOB) for engine, (word, *_) in STARTS.items())
-assert all("for attempt in" in jobs.ENGINES[engine](JOB) for engine in ("slurm", "mpi"))
+assert all(word in jobs.job_file(engine, JOB) for engine, (word, *_) in STARTS.items())
+assert all("for attempt in" in jobs.job_file(engine, JOB) for engine in ("slurm", "mpi"))
 lines = [f"| {engine} | {starts} | {again} |" for engine, (_, starts, again) in STARTS.items()]
 Markdown("\n".join(["| engine | starts | after a failure |", "|---|---|---|", *lines]))
 
