@@ -1,4 +1,4 @@
-"""Fits `predict.rates.Rates` of each chip on measured runs: `python tests/fit_rates.py FILE` prints them.
+"""Fits `predict.rates.Rates` of each chip on measured runs; `python tests/fit_rates.py FILE` prints a table.
 
 The fit sees a run's shapes and its seconds, and gives one row for each chip: no name of a model, a source or
 a group reaches it. Gauss-Newton on logarithms of step times, from a prior that holds what few runs cannot
@@ -87,5 +87,5 @@ if __name__ == "__main__":
     cases, _ = read(sys.argv[1])
     for name, found in fit_all(cases).items():
         said = {field.name: f"{getattr(found, field.name):.3g}" for field in dataclasses.fields(Rates)}
-        own = [f"{k}={v}" for k, v in said.items() if v != f"{getattr(PRIOR, k):.3g}"]
-        print(f'    "{name}": Rates({", ".join(own)}),')
+        own = [f"{k} = {v}" for k, v in said.items() if v != f"{getattr(PRIOR, k):.3g}"]
+        print(f"[{name}]", *own, "", sep="\n")

@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from dataclasses import dataclass, field, fields, replace
+import tomllib
+from dataclasses import MISSING, dataclass, field, fields, replace
+from importlib import resources
 from pathlib import Path
 
 from llmpar.files import read_toml
@@ -33,17 +35,6 @@ BOUNDS = {
 }  # fmt: skip
 """What a chip's file may say: far beyond what is built, near enough to find a wrong unit."""
 COUNTS = ("num_axes", "node_size", "devices_per_chip", "wrap_multiple")
-
-BOOK = "Austin et al., How to Scale Your Model, 2025"
-CLOUD = "Google Cloud TPU documentation, page of this TPU"
-AOT = "RESOURCE_EXHAUSTED text of libtpu 0.0.42.1, compiled without a device"
-XLA = "openxla/xla, xla/backends/gpu/target_config/specs"
-IB_H100 = f"one 400 Gb/s InfiniBand port per GPU: {BOOK}, GPU chapter"
-NVLINK = f"{BOOK}, GPU chapter, table of NVLink generations"
-NVLINK_REACHED = (
-    f"{BOOK}, GPU chapter: 370 of 450 GB/s is the most seen on H100; assumed for the other generations"
-)
-ICI_REACHED = f"{BOOK}, TPU chapter counts 90 % of the documented link rate"
 
 
 @dataclass(frozen=True)
@@ -108,7 +99,7 @@ class Chip:
     @property
     def rates(self) -> Rates:
         """What software reaches of these figures: as measured here, else as fitted on published runs."""
-        return self.reached or rates(self.family)
+        return self.reached or rates(_RATES_OF.get(self.family, self.family))
 
     @property
     def simulated(self) -> bool:
@@ -155,378 +146,49 @@ def memory_left_out(chip: Chip) -> str:
     return f"JAX takes {taken}; alone on it, set {MEMORY_SHARES[0]}=.95"
 
 
-def _tpu(
-    name,
-    aliases,
-    flops,
-    hbm,
-    usable,
-    hbm_rate,
-    link,
-    axes,
-    pod,
-    dcn,
-    date,
-    devices=1,
-    wrap=4,
-    reach=0.9,
-    **own,
-):
-    source = {
-        "flops_per_s": CLOUD,
-        "hbm_bytes": CLOUD,
-        "hbm_bytes_per_s": CLOUD,
-        "usable_hbm_gib": AOT,
-        "num_axes": CLOUD,
-        "link_bytes_per_s": f"{CLOUD}: bidirectional GB/s per chip / ports / 2",
-        "link_efficiency": ICI_REACHED,
-        "node_size": f"{CLOUD}: chips per pod",
-        "dcn_bytes_per_s": CLOUD,
-        "hop_s": f"{BOOK}, TPU chapter, question 5",
-        "memory_share": "all of it",
-        "devices_per_chip": "jax.experimental.topologies with libtpu 0.0.42.1",
-        "wrap_multiple": (
-            f"{BOOK}, TPU chapter: rings need whole 4x4x4 cubes (v4, v5p) or the full 16 (v5e, v6e)"
-        ),
-    }
-    return Chip(
-        name,
-        (f"tpu-{name}", f"tpu{name}", *aliases),
-        flops,
-        float(hbm),
-        usable,
-        hbm_rate,
-        "torus",
-        link,
-        reach,
-        axes,
-        pod,
-        dcn,
-        date,
-        devices,
-        wrap,
-        sources=source | own,
-    )
+def _table() -> dict[str, dict]:
+    """What `chips.toml` holds, its sources in full."""
+    text = resources.files(__package__).joinpath("chips.toml").read_text(encoding="utf-8")
+    words = tomllib.loads(text)["text"]
+    return tomllib.loads(re.sub(r"\{([A-Z]+)\}", lambda found: words[found[1]], text))
 
 
-def _gpu(
-    name, aliases, flops, hbm, usable, hbm_rate, link, node, dcn, date, reach=370 / 450, devices=1, **own
-):
-    source = {
-        "flops_per_s": XLA,
-        "hbm_bytes": XLA,
-        "hbm_bytes_per_s": XLA,
-        "link_bytes_per_s": NVLINK,
-        "node_size": NVLINK,
-        "usable_hbm_gib": f"{XLA}: device_memory_size",
-        "memory_share": "JAX documentation, GPU memory allocation: 75 % by default",
-        "link_efficiency": NVLINK_REACHED,
-        "dcn_bytes_per_s": IB_H100,
-        "num_axes": "one, by definition of a switch",
-        "devices_per_chip": "one",
-        "wrap_multiple": "one, by definition of a switch",
-        "hop_s": "assumed equal to a TPU hop",
-    }
-    return Chip(
-        name,
-        aliases,
-        flops,
-        float(hbm),
-        usable,
-        hbm_rate,
-        "switch",
-        link,
-        reach,
-        1,
-        node,
-        dcn,
-        date,
-        devices,
-        memory_share=0.75 if name != "cpu" else 1.0,
-        sources=source | own,
-    )
+_TABLE = _table()
+POWER_W: dict[str, float] = {n: row.pop("power_w") for n, row in _TABLE["chip"].items() if "power_w" in row}
+"""Watts of one chip."""
+NEXT_CHIP: dict[str, str] = {n: row.pop("next") for n, row in _TABLE["chip"].items() if "next" in row}
+"""The chip that one would change to."""
+_KINDS = {name: row.pop("device_kind") for name, row in _TABLE["chip"].items()}
+_RATES_OF = {name: row.pop("rates", name) for name, row in _TABLE["chip"].items()}
 
 
-CHIPS: tuple[Chip, ...] = (
-    _tpu(
-        "v3",
-        (),
-        123e12,
-        32 * GIB,
-        15.48,
-        900e9,
-        100e9,
-        2,
-        1024,
-        3.125e9,
-        "2018-05",
-        2,
-        32,
-        1.0,
-        link_bytes_per_s=f"{BOOK}, TPU chapter; not in the Cloud pages",
-        link_efficiency="taken as 1: as reached",
-        dcn_bytes_per_s=f"{BOOK}, TPU chapter, first edition: 25 GB/s per host of 8",
-        wrap_multiple="assumed: the full 32x32 pod",
-    ),
-    # Cloud runs a v4 as one "megacore" device per chip; the compiler's topology shows two cores, and so does
-    # this row.
-    _tpu(
-        "v4",
-        ("v4p",),
-        275e12,
-        32 * GIB,
-        15.25,
-        1200e9,
-        50e9,
-        3,
-        4096,
-        6.25e9,
-        "2021-05",
-        2,
-        link_bytes_per_s=f"{BOOK}, TPU chapter: 45 GB/s reached, at the 90 % of its successors",
-        dcn_bytes_per_s=f"{BOOK}, TPU chapter",
-    ),
-    _tpu(
-        "v5e",
-        ("v5litepod", "v5-lite"),
-        197e12,
-        16e9,
-        15.75,
-        819e9,
-        50e9,
-        2,
-        256,
-        3.125e9,
-        "2023-08",
-        1,
-        16,
-        dcn_bytes_per_s=f"{BOOK}, TPU chapter; {CLOUD}: 6.4 Tb/s per pod of 256",
-    ),
-    _tpu("v5p", (), 459e12, 95 * GIB, 95.74, 2765e9, 100e9, 3, 8960, 6.25e9, "2023-12"),
-    _tpu(
-        "v6e",
-        ("trillium", "v6-lite"),
-        918e12,
-        32 * GIB,
-        31.25,
-        1638e9,
-        100e9,
-        2,
-        256,
-        12.5e9,
-        "2024-10",
-        1,
-        16,
-    ),
-    _tpu(
-        "7x",
-        ("v7x", "tpu-v7x", "ironwood"),
-        2307e12,
-        192 * GIB,
-        94.75,
-        7380e9,
-        100e9,
-        3,
-        9216,
-        12.5e9,
-        "2025-11",
-        2,
-        wrap_multiple="assumed as v5p, which its page calls similar",
-    ),
-    _gpu(
-        "a100-40",
-        ("a100-sxm4-40gb",),
-        312e12,
-        40e9,
-        42331013120 / GIB,
-        1555.2e9,
-        300e9,
-        8,
-        25e9,
-        "2020-05",
-        flops_per_s="NVIDIA A100 data sheet",
-        hbm_bytes="NVIDIA A100 data sheet",
-        dcn_bytes_per_s="8 x 200 Gb/s per node: Narayanan et al. 2021, section 5 (Selene)",
-    ),
-    _gpu(
-        "a100-80",
-        ("a100", "a100-sxm4-80gb"),
-        312e12,
-        80e9,
-        85100068864 / GIB,
-        2039.04e9,
-        300e9,
-        8,
-        25e9,
-        "2020-11",
-        flops_per_s="NVIDIA A100 data sheet; Narayanan et al. 2021",
-        hbm_bytes="NVIDIA A100 data sheet",
-        dcn_bytes_per_s="8 x 200 Gb/s per node: Narayanan et al. 2021, section 5 (Selene)",
-    ),
-    _gpu(
-        "h100",
-        ("h100-sxm", "h100-80", "h100-sxm5"),
-        989.4e12,
-        84942979072,
-        84942979072 / GIB,
-        3352.32e9,
-        450e9,
-        8,
-        50e9,
-        "2022-09",
-        flops_per_s=f"{XLA}: 132 SMs x 4 x 512 x 2 x 1.82952 GHz",
-    ),
-    _gpu(
-        "h200",
-        ("h200-sxm",),
-        989.4e12,
-        151397597184,
-        151397597184 / GIB,
-        4800e9,
-        450e9,
-        8,
-        50e9,
-        "2023-11",
-        flops_per_s=f"{XLA}: 132 SMs x 4 x 512 x 2 x 1.82952 GHz",
-    ),
-    _gpu(
-        "b200",
-        (),
-        2225e12,
-        191514411008,
-        191514411008 / GIB,
-        7672.32e9,
-        900e9,
-        8,
-        50e9,
-        "2024-03",
-        flops_per_s=f"{XLA}: 148 SMs x 4 x 1024 x 2 x 1.83531 GHz; marketing says 2250",
-    ),
-    _gpu(
-        "gb200",
-        ("gb200-nvl72",),
-        2398e12,
-        197897748480,
-        197897748480 / GIB,
-        7928.064e9,
-        900e9,
-        72,
-        50e9,
-        "2024-03",
-        flops_per_s=f"{XLA}: 152 SMs x 4 x 1024 x 2 x 1.92591 GHz; marketing says 2500",
-        dcn_bytes_per_s=f"{BOOK}, GPU chapter: 3600 GB/s leave a domain of 72",
-    ),
-    _gpu(
-        "gh200",
-        ("gh200-96",),
-        989.4e12,
-        96e9,
-        97871 * 2**20 / GIB,
-        4000e9,
-        450e9,
-        4,
-        25e9,
-        "2023-05",
-        flops_per_s="NVIDIA GH200 data sheet: an H100's",
-        hbm_bytes="NVIDIA GH200 data sheet, HBM3 (the HBM3e variant has 144 GB)",
-        usable_hbm_gib="nvidia-smi: 97871 MiB",
-        hbm_bytes_per_s="NVIDIA GH200 data sheet",
-        node_size="quad GH200 nodes: CSCS documentation of Alps",
-        dcn_bytes_per_s="one 200 Gb/s Slingshot port per GPU: CSCS documentation of Alps",
-    ),
-    _gpu(
-        "gb300",
-        ("gb300-nvl72",),
-        2500e12,
-        288e9,
-        277.5,
-        8000e9,
-        900e9,
-        72,
-        100e9,
-        "2025-03",
-        flops_per_s="NVIDIA GB300 NVL72 page: 180 PFLOP/s in 72, without sparsity",
-        hbm_bytes="NVIDIA GB300 NVL72 page: 288 GB per GPU",
-        usable_hbm_gib="assumed: the share of its 288 GB that a GB200 offers of 192",
-        hbm_bytes_per_s="NVIDIA GB300 NVL72 page: 8 TB/s",
-        dcn_bytes_per_s="NVIDIA GB300 NVL72 page: one 800 Gb/s port per GPU",
-    ),
-    # Two dies per package, each a JAX device. Direct links of 50 GB/s between packages, no switch.
-    _gpu(
-        "mi250x",
-        ("mi250",),
-        383e12,
-        128e9,
-        68702699520 / GIB,
-        3276.8e9,
-        300e9,
-        4,
-        25e9,
-        "2021-11",
-        devices=2,
-        reach=0.8,
-        flops_per_s="AMD Instinct MI250X data sheet, both dies",
-        hbm_bytes="AMD Instinct MI250X data sheet, both dies",
-        hbm_bytes_per_s="AMD Instinct MI250X data sheet, both dies",
-        usable_hbm_gib="rocm-smi: VRAM Total Memory 68702699520 B per die",
-        link_bytes_per_s="LUMI documentation, LUMI-G: links of 50 GB/s, three of each die leave the package",
-        link_efficiency="not measured: assumed as for NVLink",
-        node_size="LUMI documentation, LUMI-G: four packages a node",
-        devices_per_chip="LUMI documentation, LUMI-G: a die is a device",
-        dcn_bytes_per_s="LUMI documentation, LUMI-G: one 200 Gb/s port per package",
-    ),
-    # Seven direct links of 64 GB/s, no switch: a group of g < 8 reaches g - 1 of them, which this row does
-    # not model.
-    _gpu(
-        "mi300x",
-        ("mi300",),
-        1307.4e12,
-        192e9,
-        206141652992 / GIB,
-        5300e9,
-        448e9,
-        8,
-        50e9,
-        "2023-12",
-        reach=1.0,
-        flops_per_s="AMD Instinct MI300X data sheet",
-        hbm_bytes="AMD Instinct MI300X data sheet (prints 192 GB)",
-        hbm_bytes_per_s="AMD Instinct MI300X data sheet",
-        usable_hbm_gib="rocm-smi: VRAM Total Memory 206141652992 B",
-        link_bytes_per_s="AMD Instinct MI300X data sheet: 7 links x 64 GB/s",
-        node_size="AMD platform: 8 GPUs",
-        link_efficiency="not measured: taken as 1",
-        dcn_bytes_per_s="Azure ND MI300X v5 page: 8 x 400 Gb/s",
-    ),
-    _gpu(
-        "cpu",
-        ("simulated",),
-        85e9,
-        4 * GIB,
-        4.0,
-        10e9,
-        5e9,
-        8,
-        1e9,
-        "2026",
-        reach=1.0,
-        flops_per_s="measured with XLA: about 85 GFLOP per core-second on large float32 products",
-        memory_share="all",
-        **dict.fromkeys(
-            (
-                "hbm_bytes",
-                "usable_hbm_gib",
-                "hbm_bytes_per_s",
-                "link_bytes_per_s",
-                "link_efficiency",
-                "node_size",
-                "dcn_bytes_per_s",
-            ),
-            "placeholder: simulated devices say nothing about it",
-        ),
-    ),
-)
+def _chip(name: str, row: dict) -> Chip:
+    usual = _TABLE["usual"][row["link"]]
+    words = {"aliases": tuple(row["aliases"]), "sources": usual["sources"] | row.get("sources", {})}
+    return Chip(name, **_numbers(usual | row | words, name))
 
+
+def _numbers(row: dict, asked: str) -> dict:
+    """A table's numbers as their fields have them. Refuses what no machine has."""
+    kinds = {"name": "str", "link": "str", "date": "str", "aliases": "list", "sources": "dict"}
+    for key, value in row.items():
+        if key in kinds:
+            if type(value).__name__ not in (kinds[key], "tuple"):
+                raise ValueError(f"{asked}: {key} = {value!r} is not a {kinds[key]}")
+        elif isinstance(value, bool) or not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+            raise ValueError(f"{asked}: {key} = {value!r} is not a positive number")
+        elif not (limits := BOUNDS[key])[0] <= value <= limits[1]:
+            raise ValueError(
+                f"{asked}: {key} = {value!r} is of no machine; use {limits[0]:g} to {limits[1]:g}"
+            )
+        elif key in COUNTS and value != int(value):
+            raise ValueError(f"{asked}: {key} = {value!r} is not a whole number")
+        else:
+            row[key] = int(value) if key in COUNTS else float(value)
+    return row
+
+
+CHIPS: tuple[Chip, ...] = tuple(_chip(name, row) for name, row in _TABLE["chip"].items())
 NAMES = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
 
 
@@ -546,9 +208,9 @@ class Cluster:
     chips_per_node: int
     network_bytes_per_s: float
     ports: str
-    num_chips: int | None
     date: str
     source: str
+    num_chips: int | None = None
 
     @property
     def row(self) -> Chip:
@@ -558,36 +220,8 @@ class Cluster:
         )
 
 
-CLUSTERS = {
-    c.name: c
-    for c in (
-        Cluster(
-            "a100-node4", "a100-40", 4, 25e9, "4 x 200 Gb/s", None, "2020-11", "JUWELS Booster, Perlmutter"
-        ),
-        Cluster("juwels-booster", "a100-40", 4, 25e9, "4 x 200 Gb/s", 3744, "2020-11", "JSC documentation"),
-        Cluster("perlmutter", "a100-40", 4, 25e9, "4 x 200 Gb/s", 6144, "2021-05", "NERSC documentation"),
-        Cluster(
-            "selene", "a100-80", 8, 25e9, "8 x 200 Gb/s", 4480, "2020-11", "Narayanan et al. 2021, section 5"
-        ),
-        Cluster("dgx-h100", "h100", 8, 50e9, "8 x 400 Gb/s", None, "2022-09", "NVIDIA DGX H100 data sheet"),
-        Cluster("a3-high", "h100", 8, 12.5e9, "4 x 200 Gb/s", None, "2023-08", "Google Cloud, A3 High"),
-        Cluster("alps", "gh200", 4, 25e9, "4 x 200 Gb/s", 10_752, "2024-09", "CSCS documentation"),
-        Cluster("nvl72", "gb200", 72, 50e9, "72 x 400 Gb/s", None, "2024-03", "NVIDIA GB200 NVL72 page"),
-        Cluster("lumi", "mi250x", 4, 25e9, "4 x 200 Gb/s", 11_912, "2022-06", "LUMI documentation, LUMI-G"),
-        Cluster("v5e-256", "v5e", 256, 3.125e9, "6.4 Tb/s a pod", 256, "2023-08", CLOUD),
-        Cluster("v6e-256", "v6e", 256, 12.5e9, "25.6 Tb/s a pod", 256, "2024-10", CLOUD),
-        Cluster("v5p-pod", "v5p", 8960, 6.25e9, "50 Gb/s a chip", 8960, "2023-12", CLOUD),
-        Cluster("v4-pod", "v4", 4096, 6.25e9, "50 Gb/s a chip", 4096, "2021-05", CLOUD),
-        Cluster("tpu7x-pod", "7x", 9216, 12.5e9, "100 Gb/s a chip", 9216, "2025-11", CLOUD),
-    )
-}
-"""Machines and shapes of nodes by name. Power is not published alike, and stands in `POWER_W`."""
-POWER_W = {
-    "a100-40": 400, "a100-80": 400, "h100": 700, "h200": 700, "gh200": 900, "b200": 1000, "gb200": 1200,
-    "gb300": 1400, "mi250x": 560, "mi300x": 750, "v4": 192, "v5e": 200, "v5p": 450, "v6e": 300, "7x": 900,
-}  # fmt: skip
-"""Watts of one chip: GPUs' thermal design power by their data sheets (GH200 with its processor); v4: Jouppi
-et al. 2023, table 4, maximum; later TPUs: not published, assumed."""
+CLUSTERS = {name: Cluster(name, **row) for name, row in _TABLE["cluster"].items()}
+"""Machines and shapes of nodes by name."""
 
 
 def cluster(name: str) -> Cluster:
@@ -632,25 +266,7 @@ def _load(path: Path) -> Chip:
             f"{asked} has the unknown field {', '.join(unknown)}; known: base, reached,"
             f" {', '.join(sorted(known))}"
         )
-    row.setdefault("name", path.stem)
-    row.setdefault("aliases", [])
-    types = {"name": str, "link": str, "date": str, "aliases": list, "sources": dict}
-    for key, value in row.items():
-        if key in types:
-            if not isinstance(value, types[key]):
-                raise ValueError(f"{asked}: {key} = {value!r} is not a {types[key].__name__}")
-        elif isinstance(value, bool) or not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-            raise ValueError(f"{asked}: {key} = {value!r} is not a positive number")
-        elif not (limits := BOUNDS[key])[0] <= value <= limits[1]:
-            raise ValueError(
-                f"{asked}: {key} = {value!r} is of no machine; use {limits[0]:g} to {limits[1]:g}"
-            )
-        elif key not in COUNTS:
-            row[key] = float(value)
-        elif value != (whole := int(value)):
-            raise ValueError(f"{asked}: {key} = {value!r} is not a whole number")
-        else:
-            row[key] = whole
+    row = _numbers({"name": path.stem, "aliases": []} | row, asked)
     if row.get("link", "torus") not in LINKS:
         raise ValueError(f"{asked}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
     row["aliases"] = tuple(row["aliases"])
@@ -660,17 +276,8 @@ def _load(path: Path) -> Chip:
         row |= {"base": inherited.name}
         row["reached"] = _reached(reached, inherited.rates, asked)
         return replace(inherited, **row)
-    optional = {
-        "aliases",
-        "devices_per_chip",
-        "wrap_multiple",
-        "memory_share",
-        "hop_s",
-        "sources",
-        "reached",
-        "base",
-    }
-    if missing := [f.name for f in fields(Chip) if f.name not in row and f.name not in optional]:
+    needed = [f.name for f in fields(Chip) if f.default is f.default_factory is MISSING]
+    if missing := [name for name in needed if name not in row]:
         raise ValueError(
             f"{asked} lacks {', '.join(missing)}; add them, or base = 'h100' to take them from a row"
         )
@@ -693,35 +300,13 @@ def _reached(table: object, usual: Rates, asked: str) -> Rates | None:
     return replace(usual, **{key: float(value) for key, value in table.items()})
 
 
-# What jax.devices()[0].device_kind says, tried in this order. Words are matched whole: "GB200" is not a B200.
-KINDS = (
-    (r"TPU v3", "v3"),
-    (r"TPU v4", "v4"),
-    (r"TPU v5 lite|TPU v5e", "v5e"),
-    (r"TPU v5p?", "v5p"),
-    (r"TPU v6 lite|TPU v6e", "v6e"),
-    (r"TPU ?7x?", "7x"),
-    (r".*\bA100-SXM\d?-40GB", "a100-40"),
-    (r".*\bA100-SXM\d?-80GB", "a100-80"),
-    (r".*\bH100 80GB HBM3|.*\bH100 SXM.*", "h100"),
-    (r".*\bH200( 141GB.*)?", "h200"),
-    (r".*\bB200", "b200"),
-    (r".*\bGB200", "gb200"),
-    (r".*\bGB300", "gb300"),
-    (r".*\bGH200 (96GB HBM3|120GB)", "gh200"),
-    (r".*\bMI250X", "mi250x"),
-    (r".*\bMI300X( VF| OAM)?", "mi300x"),
-    (r"cpu", "cpu"),
-)
-
-
 def guess(device_kind: str) -> Chip | None:
     """The row for JAX's `device_kind`, or None where no row is right.
 
     PCIe boards, MIG slices and lite variants have other links, clocks or memory than their namesakes: no
     guess is made.
     """
-    for pattern, name in KINDS:
+    for name, pattern in _KINDS.items():  # words are matched whole: "GB200" is not a B200
         if re.fullmatch(pattern, device_kind.strip(), re.IGNORECASE):
             return NAMES[name]
     return None

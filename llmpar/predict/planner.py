@@ -30,10 +30,6 @@ GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX takes when it is told to (XLA_CLIENT_MEM_FRACTION)."""
 LENIENT = 1.35
 """A candidate whose textbook memory is larger than this many times the room is not priced."""
-NEXT_CHIP = {
-    "a100-40": "h100", "a100-80": "h100", "h100": "b200", "h200": "b200", "gh200": "gb200", "b200": "gb300",
-    "gb200": "gb300", "mi250x": "mi300x", "v4": "v5p", "v5e": "v6e", "v5p": "7x", "v6e": "7x",
-}  # fmt: skip
 SAME = 0.005
 """Times that differ by less are the same: no model of time is that good."""
 TURNS = 12
@@ -534,7 +530,7 @@ def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
         "twice the batch": doubled(run, microbatches=2 * run.microbatches),
         "twice the sequence": doubled(run, seq_len=2 * run.seq_len),
     }
-    if name := NEXT_CHIP.get(chip.family):
+    if name := hardware.NEXT_CHIP.get(chip.family):
         row = hardware.chip(name)
         if row.devices_per_chip == chip.devices_per_chip:
             cases[f"on {name}"] = doubled(run, chip=row)

@@ -3,7 +3,9 @@ runs."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
+from importlib import resources
 
 
 @dataclass(frozen=True)
@@ -41,75 +43,11 @@ class Rates:
     eight_bit: float = 1.7
 
 
-RATES: dict[str, Rates] = {
-    "7x": Rates(
-        products=0.871,
-        half=3.76e06,
-        grouped=0.241,
-        attention=0.463,
-        memory=0.806,
-        kernel_s=3.99e-06,
-        shared=0.202,
-    ),
-    "a100-80": Rates(
-        products=0.78,
-        half=1.6e06,
-        attention=0.324,
-        memory=0.95,
-        links=0.795,
-        network=0.668,
-        kernel_s=3.84e-05,
-        host_s=3.79e-05,
-        start_s=6.24e-06,
-        shared=0.235,
-    ),
-    "b200": Rates(
-        products=0.506,
-        half=3.07e06,
-        grouped=0.485,
-        attention=0.384,
-        memory=0.749,
-        links=0.785,
-        kernel_s=6.12e-06,
-        start_s=4.42e-06,
-        shared=0.212,
-    ),
-    "h100": Rates(
-        products=0.754,
-        half=3.44e06,
-        grouped=0.632,
-        attention=0.503,
-        memory=0.95,
-        links=0.72,
-        network=0.431,
-        kernel_s=4.41e-06,
-        start_s=4.44e-06,
-        shared=0.0878,
-        eight_bit=1.83,
-    ),
-    "h200": Rates(products=0.693, attention=0.449, memory=0.799),
-    "v5p": Rates(
-        products=0.95,
-        half=8.87e06,
-        attention=0.398,
-        memory=0.72,
-        links=0.827,
-        network=0.761,
-        kernel_s=4.17e-06,
-        shared=0.236,
-    ),
-    "v6e": Rates(products=0.822, half=1.95e06, attention=0.494, memory=0.858, shared=0.193),
-}
-"""What `tests/fit_rates.py` found; a constant that is not named is the general one, which no run moved."""
-
-
-GENERATION = {
-    "a100-40": "a100-80", "gh200": "h100", "v5e": "v6e", "v4": "v5p",
-}  # fmt: skip
-"""Chips that nobody's runs here are of, and the chip whose cores or design they share. GB200 and GB300
-have the general row: that of B200 is of one machine, and what Megatron-Bridge publishes of them is faster."""
+_TEXT = resources.files(__package__).joinpath("rates.toml").read_text(encoding="utf-8")
+RATES: dict[str, Rates] = {name: Rates(**row) for name, row in tomllib.loads(_TEXT).items()}
+"""What `tests/fit_rates.py` found."""
 
 
 def rates(chip_name: str) -> Rates:
-    """The row of a chip or of its generation, or the general one."""
-    return RATES.get(GENERATION.get(chip_name, chip_name), Rates())
+    """The row of a chip, or the general one."""
+    return RATES.get(chip_name, Rates())
