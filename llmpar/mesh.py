@@ -17,6 +17,7 @@ import jax.extend
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from llmpar import channels
 from llmpar.notation import Dim, Layout, MeshShape, parse_mesh
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -34,7 +35,8 @@ _DESCRIBED = "compile_only_runtime"  # what `jax.experimental.topologies` device
 
 def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
     """The accelerators of this machine or, where there are fewer than ``at_least``, ``simulate`` CPU devices.
-    Call it before other JAX work.
+    Call it before other JAX work: whatever runs on them, yours too, then neither hangs nor mixes values up
+    (docs/simulated-devices.md).
 
     A single accelerator is thus left alone, and said so, unless JAX_PLATFORMS names its platform:
     parallelism needs two devices to show anything. ``at_least=1`` takes it.
@@ -52,11 +54,10 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
             jax.config.update("jax_num_cpu_devices", simulate)
         except RuntimeError:
             fresh = False  # JAX runs already; what it has may be enough
-    with _enough_threads(simulate):
-        devices = _started()
-        few = devices[0].platform != "cpu" and len(devices) < at_least
-        if few and not jax.config.jax_platforms:  # type: ignore[attr-defined]
-            devices = _simulated_instead(devices, simulate, fresh)
+    devices = _started()
+    few = devices[0].platform != "cpu" and len(devices) < at_least
+    if few and not jax.config.jax_platforms:  # type: ignore[attr-defined]
+        devices = _simulated_instead(devices, simulate, fresh)
     alone = jax.process_count() == 1  # of several processes each has what its launcher gave it
     if devices[0].platform == "cpu" and len(devices) < simulate and alone:
         raise ValueError(
@@ -97,9 +98,9 @@ def _simulated_instead(devices: list[jax.Device], simulate: int, fresh: bool) ->
 
 
 @contextlib.contextmanager
-def _enough_threads(simulated: int):
+def _enough_threads():
     """While JAX starts, ask XLA for `THREADS_PER_DEVICE` threads per simulated device, unless the user has
-    asked for some. ``simulated`` counts if the environment asks for no other number of devices.
+    asked for some.
 
     All simulated devices share one pool, by default of as many threads as there are devices or cores. A
     collective blocks a thread until its whole group has come, so two collectives that no data orders can take
@@ -107,9 +108,10 @@ def _enough_threads(simulated: int):
     when its CPU client starts.
     """
     told = re.findall(rf"{_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    devices = int(told[-1] if told else os.environ.get("JAX_NUM_CPU_DEVICES", simulated))
-    given = any(name in os.environ for name in POOL_SIZE)
-    asked = {} if given else dict.fromkeys(POOL_SIZE, str(THREADS_PER_DEVICE * devices))
+    devices = int(told[-1]) if told else jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    threads = max(THREADS_PER_DEVICE * devices, os.cpu_count() or 1)
+    given = devices <= 1 or any(name in os.environ for name in POOL_SIZE)
+    asked = {} if given else dict.fromkeys(POOL_SIZE, str(threads))
     os.environ.update(asked)
     try:
         yield
@@ -119,8 +121,11 @@ def _enough_threads(simulated: int):
 
 
 def ordered_devices() -> list[jax.Device]:
-    """All devices, host by host. (An id is not a position: process k's ids may start at 2048·k.)"""
-    return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    """All devices, host by host. (An id is not a position: process k's ids may start at 2048·k.) It starts
+    JAX, if that has not started."""
+    channels.install()
+    with _enough_threads():
+        return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
 
 
 def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
@@ -128,6 +133,7 @@ def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
 
     See `device_grid` for the order of the devices.
     """
+    channels.install()
     devices = ordered_devices() if devices is None else devices
     grid = device_grid(shape := parse_mesh(shape, len(devices)), devices)
     idle = {d.process_index for d in devices} - {d.process_index for d in grid.flat}

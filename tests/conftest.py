@@ -57,6 +57,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))
 install_import_hook("llmpar", "conftest.check_types")
 
+from llmpar import channels
+
+channels.install()  # as use_devices does, for the tests that make meshes by themselves
+
 
 # Where Jupyter kernels, browsers and processes of a job start: never two at once. With two workers these are
 # one worker's first work; the slides have a kernel of their own, and the other worker.

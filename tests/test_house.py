@@ -31,6 +31,7 @@ THINKS = {
     "kernels.tiles",
 }
 RUNS = {
+    "channels",
     "mesh",
     "par",
     "attention",

@@ -1,0 +1,242 @@
+"""Runs programs on simulated devices again and again, several at once; counts what crashes, hangs or errs.
+
+    python tests/soak.py reproducer --runs 20              a loop of collectives with others beside it
+    python tests/soak.py random --runs 10 --programs 10    random programs of such loops, a seed for each run
+    python tests/soak.py train --runs 300                  the README's line; also: pipeline, adafactor
+
+``--without`` leaves out the channels of `llmpar.channels`, to see what they cure. One process imports
+everything and forks a child for each run before JAX starts: a run costs what its program costs.
+`test_channels.py` runs the first two for a short time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from llmpar import channels
+from llmpar.mesh import use_devices
+
+TURNS, SUMS = 2, 6
+LINES = {
+    "train": "--mesh|dp=2 fsdp=2 tp=2|--steps|3",
+    "pipeline": "--mesh|pp=2 ep=2 sp=2|--model|tiny-moe|--schedule|zb-h1|--microbatches|4|--batch-size|16"
+    "|--seq-len|32|--steps|5",
+    "adafactor": "--mesh|fsdp=2 sp=2 tp=2|--reading|explicit|--optimizer|adafactor|--seq-len|64|--steps|3",
+}
+
+
+def local_mesh():
+    return jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+
+
+def over_devices(f, mesh):
+    """A program of every device's rows, and of weights that all have."""
+    rows = P(mesh.axis_names)
+    return jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=(rows, P()), out_specs=rows, check_vma=False)
+    ), NamedSharding(mesh, rows)
+
+
+def beside_a_loop(x, weights):
+    """A loop of a dozen ready matmuls and a sum, and a chain of sums beside it that needs nothing of it."""
+    rows, small = x
+
+    def body(c, _):
+        return lax.psum(sum(jnp.tanh(c @ w) for w in weights) / len(weights), ("b", "c")) / 4, None
+
+    out = [lax.scan(body, rows, None, length=TURNS)[0]]
+    for _ in range(SUMS):
+        one = jnp.sin(small)
+        small = lax.psum(one, ("b", "c"))
+        out += [one, small]
+    return out
+
+
+def reproducer(seed: int, programs: int, steps: int) -> int:
+    """Steps of `beside_a_loop` whose values are not those of NumPy."""
+    mesh, noise = local_mesh(), np.random.default_rng(0)
+    program, rows = over_devices(beside_a_loop, mesh)
+    x, y = noise.normal(size=(8 * 64, 64)), noise.normal(size=(8, 16))
+    weights = noise.normal(size=(12, 64, 64)) / 8
+    total = lambda v: np.broadcast_to(v.sum(1, keepdims=True), v.shape)
+    v, z = x.reshape(2, 4, 64, 64), y.reshape(2, 4, 16)
+    for _ in range(TURNS):
+        v = total(sum(np.tanh(v @ w) for w in weights) / 12) / 4
+    want = [v.reshape(x.shape)]
+    for _ in range(SUMS):
+        want += [np.sin(z).reshape(y.shape), total(np.sin(z)).reshape(y.shape)]
+        z = total(np.sin(z))
+    arrays = jax.device_put([a.astype(np.float32) for a in (x, y)], rows)
+    weights = jax.device_put(weights.astype(np.float32), NamedSharding(mesh, P()))
+    return count_wrong(program, (arrays, weights), want, steps)
+
+
+def count_wrong(program, arguments, want, steps: int) -> int:
+    alike = lambda got: all(np.allclose(a, b, atol=1e-3) for a, b in zip(got, want, strict=True))
+    return sum(not alike(jax.device_get(program(*arguments))) for _ in range(steps))
+
+
+def random_program(seed: int):
+    """Loops of collectives, and chains of them, that need nothing of one another."""
+    draw = random.Random(seed)
+    axes = lambda: tuple(a for a in "abc" if draw.random() < 0.5) or (draw.choice("abc"),)
+    common = axes()
+    chains = []
+    for i in range(draw.randint(2, 5)):
+        loop = i < draw.randint(1, 2)
+        width = 64 + 8 * i if loop else draw.randint(4, 24)
+        over = common if draw.random() < 0.6 else axes()
+        kind = draw.choice(["psum", "psum", "gather", "scatter"])
+        chains.append((loop, width, draw.randint(6, 14) if loop else 1, draw.randint(2, 6), over, kind))
+
+    def collective(kind, over, x):
+        many = 2 ** len(over)
+        if kind == "psum":
+            return lax.psum(x, over) / many
+        if kind == "gather":
+            return lax.all_gather(x, over).mean(0)
+        return lax.psum_scatter(jnp.concatenate([x] * many), over, scatter_dimension=0, tiled=True) / many
+
+    def run(xs, weights, in_order):
+        outs, last = [], 0.0
+        for (loop, _, _, length, over, kind), x, w in zip(chains, xs, weights, strict=True):
+            x = x + 0 * last if in_order else x
+
+            def body(v, _, w=w, kind=kind, over=over):
+                return collective(kind, over, sum(jnp.tanh(v @ one) for one in w) / len(w)), None
+
+            if loop:
+                outs.append(lax.scan(body, x, None, length=length)[0])
+            else:
+                for _ in range(length):
+                    outs += [jnp.sin(x), x := collective(kind, over, jnp.sin(x))]
+            last = outs[-1][:1, :1]
+        return outs
+
+    return chains, run
+
+
+def randoms(seed: int, programs: int, steps: int) -> int:
+    """Steps of random programs whose values are not those of the same program in order."""
+    mesh, wrong = local_mesh(), 0
+    for number in range(seed * programs, (seed + 1) * programs):
+        chains, run = random_program(number)
+        noise = np.random.default_rng(number)
+        program, rows = over_devices(lambda x, w, run=run: run(x, w, False), mesh)
+        ordered, _ = over_devices(lambda x, w, run=run: run(x, w, True), mesh)
+        xs = [noise.normal(size=(8 * (d if loop else 1), d)).astype(np.float32) for loop, d, *_ in chains]
+        ws = [(noise.normal(size=(n, d, d)) / math.sqrt(d)).astype(np.float32) for _, d, n, *_ in chains]
+        arguments = jax.device_put(xs, rows), jax.device_put(ws, NamedSharding(mesh, P()))
+        wrong += count_wrong(program, arguments, jax.device_get(ordered(*arguments)), steps)
+    return wrong
+
+
+def command(line: str) -> str:
+    """The losses that `llmpar train` ends with, as text."""
+    from llmpar.cli import main
+
+    said = io.TextIOWrapper(buffer := io.BytesIO(), write_through=True)
+    with contextlib.redirect_stdout(said):
+        status = main(["train", *line.split("|"), "--json"])
+    return f"status {status}" if status else str(json.loads(buffer.getvalue())["losses"])
+
+
+def child(asked, seed: int, pipe: int) -> None:
+    """One run: its answer goes into the pipe, and its status says whether it ended well."""
+    try:
+        if asked.without:
+            channels.install = lambda: False
+        if asked.program in LINES:
+            answer = command(LINES[asked.program])
+        else:
+            use_devices(8)
+            many = {"reproducer": reproducer, "random": randoms}[asked.program]
+            answer = f"{many(seed, asked.programs, asked.steps)} wrong"
+        os.write(pipe, answer.encode())
+        sys.stderr.flush()
+        os._exit(0)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {str(error)[:300]}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def soak(asked) -> dict:
+    """Run so many children, so many at once; count how they ended and what they answered."""
+    running: dict[int, tuple[float, int, int]] = {}
+    ends, answers, cpu = collections.Counter(), collections.Counter(), 0.0
+    started = 0
+    while running or started < asked.runs and cpu < asked.cpu_s:
+        while len(running) < asked.at_once and started < asked.runs and cpu < asked.cpu_s:
+            read, write = os.pipe()
+            pid = os.fork()
+            if not pid:
+                os.setsid()
+                child(asked, asked.seed + started, write)
+            os.close(write)
+            running[pid] = (time.monotonic(), read, started)
+            started += 1
+        time.sleep(0.02)
+        for pid, (began, read, _) in list(running.items()):
+            ended, status, usage = os.wait4(pid, os.WNOHANG)
+            late = time.monotonic() - began > asked.limit_s
+            if not ended and late:
+                os.kill(pid, signal.SIGKILL)
+                ended, status, usage = os.wait4(pid, 0)
+            if not ended:
+                continue
+            cpu += usage.ru_utime + usage.ru_stime
+            code = os.waitstatus_to_exitcode(status)
+            ends[
+                "hung" if late else "ended" if code == 0 else f"signal {-code}" if code < 0 else "failed"
+            ] += 1
+            answers[os.read(read, 65536).decode()] += code == 0
+            os.close(read)
+            del running[pid]
+    said = {answer: count for answer, count in answers.items() if count}
+    return {
+        "program": asked.program,
+        "jax": jax.__version__,
+        "channels": not asked.without,
+        "runs": started,
+        "ends": dict(ends),
+        "answers": said,
+        "cpu_s": round(cpu, 1),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program", choices=["reproducer", "random", *LINES])
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--at-once", type=int, default=5)
+    parser.add_argument("--programs", type=int, default=5, help="random programs of a run")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-s", type=float, default=120, help="a run that takes longer hangs")
+    parser.add_argument("--cpu-s", type=float, default=math.inf, help="no new run after so many CPU seconds")
+    parser.add_argument("--without", action="store_true", help="leave out the channels")
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+    if asked.program in LINES:
+        import llmpar.cli.commands
+        import llmpar.cli.train
+        import llmpar.training.train  # noqa: F401
+    print(json.dumps(soak(asked)), flush=True)

@@ -1,0 +1,142 @@
+"""Simulated devices neither hang nor crash nor mix values up: each loop and branch has a channel of its own."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax._src.interpreters import mlir
+from jax.sharding import PartitionSpec as P
+from soak import beside_a_loop, local_mesh, over_devices
+from test_mesh import in_a_fresh_process
+
+from llmpar import channels
+from llmpar.inspect.census import unordered
+from llmpar.mesh import abstract_mesh
+
+SOAK = str(Path(__file__).parent / "soak.py")
+
+
+def soak(*words: str, **variables: str) -> dict:
+    code = (
+        f"import runpy, sys; sys.argv = {['soak.py', *words]}; runpy.run_path({SOAK!r}, run_name='__main__')"
+    )
+    done = in_a_fresh_process(code, **variables)
+    assert done.stdout, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"channel_(?:handle<handle = |id=)(\d+)", text)
+
+
+@pytest.fixture
+def as_jax_lowers(monkeypatch):
+    """JAX without the package's change."""
+    assert channels.install(), "this JAX lowers in another way: see llmpar/channels.py"
+    monkeypatch.setattr(mlir, "lower_jaxpr_to_module", mlir.lower_jaxpr_to_module.__wrapped__)
+
+
+def lowered(platform: str = ""):
+    """The program of the reproducer, lowered afresh."""
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 64), (8, 16), (12, 64, 64))]
+    if not platform:
+        program, _ = over_devices(lambda *args: beside_a_loop(*args), local_mesh())
+        return program.lower(shapes[:2], shapes[2])
+    far = abstract_mesh("dp=2 fsdp=2 tp=2", platform)
+    f = jax.shard_map(lambda x: lax.psum(x, "tp"), mesh=far, in_specs=P("tp"), out_specs=P())
+    where = {"gpu": "cuda"}.get(platform, platform)
+    return jax.jit(f).trace(jax.ShapeDtypeStruct((8,), jnp.float32)).lower(lowering_platforms=(where,))
+
+
+def test_a_loop_of_collectives_with_others_beside_it_ends_well_each_time():
+    """Without channels each of these crashes, hangs or errs (`soak.py reproducer --without`)."""
+    said = soak("reproducer", "--runs", "20", "--steps", "20", "--at-once", "4")
+    assert said["ends"] == {"ended": 20} and said["answers"] == {"0 wrong": 20}
+
+
+def test_random_programs_of_unordered_loops_have_the_values_of_ordered_ones():
+    said = soak("random", "--runs", "3", "--programs", "2", "--steps", "20", "--at-once", "3")
+    assert said["ends"] == {"ended": 3} and said["answers"] == {"0 wrong": 3}
+
+
+def test_the_reproducer_still_fails_without_channels():
+    """Else JAX or XLA has mended it, and `llmpar.channels` can go."""
+    said = soak("reproducer", "--runs", "3", "--steps", "200", "--without", "--limit-s", "20")
+    assert said["ends"].get("ended", 0) < 3
+
+
+def test_jax_gives_all_collectives_one_channel(as_jax_lowers):
+    """Else JAX has mended it, and `llmpar.channels` can go."""
+    program = lowered()
+    assert set(numbers(program.as_text())) == {"1"}
+    assert len(unordered(program.compile().as_text(), local_mesh(), one_channel=True)) == 6
+
+
+def test_a_loop_has_channels_of_its_own_and_the_compiled_program_is_the_same_otherwise(request):
+    ours = lowered()
+    assert Counter(Counter(numbers(ours.as_text())).values()) == {6: 1, 1: 1}  # beside the loop; in it
+    text = ours.compile().as_text()
+    assert not unordered(text, local_mesh(), one_channel=True) and len(unordered(text, local_mesh())) == 6
+    request.getfixturevalue("as_jax_lowers")
+    bare = lambda text: re.sub(r"channel_id=\d+|, metadata=\{.*?\}|stack_frame_id=\d+", "", text)
+    plain = lowered().compile().as_text()
+    assert plain != text and bare(plain[: plain.index("FileNames")]) == bare(text[: text.index("FileNames")])
+
+
+def test_a_function_that_is_called_twice_brings_its_channels_once_each():
+    """Its loop in two copies; the compiler still joins the sums that stand side by side."""
+
+    @jax.jit
+    def twice(x):
+        x = lax.psum(x, "a")
+        return lax.scan(lambda c, _: (lax.psum(jnp.sin(c), "b"), None), x, None, length=3)[0]
+
+    program, _ = over_devices(lambda x, w: (twice(x), twice(x * 2), lax.psum(x, "a"), w[:1]), local_mesh())
+    found = program.lower(jnp.ones(8), jnp.ones(8))
+    assert sorted(Counter(numbers(found.as_text())).values()) == [1, 1, 3]
+    sums = [line for line in found.compile().as_text().splitlines() if " all-reduce(" in line]
+    assert len(sums) == 3 and not unordered(found.compile().as_text(), local_mesh(), one_channel=True)
+
+
+def test_host_callbacks_keep_theirs():
+    def noisy(x, w):
+        jax.debug.callback(lambda y: said.append(float(y.sum())), x)
+        return lax.psum(x, "a")
+
+    said: list[float] = []
+    program, _ = over_devices(noisy, local_mesh())
+    jax.block_until_ready(program(jnp.ones(8), jnp.ones(1)))
+    jax.effects_barrier()
+    assert said == [1.0] * 8
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_accelerators_keep_what_jax_lowers_for_them(platform, request):
+    ours = lowered(platform).as_text()
+    request.getfixturevalue("as_jax_lowers")
+    assert ours == lowered(platform).as_text() and set(numbers(ours)) == {"1"}
+
+
+def test_another_process_finds_the_compiled_program_in_the_cache(tmp_path):
+    cache = dict(JAX_COMPILATION_CACHE_DIR=str(tmp_path), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+    cache |= dict(JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1")
+    found = []
+    for _ in range(2):
+        soak("reproducer", "--runs", "1", "--steps", "1", **cache)
+        found.append({name for name in os.listdir(tmp_path) if name.endswith("-cache")})
+    assert found[0] and found[0] == found[1]
+
+
+def test_a_jax_that_lowers_elsewhere_is_said():
+    code = "from jax._src.interpreters import mlir; del mlir.lower_jaxpr_to_module\n"
+    code += "from llmpar import channels; assert not channels.install()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "lowers in another way than llmpar knows" in done.stderr and not done.returncode
