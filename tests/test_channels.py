@@ -1,4 +1,4 @@
-"""Simulated devices neither hang nor crash nor mix values up: each loop and branch has a channel of its own."""
+"""Simulated devices neither hang nor crash nor mix values up: loops and branches have their own channels."""
 
 import json
 import os
