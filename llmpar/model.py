@@ -150,14 +150,12 @@ def kernel(par: Solo, num_queries: int):
         )
     if flash:
         return functools.partial(attention.fused, platform=flash)
-    if plan.attention_kernel == "portable":
-        return functools.partial(attention.blockwise, contiguous=plan.in_order, block=block, branch=branch)
-    return functools.partial(
-        attention.by_kernel,
-        contiguous=plan.in_order,
-        kernel=plan.attention_kernel,
-        whole=plan.documents == "whole",
-    )
+    if plan.attention_kernel in ("cudnn", "xla"):
+        whole = plan.documents == "whole"
+        return functools.partial(
+            attention.by_kernel, contiguous=plan.in_order, kernel=plan.attention_kernel, whole=whole
+        )
+    return functools.partial(attention.blockwise, contiguous=plan.in_order, block=block, branch=branch)
 
 
 class FeedForward(nnx.Module):

@@ -314,7 +314,7 @@ def parse_arrow(text: str) -> Arrow:
 @dataclass(frozen=True)
 class MeshShape:
     """The sizes of the six mesh axes. ``reshape`` (a leading ``!``) keeps devices in plain row-major
-    order. ``ul`` and ``kv`` are the sizes of the inner parts of sp and tp (`PARTS`, `Plan.of`)."""
+    order. ``ul`` and ``kv`` are the sizes of the inner parts of sp and tp (`PARTS`, `Plan.resolve`)."""
 
     pp: int = 1
     dp: int = 1
@@ -338,6 +338,10 @@ class MeshShape:
         found = self.asked | {part: getattr(self, part) for part in PARTS.values()}
         found |= {axis: found[axis] // found[part] for axis, part in PARTS.items()}
         return {axis: found[axis] for axis in ORDER if axis in AXES or found[axis] > 1}
+
+    def live(self, *axes: str) -> tuple[str, ...]:
+        """Those of ``axes`` that have more than one device: the others must leave no trace in the program."""
+        return tuple(a for a in axes if self.sizes.get(a, 1) > 1)
 
     def along(self, axes: Iterable[str]) -> int:
         """The number of devices along some axes of `sizes`: into so many parts they cut what they cut."""

@@ -40,8 +40,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Int
 
-from llmpar.mesh import from_type, kind, platform_of, sharding, spec
+from llmpar.mesh import from_type, kind, sharding, spec
 from llmpar.notation import Arrow, Layout, Move, parse_layout
+from llmpar.plan import Plan, Resolved
 
 WEIGHT, MOVED = "weight", "moved"
 """Names under which remat policies know gathered weights and the results of communication."""
@@ -60,8 +61,9 @@ class Solo:
 
     cache: Any = None  # keeps keys and values where tokens come one at a time, and attends (`serve.decode`)
 
-    def __init__(self, plan, platform: str = "cpu"):
-        self.plan, self.platform = plan.on(platform), platform  # of the devices: cpu, gpu or tpu
+    def __init__(self, plan: Resolved | None = None):
+        self.plan = plan = plan or Plan().resolve()
+        self.platform = plan.platform  # of the devices: cpu, gpu or tpu
         self.dtype = jnp.dtype(plan.dtype)
 
     def weight(self, param):
@@ -200,7 +202,7 @@ class Manual(Solo):
     def move(self, x: Array, arrow: str) -> Array:
         """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in
         that order."""
-        physical = self.plan.resolve(arrow)
+        physical = self.plan.physical(arrow)
         x = self.carry_out(x, physical, arrow)
         region = parse_layout(arrow.partition("->")[2].strip()).region
         x = self._vary(x, self.plan.varying(region), arrow) if region else x
@@ -222,7 +224,7 @@ class Manual(Solo):
 
     def _ring(self, arrow: str, kind: str) -> _Ring | None:
         """The ring that an arrow is, where the plan asks for one and the arrow is such a collective."""
-        moves = self.plan.resolve(arrow).moves
+        moves = self.plan.physical(arrow).moves
         if not self.plan.tp_comm_overlap or [move.kind for move in moves] != [kind]:
             return None
         return _Ring(moves[0].axes, arrow, self.plan.hop)
@@ -231,7 +233,7 @@ class Manual(Solo):
         """An all-to-all ``b/a e c … -> b e/a c …`` or back, in which this rank sends rank j the first
         ``send[j]`` rows of its block alone, and gets ``come[j]``; behind them stands whatever was there. XLA
         has it for GPUs and TPUs, not for CPUs."""
-        ((axis,),) = (move.axes for move in self.plan.resolve(arrow).moves)
+        ((axis,),) = (move.axes for move in self.plan.physical(arrow).moves)
         rows = vary(x, self.plan.varying(parse_layout(arrow.partition("->")[2].strip()).region)).reshape(
             -1, *x.shape[3:]
         )
@@ -241,7 +243,7 @@ class Manual(Solo):
 
     def max(self, x: Array, arrow: str) -> Array:
         """An all-reduce by maximum over the axes of the arrow's unfinished dims; a constant to autodiff."""
-        axes = self.plan.resolve(arrow).before.sums
+        axes = self.plan.physical(arrow).before.sums
         x = lax.stop_gradient(x)
         if not axes:
             return x
@@ -502,8 +504,8 @@ class Auto(Solo):
     """Under `jax.jit`: every arrow is a sharding constraint, and XLA's partitioner chooses the
     collectives."""
 
-    def __init__(self, plan, mesh: Mesh | AbstractMesh):
-        super().__init__(plan, platform_of(mesh))
+    def __init__(self, plan: Resolved, mesh: Mesh | AbstractMesh):
+        super().__init__(plan)
         self.mesh = mesh
 
     def weight(self, param):
@@ -512,7 +514,7 @@ class Auto(Solo):
 
     def move(self, x: Array, arrow: str) -> Array:
         """``x`` laid out as the arrow ends; an unfinished sum is finished wherever the partitioner likes."""
-        return self.constrain(x, self.plan.resolve(arrow).after) if x.ndim else x
+        return self.constrain(x, self.plan.physical(arrow).after) if x.ndim else x
 
     axes = Manual.axes
 
@@ -526,9 +528,7 @@ class Auto(Solo):
 
         return jax.shard_map(inside, mesh=self.mesh, in_specs=given, out_specs=jax.tree.map(spec, ends))
 
-    explicit = property(
-        lambda self: Manual(self.plan, self.platform), doc="`Manual`: an island is inside shard_map."
-    )
+    explicit = property(lambda self: Manual(self.plan), doc="`Manual`: an island is inside shard_map.")
 
     def constrain(self, x: Array, layout: Layout) -> Array:
         """Pin a value's layout."""
@@ -551,7 +551,7 @@ class Explicit(Auto):
     value was in, the layout there, what the type says, and the type itself.
     """
 
-    def __init__(self, plan, mesh: Mesh | AbstractMesh):
+    def __init__(self, plan: Resolved, mesh: Mesh | AbstractMesh):
         super().__init__(plan, mesh)
         self.seen: dict[tuple[str, str, str, str], None] = {}
 
@@ -574,7 +574,7 @@ class Explicit(Auto):
     def move(self, x: Array, arrow: str) -> Array:
         """``x`` with the type in which the arrow ends."""
         before, _, after = arrow.partition("->")
-        physical = self.plan.resolve(arrow)
+        physical = self.plan.physical(arrow)
         x = self.lay(
             self.note(x, before), physical.after, arrow, marked=jnp.issubdtype(x.dtype, jnp.floating)
         )
@@ -605,7 +605,7 @@ class Explicit(Auto):
 
     def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
         """``multiply(x, *weights)`` as an unfinished sum, moved."""
-        return self.move(multiply(x, *weights, out_sharding=kind(self.plan.resolve(arrow).before)), arrow)
+        return self.move(multiply(x, *weights, out_sharding=kind(self.plan.physical(arrow).before)), arrow)
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
         """An island whose result is typed as an unfinished sum, moved."""

@@ -1,7 +1,7 @@
 """The plan: where each dim is cut in each region. It turns the model's logical arrows into physical ones.
 
 A plan is frozen data. Everything about parallelism that is decided rather than computed is a field of it, and
-the table in :meth:`Plan.regions` is the whole of tensor, sequence and data parallelism:
+the table in `Resolved.regions` is the whole of tensor, sequence and data parallelism:
 
     region      b             s          d  n k m v
     data        dp,fsdp,ep    sp                         token ids, positions, losses
@@ -17,10 +17,10 @@ the table in :meth:`Plan.regions` is the whole of tensor, sequence and data para
 
 Where sp is `usp`'s, its inner part is an axis of its own, ``ul``, whose ranks exchange positions for heads as
 Ulysses does, while the others form a ring: ``s/sp k/tp,ul`` where queries meet keys, and ``sp,ul`` wherever
-the table has sp (`Plan.of`). Where tp has more ranks than the model has KV heads, its inner part is an axis
-of its own, ``kv``, whose ranks hold copies of one KV head and share the query heads that use it (`Plan.of`):
-``n/tp,kv``, ``k/tp``, ``r/kv``, and ``tp,kv`` wherever the table has tp. A gradient of the copied weights is
-one more sum, ``+kv``.
+the table has sp (`Plan.resolve`). Where tp has more ranks than the model has KV heads, its inner part is an
+axis of its own, ``kv``, whose ranks hold copies of one KV head and share the query heads that use it
+(`Plan.resolve`): ``n/tp,kv``, ``k/tp``, ``r/kv``, and ``tp,kv`` wherever the table has tp. A gradient of the
+copied weights is one more sum, ``+kv``.
 
 The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm)
 is whole on every stage, and its gradient is one more sum to finish.
@@ -57,34 +57,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from llmpar import schedules
-from llmpar.notation import Arrow, Dim, Layout, MeshShape, divisors, parse_arrow, parse_layout, parse_mesh
-from llmpar.timetable import timetable
+from llmpar import refusals, schedules
+from llmpar.execution import Execution
+from llmpar.notation import Arrow, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
 
 BATCH_AXES = ("dp", "fsdp", "ep")
 """The axes that cut the batch. ``ep`` counts as batch for dense layers."""
-MAX_MASK_BYTES = 64 << 20
-"""A mask of queries times keys, in 16 bits, above which it costs more than the scores that it spares: cuDNN
-reads it whole, and computes its gradient too. 5,792 positions."""
-
-
-SUITS = {
-    "attention_kernel": {
-        "cpu": ("portable", "xla", "flash"),
-        "gpu": ("flash", "cudnn", "portable", "xla"),
-        "tpu": ("flash", "portable", "xla"),
-    },
-    "dispatch": {"cpu": ("padded",), "gpu": ("ragged", "padded"), "tpu": ("ragged", "padded")},
-    "grouped": {"cpu": ("blocks", "ragged_dot"), "gpu": ("triton",), "tpu": ("ragged_dot", "blocks")},
-}
-"""What the devices of a platform can do, or not absurdly slowly; first what ``auto`` stands for."""
-UNSUITED = {
-    "cudnn": "it is for NVIDIA GPUs",
-    "ragged": "XLA has no ragged all-to-all for CPUs",
-    "ragged_dot": "XLA for GPUs multiplies every row by every expert",
-    "blocks": "a GPU's host would wait for every turn of the loop",
-    "triton": "its compiler writes programs for GPUs",
-}
 
 
 @dataclass(frozen=True)
@@ -117,8 +95,8 @@ class Life:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How one training step is spread over a mesh.
+class Plan(Execution):
+    """How one training step is spread over a mesh: what a user asks for. `resolve` makes a `Resolved` of it.
 
     Attributes:
         mesh: sizes of the six axes; a string is parsed.
@@ -148,33 +126,14 @@ class Plan:
             pipeline, where a layer is used by each microbatch, they are then gathered once and kept for the
             step: gradients are added up whole, float32, and reduce-scattered when it ends.
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
-        unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
         ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel
             2023), each moving by itself; with more than one the backward pass computes its hidden values
             again instead of keeping them.
-        attention_block: queries and keys per block of blockwise attention; None: halves of what is here, down
-            to 256.
-        attention_kernel: ``portable``, the blocks of :mod:`llmpar.attention`; ``flash``, the kernel of
-            :mod:`llmpar.kernels.flash` (on CPUs interpreted, and slow); or `jax.nn.dot_product_attention` by
-            ``cudnn`` (NVIDIA GPUs, bfloat16) or ``xla``, with a mask of queries times keys, and not in a
-            ring. ``auto`` is flash on GPUs and TPUs, and portable on CPUs or where attention_block asks for
-            blocks.
-        documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
-            breaks the promise gives NaN.
         context_parallel: what attention does where the sequence is cut by sp: pass keys around a ``ring``,
             exchange positions for heads (``ulysses``), ``gather`` all keys, or both of the first two
             (``usp``): heads as far as there are any, among neighbours, and a ring of those groups (Fang and
             Zhao 2024, unified sequence parallelism).
-        hop: how the ranks of a ring hand on what they hold: by a ``permute``; or in an ``exchange``, an
-            all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
-            wait. ``auto``: an exchange in a pipeline of simulated devices, where a permute waits for every
-            device of the mesh, and a permute elsewhere.
-        dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
-            only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
-        grouped: how rows are multiplied by their experts (Megatron's grouped GEMM): in a loop over
-            ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every row by every expert), or
-            by :mod:`llmpar.kernels.products` in ``triton`` (GPUs). ``auto``: what suits the devices.
         sequence_order: how positions are dealt to the ranks of sp. ``zigzag`` gives each the same causal
             work where a row is one document; ``balanced`` does for rows of several, by an order that the
             loader chooses for each row (`llmpar.sequence_order.row_orders`).
@@ -199,16 +158,9 @@ class Plan:
     remat: Literal["none", "selective", "ffn", "block"] = "none"
     reshard_after_forward: bool = True
     dtype: Literal["float32", "bfloat16"] = "float32"
-    unroll: int = 1
     loss_chunks: int = 1
     ffn_chunks: int = 1
-    attention_block: int | None = None
-    attention_kernel: Literal["auto", "portable", "flash", "cudnn", "xla"] = "auto"
-    documents: Literal["packed", "whole"] = "packed"
     context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
-    hop: Literal["auto", "permute", "exchange"] = "auto"
-    dispatch: Literal["auto", "padded", "ragged"] = "auto"
-    grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
     sequence_order: Literal["zigzag", "balanced", "striped", "contiguous"] = "zigzag"
     schedule: str = "1f1b"
     virtual_stages: int | None = None
@@ -219,31 +171,140 @@ class Plan:
         for name, hint in _kinds().items():
             _check_value(name, hint, getattr(self, name))
 
-    # --------------------------------------------------------------------------------------- who is cut where
+    @functools.cached_property
+    def pipeline(self) -> schedules.Schedule | None:
+        """What each stage does and in which order; None where there is one stage."""
+        if self.mesh.pp == 1:
+            return None
+        if "\n" in self.schedule.strip():
+            return schedules.from_text(self.schedule)
+        return schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.virtual_stages)
 
-    def live(self, *axes: str) -> tuple[str, ...]:
-        """Those of ``axes`` that have more than one device: the others must leave no trace in the program."""
-        return tuple(a for a in axes if self.mesh.sizes.get(a, 1) > 1)
+    def resolve(self, config: Any = None, platform: str | None = "cpu") -> Resolved:
+        """The plan for a model (a `ModelConfig`) on ``cpu``, ``gpu`` or ``tpu``: the one place where anything
+        is decided that was not asked for.
+
+        Ranks of tp that the model's KV heads cannot cut hold copies of them (Megatron-LM's and vLLM's way
+        with grouped queries); of usp's sp as many ranks exchange heads as divide them; fields that decide
+        nothing get their defaults, and `Resolved.said` says so. Without a model, heads suit the mesh; with
+        platform None, ``auto`` stays and means what accelerators do. Raises ValueError for what the platform
+        cannot do.
+        """
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Plan)}
+        plan = Resolved(**given, asked=self, config=config, platform=platform)
+        if config is not None:
+            plan = dataclasses.replace(plan, mesh=self._inner_axes(config))
+        while idle := {} if config is None else refusals.idle(plan):
+            said = [f"{name}={getattr(self, name)!r} changes nothing: {why}" for name, why in idle.items()]
+            defaults: dict[str, Any] = {name: type(self).__dataclass_fields__[name].default for name in idle}
+            plan = dataclasses.replace(plan, **defaults, said=(*plan.said, *said))
+        return plan._on(platform) if platform else plan
+
+    def _inner_axes(self, config) -> MeshShape:
+        """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
+        copies, rest = divmod(self.mesh.tp, config.num_kv_heads)
+        shape = dataclasses.replace(self.mesh, kv=1 if rest else max(1, copies))
+        if self.context_parallel != "usp":
+            return shape
+        heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
+        return dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
+
+    def effective(self, config) -> Plan:
+        """The same plan without the fields that decide nothing, for tools whose controls are always there."""
+        kept = self.resolve(config, None)
+        names = [field.name for field in dataclasses.fields(Plan) if field.name != "mesh"]
+        return Plan(self.mesh, **{name: getattr(kept, name) for name in names})
+
+    def check(self, config, batch_size: int, seq_len: int) -> None:
+        """Refuse what cannot be cut evenly, with the arithmetic and something that would work (`refusals`).
+        Before any compilation."""
+        refusals.check(self.resolve(config, None), batch_size, seq_len)
+
+
+@dataclass(frozen=True)
+class Resolved(Plan):
+    """A plan for one model on one platform: what runs, what is predicted and what is drawn read this one.
+
+    Attributes:
+        asked: what the user wrote.
+        config, platform: what it is for; None: no model, no platform in particular.
+        said: what a user should be told, in sentences: what this platform does otherwise than others do, and
+            fields that were set and decide nothing.
+    """
+
+    asked: Any = None  # a Plan
+    config: Any = None
+    platform: str | None = None
+    said: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def _on(self, platform: str) -> Resolved:
+        """With what is left to a platform decided.
+
+        Simulated devices differ in a pipeline: a permute waits there for every device of the mesh, and
+        nothing orders the gathers of experts and of other weights in a backward pass that is cut.
+        """
+        simulated, said = platform == "cpu" and self.mesh.pp > 1, self.said
+        decided = self.suited(platform) | {"hop": "permute" if self.hop == "auto" else self.hop}
+        if simulated and self.rings and self.hop == "permute":
+            raise ValueError(
+                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
+                " there for every device of the mesh, and other stages do other work; use hop='exchange', or"
+                " 'auto'"
+            )
+        if simulated and self.hop == "auto":
+            decided["hop"] = "exchange"
+        if simulated and self.hop == "auto" and self.rings:
+            said += (
+                "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices"
+                " would wait for every stage of the pipeline",
+            )
+        cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
+        experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")  # gathered without ep
+        if simulated and cut and experts_apart and self.gathers == "block":
+            decided["reshard_after_forward"] = False
+            said += (
+                "weights are gathered once a step here, and kept: nothing orders gathers of experts and of"
+                " other weights in a backward pass that is cut, and simulated devices might wait for one"
+                " another for ever",
+            )
+        return dataclasses.replace(self, **decided, said=said)
+
+    def resolve(self, config: Any = None, platform: str | None = "cpu") -> Resolved:
+        """Itself, for the same model and platform; what was asked, resolved anew, for others."""
+        same = (config, platform) == (self.config, self.platform)
+        return self if same else self.asked.resolve(config, platform)
+
+    # --------------------------------------------------------------------------------------- who is cut where
 
     @functools.cached_property
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Region to dim to the axes that cut it."""
-        b, s, tp = self.live(*BATCH_AXES), self.live("sp", "ul"), self.live("tp", "kv")
-        heads = {"ulysses": s, "usp": self.live("ul")}.get(self.context_parallel, ())
+        live = self.mesh.live
+        b, s, tp = live(*BATCH_AXES), live("sp", "ul"), live("tp", "kv")
+        stream = s + tp if self.tp_sequence else s
+        heads: tuple[str, ...] = ()  # of sp, the axes that exchange positions for heads
+        if self.context_parallel == "ulysses":
+            heads = s
+        if self.context_parallel == "usp":
+            heads = live("ul")
         ring = tuple(a for a in s if a not in heads)
-        # A KV head with copies is one to a device: Ulysses then cuts the query heads that use it.
-        k, r = (self.live("tp"), self.live("kv") + heads) if self.mesh.kv > 1 else (tp + heads, ())
+        keys = () if self.context_parallel == "gather" else ring
+        k, r = tp + heads, ()
+        if (
+            self.mesh.kv > 1
+        ):  # one KV head, copied, to a device: Ulysses then cuts the query heads that use it
+            k, r = live("tp"), live("kv") + heads
         return {
             "data": {"b": b, "s": s},
-            "stream": {"b": b, "s": s + tp * self.tp_sequence},
-            "attention": {"b": b, "s": s, "n": tp, "k": self.live("tp"), "r": self.live("kv")},
+            "stream": {"b": b, "s": stream},
+            "attention": {"b": b, "s": s, "n": tp, "k": live("tp"), "r": live("kv")},
             "queries": {"b": b, "s": ring, "k": k, "r": r},
-            "keys": {"b": b, "s": () if self.context_parallel == "gather" else ring, "k": k},
+            "keys": {"b": b, "s": keys, "k": k},
             "ids": {"b": b},
             "ffn": {"b": b, "s": s, "m": tp},
             "vocab": {"b": b, "s": s, "v": tp},
-            "experts": {"b": self.live("dp", "fsdp"), "s": s, "e": self.live("ep"), "m": tp},
-            "routing": {"b": self.live("dp", "fsdp"), "s": s},
+            "experts": {"b": live("dp", "fsdp"), "s": s, "e": live("ep"), "m": tp},
+            "routing": {"b": live("dp", "fsdp"), "s": s},
         }
 
     def varying(self, region: str) -> tuple[str, ...]:
@@ -263,40 +324,6 @@ class Plan:
     def rings(self) -> bool:
         """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
         return bool(self.regions["keys"].get("s")) or self.tp_comm_overlap
-
-    def detour(self, platform: str) -> str:
-        """What simulated devices make the plan do otherwise than others would (`on`), in one line; '' for
-        nothing."""
-        decided = self.on(platform)
-        said = {
-            "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices would"
-            " wait for every stage of the pipeline": decided.hop == "exchange" and self.rings,
-            "weights are gathered once a step here, and kept: nothing orders gathers of experts and of other"
-            " weights in a backward pass that is cut, and simulated devices might wait for one another for"
-            " ever": decided.gathers != self.gathers,
-        }
-        return "; ".join(text for text, holds in said.items() if holds)
-
-    @functools.cached_property
-    def pipeline(self) -> schedules.Schedule | None:
-        """What each stage does and in which order; None where there is one stage."""
-        if self.mesh.pp == 1:
-            return None
-        return (
-            schedules.from_text(self.schedule)
-            if "\n" in self.schedule.strip()
-            else schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.virtual_stages)
-        )
-
-    def of(self, config) -> Plan:
-        """The plan for a model: ranks of tp that its KV heads cannot cut hold copies of them (Megatron-LM's
-        and vLLM's way with grouped queries), and as many ranks of sp exchange heads as divide them."""
-        copies, rest = divmod(self.mesh.tp, config.num_kv_heads)
-        shape = dataclasses.replace(self.mesh, kv=1 if rest else max(1, copies))
-        if self.context_parallel == "usp":
-            heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
-            shape = dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
-        return self if shape == self.mesh else dataclasses.replace(self, mesh=shape)
 
     def padded(self, config):
         """The model with as many layers as a pipeline's state has places: the same number for every chunk of
@@ -322,40 +349,47 @@ class Plan:
                 f"layout '{layout}' names an unknown region; the regions are {', '.join(self.regions)}"
             )
         sums = tuple(a for d in layout.sums for a in cuts.get(d, ()))
-        cuts = cuts | {"l": self.live("pp")}
+        cuts = cuts | {"l": self.mesh.live("pp")}
         return Layout(tuple(Dim(d.name, cuts.get(d.name, ())) for d in layout.dims), sums)
 
-    def resolve(self, arrow: str) -> Arrow:
+    def physical(self, arrow: str) -> Arrow:
         """The physical arrow of a logical one."""
         logical = parse_arrow(arrow)
         return Arrow(self.place(logical.before), self.place(logical.after))
 
     def life(self, dims: str) -> Life:
         """The layouts of a weight, its gradients and its optimizer state in one step, and the arrows between
-        them. Raises ValueError for an unknown region."""
-        used, differ = self.place(dims), self.varying(parse_layout(dims).region)
-        target = next(x for x in "dhe" if x in used.letters)
-        # Copies that are used on equal values have no sum to share: a `serve.decode.Serving` cuts no s.
-        over = tuple(a for a in self._zero_axes(target) if a in differ and a not in used.axes)
-        cut = Layout(tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims))
-        stored, graded = cut if self.zero == 3 else used, cut if self.zero else used
-        kept = used if self.gathers == "step" else stored
-        copied = tuple(a for a in self.live("pp") + differ if a not in kept.axes)
-        unreduced = Layout(kept.dims, () if self.reduce == "layer" else copied)
-        shard = Layout(cut.dims, tuple(a for a in unreduced.sums if a not in over))
-        return Life(stored, used, unreduced, shard if self.zero == 2 else unreduced, graded, copied)
+        them. Raises ValueError for an unknown region.
 
-    def _zero_axes(self, target: str = "d") -> tuple[str, ...]:
+        The steps for ``ffn d m`` on ``dp=2 fsdp=2 tp=2``, at ZeRO 2, are in the comments.
+        """
+        used = self.place(dims)  # d m/tp
+        differ = self.varying(parse_layout(dims).region)  # dp fsdp tp: where a copy sees other tokens
+        target = next(x for x in "dhe" if x in used.letters)  # d
+        # Copies that see equal values have no sum to share: serving cuts no s, so ZeRO cuts nothing by sp.
+        over = tuple(a for a in self.zero_cuts(target) if a in differ and a not in used.axes)  # fsdp
+        cut = Layout(tuple(Dim(d.name, d.axes + over * (d.name == target)) for d in used.dims))  # d/fsdp m/tp
+        stored = cut if self.zero == 3 else used  # d m/tp
+        graded = cut if self.zero else used  # d/fsdp m/tp
+        kept = used if self.gathers == "step" else stored  # what the backward pass differentiates: d m/tp
+        copied = tuple(a for a in self.mesh.live("pp") + differ if a not in kept.axes)  # dp fsdp
+        unreduced = Layout(kept.dims, () if self.reduce == "layer" else copied)  # d m/tp +dp +fsdp
+        accumulated = unreduced
+        if self.zero == 2:
+            accumulated = Layout(cut.dims, tuple(a for a in unreduced.sums if a not in over))  # +dp
+        return Life(stored, used, unreduced, accumulated, graded, copied)
+
+    def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
         """The live axes by which ZeRO cuts the dim ``target``: vectors, which have no width d, by fsdp
         alone."""
         axes = self.zero_axes.replace("sp", "sp,ul").split(",")
-        return self.live(*axes) if target == "d" else self.live("fsdp")
+        return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")
 
     @property
     def gathers(self) -> Literal["", "block", "step"]:
         """When weights that are stored in pieces are gathered for use: for each ``block``, as FSDP does, or
         in a pipeline once a ``step``; empty where they are not."""
-        if self.zero != 3 or not self._zero_axes():
+        if self.zero != 3 or not self.zero_cuts():
             return ""
         return "step" if self.mesh.pp > 1 and not self.reshard_after_forward else "block"
 
@@ -366,315 +400,10 @@ class Plan:
     def spread(self, arrow: str) -> tuple[str, ...]:
         """The axes over which a value begins to differ where a logical ``arrow`` ends: no communication then,
         an all-reduce of the gradient in the backward pass."""
-        summed = {a for move in self.resolve(arrow).moves if move.kind == "all-reduce" for a in move.axes}
+        summed = {a for move in self.physical(arrow).moves if move.kind == "all-reduce" for a in move.axes}
         logical = parse_arrow(arrow)
         differ = set(self.varying(logical.before.region)) - summed
         return tuple(a for a in self.varying(logical.after.region) if a not in differ)
-
-    # ----------------------------------------------------------------------------------------------- refusals
-
-    def check(self, config, batch_size: int, seq_len: int) -> None:
-        """Refuse what cannot be cut evenly, with the arithmetic and something that would work. Before any
-        compilation."""
-        if (fitted := self.of(config)) != self:
-            return fitted.check(config, batch_size, seq_len)
-        config.weights()  # refuses what cannot run at all
-        self._refuse_idle(self.idle(config))
-        _refuse(
-            self.mesh.ep > 1 and not config.experts,
-            f"mesh '{self.mesh}' has ep={self.mesh.ep}, but no experts in '{config.name}' here; use pp, dp,"
-            " fsdp, sp, tp",
-        )
-        for name, size in {"batch": batch_size, "sequence": seq_len}.items():
-            _refuse(size < 1, f"{name} {size} holds no token; use 1 or more")
-        self._divides("batch", batch_size, BATCH_AXES, "microbatches")
-        cut_by_tp = {
-            "heads": config.num_heads,
-            "feed-forward width": config.ffn_width,
-            "vocabulary": config.vocab_size,
-        }
-        tp_suits = math.gcd(config.num_kv_heads, *cut_by_tp.values())
-        for name, size in cut_by_tp.items():
-            self._divides(name, size, ("tp",), suits=tp_suits, fixed=True)
-        self._check_kv_heads(config)
-        if config.experts:
-            self._divides("experts", config.experts.num_experts, ("ep",), fixed=True)
-        if self.tp_sequence:
-            self._divides("sequence", seq_len, ("sp", "tp"), suits=math.gcd(seq_len, tp_suits))
-        self._divides("sequence", seq_len, ("sp",), "loss_chunks")
-        # Each piece is gathered by itself; experts need all at once.
-        pieces = self.tp_sequence and not config.experts
-        cuts, fits = (("sp", "tp"), math.gcd(seq_len, tp_suits)) if pieces else (("sp",), 0)
-        self._divides("sequence", seq_len, cuts, "ffn_chunks", suits=fits)
-        self._check_context_parallel(config, seq_len)
-        for what in ("queries", "keys"):
-            local = seq_len // self.mesh.along(self.regions[what].get("s", ()))
-            if self.attention_block and local > self.attention_block and local % self.attention_block:
-                self._divides(f"each device's number of {what}", local, (), "attention_block", fixed=True)
-        self._check_kernel(seq_len)
-        if self.zero:
-            self._check_zero(config, batch_size // (self.mesh.dp * self.mesh.ep * self.microbatches))
-        _refuse(
-            self.reduce != "end" and self.zero in (1, 2) or self.reduce == "bucket" and self.zero,
-            f"reduce='{self.reduce}' does not go with ZeRO {self.zero}, whose gradients are reduce-scattered;"
-            " use 'end'",
-        )
-        _refuse(
-            self.reduce == "bucket" and self.reading == "explicit",
-            "reduce='bucket' joins gradients that are cut in different ways, and a type has one way; use"
-            " reduce='end', or reading='manual'",
-        )
-        _refuse(
-            self.reading == "explicit" and 1 < self.unroll < config.num_layers,
-            f"unroll={self.unroll} does not go with reading='explicit': JAX 0.10 cannot cut a loop over"
-            " unfinished sums in pieces; use unroll=1 or unroll=0",
-        )
-        _refuse(
-            self.reduce == "layer" and self.microbatches > 1,
-            "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1",
-        )
-        self._check_pipeline(config)
-
-    def _check_context_parallel(self, config, seq_len: int) -> None:
-        """Refuse a sequence that zigzag cannot deal, and heads that cannot be exchanged as asked."""
-        sp, ul = self.mesh.sp, self.mesh.ul
-        which, heads = ("query", config.num_heads) if self.mesh.kv > 1 else ("KV", config.num_kv_heads)
-        here, near = heads // self.mesh.tp, 2 * sp * max(1, seq_len // (2 * sp))
-        parts, way = ("all", "ulysses") if ul > 1 else ("no part", "ring")
-        _refuse(
-            sp > 1 and self.sequence_order == "zigzag" and seq_len % (2 * sp),
-            f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no"
-            f" multiple; use {near}, or sequence_order='balanced' or 'striped'",
-        )
-        _refuse(
-            self.context_parallel == "ulysses" and here % sp,
-            f"context_parallel='ulysses' cuts the {here} {which} heads of a device by sp = {sp}; use"
-            " context_parallel='ring', which needs no heads",
-        )
-        _refuse(
-            self.context_parallel == "usp" and ul in (1, sp),
-            f"context_parallel='usp' exchanges the {here} {which} heads of a device among ranks of sp ="
-            f" {sp}, and {parts} of these divide them; use context_parallel='{way}'",
-        )
-
-    def _check_kv_heads(self, config) -> None:
-        """Refuse a tp that neither cuts the KV heads evenly nor gives each equally many copies, and copies
-        that a reading does not know."""
-        heads, tp = config.num_kv_heads, self.mesh.tp
-        if heads % tp and self.mesh.kv == 1:
-            cut = divisors(math.gcd(config.num_heads, config.ffn_width, config.vocab_size))
-            raise ValueError(
-                f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of"
-                f" {', '.join(str(n) for n in cut if n <= 4 * tp and 0 in (heads % n, n % heads))}"
-            )
-        _refuse(
-            self.mesh.kv > 1 and self.reading == "explicit",
-            f"reading='explicit' does not go with tp = {tp} on {heads} KV heads: a type has no sum over the"
-            " part of tp that holds copies of a head beside one over all of it; use reading='manual', or a tp"
-            f" that divides {heads}",
-        )
-
-    def _check_zero(self, config, rows: int) -> None:
-        """Refuse dims that ZeRO cannot cut evenly. With fsdp as many ``rows`` of the batch are cut too."""
-        cut = {"model width": (config.width, self._zero_axes("d"))}
-        if config.qkv_bias or config.qk_norm:
-            cut["head width"] = config.head_width, self._zero_axes("h")
-        if config.experts and config.experts.bias_rate is not None:
-            cut["experts"] = config.experts.num_experts, self._zero_axes("e")
-        suits = math.gcd(rows, *(size for size, _ in cut.values()))
-        for name, (size, axes) in cut.items():
-            fewer = len(axes) > 1 or axes != self.live("fsdp")
-            ways = ", or use zero_axes='fsdp'" * (fewer and size % self.mesh.fsdp == 0)
-            self._divides(name, size, axes, suits=suits, fixed=True, ways=ways)
-
-    def idle(self, config) -> dict[str, str]:
-        """The fields that are set and decide nothing for this mesh and model, with the reason: `check`
-        refuses them."""
-        mesh, life = self.mesh, self.of(config).life
-        one = lambda axis: f"mesh '{mesh}' has {axis}=1"
-        rules = [
-            ("schedule virtual_stages stage_saves", mesh.pp == 1, one("pp")),
-            ("context_parallel sequence_order", mesh.sp == 1, one("sp")),
-            ("hop", not self.rings, "no ring hands anything on"),
-            ("tp_sequence", mesh.tp == 1, one("tp")),
-            ("tp_comm_overlap", not self.tp_sequence, "without tp_sequence nothing is gathered over tp"),
-            (
-                "tp_comm_overlap",
-                self.reading != "manual",
-                f"under reading='{self.reading}' XLA chooses how activations travel",
-            ),
-            ("dispatch", mesh.ep == 1, one("ep")),
-            (
-                "zero",
-                not self._zero_axes() and self.zero in (1, 2),
-                f"mesh '{mesh}' has no axis by which ZeRO cuts state; those are {self.zero_axes}",
-            ),
-            ("zero_axes", not self.zero, "ZeRO 0 cuts nothing"),
-            (
-                "zero_axes",
-                self._zero_axes() == self.live("fsdp", "ep", "sp", "ul"),
-                f"mesh '{mesh}' has no others",
-            ),
-            ("reshard_after_forward", not self.gathers, "only ZeRO 3 gathers weights for use"),
-            ("grouped", config.experts is None, f"'{config.name}' has no experts"),
-            (
-                "documents",
-                self.attention_kernel != "cudnn" or not self.in_order,
-                "only attention_kernel='cudnn' reads it, on whole sequences in contiguous order",
-            ),
-            (
-                "ffn_chunks",
-                config.experts is not None and not config.experts.num_shared,
-                f"'{config.name}' has experts in place of a feed-forward",
-            ),
-            ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
-            (
-                "reduce",
-                (self.reduce == "layer" or not self.zero)  # a bucket is refused with ZeRO anyway
-                and not any(life(weight.dims).copied for weight in config.weights().values()),
-                "no weight is kept by two devices, so no sum is left for `reduce`",
-            ),
-            ("bucket_bytes", self.reduce != "bucket", f"reduce is '{self.reduce}'"),
-            (
-                "reduce bucket_bytes",
-                self.reading == "auto",
-                "under reading='auto' XLA decides when gradients are summed",
-            ),
-            ("virtual_stages", "\n" in self.schedule.strip(), "the order is written out"),
-        ]
-        return {
-            name: why for names, holds, why in rules if holds for name in names.split() if self._is_set(name)
-        }
-
-    def _is_set(self, name: str) -> bool:
-        return getattr(self, name) != type(self).__dataclass_fields__[name].default
-
-    def _refuse_idle(self, reasons: dict[str, str]) -> None:
-        for name, why in reasons.items():
-            found = f"{name}={getattr(self, name)!r}"
-            _refuse(self._is_set(name), f"{found} would change nothing: {why}; leave {name} out")
-
-    def effective(self, config) -> Plan:
-        """The same plan, with the defaults in fields that decide nothing: for tools whose controls are always
-        there."""
-        defaults: dict[str, Any] = {
-            name: type(self).__dataclass_fields__[name].default for name in self.idle(config)
-        }
-        return dataclasses.replace(self, **defaults)
-
-    def _check_kernel(self, seq_len: int) -> None:
-        """Refuse what a kernel cannot do, and a mask of all queries and keys that is too large."""
-        kernel, why, s = self.attention_kernel, "", self.regions["queries"].get("s", ())
-        masked = kernel == "xla" or kernel == "cudnn" and self.documents == "packed"
-        mask_bytes = 2 * seq_len**2 // self.mesh.along(s)
-        if masked and mask_bytes > MAX_MASK_BYTES:
-            why = (
-                f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions;"
-                " use attention_kernel='flash'"
-            )
-            if kernel == "cudnn" and self.in_order:
-                why += ", or documents='whole'"
-        if kernel in ("cudnn", "xla") and self.regions["keys"].get("s"):
-            why = (
-                "gives no log of sums in float32 to merge by, which a ring needs; use"
-                " context_parallel='ulysses' or 'gather'"
-            )
-        if self.attention_block and kernel not in ("auto", "portable"):
-            why = "chooses its own blocks; leave attention_block out"
-        if kernel == "cudnn" and self.dtype == "float32":
-            why = "computes in 16 bits; use dtype='bfloat16'"
-        _refuse(why, f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'")
-
-    def on(self, platform: str) -> Plan:
-        """The plan with what it leaves to the platform decided (``cpu``, ``gpu`` or ``tpu``). Refuses what
-        its devices cannot do, or only absurdly slowly."""
-        decided: dict[str, Any] = {}
-        for name, suits in SUITS.items():
-            value, first = getattr(self, name), suits[platform][0]
-            if name == "attention_kernel" and self.attention_block:
-                first = "portable"  # the one whose tiles can be chosen
-            if value not in ("auto", *suits[platform]):
-                raise ValueError(
-                    f"{name}='{value}' does not suit the {platform.upper()}s of this mesh:"
-                    f" {UNSUITED[value]}; use {name}='{first}', or 'auto'"
-                )
-            decided |= {name: first} if value == "auto" else {}
-        waits = platform == "cpu" and self.mesh.pp > 1  # a permute, for what other stages do not take part in
-        _refuse(
-            waits and self.hop == "permute" and self.rings,
-            f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits there"
-            " for every device of the mesh, and other stages do other work; use hop='exchange', or 'auto'",
-        )
-        cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
-        apart = "ep" in self._zero_axes() and self.live("fsdp", "sp")  # experts are gathered without ep
-        decided |= (
-            {"reshard_after_forward": False} if platform == "cpu" and cut and apart and self.gathers else {}
-        )
-        decided |= {"hop": "exchange" if waits else "permute"} if self.hop == "auto" else {}
-        return dataclasses.replace(self, **decided)
-
-    def _check_pipeline(self, config) -> None:
-        """Refuse a pipeline that the executor cannot walk. Simulating the order proves it legal, or names the
-        deadlock."""
-        if self.pipeline is None:
-            return
-        order, name = self.pipeline, f"schedule '{self.pipeline.name}'"
-        if order.split_backward or self.stage_saves == "residuals":
-            who = name if order.split_backward else "stage_saves=residuals"
-            why = f"{who} cuts a stage's backward pass, with its layers written out and none checkpointed"
-            self._refuse_idle({"remat": why, "unroll": why})
-        if min(order.layers(config.num_layers).values(), default=0) == 1:
-            self._refuse_idle({"unroll": f"{name} has a chunk of one layer, and a loop over that is no loop"})
-        timetable(order)
-        p, m, cells = order.num_stages, order.num_microbatches, len(order.routes[0])
-        _refuse(
-            p != self.mesh.pp,
-            f"{name} has {p} stages but mesh '{self.mesh}' has pp={self.mesh.pp}; use pp={p}",
-        )
-        _refuse(
-            m != self.microbatches,
-            f"{name} has {m} microbatches but the plan has {self.microbatches}; use microbatches={m}",
-        )
-        _refuse(
-            config.num_layers < cells,
-            f"{config.num_layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer"
-            " cells",
-        )
-        for field, value in {"reading": "manual", "reduce": "end"}.items():
-            asked = getattr(self, field)
-            why = f"{field}={asked!r} does not go with pp={self.mesh.pp}; use {field}={value!r}"
-            _refuse(asked != value, why)
-
-    def _divides(
-        self,
-        what: str,
-        size: int,
-        axes: tuple[str, ...],
-        times: str = "",
-        suits: int = 0,
-        fixed: bool = False,
-        ways: str = "",
-    ):
-        """Refuse a ``size`` that is no multiple of the axes' sizes and of the field ``times``, multiplied.
-        The advice keeps to divisors of ``suits``, which whatever else these axes cut has too, and does not
-        change a ``fixed`` size. Other ``ways`` follow.
-        """
-        pieces = getattr(self, times) if times else 1
-        parts = pieces * math.prod(getattr(self.mesh, a) for a in axes)
-        if size % parts == 0:
-            return
-        name = "·".join((*axes, times) if pieces > 1 else axes)
-        fits = [n for n in divisors(suits or size) if n <= 4 * parts]
-        near = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
-        change = "" if fixed else f"use {' or '.join(map(str, near))}, or "
-        ways = f"{change}make {name} one of {', '.join(map(str, fits))}{ways}"
-        raise ValueError(f"{what} {size} is not a multiple of {name} = {parts}; {ways}")
-
-
-def _refuse(holds: Any, why: str) -> None:
-    """Raise ValueError with the reason, where this holds."""
-    if holds:
-        raise ValueError(why)
 
 
 @functools.cache

@@ -77,8 +77,9 @@ def through(stage: Stage, blocks, x, kind: str):
     None without experts. Where some chunks have a layer less, the last one may be skipped, and tells
     zeros."""
     plan = stage.par.plan
-    few, most = min(counts := plan.pipeline.layers(stage.config.num_layers).values()), max(counts)
-    run = _unrolled if plan.stage_saves == "residuals" or plan.pipeline.split_backward else stage.par.layers
+    assert (order := plan.pipeline)
+    few, most = min(counts := order.layers(stage.config.num_layers).values()), max(counts)
+    run = _unrolled if plan.stage_saves == "residuals" or order.split_backward else stage.par.layers
 
     def layers(block, x, stack):
         def one(carry, w):
@@ -171,14 +172,13 @@ def programs(stage: Stage, x, sums):
     d_blocks in place of a residual.
     """
     plan, given = stage.par.plan, (x, sums)
+    assert (order := plan.pipeline)
     if plan.stage_saves == "residuals":
         F, both, saved = split(cell, (stage,), (x,), given)
-        B, W, residual = (
-            split(both, (stage, saved), given) if plan.pipeline.split_backward else (both, None, [])
-        )
+        B, W, residual = split(both, (stage, saved), given) if order.split_backward else (both, None, [])
         return {"F": F, "B": B, "W": W}, saved, residual
     both = trace(lambda *args: cell(*args)[1], stage, x, *given)
-    B, W, residual = split(both, (stage,), (x, *given)) if plan.pipeline.split_backward else (both, None, [])
+    B, W, residual = split(both, (stage,), (x, *given)) if order.split_backward else (both, None, [])
     return {"F": _forward, "B": B, "W": W}, x, residual
 
 

@@ -35,7 +35,7 @@ from llmpar.model import Batch
 from llmpar.notation import Arrow, Dim, Layout
 from llmpar.optimizer import counts_empty_places
 from llmpar.par import Auto, Explicit, Manual, Solo, vary, varying
-from llmpar.plan import Plan
+from llmpar.plan import Plan, Resolved
 from llmpar.weights import Tree, described, init_params, model_graph, weight_dims
 
 WHOLE = Layout(())
@@ -48,13 +48,13 @@ EARLY = ("xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_analytical_l
 ]
 
 
-def compiler_options(plan: Plan, platform: str) -> dict[str, bool | int]:
+def compiler_options(plan: Resolved) -> dict[str, bool | int]:
     """What XLA must be told of a plan to send while it computes. On GPUs it keeps one collective in flight:
     of two hops of a ring the other waits, and weights from other hosts wait while a host's experts exchange
     tokens. And where a program has a ragged all-to-all, whose time its usual estimate lacks, it starts no
     collective early."""
-    gpu = platform == "gpu"
-    ragged = gpu and plan.mesh.ep > 1 and plan.on(platform).dispatch == "ragged"
+    gpu = plan.platform == "gpu"
+    ragged = gpu and plan.mesh.ep > 1 and plan.dispatch == "ragged"
     at_once = {AT_ONCE: 4 if plan.rings else 2} if ragged or (gpu and plan.rings) else {}
     return at_once | dict.fromkeys(EARLY if ragged else (), True)
 
@@ -94,13 +94,13 @@ class Step:
         optimizer: optax.GradientTransformation,
         clip: float | None = 1.0,
     ):
-        plan = plan.on(platform_of(mesh)).of(config)
+        plan = plan.resolve(config, platform_of(mesh))
         mesh = split(mesh, plan.mesh)
         self.config, self.plan, self.optimizer, self.clip = config, plan, optimizer, clip
         # What is made by constraints lies on the mesh as given; explicit axes are the same devices.
         self._given, mesh = mesh, explicit(mesh) if plan.reading == "explicit" else mesh
         self.mesh = mesh
-        self.dims, self._live = weight_dims(config), plan.live(*plan.mesh.sizes)
+        self.dims, self._live = weight_dims(config), plan.mesh.live(*plan.mesh.sizes)
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)
@@ -132,7 +132,7 @@ class Step:
             in_shardings=(self.shardings, self.batch_sharding),
             out_shardings=(self.shardings, None),
             donate_argnums=0,
-            compiler_options=compiler_options(plan, platform_of(mesh)),
+            compiler_options=compiler_options(plan),
         )
 
     def _shapes(self, config: ModelConfig) -> State:
@@ -277,7 +277,7 @@ class Step:
     def _reading(self) -> Manual | Auto:
         """The reading of the model's text that the plan asks for."""
         if self.plan.reading == "manual":
-            return Manual(self.plan, platform_of(self.mesh))
+            return Manual(self.plan)
         return (Auto if self.plan.reading == "auto" else Explicit)(self.plan, self.mesh)
 
     def _gradients(self, par: Manual | Auto, params: Tree, batch: Batch) -> tuple[Tree, dict]:
@@ -451,7 +451,7 @@ class Step:
             return loss, (batch["targets"] >= 0).sum().astype(jnp.float32)
 
         def manual(params, batch):
-            par = Manual(plan, platform_of(self.mesh))
+            par = Manual(plan)
             return self._sums(par, sums(par, params, batch))
 
         if plan.reading == "auto" or plan.pipeline:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from llmpar.config import ModelConfig
 from llmpar.mesh import sharding
 from llmpar.model import Llama
-from llmpar.plan import Plan
+from llmpar.plan import Resolved
 
 Tree = Any
 
@@ -41,7 +41,7 @@ def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
     return nnx.to_pure_dict(nnx.state(Llama(config, nnx.Rngs(params=seed)), nnx.Param))
 
 
-def abstract_params(config: ModelConfig, plan: Plan, mesh: Mesh | AbstractMesh) -> Tree:
+def abstract_params(config: ModelConfig, plan: Resolved, mesh: Mesh | AbstractMesh) -> Tree:
     """Shapes and shardings of the float32 weights as a plan stores them."""
 
     def abstract(weight):

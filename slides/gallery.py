@@ -55,7 +55,7 @@ def sent_in_a_step() -> dict[str, Scene]:
     for `llmpar inspect`."""
     plan = Plan("dp=2 fsdp=2 tp=2", tp_sequence=True)
     kinds, arrows = [], []
-    for (axes, kind), found in traffic.step_traffic(preset("tiny"), plan, 16, 64).items():
+    for (axes, kind), found in traffic.step_traffic(plan.resolve(preset("tiny")), 16, 64).items():
         row = {"axis": axes, "kind": kind, "direction": ""}  # a prediction counts both passes together
         kinds.append(row | {"count": found.count, "predicted_bytes": found.bytes_sent})
         for text, (count, sent) in found.arrows.items():

@@ -211,7 +211,7 @@ def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
         jax.debug.callback(lambda choices: chosen.append(np.asarray(choices)), choices)
         return visit(experts, par, x, weights, choices, *matrices)
 
-    par = Solo(Plan("dp=1", attention_block=64))
+    par = Solo(Plan("dp=1", attention_block=64).resolve())
     with mock.patch.object(moe, "visit", watched):
         model = lambda params: nnx.merge(model_graph(config), params).loss(batch, par)[0]
         jax.block_until_ready(jax.jit(model)(jax.jit(lambda: init_params(config))()))

@@ -110,7 +110,7 @@ def rewritten(document: dict[str, Any]) -> dict[str, float]:
 
 def formula(case, platform: str) -> int:
     """What the formula says of a case."""
-    return memory.temp_bytes(case.config, case.plan, case.batch_size, case.seq_len, platform)
+    return memory.temp_bytes(case.plan.resolve(case.config, platform), case.batch_size, case.seq_len)
 
 
 def record(target: str, names: list[str]) -> None:
@@ -139,7 +139,7 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
         if (row := kept["plans"].get(case.name)) is None:
             continue
         guess = formula(case, parse_target(where).platform)
-        held = sum(memory.argument_bytes(case.config, case.plan, case.batch_size, case.seq_len).values())
+        held = sum(memory.argument_bytes(case.plan.resolve(case.config), case.batch_size, case.seq_len).values())
         # A compiler that refuses tells the sum, before it has packed anything.
         true, given = (row["total"], held) if row["refused"] else (row["temp"], 0)
         cell = f"{guess / GIB:.2f} ({(given + guess) / true - 1:+.0%})"

@@ -17,10 +17,11 @@ from jax.interpreters import partial_eval
 
 from llmpar import moe, sequence_order
 from llmpar.config import preset
+from llmpar.execution import SUITS
 from llmpar.mesh import make_mesh
 from llmpar.notation import MeshShape
 from llmpar.par import Solo
-from llmpar.plan import SUITS, Plan
+from llmpar.plan import Plan
 from llmpar.predict.tolerance import Unit, tolerance
 from llmpar.step import Step
 from llmpar.weights import init_params, model_graph
@@ -85,7 +86,7 @@ def every_expert(experts, par, x, weights, chosen, gate, up, down):
 @functools.cache
 def solo(config, dtype: str = "float32"):
     """Loss and gradients of `Solo`: the reference. Experts are all evaluated densely."""
-    par = Solo(Plan(dtype=dtype))
+    par = Solo(Plan(dtype=dtype).resolve())
 
     def loss(params, batch):
         total = (batch["targets"] >= 0).sum().astype(jnp.float32)
@@ -141,7 +142,7 @@ def allowed(config, plan: Plan, products: Unit = "float32") -> dict[str, float]:
     """How far loss, norm and each gradient may be from `Solo`'s, relative: as far as sums in another order
     are expected to be, and in float32 never more than 1e-5, of whatever size the model is."""
     fresh = {"logits": 0.5, "loss": math.log(config.vocab_size)}
-    spread = tolerance(config, plan, BATCH, SEQ, products, **fresh)
+    spread = tolerance(plan.resolve(config), BATCH, SEQ, products, **fresh)
     cap = 1e-5 if products == plan.dtype == "float32" else 1.0
     return {what: spread.bound(what, cap) for what in ("loss", "grad_norm", "gradient")}
 

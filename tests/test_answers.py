@@ -40,7 +40,9 @@ def total(state, kind):
 )
 def test_tensors_add_up_to_the_predicted_arguments(mesh, zero):
     state = TINY | {"mesh": mesh, "zero": zero, "tp_sequence": "tp" in mesh, "microbatches": 4}
-    held = memory.argument_bytes(preset("tiny"), answers.make_plan(state, mesh), state["batch_size"], 64)
+    held = memory.argument_bytes(
+        answers.make_plan(state, mesh).resolve(preset("tiny")), state["batch_size"], 64
+    )
     assert (total(state, "weight"), total(state, "moments")) == (held["params"], held["optimizer"])
     assert total(state, "batch") == held["batch"]
     assert dict(answers.answer(state)["memory"])["weights"] == held["params"]
@@ -50,7 +52,9 @@ def test_tensors_add_up_to_the_predicted_arguments(mesh, zero):
 def test_copies_of_kv_heads_are_held_and_sent_as_predicted(mesh):
     """8 KV heads on more ranks: neighbours hold the same one, and sum its gradients over `kv`."""
     state = TINY | {"model": "llama3-8b", "mesh": mesh, "tp_sequence": True, "axis": "tp"}
-    held = memory.argument_bytes(preset("llama3-8b"), answers.make_plan(state, mesh), state["batch_size"], 64)
+    held = memory.argument_bytes(
+        answers.make_plan(state, mesh).resolve(preset("llama3-8b")), state["batch_size"], 64
+    )
     reply = answers.answer(state)
     assert reply["refusal"] is None
     assert (total(state, "weight"), total(state, "moments")) == (held["params"], held["optimizer"])
@@ -113,7 +117,7 @@ def test_layouts_are_the_plans_on_any_mesh():
 def test_traffic_is_the_prediction():
     state = TINY | {"mesh": "dp=2 fsdp=2 tp=2", "tp_sequence": True}
     plan = answers.make_plan(state, state["mesh"])
-    want = traffic.step_traffic(preset("tiny"), plan, 16, 64)
+    want = traffic.step_traffic(plan.resolve(preset("tiny")), 16, 64)
     got = {
         (",".join(row["axes"]), row["kind"]): (row["count"], row["bytes"])
         for row in answers.answer(state)["traffic"]

@@ -49,7 +49,7 @@ EVERY = [*all_plans(), *SPECIAL]
 
 
 def predicted(config, plan):
-    return predicted_by_arrow(traffic.step_traffic(config, plan, BATCH, SEQ))
+    return predicted_by_arrow(traffic.step_traffic(plan.resolve(config), BATCH, SEQ))
 
 
 def arrow_sums(census):
@@ -79,7 +79,7 @@ def compare_with_hlo(config, plan):
     )
     assert small not in {c.arrow for pair in unordered(text, step.mesh) for c in pair}
     held = compiled_memory(compiled)
-    assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
+    assert held["argument_bytes"] == sum(memory.argument_bytes(plan.resolve(config), BATCH, SEQ).values())
 
 
 @pytest.mark.parametrize("plan", EVERY, ids=name)
@@ -191,12 +191,12 @@ def compare_every_stage(config, plan, num_layers=4):
     compiled, text = read_program(program)
     for stage in range(plan.mesh.pp):
         census = census_hlo(text, step.mesh, branch_shares(plan.pipeline, config.num_layers, stage))
-        want = traffic.step_traffic(config, step.plan, BATCH, SEQ, stage)
+        want = traffic.step_traffic(step.plan, BATCH, SEQ, stage)
         assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
         assert not any(c.conditional for c in census)
         assert all(c.arrow for c in census) and arrow_sums(census) == census_table(census)
     held = compiled_memory(compiled)
-    assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
+    assert held["argument_bytes"] == sum(memory.argument_bytes(plan.resolve(config), BATCH, SEQ).values())
 
 
 def test_weights_kept_for_a_step_are_gathered_once_and_their_gradients_scattered_once():
@@ -208,7 +208,7 @@ def test_weights_kept_for_a_step_are_gathered_once_and_their_gradients_scattered
             plan = Plan(
                 "pp=2 fsdp=4", schedule=schedule, microbatches=microbatches, reshard_after_forward=False
             )
-            sent = traffic.step_traffic(config, plan, 32, SEQ)
+            sent = traffic.step_traffic(plan.resolve(config), 32, SEQ)
             held = sum(
                 math.prod(w.shape) // (2 if path.startswith("blocks.") else 1)
                 for path, w in config.weights().items()
@@ -234,7 +234,7 @@ def compare_every_traced_stage(config, plan):
     jaxpr = live(step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr)
     for stage in range(plan.mesh.pp):
         census = census_jaxpr(jaxpr, plan.mesh.sizes, branch_shares(plan.pipeline, config.num_layers, stage))
-        want = traffic.step_traffic(config, step.plan, BATCH, SEQ, stage)
+        want = traffic.step_traffic(step.plan, BATCH, SEQ, stage)
         assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
 
 
@@ -273,7 +273,7 @@ def test_groups_that_divide_no_message_are_counted_alike(mesh):
     step = Step(config, plan, abstract_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(48, 15)).jaxpr
     census = census_jaxpr(jaxpr, plan.mesh.sizes)
-    assert by_arrow(census) == predicted_by_arrow(traffic.step_traffic(config, plan, 48, 15))
+    assert by_arrow(census) == predicted_by_arrow(traffic.step_traffic(plan.resolve(config), 48, 15))
     exact = lambda kind, message, axes: formulas.sent_bytes(
         kind, message, math.prod(plan.mesh.sizes[a] for a in axes)
     )
@@ -291,7 +291,9 @@ def test_zero_moves_what_the_paper_says_with_accumulation(zero, volumes):
     for a in (1, 2, 4):
         plan = Plan("fsdp=4", zero=zero, microbatches=a, remat="block")
         blocks = dataclasses.replace(LLAMA, num_layers=4)
-        deep, shallow = (traffic.step_traffic(c, plan, BATCH, SEQ).total_bytes for c in (blocks, LLAMA))
+        deep, shallow = (
+            traffic.step_traffic(plan.resolve(c), BATCH, SEQ).total_bytes for c in (blocks, LLAMA)
+        )
         difference = deep - shallow
         psi = 4 * (blocks.num_params - LLAMA.num_params)
         factor = {"2Ψ": 2, "(a+1)Ψ": a + 1, "3aΨ": 3 * a}[volumes]
@@ -305,7 +307,7 @@ def test_tensor_parallelism_moves_two_and_two_per_layer_and_the_same_bytes_with_
     def per_layer(plan):
         deep = dataclasses.replace(LLAMA, num_layers=3)
         many, few = (
-            {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(c, plan, BATCH, SEQ).items()}
+            {k: (v.count, v.bytes_sent) for k, v in traffic.step_traffic(plan.resolve(c), BATCH, SEQ).items()}
             for c in (deep, LLAMA)
         )
         return {
@@ -346,7 +348,7 @@ def test_auto_is_one_device_in_value_but_chooses_its_own_collectives():
     kinds = {c.kind for c in census_hlo(partitioned_hlo(program), step.mesh)}
     assert "all-reduce" in kinds and "reduce-scatter" not in kinds
     assert compiled_memory(program.compile())["argument_bytes"] == sum(
-        memory.argument_bytes(LLAMA, Plan("fsdp=8"), BATCH, SEQ).values()
+        memory.argument_bytes(Plan("fsdp=8").resolve(LLAMA), BATCH, SEQ).values()
     )
 
 

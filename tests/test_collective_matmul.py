@@ -53,7 +53,9 @@ def test_a_ring_sends_the_bytes_of_the_collective_that_it_replaces(config, remat
     """Arrow by arrow: n - 1 hops of a block each. What no product goes with stays as it is."""
     plan = overlapped("fsdp=2 tp=4", remat=remat, ffn_chunks=chunks)
     waits = dataclasses.replace(plan, tp_comm_overlap=False)
-    found, before = (predicted_by_arrow(traffic.step_traffic(config, p, BATCH, SEQ)) for p in (plan, waits))
+    found, before = (
+        predicted_by_arrow(traffic.step_traffic(p.resolve(config), BATCH, SEQ)) for p in (plan, waits)
+    )
     assert by_arrow(census_jaxpr(traced(config, plan)[1], plan.mesh.sizes)) == found
     rings = {text for _, kind, text in found if kind == "collective-permute"}
     assert rings == {text for text in RINGS if "ffn" not in text or not config.experts}

@@ -37,7 +37,7 @@ def whole(config, tokens):
     """Logits after every position of ``tokens``, on one device without a cache."""
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "positions": positions, "segments": np.zeros_like(tokens)}
-    model = lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo(Plan()))
+    model = lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo())
     return np.asarray(jax.jit(model)(weights(config), batch))
 
 

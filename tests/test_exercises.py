@@ -597,7 +597,7 @@ def test_when_ulysses_beats_the_ring_is_what_the_package_predicts():
 
     def sends(config, variant, size, kinds):
         found = step_traffic(
-            config, Plan(f"sp={size}", zero=0, context_parallel=variant, dtype="bfloat16"), 1, 4096
+            Plan(f"sp={size}", zero=0, context_parallel=variant, dtype="bfloat16").resolve(config), 1, 4096
         )
         return sum(found["sp", kind].bytes_sent for kind in kinds)
 

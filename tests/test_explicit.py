@@ -198,7 +198,7 @@ def split_dims(text):
 
 def test_a_value_of_another_type_is_refused_by_the_arrow():
     plan = spread(MIXED)
-    par = Explicit(plan.on("cpu"), explicit(make_mesh(plan.mesh)))
+    par = Explicit(plan.resolve(), explicit(make_mesh(plan.mesh)))
     with jax.set_mesh(par.mesh):
         x = jax.device_put(jnp.zeros((8, 4, 4)), NamedSharding(par.mesh, PartitionSpec("dp")))
         with pytest.raises(
@@ -245,9 +245,7 @@ def test_every_arrow_sends_what_manual_sends(config, plan):
     step = Step(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     found = by_arrow(census_hlo(read_program(step.lower(BATCH, SEQ))[1], step.mesh))
     want = collections.defaultdict(lambda: np.zeros(2, int))
-    for (axes, sort, arrow), (count, sent) in predicted_by_arrow(
-        step_traffic(config, step.plan, BATCH, SEQ)
-    ).items():
+    for (axes, sort, arrow), (count, sent) in predicted_by_arrow(step_traffic(step.plan, BATCH, SEQ)).items():
         twice = sort == "reduce-scatter" and arrow not in ISLANDS
         want[axes, "all-reduce" if twice else sort, arrow] += count, sent * (1 + twice)
     own = [key for key in found if key[2] in ("", "loss, tokens and norm")]

@@ -60,7 +60,7 @@ def fixture(tmp_path):
 def compiled(config):
     """The model's logits on one device in float32."""
     model = model_graph(config)
-    return jax.jit(lambda params, batch: nnx.merge(model, params).logits(batch, Solo(Plan())))
+    return jax.jit(lambda params, batch: nnx.merge(model, params).logits(batch, Solo()))
 
 
 def logits(params, config, ids):

@@ -101,8 +101,8 @@ def test_one_device_a_host_sends_its_whole_traffic(plan):
     """Then everything leaves: the sum over hosts is the sum over devices, but for pieces on their way home
     and the ends of a pipeline, which send one way only."""
     config = preset("tiny")
-    found = leaving_bytes(config, plan, 16, 64, range(8))
-    stages = [step_traffic(config, plan, 16, 64, stage) for stage in range(plan.mesh.pp)]
+    found = leaving_bytes(plan.resolve(config), 16, 64, range(8))
+    stages = [step_traffic(plan.resolve(config), 16, 64, stage) for stage in range(plan.mesh.pp)]
     total = sum(stages[device * plan.mesh.pp // 8].total_bytes for device in range(8))
     permuted = sum(
         row.bytes_sent * 8
@@ -119,10 +119,10 @@ def test_one_device_a_host_sends_its_whole_traffic(plan):
 
 
 def test_a_mesh_inside_one_host_sends_nothing():
-    found = leaving_bytes(preset("tiny"), Plan("fsdp=4 tp=2"), 16, 64, [0] * 8)
+    found = leaving_bytes(Plan("fsdp=4 tp=2").resolve(preset("tiny")), 16, 64, [0] * 8)
     assert {sent for of in found.values() for sent in of.values()} == {0}
     with pytest.raises(ValueError, match="2 hosts are named for a mesh of 8 devices"):
-        leaving_bytes(preset("tiny"), Plan("fsdp=8"), 16, 64, [0, 1])
+        leaving_bytes(Plan("fsdp=8").resolve(preset("tiny")), 16, 64, [0, 1])
 
 
 def test_the_ends_of_a_pipeline_send_one_way():

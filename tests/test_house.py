@@ -28,6 +28,8 @@ THINKS = {
     "plan",
     "packing",
     "sequence_order",
+    "execution",
+    "refusals",
     "kernels.tiles",
 }
 RUNS = {

@@ -84,10 +84,10 @@ def test_what_copies_send_and_hold_is_as_predicted(case):
 
     for stage in range(plan.mesh.pp):
         taken = branch_shares(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
-        want = traffic.step_traffic(config, step.plan, BATCH, SEQ, stage)
+        want = traffic.step_traffic(step.plan, BATCH, SEQ, stage)
         assert by_arrow(census_hlo(text, step.mesh, taken)) == predicted_by_arrow(want)
     held = compiled_memory(compiled)
-    assert held["argument_bytes"] == sum(memory.argument_bytes(config, plan, BATCH, SEQ).values())
+    assert held["argument_bytes"] == sum(memory.argument_bytes(plan.resolve(config), BATCH, SEQ).values())
 
 
 def test_each_copy_holds_its_head_and_the_sum_of_all_copies_gradients():
@@ -148,16 +148,16 @@ def test_a_plan_for_a_model_is_told_in_the_notation():
     assert str(plan.place("attention d k h")) == "d k/tp h"
     assert str(plan.place("attention d n h")) == "d n/tp,kv h"
     assert str(plan.life("attention d k h").finish) == "d k/tp h +dp +kv -> d k/tp h"
-    assert str(plan.resolve("attention b s d +n -> stream b s d")) == "b/dp s d +tp +kv -> b/dp s/tp,kv d"
+    assert str(plan.physical("attention b s d +n -> stream b s d")) == "b/dp s d +tp +kv -> b/dp s/tp,kv d"
     assert plan.of(LLAMA4) is plan and plan.of(LLAMA).mesh == Plan("dp=2 tp=8").mesh
     alone = Plan("tp=8", context_parallel="ulysses").of(LLAMA1)
     assert str(alone.place("attention b s k r h")) == "b s k r/kv h", "one head: all of tp are its copies"
     both = Plan("sp=2 tp=4", context_parallel="ulysses").of(LLAMA2)
     assert (
-        str(both.resolve("attention b s k r h -> queries b s k r h"))
+        str(both.physical("attention b s k r h -> queries b s k r h"))
         == "b s/sp k/tp r/kv h -> b s k/tp r/kv,sp h"
     )
-    assert str(both.resolve("attention b s k h -> keys b s k h").moves[0]) == "all-gather over sp on s"
+    assert str(both.physical("attention b s k h -> keys b s k h").moves[0]) == "all-gather over sp on s"
 
 
 @pytest.mark.parametrize("mesh", ["tp=8", "sp=2 tp=4", "fsdp=2 tp=4"])

@@ -78,7 +78,7 @@ def check(config, plan: Plan) -> None:
         assert off <= 1e-5, f"{jax.tree_util.keystr(path)} is off by {off:.1e}"
     for stage in range(plan.mesh.pp) if plan.reading == "manual" else ():
         taken = branch_shares(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
-        want = predicted_by_arrow(traffic.step_traffic(config, step.plan, BATCH, SEQ, stage))
+        want = predicted_by_arrow(traffic.step_traffic(step.plan, BATCH, SEQ, stage))
         assert by_arrow(census_hlo(text, step.mesh, taken)) == want, f"stage {stage}"
 
 

@@ -29,15 +29,16 @@ from test_census import compare_every_stage, compare_every_traced_stage, compare
 
 from llmpar import moe
 from llmpar.config import ExpertConfig, preset
+from llmpar.execution import SUITS
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.kernels import grouped, products
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual, Solo
-from llmpar.plan import SUITS, Plan
+from llmpar.plan import Plan
 from llmpar.sequence_order import sequence_permutation
 from llmpar.step import Step
 
-HERE = Solo(Plan())
+HERE = Solo()
 WAYS = [way for way in products.BLOCK_ROWS if way != "triton"]  # that CPUs have
 DEEPSEEK = ExpertConfig(
     8, 2, num_shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, num_groups=4, top_groups=2, aux_loss=0.01
@@ -264,7 +265,7 @@ def test_executed_products_are_near_k_of_e_of_all_experts(way):
             products, "outer", counted(products.outer, lambda a, b: math.prod(a.shape) * b.shape[1])
         ),
     ):
-        par = Solo(Plan())
+        par = Solo()
         object.__setattr__(par.plan, "grouped", way)
         visit = lambda x, *ws: (moe.visit(how, par, x, weights, chosen, *ws) ** 2).sum()
         grads = jax.jit(jax.grad(visit, argnums=(0, 1, 2, 3)))(

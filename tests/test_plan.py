@@ -24,7 +24,7 @@ def arrows(arrow: Arrow) -> list[str]:
 
 def test_the_regions_are_the_table_of_the_module():
     batch, tp = ("dp", "fsdp", "ep"), ("tp",)
-    assert Plan(MeshShape(dp=2, fsdp=2, ep=2, sp=2, tp=2)).regions == {
+    assert Plan(MeshShape(dp=2, fsdp=2, ep=2, sp=2, tp=2)).resolve().regions == {
         "data": {"b": batch, "s": ("sp",)},
         "stream": {"b": batch, "s": ("sp",)},
         "attention": {"b": batch, "s": ("sp",), "n": tp, "k": tp, "r": ()},
@@ -36,7 +36,7 @@ def test_the_regions_are_the_table_of_the_module():
         "experts": {"b": ("dp", "fsdp"), "s": ("sp",), "e": ("ep",), "m": tp},
         "routing": {"b": ("dp", "fsdp"), "s": ("sp",)},
     }
-    with_sequence = Plan(MeshShape(dp=2, sp=2, tp=2), tp_sequence=True).regions
+    with_sequence = Plan(MeshShape(dp=2, sp=2, tp=2), tp_sequence=True).resolve().regions
     assert with_sequence["stream"]["s"] == ("sp", "tp") and with_sequence["ffn"]["s"] == ("sp",)
 
 
@@ -46,7 +46,10 @@ def test_what_attention_does_with_a_cut_sequence_is_two_rows_of_the_table():
     two, back = "attention b s k r h -> queries b s k r h", "queries b s k r h -> attention b s k r h"
     keys = "attention b s k h -> keys b s k h"
     moves = {
-        kind: [arrows(Plan("sp=2 tp=2", context_parallel=kind).resolve(arrow)) for arrow in (two, keys, back)]
+        kind: [
+            arrows(Plan("sp=2 tp=2", context_parallel=kind).resolve().physical(arrow))
+            for arrow in (two, keys, back)
+        ]
         for kind in ("ring", "ulysses", "gather")
     }
     assert moves == {
@@ -62,27 +65,28 @@ def test_what_attention_does_with_a_cut_sequence_is_two_rows_of_the_table():
 
 def test_axes_of_size_one_appear_nowhere():
     for plan in (Plan(), Plan("tp=2"), Plan("dp=2 tp=1", tp_sequence=True)):
-        used = {a for region in plan.regions.values() for axes in region.values() for a in axes}
-        assert used == set(plan.live(*plan.mesh.sizes))
+        used = {a for region in plan.resolve().regions.values() for axes in region.values() for a in axes}
+        assert used == set(plan.mesh.live(*plan.mesh.sizes))
     assert (
-        Plan("tp=2", tp_sequence=True).varying("stream") == ("tp",) and Plan("tp=2").varying("stream") == ()
+        Plan("tp=2", tp_sequence=True).resolve().varying("stream") == ("tp",)
+        and Plan("tp=2").resolve().varying("stream") == ()
     )
 
 
 def test_values_vary_over_what_cuts_them_in_link_order():
-    plan = Plan(MeshShape(dp=2, fsdp=2, sp=2, tp=2))
+    plan = Plan(MeshShape(dp=2, fsdp=2, sp=2, tp=2)).resolve()
     assert plan.varying("data") == ("dp", "fsdp", "sp") == plan.varying("stream")
     assert plan.varying("ffn") == ("dp", "fsdp", "sp", "tp") == plan.varying("vocab")
 
 
 def test_placing_a_logical_layout():
-    plan = Plan(MIXED, tp_sequence=True)
+    plan = Plan(MIXED, tp_sequence=True).resolve()
     assert str(plan.place("stream b s d")) == "b/dp,fsdp s/tp d"
     assert str(plan.place("attention b s d +n")) == "b/dp,fsdp s d +tp"
     assert str(plan.place("attention d n h")) == "d n/tp h"
     assert str(plan.place("data b s")) == "b/dp,fsdp s"
     assert str(plan.place("b/tp s")) == "b/tp s", "physical already"
-    assert str(Plan("dp=2").place("attention b s d +n")) == "b/dp s d", (
+    assert str(Plan("dp=2").resolve().place("attention b s d +n")) == "b/dp s d", (
         "a sum over a dim that nothing cuts is finished"
     )
     with pytest.raises(
@@ -104,9 +108,13 @@ def test_placing_a_logical_layout():
     ],
 )
 def test_the_models_arrows_become_megatrons_collectives(logical, plain, with_sequence):
-    assert arrows(Plan(MIXED).resolve(logical)) == plain
-    assert arrows(Plan(MIXED, tp_sequence=True).resolve(logical)) == with_sequence
-    assert arrows(Plan("dp=4 fsdp=2").resolve(logical)) == [] == arrows(Plan().resolve(logical))
+    assert arrows(Plan(MIXED).resolve().physical(logical)) == plain
+    assert arrows(Plan(MIXED, tp_sequence=True).resolve().physical(logical)) == with_sequence
+    assert (
+        arrows(Plan("dp=4 fsdp=2").resolve().physical(logical))
+        == []
+        == arrows(Plan().resolve().physical(logical))
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- ZeRO
@@ -123,7 +131,7 @@ ZERO = {
 
 @pytest.mark.parametrize("zero", ZERO)
 def test_what_each_stage_of_zero_cuts(zero):
-    life = Plan(MIXED, zero=zero).life(DIMS)
+    life = Plan(MIXED, zero=zero).resolve().life(DIMS)
     assert tuple(map(str, (life.stored, life.graded, life.unreduced, life.accumulated))) == ZERO[zero]
     assert str(life.used) == "l d m/tp"
 
@@ -133,7 +141,7 @@ def test_the_table_that_opens_plan_py_is_what_a_plan_gives():
     rows = [re.split("  +", line.strip()) for line in plan_file.__doc__.splitlines()]
     table = {cells[0]: cells[1:] for cells in rows if cells[0] in ("0", "1", "2", "3")}
     for zero in range(4):
-        life = Plan(MIXED, zero=zero).life("ffn d m")
+        life = Plan(MIXED, zero=zero).resolve().life("ffn d m")
         layouts = life.stored, life.used, life.unreduced, life.accumulated, life.graded
         assert table[str(zero)] == list(map(str, layouts))
 
@@ -149,7 +157,7 @@ def test_the_table_that_opens_plan_py_is_what_a_plan_gives():
 )
 def test_what_each_stage_of_zero_moves(zero, gather, reduce, restore):
     """Hybrid sharding: with dp x fsdp the shard is reduce-scattered first and all-reduced then."""
-    life = Plan(MIXED, zero=zero).life(DIMS)
+    life = Plan(MIXED, zero=zero).resolve().life(DIMS)
     assert arrows(life.gather) == gather and arrows(life.restore) == restore
     assert arrows(life.accumulate) + arrows(life.finish) == reduce
     early = reduce[:1] if zero == 2 else []
@@ -157,7 +165,7 @@ def test_what_each_stage_of_zero_moves(zero, gather, reduce, restore):
 
 
 def test_a_weight_without_width_is_cut_in_its_heads_width():
-    plan = Plan("fsdp=2 tp=2")
+    plan = Plan("fsdp=2 tp=2").resolve()
     assert str(plan.stored("attention l n h")) == "l n/tp h/fsdp"
     assert str(plan.stored("attention l h")) == "l h/fsdp"
     assert str(plan.stored("vocab v d")) == "v/tp d/fsdp"
@@ -167,21 +175,23 @@ def test_a_weight_without_width_is_cut_in_its_heads_width():
 def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
     """A matrix by fsdp, ep and sp, an expert by what is left, a vector by fsdp; one collective each."""
     mesh = "dp=2 fsdp=2 ep=2 sp=2 tp=2"
-    plan = Plan(mesh)
+    plan = Plan(mesh).resolve()
     assert str(plan.stored("ffn l d m")) == "l d/fsdp,ep,sp m/tp"
     assert str(plan.stored("experts l e d m")) == "l e/ep d/fsdp,sp m/tp"
     assert str(plan.stored("attention l n h")) == "l n/tp h/fsdp"
     life = plan.life("ffn l d m")
     assert arrows(life.gather) == ["all-gather over fsdp,ep,sp on d"] and life.copied == ("dp",)
-    life = Plan(mesh, zero=1).life("ffn l d m")
+    life = Plan(mesh, zero=1).resolve().life("ffn l d m")
     assert arrows(life.finish) == ["reduce-scatter over fsdp,ep,sp on d", "all-reduce over dp"]
     assert arrows(life.restore) == ["all-gather over fsdp,ep,sp on d"]
-    fewer = Plan(mesh, zero_axes="fsdp,sp")
+    fewer = Plan(mesh, zero_axes="fsdp,sp").resolve()
     assert str(fewer.stored("ffn l d m")) == "l d/fsdp,sp m/tp" and fewer.life("ffn l d m").copied == (
         "dp",
         "ep",
     )
-    assert Plan("sp=2", zero=0).stored(DIMS) == Plan("sp=2", zero_axes="fsdp").stored(DIMS)
+    assert Plan("sp=2", zero=0).resolve().stored(DIMS) == Plan("sp=2", zero_axes="fsdp").resolve().stored(
+        DIMS
+    )
 
 
 def test_a_width_that_all_axes_of_zero_do_not_divide_is_refused_and_both_ways_out_work():
@@ -197,9 +207,11 @@ def test_a_width_that_all_axes_of_zero_do_not_divide_is_refused_and_both_ways_ou
 
 
 def test_reducing_layer_by_layer_leaves_nothing_for_later():
-    plan = Plan(MIXED, zero=0, reduce="layer")
+    plan = Plan(MIXED, zero=0, reduce="layer").resolve()
     assert plan.life(DIMS).unreduced.sums == () and plan.stored(DIMS) == plan.life(DIMS).unreduced
-    assert Plan(MIXED, zero=3, reduce="layer").life(DIMS).unreduced == Plan(MIXED).stored(DIMS)
+    assert Plan(MIXED, zero=3, reduce="layer").resolve().life(DIMS).unreduced == Plan(MIXED).resolve().stored(
+        DIMS
+    )
 
 
 def test_every_weights_layouts_hang_together():
@@ -207,7 +219,7 @@ def test_every_weights_layouts_hang_together():
     arrows of a step can be walked, and every element of optimizer state has one owner among those that hold
     equal weights.
     """
-    for plan in all_plans((1, 8)):
+    for plan in (plan.resolve() for plan in all_plans((1, 8))):
         for config in (LLAMA, QWEN):
             for weight in config.weights().values():
                 life = plan.life(weight.dims)
@@ -215,7 +227,9 @@ def test_every_weights_layouts_hang_together():
                 assert set(life.unreduced.sums) == set(plan.varying(region)) - set(life.stored.axes)
                 for arrow in (life.gather, life.accumulate, life.finish, life.restore):
                     assert arrow.moves is not None
-                assert life.graded.cut("d") + life.graded.cut("h") == (plan.live("fsdp") if plan.zero else ())
+                assert life.graded.cut("d") + life.graded.cut("h") == (
+                    plan.mesh.live("fsdp") if plan.zero else ()
+                )
                 life.graded.shard_shape(weight.shape, plan.mesh.sizes)
 
 
@@ -491,49 +505,51 @@ IDLE = {
 
 
 @pytest.mark.parametrize("field", IDLE)
-def test_an_option_that_would_change_nothing_is_refused_with_the_reason(field):
+def test_an_option_that_changes_nothing_is_said_with_the_reason_and_left_out(field):
     plan = Plan(**IDLE[field])
     without = dataclasses.replace(plan, **{field: getattr(Plan(), field)})
-    message = refusal(plan)
-    assert message.startswith(f"{field}={IDLE[field][field]!r} would change nothing: ")
-    assert message.endswith(f"; leave {field} out")
-    without.check(LLAMA, 16, 16)
-    if (
-        "schedule" not in IDLE[field] or field == "schedule"
-    ):  # which needs the schedule, and that may be wrong itself
+    decided = plan.resolve(LLAMA)
+    (said,) = [line for line in decided.said if line.startswith(f"{field}=")]
+    assert said.startswith(f"{field}={IDLE[field][field]!r} changes nothing: ")
+    assert dataclasses.replace(decided, asked=without) == without.resolve(LLAMA)
+    assert not any(line.startswith(f"{field}=") for line in without.resolve(LLAMA).said)
+    if "schedule" not in IDLE[field] or field == "schedule":  # else the schedule itself may be wrong
         assert plan.effective(LLAMA) == without
 
 
 def test_a_model_of_experts_or_of_one_layer_has_idle_fields_too():
     experts = dataclasses.replace(preset("tiny-moe"), num_layers=2)
-    assert "ffn_chunks=2 would change nothing" in refusal(Plan(ffn_chunks=2), experts)
+    said = lambda plan, config=LLAMA: " ".join(plan.resolve(config).said)
+    assert "ffn_chunks=2 changes nothing" in said(Plan(ffn_chunks=2), experts)
     shared = dataclasses.replace(experts, experts=dataclasses.replace(experts.experts, num_shared=1))
-    Plan(ffn_chunks=2).check(shared, 16, 16)
-    assert "unroll=0 would change nothing" in refusal(
-        Plan(unroll=0), dataclasses.replace(LLAMA, num_layers=1)
-    )
-    assert "a chunk of one layer" in refusal(Plan("pp=2", microbatches=2, unroll=0))
+    assert not said(Plan(ffn_chunks=2), shared)
+    assert "unroll=0 changes nothing" in said(Plan(unroll=0), dataclasses.replace(LLAMA, num_layers=1))
+    assert "a chunk of one layer" in said(Plan("pp=2", microbatches=2, unroll=0))
 
 
 def test_positions_are_in_order_only_where_queries_meet_their_own_keys():
     """Gathered keys are a whole row beside the queries of a part of it: a kernel that counts from the left
     edge is wrong."""
-    assert Plan().in_order and Plan("sp=2", context_parallel="ulysses", sequence_order="contiguous").in_order
-    assert not Plan("sp=2", context_parallel="gather", sequence_order="contiguous").in_order
-    assert not Plan("sp=2", context_parallel="ulysses").in_order
+    assert (
+        Plan().resolve().in_order
+        and Plan("sp=2", context_parallel="ulysses", sequence_order="contiguous").resolve().in_order
+    )
+    assert not Plan("sp=2", context_parallel="gather", sequence_order="contiguous").resolve().in_order
+    assert not Plan("sp=2", context_parallel="ulysses").resolve().in_order
 
 
 def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
     """On simulated devices; on others a permute is one."""
     inside = Plan("pp=2 sp=2", microbatches=2)
-    assert inside.on("cpu").hop == "exchange" and inside.on("gpu").hop == inside.on("tpu").hop == "permute"
-    assert Plan("sp=2").on("cpu").hop == "permute"
-    assert "all-to-all" in inside.detour("cpu") and not inside.detour("gpu")
-    assert not dataclasses.replace(inside, context_parallel="gather").detour("cpu")
+    cpu, gpu, tpu = (inside.resolve(LLAMA, platform) for platform in ("cpu", "gpu", "tpu"))
+    assert cpu.hop == "exchange" and gpu.hop == tpu.hop == "permute"
+    assert Plan("sp=2").resolve(LLAMA).hop == "permute"
+    assert "all-to-all" in " ".join(cpu.said) and not gpu.said
+    assert not dataclasses.replace(inside, context_parallel="gather").resolve(LLAMA).said
     asked = dataclasses.replace(inside, hop="permute")
     asked.check(LLAMA, 16, 16)
     with pytest.raises(ValueError, match="hop='permute' does not go with pp=2 on sim.*use hop='exchange'"):
-        asked.on("cpu")
+        asked.resolve(LLAMA)
 
 
 def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
@@ -541,13 +557,15 @@ def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
     out."""
     for fields in (dict(schedule="zb-h1"), dict(stage_saves="residuals")):
         plan = Plan("pp=2 fsdp=2 ep=2", microbatches=2, **fields)
-        assert plan.on("cpu") == dataclasses.replace(plan.on("cpu"), reshard_after_forward=False)
-        assert "gathered once a step" in plan.detour("cpu") and not plan.detour("gpu")
-        assert plan.on("gpu").reshard_after_forward
+        cpu, gpu = plan.resolve(platform="cpu"), plan.resolve(platform="gpu")
+        assert not cpu.reshard_after_forward and gpu.reshard_after_forward
+        assert "gathered once a step" in " ".join(cpu.said) and not gpu.said
         for same in (dict(reshard_after_forward=False), dict(zero=2), dict(zero_axes="fsdp,sp")):
             other = dataclasses.replace(plan, **same)
-            assert other.on("cpu").gathers == other.gathers and not other.detour("cpu")
-    assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).on("cpu").reshard_after_forward
+            assert (
+                other.resolve().gathers == other.resolve(platform="gpu").gathers and not other.resolve().said
+            )
+    assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).resolve().reshard_after_forward
 
 
 def test_a_block_of_attention_divides_the_queries_of_a_rank_and_the_keys_that_it_gathers():

@@ -40,10 +40,8 @@ def test_every_plan_is_legal_and_fits_and_they_are_in_order(small):
     for one in small.plans:
         one.plan.check(q.config, q.batch_size, q.seq_len)
         assert one.plan.mesh.size == 8
-        plan = one.plan.on("gpu")
-        total = sum(memory.argument_bytes(q.config, plan, 8, 8192).values()) + memory.temp_bytes(
-            q.config, plan, 8, 8192
-        )
+        plan = one.plan.resolve(q.config, "gpu")
+        total = sum(memory.argument_bytes(plan, 8, 8192).values()) + memory.temp_bytes(plan, 8, 8192)
         assert one.total_bytes == total <= q.room_bytes
         run = workload.of_plan(q.config, one.plan, q.chip, 8, 8192)
         assert one.time.step_s == step_time(run).step_s

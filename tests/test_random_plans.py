@@ -482,7 +482,7 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
     for stage in range(plan.mesh.pp) if plan.reading == "manual" else ():
         taken = branch_shares(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
         census = census_table(census_jaxpr(jaxpr, plan.of(config).mesh.sizes, taken))
-        want = traffic.step_traffic(config, plan, asked["batch"], asked["seq"], stage)
+        want = traffic.step_traffic(plan.resolve(config), asked["batch"], asked["seq"], stage)
         table = {k: (v["count"], v["bytes_sent"]) for k, v in census.items()}
         want = {k: (v.count, v.bytes_sent) for k, v in want.items()}
         sent |= {
@@ -686,7 +686,7 @@ def test_a_field_that_is_set_changes_the_program_or_is_refused(seed):
     for field in dataclasses.fields(Plan)[1:]:
         if field.name in NOT_IN_THE_PROGRAM or getattr(plan, field.name) == field.default:
             continue
-        if field.name == "zero" and not Plan(plan.mesh, zero_axes=plan.zero_axes).gathers:
+        if field.name == "zero" and not Plan(plan.mesh, zero_axes=plan.zero_axes).resolve().gathers:
             continue  # no axis to cut by: then 0 is the same as 3, and says what is true
         if not refused(asked | {field.name: field.default}):
             without = dataclasses.replace(plan, **{field.name: field.default})

@@ -286,7 +286,7 @@ def test_a_token_changes_its_own_document_and_no_other(plan):
     orders = sequence_order.row_orders(plan.sequence_order, known["segments"], plan.mesh.sp)
     data = spec(plan.place("data b s"))
     losses = lambda params, batch: nnx.merge(model_graph(LLAMA), params).cross_entropies(batch, reading)[0]
-    reading = Manual(plan, "cpu")
+    reading = Manual(plan)
     given = jax.tree.map(spec, step.stored), data
     run = jax.jit(jax.shard_map(losses, mesh=step.mesh, in_specs=given, out_specs=data))
     params = jax.device_put(weights(LLAMA), step.shardings.params)

@@ -85,7 +85,7 @@ def trained(config):
 @functools.cache
 def alone(config, dtype):
     """Loss and gradients on one device, and the root mean square of its logits."""
-    par = Solo(Plan(dtype=dtype))
+    par = Solo(Plan(dtype=dtype).resolve())
 
     def loss(params, batch):
         model = nnx.merge(model_graph(config), params)
@@ -124,7 +124,7 @@ def observed(config, plan: Plan):
                 "grad_norm": abs(float(metrics["grad_norm"]) / length(want) - 1),
                 "gradient": max(float(np.abs(g - w).max() / (np.abs(w).max() or 1)) for g, w in leaves),
             }
-            told = tolerance(config, plan, BATCH, SEQ, logits=float(logits), loss=want_loss)
+            told = tolerance(plan.resolve(config), BATCH, SEQ, logits=float(logits), loss=want_loss)
             yield kind, off, {what: told.bound(what) for what in QUANTITIES}
 
 
@@ -174,11 +174,13 @@ def test_a_wrong_scale_of_one_part_in_ten_thousand_is_caught():
 
 def test_parity_in_float32_is_never_looser_than_one_in_a_hundred_thousand():
     huge = dataclasses.replace(LLAMA, num_layers=200, ffn_width=65_536)
-    assert tolerance(huge, Plan("tp=2"), 16, 16).bound("gradient") > 1e-5
+    assert tolerance(Plan("tp=2").resolve(huge), 16, 16).bound("gradient") > 1e-5
     for config in (LLAMA, MOE, huge):
         assert max(allowed(config, Plan("dp=2 tp=2")).values()) <= 1e-5
     assert allowed(LLAMA, Plan("tp=2"), "tf32")["gradient"] > 1e-4
-    assert tolerance(huge, Plan("tp=2", dtype="bfloat16"), 16, 1024).bound("gradient") == 1  # no promise
+    assert (
+        tolerance(Plan("tp=2", dtype="bfloat16").resolve(huge), 16, 1024).bound("gradient") == 1
+    )  # no promise
 
 
 # ----------------------------------------------------------------------------------------------------- report
@@ -188,7 +190,7 @@ def test_each_cut_has_its_term():
     """And no other: what a plan does not cut stands without an axis."""
 
     def cuts(text, config=LLAMA, **more):
-        return {t.name: t.by for t in tolerance(config, Plan(text, **more), 16, 16).terms if t.by}
+        return {t.name: t.by for t in tolerance(Plan(text, **more).resolve(config), 16, 16).terms if t.by}
 
     assert cuts("dp=1") == {}
     assert cuts("tp=2") == {
@@ -210,13 +212,13 @@ def test_each_cut_has_its_term():
 
 def test_more_ranks_and_fewer_bits_make_more_spread():
     def bounds(text, config=LLAMA, **more):
-        told = tolerance(config, Plan(text, dtype=more.pop("dtype", "float32")), 16, 16, **more)
+        told = tolerance(Plan(text, dtype=more.pop("dtype", "float32")).resolve(config), 16, 16, **more)
         return [told.bound(what) for what in QUANTITIES]
 
     more = [bounds("tp=2"), bounds("tp=8"), bounds("tp=8", products="tf32"), bounds("tp=8", dtype="bfloat16")]
     assert all(a < b for less, much in itertools.pairwise(more) for a, b in zip(less, much, strict=True))
-    with_experts = tolerance(MOE, Plan("ep=2"), 16, 16)
-    assert 0 < with_experts.ties < 1 < tolerance(MOE, Plan("ep=2", dtype="bfloat16"), 16, 16).ties
+    with_experts = tolerance(Plan("ep=2").resolve(MOE), 16, 16)
+    assert 0 < with_experts.ties < 1 < tolerance(Plan("ep=2", dtype="bfloat16").resolve(MOE), 16, 16).ties
 
 
 def test_the_report_tells_every_term_and_what_other_devices_round():

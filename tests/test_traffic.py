@@ -29,7 +29,7 @@ BATCH, SEQ, MIXED = 4, 32, "dp=2 fsdp=2 tp=2"
 @functools.cache
 def executed(config, batch=BATCH, seq=SEQ, **plan):
     """FLOPs of the matrix products in one compiled forward and backward pass of `Solo`."""
-    par = Solo(Plan(**plan))
+    par = Solo(Plan(**plan).resolve())
     params = jax.eval_shape(lambda: init_params(config))
     one = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     data = dict.fromkeys(("tokens", "targets", "positions", "segments"), one)
@@ -110,7 +110,7 @@ def test_argument_bytes_follow_the_table_of_zero(devices):
     psi = LLAMA.num_params
     table = {0: (4, 8), 1: (4, 8 / devices), 2: (4, 8 / devices), 3: (4 / devices, 8 / devices)}
     for zero, (params, optimizer) in table.items():
-        got = memory.argument_bytes(LLAMA, Plan(f"fsdp={devices}", zero=zero), 16, SEQ)
+        got = memory.argument_bytes(Plan(f"fsdp={devices}", zero=zero).resolve(LLAMA), 16, SEQ)
         assert got == {
             "params": params * psi,
             "optimizer": optimizer * psi,
@@ -122,7 +122,9 @@ def test_argument_bytes_follow_the_table_of_zero(devices):
 def test_tensor_parallelism_cuts_all_but_the_norms():
     psi = LLAMA.num_params
     norms = LLAMA.width * (2 * LLAMA.num_layers + 1)
-    assert memory.argument_bytes(LLAMA, Plan("tp=4"), 16, SEQ)["params"] == 4 * ((psi - norms) // 4 + norms)
+    assert memory.argument_bytes(Plan("tp=4").resolve(LLAMA), 16, SEQ)["params"] == 4 * (
+        (psi - norms) // 4 + norms
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +134,7 @@ def test_what_each_device_really_holds_is_the_prediction(plan):
     """By the shards of a state that was made, not by the compiler's count (which test_census.py compares)."""
     step = Step(QWEN, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     state = step.init(0)
-    want = memory.argument_bytes(QWEN, plan, 16, SEQ)
+    want = memory.argument_bytes(plan.resolve(QWEN), 16, SEQ)
     for device in step.mesh.devices.flat:
         held = [
             sum(
@@ -150,7 +152,7 @@ def test_the_estimate_of_temporaries_is_finite_and_monotone():
     """It is an estimate, and nothing more is claimed: more work never holds less, and each remedy helps."""
     base = Plan(MIXED)
     estimate = lambda plan=base, batch=16, seq=SEQ, **more: memory.temp_bytes(
-        dataclasses.replace(LLAMA, **more), plan, batch, seq
+        plan.resolve(dataclasses.replace(LLAMA, **more)), batch, seq
     )
     assert 0 < estimate() < math.inf
     grown = [
@@ -219,7 +221,7 @@ def test_the_ring_arithmetic_of_traffic():
 )
 def test_a_collective_says_what_it_sends(model, mesh, said):
     """Kinds and axes do not tell: ep gathers no weights, and 12 bytes over dp and fsdp are no gradients."""
-    found = traffic.step_traffic(preset(model), Plan(mesh, microbatches=2), 16, SEQ)
+    found = traffic.step_traffic(Plan(mesh, microbatches=2).resolve(preset(model)), 16, SEQ)
     for row in found.values():
         assert row.count == sum(sum(sizes.values()) for sizes in row.of.values())
         assert row.bytes_sent == sum(one * count for sizes in row.of.values() for one, count in sizes.items())
@@ -231,7 +233,7 @@ def test_slots_are_not_tokens():
     equally likely, one or more is there."""
     config = preset("qwen3-30b-a3b")
     for ep, share in ((8, "67%"), (16, "41%")):
-        (of,) = traffic.step_traffic(config, Plan(f"ep={ep} fsdp=4"), 64, 4096)["ep", "all-to-all"].of
+        (of,) = traffic.step_traffic(Plan(f"ep={ep} fsdp=4").resolve(config), 64, 4096)["ep", "all-to-all"].of
         assert of.endswith(f"{share} of them filled")
 
 
@@ -242,7 +244,7 @@ def test_zero_sends_two_two_two_three_times_the_weights():
     def volume(zero, layers):
         config = dataclasses.replace(LLAMA, num_layers=layers)
         plan = Plan("fsdp=8", zero=zero, remat="block")
-        return traffic.step_traffic(config, plan, 16, SEQ).total_bytes / 4, config.num_params
+        return traffic.step_traffic(plan.resolve(config), 16, SEQ).total_bytes / 4, config.num_params
 
     for zero, factor in {0: 2, 1: 2, 2: 2, 3: 3}.items():
         (many, psi), (few, less) = volume(zero, 6), volume(zero, 2)
@@ -251,7 +253,7 @@ def test_zero_sends_two_two_two_three_times_the_weights():
 
 def test_buckets_send_the_same_bytes_in_fewer_collectives():
     def gradients(**plan):
-        row = traffic.step_traffic(LLAMA, Plan("dp=8", zero=0, **plan), 16, SEQ)["dp", "all-reduce"]
+        row = traffic.step_traffic(Plan("dp=8", zero=0, **plan).resolve(LLAMA), 16, SEQ)["dp", "all-reduce"]
         return row.count - 1, row.bytes_sent  # one of scalars: loss, tokens, norm
 
     leaves = len(LLAMA.weights())
@@ -289,7 +291,7 @@ def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fi
     b, s, d, m = 4, 16, 8, 32
     plan = WidePlan("fsdp=2 sp=2 tp=2", **fields)
     weights = {"up": ("wide d m", (d, m)), "down": ("wide m d", (m, d))}
-    par, mesh = Manual(plan), make_mesh(plan.mesh)
+    par, mesh = Manual(plan.resolve()), make_mesh(plan.mesh)
 
     def loss(values):
         given = (nnx.Param(values[name], dims=dims) for name, (dims, _) in weights.items())

@@ -581,7 +581,7 @@ def test_a_run_that_is_asked_to_stop_finishes_its_step_saves_and_goes_on_later(t
 
 def independent_loss(config, params, batch) -> tuple[float, int]:
     """Cross-entropy from the gathered logits of one device, in float64; and the number of targets."""
-    logits = jax.jit(lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo(Plan())))
+    logits = jax.jit(lambda params, batch: nnx.merge(model_graph(config), params).logits(batch, Solo()))
     logits = np.asarray(logits(jax.device_get(params), batch), np.float64)
     log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
     picked = np.take_along_axis(logits, np.maximum(batch["targets"], 0)[..., None], -1)[..., 0]

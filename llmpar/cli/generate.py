@@ -74,7 +74,7 @@ class Generate:
             say("the checkpoint does not say its tokenizer: taken to be 'bytes'")
         data.check_vocab(tokenizer, config.vocab_size)
         plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
-        if rows := plan.live("dp", "fsdp", "ep"):
+        if rows := plan.mesh.live("dp", "fsdp", "ep"):
             raise ValueError(
                 f"mesh '{plan.mesh}' cuts rows by {', '.join(rows)}, but a prompt is one row; use sp and tp"
             )
@@ -82,7 +82,7 @@ class Generate:
         length = len(prompt[0]) + self.tokens
         Decoder.check(config, plan, 1, length)
         fits_host(config, plan, 1, plan.mesh.sp, ("params",))
-        abstract = abstract_params(config, plan, mesh)
+        abstract = abstract_params(config, plan.resolve(), mesh)
         if keep:
             params = keep.params(abstract, config, say)
         else:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
+from llmpar import refusals
 from llmpar.config import ModelConfig, preset
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
@@ -129,7 +130,11 @@ class StepOptions:
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
         plan = Plan(mesh, **vars(self.plan))
         batch_size = num_devices if self.batch_size is None else self.batch_size
-        spare = {name for name in plan.idle(config) if own and getattr(plan, name) == own.get(name)}
+        spare = {
+            name
+            for name in refusals.idle(plan.resolve(config, None))
+            if own and getattr(plan, name) == own.get(name)
+        }
         plan = dataclasses.replace(plan, **{name: getattr(Plan(), name) for name in spare})
         if self.seq_len > MAX_SEQ_LEN or batch_size * self.seq_len > MAX_TOKENS:
             batch = f"a batch of {batch_size:,} sequences of {self.seq_len:,} tokens"
@@ -195,7 +200,7 @@ def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, pa
 
     if jax.devices()[0].platform != "cpu" or not (room := host_bytes()):
         return
-    held = memory.argument_bytes(config, plan, batch_size, seq_len)
+    held = memory.argument_bytes(plan.resolve(config, None), batch_size, seq_len)
     here = min(plan.mesh.size, len(jax.local_devices()))
     need = here * sum(held[part] for part in parts)
     if need > room:

@@ -106,8 +106,8 @@ class Train:
             say_weights(self.step.model)
         mesh = make_mesh(plan.mesh)
         say_memory(mesh)
-        if detour := plan.of(config).detour(platform_of(mesh)):
-            say(detour)
+        for line in plan.resolve(config, platform_of(mesh)).said:
+            say(line)
         with (
             Stopper() as stopper,
             progress(self.steps) as show,

@@ -180,8 +180,9 @@ def price(text: str) -> tuple[int, int]:
     """Bytes of arguments that a device holds under a mesh, and bytes that it sends per step."""
     plan = Plan(text)
     plan.check(LLAMA, ROWS, SEQ)
-    held = memory.argument_bytes(LLAMA, plan, ROWS, SEQ)
-    return sum(held.values()), traffic.step_traffic(LLAMA, plan, ROWS, SEQ).total_bytes
+    plan = plan.resolve(LLAMA)
+    held = memory.argument_bytes(plan, ROWS, SEQ)
+    return sum(held.values()), traffic.step_traffic(plan, ROWS, SEQ).total_bytes
 
 
 def cheapest() -> Exercise:

@@ -78,7 +78,7 @@ def meet() -> Count:
 def leaving(name: str) -> list[int]:
     """Predict what leaves each of two hosts of two devices in a step of a placement."""
     plan, outer = PLACEMENTS[name]
-    found = leaving_bytes(TOY, plan, ROWS, SEQ, [0, 0, 1, 1] if outer else [0, 1, 0, 1])
+    found = leaving_bytes(plan.resolve(TOY), ROWS, SEQ, [0, 0, 1, 1] if outer else [0, 1, 0, 1])
     return [sum(sent[host] for sent in found.values()) for host in range(2)]
 
 

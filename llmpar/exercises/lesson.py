@@ -156,9 +156,7 @@ def moments(state: State) -> list[Any]:
 def argument_bytes(run: Run) -> dict[str, int]:
     """Predict what a step is given per device, whatever its optimizer holds."""
     held, counters = moments(run.state), [x for x in jax.tree.leaves(run.state.optimizer) if not x.ndim]
-    return memory.argument_bytes(
-        run.step.config, run.step.plan, *run.shape, moments=len(held), scalars=1 + len(counters)
-    )
+    return memory.argument_bytes(run.step.plan, *run.shape, moments=len(held), scalars=1 + len(counters))
 
 
 def as_predicted(run: Run) -> list[Collective]:
@@ -167,7 +165,7 @@ def as_predicted(run: Run) -> list[Collective]:
     step, census = run.step, []
     for stage, branches in enumerate(taken(step.config, step.plan)):
         census = census_hlo(run.text, step.mesh, branches)
-        predicted = step_traffic(step.config, step.plan, *run.shape, stage)
+        predicted = step_traffic(step.plan, *run.shape, stage)
         assert census_table(census) == as_table(predicted), (step.plan, stage)
     return census
 

@@ -40,7 +40,7 @@ from llmpar.notation import (
     parse_layout,
     parse_mesh,
 )
-from llmpar.plan import Plan
+from llmpar.plan import Plan, Resolved
 from llmpar.predict import formulas, memory, traffic, workload
 from llmpar.predict.hardware import CHIPS, GIB, Chip, chip
 from llmpar.predict.time import step_time
@@ -193,7 +193,7 @@ def tensors(state: dict) -> list[dict]:
     )  # the same on every mesh
     all_axes = dataclasses.replace(parse_mesh(" ".join(f"{a}=4" for a in AXES)), kv=2)
     both = ({"zero": zero, "tp_sequence": cut} for zero in range(4) for cut in (False, True))
-    plans = {mode(s): make_plan(s, all_axes) for s in (state | one for one in both)}
+    plans = {mode(s): make_plan(s, all_axes).resolve(None, None) for s in (state | one for one in both)}
     rows, b, s, of = [], state["batch_size"], state["seq_len"], [state[name] for name in SHAPES]
 
     def row(kind: str, name: str, shape, itemsize: int, place, times: int = 1) -> None:
@@ -268,7 +268,8 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
         out["refusal"] = remedy(state) | {"why": str(error)}
         out["says"] = f"mesh {state['mesh'][:200]}: refused\n{error}\n{out['refusal']['text']}".strip()
         return out
-    size = config, plan, state["batch_size"], state["seq_len"]
+    decided = plan.resolve(config, None)
+    size = decided, state["batch_size"], state["seq_len"]
     held = memory.argument_bytes(*size)
     parts = {
         "weights": held["params"],
@@ -296,12 +297,12 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
     return out
 
 
-def sent(kind: Chip, order, config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> list[dict]:
+def sent(kind: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> list[dict]:
     """What `traffic.step_traffic` says, row by row, the largest first: what of, the largest collective, and
     seconds."""
     sizes, rows = plan.mesh.asked, []
-    apart = strides(*parted(sizes, order, config.num_kv_heads))
-    for (names, what), row in traffic.step_traffic(config, plan, batch_size, seq_len).items():
+    apart = strides(*parted(sizes, order, plan.config.num_kv_heads))
+    for (names, what), row in traffic.step_traffic(plan, batch_size, seq_len).items():
         axes = tuple(names.split(","))
         each = sum((counter for counter in row.of.values()), Counter[int]())
         parts = {name: sum(one * n for one, n in counter.items()) for name, counter in row.of.items()}

@@ -240,7 +240,7 @@ class MemoryExplorer(Explorer):
         for zero in range(4):
             plan = make_plan(START | {"zero": zero, "remat": state["remat"]}, mesh)
             plan.check(config, state["batch_size"], state["seq_len"])
-            size = config, plan, state["batch_size"], state["seq_len"]
+            size = plan.resolve(config, None), state["batch_size"], state["seq_len"]
             held = memory.argument_bytes(*size)
             parts = {"weights": held["params"], "optimizer": held["optimizer"]}
             rows.append(

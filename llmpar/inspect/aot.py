@@ -26,7 +26,7 @@ from llmpar.inspect.roofline import Roofline, Sent, merged_terms, roofline
 from llmpar.inspect.targets import Target, need_compiler
 from llmpar.mesh import make_mesh, split
 from llmpar.notation import MeshShape
-from llmpar.plan import Plan
+from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, ring
 from llmpar.sequence_order import Mask
 from llmpar.step import AT_ONCE, Step, compiler_options
@@ -51,13 +51,14 @@ def compile_step(
         need_compiler("cudnn")
     mesh = make_mesh(plan.mesh, target.devices)
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
-    mesh = split(mesh, step.plan.mesh)
+    plan = step.plan
+    mesh = split(mesh, plan.mesh)
     begin = time.perf_counter()
-    held = memory.argument_bytes(config, plan, batch_size, seq_len)
+    held = memory.argument_bytes(plan, batch_size, seq_len)
     need: dict[str, Any] = {
         "predicted_arguments": sum(held.values()),
         "compiled_arguments": None,
-        "predicted_temp": memory.temp_bytes(config, plan, batch_size, seq_len, target.platform),
+        "predicted_temp": memory.temp_bytes(plan, batch_size, seq_len),
         "compiled_temp": None,
         "compiled_total": None,
         "capacity": target.chip.usable_bytes,
@@ -139,8 +140,9 @@ def that_fits(
             near.check(config, batch_size, seq_len)
         except ValueError:
             continue
-        held = sum(memory.argument_bytes(config, near, batch_size, seq_len).values())
-        need = held + memory.temp_bytes(config, near, batch_size, seq_len, target.platform)
+        decided = near.resolve(config, target.platform)
+        held = sum(memory.argument_bytes(decided, batch_size, seq_len).values())
+        need = held + memory.temp_bytes(decided, batch_size, seq_len)
         if near != plan and need <= 0.9 * target.chip.usable_bytes:
             return near, need
     return None
@@ -196,17 +198,16 @@ def picture(document: dict) -> Scene:
     return draw.two_lanes(document["turns"], f"One turn of each loop on {document['target']}, estimated")
 
 
-def _seen_share(config: ModelConfig, plan: Plan, seq_len: int) -> float:
+def _seen_share(config: ModelConfig, plan: Resolved, seq_len: int) -> float:
     """Give the share of all pairs of tiles that the kernel of attention computes, one document a row."""
-    plan = plan.of(config)
     ranks = plan.mesh.along(plan.regions["queries"]["s"])
     return ring.seen_share(seq_len, ranks, plan.sequence_order, Mask(True, config.window))
 
 
-def _busiest(text: str, mesh, config: ModelConfig, plan: Plan, target: Target, seq_len: int) -> Roofline:
+def _busiest(text: str, mesh, config: ModelConfig, plan: Resolved, target: Target, seq_len: int) -> Roofline:
     """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
     schedule's bubble as one more term."""
-    seen, beside = _seen_share(config, plan, seq_len), AT_ONCE in compiler_options(plan, target.platform)
+    seen, beside = _seen_share(config, plan, seq_len), AT_ONCE in compiler_options(plan)
     full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
     stages = [
         roofline(text, mesh, target.links, branches, seen, full, beside)

@@ -44,6 +44,7 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     plan.check(config, batch_size, seq_len)
     mesh = make_mesh(plan.mesh)
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
+    plan = step.plan
     compiled, partitioned = read_program(step.lower(batch_size, seq_len))
     # With experts it depends on the routing: empty blocks are skipped. A kernel walks lists of the data's.
     text, known = compiled.as_text() or "", not config.experts and step.plan.attention_kernel != "flash"
@@ -52,11 +53,9 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     useful = memory.flops(config, batch_size, seq_len)
     return compare(config, plan, batch_size, seq_len, partitioned, mesh) | {
         "memory": {
-            "predicted_argument_bytes": sum(
-                memory.argument_bytes(config, plan, batch_size, seq_len).values()
-            ),
+            "predicted_argument_bytes": sum(memory.argument_bytes(plan, batch_size, seq_len).values()),
             "compiled_argument_bytes": held["argument_bytes"],
-            "predicted_temp_bytes": memory.temp_bytes(config, plan, batch_size, seq_len, platform_of(mesh)),
+            "predicted_temp_bytes": memory.temp_bytes(plan, batch_size, seq_len),
             "compiled_temp_bytes": held["temp_bytes"],
         },
         "flops": {
@@ -80,12 +79,9 @@ def compare(
 
     Of a pipeline's stages it takes the one that sends most.
     """
-    platform = platform_of(mesh)
-    detour, plan = plan.of(config).detour(platform), plan.on(platform).of(config)
+    plan = plan.resolve(config, platform_of(mesh))
     mesh = split(mesh, plan.mesh)
-    by_stage = [
-        traffic.step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)
-    ]
+    by_stage = [traffic.step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
     stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
     predicted = by_stage[stage]
     census = census_hlo(partitioned, mesh, taken(config, plan)[stage])
@@ -108,13 +104,13 @@ def compare(
     return {
         "model": config.name,
         "params": config.num_params,
-        "dispatch": plan.dispatch if plan.live("ep") else None,
+        "dispatch": plan.dispatch if plan.mesh.live("ep") else None,
         "grouped": plan.grouped if config.experts else None,
         "mesh": {a: n for a, n in plan.mesh.asked.items() if n > 1},
         "links": links(mesh),
         "reading": plan.reading,
         "attention_kernel": plan.attention_kernel,
-        "detour": detour or None,
+        "detour": "; ".join(plan.said) or None,
         "zero": plan.zero,
         "stage": stage,
         "schedule": plan.schedule if plan.pipeline else None,

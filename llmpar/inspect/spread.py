@@ -25,8 +25,8 @@ def rounded_products(platform: str) -> Unit:
 def spread(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, platform: str) -> dict:
     """The expected spread as a JSON document (`Tolerance.document`), and in ``elsewhere`` its bounds on
     devices that round products otherwise."""
-    here = rounded_products(platform)
-    of = lambda products: tolerance(config, plan, batch_size, seq_len, products).document()
+    here, plan = rounded_products(platform), plan.resolve(config, platform)
+    of = lambda products: tolerance(plan, batch_size, seq_len, products).document()
     others = [unit for unit in UNIT if unit != here and plan.dtype == "float32"]
     return of(here) | {"elsewhere": {unit: of(unit)["bound"] for unit in others}}
 

@@ -25,8 +25,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from llmpar.config import ModelConfig
-from llmpar.plan import Plan
+from llmpar.plan import Resolved
 from llmpar.predict.collectives import ring_share
 from llmpar.predict.traffic import step_traffic
 from llmpar.timetable import slots, timetable
@@ -60,17 +59,16 @@ def sends(kind: str, group: int, pairs: Sequence[tuple[int, int]] = ()) -> Itera
 
 
 def leaving_bytes(
-    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, hosts: Sequence[int]
+    plan: Resolved, batch_size: int, seq_len: int, hosts: Sequence[int]
 ) -> dict[str, dict[int, int]]:
     """Predict the bytes that leave each host in a training step, by axes: ``{"dp": {0: …, 1: …}}``.
 
     ``hosts`` are those of the mesh's devices, in the mesh's order: its last axis runs fastest.
     """
-    plan = plan.of(config)
     sizes = plan.mesh.sizes
     if len(hosts) != plan.mesh.size:
         raise ValueError(f"{len(hosts)} hosts are named for a mesh of {plan.mesh.size} devices")
-    stages = [step_traffic(config, plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
+    stages = [step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
     found: dict[str, dict[int, Fraction]] = {}
     for axes, kind in dict.fromkeys(key for traffic in stages for key in traffic):
         of_axes = found.setdefault(axes, dict.fromkeys(sorted(set(hosts)), Fraction(0)))
@@ -83,7 +81,7 @@ def leaving_bytes(
     return {axes: {host: math.ceil(sent) for host, sent in of.items()} for axes, of in found.items()}
 
 
-def pairs_of(plan: Plan, text: str) -> list[tuple[int, int]]:
+def pairs_of(plan: Resolved, text: str) -> list[tuple[int, int]]:
     """The pairs of a pipeline's permute, by the arrow's text; none for others, which are rings."""
     if plan.pipeline is None or not text.endswith(" stage"):
         return []

@@ -10,19 +10,18 @@ import math
 from collections import Counter
 
 from llmpar.config import ModelConfig
-from llmpar.plan import Plan
+from llmpar.plan import Resolved
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
 from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
 
 
-def _local(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> tuple[int, Counter[str]]:
+def _local(plan: Resolved, batch_size: int, seq_len: int) -> tuple[int, Counter[str]]:
     """What lies on each device: tokens of a batch, and bytes of one float32 copy of the weights ``stored``,
     ``used``, ``unreduced``, ``accumulated`` and ``graded`` (`plan.Life`); of the blocks' weights alone as
     ``blocks stored`` …; of the output head as ``head used``; of the largest weight as ``largest unreduced``;
     and of those that a loop gathers along a dim that is not their first as ``turned``."""
-    plan = plan.of(config)
-    sizes, held = plan.mesh.sizes, Counter[str]()
+    config, sizes, held = plan.config, plan.mesh.sizes, Counter[str]()
     for path, weight in plan.padded(config).weights().items():
         life = plan.life(weight.dims)
         for name in ("stored", "used", "unreduced", "accumulated", "graded"):
@@ -39,13 +38,13 @@ def _local(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> tu
 
 
 def argument_bytes(
-    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, moments: int = 2, scalars: int = 2
+    plan: Resolved, batch_size: int, seq_len: int, moments: int = 2, scalars: int = 2
 ) -> dict[str, int]:
     """Bytes per device that a step is given: float32 weights, ``moments`` float32 copies of them in the
     optimizer's state (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's,
     and AdamW's one).
     """
-    tokens, held = _local(config, plan, batch_size, seq_len)
+    tokens, held = _local(plan, batch_size, seq_len)
     return {
         "params": held["stored"],
         "optimizer": moments * held["graded"],
@@ -54,7 +53,7 @@ def argument_bytes(
     }
 
 
-def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, platform: str = "gpu") -> int:
+def temp_bytes(plan: Resolved, batch_size: int, seq_len: int) -> int:
     """An estimate of the bytes per device that a step holds besides its arguments, for choosing among many
     plans: half of the recorded ones within 5 %, nine of ten within 15 % (`tests/compiled.md`).
 
@@ -68,12 +67,13 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, p
     with pieces of the loss, outside of microbatches, the gathered head; what a block holds for attention and
     for its feed-forward does not add up; gradients outside the blocks are summed over microbatches whole.
     """
+    config, platform = plan.config, plan.platform or "gpu"
     tpu = platform == "tpu"
-    tokens, held = _local(config, plan, batch_size // plan.microbatches, seq_len)
+    tokens, held = _local(plan, batch_size // plan.microbatches, seq_len)
     item, layers, order = ITEMSIZE[plan.dtype], config.num_layers, plan.pipeline
     one = max(order.layers(layers).values()) if order else layers  # loop's
     read = 2 if tpu else item  # products on TPUs read float32 as bfloat16
-    saves, crossing, work, stream = _block(config, plan.of(config), tokens, seq_len, tpu)
+    saves, crossing, work, stream = _block(config, plan, tokens, seq_len, tpu)
     narrow = lambda name: held[name] * read // FLOAT32
     layer = narrow("blocks used") * plan.mesh.pp // plan.padded(config).num_layers
     turns = 1 if platform == "cpu" else min(plan.unroll or one, one)  # written out
@@ -104,7 +104,7 @@ def temp_bytes(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, p
 
 
 def _block(
-    config: ModelConfig, plan: Plan, tokens: int, seq_len: int, tpu: bool
+    config: ModelConfig, plan: Resolved, tokens: int, seq_len: int, tpu: bool
 ) -> tuple[dict[str, int], int, int, int]:
     """Bytes that autodiff keeps of a block by `Plan.remat`, that the gradient of its input leaves for those
     of its weights, that its backward pass works with at once, and of the stream."""

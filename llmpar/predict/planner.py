@@ -207,9 +207,9 @@ def sure(q: Question, one: Candidate) -> Candidate:
 
 def held_by(q: Question, plan: Plan) -> dict[str, float]:
     """Bytes on each device by part: what a step is given, and what it holds besides (`memory`)."""
-    plan = plan.on(q.platform)
-    given = memory.argument_bytes(q.config, plan, q.batch_size, q.seq_len)
-    besides = memory.temp_bytes(q.config, plan, q.batch_size, q.seq_len, q.platform)
+    plan = plan.resolve(q.config, q.platform)
+    given = memory.argument_bytes(plan, q.batch_size, q.seq_len)
+    besides = memory.temp_bytes(plan, q.batch_size, q.seq_len)
     run = workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)
     grads = min(besides, held.held_bytes(run, True)["gradients"])
     parts = {"params": given["params"], "grads": grads, "optimizer": given["optimizer"]}

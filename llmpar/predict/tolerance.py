@@ -30,7 +30,7 @@ from typing import Literal
 
 from llmpar.config import ModelConfig
 from llmpar.notation import AXES
-from llmpar.plan import Plan
+from llmpar.plan import Resolved
 
 Unit = Literal["float32", "tf32", "bfloat16"]
 UNIT = {"float32": 2.0**-24, "tf32": 2.0**-11, "bfloat16": 2.0**-8}
@@ -118,8 +118,7 @@ def tree(num_terms: float) -> float:
 
 
 def tolerance(
-    config: ModelConfig,
-    plan: Plan,
+    plan: Resolved,
     batch_size: int,
     seq_len: int,
     products: Unit = "float32",
@@ -133,7 +132,7 @@ def tolerance(
     which is at most 1 and at most the loss. A plan that cuts the batch alone may keep every bit of a token's
     values, and do better by far.
     """
-    tokens = batch_size * seq_len
+    config, tokens = plan.config, batch_size * seq_len
     plan = replace(
         plan, mesh=replace(plan.mesh, kv=1, ul=1)
     )  # axes as they are asked for, without inner parts
@@ -160,7 +159,7 @@ def _spread(term: Term) -> float:
     return ROUNDING * UNIT[term.unit] * math.sqrt(term.length)
 
 
-def _values(config: ModelConfig, plan: Plan, seq_len: int, products: Unit) -> list[Term]:
+def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -> list[Term]:
     """What makes a token's last hidden value differ."""
     layers, tp, sp, ep = config.num_layers, plan.mesh.tp, plan.mesh.sp, plan.mesh.ep
     depth = _depth(layers)
@@ -183,7 +182,7 @@ def _values(config: ModelConfig, plan: Plan, seq_len: int, products: Unit) -> li
     return terms
 
 
-def _curvature(plan: Plan, values: list[Term], scale: float) -> list[Term]:
+def _curvature(plan: Resolved, values: list[Term], scale: float) -> list[Term]:
     """Noise raises a loss by half of its variance, in every token alike. Both programs have it, but for the
     roundings that come with the cut, which one of them has."""
     added = [x for x in values if x.by and x.unit == plan.dtype]
@@ -192,7 +191,7 @@ def _curvature(plan: Plan, values: list[Term], scale: float) -> list[Term]:
     return [Term(name, by, plan.dtype, sum(x.length for x in added), bend)] if added else []
 
 
-def _weights(config: ModelConfig, plan: Plan, tokens: int) -> list[Term]:
+def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[Term]:
     """What makes a weight's gradient differ, beside the values that it is made of."""
     copies, by = _cuts(plan, "microbatches")
     vectors = sum(math.prod(w.shape) for w in config.weights().values() if w.is_vector)
@@ -209,12 +208,12 @@ def _weights(config: ModelConfig, plan: Plan, tokens: int) -> list[Term]:
     ]
 
 
-def _totals(config: ModelConfig, plan: Plan, tokens: int) -> list[Term]:
+def _totals(config: ModelConfig, plan: Resolved, tokens: int) -> list[Term]:
     """The two numbers' own sums, always float32. The norm is a root, which halves an error."""
     parts, by = _cuts(plan, "microbatches", "loss_chunks")
     loss = Term("sum of losses", by, "float32", tree(tokens) / 2 + parts - 1)
     length = tree(config.num_params) / 2 + plan.mesh.size - 1
-    norm = Term("sum of squares", ",".join(plan.live(*AXES)), "float32", length)
+    norm = Term("sum of squares", ",".join(plan.mesh.live(*AXES)), "float32", length)
     return [replace(loss, loss=_spread(loss)), replace(norm, grad_norm=_spread(norm) / 2)]
 
 
@@ -239,7 +238,7 @@ def _depth(layers: int) -> float:
     return sum(1 / (i + 1) for i in range(1, 2 * layers + 1)) / 2
 
 
-def _cuts(plan: Plan, *fields: str) -> tuple[int, str]:
+def _cuts(plan: Resolved, *fields: str) -> tuple[int, str]:
     """Into how many parts the plan cuts a sum over tokens, and by what."""
     sizes = {axis: plan.mesh.sizes[axis] for axis in plan.varying("data")}
     sizes |= {name: getattr(plan, name) for name in fields if getattr(plan, name) > 1}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from llmpar.config import ExpertConfig, ModelConfig, Weight
 from llmpar.notation import TRANSPOSES, Arrow
-from llmpar.plan import Plan
+from llmpar.plan import Resolved
 from llmpar.predict.collectives import ring_bytes
 from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
@@ -144,7 +144,7 @@ class Runs:
     attended: int
 
 
-def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
+def runs(config: ModelConfig, plan: Resolved, stage: int = 0) -> Runs:
     """Read off the plan, and of a pipeline off its schedule: F runs a chunk forward, unless the loss follows;
     B runs it forward again from what F was given, or has its residuals; then backward."""
     m, order = plan.microbatches, plan.pipeline
@@ -171,13 +171,13 @@ def runs(config: ModelConfig, plan: Plan, stage: int = 0) -> Runs:
     return Runs(embed, loss, forward, *again, n, forward + n, forward + again[0], attended)
 
 
-def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
+def step_traffic(plan: Resolved, batch_size: int, seq_len: int, stage: int = 0) -> Traffic:
     """Everything that a device of a pipeline's stage (of the only one, where there is none) sends in one
     training step, under the Manual reading. All stages take part in each permute between them, whether they
     have something to send or not.
     """
-    plan = plan.of(config)
-    traffic, run = Traffic(plan.mesh.sizes), runs(config, plan, stage)
+    config, traffic = plan.config, Traffic(plan.mesh.sizes)
+    run = runs(config, plan, stage)
     _weights(traffic, config, plan, run)
     values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
     _activations(values, config, run)
@@ -190,7 +190,11 @@ def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int,
     tally = config.num_layers * (config.experts.num_experts + 2) if config.experts else 0
     small = "the loss, the tokens and the gradients' norm" + ", the tally of tokens per expert" * bool(tally)
     traffic.add(
-        "all-reduce", plan.live(*plan.mesh.sizes), small, FLOAT32 * (3 + tally), text="loss, tokens and norm"
+        "all-reduce",
+        plan.mesh.live(*plan.mesh.sizes),
+        small,
+        FLOAT32 * (3 + tally),
+        text="loss, tokens and norm",
     )
     return traffic
 
@@ -198,7 +202,7 @@ def step_traffic(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int,
 # ---------------------------------------------------------------------------------------------------- weights
 
 
-def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> None:
+def _weights(traffic: Traffic, config: ModelConfig, plan: Resolved, run: Runs) -> None:
     """The arrows of each weight's life. Per device and parameter, with N = fsdp and a microbatches, they send
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
     held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.sizes))
@@ -236,7 +240,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Plan, run: Runs) -> No
             traffic.add("all-reduce", axes, "gradients", sum(bucket), text=text)
 
 
-def _uses(config: ModelConfig, plan: Plan, run: Runs, path: str, weight: Weight) -> tuple[int, int, int]:
+def _uses(config: ModelConfig, plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, int, int]:
     """How often a weight is gathered for use, its gradient comes back, and is added up."""
     if path.startswith("blocks."):
         gathers = run.vectors if weight.is_vector else run.matrices
@@ -252,7 +256,7 @@ def _uses(config: ModelConfig, plan: Plan, run: Runs, path: str, weight: Weight)
     return times, times, times if plan.pipeline else plan.microbatches
 
 
-def _visits(plan: Plan) -> int:
+def _visits(plan: Resolved) -> int:
     """Chunks of the model that a stage adds gradients to one by one."""
     return plan.pipeline.visits if plan.pipeline and plan.zero == 2 else 1
 
@@ -277,7 +281,7 @@ class Values:
     """The values of one microbatch, ``b`` sequences of ``s`` tokens, and what their arrows send."""
 
     traffic: Traffic
-    plan: Plan
+    plan: Resolved
     b: int
     s: int
 
@@ -294,7 +298,7 @@ class Values:
         block forward, n - 1 backward, and so sends what the one collective would (Wang et al. 2023)."""
         if not self.plan.tp_comm_overlap:
             return self.carry(arrow, shape, of, forward, backward)
-        (axes,) = (move.axes for move in self.plan.resolve(arrow).moves)
+        (axes,) = (move.axes for move in self.plan.physical(arrow).moves)
         block = self.itemsize * self.held("stream b s d", *shape)
         self.round(axes, of, block, forward + backward, arrow)
 
@@ -308,10 +312,10 @@ class Values:
         self, arrow: str, shape, of: str, forward: int, backward: int = 0, itemsize: int = 0, **names
     ) -> None:
         """`Traffic.carry` for an arrow of the model's text, then the all-reduce of the gradient over the axes
-        along which values begin to differ where it ends (`Plan.spread`)."""
+        along which values begin to differ where it ends (`Resolved.spread`)."""
         sent = Sent(arrow, of, **names)
         held = (itemsize or self.itemsize) * self.held(arrow.partition(" ->")[0], *shape)
-        held = self.traffic.carry(self.plan.resolve(arrow), held, sent, forward, backward)
+        held = self.traffic.carry(self.plan.physical(arrow), held, sent, forward, backward)
         self.traffic.add("all-reduce", self.plan.spread(arrow), sent.gradient or of, held, backward, arrow)
 
 

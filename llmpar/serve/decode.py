@@ -19,29 +19,30 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
-from llmpar import attention
+from llmpar import attention, refusals
 from llmpar.config import ModelConfig
 from llmpar.mesh import platform_of, sharding, spec, split
 from llmpar.notation import Layout
 from llmpar.par import Manual, vary
-from llmpar.plan import Plan
+from llmpar.plan import Plan, Resolved
 from llmpar.weights import Tree, model_graph, weight_dims
 
 CACHE = "cache l b t k h"
 
 
 @dataclasses.dataclass(frozen=True)
-class Serving(Plan):
+class Serving(Resolved):
     """A plan for tokens that come one at a time: no region cuts their positions by sp, which cuts those of
     the cache."""
 
     @functools.cached_property
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Region to dim to the axes that cut it."""
+        live = self.mesh.live
         table = {
             name: {d: axes for d, axes in cuts.items() if d != "s"} for name, cuts in super().regions.items()
         }
-        return table | {"cache": {"b": table["data"]["b"], "t": self.live("sp"), "k": self.live("tp", "kv")}}
+        return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
 
 
 class Decoder:
@@ -63,7 +64,7 @@ class Decoder:
     ):
         self.config, self.length, self.start = config, length, 0
         self.platform = platform_of(mesh)
-        self.plan = plan = self.check(config, plan, batch_size, length).on(self.platform)
+        self.plan = plan = self.check(config, plan, batch_size, length, self.platform)
         mesh = split(mesh, plan.mesh)
         slots = -(-length // plan.mesh.sp) * plan.mesh.sp
         heads = max(config.num_kv_heads, plan.mesh.tp)  # the copies of a KV head have each a cache
@@ -81,7 +82,9 @@ class Decoder:
         self.run = jax.jit(run, donate_argnums=1)
 
     @staticmethod
-    def check(config: ModelConfig, plan: Plan, batch_size: int, length: int) -> Serving:
+    def check(
+        config: ModelConfig, plan: Plan, batch_size: int, length: int, platform: str | None = None
+    ) -> Serving:
         """The plan as this uses it; refuses what cannot be cut, before any weight is made."""
         if plan.mesh.pp > 1:
             where = f"mesh '{plan.mesh}' has pp={plan.mesh.pp}"
@@ -89,11 +92,9 @@ class Decoder:
         if length < 1:
             raise ValueError(f"a cache of {length} positions holds nothing; use 1 or more")
         kept = {name: getattr(plan, name) for name in ("mesh", "zero", "dtype")}
-        serving = (
-            Serving(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").effective(config).of(config)
-        )
-        assert isinstance(serving, Serving)
-        serving.check(config, batch_size, plan.mesh.sp)
+        asked = Plan(**kept, zero_axes="fsdp,ep", sequence_order="contiguous").resolve(config, platform)
+        serving = Serving(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)})
+        refusals.check(serving, batch_size, plan.mesh.sp)
         return serving
 
     def __call__(self, tokens) -> jax.Array:
@@ -114,7 +115,7 @@ class Decoder:
 
     def _forward(self, params: Tree, cache, tokens, start):
         """On one device: logits of the last token, and the cache with all of them."""
-        par = Manual(self.plan, self.platform)
+        par = Manual(self.plan)
         par.cache = cache_of_layer = _Cache(par)
         model = nnx.merge(model_graph(self.config), params)
         none = tokens * 0  # of shape b s, and cut as tokens are
@@ -141,7 +142,7 @@ class Decoder:
         x = par.move(model.norm(x[:, -1:], par), "stream b s d -> vocab b s d")[:, 0]
         logits = jnp.einsum("bd,vd->bv", x, head, preferred_element_type=jnp.float32)
         return (
-            par.carry_out(logits, self.plan.resolve("vocab b v -> data b v"), "logits", invariant=True),
+            par.carry_out(logits, self.plan.physical("vocab b v -> data b v"), "logits", invariant=True),
             new,
         )
 

@@ -282,7 +282,7 @@ def by_hand(x):
 
 
 def by_arrow(x):
-    return Manual(Plan(cube, zero=0)).carry_out(x, arrow)
+    return Manual(Plan(cube, zero=0).resolve()).carry_out(x, arrow)
 
 
 def on_mesh(function):

@@ -290,7 +290,7 @@ def solo_step(params, velocity):
     def loss(params):
         count = (batch["targets"] >= 0).sum().astype(jnp.float32)
         model = nnx.merge(model_graph(LLAMA), params)
-        return model.cross_entropies(batch, Solo(Plan()))[0].sum() / count
+        return model.cross_entropies(batch, Solo())[0].sum() / count
 
     value, grads = jax.value_and_grad(loss)(params)
     velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, grads)
@@ -357,7 +357,7 @@ for name, census in censuses.items():
     step, compiled = runs[name].step, runs[name].compiled
     final = sum(c.count for c in census_hlo(compiled.as_text(), step.mesh))
     count, size = sum(c.count for c in census), sum(c.bytes_sent for c in census)
-    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ).total_bytes
+    predicted = traffic.step_traffic(step.plan, BATCH, SEQ).total_bytes
     # A ring that does not divide rounds each message.
     assert size == predicted and abs(size - bound) <= count
     print(f"{name:<12}{count:>12}{final:>16}{size / (4 * LLAMA.num_params):>30.3f}")
@@ -483,7 +483,7 @@ def unasked(weights, x, counted):
     return lax.psum(loss, "dp"), grads
 
 
-par = Manual(Plan(f"dp={N}", zero=0))
+par = Manual(Plan(f"dp={N}", zero=0).resolve())
 SCALAR = parse_arrow("+dp -> whole")
 GRADS = {"up": parse_arrow("d m +dp -> d m"), "down": parse_arrow("m d +dp -> m d")}
 
@@ -556,7 +556,7 @@ for u in (1, 2, 4):
         for when in ("end", "layer")
     )
     sent = lambda plan, u=u: (
-        traffic.step_traffic(LLAMA, plan, BATCH * u, SEQ).total_bytes
+        traffic.step_traffic(plan.resolve(LLAMA), BATCH * u, SEQ).total_bytes
     )
     assert sent(at_end) == sum(c.bytes_sent for c in censuses["end"])
     assert sent(by_layer) == u * sent(at_end) - (u - 1) * scalars  # those are sent once

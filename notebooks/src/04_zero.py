@@ -478,7 +478,7 @@ print(arrow_text(censuses["stage 3"]))
 show(draw.arrows_sent(arrow_rows(censuses["stage 3"])))
 
 # %% tags=["plumbing"]
-predicted = traffic.step_traffic(LLAMA, llamas["stage 3"].step.plan, BATCH, SEQ)
+predicted = traffic.step_traffic(llamas["stage 3"].step.plan, BATCH, SEQ)
 sent = arrow_rows(censuses["stage 3"])
 assert sum(row["bytes_sent"] for row in sent) == predicted.total_bytes
 for name in ("ffn d m", "attention n h d"):
@@ -505,7 +505,7 @@ for zero in range(4):
     for u in (1, 2, 4):
         plan = Plan(f"fsdp={N}", zero=zero, microbatches=u)
         step = Step(LLAMA, plan, mesh, optax.adamw(3e-3))
-        predicted = traffic.step_traffic(LLAMA, plan, 4 * N, SEQ)
+        predicted = traffic.step_traffic(plan.resolve(LLAMA), 4 * N, SEQ)
         if u > 1:  # a loop: the census multiplies what is inside by its length
             batch = step.abstract_batch(4 * N, SEQ)
             traced = step.run.trace(step.abstract_state, batch).jaxpr
@@ -543,7 +543,7 @@ for reshard in (True, False):
     plan = Plan(f"fsdp={N}", zero=3, reshard_after_forward=reshard)
     step = Step(LLAMA, plan, mesh, optax.adamw(3e-3))
     traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
-    predicted = traffic.step_traffic(LLAMA, plan, BATCH, SEQ)
+    predicted = traffic.step_traffic(plan.resolve(LLAMA), BATCH, SEQ)
     assert census_table(census_jaxpr(traced, mesh.shape)) == as_table(predicted)
     gathers = predicted.get(("fsdp", "all-gather"), traffic.Prediction()).count
     say(
@@ -578,9 +578,11 @@ print(table)
 PARTS = ("stored", "used", "unreduced", "accumulated", "graded")
 for line in table.splitlines()[1:]:
     stage, *cells = re.split("  +", line)
-    life = Plan("dp=2 fsdp=2 tp=2", zero=int(stage)).life("ffn d m")
+    life = Plan("dp=2 fsdp=2 tp=2", zero=int(stage)).resolve().life("ffn d m")
     assert [str(getattr(life, part)) for part in PARTS] == cells
-    here = Plan("fsdp=2", zero=int(stage)).life("ffn d m")  # without dp and tp
+    here = (
+        Plan("fsdp=2", zero=int(stage)).resolve().life("ffn d m")
+    )  # without dp and tp
     alone = [re.sub(r"/tp| \+dp", "", cell) for cell in cells]
     assert [str(getattr(here, part)) for part in PARTS] == alone
 

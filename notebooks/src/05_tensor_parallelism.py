@@ -92,13 +92,13 @@ one, eight, cut = Plan("dp=1"), Plan("tp=8"), Plan("tp=8", tp_sequence=True)
 for text in ("stream b s d -> ffn b s d", "ffn b s d +m -> stream b s d"):
     print(text)
     for name, plan in {"one device": one, "tp=8": eight, "and sequence": cut}.items():
-        print(f"  {name:<14} {plan.resolve(text)}")
+        print(f"  {name:<14} {plan.physical(text)}")
 
 # %% tags=["plumbing"]
 leaving = "ffn b s d +m -> stream b s d"
-assert eight.resolve(leaving) == parse_arrow("b s d +tp -> b s d")
-assert cut.resolve(leaving) == parse_arrow("b s d +tp -> b s/tp d")
-assert one.resolve(leaving) == parse_arrow("b s d -> b s d")
+assert eight.physical(leaving) == parse_arrow("b s d +tp -> b s d")
+assert cut.physical(leaving) == parse_arrow("b s d +tp -> b s/tp d")
+assert one.physical(leaving) == parse_arrow("b s d -> b s d")
 
 # %% [markdown]
 # ## One picture
@@ -181,7 +181,7 @@ def by_hand(w1, w2, x):  # l d m/tp, l m/tp d, b s d
 
 
 def by_arrows(w1, w2, x):  # the package: logical arrows, read by Manual
-    par = Manual(plan)
+    par = Manual(plan.resolve())
     for l in range(L):
         x = par.move(x, "stream b s d -> ffn b s d")
         hidden = jax.nn.relu(x @ w1[l])
@@ -321,7 +321,7 @@ tables = verdicts(llamas, solo)
 censuses = {name: as_predicted(run) for name, run in llamas.items()}
 bars = []
 for name, (step, *_) in llamas.items():
-    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)
+    predicted = traffic.step_traffic(step.plan, BATCH, SEQ)
     for (axis, kind), row in tables[name].items():
         bar = {"axis": axis, "kind": f"{kind} ({name})", "count": row["count"]}
         bar["predicted_bytes"] = predicted[axis, kind].bytes_sent
@@ -339,7 +339,7 @@ else:
 def per_block(plan):
     """Count and bytes that one more layer adds, by kind."""
     deeper = dataclasses.replace(LLAMA, num_layers=3)
-    by = lambda config: traffic.step_traffic(config, plan, BATCH, SEQ)
+    by = lambda config: traffic.step_traffic(plan.resolve(config), BATCH, SEQ)
     more, less = by(deeper), by(LLAMA)
     count = lambda key: more[key].count - less[key].count
     sent = lambda key: more[key].bytes_sent - less[key].bytes_sent
@@ -466,7 +466,7 @@ ins = tuple(spec(plan.place(f"attention {text}")) for text in dims)
 whole = spec(parse_layout("b s d"))
 over_tp = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=whole))
 arrow = "attention b s d +n -> stream b s d"
-by_arrow = over_tp(lambda *args: Manual(plan).move(attend(*args), arrow))
+by_arrow = over_tp(lambda *args: Manual(plan.resolve()).move(attend(*args), arrow))
 got = over_tp(heads_by_hand)(*matrices, X)
 assert np.allclose(got, jax.jit(attend)(*matrices, X), atol=1e-5)
 assert np.allclose(got, by_arrow(*matrices, X), atol=1e-7)
@@ -513,7 +513,7 @@ assert [(c.kind, c.shape) for c in three] == [("all-reduce", (B, S))] * (3 * (N 
 for census in censuses.values():  # the Llama's loss sends what this one sends
     assert sum(c.count for c in census if c.shape == (BATCH, SEQ)) == len(three)
 finished = parse_arrow("b s +tp -> b s" if N > 1 else "b s -> b s")
-assert plan.resolve("vocab b s +v -> data b s") == finished
+assert plan.physical("vocab b s +v -> data b s") == finished
 print("value: the loss of every token equals the loss from whole logits")
 print(f"communication: {len(three)} all-reduces of one number per token")
 for name in ("tiny", "llama3-8b"):

@@ -532,7 +532,7 @@ for name, run in llamas.items():
     shards = lambda x: {s.data.shape for s in x.addressable_shards}
     assert all(shards(x) == {x.shape} for x in jax.tree.leaves(run.state.params))
     census = as_predicted(run)
-    predicted = traffic.step_traffic(LLAMA, run.step.plan, BATCH, SEQ)
+    predicted = traffic.step_traffic(run.step.plan, BATCH, SEQ)
     in_all = sum(row["bytes_sent"] for row in arrow_rows(census))
     assert in_all == predicted.total_bytes
     attends = [c for c in census if c.kind != "all-reduce"]
@@ -543,7 +543,7 @@ assert ids[0] == ids[1], "positions and document numbers, and no activation"
 # %% tags=["plumbing"]
 rows = []
 for name, table in tables.items():
-    predicted = traffic.step_traffic(LLAMA, llamas[name].step.plan, BATCH, SEQ)
+    predicted = traffic.step_traffic(llamas[name].step.plan, BATCH, SEQ)
     for (axis, kind), row in table.items():
         if kind != "all-reduce":
             bar = {"axis": axis, "kind": f"{kind} ({name})", "count": row["count"]}
@@ -579,7 +579,7 @@ def sent_in_step(config, variant, size, length=4096):
     """Numbers of head width that a step sends per layer and position held (and the few
     bytes of positions)."""
     plan = Plan(f"sp={size}", zero=0, context_parallel=variant, dtype="bfloat16")
-    predicted = traffic.step_traffic(config, plan, 1, length)
+    predicted = traffic.step_traffic(plan.resolve(config), 1, length)
     total = sum(predicted["sp", kind].bytes_sent for kind in EXCHANGE[variant])
     return total / (2 * config.head_width * config.num_layers * length // size)
 

@@ -390,7 +390,7 @@ if p > 1:
 # %%
 print("parameters on each of 4 stages:")
 for name in ("llama3.2-1b", "llama3-8b", "llama3-70b"):
-    described, stored = preset(name).weights().values(), Plan("pp=4").stored
+    described, stored = preset(name).weights().values(), Plan("pp=4").resolve().stored
     common = [w.shape for w in described if "pp" not in stored(w.dims).axes]
     everywhere = sum(int(np.prod(shape)) for shape in common)
     cut = (preset(name).num_params - everywhere) // 4

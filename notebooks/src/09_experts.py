@@ -247,7 +247,7 @@ print("capacity factor   dropped")
 dropped = {}
 for factor in (0.5, 1.0, 1.25, 1.5, 2.0, None):
     how = dataclasses.replace(HOW, capacity_factor=factor)
-    _, kept, aux = moe.route(how, Solo(Plan()), jnp.asarray(popular, jnp.float32))
+    _, kept, aux = moe.route(how, Solo(), jnp.asarray(popular, jnp.float32))
     counts = (np.asarray(kept)[..., None] == np.arange(E)).sum(2)  # b s e
     dropped[factor] = float(aux["tally"][-2]) / (8 * 256 * A)
     assert counts.sum(1).max() <= how.capacity(256)
@@ -372,7 +372,7 @@ even = 1e-3 * (np.eye(E)[token % E] + np.eye(E)[(token + 1) % E])
 two = 50.0 * (np.zeros((64, 1)) + (np.arange(E) < 2))
 cases = {"all equal": (even, 1), "expert 0 and 1 only": (two, E / A)}
 for name, (logits, expected) in cases.items():
-    aux = moe.route(balance, Solo(Plan()), jnp.asarray(logits[None], jnp.float32))[2]
+    aux = moe.route(balance, Solo(), jnp.asarray(logits[None], jnp.float32))[2]
     loss = float(aux["loss"].mean())
     print(f"balance loss, {name}: {loss:.3f}")
     assert abs(loss - expected) < 0.01

@@ -174,7 +174,7 @@ scene.show(draw.memory_bars(bars, title="State per device, predicted = compiled"
 # %%
 fresh = {"logits": 0.5, "loss": math.log(LLAMA.vocab_size)}
 for plan, (text, run) in zip(PLANS, runs.items(), strict=True):
-    bound = tolerance(LLAMA, plan, ROWS, SEQ, **fresh).bound("loss")
+    bound = tolerance(plan.resolve(LLAMA), ROWS, SEQ, **fresh).bound("loss")
     off = abs(run.losses[0] / solo_losses[0] - 1)
     assert off <= bound and np.allclose(run.losses, solo_losses, rtol=1e-4), text
     norms = [float(one.metrics["grad_norm"]) for one in (run, runs["dp=1"])]
@@ -230,7 +230,9 @@ attempt("10.links", links)
 # %%
 plan = PLANS[-1]
 for dtype in ("float32", "bfloat16"):
-    told = tolerance(LLAMA, dataclasses.replace(plan, dtype=dtype), ROWS, SEQ, **fresh)
+    told = tolerance(
+        dataclasses.replace(plan, dtype=dtype).resolve(LLAMA), ROWS, SEQ, **fresh
+    )
     loss, norm = told.bound("loss"), told.bound("grad_norm")
     print(f"{dtype}: loss within {loss:.0e}, norm within {norm:.0e}")
     for term in sorted(told.terms, key=lambda term: -term.loss)[:3]:

@@ -66,7 +66,7 @@ attempt("11.replicas", {"dp=16": replicas, "fsdp=16": sharded})
 # %%
 state = {}
 for mesh in ("dp=16", "fsdp=16"):
-    given = memory.argument_bytes(preset("llama3-8b"), Plan(mesh), 64, 8192)
+    given = memory.argument_bytes(Plan(mesh).resolve(preset("llama3-8b")), 64, 8192)
     state[mesh] = (given["params"] + given["optimizer"]) / 2**30
 met("11.replicas", state, "predicted")
 

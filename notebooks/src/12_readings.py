@@ -323,7 +323,7 @@ runs = {name: trained(LLAMA, plan, TEXT, adam, 1) for name, plan in plans.items(
 
 # %%
 fresh = {"logits": 0.5, "loss": float(np.log(LLAMA.vocab_size))}
-bound = tolerance(LLAMA, plans["manual"], ROWS, SEQ, **fresh).bound("loss")
+bound = tolerance(plans["manual"].resolve(LLAMA), ROWS, SEQ, **fresh).bound("loss")
 for name, one in runs.items():
     loss, sent = one.losses[0], census_table(census_hlo(one.text, one.step.mesh))
     assert abs(loss / solo - 1) <= bound, name

@@ -42,7 +42,7 @@ from llmpar.step import Step
 REPLICAS, ROWS, WIDE, HIGH = 4, 16, 156, 40
 plan = Plan(f"dp={REPLICAS}", zero=0)
 own = plan.place("data b s").shard_shape((ROWS, 128), plan.mesh.sizes)[0]
-assert own == 4 and str(plan.resolve("ffn d m -> ffn d m").after) == "d m"
+assert own == 4 and str(plan.physical("ffn d m -> ffn d m").after) == "d m"
 assert [str(move) for move in parse_arrow("d m +dp -> d m").moves] == ["all-reduce over dp"]
 
 
@@ -131,7 +131,7 @@ assert (
 )
 assert (
     grad_bytes + sum(c.bytes_sent for c in scalars)
-    == traffic.step_traffic(LLAMA, plan, BATCH, SEQ).total_bytes
+    == traffic.step_traffic(plan.resolve(LLAMA), BATCH, SEQ).total_bytes
 )
 
 # One weight, the gradients of two replicas.
@@ -274,7 +274,7 @@ for name, options in VARIANTS.items():
     step = make_step(Plan("dp=8", zero=0, **options))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     ((key, row),) = census_table(census_jaxpr(jaxpr, step.mesh.shape)).items()
-    predicted = traffic.step_traffic(LLAMA, step.plan, BATCH, SEQ)[key]
+    predicted = traffic.step_traffic(step.plan, BATCH, SEQ)[key]
     assert key == ("dp", "all-reduce") and row == {
         "count": predicted.count,
         "bytes_sent": predicted.bytes_sent,
@@ -285,7 +285,8 @@ counts = [count for count, *_ in read.values()]
 assert counts == [3 + 9 * LLAMA.num_layers, 12, 2, 12]
 every_time = Plan("dp=8", zero=0, reduce="layer", microbatches=2)
 assert (
-    traffic.step_traffic(LLAMA, every_time, BATCH, SEQ).total_bytes == 2 * read['reduce="layer"'][1] + SMALL
+    traffic.step_traffic(every_time.resolve(LLAMA), BATCH, SEQ).total_bytes
+    == 2 * read['reduce="layer"'][1] + SMALL
 )
 try:
     every_time.check(LLAMA, BATCH, SEQ)

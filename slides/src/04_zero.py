@@ -121,7 +121,7 @@ LLAMA, BATCH, SEQ = dataclasses.replace(preset("tiny"), num_layers=2), 16, 32
 plan = Plan("fsdp=8", zero=3)
 step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
 found = census_table(census_hlo(partitioned_hlo(step.lower(BATCH, SEQ)), step.mesh))
-predicted = traffic.step_traffic(LLAMA, plan, BATCH, SEQ)
+predicted = traffic.step_traffic(plan.resolve(LLAMA), BATCH, SEQ)
 assert found == {key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()}
 # a block has 7 matrices and 2 norms; a norm's scale is gathered once; embedding, head and last norm too
 assert found["fsdp", "all-gather"]["count"] == LLAMA.num_layers * (2 * 7 + 2) + 3
@@ -193,7 +193,9 @@ assert sent == {0: [2, 2], 1: [2, 2], 2: [2, 5], 3: [3, 12]}
 for stage in range(4):  # our own step, counted: weights and gradients alone move
     for u, formula in zip((1, U), sent[stage], strict=True):
         ours = (
-            traffic.step_traffic(CONFIG, Plan(f"fsdp={N}", zero=stage, microbatches=u), N * U, 1).total_bytes
+            traffic.step_traffic(
+                Plan(f"fsdp={N}", zero=stage, microbatches=u).resolve(CONFIG), N * U, 1
+            ).total_bytes
             / 4
             / psi
             * N

@@ -108,7 +108,7 @@ def product_of(x, w, y, note):
 
 layouts = ("s d", "d m/tp", "s m/tp")
 assert parse_layout(layouts[1]).shard_shape((4096, 14336), {"tp": TP}) == (4096, 3584)
-assert str(Plan("tp=4").place("ffn d m")) == "d m/tp" and not parse_arrow("s d -> s d").moves
+assert str(Plan("tp=4").resolve().place("ffn d m")) == "d m/tp" and not parse_arrow("s d -> s d").moves
 show(
     product_of(
         *layouts,
@@ -135,7 +135,7 @@ show(
 layouts = ("s m/tp", "m/tp d", "s d +tp")
 plan = Plan("tp=4")
 assert str(plan.place("ffn m d")) == "m/tp d"
-assert [str(move) for move in plan.resolve("ffn b s d +m -> stream b s d").moves] == ["all-reduce over tp"]
+assert [str(move) for move in plan.physical("ffn b s d +m -> stream b s d").moves] == ["all-reduce over tp"]
 show(
     product_of(
         *layouts,
@@ -260,7 +260,7 @@ def jaxpr_bytes(tp_sequence):
     found = census_table(traced)
     assert found == {
         key: {"count": p.count, "bytes_sent": p.bytes_sent}
-        for key, p in traffic.step_traffic(LLAMA, plan, BATCH, SEQ).items()
+        for key, p in traffic.step_traffic(plan.resolve(LLAMA), BATCH, SEQ).items()
     }
     return {
         kind: sum(c.bytes_sent for c in traced if c.kind == kind and c.bytes_sent >= c.count * stream * 7 / 8)

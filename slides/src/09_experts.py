@@ -41,7 +41,7 @@ MODEL, PLAN, BATCH, SEQ = preset("tiny-moe"), Plan("ep=8"), 16, 32
 step = Step(MODEL, PLAN, make_mesh(PLAN.mesh), optax.sgd(0.1))
 traced = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
 sent = census_table(census_jaxpr(traced, PLAN.mesh.sizes))["ep", "all-to-all"]
-told = traffic.step_traffic(MODEL, PLAN, BATCH, SEQ)["ep", "all-to-all"]
+told = traffic.step_traffic(PLAN.resolve(MODEL), BATCH, SEQ)["ep", "all-to-all"]
 assert sent["count"] == told.count == 4 * MODEL.num_layers and sent["bytes_sent"] == told.bytes_sent
 
 HOW, RANKS = ExpertConfig(8, 2), 4
@@ -106,4 +106,4 @@ spread = (
     1e-4 * jnp.asarray(np.eye(8)[np.arange(64) % 8] + np.eye(8)[(np.arange(64) + 1) % 8], jnp.float32)[None]
 )
 
-assert abs(float(jax.jit(lambda x: moe.route(even, Solo(Plan()), x)[2]["loss"].mean())(spread)) - 1) < 1e-3
+assert abs(float(jax.jit(lambda x: moe.route(even, Solo(), x)[2]["loss"].mean())(spread)) - 1) < 1e-3

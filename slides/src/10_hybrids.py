@@ -30,7 +30,7 @@ from llmpar.predict import traffic
 THREE = "pp=2 dp=2 tp=4"
 sent = dict.fromkeys(("pp", "dp", "tp"), 0)
 for (axes, _), row in traffic.step_traffic(
-    preset("llama3-8b"), Plan(THREE, microbatches=8, dtype="bfloat16"), 16, 8192
+    Plan(THREE, microbatches=8, dtype="bfloat16").resolve(preset("llama3-8b")), 16, 8192
 ).items():
     if axes in sent:
         sent[axes] += row.bytes_sent
@@ -90,7 +90,7 @@ MESHES = ("dp=2", "dp=2 fsdp=2", "dp=2 fsdp=2 tp=2", "pp=2 dp=2 fsdp=2 tp=2")
 plans = {text: Plan(text, microbatches=4 if "pp" in text else 1) for text in MESHES}
 rows = []
 for text, plan in plans.items():
-    sent = traffic.step_traffic(MODEL, plan, ROWS, SEQ)
+    sent = traffic.step_traffic(plan.resolve(MODEL), ROWS, SEQ)
     by_axis = dict.fromkeys(("dp", "fsdp", "tp", "pp"), 0)
     for (axes, _), row in sent.items():
         by_axis[axes.split(",")[-1 if axes.count(",") > 1 else 0]] += row.bytes_sent
@@ -119,7 +119,7 @@ show(draw.memory_bars(rows, title="Bytes that a device sends per step, by axis (
 held = [
     (text, {"weights": given["params"], "optimizer": given["optimizer"]})
     for text, plan in plans.items()
-    for given in [memory.argument_bytes(MODEL, plan, ROWS, SEQ)]
+    for given in [memory.argument_bytes(plan.resolve(MODEL), ROWS, SEQ)]
 ]
 state = [sum(parts.values()) for _, parts in held]
 assert state[1] == state[0] / 2 and state[3] > state[2] / 2
@@ -155,7 +155,7 @@ lines = [
     "|---|--:|--:|---|",
 ]
 for name, (dtype, products) in KINDS.items():
-    told = tolerance(MODEL, dataclasses.replace(PLAN, dtype=dtype), ROWS, SEQ, products, **fresh)
+    told = tolerance(dataclasses.replace(PLAN, dtype=dtype).resolve(MODEL), ROWS, SEQ, products, **fresh)
     largest = max(told.terms, key=lambda term: term.loss)
     lines.append(f"| {name} | {told.bound('loss'):.0e} | {told.bound('grad_norm'):.0e} | {largest.name} |")
 Markdown("\n".join(lines))

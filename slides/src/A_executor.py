@@ -86,7 +86,7 @@ for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
         rows = census_table(
             census_jaxpr(traced, {"pp": 4}, branch_shares(plan.pipeline, LLAMA.num_layers, stage))
         )
-        predicted = traffic.step_traffic(LLAMA, plan, 16, 16, stage)
+        predicted = traffic.step_traffic(plan.resolve(LLAMA), 16, 16, stage)
         assert rows == {
             key: {"count": row.count, "bytes_sent": row.bytes_sent} for key, row in predicted.items()
         }

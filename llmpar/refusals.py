@@ -1,0 +1,300 @@
+"""What a plan cannot be, in sentences: what was asked, the arithmetic, and what would work.
+
+A size that mesh axes must cut evenly is a row (`Cut`); whatever else does not go together is a row of
+(condition, sentence). What is set and decides nothing is no error: `idle` says why, and it is told.
+``plan`` is a `plan.Resolved` throughout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from llmpar.notation import divisors
+from llmpar.timetable import timetable
+
+MAX_MASK_BYTES = 64 << 20
+"""A mask of queries times keys, in 16 bits, above which it costs more than the scores that it spares: cuDNN
+reads it whole, and computes its gradient too. 5,792 positions."""
+
+
+class Cut(NamedTuple):
+    """A size that axes of the mesh cut, and a field of the plan that counts pieces: their product must divide
+    it.
+
+    Attributes:
+        name, size, axes: what, how large, cut by which axes.
+        pieces: the field that cuts further, such as ``microbatches``.
+        suits: the advice keeps to divisors of this, which whatever else these axes cut has too; 0: of size.
+        fixed: whether the size is the model's, so that no other is advised.
+        ways: further advice.
+    """
+
+    name: str
+    size: int
+    axes: tuple[str, ...]
+    pieces: str = ""
+    suits: int = 0
+    fixed: bool = False
+    ways: str = ""
+
+    def check(self, plan: Any) -> None:
+        """Raise ValueError where the parts do not divide the size."""
+        pieces = getattr(plan, self.pieces) if self.pieces else 1
+        parts = pieces * math.prod(getattr(plan.mesh, a) for a in self.axes)
+        if self.size % parts == 0:
+            return
+        name = "·".join((*self.axes, self.pieces) if pieces > 1 else self.axes)
+        fits = [n for n in divisors(self.suits or self.size) if n <= 4 * parts]
+        near = sorted({max(parts, self.size // parts * parts), -(-self.size // parts) * parts})
+        change = "" if self.fixed else f"use {' or '.join(map(str, near))}, or "
+        ways = f"{change}make {name} one of {', '.join(map(str, fits))}{self.ways}"
+        raise ValueError(f"{self.name} {self.size} is not a multiple of {name} = {parts}; {ways}")
+
+
+def check(plan: Any, batch_size: int, seq_len: int) -> None:
+    """Raise ValueError for the first row that does not hold."""
+    plan.config.weights()  # refuses what cannot run at all
+    for rules in (_shapes, _kv_heads, _sequences, _kernels, _zero, _ways, _pipelines):
+        for row in rules(plan, plan.config, batch_size, seq_len):
+            if isinstance(row, Cut):
+                row.check(plan)
+            elif row[0]:
+                raise ValueError(row[1])
+
+
+Rows = Iterator[Cut | tuple[Any, str]]
+
+
+def _shapes(plan, config, batch_size: int, seq_len: int) -> Rows:
+    mesh = plan.mesh
+    yield (
+        mesh.ep > 1 and not config.experts,
+        f"mesh '{mesh}' has ep={mesh.ep}, but no experts in '{config.name}' here; use pp, dp, fsdp, sp, tp",
+    )
+    yield batch_size < 1, f"batch {batch_size} holds no token; use 1 or more"
+    yield seq_len < 1, f"sequence {seq_len} holds no token; use 1 or more"
+    yield Cut("batch", batch_size, ("dp", "fsdp", "ep"), "microbatches")
+    cut_by_tp = {
+        "heads": config.num_heads,
+        "feed-forward width": config.ffn_width,
+        "vocabulary": config.vocab_size,
+    }
+    for name, size in cut_by_tp.items():
+        yield Cut(name, size, ("tp",), suits=math.gcd(config.num_kv_heads, *cut_by_tp.values()), fixed=True)
+
+
+def _kv_heads(plan, config, batch_size: int, seq_len: int) -> Rows:
+    """A tp that neither cuts the KV heads evenly nor gives each equally many copies."""
+    heads, tp = config.num_kv_heads, plan.mesh.tp
+    cut = divisors(math.gcd(config.num_heads, config.ffn_width, config.vocab_size))
+    yield (
+        heads % tp and plan.mesh.kv == 1,
+        f"KV heads {heads} is not a multiple of tp = {tp}, nor tp of KV heads; make tp one of"
+        f" {', '.join(str(n) for n in cut if n <= 4 * tp and 0 in (heads % n, n % heads))}",
+    )
+    yield (
+        plan.mesh.kv > 1 and plan.reading == "explicit",
+        f"reading='explicit' does not go with tp = {tp} on {heads} KV heads: a type has no sum over the part"
+        f" of tp that holds copies of a head beside one over all of it; use reading='manual', or a tp that"
+        f" divides {heads}",
+    )
+    if config.experts:
+        yield Cut("experts", config.experts.num_experts, ("ep",), fixed=True)
+
+
+def _sequences(plan, config, batch_size: int, seq_len: int) -> Rows:
+    suits = math.gcd(config.num_kv_heads, config.num_heads, config.ffn_width, config.vocab_size, seq_len)
+    if plan.tp_sequence:
+        yield Cut("sequence", seq_len, ("sp", "tp"), suits=suits)
+    yield Cut("sequence", seq_len, ("sp",), "loss_chunks")
+    # Each piece is gathered by itself; experts need all at once.
+    by_pieces = plan.tp_sequence and not config.experts
+    axes = ("sp", "tp") if by_pieces else ("sp",)
+    yield Cut("sequence", seq_len, axes, "ffn_chunks", suits=suits if by_pieces else 0)
+    sp, ul = plan.mesh.sp, plan.mesh.ul
+    which, heads = ("query", config.num_heads) if plan.mesh.kv > 1 else ("KV", config.num_kv_heads)
+    here, near = heads // plan.mesh.tp, 2 * sp * max(1, seq_len // (2 * sp))
+    yield (
+        sp > 1 and plan.sequence_order == "zigzag" and seq_len % (2 * sp),
+        f"sequence_order='zigzag' cuts a sequence into 2·sp = {2 * sp} parts, and {seq_len} is no multiple;"
+        f" use {near}, or sequence_order='balanced' or 'striped'",
+    )
+    yield (
+        plan.context_parallel == "ulysses" and here % sp,
+        f"context_parallel='ulysses' cuts the {here} {which} heads of a device by sp = {sp}; use"
+        " context_parallel='ring', which needs no heads",
+    )
+    parts, way = ("all", "ulysses") if ul > 1 else ("no part", "ring")
+    yield (
+        plan.context_parallel == "usp" and sp > 1 and ul in (1, sp),
+        f"context_parallel='usp' exchanges the {here} {which} heads of a device among ranks of sp = {sp}, and"
+        f" {parts} of these divide them; use context_parallel='{way}'",
+    )
+    for what in ("queries", "keys"):
+        local, block = seq_len // plan.mesh.along(plan.regions[what].get("s", ())), plan.attention_block
+        if block and local > block:
+            yield Cut(f"each device's number of {what}", local, (), "attention_block", fixed=True)
+
+
+def _kernels(plan, config, batch_size: int, seq_len: int) -> Rows:
+    """What a kernel cannot do, and a mask of all queries and keys that is too large."""
+    kernel = plan.asked.attention_kernel
+    masked = kernel == "xla" or kernel == "cudnn" and plan.documents == "packed"
+    mask_bytes = 2 * seq_len**2 // plan.mesh.along(plan.regions["queries"].get("s", ()))
+    whole = ", or documents='whole'" if kernel == "cudnn" and plan.in_order else ""
+    rows = (
+        (kernel == "cudnn" and plan.dtype == "float32", "computes in 16 bits; use dtype='bfloat16'"),
+        (
+            plan.attention_block and kernel not in ("auto", "portable"),
+            "chooses its own blocks; leave attention_block out",
+        ),
+        (
+            kernel in ("cudnn", "xla") and plan.regions["keys"].get("s"),
+            "gives no log of sums in float32 to merge by, which a ring needs; use context_parallel='ulysses'"
+            " or 'gather'",
+        ),
+        (
+            masked and mask_bytes > MAX_MASK_BYTES,
+            f"holds a mask of queries times keys, {mask_bytes >> 20} MiB a row at {seq_len} positions; use"
+            f" attention_kernel='flash'{whole}",
+        ),
+    )
+    for holds, why in rows:
+        yield holds, f"attention_kernel='{kernel}' {why}, or attention_kernel='portable'"
+
+
+def _zero(plan, config, batch_size: int, seq_len: int) -> Rows:
+    """Dims that ZeRO cannot cut evenly. With fsdp as many rows of the batch are cut too."""
+    if not plan.zero:
+        return
+    mesh = plan.mesh
+    cut = {"model width": (config.width, plan.zero_cuts("d"))}
+    if config.qkv_bias or config.qk_norm:
+        cut["head width"] = config.head_width, plan.zero_cuts("h")
+    if config.experts and config.experts.bias_rate is not None:
+        cut["experts"] = config.experts.num_experts, plan.zero_cuts("e")
+    rows = batch_size // (mesh.dp * mesh.ep * plan.microbatches)
+    suits = math.gcd(rows, *(size for size, _ in cut.values()))
+    for name, (size, axes) in cut.items():
+        fewer = len(axes) > 1 or axes != mesh.live("fsdp")
+        ways = ", or use zero_axes='fsdp'" if fewer and size % mesh.fsdp == 0 else ""
+        yield Cut(name, size, axes, suits=suits, fixed=True, ways=ways)
+
+
+def _ways(plan, config, batch_size: int, seq_len: int) -> Rows:
+    """When gradients are summed, and by whom."""
+    reduce, explicit = plan.reduce, plan.reading == "explicit"
+    yield (
+        reduce != "end" and plan.zero in (1, 2) or reduce == "bucket" and plan.zero,
+        f"reduce='{reduce}' does not go with ZeRO {plan.zero}, whose gradients are reduce-scattered;"
+        " use 'end'",
+    )
+    yield (
+        reduce == "bucket" and explicit,
+        "reduce='bucket' joins gradients that are cut in different ways, and a type has one way; use"
+        " reduce='end', or reading='manual'",
+    )
+    yield (
+        explicit and 1 < plan.unroll < config.num_layers,
+        f"unroll={plan.unroll} does not go with reading='explicit': JAX 0.10 cannot cut a loop over"
+        " unfinished sums in pieces; use unroll=1 or unroll=0",
+    )
+    yield (
+        reduce == "layer" and plan.microbatches > 1,
+        "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1",
+    )
+
+
+def _pipelines(plan, config, batch_size: int, seq_len: int) -> Rows:
+    """What the executor cannot walk. Simulating the order proves it legal, or names the deadlock."""
+    order = plan.pipeline
+    if order is None:
+        return
+    timetable(order)
+    name, p, m, cells = (
+        f"schedule '{order.name}'",
+        order.num_stages,
+        order.num_microbatches,
+        len(order.routes[0]),
+    )
+    pp = plan.mesh.pp
+    yield p != pp, f"{name} has {p} stages but mesh '{plan.mesh}' has pp={pp}; use pp={p}"
+    yield (
+        m != plan.microbatches,
+        f"{name} has {m} microbatches but the plan has {plan.microbatches}; use microbatches={m}",
+    )
+    yield (
+        config.num_layers < cells,
+        f"{config.num_layers} layers cannot fill stages·chunks = {cells}; use {cells} layers or fewer cells",
+    )
+    for field, value in {"reading": "manual", "reduce": "end"}.items():
+        asked = getattr(plan, field)
+        yield asked != value, f"{field}={asked!r} does not go with pp={pp}; use {field}={value!r}"
+
+
+def idle(plan: Any) -> dict[str, str]:
+    """The fields that were set and decide nothing for this mesh and model, with the reason."""
+    mesh, config, order = plan.mesh, plan.config, plan.pipeline
+    one = lambda axis: f"mesh '{mesh}' has {axis}=1"
+    apart = order is not None and (order.split_backward or plan.stage_saves == "residuals")
+    who = f"schedule '{order.name}'" if order and order.split_backward else "stage_saves=residuals"
+    lone_layer = order is not None and min(order.layers(config.num_layers).values(), default=0) == 1
+    dense = config.experts is None
+    rules = [
+        ("schedule virtual_stages stage_saves", mesh.pp == 1, one("pp")),
+        ("context_parallel sequence_order", mesh.sp == 1, one("sp")),
+        ("hop", not plan.rings, "no ring hands anything on"),
+        ("tp_sequence", mesh.tp == 1, one("tp")),
+        ("tp_comm_overlap", not plan.tp_sequence, "without tp_sequence nothing is gathered over tp"),
+        (
+            "tp_comm_overlap",
+            plan.reading != "manual",
+            f"under reading='{plan.reading}' XLA chooses how activations travel",
+        ),
+        ("dispatch", mesh.ep == 1, one("ep")),
+        (
+            "zero",
+            not plan.zero_cuts() and plan.zero in (1, 2),
+            f"mesh '{mesh}' has no axis by which ZeRO cuts state; those are {plan.zero_axes}",
+        ),
+        ("zero_axes", not plan.zero, "ZeRO 0 cuts nothing"),
+        (
+            "zero_axes",
+            plan.zero_cuts() == mesh.live("fsdp", "ep", "sp", "ul"),
+            f"mesh '{mesh}' has no others",
+        ),
+        ("reshard_after_forward", not plan.gathers, "only ZeRO 3 gathers weights for use"),
+        ("grouped", dense, f"'{config.name}' has no experts"),
+        (
+            "documents",
+            plan.asked.attention_kernel != "cudnn" or not plan.in_order,
+            "only attention_kernel='cudnn' reads it, on whole sequences in contiguous order",
+        ),
+        (
+            "ffn_chunks",
+            not dense and not config.experts.num_shared,
+            f"'{config.name}' has experts in place of a feed-forward",
+        ),
+        ("unroll", config.num_layers == 1, "a loop over one layer is no loop"),
+        ("unroll", lone_layer, "a stage has a chunk of one layer, and a loop over that is no loop"),
+        ("remat unroll", apart, f"{who} cuts a stage's backward pass, with its layers written out"),
+        (
+            "reduce",
+            (plan.reduce == "layer" or not plan.zero)  # a bucket is refused with ZeRO anyway
+            and not any(plan.life(weight.dims).copied for weight in config.weights().values()),
+            "no weight is kept by two devices, so no sum is left for `reduce`",
+        ),
+        ("bucket_bytes", plan.reduce != "bucket", f"reduce is '{plan.reduce}'"),
+        (
+            "reduce bucket_bytes",
+            plan.reading == "auto",
+            "under reading='auto' XLA decides when gradients are summed",
+        ),
+        ("virtual_stages", "\n" in plan.schedule.strip(), "the order is written out"),
+    ]
+    default = {field.name: field.default for field in dataclasses.fields(plan)}
+    was_set = lambda name: default[name] not in (getattr(plan.asked, name), getattr(plan, name))
+    return {name: why for names, holds, why in rules if holds for name in names.split() if was_set(name)}
