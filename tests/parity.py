@@ -21,7 +21,7 @@ from llmpar.execution import SUITS
 from llmpar.mesh import make_mesh
 from llmpar.notation import MeshShape
 from llmpar.par import Solo
-from llmpar.plan import Plan
+from llmpar.plan import Plan, Resolved
 from llmpar.predict.tolerance import Unit, tolerance
 from llmpar.step import Step
 from llmpar.weights import init_params, model_graph
@@ -30,6 +30,12 @@ BATCH, SEQ = 16, 16
 LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 MOE = dataclasses.replace(preset("tiny-moe"), num_layers=2)
 QWEN = dataclasses.replace(LLAMA, name="tiny-qwen", tied=True, qkv_bias=True, qk_norm=True, head_width=8)
+
+
+def planted(kind: type[Resolved], plan: Plan, config):
+    """A plan as a class of `Resolved` that plants a fault has it; a `Step` takes it as it is."""
+    decided = plan.resolve(config)
+    return kind(**{field.name: getattr(decided, field.name) for field in dataclasses.fields(decided)})
 
 
 def by_arrow(census):

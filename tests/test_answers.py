@@ -73,7 +73,7 @@ def test_a_pipeline_pads_layers_as_the_plan_does():
     config = dataclasses.replace(preset("tiny"), num_layers=6)
     for schedule in ("1f1b", "interleaved", "zb-v"):
         state = TINY | {"mesh": "pp=4", "schedule": schedule, "microbatches": 4}
-        padded = answers.make_plan(state, "pp=4").padded(config).num_layers
+        padded = answers.make_plan(state, "pp=4").resolve().padded(config).num_layers
         row = next(row for row in answers.tensors(state) if row["name"] == "weight blocks.ffn.gate") | {
             "shape": [6, 64, 128]
         }
@@ -111,7 +111,9 @@ def test_layouts_are_the_plans_on_any_mesh():
                 weight = preset("tiny").weights()[row["name"].partition(" ")[2]]
                 dims, shape = weight.dims, weight.shape
                 all_live = parse_layout(row["layout"]["3"])
-                assert all_live.shard_shape(shape, sizes) == plan.stored(dims).shard_shape(shape, sizes)
+                assert all_live.shard_shape(shape, sizes) == plan.resolve().stored(dims).shard_shape(
+                    shape, sizes
+                )
 
 
 def test_traffic_is_the_prediction():

@@ -263,8 +263,6 @@ REFUSED = {
     "reduce='bucket' joins gradients that are cut in different ways, and a type has one way; use"
     " reduce='end', or reading='manual'": dict(mesh="dp=8", zero=0, reduce="bucket"),
     "reading='explicit' does not go with pp=2; use reading='manual'": dict(mesh="pp=2 dp=4", microbatches=2),
-    "tp_comm_overlap=True would change nothing: under reading='explicit' XLA chooses how activations"
-    " travel": dict(mesh="tp=2", tp_sequence=True, tp_comm_overlap=True),
     "unroll=2 does not go with reading='explicit': JAX 0.10 cannot cut a loop over unfinished sums in pieces;"
     " use unroll=1 or unroll=0": dict(mesh="dp=8", unroll=2),
 }

@@ -312,7 +312,7 @@ def test_each_device_reads_its_own_shard_once(plan):
     whole = random_params(config)
     tensors = {name: Spy(x) for name, x in hf.to_state_dict(whole, config).items()}
     mesh = make_mesh(plan.mesh)
-    shardings = jax.tree.map(lambda dims: sharding(mesh, plan.stored(dims)), weight_dims(config))
+    shardings = jax.tree.map(lambda dims: sharding(mesh, plan.resolve().stored(dims)), weight_dims(config))
     params = hf.from_state_dict(tensors, config, shardings)
     assert same(params, whole)
     assert jax.tree.map(lambda x: x.sharding, params) == shardings
@@ -327,7 +327,7 @@ def test_each_device_reads_its_own_shard_once(plan):
 def test_files_are_read_onto_shards(tmp_path):
     config, plan, mesh = OURS["qwen3"], Plan("fsdp=4 tp=2"), make_mesh("fsdp=4 tp=2")
     hf.save(tmp_path, random_params(config), config, "bfloat16")
-    shardings = jax.tree.map(lambda dims: sharding(mesh, plan.stored(dims)), weight_dims(config))
+    shardings = jax.tree.map(lambda dims: sharding(mesh, plan.resolve().stored(dims)), weight_dims(config))
     params = hf.load(tmp_path, config, shardings, dtype="bfloat16")
     assert same(params, jax.tree.map(lambda x: x.astype("bfloat16"), random_params(config)))
     assert jax.tree.map(lambda x: x.sharding, params) == shardings

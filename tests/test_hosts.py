@@ -126,11 +126,11 @@ def test_a_mesh_inside_one_host_sends_nothing():
 
 
 def test_the_ends_of_a_pipeline_send_one_way():
-    plan = Plan("pp=4", microbatches=4)
+    plan = Plan("pp=4", microbatches=4).resolve()
     assert pairs_of(plan, "stream b s d -> the next stage") == [(0, 1), (1, 2), (2, 3)]
     assert pairs_of(plan, "stream b s d -> the previous stage") == [(1, 0), (2, 1), (3, 2)]
     assert pairs_of(plan, "keys b t -> the next rank") == []
-    around = Plan("pp=4", microbatches=4, schedule="interleaved")
+    around = Plan("pp=4", microbatches=4, schedule="interleaved").resolve()
     assert pairs_of(around, "stream b s d -> the next stage") == [(0, 1), (1, 2), (2, 3), (3, 0)]
 
 

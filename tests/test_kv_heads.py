@@ -143,16 +143,16 @@ def test_what_cannot_be_is_refused_in_a_sentence():
 
 
 def test_a_plan_for_a_model_is_told_in_the_notation():
-    plan = Plan("dp=2 tp=8", tp_sequence=True).of(LLAMA4)
+    plan = Plan("dp=2 tp=8", tp_sequence=True).resolve(LLAMA4)
     assert str(plan.mesh) == "dp=2 tp=8" and plan.mesh.sizes["tp"] == 4 and plan.mesh.sizes["kv"] == 2
     assert str(plan.place("attention d k h")) == "d k/tp h"
     assert str(plan.place("attention d n h")) == "d n/tp,kv h"
     assert str(plan.life("attention d k h").finish) == "d k/tp h +dp +kv -> d k/tp h"
     assert str(plan.physical("attention b s d +n -> stream b s d")) == "b/dp s d +tp +kv -> b/dp s/tp,kv d"
-    assert plan.of(LLAMA4) is plan and plan.of(LLAMA).mesh == Plan("dp=2 tp=8").mesh
-    alone = Plan("tp=8", context_parallel="ulysses").of(LLAMA1)
+    assert plan.resolve(LLAMA4) is plan and plan.resolve(LLAMA).mesh == Plan("dp=2 tp=8").mesh
+    alone = Plan("tp=8", context_parallel="ulysses").resolve(LLAMA1)
     assert str(alone.place("attention b s k r h")) == "b s k r/kv h", "one head: all of tp are its copies"
-    both = Plan("sp=2 tp=4", context_parallel="ulysses").of(LLAMA2)
+    both = Plan("sp=2 tp=4", context_parallel="ulysses").resolve(LLAMA2)
     assert (
         str(both.physical("attention b s k r h -> queries b s k r h"))
         == "b s/sp k/tp r/kv h -> b s k/tp r/kv,sp h"

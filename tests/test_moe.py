@@ -459,7 +459,9 @@ def test_the_ragged_all_to_all_is_predicted_as_the_most_it_can_be_and_lowered_fo
 
 
 def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
-    choice = lambda platform: [getattr(Plan().on(platform), name) for name in ("dispatch", "grouped")]
+    choice = lambda platform: [
+        getattr(Plan().resolve(platform=platform), name) for name in ("dispatch", "grouped")
+    ]
     assert choice("cpu") == ["padded", "blocks"]
     assert choice("gpu") == ["ragged", "triton"]
     assert choice("tpu") == ["ragged", "ragged_dot"]
@@ -475,7 +477,7 @@ def test_a_platform_gets_what_suits_it_and_what_does_not_is_refused():
         ("triton", "cpu", "for GPUs; use grouped='blocks'"),
     ]:
         with pytest.raises(ValueError, match=why):
-            Plan(grouped=value).on(platform)
+            Plan(grouped=value).resolve(platform=platform)
 
 
 def plain_rows(rows, owner_n):

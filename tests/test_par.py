@@ -21,7 +21,7 @@ from llmpar.predict import formulas
 from llmpar.predict.traffic import Traffic
 
 MIXED = "dp=2 fsdp=2 tp=2"
-PLAN = Plan(MIXED)
+PLAN = Plan(MIXED).resolve()
 MESH = make_mesh(PLAN.mesh)
 
 
@@ -41,7 +41,7 @@ def carried(arrow):
     """The arrow as a function of whole values."""
 
     def inside(x):
-        return Manual(PLAN.resolve()).carry_out(spread(x, arrow.before), arrow, invariant=True)
+        return Manual(PLAN).carry_out(spread(x, arrow.before), arrow, invariant=True)
 
     return jax.shard_map(inside, mesh=MESH, in_specs=spec(arrow.before), out_specs=spec(arrow.after))
 
@@ -78,7 +78,7 @@ def test_an_arrow_changes_where_a_value_lives_and_not_what_it_is(text):
 def test_a_maximum_over_devices_is_the_largest():
     """A smaller one is no error in exact arithmetic: only logits that lie far apart would overflow."""
     run = jax.shard_map(
-        lambda x: Manual(PLAN.resolve()).max(x.max(-1), "vocab b s +v -> data b s"),
+        lambda x: Manual(PLAN).max(x.max(-1), "vocab b s +v -> data b s"),
         mesh=MESH,
         in_specs=spec(PLAN.place("vocab b s v")),
         out_specs=spec(PLAN.place("data b s")),
@@ -106,7 +106,7 @@ def test_the_transpose_of_a_collective_sends_the_same_bytes_and_keeps_its_arrow(
     arrow, x, weight = parse_arrow(text), value(8, 8), value(8, 8) + 1
 
     def inside(x, w):
-        out = Manual(PLAN.resolve()).carry_out(vary(x, arrow.before.sums), arrow)
+        out = Manual(PLAN).carry_out(vary(x, arrow.before.sums), arrow)
         return lax.psum(jnp.sum(out * w), tuple(varying(out)))
 
     def loss(x, w):
@@ -172,7 +172,7 @@ def test_bytes_sent_are_those_of_a_ring(group):
 def test_an_arrow_that_starts_cut_where_the_value_is_the_same_is_refused(text):
     arrow = parse_arrow(text)
     run = jax.shard_map(
-        lambda x: Manual(PLAN.resolve()).carry_out(x, arrow),
+        lambda x: Manual(PLAN).carry_out(x, arrow),
         mesh=MESH,
         in_specs=spec(parse_layout("b s")),
         out_specs=spec(arrow.after),
@@ -210,8 +210,8 @@ def reading(kind, plan, f, *dims):
         return functools.partial(manual, Solo(plan.resolve()))
     if kind == "auto":
         return jax.jit(functools.partial(manual, Auto(plan.resolve(), make_mesh(plan.mesh))))
-    batch = spec(plan.place("data b s"))
-    specs = (batch, *(spec(plan.stored(d)) for d in dims))
+    batch = spec(plan.resolve().place("data b s"))
+    specs = (batch, *(spec(plan.resolve().stored(d)) for d in dims))
     run = functools.partial(manual, Manual(plan.resolve()))
     return jax.jit(jax.shard_map(run, mesh=make_mesh(plan.mesh), in_specs=specs, out_specs=batch))
 
@@ -259,7 +259,7 @@ def test_without_the_sum_the_readings_do_not_agree():
 
 
 def test_auto_pins_what_an_arrow_ends_in():
-    par = Auto(PLAN.resolve(), MESH)
+    par = Auto(PLAN, MESH)
     out = jax.jit(lambda x: par.move(x, "attention b s d +n -> stream b s d"))(jnp.zeros((8, 4, 4)))
     assert out.sharding.is_equivalent_to(sharding(MESH, PLAN.place("stream b s d")), 3)
     assert par.move(jnp.float32(1), "ffn +m -> data") == 1, "a scalar has nowhere else to be"
@@ -302,7 +302,7 @@ def test_layers_are_a_loop_however_they_are_saved(plan):
     solo = jax.jit(functools.partial(stack(plan), Solo(plan.resolve())))
     np.testing.assert_allclose(solo(x, ws), want, rtol=1e-5, atol=1e-5)
     par = Manual(plan.resolve())
-    specs = (spec(plan.place("data b d")), spec(plan.stored("ffn l d m")))
+    specs = (spec(plan.resolve().place("data b d")), spec(plan.resolve().stored("ffn l d m")))
     run = jax.shard_map(functools.partial(stack(plan), par), mesh=MESH, in_specs=specs, out_specs=specs[0])
     loss = lambda f, x, ws: (f(x, ws) ** 2).sum()
     got, grads = jax.jit(jax.value_and_grad(functools.partial(loss, run), argnums=1))(x, ws)
@@ -345,7 +345,7 @@ def test_chunks_give_what_the_whole_gives_and_repeat_no_communication(num_chunks
 
 def test_names_that_remat_policies_know_are_written():
     def inside(x, w):
-        par = Manual(PLAN.resolve())
+        par = Manual(PLAN)
         h = par.move(x, "stream b d -> ffn b d") @ par.weight(nnx.Param(w, dims="ffn d m"))
         return par.move(h @ jnp.ones((h.shape[1], 8)), "ffn b d +m -> stream b d")
 

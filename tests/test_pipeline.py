@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parity import BATCH, LLAMA, QWEN, SEQ, assert_same
+from parity import BATCH, LLAMA, QWEN, SEQ, assert_same, planted
 
 from llmpar import pipeline
 from llmpar import stage as stage_file
@@ -19,7 +19,7 @@ from llmpar.inspect.census import census_table, compiled_memory
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh
 from llmpar.notation import Layout
-from llmpar.plan import Plan
+from llmpar.plan import Plan, Resolved
 from llmpar.schedules import KINDS, Op, layer_order, make
 from llmpar.split import split
 from llmpar.step import Step
@@ -477,7 +477,7 @@ def test_a_slot_given_away_too_early_is_noticed(monkeypatch):
 
 def test_a_missing_sum_over_stages_is_noticed():
     @dataclasses.dataclass(frozen=True)
-    class Forgetful(Plan):
+    class Forgetful(Resolved):
         def life(self, dims):
             life = super().life(dims)
             open_sums = tuple(a for a in life.unreduced.sums if a != "pp")
@@ -485,7 +485,7 @@ def test_a_missing_sum_over_stages_is_noticed():
             return dataclasses.replace(life, unreduced=layout, accumulated=layout)
 
     with pytest.raises(TypeError, match=r"output carry component has type .*V:\(pp,dp\)"):
-        assert_same(LLAMA, Forgetful("pp=2 dp=2", microbatches=4))
+        assert_same(LLAMA, planted(Forgetful, Plan("pp=2 dp=2", microbatches=4), LLAMA))
 
 
 @pytest.mark.parametrize(

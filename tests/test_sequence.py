@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from parity import BATCH, LLAMA, SEQ, assert_same, batch, by_arrow, dealt, name, weights
+from parity import BATCH, LLAMA, SEQ, assert_same, batch, by_arrow, dealt, name, planted, weights
 from test_census import compare_every_stage, compare_with_hlo, predicted
 
 from llmpar import attention, sequence_order
@@ -22,7 +22,7 @@ from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh, spec
 from llmpar.par import Manual
-from llmpar.plan import Plan
+from llmpar.plan import Plan, Resolved
 from llmpar.predict.ring import pairs_by_step
 from llmpar.step import Step
 from llmpar.weights import model_graph
@@ -97,7 +97,7 @@ def gathered(plan):
     return tuple(map(sum, zip((0, 0), *rows, strict=True)))
 
 
-class Forgets(Plan):
+class Forgets(Resolved):
     """The planted fault: a feed-forward that says nothing about the cut of its positions, as in some
     published models."""
 
@@ -111,7 +111,7 @@ def test_no_activation_is_gathered_over_the_sequence():
     """A ring passes keys on, and no other part of a block looks at two positions."""
     assert gathered(Plan("sp=4 fsdp=2")) == gathered(Plan("sp=4 tp=2", zero=0, tp_sequence=True)) == (0, 0)
     per_layer = BATCH // 2 * SEQ // 4 * LLAMA.width * 4 * 3
-    times, sent = gathered(Forgets("sp=4 fsdp=2"))
+    times, sent = gathered(planted(Forgets, Plan("sp=4 fsdp=2"), LLAMA))
     assert (times, sent) == (LLAMA.num_layers, LLAMA.num_layers * per_layer)
     assert gathered(Plan("sp=4 fsdp=2", context_parallel="gather"))[1] > 0
 
@@ -284,9 +284,9 @@ def test_a_token_changes_its_own_document_and_no_other(plan):
 
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.sgd(0.1))
     orders = sequence_order.row_orders(plan.sequence_order, known["segments"], plan.mesh.sp)
-    data = spec(plan.place("data b s"))
+    data = spec(step.plan.place("data b s"))
     losses = lambda params, batch: nnx.merge(model_graph(LLAMA), params).cross_entropies(batch, reading)[0]
-    reading = Manual(plan)
+    reading = Manual(step.plan)
     given = jax.tree.map(spec, step.stored), data
     run = jax.jit(jax.shard_map(losses, mesh=step.mesh, in_specs=given, out_specs=data))
     params = jax.device_put(weights(LLAMA), step.shardings.params)
@@ -331,8 +331,8 @@ def test_neighbours_exchange_heads_and_their_groups_pass_keys_on():
 
 
 def test_usp_takes_as_many_neighbours_as_divide_the_heads_and_is_refused_without_any():
-    assert [USP[1].of(config).mesh.ul for config in (LLAMA, FOUR, TWO)] == [8, 4, 2]
-    assert str(USP[1].of(FOUR).place("queries b s k r h")) == "b s/sp k/ul r h"
+    assert [USP[1].resolve(config).mesh.ul for config in (LLAMA, FOUR, TWO)] == [8, 4, 2]
+    assert str(USP[1].resolve(FOUR).place("queries b s k r h")) == "b s/sp k/ul r h"
     plan = Plan("sp=2 tp=4", context_parallel="usp")
     with pytest.raises(ValueError, match="the 1 KV heads of a device among ranks of sp = 2, and no part"):
         plan.check(FOUR, 16, 16)

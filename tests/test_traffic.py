@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from parity import LLAMA, QWEN, by_arrow, predicted_by_arrow
+from parity import LLAMA, QWEN, by_arrow, planted, predicted_by_arrow
 
 from llmpar.config import preset
 from llmpar.inspect.census import executed_flops
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, spec
 from llmpar.par import Manual, Solo, vary
-from llmpar.plan import Plan
+from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, traffic, workload
 from llmpar.predict.hardware import chip
 from llmpar.predict.time import step_time
@@ -268,14 +268,14 @@ def test_buckets_send_the_same_bytes_in_fewer_collectives():
 
 
 @dataclasses.dataclass(frozen=True)
-class WidePlan(Plan):
+class WidePlan(Resolved):
     """A strategy that the package does not have: inside a feed-forward every device of sp sees the whole
     sequence, and its width is cut by sp as well as by tp. One line of the table of regions."""
 
     @functools.cached_property
     def regions(self):
-        return Plan.regions.func(self) | {
-            "wide": {"b": self.live("dp", "fsdp", "ep"), "m": self.live("tp", "sp")}
+        return Resolved.regions.func(self) | {
+            "wide": {"b": self.mesh.live("dp", "fsdp", "ep"), "m": self.mesh.live("tp", "sp")}
         }
 
 
@@ -289,9 +289,9 @@ def wide_feed_forward(par, x, up, down):
 )
 def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fields):
     b, s, d, m = 4, 16, 8, 32
-    plan = WidePlan("fsdp=2 sp=2 tp=2", **fields)
+    plan = planted(WidePlan, Plan("fsdp=2 sp=2 tp=2", **fields), None)
     weights = {"up": ("wide d m", (d, m)), "down": ("wide m d", (m, d))}
-    par, mesh = Manual(plan.resolve()), make_mesh(plan.mesh)
+    par, mesh = Manual(plan), make_mesh(plan.mesh)
 
     def loss(values):
         given = (nnx.Param(values[name], dims=dims) for name, (dims, _) in weights.items())

@@ -74,7 +74,7 @@ def compile_step(
         if said:
             need["compiled_total"] = round(float(said[1] or said[2]) * GIB)
         needs = f"{said[1] or said[2]} GiB" if said else "more"
-        why = _too_large(needs, config, plan, target, batch_size, seq_len)
+        why = _too_large(needs, config, plan.asked, target, batch_size, seq_len)
         return document | {
             "fits": False,
             "why": why,
@@ -96,7 +96,7 @@ def compile_step(
     rate = target.chip.per_device().flops_per_s
     fits = program["peak_bytes"] <= need["capacity"]
     needs = f"{program['peak_bytes'] / GIB:.1f} GiB"
-    why = "" if fits else _too_large(needs, config, plan, target, batch_size, seq_len)
+    why = "" if fits else _too_large(needs, config, plan.asked, target, batch_size, seq_len)
     return document | {
         "fits": fits,
         "why": why,

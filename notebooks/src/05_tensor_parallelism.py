@@ -197,7 +197,7 @@ X, Y = (rng.standard_normal((B, S, D)).astype(np.float32) for _ in range(2))
 plan = Plan(f"tp={N}")
 # l d m/tp, l m/tp d, b s d, b s d
 DIMS = ("ffn l d m", "ffn l m d", "stream b s d", "stream b s d")
-PLACES = [plan.place(text) for text in DIMS]
+PLACES = [plan.resolve().place(text) for text in DIMS]
 
 
 def sgd(run):
@@ -462,7 +462,7 @@ NUM_HEADS, HEAD = 8, 4
 shapes = [(D, NUM_HEADS, HEAD)] * 3 + [(NUM_HEADS, HEAD, D)]
 matrices = [rng.standard_normal(s).astype(np.float32) / D**0.5 for s in shapes]
 dims = ("d n h", "d n h", "d n h", "n h d", "b s d")
-ins = tuple(spec(plan.place(f"attention {text}")) for text in dims)
+ins = tuple(spec(plan.resolve().place(f"attention {text}")) for text in dims)
 whole = spec(parse_layout("b s d"))
 over_tp = lambda f: jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=whole))
 arrow = "attention b s d +n -> stream b s d"
@@ -501,7 +501,7 @@ def vocabulary_loss(head, x, targets):  # v/tp d, b s d, b s
 V = LLAMA.vocab_size
 HEAD_MATRIX = rng.standard_normal((V, D)).astype(np.float32)
 TARGETS = rng.integers(0, V, (B, S)).astype(np.int32)
-places = (plan.place("vocab v d"), parse_layout("b s d"), parse_layout("b s"))
+places = (plan.resolve().place("vocab v d"), parse_layout("b s d"), parse_layout("b s"))
 ins, outs = tuple(map(spec, places)), spec(parse_layout("b s"))
 split = jax.jit(jax.shard_map(vocabulary_loss, mesh=mesh, in_specs=ins, out_specs=outs))
 logits = jnp.asarray(X @ HEAD_MATRIX.T)
@@ -530,7 +530,7 @@ for name in ("tiny", "llama3-8b"):
 
 # %%
 for path, weight in LLAMA.weights().items():
-    print(f"{path:<28} {weight.dims:<20} -> {plan.stored(weight.dims)}")
+    print(f"{path:<28} {weight.dims:<20} -> {plan.resolve().stored(weight.dims)}")
 for name, census in censuses.items():
     print(f"\n{name}:\n{arrow_text(census)}")
 
@@ -578,7 +578,7 @@ if devices[0].platform == "cpu" and N > 1:
 # an outer part, which cuts the KV heads, and an inner one, `kv`, whose devices hold copies of the same head:
 
 # %%
-sixteen = Plan("tp=16").of(preset("llama3-8b"))
+sixteen = Plan("tp=16").resolve(preset("llama3-8b"))
 parts = {axis: sixteen.mesh.sizes[axis] for axis in ("tp", "kv")}
 assert parts == {"tp": 8, "kv": 2}
 for matrix in ("d n h", "d k h"):

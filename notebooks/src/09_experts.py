@@ -287,8 +287,12 @@ found = verdicts({"experts": run}, solo)["experts"]
 # %%
 gate_held = run.state.params["blocks"]["experts"]["gate"].addressable_shards[0].data
 assert gate_held.shape == (2, E // ep, CONFIG.width // (N // ep), CONFIG.ffn_width)
-print("an expert's gate is stored as", PLAN.stored("experts l e d m"), gate_held.shape)
-sums = PLAN.life("experts l e d m").unreduced.sums
+print(
+    "an expert's gate is stored as",
+    PLAN.resolve().stored("experts l e d m"),
+    gate_held.shape,
+)
+sums = PLAN.resolve().life("experts l e d m").unreduced.sums
 print("and its gradient waits for a sum over:", sums or "nobody")
 if N > 1:
     assert found["ep", "all-to-all"]["count"] == 4 * CONFIG.num_layers

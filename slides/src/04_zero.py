@@ -81,7 +81,7 @@ PAIRS = {
     "DTensor placement Shard(0)": "weight stored d/fsdp m",
 }
 plan = Plan("dp=2 fsdp=4", zero=3, reshard_after_forward=True, dtype="bfloat16")
-assert str(plan.stored("ffn d m")) == "d/fsdp m" and str(plan.place("ffn d m")) == "d m"
+assert str(plan.resolve().stored("ffn d m")) == "d/fsdp m" and str(plan.resolve().place("ffn d m")) == "d m"
 assert Plan("fsdp=8").zero == 3 and Plan("fsdp=8").reshard_after_forward
 # hybrid: the gradient is reduce-scattered over fsdp first, then all-reduced on the shard
 assert [str(m) for m in parse_arrow("d m +dp +fsdp -> d/fsdp m").moves] == [
