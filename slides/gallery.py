@@ -25,7 +25,7 @@ from llmpar.config import preset
 from llmpar.draw.scene import Scene, to_svg
 from llmpar.explore import answers
 from llmpar.explore.explorer import MeshExplorer
-from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
+from llmpar.explore.small import RoutingExplorer, TimelineExplorer
 from llmpar.plan import Plan
 from llmpar.predict import traffic
 from llmpar.predict.hardware import chip
@@ -44,9 +44,7 @@ STYLE = (
 EXPLORERS = {
     "mesh-explorer": lambda: MeshExplorer(mesh="dp=2 fsdp=4 tp=2", batch_size=32, axis="fsdp", step=1),
     "timeline-explorer": TimelineExplorer,
-    "ring-explorer": RingExplorer,
     "routing-explorer": RoutingExplorer,
-    "memory-explorer": MemoryExplorer,
 }
 
 
@@ -68,7 +66,7 @@ def drawings() -> dict[str, Scene]:
     """One example of every drawing, from the package's own numbers."""
     parts = pairs_by_step(4, "contiguous", s=1024) / 256**2
     step = answers.answer(answers.START)["time"]
-    memory = MemoryExplorer()
+    zeros = [(f"ZeRO {zero}", answers.answer(answers.START | {"zero": zero})) for zero in range(4)]
     compiled = json.loads((Path(__file__).parent / "recorded" / "llama3-8b_h100.json").read_text())
     return {
         "mesh": draw.mesh("dp=2 fsdp=2 tp=4", devices_per_host=8, highlight_axis="fsdp"),
@@ -82,7 +80,9 @@ def drawings() -> dict[str, Scene]:
         "timeline": draw.timeline(timetable(make("zb-h1", 4, 16))),
         "overlap": draw.overlap([3e-3] * 5, [1e-3] * 5, [f"layer {i}" for i in range(5)], first="comm"),
         "two_lanes": draw.two_lanes(compiled["turns"], f"One turn of each loop on {compiled['target']}"),
-        "memory_bars": memory.scene,
+        "memory_bars": draw.memory_bars(
+            [(name, dict(found["memory"])) for name, found in zeros], zeros[0][1]["capacity"]
+        ),
         "time_bars": draw.time_bars([("a step", step["terms"])]),
         "loss_curve": draw.loss_curve([5.5 * 0.97**i + 1 for i in range(60)], 2.0, "An example of a loss"),
         "explorer without a browser": answers.scene(

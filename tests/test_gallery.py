@@ -27,7 +27,7 @@ def test_every_drawing_is_in_the_gallery():
 
 def test_the_page_is_whole_without_a_browser(tmp_path, monkeypatch):
     monkeypatch.setattr(gallery, "photograph", lambda folder: [])
-    monkeypatch.setattr(gallery, "EXPLORERS", {"ring-explorer": gallery.EXPLORERS["ring-explorer"]})
+    monkeypatch.setattr(gallery, "EXPLORERS", {"routing-explorer": gallery.EXPLORERS["routing-explorer"]})
     text = gallery.build(tmp_path).read_text()
     assert all(re.fullmatch(r"[\w-]+\.(png|html)", path.name) for path in tmp_path.iterdir()), (
         "names without quotes or spaces"
@@ -40,8 +40,8 @@ def test_the_page_is_whole_without_a_browser(tmp_path, monkeypatch):
 @pytest.mark.browser
 def test_explorers_are_photographed(tmp_path, monkeypatch):
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
-    monkeypatch.setattr(gallery, "EXPLORERS", {"ring-explorer": gallery.EXPLORERS["ring-explorer"]})
-    gallery.EXPLORERS["ring-explorer"]().save(tmp_path / "ring-explorer.html")
+    monkeypatch.setattr(gallery, "EXPLORERS", {"routing-explorer": gallery.EXPLORERS["routing-explorer"]})
+    gallery.EXPLORERS["routing-explorer"]().save(tmp_path / "routing-explorer.html")
     shots = gallery.photograph(tmp_path)
     if not shots:
         pytest.skip("no Chromium is installed")
