@@ -227,7 +227,7 @@ def test_doctor_says_what_is_here(document, call):
 def test_doctor_names_the_extra_of_what_is_missing(document, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = document("doctor")
-    lab = dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib"), "lab")
+    lab = dict.fromkeys(("jupyterlab", "ipywidgets", "anywidget", "matplotlib", "cloudpickle"), "lab")
     assert found["missing"] == {"tokenizers": "hf", "safetensors": "hf"} | lab
 
 
