@@ -117,7 +117,7 @@ def arrows_sent(rows) -> Scene:
     """
     by_arrow: dict[str, list] = {}
     for row in rows:
-        by_arrow.setdefault(row["arrow"] or "(the partitioner's)", []).append(row)
+        by_arrow.setdefault(row["arrow"] or row.get("source") or "(the partitioner's)", []).append(row)
     total = lambda parts: sum(row["bytes_sent"] for row in parts)
     bars: list[tuple[str, list]] = sorted(by_arrow.items(), key=lambda bar: -total(bar[1]))
     if rest := bars[ARROWS_DRAWN:]:

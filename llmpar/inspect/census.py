@@ -24,7 +24,7 @@ import math
 import operator
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -107,10 +107,12 @@ def census_table(collectives: Iterable[Collective]) -> dict[tuple[str, str], dic
 
 def arrow_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
     """Sums counts and bytes by arrow, direction, axes and kind, the largest first: which line of the model
-    sends what. The rows of one axis and kind add up to its row in `census_table`."""
+    sends what. The rows of one axis and kind add up to its row in `census_table`. What no arrow names is
+    summed by ``source``, the line that asked for it ('' for what the partitioner adds by itself)."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for c in collectives:
         key = {"arrow": c.arrow, "direction": c.direction, "axis": ",".join(c.axes), "kind": c.kind}
+        key |= {"source": "" if c.arrow else c.source}
         row = rows.setdefault(tuple(key.values()), key | {"count": 0, "bytes_sent": 0})
         row["count"] += c.count
         row["bytes_sent"] += c.bytes_sent
@@ -122,9 +124,15 @@ def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> st
     rows = arrow_rows(collectives)
     if rest := rows[most:] if most is not None else []:
         total = {name: sum(row[name] for row in rest) for name in ("count", "bytes_sent")}
-        rows[most:] = [{"arrow": f"({len(rest)} more)", "direction": "", "axis": "", "kind": ""} | total]
+        more = {"arrow": f"({len(rest)} more)", "source": "", "direction": "", "axis": "", "kind": ""}
+        rows[most:] = [more | total]
     cells = [
-        (r["arrow"] or "(the partitioner's)", r["direction"], f"{r['axis']} {r['kind']}", f"×{r['count']}")
+        (
+            r["arrow"] or r["source"] or "(the partitioner's)",
+            r["direction"],
+            f"{r['axis']} {r['kind']}",
+            f"×{r['count']}",
+        )
         for r in rows
     ]
     sizes = [f"{r['bytes_sent']:,} B" for r in rows] + [f"{sum(r['bytes_sent'] for r in rows):,} B"]
@@ -137,11 +145,16 @@ def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> st
     return "\n".join([*lines, "in all".ljust(max(8, sum(widths) + 2 * len(widths))) + sizes[-1].rjust(last)])
 
 
+def share_of(scope: str, taken: Taken | None) -> Fraction | None:
+    """Says how often a cond's true branch is taken, by the name of its scope; None where that is not said."""
+    name = re.search(r"when-(\w+)\)*(?:/cond)?$", scope)
+    return taken.get(name[1]) if taken and name else None
+
+
 def weigh_branches(branches: list[Work], scope: str, taken: Taken | None) -> Work:
     """Weighs two branches, false and true, by how often each is taken; where that is not said, the dearest
     counts."""
-    name = re.search(r"when-(\w+)\)*(?:/cond)?$", scope)
-    if taken and name and (share := taken.get(name[1])) is not None:
+    if (share := share_of(scope, taken)) is not None:
         return repeat(branches[0], 1 - share) + repeat(branches[1], share)
     dearest = max(branches, key=lambda work: sum(c.bytes_sent * times for c, times in work))
     return [(replace(c, conditional=True), times) for c, times in dearest]
@@ -150,13 +163,19 @@ def weigh_branches(branches: list[Work], scope: str, taken: Taken | None) -> Wor
 def repeat(work: Work, times: int | Fraction | None, source: str = "") -> Work:
     """Multiplies the work of a loop's body by its trips. Refuses a body with collectives and unknown
     trips."""
-    if times is None and work:
-        loop, what = "the loop" + (source and f" at {source}"), ", ".join(sorted({c.kind for c, _ in work}))
+    times = known(times, ", ".join(sorted({c.kind for c, _ in work})), source)
+    return [(c, n * times) for c, n in work if times]
+
+
+def known(trips: int | Fraction | None, what: str, source: str) -> int | Fraction:
+    """Gives the trips of a loop that runs ``what``; refuses one of which nobody knows them."""
+    if trips is None and what:
+        loop = "the loop" + (source and f" at {source}")
         remedy = "use lax.scan, or lax.fori_loop with bounds that are Python integers"
         raise ValueError(
             f"cannot count {loop}: it runs {what}, but the program does not say how often; {remedy}"
         )
-    return [(c, n * times) for c, n in work if times]
+    return trips or 0
 
 
 def counted(work: Work) -> list[Collective]:
@@ -174,31 +193,18 @@ def census_hlo(text: str, mesh: Any, taken: Taken | None = None) -> list[Collect
     another mesh).
     """
     module = Module(text)
-    leaf = lambda comp, op: None if comp in module.echoes else _collective(module, op, mesh)
-    return _count(module, leaf, taken)
-
-
-def _count(
-    module: Module,
-    leaf: Callable[[str, Op], Collective | None],
-    taken: Taken | None,
-    unknown_trips: int | Fraction | None = None,
-) -> list[Collective]:
-    """Counts the leaves in everything that the program executes, loops that do not say how often
-    `unknown_trips` times."""
 
     def work(comp: str) -> Iterable[tuple[Collective, Fraction]]:
         for op in module.computations[comp].values():
             if op.kind == "while":
                 inside = [found for callee in op.called(*CALLS[op.kind]) for found in work(callee)]
-                trips = module.trips(comp, op) if inside else 0
-                yield from repeat(inside, unknown_trips if trips is None else trips, module.source(op))
+                yield from repeat(inside, module.trips(comp, op) if inside else 0, module.source(op))
             elif op.kind == "conditional":
                 branches = op.called(*CALLS[op.kind])
                 yield from weigh_branches([list(work(branch)) for branch in branches], op.scope, taken)
             elif op.kind in CALLS:
                 yield from work(op.called(*CALLS[op.kind])[0])
-            elif found := leaf(comp, op):
+            elif comp not in module.echoes and (found := _collective(module, op, mesh)):
                 yield found, Fraction(1)
 
     return counted(list(work(module.entry)))
@@ -263,18 +269,26 @@ def executed_flops(text: str, taken: Taken | None = None, trips: int | Fraction 
     """
     module = Module(text)
 
-    def leaf(comp: str, op: Op) -> Collective | None:
-        if op.kind != "dot":
-            return None
-        name, index = op.operand(0)
-        _, lhs = shapes(module.computations[comp][name].type)[index or 0]
-        dtype, shape = shapes(op.type)[0]
-        flops = 2 * math.prod(shape) * math.prod(lhs[int(d)] for d in op.called("lhs_contracting_dims"))
-        return Collective(
-            "dot", (), 1, 1, flops, dtype, shape, ""
-        )  # walks as a collective, FLOPs in place of bytes
+    def inside(comp: str, op: Op) -> int | Fraction:
+        if op.kind == "dot":
+            name, index = op.operand(0)
+            lhs = shapes(module.computations[comp][name].type)[index or 0][1]
+            summed = math.prod(lhs[int(d)] for d in op.called("lhs_contracting_dims"))
+            return 2 * math.prod(shapes(op.type)[0][1]) * summed
+        each = [flops(callee) for callee in op.called(*CALLS.get(op.kind, ()))]
+        if op.kind == "while":
+            noted = module.trips(comp, op) if any(each) else 0
+            return sum(each) * known(trips if noted is None else noted, "dot" * any(each), module.source(op))
+        if op.kind == "conditional":
+            share = share_of(op.scope, taken)
+            return max(each) if share is None else each[0] * (1 - share) + each[1] * share
+        return sum(each[:1])
 
-    return sum(c.bytes_sent for c in _count(module, leaf, taken, trips))
+    @functools.cache
+    def flops(comp: str) -> int | Fraction:
+        return sum(inside(comp, op) for op in module.computations[comp].values())
+
+    return int(flops(module.entry))
 
 
 _CHEAP: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

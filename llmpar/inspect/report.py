@@ -221,7 +221,7 @@ def _arrow_table(document: dict) -> Table:
         total = f"{group['count']:,}", f"{group['compiled_bytes']:,} B"
         table.add_row(f"{group['axis']} {group['kind']}", "", *total, style="bold")
         for row in rows:
-            arrow = row["arrow"] or "(chosen by the partitioner)"
+            arrow = row["arrow"] or row["source"] or "(chosen by the partitioner)"
             numbers = f"{row['count']:,}", f"{row['bytes_sent']:,} B", "=" if row["as_predicted"] else "≠"
             table.add_row(" " + arrow, row["direction"], *numbers)
         table.add_section()

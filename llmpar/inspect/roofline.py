@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmpar.inspect.census import KINDS, Taken, arrow_of
+from llmpar.inspect.census import KINDS, Taken, arrow_of, share_of
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
 from llmpar.kernels import grouped, products
 from llmpar.predict import formulas, ring
@@ -287,8 +287,7 @@ class _Walk:
     def branch(self, op: Op, events: list[Event]) -> float:
         """Walk the branches, each as often as it is taken; the dearest alone where that is not known."""
         branches = op.called(*CALLS["conditional"])
-        name = re.search(r"when-(\w+)\)*(?:/cond)?$", op.scope)
-        share = self.taken.get(name[1]) if self.taken and name else None
+        share = share_of(op.scope, self.taken)
         if share is None:
             dearest = max(branches, key=lambda b: (self.flops_of(b), len(self.module.computations[b])))
             shares = {dearest: 1.0}
