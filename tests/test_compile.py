@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from llmpar import draw
-from llmpar.inspect import roofline
+from llmpar.config import preset
+from llmpar.inspect import aot, roofline
 from llmpar.inspect.hlo import Module
 from llmpar.inspect.targets import GPUS, QUIET, TPUS, gpu_description, parse_target
 from llmpar.notation import AXES, parse_mesh
@@ -273,6 +274,21 @@ def test_the_picture_says_what_waits():
     far = [event | {"lane": "network"} if event["lane"] == "links" else event for event in events]
     scene = draw.two_lanes([{"name": turn.name, "count": turn.count, "events": far}], "one turn")
     assert {"network", "between hosts"} <= scene_texts(scene)
+
+
+@pytest.mark.parametrize(
+    "target, plan, near",
+    [
+        ("h100:8x8", Plan("fsdp=64", remat="none"), {"remat": "block"}),  # one change is enough
+        ("a100-40:1x8", Plan("dp=8", zero=0, dtype="bfloat16"), {"mesh": parse_mesh("fsdp=8"), "zero": 3}),
+    ],
+)
+def test_what_does_not_fit_has_a_plan_near_it_that_does(target, plan, near):
+    where = parse_target(target)
+    found, total = aot.that_fits(preset("llama3-8b"), plan, where, where.num_devices, 8192)
+    assert {name: getattr(found, name) for name in near} == near
+    assert total <= 0.9 * where.chip.usable_bytes
+    assert aot.that_fits(preset("llama3.1-405b"), plan, where, where.num_devices, 8192) is None
 
 
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"

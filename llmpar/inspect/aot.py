@@ -27,7 +27,7 @@ from llmpar.inspect.targets import Target, need_compiler
 from llmpar.mesh import make_mesh, split
 from llmpar.notation import MeshShape
 from llmpar.plan import Plan, Resolved
-from llmpar.predict import memory, ring
+from llmpar.predict import memory, planner, ring
 from llmpar.sequence_order import Mask
 from llmpar.step import AT_ONCE, Step, compiler_options
 from llmpar.timetable import timetable
@@ -117,35 +117,30 @@ def compile_step(
 
 def that_fits(
     config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int
-) -> tuple[Plan, int] | None:
+) -> tuple[Plan, float] | None:
     """Find a plan near this one that fits by prediction with a tenth to spare, and its bytes; None if none
     does.
 
-    It tries, in this order and together: to recompute and to cut the loss into pieces, more microbatches,
-    replicas that cut the state (fsdp in place of dp, ZeRO 3), and more tensor parallelism within a host.
+    It tries the planner's single changes, then several together: to recompute and to cut the loss into
+    pieces, more microbatches, replicas that cut the state (fsdp in place of dp), and more tensor parallelism
+    within a host.
     """
-    sizes, host = plan.mesh.sizes, target.shape[1] if target.is_gpu else 8
+    q = planner.Question(config, target.chip, target.num_devices, batch_size, seq_len)
+    sizes, host = plan.mesh.asked, target.shape[1] if target.is_gpu else 8
     cut = sizes | {"dp": 1, "fsdp": sizes["dp"] * sizes["fsdp"]}
     meshes = [sizes, cut]
     for tp in (2, 4, 8):
         if sizes["tp"] < tp <= host and cut["fsdp"] % tp == 0:
             meshes.append(cut | {"fsdp": cut["fsdp"] * sizes["tp"] // tp, "tp": tp})
-    frugal: dict[str, Any] = {"remat": "block", "loss_chunks": 8, "reshard_after_forward": True}
-    own = dict[str, Any](), frugal, frugal | {"attention_kernel": Plan().attention_kernel}
-    for mesh, changes, more in itertools.product(meshes, own, (1, 2, 4, 8)):
-        changes = changes | {"mesh": MeshShape(**mesh), "microbatches": plan.microbatches * more}
-        changes |= {"zero": 3} if mesh is not sizes else {}
-        try:
-            near = dataclasses.replace(plan, **changes).effective(config)
-            near.check(config, batch_size, seq_len)
-        except ValueError:
-            continue
-        decided = near.resolve(config, target.platform)
-        held = sum(memory.argument_bytes(decided, batch_size, seq_len).values())
-        need = held + memory.temp_bytes(decided, batch_size, seq_len)
-        if near != plan and need <= 0.9 * target.chip.usable_bytes:
-            return near, need
-    return None
+    frugal = {"remat": "block", "loss_chunks": 8, "reshard_after_forward": True}
+    frugal |= {"attention_kernel": Plan().attention_kernel}
+    together = [
+        {"mesh": MeshShape(**mesh), "zero": 3, "microbatches": plan.microbatches * more} | fields
+        for mesh, fields, more in itertools.product(meshes, ({}, frugal), (1, 2, 4, 8))
+    ]
+    changes = planner.single_changes(q, plan) + together
+    found = planner.first_fit(q, plan, changes, 0.9 * target.chip.usable_bytes)
+    return found and found[1:]
 
 
 def _too_large(

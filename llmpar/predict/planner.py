@@ -319,25 +319,38 @@ def rescue(q: Question, one: Candidate) -> str:
     """The single change that would make a plan fit; empty where none does."""
     if not one.memory_bytes:
         return ""
-    plan, mesh = one.plan, one.plan.mesh
-    rows = q.batch_size // (mesh.dp * mesh.fsdp * mesh.ep)
+    if found := first_fit(q, one.plan, single_changes(q, one.plan)):
+        change, _, total = found
+        ((name, value),) = change.items()
+        return f"{name}={value} would hold {total / GIB:.1f} GiB"
+    return f"no single field: it wants {one.total_bytes / q.room_bytes:.1f} times the memory"
+
+
+def single_changes(q: Question, plan: Plan) -> list[dict[str, Any]]:
+    """Fields with which a plan holds less, each by itself."""
+    rows = q.batch_size // (plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep)
     more = next((m for m in divisors(rows) if m > plan.microbatches), None)
     changes: list[dict[str, Any]] = [{"remat": "block"}, {"loss_chunks": 8}, {"zero": 3}]
     changes += [{"reshard_after_forward": True}] + [{"microbatches": more}] * bool(more)
-    changes += [{"tp_sequence": True}]
+    return [*changes, {"tp_sequence": True}]
+
+
+def first_fit(
+    q: Question, plan: Plan, changes: list[dict[str, Any]], room: float | None = None
+) -> tuple[dict[str, Any], Plan, float] | None:
+    """The first of these changes with which a plan is legal and fits, that plan, and its bytes."""
     for change in changes:
         if all(getattr(plan, k) == v for k, v in change.items()):
             continue
         try:
-            other = dataclasses.replace(plan, **change)
+            other = dataclasses.replace(plan, **change).effective(q.config)
             other.check(q.config, q.batch_size, q.seq_len)
             total = held_by(q, other)["total"]
         except ValueError:
             continue
-        if total <= q.room_bytes:
-            ((name, value),) = change.items()
-            return f"{name}={value} would hold {total / GIB:.1f} GiB"
-    return f"no single field: it wants {one.total_bytes / q.room_bytes:.1f} times the memory"
+        if total <= (q.room_bytes if room is None else room):
+            return change, other, total
+    return None
 
 
 def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
