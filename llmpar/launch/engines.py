@@ -6,7 +6,6 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 FIRST_PORT, NUM_PORTS = 20_000, 12_000
 """Ports that a job's name chooses from: below those that Linux gives to outgoing connections (32768 on)."""
@@ -42,26 +41,14 @@ class Place:
         return self.num_local == self.num_processes
 
 
-class Variables(NamedTuple):
-    """Names of the variables by which an engine numbers processes; ``known_by`` are those it always sets."""
-
-    known_by: tuple[str, ...]
-    num: str
-    number: str
-    local: str
-    num_local: str
-
-
+OMPI = "OMPI_COMM_WORLD_"
 ENGINES = {
-    "torchrun": Variables(
-        ("RANK", "WORLD_SIZE", "MASTER_ADDR"), "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    ),
-    "Open MPI": Variables(
-        ("OMPI_COMM_WORLD_SIZE",),
-        *(f"OMPI_COMM_WORLD_{x}" for x in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")),
-    ),
-    "MPICH": Variables(("PMI_RANK",), "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "torchrun": ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"),
+    "Open MPI": (f"{OMPI}SIZE", f"{OMPI}RANK", f"{OMPI}LOCAL_RANK", f"{OMPI}LOCAL_SIZE", f"{OMPI}SIZE"),
+    "MPICH": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_RANK"),
 }
+"""Engine -> variables with the number of processes, this one's, both on its host, and one that it always sets
+beside the second."""
 OTHERS = ("PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")
 """Ranks that other engines set, which nobody has tried with this package."""
 
@@ -80,7 +67,7 @@ def detect(environ: Mapping[str, str]) -> Place:
     if place.num_processes > 1:
         given, told = env.get("JAX_COORDINATOR_ADDRESS"), place.coordinator
         if given:
-            told = _with_port(given, env, env.get("SLURM_JOB_ID", "llmpar"))
+            told = _with_port(given, env.get("SLURM_JOB_ID", "llmpar"))
         if place.is_one_host and told and not is_loopback(told):
             told = f"127.0.0.1:{told.rpartition(':')[2]}"
         place = replace(place, coordinator=told)
@@ -114,11 +101,10 @@ def port_of(name: str) -> int:
     return FIRST_PORT + int(hashlib.sha256(name.encode()).hexdigest(), 16) % NUM_PORTS
 
 
-def _with_port(host: str, env: Mapping[str, str], name: str) -> str:
+def _with_port(host: str, name: str) -> str:
     if re.search(r"[^:]:\d+$|\]:\d+$", host):
         return host
-    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    return f"{host}:{_number(env, 'JAX_COORDINATOR_PORT', port_of(name))}"
+    return f"[{host.strip('[]')}]:{port_of(name)}" if ":" in host else f"{host}:{port_of(name)}"
 
 
 def first_host(hosts: str) -> str:
@@ -163,18 +149,14 @@ def _explicit(env: Mapping[str, str]) -> Place | None:
 def _numbered(env: Mapping[str, str]) -> Place | None:
     """An engine of the table. MPI's coordinator: here if all are here, else on SLURM's first host, else where
     mpirun runs, after which Open MPI 5 names its jobs."""
-    for engine, of in ENGINES.items():
-        if not env.keys() >= set(of.known_by):
+    by_slurm = [env.get(name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
+    for engine, (num, number, local, num_local, sign) in ENGINES.items():
+        if not {number, sign} <= env.keys():
             continue
-        slurm = [env.get(name) for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")]
-        if (
-            engine == "MPICH"
-            and "SLURM_STEP_NODELIST" in env
-            and slurm == [env.get(of.num), env.get(of.number)]
-        ):
+        if engine == "MPICH" and "SLURM_STEP_NODELIST" in env and by_slurm == [env.get(num), env[number]]:
             continue  # `srun --mpi=pmi2` sets PMI, too
-        local = _number(env, of.local, 0), _number(env, of.num_local, 0)
-        place = Place(engine, _number(env, of.num), _number(env, of.number), None, *local)
+        where = _number(env, local, 0), _number(env, num_local, 0)
+        place = Place(engine, _number(env, num), _number(env, number), None, *where)
         if engine == "torchrun":  # MASTER_PORT is the store of torchrun itself
             host = f"[{env['MASTER_ADDR']}]" if ":" in env["MASTER_ADDR"] else env["MASTER_ADDR"]
             return replace(place, coordinator=f"{host}:{_number(env, 'MASTER_PORT', 29500) + 1}")

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import glob
 import itertools
 import os
 import re
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from llmpar.launch.engines import Place, detect, is_loopback
 
@@ -263,42 +264,25 @@ def without_proxy(place: Place, environ: MutableMapping[str, str], tell: Callabl
         )
 
 
-class Gpus(NamedTuple):
-    """GPUs of a node (device files), those that this process may see, those of the job on this node as SLURM
-    says (0: it does not), and those that JAX_LOCAL_DEVICE_IDS names."""
-
-    files: int
-    seen: int
-    on_node: int
-    asked: tuple[int, ...]
-
-    def renumbered(self, place: Place) -> bool:
-        """Whether each task has GPUs of its own, numbered from 0 again."""
-        return self.seen < place.num_local or self.on_node > self.seen
-
-    @property
-    def beyond(self) -> str:
-        """Why the GPUs that are asked for are not among those seen; '' where they are, or none is seen."""
-        if not self.seen or all(i < self.seen for i in self.asked):
-            return ""
-        return (
-            f"JAX_LOCAL_DEVICE_IDS={','.join(map(str, self.asked))} counts from 0 among the {self.seen} GPUs"
-            f" that this process sees, not those of the node; use 0 to {self.seen - 1}, or unset it"
-        )
+def gpus(environ: Mapping[str, str], files: int | None = None) -> tuple[int, int, int]:
+    """Count GPUs without starting JAX: device files of the node (or ``files``), those that this process may
+    see, and those of the job on this node, as SLURM says (0: it does not)."""
+    files = len(glob.glob("/dev/nvidia[0-9]*")) if files is None else files
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    shown = next((environ[name].split(",") for name in names if name in environ), None)
+    seen = files if shown is None else sum(part.strip() not in ("", "-1", "NoDevFiles") for part in shown)
+    return files, seen, int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0)
 
 
-def gpus(environ: Mapping[str, str], files: int | None = None) -> Gpus:
-    """Count GPUs without starting JAX; ``files`` replaces the number of NVIDIA's device files."""
-    if files is None:
-        names = os.listdir("/dev") if os.path.isdir("/dev") else []
-        files = sum(re.fullmatch(r"nvidia\d+", name) is not None for name in names)
-    visible = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    shown = next((environ[name].split(",") for name in visible if name in environ), None)
-    hidden = ("", "-1", "NoDevFiles")
-    seen = files if shown is None else sum(part.strip() not in hidden for part in shown)
-    ids = environ.get("JAX_LOCAL_DEVICE_IDS", "").split(",")
-    asked = tuple(int(part) for part in ids if part.strip().isdigit())
-    return Gpus(files, seen, int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0), asked)
+def beyond(environ: Mapping[str, str], seen: int) -> str:
+    """Why the GPUs that the user names are not among those seen; '' where they are, or none is seen."""
+    ids = environ.get("JAX_LOCAL_DEVICE_IDS", "")
+    if not seen or all(int(i) < seen for i in re.findall(r"\d+", ids)):
+        return ""
+    return (
+        f"JAX_LOCAL_DEVICE_IDS={ids} counts from 0 among the {seen} GPUs that this process sees, not those of"
+        f" the node; use 0 to {seen - 1}, or unset it"
+    )
 
 
 def local_devices(place: Place, environ: Mapping[str, str], files: int | None = None) -> list[int] | None:
@@ -307,19 +291,20 @@ def local_devices(place: Place, environ: Mapping[str, str], files: int | None = 
     JAX by itself gives each task of SLURM and of Open MPI the one GPU of its local number. That is no GPU
     where an engine has renumbered them for each task, and one of eight where a node has one task.
     """
-    found, num = gpus(environ, files), place.num_local
-    if found.asked:
-        if found.beyond:
-            raise ValueError(found.beyond)
-        return list(found.asked)
-    if not found.seen or num <= 1 or environ.get("JAX_PLATFORMS") == "cpu" or found.renumbered(place):
+    _, seen, on_node = gpus(environ, files)
+    if why := beyond(environ, seen):
+        raise ValueError(why)
+    if ids := environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return [int(i) for i in re.findall(r"\d+", ids)]
+    num, renumbered = place.num_local, seen < place.num_local or on_node > seen
+    if not seen or num <= 1 or environ.get("JAX_PLATFORMS") == "cpu" or renumbered:
         return None
-    if found.seen % num:
+    if seen % num:
         raise ValueError(
-            f"{num} processes on {_me()} cannot share {found.seen} GPUs equally; use 1 process"
-            " for all of them, or one for each"
+            f"{num} processes on {_me()} cannot share {seen} GPUs equally; use 1 process for all of them, or"
+            " one for each"
         )
-    each = found.seen // num
+    each = seen // num
     return list(range(place.local_id * each, (place.local_id + 1) * each))
 
 
@@ -464,8 +449,6 @@ def leave(status: int) -> None:
         sys.stdout.flush()
     if jax.process_index() == 0:
         time.sleep(1.0)  # process 0 holds what it told: the others ask twice a second
-    with contextlib.suppress(Exception):
-        sys.stderr.flush()
     os._exit(status)
 
 

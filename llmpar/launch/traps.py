@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 
 from llmpar.launch.engines import Place, is_loopback
-from llmpar.launch.joined import HEARTBEAT_S, WAIT_S, gpus, proxies, resolved
+from llmpar.launch.joined import HEARTBEAT_S, WAIT_S, beyond, gpus, proxies, resolved
 
 _UNREAD = re.compile(r"(?!NCCL_IB_TIMEOUT$)(JAX|LLMPAR|NCCL|GLOO|TORCH)_\w*(TIMEOUT|HEARTBEAT)\w*")
 """Settings of time that change nothing; NCCL_IB_TIMEOUT looks like them, and NCCL reads it."""
@@ -22,24 +22,24 @@ def traps(
 ) -> list[str]:
     """What would go wrong here, and is not mended by `joined`. ``num_gpus`` (device files of the machine) and
     ``own_addresses`` (what the host's name resolves to) are looked up where they are left out."""
-    found = gpus(environ, num_gpus)
-    seen, here, several = found.seen, place.num_local, place.num_processes > 1
+    files, seen, on_node = gpus(environ, num_gpus)
+    here, several, too_far = place.num_local, place.num_processes > 1, beyond(environ, seen)
     addresses = resolved(socket.gethostname()) if own_addresses is None else own_addresses
     shown, named = environ.get("CUDA_VISIBLE_DEVICES"), proxies(environ)
     unread = sorted(filter(_UNREAD.fullmatch, environ))
     its_own = several and here and not place.is_one_host and is_loopback(place.coordinator or "")
     rows = [
         (
-            shown is not None and found.files and not seen,
-            f"CUDA_VISIBLE_DEVICES is '{shown}', so JAX sees none of the {found.files} GPUs here and would"
+            shown is not None and files and not seen,
+            f"CUDA_VISIBLE_DEVICES is '{shown}', so JAX sees none of the {files} GPUs here and would"
             " take CPUs: an engine sets it where a task asks for none; ask for GPUs, or unset it",
         ),
         (
-            here == 1 and found.on_node > seen > 0,
-            f"this node's only task sees {seen} of {found.on_node} GPUs of the job; ask for --gpus-per-node"
+            here == 1 and on_node > seen > 0,
+            f"this node's only task sees {seen} of {on_node} GPUs of the job; ask for --gpus-per-node"
             " instead of --gpus-per-task, or for more tasks",
         ),
-        (found.beyond, found.beyond),
+        (too_far, too_far),
         (
             not addresses or addresses[0].startswith("127.0.1."),
             f"this host's name resolves to {addresses[0] if addresses else 'nothing'}: other hosts could not"

@@ -53,7 +53,7 @@ def bytes_per_s(rate: str) -> float:
     return float(checked(rate)[:-4]) * {"k": 1e3, "m": 1e6, "g": 1e9}[rate[-4]] / 8
 
 
-class Wire:
+class Wire(contextlib.ExitStack):
     """Several hosts that a switch joins; ``with`` makes them and takes them away.
 
     Args:
@@ -66,6 +66,7 @@ class Wire:
     def __init__(self, num_hosts: int, rate: str | None = "100mbit"):
         if not 2 <= num_hosts <= 250:
             raise ValueError(f"a wire joins 2 to 250 hosts, not {num_hosts}")
+        super().__init__()
         self.num_hosts, self.rate = num_hosts, None if rate is None else checked(rate)
         self._alone = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         self._enter = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
@@ -78,23 +79,16 @@ class Wire:
         try:
             self._make()
         except (OSError, subprocess.SubprocessError) as error:
-            self.__exit__()
+            self.close()
             said = getattr(error, "stderr", "") or str(error)
             raise ValueError(
                 f"no hosts of their own can be made here: {' '.join(said.split())}; be root of a machine or"
                 " of a container with the capabilities NET_ADMIN and SYS_ADMIN"
             ) from error
         except BaseException:
-            self.__exit__()
+            self.close()
             raise
         return self
-
-    def __exit__(self, *_) -> None:
-        for holder in self._holders:
-            with contextlib.suppress(OSError):
-                holder.kill()
-            holder.communicate()
-        self._holders = []
 
     def _hold(self, command: Sequence[str]) -> None:
         """Make a network, which lasts until this process ends or lets go of it."""
@@ -107,6 +101,8 @@ class Wire:
             start_new_session=True,  # Ctrl-C is not for it
         )
         self._holders.append(holder)
+        self.callback(holder.communicate)
+        self.callback(holder.kill)
         if holder.stdout is None or holder.stdout.readline() != "made\n":
             raise subprocess.SubprocessError(holder.communicate()[1])
 
