@@ -2,14 +2,16 @@
 
 A file is a list of groups. A group has an ``id``, a ``source``, ``inputs`` (what was run) and ``expected``
 (what was measured). A sweep lists ``configs`` under ``columns``, or ``rows`` whose last columns are measured;
-any input may be a list as long as what was measured. `INPUTS` and `MEASURED` are the keys; a group with an
-unknown one is refused by name. What a source says of all its runs, and no row repeats, is in `SOURCES`.
+any input may be a list as long as what was measured. `INPUTS` and `MEASURED` are the keys, and
+`publications.toml` says what each is, what a source says of all its runs, and how models are called. A group
+with a key, an axis, a model or another word that is unknown is left out by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import statistics
 from collections.abc import Iterator
@@ -17,86 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmpar.config import PRESETS, ExpertConfig, LatentAttention, ModelConfig
+from llmpar.config import PRESETS, ExpertConfig, ModelConfig, from_dict
 from llmpar.files import read_json
-from llmpar.notation import MeshShape
+from llmpar.notation import AXES, MeshShape
 from llmpar.predict import hardware, held
 from llmpar.predict.hardware import Chip
 from llmpar.predict.rates import Rates
 from llmpar.predict.time import step_time
-from llmpar.predict.workload import POLICIES, SOFTWARE, Run
-
-INPUTS = {
-    # the model
-    "model": "a preset's or a published model's name",
-    "params": "parameters, where no dims are given; or a size such as '32b' (MaxText's scaled model)",
-    "params_b": "the same in billions, for the reader",
-    "h": "width",
-    "d": "width",
-    "layers": "layers; beside a model's name, so many of its layers",
-    "heads": "query heads; null: 128 wide each",
-    "kv_heads": "KV heads",
-    "ffn": "width of the feed-forward",
-    "vocab": "vocabulary",
-    "experts": "experts of a layer, each of width ffn",
-    "top_k": "experts that a token visits",
-    "topk": "the same",
-    "shared_experts": "experts that every token visits",
-    "activation": "'… two matrices' where the feed-forward has no gate",
-    "seq": "tokens of a sequence",
-    # the machine
-    "chip": "a chip's name, perhaps with the rate of its network",
-    "gpus": "JAX devices",
-    "devices": "JAX devices",
-    "chips": "chips",
-    "nodes": "nodes of 8",
-    "slices": "slices that the data centre's network joins",
-    "hardware": "slices in words: '2x v5p-128'",
-    # the cut
-    "mesh": "axes as 'fsdp=-1 tp=4'",
-    "dp": "data ranks (Megatron's: those of ep among them)",
-    "fsdp": "ranks of ZeRO-3; 0 or null: none",
-    "tp": "tensor ranks",
-    "pp": "pipeline stages",
-    "cp": "context ranks (our sp)",
-    "ep": "expert ranks, of the data ranks",
-    "vp": "chunks of a stage (virtual_stages)",
-    "zero": "ZeRO stage",
-    # the step
-    "batch": "sequences of a step",
-    "micro_batch": "sequences of a microbatch",
-    "microbatches": "microbatches of a step",
-    "grad_accum": "microbatches of a step",
-    "local_batch": "sequences of a device",
-    "per_device_batch": "sequences of a device",
-    "recompute": "none, selective, ffn or block; auto: the least that fits",
-    "full_recompute": "true: block",
-    "activation_checkpointing": "true: block; false: none",
-    "remat": "MaxText's policy",
-    "schedule": "the pipeline's",
-    "precision": "FP8, or anything else",
-    "software": "a row of workload.SOFTWARE",
-    "options": "words: of a sum of gradients in float32, of embeddings that count as layers of a pipeline",
-    # words for the reader
-    "measured_on": "",
-    "megatron": "",
-    "columns": "the names of a sweep's columns",
-    "configs": "a sweep's rows",
-}
-MEASURED = {
-    "sec_per_iter": "step_s", "sec_per_step": "step_s", "step_s": "step_s", "ms": "step_s",
-    "tokens_per_s_per_gpu": "step_s", "tokens_per_s_per_device": "step_s", "tok_s_gpu": "step_s",
-    "tokens_per_s_per_chip": "step_s", "tflops_per_gpu": "step_s", "tflops_per_chip": "step_s",
-    "tflops_per_device": "step_s", "off": "step_s",
-    "mfu_pct": "step_s", "mem_gb": "memory", "mem_gib": "memory", "alloc_gib": "memory",
-    "fits_80GB": "fits", "fits_80gb": "fits", "fits_40GB": "fits", "fits": "fits",
-}  # fmt: skip
-"""What was measured, and which of our answers it is held against. The rest of ``expected`` is derived."""
-BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4}
-"""Of the operands of products, by how a precision's name begins; others have 16."""
-IN_FLOAT32 = re.compile(r"(fp32|float32)[\w ]*(grad|accum)|(grad|accum)[\w ]*(fp32|float32)", re.IGNORECASE)
-"""Options of a run whose gradients are summed up in float32, where its framework also does so in 16 bits."""
-NETWORKS = {"800 gb/s per node of 8": 12.5e9, "400 gb/s per gpu": 50e9}
+from llmpar.predict.workload import POLICIES, SOFTWARE, TABLE, Run
 
 
 @dataclass(frozen=True)
@@ -118,85 +48,22 @@ class Source:
     network_bytes_per_s: float = 0.0
     full_attention: bool = True  # TFLOP/s count attention's whole square
     inputs: dict[str, Any] = field(default_factory=dict)
-    heads: dict[int, int] = field(default_factory=dict)  # by the model's width
+    heads: dict[str, int] = field(default_factory=dict)  # by the model's width
 
 
-SOURCES = {
-    "bigscience": Source(
-        "megatron-deepspeed", "a100-80", gpt=True, ffn_products=2, network_bytes_per_s=6.25e9,
-        recompute="block", heads={14_336: 64, 14_400: 96},
-    ),
-    "vTrain": Source(
-        "megatron-2021", "a100-80", gpt=True, ffn_products=2, zero=0, recompute="none",
-        inputs={"vocab": 51_200},
-    ),
-    "dgxc-benchmarking": Source("megatron", "h100", tp_sequence=True, tp_overlap=True),
-    "Megatron-Bridge": Source("megatron", "h100", tp_sequence=True, tp_overlap=True),
-    "SimuMax": Source(
-        "megatron", "b200", tp_sequence=True, context_parallel="ulysses", allocated=True,
-        recompute="none",
-    ),
-    "llm-foundry": Source(
-        "composer", gpt=True, ffn_products=2, zero=3, network_bytes_per_s=25e9, inputs={"vocab": 50_368}
-    ),
-    "torchtitan": Source("fsdp", "h100", zero=3, tp_sequence=True, allocated=True, balanced=False),
-    "tpu-recipes": Source("maxtext", zero=3, tp_sequence=True),
-    "gpu-recipes": Source("maxtext", zero=3, tp_sequence=True),
-    "maxtext": Source(
-        "maxtext", "h100", zero=3, tp_sequence=True, network_bytes_per_s=12.5e9,
-        inputs={"per_device_batch": 4, "seq": 4096},
-    ),
-}  # fmt: skip
-"""By a word of a group's ``source``. BigScience: 4 Omni-Path links of 100 Gb/s per node of 8. MaxText's runs
-of Llama 2 on A3: four sequences of 4,096 a device, gradients summed over nodes, 800 Gb/s a node
-(configs/models/gpu/llama2_7b.yml)."""
-
-
-def _latent(name, vocab, width, layers, heads, ffn, experts, q_rank=1536) -> ModelConfig:
-    mla = LatentAttention(q_rank, 512, 64, 128)
-    return ModelConfig(name, vocab, width, layers, heads, heads, 192, ffn, experts=experts, latent=mla)
-
-
-def _experts(name, vocab, width, layers, heads, kv_heads, head_width, ffn, *experts, **more) -> ModelConfig:
-    many = ExpertConfig(*experts, **more)
-    return ModelConfig(name, vocab, width, layers, heads, kv_heads, head_width, ffn, experts=many)
-
-
-MODELS = {
-    "llama-3-8b": PRESETS["llama3-8b"],
-    "llama-3.1-8b": PRESETS["llama3-8b"],
-    "llama-3-70b": PRESETS["llama3-70b"],
-    "llama-3.1-70b": PRESETS["llama3-70b"],
-    "llama-3.3-70b": PRESETS["llama3-70b"],
-    "llama3-70b dims": PRESETS["llama3-70b"],
-    "llama3-8b dims": PRESETS["llama3-8b"],
-    "llama-3-405b": PRESETS["llama3.1-405b"],
-    "llama-3.1-405b": PRESETS["llama3.1-405b"],
-    "llama3-405b dims": PRESETS["llama3.1-405b"],
-    "llama-2-7b": PRESETS["llama2-7b"],
-    "llama-2-13b": PRESETS["llama2-13b"],
-    "llama-2-70b": PRESETS["llama2-70b"],
-    "mixtral-8x7b dims": PRESETS["mixtral-8x7b"],
-    "deepseek-v3 dims": PRESETS["deepseek-v3"],
-    "deepseek-r1": PRESETS["deepseek-v3"],
-    "deepseek-v2": _latent(
-        "deepseek-v2", 102_400, 5120, 60, 128, 1536,
-        ExpertConfig(160, 6, num_shared=2, dense_layers=1, dense_width=12_288),
-    ),
-    "qwen3-235b-a22b": _experts("qwen3-235b-a22b", 151_936, 4096, 94, 64, 4, 128, 1536, 128, 8),
-    "qwen3-next-80b-a3b": _experts(
-        "qwen3-next-80b-a3b", 151_936, 2048, 48, 16, 2, 256, 512, 512, 10, num_shared=1
-    ),
-    "gpt-oss-120b": _experts("gpt-oss-120b", 201_088, 2880, 36, 64, 8, 64, 2880, 128, 4),
-    "gpt-oss-20b": _experts("gpt-oss-20b", 201_088, 2880, 24, 64, 8, 64, 2880, 32, 4),
-    "gemma2-9b": ModelConfig("gemma2-9b", 256_000, 3584, 42, 16, 8, 256, 14_336, tied=True),
-    "gemma2-27b": ModelConfig("gemma2-27b", 256_000, 4608, 46, 32, 16, 128, 36_864, tied=True),
-    "gpt3-175b": ModelConfig("gpt3-175b", 50_304, 12_288, 96, 96, 96, 128, 49_152),
-    "nemotron4-15b": ModelConfig("nemotron4-15b", 256_000, 6144, 32, 48, 8, 128, 24_576),
-    "nemotron4-340b": ModelConfig("nemotron4-340b", 256_000, 18_432, 96, 96, 8, 192, 73_728),
-    "grok1": _experts("grok1", 131_072, 6144, 64, 48, 8, 128, 32_768, 8, 2),
-}  # fmt: skip
-"""Models that published runs name, by their authors' configurations."""
+INPUTS: dict[str, str] = TABLE["inputs"]
+MEASURED: dict[str, str] = TABLE["measured"]
+"""What was measured, and which of our answers it is held against. The rest of ``expected`` is derived."""
+SOURCES = {word: Source(**row) for word, row in TABLE["sources"].items()}
+MATRICES = {name: row.pop("matrices", 3) for name, row in TABLE["models"].items()}
+MODELS = PRESETS | {name: PRESETS[preset] for name, preset in TABLE["aliases"].items()}
+MODELS |= {name: from_dict({"name": name} | row) for name, row in TABLE["models"].items()}
+BITS = {"FP8": 8, "MXFP8": 8, "INT8": 8, "MXFP4": 4, "NVFP4": 4, "BF16": 16, "FP16": 16}
+"""Of the operands of products, by how a precision's name begins."""
+IN_FLOAT32 = re.compile(r"(fp32|float32)[\w ]*(grad|accum)|(grad|accum)[\w ]*(fp32|float32)", re.IGNORECASE)
+"""Options of a run whose gradients are summed up in float32, where its framework also does so in 16 bits."""
+WHOLE_BATCH = ("maxtext", "llmpar")
+"""Frameworks that take the batch at once where nobody asks for microbatches."""
 
 
 @dataclass(frozen=True)
@@ -217,76 +84,82 @@ def read(path: str | Path) -> tuple[list[Case], dict[str, str]]:
         raise ValueError(f"'{path}' is no list of groups, each with an id, inputs and expected")
     cases, left = list[Case](), dict[str, str]()
     for group in groups:
+        found, failed = list[Case](), dict[str, str]()
         try:
-            cases += list(_cases(group))
+            for one in _runs(group):
+                try:
+                    found.append(_case(one[0], group, *one[1:]))
+                except ValueError as why:
+                    failed[one[0]] = str(why)
         except ValueError as why:
-            left[str(group["id"])] = str(why)
+            failed[""] = str(why)
         except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
             what = f"{type(error).__name__}: {error}"
-            left[str(group["id"])] = f"an input has a value that it cannot have, or one is missing ({what})"
+            failed[""] = f"an input has a value that it cannot have, or one is missing ({what})"
+        cases += found
+        left |= failed if found else {str(group["id"]): why for why in reversed(failed.values())}
     return cases, left
 
 
-def _cases(group: dict) -> Iterator[Case]:
-    inputs, expected = dict(group.get("inputs", {})), dict(group.get("expected", {}))
+def _runs(group: dict) -> Iterator[tuple[str, dict, dict]]:
+    """The runs of a group: a name, what was run, and what was measured."""
+    name, inputs, expected = str(group["id"]), dict(group.get("inputs", {})), dict(group.get("expected", {}))
     columns = group.get("columns") or inputs.pop("columns", None)
     what = group.get("rows") or inputs.pop("configs", None)
     if columns and what:
-        named = [dict(zip(columns, row, strict=True)) for row in what]
-        for i, row in enumerate(named):
+        for i, row in enumerate(dict(zip(columns, row, strict=True)) for row in what):
             own = {k: v for k, v in row.items() if k in MEASURED}
-            shared = {k: v[i] for k, v in expected.items() if isinstance(v, list) and len(v) == len(named)}
-            rest = {k: v for k, v in row.items() if k not in own}
-            yield _case(f"{group['id']}/{i}", group, inputs | rest, own | shared)
+            shared = {k: v[i] for k, v in expected.items() if isinstance(v, list) and len(v) == len(what)}
+            yield f"{name}/{i}", inputs | {k: v for k, v in row.items() if k not in own}, own | shared
         return
-    lists = {k: v for k, v in inputs.items() if isinstance(v, list)}
+    lists = [v for v in inputs.values() if isinstance(v, list)]
     found = {k: v for k, v in expected.items() if k in MEASURED}
     if not found:
         raise ValueError("it holds no step time, memory or fit: nothing to compare")
-    if not lists:
-        yield _case(group["id"], group, inputs, found)
-        return
-    for i in range(max(map(len, lists.values()))):
-        one = inputs | {k: v[i] for k, v in lists.items()}
-        yield _case(
-            f"{group['id']}/{i}",
-            group,
-            one,
-            {k: v[i] if isinstance(v, list) else v for k, v in found.items()},
-        )
+    at = lambda some, i: {k: v[i] if isinstance(v, list) else v for k, v in some.items()}
+    for i in range(max(map(len, lists), default=1)):
+        yield f"{name}/{i}" if lists else name, at(inputs, i), at(found, i)
 
 
-def _source(group: dict) -> Source:
-    for word, found in SOURCES.items():
-        if word.lower() in group.get("source", "").lower():
-            return found
-    return Source(group.get("inputs", {}).get("software", "megatron"))
+def _source(said: str, software: str = "megatron") -> Source:
+    found = (row for word, row in SOURCES.items() if word.lower() in said.lower())
+    return next(found, Source(software))
+
+
+def _one_of(table: dict[str, Any], said: Any, what: str) -> Any:
+    """The row of a table whose name begins what is said. Refuses what none does."""
+    for name, row in table.items():
+        if str(said).upper().startswith(name.upper()):
+            return row
+    raise ValueError(f"{what} '{said}' is not known; known are {', '.join(table)}")
 
 
 def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
     if unknown := sorted(set(inputs) - set(INPUTS)):
         raise ValueError(f"unknown inputs {', '.join(unknown)}; known are {', '.join(INPUTS)}")
-    source = _source(group)
+    source = _source(group.get("source", ""), group.get("inputs", {}).get("software", "megatron"))
     known = source.inputs | {k: v for k, v in inputs.items() if v is not None}
+    for words, said in TABLE["phrases"].items():
+        known = said | known if words in group.get("what", "") else known
+    software, options = known.get("software", source.software), str(known.get("options", ""))
+    if software not in SOFTWARE:
+        raise ValueError(f"software '{software}' is not known; known are {', '.join(SOFTWARE)}")
     chip, links = _chip(known, source, group)
     config, ffn_products = _model(known, source, group)
     mesh, slices = _mesh(known, chip)
     if slices > 1 and chip.link == "torus":
         links = dataclasses.replace(links, node_size=max(1, mesh.size // slices // chip.devices_per_chip))
-    ranks = mesh.dp * mesh.fsdp * mesh.ep
-    rows, microbatches = _batch(known, ranks, mesh)
-    software, options = SOFTWARE[known.get("software", source.software)], str(known.get("options", ""))
-    if IN_FLOAT32.search(options):
-        software = SOFTWARE.get(f"{software.name}-bf16", software)
-    zero = known.get("zero", 3 if "fsdp" in known and known["fsdp"] and known["fsdp"] > 1 else source.zero)
-    if mesh.fsdp > 1:
-        zero = 3
-        if software.name == "megatron":
-            software = SOFTWARE["fsdp"]
+    rows, microbatches = _batch(known, mesh, software)
+    if IN_FLOAT32.search(options) and f"{software}-bf16" in SOFTWARE:
+        software = f"{software}-bf16"
+    if mesh.fsdp > 1 and software == "megatron":
+        software = "fsdp"
     vp = known.get("vp", 1)
+    schedule = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "1f1b", "none": "1f1b"}
     run = Run(
-        config, links, mesh, known["seq"], rows, microbatches, software, zero,
-        schedule=_schedule(str(known.get("schedule", "")), vp),
+        config, links, mesh, known["seq"], rows, microbatches, SOFTWARE[software],
+        3 if mesh.fsdp > 1 or (known.get("fsdp") or 1) > 1 else known.get("zero", source.zero),
+        schedule="interleaved" if vp > 1 else _one_of(schedule, known.get("schedule", "none"), "schedule"),
         virtual_stages=vp,
         tp_sequence=source.tp_sequence and mesh.tp > 1,
         tp_overlap=(source.tp_overlap or chip.link == "torus") and mesh.tp > 1,
@@ -294,87 +167,63 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
         context_parallel=source.context_parallel,
         ffn_products=ffn_products,
         gpt=source.gpt,
-        bits=_bits(str(known.get("precision", "")), group.get("what", "")),
+        bits=_one_of(BITS, known.get("precision", "BF16"), "precision"),
         slices=slices,
         expert_tp=source.expert_tp,
         balanced=source.balanced,
         ends_as_layers="embedding" in options and mesh.pp > 1,
     )  # fmt: skip
-    for words, policy in SAID.items():
-        if words in group.get("what", ""):
-            known.setdefault("recompute", policy)
     run = dataclasses.replace(run, recompute=_recompute(known, source, run))
     may_offload = "mesh" in known or str(known.get("remat", "")).startswith("custom")
-    if software.name == "maxtext" and may_offload and not held.fits(run):
+    if software == "maxtext" and may_offload and not held.fits(run):
         run = dataclasses.replace(run, offload=True)
     return Case(name, group["id"], run, _measured(found, run, source), group.get("source", ""))
 
 
-def _bits(precision: str, what: str) -> int:
-    said = "FP8" if "float8" in what else precision.upper()
-    return next((bits for name, bits in BITS.items() if said.startswith(name)), 16)
-
-
-def _schedule(said: str, chunks: int) -> str:
-    """Our name of a schedule in words: '1f1b, no gradient buckets'."""
-    if chunks > 1 or "interleaved" in said.lower():
-        return "interleaved" if chunks > 1 else "1f1b"
-    return "gpipe" if "gpipe" in said.lower() else "1f1b"
-
-
 def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
+    """The chip that is named, or else the one of the source's words; and the same with the network's rate."""
     said = str(known.get("chip", ""))
     words = f"{said} {group.get('source', '')} {known.get('hardware', '')}".lower()
-    row = None
-    for text in (said.lower(), words):
-        hit = re.search(
-            r"gb300|gb200|b300|b200|h200|h100|a100-40|a100|mi300x|mi250x|tpu7x|v6e|v5p|v5e|v4", text
-        )
-        if hit:
-            row = hardware.chip(hit[0])
-            break
-    row = row or hardware.chip(source.chip or "h100")
-    network = next((rate for text, rate in NETWORKS.items() if text in words), source.network_bytes_per_s)
+    names = r"gb300|gb200|b300|b200|gh200|h200|h100|a100-40|a100|mi300x|mi250x|tpu7x|v6e|v5p|v5e|v4"
+    hit = re.search(names, said.lower() or words)
+    if said and not hit:
+        hardware.chip(said)  # refuses, with the names that are known
+    if not hit and not source.chip:
+        raise ValueError("it names no chip; give one, as 'chip': 'h100'")
+    row = hardware.chip(hit[0] if hit else source.chip)
+    network = next((r for text, r in TABLE["networks"].items() if text in words), source.network_bytes_per_s)
     if "H100-96" in said:
         row = dataclasses.replace(row, usable_hbm_gib=row.usable_hbm_gib * 96 / 80)
     return row, dataclasses.replace(row, dcn_bytes_per_s=network) if network and row.link == "switch" else row
 
 
 def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
-    words = f"{group.get('what', '')}, {group['id']}".lower().replace(" ", "-")
-    if not {"model", "h", "d", "params"} & set(known):
-        named = [name for name in sorted(MODELS | PRESETS, key=len) if name in words]
-        sizes = re.findall(r"\b(8b|70b|405b)\b", group["id"].lower())
-        named = named or [f"llama-3.1-{size}" for size in sizes]
+    """The model's dims, and the matrices of its feed-forward."""
+    if not {"model", "h", "d", "params"} & set(known):  # a table of one model names it above
+        words = f"{group.get('what', '')}, {group['id']}".lower().replace(" ", "-")
+        named = [name for name in sorted(MODELS, key=len) if name in words]
         known |= {"model": named[-1]} if named else {}
+    gated = {"squared relu, two matrices": 2, "gelu, two matrices": 2, "swiglu, three matrices": 3}
+    matrices = _one_of(gated, known["activation"], "activation") if "activation" in known else 0
     if "model" in known:
-        name = str(known["model"]).lower().split(" (")[0]
-        match = re.match(r"(.*?), (\d+) dense layers?", name)
-        name = match[1] if match else name
-        config = (
-            MODELS.get(name)
-            or MODELS.get(name.removesuffix(" dims"))
-            or PRESETS.get(name.removesuffix(" dims"))
-        )
-        if config is None:
+        said = str(known["model"]).lower()
+        kv, dense = re.search(r"kv heads (\d+)", said), re.search(r", (\d+) dense layers?", said)
+        name = re.sub(r"( \(|,).*", "", said).removesuffix(" dims")
+        if name not in MODELS:
             raise ValueError(f"model '{known['model']}' is not known; give h, layers, heads, ffn and vocab")
-        how = config.experts
-        if how and match:
-            how = dataclasses.replace(how, dense_layers=int(match[2]))
-        kv = re.search(r"kv heads (\d+)", str(known["model"]).lower())
-        changes: dict[str, Any] = {"experts": how, "num_layers": known.get("layers", config.num_layers)}
+        config = MODELS[name]
+        changes: dict[str, Any] = {"num_layers": known.get("layers", config.num_layers)}
+        if config.experts and dense:
+            changes["experts"] = dataclasses.replace(config.experts, dense_layers=int(dense[1]))
         if kv:
             changes["num_kv_heads"] = int(kv[1])
-        return dataclasses.replace(config, **changes), 2 if "nemotron" in name else 3
+        return dataclasses.replace(config, **changes), matrices or MATRICES.get(name, 3)
     if re.fullmatch(r"\d+b", str(known.get("params", ""))):
-        return _scaled(int(str(known["params"])[:-1])), 3
+        return _scaled(int(str(known["params"])[:-1])), matrices or 3
     width = known.get("h", known.get("d"))
     if not width or "layers" not in known:
         raise ValueError("it gives no dims of its model: h, layers, heads, ffn, vocab")
-    heads = known.get("heads") or source.heads.get(width) or width // 128
-    gated = source.ffn_products
-    if "activation" in known:
-        gated = 2 if "two matrices" in known["activation"] else 3
+    heads = known.get("heads") or source.heads.get(str(width)) or width // 128
     config = ModelConfig(
         group["id"], known.get("vocab", 51_200), width, known["layers"], heads, known.get("kv_heads", heads),
         width // heads, known.get("ffn", 4 * width), tied=source.gpt,
@@ -383,7 +232,7 @@ def _model(known: dict, source: Source, group: dict) -> tuple[ModelConfig, int]:
         top = known.get("top_k", known.get("topk", 1))
         many = ExpertConfig(known["experts"], top, num_shared=known.get("shared_experts", 0))
         config = dataclasses.replace(config, experts=many)
-    return config, gated
+    return config, matrices or source.ffn_products
 
 
 def _scaled(billions: int) -> ModelConfig:
@@ -391,19 +240,12 @@ def _scaled(billions: int) -> ModelConfig:
     depth."""
     base, rest = divmod(int(math.log2(billions)), 3)
     heads, width = base + (rest > 0), base + (rest > 1)
-    return ModelConfig(
-        f"maxtext-{billions}b",
-        32_000,
-        2048 << width,
-        16 << base,
-        16 << heads,
-        16 << heads,
-        128,
-        7168 << heads,
-    )
+    sizes = 32_000, 2048 << width, 16 << base, 16 << heads, 16 << heads, 128, 7168 << heads
+    return ModelConfig(f"maxtext-{billions}b", *sizes)
 
 
 def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
+    """The mesh, and how many slices it spans. ``dp`` of numbers counts the ranks of ``ep`` too."""
     slices = known.get("slices", 1)
     if found := re.match(r"(\d+)x ", str(known.get("hardware", ""))):
         slices = int(found[1])
@@ -411,25 +253,22 @@ def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
     if "nodes" in known:
         return MeshShape(dp=known["nodes"], fsdp=8), 1
     if "mesh" in known:
-        axes = {a: int(n) for a, n in re.findall(r"\b(data|dp|fsdp|tp|cp|pp|ep)=(-?\d+)", str(known["mesh"]))}
-        sizes: dict[str, Any] = {
-            "dp": axes.get("data", axes.get("dp", 1)),
-            "fsdp": axes.get("fsdp", 1),
-            "tp": axes.get("tp", 1),
-        }
-        sizes |= {"sp": axes.get("cp", 1), "pp": axes.get("pp", 1), "ep": axes.get("ep", 1)}
-        if not axes:  # in words: '4 x the same'
-            sizes["fsdp"] = 64
-            sizes["dp"] = max(1, devices // 64)
-        if sizes["fsdp"] == -1:
-            sizes["fsdp"] = devices // slices // math.prod(n for a, n in sizes.items() if a != "fsdp")
+        sizes = _axes(str(known["mesh"]))
+        if free := next((axis for axis, n in sizes.items() if n == -1), ""):
+            sizes[free] = -devices // slices // math.prod(sizes.values())
+        if devices and devices % math.prod(sizes.values()):
+            raise ValueError(f"mesh '{known['mesh']}' does not divide its {devices} devices")
         left = devices // math.prod(sizes.values()) if devices else 1
-        if left > 1:
-            sizes["dp"] *= left
-        return MeshShape(**sizes), slices
-    tp, pp, cp, ep = (known.get(a) or 1 for a in ("tp", "pp", "cp", "ep"))
-    fsdp = known.get("fsdp") or 1
+        sizes["dp"] = sizes.get("dp", 1) * left
+        return MeshShape(**sizes), slices  # type: ignore[arg-type]
+    if "sp" in known and "cp" in known:
+        raise ValueError("cp and sp are two names of the same axis; give one")
+    tp, pp, cp, ep, fsdp = (known.get(axis) or 1 for axis in ("tp", "pp", "cp", "ep", "fsdp"))
+    cp = known.get("sp") or cp
     data = known.get("dp") or max(1, devices // (tp * pp * cp))
+    given = tp * pp * cp * (known.get("dp") or 1)  # Megatron's ep may span tp too
+    if devices % given or "dp" in known and fsdp == 1 and devices not in (0, given):
+        raise ValueError(f"tp={tp} pp={pp} cp={cp} and dp make {given} devices, and it ran on {devices}")
     if fsdp == 1 and "grad_accum" in known and "dp" not in known and "tp" not in known:
         return MeshShape(fsdp=devices), slices
     if ep > 1 and fsdp % ep == 0:
@@ -437,76 +276,77 @@ def _mesh(known: dict, chip: Chip) -> tuple[MeshShape, int]:
     elif ep > 1 and data % ep == 0 and fsdp == 1:
         data //= ep
     if fsdp > 1 or ep > 1 and not known.get("dp"):
-        fsdp_ranks = fsdp * ep
-        data = max(1, devices // (tp * pp * cp * fsdp_ranks)) if devices else known.get("dp", 1)
+        data = max(1, devices // (tp * pp * cp * fsdp * ep)) if devices else known.get("dp", 1)
     return MeshShape(pp=pp, dp=data, fsdp=fsdp, ep=ep, sp=cp, tp=tp), slices
 
 
-def _batch(known: dict, ranks: int, mesh: MeshShape) -> tuple[int, int]:
-    rows = known.get("micro_batch") or known.get("local_batch")
+def _axes(text: str) -> dict[str, int]:
+    """The sizes of the axes in words such as 'data=2 x fsdp=64 devices, per-device batch 10'."""
+    said = re.sub(r"per-device batch \d+|\bdevices\b|\bx\b|,", " ", TABLE["meshes"].get(text, text))
+    sizes = dict[str, int]()
+    for word in said.split():
+        name, _, size = word.replace(":", "=").partition("=")
+        name = {"data": "dp", "cp": "sp"}.get(name, name)
+        if name not in AXES or name in sizes or not re.fullmatch(r"-1|[1-9]\d*", size):
+            raise ValueError(f"mesh '{text}' has '{word}', which is no further axis with its size; axes are"
+                             f" {', '.join(AXES)}, and data (dp) and cp (sp)")  # fmt: skip
+        sizes[name] = int(size)
+    return sizes
+
+
+def _batch(known: dict, mesh: MeshShape, software: str) -> tuple[int, int]:
+    """Sequences of a microbatch on a data rank, and microbatches."""
+    ranks = mesh.dp * mesh.fsdp * mesh.ep
+    rows, many = known.get("micro_batch") or known.get("local_batch"), known.get("microbatches")
     if "per_device_batch" in known:
         rows = known["per_device_batch"] * mesh.size // ranks
-    if rows is None and "batch" in known:
-        rows = max(1, known["batch"] // ranks)
-    if rows is None:
+    many, whole = many or known.get("grad_accum"), known.get("batch", 0) / ranks
+    if not rows and not whole:
         raise ValueError("it gives no batch: batch, micro_batch, local_batch or per_device_batch")
-    many = known.get("microbatches") or known.get("grad_accum")
-    if many is None:
-        many = max(1, round(known["batch"] / ranks / rows)) if "batch" in known else 1
-    return max(1, round(rows)), many
-
-
-SAID = {"full AC": "block", "per-op SAC": "selective"}
-"""What a group's text says of recomputation, where no key does (torchtitan's words)."""
-REMAT = {
-    "full": "block",
-    "minimal": "selective",
-    "minimal_flash": "selective",
-    "save_dot_with_context_except_mlp": "ffn",
-}
+    if not rows and not many and whole > 1 and software not in WHOLE_BATCH:
+        raise ValueError(f"it gives no microbatch, and each of {ranks} data ranks has {whole:g} sequences of"
+                         f" the batch; say micro_batch or microbatches")  # fmt: skip
+    rows = rows or max(1, whole // (many or 1))
+    return max(1, round(rows)), many or max(1, round(whole / rows))
 
 
 def _recompute(known: dict, source: Source, run: Run) -> Any:
-    if "full_recompute" in known:
-        return "block" if known["full_recompute"] else "none"
-    if "activation_checkpointing" in known:
-        return "block" if known["activation_checkpointing"] else "none"
-    said = known.get("recompute", REMAT.get(str(known.get("remat", "")), source.recompute))
+    for key in ("full_recompute", "activation_checkpointing"):
+        if key in known:
+            return "block" if known[key] else "none"
+    said, remat = known.get("recompute", source.recompute), str(known.get("remat", ""))
+    if "recompute" not in known and remat and not remat.startswith("custom"):
+        said = _one_of(TABLE["remat"], remat, "remat")
+    if said not in ("auto", *POLICIES):
+        raise ValueError(f"recompute '{said}' is not known; known are auto, {', '.join(POLICIES)}")
     if said != "auto":
         return said
     return next((p for p in POLICIES if held.fits(dataclasses.replace(run, recompute=p))), "block")
 
 
 def _measured(found: dict, run: Run, source: Source) -> dict[str, Any]:
-    step = None
-    for key in sorted(found, key=list(MEASURED).index):
-        value = found[key]
-        if MEASURED[key] != "step_s" or step is not None or value is None:
-            continue
-        per_device = run.tokens_per_step / run.mesh.size
-        chips = run.mesh.size / run.chip.devices_per_chip
-        if key == "ms":
-            step = value / 1e3
-        elif key.startswith("tok") or key == "off":
-            step = per_device / value * (run.chip.devices_per_chip if key.endswith("chip") else 1)
-        elif key == "mfu_pct":
-            peak = run.chip.per_device().flops_per_s * run.mesh.size
-            step = run.flops(causal=False) / peak / value * 100
-        elif key.startswith("tflops"):
-            many = chips if key.endswith("chip") else run.mesh.size
-            step = run.flops(not source.full_attention) / many / value / 1e12
-        else:
-            step = value
-    memory = next(
-        (
-            v * (2**30 / 1e9 if k.endswith("gib") else 1)
-            for k, v in found.items()
-            if MEASURED[k] == "memory" and v is not None
-        ),
-        None,
-    )
-    fits = next((v for k, v in found.items() if MEASURED[k] == "fits"), True if step or memory else None)
-    return {"step_s": step, "memory_gb": memory, "fits": fits}
+    """Seconds of a step from the first of `MEASURED` that is there; GB; whether it fitted."""
+
+    def first(what: str) -> tuple[str, Any]:
+        keys = (key for key in MEASURED if MEASURED[key] == what and found.get(key) is not None)
+        return (key := next(keys, "")), found.get(key)
+
+    (key, value), (unit, memory), (_, fits) = map(first, ("step_s", "memory", "fits"))
+    step, devices = value, float(run.mesh.size)
+    if key.endswith("chip"):  # a chip has several devices
+        devices /= run.chip.devices_per_chip
+    if key == "ms":
+        step = value / 1e3
+    elif key.startswith("tok") or key == "off":
+        step = run.tokens_per_step / devices / value
+    elif key == "mfu_pct":
+        peak = run.chip.per_device().flops_per_s * run.mesh.size
+        step = run.flops(causal=False) / peak / value * 100
+    elif key.startswith("tflops"):
+        step = run.flops(not source.full_attention) / devices / value / 1e12
+    if memory and unit.endswith("gib"):
+        memory *= 2**30 / 1e9
+    return {"step_s": step, "memory_gb": memory, "fits": True if fits is None and (step or memory) else fits}
 
 
 # ------------------------------------------------------------------------------------------- held against
@@ -540,8 +380,7 @@ def against(path: str | Path, own: dict[str, Rates] | None = None) -> dict[str, 
 def _row(case: Case, own: dict[str, Rates] | None) -> dict[str, Any]:
     run, measured = case.run, case.measured
     time = step_time(run, (own or {}).get(run.chip.name))
-    allocated = any(word in case.source for word, s in SOURCES.items() if s.allocated)
-    parts = held.held_bytes(run, allocated)
+    parts = held.held_bytes(run, _source(case.source).allocated)
     predicted = {"step_s": time.step_s, "memory_gb": sum(parts.values()) / 1e9, "fits": held.fits(run)}
     error: dict[str, Any] = {
         key: predicted[key] / measured[key] - 1 for key in ("step_s", "memory_gb") if measured[key]
@@ -562,36 +401,26 @@ def _row(case: Case, own: dict[str, Rates] | None) -> dict[str, Any]:
 
 
 def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
-    """Runs of one model, batch and number of devices that differ in how they are cut, three or more."""
+    """Sweeps of a group, and runs of several groups that differ in how they are cut alone: three or more."""
+    timed = [i for i, case in enumerate(cases) if case.measured["step_s"]]
+    model = lambda i: dataclasses.replace(cases[i].run.config, name="")
     alike: dict[Any, list[int]] = {}
-    for i, case in enumerate(cases):
-        run = case.run
-        if case.measured["step_s"]:
-            what = (
-                _nameless(run.config),
-                run.tokens_per_step,
-                run.seq_len,
-                run.mesh.size,
-                run.chip.name,
-                run.bits,
-                case.source,
-            )
-            alike.setdefault(what, []).append(i)
     listed: dict[str, list[int]] = {}
-    for group in dict.fromkeys(case.group for case in cases):
-        mine = [i for i, case in enumerate(cases) if case.group == group and case.measured["step_s"]]
-        if len(mine) > 2:
-            listed[group] = mine
-    for several in alike.values():
-        groups = {cases[i].group for i in several}
-        if len(several) > 2 and len(groups) > 2:
-            prefix = _common([cases[i].group for i in several])
-            listed[prefix] = several
+    for i in timed:
+        run = cases[i].run
+        what = run.tokens_per_step, run.seq_len, run.mesh.size, run.chip.name, run.bits, cases[i].source
+        alike.setdefault((model(i), *what), []).append(i)
+        listed.setdefault(cases[i].group, []).append(i)
+    listed = {group: some for group, some in listed.items() if len(some) > 2}
+    for some in alike.values():
+        groups = {cases[i].group for i in some}
+        if len(groups) > 2:
+            listed[os.path.commonprefix(sorted(groups)).rstrip("./") + " …"] = some
     found = []
     for name, some in listed.items():
         predicted = [rows[i]["predicted"]["step_s"] for i in some]
         measured = [cases[i].measured["step_s"] for i in some]
-        steps = {(cases[i].run.tokens_per_step, _nameless(cases[i].run.config)) for i in some}
+        steps = {(cases[i].run.tokens_per_step, model(i)) for i in some}
         first = measured[predicted.index(min(predicted))]
         found.append(
             {
@@ -605,36 +434,10 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
     return found
 
 
-def _nameless(config: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(config, name="")
-
-
-def _common(names: list[str]) -> str:
-    first, last = min(names), max(names)
-    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return first[:n].rstrip("./") + " …"
-
-
 def spearman(a: list[float], b: list[float]) -> float:
     """Rank correlation (Spearman 1904): Pearson's of the ranks, ties by their mean rank."""
-    x, y = _ranks(a), _ranks(b)
-    mean = (len(a) - 1) / 2
-    top = sum((p - mean) * (q - mean) for p, q in zip(x, y, strict=True))
-    below = math.sqrt(sum((p - mean) ** 2 for p in x) * sum((q - mean) ** 2 for q in y))
-    return top / below if below else 0.0
-
-
-def _ranks(values: list[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks, i = [0.0] * len(values), 0
-    while i < len(order):
-        j = i
-        while j + 1 < len(order) and values[order[j + 1]] == values[order[i]]:
-            j += 1
-        for k in range(i, j + 1):
-            ranks[order[k]] = (i + j) / 2
-        i = j + 1
-    return ranks
+    x, y = ([sorted(some).index(v) + (some.count(v) - 1) / 2 for v in some] for some in (a, b))
+    return statistics.correlation(x, y) if len(set(x)) > 1 < len(set(y)) else 0.0
 
 
 def tell_tale(row: dict[str, Any]) -> str:

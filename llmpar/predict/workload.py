@@ -6,9 +6,10 @@ A `Run` states a model's dims and how it is cut, whoever runs it: so the same la
 
 from __future__ import annotations
 
-import dataclasses
+import tomllib
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import resources
 from typing import Literal, NamedTuple, get_args
 
 from llmpar.config import ModelConfig
@@ -64,46 +65,9 @@ class Software:
     blocking: bool = False
 
 
-DEEPSPEED = Software(
-    "megatron-deepspeed",
-    fused_attention=False,
-    overlaps=False,
-    grad_bytes=2,
-    messages=2,
-    overhead_bytes=8e9,
-    blocking=True,
-)
-SOFTWARE = {
-    s.name: s
-    for s in (
-        Software("megatron-2021", fused_attention=False, overlaps=False, grad_bytes=2),
-        DEEPSPEED,
-        dataclasses.replace(DEEPSPEED, name="megatron-deepspeed-bf16", grad_bytes=6, late_bytes=4),
-        Software("megatron"),
-        Software("fsdp", weight_bytes=0, later_attention=0.6, logit_bytes=14),
-        Software("composer", weight_bytes=0, later_attention=0.36, logit_bytes=4),
-        Software(
-            "maxtext", eager=False, weight_bytes=0, overhead_bytes=0.5e9, logit_bytes=2, reduces_late=True
-        ),
-        Software(
-            "llmpar",
-            eager=False,
-            weight_bytes=0,
-            overhead_bytes=0.5e9,
-            logit_bytes=4,
-            late_bytes=4,
-            later_attention=0.6,
-            reduces_late=True,
-        ),
-    )
-}
-"""Frameworks by name. Megatron in 2021: Narayanan et al.; with DeepSpeed: Smith et al. 2022, and BigScience's
-chronicles: gradients in 16 bits (its bf16 optimizer adds a sum in float32, cut over nothing), buckets of 5e8
-elements, and buffers of what a pipeline sent and received; its job script sets CUDA_LAUNCH_BLOCKING.
-Megatron's distributed optimizer keeps bf16 weights and float32 gradients, and cuts 12 bytes of state. FSDP,
-MaxText and this package keep float32 weights and cast what they gather. PyTorch's loss holds logits in 16
-bits and in float32, their log-softmax, and gradients in both: 14 bytes; Composer's fused one, of llm-foundry,
-logits and gradients in 16 bits."""
+TABLE = tomllib.loads(resources.files(__package__).joinpath("publications.toml").read_text(encoding="utf-8"))
+SOFTWARE = {name: Software(name, **row) for name, row in TABLE["software"].items()}
+"""Frameworks by name."""
 
 
 class Product(NamedTuple):
