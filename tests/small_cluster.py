@@ -1,8 +1,5 @@
 """Hosts in a box, and a SLURM on them: network namespaces with own names and addresses. Needs root.
 
-    python tests/small_cluster.py hosts 4 -- hostname                     a command on every host
-    python tests/small_cluster.py slurm 4 -- srun -N 4 llmpar doctor      a command on SLURM's head
-
 Every host has its own processes, too, whose first one ends with this program: then the kernel ends all
 others of that host. So nothing is left running, whatever happens, and a host that fails takes all that ran
 on it along.
@@ -15,8 +12,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -235,20 +230,3 @@ class Slurm:
         """The ends of the daemons' logs."""
         logs = sorted(self.folder.glob("*.log")) + sorted(self.folder.glob("*.out"))
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-700:]}" for log in logs)
-
-
-def main(words: Sequence[str]) -> int:
-    """Run a command on every host, or on SLURM's head."""
-    kind, num, _, *command = words
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        hosts = stack.enter_context(Hosts(int(num), folder))
-        if kind == "hosts":
-            running = [subprocess.Popen(hosts.inside(name, command)) for name in hosts.names[1:]]
-            return max(process.wait() for process in running)
-        slurm = stack.enter_context(Slurm(hosts, folder / "slurm"))
-        return subprocess.call(hosts.inside(HEAD, command), env=os.environ | slurm.environ)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
