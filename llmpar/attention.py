@@ -30,8 +30,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from llmpar.block import after, at, hop, put, scope, vary_alike
 from llmpar.kernels import flash, flash_tpu
-from llmpar.par import after, at, hop, put, scope, vary_alike
 from llmpar.sequence_order import CAUSAL, Mask, tile_length
 
 Q = Float[Array, "b s k r h"]

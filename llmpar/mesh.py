@@ -358,7 +358,7 @@ def spec(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*[d.axes or None for d in layout.dims])
 
 
-def kind(layout: Layout, reduced: Iterable[str] = ()) -> PartitionSpec:
+def as_type(layout: Layout, reduced: Iterable[str] = ()) -> PartitionSpec:
     """The layout as JAX's types write it on explicit axes: `spec`, and the sums that are not finished."""
     return PartitionSpec(*spec(layout), unreduced=set(layout.sums), reduced=set(reduced))
 

@@ -209,7 +209,7 @@ class Experts(nnx.Module):
         if self.config.bias_rate is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
         route = par.local(
-            functools.partial(moe.route, self.config, par.explicit),
+            functools.partial(moe.route, self.config, par.island),
             ["stream b s e", *["stream e"] * len(bias)],
             ("stream b s e", "stream b s e", {"loss": "stream b s", "tally": "stream e +b +s"}),
         )
@@ -218,7 +218,7 @@ class Experts(nnx.Module):
         x = par.move(x, "stream b s d -> ffn b s d")
         weights, chosen = (par.move(y, "stream b s e -> ffn b s e") for y in (weights, chosen))
         visit = par.local(
-            functools.partial(moe.visit, self.config, par.explicit),
+            functools.partial(moe.visit, self.config, par.island),
             ["ffn b s d", "ffn b s e", "ffn b s e", "experts e d m", "experts e d m", "experts e m d"],
             "ffn b s d +m",
         )

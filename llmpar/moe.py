@@ -29,9 +29,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from llmpar.block import vary_alike
 from llmpar.config import ExpertConfig
 from llmpar.kernels import grouped, products
-from llmpar.par import Solo, vary_alike
+from llmpar.par import Solo
 
 # --------------------------------------------------------------------------------------------------- choosing
 

@@ -42,9 +42,10 @@ import numpy as np
 from jax import lax
 
 from llmpar import schedules
+from llmpar.block import at, put, scope, vary, varying
 from llmpar.config import ModelConfig
 from llmpar.model import Batch
-from llmpar.par import Manual, at, put, scope, vary, varying
+from llmpar.par import Manual
 from llmpar.schedules import KINDS
 from llmpar.stage import Stage, add, embed, programs, when
 from llmpar.timetable import WAYS, slots, timetable

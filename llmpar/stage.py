@@ -27,9 +27,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from llmpar.block import at
 from llmpar.config import ModelConfig
 from llmpar.model import Batch, Llama
-from llmpar.par import Manual, Solo, at
+from llmpar.par import Manual, Solo
 from llmpar.split import split, trace
 from llmpar.weights import Tree, weight_dims
 

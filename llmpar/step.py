@@ -29,13 +29,15 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from llmpar import pipeline, schedules
+from llmpar.block import vary, varying
 from llmpar.config import ModelConfig
 from llmpar.mesh import explicit, platform_of, sharding, spec, split
 from llmpar.model import Batch
 from llmpar.notation import Arrow, Dim, Layout
 from llmpar.optimizer import counts_empty_places
-from llmpar.par import Auto, Explicit, Manual, Solo, vary, varying
+from llmpar.par import Manual, Solo
 from llmpar.plan import Plan, Resolved
+from llmpar.readings import Auto, Explicit
 from llmpar.weights import Tree, described, init_params, model_graph, weight_dims
 
 WHOLE = Layout(())

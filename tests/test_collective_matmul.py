@@ -9,7 +9,7 @@ import optax
 import pytest
 from parity import BATCH, LLAMA, MOE, QWEN, SEQ, assert_same, by_arrow, name, predicted_by_arrow
 
-from llmpar import par
+from llmpar import overlap
 from llmpar.inspect.census import census_hlo, read_program, unordered
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh
@@ -125,22 +125,28 @@ def test_data_orders_the_rings_on_simulated_devices(plan):
     [
         (Plan("tp=2", tp_comm_overlap=True), "without tp_sequence nothing is gathered over tp"),
         (overlapped("tp=2", reading="auto"), "under reading='auto' XLA chooses how activations travel"),
-        (overlapped("tp=4", ffn_chunks=8), "sequence 16 is not a multiple of sp·tp·ffn_chunks = 32"),
     ],
     ids=lambda x: name(x) if isinstance(x, Plan) else "",
 )
-def test_what_it_does_not_go_with_is_refused(plan, why):
-    with pytest.raises(ValueError, match=why):
-        plan.check(LLAMA, BATCH, SEQ)
+def test_where_it_changes_nothing_it_is_said(plan, why):
+    decided = plan.resolve(LLAMA)
+    assert not decided.tp_comm_overlap and f"tp_comm_overlap=True changes nothing: {why}" in decided.said
+
+
+def test_pieces_of_a_sequence_must_be_as_many_as_the_rings_blocks_allow():
+    with pytest.raises(ValueError, match="sequence 16 is not a multiple of sp·tp·ffn_chunks = 32"):
+        overlapped("tp=4", ffn_chunks=8).check(LLAMA, BATCH, SEQ)
 
 
 @pytest.mark.parametrize("fault", ["the wrong block", "a part too few"])
 def test_a_planted_fault_is_caught(fault, monkeypatch):
     if fault == "the wrong block":
-        places = par._Ring._places
-        monkeypatch.setattr(par._Ring, "_places", lambda ring: np.roll(np.arange(4), 1) + 0 * places(ring))
+        places = overlap.Ring._places
+        monkeypatch.setattr(overlap.Ring, "_places", lambda ring: np.roll(np.arange(4), 1) + 0 * places(ring))
     else:
-        scatter = par._Ring.scatter
-        monkeypatch.setattr(par._Ring, "scatter", lambda ring, part: scatter(ring, lambda i: part(max(i, 1))))
+        scatter = overlap.Ring.scatter
+        monkeypatch.setattr(
+            overlap.Ring, "scatter", lambda ring, part: scatter(ring, lambda i: part(max(i, 1)))
+        )
     with pytest.raises(AssertionError, match="off by|loss"):
         assert_same(LLAMA, overlapped("tp=4"))

@@ -16,11 +16,11 @@ from parity import BATCH, LLAMA, MOE, QWEN, SEQ, assert_same, batch, by_arrow, n
 
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.types import types
-from llmpar.mesh import explicit, from_type, kind, make_mesh
+from llmpar.mesh import as_type, explicit, from_type, make_mesh
 from llmpar.notation import AXES, divisors, parse_layout
-from llmpar.par import Explicit
 from llmpar.plan import Plan
 from llmpar.predict.traffic import step_traffic
+from llmpar.readings import Explicit
 from llmpar.step import Step
 
 MIXED = "dp=2 fsdp=2 tp=2"
@@ -303,7 +303,7 @@ def test_a_layout_is_read_from_a_tracer_with_its_unfinished_sums():
         w = jax.device_put(jnp.ones((8, 4)), PartitionSpec("tp", None))
         np.testing.assert_array_equal(jax.jit(f)(x, w), jnp.full((4, 4), 8.0))
     assert list(map(str, seen)) == ["b/dp m/tp", "b/dp d +tp"]
-    assert [kind(layout) for layout in seen] == [
+    assert [as_type(layout) for layout in seen] == [
         PartitionSpec("dp", "tp"),
         PartitionSpec("dp", None, unreduced={"tp"}),
     ]

@@ -35,7 +35,10 @@ THINKS = {
 RUNS = {
     "channels",
     "mesh",
+    "block",
     "par",
+    "overlap",
+    "readings",
     "attention",
     "moe",
     "model",
@@ -79,6 +82,7 @@ MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
 PAPER = {
     "notation",
     "plan",
+    "block",
     "par",
     "sequence_order",
     "attention",

@@ -441,7 +441,7 @@ def test_only_full_slots_travel_where_xla_can():
     collective."""
     nothing = lambda x: jnp.full_like(x, jnp.nan)  # what is not sent is not read
     emulated = mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
-    with ragged_on_cpus(), emulated, mock.patch("llmpar.par._room", nothing):
+    with ragged_on_cpus(), emulated, mock.patch("llmpar.block.room", nothing):
         assert_same(MOE, Plan("ep=4 fsdp=2", dispatch="ragged"))
 
 

@@ -11,11 +11,12 @@ import pytest
 from flax import nnx
 from parity import LLAMA, QWEN, by_arrow, planted, predicted_by_arrow
 
+from llmpar.block import vary
 from llmpar.config import preset
 from llmpar.inspect.census import executed_flops
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, spec
-from llmpar.par import Manual, Solo, vary
+from llmpar.par import Manual, Solo
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, traffic, workload
 from llmpar.predict.hardware import chip

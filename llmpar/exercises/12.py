@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from llmpar.exercises import Exercise
 from llmpar.inspect.explain import explain
-from llmpar.mesh import abstract_mesh, explicit, from_type, kind
+from llmpar.mesh import abstract_mesh, as_type, explicit, from_type
 from llmpar.notation import Arrow, Dim, Layout, parse_layout
 
 GIVEN = {"b/dp s d": (4, 8, 16), "b/dp s m/tp": (4, 8, 32), "d m/tp": (16, 32), "m/tp d": (32, 16)}
@@ -192,7 +192,9 @@ def traced(function, *layouts: str) -> dict:
     arrow."""
     mesh = explicit(abstract_mesh("dp=2 tp=4"))
     args = [
-        jax.ShapeDtypeStruct(GIVEN[text], jnp.float32, sharding=NamedSharding(mesh, kind(parse_layout(text))))
+        jax.ShapeDtypeStruct(
+            GIVEN[text], jnp.float32, sharding=NamedSharding(mesh, as_type(parse_layout(text)))
+        )
         for text in layouts
     ]
     with jax.sharding.use_abstract_mesh(mesh), explain():

@@ -151,11 +151,14 @@ class Module:
         return None
 
 
+MOVERS = tuple(f"/llmpar/{name}.py" for name in ("par", "readings", "block", "overlap"))
+
+
 def innermost(frames: Iterable[tuple[str, int]]) -> str:
-    """Names the innermost frame outside JAX and Flax, and outside `par` too: it only does what another line
-    asks."""
+    """Names the innermost frame outside JAX and Flax, and outside what only does what another line asks: the
+    readings and the moves."""
     ours = [(f, n) for f, n in frames if not re.search(r"/(?:site|dist)-packages/(?:jax|jaxlib|flax)/", f)]
-    asked = [(f, n) for f, n in ours if not f.endswith("/llmpar/par.py")]
+    asked = [(f, n) for f, n in ours if not f.endswith(MOVERS)]
     return next(("/".join(Path(f).parts[-2:]) + f":{n}" for f, n in asked + ours), "")
 
 

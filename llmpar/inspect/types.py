@@ -11,8 +11,8 @@ from rich.table import Table
 
 from llmpar.config import ModelConfig
 from llmpar.mesh import make_mesh
-from llmpar.par import Explicit
 from llmpar.plan import Plan
+from llmpar.readings import Explicit
 from llmpar.step import Step
 
 

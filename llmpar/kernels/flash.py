@@ -28,8 +28,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from llmpar.block import vary_alike
 from llmpar.kernels.tiles import kernel_tiles, padded_width
-from llmpar.par import vary_alike
 from llmpar.sequence_order import Mask
 
 LOG2_E = float(np.log2(np.e))  # GPUs have an instruction for powers of 2

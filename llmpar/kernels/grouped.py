@@ -27,9 +27,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from llmpar.block import vary_alike
 from llmpar.kernels import products
 from llmpar.kernels.products import count, take
-from llmpar.par import HIDDEN, vary_alike
+from llmpar.par import HIDDEN
 
 Weights = tuple[Float[Array, "l d m"], Float[Array, "l d m"], Float[Array, "l m d"]]
 

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from llmpar.par import vary_alike
+from llmpar.block import vary_alike
 
 BLOCK_ROWS = {"blocks": (4, 32), "ragged_dot": (8, 128), "triton": (16, 128), "interpreted": (16, 128)}
 """The fewest and the most rows of a block for each way of multiplying."""

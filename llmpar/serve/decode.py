@@ -20,10 +20,11 @@ from jax import lax
 from jax.sharding import Mesh
 
 from llmpar import attention, refusals
+from llmpar.block import vary
 from llmpar.config import ModelConfig
 from llmpar.mesh import platform_of, sharding, spec, split
 from llmpar.notation import Layout
-from llmpar.par import Manual, vary
+from llmpar.par import Manual
 from llmpar.plan import Plan, Resolved
 from llmpar.weights import Tree, model_graph, weight_dims
 

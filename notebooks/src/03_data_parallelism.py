@@ -50,6 +50,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from llmpar import draw
+from llmpar.block import vary
 from llmpar.config import preset
 from llmpar.draw.scene import show, time_text
 from llmpar.exercises import attempt, hint, met, say, solution
@@ -71,7 +72,7 @@ from llmpar.mesh import make_mesh
 
 # %% tags=["plumbing"]
 from llmpar.notation import parse_arrow
-from llmpar.par import Manual, Solo, vary
+from llmpar.par import Manual, Solo
 from llmpar.plan import Plan
 from llmpar.predict import formulas, traffic
 from llmpar.predict.hardware import chip
