@@ -9,6 +9,8 @@ import itertools
 import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -120,10 +122,26 @@ def _enough_threads():
             del os.environ[name]
 
 
+@functools.cache
+def _refuse_flags(flags: str) -> None:
+    """Raise ValueError for flags that XLA does not know: when JAX starts, it ends the process at them, in a
+    notebook without a word. Another process tries them."""
+    if all(flag.startswith(_COUNT_FLAG) for flag in flags.split()) or not sys.executable:
+        return
+    tried = [sys.executable, "-c", "from jaxlib.xla_client import CompileOptions; CompileOptions()"]
+    said = subprocess.run(tried, capture_output=True, text=True, errors="replace").stderr
+    if found := re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", said):
+        raise ValueError(
+            f"XLA_FLAGS is '{flags}', and XLA, which ends a process for that, knows no {found[1].strip()};"
+            " mend XLA_FLAGS, or unset it"
+        )
+
+
 def ordered_devices() -> list[jax.Device]:
     """All devices, host by host. (An id is not a position: process k's ids may start at 2048·k.) It starts
     JAX, if that has not started."""
     channels.install()
+    _refuse_flags(os.environ.get("XLA_FLAGS", ""))
     with _enough_threads():
         return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
 

@@ -558,6 +558,27 @@ def test_whatever_happens_is_a_status_and_at_most_one_line(call, monkeypatch, er
     assert found == status and out == "" and re.fullmatch(sentence, err), err
 
 
+def test_an_error_while_another_package_is_imported_is_no_fault_of_llmpar(tmp_path):
+    """And the sentence comes, whatever is broken: nothing is imported to say it."""
+    (tmp_path / "x-packages").mkdir()
+    (tmp_path / "x-packages" / "optax.py").write_text("from jax import gone")
+    broken = run("train", "--steps", "1", PYTHONPATH=f"{tmp_path / 'x-packages'}:{ROOT}")
+    assert broken.returncode == 1 and broken.stderr.count("\n") == 1
+    assert (
+        "llmpar: another package cannot be imported: ImportError: cannot import name 'gone'" in broken.stderr
+    )
+    for name, value in {"JAX_NUM_CPU_DEVICES": "abc", "JAX_ENABLE_X64": "maybe"}.items():
+        done = run("train", "--steps", "1", **{name: value})
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and "fault" not in done.stderr
+        assert f"{name} is '{value}'" in done.stderr or f"{name}={value}" in done.stderr
+
+
+def test_flags_that_xla_does_not_know_are_named_before_it_ends_the_process():
+    done = run("doctor", XLA_FLAGS="--xla_force_host_platform_device_count=8 --bogus=1")
+    assert done.returncode == 1 and done.stderr.startswith("llmpar: XLA_FLAGS is '--xla_force_host")
+    assert "knows no --bogus=1; mend" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_a_value_error_of_another_library_is_not_taken_for_a_refusal(call, monkeypatch):
     monkeypatch.setattr(Models, "run", lambda self: json.loads("{"))
     status, _, err = call("models")

@@ -8,6 +8,7 @@ imported before `main` runs, so that Ctrl-C is heard from the start.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -44,6 +45,8 @@ def _run(argv: list[str]) -> None:
     if argv[:1] == ["--version"]:
         print(f"llmpar {llmpar.__version__}")
         return
+    if (told := os.environ.get("JAX_NUM_CPU_DEVICES")) and not told.isdecimal():
+        raise ValueError(f"JAX_NUM_CPU_DEVICES is '{told}'; use a whole number of devices, or unset it")
     from llmpar.cli.commands import parse
 
     parse(argv).run()
@@ -58,9 +61,12 @@ def explain(error: Exception) -> str:
     that this package has overlooked.
     """
     trace, package = error.__traceback__, os.path.dirname(llmpar.__file__) + os.sep
-    frames = []
+    frames, elsewhere = [], False
     while trace:
-        frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        code = trace.tb_frame.f_code
+        frames.append((code.co_filename, trace.tb_lineno))
+        theirs = "-packages" + os.sep in code.co_filename and not code.co_filename.startswith(package)
+        elsewhere |= theirs and code.co_name == "<module>"  # while another package was being imported
         trace = trace.tb_next
     refused = isinstance(error, ValueError) and (not frames or frames[-1][0].startswith(package))
     if isinstance(error, OSError) and error.strerror:
@@ -68,7 +74,11 @@ def explain(error: Exception) -> str:
     if refused or isinstance(error, OSError | FloatingPointError):
         return str(error)
     summary = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
-    if (joined := _joined()) and joined.together() and joined.is_broken(summary):
+    if elsewhere or isinstance(error, ImportError) and (error.name or "").partition(".")[0] != "llmpar":
+        told = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("JAX_")]
+        settings = f"; set are {', '.join(told)}" if told else ""
+        return f"another package cannot be imported: {summary}{settings}; llmpar doctor compares versions"
+    if (joined := _joined()) and joined.is_broken(summary):
         return f"another process ended, or could not be reached: its own output says why ({summary})"
     if "RESOURCE_EXHAUSTED" in summary or "Out of memory" in summary:
         return (
@@ -80,15 +90,17 @@ def explain(error: Exception) -> str:
 
 
 def _joined() -> Any:
-    """What joined the processes, if a command has asked for it: nothing is imported for this."""
-    return sys.modules.get("llmpar.launch.joined")
+    """What joined this process and others, if it is one of several; nothing is imported for this."""
+    joined = sys.modules.get("llmpar.launch.joined")
+    with contextlib.suppress(Exception):  # a broken JAX cannot say
+        return joined if joined and joined.together() else None
+    return None
 
 
 def _status(error: Exception) -> int:
     """The status of an error: of several processes' one that another attempt may mend it, if it is no
     refusal. A checkpoint that was not written because another process ended is none."""
-    joined = _joined()
-    if not joined or not joined.together():
+    if not (joined := _joined()):
         return 1
     refused = isinstance(error, ValueError | OSError | FloatingPointError)
     return 1 if refused and not joined.is_broken(str(error)) else joined.FAILED
@@ -97,8 +109,9 @@ def _status(error: Exception) -> int:
 def _of_others(sentence: str, status: int) -> int | None:
     """Tell the other processes of this one, if there are some, that it fails. If one of them failed first,
     this one has said so in place of its own sentence, and ends with that one's status."""
-    joined = _joined()
-    return joined.tell_others(sentence, status) if joined and sentence else None
+    with contextlib.suppress(Exception):  # the own sentence comes first
+        return joined.tell_others(sentence, status) if sentence and (joined := _joined()) else None
+    return None
 
 
 def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
