@@ -27,6 +27,7 @@ from test_attention import (
     results,
     sharded,
 )
+from test_mesh import in_a_fresh_process
 
 from llmpar import attention
 from llmpar.attention import full, fused, ring
@@ -395,3 +396,20 @@ def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_lists():
         ValueError, match="'flush' is no kernel of llmpar.kernels.flash: flash_forward, flash_k"
     ):
         kernel_flops("flush", shapes)
+
+
+WITHOUT = """
+import importlib, pkgutil, sys
+gone = ("jax.experimental.pallas.triton", "jax.experimental.pallas.tpu", "jax.experimental.pallas.mosaic_gpu")
+sys.modules |= dict.fromkeys(gone)  # importing one of them raises ImportError
+import llmpar
+names = [m.name for m in pkgutil.walk_packages(llmpar.__path__, "llmpar.") if not m.name.endswith("__main__")]
+for name in names:
+    importlib.import_module(name)
+print(len(names) > 100)
+"""
+
+
+def test_every_file_can_be_imported_where_jax_has_none_of_its_dialects_for_kernels():
+    """Triton's is deprecated: a laptop must not need what only an accelerator runs."""
+    assert in_a_fresh_process(WITHOUT).stdout == "True\n"

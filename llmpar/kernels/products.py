@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from llmpar.block import vary_alike
@@ -175,7 +174,14 @@ def _read(rows: Any, lines: Any, columns: Any) -> Array:
         return rows[lines, columns]
     line = rows.line_q[lines][:, None]
     at = line, columns.start + lax.broadcasted_iota(jnp.int32, (1, columns.size), 1)
-    return triton.load(rows.whole.at[at], mask=line < rows.whole.shape[0], other=0)
+    return _triton().load(rows.whole.at[at], mask=line < rows.whole.shape[0], other=0)
+
+
+def _triton() -> Any:
+    """Pallas for Triton, which JAX gives up some day: only who runs these kernels asks for it."""
+    from jax.experimental.pallas import triton
+
+    return triton
 
 
 def _whole(z: Array) -> pl.BlockSpec:
@@ -190,15 +196,18 @@ def _call(kernel, interpret: bool, name: str, grid, in_specs, out_specs, out: ja
         operands = vary_alike(operands)
         kind = jax.typeof(operands[0]).manual_axis_type
         shape = jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=kind)
-        how = dict(interpret=True) if interpret else dict(compiler_params=_PARAMS)
         return pl.pallas_call(
-            kernel, name=name, grid=grid, in_specs=in_specs, out_specs=out_specs, out_shape=shape, **how
+            kernel,
+            name=name,
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            out_shape=shape,
+            interpret=interpret,
+            compiler_params=None if interpret else _triton().CompilerParams(num_warps=8, num_stages=4),
         )(*operands)
 
     return call
-
-
-_PARAMS = triton.CompilerParams(num_warps=8, num_stages=4)
 
 
 def _tile(size: int, most: int) -> int:
