@@ -375,10 +375,13 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
     """Makes a schedule by its name in `SCHEDULES`."""
     if name not in SCHEDULES:
+        if re.match(r"\s*[FBW]\d", name):
+            raise ValueError(f"'{name:.40}' is an order of one stage; write one line per stage")
         close = [f"'{like}', or " for like in difflib.get_close_matches(name, SCHEDULES, 1)]
         raise ValueError(f"no schedule is called '{name}'; try {''.join(close)}one of {', '.join(SCHEDULES)}")
-    if min(num_stages, num_microbatches, num_chunks or 1) < 1:
-        asked = f"{num_stages} stages, {num_microbatches} microbatches, {num_chunks or 1} chunks"
+    chunks = 1 if num_chunks is None else num_chunks
+    if min(num_stages, num_microbatches, chunks) < 1:
+        asked = f"{num_stages} stages, {num_microbatches} microbatches, {chunks} chunks"
         raise ValueError(f"{asked}: a pipeline needs at least 1 of each")
     looped = SCHEDULES[name] in (interleaved, breadth_first)
     made = SCHEDULES[name](num_stages, num_microbatches, *([num_chunks] if looped and num_chunks else []))

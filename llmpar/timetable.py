@@ -230,7 +230,7 @@ def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) ->
     cycle."""
     if len(costs) != 3 or not (min(*costs, hop) >= 0 and 0 < sum(costs) + hop < math.inf and any(costs)):
         raise ValueError(
-            f"costs {costs} and hop {hop}: give three durations F, B, W and one more, none negative"
+            f"costs {costs} and hop {hop}: give finite durations F, B, W (not all 0) and hop, none negative"
         )
     return _timetable(schedule, tuple(costs), hop)
 

@@ -22,7 +22,7 @@ import rich.console
 import llmpar.inspect.report
 import llmpar.training.train
 from llmpar.cli import main
-from llmpar.cli.commands import parse
+from llmpar.cli.commands import COMMANDS, GROUPS, parse
 from llmpar.cli.models import Models
 from llmpar.cli.options import start
 from llmpar.cli.train import Stopper, progress
@@ -754,14 +754,33 @@ for action in (lambda: llmpar.MeshExplorer, lambda: draw.mesh("dp=2").save("mesh
 # ------------------------------------------------------------------------------------------------------ help
 
 
-def test_help_is_in_groups_with_an_example(call):
-    status, out, _ = call("train", "--help")
-    assert status == 0 and 'llmpar train --mesh "dp=2 fsdp=2 tp=2"' in out
+def test_help_is_one_page_of_groups_and_the_examples_are_apart(call):
+    status, out, _ = call("--help")
+    lines = out.splitlines()
+    assert status == 0 and len(lines) <= 40 and max(map(len, lines)) <= 80
+    shown = [line.split()[0] for line in lines if re.match(r"  \w", line) and not line.startswith("  llmpar")]
+    assert shown == list(COMMANDS) and re.findall(r"^(\w[\w ]*)$", out, re.M) == [*GROUPS, "examples"]
+    status, out, err = call("trian")
+    assert (status, out) == (2, "") and "no command 'trian' (did you mean train?)" in err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_flag_says_what_it_does_and_every_example_stands_alone(call, name):
+    status, out, _ = call(name, "--help")
+    text = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split())
+    assert status == 0 and "{None}" not in text and "--no-json" not in text
+    assert re.findall(r"--[a-z-]+(?: [A-Z]+| {\S+)? \(default", text) == [], "a flag without a word"
+    assert re.findall(r"--no-[a-z-]+ (?:(?!--).)*\(default: True", text) == [], "it switches off, and says on"
+    assert all(line.count("llmpar ") == 1 for line in out.splitlines() if line.startswith("    llmpar"))
+
+
+def test_choices_can_be_told_apart_and_a_wrong_flag_points_to_its_command(call):
+    _, out, _ = call("train", "--help")
+    assert "--zero-axes {fsdp,ep,sp|fsdp,ep|fsdp,sp|fsdp}" in out
     groups = re.findall(r"^\W+(\S* ?options) ", out, re.M)
     assert groups[:2] == ["options", "step options"] and {"optimizer options", "text options"} <= set(groups)
-    assert "{None}" not in out and "--no-json" not in out
-    status, out, _ = call("--help")
-    assert status == 0 and "llmpar inspect --mesh" in out and "dataclass" not in out
+    status, _, err = call("train", "--stepz", "5")
+    assert status == 2 and "llmpar train --help" in err
 
 
 # --------------------------------------------------------------------------------------------------- refusals

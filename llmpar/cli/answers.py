@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 from llmpar import exercises
-from llmpar.cli.options import emit, say, speaks
+from llmpar.cli.options import Folder, Text, emit, say, speaks
 from llmpar.exercises import quiz, record
 from llmpar.exercises.judge import CORRECT
 from llmpar.files import check_ordinary, read_json_lines
@@ -29,7 +29,7 @@ class Progress:
         json: print one JSON document on stdout, as Otter-Grader and Gradescope read it (results.json).
     """
 
-    folder: str | None = None
+    folder: Folder = None
     json: bool = False
 
     def run(self) -> None:
@@ -64,7 +64,7 @@ class Solutions:
         json: print one JSON document on stdout.
     """
 
-    lesson: str | None = None
+    lesson: Text = None
     json: bool = False
 
     def run(self) -> None:

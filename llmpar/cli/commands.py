@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import inspect
+import re
+import sys
 from typing import Any
 
 import tyro
@@ -21,41 +25,64 @@ from llmpar.cli.plan import Plan
 from llmpar.cli.schedule import Schedule
 from llmpar.cli.train import Train
 
-COMMANDS = {
-    "doctor": Doctor,
-    "lab": Lab,
-    "progress": Progress,
-    "quiz": Quiz,
-    "solutions": Solutions,
-    "train": Train,
-    "launch": Launch,
-    "inspect": Inspect,
-    "plan": Plan,
-    "compile": Compile,
-    "models": Models,
-    "schedule": Schedule,
-    "generate": Generate,
-    "demo": Demo,
+GROUPS: dict[str, dict[str, Any]] = {
+    "learn": {"lab": Lab, "demo": Demo, "quiz": Quiz, "progress": Progress, "solutions": Solutions},
+    "run": {"doctor": Doctor, "train": Train, "generate": Generate},
+    "look": {"inspect": Inspect, "compile": Compile, "schedule": Schedule, "models": Models},
+    "decide": {"plan": Plan},
+    "many hosts": {"launch": Launch},
 }
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+HELP = """usage: llmpar COMMAND ..., and llmpar COMMAND --help says what it takes
 
-DESCRIPTION = """Learn, plan and run LLM parallelism in JAX.
+Learn, plan and run LLM parallelism in JAX.
+{commands}
 
-    llmpar train --mesh "dp=2 fsdp=2 tp=2" --steps 50     train, on 8 simulated devices or on accelerators
-    llmpar inspect --mesh "dp=2 fsdp=2 tp=2"              what a step sends and holds: predicted, compiled
-    llmpar compile --target h100:8x8                      the same, by the compiler of an absent cluster
+examples
+  llmpar demo
+  llmpar train --mesh "dp=2 fsdp=2 tp=2" --steps 50
+  llmpar inspect --mesh "dp=2 fsdp=2 tp=2"
+  llmpar compile --target h100:8x8
 
---json prints one JSON document; llmpar COMMAND --help says more.
-LLMPAR_TRACEBACK=1 shows a failure's stack."""
+--json prints one JSON document. LLMPAR_TRACEBACK=1 shows a failure's stack.
+"""
+
+
+def help_text() -> str:
+    """The commands in groups, each with the beginning of what it says of itself."""
+    lines = []
+    for group, commands in GROUPS.items():
+        lines += ["", group]
+        for name, command in commands.items():
+            lines.append(f"  {name:<11}{re.split('[,:.]', inspect.cleandoc(command.__doc__))[0]}")
+    return HELP.format(commands="\n".join(lines)).replace("\n\n\n", "\n\n")
+
+
+def described(command: Any) -> str:
+    """What a command says of itself, with a line for each example."""
+    text = inspect.cleandoc(command.__doc__).partition("\n\nAttributes:")[0]
+    return re.sub(r"^(llmpar .*)$", r"    \1", text, flags=re.M)
 
 
 def parse(argv: list[str]):
     """The command that these words ask for. Words that ask for none end the process with status 2, --help
     with 0."""
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
-    commands: dict = COMMANDS
-    at = argv.index("--") if argv[:1] == ["launch"] and "--" in argv else len(argv)
-    command: Any = tyro.extras.subcommand_cli_from_dict(
-        commands, args=argv[:at], prog="llmpar", description=DESCRIPTION, config=config
+    name = argv[0] if argv else ""
+    if name in ("-h", "--help"):
+        print(help_text(), end="")
+        raise SystemExit(0)
+    if name not in COMMANDS:
+        close = [f" (did you mean {like}?)" for like in difflib.get_close_matches(name, COMMANDS, 1)]
+        sentence = f"llmpar: there is no command '{name}'{''.join(close)}; llmpar --help lists them"
+        print(sentence if argv else help_text(), file=sys.stderr)
+        raise SystemExit(2)
+    at = argv.index("--") if name == "launch" and "--" in argv else len(argv)
+    command: Any = tyro.cli(
+        COMMANDS[name],
+        args=argv[1:at],
+        prog=f"llmpar {name}",
+        description=described(COMMANDS[name]),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     if not (words := argv[at + 1 :]):
         return command

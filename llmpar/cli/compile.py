@@ -9,7 +9,17 @@ from typing import Annotated, Any
 
 import tyro
 
-from llmpar.cli.options import File, PlanFlags, StepOptions, check_picture, say, show, start, still_at_work
+from llmpar.cli.options import (
+    File,
+    Number,
+    PlanFlags,
+    StepOptions,
+    check_picture,
+    say,
+    show,
+    start,
+    still_at_work,
+)
 
 USUAL = {"gpu": "seconds", "tpu": "one to five minutes"}
 """Of processor time, that a compilation takes."""
@@ -40,7 +50,7 @@ class TargetOptions(StepOptions):
 
     target: str = "h100:8x8"
     model: str = "llama3-8b"
-    batch_size: int | None = None  # type: ignore[assignment]
+    batch_size: Number = None  # type: ignore[assignment]
     seq_len: int = 8192
     mesh: str = "fsdp=-1"
     devices: tyro.conf.Suppress[int] = 8

@@ -45,7 +45,10 @@ def demonstrate(out: str, steps: int) -> dict:
     from llmpar.mesh import use_devices
 
     folder = pathlib.Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"'{out}' can be no folder for pictures: {error.strerror}; name another") from error
     check_picture(str(folder / "mesh.png"))
     present = len(use_devices(8, at_least=1))
     mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"

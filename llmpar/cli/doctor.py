@@ -9,7 +9,7 @@ import platform
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
-from llmpar.cli.options import emit, installed, join, speaks
+from llmpar.cli.options import emit, installed, join, print_tables, speaks
 from llmpar.notation import AXES
 from llmpar.predict import hardware
 
@@ -31,8 +31,6 @@ class Doctor:
 
     def run(self) -> None:
         """Examine the environment, and print it."""
-        import rich
-
         from llmpar.launch import traps
         from llmpar.launch.engines import detect
 
@@ -51,7 +49,7 @@ class Doctor:
         for mesh, found in {} if document["simulated"] else document["links"].items():
             from llmpar.inspect.links import links_table
 
-            rich.print(links_table(found, f"links that the axes of '{mesh}' cross"))
+            print_tables([links_table(found, f"links that the axes of '{mesh}' cross")])
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,21 @@ from typing import Annotated, Literal
 
 import tyro
 
-from llmpar.cli.options import MAX_SEED, emit, fits_host, join, say, speaks, start
+from llmpar.cli.options import MAX_SEED, Folder, Name, emit, fits_host, join, say, speaks, start
 from llmpar.config import preset
 
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue a text with a model whose cache of keys and values is cut over a mesh.
+    """Continue a text, with a cache of keys and values that is cut over a mesh.
 
     llmpar generate "def " --checkpoints kept --mesh "sp=4 tp=2"
 
     Attributes:
         prompt: the text to continue.
         checkpoints: folder that `llmpar train --checkpoints` wrote; random weights where it is left out.
-        model: a preset's name or the path of a config.json; left out, the checkpoint's, or tiny.
+        model: a preset's name, or the path of a config.json or its folder; left out, the
+            checkpoint's, or tiny.
         mesh: sizes of the axes; sp cuts the cache's positions, tp its heads.
         devices: CPU devices to simulate where there is no accelerator.
         tokens: how many to add.
@@ -33,14 +34,14 @@ class Generate:
     """
 
     prompt: Annotated[str, tyro.conf.Positional] = "def "
-    checkpoints: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
-    model: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    checkpoints: Folder = None
+    model: Name = None
     mesh: str = "sp=-1"
     devices: int = 8
     tokens: int = 64
     temperature: float = 0.0
     seed: int = 0
-    tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    tokenizer: Name = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     json: bool = False
 
@@ -74,10 +75,9 @@ class Generate:
             say("the checkpoint does not say its tokenizer: taken to be 'bytes'")
         data.check_vocab(tokenizer, config.vocab_size)
         plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
-        if rows := plan.mesh.live("dp", "fsdp", "ep"):
-            raise ValueError(
-                f"mesh '{plan.mesh}' cuts rows by {', '.join(rows)}, but a prompt is one row; use sp and tp"
-            )
+        if others := plan.mesh.live("pp", "dp", "fsdp", "ep"):
+            why = "a prompt is one row, and goes through no pipeline"
+            raise ValueError(f"mesh '{plan.mesh}' has {', '.join(others)}, but {why}; use sp and tp")
         mesh, prompt = make_mesh(plan.mesh), [[tokenizer.start_id, *tokenizer.encode(self.prompt)]]
         length = len(prompt[0]) + self.tokens
         Decoder.check(config, plan, 1, length)

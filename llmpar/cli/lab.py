@@ -8,7 +8,9 @@ import os
 import pathlib
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from llmpar.cli.lessons import lessons, notebook
 from llmpar.cli.options import installed, say
@@ -34,14 +36,15 @@ class Lab:
         copies: where yours go.
         fresh: renew the copies; those that you have are moved to a folder in copies/earlier.
         port: to serve on; loopback only.
-        browser: open one.
     """
 
     folder: str = "notebooks"
     copies: str = "lessons"
     fresh: bool = False
     port: int = 8888
-    browser: bool = True
+    browser: Annotated[
+        bool, tyro.conf.arg(help="open no browser.", help_behavior_hint="(without this flag one opens)")
+    ] = True
 
     def run(self) -> None:
         """Become JupyterLab: the process is replaced, so a signal to it reaches the server."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from llmpar.cli.options import emit, speaks
+from llmpar.cli.options import Text, emit, speaks
 from llmpar.config import PRESETS, describe, preset
 
 
@@ -16,11 +16,11 @@ class Models:
     """List the presets, or describe one model, with exact numbers of parameters.
 
     Attributes:
-        name: a preset's name or the path of a config.json; all presets where it is left out.
+        name: a preset's name or the path of a config.json or its folder; all presets where it is left out.
         json: print one JSON document on stdout.
     """
 
-    name: Annotated[str | None, tyro.conf.Positional] = None
+    name: Annotated[Text, tyro.conf.Positional] = None
     json: bool = False
 
     def run(self) -> None:

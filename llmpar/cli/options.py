@@ -14,24 +14,31 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 
 from llmpar import refusals
 from llmpar.config import ModelConfig, preset
+from llmpar.files import read_text
 from llmpar.notation import parse_mesh
 from llmpar.plan import Plan
+from llmpar.schedules import SCHEDULES
 
 MAX_SEED, MAX_SEQ_LEN, MAX_TOKENS = 2**32 - 1, 2**31 - 1, 2**40
 """JAX makes keys of 32 bits; positions are int32; sizes of arrays are counted in 64 bits."""
 PICTURES = (".svg", ".png")
-METAVARS = {str | None: "STR", int | None: "INT", tuple[str, ...]: "FILE ..."}
-"""What help shows for the types that tyro would spell out."""
 
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE")]
+Folder = Annotated[str | None, tyro.conf.arg(metavar="FOLDER")]
+Name = Annotated[str | None, tyro.conf.arg(metavar="NAME")]
+Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
+Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
+Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
+"""Options that may be left out: of these tyro would spell out the type."""
+METAVARS = {str | None: "STR", int | None: "INT", tuple[str, ...]: "FILE ..."}
 
 
 def speaks() -> bool:
@@ -57,17 +64,27 @@ def emit(document: dict, as_json: bool) -> None:
 
 def show(document: dict, of: Any, what: str, svg: str | None, as_json: bool) -> None:
     """Draw a document by ``of.picture`` and print its tables by ``of.tables``, or print it as JSON."""
-    import rich
-
     if not speaks():
         return
     if svg:
         of.picture(document).save(svg)
         say(f"drew {what} into {svg}")
     if not as_json:
-        for table in of.tables(document):
-            rich.print(table)
+        print_tables(of.tables(document))
     emit(document, as_json)
+
+
+def print_tables(tables: Iterable[Any]) -> None:
+    """Print tables. A reader that closes the pipe is told of as it is by `print`: rich would end the process
+    with the status of a refusal."""
+    from rich.console import Console
+
+    class Printer(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # what rich has caught
+
+    for table in tables:
+        Printer().print(table)
 
 
 def flags_of(kind: type, *without: str) -> Any:
@@ -78,12 +95,18 @@ def flags_of(kind: type, *without: str) -> Any:
     itself.
     """
     hints = get_type_hints(kind)
+    text = re.sub(r"\n {8}", " ", inspect.cleandoc(kind.__doc__ or ""))  # one line for each field
+    text = re.sub(r"(:\w+:)?`+", "'", text)  # a terminal shows no markup
     for name, hint in hints.items():
         if hint in METAVARS:
             hints[name] = Annotated[hint, tyro.conf.arg(metavar=METAVARS[hint])]
+        if any("," in str(choice) for choice in get_args(hint)):  # which tyro would join by commas
+            metavar = "{" + "|".join(get_args(hint)) + "}"
+            hints[name] = Annotated[hint, tyro.conf.arg(metavar=metavar)]
+    for name in (f.name for f in dataclasses.fields(kind) if f.default is True):  # the flag is --no-...
+        hints[name] = Annotated[bool, tyro.conf.arg(help_behavior_hint="(without this flag it is done)")]
+        text = text.replace(f"    {name}: ", f"    {name}: do not do this: ")
     fields = [(f.name, hints[f.name], f.default) for f in dataclasses.fields(kind) if f.name not in without]
-    text = re.sub(r"\n {8}", " ", inspect.cleandoc(kind.__doc__ or ""))  # one line for each field
-    text = re.sub(r"(:\w+:)?`+", "'", text)  # a terminal shows no markup
     return dataclasses.make_dataclass(kind.__name__, fields, namespace={"__doc__": text}, frozen=True)
 
 
@@ -95,7 +118,7 @@ class StepOptions:
     """What one training step is: a model, a batch and a mesh.
 
     Attributes:
-        model: a preset's name, or the path of a Hugging Face config.json.
+        model: a preset's name, or the path of a Hugging Face config.json or its folder.
         batch_size: sequences per step, over all devices.
         seq_len: tokens per sequence.
         mesh: sizes of the axes, as 'dp=2 fsdp=-1 tp=2' (or 'dp:2,fsdp:-1,tp:2'); one may be -1.
@@ -107,7 +130,7 @@ class StepOptions:
     batch_size: int = 16
     seq_len: int = 128
     mesh: str = "dp=-1"
-    mesh_dim: Annotated[str | None, tyro.conf.arg(metavar="STR")] = None
+    mesh_dim: Text = None
     devices: int = 8
     plan: Annotated[Any, tyro.conf.arg(constructor=PlanFlags)] = PlanFlags()
 
@@ -128,7 +151,7 @@ class StepOptions:
         """
         config = preset(self.model)
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
-        plan = Plan(mesh, **vars(self.plan))
+        plan = Plan(mesh, **vars(self.plan) | {"schedule": read_order(self.plan.schedule)})
         batch_size = num_devices if self.batch_size is None else self.batch_size
         spare = {
             name
@@ -141,6 +164,13 @@ class StepOptions:
             raise ValueError(f"{batch}: use at most {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens")
         plan.check(config, batch_size, self.seq_len)
         return config, plan
+
+
+def read_order(schedule: str) -> str:
+    """A schedule's name, or an order written out: as it is, or what the file of that name holds."""
+    if schedule in SCHEDULES or not os.path.isfile(schedule):
+        return schedule
+    return read_text(schedule, "order of a pipeline")
 
 
 def installed(package: str) -> bool:

@@ -6,12 +6,22 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from llmpar import schedules
-from llmpar.cli.options import MAX_TOKENS, File, check_folder, emit, say, speaks, still_at_work
+from llmpar.cli.options import (
+    MAX_TOKENS,
+    File,
+    Number,
+    Real,
+    Text,
+    check_folder,
+    emit,
+    print_tables,
+    say,
+    speaks,
+    still_at_work,
+)
 from llmpar.config import preset
 from llmpar.notation import AXES, POSITIONAL, parse_mesh
 from llmpar.plan import Plan as Fields
@@ -20,9 +30,6 @@ if TYPE_CHECKING:
     from llmpar.predict.hardware import Chip
     from llmpar.predict.planner import Question
 
-Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
-Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
-Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 MAX_DEVICES, MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
 
@@ -81,8 +88,6 @@ class Plan:
             raise ValueError(f"keep is {self.keep}; use 1 to 100")
         if self.price is not None and not 0 < self.price < 1e9:
             raise ValueError(f"price is {self.price}; give a positive cost of a chip and hour")
-        import rich
-
         from llmpar.inspect.targets import GPUS, TPUS
         from llmpar.predict import planner
 
@@ -104,8 +109,7 @@ class Plan:
             PlannedExplorer(document, found, self.model, self.chip or "h100").save(self.html)
             say(f"wrote {self.html}")
         if not self.json and speaks():
-            for table in tables_of(document):
-                rich.print(table)
+            print_tables(tables_of(document))
             say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
             lines = (document["plans"][0][name] for name in ("train", "compile", "launch"))
             print(*filter(None, lines), sep="\n")
@@ -268,8 +272,6 @@ def tables_of(document: dict) -> list:
 def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
     """Print predicted, measured and error of each run, and each sweep's rank correlation. ``chip``: a file
     whose measured rates replace those of the row that it started from."""
-    import rich
-
     from llmpar.predict import hardware
     from llmpar.predict.measured import against
 
@@ -283,8 +285,7 @@ def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
     if own and not any(row["chip"] in own for row in document["rows"]):
         raise ValueError(f"'{path}' has no run on {row.family}, of which '{chip}' is")
     if not as_json and speaks():
-        for table in tables_against(document):
-            rich.print(table)
+        print_tables(tables_against(document))
     emit(document, as_json)
     return document
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from llmpar import schedules
-from llmpar.cli.options import check_picture, emit, say, speaks
+from llmpar.cli.options import File, Number, check_picture, emit, read_order, say, speaks
 from llmpar.schedules import Costs, make
 from llmpar.timetable import Timetable, timetable
 
@@ -22,9 +22,10 @@ class Schedule:
     stage.
 
     Attributes:
-        name: gpipe, 1f1b, interleaved, zb-h1, …; a wrong name lists all.
-        stages: pipeline stages p.
-        microbatches: m.
+        name: gpipe, 1f1b, interleaved, zb-h1, …; a wrong name lists all. Or an order of your own, one line
+            per stage such as 'F0 F1 B0 B1': with line breaks, or as the path of a file.
+        stages: pipeline stages p; of an own order those that it has.
+        microbatches: m; of an own order those that it has.
         virtual_stages: model chunks per stage, for schedules that have several.
         costs: times of forward, input-gradient and weight-gradient work: F,B,W.
         hop: latency of a send between stages, in the same unit.
@@ -35,10 +36,10 @@ class Schedule:
     name: Annotated[str, tyro.conf.Positional] = "1f1b"
     stages: int = 4
     microbatches: int = 8
-    virtual_stages: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    virtual_stages: Number = None
     costs: str = "1,1,1"
     hop: float = 0.0
-    svg: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    svg: File = None
     json: bool = False
 
     def run(self) -> None:
@@ -53,7 +54,7 @@ class Schedule:
             many = f"{self.stages} stages and {self.microbatches} microbatches are too many to simulate"
             raise ValueError(f"{many}; use at most {MAX_CELLS:,} of stages x microbatches x chunks")
         check_picture(self.svg)
-        made = make(self.name, self.stages, self.microbatches, self.virtual_stages)
+        made = self.made()
         document = schedule_document(made, (f, b, w), self.hop)
         table = timetable(made, (f, b, w), self.hop)
         if self.svg and speaks():
@@ -72,6 +73,22 @@ class Schedule:
             ):
                 value = document[key]
                 print(f"{key:<20}{value if key == 'peak_live' else f'{value:.4g}'}")
+
+    def made(self) -> schedules.Schedule:
+        """The schedule of that name, or the order that is written out. Refuses other numbers than it has."""
+        order = read_order(self.name)
+        if "\n" not in order.strip():
+            return make(order, self.stages, self.microbatches, self.virtual_stages)
+        found = schedules.from_text(order)
+        has = {"stages": found.num_stages, "microbatches": found.num_microbatches}
+        has |= {"virtual_stages": found.num_chunks}
+        for name, number in has.items():
+            if getattr(self, name) not in (getattr(Schedule, name), number):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"the order has {number} {name}, not {getattr(self, name)}; leave {flag} out"
+                )
+        return found
 
 
 def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> dict:

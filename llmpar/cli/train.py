@@ -20,6 +20,7 @@ import tyro
 from llmpar.cli.options import (
     MAX_SEED,
     File,
+    Folder,
     StepOptions,
     check_picture,
     emit,
@@ -71,7 +72,7 @@ class Train:
 
     steps: int = 50
     seed: int = 0
-    checkpoints: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    checkpoints: Folder = None
     every: int = 100
     anyway: bool = False
     log: File = None
@@ -88,6 +89,8 @@ class Train:
         """Train, showing progress, and give the document that ``--json`` prints."""
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed is {self.seed}; use 0 to {MAX_SEED}")
+        if not 0 <= self.stuck_after < math.inf:
+            raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
         options = OptimizerConfig(**vars(self.optimizer))
         check_picture(self.plot)
         from llmpar.launch.joined import Watchdog, meet

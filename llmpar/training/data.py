@@ -253,6 +253,10 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Tokenizer:
     """``bytes``, or a Hugging Face ``tokenizer.json`` by path."""
+    if name == "bytes" and start_token is not None:
+        raise ValueError(
+            f"start_token '{start_token}' is for a tokenizer.json: bytes have their own; leave it out"
+        )
     return ByteTokenizer() if name == "bytes" else FileTokenizer(name, start_token)
 
 

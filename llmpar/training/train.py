@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from llmpar import moe
 from llmpar.config import ModelConfig, OptimizerConfig
+from llmpar.files import check_ordinary
 from llmpar.optimizer import make_optimizer
 from llmpar.plan import Plan
 from llmpar.step import State, Step
@@ -282,7 +284,7 @@ class _Measured:
 
     def _write(self, row: dict) -> None:
         if self.lines:
-            print(json.dumps(row), file=self.lines, flush=True)
+            self.lines.write(json.dumps(row).encode() + b"\n")
 
 
 def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
@@ -323,10 +325,12 @@ def _opened(path: str | None) -> Iterator[Any]:
         return
     try:
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+")
+        if os.path.exists(path) and not os.path.isdir(path):
+            check_ordinary(path, "log")
+        file = open(path, "ab+", buffering=0)  # so that a full disk is known at the line that meets it
     except OSError as error:
         raise ValueError(f"cannot write the log '{path}': {error.strerror}; give another file") from error
     with file:
-        if file.tell() and file.seek(file.tell() - 1) is not None and file.read(1) != "\n":
-            file.write("\n")
+        if file.tell() and file.seek(-1, os.SEEK_END) is not None and file.read(1) != b"\n":
+            file.write(b"\n")
         yield file
