@@ -984,7 +984,7 @@ def test_schedules_that_cannot_be_are_refused(refusal, words, sentence):
         (("generate", "--temperature", "nan"), "temperature nan is negative or no number"),
         (
             ("generate", "--mesh", "pp=8"),
-            "generation has no pipeline, and mesh 'pp=8' has pp=8; use dp, fsdp, ep, sp, tp",
+            "mesh 'pp=8' has pp, but a prompt is one row, and goes through no pipeline; use sp and tp",
         ),
         (("generate", "\udcff"), "the prompt is no text: it holds bytes that are not UTF-8"),
         (("models", ""), "unknown model ''"),
@@ -1067,4 +1067,4 @@ def test_generate_continues_from_a_checkpoint_whatever_the_meshes(call, document
     status, _, sentence = call(*ask, "dp=1", "--model", "tiny-tied")
     assert status == 1 and "is of another model: it has" in sentence
     status, _, sentence = call("generate", "--mesh", "dp=2")
-    assert status == 1 and "cuts rows by dp, but a prompt is one row; use sp and tp" in sentence
+    assert status == 1 and "has dp, but a prompt is one row, and goes" in sentence
