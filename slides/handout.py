@@ -3,8 +3,7 @@ letters, strategies), each on one page of A4.
 
     python slides/handout.py    writes slides/_handout/{cheatsheet,handout}.html; with Chromium, PDFs of both
 
-Tables come from the README and docs/words.md, the take-home table from the deck, numbers from
-`llmpar.predict`.
+Tables come from docs/words.md, the take-home table from the deck, numbers from `llmpar.predict`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from llmpar.predict import formulas
 from llmpar.predict.hardware import chip
 
 HERE = Path(__file__).resolve().parent
-README, WORDS = HERE.parent / "README.md", HERE.parent / "docs" / "words.md"
+WORDS = HERE.parent / "docs" / "words.md"
 OUT = HERE / "_handout"
 STYLE = (
     "@page{size:A4;margin:10mm 11mm}*{box-sizing:border-box}"
@@ -108,7 +107,7 @@ def cheat_sheet() -> str:
         ["keys and values per token", "2 · layers · k · h · bytes"],
         ["a message's time", "α · starts + bytes/β, on the slowest link crossed"],
     ]
-    arrows = from_page(README, "in the layout before")
+    arrows = from_page(WORDS, "in the layout before")
     axes = [["axis", "what it is"], *([f"`{name}`", meaning] for name, meaning in AXES.items())]
     strategies = [["strategy", "cuts", "each device sends", "good while"]]
     strategies += [[name, *row] for name, row in load("deck").TAKE_HOME.items()]

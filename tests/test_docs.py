@@ -159,6 +159,18 @@ def test_the_first_page_is_short_and_every_page_is_reached_from_it():
     assert linked == {f"docs/{page.name}" for page in PAGES[1:]}
 
 
+def test_the_readme_and_the_page_of_words_say_the_same():
+    """All rows of arrows; of strategies those that the README has, some in fewer words."""
+    words = (ROOT / "docs" / "words.md").read_text()
+    table = re.compile(r"^\| in the layout before \|.*?\n\n", re.M | re.S)
+    assert table.search(words)[0] == table.search(README.read_text())[0]
+    said = re.compile(r"^\| ([a-zA-Z][^|]*?) \| (.*`.*) \|$", re.M)
+    arrows = {name: set(re.findall(r"`[^`]+`", row)) for name, row in said.findall(words)}
+    ours = {name: set(re.findall(r"`[^`]+`", row)) for name, row in said.findall(README.read_text())}
+    ours = {name: row for name, row in ours.items() if name in arrows}
+    assert len(ours) == 8 and all(row <= arrows[name] for name, row in ours.items())
+
+
 def test_the_table_of_the_house_names_every_file():
     named = set(re.findall(r"`(\w+)/?`", (ROOT / "docs" / "house.md").read_text()))
     package = ROOT / "llmpar"
