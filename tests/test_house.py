@@ -346,9 +346,9 @@ def test_a_registry_and_a_home_directory_are_seen():
 
 
 def requirement(text):
-    """Split 'name>=1.2' into its name and lower bound."""
-    name, bound = re.fullmatch(r"([A-Za-z0-9_.-]+)(?:\[\w+\])?\s*>=\s*([\d.]+)(?:,<[\d.]+)?", text).groups()
-    return name, tuple(map(int, bound.split(".")))
+    """Split 'name>=1.2,<3' into its name and bounds."""
+    name, _, bounds = re.fullmatch(r"([A-Za-z0-9_.-]+)(\[\w+\])?\s*>=\s*([\d.]+(?:,<[\d.]+)?)", text).groups()
+    return name, bounds
 
 
 def test_environment_yml_repeats_the_dependencies_and_the_extra_lab():
@@ -358,11 +358,11 @@ def test_environment_yml_repeats_the_dependencies_and_the_extra_lab():
     *conda, pip = environment["dependencies"]
     assert pip == {"pip": ["-e ."]}
     conda.remove("pip")
+    conda.remove("python =3.12")  # one that constraints.txt knows; the newest may be too new for the rest
     conda_name = {"matplotlib": "matplotlib-base"}  # without Qt
     listed = project()["project"]["dependencies"] + project()["project"]["optional-dependencies"]["lab"]
     pyproject = map(requirement, listed)
     wanted = {conda_name.get(name, name): bound for name, bound in pyproject}
-    wanted["python"] = requirement("python" + project()["project"]["requires-python"])[1]
     assert dict(map(requirement, conda)) == wanted
 
 

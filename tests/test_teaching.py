@@ -320,9 +320,13 @@ def extras_of(text):
     return {extra for found in re.findall(r"\.\[([\w,-]+)\]", text) for extra in found.split(",")}
 
 
-def test_the_dev_container_runs_targets_that_exist():
+def test_the_dev_container_installs_what_a_learner_needs_where_the_editor_looks():
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
-    assert "make setup" in container["postCreateCommand"] and container["image"].startswith("python:3.")
+    install, editor = container["postCreateCommand"], container["customizations"]["vscode"]
+    assert extras_of(install) == {"lab"} and container["image"].startswith("python:3.12")
+    assert "ms-toolsai.jupyter" in editor["extensions"]
+    python = editor["settings"]["python.defaultInterpreterPath"].partition("/")[2]
+    assert f"-m venv {python.partition('/')[0]} " in install and python == ".venv/bin/python"
     assert container["forwardPorts"] == [COMMANDS["lab"]().port]
 
 

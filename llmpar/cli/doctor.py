@@ -6,6 +6,8 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
+import shlex
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
@@ -38,6 +40,8 @@ class Doctor:
         first = [traps.describe(place), *traps.traps(os.environ, place)]
         if not self.json and place.process_id == 0 and speaks():
             print(*first, sep="\n", flush=True)  # JAX may not get further
+        if found := misfits():
+            raise ValueError("; ".join(found) + "; python -m pip install --upgrade llmpar mends versions")
         join()
         document = examine()
         document |= {"launch": asdict(place), "lines": first + document["lines"]}
@@ -52,59 +56,50 @@ class Doctor:
             print_tables([links_table(found, f"links that the axes of '{mesh}' cross")])
 
 
-@dataclass(frozen=True)
-class Flag:
-    """A setting that XLA reads from an environment variable when JAX starts, and the reason for it.
-
-    Attributes:
-        variable: the environment variable.
-        value: what to put there; of XLA_FLAGS and LIBTPU_INIT_ARGS, what to add.
-        why: what it does, as seen in compiled programs.
-    """
-
-    variable: str
-    value: str
-    why: str
-
-    @property
-    def is_set(self) -> bool:
-        """Whether this environment says something of it."""
-        if self.variable in hardware.MEMORY_SHARES:
-            return hardware.asked_memory_share() is not None
-        told = os.environ.get(self.variable, "")
-        return all(part.partition("=")[0] + "=" in told for part in self.value.split())
-
-
 FLAGS = {
     "gpu": (
-        Flag(
-            hardware.MEMORY_SHARES[0],
-            ".95",
-            "JAX takes 75% of a GPU's memory; alone on it, it may have nearly all",
-        ),
+        hardware.MEMORY_SHARES[0],
+        ".95",
+        "JAX takes 75% of a GPU's memory; alone it may have nearly all",
     ),
     "tpu": (
-        Flag(
-            "LIBTPU_INIT_ARGS",
-            "--xla_tpu_enable_async_collective_fusion=true"
-            " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true"
-            " --xla_enable_async_all_gather=true",
-            "on v5p all-gathers run beside products with all three of these (v5e does so by itself)",
-        ),
+        "LIBTPU_INIT_ARGS",
+        "--xla_tpu_enable_async_collective_fusion=true"
+        " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true --xla_enable_async_all_gather=true",
+        "on v5p all-gathers run beside matmuls with all three of these (v5e does so by itself)",
     ),
 }
-"""Settings that matter, by platform."""
+"""By platform a variable that is read when JAX starts, what to put (or to add) there, and what that does."""
 
 
-def _say_flag(flag: Flag, chip: hardware.Chip | None) -> str:
-    """The flag as a line for people; of a known GPU's memory with its size."""
-    if chip and flag.variable in hardware.MEMORY_SHARES:
-        return hardware.memory_left_out(chip)
-    return f"{flag.why}: set {flag.variable}={_quoted(flag.value)}"
+def _is_set(variable: str, value: str) -> bool:
+    """Whether this environment says something of a flag."""
+    if variable in hardware.MEMORY_SHARES:
+        return hardware.asked_memory_share() is not None
+    return all(part.partition("=")[0] + "=" in os.environ.get(variable, "") for part in value.split())
 
 
-def _quoted(text: str) -> str:
-    return f"'{text}'" if " " in text else text
+def misfits() -> list[str]:
+    """The installed packages that do not fit this one, by the bounds that it declares and by an import."""
+    found = []
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a checkout that is not installed
+        for text in importlib.metadata.requires("llmpar") or []:
+            name, bounds, extra = re.findall(r"^([\w.-]+)[^<>;]*([^;]*)(.*)", text)[0]
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                have = importlib.metadata.version(name)
+                limits = re.findall(r"(>=|<)\s*([\d.]+)", bounds if re.search("^$|(lab|hf).$", extra) else "")
+                if any((_number(have) < _number(limit)) == (sign == ">=") for sign, limit in limits):
+                    found.append(f"{name} {have} is here, and llmpar needs {name}{bounds.strip()}")
+    try:
+        importlib.import_module("flax.nnx")
+    except Exception as error:
+        found.append(f"flax.nnx cannot be imported ({type(error).__name__}: {str(error).splitlines()[0]})")
+    return found
+
+
+def _number(version: str) -> list[int]:
+    """A version as numbers that compare: 0.12 is 0.12.0, and 0.13.0.dev1 counts as 0.13."""
+    return [*map(int, re.findall(r"\d+", re.findall(r"^[\d.]*", version)[0])), 0, 0, 0, 0][:5]
 
 
 def default_meshes(num_devices: int, num_domains: int) -> list[str]:
@@ -116,16 +111,9 @@ def default_meshes(num_devices: int, num_domains: int) -> list[str]:
     return meshes + [f"pp={pp} dp=-1 tp={tp}"] * (num_devices % (pp * tp) == 0 and num_devices > pp * tp)
 
 
-def domains_text(platform: str, num_domains: int) -> str:
-    """How many domains of fast links there are, where it is not plain from the hosts."""
-    return f" in {num_domains} slice{'s' * (num_domains > 1)}" if platform == "tpu" else ""
-
-
 def examine(simulated: int = 8) -> dict:
-    """Describe the environment as plain data, with ``lines`` for people.
-
-    It starts JAX, with ``simulated`` devices where there is no accelerator.
-    """
+    """Describe the environment as plain data, with ``lines`` for people. It starts JAX, with ``simulated``
+    devices where there is no accelerator."""
     import jax
 
     from llmpar.inspect.links import links
@@ -140,10 +128,10 @@ def examine(simulated: int = 8) -> dict:
     hosts = len({d.process_index for d in devices})
     num_domains = len(domains_of(devices))
     where = f"on {hosts} host{'s' * (hosts > 1)}" if not fake or hosts == 1 else f"of {hosts} processes"
+    where += f" in {num_domains} slice{'s' * (num_domains > 1)}" if first.platform == "tpu" else ""
     lines = [
         f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),
         f"{len(devices)} {'simulated CPU devices' if fake else first.device_kind} {where}"
-        f"{domains_text(first.platform, num_domains)}"
         + ("; times on them say nothing about links, bytes and counts are exact" if fake else ""),
     ]
     if chip and not fake:
@@ -155,20 +143,22 @@ def examine(simulated: int = 8) -> dict:
     elif not fake:
         lines.append(f"'{first.device_kind}' is not in the table of chips; give plan and train a TOML row")
     if not fake and len(devices) == 1:
-        lines.append(
-            "lessons simulate 8 devices beside the one that is here; JAX_PLATFORMS=cpu does so for every"
-            " command"
-        )
-    flags = FLAGS.get(first.platform, ())
-    lines += [_say_flag(flag, chip) for flag in flags if not flag.is_set]
+        lines.append("lessons simulate 8 devices here; JAX_PLATFORMS=cpu does so for every command")
+    flags = [
+        {"variable": variable, "value": value, "why": why, "is_set": _is_set(variable, value)}
+        for variable, value, why in [FLAGS[name] for name in FLAGS if name == first.platform]
+    ]
+    for flag in (flag for flag in flags if not flag["is_set"]):
+        of_memory = flag["variable"] in hardware.MEMORY_SHARES
+        how = f"{flag['why']}: set {flag['variable']}={shlex.quote(str(flag['value']))}"
+        lines.append(hardware.memory_left_out(chip) if chip and of_memory else how)
     crossed = {}
     for mesh in default_meshes(len(devices), num_domains):
         with contextlib.suppress(ValueError):  # slices with holes, or of several sizes
             grid = device_grid(mesh, devices)
             crossed[mesh] = links(SimpleNamespace(devices=grid, axis_names=tuple(AXES)))
     lines += [f"{name} is missing: pip install 'llmpar[{extra}]'" for name, extra in missing.items()]
-    if os.environ.get("XLA_FLAGS"):
-        lines.append(f"XLA_FLAGS is set: {os.environ['XLA_FLAGS']}")
+    lines += [f"XLA_FLAGS is set: {told}" for told in [os.environ.get("XLA_FLAGS")] if told]
     return {
         "python": platform.python_version(),
         "versions": versions,
@@ -178,7 +168,7 @@ def examine(simulated: int = 8) -> dict:
         "hosts": hosts,
         "domains": num_domains,
         "links": crossed,
-        "flags": [asdict(flag) | {"is_set": flag.is_set} for flag in flags],
+        "flags": flags,
         "device_kind": first.device_kind,
         "chip": chip.name if chip else None,
         "missing": missing,
