@@ -338,16 +338,3 @@ def test_a_key_ignores_what_is_only_looked_at():
         len({answers.key(TINY | {n: "?"}) for n in TINY if n not in answers.VIEW} | {answers.key(TINY)})
         == len(TINY) - 5 + 1
     )
-
-
-def test_compare_names_both():
-    one, two = answers.answer(TINY), answers.answer(TINY | {"mesh": "dp=3"})
-    rows = answers.compare(one, two)
-    assert all(row[2] == "refused" and row[1] != "refused" for row in rows)
-
-
-def test_the_batchs_and_activations_bytes_follow_the_state():
-    rows = {row["name"]: row for row in answers.tensors(TINY | {"microbatches": 2})}
-    assert rows["activation residual stream"]["shape"] == [8, 64, 64]
-    assert rows["batch tokens, targets, positions, weights"]["shape"] == [16, 64]
-    assert {f.name for f in dataclasses.fields(Plan)} >= {"zero", "tp_sequence", "remat"}

@@ -23,7 +23,7 @@ from llmpar.draw.geometry import coordinates
 from llmpar.draw.scene import LIGHT, size_text
 from llmpar.explore import answers
 from llmpar.explore.explorer import MODULE, MeshExplorer
-from llmpar.explore.small import MemoryExplorer, RingExplorer, RoutingExplorer, TimelineExplorer
+from llmpar.explore.small import RoutingExplorer, TimelineExplorer
 from llmpar.launch.joined import free_port
 from llmpar.notation import AXES, MeshShape, parse_mesh
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parent.parent
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
-EXPLORERS = [MeshExplorer, TimelineExplorer, RingExplorer, RoutingExplorer, MemoryExplorer]
+EXPLORERS = [MeshExplorer, TimelineExplorer, RoutingExplorer]
 
 
 @pytest.fixture(scope="module")
@@ -423,15 +423,9 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
         assert (
             "zb-h1" in page.locator(".picture").inner_text() and page.locator(".refusal").inner_text() == ""
         )
-    elif kind is RingExplorer:
-        page.locator('[data-name="sequence_order"]').select_option("contiguous")
-        assert "3.5 blocks" in page.locator(".picture").inner_text()
-    elif kind is RoutingExplorer:
+    else:
         page.locator('[data-name="experts"]').select_option("16")
         assert "16 experts" in page.locator(".picture").inner_text()
-    else:
-        page.locator('[data-name="devices"]').select_option("4")
-        assert "fsdp=4" in page.locator(".picture").inner_text()
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)

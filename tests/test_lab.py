@@ -46,6 +46,10 @@ def test_copies_are_the_lessons_without_outputs(open_lab, tmp_path):
         assert not any(cell.outputs or cell.execution_count for cell in code)
     assert "lessons" in command and "--LabApp.default_url=/lab/tree/start.ipynb" in command
     assert env["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / ".jax_cache")
+    # Saved notebooks keep their widgets: else one that is opened again says "model not found".
+    settings = Path(env["JUPYTER_CONFIG_PATH"].split(os.pathsep)[-1]) / "labconfig"
+    kept = json.loads((settings / "default_setting_overrides.json").read_text())
+    assert kept["@jupyter-widgets/jupyterlab-manager:plugin"] == {"saveState": True}
 
 
 def test_the_words_that_lessons_link_to_are_served(open_lab, tmp_path):

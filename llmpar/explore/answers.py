@@ -63,12 +63,9 @@ START: dict[str, Any] = {
     "chip": "h100",
     "batch_size": 16,
     "seq_len": 4096,
-    "zero": PLAN["zero"],
-    "tp_sequence": PLAN["tp_sequence"],
+    **{name: PLAN[name] for name in ("zero", "tp_sequence")},
     "remat": "block",
-    "microbatches": PLAN["microbatches"],
-    "schedule": PLAN["schedule"],
-    "context_parallel": PLAN["context_parallel"],
+    **{name: PLAN[name] for name in ("microbatches", "schedule", "context_parallel")},
     "device": 0,
     "tensor": "weight blocks.ffn.gate",
     "axis": "",
@@ -92,23 +89,30 @@ SHAPES = ("model", "batch_size", "seq_len", "microbatches")
 """What the tensors of a step depend on: each row says of which (``of``), so that no others are taken for
 them."""
 
+
+def choice(name: str, label: str, options: list, **more) -> dict:
+    """A control that offers some values."""
+    return {"name": name, "kind": "choice", "label": label, "options": options} | more
+
+
+def slider(name: str, label: str, low: int, high: int, **more) -> dict:
+    """A control that offers the whole numbers of a range."""
+    return {"name": name, "kind": "slider", "label": label, "min": low, "max": high} | more
+
+
 CONTROLS: list[dict] = [  # free: what a page without Python can follow by itself
     {"name": "mesh", "kind": "text", "label": "mesh", "free": True},
     {"name": "order", "kind": "text", "label": "order of axes, slow links first (for study)", "free": True},
-    {"name": "model", "kind": "choice", "label": "model", "options": MODELS},
-    {"name": "chip", "kind": "choice", "label": "chip", "options": [c.name for c in CHIPS]},
+    choice("model", "model", MODELS),
+    choice("chip", "chip", [c.name for c in CHIPS]),
     {"name": "batch_size", "kind": "int", "label": "batch (sequences)", "min": 1},
     {"name": "seq_len", "kind": "int", "label": "sequence (tokens)", "min": 1},
     {"name": "microbatches", "kind": "int", "label": "microbatches", "min": 1},
-    {"name": "zero", "kind": "choice", "label": "ZeRO stage", "options": choices("zero")},
-    {"name": "schedule", "kind": "choice", "label": "pipeline schedule", "options": list(SCHEDULES)},
-    {
-        "name": "context_parallel",
-        "kind": "choice",
-        "label": "attention over sp",
-        "options": [way for way in choices("context_parallel") if way != "usp"],  # which is two axes in one
-    },
-    {"name": "remat", "kind": "choice", "label": "recompute", "options": choices("remat")},
+    choice("zero", "ZeRO stage", choices("zero")),
+    choice("schedule", "pipeline schedule", list(SCHEDULES)),
+    # usp is two axes in one
+    choice("context_parallel", "attention over sp", [w for w in choices("context_parallel") if w != "usp"]),
+    choice("remat", "recompute", choices("remat")),
     {"name": "tp_sequence", "kind": "flag", "label": "sequence parallelism (tp_sequence)"},
 ]
 CHUNKS = {name: make(name, 2, 4).visits for name in SCHEDULES}
@@ -247,14 +251,8 @@ def shape_of(row: dict, state: dict, sizes: dict[str, int]) -> list[int]:
 def answer(state: dict, plan: Plan | None = None) -> dict:
     """Everything that needs more than geometry: refusal, memory, what is sent, seconds, the code, and all of
     it in words. ``plan``: one with more fields than a state has."""
-    out: dict[str, Any] = {
-        "key": key(state),
-        "refusal": None,
-        "memory": [],
-        "traffic": [],
-        "time": None,
-        "code": "",
-    }
+    out: dict[str, Any] = {"key": key(state), "refusal": None, "time": None, "code": ""}
+    out |= {"memory": [], "traffic": []}
     try:
         config, kind, shape, order = read(state)
         plan = plan or make_plan(state, shape)
@@ -431,18 +429,6 @@ def nearest(state: dict) -> str | None:
                     if _works(state, str(near)):
                         return str(near)
     return "dp=1"
-
-
-def compare(one: dict, two: dict) -> list[list[str]]:
-    """Two answers side by side: rows of (what, A, B)."""
-    rows = []
-    for name, cell in (
-        ("memory per device", lambda x: size_text(sum(value for _, value in x["memory"]))),
-        ("sent per device and step", lambda x: size_text(sum(row["bytes"] for row in x["traffic"]))),
-        ("time per step", lambda x: time_words(x["time"])),
-    ):
-        rows.append([name, *(cell(x) if not x["refusal"] else "refused" for x in (one, two))])
-    return rows
 
 
 def neighbours(state: dict, most: int = 600) -> list[dict]:

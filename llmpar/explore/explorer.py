@@ -1,11 +1,10 @@
 """Explorers: pictures with controls, in a notebook, in VS Code, and as one HTML page that needs neither.
 
     MeshExplorer      who holds what, who talks with whom, what a step holds and sends; or an array's sharding
-    (llmpar.explore.small: pipelines, rings and memory, on the same machinery)
+    (llmpar.explore.small: pipelines and experts, on the same machinery)
 
 Each has a ``state`` (a dict), which `set` changes; a static twin, which is what a committed notebook keeps;
-``rich``, drawn in the browser (an anywidget); and ``plain``, core ipywidgets only, for where the rich one
-cannot be loaded (VS Code offline).
+and ``rich``, drawn in the browser (an anywidget).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any
 
 try:
     import anywidget
-    import ipywidgets
     import traitlets
 except ModuleNotFoundError as error:
     lacks = f"explorers need {error.name}, which is not installed"
@@ -30,7 +28,7 @@ from llmpar.draw.charts import PARTS
 from llmpar.draw.scene import DARK, LIGHT, Scene, compose, to_png, to_svg
 from llmpar.explore import answers
 from llmpar.inspect.shardings import shardings, shardings_scene
-from llmpar.notation import AXES, MeshShape, parse_mesh
+from llmpar.notation import AXES
 
 MODULE = Path(__file__).parent / "static" / "explorer.js"
 PAGE = """<!doctype html>
@@ -73,18 +71,15 @@ class State(dict):
 
 
 class Explorer:
-    """A picture with controls. ``front`` is ``rich`` or ``plain``; the other arguments change where the
-    reader starts."""
+    """A picture with controls. The arguments change where the reader starts."""
 
     title, kind = "", "figure"
     view: tuple[str, ...] = ()
     start: dict[str, Any] = {}
     controls: list[dict] = []
 
-    def __init__(self, front: str = "rich", **state):
-        if front not in ("rich", "plain"):
-            raise ValueError(f"front is '{front}'; use 'rich' (anywidget) or 'plain' (core ipywidgets)")
-        self.front, self.state = front, State(self.start)
+    def __init__(self, **state):
+        self.state = State(self.start)
         self._rich: _Rich | None = None
         self.set(**state)
 
@@ -194,43 +189,6 @@ class Explorer:
         if isinstance(message, dict) and message.get("export") == "html" and self._rich:
             self._rich.send({"html": self.html()})
 
-    @property
-    def plain(self) -> ipywidgets.Widget:
-        """Core ipywidgets only: a form and a picture that Python draws again after every change."""
-        return self._form()[0]
-
-    def _form(self) -> tuple[ipywidgets.VBox, dict[str, ipywidgets.Widget]]:
-        """The plain front end, and its fields by name."""
-        picture, fields = (
-            ipywidgets.HTML(),
-            {c["name"]: _field(c, self.state[c["name"]]) for c in self.fields()},
-        )
-
-        def look(_=None):
-            self.set(**{name: field.value for name, field in fields.items()})
-            for c in self.controls:
-                if "without" in c:
-                    fields[c["name"]].disabled = bool(self.state[c["without"]].strip())
-            picture.value = self.show_plain(self.state)
-
-        for field in fields.values():
-            field.observe(look, "value")
-        look()
-        box = [_labelled(c["label"], fields[c["name"]]) for c in self.fields()]
-        return (
-            ipywidgets.VBox([ipywidgets.Box(box, layout=ipywidgets.Layout(flex_flow="row wrap")), picture]),
-            fields,
-        )
-
-    def fields(self) -> list[dict]:
-        """The controls of the plain front end."""
-        return self.controls
-
-    def show_plain(self, state: dict) -> str:
-        """The picture of the plain front end, as HTML."""
-        reply = self.answer(state)
-        return reply["svg"] or f"<pre>{html.escape(reply['refusal'])}</pre>"
-
     def html(self) -> str:
         """One page that works without a kernel and without a network; it knows what `stored` gives it, and
         says so."""
@@ -258,34 +216,10 @@ class Explorer:
     def _repr_mimebundle_(self, include=None, exclude=None):
         """The live front end, and beside it the PNG and the text that stay in a stored notebook."""
         still = self.scene
-        data = (self.rich if self.front == "rich" else self.plain)._repr_mimebundle_()
-        data = dict(data[0] if isinstance(data, tuple) else data or {})
+        live: Any = self.rich._repr_mimebundle_()
+        data = dict(live[0] if isinstance(live, tuple) else live or {})
         data |= {"image/png": base64.b64encode(to_png(still)).decode(), "text/plain": still.text}
         return data, {"image/png": {"width": still.width}}
-
-
-def _field(c: dict, value):
-    shared: dict[str, Any] = {"value": value, "layout": ipywidgets.Layout(width="100%")}
-    if c["kind"] == "choice":
-        return ipywidgets.Dropdown(options=c["options"], **shared)
-    if c["kind"] == "flag":
-        return ipywidgets.Checkbox(indent=False, **shared)
-    if c["kind"] == "lines":
-        return ipywidgets.Textarea(rows=5, continuous_update=False, **shared)
-    if c["kind"] == "slider":
-        return ipywidgets.IntSlider(min=c["min"], max=c["max"], **shared)
-    if c["kind"] == "int":
-        return ipywidgets.BoundedIntText(min=c["min"], max=1 << 30, **shared)
-    return ipywidgets.Text(continuous_update=False, **shared)
-
-
-def _labelled(label: str, field: ipywidgets.Widget) -> ipywidgets.Widget:
-    """A field below its label, wide enough for both; a text of several lines takes the row."""
-    wide = isinstance(field, ipywidgets.Textarea)
-    layout = (
-        {"width": "100%"} if wide else {"width": f"{max(220, 8 * len(label))}px", "margin": "0 12px 4px 0"}
-    )
-    return ipywidgets.VBox([ipywidgets.Label(label), field], layout=ipywidgets.Layout(**layout))
 
 
 # --------------------------------------------------------------------------------------------------- the mesh
@@ -302,10 +236,10 @@ class MeshExplorer(Explorer):
     _given: dict[str, Any] | None = None  # what `of` read from an array or a program
 
     @classmethod
-    def of(cls, value, front: str = "rich") -> MeshExplorer:
+    def of(cls, value) -> MeshExplorer:
         """The shardings of a live array, of a tree of them, or of a compiled program, as the compiler has
         them."""
-        self = cls(front)
+        self = cls()
         self._given = shardings(value)
         self.title = self._given["title"]
         self.set(tensor=self._given["tensors"][0]["name"])
@@ -368,67 +302,3 @@ class MeshExplorer(Explorer):
         ):
             self._rich.tensors = self._tensors(new)  # before the answer that speaks of them
         super()._changed(change)
-
-    def compare(self, **other) -> str:
-        """This state beside another, as text."""
-        one, two = self.answer(self.state), self.answer(self.state | other)
-        return "\n".join(f"{name}: {a} | {b}" for name, a, b in answers.compare(one, two))
-
-    def fields(self) -> list[dict]:
-        if self._given:
-            return []
-        names = [row["name"] for row in self.tensors] or [self.state["tensor"]]
-        return [
-            *self.controls,
-            {"name": "device", "kind": "int", "label": "device", "min": 0},
-            {"name": "tensor", "kind": "choice", "label": "same shard of", "options": names},
-            {"name": "axis", "kind": "choice", "label": "groups over", "options": ["", *AXES]},
-            {"name": "step", "kind": "slider", "label": "round", "min": 0, "max": 31},
-        ]
-
-    def show_plain(self, state: dict) -> str:
-        table = ""
-        try:
-            _, _, shape, order = answers.read(state)
-            if not self._given:
-                held = answers.device_rows(state, self.tensors, shape.sizes, order)
-                cells = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in held)
-                table = "".join(f"<tr>{row}</tr>" for row in cells)
-        except ValueError:
-            pass  # the picture says why
-        words = "".join(f"<br>{html.escape(line)}" for line in self.scene.text.splitlines()[1:12])
-        return f"{to_svg(self.scene)}<p>{words}</p><table>{table}</table>"
-
-    @property
-    def plain(self) -> ipywidgets.Widget:
-        """Sliders for the six axes over the form; the sliders and the mesh string follow each other."""
-        box, fields = self._form()
-        if self._given:
-            return box
-        text, powers = fields["mesh"], [2**i for i in range(10)]
-        sliders = {a: ipywidgets.SelectionSlider(options=powers, description=a) for a in AXES}
-
-        def from_text(_=None):
-            try:
-                sizes = parse_mesh(text.value).sizes
-            except ValueError:
-                return
-            for a, slider in sliders.items():
-                if sizes[a] in powers:
-                    slider.value = sizes[a]
-
-        def from_slider(change):
-            axis = change["owner"].description
-            try:
-                sizes = parse_mesh(text.value).sizes
-            except ValueError:
-                sizes = dict.fromkeys(AXES, 1)
-            text.value = str(MeshShape(**(sizes | {axis: change["new"]})))
-
-        from_text()
-        text.observe(from_text, "value")
-        for slider in sliders.values():
-            slider.observe(from_slider, "value")
-        return ipywidgets.VBox(
-            [ipywidgets.Box(list(sliders.values()), layout=ipywidgets.Layout(flex_flow="row wrap")), box]
-        )

@@ -415,7 +415,7 @@ display(widget | words, raw=True, metadata=size)
 #
 # The same question for a whole model and a cluster that you do not have: who holds what, who talks with whom, and what
 # moves in a step. Drag an axis, click a device, choose *groups* and step through a collective. `save HTML` writes a page
-# that works without Python. (In the stored page this is a picture; `MeshExplorer("plain", …)` needs core ipywidgets only.)
+# that works without Python. (In the stored page this is a picture.)
 
 # %%
 from llmpar.explore.explorer import MeshExplorer
