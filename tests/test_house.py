@@ -34,6 +34,7 @@ THINKS = {
 }
 RUNS = {
     "channels",
+    "placement",
     "mesh",
     "block",
     "par",

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 
 from llmpar.inspect.links import links
-from llmpar.mesh import device_grid, link_domain, make_mesh
+from llmpar.mesh import make_mesh
 from llmpar.notation import AXES, MeshShape
+from llmpar.placement import device_grid, link_domain
 
 RECORDED = json.loads((Path(__file__).parent / "topologies.json").read_text())
 

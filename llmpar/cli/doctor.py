@@ -117,7 +117,8 @@ def examine(simulated: int = 8) -> dict:
     import jax
 
     from llmpar.inspect.links import links
-    from llmpar.mesh import device_grid, domains_of, use_devices
+    from llmpar.mesh import use_devices
+    from llmpar.placement import device_grid, domains_of
 
     devices = use_devices(simulated, at_least=1)
     first = devices[0]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from llmpar.mesh import domains_per_group, link_domain
+from llmpar.placement import domains_per_group, link_domain
 from llmpar.predict import hardware
 from llmpar.predict.hardware import Chip
 
