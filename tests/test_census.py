@@ -8,16 +8,7 @@ import optax
 import pytest
 from parity import LLAMA, QWEN, all_plans, by_arrow, live, name, predicted_by_arrow
 
-from llmpar.inspect.census import (
-    arrow_rows,
-    arrow_text,
-    census_hlo,
-    census_table,
-    compiled_memory,
-    partitioned_hlo,
-    read_program,
-    unordered,
-)
+from llmpar.inspect.census import arrow_rows, arrow_text, census_hlo, compiled_memory, partitioned_hlo
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh
 from llmpar.plan import Plan
@@ -45,20 +36,11 @@ SPECIAL = [
     Plan(MIXED, remat="ffn"),
     Plan(MIXED, remat="selective", reshard_after_forward=False, unroll=0),
 ]
-EVERY = [*all_plans(), *SPECIAL]
+TRACED = [*[*all_plans()][::5], *SPECIAL]
 
 
 def predicted(config, plan):
     return predicted_by_arrow(traffic.step_traffic(plan.resolve(config), BATCH, SEQ))
-
-
-def arrow_sums(census):
-    """The rows by arrow, added up again by axes and kind."""
-    sums = {}
-    for row in arrow_rows(census):
-        total = sums.setdefault((row["axis"], row["kind"]), {"count": 0, "bytes_sent": 0})
-        total |= {number: total[number] + row[number] for number in total}
-    return sums
 
 
 def lowered(config, plan):
@@ -67,46 +49,11 @@ def lowered(config, plan):
     return step, step.lower(BATCH, SEQ)
 
 
-def compare_with_hlo(config, plan):
-    step, program = lowered(config, plan)
-    compiled, text = read_program(program)
-    census = census_hlo(text, step.mesh)
-    assert by_arrow(census) == predicted(config, plan)
-    assert all(c.arrow for c in census), "a collective names the line of the model or the step that it is for"
-    assert arrow_sums(census) == census_table(census)
-    small = (  # what is summed once needs everything, so that no device can enter it early
-        "loss, tokens and norm"
-    )
-    assert small not in {c.arrow for pair in unordered(text, step.mesh) for c in pair}
-    held = compiled_memory(compiled)
-    assert held["argument_bytes"] == sum(memory.argument_bytes(plan.resolve(config), BATCH, SEQ).values())
-
-
-@pytest.mark.parametrize("plan", EVERY, ids=name)
+@pytest.mark.parametrize("plan", TRACED, ids=name)
 def test_the_formula_gives_what_the_traced_step_sends(plan):
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     assert by_arrow(census_jaxpr(jaxpr, plan.mesh.sizes)) == predicted(LLAMA, plan)
-
-
-STAGES = [Plan(MIXED, zero=z, tp_sequence=z % 2 == 1) for z in range(4)]
-SAMPLE = [
-    Plan("dp=8", zero=0),
-    *SPECIAL[-3:-1],
-    *SPECIAL[1:3],
-    *STAGES,
-    *SPECIAL[3:9:2],
-    Plan("fsdp=8", zero=2, microbatches=2),
-    Plan("dp=2 tp=2", tp_sequence=True),
-    Plan("fsdp=2 tp=4", tp_sequence=True, tp_comm_overlap=True, remat="block"),
-    Plan("dp=1"),
-]
-
-
-@pytest.mark.accelerator
-@pytest.mark.parametrize("plan", SAMPLE, ids=name)
-def test_the_formula_gives_what_the_partitioned_program_sends_and_is_given(plan):
-    compare_with_hlo(LLAMA, plan)
 
 
 ALIKE = [Plan(MIXED, tp_sequence=True, remat="block"), Plan("dp=8", zero=0, reduce="bucket"), SPECIAL[3]]
@@ -134,69 +81,8 @@ def test_an_arrow_sends_the_same_before_and_after_the_compiler(plan):
     assert lines[-1].endswith(total)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("plan", EVERY, ids=name)
-def test_the_formula_gives_what_every_partitioned_program_sends(plan):
-    compare_with_hlo(LLAMA, plan)
-
-
 def piped(mesh, schedule="1f1b", **fields):
     return Plan(mesh, schedule=schedule, microbatches=4, **fields)
-
-
-PIPED = [
-    piped("pp=2 fsdp=2 tp=2", tp_sequence=True),
-    piped("pp=4 dp=2", zero=0, stage_saves="residuals"),
-    piped("pp=2 fsdp=2 tp=2", "zb-v", zero=2),
-    piped("pp=2 sp=2 dp=2", "interleaved", context_parallel="ulysses"),
-    piped("pp=2 sp=2 fsdp=2", "zb-h1", zero=2, context_parallel="gather"),
-    piped("pp=2 sp=4", "1f1b", remat="block", dtype="bfloat16"),
-    piped("pp=2 sp=2 tp=2", "zb-h1", tp_sequence=True, tp_comm_overlap=True, stage_saves="residuals"),
-    piped("pp=2 fsdp=2 tp=2", reshard_after_forward=False, dtype="bfloat16", tp_sequence=True),
-    piped("pp=2 fsdp=2 sp=2", "dualpipe", reshard_after_forward=False, context_parallel="gather"),
-]
-EVERY_PIPED = [
-    piped(
-        f"pp=2 {inside}",
-        schedule,
-        stage_saves=saves,
-        context_parallel="ulysses" if "sp" in inside and saves == "input" else "ring",
-        tp_sequence="tp" in inside,
-    )
-    for schedule in ("gpipe", "1f1b", "zb-h1", "interleaved", "zb-v", "dualpipe")
-    for inside in ("fsdp=2 tp=2", "sp=2 dp=2")
-    for saves in ("input", "residuals")
-] + [
-    *(
-        piped("pp=2 fsdp=2 tp=2", name, zero=z)
-        for name in ("1f1b", "interleaved", "dualpipe")
-        for z in range(3)
-    ),
-    piped("pp=2 fsdp=2 tp=2", remat="block"),
-    piped("pp=2 fsdp=2 tp=2", remat="selective", tp_sequence=True),
-    piped("pp=2 fsdp=2 tp=2", remat="block", reshard_after_forward=False),
-    *(
-        piped("pp=2 fsdp=2 tp=2", name, reshard_after_forward=False, stage_saves=saves)
-        for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "dualpipe")
-        for saves in ("input", "residuals")
-    ),
-    piped("pp=2 tp=2", dtype="bfloat16", tp_sequence=True),
-]
-
-
-def compare_every_stage(config, plan, num_layers=4):
-    """One program serves all stages; each takes other branches of it."""
-    config = dataclasses.replace(config, num_layers=num_layers)
-    step, program = lowered(config, plan)
-    compiled, text = read_program(program)
-    for stage in range(plan.mesh.pp):
-        census = census_hlo(text, step.mesh, branch_shares(plan.pipeline, config.num_layers, stage))
-        want = traffic.step_traffic(step.plan, BATCH, SEQ, stage)
-        assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
-        assert not any(c.conditional for c in census)
-        assert all(c.arrow for c in census) and arrow_sums(census) == census_table(census)
-    held = compiled_memory(compiled)
-    assert held["argument_bytes"] == sum(memory.argument_bytes(plan.resolve(config), BATCH, SEQ).values())
 
 
 def test_weights_kept_for_a_step_are_gathered_once_and_their_gradients_scattered_once():
@@ -218,16 +104,6 @@ def test_weights_kept_for_a_step_are_gathered_once_and_their_gradients_scattered
                 assert sent["fsdp", kind].bytes_sent == 4 * held * 3 // 4
 
 
-@pytest.mark.parametrize("plan", PIPED, ids=name)
-def test_every_stage_of_a_pipeline_sends_what_the_formula_gives(plan):
-    compare_every_stage(LLAMA, plan)
-
-
-def test_layers_that_do_not_divide_are_counted_where_they_are():
-    """7 layers in 4 chunks: the first stage has 2 + 2, the last 2 + 1, and its first chunk is no last one."""
-    compare_every_stage(LLAMA, piped("pp=2 fsdp=2 tp=2", "interleaved"), 7)
-
-
 def compare_every_traced_stage(config, plan):
     """The same without a compiler, of what the jaxpr does that somebody reads."""
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0))
@@ -242,25 +118,6 @@ def test_tied_embeddings_and_biases_are_counted_in_a_pipeline():
     """The embedding is gathered where tokens enter and again where the loss is; biases that were kept are
     not."""
     compare_every_traced_stage(QWEN, piped("pp=2 fsdp=2", stage_saves="residuals"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-@pytest.mark.parametrize("saves", ["input", "residuals"])
-def test_layers_that_do_not_divide_are_counted_under_every_cut(schedule, saves):
-    compare_every_stage(LLAMA, piped("pp=2 fsdp=2 tp=2", schedule, stage_saves=saves), 5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=lambda c: c.name)
-@pytest.mark.parametrize("plan", EVERY_PIPED, ids=name)
-def test_every_stage_of_every_pipeline_sends_what_the_formula_gives(plan, config):
-    compare_every_stage(config, plan)
-
-
-@pytest.mark.parametrize("remat", ["none", "selective"])
-def test_biases_norms_on_heads_and_tied_embeddings_are_counted(remat):
-    compare_with_hlo(QWEN, Plan(MIXED, tp_sequence=True, remat=remat))
 
 
 @pytest.mark.parametrize("mesh", ["dp=6", "fsdp=16 tp=3", "dp=16", "tp=6 dp=16"])

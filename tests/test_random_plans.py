@@ -14,12 +14,16 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 import time
 import typing
 from pathlib import Path
 from unittest import mock
 
+import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -697,3 +701,41 @@ def test_a_field_that_is_set_changes_the_program_or_is_said_to_change_nothing(se
             if chosen == getattr(plan, field.name):
                 continue  # it says what the platform would choose
             assert lowered(config, without, asked) != program, f"{field.name} in {tell(asked)}"
+
+
+# -------------------------------------------------------------------------------------- meshes of other sizes
+
+THREES = dict(num_heads=12, num_kv_heads=6, width=48, ffn_width=48, vocab_size=72, batch=12, seq=24)
+PIPED = dict(microbatches=2, schedule="1f1b", num_layers=4)
+WIDE = {
+    "6 devices": dict(dp=3, tp=2, **THREES),
+    "6 devices, tp=3": dict(sp=2, tp=3, tp_sequence=True, context_parallel="ring", **THREES),
+    "12 devices": dict(dp=3, sp=2, tp=2, zero=1, **THREES),
+    "12 devices, in stages": dict(pp=2, sp=2, tp=3, **PIPED, **THREES),
+    "12 devices, experts": dict(fsdp=2, ep=3, sp=2, experts=True, num_experts=6, **THREES),
+    "16 devices": dict(pp=2, fsdp=2, sp=2, tp=2, batch=16, **PIPED),
+    "32 devices": dict(pp=2, dp=2, fsdp=2, sp=2, tp=2, batch=16, **PIPED),
+    "32 devices, experts": dict(pp=2, fsdp=2, ep=2, sp=2, tp=2, experts=True, batch=16, **PIPED),
+    "64 devices": dict(pp=2, dp=2, fsdp=2, ep=2, sp=2, tp=2, experts=True, num_experts=8, batch=16, **PIPED),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (i not in (1, 3))) for i, case in enumerate(WIDE)]
+)
+def test_meshes_of_other_sizes_give_one_devices_answer(case):
+    """Against the second implementation of `oracle`, two steps long."""
+    more = {"LLMPAR_TEST_DEVICES": case.split()[0]}
+    done = subprocess.run(
+        [sys.executable, __file__, case], env=os.environ | more, capture_output=True, text=True, timeout=800
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {"loss", "gradients", "weights", "next loss"} <= found.keys() and "sent" not in found
+    for what, off in found.items():
+        assert off <= allowed({"dtype": "float32"}, what), (what, off)
+
+
+if __name__ == "__main__":
+    assert len(jax.devices()) == conftest.DEVICES
+    print(json.dumps(compare(0, plain(**WIDE[sys.argv[1]]))))

@@ -1,5 +1,5 @@
-"""Loss and every gradient under every plan equal those of one device; and the faults that this would
-catch."""
+"""What one device computes, step after step and whatever the optimizer; and the faults that a comparison of
+gradients (test_plans.py has the plans) would catch."""
 
 import dataclasses
 import functools
@@ -9,66 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parity import BATCH, LLAMA, QWEN, SEQ, all_plans, assert_same, batch, name, solo, spread, weights
+from parity import BATCH, LLAMA, SEQ, assert_same, batch, name, solo, spread, weights
 
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual
 from llmpar.plan import Plan
 from llmpar.step import Step
 
-EVERY = [dataclasses.replace(plan, reading=reading) for plan in all_plans() for reading in ("manual", "auto")]
 MIXED = "dp=2 fsdp=2 tp=2"
-SAMPLE = [p for p in EVERY if p.mesh.size == 8 and (p.mesh.fsdp == 1 or p.mesh.tp > 1)][::6] + [
-    Plan("dp=8", zero=0, reduce="layer"),
-    Plan("dp=8", zero=0, reduce="bucket", bucket_bytes=50_000),
-    Plan("fsdp=8"),
-    Plan("fsdp=8", zero=2),
-    Plan("tp=8", tp_sequence=True),
-    Plan("tp=8", tp_sequence=True, tp_comm_overlap=True),
-    Plan("fsdp=2 tp=4", tp_sequence=True, tp_comm_overlap=True, remat="block", loss_chunks=2),
-    Plan("dp=2 fsdp=2 tp=2", zero=2, tp_sequence=True, tp_comm_overlap=True, microbatches=2),
-    Plan("dp=4 tp=2", zero=0, tp_sequence=True, tp_comm_overlap=True, reduce="layer", unroll=0),
-    Plan("dp=2"),
-    Plan("dp=2 tp=2", tp_sequence=True),
-    Plan("fsdp=8", reading="auto"),
-    Plan("tp=4", reading="auto"),
-    Plan(MIXED, microbatches=2, zero=2),
-    Plan(MIXED, microbatches=2),
-    Plan(MIXED, microbatches=2, zero=0),
-    Plan(MIXED, reduce="layer"),
-    Plan(MIXED, microbatches=2, zero=1, reading="auto"),
-    Plan(MIXED, remat="block", tp_sequence=True, loss_chunks=2),
-    Plan(MIXED, remat="block", reshard_after_forward=False, unroll=0),
-    Plan("fsdp=8", reshard_after_forward=False, loss_chunks=4),
-    Plan(MIXED, remat="selective", tp_sequence=True, unroll=0),
-    Plan(MIXED, remat="ffn", reshard_after_forward=False),
-    Plan(MIXED, remat="selective", reading="auto"),
-]
-
-
-@pytest.mark.accelerator
-@pytest.mark.parametrize("plan", SAMPLE, ids=name)
-def test_a_plan_gives_the_loss_and_gradients_of_one_device(plan):
-    assert_same(LLAMA, plan)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(MIXED, tp_sequence=True),
-        Plan("dp=4 tp=2", tp_sequence=True, tp_comm_overlap=True, remat="block"),
-        Plan(MIXED, reading="auto"),
-    ],
-    ids=name,
-)
-def test_biases_norms_on_heads_and_tied_embeddings_too(plan):
-    assert_same(QWEN, plan)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", EVERY, ids=name)
-def test_every_plan_gives_the_loss_and_gradients_of_one_device(plan):
-    assert_same(LLAMA, plan)
 
 
 def run_steps(plan: Plan, num_steps: int, optimizer=None):
@@ -86,7 +34,7 @@ def reference(num_steps: int):
     return run_steps(Plan(), num_steps)
 
 
-CURVES = [*(Plan(MIXED, zero=z, tp_sequence=z > 1) for z in (0, 2, 3)), Plan(MIXED, reading="auto")]
+CURVES = [Plan(MIXED, zero=2, tp_sequence=True), Plan(MIXED, reading="auto")]
 
 
 @pytest.mark.parametrize("plan", CURVES, ids=name)

@@ -13,12 +13,12 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from parity import BATCH, LLAMA, SEQ, assert_same, batch, by_arrow, dealt, name, planted, weights
-from test_census import compare_every_stage, compare_with_hlo, predicted
+from parity import BATCH, LLAMA, SEQ, assert_same, batch, dealt, name, planted, weights
+from test_census import predicted
 
 from llmpar import attention, sequence_order
 from llmpar.config import preset
-from llmpar.inspect.census import census_hlo, compiled_memory, partitioned_hlo
+from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import abstract_mesh, make_mesh, spec
 from llmpar.par import Manual
@@ -26,46 +26,6 @@ from llmpar.plan import Plan, Resolved
 from llmpar.predict.ring import pairs_by_step
 from llmpar.step import Step
 from llmpar.weights import model_graph
-
-PLANS = [
-    Plan("sp=4", sequence_order="contiguous"),
-    Plan("dp=2 sp=4", zero=0),
-    Plan("sp=8", sequence_order="striped"),
-    Plan("fsdp=2 sp=2 tp=2", tp_sequence=True),
-    Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, tp_comm_overlap=True, context_parallel="ulysses"),
-    Plan("sp=4 tp=2", tp_sequence=True, tp_comm_overlap=True, remat="block", sequence_order="striped"),
-    Plan("sp=2 tp=4", tp_sequence=True, tp_comm_overlap=True, ffn_chunks=2, context_parallel="gather"),
-    Plan("sp=4 tp=2", context_parallel="ulysses", sequence_order="striped"),
-    Plan("fsdp=2 sp=4", context_parallel="gather", remat="block"),
-    Plan("fsdp=2 sp=4", remat="selective"),
-    Plan("sp=4 tp=2", context_parallel="ulysses", remat="ffn", tp_sequence=True),
-    Plan("fsdp=2 sp=4", microbatches=2, zero=2),
-    Plan("fsdp=2 sp=4", zero=1, zero_axes="fsdp"),
-    Plan("dp=2 sp=2 fsdp=2", reduce="layer", zero_axes="fsdp"),
-    Plan("dp=2 sp=4", zero=1, microbatches=2, sequence_order="contiguous"),
-    Plan("sp=2", context_parallel="gather", sequence_order="contiguous"),
-    Plan("dp=2 sp=2", sequence_order="balanced"),
-    Plan("sp=4 fsdp=2", sequence_order="balanced", remat="block"),
-    Plan("sp=8", sequence_order="balanced"),
-    Plan("sp=4 tp=2", sequence_order="balanced", context_parallel="ulysses", tp_sequence=True),
-    Plan("sp=4 fsdp=2", sequence_order="balanced", context_parallel="gather", microbatches=2, zero=2),
-]
-CHUNKED = Plan("fsdp=2 sp=2 tp=2", tp_sequence=True, ffn_chunks=4)
-KERNELS = [
-    Plan("sp=2 fsdp=4", context_parallel="ulysses", attention_kernel="xla", ffn_chunks=2, remat="block"),
-    Plan("dp=2 sp=2", context_parallel="gather", sequence_order="contiguous", attention_kernel="xla", zero=0),
-    Plan("dp=2", attention_kernel="xla", zero=0),
-]
-AUTO = [
-    Plan("fsdp=2 sp=2 tp=2", reading="auto", ffn_chunks=2, loss_chunks=2),
-    Plan("dp=2 sp=4", reading="auto", context_parallel="ulysses"),
-    Plan("dp=2 sp=4", reading="auto", sequence_order="balanced"),
-]
-
-
-@pytest.mark.parametrize("plan", [*PLANS, CHUNKED, *KERNELS, *AUTO], ids=name)
-def test_a_cut_sequence_gives_the_gradients_of_one_device(plan):
-    assert_same(LLAMA, plan)
 
 
 def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monkeypatch):
@@ -75,15 +35,6 @@ def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monk
     monkeypatch.setattr(sequence_order, "row_orders", lambda _, rows, n: np.broadcast_to(places, rows.shape))
     with pytest.raises(AssertionError):
         assert_same(LLAMA, Plan("dp=2", zero=0, attention_block=4))
-
-
-@pytest.mark.parametrize(
-    "plan", [*PLANS[1:], CHUNKED, Plan("sp=4", dtype="bfloat16", remat="block")], ids=name
-)
-def test_what_attention_sends_is_predicted_to_the_byte(plan):
-    step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    text = partitioned_hlo(step.lower(16, 32))
-    assert by_arrow(census_hlo(text, step.mesh)) == predicted(LLAMA, plan)
 
 
 def gathered(plan):
@@ -255,15 +206,10 @@ def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(mon
 
 PROBED = [
     Plan("sp=4 fsdp=2"),
-    Plan("sp=8", sequence_order="striped"),
     Plan("sp=4", sequence_order="contiguous"),
-    Plan("sp=4 tp=2", context_parallel="ulysses"),
-    Plan("fsdp=2 sp=2 tp=2", context_parallel="gather", tp_sequence=True),
-    Plan("fsdp=2 sp=4", attention_kernel="flash"),
+    Plan("sp=4 tp=2", context_parallel="ulysses", sequence_order="striped"),
     Plan("fsdp=2 sp=2", context_parallel="gather", attention_kernel="xla"),
-    Plan("sp=4 fsdp=2", sequence_order="balanced"),
     Plan("sp=8", sequence_order="balanced", attention_kernel="flash"),
-    Plan("sp=4 tp=2", sequence_order="balanced", context_parallel="ulysses"),
     Plan("sp=2 tp=2", sequence_order="balanced", context_parallel="gather", tp_sequence=True),
 ]
 
@@ -300,41 +246,23 @@ def test_a_token_changes_its_own_document_and_no_other(plan):
 
 # ------------------------------------------------------------------------------------------ heads and a ring
 
-USP = [
-    Plan("sp=4 fsdp=2", context_parallel="usp", remat="selective"),
-    Plan("sp=8", context_parallel="usp", zero=1, sequence_order="striped"),
-    Plan("sp=4 tp=2", context_parallel="usp", tp_sequence=True, dtype="bfloat16"),
-    Plan("pp=2 sp=4", context_parallel="usp", microbatches=2, schedule="zb-h1"),
-    Plan("sp=4", context_parallel="usp", reading="auto"),
-    Plan("sp=4 dp=2", context_parallel="usp", sequence_order="balanced"),
-    Plan("sp=4 dp=2", context_parallel="usp", reading="explicit"),
-]
-"""Of 4 KV heads, four ranks of sp=8 exchange them, and two such groups are a ring; tp=2 leaves two heads."""
+USP = Plan("sp=8", context_parallel="usp")
+"""Of 4 KV heads, four ranks of sp=8 exchange them, and two such groups are a ring."""
 FOUR = dataclasses.replace(LLAMA, name="four KV heads", num_heads=8, num_kv_heads=4)
 TWO = dataclasses.replace(FOUR, name="two KV heads", num_kv_heads=2)
 
 
-@pytest.mark.parametrize("plan", USP, ids=name)
-def test_a_ring_of_groups_that_exchange_heads_gives_one_devices_answer(plan):
-    if plan.dtype == "float32":
-        assert_same(FOUR if plan.mesh.sp == 8 else TWO, plan)
-    if plan.reading == "manual":
-        compare = compare_every_stage if plan.pipeline else compare_with_hlo
-        compare(FOUR if plan.mesh.tp == 2 or plan.mesh.sp == 8 else TWO, plan)
-
-
 def test_neighbours_exchange_heads_and_their_groups_pass_keys_on():
-    sent = {
-        (axes, kind) for axes, kind, text in predicted(TWO, USP[0]) if "keys" in text or "queries" in text
-    }
+    found = predicted(TWO, Plan("sp=4 fsdp=2", context_parallel="usp"))
+    sent = {(axes, kind) for axes, kind, text in found if "keys" in text or "queries" in text}
     assert sent == {("ul", "all-to-all"), ("sp", "collective-permute")}
 
 
 def test_usp_takes_as_many_neighbours_as_divide_the_heads_and_is_refused_without_any():
-    assert [USP[1].resolve(config).mesh.ul for config in (LLAMA, FOUR, TWO)] == [8, 4, 2]
-    assert str(USP[1].resolve(FOUR).place("queries b s k r h")) == "b s/sp k/ul r h"
+    assert [USP.resolve(config).mesh.ul for config in (LLAMA, FOUR, TWO)] == [8, 4, 2]
+    assert str(USP.resolve(FOUR).place("queries b s k r h")) == "b s/sp k/ul r h"
     plan = Plan("sp=2 tp=4", context_parallel="usp")
     with pytest.raises(ValueError, match="the 1 KV heads of a device among ranks of sp = 2, and no part"):
         plan.check(FOUR, 16, 16)
     with pytest.raises(ValueError, match="and all of these divide them; use context_parallel='ulysses'"):
-        USP[1].check(LLAMA, 16, 16)
+        USP.check(LLAMA, 16, 16)

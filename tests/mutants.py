@@ -1,0 +1,65 @@
+"""Errors planted in the package one at a time, and the tests that must see each: who takes a test away sees
+what it was for.
+
+    python tests/mutants.py                 all of them, about ten minutes on two cores
+    python tests/mutants.py attention moe   those of some files, or by their numbers
+
+Each line of mutants.txt runs in a copy of the package, with the test named there alone: where there are words
+of a plan, that of the shortest line of the covering array (plans.py) that has them all. It ends with 1 where
+an error lives or a text to replace has gone.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+PLANS = "test_plans.py::test_a_plan_gives_one_devices_answer_and_sends_and_holds_what_is_predicted"
+
+
+def selection(what: str) -> list[str]:
+    """The words for pytest of a test or of a plan's words."""
+    if what.startswith("test_"):
+        file, *more = what.split(" ", 1)
+        return [str(TESTS / file), *(more[0].split(" ", 1) if more else ())]
+    sys.path.insert(0, str(TESTS))
+    import plans
+
+    first = {name: values[0] for name, values in plans.FIELDS.items()}
+    model, words = (what.split()[0], what.split()[1:]) if "=" not in what.split()[0] else ("", what.split())
+    wanted = plans.parse(" ".join(["any", *words])) | ({"model": model} if model else {})
+    wanted = {name: value for name, value in wanted.items() if (name, value) != ("model", "any")}
+    fits = lambda asked: all((first | asked).get(name) == value for name, value in wanted.items())
+    line = next(line for line in sorted(plans.lines(), key=len) if fits(plans.parse(line)))
+    return [f"{TESTS / PLANS}[{line}]"]
+
+
+def failed(folder: str, what: str) -> bool:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *selection(what)]
+    environment = os.environ | {"PYTHONPATH": folder}
+    done = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
+    return done.returncode == 1
+
+
+if __name__ == "__main__":
+    asked, wrong = sys.argv[1:], []
+    for number, line in enumerate((TESTS / "mutants.txt").read_text().splitlines()[1:], 1):
+        file, old, new, what = line.split(" ; ")
+        if asked and Path(file).stem not in asked and str(number) not in asked:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copytree(TESTS.parent / "llmpar", Path(folder, "llmpar"))
+            text = (path := Path(folder, "llmpar", file)).read_text()
+            if text.count(old) != 1:
+                told = f"found {text.count(old)} times"
+            else:
+                path.write_text(text.replace(old, new))
+                told = "seen" if failed(folder, what) else "LIVES"
+        wrong += [number] * (told != "seen")
+        print(f"{number:2} {file}: {new}: {told} by {what}", flush=True)
+    print(f"not seen: {wrong or 'none'}")
+    sys.exit(bool(wrong))

@@ -1,0 +1,187 @@
+"""A 2-way covering array of plans: two choices of two fields that go together meet in one plan at least.
+
+    python tests/plans.py        write tests/plans.txt anew, after a field or a choice has come or gone
+
+`FIELDS` is the one table: a new field of a plan is a row there. tests/test_plans.py compiles each plan once.
+"""
+
+import ast
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import random
+from pathlib import Path
+
+from parity import BATCH, LLAMA, MOE, SEQ
+
+from llmpar.config import ExpertConfig
+from llmpar.plan import Plan
+
+DEEPSEEK = ExpertConfig(
+    8, 2, num_shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, num_groups=4, top_groups=2, aux_loss=0.01
+)
+MODELS = {
+    "llama": LLAMA,
+    "copies": dataclasses.replace(  # ranks of tp hold copies of its two KV heads; a ring and heads share sp
+        LLAMA, num_heads=8, num_kv_heads=2, tied=True, qkv_bias=True, qk_norm=True, head_width=8, window=11
+    ),
+    "experts": dataclasses.replace(MOE, experts=DEEPSEEK),
+}
+MODELS |= {"mixtral": MOE}
+AXES = dict(pp=(1, 2), dp=(1, 2), fsdp=(1, 2), ep=(1, 2), sp=(1, 2, 4), tp=(1, 2, 4))
+FIELDS = dict(
+    model=("llama", "copies", "experts"),
+    layers=(2, 4, 5),  # of a pipeline: two chunks on each of two stages need four, and five do not divide
+    **AXES,
+    reading=("manual", "auto", "explicit"),
+    zero=(3, 0, 1, 2),
+    zero_axes=("fsdp,ep,sp", "fsdp,ep", "fsdp,sp", "fsdp"),
+    tp_sequence=(False, True),
+    tp_comm_overlap=(False, True),
+    reduce=("end", "layer", "bucket"),
+    microbatches=(1, 2, 4),
+    remat=("none", "selective", "ffn", "block"),
+    reshard_after_forward=(True, False),
+    unroll=(1, 0),
+    loss_chunks=(1, 2),
+    ffn_chunks=(1, 2),
+    attention_block=(None, 4),
+    attention_kernel=("auto", "xla"),
+    context_parallel=("ring", "ulysses", "gather", "usp"),
+    sequence_order=("zigzag", "balanced", "striped", "contiguous"),
+    schedule=("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe"),
+    stage_saves=("input", "residuals"),
+)
+ONCE = """
+llama fsdp=2 sp=2 tp=2 tp_sequence=True remat='block' attention_kernel='flash' loss_chunks=2
+copies pp=2 dp=2 microbatches=4 schedule='zb-h1' attention_kernel='flash' zero=0
+copies tp=4 fsdp=2 tp_sequence=True dtype='bfloat16' zero=2 microbatches=2
+mixtral ep=2 sp=2 tp=2 tp_sequence=True dtype='bfloat16' remat='selective'
+llama pp=2 sp=2 fsdp=2 layers=4 microbatches=2 dtype='bfloat16' reshard_after_forward=False
+mixtral fsdp=4 ep=2 remat='ffn'
+llama fsdp=4 sp=2 hop='exchange' reshard_after_forward=False remat='selective'
+llama dp=8 zero=0 reduce='bucket' bucket_bytes=3000
+llama fsdp=8 unroll=2 layers=4 reading='auto'
+copies tp=8 tp_sequence=True tp_comm_overlap=True attention_block=4
+copies sp=8 context_parallel='usp' zero=1
+mixtral ep=8 reading='explicit' zero=0
+llama pp=4 dp=2 layers=5 microbatches=8 zero=0
+llama pp=2 tp=2 layers=4 microbatches=4 schedule='dualpipev'
+copies pp=2 fsdp=2 layers=4 microbatches=4 schedule='v-half' zero=2
+llama pp=2 dp=2 layers=4 microbatches=4 schedule='zb-h2' zero=0
+llama pp=2 sp=2 layers=6 microbatches=4 schedule='breadth-first' virtual_stages=3
+"""
+"""What costs too much, or says too little, to meet everything: kernels interpreted, rounding, whole axes, the
+other schedules."""
+
+NOT_HERE = {
+    "attention_kernel": {"cudnn", "portable"},
+    "hop": {"permute"},
+    "grouped": {"blocks", "triton", "ragged_dot"},
+    "dispatch": {"padded", "ragged"},
+    "documents": {"whole"},
+}
+"""What `auto` stands for on CPUs, or only other devices have."""
+
+
+def parse(line: str) -> dict:
+    """The choices of a line such as ``llama dp=2 zero=0``: what it leaves out has the table's first value."""
+    model, *words = line.split()
+    given = {name: value for name, _, value in (word.partition("=") for word in words)}
+    return {"model": model} | {name: ast.literal_eval(value) for name, value in given.items()}
+
+
+def write(asked: dict) -> str:
+    words = [
+        f"{k}={v!r}" for k, v in asked.items() if k != "model" and (k not in FIELDS or v != FIELDS[k][0])
+    ]
+    return " ".join([asked["model"], *words])
+
+
+@functools.cache
+def build(line: str):
+    """The model and the plan of a line."""
+    asked = parse(line)
+    config = dataclasses.replace(MODELS[asked.pop("model")], num_layers=asked.pop("layers", 2))
+    mesh = " ".join(f"{axis}={asked.pop(axis)}" for axis in AXES if axis in asked)
+    return config, Plan(mesh, **asked)
+
+
+def accepted(line: str) -> bool:
+    """Whether the package takes it, each of its fields deciding something."""
+    try:
+        config, plan = build(line)
+        plan.check(config, BATCH, SEQ)
+        said = plan.resolve(config, None).said  # of fields that decide nothing
+        plan.resolve(config)
+    except ValueError:
+        return False
+    # JAX 0.10 cannot join pieces of unfinished sums: explicit shared experts in pieces.
+    pieces = plan.reading == "explicit" and plan.ffn_chunks > 1 and config.experts and plan.mesh.tp > 1
+    return (
+        not pieces and 2 <= plan.mesh.size <= 8 and (plan.mesh.pp > 1) == (config.num_layers > 2) and not said
+    )
+
+
+def pairs(asked: dict) -> set:
+    """The pairs of choices that meet here."""
+    whole = {name: asked.get(name, values[0]) for name, values in FIELDS.items()}
+    return set(map(frozenset, itertools.combinations(whole.items(), 2)))
+
+
+def drawn(rng, wanted=frozenset(), begin: dict | None = None) -> str:
+    """A line that is accepted: field by field the choice with most wanted pairs, by lot where none has."""
+    asked = {"model": rng.choice(FIELDS["model"])} | (begin or {})
+    early = "model", *AXES, "layers", "microbatches"  # others depend on these
+    for name in sorted(FIELDS, key=lambda name: (early.index(name) if name in early else 99, rng.random())):
+        if name in asked:
+            continue
+        values = rng.sample(FIELDS[name], len(FIELDS[name]))
+        new = lambda value: sum(frozenset([pair, (name, value)]) in wanted for pair in asked.items())  # noqa: B023
+        for value in sorted(values, key=new, reverse=True) if wanted else values:
+            more = asked | {name: value}
+            if name in AXES and math.prod(more.get(axis, 1) for axis in AXES) <= 8 or accepted(write(more)):
+                asked = more
+                break
+    return write(asked) if accepted(write(asked)) else ""
+
+
+def cover(rng, num: int, tries: int) -> list[str]:
+    """Lines in which all pairs meet that do in `RARE` of ``num`` random ones, as few as a greedy choice
+    finds."""
+    pool = {line: pairs(parse(line)) for _ in range(num) if (line := drawn(rng))}
+    met = collections.Counter(itertools.chain(*pool.values()))
+    open_pairs, chosen = {pair for pair in met if met[pair] >= RARE * num}, []
+    print(f"{len(pool)} random plans, {len(open_pairs)} pairs")
+    for line in ONCE.split("\n")[1:-1]:
+        open_pairs -= pairs(parse(line))
+    while open_pairs:
+        for pair in rng.sample(sorted(open_pairs, key=str), min(tries, len(open_pairs))):
+            asked = parse(
+                rng.choice([line for line in pool if pair in pool[line]])
+            )  # a mesh on which it can be
+            kept = {
+                name: asked.get(name, FIELDS[name][0]) for name in ("model", "layers", *AXES, *dict(pair))
+            }
+            if line := drawn(rng, open_pairs, kept):
+                pool[line] = pairs(parse(line))
+        chosen.append(max(pool, key=lambda line: len(pool[line] & open_pairs)))
+        open_pairs -= pool[chosen[-1]]
+        print(len(chosen), len(open_pairs), chosen[-1], flush=True)
+    return chosen
+
+
+RARE = 1 / 100
+"""Pairs that fewer random plans have are for tests/test_random_plans.py."""
+PLANS = Path(__file__).with_suffix(".txt")
+
+
+def lines() -> list[str]:
+    return PLANS.read_text().split("\n")[:-1] + ONCE.split("\n")[1:-1]
+
+
+if __name__ == "__main__":
+    PLANS.write_text("\n".join(cover(random.Random(0), 1500, 8)) + "\n")
+    print(f"{len(lines())} plans")
