@@ -203,6 +203,12 @@ def _ways(plan, config, batch_size: int, seq_len: int) -> Rows:
         " unfinished sums in pieces; use unroll=1 or unroll=0",
     )
     yield (
+        explicit and plan.ffn_chunks > 1 and config.experts and plan.mesh.tp > 1,
+        f"ffn_chunks={plan.ffn_chunks} of a shared expert does not go with reading='explicit' and tp ="
+        f" {plan.mesh.tp}: JAX 0.10 cannot join pieces of unfinished sums; use ffn_chunks=1, or"
+        " reading='manual'",
+    )
+    yield (
         reduce == "layer" and plan.microbatches > 1,
         "reduce='layer' would communicate once per microbatch; use reduce='end' with microbatches > 1",
     )

@@ -118,11 +118,7 @@ def accepted(line: str) -> bool:
         plan.resolve(config)
     except ValueError:
         return False
-    # JAX 0.10 cannot join pieces of unfinished sums: explicit shared experts in pieces.
-    pieces = plan.reading == "explicit" and plan.ffn_chunks > 1 and config.experts and plan.mesh.tp > 1
-    return (
-        not pieces and 2 <= plan.mesh.size <= 8 and (plan.mesh.pp > 1) == (config.num_layers > 2) and not said
-    )
+    return 2 <= plan.mesh.size <= 8 and (plan.mesh.pp > 1) == (config.num_layers > 2) and not said
 
 
 def pairs(asked: dict) -> set:

@@ -6,8 +6,10 @@ LLMPAR_TEST_ROUNDING=bf16 python -m pytest -m accelerator        (or tf32)
 """
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,3 +172,25 @@ def test_on_an_accelerator_only_marked_tests_run(monkeypatch):
             patch.setattr(conftest, name_, value)
             conftest.pytest_collection_modifyitems([marked, other, large])
         assert [item.skipped.count(True) for item in (marked, other, large)] == [0, 1, 1]
+
+
+def test_what_the_default_tests_leave_out_is_a_job_of_its_own():
+    """But for `full` and `engines`, which are asked for by hand."""
+    read = lambda name: (TESTS.parent / name).read_text()
+    given = tomllib.loads(read("pyproject.toml"))["tool"]["pytest"]["ini_options"]["addopts"]
+    left = set(re.findall(r"\w+", given.rpartition("not (")[2])) - {"or"} | {"lessons"}
+    jobs = set(re.findall(r"\btest-(\w+):\d", read(".ci/run")))
+    assert jobs == left - {"full", "engines"} == set(re.findall(r"call WITH,(\w+)", read("Makefile")))
+
+
+def test_a_case_that_others_sample_is_made_only_when_it_is_asked_for():
+    asked = {"full": True, "full and accelerator": True, "not full": False, "a and not (b or full)": False}
+    for words, wanted in asked.items():
+        config = SimpleNamespace(getoption=lambda name, words=words: words)
+        assert conftest.full(config) == wanted
+        made = conftest.pytest_pycollect_makeitem(SimpleNamespace(config=config), "f", sampled)
+        assert made == (None if wanted else [])
+
+
+@pytest.mark.full
+def sampled(): ...

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from parity import BATCH, LLAMA, MOE, QWEN, SEQ, assert_same, by_arrow, name, predicted_by_arrow
+from parity import BATCH, LLAMA, MOE, SEQ, assert_same, by_arrow, name, predicted_by_arrow
 
 from llmpar import overlap
 from llmpar.inspect.census import census_hlo, read_program, unordered
@@ -17,7 +17,6 @@ from llmpar.plan import Plan
 from llmpar.predict import traffic
 from llmpar.step import Step
 
-GQA = dataclasses.replace(QWEN, name="two KV heads", num_heads=8, num_kv_heads=2)
 RINGS = {"stream b s d -> attention b s d", "attention b s d +n -> stream b s d"}
 RINGS |= {"stream b s d -> ffn b s d", "ffn b s d +m -> stream b s d"}
 
@@ -33,22 +32,16 @@ def traced(config, plan):
 
 
 @pytest.mark.parametrize(
-    "config, plan",
+    "config, chunks, remat",
     [
-        (GQA, overlapped("fsdp=4 tp=2", remat="block", reshard_after_forward=False)),
-        (LLAMA, overlapped("dp=2 tp=4", zero=0, ffn_chunks=4)),
-        (QWEN, overlapped("dp=4 tp=2", zero=0, remat="selective")),
-        (LLAMA, overlapped("fsdp=2 tp=4", zero=1, ffn_chunks=2, remat="block", unroll=0)),
-        (MOE, overlapped("fsdp=2 ep=2 tp=2")),
+        (LLAMA, 1, "none"),
+        (LLAMA, 1, "selective"),
+        (LLAMA, 2, "ffn"),
+        (LLAMA, 2, "block"),
+        (MOE, 1, "selective"),
     ],
-    ids=lambda x: name(x) if isinstance(x, Plan) else x.name,
+    ids=lambda x: getattr(x, "name", str(x)),
 )
-def test_products_between_hops_give_the_gradients_of_one_device(config, plan):
-    assert_same(config, plan)
-
-
-@pytest.mark.parametrize("config, chunks", [(LLAMA, 1), (LLAMA, 2), (MOE, 1)], ids=["1", "2", "experts"])
-@pytest.mark.parametrize("remat", ["none", "selective", "ffn", "block"])
 def test_a_ring_sends_the_bytes_of_the_collective_that_it_replaces(config, remat, chunks):
     """Arrow by arrow: n - 1 hops of a block each. What no product goes with stays as it is."""
     plan = overlapped("fsdp=2 tp=4", remat=remat, ffn_chunks=chunks)
@@ -107,12 +100,9 @@ def test_each_hop_travels_beside_a_product_and_no_product_waits_for_it():
     assert found == [True] * (8 * 3)  # four rings forward, four backward
 
 
-@pytest.mark.parametrize(
-    "plan", [overlapped("fsdp=2 tp=4", remat="block"), overlapped("tp=8", unroll=0)], ids=name
-)
-def test_data_orders_the_rings_on_simulated_devices(plan):
+def test_data_orders_the_rings_on_simulated_devices():
     """They take two permutes of one program for one another where nothing says which is first."""
-    step, _ = traced(LLAMA, plan)
+    step, _ = traced(LLAMA, overlapped("fsdp=2 tp=4", remat="block"))
     compiled, text = read_program(step.lower(BATCH, SEQ))
     for program in (text, compiled.as_text()):
         pairs = unordered(program, step.mesh)

@@ -89,7 +89,7 @@ def test_a_plan_for_a_model_is_told_in_the_notation():
     assert str(both.physical("attention b s k h -> keys b s k h").moves[0]) == "all-gather over sp on s"
 
 
-@pytest.mark.parametrize("mesh", ["tp=8", "sp=2 tp=4", "fsdp=2 tp=4"])
+@pytest.mark.parametrize("mesh", ["tp=8", "sp=2 tp=4"])
 def test_a_cache_holds_each_copys_head(mesh):
     from test_decode import MORE, B, S, decoder, whole
 
