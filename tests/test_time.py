@@ -13,6 +13,7 @@ from llmpar.predict import formulas, held, workload
 from llmpar.predict.hardware import chip
 from llmpar.predict.rates import Rates
 from llmpar.predict.time import Clock, step_time
+from llmpar.predict.traffic import step_traffic
 from llmpar.predict.workload import SOFTWARE, Product, Run
 from llmpar.timetable import makespan, timetable
 
@@ -117,6 +118,43 @@ def test_what_a_run_waits_for_is_named():
     again = step_time(run_of("fsdp=8", recompute="block"), EASY)
     forward = (plain.terms["products"]) / 3
     assert again.terms["recomputation"] >= 0.9 * forward
+
+
+def test_policies_of_recomputation_cost_on_links_what_the_program_sends():
+    """8B on 8 nodes of 8: what the arrows send over tp, at the links' rate. The closed form, which ranks,
+    says nearly the same, in the same order."""
+    config, steps, ranks = preset("llama3-8b"), [], []
+    for remat, repeated in (("none", 0), ("selective", 64), ("ffn", 64), ("block", 96)):
+        plan = Plan("fsdp=8 tp=8", dtype="bfloat16", tp_sequence=True, remat=remat)
+        rows = step_traffic(plan.resolve(config), 64, 8192)
+        arrows = [a for (axes, _), row in rows.items() if axes == "tp" for a in row.arrows.items()]
+        sent = sum(moved for text, (_, moved) in arrows if "->" in text)
+        whole = 8 * 8192 * 4096 * 2 * 7 / 8  # of the stream, gathered or scattered once
+        assert sent == pytest.approx((260 + repeated) * whole, rel=1e-4)
+        run = workload.of_plan(config, plan, H100, 64, 8192)
+        exact, closed = step_time(run, EASY), step_time(run, EASY, simulate=False)
+        assert exact.terms["tensor-parallel links"] == pytest.approx(sent / H100.link_bytes_per_s)
+        assert exact.step_s == pytest.approx(sum(exact.terms.values()))
+        assert closed.step_s == pytest.approx(exact.step_s, rel=0.01)
+        steps.append(exact.step_s)
+        ranks.append(closed.step_s)
+    assert steps == sorted(steps) and ranks == sorted(ranks) and len(set(steps)) == 4
+
+
+@pytest.mark.parametrize(
+    "mesh, fields",
+    [
+        ("fsdp=64", dict(zero=1)),
+        ("fsdp=16 sp=4", {}),
+        ("dp=8 fsdp=8", dict(remat="block")),
+        ("pp=4 fsdp=4 tp=4", dict(microbatches=16, schedule="1f1b", tp_sequence=True, remat="block")),
+    ],
+)
+def test_the_form_that_ranks_is_near_the_rows_of_traffic(mesh, fields):
+    plan = Plan(mesh, dtype="bfloat16", loss_chunks=8, **fields)
+    run = workload.of_plan(preset("llama3-8b"), plan, H100, 64, 8192)
+    exact, closed = step_time(run), step_time(run, simulate=False)
+    assert closed.step_s == pytest.approx(exact.step_s, rel=0.03)
 
 
 def test_a_hidden_collective_costs_what_it_takes_from_computing():

@@ -532,21 +532,26 @@ def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> 
 
 def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
     """Tokens per second of the same plan if one thing were different."""
-    run = workload.of_plan(q.config, best.plan, q.chip, q.batch_size, q.seq_len)
+    plan, chip, doubled = best.plan, q.chip, dataclasses.replace
+    run = workload.of_plan(q.config, plan, chip, q.batch_size, q.seq_len)
     base = run.tokens_per_step / best.time.step_s
-    chip = q.chip
-    doubled = dataclasses.replace
+    more = doubled(plan, microbatches=2 * plan.microbatches)
+    rates = {
+        "fast links": "link_bytes_per_s",
+        "network": "dcn_bytes_per_s",
+        "memory's rate": "hbm_bytes_per_s",
+    }
     cases = {
-        "twice the fast links": doubled(run, chip=doubled(chip, link_bytes_per_s=2 * chip.link_bytes_per_s)),
-        "twice the network": doubled(run, chip=doubled(chip, dcn_bytes_per_s=2 * chip.dcn_bytes_per_s)),
-        "twice the memory's rate": doubled(run, chip=doubled(chip, hbm_bytes_per_s=2 * chip.hbm_bytes_per_s)),
-        "twice the batch": doubled(run, microbatches=2 * run.microbatches),
+        f"twice the {what}": doubled(run, chip=doubled(chip, **{name: 2 * getattr(chip, name)}))
+        for what, name in rates.items()
+    }
+    cases |= {
+        "twice the batch": workload.of_plan(q.config, more, chip, 2 * q.batch_size, q.seq_len),
         "twice the sequence": doubled(run, seq_len=2 * run.seq_len),
     }
-    if name := hardware.NEXT_CHIP.get(chip.family):
-        row = hardware.chip(name)
-        if row.devices_per_chip == chip.devices_per_chip:
-            cases[f"on {name}"] = doubled(run, chip=row)
+    row = hardware.chip(hardware.NEXT_CHIP.get(chip.family, chip.family))
+    if row.name != chip.family and row.devices_per_chip == chip.devices_per_chip:
+        cases[f"on {row.name}"] = doubled(run, chip=row)
     rows = []
     for what, other in cases.items():
         rate = other.tokens_per_step / step_time(other).step_s

@@ -1,9 +1,11 @@
 """How long a training step takes, by named terms, from shapes, bytes and what a chip reaches.
 
 A product takes its FLOPs at a share of peak, and its operands' bytes at a share of the memory's rate. A
-collective takes its bytes at the rate of the slowest level of links that it crosses, and a start. Each
-chunk of a stage gets its own times, the embedding and the head with theirs, and the schedule's timetable is
-played with them: what the busiest stage waits is the bubble. `Rates` has a chip's constants.
+collective takes its bytes at the rate of the slowest level of links that it crosses, and a start. Which
+collectives there are, `traffic` says of a plan of ours, row by row; of others' runs, and where thousands of
+plans are ranked, closed forms do. Each chunk of a stage gets its own times, the embedding and the head with
+theirs, and the schedule's timetable is played with them: what the busiest stage waits is the bubble. `Rates`
+has a chip's constants.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from llmpar import schedules
 from llmpar.predict import formulas
 from llmpar.predict.hardware import Chip
 from llmpar.predict.rates import Rates
+from llmpar.predict.traffic import step_traffic
 from llmpar.predict.workload import Product, Run
 from llmpar.timetable import makespan
 
@@ -33,6 +37,12 @@ the share of their peak that it reaches elsewhere: half of what CUDA cores do in
 (NVIDIA, data sheet; the half is from BigScience's runs with heads of 108)."""
 ACCUMULATED_BYTES = 8
 """Read and written per parameter when a microbatch's gradient is added to a sum in float32."""
+SENT_AGAIN = {"none": (0.0, 0.0), "selective": (0.5, 0.0), "ffn": (0.5, 0.0), "block": (0.75, 0.5)}
+"""Of what a forward pass moves inside a layer, what our backward pass moves again, with `tp_sequence` and
+without: all that enters a part, and with `block` what leaves attention (`traffic.runs`)."""
+BESIDE = {"tensor-parallel links": "products", "sequence links": "attention"}
+"""The term beside which what hides travels; elsewhere beside all."""
+LATE = "gradients at the end"
 LOSS_PASSES = 6
 """Times that a loss reads or writes its logits in float32, both ways."""
 
@@ -91,6 +101,7 @@ class Clock:
         self.inner, apart = dict[str, int](), 1
         for axis in reversed(run.order):
             self.inner[axis], apart = apart, apart * run.mesh.asked[axis]
+        self.exact = run.plan is not None
 
     # ------------------------------------------------------------------------------------------- prices
 
@@ -168,8 +179,9 @@ class Clock:
         }[run.recompute]
         backward.add("recomputation", recomputed + again * sum(plain.values()))
         backward.kernels += FORWARD_KERNELS * (run.recompute == "block")
-        links = self.inside(dense, core)
-        twice = (1.0 if run.recompute == "block" else 0.0) + again
+        links = {} if self.exact else self.inside(dense, core)
+        repeated = SENT_AGAIN[run.recompute][not run.tp_sequence]
+        twice = again + (repeated if run.software.name == "llmpar" else float(run.recompute == "block"))
         for name, (ahead, behind) in links.items():
             overlaps = run.ep_overlap if name == "expert links" else name[0] == "t" and run.tp_overlap
             forward.add(name, self.exposed(ahead, forward.terms["products"], overlaps))
@@ -235,11 +247,46 @@ class Clock:
         left = how.num_experts - how.num_experts // ep
         return ep * (1 - math.comb(left, how.top_k) / math.comb(how.num_experts, how.top_k))
 
+    def sent(self, stage: int) -> dict[str, tuple[float, float]]:
+        """Seconds of a step's collectives on a stage, by term: those in the open, and those that travel
+        beside computing. `LATE` are gradients that are summed at the end, and weights that are gathered once.
+        """
+        run, plan = self.run, self.run.plan
+        assert plan is not None
+        found = dict[str, tuple[float, float]]()
+        decided = plan.resolve(run.config, None)
+        for (names, kind), row in step_traffic(decided, run.batch_size, run.seq_len, stage).items():
+            axes = [{"kv": "tp", "ul": "sp"}.get(axis, axis) for axis in names.split(",")]
+            short = {"collective-permute": "permute", "ragged-all-to-all": "all-to-all"}.get(kind, kind)
+            ring = short != kind or kind == "all-to-all"
+            for (_, text, size), times in row.messages.items():
+                if text.endswith(" stage"):
+                    continue  # `hop`, in the timetable
+                hides = False
+                if text.startswith(("gradient ", "updated ", "bucket ", "loss, ")):
+                    term, hides = LATE, text.startswith("updated ")
+                elif "->" not in text:  # a weight's own dims
+                    term, hides = "weights and gradients on links", True
+                    if decided.gathers == "step":
+                        term, hides = LATE, False
+                elif "tp" in axes:
+                    term, hides = "tensor-parallel links", run.tp_overlap and ring
+                elif "sp" in axes:
+                    term, hides = "sequence links", "the next rank" in text
+                else:
+                    term = "expert links"
+                took = times * self.collective(short, size, row.group_size, min(self.inner[a] for a in axes))
+                shown, hidden = found.get(term, (0.0, 0.0))
+                found[term] = shown + took * (not hides), hidden + took * hides
+        return found
+
     def hop(self) -> float:
-        """Seconds to send a microbatch's activations to the next stage: each tp rank sends its part, and what
-        was whole is gathered there (Narayanan et al. 2021, section 4.1)."""
+        """Seconds to send a microbatch's activations to the next stage. Others: each tp rank sends its part,
+        and what was whole is gathered there (Narayanan et al. 2021, section 4.1)."""
         run = self.run
         whole, tp = 2.0 * run.tokens * run.config.width, run.mesh.tp
+        if self.exact:
+            return self.collective("permute", 2.0 * run.stream_tokens * run.config.width, 2, self.inner["pp"])
         again = 0.0 if run.tp_sequence else self.collective("all-gather", whole, tp, self.inner["tp"])
         return self.collective("permute", whole / tp, 2, self.inner["pp"]) + again
 
@@ -251,7 +298,8 @@ class Clock:
         product, back = self.products(multiplied), self.gradients(multiplied)
         logits = 4.0 * run.tokens * c.vocab_size / run.mesh.tp
         loss = LOSS_PASSES / 2 * logits / self.bytes_per_s
-        reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, run.mesh.tp, self.inner["tp"])
+        tp = 1 if self.exact else run.mesh.tp
+        reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, tp, self.inner["tp"])
         embed = Pass({"embedding": moved + reduced}, 6), Pass({"embedding": 2 * moved}, 6)
         back += product * (run.loss_chunks > 1)  # pieces are computed again
         head = (
@@ -328,8 +376,11 @@ def on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> f
 
 
 def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
-    """Seconds of a step by term. Without ``simulate`` the bubble is a closed form: quick, for ranking."""
+    """Seconds of a step by term. Without ``simulate`` the bubble, and what a plan of ours sends, are closed
+    forms: quick, for ranking."""
+    run = run if simulate else dataclasses.replace(run, plan=None)
     clock, stages = Clock(run, own), _stages(run)
+    sent = _sent(clock, stages) if clock.exact else {}
     dense, first = run.dense_layers, 0
     layer, last = functools.cache(clock.layer), next(reversed(stages))
     body, own_experts = clock.layer_weights(False)
@@ -356,11 +407,30 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
             f.take(head[0])
             b.take(head[1])
             here += run.sizes["head"] / run.mesh.tp
-        _travel(run, clock, f, b, here, there)
+        _travel(run, clock, f, b, here, there, sent.get(cell, {}))
         forward[cell], backward[cell] = f, b
         shared[cell[0]] = shared.get(cell[0], 0.0) + here
         experts[cell[0]] = experts.get(cell[0], 0.0) + there
-    return _finish(run, clock, forward, backward, shared, experts, simulate)
+    return _finish(run, clock, forward, backward, shared, experts, sent, simulate)
+
+
+def _sent(clock: Clock, stages: dict[tuple[int, int], int]) -> dict[tuple[int, int], dict]:
+    """`Clock.sent` of each cell and microbatch, of all `LATE` once for the cell's stage. Stages that have as
+    many layers and none of the ends send the same."""
+    run, alike, found = clock.run, dict[Any, dict](), dict[tuple[int, int], dict]()
+    order = run.plan.pipeline if run.plan else None
+    ends = {route[i][0] for route in order.routes for i in (0, -1)} if order else set()
+    for cell, count in stages.items():
+        layers = sum(n for other, n in stages.items() if other[0] == cell[0])
+        key = cell[0] if cell[0] in ends else -layers - 1
+        if key not in alike:
+            alike[key] = clock.sent(cell[0])
+        share = count / layers / run.microbatches
+        found[cell] = {
+            term: both if term == LATE else (both[0] * share, both[1] * share)
+            for term, both in alike[key].items()
+        }
+    return found
 
 
 def _stages(run: Run) -> dict[tuple[int, int], int]:
@@ -371,12 +441,21 @@ def _stages(run: Run) -> dict[tuple[int, int], int]:
     return {(i % p, i // p): n for i, n in enumerate(run.chunk_layers)}
 
 
-def _travel(run: Run, clock: Clock, f: Pass, b: Pass, here: float, there: float) -> None:
+def _travel(run: Run, clock: Clock, f: Pass, b: Pass, here: float, there: float, sent: dict) -> None:
     """Add to a chunk's passes what is around its layers: gathering weights (``here`` parameters, and
     ``there`` of experts), scattering and adding up gradients, sending activations, launching."""
     name, overlaps = "weights and gradients on links", run.software.overlaps
     cut = run.zero_group if run.zero == 3 else 1
-    if cut > 1 and (run.mesh.pp == 1 or run.reshard):  # else once a step: counted at its end
+    computing = f.seconds, b.seconds
+    for part, seconds in zip((f, b), computing, strict=True):  # of a plan of ours, as they compute
+        for term, both in sent.items():
+            if term != LATE:
+                shown, hidden = (s * seconds / sum(computing) for s in both)
+                beside = part.terms.get(BESIDE.get(term, ""), seconds)
+                part.add(term, shown + clock.exposed(hidden, beside, True))
+    if (
+        not clock.exact and cut > 1 and (run.mesh.pp == 1 or run.reshard)
+    ):  # else once a step: counted at its end
         gather, scatter = clock.gathers(here, there)
         f.add(name, clock.exposed(gather, f.seconds, overlaps))
         b.add(name, clock.exposed(scatter + gather * run.reshard, b.seconds, overlaps))
@@ -390,7 +469,7 @@ def _travel(run: Run, clock: Clock, f: Pass, b: Pass, here: float, there: float)
             part.add("launching", max(0.0, part.kernels * clock.rates.host_s - hidden))
 
 
-def _finish(run, clock, forward, backward, shared, experts, simulate) -> Time:
+def _finish(run, clock, forward, backward, shared, experts, sent, simulate) -> Time:
     m, p, v = run.microbatches, run.mesh.pp, run.virtual_stages
     of = lambda parts, stage: sum(parts[c].seconds for c in parts if c[0] == stage)
     loads = {s: m * (of(forward, s) + of(backward, s)) for s in shared}
@@ -412,6 +491,10 @@ def _finish(run, clock, forward, backward, shared, experts, simulate) -> Time:
         total = span
     reduced = updated = 0.0
     for s in shared:
+        if clock.exact:
+            a, b = sent[s, 0].get(LATE, (0.0, 0.0))
+            reduced, updated = max(reduced, a), max(updated, b)
+            continue
         a, b = clock.at_the_end(shared[s], experts[s])
         if run.zero == 3 and p > 1 and not run.reshard:
             x, y = clock.gathers(shared[s], experts[s])
@@ -421,14 +504,14 @@ def _finish(run, clock, forward, backward, shared, experts, simulate) -> Time:
     ahead, behind = of(forward, busiest), of(backward, busiest)
     left = clock.exposed(reduced, behind, soft.overlaps and not soft.reduces_late)
     left += clock.exposed(updated, ahead, soft.overlaps)
-    if run.config.tied and p > 1:  # the embedding is on the first stage and on the last
+    if run.config.tied and p > 1 and not clock.exact:  # the embedding is on the first stage and on the last
         left += clock.collective(
             "all-reduce",
             run.software.reduced_bytes * run.sizes["embedding"] / run.mesh.tp,
             2,
             clock.inner["pp"],
         )
-    terms.add("gradients at the end", left)
+    terms.add(LATE, left)
     cut = (run.zero_group if run.zero == 3 else run.data_ranks * run.mesh.sp) if run.zero else 1
     held = max((shared[s] + experts[s] * run.mesh.ep) / cut for s in shared)
     whole = max(shared[s] + experts[s] for s in shared)

@@ -106,6 +106,7 @@ class Run:
         expert_tp: whether tp cuts each expert (Megatron's etp = tp); else each is whole.
         ends_as_layers: a pipeline's stages are cut as if embedding and head were a layer each.
         order: the axes, from the one whose neighbours are furthest apart to the one whose are next.
+        plan: the plan of ours that it is, whose `traffic` is then priced.
     """
 
     config: ModelConfig
@@ -136,6 +137,7 @@ class Run:
     offload: bool = False
     ends_as_layers: bool = False
     order: tuple[str, ...] = tuple(AXES)
+    plan: Plan | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -348,4 +350,5 @@ def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_le
         loss_chunks=plan.loss_chunks,
         zero_over_sp="sp" in plan.zero_axes,
         balanced=plan.sequence_order != "contiguous",
+        plan=plan,
     )
