@@ -34,6 +34,7 @@ NOT_RUN = {
     'llmpar launch local --processes 2 --devices 2 --wire 100mbit -- train --mesh "dp=2 tp=2" --steps 5': (
         "it needs namespaces; tests/test_hosts.py runs such lines where they can be made"
     ),
+    "llmpar plan --devices 64 --html plan.html": "tests/test_planned.py makes such a page of few plans",
     "python tests/bench.py attention": "it measures for minutes",
     "python tests/fit_rates.py tests/measured.json": "it takes minutes; tests/test_measured.py fits two",
     "python tests/rounding.py tf32 notebooks/src/03_data_parallelism.py": "test_accelerator.py rehearses",
