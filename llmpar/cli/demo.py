@@ -46,6 +46,8 @@ def demonstrate(out: str, steps: int) -> dict:
 
     folder = pathlib.Path(out)
     try:
+        if not out:
+            raise ValueError("--out '' names no folder for pictures; leave it out for 'demo'")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"'{out}' can be no folder for pictures: {error.strerror}; name another") from error

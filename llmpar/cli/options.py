@@ -197,7 +197,8 @@ def check_picture(path: str | None) -> None:
 def check_folder(path: str) -> None:
     """Refuse a path that no file can be written to, before the work that it would hold."""
     folder, there = pathlib.Path(path).absolute().parent, pathlib.Path(path).exists()
-    if pathlib.Path(path).is_dir() or not os.access(path if there else folder, os.W_OK):
+    closed = not folder.is_dir() or not os.access(path if there else folder, os.W_OK)
+    if closed or pathlib.Path(path).is_dir():
         raise ValueError(
             f"'{path}' cannot be written; give a file in a folder that is there and can be written"
         )

@@ -91,6 +91,8 @@ class Train:
             raise ValueError(f"seed is {self.seed}; use 0 to {MAX_SEED}")
         if not 0 <= self.stuck_after < math.inf:
             raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
+        if self.checkpoints is None and (self.anyway or self.every != Train.every):
+            raise ValueError("--every and --anyway are about --checkpoints, which is not given")
         options = OptimizerConfig(**vars(self.optimizer))
         check_picture(self.plot)
         from llmpar.launch.joined import Watchdog, meet

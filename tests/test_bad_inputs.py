@@ -1,0 +1,128 @@
+"""Bad inputs, in a table (bad_inputs.toml): each command ends at once, with one sentence that names what was
+wrong, and starts nothing. No traceback, no fault of the package, nothing that is taken in silence unless the
+table says so and why."""
+
+import contextlib
+import itertools
+import os
+import shlex
+import signal
+import subprocess
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+
+import llmpar.inspect.aot
+import llmpar.inspect.report
+import llmpar.training.train
+from llmpar.cli import main
+from llmpar.mesh import ordered_devices
+
+TABLE = tomllib.loads((Path(__file__).parent / "bad_inputs.toml").read_text())
+CASES = [(row, command) for row in TABLE["case"] for command in row["run"]]
+RECIPES = {
+    "missing": lambda file: None,
+    "folder": lambda file: file.mkdir(),
+    "fifo": lambda file: os.mkfifo(file),
+    "empty": lambda file: file.write_text(""),
+    "binary": lambda file: file.write_bytes(bytes(range(256))),
+    "latin1": lambda file: file.write_bytes('name = "München"'.encode("latin-1")),
+    "utf16": lambda file: file.write_text('{"a": 1}', encoding="utf-16"),
+    "deep": lambda file: file.write_text("a = " * (file.suffix == ".toml") + "[" * 100_000),
+    "digits": lambda file: file.write_text(("a = " if file.suffix == ".toml" else "") + "9" * 5000),
+    "list": lambda file: file.write_text("[1, 2]"),
+    "big": lambda file: file.write_bytes(b" " * (17 << 20)),
+    "text": lambda file: file.write_text("words and more words\n" * 2000),
+    "hub": lambda file: [
+        file.mkdir(),
+        *((file / x).write_text("{}") for x in ("config.json", "a.safetensors")),
+    ],
+}
+"""Files by the names that the table calls them: ``@fifo.json`` is a pipe with that suffix."""
+
+
+class Started(BaseException):
+    """A command went to work, or did not end."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch, tmp_path):
+    def start(*words, **_):
+        raise Started(f"it starts {words[:1]}")
+
+    monkeypatch.chdir(tmp_path)
+    ordered_devices()  # which asks another process once whether XLA knows its flags
+    for place, name in (
+        (llmpar.training.train, "Step"),
+        (llmpar.inspect.report, "Step"),
+        (llmpar.inspect.aot, "compile_step"),
+        (jax, "jit"),
+        (os, "execve"),
+        (subprocess, "Popen"),
+    ):
+        monkeypatch.setattr(place, name, start)
+    before = signal.signal(signal.SIGALRM, lambda *_: start("nothing, and does not end"))
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def words_of(row, command, value, folder):
+    """The command line with a value in its hole: a text, the content of a file, or a file by a recipe."""
+    if "file" in row:
+        (folder / row["file"]).write_text(row.get("before", "") + value)
+        value = str(folder / row["file"])
+    elif value.startswith("@"):
+        made = folder / Path(value[1:]).parts[0]
+        if not os.path.lexists(made):
+            RECIPES[made.stem](made)
+        value = str(folder / value[1:])
+    text = folder / "text.txt"
+    if not text.exists():
+        RECIPES["text"](text)
+    return [
+        word.replace("{}", value).replace("{text}", str(text))
+        for word in shlex.split(command.replace("%", value))
+    ]
+
+
+@pytest.mark.parametrize(("row", "command"), CASES, ids=[f"{c[1]} {c[0]['says']}"[:70] for c in CASES])
+def test_each_is_refused_in_a_sentence(row, command, tmp_path, capsys):
+    found = []
+    for value in row.get("of", [""]):
+        words = words_of(row, command, value, tmp_path)
+        signal.alarm(20)
+        try:
+            with jax.numpy_dtype_promotion("standard"):
+                status = main(words)
+        except SystemExit as usage:  # how tyro leaves
+            status = usage.code
+        except Started as started:
+            status = str(started)
+        out, err = capsys.readouterr()
+        *_, sentence = [line for line in err.splitlines() if line.strip()] or [""]
+        if status != row.get("status", 1):
+            found.append((value, f"status {status}", err[-300:] or out[-100:]))
+        elif "fault of llmpar" in err or "Traceback" in err or (out and status):
+            found.append((value, "fault or output", err[-400:] + out[-100:]))
+        elif row["says"] not in err:
+            found.append((value, f"says {sentence[:200]}"))
+        elif status == 1 and not sentence.startswith(("llmpar: ", "  ", "F", "B", "stage", "^")):
+            found.append((value, f"ends with {sentence[:200]}"))
+    assert not found, "\n" + "\n".join(map(str, found))
+
+
+def test_the_table_is_large_and_says_what_is_taken_in_silence():
+    lines = list(itertools.chain(*(row.get("of", [""]) for row, _ in CASES)))
+    accepted = [row for row, _ in CASES if row.get("status", 1) == 0]
+    assert len(lines) >= 400 and len(accepted) <= 5 and all(row["why"] for row in accepted), len(lines)
+    with contextlib.suppress(KeyError):
+        assert {row["run"][0].split()[0] for row in TABLE["case"]} >= {
+            "plan",
+            "launch",
+            "train",
+            "lab",
+            "quiz",
+        }
