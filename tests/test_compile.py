@@ -255,7 +255,7 @@ ENTRY %main (a: bf16[{left}], b: bf16[{kernel}]) -> bf16[{result}] {{
 }}
 """
     module = Module(text)
-    assert roofline.computation_flops(module, module.entry, {}) == flops
+    assert roofline.all_flops(module)(module.entry, None) == flops
 
 
 def scene_texts(scene) -> set[str]:

@@ -46,22 +46,13 @@ from llmpar.predict.hardware import chip
 
 GIB = 2**30
 ROWS = [
-    {
-        "axis": "fsdp",
-        "kind": "all-gather",
-        "count": 32,
-        "predicted_bytes": 3 << 20,
-        "compiled_bytes": 3 << 20,
-    },
-    {
-        "axis": "tp",
-        "kind": "reduce-scatter",
-        "count": 8,
-        "predicted_bytes": 1 << 20,
-        "compiled_bytes": 3 << 19,
-    },
-    {"axis": "dp,ep", "kind": "all-reduce", "count": 1, "predicted_bytes": 1 << 18, "compiled_bytes": None},
-    {"axis": "?", "kind": "all-to-all", "count": 1, "predicted_bytes": 0, "compiled_bytes": 512},
+    dict(zip(("axis", "kind", "count", "predicted_bytes", "compiled_bytes"), row, strict=True))
+    for row in (
+        ("fsdp", "all-gather", 32, 3 << 20, 3 << 20),
+        ("tp", "reduce-scatter", 8, 1 << 20, 3 << 19),
+        ("dp,ep", "all-reduce", 1, 1 << 18, None),
+        ("?", "all-to-all", 1, 0, 512),
+    )
 ]
 ARROW_ROWS = [
     dict(zip(("arrow", "direction", "axis", "kind", "count", "bytes_sent"), row, strict=True))
@@ -107,7 +98,6 @@ CASES = {
         lambda: draw.mesh("pp=4 dp=4 fsdp=8 tp=4", 8, "tp"),
         ["512 devices", "block of 8", "128 groups"],
     ),
-    "mesh long axis": (lambda: draw.mesh("fsdp=512", 8), ["512 devices", "block of 8"]),
     "layout scalar": (lambda: draw.layout("whole", (), "dp=4", 4), ["4 B per device", "1 shard in 4 copies"]),
     "layout 1": (
         lambda: draw.layout("d/fsdp", (4096,), "dp=2 fsdp=4", 4),
@@ -126,7 +116,6 @@ CASES = {
         lambda: draw.layout("b/dp s/sp n/tp", (99, 64, 64), "dp=9 sp=8 tp=8"),
         ["576 shards in 1 copy"],
     ),
-    "layout long": (lambda: draw.layout("d/dp,fsdp,tp", None, "dp=4 fsdp=16 tp=8"), ["512 shards in 1 copy"]),
     "layout symbolic": (lambda: draw.layout("b/dp,fsdp s/sp d +tp"), ["cut by dp, fsdp", "sum over tp"]),
     "layout logical": (lambda: draw.layout("ffn b s d +m"), ["sum over m"]),
     "arrow scatter": (
@@ -146,7 +135,6 @@ CASES = {
         ["all-to-all over tp s to n: 960 B"],
     ),
     "arrow scalar": (lambda: draw.arrow("+dp -> whole", (4096,), "dp=4", 4), ["24 KiB sent per device"]),
-    "arrow nothing": (lambda: draw.arrow("b/dp d -> b/dp d"), ["cut by dp"]),
     "arrow logical": (lambda: draw.arrow("b s d +tp -> b s/tp d"), ["reduce-scatter over tp on s"]),
     "collectives": (
         lambda: draw.collectives(ROWS),
@@ -165,9 +153,7 @@ CASES = {
         lambda: draw.arrows_sent([ARROW_ROWS[0] | {"arrow": f"{i}"} for i in range(30)]),
         ["6 more: 12 MiB", "In all 60 MiB"],
     ),
-    "arrows sent, none": (lambda: draw.arrows_sent([]), ["In all 0 B"]),
     "live causal": (lambda: draw.live_blocks(CAUSAL), ["7.5 blocks", "it would be 4 blocks"]),
-    "live balanced": (lambda: draw.live_blocks([[0.5] * 4] * 4), ["2 blocks"]),
     "ring": (lambda: draw.ring_steps([(i, (i + 1) % 4) for i in range(4)]), ["step 1: rank 0 holds block 3"]),
     "ring 20": (
         lambda: draw.ring_steps([(i, (i + 1) % 20) for i in range(20)], 3),
@@ -196,7 +182,6 @@ CASES = {
         ),
         ["stuck after 1 time units", "stage 1 waits to run F1 for F1 on stage 0"],
     ),
-    "memory tiny": (lambda: draw.memory_bars([("x", {"a": 3})]), ["3 B"]),
     "time": (
         lambda: draw.time_bars([("dp", {"computing": 0.12, "waiting": 0.04})], 0.1),
         ["160 ms; 60 ms too slow"],
@@ -220,7 +205,6 @@ CASES = {
             "2.44 × the mean",
         ],
     ),
-    "token flow wide": (lambda: draw.token_flow([[1] * 16] * 8, 2), ["112 of 128 rows change their rank"]),
     "loss one": (lambda: draw.loss_curve([3.25]), ["3.250 nats/token over 1 step"]),
 }
 for _name, (_p, _m) in itertools.product(schedules.SCHEDULES, [(2, 4), (4, 8)]):
@@ -322,15 +306,11 @@ def test_svg_is_well_formed_described_and_deterministic(case):
 
 
 def test_the_same_values_give_the_same_bytes():
-    for name in ("mesh 8", "layout 3", "timetable zb-v 4 8", "memory", "loss lost"):
-        scene = CASES[name][0]
-        assert to_svg(scene()) == to_svg(scene()), name
+    assert all(to_svg(scene()) == to_svg(scene()) for scene, _ in CASES.values())
     assert to_png(CASES["memory"][0]()) == to_png(CASES["memory"][0]())
 
 
-@pytest.mark.parametrize(
-    "name", ["mesh 8", "layout 3", "arrow scatter", "collectives", "live causal", "loss lost"]
-)
+@pytest.mark.parametrize("name", ["layout 3", "arrow scatter", "loss lost"])  # all that a scene has
 def test_png_has_the_size_of_the_scene(name, tmp_path):
     scene = CASES[name][0]()
     buffer = io.BytesIO()

@@ -274,14 +274,6 @@ def test_groups_differ_along_their_axes_only_and_cover_the_mesh():
                 assert len({tuple(n for a, n in place.items() if a not in axes) for place in places}) == 1
 
 
-def test_groups_have_the_order_of_their_axes():
-    groups = lambda *axes: geometry.groups(parse_mesh("dp=2 fsdp=2 tp=2").sizes, AXES, axes)
-    assert groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups("dp", "tp") == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert groups("tp", "dp") == [[0, 4, 1, 5], [2, 6, 3, 7]]
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("all-to-all", "collective-permute")])
 @pytest.mark.parametrize("g", [1, 2, 3, 5, 8])
 def test_rounds_carry_out_the_collective(kind, g):

@@ -8,29 +8,25 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from llmpar.notation import AXES
-
-# isort: off
 from llmpar.draw.scene import (
+    SERIES,
+    SMALL,
     Group,
     Line,
     Rect,
-    SERIES,
-    SMALL,
     Scene,
     Text,
     compose,
     fitting,
     legend,
-    text_color_on,
     size_text,
     small_text,
+    text_color_on,
     text_width,
     ticks,
     time_text,
 )
-
-# isort: on
+from llmpar.notation import AXES
 
 
 def number_ranges(numbers, most: int = 8) -> str:
@@ -614,40 +610,31 @@ def _meet(one: dict, other: dict) -> bool:
 
 def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
     """The loss per step, in nats per token; ``reference`` is another curve, or one number, drawn dashed."""
-    level = isinstance(reference, int | float)
-    other = [reference] * max(2, len(losses)) if level else [] if reference is None else reference
-    curves = {n: [float(x) for x in c] for n, c in (("loss", losses), ("reference", other)) if len(c)}
-    finite = [x for c in curves.values() for x in c if math.isfinite(x)] or [0.0]
+    if isinstance(reference, int | float):
+        reference = [reference] * max(2, len(losses))
+    curves = {"loss": list(losses)} | ({"reference": list(reference)} if reference is not None else {})
+    finite = [x for curve in curves.values() for x in curve if math.isfinite(x)] or [0.0]
     pad = 0.05 * (max(finite) - min(finite)) or 0.5
     low, high, wide, tall = min(finite) - pad, max(finite) + pad, 560, 260
     last = max(2, *map(len, curves.values())) - 1
     x_of, y_of = (lambda step: wide * step / last), (lambda loss: tall * (high - loss) / (high - low))
-    steps = [t for t in ticks(0, last, 6) if t == int(t)]
-    items = _scale(x_of, steps, tall, lambda v: f"{v:g}", tall)
-    items += [Line(((-4, y_of(v)), (wide, y_of(v))), "grid", 1) for v in ticks(low, high)]
-    items += [small_text(-8, y_of(v), f"{v:g}", "end") for v in ticks(low, high)]
-    items += [Line(((0, 0), (0, tall), (wide, tall)), "edge", 1.5)]
-    items += [
-        small_text(-4, -18, "loss (nats/token)", "start", "ink"),
-        small_text(wide / 2, tall + 34, "step", fill="ink"),
-    ]
-    lines, ends = [], []
+    items = _scale(x_of, [t for t in ticks(0, last, 6) if t == int(t)], tall, lambda v: f"{v:g}", tall)
+    for v in ticks(low, high):
+        items.append(Line(((-4, y_of(v)), (wide, y_of(v))), "grid", 1))
+        items.append(small_text(-8, y_of(v), f"{v:g}", "end"))
+    items.append(Line(((0, 0), (0, tall), (wide, tall)), "edge", 1.5))
+    items.append(small_text(-4, -18, "loss (nats/token)", "start", "ink"))
+    items.append(small_text(wide / 2, tall + 34, "step", fill="ink"))
+    lines = []
     for name, curve in curves.items():
-        dash, points = (
-            name == "reference",
-            [(x_of(i), y_of(x)) if math.isfinite(x) else None for i, x in enumerate(curve)],
-        )
+        dash = name == "reference"
+        points = [(x_of(i), y_of(x)) if math.isfinite(x) else None for i, x in enumerate(curve)]
         items += [Line((a, b), "ink" if dash else "dp-line", 2, dash) for a, b in pairwise(points) if a and b]
         items += [Rect(p[0] - 3, p[1] - 3, 6, 6, "ink", radius=3) for p in points[-1:] if p]
-        lost, known = [i for i, p in enumerate(points) if not p], [x for x in curve if math.isfinite(x)]
-        ends += [(y_of(x), f"{name} {x:.3f} nats/token") for x in known[-1:]]
-        course = (
-            f"{x:.3f}"
-            if (x := (known or [math.nan])[0]) == (known or [0])[-1]
-            else f"{x:.3f} to {known[-1]:.3f}"
-        )
+        ends = dict.fromkeys(f"{x:.3f}" for x in curve if math.isfinite(x))
+        course = " to ".join([*ends][:: max(1, len(ends) - 1)]) or "nan"
+        lost = [i for i, point in enumerate(points) if not point]
         lines.append(f"{name}: {course} nats/token over {count_noun(len(curve), 'step')}")
         lines[-1] += f"; not finite at step {number_ranges(lost)}" * bool(lost)
-    for k, (y, words) in enumerate(sorted(ends)):  # curves that end together are named below one another
-        items.append(small_text(wide + 10, max(y, min(ends)[0] + 16 * k), words, "start", "ink"))
-    return compose(title, [items], "\n".join(lines), lines)
+    key = legend([("dp-line", "loss"), *[("ink", "reference, dashed")] * (reference is not None)])
+    return compose(title, [items, key], "\n".join(lines), lines)

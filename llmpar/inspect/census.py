@@ -24,7 +24,7 @@ import math
 import operator
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -269,26 +269,48 @@ def executed_flops(text: str, taken: Taken | None = None, trips: int | Fraction 
     """
     module = Module(text)
 
-    def inside(comp: str, op: Op) -> int | Fraction:
-        if op.kind == "dot":
-            name, index = op.operand(0)
-            lhs = shapes(module.computations[comp][name].type)[index or 0][1]
-            summed = math.prod(lhs[int(d)] for d in op.called("lhs_contracting_dims"))
-            return 2 * math.prod(shapes(op.type)[0][1]) * summed
+    def turns(comp: str, loop: Op) -> int | Fraction:
+        noted = module.trips(comp, loop)
+        return known(trips if noted is None else noted, "dot", module.source(loop))
+
+    leaf = lambda comp, op: dot_flops(module, comp, op) if op.kind == "dot" else 0
+    return int(flops_in(module, leaf, turns, taken)(module.entry, None))
+
+
+def flops_in(
+    module: Module,
+    leaf: Callable[[str, Op], Any],
+    turns: Callable[[str, Op], Any],
+    taken: Taken | None = None,
+) -> Callable[[str, Op | None], Any]:
+    """Gives a function that adds up the FLOPs of an operation of a computation, or of all of them: its own
+    (``leaf``) or those of what it calls, of a loop ``turns`` times, of a branch as often as it is taken (the
+    dearest, where that is not said)."""
+
+    def inside(comp: str, op: Op) -> Any:
         each = [flops(callee) for callee in op.called(*CALLS.get(op.kind, ()))]
         if op.kind == "while":
-            noted = module.trips(comp, op) if any(each) else 0
-            return sum(each) * known(trips if noted is None else noted, "dot" * any(each), module.source(op))
+            return sum(each) * (turns(comp, op) if any(each) else 0)
         if op.kind == "conditional":
             share = share_of(op.scope, taken)
             return max(each) if share is None else each[0] * (1 - share) + each[1] * share
-        return sum(each[:1])
+        return each[0] if each else leaf(comp, op)
 
     @functools.cache
-    def flops(comp: str) -> int | Fraction:
-        return sum(inside(comp, op) for op in module.computations[comp].values())
+    def flops(comp: str) -> Any:
+        return sum(inside(comp, op) for op in module.computations.get(comp, {}).values())
 
-    return int(flops(module.entry))
+    return lambda comp, op: flops(comp) if op is None else inside(comp, op)
+
+
+def dot_flops(module: Module, comp: str, op: Op) -> int:
+    """Gives the FLOPs of a product, or of a GPU library's call for one: 2MNK."""
+    name, index = op.operand(0)
+    dims = op.called("lhs_contracting_dims") or re.findall(
+        r'"lhs_contracting_dimensions":\s*\["(\d+)"', op.attrs
+    )
+    lhs = shapes(module.computations[comp][name].type)[index or 0][1]
+    return 2 * math.prod(shapes(op.type)[0][1]) * math.prod(lhs[int(d)] for d in dims)
 
 
 _CHEAP: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

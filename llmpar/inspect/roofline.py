@@ -17,11 +17,11 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmpar.inspect.census import KINDS, Taken, arrow_of, share_of
+from llmpar.inspect.census import KINDS, Taken, arrow_of, dot_flops, flops_in, share_of
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
 from llmpar.kernels import grouped, products
 from llmpar.predict import formulas, ring
@@ -197,6 +197,7 @@ class _Walk:
     def __init__(self, module: Module, mesh: Any, chip: Chip, taken, seen: float, full: float, beside: bool):
         self.seen, self.full, self.beside = seen, full, beside
         self.module, self.mesh, self.taken, self.found = module, mesh, taken, Roofline()
+        self.flops = all_flops(module)
         self.chip, device = chip, chip.per_device()
         self.peak, self.rate = device.flops_per_s, device.hbm_bytes_per_s * MEMORY_SHARE
         self.gpu = chip.link == "switch"
@@ -289,7 +290,7 @@ class _Walk:
         branches = op.called(*CALLS["conditional"])
         share = share_of(op.scope, self.taken)
         if share is None:
-            dearest = max(branches, key=lambda b: (self.flops_of(b), len(self.module.computations[b])))
+            dearest = max(branches, key=lambda b: (self.flops(b, None), len(self.module.computations[b])))
             shares = {dearest: 1.0}
         else:
             shares = dict(zip(branches, (1 - float(share), float(share)), strict=True))
@@ -379,7 +380,7 @@ class _Walk:
                 term = "experts' kernels" if "grouped_" in op.scope else "attention"
                 return flops, KERNEL_SHARE if own else FUSED_SHARE, term
         wide = 0.5 if self.gpu and self.wide(comp, op) else 1.0  # TF32 runs at half the rate of bf16
-        return flops_of(self.module, comp, op, {}), PRODUCT_SHARE * wide, "products"
+        return self.flops(comp, op), PRODUCT_SHARE * wide, "products"
 
     def wide(self, comp: str, op: Op) -> bool:
         """Tell whether an operation's products take float32."""
@@ -391,11 +392,6 @@ class _Walk:
             return False
         found = shapes(self.module.computations[comp][op.operand(0)[0]].type)
         return bool(found) and found[0][0] == "f32"
-
-    @functools.cache  # noqa: B019
-    def flops_of(self, comp: str) -> float:
-        """Give the FLOPs of a computation and all that it calls."""
-        return computation_flops(self.module, comp, {})
 
     def traffic(self, comp: str, op: Op) -> float:
         """Give the bytes that an operation reads and writes. A fusion reads only the slices that it takes of
@@ -464,29 +460,14 @@ def _short(op: Op, term: str) -> str:
     return parts[-2] if term and len(parts) > 1 else (parts[-1] if parts else op.kind)
 
 
-def flops_of(module: Module, comp: str, op: Op, seen: dict[str, float]) -> float:
-    """Give the FLOPs of one operation's products, 2MNK each, with what it calls: dots, the convolutions that
-    TPUs make of them, and calls of GPU libraries."""
+def product_flops(module: Module, comp: str, op: Op) -> float:
+    """Give the FLOPs of one operation's own products, 2MNK each: dots, the convolutions that TPUs make of
+    them, calls of GPU libraries, and kernels."""
     if op.kind == "dot" or op.kind == "custom-call" and ("cublas" in op.attrs or "gemm" in op.attrs):
-        dims = op.called("lhs_contracting_dims") or re.findall(
-            r'"lhs_contracting_dimensions":\s*\["(\d+)"', op.attrs
-        )
-        return (
-            2.0
-            * math.prod(shapes(op.type)[0][1])
-            * math.prod(_shape_of(module, comp, op, 0)[int(d)] for d in dims)
-        )
-    if op.kind == "convolution":
-        return _convolution_flops(module, comp, op)
-    if op.kind == "conditional":
-        return max(
-            (computation_flops(module, c, seen) for c in op.called(*CALLS["conditional"])), default=0.0
-        )
-    if op.kind == "while":
-        return turns_of(module, comp, op) * computation_flops(module, op.called("body")[0], seen)
-    if op.kind in CALLS:
-        return sum(computation_flops(module, c, seen) for c in op.called(*CALLS[op.kind])[:1])
-    return 0.0
+        return float(dot_flops(module, comp, op))
+    return (
+        _convolution_flops(module, comp, op) if op.kind == "convolution" else kernel_flops(module, comp, op)
+    )
 
 
 def turns_of(module: Module, comp: str, loop: Op) -> int:
@@ -496,13 +477,9 @@ def turns_of(module: Module, comp: str, loop: Op) -> int:
     return int(f"/{grouped.OVERFLOW}/" not in loop.scope) if trips is None else trips or 1
 
 
-def computation_flops(module: Module, comp: str, seen: dict[str, float]) -> float:
-    """Give the FLOPs of a computation's products, kernels included."""
-    if comp not in seen:
-        seen[comp] = 0.0
-        ops = module.computations.get(comp, {}).values()
-        seen[comp] = sum(flops_of(module, comp, op, seen) or kernel_flops(module, comp, op) for op in ops)
-    return seen[comp]
+def all_flops(module: Module) -> Callable[[str, Op | None], float]:
+    """Give `flops_in` a program, with all that it multiplies."""
+    return flops_in(module, functools.partial(product_flops, module), functools.partial(turns_of, module))
 
 
 def _shape_of(module: Module, comp: str, op: Op, i: int) -> tuple[int, ...]:
