@@ -163,14 +163,8 @@ def _layout(text: str, start: int, end: int) -> Layout:
         if len(name) > 1 and not slash:
             if name == "whole" and len(_TOKEN.findall(text[start:end])) == 1 + bool(region):
                 continue
-            if (
-                region
-                or dims
-                or sums
-                or name in (*AXES, "whole")
-                or not name.isalpha()
-                or set(name) <= set(DIMS)
-            ):
+            joined = set(name) <= set(DIMS)  # dims without spaces between them
+            if region or dims or sums or joined or not name.isalpha() or name in (*AXES, "whole"):
                 fail(
                     at,
                     token,
@@ -194,6 +188,24 @@ def _layout(text: str, start: int, end: int) -> Layout:
 
 
 # ----------------------------------------------------------------------------------------------------- arrows
+
+
+KIND = {
+    ("+", ""): "all-reduce",
+    ("+", "cut"): "reduce-scatter",
+    ("cut", ""): "all-gather",
+    ("cut", "cut"): "all-to-all",
+    ("", "cut"): "slice",
+}
+"""What moves when a mesh axis is in one place of the layout before and in another of the layout after: in an
+unfinished sum (+), in a dim that it cuts, or in none."""
+IN_TURN = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
+"""The order of an arrow's moves: sums over several axes are reduced on the smallest piece."""
+
+
+def _where(place: str) -> str:
+    """The place of an axis as `KIND` has it: ``+``, ``cut`` for any dim, or nothing."""
+    return "cut" if place in DIMS and place else place
 
 
 @dataclass(frozen=True)
@@ -228,10 +240,7 @@ class Arrow:
 
     @functools.cached_property
     def moves(self) -> tuple[Move, ...]:
-        """The collectives that carry the arrow out, in order: gather, exchange, scatter, reduce (so that sums
-        over several axes are reduced on the smallest piece: reduce-scatter first, all-reduce on the shard),
-        slice.
-        """
+        """The collectives that carry the arrow out, as `KIND` tells them, in the order of `IN_TURN`."""
         found: dict[tuple[str, str, str], list[str]] = {}
         before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(self.before.sums, "+")
         after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(self.after.sums, "+")
@@ -243,24 +252,15 @@ class Arrow:
                 raise ValueError(
                     f"arrow '{self}' would start an unfinished sum over {axis}: only computing does that"
                 )
-            kind = (
-                "slice"
-                if not old
-                else (
-                    ("reduce-scatter" if new else "all-reduce")
-                    if old == "+"
-                    else ("all-to-all" if new else "all-gather")
-                )
-            )
+            kind = KIND[_where(old), _where(new)]
             found.setdefault((kind, old.strip("+"), new), []).append(axis)
-        order = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
         # A move's axes are named as they nest in its dim.
         nested = [*self.before.axes, *self.after.axes, *ORDER]
         moves = [
             Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
             for (kind, old, new), axes in found.items()
         ]
-        moves.sort(key=lambda m: order.index(m.kind))
+        moves.sort(key=lambda m: IN_TURN.index(m.kind))
         self._check_nesting(moves)
         return tuple(moves)
 

@@ -3,7 +3,12 @@ the second.
 
 A pipeline cuts the backward pass of a stage so: the gradient of its input first, for which another stage
 waits, the weights' gradients when there is nothing better to do (Qi et al. 2023, section 2). It works for
-whatever JAX can trace.
+whatever JAX can trace. Of the backward pass of ``y = x @ w``, early result dx, late result dw:
+
+    dx = dy @ w.T      first:     what dx needs
+    dw = x.T @ dy      second:    what is left
+    x, dy              crossing:  what the second reads of the first's arguments and values
+    w, w.T             known:     a weight is there in both, and what follows from it is computed again
 """
 
 from __future__ import annotations
@@ -65,7 +70,7 @@ def split(f, known: tuple, given: tuple, later: tuple = ()) -> tuple[Traced, Tra
     whole = f if isinstance(f, Traced) else trace(f, *known, *given, *later)
     there = len(known) + len(given)
     known, given, later = whole.args[: len(known)], whole.args[:there], whole.args[there:]
-    follows = {*whole.jaxpr.constvars, *jax.tree.leaves(known)}
+    follows = {*whole.jaxpr.constvars, *jax.tree.leaves(known)}  # values that depend on known ones alone
     for eqn in whole.jaxpr.eqns:
         if follows.issuperset(filter(_is_var, eqn.invars)):
             follows.update(eqn.outvars)

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float
 
 from llmpar.block import at
 from llmpar.config import ModelConfig
@@ -33,6 +34,8 @@ from llmpar.model import Batch, Llama
 from llmpar.par import Manual, Solo
 from llmpar.split import split, trace
 from llmpar.weights import Tree, weight_dims
+
+Stream = Float[Array, "b s d"]
 
 
 class StageModel(Llama):
@@ -68,52 +71,62 @@ class Stage:
         return nnx.merge(_graph(self.config), {"blocks": self.blocks, **self.shared, **weights})
 
 
-def embed(stage: Stage, **weights):
-    """The stream ``b s d`` that enters the first stage; with this ``embedding``, if one is given."""
-    return (model := stage.model(**weights)).embed(stage.par.weight(model.embedding), stage.batch, stage.par)
+def embed(stage: Stage, **weights) -> Stream:
+    """The stream that enters the first stage; with this ``embedding``, if one is given."""
+    model = stage.model(**weights)
+    return model.embed(stage.par.weight(model.embedding), stage.batch, stage.par)
 
 
-def through(stage: Stage, blocks, x, kind: str):
-    """``(stream after the blocks, sum of their routers' losses), their tally``, the last two for B alone, and
-    None without experts. Where some chunks have a layer less, the last one may be skipped, and tells
-    zeros."""
+def through(stage: Stage, blocks: Tree, x: Stream, passes: str) -> tuple[tuple[Stream, Any], Any]:
+    """The stream after the stage's ``blocks``: ``(y, sum of the routers' losses), tally of tokens per
+    expert``. The routers' part is for B alone (``passes`` is F or B), and None without experts."""
+    model, routed = stage.model(blocks=blocks), stage.config.experts is not None and passes == "B"
+    layers = functools.partial(_run_layers, stage, passes, routed)
+    y, (loss, tally) = model.run_blocks(x, stage.batch, stage.par, layers)
+    return (y, model.router_losses(loss, stage.batch, stage.par).sum() if routed else None), tally
+
+
+def _run_layers(stage: Stage, passes: str, routed: bool, block, x: Stream, stack: Tree):
+    """Run ``block`` over the layers of a chunk: ``stream, (routers' losses b s, tally l e)``.
+
+    Chunks may differ by one layer. All hold as many as the longest; a branch (`when`) runs the last one or
+    skips it, and the tally of a layer that was skipped is zero.
+    """
     plan = stage.par.plan
     assert (order := plan.pipeline)
     few, most = min(counts := order.layers(stage.config.num_layers).values()), max(counts)
     run = _unrolled if plan.stage_saves == "residuals" or order.split_backward else stage.par.layers
 
-    def layers(block, x, stack):
-        def one(carry, w):
-            x, loss = carry
-            y, aux = block(x, w)
-            return (y, loss if loss is None else loss + aux["loss"]), loss if loss is None else aux["tally"]
+    def one(carry, weights):
+        x, loss = carry
+        x, aux = block(x, weights)
+        return ((x, loss + aux["loss"]), aux["tally"]) if routed else ((x, None), None)
 
-        def more(done, w):
-            carry, told = run(one, done[0], w)
-            return carry, jax.tree.map(lambda all, new: all.at[few:].set(new), done[1], told)
+    def run_last(done, weights):
+        carry, tally = done
+        carry, of_last = run(one, carry, weights)
+        return carry, jax.tree.map(lambda all, last: all.at[few:].set(last), tally, of_last)
 
-        loss = jnp.zeros_like(x[..., 0], jnp.float32) if stage.config.experts and kind == "B" else None
-        done = run(one, (x, loss), jax.tree.map(lambda w: w[:few], stack))
-        if few < most:
-            done = done[0], jax.tree.map(lambda told: jnp.pad(told, ((0, most - few), (0, 0))), done[1])
-            done = when(f"full{kind}", stage.full, more, done, jax.tree.map(lambda w: w[few:], stack))
-        (x, loss), told = done
-        return x, (loss, told)
-
-    x, (loss, told) = (model := stage.model(blocks=blocks)).run_blocks(x, stage.batch, stage.par, layers)
-    return (x, None if loss is None else model.router_losses(loss, stage.batch, stage.par).sum()), told
+    loss = jnp.zeros_like(x[..., 0], jnp.float32) if routed else None
+    carry, tally = run(one, (x, loss), jax.tree.map(lambda w: w[:few], stack))
+    if few < most:
+        tally = jax.tree.map(lambda n: jnp.pad(n, ((0, most - few), (0, 0))), tally)
+        last = jax.tree.map(lambda w: w[few:], stack)
+        carry, tally = when(f"full{passes}", stage.full, run_last, (carry, tally), last)
+    x, loss = carry
+    return x, (loss, tally)
 
 
 def _unrolled(block, x, stack):
-    """As `Solo.layers`, layer by layer: every product is then an equation to cut at."""
-    told = []
+    """As `Solo.layers`, layer by layer: every matmul is then an equation to cut at."""
+    found = []
     for i in range(jax.tree.leaves(stack)[0].shape[0]):
-        x, more = block(x, at(stack, i))
-        told.append(more)
-    return x, jax.tree.map(lambda *layers: jnp.stack(layers), *told)
+        x, aux = block(x, at(stack, i))
+        found.append(aux)
+    return x, jax.tree.map(lambda *layers: jnp.stack(layers), *found)
 
 
-def loss(stage: Stage, weights, y):
+def loss(stage: Stage, weights: Tree, y: Stream) -> Float[Array, ""]:
     """The microbatch's loss, summed over its tokens here, from the stream after the last block. ``weights``
     are the last norm's and the head's."""
     return stage.model(**weights).cross_entropies(stage.batch | {"stream": y}, stage.par)[0].sum()
@@ -122,18 +135,18 @@ def loss(stage: Stage, weights, y):
 # ------------------------------------------------------------------------------------------ forward, backward
 
 
-def cell(stage: Stage, x, dy, sums):
+def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree):
     """All that a stage computes for one microbatch, both ways.
 
     From its input x, the gradient dy of its output and the sums so far (the loss, the routers' tally, and the
     gradients of ``shared``): F's result, B's and W's, ``(y, ((dx, sums), d_blocks))``. The last stage gets dy
     from the loss.
     """
-    run = functools.partial(through, stage, kind="B")
+    run = functools.partial(through, stage, passes="B")
     (y, routed), pull, tally = jax.vjp(run, stage.blocks, x, has_aux=True)
-    if routed is not None:  # every stage adds its own routers' losses, and tells of its own layers
-        told = sums["tally"].at[stage.layers].add(tally, mode="drop")
-        sums = sums | {"loss": sums["loss"] + routed, "tally": told}
+    if routed is not None:  # every stage adds its own routers' losses, and the tally of its own layers
+        tally = sums["tally"].at[stage.layers].add(tally, mode="drop")
+        sums = sums | {"loss": sums["loss"] + routed, "tally": tally}
     dy, sums = when("leaves", stage.last, functools.partial(_from_loss, stage), (dy, sums), y)
     d_blocks, dx = pull((dy, jax.tree.map(jnp.ones_like, routed)))
     sums = when("enters", stage.first, functools.partial(_into_embedding, stage), sums, dx)
@@ -163,31 +176,34 @@ def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     return sums | {name: jax.tree.map(one, sums[name], g, dims[name]) for name, g in grads.items()}
 
 
-def programs(stage: Stage, x, sums):
-    """What F, B and W run, from the types of their arguments, and the types of what F and B keep for later:
-    ``{F, B, W}, saved, residual``.
+def programs(stage: Stage, x: Stream, sums: Tree) -> tuple[dict[str, Any], Any, Any]:
+    """Cut `cell` into what F, B and W run, from the types of their arguments: ``{F, B, W}, saved, residual``,
+    the last two as types.
 
-    ``F(stage, x) -> (y, saved)``; ``B(stage, saved, dy, sums) -> ((dx, sums), residual)``;
-    ``W(stage, residual) -> d_blocks``, or ``W(stage, saved, residual)`` where F saves residuals. (An input is
-    not for W: it would run the forward pass again.) Without a split backward there is no W, and B gives
-    d_blocks in place of a residual.
+        F keeps    backward   F(stage, x)      B(stage, saved, dy, sums)    W
+        input      whole      y, x             (dx, sums), d_blocks         none
+        input      split      y, x             (dx, sums), residual         (stage, residual) -> d_blocks
+        residuals  whole      y, residuals     (dx, sums), d_blocks         none
+        residuals  split      y, residuals     (dx, sums), residual         (stage, saved, residual) -> …
+
+    Where F keeps its input, W is not given it: it would run the forward pass again.
     """
     plan, given = stage.par.plan, (x, sums)
-    assert (order := plan.pipeline)
+    assert plan.pipeline
+    halves = split if plan.pipeline.split_backward else lambda f, *_: (f, None, [])
     if plan.stage_saves == "residuals":
-        F, both, saved = split(cell, (stage,), (x,), given)
-        B, W, residual = split(both, (stage, saved), given) if order.split_backward else (both, None, [])
+        F, backward, saved = split(cell, (stage,), (x,), given)
+        B, W, residual = halves(backward, (stage, saved), given)
         return {"F": F, "B": B, "W": W}, saved, residual
-    both = trace(lambda *args: cell(*args)[1], stage, x, *given)
-    B, W, residual = split(both, (stage,), (x, *given)) if order.split_backward else (both, None, [])
+    backward = trace(lambda *args: cell(*args)[1], stage, x, *given)
+    B, W, residual = halves(backward, (stage,), (x, *given))
     return {"F": _forward, "B": B, "W": W}, x, residual
 
 
-def _forward(stage: Stage, x):
+def _forward(stage: Stage, x: Stream) -> tuple[Stream, Stream]:
     """F where B recomputes: keeps its input, and on the last stage does nothing else."""
-    return when(
-        "leaves", stage.last, lambda x: x, x, otherwise=lambda x: through(stage, stage.blocks, x, "F")[0][0]
-    ), x
+    run = lambda x: through(stage, stage.blocks, x, "F")[0][0]
+    return when("leaves", stage.last, lambda x: x, x, otherwise=run), x
 
 
 def when(name: str, condition, do, x, *args, otherwise=lambda x, *_: x):
