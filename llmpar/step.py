@@ -70,7 +70,7 @@ class State(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _dealt(x, order, axis: int, to: NamedSharding):
+def _in_order(x, order, axis: int, to: NamedSharding):
     """Layers of a leaf by number, zeros for those that there are not."""
     return lax.with_sharding_constraint(jnp.take(x, order, axis, mode="fill", fill_value=0), to)
 
@@ -117,7 +117,7 @@ class Step:
         if plan.padded(config) != config:  # layers that pp does not divide
             natural = self._shapes(config)
             self.abstract_natural = jax.tree.map(
-                laid_out, natural, jax.tree.map(self._uncut, natural, layouts)
+                laid_out, natural, jax.tree.map(self._layout_of_all_layers, natural, layouts)
             )
             if counts_empty_places(optimizer, self.abstract_natural.params, self.layer_order):
                 layers, more = config.num_layers, plan.padded(config).num_layers - config.num_layers
@@ -128,7 +128,7 @@ class Step:
                 )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         # Where layers lie in the model's order, nothing is ever moved.
-        self._in_order = self.layer_order.tolist() == list(range(config.num_layers))
+        self._keeps_order = self.layer_order.tolist() == list(range(config.num_layers))
         self.run = jax.jit(
             self._step,
             in_shardings=(self.shardings, self.batch_sharding),
@@ -168,13 +168,13 @@ class Step:
             params = init_params(self.config, key)
             state = State(params, self.optimizer.init(params), jnp.int32(0))
             deal = lambda x, axis, to: (
-                x if axis < 0 or self._in_order else _dealt(x, self.layer_order, axis, to)
+                x if axis < 0 or self._keeps_order else _in_order(x, self.layer_order, axis, to)
             )
             return jax.tree.map(deal, state, self._layer_dims, self.shardings)
 
         return jax.jit(make, out_shardings=self.shardings)(jax.random.key(seed))
 
-    def _uncut(self, leaf, layout: Layout) -> Layout:
+    def _layout_of_all_layers(self, leaf, layout: Layout) -> Layout:
         """The layout of as many layers as pp does not divide: it cuts the next dim that it can."""
         layers, sizes = sum((d.axes for d in layout.dims if d.name == "l"), ()), self.plan.mesh.sizes
         others = [(d, n) for d, n in zip(layout.dims, leaf.shape, strict=False) if d.name != "l"]
@@ -183,28 +183,27 @@ class Step:
             tuple(Dim(d.name, d.axes * (d.name != "l") + layers * (d in fits)) for d in layout.dims)
         )
 
-    def from_natural(self, state: State) -> State:
+    def from_natural(self, state: State, donate: bool = False) -> State:
         """A state whose layers come in the model's order (a checkpoint's, say) as the pipeline's stages hold
-        it. The memory of what is given passes to what comes back."""
-        return self._moved(state, self.layer_order, self.abstract_state)
+        it. ``donate``: each leaf is deleted once it is moved, since a state is most of the memory."""
+        return self._moved(state, self.layer_order, self.abstract_state, donate)
 
-    def to_natural(self, state: State) -> State:
-        """The state with its layers in the model's order again: how it is kept, and given to others. As
-        `from_natural`, this takes what it is given: a state is most of the memory, and there is room for
-        one."""
-        return self._moved(
-            state, np.argsort(self.layer_order, stable=True)[: self.config.num_layers], self.abstract_natural
-        )
+    def to_natural(self, state: State, donate: bool = False) -> State:
+        """The state with its layers in the model's order again: how it is kept, and given to others.
+        ``donate`` as in `from_natural`."""
+        order = np.argsort(self.layer_order, stable=True)[: self.config.num_layers]
+        return self._moved(state, order, self.abstract_natural, donate)
 
-    def _moved(self, state: State, order: np.ndarray, like: State) -> State:
+    def _moved(self, state: State, order: np.ndarray, like: State, donate: bool) -> State:
         def move(x, axis: int, like):
             if axis < 0:
                 return x
-            moved = _dealt(x, order, axis, like.sharding)
-            x.delete()
+            moved = _in_order(x, order, axis, like.sharding)
+            if donate:
+                x.delete()
             return moved
 
-        return state if self._in_order else jax.tree.map(move, state, self._layer_dims, like)
+        return state if self._keeps_order else jax.tree.map(move, state, self._layer_dims, like)
 
     @functools.cached_property
     def _layer_dims(self) -> State:
@@ -266,7 +265,7 @@ class Step:
         load = metrics["load"]
         # Whole numbers: a mean would be rounded, and has a sign then.
         lacking = jnp.sign(load.sum(1, keepdims=True) - how.num_experts * load)
-        if not self._in_order:
+        if not self._keeps_order:
             lacking = jnp.take(lacking, self.layer_order, 0, mode="fill", fill_value=0)
         bias = before["blocks"]["experts"]["bias"] + how.bias_rate * lacking
         blocks = after["blocks"]
@@ -306,24 +305,24 @@ class Step:
         (loss, tally), grads = self._accumulate(par, params, batch)
         tokens = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g / tokens, self._reduce(par, grads))
-        told = Arrow(self._tally, Layout(self._tally.dims))
-        tally = jax.tree.map(lambda x: par.carry_out(x, told, "loss, tokens and norm"), tally)
-        return grads, {"loss": loss / tokens, "tokens": tokens} | self._told(tally)
+        summed = Arrow(self._tally, Layout(self._tally.dims))
+        tally = jax.tree.map(lambda x: par.carry_out(x, summed, "loss, tokens and norm"), tally)
+        return grads, {"loss": loss / tokens, "tokens": tokens} | self._routing(tally)
 
     def _manual(self, par: Manual, params: Tree, batch: Batch):
         """On one device: its part of the batch, its shards of the weights."""
         params = jax.tree.map(lambda w, life: vary(w, life.unreduced.sums), params, self.life)
         (loss, tally), grads = self._accumulate(par, params, batch)
         grads = self._reduce(par, grads)
-        square = sum(self._once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
+        square = sum(self._count_once(jnp.sum(g * g)) for g in jax.tree.leaves(grads))
         loss, count, square, tally = self._sums(
             par, (loss, (batch["targets"] >= 0).sum().astype(jnp.float32), square, tally)
         )
         tokens = jnp.maximum(count, 1)
         metrics = {"loss": loss / tokens, "grad_norm": jnp.sqrt(square) / tokens, "tokens": tokens}
-        return jax.tree.map(lambda g: g / tokens, grads), metrics | self._told(tally)
+        return jax.tree.map(lambda g: g / tokens, grads), metrics | self._routing(tally)
 
-    def _once(self, x) -> jax.Array:
+    def _count_once(self, x) -> jax.Array:
         """``x``, and 0 where another device along an axis has the same ``x``: a sum over all devices counts
         it once."""
         same = tuple(a for a in self._live if a not in varying(x))
@@ -333,10 +332,10 @@ class Step:
         """Small values summed over all devices, in one all-reduce that needs all of them. Had each its own,
         no data would order it against the collectives of the model, and devices may enter unordered ones in
         different orders."""
-        flat, restore = ravel_pytree(jax.tree.map(self._once, values))
+        flat, restore = ravel_pytree(jax.tree.map(self._count_once, values))
         return restore(par.carry_out(flat, Arrow(Layout((), self._live), WHOLE), "loss, tokens and norm"))
 
-    def _told(self, tally) -> dict:
+    def _routing(self, tally) -> dict:
         """The routers' tally as metrics: tokens per expert ``l e``, choices dropped and sum of entropies,
         each ``l``."""
         if tally is None:
@@ -350,7 +349,7 @@ class Step:
         microbatch's gradients are cut before that."""
         plan, parts = self.plan, self.plan.microbatches
         if plan.pipeline and isinstance(par, Manual):
-            return pipeline.gradients(self.config, par, params, batch, self._nothing(par))
+            return pipeline.gradients(self.config, par, params, batch, self._zeros(par))
 
         def cut(g, life, dims):
             return par.carry_out(g, life.accumulate, f"gradient {dims}")
@@ -363,10 +362,10 @@ class Step:
             return one(batch)
         batch = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(-1, parts, *x.shape[1:]), 1, 0), batch)
         return lax.scan(
-            lambda done, part: (jax.tree.map(jnp.add, done, one(part)), None), self._nothing(par), batch
+            lambda done, part: (jax.tree.map(jnp.add, done, one(part)), None), self._zeros(par), batch
         )[0]
 
-    def _nothing(self, par: Solo) -> tuple[tuple[jax.Array, Any], Tree]:
+    def _zeros(self, par: Solo) -> tuple[tuple[jax.Array, Any], Tree]:
         """Loss and gradients of no microbatches: zeros, typed as varying like what will be added."""
         plan, weights, how = self.plan, self.abstract_state.params, self.config.experts
         tally = jnp.zeros((self.config.num_layers, how.num_experts + 2)) if how else None

@@ -142,7 +142,7 @@ def train(
             checkpoints.restore(step.abstract_natural, config, made, anyway, tell) if checkpoints else None
         )
         resumed = state is not None
-        state = step.init(seed) if state is None else step.from_natural(state)
+        state = step.init(seed) if state is None else step.from_natural(state, donate=True)
         num_tokens = stream.config.batch_size * stream.config.seq_len
         report = Report(start=int(state.step), tokens_per_step=num_tokens, ideal_step_s=ideal_step_s)
         if resumed:
@@ -159,18 +159,18 @@ def train(
             saves = checkpoints is not None and (stopped or checkpoints.due(done, steps))
             if evaluates or saves:
                 measured.read_all()  # never keep what a bad step has spoiled
-                natural = step.to_natural(state)
+                natural = step.to_natural(state, donate=True)
                 if held_out and evaluates:
                     measured.add_evaluation(done, _evaluate(step, natural, held_out, eval_batches))
                 if checkpoints and saves:
                     checkpoints.save(done, natural, config, made)
-                state = step.from_natural(natural)
+                state = step.from_natural(natural, donate=True)
                 measured.restart_clock()
             if stopped:
                 break
         measured.read_all()
         report.memory_bytes = _most(report.memory_bytes)
-        return step.to_natural(state), report
+        return step.to_natural(state, donate=True), report
 
 
 def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None]) -> Callable:
