@@ -15,8 +15,6 @@ Sources: GPipe (Huang 2018); 1F1B and interleaved (Narayanan 2021, sec. 2.2); br
 
 import difflib
 import functools
-import heapq
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -244,16 +242,6 @@ def zb_v(p: int, m: int) -> Schedule:
     return Schedule("zb-v", tuple(_row(row, m) for row in rows), m, 2, "vee", True)
 
 
-def v_half(p: int, m: int) -> Schedule:
-    """A V in about half of 1F1B's memory: a greedy filling under (p+1)/2 live microbatches, as if F = B = W.
-
-    Not the published building block (Qi 2024) but its aim: half the memory for p >= 3, and about half of
-    1F1B's bubble.
-    """
-    shape = Schedule("v-half", ((),) * p, m, 2, "vee", True)
-    return greedy(shape, (1, 1, 1), 0, max(4, p + 1), ("BFW", -1, 0, 1))
-
-
 def _dualpipe_rows(p: int, half: int) -> list[Row]:
     """DualPipe's eight steps, microbatches numbered per direction. Chunk 0 enters nearest to stage 0."""
     h, n = p // 2, max(half, p)
@@ -299,63 +287,6 @@ def dualpipev(p: int, m: int) -> Schedule:
     return Schedule("dualpipev", tuple(_dualpipe_rows(2 * p, m)[:p]), m, 2, "vee", True)
 
 
-def greedy(
-    shape: Schedule, costs: Costs, hop: float, limit: int, policy: tuple[str, int, float, float]
-) -> Schedule:
-    """Fills a split order of the shape's placement from the left: a free stage takes the best that is ready
-    and fits.
-
-    `limit` is in live chunks. The policy: which kinds first; deep (-1) or shallow (1) chunks first; for how
-    much of a W to wait if an F or B is due; how steeply the forwards in flight taper from stage 0 on (0: as
-    many everywhere).
-    """
-    prefer, deep, patient, taper = policy
-    p, m, v = shape.num_stages, shape.num_microbatches, shape.visits
-    rows, free = [list[Op]() for _ in range(p)], [0.0] * p
-    ready, events = [dict[Op, float]() for _ in range(p)], list[tuple[float, int]]()
-    live, flight = [[0] * v for _ in range(p)], [0] * p
-    cost = {kind: c / v for kind, c in zip(KINDS, costs, strict=True)}
-
-    def feed(now: float, there: int, op: Op, here: int) -> None:
-        ready[there][op] = now + hop * (there != here)
-        heapq.heappush(events, (ready[there][op], there))
-
-    def fits(s: int, op: Op) -> bool:
-        room = all(
-            sum(live[s][: c + 1]) < limit - (v - 1 - c) for c in range(op.chunk, v)
-        )  # later chunks must get in
-        enter = op.chunk > 0 or flight[s] < max(1, int(limit * (1 - taper * s / p / v) + 1e-9))
-        return op.kind != "F" or (room and enter)
-
-    feed(0, 0, Op("F", 0), 0)
-    while events:
-        now, s = heapq.heappop(events)
-        can = [op for op, at in ready[s].items() if at <= now and fits(s, op)] if free[s] <= now else []
-        if not can:
-            continue
-        op = min(can, key=lambda op: (prefer.index(op.kind), deep * op.chunk, op.microbatch))
-        soon = min((at for other, at in ready[s].items() if at > now and other.kind != "W"), default=math.inf)
-        if op.kind == "W" and soon < now + patient * cost["W"]:
-            heapq.heappush(events, (soon, s))
-            continue
-        del ready[s][op]
-        rows[s].append(op)
-        free[s] = end = now + cost[op.kind]
-        heapq.heappush(events, (end, s))
-        kind, u, chunk = op[:3]
-        live[s][chunk] += {"F": 1, "B": 0, "W": -1}[kind]
-        flight[s] += {"F": 1, "B": -1, "W": 0}[kind] * (chunk == 0)
-        if there := shape.onward[kind].get((s, chunk)):
-            feed(end, there[0], Op(kind, u, there[1]), s)
-        elif kind == "F":
-            feed(end, s, Op("B", u, chunk), s)
-        if kind == "B":
-            feed(end, s, Op("W", u, chunk), s)
-        if kind == "F" and (s, chunk) == (0, 0) and u + 1 < m:
-            feed(end, 0, Op("F", u + 1), 0)
-    return Schedule(shape.name, tuple(map(tuple, rows)), m, shape.num_chunks, shape.placement, True)
-
-
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -365,7 +296,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
     "zb-v": zb_v,
-    "v-half": v_half,
     "dualpipe": dualpipe,
     "dualpipev": dualpipev,
 }

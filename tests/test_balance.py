@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from llmpar.packing import balanced_order, work
-from llmpar.sequence_order import row_orders, sequence_permutation
+from llmpar.sequence_order import balanced_order, row_orders, sequence_permutation, work
 
 
 def row(lengths):

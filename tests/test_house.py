@@ -26,7 +26,6 @@ THINKS = {
     "schedules",
     "timetable",
     "plan",
-    "packing",
     "sequence_order",
     "execution",
     "refusals",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmpar.cli.schedule import schedule_document, text_timeline
-from llmpar.predict.bubbles import closed_forms, search
+from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import SCHEDULES, Op, Schedule, from_text, make
 from llmpar.timetable import slots, timetable
 
@@ -46,7 +46,7 @@ def test_published_forms_hold_for_every_p_m_v():
     }
     checked = set()
     for name, p, m, v in EVERY:
-        if name in ("v-half", "circular"):
+        if name == "circular":
             continue
         for costs in COSTS:
             form = closed_forms(p, m, v or 1, costs)[name]
@@ -56,7 +56,7 @@ def test_published_forms_hold_for_every_p_m_v():
             assert table.bubble == pytest.approx(form.bubble, abs=EXACT), (name, p, m, v, costs)
             assert table.peak_live() == pytest.approx(form.peak_live), (name, p, m, v)
             checked.add(name)
-    assert checked == set(SCHEDULES) - {"v-half", "circular"}
+    assert checked == set(SCHEDULES) - {"circular"}
 
 
 @pytest.mark.parametrize(("p", "m"), GRID)
@@ -126,13 +126,6 @@ def test_zero_bubble_relative_to_1f1b(row, name):
     assert table.bubble == pytest.approx(share * plain.bubble)
     assert max(table.peak_live()) == ROWS[row]["expected"]["act"] * max(plain.peak_live())
     assert table.hops.sum() == ROWS[row]["expected"]["comm"] * plain.hops.sum()
-
-
-@pytest.mark.parametrize(("p", "m"), GRID)
-def test_v_half_needs_about_half_the_memory_and_leaves_about_half_the_bubble(p, m):
-    table, plain = timetable(make("v-half", p, m)), timetable(make("1f1b", p, m))
-    assert max(table.peak_live()) == (2 if p == 2 else (p + 1) / 2)
-    assert table.bubble <= 0.62 * plain.bubble
 
 
 def test_dualpipe_gains_when_gradients_leave_before_the_weights():
@@ -389,22 +382,6 @@ def test_messages_cross_each_boundary_once_per_microbatch_and_direction():
     assert timetable(make("zb-v", 3, 6)).hops.sum() == 2 * 6 * 2 * (3 - 1)
 
 
-def test_search_matches_the_hand_made_orders_and_keeps_the_limit():
-    for p, limit, placement, at_most in (
-        (4, 4, "linear", 3),
-        (4, 7, "linear", 0),
-        (4, 2, "vee", 6),
-        (8, 8, "linear", 7),
-    ):
-        found = timetable(search(p, 3 * p, (1, 1, 1), limit, placement=placement))
-        assert max(found.peak_live()) <= limit and found.bubble <= at_most + EXACT
-    costs, hop = (18.522, 18.086, 9.337), 0.601  # the first row of the zero-bubble paper's Table 5
-    by_hand = timetable(make("zb-h1", 8, 24), costs, hop)
-    assert timetable(search(8, 24, costs, 8, hop), costs, hop).span <= by_hand.span + EXACT
-    with pytest.raises(ValueError, match="a limit of at least 1"):
-        search(4, 8, (1, 1, 1), 0.5)
-
-
 def test_document_keeps_the_contract_of_the_command_line():
     document = json.loads(json.dumps(schedule_document(make("zb-h1", 4, 8), (1, 1, 1), 0.5)))
     promised = {
@@ -431,7 +408,7 @@ def test_the_picture_is_the_lockstep_table():
 
 def test_a_schedule_is_only_data():
     assert isinstance(hash(make("dualpipe", 4, 8)), int) and make("zb-v", 4, 8) == make("zb-v", 4, 8)
-    assert isinstance(make("v-half", 4, 8), Schedule)
+    assert isinstance(make("zb-v", 4, 8), Schedule)
 
 
 def test_a_message_that_travels_for_a_tick_longer_costs_more_ticks_than_it_can_hide():

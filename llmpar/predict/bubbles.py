@@ -1,13 +1,10 @@
-"""What an order of pipeline stages costs: the published bubbles and peaks, and a search for a better
-order."""
+"""What an order of pipeline stages costs: the published bubbles and peaks."""
 
 from __future__ import annotations
 
-from itertools import product
 from typing import NamedTuple
 
-from llmpar.schedules import Costs, Schedule, greedy
-from llmpar.timetable import timetable
+from llmpar.schedules import Costs
 
 
 class ClosedForm(NamedTuple):
@@ -49,29 +46,3 @@ def closed_forms(p: int, m: int, v: int = 2, costs: Costs = (1, 1, 1)) -> dict[s
         "dualpipev": (half, [p + 0.5] * p, 2 * p, "DualPipe's repository; F = B"),
     }
     return {name: ClosedForm(*row) for name, row in rows.items()}
-
-
-def search(
-    p: int,
-    m: int,
-    costs: Costs,
-    memory_limit: float,
-    hop: float = 0.0,
-    placement: str = "linear",
-    num_chunks: int = 2,
-) -> Schedule:
-    """Looks for an order with a small bubble whose stages never hold more than `memory_limit` microbatches.
-
-    The zero-bubble paper's automatic scheduling in spirit (Qi 2023, sec. 3): a greedy filling under each of a
-    few policies, and the best of them kept. It promises no optimum.
-    """
-    shape = Schedule("search", ((),) * p, m, 1 if placement == "linear" else num_chunks, placement, True)
-    limit = int(memory_limit * shape.visits + 1e-9)  # in chunks
-    if placement == "dual" or limit < shape.visits:
-        raise ValueError(
-            f"cannot search a {placement} pipeline under {memory_limit} live microbatches: one must fit, and"
-            " two directions are not searched; use linear, looped or vee, and a limit of at least 1"
-        )
-    policies = product(("BFW", "FBW"), (-1, 1)[: shape.visits], (0, 1), (0, 0.5, 1, 1.1))
-    found = (timetable(greedy(shape, costs, hop, limit, policy), costs, hop) for policy in policies)
-    return min(found, key=lambda table: (table.bubble, table.makespan)).schedule
