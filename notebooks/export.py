@@ -125,7 +125,7 @@ def challenge(system: System, name: str, source: str) -> str:
         body += "\n" + system.box("hint", "", bullets(hints), 2)
     told = exercises.spelt_out(task.solution) if task.solution is not None else NO_ANSWER
     told = code_block("python", told) if "\n" in told else told + "\n"
-    body += "\n" + system.box("solution", "", f"{told}\n{task.why()}", 2)
+    body += "\n" + system.box("solution", "", f"{told}\n{task.because}", 2)
     return system.box(system.names.get("challenge", "challenge"), f"{name} ({task.level})", body, 1)
 
 

@@ -384,7 +384,7 @@ def test_the_verdict_table(name):
     exercise = exercises.find(name)
     assert exercise.judge(...) == exercises.NOT_ATTEMPTED
     right = exercise.judge(exercise.solution)
-    assert right == f"{exercises.CORRECT}. {exercise.why()}" and len(right.split()) > 8, "it says why"
+    assert right == f"{exercises.CORRECT}. {exercise.because}" and len(right.split()) > 8, "it says why"
     planted = [exercise.judge(answer) for answer, _ in exercise.wrong]
     others = [exercise.judge(answer) for answer in ANSWERS.get(name, [])]
     assert all(verdict.startswith("not yet. ") for verdict in planted + others)

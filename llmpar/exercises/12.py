@@ -18,35 +18,7 @@ WHOLE = P("dp", None, None)
 
 def unfinished() -> Exercise:
     """Ask for the layout of a product over a dim that is cut, before anything is sent."""
-    return Exercise(
-        level="core",
-        solution="b/dp s d +tp",
-        observe=lambda text: str(parse_layout(text)),
-        wrong=[
-            ("b s d +tp", "dp still cuts b: the product does nothing to the rows."),
-            (
-                "b/dp s d",
-                (
-                    "That is the finished sum. Nothing has been sent yet: each rank of tp has added up its"
-                    " own m."
-                ),
-            ),
-            ("b/dp s d/tp", "No rank has a slice of d: each has all of d, but only some terms of every sum."),
-            ("b/dp s m/tp", "That is the hidden value h. The product sums over m, and m is gone."),
-            ("b/dp s/tp d", "That is after a reduce-scatter. Nothing has been sent yet, so nothing was cut."),
-            (
-                "b/dp s m +tp",
-                "The sum is open over tp, but m is the dim that was summed. The product ends in d.",
-            ),
-            ("b/dp s m d +tp", "m was summed, so it is gone; what is left of its cut is the + alone."),
-        ],
-        nudges=["Each device has some of the m. Is what it adds up the finished y?"],
-        because=(
-            "m was cut by tp and is summed: each rank has added up its own terms, and the sum is open"
-            " over tp."
-        ),
-        hint="Which dims does y have? The axis that cut the dim that was summed now stands behind a +.",
-    )
+    return Exercise("core", "b/dp s d +tp", observe=lambda text: str(parse_layout(text)))
 
 
 def scattered() -> Exercise:
@@ -56,70 +28,21 @@ def scattered() -> Exercise:
         y = jnp.matmul(h, down, out_sharding=OPEN)
         return reshard(y, P("dp", "tp", None))
 
-    def whole(h, down):
-        return reshard(jnp.matmul(h, down, out_sharding=OPEN), WHOLE)
+    whole = lambda h, down: reshard(jnp.matmul(h, down, out_sharding=OPEN), WHOLE)
+    columns = lambda h, down: reshard(jnp.matmul(h, down, out_sharding=OPEN), P("dp", None, "tp"))
 
-    def twice(h, down):
-        return reshard(whole(h, down), P("dp", "tp", None))
-
-    def columns(h, down):
-        return reshard(jnp.matmul(h, down, out_sharding=OPEN), P("dp", None, "tp"))
-
-    def left_open(h, down):
-        return jnp.matmul(h, down, out_sharding=OPEN)
-
-    def gathered(h, down):
-        whole_h, whole_down = reshard(h, WHOLE), reshard(down, P(None, None))
-        return reshard(whole_h @ whole_down, P("dp", "tp", None))
-
-    def by_columns(h, down):
-        return reshard(columns(h, down), P("dp", "tp", None))
-
-    def without_dp(h, down):
-        return reshard(jnp.matmul(h, down, out_sharding=OPEN), P(None, "tp", None))
-
-    def moved_first(h, down):
-        return reshard(h, P("dp", "tp", None)) @ reshard(down, P(None, None))
-
-    return Exercise(
-        level="stretch",
-        solution=solution,
-        observe=lambda answer: traced(answer, "b/dp s m/tp", "m/tp d"),
-        wrong=[
-            (whole, "The sum is finished, but whole on every rank of tp. Asked for is `b/dp s/tp d`."),
-            (
-                twice,
-                (
-                    "The layout is right, but an all-reduce sends twice what is needed: go from `+tp` to"
-                    " `s/tp` at once."
-                ),
-            ),
-            (columns, "That is cut along d. The next layer's norm needs whole rows: cut s."),
-            (left_open, "The sum is still open. Now the arrow: jax.sharding.reshard(y, P(…))."),
-            (
-                gathered,
-                (
-                    "The layout is right, but the hidden values and the weight travelled. Multiply the"
-                    " shards, then move y."
-                ),
-            ),
-            (by_columns, "You cut d first, and then move the cut to s by an all-to-all. Cut s at once."),
-            (without_dp, "dp must go on cutting b: without it in P(…) the rows are gathered over dp."),
-            (
-                moved_first,
-                "The layout is right, but the weight was gathered and h dealt out anew. Multiply first.",
-            ),
-        ],
-        nudges=["Which one collective finishes a sum and leaves each rank a slice of it?"],
-        because=(
-            "From an open sum to a cut is one reduce-scatter, half of what an all-reduce sends. Each rank"
-            " receives only the positions that it keeps."
-        ),
-        hint=(
-            "Two lines: the product with unreduced={'tp'} in its out_sharding, then one reshard to P('dp',"
-            " 'tp', None)."
-        ),
+    gathered = lambda h, down: reshard(reshard(h, WHOLE) @ reshard(down, P(None, None)), P("dp", "tp", None))
+    wrong = dict(
+        whole=whole,
+        twice=lambda h, down: reshard(whole(h, down), P("dp", "tp", None)),
+        columns=columns,
+        left_open=lambda h, down: jnp.matmul(h, down, out_sharding=OPEN),
+        gathered=gathered,
+        by_columns=lambda h, down: reshard(columns(h, down), P("dp", "tp", None)),
+        without_dp=lambda h, down: reshard(jnp.matmul(h, down, out_sharding=OPEN), P(None, "tp", None)),
+        moved_first=lambda h, down: reshard(h, P("dp", "tp", None)) @ reshard(down, P(None, None)),
     )
+    return Exercise("stretch", solution, wrong, lambda answer: traced(answer, "b/dp s m/tp", "m/tp d"))
 
 
 def residual() -> Exercise:
@@ -129,61 +52,30 @@ def residual() -> Exercise:
         y = jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
         return x + reshard(y, WHOLE)
 
-    def forgotten(x, up, down):
-        return reshard(jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN), WHOLE)
+    left_open = lambda x, up, down: jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
+    forgotten = lambda x, up, down: reshard(left_open(x, up, down), WHOLE)
 
     def gathers_hidden(x, up, down):
         return x + reshard(jax.nn.silu(x @ up), WHOLE) @ reshard(down, P(None, None))
 
     def through_slices(x, up, down):
-        y = jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
-        return x + reshard(reshard(y, P("dp", "tp", None)), WHOLE)
+        return x + reshard(reshard(left_open(x, up, down), P("dp", "tp", None)), WHOLE)
 
-    def stays_cut(x, up, down):
-        y = jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
-        return reshard(x, P("dp", "tp", None)) + reshard(y, P("dp", "tp", None))
+    def cut(where):
+        return lambda x, up, down: reshard(x, where) + reshard(left_open(x, up, down), where)
 
-    def added_twice(x, up, down):
-        return x + solution(x, up, down)
-
-    def left_open(x, up, down):
-        return jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=OPEN)
-
-    def columns(x, up, down):
-        return reshard(x, P("dp", None, "tp")) + reshard(left_open(x, up, down), P("dp", None, "tp"))
-
-    return Exercise(
-        level="expert",
-        solution=solution,
-        observe=lambda answer: traced(answer, "b/dp s d", "d m/tp", "m/tp d"),
-        wrong=[
-            (
-                lambda x, up, down: forgotten(x, up, down) + forgotten(x, up, down),
-                "That adds y twice, and x not at all.",
-            ),
-            (forgotten, "Where is the residual? The result is x + y."),
-            (
-                gathers_hidden,
-                (
-                    "The value is right, but the hidden values and a weight were gathered: the most that"
-                    " could be sent."
-                ),
-            ),
-            (
-                through_slices,
-                "A reduce-scatter and an all-gather are an all-reduce, in two steps; say it in one.",
-            ),
-            (stays_cut, "The value is right, and cut by tp along s. The next layer takes `b/dp s d`."),
-            (columns, "The value is right, and cut by tp along d. A norm needs whole rows: `b/dp s d`."),
-            (left_open, "The sum is still open over tp, and x is not added yet."),
-            (added_twice, "One addition too many. The result is x + y, each of them once."),
-        ],
-        nudges=["Which of the two addends has a sum that is not finished?"],
-        because=(
-            "The sum is finished once, before x is added: one all-reduce, and x counts once whatever tp is."
-        ),
-        hint="JAX's complaint names the line: y is `+tp` there. Finish it first, then add x.",
+    wrong = dict(
+        y_twice=lambda x, up, down: forgotten(x, up, down) + forgotten(x, up, down),
+        forgotten=forgotten,
+        gathers_hidden=gathers_hidden,
+        through_slices=through_slices,
+        stays_cut=cut(P("dp", "tp", None)),
+        columns=cut(P("dp", None, "tp")),
+        left_open=left_open,
+        added_twice=lambda x, up, down: x + solution(x, up, down),
     )
+    run = lambda answer: traced(answer, "b/dp s d", "d m/tp", "m/tp d")
+    return Exercise("expert", solution, wrong, run)
 
 
 def traced(function, *layouts: str) -> dict:

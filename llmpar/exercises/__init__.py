@@ -10,23 +10,20 @@ In a lesson, the learner replaces the dots and runs the cell again:
 `met("03.bytes_sent", found)` sets the first answer beside what the compiled program says.
 
 In `llmpar/exercises/03.py` stands a function of that name. It takes what the lesson passes by keyword
-(with the lesson's own values as defaults) and describes the exercise: the solution and why it is right, and
-the answers that people give when one thing is not yet clear, each with the sentence that helps. An answer may
-be a value or a function; `observe` turns it into what is compared, so that a learner's function is recognised
-by what it does. An answer with several named parts is judged part by part; a wrong answer that spoils some of
-them helps wherever it is met on those.
+(with the lesson's own values as defaults) and computes: the solution, and the answers that people give when
+one thing is not yet clear. An answer may be a value or a function; `observe` turns it into what is compared,
+so that a learner's function is recognised by what it does. An answer with several named parts is judged part
+by part; a wrong answer that spoils some of them helps wherever it is met on those.
 
     def bytes_sent(devices: int = 8) -> Exercise:
         '''Ask how many bytes a device sends in a ring all-reduce of 1 MiB.'''
         size = 2**20
-        return Exercise(
-            level="core",
-            solution=2 * size * (devices - 1) // devices,
-            wrong=[(size, "That is the size of the result; …"), (2 * size, "…"), (size * (devices - 1), "…")],
-            nudges=["How often does a byte travel?"],
-            hint="A ring all-reduce is a reduce-scatter, then an all-gather.",
-            because="Both halves of a ring all-reduce send all pieces of the message but one.",
-        )
+        wrong = dict(result=size, own_piece=2 * size, to_all=size * (devices - 1))
+        return Exercise("core", 2 * size * (devices - 1) // devices, wrong)
+
+What is said stands in `llmpar/exercises/03.md`, under the same name: hints, why the solution is right, and
+for each wrong answer the sentence that helps (`pages` has the form). It can be edited and translated without
+the code; a wrong answer that needs no computing can be added there alone.
 
 `tests/test_notebooks.py` judges every blank, solution and wrong answer.
 """
@@ -45,6 +42,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmpar.exercises.judge import CORRECT, NOT_ATTEMPTED, Exercise
+from llmpar.exercises.pages import sentences
 from llmpar.exercises.record import Answer, answers, as_text, note
 
 __all__ = [
@@ -101,7 +99,7 @@ def find(name: str, **given: Any) -> Exercise:
     if function not in known:
         there = ", ".join(f"{lesson}.{other}" for other in known) or "none in that lesson"
         raise ValueError(f"there is no exercise {name!r}; there are {there}")
-    return known[function](**given)
+    return known[function](**given).told(name, sentences(lesson).get(function, {}))
 
 
 def attempt(name: str, answer: Any, **given: Any) -> None:
@@ -140,7 +138,7 @@ def solution(name: str) -> None:
 def solved(name: str, **given: Any) -> str:
     """The solution of an exercise, and why it is right."""
     exercise = find(name, **given)
-    return f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.why()}"
+    return f"{name}: {spelt_out(exercise.solution)}\nWhy: {exercise.because}"
 
 
 def met(name: str, found: Any, what: str = "compiled") -> None:

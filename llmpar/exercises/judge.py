@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import dis
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Literal
 
 NOT_ATTEMPTED = "not attempted yet: replace the dots and run this cell again"
@@ -21,29 +24,46 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Exercise:
-    """Describe one exercise.
+    """Describe one exercise. What is said of answers stands in the lesson's page (`pages`).
 
     Attributes:
         level: core, stretch or expert.
         solution: the answer.
-        wrong: plausible wrong answers, with the sentence that helps for each.
-        hint: the sentence for all others; a function of what was observed can count for the learner.
-        nudges: hints that say less, for those who ask before they answer.
-        because: why the solution is right.
+        wrong: plausible wrong answers that are computed, by the key of the sentence that helps.
         observe: turns an answer into what is compared.
         tolerance: relative; answers are float32 results or numbers rounded by hand.
         unit: of numbers, a key of `UNITS`.
+        counts: sentences in place of the hint that count for the learner: by key a function that gives the
+            figures in the sentence for what was observed, or None where it does not fit.
+        says: the sentences by key.
     """
 
     level: Literal["core", "stretch", "expert"]
     solution: Any
-    wrong: Sequence[tuple[Any, str]]
-    hint: str | Callable[[Any], str]
-    nudges: Sequence[str] = ()
-    because: str = ""
+    wrong: Mapping[str, Any] = field(default_factory=dict)
     observe: Callable[[Any], Any] = lambda answer: answer
     tolerance: float = 1e-5
     unit: str = ""
+    counts: Mapping[str, Callable[[Any], Mapping[str, Any] | None]] = field(default_factory=dict)
+    says: Mapping[str, str] = field(default_factory=dict)
+
+    def told(self, name: str, says: Mapping[str, str]) -> Exercise:
+        """Give it its sentences, and the wrong answers that are spelt out as their keys, in backticks; refuse
+        a key that has no sentence, and a sentence whose key means nothing."""
+        wanted = {"because", *self.wrong, *(self.counts or ["hint"])}
+        planted = {key: read(key.strip("`"), self.solution) for key in says if key.startswith("`")}
+        if missing := sorted(wanted - says.keys()):
+            raise ValueError(f"{name} has no sentence for {', '.join(missing)}")
+        unknown = says.keys() - wanted - planted.keys() - {"nudge"}
+        unknown |= {key for key, answer in planted.items() if mismatch(answer, self.solution)}
+        if unknown:
+            raise ValueError(
+                f"{name} has sentences for {', '.join(sorted(unknown))}, which mean nothing to it"
+            )
+        answers = {**self.wrong, **planted}
+        return dataclasses.replace(
+            self, wrong={key: answers[key] for key in says if key in answers}, says=says
+        )
 
     def judge(self, answer: Any) -> str:
         """Return the verdict on an answer as one sentence."""
@@ -56,7 +76,7 @@ class Exercise:
             if is_blank(seen):
                 return NOT_ATTEMPTED
             if self.same(seen, right):
-                return f"{CORRECT}. {self.why()}"
+                return f"{CORRECT}. {self.because}"
             return f"not yet. {self.advice(seen, right)}"
         except Exception as error:  # the learner's own code runs here, or a text is read
             refused = isinstance(error, ValueError) and isinstance(answer, str)
@@ -65,11 +85,12 @@ class Exercise:
 
     def hints(self) -> list[str]:
         """List the hints, from the one that says least on."""
-        return [*self.nudges, *([self.hint] if isinstance(self.hint, str) else [])]
+        return [line for key in ("nudge", "hint") for line in self.says.get(key, "").splitlines()]
 
-    def why(self) -> str:
-        """Say why the solution is right."""
-        return self.because or "".join(self.hints()[-1:])
+    @property
+    def because(self) -> str:
+        """Why the solution is right."""
+        return self.says["because"]
 
     def same(self, one: Any, other: Any) -> bool:
         """Compare within the exercise's tolerance."""
@@ -77,7 +98,7 @@ class Exercise:
 
     def advice(self, seen: Any, right: Any) -> str:
         """Say what helps someone who answered `seen`."""
-        planted = [(self.observe(wrong), sentence) for wrong, sentence in self.wrong]
+        planted = [(self.observe(wrong), self.says[key]) for key, wrong in self.wrong.items()]
         for value, sentence in planted:
             if self.same(seen, value):
                 return sentence
@@ -108,17 +129,34 @@ class Exercise:
     def in_another_unit(self, seen: Any, right: Any) -> str:
         """Recognise the right number in kilobytes, per cent and the like."""
         for name, size in UNITS.get(self.unit, {}).items():
-            if kind(seen) == kind(right) == "a number" and same(
-                float(seen) * size, right, max(self.tolerance, 0.01)
-            ):
-                given = float(seen) * size
+            numbers = kind(seen) == kind(right) == "a number"
+            if numbers and same(given := float(seen) * size, right, max(self.tolerance, 0.01)):
                 shown = f"{given:,.0f}" if given > 100 else f"{given:.3g}"
                 return f"That is the right value in {name}; it is asked for as {self.unit}: {shown}."
         return ""
 
     def hinted(self, seen: Any) -> str:
-        """Give the hint."""
-        return self.hint if isinstance(self.hint, str) else self.hint(seen)
+        """Give the hint, or the first sentence whose count fits."""
+        found = ((key, count(seen)) for key, count in self.counts.items())
+        counted = next((self.says[key].format(**figures) for key, figures in found if figures), "")
+        return counted or self.says["hint"]
+
+
+def read(text: str, right: Any) -> Any:
+    """Read an answer as a page spells it: a number such as 4 or 3/16, a text, `* 8` for eight times the right
+    one, or parts of it exchanged, as in `A=rounding; C=not summed`; what is none of these stays text."""
+    if isinstance(right, Mapping):
+        names = {str(name): name for name in right}
+        pairs = (part.rpartition("=") for part in text.split("; "))
+        parts = (
+            dict.fromkeys(names, text) if text.startswith("* ") else {name: part for name, _, part in pairs}
+        )
+        if parts.keys() <= names.keys():
+            return {**right, **{names[name]: read(part, right[names[name]]) for name, part in parts.items()}}
+    if kind(right) == "a number":
+        with contextlib.suppress(ValueError, ZeroDivisionError):
+            return float(Fraction(text.removeprefix("* "))) * (right if text.startswith("* ") else 1)
+    return text
 
 
 def kind(value: Any) -> str:
@@ -149,18 +187,11 @@ def takes(function: Any, count: int) -> bool:
 
 def not_asked(answer: Any, asked: Any) -> str:
     """Say which kind of answer is asked for."""
-    wanted = (
-        f"A function of {', '.join(inspect.signature(asked).parameters)}"
-        if callable(asked)
-        else kind(asked).capitalize()
-    )
-    plain = (
-        " Write it without quotes, commas and units."
-        if (kind(asked), kind(answer)) == ("a number", "text")
-        else ""
-    )
+    of = f" of {', '.join(inspect.signature(asked).parameters)}" if callable(asked) else ""
+    number = (kind(asked), kind(answer)) == ("a number", "text")
+    plain = " Write it without quotes, commas and units." if number else ""
     shown = f": {answer!r}" if kind(answer) in ("a number", "text", "True or False") else ""
-    return f"{wanted} is asked for, and this is {kind(answer)}{shown}.{plain}"
+    return f"{kind(asked).capitalize()}{of} is asked for, and this is {kind(answer)}{shown}.{plain}"
 
 
 def mismatch(seen: Any, right: Any) -> str:
@@ -173,10 +204,8 @@ def mismatch(seen: Any, right: Any) -> str:
         return f"A function of {', '.join(asked)} is asked for, and yours is one of {mine}."
     if isinstance(right, Mapping):
         if seen.keys() != right.keys():
-            return (
-                f"The names asked for are {', '.join(map(str, right))}; yours are"
-                f" {', '.join(map(str, seen)) or 'none'}."
-            )
+            yours = ", ".join(map(str, seen)) or "none"
+            return f"The names asked for are {', '.join(map(str, right))}; yours are {yours}."
         pairs = [
             (seen[name], right[name]) for name in right if seen[name] is not None and right[name] is not None
         ]

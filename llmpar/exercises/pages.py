@@ -1,0 +1,34 @@
+"""Read what is said of answers: a Markdown page for each lesson beside its code, one line for each sentence.
+
+## sent                             the exercise
+- nudge: How often does …           a first hint; may come again
+- hint: A ring all-reduce is …      the last hint, and the word for an answer that nobody foresaw
+- because: Both halves of …         why the solution is right
+- whole: That is the size of …      for the wrong answer that the code calls whole
+- `862720`: You forgot …            for this wrong answer: a number, a text, or parts, `A=none; B=2`
+"""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+
+from llmpar.files import read_text, refuse
+
+
+@functools.cache
+def sentences(name: str) -> dict[str, dict[str, str]]:
+    """Read a page: for each heading its sentences by key, those of a key that comes again as lines."""
+    path = pathlib.Path(__file__).parent / f"{name}.md"
+    found: dict[str, dict[str, str]] = {}
+    said: dict[str, str] = {}
+    for number, line in enumerate(read_text(path, "page of sentences").splitlines(), 1):
+        key, _, sentence = line[2:].partition("`: " if line.startswith("- `") else ": ")
+        key += "`" * line.startswith("- `")
+        if line.startswith("## "):
+            said = found[line[3:]] = {}
+        elif line.startswith("- ") and found and sentence and (key == "nudge" or key not in said):
+            said[key] = f"{said[key]}\n{sentence}" if key in said else sentence
+        elif line and not line.startswith("# "):
+            refuse(path, "page of sentences", f"line {number} is no '- key: sentence' of its own: {line:.40}")
+    return found
