@@ -2,197 +2,131 @@
 
 Each lesson runs in a process of its own, cell by cell, as this file's program:
 
-    python tests/test_lesson_mutations.py 03           without an error: ends with 0
-    python tests/test_lesson_mutations.py 03 mean      with one: ends with 3 and says which cell failed
+    python tests/test_lesson_mutations.py 03                            without an error: ends with 0
+    python tests/test_lesson_mutations.py 03 "a sum becomes a mean"     with one: ends with 3, names the cell
 """
 
 import importlib.util
 import os
+import pkgutil
 import subprocess
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
+
+from llmpar.notation import parse_layout
 
 ROOT = Path(__file__).resolve().parent.parent
 FAILED = 3
 
 
-def collective(kind, wrong):
+def carries_out(kind, wrong):
     """Carry out one kind of collective in another way; `wrong` gets the right function and its arguments."""
-    from llmpar import par
 
-    right = par.send
-
-    def planted(x, move, position, to):
+    def planted(right, x, move, position, to):
         return (wrong if move.kind == kind else lambda r, *given: r(*given))(right, x, move, position, to)
 
-    par.send = planted
+    return "par.send", planted
 
 
-def swapped_axes():
-    """The mesh has its devices in another order than it says: the two last axes are exchanged."""
-    from llmpar import mesh
-
-    right = mesh.spec
-    mesh.spec = lambda layout: type(right(layout))(*reversed(right(layout)))
+def first_axis_only(right, x, move, position, to):
+    others = tuple(move.axes[1:])
+    return right(x / lax.axis_size(others) if others else x, move, position, to)
 
 
-def forgotten_moment():
-    """Adam is predicted to hold one moment."""
-    from llmpar.predict import memory
-
-    right = memory.argument_bytes
-    memory.argument_bytes = lambda *given, moments=2, **other: right(*given, moments=moments - 1, **other)
+def turned_round(right, x, move, position, to):
+    parts = jnp.split(right(x, move, position, to), lax.axis_size(move.axes), position[move.gathers])
+    return jnp.concatenate(parts[::-1], position[move.gathers])
 
 
-def whole_message():
-    """A device is predicted to send its own part as well."""
-    from llmpar.predict import formulas
-
-    right = formulas.ring_share
-    formulas.ring_share = lambda kind, group: right(kind, group) * group / max(group - 1, 1)
+def late_backward(right, text, m):
+    return right(text.replace("F B", "B F", 1) if "F F B" in text else text, m)
 
 
-def mean():
-    """A sum over devices becomes a mean."""
-    from jax import lax
-
-    collective("all-reduce", lambda right, x, move, *_: lax.pmean(x, move.axes))
+def no_moments(right, *given, **other):
+    state = right(*given, **other)
+    return state and state._replace(optimizer=jax.tree.map(lambda x: 0 * x, state.optimizer))
 
 
-def first_axis_only():
-    """A sum over several axes forgets all but the first: a `+` is dropped."""
-    from jax import lax
-
-    def wrong(right, x, move, position, to):
-        others = tuple(move.axes[1:])
-        return right(x / lax.axis_size(others) if others else x, move, position, to)
-
-    collective("all-reduce", wrong)
-
-
-def mean_of_shards():
-    """A reduce-scatter takes the mean."""
-    from jax import lax
-
-    collective(
+PLANTED = {  # what goes wrong: where, and the function that takes the place of the right one, which it gets
+    "two axes of the mesh exchanged": (
+        "mesh.spec",
+        lambda right, layout: type(right(layout))(*reversed(right(layout))),
+    ),
+    "Adam holds one moment": (
+        "predict.memory.argument_bytes",
+        lambda right, *given, moments=2, **other: right(*given, moments=moments - 1, **other),
+    ),
+    "a device sends its own part as well": (
+        "predict.formulas.ring_share",
+        lambda right, kind, group: right(kind, group) * group / max(group - 1, 1),
+    ),
+    "a sum becomes a mean": carries_out("all-reduce", lambda _, x, move, *more: lax.pmean(x, move.axes)),
+    "a sum forgets all axes but the first": carries_out("all-reduce", first_axis_only),
+    "a reduce-scatter takes the mean": carries_out(
         "reduce-scatter", lambda right, x, move, *more: right(x, move, *more) / lax.axis_size(move.axes)
-    )
+    ),
+    "a gather is turned round": carries_out("all-gather", turned_round),
+    "rows go to other experts": carries_out(
+        "all-to-all", lambda right, x, move, *more: jnp.roll(right(x, move, *more), 1, 0)
+    ),
+    "a ring is one hop late": ("attention._owner", lambda right, options, hops: right(options, hops + 1)),
+    "the first stage of GPipe turns round early": ("schedules._row", late_backward),
+    "1F1B runs one forward more ahead": (
+        "schedules._one_forward_one_backward",
+        lambda right, m, warmup, lag=None: right(m, warmup + 1, lag),
+    ),
+    "a type drops its unfinished sum": (
+        "mesh.from_type",
+        lambda right, value, dims: parse_layout(str(right(value, dims)).partition(" +")[0]),
+    ),
+    "an all-reduce goes round once": (
+        "predict.hosts.ring_share",
+        lambda right, kind, group: right(kind, group) / (2 if kind == "all-reduce" else 1),
+    ),
+    "a checkpoint has no moments": ("training.checkpoint.Checkpoints.restore", no_moments),
+}
+EVERYWHERE = {"17": ("a sum becomes a mean", "a checkpoint has no moments")}
+"""What is planted in the processes that a lesson starts."""
 
 
-def turned_round():
-    """A gather puts the parts together from the last to the first."""
-    import jax.numpy as jnp
-    from jax import lax
-
-    def wrong(right, x, move, position, to):
-        dim, size = position[move.gathers], lax.axis_size(move.axes)
-        parts = jnp.split(right(x, move, position, to), size, dim)
-        return jnp.concatenate(parts[::-1], dim)
-
-    collective("all-gather", wrong)
-
-
-def to_another():
-    """An all-to-all gives each rank's rows to other experts."""
-    import jax.numpy as jnp
-
-    collective("all-to-all", lambda right, x, move, *more: jnp.roll(right(x, move, *more), 1, 0))
-
-
-def one_hop_late():
-    """A ring takes the keys that are here for those of the rank before."""
-    from llmpar import attention
-
-    right = attention._owner
-    attention._owner = lambda options, hops: right(options, hops + 1)
-
-
-def late_backward():
-    """The first stage of GPipe turns round before its last forward."""
-    from llmpar import schedules
-
-    right = schedules._row
-    schedules._row = lambda text, m: right(text.replace("F B", "B F", 1) if "F F B" in text else text, m)
-
-
-def one_more_ahead():
-    """1F1B runs one forward more ahead than it should."""
-    from llmpar import schedules
-
-    right = schedules._one_forward_one_backward
-    schedules._one_forward_one_backward = lambda m, warmup, lag=None: right(m, warmup + 1, lag)
-
-
-def forgotten_sum():
-    """A layout read from a type drops its unfinished sum."""
-    from llmpar import mesh
-    from llmpar.notation import parse_layout
-
-    right = mesh.from_type
-    mesh.from_type = lambda value, dims: parse_layout(str(right(value, dims)).partition(" +")[0])
-
-
-def in_every_process(*faults):
-    """Plant errors in the processes that a lesson starts: Python runs `sitecustomize` first."""
-    folder = tempfile.mkdtemp()
-    calls = "".join(f"test_lesson_mutations.{name}()\n" for name in faults)
-    Path(folder, "sitecustomize.py").write_text(f"import test_lesson_mutations\n{calls}")
-    paths = (folder, str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", ""))
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-
-
-def one_lap():
-    """An all-reduce is predicted to go round its ring once."""
-    from llmpar.predict import hosts
-
-    right = hosts.ring_share
-    hosts.ring_share = lambda kind, group: right(kind, group) / (2 if kind == "all-reduce" else 1)
-
-
-def mean_everywhere():
-    """A sum over devices becomes a mean, on all hosts."""
-    in_every_process("mean")
-
-
-def lost_moments():
-    """A checkpoint is read without the optimizer's moments, on all hosts."""
-    in_every_process("no_moments")
-
-
-def no_moments():
-    """A checkpoint is read without the optimizer's moments."""
-    import jax
-
-    from llmpar.training.checkpoint import Checkpoints
-
-    right = Checkpoints.restore
-
-    def restore(*given, **other):
-        state = right(*given, **other)
-        return state and state._replace(optimizer=jax.tree.map(lambda x: 0 * x, state.optimizer))
-
-    Checkpoints.restore = restore
+def plant(fault, everywhere=False):
+    """Put an error into this process, or into all that it starts: Python runs `sitecustomize` first."""
+    if everywhere:
+        folder = tempfile.mkdtemp()
+        Path(folder, "sitecustomize.py").write_text(
+            f"import {Path(__file__).stem} as m\nm.plant({fault!r})\n"
+        )
+        paths = (folder, str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", ""))
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        return
+    path, wrong = PLANTED[fault]
+    owner, name = pkgutil.resolve_name(f"llmpar.{path.rpartition('.')[0]}"), path.rpartition(".")[2]
+    right = getattr(owner, name)
+    setattr(owner, name, lambda *given, **other: wrong(right, *given, **other))
 
 
 FAULTS = {
-    "00": (swapped_axes,),
-    "01": (forgotten_moment,),
-    "02": (whole_message,),
-    "03": (mean, forgotten_moment),
-    "04": (mean_of_shards, turned_round),
-    "05": (mean, turned_round),
-    "06": (one_hop_late,),
-    "07": (late_backward, mean),
-    "08": (one_more_ahead,),
-    "09": (to_another,),
-    "10": (first_axis_only,),
-    "11": (turned_round,),
-    "12": (forgotten_sum, mean),
-    "17": (one_lap, mean_everywhere, lost_moments),
+    "00": ("two axes of the mesh exchanged",),
+    "01": ("Adam holds one moment",),
+    "02": ("a device sends its own part as well",),
+    "03": ("a sum becomes a mean", "Adam holds one moment"),
+    "04": ("a reduce-scatter takes the mean", "a gather is turned round"),
+    "05": ("a sum becomes a mean", "a gather is turned round"),
+    "06": ("a ring is one hop late",),
+    "07": ("the first stage of GPipe turns round early", "a sum becomes a mean"),
+    "08": ("1F1B runs one forward more ahead",),
+    "09": ("rows go to other experts",),
+    "10": ("a sum forgets all axes but the first",),
+    "11": ("a gather is turned round",),
+    "12": ("a type drops its unfinished sum", "a sum becomes a mean"),
+    "17": ("an all-reduce goes round once", *EVERYWHERE["17"]),
 }
 """What is planted for each lesson; the first is what the lesson is about."""
 
@@ -213,7 +147,7 @@ def run(lesson, fault=None):
     here = {"__name__": "__main__"}
     exec(cells[0], here)  # the devices; JAX must not run before
     if fault:
-        globals()[fault]()
+        plant(fault, fault in EVERYWHERE.get(lesson, ()))
     for number, cell in enumerate(cells[1:], 2):
         try:
             exec(compile(cell, f"{source.name}, code cell {number}", "exec"), here)
@@ -234,7 +168,7 @@ def in_a_process(tmp_path, *given):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "lesson, fault", [(lesson, fault.__name__) for lesson, faults in FAULTS.items() for fault in faults]
+    "lesson, fault", [(lesson, fault) for lesson, faults in FAULTS.items() for fault in faults]
 )
 def test_a_lesson_sees_a_planted_error(lesson, fault, tmp_path):
     done = in_a_process(tmp_path, lesson, fault)
@@ -248,8 +182,10 @@ def test_a_lesson_passes_without_one(lesson, tmp_path):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def test_each_lesson_has_a_fault():
+def test_each_lesson_has_a_fault_and_each_fault_a_place():
     assert list(FAULTS) == [source.stem[:2] for source in load_builder().sources()]
+    assert set(PLANTED) == {fault for faults in FAULTS.values() for fault in faults}
+    assert all(callable(pkgutil.resolve_name(f"llmpar.{path}")) for path, _ in PLANTED.values())
 
 
 if __name__ == "__main__":

@@ -178,9 +178,9 @@ def test_the_quiz_has_a_question_for_each_lesson_and_judges_it():
     for question, exercise in quiz.QUESTIONS.values():
         assert "?" in question or question.endswith("fraction."), question
         assert exercise.judge(exercise.solution).startswith(f"{CORRECT}. ")
-        for wrong, sentence in exercise.wrong:
-            assert exercise.judge(wrong) == f"not yet. {sentence}", question
-        assert len({value for value, _ in exercise.wrong}) == len(exercise.wrong) >= 1
+        for key, wrong in exercise.wrong.items():
+            assert exercise.judge(wrong) == f"not yet. {exercise.says[key]}", question
+        assert len(set(exercise.wrong.values())) == len(exercise.wrong) >= 1
 
 
 def test_the_answers_of_the_quiz_are_the_package_s():

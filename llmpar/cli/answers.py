@@ -48,16 +48,13 @@ class Progress:
             times = f"{tries} {'try' if tries == 1 else 'tries'}" if tries else ""
             print(f"{test['name']:<28}{test['extra_data']['level']:<9}{times:<9}{said}".rstrip())
         left = next((test["name"] for test in document["tests"] if not test["score"]), None)
-        print(
-            f"{document['score']:g} of {document['max_score']:g} correct"
-            + (f"; the next one is {left}" if left else ", which is all")
-        )
+        whole = f"; the next one is {left}" if left else ", which is all"
+        print(f"{document['score']:g} of {document['max_score']:g} correct{whole}")
 
 
 @dataclass(frozen=True)
 class Solutions:
-    """Print the solutions of exercises, and why they are right. For teachers: learners have `solution(...)`
-    in the lesson, after an attempt.
+    """Print the solutions of exercises, and why they are right: for teachers. Learners ask in the lesson.
 
     Attributes:
         lesson: its number, such as 03; None: all lessons.
@@ -143,10 +140,8 @@ class Quiz:
         emit(found, self.json)
         if not self.json:
             for name, means in found.items():
-                shown = (
-                    "-" if value is None else f"{value:.2f}" if name != "num" else str(value)
-                    for value in means.values()
-                )
+                form = "{}" if name == "num" else "{:.2f}"
+                shown = ("-" if value is None else form.format(value) for value in means.values())
                 print(f"{name:<10}{' -> '.join(shown)}")
 
 

@@ -8,7 +8,7 @@ import os
 import pathlib
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -16,11 +16,9 @@ from llmpar.cli.lessons import lessons, notebook
 from llmpar.cli.options import installed, say
 
 PACKAGE = pathlib.Path(__file__).parent.parent
-START, WORDS = "start.ipynb", "docs/words.md"
-PAGES = ("README.md", WORDS)
+START = "start.ipynb"
+PAGES = ("README.md", "docs/words.md")
 """What lessons link to: JupyterLab serves nothing above the copies, and looks there for what lies above."""
-TITLE = "# Start here"
-"""The first line of the start page: a folder whose page begins so was made by this command."""
 OURS = "<!-- llmpar lab renews this page; remove this line to keep your own -->"
 
 
@@ -81,13 +79,14 @@ def deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str
     """
     if not (found := sorted(folder.glob("[0-9][0-9]_*.ipynb"))):
         raise ValueError(
-            f"there are no lessons in '{folder}'; run this from the project's root, or give --folder"
+            f"there are no lessons in '{folder}'; run this in the project's root, or give --folder"
         )
     if copies.resolve() == folder.resolve():
         raise ValueError(f"--copies '{copies}' is where the lessons are; name another folder")
-    start = start_page(folder)
+    start, page = start_page(folder), copies / START
     try:
-        if copies.is_dir() and any(copies.iterdir()) and not begun(copies / START):
+        begun = page.is_file() and "# Start here" in page.read_text(encoding="utf-8", errors="replace")
+        if copies.is_dir() and any(copies.iterdir()) and not begun:
             raise ValueError(
                 f"'{copies}' has files, and no {START} of ours; give --copies a new or empty folder"
             )
@@ -97,35 +96,27 @@ def deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str
         made = [path for path in found if not (copies / path.name).exists()]
         for path in made:
             (copies / path.name).write_text(cleared(path), encoding="utf-8")
-        (copies / START).write_text(start, encoding="utf-8")
+        page.write_text(start, encoding="utf-8")
         if not (ignored := copies / ".gitignore").exists():
             ignored.write_text("*\n")  # answers are nobody's change to the project
         for name in PAGES:
-            page, mine = folder.resolve().parent / name, copies / name
-            if page.exists() and (not mine.exists() or OURS in mine.read_text(encoding="utf-8")):
+            theirs, mine = folder.resolve().parent / name, copies / name
+            if theirs.exists() and (not mine.exists() or OURS in mine.read_text(encoding="utf-8")):
                 mine.parent.mkdir(exist_ok=True)
-                mine.write_text(f"{page.read_text(encoding='utf-8')}\n{OURS}\n", encoding="utf-8")
+                mine.write_text(f"{theirs.read_text(encoding='utf-8')}\n{OURS}\n", encoding="utf-8")
     except OSError as error:
         what = f"cannot write '{error.filename}' ({error.strerror})"
         raise ValueError(f"{what}; give --copies a folder that you may write to") from error
     kept = len(found) - len(made)
-    return (
-        f"{copies}: {len(made)} lesson{'s' * (len(made) != 1)} copied, {kept} kept as you left them"
-        + " (--fresh renews)" * (kept > 0)
-    )
-
-
-def begun(page: pathlib.Path) -> bool:
-    """Tell whether this is a start page that this command has written."""
-    return page.is_file() and TITLE in page.read_text(encoding="utf-8", errors="replace")
+    said = f"{copies}: {len(made)} lesson{'s' * (len(made) != 1)} copied, {kept} kept as you left them"
+    return said + " (--fresh renews)" * (kept > 0)
 
 
 def put_aside(copies: pathlib.Path) -> None:
     """Move a learner's notebooks and answers to a folder that is named after the time."""
-    mine = [path for path in sorted(copies.glob("*")) if path.suffix in (".ipynb", ".jsonl")]
     earlier = copies / "earlier" / datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S.%f")
-    for path in mine:
-        if path.name != START:
+    for path in sorted(copies.glob("*")):
+        if path.suffix in (".ipynb", ".jsonl") and path.name != START:
             earlier.mkdir(parents=True, exist_ok=True)
             path.rename(earlier / path.name)
 
@@ -140,34 +131,14 @@ def cleared(path: pathlib.Path) -> str:
 
 
 def start_page(folder: pathlib.Path) -> str:
-    """Write the page that a learner sees first: each lesson with its question, its minutes and what it
-    needs."""
+    """Write the page that a learner sees first: each lesson with its question and its minutes."""
     rows = [
         f"| [{lesson.title}]({lesson.file}) | {lesson.question} | {lesson.teaching} | {lesson.minutes} |"
         f" {', '.join(lesson.needs)} |"
         for lesson in lessons(folder)
     ]
-    page: dict[str, Any] = {"cell_type": "markdown", "id": "start", "metadata": {}}
-    page["source"] = ABOUT.format(rows="\n".join(rows))
+    text = (PACKAGE / "cli" / "start.md").read_text(encoding="utf-8").format(rows="\n".join(rows))
+    page = {"cell_type": "markdown", "id": "start", "metadata": {}, "source": text}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     document = {"cells": [page], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
-
-
-ABOUT = f"""{TITLE}
-
-Take the lessons in this order; each builds on those that it names. You need Python, NumPy, and an idea of
-what a gradient is. You need no cluster: 8 simulated devices are in your laptop.
-
-| lesson | its question | minutes | with exercises | after |
-|---|---|--:|--:|---|
-{{rows}}
-
-Replace the dots, run the cell, read the verdict. `hint("03.sent")` helps a step at a time,
-`solution("03.sent")` answers after an attempt, `llmpar progress` in a terminal shows what is done.
-`llmpar quiz` asks a question for each lesson, before and after. All words are in [{WORDS}]({WORDS}).
-
-Your copies are never overwritten; `llmpar lab --fresh` renews them and keeps the old ones in `earlier`. A
-lesson takes up to 1 GB of memory, lesson 17 with its two hosts 1.3 GB: shut a kernel down before you open the
-next lesson.
-"""

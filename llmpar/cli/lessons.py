@@ -11,14 +11,8 @@ from llmpar.files import read_json, refuse
 
 @dataclass(frozen=True)
 class Lesson:
-    """One notebook, as its header describes it.
-
-    Attributes:
-        file: the notebook's name.
-        teaching: minutes along the core path.
-        exercises: minutes with all exercises.
-        needs: numbers of the lessons that come before.
-    """
+    """One notebook, as its header describes it: the minutes along the core path, those of its exercises, and
+    the numbers of the lessons that come before."""
 
     file: str
     title: str
@@ -28,16 +22,8 @@ class Lesson:
     needs: tuple[str, ...] = ()
     objectives: tuple[str, ...] = ()
     keypoints: tuple[str, ...] = ()
-
-    @property
-    def number(self) -> str:
-        """The two digits in front of its name."""
-        return self.file[:2]
-
-    @property
-    def minutes(self) -> int:
-        """All of it."""
-        return self.teaching + self.exercises
+    number = property(lambda self: self.file[:2])
+    minutes = property(lambda self: self.teaching + self.exercises)
 
 
 def notebook(path: pathlib.Path) -> dict[str, Any]:
@@ -52,20 +38,18 @@ def notebook(path: pathlib.Path) -> dict[str, Any]:
     return document
 
 
-def read(path: pathlib.Path) -> Lesson:
-    """Read one lesson; refuse a notebook that does not say what a course needs to know."""
-    document = notebook(path)
-    about = document["metadata"].get("llmpar", {})
-    headings = (
-        "".join(cell["source"]).lstrip() for cell in document["cells"] if cell["cell_type"] == "markdown"
-    )
-    title = next((text.partition("\n")[0][2:] for text in headings if text.startswith("# ")), path.stem)
-    if missing := [name for name in ("question", "teaching", "exercises") if not about.get(name)]:
-        raise ValueError(f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks")
-    lists = (tuple(about.get(name, ())) for name in ("needs", "objectives", "keypoints"))
-    return Lesson(path.name, title, about["question"], about["teaching"], about["exercises"], *lists)
-
-
 def lessons(folder: pathlib.Path) -> list[Lesson]:
-    """Read the lessons of a folder, in their order."""
-    return [read(path) for path in sorted(folder.glob("[0-9][0-9]_*.ipynb"))]
+    """Read the lessons of a folder, in their order; refuse one that does not say what a course needs."""
+    found = []
+    for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")):
+        document = notebook(path)
+        about = document["metadata"].get("llmpar", {})
+        texts = ("".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "markdown")
+        title = next((text[2:].partition("\n")[0] for text in texts if text.startswith("# ")), path.stem)
+        if missing := [name for name in ("question", "teaching", "exercises") if not about.get(name)]:
+            raise ValueError(f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks")
+        lists = (tuple(about.get(name, ())) for name in ("needs", "objectives", "keypoints"))
+        found.append(
+            Lesson(path.name, title, about["question"], about["teaching"], about["exercises"], *lists)
+        )
+    return found
