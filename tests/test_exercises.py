@@ -14,12 +14,9 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
-from jax.sharding import reshard
 
 from llmpar import exercises
 from llmpar.cli import main
@@ -56,182 +53,74 @@ def from_one(name):
     return re.sub(r"\d+", lambda number: str(int(number[0]) + 1), exercises.find(name).solution)
 
 
-def shortened(g):
-    return g * jnp.minimum(1, 1 / jnp.linalg.norm(g))
-
-
 def forward_of(rows, stages=3):
     """An order in which all stages do the same."""
     return "\n".join([rows] * stages)
-
-
-def feed_forward(x, up, down, layout):
-    """The feed-forward of lesson 12 on explicit axes, its product laid out as said."""
-    return jnp.matmul(jax.nn.silu(x @ up), down, out_sharding=layout)
 
 
 ANSWERS = {  # functions that learners write, and answers of another kind; others are in learners.txt
     "00.held": [[512]],
     "00.groups_across_hosts": [
         lambda sizes, axis, per: sizes[axis] > per,
-        lambda sizes, axis, per: len(sizes),
         lambda sizes, axis, per: [sizes[axis]],
         lambda sizes: 1,
     ],
-    "01.keep_every": [
-        lambda layers, ratio: int(layers**0.5 + 0.5),
-        lambda layers, ratio: max(1, layers // ratio),
-        lambda layers, ratio: (layers / ratio) ** 0.5,
-        lambda layers, ratio: max(1, int((layers / ratio) ** 0.5)),
-        lambda layers: round(layers**0.5),
-        lambda layers, ratio: ratio,
-    ],
+    "01.keep_every": [lambda layers: round(layers**0.5), lambda layers, ratio: ratio],
     "02.ring_gather": [
-        lambda block, n, axis: jnp.concatenate([block] * n),
         lambda block, n, axis: lax.all_gather(block, axis),
         lambda block, n, axis: lax.psum(block, axis),
         lambda block, n, axis: lax.ppermute(block, axis, [(i, (i + 1) % n) for i in range(n)]),
-        lambda block, n, axis: jnp.concatenate(
-            [lax.ppermute(block, axis, [(i, (i + hop) % n) for i in range(n)]) for hop in range(n)]
-        ),
     ],
-    "03.repair": [
-        but("03.repair", gradient=lambda g, n: psum(g)),
-        but("03.repair", gradient=lambda g, n: g / n),
-        but("03.repair", clipped=lambda g, n: psum(g) / psum(n)),
-        but("03.repair", clipped=lambda g, n: lax.pmean(shortened(g / n), "dp")),
-        but("03.repair", clipped=lambda g, n: shortened(psum(g)) / psum(n)),
-        but("03.repair", clipped=lambda g, n: psum(g) / psum(n) / 2),
-        but("03.repair", clipped=lambda g, n: jnp.clip(psum(g) / psum(n), -1, 1)),
-    ],
+    "03.repair": [but("03.repair", clipped=lambda g, n: psum(g) / psum(n) / 2)],
     "03.pad": [
         lambda t, devices: t,
-        lambda t, devices: np.concatenate([t, -np.ones((devices - len(t) % devices, t.shape[1]), t.dtype)]),
-        lambda t, devices: np.concatenate([-np.ones((-len(t) % devices, t.shape[1]), t.dtype), t]),
         lambda t, devices: np.concatenate([t, t[: -len(t) % devices]]),
         lambda t, devices: -len(t) % devices,
     ],
     "04.stage2_accumulated": [
         lambda gradient, parts: sum(gradient(part) for part in parts),
         lambda gradient, parts: lax.psum(sum(gradient(part) for part in parts), "fsdp"),
-        lambda gradient, parts: lax.psum_scatter(gradient(parts[0]), "fsdp", scatter_dimension=0, tiled=True),
         lambda gradient, parts: [lax.psum_scatter(gradient(p), "fsdp", tiled=True) for p in parts],
-        lambda gradient, parts: lax.psum_scatter(
-            sum(gradient(part) for part in parts), "fsdp", scatter_dimension=0, tiled=True
-        ),
-    ],
-    "04.keep_or_gather": [
-        but("04.keep_or_gather", again=(8, 0)),
-        but("04.keep_or_gather", keep=(12, 1)),
-        but("04.keep_or_gather", **{"keep all step": (8, 1)}),
-        but("04.keep_or_gather", again=(12, 1)),
-        but("04.keep_or_gather", keep=(8, 0)),
     ],
     "05.gated_pair": [
-        lambda x, gate, up, down: jax.nn.silu(x @ gate) * (x @ up) @ down,
-        lambda x, gate, up, down: lax.psum(jax.nn.silu(x @ gate) * (x @ up), "tp") @ down,
-        lambda x, gate, up, down: lax.psum(jax.nn.silu(x @ gate) @ down, "tp"),
         lambda x, gate, up, down: lax.psum_scatter(
             jax.nn.silu(x @ gate) * (x @ up) @ down, "tp", scatter_dimension=0
         ),
-        lambda x, gate, up, down: lax.pmean(jax.nn.silu(x @ gate) * (x @ up) @ down, "tp"),
         lambda x: x,
     ],
-    "05.kv_heads": [
-        lambda rank, tp, n, k: [rank],
-        lambda rank, tp, n, k: rank * k // tp,
-        lambda rank, tp, n, k: [0] if tp > k else list(range(rank * k // tp, (rank + 1) * k // tp)),
-        lambda rank, tp, n, k: [rank * n // tp * k // n],
-        lambda rank, tp, n, k: list(range(rank * n // tp, (rank + 1) * n // tp)),
-    ],
-    "05.ring_permutes": [lambda tp: 4 * tp, lambda tp: 6 * (tp - 1), lambda tp: 8 * tp - 1, lambda tp: tp],
+    "05.kv_heads": [lambda rank, tp, n, k: rank * k // tp],
     "06.zigzag": [
-        lambda s, n: np.arange(s)[::-1],
-        lambda s, n: np.concatenate([np.arange(s)[::2], np.arange(s)[1::2][::-1]]),
         lambda s, n: [[i, 2 * n - 1 - i] for i in range(n)],
         lambda s, n: np.arange(s).reshape(2 * n, -1),
-        lambda s, n: np.concatenate([np.arange(s).reshape(n, -1)[i] for i in range(n)]),
     ],
     "06.to_heads": [
-        lambda x: lax.all_to_all(x, "sp", 1, 0),
-        lambda x: lax.all_to_all(x, "sp", split_axis=0, concat_axis=1, tiled=True),
         lambda x: lax.all_gather(x, "sp", axis=0, tiled=True)[:, :2],
         lambda x: x[:, :2],
         lambda x: lax.psum_scatter(x, "sp", scatter_dimension=1, tiled=True),
-        lambda x: x,
     ],
-    "06.rivals": [but("06.rivals", **{"llama2-7b step": 4, "llama3-8b step": 8, "llama3-70b step": None})],
-    "07.uneven": [
-        lambda costs, u: max(costs) * u,
-        lambda costs, u: sum(costs) * u,
-        lambda costs, u: (u + len(costs) - 1) * max(costs),
-        lambda costs, u: sum(costs) + (u - 1) * costs[0],
-        lambda costs, u: costs,
-    ],
+    "07.uneven": [lambda costs, u: costs],
     "08.one_f_one_b": [
-        forward_of("F0 F1 F2 F3 B0 B1 B2 B3"),
-        forward_of("F0 B0 F1 B1 F2 B2 F3 B3"),
         forward_of("F1 F2 F3 B1 F4 B2 B3 B4"),
-        forward_of("F0 F1 F2 B0 F3 B1 B2 B3"),
         "F0 F1 F2 B0 F3 B1 B2 B3\nF0 F1 B0 F2 B1 F3 B2 B3",
         "B0 F0 F1 B1 F2 B2 F3 B3\n" * 3,
         from_one("08.one_f_one_b"),
     ],
     "08.third_of_the_bubble": [
-        forward_of("F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),
-        forward_of("F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 F4 B4 W4"),
-        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4\nF0 F1 B0 F2 B1 F3 B2 F4 B3 B4\nF0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
         forward_of("F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"),
         forward_of("F0 F1 F2 F3 B0 B1 B2 B3 W0 W1 W2 W3"),
         from_one("08.third_of_the_bubble"),
     ],
     "08.between_h1_and_h2": [
         forward_of("F0 F1 F2 F3 F4 B0 B1 B2 B3 B4"),
-        forward_of("F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 F4 B4 W4"),
-        "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4\nF0 F1 B0 F2 B1 F3 B2 F4 B3 B4\nF0 B0 F1 B1 F2 B2 F3 B3 F4 B4",
         forward_of("F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"),
         forward_of("F0 F1 F2 F3 B0 B1 B2 B3 W0 W1 W2 W3"),
         from_one("08.between_h1_and_h2"),
     ],
-    "09.combine": [
-        lambda rows, slot, weights: (rows[slot % len(rows)] * weights[..., None]).sum(1),
-        lambda rows, slot, weights: (rows[np.minimum(slot, len(rows) - 1)] * weights[..., None]).mean(1),
-        lambda rows, slot, weights: rows.sum(0),
-        lambda rows, slot, weights: (rows[slot] * weights).sum(1),
-        lambda rows, slot, weights: np.concatenate([rows, 0 * rows[:1]])[slot].sum(1),
-    ],
-    "12.scattered": [
-        lambda h, down: jnp.matmul(h, down, out_sharding=P("dp", None, None)),
-        lambda h, down: jnp.matmul(h, down, out_sharding=P("dp", None, "tp")),
-        lambda h, down: reshard(jnp.matmul(h, down, out_sharding=P("dp", None, None)), P("dp", "tp", None)),
-        lambda h, down: reshard(jnp.matmul(h, down, out_sharding=P("dp", "tp", None)), P(None, "tp", None)),
-        lambda h: h,
-        lambda h, down: h @ down,
-    ],
-    "12.residual": [
-        lambda x, up, down: x + x + feed_forward(x, up, down, P("dp", None, None)),
-        lambda x, up, down: feed_forward(x, up, down, P("dp", None, None)),
-        lambda x, up, down: x + feed_forward(x, up, down, P("dp", "tp", None)),
-        lambda x, up, down: reshard(x + feed_forward(x, up, down, P("dp", "tp", None)), P("dp", None, None)),
-        lambda x, up, down: feed_forward(x, up, down, P("dp", None, None, unreduced={"tp"})),
-        lambda x, up, down: x + jax.nn.silu(x @ up) @ down,
-    ],
-    "17.rows": [
-        lambda batch, process, num: batch[process],
-        lambda batch, process, num: batch,
-        lambda batch, process, num: batch[process::num],
-        lambda batch, process, num: np.array_split(batch, num)[num - 1 - process],
-        lambda batch, process, num: np.array_split(batch, num)[0],
-        lambda batch, process: batch,
-    ],
-    "17.two_level": [
-        lambda x: lax.psum(x, ("tp", "dp")),
-        lambda x: lax.psum(lax.psum(x, "dp"), "tp"),
-        lambda x: lax.psum(x, "dp"),
-        lambda x: lax.psum_scatter(x, "tp", tiled=True),
-        lambda x: x,
-        lambda x: lax.all_gather(lax.psum_scatter(x, "tp", tiled=True), "tp", tiled=True),
-    ],
+    "09.combine": [lambda rows, slot, weights: rows.sum(0)],
+    "12.scattered": [lambda h: h, lambda h, down: h @ down],
+    "12.residual": [lambda x, up, down: x + jax.nn.silu(x @ up) @ down],
+    "17.rows": [lambda batch, process, num: batch[process], lambda batch, process: batch],
+    "17.two_level": [lambda x: lax.psum_scatter(x, "tp", tiled=True), lambda x: x],
     "17.law": [{"all-reduce": 7 / 8, "reduce-scatter": 7 / 8, "all-to-all": 3.5}],
 }
 
@@ -253,6 +142,7 @@ def own_sentence(exercise, verdict):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_verdict_table(name):
+    assert {*ANSWERS, *LEARNERS} <= set(NAMES)
     exercise = exercises.find(name)
     assert exercise.judge(...) == exercises.NOT_ATTEMPTED
     right = exercise.judge(exercise.solution)
@@ -264,7 +154,7 @@ def test_the_verdict_table(name):
     others = [exercise.judge(answer) for answer in answers_of(name, exercise)]
     assert all(verdict.startswith("not yet. ") for verdict in others)
     helped = [own_sentence(exercise, verdict) for verdict in planted + others]
-    assert len(helped) >= 5, "add answers of learners to ANSWERS"
+    assert len(helped) >= 5, "add answers of learners"
     assert np.mean(helped) >= 0.8, "too many answers meet the general hint only"
 
 
@@ -314,15 +204,6 @@ def test_a_page_out_of_its_form_is_refused(line, tmp_path, monkeypatch):
         ValueError, match="cannot read the page of sentences '.*99.md': line [56] is no '- key"
     ):
         pages.sentences("99")
-
-
-def test_most_answers_of_learners_meet_a_sentence_of_their_own():
-    assert {*ANSWERS, *LEARNERS} <= set(NAMES)
-    judged = []
-    for name in {**LEARNERS, **ANSWERS}:
-        exercise = exercises.find(name)
-        judged += [own_sentence(exercise, exercise.judge(answer)) for answer in answers_of(name, exercise)]
-    assert len(judged) >= 160 and np.mean(judged) >= 0.9
 
 
 def test_hints_come_in_steps_and_the_last_one_stays(capsys):
