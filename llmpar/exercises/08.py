@@ -68,7 +68,7 @@ def _eager(stages: int, microbatches: int) -> str:
     )
 
 
-def _better(level, best: str, limit: int, costs: tuple[float, ...], **wrong: str):
+def _better(level, best: str, limit: int, costs: tuple[float, float, float], **wrong: str):
     """An order is judged by its bubble and what it holds; whoever has a bubble of at most 2 within the limit
     is right."""
 

@@ -40,7 +40,7 @@ def score(when: str, answers: Mapping[str, Any], ratings: Mapping[str, int]) -> 
             raise ValueError(f"{name}={rating} is no rating; use 1 to 5 for {', '.join(RATINGS)}")
     if unknown := sorted(set(answers) - set(QUESTIONS)):
         raise ValueError(f"there is no question {unknown[0]!r}; they are {', '.join(QUESTIONS)}")
-    items = []
+    items: list[dict[str, Any]] = []
     for lesson, (question, exercise) in QUESTIONS.items():
         given = answers.get(lesson)
         verdict = NOT_ATTEMPTED if given is None else exercise.judge(given)
