@@ -12,6 +12,7 @@ import math
 import re
 from pathlib import Path
 
+import published
 import pytest
 
 from llmpar.predict import formulas
@@ -54,17 +55,6 @@ PRINTED = {  # symbolic answers, read once by a person
     "R(g-1)": lambda R, g: R * (g - 1),
     "2R(g-1)/g": lambda R, g: 2 * R * (g - 1) / g,
     "R": lambda R, g: R,
-    "2bhs^2 (paper) / 2bns^2 attn": lambda b, c, h, s, n: 2 * b * n * s**2,
-    "8bsh": lambda b, c, h, s, n: 8 * b * s * h,
-    "2bsh": lambda b, c, h, s, n: 2 * b * s * h,
-    "6bch": lambda b, c, h, s, n: 6 * b * c * h,
-    # The printed `params` does not cancel as it should (2 params sent over 4 params tokens computed): left
-    # out here.
-    "params/(2 tokens) (DP-1)/DP flops/bw (bytes factor omitted)": lambda g, x, C, W: (
-        1 / (2 * x) * (g - 1) / g * C / W
-    ),
-    "1/(2 seq mbs) (DP-1)/DP flops/bw": lambda g, x, C, W: 1 / (2 * x) * (g - 1) / g * C / W,
-    "(TP-1)/(2h) flops/bw": lambda g, x, C, W: (g - 1) / (2 * x) * C / W,
 }
 
 
@@ -94,9 +84,7 @@ def zero_comm(params, expected):
 
 def zero_largest(mp, gpus, hbm_bytes):
     stage = {"baseline": 0, "stage1": 1, "stage2": 2, "stage3": 3}
-    return {
-        k: formulas.zero_max_params(hbm_bytes, gpus // mp, z, model_parallel=mp) for k, z in stage.items()
-    }
+    return {k: mp * hbm_bytes / formulas.zero_bytes(1, gpus // mp, z) for k, z in stage.items()}
 
 
 def korth_layer(heads, h, tp, micro, seq, **_):
@@ -124,7 +112,7 @@ def korth_savings(model, h=12288, heads=96, s=2048):
     kept = formulas.gpt_activation_bytes(
         1, s, h, heads, recompute="selective"
     ) / formulas.gpt_activation_bytes(1, s, h, heads)
-    flops = [formulas.gpt_step_flops(1, s, 96, h, 0, recompute) for recompute in ("selective", "none")]
+    flops = [published.gpt_step_flops(1, s, 96, h, 0, recompute) for recompute in ("selective", "none")]
     return {"saved_pct": 100 * (1 - kept), "flops_overhead_pct": 100 * (flops[0] / flops[1] - 1)}
 
 
@@ -137,24 +125,19 @@ def argument_gib(params, n=None, devices=None, bytes_per_param=12):
     return {"gib": formulas.zero_bytes(params, n or devices, 3, bytes_per_param, 0, 0) / GIB}
 
 
-def ring_table_1(expected, **_):
-    scheme = {"vanilla": "vanilla", "mem_eff": "mem_eff", "bpt": "blockwise", "ring": "ring"}
-
-    def formula(key, b, c, h, s, n):
-        return formulas.attention_peak_bytes(scheme[key], b, s, h, n, c)
-
-    return symbolic(expected, formula, [(1, 512, 4096, 8192, 32), (4, 128, 768, 1024, 12)])
-
-
 # ---------------------------------------------------------------- parameters, FLOPs, utilization
 
 
+def utilization(flops_per_s, devices, peak_flops_per_s):
+    return flops_per_s / (devices * peak_flops_per_s)
+
+
 def ptdp_table_1(h, layers, vocab, seq, tp, pp, gpus, batch, tflops_per_gpu, full_recompute, **_):
-    flops = formulas.gpt_step_flops(batch, seq, layers, h, vocab, "full" if full_recompute else "none")
+    flops = published.gpt_step_flops(batch, seq, layers, h, vocab, "full" if full_recompute else "none")
     return {
-        "params_b": formulas.gpt_params(h, layers, vocab, seq) / 1e9,
+        "params_b": published.gpt_params(h, layers, vocab, seq) / 1e9,
         "agg_pflops": gpus * tflops_per_gpu / 1e3,
-        "pct_peak": 100 * formulas.utilization(tflops_per_gpu * 1e12, 1, chip("a100").flops_per_s),
+        "pct_peak": 100 * utilization(tflops_per_gpu * 1e12, 1, chip("a100").flops_per_s),
         "dp": gpus // (tp * pp),
         "iter_s_derived": flops / (gpus * tflops_per_gpu * 1e12),
     }
@@ -167,11 +150,11 @@ def ptdp_days(tokens, params, gpus, flops):
 def korth_utilization(h, layers, gpus, batch, seq, vocab, peak, iter_s, expected, **_):
     step = (batch, seq, layers, h, vocab)
     model, selective, full = (
-        formulas.gpt_step_flops(*step, recompute) for recompute in ("none", "selective", "full")
+        published.gpt_step_flops(*step, recompute) for recompute in ("none", "selective", "full")
     )
     return {
-        "mfu_pct": 100 * formulas.utilization(model / iter_s, gpus, peak),
-        "hfu_pct": 100 * formulas.utilization(selective / iter_s, gpus, peak),
+        "mfu_pct": 100 * utilization(model / iter_s, gpus, peak),
+        "hfu_pct": 100 * utilization(selective / iter_s, gpus, peak),
         "full_recompute_iter_s": iter_s * full / selective,  # at equal HFU
         # The paper's gain is the ratio of its two measured times; only the identity can be checked.
         "throughput_gain_pct": 100 * (expected["full_recompute_iter_s"] / iter_s - 1),
@@ -179,25 +162,25 @@ def korth_utilization(h, layers, gpus, batch, seq, vocab, peak, iter_s, expected
 
 
 def llama3_table_4(gpus, tp, cp, pp, dp, seq, batch_per_dp, tflops):
-    mfu = formulas.utilization(tflops * 1e12, 1, chip("h100").flops_per_s)
+    mfu = utilization(tflops * 1e12, 1, chip("h100").flops_per_s)
     return {"product": tp * cp * pp * dp, "tokens": seq * batch_per_dp * dp, "mfu_pct": 100 * mfu}
 
 
 def palm_flops(N, L, H, Q, T):
-    return {"tflop": formulas.flops_per_token(N, L, H, Q, T) / 1e12}
+    return {"tflop": published.flops_per_token(N, L, H, Q, T) / 1e12}
 
 
 def palm_mfu(tokens_per_s, N, L, H, Q, T, chips, peak):
     def mfu(attention):
-        return 100 * formulas.utilization(
-            tokens_per_s * formulas.flops_per_token(N, L, H, Q, T, attention), chips, peak
+        return 100 * utilization(
+            tokens_per_s * published.flops_per_token(N, L, H, Q, T, attention), chips, peak
         )
 
     return {"mfu_pct": mfu("full"), "mfu_noattn_pct": mfu("none")}
 
 
 def exact_params(**inputs):
-    counts = formulas.param_counts(**inputs)
+    counts = published.param_counts(**inputs)
     return {"params": counts["total"], "active": counts["active"]}
 
 
@@ -212,17 +195,14 @@ def mpt_bytes(d, layers, seq, gpus, params, micro_batch, full_checkpoint, vocab=
 
 
 def mpt(tok_s_gpu, peak, **run):
-    flops = formulas.flops_per_token(run["params"], run["layers"], 1, run["d"], run["seq"])
-    return {
-        "mfu_pct": 100 * formulas.utilization(tok_s_gpu * flops, 1, peak),
-        "fits_80gb": mpt_bytes(**run) < 80e9,
-    }
+    flops = published.flops_per_token(run["params"], run["layers"], 1, run["d"], run["seq"])
+    return {"mfu_pct": 100 * utilization(tok_s_gpu * flops, 1, peak), "fits_80gb": mpt_bytes(**run) < 80e9}
 
 
 def titan(model, fsdp, local_batch, seq, param_bytes, optim):
     assert (model, optim) == ("llama3-8b", "adamw fp32")
     dims = {k: LLAMA3_8B[k] for k in ("d", "heads", "kv_heads", "head_dim", "ffn")}
-    counts, tokens = formulas.param_counts(**LLAMA3_8B), local_batch * seq
+    counts, tokens = published.param_counts(**LLAMA3_8B), local_batch * seq
     layer_params = (counts["attention"] + counts["ffn"]) / LLAMA3_8B["layers"]
     held = {
         "state": formulas.zero_bytes(counts["total"], fsdp, 3, param_bytes, 4, 8),
@@ -231,15 +211,15 @@ def titan(model, fsdp, local_batch, seq, param_bytes, optim):
         "this and the next layer, gathered in bf16": 2 * 2 * layer_params,
         "logits in bf16 and fp32, their gradient": tokens * LLAMA3_8B["vocab"] * (2 + 4 + 4),
     }
-    flops = formulas.flops_per_token(counts["total"], LLAMA3_8B["layers"], 32, 128, seq)
+    flops = published.flops_per_token(counts["total"], LLAMA3_8B["layers"], 32, 128, seq)
     return {"peak_gib": sum(held.values()) / GIB, "tps": ASSUMED_MFU * chip("h100").flops_per_s / flops}
 
 
 def maxtext_tier(model, seq, tok_s, peak):
     assert model == "llama3-8b"
-    counts = formulas.param_counts(**LLAMA3_8B)
-    flops = formulas.flops_per_token(counts["total"], 32, 32, 128, seq, excluded_params=counts["embedding"])
-    return {"mfu_pct": 100 * formulas.utilization(tok_s * flops, 1, peak)}
+    counts = published.param_counts(**LLAMA3_8B)
+    flops = published.flops_per_token(counts["total"], 32, 32, 128, seq, excluded_params=counts["embedding"])
+    return {"mfu_pct": 100 * utilization(tok_s * flops, 1, peak)}
 
 
 def dsv3_hours(h_per_T, tokens_T, gpus):
@@ -251,13 +231,13 @@ def book_days_70b(chips, mfu, params=70e9, tokens=15e12):
 
 
 def book_13b_parts():
-    counts = formulas.param_counts(**LLAMA2_13B)
+    counts = published.param_counts(**LLAMA2_13B)
     vocab = counts["embedding"] + counts["unembedding"]
     return {"ffw": counts["ffn"], "attn": counts["attention"], "vocab": vocab}
 
 
 def book_16b(d=4096, vocab=32000, layers=64):
-    counts = formulas.param_counts(vocab, d, layers, ffn=4 * d, glu=True)
+    counts = published.param_counts(vocab, d, layers, ffn=4 * d, glu=True)
     kv = formulas.kv_cache_bytes(1, layers, 1, d, bytes_each=1)
     return {"params": counts["total"], "attn_share": counts["attention"] / counts["total"], "kv": kv}
 
@@ -275,25 +255,6 @@ def ring_collectives(expected):
 
 def tp_elements(b, s, h, t):
     return {"elements": formulas.tp_elements(b, s, h, t)}
-
-
-def ulysses(N, h, P):
-    return {"ulysses": formulas.ulysses_elements(N, h, P), "megatron_sp": formulas.ulysses_elements(N, h, 1)}
-
-
-def playbook_ratios(expected):
-    strategy = {"dp": "dp", "zero3": "zero3", "tp": "tp"}
-
-    def formula(key, degree, size, flops, bandwidth):
-        return formulas.comm_over_compute(strategy[key], degree, flops, bandwidth, size)
-
-    return symbolic(expected, formula, [(8, 4096, 989e12, 450e9), (2, 100, 1.0, 3.0)])
-
-
-def book_corner_to_corner(W, shape=(8, 128, 8192), mesh=(4, 4), hop_s=1e-6):
-    hops = sum(n - 1 for n in mesh)  # no axis of 16: nothing wraps
-    first, last = formulas.point_to_point_seconds(2 * math.prod(shape), hops, len(mesh), W, hop_s)
-    return {"first_us": first * 1e6, "total_us": last * 1e6}
 
 
 def book_gather_quiz(bytes, W, size=4):
@@ -334,26 +295,6 @@ def ring_table_2(tflops, gbps):
     return {"c_k": block / 1e3, "s_k": 6 * block / 1e3}
 
 
-def ring_table_3(baseline_k, devices):
-    """The ring's 6bch does not see s: a device that holds `baseline` in one block holds it as its share of s
-    = n c."""
-    alone = formulas.attention_peak_bytes("ring", 1, baseline_k, 1, 1, block=baseline_k)
-    longest = max(
-        s
-        for s in range(baseline_k, 2 * devices * baseline_k, baseline_k)
-        if formulas.attention_peak_bytes("ring", 1, s, 1, 1, block=s / devices) <= alone
-    )
-    return {"ring_k": longest}
-
-
-def striped(a, t, expected):
-    for key, cluster in {"a": a, "t": t}.items():
-        bound = formulas.striped_speedup(int(cluster.split("x")[0]))
-        assert 1 < expected[key] < bound < 2, (key, bound)
-        assert 1 < formulas.striped_speedup(int(cluster.split("x")[0]), attention_share=0.5) < bound
-    return expected
-
-
 def capacity(tokens, experts, cf, topk):
     return {"capacity": formulas.expert_capacity(tokens, experts, cf, topk)}
 
@@ -371,14 +312,7 @@ def book_critical_int8(C=V5E.flops_per_s, W=820e9):
 
 
 def book_load(params, chips, W):
-    return {"ms": 1e3 * formulas.decode_seconds(0, params, 0, chips, math.inf, W)}
-
-
-def book_matmul(D, F, C, W):
-    """The book rounds 2DF, DF and D + F to two digits on the way; without that the threshold is 3 % lower."""
-    assert formulas.matmul_critical_batch(D, F, C, W) == pytest.approx(262.7, abs=0.05)
-    flops, weights, row = (float(f"{x:.1e}") for x in (2 * D * F, D * F, D + F))
-    return {"B": weights / W / (flops / C - row / W)}
+    return {"ms": 1e3 * published.decode_seconds(0, params, 0, chips, math.inf, W)}
 
 
 def book_dp(C, W):
@@ -387,14 +321,6 @@ def book_dp(C, W):
 
 def book_tp(F, C=459e12, W=180e9):
     return {"Y": math.floor(formulas.tp_max_degree(F, C, W))}
-
-
-def book_optimum(N, B, F, M_X=2, M_Y=1):
-    return {"X": formulas.fsdp_tp_optimum(B, N, F, M_X, M_Y)}
-
-
-def book_mixed(alpha, F, MxMy):
-    return {"B": formulas.fsdp_tp_min_tokens(alpha, 1, F, MxMy)}
 
 
 def book_dcn(Cpod, W):
@@ -417,7 +343,7 @@ def book_kv_70b(layers=80, kv_heads=8, head_dim=128):
 def book_decode_30b(params=30e9, kv=100e3, context=8192, chips=16):
     ms = {
         b: 1e3
-        * formulas.decode_seconds(b, params, kv * context, chips, V5E.flops_per_s, V5E.hbm_bytes_per_s, 1)
+        * published.decode_seconds(b, params, kv * context, chips, V5E.flops_per_s, V5E.hbm_bytes_per_s, 1)
         for b in (4, 256)
     }
     return {"bs4_ms": ms[4], "bs256_ms": ms[256]}
@@ -425,7 +351,7 @@ def book_decode_30b(params=30e9, kv=100e3, context=8192, chips=16):
 
 def book_decode_13b(batch, context=8192, chips=8, rate=6.56e12, params=13e9):
     cache = formulas.kv_cache_bytes(context, 40, 40, 128)
-    seconds = formulas.decode_seconds(batch, params, cache, chips, V5E.flops_per_s, rate / chips)
+    seconds = published.decode_seconds(batch, params, cache, chips, V5E.flops_per_s, rate / chips)
     return {"kv_gb": batch * cache / 1e9, "ms": seconds * 1e3, "tok_s": batch / seconds}
 
 
@@ -485,27 +411,19 @@ FAMILIES = {
     r"maxtext\.mem\..*": argument_gib,
     r"maxtext\.tier\..*": maxtext_tier,
     r"dsv3\.cost": dsv3_hours,
-    r"ring\.t1": ring_table_1,
     r"ring\.t2\..*": ring_table_2,
-    r"ring\.t3\..*": ring_table_3,
     r"ring\.coll": ring_collectives,
-    r"striped": striped,
-    r"ulysses": ulysses,
     r"switch\.capacity": capacity,
     r"moe\.dp_batch": moe_batch,
     r"sb\.bcrit\.int8w": book_critical_int8,
     r"sb\.bcrit\.(?!int8w).*": book_critical,
     r"sb\.load200b": book_load,
-    r"sb\.matmul271": book_matmul,
-    r"sb\.p2p\..*": book_corner_to_corner,
     r"sb\.ag\.quiz": book_gather_quiz,
     r"sb\.ag\.v4p": book_gather_v4p,
     r"sb\.replic": book_copies,
     r"sb\.a2a": book_all_to_all,
     r"sb\.dp\..*": book_dp,
     r"sb\.tp\.limit": book_tp,
-    r"sb\.xopt": book_optimum,
-    r"sb\.mixed": book_mixed,
     r"sb\.dcn": book_dcn,
     r"sb\.days70pod": book_days_70b,
     r"sb\.l13b": book_13b_parts,
@@ -517,7 +435,6 @@ FAMILIES = {
     r"sb\.gpu\.dp": book_gpu_dp,
     r"sb\.gpu\.2node": book_two_nodes,
     r"ultra\.mem\..*": playbook_states,
-    r"ultra\.ratio\..*": playbook_ratios,
     r"hw\.usable\..*": usable,
     r"hw\.(?!usable).*": chip_row,
     r"aot\..*\.args": argument_gib,
@@ -601,11 +518,3 @@ def test_a_run_too_large_for_80_gb_is_noticed():
     assert mpt_bytes(**run) < 80e9
     assert mpt_bytes(**run | {"gpus": 1}) > 80e9, "state of 7B in one GPU"
     assert mpt_bytes(**run | {"micro_batch": 8}) > 80e9, "activations of two more sequences"
-
-
-def test_the_playbook_dp_ratio_is_the_time_of_an_all_reduce_over_a_backward():
-    params, tokens, dp, flops, bandwidth = 7e9, 4096, 8, 989e12, 450e9
-    communicate = formulas.zero_elements(params, 0, devices=dp) / bandwidth
-    backward = 4 * params * tokens / flops
-    ratio = formulas.comm_over_compute("dp", dp, flops, bandwidth, tokens)
-    assert ratio == pytest.approx(communicate / backward, rel=1e-12)

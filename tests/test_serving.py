@@ -5,10 +5,11 @@ import itertools
 import json
 from pathlib import Path
 
+import published
 import pytest
 
 from llmpar.config import preset
-from llmpar.predict import formulas, serving
+from llmpar.predict import serving
 from llmpar.predict.hardware import chip
 from llmpar.predict.rates import Rates
 
@@ -37,7 +38,7 @@ def test_the_books_llama_13b_on_eight_v5e():
     )
     took = seconds(serving.decode(config, ideal("v5e"), batch, 8192, tp=8))
     assert took * 1e3 == pytest.approx(row["expected"]["ms"], rel=0.01)
-    book = formulas.decode_seconds(
+    book = published.decode_seconds(
         batch, config.num_params, serving.cache_bytes(config, 8192), 8, 1.97e14, 8.19e11
     )
     assert took == pytest.approx(book, rel=0.002)

@@ -79,10 +79,11 @@ class Plan:
     def run(self) -> dict:
         """Plan a training step, or hold the model against measurements."""
         if self.against is not None:
-            if others := self.others("against", "chip"):
-                raise ValueError(
-                    f"--against compares runs of a file, and {', '.join(others)} decides nothing"
-                )
+            given = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
+            if idle := [
+                f"--{name.replace('_', '-')}" for name in sorted(given - {"against", "chip", "json"})
+            ]:
+                raise ValueError(f"--against compares runs of a file, and {', '.join(idle)} decides nothing")
             return hold_against(self.against, self.chip, self.json)
         if not 1 <= self.keep <= 100:
             raise ValueError(f"keep is {self.keep}; use 1 to 100")
@@ -129,14 +130,6 @@ class Plan:
                 " chip file with its node_size, and give it as --chip"
             )
 
-    def others(self, *without: str) -> list[str]:
-        """The options that were given."""
-        return [
-            f"--{f.name.replace('_', '-')}"
-            for f in dataclasses.fields(self)
-            if f.name not in ("json", *without) and getattr(self, f.name) != f.default
-        ]
-
     def question(self) -> Question:
         """The question that the options ask. Refuses options that contradict each other."""
         from llmpar.predict.planner import Question
@@ -154,10 +147,8 @@ class Plan:
         from llmpar.predict import hardware
 
         if self.cluster is None:
-            chip, devices = (
-                hardware.chip("h100" if self.chip is None else self.chip),
-                64 if self.devices is None else self.devices,
-            )
+            chip = hardware.chip("h100" if self.chip is None else self.chip)
+            devices = 64 if self.devices is None else self.devices
             if chip.simulated:
                 raise ValueError("time means nothing on simulated devices; name a chip, as --chip h100")
         else:

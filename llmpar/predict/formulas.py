@@ -35,14 +35,6 @@ def zero_bytes(
     return params * sum(b / devices if i in cut else b for i, b in enumerate(held))
 
 
-def zero_max_params(
-    hbm_bytes: float, devices: float, stage: int, model_parallel: float = 1, **state_bytes: float
-) -> float:
-    """Largest Psi whose model state alone fills `hbm_bytes` on each device (ZeRO, table 2); activations not
-    counted."""
-    return model_parallel * hbm_bytes / zero_bytes(1, devices, stage, **state_bytes)
-
-
 def gpt_activation_bytes(
     b: float,
     s: float,
@@ -91,105 +83,11 @@ def llama_activation_bytes(
     return tokens * kept * bytes_each
 
 
-def attention_peak_bytes(scheme: str, b: float, s: float, h: float, heads: float, block: float) -> float:
-    """Largest bf16 activation of one layer, bytes: vanilla 2bns^2, mem_eff 8bsh, blockwise 2bsh, ring 6bch.
-
-    Liu et al. 2023 (Ring Attention), table 1, whose vanilla row prints h for the n heads of the scores.
-    """
-    return {
-        "vanilla": 2 * b * heads * s**2,
-        "mem_eff": 8 * b * s * h,
-        "blockwise": 2 * b * s * h,
-        "ring": 6 * b * block * h,
-    }[scheme]
-
-
 def kv_cache_bytes(
     tokens: float, layers: float, kv_heads: float, head_dim: float, bytes_each: float = 2
 ) -> float:
     """Bytes of keys and values: 2 layers kv_heads head_dim bytes for each token (Book, inference chapter)."""
     return 2 * tokens * layers * kv_heads * head_dim * bytes_each
-
-
-def param_counts(
-    vocab: float,
-    d: float,
-    layers: float,
-    heads: float = 1,
-    kv_heads: float | None = None,
-    head_dim: float | None = None,
-    ffn: float | None = None,
-    glu: bool = False,
-    norm: str = "rms",
-    bias: bool = False,
-    tied: bool = False,
-    learned_pos: bool = False,
-    ctx: float = 0,
-    experts: float = 0,
-    topk: float = 0,
-) -> dict[str, float]:
-    """Exact parameters by part, with total and active (top-k experts only). `heads` may be absent if n h = d.
-
-    `bias` adds one to every linear layer but the router and the unembedding, `norm="ln"` one to every norm.
-    """
-    q = d if head_dim is None else heads * head_dim
-    kv = q if kv_heads is None else q * kv_heads // heads
-    m = 4 * d if ffn is None else ffn
-    expert = (3 if glu else 2) * d * m + bias * ((2 if glu else 1) * m + d)
-    part = {
-        "embedding": vocab * d + learned_pos * ctx * d,
-        "unembedding": 0 if tied else vocab * d,
-        "attention": layers * (2 * d * (q + kv) + bias * (q + 2 * kv + d)),
-        "ffn": layers * expert * max(experts, 1),
-        "router": layers * d * experts,
-        "norms": (2 * layers + 1) * d * {"rms": 1, "ln": 2}[norm],
-    }
-    total = sum(part.values())
-    idle = layers * expert * (experts - topk) if experts else 0
-    return part | {"total": total, "active": total - idle}
-
-
-def gpt_params(h: float, layers: float, vocab: float, seq: float) -> float:
-    """12lh^2 (1 + 13/12h + (V+s)/12lh): Narayanan et al. 2021, eq. 2. Leaves out the final norm's 2h."""
-    return 12 * layers * h**2 * (1 + 13 / (12 * h) + (vocab + seq) / (12 * layers * h))
-
-
-def gpt_step_flops(
-    batch: float, seq: float, layers: float, h: float, vocab: float, recompute: str = "full"
-) -> float:
-    """Matmul FLOPs of a GPT train step, with attention counted in full (not halved for the causal mask).
-
-    "none": 72Bsl h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022, eq. 7). "selective": s/3h for s/6h (eq. 8,
-    which charges three times the two products recomputed). "full": 96Bsl h^2 (1 + s/6h + V/16lh) (Narayanan
-    et al. 2021, eq. 3).
-    """
-    core = batch * seq * layers * h**2
-    if recompute == "full":
-        return 96 * core * (1 + seq / (6 * h) + vocab / (16 * layers * h))
-    return 72 * core * (1 + seq / ({"none": 6, "selective": 3}[recompute] * h) + vocab / (12 * layers * h))
-
-
-def flops_per_token(
-    params: float,
-    layers: float = 0,
-    heads: float = 0,
-    head_dim: float = 0,
-    seq: float = 0,
-    attention: str = "full",
-    excluded_params: float = 0,
-) -> float:
-    """Train FLOPs per token: 6N + 12LHQT, the model's own work without recomputation.
-
-    Chowdhery et al. 2022 (PaLM), appendix B. Conventions differ: `attention` is "full" (PaLM, MaxText),
-    "causal" (half) or "none"; `excluded_params` leaves out an embedding that is a look-up and not a product.
-    """
-    share = {"full": 1, "causal": 0.5, "none": 0}[attention]
-    return 6 * (params - excluded_params) + share * 12 * layers * heads * head_dim * seq
-
-
-def utilization(flops_per_s: float, devices: float, peak_flops_per_s: float) -> float:
-    """Achieved over peak: MFU if the numerator is the model's FLOPs, HFU if it includes recomputation."""
-    return flops_per_s / (devices * peak_flops_per_s)
 
 
 def train_seconds(
@@ -252,14 +150,6 @@ def torus_seconds(
             / (links * link_bytes_per_s * len(shape))
         )
     return max(seconds, hop_s * laps * sum(n // 2 if wrap else n - 1 for n in shape))
-
-
-def point_to_point_seconds(
-    message_bytes: float, hops: float, ports: float, link_bytes_per_s: float, hop_s: float
-) -> tuple[float, float]:
-    """(first byte, last byte) in seconds of one send across `hops` links that leaves by several `ports` at
-    once."""
-    return hops * hop_s, hops * hop_s + message_bytes / (ports * link_bytes_per_s)
 
 
 def switch_seconds(kind: str, message_bytes: float, group: int, egress_bytes_per_s: float) -> float:
@@ -357,15 +247,6 @@ def ring_elements(b: float, s: float, kv_heads: float, head_dim: float, sp: floa
     return 2 * (sp - 1) * block, (2 * (sp - 1) + 2 * sp * (sp > 1)) * block
 
 
-def ulysses_elements(tokens: float, d: float, sp: float, kv_ratio: float = 1.0) -> float:
-    """Elements per link and layer: 4Nh/P, for q, k, v and the output (Jacobs et al. 2023, section 3.2).
-
-    Megatron's sequence parallelism moves 4Nh at any degree, as this does at P = 1. `kv_ratio` = kv_heads /
-    heads shrinks two of the four. A device keeps 1/P of its share: multiply by (P-1)/P for what is sent.
-    """
-    return tokens * d * (2 + 2 * kv_ratio) / sp
-
-
 def moe_elements(tokens: float, d: float, topk: float, ep: float, at_home: float | None = None) -> float:
     """2 k tokens d (EP-1)/EP: dispatch and combine of one layer forward, for the device's tokens; the same
     backward. `at_home`: the share of rows whose expert is on their own rank, 1/EP if all are equally likely,
@@ -407,15 +288,6 @@ def critical_batch(
     return experts / topk * weight_bytes * flops_per_s / (2 * hbm_bytes_per_s)
 
 
-def matmul_critical_batch(
-    d: float, f: float, flops_per_s: float, hbm_bytes_per_s: float, bytes_each: float = 1
-) -> float:
-    """The same with the activations' own traffic: solve bytes (df + B(d+f))/W = 2Bdf/C for B. Infinite if
-    never."""
-    spare = 2 * d * f / flops_per_s - bytes_each * (d + f) / hbm_bytes_per_s
-    return bytes_each * d * f / hbm_bytes_per_s / spare if spare > 0 else math.inf
-
-
 def dp_min_tokens(flops_per_s: float, bytes_per_s: float, experts: float = 1, topk: float = 1) -> float:
     """Tokens per chip above which DP or FSDP hides: (E/k) C/W, W all that leaves a chip (Book, training and
     GPUs)."""
@@ -428,64 +300,9 @@ def tp_max_degree(ffn: float, flops_per_s: float, bytes_per_s: float, axes: floa
     return axes * ffn * bytes_per_s / flops_per_s
 
 
-def fsdp_tp_optimum(
-    batch_tokens: float, devices: float, ffn: float, fsdp_axes: float = 1, tp_axes: float = 1
-) -> float:
-    """FSDP degree that balances its traffic with TP's: X_opt = sqrt(B/F Mx/My N) (Book, training chapter)."""
-    return math.sqrt(batch_tokens / ffn * fsdp_axes / tp_axes * devices)
-
-
-def fsdp_tp_min_tokens(
-    flops_per_s: float, bytes_per_s: float, ffn: float, fsdp_axes: float = 1, tp_axes: float = 1
-) -> float:
-    """Tokens per chip above which that optimum hides: 4 (C/W)^2 / (Mx My F) (Book, training chapter)."""
-    return 4 * (flops_per_s / bytes_per_s) ** 2 / (fsdp_axes * tp_axes * ffn)
-
-
 def ring_min_block(flops_per_s: float, link_bytes_per_s: float, kv_ratio: float = 1.0) -> float:
     """Tokens per block above which ring attention hides its hops: C/W, times kv_heads/heads with GQA.
 
     Liu et al. 2023, table 2, where the least sequence per device is six blocks. A causal mask doubles it.
     """
     return flops_per_s / link_bytes_per_s * kv_ratio
-
-
-def striped_speedup(sp: float, attention_share: float = 1.0) -> float:
-    """Gain of striped (or zigzag) over contiguous causal ring attention on the critical path, between 1 and
-    2.
-
-    Contiguous: half a block, then n-1 whole ones; striped: n halves. 2 - 1/n for attention alone, less by
-    Amdahl's law (Brandon et al. 2023, Striped Attention).
-    """
-    return 1 / (1 - attention_share + attention_share / (2 - 1 / sp))
-
-
-def comm_over_compute(
-    strategy: str, degree: float, flops_per_s: float, bytes_per_s: float, size: float, bytes_each: float = 1
-) -> float:
-    """Communication over computation time, below 1 if it can hide: (g-1)/g C/W over 2 `size`; "tp" (g-1) C/W
-    over 2h.
-
-    Ultra-Scale Playbook 2025, appendix A3. "dp" (all-reduce against the backward) and "zero3" (next layer's
-    gather against this one's forward): `size` = tokens per device. "tp": `size` = width h. It counts elements
-    as bytes: pass `bytes_each=2` for bf16.
-    """
-    shared = {"dp": (degree - 1) / degree, "zero3": (degree - 1) / degree, "tp": degree - 1}[strategy]
-    return bytes_each * shared * flops_per_s / bytes_per_s / (2 * size)
-
-
-def decode_seconds(
-    batch: float,
-    params: float,
-    cache_bytes: float,
-    devices: float,
-    flops_per_s: float,
-    hbm_bytes_per_s: float,
-    weight_bytes: float = 2,
-) -> float:
-    """Seconds of a decode step: B cache/W + max(2BP/C, P bytes/W), cache a sequence's (Book, inference
-    chapter)."""
-    rate = devices * hbm_bytes_per_s
-    return batch * cache_bytes / rate + max(
-        2 * batch * params / (devices * flops_per_s), params * weight_bytes / rate
-    )

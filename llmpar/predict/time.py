@@ -260,21 +260,19 @@ class Clock:
             short = {"collective-permute": "permute", "ragged-all-to-all": "all-to-all"}.get(kind, kind)
             ring = short != kind or kind == "all-to-all"
             for (_, text, size), times in row.messages.items():
-                if text.endswith(" stage"):
+                if text.startswith("stream") and text.endswith(" stage"):
                     continue  # `hop`, in the timetable
-                hides = False
-                if text.startswith(("gradient ", "updated ", "bucket ", "loss, ")):
+                once = "->" not in text and decided.gathers == "step"
+                if once or text.startswith(("gradient ", "updated ", "bucket ", "loss, ", "l ->")):
                     term, hides = LATE, text.startswith("updated ")
                 elif "->" not in text:  # a weight's own dims
                     term, hides = "weights and gradients on links", True
-                    if decided.gathers == "step":
-                        term, hides = LATE, False
                 elif "tp" in axes:
                     term, hides = "tensor-parallel links", run.tp_overlap and ring
                 elif "sp" in axes:
                     term, hides = "sequence links", "the next rank" in text
                 else:
-                    term = "expert links"
+                    term, hides = "expert links", False
                 took = times * self.collective(short, size, row.group_size, min(self.inner[a] for a in axes))
                 shown, hidden = found.get(term, (0.0, 0.0))
                 found[term] = shown + took * (not hides), hidden + took * hides
@@ -301,12 +299,8 @@ class Clock:
         tp = 1 if self.exact else run.mesh.tp
         reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, tp, self.inner["tp"])
         embed = Pass({"embedding": moved + reduced}, 6), Pass({"embedding": 2 * moved}, 6)
-        back += product * (run.loss_chunks > 1)  # pieces are computed again
-        head = (
-            Pass({"head and loss": product + loss}, 12),
-            Pass({"head and loss": back + loss + reduced}, 16),
-        )
-        return embed, head
+        back += product * (run.loss_chunks > 1) + loss + reduced  # pieces are computed again
+        return embed, (Pass({"head and loss": product + loss}, 12), Pass({"head and loss": back}, 16))
 
     # ------------------------------------------------------------------------------------ weights on links
 
@@ -325,35 +319,30 @@ class Clock:
 
     def gathers(self, shared: float, experts: float) -> tuple[float, float]:
         """Seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
-        run, soft = self.run, self.run.software
-        sums = [0.0, 0.0]
-        own = run.mesh.fsdp * (run.mesh.sp if run.zero_over_sp else 1)
-        for params, group in ((shared, run.zero_group), (experts, own)):
-            sums[0] += self.collective("all-gather", soft.gathered_bytes * params, group, self.zero_apart)
-            sums[1] += self.collective("reduce-scatter", soft.reduced_bytes * params, group, self.zero_apart)
-        return sums[0], sums[1]
+        run, soft, gather, scatter = self.run, self.run.software, 0.0, 0.0
+        for params, group in ((shared, run.zero_group), (experts, run.zero_group / run.mesh.ep)):
+            gather += self.collective("all-gather", soft.gathered_bytes * params, group, self.zero_apart)
+            scatter += self.collective("reduce-scatter", soft.reduced_bytes * params, group, self.zero_apart)
+        return gather, scatter
 
     def at_the_end(self, shared: float, experts: float) -> tuple[float, float]:
         """Seconds of what gradients still need when the last microbatch is done, and of gathering the updated
         weights, which a framework that overlaps does beside the next step."""
         run, soft, mesh = self.run, self.run.software, self.run.mesh
-        reduced, updated = 0.0, 0.0
-        inner = self.zero_apart
-        for params, ranks in (
-            (shared, run.data_ranks * mesh.sp),
-            (experts, run.data_ranks * mesh.sp / mesh.ep),
-        ):
+        reduced, updated, inner = 0.0, 0.0, self.zero_apart
+        for params, apart in ((shared, 1), (experts, mesh.ep)):
+            late, ranks, cut = (
+                soft.late_bytes * params,
+                run.data_ranks * mesh.sp / apart,
+                run.zero_group / apart,
+            )
             if run.zero == 3:
-                cut = run.zero_group if params is shared else run.zero_group / mesh.ep
-                left = ranks / cut
-                reduced += self.collective(
-                    "all-reduce", soft.late_bytes * params / cut, left, self.inner["dp"]
-                )
+                reduced += self.collective("all-reduce", late / cut, ranks / cut, self.inner["dp"])
             elif run.zero:
-                reduced += self.collective("reduce-scatter", soft.late_bytes * params, ranks, inner)
-                updated += self.collective("all-gather", soft.late_bytes * params, ranks, inner)
+                reduced += self.collective("reduce-scatter", late, ranks, inner)
+                updated += self.collective("all-gather", late, ranks, inner)
             else:
-                reduced += self.collective("all-reduce", soft.late_bytes * params, ranks, inner)
+                reduced += self.collective("all-reduce", late, ranks, inner)
         return reduced, updated
 
 
@@ -453,9 +442,8 @@ def _travel(run: Run, clock: Clock, f: Pass, b: Pass, here: float, there: float,
                 shown, hidden = (s * seconds / sum(computing) for s in both)
                 beside = part.terms.get(BESIDE.get(term, ""), seconds)
                 part.add(term, shown + clock.exposed(hidden, beside, True))
-    if (
-        not clock.exact and cut > 1 and (run.mesh.pp == 1 or run.reshard)
-    ):  # else once a step: counted at its end
+    once = run.mesh.pp > 1 and not run.reshard  # a step: counted at its end
+    if cut > 1 and not clock.exact and not once:
         gather, scatter = clock.gathers(here, there)
         f.add(name, clock.exposed(gather, f.seconds, overlaps))
         b.add(name, clock.exposed(scatter + gather * run.reshard, b.seconds, overlaps))
@@ -505,12 +493,8 @@ def _finish(run, clock, forward, backward, shared, experts, sent, simulate) -> T
     left = clock.exposed(reduced, behind, soft.overlaps and not soft.reduces_late)
     left += clock.exposed(updated, ahead, soft.overlaps)
     if run.config.tied and p > 1 and not clock.exact:  # the embedding is on the first stage and on the last
-        left += clock.collective(
-            "all-reduce",
-            run.software.reduced_bytes * run.sizes["embedding"] / run.mesh.tp,
-            2,
-            clock.inner["pp"],
-        )
+        shared_bytes = soft.reduced_bytes * run.sizes["embedding"] / run.mesh.tp
+        left += clock.collective("all-reduce", shared_bytes, 2, clock.inner["pp"])
     terms.add(LATE, left)
     cut = (run.zero_group if run.zero == 3 else run.data_ranks * run.mesh.sp) if run.zero else 1
     held = max((shared[s] + experts[s] * run.mesh.ep) / cut for s in shared)
@@ -542,14 +526,10 @@ def _played(run: Run, forward, backward, hop: float) -> float | None:
     }
 
     def cost(stage: int, op) -> float:
-        cell = stage, op.chunk
-        if cell not in f:  # two-way schedules place chunks elsewhere
-            cell = stage, 0
-        if op.kind == "F":
-            return f[cell]
-        if op.kind == "W":
-            return weights[cell]
-        return b[cell] - (weights[cell] if split else 0.0)
+        cell = (stage, op.chunk) if (stage, op.chunk) in f else (stage, 0)  # two ways: chunks lie elsewhere
+        if op.kind == "B":
+            return b[cell] - (weights[cell] if split else 0.0)
+        return f[cell] if op.kind == "F" else weights[cell]
 
     pace = max(sum(f[c] + b[c] for c in f if c[0] == s) for s in range(p))
     return makespan(order, cost, hop) + (m - few) * pace

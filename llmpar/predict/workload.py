@@ -212,28 +212,10 @@ class Run:
         }
 
     @property
-    def num_params(self) -> float:
-        """Parameters of the whole model."""
-        dense, s = self.dense_layers, self.sizes
-        layer = s["attention"] + s["vectors"]
-        sparse = s["ffn"] + s["experts"] + s["router"]
-        return (
-            self.config.num_layers * (layer + sparse)
-            + dense * (s["dense"] - sparse)
-            + s["embedding"]
-            + s["head"]
-        )
-
-    @property
     def dense_layers(self) -> int:
         """Leading layers without experts in a model that has them."""
         how = self.config.experts
         return min(how.dense_layers, self.config.num_layers) if how and how.dense_width else 0
-
-    @property
-    def head_products(self) -> float:
-        """Parameters that the loss multiplies by, tied or not."""
-        return self.config.vocab_size * self.config.width
 
     def flops(self, causal: bool = True) -> float:
         """Useful FLOPs of a step: 6 per active parameter that multiplies and token, and attention (Chowdhery
@@ -246,7 +228,7 @@ class Run:
         seen = min(c.window or self.seq_len, self.seq_len)
         heads = c.num_heads * (c.head_width + self.value_width) / 2
         attention = 12 * c.num_layers * heads * seen * (0.5 if causal and seen == self.seq_len else 1)
-        return (6.0 * (layers + self.head_products) + attention) * self.tokens_per_step
+        return (6.0 * (layers + c.vocab_size * c.width) + attention) * self.tokens_per_step
 
     @property
     def value_width(self) -> int:
