@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import os
@@ -44,17 +43,14 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
     Raises ValueError when JAX has started already with other devices: they are fixed from its first use on.
     """
     if not 1 <= simulate <= MAX_SIMULATED:
-        raise ValueError(
-            f"{simulate} simulated devices were asked for; use 1 to {MAX_SIMULATED}, all threads of one"
-            " process"
-        )
+        raise ValueError(f"{simulate} simulated devices were asked for; use 1 to {MAX_SIMULATED}")
     fresh = True
     if _COUNT_FLAG not in os.environ.get("XLA_FLAGS", "") and "JAX_NUM_CPU_DEVICES" not in os.environ:
         try:
             jax.config.update("jax_num_cpu_devices", simulate)
         except RuntimeError:
             fresh = False  # JAX runs already; what it has may be enough
-    devices = _started()
+    devices = ordered_devices()
     few = devices[0].platform != "cpu" and len(devices) < at_least
     if few and not jax.config.jax_platforms:  # type: ignore[attr-defined]
         devices = _simulated_instead(devices, simulate, fresh)
@@ -66,18 +62,6 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
             f" use_devices() first in a fresh process, or set XLA_FLAGS={_COUNT_FLAG}={simulate}"
         )
     return devices
-
-
-def _started() -> list[jax.Device]:
-    """Start JAX, if it has not started, and give its devices."""
-    try:
-        return ordered_devices()
-    except (RuntimeError, AssertionError) as error:  # the second where the platform it was told is not there
-        told = os.environ.get("JAX_PLATFORMS", "")
-        where = f"JAX_PLATFORMS={told}" if told else "the platform of this machine"
-        why = str(error).partition("\n")[0][:200] or "there is no such device"
-        what = "unset JAX_PLATFORMS, or install the JAX for it: llmpar[cuda13], llmpar[tpu]"
-        raise ValueError(f"JAX cannot start on {where}: {why}; {what}") from error
 
 
 def _simulated_instead(devices: list[jax.Device], simulate: int, fresh: bool) -> list[jax.Device]:
@@ -94,7 +78,23 @@ def _simulated_instead(devices: list[jax.Device], simulate: int, fresh: bool) ->
         f"{found} is too few for parallelism: {simulate} simulated CPU devices are used instead"
         f" (JAX_PLATFORMS={devices[0].platform} takes what is here)"
     )
-    return _started()
+    return ordered_devices()
+
+
+def ordered_devices() -> list[jax.Device]:
+    """All devices, host by host. (An id is not a position: process k's ids may start at 2048·k.) It starts
+    JAX, if that has not started."""
+    channels.install()
+    _refuse_flags(os.environ.get("XLA_FLAGS", ""))
+    try:
+        with _enough_threads():
+            return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+    except (RuntimeError, AssertionError) as error:  # the second where the platform it was told is not there
+        told = os.environ.get("JAX_PLATFORMS", "")
+        where = f"JAX_PLATFORMS={told}" if told else "the platform of this machine"
+        why = str(error).partition("\n")[0][:200] or "there is no such device"
+        what = "unset JAX_PLATFORMS, or install the JAX for it: llmpar[cuda13], llmpar[tpu]"
+        raise ValueError(f"JAX cannot start on {where}: {why}; {what}") from error
 
 
 @contextlib.contextmanager
@@ -104,14 +104,14 @@ def _enough_threads():
 
     All simulated devices share one pool, by default of as many threads as there are devices or cores. A
     collective blocks a thread until its whole group has come, so two collectives that no data orders can take
-    every thread, each waiting for one that finds none. XLA reads the pool's size from the environment once,
-    when its CPU client starts.
+    every thread, each waiting for one that finds none. XLA reads the pool's size once, when it starts.
     """
     told = re.findall(rf"{_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     devices = int(told[-1]) if told else jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
-    threads = max(THREADS_PER_DEVICE * devices, os.cpu_count() or 1)
-    given = devices <= 1 or any(name in os.environ for name in POOL_SIZE)
-    asked = {} if given else dict.fromkeys(POOL_SIZE, str(threads))
+    asked = {}
+    if devices > 1 and not any(name in os.environ for name in POOL_SIZE):
+        threads = max(THREADS_PER_DEVICE * devices, os.cpu_count() or 1)
+        asked = dict.fromkeys(POOL_SIZE, str(threads))
     os.environ.update(asked)
     try:
         yield
@@ -129,19 +129,8 @@ def _refuse_flags(flags: str) -> None:
     tried = [sys.executable, "-c", "from jaxlib.xla_client import CompileOptions; CompileOptions()"]
     said = subprocess.run(tried, capture_output=True, text=True, errors="replace").stderr
     if found := re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", said):
-        raise ValueError(
-            f"XLA_FLAGS is '{flags}', and XLA, which ends a process for that, knows no {found[1].strip()};"
-            " mend XLA_FLAGS, or unset it"
-        )
-
-
-def ordered_devices() -> list[jax.Device]:
-    """All devices, host by host. (An id is not a position: process k's ids may start at 2048·k.) It starts
-    JAX, if that has not started."""
-    channels.install()
-    _refuse_flags(os.environ.get("XLA_FLAGS", ""))
-    with _enough_threads():
-        return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        why = f"XLA, which ends a process for that, knows no {found[1].strip()}"
+        raise ValueError(f"XLA_FLAGS is '{flags}', and {why}; mend XLA_FLAGS, or unset it")
 
 
 def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
@@ -168,23 +157,22 @@ def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh
     (cpu, gpu or tpu) would run it."""
     sizes, device = parse_mesh(shape).sizes, None
     if platform != "cpu":
-        known = {"platform": {"gpu": "cuda"}.get(platform, platform), "device_kind": KINDS[platform]}
-        names = {field.name for field in dataclasses.fields(AbstractDevice)}  # platform: from JAX 0.10.2 on
-        device = AbstractDevice(**{k: v for k, v in known.items() if k in names}, num_cores=None)
+        device = AbstractDevice(
+            KINDS[platform], num_cores=None, platform={"gpu": "cuda"}.get(platform, platform)
+        )
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 
 
 def split(mesh: Any, shape: MeshShape) -> Any:
     """The same devices with two axes for one, where it has an inner part in ``shape`` (`notation.PARTS`)."""
-    sizes, kinds = shape.sizes, mesh.axis_types[:1] * len(shape.sizes)
-    if tuple(sizes) == tuple(mesh.axis_names):
+    names, sizes = tuple(shape.sizes), tuple(shape.sizes.values())
+    kinds = mesh.axis_types[:1] * len(names)
+    if names == tuple(mesh.axis_names):
         return mesh
     if isinstance(mesh, Mesh):
-        return Mesh(mesh.devices.reshape(*sizes.values()), tuple(sizes), axis_types=kinds)
-    return AbstractMesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=kinds, abstract_device=mesh.abstract_device
-    )
+        return Mesh(mesh.devices.reshape(sizes), names, axis_types=kinds)
+    return AbstractMesh(sizes, names, axis_types=kinds, abstract_device=mesh.abstract_device)
 
 
 def explicit(mesh: Mesh | AbstractMesh) -> Any:
@@ -213,18 +201,14 @@ def from_type(x: Any, letters: str | None = None) -> Layout:
     mesh: Any = getattr(where, "mesh", None)
     if traced and not mesh.are_all_axes_explicit:
         axes = "inside shard_map" if mesh.manual_axes else "on automatic axes"
-        raise ValueError(
-            f"the type {jax.typeof(x)} tells no layout {axes}; use a mesh of AxisType.Explicit, under"
-            " jax.set_mesh"
-        )
+        advice = "use a mesh of AxisType.Explicit, under jax.set_mesh"
+        raise ValueError(f"the type {jax.typeof(x)} tells no layout {axes}; {advice}")
     says = where.spec if mesh else PartitionSpec()  # without a mesh: one device
     cuts = [axes_of(cut) for cut in says.partitions]
     cuts += [()] * (x.ndim - len(cuts))
     letters = LETTERS[: x.ndim] if letters is None else letters
-    if len(letters) != x.ndim:
-        raise ValueError(
-            f"{x.ndim} dims cannot be named by the {len(letters)} letters '{letters}'; give {x.ndim}"
-        )
+    if (given := len(letters)) != x.ndim:
+        raise ValueError(f"{x.ndim} dims cannot be named by the {given} letters '{letters}'; give {x.ndim}")
     sums = tuple(a for a in (mesh.axis_names if mesh else ()) if a in says.unreduced)
     return Layout(tuple(map(Dim, letters, cuts)), sums)
 

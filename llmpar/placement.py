@@ -91,23 +91,19 @@ def _part(domain: list, size: int) -> list:
     if len(domain) <= size or domain[0].platform != "tpu":
         return domain[:size] if len(domain) >= size else []
     places = _places(domain)
-    num_cores = np.ptp(places[:, 3]) + 1
-    boxes = [
-        box
-        for box in np.ndindex(*np.ptp(places[:, :3], 0) + 1)
-        if math.prod(n + 1 for n in box) * num_cores == size
-    ]
-    found = []
-    for box in boxes:
-        part = [domain[i] for i in np.flatnonzero((places[:, :3] - places[:, :3].min(0) <= box).all(1))]
-        found.append((len({d.process_index for d in part}), max(box), part))
-    whole = [it for it in found if len(it[2]) == size]
-    return min(whole, key=lambda it: it[:2], default=(0, 0, []))[2]
+    num_cores, found = places[:, 3].max() + 1, []
+    for box in np.ndindex(*places[:, :3].max(0) + 1):
+        if math.prod(n + 1 for n in box) * num_cores == size:
+            part = [domain[i] for i in np.flatnonzero((places[:, :3] <= box).all(1))]
+            found.append((len(part) < size, len({d.process_index for d in part}), max(box), part))
+    fewer, *_, part = min(found, key=lambda it: it[:3], default=(True, []))
+    return [] if fewer else part
 
 
 def _places(devices: list) -> np.ndarray:
-    """Where TPUs are: a row of x, y, z and the core on the chip for each."""
-    return np.array([(*d.coords, d.core_on_chip or 0) for d in devices])
+    """Where TPUs are, from their first corner on: a row of x, y, z and the core on the chip for each."""
+    places = np.array([(*d.coords, d.core_on_chip or 0) for d in devices])
+    return places - places.min(0)
 
 
 def _deal(sizes: tuple[int, ...], parts: list[list]) -> np.ndarray | None:
@@ -136,23 +132,21 @@ def _on_torus(sizes: list[int], part: list) -> np.ndarray | None:
     axis are neighbours on the torus: a ring's hop is one link.
     """
     places = _places(part)
-    sides = tuple(int(n) for n in np.ptp(places, 0) + 1)
-    box = np.full(sides, None, object)
-    for device, place in zip(part, places - places.min(0), strict=True):
-        box[tuple(place)] = device
-    if len(part) != box.size or (box == None).any():  # noqa: E711
+    sides = tuple(int(n) for n in places.max(0) + 1)
+    lines = np.ravel_multi_index(tuple(places.T), sides)
+    if sorted(lines) != [*range(math.prod(sides))]:
         return None
     left = sides
     taken: list[tuple[int, ...]] = []
     for n in reversed(sizes):
-        choices = [f for f in itertools.product(*(_divisors(m) for m in left)) if math.prod(f) == n]
+        divisors = [[f for f in range(1, m + 1) if m % f == 0] for m in left]
+        choices = [factors for factors in itertools.product(*divisors) if math.prod(factors) == n]
         taken.insert(0, max(choices, key=functools.partial(_worth, sides, left)))
         left = tuple(m // f for m, f in zip(left, taken[0], strict=True))
     num_dims, num_axes = len(sides), len(sizes)
-    cut = box.reshape([f[dim] for dim in range(num_dims) for f in taken])
-    grid = cut.transpose([dim * num_axes + i for i in range(num_axes) for dim in range(num_dims)]).reshape(
-        sizes
-    )
+    cut = np.array(part)[np.argsort(lines)].reshape([f[dim] for dim in range(num_dims) for f in taken])
+    by_axis = [dim * num_axes + i for i in range(num_axes) for dim in range(num_dims)]
+    grid = cut.transpose(by_axis).reshape(sizes)
     for i, factors in enumerate(taken):
         grid = grid.take(np.ravel_multi_index(tuple(zip(*_winding(factors), strict=True)), factors), axis=i)
     return grid
@@ -164,10 +158,6 @@ def _worth(sides: tuple[int, ...], left: tuple[int, ...], factors: tuple[int, ..
     whole = [f for f, side in zip(factors, sides, strict=True) if f == side > 1]
     stride = max(side // m if f > 1 else 1 for f, side, m in zip(factors, sides, left, strict=True))
     return factors[-1], math.prod(whole), len(whole), -stride, factors
-
-
-def _divisors(n: int) -> list[int]:
-    return [m for m in range(1, n + 1) if n % m == 0]
 
 
 def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -183,10 +173,6 @@ def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
     for i, n in enumerate(sides):
         rest = there_and_back(sides[:i] + sides[i + 1 :])
         if n > 1 and len(rest) % 2 == 0:  # one side of the box is kept for the way back
-            out = [
-                (k, row)
-                for j, row in enumerate(rest)
-                for k in (range(n - 1, 0, -1) if j % 2 else range(1, n))
-            ]
-            return [(*row[:i], k, *row[i:]) for k, row in [*out, *((0, row) for row in reversed(rest))]]
+            there = [(k, row) for j, row in enumerate(rest) for k in range(1, n)[:: -1 if j % 2 else 1]]
+            return [(*row[:i], k, *row[i:]) for k, row in [*there, *((0, row) for row in reversed(rest))]]
     return there_and_back(sides)
