@@ -259,7 +259,7 @@ def name(plan: Plan) -> str:
     """A plan's id in the list of tests: what differs from the defaults."""
     changed = [
         f"{f.name}={getattr(plan, f.name)}"
-        for f in dataclasses.fields(plan)[1:]
-        if getattr(plan, f.name) != f.default
+        for f in dataclasses.fields(plan)
+        if f.name != "mesh" and getattr(plan, f.name) != f.default
     ]
     return " ".join([str(plan.mesh), *changed])

@@ -40,15 +40,6 @@ EXPERTS = [
 ]
 
 
-def test_bfloat16_is_as_near_to_one_device_as_manual_is():
-    """Rounding of 2^-9 in other orders: the losses within 1 %."""
-    losses = []
-    for reading in ("manual", "explicit"):
-        plan = Plan("fsdp=2 sp=2 tp=2", reading=reading, dtype="bfloat16", tp_sequence=True, microbatches=2)
-        losses.append(run_steps(LLAMA, plan, 3))
-    np.testing.assert_allclose(*losses, rtol=0.01)
-
-
 def run_steps(config, plan, num_steps, optimizer=None):
     step = Step(config, plan, make_mesh(plan.mesh), optimizer or optax.adamw(3e-3))
     state, data = step.init(0), jax.device_put(batch(), step.batch_sharding)

@@ -1,4 +1,4 @@
-"""The three readings in small: what each collective does to a value, what its transpose does, and what a
+"""The readings in small: what each collective does to a value, what its transpose does, and what a
 census says of it."""
 
 import functools
@@ -198,66 +198,6 @@ def test_solo_does_nothing_but_cast():
     assert par.weight(p).dtype == jnp.bfloat16 and par.weight(p).shape == (4, 6)
     assert par.move(x, "ffn b d +m -> stream b d") is x and par.index("vocab v") == 0
     assert jax.grad(lambda x: par.max(x * 1, "vocab b s +v -> data b s").sum())(x).any() == False  # noqa: E712
-
-
-def reading(kind, plan, f, *dims):
-    """``f(par, x, *weights)`` of whole values under a reading, for x in 'data b s' form; the result is
-    whole."""
-
-    def manual(par, x, *values):
-        params = [nnx.Param(v, dims=d) for v, d in zip(values, dims, strict=True)]
-        return f(par, x, *params)
-
-    if kind == "solo":
-        return functools.partial(manual, Solo(plan.resolve()))
-    if kind == "auto":
-        return jax.jit(functools.partial(manual, Auto(plan.resolve(), make_mesh(plan.mesh))))
-    batch = spec(plan.resolve().place("data b s"))
-    specs = (batch, *(spec(plan.resolve().stored(d)) for d in dims))
-    run = functools.partial(manual, Manual(plan.resolve()))
-    return jax.jit(jax.shard_map(run, mesh=make_mesh(plan.mesh), in_specs=specs, out_specs=batch))
-
-
-def feed_forward(par, x, up, down):
-    """A column and a row, with a maximum and a vocabulary's index besides."""
-    h = par.move(x @ jnp.ones((x.shape[1], 8)), "stream b d -> ffn b d")
-    y = par.move((h @ par.weight(up)) @ par.weight(down), "ffn b d +m -> stream b d")
-    first = par.index("vocab v") * 3 + jnp.arange(3)
-    top = par.max(jnp.max(first).astype(jnp.float32) + h.sum(1) * 0, "vocab b +v -> data b")
-    return par.move(y[:, :3], "stream b d -> data b d") + top[:, None]
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [PLAN, Plan("fsdp=4 tp=2"), Plan("dp=2", zero=0), Plan(MIXED, zero=1)],
-    ids=lambda p: f"{p.mesh} zero={p.zero}",
-)
-@pytest.mark.parametrize("kind", ["manual", "auto"])
-def test_the_three_readings_agree(kind, plan):
-    args = value(8, 5), value(8, 16), value(16, 8)
-    run = reading(kind, plan, feed_forward, "ffn d m", "ffn m d")
-    want = reading("solo", plan, feed_forward, "ffn d m", "ffn m d")
-    tp = plan.mesh.tp if kind == "manual" else 1
-    got = run(*args) - 3 * (tp - 1)  # the largest index of the vocabulary is the last device's
-    np.testing.assert_allclose(got, want(*args), rtol=1e-5, atol=1e-5)
-    if kind == "manual":
-        kinds = [c.kind for c in census(run, *args, plan=plan)]
-        gathers = 2 * bool(plan.zero == 3 and plan.mesh.fsdp > 1)
-        assert kinds.count("all-gather") == gathers and kinds.count("all-reduce") == 2 * (plan.mesh.tp > 1), (
-            "a sum, a maximum"
-        )
-
-
-def test_without_the_sum_the_readings_do_not_agree():
-    """The planted fault: the arrow forgets ``+m``. shard_map's types notice that devices differ."""
-
-    def forgetful(par, x, up, down):
-        h = par.move(x @ jnp.ones((x.shape[1], 8)), "stream b d -> ffn b d")
-        return par.move((h @ par.weight(up)) @ par.weight(down), "ffn b d -> stream b d")[:, :3]
-
-    run = reading("manual", PLAN, forgetful, "ffn d m", "ffn m d")
-    with pytest.raises(ValueError, match="tp"):
-        run(value(8, 5), value(8, 16), value(16, 8))
 
 
 def test_auto_pins_what_an_arrow_ends_in():

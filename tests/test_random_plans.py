@@ -299,7 +299,9 @@ def tell(asked: dict) -> str:
     """The choice as one line: what differs from the first values."""
     config, plan = build(asked)
     changed = [
-        f"{f.name}={v!r}" for f in dataclasses.fields(plan)[1:] if (v := getattr(plan, f.name)) != f.default
+        f"{f.name}={v!r}"
+        for f in dataclasses.fields(plan)
+        if f.name != "mesh" and (v := getattr(plan, f.name)) != f.default
     ]
     model = {f.name: v for f in dataclasses.fields(config) if (v := getattr(config, f.name)) != f.default}
     rest = {name: asked[name] for name in BATCH}
@@ -687,8 +689,8 @@ def test_a_field_that_is_set_changes_the_program_or_is_said_to_change_nothing(se
     asked, _ = draw(5000 + seed)
     config, plan = build(asked)
     program = lowered(config, plan, asked)
-    for field in dataclasses.fields(Plan)[1:]:
-        if field.name in NOT_IN_THE_PROGRAM or getattr(plan, field.name) == field.default:
+    for field in dataclasses.fields(Plan):
+        if field.name in ("mesh", *NOT_IN_THE_PROGRAM) or getattr(plan, field.name) == field.default:
             continue
         if any(line.startswith(f"{field.name}=") for line in plan.resolve(config).said):
             continue
