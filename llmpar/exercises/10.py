@@ -27,13 +27,7 @@ def links() -> Exercise:
 
 def causes() -> Exercise:
     """Ask for the cause of each difference in the lesson's five runs."""
-    right = {
-        "A": "summed twice",
-        "B": "norm of one shard",
-        "C": "rounding",
-        "D": "mean of means",
-        "E": "not summed",
-    }
+    right = dict(A="summed twice", B="norm of one shard", C="rounding", D="mean of means", E="not summed")
     return Exercise("stretch", right)
 
 

@@ -83,12 +83,8 @@ def traced(function, *layouts: str) -> dict:
     types ask for, and how many additions of whole values it has. A sharding error is told as the missing
     arrow."""
     mesh = explicit(abstract_mesh("dp=2 tp=4"))
-    args = [
-        jax.ShapeDtypeStruct(
-            GIVEN[text], jnp.float32, sharding=NamedSharding(mesh, as_type(parse_layout(text)))
-        )
-        for text in layouts
-    ]
+    laid = {text: NamedSharding(mesh, as_type(parse_layout(text))) for text in layouts}
+    args = [jax.ShapeDtypeStruct(GIVEN[text], jnp.float32, sharding=how) for text, how in laid.items()]
     with jax.sharding.use_abstract_mesh(mesh), explain():
         lines = jax.make_jaxpr(function)(*args)
     sent = [move.kind for line in lines.eqns for move in moves(line) if move.kind != "slice"]

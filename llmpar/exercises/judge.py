@@ -153,7 +153,7 @@ def read(text: str, right: Any) -> Any:
         )
         if parts.keys() <= names.keys():
             return {**right, **{names[name]: read(part, right[names[name]]) for name, part in parts.items()}}
-    if kind(right) == "a number":
+    if right is None or kind(right) == "a number":
         with contextlib.suppress(ValueError, ZeroDivisionError):
             return float(Fraction(text.removeprefix("* "))) * (right if text.startswith("* ") else 1)
     return text
@@ -178,10 +178,8 @@ def takes(function: Any, count: int) -> bool:
     """Tell whether a function can be called with so many arguments."""
     try:
         inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # a builtin that does not say
-        return True
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # a builtin that does not say
     return True
 
 
