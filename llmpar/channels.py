@@ -1,8 +1,9 @@
-"""Gives every collective of simulated devices a channel of its own (docs/simulated-devices.md).
+"""Gives loops and branches of collectives channels of their own on simulated devices.
 
 JAX lowers all collectives with one channel id. XLA's executor for CPUs may enter a loop of collectives and a
 later collective in either order where no data orders them, and devices meet by group and channel: one
-device's collective inside the loop may meet another's outside. The program crashes, hangs or mixes values up.
+device's collective inside the loop may meet another's outside. The program crashes, hangs or mixes values up
+(docs/simulated-devices.md).
 This is the one place of the package that changes how JAX lowers; programs for other platforms stay as they
 are.
 """
