@@ -60,11 +60,6 @@ CASES = {  # an ambiguous product of two cuts
     # operands that disagree
     "addition": (lambda: put("dp") + put("tp"), "'b/tp s -> b/dp s' (all-gather over tp on b"),
     "choice": (lambda: jnp.where(put("dp") > 0, put("tp"), 0), "'b/tp s -> b/dp s'"),
-    "joining": (lambda: jnp.concatenate([put("dp"), put(None, "tp")]), "'b s/tp -> b/dp s'"),
-    "batch": (
-        lambda: jnp.einsum("bsd,bdm->bsm", put("tp", shape=(8, 8, 8)), put("dp", shape=(8, 8, 8))),
-        "'b/dp -> b/tp'",
-    ),
     "a loop": (lambda: lax.scan(turn, put("dp"), None, length=2), "'b/tp s -> b/dp s'"),
     # a sum never finished
     "silu": (of_a_sum(jax.nn.silu), "'b s +tp -> b s' (all-reduce over tp)"),

@@ -41,8 +41,8 @@ from llmpar.notation import (
     parse_mesh,
 )
 from llmpar.plan import Plan, Resolved
-from llmpar.predict import formulas, memory, traffic, workload
-from llmpar.predict.hardware import CHIPS, GIB, Chip, chip
+from llmpar.predict import formulas, hardware, memory, traffic, workload
+from llmpar.predict.hardware import CHIPS, GIB, Chip
 from llmpar.predict.time import step_time
 from llmpar.schedules import SCHEDULES, deal, make
 from llmpar.timetable import slots, timetable
@@ -167,7 +167,7 @@ def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
             raise ValueError(f"{name} is {value!r}; use a whole number from {control['min']} on")
         if "options" in control and name not in ("model", "chip") and value not in control["options"]:
             raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(str, control['options']))}")
-    return preset(state["model"]), chip(state["chip"]), read_mesh(state["mesh"]), order
+    return preset(state["model"]), hardware.chip(state["chip"]), read_mesh(state["mesh"]), order
 
 
 def make_plan(state: dict, mesh) -> Plan:
@@ -254,12 +254,12 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
     out: dict[str, Any] = {"key": key(state), "refusal": None, "time": None, "code": ""}
     out |= {"memory": [], "traffic": []}
     try:
-        config, kind, shape, order = read(state)
+        config, chip, shape, order = read(state)
         plan = plan or make_plan(state, shape)
         out |= {
-            "node": kind.per_device().node_size,
-            "capacity": kind.usable_bytes,
-            "whole": int(kind.usable_hbm_gib * GIB),
+            "node": chip.per_device().node_size,
+            "capacity": chip.usable_bytes,
+            "whole": int(chip.usable_hbm_gib * GIB),
         }
         plan.check(config, state["batch_size"], state["seq_len"])
     except ValueError as error:
@@ -276,13 +276,13 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
     }
     parts["gradients, activations (estimate)"] = memory.temp_bytes(*size)
     out["memory"] = [[name, value] for name, value in parts.items()]
-    out["traffic"] = sent(kind, order, *size)
-    out["time"] = {"simulated": kind.simulated}
-    if not kind.simulated:
-        run = workload.of_plan(config, plan, kind, state["batch_size"], state["seq_len"])
+    out["traffic"] = sent(chip, order, *size)
+    out["time"] = {"simulated": chip.simulated}
+    if not chip.simulated:
+        run = workload.of_plan(config, plan, chip, state["batch_size"], state["seq_len"])
         time = step_time(dataclasses.replace(run, order=order))
         out["time"] |= {"step_s": time.step_s, "mfu": time.mfu(run), "terms": time.terms}
-    out["links"] = assumed(kind)
+    out["links"] = assumed(chip)
     given = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name != "mesh"}
     given = {name: value for name, value in given.items() if value != getattr(Plan(), name)}
     words = ", ".join([f'"{shape}"', *(f"{name}={value!r}" for name, value in given.items())])
@@ -295,7 +295,7 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
     return out
 
 
-def sent(kind: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> list[dict]:
+def sent(chip: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> list[dict]:
     """What `traffic.step_traffic` says, row by row, the largest first: what of, the largest collective, and
     seconds."""
     sizes, rows = plan.mesh.asked, []
@@ -315,7 +315,7 @@ def sent(kind: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> li
                 "what": words,
                 "largest": max(each),
                 "sizes": len(each),
-                "seconds": at_link_rate(kind, row, min(apart[a] for a in axes)),
+                "seconds": at_link_rate(chip, row, min(apart[a] for a in axes)),
             }
         )
         if (
@@ -328,23 +328,23 @@ def sent(kind: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> li
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def at_link_rate(kind: Chip, row: traffic.Prediction, stride: int) -> float:
+def at_link_rate(chip: Chip, row: traffic.Prediction, stride: int) -> float:
     """Seconds that the collectives of one kind over the same axes take, one after the other, at the rate of
     the links between devices that are ``stride`` apart (`formulas.collective_seconds`)."""
     what = {"collective-permute": "permute"}.get(row.kind, row.kind)
     return sum(
-        times * formulas.collective_seconds(kind, what, size, row.group_size, stride)
+        times * formulas.collective_seconds(chip, what, size, row.group_size, stride)
         for (_, _, size), times in row.messages.items()
     )
 
 
-def assumed(kind: Chip) -> str:
+def assumed(chip: Chip) -> str:
     """Which links the seconds assume, in words; nothing where no time is predicted."""
-    one = kind.per_device()
-    if kind.simulated:
+    one = chip.per_device()
+    if chip.simulated:
         return ""
-    if kind.link == "torus":
-        return f"Seconds assume that each mesh axis has one axis of the torus of {kind.name} chips to itself."
+    if chip.link == "torus":
+        return f"Seconds assume that each mesh axis has one axis of the torus of {chip.name} chips to itself."
     rate = f"{one.dcn_bytes_per_s / 1e9:.3g} GB/s"
     return f"Seconds assume nodes of {one.node_size} devices, and {rate} per device between nodes."
 
@@ -483,11 +483,11 @@ def scene(state: dict) -> Scene:
     the memory."""
     reply = answer(state)
     try:
-        config, kind, shape, order = read(state)
+        config, chip, shape, order = read(state)
         rows = tensors(state)
     except ValueError:
         return compose("refused", [], reply["says"], reply["says"].splitlines())
-    sizes, node, device = shape.sizes, kind.per_device().node_size, min(state["device"], shape.size - 1)
+    sizes, node, device = shape.sizes, chip.per_device().node_size, min(state["device"], shape.size - 1)
     place, notes = places(sizes, order, node), list[str]()
     cut, inside = parted(sizes, order, config.num_kv_heads)
     asked = {state["axis"], "kv" if state["axis"] == "tp" else ""}  # a part of tp

@@ -127,9 +127,8 @@ def _finished(*kinds: str) -> Ends:
     return layout_of(kind), Layout(layout_of(kind).dims)
 
 
-def _disagree(*said: str) -> Ends:
-    tuples = re.findall(f"spec=P{_TUPLE}", said[-1]) or re.findall(_TUPLE, said[-1])
-    found = [x for x in map(layout_of, tuples) if x.axes]
+def _disagree(operation: str, shardings: str) -> Ends:
+    found = [x for x in map(layout_of, re.findall(_TUPLE, shardings)) if x.axes]
     return next((b, a) for i, a in enumerate(found) for b in found[i + 1 :] if a.dims != b.dims)
 
 
@@ -182,14 +181,6 @@ ANSWERS: dict[str, tuple[Callable[..., Ends], str]] = {
         f"{{0}} would cut two dims of its result by one axis{MISSING} for one of the operands: {{reshard}}",
     ),
     r"(\w+) got incompatible shardings for broadcasting: (.*)\.": (_disagree, DISAGREE),
-    r"(dot_general) requires lhs batch dimensions and rhs batch .* sharding, got (.*)\.": (
-        _disagree,
-        DISAGREE,
-    ),
-    r"All operands should have the same sharding. Got shardings (.*)": (
-        _disagree,
-        DISAGREE.replace("{0}", "joining"),
-    ),
     rf"(\w+) is a non-linear operation and cannot accept input that is unreduced. Got {_TYPE}": (
         _finished,
         UNFINISHED,
