@@ -69,7 +69,7 @@ copies sp=8 context_parallel='usp' zero=1
 mixtral ep=8 reading='explicit' zero=0
 llama pp=4 dp=2 layers=5 microbatches=8 zero=0
 llama pp=2 tp=2 layers=4 microbatches=4 schedule='dualpipev'
-copies pp=2 fsdp=2 layers=4 microbatches=4 schedule='v-half' zero=2
+copies pp=2 fsdp=2 layers=4 microbatches=4 schedule='zb-v' zero=2
 llama pp=2 dp=2 layers=4 microbatches=4 schedule='zb-h2' zero=0
 llama pp=2 sp=2 layers=6 microbatches=4 schedule='breadth-first' virtual_stages=3
 """

@@ -329,6 +329,7 @@ def test_an_empty_place_at_the_end_is_left_out_and_a_state_in_order_is_not_copie
     assert jax.tree.map(jnp.shape, natural) == jax.tree.map(jnp.shape, one.init(0))
     before = jax.tree.map(np.asarray, natural)
     jax.tree.map(np.testing.assert_array_equal, step.to_natural(step.from_natural(natural)), before)
+    jax.tree.map(np.testing.assert_array_equal, natural, before)  # what is given is still there
     state = one.init(0)
     assert one.to_natural(state) is state and one.from_natural(state) is state
 
@@ -339,7 +340,7 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
     plan = piped("pp=2 fsdp=2", "1f1b 4")
     step = Step(dataclasses.replace(LLAMA, num_layers=3), plan, make_mesh(plan.mesh), optax.adamw(1.0))
     state, made, alive = step.init(0), [], []
-    leaves, deal = jax.tree.leaves(state), step_file._dealt
+    leaves, deal = jax.tree.leaves(state), step_file._in_order
     size = lambda arrays: sum(x.addressable_shards[0].data.nbytes for x in arrays if not x.is_deleted())
 
     def dealt(*args):
@@ -348,11 +349,11 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
         return made[-1]
 
     held, largest = size(leaves), max(size([x]) for x in leaves)
-    monkeypatch.setattr(step_file, "_dealt", dealt)
-    natural = step.to_natural(state)
+    monkeypatch.setattr(step_file, "_in_order", dealt)
+    natural = step.to_natural(state, donate=True)
     assert len(made) == 3 * len(jax.tree.leaves(state.params["blocks"])) and max(alive) <= held + largest
     assert size(jax.tree.leaves(natural)) <= held, "three layers instead of four places"
-    step.from_natural(natural)
+    step.from_natural(natural, donate=True)
     assert all(x.is_deleted() for x in made[: len(made) // 2])
 
 
