@@ -95,7 +95,9 @@ def flags_of(kind: type, *without: str) -> Any:
     itself.
     """
     hints = get_type_hints(kind)
-    text = re.sub(r"\n {8}", " ", inspect.cleandoc(kind.__doc__ or ""))  # one line for each field
+    own, *bases = (inspect.cleandoc(x.__doc__ or "") for x in kind.__mro__ if dataclasses.is_dataclass(x))
+    text = "\n".join([own, *(text.partition("Attributes:\n")[2] for text in bases)])
+    text = re.sub(r"\n {8}", " ", text)  # one line for each field
     text = re.sub(r"(:\w+:)?`+", "'", text)  # a terminal shows no markup
     for name, hint in hints.items():
         if hint in METAVARS:
