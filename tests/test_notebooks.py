@@ -41,45 +41,8 @@ SOURCES = build.sources()
 QUICK = "00", "02", "03", "11", "12"  # what a change to the package breaks first, in a minute and a half
 EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9].py"))
 EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in exercises.exercises(file.stem)]
-TOY = """# ---
-# jupyter:
-#   llmpar:
-#     teaching: 25
-#     exercises: 5
-#     needs: []
-#     objectives:
-#     - Count to two.
-#     - Say what follows one.
-# ---
-
-# %% [markdown]
-# # A toy
-#
-# **Question.** What comes
-# after one?
-#
-# ## Five lines
-#
-# 1. One is first.
-# 2. Two comes
-#    after one.
-# 3. Then we stop.
-
-# %% tags=["plumbing"]
-from llmpar.mesh import use_devices
-
-devices = use_devices()
-
-# %% tags=["nbval-check-output"]
-print("one")
-print("two")
-{extra}
-
-# %% [markdown]
-# ## Further
-#
-# There is more.
-"""
+TOY = (ROOT / "tests" / "fixtures" / "toy_lesson.txt").read_text()
+"""A lesson that follows all rules."""
 
 
 def toy(tmp_path, extra=""):
@@ -410,7 +373,6 @@ with_repeats = lambda rank, tp, n, k: [h * k // n for h in range(rank * n // tp,
 
 
 def solution_of(name, **other):
-    """The solution of an exercise with some of its parts exchanged."""
     return exercises.find(name).solution | other
 
 
