@@ -151,17 +151,19 @@ def test_policies_of_recomputation_cost_on_links_what_the_program_sends():
 
 
 @pytest.mark.parametrize(
-    "mesh, fields",
+    "name, mesh, fields",
     [
-        ("fsdp=64", dict(zero=1)),
-        ("fsdp=16 sp=4", {}),
-        ("dp=8 fsdp=8", dict(remat="block")),
-        ("pp=4 fsdp=4 tp=4", dict(microbatches=16, schedule="1f1b", tp_sequence=True, remat="block")),
+        ("llama3-8b", "fsdp=64", dict(zero=1)),
+        ("llama3-8b", "fsdp=16 sp=4", {}),
+        ("llama3-8b", "dp=8 fsdp=8", dict(remat="block")),
+        ("llama3-8b", "pp=4 fsdp=4 tp=4", dict(microbatches=16, schedule="1f1b", tp_sequence=True)),
+        ("qwen3-30b-a3b", "fsdp=8 ep=8", dict(remat="selective")),
+        ("qwen3-30b-a3b", "dp=2 fsdp=2 ep=8 tp=2", dict(tp_sequence=True)),
     ],
 )
-def test_the_form_that_ranks_is_near_the_rows_of_traffic(mesh, fields):
+def test_the_form_that_ranks_is_near_the_rows_of_traffic(name, mesh, fields):
     plan = Plan(mesh, dtype="bfloat16", loss_chunks=8, **fields)
-    run = workload.of_plan(preset("llama3-8b"), plan, H100, 64, 8192)
+    run = workload.of_plan(preset(name), plan, H100, 64, 8192)
     exact, closed = step_time(run), step_time(run, simulate=False)
     assert closed.step_s == pytest.approx(exact.step_s, rel=0.03)
 

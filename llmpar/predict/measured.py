@@ -42,11 +42,9 @@ class Source:
     tp_overlap: bool = False
     recompute: str = "auto"
     context_parallel: Any = "ring"
-    expert_tp: bool = False
     balanced: bool = True
     allocated: bool = False  # memory is what the allocator gave, not what the driver sees
     network_bytes_per_s: float = 0.0
-    full_attention: bool = True  # TFLOP/s count attention's whole square
     inputs: dict[str, Any] = field(default_factory=dict)
     heads: dict[str, int] = field(default_factory=dict)  # by the model's width
 
@@ -168,8 +166,7 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
         ffn_products=ffn_products,
         gpt=source.gpt,
         bits=_one_of(BITS, known.get("precision", "BF16"), "precision"),
-        slices=slices,
-        expert_tp=source.expert_tp,
+        expert_tp=False,
         balanced=source.balanced,
         ends_as_layers="embedding" in options and mesh.pp > 1,
     )  # fmt: skip
@@ -177,7 +174,7 @@ def _case(name: str, group: dict, inputs: dict, found: dict) -> Case:
     may_offload = "mesh" in known or str(known.get("remat", "")).startswith("custom")
     if software == "maxtext" and may_offload and not held.fits(run):
         run = dataclasses.replace(run, offload=True)
-    return Case(name, group["id"], run, _measured(found, run, source), group.get("source", ""))
+    return Case(name, group["id"], run, _measured(found, run), group.get("source", ""))
 
 
 def _chip(known: dict, source: Source, group: dict) -> tuple[Chip, Chip]:
@@ -324,7 +321,7 @@ def _recompute(known: dict, source: Source, run: Run) -> Any:
     return next((p for p in POLICIES if held.fits(dataclasses.replace(run, recompute=p))), "block")
 
 
-def _measured(found: dict, run: Run, source: Source) -> dict[str, Any]:
+def _measured(found: dict, run: Run) -> dict[str, Any]:
     """Seconds of a step from the first of `MEASURED` that is there; GB; whether it fitted."""
 
     def first(what: str) -> tuple[str, Any]:
@@ -343,7 +340,7 @@ def _measured(found: dict, run: Run, source: Source) -> dict[str, Any]:
         peak = run.chip.per_device().flops_per_s * run.mesh.size
         step = run.flops(causal=False) / peak / value * 100
     elif key.startswith("tflops"):
-        step = run.flops(not source.full_attention) / devices / value / 1e12
+        step = run.flops(causal=False) / devices / value / 1e12
     if memory and unit.endswith("gib"):
         memory *= 2**30 / 1e9
     return {"step_s": step, "memory_gb": memory, "fits": True if fits is None and (step or memory) else fits}

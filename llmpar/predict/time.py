@@ -38,8 +38,8 @@ the share of their peak that it reaches elsewhere: half of what CUDA cores do in
 ACCUMULATED_BYTES = 8
 """Read and written per parameter when a microbatch's gradient is added to a sum in float32."""
 SENT_AGAIN = {"none": (0.0, 0.0), "selective": (0.5, 0.0), "ffn": (0.5, 0.0), "block": (0.75, 0.5)}
-"""Of what a forward pass moves inside a layer, what our backward pass moves again, with `tp_sequence` and
-without: all that enters a part, and with `block` what leaves attention (`traffic.runs`)."""
+"""Of what a forward pass moves inside a layer, what our backward pass moves again, with `tp_sequence` (and
+to experts) and without: all that enters a part, and with `block` what leaves attention (`traffic.runs`)."""
 BESIDE = {"tensor-parallel links": "products", "sequence links": "attention"}
 """The term beside which what hides travels; elsewhere beside all."""
 LATE = "gradients at the end"
@@ -101,7 +101,7 @@ class Clock:
         self.inner, apart = dict[str, int](), 1
         for axis in reversed(run.order):
             self.inner[axis], apart = apart, apart * run.mesh.asked[axis]
-        self.exact = run.plan is not None
+        self.ours, self.exact = run.software.name == "llmpar", run.plan is not None
 
     # ------------------------------------------------------------------------------------------- prices
 
@@ -180,9 +180,9 @@ class Clock:
         backward.add("recomputation", recomputed + again * sum(plain.values()))
         backward.kernels += FORWARD_KERNELS * (run.recompute == "block")
         links = {} if self.exact else self.inside(dense, core)
-        repeated = SENT_AGAIN[run.recompute][not run.tp_sequence]
-        twice = again + (repeated if run.software.name == "llmpar" else float(run.recompute == "block"))
+        repeated = SENT_AGAIN[run.recompute] if self.ours else (float(run.recompute == "block"),) * 2
         for name, (ahead, behind) in links.items():
+            twice = again + repeated[not run.tp_sequence and name != "expert links"]
             overlaps = run.ep_overlap if name == "expert links" else name[0] == "t" and run.tp_overlap
             forward.add(name, self.exposed(ahead, forward.terms["products"], overlaps))
             hidden = self.exposed(behind, backward.terms["products"], overlaps)
@@ -216,17 +216,18 @@ class Clock:
                 once + self.exposed(3 * hop, 2.5 * core, True),
             )
         if c.experts and mesh.ep > 1 and not dense:
-            once = 2 * self.exchange(2.0 * run.stream_tokens * c.width)
+            once = 2 * self.exchange(2.0 * (run.tokens if self.ours else run.stream_tokens) * c.width)
             found["expert links"] = (once, once)
         return found
 
     def exchange(self, tokens_bytes: float) -> float:
-        """Seconds to send a microbatch's tokens to their experts. Between nodes a token travels once for each
-        node, and is dealt out there (DeepSeek-V3 2024, section 3.2.2); inside, once for each copy."""
+        """Seconds to send a microbatch's tokens to their experts: ours, in one all-to-all. Others: between
+        nodes a token travels once for each node, and is dealt out there (DeepSeek-V3 2024, section 3.2.2);
+        inside, once for each copy."""
         run, ep, inner = self.run, self.run.mesh.ep, self.inner["ep"]
         device, how = self.links.per_device(), run.config.experts
         near = max(1, device.node_size // inner)
-        if run.chip.link == "torus" or near >= ep:
+        if run.chip.link == "torus" or near >= ep or self.ours:
             return self.collective("all-to-all", tokens_bytes * self.copies(), ep, inner)
         nodes, start = ep / near, self.rates.start_s * (1 + math.log2(ep))
         assert how
@@ -242,7 +243,7 @@ class Clock:
         expert in Megatron."""
         how, ep = self.run.config.experts, self.run.mesh.ep
         assert how
-        if self.run.software.name != "llmpar":
+        if not self.ours:
             return how.top_k
         left = how.num_experts - how.num_experts // ep
         return ep * (1 - math.comb(left, how.top_k) / math.comb(how.num_experts, how.top_k))
@@ -273,6 +274,8 @@ class Clock:
                     term, hides = "sequence links", "the next rank" in text
                 else:
                     term, hides = "expert links", False
+                if " c d" in text:  # only full slots travel
+                    size = min(size, 2.0 * run.tokens * run.config.width * self.copies())
                 took = times * self.collective(short, size, row.group_size, min(self.inner[a] for a in axes))
                 shown, hidden = found.get(term, (0.0, 0.0))
                 found[term] = shown + took * (not hides), hidden + took * hides
@@ -320,9 +323,14 @@ class Clock:
     def gathers(self, shared: float, experts: float) -> tuple[float, float]:
         """Seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
         run, soft, gather, scatter = self.run, self.run.software, 0.0, 0.0
-        for params, group in ((shared, run.zero_group), (experts, run.zero_group / run.mesh.ep)):
-            gather += self.collective("all-gather", soft.gathered_bytes * params, group, self.zero_apart)
-            scatter += self.collective("reduce-scatter", soft.reduced_bytes * params, group, self.zero_apart)
+        apart = self.zero_apart
+        beyond = self.inner["sp" if run.zero_over_sp and run.mesh.sp > 1 else "fsdp"] if self.ours else apart
+        for params, group, inner in (
+            (shared, run.zero_group, apart),
+            (experts, run.zero_group / run.mesh.ep, beyond),
+        ):
+            gather += self.collective("all-gather", soft.gathered_bytes * params, group, inner)
+            scatter += self.collective("reduce-scatter", soft.reduced_bytes * params, group, inner)
         return gather, scatter
 
     def at_the_end(self, shared: float, experts: float) -> tuple[float, float]:
@@ -437,11 +445,10 @@ def _travel(run: Run, clock: Clock, f: Pass, b: Pass, here: float, there: float,
     cut = run.zero_group if run.zero == 3 else 1
     computing = f.seconds, b.seconds
     for part, seconds in zip((f, b), computing, strict=True):  # of a plan of ours, as they compute
-        for term, both in sent.items():
-            if term != LATE:
-                shown, hidden = (s * seconds / sum(computing) for s in both)
-                beside = part.terms.get(BESIDE.get(term, ""), seconds)
-                part.add(term, shown + clock.exposed(hidden, beside, True))
+        for term in sorted(set(sent) - {LATE}):  # weights last: beside all
+            shown, hidden = (s * seconds / sum(computing) for s in sent[term])
+            beside = part.terms.get(BESIDE.get(term, ""), part.seconds)
+            part.add(term, shown + clock.exposed(hidden, beside, True))
     once = run.mesh.pp > 1 and not run.reshard  # a step: counted at its end
     if cut > 1 and not clock.exact and not once:
         gather, scatter = clock.gathers(here, there)

@@ -99,7 +99,6 @@ class Run:
         gpt: layer norms with biases, dropout, learned positions.
         tp_overlap, ep_overlap: products run beside these exchanges.
         bits: of what the products of the blocks multiply: 16, 8 or 4.
-        slices: TPU slices or racks that the network joins; dp spans them.
         offload: what layers keep waits in the host's memory (MaxText's custom policies).
         balanced: positions are dealt so that all ranks of a ring have the same causal work; else the last
             has 2n/(n+1) times the mean.
@@ -129,7 +128,6 @@ class Run:
     ffn_products: int = 3
     gpt: bool = False
     bits: int = 16
-    slices: int = 1
     expert_tp: bool = True
     loss_chunks: int = 1
     zero_over_sp: bool = True

@@ -174,7 +174,7 @@ run = trained(config, chosen, text, adam, 2)
 alone = trained(config, Plan("dp=1"), text, adam, 2)
 verdicts({"the plan": run}, alone)
 gate = run.state.params["blocks"]["ffn"]["gate"]
-print(f"gate is stored as {chosen.stored('ffn l d m')}:", end=" ")
+print(f"gate is stored as {chosen.resolve(config).stored('ffn l d m')}:", end=" ")
 print(f"{gate.addressable_shards[0].data.shape} of {gate.shape}")
 
 # %% [markdown]
