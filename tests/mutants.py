@@ -38,9 +38,10 @@ def selection(what: str) -> list[str]:
 
 
 def failed(folder: str, what: str) -> bool:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *selection(what)]
-    environment = os.environ | {"PYTHONPATH": folder}
-    done = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
+    given = ["-c", str(TESTS.parent / "pyproject.toml"), "-x", "-q", "-n0", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *given, *selection(what)]
+    environment = os.environ | {"PYTHONPATH": folder}  # and there, since Python looks first where it starts
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
     return done.returncode == 1
 
