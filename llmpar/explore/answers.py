@@ -202,15 +202,12 @@ def tensors(state: dict) -> list[dict]:
 
     def row(kind: str, name: str, shape, itemsize: int, place, times: int = 1) -> None:
         layouts = {k: str(place(plan)) for k, plan in plans.items()}
-        entry = {
-            "name": f"{kind} {name}",
-            "kind": kind,
-            "shape": list(shape),
-            "itemsize": itemsize,
+        entry = {"name": f"{kind} {name}", "kind": kind, "shape": list(shape), "itemsize": itemsize}
+        entry |= {
             "times": times,
             "of": of,
-            "heads": config.num_kv_heads,  # of which ranks of tp may hold copies
-        }
+            "heads": config.num_kv_heads,
+        }  # of which ranks of tp may hold copies
         stacked = {"chunks": {s: n for s, n in CHUNKS.items() if n > 1}} if name.startswith("blocks.") else {}
         rows.append(entry | stacked | {"layout": layouts})
 
@@ -269,11 +266,8 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
     decided = plan.resolve(config, None)
     size = decided, state["batch_size"], state["seq_len"]
     held = memory.argument_bytes(*size)
-    parts = {
-        "weights": held["params"],
-        "optimizer": held["optimizer"],
-        "batch": held["batch"] + held["counters"],
-    }
+    parts = {"weights": held["params"], "optimizer": held["optimizer"]}
+    parts |= {"batch": held["batch"] + held["counters"]}
     parts["gradients, activations (estimate)"] = memory.temp_bytes(*size)
     out["memory"] = [[name, value] for name, value in parts.items()]
     out["traffic"] = sent(chip, order, *size)

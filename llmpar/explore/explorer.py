@@ -159,16 +159,10 @@ class Explorer:
 
     def document(self) -> dict:
         """What the browser needs once: controls, colours, where to start."""
-        return {
-            "kind": self.kind,
-            "title": self.title,
-            "controls": self.controls,
-            "view": list(self.view),
-            "state": dict(self.state),
-            "theme": {"light": LIGHT, "dark": DARK},
-            "parts": PARTS,
-            "version": __version__,
-        }
+        own: dict[str, Any] = {"kind": self.kind, "title": self.title, "view": list(self.view)}
+        own |= {"controls": self.controls}
+        own |= {"state": dict(self.state), "theme": {"light": LIGHT, "dark": DARK}}
+        return own | {"parts": PARTS, "version": __version__}
 
     @property
     def rich(self) -> anywidget.AnyWidget:
@@ -253,13 +247,8 @@ class MeshExplorer(Explorer):
             "gradient": "gradients (float32)",
             "activation": "activations, one layer",
         }
-        doc = super().document() | {
-            "axes": AXES,
-            "kinds": kinds,
-            "most": answers.MOST,
-            "shapes": answers.SHAPES,
-        }
-        return doc | (self._given or {"tensors": self.tensors})
+        doc = super().document() | {"axes": AXES, "kinds": kinds, "most": answers.MOST}
+        return doc | {"shapes": answers.SHAPES} | (self._given or {"tensors": self.tensors})
 
     @property
     def tensors(self) -> list[dict]:
@@ -278,13 +267,8 @@ class MeshExplorer(Explorer):
     def answer(self, state: dict) -> dict:
         if self._given:
             same = {name: self._given[name] for name in ("traffic", "memory", "node")}
-            return same | {
-                "key": answers.key(state),
-                "refusal": None,
-                "time": None,
-                "code": "",
-                "says": self.scene.text,
-            }
+            same |= {"key": answers.key(state), "refusal": None, "time": None, "code": ""}
+            return same | {"says": self.scene.text}
         return answers.answer(state)
 
     def states(self) -> list[dict]:

@@ -22,12 +22,8 @@ class PlannedExplorer(MeshExplorer):
     title = "Planned mesh"
 
     def __init__(self, document: dict[str, Any], plans: list[Plan], model: str, chip: str):
-        shared = {
-            "model": model,
-            "chip": chip,
-            "batch_size": document["batch_size"],
-            "seq_len": document["seq_len"],
-        }
+        shared = {"model": model, "chip": chip}
+        shared |= {name: document[name] for name in ("batch_size", "seq_len")}
         held = [control["name"] for control in answers.CONTROLS]
         fields = [name for name in held if name in answers.PLAN and name != "mesh"]
         own = [{name: getattr(plan, name) for name in fields} for plan in plans]
