@@ -268,53 +268,35 @@ def test_a_window_in_every_layer_is_one(tmp_path):
         (LLAMA31 | {"num_key_value_heads": 5}, "32 query heads cannot share 5 KV heads"),
         ({k: v for k, v in LLAMA31.items() if k != "hidden_size"}, "'.*' lacks 'hidden_size'"),
         (LLAMA31 | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'.*' lacks 'low_freq_factor'"),
-        (b"{", "cannot read the model configuration '.*': it is no JSON: Expecting"),
-        ([], "cannot read the model configuration '.*': it holds \\[\\], not an object"),
-        (b"\xff\xfe{", "cannot read the model configuration '.*': it is not UTF-8 text: byte 0xff"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_naming_the_key(tmp_path, card, why):
     path = tmp_path / "config.json"
-    path.write_bytes(card if isinstance(card, bytes) else json.dumps(card).encode())
+    path.write_text(json.dumps(card))
     with pytest.raises(ValueError, match=why) as caught:
         preset(str(path))
     assert "\n" not in str(caught.value)
 
 
-NUMBERS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-)
-WRONG = [(name, value) for name in NUMBERS for value in (-8, 0, 2.5, "32", [8], True, 10**30)]
-WRONG += [(name, None) for name in NUMBERS if name != "num_key_value_heads"]
-WRONG += [
-    ("head_dim", 7),
-    ("head_dim", -4),
-    ("head_dim", 0),
-    ("head_dim", "4"),
-    ("rms_norm_eps", "x"),
-    ("rms_norm_eps", -1.0),
-    ("rms_norm_eps", None),
-    ("rope_theta", "x"),
-    ("rope_theta", -1.0),
-    ("rope_theta", [1]),
-    ("initializer_range", "x"),
-    ("initializer_range", -1),
-    ("tie_word_embeddings", "false"),
-    ("tie_word_embeddings", 0),
-    ("rope_scaling", "yarn"),
-    ("rope_scaling", [1]),
-    ("partial_rotary_factor", 0.5),
-    ("quantization_config", {"quant_method": "gptq"}),
-    ("model_type", 5),
-    ("hidden_act", None),
-    ("attention_bias", "false"),
-    ("mlp_bias", 1),
-]
+NUMBERS = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
+OTHERS = {
+    "head_dim": (7, -4, 0, "4"),
+    "rms_norm_eps": ("x", -1.0, None),
+    "rope_theta": ("x", -1.0, [1]),
+    "initializer_range": ("x", -1),
+    "tie_word_embeddings": ("false", 0),
+    "rope_scaling": ("yarn", [1]),
+    "partial_rotary_factor": (0.5,),
+    "quantization_config": ({"quant_method": "gptq"},),
+    "model_type": (5,),
+    "hidden_act": (None,),
+    "attention_bias": ("false",),
+    "mlp_bias": (1,),
+    "max_position_embeddings": (0, "long"),
+}
+WRONG = [(name, value) for name in NUMBERS.split() for value in (-8, 0, 2.5, "32", [8], True, 10**30)]
+WRONG += [(name, None) for name in NUMBERS.split() if name != "num_key_value_heads"]
+WRONG += [(name, value) for name, values in OTHERS.items() for value in values]
 
 
 @pytest.mark.parametrize("name, value", WRONG, ids=str)
@@ -336,9 +318,6 @@ def test_what_a_field_may_be_is_said(tmp_path):
         ValueError, match="hidden_size 4097 in '.*' is no multiple of its 32 heads, and no head_dim is given"
     ):
         preset(written(tmp_path, LLAMA31 | {"hidden_size": 4097}))
-    with pytest.raises(ValueError, match="it is nested too deeply"):
-        (tmp_path / "deep.json").write_text("[" * 100_000)
-        preset(str(tmp_path / "deep.json"))
 
 
 def test_fields_of_families_are_checked_too(tmp_path):
@@ -398,11 +377,6 @@ def test_configurations_made_in_python_are_checked_by_the_same_table(made, said)
 @pytest.mark.parametrize("name", ["tiny", "llama3.1-8b", "qwen3-30b-a3b", "deepseek-v3"])
 def test_a_configuration_comes_back_from_plain_data(name):
     assert from_dict(json.loads(json.dumps(dataclasses.asdict(preset(name))))) == preset(name)
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="cannot read the model configuration '.*none.json': No such file"):
-        preset(str(tmp_path / "none.json"))
 
 
 # ------------------------------------------------------------------------------------------------------- RoPE
