@@ -31,7 +31,7 @@ from llmpar.sequence_order import row_orders
 from llmpar.step import State, Step
 from llmpar.training.checkpoint import Checkpoints, checksums
 from llmpar.training.data import Corpus, DataConfig, Stream, read_corpus
-from llmpar.training.train import OptimizerConfig, Report, _place, made_of, train
+from llmpar.training.train import OptimizerConfig, Report, _Measured, _place, made_of, train
 from llmpar.weights import model_graph, weight_dims
 
 SMALL = dataclasses.replace(
@@ -122,6 +122,13 @@ def test_a_log_is_continued_not_overwritten(tmp_path):
     log.write_text('{"step": 0}\n{"st')  # torn by a kill
     run(log=str(log))
     assert log.read_text().startswith('{"step": 0}\n{"st\n{') and len(log.read_text().splitlines()) == 8
+
+
+def test_a_log_that_a_full_disk_does_not_take_is_named():
+    measured = object.__new__(_Measured)
+    with open("/dev/full", "ab", buffering=0) as measured.lines:
+        with pytest.raises(ValueError, match="cannot write the log '/dev/full': No space left on device"):
+            measured._write({"step": 0})
 
 
 def test_a_report_without_steps_has_no_times():

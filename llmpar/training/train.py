@@ -21,7 +21,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from llmpar import moe
 from llmpar.config import ModelConfig, OptimizerConfig
-from llmpar.files import check_ordinary
 from llmpar.optimizer import make_optimizer
 from llmpar.plan import Plan
 from llmpar.step import State, Step
@@ -284,7 +283,11 @@ class _Measured:
 
     def _write(self, row: dict) -> None:
         if self.lines:
-            self.lines.write(json.dumps(row).encode() + b"\n")
+            try:
+                self.lines.write(json.dumps(row).encode() + b"\n")
+            except OSError as error:
+                why = f"{error.strerror}; free some room, and the same command goes on"
+                raise ValueError(f"cannot write the log '{self.lines.name}': {why}") from error
 
 
 def _evaluate(step: Step, state: State, held_out: Stream, batches: int) -> float:
@@ -325,8 +328,8 @@ def _opened(path: str | None) -> Iterator[Any]:
         return
     try:
         pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        if os.path.exists(path) and not os.path.isdir(path):
-            check_ordinary(path, "log")
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+            raise ValueError(f"cannot write the log '{path}': it is a pipe or a device; give a file")
         file = open(path, "ab+", buffering=0)  # so that a full disk is known at the line that meets it
     except OSError as error:
         raise ValueError(f"cannot write the log '{path}': {error.strerror}; give another file") from error
