@@ -119,9 +119,7 @@ class Plan:
 
     def check_page(self, path: str) -> None:
         """Refuse a page that cannot be written or drawn, before the work."""
-        import pathlib
-
-        if pathlib.Path(path).suffix != ".html":
+        if not path.endswith(".html"):
             raise ValueError(f"'{path}' is no page; call it .html")
         check_folder(path)
         if self.cluster is not None:
