@@ -92,13 +92,13 @@ one, eight, cut = Plan("dp=1"), Plan("tp=8"), Plan("tp=8", tp_sequence=True)
 for text in ("stream b s d -> ffn b s d", "ffn b s d +m -> stream b s d"):
     print(text)
     for name, plan in {"one device": one, "tp=8": eight, "and sequence": cut}.items():
-        print(f"  {name:<14} {plan.physical(text)}")
+        print(f"  {name:<14} {plan.resolve().physical(text)}")
 
 # %% tags=["plumbing"]
 leaving = "ffn b s d +m -> stream b s d"
-assert eight.physical(leaving) == parse_arrow("b s d +tp -> b s d")
-assert cut.physical(leaving) == parse_arrow("b s d +tp -> b s/tp d")
-assert one.physical(leaving) == parse_arrow("b s d -> b s d")
+assert eight.resolve().physical(leaving) == parse_arrow("b s d +tp -> b s d")
+assert cut.resolve().physical(leaving) == parse_arrow("b s d +tp -> b s/tp d")
+assert one.resolve().physical(leaving) == parse_arrow("b s d -> b s d")
 
 # %% [markdown]
 # ## One picture
