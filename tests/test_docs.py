@@ -34,11 +34,16 @@ NOT_RUN = {
     'llmpar launch local --processes 2 --devices 2 --wire 100mbit -- train --mesh "dp=2 tp=2" --steps 5': (
         "it needs namespaces; tests/test_hosts.py runs such lines where they can be made"
     ),
-    "llmpar plan --devices 64 --html plan.html": "tests/test_planned.py makes such a page of few plans",
     "python tests/bench.py attention": "it measures for minutes",
     "python tests/fit_rates.py tests/measured.json": "it takes minutes; tests/test_measured.py fits two",
     "python tests/rounding.py tf32 notebooks/src/03_data_parallelism.py": "test_accelerator.py rehearses",
 }
+SLOW = (
+    "llmpar demo",
+    "llmpar plan --devices 64 --html plan.html",
+    "llmpar plan --model llama3-70b --chip h100 --devices 256 --batch-tokens 4M --tokens 15T --price 2",
+)
+"""What takes a minute where types are checked: the full tests run it."""
 COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
 
 
@@ -75,9 +80,10 @@ def outcome(line: str, capsys) -> tuple[int, str, str]:
 @each_page
 def test_every_command_of_a_page_is_understood(page, tmp_path, monkeypatch, capsys):
     """The README's commands run, in its order and in one folder: a later one reads what an earlier one wrote.
-    On the other pages, what compiles a program is checked up to there; the test below runs it."""
+    On the other pages, what compiles a program is checked up to there; the test below runs it and what is
+    slow."""
     monkeypatch.chdir(tmp_path)
-    text, known = page.read_text(), set(NOT_RUN).union(*map(written, PAGES[: PAGES.index(page)]))
+    text, known = page.read_text(), {*NOT_RUN, *SLOW}.union(*map(written, PAGES[: PAGES.index(page)]))
     assert text.count("```") == 2 * len(examples(page)), "every fenced block is a Python example"
     refused = dict(re.findall(r"^    \$ (.*)\n    (llmpar: .*)$", text, re.M))
     for line in [line for line in written(page) if line.startswith("llmpar ") and line not in known]:
