@@ -94,7 +94,24 @@ PAPER = {
     "pipeline",
     "step",
 }
-MAX_PAPER_STATEMENTS = 2_235
+# Lines, docstrings and blank ones too: what a reader opens. One sum for each room, with some air, so that
+# nothing is moved or joined to fit; the package has one besides, below their sum. They are meant to be
+# lowered.
+BUDGETS = {
+    "paper": 3_700,
+    "core": 6_800,  # the paper and what is beside it
+    "kernels": 1_200,
+    "training": 1_600,
+    "predict": 4_100,
+    "draw": 2_000,
+    "inspect": 2_700,
+    "explore": 1_100,
+    "serve": 250,
+    "launch": 1_700,
+    "exercises": 2_500,
+    "cli": 2_500,
+    "package": 25_000,
+}
 # In pieces, so that this file obeys its own rule.
 REGISTRY_HOSTS = (
     "pypi" + ".org",
@@ -290,20 +307,27 @@ def test_a_mesh_axis_in_a_model_is_seen():
     assert axis_words(ast.parse(planted)) == {(4, "tp"), (4, "sp")}
 
 
-def statements(tree):
-    """Count the statements of a file, those inside others too."""
-    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree))
+def lines_of(sources):
+    """Count the lines of every room, of the paper and of the package; ``sources`` maps a file's name to its
+    text."""
+    counts = dict.fromkeys(BUDGETS, 0)
+    for name, text in sources.items():
+        room = name.split(".")[0] if name.split(".")[0] in BUDGETS else "core"
+        for what in (room, "package", *["paper"] * (name in PAPER)):
+            counts[what] += len(text.splitlines())
+    return counts
 
 
-def test_the_paper_stays_short():
-    """Compact is a feature: the core is read in one afternoon. The rest is counted in the message only."""
-    counts = {name: statements(tree) for name, tree in trees().items()}
-    paper = sum(counts[name] for name in PAPER)
-    assert paper <= MAX_PAPER_STATEMENTS, (paper, sum(counts.values()), counts)
+def test_every_room_stays_within_its_lines():
+    """Compact is a feature: the paper is read in one afternoon."""
+    counts = lines_of({name_of(path): path.read_text() for path in PACKAGE.rglob("*.py")})
+    over = {room: (count, BUDGETS[room]) for room, count in counts.items() if count > BUDGETS[room]}
+    assert not over, over
 
 
-def test_statements_are_counted_inside_others():
-    assert statements(ast.parse("def f():\n    x = 1; y = 2\n    return [\n        x]\n")) == 4
+def test_lines_are_counted_for_the_room_and_for_the_paper():
+    counts = lines_of({"par": "a\nb\n", "optimizer": "a\n", "cli.train": "a\n\nb\n"})
+    assert {room: n for room, n in counts.items() if n} == {"paper": 2, "core": 3, "cli": 3, "package": 6}
 
 
 def undocumented(name, tree):
