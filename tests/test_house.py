@@ -77,8 +77,7 @@ NO_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 MODEL_TEXT = ("model", "attention", "moe")
 MODEL_TEXT += ("kernels.flash", "kernels.flash_tpu", "kernels.grouped", "kernels.products")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
-# The part of the core that states and executes the strategies. Its statements are counted, not its lines, so
-# that nobody gains by making lines longer.
+# The part of the core that states and executes the strategies.
 PAPER = {
     "notation",
     "plan",
