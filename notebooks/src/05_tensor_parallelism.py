@@ -513,7 +513,7 @@ assert [(c.kind, c.shape) for c in three] == [("all-reduce", (B, S))] * (3 * (N 
 for census in censuses.values():  # the Llama's loss sends what this one sends
     assert sum(c.count for c in census if c.shape == (BATCH, SEQ)) == len(three)
 finished = parse_arrow("b s +tp -> b s" if N > 1 else "b s -> b s")
-assert plan.physical("vocab b s +v -> data b s") == finished
+assert plan.resolve().physical("vocab b s +v -> data b s") == finished
 print("value: the loss of every token equals the loss from whole logits")
 print(f"communication: {len(three)} all-reduces of one number per token")
 for name in ("tiny", "llama3-8b"):

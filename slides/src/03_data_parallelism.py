@@ -42,7 +42,7 @@ from llmpar.step import Step
 REPLICAS, ROWS, WIDE, HIGH = 4, 16, 156, 40
 plan = Plan(f"dp={REPLICAS}", zero=0)
 own = plan.resolve().place("data b s").shard_shape((ROWS, 128), plan.mesh.sizes)[0]
-assert own == 4 and str(plan.physical("ffn d m -> ffn d m").after) == "d m"
+assert own == 4 and str(plan.resolve().physical("ffn d m -> ffn d m").after) == "d m"
 assert [str(move) for move in parse_arrow("d m +dp -> d m").moves] == ["all-reduce over dp"]
 
 
