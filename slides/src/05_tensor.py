@@ -135,7 +135,9 @@ show(
 layouts = ("s m/tp", "m/tp d", "s d +tp")
 plan = Plan("tp=4")
 assert str(plan.resolve().place("ffn m d")) == "m/tp d"
-assert [str(move) for move in plan.resolve().physical("ffn b s d +m -> stream b s d").moves] == ["all-reduce over tp"]
+assert [str(move) for move in plan.resolve().physical("ffn b s d +m -> stream b s d").moves] == [
+    "all-reduce over tp"
+]
 show(
     product_of(
         *layouts,
