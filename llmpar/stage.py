@@ -176,7 +176,7 @@ def add(stage: Stage, sums: Tree, grads: Tree) -> Tree:
     return sums | {name: jax.tree.map(one, sums[name], g, dims[name]) for name, g in grads.items()}
 
 
-def programs(stage: Stage, x: Stream, sums: Tree) -> tuple[dict[str, Any], Any, Any]:
+def programs(stage: Stage, x: Any, sums: Tree) -> tuple[dict[str, Any], Any, Any]:
     """Cut `cell` into what F, B and W run, from the types of their arguments: ``{F, B, W}, saved, residual``,
     the last two as types.
 
