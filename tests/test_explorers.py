@@ -110,7 +110,7 @@ def test_a_written_order_is_judged():
 
 
 def test_both_bubbles_of_zb_h2_are_said():
-    """11 % of the whole picture is idle, and nothing from one step to the next (README's 0)."""
+    """11 % of the whole picture is idle, and nothing from one step to the next (docs/schedules.md: 0)."""
     text = TimelineExplorer(schedule="zb-h2", stages=4, microbatches=8).scene.text
     assert "11.1% of them idle" in text and "first start to its own last end, the bubble is 0:" in text
 

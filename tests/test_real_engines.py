@@ -200,7 +200,7 @@ def test_mpi_runs_its_job_file(mpi, alone, tmp_path, record):
         first, open_on = time.monotonic() - begin, listens_here(process)
         assert process.wait(300) == 0, (tmp_path / "out.txt").read_text()[-3000:]
     assert open_on.pop("llmpar") == {"127.0.0.1"}
-    assert set(open_on) <= {"prterun", "mpiexec"}, "what README says of them"
+    assert set(open_on) <= {"prterun", "mpiexec"}, "what docs/hosts.md says of them"
     assert kept(tmp_path / "kept") == kept(alone / "kept")
     version = said(programs / "mpirun", "--version", env=env)
     record({"openmpi": "Open MPI", "mpich": "MPICH"}[mpi], version, start_s=first)
