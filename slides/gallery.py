@@ -117,12 +117,17 @@ def photograph(folder: Path, **options) -> list[Path]:
     return out
 
 
+def timetable_picture() -> Scene:
+    """The pipeline of the README: four stages, eight microbatches."""
+    return draw.timeline(timetable(make("zb-h1", 4, 8)))
+
+
 def pictures(folder: Path = PICTURES) -> list[Path]:
     """Write the pictures of the README and its pages: the explorer's upper part, with what it says in words,
     and a timetable."""
     explorer, made = EXPLORERS["mesh-explorer"](), [folder / "timetable.svg", folder / "explorer.png"]
     folder.mkdir(parents=True, exist_ok=True)
-    made[0].write_text(to_svg(draw.timeline(timetable(make("zb-h1", 4, 8)))), encoding="utf-8")
+    made[0].write_text(to_svg(timetable_picture()), encoding="utf-8")
     with tempfile.TemporaryDirectory() as there:
         explorer.save(Path(there) / "mesh-explorer.html")
         if not photograph(Path(there), clip={"x": 0, "y": 0, "width": 700, "height": 790}):
