@@ -207,7 +207,7 @@ def test_every_python_example_runs(example, tmp_path, monkeypatch, capsys):
 def test_the_readme_s_feed_forward_is_the_model_s():
     names: dict = {"jax": jax}
     exec(examples(README)[0], names)
-    config, par = PRESETS["tiny"], Solo(Plan())
+    config, par = PRESETS["tiny"], Solo()
     layer = FeedForward(functools.partial(param, nnx.Rngs(0), config.block_weights()), "ffn")
     x = jax.random.normal(jax.random.key(0), (2, 8, config.width))
     np.testing.assert_array_equal(names["__call__"](layer, x, par), layer(x, par))
