@@ -556,9 +556,9 @@ def test_the_balance_of_rows_that_are_cut_is_counted_in_a_pipeline():
 
 
 def test_a_pipeline_tells_what_each_routers_experts_got_and_their_biases_follow():
-    """5 layers: some chunks have one less than others."""
+    """5 layers: some chunks have one less than others, and each stage has two copies, one in reverse."""
     more = dict(microbatches=4, sequence_order="striped", zero=2)
-    plan = Plan("pp=2 ep=2 sp=2", schedule="interleaved", **more)
+    plan = Plan("pp=2 ep=2 sp=2", schedule="dualpipe", **more)
     how = ExpertConfig(8, 2, score="sigmoid", bias_rate=0.125)
     config = dataclasses.replace(MOE, num_layers=5, experts=how)
     places = sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)
