@@ -259,22 +259,24 @@ class ModelConfig:
         if self.qk_norm:
             found |= {f"attention.{x}_norm.scale": Weight("attention h", (h,)) for x in "qk"}
 
-        def feed_forward(path: str, region: str, width: int, *experts: int) -> None:
-            e = "e " * len(experts)
-            for name in ("gate", "up"):
-                found[f"{path}.{name}"] = Weight(f"{region} {e}d m", (*experts, d, width), std)
-            found[f"{path}.down"] = Weight(f"{region} {e}m d", (*experts, width, d), last)
-
         if experts := self.experts:
             found["experts.router"] = Weight("stream d e", (d, experts.num_experts), std)
             if experts.bias_rate is not None:
                 found["experts.bias"] = Weight("stream e", (experts.num_experts,), fill=0.0)
-            feed_forward("experts", "experts", self.ffn_width, experts.num_experts)
+            found |= self._feed_forward("experts", "experts e", (experts.num_experts,))
             if experts.num_shared:
-                feed_forward("experts.shared", "ffn", self.ffn_width * experts.num_shared)
+                found |= self._feed_forward("experts.shared", "ffn", (), experts.num_shared)
         else:
-            feed_forward("ffn", "ffn", self.ffn_width)
+            found |= self._feed_forward("ffn", "ffn", ())
         return found
+
+    def _feed_forward(self, path: str, dims: str, lead: tuple[int, ...], times: int = 1) -> dict[str, Weight]:
+        """The weights of a feed-forward, ``times`` as wide; ``dims`` and sizes of what leads are those of
+        experts."""
+        d, m, std = self.width, times * self.ffn_width, self.init_scale
+        into = Weight(f"{dims} d m", (*lead, d, m), std)
+        out = Weight(f"{dims} m d", (*lead, m, d), std / (2 * self.num_layers) ** 0.5)
+        return {f"{path}.gate": into, f"{path}.up": into, f"{path}.down": out}
 
     @property
     def num_params(self) -> int:
