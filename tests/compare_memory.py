@@ -140,7 +140,9 @@ def compare(where: str, kept: dict[str, Any], lines: list[str]) -> None:
             continue
         guess = formula(case, parse_target(where).platform)
         held = sum(
-            memory.argument_bytes(case.plan.resolve(case.config), case.batch_size, case.seq_len).values()
+            memory.argument_bytes(
+                case.plan.resolve(case.config, None), case.batch_size, case.seq_len
+            ).values()
         )
         # A compiler that refuses tells the sum, before it has packed anything.
         true, given = (row["total"], held) if row["refused"] else (row["temp"], 0)

@@ -38,7 +38,9 @@ def test_arguments_are_exact():
         for case in compare_memory.cases(target):
             row = kept["plans"].get(case.name, {})
             if "arguments" in row:
-                parts = memory.argument_bytes(case.plan.resolve(case.config), case.batch_size, case.seq_len)
+                parts = memory.argument_bytes(
+                    case.plan.resolve(case.config, None), case.batch_size, case.seq_len
+                )
                 padding = 0 if target == H100 else 1e-3  # TPUs pad vectors to whole tiles
                 assert row["arguments"] == pytest.approx(sum(parts.values()), rel=padding, abs=0), case.name
 
@@ -60,7 +62,9 @@ def verdicts(target, capacity):
             continue
         temp = formula(target)(case)
         given = sum(
-            memory.argument_bytes(case.plan.resolve(case.config), case.batch_size, case.seq_len).values()
+            memory.argument_bytes(
+                case.plan.resolve(case.config, None), case.batch_size, case.seq_len
+            ).values()
         )
         needs = row["total"] if row["refused"] else given + row["temp"]
         if given + temp <= capacity and needs > capacity:
