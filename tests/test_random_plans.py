@@ -34,12 +34,13 @@ from parity import arranged, emulated_ragged_all_to_all, live, ragged_on_cpus
 
 from llmpar import attention, schedules, sequence_order
 from llmpar.config import ExpertConfig, LatentAttention, ModelConfig, RopeScaling
+from llmpar.execution import SUITS
 from llmpar.inspect.census import census_table
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh
 from llmpar.notation import AXES, MeshShape
 from llmpar.par import Manual
-from llmpar.plan import Plan
+from llmpar.plan import Plan, Resolved
 from llmpar.predict import traffic
 from llmpar.step import State, Step
 from llmpar.timetable import branch_shares
@@ -80,6 +81,7 @@ DRAWN = {
         init_scale=(0.2,),
         experts=(),
         latent=(None,) * 30 + (LatentAttention(4, 4, 4, 4),),
+        context_length=(None, 64),
     ),
     ExpertConfig: dict(
         num_experts=(4, 8, 3, 6),
@@ -379,19 +381,13 @@ def optimizer_of(rule: dict):
 def as_on_accelerators(plan: Plan, ragged=emulated_ragged_all_to_all):
     """CPUs lack the ragged all-to-all and cuDNN: the one is emulated, and XLA's own kernel stands in for the
     other. JAX writes both kernels with mixed dtypes."""
-    plain, on = jax.nn.dot_product_attention, Plan.on
-
-    def there(plan, platform):
-        can = {"attention_kernel": "portable"} if plan.attention_kernel == "cudnn" else {}
-        decided = on(dataclasses.replace(plan, **can), platform)
-        return dataclasses.replace(decided, attention_kernel=plan.attention_kernel) if can else decided
-
+    plain, kernels = jax.nn.dot_product_attention, SUITS["attention_kernel"]
     instead = lambda *args, implementation, **more: plain(*args, implementation="xla", **more)
     with (
         ragged_on_cpus(),
         mock.patch.object(jax.lax, "ragged_all_to_all", ragged),
         mock.patch.object(jax.nn, "dot_product_attention", instead),
-        mock.patch.object(Plan, "on", there),
+        mock.patch.dict(kernels, cpu=(*kernels["cpu"], "cudnn")),
         jax.numpy_dtype_promotion("standard" if plan.attention_kernel in ("cudnn", "xla") else "strict"),
     ):
         yield
@@ -637,7 +633,7 @@ def without_root(scale):
 FAULTS = {
     # what is put in its place, the plan that meets it, and what is seen
     "gathered keys in order": (
-        Plan,
+        Resolved,
         "in_order",
         lambda _: property(in_order_if_contiguous),
         "gradients",
