@@ -244,15 +244,15 @@ class Resolved(Plan):
         nothing orders the gathers of experts and of other weights in a backward pass that is cut.
         """
         simulated, said = platform == "cpu" and self.mesh.pp > 1, self.said
-        decided = self.suited(platform) | {"hop": "permute" if self.hop == "auto" else self.hop}
+        decided = self.suited(platform)
         if simulated and self.rings and self.hop == "permute":
             raise ValueError(
                 f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
                 " there for every device of the mesh, and other stages do other work; use hop='exchange', or"
                 " 'auto'"
             )
-        if simulated and self.hop == "auto":
-            decided["hop"] = "exchange"
+        if self.hop == "auto":
+            decided["hop"] = "exchange" if simulated else "permute"
         if simulated and self.hop == "auto" and self.rings:
             said += (
                 "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices"
@@ -290,9 +290,8 @@ class Resolved(Plan):
         ring = tuple(a for a in s if a not in heads)
         keys = () if self.context_parallel == "gather" else ring
         k, r = tp + heads, ()
-        if (
-            self.mesh.kv > 1
-        ):  # one KV head, copied, to a device: Ulysses then cuts the query heads that use it
+        if self.mesh.kv > 1:
+            # One KV head, copied, to a device: Ulysses then cuts the query heads that use it.
             k, r = live("tp"), live("kv") + heads
         return {
             "data": {"b": b, "s": s},

@@ -102,6 +102,7 @@ class Clock:
         for axis in reversed(run.order):
             self.inner[axis], apart = apart, apart * run.mesh.asked[axis]
         self.ours, self.exact = run.software.name == "llmpar", run.plan is not None
+        self.plan = run.plan.resolve(run.config, None) if run.plan else None
 
     # ------------------------------------------------------------------------------------------- prices
 
@@ -252,18 +253,17 @@ class Clock:
         """Seconds of a step's collectives on a stage, by term: those in the open, and those that travel
         beside computing. `LATE` are gradients that are summed at the end, and weights that are gathered once.
         """
-        run, plan = self.run, self.run.plan
+        run, plan = self.run, self.plan
         assert plan is not None
         found = dict[str, tuple[float, float]]()
-        decided = plan.resolve(run.config, None)
-        for (names, kind), row in step_traffic(decided, run.batch_size, run.seq_len, stage).items():
+        for (names, kind), row in step_traffic(plan, run.batch_size, run.seq_len, stage).items():
             axes = [{"kv": "tp", "ul": "sp"}.get(axis, axis) for axis in names.split(",")]
             short = {"collective-permute": "permute", "ragged-all-to-all": "all-to-all"}.get(kind, kind)
             ring = short != kind or kind == "all-to-all"
             for (_, text, size), times in row.messages.items():
                 if text.startswith("stream") and text.endswith(" stage"):
                     continue  # `hop`, in the timetable
-                once = "->" not in text and decided.gathers == "step"
+                once = "->" not in text and plan.gathers == "step"
                 if once or text.startswith(("gradient ", "updated ", "bucket ", "loss, ", "l ->")):
                     term, hides = LATE, text.startswith("updated ")
                 elif "->" not in text:  # a weight's own dims

@@ -64,8 +64,7 @@ class Decoder:
         self, config: ModelConfig, plan: Plan, mesh: Mesh, params: Tree, batch_size: int, length: int
     ):
         self.config, self.length, self.start = config, length, 0
-        self.platform = platform_of(mesh)
-        self.plan = plan = self.check(config, plan, batch_size, length, self.platform)
+        self.plan = plan = self.check(config, plan, batch_size, length, platform_of(mesh))
         mesh = split(mesh, plan.mesh)
         slots = -(-length // plan.mesh.sp) * plan.mesh.sp
         heads = max(config.num_kv_heads, plan.mesh.tp)  # the copies of a KV head have each a cache
