@@ -89,7 +89,7 @@ test-fast: lint
 # tests/full_runs.md tells when each part ran last.
 PART ?= 1/1
 test-full: lint
-	$(PYTEST) $(TESTS) -m full --part $(PART)
+	LLMPAR_TEST_TYPES=all $(PYTEST) $(TESTS) -m full --part $(PART)
 
 engines: $(STAMP)
 	PYTHON=$(BIN)/python bash tests/install_engines.sh .engines

@@ -52,10 +52,16 @@ if PLATFORM != "cpu" or ROUNDING:  # what tests compare, they compare in float32
     jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-# Every annotation in the package is checked at run time, shapes included. As for mypy, an int will do for a
-# float.
+# Modules that annotate shapes are checked at run time, LLMPAR_TEST_TYPES=all checks every module,
+# which makes the planner five times as slow; mypy has read those. As for mypy, an int will do for a float.
 check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))
-install_import_hook("llmpar", "conftest.check_types")
+SHAPED = [
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for file in sorted((ROOT / "llmpar").rglob("*.py"))
+    if "from jaxtyping import" in file.read_text()
+]
+everything = os.environ.get("LLMPAR_TEST_TYPES") == "all"
+install_import_hook("llmpar" if everything else SHAPED, "conftest.check_types")
 
 from llmpar import channels
 

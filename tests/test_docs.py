@@ -43,7 +43,7 @@ SLOW = (
     "llmpar plan --devices 64 --html plan.html",
     "llmpar plan --model llama3-70b --chip h100 --devices 256 --batch-tokens 4M --tokens 15T --price 2",
 )
-"""What takes a minute where types are checked: the full tests run it."""
+"""What takes long: the full tests run it."""
 COMMAND = r"(?:llmpar|make|pip|python) [^`\n]+"
 
 
