@@ -258,7 +258,7 @@ def test_a_process_without_a_sign_of_life_counts_as_dead_after_the_heartbeat():
     """JAX's own limit is 100 s."""
     with ranks(2, 1, "sleeps", HEARTBEAT_S="6") as processes:
         until = time.monotonic() + 60
-        while "ready" not in processes._said(0) and time.monotonic() < until:
+        while "ready" not in processes.said(0) and time.monotonic() < until:
             time.sleep(0.2)
         os.kill(processes.running[1].pid, signal.SIGSTOP)
         begin = time.monotonic()

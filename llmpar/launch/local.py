@@ -11,8 +11,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import IO
+from dataclasses import dataclass, field
+from typing import IO, Any
 
 from llmpar.launch.joined import LAUNCHER, free_port
 from llmpar.launch.wire import Wire
@@ -62,28 +62,26 @@ def environment(
     return dict(base) | told
 
 
+@dataclass
 class Processes:
     """Several processes with one command; whatever happens inside ``with``, none is left behind it. If this
     process is killed, those of llmpar end by themselves (`joined.end_with_launcher`).
 
     Process 0 writes where this process writes (with ``show``); what the others say is kept, and told where
-    one of them fails first. With a ``wire`` each is on a host of its own; else all are on loopback.
+    one of them fails first. With a ``wire`` each is on a host of its own; else all are on loopback. Each
+    reads its one of ``inputs``, or nothing.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        num: int,
-        devices: int | None = None,
-        base: Mapping[str, str] | None = None,
-        show: bool = False,
-        wire: Wire | None = None,
-    ):
-        self.command, self.num, self.devices, self.show, self.wire = list(command), num, devices, show, wire
-        self.base = os.environ if base is None else base
-        self.running: list[subprocess.Popen] = []
-        self._files = contextlib.ExitStack()
-        self._out: list[tuple[IO[bytes], IO[bytes]]] = []
+    command: Sequence[str]
+    num: int
+    devices: int | None = None
+    base: Mapping[str, str] | None = None
+    show: bool = False
+    wire: Wire | None = None
+    inputs: Sequence[Any] = ()
+    running: list[subprocess.Popen] = field(default_factory=list, init=False)
+    _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
+    _out: list[tuple[IO[bytes], IO[bytes]]] = field(default_factory=list, init=False)
 
     def __enter__(self) -> Processes:
         host = self.wire.address(0) if self.wire else "127.0.0.1"
@@ -94,8 +92,8 @@ class Processes:
             shown = self.show and number == 0
             process = subprocess.Popen(
                 self.wire.command(number, self.command) if self.wire else self.command,
-                env=environment(self.num, number, coordinator, self.devices, self.base),
-                stdin=subprocess.DEVNULL,
+                env=environment(self.num, number, coordinator, self.devices, self.base or os.environ),
+                stdin=self.inputs[number] if self.inputs else subprocess.DEVNULL,
                 stdout=None if shown else out,
                 stderr=None if shown else err,
                 start_new_session=True,  # Ctrl-C is ours: we ask them to stop
@@ -129,11 +127,11 @@ class Processes:
             if time.monotonic() > until:
                 self.end()
                 if first is None:
-                    said = "\n".join(self._said(i)[-1500:] for i in range(self.num))
+                    said = "\n".join(self.said(i)[-1500:] for i in range(self.num))
                     raise TimeoutError(f"{self.num} processes did not end within {timeout_s} s:\n{said}")
             time.sleep(0.05)
         first = next((i for i, status in enumerate(statuses) if status), None) if first is None else first
-        words = tuple(self._said(i) for i in range(self.num))
+        words = tuple(self.said(i) for i in range(self.num))
         return Ended(tuple(int(s or 0) for s in statuses), first, words, self._text(0, 0))
 
     def _text(self, number: int, which: int) -> str:
@@ -141,7 +139,7 @@ class Processes:
         file.seek(0)
         return file.read().decode(errors="replace")
 
-    def _said(self, number: int) -> str:
+    def said(self, number: int) -> str:
         return (self._text(number, 0) if number else "") + self._text(number, 1)
 
 

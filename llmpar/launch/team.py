@@ -1,8 +1,8 @@
 """A team: processes that stay, and run one function after another, as a notebook's cells run in its kernel.
 
-The notebook's process is none of them. It hands each the same function with the same arguments, over a socket
-in a folder of its own; all run it together, and each gives a result back. A function may be written in the
-notebook: cloudpickle sends its code and what it names.
+The notebook's process is none of them. It hands each the same function with the same arguments, over the pair
+of sockets that is the process's input; all run it together, and each gives a result back. A function may be
+written in the notebook: cloudpickle sends its code and what it names.
 """
 
 from __future__ import annotations
@@ -14,21 +14,16 @@ import io
 import os
 import pickle
 import signal
-import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Client, Connection, wait
-from pathlib import Path
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from llmpar.launch.local import Processes
 from llmpar.launch.wire import Wire
 
-ADDRESS, STACKS = "LLMPAR_TEAM", "LLMPAR_STACKS"
-"""Variables that tell a process where its team meets, and into which file it writes where it stands."""
 OWN = ("_work", "main", "_run_code", "_run_module_as_main", "<module>")
 """Of the functions in which a process stands: those that call what was sent."""
 START_S, GRACE_S = 120.0, 4.0
@@ -72,34 +67,18 @@ class Team(contextlib.ExitStack):
         atexit.register(self.close)
         self.callback(atexit.unregister, self.close)
         try:
-            folder = Path(self.enter_context(tempfile.TemporaryDirectory()))
-            self._stacks = [folder / f"stacks{number}" for number in range(num)]
             self.wire = self.enter_context(Wire(num, rate)) if rate is not None else None
-            told = {ADDRESS: str(folder / "team"), STACKS: str(folder / "stacks")}
-            base = {**(os.environ if base is None else base), **told}
+            self._lines, theirs = zip(*(Pipe() for _ in range(num)), strict=True)
             command = [sys.executable, "-m", __spec__.name]
-            self._processes = Processes(command, num, devices, base, wire=self.wire)
-            self._lines = self._meet(told[ADDRESS])
+            self._processes = Processes(command, num, devices, base, wire=self.wire, inputs=theirs)
+            self.enter_context(self._processes)
+            for line in theirs:
+                line.close()
+            if len(self._answers(time.monotonic() + START_S)[0]) < num:
+                raise RuntimeError("not all processes have come\n" + "\n".join(self._words().values()))
         except BaseException:
             self.close()
             raise
-
-    def _meet(self, address: str) -> list[Connection]:
-        """Start all, and wait until each has come."""
-        lines: dict[int, Connection] = {}
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(address)
-            server.listen(self.num)
-            server.settimeout(0.1)
-            self.enter_context(self._processes)
-            until = time.monotonic() + START_S
-            while len(lines) < self.num:
-                if self._ended() or time.monotonic() > until:
-                    raise RuntimeError("not all processes have come\n" + "\n".join(self._words().values()))
-                with contextlib.suppress(TimeoutError):
-                    line = Connection(server.accept()[0].detach())
-                    lines[line.recv()] = line
-        return [lines[number] for number in range(self.num)]
 
     def _ended(self) -> bool:
         """Whether one of the processes has ended."""
@@ -153,7 +132,7 @@ class Team(contextlib.ExitStack):
             if number in said:
                 continue
             if one.poll() is not None:
-                last = [line for line in self._processes._said(number).splitlines() if line.strip()][-3:]
+                last = [line for line in self._processes.said(number).splitlines() if line.strip()][-3:]
                 said[number] = f"was ended by {_status(one.returncode)}: {' | '.join(last)}"
                 continue
             frames = self._frames(number)
@@ -164,15 +143,12 @@ class Team(contextlib.ExitStack):
 
     def _frames(self, number: int) -> list[str]:
         """The functions in which a process that does not answer stands, the innermost first."""
-        file = self._stacks[number]
-        if not file.exists():
-            return ["its start"]
-        os.kill(self._processes.running[number].pid, signal.SIGUSR1)
+        before, main = len(self._processes.said(number)), ""
+        os.kill(self._processes.running[number].pid, signal.SIGUSR1)  # faulthandler writes the stacks
         until = time.monotonic() + 2.0
-        while not file.stat().st_size and time.monotonic() < until:
-            time.sleep(0.05)
-        time.sleep(0.1)
-        main = file.read_text().rpartition("Current thread")[2]
+        while not main and time.monotonic() < until:
+            time.sleep(0.2)
+            main = self._processes.said(number)[before:].rpartition("Current thread")[2]
         frames = [line.rpartition(" in ")[2] for line in main.splitlines() if line.startswith("  File")]
         return [frame for frame in frames if frame not in OWN]
 
@@ -186,11 +162,12 @@ def main() -> None:
     from llmpar.launch.joined import initialize
     from llmpar.mesh import use_devices
 
-    number = initialize().process_id
-    use_devices()
-    faulthandler.register(signal.SIGUSR1, open(f"{os.environ[STACKS]}{number}", "w"), all_threads=True)
-    with Client(os.environ[ADDRESS], "AF_UNIX") as line, contextlib.suppress(EOFError):
-        line.send(number)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    with Connection(os.dup(0)) as line, contextlib.suppress(EOFError):
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        initialize()
+        use_devices()
+        line.send_bytes(pickle.dumps((True, "has come", "")))
         while True:
             line.send_bytes(_work(line.recv_bytes()))
     os._exit(0)  # JAX would wait for the others
