@@ -138,7 +138,8 @@ def skips(which: str) -> dict:
     """Process 1 leaves out a collective and goes to sleep; a watchdog finds out."""
     from jax.experimental import multihost_utils
 
-    with joined.Watchdog(3.0, 3.0):
+    with joined.Watchdog(3.0) as watchdog:
+        watchdog.feed()
         if jax.process_index() == 1:
             time.sleep(600)
         multihost_utils.process_allgather(np.int32(1))

@@ -157,7 +157,7 @@ def test_an_address_is_checked_before_jax_ends_the_process():
 
 def test_a_coordinator_that_leads_each_host_to_itself_is_refused(monkeypatch):
     """Debian's /etc/hosts gives a host's own name 127.0.1.1."""
-    monkeypatch.setattr(joined, "resolved", lambda host: ["127.0.1.1"])
+    monkeypatch.setattr(joined, "resolved", lambda host: "127.0.1.1")
     words = refusal(place(coordinator="n1:9", num_local=1))
     assert "'n1' (SLURM) resolves to 127.0.1.1" in words and "each host would reach itself" in words
 
@@ -171,7 +171,7 @@ def test_a_taken_port_is_refused_and_another_one_named():
 
 
 def test_a_host_where_mpirun_runs_but_process_0_does_not_is_refused(monkeypatch):
-    monkeypatch.setattr(joined, "resolved", lambda host: ["192.0.2.200"])
+    monkeypatch.setattr(joined, "resolved", lambda host: "192.0.2.200")
     words = refusal(Place("Open MPI", 2, 0, "login:99", 0, 1))
     assert words.startswith("Open MPI names 'login', where mpirun runs, but process 0 is on ")
 
@@ -190,8 +190,8 @@ def test_processes_of_one_host_meet_on_loopback_whatever_its_name_resolves_to(nu
     assert detect(left | {"WORLD_SIZE": "4"}).coordinator == ("n1:99" if more else "n1:29501")
 
 
-def test_a_late_coordinator_is_waited_for_and_told():
-    free, told = joined.free_port(), []
+def test_a_late_coordinator_is_waited_for_and_told(capsys):
+    free = joined.free_port()
 
     def listen():
         time.sleep(1.6)
@@ -200,11 +200,10 @@ def test_a_late_coordinator_is_waited_for_and_told():
 
     thread = threading.Thread(target=listen)
     thread.start()
-    assert joined.check(place(1, f"127.0.0.1:{free}", num_local=2), 20, told.append) == ("127.0.0.1", None)
+    assert joined.check(place(1, f"127.0.0.1:{free}", num_local=2), 20) == ("127.0.0.1", None)
     thread.join()
-    assert (
-        len(told) == 1 and f"waits for process 0 at 127.0.0.1:{free} (SLURM): Connection refused" in told[0]
-    )
+    (told,) = capsys.readouterr().err.splitlines()
+    assert f"waits for process 0 at 127.0.0.1:{free} (SLURM): Connection refused" in told
 
 
 @pytest.mark.parametrize(
@@ -233,10 +232,11 @@ def test_gpus_that_cannot_be_shared_or_seen_are_refused():
         )
 
 
-def test_a_proxy_is_kept_out_of_the_way():
-    environ, told = {"https_proxy": "http://proxy:3128", "no_proxy": "a.b"}, []
-    joined.without_proxy(place(0, "n1:9"), environ, told.append)
-    assert environ["no_proxy"] == "a.b,n1" and environ["no_grpc_proxy"] == "n1" and "https_proxy" in told[0]
+def test_a_proxy_is_kept_out_of_the_way(capsys):
+    environ = {"https_proxy": "http://proxy:3128", "no_proxy": "a.b"}
+    joined.without_proxy(place(0, "n1:9"), environ)
+    assert environ["no_proxy"] == "a.b,n1" and environ["no_grpc_proxy"] == "n1"
+    assert "https_proxy would stand between the processes" in capsys.readouterr().err
 
 
 class Told:
@@ -297,35 +297,29 @@ def test_a_job_is_started_again_if_the_first_failure_may_be_mended(monkeypatch, 
 
 # ------------------------------------------------------------------------------------------------------ traps
 
-FINE = ["192.0.2.7"]
 RAY = Place("Ray", joined_by="engine")
-PART = "CUDA_VISIBLE_DEVICES=6,7 JAX_LOCAL_DEVICE_IDS=6,7"
 TRAPS = [
-    ("CUDA_VISIBLE_DEVICES=0 SLURM_GPUS_ON_NODE=8", place(num_local=1), "sees 1 of 8 GPUs of the job"),
-    (PART, place(num_local=1), "use 0 to 1, or unset it"),
+    (
+        "CUDA_VISIBLE_DEVICES=0 SLURM_GPUS_ON_NODE=8",
+        place(1, "n1:1", num_local=1),
+        "sees 1 of 8 GPUs of the job",
+    ),
     ("CUDA_VISIBLE_DEVICES=", Place("Ray"), "JAX sees none of the 8 GPUs here and would take CPUs"),
-    ("", Place("name 127.0.1.1"), "this host's name resolves to 127.0.1.1"),
-    ("", Place("name"), "this host's name resolves to nothing"),
     ("JAX_INITIALIZATION_TIMEOUT=600", Place(), "JAX_INITIALIZATION_TIMEOUT: neither JAX nor llmpar reads"),
-    ("http_proxy=x", place(), "http_proxy would stand between the processes"),
     ("", RAY, "a dead one is noticed after JAX's usual 100 s"),
     ("", place(num=4, num_local=2), "2 processes are on others; set JAX_COORDINATOR_ADDRESS"),
-    ("", Place("SLURM (batch script)", note="write 'srun llmpar …'"), "srun"),
 ]
 
 
 @pytest.mark.parametrize("words, here, sentence", TRAPS)
-def test_a_trap_is_named_in_one_sentence_at_once(words, here, sentence):
-    addresses = here.engine.split()[1:] if here.engine.startswith("name") else FINE
-    begin = time.monotonic()
-    found = traps.traps(env(words), here, 8, addresses)
-    assert time.monotonic() - begin < 2.0
-    assert [line for line in found if sentence in line], found
+def test_a_trap_is_named_in_one_sentence(words, here, sentence):
+    (found,) = traps.traps(env(words), here, 8)
+    assert sentence in found
 
 
 def test_where_nothing_is_wrong_nothing_is_said():
-    assert traps.traps({"NCCL_IB_TIMEOUT": "22"}, Place(), 8, FINE) == []
-    assert traps.traps({}, place(num_local=2), 0, FINE) == []
+    assert traps.traps({"NCCL_IB_TIMEOUT": "22"}, Place(), 8) == []
+    assert traps.traps({}, place(num_local=2), 0) == []
 
 
 def test_the_doctor_says_who_started_it(monkeypatch):

@@ -250,7 +250,7 @@ def join() -> None:
     """Join the processes that an engine has started, if it has; before any other use of JAX."""
     from llmpar.launch import joined
 
-    joined.initialize(tell=lambda words: print(words, file=sys.stderr, flush=True))
+    joined.initialize()
 
 
 def start() -> None:

@@ -128,12 +128,12 @@ def is_loopback(address: str) -> bool:
 def _explicit(env: Mapping[str, str]) -> Place | None:
     """By hand, by `llmpar launch local`, and in our JobSet. JAX itself reads the address alone."""
     names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    if "JAX_NUM_PROCESSES" in env and "JOB_COMPLETION_INDEX" in env:  # our JobSet's
+        env = {"JAX_PROCESS_ID": env["JOB_COMPLETION_INDEX"], **env}
     given = [name for name in names if name in env]
     if not given:
         return None
-    if given == ["JAX_NUM_PROCESSES"] and "JOB_COMPLETION_INDEX" in env:
-        env = {**env, "JAX_PROCESS_ID": env["JOB_COMPLETION_INDEX"]}  # our JobSet's
-    elif len(given) == 1:
+    if len(given) == 1:
         raise ValueError(f"{given[0]} is set without {(set(names) - set(given)).pop()}; set both, or neither")
     num, number = _number(env, "JAX_NUM_PROCESSES"), _number(env, "JAX_PROCESS_ID")
     if num > 1 and "JAX_COORDINATOR_ADDRESS" not in env:

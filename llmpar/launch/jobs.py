@@ -84,20 +84,17 @@ def read_site(path: str) -> Site:
     found = files.read_toml(path, "site file")
     kinds = {f.name: type(f.default) for f in dataclasses.fields(Site)}
     words = {tuple: "a list of strings", int: "a whole number", str: "a string"}
+    has = f"the site file '{path}' has"
     for name, value in found.items():
         if name not in kinds:
-            raise ValueError(
-                f"the site file '{path}' has '{name}', which nobody reads; use {', '.join(kinds)}"
-            )
-        items = value if isinstance(value, list) else [value]
-        if kinds[name] is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
-            found[name] = tuple(value)
-        elif type(value) is not kinds[name]:
-            raise ValueError(f"the site file '{path}' has {name} = {value!r}; give {words[kinds[name]]}")
+            raise ValueError(f"{has} '{name}', which nobody reads; use {', '.join(kinds)}")
+        items = tuple(value) if isinstance(value, list) else (value,)
+        strings = isinstance(value, list) and all(isinstance(item, str) for item in items)
+        if kinds[name] is not (tuple if strings else type(value)):
+            raise ValueError(f"{has} {name} = {value!r}; give {words[kinds[name]]}")
         if not all(str(item).isprintable() for item in items):
-            raise ValueError(
-                f"the site file '{path}' has a line break or a control character in '{name}'; use one line"
-            )
+            raise ValueError(f"{has} a line break or a control character in '{name}'; use one line")
+        found[name] = items if strings else value
     return Site(**found)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import functools
 import glob
@@ -19,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +32,10 @@ for has 143."""
 WAIT_S, HEARTBEAT_S, SHUTDOWN_S = 120, 30, 60
 """Seconds: for all processes to come; without a sign of life until a process counts as dead; to leave
 together."""
-RESOLVE_S = 1.5
-"""Seconds for a name to be resolved: doctor and `initialize` answer within two."""
 LAUNCHER = "LLMPAR_LAUNCHER"
 """The variable by which `local` tells a process who started it."""
 _KEY = "llmpar/failed"
 _MEETINGS = itertools.count()
-DAY_MS = 24 * 3600 * 1000
 
 
 def initialize(
@@ -45,7 +43,6 @@ def initialize(
     wait_s: float = WAIT_S,
     heartbeat_s: int = HEARTBEAT_S,
     shutdown_s: int = SHUTDOWN_S,
-    tell: Callable[[str], None] = lambda words: print(words, file=sys.stderr, flush=True),
 ) -> Place:
     """Join this process with the others that an engine has started; alone where there are none.
 
@@ -56,7 +53,6 @@ def initialize(
         wait_s: seconds for all processes to come.
         heartbeat_s: seconds after which a process without a sign of life counts as dead, and all end.
         shutdown_s: seconds that processes wait for one another when they leave.
-        tell: called with sentences for people.
 
     Raises ValueError, in one sentence, for what cannot work.
     """
@@ -68,12 +64,12 @@ def initialize(
         _guard()
         return replace(place, num_processes=jax.process_count(), process_id=jax.process_index())
     if place.note:
-        tell(f"llmpar: {place.note}")
+        _tell(place.note)
     if place.num_processes == 1:
         return place
     _clear_stdout()
-    own, bind = check(place, wait_s, tell)
-    without_proxy(place, environ, tell)
+    own, bind = check(place, wait_s)
+    without_proxy(place, environ)
     _listen_on(own)
     many = f"{place.num_processes} processes ({place.engine})"
     late = (
@@ -132,48 +128,33 @@ def parts_of(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def resolved(host: str, timeout_s: float = RESOLVE_S) -> list[str]:
-    """The addresses of a host; none where there are none, or no answer in time."""
-    found: list[str] = []
-
-    def ask() -> None:
-        with contextlib.suppress(OSError):
-            found.extend(str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return list(dict.fromkeys(found))
+def resolved(host: str) -> str:
+    """The first address of a host; '' where it has none."""
+    with contextlib.suppress(OSError, UnicodeError):
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    return ""
 
 
-def check(
-    place: Place, wait_s: float, tell: Callable[[str], None] = lambda words: None
-) -> tuple[str | None, str | None]:
+def check(place: Place, wait_s: float) -> tuple[str | None, str | None]:
     """Check the coordinator's address before JAX uses it: give this host's address towards it, and what
     process 0 binds to (None: where JAX finds it, all interfaces)."""
     if place.coordinator is None:
         return None, None
     host, port = parts_of(place.coordinator)
-    addresses = resolved(host)
+    address = resolved(host)
     what = f"the coordinator '{host}' ({place.engine})"
     works = "set JAX_COORDINATOR_ADDRESS to an address of process 0 that all hosts reach, as 10.0.0.1:20000"
-    if not addresses:
+    if not address:
         raise ValueError(f"{what} has no address on host {_me()}; mend /etc/hosts, or {works}")
-    here = is_loopback(addresses[0])
-    if here and not is_loopback(host) and not place.is_one_host and place.process_id:
-        raise ValueError(
-            f"{what} resolves to {addresses[0]} on host {_me()}: each host would reach itself;"
-            f" mend /etc/hosts, or {works}"
-        )
+    to_itself = is_loopback(address) and not is_loopback(host)  # Debian's 127.0.1.1
     if place.process_id:
-        _reach(place, addresses[0], port, wait_s, tell)
-        return _towards(addresses[0], port), None
-    return _offer(place, host, port, addresses, works)
-
-
-def _offer(place: Place, host: str, port: int, addresses: list[str], works: str) -> tuple[str, str | None]:
-    """Process 0: whether the port is free here, and to what to bind."""
-    address = addresses[0]
+        if to_itself and not place.is_one_host:
+            raise ValueError(
+                f"{what} resolves to {address} on host {_me()}: each host would reach itself;"
+                f" mend /etc/hosts, or {works}"
+            )
+        _reach(place, address, port, wait_s)
+        return _towards(address, port), None
     try:
         with _socket(address) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -181,20 +162,23 @@ def _offer(place: Place, host: str, port: int, addresses: list[str], works: str)
     except PermissionError:
         raise ValueError(f"port {port} of {place.coordinator} may not be used; use 1024 to 65535") from None
     except OSError as error:
-        for other in addresses:
-            with contextlib.suppress(OSError):  # where the address is not this host's
-                raise ValueError(
-                    f"port {port} of {place.coordinator} is taken by another program; set"
-                    f" JAX_COORDINATOR_ADDRESS={host}:{free_port(other)} for all processes"
-                ) from error
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(
+                f"port {port} of {place.coordinator} is taken by another program; set"
+                f" JAX_COORDINATOR_ADDRESS={host}:{free_port(address)} for all processes"
+            ) from error
         if "MPI" in place.engine:
             raise ValueError(
                 f"{place.engine} names '{host}', where mpirun runs, but process 0 is on {_me()}; {works}"
             ) from error
         return _towards(), None  # a service in front of this host
-    if is_loopback(address) and not is_loopback(host):  # Debian's 127.0.1.1: others resolve another address
+    if to_itself:  # the others resolve another address
         return _towards(), None
     return address, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _tell(words: str) -> None:
+    print(f"llmpar: {words}", file=sys.stderr, flush=True)
 
 
 def _me() -> str:
@@ -220,7 +204,7 @@ def _towards(address: str = "192.0.2.1", port: int = 9) -> str:
     return address
 
 
-def _reach(place: Place, address: str, port: int, wait_s: float, tell: Callable[[str], None]) -> None:
+def _reach(place: Place, address: str, port: int, wait_s: float) -> None:
     """Wait until the coordinator listens; a sentence after one second, a refusal after all."""
     begin, told, why = time.monotonic(), False, ""
     while (passed := time.monotonic() - begin) < wait_s:
@@ -231,9 +215,9 @@ def _reach(place: Place, address: str, port: int, wait_s: float, tell: Callable[
             why = error.strerror or str(error)
         if passed > 1 and not told:
             told = True
-            tell(
-                f"llmpar: process {place.process_id} on {_me()} waits for process 0 at"
-                f" {place.coordinator} ({place.engine}): {why}"
+            _tell(
+                f"process {place.process_id} on {_me()} waits for process 0 at {place.coordinator}"
+                f" ({place.engine}): {why}"
             )
         time.sleep(0.1)
     raise ValueError(
@@ -243,25 +227,16 @@ def _reach(place: Place, address: str, port: int, wait_s: float, tell: Callable[
     )
 
 
-def proxies(environ: Mapping[str, str]) -> list[str]:
-    """The variables that name a proxy, which gRPC would ask."""
-    return sorted(name for name in environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy"))
-
-
-def without_proxy(place: Place, environ: MutableMapping[str, str], tell: Callable[[str], None]) -> None:
+def without_proxy(place: Place, environ: MutableMapping[str, str]) -> None:
     """Let the processes reach one another directly where a site sets a proxy: gRPC would ask that."""
-    named = proxies(environ)
+    named = sorted(name for name in environ if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy"))
     if not named or place.coordinator is None:
         return
     host, _ = parts_of(place.coordinator)
     for name in ("no_proxy", "no_grpc_proxy"):
-        known = [part.strip() for part in environ.get(name, "").split(",") if part.strip()]
-        if host not in known:
-            environ[name] = ",".join([*known, host])
+        environ[name] = ",".join(filter(None, [environ.get(name), host]))
     if place.process_id == 0:
-        tell(
-            f"llmpar: {', '.join(named)} would stand between the processes: {host} is added to no_proxy here"
-        )
+        _tell(f"{', '.join(named)} would stand between the processes: {host} is added to no_proxy here")
 
 
 def gpus(environ: Mapping[str, str], files: int | None = None) -> tuple[int, int, int]:
@@ -274,17 +249,6 @@ def gpus(environ: Mapping[str, str], files: int | None = None) -> tuple[int, int
     return files, seen, int(environ.get("SLURM_GPUS_ON_NODE", "0") or 0)
 
 
-def beyond(environ: Mapping[str, str], seen: int) -> str:
-    """Why the GPUs that the user names are not among those seen; '' where they are, or none is seen."""
-    ids = environ.get("JAX_LOCAL_DEVICE_IDS", "")
-    if not seen or all(int(i) < seen for i in re.findall(r"\d+", ids)):
-        return ""
-    return (
-        f"JAX_LOCAL_DEVICE_IDS={ids} counts from 0 among the {seen} GPUs that this process sees, not those of"
-        f" the node; use 0 to {seen - 1}, or unset it"
-    )
-
-
 def local_devices(place: Place, environ: Mapping[str, str], files: int | None = None) -> list[int] | None:
     """Which of the visible GPUs this process takes; None: all of them.
 
@@ -292,10 +256,14 @@ def local_devices(place: Place, environ: Mapping[str, str], files: int | None = 
     where an engine has renumbered them for each task, and one of eight where a node has one task.
     """
     _, seen, on_node = gpus(environ, files)
-    if why := beyond(environ, seen):
-        raise ValueError(why)
     if ids := environ.get("JAX_LOCAL_DEVICE_IDS"):
-        return [int(i) for i in re.findall(r"\d+", ids)]
+        chosen = [int(i) for i in re.findall(r"\d+", ids)]
+        if seen and any(i >= seen for i in chosen):
+            raise ValueError(
+                f"JAX_LOCAL_DEVICE_IDS={ids} counts from 0 among the {seen} GPUs that this process sees, not"
+                f" those of the node; use 0 to {seen - 1}, or unset it"
+            )
+        return chosen
     num, renumbered = place.num_local, seen < place.num_local or on_node > seen
     if not seen or num <= 1 or environ.get("JAX_PLATFORMS") == "cpu" or renumbered:
         return None
@@ -318,7 +286,7 @@ def _listen_on(address: str | None) -> None:
 
     library: Any = getattr(xla_bridge, "_jax", None)
     make = getattr(library, "make_gloo_tcp_collectives", None)
-    if address and make and not isinstance(make, functools.partial):
+    if address and make:
         library.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 
 
@@ -357,11 +325,12 @@ def _client():
     return distributed.global_state.client
 
 
+@functools.cache  # once
 def _guard() -> None:
     """From here on an exception, Ctrl-C or a failure of another process ends this process within seconds."""
     import jax
 
-    if jax.process_count() == 1 or getattr(sys.excepthook, "of_llmpar", False):
+    if jax.process_count() == 1:
         return
 
     def end(kind, error, trace) -> None:
@@ -369,7 +338,6 @@ def _guard() -> None:
         tell_others(f"{kind.__name__}: {error}", FAILED)
         leave(FAILED)
 
-    end.of_llmpar = True  # type: ignore[attr-defined]
     sys.excepthook = end
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -378,24 +346,19 @@ def _guard() -> None:
     threading.Thread(target=_listen, args=(left,), daemon=True).start()
 
 
-def first_failure(wait_s: float = 0.0) -> str | None:
+def first_failure() -> str | None:
     """The exit status of the process that failed first and what it said, if one did."""
-    end = time.monotonic() + wait_s
-    while True:
-        with contextlib.suppress(Exception):  # there is none, or the coordinator is gone
-            return _client().key_value_try_get(_KEY)
-        if time.monotonic() >= end:
-            return None
-        time.sleep(0.1)
+    with contextlib.suppress(Exception):  # there is none, or the coordinator is gone
+        return _client().key_value_try_get(_KEY)
+    return None
 
 
 def _listen(left: threading.Event) -> None:
     """End this process a moment after another one failed: it may wait for that one in native code."""
     while not left.wait(0.5):
-        if found := first_failure():
-            if not left.wait(3.0):
-                status, _, sentence = found.partition(" ")
-                _end(int(status), f"ends, because {sentence}")
+        if (found := first_failure()) and not left.wait(3.0):
+            status, _, sentence = found.partition(" ")
+            _end(int(status), f"ends, because {sentence}")
 
 
 def together() -> bool:
@@ -407,7 +370,7 @@ def together() -> bool:
 def meet() -> None:
     """Wait for the other processes, however long they take. The end of one of them ends the others."""
     if together():
-        _client().wait_at_barrier(f"llmpar/meet/{next(_MEETINGS)}", DAY_MS)
+        _client().wait_at_barrier(f"llmpar/meet/{next(_MEETINGS)}", 24 * 3600 * 1000)  # ms
 
 
 def is_broken(sentence: str) -> bool:
@@ -427,14 +390,14 @@ def tell_others(sentence: str, status: int) -> int | None:
 
     mine = f"{status} process {jax.process_index()} failed: {sentence}"
     if is_broken(sentence):
-        first_failure(1.0)  # somebody else's end, who may be about to say why
+        time.sleep(1.0)  # it is somebody else's end, who may be about to say why
     with contextlib.suppress(Exception):  # somebody was first
         _client().key_value_set(_KEY, mine)
     told = first_failure()
     if not told or told == mine or told.partition(": ")[2] == sentence:
         return None  # all refuse the same: each says so
     first, _, why = told.partition(" ")
-    print(f"llmpar: ends, because {why}", file=sys.stderr, flush=True)
+    _tell(f"ends, because {why}")
     return int(first)
 
 
@@ -464,12 +427,12 @@ class Watchdog:
     """End the process, with every thread's stack, when nothing was done for ``limit_s`` seconds.
 
     A process that waits in a collective for one that is alive but stuck waits for ever otherwise: heartbeats
-    go on. ``first_s`` is the limit until the first step is done, which compiles.
+    go on. The first step, which compiles, has ten times as long.
     """
 
-    def __init__(self, limit_s: float, first_s: float | None = None):
+    def __init__(self, limit_s: float):
         self.limit_s, self.done = limit_s, 0
-        self._until = time.monotonic() + (first_s or 10 * limit_s)
+        self._until = time.monotonic() + 10 * limit_s
         self._over = threading.Event()
 
     def __enter__(self) -> Watchdog:

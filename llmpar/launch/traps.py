@@ -1,33 +1,24 @@
-"""Traps of clusters that can be seen before the processes meet: one sentence for each, without starting
-JAX."""
+"""Traps of clusters that can be seen before the processes meet, and that `joined` neither mends nor refuses:
+one sentence for each, without starting JAX."""
 
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Mapping
 
 from llmpar.launch.engines import Place, is_loopback
-from llmpar.launch.joined import HEARTBEAT_S, WAIT_S, beyond, gpus, proxies, resolved
+from llmpar.launch.joined import HEARTBEAT_S, WAIT_S, gpus
 
 _UNREAD = re.compile(r"(?!NCCL_IB_TIMEOUT$)(JAX|LLMPAR|NCCL|GLOO|TORCH)_\w*(TIMEOUT|HEARTBEAT)\w*")
 """Settings of time that change nothing; NCCL_IB_TIMEOUT looks like them, and NCCL reads it."""
 
 
-def traps(
-    environ: Mapping[str, str],
-    place: Place,
-    num_gpus: int | None = None,
-    own_addresses: list[str] | None = None,
-) -> list[str]:
-    """What would go wrong here, and is not mended by `joined`. ``num_gpus`` (device files of the machine) and
-    ``own_addresses`` (what the host's name resolves to) are looked up where they are left out."""
+def traps(environ: Mapping[str, str], place: Place, num_gpus: int | None = None) -> list[str]:
+    """What would go wrong here. ``num_gpus`` (device files of the machine) are counted where they are left
+    out."""
     files, seen, on_node = gpus(environ, num_gpus)
-    here, several, too_far = place.num_local, place.num_processes > 1, beyond(environ, seen)
-    addresses = resolved(socket.gethostname()) if own_addresses is None else own_addresses
-    shown, named = environ.get("CUDA_VISIBLE_DEVICES"), proxies(environ)
+    here, shown = place.num_local, environ.get("CUDA_VISIBLE_DEVICES")
     unread = sorted(filter(_UNREAD.fullmatch, environ))
-    its_own = several and here and not place.is_one_host and is_loopback(place.coordinator or "")
     rows = [
         (
             shown is not None and files and not seen,
@@ -39,19 +30,8 @@ def traps(
             f"this node's only task sees {seen} of {on_node} GPUs of the job; ask for --gpus-per-node"
             " instead of --gpus-per-task, or for more tasks",
         ),
-        (too_far, too_far),
         (
-            not addresses or addresses[0].startswith("127.0.1."),
-            f"this host's name resolves to {addresses[0] if addresses else 'nothing'}: other hosts could not"
-            " reach it; mend /etc/hosts first",
-        ),
-        (
-            named and several,
-            f"{', '.join(named)} would stand between the processes: llmpar adds the coordinator to no_proxy;"
-            " add the hosts of the job to it for other programs",
-        ),
-        (
-            its_own,
+            0 < here < place.num_processes and is_loopback(place.coordinator or ""),
             f"the coordinator is {place.coordinator}, which each host takes for itself, but"
             f" {place.num_processes - here} processes are on others; set JAX_COORDINATOR_ADDRESS",
         ),
@@ -60,7 +40,6 @@ def traps(
             f"{', '.join(unread)}: neither JAX nor llmpar reads this; processes wait {WAIT_S} s for one"
             f" another, and count as dead after {HEARTBEAT_S} s (llmpar.launch.joined.initialize has others)",
         ),
-        (place.note, place.note),
         (
             place.joined_by == "engine",
             f"{place.engine} joins the processes: a dead one is noticed after JAX's usual 100 s, not"

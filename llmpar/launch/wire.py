@@ -34,11 +34,11 @@ class Count(NamedTuple):
     packets: int
 
 
-def counted(pid: int | str = "self", card: str = CARD) -> Count:
+def counted(pid: int | str = "self") -> Count:
     """Read how much the card of a process's network has sent; nothing where there is none."""
     with open(f"/proc/{pid}/net/dev") as lines:
         found = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-    return Count(int(found[card][8]), int(found[card][9])) if card in found else Count(0, 0)
+    return Count(int(found[CARD][8]), int(found[CARD][9])) if CARD in found else Count(0, 0)
 
 
 def checked(rate: str) -> str:
