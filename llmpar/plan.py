@@ -392,6 +392,18 @@ class Resolved(Plan):
             return ""
         return "step" if self.mesh.pp > 1 and not self.reshard_after_forward else "block"
 
+    @functools.cached_property
+    def tokens(self) -> Layout:
+        """Where the tokens of a batch lie."""
+        return self.place("data b s")
+
+    @functools.cached_property
+    def lives(self) -> dict[str, tuple[Any, Life]]:
+        """Every weight of the model by its path (a `config.Weight`, with the layers that a pipeline pads to),
+        and its life."""
+        weights = self.padded(self.config).weights()
+        return {path: (weight, self.life(weight.dims)) for path, weight in weights.items()}
+
     def stored(self, dims: str) -> Layout:
         """A weight's layout between steps."""
         return self.life(dims).stored

@@ -96,7 +96,9 @@ class Step:
         optimizer: optax.GradientTransformation,
         clip: float | None = 1.0,
     ):
-        plan = plan.resolve(config, platform_of(mesh))
+        platform = platform_of(mesh)
+        plan = plan.resolve(config, platform)
+        self._tally = Layout((Dim("l"), Dim("e")), plan.varying("stream"))  # summed over all tokens
         mesh = split(mesh, plan.mesh)
         self.config, self.plan, self.optimizer, self.clip = config, plan, optimizer, clip
         # What is made by constraints lies on the mesh as given; explicit axes are the same devices.
@@ -106,25 +108,24 @@ class Step:
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)
-        self._tally = Layout((Dim("l"), Dim("e")), plan.varying("stream"))  # summed over all tokens
-        self.batch_sharding = sharding(mesh, plan.place("data b s"))
+        self.batch_sharding = sharding(mesh, plan.tokens)
         self.layer_order = schedules.layer_order(plan.pipeline, config.num_layers)
-        state = self._shapes(plan.padded(config))
+        places = len(self.layer_order)
+        state = self._shapes(places)
         laid_out = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, layout))
         self.abstract_state = self.abstract_natural = jax.tree.map(
             laid_out, state, layouts := self._layouts(state)
         )
-        if plan.padded(config) != config:  # layers that pp does not divide
-            natural = self._shapes(config)
+        if places > config.num_layers:  # layers that pp does not divide
+            natural = self._shapes(config.num_layers)
             self.abstract_natural = jax.tree.map(
                 laid_out, natural, jax.tree.map(self._layout_of_all_layers, natural, layouts)
             )
             if counts_empty_places(optimizer, self.abstract_natural.params, self.layer_order):
-                layers, more = config.num_layers, plan.padded(config).num_layers - config.num_layers
                 raise ValueError(
-                    f"{layers} layers leave {more} of the pipeline's places empty, zeros that this optimizer"
-                    f" would count: it looks at a whole stack at once, as Adafactor does; use {layers + more}"
-                    " layers, or AdamW"
+                    f"{config.num_layers} layers leave {places - config.num_layers} of the pipeline's places"
+                    " empty, zeros that this optimizer would count: it looks at a whole stack at once, as"
+                    f" Adafactor does; use {places} layers, or AdamW"
                 )
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         # Where layers lie in the model's order, nothing is ever moved.
@@ -137,8 +138,9 @@ class Step:
             compiler_options=compiler_options(plan),
         )
 
-    def _shapes(self, config: ModelConfig) -> State:
-        """The state's leaves by shape and dtype."""
+    def _shapes(self, num_layers: int) -> State:
+        """The state's leaves by shape and dtype, with as many layers."""
+        config = dataclasses.replace(self.config, num_layers=num_layers)
         params = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, jnp.float32), described(config))
         return jax.eval_shape(lambda p: State(p, self.optimizer.init(p), jnp.int32(0)), params)
 
@@ -209,10 +211,7 @@ class Step:
     def _layer_dims(self) -> State:
         """Which dim of a leaf counts layers, whatever the optimizer keeps: what one layer more would make
         longer; -1: none."""
-        less, more = (
-            self._shapes(dataclasses.replace(self.config, num_layers=self.config.num_layers + n))
-            for n in (0, 1)
-        )
+        less, more = (self._shapes(self.config.num_layers + n) for n in (0, 1))
         longer = lambda a, b: next(
             (i for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y), -1
         )
@@ -287,7 +286,7 @@ class Step:
                 grads, metrics = self._global(par, params, batch)
                 return grads, metrics | {"grad_norm": optax.tree.norm(grads)}
         specs = lambda layouts: jax.tree.map(spec, layouts)
-        given = specs(self.stored), spec(self.plan.place("data b s"))
+        given = specs(self.stored), self.batch_sharding.spec
         made = specs(self.graded), spec(WHOLE)
         run = functools.partial(self._manual, par)
         return jax.shard_map(run, mesh=self.mesh, in_specs=given, out_specs=made)(params, batch)
@@ -457,5 +456,5 @@ class Step:
 
         if plan.reading == "auto" or plan.pipeline:
             return jax.jit(functools.partial(sums, Auto(plan, self.mesh)))
-        given = jax.tree.map(spec, self.stored), spec(plan.place("data b s"))
+        given = jax.tree.map(spec, self.stored), self.batch_sharding.spec
         return jax.jit(jax.shard_map(manual, mesh=self.mesh, in_specs=given, out_specs=spec(WHOLE)))

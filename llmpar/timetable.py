@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -337,19 +338,20 @@ def slots(table: Timetable) -> Slots:
     return Slots(**grid, num_saved=count[0], num_residual=count[1], num_messages=count[2])
 
 
-def branch_shares(schedule: Schedule, num_layers: int, stage: int) -> dict[str, Fraction]:
-    """How often a stage takes the named branches of the program, of the times that it comes to them."""
-    table, counts = timetable(schedule), schedule.layers(num_layers)
-    ticks = {kind: table.ticks[:, stage, 0] == i for i, kind in enumerate(KINDS)} | {
-        name: (slots(table).send == way).any(1) for name, way in WAYS.items()
-    }
+def branch_shares(schedule: Schedule | None, num_layers: int) -> list[dict[str, Fraction] | None]:
+    """How often each stage takes the named branches of the program, of the times that it comes to them;
+    [None] without a pipeline."""
+    if schedule is None:
+        return [None]
+    table, counts, found = timetable(schedule), schedule.layers(num_layers), list[Any]()
+    sends = {name: (slots(table).send == way).any(1) for name, way in WAYS.items()}
     first, last = ({route[i] for route in schedule.routes} for i in (0, -1))
     full = {cell for cell, n in counts.items() if n == max(counts.values())}
-    mine = {cell for cell in counts if cell[0] == stage}
     share = lambda some, of: Fraction(len(some & of), max(1, len(of)))
-    return {name: Fraction(int(found.sum()), len(found)) for name, found in ticks.items()} | {
-        "fullB": share(full, mine),
-        "fullF": share(full, mine - last),
-        "enters": share(first, mine),
-        "leaves": share(last, mine),
-    }
+    for stage in range(schedule.num_stages):
+        ticks = {kind: table.ticks[:, stage, 0] == i for i, kind in enumerate(KINDS)} | sends
+        mine = {cell for cell in counts if cell[0] == stage}
+        of_cells = {"fullB": share(full, mine), "fullF": share(full, mine - last)}
+        of_cells |= {"enters": share(first, mine), "leaves": share(last, mine)}
+        found.append({name: Fraction(int(runs.sum()), len(runs)) for name, runs in ticks.items()} | of_cells)
+    return found

@@ -198,7 +198,7 @@ def check(config, plan: Plan) -> None:
     if plan.reading == "manual":  # the others leave it to XLA (test_explicit.py has the fourth's)
         assert ONCE not in {c.arrow for pair in unordered(text, step.mesh) for c in pair}
         for stage in range(plan.mesh.pp):
-            taken = branch_shares(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
+            taken = branch_shares(plan.pipeline, config.num_layers)[stage]
             census = census_hlo(text, step.mesh, taken)
             want = predicted_by_arrow(traffic.step_traffic(step.plan, BATCH, SEQ, stage))
             assert by_arrow(census) == want, f"stage {stage}"

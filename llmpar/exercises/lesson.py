@@ -14,13 +14,13 @@ import optax
 from llmpar.config import ModelConfig
 from llmpar.exercises import say
 from llmpar.inspect.census import Collective, census_hlo, census_table, compiled_memory, read_program
-from llmpar.inspect.report import taken
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.predict import memory
 from llmpar.predict.traffic import Traffic, step_traffic
 from llmpar.sequence_order import sequence_permutation
 from llmpar.step import State, Step
+from llmpar.timetable import branch_shares
 
 NAMED = 17
 """Columns of a verdict's line that name its plan."""
@@ -162,7 +162,7 @@ def as_predicted(run: Run) -> list[Collective]:
     """Take the census of a step, and assert that it is the predicted one on every stage of the pipeline;
     return the last stage's."""
     step, census = run.step, []
-    for stage, branches in enumerate(taken(step.config, step.plan)):
+    for stage, branches in enumerate(branch_shares(step.plan.pipeline, step.config.num_layers)):
         census = census_hlo(run.text, step.mesh, branches)
         predicted = step_traffic(step.plan, *run.shape, stage)
         assert census_table(census) == as_table(predicted), (step.plan, stage)

@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,16 +22,16 @@ from llmpar import draw
 from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, time_text
 from llmpar.inspect import report
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory, read_program
+from llmpar.inspect.census import Taken, census_hlo, census_table, compiled_memory, read_program
 from llmpar.inspect.roofline import Roofline, Sent, merged_terms, roofline
 from llmpar.inspect.targets import Target, need_compiler
-from llmpar.mesh import make_mesh, split
+from llmpar.mesh import make_mesh
 from llmpar.notation import MeshShape
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, planner, ring
 from llmpar.sequence_order import Mask
 from llmpar.step import AT_ONCE, Step, compiler_options
-from llmpar.timetable import timetable
+from llmpar.timetable import branch_shares, timetable
 
 GIB = 2**30
 
@@ -49,10 +50,8 @@ def compile_step(
     plan.check(config, batch_size, seq_len)
     if plan.attention_kernel == "cudnn":
         need_compiler("cudnn")
-    mesh = make_mesh(plan.mesh, target.devices)
-    step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
-    plan = step.plan
-    mesh = split(mesh, plan.mesh)
+    step = Step(config, plan, make_mesh(plan.mesh, target.devices), optimizer or optax.adamw(1e-3))
+    plan, mesh = step.plan, step.mesh
     begin = time.perf_counter()
     held = memory.argument_bytes(plan, batch_size, seq_len)
     need: dict[str, Any] = {
@@ -90,8 +89,9 @@ def compile_step(
         "total": "peak_bytes",
     }
     need |= {f"compiled_{name}": program[key] for name, key in found.items()}
-    document |= report.compare(config, plan, batch_size, seq_len, partitioned, mesh)
-    walked = _busiest(text, mesh, config, plan, target, seq_len)
+    branches = branch_shares(plan.pipeline, config.num_layers)
+    document |= report.compare(plan, batch_size, seq_len, partitioned, mesh, branches)
+    walked = _busiest(text, mesh, plan, target, seq_len, branches)
     useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size
     rate = target.chip.per_device().flops_per_s
     fits = program["peak_bytes"] <= need["capacity"]
@@ -101,7 +101,7 @@ def compile_step(
         "fits": fits,
         "why": why,
         "memory_bytes": need,
-        "final": _final(text, mesh, config, plan, document["stage"]),
+        "final": _final(census_table(census_hlo(text, mesh, branches[document["stage"]]))),
         "overlap": [_overlap(row) for row in sorted(walked.sent.values(), key=lambda s: -s.exposed_s)],
         "flops": {"useful_per_device": useful, "executed_per_device": walked.flops},
         "roofline": {
@@ -193,21 +193,17 @@ def picture(document: dict) -> Scene:
     return draw.two_lanes(document["turns"], f"One turn of each loop on {document['target']}, estimated")
 
 
-def _seen_share(config: ModelConfig, plan: Resolved, seq_len: int) -> float:
-    """Give the share of all pairs of tiles that the kernel of attention computes, one document a row."""
-    ranks = plan.mesh.along(plan.regions["queries"]["s"])
-    return ring.seen_share(seq_len, ranks, plan.sequence_order, Mask(True, config.window))
-
-
-def _busiest(text: str, mesh, config: ModelConfig, plan: Resolved, target: Target, seq_len: int) -> Roofline:
+def _busiest(
+    text: str, mesh, plan: Resolved, target: Target, seq_len: int, branches: Sequence[Taken | None]
+) -> Roofline:
     """Walk the schedule as every pipeline stage takes its branches, and give the longest walk, with the
     schedule's bubble as one more term."""
-    seen, beside = _seen_share(config, plan, seq_len), AT_ONCE in compiler_options(plan)
+    config, beside = plan.config, AT_ONCE in compiler_options(plan)
+    ranks = plan.mesh.along(plan.regions["queries"]["s"])
+    # Of all pairs of tiles the kernel of attention computes these, where a row is one document.
+    seen = ring.seen_share(seq_len, ranks, plan.sequence_order, Mask(True, config.window))
     full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
-    stages = [
-        roofline(text, mesh, target.links, branches, seen, full, beside)
-        for branches in report.taken(config, plan)
-    ]
+    stages = [roofline(text, mesh, target.links, taken, seen, full, beside) for taken in branches]
     longest = max(stages, key=lambda walk: walk.step_s)
     if plan.pipeline:
         bubble = longest.step_s * float(timetable(plan.pipeline).bubble_over_ideal)
@@ -220,9 +216,8 @@ def _overlap(row: Sent) -> dict:
     return dataclasses.asdict(row) | {"count": round(row.count), "asynchronous": round(row.asynchronous)}
 
 
-def _final(text: str, mesh, config: ModelConfig, plan: Plan, stage: int) -> list[dict]:
+def _final(table: dict) -> list[dict]:
     """List what the final program sends, by axes and kind."""
-    table = census_table(census_hlo(text, mesh, report.taken(config, plan)[stage]))
     return [
         {"axis": axis, "kind": kind, "count": row["count"], "bytes": row["bytes_sent"]}
         for (axis, kind), row in sorted(table.items(), key=lambda item: -item[1]["bytes_sent"])

@@ -4,9 +4,10 @@ it."""
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
+from typing import Any
 
 import optax
-from jax.sharding import Mesh
 from rich.table import Table
 
 from llmpar import draw
@@ -14,7 +15,6 @@ from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, compose
 from llmpar.inspect.census import (
     Collective,
-    Taken,
     arrow_rows,
     census_hlo,
     census_table,
@@ -25,8 +25,8 @@ from llmpar.inspect.census import (
 from llmpar.inspect.links import links, links_table
 from llmpar.inspect.spread import spread_table
 from llmpar.inspect.types import types_table
-from llmpar.mesh import make_mesh, platform_of, split
-from llmpar.plan import Plan
+from llmpar.mesh import make_mesh
+from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, traffic
 from llmpar.step import Step
 from llmpar.timetable import branch_shares
@@ -44,14 +44,14 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     plan.check(config, batch_size, seq_len)
     mesh = make_mesh(plan.mesh)
     step = Step(config, plan, mesh, optimizer or optax.adamw(1e-3))
-    plan = step.plan
-    compiled, partitioned = read_program(step.lower(batch_size, seq_len))
+    plan, compiled, partitioned = step.plan, *read_program(step.lower(batch_size, seq_len))
+    branches = branch_shares(plan.pipeline, config.num_layers)
     # With experts it depends on the routing: empty blocks are skipped. A kernel walks lists of the data's.
-    text, known = compiled.as_text() or "", not config.experts and step.plan.attention_kernel != "flash"
-    work = [executed_flops(text, branches) for branches in taken(config, plan)] if known else None
+    text, known = compiled.as_text() or "", not config.experts and plan.attention_kernel != "flash"
+    work = [executed_flops(text, taken) for taken in branches] if known else None
     held = compiled_memory(compiled)
     useful = memory.flops(config, batch_size, seq_len)
-    return compare(config, plan, batch_size, seq_len, partitioned, mesh) | {
+    return compare(plan, batch_size, seq_len, partitioned, step.mesh, branches) | {
         "memory": {
             "predicted_argument_bytes": sum(memory.argument_bytes(plan, batch_size, seq_len).values()),
             "compiled_argument_bytes": held["argument_bytes"],
@@ -65,26 +65,19 @@ def inspect(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, opti
     }
 
 
-def taken(config: ModelConfig, plan: Plan) -> list[Taken | None]:
-    """Give for every pipeline stage how often its branches are taken; [None] without a pipeline."""
-    if plan.pipeline is None:
-        return [None]
-    return [branch_shares(plan.pipeline, config.num_layers, stage) for stage in range(plan.mesh.pp)]
-
-
 def compare(
-    config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, partitioned: str, mesh: Mesh
+    plan: Resolved, batch_size: int, seq_len: int, partitioned: str, mesh: Any, branches: Sequence
 ) -> dict:
     """Lay the collectives of a partitioned program beside the predicted ones, by axes and kind, and by arrow.
 
-    Of a pipeline's stages it takes the one that sends most.
+    ``mesh`` is the step's, and ``branches`` are its `branch_shares`. Of a pipeline's stages it takes the one
+    that sends most.
     """
-    plan = plan.resolve(config, platform_of(mesh))
-    mesh = split(mesh, plan.mesh)
+    config = plan.config
     by_stage = [traffic.step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
     stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
     predicted = by_stage[stage]
-    census = census_hlo(partitioned, mesh, taken(config, plan)[stage])
+    census = census_hlo(partitioned, mesh, branches[stage])
     found = census_table(census)
     rows = [
         {
@@ -98,7 +91,7 @@ def compare(
             "arrow": "; ".join(filter(None, _by_size(census, key, "arrow"))),
         }
         for key in sorted(
-            predicted.keys() | found.keys(), key=lambda k: -max(_bytes(predicted, k), _bytes(found, k))
+            predicted.keys() | found.keys(), key=lambda k: (-max(_bytes(predicted, k), _bytes(found, k)), k)
         )
     ]
     return {

@@ -19,14 +19,17 @@ from llmpar.timetable import slots, timetable
 def _local(plan: Resolved, batch_size: int, seq_len: int) -> tuple[int, Counter[str]]:
     """What lies on each device: tokens of a batch, and bytes of one float32 copy of the weights ``stored``,
     ``used``, ``unreduced``, ``accumulated`` and ``graded`` (`plan.Life`); of the blocks' weights alone as
-    ``blocks stored`` …; of the output head as ``head used``; of the largest weight as ``largest unreduced``;
-    and of those that a loop gathers along a dim that is not their first as ``turned``."""
+    ``blocks stored`` …, and of one layer's as ``layer used``; of the output head as ``head used``; of the
+    largest weight as ``largest unreduced``; and of those that a loop gathers along a dim that is not their
+    first as ``turned``."""
     config, sizes, held = plan.config, plan.mesh.sizes, Counter[str]()
-    for path, weight in plan.padded(config).weights().items():
-        life = plan.life(weight.dims)
+    for path, (weight, life) in plan.lives.items():
         for name in ("stored", "used", "unreduced", "accumulated", "graded"):
             size = FLOAT32 * math.prod(getattr(life, name).shard_shape(weight.shape, sizes))
-            held.update({name: size, f"blocks {name}": size * path.startswith("blocks.")})
+            held.update({name: size})
+            if path.startswith("blocks."):
+                here = weight.shape[0] // plan.mesh.pp
+                held.update({f"blocks {name}": size, f"layer {name}": size // here})
             held[f"largest {name}"] = max(held[f"largest {name}"], size)
             if path == ("embedding" if config.tied else "head"):
                 held[f"head {name}"] = size
@@ -34,7 +37,7 @@ def _local(plan: Resolved, batch_size: int, seq_len: int) -> tuple[int, Counter[
             cut = [here != whole for here, whole in pairs if here.name != "l"]
             if name == "stored" and plan.gathers == "block" and any(cut[1:]):
                 held["turned"] += size * (path.startswith("blocks.") or plan.microbatches > 1)
-    return math.prod(plan.place("data b s").shard_shape((batch_size, seq_len), sizes)), held
+    return math.prod(plan.tokens.shard_shape((batch_size, seq_len), sizes)), held
 
 
 def argument_bytes(
@@ -75,7 +78,7 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int) -> int:
     read = 2 if tpu else item  # products on TPUs read float32 as bfloat16
     saves, crossing, work, stream = _block(config, plan, tokens, seq_len, tpu)
     narrow = lambda name: held[name] * read // FLOAT32
-    layer = narrow("blocks used") * plan.mesh.pp // plan.padded(config).num_layers
+    layer = narrow("layer used")
     turns = 1 if platform == "cpu" else min(plan.unroll or one, one)  # written out
     work += layer * (1 + turns if plan.gathers == "block" and not tpu else 1) + (turns - 1) * crossing
     logits = FLOAT32 * tokens * config.vocab_size // plan.mesh.tp // plan.loss_chunks

@@ -207,9 +207,9 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Resolved, run: Runs) -
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
     held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.sizes))
     buckets: dict[tuple, list[int]] = {}
-    for path, weight in sorted(plan.padded(config).weights().items(), key=lambda item: item[0].split(".")):
+    for path, (weight, life) in sorted(plan.lives.items(), key=lambda item: item[0].split(".")):
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
-        life, gathers, gradients, pieces = plan.life(dims), *_uses(config, plan, run, path, weight)
+        gathers, gradients, pieces = _uses(config, plan, run, path, weight)
         layers, visits = (shape[0] // plan.mesh.pp, _visits(plan)) if stacked else (1, 1)
         stored, of = (
             held(life.stored, shape) // layers,
