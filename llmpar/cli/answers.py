@@ -8,10 +8,11 @@ import math
 import os
 import pathlib
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmpar import exercises
-from llmpar.cli.options import Folder, Text, emit, say, speaks
+from llmpar.cli.options import Folder, Text, give, say
 from llmpar.exercises import quiz, record
 from llmpar.exercises.judge import CORRECT
 from llmpar.files import check_ordinary, read_json_lines
@@ -38,18 +39,19 @@ class Progress:
             raise ValueError(f"there is no folder '{self.folder}'; name the one in which you answered")
         folder = self.folder or next((name for name in FOLDERS if record.file(name).exists()), ".")
         levels = {name: exercises.find(name).level for name in exercises.names()}
-        document = record.results(record.answers(folder), levels)
-        emit(document, self.json)
-        if self.json or not speaks():
-            return
-        for test in document["tests"]:
-            tries = test["extra_data"]["tries"]
-            said = "correct" if test["score"] else "not yet" if tries else ""
-            times = f"{tries} {'try' if tries == 1 else 'tries'}" if tries else ""
-            print(f"{test['name']:<28}{test['extra_data']['level']:<9}{times:<9}{said}".rstrip())
-        left = next((test["name"] for test in document["tests"] if not test["score"]), None)
-        whole = f"; the next one is {left}" if left else ", which is all"
-        print(f"{document['score']:g} of {document['max_score']:g} correct{whole}")
+        give(record.results(record.answers(folder), levels), self.json, table_of)
+
+
+def table_of(document: dict) -> Iterator[str]:
+    """A line for each exercise, and the sum."""
+    for test in document["tests"]:
+        tries = test["extra_data"]["tries"]
+        said = "correct" if test["score"] else "not yet" if tries else ""
+        times = f"{tries} {'try' if tries == 1 else 'tries'}" if tries else ""
+        yield f"{test['name']:<28}{test['extra_data']['level']:<9}{times:<9}{said}".rstrip()
+    left = next((test["name"] for test in document["tests"] if not test["score"]), None)
+    whole = f"; the next one is {left}" if left else ", which is all"
+    yield f"{document['score']:g} of {document['max_score']:g} correct{whole}"
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Solutions:
             raise ValueError(f"lesson {self.lesson!r} has no exercises; there are {', '.join(known)}")
         names = exercises.names(self.lesson) if self.lesson else exercises.names()
         found = {name: exercises.solved(name) for name in names}
-        emit({"solutions": found}, self.json)
-        if not self.json and speaks():
+        give({"solutions": found}, self.json)
+        if not self.json:
             exercises.say("\n\n".join(found.values()))
 
 
@@ -99,8 +101,7 @@ class Quiz:
         """Ask, judge and note; or compare."""
         path = pathlib.Path(self.file)
         if self.effect:
-            self.compare(path)
-            return
+            return self.compare(path)
         if path.exists():
             check_ordinary(path, "file of results")
         try:
@@ -110,7 +111,7 @@ class Quiz:
         with results:
             result = self.ask()
             results.write(json.dumps(result) + "\n")
-        emit(result, self.json)
+        give(result, self.json)
         if self.after:
             for item in result["items"]:
                 mark = "right" if item["correct"] else "     "
@@ -120,13 +121,13 @@ class Quiz:
     def ask(self) -> dict:
         """Ask for ratings and answers, and judge them."""
         say("Numbers only; an empty line leaves a question out.\n")
-        ratings: dict[str, int] = {}
+        ratings = {}
         for name, words in quiz.RATINGS.items():
             rating = asked(f"From 1 (not at all) to 5 (I could teach it): I can {words}.")
+            if rating not in (None, *range(1, 6)):
+                raise ValueError(f"a rating is 1 to 5, not {rating:g}; start again")
             if rating is not None:
-                ratings[name] = int(rating) if rating in range(1, 6) else 0
-                if not ratings[name]:
-                    raise ValueError(f"a rating is 1 to 5, not {rating:g}; start again")
+                ratings[name] = int(rating)
         answers = {lesson: asked(f"{lesson}. {question}") for lesson, (question, _) in quiz.QUESTIONS.items()}
         given = {lesson: answer for lesson, answer in answers.items() if answer is not None}
         return quiz.score("after" if self.after else "before", given, ratings)
@@ -137,12 +138,15 @@ class Quiz:
             found = quiz.effect(read_json_lines(path, "file of results"))
         except ValueError as error:
             raise ValueError(f"cannot read results from '{path}': {error}") from error
-        emit(found, self.json)
-        if not self.json:
-            for name, means in found.items():
-                form = "{}" if name == "num" else "{:.2f}"
-                shown = ("-" if value is None else form.format(value) for value in means.values())
-                print(f"{name:<10}{' -> '.join(shown)}")
+        give(found, self.json, means_of)
+
+
+def means_of(document: dict) -> Iterator[str]:
+    """A line for the score and for each rating: before, and after."""
+    for name, means in document.items():
+        form = "{}" if name == "num" else "{:.2f}"
+        shown = ("-" if value is None else form.format(value) for value in means.values())
+        yield f"{name:<10}{' -> '.join(shown)}"
 
 
 def asked(question: str) -> float | None:

@@ -7,7 +7,7 @@ import pathlib
 from dataclasses import dataclass
 
 from llmpar.cli.inspect import Inspect
-from llmpar.cli.options import StepOptions, check_picture, emit, say, speaks
+from llmpar.cli.options import StepOptions, check_picture, give, say, speaks
 from llmpar.cli.train import Train
 from llmpar.notation import parse_mesh
 
@@ -29,7 +29,7 @@ class Demo:
 
     def run(self) -> None:
         """Run the demonstration."""
-        emit(demonstrate(self.out, self.steps), self.json)
+        give(demonstrate(self.out, self.steps), self.json)
 
 
 def demonstrate(out: str, steps: int) -> dict:
@@ -65,10 +65,8 @@ def demonstrate(out: str, steps: int) -> dict:
     gap = max(abs(a - b) for a, b in zip(many["losses"], one["losses"], strict=True))
     exact = all(row["predicted_bytes"] == row["compiled_bytes"] for row in read["collectives"])
     say(f"pictures: {folder}/mesh.png, {folder}/loss.png, {folder}/bytes.svg")
-    say(
-        f"bytes sent: predicted {'=' if exact else '≠'} compiled, for {len(read['collectives'])} kinds of"
-        " collective"
-    )
+    kinds = f"for {len(read['collectives'])} kinds of collective"
+    say(f"bytes sent: predicted {'=' if exact else '≠'} compiled, {kinds}")
     say(f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {steps} steps")
     first, last = many["losses"][0], many["losses"][-1]
     failed = ["a predicted byte is not a compiled one"] * (not exact)

@@ -11,7 +11,7 @@ import shlex
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 
-from llmpar.cli.options import emit, installed, join, print_tables, speaks
+from llmpar.cli.options import give, installed, join, speaks
 from llmpar.notation import AXES
 from llmpar.predict import hardware
 
@@ -45,38 +45,38 @@ class Doctor:
         join()
         document = examine()
         document |= {"launch": asdict(place), "lines": first + document["lines"]}
-        emit(document, self.json)
-        if self.json or not speaks():
-            return
-        for line in document["lines"][len(first) :]:
-            print(line)
-        for mesh, found in {} if document["simulated"] else document["links"].items():
-            from llmpar.inspect.links import links_table
-
-            print_tables([links_table(found, f"links that the axes of '{mesh}' cross")])
+        give(document, self.json, lambda _: [*document["lines"][len(first) :], *tables_of(document)])
 
 
-FLAGS = {
-    "gpu": (
-        hardware.MEMORY_SHARES[0],
-        ".95",
-        "JAX takes 75% of a GPU's memory; alone it may have nearly all",
-    ),
-    "tpu": (
-        "LIBTPU_INIT_ARGS",
-        "--xla_tpu_enable_async_collective_fusion=true"
-        " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true --xla_enable_async_all_gather=true",
-        "on v5p all-gathers run beside matmuls with all three of these (v5e does so by itself)",
-    ),
-}
-"""By platform a variable that is read when JAX starts, what to put (or to add) there, and what that does."""
+def tables_of(document: dict) -> list:
+    """The links that each mesh would cross; simulated devices have none."""
+    from llmpar.inspect.links import links_table
+
+    if document["simulated"]:
+        return []
+    title = "links that the axes of '{}' cross"
+    return [links_table(found, title.format(mesh)) for mesh, found in document["links"].items()]
 
 
-def _is_set(variable: str, value: str) -> bool:
-    """Whether this environment says something of a flag."""
-    if variable in hardware.MEMORY_SHARES:
-        return hardware.asked_memory_share() is not None
-    return all(part.partition("=")[0] + "=" in os.environ.get(variable, "") for part in value.split())
+LIBTPU_FLAGS = (
+    "--xla_tpu_enable_async_collective_fusion=true"
+    " --xla_tpu_enable_async_collective_fusion_fuse_all_gather=true --xla_enable_async_all_gather=true"
+)
+
+
+def flags_for(platform: str) -> list[dict]:
+    """Variables that JAX reads when it starts: what to put (or to add) there, what that does, and whether
+    this environment says something of it."""
+    if platform == "gpu":
+        why = "JAX takes 75% of a GPU's memory; alone it may have nearly all"
+        is_set = hardware.asked_memory_share() is not None
+        return [{"variable": hardware.MEMORY_SHARES[0], "value": ".95", "why": why, "is_set": is_set}]
+    if platform == "tpu":
+        why = "on v5p all-gathers run beside matmuls with all three of these (v5e does so by itself)"
+        told = os.environ.get("LIBTPU_INIT_ARGS", "")
+        is_set = all(part.partition("=")[0] + "=" in told for part in LIBTPU_FLAGS.split())
+        return [{"variable": "LIBTPU_INIT_ARGS", "value": LIBTPU_FLAGS, "why": why, "is_set": is_set}]
+    return []
 
 
 def misfits() -> list[str]:
@@ -111,16 +111,16 @@ def default_meshes(num_devices: int, num_domains: int) -> list[str]:
     return meshes + [f"pp={pp} dp=-1 tp={tp}"] * (num_devices % (pp * tp) == 0 and num_devices > pp * tp)
 
 
-def examine(simulated: int = 8) -> dict:
-    """Describe the environment as plain data, with ``lines`` for people. It starts JAX, with ``simulated``
-    devices where there is no accelerator."""
+def examine() -> dict:
+    """Describe the environment as plain data, with ``lines`` for people. It starts JAX, on simulated devices
+    where there is no accelerator."""
     import jax
 
     from llmpar.inspect.links import links
     from llmpar.mesh import use_devices
     from llmpar.placement import device_grid, domains_of
 
-    devices = use_devices(simulated, at_least=1)
+    devices = use_devices(8, at_least=1)
     first = devices[0]
     fake = first.platform == "cpu"
     chip = hardware.guess(first.device_kind)
@@ -128,31 +128,27 @@ def examine(simulated: int = 8) -> dict:
     missing = {name: extra for name, extra in OPTIONAL.items() if not installed(name)}
     hosts = len({d.process_index for d in devices})
     num_domains = len(domains_of(devices))
+    kind = "simulated CPU devices" if fake else first.device_kind
     where = f"on {hosts} host{'s' * (hosts > 1)}" if not fake or hosts == 1 else f"of {hosts} processes"
     where += f" in {num_domains} slice{'s' * (num_domains > 1)}" if first.platform == "tpu" else ""
+    limits = "; times on them say nothing about links, bytes and counts are exact" if fake else ""
     lines = [
         f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items()),
-        f"{len(devices)} {'simulated CPU devices' if fake else first.device_kind} {where}"
-        + ("; times on them say nothing about links, bytes and counts are exact" if fake else ""),
+        f"{len(devices)} {kind} {where}{limits}",
     ]
     if chip and not fake:
         memory = (first.memory_stats() or {}).get("bytes_limit")
-        lines.append(
-            f"taken for a {chip.name}: {chip.flops_per_s / 1e12:.0f} TFLOP/s in bf16, {chip.link} links"
-            + (f", {memory / 2**30:.1f} GiB usable memory" if memory else "")
-        )
+        usable = f", {memory / 2**30:.1f} GiB usable memory" if memory else ""
+        speed = f"{chip.flops_per_s / 1e12:.0f} TFLOP/s in bf16, {chip.link} links"
+        lines.append(f"taken for a {chip.name}: {speed}{usable}")
     elif not fake:
         lines.append(f"'{first.device_kind}' is not in the table of chips; give plan and train a TOML row")
     if not fake and len(devices) == 1:
         lines.append("lessons simulate 8 devices here; JAX_PLATFORMS=cpu does so for every command")
-    flags = [
-        {"variable": variable, "value": value, "why": why, "is_set": _is_set(variable, value)}
-        for variable, value, why in [FLAGS[name] for name in FLAGS if name == first.platform]
-    ]
+    flags = flags_for(first.platform)
     for flag in (flag for flag in flags if not flag["is_set"]):
-        of_memory = flag["variable"] in hardware.MEMORY_SHARES
-        how = f"{flag['why']}: set {flag['variable']}={shlex.quote(str(flag['value']))}"
-        lines.append(hardware.memory_left_out(chip) if chip and of_memory else how)
+        how = f"{flag['why']}: set {flag['variable']}={shlex.quote(flag['value'])}"
+        lines.append(hardware.memory_left_out(chip) if chip and first.platform == "gpu" else how)
     crossed = {}
     for mesh in default_meshes(len(devices), num_domains):
         with contextlib.suppress(ValueError):  # slices with holes, or of several sizes

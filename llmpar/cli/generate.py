@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from llmpar.cli.options import MAX_SEED, Folder, Name, emit, fits_host, join, say, speaks, start
+from llmpar.cli.options import MAX_SEED, Folder, Name, fits_host, give, join, say, start
 from llmpar.config import preset
 
 
@@ -48,9 +48,8 @@ class Generate:
     def run(self) -> None:
         """Restore the weights, take the prompt in, add tokens, and print."""
         if self.tokens < 1 or not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(
-                f"{self.tokens} tokens with seed {self.seed}: use 1 or more, and a seed from 0 to {MAX_SEED}"
-            )
+            asked = f"{self.tokens} tokens with seed {self.seed}"
+            raise ValueError(f"{asked}: use 1 or more, and a seed from 0 to {MAX_SEED}")
         if any("\ud800" <= x <= "\udfff" for x in self.prompt):
             raise ValueError("the prompt is no text: it holds bytes that are not UTF-8; give it in UTF-8")
         import jax
@@ -93,6 +92,5 @@ class Generate:
         decoder = Decoder(config, plan, mesh, params, 1, length)
         tokens = [int(row[0]) for row in generate(decoder, prompt, self.tokens, self.temperature, self.seed)]
         text = tokenizer.decode(tokens)
-        emit({"prompt": self.prompt, "text": text, "tokens": tokens, "mesh": plan.mesh.sizes}, self.json)
-        if not self.json and speaks():
-            print(self.prompt + text)
+        document = {"prompt": self.prompt, "text": text, "tokens": tokens, "mesh": plan.mesh.sizes}
+        give(document, self.json, lambda _: [self.prompt + text])

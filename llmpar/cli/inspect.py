@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpar.cli.options import File, StepOptions, check_picture, say, show, start
+from llmpar.cli.options import File, StepOptions, check_picture, give, save_picture, say, start
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,11 @@ class Inspect:
 
         start()
         config, plan = self.step.resolve()
-        rows = types(config, plan, self.step.batch_size, self.step.seq_len) if self.types else []
+        asked = config, plan, self.step.batch_size, self.step.seq_len
+        rows = types(*asked) if self.types else []
         say(f"compiling a step of {config.name} on {plan.mesh} …")
-        document = report.inspect(config, plan, self.step.batch_size, self.step.seq_len)
+        document = report.inspect(*asked)
         document |= {"types": rows} if self.types else {}
-        if self.tolerance:
-            platform = jax.default_backend()
-            document["tolerance"] = spread(config, plan, self.step.batch_size, self.step.seq_len, platform)
-        show(document, report, "the bytes", self.svg, self.json)
-        return document
+        document |= {"tolerance": spread(*asked, jax.default_backend())} if self.tolerance else {}
+        save_picture(self.svg, "the bytes", lambda: report.picture(document))
+        return give(document, self.json, report.tables)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from llmpar.cli.options import File, say
+from llmpar.cli.options import File, Number, Text, changed, check_range, say
 from llmpar.launch import jobs, local
 from llmpar.launch.wire import Wire
 
@@ -45,12 +45,12 @@ class Launch:
 
     engine: Annotated[Literal["local", "slurm", "mpi", "jobset", "ray", "torchrun"], tyro.conf.Positional]
     nodes: int = 1
-    min_nodes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    min_nodes: Number = None
     site: File = None
-    gpus_per_node: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    gpus_per_node: Number = None
     processes: int = 2
     devices: int = 4
-    wire: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
+    wire: Annotated[Text, tyro.conf.arg(metavar="RATE")] = None
     out: File = None
     submit: bool = False
     words: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
@@ -91,15 +91,11 @@ class Launch:
         here = ("processes", "devices", "wire")
         there = ("nodes", "site", "out", "submit", "min_nodes", "gpus_per_node")
         unread = there if self.engine == "local" else here + ("min_nodes",) * (self.engine != "torchrun")
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        given = [name for name in unread if getattr(self, name) != defaults[name]]
-        if given:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"'launch {self.engine}' does not read {names}; leave it out")
-        for name, most in {"nodes": 65_536, "processes": MAX_PROCESSES, "devices": 1024}.items():
-            least = 2 if name == "processes" else 1
-            if not least <= getattr(self, name) <= most:
-                raise ValueError(f"{name} is {getattr(self, name)}; use {least} to {most:,}")
+        if given := changed(self, unread):
+            raise ValueError(f"'launch {self.engine}' does not read {', '.join(given)}; leave it out")
+        check_range("nodes", self.nodes, 1, 65_536)
+        check_range("processes", self.processes, 2, MAX_PROCESSES)
+        check_range("devices", self.devices, 1, 1024)
 
     def job(self) -> jobs.Job:
         """The job as its file needs it."""

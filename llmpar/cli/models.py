@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
-from llmpar.cli.options import Text, emit, speaks
+from llmpar.cli.options import Text, give
 from llmpar.config import PRESETS, describe, preset
 
 
@@ -25,11 +26,13 @@ class Models:
 
     def run(self) -> None:
         """Print the models."""
-        models = [describe(c) for c in (PRESETS.values() if self.name is None else [preset(self.name)])]
-        emit({"models": models}, self.json)
-        for m in models if speaks() and not self.json else []:
-            active = f", {m['active_params']:,} active" if m["active_params"] < m["params"] else ""
-            print(
-                f"{m['name']:<16}{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7}"
-                f" wide{active}"
-            )
+        models = PRESETS.values() if self.name is None else [preset(self.name)]
+        give({"models": [describe(model) for model in models]}, self.json, lines)
+
+
+def lines(document: dict) -> Iterator[str]:
+    """A line for each model."""
+    for m in document["models"]:
+        active = f", {m['active_params']:,} active" if m["active_params"] < m["params"] else ""
+        sizes = f"{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7} wide"
+        yield f"{m['name']:<16}{sizes}{active}"

@@ -14,13 +14,12 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args, get_type_hints
 
 import tyro
 
-from llmpar import refusals
 from llmpar.config import ModelConfig, preset
 from llmpar.files import read_text
 from llmpar.notation import parse_mesh
@@ -38,7 +37,8 @@ Text = Annotated[str | None, tyro.conf.arg(metavar="STR")]
 Number = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT")]
 """Options that may be left out: of these tyro would spell out the type."""
-METAVARS = {str | None: "STR", int | None: "INT", tuple[str, ...]: "FILE ..."}
+Files = Annotated[tuple[str, ...], tyro.conf.arg(metavar="FILE ...")]
+METAVARS: dict[Any, Any] = {str | None: Text, int | None: Number, tuple[str, ...]: Files}
 
 
 def speaks() -> bool:
@@ -56,59 +56,71 @@ def say(*words) -> None:
         print(*words, file=sys.stderr, flush=True)
 
 
-def emit(document: dict, as_json: bool) -> None:
-    """Print the document on stdout if it was asked for."""
-    if as_json and speaks():
+def give(document: dict, as_json: bool, shown: Callable[[dict], Iterable[Any]] = lambda _: ()) -> dict:
+    """Print a document on stdout, as JSON if that was asked for, else what ``shown`` makes of it for people:
+    lines and tables. Give it back."""
+    if speaks() and as_json:
         print(json.dumps(document))
+    elif speaks():
+        for part in shown(document):
+            print(part) if isinstance(part, str) else _print_table(part)
+    return document
 
 
-def show(document: dict, of: Any, what: str, svg: str | None, as_json: bool) -> None:
-    """Draw a document by ``of.picture`` and print its tables by ``of.tables``, or print it as JSON."""
-    if not speaks():
-        return
-    if svg:
-        of.picture(document).save(svg)
-        say(f"drew {what} into {svg}")
-    if not as_json:
-        print_tables(of.tables(document))
-    emit(document, as_json)
-
-
-def print_tables(tables: Iterable[Any]) -> None:
-    """Print tables. A reader that closes the pipe is told of as it is by `print`: rich would end the process
-    with the status of a refusal."""
+def _print_table(table: Any) -> None:
+    """Print a table. A closed pipe is told as `print` tells it: rich would end the process with the status of
+    a refusal."""
     from rich.console import Console
 
     class Printer(Console):
         def on_broken_pipe(self) -> None:
             raise  # what rich has caught
 
-    for table in tables:
-        Printer().print(table)
+    Printer().print(table)
 
 
-def flags_of(kind: type, *without: str) -> Any:
+def save_picture(path: str | None, what: str, picture: Callable[[], Any]) -> None:
+    """Draw into a file, if one was named, and say so."""
+    if path and speaks():
+        picture().save(path)
+        say(f"drew {what} into {path}")
+
+
+def check_range(name: str, value: int, least: int, most: int) -> None:
+    """Refuse a number that is too small or too large."""
+    if not least <= value <= most:
+        raise ValueError(f"{name} is {value}; use {least} to {most:,}")
+
+
+def changed(command: Any, names: Iterable[str]) -> list[str]:
+    """The flags of those fields of a command that have not their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(command)}
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(command, name) != defaults[name]]
+
+
+def flags_of(kind: type, *without: str, **defaults: Any) -> Any:
     """Make a dataclass with the fields, defaults and help of ``kind``, but without its checks.
 
     The command line fills it in, and ``kind(**vars(filled))`` checks it when the command runs: a value that
     cannot be is then refused like everything else. ``without`` names the fields that a command gives by
-    itself.
+    itself, ``defaults`` those that it begins with.
     """
-    hints = get_type_hints(kind)
     own, *bases = (inspect.cleandoc(x.__doc__ or "") for x in kind.__mro__ if dataclasses.is_dataclass(x))
     text = "\n".join([own, *(text.partition("Attributes:\n")[2] for text in bases)])
     text = re.sub(r"\n {8}", " ", text)  # one line for each field
     text = re.sub(r"(:\w+:)?`+", "'", text)  # a terminal shows no markup
-    for name, hint in hints.items():
+    hints, fields = get_type_hints(kind), []
+    for field in dataclasses.fields(kind):
+        name, hint = field.name, hints[field.name]
         if hint in METAVARS:
-            hints[name] = Annotated[hint, tyro.conf.arg(metavar=METAVARS[hint])]
-        if any("," in str(choice) for choice in get_args(hint)):  # which tyro would join by commas
-            metavar = "{" + "|".join(get_args(hint)) + "}"
-            hints[name] = Annotated[hint, tyro.conf.arg(metavar=metavar)]
-    for name in (f.name for f in dataclasses.fields(kind) if f.default is True):  # the flag is --no-...
-        hints[name] = Annotated[bool, tyro.conf.arg(help_behavior_hint="(without this flag it is done)")]
-        text = text.replace(f"    {name}: ", f"    {name}: do not do this: ")
-    fields = [(f.name, hints[f.name], f.default) for f in dataclasses.fields(kind) if f.name not in without]
+            hint = METAVARS[hint]
+        elif any("," in str(choice) for choice in get_args(hint)):  # which tyro would join by commas
+            hint = Annotated[hint, tyro.conf.arg(metavar="{" + "|".join(get_args(hint)) + "}")]
+        elif field.default is True:  # the flag is --no-...
+            hint = Annotated[bool, tyro.conf.arg(help_behavior_hint="(without this flag it is done)")]
+            text = text.replace(f"    {name}: ", f"    {name}: do not do this: ")
+        if name not in without:
+            fields.append((name, hint, defaults.get(name, field.default)))
     return dataclasses.make_dataclass(kind.__name__, fields, namespace={"__doc__": text}, frozen=True)
 
 
@@ -137,30 +149,18 @@ class StepOptions:
     plan: Annotated[Any, tyro.conf.arg(constructor=PlanFlags)] = PlanFlags()
 
     def resolve(self) -> tuple[ModelConfig, Plan]:
-        """Give the model and the plan, on the devices that are there or are simulated from here on.
-
-        Refuses what cannot run, before anything is compiled.
-        """
+        """Give the model and the plan, on the devices that are there or are simulated from here on."""
         from llmpar.mesh import use_devices
 
         return self.settle(len(use_devices(self.devices, at_least=1)))
 
-    def settle(self, num_devices: int, own: Mapping[str, Any] | None = None) -> tuple[ModelConfig, Plan]:
-        """Give the model and the plan on so many devices.
-
-        ``own`` are defaults of a command that are not the plan's: where the user did not change them and they
-        would decide nothing, they are left out.
-        """
+    def settle(self, num_devices: int) -> tuple[ModelConfig, Plan]:
+        """Give the model and the plan on so many devices. Refuses what cannot run, before anything is
+        compiled."""
         config = preset(self.model)
         mesh = parse_mesh(self.mesh if self.mesh_dim is None else self.mesh_dim, num_devices)
         plan = Plan(mesh, **vars(self.plan) | {"schedule": read_order(self.plan.schedule)})
         batch_size = num_devices if self.batch_size is None else self.batch_size
-        spare = {
-            name
-            for name in refusals.idle(plan.resolve(config, None))
-            if own and getattr(plan, name) == own.get(name)
-        }
-        plan = dataclasses.replace(plan, **{name: getattr(Plan(), name) for name in spare})
         if self.seq_len > MAX_SEQ_LEN or batch_size * self.seq_len > MAX_TOKENS:
             batch = f"a batch of {batch_size:,} sequences of {self.seq_len:,} tokens"
             raise ValueError(f"{batch}: use at most {MAX_SEQ_LEN:,} positions and {MAX_TOKENS:,} tokens")
@@ -198,9 +198,9 @@ def check_picture(path: str | None) -> None:
 
 def check_folder(path: str) -> None:
     """Refuse a path that no file can be written to, before the work that it would hold."""
-    folder, there = pathlib.Path(path).absolute().parent, pathlib.Path(path).exists()
-    closed = not folder.is_dir() or not os.access(path if there else folder, os.W_OK)
-    if closed or pathlib.Path(path).is_dir():
+    file = pathlib.Path(path).absolute()
+    there = file if file.exists() else file.parent
+    if not file.parent.is_dir() or file.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(
             f"'{path}' cannot be written; give a file in a folder that is there and can be written"
         )
@@ -237,13 +237,9 @@ def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, pa
     here = min(plan.mesh.size, len(jax.local_devices()))
     need = here * sum(held[part] for part in parts)
     if need > room:
-        what = (
-            f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB on {here}"
-            " simulated devices"
-        )
-        raise ValueError(
-            f"{what}, and this machine has {room / 2**30:,.1f} GiB; use a smaller model, or cut it more"
-        )
+        what = f"{' and '.join(parts)} of '{config.name}' take {need / 2**30:,.1f} GiB"
+        has = f"this machine has {room / 2**30:,.1f} GiB; use a smaller model, or cut it more"
+        raise ValueError(f"{what} on {here} simulated devices, and {has}")
 
 
 def join() -> None:

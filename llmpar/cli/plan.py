@@ -5,23 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from llmpar import schedules
-from llmpar.cli.options import (
-    MAX_TOKENS,
-    File,
-    Number,
-    Real,
-    Text,
-    check_folder,
-    emit,
-    print_tables,
-    say,
-    speaks,
-    still_at_work,
-)
+from llmpar.cli import options
+from llmpar.cli.options import MAX_TOKENS, File, Number, Real, Text, changed, give
 from llmpar.config import preset
 from llmpar.notation import AXES, POSITIONAL, parse_mesh
 from llmpar.plan import Plan as Fields
@@ -79,49 +69,42 @@ class Plan:
     def run(self) -> dict:
         """Plan a training step, or hold the model against measurements."""
         if self.against is not None:
-            given = {f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
-            if idle := [
-                f"--{name.replace('_', '-')}" for name in sorted(given - {"against", "chip", "json"})
-            ]:
+            names = {field.name for field in dataclasses.fields(self)} - {"against", "chip", "json"}
+            if idle := changed(self, sorted(names)):
                 raise ValueError(f"--against compares runs of a file, and {', '.join(idle)} decides nothing")
             return hold_against(self.against, self.chip, self.json)
-        if not 1 <= self.keep <= 100:
-            raise ValueError(f"keep is {self.keep}; use 1 to 100")
+        options.check_range("keep", self.keep, 1, 100)
         if self.price is not None and not 0 < self.price < 1e9:
             raise ValueError(f"price is {self.price}; give a positive cost of a chip and hour")
-        from llmpar.inspect.targets import GPUS, TPUS
-        from llmpar.predict import planner
-
         if self.price is not None and self.tokens is None:
             raise ValueError("price is a cost of a chip and hour, and wants --tokens, as 15T")
         if self.html is not None:
             self.check_page(self.html)
+        from llmpar.inspect.targets import GPUS, TPUS
+        from llmpar.predict import planner
+
         budget = None if self.tokens is None else count(self.tokens, "tokens", 1000)
-        with still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
+        with options.still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
             answer = planner.decide(self.question(), self.keep)
         document = planner.document(answer, budget, self.price)
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
                 row["compile"] = None
-        if self.html is not None and speaks():
+        if self.html is not None:
             from llmpar.explore.planned import PlannedExplorer
 
             found = [one.plan for one in answer.plans]
             PlannedExplorer(document, found, self.model, self.chip or "h100").save(self.html)
-            say(f"wrote {self.html}")
-        if not self.json and speaks():
-            print_tables(tables_of(document))
-            say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
-            lines = (document["plans"][0][name] for name in ("train", "compile", "launch"))
-            print(*filter(None, lines), sep="\n")
-        emit(document, self.json)
-        return document
+            options.say(f"wrote {self.html}")
+        if not self.json:
+            options.say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
+        return give(document, self.json, tables_of)
 
     def check_page(self, path: str) -> None:
         """Refuse a page that cannot be written or drawn, before the work."""
         if not path.endswith(".html"):
             raise ValueError(f"'{path}' is no page; call it .html")
-        check_folder(path)
+        options.check_folder(path)
         if self.cluster is not None:
             raise ValueError(
                 f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others; write a"
@@ -158,8 +141,7 @@ class Plan:
             devices = usual if self.devices is None else self.devices
             if devices > most:
                 raise ValueError(f"cluster {found.name} has {most:,} devices, not {devices:,}")
-        if not 1 <= devices <= MAX_DEVICES:
-            raise ValueError(f"devices is {devices}; use 1 to {MAX_DEVICES:,}")
+        options.check_range("devices", devices, 1, MAX_DEVICES)
         return chip, devices
 
     def batch(self, devices: int) -> int:
@@ -222,40 +204,38 @@ def count(text: str, name: str, base: int) -> float:
     return float(found[1]) * base**power
 
 
-def tables_of(document: dict) -> list:
-    """The answer as tables: the plans in order, what cannot be, what would change, and the budget."""
+def tables_of(document: dict) -> Iterator[Any]:
+    """The answer as tables: the plans in order, what cannot be, what would change, and the budget; then the
+    command lines of the first plan."""
     from rich.table import Table
 
     what = f"{document['model']} on {document['devices']:,} {document['chip']}"
     plans = Table("mesh", "s", "MFU", "GiB", "why", title=f"{what}, {document['tokens_per_step']:,} tokens")
     for row in document["plans"]:
-        plans.add_row(
-            row["mesh"],
-            f"{row['step_s']:.3g}",
-            f"{row['mfu']:.1%}",
-            f"{row['memory_bytes']['total'] / 2**30:.1f}",
-            "; ".join(filter(None, (row["why"], row["change"]))),
-        )
+        why = "; ".join(filter(None, (row["why"], row["change"])))
+        gib = f"{row['memory_bytes']['total'] / 2**30:.1f}"
+        plans.add_row(row["mesh"], f"{row['step_s']:.3g}", f"{row['mfu']:.1%}", gib, why)
+    yield plans
     best = document["plans"][0]
     terms = Table("of the first", "s")
     for name, seconds in sorted(best["terms"].items(), key=lambda item: -item[1]):
         terms.add_row(name, f"{seconds:.4g}")
-    found = [plans, terms]
+    yield terms
     if document["rejected"]:
         rejected = Table("cannot be", "why", "one change")
         for row in document["rejected"]:
             rejected.add_row(row["mesh"], row["why"], row["change"])
-        found.append(rejected)
+        yield rejected
     changes = Table("if there were", "tokens/s", "")
     for row in document["sensitivity"]:
         changes.add_row(row["what"], f"{row['tokens_per_s']:,.0f}", f"x {row['ratio']:.2f}")
-    found.append(changes)
+    yield changes
     if budget := document.get("budget"):
         sums = Table(f"{budget['tokens']:.3g} tokens", "")
         for name, value in budget.items():
             sums.add_row(name.replace("_", " "), f"{value:,.4g}")
-        found.append(sums)
-    return found
+        yield sums
+    yield from filter(None, (best[name] for name in ("train", "compile", "launch")))
 
 
 def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
@@ -273,58 +253,58 @@ def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
     document = against(path, own)
     if own and not any(row["chip"] in own for row in document["rows"]):
         raise ValueError(f"'{path}' has no run on {row.family}, of which '{chip}' is")
-    if not as_json and speaks():
-        print_tables(tables_against(document))
-    emit(document, as_json)
-    return document
+    return give(document, as_json, tables_against)
 
 
-def tables_against(document: dict) -> list:
+def tables_against(document: dict) -> Iterator[Any]:
     """The document as tables: single rows and short sweeps, sweeps, the worst rows, the sums."""
     from rich.table import Column, Table
 
     from llmpar.predict.measured import tell_tale
 
-    percent = lambda x: "" if x is None else f"{100 * x:+.1f} %"
-    rows = Table(Column("run, chip, mesh", overflow="fold"))
+    runs = Table(Column("run, chip, mesh", overflow="fold"))
     for name in ("predicted", "measured", "error", "fits"):
-        rows.add_column(name, justify="right", no_wrap=True)
+        runs.add_column(name, justify="right", no_wrap=True)
     long = {g["id"] for g in document["groups"] if g["runs"] > 40}
     for row in document["rows"]:
-        if row["id"].rpartition("/")[0] in long:
-            continue
-        rows.add_row(*cells_against(row, percent))
-    sweeps = Table(
-        Column("sweep", overflow="fold"), "runs", "Spearman", "choice over best", "mean abs. error"
-    )
+        if row["id"].rpartition("/")[0] not in long:
+            runs.add_row(*cells_against(row))
+    yield runs
+    columns = ("runs", "Spearman", "choice over best", "mean abs. error")
+    sweeps = Table(Column("sweep", overflow="fold"), *columns)
     for g in document["groups"]:
         choice = "" if g["choice_over_best"] is None else f"{g['choice_over_best']:.3f}"
-        sweeps.add_row(
-            g["id"], str(g["runs"]), f"{g['spearman']:.3f}", choice, f"{g['step_mean_abs_error']:.1%}"
-        )
+        error = f"{g['step_mean_abs_error']:.1%}"
+        sweeps.add_row(g["id"], str(g["runs"]), f"{g['spearman']:.3f}", choice, error)
+    yield sweeps
     worst = Table("worst runs", "error", "the term that could be off")
     timed = [row for row in document["rows"] if "step_s" in row["error"]]
     for row in sorted(timed, key=lambda row: -abs(row["error"]["step_s"]))[:12]:
         worst.add_row(row["id"], percent(row["error"]["step_s"]), tell_tale(row))
+    yield worst
     sums = Table("all runs", "")
     for key, value in document["summary"].items():
         sums.add_row(key.replace("_", " "), f"{value:.1%}" if isinstance(value, float) else str(value))
     for left in document["left_out"]:
         sums.add_row(f"left out: {left['id']}", left["why"])
-    return [rows, sweeps, worst, sums]
+    yield sums
 
 
-def cells_against(row: dict, percent) -> list[str]:
-    """A row of the table."""
+def percent(error: float | None) -> str:
+    """An error with its sign."""
+    return "" if error is None else f"{100 * error:+.1f} %"
+
+
+def cells_against(row: dict) -> list[str]:
+    """A row of the table: seconds and bytes below one another, where they were predicted."""
     predicted, measured, error = row["predicted"], row["measured"], row["error"]
     units = {"step_s": "s", "memory_gb": "GB"}
     known = [key for key in units if predicted.get(key) is not None]
-    number = lambda value, unit: "" if value is None else f"{value:,.4g} {unit}"
-    text = lambda found: "\n".join(number(found.get(key), units[key]) for key in known)
+    cell = lambda found, key: f"{found[key]:,.4g} {units[key]}" if found.get(key) is not None else ""
     return [
         f"{row['id']}\n{row['chip']}, {row['mesh']}",
-        text(predicted),
-        text(measured),
+        "\n".join(cell(predicted, key) for key in known),
+        "\n".join(cell(measured, key) for key in known),
         "\n".join(percent(error.get(key)) for key in known),
         ("yes" if predicted["fits"] else "no") + (" (wrong)" if error.get("fits") else ""),
     ]

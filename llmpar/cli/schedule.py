@@ -7,8 +7,8 @@ from typing import Annotated
 
 import tyro
 
-from llmpar import schedules
-from llmpar.cli.options import File, Number, check_picture, emit, read_order, say, speaks
+from llmpar import draw, schedules
+from llmpar.cli.options import File, Number, changed, check_picture, give, read_order, save_picture
 from llmpar.schedules import Costs, make
 from llmpar.timetable import Timetable, timetable
 
@@ -44,8 +44,6 @@ class Schedule:
 
     def run(self) -> None:
         """Simulate and print."""
-        from llmpar import draw
-
         try:
             f, b, w = (float(x) for x in self.costs.split(","))
         except ValueError as error:
@@ -55,24 +53,16 @@ class Schedule:
             raise ValueError(f"{many}; use at most {MAX_CELLS:,} of stages x microbatches x chunks")
         check_picture(self.svg)
         made = self.made()
-        document = schedule_document(made, (f, b, w), self.hop)
         table = timetable(made, (f, b, w), self.hop)
-        if self.svg and speaks():
-            draw.timeline(table).save(self.svg)
-            say(f"drew the timetable into {self.svg}")
-        emit(document, self.json)
-        if not self.json and speaks():
-            print(text_timeline(table))
-            for key in (
-                "makespan",
-                "makespan_lockstep",
-                "bubble_over_ideal",
-                "bubble_fraction",
-                "bubble_rate",
-                "peak_live",
-            ):
-                value = document[key]
-                print(f"{key:<20}{value if key == 'peak_live' else f'{value:.4g}'}")
+        save_picture(self.svg, "the timetable", lambda: draw.timeline(table))
+        numbers = "makespan makespan_lockstep bubble_over_ideal bubble_fraction bubble_rate".split()
+
+        def lines(document: dict):
+            yield text_timeline(table)
+            yield from (f"{name:<20}{document[name]:.4g}" for name in numbers)
+            yield f"{'peak_live':<20}{document['peak_live']}"
+
+        give(schedule_document(made, (f, b, w), self.hop), self.json, lines)
 
     def made(self) -> schedules.Schedule:
         """The schedule of that name, or the order that is written out. Refuses other numbers than it has."""
@@ -83,11 +73,9 @@ class Schedule:
         has = {"stages": found.num_stages, "microbatches": found.num_microbatches}
         has |= {"virtual_stages": found.num_chunks}
         for name, number in has.items():
-            if getattr(self, name) not in (getattr(Schedule, name), number):
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"the order has {number} {name}, not {getattr(self, name)}; leave {flag} out"
-                )
+            if getattr(self, name) != number and (flag := "".join(changed(self, [name]))):
+                was = getattr(self, name)
+                raise ValueError(f"the order has {number} {name}, not {was}; leave {flag} out")
         return found
 
 

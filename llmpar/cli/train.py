@@ -17,20 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from llmpar.cli.options import (
-    MAX_SEED,
-    File,
-    Folder,
-    StepOptions,
-    check_picture,
-    emit,
-    fits_host,
-    flags_of,
-    join,
-    say,
-    speaks,
-    start,
-)
+from llmpar import draw
+from llmpar.cli import options
+from llmpar.cli.options import MAX_SEED, File, Folder, StepOptions, changed, flags_of, give, say, speaks
 from llmpar.config import PRESETS, ModelConfig, OptimizerConfig
 from llmpar.plan import Plan
 from llmpar.timetable import timetable
@@ -91,20 +80,20 @@ class Train:
             raise ValueError(f"seed is {self.seed}; use 0 to {MAX_SEED}")
         if not 0 <= self.stuck_after < math.inf:
             raise ValueError(f"stuck_after is {self.stuck_after}; use seconds, or 0 to wait for ever")
-        if self.checkpoints is None and (self.anyway or self.every != Train.every):
+        if self.checkpoints is None and changed(self, ("every", "anyway")):
             raise ValueError("--every and --anyway are about --checkpoints, which is not given")
-        options = OptimizerConfig(**vars(self.optimizer))
-        check_picture(self.plot)
+        optimizer = OptimizerConfig(**vars(self.optimizer))
+        options.check_picture(self.plot)
         from llmpar.launch.joined import Watchdog, meet
         from llmpar.mesh import make_mesh, platform_of
         from llmpar.training.checkpoint import Checkpoints
         from llmpar.training.train import train
 
-        join()
-        start()
+        options.join()
+        options.start()
         keep = Checkpoints(self.checkpoints, self.every) if self.checkpoints is not None else None
         config, plan = self.step.resolve()
-        fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
+        options.fits_host(config, plan, self.step.batch_size, self.step.seq_len, ("params", "optimizer"))
         stream, held_out = self.read_text(config, plan)
         say_plan(config, plan, stream.corpus.source)
         if keep is None or keep.latest is None:
@@ -130,7 +119,7 @@ class Train:
                 mesh,
                 stream,
                 self.steps,
-                options,
+                optimizer,
                 self.seed,
                 keep,
                 self.log,
@@ -148,10 +137,10 @@ class Train:
             goes_on = f"kept in {self.checkpoints}: the same command goes on from there"
             say(f"llmpar: stopped after step {done}; {goes_on if keep else 'nothing was kept'}")
             raise SystemExit(128 + stopper.number)
-        self.show_losses(report.losses)
-        document = document_of(config, plan, report)
-        emit(document, self.json)
-        return document
+        if losses := report.losses:
+            options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
+            say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
+        return give(document_of(config, plan, report), self.json)
 
     def read_text(self, config: ModelConfig, plan: Plan) -> tuple[Stream, Stream | None]:
         """Read the text to train on, and its held-out part if it is to be evaluated."""
@@ -170,17 +159,6 @@ class Train:
         positions = rows if plan.sequence_order == "balanced" else fixed
         held_out = Stream(corpus, source, "held_out", positions) if self.eval_every else None
         return Stream(corpus, source, positions=positions), held_out
-
-    def show_losses(self, losses: list[float]) -> None:
-        """Draw the losses where this was asked for, and say the first and the last."""
-        if not losses:
-            return
-        if self.plot and speaks():
-            from llmpar import draw
-
-            draw.loss_curve(losses).save(self.plot)
-            say(f"drew the loss into {self.plot}")
-        say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
 
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
