@@ -11,16 +11,12 @@ PUZZLE_MESH = "dp=2 fsdp=2 tp=2"
 
 def held(rows: int = 32, columns: int = 16, dp: int = 2, fsdp: int = 2, tp: int = 2) -> Exercise:
     """Ask for the bytes that a device holds of a float32 array [rows, columns] laid out as `b/dp,fsdp d`."""
-    elements = rows * columns
+    whole = 4 * rows * columns
+    tp_too = whole // (dp * fsdp * tp)
     wrong = dict(
-        whole=4 * elements,
-        tp_too=4 * elements // (dp * fsdp * tp),
-        dp_only=4 * elements // dp,
-        elements=elements // (dp * fsdp),
-        elements_tp_too=elements // (dp * fsdp * tp),
-        eight_bytes=8 * elements,
+        whole=whole, tp_too=tp_too, dp_only=whole // dp, elements_tp_too=tp_too // 4, eight_bytes=2 * whole
     )
-    return Exercise("core", 4 * elements // (dp * fsdp), wrong, unit="bytes")
+    return Exercise("core", whole // (dp * fsdp), wrong, unit="bytes")
 
 
 def layout_of() -> Exercise:
@@ -35,20 +31,12 @@ def layout_of() -> Exercise:
     return Exercise("core", "b/tp d/dp", observe=who_holds_what)
 
 
-def swap(elements: int = 1024 * 256, devices: int = 8) -> Exercise:
-    """Ask which one collective turns `b/dp d` into `b d/dp`, and how many bytes a device sends for it."""
-    local = 4 * elements // devices
-    wrong = dict(
-        gather_first={"collective": "all-gather", "bytes_sent": local * (devices - 1)},
-        own_piece_too={"collective": "all-to-all", "bytes_sent": local},
-        of_the_whole={"collective": "all-to-all", "bytes_sent": local * (devices - 1)},
-        reduce_scatter={"collective": "reduce-scatter", "bytes_sent": local * (devices - 1) // devices},
-        twice_the_shard={"collective": "all-to-all", "bytes_sent": 2 * local},
-        gather_leaves_none={"collective": "all-gather", "bytes_sent": local * (devices - 1) // devices},
-        nothing_to_add={"collective": "all-reduce", "bytes_sent": 2 * local * (devices - 1)},
-    )
-    right = {"collective": "all-to-all", "bytes_sent": local * (devices - 1) // devices}
-    return Exercise("stretch", right, wrong, unit="bytes")
+def swap() -> Exercise:
+    """Ask which one collective turns `b/dp d` into `b d/dp`, and how many bytes a device sends for it:
+    float32 [1024, 256] on 8 devices."""
+    shard_bytes = 4 * 1024 * 256 // 8
+    right = {"collective": "all-to-all", "bytes_sent": shard_bytes * 7 // 8}
+    return Exercise("stretch", right, unit="bytes")
 
 
 def groups_across_hosts() -> Exercise:
@@ -66,19 +54,11 @@ def groups_across_hosts() -> Exercise:
         hosts = [{device // devices_per_host for device in group} for group in groups]
         return sum(len(those) > 1 for those in hosts)
 
-    def innermost(sizes, axis, devices_per_host):
+    def innermost(sizes, axis, per):
         others = {a: n for a, n in sizes.items() if a != axis}
-        return solution(others | {axis: sizes[axis]}, axis, devices_per_host)
+        return solution(others | {axis: sizes[axis]}, axis, per)
 
-    def backwards(sizes, axis, devices_per_host):
-        return solution(dict(reversed(sizes.items())), axis, devices_per_host)
-
-    def devices_not_groups(sizes, axis, devices_per_host):
-        return solution(sizes, axis, devices_per_host) * sizes[axis]
-
-    def by_size(sizes, axis, devices_per_host):
-        return math.prod(sizes.values()) // sizes[axis] if sizes[axis] > devices_per_host else 0
-
+    groups = lambda sizes, axis: math.prod(sizes.values()) // sizes[axis]
     asked = [
         ({"dp": 2, "tp": 4}, "tp", 4),
         ({"tp": 4, "dp": 2}, "tp", 4),
@@ -89,10 +69,10 @@ def groups_across_hosts() -> Exercise:
     ]
     wrong = dict(
         innermost=innermost,
-        backwards=backwards,
-        devices_not_groups=devices_not_groups,
-        by_size=by_size,
-        axes=lambda sizes, axis, devices_per_host: len(sizes),
-        all_groups=lambda sizes, axis, devices_per_host: math.prod(sizes.values()) // sizes[axis],
+        backwards=lambda sizes, axis, per: solution(dict(reversed(sizes.items())), axis, per),
+        devices_not_groups=lambda sizes, axis, per: solution(sizes, axis, per) * sizes[axis],
+        by_size=lambda sizes, axis, per: groups(sizes, axis) if sizes[axis] > per else 0,
+        axes=lambda sizes, axis, per: len(sizes),
+        all_groups=lambda sizes, axis, per: groups(sizes, axis),
     )
     return Exercise("expert", solution, wrong, lambda function: [function(*case) for case in asked])

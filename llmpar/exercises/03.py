@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 
 from llmpar.exercises import Exercise
+from llmpar.notation import divisors
 
 CLIP = 1.0
 """The largest gradient norm in `repair`."""
@@ -18,7 +19,7 @@ def sent(params: int = 107_840, devices: int = 8) -> Exercise:
         message=message,
         all_pieces=2 * message,
         to_all=message * (devices - 1),
-        to_all_twice=2 * params * 4 * (devices - 1),
+        to_all_twice=2 * message * (devices - 1),
         two_bytes=2 * params,
     )
     return Exercise("core", 2 * message * (devices - 1) / devices, wrong, unit="bytes")
@@ -76,20 +77,16 @@ def repair() -> Exercise:
     return Exercise("core", right, wrong, observe=run)
 
 
-def bucket(
-    layers: int = 32, backward_s: float = 0.080, all_reduce_s: float = 0.060, latency_s: float = 0.001
-) -> Exercise:
+def bucket() -> Exercise:
     """Ask for the bucket, in layers, with which computing and communicating side by side end soonest."""
+    layers, backward_s, all_reduce_s, latency_s = 32, 0.080, 0.060, 0.001
 
     def end(size: int) -> float:
         number = layers // size
         compute, comm = backward_s / number, latency_s + all_reduce_s / number
         return max(backward_s + comm, compute + number * comm)
 
-    sizes = [size for size in range(1, layers + 1) if layers % size == 0]
-    best = min(sizes, key=end)
-    wrong = dict(smallest=sizes[0], one_bucket=sizes[-1], two_buckets=layers // 2)
-    return Exercise("stretch", best, wrong)
+    return Exercise("stretch", min(divisors(layers), key=end))
 
 
 def pad() -> Exercise:

@@ -13,18 +13,11 @@ DEVICES, POSITIONS, WIDTH, HIDDEN = 4, 6, 8, 3
 """Of `gated_pair`: HIDDEN is what one device has of the feed-forward's width."""
 
 
-def stack_all_reduces(layers: int = 4, devices: int = 8) -> Exercise:
-    """Ask how many all-reduces one forward and backward pass of a stack of column-row pairs runs."""
+def stack_all_reduces(devices: int = 8) -> Exercise:
+    """Ask how many all-reduces one forward and backward pass of a stack of four column-row pairs runs."""
     some = devices > 1  # one device sends nothing
-    wrong = dict(
-        gradient_of_data=2 * layers * some,
-        forward=layers * some,
-        transformer=4 * layers * some,
-        between=(4 * layers - 1) * some,
-        one_pair=1 * some,
-        one_less=(layers - 1) * some,
-    )
-    return Exercise("core", (2 * layers - 1) * some, wrong)
+    wrong = dict(gradient_of_data=8, forward=4, transformer=16, between=15, one_pair=1, one_less=3)
+    return Exercise("core", 7 * some, {key: count * some for key, count in wrong.items()})
 
 
 def attention_layouts() -> Exercise:

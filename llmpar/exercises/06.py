@@ -8,25 +8,18 @@ from llmpar.exercises import Exercise
 from llmpar.exercises.spread import carried_out
 
 
-def ring_bytes(devices: int = 8, seq: int = 256, kv_heads: int = 2, head_width: int = 16) -> Exercise:
-    """Ask how many bytes of keys and values a device sends in the toy's forward ring, in float32."""
-    hop = 2 * seq / devices * kv_heads * head_width * 4
+def ring_bytes(devices: int = 8, seq: int = 256) -> Exercise:
+    """Ask how many bytes of keys and values a device sends in the toy's forward ring: 2 KV heads of width 16,
+    in float32."""
+    hop = 2 * seq / devices * 2 * 16 * 4
     wrong = dict(last_hop=devices * hop, one_hop=hop, two_things=2 * devices * hop)
     return Exercise("core", (devices - 1) * hop, wrong, unit="bytes")
 
 
-def hop_bytes(
-    tokens: int = 131_072, devices: int = 8, heads: int = 32, kv_heads: int = 8, head_width: int = 128
-) -> Exercise:
-    """Ask for the bytes of one hop of Llama 3 8B at 128k positions over sp=8 in bfloat16, K and V of one
-    layer."""
-    right = 2 * (tokens // devices) * kv_heads * head_width * 2
-    wrong = dict(
-        query_heads=right * heads // kv_heads,
-        whole_sequence=right * devices,
-        whole_turn=right * (devices - 1),
-    )
-    return Exercise("core", right, wrong, tolerance=0.01, unit="bytes")
+def hop_bytes() -> Exercise:
+    """Ask for the bytes of one hop of Llama 3 8B (8 KV heads of width 128) at 128k positions over sp=8 in
+    bfloat16, K and V of one layer."""
+    return Exercise("core", 2 * (131_072 // 8) * 8 * 128 * 2, tolerance=0.01, unit="bytes")
 
 
 def zigzag() -> Exercise:
@@ -55,9 +48,11 @@ def zigzag() -> Exercise:
     return Exercise("stretch", solution, wrong, run)
 
 
-def to_heads(devices: int = 4, own: int = 3, heads: int = 8, width: int = 4) -> Exercise:
-    """Ask for the exchange of Ulysses, positions for heads, as one device writes it."""
-    x = np.random.default_rng(0).standard_normal((devices, own, heads, width)).astype(np.float32)
+def to_heads() -> Exercise:
+    """Ask for the exchange of Ulysses, positions for heads, as one of four devices writes it."""
+    x = (
+        np.random.default_rng(0).standard_normal((4, 3, 8, 4)).astype(np.float32)
+    )  # device, position, head, width
 
     def solution(x):
         return lax.all_to_all(x, "sp", split_axis=1, concat_axis=0, tiled=True)
@@ -67,45 +62,31 @@ def to_heads(devices: int = 4, own: int = 3, heads: int = 8, width: int = 4) -> 
         everything = lax.all_gather(x, "sp", axis=0, tiled=True)
         return lax.dynamic_slice_in_dim(everything, lax.axis_index("sp") * mine, mine, 1)
 
-    def observe(learner):
-        try:
-            return carried_out(learner, "sp", devices, x)
-        except ValueError as error:
-            if "all_to_all" in str(error):
-                return "not tiled"
-            raise
-
     wrong = dict(
         gathered=gathered,
-        reshaped=lambda x: x.reshape(-1, x.shape[1] // devices, x.shape[2]),
+        reshaped=lambda x: x.reshape(-1, x.shape[1] // 4, x.shape[2]),
         unmoved=lambda x: x,
         all_heads=lambda x: lax.all_gather(x, "sp", axis=0, tiled=True),
         untiled=lambda x: lax.all_to_all(x, "sp", split_axis=1, concat_axis=0),
         widths=lambda x: lax.all_to_all(x, "sp", split_axis=2, concat_axis=0, tiled=True),
     )
-    return Exercise("stretch", solution, wrong, observe=observe)
+    run = lambda learner: carried_out(learner, "sp", 4, x, untiled="all_to_all")
+    return Exercise("stretch", solution, wrong, run)
 
 
-def rivals(flops_per_s: float = 989.4e12, link_bytes_per_s: float = 450e9) -> Exercise:
+def rivals() -> Exercise:
     """Ask from which power of two on Ulysses sends less than the ring, forward and in a step, and which block
     hides a hop."""
 
-    def smallest(heads, kv_heads, more_than, limited=True):
+    def smallest(heads, kv_heads, laps):
         n = 2
-        while n <= more_than(heads / kv_heads):
+        while n <= (1 + heads / kv_heads) / laps:
             n *= 2
-        return n if n <= kv_heads or not limited else None
+        return n if n <= kv_heads else None
 
-    forward, step = (lambda ratio: 1 + ratio), (lambda ratio: (1 + ratio) / 2)
     heads = {"llama2-7b": (32, 32), "llama3-8b": (32, 8), "llama3-70b": (64, 8)}
-    right = {f"{name} forward": smallest(*counts, forward) for name, counts in heads.items()}
-    right |= {f"{name} step": smallest(*counts, step) for name, counts in heads.items()}
-    block = 2 * flops_per_s / link_bytes_per_s * 8 / 32
-    right["hidden_from"] = block
-    wrong = dict(
-        half_a_head=right | {"llama3-70b forward": smallest(64, 8, forward, limited=False)},
-        forward_for_step=right | {f"{name} step": right[f"{name} forward"] for name in heads},
-        step_for_forward=right | {f"{name} forward": right[f"{name} step"] for name in heads},
-        alike=right | {f"{name} forward": 4 for name in heads},
-    )
+    right = {f"{name} forward": smallest(*counts, laps=1) for name, counts in heads.items()}
+    right |= {f"{name} step": smallest(*counts, laps=2) for name, counts in heads.items()}
+    right["hidden_from"] = 2 * 989.4e12 / 450e9 * 8 / 32
+    wrong = dict(forward_for_step=right | {f"{name} step": right[f"{name} forward"] for name in heads})
     return Exercise("expert", right, wrong, tolerance=0.02)

@@ -20,9 +20,7 @@ def share() -> Exercise:
 
 def links() -> Exercise:
     """Ask which link the groups of each axis use: pp=2 dp=8 tp=4 on nodes of four."""
-    right = {"pp": "network", "dp": "network", "tp": "NVLink"}
-    wrong = dict(all_outside=dict.fromkeys(right, "network"), all_inside=dict.fromkeys(right, "NVLink"))
-    return Exercise("core", right, wrong)
+    return Exercise("core", {"pp": "network", "dp": "network", "tp": "NVLink"})
 
 
 def causes() -> Exercise:

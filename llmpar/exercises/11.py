@@ -25,13 +25,4 @@ def slow_network() -> Exercise:
 
 def data_sheet() -> Exercise:
     """Ask by which factor the threshold C/β changes when rates are those that are reached."""
-    right = 0.752 / 0.432
-    wrong = dict(
-        upside_down=0.432 / 0.752,
-        links_alone=1 / 0.432,
-        multiplied=0.752 * 0.432,
-        divided=1 / (0.752 * 0.432),
-        c_divided=1 / 0.752,
-        rise=right - 1,
-    )
-    return Exercise("expert", right, wrong, tolerance=0.01)
+    return Exercise("expert", 0.752 / 0.432, tolerance=0.01)

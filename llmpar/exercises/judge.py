@@ -143,8 +143,9 @@ class Exercise:
 
 
 def read(text: str, right: Any) -> Any:
-    """Read an answer as a page spells it: a number such as 4 or 3/16, a text, `* 8` for eight times the right
-    one, or parts of it exchanged, as in `A=rounding; C=not summed`; what is none of these stays text."""
+    """Read an answer as a page spells it: a number such as 4 or 3/16, several as in `8, 1`, a text, `* 8` for
+    eight times the right one, or parts of it exchanged, as in `A=rounding; C=not summed`; what is none of
+    these stays text."""
     if isinstance(right, Mapping):
         names = {str(name): name for name in right}
         pairs = (part.rpartition("=") for part in text.split("; "))
@@ -153,6 +154,8 @@ def read(text: str, right: Any) -> Any:
         )
         if parts.keys() <= names.keys():
             return {**right, **{names[name]: read(part, right[names[name]]) for name, part in parts.items()}}
+    if isinstance(right, tuple) and ", " in text:
+        return tuple(read(part, value) for part, value in zip(text.split(", "), right, strict=True))
     if right is None or kind(right) == "a number":
         with contextlib.suppress(ValueError, ZeroDivisionError):
             return float(Fraction(text.removeprefix("* "))) * (right if text.startswith("* ") else 1)
