@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from llmpar.notation import Move
 
@@ -22,14 +23,16 @@ WEIGHT, MOVED = "weight", "moved"
 """Names under which remat policies know gathered weights and the results of communication."""
 
 
-def scope(text: str):
-    """The scope of a collective: the arrow that it carries out, as a census of the compiled program finds it
-    again."""
+def scope(text: str) -> AbstractContextManager:
+    """Name collectives by the arrow that they carry out, for a census of the compiled program."""
     return jax.named_scope(f"arrow[{text}]")
 
 
-def send(x, move: Move, position: dict[str, int], to: str):
-    """The one lax call that a move is."""
+def send(
+    x: Array, move: Move, position: dict[str, int], to: Literal["varying", "invarying"] = "varying"
+) -> Array:
+    """The one lax call that a move is. ``position`` has the place of each dim in ``x``; ``to`` says whether
+    gathered results may differ or are equal on all devices."""
     if move.kind == "all-reduce":
         return lax.psum(x, move.axes)
     if move.kind == "reduce-scatter":
@@ -44,7 +47,7 @@ def send(x, move: Move, position: dict[str, int], to: str):
 
 
 def hop(x: Array, axis: str | tuple[str, ...], way: str) -> Array:
-    """What the rank before on a ring holds, sent as `Plan.hop` says."""
+    """What the rank before on a ring holds, sent as `Resolved.hop` says."""
     n, me = lax.axis_size(axis), lax.axis_index(axis)
     if way != "exchange":
         return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])
@@ -54,7 +57,9 @@ def hop(x: Array, axis: str | tuple[str, ...], way: str) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def ragged(rows, send, come, axis: str):
+def ragged(
+    rows: Float[Array, "gc ..."], send: Int[Array, " g"], come: Int[Array, " g"], axis: str
+) -> Float[Array, "gc ..."]:
     """Exchange the full rows of blocks: rank j of ``axis`` gets the first ``send[j]`` rows of this rank's
     block for it, and this rank gets ``come[j]`` rows of rank j's. The gradient goes the same way back, with
     ``send`` and ``come`` swapped; JAX's own transpose would first exchange offsets that every rank knows."""
@@ -92,8 +97,7 @@ def put(tree: Any, index: Any, values: Any) -> Any:
 
 
 def varying(x: Any) -> frozenset[str]:
-    """The mesh axes over which shard_map's type of ``x`` (or this type) says that devices may hold different
-    values."""
+    """The mesh axes over which ``x`` may differ, as shard_map's type of it (or this type) says."""
     kind = (jax.typeof(x) if isinstance(x, jax.Array) else x).manual_axis_type
     return kind.varying if kind else frozenset()
 
@@ -104,15 +108,14 @@ def vary(x: Array, axes: Iterable[str]) -> Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def vary_alike(tree, like=()):
-    """``tree``, every leaf typed as varying over all axes over which some leaf of ``tree`` or ``like``
-    varies: loops and branches need equal types."""
+def vary_alike(tree: Any, like: Any = ()) -> Any:
+    """Type all leaves as varying over what any leaf of ``tree`` or ``like`` does: loops need equal types."""
     axes = sorted(frozenset().union(*map(varying, jax.tree.leaves((tree, like)))))
     return jax.tree.map(lambda x: vary(x, axes), tree)
 
 
-def together(values):
-    """The values, none of which is used before all are there. So XLA does not hoist a value that no layer
+def together(values: Any) -> Any:
+    """The values, none of which is used before all are computed. So XLA does not hoist a value that no layer
     changes, with the collectives that an island makes of it, out of the loop over layers. (On simulated
     devices JAX 0.10.2 crashes when collectives that were hoisted run beside a loop with others: a rendezvous
     counts too many participants.)"""

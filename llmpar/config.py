@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
 import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 from llmpar import hugging_face
-from llmpar.files import Allowed, read_toml
+from llmpar.files import Allowed, allowed, check_fields, read_toml
 
 Size = Annotated[int, Allowed(int, 1, 1 << 24)]
 Count = Annotated[int, Allowed(int, 0, 1 << 24)]
 Length = Annotated[int | None, Allowed(int, 1, none=True)]
 Rate = Annotated[float, Allowed(float, 0, 1e9)]
 Share = Annotated[float, Allowed(float, 0, 1)]
-Truth = Annotated[bool, Allowed(bool)]
-
-
-@functools.cache
-def allowed(kind: type) -> dict[str, Allowed]:
-    """What the fields of a configuration may be, as their types say it."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
-
-
-def _check(config) -> None:
-    for name, what in allowed(type(config)).items():  # type: ignore[arg-type]
-        what.check(name, getattr(config, name))
 
 
 @dataclass(frozen=True)
@@ -45,12 +31,11 @@ class RopeScaling:
     original_context: Annotated[int, Allowed(int, 1)] = 8192
 
     def __post_init__(self):
-        _check(self)
+        check_fields(self)
         if self.low_freq_factor >= self.high_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
-            raise ValueError(
-                f"low_freq_factor {low} is not below high_freq_factor {high}; Llama 3.1 has 1 and 4"
-            )
+            why = f"low_freq_factor {low} is not below high_freq_factor {high}"
+            raise ValueError(f"{why}; Llama 3.1 has 1 and 4")
 
 
 @dataclass(frozen=True)
@@ -71,8 +56,8 @@ class ExpertConfig:
         num_groups, top_groups: node-limited routing: only the best groups of experts are open to a token, a
             group being worth the sum of its two best affinities (DeepSeek-V3 2024, section 2.1.2).
         aux_loss, z_loss: coefficients of the load-balancing loss (`moe.route`) and of the router's z loss.
-        capacity_factor: None drops no token; else an expert takes this times its even share of each piece of
-            a row that a device holds, the first to come, and the others go without it.
+        capacity_factor: None drops no token; else an expert takes the first k·tokens·factor/E, rounded up, of
+            each piece of a row that a device holds, and the others go without it.
         dense_layers, dense_width: the first layers with an ordinary feed-forward of that width.
     """
 
@@ -80,7 +65,7 @@ class ExpertConfig:
     top_k: Size
     num_shared: Count = 0
     score: Literal["softmax", "sigmoid"] = "softmax"
-    renormalise: Truth = True
+    renormalise: bool = True
     scale: Rate = 1.0
     bias_rate: Annotated[float | None, Allowed(float, 0, 1e9, none=True)] = None
     num_groups: Size = 1
@@ -92,9 +77,7 @@ class ExpertConfig:
     dense_width: Count = 0
 
     def __post_init__(self):
-        _check(self)
-        if self.score not in ("softmax", "sigmoid"):
-            raise ValueError(f"score is '{self.score}'; use softmax or sigmoid")
+        check_fields(self)
         k, experts, groups = self.top_k, self.num_experts, f"{self.top_groups} of {self.num_groups}"
         if not 1 <= k <= experts:
             raise ValueError(f"a token cannot visit {k} of {experts} experts; choose from 1 to {experts}")
@@ -105,8 +88,7 @@ class ExpertConfig:
             raise ValueError(f"{fewer}; choose more groups")
 
     def capacity(self, tokens: int) -> int:
-        """How many of a piece's ``tokens`` an expert takes (Fedus et al. 2021, eq. 3, with k choices a
-        token)."""
+        """How many of a piece's ``tokens`` an expert takes: k·tokens·factor/E (Fedus et al. 2021, eq. 3)."""
         if self.capacity_factor is None:
             return tokens
         return min(tokens, math.ceil(round(self.top_k * tokens * self.capacity_factor / self.num_experts, 9)))
@@ -127,17 +109,13 @@ class ExpertConfig:
         self, tokens: int, pieces: int, ranks: int, fewest: int = 4, largest: int = 32
     ) -> tuple[int, int]:
         """(blocks, rows of a block) in which one of ``ranks``, each with so many tokens, lays out what its
-        experts get.
-
-        Enough for the worst case. The rows of an expert fill whole blocks of ``fewest`` to ``largest`` rows,
-        an eighth of an even share or less, so that about a sixteenth is padding, and less where rows are
-        many.
-        """
-        block, here, most = fewest, self.num_experts // ranks, ranks * self._most(tokens, pieces)
+        experts get at most. An expert's rows fill whole blocks of ``fewest`` to ``largest`` rows, an eighth
+        of an even share or less, so that about a sixteenth is padding, and less where rows are many."""
+        block, local, most = fewest, self.num_experts // ranks, ranks * self._most(tokens, pieces)
         while block < largest and 16 * block * self.num_experts <= ranks * tokens * self.top_k:
             block *= 2
-        rows = min(ranks * tokens * min(self.top_k, here), most * here)
-        return min((rows + here * (block - 1)) // block, here * -(-most // block)), block
+        rows = min(ranks * tokens * min(self.top_k, local), most * local)
+        return min((rows + local * (block - 1)) // block, local * -(-most // block)), block
 
     def _most(self, tokens: int, pieces: int) -> int:
         """How many of a device's tokens one expert takes at most."""
@@ -154,7 +132,7 @@ class LatentAttention:
     value_width: Size
 
     def __post_init__(self):
-        _check(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -184,7 +162,7 @@ class ModelConfig:
     is taken for one of that length.
     """
 
-    name: Annotated[str, Allowed(str)]
+    name: str
     vocab_size: Size
     width: Size
     num_layers: Size
@@ -195,9 +173,9 @@ class ModelConfig:
     rope_theta: Annotated[float, Allowed(float, 1, 1e15)] = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: Share = 1e-5
-    tied: Truth = False
-    qkv_bias: Truth = False
-    qk_norm: Truth = False
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
     window: Length = None
     init_scale: Rate = 0.02
     experts: ExpertConfig | None = None
@@ -205,15 +183,14 @@ class ModelConfig:
     context_length: Length = None
 
     def __post_init__(self):
-        _check(self)
+        check_fields(self)
         if self.head_width % 2:
-            raise ValueError(
-                f"heads are {self.head_width} wide, but rotary embedding turns pairs; use an even head width"
-            )
+            what = "but rotary embedding turns pairs; use an even head width"
+            raise ValueError(f"heads are {self.head_width} wide, {what}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly; "
-                f"use a number of KV heads that divides {self.num_heads}"
+                f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly; use a number"
+                f" of KV heads that divides {self.num_heads}"
             )
 
     def weights(self) -> dict[str, Weight]:
@@ -271,8 +248,7 @@ class ModelConfig:
         return found
 
     def _feed_forward(self, path: str, dims: str, lead: tuple[int, ...], times: int = 1) -> dict[str, Weight]:
-        """The weights of a feed-forward, ``times`` as wide; ``dims`` and sizes of what leads are those of
-        experts."""
+        """The weights of a feed-forward ``times`` as wide; ``lead`` has the sizes of dims before ``d m``."""
         d, m, std = self.width, times * self.ffn_width, self.init_scale
         into = Weight(f"{dims} d m", (*lead, d, m), std)
         out = Weight(f"{dims} m d", (*lead, m, d), std / (2 * self.num_layers) ** 0.5)
@@ -282,28 +258,25 @@ class ModelConfig:
     def num_params(self) -> int:
         """The exact number of parameters; tied embeddings are counted once."""
         sizes = {path: math.prod(weight.shape) for path, weight in self._weights().items()}
-        layers, how = self.num_layers, self.experts
+        layers, experts = self.num_layers, self.experts
         if latent := self.latent:
             sizes = {path: size for path, size in sizes.items() if not path.startswith("blocks.attention.")}
             query, width, n = self.head_width, self.width, self.num_heads
-            down = (
-                width * (latent.q_rank + latent.kv_rank + latent.rope_width) + latent.q_rank + latent.kv_rank
-            )
-            up = n * (
-                latent.q_rank * query + latent.kv_rank * (query - latent.rope_width + latent.value_width)
-            )
-            sizes["attention"] = layers * (down + up + n * latent.value_width * width)
-        if how and how.dense_layers:
+            ranks, rope, value = latent.q_rank + latent.kv_rank, latent.rope_width, latent.value_width
+            down = width * (ranks + rope) + ranks  # and a norm of each of the two
+            up = n * (latent.q_rank * query + latent.kv_rank * (query - rope + value))
+            sizes["attention"] = layers * (down + up + n * value * width)
+        if experts and experts.dense_layers:
             sparse = sum(size for path, size in sizes.items() if path.startswith("blocks.experts."))
-            sizes["dense"] = how.dense_layers * (3 * self.width * how.dense_width - sparse // layers)
+            sizes["dense"] = experts.dense_layers * (3 * self.width * experts.dense_width - sparse // layers)
         return sum(sizes.values())
 
     @property
     def active_params(self) -> int:
         """Parameters that take part for one token: all but those of the experts that it does not visit."""
-        how = self.experts or ExpertConfig(1, 1)
-        idle = (how.num_experts - how.top_k) * 3 * self.width * self.ffn_width
-        return self.num_params - (self.num_layers - how.dense_layers) * idle
+        experts = self.experts or ExpertConfig(1, 1)
+        idle = (experts.num_experts - experts.top_k) * 3 * self.width * self.ffn_width
+        return self.num_params - (self.num_layers - experts.dense_layers) * idle
 
 
 def preset(name: str) -> ModelConfig:
@@ -319,22 +292,19 @@ def preset(name: str) -> ModelConfig:
 
 
 def from_hugging_face(path: str) -> ModelConfig:
-    """Read a Llama, Mistral, Mixtral, Qwen2, Qwen3 or Qwen3-MoE ``config.json``; refuse what the model cannot
-    do, naming the key."""
+    """Read the ``config.json`` of one of `hugging_face.FAMILIES`; refuse, by key, what is not implemented."""
     parts = (allowed(kind) for kind in (ModelConfig, RopeScaling, ExpertConfig))
     return from_dict(hugging_face.read(path, {name: what for part in parts for name, what in part.items()}))
 
 
 def to_hugging_face(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` that `from_hugging_face` reads back as this model, and `transformers` as the
-    same."""
+    """The ``config.json`` that `from_hugging_face` and `transformers` read as this model."""
     config.weights()  # refuses what is only counted
     return hugging_face.write(dataclasses.asdict(config))
 
 
 def from_dict(kept: dict[str, Any]) -> ModelConfig:
-    """The configuration that `dataclasses.asdict` made plain, as checkpoints keep it. What it lacks has its
-    default; refuses what is not known here."""
+    """The model that `dataclasses.asdict` made plain, as checkpoints keep it; refuses unknown fields."""
     parts = {"rope_scaling": RopeScaling, "experts": ExpertConfig, "latent": LatentAttention}
     made = {name: _made(kind, kept[name]) for name, kind in parts.items() if kept.get(name) is not None}
     return _made(ModelConfig, kept | made)
@@ -367,18 +337,16 @@ PRESETS: dict[str, ModelConfig] = {config.name: config for config in _presets()}
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer and its rate, which warms up linearly, then falls along a cosine to a tenth at the last
-    step.
+    """The optimizer and its rate, which warms up linearly, then falls along a cosine to a tenth.
 
     Attributes:
-        optimizer: Muon takes the matrices and leaves the rest to Adam.
+        optimizer: those that have a name (a `Step` takes any of Optax). Muon leaves all but matrices to Adam.
         learning_rate: the highest.
         warmup: steps of linear warm-up.
         weight_decay: of matrices.
         clip: largest global norm of the gradient.
     """
 
-    # any Optax optimizer fits a `Step`; these four have a name
     optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
     learning_rate: float = 3e-3
     warmup: int = 10
@@ -387,9 +355,8 @@ class OptimizerConfig:
 
     def __post_init__(self):
         if not (0 < self.learning_rate < math.inf and self.clip > 0):
-            raise ValueError(
-                f"learning rate {self.learning_rate}, clip {self.clip}: both must be positive numbers"
-            )
+            rate = f"learning rate {self.learning_rate}, clip {self.clip}"
+            raise ValueError(f"{rate}: both must be positive numbers")
         if not (self.warmup >= 0 and 0 <= self.weight_decay < math.inf):
             raise ValueError(f"warmup {self.warmup}, weight decay {self.weight_decay}: use 0 or more")
 

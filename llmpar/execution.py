@@ -1,4 +1,4 @@
-"""How devices execute a plan: kernels, messages, loops. None of it changes where a value lies or what it is.
+"""How devices execute a plan: kernels, exchanges of tokens, loops. None of it changes what lies where.
 
 `Plan` has these fields too (it extends `Execution`), and leaves them to the platform: ``auto``.
 """
@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from llmpar.files import Allowed
 
 SUITS = {
     "attention_kernel": {
@@ -41,10 +43,6 @@ class Execution:
             to 256.
         documents: ``whole`` promises that each row is one document: cudnn then needs no mask. A row that
             breaks the promise gives NaN.
-        hop: how the ranks of a ring hand on what they hold: by a ``permute``; or in an ``exchange``, an
-            all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
-            wait. ``auto``: an exchange in a pipeline of simulated devices, where a permute waits for every
-            device of the mesh, and a permute elsewhere.
         dispatch: how tokens reach the ranks of ep: in all slots of a buffer (``padded``), or in the full ones
             only (``ragged``, which CPUs lack). ``auto``: ragged on GPUs and TPUs.
         grouped: how tokens are multiplied by their experts (Megatron's grouped GEMM): in a loop over
@@ -56,14 +54,12 @@ class Execution:
     attention_kernel: Literal["auto", "portable", "flash", "cudnn", "xla"] = "auto"
     attention_block: int | None = None
     documents: Literal["packed", "whole"] = "packed"
-    hop: Literal["auto", "permute", "exchange"] = "auto"
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
     grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
-    unroll: int = 1
+    unroll: Annotated[int, Allowed(int, 0)] = 1
 
     def suited(self, platform: str) -> dict[str, Any]:
-        """The fields that say ``auto``, decided for ``cpu``, ``gpu`` or ``tpu``. Raises ValueError for what
-        its devices cannot do, or only absurdly slowly."""
+        """The fields that say ``auto``, decided for a platform. Refuses what its devices cannot do."""
         decided = {}
         for name, suits in SUITS.items():
             value, first = getattr(self, name), suits[platform][0]

@@ -6,14 +6,16 @@ site file 'x.toml': it is a folder; name a file``.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import numbers
 import os
 import stat
 import tomllib
+import types
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 MOST_BYTES, MOST_DEPTH = 16 << 20, 100
 """What a small file has at most: the longest index of a model's weights has half of it, and nobody nests
@@ -37,9 +39,7 @@ def check_ordinary(path: Path, what: str) -> None:
     if stat.S_ISDIR(mode):
         refuse(path, what, "it is a folder; name a file")
     if not stat.S_ISREG(mode):
-        refuse(
-            path, what, "it is no ordinary file but a pipe or a device; write what comes from it to a file"
-        )
+        refuse(path, what, "it is a pipe or a device; write what comes from it to an ordinary file")
 
 
 def read_text(path: Path, what: str) -> str:
@@ -60,9 +60,8 @@ def read_text(path: Path, what: str) -> str:
 
 def read_json(path: Path, what: str, kind: type = dict, object_hook: Callable | None = None) -> Any:
     """The value of a JSON file: an object, or what ``kind`` says."""
-    return _parsed(
-        path, what, "JSON", kind, lambda: json.loads(read_text(path, what), object_hook=object_hook)
-    )
+    parse = functools.partial(json.loads, object_hook=object_hook)
+    return _parsed(path, what, "JSON", kind, lambda: parse(read_text(path, what)))
 
 
 def read_json_lines(path: Path, what: str) -> list[dict]:
@@ -102,37 +101,62 @@ def _parsed(path: Path, what: str, form: str, kind: type, parse: Callable[[], An
     if level:
         refuse(path, what, "it is nested too deeply")
     if not isinstance(value, kind):
-        refuse(
-            path,
-            what,
-            f"it holds {json.dumps(value):.40}, not {'a list' if kind is list else 'an object'} ({form})",
-        )
+        wanted = "a list" if kind is list else "an object"
+        refuse(path, what, f"it holds {json.dumps(value):.40}, not {wanted} ({form})")
     return value
 
 
 class Allowed(NamedTuple):
-    """What an entry may be: a kind of value, from the least to the most; None if that says something too."""
+    """What an entry may be: a kind of value, from the least to the most, or one of the choices; None if that
+    says something too."""
 
     kind: type
     least: float = -math.inf
     most: float = math.inf
     none: bool = False
+    choices: tuple = ()
 
     def check(self, name: str, value: Any) -> None:
         """Refuse what is not allowed."""
         if value is None and self.none:
             return
+        if any(type(value) is type(choice) and value == choice for choice in self.choices):
+            return
         number = self.kind in (int, float)
         kind = {int: numbers.Integral, float: numbers.Real}.get(self.kind, self.kind)
         fits = isinstance(value, kind) and isinstance(value, bool) == (self.kind is bool)
-        if fits and (not number or self.least <= value <= self.most):
+        if fits and not self.choices and (not number or self.least <= value <= self.most):
             return
         words: dict[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
         what = (words | {str: "a text", list: "a list", dict: "an object"})[self.kind]
-        if self.least == self.most:
+        if self.choices:
+            what = " or ".join(map(json.dumps, self.choices))
+        elif self.least == self.most:
             what = f"{self.least:g}, the only one that is implemented"
         elif number:
             what += f" from {self.least:,}" * (self.least > -math.inf)
             what += f" to {self.most:,}" * (self.most < math.inf)
         found = json.dumps(value, default=repr)
         raise ValueError(f"{name} is {found:.60}; use {what}" + " (or null)" * self.none)
+
+
+@functools.cache
+def allowed(kind: type) -> dict[str, Allowed]:
+    """What the fields of a dataclass may be, where their types say it: `Annotated` by an `Allowed`, a
+    `Literal`, True or False, a text, or a whole number from 1."""
+    found = {}
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        plain, *rest = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if hasattr(hint, "__metadata__"):
+            found[name] = hint.__metadata__[0]
+        elif get_origin(hint) is Literal:
+            found[name] = Allowed(str, choices=get_args(hint))
+        elif plain in (bool, int, str):
+            found[name] = Allowed(plain, 1 if plain is int else -math.inf, none=bool(rest))
+    return found
+
+
+def check_fields(config: Any) -> None:
+    """Refuse a field's value that its type does not have: a misspelt choice would silently be another."""
+    for name, what in allowed(type(config)).items():  # type: ignore[arg-type]
+        what.check(name, getattr(config, name))

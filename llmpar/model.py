@@ -37,8 +37,10 @@ from 1)."""
 Ids = tuple[Int[Array, "_ q"], Int[Array, "_ q"], Int[Array, "_ t"], Int[Array, "_ t"]]
 # Cosines and sines for each of p positions and each pair of a head's numbers.
 Rope = tuple[Float[Array, "b p 1 half"], Float[Array, "b p 1 half"]]
-# What a router tells beside its choice (`moe.route`), and whom it chose; None without experts.
+# The auxiliary outputs of a router (`moe.route`), and the experts that it chose; None without experts.
 Aux = dict[str, Array] | None
+# The loss summed over tokens, and the routers' tally ``l e`` (`moe.route`); None without experts.
+Loss = tuple[Float[Array, ""], Float[Array, "l _"] | None]
 
 
 def param(rngs: nnx.Rngs, weights: dict[str, Weight], path: str) -> nnx.Param:
@@ -90,20 +92,19 @@ class Attention(nnx.Module):
         if self.config.qk_norm:
             q_bsnh, k_bskh = self.q_norm(q_bsnh, par), self.k_norm(k_bskh, par)
         q_bsnh, k_bskh = rotate(q_bsnh, rope), rotate(k_bskh, rope)
-        b, s, k, h = k_bskh.shape  # whatever heads are here
+        b, s, k, h = k_bskh.shape
         q_bskrh, mask = q_bsnh.reshape(b, s, k, -1, h), attention.Mask(window=self.config.window)
         y_bsnh = attend(q_bskrh, k_bskh, v_bskh, ids, mask, par).reshape(q_bsnh.shape)
         return par.leave(unite, y_bsnh, "attention b s d +n -> stream b s d", par.weight(self.o))
 
 
 def project(x: Float[Array, "b s d"], *weights: Float[Array, "d _ h"]) -> tuple[Array, ...]:
-    """Queries, keys and values of the heads that are here."""
+    """Queries, keys and values of this device's heads."""
     return tuple(jnp.einsum("bsd,dnh->bsnh", x, w) for w in weights)
 
 
 def unite(y: Float[Array, "b s n h"], w: Float[Array, "n h d"], **kinds: Any) -> Float[Array, "b s d"]:
-    """The heads' results as one; a sum over n, unfinished where some heads are elsewhere. (`Explicit` says
-    so in ``out_sharding``.)"""
+    """The heads' results as one: a sum over n, unfinished where n is cut (`Explicit`'s ``out_sharding``)."""
     return jnp.einsum("bsnh,nhd->bsd", y, w, **kinds)
 
 
@@ -172,16 +173,16 @@ class FeedForward(nnx.Module):
         enter: str = "stream b s d -> ffn b s d",
         leave: str = "ffn b s d +m -> stream b s d",
     ) -> Float[Array, "b s d"]:
-        """The three products and what is between them, and how ``x`` comes to them and their sum away."""
+        """Three matmuls; the arrows ``enter`` and ``leave`` bring ``x`` to them and their sum away."""
         gate, up, down = (par.weight(w) for w in (self.gate, self.up, self.down))
         chunks = par.plan.ffn_chunks
         keep = lambda y: y if chunks > 1 else checkpoint_name(y, HIDDEN)  # pieces would add up to all of it
 
-        def pair(x):
-            gate_bsm, up_bsm = map(keep, par.enter(columns, x, enter, gate, up))
+        def swiglu(x_bsd):
+            gate_bsm, up_bsm = map(keep, par.enter(columns, x_bsd, enter, gate, up))
             return par.leave(jnp.matmul, jax.nn.silu(gate_bsm) * up_bsm, leave, down)
 
-        return par.chunked(pair, x, chunks) if chunks > 1 else pair(x)
+        return par.chunked(swiglu, x, chunks) if chunks > 1 else swiglu(x)
 
 
 def columns(x: Float[Array, "b s d"], *weights: Float[Array, "d m"]) -> tuple[Array, ...]:
@@ -190,8 +191,7 @@ def columns(x: Float[Array, "b s d"], *weights: Float[Array, "d m"]) -> tuple[Ar
 
 
 class Experts(nnx.Module):
-    """A mixture of experts (Shazeer et al. 2017): each token visits a few of many feed-forwards, as its
-    router chooses."""
+    """A mixture of experts (Shazeer et al. 2017): a router chooses k of E feed-forwards for each token."""
 
     def __init__(self, config: ExpertConfig, make: Make):
         self.config, self.router = config, make("experts.router")
@@ -203,8 +203,8 @@ class Experts(nnx.Module):
 
     @jax.named_scope("experts")
     def __call__(self, x: Float[Array, "b s d"], par: Solo) -> tuple[Float[Array, "b s d"], Aux]:
-        """The weighted sum of the chosen experts (and of the shared ones), and what the router tells."""
-        logits = jnp.einsum("bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32)
+        """The weighted sum of the chosen experts (and of the shared ones), and the router's outputs."""
+        logits_bse = jnp.einsum("bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32)
         bias = []
         if self.config.bias_rate is not None:
             bias = [par.weight(self.bias.replace(jax.lax.stop_gradient(self.bias[...])))]
@@ -213,16 +213,16 @@ class Experts(nnx.Module):
             ["stream b s e", *["stream e"] * len(bias)],
             ("stream b s e", "stream b s e", {"loss": "stream b s", "tally": "stream e +b +s"}),
         )
-        weights, chosen, aux = route(logits, *bias)
-        aux = aux | {"chosen": chosen}
+        weights_bsk, chosen_bsk, aux = route(logits_bse, *bias)
+        aux = aux | {"chosen": chosen_bsk}
         x = par.move(x, "stream b s d -> ffn b s d")
-        weights, chosen = (par.move(y, "stream b s e -> ffn b s e") for y in (weights, chosen))
+        gates = (par.move(y, "stream b s e -> ffn b s e") for y in (weights_bsk, chosen_bsk))
         visit = par.local(
             functools.partial(moe.visit, self.config, par.island),
             ["ffn b s d", "ffn b s e", "ffn b s e", "experts e d m", "experts e d m", "experts e m d"],
             "ffn b s d +m",
         )
-        y = visit(x, weights, chosen, *(par.weight(w) for w in (self.gate, self.up, self.down)))
+        y = visit(x, *gates, *(par.weight(w) for w in (self.gate, self.up, self.down)))
         if self.config.num_shared:
             y = y + self.shared(x, par, "ffn b s d -> ffn b s d", "ffn b s d +m -> ffn b s d +m")
         return par.move(y, "ffn b s d +m -> stream b s d"), aux
@@ -245,7 +245,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], ids: Ids, rope: Rope, par: Solo
     ) -> tuple[Float[Array, "b s d"], Aux]:
-        """The stream after the layer, and what its router tells."""
+        """The stream after the layer, and its router's outputs."""
         x = checkpoint_name(x + self.attention(self.attention_norm(x, par), ids, rope, par), STREAM)
         y = self.ffn_norm(x, par)
         y, aux = self.experts(y, par) if self.config.experts else (self.ffn(y, par), None)
@@ -253,8 +253,7 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Embedding, a stack of blocks (their weights have a leading dim of layers), a norm, and the
-    vocabulary-parallel loss."""
+    """Embedding, a stack of blocks (a leading dim ``l`` of their weights), a norm, and the loss."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         make = functools.partial(param, rngs, config.weights())
@@ -266,9 +265,8 @@ class Llama(nnx.Module):
             self.head = make("head")
         self.config = config
 
-    def loss(self, batch: Batch, par: Solo) -> tuple[Float[Array, ""], Array | None]:
-        """What training makes small, summed over the tokens here: the cross-entropies and the routers' own
-        losses. And the routers' tally, ``l e`` (None without experts)."""
+    def loss(self, batch: Batch, par: Solo) -> Loss:
+        """What training makes small: the sum of the cross-entropies and of the routers' own losses."""
         losses, aux = self.cross_entropies(batch, par)
         loss = par.total(losses, "data b s")
         if aux is None:
@@ -277,31 +275,30 @@ class Llama(nnx.Module):
         return loss + par.total(more, "data b +s"), aux["tally"]
 
     def cross_entropies(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s"], Aux]:
-        """The cross-entropy of every target in nats, float32, 0 where the target is -1; and what the routers
-        tell, layer by layer.
+        """The cross-entropy of every target in nats, float32, 0 where the target is -1; and the routers'
+        outputs, layer by layer.
 
         Devices that hold a block of the vocabulary exchange three numbers per token (the maximum, the sum of
         exponentials, the target's logit); logits are never gathered (Shoeybi et al. 2019, section 3).
         """
-        x, head, aux = self.hidden_and_head(batch, par)
+        x, head_vd, aux = self.hidden_and_head(batch, par)
         x = par.move(x, "stream b s d -> vocab b s d")
+        finish = "vocab b s +v -> data b s"
 
         @jax.named_scope("loss")
-        def piece(inputs):
-            x, targets = inputs
-            logits = jnp.einsum("bsd,vd->bsv", x, head, preferred_element_type=jnp.float32)
-            top = par.max(logits.max(-1), "vocab b s +v -> data b s")
-            logits = logits - top[..., None]
-            total = par.summed(exponentials, ["vocab b s v"], "vocab b s +v -> data b s")(logits)
-            both = ["vocab b s v", "data b s"]
-            target = par.summed(pick, both, "vocab b s +v -> data b s")(logits, targets)
-            return jnp.where(targets >= 0, jnp.log(total) - target, 0)
+        def losses(inputs):
+            x_bsd, targets_bs = inputs
+            logits_bsv = jnp.einsum("bsd,vd->bsv", x_bsd, head_vd, preferred_element_type=jnp.float32)
+            logits_bsv = logits_bsv - par.max(logits_bsv.max(-1), finish)[..., None]
+            total_bs = par.summed(exponentials, ["vocab b s v"], finish)(logits_bsv)
+            target_bs = par.summed(pick, ["vocab b s v", "data b s"], finish)(logits_bsv, targets_bs)
+            return jnp.where(targets_bs >= 0, jnp.log(total_bs) - target_bs, 0)
 
-        return par.chunked(piece, (x, batch["targets"]), par.plan.loss_chunks), aux
+        return par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks), aux
 
     def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s d"], Array, Aux]:
-        """The residual stream after the last block and norm, the output head ``v d`` (the embedding, used a
-        second time, where they are tied), and what the layers' routers tell."""
+        """The residual stream after the last block and norm, the output head ``v d`` (the embedding once
+        more, where they are tied), and the routers' outputs."""
         embedding = par.weight(self.embedding)
         head = embedding if self.config.tied else par.weight(self.head)
         x, aux = self.run_blocks(self.embed(embedding, batch, par), batch, par, par.layers)
@@ -309,36 +306,33 @@ class Llama(nnx.Module):
 
     @jax.named_scope("embed")
     def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Float[Array, "b s d"]:
-        """Look tokens up. Each device knows a block of the vocabulary, and contributes zero for all other
-        tokens."""
+        """Look tokens up: each device has a block of the vocabulary, and adds zeros for other tokens."""
 
-        def look_up(par, embedding, tokens):
-            local = tokens - par.index("vocab v") * embedding.shape[0]
-            known = (0 <= local) & (local < embedding.shape[0])
-            return jnp.where(known[..., None], embedding[jnp.where(known, local, 0)], 0)
+        def look_up(par, embedding_vd, tokens_bs):
+            local_bs = tokens_bs - par.index("vocab v") * embedding_vd.shape[0]
+            known_bs = (0 <= local_bs) & (local_bs < embedding_vd.shape[0])
+            return jnp.where(known_bs[..., None], embedding_vd[jnp.where(known_bs, local_bs, 0)], 0)
 
         look = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
         return look(embedding, batch["tokens"])
 
-    def run_blocks(self, x: Float[Array, "b s d"], batch: Batch, par: Solo, layers) -> tuple[Array, Any]:
-        """The residual stream after the blocks that are here, run one after the other by ``layers``, and what
-        they tell."""
+    def run_blocks(
+        self, x: Float[Array, "b s d"], batch: Batch, par: Solo, layers: Callable
+    ) -> tuple[Float[Array, "b s d"], Any]:
+        """Run the blocks as ``layers`` does: the stream behind the last one, and the routers' outputs."""
         graph, weights = nnx.split(self.blocks)
         rope = rope_table(self.config, batch["positions"])
-        t_positions, t_segments = (
-            par.move(batch[name], "data b s -> ids b s") for name in ("positions", "segments")
+        k_positions, k_segments = (
+            par.move(batch[x], "data b s -> ids b s") for x in ("positions", "segments")
         )
-        q_positions, q_segments = (par.move(x, "ids b s -> queries b s") for x in (t_positions, t_segments))
-        ids = q_positions, q_segments, t_positions, t_segments
-
-        def block(x, w):
-            return nnx.merge(graph, w)(x, ids, rope, par)
-
+        q_positions, q_segments = (par.move(x, "ids b s -> queries b s") for x in (k_positions, k_segments))
+        ids = q_positions, q_segments, k_positions, k_segments
+        block = lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)
         return layers(block, x, weights)
 
     @jax.named_scope("router_losses")
     def router_losses(self, loss: Float[Array, "b s"], batch: Batch, par: Solo) -> Float[Array, " b"]:
-        """The routers' own losses of each row, from those of its tokens: of those that have a target."""
+        """The routers' own losses of each row, summed over its tokens that have a target."""
         counted = par.move(batch["targets"], "data b s -> stream b s") >= 0
         rows = par.summed(lambda par, x: x.sum(1), ["stream b s"], "stream b +s -> data b +s")
         return rows(jnp.where(counted, loss, 0))
@@ -352,15 +346,15 @@ class Llama(nnx.Module):
 
 
 def exponentials(par: Solo, logits: Float[Array, "b s v"]) -> Float[Array, "b s"]:
-    """The sum of their exponentials over the part of the vocabulary that is here."""
+    """The sum of their exponentials over this device's part of the vocabulary."""
     return jnp.exp(logits).sum(-1)
 
 
 def pick(par: Solo, logits: Float[Array, "b s v"], targets: Int[Array, "b s"]) -> Float[Array, "b s"]:
-    """The targets' logits, 0 where a target is not here."""
-    local = (targets - par.index("vocab v") * logits.shape[-1])[..., None]
-    here = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2) == local
-    return jnp.where(here, logits, 0).sum(-1)
+    """The targets' logits, 0 where a target is not in this device's part of the vocabulary."""
+    local_bs1 = (targets - par.index("vocab v") * logits.shape[-1])[..., None]
+    is_target_bsv = jax.lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[-1]), 2) == local_bs1
+    return jnp.where(is_target_bsv, logits, 0).sum(-1)
 
 
 # ------------------------------------------------------------------------------------------------------- RoPE
@@ -374,27 +368,21 @@ def rope_table(config: ModelConfig, positions_bp: Int[Array, "b p"]) -> Rope:
 
 
 def rope_frequencies(config: ModelConfig) -> Float[np.ndarray, " half"]:
-    """Radians per position of each pair; low frequencies are stretched where Llama 3.1's scaling is
-    set.
-
-    Wavelengths up to the original context over ``high_freq_factor`` stay, those beyond it over
-    ``low_freq_factor`` are divided by ``factor``, and between them the two are blended (Llama 3.1 reference
-    configuration, 2024).
-    """
+    """Radians per position of each pair, with Llama 3.1's scaling where it is set: wavelengths up to the
+    original context over ``high_freq_factor`` stay, those beyond it over ``low_freq_factor`` are divided by
+    ``factor``, and between them the two are blended (Llama 3.1 reference configuration, 2024)."""
     frequency = config.rope_theta ** (-np.arange(0, config.head_width, 2) / config.head_width)
     scaling = config.rope_scaling
     if scaling is None:
         return frequency
     turns = scaling.original_context * frequency / (2 * np.pi)
-    blend = np.clip(
-        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1
-    )
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = np.clip((turns - low) / (high - low), 0, 1)
     return frequency * (blend + (1 - blend) / scaling.factor)
 
 
 def rotate(x: Float[Array, "b s heads h"], rope: Rope) -> Float[Array, "b s heads h"]:
-    """Turn the pairs (i, i + h/2) of each head by their angles, in float32: Hugging Face's order of the
-    halves."""
+    """Turn the pairs (i, i + h/2) of each head by their angles, in float32: Hugging Face's order."""
     cos, sin = rope
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -1,17 +1,20 @@
 """Route tokens to experts, on one device or on many: choose, send, multiply, send back, add up.
 
-A layer of experts does six things. (1) The router scores every token against every expert, and the best k are
-chosen. (2) Who chose whom is told to all ranks that hold experts, and each device lays its tokens into a
-buffer with the same number of slots for each of these ranks: a token once for every rank that has an expert
-of it. (3) One all-to-all, the arrow ``b/ep e c d -> b e/ep c d``: block e of everyone's buffer goes to rank
-e. (4) Each rank sends what came through its experts (`llmpar.kernels.grouped`) and adds up each row's
-results, weighed by the router. (5) The same all-to-all back. (6) A token adds up what its ranks gave.
-Autodiff turns each all-to-all around, so there are two forward and two backward.
+A layer of experts takes six steps:
 
-XLA's shapes are static, so the slots of the buffer are as many as could be needed. Without a capacity no
-token is dropped: then a rank gets slots for all tokens (`ExpertConfig.slots`), and those whose experts are
-elsewhere leave theirs empty. Where XLA has `jax.lax.ragged_all_to_all` (GPU, TPU), ``dispatch="ragged"``
-sends the full slots alone. Empty slots are never multiplied.
+1. The router scores every token against every expert, and chooses the token's top-k.
+2. All ranks that hold experts learn these choices. Each device lays its tokens into a buffer with the same
+   number of slots for each of these ranks: a token once for every rank that has one of its experts.
+3. One all-to-all, the arrow ``b/ep e c d -> b e/ep c d``: block e of every buffer goes to rank e.
+4. Each rank sends what came through its experts (`llmpar.kernels.grouped`), and adds up each row's results,
+   weighed by the router.
+5. The same all-to-all back.
+6. A token adds up the results of its ranks. Autodiff turns each all-to-all around: two forward, two backward.
+
+XLA's shapes are static, so the buffer has a slot for all that could be needed: without a capacity, which
+drops tokens, a slot of each rank for every token (`ExpertConfig.slots`). Most stay empty. Empty slots are
+never multiplied; where XLA has `jax.lax.ragged_all_to_all` (GPU, TPU), ``dispatch="ragged"`` does not send
+them either.
 
 Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an expert's width. In steps 2
 to 6 also t tokens, p pairs of a token and one of its choices, g ranks that hold experts, l the experts of one
@@ -115,21 +118,22 @@ def visit(
 ) -> Float[Array, "b s d"]:
     """Every token's visit to its experts, where each rank holds some of them: steps 2 to 6 above.
 
-    ``gate``, ``up`` and ``down`` are this device's experts. Experts whose width is cut give a part of the
-    sum.
+    ``gate``, ``up`` and ``down`` are this device's experts. Experts whose width is cut give a term of a sum.
     """
     (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
-    size = b * s, b * par.parts("stream s") // par.parts("ffn s"), num_ranks
+    # Capacity counts by pieces of rows, as the router had them: with tp_sequence tp of them to a row here.
+    num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("ffn s")
     way = par.plan.grouped
-    blocks, block = experts.blocks(*size, *products.BLOCK_ROWS[way])
-    blocks, chunk = grouped.chunks(way, blocks, block, b * s * k, len(gate))
+    blocks, block = experts.blocks(num_tokens, num_pieces, num_ranks, *products.BLOCK_ROWS[way])
+    blocks, chunk = grouped.chunks(way, blocks, block, num_tokens * k, len(gate))
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
-    rows, weights, chosen = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
+    x_td, weights_tk, chosen_tk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if num_ranks > 1:
-        rows, weights, chosen, slots = dispatch(experts, par, (rows, weights, chosen), experts.slots(*size))
-    where, how = grouped.lay_out(chosen, len(gate), blocks, block), grouped.How(way, chunk, split)
-    rows = grouped.feed_forward(how, rows, weights, (gate, up, down), where)
-    return (combine(par, rows, slots) if num_ranks > 1 else rows).reshape(x.shape)
+        num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
+        x_td, weights_tk, chosen_tk, slots = dispatch(experts, par, x_td, weights_tk, chosen_tk, num_slots)
+    layout, how = grouped.lay_out(chosen_tk, len(gate), blocks, block), grouped.How(way, chunk, split)
+    y_td = grouped.feed_forward(how, x_td, weights_tk, (gate, up, down), layout)
+    return (combine(par, y_td, slots) if num_ranks > 1 else y_td).reshape(x.shape)
 
 
 class Slots(NamedTuple):
@@ -144,18 +148,20 @@ class Slots(NamedTuple):
 def dispatch(
     experts: ExpertConfig,
     par: Solo,
-    mine: tuple[Float[Array, "t d"], Float[Array, "t k"], Int[Array, "t k"]],
+    x: Float[Array, "t d"],
+    weights: Float[Array, "t k"],
+    chosen: Int[Array, "t k"],
     num_slots: int,
 ) -> tuple[Float[Array, "gc d"], Float[Array, "gc k"], Int[Array, "gc k"], Slots]:
-    """Steps 2 and 3: all ranks learn who chose what, and each token goes to every rank that holds an expert
-    of it, once. What arrives: rows, their weights, their experts as numbered here (for one that is elsewhere
-    as many as there are here), and where to send them back."""
-    (x, weights, chosen), num_ranks = mine, par.parts("experts e")
-    (t, k), here, me = chosen.shape, experts.num_experts // num_ranks, par.index("experts e")
+    """Steps 2 and 3: all ranks learn all choices, and each token goes once to every rank that holds one of
+    its experts. Returns what arrives: rows, their weights, their experts as this rank counts its own (their
+    number for one of another rank), and the slots to send them back."""
+    (t, k), num_ranks, me = chosen.shape, par.parts("experts e"), par.index("experts e")
+    num_local = experts.num_experts // num_ranks
     known = [par.move(z[None], "ffn b s e -> routing b s e") for z in (weights, chosen)]
     # None of them before both are there: then no collective races another.
     weights_gtk, chosen_gtk = lax.optimization_barrier(tuple(known))
-    rank_gtk = chosen_gtk // here  # past the last for a choice that was dropped
+    rank_gtk = chosen_gtk // num_local  # past the last for a choice that was dropped
     again_gtk = (jnp.tril(rank_gtk[..., None] == rank_gtk[..., None, :], -1)).any(-1)
     rank_gtk = jnp.where(again_gtk, num_ranks, rank_gtk)
 
@@ -170,8 +176,8 @@ def dispatch(
     rows = take(*vary_alike((x, choice_c // k, slots.slot_tk))).reshape(1, num_ranks, num_slots, -1)
     rows = exchange(par, rows, sent_g, came_g, "ffn b e c d -> experts b e c d")
     weights = take(*vary_alike((weights_gtk.reshape(-1, k), came_c // k, slot_q.reshape(-1, k))))
-    expert = chosen_gtk.reshape(-1, k).at[came_c // k].get(mode="fill", fill_value=size) - me * here
-    expert = jnp.where((expert >= 0) & (expert < here), expert, here)
+    expert = chosen_gtk.reshape(-1, k).at[came_c // k].get(mode="fill", fill_value=size) - me * num_local
+    expert = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)
     return rows.reshape(size, -1), weights, expert, slots
 
 
@@ -181,15 +187,13 @@ def combine(par: Solo, rows: Float[Array, "gc d"], slots: Slots) -> Float[Array,
     rows = rows.reshape(num_ranks, 1, -1, rows.shape[-1])
     back = "experts b e c d +m -> ffn b e c d +m"
     rows = exchange(par, rows, slots.came_g, slots.sent_g, back)
-    rows = take(
-        *vary_alike((rows.reshape(-1, rows.shape[-1]), slots.slot_tk.reshape(-1), slots.choice_c[:, None]))
-    )
+    rows = rows.reshape(-1, rows.shape[-1])
+    rows = take(*vary_alike((rows, slots.slot_tk.reshape(-1), slots.choice_c[:, None])))
     return rows.reshape(t, k, -1).astype(jnp.float32).sum(1).astype(rows.dtype)
 
 
 def exchange(par: Solo, rows: Array, sent_g: Int[Array, " g"], came_g: Int[Array, " g"], arrow: str) -> Array:
-    """Everyone's part for a rank goes to that rank: all slots, or those alone that are full, of which it
-    knows how many go to each rank and come from it."""
+    """Send each rank its part of the buffer: all slots, or only the full ones, which it counts."""
     return par.ragged(rows, sent_g, came_g, arrow) if par.plan.dispatch == "ragged" else par.move(rows, arrow)
 
 
@@ -217,9 +221,8 @@ take.defvjp(_take_forward, _take_backward)
 
 
 def summary(experts: ExpertConfig, metrics: dict, num_ranks: int = 1) -> dict[str, float]:
-    """A step's metrics in four numbers: the share of choices dropped, the mean entropy of a router in nats,
-    and how much more than the mean the busiest expert and the busiest of ``num_ranks`` have, in the worst
-    layer."""
+    """A step's metrics in four numbers: the share of dropped choices, a router's mean entropy in nats, and
+    the load of the busiest expert and of the busiest of ``num_ranks`` over the mean, in the worst layer."""
     load, dropped, entropy = (np.asarray(metrics[key]) for key in ("load", "dropped", "router_entropy"))
     total, per_rank = float(load.sum()), load.reshape(load.shape[0], num_ranks, -1).sum(-1)
     busiest = lambda x: float((x.max(1) / x.mean(1)).max())

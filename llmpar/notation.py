@@ -9,8 +9,8 @@ layout opens with the *region* that a value lives in, and a ``+`` names the dim 
 
     attention b s d +n -> stream b s d
 
-A :class:`~llmpar.plan.Plan` knows which axes cut each dim in each region and turns that *logical* arrow into
-a physical one.
+A :class:`~llmpar.plan.Resolved` plan knows which axes cut each dim in each region: it makes that *logical*
+arrow a physical one.
 """
 
 from __future__ import annotations
@@ -51,14 +51,11 @@ tp, sp)."""
 
 
 class NotationError(ValueError):
-    """A text that is not a layout, an arrow or a mesh: the message shows it with a caret under the bad
-    token."""
+    """A text that is no layout, arrow or mesh. The message shows it with a caret under the bad token."""
 
     def __init__(self, text: str, start: int, end: int, why: str):
-        shown = "".join(
-            x if x.isprintable() else " " for x in text
-        )  # on one line, so that the caret is below its token
-        super().__init__(f"{why}\n  {shown}\n  {' ' * start}{'^' * max(1, end - start)}")
+        line = "".join(x if x.isprintable() else " " for x in text)
+        super().__init__(f"{why}\n  {line}\n  {' ' * start}{'^' * max(1, end - start)}")
 
 
 # ---------------------------------------------------------------------------------------------------- layouts
@@ -107,9 +104,8 @@ class Layout:
     def shard_shape(self, shape: tuple[int, ...], sizes: dict[str, int]) -> tuple[int, ...]:
         """The shape that one device holds of a value of ``shape`` on a mesh with these axis ``sizes``."""
         if len(shape) != len(self.dims):
-            raise ValueError(
-                f"layout '{self}' has {len(self.dims)} dims but the shape {shape} has {len(shape)}"
-            )
+            given = f"the shape {shape} has {len(shape)}"
+            raise ValueError(f"layout '{self}' has {len(self.dims)} dims but {given}")
         out = []
         for dim, size in zip(self.dims, shape, strict=True):
             parts = math.prod(sizes[a] for a in dim.axes)
@@ -131,8 +127,7 @@ _TOKEN = re.compile(r"\S+")
 
 @functools.cache
 def parse_layout(text: str) -> Layout:
-    """Read ``"b/dp,fsdp s/sp d +tp"`` (or ``"stream b s d +m"``, or ``"whole"``). Raises
-    :class:`NotationError`."""
+    """Read ``"b/dp,fsdp s/sp d +tp"``, or ``"stream b s d +m"``, or ``"whole"``."""
     return _layout(text, 0, len(text))
 
 
@@ -165,12 +160,8 @@ def _layout(text: str, start: int, end: int) -> Layout:
                 continue
             joined = set(name) <= set(DIMS)  # dims without spaces between them
             if region or dims or sums or joined or not name.isalpha() or name in (*AXES, "whole"):
-                fail(
-                    at,
-                    token,
-                    f"'{token}' is neither a dim (one letter, spaces between two) nor a region (which comes"
-                    " first)",
-                )
+                what = "neither a dim (one letter, spaces between two) nor a region (which comes first)"
+                fail(at, token, f"'{token}' is {what}")
             region = name
             continue
         if name not in DIMS:
@@ -210,8 +201,7 @@ def _where(place: str) -> str:
 
 @dataclass(frozen=True)
 class Move:
-    """What one arrow does on a set of mesh axes: a collective (or a local slice), and the dims that it
-    gathers or cuts."""
+    """A collective (or a local slice) over some mesh axes, and the dims that it gathers or cuts."""
 
     kind: str
     axes: tuple[str, ...]
@@ -219,13 +209,10 @@ class Move:
     cuts: str = ""
 
     def __str__(self) -> str:
-        where = {
-            "all-gather": f" on {self.gathers}",
-            "reduce-scatter": f" on {self.cuts}",
-            "slice": f" on {self.cuts}",
-        }
-        where["all-to-all"] = f" {self.gathers} to {self.cuts}"
-        return f"{self.kind} over {','.join(self.axes)}{where.get(self.kind, '')}"
+        where = f" {self.gathers} to {self.cuts}" if self.gathers and self.cuts else ""
+        if not where and (self.gathers or self.cuts):
+            where = f" on {self.gathers or self.cuts}"
+        return f"{self.kind} over {','.join(self.axes)}{where}"
 
 
 @dataclass(frozen=True)
@@ -265,8 +252,7 @@ class Arrow:
         return tuple(moves)
 
     def _check_nesting(self, moves: list[Move]) -> None:
-        """Follow the moves: each acts on a dim's innermost axes at that time, and together they end in the
-        layout after."""
+        """Refuse moves that do not end in the layout after: each acts on a dim's innermost axes."""
         held = {d.name: d.axes for d in self.before.dims}
         for move in moves:
             if move.gathers:
@@ -297,7 +283,7 @@ missing: the gradient of a sum is the same for all its terms, and is there alrea
 
 @functools.cache
 def parse_arrow(text: str) -> Arrow:
-    """Read ``"b s d +tp -> b s/tp d"``. Raises :class:`NotationError` with a caret under the bad token."""
+    """Read ``"b s d +tp -> b s/tp d"``."""
     left, arrow, _ = text.partition("->")
     if not arrow or text.count("->") > 1:
         raise NotationError(text, len(left.rstrip()), len(text), "an arrow has one '->' between two layouts")
@@ -333,8 +319,7 @@ class MeshShape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, in link order. An axis with an inner part is two: ``tp`` and inside it
-        ``kv``."""
+        """Axis name to size, in link order. An axis with an inner part is two: ``tp``, inside it ``kv``."""
         found = self.asked | {part: getattr(self, part) for part in PARTS.values()}
         found |= {axis: found[axis] // found[part] for axis, part in PARTS.items()}
         return {axis: found[axis] for axis in ORDER if axis in AXES or found[axis] > 1}
@@ -376,30 +361,22 @@ def parse_mesh(text: str | MeshShape, num_devices: int | None = None) -> MeshSha
         raise NotationError(text, 0, 1, "an empty mesh; write for instance 'dp=2 fsdp=2 tp=2'")
     positional = all(re.fullmatch(r"-?\d+", token) for token, _ in tokens)
     if positional and len(tokens) not in POSITIONAL:
-        raise NotationError(
-            text,
-            offset,
-            len(text),
-            f"{len(tokens)} unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2"
-            " tp=4'",
-        )
+        ways = "give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2 tp=4'"
+        raise NotationError(text, offset, len(text), f"{len(tokens)} unnamed sizes; {ways}")
     for index, (token, at) in enumerate(tokens):
+        fail = functools.partial(NotationError, text, at, at + len(token))
         name, _, value = token.replace(":", "=").partition("=")
         if positional:
             name, value = POSITIONAL[len(tokens)][index], token
         name = {"mp": "tp"}.get(name, name)
         if name not in AXES:
-            raise NotationError(
-                text, at, at + len(token), f"unknown mesh axis '{name}'; the axes are {' '.join(AXES)}"
-            )
+            raise fail(f"unknown mesh axis '{name}'; the axes are {' '.join(AXES)}")
         if name in sizes:
-            raise NotationError(text, at, at + len(token), f"axis '{name}' is given twice")
+            raise fail(f"axis '{name}' is given twice")
         if not re.fullmatch(r"-1|0*[1-9]\d*", value):
-            raise NotationError(
-                text, at, at + len(token), f"the size of '{name}' must be a positive number or -1"
-            )
+            raise fail(f"the size of '{name}' must be a positive number or -1")
         if value == "-1" and -1 in sizes.values():
-            raise NotationError(text, at, at + len(token), "two axes are -1; only one can be inferred")
+            raise fail("two axes are -1; only one can be inferred")
         sizes[name] = int(value)
     return _fit(text, sizes, num_devices, reshape)
 
@@ -421,19 +398,17 @@ def _fit(text: str, sizes: dict[str, int], num_devices: int | None, reshape: boo
 
 
 def near_meshes(sizes: dict[str, int], num_devices: int) -> list[MeshShape]:
-    """Lists every mesh over the same axes that fills ``num_devices``, those first that change the asked
-    ``sizes`` least (-1 may be anything)."""
+    """Every mesh over these axes that fills ``num_devices``, nearest to ``sizes`` first (-1 fits any)."""
     found: list[dict[str, int]] = [{}]
     for axis in sizes:
         found = [o | {axis: n} for o in found for n in divisors(num_devices // math.prod(o.values()))]
-    found = sorted(
-        (o for o in found if math.prod(o.values()) == num_devices), key=lambda o: mesh_distance(o, sizes)
-    )
+    found = [o for o in found if math.prod(o.values()) == num_devices]
+    found.sort(key=lambda o: mesh_distance(o, sizes))
     return [MeshShape(**o) for o in found]  # type: ignore[arg-type]
 
 
 def mesh_distance(sizes: dict[str, int], asked: dict[str, int]) -> float:
-    """Sums over the axes the doublings and halvings that turn the asked sizes into these."""
+    """How many doublings and halvings turn the asked sizes into these."""
     return sum(abs(math.log2(n / asked[a])) if asked[a] > 0 else 0.1 * (n == 1) for a, n in sizes.items())
 
 

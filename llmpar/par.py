@@ -33,6 +33,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int
@@ -68,11 +69,11 @@ class Solo:
         self.platform = plan.platform  # of the devices: cpu, gpu or tpu
         self.dtype = jnp.dtype(plan.dtype)
 
-    def weight(self, param):
+    def weight(self, param: nnx.Variable) -> Array:
         """The parameter in the computing dtype."""
         return param[...].astype(self.dtype)
 
-    def beside(self, f: Callable, x: Array, param) -> Array:
+    def beside(self, f: Callable, x: Array, param: nnx.Variable) -> Array:
         """``f(x, weight)``, number by number along the last dims of ``x``."""
         weight = self.weight(param)
         return f(x, jnp.expand_dims(weight, range(x.ndim - weight.ndim)))
@@ -82,12 +83,11 @@ class Solo:
         return x
 
     def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Any:
-        """``multiply(x, *weights)`` of ``x`` moved: products that treat each position by itself, each with
-        the dims ``b s`` first."""
+        """Move ``x``, then ``multiply(x, *weights)``: matmuls of each position by itself, ``b s …``."""
         return multiply(self.move(x, arrow), *weights)
 
     def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
-        """``multiply(x, *weights)``, moved: the mirror image of `enter`."""
+        """``multiply(x, *weights)``, then move the result: the mirror image of `enter`."""
         return self.move(multiply(x, *weights), arrow)
 
     def ragged(self, x: Array, send: Int[Array, " g"], come: Int[Array, " g"], arrow: str) -> Array:
@@ -99,8 +99,8 @@ class Solo:
         return lax.stop_gradient(x)
 
     def summed(self, f: Callable, layouts: list[str], arrow: str) -> Callable:
-        """``f(par, …)`` as a function of values laid out as ``layouts`` say. On each device it gives a term
-        of a sum; the arrow finishes it."""
+        """``f(par, …)``, of values with these ``layouts``: a term of a sum on each device, which the arrow
+        finishes."""
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
@@ -112,8 +112,7 @@ class Solo:
         return 0
 
     def axes(self, layout: str) -> tuple[str, ...]:
-        """The mesh axes that cut the layout's one dim, for an island that must name them; none on one
-        device."""
+        """The mesh axes that cut the layout's one dim, for an island that must name them."""
         return ()
 
     def parts(self, layout: str) -> int:
@@ -121,13 +120,10 @@ class Solo:
         return self.plan.mesh.along(self.axes(layout))
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """``f`` as a function of whole values laid out as ``layouts`` say, giving one laid out as ``result``
-        (or several)."""
+        """``f`` as a function of whole values with these ``layouts``, giving one laid out as ``result``."""
         return f
 
-    island = property(
-        lambda self: self, doc="The reading for moves inside an island, where a device sees its blocks only."
-    )
+    island = property(lambda self: self, doc="The reading inside an island, where a device sees its blocks.")
 
     def layers(self, block: Callable, x: Any, stack: Any) -> tuple[Any, Any]:
         """Run ``x, aux = block(x, weights)`` once per layer: a scan over the leading dim of ``stack``,
@@ -181,10 +177,9 @@ def _all_but_gathered_weights(prim, *_, **params) -> bool:
 
 
 class Manual(Solo):
-    """Inside `jax.shard_map` over all axes: arrows are the named collectives, each in the `scope` of its
-    arrow's text."""
+    """Inside `jax.shard_map` over all axes: arrows are collectives, each in the `scope` of its arrow."""
 
-    def weight(self, param):
+    def weight(self, param: nnx.Variable) -> Array:
         """The weight as it is used: from its stored shard (`gather`), unless a pipeline has done that for the
         step.
 
@@ -202,8 +197,7 @@ class Manual(Solo):
         return self.carry_out(shard.astype(self.dtype), self.plan.life(dims).gather, dims)
 
     def move(self, x: Array, arrow: str) -> Array:
-        """Carry out the physical arrow: the collectives that :attr:`llmpar.notation.Arrow.moves` lists, in
-        that order."""
+        """Carry out the physical arrow: the collectives of :attr:`llmpar.notation.Arrow.moves` in order."""
         physical = self.plan.physical(arrow)
         x = self.carry_out(x, physical, arrow)
         region = parse_arrow(arrow).after.region
@@ -211,15 +205,13 @@ class Manual(Solo):
         return checkpoint_name(x, MOVED) if physical.moves else x
 
     def enter(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Any:
-        """With `Plan.tp_comm_overlap` a ring of permutes in place of the all-gather: one block is multiplied
-        while the next one travels."""
+        """With `Plan.tp_comm_overlap` a ring: one block is multiplied while the next travels."""
         if ring := self._ring(arrow, "all-gather"):
             return overlap.enter(multiply, ring, x, weights)
         return super().enter(multiply, x, arrow, *weights)
 
     def leave(self, multiply: Callable, x: Array, arrow: str, *weights: Array) -> Array:
-        """With `Plan.tp_comm_overlap` a ring of permutes in place of the reduce-scatter: the sum of one block
-        travels while this device's share of the next one is multiplied."""
+        """With `Plan.tp_comm_overlap` a ring: the sum of one block travels while the next is multiplied."""
         if ring := self._ring(arrow, "reduce-scatter"):
             return overlap.leave(multiply, ring, x, weights)
         return super().leave(multiply, x, arrow, *weights)
@@ -266,15 +258,13 @@ class Manual(Solo):
         return lax.axis_index(axes) if axes else 0
 
     def carry_out(self, x: Array, arrow: Arrow, text: str = "", invariant: bool = False) -> Array:
-        """Run the collectives of a physical arrow. ``invariant`` marks gathered results as equal on all
-        devices."""
+        """Run the collectives of a physical arrow. ``invariant``: gathered results are equal everywhere."""
         position = {d.name: i for i, d in enumerate(arrow.before.dims or arrow.after.dims)}
         for axis in arrow.before.sums + arrow.before.axes:
             if axis not in varying(x):
-                where = f"arrow '{text or arrow}' starts with {axis} in its layout"
                 raise ValueError(
-                    f"{where}, but the value is the same all over {axis}; it was reduced already, or"
-                    " never cut"
+                    f"arrow '{text or arrow}' starts with {axis} in its layout, but the value is the same all"
+                    f" over {axis}; it was reduced already, or never cut"
                 )
         with scope(text or str(arrow)):
             for move in arrow.moves:
@@ -282,7 +272,6 @@ class Manual(Solo):
         return x
 
     def _vary(self, x: Array, axes: tuple[str, ...], text: str) -> Array:
-        """From here on ``x`` may differ along ``axes``: free now, an all-reduce of the gradient in the
-        backward pass."""
+        """From here on ``x`` may differ along ``axes``: backward, an all-reduce of its gradient."""
         with scope(text):
             return vary(x, axes)

@@ -15,15 +15,14 @@ the table in `Resolved.regions` is the whole of tensor, sequence and data parall
     routing     dp,fsdp       sp                         who chose which expert, known to all of ep
     vocab       dp,fsdp,ep    sp            tp (v)       embedding look-up, logits and loss
 
-Where sp is `usp`'s, its inner part is an axis of its own, ``ul``, whose ranks exchange positions for heads as
-Ulysses does, while the others form a ring: ``s/sp k/tp,ul`` where queries meet keys, and ``sp,ul`` wherever
-the table has sp (`Plan.resolve`). Where tp has more ranks than the model has KV heads, its inner part is an
-axis of its own, ``kv``, whose ranks hold copies of one KV head and share the query heads that use it
-(`Plan.resolve`): ``n/tp,kv``, ``k/tp``, ``r/kv``, and ``tp,kv`` wherever the table has tp. A gradient of the
-copied weights is one more sum, ``+kv``.
+Two axes may have an inner part (`Plan.resolve`). With ``usp`` the ranks of ``ul``, inside sp, exchange
+positions for heads as Ulysses does, and the others form a ring: ``s/sp k/tp,ul`` where queries meet keys, and
+``sp,ul`` wherever the table has sp. Where tp has more ranks than the model has KV heads, the ranks of ``kv``,
+inside tp, hold copies of one KV head and share the query heads that use it: ``n/tp,kv``, ``k/tp``, ``r/kv``,
+and ``tp,kv`` wherever the table has tp; the gradient of a copied weight is one more sum, ``+kv``.
 
-The layers ``l`` of a weight are cut by pp in every region. What is not cut by pp (embedding, head, last norm)
-is whole on every stage, and its gradient is one more sum to finish.
+The layers ``l`` of a weight are cut by pp in every region. Embedding, head and last norm have none: they are
+whole on every stage, and their gradients are one more sum to finish.
 
 A weight's life in one step is five layouts and four arrows; only the update itself moves nothing:
 
@@ -39,14 +38,13 @@ else its ``e``). Of ``ffn d m`` on ``fsdp=2 tp=2``, with dp besides:
     2     d m/tp       d m/tp  d m/tp +dp +fsdp             d/fsdp m/tp +dp   d/fsdp m/tp
     3     d/fsdp m/tp  d m/tp  d/fsdp m/tp +dp              d/fsdp m/tp +dp   d/fsdp m/tp
 
-Each cell that differs from its neighbour is a collective (`Life`). Stage
-3 is FSDP: its weights are gathered for use, and autodiff makes a reduce-scatter of that on the way back.
+Each cell that differs from its neighbour is a collective (`Life`). Stage 3 is FSDP: its weights are gathered
+for use, and autodiff makes a reduce-scatter of that on the way back.
 
-Devices along sp, and along ep where no expert is concerned, hold the same weights too and use them on other
-tokens. So ZeRO cuts by these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes
-``d/fsdp,sp``, and one collective over both axes takes the place of one over fsdp (Llama 3 2024, section
-3.3.2, shards over its data and context parallel ranks alike). A weight without ``d`` is a small vector and
-stays with fsdp. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
+Devices along sp, and along ep but for experts, use the same weights on other tokens too. So ZeRO cuts by
+these axes as well (`Plan.zero_axes`): with ``fsdp=2 sp=4``, ``d/fsdp`` becomes ``d/fsdp,sp``, and one
+collective over both axes takes the place of one over fsdp (Llama 3 2024, section 3.3.2, does so). A weight
+without ``d`` is a small vector and stays with fsdp. An expert is cut by ep already: ``e/ep d/fsdp,sp m``.
 """
 
 from __future__ import annotations
@@ -55,10 +53,11 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from llmpar import refusals, schedules
 from llmpar.execution import Execution
+from llmpar.files import check_fields
 from llmpar.notation import Arrow, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
 
 BATCH_AXES = ("dp", "fsdp", "ep")
@@ -67,7 +66,7 @@ BATCH_AXES = ("dp", "fsdp", "ep")
 
 @dataclass(frozen=True)
 class Life:
-    """Where a weight, its gradient and its optimizer state lie in the course of a step (see the table above).
+    """Where a weight, its gradient and its optimizer state lie in the course of a step (the table above).
 
     Attributes:
         stored: the weight between steps.
@@ -86,12 +85,11 @@ class Life:
     graded: Layout
     copied: tuple[str, ...]
 
-    gather = property(lambda self: Arrow(self.stored, self.used), doc="At ZeRO 3 an all-gather.")
-    accumulate = property(
-        lambda self: Arrow(self.unreduced, self.accumulated), doc="At ZeRO 2 a reduce-scatter."
-    )
-    finish = property(lambda self: Arrow(self.accumulated, self.graded), doc="Finishes every sum still open.")
-    restore = property(lambda self: Arrow(self.graded, self.stored), doc="At ZeRO 1 and 2 an all-gather.")
+    # At ZeRO 3 an all-gather; at 2 a reduce-scatter; what finishes every open sum; at 1 and 2 an all-gather.
+    gather = property(lambda self: Arrow(self.stored, self.used))
+    accumulate = property(lambda self: Arrow(self.unreduced, self.accumulated))
+    finish = property(lambda self: Arrow(self.accumulated, self.graded))
+    restore = property(lambda self: Arrow(self.graded, self.stored))
 
 
 @dataclass(frozen=True)
@@ -105,26 +103,24 @@ class Plan(Execution):
         zero: ZeRO stage, 0 to 3. At 0 fsdp is one more replica axis.
         zero_axes: the axes by which ZeRO cuts what a device would hold as others do. Fewer axes are smaller
             groups for each gather, and more state on every device.
-        tp_sequence: also cut the residual stream's sequence by tp (Korthikanti et al. 2022, sequence
-            parallelism).
-        tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the products
+        tp_sequence: also cut the residual stream's sequence by tp (sequence parallelism, Korthikanti et al.
+            2022).
+        tp_comm_overlap: with tp_sequence, let activations travel in rings of permutes with the matmuls
             between their hops, in place of all-gather before them and reduce-scatter behind (collective
-            matmul, Wang et al. 2023). Experts, the embedding and the head keep theirs: no product goes with
-            them, or one per step.
+            matmul, Wang et al. 2023). Experts, the embedding and the head keep theirs.
         reduce: when gradients are summed over the axes that keep equal weights: at the ``end`` of the step,
             once however many microbatches there are; ``layer`` by layer inside the backward pass; or at the
             end in flat ``bucket``s.
         bucket_bytes: a bucket is closed when it has reached this size.
-        microbatches: per step and device; their gradients are summed before the update. In a pipeline, what
-            fills it.
-        remat: what the backward pass recomputes: ``none``; ``selective``, what is cheap, all but the results
-            of matrix products and of attention, which are kept (Korthikanti et al. 2022, section 5, has the
-            reasoning: FLOPs per byte); ``ffn``, the feed-forward's products too, whose results are most of
-            the bytes; or the whole ``block``. The loop that multiplies experts on CPUs keeps nothing.
+        microbatches: per step and device; their gradients are summed. In a pipeline they fill it.
+        remat: what the backward pass recomputes: ``none``; ``selective``, all but the results of matmuls and
+            of attention (Korthikanti et al. 2022, section 5: FLOPs per byte); ``ffn``, the feed-forward's
+            matmuls too, whose results are most of the bytes; or the whole ``block``. The loop that multiplies
+            experts on CPUs keeps nothing.
         reshard_after_forward: ZeRO-3 only, PyTorch's word: let a block's gathered weights go after its
-            forward pass and gather them again in the backward pass; else they are kept in between. In a
-            pipeline, where a layer is used by each microbatch, they are then gathered once and kept for the
-            step: gradients are added up whole, float32, and reduce-scattered when it ends.
+            forward pass and gather them again in the backward pass. False keeps them in between; in a
+            pipeline, where each microbatch uses them, for the whole step, with gradients added up whole in
+            float32 and reduce-scattered at its end.
         dtype: what weights and activations are computed in. Master weights and gradients' sums stay float32.
         loss_chunks: pieces of the sequence whose logits exist one after the other.
         ffn_chunks: pieces of the sequence that go through a feed-forward one after the other (Liu and Abbeel
@@ -141,9 +137,8 @@ class Plan(Execution):
             written out, one line per stage (`schedules.from_text`).
         virtual_stages: pieces of the model per stage (Megatron's word), for schedules that let one choose.
         stage_saves: what a stage keeps of a forward pass: its ``input``, from which the backward pass
-            recomputes, or the ``residuals``, so that nothing is computed twice. The first is no slower on
-            CPUs, where copying residuals to their slots and back costs as much as a fifth more products, and
-            takes half of the memory.
+            recomputes, or the ``residuals``, so that nothing is computed twice. On CPUs the first is no
+            slower, since copying residuals costs as much as a fifth more matmuls, and takes half the memory.
     """
 
     mesh: Any = MeshShape()  # a MeshShape from here on: strings are parsed
@@ -166,10 +161,9 @@ class Plan(Execution):
     virtual_stages: int | None = None
     stage_saves: Literal["input", "residuals"] = "input"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", parse_mesh(self.mesh))
-        for name, hint in _kinds().items():
-            _check_value(name, hint, getattr(self, name))
+        check_fields(self)
 
     @functools.cached_property
     def pipeline(self) -> schedules.Schedule | None:
@@ -194,13 +188,13 @@ class Plan(Execution):
         plan = Resolved(**given, asked=self, config=config, platform=platform)
         if config is not None:
             plan = dataclasses.replace(plan, mesh=self._inner_axes(config))
-        while idle := {} if config is None else refusals.idle(plan):
+        while idle := refusals.idle(plan) if config else {}:
             said = [f"{name}={getattr(self, name)!r} changes nothing: {why}" for name, why in idle.items()]
             defaults: dict[str, Any] = {name: type(self).__dataclass_fields__[name].default for name in idle}
             plan = dataclasses.replace(plan, **defaults, said=(*plan.said, *said))
         return plan._on(platform) if platform else plan
 
-    def _inner_axes(self, config) -> MeshShape:
+    def _inner_axes(self, config: Any) -> MeshShape:
         """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
         copies, rest = divmod(self.mesh.tp, config.num_kv_heads)
         shape = dataclasses.replace(self.mesh, kv=1 if rest else max(1, copies))
@@ -209,15 +203,14 @@ class Plan(Execution):
         heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
         return dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
 
-    def effective(self, config) -> Plan:
+    def effective(self, config: Any) -> Plan:
         """The same plan without the fields that decide nothing, for tools whose controls are always there."""
         kept = self.resolve(config, None)
         names = [field.name for field in dataclasses.fields(Plan) if field.name != "mesh"]
         return Plan(self.mesh, **{name: getattr(kept, name) for name in names})
 
-    def check(self, config, batch_size: int, seq_len: int) -> None:
-        """Refuse what cannot be cut evenly, with the arithmetic and something that would work (`refusals`).
-        Before any compilation."""
+    def check(self, config: Any, batch_size: int, seq_len: int) -> None:
+        """Refuse what cannot be cut evenly, with the arithmetic and what would work (`refusals`)."""
         refusals.check(self.resolve(config, None), batch_size, seq_len)
 
 
@@ -238,29 +231,17 @@ class Resolved(Plan):
     said: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def _on(self, platform: str) -> Resolved:
-        """With what is left to a platform decided.
-
-        Simulated devices differ in a pipeline: a permute waits there for every device of the mesh, and
-        nothing orders the gathers of experts and of other weights in a backward pass that is cut.
-        """
-        simulated, said = platform == "cpu" and self.mesh.pp > 1, self.said
-        decided = self.suited(platform)
-        if simulated and self.rings and self.hop == "permute":
-            raise ValueError(
-                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
-                " there for every device of the mesh, and other stages do other work; use hop='exchange', or"
-                " 'auto'"
-            )
-        if self.hop == "auto":
-            decided["hop"] = "exchange" if simulated else "permute"
-        if simulated and self.hop == "auto" and self.rings:
+        """With what is left to a platform decided. Simulated devices differ in a pipeline: nothing orders the
+        gathers of experts and of other weights in a backward pass that is cut."""
+        decided, said = self.suited(platform), self.said
+        if self.rings and self.hop == "exchange":
             said += (
                 "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices"
                 " would wait for every stage of the pipeline",
             )
         cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
         experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")  # gathered without ep
-        if simulated and cut and experts_apart and self.gathers == "block":
+        if platform == "cpu" and cut and experts_apart and self.gathers == "block":
             decided["reshard_after_forward"] = False
             said += (
                 "weights are gathered once a step here, and kept: nothing orders gathers of experts and of"
@@ -314,8 +295,7 @@ class Resolved(Plan):
     @property
     def in_order(self) -> bool:
         """Whether a device's queries and keys are at the same positions, in rising order: attention may then
-        skip masked blocks while compiling. (Gathered keys are those of the whole row, beside queries of a
-        part of it.)"""
+        skip masked blocks while compiling. (Gathered keys are of the whole row, the queries of a part.)"""
         alike = self.regions["queries"]["s"] == self.regions["keys"]["s"]
         return alike and (self.mesh.sp == 1 or self.sequence_order == "contiguous")
 
@@ -324,9 +304,14 @@ class Resolved(Plan):
         """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
         return bool(self.regions["keys"].get("s")) or self.tp_comm_overlap
 
-    def padded(self, config):
-        """The model with as many layers as a pipeline's state has places: the same number for every chunk of
-        every stage."""
+    @property
+    def hop(self) -> Literal["permute", "exchange"]:
+        """How the ranks of a ring hand it on: by a permute. In a pipeline of simulated devices, where a
+        permute waits for every device of the mesh, by an all-to-all of which all blocks but one are empty."""
+        return "exchange" if self.platform == "cpu" and self.mesh.pp > 1 else "permute"
+
+    def padded(self, config: Any) -> Any:
+        """The model with as many layers as a pipeline's state has places: as many in every chunk."""
         if self.pipeline is None:
             return config
         most = max(self.pipeline.layers(config.num_layers).values())
@@ -344,9 +329,8 @@ class Resolved(Plan):
             return layout
         cuts = self.regions.get(layout.region)
         if cuts is None:
-            raise ValueError(
-                f"layout '{layout}' names an unknown region; the regions are {', '.join(self.regions)}"
-            )
+            known = ", ".join(self.regions)
+            raise ValueError(f"layout '{layout}' names an unknown region; the regions are {known}")
         sums = tuple(a for d in layout.sums for a in cuts.get(d, ()))
         cuts = cuts | {"l": self.mesh.live("pp")}
         return Layout(tuple(Dim(d.name, cuts.get(d.name, ())) for d in layout.dims), sums)
@@ -357,11 +341,8 @@ class Resolved(Plan):
         return Arrow(self.place(logical.before), self.place(logical.after))
 
     def life(self, dims: str) -> Life:
-        """The layouts of a weight, its gradients and its optimizer state in one step, and the arrows between
-        them. Raises ValueError for an unknown region.
-
-        The steps for ``ffn d m`` on ``dp=2 fsdp=2 tp=2``, at ZeRO 2, are in the comments.
-        """
+        """The layouts of a weight, its gradients and its optimizer state in one step. The comments follow
+        ``ffn d m`` on ``dp=2 fsdp=2 tp=2`` at ZeRO 2."""
         used = self.place(dims)  # d m/tp
         differ = self.varying(parse_layout(dims).region)  # dp fsdp tp: where a copy sees other tokens
         target = next(x for x in "dhe" if x in used.letters)  # d
@@ -379,8 +360,7 @@ class Resolved(Plan):
         return Life(stored, used, unreduced, accumulated, graded, copied)
 
     def zero_cuts(self, target: str = "d") -> tuple[str, ...]:
-        """The live axes by which ZeRO cuts the dim ``target``: vectors, which have no width d, by fsdp
-        alone."""
+        """The live axes by which ZeRO cuts the dim ``target``; fsdp alone for vectors, which have no d."""
         axes = self.zero_axes.replace("sp", "sp,ul").split(",")
         return self.mesh.live(*axes) if target == "d" else self.mesh.live("fsdp")
 
@@ -409,33 +389,9 @@ class Resolved(Plan):
         return self.life(dims).stored
 
     def spread(self, arrow: str) -> tuple[str, ...]:
-        """The axes over which a value begins to differ where a logical ``arrow`` ends: no communication then,
-        an all-reduce of the gradient in the backward pass."""
+        """The axes over which a value begins to differ where a logical ``arrow`` ends: nothing moves then,
+        but the backward pass sums the gradient over them."""
         summed = {a for move in self.physical(arrow).moves if move.kind == "all-reduce" for a in move.axes}
         logical = parse_arrow(arrow)
         differ = set(self.varying(logical.before.region)) - summed
         return tuple(a for a in self.varying(logical.after.region) if a not in differ)
-
-
-@functools.cache
-def _kinds() -> dict[str, Any]:
-    return {name: hint for name, hint in get_type_hints(Plan).items() if name != "mesh"}
-
-
-def _check_value(name: str, hint: Any, value: Any) -> None:
-    """Refuse a value that a field's type does not have: a misspelt choice would silently be another
-    strategy."""
-    kinds, least = get_args(hint) or (hint,), 0 if name == "unroll" else 1
-    if get_origin(hint) is Literal:
-        fits, ways = any(type(value) is type(c) and value == c for c in kinds), list(map(repr, kinds))
-    else:
-        fits = type(value) in kinds and (type(value) is not int or value >= least)
-        words = {
-            int: f"a whole number of {least} or more",
-            bool: "True or False",
-            str: "a text",
-            type(None): "None",
-        }
-        ways = [words[kind] for kind in kinds]
-    if not fits:
-        raise ValueError(f"{name}={value!r} is not a value of a plan; use {' or '.join(ways)}")

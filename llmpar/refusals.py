@@ -252,7 +252,6 @@ def idle(plan: Any) -> dict[str, str]:
     rules = [
         ("schedule virtual_stages stage_saves", mesh.pp == 1, one("pp")),
         ("context_parallel sequence_order", mesh.sp == 1, one("sp")),
-        ("hop", not plan.rings, "no ring hands anything on"),
         ("tp_sequence", mesh.tp == 1, one("tp")),
         ("tp_comm_overlap", not plan.tp_sequence, "without tp_sequence nothing is gathered over tp"),
         (

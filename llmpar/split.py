@@ -13,6 +13,7 @@ whatever JAX can trace. Of the backward pass of ``y = x @ w``, early result dx, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +31,15 @@ class Traced:
     args: tuple
     result: Any
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Any:
         out = jax.core.eval_jaxpr(self.jaxpr, self.consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.result), out)
 
-    def part(self, result, args: tuple, skip=lambda eqn: False) -> tuple[Traced, set]:
-        """The function from ``args`` to ``result``, pytrees of variables: the equations that it takes, less
-        those to skip, and all variables that these read."""
+    def part(
+        self, result: Any, args: tuple, skip: Callable[[Any], bool] = lambda eqn: False
+    ) -> tuple[Traced, set]:
+        """The function from ``args`` to ``result``, pytrees of variables: the equations that lead there, less
+        those to skip, and all variables that they read."""
         read, eqns = set(filter(_is_var, jax.tree.leaves(result))), []
         for eqn in reversed(self.jaxpr.eqns):
             if read & set(eqn.outvars) and not skip(eqn):
@@ -51,15 +54,15 @@ class Traced:
         return Traced(jaxpr, self.consts, args, result), read
 
 
-def trace(f, *args) -> Traced:
-    """``f`` as its equations, without those whose results nobody takes."""
+def trace(f: Callable, *args: Any) -> Traced:
+    """``f`` as its equations, without those whose results are not used."""
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
     variables = lambda tree, flat: jax.tree.unflatten(jax.tree.structure(tree), flat)
     args, result = variables(args, closed.jaxpr.invars), variables(shape, closed.jaxpr.outvars)
     return Traced(closed.jaxpr, closed.consts, args, result).part(result, args)[0]
 
 
-def split(f, known: tuple, given: tuple, later: tuple = ()) -> tuple[Traced, Traced, list]:
+def split(f: Callable, known: tuple, given: tuple, later: tuple = ()) -> tuple[Traced, Traced, list]:
     """Cut ``f(*known, *given, *later) -> (early, late)`` in two, by example arguments or their types.
 
     ``first(*known, *given) -> (early, crossing)`` and ``second(*known, crossing, *later) -> late``. The third

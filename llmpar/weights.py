@@ -18,6 +18,7 @@ from llmpar.model import Llama
 from llmpar.plan import Resolved
 
 Tree = Any
+"""A pytree of arrays, or of what is said of each: nested dicts as the model's."""
 
 
 def described(config: ModelConfig) -> Tree:
@@ -31,9 +32,9 @@ def weight_dims(config: ModelConfig) -> Tree:
 
 
 @functools.cache
-def model_graph(config: ModelConfig):
+def model_graph(config: ModelConfig, kind: type[Llama] = Llama) -> nnx.GraphDef:
     """The model without its weights: ``nnx.merge(model_graph(config), params)`` is the model."""
-    return nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: kind(config, nnx.Rngs(0))))[0]
 
 
 def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
@@ -44,9 +45,6 @@ def init_params(config: ModelConfig, seed: int | jax.Array = 0) -> Tree:
 def abstract_params(config: ModelConfig, plan: Resolved, mesh: Mesh | AbstractMesh) -> Tree:
     """Shapes and shardings of the float32 weights as a plan stores them."""
 
-    def abstract(weight):
-        return jax.ShapeDtypeStruct(
-            weight.shape, "float32", sharding=sharding(mesh, plan.stored(weight.dims))
-        )
-
+    place = lambda weight: sharding(mesh, plan.stored(weight.dims))
+    abstract = lambda weight: jax.ShapeDtypeStruct(weight.shape, "float32", sharding=place(weight))
     return jax.tree.map(abstract, described(config))

@@ -61,7 +61,7 @@ copies tp=4 fsdp=2 tp_sequence=True dtype='bfloat16' zero=2 microbatches=2
 mixtral ep=2 sp=2 tp=2 tp_sequence=True dtype='bfloat16' remat='selective'
 llama pp=2 sp=2 fsdp=2 layers=4 microbatches=2 dtype='bfloat16' reshard_after_forward=False
 mixtral fsdp=4 ep=2 remat='ffn'
-llama fsdp=4 sp=2 hop='exchange' reshard_after_forward=False remat='selective'
+llama fsdp=4 sp=2 reshard_after_forward=False remat='selective'
 llama dp=8 zero=0 reduce='bucket' bucket_bytes=3000
 llama fsdp=8 unroll=2 layers=4 reading='auto'
 copies tp=8 tp_sequence=True tp_comm_overlap=True attention_block=4
@@ -78,7 +78,6 @@ other schedules."""
 
 NOT_HERE = {
     "attention_kernel": {"cudnn", "portable"},
-    "hop": {"permute"},
     "grouped": {"blocks", "triton", "ragged_dot"},
     "dispatch": {"padded", "ragged"},
     "documents": {"whole"},

@@ -61,9 +61,9 @@ def told(table):
             entry = {"F": "tokens", "B": "the loss"}.get(KINDS[kind])
             message, way = here.read[tick, stage], here.send[tick, stage]
             read = entry if message < 0 else f"message {message}"
-            to = f"stage {(stage + way) % schedule.num_stages}" if way else "nobody"
+            to = f"to stage {(stage + way) % schedule.num_stages}" if way else "unsent"
             op = Op(KINDS[kind], u, chunk)
-            cells.append(f"{op} of {read}, saved {here.saved[tick, stage]}, to {to}" if kind >= 0 else "-")
+            cells.append(f"{op} of {read}, saved {here.saved[tick, stage]}, {to}" if kind >= 0 else "-")
         yield [str(tick), *cells]
 
 
@@ -340,7 +340,7 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
     plan = piped("pp=2 fsdp=2", "1f1b 4")
     step = Step(dataclasses.replace(LLAMA, num_layers=3), plan, make_mesh(plan.mesh), optax.adamw(1.0))
     state, made, alive = step.init(0), [], []
-    leaves, deal = jax.tree.leaves(state), step_file._in_order
+    leaves, deal = jax.tree.leaves(state), step_file.take_layers
     size = lambda arrays: sum(x.addressable_shards[0].data.nbytes for x in arrays if not x.is_deleted())
 
     def dealt(*args):
@@ -349,7 +349,7 @@ def test_a_state_changes_order_leaf_by_leaf_and_there_are_never_two(monkeypatch)
         return made[-1]
 
     held, largest = size(leaves), max(size([x]) for x in leaves)
-    monkeypatch.setattr(step_file, "_in_order", dealt)
+    monkeypatch.setattr(step_file, "take_layers", dealt)
     natural = step.to_natural(state, donate=True)
     assert len(made) == 3 * len(jax.tree.leaves(state.params["blocks"])) and max(alive) <= held + largest
     assert size(jax.tree.leaves(natural)) <= held, "three layers instead of four places"

@@ -2,6 +2,7 @@
 compiled."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -434,9 +435,7 @@ def test_ulysses_needs_heads_and_the_advice_works():
 
 @pytest.mark.parametrize("field", ["microbatches", "loss_chunks", "ffn_chunks", "attention_block"])
 def test_numbers_below_one_are_refused(field):
-    with pytest.raises(
-        ValueError, match=f"{field}=0 is not a value of a plan; use a whole number of 1 or more"
-    ):
+    with pytest.raises(ValueError, match=f"{field} is 0; use a whole number from 1"):
         Plan(**{field: 0})
 
 
@@ -458,7 +457,6 @@ OTHER |= dict(
     attention_kernel="cuda",
     documents="one",
     unroll=-1,
-    hop="hops",
 )
 OTHER |= dict(
     tp_sequence=1,
@@ -479,7 +477,7 @@ def test_every_field_refuses_what_its_type_does_not_have():
     for field, value in OTHER.items():
         plan = Plan()
         object.__setattr__(plan, field, value)  # past the checked signature, which the tests alone have
-        with pytest.raises(ValueError, match=re.escape(f"{field}={value!r} is not a value of a plan; use ")):
+        with pytest.raises(ValueError, match=re.escape(f"{field} is {json.dumps(value)}; use ")):
             plan.__post_init__()
 
 
@@ -489,7 +487,6 @@ IDLE = {
     "stage_saves": dict(stage_saves="residuals"),
     "context_parallel": dict(context_parallel="gather"),
     "sequence_order": dict(sequence_order="striped"),
-    "hop": dict(mesh="sp=2", context_parallel="gather", hop="exchange"),
     "tp_sequence": dict(tp_sequence=True),
     "tp_comm_overlap": dict(mesh="tp=2", tp_comm_overlap=True),
     "dispatch": dict(dispatch="ragged"),
@@ -546,10 +543,6 @@ def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
     assert Plan("sp=2").resolve(LLAMA).hop == "permute"
     assert "all-to-all" in " ".join(cpu.said) and not gpu.said
     assert not dataclasses.replace(inside, context_parallel="gather").resolve(LLAMA).said
-    asked = dataclasses.replace(inside, hop="permute")
-    asked.check(LLAMA, 16, 16)
-    with pytest.raises(ValueError, match="hop='permute' does not go with pp=2 on sim.*use hop='exchange'"):
-        asked.resolve(LLAMA)
 
 
 def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():

@@ -226,7 +226,7 @@ def test_the_table_ends_with_the_lines_to_run(capsys):
         (["--batch-tokens", "4Q"], "is no count"),
         (["--batch-tokens", "10000"], "no whole number of sequences of 8,192; use --batch-tokens 8192"),
         (["--mesh", "tp=3"], "cannot be cut by 'tp=3'"),
-        (["--fix", "microbatches=0"], "microbatches=0 is not a value of a plan"),
+        (["--fix", "microbatches=0"], "microbatches is 0; use a whole number from 1"),
         (["--fix", "colour=red"], "no field=value of a plan"),
         (["--price", "2"], "wants --tokens"),
         (["--devices", "0"], "devices is 0"),

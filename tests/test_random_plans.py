@@ -151,7 +151,6 @@ def draw_all(rng) -> dict:
         "reduce",
         "reshard_after_forward",
         "context_parallel",
-        "hop",
         "sequence_order",
         "dispatch",
         "grouped",
@@ -170,9 +169,6 @@ def draw_all(rng) -> dict:
             "reading": "manual",
         }
         asked |= {"reading": "auto"} if rng.random() < 0.05 else {}
-        asked["hop"] = (
-            "exchange" if asked["hop"] == "permute" else asked["hop"]
-        )  # refused on CPUs (test_plan)
     for cut, parts in {
         "batch": ("dp", "fsdp", "ep", "microbatches"),
         "seq": ("sp", "sp", "tp"),

@@ -145,8 +145,8 @@ class MeanOfMeans(Step):
 class LocalNorm(Step):
     """The global norm leaves the sum over shards out."""
 
-    def _sums(self, par, values):
-        loss, count, _, tally = super()._sums(par, values)
+    def _sum_over_devices(self, par, values):
+        loss, count, _, tally = super()._sum_over_devices(par, values)
         return loss, count, values[2], tally
 
 
