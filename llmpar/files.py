@@ -39,7 +39,7 @@ def check_ordinary(path: Path, what: str) -> None:
     if stat.S_ISDIR(mode):
         refuse(path, what, "it is a folder; name a file")
     if not stat.S_ISREG(mode):
-        refuse(path, what, "it is a pipe or a device; write what comes from it to an ordinary file")
+        refuse(path, what, "it is no ordinary file; write what comes from that pipe or device to one")
 
 
 def read_text(path: Path, what: str) -> str:
