@@ -12,12 +12,12 @@ from typing import Annotated
 
 import tyro
 
-from llmpar.cli.lessons import lessons, notebook
+from llmpar.cli.lessons import Lesson, lessons, notebook
 from llmpar.cli.options import installed, say
 
 PACKAGE = pathlib.Path(__file__).parent.parent
 START = "start.ipynb"
-PAGES = ("README.md", "docs/words.md")
+WORDS = pathlib.Path("docs", "words.md")
 """What lessons link to: JupyterLab serves nothing above the copies, and looks there for what lies above."""
 OURS = "<!-- llmpar lab renews this page; remove this line to keep your own -->"
 
@@ -53,13 +53,8 @@ class Lab:
         if not self.copies:
             raise ValueError("--copies '' names no folder; leave it out for 'lessons'")
         here = os.path.isdir(self.folder) or self.folder != Lab.folder
-        say(
-            deal(
-                pathlib.Path(self.folder) if here else PACKAGE / "notebooks",
-                pathlib.Path(self.copies),
-                self.fresh,
-            )
-        )
+        folder = pathlib.Path(self.folder) if here else PACKAGE / "notebooks"
+        say(deal(folder, pathlib.Path(self.copies), self.fresh))
         command = [sys.executable, "-m", "jupyter", "lab", self.copies]
         command += [f"--port={self.port}", "--ip=127.0.0.1", f"--LabApp.default_url=/lab/tree/{START}"]
         # The settings in labconfig let a saved notebook keep its widgets, which reopen without a kernel.
@@ -67,8 +62,7 @@ class Lab:
         env = {"JAX_COMPILATION_CACHE_DIR": str(pathlib.Path(".jax_cache").resolve())} | os.environ
         env |= {"JUPYTER_CONFIG_PATH": os.pathsep.join(filter(None, config))}
         # Most containers run as root, and the server is open to this machine only.
-        root = hasattr(os, "geteuid") and os.geteuid() == 0
-        command += ["--allow-root"] * root + ["--no-browser"] * (not self.browser)
+        command += ["--allow-root"] + ["--no-browser"] * (not self.browser)
         os.execve(sys.executable, command, env)
 
 
@@ -77,33 +71,30 @@ def deal(folder: pathlib.Path, copies: pathlib.Path, fresh: bool = False) -> str
 
     Refuses a folder of something else, and writes over nothing but its own pages.
     """
-    if not (found := sorted(folder.glob("[0-9][0-9]_*.ipynb"))):
-        raise ValueError(
-            f"there are no lessons in '{folder}'; run this in the project's root, or give --folder"
-        )
+    if not (found := lessons(folder)):
+        where = "run this in the project's root, or give --folder"
+        raise ValueError(f"there are no lessons in '{folder}'; {where}")
     if copies.resolve() == folder.resolve():
         raise ValueError(f"--copies '{copies}' is where the lessons are; name another folder")
-    start, page = start_page(folder), copies / START
+    page = copies / START
     try:
         begun = page.is_file() and "# Start here" in page.read_text(encoding="utf-8", errors="replace")
         if copies.is_dir() and any(copies.iterdir()) and not begun:
-            raise ValueError(
-                f"'{copies}' has files, and no {START} of ours; give --copies a new or empty folder"
-            )
+            what = f"'{copies}' has files, and no {START} of ours"
+            raise ValueError(f"{what}; give --copies a new or empty folder")
         copies.mkdir(parents=True, exist_ok=True)
         if fresh:
             put_aside(copies)
-        made = [path for path in found if not (copies / path.name).exists()]
-        for path in made:
-            (copies / path.name).write_text(cleared(path), encoding="utf-8")
-        page.write_text(start, encoding="utf-8")
+        made = [lesson.file for lesson in found if not (copies / lesson.file).exists()]
+        for name in made:
+            write(cleared(notebook(folder / name)), copies / name)
+        write(start_page(found), page)
         if not (ignored := copies / ".gitignore").exists():
             ignored.write_text("*\n")  # answers are nobody's change to the project
-        for name in PAGES:
-            theirs, mine = folder.resolve().parent / name, copies / name
-            if theirs.exists() and (not mine.exists() or OURS in mine.read_text(encoding="utf-8")):
-                mine.parent.mkdir(exist_ok=True)
-                mine.write_text(f"{theirs.read_text(encoding='utf-8')}\n{OURS}\n", encoding="utf-8")
+        theirs, mine = folder.resolve().parent / WORDS, copies / WORDS
+        if theirs.exists() and (not mine.exists() or OURS in mine.read_text(encoding="utf-8")):
+            mine.parent.mkdir(exist_ok=True)
+            mine.write_text(f"{theirs.read_text(encoding='utf-8')}\n{OURS}\n", encoding="utf-8")
     except OSError as error:
         what = f"cannot write '{error.filename}' ({error.strerror})"
         raise ValueError(f"{what}; give --copies a folder that you may write to") from error
@@ -121,24 +112,26 @@ def put_aside(copies: pathlib.Path) -> None:
             path.rename(earlier / path.name)
 
 
-def cleared(path: pathlib.Path) -> str:
+def cleared(document: dict) -> dict:
     """Take the outputs out of a lesson: they answer what it asks."""
-    document = notebook(path)
     for cell in document["cells"]:
         if cell["cell_type"] == "code":
             cell |= {"outputs": [], "execution_count": None}
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    return document
 
 
-def start_page(folder: pathlib.Path) -> str:
-    """Write the page that a learner sees first: each lesson with its question and its minutes."""
+def start_page(found: list[Lesson]) -> dict:
+    """Make the page that a learner sees first: each lesson with its question and its minutes."""
     rows = [
-        f"| [{lesson.title}]({lesson.file}) | {lesson.question} | {lesson.teaching} | {lesson.minutes} |"
-        f" {', '.join(lesson.needs)} |"
-        for lesson in lessons(folder)
+        f"| [{x.title}]({x.file}) | {x.question} | {x.teaching} | {x.minutes} | {', '.join(x.needs)} |"
+        for x in found
     ]
     text = (PACKAGE / "cli" / "start.md").read_text(encoding="utf-8").format(rows="\n".join(rows))
     page = {"cell_type": "markdown", "id": "start", "metadata": {}, "source": text}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    document = {"cells": [page], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    return {"cells": [page], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+
+
+def write(document: dict, path: pathlib.Path) -> None:
+    """Write a notebook."""
+    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -439,8 +439,8 @@ print(live)
 # ### Exercise (stretch): two layouts of the same size
 #
 # On 8 devices (`dp=8`), `b/dp d` and `b d/dp` of a float32 array `[1024, 256]` take the same memory. Which one collective
-# turns the first into the second, and how many bytes does each device send for it? (The table of arrows is in the
-# [README](../README.md).)
+# turns the first into the second, and how many bytes does each device send for it? (The table of arrows is
+# [here](../docs/words.md#layouts-and-arrows).)
 
 # %%
 collective = ...  # "all-gather", "reduce-scatter", "all-reduce" or "all-to-all"
