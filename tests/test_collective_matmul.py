@@ -123,11 +123,6 @@ def test_where_it_changes_nothing_it_is_said(plan, why):
     assert not decided.tp_comm_overlap and f"tp_comm_overlap=True changes nothing: {why}" in decided.said
 
 
-def test_pieces_of_a_sequence_must_be_as_many_as_the_rings_blocks_allow():
-    with pytest.raises(ValueError, match="sequence 16 is not a multiple of sp·tp·ffn_chunks = 32"):
-        overlapped("tp=4", ffn_chunks=8).check(LLAMA, BATCH, SEQ)
-
-
 @pytest.mark.parametrize("fault", ["the wrong block", "a part too few"])
 def test_a_planted_fault_is_caught(fault, monkeypatch):
     if fault == "the wrong block":

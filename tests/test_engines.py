@@ -16,7 +16,7 @@ import yaml
 from llmpar.cli.commands import parse
 from llmpar.launch import joined, local, traps
 from llmpar.launch.engines import Place, detect, first_host, port_of, tasks_on
-from llmpar.launch.jobs import ENGINES, Job, Site, job_file, read_site
+from llmpar.launch.jobs import ENGINES, Job, Site, job_file
 
 
 def env(words: str) -> dict[str, str]:
@@ -413,33 +413,6 @@ def test_a_command_without_checkpoints_is_not_started_again():
         ), engine
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("partitoin = 'gpu'", "has 'partitoin', which nobody reads"),
-        ("gpus_per_node = '4'", "has gpus_per_node = '4'; give a whole number"),
-        ("modules = 'cuda'", "give a list of strings"),
-        ('account = "a\\nb"', "has a line break or a control character in 'account'"),
-        ('setup = ["a\\u0000b"]', "has a line break or a control character in 'setup'"),
-        ("gpus_per_node = 4\nprocesses_per_node = 3", "3 processes per node cannot share 4 GPUs equally"),
-        ("mpi = 'lam'", "mpi is 'lam'; use openmpi or mpich"),
-        ("= 3", "it is no TOML"),
-        (None, "it is no ordinary file"),
-        ("account = 'Müller'".encode("latin-1"), "it is not UTF-8 text"),
-        ("gpus_per_node = 4".encode("utf-16"), "it is not UTF-8 text"),
-        ("a = " + 100_000 * "[", "it is nested too deeply"),
-    ],
-)
-def test_a_site_file_is_checked(tmp_path, text, words):
-    path = tmp_path / "site.toml"
-    if text is None:
-        os.mkfifo(path)
-    else:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=re.escape(words)):
-        read_site(str(path))
-
-
 def launch(*words):
     """Run `llmpar launch` in this process."""
     parse(["launch", *words]).run()
@@ -466,39 +439,6 @@ def test_a_job_is_submitted_when_it_is_asked_for(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="0"):
         launch("slurm", "--submit", "--", "train", "--mesh", "fsdp=8")
     assert asked == [["sbatch", "llmpar-job.sbatch"]] and (tmp_path / "llmpar-job.sbatch").exists()
-
-
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (("slurm",), "no command follows"),
-        (("slurm", "--", "plan"), "'plan' runs in one process"),
-        (("slurm", "--processes", "3", "--", "train"), "'launch slurm' does not read --processes"),
-        (("local", "--nodes", "3", "--", "train"), "'launch local' does not read --nodes"),
-        (("mpi", "--min-nodes", "1", "--", "train"), "'launch mpi' does not read --min-nodes"),
-        (("local", "--processes", "1", "--", "train"), "processes is 1; use 2 to 64"),
-        (("slurm", "--nodes", "2", "--", "train", "--mesh", "dp=3 fsdp=8"), "needs 24 devices but 16"),
-        (("slurm", "--", "train", "--mesh", "dp=8", "--batch-size", "6"), "batch 6 is not a multiple of"),
-        (
-            ("mpi", "--nodes", "2", "--", "train", "--mesh", "dp=8"),
-            "2 nodes were asked for, and the site file lists 0",
-        ),
-        (("jobset", "--", "train", "--mesh", "dp=8"), "a JobSet needs an image"),
-        (
-            ("torchrun", "--nodes", "2", "--min-nodes", "1", "--", "train", "--mesh", "fsdp=16"),
-            "with 1 of 2 nodes: mesh 'fsdp=16' needs 16 devices but 8",
-        ),
-        (
-            ("torchrun", "--nodes", "2", "--min-nodes", "5", "--", "train", "--mesh", "fsdp=16"),
-            "5 of 2 nodes",
-        ),
-        (("local", "--wire", "", "--", "train", "--mesh", "dp=8"), "'' is no rate of a wire"),
-        (("slurm", "--site", "none.toml", "--", "train"), "cannot read the site file 'none.toml'"),
-    ],
-)
-def test_a_job_that_would_fail_is_refused_before_it_waits_in_a_queue(words, sentence):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        launch(*words)
 
 
 def test_the_variables_of_a_process_here_are_understood_again():

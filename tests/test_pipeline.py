@@ -254,14 +254,8 @@ REFUSED = {
         schedule=ORDERS["crossed"], microbatches=2
     ),
     "runs F0 twice": dict(schedule=ORDERS["twice"]),
-    "no schedule is called 'zbv'; try 'zb-v', or": dict(schedule="zbv"),
     "has 2 stages but mesh 'pp=4' has pp=4; use pp=2": dict(mesh="pp=4", schedule=WRITTEN, microbatches=4),
     "has 4 microbatches but the plan has 2; use microbatches=4": dict(schedule=WRITTEN, microbatches=2),
-    "2 layers cannot fill stages·chunks = 4; use 4 layers": dict(schedule="interleaved"),
-    "2 layers cannot fill stages·chunks = 6; use 6 layers": dict(schedule="interleaved", virtual_stages=3),
-    "batch 16 is not a multiple of dp·fsdp·ep·microbatches = 6": dict(mesh="pp=2 dp=2", microbatches=3),
-    "reading='auto' does not go": dict(reading="auto"),
-    "reduce='layer' does not go": dict(mesh="pp=2", zero=0, microbatches=1, reduce="layer"),
 }
 
 

@@ -4,7 +4,9 @@ compiled."""
 import dataclasses
 import json
 import re
+from pathlib import Path
 
+import plans
 import pytest
 from parity import LLAMA, QWEN, all_plans
 
@@ -195,18 +197,6 @@ def test_zero_cuts_by_every_axis_over_which_a_weight_would_be_copied():
     )
 
 
-def test_a_width_that_all_axes_of_zero_do_not_divide_is_refused_and_both_ways_out_work():
-    odd, plan = dataclasses.replace(LLAMA, width=60), Plan("fsdp=2 sp=4")
-    message = refusal(plan, odd)
-    assert (
-        message == "model width 60 is not a multiple of fsdp·sp = 8; make fsdp·sp one of 1, 2, 4, or use"
-        " zero_axes='fsdp'"
-    )
-    Plan("fsdp=2 sp=2").check(odd, 16, 16)
-    dataclasses.replace(plan, zero_axes="fsdp").check(odd, 16, 16)
-    assert "zero_axes" not in refusal(Plan("fsdp=8 sp=2"), odd)
-
-
 def test_reducing_layer_by_layer_leaves_nothing_for_later():
     plan = Plan(MIXED, zero=0, reduce="layer").resolve()
     assert plan.life(DIMS).unreduced.sums == () and plan.stored(DIMS) == plan.life(DIMS).unreduced
@@ -237,6 +227,11 @@ def test_every_weights_layouts_hang_together():
 # --------------------------------------------------------------------------------------------------- refusals
 
 
+REFUSED = (Path(__file__).parent / "refused.txt").read_text().splitlines()
+"""What is asked as `plans.parse` reads it (with fields of the model, batch and seq), and what is said.
+tests/test_random_plans.py follows the advice of such sentences."""
+
+
 def refusal(plan: Plan, config=LLAMA, batch=16, seq=16) -> str:
     with pytest.raises(ValueError) as caught:
         plan.check(config, batch, seq)
@@ -245,140 +240,15 @@ def refusal(plan: Plan, config=LLAMA, batch=16, seq=16) -> str:
     return message
 
 
-def advice(message: str) -> tuple[list[int], list[int]]:
-    """The sizes that a refusal offers: for what was asked (none for a model's own sizes), and for what does
-    not divide it."""
-    rule = (
-        r"(.+?) (\d+) .*is not a multiple of (\S+) = (\d+)(?:, nor tp of KV heads)?; "
-        r"(?:use ([\d or]+), or )?make \3 one of ([\d, ]+)"
-    )
-    found = re.fullmatch(rule, message)
-    assert found, message
-    asked, parts = int(found[2]), int(found[4])
-    assert asked % parts, "the arithmetic"
-    return [int(n) for n in (found[5] or "").split(" or ") if n], [int(n) for n in found[6].split(", ")]
-
-
-WIDTHS = dataclasses.replace(
-    LLAMA, num_heads=12, num_kv_heads=6, head_width=12, ffn_width=40, width=36, vocab_size=200
-)
-REFUSED = {
-    # mesh and plan, what is said, how to ask for another size, how to make the axes' product another
-    "batch": (
-        dict(mesh="dp=2 fsdp=4"),
-        dict(batch=12),
-        "batch 12 is not a multiple of dp·fsdp·ep = 8",
-        lambda n: dict(batch=n),
-        lambda n: dict(mesh=f"dp={n}"),
-    ),
-    "microbatches": (
-        dict(mesh="dp=2", microbatches=3),
-        dict(batch=8),
-        "batch 8 is not a multiple of dp·fsdp·ep·microbatches = 6",
-        lambda n: dict(batch=n),
-        lambda n: dict(mesh="dp=1", microbatches=n),
-    ),
-    "sequence": (
-        dict(mesh="tp=4", tp_sequence=True),
-        dict(seq=18, num_kv_heads=4),
-        "sequence 18 is not a multiple of sp·tp = 4",
-        lambda n: dict(seq=n),
-        lambda n: dict(mesh=f"tp={n}", tp_sequence=n > 1),
-    ),
-    "loss chunks": (
-        dict(mesh="dp=2", loss_chunks=3),
-        {},
-        "sequence 16 is not a multiple of sp·loss_chunks = 3",
-        lambda n: dict(seq=n),
-        lambda n: dict(loss_chunks=n),
-    ),
-    "feed-forward chunks": (
-        dict(ffn_chunks=3),
-        {},
-        "sequence 16 is not a multiple of sp·ffn_chunks = 3",
-        lambda n: dict(seq=n),
-        lambda n: dict(ffn_chunks=n),
-    ),
-    "attention block": (
-        dict(attention_block=12),
-        {},
-        "each device's number of queries 16 is not a multiple of attention_block = 12",
-        None,
-        lambda n: dict(attention_block=n),
-    ),
-    "heads": (
-        dict(mesh="tp=8"),
-        {},
-        "heads 12 is not a multiple of tp = 8",
-        None,
-        lambda n: dict(mesh=f"tp={n}"),
-    ),
-    "KV heads": (
-        dict(mesh="tp=4"),
-        {},
-        "KV heads 6 is not a multiple of tp = 4",
-        None,
-        lambda n: dict(mesh=f"tp={n}"),
-    ),
-    "feed-forward": (
-        dict(mesh="tp=3"),
-        {},
-        "feed-forward width 40 is not a multiple of tp = 3",
-        None,
-        lambda n: dict(mesh=f"tp={n}"),
-    ),
-    "vocabulary": (
-        dict(mesh="tp=6"),
-        dict(ffn_width=42),
-        "vocabulary 200 is not a multiple of tp = 6",
-        None,
-        lambda n: dict(mesh=f"tp={n}"),
-    ),
-    "width": (
-        dict(mesh="fsdp=8"),
-        {},
-        "model width 36 is not a multiple of fsdp = 8",
-        None,
-        lambda n: dict(mesh=f"fsdp={n}"),
-    ),
-    "head width": (
-        dict(mesh="fsdp=8"),
-        dict(width=32, qk_norm=True),
-        "head width 12 is not a multiple of fsdp = 8",
-        None,
-        lambda n: dict(mesh=f"fsdp={n}"),
-    ),
-    "head width of biases": (
-        dict(mesh="fsdp=8"),
-        dict(width=32, qkv_bias=True),
-        "head width 12 is not a multiple of fsdp = 8",
-        None,
-        lambda n: dict(mesh=f"fsdp={n}"),
-    ),
-}
-
-
-def ask(plan: dict, rest: dict):
-    config = dataclasses.replace(WIDTHS, **{k: v for k, v in rest.items() if k not in ("batch", "seq")})
-    return Plan(**plan), config, rest.get("batch", 16), rest.get("seq", 16)
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_cut_evenly_is_refused_with_the_arithmetic_and_advice_that_works(what):
-    plan, rest, said, resize, recut = REFUSED[what]
-    message = refusal(*ask(plan, rest))
-    assert message.startswith(said)
-    sizes, parts = advice(message)
-    assert (resize is None) == (not sizes), "nobody can change a model's sizes, everybody a batch's"
-    for asked in [ask(plan, rest | resize(n)) for n in sizes] + [ask(plan | recut(n), rest) for n in parts]:
-        asked[0].check(*asked[1:])
-
-
-def test_the_refusal_of_the_design_is_word_for_word():
-    assert (
-        refusal(Plan("dp=2 fsdp=2"), batch=6)
-        == "batch 6 is not a multiple of dp·fsdp·ep = 4; use 4 or 8, or make dp·fsdp·ep one of 1, 2, 3, 6"
-    )
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cannot_be_is_refused_before_anything_is_compiled(line):
+    words, said = line.split(" | ")
+    asked = plans.parse(words)
+    take = lambda names: {name: asked.pop(name) for name in names if name in asked}
+    config = plans.MODELS[asked.pop("model")]
+    config = dataclasses.replace(config, **take([field.name for field in dataclasses.fields(config)]))
+    sizes, mesh = take(["batch", "seq"]), MeshShape(**take(plans.AXES))
+    assert said in refusal(Plan(mesh, **asked), config, **sizes)
 
 
 def test_width_matters_only_where_zero_cuts_it():
@@ -386,51 +256,6 @@ def test_width_matters_only_where_zero_cuts_it():
     Plan("fsdp=2", zero=0).check(odd, 16, 16)
     for zero in (1, 2, 3):
         assert "model width 63" in refusal(Plan("fsdp=2", zero=zero), odd)
-
-
-def test_axes_that_are_not_there_yet_are_refused():
-    assert (
-        refusal(Plan("ep=2"))
-        == "mesh 'ep=2' has ep=2, but no experts in 'tiny' here; use pp, dp, fsdp, sp, tp"
-    )
-
-
-@pytest.mark.parametrize(
-    "plan, why",
-    [
-        (Plan("fsdp=2", zero=1, reduce="layer"), "reduce='layer' does not go with ZeRO 1"),
-        (Plan("fsdp=2", zero=2, reduce="bucket"), "reduce='bucket' does not go with ZeRO 2"),
-        (Plan("fsdp=2", zero=3, reduce="bucket"), "reduce='bucket' does not go with ZeRO 3"),
-        (Plan("dp=2", zero=0, reduce="layer", microbatches=2), "would communicate once per microbatch"),
-    ],
-)
-def test_reductions_that_do_not_fit_are_refused_and_the_end_works(plan, why):
-    message = refusal(plan)
-    assert why in message and "'end'" in message
-    dataclasses.replace(plan, reduce="end").check(LLAMA, 16, 16)
-
-
-def test_a_zigzag_needs_two_parts_a_rank_and_the_advice_works():
-    plan = Plan("sp=4")
-    message = refusal(plan, seq=20)
-    assert (
-        message
-        == "sequence_order='zigzag' cuts a sequence into 2·sp = 8 parts, and 20 is no multiple; use 16, or"
-        " sequence_order='balanced' or 'striped'"
-    )
-    plan.check(LLAMA, 16, 16)
-    dataclasses.replace(plan, sequence_order="striped").check(LLAMA, 16, 20)
-
-
-def test_ulysses_needs_heads_and_the_advice_works():
-    plan = Plan("sp=4 tp=2", context_parallel="ulysses")
-    few = dataclasses.replace(LLAMA, num_kv_heads=4)
-    message = refusal(plan, few)
-    assert message.startswith(
-        "context_parallel='ulysses' cuts the 2 KV heads of a device by sp = 4; use context_parallel='ring'"
-    )
-    plan.check(LLAMA, 16, 16)
-    dataclasses.replace(plan, context_parallel="ring").check(few, 16, 16)
 
 
 @pytest.mark.parametrize("field", ["microbatches", "loss_chunks", "ffn_chunks", "attention_block"])
@@ -559,18 +384,6 @@ def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
                 other.resolve().gathers == other.resolve(platform="gpu").gathers and not other.resolve().said
             )
     assert Plan("pp=2 fsdp=2 ep=2", microbatches=2).resolve().reshard_after_forward
-
-
-def test_a_block_of_attention_divides_the_queries_of_a_rank_and_the_keys_that_it_gathers():
-    plan = Plan("sp=3", context_parallel="gather", attention_block=3, sequence_order="striped")
-    assert refusal(plan, seq=48).startswith(
-        "each device's number of queries 16 is not a multiple of attention_block = 3"
-    )
-
-
-@pytest.mark.parametrize("what", ["batch", "seq"])
-def test_a_batch_of_nothing_is_refused(what):
-    assert "0 holds no token; use 1 or more" in refusal(Plan(), **{what: 0})
 
 
 def test_a_plan_is_data():

@@ -274,22 +274,6 @@ def test_text_and_order_are_the_same_thing():
             from_text(text)
 
 
-def test_refusals_say_what_would_work():
-    with pytest.raises(ValueError, match="6 is no multiple of 4, use 4 or 8"):
-        make("interleaved", 4, 6)
-    with pytest.raises(ValueError, match="must be even; use p = 4 and m = 8"):
-        make("dualpipe", 3, 7)
-    with pytest.raises(ValueError, match="try '1f1b'"):
-        make("1f1bb", 4, 8)
-    with pytest.raises(ValueError, match="1f1b has 1 chunk"):
-        make("1f1b", 4, 8, 2)
-    with pytest.raises(ValueError, match="at least 1 of each"):
-        make("1f1b", 0, 8)
-    for costs, hop in (((1, -1, 1), 0), ((0, 0, 0), 0), ((1, 1, 1), -1)):
-        with pytest.raises(ValueError, match="none negative"):
-            timetable(make("1f1b", 2, 2), costs, hop)
-
-
 def walk(table, buffers):
     """An executor in miniature: values are names, so that any slot read wrongly or overwritten early is
     seen."""
