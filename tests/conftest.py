@@ -6,6 +6,7 @@ variables. LLMPAR_TEST_PLATFORM=cuda (or tpu) runs the tests marked `accelerator
 LLMPAR_TEST_ROUNDING=bf16 (or tf32) rehearses that on CPUs: products are rounded as there (rounding.py).
 """
 
+import gc
 import importlib.metadata
 import itertools
 import operator
@@ -27,6 +28,7 @@ SIMULATED = (
     # Most programs here run once or twice: half of the time to compile, the same values.
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
 if importlib.metadata.version("jax") < "0.11":  # later ones have no other emitters
     SIMULATED += ("--xla_cpu_use_fusion_emitters=false",)
@@ -134,11 +136,18 @@ def pytest_collection_modifyitems(items, config=None):
             item.add_marker(pytest.mark.skip(reason=f"needs {plan.mesh.size} devices"))
 
 
+def pytest_collection_finish():
+    """Modules and tests stay: without them, and more rarely, Python looks for what is unreachable."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
+
+
 def pytest_addoption(parser):
     parser.addoption("--part", metavar="K/N", help="the K-th of N equal parts of the tests, such as 2/8")
     parser.addoption("--record-engines", action="store_true", help="keep times of test_real_engines.py")
     group = parser.getgroup("random plans (test_random_plans.py)")
-    group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
+    group.addoption("--plans", type=int, help="how many; by default a few fixed ones and the one of the day")
     group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
     group.addoption(
         "--plans-log", help="a JSON line per plan; plans that have passed there are not run again"

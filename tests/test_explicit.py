@@ -2,9 +2,7 @@
 plan, its traffic Manual's."""
 
 import collections
-import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -40,34 +38,24 @@ EXPERTS = [
 ]
 
 
-def run_steps(config, plan, num_steps, optimizer=None):
-    step = Step(config, plan, make_mesh(plan.mesh), optimizer or optax.adamw(3e-3))
+def run_steps(plan):
+    optimizer = optax.adafactor(3e-3, min_dim_size_to_factor=16)
+    step = Step(LLAMA, plan, make_mesh(plan.mesh), optimizer)
     state, data = step.init(0), jax.device_put(batch(), step.batch_sharding)
     losses = []
-    for _ in range(num_steps):
+    for _ in range(5):
         state, metrics = step.run(state, data)
         losses.append(float(metrics["loss"]))
     assert jax.tree.map(lambda x: x.sharding, state) == step.shardings
     return losses
 
 
-OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(3e-3),
-    "adafactor": lambda: optax.adafactor(3e-3, min_dim_size_to_factor=16),
-}
-
-
-@pytest.mark.parametrize(
-    "config, mesh, optimizer",
-    [(LLAMA, MIXED, "adafactor"), (MOE, "ep=2 fsdp=2 tp=2", "adamw")],
-    ids=["dense", "experts"],
-)
-def test_training_follows_the_curve_of_manual_with_any_optimizer(config, mesh, optimizer):
-    """1e-4: float32 rounding, grown through steps."""
-    plan = Plan(mesh, zero=2, microbatches=2)
-    want = run_steps(config, plan, 5, OPTIMIZERS[optimizer]())
-    got = run_steps(config, dataclasses.replace(plan, reading="explicit"), 5, OPTIMIZERS[optimizer]())
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+def test_training_follows_the_curve_of_manual():
+    """With an optimizer that looks at whole rows and columns. 1e-4: float32 rounding, grown through steps."""
+    curves = [
+        run_steps(Plan(MIXED, zero=2, microbatches=2, reading=reading)) for reading in ("manual", "explicit")
+    ]
+    np.testing.assert_allclose(*curves, rtol=0, atol=1e-4)
 
 
 def test_the_state_of_a_step_has_its_layouts_as_types():
@@ -165,10 +153,8 @@ def test_a_sum_that_the_text_forgets_is_finished_by_no_one_else():
 # ---------------------------------------------------------------------------------------------------- traffic
 
 SENDS = [
-    (LLAMA, spread(MIXED, tp_sequence=True)),
-    (LLAMA, spread("fsdp=2 sp=2 tp=2", zero=1)),
-    (LLAMA, spread("fsdp=2 sp=4", context_parallel="gather", zero=2, microbatches=2)),
-    (MOE, spread("ep=2 sp=2 tp=2", tp_sequence=True)),
+    (LLAMA, spread("fsdp=2 sp=2 tp=2", zero=2, tp_sequence=True, microbatches=2)),
+    (MOE, spread("ep=2 sp=2 tp=2", context_parallel="gather", zero=1)),
 ]
 ISLANDS = {"ffn b s e -> routing b s e"}
 
@@ -192,25 +178,6 @@ def test_every_arrow_sends_what_manual_sends(config, plan):
     for key in softmax:  # a maximum and two sums, each of 4 bytes a token
         want[key] = tuple(n * 2 // 3 for n in want[key])
     assert found == want
-
-
-# --------------------------------------------------------------------------------------------------- refusals
-
-REFUSED = {
-    "reduce='bucket' joins gradients that are cut in different ways, and a type has one way; use"
-    " reduce='end', or reading='manual'": dict(mesh="dp=8", zero=0, reduce="bucket"),
-    "reading='explicit' does not go with pp=2; use reading='manual'": dict(mesh="pp=2 dp=4", microbatches=2),
-    "unroll=2 does not go with reading='explicit': JAX 0.10 cannot cut a loop over unfinished sums in pieces;"
-    " use unroll=1 or unroll=0": dict(mesh="dp=8", unroll=2),
-}
-
-
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_what_types_cannot_say_is_refused_before_compiling(sentence):
-    deep = dataclasses.replace(LLAMA, num_layers=4)
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        spread(**REFUSED[sentence]).check(deep, BATCH, SEQ)
-    dataclasses.replace(spread(**REFUSED[sentence]), reading="manual").check(deep, BATCH, SEQ)
 
 
 # -------------------------------------------------------------------------------------------------- from_type

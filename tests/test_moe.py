@@ -34,7 +34,6 @@ from llmpar.kernels import grouped, products
 from llmpar.mesh import make_mesh
 from llmpar.par import Manual, Solo
 from llmpar.plan import Plan
-from llmpar.sequence_order import sequence_permutation
 from llmpar.step import Step
 
 HERE = Solo()
@@ -63,10 +62,8 @@ def layer(how, tokens=(3, 7), d=8, m=12, seed=0, skew=0.0):
         down=(how.num_experts, m, d),
     )
     values = {k: jnp.asarray(draw.standard_normal(shape), jnp.float32) for k, shape in shapes.items()}
-    return values | {
-        "bias": jnp.asarray(draw.standard_normal(how.num_experts) * 0.3, jnp.float32),
-        "skew": skew,
-    }
+    bias = jnp.asarray(draw.standard_normal(how.num_experts) * 0.3, jnp.float32)
+    return values | {"bias": bias, "skew": skew}
 
 
 def run(how, values):
@@ -174,7 +171,7 @@ def test_the_balance_loss_is_its_coefficient_where_all_experts_are_equal_and_mor
     )
 
 
-@pytest.mark.parametrize("tokens", [(1, 1), (1, 5), (2, 33)])
+@pytest.mark.parametrize("tokens", [(1, 1), (2, 33)])
 def test_all_tokens_to_one_expert_and_none_to_the_others(tokens):
     """Also token counts that no block divides."""
     how = ExpertConfig(4, 1)
@@ -314,14 +311,8 @@ def with_experts(**changes):
     return dataclasses.replace(MOE, experts=dataclasses.replace(MOE.experts, **changes))
 
 
-OTHERS = {
-    "deepseek": dataclasses.replace(MOE, experts=DEEPSEEK),
-    "capacity": with_experts(capacity_factor=0.5),
-}
-
-
 def test_drops_are_those_of_one_device_where_no_row_is_cut():
-    assert_same(OTHERS["capacity"], Plan("fsdp=2 ep=2 tp=2"))
+    assert_same(with_experts(capacity_factor=0.5), Plan("fsdp=2 ep=2 tp=2"))
 
 
 # ------------------------------------------------------------------------------------------------- what moves
@@ -557,24 +548,17 @@ def test_the_balance_of_rows_that_are_cut_is_counted_in_a_pipeline():
 
 
 def test_a_pipeline_tells_what_each_routers_experts_got_and_their_biases_follow():
-    """5 layers: some chunks have one less than others, and each stage has two copies, one in reverse."""
-    more = dict(microbatches=4, sequence_order="striped", zero=2)
-    plan = Plan("pp=2 ep=2 sp=2", schedule="dualpipe", **more)
+    """3 layers: one chunk has one less than the other, and each stage has two copies, one in reverse."""
+    plan = Plan("pp=2 ep=2", schedule="dualpipe", microbatches=4)
     how = ExpertConfig(8, 2, score="sigmoid", bias_rate=0.125)
-    config = dataclasses.replace(MOE, num_layers=5, experts=how)
-    places = sequence_permutation(plan.sequence_order, SEQ, plan.mesh.sp)
-    found = []
-    for cut, order in (plan, places), (Plan(), slice(None)):
+    config, found = dataclasses.replace(MOE, num_layers=3, experts=how), []
+    for cut in plan, Plan():
         step = Step(config, cut, make_mesh(cut.mesh), optax.sgd(1e-3))
-        data = jax.device_put({k: x[:, order] for k, x in batch().items()}, step.batch_sharding)
-        state, metrics = step.run(step.init(0), data)
+        state, metrics = step.run(step.init(0), jax.device_put(batch(), step.batch_sharding))
         found.append((metrics, np.asarray(step.to_natural(state).params["blocks"]["experts"]["bias"])))
     (many, moved), (one, alone) = found
-    assert np.array_equal(one["load"].sum(1), [2 * BATCH * SEQ] * 5) and set(alone.ravel()) <= {
-        -0.125,
-        0,
-        0.125,
-    }
+    assert np.array_equal(one["load"].sum(1), [2 * BATCH * SEQ] * 3)
+    assert set(alone.ravel()) <= {-0.125, 0, 0.125}
     assert np.array_equal(many["load"], one["load"]) and np.array_equal(moved, alone)
     np.testing.assert_allclose(many["router_entropy"], one["router_entropy"], rtol=1e-5)
 
@@ -582,8 +566,9 @@ def test_a_pipeline_tells_what_each_routers_experts_got_and_their_biases_follow(
 def test_the_bias_follows_the_load_and_balances_it():
     """Tokens prefer the first experts; the rule alone, at a learning rate of 0, makes their loads more
     equal."""
-    config = dataclasses.replace(MOE, experts=ExpertConfig(8, 2, score="sigmoid", bias_rate=0.001))
-    step = Step(config, Plan("ep=2 fsdp=2"), make_mesh("ep=2 fsdp=2"), optax.adamw(0.0, weight_decay=0.0))
+    how = ExpertConfig(8, 2, score="sigmoid", bias_rate=0.001)
+    config = dataclasses.replace(MOE, num_layers=1, experts=how)
+    step = Step(config, Plan("ep=2"), make_mesh("ep=2"), optax.adamw(0.0, weight_decay=0.0))
     state, found = step.init(0), []
     for _ in range(12):
         state, metrics = step.run(state, jax.device_put(batch(), step.batch_sharding))
@@ -648,17 +633,8 @@ def test_a_planted_fault_is_caught(kind):
 def test_what_cannot_run_says_so():
     with pytest.raises(ValueError, match="'deepseek-v3' cannot run here: latent attention"):
         Plan().check(preset("deepseek-v3"), 8, 64)
-    with pytest.raises(ValueError, match="no experts in 'tiny' here"):
-        Plan("ep=2").check(preset("tiny"), 8, 64)
     with pytest.raises(ValueError, match="experts 6 is not a multiple of ep = 4; make ep one of 1, 2, 3, 6"):
         Plan("ep=4").check(with_experts(num_experts=6), 8, 64)
-    with pytest.raises(ValueError, match="experts 8 is not a multiple of fsdp = 3; make fsdp one of 1, 2, 4"):
-        Plan("fsdp=3").check(
-            dataclasses.replace(OTHERS["deepseek"], width=24), 12, 64
-        )  # the biases are cut by fsdp too
-    in_pieces = Plan("tp=2", reading="explicit", ffn_chunks=2)
-    with pytest.raises(ValueError, match="2 of a shared expert does not go with .*; use ffn_chunks=1, or"):
-        in_pieces.check(OTHERS["deepseek"], 8, 64)
     with pytest.raises(ValueError, match="cannot visit 3 of 2 experts"):
         ExpertConfig(2, 3)
     with pytest.raises(ValueError, match="8 experts cannot be routed in 1 of 3 equal groups"):

@@ -45,7 +45,8 @@ from llmpar.predict import traffic
 from llmpar.step import State, Step
 from llmpar.timetable import branch_shares
 
-SEEDS = range(11)
+SEEDS = 1, 3, 6, 7
+"""Of the first eleven those that have nearly all values of fields that the eleven have."""
 WRITTEN = "written by hand"  # an order in text, drawn for the mesh
 SCALING = RopeScaling(4.0, 1.0, 4.0, 16)
 # No window of 1: who sees one key alone has no gradient in queries and keys but rounding, which Adam makes as
@@ -127,6 +128,9 @@ def values(cls) -> dict[str, tuple]:
 
 
 FIELDS = {cls: values(cls) for cls in DRAWN}
+OFTEN = "zero zero_axes tp_sequence tp_comm_overlap reduce reshard_after_forward context_parallel".split()
+OFTEN += "sequence_order dispatch grouped".split()
+"""Idle on most meshes, so drawn more often."""
 
 
 # ---------------------------------------------------------------------------------------------------- drawing
@@ -143,19 +147,7 @@ def draw_all(rng) -> dict:
         for name, xs in table.items()
         if xs
     }
-    often = (
-        "zero",
-        "zero_axes",
-        "tp_sequence",
-        "tp_comm_overlap",
-        "reduce",
-        "reshard_after_forward",
-        "context_parallel",
-        "sequence_order",
-        "dispatch",
-        "grouped",
-    )  # idle on most meshes
-    asked |= {field: pick(FIELDS[Plan][field]) for field in often if rng.random() < 0.7}
+    asked |= {field: pick(FIELDS[Plan][field]) for field in OFTEN if rng.random() < 0.7}
     asked |= dict.fromkeys(AXES, 1) | {"experts": rng.random() < 0.35}
     axes = ["pp", "dp", "fsdp", "fsdp", "sp", "sp", "tp", "tp"] + ["ep"] * (1 + asked["experts"])
     for prime in pick(((2, 2, 2), (2, 2, 2), (2, 3), (2, 2))):
@@ -674,9 +666,7 @@ def lowered(config, plan: Plan, asked: dict) -> str:
         return step.lower(asked["batch"], asked["seq"]).as_text()
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(i, marks=pytest.mark.full) for i in range(4, 40))]
-)
+@pytest.mark.parametrize("seed", [2, *(pytest.param(i, marks=pytest.mark.full) for i in range(40) if i != 2)])
 def test_a_field_that_is_set_changes_the_program_or_is_said_to_change_nothing(seed):
     asked, _ = draw(5000 + seed)
     config, plan = build(asked)
@@ -714,9 +704,8 @@ WIDE = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.full] * (i not in (1, 3))) for i, case in enumerate(WIDE)]
-)
+@pytest.mark.full  # random plans have meshes of 6 devices
+@pytest.mark.parametrize("case", WIDE)
 def test_meshes_of_other_sizes_give_one_devices_answer(case):
     """Against the second implementation of `oracle`, two steps long."""
     more = {"LLMPAR_TEST_DEVICES": case.split()[0]}

@@ -154,23 +154,6 @@ def test_training_checks_the_plan_first():
         run(dataclasses.replace(MIXED, microbatches=6))
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        dict(learning_rate=math.nan),
-        dict(learning_rate=0.0),
-        dict(learning_rate=math.inf),
-        dict(clip=-1.0),
-        dict(warmup=-1),
-        dict(weight_decay=-0.1),
-    ],
-    ids=str,
-)
-def test_optimizers_that_would_do_harm_are_refused(bad):
-    with pytest.raises(ValueError, match="both must be positive numbers|use 0 or more"):
-        OptimizerConfig(**bad)
-
-
 def test_a_process_makes_only_the_rows_that_its_own_devices_hold(monkeypatch):
     """Of 4 × 2 devices that cut rows by dp and columns by sp, this process owns the two with rows 4 to 7 of
     16."""
@@ -193,11 +176,6 @@ def test_a_process_makes_only_the_rows_that_its_own_devices_hold(monkeypatch):
     for name, pieces in _place(step, text, 3).items():
         assert same_bits(pieces, [whole[name][4:8, :8], whole[name][4:8, 8:]])
     assert asked == [slice(4, 8)], "once, for four arrays on two devices"
-
-
-def test_training_to_no_step_is_refused():
-    with pytest.raises(ValueError, match="training to step 0 does nothing; use 1 or more"):
-        run(steps=0)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -233,14 +211,14 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
 
 def test_rows_in_an_order_of_their_own_resume_to_the_bit_and_lose_what_one_device_does(tmp_path):
     """`sequence_order="balanced"`: the step decides the batch, and the batch its order. 1e-4 as below."""
-    plan, long, rng = Plan("dp=2 sp=4", sequence_order="balanced"), stream().corpus, np.random.default_rng(0)
+    plan, long, rng = Plan("sp=2", sequence_order="balanced"), stream().corpus, np.random.default_rng(0)
     offsets = np.unique([0, *rng.integers(1, 20_000, 1000), 20_000])
     tokens = long.tokens[:20_000].copy()
     tokens[offsets[:-1]] = long.tokenizer.start_id
     plain = Stream(
         Corpus(tokens, offsets, long.tokenizer, "many short documents"), DataConfig(seq_len=64, batch_size=8)
     )
-    text = Stream(plain.corpus, plain.config, positions=functools.partial(row_orders, "balanced", n=4))
+    text = Stream(plain.corpus, plain.config, positions=functools.partial(row_orders, "balanced", n=2))
     assert (text.batch(0)["segments"].max(1) > 1).any(), "rows of several documents"
     state, straight = run(plan, text=text)
     with pytest.raises(Killed):
@@ -269,8 +247,8 @@ def test_a_pipelines_run_goes_on_without_one_and_back(tmp_path):
     """Five layers, dealt to stages in chunks, one place empty: in checkpoints they lie in the model's order.
     1e-4 as above."""
     deep = dataclasses.replace(SMALL, num_layers=5)
-    piped = Plan("pp=2 dp=2", schedule="interleaved", microbatches=4)
-    state, straight = run(Plan("dp=2", zero=0), 6, deep)
+    piped = Plan("pp=2", schedule="interleaved", microbatches=2)
+    state, straight = run(Plan("fsdp=2"), 6, deep)
     for plan, last in ((piped, 2), (Plan("fsdp=2"), 4)):
         with pytest.raises(Killed):
             run(plan, 6, deep, tmp_path, on_step=kill_at(last))
@@ -596,7 +574,7 @@ def independent_loss(config, params, batch) -> tuple[float, int]:
     return float((log_z - picked)[counts].sum()), int(counts.sum())
 
 
-EVALUATED = [Plan("ep=2 tp=2", microbatches=2), Plan("pp=2 dp=2", schedule="interleaved", microbatches=4)]
+EVALUATED = [Plan("ep=2 tp=2", microbatches=2), Plan("pp=2", schedule="interleaved", microbatches=2)]
 
 
 @pytest.mark.parametrize("plan", EVALUATED, ids=lambda p: str(p.mesh))
@@ -612,11 +590,6 @@ def test_evaluation_is_the_cross_entropy_whatever_the_plan(plan):
     assert int(tokens) == counted and abs(float(loss) / want - 1) < 1e-6  # float32 sums of some 100 losses
 
 
-def test_evaluation_options_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="evaluation every -1 steps of 1 batches"):
-        run(eval_every=-1)
-
-
 def test_checksums_are_of_the_bits_on_any_mesh(whole):
     _, state, _ = whole
     sums = checksums(state)
@@ -626,12 +599,6 @@ def test_checksums_are_of_the_bits_on_any_mesh(whole):
     head[0, 0] = np.nextafter(head[0, 0], np.float32(9))
     changed = checksums(one._replace(params=one.params | {"head": head}))
     assert [k for k in sums if changed[k] != sums[k]] == ["['params']['head']"]
-
-
-@pytest.mark.parametrize("every, keep", [(0, 1), (1, 0), (-1, 2)])
-def test_checkpoints_of_nothing_are_refused(tmp_path, every, keep):
-    with pytest.raises(ValueError, match="both must be at least 1"):
-        Checkpoints(str(tmp_path), every, keep)
 
 
 # ------------------------------------------------------------------------------------------------- what stops
@@ -668,13 +635,10 @@ def test_the_checkpoint_before_a_bad_step_is_kept_and_good(tmp_path):
 # ------------------------------------------------------------------------------------------------- optimizers
 
 
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_optimizers_of_whole_matrices_are_on_eight_devices_what_they_are_on_one(name):
-    """Adafactor scales by the root mean square of a whole leaf, Muon multiplies whole matrices: both see
-    states that are cut (AdamW, SGD and a factored Adafactor are in test_same_answer.py). 2e-5: float32 sums
-    in another order, six times.
-    """
-    options = OptimizerConfig(name, learning_rate=3e-2, warmup=1)
+def test_muon_is_on_eight_devices_what_it_is_on_one():
+    """It multiplies whole matrices, of a state that is cut (others are in test_same_answer.py). 2e-5: float32
+    sums in another order, six times."""
+    options = OptimizerConfig("muon", learning_rate=3e-2, warmup=1)
     one, many = (run(plan, options=options)[1] for plan in (Plan(), MIXED))
     assert min(one.losses) < one.losses[0] - 0.02, "it moves"
     np.testing.assert_allclose(many.losses, one.losses, rtol=0, atol=2e-5)
