@@ -97,9 +97,6 @@ def pad() -> Exercise:
         rows = np.full((missing, *targets.shape[1:]), -1, targets.dtype)
         return np.concatenate([targets, rows])
 
-    def columns(targets, devices):
-        return np.pad(targets, ((0, 0), (0, -targets.shape[1] % devices)), constant_values=-1)
-
     rows = lambda like, count, value=-1: np.full((count, *like.shape[1:]), value, like.dtype)
     asked = [
         (np.arange(1, 16).reshape(5, 3), 4),
@@ -107,11 +104,11 @@ def pad() -> Exercise:
         (np.arange(1, 4).reshape(3, 1), 8),
     ]
     wrong = dict(
-        drop=lambda targets, devices: targets[: len(targets) // devices * devices],
+        drop=lambda t, n: t[: len(t) // n * n],
         zeros=lambda t, n: np.concatenate([t, rows(t, -len(t) % n, 0)]),
         repeat=lambda t, n: np.concatenate([t, np.repeat(t[-1:], -len(t) % n, axis=0)]),
         always=lambda t, n: np.concatenate([t, rows(t, n - len(t) % n)]),
-        columns=columns,
+        columns=lambda t, n: np.pad(t, ((0, 0), (0, -t.shape[1] % n)), constant_values=-1),
         in_front=lambda t, n: np.concatenate([rows(t, -len(t) % n), t]),
     )
     run = lambda function: [np.asarray(function(targets.copy(), devices)) for targets, devices in asked]

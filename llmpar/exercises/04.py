@@ -39,8 +39,6 @@ def stage2_accumulated() -> Exercise:
         own = total.shape[0] // lax.axis_size("fsdp")
         return lax.dynamic_slice_in_dim(total, lax.axis_index("fsdp") * own, own, 0)
 
-    untiled = lambda gradient, parts: sum(lax.psum_scatter(gradient(part), "fsdp") for part in parts)
-    gathered = lambda gradient, parts: lax.all_gather(solution(gradient, parts), "fsdp", axis=0, tiled=True)
     gradients = np.random.default_rng(0).standard_normal((DEVICES, PARTS, ROWS, COLUMNS)).astype(np.float32)
 
     def observe(learner):
@@ -51,10 +49,10 @@ def stage2_accumulated() -> Exercise:
         stage1=lambda gradient, parts: scatter(sum(gradient(part) for part in parts)),
         all_reduced=all_reduced,
         never_asked=lambda gradient, parts: sum(scatter(part) for part in parts),
-        untiled=untiled,
+        untiled=lambda gradient, parts: sum(lax.psum_scatter(gradient(part), "fsdp") for part in parts),
         only_last=lambda gradient, parts: [scatter(gradient(part)) for part in parts][-1],
         mean=lambda gradient, parts: solution(gradient, parts) / len(parts),
-        gathered=gathered,
+        gathered=lambda *given: lax.all_gather(solution(*given), "fsdp", axis=0, tiled=True),
         only_first=lambda gradient, parts: scatter(gradient(parts[0])),
     )
     return Exercise("stretch", solution, wrong, observe=observe)

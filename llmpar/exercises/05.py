@@ -30,8 +30,7 @@ def gated_pair() -> Exercise:
     """Ask for a gated feed-forward as a column-row pair, as one device writes it."""
     draw = np.random.default_rng(0).standard_normal
     x = np.broadcast_to(draw((POSITIONS, WIDTH)), (DEVICES, POSITIONS, WIDTH)).astype(np.float32)
-    columns = (DEVICES, WIDTH, HIDDEN)
-    shapes = columns, columns, (DEVICES, HIDDEN, WIDTH)
+    shapes = (DEVICES, WIDTH, HIDDEN), (DEVICES, WIDTH, HIDDEN), (DEVICES, HIDDEN, WIDTH)
     gate, up, down = (draw(shape).astype(np.float32) for shape in shapes)
 
     hidden = lambda x, gate, up: jax.nn.silu(x @ gate) * (x @ up)

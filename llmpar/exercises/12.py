@@ -12,8 +12,8 @@ from llmpar.notation import Arrow, Dim, Layout, parse_layout
 
 GIVEN = {"b/dp s d": (4, 8, 16), "b/dp s m/tp": (4, 8, 32), "d m/tp": (16, 32), "m/tp d": (32, 16)}
 """The lesson's values by layout, and their shapes."""
-OPEN = P("dp", None, None, unreduced={"tp"})
-WHOLE = P("dp", None, None)
+OPEN, WHOLE = P("dp", None, None, unreduced={"tp"}), P("dp", None, None)
+ROWS, COLUMNS = P("dp", "tp", None), P("dp", None, "tp")
 
 
 def unfinished() -> Exercise:
@@ -28,19 +28,18 @@ def scattered() -> Exercise:
         y = jnp.matmul(h, down, out_sharding=OPEN)
         return reshard(y, P("dp", "tp", None))
 
-    whole = lambda h, down: reshard(jnp.matmul(h, down, out_sharding=OPEN), WHOLE)
-    columns = lambda h, down: reshard(jnp.matmul(h, down, out_sharding=OPEN), P("dp", None, "tp"))
-
-    gathered = lambda h, down: reshard(reshard(h, WHOLE) @ reshard(down, P(None, None)), P("dp", "tp", None))
+    left_open = lambda h, down: jnp.matmul(h, down, out_sharding=OPEN)
+    whole = lambda h, down: reshard(left_open(h, down), WHOLE)
+    columns = lambda h, down: reshard(left_open(h, down), COLUMNS)
     wrong = dict(
         whole=whole,
-        twice=lambda h, down: reshard(whole(h, down), P("dp", "tp", None)),
+        twice=lambda h, down: reshard(whole(h, down), ROWS),
         columns=columns,
-        left_open=lambda h, down: jnp.matmul(h, down, out_sharding=OPEN),
-        gathered=gathered,
-        by_columns=lambda h, down: reshard(columns(h, down), P("dp", "tp", None)),
-        without_dp=lambda h, down: reshard(jnp.matmul(h, down, out_sharding=OPEN), P(None, "tp", None)),
-        moved_first=lambda h, down: reshard(h, P("dp", "tp", None)) @ reshard(down, P(None, None)),
+        left_open=left_open,
+        gathered=lambda h, down: reshard(reshard(h, WHOLE) @ reshard(down, P(None, None)), ROWS),
+        by_columns=lambda h, down: reshard(columns(h, down), ROWS),
+        without_dp=lambda h, down: reshard(left_open(h, down), P(None, "tp", None)),
+        moved_first=lambda h, down: reshard(h, ROWS) @ reshard(down, P(None, None)),
     )
     return Exercise("stretch", solution, wrong, lambda answer: traced(answer, "b/dp s m/tp", "m/tp d"))
 
@@ -58,9 +57,6 @@ def residual() -> Exercise:
     def gathers_hidden(x, up, down):
         return x + reshard(jax.nn.silu(x @ up), WHOLE) @ reshard(down, P(None, None))
 
-    def through_slices(x, up, down):
-        return x + reshard(reshard(left_open(x, up, down), P("dp", "tp", None)), WHOLE)
-
     def cut(where):
         return lambda x, up, down: reshard(x, where) + reshard(left_open(x, up, down), where)
 
@@ -68,9 +64,9 @@ def residual() -> Exercise:
         y_twice=lambda x, up, down: forgotten(x, up, down) + forgotten(x, up, down),
         forgotten=forgotten,
         gathers_hidden=gathers_hidden,
-        through_slices=through_slices,
-        stays_cut=cut(P("dp", "tp", None)),
-        columns=cut(P("dp", None, "tp")),
+        through_slices=lambda *given: given[0] + reshard(reshard(left_open(*given), ROWS), WHOLE),
+        stays_cut=cut(ROWS),
+        columns=cut(COLUMNS),
         left_open=left_open,
         added_twice=lambda x, up, down: x + solution(x, up, down),
     )

@@ -10,29 +10,25 @@ In a lesson, the learner replaces the dots and runs the cell again:
 `met("03.bytes_sent", found)` sets the first answer beside what the compiled program says.
 
 In `llmpar/exercises/03.py` stands a function of that name. It takes what the lesson passes by keyword
-(with the lesson's own values as defaults) and computes: the solution, and the answers that people give when
-one thing is not yet clear. An answer may be a value or a function; `observe` turns it into what is compared,
-so that a learner's function is recognised by what it does. An answer with several named parts is judged part
-by part; a wrong answer that spoils some of them helps wherever it is met on those.
+and computes the solution, and wrong answers that depend on what was passed or are functions. `observe` turns
+an answer into what is compared, so that a learner's function is recognised by what it does. An answer with
+several named parts is judged part by part; a wrong answer helps wherever the parts that it spoils are met.
 
     def bytes_sent(devices: int = 8) -> Exercise:
         '''Ask how many bytes a device sends in a ring all-reduce of 1 MiB.'''
         size = 2**20
-        wrong = dict(result=size, own_piece=2 * size, to_all=size * (devices - 1))
-        return Exercise("core", 2 * size * (devices - 1) // devices, wrong)
+        return Exercise("core", 2 * size * (devices - 1) // devices, wrong=dict(own_piece=2 * size))
 
 What is said stands in `llmpar/exercises/03.md`, under the same name: hints, why the solution is right, and
-for each wrong answer the sentence that helps (`pages` has the form). It can be edited and translated without
-the code; a wrong answer that needs no computing can be added there alone.
-
-`tests/test_notebooks.py` judges every blank, solution and wrong answer.
+for each wrong answer the sentence that helps (`pages` has the form), beside the other wrong answers
+themselves. It can be edited and translated without the code.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import inspect
 import pathlib
 import re
@@ -43,22 +39,9 @@ from typing import Any
 
 from llmpar.exercises.judge import CORRECT, NOT_ATTEMPTED, Exercise
 from llmpar.exercises.pages import sentences
-from llmpar.exercises.record import Answer, answers, as_text, note
+from llmpar.exercises.record import answers, as_text, note
 
-__all__ = [
-    "CORRECT",
-    "NOT_ATTEMPTED",
-    "Exercise",
-    "attempt",
-    "exercises",
-    "find",
-    "hint",
-    "lessons",
-    "met",
-    "say",
-    "say_command",
-    "solution",
-]
+__all__ = ["CORRECT", "NOT_ATTEMPTED", "Exercise", "attempt", "find", "hint", "met", "say", "solution"]
 
 COLUMNS = 88
 """What a lesson shows on a screen 1200 px wide, as in its code."""
@@ -78,13 +61,11 @@ def lessons() -> list[str]:
 @functools.cache
 def exercises(lesson: str) -> dict[str, Callable[..., Exercise]]:
     """List the exercises of a lesson: the functions in its file that say they return an `Exercise`."""
-    if importlib.util.find_spec(f"{__name__}.{lesson}") is None:
+    if lesson not in lessons():
         return {}
-    functions = inspect.getmembers(importlib.import_module(f"{__name__}.{lesson}"), inspect.isfunction)
-    in_order = sorted(functions, key=lambda item: item[1].__code__.co_firstlineno)
-    return {
-        name: f for name, f in in_order if inspect.signature(f).return_annotation in (Exercise, "Exercise")
-    }
+    found = vars(importlib.import_module(f"{__name__}.{lesson}"))
+    is_exercise = lambda f: inspect.isfunction(f) and f.__annotations__.get("return") is Exercise
+    return {name: f for name, f in found.items() if is_exercise(f)}
 
 
 def names(*chosen: str) -> list[str]:
@@ -112,7 +93,7 @@ def attempt(name: str, answer: Any, **given: Any) -> None:
         say(f'hint("{name}") helps a step at a time')
         return
     SAID.setdefault(name, as_text(answer))
-    if said := note(Answer.of(name, answer, verdict, correct=verdict.startswith(CORRECT))):
+    if said := note(name, answer, verdict):
         say(said)
 
 

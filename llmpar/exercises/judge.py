@@ -147,11 +147,10 @@ def read(text: str, right: Any) -> Any:
     eight times the right one, or parts of it exchanged, as in `A=rounding; C=not summed`; what is none of
     these stays text."""
     if isinstance(right, Mapping):
+        if text.startswith("* "):
+            return {name: read(text, value) for name, value in right.items()}
         names = {str(name): name for name in right}
-        pairs = (part.rpartition("=") for part in text.split("; "))
-        parts = (
-            dict.fromkeys(names, text) if text.startswith("* ") else {name: part for name, _, part in pairs}
-        )
+        parts = {name: part for name, _, part in (part.rpartition("=") for part in text.split("; "))}
         if parts.keys() <= names.keys():
             return {**right, **{names[name]: read(part, right[names[name]]) for name, part in parts.items()}}
     if isinstance(right, tuple) and ", " in text:

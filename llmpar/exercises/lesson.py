@@ -58,18 +58,6 @@ def fresh_state(config: ModelConfig, optimizer: optax.GradientTransformation) ->
     return jax.device_get(Step(config, Plan("dp=1"), make_mesh("dp=1"), optimizer).init(seed=0))
 
 
-def _steps(step: Step, compiled, batch: dict, num_steps: int) -> tuple[State, list[float], dict]:
-    """Train on one batch from the weights of seed 0, which are the same on every mesh: the last state, the
-    losses, the last metrics. The loss is read in each step, so that no simulated device runs ahead."""
-    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_natural)
-    state = step.from_natural(jax.device_put(fresh_state(step.config, step.optimizer), shardings))
-    batch, losses, metrics = jax.device_put(batch, step.batch_sharding), [], {}
-    for _ in range(num_steps):
-        state, metrics = compiled(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses, metrics
-
-
 def trained(
     config: ModelConfig,
     plan: Plan,
@@ -79,14 +67,20 @@ def trained(
     clip: float | None = 1.0,
 ) -> Run:
     """Compile the step of a plan once, for running it and for reading it, and train on one batch, whose
-    positions are dealt in the plan's order."""
+    positions are dealt in the plan's order, from the weights of seed 0, which are the same on every mesh."""
     shape = batch["tokens"].shape
     plan.check(config, *shape)
     order = sequence_permutation(plan.sequence_order, shape[1], plan.mesh.sp)
     batch = {name: array[:, order] for name, array in batch.items()}
     step = Step(config, plan, make_mesh(plan.mesh), optimizer, clip)
     compiled, text = read_program(step.lower(*shape))
-    return Run(step, shape, compiled, text, *_steps(step, compiled, batch, num_steps))
+    shardings = jax.tree.map(lambda x: x.sharding, step.abstract_natural)
+    state = step.from_natural(jax.device_put(fresh_state(step.config, step.optimizer), shardings))
+    batch, losses, metrics = jax.device_put(batch, step.batch_sharding), [], {}
+    for _ in range(num_steps):
+        state, metrics = compiled(state, batch)
+        losses.append(float(metrics["loss"]))  # read in each step, so that no simulated device runs ahead
+    return Run(step, shape, compiled, text, state, losses, metrics)
 
 
 def verdicts(runs: Mapping[str, Run], solo: Run, weights_within: float | None = None) -> dict[str, dict]:

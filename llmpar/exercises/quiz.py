@@ -6,13 +6,13 @@ Results are plain data, so that the effect of a workshop can be computed: `effec
 
 from __future__ import annotations
 
-import datetime
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmpar.exercises.judge import CORRECT, NOT_ATTEMPTED, Exercise, read
 from llmpar.exercises.pages import sentences
+from llmpar.exercises.record import now
 
 
 def _question(
@@ -46,19 +46,13 @@ def score(when: str, answers: Mapping[str, Any], ratings: Mapping[str, int]) -> 
         verdict = NOT_ATTEMPTED if given is None else exercise.judge(given)
         told = {"correct": verdict.startswith(CORRECT), "verdict": verdict}
         items.append({"lesson": lesson, "question": question, "answer": given} | told)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     total = {"score": sum(item["correct"] for item in items), "max_score": len(items)}
-    return {"when": when, "at": now} | total | {"ratings": dict(ratings), "items": items}
+    return {"when": when, "at": now()} | total | {"ratings": dict(ratings), "items": items}
 
 
 def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compare before and after over all results: how many there are, the mean score as a fraction, and the
     mean of each rating; None where nobody answered."""
-
-    def mean(of: Callable[[Mapping[str, Any]], float | None], when: str) -> float | None:
-        values = [value for result in results if result["when"] == when if (value := of(result)) is not None]
-        return statistics.fmean(values) if values else None
-
     both = ("before", "after")
     for number, result in enumerate(results, 1):
         score, most, ratings = (result.get(name) for name in ("score", "max_score", "ratings"))
@@ -69,8 +63,12 @@ def effect(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise ValueError(
                 f"result {number} is none of this quiz: it needs score, max_score, ratings of 1 to 5"
             )
-    out: dict[str, Any] = {"num": {when: sum(r["when"] == when for r in results) for when in both}}
-    out["score"] = {when: mean(lambda r: r["score"] / r["max_score"], when) for when in both}
-    for name in RATINGS:
-        out[name] = {when: mean(lambda r, name=name: r["ratings"].get(name), when) for when in both}  # type: ignore[misc]
+    out: dict[str, dict[str, Any]] = {name: {} for name in ("num", "score", *RATINGS)}
+    for when in both:
+        taken = [result for result in results if result["when"] == when]
+        values = {name: [r["ratings"][name] for r in taken if name in r["ratings"]] for name in RATINGS}
+        values |= {"score": [r["score"] / r["max_score"] for r in taken]}
+        out["num"][when] = len(taken)
+        for name, found in values.items():
+            out[name][when] = statistics.fmean(found) if found else None
     return out

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llmpar.exercises.judge import CORRECT
 from llmpar.files import read_json_lines
 
 FILE = "answers.jsonl"
@@ -35,11 +36,10 @@ class Answer:
     correct: bool
     at: str = ""  # UTC, ISO 8601
 
-    @classmethod
-    def of(cls, exercise: str, answer: Any, verdict: str, correct: bool) -> Answer:
-        """Describe an answer that has just been given."""
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return cls(exercise, as_text(answer)[:MAX_ANSWER], verdict, correct, now)
+
+def now() -> str:
+    """The time in UTC, as notes have it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def as_text(answer: Any) -> str:
@@ -78,13 +78,14 @@ def answers(folder: str = ".") -> list[Answer]:
     return [Answer(**row) for row in rows]
 
 
-def note(answer: Answer) -> str:
+def note(exercise: str, answer: Any, verdict: str) -> str:
     """Add an answer to the file; return a sentence where that cannot be."""
+    given = Answer(exercise, as_text(answer)[:MAX_ANSWER], verdict, verdict.startswith(CORRECT), now())
     try:
-        last = next((a for a in reversed(answers()) if a.exercise == answer.exercise), None)
-        if last is None or (last.answer, last.verdict) != (answer.answer, answer.verdict):
+        last = next((a for a in reversed(answers()) if a.exercise == exercise), None)
+        if last is None or (last.answer, last.verdict) != (given.answer, verdict):
             with file().open("a", encoding="utf-8") as out:
-                out.write(json.dumps(dataclasses.asdict(answer)) + "\n")
+                out.write(json.dumps(dataclasses.asdict(given)) + "\n")
     except (OSError, ValueError) as error:
         return f"(This answer was not noted: {error})"
     return ""
