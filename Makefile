@@ -63,8 +63,9 @@ lint: $(STAMP)
 
 # What a change to the package can break: lint, and the tests without a job of their own. The jobs below each take what is named,
 # so that only they install it: a browser's tests npm's checker, the compilers' half a gigabyte. .ci/run does them all.
-# Two workers. Whatever starts a kernel, a browser or processes runs on one of them, one after the other (tests/conftest.py).
-PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup
+# Two workers. Whatever starts a kernel, a browser or processes runs on one of them, one after the other; what takes long comes
+# first (tests/conftest.py).
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 WITH = $(PYTEST) $$(grep -l "mark\.$(1)" tests/test_*.py) -m $(1)
 test: lint
 	$(PYTEST) $(TESTS)

@@ -81,6 +81,16 @@ KERNELS = {
     "test_compile",
     "test_real_engines",
 }
+LONG = {
+    "test_plans",
+    "test_train",
+    "test_moe",
+    "test_attention",
+    "test_cli",
+    "test_random_plans",
+    "test_planner",
+}
+"""Next, so that no worker ends with one of them."""
 
 
 def full(config) -> bool:
@@ -115,15 +125,15 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(items, config=None):
     """On an accelerator run what is marked for it; the other tests count on 8 simulated devices.
 
-    A file stays on one worker, whose caches its tests share; kernels start first. ``--part 2/8`` keeps every
-    eighth test, always the same ones: eight such runs are all of them.
+    A file stays on one worker, whose caches its tests share; kernels start first, then what takes long.
+    ``--part 2/8`` keeps every eighth test, always the same ones: eight such runs are all of them.
     """
     if config and (part := config.getoption("--part")):
         number, parts = map(int, part.split("/"))
         mine = [zlib.crc32(item.nodeid.encode()) % parts == number - 1 for item in items]
         config.hook.pytest_deselected(items=list(itertools.compress(items, map(operator.not_, mine))))
         items[:] = itertools.compress(items, mine)
-    items.sort(key=lambda item: item.path.stem not in KERNELS)
+    items.sort(key=lambda item: (item.path.stem not in KERNELS, item.path.stem not in LONG))
     for item in items:
         name = item.path.stem
         item.add_marker(pytest.mark.xdist_group("kernels" if name in KERNELS else name))
