@@ -47,8 +47,8 @@ Markdown(
 # **The last column:** seconds from the command to the first step of four CPU processes, which mostly start Python and compile. The
 # machine has two cores and was busy: upper bounds, not a race (`tests/engines.md` has the load, versions and restarts).
 #
-# **Source:** JAX's `jax.distributed.initialize` and its cluster detection (SLURM, Open MPI, mpi4py, Kubernetes, TPU pods). It knows
-# Open MPI 4 by its variables; 5 and MPICH it finds by `initialize(cluster_detection_method="mpi4py")` alone.
+# **Source:** JAX's `jax.distributed.initialize` and its cluster detection (SLURM, Open MPI, mpi4py, Kubernetes, TPU pods). Open MPI 5 and
+# MPICH it finds by `initialize(cluster_detection_method="mpi4py")` alone; `llmpar` reads their variables instead.
 
 # %% [markdown] tags=["slide"] minutes=2
 # ## MPI and Horovod: what they were for
