@@ -14,7 +14,6 @@ import functools
 import glob
 import itertools
 import os
-import re
 import signal
 import socket
 import sys
@@ -99,11 +98,6 @@ def initialize(
     finally:
         timer.cancel()
     _guard()
-    if jax.process_count() != place.num_processes:
-        raise ValueError(
-            f"{place.engine} started {place.num_processes} processes, and JAX found {jax.process_count()}:"
-            " two worlds; start again without variables of another launcher"
-        )
     return place
 
 
@@ -250,22 +244,12 @@ def gpus(environ: Mapping[str, str], files: int | None = None) -> tuple[int, int
 
 
 def local_devices(place: Place, environ: Mapping[str, str], files: int | None = None) -> list[int] | None:
-    """Which of the visible GPUs this process takes; None: all of them.
-
-    JAX by itself gives each task of SLURM and of Open MPI the one GPU of its local number. That is no GPU
-    where an engine has renumbered them for each task, and one of eight where a node has one task.
-    """
+    """Which of the visible GPUs this process takes: its share, where the processes of a host see the same.
+    None: all, unless JAX reads others from JAX_LOCAL_DEVICE_IDS."""
     _, seen, on_node = gpus(environ, files)
-    if ids := environ.get("JAX_LOCAL_DEVICE_IDS"):
-        chosen = [int(i) for i in re.findall(r"\d+", ids)]
-        if seen and any(i >= seen for i in chosen):
-            raise ValueError(
-                f"JAX_LOCAL_DEVICE_IDS={ids} counts from 0 among the {seen} GPUs that this process sees, not"
-                f" those of the node; use 0 to {seen - 1}, or unset it"
-            )
-        return chosen
-    num, renumbered = place.num_local, seen < place.num_local or on_node > seen
-    if not seen or num <= 1 or environ.get("JAX_PLATFORMS") == "cpu" or renumbered:
+    num, renumbered = place.num_local, seen < place.num_local or on_node > seen  # an engine gave each its own
+    chosen = "JAX_LOCAL_DEVICE_IDS" in environ or environ.get("JAX_PLATFORMS") == "cpu"
+    if not seen or num <= 1 or chosen or renumbered:
         return None
     if seen % num:
         raise ValueError(
