@@ -8,20 +8,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import oracle
 import pytest
 from flax import nnx
 from parity import LLAMA, MOE, QWEN
 
-from llmpar.config import (
-    PRESETS,
-    ExpertConfig,
-    ModelConfig,
-    RopeScaling,
-    describe,
-    from_dict,
-    from_hugging_face,
-    preset,
-)
+from llmpar.config import PRESETS, ExpertConfig, RopeScaling, describe, from_dict, from_hugging_face, preset
 from llmpar.model import Llama, rope_frequencies
 
 # As the model cards and the checkpoints have them (sum over the tensors of the published safetensors files;
@@ -288,34 +280,12 @@ def test_a_configuration_comes_back_from_plain_data(name):
 # ------------------------------------------------------------------------------------------------------- RoPE
 
 
-def by_wavelength(config: ModelConfig) -> list[float]:
-    """Llama 3.1's frequencies as its reference configuration writes them: one by one, with wavelengths and
-    branches."""
-    scaling, out = config.rope_scaling, []
-    for i in range(config.head_width // 2):
-        frequency = 1 / config.rope_theta ** (2 * i / config.head_width)
-        if scaling:
-            wavelength = 2 * math.pi / frequency
-            longest, shortest = (
-                scaling.original_context / x for x in (scaling.low_freq_factor, scaling.high_freq_factor)
-            )
-            if wavelength > longest:
-                frequency /= scaling.factor
-            elif wavelength > shortest:
-                smooth = (scaling.original_context / wavelength - scaling.low_freq_factor) / (
-                    scaling.high_freq_factor - scaling.low_freq_factor
-                )
-                frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
-        out.append(frequency)
-    return out
-
-
 @pytest.mark.parametrize(
     "name", ["llama2-7b", "llama3-8b", "llama3.1-8b", "llama3.2-1b", "llama3.2-3b", "qwen3-8b"]
 )
 def test_rotary_frequencies_are_the_published_ones(name):
     config = preset(name)
-    np.testing.assert_allclose(rope_frequencies(config), by_wavelength(config), rtol=1e-12)
+    np.testing.assert_allclose(rope_frequencies(config), oracle.frequencies(config), rtol=1e-12)
 
 
 def test_llama_3_1_scales_low_frequencies_only():

@@ -259,22 +259,10 @@ def test_the_default_text_is_the_standard_library_cut_at_the_limit():
 
 
 def library(root):
-    for name in (
-        "b.py",
-        "a.py",
-        "json/__init__.py",
-        "json/tool.py",
-        "json/notes.txt",
-        "_sysconfigdata__x.py",
-        "sitecustomize.py",
-        "site-packages/numpy/x.py",
-        "test/test_a.py",
-        "json/tests/t.py",
-        "idlelib/x.py",
-        "encodings/cp1.py",
-        "pydoc_data/topics.py",
-        "__pycache__/a.pyc",
-    ):
+    names = "b.py a.py json/__init__.py json/tool.py json/notes.txt _sysconfigdata__x.py sitecustomize.py "
+    names += "site-packages/numpy/x.py test/test_a.py json/tests/t.py idlelib/x.py encodings/cp1.py "
+    names += "pydoc_data/topics.py __pycache__/a.pyc"
+    for name in names.split():
         write(root / name, f"# {name}\n")
     return root
 
@@ -606,8 +594,3 @@ def test_of_a_large_file_no_more_is_read_than_the_limit(tmp_path):
         ValueError, match="would take 12,288.0 GiB of memory .* and this machine has .*; use --limit-bytes"
     ):
         read_corpus(DataConfig(data=(str(file),)))
-
-
-@pytest.mark.parametrize("name", ["zigzag", "striped", "contiguous"])
-def test_one_rank_has_all_positions_in_order_however_many_there_are(name):
-    assert sequence_permutation(name, 15, 1).tolist() == list(range(15))

@@ -18,38 +18,18 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmpar"
 
 # The core is flat: it is read like a paper. Half of it decides and needs no JAX, the other half runs.
-THINKS = {
-    "notation",
-    "files",
-    "hugging_face",
-    "config",
-    "schedules",
-    "timetable",
-    "plan",
-    "sequence_order",
-    "execution",
-    "refusals",
-    "kernels.tiles",
-}
-RUNS = {
-    "channels",
-    "placement",
-    "mesh",
-    "block",
-    "par",
-    "overlap",
-    "readings",
-    "attention",
-    "moe",
-    "model",
-    "weights",
-    "split",
-    "stage",
-    "pipeline",
-    "step",
-    "optimizer",
-    "kernels",  # a room: kernels of accelerators, and what lays out their work
-}
+THINKS = set(
+    """
+    notation files hugging_face config schedules timetable plan sequence_order execution refusals
+    kernels.tiles
+""".split()
+)
+RUNS = set(
+    """
+    channels placement mesh block par overlap readings attention moe model weights split stage
+    pipeline step optimizer kernels
+""".split()
+)
 CORE = {name.split(".")[0] for name in THINKS | RUNS}
 # Around it stand wings with one question each. A wing names those that it may ask; the core asks none.
 WINGS = {
@@ -61,16 +41,7 @@ WINGS = {
     "launch": set(),  # on a cluster
     "explore": {"predict", "draw", "inspect"},  # the same in the reader's hands
     "exercises": {"training", "predict", "draw", "inspect", "launch"},  # judge an answer
-    "cli": {
-        "training",
-        "predict",
-        "draw",
-        "inspect",
-        "serve",
-        "launch",
-        "explore",
-        "exercises",
-    },  # from a terminal
+    "cli": set("training predict draw inspect serve launch explore exercises".split()),  # from a terminal
 }
 NO_JAX_WINGS = {"predict", "draw"}
 NO_JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
@@ -78,21 +49,9 @@ MODEL_TEXT = ("model", "attention", "moe")
 MODEL_TEXT += ("kernels.flash", "kernels.flash_tpu", "kernels.grouped", "kernels.products")
 MESH_AXES = {"pp", "dp", "fsdp", "ep", "sp", "tp"}
 # The part of the core that states and executes the strategies.
-PAPER = {
-    "notation",
-    "plan",
-    "block",
-    "par",
-    "sequence_order",
-    "attention",
-    "moe",
-    "model",
-    "weights",
-    "split",
-    "stage",
-    "pipeline",
-    "step",
-}
+PAPER = set(
+    "notation plan block par sequence_order attention moe model weights split stage pipeline step".split()
+)
 # Lines, docstrings and blank ones too: what a reader opens. One sum for each room, with some air, so that
 # nothing is moved or joined to fit; the package has one besides, below their sum. They are meant to be
 # lowered.
@@ -112,14 +71,8 @@ BUDGETS = {
     "package": 25_000,
 }
 # In pieces, so that this file obeys its own rule.
-REGISTRY_HOSTS = (
-    "pypi" + ".org",
-    "pythonhosted" + ".org",
-    "npmjs" + ".org",
-    "anaconda" + ".org",
-    "anaconda" + ".com",
-)
-REGISTRY_HOSTS += ("unpkg" + ".com", "jsdelivr" + ".net", "cdnjs" + ".cloudflare", "proxy.golang" + ".org")
+REGISTRY_HOSTS = [name + ".org" for name in ("pypi", "pythonhosted", "npmjs", "anaconda", "proxy.golang")]
+REGISTRY_HOSTS += ["anaconda" + ".com", "unpkg" + ".com", "jsdelivr" + ".net", "cdnjs" + ".cloudflare"]
 HOME = re.compile(r"(?<![\w.])(?:/ho" + r"me/\w|/Us" + r"ers/\w|[A-Z]:\\Us" + r"ers\\|/ro" + r"ot/)")
 
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from parity import BATCH, LLAMA, SEQ, assert_same, batch, dealt, name, planted, weights
+from parity import BATCH, LLAMA, SEQ, assert_same, dealt, name, planted, weights
 from test_census import predicted
 
 from llmpar import attention, sequence_order
@@ -134,22 +134,6 @@ def test_a_training_step_of_a_million_tokens_compiles_with_the_memory_of_a_rank_
     few, many = map(int, done.stdout.split())
     ids = 8 * (2**20 - 2**17)  # positions and documents of the whole row, which every rank knows
     assert few < 2**27 and 0 <= many - few <= 4 * ids
-
-
-@pytest.mark.parametrize("places, most", [("zigzag", 1.0), ("striped", 1.1), ("contiguous", 2 - 1 / 8)])
-def test_the_busiest_rank_of_a_causal_ring(places, most):
-    """Work of the busiest rank over the mean: 2 - 1/n when positions are dealt in order (Brandon et al.
-    2023)."""
-    work = pairs_by_step(8, places, block=1 if places != "contiguous" else 16, s=128).sum(1)
-    assert work.max() / work.mean() <= most + 1e-9
-    if places == "contiguous":
-        assert work.max() / work.mean() > 1.6
-
-
-def test_positions_travel_with_their_tokens():
-    places = sequence_order.sequence_permutation("zigzag", SEQ, 4)
-    assert sorted(places) == list(range(SEQ)) and list(places[:4]) == [0, 1, 14, 15]
-    np.testing.assert_array_equal(batch()["positions"][0][places], places)
 
 
 def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(monkeypatch):
