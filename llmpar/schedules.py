@@ -1,5 +1,4 @@
-"""Pipeline orders as data: what each stage does, in which order, and where the chunks of layers live. No jax,
-no times.
+"""Pipeline orders as data: what each stage does, in which order, and where the chunks of layers live.
 
 An operation is F (forward), B (backward) or W (weight gradient) of one microbatch through one chunk of
 layers. In a schedule that splits the backward, B computes the input gradient only and W the weights'
@@ -30,8 +29,7 @@ KINDS = "FBW"  # in a table of integers a kind is its place here
 
 
 class Op(NamedTuple):
-    """One cell of work: forward, backward or weight gradient of one microbatch through one chunk of a
-    stage."""
+    """Forward, backward or weight gradient of one microbatch through one chunk of a stage."""
 
     kind: str
     microbatch: int
@@ -45,8 +43,7 @@ class Op(NamedTuple):
 Row = tuple[Op, ...]
 
 PLACEMENTS: dict[str, Callable[[int, int], list[list[tuple[int, int]]]]] = {
-    # the ways through the pipeline as (stage, chunk) cells, in forward order; a microbatch follows one of
-    # them
+    # routes through the pipeline as (stage, chunk) cells, in forward order; a microbatch follows one of them
     "linear": lambda p, v: [[(s, 0) for s in range(p)]],
     "looped": lambda p, v: [[(s, c) for c in range(v) for s in range(p)]],
     "vee": lambda p, v: [[(s, 0) for s in range(p)] + [(s, 1) for s in reversed(range(p))]],
@@ -56,8 +53,7 @@ PLACEMENTS: dict[str, Callable[[int, int], list[list[tuple[int, int]]]]] = {
 
 
 def deal(num_layers: int, num_cells: int) -> list[int]:
-    """How many layers each cell of a route gets: where they cannot all have the same number, the first have
-    one more."""
+    """How many layers each cell of a route gets: the first have one more where they cannot be equal."""
     few, more = divmod(num_layers, num_cells)
     return [few + (i < more) for i in range(num_cells)]
 
@@ -87,11 +83,8 @@ class Schedule:
 
     def layers(self, num_layers: int) -> dict[tuple[int, int], int]:
         """How many of the model's layers each (stage, chunk) cell has."""
-        return {
-            cell: n
-            for route in self.routes
-            for cell, n in zip(route, deal(num_layers, len(route)), strict=True)
-        }
+        counts = deal(num_layers, len(self.routes[0]))
+        return {cell: n for route in self.routes for cell, n in zip(route, counts, strict=True)}
 
     @property
     def visits(self) -> int:
@@ -127,9 +120,8 @@ def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
     chunks in order.
 
     Where a chunk has fewer layers than the others its last place holds none, written `num_layers`: zeros,
-    which no stage computes with. The identity where each stage has one chunk and all the same number of
-    layers. `llmpar.step.Step` applies it where weights come from or go to a world without pipelines: fresh
-    weights, checkpoints, Hugging Face.
+    which no stage computes with. `llmpar.step.Step` applies it to what has no stages: fresh weights,
+    checkpoints, Hugging Face.
     """
     if schedule is None:
         return np.arange(num_layers)
@@ -141,8 +133,7 @@ def layer_order(schedule: Schedule | None, num_layers: int) -> np.ndarray:
     return np.concatenate([stack[cell] for cell in sorted(stack)])
 
 
-# ---- orders
-# ----------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------- orders
 
 
 def _row(text: str, num_microbatches: int) -> Row:
@@ -187,9 +178,8 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
     """1F1B over v chunks per stage, in groups of p microbatches: Megatron's order."""
     if m % p:
         fits = f"{m - m % p} or {m + p - m % p}" if m > p else f"{p}"
-        raise ValueError(
-            f"interleaved runs microbatches in groups of p = {p}; {m} is no multiple of {p}, use {fits}"
-        )
+        what = f"interleaved runs microbatches in groups of p = {p}"
+        raise ValueError(f"{what}; {m} is no multiple of {p}, use {fits}")
     units = [(g + u, c) for g in range(0, m, p) for c in range(v) for u in range(p)]
 
     def stage(i: int) -> Row:
@@ -203,16 +193,14 @@ def interleaved(p: int, m: int, v: int = 2) -> Schedule:
 
 
 def breadth_first(p: int, m: int, v: int = 2) -> Schedule:
-    """All microbatches through chunk 0, then through chunk 1, …, and back: the looped or circular
-    pipeline."""
+    """All microbatches through chunk 0, then chunk 1, …, and back: the looped or circular pipeline."""
     forward = tuple(Op("F", u, c) for c in range(v) for u in range(m))
     backward = tuple(Op("B", u, c) for c in reversed(range(v)) for u in range(m))
     return Schedule("breadth-first", (forward + backward,) * p, m, v, "looped")
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B's order of F and B; on stage i, W follows i microbatches behind B and fills what was the
-    bubble."""
+    """1F1B's order of F and B; on stage i, W follows i microbatches behind B and fills the bubble."""
     rows = (_one_forward_one_backward(m, p - i - 1, i) for i in range(p))
     return Schedule("zb-h1", tuple(rows), m, split_backward=True)
 
@@ -224,8 +212,7 @@ def zb_h2(p: int, m: int) -> Schedule:
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Two chunks per stage in a V: no bubble when F = B = W and m >= 2p-1, in 1F1B's memory (Qi 2023, sec.
-    6)."""
+    """Two chunks per stage in a V: no bubble when F = B = W and m >= 2p-1, in 1F1B's memory."""
     n = max(m, 2 * p - 1)
     rows = (
         "F0 " * (2 * (p - i) - 1)
@@ -270,20 +257,16 @@ def dualpipe(p: int, m: int) -> Schedule:
     if p % 2 or m % 2:
         even = " and ".join(f"{name} = {n + 1}" for name, n in {"p": p, "m": m}.items() if n % 2)
         raise ValueError(
-            f"dualpipe sends half of the microbatches in at each end of pairs of stages: p = {p} and m = {m} "
-            f"must be even; use {even}, or dualpipev"
+            f"dualpipe sends half of the microbatches in at each end of pairs of stages: p = {p} and m = {m}"
+            f" must be even; use {even}, or dualpipev"
         )
-    half = m // 2
-    rows = (
-        [op._replace(microbatch=op.microbatch + half * op.chunk) for op in row]
-        for row in _dualpipe_rows(p, half)
-    )
-    return Schedule("dualpipe", tuple(map(tuple, rows)), m, 2, "dual", True)
+    number = lambda op: op._replace(microbatch=op.microbatch + m // 2 * op.chunk)
+    rows = (tuple(map(number, row)) for row in _dualpipe_rows(p, m // 2))
+    return Schedule("dualpipe", tuple(rows), m, 2, "dual", True)
 
 
 def dualpipev(p: int, m: int) -> Schedule:
-    """DualPipe over 2p stages cut in half: by its symmetry the missing half is the way back up a V. One
-    copy."""
+    """Half of DualPipe over 2p stages: by its symmetry the other half is the way back up a V. One copy."""
     return Schedule("dualpipev", tuple(_dualpipe_rows(2 * p, m)[:p]), m, 2, "vee", True)
 
 
@@ -316,19 +299,14 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int | No
     looped = SCHEDULES[name] in (interleaved, breadth_first)
     made = SCHEDULES[name](num_stages, num_microbatches, *([num_chunks] if looped and num_chunks else []))
     if num_chunks not in (None, made.num_chunks):
-        raise ValueError(
-            f"{name} has {made.num_chunks} chunk(s), not {num_chunks}; try interleaved or breadth-first"
-        )
+        what = f"{name} has {made.num_chunks} chunk(s), not {num_chunks}"
+        raise ValueError(f"{what}; try interleaved or breadth-first")
     return made
 
 
-def from_text(text: str, name: str = "written", placement: str | None = None) -> Schedule:
-    """Reads an order written by hand, one line per stage; `.` is an idle cell (ignored), `#` starts a
-    comment.
-
-    Without a placement, an order that names chunks is looped and any other linear. A W anywhere splits every
-    backward.
-    """
+def from_text(text: str, name: str = "written") -> Schedule:
+    """Read an order written by hand, one line per stage; `.` is an idle cell (ignored), `#` starts a comment.
+    An order that names chunks is looped and any other linear. A W anywhere splits every backward."""
     rows, lines = [], [line for raw in text.splitlines() if (line := raw.split("#")[0].rstrip())]
     for stage, line in enumerate(lines):
         row = []
@@ -345,13 +323,9 @@ def from_text(text: str, name: str = "written", placement: str | None = None) ->
     ops = [op for row in rows for op in row]
     if not ops:
         raise ValueError("the order is empty; write one line per stage, such as 'F0 F1 B0 B1'")
-    placement = placement or ("looped" if any(op.chunk for op in ops) else "linear")
-    if placement not in PLACEMENTS:
-        raise ValueError(f"no placement is called '{placement}'; use one of {', '.join(PLACEMENTS)}")
-    m = 1 + max(op.microbatch for op in ops)
-    v = {"linear": 1, "looped": 1 + max(op.chunk for op in ops)}.get(placement, 2)
+    m, v = 1 + max(op.microbatch for op in ops), 1 + max(op.chunk for op in ops)
     if max(m, v) > len(ops):
-        raise ValueError(
-            f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks; number both from 0"
-        )
+        what = f"{len(ops)} operations cannot cover {m} microbatches and {v} chunks"
+        raise ValueError(f"{what}; number both from 0")
+    placement = "looped" if v > 1 else "linear"
     return Schedule(name, tuple(rows), m, v, placement, split_backward=any(op.kind == "W" for op in ops))

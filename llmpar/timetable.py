@@ -27,14 +27,11 @@ WAYS = {"right": 1, "left": -1}  # to the next stage and to the previous one
 
 @dataclass(frozen=True)
 class Timetable:
-    """A legal schedule with its times: `start`, `end` and lockstep `tick` of each operation, aligned with the
-    order.
+    """A legal schedule with its times: `start`, `end` and lockstep `tick` of each operation of its rows.
 
     Free-running, a stage starts as soon as its needs are there, and messages to another stage take `hop`. In
     lockstep (a `lax.scan` over ticks) each stage does one operation per tick, cells or not; what one sends is
-    there in the next tick; and a tick takes as long as its slowest operation, plus `hop` if anything was
-    sent.
-    """
+    there in the next tick; a tick takes as long as its slowest operation, plus `hop` if anything was sent."""
 
     schedule: Schedule
     costs: Costs
@@ -54,8 +51,7 @@ class Timetable:
 
     @property
     def span(self) -> float:
-        """The zero-bubble paper's cost: the longest that a stage takes from its own first start to its own
-        last end."""
+        """The zero-bubble paper's cost: the longest time from a stage's first start to its last end."""
         return max(end[-1] - start[0] for start, end in zip(self.start, self.end, strict=True))
 
     @property
@@ -80,19 +76,16 @@ class Timetable:
 
     @cached_property
     def ticks(self) -> np.ndarray:
-        """The lockstep table that an executor walks: integers [tick, stage, (kind, microbatch, chunk)], -1
-        for idle."""
+        """The lockstep table: integers [tick, stage, (kind, microbatch, chunk)], -1 for idle."""
         table = np.full((1 + max(tick[-1] for tick in self.tick), self.schedule.num_stages, 3), -1)
         for stage, row in enumerate(self.schedule.rows):
-            table[list(self.tick[stage]), stage] = [
-                (KINDS.index(op.kind), op.microbatch, op.chunk) for op in row
-            ]
+            numbers = [(KINDS.index(op.kind), op.microbatch, op.chunk) for op in row]
+            table[list(self.tick[stage]), stage] = numbers
         return table
 
     @cached_property
     def messages(self) -> np.ndarray:
-        """Integers [message, (tick sent, from stage, tick used, to stage)], those to the same stage
-        included."""
+        """Integers [message, (tick sent, from stage, tick used, to stage)], some to the same stage."""
         order = self.schedule.rows
         at = {(s, *op[:3]): t for s, row in enumerate(order) for op, t in zip(row, self.tick[s], strict=True)}
         found = (
@@ -106,8 +99,7 @@ class Timetable:
 
     @property
     def hops(self) -> np.ndarray:
-        """How many messages go from stage to stage, integers [from, to]; times one's bytes they are the p2p
-        volume."""
+        """How many messages go from stage to stage: integers [from, to]."""
         counts = np.zeros((self.schedule.num_stages,) * 2, int)
         sent = self.messages[self.messages[:, 1] != self.messages[:, 3]]
         np.add.at(counts, (sent[:, 1], sent[:, 3]), 1)
@@ -122,12 +114,10 @@ class Timetable:
         return float(costs[self.ticks[..., 0]].max(1).sum() + self.hop * len(sent))
 
     def live(self, stage: int, activation: float = 1, residual: float = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Returns times and what the stage holds from each on, in microbatches' worth of its activations.
+        """Times, and what the stage holds from each on, in microbatches' worth of its activations.
 
         An activation is held from the start of F to the end of B; with a split backward, a residual for W
-        from there to the end of W. At 1 each, a microbatch counts from F to the end of W, which is how Qi
-        2023, Table 2 peaks in M_B.
-        """
+        from there to the end of W. At 1 each, as in Qi 2023, Table 2, a microbatch counts until W ends."""
         after_backward = residual if self.schedule.split_backward else 0
         change = {"F": activation, "B": after_backward - activation, "W": -after_backward}
         row, start, end = self.schedule.rows[stage], self.start[stage], self.end[stage]
@@ -142,7 +132,7 @@ class Timetable:
 def _run(
     schedule: Schedule, cost: Callable[[int, Op], float], hop: float, cells: bool
 ) -> tuple[list[list], list[list], dict]:
-    """Runs every stage as far as it gets: returns starts, ends, and what each stuck stage waits for."""
+    """Run every stage as far as it gets: starts, ends, and what each stuck stage waits for."""
     rows, awake = schedule.rows, list(range(schedule.num_stages))
     starts: list[list] = [[] for _ in rows]
     ends: list[list] = [[] for _ in rows]
@@ -179,18 +169,15 @@ def _run(
 
 
 def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dict) -> None:
-    """Raises a ValueError naming stage, tick and cycle unless each operation is there exactly once and has
-    run."""
+    """Raise ValueError, naming stage, tick and cycle, unless each operation is there once and has run."""
     name, due = f"schedule '{schedule.name}' is illegal", [set[Op]() for _ in schedule.rows]
     for u in range(schedule.num_microbatches):
         for stage, chunk in schedule.route(u):
             due[stage] |= {Op(kind, u, chunk) for kind in KINDS[: 2 + schedule.split_backward]}
     waits = {}
     for s, (op, there, need) in stuck.items():
-        waits[s] = (
-            f"stage {s} waits at tick {(ends[s] or [0])[-1]:g} to run {op}, which needs {need} on stage"
-            f" {there}"
-        )
+        tick = (ends[s] or [0])[-1]
+        waits[s] = f"stage {s} waits at tick {tick:g} to run {op}, which needs {need} on stage {there}"
     for stage, row in enumerate(schedule.rows):
         seen: dict[Op, str] = {}
         for k, op in enumerate(op._replace(joined=False) for op in row):
@@ -198,16 +185,13 @@ def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dic
             if op in seen:
                 raise ValueError(f"{name}: stage {stage} runs {op} twice, at {seen[op]} and {at}; delete one")
             if op not in due[stage]:
-                raise ValueError(
-                    f"{name}: stage {stage} runs {op} at {at}, but does not hold its layers; delete it"
-                )
+                why = "but does not hold its layers; delete it"
+                raise ValueError(f"{name}: stage {stage} runs {op} at {at}, {why}")
             seen[op] = at
         for op in sorted(due[stage] - set(seen), key=lambda op: (op.microbatch, op.kind)):
             victims = [waits[s] for s, (_, *need) in stuck.items() if need == [stage, op]]
-            stop = f"its row stops at tick {(ends[stage] or [0])[-1]:g}"
-            raise ValueError(
-                f"{name}: stage {stage} never runs {op}; {'; '.join([stop, *victims])}. Add {op} there"
-            )
+            why = "; ".join([f"its row stops at tick {(ends[stage] or [0])[-1]:g}", *victims])
+            raise ValueError(f"{name}: stage {stage} never runs {op}; {why}. Add {op} there")
     if stuck:
         cycle = [min(stuck)]
         while (there := stuck[cycle[-1]][1]) not in cycle:
@@ -215,24 +199,19 @@ def _refuse(schedule: Schedule, starts: list[list], ends: list[list], stuck: dic
         story, steps = [], []
         for s in cycle[cycle.index(there) :]:
             op, there, need = stuck[s]
-            ahead = stuck[there][
-                0
-            ]  # what that stage is stuck on: the same, or something before it in its row
+            ahead = stuck[there][0]  # that stage is stuck on the same, or on something before it in its row
             story.append(waits[s] + f", where it comes after {ahead}" * (ahead[:3] != need[:3]))
             steps += [f"{op} on stage {s}", f"{need} on stage {there}"]
         arrows = " -> ".join([*dict.fromkeys(steps), steps[0]])
-        raise ValueError(
-            f"{name}, a deadlock: {'; '.join(story)}. Cycle: {arrows}; reorder one of these stages"
-        )
+        what = f"{name}, a deadlock: {'; '.join(story)}"
+        raise ValueError(f"{what}. Cycle: {arrows}; reorder one of these stages")
 
 
 def timetable(schedule: Schedule, costs: Costs = (1, 1, 1), hop: float = 0.0) -> Timetable:
-    """Simulates a schedule, free-running and in lockstep, or refuses it with the stage, the tick and the
-    cycle."""
+    """Simulate a schedule, free-running and in lockstep, or refuse it with stage, tick and cycle."""
     if len(costs) != 3 or not (min(*costs, hop) >= 0 and 0 < sum(costs) + hop < math.inf and any(costs)):
-        raise ValueError(
-            f"costs {costs} and hop {hop}: give finite durations F, B, W (not all 0) and hop, none negative"
-        )
+        advice = "give finite durations F, B, W (not all 0) and hop, none negative"
+        raise ValueError(f"costs {costs} and hop {hop}: {advice}")
     return _timetable(schedule, tuple(costs), hop)
 
 
@@ -248,16 +227,14 @@ def _timetable(schedule: Schedule, costs: Costs, hop: float) -> Timetable:
 
 
 def _each(schedule: Schedule, costs: Costs) -> Callable[[int, Op], float]:
-    """What one operation of each kind takes: of one chunk, and B with the weights' gradient where it is not
-    split off."""
+    """The time of one operation on a chunk; of B with the weights' gradient where no W has it."""
     forward, backward, weights = (cost / schedule.visits for cost in costs)
     each = {"F": forward, "B": backward if schedule.split_backward else backward + weights, "W": weights}
     return lambda _, op: each[op.kind]
 
 
 def makespan(schedule: Schedule, cost: Callable[[int, Op], float], hop: float = 0.0) -> float:
-    """Plays a legal schedule whose operations each take what ``cost`` of stage and operation says: stages may
-    differ, and so may chunks. Gives the time when the last one ends."""
+    """When a legal schedule ends whose operations take ``cost(stage, operation)`` each."""
     return max(end[-1] for end in _run(schedule, cost, hop, True)[1])
 
 
@@ -267,10 +244,10 @@ def reached(
     """How far an order runs that may be illegal: per stage rows of (start, end, kind, microbatch, chunk), and
     of each stage that is stuck its next operation, and the stage and operation that it waits for."""
     starts, ends, stuck = _run(schedule, _each(schedule, costs), 0, True)
-    each = zip(starts, ends, schedule.rows, strict=True)
-    return [
-        [(a, b, *op[:3]) for a, b, op in zip(start, end, row, strict=False)] for start, end, row in each
-    ], stuck
+    done = []
+    for row, start, end in zip(schedule.rows, starts, ends, strict=True):
+        done.append([(a, b, *op[:3]) for op, a, b in zip(row, start, end, strict=False)])
+    return done, stuck
 
 
 @dataclass(frozen=True)
@@ -299,8 +276,7 @@ class Slots:
 
 
 def _colour(spans: list[tuple[int, int]]) -> list[int]:
-    """Gives each half-open span of ticks a slot that it shares with none at once: no more than are alive
-    together."""
+    """Give each half-open span of ticks a slot of its own: as many as are alive together."""
     slot, free, busy, count = [0] * len(spans), list[int](), list[tuple[int, int]](), 0
     for k in sorted(range(len(spans)), key=spans.__getitem__):
         while busy and busy[0][0] <= spans[k][0]:
@@ -311,11 +287,10 @@ def _colour(spans: list[tuple[int, int]]) -> list[int]:
 
 
 def slots(table: Timetable) -> Slots:
-    """Allocates the buffers of an executor from what is alive in the lockstep table."""
+    """Allocate the buffers of an executor from what is alive in the lockstep table."""
     p, split = table.schedule.num_stages, table.schedule.split_backward
-    grid = {
-        name: np.full(table.ticks.shape[:2], -1) for name in "saved residual read left right keep".split()
-    }
+    names = ("saved", "residual", "read", "left", "right", "keep")
+    grid = {name: np.full(table.ticks.shape[:2], -1) for name in names}
     grid["send"], count = np.zeros(table.ticks.shape[:2], int), np.zeros((3, p), int)
     for s, row in enumerate(table.schedule.rows):
         at = {op[:3]: t for op, t in zip(row, table.tick[s], strict=True)}
@@ -329,9 +304,7 @@ def slots(table: Timetable) -> Slots:
         for ticks, slot in zip(runs, residual, strict=False):  # none where the backward is whole
             grid["residual"][ticks[1:], s] = slot
         for (sent, there, used, _), slot in zip(inbox, letters, strict=True):
-            way = (
-                s - there if abs(s - there) < 2 else -np.sign(s - there)
-            )  # from the last stage to 0 is one on
+            way = s - there if abs(s - there) < 2 else -np.sign(s - there)  # from the last to 0 is one on
             grid["send"][sent, there] = way
             grid["read"][used, s] = grid[("keep", "left", "right")[way]][sent, s] = slot
         count[:, s] = [1 + max(found, default=-1) for found in (saved, residual, letters)]

@@ -196,7 +196,7 @@ def test_the_bubble_rate_is_over_the_span_of_a_stage_not_the_makespan():
 
 def wrong(text, **options):
     with pytest.raises(ValueError) as error:
-        timetable(from_text(text, **options))
+        timetable(replace(from_text(text), **options))
     return str(error.value)
 
 
@@ -263,9 +263,8 @@ def test_any_loss_of_an_operation_is_noticed(name):
 
 
 def test_text_and_order_are_the_same_thing():
-    for name in SCHEDULES:
-        schedule = make(name, 4, 8)
-        assert from_text(str(schedule), schedule.name, schedule.placement) == schedule
+    for schedule in (make(name, 4, 8) for name in SCHEDULES):
+        assert replace(from_text(str(schedule), schedule.name), placement=schedule.placement) == schedule
     assert from_text("F0 . B0 # one stage").rows == ((Op("F", 0), Op("B", 0)),)
     with pytest.raises(ValueError, match=r"stage 1: 'X1' is no operation(.|\n)*F0 X1\n   \^\^"):
         from_text("F0 B0\nF0 X1")
