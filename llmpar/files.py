@@ -17,9 +17,8 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
-MOST_BYTES, MOST_DEPTH = 16 << 20, 100
-"""What a small file has at most: the longest index of a model's weights has half of it, and nobody nests
-deeper."""
+MOST_BYTES = 16 << 20
+"""What a small file has at most: the longest index of a model's weights has half of it."""
 Path = str | os.PathLike[str]
 
 
@@ -39,7 +38,7 @@ def check_ordinary(path: Path, what: str) -> None:
     if stat.S_ISDIR(mode):
         refuse(path, what, "it is a folder; name a file")
     if not stat.S_ISREG(mode):
-        refuse(path, what, "it is no ordinary file; write what comes from that pipe or device to one")
+        refuse(path, what, "it is no ordinary file but a pipe or a device; write what it gives to a file")
 
 
 def read_text(path: Path, what: str) -> str:
@@ -90,16 +89,6 @@ def _parsed(path: Path, what: str, form: str, kind: type, parse: Callable[[], An
         if str(error).startswith("Exceeds the limit"):  # of digits, by Python
             refuse(path, what, "it holds a number of too many digits")
         raise
-    level = [value]
-    for _ in range(MOST_DEPTH):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    if level:
-        refuse(path, what, "it is nested too deeply")
     if not isinstance(value, kind):
         wanted = "a list" if kind is list else "an object"
         refuse(path, what, f"it holds {json.dumps(value):.40}, not {wanted} ({form})")

@@ -43,8 +43,7 @@ THEIR_OWN = {
 
 
 class _Card(dict):
-    """Entries of a ``config.json``. Asking for one that is missing, or not what it may be, is refused by name
-    (`get` asks without need)."""
+    """Entries of a ``config.json``, refused by name where one is missing or not what it may be."""
 
     def __init__(self, entries: dict, path: str, allowed: dict[str, Allowed]):
         super().__init__(entries)
@@ -64,8 +63,8 @@ class _Card(dict):
 
 
 def read(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
-    """Read a ``config.json``; refuse what the model cannot do, naming the key. ``allowed``: what our fields
-    may be. What a file leaves out has the meaning that `transformers` gives it."""
+    """Read a ``config.json``; refuse, by its key, what the model cannot do or our fields may not be. What a
+    file leaves out has the meaning that `transformers` gives it."""
     raw = read_json(path, "model configuration", object_hook=lambda entries: _Card(entries, path, allowed))
     kind = raw.get("model_type")
     if kind not in FAMILIES:
@@ -73,14 +72,14 @@ def read(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act '{raw['hidden_act']}' in '{path}' is not implemented; silu is")
     if raw.get("mlp_bias") or (kind != "qwen2" and raw.get("attention_bias")):
-        what = "biases in the feed-forward or the output projection, which are not implemented"
-        raise ValueError(f"'{path}' asks for {what}")
+        what = "biases in the feed-forward or the output projection"
+        raise ValueError(f"'{path}' asks for {what}, which are not implemented")
     if raw.get("quantization_config") is not None:
         what = "quantized weights (quantization_config), which are not read; use the original model"
         raise ValueError(f"'{path}' is of {what}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     for entries in (raw, rope):
-        entries.get("partial_rotary_factor")  # checked by being asked for: only whole heads are turned
+        entries.get("partial_rotary_factor")  # refused where it is not 1: only whole heads are turned
     experts = None
     if kind in ("mixtral", "qwen3_moe"):
         experts = {
@@ -128,8 +127,7 @@ def _scaling(rope: dict, path: str) -> dict | None:
 
 
 def _window(raw: dict, kind: str, path: str) -> int | None:
-    """The window of all layers. Qwen says which layers have one: those from max_window_layers (28 where
-    unsaid) on."""
+    """The window of all layers. Qwen's have one from max_window_layers (28 where unsaid) on."""
     if kind in ("mistral", "mixtral"):
         return raw.get("sliding_window")
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
@@ -154,8 +152,7 @@ def family(model: dict[str, Any]) -> str:
 
 
 def write(model: dict[str, Any]) -> dict[str, Any]:
-    """What :func:`read` reads back as this model, and `transformers` as the same. Refuses what they have no
-    name for."""
+    """What :func:`read` and `transformers` read as this model. Refuses what they have no name for."""
     kind, experts, name = family(model), model["experts"], model["name"]
     if model["qkv_bias"] and model["qk_norm"]:
         raise ValueError(f"'{name}' has both biases and norms on q and k; Qwen2 has biases, Qwen3 has norms")

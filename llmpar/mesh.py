@@ -35,12 +35,10 @@ LETTERS = "bsdnkrhmevclut"
 def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
     """The accelerators of this machine or, where there are fewer than ``at_least``, ``simulate`` CPU devices.
     Call it before other JAX work: whatever runs on them, yours too, then neither hangs nor mixes values up
-    (docs/simulated-devices.md).
+    (docs/simulated-devices.md). JAX's devices are fixed from its first use on.
 
-    A single accelerator is thus left alone, and said so, unless JAX_PLATFORMS names its platform:
-    parallelism needs two devices to show anything. ``at_least=1`` takes it.
-
-    Raises ValueError when JAX has started already with other devices: they are fixed from its first use on.
+    A single accelerator is left alone, and that is said, unless JAX_PLATFORMS names its platform: parallelism
+    needs two devices to show anything. ``at_least=1`` takes it.
     """
     if not 1 <= simulate <= MAX_SIMULATED:
         raise ValueError(f"{simulate} simulated devices were asked for; use 1 to {MAX_SIMULATED}")
@@ -68,22 +66,17 @@ def _simulated_instead(devices: list[jax.Device], simulate: int, fresh: bool) ->
     """Start JAX again on CPU devices, and say so. Arrays that a program has made before would be lost."""
     found = f"{len(devices)} x {devices[0].device_kind}"
     if not fresh:
-        raise ValueError(
-            f"{simulate} simulated devices were asked for but JAX has started on {found}; call use_devices()"
-            " first in a fresh process, or set JAX_PLATFORMS=cpu"
-        )
+        what = f"{simulate} simulated devices were asked for but JAX has started on {found}"
+        raise ValueError(f"{what}; call use_devices() first in a fresh process, or set JAX_PLATFORMS=cpu")
     jax.extend.backend.clear_backends()
     jax.config.update("jax_platforms", "cpu")
-    print(
-        f"{found} is too few for parallelism: {simulate} simulated CPU devices are used instead"
-        f" (JAX_PLATFORMS={devices[0].platform} takes what is here)"
-    )
+    what = f"{found} is too few for parallelism: {simulate} simulated CPU devices are used instead"
+    print(f"{what} (JAX_PLATFORMS={devices[0].platform} takes what is here)")
     return ordered_devices()
 
 
 def ordered_devices() -> list[jax.Device]:
-    """All devices, host by host. (An id is not a position: process k's ids may start at 2048·k.) It starts
-    JAX, if that has not started."""
+    """Start JAX and list all devices, host by host (process k's ids may begin at 2048·k)."""
     channels.install()
     _refuse_flags(os.environ.get("XLA_FLAGS", ""))
     try:
@@ -99,8 +92,7 @@ def ordered_devices() -> list[jax.Device]:
 
 @contextlib.contextmanager
 def _enough_threads():
-    """While JAX starts, ask XLA for `THREADS_PER_DEVICE` threads per simulated device, unless the user has
-    asked for some.
+    """While JAX starts, ask XLA for `THREADS_PER_DEVICE` threads per simulated device, unless the user did.
 
     All simulated devices share one pool, by default of as many threads as there are devices or cores. A
     collective blocks a thread until its whole group has come, so two collectives that no data orders can take
@@ -122,8 +114,8 @@ def _enough_threads():
 
 @functools.cache
 def _refuse_flags(flags: str) -> None:
-    """Raise ValueError for flags that XLA does not know: when JAX starts, it ends the process at them, in a
-    notebook without a word. Another process tries them."""
+    """Raise ValueError for flags that XLA does not know. It would end the process at them, in a notebook
+    without a word: another process tries them."""
     if all(flag.startswith(_COUNT_FLAG) for flag in flags.split()) or not sys.executable:
         return
     tried = [sys.executable, "-c", "from jaxlib.xla_client import CompileOptions; CompileOptions()"]
@@ -134,10 +126,7 @@ def _refuse_flags(flags: str) -> None:
 
 
 def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
-    """A mesh of all six axes over real or simulated devices, slow links outermost; sizes of one cost nothing.
-
-    See `device_grid` for the order of the devices.
-    """
+    """A mesh of all six axes over devices in the order of `device_grid`; sizes of one cost nothing."""
     channels.install()
     devices = ordered_devices() if devices is None else devices
     grid = device_grid(shape := parse_mesh(shape, len(devices)), devices)
@@ -153,13 +142,11 @@ def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
 
 
 def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh:
-    """A mesh without devices: enough to trace and to lower a program for any number of them, as a platform
-    (cpu, gpu or tpu) would run it."""
+    """A mesh without devices: enough to trace and to lower a program for a platform (cpu, gpu or tpu)."""
     sizes, device = parse_mesh(shape).sizes, None
     if platform != "cpu":
-        device = AbstractDevice(
-            KINDS[platform], num_cores=None, platform={"gpu": "cuda"}.get(platform, platform)
-        )
+        name = {"gpu": "cuda"}.get(platform, platform)
+        device = AbstractDevice(KINDS[platform], num_cores=None, platform=name)
     types = (AxisType.Auto,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 
@@ -167,9 +154,9 @@ def abstract_mesh(shape: str | MeshShape, platform: str = "cpu") -> AbstractMesh
 def split(mesh: Any, shape: MeshShape) -> Any:
     """The same devices with two axes for one, where it has an inner part in ``shape`` (`notation.PARTS`)."""
     names, sizes = tuple(shape.sizes), tuple(shape.sizes.values())
-    kinds = mesh.axis_types[:1] * len(names)
     if names == tuple(mesh.axis_names):
         return mesh
+    kinds = mesh.axis_types[:1] * len(names)
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices.reshape(sizes), names, axis_types=kinds)
     return AbstractMesh(sizes, names, axis_types=kinds, abstract_device=mesh.abstract_device)
@@ -192,10 +179,8 @@ def as_type(layout: Layout, reduced: Iterable[str] = ()) -> PartitionSpec:
 
 def from_type(x: Any, letters: str | None = None) -> Layout:
     """The layout of an array, or of a tracer on explicit axes, as its sharding has it; the axes may have any
-    names. ``letters`` name the dims; without them they are named b, s, d and so on, in order.
-
-    Raises ValueError for a value whose type tells no layout: a tracer on automatic axes, or inside shard_map.
-    """
+    names. ``letters`` name the dims; without them they are b, s, d and so on, in order. Automatic axes, and
+    those inside shard_map, are not in a tracer's type."""
     traced = isinstance(x, jax.core.Tracer)
     where = jax.typeof(x).sharding if traced else x.sharding
     mesh: Any = getattr(where, "mesh", None)
@@ -219,8 +204,7 @@ def axes_of(cut: Any) -> tuple[str, ...]:
 
 
 def platform_of(mesh: Mesh | AbstractMesh) -> str:
-    """The platform of a mesh's devices: cpu, gpu or tpu. An abstract mesh counts as CPUs if it does not say
-    otherwise."""
+    """The platform of a mesh's devices: cpu, gpu or tpu; of an abstract mesh cpu unless it says another."""
     if isinstance(mesh, AbstractMesh):
         kind = mesh.abstract_device.device_kind if mesh.abstract_device else ""
         return next((platform for platform in KINDS if KINDS[platform] == kind), "cpu")

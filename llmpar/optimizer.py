@@ -1,5 +1,4 @@
-"""The optimizers that have a name here. A `Step` takes any Optax optimizer; these know the model's
-weights."""
+"""The optimizers that have a name here: they know the model's weights. A `Step` takes any of Optax."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from llmpar.weights import Tree, described
 
 
 def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
-    """Make the Optax optimizer that ``options`` name, with its schedule of rates. The step clips
-    (:class:`Step`)."""
+    """Make the Optax optimizer that ``options`` name, with its schedule of rates; :class:`Step` clips."""
     rate, warmup = options.learning_rate, min(options.warmup, max(steps - 1, 0))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0 if warmup else rate, rate, warmup, max(steps, warmup + 1), rate / 10

@@ -35,8 +35,7 @@ class Ring:
             return checkpoint_name(hop(x, self.axis, self.way), MOVED)
 
     def gather(self, x: Array, use: Callable[[int, Array], Any]) -> tuple[list[Array], list]:
-        """The blocks of all ranks, in n - 1 hops, and what ``use`` makes of each while the next one
-        travels."""
+        """The blocks of all ranks, in n - 1 hops, and ``use`` of each while the next one travels."""
         blocks, made = [x], []
         for i in range(1, lax.axis_size(self.axis)):
             arrived, done = together((self.hop(blocks[-1]), use(i - 1, blocks[-1])))
@@ -70,7 +69,7 @@ class Ring:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def enter(multiply, ring: Ring, x, weights):
-    """Gather, then multiply, block by block. For the gradient of ``x`` the backward pass is `leave`."""
+    """Gather, then multiply, block by block. The backward pass scatters as `leave` does."""
     return _enter_forward(multiply, ring, x, weights)[0]
 
 
@@ -88,8 +87,7 @@ def _enter_backward(multiply, ring, saved, dy):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def leave(multiply, ring: Ring, x, weights):
-    """Multiply, then reduce and scatter, block by block. For the gradient of ``x`` the backward pass is
-    `enter`."""
+    """Multiply, then reduce and scatter, block by block. The backward pass gathers as `enter` does."""
     return ring.scatter(lambda i: multiply(ring.block(x, i), *weights))
 
 
@@ -112,8 +110,8 @@ leave.defvjp(_leave_forward, _leave_backward)
 
 
 class _Pull:
-    """The gradients of ``multiply(x, *weights)``, block by block: each call gives that of one block, and
-    keeps what the block adds to those of the weights."""
+    """The gradients of ``multiply(x, *weights)`` block by block: a call gives that of a block, and keeps what
+    it adds to those of the weights."""
 
     def __init__(self, multiply, weights):
         self.multiply, self.weights, self.found = multiply, weights, []

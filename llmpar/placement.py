@@ -19,10 +19,7 @@ def device_grid(shape: str | MeshShape, devices: list) -> np.ndarray:
     """The devices in a grid of all six axes, laid out along their links, domain by domain (`link_domain`).
 
     A mesh smaller than their number takes a part of them that lies together: GPUs of few hosts, a box of
-    TPUs. ``!`` in front of the shape takes the first devices in plain order instead.
-
-    Raises ValueError where TPUs cannot be taken as equal boxes.
-    """
+    TPUs. ``!`` in front of the shape takes the first devices in plain order instead."""
     shape = parse_mesh(shape, len(devices))
     sizes = tuple(shape.sizes.values())
     plain = shape.reshape or len(devices) == 1
@@ -37,12 +34,10 @@ def device_grid(shape: str | MeshShape, devices: list) -> np.ndarray:
 
 
 def link_domain(device) -> int:
-    """The number of the domain of fast links that a device is in; between domains lies the slow network.
+    """The number of the domain of fast links that a device is in, the same in every process.
 
     TPUs: the slice. GPUs of a running cluster: XLA's slice, which is a host, or all hosts that share NVLink.
-    GPUs that a topology describes have one slice for all; their process is the host. CPUs: the process.
-    Every process finds the same numbers: it asks for nothing that a device tells only its own process.
-    """
+    GPUs that a topology describes have one slice for all; their process is the host. CPUs: the process."""
     runtime = getattr(getattr(device, "client", None), "runtime_type", _DESCRIBED)
     slices = device.platform == "tpu" or (device.platform == "gpu" and runtime != _DESCRIBED)
     return getattr(device, "slice_index" if slices else "process_index", None) or 0
@@ -57,12 +52,10 @@ def domains_of(devices: list) -> list[list]:
 
 
 def _along_links(sizes: tuple[int, ...], devices: list) -> np.ndarray | None:
-    """The grid whose innermost axes stay within a domain of fast links, or else leave it least, of as few
-    domains as that takes; None where TPUs have none.
+    """The grid whose inner axes leave a domain of fast links least; None where TPUs have none.
 
-    Equal parts of several domains are tried, and (but for TPUs, which need boxes) the first devices: in units
-    that every domain is a multiple of, and one by one.
-    """
+    Equal parts of several domains are tried, few first, and (but for TPUs, which need boxes) the first
+    devices: in units that every domain is a multiple of, and one by one."""
     domains, size = domains_of(devices), math.prod(sizes)
     grids: list[np.ndarray | None] = []
     for count in (n for n in range(1, len(domains) + 1) if size % n == 0):
@@ -107,8 +100,7 @@ def _places(devices: list) -> np.ndarray:
 
 
 def _deal(sizes: tuple[int, ...], parts: list[list]) -> np.ndarray | None:
-    """Deal equal parts to the axes from the outermost on, to each as many as divide it; inside a part TPUs
-    lie along their torus. None where a part is no box."""
+    """Deal equal parts to the axes from the outermost on; None where a part of TPUs is no box."""
     across, left = [], len(parts)
     for n in sizes:
         across.append(math.gcd(n, left))
@@ -126,11 +118,9 @@ def _deal(sizes: tuple[int, ...], parts: list[list]) -> np.ndarray | None:
 def _on_torus(sizes: list[int], part: list) -> np.ndarray | None:
     """The devices of a box of TPUs, laid out along its links; None where they are no box.
 
-    The innermost axis chooses first: the cores of a chip, then whole dims of the torus, as many as can be,
-    then neighbours before devices that lie farther apart. (`jax.experimental.mesh_utils` prefers whole dims
-    too.) Along an axis that takes several dims the order winds through the box, so that neighbours on the
-    axis are neighbours on the torus: a ring's hop is one link.
-    """
+    The innermost axis chooses first: the cores of a chip, then whole dims of the torus (as
+    `jax.experimental.mesh_utils` does), then neighbours before devices that lie farther apart. Along an axis
+    that takes several dims the order winds through the box, so that a ring's hop is one link."""
     places = _places(part)
     sides = tuple(int(n) for n in places.max(0) + 1)
     lines = np.ravel_multi_index(tuple(places.T), sides)
@@ -153,16 +143,14 @@ def _on_torus(sizes: list[int], part: list) -> np.ndarray | None:
 
 
 def _worth(sides: tuple[int, ...], left: tuple[int, ...], factors: tuple[int, ...]) -> tuple:
-    """What speaks for giving an axis so many places along each dim of a torus, weightiest first; the last dim
-    is a chip's cores."""
+    """What speaks for giving an axis these ``factors`` of the torus's dims, weightiest first."""
     whole = [f for f, side in zip(factors, sides, strict=True) if f == side > 1]
     stride = max(side // m if f > 1 else 1 for f, side, m in zip(factors, sides, left, strict=True))
     return factors[-1], math.prod(whole), len(whole), -stride, factors
 
 
 def _winding(sides: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The places of a box in an order in which neighbours touch; the last touches the first where that can
-    be."""
+    """The places of a box, each touching the next, and the last the first where that can be."""
 
     def there_and_back(sides):
         path: list[tuple[int, ...]] = [()]

@@ -22,8 +22,7 @@ from llmpar.plan import Resolved
 
 
 class Auto(Solo):
-    """Under `jax.jit`: every arrow is a sharding constraint, and XLA's partitioner chooses the
-    collectives."""
+    """Under `jax.jit`: an arrow is a sharding constraint, and XLA's partitioner chooses the collectives."""
 
     def __init__(self, plan: Resolved, mesh: Mesh | AbstractMesh):
         super().__init__(plan)
@@ -96,9 +95,8 @@ class Explicit(Auto):
         """``x`` with the type in which the arrow ends."""
         before, _, after = arrow.partition("->")
         physical = self.plan.physical(arrow)
-        x = self.lay(
-            self.note(x, before), physical.after, arrow, marked=jnp.issubdtype(x.dtype, jnp.floating)
-        )
+        marked = jnp.issubdtype(x.dtype, jnp.floating)
+        x = self.lay(self.note(x, before), physical.after, arrow, marked)
         return checkpoint_name(self.note(x, after), MOVED) if physical.moves else x
 
     def note(self, x: Array, text: str, layout: Layout | None = None) -> Array:
@@ -140,9 +138,8 @@ class Explicit(Auto):
         """The sum over all dims, finished."""
         place, text = self.plan.place(layout), "loss, tokens and norm"
         sums = Layout((), place.axes + place.sums)
-        return self.carry_out(
-            lax.reduce_sum(x, range(x.ndim), out_sharding=as_type(sums)), Arrow(sums, Layout(())), text
-        )
+        total = lax.reduce_sum(x, range(x.ndim), out_sharding=as_type(sums))
+        return self.carry_out(total, Arrow(sums, Layout(())), text)
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
         """``f`` inside shard_map, on each device's blocks; the sums that it leaves unfinished stay so."""

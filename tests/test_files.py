@@ -18,7 +18,6 @@ READ = {"json": files.read_json, "jsonl": files.read_json_lines, "toml": files.r
         ("json", "[1]", r"it holds \[1\], not an object"),
         ("json", "null", "it holds null, not an object"),
         ("json", DEEP, "it is nested too deeply"),
-        ("json", '{"a":' * 101 + "1" + "}" * 101, "it is nested too deeply"),
         ("json", '{"a": ' + "9" * 5000 + "}", "it holds a number of too many digits"),
         ("jsonl", '{"a": 1}\n\n{"a"', "it is no JSON in line 3: Expecting"),
         ("jsonl", "1", "it holds 1, not an object"),
