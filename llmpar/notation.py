@@ -317,7 +317,7 @@ class MeshShape:
         """Axis name to size as a user writes them, in link order."""
         return {axis: getattr(self, axis) for axis in AXES}
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Axis name to size, in link order. An axis with an inner part is two: ``tp``, inside it ``kv``."""
         found = self.asked | {part: getattr(self, part) for part in PARTS.values()}

@@ -75,14 +75,15 @@ def test_a_change_that_rescues_does():
         (one, text) for mesh, one, text in ((m, w, c) for m, w, c in found.rejected) if "would hold" in text
     ]
     assert rescued or found.plans, "some mesh is rescued by one field, or none is rejected"
-    one = planner.Candidate(Plan("fsdp=64", dtype="bfloat16"), found.plans[0].time)
-    checked = planner.sure(dataclasses.replace(q, fixed={"remat": "none"}), one)
+    without = dataclasses.replace(q, fixed={"remat": "none"})
+    checked = planner.fitting(without, Plan("fsdp=64", dtype="bfloat16"))
     assert "GiB >" in checked.why_not
     text = planner.rescue(q, checked)
     name, _, rest = text.partition("=")
     change = {name: rest.split()[0]}
     change = {k: int(v) if v.isdigit() else v for k, v in change.items()}
-    assert planner.held_by(q, dataclasses.replace(checked.plan, **change))["total"] <= q.room_bytes
+    rescued = dataclasses.replace(checked.plan, **change).resolve(q.config, q.platform)
+    assert planner.held_by(q, rescued)["total"] <= q.room_bytes
 
 
 @pytest.mark.parametrize(

@@ -16,28 +16,34 @@ from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
 
 
-def _local(plan: Resolved, batch_size: int, seq_len: int) -> tuple[int, Counter[str]]:
-    """What lies on each device: tokens of a batch, and bytes of one float32 copy of the weights ``stored``,
-    ``used``, ``unreduced``, ``accumulated`` and ``graded`` (`plan.Life`); of the blocks' weights alone as
-    ``blocks stored`` …, and of one layer's as ``layer used``; of the output head as ``head used``; of the
-    largest weight as ``largest unreduced``; and of those that a loop gathers along a dim that is not their
-    first as ``turned``."""
+@functools.lru_cache(maxsize=256)
+def weights_bytes(plan: Resolved) -> Counter[str]:
+    """Bytes on each device of one float32 copy of the weights ``stored``, ``used``, ``unreduced``,
+    ``accumulated`` and ``graded`` (`plan.Life`); of the blocks' weights alone as ``blocks stored`` …, and of
+    one layer's as ``layer used``; of the output head as ``head used``; of the largest weight as ``largest
+    unreduced``; and of those that a loop gathers along a dim that is not their first as ``turned``."""
     config, sizes, held = plan.config, plan.mesh.sizes, Counter[str]()
     for path, (weight, life) in plan.lives.items():
+        in_blocks = path.startswith("blocks.")
         for name in ("stored", "used", "unreduced", "accumulated", "graded"):
             size = FLOAT32 * math.prod(getattr(life, name).shard_shape(weight.shape, sizes))
-            held.update({name: size})
-            if path.startswith("blocks."):
-                here = weight.shape[0] // plan.mesh.pp
-                held.update({f"blocks {name}": size, f"layer {name}": size // here})
+            held[name] += size
+            if in_blocks:
+                held[f"blocks {name}"] += size
+                held[f"layer {name}"] += size // (weight.shape[0] // plan.mesh.pp)
             held[f"largest {name}"] = max(held[f"largest {name}"], size)
             if path == ("embedding" if config.tied else "head"):
                 held[f"head {name}"] = size
             pairs = zip(life.stored.dims, life.used.dims, strict=True)
             cut = [here != whole for here, whole in pairs if here.name != "l"]
             if name == "stored" and plan.gathers == "block" and any(cut[1:]):
-                held["turned"] += size * (path.startswith("blocks.") or plan.microbatches > 1)
-    return math.prod(plan.tokens.shard_shape((batch_size, seq_len), sizes)), held
+                held["turned"] += size * (in_blocks or plan.microbatches > 1)
+    return held
+
+
+def _tokens(plan: Resolved, batch_size: int, seq_len: int) -> int:
+    """Tokens of a batch on each device."""
+    return math.prod(plan.tokens.shard_shape((batch_size, seq_len), plan.mesh.sizes))
 
 
 def argument_bytes(
@@ -47,18 +53,19 @@ def argument_bytes(
     optimizer's state (AdamW has 2), four int32 arrays of tokens, and ``scalars`` int32 counters (the step's,
     and AdamW's one).
     """
-    tokens, held = _local(plan, batch_size, seq_len)
+    held = weights_bytes(plan)
     return {
         "params": held["stored"],
         "optimizer": moments * held["graded"],
-        "batch": 4 * 4 * tokens,
+        "batch": 4 * 4 * _tokens(plan, batch_size, seq_len),
         "counters": 4 * scalars,
     }
 
 
-def temp_bytes(plan: Resolved, batch_size: int, seq_len: int) -> int:
+def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -> int:
     """An estimate of the bytes per device that a step holds besides its arguments, for choosing among many
-    plans: half of the recorded ones within 5 %, nine of ten within 15 % (`tests/compiled.md`).
+    plans: half of the recorded ones within 5 %, nine of ten within 15 % (`tests/compiled.md`). ``remat``: by
+    this policy in place of the plan's.
 
     It is the fullest of three moments: in the loss; in the backward pass of a block, with what was kept for
     the others; where whole gradients are cut. What a block and the loss hold is counted from the model's
@@ -72,7 +79,7 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int) -> int:
     """
     config, platform = plan.config, plan.platform or "gpu"
     tpu = platform == "tpu"
-    tokens, held = _local(plan, batch_size // plan.microbatches, seq_len)
+    tokens, held = _tokens(plan, batch_size // plan.microbatches, seq_len), weights_bytes(plan)
     item, layers, order = ITEMSIZE[plan.dtype], config.num_layers, plan.pipeline
     one = max(order.layers(layers).values()) if order else layers  # loop's
     read = 2 if tpu else item  # products on TPUs read float32 as bfloat16
@@ -87,7 +94,7 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int) -> int:
     after_loss = head + grad if late else grad if tpu else logits
     loss = logits + grad + (2 if tpu and plan.loss_chunks > 1 else 1) * head
     turned = narrow("blocks stored") * (plan.gathers != "step") if tpu else held["turned"]  # or converted
-    once = saves[plan.remat]
+    once = saves[remat or plan.remat]
     if not plan.reshard_after_forward:  # and a turned copy of the largest
         once += layer * (plan.mesh.pp == 1)
         work += narrow("largest used") * (plan.mesh.pp == 1 and not tpu)

@@ -1,13 +1,18 @@
 """Which plan for a model on a machine: enumerates, prices, checks, ranks, and says why the others lost.
 
 Every mesh that divides the devices is priced with the ways to run it that could win: ZeRO, microbatches,
-schedules, recomputation. `time` ranks thousands of them in seconds; the first in rank are then held against
-`Plan.check` and `memory`, which follow the program that will run. Nothing here needs JAX.
+schedules. The closed form of `time` ranks thousands of them without recomputation. From the first one on,
+`Plan.check` says whether a way is legal, and `memory` how much recomputation it takes to fit: with that it
+takes its place in the rank again, and if it is still the first, its `traffic` is priced. Nothing here needs
+JAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import heapq
+import itertools
 import math
 import shlex
 from collections import Counter
@@ -17,8 +22,8 @@ from typing import Any
 
 from llmpar.config import ModelConfig
 from llmpar.notation import AXES, MeshShape, divisors
-from llmpar.plan import Plan
-from llmpar.predict import hardware, held, memory, workload
+from llmpar.plan import Plan, Resolved
+from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Time, step_time
 
@@ -28,22 +33,15 @@ estimate. It errs by 4 % in the middle for GPUs, and says a sixth too much for T
 (`tests/compiled.md`)."""
 GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX takes when it is told to (XLA_CLIENT_MEM_FRACTION)."""
-LENIENT = 1.35
-"""A candidate whose textbook memory is larger than this many times the room is not priced."""
 SAME = 0.005
 """Times that differ by less are the same: no model of time is that good."""
-NEAR = 1.02
+NEAR = 1.05
 """A way that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
 TURNS = 12
-"""Of the ways to run a mesh, in the order of their time, how many are tried."""
+"""Of the ways to run a mesh that fit, in the order of their time, how many are priced by their `traffic`."""
+UNPRICED = Time(math.inf, {})
 PUE = 1.2
 """Power of a machine room over that of its chips: assumed."""
-
-
-def room_bytes(chip: Chip) -> float:
-    """Bytes that a program may hold on a device of this chip, with the margin left free."""
-    share = 1.0 if chip.link == "torus" else GPU_SHARE
-    return chip.usable_hbm_gib * GIB * share * (1 - MARGIN)
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,9 @@ class Question:
 
     @property
     def room_bytes(self) -> float:
-        """Bytes that a plan may hold on a device."""
-        return room_bytes(self.chip)
+        """Bytes that a plan may hold on a device, with the margin left free."""
+        share = 1.0 if self.platform == "tpu" else GPU_SHARE
+        return self.chip.usable_hbm_gib * GIB * share * (1 - MARGIN)
 
     @property
     def platform(self) -> str:
@@ -118,7 +117,7 @@ def meshes(q: Question) -> Iterator[MeshShape]:
 
 
 def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
-    """Fields of plans on a mesh that could win, cheapest recomputation first among equals."""
+    """Fields of plans on a mesh that could win, those of recomputation left out."""
     rows = q.batch_size // (mesh.dp * mesh.fsdp * mesh.ep)
     given = {k: v for k, v in q.fixed.items() if k not in AXES}
     base: dict[str, Any] = {"mesh": mesh, "dtype": "bfloat16"}
@@ -159,68 +158,61 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
                 continue
             for state in states:
                 for sequence in sequences:
-                    for remat in workload.POLICIES:
-                        yield base | state | sequence | order | {"microbatches": m, "remat": remat} | given
+                    yield base | state | sequence | order | {"microbatches": m} | given
 
 
 def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
-    """The ways to run a mesh, of those that differ in recomputation alone the first that may fit."""
-    found, settled = [], set[tuple]()
+    """The ways to run a mesh, by the closed form of their time and without recomputation. Of those whose
+    weights and optimizer alone are larger than the room, one."""
+    found, too_large = list[Candidate](), dict[Any, bool]()
     for fields in ways(q, mesh):
-        key = tuple(sorted((k, v) for k, v in fields.items() if k not in ("mesh", "remat")))
-        if key in settled:
-            continue
         plan = Plan(**fields)
+        if too_large.get(state := (plan.zero, plan.reshard_after_forward)):
+            continue
         try:
             run = workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)
         except ValueError:  # an order that is given does not suit this mesh
             continue
-        if sum(held.held_bytes(run, True).values()) > LENIENT * q.room_bytes and plan.remat != "block":
-            continue
-        settled.add(key)
         found.append(Candidate(plan, step_time(run, simulate=False)))
+        if state not in too_large:
+            resolved = plan.resolve(q.config, q.platform)
+            with contextlib.suppress(ValueError):  # `fitting` says what is wrong
+                given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
+                too_large[state] = sum(given.values()) > q.room_bytes
     return found
 
 
-def sure(q: Question, one: Candidate) -> Candidate:
-    """The same candidate, checked by the rules and the memory of the program that would run: with more
-    recomputation where that is what it takes."""
+def fitting(q: Question, plan: Plan) -> Candidate:
+    """The plan, or the same with the least recomputation more with which the program that would run fits."""
     policies = workload.POLICIES
-    later = policies[policies.index(one.plan.remat) :] if "remat" not in q.fixed else (one.plan.remat,)
-    plan = one.plan.effective(q.config)
+    later = policies[policies.index(plan.remat) :] if "remat" not in q.fixed else (plan.remat,)
     try:
         plan.check(q.config, q.batch_size, q.seq_len)
-    except ValueError as refusal:
-        return Candidate(plan, one.time, why_not=str(refusal))
-    found = held_by(q, plan)
-    least = dataclasses.replace(plan, remat=later[-1])
-    if found["total"] > q.room_bytes and len(later) > 1 and held_by(q, least)["total"] <= q.room_bytes:
-        for remat in later[1:]:
-            plan = dataclasses.replace(plan, remat=remat)
-            found = held_by(q, plan)
+        resolved = plan.resolve(q.config, q.platform)
+        for remat in later:
+            found = held_by(q, resolved, remat)
             if found["total"] <= q.room_bytes:
-                break
-    if found["total"] <= q.room_bytes:
-        run = workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)
-        return Candidate(plan, step_time(run), found)
-    why = f"holds {found['total'] / GIB:.1f} GiB > {q.room_bytes / GIB:.1f} GiB, of which {_largest(found)}"
-    return Candidate(plan, one.time, found, why)
+                return Candidate(dataclasses.replace(plan, remat=remat), UNPRICED, found)
+    except ValueError as refusal:
+        return Candidate(plan, UNPRICED, why_not=str(refusal))
+    largest = max((part for part in found if part != "total"), key=lambda part: found[part])
+    why = f"holds {found['total'] / GIB:.1f} GiB > {q.room_bytes / GIB:.1f} GiB"
+    why += f", of which {largest} {found[largest] / GIB:.1f}"
+    return Candidate(dataclasses.replace(plan, remat=later[-1]), UNPRICED, found, why)
 
 
-def held_by(q: Question, plan: Plan) -> dict[str, float]:
+def held_by(q: Question, plan: Resolved, remat: str = "") -> dict[str, float]:
     """Bytes on each device by part: what a step is given, and what it holds besides (`memory`)."""
-    plan = plan.resolve(q.config, q.platform)
     given = memory.argument_bytes(plan, q.batch_size, q.seq_len)
-    besides = memory.temp_bytes(plan, q.batch_size, q.seq_len)
-    run = workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)
-    grads = min(besides, held.held_bytes(run, True)["gradients"])
-    parts = {"params": given["params"], "grads": grads, "optimizer": given["optimizer"]}
-    return parts | {"activations": besides - grads, "total": sum(given.values()) + besides}
-
-
-def _largest(parts: dict[str, float]) -> str:
-    name = max((k for k in parts if k != "total"), key=lambda k: parts[k])
-    return f"{name} {parts[name] / GIB:.1f}"
+    besides = memory.temp_bytes(plan, q.batch_size, q.seq_len, remat)
+    grads = min(besides, memory.weights_bytes(plan)["accumulated"])
+    return {
+        "params": given["params"],
+        "grads": grads,
+        "optimizer": given["optimizer"],
+        "activations": besides - grads,
+        "total": sum(given.values()) + besides,
+    }
 
 
 # ----------------------------------------------------------------------------------------------- the answer
@@ -240,6 +232,7 @@ def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
     """Answer the question. Raises ValueError with the smallest machine that would do where nothing fits."""
     _refuse(q)
     everything, impossible = list[Candidate](), list[tuple[MeshShape, str, str]]()
+    failed = dict[MeshShape, Candidate]()
     for mesh in meshes(q):
         ranks = mesh.dp * mesh.fsdp * mesh.ep
         if q.batch_size % ranks:
@@ -249,23 +242,7 @@ def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
                 impossible.append((mesh, why, change))
             continue
         everything += priced(q, mesh)
-    everything.sort(key=lambda one: one.time.step_s)
-    best, failed, turns = dict[MeshShape, Candidate](), dict[MeshShape, Candidate](), Counter[MeshShape]()
-    enough = max(keep, 8)  # what is checked does not depend on how much is shown
-    for one in everything:
-        mesh = one.plan.mesh
-        if turns[mesh] == TURNS or mesh in best and best[mesh].time.step_s * NEAR <= one.time.step_s:
-            continue
-        if len(best) >= enough and one.time.step_s > 1.25 * max(b.time.step_s for b in best.values()):
-            break
-        if len(best) >= 2 * enough:
-            break
-        turns[mesh] += 1
-        checked = sure(q, one)
-        if checked.why_not:
-            failed.setdefault(mesh, checked)
-        elif mesh not in best or checked.time.step_s < best[mesh].time.step_s:
-            best[mesh] = checked
+    best = _best(q, everything, failed, max(keep, 8))  # what is checked does not depend on how much is shown
     fastest = min((one.time.step_s for one in best.values()), default=0.0)
 
     def order(one: Candidate) -> tuple[float, int, float]:
@@ -280,6 +257,41 @@ def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
     losers = [one for mesh, one in failed.items() if mesh not in best][:most_rejected]
     rejected = [(one.plan.mesh, one.why_not, rescue(q, one)) for one in losers]
     return Answer(q, plans, rejected + impossible, len(everything))
+
+
+def _best(
+    q: Question, everything: list[Candidate], failed: dict[MeshShape, Candidate], enough: int
+) -> dict[MeshShape, Candidate]:
+    """The fastest way to run each mesh, of those that are among the fastest. ``failed`` gets the first way of
+    a mesh that does not fit."""
+    best, turns, number = dict[MeshShape, Candidate](), Counter[MeshShape](), itertools.count()
+    queue = [(one.time.step_s, next(number), one) for one in everything]
+    steps = lambda: [one.time.step_s for one in best.values()]
+    heapq.heapify(queue)
+    while queue:
+        step_s, _, one = heapq.heappop(queue)
+        mesh, plan = one.plan.mesh, one.plan
+        if turns[mesh] == TURNS or mesh in best and best[mesh].time.step_s * NEAR <= step_s:
+            continue
+        if len(best) >= enough and heapq.nsmallest(enough, steps())[-1] * NEAR <= step_s:
+            break
+        run = lambda: workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)  # noqa: B023
+        if not one.memory_bytes:
+            one = fitting(q, plan)
+            if one.why_not:
+                failed.setdefault(mesh, one)
+                continue
+            if one.plan.remat != plan.remat:
+                plan = one.plan
+                one.time = step_time(run(), simulate=False)
+                heapq.heappush(queue, (one.time.step_s, next(number), one))
+                continue
+        turns[mesh] += 1
+        plan = plan.effective(q.config)
+        one = Candidate(plan, step_time(run()), one.memory_bytes)
+        if mesh not in best or one.time.step_s < best[mesh].time.step_s:
+            best[mesh] = one
+    return best
 
 
 def _refuse(q: Question) -> None:
@@ -347,7 +359,7 @@ def first_fit(
         try:
             other = dataclasses.replace(plan, **change).effective(q.config)
             other.check(q.config, q.batch_size, q.seq_len)
-            total = held_by(q, other)["total"]
+            total = held_by(q, other.resolve(q.config, q.platform))["total"]
         except ValueError:
             continue
         if total <= (q.room_bytes if room is None else room):
@@ -376,19 +388,14 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
 
 
 def smallest_fits(q: Question) -> bool:
-    """Whether some mesh of fully cut state fits, tried by what needs the least memory."""
-    tried = []
+    """Whether some mesh of fully cut state fits, a sequence at a time and with all recomputed."""
     for mesh in meshes(q):
-        if mesh.dp == 1 and q.batch_size % (mesh.fsdp * mesh.ep) == 0:
-            rows = q.batch_size // (mesh.fsdp * mesh.ep)
-            for fields in ways(q, mesh):
-                plan = Plan(**fields)
-                if plan.remat == "block" and plan.zero == 3 and plan.reshard_after_forward:
-                    if plan.microbatches == rows:
-                        run = workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)
-                        tried.append((sum(held.held_bytes(run, True).values()), plan))
-    tried.sort(key=lambda pair: pair[0])
-    return any(not sure(q, Candidate(plan, Time(0.0, {}))).why_not for _, plan in tried[:8])
+        rows, rest = divmod(q.batch_size, mesh.fsdp * mesh.ep)
+        if mesh.dp == 1 and not rest:
+            fields = next(ways(q, mesh)) | {"microbatches": rows, "remat": "block"}
+            if not fitting(q, Plan(**fields)).why_not:
+                return True
+    return False
 
 
 # ------------------------------------------------------------------------------------------------- in words

@@ -102,7 +102,9 @@ class Clock:
         for axis in reversed(run.order):
             self.inner[axis], apart = apart, apart * run.mesh.asked[axis]
         self.ours, self.exact = run.software.name == "llmpar", run.plan is not None
-        self.plan = run.plan.resolve(run.config, None) if run.plan else None
+        self.plan: Any = run.plan and run.plan.resolve(run.config, None)
+        self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
+        self.layer = functools.cache(self._layer)
 
     # ------------------------------------------------------------------------------------------- prices
 
@@ -161,7 +163,7 @@ class Clock:
         found.kernels = FORWARD_KERNELS
         return found, second, core
 
-    def layer(self, dense: bool, again: float) -> tuple[Pass, Pass]:
+    def _layer(self, dense: bool, again: float) -> tuple[Pass, Pass]:
         """One layer of a microbatch, forward and backward, with the exchanges inside it; the backward pass
         begins with ``again`` forward passes, besides what is recomputed."""
         run = self.run
@@ -249,12 +251,19 @@ class Clock:
         left = how.num_experts - how.num_experts // ep
         return ep * (1 - math.comb(left, how.top_k) / math.comb(how.num_experts, how.top_k))
 
+    def alike(self, stage: int) -> int:
+        """The first stage that sends what this one does: with as many layers and none of the ends."""
+        order, p, counts = self.plan.pipeline, self.run.mesh.pp, self.run.chunk_layers
+        ends = {route[i][0] for route in order.routes for i in (0, -1)} if order else {0}
+        layers = [sum(counts[i::p]) for i in range(p)]
+        others = (i for i in range(p) if i not in ends and layers[i] == layers[stage])
+        return stage if stage in ends else next(others)
+
     def sent(self, stage: int) -> dict[str, tuple[float, float]]:
         """Seconds of a step's collectives on a stage, by term: those in the open, and those that travel
         beside computing. `LATE` are gradients that are summed at the end, and weights that are gathered once.
         """
         run, plan = self.run, self.plan
-        assert plan is not None
         found = dict[str, tuple[float, float]]()
         for (names, kind), row in step_traffic(plan, run.batch_size, run.seq_len, stage).items():
             axes = [{"kv": "tp", "ul": "sp"}.get(axis, axis) for axis in names.split(",")]
@@ -291,7 +300,7 @@ class Clock:
         again = 0.0 if run.tp_sequence else self.collective("all-gather", whole, tp, self.inner["tp"])
         return self.collective("permute", whole / tp, 2, self.inner["pp"]) + again
 
-    def ends(self) -> tuple[tuple[Pass, Pass], tuple[Pass, Pass]]:
+    def ends(self) -> dict[str, tuple[Pass, Pass]]:
         """The embedding and the loss of a microbatch, forward and backward each."""
         run, c = self.run, self.run.config
         moved = 8.0 * run.stream_tokens * c.width / self.bytes_per_s
@@ -301,9 +310,11 @@ class Clock:
         loss = LOSS_PASSES / 2 * logits / self.bytes_per_s
         tp = 1 if self.exact else run.mesh.tp
         reduced = self.collective("all-reduce", 2.0 * run.tokens * c.width, tp, self.inner["tp"])
-        embed = Pass({"embedding": moved + reduced}, 6), Pass({"embedding": 2 * moved}, 6)
         back += product * (run.loss_chunks > 1) + loss + reduced  # pieces are computed again
-        return embed, (Pass({"head and loss": product + loss}, 12), Pass({"head and loss": back}, 16))
+        return {
+            "embedding": (Pass({"embedding": moved + reduced}, 6), Pass({"embedding": 2 * moved}, 6)),
+            "head": (Pass({"head and loss": product + loss}, 12), Pass({"head and loss": back}, 16)),
+        }
 
     # ------------------------------------------------------------------------------------ weights on links
 
@@ -351,152 +362,115 @@ class Clock:
                 updated += self.collective("all-gather", late, ranks, inner)
             else:
                 reduced += self.collective("all-reduce", late, ranks, inner)
+        if self.gathers_once:
+            gather, scatter = self.gathers(shared, experts)
+            reduced, updated = reduced + scatter, updated + gather
         return reduced, updated
+
+    # ------------------------------------------------------------------------------------------- a chunk
+
+    def chunk(self, layers: int, dense: int, first: bool, last: bool, sent: dict) -> Chunk:
+        """So many layers, of which so many are dense ones of a model with experts, with the embedding where
+        they are the first and the head where they are the last; what is around them: gathering weights,
+        scattering and adding up gradients, sending activations, launching."""
+        run, soft, forward, backward = self.run, self.run.software, Pass(), Pass()
+        again = 0.0 if last else run.again  # the loss follows: the chunk has not run forward yet
+        shared = experts = 0.0
+        for is_dense, times in ((False, layers - dense), (True, dense)):
+            if times:
+                ahead, back = self.layer(is_dense, again)
+                forward.take(ahead, times)
+                backward.take(back, times)
+                body, own = self.layer_weights(is_dense)
+                shared, experts = shared + times * body, experts + times * own
+        for name in ["embedding"] * first + ["head"] * last:
+            ahead, back = self.ends()[name]
+            forward.take(ahead)
+            backward.take(back)
+            shared += run.sizes[name] / run.mesh.tp
+        name, passes = "weights and gradients on links", (forward, backward)
+        computing = [part.seconds for part in passes]
+        for part, seconds in zip(passes, computing, strict=True):  # of a plan of ours, as they compute
+            for term in sorted(set(sent) - {LATE}):  # weights last: beside all
+                shown, hidden = (s * seconds / sum(computing) for s in sent[term])
+                beside = part.terms.get(BESIDE.get(term, ""), part.seconds)
+                part.add(term, shown + self.exposed(hidden, beside, True))
+        cut = run.zero_group if run.zero == 3 else 1
+        if cut > 1 and not self.exact and not self.gathers_once:
+            gather, scatter = self.gathers(shared, experts)
+            forward.add(name, self.exposed(gather, forward.seconds, soft.overlaps))
+            scattered = scatter + gather * run.reshard
+            backward.add(name, self.exposed(scattered, backward.seconds, soft.overlaps))
+        if run.microbatches > 1:
+            added = ACCUMULATED_BYTES * (shared + experts) / cut
+            backward.add("accumulation", added / self.bytes_per_s)
+        for part in passes:
+            if run.mesh.pp > 1 and not soft.overlaps:  # a stage waits for what it sends
+                part.add("pipeline sends", self.hop())
+            if soft.eager:
+                hidden = 0.0 if soft.blocking else part.seconds
+                part.add("launching", max(0.0, part.kernels * self.rates.host_s - hidden))
+        return Chunk(forward, backward, shared, experts)
 
 
 @functools.lru_cache(maxsize=200_000)
 def on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> float:
     """Seconds on the links: of a torus over as many axes as the group may have, of switches by levels."""
-    if chip.link == "torus" and group * inner <= chip.per_device().node_size:
-        cores = chip.devices_per_chip
-        near = max(1, min(group, cores // max(1, inner)))
-        chips, apart = max(1, group // near), max(1, inner // cores)
-        if chips == 1:
-            return formulas.switch_seconds(kind, message, group, chip.per_device().hbm_bytes_per_s)
-        free = chip.num_axes - (1 if apart > 1 else 0)
-        axes = min(free, max(1, math.floor(math.log2(chips) / 2)))
-        side = max(2, round(chips ** (1 / axes)))
-        rate = chip.per_device().reached_link_bytes_per_s * near
-        size = message * (group if kind == "all-to-all" else 1)
-        return formulas.torus_seconds(kind, size, (side,) * axes, rate, True, chip.hop_s)
-    return formulas.collective_seconds(chip, kind, message, group, inner)
+    device = chip.per_device()
+    if chip.link == "switch" or group * inner > device.node_size:
+        return formulas.collective_seconds(chip, kind, message, group, inner)
+    cores = chip.devices_per_chip
+    near = max(1, min(group, cores // max(1, inner)))
+    chips, apart = max(1, group // near), max(1, inner // cores)
+    if chips == 1:
+        return formulas.switch_seconds(kind, message, group, device.hbm_bytes_per_s)
+    free = chip.num_axes - (1 if apart > 1 else 0)
+    axes = min(free, max(1, math.floor(math.log2(chips) / 2)))
+    side = max(2, round(chips ** (1 / axes)))
+    size = message * (group if kind == "all-to-all" else 1)
+    rate = device.reached_link_bytes_per_s * near
+    return formulas.torus_seconds(kind, size, (side,) * axes, rate, True, chip.hop_s)
+
+
+# ----------------------------------------------------------------------------------------------------- a step
+
+
+@dataclass
+class Chunk:
+    """A chunk of a stage: its passes over one microbatch, and the parameters that they use on a rank of tp,
+    those that all data ranks share and those of its experts."""
+
+    forward: Pass
+    backward: Pass
+    shared: float
+    experts: float
+
+    @functools.cached_property
+    def seconds(self) -> tuple[float, float]:
+        """Forward and backward."""
+        return self.forward.seconds, self.backward.seconds
 
 
 def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
     """Seconds of a step by term. Without ``simulate`` the bubble, and what a plan of ours sends, are closed
     forms: quick, for ranking."""
     run = run if simulate else dataclasses.replace(run, plan=None)
-    clock, stages = Clock(run, own), _stages(run)
-    sent = _sent(clock, stages) if clock.exact else {}
-    dense, first = run.dense_layers, 0
-    layer, last = functools.cache(clock.layer), next(reversed(stages))
-    body, own_experts = clock.layer_weights(False)
-    dense_body = clock.layer_weights(True)[0] if dense else 0.0
-    embed, head = clock.ends()
-    forward, backward, shared, experts = {}, {}, dict[int, float](), dict[int, float]()
-    for cell, count in stages.items():
-        with_dense = max(0, min(count, dense - first))
-        first += count
-        f, b = Pass(), Pass()
-        again = 0.0 if cell == last else run.again  # the loss follows: the chunk has not run forward yet
-        for is_dense, times in ((False, count - with_dense), (True, with_dense)):
-            if times:
-                ahead, back = layer(is_dense, again)
-                f.take(ahead, times)
-                b.take(back, times)
-        here = (count - with_dense) * body + with_dense * dense_body
-        there = (count - with_dense) * own_experts
-        if cell == next(iter(stages)):
-            f.take(embed[0])
-            b.take(embed[1])
-            here += run.sizes["embedding"] / run.mesh.tp
-        if cell == last:
-            f.take(head[0])
-            b.take(head[1])
-            here += run.sizes["head"] / run.mesh.tp
-        _travel(run, clock, f, b, here, there, sent.get(cell, {}))
-        forward[cell], backward[cell] = f, b
-        shared[cell[0]] = shared.get(cell[0], 0.0) + here
-        experts[cell[0]] = experts.get(cell[0], 0.0) + there
-    return _finish(run, clock, forward, backward, shared, experts, sent, simulate)
-
-
-def _sent(clock: Clock, stages: dict[tuple[int, int], int]) -> dict[tuple[int, int], dict]:
-    """`Clock.sent` of each cell and microbatch, of all `LATE` once for the cell's stage. Stages that have as
-    many layers and none of the ends send the same."""
-    run, alike, found = clock.run, dict[Any, dict](), dict[tuple[int, int], dict]()
-    order = run.plan.pipeline if run.plan else None
-    ends = {route[i][0] for route in order.routes for i in (0, -1)} if order else set()
-    for cell, count in stages.items():
-        layers = sum(n for other, n in stages.items() if other[0] == cell[0])
-        key = cell[0] if cell[0] in ends else -layers - 1
-        if key not in alike:
-            alike[key] = clock.sent(cell[0])
-        share = count / layers / run.microbatches
-        found[cell] = {
-            term: both if term == LATE else (both[0] * share, both[1] * share)
-            for term, both in alike[key].items()
-        }
-    return found
-
-
-def _stages(run: Run) -> dict[tuple[int, int], int]:
-    """(stage, chunk) to layers, in the order of the model."""
-    p = run.mesh.pp
-    if p == 1:
-        return {(0, 0): run.config.num_layers}
-    return {(i % p, i // p): n for i, n in enumerate(run.chunk_layers)}
-
-
-def _travel(run: Run, clock: Clock, f: Pass, b: Pass, here: float, there: float, sent: dict) -> None:
-    """Add to a chunk's passes what is around its layers: gathering weights (``here`` parameters, and
-    ``there`` of experts), scattering and adding up gradients, sending activations, launching."""
-    name, overlaps = "weights and gradients on links", run.software.overlaps
-    cut = run.zero_group if run.zero == 3 else 1
-    computing = f.seconds, b.seconds
-    for part, seconds in zip((f, b), computing, strict=True):  # of a plan of ours, as they compute
-        for term in sorted(set(sent) - {LATE}):  # weights last: beside all
-            shown, hidden = (s * seconds / sum(computing) for s in sent[term])
-            beside = part.terms.get(BESIDE.get(term, ""), part.seconds)
-            part.add(term, shown + clock.exposed(hidden, beside, True))
-    once = run.mesh.pp > 1 and not run.reshard  # a step: counted at its end
-    if cut > 1 and not clock.exact and not once:
-        gather, scatter = clock.gathers(here, there)
-        f.add(name, clock.exposed(gather, f.seconds, overlaps))
-        b.add(name, clock.exposed(scatter + gather * run.reshard, b.seconds, overlaps))
-    if run.microbatches > 1:
-        b.add("accumulation", ACCUMULATED_BYTES * ((here + there) / cut) / clock.bytes_per_s)
-    for part in (f, b):
-        if run.mesh.pp > 1 and not overlaps:  # a stage waits for what it sends
-            part.add("pipeline sends", clock.hop())
-        if run.software.eager:
-            hidden = 0.0 if run.software.blocking else part.seconds
-            part.add("launching", max(0.0, part.kernels * clock.rates.host_s - hidden))
-
-
-def _finish(run, clock, forward, backward, shared, experts, sent, simulate) -> Time:
-    m, p, v = run.microbatches, run.mesh.pp, run.virtual_stages
-    of = lambda parts, stage: sum(parts[c].seconds for c in parts if c[0] == stage)
-    loads = {s: m * (of(forward, s) + of(backward, s)) for s in shared}
-    busiest = max(loads, key=lambda s: loads[s])
-    terms = Pass()
-    for cell in forward:
-        if cell[0] == busiest:
-            terms.take(forward[cell], m)
-            terms.take(backward[cell], m)
-    total = loads[busiest]
+    clock, m, p, soft = Clock(run, own), run.microbatches, run.mesh.pp, run.software
+    stages, late = _stages(clock)
+    loads = [m * sum(sum(chunk.seconds) for chunk in stage) for stage in stages]
+    total = max(loads)
+    busiest, terms = stages[loads.index(total)], Pass()
+    for chunk in busiest:
+        terms.take(chunk.forward, m).take(chunk.backward, m)
     if p > 1:
-        hop = clock.hop() if run.software.overlaps else 0.0
-        span = _played(run, forward, backward, hop) if simulate else None
-        if span is None:
-            through = sum(of(forward, s) + of(backward, s) for s in shared)
-            one = loads[busiest] / m
-            span = total + max(0.0, through - one) / v + 2 * (p - 1) * hop
+        hop = clock.hop() if soft.overlaps else 0.0
+        span = _played(run, stages, hop) if simulate else None
+        if span is None:  # one microbatch goes through, and the busiest stage does the others
+            through = (sum(loads) - total) / m
+            span = total + through / run.virtual_stages + 2 * (p - 1) * hop
         terms.add("bubble", span - total)
-        total = span
-    reduced = updated = 0.0
-    for s in shared:
-        if clock.exact:
-            a, b = sent[s, 0].get(LATE, (0.0, 0.0))
-            reduced, updated = max(reduced, a), max(updated, b)
-            continue
-        a, b = clock.at_the_end(shared[s], experts[s])
-        if run.zero == 3 and p > 1 and not run.reshard:
-            x, y = clock.gathers(shared[s], experts[s])
-            a, b = a + y, b + x
-        reduced, updated = max(reduced, a), max(updated, b)
-    soft = run.software
-    ahead, behind = of(forward, busiest), of(backward, busiest)
+    reduced, updated = map(max, zip(*late, strict=True))
+    ahead, behind = (sum(chunk.seconds[way] for chunk in busiest) for way in (0, 1))
     left = clock.exposed(reduced, behind, soft.overlaps and not soft.reduces_late)
     left += clock.exposed(updated, ahead, soft.overlaps)
     if run.config.tied and p > 1 and not clock.exact:  # the embedding is on the first stage and on the last
@@ -504,41 +478,60 @@ def _finish(run, clock, forward, backward, shared, experts, sent, simulate) -> T
         left += clock.collective("all-reduce", shared_bytes, 2, clock.inner["pp"])
     terms.add(LATE, left)
     cut = (run.zero_group if run.zero == 3 else run.data_ranks * run.mesh.sp) if run.zero else 1
-    held = max((shared[s] + experts[s] * run.mesh.ep) / cut for s in shared)
-    whole = max(shared[s] + experts[s] for s in shared)
-    optimizer = (OPTIMIZER_BYTES * held + 2 * run.software.reduced_bytes * whole) / clock.bytes_per_s
-    terms.add("optimizer", optimizer)
-    total += left + optimizer
+    params = [(sum(c.shared for c in stage), sum(c.experts for c in stage)) for stage in stages]
+    held = max((shared + experts * run.mesh.ep) / cut for shared, experts in params)
+    whole = max(shared + experts for shared, experts in params)
+    terms.add("optimizer", (OPTIMIZER_BYTES * held + 2 * soft.reduced_bytes * whole) / clock.bytes_per_s)
+    total = terms.seconds
     return Time(total, dict(terms.terms), terms.terms.get("bubble", 0.0) / total)
 
 
-def _played(run: Run, forward, backward, hop: float) -> float | None:
+def _stages(clock: Clock) -> tuple[list[list[Chunk]], list[tuple[float, float]]]:
+    """The chunks of each stage, and `Clock.at_the_end` of it. Chunks that are alike are counted once."""
+    run, counts, dense = clock.run, clock.run.chunk_layers, clock.run.dense_layers
+    p, at_the_end = run.mesh.pp, functools.cache(clock.at_the_end)
+    stages: list[list[Chunk]] = [[] for _ in range(p)]
+    alike, sent = dict[Any, Chunk](), dict[int, dict]()
+    for i, count in enumerate(counts):
+        stage = clock.alike(i % p) if clock.exact else 0
+        if clock.exact and stage not in sent:
+            sent[stage] = clock.sent(stage)
+        with_dense = min(count, dense)
+        dense -= with_dense
+        kind = count, with_dense, i == 0, i == len(counts) - 1, stage
+        if kind not in alike:
+            share = count / sum(counts[i % p :: p]) / run.microbatches
+            parts = {term: (shown * share, hid * share) for term, (shown, hid) in sent.get(stage, {}).items()}
+            alike[kind] = clock.chunk(*kind[:4], parts)
+        stages[i % p].append(alike[kind])
+    if clock.exact:
+        return stages, [sent[clock.alike(stage)].get(LATE, (0.0, 0.0)) for stage in range(p)]
+    return stages, [at_the_end(sum(c.shared for c in some), sum(c.experts for c in some)) for some in stages]
+
+
+def _played(run: Run, stages: list[list[Chunk]], hop: float) -> float | None:
     """The schedule's makespan with these times. Of many microbatches few are played, and the rest added at
     the busiest stage's pace: the steady state repeats. None where there is no such order."""
     m, p = run.microbatches, run.mesh.pp
-    few = min(m, 4 * p)
-    order = None
+    few, order = min(m, 4 * p), None
     for count in dict.fromkeys((few, m)):
         with contextlib.suppress(ValueError):
             few, order = count, _order(run.schedule, p, count, run.virtual_stages)
             break
     if order is None:
         return None
-    f = {cell: part.seconds for cell, part in forward.items()}
-    b = {cell: part.seconds for cell, part in backward.items()}
-    split = order.split_backward
-    weights = {
-        cell: (part.terms.get("products", 0) + part.terms.get("head and loss", 0)) / 2
-        for cell, part in backward.items()
-    }
 
     def cost(stage: int, op) -> float:
-        cell = (stage, op.chunk) if (stage, op.chunk) in f else (stage, 0)  # two ways: chunks lie elsewhere
-        if op.kind == "B":
-            return b[cell] - (weights[cell] if split else 0.0)
-        return f[cell] if op.kind == "F" else weights[cell]
+        here = stages[stage]
+        chunk = here[op.chunk if op.chunk < len(here) else 0]  # two ways: chunks lie elsewhere
+        forward, backward = chunk.seconds
+        if op.kind == "F":
+            return forward
+        terms = chunk.backward.terms
+        weights = (terms.get("products", 0.0) + terms.get("head and loss", 0.0)) / 2
+        return weights if op.kind == "W" else backward - weights * order.split_backward
 
-    pace = max(sum(f[c] + b[c] for c in f if c[0] == s) for s in range(p))
+    pace = max(sum(sum(chunk.seconds) for chunk in stage) for stage in stages)
     return makespan(order, cost, hop) + (m - few) * pace
 
 
