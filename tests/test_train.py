@@ -218,7 +218,7 @@ def test_rows_in_an_order_of_their_own_resume_to_the_bit_and_lose_what_one_devic
     plain = Stream(
         Corpus(tokens, offsets, long.tokenizer, "many short documents"), DataConfig(seq_len=64, batch_size=8)
     )
-    text = Stream(plain.corpus, plain.config, positions=functools.partial(row_orders, "balanced", n=2))
+    text = Stream(plain.corpus, plain.config, order=functools.partial(row_orders, "balanced", n=2))
     assert (text.batch(0)["segments"].max(1) > 1).any(), "rows of several documents"
     state, straight = run(plan, text=text)
     with pytest.raises(Killed):

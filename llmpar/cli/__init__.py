@@ -9,6 +9,7 @@ imported before `main` runs, so that Ctrl-C is heard from the start.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from typing import Any
@@ -18,8 +19,9 @@ import llmpar
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and give its exit status."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may not know every letter
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may not know every letter
     status = _attempt(sys.argv[1:] if argv is None else argv)
     joined = _joined()
     if joined and status:
@@ -81,10 +83,8 @@ def explain(error: Exception) -> str:
     if (joined := _joined()) and joined.is_broken(summary):
         return f"another process ended, or could not be reached: its own output says why ({summary})"
     if "RESOURCE_EXHAUSTED" in summary or "Out of memory" in summary:
-        return (
-            f"the memory of a device is full ({summary}); use a smaller model or batch, more microbatches, or"
-            " --remat block"
-        )
+        less = "use a smaller model or batch, more microbatches, or --remat block"
+        return f"the memory of a device is full ({summary}); {less}"
     ours = [f"{file.removeprefix(package)}:{line}" for file, line in frames if file.startswith(package)][-1:]
     return f"this is a fault of llmpar, at {''.join(ours)}: {summary}; LLMPAR_TRACEBACK=1 shows the stack"
 
@@ -124,7 +124,6 @@ def _fail(sentence: str, status: int, error: Exception | None = None) -> int:
     if sentence and first is None:
         print(f"llmpar: {sentence}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and sys.stdout is sys.__stdout__ and sys.stdout:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # what is still in its buffer cannot be written
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # what is still in its buffer cannot be written
     return status if first is None else first

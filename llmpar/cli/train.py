@@ -144,21 +144,17 @@ class Train:
 
     def read_text(self, config: ModelConfig, plan: Plan) -> tuple[Stream, Stream | None]:
         """Read the text to train on, and its held-out part if it is to be evaluated."""
-        from llmpar import sequence_order
+        from llmpar.sequence_order import row_orders
         from llmpar.training import data
 
         batch_size, seq_len = self.step.batch_size, self.step.seq_len
-        source = DataConfig(**vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed)
+        source = data.DataConfig(**vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed)
         tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
         data.check_vocab(tokenizer, config.vocab_size)
         corpus = data.read_corpus(source, tokenizer)
-        rows = functools.partial(
-            sequence_order.row_orders, plan.sequence_order, n=plan.mesh.sp, window=config.window
-        )
-        fixed = sequence_order.sequence_permutation(plan.sequence_order, seq_len, plan.mesh.sp)
-        positions = rows if plan.sequence_order == "balanced" else fixed
-        held_out = Stream(corpus, source, "held_out", positions) if self.eval_every else None
-        return Stream(corpus, source, positions=positions), held_out
+        order = functools.partial(row_orders, plan.sequence_order, n=plan.mesh.sp, window=config.window)
+        held_out = data.Stream(corpus, source, "held_out", order) if self.eval_every else None
+        return data.Stream(corpus, source, order=order), held_out
 
 
 def say_plan(config: ModelConfig, plan: Plan, source: str) -> None:
@@ -199,20 +195,10 @@ def progress_text(report: Report) -> str:
 
 def document_of(config: ModelConfig, plan: Plan, report: Report) -> dict:
     """Give the document of a training run; its keys are a contract."""
-    return {
-        "model": config.name,
-        "mesh": plan.mesh.sizes,
-        "losses": report.losses,
-        "grad_norms": report.grad_norms,
-        "tokens_per_s": report.tokens_per_s,
-        "step_s": report.step_s,
-        "params": config.num_params,
-        "devices": plan.mesh.size,
-        "start": report.start,
-        "mfu": report.mfu,
-        "peak_memory_bytes": report.memory_bytes,
-        "eval_losses": report.eval_losses,
-    }
+    run = {"model": config.name, "mesh": plan.mesh.sizes}
+    run |= {"params": config.num_params, "devices": plan.mesh.size, "peak_memory_bytes": report.memory_bytes}
+    measured = "losses grad_norms tokens_per_s step_s start mfu eval_losses".split()
+    return run | {name: getattr(report, name) for name in measured}
 
 
 class Stopper:
@@ -263,13 +249,8 @@ def progress(total: int) -> Iterator[Callable[[int, str], None]]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        columns = [
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-        ]
+        words = TextColumn("{task.description}")
+        columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), words, TimeElapsedColumn()
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("compiling", total=total)
             yield lambda done, words: bar.update(task, completed=done, description=words)

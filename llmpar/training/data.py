@@ -12,6 +12,7 @@ import contextlib
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -19,7 +20,7 @@ import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsInt
+from typing import Literal, SupportsInt
 
 import numpy as np
 from jaxtyping import Int32
@@ -32,16 +33,7 @@ MEMORY_PER_BYTE = 12  # measured: the text, its tokens, and what is in between
 LIBRARY_LIMIT_BYTES = 4 << 20  # about 250 files: read and encoded in well under a second
 # Left out: packages of others, tests, tables that are no prose (code pages, an index of help texts), local
 # settings.
-SKIPPED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "idle_test",
-    "encodings",
-    "pydoc_data",
-}
+SKIPPED_FOLDERS = "site-packages dist-packages test tests idlelib idle_test encodings pydoc_data".split()
 SKIPPED_FILES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 
@@ -74,20 +66,14 @@ class DataConfig:
     held_out: int = 20
 
     def __post_init__(self):
-        for name, least in {
-            "limit_bytes": 1,
-            "seq_len": 1,
-            "batch_size": 1,
-            "seed": 0,
-            "held_out": 0,
-        }.items():
+        least = {"limit_bytes": 1, "seq_len": 1, "batch_size": 1, "seed": 0, "held_out": 0}
+        for name, few in least.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; use {least} or more")
+            if value is not None and value < few:
+                raise ValueError(f"{name} is {value}; use {few} or more")
         if self.held_out == 1:
-            raise ValueError(
-                "held_out 1 leaves nothing to train on; use 2 or more (the last 1 of so many parts), or 0"
-            )
+            use = "use 2 or more (the last 1 of so many parts), or 0"
+            raise ValueError(f"held_out 1 leaves nothing to train on; {use}")
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
@@ -97,9 +83,8 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         path = os.path.expanduser(pattern)
         if os.path.isdir(path):
-            raise ValueError(
-                f"data '{pattern}' is a folder; name its files: '{os.path.join(pattern, '**', '*.txt')}'"
-            )
+            files = os.path.join(pattern, "**", "*.txt")
+            raise ValueError(f"data '{pattern}' is a folder; name its files: '{files}'")
         matches = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
         matches = sorted(f for f in matches if not os.path.isdir(f))
         for file in filter(os.path.exists, matches):
@@ -118,27 +103,24 @@ def library_files(root: str = "") -> list[str]:
     sources = []
     for folder, inside, files in os.walk(root):
         inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]
-        sources += [
-            os.path.join(folder, f) for f in files if f.endswith(".py") and not f.startswith(SKIPPED_FILES)
-        ]
+        files = [f for f in files if f.endswith(".py") and not f.startswith(SKIPPED_FILES)]
+        sources += [os.path.join(folder, f) for f in files]
     licences = [os.path.join(d, f) for d in (root, os.path.dirname(root)) for f in ("LICENSE.txt", "LICENSE")]
     return [f for f in licences if os.path.isfile(f)][:1] + sorted(sources)
 
 
-def read_documents(file: str, limit_bytes: int | None = None) -> Iterator[str]:
-    """The documents of one file: the whole of a text, or each line of a JSONL. Refuses what is not UTF-8.
-
-    Of a text not much more is read than ``limit_bytes``."""
+def read_documents(file: str, limit_bytes: int) -> Iterator[str]:
+    """The documents of one file: the whole of a text, of which not much more is read than ``limit_bytes``, or
+    each line of a JSONL. Refuses what is not UTF-8."""
     lines = file.endswith((".jsonl", ".ndjson"))
     try:
         with open(file, "rb") as opened:
-            raw = opened.read(-1 if lines or limit_bytes is None else limit_bytes + 4)
+            raw = opened.read(-1 if lines else min(limit_bytes + 4, os.path.getsize(file)))
             decoder = codecs.getincrementaldecoder("utf-8")()  # does not mind a last character that is cut
             text = decoder.decode(raw, final=not opened.read(1)).removeprefix("\ufeff")
     except OSError as error:
-        raise ValueError(
-            f"cannot read data file '{file}': {error.strerror}; check its path and permissions"
-        ) from None
+        why = f"{error.strerror}; check its path and permissions"
+        raise ValueError(f"cannot read data file '{file}': {why}") from None
     except UnicodeDecodeError as error:
         byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
         hint = "unpack it if it is compressed, convert it if it is in another encoding"
@@ -154,11 +136,10 @@ def read_documents(file: str, limit_bytes: int | None = None) -> Iterator[str]:
             document.encode()  # fails for what is no string, and for half of a surrogate pair
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             own = {UnicodeEncodeError: "half of a surrogate pair", RecursionError: "nested too deeply"}
-            raise ValueError(
-                f"data file '{file}', line {number}, is no JSON object with a string under \"text\" "
-                f"({own.get(type(error)) or f'{type(error).__name__}: {error}'}); each line must look like"
-                ' {"text": "…"}'
-            ) from None
+            why = own.get(type(error), f"{type(error).__name__}: {error}")
+            what = f'is no JSON object with a string under "text" ({why})'
+            like = 'each line must look like {"text": "…"}'
+            raise ValueError(f"data file '{file}', line {number}, {what}; {like}") from None
         yield document
 
 
@@ -179,10 +160,9 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """The text of token ids. Start tokens vanish; broken UTF-8, and ids that only the model has, become
         U+FFFD."""
-        kept = (
-            i if 0 <= i < 256 else 0xFF for i in map(int, ids) if i != self.start_id
-        )  # UTF-8 never has a 0xff
-        return bytes(kept).decode(errors="replace")
+        kept = [number for number in map(int, ids) if number != self.start_id]
+        raw = bytes(i if 0 <= i < 256 else 0xFF for i in kept)  # UTF-8 never has a 0xff
+        return raw.decode(errors="replace")
 
 
 class FileTokenizer:
@@ -198,18 +178,15 @@ class FileTokenizer:
             import tokenizers
         except ImportError as error:
             missing = f"tokenizer '{path}' needs the package tokenizers, which is not installed"
-            raise ValueError(
-                f"{missing}; install the extra llmpar[hf], or use the tokenizer 'bytes'"
-            ) from error
-        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-        self.file = file
+            instead = "install the extra llmpar[hf], or use the tokenizer 'bytes'"
+            raise ValueError(f"{missing}; {instead}") from error
+        self.file = file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         check_ordinary(file, "tokenizer")
         try:
             self.hub = tokenizers.Tokenizer.from_file(file)
         except Exception as error:  # the package raises nothing narrower
-            raise ValueError(
-                f"cannot read tokenizer '{file}': {error}; give 'bytes' or a tokenizer.json"
-            ) from error
+            instead = "give 'bytes' or a tokenizer.json"
+            raise ValueError(f"cannot read tokenizer '{file}': {error}; {instead}") from error
         self.hub.no_truncation()
         self.hub.no_padding()
         vocab = self.hub.get_vocab(with_added_tokens=True)
@@ -220,13 +197,10 @@ class FileTokenizer:
             lacks = f"tokenizer '{file}' lacks {', '.join(names)}"
             raise ValueError(f"{lacks}; name a token it has as start_token (--start-token)")
         self.hub.encode_special_tokens = True
-        self.name, self.start_id, self.vocab_size = (
-            path,
-            starts[0],
-            max(vocab.values()) + 1,
-        )  # ids may have gaps
-        with open(file, "rb") as opened:
-            digest = hashlib.sha256(opened.read() + b"%d" % self.start_id).hexdigest()[:16]
+        self.name, self.start_id = path, starts[0]
+        self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
+        content = pathlib.Path(file).read_bytes() + b"%d" % self.start_id
+        digest = hashlib.sha256(content).hexdigest()[:16]
         self.identity = {"name": os.path.abspath(file), "fingerprint": digest, "start_token": start_token}
 
     def encode(self, text: str) -> Int32[np.ndarray, " s"]:
@@ -238,9 +212,8 @@ class FileTokenizer:
         try:
             found = self.hub.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the package raises nothing narrower: no token for what is unknown, say
-            raise ValueError(
-                f"tokenizer '{self.name}' cannot encode the text: {error}; mend it, or use 'bytes'"
-            ) from error
+            what = f"tokenizer '{self.name}' cannot encode the text: {error}"
+            raise ValueError(f"{what}; mend it, or use 'bytes'") from error
         return [np.array(e.ids, np.int32) for e in found]
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
@@ -254,9 +227,8 @@ Tokenizer = ByteTokenizer | FileTokenizer
 def open_tokenizer(name: str = "bytes", start_token: str | None = None) -> Tokenizer:
     """``bytes``, or a Hugging Face ``tokenizer.json`` by path."""
     if name == "bytes" and start_token is not None:
-        raise ValueError(
-            f"start_token '{start_token}' is for a tokenizer.json: bytes have their own; leave it out"
-        )
+        why = "is for a tokenizer.json: bytes have their own; leave it out"
+        raise ValueError(f"start_token '{start_token}' {why}")
     return ByteTokenizer() if name == "bytes" else FileTokenizer(name, start_token)
 
 
@@ -269,9 +241,8 @@ def tokenizer_of(made: dict | None, asked: str | None) -> Tokenizer:
     tokenizer = open_tokenizer(asked or kept["name"], kept.get("start_token"))
     if tokenizer.identity["fingerprint"] != kept["fingerprint"]:
         trained = f"the checkpoint was trained with tokenizer '{kept['name']}'"
-        raise ValueError(
-            f"{trained}, and '{tokenizer.name}' is another; give the file that it was trained with"
-        )
+        other = f"'{tokenizer.name}' is another; give the file that it was trained with"
+        raise ValueError(f"{trained}, and {other}")
     return tokenizer
 
 
@@ -281,9 +252,8 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
     size = tokenizer.vocab_size
     if size > vocab_size:
         found = f"tokenizer '{tokenizer.name}' has {size} tokens but the model's vocabulary has {vocab_size}"
-        raise ValueError(
-            f"{found}; use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
-        )
+        use = f"use a model with {size} or more, or a smaller tokenizer ('bytes' has 257)"
+        raise ValueError(f"{found}; {use}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,31 +299,24 @@ def read_corpus(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpu
     limit = config.limit_bytes or (1 << 62 if config.data else LIBRARY_LIMIT_BYTES)
     need = MEMORY_PER_BYTE * min(limit, sum(os.path.getsize(f) for f in files if os.path.exists(f)))
     if 0 < (memory := host_bytes()) < need:
-        gib = (
-            f"{need / 2**30:,.1f} GiB of memory ({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
-        )
-        here = (
-            f"this machine has {memory / 2**30:,.1f} GiB; use --limit-bytes {memory // MEMORY_PER_BYTE}, or"
-            " less data"
-        )
-        raise ValueError(f"{source} would take {gib}, and {here}")
+        why = f"({MEMORY_PER_BYTE} bytes a byte of text; nothing is streamed)"
+        here = f"this machine has {memory / 2**30:,.1f} GiB"
+        less = f"use --limit-bytes {memory // MEMORY_PER_BYTE}, or less data"
+        needs = f"{source} would take {need / 2**30:,.1f} GiB of memory {why}"
+        raise ValueError(f"{needs}, and {here}; {less}")
     texts: list[str] = []
     size = num_read = 0
-    for text in (
-        text for file in files for text in read_documents(file, limit - size if limit < 1 << 62 else None)
-    ):
+    for text in itertools.chain.from_iterable(read_documents(file, limit - size) for file in files):
         num_read += 1
         raw = text.encode()[: limit - size]
         size += len(raw)
-        texts += (
-            [kept] if (kept := raw.decode(errors="ignore")) else []
-        )  # the limit may fall inside a character
+        if kept := raw.decode(errors="ignore"):  # the limit may fall inside a character
+            texts.append(kept)
         if size >= limit:
             break
     if not texts:
-        raise ValueError(
-            f"{source} has no text: {len(files)} files, {num_read} empty documents; give other --data"
-        )
+        empty = f"{len(files)} files, {num_read} empty documents"
+        raise ValueError(f"{source} has no text: {empty}; give other --data")
     source += f" ({len(files)} files; {len(texts)} documents, {size} bytes read"
     source += f", up to limit_bytes {limit})" if size >= limit else ")"
     order = _shuffled(len(texts), np.random.PCG64(0))
@@ -381,10 +344,9 @@ class Stream:
     a document; the tail, shorter than a row, is left out. Batches straddle epochs. The held-out part is never
     shuffled; a document may be cut in two by the split.
 
-    ``positions`` gives the position that each place of the sequence holds
-    (:func:`llmpar.sequence_order.sequence_permutation`), or is a function that gives them row by row, ``b
-    s``, from the rows' segments (:func:`llmpar.sequence_order.row_orders`). Targets are formed before it is
-    applied, so a step permutes nothing.
+    ``order`` says which position each place of a row holds, ``b s``, from the rows' segments, ``b s``
+    (:func:`llmpar.sequence_order.row_orders`); None: its own. Targets are formed before it is applied, so a
+    step permutes nothing.
     """
 
     def __init__(
@@ -392,10 +354,9 @@ class Stream:
         corpus: Corpus,
         config: DataConfig,
         part: Literal["train", "held_out"] = "train",
-        positions: (
-            Sequence[int] | np.ndarray | Callable[[np.ndarray], np.ndarray] | Literal["contiguous"]
-        ) = "contiguous",
+        order: Callable[[np.ndarray], np.ndarray] | None = None,
     ):
+        self.order = order
         self.corpus, self.config, self.part = corpus, config, part
         total, s = len(corpus.tokens), config.seq_len
         cut = total - (total // config.held_out if config.held_out else 0)
@@ -404,17 +365,10 @@ class Stream:
         self._bounds = np.concatenate([[begin], inner, [end]])
         self.num_rows = (end - begin - 1) // s  # per epoch
         if self.num_rows < 1:
-            found = (
-                f"the {part} part (held_out {config.held_out}) of {corpus.source} has {end - begin} of"
-                f" {total}"
-            )
+            has = f"has {end - begin} of {total}"
+            found = f"the {part} part (held_out {config.held_out}) of {corpus.source} {has}"
             hint = "use a shorter seq_len, more data, or another held_out (--held-out 0 keeps nothing out)"
             raise ValueError(f"seq_len {s} needs {s + 1} tokens, but {found}; {hint}")
-        self.positions: Any = positions
-        if not callable(positions):
-            plain = isinstance(positions, str) and positions == "contiguous"
-            self.positions = np.arange(s) if plain else np.atleast_1d(positions)
-            self._check_order(self.positions, (s,))
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffle)
 
     def batch(self, step: int) -> Batch:
@@ -438,22 +392,15 @@ class Stream:
         batch = {
             "tokens": tokens[:, :-1],
             "targets": np.where(documents[:, 1:] == documents[:, :-1], tokens[:, 1:], np.int32(-1)),
-            "positions": np.broadcast_to(np.arange(s, dtype=np.int32), (len(picks), s)),
+            "positions": np.tile(np.arange(s, dtype=np.int32), (len(picks), 1)),
             "segments": documents[:, :-1] - documents[:, :1] + 1,
         }
-        order = self.positions
-        if callable(order):
-            self._check_order(order := order(batch["segments"]), (len(picks), s))
-        order = np.broadcast_to(order, (len(picks), s))
-        return {name: np.take_along_axis(x, order, 1) for name, x in batch.items()}
-
-    def _check_order(self, order: np.ndarray, shape: tuple[int, ...]) -> None:
-        """Refuse an order that leaves out a position."""
-        if not np.array_equal(np.sort(order), np.broadcast_to(np.arange(shape[-1]), shape)):
-            raise ValueError(
-                f"positions {str(order):.60} is no permutation of 0 to {shape[-1] - 1}; use one, or"
-                " 'contiguous'"
-            )
+        if self.order is None:
+            return batch
+        places = self.order(batch["segments"])
+        if not np.array_equal(np.sort(places), batch["positions"]):
+            raise ValueError(f"order {str(places):.60} is in each row no permutation of 0 to {s - 1}")
+        return {name: np.take_along_axis(x, places, 1) for name, x in batch.items()}
 
     def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The epoch's order of rows; and for each document in its order, where it starts and how far its
