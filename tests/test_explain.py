@@ -15,11 +15,10 @@ from llmpar.inspect.explain import MissingArrow, explain, layout_of
 from llmpar.notation import parse_arrow
 
 MESH = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
-OTHER = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
 
 
-def put(*cuts, shape=(8, 8), mesh=MESH):
-    return jax.device_put(jnp.ones(shape), NamedSharding(mesh, P(*cuts)))
+def put(*cuts, shape=(8, 8)):
+    return jax.device_put(jnp.ones(shape), NamedSharding(MESH, P(*cuts)))
 
 
 def unfinished():
@@ -79,11 +78,6 @@ CASES = {  # an ambiguous product of two cuts
     "in_specs": (inside(lambda x: x, given=P(None, "tp")), "'b/dp s -> b s/tp' (all-gather over dp on b"),
     "out_specs": (inside(lambda x: x.sum(0), out=P(None)), "'+dp -> whole' (all-reduce over dp)"),
     "captured": (captured, "no arrow leads in but an argument"),
-    # another mesh in context
-    "two meshes": (
-        lambda: put("dp", mesh=OTHER) * 2,
-        "lies on another ('dp': 4, 'tp': 2, axis_types=(Explicit, Explicit))",
-    ),
 }
 
 

@@ -2,7 +2,8 @@
 
 JAX says which rule a program broke. Here each kind of message has a sentence that says which movement the
 program wants and does not name, in the notation of `llmpar.notation`. The kinds are those that lesson 12 and
-JAX's own documents provoke, in the words of JAX 0.10 and 0.12; an error of another kind stays as it is.
+JAX's own documents provoke, in the words of JAX 0.10 and 0.12 (explain.toml); an error of another kind stays
+as it is.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator
+from importlib import resources
 from typing import Any
 
 import jax
@@ -47,22 +50,28 @@ def _explained() -> Iterator[None]:
 
 
 def _sentence(error: BaseException) -> str:
-    for pattern, (missing, sentence) in ANSWERS.items():
-        if not (found := re.search(pattern, str(error), re.S)):
+    text = f"{error} {_open_sum(error)}"
+    for row in ERRORS:
+        if not (found := re.search("|".join(row["says"]), text, re.S)):
             continue
+        words = [word for word in found.groups() if word]
         with contextlib.suppress(ValueError, SyntaxError, LookupError, StopIteration):  # words not known here
-            before, after = missing(*found.groups(), *([_open_sum(error)] if missing is _finished else []))
-            axes = before.axes + before.sums
+            before, after = ENDS[row["ends"]](*words)
+            axes, arrow = before.axes + before.sums, _arrow(before, after)
             spec = PartitionSpec(*(d.axes or None for d in after.dims), unreduced=frozenset(after.sums))
-            return sentence.format(
-                *found.groups(),
-                before=before,
-                after=after,
-                axes=",".join(axes),
-                names=repr(axes),
-                sums=f"{{{', '.join(map(repr, axes))}}}",
-                arrow=_arrow(before, after),
-                reshard=f"{_arrow(before, after)}: jax.sharding.reshard(x, {spec})",
+            return (
+                row["sentence"]
+                .replace("\n", " ")
+                .format(
+                    *words,
+                    before=before,
+                    after=after,
+                    axes=",".join(axes),
+                    names=repr(axes),
+                    sums=f"{{{', '.join(map(repr, axes))}}}",
+                    arrow=arrow,
+                    reshard=f"{arrow}: jax.sharding.reshard(x, {spec})",
+                )
             )
     return ""
 
@@ -110,126 +119,59 @@ def _arrow(before: Layout, after: Layout) -> str:
 # ----------------------------------------------------------------------------------- which arrow is missing
 
 
-def _given(said: str, found: str) -> Ends:
-    return layout_of(found), layout_of(said)
-
-
-def _nothing(*_: str) -> Ends:
-    return Layout(()), Layout(())
-
-
-def _sum(axes: str) -> Ends:
+def unsummed(axes: str = "") -> Ends:
+    """The all-reduce over ``axes`` of a value of any shape."""
     return Layout((), tuple(sorted(set(re.findall(r"\w+", axes)) - {"None"}))), Layout(())
 
 
-def _finished(*kinds: str) -> Ends:
-    kind = next((kind for kind in kinds if "U:" in kind), "[]{U:a}")
-    return layout_of(kind), Layout(layout_of(kind).dims)
+def finished(*words: str) -> Ends:
+    """The sum that the last word's type has open."""
+    return layout_of(words[-1]), Layout(layout_of(words[-1]).dims)
 
 
-def _disagree(operation: str, shardings: str) -> Ends:
-    found = [x for x in map(layout_of, re.findall(_TUPLE, shardings)) if x.axes]
+def disagree(operation: str, shardings: str) -> Ends:
+    """From the second operand's layout to the first's."""
+    found = [x for x in map(layout_of, re.findall(PRINTED["TUPLE"], shardings)) if x.axes]
     return next((b, a) for i, a in enumerate(found) for b in found[i + 1 :] if a.dims != b.dims)
 
 
-def _twice(operation: str, inputs: str, result: str) -> Ends:
+def twice(operation: str, inputs: str, result: str) -> Ends:
+    """The last operand without the axis that cuts two dims of the result."""
     cuts = layout_of(result).axes
     axis = next(a for a in cuts if cuts.count(a) > 1)
-    last = [x for x in map(layout_of, re.findall(_TYPE, inputs)) if axis in x.axes][-1]
+    last = [x for x in map(layout_of, re.findall(PRINTED["TYPE"], inputs)) if axis in x.axes][-1]
     return last, Layout(tuple(Dim(d.name, d.axes * (axis not in d.axes)) for d in last.dims))
 
 
-def _reshape(kind: str, sizes: str = "") -> Ends:
-    """Dims that come first or last in both shapes keep their cuts."""
+def reshape(operation: str, kind: str, sizes: str = "") -> Ends:
+    """Dims that come first or last in both shapes keep their cuts; a gather keeps none."""
     old, new, before = re.findall(r"(?<![\w@])\d+", kind), re.findall(r"\d+", sizes), layout_of(kind)
     kept = lambda i: old[: i + 1] == new[: i + 1] or old[i:] == new[max(0, len(new) - len(old) + i) :]
     return before, Layout(tuple(Dim(d.name, d.axes * kept(i)) for i, d in enumerate(before.dims)))
 
 
-def _differs(before: str, after: str) -> Ends:
+def differs(before: str, after: str) -> Ends:
     """Over which axes a loop's value begins to differ, as a layout of sums."""
-    return _sum(" ".join(set(_marked(before, "V:")) ^ set(_marked(after, "V:"))))
+    return unsummed(" ".join(set(_marked(before, "V:")) ^ set(_marked(after, "V:"))))
 
 
-_TYPE = r"(\w+\[[^\]]*\](?:\{[^}]*\})?)"
-_TUPLE = r"(\((?:[^()]|\([^()]*\))*\))"
-_SPEC = r"(P\((?:[^()]|\([^()]*\))*\))"
-_TURN = rf"input carry .{{,80}}? has type {_TYPE} but the corresponding output carry \S+ has type {_TYPE}"
-MISSING = "; the arrow that is missing"
-CUT_TWICE = "the dim that is summed is cut by {after.axes[0]} in the one factor and by {axes} in the other"
-DISAGREE = "{0} has operands laid out as '{after}' and '{before}'" + MISSING + " for one of them: {reshard}"
-UNFINISHED = "{0} is given a sum that is not finished" + MISSING + " before it: {reshard}"
-LOST = "{0} would lose a cut of '{before}'" + MISSING + " before it: {reshard}"
-TERMS = (
-    "shard_map's out_specs say that the result is the same all over {axes}, and devices hold different ones"
-    + MISSING
-    + " inside, if these are terms of a sum: {arrow}: lax.psum(x, {names})"
-)
-ANSWERS: dict[str, tuple[Callable[..., Ends], str]] = {
-    rf"ambiguous how the output.*lhs_contracting_spec={_TUPLE} and rhs_contracting_spec=\1": (
-        _sum,
-        "both factors are cut by {axes} along the dim that is summed, so each device has one term of the sum,"
-        f" and nobody finishes it{MISSING} behind the product: {{arrow}}: out_sharding=P(…,"
-        " unreduced={sums}), then jax.sharding.reshard(x, P(…))",
-    ),
-    rf"contracting.* sharding, got {_TUPLE} and {_TUPLE}|lhs_contracting_spec={_TUPLE} and \w+={_TUPLE}": (
-        lambda *cuts: _given(*filter(None, cuts)),
-        f"{CUT_TWICE}{MISSING} before the product, of that dim: {{reshard}}",
-    ),
-    rf"(\w+) operation with inputs: (.*) produces an illegally sharded result: {_TYPE}": (
-        _twice,
-        f"{{0}} would cut two dims of its result by one axis{MISSING} for one of the operands: {{reshard}}",
-    ),
-    r"(\w+) got incompatible shardings for broadcasting: (.*)\.": (_disagree, DISAGREE),
-    rf"(\w+) is a non-linear operation and cannot accept input that is unreduced. Got {_TYPE}": (
-        _finished,
-        UNFINISHED,
-    ),
-    r"unreduced(?:/reduced)? rule for (\w+) is not implemented": (_finished, UNFINISHED),
-    r"is unreduced while \w+ is not. `(\w+)` operation": (_finished, UNFINISHED),
-    r"passed to (dot_general) cannot be unreduced. Got (.*)": (_finished, UNFINISHED),
-    r"should be reduced along the same axes .HS is unreduced on. Got (.*)": (
-        _finished,
-        UNFINISHED.replace("{0}", "a product"),
-    ),
-    rf"This (reshape) is not supported.*Got operand type: {_TYPE}, new sizes: {_TUPLE}": (
-        lambda _, kind, sizes: _reshape(kind, sizes),
-        LOST,
-    ),
-    rf"to provide output PartitionSpec for the (gather) indexing.*Got operand=\w+\({_TYPE}\)": (
-        lambda _, kind: _reshape(kind),
-        LOST,
-    ),
-    rf"in_specs passed to shard_map: {_SPEC} does not match the specs of the input: {_SPEC}": (
-        _given,
-        f"shard_map is given a value that lies otherwise than in_specs say{MISSING} before it: {{reshard}}",
-    ),
-    rf"acts as an assert.*The array sharding: {_SPEC} did not match the sharding provided: {_SPEC}": (
-        lambda found, said: _given(said, found),
-        f"on explicit axes with_sharding_constraint moves nothing{MISSING} in its place: {{reshard}}",
-    ),
-    r"only varying across mesh axes \{[^}]*\} and not \{([^}]*)\}": (_sum, TERMS),
-    r"is replicated across mesh axis (\S+), but could not infer replication": (_sum, TERMS),
-    _TURN + ", so the manual axis": (
-        _differs,
-        "a loop's value is the same all over {axes} at one end of a turn and differs at the other; no arrow"
-        " is missing, for nothing moves: say before the loop (or at the end of the turn, if it differs"
-        " before) that devices may hold different values: jax.lax.pcast(x, {names}, to='varying')",
-    ),
-    _TURN: (
-        _given,
-        f"a loop's value leaves a turn in another layout than it came in{MISSING} at the end of the turn:"
-        " {reshard}",
-    ),
-    r"Closing over inputs to shard_map|[Cc]ontext mesh .*Manual.* should match|should match .*Manual": (
-        _nothing,
-        "a value from outside shard_map is used inside it; no arrow leads in but an argument: give it to the"
-        " function, with the layout of its type as in_specs",
-    ),
-    r"[Cc]ontext mesh AbstractMesh\((.*?\)), .*? should match the .*?AbstractMesh\((.*?\)), ": (
-        _nothing,
-        "the mesh in context is ({0}), and the value lies on another ({1}); no arrow leads from mesh to mesh:"
-        " use jax.device_put(x, NamedSharding(mesh, P(…))) with the mesh in context, or with"
-        " jax.set_mesh(the other)",
-    ),
+PRINTED = {
+    "TYPE": r"(\w+\[[^\]]*\](?:\{[^}]*\})?)",
+    "SUM": r"(\w+\[[^\]]*\]\{[^}]*U:[^}]*\})",
+    "TUPLE": r"(\((?:[^()]|\([^()]*\))*\))",
+    "SPEC": r"(P\((?:[^()]|\([^()]*\))*\))",
 }
+ENDS: dict[str, Callable[..., Ends]] = {
+    "asked": lambda said, found: (layout_of(found), layout_of(said)),
+    "found": lambda found, said: (layout_of(found), layout_of(said)),
+    "unsummed": unsummed,
+    "finished": finished,
+    "disagree": disagree,
+    "twice": twice,
+    "reshape": reshape,
+    "differs": differs,
+}
+
+
+_ROWS = resources.files(__package__).joinpath("explain.toml").read_text(encoding="utf-8")
+ERRORS = tomllib.loads(re.sub("|".join(PRINTED), lambda word: PRINTED[word[0]], _ROWS))["error"]
