@@ -367,15 +367,7 @@ def test_messages_cross_each_boundary_once_per_microbatch_and_direction():
 
 def test_document_keeps_the_contract_of_the_command_line():
     document = json.loads(json.dumps(schedule_document(make("zb-h1", 4, 8), (1, 1, 1), 0.5)))
-    promised = {
-        "makespan",
-        "makespan_lockstep",
-        "bubble_over_ideal",
-        "bubble_fraction",
-        "bubble_rate",
-        "peak_live",
-        "table",
-    }
+    promised = set("makespan makespan_lockstep bubble_over_ideal bubble_fraction bubble_rate table".split())
     assert promised <= set(document) and document["peak_live"] == [4, 4, 4, 4]
     assert document["table"][3][0] == {
         "kind": "F", "microbatch": 0, "chunk": 0, "joined": False, "start": 4.5, "end": 5.5, "tick": 3,
