@@ -123,8 +123,9 @@ class Allowed(NamedTuple):
         elif self.least == self.most:
             what = f"{self.least:g}, the only one that is implemented"
         elif number:
-            what += f" from {self.least:,}" * (self.least > -math.inf)
-            what += f" to {self.most:,}" * (self.most < math.inf)
+            bounds = [f"{bound:,}" if self.kind is int else f"{bound:g}" for bound in (self.least, self.most)]
+            what += f" from {bounds[0]}" * (self.least > -math.inf)
+            what += f" to {bounds[1]}" * (self.most < math.inf)
         found = json.dumps(value, default=repr)
         raise ValueError(f"{name} is {found:.60}; use {what}" + " (or null)" * self.none)
 

@@ -153,7 +153,7 @@ def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path)
     (tmp_path / "ours.toml").write_text('base = "h100"\nmemory_share = 0.9\n')
     assert chip(tmp_path / "ours.toml").usable_bytes == int(0.9 * 84942979072)
     (tmp_path / "ours.toml").write_text('base = "h100"\nmemory_share = 90\n')
-    with pytest.raises(ValueError, match="memory_share = 90 is of no machine; use 0.001 to 1"):
+    with pytest.raises(ValueError, match="memory_share is 90; use a number from 0.001 to 1"):
         chip(tmp_path / "ours.toml")
     for name in hardware.MEMORY_SHARES:
         monkeypatch.setenv(name, ".95")

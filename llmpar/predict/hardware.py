@@ -17,24 +17,20 @@ import tomllib
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
+from typing import Annotated, Any
 
-from llmpar.files import read_toml
+from llmpar.config import allowed
+from llmpar.files import Allowed, read_toml
 from llmpar.predict.rates import Rates, rates
 
 GIB = 2**30
 LINKS = ("torus", "switch")
 MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables that tell JAX which share of a GPU's memory to take."""
-SHARES = ("products", "grouped", "attention", "memory", "links", "network", "shared")
-"""Fields of `Rates` that are shares."""
-BOUNDS = {
-    "flops_per_s": (1e6, 1e20), "hbm_bytes": (1e6, 1e16), "usable_hbm_gib": (1e-3, 1e7), "hop_s": (1e-12, 1),
-    "hbm_bytes_per_s": (1e3, 1e18), "link_bytes_per_s": (1e3, 1e18), "dcn_bytes_per_s": (1e3, 1e18),
-    "link_efficiency": (1e-6, 1), "memory_share": (1e-3, 1), "num_axes": (1, 8), "node_size": (1, 1 << 20),
-    "devices_per_chip": (1, 64), "wrap_multiple": (1, 1 << 20),
-}  # fmt: skip
+Text = Annotated[str, Allowed(str)]
+Rate = Annotated[float, Allowed(float, 1e3, 1e18)]
+Count = Annotated[int, Allowed(int, 1, 1 << 20)]
 """What a chip's file may say: far beyond what is built, near enough to find a wrong unit."""
-COUNTS = ("num_axes", "node_size", "devices_per_chip", "wrap_multiple")
 
 
 @dataclass(frozen=True)
@@ -49,28 +45,28 @@ class Chip:
     multiple of `wrap_multiple`.
     """
 
-    name: str
-    aliases: tuple[str, ...]
-    flops_per_s: float
-    hbm_bytes: float
-    usable_hbm_gib: float  # per JAX device, not per chip
-    hbm_bytes_per_s: float
-    link: str
-    link_bytes_per_s: float
-    link_efficiency: float  # share of the published link rate that large messages reach
-    num_axes: int
-    node_size: int
-    dcn_bytes_per_s: float
-    date: str  # when the source was current, or the chip was announced
-    devices_per_chip: int = 1
-    wrap_multiple: int = 1
-    memory_share: float = (
-        1.0  # of the usable memory that JAX takes where the environment does not say another
+    name: Text
+    aliases: Annotated[tuple[str, ...], Allowed(list)]
+    flops_per_s: Annotated[float, Allowed(float, 1e6, 1e20)]
+    hbm_bytes: Annotated[float, Allowed(float, 1e6, 1e16)]
+    usable_hbm_gib: Annotated[float, Allowed(float, 1e-3, 1e7)]  # per JAX device, not per chip
+    hbm_bytes_per_s: Rate
+    link: Text
+    link_bytes_per_s: Rate
+    link_efficiency: Annotated[float, Allowed(float, 1e-6, 1)]  # share of the link rate, of large messages
+    num_axes: Annotated[int, Allowed(int, 1, 8)]
+    node_size: Count
+    dcn_bytes_per_s: Rate
+    date: Text  # when the source was current, or the chip was announced
+    devices_per_chip: Annotated[int, Allowed(int, 1, 64)] = 1
+    wrap_multiple: Count = 1
+    memory_share: Annotated[float, Allowed(float, 1e-3, 1)] = (
+        1.0  # of the usable memory, taken by JAX unasked
     )
-    hop_s: float = 1e-6  # {BOOK}: about a microsecond per TPU hop; kept for switches too
+    hop_s: Annotated[float, Allowed(float, 1e-12, 1)] = 1e-6  # {BOOK}: of a TPU; kept for switches too
     reached: Rates | None = None  # measured on the machine at hand, and written by hand into a TOML file
     base: str = ""  # the row that a file started from
-    sources: dict[str, str] = field(default_factory=dict, hash=False, repr=False)
+    sources: Annotated[dict[str, str], Allowed(dict)] = field(default_factory=dict, hash=False, repr=False)
 
     @property
     def usable_bytes(self) -> int:
@@ -164,27 +160,19 @@ _RATES_OF = {name: row.pop("rates", name) for name, row in _TABLE["chip"].items(
 
 def _chip(name: str, row: dict) -> Chip:
     usual = _TABLE["usual"][row["link"]]
-    words = {"aliases": tuple(row["aliases"]), "sources": usual["sources"] | row.get("sources", {})}
-    return Chip(name, **_numbers(usual | row | words, name))
+    row = usual | row | {"name": name, "sources": usual["sources"] | row.get("sources", {})}
+    return Chip(**_checked(Chip, row, name))
 
 
-def _numbers(row: dict, asked: str) -> dict:
-    """A table's numbers as their fields have them. Refuses what no machine has."""
-    kinds = {"name": "str", "link": "str", "date": "str", "aliases": "list", "sources": "dict"}
-    for key, value in row.items():
-        if key in kinds:
-            if type(value).__name__ not in (kinds[key], "tuple"):
-                raise ValueError(f"{asked}: {key} = {value!r} is not a {kinds[key]}")
-        elif isinstance(value, bool) or not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-            raise ValueError(f"{asked}: {key} = {value!r} is not a positive number")
-        elif not (limits := BOUNDS[key])[0] <= value <= limits[1]:
-            raise ValueError(
-                f"{asked}: {key} = {value!r} is of no machine; use {limits[0]:g} to {limits[1]:g}"
-            )
-        elif key in COUNTS and value != int(value):
-            raise ValueError(f"{asked}: {key} = {value!r} is not a whole number")
-        else:
-            row[key] = int(value) if key in COUNTS else float(value)
+def _checked(kind: type, row: dict, asked: str) -> dict[str, Any]:
+    """A table as the fields have it. Refuses what no machine has."""
+    if unknown := sorted(set(row) - set(allowed(kind))):
+        known = ", ".join(sorted(allowed(kind)))
+        raise ValueError(f"{asked} has the unknown field {', '.join(unknown)}; known are {known}")
+    for name, value in row.items():
+        what = allowed(kind)[name]
+        what.check(f"{asked}: {name}", value)
+        row[name] = tuple(value) if what.kind is list else what.kind(value)
     return row
 
 
@@ -257,47 +245,25 @@ def _row(name: str) -> Chip:
 
 
 def _load(path: Path) -> Chip:
-    row = read_toml(path, "chip file")
-    asked = f"chip file {str(path)!r}"
+    row, asked = read_toml(path, "chip file"), f"chip file {str(path)!r}"
     base, reached = row.pop("base", None), row.pop("reached", None)
-    known = {f.name for f in fields(Chip)} - {"base", "reached"}
-    if unknown := sorted(set(row) - known):
-        raise ValueError(
-            f"{asked} has the unknown field {', '.join(unknown)}; known: base, reached,"
-            f" {', '.join(sorted(known))}"
-        )
-    row = _numbers({"name": path.stem, "aliases": []} | row, asked)
+    row = _checked(Chip, {"name": path.stem, "aliases": []} | row, asked)
     if row.get("link", "torus") not in LINKS:
         raise ValueError(f"{asked}: link = {row['link']!r} is neither of {', '.join(LINKS)}")
-    row["aliases"] = tuple(row["aliases"])
-    if base is not None:
-        inherited = _row(str(base))
-        row["sources"] = {k: v for k, v in inherited.sources.items() if k not in row} | row.get("sources", {})
-        row |= {"base": inherited.name}
-        row["reached"] = _reached(reached, inherited.rates, asked)
-        return replace(inherited, **row)
+    inherited = None if base is None else _row(str(base))
     needed = [f.name for f in fields(Chip) if f.default is f.default_factory is MISSING]
-    if missing := [name for name in needed if name not in row]:
+    if not inherited and (missing := [name for name in needed if name not in row]):
         raise ValueError(
             f"{asked} lacks {', '.join(missing)}; add them, or base = 'h100' to take them from a row"
         )
-    return Chip(**row, reached=_reached(reached, Rates(), asked))
-
-
-def _reached(table: object, usual: Rates, asked: str) -> Rates | None:
-    """The rates of a file, and the usual ones where it names none."""
-    if table is None:
-        return None
-    known = [f.name for f in fields(Rates)]
-    if not isinstance(table, dict) or (unknown := sorted(set(table) - set(known))):
-        what = f"unknown field {', '.join(unknown)}" if isinstance(table, dict) else "value of reached"
-        raise ValueError(f"{asked} has the {what}; a table [reached] may have {', '.join(known)}")
-    for key, value in table.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not 0 < value < float("inf") or key in SHARES and value > 1:
-            limit = "a share, above 0 and at most 1" if key in SHARES else "a positive number"
-            raise ValueError(f"{asked}: reached.{key} = {value!r} is not {limit}")
-    return replace(usual, **{key: float(value) for key, value in table.items()})
+    if reached is not None:
+        Allowed(dict).check(f"{asked}: reached", reached)
+        usual = inherited.rates if inherited else Rates()
+        row["reached"] = replace(usual, **_checked(Rates, reached, f"{asked}, reached"))
+    if not inherited:
+        return Chip(**row)
+    row["sources"] = {k: v for k, v in inherited.sources.items() if k not in row} | row.get("sources", {})
+    return replace(inherited, **{"reached": None} | row, base=inherited.name)
 
 
 def guess(device_kind: str) -> Chip | None:

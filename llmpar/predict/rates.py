@@ -6,6 +6,12 @@ from __future__ import annotations
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
+from typing import Annotated
+
+from llmpar.files import Allowed
+
+Share = Annotated[float, Allowed(float, 1e-6, 1)]
+Positive = Annotated[float, Allowed(float, 1e-12, 1e12)]
 
 
 @dataclass(frozen=True)
@@ -29,18 +35,18 @@ class Rates:
         eight_bit: how much faster 8-bit products are than 16-bit ones, and 4-bit ones than those.
     """
 
-    products: float = 0.70
-    half: float = 2e6
-    grouped: float = 0.45
-    attention: float = 0.45
-    memory: float = 0.80
-    links: float = 0.80
-    network: float = 0.80
-    kernel_s: float = 4e-6
-    host_s: float = 20e-6
-    start_s: float = 4e-6
-    shared: float = 0.2
-    eight_bit: float = 1.7
+    products: Share = 0.70
+    half: Positive = 2e6
+    grouped: Share = 0.45
+    attention: Share = 0.45
+    memory: Share = 0.80
+    links: Share = 0.80
+    network: Share = 0.80
+    kernel_s: Positive = 4e-6
+    host_s: Positive = 20e-6
+    start_s: Positive = 4e-6
+    shared: Share = 0.2
+    eight_bit: Positive = 1.7
 
 
 _TEXT = resources.files(__package__).joinpath("rates.toml").read_text(encoding="utf-8")
