@@ -1,32 +1,16 @@
 """Why two meshes differ in the fourth digit: the expected spread of loss, gradient norm and gradients.
 
-Addition of floats is not associative. A plan cuts sums into parts and adds these up in another order, so a
-step under it differs from a step on one device although both are right. A sum of k rounded additions is off
-by about sqrt(k) u, with u the unit roundoff of its dtype: signs of rounding errors are as good as random
-(Higham 2002, Accuracy and Stability of Numerical Algorithms, section 2.8 and chapter 4; Higham & Mary 2019
-prove that k u, the bound of the worst case, is exceeded by sqrt(k) u times a small factor with negligible
-probability only). The laws used here:
-
-- rounding: relative error of at most u, of 0.42 u in root mean square for logarithmic mantissas; two programs
-  that round apart differ by sqrt(2) as much;
-- a sum of k terms one after the other: partial sums grow, sqrt(k / 2) roundings of the result;
-- a reduction to one number: XLA adds up blocks of 32, then their sums, and so on;
-- depth: a branch is a share 1/(i + 1) of the i-th residual stream, which so gathers the errors of its
-  branches as a harmonic sum, while its own roundings add up one by one;
-- averaging: errors of different tokens are independent. Those of loss and norm shrink by the square root of
-  the tokens; those of a gradient do not, for it is itself a sum of random signs. (Where training has balanced
-  these, at a minimum, elements of a gradient are off by more than is said here; loss and norm are not.)
-
-The bound is `FACTOR` times the expected root mean square. What it leaves out: a token that changes its
-expert, where fewer than one is expected (`Tolerance.ties` says how many are), and what grows over steps of
-training.
+A plan cuts sums into parts and adds these up in another order, and floats do not add up associatively. A sum
+of k rounded additions is off by about sqrt(k) u, with u the unit roundoff of its dtype: signs of rounding
+errors are as good as random (Higham 2002, section 2.8 and chapter 4). `docs/plan.md` has the other laws and
+what they leave out.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from llmpar.config import ModelConfig
 from llmpar.notation import AXES
@@ -49,42 +33,31 @@ PRODUCTS = 6
 
 @dataclass(frozen=True)
 class Term:
-    """What one kind of sum or rounding adds to the spread; the last three are relative, root mean square.
+    """What one kind of sum or rounding adds to the spread; the last three are relative, root mean square."""
 
-    Attributes:
-        name: which sum.
-        by: the axes, or fields of the plan, that cut it; "" where none does: compilers may order it anew for
-            other shapes.
-        unit: what is rounded to.
-        length: roundings that add up at random, on the longest way through the model.
-        loss, grad_norm: of these numbers.
-        gradient: of a gradient's element, by the largest of its leaf.
-    """
-
-    name: str
-    by: str
-    unit: Unit
-    length: float
+    name: str  # which sum
+    by: str  # the axes, or fields of the plan, that cut it; "": compilers may order it anew for other shapes
+    unit: Unit  # what is rounded to
+    length: float  # roundings that add up at random, on the longest way through the model
     loss: float = 0.0
     grad_norm: float = 0.0
-    gradient: float = 0.0
+    gradient: float = 0.0  # of an element, by the largest of its leaf
+
+    @property
+    def spread(self) -> float:
+        """What the roundings of `length` add up to."""
+        return ROUNDING * UNIT[self.unit] * math.sqrt(self.length)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The spread of a step under a plan, by term.
-
-    Attributes:
-        products: what accelerators round float32 operands of products to.
-        logits, loss: of the model that is trained (`tolerance`).
-        ties: tokens that are expected to change an expert, over all layers.
-    """
+    """The spread of a step under a plan, by term."""
 
     dtype: str
-    products: Unit
-    logits: float
+    products: Unit  # what accelerators round float32 operands of products to
+    logits: float  # of the model that is trained (`tolerance`), as `loss`
     loss: float
-    ties: float
+    ties: float  # tokens that are expected to change an expert, over all layers
     terms: tuple[Term, ...]
 
     def expected(self, what: str) -> float:
@@ -98,15 +71,10 @@ class Tolerance:
     def document(self) -> dict:
         """The same as a JSON document: bounds, expected differences, terms."""
         names = "loss", "grad_norm", "gradient"
-        return {
-            "dtype": self.dtype,
-            "products": self.products,
-            "logits": self.logits,
-            "loss": self.loss,
+        return asdict(self) | {
             "factor": FACTOR,
             "bound": {name: self.bound(name) for name in names},
             "expected": {name: self.expected(name) for name in names},
-            "ties": self.ties,
             "terms": [asdict(term) for term in self.terms],
         }
 
@@ -138,25 +106,14 @@ def tolerance(
     )  # axes as they are asked for, without inner parts
     values, moves = _values(config, plan, seq_len, products), logits / max(1.0, loss)
     average, again = 1 / math.sqrt(tokens), math.sqrt(2)  # on the way forward, and once more on the way back
-    terms = [
-        replace(
-            x,
-            loss=_spread(x) * moves * average,
-            grad_norm=_spread(x) * again * average,
-            gradient=_spread(x) * again,
-        )
-        for x in values
-    ]
+    weigh: dict[str, Any] = {"loss": moves * average, "grad_norm": again * average, "gradient": again}
+    terms = [replace(x, **{name: x.spread * weight for name, weight in weigh.items()}) for x in values]
     terms += [*_curvature(plan, values, moves * logits), *_weights(config, plan, tokens)]
     ties, part = _ties(config, values)
     if (ties := ties * tokens) >= 1:
         moved, some = part * math.sqrt(ties) / tokens, part * math.sqrt(min(1.0, ties / tokens))
         terms.append(Term("other experts chosen", "", plan.dtype, ties, moves * moved, moved, some))
     return Tolerance(plan.dtype, products, logits, loss, ties, (*terms, *_totals(config, plan, tokens)))
-
-
-def _spread(term: Term) -> float:
-    return ROUNDING * UNIT[term.unit] * math.sqrt(term.length)
 
 
 def _values(config: ModelConfig, plan: Resolved, seq_len: int, products: Unit) -> list[Term]:
@@ -186,9 +143,9 @@ def _curvature(plan: Resolved, values: list[Term], scale: float) -> list[Term]:
     """Noise raises a loss by half of its variance, in every token alike. Both programs have it, but for the
     roundings that come with the cut, which one of them has."""
     added = [x for x in values if x.by and x.unit == plan.dtype]
-    bend = scale * sum(_spread(x) ** 2 for x in added) / 4
-    name, by = "noise that one lacks", ",".join(x.by for x in added)
-    return [Term(name, by, plan.dtype, sum(x.length for x in added), bend)] if added else []
+    bend, by = scale * sum(x.spread**2 for x in added) / 4, ",".join(x.by for x in added)
+    length = sum(x.length for x in added)
+    return [Term("noise that one lacks", by, plan.dtype, length, bend)] if added else []
 
 
 def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[Term]:
@@ -203,7 +160,7 @@ def _weights(config: ModelConfig, plan: Resolved, tokens: int) -> list[Term]:
         once = copies if plan.gathers == "block" else 1
         terms.append((Term("gradients", by, plan.dtype, once), 1.0))
     return [
-        replace(x, grad_norm=_spread(x) * math.sqrt(share / tokens), gradient=min(1.0, _spread(x)))
+        replace(x, grad_norm=x.spread * math.sqrt(share / tokens), gradient=min(1.0, x.spread))
         for x, share in terms
     ]
 
@@ -214,7 +171,7 @@ def _totals(config: ModelConfig, plan: Resolved, tokens: int) -> list[Term]:
     loss = Term("sum of losses", by, "float32", tree(tokens) / 2 + parts - 1)
     length = tree(config.num_params) / 2 + plan.mesh.size - 1
     norm = Term("sum of squares", ",".join(plan.mesh.live(*AXES)), "float32", length)
-    return [replace(loss, loss=_spread(loss)), replace(norm, grad_norm=_spread(norm) / 2)]
+    return [replace(loss, loss=loss.spread), replace(norm, grad_norm=norm.spread / 2)]
 
 
 def _ties(config: ModelConfig, values: list[Term]) -> tuple[float, float]:
@@ -226,7 +183,7 @@ def _ties(config: ModelConfig, values: list[Term]) -> tuple[float, float]:
     """
     if (how := config.experts) is None:
         return 0.0, 0.0
-    noise = math.sqrt(sum(_spread(x) ** 2 for x in values)) * 2 / 3
+    noise = math.sqrt(sum(x.spread**2 for x in values)) * 2 / 3
     layers = config.num_layers
     part = math.sqrt(2 * _depth(layers) / layers) / how.top_k
     return 0.3 * 0.8 * math.sqrt(2) * how.num_experts * noise * layers, part
