@@ -5,6 +5,7 @@ learners make them; nearly all must meet a sentence of their own, in place of th
 hints in steps, solutions after an attempt, what is noted, and `llmpar progress`.
 """
 
+import importlib
 import json
 import os
 import re
@@ -158,10 +159,25 @@ def test_the_verdict_table(name):
     assert np.mean(helped) >= 0.8, "too many answers meet the general hint only"
 
 
-def test_a_page_says_something_of_each_exercise_and_of_nothing_else():
+def test_an_exercise_has_an_answer_in_its_page_or_code_beside_it_and_all_code_belongs_to_one():
     for lesson in exercises.lessons():
-        assert set(sentences(lesson)) == set(exercises.exercises(lesson)), lesson
+        code = vars(importlib.import_module(f"llmpar.exercises.{lesson}"))
+        code = {
+            name
+            for name, f in code.items()
+            if getattr(f, "__annotations__", {}).get("return") is exercises.Exercise
+        }
+        answered = {name for name, says in sentences(lesson).items() if "answer" in says}
+        assert code | answered == set(sentences(lesson)) and not code & answered, lesson
     assert list(sentences("quiz")) == ["ratings", *exercises.lessons()]
+
+
+def test_an_exercise_without_code_and_answer_is_refused():
+    with pytest.raises(ValueError, match="it has neither code nor an answer in its page"):
+        judge.stated("it", SAYS)
+    facts = {"level": "expert", "answer": "A=3/4, 1; B=b/dp d", "hint": "Add.", "because": "Two."}
+    told = judge.stated("it", facts)
+    assert (told.level, told.solution) == ("expert", {"A": (0.75, 1.0), "B": "b/dp d"})
 
 
 SAYS = {"hint": "Add.", "because": "Two.", "one": "That is one."}
@@ -387,7 +403,7 @@ def test_a_pipe_is_no_file_of_answers(tmp_path, capsys):
     assert main(["progress"]) == 1
     exercises.attempt("03.sent", 1)
     told = capsys.readouterr()
-    assert "a pipe or a device" in told.err and "This answer was not noted" in told.out
+    assert "no ordinary file" in told.err and "This answer was not noted" in told.out
 
 
 def test_a_lone_notebook_can_ask(tmp_path):

@@ -257,7 +257,7 @@ def test_a_file_that_cannot_be_written_is_known_before_the_first_question(tmp_pa
     for name, why in (
         ("none/quiz.jsonl", "No such file"),
         (".", "it is a folder"),
-        ("pipe", "a pipe or a device"),
+        ("pipe", "no ordinary file"),
     ):
         with pytest.raises(ValueError, match=why):
             COMMANDS["quiz"](file=str(tmp_path / name)).run()

@@ -31,14 +31,6 @@ def layout_of() -> Exercise:
     return Exercise("core", "b/tp d/dp", observe=who_holds_what)
 
 
-def swap() -> Exercise:
-    """Ask which one collective turns `b/dp d` into `b d/dp`, and how many bytes a device sends for it:
-    float32 [1024, 256] on 8 devices."""
-    shard_bytes = 4 * 1024 * 256 // 8
-    right = {"collective": "all-to-all", "bytes_sent": shard_bytes * 7 // 8}
-    return Exercise("stretch", right, unit="bytes")
-
-
 def groups_across_hosts() -> Exercise:
     """Ask for a function that counts the groups of an axis whose devices are not all on one host."""
 

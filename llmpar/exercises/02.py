@@ -17,12 +17,6 @@ def scattered(devices: int = 8) -> Exercise:
     return Exercise("core", size * (devices - 1) // devices, wrong, unit="bytes")
 
 
-def sent() -> Exercise:
-    """Ask what a device of 4 sends of 8 MB for each kind of collective."""
-    right = {"all-gather": 6.0, "reduce-scatter": 6.0, "all-reduce": 12.0, "all-to-all": 6.0}
-    return Exercise("core", right)
-
-
 def ring_gather() -> Exercise:
     """Ask for an all-gather out of permutes, as one device's program."""
     import jax
@@ -59,9 +53,3 @@ def ring_gather() -> Exercise:
         wrong_way=counted(-1, step=-1),
     )
     return Exercise("stretch", solution, wrong, observe=run)
-
-
-def half_size() -> Exercise:
-    """Ask for the message at which an all-reduce's starts take as long as its bytes: 8 ranks, 5 µs a hop, 450
-    GB/s."""
-    return Exercise("expert", 8 * 5e-6 * 450e9, tolerance=0.01, unit="bytes")

@@ -56,8 +56,3 @@ def stage2_accumulated() -> Exercise:
         only_first=lambda gradient, parts: scatter(gradient(parts[0])),
     )
     return Exercise("stretch", solution, wrong, observe=observe)
-
-
-def keep_or_gather() -> Exercise:
-    """Ask what three policies send and hold, in units of Ψ elements: four microbatches, many devices."""
-    return Exercise("expert", {"again": (3 * 4, 0), "keep": (2 * 4, 1), "keep all step": (4 + 1, 1)})

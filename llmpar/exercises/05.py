@@ -20,12 +20,6 @@ def stack_all_reduces(devices: int = 8) -> Exercise:
     return Exercise("core", 7 * some, {key: count * some for key, count in wrong.items()})
 
 
-def attention_layouts() -> Exercise:
-    """Ask for the layouts of the four attention matrices under tensor parallelism."""
-    right = {"q": "d n/tp h", "k": "d k/tp h", "v": "d k/tp h", "o": "n/tp h d"}
-    return Exercise("core", right)
-
-
 def gated_pair() -> Exercise:
     """Ask for a gated feed-forward as a column-row pair, as one device writes it."""
     draw = np.random.default_rng(0).standard_normal

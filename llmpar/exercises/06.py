@@ -16,12 +16,6 @@ def ring_bytes(devices: int = 8, seq: int = 256) -> Exercise:
     return Exercise("core", (devices - 1) * hop, wrong, unit="bytes")
 
 
-def hop_bytes() -> Exercise:
-    """Ask for the bytes of one hop of Llama 3 8B (8 KV heads of width 128) at 128k positions over sp=8 in
-    bfloat16, K and V of one layer."""
-    return Exercise("core", 2 * (131_072 // 8) * 8 * 128 * 2, tolerance=0.01, unit="bytes")
-
-
 def zigzag() -> Exercise:
     """Ask for the permutation that deals s positions to ranks so that causal work is even."""
 

@@ -7,11 +7,6 @@ from llmpar.schedules import from_text, make
 from llmpar.timetable import timetable
 
 
-def held() -> Exercise:
-    """Ask how many microbatches stage 3 of 16 holds at most under 1F1B: 64 microbatches."""
-    return Exercise("core", 16 - 3)
-
-
 def _rows(text: str, stages: int, microbatches: int) -> list:
     """An order as lists of operations, refused if it is illegal or has another size."""
     if re.search(r"\bF\d", text) and not re.search(r"\bF0\b", text):

@@ -13,22 +13,6 @@ LLAMA = dataclasses.replace(preset("tiny"), num_layers=2)
 ROWS, SEQ, DEVICES, MOST_BYTES = 16, 32, 16, 240_000
 
 
-def share() -> Exercise:
-    """Ask which share of a weight `l/pp d/fsdp m/tp` a device of pp=2 dp=2 fsdp=2 tp=2 holds."""
-    return Exercise("core", 1 / 8, unit="a fraction of 1")
-
-
-def links() -> Exercise:
-    """Ask which link the groups of each axis use: pp=2 dp=8 tp=4 on nodes of four."""
-    return Exercise("core", {"pp": "network", "dp": "network", "tp": "NVLink"})
-
-
-def causes() -> Exercise:
-    """Ask for the cause of each difference in the lesson's five runs."""
-    right = dict(A="summed twice", B="norm of one shard", C="rounding", D="mean of means", E="not summed")
-    return Exercise("stretch", right)
-
-
 def price(text: str) -> tuple[int, int]:
     """Bytes of arguments that a device holds under a mesh, and bytes that it sends per step."""
     plan = Plan(text)

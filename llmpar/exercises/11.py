@@ -10,19 +10,3 @@ def replicas() -> Exercise:
     state = 12 * preset("llama3-8b").num_params / 2**30
     right = {"dp=16": state, "fsdp=16": state / 16}
     return Exercise("core", right, tolerance=0.01)
-
-
-def schemes() -> Exercise:
-    """Ask for the scheme of three situations: dp, fsdp, tp or pp."""
-    right = {"fits on a GPU": "dp", "fits in a node": "fsdp", "layers wider than a node's memory": "tp"}
-    return Exercise("core", right)
-
-
-def slow_network() -> Exercise:
-    """Ask how many tokens a GPU needs before FSDP's gathers hide: 16 nodes of 4 A100s, 100 Gb/s a node."""
-    return Exercise("stretch", 312e12 / (100e9 / 8 / 4), tolerance=0.01)
-
-
-def data_sheet() -> Exercise:
-    """Ask by which factor the threshold C/β changes when rates are those that are reached."""
-    return Exercise("expert", 0.752 / 0.432, tolerance=0.01)

@@ -46,11 +46,6 @@ def rows() -> Exercise:
     return Exercise("core", _slice, wrong, observe=observe)
 
 
-def goes_on() -> Exercise:
-    """Ask from which step a killed run goes on."""
-    return Exercise("core", 4)
-
-
 def _two_level(x):
     part = lax.psum_scatter(x, "tp", tiled=True)
     return lax.all_gather(lax.psum(part, "dp"), "tp", tiled=True)

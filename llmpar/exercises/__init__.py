@@ -9,35 +9,34 @@ In a lesson, the learner replaces the dots and runs the cell again:
 `hint("03.bytes_sent")` helps a step at a time, `solution("03.bytes_sent")` answers after an attempt, and
 `met("03.bytes_sent", found)` sets the first answer beside what the compiled program says.
 
-In `llmpar/exercises/03.py` stands a function of that name. It takes what the lesson passes by keyword
-and computes the solution, and wrong answers that depend on what was passed or are functions. `observe` turns
-an answer into what is compared, so that a learner's function is recognised by what it does. An answer with
-several named parts is judged part by part; a wrong answer helps wherever the parts that it spoils are met.
+What is said stands in the page `llmpar/exercises/03.md`, under the same name: hints, why the solution is
+right, wrong answers, and for each of them the sentence that helps (`pages` has the form). An exercise whose
+answer never changes stands there alone. An answer with several named parts is judged part by part; a wrong
+answer helps wherever the parts that it spoils are met.
+
+What must be computed does a function of that name in `llmpar/exercises/03.py`: from what the lesson passes by
+keyword the solution, and wrong answers that depend on it or are functions. `observe` turns an answer into
+what is compared, so that a learner's function is recognised by what it does.
 
     def bytes_sent(devices: int = 8) -> Exercise:
         '''Ask how many bytes a device sends in a ring all-reduce of 1 MiB.'''
         size = 2**20
         return Exercise("core", 2 * size * (devices - 1) // devices, wrong=dict(own_piece=2 * size))
-
-What is said stands in `llmpar/exercises/03.md`, under the same name: hints, why the solution is right, and
-for each wrong answer the sentence that helps (`pages` has the form), beside the other wrong answers
-themselves. It can be edited and translated without the code.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import inspect
 import pathlib
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from llmpar.exercises.judge import CORRECT, NOT_ATTEMPTED, Exercise
+from llmpar.exercises.judge import CORRECT, NOT_ATTEMPTED, Exercise, stated
 from llmpar.exercises.pages import sentences
 from llmpar.exercises.record import answers, as_text, note
 
@@ -55,17 +54,12 @@ SAID: dict[str, str] = {}
 
 def lessons() -> list[str]:
     """List the numbers of the lessons that have exercises."""
-    return sorted(file.stem for file in pathlib.Path(__file__).parent.glob("[0-9][0-9].py"))
+    return sorted(file.stem for file in pathlib.Path(__file__).parent.glob("[0-9][0-9].md"))
 
 
-@functools.cache
-def exercises(lesson: str) -> dict[str, Callable[..., Exercise]]:
-    """List the exercises of a lesson: the functions in its file that say they return an `Exercise`."""
-    if lesson not in lessons():
-        return {}
-    found = vars(importlib.import_module(f"{__name__}.{lesson}"))
-    is_exercise = lambda f: inspect.isfunction(f) and f.__annotations__.get("return") is Exercise
-    return {name: f for name, f in found.items() if is_exercise(f)}
+def exercises(lesson: str) -> list[str]:
+    """List the exercises of a lesson, in the order of its page."""
+    return list(sentences(lesson)) if lesson in lessons() else []
 
 
 def names(*chosen: str) -> list[str]:
@@ -75,12 +69,13 @@ def names(*chosen: str) -> list[str]:
 
 def find(name: str, **given: Any) -> Exercise:
     """Look up an exercise by the number of its lesson and its name, as in '03.bytes_sent'."""
-    lesson, _, function = name.partition(".")
-    known = exercises(lesson)
-    if function not in known:
-        there = ", ".join(f"{lesson}.{other}" for other in known) or "none in that lesson"
+    lesson, _, own = name.partition(".")
+    if own not in exercises(lesson):
+        there = ", ".join(names(lesson)) or "none in that lesson"
         raise ValueError(f"there is no exercise {name!r}; there are {there}")
-    return known[function](**given).told(name, sentences(lesson).get(function, {}))
+    says = sentences(lesson)[own]
+    computed = getattr(importlib.import_module(f"{__name__}.{lesson}"), own, None)
+    return computed(**given).told(name, says) if computed else stated(name, says)
 
 
 def attempt(name: str, answer: Any, **given: Any) -> None:

@@ -1,6 +1,8 @@
 """Read what is said of answers: a Markdown page for each lesson beside its code, one line for each sentence.
 
 ## sent                             the exercise
+- answer: 7/8                      of one without code: a number, `8, 1`, a text, or parts, `A=none; B=2`
+- level: core                      of one without code; its question, tolerance and unit, too
 - nudge: How often does …           a first hint; may come again
 - hint: A ring all-reduce is …      the last hint, and the word for an answer that nobody foresaw
 - because: Both halves of …         why the solution is right

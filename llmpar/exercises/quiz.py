@@ -10,23 +10,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmpar.exercises.judge import CORRECT, NOT_ATTEMPTED, Exercise, read
+from llmpar.exercises.judge import CORRECT, NOT_ATTEMPTED, Exercise, stated
 from llmpar.exercises.pages import sentences
 from llmpar.exercises.record import now
 
 
-def _question(
-    lesson: str, question: str, answer: str, because: str, unit: str = "", **wrong: str
-) -> tuple[str, Exercise]:
+def _question(lesson: str, says: Mapping[str, str]) -> tuple[str, Exercise]:
     """A question, and the exercise that judges its answer, a number. There is no second try: the reason
     serves as the hint."""
-    exercise = Exercise("core", read(answer, 0), tolerance=0.01, unit=unit)
-    return question, exercise.told(f"question {lesson}", {"because": because, "hint": because} | wrong)
+    says = {"tolerance": "0.01", "hint": says["because"], **says}
+    return says["question"], stated(f"question {lesson}", says)
 
 
 RATINGS = sentences("quiz")["ratings"]
 """What learners rate, by name."""
-QUESTIONS = {name: _question(name, **says) for name, says in sentences("quiz").items() if name != "ratings"}
+QUESTIONS = {name: _question(name, says) for name, says in sentences("quiz").items() if name != "ratings"}
 """The number of a lesson: its question, and the exercise that judges the answer."""
 
 
