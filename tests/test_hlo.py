@@ -3,6 +3,7 @@ text."""
 
 import json
 import re
+import tomllib
 from dataclasses import replace
 from fractions import Fraction
 from math import prod
@@ -30,6 +31,7 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.jaxpr import census_jaxpr
 
+TABLES = tomllib.loads((Path(__file__).parent / "tables.toml").read_text())
 CUBE = {"dp": 2, "fsdp": 2, "tp": 2}
 AXES = tuple(CUBE)
 CASES = {
@@ -350,39 +352,13 @@ ENTRY %main (x: f32[4]) -> f32[8] {{
 """
 
 
-SPELLINGS = [
-    ("replica_groups={{0,2},{1,3},{4,6},{5,7}}, ", ("fsdp",), 2),
-    ("replica_groups={{0,1,4,5},{2,3,6,7}}, ", ("dp", "tp"), 4),
-    ("replica_groups={{3,1},{5,7},{0,2},{6,4}}, ", ("fsdp",), 2),
-    ("replica_groups={}, ", AXES, 8),
-    ("", AXES, 8),
-    ("replica_groups={{0,3},{1,2},{4,7},{5,6}}, ", ("other",), 2),
-    ("replica_groups={{0,1},{2,4},{3,5},{6,7}}, ", ("other",), 2),
-    ("replica_groups={{0,1,2},{3,4,5,6,7}}, ", ("other",), 5),
-    ("replica_groups=[4,2]<=[8], ", ("tp",), 2),
-    ("replica_groups=[1,8]<=[8], ", AXES, 8),
-    ("replica_groups=[4,2]<=[2,4]T(1,0), ", ("dp",), 2),
-    ("replica_groups=[4,2]<=[4,2]T(1,0), ", ("fsdp",), 2),
-    ("replica_groups=[2,4]<=[2,2,2]T(1,0,2), ", ("dp", "tp"), 4),
-    ("replica_groups=mesh['dp'=2,'fsdp'=2,'tp'=2] {'fsdp'}, ", ("fsdp",), 2),
-    ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}, ", ("dp", "fsdp"), 4),
-    ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0','axis_1'}, ", AXES, 8),
-    ("replica_groups=mesh['q'=8] {'q':(1)2}, ", ("dp",), 2),
-    ("replica_groups=mesh['q'=8] {'q':(2)2}, ", ("fsdp",), 2),
-    ("replica_groups=mesh['q'=8] {'q':(2)4}, ", ("fsdp", "tp"), 4),
-    ("replica_groups=mesh['q'=8] {'q':(1)2,'q':(4)2}, ", ("dp", "tp"), 4),
-    ("replica_groups=mesh['a'=2,'q'=4] {'a','q':(2)2}, ", ("dp", "tp"), 4),
-    ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_1'}, ", ("dp",), 2),
-    ("replica_groups=mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}, ", ("fsdp", "tp"), 4),
-    ("replica_groups=mesh['x'=2,'y'=4], device_ids=(0,4,2,6,1,5,3,7) {'x'}, ", ("tp",), 2),
-    ("replica_groups=mesh['x'=2,'y'=4], device_ids=(0,4,2,6,1,5,3,7) {'y':(2)2}, ", ("dp",), 2),
-]
+SPELLINGS = TABLES["groups"]
 
 
 @pytest.mark.parametrize("groups, axes, group_size", SPELLINGS, ids=[s[0].strip(", ") for s in SPELLINGS])
 def test_every_spelling_of_groups(groups, axes, group_size):
     (c,) = census_hlo(gather(groups), ABSTRACT)
-    assert (c.axes, c.group_size) == (axes, group_size)
+    assert (c.axes, c.group_size) == (tuple(axes), group_size)
     assert c.bytes_sent == ring_bytes("all-gather", group_size, 32)
 
 

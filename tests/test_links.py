@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import random
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from llmpar.mesh import make_mesh
 from llmpar.notation import AXES, MeshShape
 from llmpar.placement import device_grid, link_domain
 
+TABLES = tomllib.loads((Path(__file__).parent / "tables.toml").read_text())
 RECORDED = json.loads((Path(__file__).parent / "topologies.json").read_text())
 
 
@@ -159,25 +161,7 @@ def test_a_smaller_mesh_takes_devices_that_lie_together(grid, name):
             check(shape, made, devices)
 
 
-@pytest.mark.parametrize(
-    "name, mesh, hosts, domains",
-    [
-        ("running h100:8x8", "fsdp=8", 1, 1),
-        ("running h100:8x8", "dp=2 tp=8", 2, 2),
-        ("running h100:8x8", "dp=3 tp=4", 2, 2),  # 8 + 4: each tp in a host
-        ("running h100:8x8", "dp=2 tp=6", 2, 2),  # 6 + 6
-        ("running h100:8x8", "dp=3 tp=6", 3, 3),
-        ("running h100:8x8", "dp=13", 2, 2),
-        ("a100:4x4", "dp=3 tp=4", 3, 3),
-        ("v5e:4x8", "fsdp=4", 1, 1),
-        ("v5e:4x8", "fsdp=8", 2, 1),
-        ("v5p:4x4x4", "fsdp=8", 2, 1),
-        ("v5p:4x4x4", "fsdp=16 tp=2", 8, 1),
-        ("2 x v5e:4x8", "fsdp=32", 8, 1),
-        ("2 x v5e:4x8", "dp=2 fsdp=4", 2, 1),
-        ("2 x v5e:4x8", "dp=2 fsdp=20", 12, 2),
-    ],
-)
+@pytest.mark.parametrize("name, mesh, hosts, domains", TABLES["few_hosts"])
 def test_a_smaller_mesh_uses_few_hosts_and_few_domains(grid, name, mesh, hosts, domains):
     made = grid(mesh, TOPOLOGIES[name])
     assert len({d.process_index for d in made.flat}) == hosts
@@ -190,64 +174,7 @@ NVLINK, NETWORK = "NVLink within a host", "network between {} hosts"
 BOTH = "NVLink within a host ({} each), network between {} hosts"
 
 
-@pytest.mark.parametrize(
-    "name, mesh, said",
-    [
-        ("h100:8x8", "pp=4 dp=2 tp=8", {"pp": NETWORK.format(4), "dp": NETWORK.format(2), "tp": NVLINK}),
-        ("h100:8x8", "dp=4 fsdp=2 sp=8", {"dp": NETWORK.format(4), "fsdp": NETWORK.format(2), "sp": NVLINK}),
-        ("h100:8x8", "dp=2 fsdp=8 tp=4", {"dp": NETWORK.format(2), "fsdp": BOTH.format(2, 4), "tp": NVLINK}),
-        ("h100:8x8", "fsdp=64", {"fsdp": BOTH.format(8, 8)}),
-        (
-            "running h100:8x8, a process per GPU",
-            "dp=2 fsdp=8 tp=4",
-            {"dp": NETWORK.format(2), "fsdp": BOTH.format(2, 4), "tp": NVLINK},
-        ),
-        ("a100:4x4", "tp=16", {"tp": BOTH.format(4, 4)}),
-        (
-            "gb200:2x18x4",
-            "dp=2 fsdp=18 tp=4",
-            {"dp": NETWORK.format(2), "fsdp": "NVLink across 18 hosts", "tp": NVLINK},
-        ),
-        (
-            "gb200:2x18x4",
-            "fsdp=144",
-            {"fsdp": "NVLink across 18 hosts (72 each), network between 2 domains of NVLink"},
-        ),
-        ("one h100", "fsdp=4 tp=2", {"fsdp": NVLINK, "tp": NVLINK}),
-        ("one GPU", "dp=1", {}),
-        (
-            "v5p:4x4x4",
-            "fsdp=16 tp=4",
-            {"fsdp": "ICI, 2 torus dims (4 x 4)", "tp": "ICI ring of 4 (one torus dim)"},
-        ),
-        (
-            "v5p:4x4x4",
-            "fsdp=8 tp=8",
-            {"fsdp": "ICI, 2 torus dims (2 x 4), 2 links apart", "tp": "ICI, 2 torus dims (4 x 2)"},
-        ),
-        ("v6e:16x16", "fsdp=16 tp=16", dict.fromkeys(("fsdp", "tp"), "ICI ring of 16 (one torus dim)")),
-        (
-            "v5e:4x8",
-            "fsdp=8 tp=4",
-            {"fsdp": "ICI line of 8 (one torus dim)", "tp": "ICI line of 4 (one torus dim)"},
-        ),
-        ("v5e:2x4", "sp=8", {"sp": "ICI, 2 torus dims (2 x 4)"}),
-        (
-            "2 x v5e:4x8",
-            "dp=4 tp=16",
-            {
-                "dp": "ICI line of 2 (one torus dim), 2 links apart, DCN between 2 slices",
-                "tp": "ICI, 2 torus dims (2 x 8)",
-            },
-        ),
-        ("2 x v5e:4x8", "dp=2 fsdp=32", {"dp": "DCN between 2 slices", "fsdp": "ICI, 2 torus dims (4 x 8)"}),
-        (
-            "tpu7x:2x2x2",
-            "fsdp=8 tp=2",
-            {"fsdp": "ICI, 3 torus dims (2 x 2 x 2)", "tp": "the cores of a chip"},
-        ),
-    ],
-)
+@pytest.mark.parametrize("name, mesh, said", TABLES["links_said"])
 def test_links_are_said_in_words(grid, name, mesh, said):
     assert {axis: row["link"] for axis, row in read(grid(mesh, TOPOLOGIES[name])).items()} == said
 

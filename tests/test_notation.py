@@ -4,6 +4,8 @@ nothing."""
 import itertools
 import math
 import random
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +26,8 @@ from llmpar.notation import (
     parse_layout,
     parse_mesh,
 )
+
+TABLES = tomllib.loads((Path(__file__).parent / "tables.toml").read_text())
 
 
 def refusal(parse, text, *more):
@@ -87,28 +91,7 @@ def test_printing_and_parsing_are_each_others_inverse(seed):
         assert parse_arrow(str(Arrow(layout, other))) == Arrow(layout, other)
 
 
-@pytest.mark.parametrize(
-    "text, marked, why",
-    [
-        ("b/dp,pd s", "pd", "unknown mesh axis 'pd'; the axes are pp dp fsdp ep sp tp"),
-        ("b/dp s/dp", "dp", "axis 'dp' already cuts 'b'; an axis is used once in a layout"),
-        ("b/dp,dp s", "dp", "axis 'dp' already cuts 'b'"),
-        ("b/tp s +tp", "tp", "axis 'tp' already cuts 'b'"),
-        ("b s +tp +tp", "tp", "axis 'tp' already carries an unfinished sum"),
-        ("stream b +m +m", "+m", "dim 'm' is summed over twice"),
-        ("b s b", "b", "dim 'b' appears twice"),
-        ("b x d", "x", "unknown dim 'x'; the dims are b s t d n k r h m e v c l u"),
-        ("b xx/dp d", "xx", "unknown dim 'xx'"),
-        ("b +tp d", "d", "dims come before unfinished sums"),
-        ("b +q", "q", "unknown mesh axis 'q'"),
-        ("b stream", "stream", "nor a region (which comes first)"),
-        ("b whole", "whole", "neither a dim"),
-        ("bsd", "bsd", "neither a dim (one letter, spaces between two)"),
-        ("dp", "dp", "nor a region"),
-        ("dp=2 b", "dp=2", "neither a dim"),
-        ("B", "B", "unknown dim 'B'"),
-    ],
-)
+@pytest.mark.parametrize("text, marked, why", TABLES["layouts_refused"])
 def test_a_bad_layout_is_refused_with_a_caret_under_the_bad_token(text, marked, why):
     message, shown = refusal(parse_layout, text)
     assert shown == marked and why in message
@@ -146,34 +129,7 @@ def test_shard_shape_divides_each_dim_by_the_product_of_its_axes():
 
 # ----------------------------------------------------------------------------------------------------- arrows
 
-TABLE = {
-    # the five rows of the design's table
-    "b s d +tp -> b s d": ["all-reduce over tp"],
-    "b s d +tp -> b s/tp d": ["reduce-scatter over tp on s"],
-    "b s/tp d -> b s d": ["all-gather over tp on s"],
-    "b s/sp n -> b s n/sp": ["all-to-all over sp s to n"],
-    "b s d -> b s/tp d": ["slice over tp on s"],
-    # every strategy of the design
-    "+dp -> whole": ["all-reduce over dp"],
-    "+fsdp -> d/fsdp": ["reduce-scatter over fsdp on d"],
-    "d/fsdp -> whole": ["all-gather over fsdp on d"],
-    "d/fsdp m -> d m": ["all-gather over fsdp on d"],
-    "d m +fsdp -> d/fsdp m": ["reduce-scatter over fsdp on d"],
-    "d m +dp +fsdp -> d/fsdp m": ["reduce-scatter over fsdp on d", "all-reduce over dp"],
-    "+tp -> whole": ["all-reduce over tp"],
-    "s/tp d -> s d": ["all-gather over tp on s"],
-    "b s n/sp -> b s/sp n": ["all-to-all over sp n to s"],
-    "b/ep e -> b e/ep": ["all-to-all over ep b to e"],
-    # several at once, and none
-    "b s +dp +tp -> b/dp s +tp": ["reduce-scatter over dp on b"],
-    "b/dp,fsdp s -> b s": ["all-gather over dp,fsdp on b"],
-    "b s +dp +fsdp -> b s": ["all-reduce over dp,fsdp"],
-    "b/dp s/tp +fsdp -> b/dp s/fsdp": ["all-gather over tp on s", "reduce-scatter over fsdp on s"],
-    "b/dp -> b/dp,tp": ["slice over tp on b"],
-    "b/tp,dp -> b": ["all-gather over tp,dp on b"],
-    "b +dp -> b/dp,tp": ["reduce-scatter over dp on b", "slice over tp on b"],
-    "b/dp s/sp d +tp -> b/dp s/sp d +tp": [],
-}
+TABLE = dict(TABLES["arrows"])
 
 
 @pytest.mark.parametrize("text", TABLE)
@@ -181,17 +137,7 @@ def test_an_arrow_is_exactly_these_moves(text):
     assert [str(move) for move in parse_arrow(text).moves] == TABLE[text]
 
 
-@pytest.mark.parametrize(
-    "text, marked, why",
-    [
-        ("b s d", "", "an arrow has one '->' between two layouts"),
-        ("b -> b -> b", " -> b -> b", "an arrow has one '->'"),
-        ("b s -> s b", " s b", "the dims on both sides differ: 'bs' and 'sb'"),
-        ("b s -> b", " b", "the dims on both sides differ: 'bs' and 'b'"),
-        ("b/xp -> b", "xp", "unknown mesh axis 'xp'"),
-        ("b/tp s -> b/tp s/tp", "tp", "axis 'tp' already cuts 'b'"),
-    ],
-)
+@pytest.mark.parametrize("text, marked, why", TABLES["arrows_refused"])
 def test_a_bad_arrow_is_refused_with_a_caret(text, marked, why):
     with pytest.raises(NotationError) as caught:
         parse_arrow(text)
@@ -315,28 +261,9 @@ def test_an_arrow_between_single_devices_still_names_its_moves():
 # ----------------------------------------------------------------------------------------------------- meshes
 
 
-@pytest.mark.parametrize(
-    "text, devices, want",
-    [
-        ("dp=2 fsdp=-1 tp=4", 16, dict(dp=2, fsdp=2, tp=4)),
-        ("dp:2,fsdp:-1,tp:4", 16, dict(dp=2, fsdp=2, tp=4)),
-        ("dp=2, tp=4", 8, dict(dp=2, tp=4)),
-        ("1,64,4,1", 256, dict(dp=1, fsdp=64, tp=4, sp=1)),  # LWM: dp,fsdp,tp,sp
-        ("1,2,1,4", 8, dict(fsdp=2, sp=4)),
-        ("1,-1,4", 8, dict(fsdp=2, tp=4)),  # EasyLM: dp,fsdp,mp
-        ("2, 2, 2", 8, dict(dp=2, fsdp=2, tp=2)),
-        ("!1,64,4,1", 256, dict(fsdp=64, tp=4, reshape=True)),
-        ("!dp=2 tp=2", 8, dict(dp=2, tp=2, reshape=True)),
-        ("mp=4 dp=2", 8, dict(dp=2, tp=4)),
-        ("pp=2 ep=2 sp=2", None, dict(pp=2, ep=2, sp=2)),
-        ("dp=-1", 8, dict(dp=8)),
-        ("dp=-1 tp=8", 8, dict(dp=1, tp=8)),
-        ("dp=2", 8, dict(dp=2)),  # fewer than there are
-        ("  dp=1 ", None, dict()),
-    ],
-)
+@pytest.mark.parametrize("text, devices, want", TABLES["meshes"])
 def test_every_spelling_of_a_mesh(text, devices, want):
-    assert parse_mesh(text, devices) == MeshShape(**want)
+    assert parse_mesh(text, devices or None) == MeshShape(**want)
 
 
 def test_the_positional_orders_are_those_of_easylm_and_lwm():
@@ -355,30 +282,7 @@ def test_meshes_print_as_they_are_read(seed):
         assert parse_mesh(lwm) == MeshShape(**{a: shape.sizes[a] for a in POSITIONAL[4]})
 
 
-@pytest.mark.parametrize(
-    "text, marked, why",
-    [
-        ("dp=2 xp=2", "xp=2", "unknown mesh axis 'xp'; the axes are pp dp fsdp ep sp tp"),
-        ("DP=2", "DP=2", "unknown mesh axis 'DP'"),
-        ("dp=2 dp=4", "dp=4", "axis 'dp' is given twice"),
-        ("mp=2,tp=2", "tp=2", "axis 'tp' is given twice"),
-        ("dp=-1 tp=-1", "tp=-1", "two axes are -1; only one can be inferred"),
-        ("-1,-1,2", "-1", "two axes are -1"),
-        ("!dp=-1 tp=-1", "tp=-1", "two axes are -1"),
-        ("dp=0", "dp=0", "the size of 'dp' must be a positive number or -1"),
-        ("dp=-2", "dp=-2", "the size of 'dp' must be"),
-        ("tp=2 dp=2.5", "dp=2.5", "the size of 'dp' must be"),
-        ("dp 2", "dp", "the size of 'dp' must be"),
-        ("dp=2=3", "dp=2=3", "the size of 'dp' must be"),
-        (
-            "1,2",
-            "1,2",
-            "2 unnamed sizes; give 4 (dp,fsdp,tp,sp) or 3 (dp,fsdp,tp), or name the axes: 'dp=2 tp=4'",
-        ),
-        ("!1,2,3,4,5", "1,2,3,4,5", "5 unnamed sizes"),
-        ("!", "!", "an empty mesh; write for instance 'dp=2 fsdp=2 tp=2'"),
-    ],
-)
+@pytest.mark.parametrize("text, marked, why", TABLES["meshes_refused"])
 def test_a_bad_mesh_is_refused_with_a_caret(text, marked, why):
     message, shown = refusal(parse_mesh, text, 8)
     assert why in message and shown == marked
