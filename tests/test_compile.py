@@ -28,6 +28,7 @@ from llmpar.step import compiler_options
 
 COMPILERS = Path(sys.prefix) / "aot"
 ROOT = Path(__file__).resolve().parent.parent
+HLO = ROOT / "tests" / "fixtures" / "hlo"
 H100 = chip("h100")
 PEAK, RATE = H100.flops_per_s, H100.hbm_bytes_per_s * roofline.MEMORY_SHARE
 
@@ -79,31 +80,7 @@ class Devices:
 
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}"
-PRODUCTS = """
-HloModule step, is_scheduled=true
-
-%turn (p: (s32[], bf16[8192,8192], bf16[1024,8192])) -> (s32[], bf16[8192,8192], bf16[1024,8192]) {
-  %p = (s32[], bf16[8192,8192]{1,0}, bf16[1024,8192]{1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %x = bf16[8192,8192]{1,0} get-tuple-element(%p), index=1
-  %w = bf16[1024,8192]{1,0} get-tuple-element(%p), index=2
-  %start = (bf16[1024,8192]{1,0}, bf16[8192,8192]{1,0}) all-gather-start(%w), GROUPS, dimensions={0}, SCOPE
-  BETWEEN
-  %done = bf16[8192,8192]{1,0} all-gather-done(%start)
-  %z = bf16[8192,8192]{1,0} dot(%x, %done), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %t = (s32[], bf16[8192,8192]{1,0}, bf16[1024,8192]{1,0}) tuple(%i, %z, %w)
-}
-
-%more (p: (s32[], bf16[8192,8192], bf16[1024,8192])) -> pred[] {
-  %p = (s32[], bf16[8192,8192]{1,0}, bf16[1024,8192]{1,0}) parameter(0)
-  ROOT %c = pred[] constant(true)
-}
-
-ENTRY %main (a: (s32[], bf16[8192,8192], bf16[1024,8192])) -> (s32[], bf16[8192,8192], bf16[1024,8192]) {
-  %a = (s32[], bf16[8192,8192]{1,0}, bf16[1024,8192]{1,0}) parameter(0)
-  ROOT %loop = (s32[], bf16[8192,8192]{1,0}, bf16[1024,8192]{1,0}) while(%a), condition=%more, body=%turnTRIPS
-}
-"""
+PRODUCTS = (HLO / "products.hlo").read_text()
 TRIPS = ', metadata={op_name="jvp()/while"}, backend_config={"known_trip_count":{"n":"5"}}'
 SCOPE = 'metadata={op_name="jvp()/while/body/arrow[ffn d m]/all_gather"}'
 PRODUCTS = PRODUCTS.replace("GROUPS", GROUPS).replace("TRIPS", TRIPS).replace("SCOPE", SCOPE)
@@ -166,36 +143,8 @@ def test_links_beyond_a_host_are_slower():
     assert far.exposed_s / near.exposed_s == pytest.approx(370 / 50, rel=0.1)
 
 
-FUSION = """
-HloModule step
-
-%slices (a: f32[64,1024,1024], i: s32[]) -> f32[1,1024,1024] {
-  %a = f32[64,1024,1024]{2,1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %zero = s32[] constant(0)
-  %s = f32[1,1024,1024]{2,1,0} dynamic-slice(%a, %i, %zero, %zero), dynamic_slice_sizes={1,1024,1024}
-  ROOT %m = f32[1,1024,1024]{2,1,0} multiply(%s, %s)
-}
-
-%updates (a: f32[64,1024,1024], u: f32[1,1024,1024], i: s32[]) -> f32[64,1024,1024] {
-  %a = f32[64,1024,1024]{2,1,0} parameter(0)
-  %u = f32[1,1024,1024]{2,1,0} parameter(1)
-  %i = s32[] parameter(2)
-  %zero = s32[] constant(0)
-  ROOT %d = f32[64,1024,1024]{2,1,0} dynamic-update-slice(%a, %u, %i, %zero, %zero)
-}
-
-ENTRY %main (a: f32[64,1024,1024], i: s32[]) -> f32[64,1024,1024] {
-  %a = f32[64,1024,1024]{2,1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %f = f32[1,1024,1024]{2,1,0} fusion(%a, %i), kind=kLoop, calls=%slices
-  ROOT %g = f32[64,1024,1024]{2,1,0} fusion(%a, %f, %i), kind=kLoop, calls=%updates
-}
-"""
-
-
 def test_a_fusion_moves_the_slices_that_it_takes_and_the_slice_that_it_updates():
-    found = roofline.roofline(FUSION, Devices("dp=16"), H100)
+    found = roofline.roofline((HLO / "fusion.hlo").read_text(), Devices("dp=16"), H100)
     slice_bytes = 4 * 1024**2
     # a slice read and its square written; that read again, and written into its place
     assert found.memory_bytes == pytest.approx(4 * slice_bytes, rel=1e-3)

@@ -32,6 +32,7 @@ from llmpar.inspect.census import (
 from llmpar.inspect.jaxpr import census_jaxpr
 
 TABLES = tomllib.loads((Path(__file__).parent / "tables.toml").read_text())
+HLO = Path(__file__).parent / "fixtures" / "hlo"
 CUBE = {"dp": 2, "fsdp": 2, "tp": 2}
 AXES = tuple(CUBE)
 CASES = {
@@ -374,59 +375,19 @@ def test_groups_of_another_mesh_are_refused(groups):
         census_hlo("module @jit_f {}", ABSTRACT)
 
 
-PAIRS = [
-    ("{{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}", ("tp",), 32),
-    ("{{0,4},{1,5},{2,6},{3,7}}", ("dp",), 32),
-    ("{{0,3},{3,0}}", ("fsdp", "tp"), 32),
-    ("{{0,0},{1,1}}", None, 0),
-    ("{}", None, 0),
-]
+PAIRS = TABLES["pairs"]
 
 
 @pytest.mark.parametrize("pairs, axes, sent", PAIRS, ids=[p[0] for p in PAIRS])
 def test_pairs_of_a_permute_span_the_axes_that_they_cross(pairs, axes, sent):
     text = gather("").replace("f32[4]", "f32[8]").replace(" all-gather(", " collective-permute(")
     text = re.sub(r"dimensions.*", f"source_target_pairs={pairs}", text)
-    assert [(c.axes, c.bytes_sent) for c in census_hlo(text, ABSTRACT)] == ([(axes, sent)] if axes else [])
+    assert [(c.axes, c.bytes_sent) for c in census_hlo(text, ABSTRACT)] == (
+        [(tuple(axes), sent)] if axes else []
+    )
 
 
-PAIRED = "replica_groups=[4,2]<=[8]"
-RESULTS = [  # the operation, then what it should count as
-    (f"(f32[4]{{0}}, /*index=1*/f32[4]{{0}}) all-to-all(%x, %x), {PAIRED}", "all-to-all", 16),
-    (f"(f32[4]{{0}}, bf16[6]{{0}}) all-reduce(%x, %y), {PAIRED}, to_apply=%add", "all-reduce", 28),
-    (f"(f32[4]{{0}}, f32[8]{{0}}) all-gather-start(%x), {PAIRED}, dimensions={{0}}", "all-gather", 16),
-    (
-        (
-            "((f32[4]{0:T(128)}, bf16[6]{0}), (f32[8]{0:T(128)}, bf16[12]{0})) all-gather-start(%x,"
-            f" %y), {PAIRED}"
-        ),
-        "all-gather",
-        28,
-    ),
-    (f"f32[4]{{0}} all-reduce-start(%x), {PAIRED}, to_apply=%add", "all-reduce", 16),
-    (
-        (
-            "(f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%x),"
-            " source_target_pairs={{0,1},{1,0}}"
-        ),
-        "collective-permute",
-        16,
-    ),
-    (
-        f"((f32[4]{{0}}), f32[2]{{0}}, u32[]) reduce-scatter-start(%x), {PAIRED}, to_apply=%add",
-        "reduce-scatter",
-        8,
-    ),
-    (f"f32[4]{{0}} ragged-all-to-all(%x, %x), {PAIRED}", "ragged-all-to-all", 8),
-    (
-        (
-            "((f32[4]{0}, f32[4]{0}, s64[2]{0}), f32[4]{0}) ragged-all-to-all-start(%x, %x, %y),"
-            f" {PAIRED}"
-        ),
-        "ragged-all-to-all",
-        8,
-    ),
-]
+RESULTS = TABLES["results"]
 
 
 @pytest.mark.parametrize("operation, kind, sent", RESULTS, ids=[r[0].split("(%")[0] for r in RESULTS])
@@ -456,38 +417,7 @@ ENTRY %main (x: f32[4]) -> f32[2] {
     assert census_table(census_hlo(text, ABSTRACT)) == table(("tp", "reduce-scatter", 1, 8))
 
 
-LOOP = """HloModule loop
-
-%test (p: s32[], q: s32[]) -> pred[] {
-  %p = s32[] parameter(0)
-  %q = s32[] parameter(1)
-  ROOT %c = pred[] compare(%p, %q), direction=LT
-}
-
-%condition (t: (s32[], f32[4], s32[])) -> pred[] {
-  %t = (s32[], f32[4]{0}, s32[]) parameter(0)
-  %i = s32[] get-tuple-element(%t), index=0
-  %n = s32[] get-tuple-element(%t), index=2
-  ROOT %c.1 = pred[] fusion(%i, %n), kind=kLoop, calls=%test
-}
-
-%body (t.1: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {
-  %t.1 = (s32[], f32[4]{0}, s32[]) parameter(0)
-  %two = s32[] constant(2)
-  %next = s32[] add(%t.1#0, %two)
-  %r = f32[4]{0} all-reduce(%t.1#1), replica_groups={}, to_apply=%add
-  ROOT %u = (s32[], f32[4]{0}, /*index=2*/s32[]) tuple(%next, %r, %t.1#2)
-}
-
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %x = f32[4]{0} parameter(0)
-  %start = s32[] constant(-1)
-  %limit = s32[] constant(6)
-  %limit.1 = s32[] copy(%limit)
-  %v = (s32[], f32[4]{0}, s32[]) tuple(%start, %x, %limit.1)
-  %w = (s32[], f32[4]{0}, s32[]) while(%v), condition=%condition, body=%body
-  ROOT %y = f32[4]{0} get-tuple-element(%w), index=1
-}"""
+LOOP = (HLO / "loop.hlo").read_text()
 
 
 @pytest.mark.parametrize(
@@ -533,32 +463,7 @@ def test_the_source_is_the_line_that_asked():
 
 
 def test_sources_skip_libraries_and_the_file_that_carries_arrows_out():
-    text = """HloModule jit_f
-
-FileNames
-1 "/venv/lib/python3.12/site-packages/jax/_src/lax/parallel.py"
-2 "/src/llmpar/par.py"
-3 "/src/llmpar/model.py"
-
-FunctionNames
-1 "f"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=10 end_line=10 column=1 end_column=2}
-2 {file_name_id=2 function_name_id=1 line=20 end_line=21 column=1 end_column=2}
-3 {file_name_id=3 function_name_id=1 line=30 end_line=31 column=1 end_column=2}
-4 {file_name_id=3 function_name_id=1 line=40 end_line=41 column=1 end_column=2}
-
-StackFrames
-1 {file_location_id=3 parent_frame_id=1}
-2 {file_location_id=2 parent_frame_id=2}
-3 {file_location_id=1 parent_frame_id=3}
-4 {file_location_id=2 parent_frame_id=1}
-5 {file_location_id=1 parent_frame_id=1}
-6 {file_location_id=4 parent_frame_id=2}
-7 {file_location_id=1 parent_frame_id=7}
-
-"""
+    text = (HLO / "frames.hlo").read_text()
     for frame, source in [(3, "model.py:30"), (4, "par.py:20"), (5, ""), (7, "model.py:40"), (0, "")]:
         with_frame = text + gather(f'metadata={{op_name="f" stack_frame_id={frame}}}, ').partition("\n")[2]
         assert [c.source for c in census_hlo(with_frame, ABSTRACT)] == [source and f"llmpar/{source}"]

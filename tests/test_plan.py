@@ -4,6 +4,7 @@ compiled."""
 import dataclasses
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import plans
@@ -123,20 +124,6 @@ def test_the_models_arrows_become_megatrons_collectives(logical, plain, with_seq
 # ------------------------------------------------------------------------------------------------------- ZeRO
 
 DIMS = "ffn l d m"
-ZERO = {
-    # stage: stored, graded (and optimizer state), unreduced, accumulated on dp=2 fsdp=2 tp=2
-    0: ("l d m/tp", "l d m/tp", "l d m/tp +dp +fsdp", "l d m/tp +dp +fsdp"),
-    1: ("l d m/tp", "l d/fsdp m/tp", "l d m/tp +dp +fsdp", "l d m/tp +dp +fsdp"),
-    2: ("l d m/tp", "l d/fsdp m/tp", "l d m/tp +dp +fsdp", "l d/fsdp m/tp +dp"),
-    3: ("l d/fsdp m/tp", "l d/fsdp m/tp", "l d/fsdp m/tp +dp", "l d/fsdp m/tp +dp"),
-}
-
-
-@pytest.mark.parametrize("zero", ZERO)
-def test_what_each_stage_of_zero_cuts(zero):
-    life = Plan(MIXED, zero=zero).resolve().life(DIMS)
-    assert tuple(map(str, (life.stored, life.graded, life.unreduced, life.accumulated))) == ZERO[zero]
-    assert str(life.used) == "l d m/tp"
 
 
 def test_the_table_that_opens_plan_py_is_what_a_plan_gives():
@@ -227,7 +214,9 @@ def test_every_weights_layouts_hang_together():
 # --------------------------------------------------------------------------------------------------- refusals
 
 
-REFUSED = (Path(__file__).parent / "refused.txt").read_text().splitlines()
+HERE = Path(__file__).parent
+TABLES = tomllib.loads((HERE / "tables.toml").read_text())
+REFUSED = (HERE / "refused.txt").read_text().splitlines()
 """What is asked as `plans.parse` reads it (with fields of the model, batch and seq), and what is said.
 tests/test_random_plans.py follows the advice of such sentences."""
 
@@ -264,36 +253,7 @@ def test_numbers_below_one_are_refused(field):
         Plan(**{field: 0})
 
 
-OTHER = dict(
-    context_parallel="rings",
-    reading="Manual",
-    remat="blocks",
-    zero=4,
-    zero_axes="fsdp,dp",
-    dtype="float31",
-    reduce="layers",
-    reshard_after_forward="keeps",
-)
-OTHER |= dict(
-    stage_saves="residual",
-    dispatch="padd",
-    grouped="block",
-    sequence_order="zig-zag",
-    attention_kernel="cuda",
-    documents="one",
-    unroll=-1,
-)
-OTHER |= dict(
-    tp_sequence=1,
-    tp_comm_overlap=0,
-    schedule=0,
-    virtual_stages=0,
-    microbatches=2.0,
-    loss_chunks=True,
-    ffn_chunks="2",
-    bucket_bytes=0,
-)
-OTHER |= dict(attention_block=0)
+OTHER = TABLES["plan_refuses"]
 
 
 def test_every_field_refuses_what_its_type_does_not_have():
@@ -306,24 +266,7 @@ def test_every_field_refuses_what_its_type_does_not_have():
             plan.__post_init__()
 
 
-IDLE = {
-    "schedule": dict(schedule="bogus"),
-    "virtual_stages": dict(virtual_stages=2),
-    "stage_saves": dict(stage_saves="residuals"),
-    "context_parallel": dict(context_parallel="gather"),
-    "sequence_order": dict(sequence_order="striped"),
-    "tp_sequence": dict(tp_sequence=True),
-    "tp_comm_overlap": dict(mesh="tp=2", tp_comm_overlap=True),
-    "dispatch": dict(dispatch="ragged"),
-    "zero": dict(zero=2),
-    "zero_axes": dict(mesh="fsdp=2 sp=2", zero_axes="fsdp,sp"),
-    "reshard_after_forward": dict(reshard_after_forward=False),
-    "remat": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", remat="block"),
-    "grouped": dict(grouped="ragged_dot"),
-    "reduce": dict(mesh="fsdp=2 sp=2", reduce="layer"),
-    "unroll": dict(mesh="pp=2", microbatches=2, schedule="zb-h1", unroll=0),
-    "bucket_bytes": dict(bucket_bytes=1),
-}
+IDLE = TABLES["plan_idle"]
 
 
 @pytest.mark.parametrize("field", IDLE)

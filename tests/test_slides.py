@@ -298,28 +298,7 @@ def test_the_pdf_has_a_page_per_slide(deck):
     assert slides.count_pages(deck.with_name("slides.pdf")) == sources_slides()
 
 
-MEASURE = """<script>
-setTimeout(() => {
-  const found = [];
-  for (const page of document.querySelectorAll(".slides section:not(.stack)")) {
-    const origin = page.getBoundingClientRect();
-    for (const item of page.querySelectorAll("h1, h2, p, li, table, pre, img, footer")) {
-      if (item.closest("aside") || !item.textContent.trim() && item.tagName != "IMG") continue;
-      const box = item.getBoundingClientRect();
-      const words = document.createRange(); words.selectNodeContents(item);
-      const wide = item.tagName == "PRE" ? item.scrollWidth : words.getBoundingClientRect().width;
-      found.push({slide: page.querySelector("h1, h2").firstChild.textContent, kind: item.tagName,
-                  left: box.left - origin.left,
-                  right: box.left - origin.left + Math.max(box.width, item.tagName == "IMG" ? 0 : wide),
-                  top: box.top - origin.top, bottom: box.bottom - origin.top,
-                  type: parseFloat(getComputedStyle(item).fontSize),
-                  shrunk: item.tagName == "IMG" ? item.width / item.naturalWidth : 1});
-    }
-  }
-  const out = document.createElement("pre"); out.id = "measured"; out.textContent = JSON.stringify(found);
-  document.body.append(out);
-}, 3000);
-</script></body>"""
+MEASURE = (ROOT / "tests" / "fixtures" / "measure_slides.html").read_text()
 
 
 def measure(deck):

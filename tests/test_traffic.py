@@ -6,7 +6,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 from parity import LLAMA, QWEN, by_arrow, planted, predicted_by_arrow
@@ -18,10 +17,7 @@ from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, spec
 from llmpar.par import Manual, Solo
 from llmpar.plan import Plan, Resolved
-from llmpar.predict import memory, traffic, workload
-from llmpar.predict.hardware import chip
-from llmpar.predict.time import step_time
-from llmpar.step import Step
+from llmpar.predict import memory, traffic
 from llmpar.weights import init_params, model_graph
 
 BATCH, SEQ, MIXED = 4, 32, "dp=2 fsdp=2 tp=2"
@@ -76,15 +72,6 @@ def test_selective_rematerialisation_repeats_no_product(config):
     assert executed(config, remat="ffn", ffn_chunks=2) == executed(config, ffn_chunks=2)
 
 
-def test_a_step_that_repeats_less_is_predicted_to_take_less_time():
-    """Between none and block, in the order of what they repeat."""
-    for config in LLAMA, preset("tiny-moe"):
-        plans = [Plan("dp=2", remat=remat) for remat in ("none", "selective", "ffn", "block")]
-        runs = [workload.of_plan(config, plan, chip("h100"), BATCH, SEQ) for plan in plans]
-        seconds = [step_time(run).step_s for run in runs]
-        assert seconds == sorted(seconds) and seconds[0] < seconds[2] < seconds[3]
-
-
 def test_flops_are_six_per_token_and_weight_and_the_papers_attention_halved():
     """PaLM, appendix B: 6N + 12·L·n·h·s per token, where N leaves the embedding out."""
     config = preset("llama3-8b")
@@ -126,27 +113,6 @@ def test_tensor_parallelism_cuts_all_but_the_norms():
     assert memory.argument_bytes(Plan("tp=4").resolve(LLAMA), 16, SEQ)["params"] == 4 * (
         (psi - norms) // 4 + norms
     )
-
-
-@pytest.mark.parametrize(
-    "plan", [Plan(MIXED), Plan("fsdp=4 tp=2", zero=1), Plan("dp=8")], ids=lambda p: str(p.mesh)
-)
-def test_what_each_device_really_holds_is_the_prediction(plan):
-    """By the shards of a state that was made, not by the compiler's count (which test_census.py compares)."""
-    step = Step(QWEN, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-    state = step.init(0)
-    want = memory.argument_bytes(plan.resolve(QWEN), 16, SEQ)
-    for device in step.mesh.devices.flat:
-        held = [
-            sum(
-                s.data.nbytes
-                for x in jax.tree.leaves(tree)
-                for s in x.addressable_shards
-                if s.device == device
-            )
-            for tree in (state.params, state.optimizer, state.step)
-        ]
-        assert held[0] == want["params"] and held[1] + held[2] == want["optimizer"] + want["counters"]
 
 
 def test_the_estimate_of_temporaries_is_finite_and_monotone():
