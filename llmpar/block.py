@@ -28,9 +28,7 @@ def scope(text: str) -> AbstractContextManager:
     return jax.named_scope(f"arrow[{text}]")
 
 
-def send(
-    x: Array, move: Move, position: dict[str, int], to: Literal["varying", "invarying"] = "varying"
-) -> Array:
+def send(x: Array, move: Move, position: dict[str, int], to: Literal["varying", "invarying"]) -> Array:
     """The one lax call that a move is. ``position`` has the place of each dim in ``x``; ``to`` says whether
     gathered results may differ or are equal on all devices."""
     if move.kind == "all-reduce":

@@ -18,6 +18,7 @@ Size = Annotated[int, Allowed(int, 1, 1 << 24)]
 Count = Annotated[int, Allowed(int, 0, 1 << 24)]
 Length = Annotated[int | None, Allowed(int, 1, none=True)]
 Rate = Annotated[float, Allowed(float, 0, 1e9)]
+Positive = Annotated[float, Allowed(float, 1e-9, 1e300)]
 Share = Annotated[float, Allowed(float, 0, 1)]
 
 
@@ -348,17 +349,13 @@ class OptimizerConfig:
     """
 
     optimizer: Literal["adamw", "adafactor", "muon", "sgd"] = "adamw"
-    learning_rate: float = 3e-3
-    warmup: int = 10
-    weight_decay: float = 0.1
-    clip: float = 1.0
+    learning_rate: Positive = 3e-3
+    warmup: Count = 10
+    weight_decay: Rate = 0.1
+    clip: Positive = 1.0
 
     def __post_init__(self):
-        if not (0 < self.learning_rate < math.inf and self.clip > 0):
-            rate = f"learning rate {self.learning_rate}, clip {self.clip}"
-            raise ValueError(f"{rate}: both must be positive numbers")
-        if not (self.warmup >= 0 and 0 <= self.weight_decay < math.inf):
-            raise ValueError(f"warmup {self.warmup}, weight decay {self.weight_decay}: use 0 or more")
+        check_fields(self)
 
 
 def describe(config: ModelConfig) -> dict:

@@ -30,6 +30,8 @@ from llmpar import attention, moe
 from llmpar.config import ExpertConfig, ModelConfig, Weight
 from llmpar.par import HIDDEN, PROJECTED, STREAM, Solo
 
+Stream = Float[Array, "b s d"]
+"""The residual stream, or what is about to be added to it."""
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
 from 1)."""
@@ -82,7 +84,7 @@ class Attention(nnx.Module):
         self.config = config
 
     @jax.named_scope("attention")
-    def __call__(self, x: Float[Array, "b s d"], ids: Ids, rope: Rope, par: Solo) -> Float[Array, "b s d"]:
+    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> Stream:
         weights = (par.weight(w) for w in (self.q, self.k, self.v))
         q_bsnh, k_bskh, v_bskh = par.enter(project, x, "stream b s d -> attention b s d", *weights)
         if self.config.qkv_bias:
@@ -168,11 +170,11 @@ class FeedForward(nnx.Module):
     @jax.named_scope("feed_forward")
     def __call__(
         self,
-        x: Float[Array, "b s d"],
+        x: Stream,
         par: Solo,
         enter: str = "stream b s d -> ffn b s d",
         leave: str = "ffn b s d +m -> stream b s d",
-    ) -> Float[Array, "b s d"]:
+    ) -> Stream:
         """Three matmuls; the arrows ``enter`` and ``leave`` bring ``x`` to them and their sum away."""
         gate, up, down = (par.weight(w) for w in (self.gate, self.up, self.down))
         chunks = par.plan.ffn_chunks
@@ -185,7 +187,7 @@ class FeedForward(nnx.Module):
         return par.chunked(swiglu, x, chunks) if chunks > 1 else swiglu(x)
 
 
-def columns(x: Float[Array, "b s d"], *weights: Float[Array, "d m"]) -> tuple[Array, ...]:
+def columns(x: Stream, *weights: Float[Array, "d m"]) -> tuple[Array, ...]:
     """``x`` times each of the weights."""
     return tuple(x @ w for w in weights)
 
@@ -202,7 +204,7 @@ class Experts(nnx.Module):
             self.shared = FeedForward(make, "experts.shared")
 
     @jax.named_scope("experts")
-    def __call__(self, x: Float[Array, "b s d"], par: Solo) -> tuple[Float[Array, "b s d"], Aux]:
+    def __call__(self, x: Stream, par: Solo) -> tuple[Stream, Aux]:
         """The weighted sum of the chosen experts (and of the shared ones), and the router's outputs."""
         logits_bse = jnp.einsum("bsd,de->bse", x, par.weight(self.router), preferred_element_type=jnp.float32)
         bias = []
@@ -242,9 +244,7 @@ class Block(nnx.Module):
             self.ffn = FeedForward(make, "ffn")
         self.config = config
 
-    def __call__(
-        self, x: Float[Array, "b s d"], ids: Ids, rope: Rope, par: Solo
-    ) -> tuple[Float[Array, "b s d"], Aux]:
+    def __call__(self, x: Stream, ids: Ids, rope: Rope, par: Solo) -> tuple[Stream, Aux]:
         """The stream after the layer, and its router's outputs."""
         x = checkpoint_name(x + self.attention(self.attention_norm(x, par), ids, rope, par), STREAM)
         y = self.ffn_norm(x, par)
@@ -296,7 +296,7 @@ class Llama(nnx.Module):
 
         return par.chunked(losses, (x, batch["targets"]), par.plan.loss_chunks), aux
 
-    def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Float[Array, "b s d"], Array, Aux]:
+    def hidden_and_head(self, batch: Batch, par: Solo) -> tuple[Stream, Array, Aux]:
         """The residual stream after the last block and norm, the output head ``v d`` (the embedding once
         more, where they are tied), and the routers' outputs."""
         embedding = par.weight(self.embedding)
@@ -305,7 +305,7 @@ class Llama(nnx.Module):
         return self.norm(x, par), head, aux
 
     @jax.named_scope("embed")
-    def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Float[Array, "b s d"]:
+    def embed(self, embedding: Float[Array, "v d"], batch: Batch, par: Solo) -> Stream:
         """Look tokens up: each device has a block of the vocabulary, and adds zeros for other tokens."""
 
         def look_up(par, embedding_vd, tokens_bs):
@@ -316,15 +316,12 @@ class Llama(nnx.Module):
         look = par.summed(look_up, ["vocab v d", "data b s"], "vocab b s d +v -> stream b s d")
         return look(embedding, batch["tokens"])
 
-    def run_blocks(
-        self, x: Float[Array, "b s d"], batch: Batch, par: Solo, layers: Callable
-    ) -> tuple[Float[Array, "b s d"], Any]:
+    def run_blocks(self, x: Stream, batch: Batch, par: Solo, layers: Callable) -> tuple[Stream, Any]:
         """Run the blocks as ``layers`` does: the stream behind the last one, and the routers' outputs."""
         graph, weights = nnx.split(self.blocks)
         rope = rope_table(self.config, batch["positions"])
-        k_positions, k_segments = (
-            par.move(batch[x], "data b s -> ids b s") for x in ("positions", "segments")
-        )
+        names = "positions", "segments"
+        k_positions, k_segments = (par.move(batch[name], "data b s -> ids b s") for name in names)
         q_positions, q_segments = (par.move(x, "ids b s -> queries b s") for x in (k_positions, k_segments))
         ids = q_positions, q_segments, k_positions, k_segments
         block = lambda x, w: nnx.merge(graph, w)(x, ids, rope, par)

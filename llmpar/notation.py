@@ -194,11 +194,6 @@ IN_TURN = ["all-gather", "all-to-all", "reduce-scatter", "all-reduce", "slice"]
 """The order of an arrow's moves: sums over several axes are reduced on the smallest piece."""
 
 
-def _where(place: str) -> str:
-    """The place of an axis as `KIND` has it: ``+``, ``cut`` for any dim, or nothing."""
-    return "cut" if place in DIMS and place else place
-
-
 @dataclass(frozen=True)
 class Move:
     """A collective (or a local slice) over some mesh axes, and the dims that it gathers or cuts."""
@@ -229,6 +224,7 @@ class Arrow:
     def moves(self) -> tuple[Move, ...]:
         """The collectives that carry the arrow out, as `KIND` tells them, in the order of `IN_TURN`."""
         found: dict[tuple[str, str, str], list[str]] = {}
+        place = lambda name: "cut" if name in DIMS else name  # as `KIND` has it
         before = {a: d.name for d in self.before.dims for a in d.axes} | dict.fromkeys(self.before.sums, "+")
         after = {a: d.name for d in self.after.dims for a in d.axes} | dict.fromkeys(self.after.sums, "+")
         for axis in sorted(before.keys() | after.keys(), key=ORDER.index):
@@ -239,14 +235,13 @@ class Arrow:
                 raise ValueError(
                     f"arrow '{self}' would start an unfinished sum over {axis}: only computing does that"
                 )
-            kind = KIND[_where(old), _where(new)]
+            kind = KIND[place(old), place(new)]
             found.setdefault((kind, old.strip("+"), new), []).append(axis)
         # A move's axes are named as they nest in its dim.
         nested = [*self.before.axes, *self.after.axes, *ORDER]
-        moves = [
-            Move(kind, tuple(sorted(axes, key=nested.index)), old, new)
-            for (kind, old, new), axes in found.items()
-        ]
+        moves = []
+        for (kind, old, new), axes in found.items():
+            moves.append(Move(kind, tuple(sorted(axes, key=nested.index)), old, new))
         moves.sort(key=lambda m: IN_TURN.index(m.kind))
         self._check_nesting(moves)
         return tuple(moves)

@@ -15,9 +15,8 @@ from llmpar.weights import Tree, described
 def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) -> optax.GradientTransformation:
     """Make the Optax optimizer that ``options`` name, with its schedule of rates; :class:`Step` clips."""
     rate, warmup = options.learning_rate, min(options.warmup, max(steps - 1, 0))
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else rate, rate, warmup, max(steps, warmup + 1), rate / 10
-    )
+    first, steps = 0.0 if warmup else rate, max(steps, warmup + 1)
+    schedule = optax.warmup_cosine_decay_schedule(first, rate, warmup, steps, rate / 10)
     if options.optimizer == "adamw":
         return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=_matrices(config))
     if options.optimizer == "adafactor":

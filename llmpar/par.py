@@ -150,11 +150,10 @@ class Solo:
         f = jax.checkpoint(f, policy=policy, prevent_cse=False)
         if num_chunks == 1:
             return f(xs)
-        pieces = jax.tree.map(
-            lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, num_chunks, *x.shape[2:]), 2, 0), xs
-        )
-        _, out = lax.scan(lambda _, piece: (None, f(piece)), None, pieces)
-        return jax.tree.map(lambda y: jnp.moveaxis(y, 0, 2).reshape(y.shape[1], -1, *y.shape[3:]), out)
+        cut = lambda x: jnp.moveaxis(x.reshape(x.shape[0], -1, num_chunks, *x.shape[2:]), 2, 0)
+        join = lambda y: jnp.moveaxis(y, 0, 2).reshape(y.shape[1], -1, *y.shape[3:])
+        _, out = lax.scan(lambda _, piece: (None, f(piece)), None, jax.tree.map(cut, xs))
+        return jax.tree.map(join, out)
 
 
 def _named(names: tuple[str, ...], prim, *_, **params) -> bool:

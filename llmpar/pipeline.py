@@ -44,10 +44,10 @@ from jaxtyping import Array
 from llmpar import schedules
 from llmpar.block import at, put, scope, vary, varying
 from llmpar.config import ModelConfig
-from llmpar.model import Batch, Loss
+from llmpar.model import Batch, Loss, Stream
 from llmpar.par import Manual
 from llmpar.schedules import KINDS
-from llmpar.stage import Stage, Stream, add, embed, programs, when
+from llmpar.stage import Stage, add, embed, programs, when
 from llmpar.timetable import WAYS, slots, timetable
 from llmpar.weights import Tree, weight_dims
 
@@ -102,9 +102,8 @@ class _Executor:
         self.table = {name: jnp.asarray(column)[:, lax.axis_index("pp")] for name, column in table.items()}
         stage = jax.eval_shape(lambda table: self.stage(at(table, 0)), self.table)
         # Typed by the weights alone: where one does not vary over pp, the loop's messages will not fit.
-        self.stream = jax.eval_shape(
-            lambda now: embed(self.stage(now)), {name: column[0, 0] for name, column in table.items()}
-        )
+        cell = {name: column[0, 0] for name, column in table.items()}
+        self.stream = jax.eval_shape(lambda now: embed(self.stage(now)), cell)
         self.programs, self.saved, self.residual = programs(stage, self.stream, sums)
 
     def instructions(self, num_layers: int) -> dict[str, np.ndarray]:

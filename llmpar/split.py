@@ -35,9 +35,7 @@ class Traced:
         out = jax.core.eval_jaxpr(self.jaxpr, self.consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(self.result), out)
 
-    def part(
-        self, result: Any, args: tuple, skip: Callable[[Any], bool] = lambda eqn: False
-    ) -> tuple[Traced, set]:
+    def part(self, result: Any, args: tuple, skip: Callable = lambda eqn: False) -> tuple[Traced, set]:
         """The function from ``args`` to ``result``, pytrees of variables: the equations that lead there, less
         those to skip, and all variables that they read."""
         read, eqns = set(filter(_is_var, jax.tree.leaves(result))), []

@@ -31,12 +31,10 @@ from jaxtyping import Array, Float
 
 from llmpar.block import at
 from llmpar.config import ModelConfig
-from llmpar.model import Batch, Llama
+from llmpar.model import Batch, Llama, Stream
 from llmpar.par import Manual, Solo
 from llmpar.split import split, trace
 from llmpar.weights import Tree, model_graph, weight_dims
-
-Stream = Float[Array, "b s d"]
 
 
 class StageModel(Llama):
@@ -84,9 +82,7 @@ def run_chunk(stage: Stage, blocks: Tree, x: Stream, kind: str) -> tuple[tuple[S
     return (y, loss), tally_le
 
 
-def _run_layers(
-    stage: Stage, kind: str, has_routers: bool, block: Callable, x: Stream, stack: Tree
-) -> tuple[Stream, tuple[Array | None, Array | None]]:
+def _run_layers(stage: Stage, kind: str, has_routers: bool, block: Callable, x: Stream, stack: Tree) -> Any:
     """Run ``block`` over the layers of a chunk: ``stream, (routers' losses b s, tally l e)``.
 
     Chunks may differ by one layer. All hold as many as the longest; a branch (`when`) runs the last one or

@@ -211,9 +211,8 @@ class Step:
         one_more = self._shapes(self.config.num_layers + 1)
 
         def longer(a, b) -> int:
-            return next(
-                (i for i, sizes in enumerate(zip(a.shape, b.shape, strict=True)) if len({*sizes}) > 1), -1
-            )
+            grown = [i for i, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if x != y]
+            return grown[0] if grown else -1
 
         return jax.tree.map(longer, self._shapes(self.config.num_layers), one_more)
 
