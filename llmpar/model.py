@@ -31,7 +31,6 @@ from llmpar.config import ExpertConfig, ModelConfig, Weight
 from llmpar.par import HIDDEN, PROJECTED, STREAM, Solo
 
 Stream = Float[Array, "b s d"]
-"""The residual stream, or what is about to be added to it."""
 Batch = dict[str, jax.Array]
 """What a step reads, each ``b s`` int32: tokens, targets (-1: not counted), positions, segments (documents,
 from 1)."""

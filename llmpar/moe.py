@@ -12,9 +12,8 @@ A layer of experts takes six steps:
 6. A token adds up the results of its ranks. Autodiff turns each all-to-all around: two forward, two backward.
 
 XLA's shapes are static, so the buffer has a slot for all that could be needed: without a capacity, which
-drops tokens, a slot of each rank for every token (`ExpertConfig.slots`). Most stay empty. Empty slots are
-never multiplied; where XLA has `jax.lax.ragged_all_to_all` (GPU, TPU), ``dispatch="ragged"`` does not send
-them either.
+drops tokens, every rank's part has one for every token (`ExpertConfig.slots`). Empty slots are never
+multiplied, nor sent with ``dispatch="ragged"`` (`jax.lax.ragged_all_to_all`, which CPUs lack).
 
 Dims: b batch, s positions, d width, e experts, k the chosen ones of a token, m an expert's width. In steps 2
 to 6 also t tokens, p pairs of a token and one of its choices, g ranks that hold experts, l the experts of one

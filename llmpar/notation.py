@@ -31,9 +31,7 @@ AXES = {
 }
 """The mesh axes, slow links outermost, fast links innermost."""
 PARTS = {"sp": "ul", "tp": "kv"}
-"""The inner parts of two axes, which no user's mesh names (`MeshShape`). Ranks along ``ul`` exchange
-positions for heads, where the others of sp form a ring. Ranks along ``kv`` hold copies of one KV head, where
-tp has more ranks than the model has KV heads."""
+"""The inner parts of two axes, which no user's mesh names: `llmpar.plan` says what they are for."""
 ORDER = tuple(part for axis in AXES for part in (axis, PARTS.get(axis)) if part)
 """The axes of layouts, slow links outermost."""
 
@@ -294,8 +292,8 @@ def parse_arrow(text: str) -> Arrow:
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of the six mesh axes. ``reshape`` (a leading ``!``) keeps devices in plain row-major
-    order. ``ul`` and ``kv`` are the sizes of the inner parts of sp and tp (`PARTS`, `Plan.resolve`)."""
+    """The sizes of the six mesh axes, and of the inner parts ``ul`` of sp and ``kv`` of tp (`PARTS`).
+    ``reshape`` (a leading ``!``) keeps devices in plain row-major order."""
 
     pp: int = 1
     dp: int = 1
@@ -324,7 +322,7 @@ class MeshShape:
         return tuple(a for a in axes if self.sizes.get(a, 1) > 1)
 
     def along(self, axes: Iterable[str]) -> int:
-        """The number of devices along some axes of `sizes`: into so many parts they cut what they cut."""
+        """The number of devices along ``axes``, and of the parts into which they cut a dim."""
         return math.prod(self.sizes[a] for a in axes)
 
     @property

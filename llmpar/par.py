@@ -5,24 +5,22 @@ The model calls these methods and never names a mesh axis:
 
     par.weight(p)          a parameter, as it is needed for computing
     par.move(x, arrow)     a value moves: from one region to another, from an unfinished sum to a finished one
-    par.enter, par.leave   moves with the products that come right behind, or right before
+    par.enter, par.leave   moves with the matmuls right behind them, or right before
     par.max(x, arrow)      the same for a maximum, through which no gradient flows
     par.beside(f, x, p)    f of a value and a parameter that it is multiplied with, or that is added to it
     par.summed(f, …)       a function that gives, on each device, one term of an unfinished sum
-    par.total(x, layout)   the sum of all that is here
+    par.total(x, layout)   the sum over all dims
     par.index(layout)      which block of a dim this device holds; par.parts(layout): of how many
     par.layers(f, x, ws)   a stack of blocks
     par.chunked(f, xs, n)  pieces of a sequence, one after the other
     par.local(f, …)        an island: code that works on one device's blocks and talks to the others
                            itself, with the arrows of par.island, over the axes that par.axes(layout) names
 
-In `Manual` every arrow becomes the named collective, in a scope that carries its text into the compiled
-program: a census of that program (`llmpar.inspect.census`) is the record of what moves, and says for which
-line of the model.
-Autodiff writes the backward collectives: all-gather and reduce-scatter are each other's transpose, and the
-transpose of "from here on, devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce that
-Megatron calls f (Shoeybi et al. 2019, section 3). shard_map's varying-axes check is what makes those
-transposes right; it stays on.
+In `Manual` every arrow becomes a collective in a scope of its text, by which a census of the compiled program
+(`llmpar.inspect.census`) says what moves for which line of the model. Autodiff writes the backward
+collectives: all-gather and reduce-scatter are each other's transpose, and the transpose of "from here on,
+devices differ" (`lax.pcast`, free in the forward pass) is the all-reduce that Megatron calls f (Shoeybi et
+al. 2019, section 3). shard_map's varying-axes check is what makes those transposes right; it stays on.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ class Solo:
         return lambda *args: self.move(f(self, *args), arrow)
 
     def total(self, x: Array, layout: str) -> Array:
-        """The sum over all dims of what is here, laid out as ``layout`` says."""
+        """The sum over all dims of a value with this ``layout``."""
         return x.sum()
 
     def index(self, layout: str) -> int | Int[Array, ""]:
@@ -116,7 +114,7 @@ class Solo:
         return ()
 
     def parts(self, layout: str) -> int:
-        """How many blocks the layout's one dim is cut into."""
+        """The number of blocks of the layout's one dim."""
         return self.plan.mesh.along(self.axes(layout))
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
@@ -246,9 +244,8 @@ class Manual(Solo):
         return self.plan.place(layout).axes
 
     def local(self, f: Callable, layouts: list[str], result: Any) -> Callable:
-        """``f`` itself: everything here works on one device's blocks. On simulated devices its collectives
-        stay where they are written; elsewhere they would wait there for weights that are still on their
-        way."""
+        """``f`` itself. On simulated devices its collectives stay where they are written (`together`); on
+        others they would wait there for weights that are still on their way."""
         return (lambda *args: f(*together(args))) if self.platform == "cpu" else f
 
     def index(self, layout: str) -> int | Int[Array, ""]:

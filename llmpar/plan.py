@@ -178,20 +178,20 @@ class Plan(Execution):
         """The plan for a model (a `ModelConfig`) on ``cpu``, ``gpu`` or ``tpu``: the one place where anything
         is decided that was not asked for.
 
-        Ranks of tp that the model's KV heads cannot cut hold copies of them (Megatron-LM's and vLLM's way
-        with grouped queries); of usp's sp as many ranks exchange heads as divide them; fields that decide
-        nothing get their defaults, and `Resolved.said` says so. Without a model, heads suit the mesh; with
-        platform None, ``auto`` stays and means what accelerators do. Raises ValueError for what the platform
-        cannot do.
-        """
+        Ranks of tp that the model's KV heads cannot cut hold copies of them (as in Megatron-LM and vLLM); of
+        usp's sp as many ranks exchange heads as divide them; fields that decide nothing get their defaults,
+        and `Resolved.said` says so. Without a model, heads suit the mesh; without a platform, ``auto`` stays
+        and means what accelerators do. Refuses what the platform cannot do."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(Plan)}
         plan = Resolved(**given, asked=self, config=config, platform=platform)
         if config is not None:
             plan = dataclasses.replace(plan, mesh=self._inner_axes(config))
-        while idle := refusals.idle(plan) if config else {}:
-            said = [f"{name}={getattr(self, name)!r} changes nothing: {why}" for name, why in idle.items()]
-            defaults: dict[str, Any] = {name: type(self).__dataclass_fields__[name].default for name in idle}
-            plan = dataclasses.replace(plan, **defaults, said=(*plan.said, *said))
+            while idle := refusals.idle(plan):  # a field without effect may leave another without any
+                said = [
+                    f"{name}={getattr(self, name)!r} changes nothing: {why}" for name, why in idle.items()
+                ]
+                default: dict[str, Any] = {name: Plan.__dataclass_fields__[name].default for name in idle}
+                plan = dataclasses.replace(plan, **default, said=(*plan.said, *said))
         return plan._on(platform) if platform else plan
 
     def _inner_axes(self, config: Any) -> MeshShape:

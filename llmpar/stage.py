@@ -86,11 +86,11 @@ def _run_layers(stage: Stage, kind: str, has_routers: bool, block: Callable, x: 
     """Run ``block`` over the layers of a chunk: ``stream, (routers' losses b s, tally l e)``.
 
     Chunks may differ by one layer. All hold as many as the longest; a branch (`when`) runs the last one or
-    skips it, and the tally of a layer that was skipped is zero.
-    """
+    skips it, and the tally of a layer that was skipped is zero."""
     plan = stage.par.plan
     assert (order := plan.pipeline)
-    few, most = min(counts := order.layers(stage.config.num_layers).values()), max(counts)
+    counts = order.layers(stage.config.num_layers).values()
+    few, most = min(counts), max(counts)
     run = _unrolled if plan.stage_saves == "residuals" or order.split_backward else stage.par.layers
 
     def one_layer(carry, weights):
@@ -135,8 +135,7 @@ def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> tuple[Stream, tuple
 
     From its input x, the gradient dy of its output and the sums so far (the loss, the routers' tally, and the
     gradients of ``shared``): F's result, B's and W's, ``(y, ((dx, sums), d_blocks))``. The last stage gets dy
-    from the loss.
-    """
+    from the loss."""
     run = functools.partial(run_chunk, stage, kind="B")
     (y, router_loss), pull, tally = jax.vjp(run, stage.blocks, x, has_aux=True)
     if router_loss is not None:  # every stage adds its own routers' losses, and the tally of its own layers
@@ -149,6 +148,7 @@ def cell(stage: Stage, x: Stream, dy: Stream, sums: Tree) -> tuple[Stream, tuple
 
 
 def _from_loss(stage: Stage, dy_and_sums: tuple[Stream, Tree], y: Stream) -> tuple[Stream, Tree]:
+    """On the last stage: the gradient of the loss for dy, and the sums with the loss and its gradients."""
     _, sums = dy_and_sums
     weights = {name: stage.shared[name] for name in ("norm", "embedding" if stage.config.tied else "head")}
     value, (grads, dy) = jax.value_and_grad(functools.partial(loss, stage), argnums=(0, 1))(weights, y)
@@ -156,6 +156,7 @@ def _from_loss(stage: Stage, dy_and_sums: tuple[Stream, Tree], y: Stream) -> tup
 
 
 def _into_embedding(stage: Stage, sums: Tree, dx: Stream) -> Tree:
+    """On the first stage: the sums with the embedding's gradient."""
     pull = lambda w, dx: jax.vjp(lambda w: embed(stage, embedding=w), w)[1](dx)[0]
     # Traced, so that the look-up does not run again for its gradient.
     grad = trace(pull, w := stage.shared["embedding"], dx)(w, dx)
@@ -200,10 +201,8 @@ def _forward(stage: Stage, x: Stream) -> tuple[Stream, Stream]:
     return when("leaves", stage.last, lambda x: x, x, otherwise=run), x
 
 
-def when(
-    name: str, condition: Any, do: Callable, x: Any, *args: Any, otherwise: Callable = lambda x, *_: x
-) -> Any:
+def when(name: str, condition: Any, do: Callable, x: Any, *args: Any, otherwise: Any = None) -> Any:
     """``do(x, *args)``, or else ``x``: a `lax.cond` whose name tells a census how often it is taken
     (`timetable.branch_shares`)."""
     with jax.named_scope(f"when-{name}"):
-        return lax.cond(condition, do, otherwise, x, *args)
+        return lax.cond(condition, do, otherwise or (lambda x, *_: x), x, *args)

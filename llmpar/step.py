@@ -49,10 +49,9 @@ if jax.__version_info__ < (0, 11):  # the compiler of JAX 0.12 aborts with it
 
 
 def compiler_options(plan: Resolved) -> dict[str, bool | int]:
-    """What XLA must be told of a plan to send while it computes. On GPUs it keeps one collective in flight:
-    of two hops of a ring the other waits, and weights from other hosts wait while a host's experts exchange
-    tokens. And where a program has a ragged all-to-all, whose time its usual estimate lacks, it starts no
-    collective early."""
+    """The options with which XLA sends while it computes. On GPUs it keeps one collective in flight: of two
+    hops of a ring one waits, and weights from other hosts wait while a host's experts exchange tokens. And
+    with a ragged all-to-all, whose time its usual estimate lacks, it starts no collective early."""
     ragged = plan.mesh.ep > 1 and plan.dispatch == "ragged"
     if plan.platform != "gpu" or not (ragged or plan.rings):
         return {}
@@ -82,7 +81,7 @@ class Step:
     """The compiled training step of a model under a plan on a mesh.
 
     Args:
-        config, plan, mesh: what, how, and where. ``mesh`` may be abstract for tracing and lowering.
+        config, plan, mesh: ``mesh`` may be abstract, for tracing and lowering.
         optimizer: any Optax optimizer.
         clip: largest global gradient norm; None leaves gradients as they are.
 
