@@ -255,6 +255,15 @@ class ModelConfig:
         out = Weight(f"{dims} m d", (*lead, m, d), std / (2 * self.num_layers) ** 0.5)
         return {f"{path}.gate": into, f"{path}.up": into, f"{path}.down": out}
 
+    def latent_matrices(self, num_heads: float) -> list[tuple[float, float]]:
+        """Rows and columns of the matrices of latent attention: queries down and up, keys and values down and
+        up, the output."""
+        mla, d, n, h = self.latent, self.width, num_heads, self.head_width
+        assert mla
+        queries = [(d, mla.q_rank), (mla.q_rank, n * h)]
+        keys = [(d, mla.kv_rank + mla.rope_width), (mla.kv_rank, n * (h - mla.rope_width + mla.value_width))]
+        return [*queries, *keys, (n * mla.value_width, d)]
+
     @property
     def num_params(self) -> int:
         """The exact number of parameters; tied embeddings are counted once."""
@@ -262,11 +271,8 @@ class ModelConfig:
         layers, experts = self.num_layers, self.experts
         if latent := self.latent:
             sizes = {path: size for path, size in sizes.items() if not path.startswith("blocks.attention.")}
-            query, width, n = self.head_width, self.width, self.num_heads
-            ranks, rope, value = latent.q_rank + latent.kv_rank, latent.rope_width, latent.value_width
-            down = width * (ranks + rope) + ranks  # and a norm of each of the two
-            up = n * (latent.q_rank * query + latent.kv_rank * (query - rope + value))
-            sizes["attention"] = layers * (down + up + n * value * width)
+            matrices = sum(rows * columns for rows, columns in self.latent_matrices(self.num_heads))
+            sizes["attention"] = layers * (int(matrices) + latent.q_rank + latent.kv_rank)  # two norms
         if experts and experts.dense_layers:
             sparse = sum(size for path, size in sizes.items() if path.startswith("blocks.experts."))
             sizes["dense"] = experts.dense_layers * (3 * self.width * experts.dense_width - sparse // layers)

@@ -1,10 +1,8 @@
-"""The published formulas: memory, FLOPs, bytes moved, time on links, and the thresholds that follow from
-them.
+"""The published formulas: memory, bytes moved, time on links, and the thresholds that follow from them.
 
 Plain arithmetic on numbers, each with its formula, unit and source. What *our* train step costs is predicted
-elsewhere from a `Plan` with these functions; pipelines have their own closed forms in `timetable`. Unless a
-name says bytes, volumes are elements. A `group` is the devices that take part. Book = Austin et al., How to
-Scale Your Model, 2025.
+elsewhere from a `Plan`. Unless a name says bytes, volumes are elements. A `group` is the devices that take
+part. Book = Austin et al., How to Scale Your Model, 2025.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ def zero_bytes(
     grad_bytes: float = 2,
     optim_bytes: float = 12,
 ) -> float:
-    """Bytes of model state per device: stage 0 (P+G+K)Psi, 1 (P+G)Psi + K Psi/N, 2 P Psi + (G+K)Psi/N, 3 all
-    over N.
+    """Bytes of model state per device: stage 0 (P+G+K)Ψ, 1 (P+G)Ψ + KΨ/N, 2 PΨ + (G+K)Ψ/N, 3 all over N.
 
     Rajbhandari et al. 2020 (ZeRO), section 5, table 1; K = 12 for Adam in mixed precision. The bytes differ
     elsewhere: fp32 training is 4, 4, 8, and gradients accumulated in fp32 add 4 to `grad_bytes`.
@@ -44,12 +41,10 @@ def gpt_activation_bytes(
     sequence_parallel: bool = False,
     recompute: str = "none",
 ) -> float:
-    """Bytes one GPT layer keeps for its backward in 16 bits: sbh(10 + 24/t + 5as/ht), with SP sbh/t (34 +
-    5as/h).
+    """Bytes one GPT layer keeps for its backward in 16 bits: sbh(10 + 24/t + 5as/ht); SP sbh/t(34 + 5as/h).
 
     Korthikanti et al. 2022, eqs. 1, 2 and 4, table 2. `recompute="selective"` drops 5as/h, "full" keeps 2sbh.
-    For the block with dropout, GELU and attention that stores its scores: not our model (see
-    `llama_activation_bytes`).
+    For the block with dropout, GELU and attention that stores its scores: not our model.
     """
     if recompute == "full":
         return 2 * s * b * h
@@ -68,8 +63,7 @@ def llama_activation_bytes(
     recompute: str = "none",
     bytes_each: float = 2,
 ) -> float:
-    """Bytes one Llama layer keeps with flash attention, counted from its products (derived here, not
-    published).
+    """Bytes one Llama layer keeps with flash attention, counted from its products: derived, not published.
 
     "none": both norms' inputs and outputs 4d, q, k, v and the output 2(n+k)h, gate, up and their product 3m.
     "selective": the input, the attention's output and every other product (q, v, gate, down), as torchtitan's
@@ -86,7 +80,7 @@ def llama_activation_bytes(
 def kv_cache_bytes(
     tokens: float, layers: float, kv_heads: float, head_dim: float, bytes_each: float = 2
 ) -> float:
-    """Bytes of keys and values: 2 layers kv_heads head_dim bytes for each token (Book, inference chapter)."""
+    """Bytes of keys and values: 2 layers kv_heads head_dim bytes for each token (Book, inference)."""
     return 2 * tokens * layers * kv_heads * head_dim * bytes_each
 
 
@@ -103,18 +97,14 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
 
 
 def sent_bytes(kind: str, message_bytes: float, group: int) -> float:
-    """Bytes each device sends in a ring, from the *message*: V(g-1)/g, all-reduce twice that, permute V.
-
-    The message is the gathered result, the unreduced input, the reduced buffer, or (all-to-all, permute) the
-    local one.
-    """
+    """Bytes each device sends in a ring of the *message* V (`ring_share`): V(g-1)/g, all-reduce twice that,
+    permute V."""
     assert kind in KINDS, kind
     return message_bytes * float(ring_share(kind, group))
 
 
 def sent_bytes_of_result(kind: str, result_bytes: float, group: int) -> float:
-    """The same from the *result* R that HLO prints: they differ for reduce-scatter alone, whose result is a
-    shard."""
+    """The same from the *result* that HLO prints, which differs for reduce-scatter alone: it is a shard."""
     return sent_bytes(kind, result_bytes * (group if kind == "reduce-scatter" else 1), group)
 
 
@@ -126,8 +116,7 @@ def torus_seconds(
     wrap: bool = True,
     hop_s: float = 0.0,
 ) -> float:
-    """Seconds on a torus over axes of sizes `shape`, with one-way `link_bytes_per_s` (Book, sharding
-    chapter).
+    """Seconds on a torus over axes of sizes `shape`, with one-way `link_bytes_per_s` (Book, sharding).
 
     All-gather and reduce-scatter V/(2 W axes), without (g-1)/g as the book has it; on lines that do not wrap
     V (g-1)/g / (W axes). All-reduce twice. All-to-all: half of the data crosses the middle of the longest
@@ -143,34 +132,26 @@ def torus_seconds(
     if kind == "all-to-all":
         seconds = message_bytes * max(shape) / (4 * links * link_bytes_per_s)
     else:
-        seconds = (
-            laps
-            * message_bytes
-            * (1 if wrap else (group - 1) / group)
-            / (links * link_bytes_per_s * len(shape))
-        )
+        share = 1 if wrap else (group - 1) / group
+        seconds = laps * message_bytes * share / (links * link_bytes_per_s * len(shape))
     return max(seconds, hop_s * laps * sum(n // 2 if wrap else n - 1 for n in shape))
 
 
 def switch_seconds(kind: str, message_bytes: float, group: int, egress_bytes_per_s: float) -> float:
-    """Seconds below one switch: what a device sends over what it can send, V(g-1)/(g W) (Book, GPU
-    chapter)."""
+    """Seconds below one switch: what a device sends over what it can send, V(g-1)/(g W) (Book, GPUs)."""
     return sent_bytes(kind, message_bytes, group) / egress_bytes_per_s
 
 
 def level_bytes_per_s(levels: Sequence[tuple[float, float]]) -> list[float]:
-    """Collective bandwidth W D/(D-1) of each level, (children, egress of a child), of a tree (Book, GPU
-    chapter)."""
+    """Collective bandwidth W D/(D-1) of each level, (children, egress of a child), of a tree (Book, GPUs)."""
     return [math.inf if degree == 1 else egress * degree / (degree - 1) for degree, egress in levels]
 
 
 def tree_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, float]]) -> float:
-    """Seconds over a tree of switches, levels from the inside: the slowest level, the others hidden behind
-    it.
+    """Seconds over a tree of switches, levels from the inside: the slowest level hides the others.
 
-    All-gather V max (D-1)/(D W) (Book, GPU chapter); all-reduce twice. An all-to-all does not shrink on its
-    way up: the S devices below a child send S local (1 - S/g) out of it. A permute may send all of them out
-    at once.
+    All-gather V max (D-1)/(D W) (Book, GPUs); all-reduce twice. An all-to-all does not shrink on its way up:
+    the S devices below a child send S local (1 - S/g) out of it. A permute may send all of them at once.
     """
     group = math.prod(degree for degree, _ in levels)
     if kind in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -186,14 +167,12 @@ def tree_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, 
 
 
 def collective_seconds(chip: Chip, kind: str, message_bytes: float, group: int, inner: float = 1) -> float:
-    """Seconds of a collective over `group` devices, `inner` apart in link order, on this chip's links as
-    reached.
+    """Seconds of a collective over `group` devices, `inner` apart in link order, on its links as reached.
 
     A switch: inside a node its egress, beyond it a tree whose upper ports are shared with the `inner`
-        neighbours that
-    do the same. A torus: one axis of that length (several axes are faster: `torus_seconds`); beyond the
-    largest slice the data centre's network. Cores of one chip share its links, and reach each other through
-    its memory.
+    neighbours that do the same. A torus: one axis of that length (several axes are faster: `torus_seconds`);
+    beyond the largest slice the data centre's network. Cores of one chip share its links, and reach each
+    other through its memory.
     """
     share = chip.per_device()
     if chip.link == "torus" and group * inner <= share.node_size:
@@ -215,7 +194,7 @@ def collective_seconds(chip: Chip, kind: str, message_bytes: float, group: int, 
 
 
 def zero_elements(params: float, stage: int, accumulation: float = 1, devices: float = math.inf) -> float:
-    """Elements sent for gradients and weights: 2, 2, a+1 and 3a Psi for stages 0 to 3, times (N-1)/N.
+    """Elements sent for gradients and weights: 2, 2, a+1 and 3a Ψ for stages 0 to 3, times (N-1)/N.
 
     ZeRO, section 7, for a = 1. Over a accumulation steps stages 0 and 1 reduce once, stage 2 scatters its
     gradients every time, and stage 3 gathers twice and scatters once every time.
@@ -225,55 +204,35 @@ def zero_elements(params: float, stage: int, accumulation: float = 1, devices: f
 
 
 def tp_elements(b: float, s: float, d: float, tp: float, layers: float = 1) -> float:
-    """8 b s d (t-1)/t a layer, from two all-reduces each way (Narayanan et al. 2021, 3.2); with SP the same
-    in all."""
+    """8 b s d (t-1)/t a layer: two all-reduces each way (Narayanan et al. 2021, 3.2); as much with SP."""
     return 8 * layers * b * s * d * (tp - 1) / tp
 
 
 def pp_elements(b: float, s: float, d: float, microbatches: float = 1, chunks: float = 1) -> float:
-    """2 b s d for each microbatch and hop (activation forward, gradient back), times the chunks v of a
-    stage."""
+    """2 b s d for each microbatch and hop, activation and gradient, times the chunks v of a stage."""
     return 2 * b * s * d * microbatches * chunks
 
 
 def ring_elements(b: float, s: float, kv_heads: float, head_dim: float, sp: float) -> tuple[float, float]:
-    """(forward, backward) of one layer's ring attention: n-1 hops of K and V; the same back, and n hops of dK
-    and dV.
-
-    The gradients need one hop more to come home. Liu et al. 2023, section 3, counts n; the last K and V are
-    unused.
-    """
+    """Forward and backward of one layer's ring attention: n-1 hops of K and V; the same back, and n hops of
+    dK and dV, which come home. Liu et al. 2023, section 3, counts n of all; the last K and V are unused."""
     block = b * s // sp * kv_heads * head_dim
     return 2 * (sp - 1) * block, (2 * (sp - 1) + 2 * sp * (sp > 1)) * block
 
 
 def moe_elements(tokens: float, d: float, topk: float, ep: float, at_home: float | None = None) -> float:
     """2 k tokens d (EP-1)/EP: dispatch and combine of one layer forward, for the device's tokens; the same
-    backward. `at_home`: the share of rows whose expert is on their own rank, 1/EP if all are equally likely,
-    more with locality.
-    """
+    backward. `at_home`: the share of rows whose expert is on their own rank, 1/EP without locality."""
     return 2 * topk * tokens * d * (1 - (1 / ep if at_home is None else at_home))
 
 
-def expert_nodes(experts: int, topk: int, nodes: int) -> float:
-    """Nodes on which a token's k experts lie, on average, if all are equally likely: n (1 - C(E - E/n, k) /
-    C(E, k)).
-
-    A token sent once to each node crosses that often. Node-limited routing (DeepSeek-V3): count the open
-    nodes alone.
-    """
-    return nodes * (1 - math.comb(experts - experts // nodes, topk) / math.comb(experts, topk))
-
-
 def expert_capacity(tokens: float, experts: float, factor: float, topk: float = 1) -> float:
-    """Slots for each expert: k tokens factor / experts, rounded up (Fedus et al. 2021, Switch Transformer,
-    eq. 3)."""
+    """Slots for each expert: k tokens factor / experts, rounded up (Fedus et al. 2021, eq. 3)."""
     return math.ceil(round(topk * tokens * factor / experts, 9))  # 9 digits: 1.1 * 1000 is not 1101
 
 
 def copies(mesh_axes: Mapping[str, int], cut_axes: Collection[str]) -> float:
-    """Copies of an array that a mesh holds: the product of the axes that do not cut it (Book, sharding
-    chapter)."""
+    """Copies of an array that a mesh holds: the product of the axes that do not cut it (Book, sharding)."""
     return math.prod(size for axis, size in mesh_axes.items() if axis not in cut_axes)
 
 
@@ -283,20 +242,17 @@ def copies(mesh_axes: Mapping[str, int], cut_axes: Collection[str]) -> float:
 def critical_batch(
     flops_per_s: float, hbm_bytes_per_s: float, weight_bytes: float = 2, experts: float = 1, topk: float = 1
 ) -> float:
-    """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d, f: bytes C / 2W, times E/k (Book,
-    rooflines)."""
+    """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d, f: bytes C/2W E/k (Book, rooflines)."""
     return experts / topk * weight_bytes * flops_per_s / (2 * hbm_bytes_per_s)
 
 
 def dp_min_tokens(flops_per_s: float, bytes_per_s: float, experts: float = 1, topk: float = 1) -> float:
-    """Tokens per chip above which DP or FSDP hides: (E/k) C/W, W all that leaves a chip (Book, training and
-    GPUs)."""
+    """Tokens per chip above which DP or FSDP hides: (E/k) C/W, W all that leaves a chip (Book, training)."""
     return experts / topk * flops_per_s / bytes_per_s
 
 
 def tp_max_degree(ffn: float, flops_per_s: float, bytes_per_s: float, axes: float = 1) -> float:
-    """Largest TP degree that hides its bf16 communication: axes F W/C, W per axis (Book, training
-    chapter)."""
+    """Largest TP degree that hides its bf16 communication: axes F W/C, W per axis (Book, training)."""
     return axes * ffn * bytes_per_s / flops_per_s
 
 

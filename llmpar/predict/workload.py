@@ -24,45 +24,30 @@ POLICIES: tuple[Recompute, ...] = get_args(Recompute)
 
 @dataclass(frozen=True)
 class Software:
-    """What a training framework does, as its documentation says. Nothing here is fitted.
-
-    Attributes:
-        eager: each kernel is launched by the host when Python comes to it; else a compiled program runs.
-        fused_attention: scores never reach memory (FlashAttention); else they are written, masked, normed,
-            dropped out and read, squares of the whole sequence.
-        overlaps: gradients and weights travel while others are computed; else after and before them.
-        weight_bytes, grad_bytes: of the copies that products use, and of a gradient as it is summed up.
-        reduced_bytes, gathered_bytes: of a gradient and of a weight on the links.
-        late_bytes: of a gradient and of a weight on the links where they travel once, at the end of a step.
-        state_bytes: the optimizer's, with its own copy of the weights.
-        overhead_bytes: what the framework holds besides: CUDA's context, NCCL's buffers, the allocator's
-            fragments. A sum that is read by ``nvidia-smi`` has it; a sum of allocations has not.
-        later_attention: what its attention reaches on GPUs after A100, of what the vendors' kernels do there.
-            FlashAttention-2 0.6: on H100 35 % of peak where cuDNN and FlashAttention-3 have 60 or more (Shah
-            et al. 2024, sections 1 and 4). Triton's, of the first FlashAttention, 0.36: llm-foundry's tables.
-        messages: of the stream's size, that a pipeline keeps for each microbatch that is alive.
-        logit_bytes: held per logit while the loss is computed.
-        reduces_late: gradients over dp are reduced when all are there, although the rest overlaps: a loop
-            over layers hands its gradients out at its end.
-        blocking: the host starts a kernel when the one before it has ended (CUDA_LAUNCH_BLOCKING=1).
-    """
+    """What a training framework does, as its documentation says. Nothing here is fitted. Overhead is CUDA's
+    context, NCCL's buffers, the allocator's fragments: a sum that is read by ``nvidia-smi`` has it; a sum of
+    allocations has not."""
 
     name: str
-    eager: bool = True
-    fused_attention: bool = True
-    overlaps: bool = True
-    weight_bytes: float = 2
-    grad_bytes: float = 4
-    reduced_bytes: float = 2
-    gathered_bytes: float = 2
-    late_bytes: float = 2
-    state_bytes: float = 12
+    eager: bool = True  # the host launches each kernel when Python comes to it; else a compiled program runs
+    fused_attention: bool = (
+        True  # FlashAttention; else squares of scores are written, masked, normed and read
+    )
+    overlaps: bool = True  # gradients and weights travel while others are computed; else after and before
+    weight_bytes: float = 2  # of the copies that products use; 0: cast from the optimizer's
+    grad_bytes: float = 4  # of a gradient as it is summed up
+    reduced_bytes: float = 2  # of a gradient on the links
+    gathered_bytes: float = 2  # of a weight on the links
+    late_bytes: float = 2  # of either where it travels once, at the end of a step
+    state_bytes: float = 12  # of the optimizer, with its own copy of the weights
     overhead_bytes: float = 2e9
-    later_attention: float = 1.0
-    logit_bytes: float = 6
-    messages: float = 0
-    reduces_late: bool = False
-    blocking: bool = False
+    later_attention: float = 1.0  # what it reaches on GPUs after A100, of what the vendors' kernels do there
+    logit_bytes: float = 6  # per logit while the loss is computed
+    messages: float = 0  # of the stream's size, that a pipeline keeps for each microbatch that is alive
+    reduces_late: bool = (
+        False  # over dp when all gradients are there: a loop over layers gives them at its end
+    )
+    blocking: bool = False  # the host waits for each kernel (CUDA_LAUNCH_BLOCKING=1)
 
 
 TABLE = tomllib.loads(resources.files(__package__).joinpath("publications.toml").read_text(encoding="utf-8"))
@@ -86,56 +71,36 @@ class Product(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """One training step of a model on a machine.
-
-    Attributes:
-        config: the dims.
-        mesh: sizes of pp, dp, fsdp, ep, sp, tp. ``ep`` counts as data, as everywhere here.
-        rows: sequences of one microbatch on one data rank.
-        recompute: what the backward pass computes again, in `Plan.remat`'s words.
-        again: times that a stage runs its layers forward once more, whatever is recomputed besides: a stage
-            of ours keeps its input alone (but for the last chunk, whose backward pass follows at once).
-        ffn_products: matrices of a feed-forward: 3 with a gate, 2 without.
-        gpt: layer norms with biases, dropout, learned positions.
-        tp_overlap, ep_overlap: products run beside these exchanges.
-        bits: of what the products of the blocks multiply: 16, 8 or 4.
-        offload: what layers keep waits in the host's memory (MaxText's custom policies).
-        balanced: positions are dealt so that all ranks of a ring have the same causal work; else the last
-            has 2n/(n+1) times the mean.
-        expert_tp: whether tp cuts each expert (Megatron's etp = tp); else each is whole.
-        ends_as_layers: a pipeline's stages are cut as if embedding and head were a layer each.
-        order: the axes, from the one whose neighbours are furthest apart to the one whose are next.
-        plan: the plan of ours that it is, whose `traffic` is then priced.
-    """
+    """One training step of a model on a machine. What is also a field of `Plan` means the same."""
 
     config: ModelConfig
     chip: Chip
-    mesh: MeshShape
+    mesh: MeshShape  # ``ep`` counts as data, as everywhere here
     seq_len: int
-    rows: int = 1
+    rows: int = 1  # sequences of one microbatch on one data rank
     microbatches: int = 1
     software: Software = SOFTWARE["llmpar"]
     zero: int = 3
-    reshard: bool = True
+    reshard: bool = True  # `Plan.reshard_after_forward`
     schedule: str = "1f1b"
     virtual_stages: int = 1
-    recompute: Recompute = "none"
-    again: float = 0.0
+    recompute: Recompute = "none"  # `Plan.remat`
+    again: float = 0.0  # forward passes that a stage repeats besides: of ours, whose stages keep inputs alone
     tp_sequence: bool = False
-    tp_overlap: bool = False
+    tp_overlap: bool = False  # products run beside these exchanges
     ep_overlap: bool = False
     context_parallel: Literal["ring", "ulysses", "gather", "usp"] = "ring"
-    ffn_products: int = 3
-    gpt: bool = False
-    bits: int = 16
-    expert_tp: bool = True
+    ffn_products: int = 3  # matrices of a feed-forward: 3 with a gate, 2 without
+    gpt: bool = False  # layer norms with biases, dropout, learned positions
+    bits: int = 16  # of what the products of the blocks multiply
+    expert_tp: bool = True  # tp cuts each expert (Megatron's etp = tp)
     loss_chunks: int = 1
     zero_over_sp: bool = True
-    balanced: bool = True
-    offload: bool = False
-    ends_as_layers: bool = False
-    order: tuple[str, ...] = tuple(AXES)
-    plan: Plan | None = None
+    balanced: bool = True  # all ranks of a ring have the same causal work; else the last has 2n/(n+1) of it
+    offload: bool = False  # what layers keep waits in the host's memory (MaxText's custom policies)
+    ends_as_layers: bool = False  # a pipeline is cut as if embedding and head were a layer each
+    order: tuple[str, ...] = tuple(AXES)  # from the axis whose neighbours are furthest apart to the nearest
+    plan: Plan | None = None  # of ours, whose `traffic` is then priced
 
     @property
     def data_ranks(self) -> int:
@@ -191,11 +156,9 @@ class Run:
         dense layer's feed-forward), ``embedding``, ``head``."""
         c = self.config
         d, n, k, h = c.width, c.num_heads, c.num_kv_heads, c.head_width
-        attention = d * h * (2 * n + 2 * k)
-        if mla := c.latent:
-            down = d * (mla.q_rank + mla.kv_rank + mla.rope_width)
-            up = n * (mla.q_rank * h + mla.kv_rank * (h - mla.rope_width + mla.value_width))
-            attention = down + up + n * mla.value_width * d
+        attention: float = d * h * (2 * n + 2 * k)
+        if c.latent:
+            attention = sum(inner * out for inner, out in c.latent_matrices(n))
         each, how = self.ffn_products * d * c.ffn_width, c.experts
         return {
             "attention": attention,
@@ -239,14 +202,8 @@ class Run:
         """The projections of attention, forward, of a microbatch on a device."""
         c, t, tp = self.config, self.tokens, self.mesh.tp
         d, n, k, h = c.width, c.num_heads / tp, self.kv_heads / tp, c.head_width
-        if mla := c.latent:
-            return [
-                Product(t, d, mla.q_rank),
-                Product(t, mla.q_rank, n * h),
-                Product(t, d, mla.kv_rank + mla.rope_width),
-                Product(t, mla.kv_rank, n * (h - mla.rope_width + mla.value_width)),
-                Product(t, n * mla.value_width, d),
-            ]
+        if c.latent:
+            return [Product(t, inner, out) for inner, out in c.latent_matrices(n)]
         return [Product(t, d, (n + 2 * k) * h), Product(t, n * h, d)]
 
     def ffn_list(self, width: float, tokens: float | None = None, times: float = 1) -> list[Product]:
