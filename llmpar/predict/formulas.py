@@ -242,7 +242,7 @@ def copies(mesh_axes: Mapping[str, int], cut_axes: Collection[str]) -> float:
 def critical_batch(
     flops_per_s: float, hbm_bytes_per_s: float, weight_bytes: float = 2, experts: float = 1, topk: float = 1
 ) -> float:
-    """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d, f: bytes C/2W E/k (Book, rooflines)."""
+    """Tokens above which x[B,d] @ w[d,f] is compute-bound for large d and f: (E/k) bytes C/2W (Book)."""
     return experts / topk * weight_bytes * flops_per_s / (2 * hbm_bytes_per_s)
 
 

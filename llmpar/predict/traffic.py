@@ -1,8 +1,5 @@
-"""What a training step sends, by formula, before anything is traced.
-
-`formulas` has the published ones; this file applies their reasoning to the model and the step of this
-package, to the byte. The tests hold `step_traffic` against the compiled program, exactly.
-"""
+"""What a training step of this package sends, to the byte, before anything is traced: the tests hold
+`step_traffic` against the compiled program, exactly."""
 
 from __future__ import annotations
 
@@ -120,43 +117,32 @@ class Sent:
 
 @dataclass
 class Runs:
-    """How often a device runs each part of the model in one step. Layers are counted one by one.
+    """How often a device runs each part of the model in one step. Layers are counted one by one."""
 
-    Attributes:
-        embed, loss: the look-up and the loss, forward and backward.
-        forward, again: layers forward; and again for the backward pass, but for the last reduction
-            (`Plan.remat`).
-        attention: of these repetitions, those that repeat attention itself and its reduction.
-        backward: layers backward.
-        matrices, vectors: gathers of each weight of a layer that ZeRO-3 stores cut; a bias is of no use
-            backward.
-        attended: calls of a stack of layers, each of which gathers its tokens' ids once.
-    """
-
-    embed: int
-    loss: int
-    forward: int
-    again: int
-    attention: int
-    backward: int
-    matrices: int
-    vectors: int
-    attended: int
+    embed: int  # the look-up, forward and backward
+    loss: int  # the loss, forward and backward
+    forward: int  # layers forward
+    again: int  # and again for the backward pass, but for the last reduction (`Plan.remat`)
+    attention: int  # of these repetitions, those that repeat attention itself and its reduction
+    backward: int  # layers backward
+    matrices: int  # gathers of each matrix of a layer that ZeRO-3 stores cut
+    vectors: int  # of each vector: a bias is of no use backward
+    attended: int  # calls of a stack of layers, each of which gathers its tokens' ids once
 
 
-def runs(config: ModelConfig, plan: Resolved, stage: int = 0) -> Runs:
+def runs(plan: Resolved, stage: int = 0) -> Runs:
     """Read off the plan, and of a pipeline off its schedule: F runs a chunk forward, unless the loss follows;
     B runs it forward again from what F was given, or has its residuals; then backward."""
-    m, order = plan.microbatches, plan.pipeline
+    m, order, num_layers = plan.microbatches, plan.pipeline, plan.config.num_layers
     recomputed, attention = plan.remat != "none", plan.remat == "block"
     keeps = not plan.reshard_after_forward
     if order is None:
-        n = config.num_layers * m
+        n = num_layers * m
         twice = n * (1 + (recomputed and not keeps))
         return Runs(m, m, n, n * recomputed, n * attention, n, n * (2 - keeps), twice, m)
     m //= len(order.routes)  # each way through the stages has as many
     embed, loss = (m * sum(route[i][0] == stage for route in order.routes) for i in (0, -1))
-    layers = order.layers(config.num_layers)
+    layers = order.layers(num_layers)
     n = m * sum(num for cell, num in layers.items() if cell[0] == stage)
     last = m * sum(layers[route[-1]] for route in order.routes if route[-1][0] == stage)
     cells = order.visits * plan.microbatches
@@ -177,8 +163,8 @@ def step_traffic(plan: Resolved, batch_size: int, seq_len: int, stage: int = 0) 
     have something to send or not.
     """
     config, traffic = plan.config, Traffic(plan.mesh.sizes)
-    run = runs(config, plan, stage)
-    _weights(traffic, config, plan, run)
+    run = runs(plan, stage)
+    _weights(traffic, plan, run)
     values = Values(traffic, plan, batch_size // plan.microbatches, seq_len)
     _activations(values, config, run)
     if config.experts:
@@ -189,32 +175,25 @@ def step_traffic(plan: Resolved, batch_size: int, seq_len: int, stage: int = 0) 
         _stages(values, config, plan.pipeline)
     tally = config.num_layers * (config.experts.num_experts + 2) if config.experts else 0
     small = "the loss, the tokens and the gradients' norm" + ", the tally of tokens per expert" * bool(tally)
-    traffic.add(
-        "all-reduce",
-        plan.mesh.live(*plan.mesh.sizes),
-        small,
-        FLOAT32 * (3 + tally),
-        text="loss, tokens and norm",
-    )
+    axes, text = plan.mesh.live(*plan.mesh.sizes), "loss, tokens and norm"
+    traffic.add("all-reduce", axes, small, FLOAT32 * (3 + tally), text=text)
     return traffic
 
 
 # ---------------------------------------------------------------------------------------------------- weights
 
 
-def _weights(traffic: Traffic, config: ModelConfig, plan: Resolved, run: Runs) -> None:
+def _weights(traffic: Traffic, plan: Resolved, run: Runs) -> None:
     """The arrows of each weight's life. Per device and parameter, with N = fsdp and a microbatches, they send
     (Rajbhandari et al. 2020, section 7): ZeRO 0 and 1 2, ZeRO 2 a + 1, ZeRO 3 up to 3a times (N-1)/N."""
     held = lambda layout, shape: math.prod(layout.shard_shape(shape, traffic.sizes))
     buckets: dict[tuple, list[int]] = {}
     for path, (weight, life) in sorted(plan.lives.items(), key=lambda item: item[0].split(".")):
         dims, shape, stacked = weight.dims, weight.shape, path.startswith("blocks.")
-        gathers, gradients, pieces = _uses(config, plan, run, path, weight)
+        gathers, gradients, pieces = _uses(plan, run, path, weight)
         layers, visits = (shape[0] // plan.mesh.pp, _visits(plan)) if stacked else (1, 1)
-        stored, of = (
-            held(life.stored, shape) // layers,
-            Sent(dims.replace(" l ", " "), "weights", "gradients"),
-        )
+        stored = held(life.stored, shape) // layers
+        of = Sent(dims.replace(" l ", " "), "weights", "gradients")
         copies = plan.pipeline.parameter_copies if stacked and plan.pipeline else 1
         if plan.gathers == "step":  # all layers at once, those that are lent too; no gradient comes back here
             of, stored, gathers, gradients = Sent(dims, "weights"), copies * layers * stored, 1, 0
@@ -240,7 +219,7 @@ def _weights(traffic: Traffic, config: ModelConfig, plan: Resolved, run: Runs) -
             traffic.add("all-reduce", axes, "gradients", sum(bucket), text=text)
 
 
-def _uses(config: ModelConfig, plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, int, int]:
+def _uses(plan: Resolved, run: Runs, path: str, weight: Weight) -> tuple[int, int, int]:
     """How often a weight is gathered for use, its gradient comes back, and is added up."""
     if path.startswith("blocks."):
         gathers = run.vectors if weight.is_vector else run.matrices
@@ -249,10 +228,10 @@ def _uses(config: ModelConfig, plan: Resolved, run: Runs, path: str, weight: Wei
             gathers = run.forward
         learned = path != "blocks.experts.bias"  # that one follows a rule, and no gradient flows to it
         return gathers, learned * run.backward, plan.microbatches * _visits(plan)
-    embedding = (
-        path == "embedding"
-    )  # where it is the head too, a pipeline uses it on its first stage and its last
-    times = run.embed * embedding + run.loss * (not embedding or config.tied and plan.pipeline is not None)
+    embedding = path == "embedding"  # as the head too, a pipeline uses it on its first stage and its last
+    times = run.embed * embedding + run.loss * (
+        not embedding or plan.config.tied and plan.pipeline is not None
+    )
     return times, times, times if plan.pipeline else plan.microbatches
 
 
@@ -368,9 +347,7 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     cells = plan.pipeline and plan.pipeline.visits * plan.microbatches  # each adds its routers' losses, in B
     if experts.aux_loss:
         times = run.backward + run.again if cells else layers
-        values.carry(
-            "stream b e +s -> stream b e", (b, e), "tokens per expert and row", times, itemsize=small
-        )
+        values.carry("stream b e +s -> stream b e", (b, e), "tokens per expert and row", times, 0, small)
     values.carry("stream b +s -> data b +s", (b,), "the routers' losses", cells or run.loss, itemsize=small)
 
 
@@ -382,18 +359,14 @@ def _attention(values: Values, config: ModelConfig, run: Runs) -> None:
     """
     plan, b, s, layers, again = values.plan, values.b, values.s, run.forward + run.again, run.backward
     k, h = config.num_kv_heads, config.head_width
-    of, ids_of, gradients = (
-        "keys and values",
-        "ids of positions and documents",
-        "gradients of keys and values",
-    )
+    of, gradients, met = "keys and values", "gradients of keys and values", "queries and what attention gives"
     queries, keys = (b, s, k, config.num_heads // k, h), (b, s, k, h)
-    met = "queries and what attention gives"
     values.carry("attention b s k r h -> queries b s k r h", queries, met, layers, again)
     values.carry("queries b s k r h -> attention b s k r h", queries, met, layers, again)
     values.carry("attention b s k h -> keys b s k h", keys, of, 2 * layers, 2 * again, gradient=gradients)
     known = 2 - (plan.documents == "whole")  # cudnn's mask needs no positions then
-    values.carry("data b s -> ids b s", (b, s), ids_of, known * run.attended, itemsize=4)
+    ids = "ids of positions and documents"
+    values.carry("data b s -> ids b s", (b, s), ids, known * run.attended, itemsize=4)
     if ring := plan.regions["keys"]["s"]:
         both = 2 * values.held("keys b s k h", *keys)
         turns, text = run.forward + run.attention + again, "keys b t -> the next rank"
