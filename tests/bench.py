@@ -162,11 +162,7 @@ def programs(config, only):
         compiled = step.lower(rows, SEQ).compile()
         placed = jax.device_put(batch_of(model.vocab_size, rows, SEQ), step.batch_sharding)
         held, text = compiled_memory(compiled), partitioned_hlo(step.lower(rows, SEQ))
-        stages = (
-            [branch_shares(plan.pipeline, model.num_layers, i) for i in range(plan.mesh.pp)]
-            if plan.pipeline
-            else [None]
-        )
+        stages = branch_shares(plan.pipeline, model.num_layers)
         census = census_hlo(text, step.mesh, stages[0])
         trips = live_blocks(model, plan, batch) if model.experts else None
         executed = (

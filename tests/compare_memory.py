@@ -30,20 +30,6 @@ from llmpar.predict import memory
 HERE = Path(__file__).parent
 RECORD = HERE / "fixtures" / "compiled_memory.json"
 TABLE = HERE / "compiled.md"
-HEAD = """# What compilers of clusters make of training steps
-
-Made by `python tests/compare_memory.py`, from what `python tests/compare_memory.py TARGET` recorded: the
-plans of [memory_plans.toml](memory_plans.toml), compiled for clusters that were not there. Memory in GiB per
-device.
-
-- *Formula*: what `llmpar/predict/memory.py` says of the temporaries, for choosing among thousands of plans.
-  Where a compiler refuses, it says what the program would hold in all, and the share is that of arguments and
-  temporaries.
-- *Bytes*: whether what is sent equals the prediction, for every axis, collective and arrow. *Rewritten*:
-  bytes of the final program over those, where the compiler itself replaced collectives: *new* were next to
-  none before (TPUs write a reduce-scatter as an all-reduce and a slice, or as permutes beside a product).
-- *Exposed*: communication that nothing hides, and the step, by the roofline of the schedule: estimates.
-"""
 COMMON = {"dtype": "bfloat16", "remat": "block"}
 GIB = 2**30
 
@@ -181,7 +167,7 @@ def main() -> None:
     target, *names = sys.argv[1:] or [""]
     if target:
         record(target, names)
-    lines = [HEAD]
+    lines = [TABLE.read_text().partition("\n## ")[0].rstrip() + "\n"]  # its words are written there
     for where, kept in json.loads(RECORD.read_text()).items():
         if target in ("", where):
             compare(where, kept, lines)

@@ -7,7 +7,6 @@ cross-validation.
 
 from __future__ import annotations
 
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -23,24 +22,6 @@ FILE, UNSEEN, TABLE = HERE / "measured.json", HERE / "published.json", HERE / "m
 HALF = ("vTrain", "dgxc-benchmarking", "torchtitan", "SimuMax", "gpu-recipes")
 """Sources of one half; the others are the other. A chip that only one half has is predicted by the prior."""
 CROSS = "## Fitted on half of the sources, tested on the other"
-HEAD = """# Predicted and measured
-
-Every published run of two files (their groups name their sources), by `llmpar plan --against`; made by
-`python tests/measured_table.py`. Times are seconds of a step, memory is GB of a device as the source reads
-it.
-
-- `tests/measured.json`: constants are fitted per chip on these rows (`tests/fit_rates.py`), so their error is
-  that of a fit. The worst: microbatches of one sequence with tp=8 in a node (vtrain.single, -28 %: hosts that
-  wait for each other are not modelled), a microbatch that is the whole batch (vtrain.multi.3.6B/15, -46 %),
-  and all meshes of 175B (+12 %) against BLOOM's (-7 %): the same chip, other clusters.
-- `tests/published.json`: more tables of three of these sources. No fit sees them. Three things that software
-  does came from them, each with its constant: kernels that the host waits for, heads that tensor cores do not
-  take (108 and 150 wide), and Triton's attention on H100. The worst: experts on B200 and H100 that the host
-  cannot start fast enough (-40 to -60 %), 70B and 405B on GB300 (+30 to +60 %), and heads by 96 and 112 where
-  64 and 128 are fast (-20 %), which their source does not explain either. One run of 206B that did not fit is
-  predicted to hold 66 GB: its source runs 203B in 67 GB.
-- What a fit on half of the sources makes of the others is in the first table: about 16 %.
-"""
 
 
 def source_of(case) -> str:
@@ -101,18 +82,14 @@ def rows(file: Path) -> str:
 
 
 def text(crossed: str) -> str:
-    """The whole file."""
-    seen, unseen = rows(FILE), rows(UNSEEN)
-    return f"{HEAD}\n{CROSS}\n\n{crossed}\n\n## Every run\n\n{seen}\n\n## Runs that no fit saw\n\n{unseen}\n"
+    """The whole file: its words are written there."""
+    head, seen, unseen = TABLE.read_text(encoding="utf-8").partition(CROSS)[0], rows(FILE), rows(UNSEEN)
+    return f"{head}{CROSS}\n\n{crossed}\n\n## Every run\n\n{seen}\n\n## Runs that no fit saw\n\n{unseen}\n"
 
 
 def kept() -> str:
     """The cross-validation that is in the file."""
-    found = re.search(
-        re.escape(CROSS) + r"\n\n(.*?)\n\n## Every run", TABLE.read_text(encoding="utf-8"), re.S
-    )
-    assert found
-    return found[1]
+    return TABLE.read_text(encoding="utf-8").partition(CROSS + "\n\n")[2].partition("\n\n## Every run")[0]
 
 
 if __name__ == "__main__":

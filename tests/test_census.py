@@ -87,7 +87,7 @@ def compare_every_traced_stage(config, plan):
     step = Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0))
     jaxpr = live(step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr)
     for stage in range(plan.mesh.pp):
-        census = census_jaxpr(jaxpr, plan.mesh.sizes, branch_shares(plan.pipeline, config.num_layers, stage))
+        census = census_jaxpr(jaxpr, plan.mesh.sizes, branch_shares(plan.pipeline, config.num_layers)[stage])
         want = traffic.step_traffic(step.plan, BATCH, SEQ, stage)
         assert by_arrow(census) == predicted_by_arrow(want), f"stage {stage}"
 

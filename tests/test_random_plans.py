@@ -470,7 +470,7 @@ def compare(seed: int, asked: dict, alone: bool = False) -> dict:
         }
     sent = {}
     for stage in range(plan.mesh.pp) if plan.reading == "manual" else ():
-        taken = branch_shares(plan.pipeline, config.num_layers, stage) if plan.pipeline else None
+        taken = branch_shares(plan.pipeline, config.num_layers)[stage]
         census = census_table(census_jaxpr(jaxpr, plan.resolve(config).mesh.sizes, taken))
         want = traffic.step_traffic(plan.resolve(config), asked["batch"], asked["seq"], stage)
         table = {k: (v["count"], v["bytes_sent"]) for k, v in census.items()}
