@@ -20,7 +20,7 @@ from llmpar import draw
 from llmpar.config import preset
 from llmpar.inspect import aot, roofline
 from llmpar.inspect.hlo import Module
-from llmpar.inspect.targets import GPUS, QUIET, TPUS, gpu_description, parse_target
+from llmpar.inspect.targets import GPUS, QUIET, gpu_description, parse_target
 from llmpar.notation import AXES, parse_mesh
 from llmpar.plan import Plan
 from llmpar.predict.hardware import chip
@@ -63,8 +63,6 @@ def test_every_target_has_a_row_and_its_description_says_what_the_row_says():
         assert int(found["memory_bandwidth"]) == int(chip(name).hbm_bytes_per_s)
         # Four times the threads of a warp, times cores, times the clock, is near the published float32 rate.
         assert text.count("{") == text.count("}") == 3
-    for name, devices in TPUS.items():
-        assert chip(name).devices_per_chip == devices
 
 
 # ------------------------------------------------------------------------------------- the walk of a schedule

@@ -3,7 +3,7 @@ them.
 
 A target is a chip and how many of them: ``h100:8x8`` is 8 hosts of 8 GPUs, ``v5p:4x4x4`` a TPU slice of 64
 chips, ``2*v5e:4x4`` two such slices. XLA's compiler for GPUs needs a description of the GPU, which
-`gpu_description` writes from the chip's row and the few figures of `GPUS`. The TPU compiler knows its chips
+`gpu_description` writes from the row of its chip and gpus.toml. The TPU compiler knows its chips
 by name.
 """
 
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import math
-import os
 import re
+import tomllib
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from importlib import resources
+from typing import Any
 
 from llmpar.predict.hardware import Chip, chip
 
@@ -30,32 +32,10 @@ QUIET = {
 """The environment in which compilers run without a device. It must be set before JAX starts."""
 
 
-class Gpu(NamedTuple):
-    """Holds what XLA's cost model and code generator ask about a GPU, beside the figures of its chip's
-    row."""
-
-    device_name: str  # as the driver gives it
-    capability: tuple[int, int]
-    num_cores: int  # streaming multiprocessors
-    fpus_per_core: int
-    clock_ghz: float
-    l2_bytes: int
-    shared_bytes: int  # per core
-
-
-# NVIDIA's data sheets and CUDA C++ programming guide, "compute capabilities": cores, boost clock, L2, shared
-# memory per multiprocessor.
-GPUS = {
-    "a100-40": Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 64, 1.41, 40 << 20, 164 << 10),
-    "a100-80": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 1.41, 40 << 20, 164 << 10),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 1.98, 50 << 20, 228 << 10),
-    "h200": Gpu("NVIDIA H200", (9, 0), 132, 128, 1.98, 50 << 20, 228 << 10),
-    "b200": Gpu("NVIDIA B200", (10, 0), 148, 128, 1.965, 126 << 20, 228 << 10),
-}
-CUDA, CUDNN = (12, 8, 0), (9, 10, 0)
-"""The versions that a target's driver, toolkit and cuDNN are taken to have."""
-TPUS = {"v4": 2, "v5e": 1, "v5p": 1, "v6e": 1, "7x": 2}  # with JAX devices per chip
-_TPU_NAMES = {"7x": "tpu7x"}  # what the compiler calls it
+_TABLES = tomllib.loads(resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
+GPUS: dict[str, dict[str, Any]] = _TABLES["gpu"]
+TPUS = {"v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "7x": "tpu7x"}
+"""Chips, and what the compiler calls them."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +80,6 @@ class Target:
         """The devices, as the compiler describes them. Raises ValueError where the compiler is not installed
         or knows no such slice."""
         need_compiler(self.platform)
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         from jax.experimental import topologies
 
         how: dict[str, Any]
@@ -110,8 +89,8 @@ class Target:
                 platform="cuda", target_config=gpu_description(self.chip), topology=f"1x{hosts}x{gpus}"
             )
         else:
-            name = _TPU_NAMES.get(self.chip.name, self.chip.name)
-            how = dict(platform="tpu", topology_name=f"{name}:{'x'.join(map(str, self.shape))}")
+            extents = "x".join(map(str, self.shape))
+            how = dict(platform="tpu", topology_name=f"{TPUS[self.chip.name]}:{extents}")
             how |= {"num_slices": self.num_slices} if self.num_slices > 1 else {}
         try:
             return list(topologies.get_topology_desc(**how).devices)
@@ -127,15 +106,16 @@ def parse_target(text: str) -> Target:
     if not found:
         raise ValueError(f"target '{text}' is not of the form CHIP:SHAPE; known are {known}")
     row, shape, slices = chip(found[2]), tuple(map(int, found[3].split("x"))), int(found[1] or 1)
-    if row.name not in (*GPUS, *TPUS):
+    is_gpu = row.name in GPUS
+    if not is_gpu and row.name not in TPUS:
         raise ValueError(
             f"there is no compiler here for chip '{row.name}' without the device; known are {known}"
         )
-    dims = 2 if row.name in GPUS else row.num_axes
+    dims = 2 if is_gpu else row.num_axes
     if len(shape) != dims or 0 in shape or not slices:
-        what = "hosts x GPUs per host" if row.name in GPUS else f"a slice of {dims} extents"
+        what = "hosts x GPUs per host" if is_gpu else f"a slice of {dims} extents"
         raise ValueError(f"target '{text}' has shape {found[3]}, but {row.name} wants {what}, all 1 or more")
-    if row.name in GPUS and slices > 1:
+    if is_gpu and slices > 1:
         raise ValueError(
             f"target '{text}' has several slices of GPUs; use {row.name}:{slices * shape[0]}x{shape[1]}"
         )
@@ -158,51 +138,19 @@ def need_compiler(platform: str) -> None:
 
 
 def gpu_description(row: Chip) -> str:
-    """Write the description of a GPU that XLA compiles for: its TargetConfig message, as text.
-
-    Limits of threads and blocks are those of every CUDA GPU since compute capability 8.0 (CUDA C++
-    programming guide, table of technical specifications).
-    """
-    gpu = GPUS[row.name]
-    version = ".".join(map(str, CUDA))
-    major, minor = gpu.capability
+    """Write the description of a GPU that XLA compiles for: its TargetConfig message, as text."""
+    info = _TABLES["every"] | GPUS[row.name]
+    major, minor = info.pop("capability")
+    info["shared_memory_per_block_optin"] = info["shared_memory_per_core"] - 1024
+    info["memory_bandwidth"] = int(row.hbm_bytes_per_s)
+    info["device_memory_size"] = round(row.usable_hbm_gib * 2**30)
+    lines = [f"  {name}: {json.dumps(value)}" for name, value in info.items()]
     accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-    info = {
-        "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "shared_memory_per_block": 48 << 10,
-        "shared_memory_per_core": gpu.shared_bytes,
-        "shared_memory_per_block_optin": gpu.shared_bytes - 1024,  # a kernel's own kilobyte
-        "threads_per_core_limit": 2048,
-        "core_count": gpu.num_cores,
-        "fpus_per_core": gpu.fpus_per_core,
-        "block_dim_limit_x": 2**31 - 1,
-        "block_dim_limit_y": 2**16 - 1,
-        "block_dim_limit_z": 2**16 - 1,
-        "thread_dim_limit_x": 1024,
-        "thread_dim_limit_y": 1024,
-        "thread_dim_limit_z": 64,
-        "registers_per_core_limit": 2**16,
-        "registers_per_block_limit": 2**16,
-        "memory_bandwidth": int(row.hbm_bytes_per_s),
-        "l2_cache_size": gpu.l2_bytes,
-        "clock_rate_ghz": gpu.clock_ghz,
-        "device_memory_size": round(row.usable_hbm_gib * 2**30),
-        "device_vendor": '"NVIDIA Corporation"',
-        "device_address_bits": 64,
-        "ecc_enabled": "true",
-        "name": f'"{gpu.device_name}"',
-        **dict.fromkeys(
-            ("driver_version", "runtime_version", "compile_time_toolkit_version"), f'"{version}"'
-        ),
-        "dnn_version": '"' + ".".join(map(str, CUDNN)) + '"',
-    }
-    lines = [f"  {name}: {value}" for name, value in info.items()]
     lines.append(f"  cuda_compute_capability {{ major: {major} minor: {minor}{accelerated} }}")
-    dnn = " ".join(f"{name}: {n}" for name, n in zip(("major", "minor", "patch"), CUDNN, strict=True))
+    dnn = "major: {} minor: {} patch: {}".format(*info["dnn_version"].split("."))
     ends = (
         'platform_name: "CUDA"',
         f"dnn_version_info {{ {dnn} }}",
-        f'device_description_str: "{gpu.device_name}"',
+        f'device_description_str: "{info["name"]}"',
     )
     return "\n".join(["gpu_device_info {", *lines, "}", *ends, ""])
