@@ -207,16 +207,22 @@ def test_the_picture_says_what_waits():
 @pytest.mark.parametrize(
     "target, plan, near",
     [
-        ("h100:8x8", Plan("fsdp=64", remat="none"), {"remat": "block"}),  # one change is enough
-        ("a100-40:1x8", Plan("dp=8", zero=0, dtype="bfloat16"), {"mesh": parse_mesh("fsdp=8"), "zero": 3}),
+        ("h100:8x8", Plan("fsdp=64", remat="none"), "--remat 'block'"),
+        (
+            "a100-40:1x8",
+            Plan("dp=8", zero=0, dtype="bfloat16"),
+            "--mesh 'fsdp=8' --zero '3' --remat 'block' --loss-chunks '8'",
+        ),
     ],
 )
 def test_what_does_not_fit_has_a_plan_near_it_that_does(target, plan, near):
     where = parse_target(target)
-    found, total = aot.that_fits(preset("llama3-8b"), plan, where, where.num_devices, 8192)
-    assert {name: getattr(found, name) for name in near} == near
-    assert total <= 0.9 * where.chip.usable_bytes
-    assert aot.that_fits(preset("llama3.1-405b"), plan, where, where.num_devices, 8192) is None
+    said = aot._too_large("more", preset("llama3-8b"), plan, where, where.num_devices, 8192)
+    assert f"; {near} would need " in said
+    total = float(re.search(r"need ([\d.]+) GiB$", said)[1])
+    assert total <= 0.9 * where.chip.usable_bytes / 2**30
+    said = aot._too_large("more", preset("llama3.1-405b"), plan, where, where.num_devices, 8192)
+    assert "no plan near this one fits" in said
 
 
 IN_FLIGHT = "xla_gpu_experimental_parallel_collective_overlap_limit"

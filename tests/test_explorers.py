@@ -176,27 +176,6 @@ def test_other_axis_names_and_one_device_are_drawn_too():
         MeshExplorer.of("w")
 
 
-def test_a_compiled_program_shows_its_arguments_results_and_what_it_sends():
-    mesh = make_mesh("dp=2 fsdp=2 tp=2")
-    at = [sharding(mesh, parse_layout(text)) for text in ("b/dp d/tp", "d/tp m", "b/dp m")]
-    product = jax.jit(lambda x, w: x @ w, in_shardings=at[:2], out_shardings=at[2])
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 8), (8, 32))]
-    doc = MeshExplorer.of(product.lower(*shapes).compile()).document()
-    assert [row["name"] for row in doc["tensors"]] == ["argument[0]", "argument[1]", "result"]
-    assert [(t["axes"], t["kind"]) for t in doc["traffic"]] == [(["tp"], "all-reduce")]
-    assert len(doc["tensors"][2]["shards"]) == 2 and doc["title"] == "Shardings of a compiled program"
-    assert doc["traffic"][0]["largest"] == doc["traffic"][0]["bytes"] and doc["traffic"][0]["sizes"] == 1
-
-
-def test_a_programs_memory_counts_what_is_donated_once_and_temporaries():
-    place = sharding(make_mesh("dp=8"), parse_layout("b/dp d"))
-    grow = jax.jit(lambda x: jnp.sin(x) + x, in_shardings=place, out_shardings=place, donate_argnums=0)
-    program = grow.lower(jax.ShapeDtypeStruct((64, 64), jnp.float32)).compile()
-    memory = dict(MeshExplorer.of(program).answer({**answers.START})["memory"])
-    assert memory["arguments"] == 8 * 64 * 4 and memory["results beside them"] == 0
-    assert memory["temporaries"] == program.memory_analysis().temp_size_in_bytes
-
-
 def test_arrays_of_two_meshes_are_not_put_on_one():
     one, two = (
         jax.device_put(jnp.zeros((16, 8)), sharding(make_mesh(m), parse_layout("b/dp d")))

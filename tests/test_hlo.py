@@ -5,7 +5,6 @@ import json
 import re
 import tomllib
 from dataclasses import replace
-from fractions import Fraction
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from unordered import unordered
 
 from llmpar.inspect.census import (
     arrow_text,
@@ -27,7 +27,6 @@ from llmpar.inspect.census import (
     executed_flops,
     partitioned_hlo,
     ring_bytes,
-    unordered,
 )
 from llmpar.inspect.jaxpr import census_jaxpr
 
@@ -487,14 +486,11 @@ def test_executed_flops_of_scanned_matmuls_are_the_closed_form():
     assert executed_flops(lowered.compile().as_text()) == expected
 
 
-def test_flops_in_a_loop_of_unknown_length_are_refused_unless_it_is_told():
+def test_flops_in_a_loop_of_unknown_length_are_refused():
     lowered = jax.jit(lambda x, n: lax.fori_loop(0, n, lambda i, x: x @ x, x)).lower(jnp.ones((8, 8)), 3)
     text = lowered.compile().as_text()
     with pytest.raises(ValueError, match="it runs dot"):
         executed_flops(text)
-    assert (
-        executed_flops(text, trips=3) == 3 * 2 * 8**3 and executed_flops(text, trips=Fraction(1, 2)) == 8**3
-    )
 
 
 def test_a_program_for_one_device_has_text_too():

@@ -8,7 +8,6 @@ devices.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -23,10 +22,10 @@ from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, time_text
 from llmpar.inspect import report
 from llmpar.inspect.census import Taken, census_hlo, census_table, compiled_memory, read_program
-from llmpar.inspect.roofline import Roofline, Sent, merged_terms, roofline
+from llmpar.inspect.roofline import Roofline, roofline
+from llmpar.inspect.tables import table
 from llmpar.inspect.targets import Target, need_compiler
 from llmpar.mesh import make_mesh
-from llmpar.notation import MeshShape
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, planner, ring
 from llmpar.sequence_order import Mask
@@ -53,9 +52,8 @@ def compile_step(
     step = Step(config, plan, make_mesh(plan.mesh, target.devices), optimizer or optax.adamw(1e-3))
     plan, mesh = step.plan, step.mesh
     begin = time.perf_counter()
-    held = memory.argument_bytes(plan, batch_size, seq_len)
     need: dict[str, Any] = {
-        "predicted_arguments": sum(held.values()),
+        "predicted_arguments": sum(memory.argument_bytes(plan, batch_size, seq_len).values()),
         "compiled_arguments": None,
         "predicted_temp": memory.temp_bytes(plan, batch_size, seq_len),
         "compiled_temp": None,
@@ -82,15 +80,11 @@ def compile_step(
         }
     seconds, text = time.perf_counter() - begin, compiled.as_text() or ""
     program = compiled_memory(compiled)
-    found = {
-        "arguments": "argument_bytes",
-        "temp": "temp_bytes",
-        "alias": "alias_bytes",
-        "total": "peak_bytes",
-    }
-    need |= {f"compiled_{name}": program[key] for name, key in found.items()}
+    need |= {"compiled_arguments": program["argument_bytes"], "compiled_temp": program["temp_bytes"]}
+    need |= {"compiled_alias": program["alias_bytes"], "compiled_total": program["peak_bytes"]}
     branches = branch_shares(plan.pipeline, config.num_layers)
     document |= report.compare(plan, batch_size, seq_len, partitioned, mesh, branches)
+    final = census_table(census_hlo(text, mesh, branches[document["stage"]]))
     walked = _busiest(text, mesh, plan, target, seq_len, branches)
     useful = sum(memory.flops(config, batch_size, seq_len).values()) / plan.mesh.size
     rate = target.chip.per_device().flops_per_s
@@ -101,67 +95,47 @@ def compile_step(
         "fits": fits,
         "why": why,
         "memory_bytes": need,
-        "final": _final(census_table(census_hlo(text, mesh, branches[document["stage"]]))),
-        "overlap": [_overlap(row) for row in sorted(walked.sent.values(), key=lambda s: -s.exposed_s)],
+        "final": [
+            {"axis": axis, "kind": kind, "count": row["count"], "bytes": row["bytes_sent"]}
+            for (axis, kind), row in sorted(final.items(), key=lambda item: -item[1]["bytes_sent"])
+        ],
+        "overlap": [
+            dataclasses.asdict(row) | {"count": round(row.count), "asynchronous": round(row.asynchronous)}
+            for row in sorted(walked.sent.values(), key=lambda row: -row.exposed_s)
+        ],
         "flops": {"useful_per_device": useful, "executed_per_device": walked.flops},
         "roofline": {
             "step_s": walked.step_s,
             "mfu": useful / (walked.step_s * rate),
             "exposed_s": walked.exposed_s,
-            "terms": merged_terms(walked.terms),
+            "terms": {name: s for name, s in sorted(walked.terms.items(), key=lambda t: -t[1]) if s},
         },
         "turns": _turns(walked),
         "compile_s": seconds,
     }
 
 
-def that_fits(
-    config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int
-) -> tuple[Plan, float] | None:
-    """Find a plan near this one that fits by prediction with a tenth to spare, and its bytes; None if none
-    does.
-
-    It tries the planner's single changes, then several together: to recompute and to cut the loss into
-    pieces, more microbatches, replicas that cut the state (fsdp in place of dp), and more tensor parallelism
-    within a host.
-    """
-    q = planner.Question(config, target.chip, target.num_devices, batch_size, seq_len)
-    sizes, host = plan.mesh.asked, target.shape[1] if target.is_gpu else 8
-    cut = sizes | {"dp": 1, "fsdp": sizes["dp"] * sizes["fsdp"]}
-    meshes = [sizes, cut]
-    for tp in (2, 4, 8):
-        if sizes["tp"] < tp <= host and cut["fsdp"] % tp == 0:
-            meshes.append(cut | {"fsdp": cut["fsdp"] * sizes["tp"] // tp, "tp": tp})
-    frugal = {"remat": "block", "loss_chunks": 8, "reshard_after_forward": True}
-    frugal |= {"attention_kernel": Plan().attention_kernel}
-    together = [
-        {"mesh": MeshShape(**mesh), "zero": 3, "microbatches": plan.microbatches * more} | fields
-        for mesh, fields, more in itertools.product(meshes, ({}, frugal), (1, 2, 4, 8))
-    ]
-    changes = planner.single_changes(q, plan) + together
-    found = planner.first_fit(q, plan, changes, 0.9 * target.chip.usable_bytes)
-    return found and found[1:]
-
-
 def _too_large(
     needs: str, config: ModelConfig, plan: Plan, target: Target, batch_size: int, seq_len: int
 ) -> str:
-    """Say what a step needs and has, and which plan would fit."""
-    chip, found = target.chip, that_fits(config, plan, target, batch_size, seq_len)
+    """Say what a step needs and has, and which plan near it would fit by prediction with a tenth to spare:
+    with one of the planner's single changes, or with replicas that cut the state (fsdp in place of dp), that
+    recompute and cut the loss into pieces."""
+    chip, shape = target.chip, plan.mesh
     whole = chip.usable_hbm_gib * GIB
     part = chip.usable_bytes < whole
     rest = f" (of {whole / GIB:.1f}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 takes more)" if part else ""
     room = f"a device of {target.text} offers JAX {chip.usable_bytes / GIB:.1f} GiB{rest}"
-    sentence = f"{config.name} on mesh '{plan.mesh}' needs {needs}, and {room}"
+    sentence = f"{config.name} on mesh '{shape}' needs {needs}, and {room}"
+    q = planner.Question(config, chip, target.num_devices, batch_size, seq_len)
+    cut = {"mesh": dataclasses.replace(shape, dp=1, fsdp=shape.dp * shape.fsdp), "zero": 3}
+    changes = [*planner.single_changes(q, plan), cut, cut | {"remat": "block", "loss_chunks": 8}]
+    found = planner.first_fit(q, plan, changes, 0.9 * chip.usable_bytes)
     if found is None:
         return f"{sentence}; no plan near this one fits: use more devices, or shorter sequences"
-    near, need = found
-    flags = [
-        f"--{f.name.replace('_', '-')} {getattr(near, f.name)}"
-        for f in dataclasses.fields(near)
-        if f.name != "mesh" and getattr(near, f.name) != getattr(plan, f.name)
-    ]
-    flags = [f"--mesh '{near.mesh}'"] * (near.mesh != plan.mesh) + flags
+    change, _, need = found
+    new = {name: value for name, value in change.items() if value != getattr(plan, name)}
+    flags = (f"--{name.replace('_', '-')}" + f" '{n}'" * (n is not True) for name, n in new.items())
     return f"{sentence}; {' '.join(flags)} would need {need / GIB:.1f} GiB"
 
 
@@ -212,24 +186,11 @@ def _busiest(
     return longest
 
 
-def _overlap(row: Sent) -> dict:
-    return dataclasses.asdict(row) | {"count": round(row.count), "asynchronous": round(row.asynchronous)}
-
-
-def _final(table: dict) -> list[dict]:
-    """List what the final program sends, by axes and kind."""
-    return [
-        {"axis": axis, "kind": kind, "count": row["count"], "bytes": row["bytes_sent"]}
-        for (axis, kind), row in sorted(table.items(), key=lambda item: -item[1]["bytes_sent"])
-    ]
-
-
 def tables(document: dict) -> list[Table]:
     """Give the document as tables for a terminal."""
     need = document["memory_bytes"]
-    held = Table(title=f"memory per device of {document['target']}", title_justify="left")
-    for name in ("", "predicted", "compiled"):
-        held.add_column(name, justify="right" if name else "left")
+    sides = "predicted", "compiled"
+    held = table(f"memory per device of {document['target']}", ("", *sides), sides)
     gib = lambda n: "refused" if n is None else f"{n / GIB:.3f} GiB"
     for key, name in {"arguments": "arguments", "temp": "temporaries, by formula"}.items():
         guess, true = need[f"predicted_{key}"], need[f"compiled_{key}"]
@@ -238,12 +199,11 @@ def tables(document: dict) -> list[Table]:
     if "roofline" not in document:
         return [held]
     moves = report.move_tables(document)
-    waits = Table(
-        title="overlap: what lies between a collective's start and its end (estimate)", title_justify="left"
+    title, sizes = (
+        "overlap: what lies between a collective's start and its end (estimate)",
+        ("products beside", "on links", "exposed"),
     )
-    for name in ("arrow, direction, axes, collective", "products beside", "on links", "exposed"):
-        number = not name.startswith("arrow")
-        waits.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    waits = table(title, ("arrow, direction, axes, collective", *sizes), sizes)
     for row in document["overlap"]:
         words = row["arrow"] or "(the compiler's)", row["direction"], row["axis"], row["kind"]
         apart = "" if row["asynchronous"] else ", not started apart"
@@ -251,11 +211,8 @@ def tables(document: dict) -> list[Table]:
         where = f"{' · '.join(filter(None, words))} ×{row['count']:,}{apart}"
         waits.add_row(where, f"{row['hidden_flops'] / 1e12:,.1f} TFLOP", *times)
     found, flops = document["roofline"], document["flops"]
-    figures = Table(
-        title=f"a step, estimated: {time_text(found['step_s'])}, MFU {found['mfu']:.1%}", title_justify="left"
-    )
-    figures.add_column("term")
-    figures.add_column("per step", justify="right")
+    title = f"a step, estimated: {time_text(found['step_s'])}, MFU {found['mfu']:.1%}"
+    figures = table(title, ("term", "per step"), ("per step",))
     for name, seconds in found["terms"].items():
         figures.add_row(name, time_text(seconds))
     work = flops["executed_per_device"], flops["useful_per_device"]

@@ -19,9 +19,7 @@ counted: groups of one device (they send nothing), `collective-broadcast`, `send
 import contextlib
 import ctypes
 import functools
-import itertools
 import math
-import operator
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -50,7 +48,7 @@ KINDS = (
 class Collective:
     """States what one collective of a program sends in one step."""
 
-    kind: str  # all-reduce, all-gather, reduce-scatter, all-to-all, ragged-all-to-all or collective-permute
+    kind: str  # one of `KINDS`
     axes: tuple[str, ...]  # in mesh order; ('other',) where the groups follow no set of whole axes
     group_size: int
     count: int  # executions per step
@@ -122,27 +120,22 @@ def arrow_rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
 def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> str:
     """Writes `arrow_rows` as lines of text, with their sum below; those after the first ``most`` as one."""
     rows = arrow_rows(collectives)
+    sent = sum(row["bytes_sent"] for row in rows)
     if rest := rows[most:] if most is not None else []:
         total = {name: sum(row[name] for row in rest) for name in ("count", "bytes_sent")}
         more = {"arrow": f"({len(rest)} more)", "source": "", "direction": "", "axis": "", "kind": ""}
         rows[most:] = [more | total]
+    names = [r["arrow"] or r["source"] or "(the partitioner's)" for r in rows]
     cells = [
-        (
-            r["arrow"] or r["source"] or "(the partitioner's)",
-            r["direction"],
-            f"{r['axis']} {r['kind']}",
-            f"×{r['count']}",
-        )
-        for r in rows
+        (name, r["direction"], f"{r['axis']} {r['kind']}", f"×{r['count']}", f"{r['bytes_sent']:,} B")
+        for name, r in zip(names, rows, strict=True)
     ]
-    sizes = [f"{r['bytes_sent']:,} B" for r in rows] + [f"{sum(r['bytes_sent'] for r in rows):,} B"]
+    cells.append(("in all", "", "", "", f"{sent:,} B"))
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    last = max(map(len, sizes))
-    lines = [
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=True)), size.rjust(last)])
-        for row, size in zip(cells, sizes, strict=False)
-    ]
-    return "\n".join([*lines, "in all".ljust(max(8, sum(widths) + 2 * len(widths))) + sizes[-1].rjust(last)])
+    padded = [[cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=False)] for row in cells]
+    return "\n".join(
+        "  ".join([*row, size.rjust(widths[-1])]) for row, (*_, size) in zip(padded, cells, strict=True)
+    )
 
 
 def share_of(scope: str, taken: Taken | None) -> Fraction | None:
@@ -223,56 +216,11 @@ def _collective(module: Module, op: Op, mesh: Any) -> Collective | None:
     return Collective(kind, axes, group_size, 1, sent, dtypes, shape, source, **arrow_of(op.scope))
 
 
-def unordered(text: str, mesh: Any, one_channel: bool = False) -> list[tuple[Collective, Collective]]:
-    """Lists the pairs of collectives in HLO text that no path of data orders, those in loops and branches
-    too. A device may enter such a pair in either order while another does the opposite.
-
-    With ``one_channel`` only those pairs that simulated devices may take for one another: of one channel, one
-    of them in a loop or a branch that the other is not in. `llmpar.channels` leaves none; what remains wants
-    threads, for each blocks one (`llmpar.mesh.THREADS_PER_DEVICE`).
-    """
-    module, pairs = Module(text), list[tuple[Collective, Collective]]()
-
-    @functools.cache
-    def inside(comp: str) -> list[tuple[Collective, list[int], bool]]:
-        """Lists a computation's collectives, their channels, and whether they are in a loop or branch of it;
-        notes its unordered pairs."""
-        before, found = dict[str, int](), dict[int, list]()  # sets of places as bits; place to what is there
-        # an operand stands before its users
-        for place, (name, op) in enumerate(module.computations[comp].items()):
-            waits = re.findall(r"control-predecessors=\{(.*?)\}", op.attrs)
-            needs = [n for n in re.findall(r"%([\w.\-]+)", " ".join((op.inside, *waits))) if n in before]
-            before[name] = functools.reduce(operator.or_, (before[n] for n in needs), 0) | 1 << place
-            callees = op.called(*CALLS[op.kind]) if op.kind in CALLS else []
-            here = [(c, n, True) for i in callees if i in module.computations for c, n, _ in inside(i)]
-            if one := _collective(module, op, mesh):
-                here.append((one, integers(op.attrs, "channel_id="), False))
-            if not here:
-                continue
-            loose = [c for other, theirs in found.items() if not before[name] >> other & 1 for c in theirs]
-            for (a, one_of, a_deep), (b, other_of, b_deep) in itertools.product(loose, here):
-                if not one_channel or one_of == other_of and (a_deep or b_deep):
-                    pairs.append((a, b))
-            found[place] = here
-        return [c for here in found.values() for c in here]
-
-    inside(module.entry)
-    return pairs
-
-
-def executed_flops(text: str, taken: Taken | None = None, trips: int | Fraction | None = None) -> int:
+def executed_flops(text: str, taken: Taken | None = None) -> int:
     """Counts the FLOPs of every `dot` that HLO text executes on a device, 2MNK each; GPU library calls are
-    not seen.
-
-    Loops with traced bounds (over the blocks of experts) are refused, or run `trips` times: of several, their
-    mean.
-    """
+    not seen. Refuses loops with traced bounds (over the blocks of experts)."""
     module = Module(text)
-
-    def turns(comp: str, loop: Op) -> int | Fraction:
-        noted = module.trips(comp, loop)
-        return known(trips if noted is None else noted, "dot", module.source(loop))
-
+    turns = lambda comp, loop: known(module.trips(comp, loop), "dot", module.source(loop))
     leaf = lambda comp, op: dot_flops(module, comp, op) if op.kind == "dot" else 0
     return int(flops_in(module, leaf, turns, taken)(module.entry, None))
 

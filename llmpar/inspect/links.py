@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from llmpar.inspect.tables import table
 from llmpar.placement import domains_per_group, link_domain
 from llmpar.predict import hardware
 from llmpar.predict.hardware import Chip
@@ -120,9 +121,7 @@ def _ici(row: dict, within: int) -> str:
 
 def links_table(found: dict[str, dict], title: str) -> Table:
     """What `links` found, for a terminal."""
-    table = Table(title=title, title_justify="left")
-    for name in ("axis", "size", "hosts", "link"):
-        table.add_column(name, justify="right" if name in ("size", "hosts") else "left", overflow="fold")
+    made = table(title, ("axis", "size", "hosts", "link"), ("size", "hosts"))
     for axis, row in found.items():
-        table.add_row(axis, str(row["size"]), str(row["hosts"]), row["link"])
-    return table
+        made.add_row(axis, str(row["size"]), str(row["hosts"]), row["link"])
+    return made

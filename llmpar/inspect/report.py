@@ -24,10 +24,12 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.links import links, links_table
 from llmpar.inspect.spread import spread_table
+from llmpar.inspect.tables import table
 from llmpar.inspect.types import types_table
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan, Resolved
 from llmpar.predict import memory, traffic
+from llmpar.predict.traffic import Prediction
 from llmpar.step import Step
 from llmpar.timetable import branch_shares
 
@@ -78,22 +80,15 @@ def compare(
     stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
     predicted = by_stage[stage]
     census = census_hlo(partitioned, mesh, branches[stage])
-    found = census_table(census)
-    rows = [
-        {
-            "axis": key[0],
-            "kind": key[1],
-            "count": found.get(key, {"count": 0})["count"],
-            "predicted_count": predicted[key].count if key in predicted else 0,
-            "predicted_bytes": _bytes(predicted, key),
-            "compiled_bytes": _bytes(found, key),
-            "source": ", ".join(_by_size(census, key, "source")),
-            "arrow": "; ".join(filter(None, _by_size(census, key, "arrow"))),
-        }
-        for key in sorted(
-            predicted.keys() | found.keys(), key=lambda k: (-max(_bytes(predicted, k), _bytes(found, k)), k)
-        )
-    ]
+    found, nothing, rows = census_table(census), {"count": 0, "bytes_sent": 0}, list[dict[str, Any]]()
+    for key in sorted(predicted.keys() | found.keys()):
+        row, guess = found.get(key, nothing), predicted.get(key, Prediction())
+        counts = {"count": row["count"], "predicted_count": guess.count}
+        sizes = {"predicted_bytes": guess.bytes_sent, "compiled_bytes": row["bytes_sent"]}
+        source = ", ".join(_by_size(census, key, "source"))
+        arrow = "; ".join(filter(None, _by_size(census, key, "arrow")))
+        rows.append({"axis": key[0], "kind": key[1]} | counts | sizes | {"source": source, "arrow": arrow})
+    rows.sort(key=lambda row: -max(row["predicted_bytes"], row["compiled_bytes"]))
     return {
         "model": config.name,
         "params": config.num_params,
@@ -134,11 +129,6 @@ def _by_size(census: list[Collective], key: tuple[str, str], name: str) -> list[
     return [value for value, _ in sizes.most_common()]
 
 
-def _bytes(table, key) -> int:
-    row = table.get(key)
-    return 0 if row is None else row["bytes_sent"] if isinstance(row, dict) else row.bytes_sent
-
-
 def _title(document: dict) -> str:
     mesh = " ".join(f"{a}={n}" for a, n in document["mesh"].items()) or "one device"
     title = f"{document['model']} on {mesh}, {document['reading']} reading, ZeRO {document['zero']}"
@@ -149,15 +139,9 @@ def _title(document: dict) -> str:
 
 def move_tables(document: dict) -> list[Table]:
     """Give what moves as tables for a terminal: by axes and collective, by arrow, and over which links."""
-    title = f"{_title(document)}: bytes sent per device and step"
-    moves = Table(title=title, title_justify="left", caption=document.get("detour"), caption_justify="left")
-    for name in ("axes", "collective", "count", "predicted", "compiled", "", "from"):
-        number = name in (
-            "count",
-            "predicted",
-            "compiled",
-        )  # whole even where the terminal is narrow; then sources fold
-        moves.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    title, numbers = f"{_title(document)}: bytes sent per device and step", ("count", "predicted", "compiled")
+    said = {"caption": document.get("detour"), "caption_justify": "left"}
+    moves = table(title, ("axes", "collective", *numbers, "", "from"), numbers, **said)
     for row in document["collectives"]:
         same = "=" if row["predicted_bytes"] == row["compiled_bytes"] else "≠"
         moves.add_row(
@@ -175,9 +159,7 @@ def move_tables(document: dict) -> list[Table]:
 
 def tables(document: dict) -> list[Table]:
     """Give the document as tables for a terminal."""
-    figures = Table(title="per device", title_justify="left")
-    for name in ("", "predicted", "compiled"):
-        figures.add_column(name, justify="right" if name else "left")
+    figures = table("per device", ("", "predicted", "compiled"), ("predicted", "compiled"))
     held, flops = document["memory"], document["flops"]
     figures.add_row(
         "arguments", f"{held['predicted_argument_bytes']:,} B", f"{held['compiled_argument_bytes']:,} B"
@@ -188,12 +170,9 @@ def tables(document: dict) -> list[Table]:
     figures.add_row(
         "matmul FLOPs (useful, executed)", *("as routed" if n is None else f"{n:,.0f}" for n in work)
     )
-    return [
-        *move_tables(document),
-        figures,
-        *map(types_table, [document["types"]] if "types" in document else []),
-        *map(spread_table, [document["tolerance"]] if "tolerance" in document else []),
-    ]
+    asked = [types_table(document["types"])] if "types" in document else []
+    asked += [spread_table(document["tolerance"])] if "tolerance" in document else []
+    return [*move_tables(document), figures, *asked]
 
 
 def off_by(guess: float, true: float | None) -> str:
@@ -205,20 +184,17 @@ def _arrow_table(document: dict) -> Table:
     """Which arrow of the model or the step sends what, below the axes and the collective that carry it
     out."""
     title = "by arrow of the model or the step, as compiled (=: as predicted)"
-    table = Table(title=title, title_justify="left")
-    for name in ("arrow", "direction", "count", "bytes", ""):
-        number = name in ("count", "bytes")
-        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    by_arrow = table(title, ("arrow", "direction", "count", "bytes", ""), ("count", "bytes"))
     for group in document["collectives"]:
         rows = [r for r in document["arrows"] if (r["axis"], r["kind"]) == (group["axis"], group["kind"])]
         total = f"{group['count']:,}", f"{group['compiled_bytes']:,} B"
-        table.add_row(f"{group['axis']} {group['kind']}", "", *total, style="bold")
+        by_arrow.add_row(f"{group['axis']} {group['kind']}", "", *total, style="bold")
         for row in rows:
             arrow = row["arrow"] or row["source"] or "(chosen by the partitioner)"
             numbers = f"{row['count']:,}", f"{row['bytes_sent']:,} B", "=" if row["as_predicted"] else "≠"
-            table.add_row(" " + arrow, row["direction"], *numbers)
-        table.add_section()
-    return table
+            by_arrow.add_row(" " + arrow, row["direction"], *numbers)
+        by_arrow.add_section()
+    return by_arrow
 
 
 def picture(document: dict) -> Scene:

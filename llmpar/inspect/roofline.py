@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,8 +72,7 @@ class Sent:
 
 @dataclass
 class Event:
-    """States one span of the walk: what ran, where (``compute`` or ``links``), from when to when in
-    seconds."""
+    """States one span of the walk: what ran, where (``compute`` or one of `LINKS`), when, in seconds."""
 
     lane: str
     name: str
@@ -99,8 +97,7 @@ class Turn:
 
 @dataclass
 class Roofline:
-    """States an estimate of a step: seconds by term, executed FLOPs, bytes of memory traffic, the
-    collectives."""
+    """States an estimate of a step: seconds by term, executed FLOPs, the collectives, and the walk itself."""
 
     step_s: float = 0.0
     flops: float = 0.0
@@ -364,10 +361,9 @@ class _Walk:
         flops, share, term = self.product(comp, op)
         moved = self.traffic(comp, op)
         seconds = max(flops / (share * self.peak), moved / self.rate, LAUNCH_S if self.gpu else 0.0)
-        found = self.found
-        found.flops += self.times * flops
-        found.memory_bytes += self.times * moved
-        found.terms[term if flops else "elementwise"] += self.times * seconds
+        self.found.flops += self.times * flops
+        self.found.memory_bytes += self.times * moved
+        self.found.terms[term if flops else "elementwise"] += self.times * seconds
         events.append(Event("compute", _short(op, term if flops else ""), self.now, self.now + seconds))
         self.now += seconds
         return flops
@@ -400,9 +396,8 @@ class _Walk:
 
         def size(ref: tuple[str, str]) -> float:
             found = shapes(ops[ref[0]].type) if ref[0] in ops else []
-            return (
-                _size(found[int(ref[1])]) if ref[1] and int(ref[1]) < len(found) else sum(map(_size, found))
-            )
+            part = found[int(ref[1])] if ref[1] and int(ref[1]) < len(found) else None
+            return _size(part) if part else sum(map(_size, found))
 
         operands = re.findall(r"%([\w.\-]+)(?:#(\d+))?", op.inside)
         written = sum(map(_size, shapes(op.type)))
@@ -422,11 +417,8 @@ class _Walk:
 
         def uses(name: str) -> list[tuple[str, Op]]:
             """List what takes a value, beyond its renamed copies."""
-            return list(
-                itertools.chain.from_iterable(
-                    uses(names[id(o)]) if id(o) in names else [(via, o)] for via, o in users[name]
-                )
-            )
+            found = [uses(names[id(o)]) if id(o) in names else [(via, o)] for via, o in users[name]]
+            return sum(found, [])
 
         moved = 0.0
         for name, inner in body.items():
@@ -525,8 +517,3 @@ def kernel_flops(module: Module, comp: str, op: Op, seen: float = 1.0) -> float:
     if name in ring.PRODUCTS:
         return ring.kernel_flops(name, given, seen)
     return products.kernel_flops(op.scope, *given) or 0.0 if name else 0.0
-
-
-def merged_terms(terms: Mapping[str, float]) -> dict[str, float]:
-    """Give the terms, the longest first, without those of no time."""
-    return {name: seconds for name, seconds in sorted(terms.items(), key=lambda t: -t[1]) if seconds}

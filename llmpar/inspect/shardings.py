@@ -1,4 +1,4 @@
-"""Reads who holds which shard of live arrays or of a compiled program, and draws it."""
+"""Reads who holds which shard of live arrays, and draws it."""
 
 from __future__ import annotations
 
@@ -10,32 +10,17 @@ from llmpar.draw import layouts
 from llmpar.draw.charts import count_noun
 from llmpar.draw.geometry import places
 from llmpar.draw.scene import Scene, compose, size_text
-from llmpar.inspect.census import census_hlo, census_table, compiled_memory
 
 
 def shardings(value) -> dict:
-    """A live array, a tree of them, or a compiled program as a document: shards and who holds which, as the
-    compiler has it.
+    """A live array or a tree of them as a document: shards, and who holds which.
 
-    Of a program also what it sends and holds. Slices come from ``devices_indices_map``; no rule of this
-    package is applied.
+    Slices come from ``devices_indices_map``; no rule of this package is applied.
     """
-
-    def named(tree, infos, what: str) -> list:
-        pairs = zip(jax.tree.leaves_with_path(tree), jax.tree.leaves(infos), strict=True)
-        return [(what + jax.tree_util.keystr(path), info, s) for (path, s), info in pairs]
-
-    traffic, rows, memory = list[dict](), list[dict](), list[list]()
-    if program := hasattr(value, "input_shardings"):
-        leaves = named(value.input_shardings[0], value.args_info[0], "argument")
-        leaves += named(value.output_shardings, value.out_info, "result")
-    else:
-        arrays = {path: x for path, x in jax.tree.leaves_with_path(value) if hasattr(x, "sharding")}
-        leaves = [("array" + jax.tree_util.keystr(path), x, x.sharding) for path, x in arrays.items()]
+    arrays = {path: x for path, x in jax.tree.leaves_with_path(value) if hasattr(x, "sharding")}
+    leaves = [("array" + jax.tree_util.keystr(path), x, x.sharding) for path, x in arrays.items()]
     if not leaves:
-        raise ValueError(
-            f"found no array in {type(value).__name__}; give an array, a tree of them, or a compiled program"
-        )
+        raise ValueError(f"found no array in {type(value).__name__}; give an array or a tree of them")
     meshes = {s.mesh: name for name, _, s in reversed(leaves) if hasattr(s, "mesh")}
     if len(meshes) > 1:
         (one, here), (two, there) = [(dict(m.shape), name) for m, name in meshes.items()][:2]
@@ -43,27 +28,7 @@ def shardings(value) -> dict:
         raise ValueError(f"a picture has one mesh, but {why}; give the arrays of one mesh at a time")
     mesh = next(iter(meshes), None)
     devices = list(mesh.devices.flat) if mesh else sorted(leaves[0][2].device_set, key=lambda d: d.id)
-    census = census_hlo(value.as_text(), mesh) if program and mesh else []
-    for (axes, kind), row in census_table(census).items():
-        entry = {
-            "axes": axes.split(","),
-            "kind": kind,
-            "count": row["count"],
-            "bytes": row["bytes_sent"],
-            "seconds": 0,
-        }
-        each = {
-            c.bytes_sent // c.count for c in census if (",".join(c.axes), c.kind) == (axes, kind) and c.count
-        }
-        traffic.append(entry | {"what": "as compiled", "largest": max(each, default=0), "sizes": len(each)})
-    if program:
-        held = compiled_memory(value)
-        fresh = held["output_bytes"] - held["alias_bytes"]
-        memory = [
-            ["arguments", held["argument_bytes"]],
-            ["results beside them", fresh],
-            ["temporaries", held["temp_bytes"]],
-        ]
+    rows = []
     for name, x, sharding in leaves:
         where = sharding.devices_indices_map(tuple(x.shape))
         cuts = {
@@ -85,15 +50,14 @@ def shardings(value) -> dict:
             }
         )
     sizes = dict(mesh.shape) if mesh else {"device": len(devices)}
-    title = "Shardings of a compiled program" if program else "Shardings of live arrays"
     return {
         "fixed": True,
-        "title": title,
+        "title": "Shardings of live arrays",
         "sizes": sizes,
         "axes": dict.fromkeys(sizes, ""),
         "tensors": rows,
-        "traffic": traffic if program else None,
-        "memory": memory,
+        "traffic": None,
+        "memory": [],
         "node": len(devices) // len({d.process_index for d in devices}),
         "kinds": {},
         "controls": [],

@@ -7,6 +7,7 @@ import jax
 from rich.table import Table
 
 from llmpar.config import ModelConfig
+from llmpar.inspect.tables import table
 from llmpar.plan import Plan
 from llmpar.predict.tolerance import FACTOR, UNIT, Unit, tolerance
 
@@ -34,23 +35,19 @@ def spread(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, platf
 def spread_table(document: dict) -> Table:
     """Give the spread as a table for a terminal: by term, the largest first, and what they come to."""
     products = f", products in {document['products']}" * (document["products"] != document["dtype"])
-    table = Table(
-        title=f"spread between two meshes, {document['dtype']}{products}: relative, root mean square",
-        title_justify="left",
-    )
-    for name in ("rounded", "cut by", "to", "×", *NAMES.values()):
-        number = name in ("×", *NAMES.values())
-        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    title = f"spread between two meshes, {document['dtype']}{products}: relative, root mean square"
+    numbers = "×", *NAMES.values()
+    made = table(title, ("rounded", "cut by", "to", *numbers), numbers)
     shown = lambda row: [f"{row[name]:.0e}" if row[name] else "" for name in NAMES]
     for term in sorted(document["terms"], key=lambda term: -max(term[name] for name in NAMES)):
-        table.add_row(term["name"], term["by"], term["unit"], f"{term['length']:,.0f}", *shown(term))
-    table.add_section()
-    table.add_row("together, as squares", "", "", "", *shown(document["expected"]))
-    table.add_row(f"bound: {FACTOR:g} times that", "", "", "", *shown(document["bound"]), style="bold")
+        made.add_row(term["name"], term["by"], term["unit"], f"{term['length']:,.0f}", *shown(term))
+    made.add_section()
+    made.add_row("together, as squares", "", "", "", *shown(document["expected"]))
+    made.add_row(f"bound: {FACTOR:g} times that", "", "", "", *shown(document["bound"]), style="bold")
     for unit, bound in document["elsewhere"].items():
-        table.add_row(f"bound, products in {unit}", "", "", "", *shown(bound))
+        made.add_row(f"bound, products in {unit}", "", "", "", *shown(bound))
     ties = document["ties"]
     if ties:
         covered = "counted above" if ties >= 1 else "not counted: should one do, the bound does not hold"
-        table.caption = f"tokens that are expected to change an expert: {ties:.1g}, {covered}"
-    return table
+        made.caption = f"tokens that are expected to change an expert: {ties:.1g}, {covered}"
+    return made

@@ -10,6 +10,7 @@ import optax
 from rich.table import Table
 
 from llmpar.config import ModelConfig
+from llmpar.inspect.tables import table
 from llmpar.mesh import make_mesh
 from llmpar.plan import Plan
 from llmpar.readings import Explicit
@@ -35,12 +36,9 @@ def types(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int) -> lis
 
 def types_table(rows: list[dict]) -> Table:
     """Give the rows as a table for a terminal."""
-    table = Table(
-        title="layouts of the plan beside JAX's types (U: unreduced, R: reduced)", title_justify="left"
-    )
-    for name in ("value", "layout", "", "type says", "type"):
-        table.add_column(name, overflow="fold", no_wrap=not name)
+    title = "layouts of the plan beside JAX's types (U: unreduced, R: reduced)"
+    found = table(title, ("value", "layout", "", "type says", "type"))
     for row in rows:
         same = "=" if row["layout"] == row["type_says"] else "≠"
-        table.add_row(row["value"], row["layout"], same, row["type_says"], row["type"])
-    return table
+        found.add_row(row["value"], row["layout"], same, row["type_says"], row["type"])
+    return found
