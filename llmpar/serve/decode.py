@@ -39,10 +39,8 @@ class Serving(Resolved):
     @functools.cached_property
     def regions(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Region to dim to the axes that cut it."""
-        live = self.mesh.live
-        table = {
-            name: {d: axes for d, axes in cuts.items() if d != "s"} for name, cuts in super().regions.items()
-        }
+        live, table = self.mesh.live, super().regions
+        table = {name: {d: a for d, a in cuts.items() if d != "s"} for name, cuts in table.items()}
         return table | {"cache": {"b": table["data"]["b"], "t": live("sp"), "k": live("tp", "kv")}}
 
 
@@ -76,9 +74,8 @@ class Decoder:
         stored = jax.tree.map(plan.stored, weight_dims(config))
         self.params = jax.device_put(params, jax.tree.map(functools.partial(sharding, mesh), stored))
         given = jax.tree.map(spec, stored), spec(cut), spec(rows), spec(Layout(()))
-        run = jax.shard_map(
-            self._forward, mesh=mesh, in_specs=given, out_specs=(spec(plan.place("data b v")), spec(cut))
-        )
+        made = spec(plan.place("data b v")), spec(cut)
+        run = jax.shard_map(self._forward, mesh=mesh, in_specs=given, out_specs=made)
         self.run = jax.jit(run, donate_argnums=1)
 
     @staticmethod
@@ -100,17 +97,14 @@ class Decoder:
     def __call__(self, tokens) -> jax.Array:
         """Take the next tokens into the cache."""
         if tokens.ndim != 2 or tokens.shape[1] < 1:
-            raise ValueError(
-                f"tokens of shape {tokens.shape} hold no next token; give rows of one length, at least one"
-                " token"
-            )
-        if self.start + tokens.shape[1] > self.length:
-            many = tokens.shape[1]
-            raise ValueError(
-                f"{many} tokens more than the {self.start} here do not fit into {self.length} positions"
-            )
+            give = "give rows of one length, at least one token"
+            raise ValueError(f"tokens of shape {tokens.shape} hold no next token; {give}")
+        many = tokens.shape[1]
+        if self.start + many > self.length:
+            what = f"{many} tokens more than the {self.start} here"
+            raise ValueError(f"{what} do not fit into {self.length} positions")
         logits, self.cache = self.run(self.params, self.cache, tokens, jnp.int32(self.start))
-        self.start += tokens.shape[1]
+        self.start += many
         return logits
 
     def _forward(self, params: Tree, cache, tokens, start):
@@ -119,11 +113,8 @@ class Decoder:
         par.cache = cache_of_layer = _Cache(par)
         model = nnx.merge(model_graph(self.config), params)
         none = tokens * 0  # of shape b s, and cut as tokens are
-        batch = {
-            "tokens": tokens,
-            "positions": none + (start + jnp.arange(tokens.shape[1]))[None],
-            "segments": none,
-        }
+        positions = none + (start + jnp.arange(tokens.shape[1]))[None]
+        batch = {"tokens": tokens, "positions": positions, "segments": none}
         new = cache
 
         def layers(block, x, weights):
@@ -141,10 +132,8 @@ class Decoder:
         x, _ = model.run_blocks(model.embed(embedding, batch, par), batch, par, layers)
         x = par.move(model.norm(x[:, -1:], par), "stream b s d -> vocab b s d")[:, 0]
         logits = jnp.einsum("bd,vd->bv", x, head, preferred_element_type=jnp.float32)
-        return (
-            par.carry_out(logits, self.plan.physical("vocab b v -> data b v"), "logits", invariant=True),
-            new,
-        )
+        whole = self.plan.physical("vocab b v -> data b v")
+        return par.carry_out(logits, whole, "logits", invariant=True), new
 
 
 class _Cache:
@@ -162,20 +151,19 @@ class _Cache:
         mine = jnp.where(at % self.size == self.rank, at // self.size, slots)  # one slot too far: dropped
         write = lambda cache, x: cache.at[:, mine].set(vary(x, self.axes), mode="drop")
         self.layer = tuple(write(cache, x) for cache, x in zip(self.layer, (k, v), strict=True))
-        held = (jnp.arange(slots) * self.size + self.rank)[
-            None
-        ]  # a slot that is not written yet lies after every query
-        return attention.decode(
-            q, *self.layer, axis=self.axes, mask=mask, q_positions_bs=positions, k_positions_bt=held
-        )
+        # A slot that is not written yet lies after every query.
+        seen = {
+            "q_positions_bs": positions,
+            "k_positions_bt": (jnp.arange(slots) * self.size + self.rank)[None],
+        }
+        return attention.decode(q, *self.layer, axis=self.axes, mask=mask, **seen)
 
 
 def check_temperature(temperature: float) -> None:
     """Refuse what is no temperature."""
     if not 0 <= temperature < float("inf"):
-        raise ValueError(
-            f"temperature {temperature} is negative or no number; use 0 for the likeliest token, or more"
-        )
+        use = "use 0 for the likeliest token, or more"
+        raise ValueError(f"temperature {temperature} is negative or no number; {use}")
 
 
 def generate(
@@ -187,23 +175,19 @@ def generate(
     check_temperature(temperature)
     lengths = [len(row) for row in prompt]
     if len(set(lengths)) != 1 or min(lengths[0], num_tokens) < 1:
-        raise ValueError(
-            f"rows of {lengths} tokens, {num_tokens} to add: use rows of one length, and 1 token or more"
-        )
+        asked = f"rows of {lengths} tokens, {num_tokens} to add"
+        raise ValueError(f"{asked}: use rows of one length, and 1 token or more")
     tokens, keys = jnp.asarray(prompt, jnp.int32), jax.random.split(jax.random.key(seed), num_tokens)
 
     def draw(key, logits):
         if not temperature:
             return logits.argmax(-1)
-        logits = logits - logits.max(
-            -1, keepdims=True
-        )  # a low temperature then sends all but the likeliest to -inf
+        logits = logits - logits.max(-1, keepdims=True)  # a low temperature sends the others to -inf
         return jax.random.categorical(key, jnp.where(logits == 0, 0, logits / temperature))
 
-    choose = jax.jit(
-        draw, out_shardings=decoder.everywhere
-    )  # rows may be cut over hosts, and each host wants them all
-    for i in range(num_tokens):
-        chosen = choose(keys[i], decoder(tokens))
+    # Rows may be cut over hosts, and each host wants them all.
+    choose = jax.jit(draw, out_shardings=decoder.everywhere)
+    for key in keys:
+        chosen = choose(key, decoder(tokens))
         tokens = chosen[:, None].astype(jnp.int32)
         yield np.asarray(chosen)

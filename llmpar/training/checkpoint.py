@@ -79,17 +79,18 @@ class Checkpoints:
         """
         with contextlib.ExitStack() as stack:
             if jax.process_index() == 0:
-                self._take(stack)
+                self._lock(stack)
             if jax.process_count() > 1:
                 self._check_shared()
             self._manager.reload()  # what somebody wrote before the lock was ours
             yield
 
-    def _take(self, stack: contextlib.ExitStack) -> None:
+    def _lock(self, stack: contextlib.ExitStack) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(self.folder / "lock", "a+"))
-            self._lock(file)
+            with contextlib.suppress(ImportError):  # not Unix
+                self._take(file)
             for torn in self.folder.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(torn)
             file.truncate(0)
@@ -98,64 +99,57 @@ class Checkpoints:
             why = f"cannot write checkpoints to {self.folder}: {error.strerror}"
             raise ValueError(f"{why}; give a folder that can be written") from error
 
-    def _check_shared(self) -> None:
-        """Refuse a folder that is not the first process's: all write into one."""
-        mine = zlib.crc32((self.folder / "lock").read_bytes()) if jax.process_index() == 0 else 0
-        first = int(multihost_utils.broadcast_one_to_all(np.uint32(mine)))
-        until = time.monotonic() + 10  # a network's file system may show a file late
-        while not (same := self._locked_as(first)) and time.monotonic() < until:
-            time.sleep(0.2)
-        if not same:
-            raise ValueError(
-                f"process {jax.process_index()} on {socket.gethostname()} does not see what process 0 writes"
-                f" in {self.folder}; give a folder that all hosts share"
-            )
+    def _take(self, file) -> None:
+        import fcntl
 
-    def _locked_as(self, first: int) -> bool:
-        with contextlib.suppress(OSError):
-            return zlib.crc32((self.folder / "lock").read_bytes()) == first
-        return False
-
-    def _lock(self, file) -> None:
         try:
-            import fcntl
-
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            who = file.read() or "another process"
-            raise ValueError(
-                f"{who} is writing checkpoints to {self.folder}; wait for it, or give another folder"
-            ) from None
-        except (ImportError, OSError):  # not Unix; no locks on this file system
+            who = f"{file.read() or 'another process'} is writing checkpoints to {self.folder}"
+            raise ValueError(f"{who}; wait for it, or give another folder") from None
+        except OSError:  # no locks on this file system
             pass
+
+    def _check_shared(self) -> None:
+        """Refuse a folder that is not the first process's: all write into one."""
+        first = int(multihost_utils.broadcast_one_to_all(np.uint32(self._lock_sum())))
+        until = time.monotonic() + 10  # a network's file system may show a file late
+        while (seen := self._lock_sum()) != first and time.monotonic() < until:
+            time.sleep(0.2)
+        if seen != first:
+            who = f"process {jax.process_index()} on {socket.gethostname()}"
+            what = f"does not see what process 0 writes in {self.folder}"
+            raise ValueError(f"{who} {what}; give a folder that all hosts share")
+
+    def _lock_sum(self) -> int:
+        """A checksum of the lock as this process sees it; 0 where it sees none."""
+        with contextlib.suppress(OSError):
+            return zlib.crc32((self.folder / "lock").read_bytes())
+        return 0
 
     def save(self, step: int, state: State, config: ModelConfig, made: dict[str, Any] | None = None) -> None:
         """Write all of the state, and beside it the model's configuration and what ``made`` it; finished, or
         as if it had never begun."""
         about = {"version": VERSION, "config": dataclasses.asdict(config), "made": made}
-        about["checksums"] = checksums(state)
-        args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state._asdict()), about=ocp.args.JsonSave(about)
+        parts = ocp.args.Composite(
+            state=ocp.args.StandardSave(state._asdict()),
+            about=ocp.args.JsonSave(about | {"checksums": checksums(state)}),
         )
         before = self.latest
         try:
-            self._manager.save(step, args=args)
+            self._manager.save(step, args=parts)
         except Exception as error:  # Orbax and TensorStore raise every kind
-            why, size = _first_line(error), sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
+            why = _first_line(error)
             if any(sign in str(error) for sign in ("No space left", "RESOURCE_EXHAUSTED", "Errno 28")):
-                why = (
-                    f"the disk is full; free some {max(1, round(1.2 * size)):,} MiB and run the same command"
-                    " again"
-                )
+                size = sum(x.nbytes for x in jax.tree.leaves(state)) / 2**20
+                room = f"free some {max(1, round(1.2 * size)):,} MiB"
+                why = f"the disk is full; {room} and run the same command again"
             kept = (
-                "no checkpoint was taken before"
-                if before is None
-                else f"the checkpoint of step {before} is intact"
+                f"the checkpoint of step {before} is intact" if before else "no checkpoint was taken before"
             )
-            raise ValueError(
-                f"the checkpoint of step {step} could not be written to {self.folder} ({kept}): {why}"
-            ) from error
+            what = f"the checkpoint of step {step} could not be written to {self.folder}"
+            raise ValueError(f"{what} ({kept}): {why}") from error
 
     def discard(self, step: int) -> None:
         """Delete the checkpoint of ``step``, if there is one: what it holds turned out to be spoiled."""
@@ -216,9 +210,8 @@ class Checkpoints:
         other = sorted(name for name in written ^ asked if not name.startswith("['params']"))
         if other and written:
             found = f"it has {len(written)} leaves, asked are {len(asked)}; in one alone is {other[0]}"
-            raise ValueError(
-                f"{self._which} holds another optimizer's state ({found}); give the optimizer that made it"
-            )
+            what = f"holds another optimizer's state ({found})"
+            raise ValueError(f"{self._which} {what}; give the optimizer that made it")
         state = State(**self._read("state", ocp.args.StandardRestore(abstract._asdict())))
         self._compare(about["checksums"], state)
         return state
@@ -238,10 +231,8 @@ class Checkpoints:
         self._tell_unknown(asked.keys() - about["config"].keys(), "the model's ", tell)
         differ = [f"{k} {kept[k]} (asked: {asked[k]})" for k in about["config"] if kept[k] != asked[k]]
         if differ:
-            raise ValueError(
-                f"the checkpoint in {self.folder} is of another model: it has {', '.join(differ)}; "
-                "give that model, or another folder"
-            )
+            found = f"is of another model: it has {', '.join(differ)}"
+            raise ValueError(f"the checkpoint in {self.folder} {found}; give that model, or another folder")
         return about
 
     def _tell_unknown(self, names: Iterable[str], whose: str, tell: Tell) -> None:
@@ -252,32 +243,25 @@ class Checkpoints:
     def _compare_runs(self, kept: dict | None, asked: dict, anyway: bool, tell: Tell) -> None:
         """Refuse or tell how the run that is asked for differs from the one that wrote."""
         if kept is None:
-            return tell(
-                f"{self._which} does not say what made it: its data, seed and optimizer are not compared"
-            )
+            what = "its data, seed and optimizer are not compared"
+            return tell(f"{self._which} does not say what made it: {what}")
         self._tell_unknown(asked.keys() - kept.keys(), "the run's ", tell)
-        if newer := sorted(kept.keys() - asked.keys()):
-            tell(
-                f"{self._which} was made by another llmpar: it has {', '.join(newer)}, which is not compared"
-            )
+        if newer := ", ".join(sorted(kept.keys() - asked.keys())):
+            tell(f"{self._which} was made by another llmpar: it has {newer}, which is not compared")
         differ = {
-            k: f"{k} {_words(kept[k])} (asked: {_words(v)})"
-            for k, v in asked.items()
-            if k in kept and _id(kept[k]) != _id(v)
+            name: f"{name} {_words(kept[name])} (asked: {_words(value)})"
+            for name, value in asked.items()
+            if name in kept and _id(kept[name]) != _id(value)
         }
-        fixed = [words for k, words in differ.items() if k in FIXED]
+        fixed = [words for name, words in differ.items() if name in FIXED]
         if fixed and (not anyway or "optimizer" in differ):
-            anyhow = "; --anyway goes on all the same, as another run than was begun"
-            raise ValueError(
-                f"{self._which} was made with {', '.join(fixed)}; ask for that, or give another folder"
-                + anyhow * ("optimizer" not in differ)
-            )
+            instead = "ask for that, or give another folder"
+            if "optimizer" not in differ:
+                instead += "; --anyway goes on all the same, as another run than was begun"
+            raise ValueError(f"{self._which} was made with {', '.join(fixed)}; {instead}")
         if differ:
-            what = "run" if fixed else "curve"
-            tell(
-                f"from step {self.latest} on this is another {what} than was begun: it had"
-                f" {', '.join(differ.values())}"
-            )
+            what = f"another {'run' if fixed else 'curve'} than was begun"
+            tell(f"from step {self.latest} on this is {what}: it had {', '.join(differ.values())}")
 
     def _compare(self, written: dict[str, int], found: State) -> None:
         damaged = [name for name, now in checksums(found).items() if written.get(name) != now]
@@ -296,10 +280,8 @@ class Checkpoints:
         return f"the checkpoint of step {self.latest} in {self.folder}"
 
     def _refuse(self, why: str):
-        raise ValueError(
-            f"{self._which} cannot be used: {why}; it is damaged: delete the folder {self.latest} there to"
-            " resume from the one before"
-        )
+        undo = f"delete the folder {self.latest} there to resume from the one before"
+        raise ValueError(f"{self._which} cannot be used: {why}; it is damaged: {undo}")
 
 
 def _first_line(error: Exception) -> str:
@@ -323,16 +305,13 @@ def _names(state: State) -> dict[str, Any]:
 
 @jax.jit
 def _sums(leaves: list[jax.Array]) -> list[jax.Array]:
-    words = [
-        jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32) for x in leaves
-    ]
-    return [jnp.sum(x, dtype=jnp.uint32) for x in words]
+    bits = [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in leaves]
+    return [jnp.sum(x.astype(jnp.uint32), dtype=jnp.uint32) for x in bits]
 
 
 def checksums(state: State) -> dict[str, int]:
     """Every leaf's bits added up, modulo 2^32: the same on any mesh, other when a bit has changed. (A sum:
     words that have changed places have the same.)"""
     leaves = _names(state)
-    return {
-        name: int(n) for name, n in zip(leaves, jax.device_get(_sums(list(leaves.values()))), strict=True)
-    }
+    sums = jax.device_get(_sums(list(leaves.values())))
+    return {name: int(n) for name, n in zip(leaves, sums, strict=True)}

@@ -10,6 +10,7 @@ no host holds the whole model. (Only a shard cut along ``h`` is read with its wh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -28,8 +29,8 @@ from llmpar.config import ModelConfig, to_hugging_face
 from llmpar.files import check_ordinary, read_json, refuse
 from llmpar.hugging_face import family
 from llmpar.training.data import FileTokenizer, Tokenizer
+from llmpar.weights import Tree
 
-Tree = Any
 FLOATS = ("float64", "float32", "float16", "bfloat16", "F64", "F32", "F16", "BF16")
 """Kinds of numbers that are read, as numpy and as safetensors call them. Quantized weights are refused."""
 
@@ -75,9 +76,8 @@ class _Weight:
         self.letters, self.shape = dims.split()[1:], shape
         self.sizes = dict(zip(self.letters, shape, strict=True))
         self.groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\w", theirs)]
-        self.stacked = self.letters[
-            : self.name.count("{}")
-        ]  # dims with a tensor for each index: layers, experts
+        num_stacked = self.name.count("{}")  # dims with a tensor for each index: layers, experts
+        self.stacked, self.own = self.letters[:num_stacked], self.letters[num_stacked:]
         self.names = self.named({x: slice(self.sizes[x]) for x in self.stacked})
         self.their_shape = tuple(math.prod(self.sizes[x] for x in group) for group in self.groups)
 
@@ -96,31 +96,24 @@ class _Weight:
             parts += [cut[first].stop - cut[first].start, *(self.sizes[x] for x in rest)]
             inner += [slice(None), *(cut[x] for x in rest)]
         out = np.empty([cut[x].stop - cut[x].start for x in self.letters], dtype)
-        own = self.letters[len(self.stacked) :]
-        layers = out.reshape(-1, *(cut[x].stop - cut[x].start for x in own))
+        layers = out.reshape(-1, *(cut[x].stop - cut[x].start for x in self.own))
         for layer, name in zip(layers, self.named(cut), strict=True):
             piece = tensors[name][tuple(region)].reshape(parts)[tuple(inner)]
-            layer[...] = piece.transpose([letters.index(x) for x in own])
+            layer[...] = piece.transpose([letters.index(x) for x in self.own])
         return out
 
     def write(self, value: np.ndarray) -> dict[str, np.ndarray]:
         """The tensors of this weight. Contiguous copies: safetensors 0.8 writes transposed views in the wrong
         order."""
-        letters = self.letters[len(self.stacked) :]
-        layers = value.reshape(-1, *(self.sizes[x] for x in letters))
-        order = [letters.index(x) for group in self.groups for x in group]
+        layers = value.reshape(-1, *(self.sizes[x] for x in self.own))
+        order = [self.own.index(x) for group in self.groups for x in group]
         tensors = (np.ascontiguousarray(layer.transpose(order).reshape(self.their_shape)) for layer in layers)
         return dict(zip(self.names, tensors, strict=True))
 
     def place(self, tensors: Mapping, sharding: jax.sharding.Sharding, dtype: np.dtype) -> jax.Array:
         """This weight on its devices; a block that several devices of this host share is read once."""
-        blocks: dict[str, np.ndarray] = {}
-
-        def block(index):
-            if str(index) not in blocks:
-                blocks[str(index)] = self.read(tensors, index, dtype)
-            return blocks[str(index)]
-
+        read = functools.cache(lambda *bounds: self.read(tensors, [slice(*b) for b in bounds], dtype))
+        block = lambda index: read(*((s.start, s.stop) for s in index))
         return jax.make_array_from_callback(self.shape, sharding, block)
 
 
@@ -155,11 +148,9 @@ def from_state_dict(
         elif kind not in FLOATS:
             faults.append(f"'{name}' holds {kind}, but only {', '.join(FLOATS[:4])} are read")
     if faults:
-        more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
-        raise ValueError(
-            f"these tensors are not the model '{config.name}': {'; '.join(sorted(faults)[:3])}{more}; "
-            "use the config.json that they came with"
-        )
+        found = "; ".join(sorted(faults)[:3]) + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")
+        what = f"these tensors are not the model '{config.name}': {found}"
+        raise ValueError(f"{what}; use the config.json that they came with")
     only = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = dict.fromkeys(weights, only) if shardings is None else flatten_dict(shardings, sep=".")
     params = {path: weight.place(tensors, where[path], np.dtype(dtype)) for path, weight in weights.items()}
@@ -208,9 +199,8 @@ def _safetensors():
     try:
         import safetensors.numpy
     except ImportError as error:
-        raise ValueError(
-            "Hugging Face weights need the package safetensors; install the extra llmpar[hf]"
-        ) from error
+        needs = "Hugging Face weights need the package safetensors"
+        raise ValueError(f"{needs}; install the extra llmpar[hf]") from error
     return safetensors
 
 
@@ -265,10 +255,8 @@ def _save_tokenizer(path: pathlib.Path, tokenizer: Tokenizer) -> dict[str, Any]:
     ids: dict[str, Any] = {"bos_token_id": tokenizer.start_id}
     if isinstance(tokenizer, FileTokenizer):
         file = pathlib.Path(tokenizer.file)
-        for name, source in {
-            "tokenizer.json": file,
-            **{name: file.with_name(name) for name in BESIDE},
-        }.items():
+        sources = {"tokenizer.json": file} | {name: file.with_name(name) for name in BESIDE}
+        for name, source in sources.items():
             if source.is_file() and source.parent.resolve() != path.resolve():
                 shutil.copyfile(source, path / name)
         for name in ("config.json", "generation_config.json"):  # the second has the last word

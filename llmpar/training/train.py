@@ -70,24 +70,14 @@ def made_of(
     """Describe a run besides its model, as a checkpoint remembers it (`checkpoint.FIXED`). The mesh is left
     out, and of the plan all that changes no loss."""
     corpus, config = stream.corpus, stream.config
-    run = {name: getattr(plan, name) for name in ("dtype", "attention_kernel", "documents")}
+    run: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "attention_kernel", "documents")}
     if model.experts and model.experts.capacity_factor:  # tokens that fill an expert before others
         run["expert_piece"] = config.seq_len // (plan.mesh.sp * (plan.mesh.tp if plan.tp_sequence else 1))
         run["sequence_order"] = plan.sequence_order
-    return (
-        run
-        | {
-            "data": {"name": corpus.source, "fingerprint": corpus.fingerprint},
-            "tokenizer": corpus.tokenizer.identity,
-            "seed": seed,
-            "data_seed": config.seed,
-            "held_out": config.held_out,
-            "batch_size": config.batch_size,
-            "seq_len": config.seq_len,
-            "steps": steps,
-        }
-        | dataclasses.asdict(options)
-    )
+    run["data"] = {"name": corpus.source, "fingerprint": corpus.fingerprint}
+    run |= {"tokenizer": corpus.tokenizer.identity, "seed": seed, "data_seed": config.seed, "steps": steps}
+    run |= {name: getattr(config, name) for name in ("held_out", "batch_size", "seq_len")}
+    return run | dataclasses.asdict(options)
 
 
 def train(
@@ -100,7 +90,7 @@ def train(
     seed: int = 0,
     checkpoints: Checkpoints | None = None,
     log: str | None = None,
-    on_step: Callable[[int, Report], None] | None = None,
+    on_step: Callable[[int, Report], None] = lambda number, report: None,
     anyway: bool = False,
     held_out: Stream | None = None,
     eval_every: int = 0,
@@ -134,14 +124,13 @@ def train(
     _check_run(steps, eval_every, eval_batches)
     made = made_of(config, plan, stream, steps, options, seed) if checkpoints else None
     meet()
-    writes = checkpoints is not None and _first_says(checkpoints.latest or 0) < steps
+    agreed = multihost_utils.broadcast_one_to_all  # process 0's number, so that all do the same
+    writes = checkpoints is not None and agreed(np.int32(checkpoints.latest or 0)) < steps
     with checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(), _opened(log) as lines:
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
-        state = (
-            checkpoints.restore(step.abstract_natural, config, made, anyway, tell) if checkpoints else None
-        )
-        resumed = state is not None
-        state = step.init(seed) if state is None else step.from_natural(state, donate=True)
+        restored = checkpoints and checkpoints.restore(step.abstract_natural, config, made, anyway, tell)
+        resumed = restored is not None
+        state = step.from_natural(restored, donate=True) if restored else step.init(seed)
         num_tokens = stream.config.batch_size * stream.config.seq_len
         report = Report(start=int(state.step), tokens_per_step=num_tokens, ideal_step_s=ideal_step_s)
         if resumed:
@@ -185,13 +174,6 @@ def _compiled(step: Step, state: State, batch: dict, meet: Callable[[], None]) -
     return run
 
 
-def _first_says(number: int) -> int:
-    """Give process 0's number, so that all processes do the same."""
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-
-
 def _most(num_bytes: int) -> int:
     """Give the largest number that a process has. (In MiB: JAX sends no 64 bits.)"""
     if jax.process_count() == 1:
@@ -204,32 +186,28 @@ def _check_run(steps: int, eval_every: int, eval_batches: int) -> None:
     if steps < 1:
         raise ValueError(f"training to step {steps} does nothing; use 1 or more")
     if eval_every < 0 or eval_batches < 1:
-        raise ValueError(
-            f"evaluation every {eval_every} steps of {eval_batches} batches: use 0 (never) or more, and 1 or"
-            " more"
-        )
+        asked = f"evaluation every {eval_every} steps of {eval_batches} batches"
+        raise ValueError(f"{asked}: use 0 (never) or more, and 1 or more")
     if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise ValueError("JAX_ENABLE_X64 is on, but master weights are float32; switch it off")
 
 
+@dataclass
 class _Measured:
     """Read what steps measured into a report, and write it to the log (``lines``).
 
     A step is read when the next one has been sent, so that devices do not wait for this process.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        report: Report,
-        checkpoints: Checkpoints | None,
-        lines: Any,
-        on_step: Callable[[int, Report], None] | None,
-        resumed: bool,
-    ):
-        self.step, self.report, self.checkpoints, self.lines = step, report, checkpoints, lines
-        self.on_step, self.resumed = on_step or (lambda number, report: None), resumed
-        self.waiting: list[tuple[int, dict]] = []
+    step: Step
+    report: Report
+    checkpoints: Checkpoints | None
+    lines: Any
+    on_step: Callable[[int, Report], None]
+    resumed: bool
+    waiting: list[tuple[int, dict]] = field(default_factory=list)
+
+    def __post_init__(self):
         self.restart_clock()
 
     def restart_clock(self) -> None:
