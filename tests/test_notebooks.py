@@ -39,7 +39,7 @@ build, walk = program("build"), program("walk")
 
 SOURCES = build.sources()
 QUICK = "00", "03", "12"  # what a change to the package breaks first, in a minute
-EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9].py"))
+EXERCISE_FILES = sorted((ROOT / "llmpar" / "exercises").glob("[0-9][0-9].md"))
 EXERCISES = [f"{file.stem}.{name}" for file in EXERCISE_FILES for name in exercises.exercises(file.stem)]
 TOY = (ROOT / "tests" / "fixtures" / "toy_lesson.txt").read_text()
 """A lesson that follows all rules."""

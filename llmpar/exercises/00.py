@@ -1,4 +1,4 @@
-"""The exercises of lesson 00: who holds what, and who talks to whom."""
+"""Exercises of lesson 00 that are computed: who holds what, and who talks to whom."""
 
 import math
 

@@ -1,36 +1,6 @@
-"""Exercises of lesson 01: bytes of a training state, what fits, where attention overtakes, which inputs to
-keep."""
+"""Exercises of lesson 01 that are computed: which inputs to keep."""
 
-from llmpar.config import preset
 from llmpar.exercises import Exercise
-
-
-def state_gb() -> Exercise:
-    """Ask how many GB Adam in mixed precision holds of Llama 3 8B."""
-    return Exercise("core", 16 * preset("llama3-8b").num_params / 1e9, tolerance=0.01)
-
-
-def days() -> Exercise:
-    """Ask for the days that 1,024 H100s at 40 % of peak need for Llama 3 8B and 15T tokens, attention not
-    counted."""
-    params, seconds = preset("llama3-8b").num_params, 1024 * 0.4 * 989.4e12
-    right = 6 * params * 15e12 / seconds / 86400
-    return Exercise("core", right, tolerance=0.02)
-
-
-def fits() -> Exercise:
-    """Ask on how many A100-40 the state of an 8B model fits, and how many GB it leaves for activations on
-    eight."""
-    state = 16 * preset("llama3-8b").num_params / 1e9
-    return Exercise("core", {"least": 4, "left on 8": 40 - state / 8}, tolerance=0.02)
-
-
-def crossover() -> Exercise:
-    """Ask from which sequence length on attention computes more than all weights of Llama 3 8B."""
-    c = preset("llama3-8b")
-    used = c.num_params - c.vocab_size * c.width  # a row of the table is looked up
-    per_position = 12 * c.num_layers * c.num_heads * c.head_width
-    return Exercise("stretch", 6 * used / per_position, tolerance=0.01)
 
 
 def keep_every() -> Exercise:

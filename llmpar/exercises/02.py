@@ -1,4 +1,4 @@
-"""Exercises of lesson 02: what collectives send, a ring by hand, and the size at which bytes matter."""
+"""Exercises of lesson 02 that are computed: what a collective sends, and a ring by hand."""
 
 from llmpar.exercises import Exercise
 

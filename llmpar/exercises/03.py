@@ -1,4 +1,4 @@
-"""The exercises of lesson 03: data parallelism."""
+"""Exercises of lesson 03 that are computed: bytes and means of gradients, and rows for all devices."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,6 @@ import numpy as np
 from jax import lax
 
 from llmpar.exercises import Exercise
-from llmpar.notation import divisors
 
 CLIP = 1.0
 """The largest gradient norm in `repair`."""
@@ -75,18 +74,6 @@ def repair() -> Exercise:
     wrong = {key: right | {"gradient": g} for key, g in gradients.items()}
     wrong |= {key: right | {"clipped": c} for key, c in clips.items()}
     return Exercise("core", right, wrong, observe=run)
-
-
-def bucket() -> Exercise:
-    """Ask for the bucket, in layers, with which computing and communicating side by side end soonest."""
-    layers, backward_s, all_reduce_s, latency_s = 32, 0.080, 0.060, 0.001
-
-    def end(size: int) -> float:
-        number = layers // size
-        compute, comm = backward_s / number, latency_s + all_reduce_s / number
-        return max(backward_s + comm, compute + number * comm)
-
-    return Exercise("stretch", min(divisors(layers), key=end))
 
 
 def pad() -> Exercise:

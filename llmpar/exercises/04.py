@@ -1,11 +1,10 @@
-"""Exercises of lesson 04: what ZeRO's stages hold and send."""
+"""Exercises of lesson 04 that are computed: what ZeRO's stages send."""
 
 import numpy as np
 from jax import lax
 
 from llmpar.exercises import Exercise
 from llmpar.exercises.spread import carried_out
-from llmpar.predict import formulas
 
 DEVICES, PARTS, ROWS, COLUMNS = 4, 3, 8, 2
 
@@ -15,13 +14,6 @@ def stage3_bytes(devices: int = 8) -> Exercise:
     all_bytes = 3 * 16_384  # two gathers and a scatter
     wrong = dict(own_share_too=all_bytes, shards=all_bytes / devices)
     return Exercise("core", all_bytes * (devices - 1) / devices, wrong, unit="bytes")
-
-
-def memory_table() -> Exercise:
-    """Ask for the GB of model state per device at stages 0 to 3: 7B parameters on 4 devices, mixed precision
-    with Adam."""
-    right = {stage: formulas.zero_bytes(7e9, 4, stage) / 1e9 for stage in range(4)}
-    return Exercise("core", right, tolerance=0.02)
 
 
 def stage2_accumulated() -> Exercise:

@@ -1,4 +1,4 @@
-"""Exercises of lesson 05: which dim to cut, and what that sends."""
+"""Exercises of lesson 05 that are computed: which dim to cut, and what that sends."""
 
 from collections.abc import Iterable
 

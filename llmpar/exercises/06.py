@@ -1,5 +1,4 @@
-"""Exercises of lesson 06: what travels around a ring, who holds which positions, and when heads are the
-better cut."""
+"""Exercises of lesson 06 that are computed: what travels around a ring, and who holds which positions."""
 
 import numpy as np
 from jax import lax
@@ -66,21 +65,3 @@ def to_heads() -> Exercise:
     )
     run = lambda learner: carried_out(learner, "sp", 4, x, untiled="all_to_all")
     return Exercise("stretch", solution, wrong, run)
-
-
-def rivals() -> Exercise:
-    """Ask from which power of two on Ulysses sends less than the ring, forward and in a step, and which block
-    hides a hop."""
-
-    def smallest(heads, kv_heads, laps):
-        n = 2
-        while n <= (1 + heads / kv_heads) / laps:
-            n *= 2
-        return n if n <= kv_heads else None
-
-    heads = {"llama2-7b": (32, 32), "llama3-8b": (32, 8), "llama3-70b": (64, 8)}
-    right = {f"{name} forward": smallest(*counts, laps=1) for name, counts in heads.items()}
-    right |= {f"{name} step": smallest(*counts, laps=2) for name, counts in heads.items()}
-    right["hidden_from"] = 2 * 989.4e12 / 450e9 * 8 / 32
-    wrong = dict(forward_for_step=right | {f"{name} step": right[f"{name} forward"] for name in heads})
-    return Exercise("expert", right, wrong, tolerance=0.02)

@@ -1,4 +1,4 @@
-"""Exercises of lesson 07: how long stages wait, what uneven stages cost, and what a tied embedding sends."""
+"""Exercises of lesson 07 that are computed: what uneven stages cost."""
 
 from llmpar.exercises import Exercise
 

@@ -1,4 +1,4 @@
-"""Exercises of lesson 08: what 1F1B holds, and orders written by hand."""
+"""Exercises of lesson 08 that are computed: orders written by hand."""
 
 import re
 

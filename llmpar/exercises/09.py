@@ -1,7 +1,4 @@
-"""Exercises of lesson 09: what a dispatch sends, how much room experts need, adding rows up, and nodes that
-stay closed."""
-
-import math
+"""Exercises of lesson 09 that are computed: what a dispatch sends, the room of experts, adding rows up."""
 
 import numpy as np
 
@@ -64,10 +61,3 @@ def combine() -> Exercise:
         past_the_end=lambda rows, slot, weights: (rows[slot] * weights[..., None]).sum(1),
     )
     return Exercise("stretch", solution, wrong, observe=cases)
-
-
-def nodes() -> Exercise:
-    """Ask on how many of 8 nodes DeepSeek-V3's 8 of 256 experts lie on average, with all nodes open and with
-    4."""
-    mean = lambda experts, n: n * (1 - math.comb(experts - experts // n, 8) / math.comb(experts, 8))
-    return Exercise("expert", {"free": mean(256, 8), "limited": mean(128, 4)}, tolerance=0.004)

@@ -1,5 +1,4 @@
-"""Exercises of lesson 10: shares, links, differences with and without a bug, and the least traffic that
-fits."""
+"""Exercises of lesson 10 that are computed: the least traffic that fits."""
 
 import dataclasses
 

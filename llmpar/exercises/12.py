@@ -1,4 +1,4 @@
-"""Exercises of lesson 12: layouts of an explicit program, and the arrows that it must name."""
+"""Exercises of lesson 12 that are computed: layouts of an explicit program, and arrows that it names."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,4 @@
-"""Exercises of lesson 17: what leaves a host, whose rows are whose, where a killed run goes on, a sum in two
-levels, and who sends what to whom."""
+"""Exercises of lesson 17 that are computed: what leaves a host, whose rows, a sum in two levels."""
 
 import jax
 import numpy as np

@@ -145,8 +145,6 @@ class Exercise:
 def stated(name: str, says: Mapping[str, str]) -> Exercise:
     """The exercise that its page states alone."""
     facts = {key: says[key] for key in ("level", "question", "answer", "tolerance", "unit") if key in says}
-    if "answer" not in facts:
-        raise ValueError(f"{name} has neither code nor an answer in its page")
     level: Any = facts.get("level", "core")
     tolerance, unit = float(facts.get("tolerance", 1e-5)), facts.get("unit", "")
     exercise = Exercise(level, written(facts["answer"]), tolerance=tolerance, unit=unit)
@@ -157,12 +155,12 @@ def written(text: str) -> Any:
     """Read a solution that is not known yet: `3/11`, `8, 1`, a text, or parts such as `A=rounding; B=4`."""
     if "=" in text:
         pairs = (part.rpartition("=") for part in text.split("; "))
-        return {name: written(part) for name, _, part in pairs}
+        return {int(name) if name.isdigit() else name: written(part) for name, _, part in pairs}
     return tuple(map(written, text.split(", "))) if ", " in text else read(text, None)
 
 
 def read(text: str, right: Any) -> Any:
-    """Read an answer as a page spells it: a number such as 4 or 3/16, several as in `8, 1`, a text, `* 8` for
+    """Read an answer as a page spells it: a number such as 4 or 3/16, several as in `8, 1`, None, `* 8` for
     eight times the right one, or parts of it exchanged, as in `A=rounding; C=not summed`; what is none of
     these stays text."""
     if isinstance(right, Mapping):
@@ -172,6 +170,8 @@ def read(text: str, right: Any) -> Any:
         parts = {name: part for name, _, part in (part.rpartition("=") for part in text.split("; "))}
         if parts.keys() <= names.keys():
             return {**right, **{names[name]: read(part, right[names[name]]) for name, part in parts.items()}}
+    if text == "None":
+        return None
     if isinstance(right, tuple) and ", " in text:
         return tuple(read(part, value) for part, value in zip(text.split(", "), right, strict=True))
     if right is None or kind(right) == "a number":
