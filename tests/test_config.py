@@ -4,6 +4,7 @@ configurations."""
 import dataclasses
 import json
 import math
+import tomllib
 from pathlib import Path
 
 import jax
@@ -16,51 +17,16 @@ from parity import LLAMA, MOE, QWEN
 from llmpar.config import PRESETS, ExpertConfig, RopeScaling, describe, from_dict, from_hugging_face, preset
 from llmpar.model import Llama, rope_frequencies
 
-# As the model cards and the checkpoints have them (sum over the tensors of the published safetensors files;
-# tied embeddings once). The first four are ours: by hand, v·d (twice if untied) + layers·(2d² + 2·d·k·h +
-# 3·d·m + 2d) + d.
-PUBLISHED = {
+# Published ones, and ours by hand: v·d (twice if untied) + layers·(2d² + 2·d·k·h + 3·d·m + 2d) + d.
+TABLES = tomllib.loads((Path(__file__).parent / "tables.toml").read_text())
+PUBLISHED = TABLES["params"] | {
     "tiny": 264 * 64 * 2 + 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64,
     "tiny-tied": 264 * 64 + 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64,
     "small": 4096 * 256 * 2 + 8 * (4 * 256 * 256 + 3 * 256 * 768 + 2 * 256) + 256,
     "gpt2-scale": 50_304 * 768 + 12 * (4 * 768 * 768 + 3 * 768 * 2048 + 2 * 768) + 768,
-    "llama2-7b": 6_738_415_616,
-    "llama2-13b": 13_015_864_320,
-    "llama2-70b": 68_976_648_192,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3.1-8b": 8_030_261_248,
-    "llama3.1-70b": 70_553_706_496,
-    "llama3.1-405b": 405_853_388_800,
-    "llama3.2-1b": 1_235_814_400,
-    "llama3.2-3b": 3_212_749_824,
-    "mistral-7b": 7_241_732_096,
-    "qwen2.5-0.5b": 494_032_768,
-    "qwen2.5-1.5b": 1_543_714_304,
-    "qwen2.5-3b": 3_085_938_688,
-    "qwen2.5-7b": 7_615_616_512,
-    "qwen2.5-14b": 14_770_033_664,
-    "qwen2.5-32b": 32_763_876_352,
-    "qwen2.5-72b": 72_706_203_648,
-    "qwen3-0.6b": 596_049_920,
-    "qwen3-1.7b": 1_720_574_976,
-    "qwen3-4b": 4_022_468_096,
-    "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200,
-    "qwen3-32b": 32_762_123_264,
     "tiny-moe": 264 * 64 * 2 + 4 * (2 * 64 * 64 + 2 * 64 * 32 + 8 * 3 * 64 * 64 + 8 * 64 + 2 * 64) + 64,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "mixtral-8x7b": 46_702_792_704,
-    "mixtral-8x22b": 140_620_634_112,
-    "deepseek-v3": 671_026_419_200,  # without the weights for predicting several tokens
 }
-ACTIVE = {
-    "tiny-moe": PUBLISHED["tiny-moe"] - 4 * 6 * 3 * 64 * 64,
-    "qwen3-30b-a3b": 3_353_032_704,
-    "mixtral-8x7b": 12_879_925_248,
-    "mixtral-8x22b": 39_152_031_744,
-    "deepseek-v3": 37_552_297_472,
-}
+ACTIVE = TABLES["active_params"] | {"tiny-moe": PUBLISHED["tiny-moe"] - 4 * 6 * 3 * 64 * 64}
 
 
 def test_every_preset_has_a_published_count():
