@@ -13,7 +13,7 @@ from llmpar.plan import Plan
 from llmpar.predict import formulas, held, workload
 from llmpar.predict.hardware import chip
 from llmpar.predict.rates import Rates
-from llmpar.predict.time import Clock, step_time
+from llmpar.predict.time import Clock, on_links, step_time
 from llmpar.predict.traffic import step_traffic
 from llmpar.predict.workload import SOFTWARE, Product, Run
 from llmpar.timetable import makespan, timetable
@@ -173,6 +173,17 @@ def test_a_hidden_collective_costs_what_it_takes_from_computing():
     assert clock.exposed(2.0, 8.0, True) == 0.5
     assert clock.exposed(8.0, 2.0, True) == 6.5
     assert clock.exposed(2.0, 8.0, False) == 2.0
+
+
+def test_an_exchange_on_a_torus_takes_what_crosses_its_middle():
+    """Each of n chips has V bytes for all: on a ring of 4 half of 4 V crosses two places, both ways; 16 x 16
+    chips have 16 times as many links there."""
+    v5p = chip("v5p")
+    rate = v5p.reached_link_bytes_per_s
+    assert on_links(v5p, "all-to-all", 1e8, 4, 1) == pytest.approx(2e8 / 4 / rate)
+    assert on_links(v5p, "all-to-all", 1e8, 4, 1) == formulas.collective_seconds(v5p, "all-to-all", 1e8, 4)
+    square = on_links(chip("v5e"), "all-to-all", 1e8, 256, 1)
+    assert square == pytest.approx(256 * 1e8 / 2 / (2 * 2 * 16) / chip("v5e").reached_link_bytes_per_s)
 
 
 def test_an_eager_framework_is_as_slow_as_its_host():

@@ -427,7 +427,7 @@ def on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> f
     free = chip.num_axes - (1 if apart > 1 else 0)
     axes = min(free, max(1, math.floor(math.log2(chips) / 2)))
     side = max(2, round(chips ** (1 / axes)))
-    size = message * (group if kind == "all-to-all" else 1)
+    size = message * (near if kind == "all-to-all" else 1)
     rate = device.reached_link_bytes_per_s * near
     return formulas.torus_seconds(kind, size, (side,) * axes, rate, True, chip.hop_s)
 
