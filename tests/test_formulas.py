@@ -5,7 +5,6 @@ import math
 from collections import Counter
 from dataclasses import replace
 
-import published
 import pytest
 
 from llmpar.predict import formulas
@@ -338,18 +337,3 @@ def test_ring_attention_hides_exactly_at_its_block(kv_ratio):
     compute = 4 * block**2 * d / row.flops_per_s
     send = 2 * 2 * block * d * kv_ratio / row.link_bytes_per_s
     assert compute == exactly(send)
-
-
-def test_decoding_is_memory_bound_until_its_critical_batch():
-    row, params = chip("v5e"), 30e9
-    rates = (row.flops_per_s, row.hbm_bytes_per_s)
-    critical = formulas.critical_batch(*rates, weight_bytes=1)
-    step = {
-        b: published.decode_seconds(b, params, 0, 16, *rates, weight_bytes=1)
-        for b in (0, 1, critical, 2 * critical)
-    }
-    assert step[0] == step[1] == params / (16 * row.hbm_bytes_per_s)
-    assert step[critical] == exactly(step[0])
-    assert step[2 * critical] == exactly(2 * step[critical])
-    cached = published.decode_seconds(4, params, 1e9, 16, *rates, weight_bytes=1)
-    assert cached - step[0] == exactly(4e9 / (16 * row.hbm_bytes_per_s))
