@@ -73,7 +73,7 @@ def test_the_demonstration_compares_in_float32(monkeypatch, tmp_path):
     for command in (train.Train, inspect.Inspect):
         monkeypatch.setattr(command, "run", run)
     before = jax.config.jax_default_matmul_precision
-    demo.demonstrate(str(tmp_path), 2)
+    demo.Demo(str(tmp_path), 2).run()
     assert seen == ["highest"] * 3 and jax.config.jax_default_matmul_precision == before
 
 
@@ -81,7 +81,7 @@ def test_the_demonstration_compares_in_float32(monkeypatch, tmp_path):
 @pytest.mark.full
 @pytest.mark.skipif(not ROUNDS, reason="test_same_answer and the command line's tests run it on CPUs")
 def test_the_demonstration_holds(tmp_path):
-    demo.demonstrate(str(tmp_path), 60)
+    demo.Demo(str(tmp_path), 60).run()
 
 
 # ----------------------------------------------------------------------------------- lessons, and a rehearsal

@@ -8,7 +8,6 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llmpar import exercises
@@ -39,19 +38,16 @@ class Progress:
             raise ValueError(f"there is no folder '{self.folder}'; name the one in which you answered")
         folder = self.folder or next((name for name in FOLDERS if record.file(name).exists()), ".")
         levels = {name: exercises.find(name).level for name in exercises.names()}
-        give(record.results(record.answers(folder), levels), self.json, table_of)
-
-
-def table_of(document: dict) -> Iterator[str]:
-    """A line for each exercise, and the sum."""
-    for test in document["tests"]:
-        tries = test["extra_data"]["tries"]
-        said = "correct" if test["score"] else "not yet" if tries else ""
-        times = f"{tries} {'try' if tries == 1 else 'tries'}" if tries else ""
-        yield f"{test['name']:<28}{test['extra_data']['level']:<9}{times:<9}{said}".rstrip()
-    left = next((test["name"] for test in document["tests"] if not test["score"]), None)
-    whole = f"; the next one is {left}" if left else ", which is all"
-    yield f"{document['score']:g} of {document['max_score']:g} correct{whole}"
+        document, lines = record.results(record.answers(folder), levels), []
+        for test in document["tests"]:
+            tries = test["extra_data"]["tries"]
+            said = "correct" if test["score"] else "not yet" if tries else ""
+            times = f"{tries} {'try' if tries == 1 else 'tries'}" if tries else ""
+            lines += [f"{test['name']:<28}{test['extra_data']['level']:<9}{times:<9}{said}".rstrip()]
+        left = next((test["name"] for test in document["tests"] if not test["score"]), None)
+        whole = f"; the next one is {left}" if left else ", which is all"
+        lines += [f"{document['score']:g} of {document['max_score']:g} correct{whole}"]
+        give(document, self.json, lines)
 
 
 @dataclass(frozen=True)
@@ -138,15 +134,12 @@ class Quiz:
             found = quiz.effect(read_json_lines(path, "file of results"))
         except ValueError as error:
             raise ValueError(f"cannot read results from '{path}': {error}") from error
-        give(found, self.json, means_of)
-
-
-def means_of(document: dict) -> Iterator[str]:
-    """A line for the score and for each rating: before, and after."""
-    for name, means in document.items():
-        form = "{}" if name == "num" else "{:.2f}"
-        shown = ("-" if value is None else form.format(value) for value in means.values())
-        yield f"{name:<10}{' -> '.join(shown)}"
+        lines = []
+        for name, means in found.items():
+            form = "{}" if name == "num" else "{:.2f}"
+            shown = ("-" if value is None else form.format(value) for value in means.values())
+            lines += [f"{name:<10}{' -> '.join(shown)}"]
+        give(found, self.json, lines)
 
 
 def asked(question: str) -> float | None:

@@ -77,13 +77,9 @@ def parse(argv: list[str]):
         print(sentence if argv else help_text(), file=sys.stderr)
         raise SystemExit(2)
     at = argv.index("--") if name == "launch" and "--" in argv else len(argv)
-    command: Any = tyro.cli(
-        COMMANDS[name],
-        args=argv[1:at],
-        prog=f"llmpar {name}",
-        description=described(COMMANDS[name]),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-    )
+    kind, about = COMMANDS[name], described(COMMANDS[name])
+    how = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    command: Any = tyro.cli(kind, prog=f"llmpar {name}", description=about, args=argv[1:at], config=how)
     if not (words := argv[at + 1 :]):
         return command
     inner = parse(words) if words[0] in LAUNCHED else None

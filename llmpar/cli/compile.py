@@ -73,7 +73,7 @@ class Compile:
             document = aot.compile_step(config, plan, target, batch_size, self.step.seq_len)
         if "turns" in document:
             options.save_picture(self.svg, "the schedule", lambda: aot.picture(document))
-        options.give(document, self.json, aot.tables)
+        options.give(document, self.json, aot.tables(document))
         if not document["fits"]:
             raise ValueError(document["why"])
         return document

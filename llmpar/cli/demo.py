@@ -27,52 +27,50 @@ class Demo:
     steps: int = 60
     json: bool = False
 
-    def run(self) -> None:
-        """Run the demonstration."""
-        give(demonstrate(self.out, self.steps), self.json)
+    def run(self) -> dict:
+        """Train on the mesh and on one device, inspect the step, draw three pictures, and compare.
 
+        Raises:
+            ValueError: the losses differ by more than 1e-3 nats, predicted and compiled bytes differ, or the
+                loss has not fallen below 0.7 of the first.
+        """
+        import jax
 
-def demonstrate(out: str, steps: int) -> dict:
-    """Train on the mesh and on one device, inspect the step, draw three pictures into ``out``, and compare.
+        from llmpar import draw
+        from llmpar.mesh import use_devices
 
-    Raises:
-        ValueError: the losses differ by more than 1e-3 nats, predicted and compiled bytes differ, or the loss
-            has not fallen below 0.7 of the first.
-    """
-    import jax
-
-    from llmpar import draw
-    from llmpar.mesh import use_devices
-
-    folder = pathlib.Path(out)
-    try:
-        if not out:
-            raise ValueError("--out '' names no folder for pictures; leave it out for 'demo'")
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"'{out}' can be no folder for pictures: {error.strerror}; name another") from error
-    check_picture(str(folder / "mesh.png"))
-    present = len(use_devices(8, at_least=1))
-    mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"
-    options = StepOptions(mesh=mesh)
-    with jax.default_matmul_precision("highest"):  # accelerators multiply with fewer bits by default
-        many = Train(step=options, steps=steps, log=str(folder / "log.jsonl")).run()
-        read = Inspect(step=options, svg=str(folder / "bytes.svg")).run()
-        one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=steps).run()
-    if speaks():
-        draw.mesh(parse_mesh(mesh)).save(folder / "mesh.png")
-        draw.loss_curve(many["losses"], reference=one["losses"]).save(folder / "loss.png")
-    gap = max(abs(a - b) for a, b in zip(many["losses"], one["losses"], strict=True))
-    exact = all(row["predicted_bytes"] == row["compiled_bytes"] for row in read["collectives"])
-    say(f"pictures: {folder}/mesh.png, {folder}/loss.png, {folder}/bytes.svg")
-    kinds = f"for {len(read['collectives'])} kinds of collective"
-    say(f"bytes sent: predicted {'=' if exact else '≠'} compiled, {kinds}")
-    say(f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {steps} steps")
-    first, last = many["losses"][0], many["losses"][-1]
-    failed = ["a predicted byte is not a compiled one"] * (not exact)
-    failed += ["the mesh and one device differ by more than 1e-3 nats"] * (gap > 1e-3)
-    fell = f"the loss fell from {first:.2f} to {last:.2f}, not below 0.7 of that; give it about 60 steps"
-    failed += [fell] * (last > 0.7 * first)
-    if failed:
-        raise ValueError(f"the demonstration failed: {'; '.join(failed)}")
-    return {"gap_nats": gap, "losses": many["losses"], "bytes_exact": exact}
+        folder = pathlib.Path(self.out)
+        try:
+            if not self.out:
+                raise ValueError("--out '' names no folder for pictures; leave it out for 'demo'")
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"'{self.out}' can be no folder for pictures: {error.strerror}; name another"
+            ) from error
+        check_picture(str(folder / "mesh.png"))
+        present = len(use_devices(8, at_least=1))
+        mesh = "dp=2 fsdp=2 tp=2" if present >= 8 else f"fsdp={present}"
+        options = StepOptions(mesh=mesh)
+        with jax.default_matmul_precision("highest"):  # accelerators multiply with fewer bits by default
+            many = Train(step=options, steps=self.steps, log=str(folder / "log.jsonl")).run()
+            read = Inspect(step=options, svg=str(folder / "bytes.svg")).run()
+            one = Train(step=dataclasses.replace(options, mesh="dp=1"), steps=self.steps).run()
+        if speaks():
+            draw.mesh(parse_mesh(mesh)).save(folder / "mesh.png")
+            draw.loss_curve(many["losses"], reference=one["losses"]).save(folder / "loss.png")
+        gap = max(abs(a - b) for a, b in zip(many["losses"], one["losses"], strict=True))
+        exact = all(row["predicted_bytes"] == row["compiled_bytes"] for row in read["collectives"])
+        say(f"pictures: {folder}/mesh.png, {folder}/loss.png, {folder}/bytes.svg")
+        kinds = f"for {len(read['collectives'])} kinds of collective"
+        say(f"bytes sent: predicted {'=' if exact else '≠'} compiled, {kinds}")
+        say(f"loss: {mesh} and one device differ by at most {gap:.1e} nats over {self.steps} steps")
+        first, last = many["losses"][0], many["losses"][-1]
+        failed = ["a predicted byte is not a compiled one"] * (not exact)
+        failed += ["the mesh and one device differ by more than 1e-3 nats"] * (gap > 1e-3)
+        fell = f"the loss fell from {first:.2f} to {last:.2f}, not below 0.7 of that; give it about 60 steps"
+        failed += [fell] * (last > 0.7 * first)
+        if failed:
+            raise ValueError(f"the demonstration failed: {'; '.join(failed)}")
+        document = {"gap_nats": gap, "losses": many["losses"], "bytes_exact": exact}
+        return give(document, self.json)

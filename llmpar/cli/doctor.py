@@ -45,7 +45,7 @@ class Doctor:
         join()
         document = examine()
         document |= {"launch": asdict(place), "lines": first + document["lines"]}
-        give(document, self.json, lambda _: [*document["lines"][len(first) :], *tables_of(document)])
+        give(document, self.json, [*document["lines"][len(first) :], *tables_of(document)])
 
 
 def tables_of(document: dict) -> list:

@@ -93,4 +93,4 @@ class Generate:
         tokens = [int(row[0]) for row in generate(decoder, prompt, self.tokens, self.temperature, self.seed)]
         text = tokenizer.decode(tokens)
         document = {"prompt": self.prompt, "text": text, "tokens": tokens, "mesh": plan.mesh.sizes}
-        give(document, self.json, lambda _: [self.prompt + text])
+        give(document, self.json, [self.prompt + text])

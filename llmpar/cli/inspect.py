@@ -46,4 +46,4 @@ class Inspect:
         document |= {"types": rows} if self.types else {}
         document |= {"tolerance": spread(*asked, jax.default_backend())} if self.tolerance else {}
         save_picture(self.svg, "the bytes", lambda: report.picture(document))
-        return give(document, self.json, report.tables)
+        return give(document, self.json, report.tables(document))

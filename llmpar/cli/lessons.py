@@ -49,7 +49,6 @@ def lessons(folder: pathlib.Path) -> list[Lesson]:
         if missing := [name for name in ("question", "teaching", "exercises") if not about.get(name)]:
             raise ValueError(f"{path.name} does not say its {', '.join(missing)}; build it: make notebooks")
         lists = (tuple(about.get(name, ())) for name in ("needs", "objectives", "keypoints"))
-        found.append(
-            Lesson(path.name, title, about["question"], about["teaching"], about["exercises"], *lists)
-        )
+        told = (about[name] for name in ("question", "teaching", "exercises"))
+        found.append(Lesson(path.name, title, *told, *lists))
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -26,13 +25,10 @@ class Models:
 
     def run(self) -> None:
         """Print the models."""
-        models = PRESETS.values() if self.name is None else [preset(self.name)]
-        give({"models": [describe(model) for model in models]}, self.json, lines)
-
-
-def lines(document: dict) -> Iterator[str]:
-    """A line for each model."""
-    for m in document["models"]:
-        active = f", {m['active_params']:,} active" if m["active_params"] < m["params"] else ""
-        sizes = f"{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7} wide"
-        yield f"{m['name']:<16}{sizes}{active}"
+        models = [describe(c) for c in (PRESETS.values() if self.name is None else [preset(self.name)])]
+        lines = []
+        for m in models:
+            active = f", {m['active_params']:,} active" if m["active_params"] < m["params"] else ""
+            sizes = f"{m['params']:>18,} parameters{m['num_layers']:>5} layers{m['width']:>7} wide"
+            lines.append(f"{m['name']:<16}{sizes}{active}")
+        give({"models": models}, self.json, lines)

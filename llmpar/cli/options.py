@@ -56,13 +56,13 @@ def say(*words) -> None:
         print(*words, file=sys.stderr, flush=True)
 
 
-def give(document: dict, as_json: bool, shown: Callable[[dict], Iterable[Any]] = lambda _: ()) -> dict:
-    """Print a document on stdout, as JSON if that was asked for, else what ``shown`` makes of it for people:
-    lines and tables. Give it back."""
+def give(document: dict, as_json: bool, shown: Iterable[Any] = ()) -> dict:
+    """Print a document on stdout, as JSON if that was asked for, else as people read it: ``shown``, lines and
+    tables. Give it back."""
     if speaks() and as_json:
         print(json.dumps(document))
     elif speaks():
-        for part in shown(document):
+        for part in shown:
             print(part) if isinstance(part, str) else _print_table(part)
     return document
 
@@ -201,9 +201,8 @@ def check_folder(path: str) -> None:
     file = pathlib.Path(path).absolute()
     there = file if file.exists() else file.parent
     if not file.parent.is_dir() or file.is_dir() or not os.access(there, os.W_OK):
-        raise ValueError(
-            f"'{path}' cannot be written; give a file in a folder that is there and can be written"
-        )
+        give = "give a file in a folder that is there and can be written"
+        raise ValueError(f"'{path}' cannot be written; {give}")
 
 
 @contextlib.contextmanager
@@ -215,13 +214,11 @@ def still_at_work(doing: str, usual: str, every_s: float = 5) -> Iterator[None]:
         while not done.wait(every_s):
             say(f"… still {doing} after {time.perf_counter() - begin:.0f} s; {usual}")
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         done.set()
-        thread.join()
 
 
 def fits_host(config: ModelConfig, plan: Plan, batch_size: int, seq_len: int, parts: tuple[str, ...]) -> None:
@@ -268,6 +265,5 @@ def start() -> None:
         jax.config.update("jax_enable_x64", False)
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         with contextlib.suppress(RuntimeError):  # nobody's home
-            jax.config.update(
-                "jax_compilation_cache_dir", str(pathlib.Path.home() / ".cache" / "llmpar" / "jax")
-            )
+            cache = pathlib.Path.home() / ".cache" / "llmpar" / "jax"
+            jax.config.update("jax_compilation_cache_dir", str(cache))

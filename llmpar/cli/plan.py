@@ -98,7 +98,7 @@ class Plan:
             options.say(f"wrote {self.html}")
         if not self.json:
             options.say(f"{document['priced']:,} plans priced; memory leaves {document['margin']:.0%} free")
-        return give(document, self.json, tables_of)
+        return give(document, self.json, tables_of(document))
 
     def check_page(self, path: str) -> None:
         """Refuse a page that cannot be written or drawn, before the work."""
@@ -106,10 +106,8 @@ class Plan:
             raise ValueError(f"'{path}' is no page; call it .html")
         options.check_folder(path)
         if self.cluster is not None:
-            raise ValueError(
-                f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others; write a"
-                " chip file with its node_size, and give it as --chip"
-            )
+            own = f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others"
+            raise ValueError(f"{own}; write a chip file with its node_size, and give it as --chip")
 
     def question(self) -> Question:
         """The question that the options ask. Refuses options that contradict each other."""
@@ -153,10 +151,8 @@ class Plan:
         tokens = count(self.batch_tokens, "batch-tokens", 1024)
         if tokens % self.seq_len:
             near = max(1, round(tokens / self.seq_len)) * self.seq_len
-            raise ValueError(
-                f"a batch of {tokens:,.0f} tokens is no whole number of sequences of {self.seq_len:,}; use"
-                f" --batch-tokens {near}"
-            )
+            what = f"a batch of {tokens:,.0f} tokens is no whole number of sequences of {self.seq_len:,}"
+            raise ValueError(f"{what}; use --batch-tokens {near}")
         return int(tokens // self.seq_len)
 
     def fixed(self) -> dict[str, Any]:
@@ -176,9 +172,8 @@ class Plan:
         if "\n" not in plan.schedule:
             schedules.make(plan.schedule, 1, 1)  # refuses a name that is none
         if plan.unroll > (layers := preset(self.model).num_layers):
-            raise ValueError(
-                f"unroll={plan.unroll} of a model of {layers} layers; use 0, which is all of them"
-            )
+            what = f"unroll={plan.unroll} of a model of {layers} layers"
+            raise ValueError(f"{what}; use 0, which is all of them")
         return given
 
 
@@ -186,13 +181,12 @@ def axes_of(text: str) -> dict[str, int]:
     """The sizes of the axes that a mesh's text gives: of all that it has places for, if it is numbers."""
     tokens = re.findall(r"[^\s,!]+", text)
     if any(re.fullmatch(r"(\w+[:=])?-1", token) for token in tokens):
-        raise ValueError(
-            f"--mesh '{text}' leaves an axis open by -1, as `plan` does with all axes that it does not name:"
-            " name the others alone, as 'tp=8 pp=4'"
+        open_axis = (
+            f"--mesh '{text}' leaves an axis open by -1, as `plan` does with all axes that it does not name"
         )
-    sizes, named = parse_mesh(text).sizes, [re.split("[:=]", token)[0] for token in tokens]
-    names = named if set(named) <= {*AXES, "mp"} else POSITIONAL[len(tokens)]
-    return {axis: sizes[axis] for axis in ("tp" if name == "mp" else name for name in names)}
+        raise ValueError(f"{open_axis}: name the others alone, as 'tp=8 pp=4'")
+    shape, named = parse_mesh(text), [re.split("[:=]", token.replace("mp", "tp"))[0] for token in tokens]
+    return {axis: shape.sizes[axis] for axis in (named if named[0] in AXES else POSITIONAL[len(tokens)])}
 
 
 def count(text: str, name: str, base: int) -> float:
@@ -253,7 +247,7 @@ def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
     document = against(path, own)
     if own and not any(row["chip"] in own for row in document["rows"]):
         raise ValueError(f"'{path}' has no run on {row.family}, of which '{chip}' is")
-    return give(document, as_json, tables_against)
+    return give(document, as_json, tables_against(document))
 
 
 def tables_against(document: dict) -> Iterator[Any]:

@@ -55,14 +55,10 @@ class Schedule:
         made = self.made()
         table = timetable(made, (f, b, w), self.hop)
         save_picture(self.svg, "the timetable", lambda: draw.timeline(table))
+        document = schedule_document(made, (f, b, w), self.hop)
         numbers = "makespan makespan_lockstep bubble_over_ideal bubble_fraction bubble_rate".split()
-
-        def lines(document: dict):
-            yield text_timeline(table)
-            yield from (f"{name:<20}{document[name]:.4g}" for name in numbers)
-            yield f"{'peak_live':<20}{document['peak_live']}"
-
-        give(schedule_document(made, (f, b, w), self.hop), self.json, lines)
+        lines = [f"{name:<20}{document[name]:.4g}" for name in numbers]
+        give(document, self.json, [text_timeline(table), *lines, f"{'peak_live':<20}{document['peak_live']}"])
 
     def made(self) -> schedules.Schedule:
         """The schedule of that name, or the order that is written out. Refuses other numbers than it has."""
@@ -83,6 +79,8 @@ def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), ho
     """The document of `llmpar schedule --json`: times in the costs' unit, `peak_live` in microbatches per
     stage."""
     t = timetable(schedule, costs, hop)
+    cell = lambda op, start, end, tick: {**op._asdict(), "start": start, "end": end, "tick": tick}
+    rows = zip(schedule.rows, t.start, t.end, t.tick, strict=True)
     fields = "makespan makespan_lockstep ideal span bubble bubble_over_ideal bubble_fraction bubble_rate"
     return {
         "name": schedule.name,
@@ -98,13 +96,7 @@ def schedule_document(schedule: schedules.Schedule, costs: Costs = (1, 1, 1), ho
         "peak_live": t.peak_live(),
         "hops": t.hops.tolist(),
         "ticks": len(t.ticks),
-        "table": [
-            [
-                {**op._asdict(), "start": start, "end": end, "tick": tick}
-                for op, start, end, tick in zip(row, t.start[s], t.end[s], t.tick[s], strict=True)
-            ]
-            for s, row in enumerate(schedule.rows)
-        ],
+        "table": [[cell(*found) for found in zip(*row, strict=True)] for row in rows],
     }
 
 
