@@ -127,37 +127,10 @@ def attend(
         return par.cache.attend(q, k, v, ids[0], mask)
     q = par.move(q, "attention b s k r h -> queries b s k r h")
     k, v = (par.move(x, "attention b s k h -> keys b s k h") for x in (k, v))
-
-    def compute(q, k, v, *ids):
-        names = "q_positions_bs", "q_segments_bs", "k_positions_bt", "k_segments_bt"
-        run = kernel(par, num_queries=q.shape[1])
-        return run(q, k, v, mask=mask, **dict(zip(names, ids, strict=True)))[0]
-
     queries, keys, q_ids, k_ids = "queries b s k r h", "keys b s k h", "queries b s", "ids b s"
-    y = par.local(compute, [queries, keys, keys, q_ids, q_ids, k_ids, k_ids], queries)(q, k, v, *ids)
+    meet = [queries, keys, keys, q_ids, q_ids, k_ids, k_ids]
+    y = par.local(attention.choose(par, mask), meet, queries)(q, k, v, *ids)
     return par.move(y, "queries b s k r h -> attention b s k r h")
-
-
-def kernel(par: Solo, num_queries: int):
-    """The function of `llmpar.attention` that computes it: a ring where keys are still cut, else what the
-    plan names."""
-    plan, block, branch = par.plan, par.plan.attention_block, par.platform != "gpu"
-    flash = par.platform if plan.attention_kernel == "flash" else None
-    if axes := par.axes("keys s"):
-        (axis,) = axes
-        # A tile must not join the two parts that zigzag deals to a rank.
-        block = block if block and block < num_queries else None
-        return functools.partial(
-            attention.ring, axis=axis, platform=flash, block=block, branch=branch, hop=plan.hop
-        )
-    if flash:
-        return functools.partial(attention.fused, platform=flash)
-    if plan.attention_kernel in ("cudnn", "xla"):
-        whole = plan.documents == "whole"
-        return functools.partial(
-            attention.by_kernel, contiguous=plan.in_order, kernel=plan.attention_kernel, whole=whole
-        )
-    return functools.partial(attention.blockwise, contiguous=plan.in_order, block=block, branch=branch)
 
 
 class FeedForward(nnx.Module):

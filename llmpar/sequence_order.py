@@ -12,13 +12,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Mask:
-    """Say which keys a query may see, whatever the positions; two of different segments never see each other.
+    """Say which keys a query may see, whatever the positions: none after it, and with a `window` none that
+    many or more positions before it. Two of different segments never see each other."""
 
-    `causal`: no key after the query. `window`: none `window` or more positions before it (nor after it, if
-    not causal).
-    """
-
-    causal: bool = True
     window: int | None = None
 
     def __post_init__(self):
@@ -30,15 +26,25 @@ class Mask:
     def admits(self, low, high):
         """Tell whether a gap (query minus key position) somewhere in [low, high] can be seen; exact if low is
         high."""
-        seen = low <= high
-        if self.causal:
-            seen &= high >= 0
-        elif self.window:
-            seen &= high > -self.window
+        seen = high >= 0
         return seen & (low < self.window) if self.window else seen
 
 
 CAUSAL = Mask()
+
+
+def seen_tiles(mask: Mask, q_ids, k_ids):
+    """Compare the extremes of tiles of queries, ids ``i b 2 c`` (positions, then segments), with those of
+    tiles of keys, ``j b 2 d``. Return ``i j b`` twice: may some pair of two tiles be seen; are all seen?
+
+    In every order below a rank's places rise. So a tile of queries meets an interval of any rank's tiles of
+    keys, and a tile of keys an interval of tiles of queries.
+    """
+    (q_low, q_high), (k_low, k_high) = ((x.min(-1), x.max(-1)) for x in (q_ids[:, None], k_ids[None]))
+    low, high = q_low[..., 0] - k_high[..., 0], q_high[..., 0] - k_low[..., 0]
+    some = mask.admits(low, high) & (q_high[..., 1] >= k_low[..., 1]) & (q_low[..., 1] <= k_high[..., 1])
+    alike = (q_high[..., 1] == k_low[..., 1]) & (q_low[..., 1] == k_high[..., 1])  # one segment, the same
+    return some, mask.admits(low, low) & mask.admits(high, high) & alike
 
 
 def sequence_permutation(name: str, s: int, n: int) -> np.ndarray:

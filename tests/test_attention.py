@@ -22,13 +22,13 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention
-from llmpar.attention import blockwise, decode, full, merge, ring
+from llmpar import attention, sequence_order
+from llmpar.attention import decode, full, merge, ring
 from llmpar.inspect.census import executed_flops
 from llmpar.predict.ring import pairs_by_step
 from llmpar.sequence_order import Mask, sequence_permutation
 
-CAUSAL, BOTH, WINDOW, BAND = Mask(), Mask(causal=False), Mask(window=10), Mask(causal=False, window=5)
+CAUSAL, WINDOW = Mask(), Mask(window=10)
 B, S, H = 2, 32, 4
 
 
@@ -56,7 +56,7 @@ def oracle(q, k, v, positions, segments, mask):
         keys = []
         for j in range(k.shape[1]):
             gap = int(positions[b, i]) - int(positions[b, j])
-            hidden = (mask.causal and gap < 0) or (mask.window is not None and abs(gap) >= mask.window)
+            hidden = gap < 0 or (mask.window is not None and gap >= mask.window)
             if not hidden and (segments is None or segments[b, i] == segments[b, j]):
                 keys.append(j)
         if keys:
@@ -142,7 +142,7 @@ def reference(mask, kv_heads=2, ratio=2, packed=False):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("mask", [CAUSAL, BOTH, WINDOW, BAND], ids=str)
+@pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=str)
 def test_full_matches_the_definition(mask, packed):
     q, k, v, *where = inputs(packed=packed)
     agree(
@@ -181,32 +181,23 @@ def test_gradients_of_full_match_finite_differences_of_the_definition():
         (1, False, CAUSAL, False, 1),
         (8, False, CAUSAL, True, 4),
         (8, False, WINDOW, False, 1),
-        (8, False, BAND, True, 2),
-        (S, False, BOTH, True, 1),
-        (None, False, BOTH, False, 4),
+        (S, False, WINDOW, True, 1),
+        (None, False, CAUSAL, False, 4),
         (8, True, CAUSAL, False, 4),
         (8, True, WINDOW, True, 1),
-        (8, True, BAND, False, 2),
         (S, True, CAUSAL, True, 1),
         (2, True, CAUSAL, True, 2),
-        (8, True, BOTH, True, 1),
     ],
 )
-def test_blockwise_matches_full(block, contiguous, mask, packed, ratio):
+def test_blocks_match_full(block, contiguous, mask, packed, ratio):
     q, k, v, *where = inputs(ratio=ratio, packed=packed)
-    attend = partial(blockwise, block=block, contiguous=contiguous, mask=mask, **ids_of(*where))
+    attend = partial(ring, block=block, contiguous=contiguous, mask=mask, **ids_of(*where))
     agree(results(attend, q, k, v), reference(mask, ratio=ratio, packed=packed))
 
 
 @pytest.mark.parametrize(
     ("contiguous", "mask", "packed", "ratio"),
-    [
-        (True, CAUSAL, True, 4),
-        (False, CAUSAL, False, 1),
-        (False, BOTH, False, 2),
-        (True, WINDOW, True, 1),
-        (False, BAND, True, 2),
-    ],
+    [(True, CAUSAL, True, 4), (False, CAUSAL, False, 1), (True, WINDOW, True, 1), (False, WINDOW, True, 2)],
 )
 def test_a_kernel_matches_full(contiguous, mask, packed, ratio):
     q, k, v, *where = inputs(ratio=ratio, packed=packed)
@@ -227,7 +218,7 @@ def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     ids = ids_of(positions, np.ones((1, S), np.int32)) | {
         "q_segments_bs": (np.arange(S) % 8 > 0).astype(np.int32)[None]
     }
-    for attend in (partial(full, mask=BOTH, **ids), partial(blockwise, block=4, mask=BOTH, **ids)):
+    for attend in (partial(full, **ids), partial(ring, block=4, **ids)):
         out, lse, *grads = results(attend, q, k, v)
         assert (np.asarray(out)[:, ::8] == 0).all()
         assert (np.asarray(lse)[:, ::8] == -np.inf).all()
@@ -271,63 +262,57 @@ def bfloat16_agrees(attend, where):
 def test_bfloat16_keeps_its_dtype_and_accumulates_in_float32():
     *_, positions, segments = inputs()
     where = positions, segments
-    bfloat16_agrees(partial(blockwise, block=8, **ids_of(*where)), where)
-    bfloat16_agrees(
-        sharded(RINGS["overlap"], mesh_of(sp=4), sequence_permutation("zigzag", S, 4), *where, CAUSAL), where
-    )
+    bfloat16_agrees(partial(ring, block=8, **ids_of(*where)), where)
+    bfloat16_agrees(sharded(RING, mesh_of(sp=4), sequence_permutation("zigzag", S, 4), *where, CAUSAL), where)
 
 
 # --------------------------------------------------------------------------------------- over several devices
 
-RINGS = {"overlap": partial(ring, axis="sp"), "in turn": partial(ring, axis="sp", overlap=False)}
+RING = partial(ring, axis="sp")
 
 
 @pytest.mark.parametrize(
-    ("way", "n", "layout", "mask", "packed", "kv_heads", "ratio", "block"),
+    ("n", "layout", "mask", "packed", "kv_heads", "ratio", "block"),
     [
-        ("overlap", 2, "zigzag", CAUSAL, False, 2, 4, None),
-        ("overlap", 2, "contiguous", BAND, True, 2, 1, 16),
-        ("overlap", 4, "zigzag", CAUSAL, True, 2, 1, 2),
-        ("overlap", 4, "striped", WINDOW, False, 1, 4, None),
-        ("overlap", 4, "contiguous", CAUSAL, False, 2, 8, 1),
-        ("overlap", 8, "zigzag", BOTH, True, 1, 4, None),
-        ("overlap", 8, "striped", CAUSAL, True, 2, 1, None),
-        ("in turn", 2, "striped", BOTH, False, 1, 1, None),
-        ("in turn", 4, "zigzag", WINDOW, True, 2, 4, None),
-        ("in turn", 8, "zigzag", CAUSAL, False, 2, 1, None),
+        (2, "zigzag", CAUSAL, False, 2, 4, None),
+        (2, "contiguous", WINDOW, True, 2, 1, 16),
+        (4, "zigzag", CAUSAL, True, 2, 1, 2),
+        (4, "striped", WINDOW, False, 1, 4, None),
+        (4, "contiguous", CAUSAL, False, 2, 8, 1),
+        (4, "zigzag", WINDOW, True, 2, 4, None),
+        (8, "striped", CAUSAL, True, 2, 1, None),
     ],
     ids=str,
 )
-def test_a_ring_matches_full(way, n, layout, mask, packed, kv_heads, ratio, block):
+def test_a_ring_matches_full(n, layout, mask, packed, kv_heads, ratio, block):
     q, k, v, *where = inputs(kv_heads, ratio, packed)
-    attend = sharded(RINGS[way], mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask, block=block)
+    attend = sharded(RING, mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask, block=block)
     agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
 
 
 EVERY = [
-    (way, sp, tp, mask, packed, ratio)
-    for way in RINGS
+    (sp, tp, mask, packed, ratio)
     for sp in (2, 4, 8)
     for tp in ((1, 2) if sp < 8 else (1,))
-    for mask in (CAUSAL, BOTH, WINDOW)
+    for mask in (CAUSAL, WINDOW)
     for packed in (False, True)
     for ratio in (1, 4, 8)
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("way", "sp", "tp", "mask", "packed", "ratio"), EVERY, ids=str)
-def test_a_ring_with_everything_matches_full(way, sp, tp, mask, packed, ratio):
+@pytest.mark.parametrize(("sp", "tp", "mask", "packed", "ratio"), EVERY, ids=str)
+def test_a_ring_with_everything_matches_full(sp, tp, mask, packed, ratio):
     """Heads cut by tp where it is there and positions by sp, in zigzag."""
     q, k, v, *where = inputs(2, ratio, packed)
     mesh, zigzag = mesh_of(tp=tp, sp=sp), sequence_permutation("zigzag", S, sp)
-    attend = sharded(RINGS[way], mesh, zigzag, *where, mask, axes="sp")
+    attend = sharded(RING, mesh, zigzag, *where, mask, axes="sp")
     agree(results(attend, q, k, v), reference(mask, 2, ratio, packed))
 
 
 def test_blockwise_over_contiguous_positions_writes_only_the_triangle():
     q, k, v, *where = inputs()
-    attend = partial(blockwise, block=8, contiguous=True, **ids_of(*where))
+    attend = partial(ring, block=8, contiguous=True, **ids_of(*where))
     assert str(jax.make_jaxpr(attend)(q, k, v)).count("cond[") == 4 * 5 // 2
 
 
@@ -351,7 +336,7 @@ def test_the_two_rings_of_a_step_do_not_run_side_by_side():
     Before `_after` tied them, half of such runs were wrong.
     """
     q, k, v, positions, _ = inputs(ratio=8)
-    attend = sharded(RINGS["overlap"], mesh_of(sp=4), np.arange(S), positions, None, CAUSAL, block=1)
+    attend = sharded(RING, mesh_of(sp=4), np.arange(S), positions, None, CAUSAL, block=1)
     step = jax.jit(
         jax.grad(lambda q, k, v: (attend(q, k, v)[0].sum(), attend(q, k, v)), (0, 1, 2), has_aux=True)
     )
@@ -377,16 +362,13 @@ def fault_gradients_do_not_come_home(monkeypatch):
 
 
 def fault_lse_gradient_dropped(monkeypatch):
-    attend_grad = attention._attend_tiles_grad
-
-    def without(q, k, v, seen, scale, out_grad, lse, delta):
-        return attend_grad(q, k, v, seen, scale, out_grad, lse, delta * 0)
-
-    monkeypatch.setattr(attention, "_attend_tiles_grad", without)
+    attend_grad = attention.attend_tile_grad
+    without = lambda q, out_grad, lse, delta, *key: attend_grad(q, out_grad, lse, delta * 0, *key)
+    monkeypatch.setattr(attention, "attend_tile_grad", without)
 
 
 def fault_live_block_skipped(monkeypatch):
-    monkeypatch.setattr(attention, "may_see", lambda mask, q_ids, k_ids: q_ids[0].min() >= k_ids[0].max())
+    monkeypatch.setattr(attention, "seen_tiles", lambda *args: sequence_order.seen_tiles(*args)[::-1])
 
 
 @pytest.mark.parametrize(
@@ -402,7 +384,7 @@ def fault_live_block_skipped(monkeypatch):
 def test_planted_faults_are_caught(fault, what, monkeypatch):
     fault(monkeypatch)
     q, k, v, *where = inputs()
-    attend = sharded(RINGS["overlap"], mesh_of(sp=2), sequence_permutation("zigzag", S, 2), *where, CAUSAL)
+    attend = sharded(RING, mesh_of(sp=2), sequence_permutation("zigzag", S, 2), *where, CAUSAL)
     with pytest.raises(AssertionError, match=what):
         agree(results(attend, q, k, v), reference(CAUSAL))
 
@@ -460,22 +442,14 @@ def counted(f, *args):
     return counts
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
-def test_ring_hops_are_n_minus_1_each_way(n, dtype, overlap):
+def test_ring_hops_are_n_minus_1_each_way(n, dtype):
     s = 2 * n * 4
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(x).astype(dtype) for x in ((1, s, 2, 4, H), (1, s, 2, H), (1, s, 2, H)))
     positions = np.arange(s, dtype=np.int32)[None]
-    attend = sharded(
-        partial(ring, axis="sp", overlap=overlap),
-        mesh_of(sp=n),
-        sequence_permutation("zigzag", s, n),
-        positions,
-        None,
-        CAUSAL,
-    )
+    attend = sharded(RING, mesh_of(sp=n), sequence_permutation("zigzag", s, n), positions, None, CAUSAL)
     loss = lambda q, k, v: attend(q, k, v)[0].astype(jnp.float32).sum()
     local = s // n
     keys, ids = {("ppermute", dtype, 2 * local * 2 * H): n - 1}, {("all_gather", "int32", local): 1}
@@ -489,7 +463,7 @@ def blocks_run(monkeypatch, attend, q, k, v):
     """Run output and gradients, and count on each rank of sp the blocks that it computes: (name, rank) ->
     blocks."""
     ran = Counter()
-    for name in ("_attend_tiles", "_attend_tiles_grad"):
+    for name in ("attend_tile", "attend_tile_grad"):
         compute = getattr(attention, name)
 
         def counting(*args, name=name, compute=compute):
@@ -509,13 +483,11 @@ def test_masked_blocks_are_not_executed(layout, mask, monkeypatch):
     """Count the blocks that each rank computes while it runs, and compare with what pairs_by_step says."""
     n, block = 4, 4
     q, k, v, *where = inputs()
-    attend = sharded(
-        RINGS["overlap"], mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask, block=block
-    )
+    attend = sharded(RING, mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask, block=block)
     ran = blocks_run(monkeypatch, attend, q, k, v)
     pairs = pairs_by_step(n, layout, mask, s=S, block=block).sum(1) // block**2
-    assert [ran["_attend_tiles", rank] for rank in range(n)] == pairs.tolist()
-    assert [ran["_attend_tiles_grad", rank] for rank in range(n)] == pairs.tolist()
+    assert [ran["attend_tile", rank] for rank in range(n)] == pairs.tolist()
+    assert [ran["attend_tile_grad", rank] for rank in range(n)] == pairs.tolist()
     assert pairs.sum() < n * (S // block) ** 2 / n * 0.6
 
 
@@ -528,25 +500,18 @@ def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attenti
 
     The compiler's text gives the FLOPs of a program that takes every branch; they are all in the blocks, so
     what runs is the share of blocks that run. Forward it is held against `full`, whose gradients keep scores
-    where a ring's recompute them: backward (5 products for 4) against the same program without a mask.
+    where a ring's recompute them: backward (5 products for 4) of the same pairs.
     """
     n, block = 8, S // 16
     q, k, v, positions, _ = inputs()
     program = lambda mask: sharded(
-        RINGS["overlap"],
-        mesh_of(sp=n),
-        sequence_permutation("zigzag", S, n),
-        positions,
-        None,
-        mask,
-        block=block,
+        RING, mesh_of(sp=n), sequence_permutation("zigzag", S, n), positions, None, mask, block=block
     )
     loss = lambda mask: lambda q, k, v: program(mask)(q, k, v)[0].sum()
     ran = blocks_run(monkeypatch, program(CAUSAL), q, k, v)
     every = (S // block) ** 2 // n  # pairs of blocks on one rank
     shares = {
-        name: [ran[name, rank] / every for rank in range(n)]
-        for name in ("_attend_tiles", "_attend_tiles_grad")
+        name: [ran[name, rank] / every for rank in range(n)] for name in ("attend_tile", "attend_tile_grad")
     }
     assert shares == dict.fromkeys(shares, [17 / 32] * n)
     forward = flops(program(CAUSAL), q, k, v)
@@ -556,7 +521,6 @@ def test_a_causal_zigzag_ring_executes_at_most_0_55_of_the_flops_of_full_attenti
         forward == whole / n and both == 7 * whole / 2 / n
     )  # with every branch taken: 2 products forward, 5 backward
     assert 17 / 32 * forward <= 0.55 * whole / n
-    assert both == flops(jax.grad(loss(BOTH), (0, 1, 2)), q, k, v)
 
 
 MEMORY = """
@@ -588,16 +552,16 @@ def test_temporary_memory_of_a_rank_depends_on_its_share_alone():
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
     command = [sys.executable, "-c", MEMORY, json.dumps(cases)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    # Less the positions of all ranks, which each of them knows.
+    # Less the positions and segments of all ranks, which each of them knows.
     found = zip(cases, json.loads(done.stdout), strict=True)
-    temp = {case: size - 4 * math.prod(case) for case, size in found}
+    temp = {case: size - 8 * math.prod(case) for case, size in found}
     assert temp[2, 512] == pytest.approx(temp[8, 512], rel=0.1)
     assert temp[5, 512] == temp[8, 512]  # from 5 ranks on every loop is a loop
     short, middle, long = (temp[8, local] for local in (4096, 8192, 16_384))
     assert long - middle == pytest.approx(2 * (middle - short), rel=0.01)  # linear in a rank's positions
     assert long <= 4 * short
-    # A million positions over 64 ranks: 16,384 each, too; at most one more copy of all positions.
-    assert long <= temp[64, 16_384] <= long + 4 * 2**20
+    # A million positions over 64 ranks: 16,384 each, too; at most one more copy of all that they know.
+    assert long <= temp[64, 16_384] <= long + 8 * 2**20
 
 
 # ----------------------------------------------------------------------------------------------------- orders
@@ -616,14 +580,12 @@ def test_orders_as_written():
     assert sequence_permutation("striped", 8, 2).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, BOTH, WINDOW], ids=str)
+@pytest.mark.parametrize("mask", [CAUSAL, WINDOW], ids=str)
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
 def test_live_blocks_count_the_pairs_that_are_seen(name, mask):
     laid = sequence_permutation(name, S, 4).reshape(4, -1)
     gap = laid[:, :, None, None] - laid
-    seen = np.ones(gap.shape, bool)
-    if mask.causal:
-        seen &= gap >= 0
+    seen = gap >= 0
     if mask.window:
         seen &= gap < mask.window
     pairs = pairs_by_step(4, name, mask, s=S)
@@ -665,10 +627,10 @@ def test_refusals_say_what_would_work():
     with pytest.raises(
         ValueError, match="block=12 does not divide the 32 positions held here; use a divisor, such as 8"
     ):
-        blockwise(*map(jnp.asarray, (q, k, v)), block=12, **ids)
+        ring(*map(jnp.asarray, (q, k, v)), block=12, **ids)
     with pytest.raises(ValueError, match="only one of queries and keys"):
         full(*map(jnp.asarray, (q, k, v)), **ids | {"q_segments_bs": jnp.zeros((B, S), jnp.int32)})
     with pytest.raises(ValueError, match="window=0 hides every key"):
         Mask(window=0)
     with pytest.raises(ValueError, match="same positions; found 16 and 32"):
-        blockwise(jnp.asarray(q[:, :16]), jnp.asarray(k), jnp.asarray(v), contiguous=True, **ids)
+        ring(jnp.asarray(q[:, :16]), jnp.asarray(k), jnp.asarray(v), contiguous=True, **ids)

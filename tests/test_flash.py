@@ -1,9 +1,10 @@
-"""The kernel of attention gives what the definition gives, from lists of tiles that leave out what is masked,
+"""The kernel of attention gives what the definition gives, from spans of tiles that leave out what is masked,
 and is what GPUs are given: no branch, no array of queries times keys.
 
 Interpreted on CPUs, against `attention.full` in float32: values 1e-5, gradients 1e-5 of the largest.
 """
 
+import itertools
 import re
 from functools import partial
 
@@ -29,16 +30,16 @@ from test_attention import (
 from test_mesh import in_a_fresh_process
 
 from llmpar import attention
-from llmpar.attention import full, fused, ring
+from llmpar.attention import full, ring
 from llmpar.inspect.report import inspect
 from llmpar.kernels import flash, flash_tpu
 from llmpar.kernels.tiles import kernel_tiles
 from llmpar.mesh import abstract_mesh
 from llmpar.plan import Plan
 from llmpar.predict.ring import kernel_flops, seen_share
-from llmpar.sequence_order import Mask, sequence_permutation
+from llmpar.sequence_order import Mask, row_orders, sequence_permutation
 
-INTERPRETED = partial(fused, platform="cpu")
+INTERPRETED = partial(ring, platform="cpu")
 
 
 def drawn(seed):
@@ -55,7 +56,7 @@ def drawn(seed):
     if rng.random() < 0.7:
         ids |= dict(q_segments_bs=of[:, q_at], k_segments_bt=of[:, k_at])
     window = rng.choice([None, None, 1, 7, 90])
-    mask = Mask(causal=bool(rng.random() < 0.7), window=window and int(window))
+    mask = Mask(window and int(window))
     numbers = lambda *shape: rng.standard_normal(shape).astype(np.float32)
     return numbers(b, s, k, r, h), numbers(b, t, k, h), numbers(b, t, k, h), ids, mask
 
@@ -90,7 +91,7 @@ def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     q, k, v, positions, _ = inputs()
     hidden = (np.arange(S) % 8 > 0).astype(np.int32)[None]
     ids = ids_of(positions, np.ones((1, S), np.int32)) | {"q_segments_bs": hidden}
-    out, lse, *grads = results(partial(INTERPRETED, mask=Mask(causal=False), **ids), q, k, v)
+    out, lse, *grads = results(partial(INTERPRETED, **ids), q, k, v)
     assert (np.asarray(out)[:, ::8] == 0).all() and (np.asarray(lse)[:, ::8] == -np.inf).all()
     assert all(np.isfinite(grad).all() for grad in grads) and (np.asarray(grads[0])[:, ::8] == 0).all()
 
@@ -104,7 +105,7 @@ def as_on_tpus(monkeypatch):
 @pytest.mark.parametrize("seed", [0, 3, *(pytest.param(n, marks=pytest.mark.full) for n in range(4, 24))])
 def test_the_kernel_for_tpus_matches_full_whatever_the_shapes_order_documents_and_mask(seed, as_on_tpus):
     q, k, v, ids, mask = drawn(seed)
-    attends = (partial(attend, mask=mask, **ids) for attend in (partial(fused, platform="tpu"), full))
+    attends = (partial(attend, mask=mask, **ids) for attend in (partial(ring, platform="tpu"), full))
     close(*(results(attend, q, k, v) for attend in attends))
 
 
@@ -113,7 +114,7 @@ def test_a_kernel_goes_on_from_earlier_keys(platform, as_on_tpus):
     """Two hops of a ring by hand: keys in two parts, and the gradients from the lse of both."""
     *qkv, positions, segments = inputs(packed=True)
     q, k, v = map(jnp.asarray, qkv)
-    how = attention._Options(CAUSAL, q.shape[-1] ** -0.5, platform=platform).kernel
+    how = flash.Setting(CAUSAL, q.shape[-1] ** -0.5, platform)
     ids, halves = np.stack([positions, segments], 1), (slice(0, 12), slice(12, S))
     parts = [(k[:, at], v[:, at], ids[:, :, at]) for at in halves]
     done = jnp.zeros(q.shape), jnp.full(q.shape[:-1], -jnp.inf)
@@ -140,72 +141,91 @@ def test_ours_and_pallas_own_interpreter_agree(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("n", "layout", "mask", "packed", "kv_heads", "ratio", "overlap"),
+    ("n", "layout", "mask", "packed", "kv_heads", "ratio"),
     [
-        (2, "zigzag", CAUSAL, True, 2, 4, True),
-        (4, "striped", Mask(window=10), True, 1, 2, True),
-        (8, "zigzag", CAUSAL, False, 1, 1, False),
-        (2, "contiguous", Mask(causal=False), False, 2, 1, True),
+        (2, "zigzag", CAUSAL, True, 2, 4),
+        (4, "striped", Mask(window=10), True, 1, 2),
+        (8, "contiguous", CAUSAL, False, 1, 1),
     ],
     ids=str,
 )
-def test_a_ring_on_the_kernel_matches_full(n, layout, mask, packed, kv_heads, ratio, overlap):
+def test_a_ring_on_the_kernel_matches_full(n, layout, mask, packed, kv_heads, ratio):
     q, k, v, *where = inputs(kv_heads, ratio, packed)
-    turn = partial(ring, axis="sp", overlap=overlap, platform="cpu")
+    turn = partial(ring, axis="sp", platform="cpu")
     attend = sharded(turn, mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask)
     agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
 
 
-# ----------------------------------------------------------------------------------------------------- lists
+# ----------------------------------------------------------------------------------------------------- spans
 
 
-def seen_pairs(mask, q_ids, k_ids):
-    gap = q_ids[:, 0, :, None] - k_ids[:, 0, None]
-    return np.asarray(mask.admits(gap, gap)) & (q_ids[:, 1, :, None] == k_ids[:, 1, None])
+def of_tiles(mask, q_ids, k_ids, q_tile, k_tile):
+    """Of all tiles of queries and of keys, ids ``2 s`` and ``2 t``: whether some pair is seen, and whether
+    all are, by the explicit mask."""
+    gap = q_ids[0, :, None] - k_ids[0]
+    seen = (gap >= 0) & (gap < (mask.window or len(gap) ** 2)) & (q_ids[1, :, None] == k_ids[1])
+    tiles = seen.reshape(len(seen) // q_tile, q_tile, -1, k_tile)
+    return tiles.any((1, 3)), tiles.all((1, 3))
+
+
+def inside(spans, first, last, num):
+    """Which of so many tiles lie between two numbers of a span."""
+    return (spans[:, first, None] <= np.arange(num)) & (np.arange(num) < spans[:, last, None])
+
+
+@pytest.mark.parametrize("documents", [1, 2, 5])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped", "balanced"])
+def test_a_span_is_what_is_seen_between_any_two_ranks_in_every_order(order, documents, monkeypatch):
+    """It holds every tile of which a pair is seen, and says of those that are seen whole that they are. Of
+    one document without a window it holds no other."""
+    monkeypatch.setattr(flash, "jnp", np)  # 3,000 small cases: no compiler
+    rng = np.random.default_rng(documents)
+    cases = itertools.product((1, 2, 4), (24, 48, 96), ((1, 1), (2, 3), (6, 3), (12, 12)), (None, 5, 30))
+    for n, s, (q_tile, k_tile), window in cases:
+        if s // n % q_tile:
+            continue
+        segments = np.sort(rng.integers(0, documents, s))
+        ids = np.stack([np.arange(s) - np.searchsorted(segments, segments), segments])
+        ranks = ids[:, row_orders(order, segments[None], n, window)[0]].reshape(2, n, -1).swapaxes(0, 1)
+        for q_ids, k_ids, of_keys in itertools.product(ranks, ranks, (False, True)):
+            some, every = of_tiles(Mask(window), q_ids, k_ids, q_tile, k_tile)
+            some, every = (some.T, every.T) if of_keys else (some, every)
+            (spans,) = flash.spans(Mask(window), q_ids[None], k_ids[None], q_tile, k_tile, of_keys)
+            met, num = inside(spans, 0, 3, len(some[0])), len(some[0])
+            assert (met >= some).all() and (met == some).all() >= (documents == 1 and not window)
+            np.testing.assert_array_equal(inside(spans, 1, 2, num), every)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_list_holds_every_tile_that_is_seen_and_masks_every_one_that_is_not_seen_whole(seed):
-    rng, tile = np.random.default_rng(seed), 4
-    mask = Mask(causal=bool(seed % 3), window=(None, 5, 9)[seed % 3])
-    ids = lambda: np.stack([rng.permutation(24), np.sort(rng.integers(0, 3, 24))]).astype(np.int32)[None]
-    q_ids, k_ids = ids(), ids()
-    pairs = seen_pairs(mask, q_ids, k_ids)[0].reshape(6, tile, 6, tile).swapaxes(1, 2)
-    for of_keys in (False, True):
-        order, counts = map(np.asarray, flash.tile_list(mask, q_ids, k_ids, tile, tile, of_keys))
-        for i in range(6):
-            assert sorted(order[0, i]) == list(range(6))
-            of = lambda j: pairs[j, i] if of_keys else pairs[i, j]  # noqa: B023
-            whole, some = counts[0, i]
-            assert all(of(j).all() for j in order[0, i, :whole])
-            assert not any(of(j).any() for j in order[0, i, some:])
+def test_in_an_order_that_no_rank_has_a_span_is_longer_and_masks_every_tile_that_is_not_seen_whole(seed):
+    rng, mask = np.random.default_rng(seed), Mask((None, 5, 9)[seed % 3])
+    q_ids, k_ids = (np.stack([rng.permutation(24), np.sort(rng.integers(0, 3, 24))]) for _ in range(2))
+    some, every = of_tiles(mask, q_ids, k_ids, 4, 4)
+    (spans,) = np.asarray(flash.spans(mask, q_ids[None], k_ids[None], 4, 4))
+    assert (inside(spans, 0, 3, 6) >= some).all() and (inside(spans, 1, 2, 6) <= every).all()
 
 
-def test_in_contiguous_order_a_list_is_the_triangle_and_only_its_diagonal_is_masked():
+def test_in_contiguous_order_a_span_is_the_triangle_and_only_its_diagonal_is_masked():
     ids = np.stack([np.arange(64), np.ones(64, int)]).astype(np.int32)[None]
-    _, counts = flash.tile_list(CAUSAL, ids, ids, 8, 8)
-    assert np.asarray(counts)[0].tolist() == [[i, i + 1] for i in range(8)]
-    of = np.where(np.arange(64) < 32, 1, 2)  # two documents: half of the triangle is gone
-    ids[:, 1] = of
-    _, counts = flash.tile_list(CAUSAL, ids, ids, 8, 8)
-    assert np.asarray(counts)[0].tolist() == [[i % 4, i % 4 + 1] for i in range(8)]
+    assert np.asarray(flash.spans(CAUSAL, ids, ids, 8, 8))[0].tolist() == [[0, 0, i, i + 1] for i in range(8)]
+    ids[:, 1] = np.where(np.arange(64) < 32, 1, 2)  # two documents: half of the triangle is gone
+    spans = [[i // 4 * 4, i // 4 * 4 if i % 4 else 0, i if i % 4 else 0, i + 1] for i in range(8)]
+    assert np.asarray(flash.spans(CAUSAL, ids, ids, 8, 8))[0].tolist() == spans
 
 
 def fault_tile_forgotten(monkeypatch):
-    lists = flash.tile_list
-    less = lambda *args: (lambda order, counts: (order, jnp.maximum(counts - 1, 0)))(*lists(*args))
-    monkeypatch.setattr(flash, "tile_list", less)
+    spans = flash.spans
+    monkeypatch.setattr(flash, "spans", lambda *args: spans(*args) - jnp.array([[[0, 0, 0, 1]]]))
+
+
+def fault_mask_forgotten(monkeypatch):
+    spans = flash.spans
+    monkeypatch.setattr(flash, "spans", lambda *args: spans(*args)[..., jnp.array([0, 0, 3, 3])])
 
 
 def fault_documents_ignored(monkeypatch):
     seen = lambda mask, q_ids, k_ids: mask.admits(q_ids[0] - k_ids[0], q_ids[0] - k_ids[0])
     monkeypatch.setattr(flash, "seen_pairs", seen)
-
-
-def fault_mask_forgotten(monkeypatch):
-    lists = flash.tile_list
-    all_whole = lambda order, counts: (order, counts.at[..., 0].set(counts[..., 1]))
-    monkeypatch.setattr(flash, "tile_list", lambda *args: all_whole(*lists(*args)))
 
 
 def fault_lse_gradient_dropped(monkeypatch):
@@ -252,7 +272,7 @@ def test_inspect_says_which_kernel_and_finds_what_was_predicted():
 def test_blocks_on_a_gpu_are_masked_and_never_a_branch():
     """A branch of a compiled GPU program asks the host which way to go."""
     q, k, v, *where = inputs(packed=True)
-    attend = partial(attention.blockwise, block=8, branch=False, **ids_of(*where))
+    attend = partial(ring, block=8, branch=False, **ids_of(*where))
     agree(results(attend, q, k, v), reference(CAUSAL, packed=True))
     assert "cond[" not in str(jax.make_jaxpr(attend)(q, k, v))
 
@@ -316,20 +336,19 @@ def test_a_gpu_gets_three_kernels_no_branch_and_no_array_of_queries_times_keys()
     assert not [shape for shape in sizes if shape.count(local) > 1 or s in shape and local in shape]
 
 
-def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_lists():
+def test_the_work_of_a_kernel_is_its_products_on_the_tiles_of_its_spans():
     b, s, k, r, h = 2, 512, 2, 4, 64
     shapes = [(b, s, k, r, h), (b, s, k, h), (b, s, k, h)]
     pairs = 2 * b * s * s * k * r * h
     assert kernel_flops("flash_forward", shapes) == 2 * pairs
     assert kernel_flops("flash_queries_grad", shapes) == 3 * pairs
-    on_tpus = [(b, 4, 4), (b, 4, 2), (b, k, r, s, h), (b, k, s, h), (b, k, s, h)]
+    on_tpus = [(b, 4, 4), (b, k, r, s, h), (b, k, s, h), (b, k, s, h)]
     assert kernel_flops("flash_forward", on_tpus) == 2 * pairs
     assert kernel_flops("flash_keys_grad", shapes, share=0.5) == 2 * pairs
     tiles = kernel_tiles("flash_forward", h, 2, s, s)
     ids = np.stack([np.arange(s), np.ones(s, int)]).astype(np.int32)[None]
-    _, counts = flash.tile_list(CAUSAL, ids, ids, tiles.q, tiles.k)
-    listed = np.asarray(counts)[..., 1].sum() * tiles.q * tiles.k / s**2
-    assert seen_share(s, mask=CAUSAL, tiles=tiles) == listed
+    met = np.diff(np.asarray(flash.spans(CAUSAL, ids, ids, tiles.q, tiles.k))[..., [0, 3]]).sum()
+    assert seen_share(s, mask=CAUSAL, tiles=tiles) == met * tiles.q * tiles.k / s**2
     with pytest.raises(
         ValueError, match="'flush' is no kernel of llmpar.kernels.flash: flash_forward, flash_k"
     ):

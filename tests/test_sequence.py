@@ -138,10 +138,8 @@ def test_a_training_step_of_a_million_tokens_compiles_with_the_memory_of_a_rank_
 
 def test_the_model_never_asks_a_ring_for_a_tile_that_joins_zigzags_two_parts(monkeypatch):
     """A tile as long as a rank's positions would make every block live: no causal work would be saved."""
-    ring, asked = attention.ring, []
-    monkeypatch.setattr(
-        attention, "ring", lambda *args, block, **how: asked.append(block) or ring(*args, block=block, **how)
-    )
+    length, asked = attention.tile_length, []
+    monkeypatch.setattr(attention, "tile_length", lambda block, s: asked.append(block) or length(block, s))
     for block in (16, 64, 128):
         plan = Plan("sp=4", sequence_order="zigzag", attention_block=block)
         step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))

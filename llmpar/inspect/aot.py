@@ -175,7 +175,7 @@ def _busiest(
     config, beside = plan.config, AT_ONCE in compiler_options(plan)
     ranks = plan.mesh.along(plan.regions["queries"]["s"])
     # Of all pairs of tiles the kernel of attention computes these, where a row is one document.
-    seen = ring.seen_share(seq_len, ranks, plan.sequence_order, Mask(True, config.window))
+    seen = ring.seen_share(seq_len, ranks, plan.sequence_order, Mask(config.window))
     full = config.experts.full_share(seq_len, plan.mesh.ep) if config.experts else 1.0
     stages = [roofline(text, mesh, target.links, taken, seen, full, beside) for taken in branches]
     longest = max(stages, key=lambda walk: walk.step_s)

@@ -1,14 +1,14 @@
 """Attend by a kernel that keeps no scores: forward, and backward from the log of sums.
 
-FlashAttention (Dao 2023) over *lists* of tiles. Positions and segments travel with queries and keys, as
+FlashAttention (Dao 2023) over *spans* of tiles. Positions and segments travel with queries and keys, as
 everywhere in `llmpar.attention`. Before a kernel starts, the extremes of every tile of queries are compared
-with those of every tile of keys, and each tile gets the list of those that it meets: first the tiles of which
-all pairs are seen, which need no mask, then those of which some pairs may be. The kernel walks along its
-list; a tile that sees nothing is in none. This covers any order of the sequence, causal or not, windows and
-packed documents, without an array of s x t.
+with those of every tile of keys, and each tile gets four numbers: the first tile that it meets, the first
+that it meets whole (all pairs are seen, which needs no mask), where these end, and where all end. The kernel
+walks along its span. This covers every order of the sequence, windows and packed documents, without an array
+of s x t. (Where a rank's positions do not rise, a span is longer than it must be, and as right.)
 
 Written in Pallas, which makes Triton programs of the three kernels for GPUs (JAX 0.12 still does, and warns
-that a later version will not). For TPUs `llmpar.kernels.flash_tpu` walks the same lists with the same tiles.
+that a later version will not). For TPUs `llmpar.kernels.flash_tpu` walks the same spans with the same tiles.
 On CPUs the kernels are interpreted: slowly, for tests.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Ids
@@ -18,8 +18,8 @@ are ``[b, 2, s]``: positions, then segments.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jaxtyping import Array, Float, Int
 
 from llmpar.block import vary_alike
 from llmpar.kernels.tiles import kernel_tiles, padded_width
-from llmpar.sequence_order import Mask
+from llmpar.sequence_order import Mask, seen_tiles
 
 LOG2_E = float(np.log2(np.e))  # GPUs have an instruction for powers of 2
 LEAST = float(np.finfo(np.float32).min) / 2  # for minus infinity, of which no difference can be taken
@@ -42,35 +42,30 @@ Numbers = Float[Array, "b s k r"]
 QueryIds = Int[Array | np.ndarray, "_ 2 s"]
 KeyIds = Int[Array | np.ndarray, "_ 2 t"]
 
-# ------------------------------------------------------------------------------------------- lists of tiles
+# ------------------------------------------------------------------------------------------- spans of tiles
 
 
-def tile_list(
+def spans(
     mask: Mask, q_ids: QueryIds, k_ids: KeyIds, q_tile: int, k_tile: int, of_keys: bool = False
-) -> tuple[Int[Array, "_ row other"], Int[Array, "_ row 2"]]:
-    """Return for each tile of queries the tiles of keys in the order of its list, and how many of them are
-    seen whole, and at least in part. With `of_keys`: for each tile of keys its tiles of queries."""
-
-    def extremes(ids, tile, axis):
-        ids = jnp.moveaxis(ids.reshape(*ids.shape[:2], -1, tile), 1, 0)
-        return jnp.expand_dims(ids.min(-1), axis), jnp.expand_dims(ids.max(-1), axis)
-
-    (q_low, q_high), (k_low, k_high) = extremes(q_ids, q_tile, -1), extremes(k_ids, k_tile, -2)
-    low, high = q_low[0] - k_high[0], q_high[0] - k_low[0]
-    some = mask.admits(low, high) & (q_high[1] >= k_low[1]) & (q_low[1] <= k_high[1])
-    alike = (q_high[1] == k_low[1]) & (q_low[1] == k_high[1])  # one segment here, the same there
-    every = mask.admits(low, low) & mask.admits(high, high) & alike
-    kind = 2 - some.astype(jnp.int32) - (some & every).astype(jnp.int32)
-    kind = kind.swapaxes(1, 2) if of_keys else kind
-    counts = jnp.stack([(kind == 0).sum(-1), (kind < 2).sum(-1)], -1)
-    return jnp.argsort(kind, axis=-1, stable=True).astype(jnp.int32), counts.astype(jnp.int32)
+) -> Int[Array | np.ndarray, "_ tile 4"]:
+    """Return for each tile of queries (of keys: `of_keys`) begin, whole, stop and end: it meets the others'
+    tiles in [begin, end), and those in [whole, stop) need no mask."""
+    cut = lambda ids, tile: jnp.moveaxis(ids.reshape(*ids.shape[:2], -1, tile), 2, 0)
+    some, every = seen_tiles(mask, cut(q_ids, q_tile), cut(k_ids, k_tile))
+    some, every = (x.transpose(2, 1, 0) if of_keys else x.transpose(2, 0, 1) for x in (some, every))
+    n, j = some.shape[-1], jnp.arange(some.shape[-1])[None, None]
+    begin, end = some.argmax(-1), jnp.where(some, j + 1, 0).max(-1)
+    whole = every.argmax(-1)
+    stop = jnp.where(~every & (j >= whole[..., None]), j, n).min(-1)
+    return jnp.stack([begin, whole, stop, end], -1).astype(jnp.int32)
 
 
-def _walk(order, counts, visit, carry):
-    """Visit the tiles of a list, ``visit(tile, masked, carry) -> carry``."""
-    whole, partly, carry = counts[0], counts[1], vary_alike(carry, counts[0])
-    carry = lax.fori_loop(0, whole, lambda i, carry: visit(order[i], False, carry), carry)
-    return lax.fori_loop(whole, partly, lambda i, carry: visit(order[i], True, carry), carry)
+def _walk(span, visit, carry):
+    """Visit the tiles of a span, ``visit(tile, masked, carry) -> carry``: first those that need no mask."""
+    (begin, whole, stop, end), carry = (span[i] for i in range(4)), vary_alike(carry, span[0])
+    carry = lax.fori_loop(whole, stop, lambda j, carry: visit(j, False, carry), carry)
+    rest = lambda i, carry: visit(jnp.where(i < whole, i, i + stop - whole), True, carry)
+    return lax.fori_loop(begin, end - (stop - whole), rest, carry)
 
 
 # ---------------------------------------------------------------------------------------------------- kernels
@@ -87,7 +82,7 @@ def seen_pairs(mask, q_ids, k_ids):
     """Tell which pairs are seen: ids are columns of queries, rows of keys, or the other way round."""
     gap = q_ids[0] - k_ids[0]
     seen = q_ids[1] == k_ids[1]
-    return seen & mask.admits(gap, gap) if mask.causal or mask.window else seen
+    return seen & mask.admits(gap, gap)
 
 
 def forward_tile(scale, queries, keys, values, seen, carry):
@@ -143,8 +138,8 @@ def _column(x):
 
 
 def _forward(mask, scale, k_tile, q, k, v, *refs):
-    """One tile of queries: merge what came before, if any, with its list of tiles of keys."""
-    *before, q_ids, k_ids, order, counts, out, lse = refs
+    """One tile of queries: merge what came before, if any, with its span of tiles of keys."""
+    *before, q_ids, k_ids, span, out, lse = refs
     queries, ids = q[...], (q_ids[0, :][:, None], q_ids[1, :][:, None])
 
     def visit(j, masked, carry):
@@ -153,13 +148,13 @@ def _forward(mask, scale, k_tile, q, k, v, *refs):
         return forward_tile(scale, queries, k[at, :], v[at, :], seen, carry)
 
     carry = started([x[...] for x in before], (out.shape, lse.shape))
-    made, lse[...] = finished(_walk(order, counts, visit, carry))
+    made, lse[...] = finished(_walk(span, visit, carry))
     out[...] = made.astype(out.dtype)
 
 
 def _queries_grad(mask, scale, k_tile, q, k, v, grad, lse, delta, *refs):
     """One tile of queries: dQ, besides what came before."""
-    *before, q_ids, k_ids, order, counts, dq = refs
+    *before, q_ids, k_ids, span, dq = refs
     queries, ids = q[...], (q_ids[0, :][:, None], q_ids[1, :][:, None])
     terms = grad[...], lse[...][:, None], delta[...][:, None]
 
@@ -168,13 +163,13 @@ def _queries_grad(mask, scale, k_tile, q, k, v, grad, lse, delta, *refs):
         seen = seen_pairs(mask, ids, (k_ids[0, at][None], k_ids[1, at][None])) if masked else None
         return held + queries_grad_tile(scale, queries, k[at, :], v[at, :], *terms, seen)
 
-    held = _walk(order, counts, visit, jnp.zeros(dq.shape, jnp.float32)) * scale
+    held = _walk(span, visit, jnp.zeros(dq.shape, jnp.float32)) * scale
     dq[...] = held + before[0][...] if before else held
 
 
 def _keys_grad(mask, scale, q_tile, q, k, v, grad, lse, delta, *refs):
     """One tile of keys: dK and dV, over all query heads that share them."""
-    q_ids, k_ids, order, counts, dk, dv = refs
+    q_ids, k_ids, span, dk, dv = refs
     keys, values, ids = k[...], v[...], (k_ids[0, :][:, None], k_ids[1, :][:, None])
 
     def head(r, carry):
@@ -185,9 +180,9 @@ def _keys_grad(mask, scale, q_tile, q, k, v, grad, lse, delta, *refs):
             more = keys_grad_tile(scale, q[at, r, :], keys, values, *terms, seen)
             return carry[0] + more[0], carry[1] + more[1]
 
-        return _walk(order, counts, visit, carry)
+        return _walk(span, visit, carry)
 
-    zeros = vary_alike((jnp.zeros(dk.shape, jnp.float32), jnp.zeros(dv.shape, jnp.float32)), counts[0])
+    zeros = vary_alike((jnp.zeros(dk.shape, jnp.float32), jnp.zeros(dv.shape, jnp.float32)), span[0])
     sums = lax.fori_loop(0, q.shape[1], head, zeros)
     dk[...], dv[...] = sums[0] * scale, sums[1]
 
@@ -198,12 +193,11 @@ def _keys_grad(mask, scale, q_tile, q, k, v, grad, lse, delta, *refs):
 @dataclass(frozen=True)
 class Setting:
     """What does not depend on the arrays. `platform`: of the devices that run it; on ``cpu`` kernels are
-    interpreted. `run`: who runs them, in place of this file's `run`."""
+    interpreted."""
 
     mask: Mask
     scale: float
-    platform: str = "cpu"
-    run: Callable | None = None
+    platform: str | None = None
 
 
 def forward(
@@ -239,7 +233,7 @@ def backward(
 
 
 def _call(name, how, ids, given, made):
-    """Run a kernel on arrays of any length and width: pad them to tiles, list the tiles, cut the results.
+    """Run a kernel on arrays of any length and width: pad them to tiles, find the spans, cut the results.
 
     Kinds of arrays: ``rows b s k r h``, ``keys b t k h``, ``numbers b s k r``.
     """
@@ -247,24 +241,29 @@ def _call(name, how, ids, given, made):
     (b, s, k, r, h), t = q.shape, keys.shape[1]
     tiles = kernel_tiles(name, h, q.dtype.itemsize, s, t, how.platform)
     q_ids, k_ids = _pad_ids(ids[0], b, tiles.q, NOBODY), _pad_ids(ids[1], b, tiles.k, NOBODY + 1)
-    lists = tile_list(how.mask, q_ids, k_ids, tiles.q, tiles.k, name == "flash_keys_grad")
+    span = spans(how.mask, q_ids, k_ids, tiles.q, tiles.k, name == "flash_keys_grad")
     all_s, all_t, width = q_ids.shape[-1], k_ids.shape[-1], padded_width(h)
     ends = {"rows": (b, s, k, r, h), "keys": (b, t, k, h), "numbers": (b, k, r, s)}
     padded = {"rows": (b, all_s, k, r, width), "keys": (b, all_t, k, width), "numbers": (b, k, r, all_s)}
     arrays = [_pad(_turned(kind, x), padded[kind]) for kind, x in given]
-    arrays = vary_alike([*arrays, q_ids, k_ids, *lists])
-    kinds = [*(kind for kind, _ in given), "q_ids", "k_ids", "list", "list"]
+    arrays = vary_alike([*arrays, q_ids, k_ids, span])
+    kinds = [*(kind for kind, _ in given), "q_ids", "k_ids", "span"]
     shapes = [(kind, jax.ShapeDtypeStruct(padded[kind], dtype)) for kind, dtype in made]
-    results = (how.run or run)(name, how, tiles, list(zip(kinds, arrays, strict=True)), shapes)
+    run: Any = _run
+    if how.platform == "tpu":
+        from llmpar.kernels import flash_tpu  # late: it asks this file for the tiles' bodies
+
+        run = flash_tpu.run
+    results = run(name, how, tiles, list(zip(kinds, arrays, strict=True)), shapes)
     cut = lambda kind, x: x[tuple(map(slice, ends[kind]))]
     return [_turned(kind, cut(kind, x), back=True) for (kind, _), x in zip(made, results, strict=True)]
 
 
-def run(name, how, tiles, given, made):
+def _run(name, how, tiles, given, made):
     """Run a kernel on padded arrays: ``given`` are (kind, array), ``made`` (kind, type of the result).
 
     A program has one tile of queries of one head, or one tile of keys of one KV head, and of the others all
-    that its list may name. Programs that read the same keys are neighbours.
+    that its span may name. Programs that read the same keys are neighbours.
     """
     (b, s, k, r, h), t, of_keys = given[0][1].shape, given[1][1].shape[1], name == "flash_keys_grad"
     blocks, alike = _blocks(tiles, of_keys, s, t, r, h), jax.typeof(given[0][1]).manual_axis_type
@@ -273,38 +272,30 @@ def run(name, how, tiles, given, made):
         functools.partial(KERNELS[name], how.mask, how.scale, tiles.q if of_keys else tiles.k),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=alike) for _, x in made],
         grid=(given[-1][1].shape[1], k if of_keys else k * r, b),
-        in_specs=[blocks[kind](x) for kind, x in given],
-        out_specs=[blocks[kind](x) for kind, x in made],
+        in_specs=[blocks[kind] for kind, _ in given],
+        out_specs=[blocks[kind] for kind, _ in made],
     )(*(x for _, x in given))
 
 
 def _blocks(tiles, of_keys, s, t, r, h):
     """Kind of array -> the block that program (tile i, head n, row b) sees of it."""
     if of_keys:
-        s_here, t_here, heads = s, tiles.k, r
-        rows, numbers = (lambda i, n, b: (b, 0, n, 0, 0)), (lambda i, n, b: (b, n, 0, 0))
-        keys, q_at, k_at = (
-            (lambda i, n, b: (b, i, n, 0)),
-            (lambda i, n, b: (b, 0, 0)),
-            (lambda i, n, b: (b, 0, i)),
-        )
+        blocks = {
+            "rows": pl.BlockSpec((None, s, None, r, h), lambda i, n, b: (b, 0, n, 0, 0)),
+            "keys": pl.BlockSpec((None, tiles.k, None, h), lambda i, n, b: (b, i, n, 0)),
+            "numbers": pl.BlockSpec((None, None, r, s), lambda i, n, b: (b, n, 0, 0)),
+            "q_ids": pl.BlockSpec((None, 2, s), lambda i, n, b: (b, 0, 0)),
+            "k_ids": pl.BlockSpec((None, 2, tiles.k), lambda i, n, b: (b, 0, i)),
+        }
     else:
-        s_here, t_here, heads = tiles.q, t, None
-        rows, numbers = ((lambda i, n, b: (b, i, n // r, n % r, 0)), (lambda i, n, b: (b, n // r, n % r, i)))
-        keys, q_at, k_at = (
-            (lambda i, n, b: (b, 0, n // r, 0)),
-            (lambda i, n, b: (b, 0, i)),
-            (lambda i, n, b: (b, 0, 0)),
-        )
-    block = lambda shape, at: lambda _: pl.BlockSpec(shape, at)
-    return {
-        "rows": block((None, s_here, None, heads, h), rows),
-        "keys": block((None, t_here, None, h), keys),
-        "numbers": block((None, None, heads, s_here), numbers),
-        "q_ids": block((None, 2, s_here), q_at),
-        "k_ids": block((None, 2, t_here), k_at),
-        "list": lambda x: pl.BlockSpec((None, None, x.shape[-1]), lambda i, n, b: (b, i, 0)),
-    }
+        blocks = {
+            "rows": pl.BlockSpec((None, tiles.q, None, None, h), lambda i, n, b: (b, i, n // r, n % r, 0)),
+            "keys": pl.BlockSpec((None, t, None, h), lambda i, n, b: (b, 0, n // r, 0)),
+            "numbers": pl.BlockSpec((None, None, None, tiles.q), lambda i, n, b: (b, n // r, n % r, i)),
+            "q_ids": pl.BlockSpec((None, 2, tiles.q), lambda i, n, b: (b, 0, i)),
+            "k_ids": pl.BlockSpec((None, 2, t), lambda i, n, b: (b, 0, 0)),
+        }
+    return blocks | {"span": pl.BlockSpec((None, None, 4), lambda i, n, b: (b, i, 0))}
 
 
 def _turned(kind, x, back=False):

@@ -1,10 +1,10 @@
 """The kernels of `llmpar.kernels.flash` as TPUs want them.
 
-The same work on the same lists of tiles, but a program there has one *pair* of tiles, and programs of one
-list run one after the other: sums stay in the chip's vector memory from the first to the last. Which tile
-comes next is read from the list before it is needed (scalar prefetch), so that it is on its way while the
-present one is multiplied; what lies behind a list's end is neither fetched nor computed. Lists lie in scalar
-memory: 256 KiB for 131,072 queries and keys. Compiled without a TPU, and interpreted; timed on none.
+The same work on the same spans of tiles, but a program there has one *pair* of tiles, and programs of one
+span run one after the other: sums stay in the chip's vector memory from the first to the last. Where a span
+begins is known before its tiles are needed (scalar prefetch), so that the next one is on its way while the
+present one is multiplied; what lies behind a span's end is neither fetched nor computed. Spans lie in scalar
+memory, 16 bytes a tile. Compiled without a TPU, and interpreted; timed on none.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from llmpar.kernels import flash
 
 
 def run(name, how, tiles, given, made, interpret=False):
-    """Run a kernel: ``given`` are (kind, array) as `flash` pads them, with the list and its counts last;
+    """Run a kernel: ``given`` are (kind, array) as `flash` pads them, with the spans last;
     ``made`` are (kind, type of the result)."""
     from jax.experimental.pallas import tpu  # late: nothing but a TPU wants it
 
-    *given, (_, order), (_, counts) = given
-    kinds, (b, _, k, r, width), of_keys = [kind for kind, _ in given], given[0][1].shape, "keys" in name
+    *given, (_, span) = given
+    kinds, (b, s, k, r, width), of_keys = [kind for kind, _ in given], given[0][1].shape, "keys" in name
     arrays = [LAID[kind][0](x) for kind, x in given]
-    blocks = (_blocks_of_keys if of_keys else _blocks_of_queries)(tiles, r, width)
+    blocks = _blocks(tiles, r, width, of_keys)
     typed = [jax.eval_shape(LAID[kind][0], x) for kind, x in made]
     alike = {"manual_axis_type": jax.typeof(arrays[0]).manual_axis_type}
-    heads = (k, order.shape[1], r) if of_keys else (k * r, order.shape[1])
+    q_tiles, k_tiles = s // tiles.q, given[1][1].shape[1] // tiles.k
     numbers = (tiles.q, 1)
     sums = {
         "flash_forward": [(tiles.q, width), numbers, numbers],
@@ -38,8 +38,8 @@ def run(name, how, tiles, given, made, interpret=False):
         "flash_keys_grad": [(tiles.k, width)] * 2,
     }[name]
     spec = tpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=2,
-        grid=(b, *heads, order.shape[2]),
+        num_scalar_prefetch=1,
+        grid=(b, k, k_tiles, r, q_tiles) if of_keys else (b, k * r, q_tiles, k_tiles),
         in_specs=[blocks[kind] for kind in kinds],
         out_specs=[blocks[kind] for kind, _ in made],
         scratch_shapes=[tpu.VMEM(shape, jnp.float32) for shape in sums],
@@ -52,7 +52,7 @@ def run(name, how, tiles, given, made, interpret=False):
         compiler_params=tpu.CompilerParams(dimension_semantics=in_turn),  # type: ignore[arg-type]
         name=name,
         interpret=interpret,
-    )(order, counts, *arrays)
+    )(span, *arrays)
     return [LAID[kind][1](x) for (kind, _), x in zip(made, results, strict=True)]
 
 
@@ -66,65 +66,51 @@ LAID: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _next(lists, b, i, j):
-    """The list's tile; behind its end the last one again, which is there already."""
-    order, counts = lists
-    return order[b, i, jnp.minimum(j, jnp.maximum(counts[b, i, 1] - 1, 0))]
+def _blocks(tiles, r, width, of_keys):
+    """Kind of array -> the block that a program sees of it: (row b, head n, tile i of queries, place j in its
+    span); or (row b, KV head n, tile i of keys, query head m, place j in the span)."""
 
+    def other(span, b, i, j):
+        """The tile at a place of a span; behind its end the last one again, which is there already."""
+        begin, end = span[b, i, 0], span[b, i, 3]
+        return jnp.minimum(begin + j, jnp.maximum(end - 1, begin))
 
-def _blocks_of_queries(tiles, r, width):
-    """Program (row b, head n, tile i, place j in its list) -> its blocks."""
-    own = lambda b, n, i, j, *lists: (b, n // r, n % r, i, 0)
+    q_at: Any
+    k_at: Any
+    if of_keys:
+        q_at = lambda b, n, i, m, j, span: (b, n, m, other(span, b, i, j))
+        k_at = lambda b, n, i, m, j, span: (b, n, i)
+    else:
+        q_at = lambda b, n, i, j, span: (b, n // r, n % r, i)
+        k_at = lambda b, n, i, j, span: (b, n // r, other(span, b, i, j))
+
     return {
-        "rows": pl.BlockSpec((None, None, None, tiles.q, width), own),
+        "rows": pl.BlockSpec((None, None, None, tiles.q, width), lambda *at: (*q_at(*at), 0)),
         "numbers": pl.BlockSpec(
-            (None, None, None, 1, tiles.q), lambda b, n, i, j, *lists: (b, n // r, n % r, 0, i)
+            (None, None, None, 1, tiles.q), lambda *at: (*q_at(*at)[:3], 0, q_at(*at)[3])
         ),
-        "keys": pl.BlockSpec(
-            (None, None, tiles.k, width), lambda b, n, i, j, *lists: (b, n // r, _next(lists, b, i, j), 0)
-        ),
-        "q_ids": pl.BlockSpec((None, 2, 1, tiles.q), lambda b, n, i, j, *lists: (b, 0, 0, i)),
-        "k_ids": pl.BlockSpec(
-            (None, 2, 1, tiles.k), lambda b, n, i, j, *lists: (b, 0, 0, _next(lists, b, i, j))
-        ),
+        "keys": pl.BlockSpec((None, None, tiles.k, width), lambda *at: (*k_at(*at), 0)),
+        "q_ids": pl.BlockSpec((None, 2, 1, tiles.q), lambda *at: (at[0], 0, 0, q_at(*at)[3])),
+        "k_ids": pl.BlockSpec((None, 2, 1, tiles.k), lambda *at: (at[0], 0, 0, k_at(*at)[2])),
     }
 
 
-def _blocks_of_keys(tiles, r, width):
-    """Program (row b, KV head n, tile i, query head m, place j in the list) -> its blocks."""
-    del r
-    next_of = lambda lists, b, i, j: _next(lists, b, i, j)
-    return {
-        "rows": pl.BlockSpec(
-            (None, None, None, tiles.q, width),
-            lambda b, n, i, m, j, *lists: (b, n, m, next_of(lists, b, i, j), 0),
-        ),
-        "numbers": pl.BlockSpec(
-            (None, None, None, 1, tiles.q),
-            lambda b, n, i, m, j, *lists: (b, n, m, 0, next_of(lists, b, i, j)),
-        ),
-        "keys": pl.BlockSpec((None, None, tiles.k, width), lambda b, n, i, m, j, *lists: (b, n, i, 0)),
-        "q_ids": pl.BlockSpec(
-            (None, 2, 1, tiles.q), lambda b, n, i, m, j, *lists: (b, 0, 0, next_of(lists, b, i, j))
-        ),
-        "k_ids": pl.BlockSpec((None, 2, 1, tiles.k), lambda b, n, i, m, j, *lists: (b, 0, 0, i)),
-    }
-
-
-def _in_turn(mask, axes, counts, ids, start, visit, end):
-    """Start before a list's first tile, visit this one if it is in the list, end after the last. Lists run
+def _in_turn(mask, axes, span, ids, start, visit, end):
+    """Start before a span's first tile, visit this one if it is in the span, end after the last. Spans run
     along these axes of the grid."""
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(axes[-1])
-    whole, some = counts[b, i, 0], counts[b, i, 1]
+    begin, whole, stop, behind = (span[b, i, number] for number in range(4))
+    tile = begin + j
+    free = (whole <= tile) & (tile < stop)
     first = functools.reduce(jnp.logical_and, [pl.program_id(a) == 0 for a in axes])
     last = functools.reduce(jnp.logical_and, [pl.program_id(a) == pl.num_programs(a) - 1 for a in axes])
     pl.when(first)(start)
-    pl.when(j < whole)(lambda: visit(None))
-    pl.when((whole <= j) & (j < some))(lambda: visit(flash.seen_pairs(mask, *ids())))
+    pl.when(free)(lambda: visit(None))
+    pl.when(~free & (tile < behind))(lambda: visit(flash.seen_pairs(mask, *ids())))
     pl.when(last)(end)
 
 
-def _forward(mask, scale, order, counts, q, k, v, *refs):
+def _forward(mask, scale, span, q, k, v, *refs):
     *before, q_ids, k_ids, out, lse, held, top, total = refs
     sums = held, top, total
 
@@ -141,10 +127,10 @@ def _forward(mask, scale, order, counts, q, k, v, *refs):
     read = lambda: tuple(x[...] for x in sums)
     visit = lambda seen: put(flash.forward_tile(scale, q[...], k[...], v[...], seen, read()))
     ids = lambda: ((q_ids[0].T, q_ids[1].T), (k_ids[0], k_ids[1]))
-    _in_turn(mask, (3,), counts, ids, start, visit, end)
+    _in_turn(mask, (3,), span, ids, start, visit, end)
 
 
-def _queries_grad(mask, scale, order, counts, q, k, v, grad, lse, delta, *refs):
+def _queries_grad(mask, scale, span, q, k, v, grad, lse, delta, *refs):
     *before, q_ids, k_ids, dq, held = refs
 
     def start():
@@ -158,10 +144,10 @@ def _queries_grad(mask, scale, order, counts, q, k, v, grad, lse, delta, *refs):
         dq[...] = held[...] * scale + before[0][...] if before else held[...] * scale
 
     ids = lambda: ((q_ids[0].T, q_ids[1].T), (k_ids[0], k_ids[1]))
-    _in_turn(mask, (3,), counts, ids, start, visit, end)
+    _in_turn(mask, (3,), span, ids, start, visit, end)
 
 
-def _keys_grad(mask, scale, order, counts, q, k, v, grad, lse, delta, q_ids, k_ids, dk, dv, *sums):
+def _keys_grad(mask, scale, span, q, k, v, grad, lse, delta, q_ids, k_ids, dk, dv, *sums):
     def start():
         for ref in sums:
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
@@ -176,7 +162,7 @@ def _keys_grad(mask, scale, order, counts, q, k, v, grad, lse, delta, q_ids, k_i
         dk[...], dv[...] = sums[0][...] * scale, sums[1][...]
 
     ids = lambda: ((q_ids[0], q_ids[1]), (k_ids[0].T, k_ids[1].T))
-    _in_turn(mask, (3, 4), counts, ids, start, visit, end)
+    _in_turn(mask, (3, 4), span, ids, start, visit, end)
 
 
 KERNELS = {"flash_forward": _forward, "flash_queries_grad": _queries_grad, "flash_keys_grad": _keys_grad}

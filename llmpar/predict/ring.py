@@ -49,14 +49,14 @@ def kernel_flops(name: str, shapes: Sequence[tuple[int, ...]], share: float = 1.
     custom call of that name.
 
     ``shapes``: those of its operands, of which the first is the queries ``b s k r h`` and the second the keys
-    ``b t k h``; on TPUs they come behind two lists of three dims, as ``b k r s h`` and ``b k t h``.
+    ``b t k h``; on TPUs they come behind spans of three dims, as ``b k r s h`` and ``b k t h``.
     ``share``: of the pairs of queries and keys those that are computed (`seen_share`), which depends on the
     data.
     """
     if name not in PRODUCTS:
         raise ValueError(f"'{name}' is no kernel of llmpar.kernels.flash: {', '.join(sorted(PRODUCTS))}")
     if len(shapes[0]) == 3:
-        (b, k, r, s, h), (_, _, t, _) = shapes[2:4]
+        (b, k, r, s, h), (_, _, t, _) = shapes[1:3]
     else:
         (b, s, k, r, h), (_, t, _, _) = shapes[:2]
     return PRODUCTS[name] * 2.0 * b * s * t * k * r * h * share
