@@ -36,7 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from llmpar.block import after, at, hop, put, scope, vary_alike
-from llmpar.kernels import flash
+from llmpar.kernels import flash, flash_tpu
 from llmpar.par import Solo
 from llmpar.sequence_order import CAUSAL, Mask, seen_tiles, tile_length
 
@@ -311,7 +311,8 @@ def ring(
     block = None if axis and block and block >= s else block
     c, d = tile_length(block, s), tile_length(block, t)
     few = contiguous and s <= FEW_IN_TRIANGLE * c
-    how = _How(mask, q.shape[-1] ** -0.5, platform, axis, few, branch, hop)
+    run = flash_tpu.run if platform == "tpu" else None
+    how = _How(mask, q.shape[-1] ** -0.5, platform, run, axis, few, branch, hop)
     if platform:
         return _ring(how, *vary_alike((q, k, v, q_ids, k_ids)))
 

@@ -18,8 +18,8 @@ are ``[b, 2, s]``: positions, then segments.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -193,11 +193,12 @@ def _keys_grad(mask, scale, q_tile, q, k, v, grad, lse, delta, *refs):
 @dataclass(frozen=True)
 class Setting:
     """What does not depend on the arrays. `platform`: of the devices that run it; on ``cpu`` kernels are
-    interpreted."""
+    interpreted. `run`: who runs them, in place of this file's `run`."""
 
     mask: Mask
     scale: float
     platform: str | None = None
+    run: Callable | None = None
 
 
 def forward(
@@ -249,17 +250,12 @@ def _call(name, how, ids, given, made):
     arrays = vary_alike([*arrays, q_ids, k_ids, span])
     kinds = [*(kind for kind, _ in given), "q_ids", "k_ids", "span"]
     shapes = [(kind, jax.ShapeDtypeStruct(padded[kind], dtype)) for kind, dtype in made]
-    run: Any = _run
-    if how.platform == "tpu":
-        from llmpar.kernels import flash_tpu  # late: it asks this file for the tiles' bodies
-
-        run = flash_tpu.run
-    results = run(name, how, tiles, list(zip(kinds, arrays, strict=True)), shapes)
+    results = (how.run or run)(name, how, tiles, list(zip(kinds, arrays, strict=True)), shapes)
     cut = lambda kind, x: x[tuple(map(slice, ends[kind]))]
     return [_turned(kind, cut(kind, x), back=True) for (kind, _), x in zip(made, results, strict=True)]
 
 
-def _run(name, how, tiles, given, made):
+def run(name, how, tiles, given, made):
     """Run a kernel on padded arrays: ``given`` are (kind, array), ``made`` (kind, type of the result).
 
     A program has one tile of queries of one head, or one tile of keys of one KV head, and of the others all
