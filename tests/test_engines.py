@@ -42,7 +42,7 @@ TORCHRUN = env(
 )
 POD = env("KUBERNETES_SERVICE_HOST=10.0.0.1 JOB_COMPLETION_INDEX=1 JAX_NUM_PROCESSES=2")
 JOBSET = POD | env("JAX_COORDINATOR_ADDRESS=llmpar-workers-0-0.llmpar:55527")
-INNER = POD | env("JAX_PROCESS_ID=1 JAX_COORDINATOR_ADDRESS=[fd00::7]")
+INNER = POD | env("JAX_PROCESS_ID=1 JAX_COORDINATOR_ADDRESS=[fd00::7]:99")
 TPU = env("TPU_WORKER_HOSTNAMES=a,b,c,d TPU_WORKER_ID=2")
 
 RECORDED = {
@@ -72,7 +72,7 @@ RECORDED = {
     "torchrun under srun": (SLURM | TORCHRUN, Place("torchrun", 4, 3, "n1:29501", 1, 2)),
     "ray": ({"RAY_JOB_ID": "1", "RAY_RAYLET_PID": "7"}, Place("Ray", joined_by="engine")),
     "jobset": (JOBSET, Place("Kubernetes", 2, 1, "llmpar-workers-0-0.llmpar:55527")),
-    "an address without a port": (INNER, Place("Kubernetes", 2, 1, f"[fd00::7]:{port_of('llmpar')}")),
+    "an IPv6 address": (INNER, Place("Kubernetes", 2, 1, "[fd00::7]:99")),
     "tpu slice": (TPU, Place("TPU slice", 4, 2, None, 0, 1, "tpu")),
     "by hand": (
         {"JAX_COORDINATOR_ADDRESS": "10.0.0.5:99", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"},

@@ -65,11 +65,9 @@ def detect(environ: Mapping[str, str]) -> Place:
     rules = (_explicit, _numbered, _ray, _slurm, _tpu, _unread)  # from the inside to the outside
     place = next((found for rule in rules if (found := rule(env))), Place())
     if place.num_processes > 1:
-        given, told = env.get("JAX_COORDINATOR_ADDRESS"), place.coordinator
-        if given:
-            told = _with_port(given, env.get("SLURM_JOB_ID", "llmpar"))
+        told = env.get("JAX_COORDINATOR_ADDRESS", place.coordinator)
         if place.is_one_host and told and not is_loopback(told):
-            told = f"127.0.0.1:{told.rpartition(':')[2]}"
+            told = f"127.0.0.1:{parts_of(told)[1]}"
         place = replace(place, coordinator=told)
         if not told and not place.joined_by:
             raise ValueError(
@@ -101,12 +99,6 @@ def port_of(name: str) -> int:
     return FIRST_PORT + int(hashlib.sha256(name.encode()).hexdigest(), 16) % NUM_PORTS
 
 
-def _with_port(host: str, name: str) -> str:
-    if re.search(r"[^:]:\d+$|\]:\d+$", host):
-        return host
-    return f"[{host.strip('[]')}]:{port_of(name)}" if ":" in host else f"{host}:{port_of(name)}"
-
-
 def first_host(hosts: str) -> str:
     """The first host of a SLURM list such as ``n[01-04,7],m3``."""
     first = re.match(r"(?:\[[^]]*\]|[^,\[])*", hosts)
@@ -118,6 +110,14 @@ def tasks_on(counts: str, node: int) -> int:
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     each = [int(n) for n, times in found for _ in range(int(times or 1))]
     return each[node] if node < len(each) else 0
+
+
+def parts_of(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[::1]:port``."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"coordinator '{address}' is no host:port; set JAX_COORDINATOR_ADDRESS, as n1:20000")
+    return host.strip("[]"), int(port)
 
 
 def is_loopback(address: str) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from llmpar.launch.engines import Place, detect, is_loopback
+from llmpar.launch.engines import Place, detect, is_loopback, parts_of
 
 FAILED, STUCK = 75, 76
 """Exit statuses of a process that ends because one failed, and because no step ended. A stop that was asked
@@ -47,13 +47,7 @@ def initialize(
 
     Call it before any other use of JAX. A job on one host listens on loopback only. Whoever reaches a
     coordinator's port on a cluster may join or stop the job: it must be closed to others by the cluster.
-
-    Args:
-        wait_s: seconds for all processes to come.
-        heartbeat_s: seconds after which a process without a sign of life counts as dead, and all end.
-        shutdown_s: seconds that processes wait for one another when they leave.
-
-    Raises ValueError, in one sentence, for what cannot work.
+    What the seconds are says `WAIT_S`. Raises ValueError, in one sentence, for what cannot work.
     """
     end_with_launcher(environ)
     import jax
@@ -112,14 +106,6 @@ def end_with_launcher(environ: MutableMapping[str, str]) -> None:
 
     if parent:
         threading.Thread(target=watch, daemon=True).start()
-
-
-def parts_of(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[::1]:port``."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"coordinator '{address}' is no host:port; set JAX_COORDINATOR_ADDRESS, as n1:20000")
-    return host.strip("[]"), int(port)
 
 
 def resolved(host: str) -> str:

@@ -120,17 +120,19 @@ class Processes:
         Raises TimeoutError after ``timeout_s``.
         """
         until, first = time.monotonic() + timeout_s, None
-        while (statuses := [p.poll() for p in self.running]).count(None):
+        while True:
+            statuses = [process.poll() for process in self.running]
             if first is None and any(statuses):
                 first = next(i for i, status in enumerate(statuses) if status)
                 until = min(until, time.monotonic() + GRACE_S)
+            if None not in statuses:
+                break
             if time.monotonic() > until:
                 self.end()
                 if first is None:
                     said = "\n".join(self.said(i)[-1500:] for i in range(self.num))
                     raise TimeoutError(f"{self.num} processes did not end within {timeout_s} s:\n{said}")
             time.sleep(0.05)
-        first = next((i for i, status in enumerate(statuses) if status), None) if first is None else first
         words = tuple(self.said(i) for i in range(self.num))
         return Ended(tuple(int(s or 0) for s in statuses), first, words, self._text(0, 0))
 
