@@ -1,11 +1,9 @@
-"""Gives loops and branches of collectives channels of their own on simulated devices.
+"""Give loops and branches of collectives channels of their own on simulated devices.
 
 JAX lowers all collectives with one channel id. XLA's executor for CPUs may enter a loop of collectives and a
 later collective in either order where no data orders them, and devices meet by group and channel: one
 device's collective inside the loop may meet another's outside. The program crashes, hangs or mixes values up
-(docs/simulated-devices.md).
-This is the one place of the package that changes how JAX lowers; programs for other platforms stay as they
-are.
+(docs/simulated-devices.md). Programs for other platforms stay as they are.
 """
 
 from __future__ import annotations
@@ -24,9 +22,7 @@ _BETWEEN_DEVICES = "type = 1>"  # how a channel handle of a collective ends; hos
 @functools.cache
 def install() -> bool:
     """Let JAX number the collectives of every program that it lowers for simulated devices from now on.
-
-    Says so, and gives False, where this JAX has no such place to put it.
-    """
+    Warns, and gives False, where this JAX has no such place."""
     try:
         from jax._src.interpreters import mlir
         from jaxlib.mlir import ir
@@ -69,9 +65,10 @@ def number(module: Any, ir: Any) -> None:
     def visit(regions: Any, channel: int) -> bool:
         found = False
         for op in (op.operation for region in regions for block in region for op in block):
+            handle = str(op.attributes["channel_handle"]) if "channel_handle" in op.attributes else ""
             if op.name == "func.call":
                 found |= call(op, channel)
-            elif "channel_handle" in op.attributes and _between_devices(op.attributes["channel_handle"]):
+            elif handle.endswith(_BETWEEN_DEVICES):
                 text = f"#stablehlo.channel_handle<handle = {channel}, {_BETWEEN_DEVICES}"
                 op.attributes["channel_handle"] = ir.Attribute.parse(text)
                 found = True
@@ -94,7 +91,3 @@ def number(module: Any, ir: Any) -> None:
 
     with module.context, ir.Location.unknown():
         visit(functions["main"].regions, next(channels))
-
-
-def _between_devices(handle: Any) -> bool:
-    return str(handle).endswith(_BETWEEN_DEVICES)

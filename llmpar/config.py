@@ -48,12 +48,10 @@ class ExpertConfig:
         num_shared: experts that every token visits besides.
         score: how the router's logits become affinities: a ``softmax`` over all experts, or a ``sigmoid`` of
             each (DeepSeek-V3).
-        renormalise: the chosen experts' weights add up to one (Mixtral: the same as a softmax over the chosen
-            logits).
+        renormalise: the chosen experts' weights add up to one (Mixtral: a softmax over the chosen logits).
         scale: factor on the weights of the chosen.
-        bias_rate: None, or the step of a bias that takes part in choosing but not in weighing, and that rises
-            for experts with less than the mean load and falls for the others (Wang et al. 2024, balancing
-            without a loss).
+        bias_rate: None, or the step of a bias that takes part in choosing, not in weighing, and rises for
+            experts with less than the mean load and falls for others (Wang et al. 2024).
         num_groups, top_groups: node-limited routing: only the best groups of experts are open to a token, a
             group being worth the sum of its two best affinities (DeepSeek-V3 2024, section 2.1.2).
         aux_loss, z_loss: coefficients of the load-balancing loss (`moe.route`) and of the router's z loss.
@@ -154,13 +152,11 @@ class Weight:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-family model: grouped-query attention, RoPE, SwiGLU, RMSNorm; Qwen's biases and norms by
-    choice.
+    """A Llama-family model: grouped-query attention, RoPE, SwiGLU, RMSNorm; Qwen's biases and norms.
 
     ``window`` is Mistral's sliding window (None: full causal attention). ``init_scale`` is the standard
-    deviation of fresh weights. With ``experts`` every feed-forward is a mixture of them. ``context_length``
-    is the longest sequence that its authors made it for: nothing here is bound to it, but an exported model
-    is taken for one of that length.
+    deviation of fresh weights. With ``experts`` every feed-forward is a mixture of them. ``context_length``,
+    the longest sequence that its authors made it for, binds nothing here, but exported models carry it.
     """
 
     name: str
@@ -195,8 +191,8 @@ class ModelConfig:
             )
 
     def weights(self) -> dict[str, Weight]:
-        """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Raises
-        ValueError for a model that is counted but not implemented.
+        """Every weight by its path. The blocks' weights are stacked: ``l`` leads their dims. Refuses a model
+        that is counted but not implemented.
 
         >>> preset("tiny").weights()["blocks.ffn.gate"]
         Weight(dims='ffn l d m', shape=(4, 64, 128), std=0.02, fill=1.0)

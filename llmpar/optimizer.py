@@ -18,7 +18,8 @@ def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) ->
     first, steps = 0.0 if warmup else rate, max(steps, warmup + 1)
     schedule = optax.warmup_cosine_decay_schedule(first, rate, warmup, steps, rate / 10)
     if options.optimizer == "adamw":
-        return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=_matrices(config))
+        decays = jax.tree.map(lambda weight: not weight.is_vector, described(config))
+        return optax.adamw(schedule, b2=0.95, weight_decay=options.weight_decay, mask=decays)
     if options.optimizer == "adafactor":
         return optax.adafactor(schedule)
     if options.optimizer == "muon":
@@ -31,16 +32,9 @@ def make_optimizer(options: OptimizerConfig, steps: int, config: ModelConfig) ->
     return optax.sgd(schedule, momentum=0.9)
 
 
-def _matrices(config: ModelConfig) -> Tree:
-    """Mark the weights that decay: matrices, not norms' scales and biases."""
-    return jax.tree.map(lambda weight: not weight.is_vector, described(config))
-
-
 def muon_dims(config: ModelConfig) -> Tree:
     """Tell Muon (Jordan et al. 2024) how each weight is a matrix: which dims it sums over, which it makes.
-
-    Embedding and head, norms and biases are None: Adam trains those.
-    """
+    Embedding and head, norms and biases are None: Adam trains those."""
 
     def numbers(weight: Weight):
         layout = parse_layout(weight.dims)
@@ -61,9 +55,7 @@ def counts_empty_places(optimizer: optax.GradientTransformation, params: Tree, o
     ``order``.
 
     An optimizer that treats elements or layers alone does not see them; a mean over a whole leaf does
-    (Adafactor's root mean square: Shazeer and Stern 2018, section 6). This asks the optimizer itself: three
-    updates of small weights, both ways.
-    """
+    (Adafactor's root mean square: Shazeer and Stern 2018, section 6). Three updates of small weights tell."""
 
     def small(x):
         shape = [x.shape[0], *(min(4, n) for n in x.shape[1:])]

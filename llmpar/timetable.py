@@ -259,9 +259,7 @@ class Slots:
     `saved`, B reads it and, where the backward is split, leaves in `residual` what W reads beside `saved`.
     The result y goes one stage on (`send` +1), one back (-1), or to neither (0). At the end of the tick what
     came from stage s-1 is written to message slot `left`, what came from s+1 to `right`, one's own y to
-    `keep`; stages count modulo p. Activations and gradients share the messages. A slot is free again in the
-    tick after its last reader; `num_*` count the slots per stage.
-    """
+    `keep`; stages count modulo p. A slot is free in the tick after its last reader; `num_*` count them."""
 
     saved: np.ndarray
     residual: np.ndarray
