@@ -56,8 +56,8 @@ def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
     if devices[0].platform == "cpu" and len(devices) < simulate and alone:
         raise ValueError(
             f"{simulate} simulated devices were asked for but JAX has started with {len(devices)}, and the"
-            f" number is fixed at its first use; ask for {len(devices)} (--devices {len(devices)}), set"
-            f" XLA_FLAGS={_COUNT_FLAG}={simulate}, or in Python call use_devices() first in a fresh process"
+            f" number is fixed at its first use; ask for {len(devices)} (--devices {len(devices)}), in"
+            f" Python call use_devices() first in a fresh process, or set XLA_FLAGS={_COUNT_FLAG}={simulate}"
         )
     return devices
 

@@ -52,8 +52,8 @@ def test_devices_are_simulated_only_before_jax_starts():
     assert (
         done.stdout.strip()
         == "8 simulated devices were asked for but JAX has started with 3, and the number is fixed at its"
-        " first use; ask for 3 (--devices 3), set XLA_FLAGS=--xla_force_host_platform_device_count=8, or in"
-        " Python call use_devices() first in a fresh process"
+        " first use; ask for 3 (--devices 3), in Python call use_devices() first in a fresh process, or set"
+        " XLA_FLAGS=--xla_force_host_platform_device_count=8"
     )
 
 
