@@ -9,7 +9,6 @@ JAX.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -26,6 +25,7 @@ from llmpar.plan import Plan, Resolved
 from llmpar.predict import hardware, memory, workload
 from llmpar.predict.hardware import GIB, Chip
 from llmpar.predict.time import Time, step_time
+from llmpar.predict.workload import Run
 
 MARGIN = 0.08
 """Of the memory that a program may use, what a plan must leave free: the formula of temporaries is an
@@ -72,6 +72,10 @@ class Question:
         """JAX's name of the platform."""
         return "tpu" if self.chip.link == "torus" else "gpu"
 
+    def run(self, plan: Plan) -> Run:
+        """What a plan computes and moves."""
+        return workload.of_plan(self.config, plan, self.chip, self.batch_size, self.seq_len)
+
 
 @dataclass
 class Candidate:
@@ -100,20 +104,17 @@ def meshes(q: Question) -> Iterator[MeshShape]:
     fixed = {a: v for a, v in q.fixed.items() if a in AXES}
     choices = {
         "tp": [t for t in divisors(widths) if t <= node and (heads % t == 0 or t % heads == 0)],
-        "pp": [p for p in divisors(n) if p <= min(c.num_layers, 64)],
+        "pp": [p for p in divisors(n) if p <= 64],
         "ep": divisors(c.experts.num_experts) if c.experts else [1],
         "sp": [s for s in divisors(n) if s == 1 or q.seq_len // s >= 4096],
     }
-    given = {a: [v] for a, v in fixed.items() if a in choices}
-    choices |= given | {"pp": [p for p in given.get("pp", choices["pp"]) if p <= c.num_layers]}
-    for tp in choices["tp"]:
-        for pp in (p for p in choices["pp"] if n % (tp * p) == 0):
-            for ep in (e for e in choices["ep"] if n % (tp * pp * e) == 0):
-                for sp in (s for s in choices["sp"] if n % (tp * pp * ep * s) == 0):
-                    ranks = n // (tp * pp * ep * sp)
-                    for dp in [fixed["dp"]] if "dp" in fixed else divisors(ranks):
-                        if ranks % dp == 0 and fixed.get("fsdp", ranks // dp) == ranks // dp:
-                            yield MeshShape(pp=pp, dp=dp, fsdp=ranks // dp, ep=ep, sp=sp, tp=tp)
+    choices |= {a: [v] for a, v in fixed.items() if a in choices}
+    choices["pp"] = [p for p in choices["pp"] if p <= c.num_layers]
+    for tp, pp, ep, sp in itertools.product(*(choices[a] for a in ("tp", "pp", "ep", "sp"))):
+        ranks, rest = divmod(n, tp * pp * ep * sp)
+        for dp in [] if rest else [fixed["dp"]] if "dp" in fixed else divisors(ranks):
+            if ranks % dp == 0 and fixed.get("fsdp", ranks // dp) == ranks // dp:
+                yield MeshShape(pp=pp, dp=dp, fsdp=ranks // dp, ep=ep, sp=sp, tp=tp)
 
 
 def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
@@ -122,13 +123,11 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
     given = {k: v for k, v in q.fixed.items() if k not in AXES}
     base: dict[str, Any] = {"mesh": mesh, "dtype": "bfloat16"}
     if mesh.tp > 1 and q.seq_len % (mesh.sp * mesh.tp) == 0:
-        base["tp_sequence"] = True
-        base["tp_comm_overlap"] = True
+        base |= {"tp_sequence": True, "tp_comm_overlap": True}
     if q.config.vocab_size > 8192 and q.seq_len // mesh.sp % 8 == 0:
         base["loss_chunks"] = 8
-    cut = mesh.fsdp * mesh.ep * mesh.sp > 1
     states: list[dict[str, Any]] = [{}]
-    if cut:
+    if mesh.fsdp * mesh.ep * mesh.sp > 1:
         states += [{"zero": 1}, {"reshard_after_forward": False}]
     sequences: list[dict[str, Any]] = [{}]
     if mesh.sp > 1:
@@ -140,45 +139,38 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
         elif apart > 1:
             sequences += [{"context_parallel": "usp"}]
     orders: list[dict[str, Any]] = [{}]
-    if mesh.pp > 1:
-        orders = [{"schedule": "1f1b"}]
-        orders += [
-            {"schedule": "interleaved", "virtual_stages": v}
-            for v in (2, 4)
-            if q.config.num_layers >= v * mesh.pp
-        ]
+    if mesh.pp > 1 and not {"schedule", "virtual_stages"} & set(given):
+        many = [v for v in (2, 4) if q.config.num_layers >= v * mesh.pp]
+        orders = [{"schedule": "1f1b"}, *({"schedule": "interleaved", "virtual_stages": v} for v in many)]
     counts = [m for m in divisors(rows) if m <= 512 and (mesh.pp == 1 or m >= mesh.pp // 2)]
     if "microbatches" in given:
         counts = [m for m in (given["microbatches"],) if rows % m == 0]
-    if {"schedule", "virtual_stages"} & set(given):
-        orders = [{}]
-    for m in sorted(counts, reverse=mesh.pp > 1)[:6]:
-        for order in orders:
-            if order.get("virtual_stages") and m % mesh.pp:
-                continue
-            for state in states:
-                for sequence in sequences:
-                    yield base | state | sequence | order | {"microbatches": m} | given
+    counts = sorted(counts, reverse=mesh.pp > 1)[:6]
+    for m, order, state, sequence in itertools.product(counts, orders, states, sequences):
+        if "virtual_stages" not in order or m % mesh.pp == 0:
+            yield base | state | sequence | order | {"microbatches": m} | given
 
 
 def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
     """The ways to run a mesh, by the closed form of their time and without recomputation. Of those whose
-    weights and optimizer alone are larger than the room, one."""
-    found, too_large = list[Candidate](), dict[Any, bool]()
+    weights and optimizer cannot be cut so, or alone are larger than the room, one: it will say why."""
+    found, cannot = list[Candidate](), dict[Any, bool]()
     for fields in ways(q, mesh):
         plan = Plan(**fields)
-        if too_large.get(state := (plan.zero, plan.reshard_after_forward)):
+        if cannot.get(state := (plan.zero, plan.reshard_after_forward)):
             continue
         try:
-            run = workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)
+            run = q.run(plan)
         except ValueError:  # an order that is given does not suit this mesh
             continue
         found.append(Candidate(plan, step_time(run, simulate=False)))
-        if state not in too_large:
-            resolved = plan.resolve(q.config, q.platform)
-            with contextlib.suppress(ValueError):  # `fitting` says what is wrong
+        if state not in cannot:
+            try:
+                resolved = plan.resolve(q.config, q.platform)
                 given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
-                too_large[state] = sum(given.values()) > q.room_bytes
+                cannot[state] = sum(given.values()) > q.room_bytes
+            except ValueError:  # `fitting` says why
+                cannot[state] = True
     return found
 
 
@@ -262,33 +254,34 @@ def decide(q: Question, keep: int = 8, most_rejected: int = 12) -> Answer:
 def _best(
     q: Question, everything: list[Candidate], failed: dict[MeshShape, Candidate], enough: int
 ) -> dict[MeshShape, Candidate]:
-    """The fastest way to run each mesh, of those that are among the fastest. ``failed`` gets the first way of
-    a mesh that does not fit."""
+    """The fastest way to run each mesh, of those that are among the fastest. ``failed`` gets the meshes of
+    which no way fits, each with the one that holds the least."""
     best, turns, number = dict[MeshShape, Candidate](), Counter[MeshShape](), itertools.count()
     queue = [(one.time.step_s, next(number), one) for one in everything]
-    steps = lambda: [one.time.step_s for one in best.values()]
     heapq.heapify(queue)
     while queue:
         step_s, _, one = heapq.heappop(queue)
-        mesh, plan = one.plan.mesh, one.plan
+        mesh, remat = one.plan.mesh, one.plan.remat
+        times = sorted(other.time.step_s for other in best.values())
+        if len(best) >= enough and times[enough - 1] * NEAR <= step_s:
+            for other in (one, *(left for _, _, left in queue)):  # nobody knows whether these fit
+                failed.pop(other.plan.mesh, None)
+            break
         if turns[mesh] == TURNS or mesh in best and best[mesh].time.step_s * NEAR <= step_s:
             continue
-        if len(best) >= enough and heapq.nsmallest(enough, steps())[-1] * NEAR <= step_s:
-            break
-        run = lambda: workload.of_plan(q.config, plan, q.chip, q.batch_size, q.seq_len)  # noqa: B023
         if not one.memory_bytes:
-            one = fitting(q, plan)
+            one = fitting(q, one.plan)
             if one.why_not:
-                failed.setdefault(mesh, one)
+                if mesh not in failed or one.total_bytes < failed[mesh].total_bytes:
+                    failed[mesh] = one
                 continue
-            if one.plan.remat != plan.remat:
-                plan = one.plan
-                one.time = step_time(run(), simulate=False)
+            if one.plan.remat != remat:  # slower than it was thought to be: behind others in the queue
+                one.time = step_time(q.run(one.plan), simulate=False)
                 heapq.heappush(queue, (one.time.step_s, next(number), one))
                 continue
         turns[mesh] += 1
-        plan = plan.effective(q.config)
-        one = Candidate(plan, step_time(run()), one.memory_bytes)
+        plan = one.plan.effective(q.config)
+        one = Candidate(plan, step_time(q.run(plan)), one.memory_bytes)
         if mesh not in best or one.time.step_s < best[mesh].time.step_s:
             best[mesh] = one
     return best
@@ -296,36 +289,32 @@ def _best(
 
 def _refuse(q: Question) -> None:
     """Refuse questions that no mesh answers."""
-    q.config.weights()  # refuses what cannot run at all
-    axes = {a: v for a, v in q.fixed.items() if a in AXES}
-    asked = math.prod(axes.values())
+    c, axes = q.config, {a: v for a, v in q.fixed.items() if a in AXES}
+    c.weights()  # refuses what cannot run at all
+    asked, text = math.prod(axes.values()), " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
     if q.num_devices % asked:
-        text = " ".join(f"{a}={v}" for a, v in axes.items())
         raise ValueError(
             f"{q.num_devices} devices cannot be cut by '{text}', {asked} devices; use a multiple of {asked},"
             " or fix fewer axes"
         )
-    unknown = sorted(set(q.fixed) - {*AXES, *(f.name for f in dataclasses.fields(Plan))})
-    if unknown:
+    if unknown := sorted(set(q.fixed) - {*AXES, *(f.name for f in dataclasses.fields(Plan))}):
         raise ValueError(f"a plan has no field {', '.join(unknown)}")
-    if not q.config.experts and axes.get("ep", 1) > 1:
-        raise ValueError(f"ep={axes['ep']} deals out experts, and '{q.config.name}' has none; leave ep out")
-    found = list(meshes(q))
-    rows = {q.batch_size // n for mesh in found if q.batch_size % (n := mesh.dp * mesh.fsdp * mesh.ep) == 0}
+    if not c.experts and axes.get("ep", 1) > 1:
+        raise ValueError(f"ep={axes['ep']} deals out experts, and '{c.name}' has none; leave ep out")
+    ranks = {mesh.dp * mesh.fsdp * mesh.ep for mesh in meshes(q)}
+    if not ranks:
+        widths = math.gcd(c.num_heads, c.ffn_width, c.vocab_size)
+        raise ValueError(
+            f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': tp divides {widths},"
+            f" divides its {c.num_kv_heads} KV heads or is a multiple of them, and stays in a node, pp"
+            f" divides the devices and is at most its {c.num_layers} layers, sp leaves 4,096 positions a rank"
+        )
+    rows = {q.batch_size // n for n in ranks if q.batch_size % n == 0}
     if (m := q.fixed.get("microbatches", 1)) and rows and all(n % m for n in rows):
         ways = " ".join(map(str, sorted({d for n in rows for d in divisors(n)})[:12]))
         raise ValueError(
             f"microbatches={m} divides the sequences of a data rank on no mesh: of a batch of {q.batch_size}"
             f" it gets at most {max(rows)}; use one of {ways}"
-        )
-    if not found:
-        c = q.config
-        widths = math.gcd(c.num_heads, c.ffn_width, c.vocab_size)
-        text = " ".join(f"{a}={v}" for a, v in axes.items()) or "free axes"
-        raise ValueError(
-            f"no mesh of {q.num_devices} {q.chip.name} with {text} suits '{c.name}': tp divides {widths},"
-            f" divides its {c.num_kv_heads} KV heads or is a multiple of them, and stays in a node, pp"
-            f" divides the devices and is at most its {c.num_layers} layers, sp leaves 4,096 positions a rank"
         )
 
 
@@ -343,10 +332,9 @@ def rescue(q: Question, one: Candidate) -> str:
 def single_changes(q: Question, plan: Plan) -> list[dict[str, Any]]:
     """Fields with which a plan holds less, each by itself."""
     rows = q.batch_size // (plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep)
-    more = next((m for m in divisors(rows) if m > plan.microbatches), None)
-    changes: list[dict[str, Any]] = [{"remat": "block"}, {"loss_chunks": 8}, {"zero": 3}]
-    changes += [{"reshard_after_forward": True}] + [{"microbatches": more}] * bool(more)
-    return [*changes, {"tp_sequence": True}]
+    more: list[dict[str, Any]] = [{"microbatches": m} for m in divisors(rows) if m > plan.microbatches][:1]
+    less: list[dict[str, Any]] = [{"remat": "block"}, {"loss_chunks": 8}, {"zero": 3}]
+    return [*less, {"reshard_after_forward": True}, *more, {"tp_sequence": True}]
 
 
 def first_fit(
@@ -427,7 +415,7 @@ def document(answer: Answer, tokens: float | None = None, price: float | None = 
 
 
 def _row(q: Question, one: Candidate, best: Candidate, others: list[Candidate]) -> dict[str, Any]:
-    run = workload.of_plan(q.config, one.plan, q.chip, q.batch_size, q.seq_len)
+    run = q.run(one.plan)
     return {
         "mesh": str(one.plan.mesh),
         "plan": fields_of(one.plan),
@@ -541,27 +529,23 @@ def budget(q: Question, best: Candidate, tokens: float, price: float | None) -> 
 
 def sensitivity(q: Question, best: Candidate) -> list[dict[str, Any]]:
     """Tokens per second of the same plan if one thing were different."""
-    plan, chip, doubled = best.plan, q.chip, dataclasses.replace
-    run = workload.of_plan(q.config, plan, chip, q.batch_size, q.seq_len)
-    base = run.tokens_per_step / best.time.step_s
-    more = doubled(plan, microbatches=2 * plan.microbatches)
+    chip, different = q.chip, dataclasses.replace
+    run = q.run(best.plan)
     rates = {
         "fast links": "link_bytes_per_s",
         "network": "dcn_bytes_per_s",
         "memory's rate": "hbm_bytes_per_s",
     }
-    cases = {
-        f"twice the {what}": doubled(run, chip=doubled(chip, **{name: 2 * getattr(chip, name)}))
-        for what, name in rates.items()
-    }
-    cases |= {
-        "twice the batch": workload.of_plan(q.config, more, chip, 2 * q.batch_size, q.seq_len),
-        "twice the sequence": doubled(run, seq_len=2 * run.seq_len),
-    }
+    cases = {}
+    for what, name in rates.items():
+        cases[f"twice the {what}"] = different(run, chip=different(chip, **{name: 2 * getattr(chip, name)}))
+    more = different(best.plan, microbatches=2 * best.plan.microbatches)
+    cases["twice the batch"] = different(q, batch_size=2 * q.batch_size).run(more)
+    cases["twice the sequence"] = different(run, seq_len=2 * run.seq_len)
     row = hardware.chip(hardware.NEXT_CHIP.get(chip.family, chip.family))
     if row.name != chip.family and row.devices_per_chip == chip.devices_per_chip:
-        cases[f"on {row.name}"] = doubled(run, chip=row)
-    rows = []
+        cases[f"on {row.name}"] = different(run, chip=row)
+    rows, base = [], run.tokens_per_step / best.time.step_s
     for what, other in cases.items():
         rate = other.tokens_per_step / step_time(other).step_s
         rows.append({"what": what, "tokens_per_s": rate, "ratio": rate / base})
