@@ -7,7 +7,6 @@ install` has not run.
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import shared
 
 from llmpar.draw.geometry import coordinates
 from llmpar.draw.scene import LIGHT, size_text
@@ -30,21 +30,13 @@ from llmpar.notation import AXES, MeshShape, parse_mesh
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parent.parent
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage"]
 EXPLORERS = [MeshExplorer, TimelineExplorer, RoutingExplorer]
 
 
 @pytest.fixture(scope="module")
 def chromium():
-    """An installed Chromium, driven by playwright; its own download is not used."""
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no Chromium is installed")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
+    with shared.chromium("--disable-background-networking", "--disable-dev-shm-usage") as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ configurations."""
 import dataclasses
 import json
 import math
-import tomllib
 from pathlib import Path
 
 import jax
@@ -13,12 +12,12 @@ import oracle
 import pytest
 from flax import nnx
 from parity import LLAMA, MOE, QWEN
+from shared import TABLES
 
 from llmpar.config import PRESETS, ExpertConfig, RopeScaling, describe, from_dict, from_hugging_face, preset
 from llmpar.model import Llama, rope_frequencies
 
 # Published ones, and ours by hand: v·d (twice if untied) + layers·(2d² + 2·d·k·h + 3·d·m + 2d) + d.
-TABLES = tomllib.loads((Path(__file__).parent / "tables.toml").read_text())
 PUBLISHED = TABLES["params"] | {
     "tiny": 264 * 64 * 2 + 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64,
     "tiny-tied": 264 * 64 + 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64,

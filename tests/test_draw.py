@@ -8,13 +8,12 @@ import math
 import random
 import subprocess
 import sys
-import tomllib
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
+from shared import TABLES
 
 from llmpar import draw, schedules, timetable
 from llmpar.draw import layouts
@@ -128,7 +127,7 @@ CASES: dict = {
     "timetable costs": lambda: draw.timeline(pipeline("zb-h1", 8, 32, costs=(1, 2, 0.5), hop=0.1)),
     "timetable plain": lambda: draw.timeline([[(0, 1, "F", 0, 0), (1, 3, "B", 0, 0)]], "ms"),
 }
-WORDS = tomllib.loads((Path(__file__).parent / "tables.toml").read_text())["drawn"]
+WORDS = TABLES["drawn"]
 """What the text twin of each must have."""
 for _name, (_p, _m) in itertools.product(schedules.SCHEDULES, [(2, 4), (4, 8)]):
     _draw = functools.partial(lambda *args: draw.timeline(pipeline(*args)), _name, _p, _m)

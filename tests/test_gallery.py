@@ -1,20 +1,18 @@
 """The gallery shows every drawing and explorer, and fetches nothing."""
 
-import importlib.util
 import inspect
 import re
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from shared import load
 
 from llmpar import draw
 from llmpar.draw.scene import Scene
 
 ROOT = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location("gallery", ROOT / "slides" / "gallery.py")
-gallery = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(gallery)
+gallery = load("slides/gallery.py")
 
 
 def test_every_drawing_is_in_the_gallery():

@@ -1,9 +1,7 @@
 """The census of a program, checked against closed forms on 8 simulated devices and against hand-written HLO
 text."""
 
-import json
 import re
-import tomllib
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -17,6 +15,7 @@ from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from shared import NUMBERS, TABLES
 from unordered import unordered
 
 from llmpar.inspect.census import (
@@ -30,13 +29,9 @@ from llmpar.inspect.census import (
 )
 from llmpar.inspect.jaxpr import census_jaxpr
 
-TABLES = tomllib.loads((Path(__file__).parent / "tables.toml").read_text())
 HLO = Path(__file__).parent / "fixtures" / "hlo"
 CUBE = {"dp": 2, "fsdp": 2, "tp": 2}
 AXES = tuple(CUBE)
-CASES = {
-    row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -220,8 +215,8 @@ def test_fsdp_gathers_twice_and_scatters_once_per_layer():
         {kind: row for (_, kind), row in census_table(census).items()}
         for census in three_censuses(traced, mesh)
     )
-    gathers, gathered = CASES["xla.fsdp.sm"]["expected"]["all_gather"]  # how many, result bytes of each
-    scatters, scattered = CASES["xla.fsdp.sm"]["expected"]["reduce_scatter"]
+    gathers, gathered = NUMBERS["xla.fsdp.sm"]["expected"]["all_gather"]  # how many, result bytes of each
+    scatters, scattered = NUMBERS["xla.fsdp.sm"]["expected"]["reduce_scatter"]
     for census, width in [
         (written, 1),
         (partitioned, 1),
@@ -275,7 +270,7 @@ def test_ring_attention_and_its_gradient_permute_four_times_per_hop():
         jax.value_and_grad(attend, (0, 1, 2)), mesh, (cut,) * 3, (P(), (cut,) * 3), local, local, local
     )
     for census in three_censuses(traced, mesh):
-        count, size = CASES["xla.ring.bwd"]["expected"]["collective_permute"]
+        count, size = NUMBERS["xla.ring.bwd"]["expected"]["collective_permute"]
         assert census_table(census)["sp", "collective-permute"] == {
             "count": count,
             "bytes_sent": count * size,
@@ -290,7 +285,7 @@ def test_ring_bytes_of_an_all_reduce_are_those_of_jax_roofline():
         assert (
             c.bytes_sent
             == ring_bytes("all-reduce", 4, 16384)
-            == CASES["roofline.jax.psum"]["expected"]["ici_bytes"]
+            == NUMBERS["roofline.jax.psum"]["expected"]["ici_bytes"]
         )
     assert ring_bytes("all-reduce", 3, 4) == 6  # 16/3: the mean over the three devices, rounded up
 

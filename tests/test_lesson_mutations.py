@@ -6,7 +6,6 @@ Each lesson runs in a process of its own, cell by cell, as this file's program:
     python tests/test_lesson_mutations.py 03 "a sum becomes a mean"     with one: ends with 3, names the cell
 """
 
-import importlib.util
 import os
 import pkgutil
 import subprocess
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from shared import load
 
 from llmpar.notation import parse_layout
 
@@ -131,17 +131,9 @@ FAULTS = {
 """What is planted for each lesson; the first is what the lesson is about."""
 
 
-def load_builder():
-    """Load notebooks/build.py, which reads the lessons."""
-    spec = importlib.util.spec_from_file_location("notebooks_build", ROOT / "notebooks" / "build.py")
-    builder = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(builder)
-    return builder
-
-
 def run(lesson, fault=None):
     """Run the code of a lesson in this process, with an error planted, up to the cell that fails."""
-    builder = load_builder()
+    builder = load("notebooks/build.py")
     (source,) = [one for one in builder.sources() if one.stem.startswith(lesson)]
     cells = [cell.source for cell in builder.read_source(source).cells if cell.cell_type == "code"]
     here = {"__name__": "__main__"}
@@ -183,7 +175,7 @@ def test_a_lesson_passes_without_one(lesson, tmp_path):
 
 
 def test_each_lesson_has_a_fault_and_each_fault_a_place():
-    assert list(FAULTS) == [source.stem[:2] for source in load_builder().sources()]
+    assert list(FAULTS) == [source.stem[:2] for source in load("notebooks/build.py").sources()]
     assert set(PLANTED) == {fault for faults in FAULTS.values() for fault in faults}
     assert all(callable(pkgutil.resolve_name(f"llmpar.{path}")) for path, _ in PLANTED.values())
 

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import random
-import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +17,13 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from shared import TABLES
 
 from llmpar.inspect.links import links
 from llmpar.mesh import make_mesh
 from llmpar.notation import AXES, MeshShape
 from llmpar.placement import device_grid, link_domain
 
-TABLES = tomllib.loads((Path(__file__).parent / "tables.toml").read_text())
 RECORDED = json.loads((Path(__file__).parent / "topologies.json").read_text())
 
 

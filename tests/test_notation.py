@@ -4,11 +4,10 @@ nothing."""
 import itertools
 import math
 import random
-import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
+from shared import TABLES
 
 from llmpar.notation import (
     AXES,
@@ -26,8 +25,6 @@ from llmpar.notation import (
     parse_layout,
     parse_mesh,
 )
-
-TABLES = tomllib.loads((Path(__file__).parent / "tables.toml").read_text())
 
 
 def refusal(parse, text, *more):

@@ -6,7 +6,6 @@ starve.
 
 import ast
 import contextlib
-import importlib.util
 import os
 import re
 import subprocess
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import nbformat
 import pytest
 from jax import lax
+from shared import load
 
 from llmpar import exercises
 from llmpar.exercises import judge
@@ -27,15 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LESSONS = ROOT / "notebooks"
 
 
-def program(name):
-    """Import a program of notebooks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"notebooks_{name}", LESSONS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-build, walk = program("build"), program("walk")
+build, walk = load("notebooks/build.py"), load("notebooks/walk.py")
 
 SOURCES = build.sources()
 QUICK = "00", "03", "12"  # what a change to the package breaks first, in a minute

@@ -7,18 +7,17 @@ cover the file exactly.
 """
 
 import inspect
-import json
 import math
 import re
 from pathlib import Path
 
 import pytest
+from shared import NUMBERS as ROWS
 
 from llmpar.predict import formulas
 from llmpar.predict.hardware import GIB, chip
 
 HERE = Path(__file__).parent
-ROWS = {row["id"]: row for row in json.loads((HERE / "numbers.json").read_text(encoding="utf-8"))}
 
 TESTED_ELSEWHERE = {
     "test_timetable.py": set(

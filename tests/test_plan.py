@@ -4,12 +4,12 @@ compiled."""
 import dataclasses
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import plans
 import pytest
 from parity import LLAMA, QWEN, all_plans
+from shared import TABLES
 
 from llmpar import plan as plan_file
 from llmpar.config import preset
@@ -215,7 +215,6 @@ def test_every_weights_layouts_hang_together():
 
 
 HERE = Path(__file__).parent
-TABLES = tomllib.loads((HERE / "tables.toml").read_text())
 REFUSED = (HERE / "refused.txt").read_text().splitlines()
 """What is asked as `plans.parse` reads it (with fields of the model, batch and seq), and what is said.
 tests/test_random_plans.py follows the advice of such sentences."""

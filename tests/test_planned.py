@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from shared import chromium
 
 from llmpar.cli.commands import parse
 from llmpar.config import preset
@@ -66,16 +67,9 @@ def test_what_cannot_be_a_page_is_refused(words, sentence):
 
 @pytest.mark.browser
 def test_a_click_shows_another_plan(planned, tmp_path):
-    import shutil
-
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if program is None:
-        pytest.skip("no Chromium is installed")
     document, explorer = planned
     explorer.save(tmp_path / "plan.html")
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as browser:
         page, faults = browser.new_page(viewport={"width": 1280, "height": 900}), []
         page.on("console", lambda m: faults.append(m.text) if m.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: faults.append(str(error)))
@@ -90,4 +84,3 @@ def test_a_click_shows_another_plan(planned, tmp_path):
         page.fill('[data-name="mesh"]', "dp=16")
         assert "none of these plans" in page.inner_text('[data-part="planned"]')
         assert faults == []
-        browser.close()

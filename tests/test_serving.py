@@ -2,19 +2,15 @@
 
 import dataclasses
 import itertools
-import json
-from pathlib import Path
 
 import pytest
+from shared import NUMBERS as ROWS
 
 from llmpar.config import preset
 from llmpar.predict import serving
 from llmpar.predict.hardware import chip
 from llmpar.predict.rates import Rates
 
-ROWS = {
-    row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))
-}
 IDEAL = Rates(1, 1e-9, 1, 1, 1, 1, 1, 1e-15, 1e-15, 1e-15, 1e-9, 1)
 """A chip that reaches its data sheet, and starts at once."""
 H100 = chip("h100")

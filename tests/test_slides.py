@@ -1,7 +1,6 @@
 """The deck builds from its sources, fetches nothing, describes its figures, and fits its pages."""
 
 import html
-import importlib.util
 import json
 import os
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import jupytext
 import pytest
+from shared import load
 
 from llmpar import draw
 from llmpar.cli.commands import parse
@@ -20,9 +20,7 @@ from llmpar.timetable import timetable
 
 pytestmark = pytest.mark.lessons
 ROOT = Path(__file__).resolve().parent.parent
-spec = importlib.util.spec_from_file_location("slides_build", ROOT / "slides" / "build.py")
-slides = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(slides)
+slides = load("slides/build.py")
 
 BROWSER = slides.find_browser()
 needs_browser = pytest.mark.skipif(

@@ -1,18 +1,17 @@
 """What a teacher is given: plans that add up, sheets of one page, an index whose links lead somewhere, and a
 quiz that scores itself."""
 
-import importlib.util
 import io
 import json
 import os
 import re
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from shared import chromium, load
 
 from llmpar.cli import lessons
 from llmpar.cli.commands import COMMANDS
@@ -28,14 +27,6 @@ LESSONS = {lesson.number: lesson for lesson in lessons.lessons(ROOT / "notebooks
 GUIDE = (ROOT / "INSTRUCTOR.md").read_text()
 BESIDE = ("12", "17")  # for some of the learners
 PLANS = re.findall(r"^\| from \| minutes \| what \|\n\|[-:|]+\n((?:\|.*\n)+)", GUIDE, re.M)
-
-
-def load(path):
-    """Load a script."""
-    spec = importlib.util.spec_from_file_location(path.stem + "_script", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
 
 
 def rows_of(plan):
@@ -119,7 +110,7 @@ def links(text):
 
 
 def test_the_index_names_all_lessons_and_its_links_lead_somewhere(tmp_path):
-    index = load(ROOT / "notebooks" / "index.py")
+    index = load("notebooks/index.py")
     page = index.build(tmp_path)
     text = page.read_text()
     assert all((tmp_path / target).resolve().is_file() for target in links(text))
@@ -131,7 +122,7 @@ def test_the_index_names_all_lessons_and_its_links_lead_somewhere(tmp_path):
 
 
 def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
-    handout = load(ROOT / "slides" / "handout.py")
+    handout = load("slides/handout.py")
     made = handout.build(tmp_path)  # refuses a sheet that needs two pages
     cheat, words = (
         next(p for p in made if p.name == name).read_text() for name in ("cheatsheet.html", "handout.html")
@@ -144,25 +135,19 @@ def test_the_sheets_are_one_page_each_and_say_what_the_pages_say(tmp_path):
 @pytest.mark.browser
 @pytest.mark.parametrize("name", ["index", "cheatsheet", "handout"])
 def test_the_pages_are_accessible(name, tmp_path):
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
-    program, axe = (
-        load(ROOT / "slides" / "build.py").find_browser(),
-        ROOT / "node_modules/axe-core/axe.min.js",
-    )
-    if program is None or not axe.is_file():
-        pytest.skip("no Chromium is installed, or axe-core is not; run npm install")
-    handout = load(ROOT / "slides" / "handout.py")
-    text = load(ROOT / "notebooks" / "index.py").page(tmp_path) if name == "index" else handout.SHEETS[name]()
+    axe = ROOT / "node_modules/axe-core/axe.min.js"
+    if not axe.is_file():
+        pytest.skip("axe-core is not installed; run npm install")
+    handout = load("slides/handout.py")
+    text = load("notebooks/index.py").page(tmp_path) if name == "index" else handout.SHEETS[name]()
     (tmp_path / "page.html").write_text(text)
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+    with chromium() as browser:
         for scheme in ("light", "dark"):
             page = browser.new_page(color_scheme=scheme)
             page.goto((tmp_path / "page.html").as_uri())
             page.add_script_tag(path=str(axe))
             found = page.evaluate("async () => (await axe.run(document)).violations")
             assert [(v["id"], v["nodes"][0]["html"][:80]) for v in found] == []
-        browser.close()
 
 
 # ------------------------------------------------------------------------------------------------------ quiz
@@ -368,7 +353,7 @@ def test_binder_deals_the_lessons(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory):
     """All exports, once."""
-    return load(ROOT / "notebooks" / "export.py").build(tmp_path_factory.mktemp("exports"))
+    return load("notebooks/export.py").build(tmp_path_factory.mktemp("exports"))
 
 
 def boxes(text, opens, closes):

@@ -2,19 +2,16 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from shared import NUMBERS as ROWS
 
 from llmpar.cli.schedule import schedule_document, text_timeline
 from llmpar.predict.bubbles import closed_forms
 from llmpar.schedules import SCHEDULES, Op, Schedule, from_text, make
 from llmpar.timetable import slots, timetable
 
-ROWS = {
-    row["id"]: row for row in json.loads((Path(__file__).parent / "numbers.json").read_text(encoding="utf-8"))
-}
 GRID = [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)]
 COSTS = [(1, 1, 1), (1, 1.2, 0.8), (3, 5, 2), (1, 1, 0.5)]
 EXACT = 1e-9  # sums of a few hundred float64 costs
