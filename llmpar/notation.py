@@ -117,7 +117,7 @@ class Layout:
     def _repr_svg_(self) -> str:
         from llmpar import draw
 
-        return draw.layout_svg(self)
+        return draw.layout(self)._repr_svg_()
 
 
 _TOKEN = re.compile(r"\S+")

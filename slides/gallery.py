@@ -84,7 +84,9 @@ def drawings() -> dict[str, Scene]:
             [(name, dict(found["memory"])) for name, found in zeros], zeros[0][1]["capacity"]
         ),
         "time_bars": draw.time_bars([("a step", step["terms"])]),
-        "loss_curve": draw.loss_curve([5.5 * 0.97**i + 1 for i in range(60)], 2.0, "An example of a loss"),
+        "loss_curve": draw.loss_curve(
+            [5.5 * 0.97**i + 1 for i in range(60)], [2.0] * 60, "An example of a loss"
+        ),
         "explorer without a browser": answers.scene(
             answers.START | {"axis": "fsdp", "mesh": "fsdp=8", "step": 2}
         ),

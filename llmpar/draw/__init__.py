@@ -25,7 +25,7 @@ from llmpar.draw.charts import (
     two_lanes,
 )
 from llmpar.draw.geometry import groups, holders
-from llmpar.draw.layouts import arrow, layout, layout_svg, links, mesh, moved
+from llmpar.draw.layouts import arrow, layout, links, mesh, moved
 
 __all__ = [
     "arrow",
@@ -34,7 +34,6 @@ __all__ = [
     "groups",
     "holders",
     "layout",
-    "layout_svg",
     "links",
     "live_blocks",
     "loss_curve",

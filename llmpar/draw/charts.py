@@ -71,34 +71,30 @@ def collectives(rows) -> Scene:
     names = [f"{r['axis']} {r['kind']} ×{r['count']}" for r in rows]
     left, wide = max(map(text_width, names), default=0) + 12, 420
     pairs = [(r.get("predicted_bytes"), r.get("compiled_bytes")) for r in rows]
-    items: list = []
-    most, lines = max([n or 0 for pair in pairs for n in pair] + [1]), []
+    items, lines, most = list[Any](), [], max([n or 0 for pair in pairs for n in pair] + [1])
     for i, (row, name, (predicted, compiled)) in enumerate(zip(rows, names, pairs, strict=True)):
-        axis, y, verdict = row["axis"].split(",")[0], 44 * i, ""
-        if None not in (predicted, compiled):
-            verdict = (
-                ", equal"
-                if predicted == compiled
-                else f", {compiled / predicted - 1:+.1%}"
-                if predicted
-                else ""
-            )
-        axis, color = (axis, f"{axis}-line") if axis in AXES else ("s2", "edge")
+        y, verdict = 44 * i, ""
+        if None not in (predicted, compiled) and predicted == compiled:
+            verdict = ", equal"
+        elif predicted and compiled is not None:
+            verdict = f", {compiled / predicted - 1:+.1%}"
+        fill, color = _axis_colours(row["axis"])
         items.append(Text(left - 10, y + 16, name, anchor="end"))
-        words = [
-            f"{w} {size_text(n)}" if n is not None else f"{w} unknown"
-            for w, n in (("predicted", predicted), ("compiled", compiled))
-        ]
-        for k, n in enumerate((predicted, compiled)):
-            bar = Rect(
-                left, y + 16 * k, wide * (n or 0) / most, 14, "cell" if k else axis, color, hatch="/" * k
-            )
-            items += [bar] * bool(n) + [
-                small_text(left + wide + 10, y + 16 * k + 7, words[k] + verdict * k, "start", "ink")
-            ]
-        lines.append(f"{name}: {words[0]}; {words[1]}{verdict}")
+        said = []
+        for k, (word, n) in enumerate((("predicted", predicted), ("compiled", compiled))):
+            said.append(f"{word} unknown" if n is None else f"{word} {size_text(n)}" + verdict * k)
+            top, w = y + 16 * k, wide * (n or 0) / most
+            items += [Rect(left, top, w, 14, "cell" if k else fill, color, hatch="/" * k)] * bool(n)
+            items.append(small_text(left + wide + 10, top + 7, said[k], "start", "ink"))
+        lines.append(f"{name}: {said[0]}; {said[1]}")
     key = legend([("s2", "predicted"), ("edge", "compiled", "/")])
     return compose("Bytes sent per device and step", [items, key], "\n".join(lines))
+
+
+def _axis_colours(axes: str) -> tuple[str, str]:
+    """Fill and stroke of what is sent over ``axes``: the first one's; grey where it is no axis of ours."""
+    axis = axes.split(",")[0]
+    return (axis, f"{axis}-line") if axis in AXES else ("s2", "edge")
 
 
 ARROWS_DRAWN = 24
@@ -129,10 +125,8 @@ def arrows_sent(rows) -> Scene:
             key = row["axis"], row["kind"]
             sizes[key] = sizes.get(key, 0) + row["bytes_sent"]
         for (axes, kind), n in sizes.items():
-            axis = axes.split(",")[0]
-            fill, stroke = (axis, f"{axis}-line") if axis in AXES else ("s2", "edge")
             tip = f"{axes} {kind} {size_text(n)}"
-            items.append(Rect(x, y, wide * n / most, 18, fill, stroke, tip=tip))
+            items.append(Rect(x, y, wide * n / most, 18, *_axis_colours(axes), tip=tip))
             items += [Line(((x, y), (x, y + 18)), "paper", 2)] * (x > left)
             x += wide * n / most
         words = ", ".join(f"{axes} {kind} {size_text(n)}" for (axes, kind), n in sizes.items())
@@ -146,7 +140,7 @@ def arrows_sent(rows) -> Scene:
     return compose(title, [items, axes_key], "\n".join([*lines, note]), [note])
 
 
-def live_blocks(matrix, axis: str = "sp") -> Scene:
+def live_blocks(matrix) -> Scene:
     """The attention blocks of a ring: ``matrix[rank][step]`` is the part of a block that must be computed,
     from 0 to 1; a cell is filled by so much from below (the picture does not say which part).
 
@@ -154,11 +148,8 @@ def live_blocks(matrix, axis: str = "sp") -> Scene:
     """
     ranks, steps = len(matrix), len(matrix[0])
     busiest = [max(row[t] for row in matrix) for t in range(steps)]
-    w, h, left = (
-        max(46, text_width(f"step {steps - 1}", SMALL) + 8),
-        32,
-        text_width(f"rank {ranks}", SMALL) + 14,
-    )
+    w, h = max(46, text_width(f"step {steps - 1}", SMALL) + 8), 32
+    left = text_width(f"rank {ranks}", SMALL) + 14
     items: list = [small_text(left + w * (t + 0.5), -12, f"step {t}") for t in range(steps)]
     for r, row in enumerate([*matrix, busiest]):
         last, y = r == ranks, h * r + 14 * (r == ranks)
@@ -166,12 +157,10 @@ def live_blocks(matrix, axis: str = "sp") -> Scene:
         for t, part in enumerate(row):
             x, tall = left + w * t, 0 if last else h * part
             items.append(Rect(x, y, w, h, "paper", "edge"))
-            items += [Rect(x, y + h - tall, w, tall, axis, "edge")] * (tall > 0)
-            inside = 2 * tall >= h  # the number stands in the larger part
-            spot, color = (
-                h - tall / 2 if inside else (h - tall) / 2,
-                text_color_on(axis) if inside else "ink" if part else "soft",
-            )
+            items += [Rect(x, y + h - tall, w, tall, "sp", "edge")] * (tall > 0)
+            spot, color = (h - tall) / 2, "ink" if part else "soft"  # the number stands in the larger part
+            if 2 * tall >= h:
+                spot, color = h - tall / 2, text_color_on("sp")
             items.append(small_text(x + w / 2, y + spot, {0.5: "½"}.get(part, f"{part:g}"), fill=color))
         total = f"{sum(row):g} blocks" + " of time" * last
         items.append(Text(left + w * steps + 12, y + h / 2, total, SMALL, bold=last))
@@ -179,46 +168,39 @@ def live_blocks(matrix, axis: str = "sp") -> Scene:
     note = (
         f"The ring takes {time:g} blocks of time; evenly spread over the ranks it would be {ideal:g} blocks."
     )
-    lines = [
-        f"rank {r}: {' '.join(f'{x:g}' for x in row)} = {sum(row):g} blocks" for r, row in enumerate(matrix)
-    ]
+    said = [" ".join(f"{x:g}" for x in row) for row in matrix]
+    lines = [f"rank {r}: {said[r]} = {sum(row):g} blocks" for r, row in enumerate(matrix)]
     title = f"Live attention blocks: {count_noun(ranks, 'rank')}, {count_noun(steps, 'ring step')}"
     return compose(title, [items], "\n".join([*lines, note]), [note])
 
 
 def ring_steps(pairs, num_steps: int | None = None, axis: str = "sp") -> Scene:
     """What each rank holds after every step of a permutation: ``pairs`` of (source, target), as compiled HLO
-    has them.
-
-    Rank r starts with block r. At most 16 ranks are drawn.
+    has them. Rank r starts with block r.
     """
     ranks = 1 + max(max(pair) for pair in pairs)
-    drawn, steps, came_from = min(ranks, 16), num_steps or ranks, {target: source for source, target in pairs}
+    steps, came_from = num_steps or ranks, {target: source for source, target in pairs}
     w, h, left = 64, 62, text_width(f"step {steps}", SMALL) + 14
-    middle = [left + w * (r + 0.4) for r in range(drawn)]
+    middle = [left + w * (r + 0.4) for r in range(ranks)]
     items: list = [small_text(x, -14, f"rank {r}") for r, x in enumerate(middle)]
     lines, held = [], list(range(ranks))
     for t in range(steps):
         items.append(small_text(left - 12, h * t + 14, f"step {t}", "end"))
-        for r, (x, block) in enumerate(zip(middle, held, strict=False)):
+        for r, (x, block) in enumerate(zip(middle, held, strict=True)):
             fill = axis if block == r else "cell"
             items.append(Rect(left + w * r, h * t, w * 0.8, 28, fill, f"{axis}-line", radius=3))
             items += fitting(x, h * t + 14, w * 0.8, f"block {block}", str(block), fill=text_color_on(fill))
         for source, target in pairs if t + 1 < steps else ():
-            if max(source, target) < drawn:
-                ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
-                items.append(Line(ends, f"{axis}-line", 1.5, head=True))
-        lines.append(
-            f"step {t}: " + ", ".join(f"rank {r} holds block {b}" for r, b in enumerate(held[:drawn]))
-        )
+            ends = ((middle[source], h * t + 29), (middle[target], h * (t + 1) - 2))
+            items.append(Line(ends, f"{axis}-line", 1.5, head=True))
+        lines.append(f"step {t}: " + ", ".join(f"rank {r} holds block {b}" for r, b in enumerate(held)))
         held = [held[came_from.get(r, r)] for r in range(ranks)]
     note = f"Filled: a rank holds its own block. After a step each sends what it holds over {axis}."
-    note += f" Ranks {drawn} to {ranks - 1} are not drawn." * (ranks > drawn)
     title = f"Ring over {axis}: {count_noun(ranks, 'rank')}, {count_noun(steps, 'step')}"
     return compose(title, [items], "\n".join([*lines, note]), [note])
 
 
-def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, axis: str = "ep") -> Scene:
+def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None) -> Scene:
     """Which rank's tokens visit which expert: ``rows[rank][expert]`` is a number of rows. Lines are as thick
     as the flow; those that cross between ranks have the axis's colour. Bars are the experts' loads, beside a
     ``capacity``.
@@ -226,46 +208,35 @@ def token_flow(rows, experts_per_rank: int = 1, capacity: float | None = None, a
     ranks, experts = len(rows), len(rows[0])
     load, total = [sum(row[e] for row in rows) for e in range(experts)], sum(map(sum, rows))
     h, left, right = 30, text_width("rank 00") + 12, text_width("rank 00") + 300
-    gap, most, wide, items = (
-        h * experts / ranks,
-        max([*load, capacity or 0, 1]),
-        200,
-        list[Rect | Line | Text](),
-    )
+    gap, most, wide, items = h * experts / ranks, max([*load, capacity or 0, 1]), 200, list[Any]()
     thick = (h - 6) / max([*load, *map(sum, rows), 1])  # per row: what leaves or arrives lies side by side
     arrived = [h * (e + 0.5) - thick * n / 2 for e, n in enumerate(load)]
     for r, row in enumerate(rows):
         y = gap * (r + 0.5) - thick * sum(row) / 2
         for e, n in enumerate(row):
             ends = ((left, y + thick * n / 2), (right - 70, arrived[e] + thick * n / 2))
-            items += [Line(ends, "s2" if e // experts_per_rank == r else f"{axis}-line", thick * n)] * (n > 0)
+            items += [Line(ends, "s2" if e // experts_per_rank == r else "ep-line", thick * n)] * (n > 0)
             y, arrived[e] = y + thick * n, arrived[e] + thick * n
     for r in range(ranks):
         items.append(Text(left - 10, gap * (r + 0.5), f"rank {r}", anchor="end"))
     for e, n in enumerate(load):
         y = h * e
         items.append(small_text(right - 64, y + h / 2, f"expert {e}", "start", "ink"))
-        items.append(Rect(right, y + 4, wide * n / most, h - 8, axis, f"{axis}-line"))
+        items.append(Rect(right, y + 4, wide * n / most, h - 8, "ep", "ep-line"))
         items.append(small_text(right + wide + 10, y + h / 2, count_noun(n, "row"), "start", "ink"))
     if capacity is not None:
         x = right + wide * capacity / most
-        items += [
-            Line(((x, -4), (x, h * experts + 4)), "ink", 2, dash=True),
-            small_text(x, -12, f"capacity {capacity:g}"),
-        ]
+        items.append(Line(((x, -4), (x, h * experts + 4)), "ink", 2, dash=True))
+        items.append(small_text(x, -12, f"capacity {capacity:g}"))
     away = sum(n for r, row in enumerate(rows) for e, n in enumerate(row) if e // experts_per_rank != r)
     busiest = max(load) * experts / max(total, 1)
     note = f"{away} of {total} rows change their rank; the busiest expert has {busiest:.2f} × the mean."
-    lines = [
-        f"rank {r}: " + ", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n)
-        for r, row in enumerate(rows)
-    ]
-    lines.append(
-        "load: " + " ".join(map(str, load)) + (f", capacity {capacity:g}" if capacity is not None else "")
-    )
-    return compose(
-        f"Tokens on their way to {count_noun(experts, 'expert')}", [items], "\n".join([*lines, note]), [note]
-    )
+    said = [", ".join(f"{n} to expert {e}" for e, n in enumerate(row) if n) for row in rows]
+    lines = [f"rank {r}: {words}" for r, words in enumerate(said)]
+    lines.append("load: " + " ".join(map(str, load)))
+    lines[-1] += "" if capacity is None else f", capacity {capacity:g}"
+    title = f"Tokens on their way to {count_noun(experts, 'expert')}"
+    return compose(title, [items], "\n".join([*lines, note]), [note])
 
 
 # ----------------------------------------------------------------------------------------- when, and how much
@@ -293,25 +264,16 @@ def memory_bars(
         return [unit * t for t in ticks(0, high / unit)]
 
     whole = whole_bytes if whole_bytes != capacity_bytes else None
-    return _bars(title, rows, capacity_bytes, size_text, marks, ("capacity", "free", "too much"), whole, wide)
+    return _bars(title, rows, size_text, marks, capacity_bytes, whole, wide)
 
 
-def time_bars(rows, target_s: float | None = None, title: str = "Time per step") -> Scene:
+def time_bars(rows, title: str = "Time per step") -> Scene:
     """Where a step's time goes: ``rows`` of (label, {part: seconds})."""
-    return _bars(
-        title, rows, target_s, time_text, lambda high: ticks(0, high), ("target", "to spare", "too slow")
-    )
+    return _bars(title, rows, time_text, lambda high: ticks(0, high))
 
 
 def _bars(
-    title: str,
-    rows,
-    limit: float | None,
-    text,
-    marks,
-    words: tuple[str, str, str],
-    whole=None,
-    wide: float = 480,
+    title: str, rows, text, marks, limit: float | None = None, whole: float | None = None, wide: float = 480
 ) -> Scene:
     rows = [(str(name), row) for name, row in rows]
     parts = list(dict.fromkeys(part for _, row in rows for part in row))
@@ -327,32 +289,23 @@ def _bars(
             (fill, hatch), w = fills[part], wide * value / high
             items.append(Rect(x, y, w, 28, fill, "ink", 0.75, hatch, tip=f"{part} {text(value)}"))
             ends = [x, x + w]
-            if (
-                limit is not None and x < (limit_x := left + wide * limit / high) < x + w
-            ):  # the label keeps off the limit's line
+            if limit is not None and x < (limit_x := left + wide * limit / high) < x + w:
+                # The label keeps off the limit's line.
                 ends = [limit_x, x + w] if 2 * limit_x < 2 * x + w else [x, limit_x]
-            items += (
-                []
-                if hatch
-                else fitting(
-                    sum(ends) / 2, y + 14, ends[1] - ends[0] - 8, text(value), fill=text_color_on(fill)
-                )
-            )
+            middle, room = sum(ends) / 2, ends[1] - ends[0] - 8
+            items += [] if hatch else fitting(middle, y + 14, room, text(value), fill=text_color_on(fill))
             x += w
         over = limit is not None and total > limit
-        spare = "" if limit is None else f"; {text(abs(limit - total))} {words[1 + over]}"
+        spare = "" if limit is None else f"; {text(abs(limit - total))} {'too much' if over else 'free'}"
         items.append(Text(left - 10, y + 14, name, anchor="end"))
         items.append(Text(left + wide + 12, y + 14, text(total) + spare, SMALL, bold=over))
-        lines.append(
-            f"{name}: {text(total)}{spare} (" + ", ".join(f"{p} {text(v)}" for p, v in row.items()) + ")"
-        )
+        said = ", ".join(f"{part} {text(value)}" for part, value in row.items())
+        lines.append(f"{name}: {text(total)}{spare} ({said})")
     if limit is not None:
-        x, lines = left + wide * limit / high, [*lines, f"{words[0]}: {text(limit)}"]
-        items += [
-            Line(((x, -8), (x, bottom + 4)), "paper", 5),
-            Line(((x, -8), (x, bottom + 4)), "ink", 2, dash=True),
-        ]
-        items += [small_text(x, -16, f"{words[0]} {text(limit)}", "end" if whole else "middle")]
+        x, lines = left + wide * limit / high, [*lines, f"capacity: {text(limit)}"]
+        edge = (x, -8), (x, bottom + 4)
+        items += [Line(edge, "paper", 5), Line(edge, "ink", 2, dash=True)]
+        items += [small_text(x, -16, f"capacity {text(limit)}", "end" if whole else "middle")]
     if whole is not None:
         x, lines = left + wide * whole / high, [*lines, f"whole memory: {text(whole)}"]
         items += [Line(((x, -10), (x, -1)), "edge", 2), small_text(x, -16, f"whole {text(whole)}", "start")]
@@ -375,7 +328,6 @@ class _Band:
     high: float
     left: float
     wide: float
-    unit: str
 
     def x(self, time: float) -> float:
         """Where a time is drawn."""
@@ -391,7 +343,7 @@ class _Band:
             x = self.x(max(start, self.low))
             w, tip = (
                 self.x(min(end, self.high)) - x,
-                f"stage {stage}, {name}: {start:g} to {end:g} {self.unit}",
+                f"stage {stage}, {name}: {start:g} to {end:g} time units",
             )
             items.append(Rect(x, y, w, CELL, fill, "edge", 0.75, tip=tip))
             color = text_color_on(fill)
@@ -401,10 +353,8 @@ class _Band:
 
     def held(self, stage: int, held: dict[float, float], most: float) -> Line:
         """What a stage holds over time, as an area; ``held`` says from when on how many microbatches."""
-        floor, now = (
-            float(ROW * stage + FLOOR),
-            max([(t, n) for t, n in held.items() if t <= self.low], default=(0, 0.0))[1],
-        )
+        floor = float(ROW * stage + FLOOR)
+        now = max([(t, n) for t, n in held.items() if t <= self.low], default=(0, 0.0))[1]
         outline = [(self.left, floor)]
         for t, n in [(self.low, now), *((t, n) for t, n in held.items() if self.low < t < self.high)]:
             outline += [(self.x(t), floor - HELD * v / most) for v in (now, n)]
@@ -432,9 +382,7 @@ def _held_over_time(row, last: str) -> dict[float, float]:
     return {t: n / visits for (t, _), n in zip(steps, totals, strict=True)}
 
 
-def timeline(
-    table, unit: str = "time units", waiting=None, facts: bool = True, shortest: float = SHORTEST
-) -> Scene:
+def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST) -> Scene:
     """Who works when in a pipeline and, where there are backwards, under each stage's row the activations
     that it holds.
 
@@ -466,18 +414,17 @@ def timeline(
     most = max(max(h.values(), default=0) for h in held) or 1
     items, lines = list[Any](), []
     for k in range(num_bands):
-        band = _Band(k * span / num_bands, (k + 1) * span / num_bands, left, wide, unit)
+        band = _Band(k * span / num_bands, (k + 1) * span / num_bands, left, wide)
         part = _scale(band.x, ticks(band.low, band.high), bottom, lambda v: f"{v:g}", bottom)
-        part.append(small_text(left - 10, bottom + 13, unit, "end"))
+        part.append(small_text(left - 10, bottom + 13, "time units", "end"))
         for i, row in enumerate(stages):
             part += band.operations(i, row)
             part += [band.held(i, held[i], most)] if held[i] else []
             part.append(small_text(left - 10, ROW * i + 13, f"stage {i}", "end", "ink"))
             if i in waiting and band.low <= done[i] < band.high:
                 part += band.wait(i, done, waiting)
-                lines.append(
-                    f"stage {i} waits to run {waiting[i][0]} for {waiting[i][2]} on stage {waiting[i][1]}"
-                )
+                op, there, what = waiting[i]
+                lines.append(f"stage {i} waits to run {op} for {what} on stage {there}")
             if k == 0 and not waiting:
                 busy = f"busy {sum(end - start for start, end, *_ in row) / span:.1%}"
                 peak = f"at most {max(held[i].values()):g} held" if held[i] else ""
@@ -495,35 +442,31 @@ def timeline(
     key += [("s2", "activations held, in microbatches")] * any(held)
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
     key += [("paper", "waits, and for which stage")] * bool(waiting)
-    title += f"stuck after {max(done):g} {unit}" if waiting else f"{span:g} {unit}, {idle:.1%} of them idle"
+    title += (
+        f"stuck after {max(done):g} time units"
+        if waiting
+        else f"{span:g} time units, {idle:.1%} of them idle"
+    )
     return compose(title, [items, legend(key, 900)], "\n".join(lines))
 
 
-def overlap(
-    compute_s, comm_s, labels=None, first: str = "compute", axis: str = "fsdp", ahead: int = 1
-) -> Scene:
+def overlap(compute_s, comm_s, labels=None, first: str = "compute", axis: str = "fsdp") -> Scene:
     """Computing and communicating in turn, and side by side; seconds per piece.
 
     ``first`` says what waits for what: ``compute`` when a piece's result is sent (gradient buckets), ``comm``
     when a piece must arrive before it is used (gathered weights). Each of the two lanes works in order. What
-    arrives takes room: a piece is only fetched while at most ``ahead`` pieces before it are not yet computed
-    with, the one at work included.
+    arrives takes room: a piece is fetched while the one before it is computed with, no sooner.
     """
     labels = [str(i) for i in range(len(compute_s))] if labels is None else labels
-    if ahead < 1:
-        raise ValueError(f"ahead is {ahead}; use 1 or more: even the next piece is fetched ahead")
     if first not in ("compute", "comm") or not len(compute_s) == len(comm_s) == len(labels):
-        found = (
-            f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels,"
-            f" first='{first}'"
-        )
-        raise ValueError(f"overlap got {found}; give as many of each, and first='compute' or 'comm'")
+        found = f"{len(compute_s)} computing, {len(comm_s)} communicating and {len(labels)} labels"
+        raise ValueError(f"overlap got {found}, first='{first}'; give as many of each, 'compute' or 'comm'")
 
     def lanes(together: bool) -> list[list[tuple[float, float]]]:
         out: list[list[tuple[float, float]]] = [[], []]
-        free, done = [0.0, 0.0], [0.0] * (ahead + 1)  # when the pieces so far were computed with
+        free, done = [0.0, 0.0], [0.0, 0.0]  # when the pieces so far were computed with
         for a, b in zip(*((compute_s, comm_s) if first == "compute" else (comm_s, compute_s)), strict=True):
-            start = max(free[0], done[-ahead - 1] if first == "comm" else 0) if together else max(free)
+            start = max(free[0], done[-2] if first == "comm" else 0) if together else max(free)
             free = [start + a, max(start + a, free[1]) + b]
             done.append(free[1])
             out[0].append((start, free[0]))
@@ -536,22 +479,18 @@ def overlap(
     for k, name in enumerate(("in turn", "side by side")):
         both, y = lanes(bool(k)), 108 * k
         total = max(both[0][-1][1], both[1][-1][1])
-        lines.append(
-            f"{name}: {time_text(total)}, {time_text(total - sum(compute_s))} of it without computing"
-        )
+        waits = time_text(total - sum(compute_s))
+        lines.append(f"{name}: {time_text(total)}, {waits} of it without computing")
         items.append(Text(left, y, lines[-1], bold=True))
-        for j, (lane, word, fill) in enumerate(
-            zip(both, ("compute", "communicate"), ("s1", axis), strict=True)
-        ):
-            top = y + 16 + 34 * j
+        for j, (word, fill) in enumerate((("compute", "s1"), ("communicate", axis))):
+            lane, top = both[j], y + 16 + 34 * j
             items.append(small_text(left - 10, top + 14, word, "end"))
             for (start, end), label in zip(lane, labels, strict=True):
                 w, full = x_of(end) - x_of(start), f"{label}: {time_text(end - start)}"
                 items.append(Rect(x_of(start), top, w, 28, fill, "ink", 0.75, tip=f"{word} {full}"))
                 items += fitting(x_of(start) + w / 2, top + 14, w - 4, full, label, fill=text_color_on(fill))
     key = legend([("s1", "computing"), (axis, f"communicating over {axis}")])
-    room = f"At most {count_noun(ahead, 'piece')} fetched ahead of the one at work."
-    notes = [room] if first == "comm" else []
+    notes = ["At most 1 piece fetched ahead of the one at work."] if first == "comm" else []
     return compose("Communication behind computing", [items, key], "\n".join([*lines, *notes]), notes)
 
 
@@ -581,26 +520,21 @@ def two_lanes(turns, title: str) -> Scene:
                 x, w = x_of(event["start_s"]), x_of(event["end_s"]) - x_of(event["start_s"])
                 full = f"{event['name']}: {time_text(event['end_s'] - event['start_s'])}"
                 items.append(Rect(x, top, w, 32, fill, "ink", 0.75 if w > 3 else 0.25, tip=full))
+                color, tip = text_color_on(fill), f"waits {full}"
                 if event["exposed_s"]:
                     w_open = wide * event["exposed_s"] / span
-                    items.append(
-                        Rect(x + w - w_open, top, w_open, 32, fill, "ink", 0.75, "/", tip=f"waits {full}")
-                    )
+                    items.append(Rect(x + w - w_open, top, w_open, 32, fill, "ink", 0.75, "/", tip=tip))
                 elif w > 24 and not any(_meet(event, other) for other in mine if other is not event):
-                    items += fitting(
-                        x + w / 2, top + 16, w - 4, full, event["name"], fill=text_color_on(fill)
-                    )
+                    items += fitting(x + w / 2, top + 16, w - 4, full, event["name"], fill=color)
         blocks.append(items)
         lines.append(head)
-        sent = [event for event in turn["events"] if event["lane"] != "compute"]
-        lines += [
-            f"  {e['name']}: {time_text(e['end_s'] - e['start_s'])}, {time_text(e['exposed_s'])} exposed"
-            for e in sent
-        ]
+        for e in turn["events"]:
+            if e["lane"] != "compute":
+                took, exposed = time_text(e["end_s"] - e["start_s"]), time_text(e["exposed_s"])
+                lines.append(f"  {e['name']}: {took}, {exposed} exposed")
     says = {"compute": "computing", "links": "communicating", "network": "between hosts"}
     key = [(fill, says[word]) for word, fill in lanes] + [("s2", "computing waits for it", "/")]
-    key = legend(key, 640)
-    return compose(title, [*blocks, key], "\n".join(lines))
+    return compose(title, [*blocks, legend(key)], "\n".join(lines))
 
 
 def _meet(one: dict, other: dict) -> bool:
@@ -609,9 +543,7 @@ def _meet(one: dict, other: dict) -> bool:
 
 
 def loss_curve(losses, reference=None, title: str = "Training loss") -> Scene:
-    """The loss per step, in nats per token; ``reference`` is another curve, or one number, drawn dashed."""
-    if isinstance(reference, int | float):
-        reference = [reference] * max(2, len(losses))
+    """The loss per step, in nats per token; ``reference`` is another curve, drawn dashed."""
     curves = {"loss": list(losses)} | ({"reference": list(reference)} if reference is not None else {})
     finite = [x for curve in curves.values() for x in curve if math.isfinite(x)] or [0.0]
     pad = 0.05 * (max(finite) - min(finite)) or 0.5

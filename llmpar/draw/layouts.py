@@ -61,9 +61,8 @@ def _grid(kids: list[Block], gap: float, columns: int = 0) -> Block:
     n = len(kids)
     shapes = {c: abs(math.log(c * w / (-(-n // c) * h) / 1.3)) + (n % c > 0) for c in range(1, n + 1)}
     columns = columns or min(shapes, key=shapes.__getitem__)
-    items = [
-        Group(tuple(kid[0]), i % columns * (w + gap), i // columns * (h + gap)) for i, kid in enumerate(kids)
-    ]
+    at = [(i % columns * (w + gap), i // columns * (h + gap)) for i in range(n)]
+    items = [Group(tuple(kid[0]), *place) for kid, place in zip(kids, at, strict=True)]
     return items, columns * (w + gap) - gap, -(-n // columns) * (h + gap) - gap
 
 
@@ -139,12 +138,9 @@ def mesh(
         axis, per, _ = levels[depth]
         return f"{axis} {i}" if per == 1 else f"{axis} {i * per}–{i * per + per - 1}"
 
-    widest = [
-        number_ranges(range(shape.size - block, shape.size)),
-        name(-1, levels[-1][2] - 1),
-        f"group {len(teams)}",
-    ]
-    room = 10 + max(text_width(w) for w in widest[: 2 + bool(teams)])
+    widest = [number_ranges(range(shape.size - block, shape.size)), name(-1, levels[-1][2] - 1)]
+    widest += [f"group {len(teams)}"] * bool(teams)
+    room = 10 + max(map(text_width, widest))
 
     def node(depth: int, first: int, where: str = "", axis: str = "") -> Block:
         if depth == len(levels):
@@ -155,9 +151,8 @@ def mesh(
         if depth == boxed:
             per = host // inner[depth]
             hosts = [_grid(kids[i : i + per], 8, min(per, 16) if last else 0) for i in range(0, n, per)]
-            whole = _grid(
-                [_frame(h, f"host {first // host + i}", "ink", True) for i, h in enumerate(hosts)], 10
-            )
+            boxes = [_frame(h, f"host {first // host + i}", "ink", True) for i, h in enumerate(hosts)]
+            whole = _grid(boxes, 10)
         else:
             whole = _grid(kids, 6 if last else 10, min(n, 16) if last else 0)
         return _frame(whole, where, f"{axis}-line") if where else whole
@@ -171,9 +166,8 @@ def mesh(
         which = f"the first of {count_noun(len(teams), 'group')} over {highlight_axis}"
         notes.append(f"Filled: {which}, devices {number_ranges(teams[0])}.")
     text = "\n".join([*(fact for _, fact in facts), *lines, *notes])
-    return compose(
-        f"mesh {shape}: {count_noun(shape.size, 'device')}", [node(0, 0)[0], legend(facts, 400)], text, notes
-    )
+    title = f"mesh {shape}: {count_noun(shape.size, 'device')}"
+    return compose(title, [node(0, 0)[0], legend(facts, 400)], text, notes)
 
 
 def cells(place: dict, number, device: int, word: str, color: str) -> list:
@@ -186,37 +180,28 @@ def cells(place: dict, number, device: int, word: str, color: str) -> list:
         d = i * per
         fill, here = color if i in lit else "cell", i == device // per
         items.append(Rect(x, y, w, h, fill, "ink" if here else "edge", 3 if here else 1, radius=3))
-        items.append(
-            Text(x + w / 2, y + (15 if h > 30 else h / 2), str(d), SMALL, "middle", text_color_on(fill), here)
-        )
-        label = small_text(
-            x + w / 2, y + 30, f"{word} {number[d]}", fill="soft" if fill == "cell" else text_color_on(fill)
-        )
-        items += [label] * (h > 30 and per == 1 and number[d] is not None)
+        middle, ink = x + w / 2, text_color_on(fill)
+        items.append(Text(middle, y + (15 if h > 30 else h / 2), str(d), SMALL, "middle", ink, here))
+        if h > 30 and per == 1 and number[d] is not None:
+            ink = "soft" if fill == "cell" else ink
+            items.append(small_text(middle, y + 30, f"{word} {number[d]}", fill=ink))
     return items
 
 
 def arrows(lanes) -> list:
     """Arrows that can be seen on any fill: all of their paper below all of their ink."""
-    return [
-        Line(points, stroke, width, head=True)
-        for stroke, width in (("paper", 4.5), ("ink", 1.5))
-        for points in lanes
-    ]
+    below = [Line(points, "paper", 4.5, head=True) for points in lanes]
+    return below + [Line(points, "ink", 1.5, head=True) for points in lanes]
 
 
-def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
+def links(shape: MeshShape | str, chip: Chip) -> Scene:
     """Which links carry each axis. A bar goes from the distance of neighbours in a group to the distance of
     its ends, in devices; what reaches beyond the dashed edge of a node shares the network. Rates are what one
     device sends, as reached.
     """
     sizes, one = parse_mesh(shape).sizes, chip.per_device()
-    apart, items, lines, shown = (
-        strides(sizes, order),
-        list[Rect | Line | Text](),
-        [],
-        [a for a in order if sizes[a] > 1],
-    )
+    apart, items, lines = strides(sizes, AXES), list[Any](), []
+    shown = [a for a in AXES if sizes[a] > 1]
     span = max(math.prod(sizes.values()), one.node_size)
     x_of = lambda devices: 80 + 380 * math.log2(devices) / math.log2(2 * span)
     edge, bottom, right = x_of(one.node_size), 36 * len(shown), x_of(2 * span) + 12
@@ -228,19 +213,13 @@ def links(shape: MeshShape | str, chip: Chip, order=AXES) -> Scene:
         items += [Text(70, y + 14, f"{axis} {sizes[axis]}", anchor="end", bold=True)]
         items += [Rect(x_of(apart[axis]), y + 3, x_of(reach) - x_of(apart[axis]), 22, axis, f"{axis}-line")]
         items += [small_text(right, y + 14, words, "start", "ink")]
-        lines.append(
-            f"{axis} {sizes[axis]}: neighbours {count_noun(apart[axis], 'device')} apart, groups reach"
-            f" {reach}; {words}"
-        )
+        near = f"neighbours {count_noun(apart[axis], 'device')} apart"
+        lines.append(f"{axis} {sizes[axis]}: {near}, groups reach {reach}; {words}")
     steps = [2**i for i in range(0, math.floor(math.log2(span)) + 1, 1 + (span > 64))]
-    items += [
-        small_text(right, bottom + 14, "devices apart", "start"),
-        *(small_text(x_of(n), bottom + 14, str(n)) for n in steps),
-    ]
-    items += [
-        Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True),
-        small_text(edge, -14, f"node of {one.node_size}"),
-    ]
+    items.append(small_text(right, bottom + 14, "devices apart", "start"))
+    items += [small_text(x_of(n), bottom + 14, str(n)) for n in steps]
+    items.append(Line(((edge, -6), (edge, bottom + 4)), "ink", 2, dash=True))
+    items.append(small_text(edge, -14, f"node of {one.node_size}"))
     return compose(f"{parse_mesh(shape)} on {chip.name}: the links of each axis", [items], "\n".join(lines))
 
 
@@ -257,10 +236,8 @@ def _places(axes: tuple[str, ...], sizes: dict[str, int], index: int) -> dict[st
 
 def _copies(layout: Layout, sizes: dict[str, int]) -> tuple[int, int, int]:
     """Shards, copies of each, and the parts of an unfinished sum."""
-    shards, parts = (
-        math.prod(sizes.get(a, 1) for a in layout.axes),
-        math.prod(sizes.get(a, 1) for a in layout.sums),
-    )
+    along = lambda axes: math.prod(sizes.get(a, 1) for a in axes)
+    shards, parts = along(layout.axes), along(layout.sums)
     return shards, math.prod(sizes.values()) // shards // parts, parts
 
 
@@ -424,14 +401,12 @@ def _facts(layout: Layout, shape, sizes, itemsize) -> list[str]:
 
 
 def _key(layouts: list[Layout], sizes: dict[str, int] | None) -> list:
-    used = [
-        a for a in ORDER if (not sizes or sizes.get(a, 1) > 1) and any(a in x.axes + x.sums for x in layouts)
-    ]
+    named = {a for x in layouts for a in x.axes + x.sums}
+    used = [a for a in ORDER if a in named and (not sizes or sizes.get(a, 1) > 1)]
     key: list = [(a, f"{a} = {sizes[a]}" if sizes else a) for a in used]
     key += [(a, f"unfinished sum over {a}", "/") for a in used if any(a in x.sums for x in layouts)]
-    return legend(
-        key + [("edge", "copies", ".")] * any(sizes and _copies(x, sizes)[1] > 1 for x in layouts), 480
-    )
+    key += [("edge", "copies", ".")] * any(sizes and _copies(x, sizes)[1] > 1 for x in layouts)
+    return legend(key, 480)
 
 
 def _full(sizes: dict[str, int] | MeshShape | str | None) -> dict[str, int] | None:
@@ -454,11 +429,6 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
     return compose(title, [_tensor(layout, shape, sizes), _key([layout], sizes)], "\n".join(text), facts)
 
 
-def layout_svg(value: Layout) -> str:
-    """A layout without a mesh: where it is cut."""
-    return layout(value)._repr_svg_()
-
-
 def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple]:
     """The moves of an arrow and the bytes that each device sends for them, by ring algorithms.
 
@@ -469,9 +439,8 @@ def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize:
     for move in arrow.moves:
         g = math.prod(sizes[a] for a in move.axes)
         share = held * (g - 1) // g
-        out.append(
-            (move, {"all-gather": held * (g - 1), "all-reduce": 2 * share, "slice": 0}.get(move.kind, share))
-        )
+        sent = {"all-gather": held * (g - 1), "all-reduce": 2 * share, "slice": 0}.get(move.kind, share)
+        out.append((move, sent))
         held = {"all-gather": held * g, "reduce-scatter": held // g, "slice": held // g}.get(move.kind, held)
     return out
 

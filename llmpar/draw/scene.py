@@ -14,10 +14,12 @@ import base64
 import io
 import math
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
@@ -31,55 +33,9 @@ _type_scale: ContextVar[dict[str, int]] = ContextVar("type_scale", default=PAGE)
 PLAIN_EM, BOLD_EM = 0.6, 0.66  # the assumed width of a character, in sizes of its text
 BASELINE = 0.35  # how far a text's baseline lies below its middle, in sizes of the text
 
-LIGHT = {
-    "paper": "#FFFFFF",
-    "ink": "#1A1A1A",
-    "soft": "#565D68",
-    "edge": "#6B7280",
-    "cell": "#F3F4F6",
-    "grid": "#DDE0E5",
-    "pp": "#444444",
-    "sp": "#85406A",
-    "dp": "#0072B2",
-    "fsdp": "#009E73",
-    "ep": "#56B4E9",
-    "tp": "#FDB52A",
-    "kv": "#FDB52A",  # a part of tp
-    "pp-line": "#444444",
-    "sp-line": "#85406A",
-    "dp-line": "#005A9E",
-    "fsdp-line": "#007556",
-    "ep-line": "#00728C",
-    "tp-line": "#8F5900",
-    "kv-line": "#8F5900",
-    "s1": "#F0E442",
-    "s2": "#BBBBBB",
-    "s3": "#CC79A7",
-    "s4": "#D55E00",
-    "s5": "#555555",
-    "black": "#000000",
-    "white": "#FFFFFF",
-}
-"""Role to colour. One colour per mesh axis, after Okabe and Ito (2008): told apart by colour-blind readers,
-and moved in lightness until a grey copy tells them apart too. ``-line`` is the axis as text or stroke, dark
-enough to be read on paper. ``s1`` to ``s5`` are what is no axis: parts of memory, operations."""
-
-DARK = LIGHT | {  # fills stay, so that black or white text on them stays legible
-    "paper": "#16191D",
-    "ink": "#ECECEC",
-    "soft": "#A8B0BA",
-    "edge": "#8B94A0",
-    "cell": "#23282F",
-    "grid": "#3A414B",
-    "pp-line": "#C9C9C9",
-    "sp-line": "#D69BBF",
-    "dp-line": "#5AA5F0",
-    "fsdp-line": "#2CC295",
-    "ep-line": "#7FDDF5",
-    "tp-line": "#FDB52A",
-    "kv-line": "#FDB52A",
-}
-
+_COLOURS = tomllib.loads(resources.files(__package__).joinpath("colours.toml").read_text(encoding="utf-8"))
+LIGHT: dict[str, str] = _COLOURS["light"]
+DARK = LIGHT | _COLOURS["dark"]
 SERIES = ("s1", "s2", "s3", "s4", "s5")
 
 
@@ -218,13 +174,10 @@ def small_text(x: float, y: float, text: str, anchor: str = "middle", fill: str 
     return Text(x, y, text, SMALL, anchor, fill)
 
 
-def fitting(
-    x: float, y: float, room: float, *texts: str, fill: str = "ink", size: float | str = SMALL
-) -> list[Text]:
+def fitting(x: float, y: float, room: float, *texts: str, fill: str = "ink") -> list[Text]:
     """The first of ``texts`` that fits into ``room`` pixels around ``x``; nothing if none does."""
-    return next(
-        ([Text(x, y, t, size, "middle", fill)] for t in texts if t and text_width(t, size) <= room), []
-    )
+    fits = [text for text in texts if text and text_width(text, SMALL) <= room]
+    return [small_text(x, y, text, fill=fill) for text in fits[:1]]
 
 
 def legend(entries, room: float = 640) -> list:
@@ -236,9 +189,8 @@ def legend(entries, room: float = 640) -> list:
         if x and x + w > room:
             x, y = 0, y + 20
         stroke = fill + "-line" if fill + "-line" in LIGHT else "edge"
-        out.append(
-            Rect(x, y, 14, 14, "cell" if hatch and fill not in SERIES else fill, stroke, hatch="".join(hatch))
-        )
+        under = "cell" if hatch and fill not in SERIES else fill
+        out.append(Rect(x, y, 14, 14, under, stroke, hatch="".join(hatch)))
         out.append(Text(x + 20, y + 7, meaning, SMALL))
         x += w + 22
     return out
@@ -310,11 +262,8 @@ def compose(title: str, blocks, text: str, notes=(), margin: float = 16) -> Scen
 
     def paragraph(texts, role: str, fill: str, bold: bool = False) -> list[Text]:
         size = pixels(role)
-        lines = [
-            line
-            for text in texts
-            for line in textwrap.wrap(text, int(wide / size / (BOLD_EM if bold else PLAIN_EM)))
-        ]
+        room = int(wide / size / (BOLD_EM if bold else PLAIN_EM))
+        lines = [line for text in texts for line in textwrap.wrap(text, room)]
         return [Text(0, 1.45 * size * i, line, size, fill=fill, bold=bold) for i, line in enumerate(lines)]
 
     wide = max([520, *(bounds(b)[2] - bounds(b)[0] for b in blocks)])
@@ -382,39 +331,28 @@ def to_svg(scene: Scene) -> str:
             position += f' font-size="{_n(item.size)}"' + ' font-weight="600"' * item.bold
             body.append(f"<text {position} {paint(item.fill)}>{escape(item.text)}</text>")
         elif isinstance(item, Rect):
-            position = (
-                f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
-                f' rx="{_n(item.radius)}"'
-            )
+            position = f'x="{_n(item.x)}" y="{_n(item.y)}" width="{_n(item.w)}" height="{_n(item.h)}"'
+            position += f' rx="{_n(item.radius)}"'
             style, tip = paint(item.fill, item.stroke, item.width, item.dash), escape(item.tip)
             body.append(f"<rect {position} {style}>" + f"<title>{tip}</title>" * bool(tip) + "</rect>")
             if item.hatch:
                 name = f"llmpar-{'dots' if item.hatch == '.' else 'lines'}-{item.stroke}"
-                lines, dots = paint("", item.stroke, 1.6), paint(item.stroke)
-                mark = (
-                    f'<circle cx="3" cy="3" r="1.4" {dots}'
-                    if item.hatch == "."
-                    else f'<path d="M-1,7 7,-1" {lines}'
-                )
+                mark = f'<path d="M-1,7 7,-1" {paint("", item.stroke, 1.6)}'
+                if item.hatch == ".":
+                    mark = f'<circle cx="3" cy="3" r="1.4" {paint(item.stroke)}'
                 patterns[name] = f'<pattern id="{name}" width="6" height="6" {in_pixels}>{mark}/></pattern>'
                 body.append(f'<rect {position} fill="url(#{name})"/>')
         else:
-            tag, style = (
-                "polygon" if item.fill else "polyline",
-                paint(item.fill, item.stroke, item.width, item.dash),
-            )
+            tag = "polygon" if item.fill else "polyline"
+            style = paint(item.fill, item.stroke, item.width, item.dash)
             body.append(f'<{tag} points="{_n(*sum(item.points, ()))}" {style}/>')
             if item.head:
                 body.append(f'<polygon points="{_n(*sum(_head(item), ()))}" {paint(item.stroke)}/>')
     light, dark = ("".join(f"--lp-{r}:{theme[r]};" for r in sorted(used)) for theme in (LIGHT, DARK))
-    rules = "".join(
-        f".llmpar .f-{r}{{fill:var(--lp-{r})}}.llmpar .s-{r}{{stroke:var(--lp-{r})}}" for r in sorted(used)
-    )
-    w, h, font = (
-        _n(scene.width),
-        _n(scene.height),
-        'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"',
-    )
+    rule = ".llmpar .f-{0}{{fill:var(--lp-{0})}}.llmpar .s-{0}{{stroke:var(--lp-{0})}}"
+    rules = "".join(map(rule.format, sorted(used)))
+    w, h = _n(scene.width), _n(scene.height)
+    font = 'font-family="DejaVu Sans, Verdana, system-ui, sans-serif"'
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" class="llmpar" role="img"'
         f" aria-label={quoteattr(scene.title)} "
@@ -428,9 +366,8 @@ def to_svg(scene: Scene) -> str:
     )
 
 
-def to_png(scene: Scene, target=None, scale: float = 2) -> bytes:
-    """The scene as a PNG through matplotlib, at ``scale`` times its size; also written to a ``target`` path
-    or file."""
+def to_png(scene: Scene) -> bytes:
+    """The scene as a PNG through matplotlib, at twice its size."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -441,27 +378,19 @@ def to_png(scene: Scene, target=None, scale: float = 2) -> bytes:
         raise ValueError(f"{lacks}; save an SVG, or pip install 'llmpar[lab]'") from error
 
     point, color = 0.75, {"": "none"} | LIGHT  # a CSS pixel is 3/4 of a typographic point
-    figure = Figure(figsize=(scene.width / 96, scene.height / 96), dpi=96 * scale, facecolor=color["paper"])
+    figure = Figure(figsize=(scene.width / 96, scene.height / 96), dpi=192, facecolor=color["paper"])
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, scene.width), ylim=(scene.height, 0))
     axes.set_axis_off()
     for z, item in enumerate(flatten(scene.items)):
         style: dict[str, Any] = {"zorder": z, "clip_on": False}
         if isinstance(item, Text):
-            style |= {
-                "ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor],
-                "parse_math": False,
-            }
-            style |= {
-                "size": item.size * point,
-                "weight": "bold" if item.bold else "normal",
-                "color": color[item.fill],
-            }
+            style |= {"ha": {"start": "left", "middle": "center", "end": "right"}[item.anchor]}
+            style |= {"size": item.size * point, "weight": "bold" if item.bold else "normal"}
+            style |= {"color": color[item.fill], "parse_math": False}
             axes.text(item.x, item.y + BASELINE * item.size, item.text, family="DejaVu Sans", **style)
             continue
-        stroke: dict[str, Any] = {
-            "edgecolor": color[item.stroke],
-            "linewidth": item.width * point * bool(item.stroke),
-        }
+        width = item.width * point * bool(item.stroke)
+        stroke: dict[str, Any] = {"edgecolor": color[item.stroke], "linewidth": width}
         stroke |= {"linestyle": (0, (6 / item.width, 4 / item.width)) if item.dash else "-"}
         if isinstance(item, Rect):
             style |= {"xy": (item.x, item.y), "width": item.w, "height": item.h}
@@ -480,10 +409,4 @@ def to_png(scene: Scene, target=None, scale: float = 2) -> bytes:
     (canvas := FigureCanvasAgg(figure)).draw()
     image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).convert("RGB")
     image.quantize(128).save(buffer := io.BytesIO(), "PNG")  # colours enough, at a third of the bytes
-    if target is not None:
-        (
-            target.write(buffer.getvalue())
-            if hasattr(target, "write")
-            else Path(target).write_bytes(buffer.getvalue())
-        )
     return buffer.getvalue()
