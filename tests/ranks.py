@@ -9,6 +9,7 @@ import contextlib
 import io
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -20,12 +21,26 @@ from llmpar.launch import joined
 
 PLACE = joined.initialize(wait_s=60, heartbeat_s=int(os.environ.get("HEARTBEAT_S", "20")), shutdown_s=20)
 
+import optax
 import parity
+from jax.experimental import multihost_utils
+from test_decode import MORE, PROMPT
 from test_launch import DECODES, PLANS, plan_of
 
+from llmpar.cli import main
 from llmpar.mesh import make_mesh, use_devices
+from llmpar.plan import Plan
+from llmpar.serve.decode import Decoder, generate
+from llmpar.step import Step
+from llmpar.training import train
+from llmpar.training.data import DataConfig, Stream, read_corpus
 
 use_devices()
+
+
+def gathered(value: np.ndarray) -> list:
+    """A value of each process, in all of them."""
+    return np.asarray(multihost_utils.process_allgather(value)).tolist()
 
 
 def plans(which: str) -> dict:
@@ -47,15 +62,8 @@ def plans(which: str) -> dict:
     return found
 
 
-def rows(which: str) -> dict:
+def rows() -> dict:
     """The rows of a batch that this process made, under a plan that cuts them over all processes."""
-    import optax
-
-    from llmpar.plan import Plan
-    from llmpar.step import Step
-    from llmpar.training import train
-    from llmpar.training.data import DataConfig, Stream, read_corpus
-
     text = DataConfig(seq_len=32, batch_size=16, limit_bytes=1 << 16)
     stream, made = Stream(read_corpus(text), text), []
     local_batch = stream.local_batch
@@ -66,17 +74,11 @@ def rows(which: str) -> dict:
     whole = {name: parity.whole(x) for name, x in placed.items()}
     same = all(np.array_equal(whole[name], x) for name, x in local_batch(3, slice(None)).items())
     each = np.array(sorted(made), np.int32)
-    from jax.experimental import multihost_utils
-
-    return {"same rows": same, "made": np.asarray(multihost_utils.process_allgather(each)).tolist()}
+    return {"same rows": same, "made": gathered(each)}
 
 
-def decode(which: str) -> dict:
+def decode() -> dict:
     """Tokens that a cache cut over processes leads to."""
-    from test_decode import MORE, PROMPT
-
-    from llmpar.serve.decode import generate
-
     found = {}
     for text in DECODES:
         config, plan = plan_of(text)
@@ -86,22 +88,14 @@ def decode(which: str) -> dict:
 
 def decoder(config, plan):
     """As in test_decode, from weights that each process takes its pieces of."""
-    import optax
-    from test_decode import MORE, PROMPT
-
-    from llmpar.serve.decode import Decoder
-    from llmpar.step import Step
-
     mesh = make_mesh(plan.mesh)
     stored = Step(config, plan, mesh, optax.sgd(1e-3)).shardings.params
     params = parity.put(parity.weights(config), stored)
     return Decoder(config, plan, mesh, params, len(PROMPT), PROMPT.shape[1] + MORE)
 
 
-def listens(which: str) -> dict:
+def listens() -> dict:
     """Everything that this process and its children listen on, after a collective has met."""
-    from jax.experimental import multihost_utils
-
     multihost_utils.sync_global_devices("here")
     mine = {
         os.readlink(f"/proc/self/fd/{fd}")
@@ -114,19 +108,13 @@ def listens(which: str) -> dict:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
                 found.append(fields[1].split(":")[0])
-    counts = multihost_utils.process_allgather(np.int32(len(found)))
     loopback = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-    other = multihost_utils.process_allgather(np.int32(len(set(found) - loopback)))
-    return {
-        "sockets": np.asarray(counts).ravel().tolist(),
-        "beyond loopback": np.asarray(other).ravel().tolist(),
-    }
+    beyond = np.int32(len(set(found) - loopback))
+    return {"sockets": gathered(np.int32(len(found))), "beyond loopback": gathered(beyond)}
 
 
-def raises(which: str) -> dict:
+def raises() -> dict:
     """Process 1 fails while the others wait for it at a barrier."""
-    from jax.experimental import multihost_utils
-
     if jax.process_index() == 1:
         raise KeyError("planted")
     joined._client().wait_at_barrier("never", 600_000)
@@ -134,10 +122,8 @@ def raises(which: str) -> dict:
     return {}
 
 
-def skips(which: str) -> dict:
+def skips() -> dict:
     """Process 1 leaves out a collective and goes to sleep; a watchdog finds out."""
-    from jax.experimental import multihost_utils
-
     with joined.Watchdog(3.0) as watchdog:
         watchdog.feed()
         if jax.process_index() == 1:
@@ -146,49 +132,35 @@ def skips(which: str) -> dict:
     return {}
 
 
-def stopped(which: str) -> dict:
+def stopped() -> dict:
     """Process 1 is asked to stop: all learn it at the same step."""
-    import signal
-
     for step in range(1, 400):
         if jax.process_index() == 1 and step == 5:
             os.kill(os.getpid(), signal.SIGTERM)
         if joined.asked_to_stop(step):
             break
         time.sleep(0.05)
-    from jax.experimental import multihost_utils
-
-    return {"steps": np.asarray(multihost_utils.process_allgather(np.int32(step))).ravel().tolist()}
+    return {"steps": gathered(np.int32(step))}
 
 
-def doctor(which: str) -> dict:
+def doctor() -> dict:
     """What `llmpar doctor` says where several processes run it."""
-    from llmpar.cli import main
-
     with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())) as words:
         assert main(["doctor"]) == 0
     words.seek(0)
     return {"doctor": words.read()}
 
 
-def sleeps(which: str) -> dict:
+def sleeps() -> dict:
     """Wait to be killed."""
-    from jax.experimental import multihost_utils
-
     multihost_utils.sync_global_devices("ready")
     print("ready", file=sys.stderr, flush=True)
     time.sleep(600)
     return {}
 
 
-def slow(which: str) -> dict:
+def slow() -> dict:
     """Process 1 compiles the step longer than Gloo would wait for it."""
-    import optax
-
-    from llmpar.plan import Plan
-    from llmpar.step import Step
-    from llmpar.training import train
-
     plan = Plan("fsdp=2")
     step = Step(parity.LLAMA, plan, make_mesh(plan.mesh), optax.sgd(1e-3))
     shape = step.abstract_batch(4, 32)
@@ -205,7 +177,7 @@ def slow(which: str) -> dict:
     return {"loss": float(metrics["loss"])}
 
 
-def smaller(which: str) -> dict:
+def smaller() -> dict:
     """A mesh that leaves a process without devices."""
     try:
         make_mesh("dp=2")
@@ -218,6 +190,6 @@ if __name__ == "__main__":
     document = {}
     for words in sys.argv[1].split("+"):
         job, _, which = words.partition(":")
-        document |= globals()[job](which)
+        document |= globals()[job](*filter(None, [which]))
     if jax.process_index() == 0:
         print(json.dumps(document), flush=True)
