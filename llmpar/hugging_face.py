@@ -137,8 +137,8 @@ def _window(raw: dict, kind: str, path: str) -> int | None:
     first = raw.get("max_window_layers", 28)
     sliding = sliding or [i >= first for i in range(raw["num_hidden_layers"])]
     if any(sliding) and not all(sliding):
-        many = f"{sum(sliding)} of {len(sliding)} layers"
-        raise ValueError(f"'{path}' has a window in {many}; use one in all or none")
+        found = f"a window in {sum(sliding)} of {len(sliding)} layers"
+        raise ValueError(f"'{path}' has {found}; use one in all or none")
     return window if any(sliding) else None
 
 

@@ -29,7 +29,7 @@ MAX_SIMULATED = 1024
 KINDS = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5"}
 """What an abstract mesh says that its devices are, by platform."""
 LETTERS = "bsdnkrhmevclut"
-"""Names of the dims of a value for which nobody gave any, in order."""
+"""Names of the dims of a value that has none, in order."""
 
 
 def use_devices(simulate: int = 8, at_least: int = 2) -> list[jax.Device]:
@@ -82,9 +82,9 @@ def ordered_devices() -> list[jax.Device]:
     try:
         with _enough_threads():
             return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-    except (RuntimeError, AssertionError) as error:  # the second where the platform it was told is not there
-        told = os.environ.get("JAX_PLATFORMS", "")
-        where = f"JAX_PLATFORMS={told}" if told else "the platform of this machine"
+    except (RuntimeError, AssertionError) as error:  # the second where JAX_PLATFORMS is not there
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        where = f"JAX_PLATFORMS={platforms}" if platforms else "the platform of this machine"
         why = str(error).partition("\n")[0][:200] or "there is no such device"
         what = "unset JAX_PLATFORMS, or install the JAX for it: llmpar[cuda13], llmpar[tpu]"
         raise ValueError(f"JAX cannot start on {where}: {why}; {what}") from error
@@ -98,8 +98,8 @@ def _enough_threads():
     collective blocks a thread until its whole group has come, so two collectives that no data orders can take
     every thread, each waiting for one that finds none. XLA reads the pool's size once, when it starts.
     """
-    told = re.findall(rf"{_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    devices = int(told[-1]) if told else jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    counts = re.findall(rf"{_COUNT_FLAG}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    devices = int(counts[-1]) if counts else jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     asked = {}
     if devices > 1 and not any(name in os.environ for name in POOL_SIZE):
         threads = max(THREADS_PER_DEVICE * devices, os.cpu_count() or 1)
@@ -132,11 +132,11 @@ def make_mesh(shape: str | MeshShape, devices: list | None = None) -> Mesh:
     grid = device_grid(shape := parse_mesh(shape, len(devices)), devices)
     idle = {d.process_index for d in devices} - {d.process_index for d in grid.flat}
     if idle and jax.process_count() > 1:
-        numbers, many = ", ".join(map(str, sorted(idle))), len({d.process_index for d in devices})
+        numbers, size = ", ".join(map(str, sorted(idle))), len({d.process_index for d in devices})
         raise ValueError(
-            f"mesh '{shape}' takes {shape.size} of {len(devices)} devices, and of {many} processes these hold"
+            f"mesh '{shape}' takes {shape.size} of {len(devices)} devices, and of {size} processes these hold"
             f" none of them and could address nothing: {numbers}; use all devices, or start"
-            f" {many - len(idle)} process{'es' * (many - len(idle) > 1)}"
+            f" {size - len(idle)} process{'es' * (size - len(idle) > 1)}"
         )
     return Mesh(grid, tuple(shape.sizes), axis_types=(AxisType.Auto,) * grid.ndim)
 

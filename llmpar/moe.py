@@ -1,4 +1,4 @@
-"""Route tokens to experts, on one device or on many: choose, send, multiply, send back, add up.
+"""Route tokens to experts, on one device or more: choose, send, multiply, send back, add up.
 
 A layer of experts takes six steps:
 
@@ -120,7 +120,7 @@ def visit(
     ``gate``, ``up`` and ``down`` are this device's experts. Experts whose width is cut give a term of a sum.
     """
     (b, s, d), k, num_ranks = x.shape, experts.top_k, par.parts("experts e")
-    # Capacity counts by pieces of rows, as the router had them: with tp_sequence tp of them to a row here.
+    # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
     num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("ffn s")
     way = par.plan.grouped
     blocks, block = experts.blocks(num_tokens, num_pieces, num_ranks, *products.BLOCK_ROWS[way])
@@ -130,8 +130,8 @@ def visit(
     if num_ranks > 1:
         num_slots = experts.slots(num_tokens, num_pieces, num_ranks)
         x_td, weights_tk, chosen_tk, slots = dispatch(experts, par, x_td, weights_tk, chosen_tk, num_slots)
-    layout, how = grouped.lay_out(chosen_tk, len(gate), blocks, block), grouped.How(way, chunk, split)
-    y_td = grouped.feed_forward(how, x_td, weights_tk, (gate, up, down), layout)
+    layout, options = grouped.lay_out(chosen_tk, len(gate), blocks, block), grouped.How(way, chunk, split)
+    y_td = grouped.feed_forward(options, x_td, weights_tk, (gate, up, down), layout)
     return (combine(par, y_td, slots) if num_ranks > 1 else y_td).reshape(x.shape)
 
 

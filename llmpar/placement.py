@@ -105,7 +105,7 @@ def _deal(sizes: tuple[int, ...], parts: list[list]) -> np.ndarray | None:
     for n in sizes:
         across.append(math.gcd(n, left))
         left //= across[-1]
-    within = [n // many for n, many in zip(sizes, across, strict=True)]
+    within = [n // count for n, count in zip(sizes, across, strict=True)]
     torus = parts[0][0].platform == "tpu"
     inner = [_on_torus(within, part) if torus else np.array(part).reshape(within) for part in parts]
     if any(grid is None for grid in inner):

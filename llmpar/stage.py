@@ -57,7 +57,7 @@ class Stage:
     batch: Tree
     first: Any  # whether this chunk has the model's first layer,
     last: Any  # its last layer,
-    full: Any  # and the most layers of all chunks;
+    full: Any  # and as many layers as the longest chunk;
     layers: Any  # their numbers in the model
 
     def model(self, **weights: Tree) -> StageModel:

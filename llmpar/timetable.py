@@ -318,7 +318,7 @@ def branch_shares(schedule: Schedule | None, num_layers: int) -> list[dict[str, 
     sends = {name: (slots(table).send == way).any(1) for name, way in WAYS.items()}
     first, last = ({route[i] for route in schedule.routes} for i in (0, -1))
     full = {cell for cell, n in counts.items() if n == max(counts.values())}
-    share = lambda some, of: Fraction(len(some & of), max(1, len(of)))
+    share = lambda taking, cells: Fraction(len(taking & cells), max(1, len(cells)))
     for stage in range(schedule.num_stages):
         ticks = {kind: table.ticks[:, stage, 0] == i for i, kind in enumerate(KINDS)} | sends
         mine = {cell for cell in counts if cell[0] == stage}
