@@ -15,12 +15,11 @@ and keys. So the order in which a sequence lies on the ranks (`llmpar.sequence_o
 positions, and none of the code below knows it.
 
 A model asks `choose` for its attention. By default that is `ring`, which cuts sequences into tiles and walks
-from rank to rank (`_ring`); at each, `blockwise` goes over the pairs of tiles (`over_pairs`), and
-`attend_tile` multiplies.
+from rank to rank (`_ring`). At each, `blockwise` meets the pairs of tiles, and `attend_tile` multiplies.
 
 Dims: b batch, s query positions, t key positions, k KV heads, r query heads per KV head, h head width. Ids
-are `b 2 s`: positions, then segments. A sequence in tiles is `i b k r c h` (keys: `j b k c h`, ids: `i b 2
-c`): tile i of c positions, heads before positions, as matrix products want them.
+are `b 2 s`: positions, then segments. Tiles, i of c queries and j of d keys, have heads before positions, as
+matrix products want them: `i b k r c h`.
 """
 
 from collections.abc import Callable
@@ -44,11 +43,9 @@ Q = Float[Array, "b s k r h"]
 KV = Float[Array, "b t k h"]
 Partial = tuple[Float[Array, "b s k r h"], Float[Array, "b s k r"]]  # out in q's dtype, lse in float32
 Seen = Bool[Array, "_ s t"]
-# One tile.
 QTile = Float[Array, "b k r s h"]
 KVTile = Float[Array, "b k t h"]
 Row = Float[Array, "b k r s"]
-# All tiles of a device: c queries in each of i, d keys in each of j.
 QTiles = Float[Array, "i b k r c h"]
 KVTiles = Float[Array, "j b k d h"]
 Rows = Float[Array, "i b k r c"]
@@ -77,22 +74,20 @@ def choose(par: Solo, mask: Mask) -> Callable[..., Q]:
     still cut."""
     plan, axes = par.plan, par.axes("keys s")
     run: Callable
-    if plan.attention_kernel in ("cudnn", "xla"):
-        whole = plan.documents == "whole"
-        run = partial(by_kernel, kernel=plan.attention_kernel, contiguous=plan.in_order, whole=whole)
+    if (kernel := plan.attention_kernel) in ("cudnn", "xla"):
+        run = partial(by_kernel, kernel=kernel, contiguous=plan.in_order, whole=plan.documents == "whole")
     else:
         run = partial(
             ring,
             axis=axes[0] if axes else None,
             block=plan.attention_block,
             contiguous=plan.in_order and not axes,
-            platform=par.platform if plan.attention_kernel == "flash" else None,
+            platform=par.platform if kernel == "flash" else None,
             branch=par.platform != "gpu",
             hop=plan.hop,
         )
-    return lambda q, k, v, *ids: run(q, k, v, mask=mask, **dict(zip(Ids.__annotations__, ids, strict=True)))[
-        0
-    ]
+    named = lambda ids: dict(zip(Ids.__annotations__, ids, strict=True))
+    return lambda q, k, v, *ids: run(q, k, v, mask=mask, **named(ids))[0]
 
 
 # ------------------------------------------------------------------------------------------ one pair of tiles
@@ -109,8 +104,6 @@ def ids_of(
     if n > 1 and k_positions_bt.shape[1] == t:
         with scope("data b s -> ids b s"):
             keys = jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), keys)
-    if (found := keys[0].shape[1]) != n * t:
-        raise ValueError(f"{n * t} keys need as many positions; found {found}")
     q_ids, k_ids = (
         jnp.stack(jnp.broadcast_arrays(at, jnp.zeros_like(at) if of is None else of), 1)
         for at, of in ((q_positions_bs, q_segments_bs), keys)
@@ -228,14 +221,7 @@ def blockwise(
 
 
 def blockwise_grad(
-    how: _How,
-    q: QTiles,
-    k: KVTiles,
-    v: KVTiles,
-    q_ids: QIds,
-    k_ids: KIds,
-    terms: tuple[QTiles, Rows, Rows],
-    dq: QTiles | None = None,
+    how: _How, q: QTiles, k: KVTiles, v: KVTiles, q_ids: QIds, k_ids: KIds, terms: tuple, dq: QTiles | None
 ) -> tuple[QTiles, KVTiles, KVTiles]:
     """Add what some keys give to dq, and return it with the float32 gradients of these keys. Of each query
     the terms are dO, the lse of its whole row, and delta (`attend_tile_grad`)."""
@@ -277,10 +263,9 @@ def ring(
     mask: Mask = CAUSAL,
     **ids: Unpack[Ids],
 ) -> Partial:
-    """Attend to the keys of all n ranks along `axis`, each of which holds s/n positions; call it in
-    `jax.shard_map`. Without an axis there is one rank, and no hop: what `full` gives, in memory linear in the
-    sequence. The ids of keys are those of all ranks, in their order, which are few and never travel; or of
-    this rank, and then they are gathered.
+    """Attend to the keys of all n ranks along `axis`, each of which holds s/n positions, in `jax.shard_map`.
+    Without an axis there is one rank: what `full` gives, in memory linear in the sequence. The ids of keys
+    are those of all ranks, in their order; or of this rank, and then they are gathered.
 
         forward                                        backward
         out, lse = 0, -inf                             keys = the previous rank's; dq = 0
@@ -302,10 +287,7 @@ def ring(
     (`llmpar.kernels.flash`; interpreted where that is ``cpu``). `hop` is that of a `Plan`.
     """
     s, t = q.shape[1], k.shape[1]
-    if contiguous and s != t:
-        raise ValueError(
-            f"contiguous attention has queries and keys at the same positions; found {s} and {t} of them"
-        )
+    assert s == t or not contiguous
     q_ids, k_ids = ids_of(axis, t, **ids)
     # A tile must not join the two parts that zigzag deals to a rank.
     block = None if axis and block and block >= s else block
@@ -316,12 +298,8 @@ def ring(
     if platform:
         return _ring(how, *vary_alike((q, k, v, q_ids, k_ids)))
 
-    def cut(x, size):
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), (1, 2), (0, -2))
-
-    def cut_ids(ids, size):
-        return jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
-
+    cut = lambda x, size: jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), (1, 2), (0, -2))
+    cut_ids = lambda ids, size: jnp.moveaxis(ids.reshape(*ids.shape[:-1], -1, size), -2, -4)
     tiles = cut(q, c), cut(k, d), cut(v, d), cut_ids(q_ids, c), cut_ids(k_ids, d)
     out, lse = _ring(how, *vary_alike(tiles))
     out, lse = jnp.moveaxis(out, (0, -2), (1, 2)), jnp.moveaxis(lse, (0, -1), (1, 2))

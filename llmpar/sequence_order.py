@@ -1,8 +1,7 @@
 """Say which keys a query sees, which rank holds which positions, and in which tiles attention cuts them.
 
-No JAX. Attention itself never asks for the order: positions travel with queries and keys. A row of several
-documents is dealt to ranks by a loader while a step runs: equally many positions each, and the same causal
-work.
+No JAX. Attention itself never asks for the order: positions travel with queries and keys. A loader deals a
+row of several documents to ranks while a step runs: equally many positions each, and the same causal work.
 """
 
 from dataclasses import dataclass
@@ -17,17 +16,11 @@ class Mask:
 
     window: int | None = None
 
-    def __post_init__(self):
-        if self.window is not None and self.window < 1:
-            raise ValueError(
-                f"window={self.window} hides every key, the query's own too; use 1 or more, or None"
-            )
-
     def admits(self, low, high):
         """Tell whether a gap (query minus key position) somewhere in [low, high] can be seen; exact if low is
         high."""
         seen = high >= 0
-        return seen & (low < self.window) if self.window else seen
+        return seen if self.window is None else seen & (low < self.window)
 
 
 CAUSAL = Mask()
@@ -62,11 +55,8 @@ def sequence_permutation(name: str, s: int, n: int) -> np.ndarray:
     if n == 1:
         return np.arange(s)  # one rank has them all, of whatever number
     if s % parts:
-        near = [str(m) for m in (s // parts * parts, -(-s // parts) * parts) if m]
-        other = f"; orders contiguous and striped would take {s}" if s % n == 0 else ""
         raise ValueError(
-            f"{name} order over {n} ranks cuts the sequence into {parts} parts, but {s} is not a multiple of"
-            f" {parts}; use a sequence of {' or '.join(near)}{other}"
+            f"{name} order cuts {s} positions into {parts} parts for {n} ranks; use a multiple of {parts}"
         )
     if name == "zigzag":
         return zigzag(np.arange(s), n).ravel()
@@ -76,11 +66,9 @@ def sequence_permutation(name: str, s: int, n: int) -> np.ndarray:
 def row_orders(name: str, segments_bs: np.ndarray, n: int, window: int | None = None) -> np.ndarray:
     """Return ``b s``: which position of its row each place holds, where rank i of n has the i-th part of the
     places. Only 'balanced' looks at the documents, ``segments_bs`` of the rows as they were written."""
-    return (
-        np.stack([balanced_order(row, n, window) for row in segments_bs])
-        if name == "balanced"
-        else np.broadcast_to(sequence_permutation(name, segments_bs.shape[1], n), segments_bs.shape)
-    )
+    if name == "balanced":
+        return np.stack([balanced_order(row, n, window) for row in segments_bs])
+    return np.broadcast_to(sequence_permutation(name, segments_bs.shape[1], n), segments_bs.shape)
 
 
 def tile_length(block: int | None, length: int) -> int:
@@ -91,15 +79,8 @@ def tile_length(block: int | None, length: int) -> int:
         while block % 2 == 0 and (block > 256 or block == length):
             block //= 2
     if block < 1 or length % min(block, length):
-        near = min((n for n in range(1, length + 1) if length % n == 0), key=lambda n: abs(n - block))
-        raise ValueError(
-            f"block={block} does not divide the {length} positions held here; use a divisor, such as {near}"
-        )
+        raise ValueError(f"block={block} does not divide the {length} positions held here; use a divisor")
     return min(block, length)
-
-
-# ------------------------------------------------------------------- documents of a row, dealt to ranks by a
-# loader
 
 
 def zigzag(places: np.ndarray, n: int) -> np.ndarray:

@@ -618,19 +618,13 @@ def test_the_busiest_rank_of_a_zigzag_ring_does_half_the_work():
 def test_refusals_say_what_would_work():
     q, k, v, positions, _ = inputs(kv_heads=2)
     ids = ids_of(positions, None)
-    with pytest.raises(
-        ValueError, match="12 is not a multiple of 8; use a sequence of 8 or 16; orders contiguous and"
-    ):
+    with pytest.raises(ValueError, match="cuts 12 positions into 8 parts for 4 ranks; use a multiple of 8"):
         sequence_permutation("zigzag", 12, 4)
     with pytest.raises(ValueError, match="'zig' is not known; use contiguous"):
         sequence_permutation("zig", 12, 4)
     with pytest.raises(
-        ValueError, match="block=12 does not divide the 32 positions held here; use a divisor, such as 8"
+        ValueError, match="block=12 does not divide the 32 positions held here; use a divisor"
     ):
         ring(*map(jnp.asarray, (q, k, v)), block=12, **ids)
     with pytest.raises(ValueError, match="only one of queries and keys"):
         full(*map(jnp.asarray, (q, k, v)), **ids | {"q_segments_bs": jnp.zeros((B, S), jnp.int32)})
-    with pytest.raises(ValueError, match="window=0 hides every key"):
-        Mask(window=0)
-    with pytest.raises(ValueError, match="same positions; found 16 and 32"):
-        ring(jnp.asarray(q[:, :16]), jnp.asarray(k), jnp.asarray(v), contiguous=True, **ids)
