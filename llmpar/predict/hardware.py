@@ -117,11 +117,8 @@ class Chip:
 
 
 def asked_memory_share() -> float | None:
-    """The share of a GPU's memory that this environment tells JAX to take; None where it says nothing.
-
-    Preallocated or not, JAX takes no more than its share; only the platform's own allocator knows none.
-    """
-    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":
+    """The share of a GPU's memory that this environment tells JAX to take; None where it says nothing."""
+    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform":  # the only one that knows no share
         return 1.0
     name = next((name for name in MEMORY_SHARES if os.environ.get(name)), None)
     if name is None:
@@ -182,23 +179,16 @@ NAMES = {alias: chip for chip in CHIPS for alias in (chip.name, *chip.aliases)}
 
 @dataclass(frozen=True)
 class Cluster:
-    """A machine that people name: a chip, and what of its row differs there.
-
-    Attributes:
-        chips_per_node: within reach of the fast links.
-        network_bytes_per_s: one way, of one chip.
-        ports: network ports of a node, in words.
-        num_chips: of the whole machine; None: as many as are asked for.
-    """
+    """A machine that people name: a chip, and what of its row differs there."""
 
     name: str
     chip: str
-    chips_per_node: int
-    network_bytes_per_s: float
-    ports: str
+    chips_per_node: int  # within reach of the fast links
+    network_bytes_per_s: float  # one way, of one chip
+    ports: str  # of a node to the network, in words
     date: str
     source: str
-    num_chips: int | None = None
+    num_chips: int | None = None  # of the whole machine; None: as many as are asked for
 
     @property
     def row(self) -> Chip:

@@ -1,8 +1,6 @@
-"""What a training run holds on its fullest device, by part, from its dims: of any framework of `workload`.
-
-For plans of this package `memory` is closer: it follows the program that compilers make. This file has the
-textbook's sums (Rajbhandari et al. 2020, section 3; Korthikanti et al. 2022, section 4), stage by stage.
-"""
+"""What a measured run of another framework holds on its fullest device, by part: the textbook's sums, stage
+by stage (Rajbhandari et al. 2020, section 3; Korthikanti et al. 2022, section 4). For plans of ours see
+`memory`."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ def fits(run: Run) -> bool:
 
 def _stage(run: Run, stage: int) -> dict[str, float]:
     soft, mesh, s = run.software, run.mesh, run.sizes
-    counts = run.chunk_layers[stage :: mesh.pp]
-    layers = sum(counts)
+    layers = sum(run.chunk_layers[stage :: mesh.pp])
     dense = min(run.dense_layers, layers) if stage == 0 else 0
     first, last = stage == 0, stage == mesh.pp - 1
     body = s["attention"] + s["copies"] + s["vectors"]
@@ -38,7 +35,7 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
     shared = layers * body + (layers - dense) * sparse + dense * s["dense"]
     shared += first * s["embedding"] + last * (s["head"] or (s["embedding"] if mesh.pp > 1 else 0.0))
     shared /= mesh.tp
-    experts = (layers - dense) * s["experts"] / mesh.ep / (mesh.tp if run.expert_tp else 1)
+    experts = (layers - dense) * s["experts"] / mesh.ep
     over = run.data_ranks * mesh.sp
     weights = grads = state = gathered = 0.0
     for params, group, ranks in (
@@ -53,32 +50,20 @@ def _stage(run: Run, stage: int) -> dict[str, float]:
         body = (shared + experts - first * s["embedding"] / mesh.tp) / max(1, layers)
         largest = max(2 * body, first * s["embedding"] / mesh.tp)  # the next layer's travel meanwhile
         gathered = largest * (soft.gathered_bytes + soft.reduced_bytes)
-        if not run.reshard:
-            gathered += (shared + experts) * soft.gathered_bytes
     elif not soft.weight_bytes:  # a cast copy of what is held whole
         gathered = (shared + experts) * soft.gathered_bytes
     kept, working = activation_bytes(run)
     alive = _alive(run, stage)
-    logits = run.tokens * run.config.vocab_size / mesh.tp / run.loss_chunks * last
+    logits = run.tokens * run.config.vocab_size / mesh.tp * last
     return {
         "weights": weights,
         "gradients": grads,
         "optimizer": state,
         "gathered weights": gathered,
-        "activations": _kept(run, kept, counts, alive),
+        "activations": 0.0 if run.offload else kept * layers * alive,
         "messages": 2.0 * soft.messages * run.stream_tokens * run.config.width * alive * (mesh.pp > 1),
         "working set": max(working, logits * soft.logit_bytes),
     }
-
-
-def _kept(run: Run, kept: float, counts: list[int], alive: float) -> float:
-    """Bytes of activations: of all layers of the microbatches that are alive; where a stage keeps its inputs
-    alone, these and one chunk's."""
-    if run.offload:
-        return 0.0
-    if run.again:
-        return 2.0 * run.stream_tokens * run.config.width * alive * len(counts) + kept * max(counts)
-    return kept * sum(counts) * alive
 
 
 def _alive(run: Run, stage: int) -> float:

@@ -10,7 +10,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from llmpar.config import ModelConfig
 from llmpar.notation import AXES, MeshShape
@@ -186,10 +186,14 @@ class Run:
         layers = c.num_layers * s["attention"]
         sparse = s["ffn"] + visits * s["experts"] + s["router"]
         layers += (c.num_layers - self.dense_layers) * sparse + self.dense_layers * s["dense"]
-        seen = min(c.window or self.seq_len, self.seq_len)
         heads = c.num_heads * (c.head_width + self.value_width) / 2
-        attention = 12 * c.num_layers * heads * seen * (0.5 if causal and seen == self.seq_len else 1)
+        attention = 12 * c.num_layers * heads * self.seen(causal)
         return (6.0 * (layers + c.vocab_size * c.width) + attention) * self.tokens_per_step
+
+    def seen(self, causal: bool) -> float:
+        """Keys that a query meets: of a window all, elsewhere half of the sequence where ``causal``."""
+        seen = min(self.config.window or self.seq_len, self.seq_len)
+        return seen * (0.5 if causal and seen == self.seq_len else 1.0)
 
     @property
     def value_width(self) -> int:
@@ -211,36 +215,25 @@ class Run:
         d, t = self.config.width, self.tokens if tokens is None else tokens
         return [Product(t, d, width * (self.ffn_products - 1), times), Product(t, width, d, times)]
 
-    def expert_products(self) -> list[Product]:
-        """The products of a device's experts, with an even share of visits."""
-        how, c = self.config.experts, self.config
-        assert how
-        cut = self.mesh.tp if self.expert_tp else 1
-        here = how.num_experts / self.mesh.ep
-        # Each ep rank gets its even share of the visits of the ep ranks' tokens; where tp does not cut
-        # experts, tp ranks deal tokens among them.
-        visits = self.tokens * how.top_k / (1 if self.expert_tp else self.mesh.tp)
-        return self.ffn_list(c.ffn_width / cut, visits / here, here)
-
     def layer_products(self, dense: bool = False) -> tuple[list[Product], list[Product]]:
-        """Products of a layer, forward: attention's, and the feed-forward's."""
+        """Products of a layer, forward: attention's, and the feed-forward's. Experts share their visits
+        evenly: each ep rank gets its part of the visits of all ep ranks' tokens, and where tp does not cut
+        experts, tp ranks deal tokens among them."""
         c, how, tp = self.config, self.config.experts, self.mesh.tp
-        if how is None:
-            return self.attention_products(), self.ffn_list(c.ffn_width / tp)
-        if dense:
-            return self.attention_products(), self.ffn_list(how.dense_width / tp)
-        shared = self.ffn_list(c.ffn_width * how.num_shared / tp) if how.num_shared else []
-        router = [Product(self.stream_tokens, c.width, how.num_experts)]
-        return self.attention_products(), shared + router + self.expert_products()
+        if how is None or dense:
+            return self.attention_products(), self.ffn_list((how.dense_width if how else c.ffn_width) / tp)
+        found = self.ffn_list(c.ffn_width * how.num_shared / tp) if how.num_shared else []
+        found.append(Product(self.stream_tokens, c.width, how.num_experts))  # the router
+        here, cut = how.num_experts / self.mesh.ep, tp if self.expert_tp else 1
+        visits = self.tokens * how.top_k * cut / tp
+        return self.attention_products(), found + self.ffn_list(c.ffn_width / cut, visits / here, here)
 
     def attention_flops(self) -> float:
         """FLOPs of scores and of what they weigh, forward, of a microbatch and layer on a device: of whole
         squares where attention is not fused, of the causal half where it is."""
         c = self.config
-        seen = min(c.window or self.seq_len, self.seq_len)
-        half = 0.5 if self.software.fused_attention and seen == self.seq_len else 1.0
         heads = c.num_heads / self.mesh.tp * (c.head_width + self.value_width)
-        return 2.0 * self.tokens * seen * heads * half
+        return 2.0 * self.tokens * self.seen(self.software.fused_attention) * heads
 
     def score_elements(self) -> float:
         """Elements of a layer's scores on a device; 0 where attention is fused."""
@@ -266,26 +259,21 @@ class Run:
 
 def of_plan(config: ModelConfig, plan: Plan, chip: Chip, batch_size: int, seq_len: int) -> Run:
     """The run that a plan of ours is."""
-    ranks = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep
-    order = plan.pipeline
+    ranks, order = plan.mesh.dp * plan.mesh.fsdp * plan.mesh.ep, plan.pipeline
+    alike = "mesh microbatches zero schedule tp_sequence context_parallel loss_chunks"
+    fields: dict[str, Any] = {name: getattr(plan, name) for name in alike.split()}
     return Run(
         config,
         chip,
-        plan.mesh,
-        seq_len,
+        seq_len=seq_len,
         rows=max(1, batch_size // ranks // plan.microbatches),
-        microbatches=plan.microbatches,
-        zero=plan.zero,
         reshard=plan.reshard_after_forward,
-        schedule=plan.schedule,
         virtual_stages=order.visits if order else 1,
         recompute=plan.remat,
         again=1.0 if order and plan.stage_saves == "input" else 0.0,
-        tp_sequence=plan.tp_sequence,
         tp_overlap=plan.tp_comm_overlap,
-        context_parallel=plan.context_parallel,
-        loss_chunks=plan.loss_chunks,
         zero_over_sp="sp" in plan.zero_axes,
         balanced=plan.sequence_order != "contiguous",
         plan=plan,
+        **fields,
     )
