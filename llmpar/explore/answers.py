@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import Counter
 from typing import Any, get_args, get_type_hints
 
 from llmpar.config import PRESETS, ModelConfig, preset
@@ -139,9 +138,8 @@ def key(state: dict) -> str:
 def read_mesh(text: str) -> MeshShape:
     """A mesh that can be drawn. A browser refuses the same texts in the same words."""
     if len(text) > 200:
-        raise ValueError(
-            f"a mesh text of {len(text)} characters; six axes need fewer, for instance '{START['mesh']}'"
-        )
+        why = f"a mesh text of {len(text)} characters"
+        raise ValueError(f"{why}; six axes need fewer, for instance '{START['mesh']}'")
     try:
         shape = parse_mesh(text)
     except NotationError:
@@ -158,9 +156,8 @@ def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
     would work."""
     order = tuple(state["order"].replace(",", " ").split())
     if sorted(order) != sorted(AXES):
-        raise ValueError(
-            f"the order '{state['order']}' must name each axis once; for instance '{' '.join(AXES)}'"
-        )
+        why = f"the order '{state['order']}' must name each axis once"
+        raise ValueError(f"{why}; for instance '{' '.join(AXES)}'")
     for control in CONTROLS:
         value, name = state[control["name"]], control["label"]
         if control["kind"] == "int" and (not isinstance(value, int) or value < control["min"]):
@@ -173,9 +170,8 @@ def read(state: dict) -> tuple[ModelConfig, Chip, MeshShape, tuple[str, ...]]:
 def make_plan(state: dict, mesh) -> Plan:
     """Make the state's plan on a mesh, in bfloat16. Controls that change nothing there keep their default."""
     fields = {control["name"] for control in CONTROLS} & PLAN.keys() - {"mesh"}
-    return Plan(mesh, dtype="bfloat16", **{name: state[name] for name in fields}).effective(
-        preset(state["model"])
-    )
+    plan = Plan(mesh, dtype="bfloat16", **{name: state[name] for name in fields})
+    return plan.effective(preset(state["model"]))
 
 
 def mode(state: dict) -> str:
@@ -192,9 +188,7 @@ def tensors(state: dict) -> list[dict]:
     are float32. Activations are one layer's, of one microbatch. Keys of ``layout``: the stage, with an ``s``
     for sequence parallelism.
     """
-    config, _, _, _ = read(
-        state | {name: START[name] for name in ("mesh", "order")}
-    )  # the same on every mesh
+    config, *_ = read(state | {name: START[name] for name in ("mesh", "order")})  # the same on every mesh
     all_axes = dataclasses.replace(parse_mesh(" ".join(f"{a}=4" for a in AXES)), kv=2)
     both = ({"zero": zero, "tp_sequence": cut} for zero in range(4) for cut in (False, True))
     plans = {mode(s): make_plan(s, all_axes).resolve(None, None) for s in (state | one for one in both)}
@@ -203,19 +197,12 @@ def tensors(state: dict) -> list[dict]:
     def row(kind: str, name: str, shape, itemsize: int, place, times: int = 1) -> None:
         layouts = {k: str(place(plan)) for k, plan in plans.items()}
         entry = {"name": f"{kind} {name}", "kind": kind, "shape": list(shape), "itemsize": itemsize}
-        entry |= {
-            "times": times,
-            "of": of,
-            "heads": config.num_kv_heads,
-        }  # of which ranks of tp may hold copies
+        entry |= {"times": times, "of": of, "heads": config.num_kv_heads}  # which ranks of tp may copy
         stacked = {"chunks": {s: n for s, n in CHUNKS.items() if n > 1}} if name.startswith("blocks.") else {}
         rows.append(entry | stacked | {"layout": layouts})
 
-    for kind, name, times in (
-        ("weight", "stored", 1),
-        ("moments", "graded", 2),
-        ("gradient", "accumulated", 1),
-    ):
+    weights = ("weight", "stored", 1), ("moments", "graded", 2), ("gradient", "accumulated", 1)
+    for kind, name, times in weights:
         for path, weight in config.weights().items():
             place = lambda plan, dims=weight.dims, name=name: getattr(plan.life(dims), name)
             row(kind, path, weight.shape, 4, place, times)
@@ -253,11 +240,8 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
     try:
         config, chip, shape, order = read(state)
         plan = plan or make_plan(state, shape)
-        out |= {
-            "node": chip.per_device().node_size,
-            "capacity": chip.usable_bytes,
-            "whole": int(chip.usable_hbm_gib * GIB),
-        }
+        out |= {"node": chip.per_device().node_size, "capacity": chip.usable_bytes}
+        out["whole"] = int(chip.usable_hbm_gib * GIB)
         plan.check(config, state["batch_size"], state["seq_len"])
     except ValueError as error:
         out["refusal"] = remedy(state) | {"why": str(error)}
@@ -282,9 +266,8 @@ def answer(state: dict, plan: Plan | None = None) -> dict:
     words = ", ".join([f'"{shape}"', *(f"{name}={value!r}" for name, value in given.items())])
     out["code"] = f'--mesh "{shape}"\nPlan({words})'
     if order != tuple(AXES):
-        out["code"] += (
-            f"\n# the order '{' '.join(order)}' is for study: a Plan lays its devices out as {' '.join(AXES)}"
-        )
+        out["code"] += f"\n# the order '{' '.join(order)}' is for study:"
+        out["code"] += f" a Plan lays its devices out as {' '.join(AXES)}"
     out["says"] = _says(state, out, shape)
     return out
 
@@ -294,42 +277,23 @@ def sent(chip: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> li
     seconds."""
     sizes, rows = plan.mesh.asked, []
     apart = strides(*parted(sizes, order, plan.config.num_kv_heads))
-    for (names, what), row in traffic.step_traffic(plan, batch_size, seq_len).items():
-        axes = tuple(names.split(","))
-        each = sum((counter for counter in row.of.values()), Counter[int]())
+    for (names, kind), row in traffic.step_traffic(plan, batch_size, seq_len).items():
+        axes = names.split(",")
+        each = {size for counter in row.of.values() for size in counter}
         parts = {name: sum(one * n for one, n in counter.items()) for name, counter in row.of.items()}
         several = sorted(parts.items(), key=lambda part: -part[1])
         words = ", ".join(f"{name} {size_text(value)}" if len(parts) > 1 else name for name, value in several)
-        rows.append(
-            {
-                "axes": list(axes),
-                "kind": what,
-                "count": row.count,
-                "bytes": row.bytes_sent,
-                "what": words,
-                "largest": max(each),
-                "sizes": len(each),
-                "seconds": at_link_rate(chip, row, min(apart[a] for a in axes)),
-            }
-        )
-        if (
-            plan.pipeline and names == "pp" and what == "collective-permute"
-        ):  # on; gradients go back on the same pairs
-            sends = (slots(timetable(plan.pipeline)).send == 1).any(0)
-            rows[-1]["pairs"] = [
-                [s, (s + 1) % sizes["pp"]] for s, there in enumerate(sends.tolist()) if there
-            ]
+        stride, seconds = min(apart[a] for a in axes), 0.0  # one after the other, over links so far apart
+        for (_, _, size), times in row.messages.items():
+            what = kind.replace("collective-", "")
+            seconds += times * formulas.collective_seconds(chip, what, size, row.group_size, stride)
+        found = {"axes": axes, "kind": kind, "count": row.count, "bytes": row.bytes_sent, "what": words}
+        rows.append(found | {"largest": max(each), "sizes": len(each), "seconds": seconds})
+        if plan.pipeline and names == "pp" and kind == "collective-permute":
+            # On; gradients go back on the same pairs.
+            sends = (slots(timetable(plan.pipeline)).send == 1).any(0).tolist()
+            rows[-1]["pairs"] = [[s, (s + 1) % sizes["pp"]] for s, there in enumerate(sends) if there]
     return sorted(rows, key=lambda row: -row["bytes"])
-
-
-def at_link_rate(chip: Chip, row: traffic.Prediction, stride: int) -> float:
-    """Seconds that the collectives of one kind over the same axes take, one after the other, at the rate of
-    the links between devices that are ``stride`` apart (`formulas.collective_seconds`)."""
-    what = {"collective-permute": "permute"}.get(row.kind, row.kind)
-    return sum(
-        times * formulas.collective_seconds(chip, what, size, row.group_size, stride)
-        for (_, _, size), times in row.messages.items()
-    )
 
 
 def assumed(chip: Chip) -> str:
@@ -347,10 +311,8 @@ def _says(state: dict, out: dict, shape: MeshShape) -> str:
     total, room = sum(value for _, value in out["memory"]), out["capacity"]
     held = ", ".join(f"{name} {size_text(value)}" for name, value in out["memory"])
     fit = f"about {size_text(abs(room - total))} {'free' if total <= room else 'too much'}"
-    lines = [
-        f"{state['model']} on {shape} = {count_noun(shape.size, 'device')} of {state['chip']}, ZeRO"
-        f" {state['zero']}"
-    ]
+    devices = f"{count_noun(shape.size, 'device')} of {state['chip']}"
+    lines = [f"{state['model']} on {shape} = {devices}, ZeRO {state['zero']}"]
     lines.append(f"memory per device: {size_text(total)} of {size_text(room)} usable, {fit} ({held})")
     for row in out["traffic"]:
         sent = f"{size_text(row['bytes'])} sent per device and step" + " (first stage)" * (shape.pp > 1)
@@ -412,10 +374,8 @@ def nearest(state: dict) -> str | None:
         return None
     asked = parse_mesh(state["mesh"])
     named = [a for a, n in asked.sizes.items() if n > 1]
-    for axes, most in (
-        (named, asked.size),
-        ([a for a in AXES if a not in named] + named, min(asked.size, 1024)),
-    ):
+    others = [a for a in AXES if a not in named]
+    for axes, most in ((named, asked.size), (others + named, min(asked.size, 1024))):
         counts = {most, *divisors(most), *(2**i for i in range(most.bit_length()))}
         for n in sorted(counts - {1}, reverse=True) if axes else ():
             for near in near_meshes({a: asked.sizes[a] for a in axes}, n):
@@ -443,9 +403,8 @@ def neighbours(state: dict, most: int = 600) -> list[dict]:
         for n in divisors(shape.size)
         for mesh in near_meshes(shape.sizes, n)
     ]
-    asked = itertools.product(
-        [mesh for _, mesh in sorted(near)], sorted(range(4), key=lambda z: z != state["zero"])
-    )
+    stages = sorted(range(4), key=lambda z: z != state["zero"])
+    asked = itertools.product([mesh for _, mesh in sorted(near)], stages)
     found = [state | {"mesh": mesh, "zero": zero} for mesh, zero in itertools.islice(asked, most)]
     return [state, *(one for one in found if key(one) != key(state))][:most]
 
@@ -461,10 +420,10 @@ def device_rows(state: dict, rows: list[dict], sizes: dict[str, int], order) -> 
             tuple(a for a in layout.sums if cut[a] > 1),
         )
         held = slices(live, shape_of(row, state, cut), cut, at)
-        words = "cannot be cut evenly" if held is None else "[" + ", ".join(f"{a}:{b}" for a, b in held) + "]"
-        bytes_held = (
-            math.prod(b - a for a, b in held) * row["itemsize"] * row["times"] if held is not None else 0
-        )
+        words, bytes_held = "cannot be cut evenly", 0
+        if held is not None:
+            words = f"[{', '.join(f'{a}:{b}' for a, b in held)}]"
+            bytes_held = math.prod(b - a for a, b in held) * row["itemsize"] * row["times"]
         out.append([row["name"], str(live), words, size_text(bytes_held)])
     return out
 
@@ -491,47 +450,40 @@ def scene(state: dict) -> Scene:
     if axes:
         teams = groups(cut, inside, axes)
         number = [i for _, i in sorted((d, i) for i, team in enumerate(teams) for d in team)]
-        what = (
-            f"{count_noun(len(teams), 'group')} over {','.join(axes)}; filled: the group of device {device}"
-        )
+        what = f"{count_noun(len(teams), 'group')} over {','.join(axes)}"
+        what += f"; filled: the group of device {device}"
+        word, color = "group", axes[0]
     else:
         chosen = next((r for r in rows if r["name"] == state["tensor"]), rows[0])
         layout = parse_layout(chosen["layout"][mode(state)])
         shards = shard_numbers(layout, shape_of(chosen, state, cut), cut, inside)
         number = shards or list(range(shape.size))
+        word, color, name = "shard" if shards else "device", "s1", chosen["name"]
         what = f"{count_noun(shape.size, 'device')} in link order; "
-        name = chosen["name"]
         what += (
             f"filled: same shard of {name} as device {device}" if shards else f"{name} cannot be cut evenly"
         )
-    items = layouts.cells(
-        place, number, device, "group" if axes else "shard" if shards else "device", axes[0] if axes else "s1"
-    )
+    items = layouts.cells(place, number, device, word, color)
     if row and len(teams[0]) <= 64:
         team, steps = teams[number[device]], rounds(row["kind"], len(teams[0]), row.get("pairs"))
         at = min(state["step"], len(steps) - 1)
         ends = [(team[s] // place["block"], team[t] // place["block"]) for s, t, _ in steps[at]["sends"]]
         items += layouts.arrows([tuple((x, y) for x, y in lane(place, a, b)) for a, b in ends if a != b])
-        each = size_text(row["largest"] / max(1, len(steps) - 1))
+        last = len(steps) - 1
+        each = size_text(row["largest"] / max(1, last))
         which = f"One {row['kind']}" + f", the largest of {row['count']}," * (row["sizes"] > 1)
-        notes.append(
-            f"{which} over {','.join(row['axes'])}: round {at} of {len(steps) - 1}, {each} a device."
-        )
+        notes.append(f"{which} over {','.join(row['axes'])}: round {at} of {last}, {each} a device.")
     notes += [f"Dashed: nodes of {node} devices."] * bool(place["frames"])
     notes += [f"Each cell stands for {place['block']} devices."] * (place["block"] > 1)
     blocks = [[small_text(0, 0, what, "start")], items]
     if reply["memory"]:
-        bars = memory_bars(
-            [("a device", dict(reply["memory"]))], reply["capacity"], whole_bytes=reply["whole"]
-        )
+        rows_held = [("a device", dict(reply["memory"]))]
+        bars = memory_bars(rows_held, reply["capacity"], whole_bytes=reply["whole"])
         blocks.append([Group(tuple(flatten(bars.items)[1:]))])
     at = coordinates(sizes, order, device)
-    held = [
-        " ".join(cells) for cells in device_rows(state, rows, sizes, order) if cells[0].startswith("weight")
-    ]
-    details = (
-        f"{what}\ndevice {device}: {', '.join(f'{a} {at[a]}' for a in order if sizes[a] > 1)}\n"
-        + "\n".join(held)
-    )
+    weights = [row for row in rows if row["kind"] == "weight"]
+    held = [" ".join(cells) for cells in device_rows(state, weights, sizes, order)]
+    where = ", ".join(f"{a} {at[a]}" for a in order if sizes[a] > 1)
+    details = "\n".join([what, f"device {device}: {where}", *held])
     lines = reply["says"].splitlines()[1 if reply["refusal"] else -1 :]
     return compose(f"mesh {shape}", blocks, f"{reply['says']}\n{details}", [*notes, *lines])

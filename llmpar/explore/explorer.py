@@ -30,27 +30,9 @@ from llmpar.explore import answers
 from llmpar.inspect.shardings import shardings, shardings_scene
 from llmpar.notation import AXES
 
-MODULE = Path(__file__).parent / "static" / "explorer.js"
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>{title}</title>
-<style>:root{{color-scheme:light dark}}
-body{{margin:0;background:{light};font-family:"DejaVu Sans",Verdana,sans-serif}}
-@media (prefers-color-scheme:dark){{body{{background:{dark}}}}}</style></head>
-<body><main></main><noscript><pre>{text}</pre></noscript>
-<script type="application/json" id="doc">{doc}</script>
-<script type="module">
-{module}
-const source = document.documentElement.outerHTML, brought = document.getElementById("doc").textContent;
-const values = {{ doc: JSON.parse(brought) }};
-const again = (state) => JSON.stringify({{ ...JSON.parse(brought), state }});
-values.doc.page = (state) => source.replace(brought, () => again(state).replaceAll("<", "\\u003c"));
-values.state = values.doc.state;
-const model = {{ get: (name) => values[name] ?? null, set: (name, value) => {{ values[name] = value; }} }};
-model.save_changes = model.on = model.off = model.send = () => {{}};
-render({{ model, el: document.querySelector("main") }});
-</script></body></html>
-"""
+STATIC = Path(__file__).parent / "static"
+MODULE = STATIC / "explorer.js"
+PAGE = (STATIC / "page.html").read_text(encoding="utf-8")
 
 
 class _Rich(anywidget.AnyWidget):
@@ -86,9 +68,8 @@ class Explorer:
     def set(self, **state) -> None:
         """Change the state, here and in every front end that is open."""
         if unknown := sorted(set(state) - set(self.start)):
-            raise ValueError(
-                f"{type(self).__name__} has no {', '.join(unknown)}; it has {', '.join(self.start)}"
-            )
+            own = f"{type(self).__name__} has no {', '.join(unknown)}"
+            raise ValueError(f"{own}; it has {', '.join(self.start)}")
         self.state = State(self.state | state)
         if self._rich:
             self._rich.state = dict(self.state)
@@ -136,10 +117,8 @@ class Explorer:
                 break
             answers[reply["key"]] = reply
             states.append(state)
-        covered = [
-            c | {"stored": list(dict.fromkeys(state[c["name"]] for state in states))} for c in self.controls
-        ]
-        return {"answers": answers, "controls": covered}
+        values = {name: list(dict.fromkeys(state[name] for state in states)) for name in self.state}
+        return {"answers": answers, "controls": [c | {"stored": values[c["name"]]} for c in self.controls]}
 
     def choices(self, control: dict) -> list:
         """The values of a control that an exported page can show."""
@@ -160,9 +139,8 @@ class Explorer:
     def document(self) -> dict:
         """What the browser needs once: controls, colours, where to start."""
         own: dict[str, Any] = {"kind": self.kind, "title": self.title, "view": list(self.view)}
-        own |= {"controls": self.controls}
-        own |= {"state": dict(self.state), "theme": {"light": LIGHT, "dark": DARK}}
-        return own | {"parts": PARTS, "version": __version__}
+        own |= {"controls": self.controls, "state": dict(self.state)}
+        return own | {"theme": {"light": LIGHT, "dark": DARK}, "parts": PARTS, "version": __version__}
 
     @property
     def rich(self) -> anywidget.AnyWidget:
@@ -188,14 +166,8 @@ class Explorer:
         says so."""
         doc = json.dumps(self.document() | self.stored()).replace("<", "\\u003c")
         module = MODULE.read_text(encoding="utf-8").partition("export default")[0]
-        return PAGE.format(
-            title=html.escape(self.title),
-            text=html.escape(self.scene.text),
-            doc=doc,
-            module=module,
-            light=LIGHT["paper"],
-            dark=DARK["paper"],
-        )
+        words = {"title": html.escape(self.title), "text": html.escape(self.scene.text)}
+        return PAGE.format(**words, doc=doc, module=module, light=LIGHT["paper"], dark=DARK["paper"])
 
     def save(self, path: str | Path) -> None:
         """Write ``.html`` (interactive), ``.svg`` or ``.png`` (the static twin)."""
@@ -231,8 +203,7 @@ class MeshExplorer(Explorer):
 
     @classmethod
     def of(cls, value) -> MeshExplorer:
-        """The shardings of a live array, of a tree of them, or of a compiled program, as the compiler has
-        them."""
+        """The shardings of a live array, or of a tree of them."""
         self = cls()
         self._given = shardings(value)
         self.title = self._given["title"]
@@ -248,14 +219,10 @@ class MeshExplorer(Explorer):
             "activation": "activations, one layer",
         }
         doc = super().document() | {"axes": AXES, "kinds": kinds, "most": answers.MOST}
-        return doc | {"shapes": answers.SHAPES} | (self._given or {"tensors": self.tensors})
+        return doc | {"shapes": answers.SHAPES} | (self._given or {"tensors": self.tensors(self.state)})
 
-    @property
-    def tensors(self) -> list[dict]:
+    def tensors(self, state: dict) -> list[dict]:
         """What a step holds; nothing where the state is refused (the answer says why)."""
-        return self._tensors(self.state)
-
-    def _tensors(self, state: dict) -> list[dict]:
         try:
             return answers.tensors(state)
         except ValueError:
@@ -266,9 +233,8 @@ class MeshExplorer(Explorer):
 
     def answer(self, state: dict) -> dict:
         if self._given:
-            same = {name: self._given[name] for name in ("traffic", "memory", "node")}
-            same |= {"key": answers.key(state), "refusal": None, "time": None, "code": ""}
-            return same | {"says": self.scene.text}
+            same = {"traffic": None, "memory": [], "node": self._given["node"], "key": answers.key(state)}
+            return same | {"refusal": None, "time": None, "code": "", "says": self.scene.text}
         return answers.answer(state)
 
     def states(self) -> list[dict]:
@@ -279,10 +245,7 @@ class MeshExplorer(Explorer):
 
     def _changed(self, change) -> None:
         new = self.state | change["new"]
-        if (
-            self._rich
-            and not self._given
-            and any(change["old"][name] != new[name] for name in answers.SHAPES)
-        ):
-            self._rich.tensors = self._tensors(new)  # before the answer that speaks of them
+        others = any(change["old"][name] != new[name] for name in answers.SHAPES)
+        if self._rich and not self._given and others:
+            self._rich.tensors = self.tensors(new)  # before the answer that speaks of them
         super()._changed(change)

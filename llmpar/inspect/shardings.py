@@ -56,8 +56,6 @@ def shardings(value) -> dict:
         "sizes": sizes,
         "axes": dict.fromkeys(sizes, ""),
         "tensors": rows,
-        "traffic": None,
-        "memory": [],
         "node": len(devices) // len({d.process_index for d in devices}),
         "kinds": {},
         "controls": [],
