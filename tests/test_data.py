@@ -19,7 +19,6 @@ from llmpar.training.data import (
     Corpus,
     DataConfig,
     Stream,
-    check_vocab,
     open_tokenizer,
     read_corpus,
     tokenizer_of,
@@ -517,16 +516,6 @@ def test_the_size_of_a_vocabulary_with_gaps_is_its_largest_id_plus_one(make_toke
     tokenizer = open_tokenizer(path)
     assert tokenizer.vocab_size == 70_001
     assert read_corpus(DataConfig(tokenizer=tokenizer.name, limit_bytes=999)).tokens.dtype == np.int32
-
-
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_numbers():
-    check_vocab(ByteTokenizer(), 257)
-    check_vocab(ByteTokenizer(), 264)
-    says = (
-        r"tokenizer 'bytes' has 257 tokens but the model's vocabulary has 256; use a model with 257 or more"
-    )
-    with pytest.raises(ValueError, match=says):
-        check_vocab(ByteTokenizer(), 256)
 
 
 def test_a_missing_package_is_refused_naming_the_extra(monkeypatch):

@@ -25,6 +25,7 @@ from llmpar.weights import model_graph
 B, S, MORE = 2, 5, 6
 PROMPT = np.random.default_rng(3).integers(0, 256, (B, S)).astype(np.int32)
 WINDOW = dataclasses.replace(LLAMA, window=4)
+COPIES = dataclasses.replace(QWEN, name="two KV heads, biases, norms", num_heads=8, num_kv_heads=2)
 
 
 def decoder(config, plan, length=S + MORE, batch=B):
@@ -44,6 +45,7 @@ def whole(config, tokens):
 PLANS = [
     (LLAMA, Plan("dp=1", zero=0)), (LLAMA, Plan("sp=4", zero=0)), (QWEN, Plan("dp=2 sp=2 tp=2", zero=0)),
     (WINDOW, Plan("fsdp=2 sp=4")), (MOE, Plan("ep=2 sp=2 tp=2", zero=0)),
+    (COPIES, Plan("sp=2 tp=4", zero=0)),
 ]  # fmt: skip
 
 
@@ -55,6 +57,8 @@ def test_a_cache_gives_the_logits_of_the_whole_forward_pass(config, plan):
     for start, end in [(0, 3), (3, S), *((i, i + 1) for i in range(S, S + MORE))]:
         found = np.asarray(run(tokens[:, start:end]))
         assert np.abs(found - want[:, end - 1]).max() <= 1e-5 * np.abs(want).max()
+    heads = max(1, config.num_kv_heads // plan.mesh.tp)
+    assert run.cache[0].addressable_shards[0].data.shape[3] == heads, "a head has one copy at most"
 
 
 def test_the_likeliest_tokens_are_those_of_the_whole_forward_pass_and_a_seed_repeats_itself():
