@@ -33,7 +33,6 @@ class Progress:
     json: bool = False
 
     def run(self) -> None:
-        """Print the table."""
         if self.folder is not None and not os.path.isdir(self.folder):
             raise ValueError(f"there is no folder '{self.folder}'; name the one in which you answered")
         folder = self.folder or next((name for name in FOLDERS if record.file(name).exists()), ".")
@@ -63,7 +62,6 @@ class Solutions:
     json: bool = False
 
     def run(self) -> None:
-        """Print them in the order of the lessons."""
         known = exercises.lessons()
         if self.lesson not in (None, *known):
             raise ValueError(f"lesson {self.lesson!r} has no exercises; there are {', '.join(known)}")
@@ -94,7 +92,6 @@ class Quiz:
     json: bool = False
 
     def run(self) -> None:
-        """Ask, judge and note; or compare."""
         path = pathlib.Path(self.file)
         if self.effect:
             return self.compare(path)
@@ -129,7 +126,6 @@ class Quiz:
         return quiz.score("after" if self.after else "before", given, ratings)
 
     def compare(self, path: pathlib.Path) -> None:
-        """Print the means before and after."""
         try:
             found = quiz.effect(read_json_lines(path, "file of results"))
         except ValueError as error:

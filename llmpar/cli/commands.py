@@ -58,12 +58,6 @@ def help_text() -> str:
     return HELP.format(commands="\n".join(lines)).replace("\n\n\n", "\n\n")
 
 
-def described(command: Any) -> str:
-    """What a command says of itself, with a line for each example."""
-    text = inspect.cleandoc(command.__doc__).partition("\n\nAttributes:")[0]
-    return re.sub(r"^(llmpar .*)$", r"    \1", text, flags=re.M)
-
-
 def parse(argv: list[str]):
     """The command that these words ask for. Words that ask for none end the process with status 2, --help
     with 0."""
@@ -77,7 +71,9 @@ def parse(argv: list[str]):
         print(sentence if argv else help_text(), file=sys.stderr)
         raise SystemExit(2)
     at = argv.index("--") if name == "launch" and "--" in argv else len(argv)
-    kind, about = COMMANDS[name], described(COMMANDS[name])
+    kind = COMMANDS[name]
+    about = inspect.cleandoc(kind.__doc__).partition("\n\nAttributes:")[0]
+    about = re.sub(r"^(llmpar .*)$", r"    \1", about, flags=re.M)  # an example
     how = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     command: Any = tyro.cli(kind, prog=f"llmpar {name}", description=about, args=argv[1:at], config=how)
     if not (words := argv[at + 1 :]):

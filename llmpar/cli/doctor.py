@@ -32,7 +32,6 @@ class Doctor:
     json: bool = False
 
     def run(self) -> None:
-        """Examine the environment, and print it."""
         from llmpar.launch import traps
         from llmpar.launch.engines import detect
 
@@ -45,17 +44,13 @@ class Doctor:
         join()
         document = examine()
         document |= {"launch": asdict(place), "lines": first + document["lines"]}
-        give(document, self.json, [*document["lines"][len(first) :], *tables_of(document)])
+        from llmpar.inspect.links import links_table
 
-
-def tables_of(document: dict) -> list:
-    """The links that each mesh would cross; simulated devices have none."""
-    from llmpar.inspect.links import links_table
-
-    if document["simulated"]:
-        return []
-    title = "links that the axes of '{}' cross"
-    return [links_table(found, title.format(mesh)) for mesh, found in document["links"].items()]
+        crossed = {} if document["simulated"] else document["links"]
+        tables = [
+            links_table(found, f"links that the axes of '{mesh}' cross") for mesh, found in crossed.items()
+        ]
+        give(document, self.json, [*document["lines"][len(first) :], *tables])
 
 
 LIBTPU_FLAGS = (

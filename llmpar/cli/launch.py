@@ -57,7 +57,6 @@ class Launch:
     command: Annotated[Any, tyro.conf.Suppress] = None
 
     def run(self) -> None:
-        """Run the command here, or print, write or submit its job file."""
         if not self.words:
             raise ValueError("no command follows; write 'llmpar launch local -- train --mesh dp=-1'")
         if self.words[0] not in COMMANDS:
@@ -65,7 +64,10 @@ class Launch:
         self.check_options()
         if self.engine == "local":
             raise SystemExit(self.run_here())
-        job = self.job()
+        site = jobs.read_site(self.site) if self.site else jobs.Site()
+        if self.gpus_per_node is not None:
+            site = dataclasses.replace(site, gpus_per_node=self.gpus_per_node)
+        job = jobs.Job(self.words, self.nodes, site, min_nodes=self.min_nodes)
         self.check_command(job.num_devices)
         self.check_fewer(job)
         if not job.goes_on and self.words[0] == "train":
@@ -96,13 +98,6 @@ class Launch:
         check_range("nodes", self.nodes, 1, 65_536)
         check_range("processes", self.processes, 2, MAX_PROCESSES)
         check_range("devices", self.devices, 1, 1024)
-
-    def job(self) -> jobs.Job:
-        """The job as its file needs it."""
-        site = jobs.read_site(self.site) if self.site else jobs.Site()
-        if self.gpus_per_node is not None:
-            site = dataclasses.replace(site, gpus_per_node=self.gpus_per_node)
-        return jobs.Job(self.words, self.nodes, site, min_nodes=self.min_nodes)
 
     def run_here(self) -> int:
         """Run the command in processes of this machine, and give the exit status."""

@@ -24,7 +24,6 @@ class Models:
     json: bool = False
 
     def run(self) -> None:
-        """Print the models."""
         models = [describe(c) for c in (PRESETS.values() if self.name is None else [preset(self.name)])]
         lines = []
         for m in models:

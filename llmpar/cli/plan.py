@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmpar import schedules
 from llmpar.cli import options
@@ -15,10 +15,7 @@ from llmpar.cli.options import MAX_TOKENS, File, Number, Real, Text, changed, gi
 from llmpar.config import preset
 from llmpar.notation import AXES, POSITIONAL, parse_mesh
 from llmpar.plan import Plan as Fields
-
-if TYPE_CHECKING:
-    from llmpar.predict.hardware import Chip
-    from llmpar.predict.planner import Question
+from llmpar.predict import hardware
 
 MAX_DEVICES, MAX_SEQ_LEN = 1 << 17, 1 << 24
 """Larger than any machine and any context that was published; what is priced grows with both."""
@@ -85,7 +82,7 @@ class Plan:
 
         budget = None if self.tokens is None else count(self.tokens, "tokens", 1000)
         with options.still_at_work("pricing plans", "seconds are usual; fix axes by --mesh to price fewer"):
-            answer = planner.decide(self.question(), self.keep)
+            answer = planner.decide(planner.Question(*self.question()), self.keep)
         document = planner.document(answer, budget, self.price)
         if document["chip"] not in {*GPUS, *TPUS}:  # no compiler that could be asked
             for row in document["plans"]:
@@ -109,22 +106,18 @@ class Plan:
             own = f"the explorer draws a chip's own nodes, and cluster {self.cluster} may have others"
             raise ValueError(f"{own}; write a chip file with its node_size, and give it as --chip")
 
-    def question(self) -> Question:
-        """The question that the options ask. Refuses options that contradict each other."""
-        from llmpar.predict.planner import Question
-
+    def question(self) -> tuple:
+        """What `planner.Question` is made of. Refuses options that contradict each other."""
         config, (chip, devices) = preset(self.model), self.machine()
         if not 1 <= self.seq_len <= MAX_SEQ_LEN:
             raise ValueError(f"sequence {self.seq_len} is none; use 1 to {MAX_SEQ_LEN:,} tokens")
         batch_size = self.batch(devices)
         if batch_size < 1 or batch_size * self.seq_len > MAX_TOKENS:
             raise ValueError(f"batch {batch_size} of {self.seq_len:,} tokens: use 1 to {MAX_TOKENS:,} tokens")
-        return Question(config, chip, devices, batch_size, self.seq_len, self.fixed(), self.model)
+        return config, chip, devices, batch_size, self.seq_len, self.fixed(), self.model
 
-    def machine(self) -> tuple[Chip, int]:
+    def machine(self) -> tuple[hardware.Chip, int]:
         """The chip as it is in the machine, and the number of devices."""
-        from llmpar.predict import hardware
-
         if self.cluster is None:
             chip = hardware.chip("h100" if self.chip is None else self.chip)
             devices = 64 if self.devices is None else self.devices
@@ -235,7 +228,6 @@ def tables_of(document: dict) -> Iterator[Any]:
 def hold_against(path: str, chip: str | None, as_json: bool) -> dict:
     """Print predicted, measured and error of each run, and each sweep's rank correlation. ``chip``: a file
     whose measured rates replace those of the row that it started from."""
-    from llmpar.predict import hardware
     from llmpar.predict.measured import against
 
     own = {}

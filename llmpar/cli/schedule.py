@@ -43,7 +43,6 @@ class Schedule:
     json: bool = False
 
     def run(self) -> None:
-        """Simulate and print."""
         try:
             f, b, w = (float(x) for x in self.costs.split(","))
         except ValueError as error:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -22,18 +22,17 @@ from llmpar.cli import options
 from llmpar.cli.options import MAX_SEED, File, Folder, StepOptions, changed, flags_of, give, say, speaks
 from llmpar.config import PRESETS, ModelConfig, OptimizerConfig
 from llmpar.plan import Plan
+from llmpar.predict import hardware, memory
+from llmpar.sequence_order import row_orders
 from llmpar.timetable import timetable
-from llmpar.training.data import DataConfig, Stream
-
-if TYPE_CHECKING:  # it loads JAX
-    from llmpar.training.train import Report
+from llmpar.training import data
 
 LINE_S = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 
 
 OptimizerFlags = flags_of(OptimizerConfig)
-TextFlags = flags_of(DataConfig, "seq_len", "batch_size", "seed")
+TextFlags = flags_of(data.DataConfig, "seq_len", "batch_size", "seed")
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class Train:
             def on_step(number, report):
                 stopper.worked = True
                 watchdog.feed()
-                show(number + 1, progress_text(report))
+                show(number + 1, report.newest)
 
             _, report = train(
                 config,
@@ -140,13 +139,13 @@ class Train:
         if losses := report.losses:
             options.save_picture(self.plot, "the loss", lambda: draw.loss_curve(losses))
             say(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token in {len(losses)} steps")
-        return give(document_of(config, plan, report), self.json)
+        document = {"model": config.name, "mesh": plan.mesh.sizes, "params": config.num_params}
+        document |= {"devices": plan.mesh.size, "peak_memory_bytes": report.memory_bytes}
+        measured = "losses grad_norms tokens_per_s step_s start mfu eval_losses".split()
+        return give(document | {name: getattr(report, name) for name in measured}, self.json)
 
-    def read_text(self, config: ModelConfig, plan: Plan) -> tuple[Stream, Stream | None]:
+    def read_text(self, config: ModelConfig, plan: Plan) -> tuple[data.Stream, data.Stream | None]:
         """Read the text to train on, and its held-out part if it is to be evaluated."""
-        from llmpar.sequence_order import row_orders
-        from llmpar.training import data
-
         batch_size, seq_len = self.step.batch_size, self.step.seq_len
         source = data.DataConfig(**vars(self.text), seq_len=seq_len, batch_size=batch_size, seed=self.seed)
         tokenizer = data.open_tokenizer(source.tokenizer, source.start_token)
@@ -177,28 +176,9 @@ def say_weights(model: str) -> None:
 
 def say_memory(mesh) -> None:
     """Say what JAX leaves out of the GPUs' memory, where nobody told it its share."""
-    from llmpar.predict import hardware
-
     chip = hardware.guess(mesh.devices.flat[0].device_kind)
     if chip and (left_out := hardware.memory_left_out(chip)):
         say(left_out)
-
-
-def progress_text(report: Report) -> str:
-    """Give the newest figures of a running training in a line."""
-    mfu = f", MFU {report.mfu:.1%}" if report.mfu else ""
-    memory = f", {report.memory_bytes / 2**30:.2f} GiB" if report.memory_bytes else ""
-    evaluated = f", held-out {report.eval_losses[-1][1]:.3f}" if report.eval_losses else ""
-    rate = f"{report.tokens_per_s:,.0f} tokens/s"
-    return f"loss {report.losses[-1]:.3f} nats{evaluated}, {rate}{mfu}{memory}"
-
-
-def document_of(config: ModelConfig, plan: Plan, report: Report) -> dict:
-    """Give the document of a training run; its keys are a contract."""
-    run = {"model": config.name, "mesh": plan.mesh.sizes}
-    run |= {"params": config.num_params, "devices": plan.mesh.size, "peak_memory_bytes": report.memory_bytes}
-    measured = "losses grad_norms tokens_per_s step_s start mfu eval_losses".split()
-    return run | {name: getattr(report, name) for name in measured}
 
 
 class Stopper:
@@ -269,8 +249,6 @@ def progress(total: int) -> Iterator[Callable[[int, str], None]]:
 
 def ideal_step_s(config: ModelConfig, step: StepOptions, mesh) -> float | None:
     """Give the seconds that a step's useful FLOPs take at the devices' peak; None where no peak is known."""
-    from llmpar.predict import hardware, memory
-
     chip = hardware.guess(mesh.devices.flat[0].device_kind)
     if chip is None or chip.simulated:
         return None

@@ -110,8 +110,8 @@ def library_files(root: str = "") -> list[str]:
 
 
 def read_documents(file: str, limit_bytes: int) -> Iterator[str]:
-    """The documents of one file: the whole of a text, of which not much more is read than ``limit_bytes``, or
-    each line of a JSONL. Refuses what is not UTF-8."""
+    """The documents of one file: the whole of a text, of which little more is read than ``limit_bytes``; or
+    each line of a JSONL."""
     lines = file.endswith((".jsonl", ".ndjson"))
     try:
         with open(file, "rb") as opened:

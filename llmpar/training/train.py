@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -49,8 +50,7 @@ class Report:
     @property
     def step_s(self) -> float | None:
         """Median seconds per step, without the first two, which compile; None before the first."""
-        times = sorted(self.seconds[2:] or self.seconds)
-        return times[len(times) // 2] if times else None
+        return statistics.median_high(self.seconds[2:] or self.seconds) if self.seconds else None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -62,6 +62,14 @@ class Report:
         """Model FLOPs utilisation (Chowdhery et al. 2022, appendix B); None where the devices' peak is
         unknown."""
         return self.ideal_step_s / self.step_s if self.ideal_step_s and self.step_s else None
+
+    @property
+    def newest(self) -> str:
+        """The newest figures of a running training in a line."""
+        mfu = f", MFU {self.mfu:.1%}" if self.mfu else ""
+        memory = f", {self.memory_bytes / 2**30:.2f} GiB" if self.memory_bytes else ""
+        evaluated = f", held-out {self.eval_losses[-1][1]:.3f}" if self.eval_losses else ""
+        return f"loss {self.losses[-1]:.3f} nats{evaluated}, {self.tokens_per_s:,.0f} tokens/s{mfu}{memory}"
 
 
 def made_of(
