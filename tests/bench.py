@@ -7,10 +7,8 @@ JAX, written for one device without this package, runs in the same rounds. CPU s
 repeat better than wall seconds on a busy machine; ratios are taken round by round, and their median is what
 counts. On an accelerator the step is that of 124M parameters in bfloat16, and its MFU is printed.
 
-With experts the dense step of as many active products is "one". Executed are 11 products of rows and
-experts where 9 are useful (`llmpar.kernels.grouped`), and blocks that are not full. An expert's rows
-should be many: one device takes two microbatches, where it takes eight without experts. AdamW updates 23M
-weights instead of 9M.
+With experts the dense step of as many active products is "one". An expert's rows should be many: one device
+takes two microbatches, where it takes eight without experts. AdamW updates 23M weights instead of 9M.
 
 `attention` times attention alone, forward and backward, causal, float32: 8,192 positions, 8 heads × 64, over
 8 devices: the ring here (zigzag), `jax.nn.dot_product_attention` on one device, and the ring of the
@@ -28,33 +26,27 @@ import argparse
 import dataclasses
 import importlib
 import json
-import math
 import pathlib
 import resource
 import statistics
 import sys
 import time
 import types
-from fractions import Fraction
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from llmpar import attention, moe, sequence_order
+from llmpar import attention, sequence_order
 from llmpar.config import ExpertConfig, preset
-from llmpar.inspect.census import Collective, census_hlo, compiled_memory, executed_flops, partitioned_hlo
+from llmpar.inspect.census import census_hlo, compiled_memory, executed_flops, partitioned_hlo
 from llmpar.mesh import make_mesh, use_devices
-from llmpar.par import Solo
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.step import Step
 from llmpar.timetable import branch_shares
-from llmpar.weights import init_params, model_graph
 
 devices = use_devices(8)
 
@@ -164,69 +156,15 @@ def programs(config, only):
         held, text = compiled_memory(compiled), partitioned_hlo(step.lower(rows, SEQ))
         stages = branch_shares(plan.pipeline, model.num_layers)
         census = census_hlo(text, step.mesh, stages[0])
-        trips = live_blocks(model, plan, batch) if model.experts else None
-        executed = (
-            statistics.mean(executed_flops(compiled.as_text(), t, trips) for t in stages) * plan.mesh.size
-        )
         facts = {
             "temp_mib": held["temp_bytes"] / 2**20,
             "argument_mib": held["argument_bytes"] / 2**20,
             "sent_mib": sum(c.bytes_sent for c in census) / 2**20,
-            "results_mib": sum(_result_bytes(c) for c in census) / 2**20,
-            "executed_over_useful": executed / sum(memory.flops(model, rows, SEQ).values()),
         }
-        if (
-            how := model.experts
-        ):  # of a device, layer and microbatch: slots that travel, rows, rows multiplied
-            size = tokens_of(plan, rows), tokens_of(plan, rows) // SEQ, plan.mesh.ep
-            facts |= {
-                "slots": plan.mesh.ep * how.slots(*size) * (plan.mesh.ep > 1),
-                "rows": size[0] * how.top_k,
-                "multiplied": float(trips * model.experts.num_experts // plan.mesh.ep * how.blocks(*size)[1]),
-            }
+        if not model.experts:  # whose products depend on the routing
+            executed = statistics.mean(executed_flops(compiled.as_text(), t) for t in stages) * plan.mesh.size
+            facts["executed_over_useful"] = executed / sum(memory.flops(model, rows, SEQ).values())
         yield name, _stepper(lambda state, c=compiled, p=placed: _loss_last(c(state, p)), step.init(0)), facts
-
-
-def tokens_of(plan: Plan, rows: int) -> int:
-    """A device's tokens in one microbatch of a step with so many rows."""
-    return (
-        rows * SEQ // plan.microbatches // math.prod(plan.mesh.sizes[a] for a in ("dp", "fsdp", "ep", "sp"))
-    )
-
-
-def live_blocks(config, plan: Plan, batch: dict) -> Fraction:
-    """How many blocks of rows a device multiplies for one of its experts, of a layer and microbatch, in the
-    mean: as fresh weights route.
-
-    From all tokens' choices on one device, dealt to devices and microbatches as the plan does: what the
-    ranks of a group have for one expert fills whole blocks.
-    """
-    chosen, visit = [], moe.visit
-
-    def watched(experts, par, x, weights, choices, *matrices):
-        jax.debug.callback(lambda choices: chosen.append(np.asarray(choices)), choices)
-        return visit(experts, par, x, weights, choices, *matrices)
-
-    par = Solo(Plan("dp=1", attention_block=64).resolve())
-    with mock.patch.object(moe, "visit", watched):
-        model = lambda params: nnx.merge(model_graph(config), params).loss(batch, par)[0]
-        jax.block_until_ready(jax.jit(model)(jax.jit(lambda: init_params(config))()))
-    jax.effects_barrier()
-    how, ranks = config.experts, plan.mesh.ep
-    tokens = tokens_of(plan, BATCH)
-    groups = len(batch["tokens"]) * SEQ // plan.microbatches // (tokens * ranks)
-    dealt = np.stack(chosen).reshape(config.num_layers, groups * ranks, plan.microbatches, -1)
-    dealt = np.moveaxis(dealt, 2, 1).reshape(-1, ranks * tokens * how.top_k)
-    counts = (dealt[:, :, None] == np.arange(how.num_experts)).sum(1)
-    blocks = -(-counts // how.blocks(tokens, tokens // SEQ, ranks)[1])
-    return Fraction(int(blocks.sum()), blocks.size)
-
-
-def _result_bytes(c: Collective) -> float:
-    """The size of a collective's results, as tables of other projects count it, from the bytes that a ring
-    sends."""
-    factor = {"all-reduce": 2.0, "reduce-scatter": float(c.group_size)}.get(c.kind, 1.0)
-    return c.bytes_sent * c.group_size / (c.group_size - 1) / factor
 
 
 def _loss_last(result):

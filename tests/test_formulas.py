@@ -259,18 +259,6 @@ def test_zero_traffic_is_that_of_the_collectives_it_makes(devices):
             assert formulas.zero_elements(100, stage, a, devices) == exactly(moved(*kinds)), (stage, a)
 
 
-def test_megatron_traffic_is_four_all_reduces_or_their_halves():
-    b, s, d, t = 2, 128, 64, 8
-    message = b * s * d
-    assert formulas.tp_elements(b, s, d, t, layers=3) == exactly(
-        3 * 4 * formulas.sent_bytes("all-reduce", message, t)
-    )
-    split = 4 * (
-        formulas.sent_bytes("all-gather", message, t) + formulas.sent_bytes("reduce-scatter", message, t)
-    )
-    assert formulas.tp_elements(b, s, d, t) == exactly(split)
-
-
 def test_pipeline_hops_go_forward_and_back():
     assert formulas.pp_elements(1, 8, 16, microbatches=4, chunks=3) == 3 * 4 * 2 * 8 * 16
 
@@ -304,36 +292,3 @@ def test_expert_dispatch_is_two_all_to_alls_of_k_copies():
 )
 def test_capacity_rounds_up_but_not_for_a_float_digit(tokens, experts, factor, topk, slots):
     assert formulas.expert_capacity(tokens, experts, factor, topk) == slots
-
-
-# ---------------------------------------------------------------- thresholds: at them, both times are equal
-
-
-@pytest.mark.parametrize("axes", [1, 3])
-def test_fsdp_hides_exactly_at_its_threshold(axes):
-    """One feed-forward product forward: 4BDF flops over X chips against gathering 2 x 2DF bytes over the
-    axes."""
-    row, d, f, chips = chip("v5p"), 8192, 28672, 64
-    egress = axes * row.axis_bytes_per_s
-    tokens = formulas.dp_min_tokens(row.flops_per_s, egress) * chips
-    compute = 4 * tokens * d * f / (chips * row.flops_per_s)
-    gather = 2 * 2 * d * f / egress
-    assert compute == exactly(gather)
-
-
-def test_tensor_parallelism_hides_exactly_at_its_degree():
-    """The book's pair of products: 4BDF flops over Y chips against moving 4BD bytes."""
-    row, b, d, f = chip("v5p"), 1024, 8192, 32768
-    degree = formulas.tp_max_degree(f, row.flops_per_s, row.axis_bytes_per_s)
-    assert 4 * b * d * f / (degree * row.flops_per_s) == exactly(4 * b * d / row.axis_bytes_per_s)
-
-
-@pytest.mark.parametrize("kv_ratio", [1.0, 0.125])
-def test_ring_attention_hides_exactly_at_its_block(kv_ratio):
-    """A hop: 4 c^2 d flops on a block of c tokens against sending K and V, 2 c d kv_ratio elements of 2
-    bytes."""
-    row, d = chip("a100"), 4096
-    block = formulas.ring_min_block(row.flops_per_s, row.link_bytes_per_s, kv_ratio)
-    compute = 4 * block**2 * d / row.flops_per_s
-    send = 2 * 2 * block * d * kv_ratio / row.link_bytes_per_s
-    assert compute == exactly(send)
