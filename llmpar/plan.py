@@ -56,6 +56,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from llmpar import refusals, schedules
+from llmpar.config import ModelConfig, Weight
 from llmpar.execution import Execution
 from llmpar.files import check_fields
 from llmpar.notation import Arrow, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
@@ -70,7 +71,7 @@ class Life:
 
     Attributes:
         stored: the weight between steps.
-        used: the weight in a matrix product: whole over the axes of ZeRO.
+        used: the weight in a matmul: whole over the axes of ZeRO.
         unreduced: its gradient as the backward pass leaves it, with the sums that are still open.
         accumulated: what is added up over microbatches.
         graded: the finished gradient, and the optimizer's state.
@@ -85,11 +86,10 @@ class Life:
     graded: Layout
     copied: tuple[str, ...]
 
-    # At ZeRO 3 an all-gather; at 2 a reduce-scatter; what finishes every open sum; at 1 and 2 an all-gather.
-    gather = property(lambda self: Arrow(self.stored, self.used))
-    accumulate = property(lambda self: Arrow(self.unreduced, self.accumulated))
-    finish = property(lambda self: Arrow(self.accumulated, self.graded))
-    restore = property(lambda self: Arrow(self.graded, self.stored))
+    gather = property(lambda self: Arrow(self.stored, self.used))  # at ZeRO 3 an all-gather
+    accumulate = property(lambda self: Arrow(self.unreduced, self.accumulated))  # at ZeRO 2 a reduce-scatter
+    finish = property(lambda self: Arrow(self.accumulated, self.graded))  # all sums that are still open
+    restore = property(lambda self: Arrow(self.graded, self.stored))  # at ZeRO 1 and 2 an all-gather
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ class Plan(Execution):
             return schedules.from_text(self.schedule)
         return schedules.make(self.schedule, self.mesh.pp, self.microbatches, self.virtual_stages)
 
-    def resolve(self, config: Any = None, platform: str | None = "cpu") -> Resolved:
-        """The plan for a model (a `ModelConfig`) on ``cpu``, ``gpu`` or ``tpu``: the one place where anything
+    def resolve(self, config: ModelConfig | None = None, platform: str | None = "cpu") -> Resolved:
+        """The plan for a model on ``cpu``, ``gpu`` or ``tpu``: the one place where anything
         is decided that was not asked for.
 
         Ranks of tp that the model's KV heads cannot cut hold copies of them (as in Megatron-LM and vLLM); of
@@ -194,7 +194,7 @@ class Plan(Execution):
                 plan = dataclasses.replace(plan, **default, said=(*plan.said, *said))
         return plan._on(platform) if platform else plan
 
-    def _inner_axes(self, config: Any) -> MeshShape:
+    def _inner_axes(self, config: ModelConfig) -> MeshShape:
         """The mesh with the inner parts of tp (``kv``) and of sp (``ul``) that a model's heads need."""
         copies, rest = divmod(self.mesh.tp, config.num_kv_heads)
         shape = dataclasses.replace(self.mesh, kv=1 if rest else max(1, copies))
@@ -203,13 +203,13 @@ class Plan(Execution):
         heads = (config.num_heads if shape.kv > 1 else config.num_kv_heads) // shape.tp
         return dataclasses.replace(shape, ul=math.gcd(heads, shape.sp))
 
-    def effective(self, config: Any) -> Plan:
+    def effective(self, config: ModelConfig) -> Plan:
         """The same plan without the fields that decide nothing, for tools whose controls are always there."""
         kept = self.resolve(config, None)
         names = [field.name for field in dataclasses.fields(Plan) if field.name != "mesh"]
         return Plan(self.mesh, **{name: getattr(kept, name) for name in names})
 
-    def check(self, config: Any, batch_size: int, seq_len: int) -> None:
+    def check(self, config: ModelConfig, batch_size: int, seq_len: int) -> None:
         """Refuse what cannot be cut evenly, with the arithmetic and what would work (`refusals`)."""
         refusals.check(self.resolve(config, None), batch_size, seq_len)
 
@@ -226,7 +226,7 @@ class Resolved(Plan):
     """
 
     asked: Any = None  # a Plan
-    config: Any = None
+    config: Any = None  # a ModelConfig, or None
     platform: str | None = None
     said: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
@@ -250,7 +250,7 @@ class Resolved(Plan):
             )
         return dataclasses.replace(self, **decided, said=said)
 
-    def resolve(self, config: Any = None, platform: str | None = "cpu") -> Resolved:
+    def resolve(self, config: ModelConfig | None = None, platform: str | None = "cpu") -> Resolved:
         """Itself, for the same model and platform; what was asked, resolved anew, for others."""
         same = (config, platform) == (self.config, self.platform)
         return self if same else self.asked.resolve(config, platform)
@@ -310,7 +310,7 @@ class Resolved(Plan):
         permute waits for every device of the mesh, by an all-to-all of which all blocks but one are empty."""
         return "exchange" if self.platform == "cpu" and self.mesh.pp > 1 else "permute"
 
-    def padded(self, config: Any) -> Any:
+    def padded(self, config: ModelConfig) -> ModelConfig:
         """The model with as many layers as a pipeline's state has places: as many in every chunk."""
         if self.pipeline is None:
             return config
@@ -378,9 +378,8 @@ class Resolved(Plan):
         return self.place("data b s")
 
     @functools.cached_property
-    def lives(self) -> dict[str, tuple[Any, Life]]:
-        """Every weight of the model by its path (a `config.Weight`, with the layers that a pipeline pads to),
-        and its life."""
+    def lives(self) -> dict[str, tuple[Weight, Life]]:
+        """Every weight of the model by its path, with the layers that a pipeline pads to, and its life."""
         weights = self.padded(self.config).weights()
         return {path: (weight, self.life(weight.dims)) for path, weight in weights.items()}
 
