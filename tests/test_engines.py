@@ -95,7 +95,10 @@ def test_an_engine_is_known_by_its_variables(name):
     "environ, words",
     [
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, "write 'srun llmpar …'"),
-        ({"PALS_RANKID": "1"}, "PALS_RANKID is set, by an engine that llmpar does not know, so this process"),
+        (
+            {"PALS_RANKID": "1"},
+            "PALS_RANKID is set, but not how many processes there are, so this one runs alone",
+        ),
         ({"KUBERNETES_SERVICE_HOST": "1", "JOB_COMPLETION_INDEX": "0"}, "as 'llmpar launch jobset' does"),
     ],
 )

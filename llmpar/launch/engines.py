@@ -49,8 +49,9 @@ ENGINES = {
 }
 """Engine -> variables with the number of processes, this one's, both on its host, and one that it always sets
 beside the second."""
-OTHERS = ("PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")
-"""Ranks that other engines set, which nobody has tried with this package."""
+OTHERS = ("JOB_COMPLETION_INDEX", "PALS_RANKID", "JSM_NAMESPACE_RANK", "FLUX_TASK_RANK")
+"""Ranks that an indexed Job of Kubernetes sets, which does not tell how many pods there are, and engines that
+nobody has tried with this package."""
 
 
 def detect(environ: Mapping[str, str]) -> Place:
@@ -201,11 +202,8 @@ def _tpu(env: Mapping[str, str]) -> Place | None:
 
 def _unread(env: Mapping[str, str]) -> Place | None:
     """One of several processes, perhaps, of an engine that does not say enough, or is not known here."""
-    if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
-        why = "an indexed Job of Kubernetes does not say how many pods it has"
-    elif found := [name for name in OTHERS if name in env]:
-        why = f"{found[0]} is set, by an engine that llmpar does not know"
-    else:
-        return None
-    by_hand = "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
-    return Place(note=f"{why}, so this process runs alone; set {by_hand}, as 'llmpar launch jobset' does")
+    note = (
+        "{} is set, but not how many processes there are, so this one runs alone; set"
+        " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as 'llmpar launch jobset' does"
+    )
+    return next((Place(note=note.format(name)) for name in OTHERS if name in env), None)

@@ -4,7 +4,8 @@ Each is a file of the folder `templates`. ``%name`` stands for a value; a line w
 left out, and ``%{again}`` in front of it says when it is there.
 
 A run that is asked to stop saves, and ends with status 143; one of whose processes failed ends with 75 or 76.
-The files start it again then, and not after a refusal (1, 2), which would be repeated.
+The files start it again then, three times, and not after a refusal (1, 2), which would be repeated. Between
+the request to stop and the end are 120 s: a step and a checkpoint must fit in.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from typing import Any
 from llmpar import files
 
 TEMPLATES = Path(__file__).parent / "templates"
-RETRIES = 3
-GRACE_S = 120
-"""Seconds between the request to stop and the end: a step and a checkpoint must fit in."""
 MEMORY = {"XLA_CLIENT_MEM_FRACTION": ".95"}
 """JAX takes 75 % of a GPU's memory otherwise."""
 
@@ -156,9 +154,7 @@ def job_file(engine: str, job: Job) -> str:
     values |= {
         "nodes": job.nodes,
         "num_processes": job.num_processes,
-        "retries": RETRIES,
-        "restarts": RETRIES if job.goes_on else 0,
-        "grace_s": GRACE_S,
+        "restarts": 3 if job.goes_on else 0,
         "gpus": site.gpus_per_node // site.processes_per_node or None,
         "cpus": site.cpus_per_node // site.processes_per_node or None,
         "modules": shlex.join(site.modules) or None,

@@ -7,7 +7,7 @@ module load %modules
 export NCCL_SOCKET_IFNAME=%interface
 export JAX_COORDINATOR_ADDRESS="$first:20480"
 %{once}%command
-%{again}for attempt in $(seq %retries); do
+%{again}for attempt in $(seq 3); do
 %{again}  %command
 %{again}  status=$?
 %{again}  case $status in
