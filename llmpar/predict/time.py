@@ -1,11 +1,10 @@
-"""How long a training step takes, by named terms, from shapes, bytes and what a chip reaches.
+"""How long a training step takes, by named terms, from shapes, bytes and what a chip reaches (`Rates`).
 
 A product takes its FLOPs at a share of peak, and its operands' bytes at a share of the memory's rate. A
 collective takes its bytes at the rate of the slowest level of links that it crosses, and a start. Which
 collectives there are, `traffic` says of a plan of ours, row by row; of others' runs, and where thousands of
-plans are ranked, closed forms do. Each chunk of a stage gets its own times, the embedding and the head with
-theirs, and the schedule's timetable is played with them: what the busiest stage waits is the bubble. `Rates`
-has a chip's constants.
+plans are ranked, closed forms do. Each chunk of a stage gets its own times, and the schedule's timetable is
+played with them: what the busiest stage waits is the bubble.
 """
 
 from __future__ import annotations
@@ -56,16 +55,14 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        """All of them."""
         return sum(self.terms.values())
 
     def add(self, name: str, seconds: float) -> None:
-        """Count seconds under a name."""
         if seconds:
             self.terms[name] = self.terms.get(name, 0.0) + seconds
 
     def take(self, other: Pass, times: float = 1.0) -> Pass:
-        """Count another's, ``times`` over."""
+        """Add another's, ``times`` over."""
         for name, seconds in other.terms.items():
             self.add(name, times * seconds)
         self.kernels += times * other.kernels
@@ -93,7 +90,6 @@ class Clock:
         self.run, self.rates = run, own or run.chip.rates
         chip = run.chip
         self.device = chip.per_device()
-        self.peak = self.device.flops_per_s * self.rates.products
         self.bytes_per_s = self.device.hbm_bytes_per_s * self.rates.memory
         self.links: Chip = dataclasses.replace(
             chip, link_efficiency=self.rates.links, dcn_bytes_per_s=chip.dcn_bytes_per_s * self.rates.network
@@ -148,16 +144,13 @@ class Clock:
         attention, ffn = run.layer_products(dense)
         first, second = self.products(attention, run.bits), self.products(ffn, run.bits)
         found.add("products", first + second)
-        scores, n = run.attention_flops(), run.mesh.sp
-        scores *= 1.0 if run.balanced else 2 * n / (n + 1)
-        if run.software.fused_attention:
-            share = self.rates.attention
-            share *= run.software.later_attention if run.chip.family in LATER else 1.0
-            core = scores / (self.device.flops_per_s * share) + self.rates.kernel_s
+        n, fused = run.mesh.sp, run.software.fused_attention
+        if fused:
+            share = self.rates.attention * (run.software.later_attention if run.chip.family in LATER else 1.0)
         else:
-            aligned = run.config.head_width % ALIGNED == 0
-            core = scores / (self.peak if aligned else SCALAR * self.device.flops_per_s)
-            core += 2 * self.rates.kernel_s
+            share = SCALAR if run.config.head_width % ALIGNED else self.rates.products
+        scores = run.attention_flops() * (1.0 if run.balanced else 2 * n / (n + 1))
+        core = scores / (self.device.flops_per_s * share) + self.rates.kernel_s * (1 if fused else 2)
         found.add("attention", core)
         found.add("elementwise", run.elementwise_bytes(dense) / self.bytes_per_s + 6 * self.rates.kernel_s)
         found.kernels = FORWARD_KERNELS
@@ -173,11 +166,11 @@ class Clock:
         backward.terms["products"] = sum(self.gradients(part, run.bits) for part in run.layer_products(dense))
         if run.software.fused_attention:  # five products where forward there are two
             backward.terms["attention"] = 2.5 * plain["attention"]
+        scores = 0.0 if run.software.fused_attention else plain["attention"]
         recomputed = {
             "none": 0.0,
-            "selective": plain["elementwise"] / 2
-            + (0 if run.software.fused_attention else plain["attention"]),
-            "ffn": ffn + plain["elementwise"] / 2,
+            "selective": plain["elementwise"] / 2 + scores,
+            "ffn": plain["elementwise"] / 2 + ffn,
             "block": sum(plain.values()),
         }[run.recompute]
         backward.add("recomputation", recomputed + again * sum(plain.values()))
@@ -195,11 +188,9 @@ class Clock:
     def inside(self, dense: bool, core: float) -> dict[str, tuple[float, float]]:
         """Seconds on links inside a layer, forward and backward: of tensor, sequence and expert
         parallelism."""
-        run, c, mesh = self.run, self.run.config, self.run.mesh
-        width = 2.0 * run.tokens * c.width
-        found = {}
+        run, c, mesh, found = self.run, self.run.config, self.run.mesh, {}
         if mesh.tp > 1:
-            one = self.collective("all-reduce", width, mesh.tp, self.inner["tp"])
+            one = self.collective("all-reduce", 2.0 * run.tokens * c.width, mesh.tp, self.inner["tp"])
             found["tensor-parallel links"] = (2 * one, 2 * one)
         if mesh.sp > 1:
             keys = 2.0 * run.tokens * 2 * run.kv_heads * c.head_width / mesh.tp
@@ -214,10 +205,8 @@ class Clock:
                 once = self.collective("all-to-all", keys + queries, near, inner) + 3 * self.rates.start_s
             if run.context_parallel in ("ring", "usp") and (ring := mesh.sp // near) > 1:
                 hop = self.collective("permute", keys, ring, inner * near) * (ring - 1)
-            found["sequence links"] = (
-                once + self.exposed(hop, core, True),
-                once + self.exposed(3 * hop, 2.5 * core, True),
-            )
+            backward = self.exposed(3 * hop, 2.5 * core, True)
+            found["sequence links"] = once + self.exposed(hop, core, True), once + backward
         if c.experts and mesh.ep > 1 and not dense:
             once = 2 * self.exchange(2.0 * (run.tokens if self.ours else run.stream_tokens) * c.width)
             found["expert links"] = (once, once)
@@ -242,8 +231,8 @@ class Clock:
         return start + max(across, inside)
 
     def copies(self) -> float:
-        """How often a token travels: once for each rank that has some of its experts here, once for each
-        expert in Megatron."""
+        """How often a token travels: of ours once for each rank that has some of its experts, else once for
+        each expert."""
         how, ep = self.run.config.experts, self.run.mesh.ep
         assert how
         if not self.ours:
@@ -334,12 +323,9 @@ class Clock:
     def gathers(self, shared: float, experts: float) -> tuple[float, float]:
         """Seconds to gather weights that ZeRO-3 cuts, and to reduce-scatter their gradients."""
         run, soft, gather, scatter = self.run, self.run.software, 0.0, 0.0
-        apart = self.zero_apart
+        apart, whole = self.zero_apart, run.zero_group
         beyond = self.inner["sp" if run.zero_over_sp and run.mesh.sp > 1 else "fsdp"] if self.ours else apart
-        for params, group, inner in (
-            (shared, run.zero_group, apart),
-            (experts, run.zero_group / run.mesh.ep, beyond),
-        ):
+        for params, group, inner in ((shared, whole, apart), (experts, whole / run.mesh.ep, beyond)):
             gather += self.collective("all-gather", soft.gathered_bytes * params, group, inner)
             scatter += self.collective("reduce-scatter", soft.reduced_bytes * params, group, inner)
         return gather, scatter
@@ -350,11 +336,8 @@ class Clock:
         run, soft, mesh = self.run, self.run.software, self.run.mesh
         reduced, updated, inner = 0.0, 0.0, self.zero_apart
         for params, apart in ((shared, 1), (experts, mesh.ep)):
-            late, ranks, cut = (
-                soft.late_bytes * params,
-                run.data_ranks * mesh.sp / apart,
-                run.zero_group / apart,
-            )
+            late, ranks = soft.late_bytes * params, run.data_ranks * mesh.sp / apart
+            cut = run.zero_group / apart
             if run.zero == 3:
                 reduced += self.collective("all-reduce", late / cut, ranks / cut, self.inner["dp"])
             elif run.zero:
