@@ -157,7 +157,7 @@ def pytest_addoption(parser):
     parser.addoption("--part", metavar="K/N", help="the K-th of N equal parts of the tests, such as 2/8")
     parser.addoption("--record-engines", action="store_true", help="keep times of test_real_engines.py")
     group = parser.getgroup("random plans (test_random_plans.py)")
-    group.addoption("--plans", type=int, help="how many; by default a few fixed ones and the one of the day")
+    group.addoption("--plans", type=int, help="how many; by default a fixed dozen and the one of the day")
     group.addoption("--seed", type=int, help="the first one's seed; the others count on from it")
     group.addoption(
         "--plans-log", help="a JSON line per plan; plans that have passed there are not run again"

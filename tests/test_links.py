@@ -178,6 +178,36 @@ def test_links_are_said_in_words(grid, name, mesh, said):
     assert {axis: row["link"] for axis, row in read(grid(mesh, TOPOLOGIES[name])).items()} == said
 
 
+def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advice_works(grid):
+    v5p, two = TOPOLOGIES["v5p:4x4x4"], TOPOLOGIES["2 x v5e:4x8"]
+    uneven = [*two, *(replace(d, id=900 + d.id, slice_index=2) for d in two[:4])]
+    for devices, mesh, many in (
+        (v5p[:6] + v5p[8:10], "dp=2 tp=4", "8"),
+        (uneven, "dp=17 tp=4", r"32 \+ 32 \+ 4"),
+    ):
+        said = rf"mesh '{mesh}' was asked for on {many} x TPU v5.* no equal boxes .* '!{mesh}'"
+        with pytest.raises(ValueError, match=said):
+            grid(mesh, devices)
+        assert grid("!" + mesh, devices).ravel().tolist() == devices
+
+
+def test_hosts_with_several_numbers_of_gpus_are_used_as_well_as_can_be(grid):
+    """2 + 1 + 1 GPUs, and 8 + 8 + 4: the fast axis stays inside a host where it can."""
+    few, some = (
+        [d for d in gpus(H100, 3, n) if d.id not in gone] for n, gone in ((2, (3, 5)), (8, range(20, 24)))
+    )
+    pairs = grid("dp=2 tp=2", few).reshape(2, 2)
+    assert sorted(len({d.process_index for d in pair}) for pair in pairs) == [1, 2]
+    for mesh, domains in {"dp=5 tp=4": {"dp": 3, "tp": 1}, "fsdp=20": {"fsdp": 3}}.items():
+        assert {axis: row["domains"] for axis, row in read(grid(mesh, some)).items()} == domains
+
+
+def test_an_exclamation_mark_keeps_the_given_order(grid):
+    alternating = sorted(gpus(H100, 2, 4), key=lambda d: d.id % 4)
+    assert grid("!dp=2 fsdp=4", alternating).ravel().tolist() == alternating
+    assert grid("dp=2 fsdp=4", alternating).ravel().tolist() != alternating
+
+
 def test_plain_order_on_a_torus_is_seen(grid):
     """What a mesh would be without regard to links: neighbours several links apart, or scattered."""
     devices = TOPOLOGIES["v5p:4x4x4"]

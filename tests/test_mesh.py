@@ -7,10 +7,9 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -182,97 +181,12 @@ def test_an_abstract_mesh_needs_no_devices():
         abstract_mesh("dp=-1")
 
 
-# --------------------------------------------------------------------------------------- hosts, slices, links
-
-
-@dataclass(frozen=True)
-class Fake:
-    """An accelerator as far as ordering looks at it."""
-
-    id: int
-    slice_index: int
-    process_index: int
-    coords: tuple[int, ...] = (0, 0, 0)
-    core_on_chip: int = 0
-    platform: str = "gpu"
-    device_kind: str = "fake"
-
-
-def fakes(num_slices: int, per_slice: int, kind: str = "fake") -> list:
-    """GPUs of several hosts, each its own slice (as XLA numbers them, by boot id), listed so that the hosts
-    alternate."""
-    return [Fake(s * 100 + i, s, s, device_kind=kind) for i in range(per_slice) for s in range(num_slices)]
-
-
-def tpus(kind: str, x: int, y: int, z: int = 1, num_slices: int = 1) -> list:
-    """TPUs as libtpu lists them: x fastest, four chips (2 × 2) to a host."""
-    places = [(a, b, c) for c in range(z) for b in range(y) for a in range(x)]
-    host = lambda a, b, c: (c * y // 2 + b // 2) * x // 2 + a // 2
-    made = [(s, at) for s in range(num_slices) for at in places]
-    return [
-        Fake(i, s, s * len(places) // 4 + host(*at), at, 0, "tpu", kind) for i, (s, at) in enumerate(made)
-    ]
-
-
-V5P, TWO = tpus("TPU v5p", 4, 4, 4), tpus("TPU v5 lite", 4, 8, num_slices=2)
-"""tests/test_links.py has recorded topologies, and where the axes of all meshes lie on them."""
-
-
-@pytest.fixture
-def grid(monkeypatch):
-    """`make_mesh` as far as the grid of devices: JAX makes meshes of its own devices only, and types are
-    checked."""
-    monkeypatch.setattr("llmpar.mesh.Mesh", lambda grid, names, axis_types: grid)
-    return inspect.unwrap(make_mesh)
-
-
-def spans(made, what) -> dict[str, set[int]]:
-    """Per axis longer than one: over how many different ``what(device)`` its groups reach."""
-    found = {}
-    for i, axis in enumerate(AXES):
-        if (n := made.shape[i]) > 1:
-            found[axis] = {len({what(d) for d in group}) for group in np.moveaxis(made, i, -1).reshape(-1, n)}
-    return found
-
-
-def test_a_hole_in_a_slice_and_slices_of_several_sizes_are_refused_and_the_advice_works(grid):
-    hole, uneven = V5P[:6] + V5P[8:10], [*TWO, *tpus("TPU v5 lite", 2, 2, num_slices=3)[8:]]
-    for devices, mesh, many in (hole, "dp=2 tp=4", "8"), (uneven, "dp=17 tp=4", r"32 \+ 32 \+ 4"):
-        with pytest.raises(
-            ValueError, match=rf"mesh '{mesh}' was asked for on {many} x TPU v5.* no equal boxes .* '!{mesh}'"
-        ):
-            grid(mesh, devices)
-        assert grid("!" + mesh, devices).ravel().tolist() == devices
-
-
-def test_hosts_with_several_numbers_of_gpus_are_used_as_well_as_can_be(grid):
-    """2 + 1 + 1 GPUs, and 8 + 8 + 4: the fast axis stays inside a host where it can."""
-    few = [*fakes(3, 1), Fake(900, 0, 0)]
-    assert sorted(len({d.slice_index for d in pair}) for pair in grid("dp=2 tp=2", few).reshape(2, 2)) == [
-        1,
-        2,
-    ]
-    some = [*fakes(3, 4), *fakes(2, 4)]
-    some = [Fake(i, d.slice_index, d.slice_index) for i, d in enumerate(some)]
-    assert spans(grid("dp=5 tp=4", some), lambda d: d.slice_index) == {"dp": {3}, "tp": {1}}
-    assert spans(grid("fsdp=20", some), lambda d: d.slice_index) == {"fsdp": {3}}
-
-
-def test_an_exclamation_mark_keeps_the_given_order(grid):
-    devices = fakes(2, 4)
-    assert grid("!dp=2 fsdp=4", devices).ravel().tolist() == devices
-    assert grid("dp=2 fsdp=4", devices).ravel().tolist() != devices
-
-
 def test_processes_come_before_ids(monkeypatch):
-    devices = [Fake(5, 0, 1), Fake(2048, 0, 0), Fake(4, 0, 1), Fake(2049, 0, 0)]
+    """Where devices lie in a mesh by their links is for test_links.py."""
+    numbers = [(1, 5), (0, 2048), (1, 4), (0, 2049)]
+    devices = [SimpleNamespace(process_index=process, id=i) for process, i in numbers]
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    assert [(d.process_index, d.id) for d in inspect.unwrap(ordered_devices)()] == [
-        (0, 2048),
-        (0, 2049),
-        (1, 4),
-        (1, 5),
-    ]
+    assert [(d.process_index, d.id) for d in inspect.unwrap(ordered_devices)()] == sorted(numbers)
 
 
 # -------------------------------------------------------------------------------------------- layouts on them
