@@ -323,24 +323,20 @@ def _recompute(known: dict, source: Source, run: Run) -> Any:
 
 def _measured(found: dict, run: Run) -> dict[str, Any]:
     """Seconds of a step from the first of `MEASURED` that is there; GB; whether it fitted."""
-
-    def first(what: str) -> tuple[str, Any]:
-        keys = (key for key in MEASURED if MEASURED[key] == what and found.get(key) is not None)
-        return (key := next(keys, "")), found.get(key)
-
-    (key, value), (unit, memory), (_, fits) = map(first, ("step_s", "memory", "fits"))
-    step, devices = value, float(run.mesh.size)
-    if key.endswith("chip"):  # a chip has several devices
-        devices /= run.chip.devices_per_chip
+    there = {what: key for key, what in reversed(MEASURED.items()) if found.get(key) is not None}
+    key, unit = there.get("step_s", ""), there.get("memory", "")
+    step: Any = found.get(key)
+    memory, fits = found.get(unit), found.get(there.get("fits", ""))
+    devices = run.mesh.size / (run.chip.devices_per_chip if key.endswith("chip") else 1)
     if key == "ms":
-        step = value / 1e3
+        step /= 1e3
     elif key.startswith("tok") or key == "off":
-        step = run.tokens_per_step / devices / value
+        step = run.tokens_per_step / devices / step
     elif key == "mfu_pct":
         peak = run.chip.per_device().flops_per_s * run.mesh.size
-        step = run.flops(causal=False) / peak / value * 100
+        step = run.flops(causal=False) / peak / step * 100
     elif key.startswith("tflops"):
-        step = run.flops(causal=False) / devices / value / 1e12
+        step = run.flops(causal=False) / devices / step / 1e12
     if memory and unit.endswith("gib"):
         memory *= 2**30 / 1e9
     return {"step_s": step, "memory_gb": memory, "fits": True if fits is None and (step or memory) else fits}
@@ -350,25 +346,25 @@ def _measured(found: dict, run: Run) -> dict[str, Any]:
 
 
 def against(path: str | Path, own: dict[str, Rates] | None = None) -> dict[str, Any]:
-    """The document of ``llmpar plan --against``: each run predicted, measured, and the error; each sweep's
-    rank correlation, and what its first choice costs over the best; what was left out, with the reason."""
+    """The document of ``llmpar plan --against``: each run predicted and measured; each sweep's rank
+    correlation, and what its first choice costs over the best; what was left out, with the reason."""
     cases, left = read(path)
     if not cases:
         why = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it is empty"
         raise ValueError(f"'{path}' holds no run to compare: {why}")
     rows = [_row(case, own) for case in cases]
-    errors = lambda key: [abs(row["error"][key]) for row in rows if row["error"].get(key) is not None]
-    step, memory = errors("step_s"), errors("memory_gb")
-    mean = lambda some, how: how(some) if some else None
+    step, memory = (
+        [abs(row["error"][k]) for row in rows if k in row["error"]] for k in ("step_s", "memory_gb")
+    )
     return {
         "rows": rows,
         "groups": _sweeps(cases, rows),
         "left_out": [{"id": name, "why": why} for name, why in left.items()],
         "summary": {
             "runs": len(rows),
-            "step_mean_abs_error": mean(step, statistics.mean),
-            "step_median_abs_error": mean(step, statistics.median),
-            "memory_median_abs_error": mean(memory, statistics.median),
+            "step_mean_abs_error": statistics.mean(step) if step else None,
+            "step_median_abs_error": statistics.median(step) if step else None,
+            "memory_median_abs_error": statistics.median(memory) if memory else None,
             "fits_wrong": sum(row["error"].get("fits", False) for row in rows),
         },
     }
@@ -399,15 +395,14 @@ def _row(case: Case, own: dict[str, Rates] | None) -> dict[str, Any]:
 
 def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
     """Sweeps of a group, and runs of several groups that differ in how they are cut alone: three or more."""
-    timed = [i for i, case in enumerate(cases) if case.measured["step_s"]]
+    alike, listed = dict[Any, list[int]](), dict[str, list[int]]()
     model = lambda i: dataclasses.replace(cases[i].run.config, name="")
-    alike: dict[Any, list[int]] = {}
-    listed: dict[str, list[int]] = {}
-    for i in timed:
-        run = cases[i].run
-        what = run.tokens_per_step, run.seq_len, run.mesh.size, run.chip.name, run.bits, cases[i].source
-        alike.setdefault((model(i), *what), []).append(i)
-        listed.setdefault(cases[i].group, []).append(i)
+    for i, case in enumerate(cases):
+        if case.measured["step_s"]:
+            run = case.run
+            what = run.tokens_per_step, run.seq_len, run.mesh.size, run.chip.name, run.bits, case.source
+            alike.setdefault((model(i), *what), []).append(i)
+            listed.setdefault(case.group, []).append(i)
     listed = {group: some for group, some in listed.items() if len(some) > 2}
     for some in alike.values():
         groups = {cases[i].group for i in some}
@@ -417,14 +412,14 @@ def _sweeps(cases: list[Case], rows: list[dict]) -> list[dict[str, Any]]:
     for name, some in listed.items():
         predicted = [rows[i]["predicted"]["step_s"] for i in some]
         measured = [cases[i].measured["step_s"] for i in some]
-        steps = {(cases[i].run.tokens_per_step, model(i)) for i in some}
+        comparable = len({(cases[i].run.tokens_per_step, model(i)) for i in some}) == 1
         first = measured[predicted.index(min(predicted))]
         found.append(
             {
                 "id": name,
                 "runs": len(some),
                 "spearman": spearman(predicted, measured),
-                "choice_over_best": first / min(measured) if len(steps) == 1 else None,
+                "choice_over_best": first / min(measured) if comparable else None,
                 "step_mean_abs_error": statistics.mean(abs(rows[i]["error"]["step_s"]) for i in some),
             }
         )
