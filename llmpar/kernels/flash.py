@@ -187,6 +187,16 @@ def _keys_grad(mask, scale, q_tile, q, k, v, grad, lse, delta, *refs):
     dk[...], dv[...] = sums[0] * scale, sums[1]
 
 
+KERNELS = {"flash_forward": _forward, "flash_queries_grad": _queries_grad, "flash_keys_grad": _keys_grad}
+# Kinds of arrays, ``rows b s k r h``, ``keys b t k h`` and ``numbers b s k r``, that a kernel makes and that
+# every kernel takes, as many as it is given. What came before stands last.
+MADE = {
+    "flash_forward": ("rows", "numbers"),
+    "flash_queries_grad": ("rows",),
+    "flash_keys_grad": ("keys",) * 2,
+}
+GIVEN = ("rows", "keys", "keys", "rows", "numbers", "numbers", "rows")
+
 # ---------------------------------------------------------------------------------------------------- calling
 
 
@@ -206,71 +216,69 @@ def forward(
 ) -> tuple[Q, Numbers]:
     """Attend: (out in q's dtype, lse in float32). Merged with what came ``before``, such a pair about other
     keys with its out in float32, the new out is in float32 too."""
-    given = [("rows", q), ("keys", k), ("keys", v)]
-    given += [("rows", before[0]), ("numbers", before[1])] if before else []
-    made = [("rows", jnp.float32 if before else q.dtype), ("numbers", jnp.float32)]
-    out, lse = _call("flash_forward", how, (q_ids, k_ids), given, made)
+    dtype = jnp.float32 if before else q.dtype
+    out, lse = _call("flash_forward", how, q_ids, k_ids, (q, k, v, *(before or ())), dtype)
     return out, lse
 
 
 def backward(
-    how: Setting,
-    q: Q,
-    k: KV,
-    v: KV,
-    q_ids: QueryIds,
-    k_ids: KeyIds,
-    terms: tuple[Q, Numbers, Numbers],
-    before: Q | None = None,
+    how: Setting, q: Q, k: KV, v: KV, q_ids: QueryIds, k_ids: KeyIds, terms: tuple, before: Q | None = None
 ) -> tuple[Q, KV, KV]:
     """Return float32 (dq, dk, dv), dq added to what came ``before``. The terms: dO; the lse of whole rows,
     finite; and delta, the row sum of dO O less the gradient of lse."""
-    given = [("rows", q), ("keys", k), ("keys", v)]
-    given += list(zip(("rows", "numbers", "numbers"), terms, strict=True))
-    more, ids = [] if before is None else [("rows", before)], (q_ids, k_ids)
-    (dq,) = _call("flash_queries_grad", how, ids, given + more, [("rows", jnp.float32)])
-    dk, dv = _call("flash_keys_grad", how, ids, given, [("keys", jnp.float32)] * 2)
+    given, earlier = (q, k, v, *terms), () if before is None else (before,)
+    (dq,) = _call("flash_queries_grad", how, q_ids, k_ids, given + earlier)
+    dk, dv = _call("flash_keys_grad", how, q_ids, k_ids, given)
     return dq, dk, dv
 
 
-def _call(name, how, ids, given, made):
-    """Run a kernel on arrays of any length and width: pad them to tiles, find the spans, cut the results.
-
-    Kinds of arrays: ``rows b s k r h``, ``keys b t k h``, ``numbers b s k r``.
-    """
-    (_, q), (_, keys), *_ = given
-    (b, s, k, r, h), t = q.shape, keys.shape[1]
-    tiles = kernel_tiles(name, h, q.dtype.itemsize, s, t, how.platform)
-    q_ids, k_ids = _pad_ids(ids[0], b, tiles.q, NOBODY), _pad_ids(ids[1], b, tiles.k, NOBODY + 1)
+def _call(name, how, q_ids, k_ids, given, dtype=jnp.float32):
+    """Run a kernel on arrays of any length and width: pad them to tiles, find the spans, cut the results, of
+    which the first has this dtype."""
+    (b, s, k, r, h), t = given[0].shape, given[1].shape[1]
+    tiles = kernel_tiles(name, h, given[0].dtype.itemsize, s, t, how.platform)
+    q_ids, k_ids = _pad_ids(q_ids, b, tiles.q, NOBODY), _pad_ids(k_ids, b, tiles.k, NOBODY + 1)
     span = spans(how.mask, q_ids, k_ids, tiles.q, tiles.k, name == "flash_keys_grad")
     all_s, all_t, width = q_ids.shape[-1], k_ids.shape[-1], padded_width(h)
     ends = {"rows": (b, s, k, r, h), "keys": (b, t, k, h), "numbers": (b, k, r, s)}
     padded = {"rows": (b, all_s, k, r, width), "keys": (b, all_t, k, width), "numbers": (b, k, r, all_s)}
-    arrays = [_pad(_turned(kind, x), padded[kind]) for kind, x in given]
+
+    def pad(kind, x):
+        return jnp.pad(x, [(0, m - n) for n, m in zip(x.shape, padded[kind], strict=True)])
+
+    kinds, results = GIVEN[: len(given)], MADE[name]
+    arrays = [pad(kind, _turned(kind, x)) for kind, x in zip(kinds, given, strict=True)]
     arrays = vary_alike([*arrays, q_ids, k_ids, span])
-    kinds = [*(kind for kind, _ in given), "q_ids", "k_ids", "span"]
-    shapes = [(kind, jax.ShapeDtypeStruct(padded[kind], dtype)) for kind, dtype in made]
-    results = (how.run or run)(name, how, tiles, list(zip(kinds, arrays, strict=True)), shapes)
+    made = [jax.ShapeDtypeStruct(padded[kind], jnp.float32) for kind in results]
+    made[0] = made[0].update(dtype=dtype)
+    found = (how.run or run)(name, how, tiles, (*kinds, "q_ids", "k_ids", "span"), arrays, results, made)
     cut = lambda kind, x: x[tuple(map(slice, ends[kind]))]
-    return [_turned(kind, cut(kind, x), back=True) for (kind, _), x in zip(made, results, strict=True)]
+    return [_turned(kind, cut(kind, x), back=True) for kind, x in zip(results, found, strict=True)]
 
 
-def run(name, how, tiles, given, made):
-    """Run a kernel on padded arrays: ``given`` are (kind, array), ``made`` (kind, type of the result).
+def run(name, how, tiles, kinds, arrays, results, made):
+    """Run a kernel on padded arrays of some kinds, the last one the spans, for results of some kinds and
+    types.
 
     A program has one tile of queries of one head, or one tile of keys of one KV head, and of the others all
     that its span may name. Programs that read the same keys are neighbours.
     """
-    (b, s, k, r, h), t, of_keys = given[0][1].shape, given[1][1].shape[1], name == "flash_keys_grad"
-    blocks, alike = _blocks(tiles, of_keys, s, t, r, h), jax.typeof(given[0][1]).manual_axis_type
-    call = interpreted if how.platform == "cpu" else functools.partial(_compiled, name, tiles)
+    (b, s, k, r, h), t, of_keys = arrays[0].shape, arrays[1].shape[1], name == "flash_keys_grad"
+    blocks, alike = _blocks(tiles, of_keys, s, t, r, h), jax.typeof(arrays[0]).manual_axis_type
+    if how.platform == "cpu":
+        call = interpreted
+    else:  # the import is late: nothing but a GPU wants it
+        from jax.experimental.pallas import triton
+
+        ask = triton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+        call = functools.partial(pl.pallas_call, name=name, compiler_params=ask)
     return call(
         functools.partial(KERNELS[name], how.mask, how.scale, tiles.q if of_keys else tiles.k),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=alike) for _, x in made],
-        grid=(given[-1][1].shape[1], k if of_keys else k * r, b),
-        in_specs=[blocks[kind] for kind, _ in given],
-        out_specs=[blocks[kind] for kind, _ in made],
-    )(*(x for _, x in given))
+        out_shape=[x.update(manual_axis_type=alike) for x in made],
+        grid=(arrays[-1].shape[1], k if of_keys else k * r, b),
+        in_specs=[blocks[kind] for kind in kinds],
+        out_specs=[blocks[kind] for kind in results],
+    )(*arrays)
 
 
 def _blocks(tiles, of_keys, s, t, r, h):
@@ -299,31 +307,14 @@ def _turned(kind, x, back=False):
     return x if kind != "numbers" else x.transpose(0, 3, 1, 2) if back else x.transpose(0, 2, 3, 1)
 
 
-def _pad(x, shape):
-    """Return x with zeros behind it along every axis, up to a shape."""
-    more = [(0, m - n) for n, m in zip(x.shape, shape or x.shape, strict=True)]
-    return jnp.pad(x, more) if any(n for _, n in more) else x
-
-
 def _pad_ids(ids, b, tile, segment):
     """Repeat the last position up to a multiple of the tile, so that its extremes stay; the segment is
     nobody's."""
-    ids = jnp.broadcast_to(ids, (b, *ids.shape[1:]))
-    if not (more := -ids.shape[-1] % tile):
-        return ids
-    behind = jnp.stack([ids[:, 0, -1:], jnp.full_like(ids[:, 0, -1:], segment)], 1)
-    return jnp.concatenate([ids, jnp.repeat(behind, more, -1)], -1)
-
-
-KERNELS = {"flash_forward": _forward, "flash_queries_grad": _queries_grad, "flash_keys_grad": _keys_grad}
-
-
-def _compiled(name, tiles, kernel, **how):
-    """`pl.pallas_call` through Triton. The import is late: nothing but a GPU wants it."""
-    from jax.experimental.pallas import triton
-
-    ask = triton.CompilerParams(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    return pl.pallas_call(kernel, name=name, compiler_params=ask, **how)
+    positions, segments = jnp.broadcast_to(ids, (b, *ids.shape[1:])).swapaxes(0, 1)
+    more = (0, 0), (0, -ids.shape[-1] % tile)
+    return jnp.stack(
+        [jnp.pad(positions, more, mode="edge"), jnp.pad(segments, more, constant_values=segment)], 1
+    )
 
 
 def interpreted(kernel, *, out_shape, grid, in_specs, out_specs):
@@ -360,14 +351,8 @@ class Block:
         self.value, self.shape, self.dtype = value, value.shape, value.dtype
 
     def __getitem__(self, at):
-        x, axis = self.value, 0
-        for i in () if at is ... else at if isinstance(at, tuple) else (at,):
-            if isinstance(i, pl.Slice):
-                x = lax.dynamic_slice_in_dim(x, i.start, i.size, axis)  # type: ignore[arg-type]
-            elif not isinstance(i, slice):
-                x, axis = lax.dynamic_index_in_dim(x, i, axis, keepdims=False), axis - 1
-            axis += 1
-        return x
+        lines = lambda i: i.start + jnp.arange(i.size) if isinstance(i, pl.Slice) else i
+        return self.value[tuple(map(lines, at)) if isinstance(at, tuple) else at]
 
     def __setitem__(self, at, value):
         assert at is ... and value.dtype == self.dtype

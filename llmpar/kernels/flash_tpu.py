@@ -19,41 +19,34 @@ from jax.experimental import pallas as pl
 from llmpar.kernels import flash
 
 
-def run(name, how, tiles, given, made, interpret=False):
-    """Run a kernel: ``given`` are (kind, array) as `flash` pads them, with the spans last;
-    ``made`` are (kind, type of the result)."""
+def run(name, how, tiles, kinds, arrays, results, made, interpret=False):
+    """As `flash.run`."""
     from jax.experimental.pallas import tpu  # late: nothing but a TPU wants it
 
-    *given, (_, span) = given
-    kinds, (b, s, k, r, width), of_keys = [kind for kind, _ in given], given[0][1].shape, "keys" in name
-    arrays = [LAID[kind][0](x) for kind, x in given]
-    blocks = _blocks(tiles, r, width, of_keys)
-    typed = [jax.eval_shape(LAID[kind][0], x) for kind, x in made]
-    alike = {"manual_axis_type": jax.typeof(arrays[0]).manual_axis_type}
-    q_tiles, k_tiles = s // tiles.q, given[1][1].shape[1] // tiles.k
-    numbers = (tiles.q, 1)
-    sums = {
-        "flash_forward": [(tiles.q, width), numbers, numbers],
-        "flash_queries_grad": [(tiles.q, width)],
-        "flash_keys_grad": [(tiles.k, width)] * 2,
-    }[name]
+    (*kinds, _), (*arrays, span), of_keys = kinds, arrays, name == "flash_keys_grad"
+    (b, s, k, r, width), t = arrays[0].shape, arrays[1].shape[1]
+    arrays = [LAID[kind][0](x) for kind, x in zip(kinds, arrays, strict=True)]
+    blocks, (q_tiles, k_tiles) = _blocks(tiles, r, width, of_keys), (s // tiles.q, t // tiles.k)
+    typed = [jax.eval_shape(LAID[kind][0], x) for kind, x in zip(results, made, strict=True)]
+    alike = jax.typeof(arrays[0]).manual_axis_type
+    sums = [(tiles.q, width), (tiles.q, 1), (tiles.q, 1)] if name == "flash_forward" else []
     spec = tpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
         grid=(b, k, k_tiles, r, q_tiles) if of_keys else (b, k * r, q_tiles, k_tiles),
         in_specs=[blocks[kind] for kind in kinds],
-        out_specs=[blocks[kind] for kind, _ in made],
+        out_specs=[blocks[kind] for kind in results],
         scratch_shapes=[tpu.VMEM(shape, jnp.float32) for shape in sums],
     )
     in_turn = ("parallel",) * 3 + ("arbitrary",) * (len(spec.grid) - 3)
-    results = pl.pallas_call(
+    found = pl.pallas_call(
         functools.partial(KERNELS[name], how.mask, how.scale),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, **alike) for x in typed],
+        out_shape=[x.update(manual_axis_type=alike) for x in typed],
         grid_spec=spec,
         compiler_params=tpu.CompilerParams(dimension_semantics=in_turn),  # type: ignore[arg-type]
         name=name,
         interpret=interpret,
     )(span, *arrays)
-    return [LAID[kind][1](x) for (kind, _), x in zip(made, results, strict=True)]
+    return [LAID[kind][1](x) for kind, x in zip(results, found, strict=True)]
 
 
 # Kind of array -> as the kernel takes it, and back: the last two dims are tiles of vector memory.
@@ -95,74 +88,75 @@ def _blocks(tiles, r, width, of_keys):
     }
 
 
-def _in_turn(mask, axes, span, ids, start, visit, end):
-    """Start before a span's first tile, visit this one if it is in the span, end after the last. Spans run
-    along these axes of the grid."""
+def _in_turn(mask, axes, span, ids, sums, start, visit, end):
+    """Start the sums before a span's first tile, add this one if it is in the span, end after the last. Spans
+    run along these axes of the grid."""
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(axes[-1])
     begin, whole, stop, behind = (span[b, i, number] for number in range(4))
     tile = begin + j
     free = (whole <= tile) & (tile < stop)
     first = functools.reduce(jnp.logical_and, [pl.program_id(a) == 0 for a in axes])
     last = functools.reduce(jnp.logical_and, [pl.program_id(a) == pl.num_programs(a) - 1 for a in axes])
-    pl.when(first)(start)
-    pl.when(free)(lambda: visit(None))
-    pl.when(~free & (tile < behind))(lambda: visit(flash.seen_pairs(mask, *ids())))
-    pl.when(last)(end)
+
+    def put(values):
+        for ref, x in zip(sums, values, strict=True):
+            ref[...] = x
+
+    read = lambda: tuple(ref[...] for ref in sums)
+    pl.when(first)(lambda: put(start()))
+    pl.when(free)(lambda: put(visit(None, *read())))
+    pl.when(~free & (tile < behind))(lambda: put(visit(flash.seen_pairs(mask, *ids()), *read())))
+    pl.when(last)(lambda: end(*read()))
+
+
+def _columns(ids):
+    return ids[0].T, ids[1].T
 
 
 def _forward(mask, scale, span, q, k, v, *refs):
     *before, q_ids, k_ids, out, lse, held, top, total = refs
-    sums = held, top, total
 
-    def put(carry):
-        for ref, x in zip(sums, carry, strict=True):
-            ref[...] = x
+    def start():
+        earlier = (before[0][...], before[1][...].T) if before else ()
+        return flash.started(earlier, (held.shape, top.shape))
 
-    def end():
-        made, log_total = flash.finished(read())
+    def visit(seen, *sums):
+        return flash.forward_tile(scale, q[...], k[...], v[...], seen, sums)
+
+    def end(*sums):
+        made, log_total = flash.finished(sums)
         out[...], lse[...] = made.astype(out.dtype), log_total.T
 
-    earlier = lambda: [before[0][...], before[1][...].T] if before else []
-    start = lambda: put(flash.started(earlier(), (held.shape, top.shape)))
-    read = lambda: tuple(x[...] for x in sums)
-    visit = lambda seen: put(flash.forward_tile(scale, q[...], k[...], v[...], seen, read()))
-    ids = lambda: ((q_ids[0].T, q_ids[1].T), (k_ids[0], k_ids[1]))
-    _in_turn(mask, (3,), span, ids, start, visit, end)
+    ids = lambda: (_columns(q_ids), k_ids)
+    _in_turn(mask, (3,), span, ids, (held, top, total), start, visit, end)
 
 
 def _queries_grad(mask, scale, span, q, k, v, grad, lse, delta, *refs):
-    *before, q_ids, k_ids, dq, held = refs
+    *before, q_ids, k_ids, dq = refs
 
-    def start():
-        held[...] = jnp.zeros(held.shape, jnp.float32)
-
-    def visit(seen):
+    def visit(seen, held):
         terms = grad[...], lse[...].T, delta[...].T
-        held[...] += flash.queries_grad_tile(scale, q[...], k[...], v[...], *terms, seen)
+        return (held + flash.queries_grad_tile(scale, q[...], k[...], v[...], *terms, seen),)
 
-    def end():
-        dq[...] = held[...] * scale + before[0][...] if before else held[...] * scale
+    def end(held):
+        dq[...] = held * scale + before[0][...] if before else held * scale
 
-    ids = lambda: ((q_ids[0].T, q_ids[1].T), (k_ids[0], k_ids[1]))
-    _in_turn(mask, (3,), span, ids, start, visit, end)
+    ids = lambda: (_columns(q_ids), k_ids)
+    _in_turn(mask, (3,), span, ids, (dq,), lambda: (jnp.zeros(dq.shape),), visit, end)
 
 
-def _keys_grad(mask, scale, span, q, k, v, grad, lse, delta, q_ids, k_ids, dk, dv, *sums):
-    def start():
-        for ref in sums:
-            ref[...] = jnp.zeros(ref.shape, jnp.float32)
-
-    def visit(seen):
+def _keys_grad(mask, scale, span, q, k, v, grad, lse, delta, q_ids, k_ids, dk, dv):
+    def visit(seen, *sums):
         terms = grad[...], lse[...], delta[...]
         more = flash.keys_grad_tile(scale, q[...], k[...], v[...], *terms, seen)
-        for ref, x in zip(sums, more, strict=True):
-            ref[...] += x
+        return sums[0] + more[0], sums[1] + more[1]
 
-    def end():
-        dk[...], dv[...] = sums[0][...] * scale, sums[1][...]
+    def end(held, _):
+        dk[...] = held * scale
 
-    ids = lambda: ((q_ids[0], q_ids[1]), (k_ids[0].T, k_ids[1].T))
-    _in_turn(mask, (3, 4), span, ids, start, visit, end)
+    ids = lambda: (q_ids, _columns(k_ids))
+    start = lambda: (jnp.zeros(dk.shape), jnp.zeros(dv.shape))
+    _in_turn(mask, (3, 4), span, ids, (dk, dv), start, visit, end)
 
 
 KERNELS = {"flash_forward": _forward, "flash_queries_grad": _queries_grad, "flash_keys_grad": _keys_grad}

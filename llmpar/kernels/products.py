@@ -125,12 +125,14 @@ def kernel_dot(
     return _call(
         kernel,
         interpret,
-        "grouped_dot",
-        (len(owner_n), outer // tile),
-        [_whole(owner_n), [spec(*pair) for pair in pairs]],
-        pl.BlockSpec((block, tile), lambda i, j: (i, j)),
-        jax.ShapeDtypeStruct((num_rows, outer), w.dtype),
-    )(owner_n, list(pairs))
+        (owner_n, list(pairs)),
+        (num_rows, outer),
+        w.dtype,
+        name="grouped_dot",
+        grid=(len(owner_n), outer // tile),
+        in_specs=[_whole(owner_n), [spec(*pair) for pair in pairs]],
+        out_specs=pl.BlockSpec((block, tile), lambda i, j: (i, j)),
+    )
 
 
 def kernel_outer(
@@ -160,12 +162,14 @@ def kernel_outer(
     return _call(
         kernel,
         interpret,
-        "grouped_outer",
-        (num_owners, a // tile_a, b // tile_b),
-        [_whole(end_l), _whole(end_l), spec(rows, tile_a, 0), spec(grads, tile_b, 1)],
-        pl.BlockSpec((None, tile_a, tile_b), lambda l, i, j: (l, i, j)),
-        jax.ShapeDtypeStruct((num_owners, a, b), jnp.float32),
-    )(end_l - steps_l, end_l, rows, grads)
+        (end_l - steps_l, end_l, rows, grads),
+        (num_owners, a, b),
+        jnp.float32,
+        name="grouped_outer",
+        grid=(num_owners, a // tile_a, b // tile_b),
+        in_specs=[_whole(end_l), _whole(end_l), spec(rows, tile_a, 0), spec(grads, tile_b, 1)],
+        out_specs=pl.BlockSpec((None, tile_a, tile_b), lambda l, i, j: (l, i, j)),
+    )
 
 
 def _read(rows: Any, lines: Any, columns: Any) -> Array:
@@ -189,25 +193,13 @@ def _whole(z: Array) -> pl.BlockSpec:
     return pl.BlockSpec(z.shape, lambda *_: (0,) * z.ndim)
 
 
-def _call(kernel, interpret: bool, name: str, grid, in_specs, out_specs, out: jax.ShapeDtypeStruct):
+def _call(kernel, interpret: bool, operands: tuple, shape: tuple[int, ...], dtype: Any, **how: Any) -> Array:
     """A Pallas call whose result varies over the mesh axes over which an operand does."""
-
-    def call(*operands):
-        operands = vary_alike(operands)
-        kind = jax.typeof(operands[0]).manual_axis_type
-        shape = jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=kind)
-        return pl.pallas_call(
-            kernel,
-            name=name,
-            grid=grid,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            out_shape=shape,
-            interpret=interpret,
-            compiler_params=None if interpret else _triton().CompilerParams(num_warps=8, num_stages=4),
-        )(*operands)
-
-    return call
+    operands = vary_alike(operands)
+    like = jax.typeof(jax.tree.leaves(operands)[0]).manual_axis_type
+    asked = None if interpret else _triton().CompilerParams(num_warps=8, num_stages=4)
+    out = jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=like)
+    return pl.pallas_call(kernel, out_shape=out, interpret=interpret, compiler_params=asked, **how)(*operands)
 
 
 def _tile(size: int, most: int) -> int:
