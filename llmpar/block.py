@@ -45,7 +45,7 @@ def send(x: Array, move: Move, position: dict[str, int], to: Literal["varying", 
 
 
 def hop(x: Array, axis: str | tuple[str, ...], way: str) -> Array:
-    """What the rank before on a ring holds, sent as `Resolved.hop` says."""
+    """What the rank before on a ring holds, sent as `Plan.hop` says."""
     n, me = lax.axis_size(axis), lax.axis_index(axis)
     if way != "exchange":
         return lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)])

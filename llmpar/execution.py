@@ -48,6 +48,9 @@ class Execution:
         grouped: how tokens are multiplied by their experts (Megatron's grouped GEMM): in a loop over
             ``blocks`` (CPUs), by `jax.lax.ragged_dot` (TPUs; a CPU multiplies every token by every expert),
             or by :mod:`llmpar.kernels.products` in ``triton`` (GPUs). ``auto``: what suits the devices.
+        hop: how the ranks of a ring hand on what they hold: by a ``permute``; or by an ``exchange``, an
+            all-to-all of which all blocks but one are empty, for which no other stage of a pipeline must
+            wait. ``auto``: an exchange in a pipeline of simulated devices, a permute elsewhere.
         unroll: how many blocks the scan over layers unrolls at a time; 0 unrolls all.
     """
 
@@ -56,6 +59,7 @@ class Execution:
     documents: Literal["packed", "whole"] = "packed"
     dispatch: Literal["auto", "padded", "ragged"] = "auto"
     grouped: Literal["auto", "blocks", "ragged_dot", "triton"] = "auto"
+    hop: Literal["auto", "permute", "exchange"] = "auto"
     unroll: Annotated[int, Allowed(int, 0)] = 1
 
     def suited(self, platform: str) -> dict[str, Any]:

@@ -231,17 +231,26 @@ class Resolved(Plan):
     said: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def _on(self, platform: str) -> Resolved:
-        """With what is left to a platform decided. Simulated devices differ in a pipeline: nothing orders the
-        gathers of experts and of other weights in a backward pass that is cut."""
+        """With what is left to a platform decided. Simulated devices differ in a pipeline: a permute waits
+        for every device of the mesh, and nothing orders the gathers of experts and of other weights in a
+        backward pass that is cut."""
         decided, said = self.suited(platform), self.said
-        if self.rings and self.hop == "exchange":
+        simulated = platform == "cpu" and self.mesh.pp > 1
+        if self.hop == "auto":
+            decided["hop"] = "exchange" if simulated else "permute"
+        if simulated and self.rings and self.hop == "permute":
+            raise ValueError(
+                f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
+                " there for every device of the mesh, and other stages do other work; use hop='exchange'"
+            )
+        if simulated and self.rings and self.hop == "auto":
             said += (
                 "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices"
                 " would wait for every stage of the pipeline",
             )
         cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
         experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")  # gathered without ep
-        if platform == "cpu" and cut and experts_apart and self.gathers == "block":
+        if simulated and cut and experts_apart and self.gathers == "block":
             decided["reshard_after_forward"] = False
             said += (
                 "weights are gathered once a step here, and kept: nothing orders gathers of experts and of"
@@ -303,12 +312,6 @@ class Resolved(Plan):
     def rings(self) -> bool:
         """Whether the ranks of an axis hand on what they hold, neighbour by neighbour, inside a layer."""
         return bool(self.regions["keys"].get("s")) or self.tp_comm_overlap
-
-    @property
-    def hop(self) -> Literal["permute", "exchange"]:
-        """How the ranks of a ring hand it on: by a permute. In a pipeline of simulated devices, where a
-        permute waits for every device of the mesh, by an all-to-all of which all blocks but one are empty."""
-        return "exchange" if self.platform == "cpu" and self.mesh.pp > 1 else "permute"
 
     def padded(self, config: ModelConfig) -> ModelConfig:
         """The model with as many layers as a pipeline's state has places: as many in every chunk."""

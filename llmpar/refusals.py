@@ -228,6 +228,7 @@ def idle(plan: Any) -> dict[str, str]:
         ("tp_comm_overlap", not plan.tp_sequence, "without tp_sequence nothing is gathered over tp"),
         ("tp_comm_overlap", xla, f"under reading='{plan.reading}' XLA chooses how activations travel"),
         ("dispatch", mesh.ep == 1, one["ep"]),
+        ("hop", not plan.rings, "no ring hands anything on"),
         ("zero", uncut, f"mesh '{mesh}' has none of {plan.zero_axes}, the axes by which ZeRO cuts"),
         ("zero_axes", not plan.zero, "ZeRO 0 cuts nothing"),
         ("zero_axes", cuts == all_cuts, f"mesh '{mesh}' has no others"),

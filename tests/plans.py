@@ -60,6 +60,7 @@ other schedules."""
 
 NOT_HERE = {
     "attention_kernel": {"cudnn", "portable"},
+    "hop": {"permute"},
     "grouped": {"blocks", "triton", "ragged_dot"},
     "dispatch": {"padded", "ragged"},
     "documents": {"whole"},

@@ -310,6 +310,10 @@ def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
     assert Plan("sp=2").resolve(LLAMA).hop == "permute"
     assert "all-to-all" in " ".join(cpu.said) and not gpu.said
     assert not dataclasses.replace(inside, context_parallel="gather").resolve(LLAMA).said
+    asked = dataclasses.replace(inside, hop="permute")
+    asked.check(LLAMA, 16, 16)
+    with pytest.raises(ValueError, match="hop='permute' does not go with pp=2 on sim.*use hop='exchange'"):
+        asked.resolve(LLAMA)
 
 
 def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
