@@ -41,7 +41,7 @@ from llmpar.draw.scene import (
 from llmpar.explore import answers
 from llmpar.mesh import make_mesh, sharding
 from llmpar.notation import AXES, Dim, Layout, MeshShape, parse_arrow, parse_layout, parse_mesh
-from llmpar.predict.collectives import ring_bytes
+from llmpar.predict.formulas import ring_bytes
 from llmpar.predict.hardware import chip
 
 GIB = 2**30

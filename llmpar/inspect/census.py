@@ -32,7 +32,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from llmpar.inspect.hlo import CALLS, Module, Op, group_axes, integers, shapes
-from llmpar.predict import collectives
+from llmpar.predict import formulas
 
 KINDS = (
     "all-reduce",
@@ -83,11 +83,11 @@ Work = list[tuple[Collective, Fraction]]
 
 def ring_bytes(kind: str, group_size: int, result_bytes: int) -> int:
     """Gives the bytes that one of g devices on a ring sends for a result of R bytes, as
-    `collectives.ring_bytes` counts them.
+    `formulas.ring_bytes` counts them.
 
     All-gather and all-to-all R(g-1)/g, reduce-scatter R(g-1), all-reduce 2R(g-1)/g, collective-permute R.
     """
-    return collectives.ring_bytes(
+    return formulas.ring_bytes(
         kind, result_bytes * (group_size if kind == "reduce-scatter" else 1), group_size
     )
 

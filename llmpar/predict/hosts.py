@@ -1,19 +1,18 @@
 """What hosts send to one another: the part of a step's traffic that leaves a host.
 
-A collective's bytes per device (`collectives`) do not depend on where the devices are; those between hosts
-do. They follow from who sends what to whom. Gloo, by which CPU processes talk, does it so (a statement about
-its algorithms, held against a kernel's counters; no constant in it is fitted):
+A collective's bytes per device do not depend on where the devices are; those between hosts follow from who
+sends what to whom. Gloo, by which CPU processes talk, does it so (a statement about its algorithms, held
+against a kernel's counters; no constant in it is fitted):
 
     all-reduce, all-gather   a ring: everybody to the next in the group
     reduce-scatter           halving: half of the message to the neighbour, a quarter to the one two places
                              on, …; then the pieces, whose order is now that of the reversed bits of their
-                             numbers, go to their owners
+                             numbers, go to their owners. (In textbooks it goes round a ring; here a device
+                             sends up to a piece more.)
     all-to-all               a piece to everybody, directly
     permute                  the whole along each of its pairs
 
-Textbooks let a reduce-scatter go round a ring. Here a device sends up to a piece more, and other bytes cross
-between hosts. What is predicted is payload: the headers of packets and messages come on top, about 600 B for
-each message that crosses.
+It is payload: headers come on top, about 600 B for each message that crosses.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fractions import Fraction
 import numpy as np
 
 from llmpar.plan import Resolved
-from llmpar.predict.collectives import ring_share
+from llmpar.predict.formulas import ring_share
 from llmpar.predict.traffic import step_traffic
 from llmpar.timetable import slots, timetable
 

@@ -86,7 +86,7 @@ class Time:
 class Clock:
     """Prices what a run does on its chip."""
 
-    def __init__(self, run: Run, own: Rates | None = None):
+    def __init__(self, run: Run, own: Rates | None = None, exact: bool = True):
         self.run, self.rates = run, own or run.chip.rates
         chip = run.chip
         self.device = chip.per_device()
@@ -97,8 +97,8 @@ class Clock:
         self.inner, apart = dict[str, int](), 1
         for axis in reversed(run.order):
             self.inner[axis], apart = apart, apart * run.mesh.asked[axis]
-        self.ours, self.exact = run.software.name == "llmpar", run.plan is not None
-        self.plan: Any = run.plan and run.plan.resolve(run.config, None)
+        self.ours, self.exact = run.software.name == "llmpar", exact and run.plan is not None
+        self.plan: Any = run.plan.resolve(run.config, None) if run.plan and exact else None
         self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
         self.layer = functools.cache(self._layer)
 
@@ -289,6 +289,7 @@ class Clock:
         again = 0.0 if run.tp_sequence else self.collective("all-gather", whole, tp, self.inner["tp"])
         return self.collective("permute", whole / tp, 2, self.inner["pp"]) + again
 
+    @functools.cached_property
     def ends(self) -> dict[str, tuple[Pass, Pass]]:
         """The embedding and the loss of a microbatch, forward and backward each."""
         run, c = self.run, self.run.config
@@ -367,7 +368,7 @@ class Clock:
                 body, own = self.layer_weights(is_dense)
                 shared, experts = shared + times * body, experts + times * own
         for name in ["embedding"] * first + ["head"] * last:
-            ahead, back = self.ends()[name]
+            ahead, back = self.ends[name]
             forward.take(ahead)
             backward.take(back)
             shared += run.sizes[name] / run.mesh.tp
@@ -437,8 +438,7 @@ class Chunk:
 def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time:
     """Seconds of a step by term. Without ``simulate`` the bubble, and what a plan of ours sends, are closed
     forms: quick, for ranking."""
-    run = run if simulate else dataclasses.replace(run, plan=None)
-    clock, m, p, soft = Clock(run, own), run.microbatches, run.mesh.pp, run.software
+    clock, m, p, soft = Clock(run, own, exact=simulate), run.microbatches, run.mesh.pp, run.software
     stages, late = _stages(clock)
     loads = [m * sum(sum(chunk.seconds) for chunk in stage) for stage in stages]
     total = max(loads)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from llmpar.config import ExpertConfig, ModelConfig, Weight
 from llmpar.notation import TRANSPOSES, Arrow
 from llmpar.plan import Resolved
-from llmpar.predict.collectives import ring_bytes
+from llmpar.predict.formulas import ring_bytes
 from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
 
