@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from llmpar.draw.scene import (
+    COLOURS,
     SERIES,
     SMALL,
     Group,
@@ -45,18 +46,7 @@ def count_noun(n: int, what: str) -> str:
 KINDS = {"F": "s1", "B": "s3", "W": "s4"}
 """Colours of forward, backward and weight gradient."""
 
-PARTS = {
-    "weights": "s1",
-    "optimizer": "s2",
-    "gradients, activations (estimate)": "s3",
-    "batch": "s5",
-    "computing": "s1",
-    "products": "s1",
-    "bubble": "s2",
-    "weights and gradients on links": "s4",
-}
-"""Colours of parts of memory and time: the same part has the same colour in every chart; others take what is
-left."""
+PARTS: dict[str, str] = COLOURS["parts"]
 
 
 # ---------------------------------------------------------------------------------------------- what was sent

@@ -43,6 +43,7 @@ from llmpar.notation import (
     parse_layout,
     parse_mesh,
 )
+from llmpar.predict.formulas import ring_bytes
 from llmpar.predict.hardware import Chip
 
 MAX_CELLS = 64
@@ -190,8 +191,9 @@ def cells(place: dict, number, device: int, word: str, color: str) -> list:
 
 def arrows(lanes) -> list:
     """Arrows that can be seen on any fill: all of their paper below all of their ink."""
-    below = [Line(points, "paper", 4.5, head=True) for points in lanes]
-    return below + [Line(points, "ink", 1.5, head=True) for points in lanes]
+    paths = [tuple(map(tuple, points)) for points in lanes]
+    below = [Line(points, "paper", 4.5, head=True) for points in paths]
+    return below + [Line(points, "ink", 1.5, head=True) for points in paths]
 
 
 def links(shape: MeshShape | str, chip: Chip) -> Scene:
@@ -330,12 +332,8 @@ class _Grid:
         if d == num:
             return self.cell(index, w, h)
         items: list = []
-        axes, across, offset, other = (
-            [*_places(self.dims[d].axes, self.sizes, 0)],
-            (num - d) % 2 == 1,
-            0.0,
-            0.0,
-        )
+        axes, across = [*_places(self.dims[d].axes, self.sizes, 0)], (num - d) % 2 == 1
+        offset, other = 0.0, 0.0
         # the columns' ticks stand above the first row
         labelled = not across or d < num - 1 or not d or index[-1] == 0
         margin, gap = (16 if across else self.tick_width(d)) * labelled, 5 if d >= num - 2 else 14
@@ -430,18 +428,15 @@ def layout(layout: Layout | str, shape=None, sizes=None, itemsize: int | None = 
 
 
 def moved(arrow: Arrow, shape: tuple[int, ...], sizes: dict[str, int], itemsize: int) -> list[tuple]:
-    """The moves of an arrow and the bytes that each device sends for them, by ring algorithms.
-
-    Of a group of g and a local value of V bytes: all-gather V(g-1); reduce-scatter and all-to-all V(g-1)/g;
-    all-reduce twice that; a slice nothing.
-    """
+    """The moves of an arrow and the bytes that each device sends for them on a ring (`ring_bytes`): of a
+    group of g and a local value of V bytes, all-gather V(g-1); reduce-scatter and all-to-all V(g-1)/g;
+    all-reduce twice that; a slice nothing."""
     held, out = _held_bytes(arrow.before, shape, sizes, itemsize), []
     for move in arrow.moves:
         g = math.prod(sizes[a] for a in move.axes)
-        share = held * (g - 1) // g
-        sent = {"all-gather": held * (g - 1), "all-reduce": 2 * share, "slice": 0}.get(move.kind, share)
-        out.append((move, sent))
-        held = {"all-gather": held * g, "reduce-scatter": held // g, "slice": held // g}.get(move.kind, held)
+        message = held * g if move.kind == "all-gather" else held
+        out.append((move, 0 if move.kind == "slice" else ring_bytes(move.kind, message, g)))
+        held = message // g if move.kind in ("reduce-scatter", "slice") else message
     return out
 
 

@@ -33,9 +33,9 @@ _type_scale: ContextVar[dict[str, int]] = ContextVar("type_scale", default=PAGE)
 PLAIN_EM, BOLD_EM = 0.6, 0.66  # the assumed width of a character, in sizes of its text
 BASELINE = 0.35  # how far a text's baseline lies below its middle, in sizes of the text
 
-_COLOURS = tomllib.loads(resources.files(__package__).joinpath("colours.toml").read_text(encoding="utf-8"))
-LIGHT: dict[str, str] = _COLOURS["light"]
-DARK = LIGHT | _COLOURS["dark"]
+COLOURS = tomllib.loads(resources.files(__package__).joinpath("colours.toml").read_text(encoding="utf-8"))
+LIGHT: dict[str, str] = COLOURS["light"]
+DARK = LIGHT | COLOURS["dark"]
 SERIES = ("s1", "s2", "s3", "s4", "s5")
 
 

@@ -14,19 +14,8 @@ import math
 from typing import Any, get_args, get_type_hints
 
 from llmpar.config import PRESETS, ModelConfig, preset
-from llmpar.draw import layouts
+from llmpar.draw import geometry, layouts
 from llmpar.draw.charts import count_noun, memory_bars
-from llmpar.draw.geometry import (
-    coordinates,
-    groups,
-    lane,
-    parted,
-    places,
-    rounds,
-    shard_numbers,
-    slices,
-    strides,
-)
 from llmpar.draw.scene import Group, Scene, compose, flatten, size_text, small_text, time_text
 from llmpar.notation import (
     AXES,
@@ -276,7 +265,7 @@ def sent(chip: Chip, order, plan: Resolved, batch_size: int, seq_len: int) -> li
     """What `traffic.step_traffic` says, row by row, the largest first: what of, the largest collective, and
     seconds."""
     sizes, rows = plan.mesh.asked, []
-    apart = strides(*parted(sizes, order, plan.config.num_kv_heads))
+    apart = geometry.strides(*geometry.parted(sizes, order, plan.config.num_kv_heads))
     for (names, kind), row in traffic.step_traffic(plan, batch_size, seq_len).items():
         axes = names.split(",")
         each = {size for counter in row.of.values() for size in counter}
@@ -411,15 +400,14 @@ def neighbours(state: dict, most: int = 600) -> list[dict]:
 
 def device_rows(state: dict, rows: list[dict], sizes: dict[str, int], order) -> list[list[str]]:
     """What the chosen device holds: (tensor, layout, slice, bytes) as text."""
-    (cut, inside), out = parted(sizes, order, rows[0]["heads"] if rows else 1), []
-    at = coordinates(cut, inside, state["device"])
+    (cut, inside), out = geometry.parted(sizes, order, rows[0]["heads"] if rows else 1), []
+    at = geometry.coordinates(cut, inside, state["device"])
     for row in rows:
         layout = parse_layout(row["layout"][mode(state)])
-        live = Layout(
-            tuple(dataclasses.replace(d, axes=tuple(a for a in d.axes if cut[a] > 1)) for d in layout.dims),
-            tuple(a for a in layout.sums if cut[a] > 1),
-        )
-        held = slices(live, shape_of(row, state, cut), cut, at)
+        alive = lambda axes: tuple(a for a in axes if cut[a] > 1)
+        dims = tuple(dataclasses.replace(d, axes=alive(d.axes)) for d in layout.dims)
+        live = Layout(dims, alive(layout.sums))
+        held = geometry.slices(live, shape_of(row, state, cut), cut, at)
         words, bytes_held = "cannot be cut evenly", 0
         if held is not None:
             words = f"[{', '.join(f'{a}:{b}' for a, b in held)}]"
@@ -441,14 +429,14 @@ def scene(state: dict) -> Scene:
     except ValueError:
         return compose("refused", [], reply["says"], reply["says"].splitlines())
     sizes, node, device = shape.sizes, chip.per_device().node_size, min(state["device"], shape.size - 1)
-    place, notes = places(sizes, order, node), list[str]()
-    cut, inside = parted(sizes, order, config.num_kv_heads)
+    place, notes = geometry.places(sizes, order, node), list[str]()
+    cut, inside = geometry.parted(sizes, order, config.num_kv_heads)
     asked = {state["axis"], "kv" if state["axis"] == "tp" else ""}  # a part of tp
     sent = [row for row in reply["traffic"] if asked & {*row["axes"]}]
     row = sent[min(state["row"], len(sent) - 1)] if sent else None
     axes = tuple(a for a in inside if a in (row["axes"] if row else asked) and cut[a] > 1)
     if axes:
-        teams = groups(cut, inside, axes)
+        teams = geometry.groups(cut, inside, axes)
         number = [i for _, i in sorted((d, i) for i, team in enumerate(teams) for d in team)]
         what = f"{count_noun(len(teams), 'group')} over {','.join(axes)}"
         what += f"; filled: the group of device {device}"
@@ -456,19 +444,18 @@ def scene(state: dict) -> Scene:
     else:
         chosen = next((r for r in rows if r["name"] == state["tensor"]), rows[0])
         layout = parse_layout(chosen["layout"][mode(state)])
-        shards = shard_numbers(layout, shape_of(chosen, state, cut), cut, inside)
+        shards = geometry.shard_numbers(layout, shape_of(chosen, state, cut), cut, inside)
         number = shards or list(range(shape.size))
         word, color, name = "shard" if shards else "device", "s1", chosen["name"]
+        filled = f"filled: same shard of {name} as device {device}"
         what = f"{count_noun(shape.size, 'device')} in link order; "
-        what += (
-            f"filled: same shard of {name} as device {device}" if shards else f"{name} cannot be cut evenly"
-        )
+        what += filled if shards else f"{name} cannot be cut evenly"
     items = layouts.cells(place, number, device, word, color)
     if row and len(teams[0]) <= 64:
-        team, steps = teams[number[device]], rounds(row["kind"], len(teams[0]), row.get("pairs"))
+        team, steps = teams[number[device]], geometry.rounds(row["kind"], len(teams[0]), row.get("pairs"))
         at = min(state["step"], len(steps) - 1)
         ends = [(team[s] // place["block"], team[t] // place["block"]) for s, t, _ in steps[at]["sends"]]
-        items += layouts.arrows([tuple((x, y) for x, y in lane(place, a, b)) for a, b in ends if a != b])
+        items += layouts.arrows([geometry.lane(place, a, b) for a, b in ends if a != b])
         last = len(steps) - 1
         each = size_text(row["largest"] / max(1, last))
         which = f"One {row['kind']}" + f", the largest of {row['count']}," * (row["sizes"] > 1)
@@ -480,7 +467,7 @@ def scene(state: dict) -> Scene:
         rows_held = [("a device", dict(reply["memory"]))]
         bars = memory_bars(rows_held, reply["capacity"], whole_bytes=reply["whole"])
         blocks.append([Group(tuple(flatten(bars.items)[1:]))])
-    at = coordinates(sizes, order, device)
+    at = geometry.coordinates(sizes, order, device)
     weights = [row for row in rows if row["kind"] == "weight"]
     held = [" ".join(cells) for cells in device_rows(state, weights, sizes, order)]
     where = ", ".join(f"{a} {at[a]}" for a in order if sizes[a] > 1)
