@@ -72,24 +72,8 @@ channels.install()  # as use_devices does, for the tests that make meshes by the
 
 # Where Jupyter kernels, browsers and processes of a job start: never two at once. With two workers these are
 # one worker's first work; the slides have a kernel of their own, and the other worker.
-KERNELS = {
-    "test_notebooks",
-    "test_browser",
-    "test_gallery",
-    "test_launch",
-    "test_hosts",
-    "test_compile",
-    "test_real_engines",
-}
-LONG = {
-    "test_plans",
-    "test_train",
-    "test_moe",
-    "test_attention",
-    "test_cli",
-    "test_random_plans",
-    "test_planner",
-}
+KERNELS = "notebooks browser gallery launch hosts compile real_engines".split()
+LONG = "plans train moe attention cli random_plans flash explicit".split()
 """Next, so that no worker ends with one of them."""
 
 
@@ -133,9 +117,10 @@ def pytest_collection_modifyitems(items, config=None):
         mine = [zlib.crc32(item.nodeid.encode()) % parts == number - 1 for item in items]
         config.hook.pytest_deselected(items=list(itertools.compress(items, map(operator.not_, mine))))
         items[:] = itertools.compress(items, mine)
-    items.sort(key=lambda item: (item.path.stem not in KERNELS, item.path.stem not in LONG))
+    name_of = lambda item: item.path.stem.removeprefix("test_")
+    items.sort(key=lambda item: (name_of(item) not in KERNELS, name_of(item) not in LONG))
     for item in items:
-        name = item.path.stem
+        name = name_of(item)
         item.add_marker(pytest.mark.xdist_group("kernels" if name in KERNELS else name))
         if PLATFORM == "cpu" and not ROUNDING:
             continue

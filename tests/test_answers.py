@@ -276,13 +276,8 @@ def test_every_model_and_chip_answers():
 
 
 def test_any_six_axis_mesh_from_1_to_512_devices_has_a_picture_and_words():
-    for mesh in (
-        "dp=1",
-        "pp=2 dp=2 fsdp=2 ep=2 sp=2 tp=2",
-        "dp=8 fsdp=8 tp=8",
-        "dp=3 fsdp=5 tp=7",
-        "fsdp=512",
-    ):
+    meshes = "dp=1|pp=2 dp=2 fsdp=2 ep=2 sp=2 tp=2|dp=8 fsdp=8 tp=8|dp=3 fsdp=5 tp=7|fsdp=512"
+    for mesh in meshes.split("|"):
         for axis in ("", "fsdp"):
             drawn = answers.scene(TINY | {"mesh": mesh, "axis": axis, "step": 1})
             assert drawn.text.startswith(f"mesh {parse_mesh(mesh)}") and to_svg(drawn)

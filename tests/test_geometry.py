@@ -206,17 +206,8 @@ def test_words_and_layouts_are_read_alike(javascript):
             "dims": [{"name": d.name, "axes": list(d.axes)} for d in want.dims],
             "sums": list(want.sums),
         }
-    sizes = [
-        0,
-        1,
-        1023,
-        1024,
-        1500,
-        10**9,
-        2**30 - 1,
-        123456789,
-        *(random.Random(2).randrange(2**50) for _ in range(500)),
-    ]
+    rng = random.Random(2)
+    sizes = [0, 1, 1023, 1024, 1500, 10**9, 2**30 - 1, 123456789, *(rng.randrange(2**50) for _ in range(500))]
     assert javascript("sizeText", [(n,) for n in sizes]) == [size_text(n) for n in sizes]
     seconds = [0, 1e-9, 0.0321, 1, 599.9, 600, 7199, 7200, 18043]
     assert javascript("timeText", [(s,) for s in seconds]) == [time_text(s) for s in seconds]
@@ -227,18 +218,7 @@ def test_meshes_are_read_refused_and_spelt_alike(javascript):
     same key."""
     rng, values = random.Random(8), ("2", "04", "-1", "0", "2.5", "", "9000")
     bits = [*(a + s + n for a in (*AXES, "mp", "xp", "") for s in "=:" for n in values), *"1248", "!"]
-    texts = [
-        "",
-        "  ",
-        "!",
-        "! tp=2 dp=2",
-        "1,64,4,1",
-        "1,2,4",
-        "1,2",
-        "fsdp=-1 dp=-1",
-        "dp=131072",
-        "dp=131072 tp=2",
-    ]
+    texts = "|  |!|! tp=2 dp=2|1,64,4,1|1,2,4|1,2|fsdp=-1 dp=-1|dp=131072|dp=131072 tp=2".split("|")
     while len(texts) < 1000:
         between, some = rng.choice((" ", ",", ", ")), rng.choices(bits, k=rng.randint(1, 4))
         texts.append(rng.choice(("", "!", " ")) + between.join(some) + "  " * rng.choice((0, 0, 0, 100)))

@@ -169,10 +169,6 @@ def test_a_smaller_mesh_uses_few_hosts_and_few_domains(grid, name, mesh, hosts, 
     assert "dp" not in mesh or innermost["domains"] == (2 if mesh == "dp=13" else 1)
 
 
-NVLINK, NETWORK = "NVLink within a host", "network between {} hosts"
-BOTH = "NVLink within a host ({} each), network between {} hosts"
-
-
 @pytest.mark.parametrize("name, mesh, said", TABLES["links_said"])
 def test_links_are_said_in_words(grid, name, mesh, said):
     assert {axis: row["link"] for axis, row in read(grid(mesh, TOPOLOGIES[name])).items()} == said
@@ -230,16 +226,8 @@ def test_a_ring_over_a_whole_slice_goes_round_it_link_by_link(grid, name):
 
 def test_the_fields_of_a_link_and_one_host():
     found = read(GRID("dp=2 fsdp=8 tp=4", TOPOLOGIES["h100:8x8"]))
-    want = {
-        "size": 8,
-        "hosts": 4,
-        "devices_per_host": 2,
-        "domains": 4,
-        "dims": [],
-        "hops": None,
-        "closed": False,
-    }
-    assert found["fsdp"] == {"link": BOTH.format(2, 4)} | want
+    want = dict(size=8, hosts=4, devices_per_host=2, domains=4, dims=[], hops=None, closed=False)
+    assert found["fsdp"] == {"link": "NVLink within a host (2 each), network between 4 hosts"} | want
     strange = [replace(d, device_kind="NVIDIA L4") for d in TOPOLOGIES["one h100"]]
     assert read(GRID("tp=8", strange))["tp"]["link"] == "NVLink or PCIe within a host"
 

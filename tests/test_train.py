@@ -56,16 +56,8 @@ def stream(seq_len: int = 16, batch_size: int = 8) -> Stream:
 
 def run(plan: Plan = MIXED, steps: int = 6, config=SMALL, folder=None, every: int = 2, options=ADAMW, **more):
     keep = Checkpoints(str(folder), every) if folder else None
-    return train(
-        config,
-        plan,
-        make_mesh(plan.mesh),
-        more.pop("text", stream()),
-        steps,
-        options,
-        checkpoints=keep,
-        **more,
-    )
+    text = more.pop("text", stream())
+    return train(config, plan, make_mesh(plan.mesh), text, steps, options, checkpoints=keep, **more)
 
 
 def same_bits(a, b) -> bool:
