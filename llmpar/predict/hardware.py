@@ -1,11 +1,10 @@
 """Chips and their links as rows of numbers: each with its unit, its date and the place where it was read.
 
-A row describes one *chip* as its maker does; `Chip.per_device` divides it by the JAX devices that the chip
-shows as. Rates are peak bf16 without sparsity, bytes are bytes (GB = 1e9, GiB = 2**30), bandwidths are one
-way unless named otherwise. Where the published memory and that of the compiler or driver differ, both are
-kept: `hbm_bytes` is what is published (some pages print GB where they mean GiB, so it can be the smaller),
-`usable_hbm_gib` what the device offers. Of a GPU's memory JAX takes three quarters when it starts, unless it
-is told otherwise: `Chip.usable_bytes` is what is left.
+A row describes one *chip* as its maker does; `Chip.per_device` divides it by the JAX devices that it shows
+as. Rates are peak bf16 without sparsity, GB = 1e9, GiB = 2**30, bandwidths are one way unless named
+otherwise. `hbm_bytes` is what is published (some pages print GB where they mean GiB, so it can be the
+smaller), `usable_hbm_gib` what the device offers. Of a GPU's memory JAX takes three quarters when it starts,
+unless it is told otherwise: `Chip.usable_bytes`.
 """
 
 from __future__ import annotations

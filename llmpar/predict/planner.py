@@ -154,23 +154,23 @@ def ways(q: Question, mesh: MeshShape) -> Iterator[dict[str, Any]]:
 def priced(q: Question, mesh: MeshShape) -> list[Candidate]:
     """The ways to run a mesh, by the closed form of their time and without recomputation. Of those whose
     weights and optimizer cannot be cut so, or alone are larger than the room, one: it will say why."""
-    found, cannot = list[Candidate](), dict[Any, bool]()
+    found, cannot = list[Candidate](), dict[int, bool]()
     for fields in ways(q, mesh):
         plan = Plan(**fields)
-        if cannot.get(state := (plan.zero, plan.reshard_after_forward)):
+        if cannot.get(plan.zero):
             continue
         try:
             run = q.run(plan)
         except ValueError:  # an order that is given does not suit this mesh
             continue
         found.append(Candidate(plan, step_time(run, simulate=False)))
-        if state not in cannot:
+        if plan.zero not in cannot:
             try:
                 resolved = plan.resolve(q.config, q.platform)
                 given = memory.argument_bytes(resolved, q.batch_size, q.seq_len)
-                cannot[state] = sum(given.values()) > q.room_bytes
+                cannot[plan.zero] = sum(given.values()) > q.room_bytes
             except ValueError:  # `fitting` says why
-                cannot[state] = True
+                cannot[plan.zero] = True
     return found
 
 

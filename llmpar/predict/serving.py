@@ -40,12 +40,10 @@ def critical_batch(config: ModelConfig, chip: Chip, bits: int = 16) -> float:
 
 def prefill(config: ModelConfig, chip: Chip, prompt: int, tp: int = 1) -> dict[str, float]:
     """Seconds to take a prompt in, by term."""
-    clock = _clock(config, chip, tp, prompt)
-    seen = min(config.window or prompt, prompt)
-    half = 0.5 if seen == prompt else 1.0  # the causal half of the square
-    scores = 4.0 * prompt * seen * config.num_layers * config.num_heads * config.head_width * half
+    clock = _clock(config, chip, tp, 1, prompt)
     products = 2.0 * prompt * config.active_params / tp / _reached(config, chip)[0]
-    attention = scores / tp / (clock.device.flops_per_s * clock.rates.attention)
+    scores = config.num_layers * clock.run.attention_flops()
+    attention = scores / (clock.device.flops_per_s * clock.rates.attention)
     return {"products": products, "attention": attention} | _besides(clock)
 
 
@@ -63,23 +61,22 @@ def decode(
     Ranks of tp that are more than the KV heads hold copies of keys and values. Of experts those are read that
     some token chose, if all are equally likely.
     """
-    clock = _clock(config, chip, tp, batch)
+    clock = _clock(config, chip, tp, batch, 1)
     flops_per_s, bytes_per_s = _reached(config, chip)
     read = float(config.num_params)
     if how := config.experts:
         many = 1 - (1 - how.top_k / how.num_experts) ** batch
         each = (config.num_params - config.active_params) / (1 - how.top_k / how.num_experts)
         read -= each * (1 - many)
-    products = max(
-        2.0 * batch * config.active_params / tp / flops_per_s, read / tp * weight_bits / 8 / bytes_per_s
-    )
+    computing = 2.0 * batch * config.active_params / tp / flops_per_s
+    products = max(computing, read / tp * weight_bits / 8 / bytes_per_s)
     seen = min(config.window or context, context)
     keys = cache_bytes(config, batch * seen, cache_bits) / min(tp, config.num_kv_heads)
     return {"products": products, "keys and values read": keys / bytes_per_s} | _besides(clock)
 
 
-def _clock(config: ModelConfig, chip: Chip, tp: int, tokens: int) -> Clock:
-    return Clock(Run(config, chip, MeshShape(tp=tp), seq_len=1, rows=tokens, zero=0))
+def _clock(config: ModelConfig, chip: Chip, tp: int, rows: int, seq_len: int) -> Clock:
+    return Clock(Run(config, chip, MeshShape(tp=tp), seq_len, rows, zero=0))
 
 
 def _reached(config: ModelConfig, chip: Chip) -> tuple[float, float]:
@@ -92,8 +89,8 @@ def _reached(config: ModelConfig, chip: Chip) -> tuple[float, float]:
 def _besides(clock: Clock) -> dict[str, float]:
     """Two all-reduces over tp in each layer, and the starts of its kernels."""
     config, tp = clock.run.config, clock.run.mesh.tp
-    one = clock.collective("all-reduce", 2.0 * clock.run.tokens * config.width, tp, 1)
-    starts = config.num_layers * KERNELS * clock.rates.kernel_s
-    return {"starting kernels": starts} | (
-        {"tensor-parallel links": 2 * config.num_layers * one} if tp > 1 else {}
-    )
+    found = {"starting kernels": config.num_layers * KERNELS * clock.rates.kernel_s}
+    if tp > 1:
+        one = clock.collective("all-reduce", 2.0 * clock.run.tokens * config.width, tp, 1)
+        found["tensor-parallel links"] = 2 * config.num_layers * one
+    return found

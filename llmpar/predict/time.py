@@ -83,20 +83,23 @@ class Time:
         return run.flops(causal) / self.step_s / peak
 
 
+@functools.lru_cache(maxsize=64)
+def _reached(chip: Chip, rates: Rates) -> tuple[Chip, Chip]:
+    """A device of the chip, and the chip with the links that large collectives reach."""
+    network = chip.dcn_bytes_per_s * rates.network
+    return chip.per_device(), dataclasses.replace(chip, link_efficiency=rates.links, dcn_bytes_per_s=network)
+
+
 class Clock:
     """Prices what a run does on its chip."""
 
     def __init__(self, run: Run, own: Rates | None = None, exact: bool = True):
         self.run, self.rates = run, own or run.chip.rates
-        chip = run.chip
-        self.device = chip.per_device()
+        self.device, self.links = _reached(run.chip, self.rates)
         self.bytes_per_s = self.device.hbm_bytes_per_s * self.rates.memory
-        self.links: Chip = dataclasses.replace(
-            chip, link_efficiency=self.rates.links, dcn_bytes_per_s=chip.dcn_bytes_per_s * self.rates.network
-        )
-        self.inner, apart = dict[str, int](), 1
+        self.inner, apart, sizes = dict[str, int](), 1, run.mesh.asked
         for axis in reversed(run.order):
-            self.inner[axis], apart = apart, apart * run.mesh.asked[axis]
+            self.inner[axis], apart = apart, apart * sizes[axis]
         self.ours, self.exact = run.software.name == "llmpar", exact and run.plan is not None
         self.plan: Any = run.plan.resolve(run.config, None) if run.plan and exact else None
         self.gathers_once = run.zero == 3 and run.mesh.pp > 1 and not run.reshard  # in a step
