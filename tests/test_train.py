@@ -475,13 +475,6 @@ def test_a_description_that_cannot_be_read_is_refused_whoever_reads_it(whole, tm
         assert "\n" not in str(caught.value)
 
 
-def test_the_folder_of_somebody_elses_model_is_no_folder_of_checkpoints(tmp_path):
-    for name in ("config.json", "model-1-of-2.safetensors"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match="is the folder of a Hugging Face model .*; give another folder"):
-        Checkpoints(str(tmp_path))
-
-
 def test_one_process_writes_into_a_folder(tmp_path):
     keep = Checkpoints(str(tmp_path))
     sentence = f"process {os.getpid()} on .* is writing checkpoints to .*; wait for it"
@@ -512,13 +505,10 @@ def test_the_lock_of_a_killed_process_is_no_lock(tmp_path):
 
 def test_folders_that_can_take_no_checkpoint_are_refused_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="checkpoints lie in a folder, but '.*file' is a file"):
-        Checkpoints(str(tmp_path / "file"))
     with pytest.raises(ValueError, match="cannot write checkpoints to .*: Not a directory; give a folder"):
         run(folder=tmp_path / "file" / "x")
-    assert Checkpoints(str(tmp_path / "none")).latest is None and not (tmp_path / "none").exists(), (
-        "looking makes nothing"
-    )
+    assert Checkpoints(str(tmp_path / "none")).latest is None
+    assert not (tmp_path / "none").exists(), "looking makes nothing"
 
 
 def test_a_full_disk_is_called_that_and_the_checkpoint_before_is_intact(whole, tmp_path, monkeypatch):
