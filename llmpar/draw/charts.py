@@ -432,11 +432,8 @@ def timeline(table, waiting=None, facts: bool = True, shortest: float = SHORTEST
     key += [("s2", "activations held, in microbatches")] * any(held)
     key += [("black", "bar: chunk 1 or later")] * any(chunk for row in stages for *_, chunk in row)
     key += [("paper", "waits, and for which stage")] * bool(waiting)
-    title += (
-        f"stuck after {max(done):g} time units"
-        if waiting
-        else f"{span:g} time units, {idle:.1%} of them idle"
-    )
+    took = f"{span:g} time units, {idle:.1%} of them idle"
+    title += f"stuck after {max(done):g} time units" if waiting else took
     return compose(title, [items, legend(key, 900)], "\n".join(lines))
 
 

@@ -131,11 +131,9 @@ def arrow_text(collectives: Iterable[Collective], most: int | None = None) -> st
         for name, r in zip(names, rows, strict=True)
     ]
     cells.append(("in all", "", "", "", f"{sent:,} B"))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = [[cell.ljust(w) for cell, w in zip(row[:-1], widths, strict=False)] for row in cells]
-    return "\n".join(
-        "  ".join([*row, size.rjust(widths[-1])]) for row, (*_, size) in zip(padded, cells, strict=True)
-    )
+    *widths, last = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    line = "  ".join([*(f"{{:<{width}}}" for width in widths), f"{{:>{last}}}"])
+    return "\n".join(line.format(*row) for row in cells)
 
 
 def share_of(scope: str, taken: Taken | None) -> Fraction | None:

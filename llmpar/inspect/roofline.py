@@ -341,17 +341,13 @@ class _Walk:
         if math.prod(box) != len(coords):
             box = (len(coords),)
         slices = len({getattr(d, "slice_index", 0) for d in devices[at].flat})
-        seconds = formulas.torus_seconds(
-            kind,
-            message * (group if kind == "all-to-all" else 1),
-            box,
-            self.chip.per_device().reached_link_bytes_per_s,
-            all(map(self.chip.wraps, box)),
-            self.chip.hop_s,
-        )
+        one, whole = self.chip.per_device(), message * (group if kind == "all-to-all" else 1)
+        closed = all(map(self.chip.wraps, box))
+        rate, hop_s = one.reached_link_bytes_per_s, self.chip.hop_s
+        seconds = formulas.torus_seconds(kind, whole, box, rate, closed, hop_s)
         if slices > 1:  # each device sends its part of what leaves a slice over the data centre's network
             across = formulas.sent_bytes(kind, message, slices) * slices / group
-            seconds = max(seconds, across / self.chip.per_device().dcn_bytes_per_s)
+            seconds = max(seconds, across / one.dcn_bytes_per_s)
         return seconds
 
     def compute(self, comp: str, op: Op, events: list[Event]) -> float:
@@ -446,9 +442,8 @@ def _size(value: tuple[str, tuple[int, ...]]) -> float:
 
 def _short(op: Op, term: str) -> str:
     """Name an operation for a picture: the named scope that it comes from."""
-    parts = [
-        p for p in re.split(r"/", op.scope) if p and not re.search(r"[()\[\]]|body|closed_call|checkpoint", p)
-    ]
+    unnamed = re.compile(r"[()\[\]]|body|closed_call|checkpoint")
+    parts = [p for p in op.scope.split("/") if p and not unnamed.search(p)]
     return parts[-2] if term and len(parts) > 1 else (parts[-1] if parts else op.kind)
 
 
@@ -457,9 +452,8 @@ def product_flops(module: Module, comp: str, op: Op) -> float:
     them, calls of GPU libraries, and kernels."""
     if op.kind == "dot" or op.kind == "custom-call" and ("cublas" in op.attrs or "gemm" in op.attrs):
         return float(dot_flops(module, comp, op))
-    return (
-        _convolution_flops(module, comp, op) if op.kind == "convolution" else kernel_flops(module, comp, op)
-    )
+    count = _convolution_flops if op.kind == "convolution" else kernel_flops
+    return count(module, comp, op)
 
 
 def turns_of(module: Module, comp: str, loop: Op) -> int:
