@@ -55,8 +55,7 @@ KIds = Int[Array, "j _ 2 d"]
 IN, OUT, LSE = "attention_in", "attention_out", "attention_lse"
 """Names under which remat policies know what the backward pass of attention reads."""
 
-# Up to so many tiles are written out instead of looped over: 20 % faster on a CPU, 0.03 s of compiling for
-# each pair of tiles.
+# So many tiles are written out, not looped over: 20 % faster on a CPU, 0.03 s of compiling for each pair.
 FEW_ROWS, FEW_KEYS, FEW_IN_TRIANGLE = 2, 4, 8
 
 
@@ -70,8 +69,7 @@ class Ids(TypedDict, total=False):
 
 
 def choose(par: Solo, mask: Mask) -> Callable[..., Q]:
-    """Return what the plan wants: a function of q, k, v and the `Ids`, in their order. A ring where keys are
-    still cut."""
+    """Return what the plan wants, as a function of q, k, v and the `Ids` in their order."""
     plan, axes = par.plan, par.axes("keys s")
     run: Callable
     if (kernel := plan.attention_kernel) in ("cudnn", "xla"):
@@ -171,8 +169,7 @@ def merge(
 
 @dataclass(frozen=True)
 class _How(flash.Setting):
-    """How to attend: by the kernel for the devices of a `platform`, which takes sequences as they are, or by
-    tiles if there is none. The rest is as `ring` says."""
+    """How to attend: by the kernel for a `platform`, or by tiles if there is none; the rest as in `ring`."""
 
     axis: str | None = None
     contiguous: bool = False
@@ -385,8 +382,7 @@ def _hop(how, held):
 
 
 def full(q: Q, k: KV, v: KV, *, mask: Mask = CAUSAL, **ids: Unpack[Ids]) -> Partial:
-    """Attend with the whole score matrix, which autodiff keeps: b k r s t numbers. The reference for all the
-    others."""
+    """Attend with the whole score matrix, b k r s t, which autodiff keeps: the reference for all others."""
     q_ids, (k_ids,) = ids_of(None, k.shape[1], **ids)
     q, k, v = (jnp.moveaxis(x, 1, -2) for x in (q, k, v))
     out, lse = attend_tile(q, k, v, sees(mask, q_ids, k_ids), q.shape[-1] ** -0.5)
@@ -404,8 +400,7 @@ def by_kernel(
     mask: Mask = CAUSAL,
     **ids: Unpack[Ids],
 ) -> tuple[Q, None]:
-    """Attend with `jax.nn.dot_product_attention`, 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla', which keeps all
-    scores.
+    """Attend with `jax.nn.dot_product_attention` by 'cudnn' (NVIDIA GPUs, 16 bits) or 'xla' (all scores).
 
     The mask is an array of b s t, one for all heads; with `contiguous` a kernel may skip what is later. There
     is none where rows are promised to be `whole`, one document each: a row that is not gives NaN. No lse: the
@@ -426,10 +421,10 @@ def by_kernel(
 
 def decode(q: Q, k_cache: KV, v_cache: KV, *, axis: str | tuple[str, ...], **options: Any) -> Q:
     """Attend from every rank's same few queries to a cache cut along `axis`; the cache stays where it is.
-    `options`: those of `full`.
 
     One maximum of b s k r numbers and one sum of b s k r (h+1) for each call. A slot of the cache that is not
     written yet must have a position after every query's. No gradient: a maximum over ranks has none.
+    `options` are those of `full`.
     """
     out, lse = full(q, k_cache, v_cache, **options)
     if not axis:

@@ -54,10 +54,11 @@ def spans(
     some, every = seen_tiles(mask, cut(q_ids, q_tile), cut(k_ids, k_tile))
     some, every = (x.transpose(2, 1, 0) if of_keys else x.transpose(2, 0, 1) for x in (some, every))
     n, j = some.shape[-1], jnp.arange(some.shape[-1])[None, None]
-    begin, end = some.argmax(-1), jnp.where(some, j + 1, 0).max(-1)
-    whole = every.argmax(-1)
-    stop = jnp.where(~every & (j >= whole[..., None]), j, n).min(-1)
-    return jnp.stack([begin, whole, stop, end], -1).astype(jnp.int32)
+    first, behind = (lambda x: jnp.where(x, j, n).min(-1)), (lambda x: jnp.where(x, j + 1, 0).max(-1))
+    begin, whole, stop, end = first(some), first(every), behind(every), behind(some)
+    solid = stop - whole == every.sum(-1)
+    spans = [jnp.minimum(begin, end), jnp.where(solid, whole, 0), jnp.where(solid, stop, 0), end]
+    return jnp.stack(spans, -1).astype(jnp.int32)
 
 
 def _walk(span, visit, carry):
@@ -310,11 +311,11 @@ def _turned(kind, x, back=False):
 def _pad_ids(ids, b, tile, segment):
     """Repeat the last position up to a multiple of the tile, so that its extremes stay; the segment is
     nobody's."""
-    positions, segments = jnp.broadcast_to(ids, (b, *ids.shape[1:])).swapaxes(0, 1)
-    more = (0, 0), (0, -ids.shape[-1] % tile)
-    return jnp.stack(
-        [jnp.pad(positions, more, mode="edge"), jnp.pad(segments, more, constant_values=segment)], 1
-    )
+    ids = jnp.broadcast_to(ids, (b, *ids.shape[1:]))
+    if not (more := -ids.shape[-1] % tile):
+        return ids
+    behind = jnp.stack([ids[:, 0, -1:], jnp.full_like(ids[:, 0, -1:], segment)], 1)
+    return jnp.concatenate([ids, jnp.repeat(behind, more, -1)], -1)
 
 
 def interpreted(kernel, *, out_shape, grid, in_specs, out_specs):
