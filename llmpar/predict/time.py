@@ -141,44 +141,36 @@ class Clock:
         weights = [Product(p.inner, p.rows, p.out, p.times) for p in found]
         return self.products(inputs + weights, bits)
 
-    def compute(self, dense: bool) -> tuple[Pass, float, float]:
-        """One layer forward without links; seconds of its feed-forward's products, and of attention."""
-        run, found = self.run, Pass()
-        attention, ffn = run.layer_products(dense)
-        first, second = self.products(attention, run.bits), self.products(ffn, run.bits)
-        found.add("products", first + second)
-        n, fused = run.mesh.sp, run.software.fused_attention
-        if fused:
-            share = self.rates.attention * (run.software.later_attention if run.chip.family in LATER else 1.0)
-        else:
-            share = SCALAR if run.config.head_width % ALIGNED else self.rates.products
-        scores = run.attention_flops() * (1.0 if run.balanced else 2 * n / (n + 1))
-        core = scores / (self.device.flops_per_s * share) + self.rates.kernel_s * (1 if fused else 2)
-        found.add("attention", core)
-        found.add("elementwise", run.elementwise_bytes(dense) / self.bytes_per_s + 6 * self.rates.kernel_s)
-        found.kernels = FORWARD_KERNELS
-        return found, second, core
-
     def _layer(self, dense: bool, again: float) -> tuple[Pass, Pass]:
         """One layer of a microbatch, forward and backward, with the exchanges inside it; the backward pass
         begins with ``again`` forward passes, besides what is recomputed."""
-        run = self.run
-        forward, ffn, core = self.compute(dense)
-        plain = dict(forward.terms)
-        backward = Pass({name: 2 * s for name, s in plain.items()}, BACKWARD_KERNELS)
-        backward.terms["products"] = sum(self.gradients(part, run.bits) for part in run.layer_products(dense))
-        if run.software.fused_attention:  # five products where forward there are two
-            backward.terms["attention"] = 2.5 * plain["attention"]
-        scores = 0.0 if run.software.fused_attention else plain["attention"]
+        run, rates, n, fused = self.run, self.rates, self.run.mesh.sp, self.run.software.fused_attention
+        projections, ffn = run.layer_products(dense)
+        ffn_s = self.products(ffn, run.bits)
+        if fused:
+            share = rates.attention * (run.software.later_attention if run.chip.family in LATER else 1.0)
+        else:
+            share = SCALAR if run.config.head_width % ALIGNED else rates.products
+        scores = run.attention_flops() * (1.0 if run.balanced else 2 * n / (n + 1))
+        attention = scores / (self.device.flops_per_s * share) + rates.kernel_s * (1 if fused else 2)
+        elementwise = run.elementwise_bytes(dense) / self.bytes_per_s + 6 * rates.kernel_s
+        products = self.products(projections, run.bits) + ffn_s
+        plain = {"products": products, "attention": attention, "elementwise": elementwise}
+        once = sum(plain.values())
+        forward = Pass(dict(plain), FORWARD_KERNELS)
+        backward = Pass({name: 2 * seconds for name, seconds in plain.items()}, BACKWARD_KERNELS)
+        backward.terms["products"] = self.gradients(projections + ffn, run.bits)
+        if fused:  # five products where forward there are two
+            backward.terms["attention"] = 2.5 * attention
         recomputed = {
             "none": 0.0,
-            "selective": plain["elementwise"] / 2 + scores,
-            "ffn": plain["elementwise"] / 2 + ffn,
-            "block": sum(plain.values()),
+            "selective": elementwise / 2 + (0.0 if fused else attention),
+            "ffn": elementwise / 2 + ffn_s,
+            "block": once,
         }[run.recompute]
-        backward.add("recomputation", recomputed + again * sum(plain.values()))
+        backward.add("recomputation", recomputed + again * once)
         backward.kernels += FORWARD_KERNELS * (run.recompute == "block")
-        links = {} if self.exact else self.inside(dense, core)
+        links = {} if self.exact else self.inside(dense, attention)
         repeated = SENT_AGAIN[run.recompute] if self.ours else (float(run.recompute == "block"),) * 2
         for name, (ahead, behind) in links.items():
             twice = again + repeated[not run.tp_sequence and name != "expert links"]
@@ -188,9 +180,8 @@ class Clock:
             backward.add(name, hidden + twice * ahead)
         return forward, backward
 
-    def inside(self, dense: bool, core: float) -> dict[str, tuple[float, float]]:
-        """Seconds on links inside a layer, forward and backward: of tensor, sequence and expert
-        parallelism."""
+    def inside(self, dense: bool, attention: float) -> dict[str, tuple[float, float]]:
+        """Seconds on links inside a layer, forward and backward, by term; a ring's beside ``attention``."""
         run, c, mesh, found = self.run, self.run.config, self.run.mesh, {}
         if mesh.tp > 1:
             one = self.collective("all-reduce", 2.0 * run.tokens * c.width, mesh.tp, self.inner["tp"])
@@ -208,8 +199,8 @@ class Clock:
                 once = self.collective("all-to-all", keys + queries, near, inner) + 3 * self.rates.start_s
             if run.context_parallel in ("ring", "usp") and (ring := mesh.sp // near) > 1:
                 hop = self.collective("permute", keys, ring, inner * near) * (ring - 1)
-            backward = self.exposed(3 * hop, 2.5 * core, True)
-            found["sequence links"] = once + self.exposed(hop, core, True), once + backward
+            backward = self.exposed(3 * hop, 2.5 * attention, True)
+            found["sequence links"] = once + self.exposed(hop, attention, True), once + backward
         if c.experts and mesh.ep > 1 and not dense:
             once = 2 * self.exchange(2.0 * (run.tokens if self.ours else run.stream_tokens) * c.width)
             found["expert links"] = (once, once)
@@ -454,7 +445,7 @@ def step_time(run: Run, own: Rates | None = None, simulate: bool = True) -> Time
         if span is None:  # one microbatch goes through, and the busiest stage does the others
             through = (sum(loads) - total) / m
             span = total + through / run.virtual_stages + 2 * (p - 1) * hop
-        terms.add("bubble", span - total)
+        terms.add("bubble", max(0.0, span - total))
     reduced, updated = map(max, zip(*late, strict=True))
     ahead, behind = (sum(chunk.seconds[way] for chunk in busiest) for way in (0, 1))
     left = clock.exposed(reduced, behind, soft.overlaps and not soft.reduces_late)
