@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,13 +41,10 @@ class TimelineExplorer(Explorer):
 
     def order(self, state: dict) -> Schedule:
         """The written order where there is one; upper or lower case, parted by spaces or commas."""
+        if own := state["order"].upper().replace(",", " ").strip():
+            return from_text(own)
         chunks = state["chunks"] if state["schedule"] in ("interleaved", "breadth-first") else None
-        own = state["order"].upper().replace(",", " ")
-        return (
-            from_text(own)
-            if own.strip()
-            else make(state["schedule"], state["stages"], state["microbatches"], chunks)
-        )
+        return make(state["schedule"], state["stages"], state["microbatches"], chunks)
 
     def table(self, state: dict) -> Timetable:
         """The timetable of a state. ValueError names stage, tick and cycle."""
@@ -68,20 +67,16 @@ class TimelineExplorer(Explorer):
             " zero-bubble papers count, from a stage's own first start to its own last end, the bubble is"
             f" {table.bubble:g}: idle corners outside do not count."
         )
-        return compose(
-            drawn.title, [[Group(tuple(flatten(drawn.items)[1:]))]], f"{drawn.text}\n{facts}", [facts]
-        )
+        blocks = [[Group(tuple(flatten(drawn.items)[1:]))]]
+        return compose(drawn.title, blocks, f"{drawn.text}\n{facts}", [facts])
 
     def answer(self, state: dict) -> dict:
         found = super().answer(state)
         if found["refusal"]:
-            found["refusal"] = (
-                found["refusal"].replace("; ", ";\n").replace(". Cycle", ".\nCycle")
-            )  # a wait per line
-            try:
+            waits = found["refusal"].replace("; ", ";\n").replace(". Cycle", ".\nCycle")  # one per line
+            found["refusal"] = waits
+            with contextlib.suppress(ValueError):  # that is no order at all
                 found["svg"] = to_svg(self.draw_stuck(state))
-            except ValueError:
-                pass  # that is no order at all
         try:
             return found | {"fill": {"order": str(self.table(state | {"order": ""}).schedule)}}
         except ValueError:
