@@ -188,13 +188,15 @@ def tree_seconds(kind: str, message_bytes: float, levels: Sequence[tuple[float, 
     return seconds
 
 
-def collective_seconds(chip: Chip, kind: str, message_bytes: float, group: int, inner: float = 1) -> float:
+def collective_seconds(
+    chip: Chip, kind: str, message_bytes: float, group: int, inner: float = 1, axes: int = 0
+) -> float:
     """Seconds of a collective over `group` devices, `inner` apart in link order, on its links as reached.
 
     A switch: inside a node its egress, beyond it a tree whose upper ports are shared with the `inner`
-    neighbours that do the same. A torus: one axis of that length (several axes are faster: `torus_seconds`);
-    beyond the largest slice the data centre's network. Cores of one chip share its links, and reach each
-    other through its memory.
+    neighbours that do the same. A torus: rings along so many ``axes``, or one axis of that length, which
+    closes where the chip's do; beyond the largest slice the data centre's network. Cores of one chip share
+    its links, and reach each other through its memory.
     """
     share = chip.per_device()
     if chip.link == "torus" and group * inner <= share.node_size:
@@ -204,7 +206,9 @@ def collective_seconds(chip: Chip, kind: str, message_bytes: float, group: int, 
             return switch_seconds(kind, message_bytes, group, share.hbm_bytes_per_s)
         rate = share.reached_link_bytes_per_s * members
         message_bytes *= members if kind == "all-to-all" else 1
-        return torus_seconds(kind, message_bytes, (size,), rate, chip.wraps(size), chip.hop_s)
+        sides = (max(2, round(size ** (1 / axes))),) * axes if axes else (size,)
+        wrap = bool(axes) or chip.wraps(size)
+        return torus_seconds(kind, message_bytes, sides, rate, wrap, chip.hop_s)
     near = min(group, max(1, share.node_size // inner))
     rate = share.reached_link_bytes_per_s * (2 * chip.num_axes if chip.link == "torus" else 1)
     return tree_seconds(

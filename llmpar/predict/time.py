@@ -394,20 +394,11 @@ class Clock:
 @functools.lru_cache(maxsize=200_000)
 def on_links(chip: Chip, kind: str, message: float, group: int, inner: int) -> float:
     """Seconds on the links: of a torus over as many axes as the group may have, of switches by levels."""
-    device = chip.per_device()
-    if chip.link == "switch" or group * inner > device.node_size:
-        return formulas.collective_seconds(chip, kind, message, group, inner)
     cores = chip.devices_per_chip
-    near = max(1, min(group, cores // max(1, inner)))
-    chips, apart = max(1, group // near), max(1, inner // cores)
-    if chips == 1:
-        return formulas.switch_seconds(kind, message, group, device.hbm_bytes_per_s)
-    free = chip.num_axes - (1 if apart > 1 else 0)
+    chips = max(1, group // max(1, min(group, cores // max(1, inner))))
+    free = chip.num_axes - (inner // cores > 1)
     axes = min(free, max(1, math.floor(math.log2(chips) / 2)))
-    side = max(2, round(chips ** (1 / axes)))
-    size = message * (near if kind == "all-to-all" else 1)
-    rate = device.reached_link_bytes_per_s * near
-    return formulas.torus_seconds(kind, size, (side,) * axes, rate, True, chip.hop_s)
+    return formulas.collective_seconds(chip, kind, message, group, inner, axes)
 
 
 # ----------------------------------------------------------------------------------------------------- a step
