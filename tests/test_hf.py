@@ -230,7 +230,6 @@ def test_files_survive_the_round_trip(tmp_path, kind, dtype):
     assert from_hugging_face(str(tmp_path / kind / "config.json")) == dataclasses.replace(config, name=kind)
     rounded = jax.tree.map(lambda x: x.astype(dtype).astype("float32"), params)
     assert same(hf.load(tmp_path / kind, config), rounded)
-    assert same(hf.load(str(tmp_path / kind / "model.safetensors"), config), rounded)
     assert {x.dtype.name for x in jax.tree.leaves(hf.load(tmp_path / kind, config, dtype="bfloat16"))} == {
         "bfloat16"
     }
@@ -281,11 +280,10 @@ def write_shards(folder, tensors, num_shards=3):
     return [folder / shard for shard in shards]
 
 
-def test_shards_are_read_by_their_index_or_by_name(tmp_path, fixture):
+def test_shards_are_read_by_their_index(tmp_path, fixture):
     config, tensors, _, _ = fixture("llama")
-    files, params = write_shards(tmp_path, tensors), hf.from_state_dict(tensors, config)
-    assert same(hf.load(tmp_path, config), params)
-    assert same(hf.load(files, config), params)
+    write_shards(tmp_path, tensors)
+    assert same(hf.load(tmp_path, config), hf.from_state_dict(tensors, config))
 
 
 # --------------------------------------------------------------------------------------- straight onto shards
@@ -382,8 +380,8 @@ def test_redundant_tensors_are_left_out(fixture):
 
 def test_a_redundant_head_in_a_file_is_left_out(tmp_path, fixture):
     config, tensors, _, _ = fixture("qwen2")
-    files = write_shards(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
-    assert same(hf.load(files, config), hf.from_state_dict(tensors, config))
+    write_shards(tmp_path, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert same(hf.load(tmp_path, config), hf.from_state_dict(tensors, config))
 
 
 def test_unreadable_files_are_refused(tmp_path, fixture):
@@ -391,9 +389,10 @@ def test_unreadable_files_are_refused(tmp_path, fixture):
     with pytest.raises(ValueError, match="neither model.safetensors nor model.safetensors.index.json"):
         hf.load(tmp_path, config)
     files = write_shards(tmp_path, tensors)
-    with pytest.raises(ValueError, match=r"tensor '.*' is in .* and in a file before it"):
-        hf.load([*files, files[0]], config)
     whole = files[1].read_bytes()
+    files[1].write_bytes(files[0].read_bytes())
+    with pytest.raises(ValueError, match=r"tensor '.*' is in .* and in a file before it"):
+        hf.load(tmp_path, config)
     files[1].write_bytes(whole[:-10])
     with pytest.raises(ValueError, match=f"cannot read weights from '.*{files[1].name}'"):
         hf.load(tmp_path, config)

@@ -18,7 +18,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -173,16 +173,15 @@ def to_state_dict(params: Tree, config: ModelConfig, dtype: str = "float32") -> 
 
 
 def load(
-    source: str | os.PathLike | Iterable, config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
+    folder: str | os.PathLike, config: ModelConfig, shardings: Tree = None, dtype: str = "float32"
 ) -> Tree:
-    """Parameters from a folder (``model.safetensors``, or the shards that its index.json names), or from
-    files.
+    """Parameters from a folder: its ``model.safetensors``, or the shards that its index.json names.
 
     Reads what the devices of this process need and no more; the shards of one weight at a time are in host
     memory.
     """
     safetensors, tensors = _safetensors(), dict[str, Any]()
-    for file in _files(pathlib.Path(source)) if isinstance(source, str | os.PathLike) else source:
+    for file in _files(pathlib.Path(folder)):
         check_ordinary(file, "file of weights")
         try:
             opened = safetensors.safe_open(file, framework="numpy")
@@ -204,20 +203,20 @@ def _safetensors():
     return safetensors
 
 
-def _files(source: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files at a path."""
-    whole, index = source / "model.safetensors", source / "model.safetensors.index.json"
-    if source.is_file() or whole.is_file():
-        return [source if source.is_file() else whole]
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The safetensors files of a folder."""
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file():
+        return [whole]
     if not index.is_file():
-        raise ValueError(f"'{source}' has neither {whole.name} nor {index.name}; give a folder with weights")
+        raise ValueError(f"'{folder}' has neither {whole.name} nor {index.name}; give a folder with weights")
     weight_map = read_json(index, "index of weights").get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         refuse(index, "index of weights", "its weight_map names no files; fetch that file again")
     names = sorted(set(weight_map.values()))
     if outside := [name for name in names if name != pathlib.PurePath(name).name]:
         refuse(index, "index of weights", f"it names '{outside[0]}', which is no file of that folder")
-    return [source / name for name in names]
+    return [folder / name for name in names]
 
 
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
