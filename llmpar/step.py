@@ -128,9 +128,9 @@ class Step:
         """Shapes and shardings of the state as a pipeline's stages hold it, and with its layers in the
         model's order. The first has more places than layers where pp does not divide them."""
         num_layers, places = self.config.num_layers, len(self.layer_order)
-        place = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(self.mesh, layout))
         held = self._shapes(places)
         layouts = self._layouts(held)
+        place = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(self.mesh, layout))
         abstract = jax.tree.map(place, held, layouts)
         if places == num_layers:
             return abstract, abstract
