@@ -22,25 +22,21 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may not know every letter
-    status = _attempt(sys.argv[1:] if argv is None else argv)
-    joined = _joined()
-    if joined and status:
+    try:
+        _run(sys.argv[1:] if argv is None else argv)
+        status = 0
+    except KeyboardInterrupt:
+        status = _fail("interrupted", 130)
+    except BrokenPipeError as error:  # the reader closed it
+        status = _fail("", 141, error)
+    except MemoryError as error:
+        words = "the memory of this machine is full; use a smaller model, batch or text"
+        status = _fail(words, 1, error)
+    except Exception as error:
+        status = _fail(explain(error), _status(error), error)
+    if status and (joined := _joined()):
         joined.leave(status)
     return status
-
-
-def _attempt(argv: list[str]) -> int:
-    try:
-        _run(argv)
-        return 0
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except BrokenPipeError as error:  # the reader closed it
-        return _fail("", 141, error)
-    except MemoryError as error:
-        return _fail("the memory of this machine is full; use a smaller model, batch or text", 1, error)
-    except Exception as error:
-        return _fail(explain(error), _status(error), error)
 
 
 def _run(argv: list[str]) -> None:
