@@ -112,7 +112,9 @@ def meshes(q: Question) -> Iterator[MeshShape]:
     choices["pp"] = [p for p in choices["pp"] if p <= c.num_layers]
     for tp, pp, ep, sp in itertools.product(*(choices[a] for a in ("tp", "pp", "ep", "sp"))):
         ranks, rest = divmod(n, tp * pp * ep * sp)
-        for dp in [] if rest else [fixed["dp"]] if "dp" in fixed else divisors(ranks):
+        if rest:
+            continue
+        for dp in [fixed["dp"]] if "dp" in fixed else divisors(ranks):
             if ranks % dp == 0 and fixed.get("fsdp", ranks // dp) == ranks // dp:
                 yield MeshShape(pp=pp, dp=dp, fsdp=ranks // dp, ep=ep, sp=sp, tp=tp)
 
@@ -364,7 +366,7 @@ def nowhere(q: Question, failed: dict[MeshShape, Candidate]) -> str:
         wants = f"; {least.plan.mesh} cannot be: {least.why_not}"
     given = " ".join(f"{name}={value}" for name, value in q.fixed.items())
     head = f"'{q.config.name}' fits on no mesh of {q.num_devices} {q.chip.name}"
-    head += f" with {given}{wants}" if given else wants
+    head += f" with {given}" * bool(given) + wants
     if given and smallest_fits(dataclasses.replace(q, fixed={})):
         return f"{head}; without {given} it does"
     for factor in (2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 1024):
@@ -510,8 +512,7 @@ def target(q: Question) -> str:
         return f"{q.chip.name}:{chips // near}x{near}"
     sides, left = [], chips
     for axes in range(q.chip.num_axes, 0, -1):
-        side = min((d for d in divisors(left) if d**axes >= left), default=left)
-        side = max(d for d in divisors(left) if d <= max(1, round(left ** (1 / axes)))) if axes > 1 else left
+        side = max(d for d in divisors(left) if d <= max(1, round(left ** (1 / axes))))
         sides.append(side)
         left //= side
     return f"{q.chip.name}:{'x'.join(map(str, sorted(sides)))}"
