@@ -35,7 +35,7 @@ GPU_SHARE = 0.95
 """Of a GPU's memory, what JAX takes when it is told to (XLA_CLIENT_MEM_FRACTION)."""
 SAME = 0.005
 """Times that differ by less are the same: no model of time is that good."""
-NEAR = 1.05
+NEAR = 1.03
 """A way that the closed form ranks by so much behind another may be faster when its `traffic` is priced."""
 TURNS = 12
 """Of the ways to run a mesh that fit, in the order of their time, how many are priced by their `traffic`."""

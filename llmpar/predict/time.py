@@ -176,8 +176,9 @@ class Clock:
             twice = again + repeated[not run.tp_sequence and name != "expert links"]
             overlaps = run.ep_overlap if name == "expert links" else name[0] == "t" and run.tp_overlap
             forward.add(name, self.exposed(ahead, forward.terms["products"], overlaps))
-            hidden = self.exposed(behind, backward.terms["products"], overlaps)
-            backward.add(name, hidden + twice * ahead)
+            more = twice * ahead  # of ours it travels beside products, too
+            hidden = self.exposed(behind + more * self.ours, backward.terms["products"], overlaps)
+            backward.add(name, hidden + more * (not self.ours))
         return forward, backward
 
     def inside(self, dense: bool, attention: float) -> dict[str, tuple[float, float]]:
