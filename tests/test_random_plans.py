@@ -615,8 +615,8 @@ def no_mark(move):
     return lambda self, x, arrow: move(self, x, arrow.replace(" +m", ""))
 
 
-def without_root(scale):
-    return lambda given, q: 1 / q.shape[-1]
+def without_root(how):
+    return lambda mask, scale, *rest: how(mask, scale**2, *rest)
 
 
 FAULTS = {
@@ -628,7 +628,7 @@ FAULTS = {
         "gradients",
         dict(sp=2, context_parallel="gather", sequence_order="contiguous", attention_kernel="xla"),
     ),
-    "scores over the width": (attention, "_scale", without_root, "gradients", dict(dp=2)),
+    "scores over the width": (attention, "_How", without_root, "gradients", dict(dp=2)),
     "a mark is missing": (
         Manual,
         "move",
