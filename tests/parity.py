@@ -148,6 +148,16 @@ def arranged(params, order):
     return params | {"blocks": jax.tree.map(lambda w: w[order], params["blocks"])}
 
 
+def with_reading(reading):
+    """A `Step` whose plan is read by another class, one with a planted fault."""
+
+    class Faulty(Step):
+        def gradients(self, params, batch):
+            return self._gradients(reading(self.plan), params, batch)
+
+    return Faulty
+
+
 def allowed(config, plan: Plan, products: Unit = "float32") -> dict[str, float]:
     """How far loss, norm and each gradient may be from `Solo`'s, relative: as far as sums in another order
     are expected to be, and in float32 never more than 1e-5, of whatever size the model is."""

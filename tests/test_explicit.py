@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
-from parity import BATCH, LLAMA, MOE, SEQ, assert_same, batch, by_arrow, name, predicted_by_arrow
+from parity import BATCH, LLAMA, MOE, SEQ, assert_same, by_arrow, name, predicted_by_arrow
 
 from llmpar.inspect.census import census_hlo, read_program
 from llmpar.inspect.types import types
@@ -38,26 +38,6 @@ EXPERTS = [
 ]
 
 
-def run_steps(plan):
-    optimizer = optax.adafactor(3e-3, min_dim_size_to_factor=16)
-    step = Step(LLAMA, plan, make_mesh(plan.mesh), optimizer)
-    state, data = step.init(0), jax.device_put(batch(), step.batch_sharding)
-    losses = []
-    for _ in range(5):
-        state, metrics = step.run(state, data)
-        losses.append(float(metrics["loss"]))
-    assert jax.tree.map(lambda x: x.sharding, state) == step.shardings
-    return losses
-
-
-def test_training_follows_the_curve_of_manual():
-    """With an optimizer that looks at whole rows and columns. 1e-4: float32 rounding, grown through steps."""
-    curves = [
-        run_steps(Plan(MIXED, zero=2, microbatches=2, reading=reading)) for reading in ("manual", "explicit")
-    ]
-    np.testing.assert_allclose(*curves, rtol=0, atol=1e-4)
-
-
 def test_the_state_of_a_step_has_its_layouts_as_types():
     plan = spread(MIXED)
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
@@ -70,55 +50,19 @@ def test_the_state_of_a_step_has_its_layouts_as_types():
     )
 
 
-def test_held_out_text_is_judged_as_by_manual():
-    sums = []
-    for reading in ("manual", "explicit"):
-        plan = Plan("fsdp=2 sp=2 tp=2", reading=reading)
-        step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
-        data = jax.device_put(batch(), step.batch_sharding)
-        sums.append([float(x) for x in step.evaluate(step.init(0).params, data)])
-    np.testing.assert_allclose(*sums, rtol=1e-5)
-
-
 # ------------------------------------------------------------------------------------------------------ types
 
 
 @pytest.mark.parametrize("plan", DENSE + EXPERTS, ids=name)
 def test_every_region_has_its_layout_as_type(plan):
-    """Read back from the type; also from how JAX prints it, by other means than the reading's own check."""
+    """Read back from the type (`from_type` is held against types that are written out below)."""
     config = MOE if plan in EXPERTS else LLAMA
     rows = types(config, plan, BATCH, SEQ)
     for row in rows:
         assert row["layout"] == row["type_says"], row
-        assert printed(parse_layout(row["layout"]), row["type"]), row
     regions = {row["value"].partition(" ")[0] for row in rows}
     assert {"data", "stream", "attention", "queries", "keys", "ids", "ffn", "vocab", "gradient"} <= regions
     assert ("experts" in regions) == (plan in EXPERTS)
-
-
-def printed(layout, text):
-    """Whether JAX's short form of a type says what a layout says: ``float32[8@(dp,fsdp),4]{U:tp}``."""
-    dims, _, marks = text.partition("[")[2].partition("]")
-    axes = lambda word: tuple(word.strip("()").split(",")) if word else ()
-    cuts = [
-        axes(dim.partition("@")[2]) for dim in dims.replace("),", ")|").split("|") for dim in split_dims(dim)
-    ]
-    unfinished = next(
-        (axes(mark.partition(":")[2]) for mark in marks.strip("{}").split(", ") if mark[:2] == "U:"), ()
-    )
-    return cuts == [d.axes for d in layout.dims] and set(unfinished) == set(layout.sums)
-
-
-def split_dims(text):
-    """Split at commas outside brackets."""
-    depth, words = 0, [""]
-    for x in text:
-        depth += (x == "(") - (x == ")")
-        if x == "," and not depth:
-            words.append("")
-        else:
-            words[-1] += x
-    return [word for word in words if word]
 
 
 def test_a_value_of_another_type_is_refused_by_the_arrow():

@@ -58,25 +58,6 @@ def test_llama_activations_count_the_tensors_of_a_block():
 # ---------------------------------------------------------------- collectives
 
 
-def replayed_ring(kind, group, chunk=1):
-    """Bytes that the busiest device sends when a ring is played step by step: lap after lap of one chunk a
-    step."""
-    sent = Counter()
-    laps = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}[kind]
-    for _ in range(laps * (group - 1)):
-        for device in range(group):
-            sent[device] += chunk
-    return max(sent.values())
-
-
-@pytest.mark.parametrize("group", GROUPS)
-def test_ring_bytes_are_those_of_a_ring_that_is_played(group):
-    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        assert formulas.sent_bytes(kind, 4 * group, group) == exactly(replayed_ring(kind, group, chunk=4))
-    # All-to-all: a local buffer of one chunk for each device, of which all but one's own leave.
-    assert formulas.sent_bytes("all-to-all", 4 * group, group) == exactly(4 * (group - 1))
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_all_reduce_is_reduce_scatter_then_all_gather_in_bytes_and_time(group):
     v, levels, shape = 1e9, [(8, 450e9), (group, 400e9)], (group, 4)

@@ -24,8 +24,10 @@ from parity import (
     every_expert,
     name,
     ragged_on_cpus,
+    with_reading,
 )
-from test_census import compare_every_traced_stage, predicted
+from plans import DEEPSEEK
+from test_census import predicted
 
 from llmpar import moe
 from llmpar.config import ExpertConfig, preset
@@ -39,9 +41,6 @@ from llmpar.step import Step
 
 HERE = Solo()
 WAYS = [way for way in products.BLOCK_ROWS if way != "triton"]  # that CPUs have
-DEEPSEEK = ExpertConfig(
-    8, 2, num_shared=1, score="sigmoid", scale=2.5, bias_rate=0.1, num_groups=4, top_groups=2, aux_loss=0.01
-)
 CONVENTIONS = {
     "mixtral": ExpertConfig(8, 2, aux_loss=0.01, z_loss=0.001),
     "not renormalised": ExpertConfig(8, 3, renormalise=False, z_loss=0.01),
@@ -123,24 +122,6 @@ def test_the_gradient_is_that_of_all_experts_on_all_tokens(convention):
     for key in values:
         assert np.abs(got[key] - want[key]).max() <= 2e-5 * np.abs(want[key]).max(), key
     assert not np.abs(got["bias"]).any()  # it takes part in choosing alone
-
-
-def test_mixtrals_weights_are_a_softmax_over_the_chosen_logits():
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5, 8)), jnp.float32)
-    how = CONVENTIONS["mixtral"]
-    got, chosen = moe.choose(how, moe.affinities(how, logits))
-    np.testing.assert_allclose(got, jax.nn.softmax(jnp.take_along_axis(logits, chosen, -1)), rtol=1e-6)
-
-
-def test_the_balance_loss_is_its_coefficient_where_all_experts_are_equal_and_more_where_not():
-    """Equal affinities and equal shares of the tokens: E/k sum of k/E · 1/E over E experts = 1 (ties go round
-    by hand)."""
-    how = ExpertConfig(4, 1, aux_loss=1.0)
-    even = 1e-4 * jax.nn.one_hot(jnp.arange(8) % 4, 4)[None]
-    assert moe.route(how, HERE, even)[2]["loss"].mean() == pytest.approx(1, abs=1e-3)
-    assert moe.route(how, HERE, jnp.zeros((1, 8, 4)).at[..., 0].set(9.0))[2]["loss"].mean() == pytest.approx(
-        4, abs=1e-2
-    )
 
 
 @pytest.mark.parametrize("tokens", [(1, 1), (2, 33)])
@@ -514,11 +495,6 @@ def test_every_way_of_multiplying_gives_the_same_output_and_gradients(way, split
 # ----------------------------------------------------------------------------------------- pipelines, balance
 
 
-def test_the_balance_of_rows_that_are_cut_is_counted_in_a_pipeline():
-    """Tokens per expert are summed over sp where the routers' losses are made: in B, not in F."""
-    compare_every_traced_stage(MOE, Plan("pp=2 sp=2", context_parallel="ulysses", microbatches=2))
-
-
 def test_a_pipeline_tells_what_each_routers_experts_got_and_their_biases_follow():
     """3 layers: one chunk has one less than the other, and each stage has two copies, one in reverse."""
     plan = Plan("pp=2 ep=2", schedule="dualpipe", microbatches=4)
@@ -585,18 +561,10 @@ class ReplicatesExperts(Manual):
         return jax.lax.pmean(w, "ep") if param.dims.startswith("experts") else w
 
 
-def reading(kind):
-    class Faulty(Step):
-        def gradients(self, params, batch):
-            return self._gradients(kind(self.plan), params, batch)
-
-    return Faulty
-
-
 @pytest.mark.parametrize("kind", [StaysAway, ReplicatesExperts])
 def test_a_planted_fault_is_caught(kind):
     with pytest.raises(AssertionError, match=r"^loss 5\.\d+ for 5\.\d+"):
-        assert_same(MOE, Plan("ep=2 fsdp=2"), step_class=reading(kind))
+        assert_same(MOE, Plan("ep=2 fsdp=2"), step_class=with_reading(kind))
 
 
 # --------------------------------------------------------------------------------------- presets and refusals

@@ -1,7 +1,6 @@
 """The readings in small: what each collective does to a value, what its transpose does, and what a
 census says of it."""
 
-import functools
 import math
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from llmpar.block import MOVED, WEIGHT, vary, varying
+from llmpar.block import vary, varying
 from llmpar.inspect.census import ring_bytes
 from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.mesh import make_mesh, sharding, spec
@@ -207,94 +206,3 @@ def test_auto_pins_what_an_arrow_ends_in():
     assert par.move(jnp.float32(1), "ffn +m -> data") == 1, "a scalar has nowhere else to be"
     w = jax.jit(lambda p: par.weight(nnx.Param(p, dims="ffn d m")))(jnp.zeros((4, 4)))
     assert w.sharding.shard_shape((4, 4)) == (4, 2)
-
-
-# ------------------------------------------------------------------------------------------ layers and chunks
-
-
-def stack(plan):
-    """Three layers of `move` and a weight, summed: (par) -> loss of (x, weights)."""
-
-    def inside(par, x, ws):
-        def block(x, w):
-            y = par.move(x, "stream b d -> ffn b d") @ par.weight(nnx.Param(w, dims="ffn d m"))
-            return x + par.move(jnp.tanh(y) @ jnp.ones((y.shape[1], 8)), "ffn b d +m -> stream b d"), None
-
-        return par.layers(block, x, ws)[0]
-
-    return inside
-
-
-LAYERS = [
-    Plan(MIXED),
-    Plan(MIXED, remat="block"),
-    Plan(MIXED, remat="block", reshard_after_forward=False),
-    Plan(MIXED, reshard_after_forward=False),
-    Plan(MIXED, unroll=0),
-    Plan(MIXED, unroll=2, zero=1),
-]
-
-
-@pytest.mark.parametrize("plan", LAYERS, ids=lambda p: f"{p.remat} {p.reshard_after_forward} {p.unroll}")
-def test_layers_are_a_loop_however_they_are_saved(plan):
-    x, ws = value(8, 8), 0.1 * value(3, 8, 16)
-    want = x
-    for w in ws:
-        want = want + np.tanh(want @ w).sum(1, keepdims=True)
-    solo = jax.jit(functools.partial(stack(plan), Solo(plan.resolve())))
-    np.testing.assert_allclose(solo(x, ws), want, rtol=1e-5, atol=1e-5)
-    par = Manual(plan.resolve())
-    specs = (spec(plan.resolve().place("data b d")), spec(plan.resolve().stored("ffn l d m")))
-    run = jax.shard_map(functools.partial(stack(plan), par), mesh=MESH, in_specs=specs, out_specs=specs[0])
-    loss = lambda f, x, ws: (f(x, ws) ** 2).sum()
-    got, grads = jax.jit(jax.value_and_grad(functools.partial(loss, run), argnums=1))(x, ws)
-    expected, want_grads = jax.value_and_grad(functools.partial(loss, solo), argnums=1)(x, ws)
-    np.testing.assert_allclose(got, expected, rtol=1e-5)
-    np.testing.assert_allclose(grads, want_grads, rtol=1e-4, atol=1e-5 * np.abs(want_grads).max())
-    found = census(jax.grad(functools.partial(loss, run), argnums=1), x, ws, plan=plan)
-    gathers = sum(c.count for c in found if c.axes == ("fsdp",) and c.kind == "all-gather")
-    assert gathers == 3 * (0 if plan.zero < 3 else 1 if not plan.reshard_after_forward else 2)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 4])
-def test_chunks_give_what_the_whole_gives_and_repeat_no_communication(num_chunks):
-    plan = Plan("tp=2")
-    x, w = value(2, 8, 6), value(6, 4)
-
-    def inside(par, x, w):
-        def piece(inputs):
-            [x] = inputs
-            total = par.move(jnp.tanh(x @ w).sum(-1), "vocab b s +v -> data b s")
-            return jnp.cos(total)  # as the loss's logarithm: its derivative needs what was summed
-
-        return par.chunked(piece, (vary(x, ("tp",)) if isinstance(par, Manual) else x,), num_chunks).sum()
-
-    par, whole = Manual(plan.resolve()), spec(parse_layout("whole"))
-    run = jax.shard_map(
-        functools.partial(inside, par),
-        mesh=make_mesh(plan.mesh),
-        in_specs=(whole, spec(parse_layout("d v/tp"))),
-        out_specs=whole,
-    )
-    solo = functools.partial(inside, Solo(plan.resolve()))
-    (got, grad), (want, want_grad) = jax.jit(jax.value_and_grad(run))(x, w), jax.value_and_grad(solo)(x, w)
-    np.testing.assert_allclose(want, np.cos(np.tanh(x @ w).sum(-1)).sum(), rtol=1e-4)
-    np.testing.assert_allclose(got, want, rtol=1e-5)
-    np.testing.assert_allclose(grad, want_grad, rtol=1e-5, atol=1e-6)
-    small = [c for c in census(jax.grad(run), x, w, plan=plan) if c.shape == (2, 8 // num_chunks)]
-    assert sum(c.count for c in small) == num_chunks, "the sums are saved, not repeated in the backward pass"
-
-
-def test_names_that_remat_policies_know_are_written():
-    def inside(x, w):
-        par = Manual(PLAN)
-        h = par.move(x, "stream b d -> ffn b d") @ par.weight(nnx.Param(w, dims="ffn d m"))
-        return par.move(h @ jnp.ones((h.shape[1], 8)), "ffn b d +m -> stream b d")
-
-    specs = (spec(PLAN.place("data b d")), spec(PLAN.stored("ffn d m")))
-    text = str(
-        jax.make_jaxpr(jax.shard_map(inside, mesh=MESH, in_specs=specs, out_specs=specs[0]))(
-            jnp.zeros((8, 8)), jnp.zeros((8, 16))
-        )
-    )
-    assert f"name={WEIGHT}" in text and f"name={MOVED}" in text

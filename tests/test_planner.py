@@ -70,11 +70,6 @@ def test_losers_say_why_in_numbers(small):
 
 def test_a_change_that_rescues_does():
     q = question("llama3-70b", 64, 64)
-    found = planner.decide(q, keep=4)
-    rescued = [
-        (one, text) for mesh, one, text in ((m, w, c) for m, w, c in found.rejected) if "would hold" in text
-    ]
-    assert rescued or found.plans, "some mesh is rescued by one field, or none is rejected"
     without = dataclasses.replace(q, fixed={"remat": "none"})
     checked = planner.fitting(without, Plan("fsdp=64", dtype="bfloat16"))
     assert "GiB >" in checked.why_not

@@ -7,20 +7,17 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from parity import BATCH, LLAMA, SEQ, assert_same, dealt, name, planted, weights
 from test_census import predicted
 
 from llmpar import attention, sequence_order
-from llmpar.config import preset
 from llmpar.inspect.census import compiled_memory
 from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import abstract_mesh, make_mesh, spec
+from llmpar.mesh import make_mesh, spec
 from llmpar.par import Manual
 from llmpar.plan import Plan, Resolved
 from llmpar.predict.ring import pairs_by_step
@@ -65,32 +62,6 @@ def test_no_activation_is_gathered_over_the_sequence():
     times, sent = gathered(planted(Forgets, Plan("sp=4 fsdp=2"), LLAMA))
     assert (times, sent) == (LLAMA.num_layers, LLAMA.num_layers * per_layer)
     assert gathered(Plan("sp=4 fsdp=2", context_parallel="gather"))[1] > 0
-
-
-def test_the_ring_for_llama3_heads_sends_a_sixth_of_one_that_turns_all_query_heads_in_float32():
-    """Read from the traced forward pass at sp = 8 in bfloat16, positions and segments included: 7 hops of 8
-    KV heads.
-
-    The other one (the ringattention package, float32 logits): 8 hops of 32 heads, K of them in float32.
-    """
-    config, n, tokens = preset("llama3-8b"), 8, 8192
-    k, r, h, cut = (
-        config.num_kv_heads,
-        config.num_heads // config.num_kv_heads,
-        config.head_width,
-        P(None, "sp"),
-    )
-    given = [jax.ShapeDtypeStruct((1, tokens, *heads), jnp.bfloat16) for heads in ((k, r, h), (k, h), (k, h))]
-
-    def run(q, k, v, at, of):
-        ids = dict(q_positions_bs=at, k_positions_bt=at, q_segments_bs=of, k_segments_bt=of)
-        return attention.ring(q, k, v, axis="sp", **ids)[0]
-
-    over = jax.shard_map(run, mesh=abstract_mesh("sp=8"), in_specs=(cut,) * 5, out_specs=cut)
-    jaxpr = jax.make_jaxpr(over)(*given, *[jax.ShapeDtypeStruct((1, tokens), jnp.int32)] * 2)
-    ours = sum(c.bytes_sent for c in census_jaxpr(jaxpr.jaxpr, {"sp": n}))
-    assert ours == (n - 1) * tokens // n * (2 * k * h * 2 + 2 * 4)
-    assert ours <= n * (tokens // n) * config.num_heads * h * (4 + 2) / 6
 
 
 @pytest.mark.parametrize("remat", ["none", "block"])

@@ -8,15 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from parity import LLAMA, QWEN, by_arrow, planted, predicted_by_arrow
+from parity import LLAMA, QWEN
 
-from llmpar.block import vary
 from llmpar.config import preset
 from llmpar.inspect.census import executed_flops
-from llmpar.inspect.jaxpr import census_jaxpr
-from llmpar.mesh import make_mesh, spec
-from llmpar.par import Manual, Solo
-from llmpar.plan import Plan, Resolved
+from llmpar.par import Solo
+from llmpar.plan import Plan
 from llmpar.predict import memory, traffic
 from llmpar.weights import init_params, model_graph
 
@@ -218,62 +215,3 @@ def test_buckets_send_the_same_bytes_in_fewer_collectives():
     assert sent == same == too and (at_end, big, small) == (leaves, 1, leaves)
     per_layer, also = gradients(reduce="layer")
     assert also == sent and per_layer == 3 + (leaves - 3) * LLAMA.num_layers
-
-
-@dataclasses.dataclass(frozen=True)
-class WidePlan(Resolved):
-    """A strategy that the package does not have: inside a feed-forward every device of sp sees the whole
-    sequence, and its width is cut by sp as well as by tp. One line of the table of regions."""
-
-    @functools.cached_property
-    def regions(self):
-        return Resolved.regions.func(self) | {
-            "wide": {"b": self.mesh.live("dp", "fsdp", "ep"), "m": self.mesh.live("tp", "sp")}
-        }
-
-
-def wide_feed_forward(par, x, up, down):
-    x = par.move(x, "stream b s d -> wide b s d")
-    return par.move(jax.nn.relu(x @ par.weight(up)) @ par.weight(down), "wide b s d +m -> stream b s d")
-
-
-@pytest.mark.parametrize(
-    "fields", [dict(), dict(tp_sequence=True), dict(zero=0), dict(dtype="bfloat16")], ids=str
-)
-def test_a_new_region_and_a_new_arrow_are_priced_without_a_line_of_prediction(fields):
-    b, s, d, m = 4, 16, 8, 32
-    plan = planted(WidePlan, Plan("fsdp=2 sp=2 tp=2", **fields), None)
-    weights = {"up": ("wide d m", (d, m)), "down": ("wide m d", (m, d))}
-    par, mesh = Manual(plan), make_mesh(plan.mesh)
-
-    def loss(values):
-        given = (nnx.Param(values[name], dims=dims) for name, (dims, _) in weights.items())
-        y = wide_feed_forward(par, values["x"], *given)
-        return vary((y.astype(jnp.float32) ** 2).sum(), plan.varying("stream"))
-
-    layouts = {name: plan.stored(dims) for name, (dims, _) in weights.items()} | {
-        "x": plan.place("stream b s d")
-    }
-    given = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (_, shape) in weights.items()}
-    given["x"] = jax.ShapeDtypeStruct((b, s, d), jnp.dtype(plan.dtype))
-    specs = jax.tree.map(spec, layouts)
-
-    def step(values):
-        sums = {name: plan.life(dims).unreduced.sums for name, (dims, _) in weights.items()}
-        grads = jax.grad(loss)({name: vary(x, sums.get(name, ())) for name, x in values.items()})
-        for name, (dims, _) in weights.items():
-            grads[name] = par.carry_out(grads[name], plan.life(dims).finish, f"gradient {dims}")
-        return grads
-
-    traced = jax.make_jaxpr(jax.shard_map(step, mesh=mesh, in_specs=(specs,), out_specs=specs))(given)
-    sent = traffic.Traffic(plan.mesh.sizes)
-    values = traffic.Values(sent, plan, b, s)
-    values.carry("stream b s d -> wide b s d", (b, s, d), "activations", 1, 1)
-    values.carry("wide b s d +m -> stream b s d", (b, s, d), "activations", 1, 1)
-    for dims, shape in weights.values():
-        elements = math.prod(plan.stored(dims).shard_shape(shape, plan.mesh.sizes))
-        of = traffic.Sent(dims, "weights")
-        sent.carry(plan.life(dims).gather, elements * traffic.ITEMSIZE[plan.dtype], of, 1, 1)
-        sent.carry(plan.life(dims).finish, 4 * elements, traffic.Sent("gradient " + dims, "gradients"), 1)
-    assert by_arrow(census_jaxpr(traced.jaxpr, mesh.shape)) == predicted_by_arrow(sent)
-    assert {kind for _, kind in sent} >= {"all-gather", "reduce-scatter"}
