@@ -68,9 +68,9 @@ class Generate:
         devices = use_devices(self.devices, at_least=1)
         keep = Checkpoints(self.checkpoints) if self.checkpoints is not None else None
         about = keep.about() if keep else {}
-        config = keep.config() if keep and self.model is None else preset(self.model or "tiny")
+        config = about["config"] if keep and self.model is None else preset(self.model or "tiny")
         tokenizer = data.tokenizer_of(about.get("made"), self.tokenizer)
-        if keep and self.tokenizer is None and "tokenizer" not in (about["made"] or {}):
+        if keep and self.tokenizer is None and "tokenizer" not in about["made"]:
             say("the checkpoint does not say its tokenizer: taken to be 'bytes'")
         data.check_vocab(tokenizer, config.vocab_size)
         plan = Plan(parse_mesh(self.mesh, len(devices)), zero=0, dtype=self.dtype)
@@ -83,7 +83,7 @@ class Generate:
         fits_host(config, plan, 1, plan.mesh.sp, ("params",))
         abstract = abstract_params(config, plan.resolve(), mesh)
         if keep:
-            params = keep.params(abstract, config, say)
+            params = keep.params(abstract, config)
         else:
             say("no --checkpoints: the weights are random, and so will be the text")
             cut = jax.tree.map(lambda x: x.sharding, abstract)

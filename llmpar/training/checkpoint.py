@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,8 +31,8 @@ FIXED = ("data", "tokenizer", "seed", "data_seed", "held_out", "batch_size", "se
 """What a run keeps from its first step to its last: with another of these a step would not be the one that
 was begun. The mesh may change, for it leaves every loss as it is; what else is written down (the learning
 rate, the dtype) is said."""
-VERSION = 1
-"""Of what is written beside a state. A reader of a lower version could misread it."""
+KEPT = 2
+"""How many of the newest checkpoints stay."""
 
 
 class Checkpoints:
@@ -41,13 +41,12 @@ class Checkpoints:
     Args:
         folder: where they live; made when the first is saved.
         every: save after so many steps (and after the last).
-        keep: how many of the newest are kept.
     """
 
-    def __init__(self, folder: str, every: int = 100, keep: int = 2):
-        if every < 1 or keep < 1:
-            raise ValueError(f"checkpoints every {every} steps, {keep} kept: both must be at least 1")
-        self.every, self.keep, self.folder = every, keep, pathlib.Path(folder).absolute()
+    def __init__(self, folder: str, every: int = 100):
+        if every < 1:
+            raise ValueError(f"checkpoints every {every} steps: use 1 or more")
+        self.every, self.folder = every, pathlib.Path(folder).absolute()
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"checkpoints lie in a folder, but '{folder}' is a file; give another name")
         if (self.folder / "config.json").is_file() and any(self.folder.glob("*.safetensors")):
@@ -56,7 +55,7 @@ class Checkpoints:
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=self.keep, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
         return ocp.CheckpointManager(self.folder, options=options)
 
     @property
@@ -131,7 +130,7 @@ class Checkpoints:
     def save(self, step: int, state: State, config: ModelConfig, made: dict[str, Any] | None = None) -> None:
         """Write all of the state, and beside it the model's configuration and what ``made`` it; finished, or
         as if it had never begun."""
-        about = {"version": VERSION, "config": dataclasses.asdict(config), "made": made}
+        about = {"config": dataclasses.asdict(config), "made": made or {}}
         parts = ocp.args.Composite(
             state=ocp.args.StandardSave(state._asdict()),
             about=ocp.args.JsonSave(about | {"checksums": checksums(state)}),
@@ -157,34 +156,18 @@ class Checkpoints:
             self._manager.delete(step)
 
     def about(self) -> dict[str, Any]:
-        """What was written beside the newest state: the model's configuration, what made it (None if that is
-        not known), and checksums."""
+        """What was written beside the newest state: the model's ``config``, what ``made`` it, and
+        ``checksums``."""
         if self.latest is None:
             raise ValueError(f"there is no checkpoint in {self.folder}; train with --checkpoints first")
         about = self._read("about", ocp.args.JsonRestore())
         if not isinstance(about, dict):
             self._refuse("its description is no JSON object")
-        about = {"version": 0, "made": None} | about
-        kinds = {"version": int, "config": dict, "checksums": dict, "made": dict | None}
-        for name, kind in kinds.items():
-            if not isinstance(value := about.get(name), kind):
+        for name in ("config", "made", "checksums"):
+            if not isinstance(value := about.get(name), dict):
                 self._refuse(f"its description has {json.dumps(value):.40} as {name}")
-        for name, value in (about["made"] or {}).items():
-            named = isinstance(value, dict) and {str} == {type(value.get(k)) for k in ("name", "fingerprint")}
-            if not named and (isinstance(value, dict) or name in ("data", "tokenizer")):
-                self._refuse(f"its description has {json.dumps(value):.40} as {name}")
-        if about["version"] > VERSION:
-            newer = f"was written by a newer llmpar (version {about['version']}, known here is {VERSION})"
-            raise ValueError(f"{self._which} {newer}; update llmpar")
-        return about
-
-    def config(self) -> ModelConfig:
-        """The model of the newest state."""
-        return self._config(self.about())
-
-    def _config(self, about: dict[str, Any]) -> ModelConfig:
         try:
-            return from_dict(about["config"])
+            return about | {"config": from_dict(about["config"])}
         except ValueError as error:
             raise ValueError(f"{self._which} is of a model that is not known here: {error}") from error
 
@@ -203,12 +186,12 @@ class Checkpoints:
         """
         if self.latest is None:
             return None
-        about = self._about(config, tell)
+        about = self._about(config)
         if made:
             self._compare_runs(about["made"], made, anyway, tell)
         written, asked = about["checksums"].keys(), _names(abstract).keys()
         other = sorted(name for name in written ^ asked if not name.startswith("['params']"))
-        if other and written:
+        if other:
             found = f"it has {len(written)} leaves, asked are {len(asked)}; in one alone is {other[0]}"
             what = f"holds another optimizer's state ({found})"
             raise ValueError(f"{self._which} {what}; give the optimizer that made it")
@@ -216,42 +199,31 @@ class Checkpoints:
         self._compare(about["checksums"], state)
         return state
 
-    def params(self, abstract: Tree, config: ModelConfig, tell: Tell = lambda words: None) -> Tree:
+    def params(self, abstract: Tree, config: ModelConfig) -> Tree:
         """The newest weights without an optimizer's state, laid out as ``abstract`` says."""
-        about, item = self._about(config, tell), {"params": abstract}
+        about, item = self._about(config), {"params": abstract}
         how = ocp.checkpoint_utils.construct_restore_args(item)
         found = self._read("state", ocp.args.PyTreeRestore(item, restore_args=how, partial_restore=True))
         self._compare(about["checksums"], State(found["params"], None, None))
         return found["params"]
 
-    def _about(self, config: ModelConfig, tell: Tell) -> dict[str, Any]:
+    def _about(self, config: ModelConfig) -> dict[str, Any]:
         """`about`, after a look at whose state it is."""
         about = self.about()
-        kept, asked = (dataclasses.asdict(x) for x in (self._config(about), config))
-        self._tell_unknown(asked.keys() - about["config"].keys(), "the model's ", tell)
-        differ = [f"{k} {kept[k]} (asked: {asked[k]})" for k in about["config"] if kept[k] != asked[k]]
-        if differ:
+        kept, asked = (dataclasses.asdict(x) for x in (about["config"], config))
+        if differ := [f"{k} {kept[k]} (asked: {asked[k]})" for k in kept if kept[k] != asked[k]]:
             found = f"is of another model: it has {', '.join(differ)}"
             raise ValueError(f"the checkpoint in {self.folder} {found}; give that model, or another folder")
         return about
 
-    def _tell_unknown(self, names: Iterable[str], whose: str, tell: Tell) -> None:
-        """Tell what an older or a newer version did not write down, or did: it cannot be compared."""
-        if names := sorted(names):
-            tell(f"{self._which} does not say {whose}{', '.join(names)}: not known, and not compared")
-
-    def _compare_runs(self, kept: dict | None, asked: dict, anyway: bool, tell: Tell) -> None:
-        """Refuse or tell how the run that is asked for differs from the one that wrote."""
-        if kept is None:
-            what = "its data, seed and optimizer are not compared"
-            return tell(f"{self._which} does not say what made it: {what}")
-        self._tell_unknown(asked.keys() - kept.keys(), "the run's ", tell)
-        if newer := ", ".join(sorted(kept.keys() - asked.keys())):
-            tell(f"{self._which} was made by another llmpar: it has {newer}, which is not compared")
+    def _compare_runs(self, kept: dict, asked: dict, anyway: bool, tell: Tell) -> None:
+        """Refuse or tell how the run that is asked for differs from the one that wrote. What one of them does
+        not say is None."""
+        pairs = {name: (kept.get(name), asked.get(name)) for name in asked | kept}
         differ = {
-            name: f"{name} {_words(kept[name])} (asked: {_words(value)})"
-            for name, value in asked.items()
-            if name in kept and _id(kept[name]) != _id(value)
+            name: f"{name} {_words(before)} (asked: {_words(now)})"
+            for name, (before, now) in pairs.items()
+            if _id(before) != _id(now)
         }
         fixed = [words for name, words in differ.items() if name in FIXED]
         if fixed and (not anyway or "optimizer" in differ):

@@ -137,14 +137,13 @@ def train(
     with checkpoints.writing() if checkpoints and writes else contextlib.nullcontext(), _opened(log) as lines:
         step = Step(config, plan, mesh, make_optimizer(options, steps, config), options.clip)
         restored = checkpoints and checkpoints.restore(step.abstract_natural, config, made, anyway, tell)
-        resumed = restored is not None
         state = step.from_natural(restored, donate=True) if restored else step.init(seed)
         num_tokens = stream.config.batch_size * stream.config.seq_len
         report = Report(start=int(state.step), tokens_per_step=num_tokens, ideal_step_s=ideal_step_s)
-        if resumed:
+        if restored:
             nothing = "; nothing is left to do" * (report.start >= steps)
             tell(f"goes on from the checkpoint of step {report.start}{nothing}")
-        measured, run = _Measured(step, report, checkpoints, lines, on_step, resumed), None
+        measured, run = _Measured(step, report, checkpoints, lines, on_step), None
         for number in range(report.start, steps):
             batch = _place(step, stream, number)
             run = run or _compiled(step, state, batch, meet)
@@ -212,7 +211,6 @@ class _Measured:
     checkpoints: Checkpoints | None
     lines: Any
     on_step: Callable[[int, Report], None]
-    resumed: bool
     waiting: list[tuple[int, dict]] = field(default_factory=list)
 
     def __post_init__(self):
@@ -251,7 +249,7 @@ class _Measured:
         report.grad_norms.append(norm)
         report.memory_bytes = _memory(self.step.mesh)
         row = {"step": number, "loss": loss, "grad_norm": norm, "seconds": report.seconds[-1]}
-        if self.resumed and number == report.start:
+        if number == report.start > 0:
             row["resumed"] = report.start
         if config.experts and "load" in metrics:
             row |= moe.summary(config.experts, metrics, self.step.plan.mesh.ep)
