@@ -193,8 +193,7 @@ while line.recv(1 << 16):
 
 @needs_wire
 def test_a_wire_has_its_rate_and_its_own_addresses():
-    with Wire(2, "100mbit") as hosts_:
-        hosts_.limit("50mbit")
+    with Wire(2, "50mbit") as hosts_:
         python = [sys.executable, "-c"]
         with subprocess.Popen(hosts_.command(1, [*python, TAKER]), stdout=subprocess.PIPE) as other:
             assert other.stdout.readline() == b"on\n"

@@ -9,7 +9,6 @@ import os
 import pathlib
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from llmpar import draw
 from llmpar.cli import options
 from llmpar.cli.options import MAX_SEED, File, Folder, StepOptions, changed, flags_of, give, say, speaks
 from llmpar.config import PRESETS, ModelConfig, OptimizerConfig
+from llmpar.launch.local import signals_to
 from llmpar.plan import Plan
 from llmpar.predict import hardware, memory
 from llmpar.sequence_order import row_orders
@@ -181,7 +181,7 @@ def say_memory(mesh) -> None:
         say(left_out)
 
 
-class Stopper:
+class Stopper(contextlib.ExitStack):
     """Let the first Ctrl-C or SIGTERM end training after the running step, so that it can be saved.
 
     The second signal ends the process at once, and so does one before any step was done. Of several processes
@@ -192,7 +192,8 @@ class Stopper:
     def __init__(self):
         import jax
 
-        self.number, self.worked, self._before = 0, False, {}
+        super().__init__()
+        self.number, self.worked = 0, False
         self.of_many, self._steps = jax.process_count() > 1, 0
 
     def asked(self) -> bool:
@@ -205,13 +206,9 @@ class Stopper:
         return self.number > 0
 
     def __enter__(self) -> Stopper:
-        if threading.current_thread() is threading.main_thread() and not self.of_many:
-            self._before = {n: signal.signal(n, self) for n in (signal.SIGINT, signal.SIGTERM)}
+        if not self.of_many:
+            self.enter_context(signals_to(self))
         return self
-
-    def __exit__(self, *_) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
 
     def __call__(self, number: int, _frame) -> None:
         again, self.number = self.number > 0, number

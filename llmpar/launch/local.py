@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -145,13 +145,24 @@ class Processes:
         return (self._text(number, 0) if number else "") + self._text(number, 1)
 
 
+@contextlib.contextmanager
+def signals_to(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM call ``handler``; afterwards they do here what they did before."""
+    main = threading.current_thread() is threading.main_thread()  # Python gives signals to no other
+    before = {n: signal.signal(n, handler) for n in (signal.SIGINT, signal.SIGTERM)} if main else {}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
 def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None = None) -> int:
     """Run a command in several processes here, process 0 on this terminal, and give the exit status.
 
-    The first Ctrl-C or SIGTERM asks them to save and leave, the second ends them; afterwards signals do here
-    what they did before.
+    The first Ctrl-C or SIGTERM asks them to save and leave, the second ends them.
     """
-    asked, before = 0, {}
+    asked = 0
     with Processes(command, num, devices, show=True, wire=wire) as processes:
 
         def ask(*_) -> None:
@@ -159,13 +170,8 @@ def run(command: Sequence[str], num: int, devices: int | None, wire: Wire | None
             asked += 1
             processes.end(signal.SIGKILL if asked > 1 else signal.SIGTERM)
 
-        try:
-            if threading.current_thread() is threading.main_thread():
-                before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        with signals_to(ask):
             ended = processes.wait()
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
     lines = []
     if ended.first is not None and ended.statuses[ended.first] < 0 and not asked:
         name = signal.Signals(-ended.statuses[ended.first]).name

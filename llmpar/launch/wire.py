@@ -31,14 +31,13 @@ class Count(NamedTuple):
     """What a card has sent since it was made, as the kernel counts it."""
 
     sent_bytes: int
-    packets: int
 
 
 def counted(pid: int | str = "self") -> Count:
     """Read how much the card of a process's network has sent; nothing where there is none."""
     with open(f"/proc/{pid}/net/dev") as lines:
         found = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-    return Count(int(found[CARD][8]), int(found[CARD][9])) if CARD in found else Count(0, 0)
+    return Count(int(found[CARD][8]) if CARD in found else 0)
 
 
 def checked(rate: str) -> str:
@@ -128,15 +127,9 @@ class Wire(contextlib.ExitStack):
             )
             self._in(host + 1, "\n".join(lines))
             self._in(0, f"ip link set port{host} master switch up")
-        if self.rate:
-            self.limit(self.rate)
-
-    def limit(self, rate: str) -> None:
-        """Give all cards another rate, while everything runs."""
-        self.rate = checked(rate)
-        for host in range(self.num_hosts):
-            bucket = f"tbf rate {rate} burst {BURST} latency {LATENCY}"
-            self._in(host + 1, f"tc qdisc replace dev {CARD} root {bucket}")
+            if self.rate:
+                bucket = f"tbf rate {self.rate} burst {BURST} latency {LATENCY}"
+                self._in(host + 1, f"tc qdisc replace dev {CARD} root {bucket}")
 
     def address(self, host: int) -> str:
         """A host's address, which the others reach."""
