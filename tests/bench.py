@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracle
 from jax.sharding import PartitionSpec as P
 
 from llmpar import attention, sequence_order
@@ -86,42 +87,14 @@ def batch_of(vocab: int, batch: int, seq: int) -> dict:
 
 
 def plain(config, batch):
-    """The same model and optimizer in plain JAX on one device: scanned layers, full attention, full logits,
-    one jit."""
-    d, n, h, m, v = config.width, config.num_heads, config.head_width, config.ffn_width, config.vocab_size
-    keys = iter(jax.random.split(jax.random.key(0), 16))
-    w = lambda *shape: 0.02 * jax.random.normal(next(keys), shape)
-    num = config.num_layers
-    blocks = dict(
-        a=jnp.ones((num, d)), q=w(num, d, n, h), k=w(num, d, n, h), v=w(num, d, n, h), o=w(num, n, h, d)
-    )
-    blocks |= dict(f=jnp.ones((num, d)), g=w(num, d, m), u=w(num, d, m), w=w(num, m, d))
-    params = dict(embed=w(v, d), head=w(v, d), norm=jnp.ones(d), blocks=blocks)
+    """The same model and optimizer in plain JAX on one device: the tests' oracle in float32, in one jit."""
+    draw = np.random.default_rng(0)
+    params = {
+        path: jnp.ones(w.shape) if w.is_vector else jnp.float32(0.02 * draw.standard_normal(w.shape))
+        for path, w in config.weights().items()
+    }
     optimizer = optax.adamw(1e-3)
-    angle = np.arange(SEQ)[:, None] * config.rope_theta ** (-np.arange(0, h, 2) / h)
-    cos, sin = (jnp.asarray(f(angle), jnp.float32)[None, :, None] for f in (np.cos, np.sin))
-    mask = np.tril(np.ones((SEQ, SEQ), bool))[None, None]
-
-    def norm(x, scale):
-        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * scale
-
-    def rotate(x):
-        a, b = jnp.split(x, 2, -1)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-    def loss(params):
-        def block(x, p):
-            y = norm(x, p["a"])
-            q, k, v = (jnp.einsum("bsd,dnh->bsnh", y, p[name]) for name in "qkv")
-            scores = jnp.einsum("bsnh,btnh->bnst", rotate(q), rotate(k)) * h**-0.5
-            y = jnp.einsum("bnst,btnh->bsnh", jax.nn.softmax(jnp.where(mask, scores, -1e30)), v)
-            x = x + jnp.einsum("bsnh,nhd->bsd", y, p["o"])
-            y = norm(x, p["f"])
-            return x + (jax.nn.silu(y @ p["g"]) * (y @ p["u"])) @ p["w"], None
-
-        x, _ = jax.lax.scan(block, params["embed"][batch["tokens"]], params["blocks"])
-        logits = norm(x, params["norm"]) @ params["head"].T
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+    loss = lambda params: oracle.loss(params, batch, config, None)[0]
 
     @jax.jit
     def step(state):
@@ -130,8 +103,7 @@ def plain(config, batch):
         updates, opt = optimizer.update(grads, opt, params)
         return (optax.apply_updates(params, updates), opt), value
 
-    state = params, optimizer.init(params)
-    return step, state
+    return step, (params, optimizer.init(params))
 
 
 def programs(config, only):

@@ -24,6 +24,16 @@ def load(path: str):
     return module
 
 
+def violations(page) -> list[str]:
+    """What the accessibility checker finds on a page: the rule, and the first place."""
+    checker = ROOT / "node_modules" / "axe-core" / "axe.min.js"
+    if not checker.is_file():
+        pytest.skip("axe-core is not installed; run npm install")
+    page.evaluate(checker.read_text())
+    found = page.evaluate("async () => (await axe.run(document)).violations")
+    return [f"{rule['id']}: {rule['nodes'][0]['html'][:90]}" for rule in found]
+
+
 @contextlib.contextmanager
 def chromium(*flags: str):
     """An installed Chromium, driven by playwright; its own download is not used."""

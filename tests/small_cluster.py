@@ -140,38 +140,7 @@ def until(
         time.sleep(0.05)
 
 
-CONFIG = """\
-ClusterName=box
-SlurmctldHost=head({head})
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-CredType=cred/munge
-AuthInfo=socket={root}/munge.socket,cred_expire=5
-CommunicationParameters=NoAddrCache
-StateSaveLocation={root}/state
-SlurmdSpoolDir={root}/spool.%n
-SlurmctldPidFile={root}/slurmctld.pid
-SlurmdPidFile={root}/slurmd.%n.pid
-SlurmctldLogFile={root}/slurmctld.log
-SlurmdLogFile={root}/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SwitchType=switch/none
-MpiDefault=none
-ReturnToService=2
-SchedulerType=sched/builtin
-SchedulerParameters=sched_interval=2
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-SlurmdTimeout=10
-KillWait=5
-NodeName=n[1-{num}] CPUs=2 RealMemory=4000 State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
-"""
+CONFIG = (Path(__file__).parent / "fixtures" / "slurm.conf").read_text()
 
 
 class Slurm:

@@ -9,7 +9,6 @@ second product, and weights recomputed from lse).
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -25,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from llmpar import attention, sequence_order
 from llmpar.attention import decode, full, merge, ring
 from llmpar.inspect.census import executed_flops
+from llmpar.inspect.jaxpr import census_jaxpr
 from llmpar.predict.ring import pairs_by_step
 from llmpar.sequence_order import Mask, sequence_permutation
 
@@ -218,7 +218,7 @@ def test_a_row_that_sees_no_key_gives_zero_and_finite_gradients():
     ids = ids_of(positions, np.ones((1, S), np.int32)) | {
         "q_segments_bs": (np.arange(S) % 8 > 0).astype(np.int32)[None]
     }
-    for attend in (partial(full, **ids), partial(ring, block=4, **ids)):
+    for attend in (partial(full, **ids), partial(ring, block=4, **ids), partial(ring, platform="cpu", **ids)):
         out, lse, *grads = results(attend, q, k, v)
         assert (np.asarray(out)[:, ::8] == 0).all()
         assert (np.asarray(lse)[:, ::8] == -np.inf).all()
@@ -281,12 +281,16 @@ RING = partial(ring, axis="sp")
         (4, "contiguous", CAUSAL, False, 2, 8, 1),
         (4, "zigzag", WINDOW, True, 2, 4, None),
         (8, "striped", CAUSAL, True, 2, 1, None),
+        (2, "zigzag", CAUSAL, True, 2, 4, "kernel"),
+        (4, "striped", WINDOW, True, 1, 2, "kernel"),
+        (8, "contiguous", CAUSAL, False, 1, 1, "kernel"),
     ],
     ids=str,
 )
 def test_a_ring_matches_full(n, layout, mask, packed, kv_heads, ratio, block):
     q, k, v, *where = inputs(kv_heads, ratio, packed)
-    attend = sharded(RING, mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask, block=block)
+    options = {"platform": "cpu"} if block == "kernel" else {"block": block}  # the kernel is interpreted
+    attend = sharded(RING, mesh_of(sp=n), sequence_permutation(layout, S, n), *where, mask, **options)
     agree(results(attend, q, k, v), reference(mask, kv_heads, ratio, packed))
 
 
@@ -410,35 +414,17 @@ def test_decode_matches_full_and_leaves_the_cache_where_it_is(packed):
     found = jax.jit(step)(*map(jnp.asarray, args))
     assert np.abs(np.asarray(found) - expected[:, now]).max() <= 1e-5
     heads = B * 1 * 2 * 4
-    sent = [
-        (name, sum(x.size for x in operands))
-        for name, operands, _ in collectives(jax.make_jaxpr(step)(*args))
-    ]
-    assert sorted(sent) == [("pmax", heads), ("psum_invariant", heads * (H + 1))]
+    assert counted(step, 4, *args) == {("all-reduce", "f32", heads): 2, ("all-reduce", "f32", heads * H): 1}
 
 
 # ------------------------------------------------------------------------------------ what moves, what is run
 
-MOVES = re.compile("psum|pmax|ppermute|all_gather|all_to_all|reduce_scatter")
 
-
-def collectives(jaxpr, times=1):
-    """Yield (name, operands, times) of each collective, scans multiplied out."""
-    for eqn in jaxpr.eqns:
-        if MOVES.match(eqn.primitive.name):
-            yield eqn.primitive.name, [x.aval for x in eqn.invars], times
-        inner = times * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else times
-        for sub in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(sub, "eqns"):
-                yield from collectives(sub, inner)
-
-
-def counted(f, *args):
-    """Count (collective, dtype, elements per device)."""
+def counted(f, n, *args):
+    """Count (collective, dtype, elements of its result) over n ranks of sp."""
     counts = Counter()
-    for name, operands, times in collectives(jax.make_jaxpr(f)(*args)):
-        for x in operands:
-            counts[name, x.dtype.name, x.size] += times
+    for c in census_jaxpr(jax.make_jaxpr(f)(*args).jaxpr, {"sp": n}):
+        counts[c.kind, c.dtype, math.prod(c.shape)] += c.count
     return counts
 
 
@@ -452,11 +438,10 @@ def test_ring_hops_are_n_minus_1_each_way(n, dtype):
     attend = sharded(RING, mesh_of(sp=n), sequence_permutation("zigzag", s, n), positions, None, CAUSAL)
     loss = lambda q, k, v: attend(q, k, v)[0].astype(jnp.float32).sum()
     local = s // n
-    keys, ids = {("ppermute", dtype, 2 * local * 2 * H): n - 1}, {("all_gather", "int32", local): 1}
-    assert counted(loss, q, k, v) == keys | ids
-    both = Counter(keys) + Counter(keys) + Counter({("ppermute", "float32", 2 * local * 2 * H): n - 1})
-    both += Counter(ids)  # known from then on
-    assert counted(jax.grad(loss, (0, 1, 2)), q, k, v) == both
+    hops = lambda kind: Counter({("collective-permute", kind, 2 * local * 2 * H): n - 1})
+    keys, ids = hops({"bfloat16": "bf16", "float32": "f32"}[dtype]), Counter({("all-gather", "s32", s): 1})
+    assert counted(loss, n, q, k, v) == keys + ids
+    assert counted(jax.grad(loss, (0, 1, 2)), n, q, k, v) == keys + keys + hops("f32") + ids, "ids are known"
 
 
 def blocks_run(monkeypatch, attend, q, k, v):

@@ -18,6 +18,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import shared
+from shared import violations
 
 from llmpar.draw.geometry import coordinates
 from llmpar.draw.scene import LIGHT, size_text
@@ -29,7 +30,6 @@ from llmpar.notation import AXES, MeshShape, parse_mesh
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).resolve().parent.parent
-AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 EXPLORERS = [MeshExplorer, TimelineExplorer, RoutingExplorer]
 
 
@@ -116,15 +116,6 @@ def drag(page, axis, notch):
 def labels(page):
     """What a screen reader hears of every device."""
     return page.locator("g.cell").evaluate_all("cells => cells.map((c) => c.getAttribute('aria-label'))")
-
-
-def axe(page):
-    """Violations that the accessibility checker finds, as rule: how many."""
-    if not AXE.is_file():
-        pytest.skip("axe-core is not installed; run npm install")
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("async () => (await axe.run(document)).violations")
-    return {f"{v['id']}: {v['nodes'][0]['html'][:90]}": len(v["nodes"]) for v in found}
 
 
 def test_the_module_draws_what_python_says(page):
@@ -406,7 +397,7 @@ def test_the_offline_page_works_and_is_accessible(page, kind, tmp_path):
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        assert axe(page) == {}
+        assert violations(page) == []
 
 
 @pytest.mark.parametrize("mesh", ["ep=16 fsdp=4", "fsdp:4,ep:16", "dp=3", "garbage"])
@@ -455,7 +446,7 @@ def test_a_live_arrays_page_is_accessible(page, tmp_path):
     assert page.locator("[data-tensor]").all_inner_texts() == ["array"]
     assert "Nothing is sent" not in page.locator("main").inner_text()
     assert "live arrays" in page.locator("h1").inner_text()
-    assert axe(page) == {}
+    assert violations(page) == []
     MeshExplorer.of({"w": jnp.zeros((4, 4))}).save(tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
     assert page.locator("[data-tensor]").all_inner_texts() == ["array['w']"]
@@ -463,7 +454,7 @@ def test_a_live_arrays_page_is_accessible(page, tmp_path):
 
 def test_axe_sees_a_fault(page):
     page.set_content('<html lang="en"><head><title>x</title></head><body><main><input></main></body></html>')
-    assert any(rule.startswith("label") for rule in axe(page))
+    assert any(rule.startswith("label") for rule in violations(page))
 
 
 # ------------------------------------------------------------------------------------------------- JupyterLab
