@@ -73,8 +73,7 @@ PLANS = {
 
 
 def alike(name: str) -> str:
-    """What must be the same for a ratio to mean anything: the rows of a batch ("m16") and the model
-    ("moe")."""
+    """Names alike have the rows of a batch ("m16") and the model ("moe") in common: they make a ratio."""
     return next((kind for kind in ("m16", "moe") if kind in name), "")
 
 
@@ -155,8 +154,7 @@ def _stepper(step, state):
 
 
 def interleaved(made: dict, rounds: int, bases: tuple[str, ...]) -> dict:
-    """Run each program once for warming up, then all of them in turn. Medians of seconds and of ratios to the
-    bases."""
+    """Run each program once to warm up, then all in turn. Medians of seconds, and of ratios to the bases."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     for run, _ in made.values():
         run()
@@ -223,8 +221,7 @@ def peer_ring():
 
 
 def attentions(n: int = 8, s: int = 8192, heads: int = 8, width: int = 64):
-    """Name to (function that runs output and gradients and waits, facts), all from the same q, k, v; values
-    are compared."""
+    """Name to (function that runs output and gradients and waits, facts); values are compared."""
     mesh, cut = make_mesh(f"sp={n}"), P(None, "sp")
     rng = np.random.default_rng(0)
     arrays = [rng.standard_normal((1, s, heads, width)).astype(np.float32) for _ in range(4)]
@@ -270,8 +267,7 @@ def attentions(n: int = 8, s: int = 8192, heads: int = 8, width: int = 64):
 
 
 def long_block(s: int = 65_536) -> dict:
-    """Gradients of one block over s positions, 2 heads × 64, on 8 devices: seconds, temporaries, peak
-    resident memory."""
+    """Gradients of one block over s positions on 8 devices: seconds, temporaries, peak resident memory."""
     config = dataclasses.replace(
         preset("tiny"), num_layers=1, width=128, num_heads=2, num_kv_heads=2, head_width=64, ffn_width=384
     )

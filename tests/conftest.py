@@ -151,7 +151,6 @@ def pytest_addoption(parser):
 
 @pytest.fixture
 def standard_promotion():
-    """Let ints and floats mix, for tests that call Optax themselves: its step counters do (bias
-    correction)."""
+    """Let ints and floats mix, for tests that call Optax themselves: its step counters do."""
     with jax.numpy_dtype_promotion("standard"):
         yield

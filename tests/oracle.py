@@ -54,8 +54,7 @@ def attention(x, w, c, batch):
 
 
 def experts(x, w, how, pieces):
-    """The layer's output and what its router tells: loss per token, load, choices dropped, entropy, and the
-    closest call."""
+    """The layer's output; its router's loss per token, load, drops and entropy; and the closest call."""
     b, s, _ = x.shape
     logits = x @ w["experts.router"]
     score = jax.nn.softmax(logits, -1) if how.score == "softmax" else 1 / (1 + jnp.exp(-logits))
@@ -99,8 +98,7 @@ def experts(x, w, how, pieces):
 
 
 def loss(weights, batch, c, pieces):
-    """The mean over targets (-1: none) of their cross-entropies and of the routers' losses, and what the
-    routers told."""
+    """The mean over targets (-1: none) of cross-entropies and routers' losses; what the routers told."""
     counted = batch["targets"] >= 0
 
     def block(carry, w):
@@ -123,8 +121,7 @@ def loss(weights, batch, c, pieces):
 
 
 class Trainer:
-    """Clips by the global norm, then SGD with momentum or AdamW, by hand; routers' biases follow their
-    rule."""
+    """Clips by the global norm, then SGD with momentum or AdamW, by hand; routers' biases by their rule."""
 
     def __init__(self, weights, c, rule, clip=None, pieces=None):
         self.weights = {k: np.asarray(w, np.float64) for k, w in weights.items()}

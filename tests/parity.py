@@ -1,5 +1,4 @@
-"""One batch, one set of weights, and the question that most tests ask: does a plan give what one device
-gives?"""
+"""One batch, one set of weights, and what most tests ask: does a plan give what one device gives?"""
 
 import dataclasses
 import functools
@@ -58,8 +57,7 @@ def predicted_by_arrow(traffic):
 
 @functools.cache
 def batch(seed: int = 0):
-    """Random tokens in two documents a row, with targets left out unevenly: a mean of means would be another
-    number."""
+    """Random tokens, two documents a row, targets left out unevenly: a mean of means is another number."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 256, (BATCH, SEQ + 1)).astype(np.int32)
     targets = np.where(rng.random((BATCH, SEQ)) < 0.2, -1, tokens[:, 1:]).astype(np.int32)
@@ -86,8 +84,7 @@ def weights(config):
 
 
 def every_expert(experts, par, x, weights, chosen, gate, up, down):
-    """`moe.visit` without sending, sorting or leaving out: all tokens through all experts, most with weight
-    0."""
+    """`moe.visit` without sending or sorting: all tokens through all experts, most with weight 0."""
     share = jnp.einsum("bske,bsk->bse", jax.nn.one_hot(chosen, experts.num_experts), weights)
     y = jax.nn.silu(jnp.einsum("bsd,edm->bsem", x, gate)) * jnp.einsum("bsd,edm->bsem", x, up)
     return jnp.einsum("bsem,emd,bse->bsd", y, down, share.astype(x.dtype))
@@ -108,8 +105,7 @@ def solo(config, dtype: str = "float32"):
 
 
 def spread(config, plan: Plan, step_class=Step):
-    """Loss, global norm and gradients of one step under ``plan``, whole, layers and positions in natural
-    order again."""
+    """Loss, global norm and gradients of a step, whole, layers and positions in natural order again."""
     plan.check(config, BATCH, SEQ)
     step = step_class(config, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     data = put(dealt(batch(), plan), step.batch_sharding)

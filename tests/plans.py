@@ -55,8 +55,7 @@ FIELDS = dict(
     stage_saves=("input", "residuals"),
 )
 ONCE = Path(__file__).with_name("plans_once.txt").read_text().splitlines()
-"""What costs too much, or says too little, to meet everything: kernels interpreted, rounding, whole axes, the
-other schedules."""
+"""What costs too much, or says too little, to meet everything: kernels interpreted, rounding, whole axes."""
 
 NOT_HERE = {
     "attention_kernel": {"cudnn", "portable"},
@@ -127,8 +126,7 @@ def drawn(rng, wanted=frozenset(), begin: dict | None = None) -> str:
 
 
 def cover(rng, num: int, tries: int) -> list[str]:
-    """Lines in which all pairs meet that do in `RARE` of ``num`` random ones, as few as a greedy choice
-    finds."""
+    """Lines in which all pairs meet that do in `RARE` of ``num`` random ones: few, by a greedy choice."""
     pool = {line: pairs(parse(line)) for _ in range(num) if (line := drawn(rng))}
     met = collections.Counter(itertools.chain(*pool.values()))
     open_pairs, chosen = {pair for pair in met if met[pair] >= RARE * num}, []

@@ -22,8 +22,7 @@ MANTISSA_BITS = {"bf16": 7, "tf32": 10}
 
 
 def round_products(to: str) -> None:
-    """Round the operands of every matrix product that is compiled for CPUs from now on, unless its precision
-    was stated."""
+    """Round what every product multiplies that is compiled for CPUs and states no precision."""
     bits = MANTISSA_BITS[to]
 
     def product(x, y, **how):

@@ -62,8 +62,7 @@ def test_experts_give_what_one_device_gives():
 
 @pytest.mark.accelerator
 def test_the_demonstration_compares_in_float32(monkeypatch, tmp_path):
-    """Elsewhere than on CPUs a product is by default less than float32, and fifty steps would part by more
-    than 1e-3."""
+    """A product is less than float32 elsewhere than on CPUs: fifty steps would part by more than 1e-3."""
     seen = []
 
     def run(command):

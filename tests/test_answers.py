@@ -183,8 +183,7 @@ def test_a_refusal_says_why_and_what_works(change, words, nearest):
     ],
 )
 def test_advice_stays_with_the_axes_that_the_reader_named(asked, near, batch):
-    """No stages for one microbatch, of which a pipeline would idle most of its time, and no axis out of the
-    blue."""
+    """No stages for one microbatch, of which a pipeline idles most of its time, and no unasked axis."""
     refusal = answers.answer(answers.START | {"mesh": asked})["refusal"]
     assert refusal["nearest"] == near
     if batch:
@@ -222,8 +221,7 @@ def test_axis_order_changes_time_not_bytes():
 
 
 def test_time_is_the_planners():
-    """The same seconds by term as `llmpar plan` gives; what is sent has its seconds at the links' own rate
-    besides."""
+    """The seconds by term of `llmpar plan`; what is sent has its seconds at the links' own rate, too."""
     state = answers.START | {"mesh": "pp=2 fsdp=2 tp=2", "batch_size": 16, "microbatches": 8}
     reply = answers.answer(state)
     plan = Plan("pp=2 fsdp=2 tp=2", microbatches=8, remat="block", dtype="bfloat16")
@@ -235,8 +233,7 @@ def test_time_is_the_planners():
 
 
 def test_a_hop_of_a_pipeline_is_between_stages_and_as_large_as_a_message():
-    """32 MiB from stage to stage: 1 sequence of 4096 tokens, width 4096, bfloat16; nothing goes from the last
-    to the first."""
+    """32 MiB from stage to stage: 4096 tokens, width 4096, bfloat16; nothing from the last to the first."""
     state = answers.START | {"mesh": "pp=4", "batch_size": 8, "microbatches": 8}
     (row,) = [row for row in answers.answer(state)["traffic"] if row["kind"] == "collective-permute"]
     assert row["largest"] == 2**25 and row["sizes"] == 1 and row["pairs"] == [[0, 1], [1, 2], [2, 3]]

@@ -33,8 +33,7 @@ B, S, H = 2, 32, 4
 
 
 def inputs(kv_heads=2, ratio=2, packed=False, s=S, seed=0):
-    """q, k, v, positions and segments. Packed: positions start again with each document; lengths are of no
-    convenience."""
+    """q, k, v, positions and segments. Packed: positions start again with each document."""
     rng = np.random.default_rng(seed)
     q, k, v = (
         rng.standard_normal(x).astype(np.float32)
@@ -321,8 +320,7 @@ def test_blockwise_over_contiguous_positions_writes_only_the_triangle():
 
 
 def test_ring_matches_full_when_heads_are_cut_and_keys_are_shared_by_another_axis():
-    """K and V the same all over tp while q is not: their gradient must be summed over tp, which the varying
-    check writes."""
+    """K and V are alike over tp, q is not: their gradient's sum over tp is written by the varying check."""
     q, k, v, positions, _ = inputs(kv_heads=1, ratio=4)
     mesh, kv, heads = mesh_of(sp=4, tp=2), P(None, "sp"), P(None, "sp", None, "tp")
 
@@ -414,7 +412,8 @@ def test_decode_matches_full_and_leaves_the_cache_where_it_is(packed):
     found = jax.jit(step)(*map(jnp.asarray, args))
     assert np.abs(np.asarray(found) - expected[:, now]).max() <= 1e-5
     heads = B * 1 * 2 * 4
-    assert counted(step, 4, *args) == {("all-reduce", "f32", heads): 2, ("all-reduce", "f32", heads * H): 1}
+    sums = {("all-reduce", "f32", heads): 1, ("all-reduce", "f32", heads * (H + 1)): 1}
+    assert counted(step, 4, *args) == sums, "a maximum, and a sum of values and weights"
 
 
 # ------------------------------------------------------------------------------------ what moves, what is run
@@ -445,8 +444,7 @@ def test_ring_hops_are_n_minus_1_each_way(n, dtype):
 
 
 def blocks_run(monkeypatch, attend, q, k, v):
-    """Run output and gradients, and count on each rank of sp the blocks that it computes: (name, rank) ->
-    blocks."""
+    """Run output and gradients; count the blocks that each rank of sp computes: (name, rank) -> blocks."""
     ran = Counter()
     for name in ("attend_tile", "attend_tile_grad"):
         compute = getattr(attention, name)
@@ -531,8 +529,7 @@ print(json.dumps([temp_bytes(*case) for case in json.loads(sys.argv[1])]))
 
 
 def test_temporary_memory_of_a_rank_depends_on_its_share_alone():
-    """The compiler's figure for one device, up to 64 of them; no array is made, so a million positions cost a
-    second."""
+    """The compiler's figure for one device of up to 64; no array is made: a million positions are quick."""
     cases = [(n, 512) for n in (2, 5, 8)] + [(8, 4096), (8, 8192), (8, 16_384), (64, 16_384)]
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=64"}
     command = [sys.executable, "-c", MEMORY, json.dumps(cases)]

@@ -57,8 +57,7 @@ def page(chromium):
 
 
 def mount(page, explorer, dead=False, again=False):
-    """Show an explorer without Jupyter: the module as a blob, and a model that talks to the real Python
-    widget (or to none)."""
+    """Show an explorer without Jupyter: the module as a blob, a model that talks to Python (or to none)."""
     widget = explorer.rich
 
     def save(state):
@@ -229,8 +228,7 @@ def test_a_cell_of_a_timetable_is_edited_and_judged(page):
 
 
 def test_what_python_has_not_answered_is_dimmed_and_then_said(page):
-    """A restarted kernel: no bar of the state before under its old title, and after three seconds a
-    sentence."""
+    """A restarted kernel: no bar of an earlier state under its title, and after three seconds a sentence."""
     explorer = MeshExplorer(model="tiny", seq_len=64)
     mount(page, explorer, dead=True)
     before = page.locator('[data-part="memory"]').inner_html()

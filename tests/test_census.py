@@ -119,8 +119,7 @@ def test_zero_moves_what_the_paper_says_with_accumulation(zero, volumes):
 
 
 def test_tensor_parallelism_moves_two_and_two_per_layer_and_the_same_bytes_with_sequence_parallelism():
-    """Megatron-LM: two all-reduces of b·s·d forward and two backward per layer; Korthikanti et al. 2022: same
-    bytes."""
+    """Two all-reduces of b·s·d each way per layer (Megatron-LM); the same bytes (Korthikanti et al. 2022)."""
 
     def per_layer(plan):
         deep = dataclasses.replace(LLAMA, num_layers=3)
@@ -160,8 +159,7 @@ def test_axes_of_size_one_leave_no_collective():
 
 
 def test_auto_is_one_device_in_value_but_chooses_its_own_collectives():
-    """On simulated devices XLA's partitioner never forms a reduce-scatter: ZeRO's saving is in memory, not in
-    bytes."""
+    """XLA's partitioner forms no reduce-scatter on CPUs: ZeRO's saving is in memory, not in bytes."""
     step, program = lowered(LLAMA, Plan("fsdp=8", reading="auto"))
     kinds = {c.kind for c in census_hlo(partitioned_hlo(program), step.mesh)}
     assert "all-reduce" in kinds and "reduce-scatter" not in kinds

@@ -1,5 +1,4 @@
-"""The command line: documents that are a contract, exit statuses, and refusals before anything is
-compiled."""
+"""The command line: documents that are a contract, exit statuses, and refusals before any work."""
 
 import contextlib
 import dataclasses
@@ -188,8 +187,7 @@ EIGHT = ("--mesh", "dp=2 fsdp=2 tp=2")
 
 
 def test_train_document_log_plot_and_resumption(document, call, model, tmp_path):
-    """One run in all its parts: the contract, the log, the picture, and a second call that finds nothing left
-    to do."""
+    """One run in all its parts: contract, log, picture, and a second call that finds nothing left to do."""
     log, plot, text = tmp_path / "log.jsonl", tmp_path / "loss.svg", tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 200)
     words = f"train --model {model()} --steps 4 --data {text} --every 2 --checkpoints {tmp_path}/kept".split()
@@ -211,8 +209,7 @@ def test_train_document_log_plot_and_resumption(document, call, model, tmp_path)
 
 
 def test_inspect_document(model, tmp_path):
-    """In a process of its own: the type checker of these tests stands between a line of the model and what it
-    calls."""
+    """In a process of its own: here a type checker stands between the model's lines and what they call."""
     picture = tmp_path / "bytes.svg"
     done = run("inspect", "--model", model(), *EIGHT, *TINY_STEP, "--svg", str(picture), "--json")
     assert done.returncode == 0 and done.stdout.count("\n") == 1, done.stderr

@@ -1,5 +1,4 @@
-"""Collective matmul: rings of permutes with the products between their hops, in place of what waits for
-them."""
+"""Collective matmul: rings of permutes with the products between their hops."""
 
 import dataclasses
 
@@ -67,8 +66,7 @@ def test_a_ring_sends_the_bytes_of_the_collective_that_it_replaces(config, remat
 
 
 def test_each_hop_travels_beside_a_product_and_no_product_waits_for_it():
-    """A barrier joins what a hop brings with what was multiplied meanwhile: neither may be delayed past
-    it."""
+    """A barrier joins what a hop brings with what was multiplied meanwhile: neither may come later."""
     found = []
 
     def walk(jaxpr):

@@ -407,8 +407,7 @@ print(heap, compiled_memory(compiled)["peak_bytes"])
 @pytest.mark.compilers
 @tpu_compiler
 def test_a_tpus_temporaries_are_what_its_heap_holds(tmp_path):
-    """Not what it reports as temporaries, which can be half as much again. (What is alive may lie on the
-    chip, in up to 128 MiB.)"""
+    """Not what it reports as temporaries, half as much again. (128 MiB of it may lie on the chip.)"""
     done = aside(HEAP, str(tmp_path))
     assert done.returncode == 0, done.stderr[-2000:]
     heap, held = map(int, done.stdout.split()[-2:])

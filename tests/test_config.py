@@ -1,5 +1,4 @@
-"""Model sizes: exact numbers of parameters, the shapes that the model really has, and Hugging Face
-configurations."""
+"""Model sizes: exact numbers of parameters, the real model's shapes, and Hugging Face configurations."""
 
 import dataclasses
 import json
@@ -56,8 +55,7 @@ SHARED = dataclasses.replace(
     ids=lambda c: c.name,
 )
 def test_shapes_and_dims_are_those_of_the_real_model(config):
-    """Nothing is allocated: the modules' own parameters, as abstract values, with the dims that they were
-    given."""
+    """Nothing is allocated: the modules' own parameters as abstract values, with their dims."""
     model = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
     real = {}
     for path, p in nnx.to_flat_state(nnx.state(model, nnx.Param)):

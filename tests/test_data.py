@@ -35,8 +35,7 @@ def config(**changes):
 
 @pytest.fixture
 def corpus():
-    """Token i is the number i; 40 documents of 1 to 60 tokens, some longer than a row, some a start token
-    alone."""
+    """Token i is the number i; 40 documents of 1 to 60 tokens: longer than a row, or a start token alone."""
     lengths = 1 + np.arange(40) ** 3 * 7 % 60
     lengths[[3, 4]] = 1
     return Corpus(

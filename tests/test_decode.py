@@ -95,8 +95,7 @@ def test_chosen_tokens_of_rows_that_are_cut_are_taken_from_any_device(monkeypatc
 
 
 def test_a_slot_that_is_written_wrongly_is_noticed(monkeypatch):
-    """The planted fault: every rank takes itself for the first, so that even positions count twice and odd
-    ones are lost."""
+    """The planted fault: every rank is the first: even positions count twice and odd ones are lost."""
     run = decoder(LLAMA, Plan("sp=2", zero=0))
     index = Manual.index
     monkeypatch.setattr(Manual, "index", lambda par, layout: 0 if layout == "cache t" else index(par, layout))
@@ -106,8 +105,7 @@ def test_a_slot_that_is_written_wrongly_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("length", [64, 4096])
 def test_a_token_moves_one_small_sum_per_layer_whatever_the_cache(length):
-    """Per layer over sp: the maxima of n heads, then sums of n (h + 1) numbers; the cache is held in
-    shares."""
+    """Per layer over sp: the maxima of n heads, then sums of n (h + 1) numbers; the cache is cut."""
     plan = Plan("sp=4", zero=0)
     run = decoder(LLAMA, plan, length)
     assert {s.data.shape[2] for s in run.cache[0].addressable_shards} == {length // 4}

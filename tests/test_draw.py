@@ -1,5 +1,4 @@
-"""Drawings: nothing overlaps, each says in words what it shows, colours differ, and shards are where JAX puts
-them."""
+"""Drawings: nothing overlaps, words say what is shown, colours differ, shards are where JAX puts them."""
 
 import functools
 import itertools

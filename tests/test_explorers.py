@@ -1,5 +1,4 @@
-"""The explorers without a browser: state, the front end's traits, static twins, the exported page, live
-arrays."""
+"""The explorers without a browser: state, traits, static twins, the exported page, live arrays."""
 
 import base64
 import html.parser

@@ -1,5 +1,4 @@
-"""Checks of `formulas` that do not come from a paper: identities, limits, and small worlds that are played
-through."""
+"""Checks of `formulas` that no paper has: identities, limits, and small worlds that are played through."""
 
 import math
 from collections import Counter
@@ -112,8 +111,7 @@ def test_bytes_from_result_and_from_message_differ_for_reduce_scatter_only(group
 
 
 def played_all_to_all(size, wrap):
-    """Busiest link, in chunks, when each device of a row sends every other one chunk along the shortest
-    way."""
+    """Busiest link, in chunks, when each device of a row sends every other one chunk the shortest way."""
     load = Counter()
     for here in range(size):
         for there in range(size):

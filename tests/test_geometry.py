@@ -1,5 +1,4 @@
-"""The geometry of explorers: Python, the browser's module and JAX agree on who holds what; rounds end as
-collectives do."""
+"""Python, the browser's module and JAX agree on who holds what; rounds end as collectives do."""
 
 import json
 import math
@@ -214,8 +213,7 @@ def test_words_and_layouts_are_read_alike(javascript):
 
 
 def test_meshes_are_read_refused_and_spelt_alike(javascript):
-    """1,000 random texts: the same sizes and spelling, or the same words under the same caret; and so the
-    same key."""
+    """1,000 random texts: the same sizes, spelling and key, or the same words under the same caret."""
     rng, values = random.Random(8), ("2", "04", "-1", "0", "2.5", "", "9000")
     bits = [*(a + s + n for a in (*AXES, "mp", "xp", "") for s in "=:" for n in values), *"1248", "!"]
     texts = "|  |!|! tp=2 dp=2|1,64,4,1|1,2,4|1,2|fsdp=-1 dp=-1|dp=131072|dp=131072 tp=2".split("|")
@@ -348,8 +346,7 @@ def test_arrows_keep_clear_of_the_words_in_cells(n):
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=16", "fsdp=64", "fsdp=128", "dp=4 fsdp=8 tp=4"])
 def test_arrows_of_a_ring_share_no_line_and_their_heads_have_room(mesh):
-    """A head is 7 pixels long. Rings that wrap rows once ran there and back on one line, heads inside the
-    cells."""
+    """A head is 7 pixels long: there and back on one line, heads would lie inside the cells."""
     sizes = parse_mesh(mesh).sizes
     place, team = geometry.places(sizes, tuple(AXES), 8), geometry.groups(sizes, tuple(AXES), ("fsdp",))[0]
     lanes = [geometry.lane(place, a, b) for a, b in zip(team, [*team[1:], team[0]], strict=True)]

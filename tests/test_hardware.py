@@ -25,8 +25,7 @@ def test_every_figure_of_a_row_has_a_source_and_a_date(row):
 
 @pytest.mark.parametrize("row", CHIPS, ids=lambda row: row.name)
 def test_the_figures_of_a_row_are_of_one_world(row):
-    """Units that were mixed up (GB and GiB, bits and bytes, per link and per chip) would break one of
-    these."""
+    """Units that were mixed up (GB and GiB, bits and bytes, link and chip) would break one of these."""
     assert row.link in hardware.LINKS
     assert 0 < row.link_efficiency <= 1
     usable = row.usable_hbm_gib * GIB * row.devices_per_chip
@@ -142,8 +141,7 @@ def test_a_device_is_its_share_of_the_chip():
 
 
 def test_a_gpus_usable_memory_is_the_share_that_jax_takes(monkeypatch, tmp_path):
-    """Three quarters unless JAX is told another share; with the platform's allocator there is no share. TPUs
-    have none."""
+    """Three quarters unless JAX is told another share. The platform's allocator and TPUs have no share."""
     for name in hardware.MEMORY_SHARES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_ALLOCATOR", raising=False)
@@ -241,8 +239,7 @@ def test_only_the_cpu_is_simulated_and_its_placeholders_say_so():
 
 
 def test_the_jax_package_agrees_with_the_tpu_rows():
-    """Independent of the pages the rows come from: jax's own table, rounded there to three digits, per
-    core."""
+    """Independent of the rows' own pages: JAX's table, rounded there to three digits, per core."""
     tpu_info = pytest.importorskip("jax._src.pallas.mosaic.tpu_info")
     if not hasattr(tpu_info, "get_tpu_info_for_chip"):
         pytest.skip("this jax keeps its table elsewhere")

@@ -1,5 +1,4 @@
-"""The census of a program, checked against closed forms on 8 simulated devices and against hand-written HLO
-text."""
+"""The census of a program, against closed forms on 8 simulated devices and hand-written HLO text."""
 
 import re
 from dataclasses import replace
@@ -36,8 +35,7 @@ AXES = tuple(CUBE)
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_compilation():
-    """The persistent cache would answer with texts compiled earlier, which name the source lines of that
-    day."""
+    """The persistent cache would answer with older texts, which name the source lines of their day."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield
@@ -200,8 +198,7 @@ def test_of_a_cond_the_branch_that_sends_most_counts():
 
 
 def test_fsdp_gathers_twice_and_scatters_once_per_layer():
-    """Case xla.fsdp.sm: 4 layers of bfloat16 [2048, 2048] over 8 devices, gathered inside a checkpointed
-    scan."""
+    """Case xla.fsdp.sm: 4 layers of bfloat16 [2048, 2048] over 8 devices, gathered in a checkpointed scan."""
     mesh = make_mesh(fsdp=8)
 
     def loss(ws, x):
@@ -247,8 +244,7 @@ def test_dtypes_are_named_and_sized_alike_in_jaxpr_and_text(dtype, name, size):
 
 
 def test_ring_attention_and_its_gradient_permute_four_times_per_hop():
-    """Case xla.ring.bwd: 8 hops, local q, k, v of float32 [2, 16, 4, 16], scan without peeling the last
-    hop."""
+    """Case xla.ring.bwd: 8 hops, local q, k, v of float32 [2, 16, 4, 16], the last hop not peeled."""
     mesh = make_mesh(sp=8)
     ring = [(i, (i + 1) % 8) for i in range(8)]
 
@@ -529,8 +525,7 @@ def test_memory_is_what_was_passed_and_aliased():
 
 
 def test_collectives_that_no_data_orders_are_listed_with_their_arrows():
-    """Two sums of different values may be entered in either order; one of the other's result, or a branch of
-    it, may not."""
+    """Two sums of different values may be entered in either order; one of the other's result may not."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 
     def f(x, y):

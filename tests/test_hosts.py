@@ -1,5 +1,4 @@
-"""Hosts on one machine: what leaves each is what was predicted, a team runs what it is given, and nothing is
-left behind."""
+"""Hosts on one machine: what leaves each is predicted, a team runs what it is given, nothing is left."""
 
 import os
 import subprocess

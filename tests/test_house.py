@@ -1,5 +1,4 @@
-"""The house rules: imports go down, models know no mesh axis, the core stays short, names are explained,
-lists agree."""
+"""The house rules: imports go down, models know no mesh axis, the core stays short, lists agree."""
 
 import ast
 import functools
@@ -78,8 +77,7 @@ HOME = re.compile(r"(?<![\w.])(?:/ho" + r"me/\w|/Us" + r"ers/\w|[A-Z]:\\Us" + r"
 
 @functools.cache
 def trees():
-    """Parse every file of the package, once: ``"par"``, ``"draw.scene"``, ``"draw"`` for a wing's front
-    door."""
+    """Parse every file of the package, once: ``"par"``, ``"draw.scene"``, ``"draw"`` for a front door."""
     paths = sorted(PACKAGE.rglob("*.py"))
     return {name_of(path): ast.parse(path.read_text(), str(path)) for path in paths}
 
@@ -126,8 +124,7 @@ def project():
 
 
 def repository_files():
-    """List the text files of the repository, tracked or not yet, with what they say; embedded pictures are
-    left out."""
+    """List the repository's text files, tracked or not yet, with what they say; no embedded pictures."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in filter(None, names):
@@ -260,8 +257,7 @@ def test_a_mesh_axis_in_a_model_is_seen():
 
 
 def lines_of(sources):
-    """Count the lines of every room, of the paper and of the package; ``sources`` maps a file's name to its
-    text."""
+    """Count the lines of every room, of the paper and of the package, from {a file's name: its text}."""
     counts = dict.fromkeys(BUDGETS, 0)
     for name, text in sources.items():
         room = name.split(".")[0] if name.split(".")[0] in BUDGETS else "core"

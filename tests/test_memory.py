@@ -54,8 +54,7 @@ def test_bytes_are_exact():
 
 
 def verdicts(target, capacity):
-    """Cases that are called feasible and are not, and those that are called too large and fit with 10 % to
-    spare."""
+    """Cases that are called feasible and are not, or too large and fit with 10 % to spare."""
     rows, wrong = RECORD[target]["plans"], []
     for case in compare_memory.cases(target):
         if (row := rows.get(case.name)) is None:

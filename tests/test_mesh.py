@@ -40,8 +40,7 @@ def in_a_fresh_process(code: str, **variables: str) -> subprocess.CompletedProce
 
 
 def test_devices_are_simulated_only_before_jax_starts():
-    """Asked in time: there they are, and asking again is free. Asked for more too late: one sentence that
-    says what to do."""
+    """Asked in time there they are, and asking again is free; too late, a sentence says what to do."""
     done = in_a_fresh_process(
         "from llmpar.mesh import use_devices\n"
         "assert len(use_devices(3)) == 3 == len(use_devices(3)) == len(use_devices(2))\n"
@@ -183,8 +182,7 @@ def test_a_layout_as_jax_writes_it():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_shard_bytes_are_what_jax_gives_every_device(seed):
-    """30 random meshes and layouts a seed, 240 in all: every device's block of the value, by its own
-    indices."""
+    """240 random meshes and layouts: every device's block of the value, by its own indices."""
     rng = random.Random(seed)
     for _ in range(30):
         shape = rng.choice(ALL)

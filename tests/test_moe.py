@@ -1,5 +1,4 @@
-"""Experts: who goes where, what it costs, and that many devices give what a dense evaluation of all experts
-gives."""
+"""Experts: who goes where, what it costs, and that many devices give what all experts give densely."""
 
 import dataclasses
 import functools
@@ -172,8 +171,7 @@ def test_slots_and_blocks_hold_the_worst_case_and_little_more():
 
 
 def test_a_capacity_leaves_fewer_slots():
-    """8 ranks of 8 experts, k = 2, 1.25 times an even share: 40 of 1024 tokens for an expert, 320 for a
-    rank."""
+    """8 ranks of 8 experts, k = 2, 1.25 times an even share: of 1024 tokens 40 an expert, 320 a rank."""
     assert ExpertConfig(64, 2, capacity_factor=1.25).slots(1024, 1, 8) == 320
     assert ExpertConfig(64, 2).slots(1024, 1, 8) == 1024
 
@@ -240,8 +238,7 @@ def temporary_bytes(tokens, num_layers=1):
 
 
 def test_memory_is_linear_in_the_tokens():
-    """Within a quarter of in proportion, from 1024 to 2048 tokens: nothing is tokens × tokens or tokens ×
-    experts × width."""
+    """Nearly in proportion, from 1024 to 2048: nothing is tokens × tokens or tokens × experts × width."""
     few, many = temporary_bytes(1024), temporary_bytes(2048)
     assert many < 2.5 * few
     assert many < 16 * 2048 * 4 * (32 + 32) * 4  # rows of k copies, a few of each width
@@ -288,8 +285,7 @@ def test_two_all_to_alls_forward_and_two_backward_in_each_layer():
 
 
 def test_only_full_slots_travel_where_xla_can():
-    """The offsets and sizes that it is given, tried out on an emulation: XLA for CPUs lacks the
-    collective."""
+    """The offsets and sizes that it is given, on an emulation: XLA for CPUs lacks the collective."""
     nothing = lambda x: jnp.full_like(x, jnp.nan)  # what is not sent is not read
     emulated = mock.patch.object(jax.lax, "ragged_all_to_all", emulated_ragged_all_to_all)
     with ragged_on_cpus(), emulated, mock.patch("llmpar.block.room", nothing):
@@ -512,8 +508,7 @@ def test_a_pipeline_tells_what_each_routers_experts_got_and_their_biases_follow(
 
 
 def test_the_bias_follows_the_load_and_balances_it():
-    """Tokens prefer the first experts; the rule alone, at a learning rate of 0, makes their loads more
-    equal."""
+    """Tokens prefer the first experts; the rule alone, without learning, makes their loads more equal."""
     how = ExpertConfig(8, 2, score="sigmoid", bias_rate=0.001)
     config = dataclasses.replace(MOE, num_layers=1, experts=how)
     step = Step(config, Plan("ep=2"), make_mesh("ep=2"), optax.adamw(0.0, weight_decay=0.0))

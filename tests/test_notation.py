@@ -1,5 +1,4 @@
-"""Layouts, arrows and mesh strings: what they mean, how they print, and where the caret stands when they mean
-nothing."""
+"""Layouts, arrows and mesh strings: what they mean, how they print, where the caret stands if nothing."""
 
 import itertools
 import math
@@ -28,8 +27,7 @@ from llmpar.notation import (
 
 
 def refusal(parse, text, *more):
-    """The message of a refusal, and the part of the text that its caret marks (None where there is no
-    caret)."""
+    """The message of a refusal, and the part of the text that its caret marks (None without a caret)."""
     with pytest.raises(ValueError) as caught:
         parse(text, *more)
     why, *picture = str(caught.value).split("\n")

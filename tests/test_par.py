@@ -1,5 +1,4 @@
-"""The readings in small: what each collective does to a value, what its transpose does, and what a
-census says of it."""
+"""The readings in small: what a collective and its transpose do to a value, and what a census says."""
 
 import math
 
@@ -31,8 +30,7 @@ def value(*shape):
 
 
 def spread(x, layout):
-    """Inside shard_map: ``x`` as one term of a sum that is unfinished over ``layout.sums``, all terms
-    unlike."""
+    """Inside shard_map: ``x`` as one term, unlike the others, of a sum unfinished over ``layout.sums``."""
     for axis in layout.sums:
         x = vary(x, (axis,)) * jnp.array([3.0, -2.0])[lax.axis_index(axis)]
     return x

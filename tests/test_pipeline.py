@@ -1,5 +1,4 @@
-"""Every timetable runs: loss and gradients of one device, what is sent, what is held; and the tables that are
-refused."""
+"""Every timetable runs: what is computed, what is held, where layers lie, and the tables that are refused."""
 
 import dataclasses
 import functools
@@ -110,8 +109,7 @@ def flops(jaxpr):
 
 
 def test_w_is_the_weights_products_and_nothing_runs_twice():
-    """B recomputes F, and B and W together are the joint backward; with ``save`` nothing is recomputed at
-    all."""
+    """B recomputes F, and B and W together are the joint backward; residuals recompute nothing."""
     whole, zero_bubble = program_flops("1f1b"), program_flops("zb-h1")
     saved, both = program_flops("1f1b", "residuals"), program_flops("zb-h1", "residuals")
     joint = whole["B"]
@@ -123,8 +121,7 @@ def test_w_is_the_weights_products_and_nothing_runs_twice():
 
 
 def test_a_cut_function_gives_the_same_bits_and_no_product_twice():
-    """Any function: here the gradients of two layers and a scan, cut between those of its input and its
-    weights."""
+    """Any function: gradients of two layers and a scan, cut between those of inputs and of weights."""
 
     def f(weights, x, dy):
         def g(w, x):
@@ -177,8 +174,7 @@ def test_saved_inputs_are_as_many_as_stages_for_1f1b_and_as_microbatches_for_gpi
 
 
 def test_compiled_memory_of_1f1b_is_flat_in_m_and_gpipes_grows_by_an_input_per_microbatch():
-    """Temporary bytes at two rows per microbatch. 1 %: bookkeeping of ticks and tokens, and the compiler's
-    alignment."""
+    """Temporary bytes at two rows per microbatch. 1 %: bookkeeping of ticks and tokens, and alignment."""
 
     def temp(name, m):
         compiled = trace(LLAMA, piped("pp=2", f"{name} {m}"), rows=2 * m).lower().compile()
@@ -226,8 +222,7 @@ def test_layers_are_dealt_to_chunks_along_the_way_through_the_stages():
     ids=["adamw", "adafactor"],
 )
 def test_a_state_dealt_to_stages_comes_back_in_order(optimizer):
-    """What counts layers is found by shape, whatever the optimizer keeps; and a seed gives the same weights
-    on any mesh."""
+    """What counts layers is found by shape in any optimizer; a seed gives the same weights on any mesh."""
     plan, order = piped("pp=2", "interleaved 4"), [0, 2, 1, 3]
     step, one = (Step(DEEP, p, make_mesh(p.mesh), optimizer) for p in (plan, Plan()))
     fresh = jax.tree.map(np.asarray, one.init(0))
@@ -249,8 +244,7 @@ def test_a_state_dealt_to_stages_comes_back_in_order(optimizer):
 
 
 def test_an_empty_place_at_the_end_is_left_out_and_a_state_in_order_is_not_copied():
-    """Five layers on two stages: the last place of the last stage is empty, and the others are in the model's
-    order."""
+    """Five layers on two stages: the last place is empty, and the others are in the model's order."""
     config = dataclasses.replace(LLAMA, num_layers=5)
     step, one = (
         Step(config, plan, make_mesh(plan.mesh), optax.sgd(1.0)) for plan in (piped("pp=2", "1f1b 4"), Plan())

@@ -1,5 +1,4 @@
-"""The plan: where each dim is cut in each region, what ZeRO cuts, and what is refused before anything is
-compiled."""
+"""The plan: where each dim is cut in each region, what ZeRO cuts, and what is refused at once."""
 
 import dataclasses
 import json
@@ -45,8 +44,7 @@ def test_the_regions_are_the_table_of_the_module():
 
 
 def test_what_attention_does_with_a_cut_sequence_is_two_rows_of_the_table():
-    """Ulysses exchanges positions for heads before and after; gathering keys leaves the queries where they
-    are."""
+    """Ulysses exchanges positions for heads before and after; gathering keys leaves the queries alone."""
     two, back = "attention b s k r h -> queries b s k r h", "queries b s k r h -> attention b s k r h"
     keys = "attention b s k h -> keys b s k h"
     moves = {
@@ -317,8 +315,7 @@ def test_a_ring_in_a_pipeline_takes_hops_that_only_its_own_stage_waits_for():
 
 
 def test_gathers_that_nothing_orders_are_made_once_on_simulated_devices():
-    """Seen to hang, or to abort, in half of the runs: two groups of gathers in layers that are written
-    out."""
+    """Seen to hang, or to abort, in half of the runs: two groups of gathers in unrolled layers."""
     for fields in (dict(schedule="zb-h1"), dict(stage_saves="residuals")):
         plan = Plan("pp=2 fsdp=2 ep=2", microbatches=2, **fields)
         cpu, gpu = plan.resolve(platform="cpu"), plan.resolve(platform="gpu")

@@ -135,8 +135,7 @@ OFTEN += "sequence_order dispatch grouped".split()
 
 
 def draw_all(rng) -> dict:
-    """One choice for everything, as plain data by field. ``wild`` is how far it strays from the first
-    values."""
+    """One choice for everything, as plain data by field; ``wild``: how far from the first values."""
     pick, wild = lambda xs: xs[rng.integers(len(xs))], rng.choice([0.3, 0.6, 1.0])
     tables = *FIELDS.values(), BATCH
     asked = {
@@ -302,8 +301,7 @@ def tell(asked: dict) -> str:
 
 
 def batch_of(asked: dict, rng) -> dict:
-    """Random tokens; documents end where they like, positions go on or begin again; targets are left out, in
-    a row all."""
+    """Random tokens; documents end anywhere, positions go on or begin again; some targets are left out."""
     shape = b, s = asked["batch"], asked["seq"]
     tokens = rng.integers(0, asked["vocab_size"], (b, s + 1)).astype(np.int32)
     targets = np.where(rng.random(shape) < 0.2, -1, tokens[:, 1:]).astype(np.int32)
@@ -430,8 +428,7 @@ def run(config, plan, asked, data, weights, num_steps=2):
 
 
 def furthest(got: dict, want: dict) -> tuple[float, str]:
-    """The worst leaf: its largest difference, over its largest element, but no less than 1 % of the largest
-    of all leaves."""
+    """The worst leaf: its largest difference over its largest element, or over 1 % of all leaves' largest."""
     floor = max(0.01 * max(np.abs(w).max() for w in want.values()), 1e-30)
     off = {k: np.abs(got[k] - w).max() / max(np.abs(w).max(), floor) for k, w in want.items()}
     worst = max(off, key=lambda k: math.inf if np.isnan(off[k]) else off[k])
@@ -439,8 +436,7 @@ def furthest(got: dict, want: dict) -> tuple[float, str]:
 
 
 def compare(seed: int, asked: dict, alone: bool = False) -> dict:
-    """Run a choice (or its model ``alone``, on one device) and the oracle, and say how far apart they are, by
-    name."""
+    """Run a choice (or its model ``alone``) and the oracle; say how far apart they are, by name."""
     config, plan = build(asked)
     plan = Plan(dtype=plan.dtype) if alone else plan
     rng, rule = np.random.default_rng([seed, 1]), RULES[asked["rule"]]
@@ -577,8 +573,7 @@ COMPLAINT = re.compile(r"\d+")
 
 
 def test_what_is_refused_says_what_was_asked_and_each_way_out_of_it_works(request):
-    """Every refusal on the way to the plans that are drawn. None is an exception of another kind: `draw`
-    would let it pass."""
+    """Every refusal on the way to the plans that are drawn; `draw` lets other exceptions pass."""
     about = lambda sentence: COMPLAINT.sub("#", sentence.split(";")[0])
     kinds = set()
     for seed in range(request.config.getoption("--plans") or 150):

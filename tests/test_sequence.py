@@ -1,5 +1,4 @@
-"""Long sequences under a plan: ring, Ulysses and gathered keys give one device's gradients and send what is
-predicted."""
+"""Long sequences under a plan: what is gathered, what is held, and that documents do not leak."""
 
 import dataclasses
 import os
@@ -26,8 +25,7 @@ from llmpar.weights import model_graph
 
 
 def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monkeypatch):
-    """The planted fault: zigzag places, read as contiguous ones by a plan that skips what it takes for
-    masked."""
+    """The planted fault: zigzag places, read as contiguous ones by a plan that skips masked tiles."""
     places = sequence_order.sequence_permutation("zigzag", SEQ, 2)
     monkeypatch.setattr(sequence_order, "row_orders", lambda _, rows, n: np.broadcast_to(places, rows.shape))
     with pytest.raises(AssertionError):
@@ -35,8 +33,7 @@ def test_a_batch_dealt_in_another_order_than_the_plan_says_is_another_batch(monk
 
 
 def gathered(plan):
-    """The all-gathers of a traced step that run over sp, but for positions and documents: (times, bytes
-    sent)."""
+    """All-gathers of a traced step over sp, but of positions and documents: (times, bytes sent)."""
     step = Step(LLAMA, plan, make_mesh(plan.mesh), optax.adamw(1e-3))
     jaxpr = step.run.trace(step.abstract_state, step.abstract_batch(BATCH, SEQ)).jaxpr
     census = census_jaxpr(jaxpr, plan.mesh.sizes)
@@ -46,8 +43,7 @@ def gathered(plan):
 
 
 class Forgets(Resolved):
-    """The planted fault: a feed-forward that says nothing about the cut of its positions, as in some
-    published models."""
+    """The planted fault: a feed-forward that does not say that its positions are cut."""
 
     @property
     def regions(self):
@@ -66,8 +62,7 @@ def test_no_activation_is_gathered_over_the_sequence():
 
 @pytest.mark.parametrize("remat", ["none", "block"])
 def test_chunks_of_a_feed_forward_take_less_memory(remat):
-    """Three arrays of b·s·m and their gradients exist for a chunk at a time; without recomputing blocks, for
-    no layer."""
+    """Three arrays of b·s·m and their gradients, a chunk at a time; without recomputing, in all layers."""
     wide = dataclasses.replace(LLAMA, ffn_width=16 * LLAMA.width)
     plans = [Plan("dp=1", ffn_chunks=chunks, remat=remat) for chunks in (1, 4)]
     programs = [

@@ -1,5 +1,4 @@
-"""What a teacher is given: plans that add up, sheets of one page, an index whose links lead somewhere, and a
-quiz that scores itself."""
+"""What a teacher is given: plans that add up, sheets of one page, live links, a quiz that scores itself."""
 
 import io
 import json

@@ -271,8 +271,7 @@ def test_text_and_order_are_the_same_thing():
 
 
 def walk(table, buffers):
-    """An executor in miniature: values are names, so that any slot read wrongly or overwritten early is
-    seen."""
+    """An executor in miniature: values are names, so that a slot misread or overwritten early is seen."""
     schedule, p = table.schedule, table.schedule.num_stages
     saved, residual, messages = ([{} for _ in range(p)] for _ in range(3))
     ran = 0

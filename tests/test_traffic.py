@@ -52,8 +52,7 @@ def test_chunks_of_the_loss_make_the_logits_twice():
 
 
 def test_block_rematerialisation_is_another_forward_pass_of_the_blocks():
-    """A third of the blocks' useful FLOPs, less the last product of each block: its result is only the next
-    one's input."""
+    """A third of the blocks' useful FLOPs, less each block's last product: it is the next one's input."""
     weights, attention, logits = pieces(LLAMA)
     again = executed(LLAMA, remat="block") - executed(LLAMA)
     blocks = (weights - 3 * logits) / 3

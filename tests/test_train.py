@@ -159,8 +159,7 @@ def whole(tmp_path_factory):
 
 
 def test_a_killed_run_resumes_to_the_bit(tmp_path, whole):
-    """Killed while step 5 was being reported, after the checkpoint of step 4: the same losses and the same
-    final state."""
+    """Killed in the report of step 5, after the checkpoint of step 4: the same losses and final state."""
     _, state, report = whole
     log = tmp_path / "log.jsonl"
     with pytest.raises(Killed):
@@ -212,8 +211,7 @@ def test_a_run_resumes_on_another_mesh(tmp_path, whole, plan):
 
 
 def test_a_pipelines_run_goes_on_without_one_and_back(tmp_path):
-    """Five layers, dealt to stages in chunks, one place empty: in checkpoints they lie in the model's order.
-    1e-4 as above."""
+    """Five layers in chunks, one place empty: in checkpoints they lie in the model's order. 1e-4 as above."""
     deep = dataclasses.replace(SMALL, num_layers=5)
     piped = Plan("pp=2", schedule="interleaved", microbatches=2)
     state, straight = run(Plan("fsdp=2"), 6, deep)
@@ -589,8 +587,7 @@ def test_muon_is_on_eight_devices_what_it_is_on_one():
 
 
 def rates(steps, warmup, count):
-    """A schedule's rates of the first steps, at most 0.5: the updates of plain gradient descent on constant
-    gradients."""
+    """A schedule's first rates, at most 0.5: the updates of plain descent on constant gradients."""
     optimizer = make_optimizer(OptimizerConfig("sgd", learning_rate=0.5, warmup=warmup), steps, SMALL)
     state, found, trace = optimizer.init(np.float32(0)), [], 0.0
     for _ in range(count):
