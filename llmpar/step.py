@@ -42,6 +42,7 @@ from llmpar.readings import Auto, Explicit
 from llmpar.weights import Tree, described, init_params, model_graph, weight_dims
 
 WHOLE = Layout(())
+TALLY = Dim("l"), Dim("e")  # of tokens per expert; summed over all tokens
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 EARLY = ["xla_gpu_enable_latency_hiding_scheduler"]
 if jax.__version_info__ < (0, 11):  # the compiler of JAX 0.12 aborts with it
@@ -87,6 +88,8 @@ class Step:
 
     Attributes:
         layer_order: the layer at each place of the stack that the state holds (`schedules.layer_order`).
+        abstract_state, abstract_natural: shapes and shardings of the state as stages hold it, and with its
+            layers in the model's order.
     """
 
     def __init__(
@@ -107,11 +110,23 @@ class Step:
         self.life = jax.tree.map(plan.life, self.dims)
         self.stored = jax.tree.map(lambda life: life.stored, self.life)
         self.graded = jax.tree.map(lambda life: life.graded, self.life)
-        self._tally = Layout((Dim("l"), Dim("e")), plan.varying("stream"))  # summed over all tokens
         self.layer_order = schedules.layer_order(plan.pipeline, config.num_layers)
         # Where layers lie in the model's order, nothing is ever moved.
         self._keeps_order = self.layer_order.tolist() == list(range(config.num_layers))
-        self.abstract_state, self.abstract_natural = self._abstract_states()
+        # Where pp does not divide the layers, stages have more places for them.
+        places, num_layers = len(self.layer_order), config.num_layers
+        held, natural = self._shapes(places), self._shapes(num_layers)
+        if places > num_layers and counts_empty_places(optimizer, natural.params, self.layer_order):
+            raise ValueError(
+                f"{num_layers} layers leave {places - num_layers} of the pipeline's places empty, zeros that"
+                " this optimizer would count: it looks at a whole stack at once, as Adafactor does; use"
+                f" {places} layers, or AdamW"
+            )
+        layouts = self._layouts(held)
+        in_order = jax.tree.map(self._layout_in_order, natural, layouts) if places > num_layers else layouts
+        place = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(self.mesh, layout))
+        self.abstract_state = jax.tree.map(place, held, layouts)
+        self.abstract_natural = jax.tree.map(place, natural, in_order)
         self.shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         self.batch_sharding = sharding(self.mesh, plan.tokens)
         self.run = jax.jit(
@@ -123,26 +138,6 @@ class Step:
         )
 
     # -------------------------------------------------------------------------------------------- the state
-
-    def _abstract_states(self) -> tuple[State, State]:
-        """Shapes and shardings of the state as a pipeline's stages hold it, and with its layers in the
-        model's order. The first has more places than layers where pp does not divide them."""
-        num_layers, places = self.config.num_layers, len(self.layer_order)
-        held = self._shapes(places)
-        layouts = self._layouts(held)
-        place = lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(self.mesh, layout))
-        abstract = jax.tree.map(place, held, layouts)
-        if places == num_layers:
-            return abstract, abstract
-        natural = self._shapes(num_layers)
-        natural = jax.tree.map(place, natural, jax.tree.map(self._layout_in_order, natural, layouts))
-        if counts_empty_places(self.optimizer, natural.params, self.layer_order):
-            raise ValueError(
-                f"{num_layers} layers leave {places - num_layers} of the pipeline's places empty, zeros that"
-                " this optimizer would count: it looks at a whole stack at once, as Adafactor does; use"
-                f" {places} layers, or AdamW"
-            )
-        return abstract, natural
 
     def _shapes(self, num_layers: int) -> State:
         """The state's leaves by shape and dtype, with so many layers."""
@@ -304,7 +299,7 @@ class Step:
         (loss, tally), grads = self._accumulate(par, params, batch)
         tokens = jnp.maximum((batch["targets"] >= 0).sum(), 1).astype(jnp.float32)
         grads = jax.tree.map(lambda g: g / tokens, self._reduce(par, grads))
-        summed = Arrow(self._tally, Layout(self._tally.dims))
+        summed = Arrow(Layout(TALLY, self.plan.varying("stream")), Layout(TALLY))
         tally = jax.tree.map(lambda x: par.carry_out(x, summed, "loss, tokens and norm"), tally)
         return grads, {"loss": loss / tokens, "tokens": tokens} | self._router_metrics(tally)
 
@@ -358,9 +353,10 @@ class Step:
         """Loss and gradients of no microbatches: zeros, typed as varying like what will be added."""
         plan, weights, experts = self.plan, self.abstract_state.params, self.config.experts
         tally = jnp.zeros((self.config.num_layers, experts.num_experts + 2)) if experts else None
+        differ = plan.varying("stream")
         if isinstance(par, Auto):
             place = lambda x, layout: par.carry_out(x, Arrow(WHOLE, layout))
-            tally = jax.tree.map(lambda x: place(x, self._tally), tally)
+            tally = jax.tree.map(lambda x: place(x, Layout(TALLY, differ)), tally)
             zeros = lambda w, life: place(jnp.zeros(w.shape), life.accumulated)
             return (jnp.float32(0), tally), jax.tree.map(zeros, weights, self.life)
 
@@ -368,7 +364,7 @@ class Step:
             layout = life.accumulated
             return vary(jnp.zeros(layout.shard_shape(w.shape, plan.mesh.sizes)), layout.axes + layout.sums)
 
-        tally = jax.tree.map(lambda x: vary(x, plan.varying("stream")), tally)
+        tally = jax.tree.map(lambda x: vary(x, differ), tally)
         loss = vary(jnp.float32(0), plan.varying("data"))
         return (loss, tally), jax.tree.map(shard_of_zeros, weights, self.life)
 

@@ -284,6 +284,7 @@ def _colour(spans: list[tuple[int, int]]) -> list[int]:
     return slot
 
 
+@functools.lru_cache(maxsize=64)
 def slots(table: Timetable) -> Slots:
     """Allocate the buffers of an executor from what is alive in the lockstep table."""
     p, split = table.schedule.num_stages, table.schedule.split_backward

@@ -12,7 +12,6 @@ from collections import Counter
 from llmpar.config import ModelConfig
 from llmpar.plan import Resolved
 from llmpar.predict.traffic import FLOAT32, ITEMSIZE
-from llmpar.schedules import Schedule
 from llmpar.timetable import slots, timetable
 
 
@@ -105,7 +104,13 @@ def temp_bytes(plan: Resolved, batch_size: int, seq_len: int, remat: str = "") -
         whole = narrow("used") if plan.gathers == "step" else 0
         way = "used" if plan.gathers == "step" else "stored"
         lent = (order.parameter_copies - 1) * (held[f"blocks {way}"] + held["blocks accumulated"])
-        return turned + whole + lent + _stage(order, held, stream, saved, one * crossing, busy)
+        alive = slots(timetable(order))  # what F and B left of microbatches on their way lies in slots
+        num_saved, num_left, num_messages = (
+            int(max(n)) for n in (alive.num_saved, alive.num_residual, alive.num_messages)
+        )
+        left = num_left * one * crossing
+        state = held["accumulated"] + num_saved * saved + (num_messages + 1) * stream + left
+        return turned + whole + lent + state + max(left, busy)  # a branch that updates many slots copies them
     blocks = layers * once + after_loss + held["blocks unreduced"] + work
     cutting = held["unreduced"] + held["largest unreduced"] if plan.zero in (1, 2) else held["unreduced"]
     sums = held["blocks accumulated"] + held["used"] - held["blocks used"]  # of a loop, scattered after it
@@ -154,26 +159,6 @@ def _block(
     products = 2 * hidden * (plan.ffn_chunks == 1)
     saves = {"none": kept, "selective": results + products, "ffn": results, "block": stream}
     return saves, crossing, work, stream
-
-
-def _stage(order, held: Counter[str], stream: int, saved: int, crossing: int, busy: int) -> int:
-    """The same for a stage of a pipeline that is ``busy`` with one chunk: of the microbatches that are alive,
-    what F (``saved``) and B (``crossing``) left lies in slots. A branch that updates slots by the hundred
-    copies them."""
-    num_saved, num_messages, num_residual = _alive(order)
-    state = held["accumulated"] + num_saved * saved + (num_messages + 1) * stream
-    left = num_residual * crossing
-    return state + left + max(left, busy)
-
-
-@functools.lru_cache(maxsize=256)
-def _alive(order: Schedule) -> tuple[int, int, int]:
-    """Slots for what F left, for messages, and for what B left for W."""
-    alive = slots(timetable(order))
-    saved, messages, residual = (
-        int(max(n)) for n in (alive.num_saved, alive.num_messages, alive.num_residual)
-    )
-    return saved, messages, residual
 
 
 def flops(config: ModelConfig, batch_size: int, seq_len: int) -> dict[str, float]:

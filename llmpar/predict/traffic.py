@@ -69,6 +69,10 @@ class Traffic(dict):
         super().__init__()
         self.sizes = sizes
 
+    def group_size(self, axes: tuple[str, ...]) -> int:
+        """The number of devices along ``axes``."""
+        return math.prod(self.sizes[a] for a in axes)
+
     def add(
         self, kind: str, axes: tuple[str, ...], of: str, message_bytes: int, count: int = 1, text: str = ""
     ) -> None:
@@ -76,7 +80,7 @@ class Traffic(dict):
         unscattered size), for the arrow ``text`` of the model."""
         axes = tuple(a for a in self.sizes if a in axes and self.sizes[a] > 1)
         if axes and count:
-            row = Prediction(kind, math.prod(self.sizes[a] for a in axes))
+            row = Prediction(kind, self.group_size(axes))
             self.setdefault((",".join(axes), kind), row).messages[of, text, message_bytes] += count
 
     def carry(self, arrow: Arrow, held_bytes: int, of: Sent, forward: int, backward: int = 0) -> int:
@@ -87,7 +91,7 @@ class Traffic(dict):
         (`notation.TRANSPOSES`), on the same messages.
         """
         for move in arrow.moves:
-            parts = math.prod(self.sizes[a] for a in move.axes)
+            parts = self.group_size(move.axes)
             message = held_bytes * parts if move.kind == "all-gather" else held_bytes
             held_bytes = message // parts if move.kind in ("reduce-scatter", "slice") else message
             for kind, what, count in (
@@ -283,7 +287,7 @@ class Values:
 
     def round(self, axes: tuple[str, ...], of: str, held_bytes: int, times: int, text: str) -> None:
         """What ranks of a ring hold goes round it, so many times: n - 1 hops each (`par.hop`)."""
-        n = self.plan.mesh.along(axes)
+        n = self.traffic.group_size(axes)
         kind, pieces = ("all-to-all", n) if self.plan.hop == "exchange" else ("collective-permute", 1)
         self.traffic.add(kind, axes, of, pieces * held_bytes, (n - 1) * times, text)
 
@@ -331,7 +335,7 @@ def _experts(values: Values, config: ModelConfig, experts: ExpertConfig, run: Ru
     tokens, pieces = values.held("data b s", b, s), values.held("data b", b)
     slots = experts.slots(tokens, pieces * (plan.mesh.tp if plan.tp_sequence else 1), ranks)
     layers, choices, small = run.forward + run.again, (b, s, experts.top_k), FLOAT32
-    groups = plan.mesh.along(plan.place("ffn b").axes)
+    groups = values.traffic.group_size(plan.place("ffn b").axes)
     elsewhere = math.comb(experts.num_experts - experts.num_experts // ranks, experts.top_k)
     filled = min(1, (1 - elsewhere / math.comb(experts.num_experts, experts.top_k)) * tokens / slots)
     of = f"slots for tokens on their way to their experts and back, {filled:.0%} of them filled"
