@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-import collections
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +13,7 @@ from rich.table import Table
 from llmpar import draw
 from llmpar.config import ModelConfig
 from llmpar.draw.scene import Scene, compose
-from llmpar.inspect.census import (
-    Collective,
-    arrow_rows,
-    census_hlo,
-    census_table,
-    compiled_memory,
-    executed_flops,
-    read_program,
-)
+from llmpar.inspect.census import arrow_rows, census_hlo, compiled_memory, executed_flops, read_program
 from llmpar.inspect.links import links, links_table
 from llmpar.inspect.spread import spread_table
 from llmpar.inspect.tables import table
@@ -79,15 +71,30 @@ def compare(
     by_stage = [traffic.step_traffic(plan, batch_size, seq_len, stage) for stage in range(plan.mesh.pp)]
     stage = max(range(plan.mesh.pp), key=lambda i: by_stage[i].total_bytes)
     predicted = by_stage[stage]
-    census = census_hlo(partitioned, mesh, branches[stage])
-    found, nothing, rows = census_table(census), {"count": 0, "bytes_sent": 0}, list[dict[str, Any]]()
+    census, found = census_hlo(partitioned, mesh, branches[stage]), defaultdict(list)
+    for c in census:
+        found[",".join(c.axes), c.kind].append(c)
+    rows, arrows = list[dict[str, Any]](), arrow_rows(census)
     for key in sorted(predicted.keys() | found.keys()):
-        row, guess = found.get(key, nothing), predicted.get(key, Prediction())
-        counts = {"count": row["count"], "predicted_count": guess.count}
-        sizes = {"predicted_bytes": guess.bytes_sent, "compiled_bytes": row["bytes_sent"]}
-        source = ", ".join(_by_size(census, key, "source"))
-        arrow = "; ".join(filter(None, _by_size(census, key, "arrow")))
-        rows.append({"axis": key[0], "kind": key[1]} | counts | sizes | {"source": source, "arrow": arrow})
+        guess, by_source, by_arrow = predicted.get(key, Prediction()), Counter[str](), Counter[str]()
+        for c in found[key]:
+            by_source[c.source] += c.bytes_sent
+            by_arrow[c.arrow] += c.bytes_sent
+        rows.append(
+            {
+                "axis": key[0],
+                "kind": key[1],
+                "count": sum(c.count for c in found[key]),
+                "predicted_count": guess.count,
+                "predicted_bytes": guess.bytes_sent,
+                "compiled_bytes": by_source.total(),
+                "source": ", ".join(name for name, _ in by_source.most_common()),
+                "arrow": "; ".join(name for name, _ in by_arrow.most_common() if name),
+            }
+        )
+        for row in arrows:  # all directions of an arrow together
+            if (row["axis"], row["kind"]) == key:
+                row["as_predicted"] = by_arrow[row["arrow"]] == guess.arrows.get(row["arrow"], (0, 0))[1]
     rows.sort(key=lambda row: -max(row["predicted_bytes"], row["compiled_bytes"]))
     return {
         "model": config.name,
@@ -105,28 +112,8 @@ def compare(
         "batch_size": batch_size,
         "seq_len": seq_len,
         "collectives": rows,
-        "arrows": _arrows(census, predicted),
+        "arrows": arrows,
     }
-
-
-def _arrows(census: list[Collective], predicted: traffic.Traffic) -> list[dict]:
-    """List `arrow_rows`; ``as_predicted`` tells whether an arrow sends what is predicted, all directions
-    together."""
-    rows, found = arrow_rows(census), collections.Counter[tuple]()
-    key = lambda row: (row["axis"], row["kind"], row["arrow"])
-    for row in rows:
-        found[key(row)] += row["bytes_sent"]
-    lines = {(*k, text): line[1] for k, row in predicted.items() for text, line in row.arrows.items()}
-    return [row | {"as_predicted": found[key(row)] == lines.get(key(row), 0)} for row in rows]
-
-
-def _by_size(census: list[Collective], key: tuple[str, str], name: str) -> list[str]:
-    """List what the collectives of one axis and kind say in field ``name``, the one of most bytes first."""
-    sizes = collections.Counter[str]()
-    for c in census:
-        if (",".join(c.axes), c.kind) == key:
-            sizes[getattr(c, name)] += c.bytes_sent
-    return [value for value, _ in sizes.most_common()]
 
 
 def _title(document: dict) -> str:
