@@ -28,7 +28,7 @@ def install() -> bool:
         from jaxlib.mlir import ir
 
         lower = mlir.lower_jaxpr_to_module
-        ir.Operation.walk, ir.Operation.clone  # noqa: B018
+        ir.Operation.clone  # noqa: B018
         if not {"platforms", "num_partitions"} <= set(inspect.signature(lower).parameters):
             raise AttributeError("lower_jaxpr_to_module takes no platforms")
     except (ImportError, AttributeError) as error:

@@ -95,7 +95,7 @@ class ExpertConfig:
     def slots(self, tokens: int, pieces: int, ranks: int) -> int:
         """How many slots a device with ``tokens`` tokens in ``pieces`` pieces keeps for each of ``ranks``: a
         token travels to a rank once, however many of its experts are there."""
-        return min(tokens, self._most(tokens, pieces) * (self.num_experts // ranks))
+        return min(tokens, self.most(tokens, pieces) * (self.num_experts // ranks))
 
     def full_share(self, tokens: int, ranks: int) -> float:
         """The share of its `slots` for a rank that a device with ``tokens`` tokens fills, where every choice
@@ -104,19 +104,7 @@ class ExpertConfig:
         come = tokens * (1 - math.comb(elsewhere, self.top_k) / math.comb(self.num_experts, self.top_k))
         return min(1.0, come / self.slots(tokens, 1, ranks))
 
-    def blocks(
-        self, tokens: int, pieces: int, ranks: int, fewest: int = 4, largest: int = 32
-    ) -> tuple[int, int]:
-        """(blocks, rows of a block) in which one of ``ranks``, each with so many tokens, lays out what its
-        experts get at most. An expert's rows fill whole blocks of ``fewest`` to ``largest`` rows, an eighth
-        of an even share or less, so that about a sixteenth is padding, and less where rows are many."""
-        block, local, most = fewest, self.num_experts // ranks, ranks * self._most(tokens, pieces)
-        while block < largest and 16 * block * self.num_experts <= ranks * tokens * self.top_k:
-            block *= 2
-        rows = min(ranks * tokens * min(self.top_k, local), most * local)
-        return min((rows + local * (block - 1)) // block, local * -(-most // block)), block
-
-    def _most(self, tokens: int, pieces: int) -> int:
+    def most(self, tokens: int, pieces: int) -> int:
         """How many of a device's tokens one expert takes at most."""
         return pieces * self.capacity(tokens // pieces)
 

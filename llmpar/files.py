@@ -57,10 +57,9 @@ def read_text(path: Path, what: str) -> str:
         refuse(path, what, f"it is not UTF-8 text: {byte}; save it as UTF-8")
 
 
-def read_json(path: Path, what: str, kind: type = dict, object_hook: Callable | None = None) -> Any:
+def read_json(path: Path, what: str, kind: type = dict) -> Any:
     """The value of a JSON file: an object, or what ``kind`` says."""
-    parse = functools.partial(json.loads, object_hook=object_hook)
-    return _parsed(path, what, "JSON", kind, lambda: parse(read_text(path, what)))
+    return _parsed(path, what, "JSON", kind, lambda: json.loads(read_text(path, what)))
 
 
 def read_json_lines(path: Path, what: str) -> list[dict]:

@@ -65,7 +65,7 @@ class _Card(dict):
 def read(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
     """Read a ``config.json``; refuse, by its key, what the model cannot do or our fields may not be. What a
     file leaves out has the meaning that `transformers` gives it."""
-    raw = read_json(path, "model configuration", object_hook=lambda entries: _Card(entries, path, allowed))
+    raw = _Card(read_json(path, "model configuration"), path, allowed)
     kind = raw.get("model_type")
     if kind not in FAMILIES:
         raise ValueError(f"model_type '{kind}' in '{path}' is not one of {', '.join(FAMILIES)}")
@@ -77,7 +77,7 @@ def read(path: str, allowed: dict[str, Allowed]) -> dict[str, Any]:
     if raw.get("quantization_config") is not None:
         what = "quantized weights (quantization_config), which are not read; use the original model"
         raise ValueError(f"'{path}' is of {what}")
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = _Card(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, path, allowed)
     for entries in (raw, rope):
         entries.get("partial_rotary_factor")  # refused where it is not 1: only whole heads are turned
     experts = None

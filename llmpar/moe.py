@@ -123,8 +123,7 @@ def visit(
     # An expert's capacity holds for each piece of a row that the router saw: with tp_sequence, tp to a row.
     num_tokens, num_pieces = b * s, b * par.parts("stream s") // par.parts("ffn s")
     way = par.plan.grouped
-    blocks, block = experts.blocks(num_tokens, num_pieces, num_ranks, *products.BLOCK_ROWS[way])
-    blocks, chunk = grouped.chunks(way, blocks, block, num_tokens * k, len(gate))
+    blocks, block, chunk = grouped.cut(experts, way, num_tokens, num_pieces, num_ranks)
     split = par.plan.pipeline is not None and par.plan.pipeline.split_backward
     x_td, weights_tk, chosen_tk = x.reshape(-1, d), weights.reshape(-1, k), chosen.reshape(-1, k)
     if num_ranks > 1:
@@ -201,7 +200,7 @@ def take(x: Float[Array, "n ..."], index: Int[Array, " t"], back: Int[Array, "n 
     """Rows ``x[index]``, zeros where an index is past the end. ``back`` says which results each row of ``x``
     went to (again past the end for none), so that the gradient is gathered too, and nothing is ever
     scattered."""
-    return x.at[index].get(mode="fill", fill_value=0)
+    return products.take(x, index)
 
 
 def _take_forward(x, index, back):
@@ -209,8 +208,7 @@ def _take_forward(x, index, back):
 
 
 def _take_backward(back, grad):
-    rows = grad.at[back].get(mode="fill", fill_value=0)
-    return rows.sum(1), None, None
+    return products.take(grad, back).sum(1), None, None
 
 
 take.defvjp(_take_forward, _take_backward)

@@ -161,13 +161,17 @@ def _named(names: tuple[str, ...], prim, *_, **params) -> bool:
     return prim.name == "name" and params["name"] in names
 
 
+OF_SHARDS = ("all_gather", "reshard", "optimization_barrier", "reduced_vary_cast")
+"""How the operations begin that make a whole weight of its shards: the gather, by `Manual` or by `Explicit`;
+the barriers around that and before an island; its type inside one."""
+
+
 def _all_but_gathered_weights(prim, *_, **params) -> bool:
-    """Save everything except gathered weights (and their renamed copies, also beyond the barrier before an
-    island, and typed anew inside it): no recomputing, but gathering again. What else is gathered is saved
-    under its name."""
+    """Save all but whole weights: these are gathered again, and nothing is computed again. What else is
+    gathered is saved under the name that it gets (`MOVED`)."""
     if prim.name == "name":
         return params["name"] != WEIGHT
-    return not prim.name.startswith(("all_gather", "reshard", "optimization_barrier", "reduced_vary_cast"))
+    return not prim.name.startswith(OF_SHARDS)
 
 
 # ----------------------------------------------------------------------------------------------------- Manual

@@ -231,33 +231,40 @@ class Resolved(Plan):
     said: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def _on(self, platform: str) -> Resolved:
-        """With what is left to a platform decided. Simulated devices differ in a pipeline: a permute waits
-        for every device of the mesh, and nothing orders the gathers of experts and of other weights in a
-        backward pass that is cut."""
-        decided, said = self.suited(platform), self.said
-        simulated = platform == "cpu" and self.mesh.pp > 1
+        """With what is left to a platform decided."""
+        decided = self.suited(platform)
         if self.hop == "auto":
-            decided["hop"] = "exchange" if simulated else "permute"
-        if simulated and self.rings and self.hop == "permute":
+            decided["hop"] = "permute"
+        if platform == "cpu" and self.mesh.pp > 1:
+            decided |= self._on_simulated_stages()
+        return dataclasses.replace(self, **decided)
+
+    def _on_simulated_stages(self) -> dict[str, Any]:
+        """What a pipeline of simulated devices has otherwise: a permute waits for every device of the mesh,
+        and nothing orders the gathers of experts and of other weights in a backward pass that is cut."""
+        decided, said = dict[str, Any](), self.said
+        if self.rings and self.hop == "permute":
             raise ValueError(
                 f"hop='permute' does not go with pp={self.mesh.pp} on simulated devices: a permute waits"
                 " there for every device of the mesh, and other stages do other work; use hop='exchange'"
             )
-        if simulated and self.rings and self.hop == "auto":
+        if self.hop == "auto":
+            decided["hop"] = "exchange"
+        if self.rings and self.hop == "auto":
             said += (
                 "a ring's hop is an all-to-all here, with one full block: in a permute, simulated devices"
                 " would wait for every stage of the pipeline",
             )
         cut = self.pipeline and (self.pipeline.split_backward or self.stage_saves == "residuals")
         experts_apart = "ep" in self.zero_cuts() and self.mesh.live("fsdp", "sp")  # gathered without ep
-        if simulated and cut and experts_apart and self.gathers == "block":
+        if cut and experts_apart and self.gathers == "block":
             decided["reshard_after_forward"] = False
             said += (
                 "weights are gathered once a step here, and kept: nothing orders gathers of experts and of"
                 " other weights in a backward pass that is cut, and simulated devices might wait for one"
                 " another for ever",
             )
-        return dataclasses.replace(self, **decided, said=said)
+        return decided | {"said": said}
 
     def resolve(self, config: ModelConfig | None = None, platform: str | None = "cpu") -> Resolved:
         """Itself, for the same model and platform; what was asked, resolved anew, for others."""

@@ -99,16 +99,15 @@ def _run_layers(stage: Stage, kind: str, has_routers: bool, block: Callable, x: 
         return ((x, loss_bs + aux["loss"]), aux["tally"]) if has_routers else ((x, None), None)
 
     def last_layer(before, weights):
-        carry, tally_le = before
-        carry, tally_1e = run(one_layer, carry, weights)
-        return carry, jax.tree.map(lambda all, last: all.at[few:].set(last), tally_le, tally_1e)
+        return run(one_layer, before[0], weights)
 
     loss_bs = jnp.zeros_like(x[..., 0], jnp.float32) if has_routers else None
     carry, tally_le = run(one_layer, (x, loss_bs), jax.tree.map(lambda w: w[:few], stack))
     if few < most:
-        tally_le = jax.tree.map(lambda n: jnp.pad(n, ((0, most - few), (0, 0))), tally_le)
+        skipped = carry, jax.tree.map(lambda n: jnp.zeros_like(n[:1]), tally_le)
         last = jax.tree.map(lambda w: w[few:], stack)
-        carry, tally_le = when(f"full{kind}", stage.full, last_layer, (carry, tally_le), last)
+        carry, tally_1e = when(f"full{kind}", stage.full, last_layer, skipped, last)
+        tally_le = jax.tree.map(lambda *parts: jnp.concatenate(parts), tally_le, tally_1e)
     x, loss_bs = carry
     return x, (loss_bs, tally_le)
 

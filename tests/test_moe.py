@@ -159,7 +159,7 @@ def test_slots_and_blocks_hold_the_worst_case_and_little_more():
     """From tokens that like the first experts, one rank sends and the first one lays out."""
     for tokens, num, k, ranks in itertools.product((1, 5, 64, 1000), (4, 8), (1, 2, 4), (1, 2, 4)):
         how, here, draw = ExpertConfig(num, k), num // ranks, np.random.default_rng(0)
-        slots, (blocks, block) = how.slots(tokens, 1, ranks), how.blocks(tokens, 1, ranks)
+        slots, (blocks, block, _) = how.slots(tokens, 1, ranks), grouped.cut(how, "blocks", tokens, 1, ranks)
         for _ in range(20):
             skewed = draw.random((ranks, tokens, num)) + draw.random(num) * 3
             chosen = np.argsort(-skewed, axis=2)[..., :k]

@@ -28,6 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llmpar.block import vary_alike
+from llmpar.config import ExpertConfig
 from llmpar.kernels import products
 from llmpar.kernels.products import count, take
 from llmpar.par import HIDDEN
@@ -89,14 +90,24 @@ def lay_out(expert_rk: Int[Array, "r k"], num_experts: int, num_blocks: int, blo
     return Layout(slot_p.reshape(expert_rk.shape), visit_q, end_l, owner_n)
 
 
-def chunks(way: str, blocks: int, block: int, num_rows: int, num_experts: int) -> tuple[int, int]:
-    """(blocks in all, blocks in a chunk, of which a device has whole ones). A chunk has blocks for
-    ``num_rows``, a rank's even share, and an eighth more, with half a block of padding for each expert;
-    ``blocks`` goes expert by expert and has none."""
+def cut(experts: ExpertConfig, way: str, tokens: int, pieces: int, ranks: int) -> tuple[int, int, int]:
+    """(blocks in all, rows of a block, blocks of a chunk) in which one of ``ranks``, each with so many tokens
+    in ``pieces`` pieces, lays out what its experts get at most.
+
+    An expert's rows fill whole blocks (`products.BLOCK_ROWS`) of an eighth of an even share or less, so that
+    about a sixteenth is padding, and less where rows are many. A device has whole chunks: each has blocks for
+    an even share of rows and an eighth more, with half a block of padding for each expert. ``blocks`` goes
+    expert by expert and has none."""
+    k, local, most = experts.top_k, experts.num_experts // ranks, ranks * experts.most(tokens, pieces)
+    block, largest = products.BLOCK_ROWS[way]
+    while block < largest and 16 * block * experts.num_experts <= ranks * tokens * k:
+        block *= 2
+    rows = min(ranks * tokens * min(k, local), most * local)
+    blocks = min((rows + local * (block - 1)) // block, local * -(-most // block))
     if way == "blocks":
-        return blocks, 0
-    chunk = min(blocks, -(-9 * num_rows // (8 * block)) + num_experts // 2)
-    return -(-blocks // chunk) * chunk, chunk
+        return blocks, block, 0
+    chunk = min(blocks, -(-9 * tokens * k // (8 * block)) + local // 2)
+    return -(-blocks // chunk) * chunk, block, chunk
 
 
 # --------------------------------------------------------------------------------------------- feed-forwards
